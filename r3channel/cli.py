@@ -1,0 +1,61 @@
+"""The `r3channel` command. Knows the names of the commands, not what they do: each is imported when it is run."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from r3channel import __version__
+from r3channel.errors import R3Error
+
+_DESCRIPTION = "Rollout routing replay: expert choices from SGLang engines to Megatron routers, exactly."
+_EPILOG = "r3channel COMMAND --help tells each command's options."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit status: 0 well, 1 the command found fault, 2 it could not run."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(arguments)
+    except R3Error as error:
+        print(f"r3channel: {type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _dispatch(arguments: list[str]) -> int:
+    # The demo's parser belongs to the demo: it is imported only when asked for, with options we do not know.
+    if arguments[:1] == ["demo"]:
+        from r3channel.demo import run
+
+        return run(arguments[1:])
+    options = _parser().parse_args(arguments)
+    from r3channel.report import doctor
+
+    return doctor.run(ports=options.port, timeout_s=options.timeout_s)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="r3channel", description=__doc__, epilog=_EPILOG)
+    parser.description = (
+        "Rollout routing replay: expert choices from SGLang engines to Megatron routers, exactly."
+    )
+    parser.add_argument("--version", action="version", version=f"r3channel {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands.add_parser(
+        "demo", help="the whole loop on this machine: SGLang, Ray, Megatron-core", add_help=False
+    )
+    doctor = commands.add_parser(
+        "doctor", help="what is installed, and whether everything would work together"
+    )
+    doctor.add_argument("--port", type=int, action="append", default=[], help="must be free; repeatable")
+    doctor.add_argument(
+        "--timeout-s", type=float, default=120.0, help="deadline of each check that imports an upstream"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,187 @@
+"""Where the time of a process goes: named stages, measured per thread. Knows no stage's meaning.
+
+    clock = StageClock("relay")
+    with clock.span("ingest", step=3):          # ingest pauses while verify runs
+        with clock.span("verify"):
+            ...
+    clock.totals()                              # {"ingest": ..., "verify": ...}, seconds
+
+The spans of one thread never overlap, so they add up to at most the wall time; `coverage` says how close they come.
+All times are `time.monotonic()` seconds: comparable between the processes of one machine, and never going back.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import TracebackType
+
+from r3channel.errors import UsageError
+
+STAGES: tuple[str, ...] = (
+    # the path of a row, in order
+    *("capture", "frame", "http", "ingest", "verify", "plan", "decode", "place"),
+    *("h2d", "send", "recv", "rebroadcast", "bind", "audit"),
+    # the rollout manager's own
+    *("assemble", "serialize"),
+    # the trainer's own
+    *("logprob", "forward", "backward", "optimizer"),
+    # the reverse path: weights from the trainer to the engines
+    "weights",
+    # waits: a process that waits says for whom
+    *("wait_generation", "wait_relay", "wait_wire", "wait_join"),
+)
+WAITS: tuple[str, ...] = tuple(stage for stage in STAGES if stage.startswith("wait_"))
+_STAGE_SET = frozenset(STAGES)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One thread was in one stage from `start_s` to `end_s` (time.monotonic)."""
+
+    stage: str
+    step: int | None
+    thread: str
+    start_s: float
+    end_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.start_s
+
+
+def merge_intervals(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The union of `intervals` as sorted, disjoint intervals; empty ones vanish."""
+    merged: list[tuple[float, float]] = []
+    for start, end in sorted(intervals):
+        if end <= start:
+            continue
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+class _OpenSpan:
+    """A span under way. While an inner span of the same thread runs, this one stands still."""
+
+    __slots__ = ("_clock", "_own_s", "_resumed_s", "_stage", "_step")
+
+    def __init__(self, clock: StageClock, stage: str, step: int | None) -> None:
+        self._clock = clock
+        self._stage = stage
+        self._step = step
+        self._own_s = 0.0
+        self._resumed_s = 0.0
+
+    def __enter__(self) -> None:
+        stack = self._clock._stack()
+        now = time.monotonic()
+        if stack:
+            stack[-1]._pause(now)
+            self._step = stack[-1]._step if self._step is None else self._step
+        stack.append(self)
+        self._resumed_s = now
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        stack = self._clock._stack()
+        now = time.monotonic()
+        self._pause(now)
+        stack.pop()
+        if stack:
+            stack[-1]._resumed_s = now
+        self._clock._observe(self._stage, self._own_s)
+
+    def _pause(self, now: float) -> None:
+        self._own_s += now - self._resumed_s
+        self._clock._keep(self._stage, self._step, self._resumed_s, now)
+
+
+class StageClock:
+    """Where the time of one process goes, by stage and thread. Any thread may use it.
+
+    The spans of a thread never overlap: an outer span pauses while an inner one runs, so they may be added up.
+    The newest `max_spans` spans are kept; the totals without a step go on counting.
+    """
+
+    def __init__(self, role: str, *, max_spans: int = 100_000) -> None:
+        self.role = role
+        self._spans: deque[Span] = deque(maxlen=max_spans)
+        self._totals: defaultdict[str, float] = defaultdict(float)
+        self._observers: list[Callable[[str, float], None]] = []
+        self._lock = threading.Lock()
+        self._local = threading.local()
+
+    def span(self, stage: str, *, step: int | None = None) -> _OpenSpan:
+        """A context manager; the time inside belongs to `stage`. Without a step, the outer span's is taken."""
+        _check_stage(stage)
+        return _OpenSpan(self, stage, step)
+
+    def record(self, stage: str, start_s: float, end_s: float, *, step: int | None = None) -> None:
+        """Add a span measured elsewhere, as the calling thread's. It must not overlap this thread's open spans."""
+        _check_stage(stage)
+        if end_s < start_s:
+            raise UsageError(
+                f"span of {stage} ends at {end_s} before it starts at {start_s}; swapped arguments?"
+            )
+        self._keep(stage, step, start_s, end_s)
+        self._observe(stage, end_s - start_s)
+
+    def spans(self) -> list[Span]:
+        """All finished spans, oldest first."""
+        with self._lock:
+            return list(self._spans)
+
+    def totals(self, *, step: int | None = None) -> dict[str, float]:
+        """Seconds per stage over all threads, in the order of `STAGES`; of one step where given."""
+        if step is None:
+            with self._lock:
+                seconds = dict(self._totals)
+        else:
+            seconds = defaultdict(float)
+            for span in self.spans():
+                if span.step == step:
+                    seconds[span.stage] += span.seconds
+        return {stage: seconds[stage] for stage in STAGES if stage in seconds}
+
+    def coverage(self, start_s: float, end_s: float, *, thread: str = "MainThread") -> float:
+        """Share of the wall time from `start_s` to `end_s` that the finished spans of `thread` explain."""
+        if end_s <= start_s:
+            raise UsageError(f"coverage from {start_s} to {end_s}: the end must be later than the start")
+        mine = (span for span in self.spans() if span.thread == thread)
+        merged = merge_intervals((max(s.start_s, start_s), min(s.end_s, end_s)) for s in mine)
+        return sum(end - start for start, end in merged) / (end_s - start_s)
+
+    def subscribe(self, observer: Callable[[str, float], None]) -> None:
+        """Call `observer(stage, seconds)` at each span's end, on the span's own thread. It must be quick."""
+        self._observers.append(observer)
+
+    def _stack(self) -> list[_OpenSpan]:
+        try:
+            return self._local.stack
+        except AttributeError:
+            self._local.stack = []
+            return self._local.stack
+
+    def _keep(self, stage: str, step: int | None, start_s: float, end_s: float) -> None:
+        if end_s == start_s:
+            return
+        span = Span(stage, step, threading.current_thread().name, start_s, end_s)
+        with self._lock:
+            self._spans.append(span)
+            self._totals[stage] += end_s - start_s
+
+    def _observe(self, stage: str, seconds: float) -> None:
+        for observer in self._observers:
+            observer(stage, seconds)
+
+
+def _check_stage(stage: str) -> None:
+    if stage not in _STAGE_SET:
+        raise UsageError(f"unknown stage {stage!r}; the stages are {', '.join(STAGES)}")

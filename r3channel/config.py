@@ -1,0 +1,156 @@
+"""Values that a user may set, checked on load. One rule: file < environment `R3CHANNEL_*` < flags.
+
+Other modules receive values; only this one reads the environment or a file. Importing it imports no other room, so the
+flag can be offered to a parser while the channel is off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from r3channel.errors import ConfigError
+
+ENV_PREFIX = "R3CHANNEL_"
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChannelConfig:
+    """Relay and trainer side of the channel."""
+
+    backend: str = "gloo"
+    """`gloo` or `nccl`: the dedicated groups between relay and trainers."""
+    bucket_bytes: int = 16 * _MIB
+    """Largest slice of a shard that is staged and sent at once; two are alive."""
+    interface: str = "127.0.0.1"
+    """Address that rendezvous, gloo and /metrics bind. Anything but loopback is plaintext: keep it on a private network."""
+    store_dir: str = ""
+    """Folder of the frame store's segment files; empty means a fresh temporary folder."""
+    store_bytes: int = 8192 * _MIB
+    """Ceiling of the frame store on disk (mmap; resident only while hot)."""
+    join_timeout_s: float = 120.0
+    """How long a trainer waits for its group to form."""
+    send_timeout_s: float = 60.0
+    """One bucket on the wire."""
+    step_timeout_s: float = 300.0
+    """From a trainer's `ready` to its whole shard, and the join with the previous step's send."""
+    expiry_s: float = 3600.0
+    """Frames that no assignment names are dropped this long after they arrived, and counted."""
+    metrics_port: int = -1
+    """-1: no /metrics; 0: a free port; else this port."""
+    row_digests: bool = False
+    """Engines add per-layer digests to frames, so that an audit can compare both ends without the ids."""
+
+    def __post_init__(self) -> None:
+        if self.backend not in ("gloo", "nccl", "loopback"):
+            raise ConfigError(f"backend {self.backend!r}, expected gloo, nccl or loopback")
+        if self.bucket_bytes < 1024:
+            raise ConfigError(f"bucket_bytes {self.bucket_bytes}, expected at least 1024")
+        for name in ("join_timeout_s", "send_timeout_s", "step_timeout_s", "expiry_s", "store_bytes"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}, expected a positive number")
+
+    @classmethod
+    def load(
+        cls,
+        *,
+        flags: Mapping[str, Any] | None = None,
+        file: str | Path | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> ChannelConfig:
+        """Merge a TOML file, the environment and flags (None means unset); unknown names are refused."""
+        merged = load_values(
+            cls, flags=flags, file=file, environment=os.environ if environment is None else environment
+        )
+        return cls(**{name: value for name, (value, _) in merged.items()})
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> ChannelConfig:
+        """From a namespace that `add_arguments` filled."""
+        flags = {f.name: getattr(args, f"r3_{f.name}", None) for f in fields(cls)}
+        return cls.load(flags=flags, file=getattr(args, "r3_config", None))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Engine side, read from the engine process's environment: SGLang's own parser does not take our flags."""
+
+    engine: bool = False
+    """R3CHANNEL_ENGINE=1 turns the plug-in on. Off means nothing is imported or patched."""
+    row_digests: bool = False
+    codec: str = "auto"
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> EngineConfig:
+        values = os.environ if environment is None else environment
+        merged = load_values(cls, flags=None, file=None, environment=values)
+        return cls(**{name: value for name, (value, _) in merged.items()})
+
+    def to_environment(self) -> dict[str, str]:
+        """What to put into the environment of an engine process."""
+        return {
+            f"{ENV_PREFIX}{f.name.upper()}": str(int(value) if isinstance(value, bool) else value)
+            for f in fields(self)
+            for value in [getattr(self, f.name)]
+        }
+
+
+def load_values(
+    cls: type[Any],
+    *,
+    flags: Mapping[str, Any] | None,
+    file: str | Path | None,
+    environment: Mapping[str, str],
+) -> dict[str, tuple[Any, str]]:
+    """name -> (value, origin) for every value that is set somewhere; later origins win."""
+    kinds = {f.name: type(f.default) for f in fields(cls)}
+    merged: dict[str, tuple[Any, str]] = {}
+    if file:
+        for name, value in tomllib.loads(Path(file).read_text()).items():
+            if name not in kinds:
+                raise ConfigError(f"{file}: unknown name {name!r}, expected one of {sorted(kinds)}")
+            merged[name] = (_convert(name, value, kinds[name]), str(file))
+    for name, kind in kinds.items():
+        key = ENV_PREFIX + name.upper()
+        if key in environment:
+            merged[name] = (_convert(key, environment[key], kind), key)
+    for name, value in (flags or {}).items():
+        if value is not None:
+            merged[name] = (_convert(name, value, kinds[name]), "flag")
+    return merged
+
+
+def _convert(name: str, value: Any, kind: type[Any]) -> Any:
+    if kind is bool and isinstance(value, str):
+        if value.lower() not in ("0", "1", "true", "false", ""):
+            raise ConfigError(f"{name}={value!r}, expected 0 or 1")
+        return value.lower() in ("1", "true")
+    try:
+        return kind(value)
+    except ValueError as error:
+        raise ConfigError(f"{name}={value!r} is not a {kind.__name__}") from error
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add `--use-r3-channel` and the channel's options to a slime-style parser. Nothing is imported for it."""
+    group = parser.add_argument_group("r3channel")
+    group.add_argument("--use-r3-channel", action="store_true", help="carry rollout routing over r3channel")
+    group.add_argument("--r3-config", metavar="FILE", help="TOML file with the options below")
+    for f in fields(ChannelConfig):
+        name = f"--r3-{f.name.replace('_', '-')}"
+        if isinstance(f.default, bool):
+            group.add_argument(name, action="store_true", default=None)
+        else:
+            group.add_argument(
+                name,
+                type=type(f.default),
+                metavar=type(f.default).__name__.upper(),
+                help=f"default {f.default!r}",
+            )
+    return parser

@@ -1,0 +1,258 @@
+"""A real SGLang HTTP server on CPU as a child process: its environment, its start, its end.
+
+Read against SGLang 0.5.23. Knows nothing about routing; whether the r3channel plug-in is on is one environment variable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+from r3channel.errors import ConfigError, EngineUnavailable, UsageError
+
+_SHIMS = Path(__file__).with_name("shims")
+_PACKAGE_PARENT = Path(__file__).absolute().parents[2]
+_STARTS = 3  # a free port can be taken by another process before the server binds it
+_POLL_S = 0.2
+_LOG_TAIL_BYTES = 4000
+
+
+def environment(
+    base: Mapping[str, str] | None = None,
+    *,
+    r3channel: bool = False,
+    row_digests: bool = False,
+    codec: str | None = None,
+) -> dict[str, str]:
+    """Environment of a child process that runs SGLang (or imports transformers) without a GPU.
+
+    `base` is the environment to start from, this process's by default. `r3channel` turns the capture plug-in on;
+    `row_digests` and `codec` are its options. Idempotent: applying it to its own result changes nothing.
+    """
+    env = dict(os.environ if base is None else base)
+    env.update(R3CHANNEL_EMBEDDED="1", SGLANG_USE_CPU_ENGINE="1")
+    env["PYTHONPATH"] = _joined_path(str(_SHIMS), str(_PACKAGE_PARENT), env.get("PYTHONPATH", ""))
+    env["R3CHANNEL_ENGINE"] = "1" if r3channel else "0"
+    env["R3CHANNEL_ROW_DIGESTS"] = "1" if row_digests else "0"
+    if codec is not None:
+        env["R3CHANNEL_CODEC"] = codec
+    for name, value in _QUIET_AND_QUICK.items():
+        env.setdefault(name, value)
+    return env
+
+
+_QUIET_AND_QUICK = {
+    "SGLANG_EXTERNAL_MODEL_PACKAGE": "r3channel.embedded.sglang_models",  # not all model files: seconds of imports
+    "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # /health answers at once instead of generating for 1 s
+    "OMP_NUM_THREADS": "1",  # the model is tiny and the cores are shared with trainers
+    "GLOO_SOCKET_IFNAME": "lo",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+}
+
+
+def _joined_path(*entries: str) -> str:
+    parts = [part for entry in entries for part in entry.split(os.pathsep) if part]
+    return os.pathsep.join(dict.fromkeys(parts))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """What a server is started with. Everything else stays SGLang's default."""
+
+    model: str | os.PathLike[str]
+    """Folder of the checkpoint."""
+    r3channel: bool = True
+    """Load the capture plug-in, so that replies carry frames."""
+    capture: bool = True
+    """--enable-return-routed-experts."""
+    row_digests: bool = False
+    codec: str | None = None
+    dtype: str = "float32"
+    max_total_tokens: int = 16384
+    max_running_requests: int = 32
+    chunked_prefill_size: int = 1024
+    random_seed: int = 0
+    weight_version: str = "0"
+    overlap: bool = True
+    """The overlap scheduler; with it the ids leave the forward pass asynchronously."""
+    extra_args: Sequence[str] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Added to the child's environment last."""
+
+    def arguments(self, *, port: int) -> list[str]:
+        """SGLang's command line."""
+        arguments = ["--model-path", os.fspath(self.model), "--host", "127.0.0.1", "--port", str(port)]
+        arguments += ["--device", "cpu", "--attention-backend", "torch_native", "--grammar-backend", "none"]
+        arguments += ["--disable-cuda-graph", "--skip-server-warmup", "--log-level", "warning"]
+        arguments += ["--dtype", self.dtype, "--max-total-tokens", str(self.max_total_tokens)]
+        arguments += ["--max-running-requests", str(self.max_running_requests)]
+        arguments += ["--chunked-prefill-size", str(self.chunked_prefill_size)]
+        arguments += ["--random-seed", str(self.random_seed), "--weight-version", self.weight_version]
+        arguments += ["--enable-return-routed-experts"] if self.capture else []
+        arguments += [] if self.overlap else ["--disable-overlap-schedule"]
+        return [*arguments, *self.extra_args]
+
+    def environment(self) -> dict[str, str]:
+        env = environment(r3channel=self.r3channel, row_digests=self.row_digests, codec=self.codec)
+        env.update(self.env)
+        env["R3CHANNEL_PARENT_PID"] = str(os.getpid())
+        env["PYTHONSAFEPATH"] = "1"  # a file in the working directory must not shadow a package
+        return env
+
+
+class EngineServer:
+    """One server. NEW -> STARTING (`start`) -> READY (`wait_ready`) -> CLOSED (`close`, any number of times).
+
+    As a context manager it starts on entry without waiting. The server also ends when this process does.
+    One thread uses an instance at a time.
+    """
+
+    def __init__(self, options: EngineOptions, *, log_path: str | os.PathLike[str] | None = None) -> None:
+        """`log_path` receives everything the server prints; a temporary file by default, removed by `close`."""
+        if not Path(options.model, "config.json").is_file():
+            raise ConfigError(f"{os.fspath(options.model)} holds no config.json; is it a checkpoint folder?")
+        self.options = options
+        self._temporary_log = log_path is None
+        self.log_path = Path(_new_log() if log_path is None else log_path)
+        self._child: subprocess.Popen[bytes] | None = None
+        self._port = 0
+        self._starts = 0
+        self._started_s = 0.0
+        self._closed = False
+
+    def start(self) -> EngineServer:
+        """Start the server and return at once."""
+        if self._child is not None or self._closed:
+            raise UsageError("EngineServer.start() was called twice or after close()")
+        self._started_s = time.monotonic()
+        self._spawn()
+        return self
+
+    def wait_ready(self, timeout_s: float = 180.0) -> float:
+        """Return the seconds since `start` once the server answers.
+
+        Raises EngineUnavailable, with the end of the log, when it ends first or is not ready within `timeout_s`; the server
+        is then closed.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while not self._answers():
+            if self._running().poll() is not None and not self._retry_other_port():
+                self._give_up(f"ended with exit code {self._running().returncode} before it was ready")
+            if time.monotonic() > deadline_s:
+                self._give_up(f"was not ready within {timeout_s:g} s")
+            time.sleep(_POLL_S)
+        return time.monotonic() - self._started_s
+
+    @property
+    def url(self) -> str:
+        """Base address. Final once `wait_ready` has returned: a port that was taken meanwhile is replaced."""
+        return f"http://127.0.0.1:{self._port}"
+
+    @property
+    def pid(self) -> int:
+        return self._running().pid
+
+    def log_tail(self) -> str:
+        """The end of what the server printed, oldest first."""
+        with contextlib.suppress(OSError), self.log_path.open("rb") as log:
+            log.seek(max(0, self.log_path.stat().st_size - _LOG_TAIL_BYTES))
+            return log.read().decode(errors="replace")
+        return ""
+
+    def close(self) -> None:
+        """End the server and all its children, by process id, and wait until they are gone."""
+        self._closed = True
+        if self._child is not None:
+            kill_family(self._child)
+        if self._temporary_log:
+            self.log_path.unlink(missing_ok=True)
+
+    def __enter__(self) -> EngineServer:
+        return self if self._child is not None else self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._child is None:
+            raise UsageError("the engine server was not started; call start() first")
+        return self._child
+
+    def _spawn(self) -> None:
+        self._starts += 1
+        self._port = free_port()
+        command = [sys.executable, "-m", "r3channel.embedded.sglang_main"]
+        command += self.options.arguments(port=self._port)
+        with self.log_path.open("ab") as log:
+            self._child = _popen(command, env=self.options.environment(), log=log)
+
+    def _answers(self) -> bool:
+        if self._running().poll() is not None:
+            return False
+        try:
+            with urllib.request.urlopen(self.url + "/health", timeout=2) as reply:
+                return reply.status == 200
+        except (OSError, urllib.error.URLError):
+            return False
+
+    def _retry_other_port(self) -> bool:
+        if self._starts >= _STARTS or "address already in use" not in self.log_tail().lower():
+            return False
+        kill_family(self._running())
+        self._spawn()
+        return True
+
+    def _give_up(self, what: str) -> None:
+        tail = self.log_tail()
+        self.close()
+        raise EngineUnavailable(f"the SGLang server at {self.url} {what}. The end of its log:\n{tail}")
+
+
+def _new_log() -> str:
+    handle, path = tempfile.mkstemp(prefix="r3channel-engine-", suffix=".log")
+    os.close(handle)
+    return path
+
+
+def _popen(command: Sequence[str], *, env: Mapping[str, str], log: IO[bytes]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        list(command), env=dict(env), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+    )
+
+
+def free_port() -> int:
+    """A port of the loopback interface that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def kill_family(child: subprocess.Popen[bytes], *, timeout_s: float = 10.0) -> None:
+    """Kill `child` and everything below it, by process id, and reap it."""
+    import psutil
+
+    family: list[psutil.Process] = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        top = psutil.Process(child.pid)
+        family = [*top.children(recursive=True), top]
+    for process in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    child.wait(timeout_s)
+    psutil.wait_procs(family, timeout=timeout_s)

@@ -1,0 +1,50 @@
+"""SGLang plug-in of the embedded mode: what the host side of SGLang 0.5.23 needs changed on a machine without a GPU.
+
+Does nothing unless R3CHANNEL_EMBEDDED=1. Names relied on: `mem_cache.pool_host.common.ALLOC_MEMORY_FUNCS`,
+`entrypoints.engine._set_envs_and_config` (which ends by choosing the start method of the server's processes),
+`entrypoints.http_server._freeze_gc_after_server_warmup`.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from typing import Any
+
+_ENTRYPOINTS = "sglang.srt.entrypoints"
+
+
+def register() -> None:
+    """Entry point `r3channel_embedded` of group `sglang.srt.plugins`; called once in each SGLang process."""
+    if os.environ.get("R3CHANNEL_EMBEDDED") != "1":
+        return
+    # Imported here: SGLang opens this module in every engine, also where the embedded mode is off.
+    from sglang.srt.mem_cache.pool_host import common
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    # The entry is replaced and not the dict: state_capturer/base.py holds a reference to the dict.
+    common.ALLOC_MEMORY_FUNCS["cpu"] = _plain_memory
+    HookRegistry.register(f"{_ENTRYPOINTS}.engine._set_envs_and_config", _fork_workers, HookType.AFTER)
+    HookRegistry.register(
+        f"{_ENTRYPOINTS}.http_server._freeze_gc_after_server_warmup", _nothing, HookType.REPLACE
+    )
+
+
+def _plain_memory(dims: Any, dtype: Any, device: str, *_: Any, **__: Any) -> Any:
+    """Host cache memory; SGLang always asks for pinned memory (`BaseHostCache`), which a CPU torch cannot give."""
+    import torch
+
+    return torch.zeros(dims, dtype=dtype, device=device)
+
+
+def _fork_workers(result: Any, *_: Any, **__: Any) -> None:
+    """Fork scheduler and detokenizer: each spares importing SGLang again, 6 s of CPU (2 cores of an AMD EPYC).
+
+    Without a GPU there is no device state that a fork would break, and the launcher has computed nothing yet.
+    """
+    if os.environ.get("R3CHANNEL_EMBEDDED_SPAWN") != "1":
+        multiprocessing.set_start_method("fork", force=True)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Without a warm-up SGLang posts /freeze_gc before it listens, and prints three pages about the refusal."""

@@ -1,0 +1,54 @@
+"""Stand-in for `sgl_kernel` on a machine without a GPU; found only through the PYTHONPATH of embedded children.
+
+The published wheel (sglang-kernel 0.4.10) holds CUDA libraries only. With SGLANG_USE_CPU_ENGINE=1, SGLang 0.5.23 imports ten
+names from it without a guard (kernels/ops/kvcache/cache_move.py, kernels/ops/speculative/*, mem_cache/allocation.py). One of
+them runs on every batch and is written here in torch; the others belong to speculative decoding and raise when called.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__version__ = "0.0.0+cpu.standin"
+
+_SPECULATIVE_ONLY = (
+    "assign_draft_cache_locs_contiguous_cpu",
+    "assign_extend_cache_locs_cpu",
+    "build_draft_decode_metadata_cpu",
+    "build_tree_kernel_efficient_cpu",
+    "copy_all_layer_kv_cache_cpu",
+    "fill_accept_out_cache_loc_cpu",
+    "fill_bonus_tokens_cpu",
+    "rotate_input_ids_cpu",
+    "verify_tree_greedy_cpu",
+)
+
+
+def assign_req_to_token_pool_cpu(
+    req_pool_indices: Any,
+    req_to_token: Any,
+    start_offset: Any,
+    end_offset: Any,
+    out_cache_loc: Any,
+    pool_len: int,
+) -> None:
+    """Write each request's new KV slots into its row of the request-to-token table."""
+    taken = 0
+    rows = zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True)
+    for row, start, end in rows:
+        slots = out_cache_loc[taken : taken + end - start]
+        req_to_token[row, start:end] = slots.to(req_to_token.dtype)
+        taken += end - start
+
+
+def _refusing(name: str) -> Any:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError(
+            f"sgl_kernel.{name} has no CPU stand-in; speculative decoding needs the CUDA kernels"
+        )
+
+    refuse.__name__ = name
+    return refuse
+
+
+globals().update({name: _refusing(name) for name in _SPECULATIVE_ONLY})

@@ -1,0 +1,316 @@
+"""Every error that r3channel raises, by whose fault it is.
+
+One root, `R3Error`. A message says what was seen, what was expected and the likely cause. `reason` is a short word from a
+closed set: it labels the counter `r3channel_rejected_total` and never holds a sample or an address.
+"""
+
+from __future__ import annotations
+
+
+class R3Error(Exception):
+    """Root of all errors of this package."""
+
+    reason = "other"
+
+
+# -- our caller --------------------------------------------------------------------------------------------------------
+
+
+class ConfigError(R3Error):
+    """A value of the configuration, a layout or an assignment cannot be used."""
+
+    reason = "config"
+
+
+class UsageError(R3Error):
+    """A public call came at the wrong time: twice, out of order, or after close."""
+
+    reason = "usage"
+
+
+class UnsupportedLayout(ConfigError):
+    """A layout that a later version will support is refused instead of half supported."""
+
+    reason = "layout"
+
+
+# -- the data of one sample --------------------------------------------------------------------------------------------
+
+
+class RoutingError(R3Error):
+    """The routing of one sample cannot be used. Names sample and engine."""
+
+    reason = "routing"
+
+
+class RoutingMissing(RoutingError):
+    """The reply holds no routing at all."""
+
+    reason = "missing"
+
+
+class RowCountMismatch(RoutingError):
+    """Too few or too many rows for the sample's tokens."""
+
+    reason = "rows"
+
+
+class TopKMismatch(RoutingError):
+    """The rows have another top-k than the spec."""
+
+    reason = "top_k"
+
+
+class LayerMismatch(RoutingError):
+    """The rows have other MoE layers than the spec."""
+
+    reason = "layers"
+
+
+class ExpertCountMismatch(RoutingError):
+    """The sender counts another number of experts than the spec."""
+
+    reason = "experts"
+
+
+class ExpertIdOutOfRange(RoutingError):
+    """An id is negative or >= the number of experts."""
+
+    reason = "id_range"
+
+
+class DuplicateExpertId(RoutingError):
+    """A row names the same expert twice."""
+
+    reason = "id_duplicate"
+
+
+class RowsInvalid(RoutingError):
+    """Rows are marked invalid by the engine and the policy is to refuse them."""
+
+    reason = "rows_invalid"
+
+
+class StaleWeights(RoutingError):
+    """Rows were made by other weights than the policy allows."""
+
+    reason = "stale"
+
+
+# -- bytes -------------------------------------------------------------------------------------------------------------
+
+
+class FrameError(RoutingError):
+    """The bytes of a frame cannot be trusted."""
+
+    reason = "frame"
+
+
+class FrameTruncated(FrameError):
+    """Fewer or more bytes than the header says."""
+
+    reason = "truncated"
+
+
+class FrameMagicMismatch(FrameError):
+    """The bytes are not a frame: stock int32 data, HTML, or text."""
+
+    reason = "magic"
+
+
+class FrameVersionMismatch(FrameError):
+    """A frame of another wire version or an unknown codec or kind."""
+
+    reason = "wire_version"
+
+
+class HeaderCorrupt(FrameError):
+    """The header's hash does not match, or a bound in it is impossible."""
+
+    reason = "header"
+
+
+class PayloadCorrupt(FrameError):
+    """The payload's hash does not match, or it does not decode to the declared size."""
+
+    reason = "payload"
+
+
+class SpecMismatch(FrameError):
+    """The frame was made for another model's spec, and no single field explains it."""
+
+    reason = "spec"
+
+
+class EngineReported(FrameError):
+    """The engine could not build the frame and sent the reason in its place."""
+
+    reason = "engine"
+
+
+# -- steps, tickets, ranks ---------------------------------------------------------------------------------------------
+
+
+class StepError(R3Error):
+    """A step cannot be sealed, sent or received."""
+
+    reason = "step"
+
+
+class SampleUnknown(StepError):
+    """An assignment names a sample that the relay does not hold."""
+
+    reason = "sample_unknown"
+
+
+class SampleTwice(StepError):
+    """A sample was added, assigned or sealed twice."""
+
+    reason = "sample_twice"
+
+
+class TicketMismatch(StepError):
+    """A ticket of another step, epoch, spec or layout."""
+
+    reason = "ticket"
+
+
+class StoreFull(StepError):
+    """The frame store reached its configured ceiling."""
+
+    reason = "store_full"
+
+
+class BackgroundFailed(StepError):
+    """A background thread died; its first exception is the cause."""
+
+    reason = "background"
+
+
+# -- moving bytes ------------------------------------------------------------------------------------------------------
+
+
+class TransportError(R3Error):
+    """A send or receive failed; the group must be abandoned. Names peer, epoch and what was under way."""
+
+    reason = "transport"
+
+
+class DeadlineExceeded(TransportError):
+    """A wait ended by its deadline. Names what was waited for and for how long."""
+
+    reason = "deadline"
+
+
+class BucketCorrupt(TransportError):
+    """A bucket's header or hash does not match what the ticket announced."""
+
+    reason = "bucket"
+
+
+class EpochEnded(TransportError):
+    """The member belongs to an older life of the group and must join again."""
+
+    reason = "epoch"
+
+
+class PeerFailed(TransportError):
+    """TP0 failed to receive; the other ranks of the TP group learn it here."""
+
+    reason = "peer"
+
+
+# -- engine room -------------------------------------------------------------------------------------------------------
+
+
+class PluginNotApplied(R3Error):
+    """An engine answers without frames: the plug-in is not loaded, or its hooks did not apply."""
+
+    reason = "plugin"
+
+
+class EngineUnavailable(R3Error):
+    """An engine does not answer, or answers with an error."""
+
+    reason = "engine_unavailable"
+
+
+# -- trainer room ------------------------------------------------------------------------------------------------------
+
+
+class ReplayError(R3Error):
+    """The replay cannot be bound or did not happen as planned. Names router, pass and counts."""
+
+    reason = "replay"
+
+
+# -- weights room ------------------------------------------------------------------------------------------------------
+
+
+class WeightsError(R3Error):
+    """Root of the errors of publishing weights from the trainer to the engines."""
+
+    reason = "weights"
+
+
+class ManifestMismatch(WeightsError):
+    """The tensors given cannot be laid out, or differ from those of the earlier updates. Names the tensor."""
+
+    reason = "manifest"
+
+
+class EngineRefused(WeightsError):
+    """An engine answered a weight-update call with a failure. Names engine, route and its answer."""
+
+    reason = "engine_refused"
+
+
+class WeightsDiffer(WeightsError):
+    """After an update an engine's own checksum of a tensor is not that of the bytes sent."""
+
+    reason = "weights_differ"
+
+
+class WeightVersionRegressed(WeightsError):
+    """A version older than the committed one; versions only grow within one session."""
+
+    reason = "version_regressed"
+
+
+class WeightUpdateFailed(WeightsError):
+    """An update was not committed. Says where it stopped and in which state it left each engine."""
+
+    reason = "update_failed"
+
+
+# -- trainer room: replay and audit --------------------------------------------------------------------------------------
+
+
+class RouterUnsupported(ReplayError):
+    """A router or its config would ignore, drop or never ask for replayed ids. Raised at attach."""
+
+    reason = "router_unsupported"
+
+
+class LayoutMismatch(ReplayError):
+    """The layout given differs from what Megatron was started with. Names both values."""
+
+    reason = "layout_mismatch"
+
+
+class ReplayRowMismatch(ReplayError):
+    """A router sees another number of tokens than it was given rows, or rows of another width or dtype."""
+
+    reason = "replay_rows"
+
+
+class ReplayCountMismatch(ReplayError):
+    """A router consumed a micro-batch's rows not exactly once in a pass."""
+
+    reason = "replay_count"
+
+
+class AuditMismatch(ReplayError):
+    """The experts that a router's map holds are not the ids that it was handed."""
+
+    reason = "audit"

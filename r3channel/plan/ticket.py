@@ -1,0 +1,130 @@
+"""The small record of a sealed step. Travels with the ordinary rollout data; lets a trainer refuse before a byte moves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from r3channel.errors import TicketMismatch
+from r3channel.plan.assignment import Assignment
+from r3channel.plan.layout import TrainerLayout
+from r3channel.plan.shards import Plan, plan_shards
+from r3channel.routing import ProvenanceSpan, RowKind
+from r3channel.spec import RoutingSpec
+
+
+@dataclass(frozen=True)
+class TicketSample:
+    """One sample of a sealed step."""
+
+    sample_id: str
+    tokens: int
+    frame_hash: int
+    provenance: tuple[ProvenanceSpan, ...]
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """Step, spec, layout, assignment and sizes; everything a receiver needs to post matching receives.
+
+    `to_bytes` is canonical JSON, so equal tickets are equal bytes; `from_bytes` recomputes the plan and refuses a ticket
+    whose digest does not match it.
+    """
+
+    run: str
+    """Identity of the relay's life; a ticket of another run is refused."""
+    step: int
+    spec: RoutingSpec
+    layout: TrainerLayout
+    assignment: Assignment
+    samples: tuple[TicketSample, ...]
+    """In the order of `assignment.sample_ids`."""
+    bucket_bytes: int
+
+    @cached_property
+    def plan(self) -> Plan:
+        tokens = {sample.sample_id: sample.tokens for sample in self.samples}
+        return plan_shards(self.assignment, tokens=tokens, spec=self.spec, layout=self.layout)
+
+    @property
+    def weight_versions(self) -> tuple[int, ...]:
+        """All weight versions that made rows of this step, ascending."""
+        return tuple(sorted({span.weight_version for sample in self.samples for span in sample.provenance}))
+
+    def sample(self, sample_id: str) -> TicketSample:
+        return self._by_id[sample_id]
+
+    @cached_property
+    def _by_id(self) -> dict[str, TicketSample]:
+        return {sample.sample_id: sample for sample in self.samples}
+
+    def to_bytes(self) -> bytes:
+        indexes = {sample.sample_id: index for index, sample in enumerate(self.samples)}
+        values = {
+            "ticket": 1,
+            "run": self.run,
+            "step": self.step,
+            "spec": self.spec.to_dict(),
+            "layout": self.layout.to_dict(),
+            "ranks": [[[indexes[s] for s in batch] for batch in rank] for rank in self.assignment.ranks],
+            "samples": [
+                [
+                    s.sample_id,
+                    s.tokens,
+                    s.frame_hash,
+                    [[p.end, p.weight_version, int(p.kind)] for p in s.provenance],
+                ]
+                for s in self.samples
+            ],
+            "bucket_bytes": self.bucket_bytes,
+            "plan_digest": self.plan.digest,
+        }
+        return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Ticket:
+        """Raise `TicketMismatch` for anything that is not a ticket or whose plan digest differs from its content."""
+        try:
+            values = json.loads(data)
+            ticket = cls._from_values(values)
+            announced = values["plan_digest"]
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            raise TicketMismatch(f"{len(data)} bytes are not a ticket: {error!r}") from error
+        if ticket.plan.digest != announced:
+            raise TicketMismatch(
+                f"ticket of step {ticket.step}: plan digest {announced:#x}, recomputed {ticket.plan.digest:#x}. Do both sides "
+                "run the same r3channel version?"
+            )
+        return ticket
+
+    @classmethod
+    def _from_values(cls, values: dict[str, Any]) -> Ticket:
+        if values.get("ticket") != 1:
+            raise TicketMismatch(f"ticket format {values.get('ticket')!r}, expected 1")
+        samples = tuple(
+            TicketSample(str(name), int(tokens), int(frame_hash), _spans(spans))
+            for name, tokens, frame_hash, spans in values["samples"]
+        )
+        ranks = [[[samples[i].sample_id for i in batch] for batch in rank] for rank in values["ranks"]]
+        return cls(
+            run=str(values["run"]),
+            step=int(values["step"]),
+            spec=RoutingSpec.from_dict(values["spec"]),
+            layout=TrainerLayout(**values["layout"]),
+            assignment=Assignment.given(ranks),
+            samples=samples,
+            bucket_bytes=int(values["bucket_bytes"]),
+        )
+
+
+def _spans(values: Sequence[Sequence[int]]) -> tuple[ProvenanceSpan, ...]:
+    spans, start = [], 0
+    for end, version, kind in values:
+        spans.append(
+            ProvenanceSpan(start=start, end=int(end), weight_version=int(version), kind=RowKind(kind))
+        )
+        start = int(end)
+    return tuple(spans)

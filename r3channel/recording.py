@@ -1,0 +1,99 @@
+"""A step on disk: frames, ticket and tokens, to be replayed in a unit test without an engine, Ray or a relay.
+
+    DIR/step-000003/ticket.json     the ticket's bytes
+                    frames.bin      the samples' frames, one after another, in the ticket's order
+                    frames.json     {"sizes": [bytes of each frame]}
+                    tokens.npz      one int32 array per sample: t0, t1, ... in the ticket's order
+
+Nothing here is unpickled; frames are verified again when they are read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from r3channel.errors import FrameTruncated, SampleUnknown
+from r3channel.plan.shards import place_samples
+from r3channel.plan.ticket import Ticket
+from r3channel.routing import Ids
+from r3channel.wire.frame import Frame, parse_frame
+
+
+def step_folder(root: str | Path, step: int) -> Path:
+    return Path(root) / f"step-{step:06d}"
+
+
+@dataclass
+class Recorder:
+    """Keeps what a relay receives until its step is sealed, then writes it. Calls come from the relay, any thread."""
+
+    root: Path
+    _kept: dict[str, tuple[bytes, Ids]] = field(default_factory=dict)
+
+    def keep(self, sample_id: str, frame: bytes, tokens: Sequence[int]) -> None:
+        self._kept[sample_id] = (frame, np.asarray(tokens, dtype=np.int32))
+
+    def forget(self, sample_id: str) -> None:
+        self._kept.pop(sample_id, None)
+
+    def write(self, ticket: Ticket) -> Path:
+        """Write a sealed step and forget its samples; returns its folder."""
+        folder = step_folder(self.root, ticket.step)
+        folder.mkdir(parents=True, exist_ok=True)
+        kept = [self._kept.pop(sample.sample_id) for sample in ticket.samples]
+        (folder / "frames.bin").write_bytes(b"".join(frame for frame, _ in kept))
+        (folder / "frames.json").write_text(json.dumps({"sizes": [len(frame) for frame, _ in kept]}))
+        arrays: dict[str, Any] = {f"t{index}": tokens for index, (_, tokens) in enumerate(kept)}
+        np.savez(folder / "tokens.npz", **arrays)
+        (folder / "ticket.json").write_bytes(ticket.to_bytes())  # last: a folder with a ticket is complete
+        return folder
+
+
+@dataclass(frozen=True)
+class Recording:
+    """One recorded step."""
+
+    ticket: Ticket
+    frames: dict[str, bytes]
+    tokens: dict[str, Ids]
+    """int32 [tokens] by sample id."""
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Recording:
+        """Read a step's folder; raises `TicketMismatch` or `FrameTruncated` for one that is damaged."""
+        path = Path(folder)
+        ticket = Ticket.from_bytes((path / "ticket.json").read_bytes())
+        data = (path / "frames.bin").read_bytes()
+        sizes = json.loads((path / "frames.json").read_text())["sizes"]
+        names = [sample.sample_id for sample in ticket.samples]
+        if sum(sizes) != len(data) or len(sizes) != len(names):
+            raise FrameTruncated(
+                f"{path}: {len(sizes)} frames of {sum(sizes)} bytes announced, {len(data)} bytes for {len(names)} samples found"
+            )
+        ends = np.cumsum(sizes).tolist()
+        frames = {name: data[end - size : end] for name, size, end in zip(names, sizes, ends, strict=True)}
+        with np.load(path / "tokens.npz", allow_pickle=False) as arrays:
+            tokens = {name: arrays[f"t{index}"] for index, name in enumerate(names)}
+        return cls(ticket, frames, tokens)
+
+    def frame(self, sample_id: str) -> Frame:
+        """A sample's frame, verified against the ticket."""
+        if sample_id not in self.frames:
+            raise SampleUnknown(f"sample {sample_id} is not in the recording of step {self.ticket.step}")
+        return parse_frame(
+            self.frames[sample_id], spec=self.ticket.spec, sample_id=sample_id, engine="recording"
+        )
+
+    def shards(self, *, dp: int) -> dict[tuple[int, int], Ids]:
+        """The uint8 shards of all pipeline stages of one DP rank, by (dp, pp): what a relay would send."""
+        return place_samples(
+            self.ticket.plan,
+            dp=dp,
+            ids_of=lambda sample: self.frame(sample).routing(sample_id=sample).expert_ids_TLK,
+        )

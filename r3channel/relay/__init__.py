@@ -1,0 +1,1 @@
+"""The rollout manager's side: frames in, exact shards out."""

@@ -1,0 +1,179 @@
+"""One DP rank's group on the relay side: its members, its epochs, and the thread that sends.
+
+    WAITING (for every member's hello) -> JOINING -> OPEN -> ... -> CLOSED
+       ^                                    |          |
+       +------- any failure: epoch + 1 -----+----------+
+
+Nothing is sent before a member said that it is ready for that step; a failed group is abandoned and the same bytes are
+sent again in the next epoch, because a shard is kept until it is acknowledged.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from r3channel.config import ChannelConfig
+from r3channel.errors import EpochEnded, TransportError
+from r3channel.metrics import Metrics, StageClock
+from r3channel.relay.step import SealedStep
+from r3channel.transport.base import Rendezvous, Transport, join
+from r3channel.wire.bucket import bucket_headers
+
+
+@dataclass
+class DeliveryGroup:
+    """Relay (rank 0) and the TP0 of each pipeline stage of DP rank `dp` (rank pp + 1).
+
+    All public methods may be called from any thread. `changed` is the relay's condition: it guards this object and the
+    steps, and is notified on every change.
+    """
+
+    dp: int
+    stages: int
+    config: ChannelConfig
+    rendezvous: Callable[[str, int, int], Rendezvous]
+    """(group name, epoch, rank) -> where to join."""
+    changed: threading.Condition
+    steps: dict[int, SealedStep]
+    clock: StageClock
+    metrics: Metrics
+    state: str = "WAITING"
+    epoch: int = 1
+    failures: int = 0
+    error: BaseException | None = None
+    _members: dict[int, str] = field(default_factory=dict)
+    _wanted: deque[tuple[int, int]] = field(default_factory=deque)
+    """(step, pp) that a member is ready for and whose shard is placed."""
+    _transport: Transport | None = None
+    _thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name=f"r3channel-send-dp{self.dp}", daemon=True)
+        self._thread.start()
+
+    # -- control ---------------------------------------------------------------------------------------------------
+
+    def hello(self, *, pp: int, boot_id: str, after_epoch: int) -> Rendezvous | None:
+        """A member wants to join an epoch newer than `after_epoch`. None until all members have said hello.
+
+        A member that restarted (another boot id) or that gave up the current epoch starts the next one.
+        """
+        with self.changed:
+            known = self._members.get(pp)
+            if after_epoch >= self.epoch or (self.state != "WAITING" and known != boot_id):
+                self._next_epoch()
+            self._members[pp] = boot_id
+            if self.state == "WAITING" and len(self._members) == self.stages:
+                self.state = "JOINING"
+                self.changed.notify_all()
+            return None if self.state == "WAITING" else self._rendezvous(rank=pp + 1)
+
+    def ready(self, *, pp: int, step: int, epoch: int) -> None:
+        """The member has posted, or is about to post, its receives for a placed shard."""
+        with self.changed:
+            if epoch != self.epoch:
+                raise EpochEnded(
+                    f"dp {self.dp} pp {pp} is ready for step {step} in epoch {epoch}, the group is in "
+                    f"epoch {self.epoch}; join again"
+                )
+            if (step, pp) not in self._wanted:
+                self._wanted.append((step, pp))
+            self.changed.notify_all()
+
+    def close(self, *, timeout_s: float) -> None:
+        """Stop the thread; idempotent."""
+        with self.changed:
+            self.state = "CLOSED"
+            self.changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    # -- the thread ------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._next():
+                pass
+        except BaseException as error:
+            with self.changed:
+                self.error = error  # the next public call of the relay raises it
+                self.changed.notify_all()
+        finally:
+            if self._transport is not None:
+                self._transport.close()
+
+    def _next(self) -> bool:
+        with self.changed:
+            self.changed.wait_for(
+                lambda: self.state in ("JOINING", "CLOSED") or (self.state == "OPEN" and self._wanted)
+            )
+            if self.state == "CLOSED":
+                return False
+            epoch, joining = self.epoch, self.state == "JOINING"
+            wanted = None if joining else self._wanted.popleft()
+        try:
+            if wanted is None:
+                self._join(epoch)
+            else:
+                self._send(*wanted, epoch=epoch)
+        except TransportError:
+            with self.changed:
+                if self.epoch == epoch:
+                    self._next_epoch()
+        return True
+
+    def _join(self, epoch: int) -> None:
+        transport = join(self._rendezvous(rank=0), timeout_s=self.config.join_timeout_s)
+        with self.changed:
+            if self.epoch != epoch or self.state != "JOINING":  # a member gave up meanwhile
+                transport.abort()
+                return
+            self._transport, self.state = transport, "OPEN"
+            self.changed.notify_all()
+
+    def _send(self, step: int, pp: int, *, epoch: int) -> None:
+        with self.changed:
+            sealed, transport = self.steps.get(step), self._transport
+        if sealed is None or transport is None or transport.epoch != epoch:
+            return  # acknowledged or abandoned meanwhile
+        shard_N = sealed.buffers[self.dp, pp]
+        with self.clock.span("send", step=step):
+            headers = bucket_headers(
+                shard_N, bucket_bytes=sealed.ticket.bucket_bytes, epoch=epoch, step=step, dp=self.dp, pp=pp
+            )
+            for header in headers:
+                part_N = shard_N[header.offset : header.offset + header.nbytes]
+                self._send_one(transport, header.to_bytes(), dst=pp + 1, step=step)
+                self._send_one(transport, part_N, dst=pp + 1, step=step)
+                self.metrics.inc("r3channel_buckets_total")
+                self.metrics.inc("r3channel_bytes_total", header.nbytes, leg="wire_sent")
+
+    def _send_one(self, transport: Transport, data_N: np.ndarray, *, dst: int, step: int) -> None:
+        tensor = torch.from_numpy(data_N)
+        if self.config.backend == "nccl":
+            with self.clock.span("h2d", step=step):
+                tensor = tensor.pin_memory().cuda(non_blocking=False)
+        transport.send(dst, tensor, timeout_s=self.config.send_timeout_s)
+
+    # -- epochs (with the condition held) --------------------------------------------------------------------------
+
+    def _next_epoch(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+            self._transport = None
+        self.epoch += 1
+        self.failures += 1
+        self.state = "WAITING" if self.state != "CLOSED" else "CLOSED"
+        self._members.clear()
+        self._wanted.clear()
+        self.metrics.inc("r3channel_group_resets_total")
+        self.changed.notify_all()
+
+    def _rendezvous(self, *, rank: int) -> Rendezvous:
+        return self.rendezvous(f"dp{self.dp}", self.epoch, rank)

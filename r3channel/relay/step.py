@@ -1,0 +1,43 @@
+"""One sealed step on its way: which shards are placed, sent and acknowledged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from r3channel.plan.ticket import Ticket
+
+ShardKey = tuple[int, int]
+"""(DP, PP)."""
+
+
+@dataclass
+class SealedStep:
+    """SEALED -> PLACED (all shards in host memory) -> DELIVERED (every rank acknowledged)
+
+    Guarded by the relay's condition; `buffers` are written by the placement thread only, before they are published here.
+    """
+
+    ticket: Ticket
+    sealed_s: float
+    """time.monotonic seconds."""
+    buffers: dict[ShardKey, np.ndarray[Any, np.dtype[np.uint8]]] = field(default_factory=dict)
+    acknowledged: set[ShardKey] = field(default_factory=set)
+
+    @property
+    def keys(self) -> tuple[ShardKey, ...]:
+        return tuple((shard.dp, shard.pp) for shard in self.ticket.plan.shards)
+
+    @property
+    def missing(self) -> tuple[ShardKey, ...]:
+        """Shards that no rank has acknowledged yet."""
+        return tuple(key for key in self.keys if key not in self.acknowledged)
+
+    @property
+    def state(self) -> str:
+        if not self.missing:
+            return "DELIVERED"
+        placed = all(key in self.buffers or key in self.acknowledged for key in self.keys)
+        return "PLACED" if placed else "SEALED"

@@ -1,0 +1,178 @@
+"""`r3channel doctor`: one line per thing that must be there, and what to do about each that is not.
+
+Nothing heavy is imported into this process. Versions come from the installed metadata; the two questions that only the
+upstreams can answer (would our hooks apply, do the names we rely on exist) are put to child processes with a deadline.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+LOOPBACK = "127.0.0.1"
+_PLUGIN_GROUP = "sglang.srt.plugins"
+_ANSWER = "R3CHANNEL-DOCTOR "
+"""Marks the answer among whatever an upstream prints on import."""
+
+_EMBEDDED = "make setup, or pip install --no-deps -r r3channel/embedded/requirements.txt"
+_DISTRIBUTIONS: tuple[tuple[str, str], ...] = (
+    ("torch", "install the build for this machine's accelerator: pip install torch==2.13.0"),
+    ("sglang", f'pip install "r3channel[sglang]" on a machine with a GPU; without one: {_EMBEDDED}'),
+    ("megatron-core", f'pip install "r3channel[megatron]"; without a GPU: {_EMBEDDED}'),
+    ("mbridge", f'pip install "r3channel[megatron]"; without a GPU: {_EMBEDDED}'),
+    ("ray", 'pip install "r3channel[ray]"'),
+    ("lz4", "pip install lz4"),
+    ("xxhash", "pip install xxhash"),
+    ("prometheus_client", 'pip install "r3channel[metrics]"'),
+)
+
+_HOOKS = "from r3channel.engine.sglang import check_hooks as check"
+_NAMES = "from r3channel.trainer.megatron import check_names as check"
+_SHIM = "from r3channel.embedded import megatron_shim; megatron_shim.install()"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One finding. `found` says what was seen; `remedy` what to do when it is not well."""
+
+    name: str
+    ok: bool
+    found: str
+    remedy: str = ""
+
+    def line(self) -> str:
+        text = f"{'ok' if self.ok else 'FAIL':4}  {self.name:22} {self.found}"
+        return text if self.ok else f"{text}; {self.remedy}"
+
+
+def run(*, ports: Sequence[int] = (), timeout_s: float = 120.0) -> int:
+    """Print every finding as soon as it is known; 1 if anything is missing, else 0."""
+    well = True
+    for check in checks(ports=ports, timeout_s=timeout_s):
+        print(check.line(), flush=True)
+        well = well and check.ok
+    return 0 if well else 1
+
+
+def checks(*, ports: Sequence[int], timeout_s: float) -> Iterator[Check]:
+    """All findings, the cheap ones first. `timeout_s` is the deadline of each child process."""
+    yield check_python(sys.version_info[:3])
+    for name, remedy in _DISTRIBUTIONS:
+        yield check_distribution(name, remedy=remedy)
+    yield check_plugin()
+    for port in (0, *ports):
+        yield check_port(port)
+    gpu = has_gpu()
+    yield ask("SGLang hooks", _HOOKS, env=_engine_environment(gpu=gpu), timeout_s=timeout_s)
+    names = _NAMES if gpu else f"{_SHIM}; {_NAMES}"
+    yield ask("Megatron names", names, env=os.environ, timeout_s=timeout_s)
+
+
+def check_python(version: tuple[int, int, int]) -> Check:
+    return Check(
+        name="python",
+        ok=version >= (3, 10, 0),
+        found=f"{'.'.join(map(str, version))} ({platform.machine()}, {'GPU' if has_gpu() else 'no GPU'})",
+        remedy="r3channel needs Python 3.10 or newer, the embedded environment 3.11",
+    )
+
+
+def check_distribution(name: str, *, remedy: str) -> Check:
+    """Is it installed, by its metadata; it is not imported."""
+    try:
+        return Check(name=name, ok=True, found=importlib.metadata.version(name))
+    except importlib.metadata.PackageNotFoundError:
+        return Check(name=name, ok=False, found="not installed", remedy=remedy)
+
+
+def check_plugin() -> Check:
+    """SGLang finds our plug-in through installed metadata; a bare checkout on the path has none."""
+    found = {entry.name: entry.value for entry in importlib.metadata.entry_points(group=_PLUGIN_GROUP)}
+    return Check(
+        name="SGLang plug-in",
+        ok="r3channel" in found,
+        found=found.get("r3channel", f"no entry point in group {_PLUGIN_GROUP}"),
+        remedy="install the package itself: pip install -e . (make setup does)",
+    )
+
+
+def check_port(port: int) -> Check:
+    """Can `port` be bound on loopback now; 0 asks for any."""
+    name = f"port {port}" if port else "a free port"
+    try:
+        with socket.socket() as probe:
+            probe.bind((LOOPBACK, port))
+            return Check(name=name, ok=True, found=f"free on {LOOPBACK}")
+    except (OSError, OverflowError) as error:
+        return Check(
+            name=name,
+            ok=False,
+            found=f"cannot be bound on {LOOPBACK} ({error})",
+            remedy="stop what listens there (ss -ltnp shows it), or choose another port",
+        )
+
+
+def has_gpu() -> bool:
+    """Is there an NVIDIA driver. Asked of the system, since asking torch would import it."""
+    return Path("/dev/nvidiactl").exists()
+
+
+def ask(name: str, imports: str, *, env: Mapping[str, str], timeout_s: float) -> Check:
+    """Run `check() -> list of problems`, as `imports` names it, in a child process with environment `env`."""
+    program = f"import json; {imports}; print({_ANSWER!r} + json.dumps(check()))"
+    remedy = f"see it whole with: {sys.executable} -c '{imports}; print(check())'"
+    try:
+        child = subprocess.run(
+            [sys.executable, "-c", program],
+            env=dict(env),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return Check(
+            name=name, ok=False, found=f"no answer within {timeout_s:g} s", remedy="raise --timeout-s"
+        )
+    problems = _answer(child.stdout)
+    if problems is None:
+        return Check(
+            name=name, ok=False, found=f"could not be asked: {_last_line(child.stderr)}", remedy=remedy
+        )
+    if problems:
+        moved = "; ".join(problems)
+        return Check(
+            name=name, ok=False, found=moved, remedy="install the versions that this release was read against"
+        )
+    return Check(name=name, ok=True, found="all found")
+
+
+def _engine_environment(*, gpu: bool) -> Mapping[str, str]:
+    """SGLang without a GPU is importable only with the shims of the embedded mode."""
+    if gpu:
+        return os.environ
+    from r3channel.embedded.sglang import environment
+
+    return environment(r3channel=False)
+
+
+def _answer(stdout: str) -> list[str] | None:
+    for line in stdout.splitlines():
+        if line.startswith(_ANSWER):
+            return [str(problem) for problem in json.loads(line.removeprefix(_ANSWER))]
+    return None
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else "it ended without a word"

@@ -1,0 +1,140 @@
+"""The shape of one model's routing. Nothing here knows about samples, files or processes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from r3channel.errors import ConfigError
+
+_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+_MAX_INT16_EXPERTS = 32767  # ids travel as int16 above 256 experts: torch and gloo lack uint16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingSpec:
+    """Layers, experts and top-k: all that is needed to size and check a row.
+
+    >>> spec = RoutingSpec(num_layers=4, moe_layers=(1, 2, 3), num_experts=128, top_k=8)
+    >>> spec.id_dtype, spec.bytes_per_token
+    (dtype('uint8'), 24)
+    """
+
+    num_layers: int
+    """Decoder layers, dense ones included; MTP layers are not counted."""
+    moe_layers: tuple[int, ...]
+    """Global 0-based decoder layers that have a router, ascending. The position in this tuple is the moe_index."""
+    num_experts: int
+    """Routed (logical) experts, shared ones not counted."""
+    top_k: int
+
+    def __post_init__(self) -> None:
+        layers = self.moe_layers
+        if not layers or list(layers) != sorted(set(layers)):
+            raise ConfigError(f"moe_layers {layers}: expected at least one layer, ascending and distinct")
+        if layers[0] < 0 or layers[-1] >= self.num_layers:
+            raise ConfigError(f"moe_layers {layers[0]}..{layers[-1]} lie outside 0..{self.num_layers - 1}")
+        if not 1 <= self.top_k <= self.num_experts <= _MAX_INT16_EXPERTS:
+            raise ConfigError(
+                f"top_k {self.top_k} of {self.num_experts} experts: expected 1 <= top_k <= experts <= {_MAX_INT16_EXPERTS}"
+            )
+
+    @property
+    def id_dtype(self) -> np.dtype[Any]:
+        """uint8 up to 256 experts, else int16."""
+        return np.dtype(np.uint8 if self.num_experts <= 256 else np.int16)
+
+    @property
+    def num_moe_layers(self) -> int:
+        return len(self.moe_layers)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one decoded row over all MoE layers."""
+        return self.num_moe_layers * self.top_k * self.id_dtype.itemsize
+
+    @property
+    def digest(self) -> int:
+        """64-bit identity of the spec: xxh3 of its canonical JSON."""
+        text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
+        return xxhash.xxh3_64_intdigest(text.encode())
+
+    def moe_index(self, layer: int) -> int:
+        """Position of a global decoder layer on the MoE axis."""
+        if layer not in self.moe_layers:
+            raise ConfigError(f"decoder layer {layer} is dense or absent; MoE layers are {self.moe_layers}")
+        return self.moe_layers.index(layer)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "num_layers": self.num_layers,
+            "moe_layers": list(self.moe_layers),
+            "num_experts": self.num_experts,
+            "top_k": self.top_k,
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> RoutingSpec:
+        return cls(
+            num_layers=int(values["num_layers"]),
+            moe_layers=tuple(int(layer) for layer in values["moe_layers"]),
+            num_experts=int(values["num_experts"]),
+            top_k=int(values["top_k"]),
+        )
+
+    @classmethod
+    def from_hf_config(cls, config: Mapping[str, Any]) -> RoutingSpec:
+        """From the mapping in a checkpoint's `config.json`.
+
+        Reads Qwen's `decoder_sparse_step` and `mlp_only_layers`, and DeepSeek's `first_k_dense_replace` and
+        `moe_layer_freq` (field meanings: the models' configuration classes in transformers).
+        """
+        text = config.get("text_config") or config
+        experts = next((text[key] for key in _EXPERT_KEYS if text.get(key)), None)
+        if experts is None or "num_experts_per_tok" not in text:
+            raise ConfigError(
+                f"model type {text.get('model_type')!r}: no number of experts or top-k in the config; is this an MoE model?"
+            )
+        layers = int(text["num_hidden_layers"])
+        return cls(
+            num_layers=layers,
+            moe_layers=tuple(layer for layer in range(layers) if _is_moe(layer, text)),
+            num_experts=int(experts),
+            top_k=int(text["num_experts_per_tok"]),
+        )
+
+    @classmethod
+    def from_megatron(cls, config: Any) -> RoutingSpec:
+        """From a Megatron-core `TransformerConfig` (read by attribute; nothing is imported)."""
+        if not config.num_moe_experts:
+            raise ConfigError("the Megatron config has no num_moe_experts; is this an MoE model?")
+        pattern = _megatron_pattern(config.moe_layer_freq, config.num_layers)
+        return cls(
+            num_layers=config.num_layers,
+            moe_layers=tuple(layer for layer, is_moe in enumerate(pattern) if is_moe),
+            num_experts=config.num_moe_experts,
+            top_k=config.moe_router_topk,
+        )
+
+
+def _is_moe(layer: int, text: Mapping[str, Any]) -> bool:
+    if layer < int(text.get("first_k_dense_replace") or 0) or layer in (text.get("mlp_only_layers") or ()):
+        return False
+    frequency = text.get("moe_layer_freq") or 1
+    if isinstance(frequency, Sequence):
+        return bool(frequency[layer])
+    return layer % int(frequency) == 0 and (layer + 1) % int(text.get("decoder_sparse_step") or 1) == 0
+
+
+def _megatron_pattern(frequency: int | Sequence[int], layers: int) -> Sequence[int]:
+    """An int n means layers 0, n, 2n, ... are MoE; a list says it layer by layer (Megatron-core 0.16.1)."""
+    if isinstance(frequency, int):
+        return [int(layer % frequency == 0) for layer in range(layers)]
+    if len(frequency) != layers:
+        raise ConfigError(f"moe_layer_freq has {len(frequency)} entries for {layers} layers")
+    return frequency

@@ -1,0 +1,1 @@
+"""The trainer's side: exact shards in, replayed routers out."""

@@ -1,0 +1,159 @@
+"""What the routers really used: the ids that RouterReplay handed out, checked against the map that the router returned.
+
+A `ConsumptionTap` reads at the far end, after everything that this package does: the return value of `get_replay_topk` of
+each bound router's own RouterReplay, and the router module's output. Off until opened; nothing is wrapped while it is
+closed. It imports no Megatron and does not know what the ids should have been.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+
+from r3channel.errors import AuditMismatch, UsageError
+from r3channel.trainer.replay import ReplayDriver
+from r3channel.trainer.router import PassName, RouterCall, RouterHandle
+from r3channel.wire.digest import layer_digests
+
+_Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Consumed:
+    """One router call."""
+
+    step: int
+    """-1 outside of a step."""
+    microbatch: int
+    """-1 where no micro-batch was named."""
+    layer: int
+    """Global 0-based decoder layer."""
+    pass_name: PassName
+    """forward, recompute, logprob; natural where replay was off and the router chose for itself."""
+    ids_RK: _Array
+    """[rows, K] of the spec's id dtype, in the router's row order; an own copy on the host."""
+
+
+class ConsumptionTap:
+    """Records every call of a driver's routers while it is open. Costs a device-to-host copy per call.
+
+    with ConsumptionTap(driver) as tap:
+        ...                                     # train a step
+    rows = [consumed for consumed in tap.records if consumed.pass_name == "forward"]
+    """
+
+    def __init__(self, driver: ReplayDriver, *, on_call: Callable[[Consumed], None] | None = None) -> None:
+        """`on_call` gets each record on the thread of the router, instead of `records`."""
+        self.records: list[Consumed] = []
+        self._driver = driver
+        self._on_call = on_call or self.records.append
+        self._handed: dict[int, torch.Tensor] = {}
+        self._undo = ExitStack()
+        self._open = False
+
+    def __enter__(self) -> ConsumptionTap:
+        self.open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def open(self) -> None:
+        """Wrap this driver's routers. One tap at a time."""
+        if self._open or any("get_replay_topk" in vars(h.replay) for h in self._driver.handles.values()):
+            raise UsageError("the routers are tapped already; close the other tap first")
+        self._open = True
+        for handle in self._driver.handles.values():
+            self._wrap(handle)
+
+    def close(self) -> None:
+        """Take the wrappers away; a second call does nothing."""
+        self._undo.close()
+        self._handed.clear()
+        self._open = False
+
+    def _wrap(self, handle: RouterHandle) -> None:
+        inner = handle.replay.get_replay_topk
+
+        def tapped(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            scores, ids = inner(*args, **kwargs)
+            self._handed[handle.layer] = ids
+            return scores, ids
+
+        handle.replay.get_replay_topk = tapped
+        self._undo.callback(vars(handle.replay).pop, "get_replay_topk", None)
+        hook = handle.module.register_forward_hook(lambda *call: self._after(handle, call[2]))
+        self._undo.callback(hook.remove)
+
+    def _after(self, handle: RouterHandle, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        call, ids = self._driver.call_of(handle.layer), self._handed.pop(handle.layer, None)
+        if ids is None:
+            raise AuditMismatch(f"{_where(handle, call)}: the router never asked its RouterReplay for ids")
+        _check_map(handle, call, ids, output[1])
+        self._on_call(
+            Consumed(
+                step=call.step,
+                microbatch=call.microbatch,
+                layer=handle.layer,
+                pass_name=call.pass_name,
+                ids_RK=ids.detach().cpu().numpy().astype(self._driver.spec.id_dtype),
+            )
+        )
+
+
+def _where(handle: RouterHandle, call: RouterCall) -> str:
+    return f"router of decoder layer {handle.layer}, {call.pass_name} pass of micro-batch {call.microbatch}, step {call.step}"
+
+
+def _check_map(handle: RouterHandle, call: RouterCall, ids_RK: torch.Tensor, map_RE: torch.Tensor) -> None:
+    """Row by row the map must hold exactly the ids handed out."""
+    if len(ids_RK) != len(map_RE):
+        raise AuditMismatch(
+            f"{_where(handle, call)}: {len(ids_RK)} rows of ids, {len(map_RE)} in the routing map"
+        )
+    wanted_RE = torch.zeros_like(map_RE, dtype=torch.bool).scatter(1, ids_RK, True)
+    wrong_R = (wanted_RE != map_RE.bool()).any(dim=1).nonzero()
+    if len(wrong_R):
+        row = int(wrong_R[0])
+        raise AuditMismatch(
+            f"{_where(handle, call)}: {len(wrong_R)} of {len(map_RE)} rows route to other experts than handed out; row {row}: "
+            f"handed {sorted(ids_RK[row].tolist())}, routed {map_RE[row].nonzero().flatten().tolist()}"
+        )
+
+
+class DigestLedger:
+    """Per (pass, sample, layer) the sum of row digests, to compare with the engine's.
+
+    Ranks and micro-batches that hold parts of one sample add up: `(a + b) mod 2**64`.
+    """
+
+    def __init__(self) -> None:
+        self.sums: dict[tuple[PassName, str, int], int] = {}
+
+    def add(
+        self, consumed: Consumed, *, sample_ids: Sequence[str], samples_R: _Array, positions_R: _Array
+    ) -> None:
+        """Add one router call.
+
+        Args:
+            sample_ids: names of the micro-batch's samples.
+            samples_R: for each row the index of its sample, -1 where the row is padding (left out).
+            positions_R: for each row its token position.
+        """
+        for index, sample_id in enumerate(sample_ids):
+            rows_T = np.flatnonzero(samples_R == index)
+            digest = layer_digests(
+                consumed.ids_RK[rows_T][:, None, :],
+                positions_T=positions_R[rows_T],
+                layers_L=(consumed.layer,),
+            )
+            key = (consumed.pass_name, sample_id, consumed.layer)
+            self.sums[key] = (self.sums.get(key, 0) + int(digest[0])) % 2**64

@@ -1,0 +1,84 @@
+"""What a training loop holds: attach once, enter the step with its ticket, enter each micro-batch.
+
+    channel = TrainerChannel.attach(model_chunks, control, layout=layout)
+    with channel.step(ticket) as step:
+        for index in range(step.num_microbatches):
+            with step.microbatch(index):
+                output = model(...)
+
+A facade over `Receiver` and `ReplayDriver`; all calls on the trainer's main thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from r3channel.config import ChannelConfig
+from r3channel.metrics import Metrics, StageClock
+from r3channel.plan.layout import TrainerLayout
+from r3channel.plan.ticket import Ticket
+from r3channel.trainer import megatron
+from r3channel.trainer.receiver import Control, Receiver
+from r3channel.trainer.replay import ReplayDriver, ReplayStep
+from r3channel.trainer.shard import RankShard
+from r3channel.transport.tensor_parallel import TensorParallelFanout
+
+
+class TrainerChannel:
+    """ATTACHED -> step* -> CLOSED."""
+
+    def __init__(self, driver: ReplayDriver, receiver: Receiver) -> None:
+        self.driver, self.receiver = driver, receiver
+        self.shard: RankShard | None = None
+        """The step under way."""
+
+    @classmethod
+    def attach(
+        cls,
+        chunks: Sequence[torch.nn.Module],
+        control: Control,
+        *,
+        layout: TrainerLayout,
+        config: ChannelConfig | None = None,
+        clock: StageClock | None = None,
+        metrics: Metrics | None = None,
+    ) -> TrainerChannel:
+        """Bind to the routers of Megatron model chunks and join the relay's group (TP0).
+
+        Refuses a model whose configuration ignores replay, and a layout that is not Megatron's.
+        """
+        spec = megatron.spec_from_config(chunks)
+        driver = ReplayDriver.attach(chunks, spec=spec, layout=layout)
+        device = next(chunks[0].parameters()).device
+        receiver = Receiver(
+            control,
+            spec=spec,
+            layout=layout,
+            coords=megatron.parallel_coords(),
+            config=config,
+            fanout=TensorParallelFanout(megatron.tp_group() if layout.tp > 1 else None, device=device),
+            device=device,
+            clock=clock,
+            metrics=metrics,
+        )
+        receiver.join()
+        return cls(driver, receiver)
+
+    @contextmanager
+    def step(self, ticket: Ticket | bytes) -> Iterator[ReplayStep]:
+        """Receive this rank's shard and replay it inside the block; see `ReplayDriver.step` for what is verified at its end."""
+        ticket = Ticket.from_bytes(ticket) if isinstance(ticket, bytes) else ticket
+        self.shard = self.receiver.receive(ticket)
+        try:
+            with self.driver.step(self.shard, step=ticket.step) as step:
+                yield step
+        finally:
+            self.shard = None
+
+    def close(self) -> None:
+        """Leave the group and unbind from the routers; idempotent."""
+        self.receiver.close()
+        self.driver.close()

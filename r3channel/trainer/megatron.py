@@ -1,0 +1,258 @@
+"""The one place of the trainer room that touches Megatron: routers, parallel state, and the names we rely on.
+
+Read against megatron-core 0.16.1 (`NAMES` lists what is used; `check_names()` says what has gone). It binds routers by
+`layer_number`, never by construction order or through the class-level registry of `RouterReplay`. Megatron is imported
+inside the functions, so that a missing name is reported and not an ImportError. Nothing here knows about steps or ids.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from r3channel.errors import LayoutMismatch, RouterUnsupported
+from r3channel.plan.layout import RankCoords, TrainerLayout
+from r3channel.spec import RoutingSpec
+from r3channel.trainer.router import Action
+
+READ_AGAINST = "0.16.1"
+
+_REPLAY = "megatron.core.transformer.moe.router_replay"
+NAMES: tuple[tuple[str, str], ...] = (
+    (_REPLAY, "RouterReplay.set_target_indices"),
+    (_REPLAY, "RouterReplay.clear_indices"),
+    (_REPLAY, "RouterReplay.set_router_replay_action"),
+    (_REPLAY, "RouterReplay.clear_router_replay_action"),
+    (_REPLAY, "RouterReplay.get_replay_topk"),
+    (_REPLAY, "RouterReplayAction.REPLAY_FORWARD"),
+    (_REPLAY, "RouterReplayAction.REPLAY_BACKWARD"),
+    ("megatron.core.transformer.moe.router", "TopKRouter"),
+    ("megatron.core.transformer", "TransformerConfig.moe_enable_routing_replay"),
+    ("megatron.core.transformer", "TransformerConfig.moe_router_fusion"),
+    ("megatron.core.parallel_state", "get_tensor_model_parallel_group"),
+    ("megatron.core.parallel_state", "get_tensor_model_parallel_src_rank"),
+    ("megatron.core.parallel_state", "get_data_parallel_rank"),
+    ("megatron.core.parallel_state", "get_pipeline_model_parallel_rank"),
+    ("megatron.core.parallel_state", "get_context_parallel_rank"),
+)
+"""(module, dotted name) of each thing that this room uses."""
+
+
+def version() -> str:
+    """The installed megatron-core."""
+    return str(importlib.import_module("megatron.core").__version__)
+
+
+def check_names() -> list[str]:
+    """One line per name that the installed Megatron lacks; [] when all are there. Imports Megatron."""
+    lines = [f"{module}.{name} is missing" for module, name in NAMES if not _exists(module, name)]
+    return lines or _missing_state()
+
+
+def _exists(module: str, name: str) -> bool:
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def _missing_state() -> list[str]:
+    """Attributes of an instance that the driver sets; the probe instance is taken out of Megatron's registry again."""
+    replay_class = importlib.import_module(_REPLAY).RouterReplay
+    replay = replay_class()
+    registry = getattr(replay_class, "global_router_replay_instances", [])
+    registry[:] = [instance for instance in registry if instance is not replay]
+    wanted = ("target_topk_idx", "replay_backward_list", "router_replay_action")
+    return [f"{_REPLAY}.RouterReplay().{name} is missing" for name in wanted if not hasattr(replay, name)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MegatronRouter:
+    """One decoder layer's router: a `RouterHandle` for the replay driver."""
+
+    layer: int
+    """Global 0-based decoder layer."""
+    chunk: int
+    """Index of the model chunk that holds it."""
+    module: torch.nn.Module
+    """The TopKRouter."""
+    replay: Any
+    """Its own RouterReplay."""
+    top_k: int
+    num_experts: int
+    recomputed: bool
+    """Whether the config makes this router run again in the backward pass."""
+
+    def set_action(self, action: Action) -> None:
+        """Tell Megatron which ids this router takes from now on: the target, the oldest waiting, or its own."""
+        if action == "natural":
+            self.replay.clear_router_replay_action()
+            return
+        actions = importlib.import_module(_REPLAY).RouterReplayAction
+        self.replay.set_router_replay_action(
+            actions.REPLAY_FORWARD if action == "forward" else actions.REPLAY_BACKWARD
+        )
+
+
+def routers_by_layer(chunks: Sequence[torch.nn.Module]) -> dict[int, MegatronRouter]:
+    """This rank's decoder routers by global 0-based layer, ascending. Routers of MTP layers are left out.
+
+    Raises:
+        RouterUnsupported: the config would make a router ignore or drop replayed ids, or two routers claim one layer.
+    """
+    found: dict[int, MegatronRouter] = {}
+    for chunk, model in enumerate(chunks):
+        for router in _chunk_routers(chunk, _unwrap(model)):
+            if router.layer in found:
+                raise RouterUnsupported(
+                    f"decoder layer {router.layer}: routers in chunks {found[router.layer].chunk} and {chunk}; "
+                    "expected one. Were chunks of two models passed?"
+                )
+            found[router.layer] = router
+    return dict(sorted(found.items()))
+
+
+def _unwrap(chunk: torch.nn.Module) -> Any:
+    while isinstance(inner := getattr(chunk, "module", None), torch.nn.Module):
+        chunk = inner
+    return chunk
+
+
+def _chunk_routers(chunk: int, model: Any) -> Iterator[MegatronRouter]:
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    for index, layer in enumerate(model.decoder.layers):
+        for module in layer.modules():
+            if isinstance(module, TopKRouter):
+                yield _bind(chunk, index, layer, module)
+
+
+def _bind(chunk: int, index: int, layer: Any, module: Any) -> MegatronRouter:
+    number, config = module.layer_number, module.config
+    if number is None or number != layer.layer_number:
+        raise RouterUnsupported(
+            f"router in decoder layer {layer.layer_number} (1-based) says layer_number {number}; expected the same"
+        )
+    refuse_unsupported(config)
+    if module.router_replay is None:
+        raise RouterUnsupported(
+            f"decoder layer {number - 1}: the router has no RouterReplay; "
+            "was moe_enable_routing_replay set after the model was built?"
+        )
+    return MegatronRouter(
+        layer=number - 1,
+        chunk=chunk,
+        module=module,
+        replay=module.router_replay,
+        top_k=module.topk,
+        num_experts=config.num_moe_experts,
+        recomputed=_is_recomputed(config, index),
+    )
+
+
+def refuse_unsupported(config: Any) -> None:
+    """Raise `RouterUnsupported` naming every setting under which replayed ids are ignored, dropped or stale.
+
+    Facts from megatron-core 0.16.1: the fused router returns before the replay code (moe_utils.py:652), sinkhorn never
+    asks for ids (router.py:570), a capacity factor drops tokens after replay, a CUDA graph keeps the captured pointer.
+    """
+    balancing = config.moe_router_load_balancing_type
+    graphs = getattr(config, "enable_cuda_graph", False) or getattr(config, "external_cuda_graph", False)
+    graphs = graphs or getattr(config, "cuda_graph_impl", "none") != "none"
+    problems = {
+        "moe_enable_routing_replay=False (routers have no replay)": not config.moe_enable_routing_replay,
+        "moe_router_fusion=True (returns before the replay)": config.moe_router_fusion,
+        "load balancing by sinkhorn (ignores ids)": "sinkhorn" in balancing,
+        f"moe_expert_capacity_factor={config.moe_expert_capacity_factor} (drops tokens after replay)": (
+            config.moe_expert_capacity_factor is not None
+        ),
+        "CUDA graphs (replay the ids of the capture)": graphs,
+    }
+    bad = [text for text, wrong in problems.items() if wrong]
+    if bad:
+        raise RouterUnsupported("routing replay cannot work with this Megatron config: " + "; ".join(bad))
+
+
+def _is_recomputed(config: Any, index: int) -> bool:
+    """Whether full or selective recompute runs the router of the chunk's layer `index` a second time."""
+    if config.recompute_granularity == "full":
+        return config.recompute_method == "uniform" or index < config.recompute_num_layers
+    return config.recompute_granularity == "selective" and "moe" in (config.recompute_modules or ())
+
+
+def spec_from_config(chunks: Sequence[torch.nn.Module]) -> RoutingSpec:
+    """The routing shape of the model that the chunks belong to."""
+    return RoutingSpec.from_megatron(_unwrap(chunks[0]).config)
+
+
+def parallel_coords() -> RankCoords:
+    """Where Megatron placed this process."""
+    from megatron.core import parallel_state
+
+    return RankCoords(
+        dp=parallel_state.get_data_parallel_rank(),
+        pp=parallel_state.get_pipeline_model_parallel_rank(),
+        cp=parallel_state.get_context_parallel_rank(),
+        tp=parallel_state.get_tensor_model_parallel_rank(),
+    )
+
+
+def tp_group() -> Any:
+    """Megatron's tensor-parallel process group of this rank."""
+    from megatron.core import parallel_state
+
+    return parallel_state.get_tensor_model_parallel_group()
+
+
+def check_layout(layout: TrainerLayout, *, config: Any | None = None) -> None:
+    """Compare `layout` with Megatron's parallel state (and with the model's config, when given).
+
+    Raises:
+        LayoutMismatch: names each size that differs, with both values, or a rank order that is not Megatron's default.
+    """
+    theirs = _sizes(config)
+    ours = {name: getattr(layout, name) for name in theirs}
+    different = [
+        f"{name}: layout {ours[name]}, Megatron {theirs[name]}"
+        for name in theirs
+        if ours[name] != theirs[name]
+    ]
+    if different:
+        raise LayoutMismatch("the layout is not what Megatron was started with: " + "; ".join(different))
+    _check_rank_order(layout)
+
+
+def _sizes(config: Any | None) -> dict[str, Any]:
+    from megatron.core import parallel_state
+
+    sizes: dict[str, Any] = {
+        "dp": parallel_state.get_data_parallel_world_size(),
+        "pp": parallel_state.get_pipeline_model_parallel_world_size(),
+        "vpp": parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
+        "cp": parallel_state.get_context_parallel_world_size(),
+        "tp": parallel_state.get_tensor_model_parallel_world_size(),
+        "ep": parallel_state.get_expert_model_parallel_world_size(),
+    }
+    if config is not None:
+        sizes["sequence_parallel"] = bool(config.sequence_parallel)
+    return sizes
+
+
+def _check_rank_order(layout: TrainerLayout) -> None:
+    from megatron.core import parallel_state
+
+    coords = parallel_coords()
+    ours = layout.rank(RankCoords(dp=coords.dp, pp=coords.pp, cp=coords.cp, tp=0))
+    theirs = parallel_state.get_tensor_model_parallel_src_rank()
+    if ours != theirs:
+        raise LayoutMismatch(
+            f"first rank of the TP group at {coords}: layout {ours}, Megatron {theirs}. "
+            "Expected Megatron's default order tp-cp-ep-dp-pp."
+        )

@@ -1,0 +1,269 @@
+"""Receives one rank's shard: ticket checked, ready said, buckets verified, parts handed on over the TP group.
+
+Called on the trainer's main thread in the routing slot of a step. TP0 talks to the relay; the other ranks of its TP
+group only take part in the hand-on. The received bytes are acknowledged when every bucket's hash was verified.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import Any, Protocol
+
+import torch
+
+from r3channel.config import ChannelConfig
+from r3channel.errors import (
+    BucketCorrupt,
+    DeadlineExceeded,
+    R3Error,
+    TicketMismatch,
+    TransportError,
+)
+from r3channel.metrics import Metrics, StageClock
+from r3channel.plan.layout import RankCoords, TrainerLayout
+from r3channel.plan.shards import Shard
+from r3channel.plan.ticket import Ticket
+from r3channel.spec import RoutingSpec
+from r3channel.trainer.shard import RankShard, slot_parts
+from r3channel.transport.base import RELAY_RANK, Rendezvous, Transport, join
+from r3channel.transport.tensor_parallel import TensorParallelFanout
+from r3channel.wire.bucket import BUCKET_HEADER_BYTES, BucketHeader, bucket_slices, hash_bucket
+
+_HELLO_POLL_S = 0.05
+_READY_WAIT_S = 1.0
+MAX_ATTEMPTS = 3
+"""Lives of the group that one step may use up before its error is raised."""
+
+
+class Control(Protocol):
+    """The trainer's calls to its relay; `relay.Relay` itself in one process, `relay.actor.RayControl` over Ray."""
+
+    def hello(self, *, dp: int, pp: int, boot_id: str, after_epoch: int) -> dict[str, Any] | None: ...
+
+    def ready(self, *, run: str, step: int, dp: int, pp: int, epoch: int, wait_s: float) -> bool: ...
+
+    def ack(self, *, step: int, dp: int, pp: int) -> None: ...
+
+
+class Receiver:
+    """CREATED -> join -> receive* -> close. One thread."""
+
+    def __init__(
+        self,
+        control: Control,
+        *,
+        spec: RoutingSpec,
+        layout: TrainerLayout,
+        coords: RankCoords,
+        config: ChannelConfig | None = None,
+        fanout: TensorParallelFanout | None = None,
+        device: torch.device | None = None,
+        clock: StageClock | None = None,
+        metrics: Metrics | None = None,
+    ) -> None:
+        """`fanout` hands the shard to the other TP ranks (None when tp = 1); `device` is where the routers run."""
+        self._control, self._spec, self._layout, self._coords = control, spec, layout, coords
+        self._config = config or ChannelConfig()
+        self._device = device or torch.device("cpu")
+        self._fanout = fanout or TensorParallelFanout(None, device=self._device)
+        self.clock = clock or StageClock("trainer")
+        self.metrics = metrics or Metrics("trainer", clock=self.clock)
+        self._boot_id = uuid.uuid4().hex[:12]
+        self._transport: Transport | None = None
+        self._epoch = 0
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._last_step = -1
+
+    def join(self, *, timeout_s: float | None = None) -> None:
+        """TP0 joins the current epoch of its group; returns at once on the other ranks."""
+        if self._coords.tp != 0:
+            return
+        limit = self._config.join_timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + limit
+        while (found := self._hello()) is None:
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(
+                    f"{self._coords}: waited {limit:.1f} s for the other members of the group of dp {self._coords.dp}; expected "
+                    f"hello from the TP0 of {self._layout.pp} pipeline stage(s)"
+                )
+            time.sleep(_HELLO_POLL_S)
+        rendezvous = Rendezvous(**found)
+        self._epoch = rendezvous.epoch
+        self._transport = join(rendezvous, timeout_s=limit)
+        self.metrics.set("r3channel_epoch", self._epoch)
+
+    def receive(self, ticket: Ticket) -> RankShard:
+        """This rank's ids of the ticket's step. All ranks of a TP group call it together.
+
+        The memory is reused by the next call. Raises `TicketMismatch` before a byte moves, a `TransportError` after
+        `MAX_ATTEMPTS` lives of the group, `PeerFailed` on the other TP ranks when TP0 failed.
+        """
+        shard = self._check(ticket)
+        whole_N, failure = None, None
+        if self._coords.tp == 0:
+            try:
+                whole_N = self._receive_whole(ticket, shard)
+            except R3Error as error:
+                failure = error
+        with self.clock.span("rebroadcast", step=ticket.step):
+            self._fanout.status(failed=failure is not None, what=f"step {ticket.step}, {self._coords}")
+            if failure is not None:
+                raise failure
+            part_N = self._hand_on(shard, whole_N)
+        self._last_step = ticket.step
+        self.metrics.inc("r3channel_bytes_total", len(part_N), leg="landed")
+        return RankShard(ticket, shard, part_N, tp=self._coords.tp)
+
+    def close(self) -> None:
+        """Leave the group; idempotent."""
+        if self._transport is not None:
+            self._transport.close()
+            self._transport = None
+
+    # -- before a byte moves -----------------------------------------------------------------------------------------
+
+    def _check(self, ticket: Ticket) -> Shard:
+        for what, seen, expected in (
+            ("spec", ticket.spec, self._spec),
+            ("layout", ticket.layout, self._layout),
+        ):
+            if seen != expected:
+                raise TicketMismatch(
+                    f"ticket of step {ticket.step}: {what} {seen}, this trainer has {expected}"
+                )
+        if ticket.step <= self._last_step:
+            raise TicketMismatch(
+                f"ticket of step {ticket.step} after step {self._last_step} was received; a stale ticket?"
+            )
+        return ticket.plan.shard(dp=self._coords.dp, pp=self._coords.pp)
+
+    def _hello(self) -> dict[str, Any] | None:
+        return self._control.hello(
+            dp=self._coords.dp, pp=self._coords.pp, boot_id=self._boot_id, after_epoch=self._epoch
+        )
+
+    # -- TP0 ---------------------------------------------------------------------------------------------------------
+
+    def _receive_whole(self, ticket: Ticket, shard: Shard) -> torch.Tensor:
+        for attempt in range(1, MAX_ATTEMPTS + 1):
+            try:
+                return self._attempt(ticket, shard)
+            except TransportError:  # EpochEnded and BucketCorrupt among them
+                self._abandon()
+                if attempt == MAX_ATTEMPTS:
+                    raise
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def _attempt(self, ticket: Ticket, shard: Shard) -> torch.Tensor:
+        if self._transport is None:
+            self.join()
+        with self.clock.span("wait_relay", step=ticket.step):
+            self._wait_ready(ticket)
+        data_N = self._receive_buckets(ticket, shard)
+        self._control.ack(step=ticket.step, dp=self._coords.dp, pp=self._coords.pp)
+        return data_N
+
+    def _wait_ready(self, ticket: Ticket) -> None:
+        deadline = time.monotonic() + self._config.step_timeout_s
+        where = {"dp": self._coords.dp, "pp": self._coords.pp, "epoch": self._epoch}
+        while not self._control.ready(run=ticket.run, step=ticket.step, wait_s=_READY_WAIT_S, **where):
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(
+                    f"step {ticket.step}: the relay did not place the shard of {self._coords} within "
+                    f"{self._config.step_timeout_s:.1f} s"
+                )
+
+    def _receive_buckets(self, ticket: Ticket, shard: Shard) -> torch.Tensor:
+        data_N = self._buffer("whole", shard.nbytes)
+        header_N = torch.empty(BUCKET_HEADER_BYTES, dtype=torch.uint8)
+        slices = bucket_slices(shard.nbytes, bucket_bytes=ticket.bucket_bytes)
+        for index, part in enumerate(slices):
+            self._wire(header_N, step=ticket.step)
+            header = BucketHeader.from_bytes(header_N.numpy())
+            self._check_header(header, ticket, index=index, count=len(slices), part=part)
+            self._wire(data_N[part], step=ticket.step)
+            with self.clock.span("verify", step=ticket.step):
+                self._check_bytes(header, data_N[part])
+            self.metrics.inc("r3channel_buckets_total")
+            self.metrics.inc("r3channel_bytes_total", header.nbytes, leg="wire_received")
+        return data_N
+
+    def _wire(self, out_N: torch.Tensor, *, step: int) -> None:
+        """Fill host memory from the relay; under NCCL through a device buffer of one bucket."""
+        assert self._transport is not None
+        with self.clock.span("wait_wire", step=step):
+            if self._config.backend != "nccl":
+                self._transport.recv(RELAY_RANK, out_N, timeout_s=self._config.send_timeout_s)
+                return
+            bucket_N = torch.empty(len(out_N), dtype=torch.uint8, device="cuda")
+            self._transport.recv(RELAY_RANK, bucket_N, timeout_s=self._config.send_timeout_s)
+            out_N.copy_(bucket_N)
+
+    def _check_header(
+        self, header: BucketHeader, ticket: Ticket, *, index: int, count: int, part: slice
+    ) -> None:
+        seen = (
+            header.epoch,
+            header.step,
+            header.dp,
+            header.pp,
+            header.index,
+            header.count,
+            header.offset,
+            header.nbytes,
+        )
+        expected = (
+            self._epoch,
+            ticket.step,
+            self._coords.dp,
+            self._coords.pp,
+            index,
+            count,
+            part.start,
+            part.stop - part.start,
+        )
+        if seen != expected:
+            raise BucketCorrupt(
+                f"{self._coords}: bucket (epoch, step, dp, pp, index, count, offset, bytes) is {seen}, "
+                f"the ticket announces {expected}"
+            )
+
+    def _check_bytes(self, header: BucketHeader, data_N: torch.Tensor) -> None:
+        found = hash_bucket(data_N.numpy())
+        if found != header.payload_hash:
+            raise BucketCorrupt(
+                f"{self._coords}: step {header.step} bucket {header.index} of {header.count} has hash {found:#x}, expected "
+                f"{header.payload_hash:#x}; damaged on the way"
+            )
+
+    def _abandon(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+            self._transport = None
+        self.metrics.inc("r3channel_group_resets_total")
+
+    # -- over the TP group -------------------------------------------------------------------------------------------
+
+    def _hand_on(self, shard: Shard, whole_N: torch.Tensor | None) -> torch.Tensor:
+        """[slot_bytes] on the routers' device: rebroadcast without sequence parallelism, else scatter per micro-batch."""
+        on_device = None if whole_N is None else whole_N.to(self._device, non_blocking=False)
+        part_N = self._buffer("part", shard.slot_bytes, device=self._device)
+        if shard.tp_slots == 1:
+            if on_device is not None:
+                part_N.copy_(on_device)
+            self._fanout.rebroadcast(part_N)
+            return part_N
+        parts, at = None if on_device is None else slot_parts(shard, on_device), 0
+        for index in range(len(shard.microbatches)):
+            size = shard.microbatch_bytes(index) // shard.tp_slots
+            self._fanout.scatter(None if parts is None else parts[index], part_N[at : at + size])
+            at += size
+        return part_N
+
+    def _buffer(self, name: str, nbytes: int, *, device: torch.device | None = None) -> torch.Tensor:
+        """A reused uint8 buffer of at least `nbytes`, cut to size."""
+        held = self._buffers.get(name)
+        if held is None or len(held) < nbytes:
+            held = self._buffers[name] = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        return held[:nbytes]

@@ -1,0 +1,1 @@
+"""Moving bytes between a relay and its trainers. One contract, several implementations; see `transport.base`."""

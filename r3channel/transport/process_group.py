@@ -1,0 +1,132 @@
+"""Transport over a raw gloo or NCCL process group that torch's global registry never sees.
+
+Frameworks call a bare `destroy_process_group()` when they reload, and Megatron's own groups live there; this group must
+outlive both and disturb neither. Read against torch 2.13.0: `ProcessGroupGloo`, `ProcessGroupNCCL`, `TCPStore`.
+gloo ran on CPU in the tests; NCCL needs one GPU per rank and has not been run there yet (see README).
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from r3channel.errors import DeadlineExceeded, TransportError
+from r3channel.transport.base import Rendezvous
+
+_POLL_S = 0.0005
+"""NCCL completion is polled: its `wait` only orders streams, so a deadline needs a host-side check."""
+
+
+class RendezvousStore:
+    """The relay's key-value store, bound to one interface only.
+
+    `TCPStore` by address listens on all interfaces without authentication; handing it a bound socket does not.
+    """
+
+    def __init__(self, interface: str) -> None:
+        listener = socket.create_server((interface, 0))
+        self.host, self.port = interface, listener.getsockname()[1]
+        self._store = TCPStore(
+            interface,
+            self.port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+
+
+class ProcessGroupTransport:
+    """See `transport.base.Transport`. gloo moves host tensors, NCCL tensors of the current CUDA device."""
+
+    def __init__(self, rendezvous: Rendezvous, *, timeout_s: float) -> None:
+        self.epoch, self.rank, self.world_size = rendezvous.epoch, rendezvous.rank, rendezvous.world_size
+        self._name, self._nccl = rendezvous.name, rendezvous.backend == "nccl"
+        self._dead = False
+        limit = timedelta(seconds=timeout_s)
+        try:
+            store = TCPStore(
+                rendezvous.host, rendezvous.port, is_master=False, wait_for_workers=False, timeout=limit
+            )
+            prefixed = PrefixStore(rendezvous.name, store)
+            prefixed.set_timeout(limit)
+            self._group: Any = self._open(prefixed, rendezvous, limit)
+        except (RuntimeError, dist.DistError) as error:
+            raise DeadlineExceeded(
+                f"{self._name}: rank {self.rank} of {self.world_size} could not join within {timeout_s:.1f} s: {error}"
+            ) from error
+
+    def _open(self, store: Store, rendezvous: Rendezvous, limit: timedelta) -> Any:
+        if self._nccl:
+            nccl = dist.ProcessGroupNCCL.Options()
+            nccl._timeout = limit
+            return dist.ProcessGroupNCCL(store, self.rank, self.world_size, nccl)
+        gloo: Any = dist.ProcessGroupGloo  # the stubs lack its options
+        options = gloo._Options()
+        options._timeout = limit
+        options._devices = [gloo.create_device(hostname=_local_address(rendezvous.host))]
+        return gloo(store, self.rank, self.world_size, options)
+
+    def send(self, dst: int, data_N: torch.Tensor, *, timeout_s: float) -> None:
+        self._finish(
+            lambda: self._group.send([data_N], dst, 0), timeout_s, f"send {len(data_N)} bytes to rank {dst}"
+        )
+
+    def recv(self, src: int, out_N: torch.Tensor, *, timeout_s: float) -> None:
+        self._finish(
+            lambda: self._group.recv([out_N], src, 0),
+            timeout_s,
+            f"receive {len(out_N)} bytes from rank {src}",
+        )
+
+    def _finish(self, start: Any, timeout_s: float, what: str) -> None:
+        if self._dead:
+            raise TransportError(f"{self._name}: the group was abandoned; cannot {what}. Join the next epoch")
+        begin = time.monotonic()
+        try:
+            work = start()
+            if self._nccl:
+                self._poll(work, begin + timeout_s)
+            else:
+                work.wait(timedelta(seconds=timeout_s))
+        except (RuntimeError, dist.DistError) as error:
+            waited = time.monotonic() - begin
+            self.abort()  # after a timeout a gloo pair is dead for ever, on both sides
+            kind = DeadlineExceeded if waited >= 0.9 * timeout_s else TransportError
+            raise kind(
+                f"{self._name} epoch {self.epoch}: rank {self.rank} could not {what} within {timeout_s:.1f} s "
+                f"(waited {waited:.1f} s): {str(error).splitlines()[0]}; the group is abandoned"
+            ) from error
+
+    def _poll(self, work: Any, deadline: float) -> None:
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                raise RuntimeError("not completed by the deadline")
+            time.sleep(_POLL_S)
+        work.wait()
+
+    def abort(self) -> None:
+        if not self._dead:
+            self._dead = True
+            if self._nccl:
+                self._group.abort()
+            self._group = None  # closes gloo's sockets: the peer gets an error instead of its whole deadline
+
+    def close(self) -> None:
+        if not self._dead:
+            self._dead = True
+            if self._nccl:
+                self._group.shutdown()
+            self._group = None
+
+
+def _local_address(host: str) -> str:
+    """This machine's address on the route to `host`; gloo listens there and nowhere else."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 1))
+        return str(probe.getsockname()[0])

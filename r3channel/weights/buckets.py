@@ -1,0 +1,291 @@
+"""Flat buckets: which tensor lies where in which bucket, and the copy into it. No network, no engine, no Megatron.
+
+The layout belongs to the receiver. SGLang's flattened bucket (0.5.23, `srt/weight_sync/tensor_bucket.py`) knows no gaps:
+a tensor starts where the one before it ends, and that offset must be a multiple of its item size. So the tensors of a
+bucket are sorted by item size, largest first, which aligns every one of them without padding.
+
+Some tensors must reach the receiver in one call, because it fuses them (q, k and v of a layer; gate and up of an expert;
+the two MLA down-projections, which SGLang caches only within one call). Such a *unit* is never split over two buckets.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+import torch
+import xxhash
+
+from r3channel.errors import ConfigError, ManifestMismatch
+
+T = TypeVar("T")
+
+UNIT_FAMILIES: Mapping[str, tuple[str, ...]] = {
+    "qkv": ("q_proj", "k_proj", "v_proj"),
+    "gate_up": ("gate_proj", "up_proj"),
+    "qkv_a": ("q_a_proj", "kv_a_proj_with_mqa"),
+}
+"""Modules that a receiver fuses into one parameter: all members go into one bucket."""
+
+_FAMILY_OF = {member: family for family, members in UNIT_FAMILIES.items() for member in members}
+_UNIT_NAME = re.compile(rf"^(?P<head>(?:.*\.)?)(?P<member>{'|'.join(_FAMILY_OF)})\.(?P<tail>[^.]+)$")
+_QUANTISED_NAME = re.compile(
+    r"\.(weight_scale|weight_scale_inv|input_scale|qweight|qzeros|scales|weight_packed)$"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorMeta:
+    """Name, dtype and shape of one tensor, as the receiver is told them."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor) -> TensorMeta:
+        return cls(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape))
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def dtype_name(self) -> str:
+        """`bfloat16`, not `torch.bfloat16`."""
+        return str(self.dtype).removeprefix("torch.")
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.dtype_name}{list(self.shape)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Tensors that travel as one flat run of bytes, in wire order.
+
+    >>> norm = TensorMeta(name="norm.weight", dtype=torch.bfloat16, shape=(3,))
+    >>> gate = TensorMeta(name="gate.weight", dtype=torch.float32, shape=(2, 2))
+    >>> bucket = Bucket.of([norm, gate])
+    >>> bucket.names, bucket.offsets, bucket.payload_bytes
+    (('gate.weight', 'norm.weight'), (0, 16), 22)
+    """
+
+    tensors: tuple[TensorMeta, ...]
+    offsets: tuple[int, ...]
+    """First byte of each tensor; a multiple of its item size; no gaps."""
+    payload_bytes: int
+
+    @classmethod
+    def of(cls, tensors: Sequence[TensorMeta]) -> Bucket:
+        """Lay the tensors out for the receiver; equal item sizes keep the order in which they came."""
+        ordered = tuple(sorted(tensors, key=_wire_order))
+        offsets, end = [], 0
+        for meta in ordered:
+            offsets.append(end)
+            end += meta.nbytes
+        return cls(ordered, tuple(offsets), end)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(meta.name for meta in self.tensors)
+
+    def __str__(self) -> str:
+        return f"{len(self.tensors)} tensors, {self.payload_bytes} bytes, first {self.tensors[0].name}"
+
+
+def _wire_order(meta: TensorMeta) -> int:
+    return -meta.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """All buckets of a model, in sending order. Built once; later updates must match it."""
+
+    buckets: tuple[Bucket, ...]
+    digest: int
+    """xxh3 over names, dtypes, shapes and bucket borders in canonical JSON."""
+
+    @classmethod
+    def of(cls, buckets: Sequence[Bucket]) -> Manifest:
+        rows = [[[m.name, m.dtype_name, list(m.shape)] for m in bucket.tensors] for bucket in buckets]
+        return cls(tuple(buckets), xxhash.xxh3_64_intdigest(json.dumps(rows, separators=(",", ":")).encode()))
+
+    @property
+    def payload_bytes(self) -> int:
+        return sum(bucket.payload_bytes for bucket in self.buckets)
+
+    @property
+    def tensor_count(self) -> int:
+        return sum(len(bucket.tensors) for bucket in self.buckets)
+
+    def check(self, index: int, bucket: Bucket) -> Bucket:
+        """Return our bucket number `index`, which equals `bucket`; ManifestMismatch names the first difference."""
+        if index >= len(self.buckets):
+            raise ManifestMismatch(
+                f"bucket {index} ({bucket}): the manifest has only {len(self.buckets)} buckets, "
+                "so this update gives more tensors than the first one did"
+            )
+        known = self.buckets[index]
+        if known != bucket:
+            raise ManifestMismatch(f"bucket {index}: {_first_difference(known, bucket)}")
+        return known
+
+    def check_complete(self, count: int) -> None:
+        """ManifestMismatch unless `count` buckets are all of them."""
+        if count != len(self.buckets):
+            raise ManifestMismatch(
+                f"the update ended after {count} of {len(self.buckets)} buckets; "
+                f"the next tensor expected is {self.buckets[count].tensors[0]}"
+            )
+
+
+def _first_difference(known: Bucket, seen: Bucket) -> str:
+    for expected, got in zip(known.tensors, seen.tensors, strict=False):
+        if expected != got:
+            return f"expected {expected}, got {got}; did the model, its layout or the cast change between updates?"
+    return (
+        f"expected {len(known.tensors)} tensors, got {len(seen.tensors)}; the first update gave other tensors"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Filled(Generic[T]):
+    """A bucket with what was given for each of its tensors, in the bucket's order."""
+
+    bucket: Bucket
+    items: tuple[T, ...]
+    last: bool
+
+
+@dataclass(slots=True)
+class _Unit(Generic[T]):
+    """Tensors that stay together."""
+
+    members: list[tuple[TensorMeta, T]] = field(default_factory=list)
+    nbytes: int = 0
+
+
+def fill_buckets(items: Iterable[tuple[TensorMeta, T]], *, cap_bytes: int) -> Iterator[Filled[T]]:
+    """Group a stream of tensors into buckets of at most `cap_bytes`, yielding each as soon as it is full.
+
+    The order of the stream decides, so equal streams give equal buckets. A unit larger than the cap gets a bucket of its
+    own. Members of a unit may arrive apart; they are held until it is complete, at most `cap_bytes` beside the unit
+    that is arriving. So at most two caps of items, and one unit, are referenced at a time.
+
+    Raises ConfigError for a cap < 1, and ManifestMismatch for a name given twice, for a quantised tensor (weight and
+    scale form a unit that is not known yet), and for a unit whose members lie further apart than the cap allows.
+    """
+    if cap_bytes < 1:
+        raise ConfigError(f"bucket size of {cap_bytes} bytes: expected at least 1")
+    current: list[tuple[TensorMeta, T]] = []
+    current_bytes = 0
+    for unit in _units(items, hold_bytes=cap_bytes):
+        if current and current_bytes + unit.nbytes > cap_bytes:
+            yield _filled(current, last=False)
+            current, current_bytes = [], 0
+        current += unit.members
+        current_bytes += unit.nbytes
+    if current:
+        yield _filled(current, last=True)
+
+
+def plan_buckets(metas: Iterable[TensorMeta], *, cap_bytes: int) -> list[Bucket]:
+    """The buckets that `fill_buckets` makes of tensors with these names, dtypes and shapes in this order."""
+    return [filled.bucket for filled in fill_buckets(((meta, None) for meta in metas), cap_bytes=cap_bytes)]
+
+
+def _filled(members: Sequence[tuple[TensorMeta, T]], *, last: bool) -> Filled[T]:
+    ordered = sorted(members, key=lambda member: _wire_order(member[0]))
+    return Filled(Bucket.of([meta for meta, _ in members]), tuple(item for _, item in ordered), last)
+
+
+def unit_of(name: str) -> tuple[str, int]:
+    """(key of the unit that this tensor belongs to, how many members complete it).
+
+    >>> unit_of("model.layers.3.self_attn.k_proj.weight")
+    ('model.layers.3.self_attn.{qkv}.weight', 3)
+    >>> unit_of("model.norm.weight")
+    ('model.norm.weight', 1)
+    """
+    match = _UNIT_NAME.match(name)
+    if match is None:
+        return name, 1
+    family = _FAMILY_OF[match["member"]]
+    return f"{match['head']}{{{family}}}.{match['tail']}", len(UNIT_FAMILIES[family])
+
+
+def _units(items: Iterable[tuple[TensorMeta, T]], *, hold_bytes: int) -> Iterator[_Unit[T]]:
+    """Complete units in the order of completion; at the end, and past `hold_bytes`, incomplete ones as they are.
+
+    Some models have only a part of a family (DeepSeek-V2-Lite has q_proj without k_proj), so an incomplete unit is
+    no error by itself; a member that arrives after its unit went out is.
+    """
+    held: dict[str, _Unit[T]] = {}
+    held_bytes = 0
+    gone: set[str] = set()
+    seen: set[str] = set()
+    for meta, item in items:
+        key, wanted = _check_name(meta.name, seen, gone)
+        unit = held.setdefault(key, _Unit())
+        unit.members.append((meta, item))
+        unit.nbytes += meta.nbytes
+        held_bytes += meta.nbytes
+        due = [key] if len(unit.members) == wanted else []
+        while due or (held_bytes > hold_bytes and len(held) > 1):
+            out = due.pop() if due else next(k for k in held if k != key)
+            gone.add(out)
+            held_bytes -= held[out].nbytes
+            yield held.pop(out)
+    yield from held.values()
+
+
+def _check_name(name: str, seen: set[str], gone: set[str]) -> tuple[str, int]:
+    if name in seen:
+        raise ManifestMismatch(f"tensor {name} is given twice in one update")
+    if _QUANTISED_NAME.search(name):
+        raise ManifestMismatch(f"tensor {name} is quantised; this version sends unquantised weights only")
+    seen.add(name)
+    key, wanted = unit_of(name)
+    if key in gone:
+        raise ManifestMismatch(
+            f"tensor {name} came after its unit {key} had to be sent; give the members of a unit close together"
+        )
+    return key, wanted
+
+
+def pack(bucket: Bucket, tensors: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
+    """Copy the tensors (in the bucket's order; any strides, any device) into the flat buffer `out`.
+
+    Returns the view `out[:payload_bytes]`. `out` is uint8, contiguous and at least that long. Nothing is cast: another
+    dtype or shape than the bucket's raises ManifestMismatch before a byte is written.
+    """
+    for meta, tensor in zip(bucket.tensors, tensors, strict=True):
+        if TensorMeta.of(meta.name, tensor) != meta:
+            raise ManifestMismatch(f"expected {meta}, got {TensorMeta.of(meta.name, tensor)}")
+    for meta, offset, tensor in zip(bucket.tensors, bucket.offsets, tensors, strict=True):
+        out[offset : offset + meta.nbytes].view(meta.dtype).view(meta.shape).copy_(tensor.detach())
+    return out[: bucket.payload_bytes]
+
+
+class StagingPair:
+    """Two flat buffers that are used in turn. Both are kept, and grow to the largest bucket that they have held.
+
+    The memory that `take` returned is written again at the second `take` after it: the caller waits until that bucket
+    has left before it packs another.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
+        self._next = 0
+
+    def take(self, payload_bytes: int) -> torch.Tensor:
+        """The next buffer, at least `payload_bytes` long."""
+        index, self._next = self._next, 1 - self._next
+        if self._buffers[index].numel() < payload_bytes:
+            self._buffers[index] = torch.empty(payload_bytes, dtype=torch.uint8, device=self._device)
+        return self._buffers[index]

@@ -1,0 +1,210 @@
+"""Trainer weights as Hugging Face tensors: gathered over TP, EP and PP, named and split by mbridge.
+
+Read against mbridge 0.15.1 and megatron-core 0.16.1. Relied on, of a bridge: `mpu`, `config`,
+`_weight_name_mapping_mcore_local_to_global`, `_weight_name_mapping_mcore_to_hf`, `_weight_merge_across_tp`,
+`_weight_to_hf_format`. The gathering is ours: mbridge's `export_weights` sends two pickled objects per tensor, and
+refuses expert tensor parallelism 1 under tensor parallelism. Nothing here knows about engines or buckets.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from r3channel.errors import ConfigError
+
+_LOCAL_EXPERT = re.compile(r"experts\.local_experts\.(\d+)\.(linear_fc\d)\.weight")
+_LOCAL_NORM = re.compile(r"(layers\.\d+)\.input_layernorm\.weight")
+_EXPERT = ".mlp.experts.linear_fc"
+_DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64)}
+
+
+class NamedView:
+    """One model chunk seen with the parameter names of the Transformer Engine layer spec, which mbridge expects.
+
+    Names of that spec pass unchanged, so the view serves both specs. It holds references, not copies.
+    """
+
+    def __init__(self, chunk: torch.nn.Module) -> None:
+        self.model = unwrap(chunk)
+        self.decoder = self.model.decoder
+        self._state: dict[str, torch.Tensor] | None = None
+
+    def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
+        return [(te_name(name), weight) for name, weight in self.model.named_parameters()]
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        # Kept: mbridge's load_weights asks once per tensor. The tensors alias the parameters.
+        if self._state is None:
+            state = self.model.state_dict()
+            self._state = {te_name(name): value for name, value in state.items() if torch.is_tensor(value)}
+        return self._state
+
+
+def unwrap(chunk: torch.nn.Module) -> Any:
+    """The model inside DDP and Float16Module."""
+    while isinstance(inner := getattr(chunk, "module", None), torch.nn.Module):
+        chunk = inner
+    return chunk
+
+
+def te_name(name: str) -> str:
+    """A local-spec parameter name as the Transformer Engine spec calls it.
+
+    >>> te_name("decoder.layers.1.mlp.experts.local_experts.3.linear_fc1.weight")
+    'decoder.layers.1.mlp.experts.linear_fc1.weight3'
+    """
+    name = _LOCAL_EXPERT.sub(r"experts.\2.weight\1", name)
+    return _LOCAL_NORM.sub(r"\1.self_attention.linear_qkv.layer_norm_weight", name)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    """What the other pipeline stages must know of a parameter to receive it."""
+
+    stage: int
+    name: str  # global layer number, expert number local to its EP rank
+    shape: tuple[int, ...]
+    dtype: str
+    partition_dim: int  # -1: replicated over TP
+
+
+def hf_weights(
+    bridge: Any, chunks: Sequence[torch.nn.Module], *, dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every tensor of the model, whole, under its Hugging Face name; the same order on every rank.
+
+    Collective: every rank of the TP, EP and PP groups must iterate to the end, and in step with the others. Data-parallel
+    replicas are independent of each other.
+
+    Args:
+        bridge: an mbridge bridge for this model (its names and formats are used, not its transport).
+        chunks: this rank's model chunks, wrapped or not.
+        dtype: cast every tensor; None keeps the trainer's dtypes (a float32 router stays float32).
+
+    Tensors may alias the parameters or one another's memory: copy before the next optimizer step, or before writing.
+
+    Raises:
+        ConfigError: the chunks have a parameter that mbridge cannot name.
+    """
+    views = [NamedView(chunk) for chunk in chunks]
+    with torch.no_grad():
+        local = _local_shards(bridge, views)
+        device = local[0][1].device
+        for shard in _all_stages(bridge, [shard for shard, _ in local], device=device):
+            weight = _from_stage(bridge, shard, _next_local(local, shard, bridge.mpu.pp_rank), device=device)
+            for name, tensor in _converted(bridge, shard, weight):
+                yield name, tensor if dtype is None else tensor.to(dtype)
+
+
+def _next_local(local: list[tuple[_Shard, torch.Tensor]], shard: _Shard, stage: int) -> torch.Tensor | None:
+    """This rank's own tensor when `shard` is of its stage: shards of one stage come in list order."""
+    if shard.stage != stage:
+        return None
+    mine, weight = local.pop(0)
+    assert mine == shard, (mine, shard)
+    return weight
+
+
+def _local_shards(bridge: Any, views: Sequence[NamedView]) -> list[tuple[_Shard, torch.Tensor]]:
+    shards = []
+    for view in views:
+        names = bridge._weight_name_mapping_mcore_local_to_global(view, consider_ep=False)
+        for name, weight in _tensors(view):
+            if name not in names:
+                raise ConfigError(
+                    f"parameter {name}: not known to {type(bridge).__name__}; is it this model's bridge?"
+                )
+            split = getattr(weight, "tensor_model_parallel", False)
+            dim = getattr(weight, "partition_dim", -1) if split else -1
+            shard = _Shard(bridge.mpu.pp_rank, names[name], tuple(weight.shape), str(weight.dtype), dim)
+            shards.append((shard, weight.detach()))
+    return shards
+
+
+def _tensors(view: NamedView) -> list[tuple[str, torch.Tensor]]:
+    """Parameters, and the expert biases that Megatron keeps as buffers."""
+    biases = [(name, value) for name, value in view.state_dict().items() if name.endswith("expert_bias")]
+    return [*view.named_parameters(), *biases]
+
+
+def _all_stages(bridge: Any, mine: Sequence[_Shard], *, device: torch.device) -> list[_Shard]:
+    """Every stage's shards, in stage order: one exchange of JSON per export."""
+    if bridge.mpu.pp_size == 1:
+        return list(mine)
+    text = json.dumps([asdict(shard) for shard in mine]).encode()
+    group, size = bridge.mpu.pp_group, bridge.mpu.pp_size
+    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(size)]
+    dist.all_gather(lengths, torch.tensor([len(text)], device=device), group=group)
+    longest = max(int(length) for length in lengths)
+    texts = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in range(size)]
+    dist.all_gather(texts, _bytes(text.ljust(longest)).to(device), group=group)
+    rows = [row for text in texts for row in json.loads(bytes(text.tolist()))]
+    return [_Shard(**{**row, "shape": tuple(row["shape"])}) for row in rows]
+
+
+def _bytes(text: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def _from_stage(
+    bridge: Any, shard: _Shard, weight: torch.Tensor | None, *, device: torch.device
+) -> torch.Tensor:
+    """The owning stage's tensor on every stage."""
+    if bridge.mpu.pp_size == 1:
+        assert weight is not None
+        return weight
+    if weight is None:
+        weight = torch.empty(shard.shape, dtype=_DTYPES[shard.dtype], device=device)
+    source = dist.get_global_rank(bridge.mpu.pp_group, shard.stage)
+    dist.broadcast(weight, src=source, group=bridge.mpu.pp_group)
+    return weight
+
+
+def _converted(bridge: Any, shard: _Shard, weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    mpu = bridge.mpu
+    if _EXPERT not in shard.name:
+        whole = _merged(bridge, shard, weight, group=mpu.tp_group, size=mpu.tp_size)
+        yield from _named(bridge, shard.name, whole)
+        return
+    for name, expert in _experts(bridge, shard, weight):
+        whole = _merged(bridge, shard, expert, group=mpu.etp_group, size=mpu.etp_size)
+        yield from _named(bridge, name, whole)
+
+
+def _experts(bridge: Any, shard: _Shard, weight: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """The same local expert of every EP rank, under its global number."""
+    mpu = bridge.mpu
+    if mpu.ep_size == 1:
+        return [(shard.name, weight)]
+    prefix, number = shard.name.split(".weight")
+    per_rank = bridge.config.num_moe_experts // mpu.ep_size
+    gathered = _gathered(weight, group=mpu.ep_group, size=mpu.ep_size)
+    return [(f"{prefix}.weight{rank * per_rank + int(number)}", part) for rank, part in enumerate(gathered)]
+
+
+def _merged(bridge: Any, shard: _Shard, weight: torch.Tensor, *, group: Any, size: int) -> torch.Tensor:
+    if size == 1 or shard.partition_dim < 0:
+        return weight
+    parts = _gathered(weight, group=group, size=size)
+    marked = torch.empty(0)  # mbridge reads the split from attributes of the parameter
+    setattr(marked, "tensor_model_parallel", True)  # noqa: B010
+    setattr(marked, "partition_dim", shard.partition_dim)  # noqa: B010
+    return bridge._weight_merge_across_tp(shard.name, parts, marked)
+
+
+def _gathered(weight: torch.Tensor, *, group: Any, size: int) -> list[torch.Tensor]:
+    parts = [torch.empty_like(weight, memory_format=torch.contiguous_format) for _ in range(size)]
+    dist.all_gather(parts, weight.contiguous(), group=group)
+    return parts
+
+
+def _named(bridge: Any, name: str, whole: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    names, tensors = bridge._weight_to_hf_format(name, whole)
+    yield from zip(names, tensors, strict=True)

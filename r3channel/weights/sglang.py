@@ -1,0 +1,235 @@
+"""The HTTP contract of one SGLang engine for weight updates; the only place that knows its routes and field names.
+
+Read against SGLang 0.5.23 (`srt/entrypoints/http_server.py`, `srt/managers/io_struct.py`, `srt/utils/weight_checker.py`).
+SGLang itself is not imported. Nothing here knows about several engines, groups or transactions.
+
+What the contract demands of a caller: init_group while rank 0 joins; then pause, begin, update_bucket beside the
+broadcast of exactly these bytes, end, set_version, resume. A refused bucket leaves begin open, and the engine then holds
+neither the old nor the new weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import json
+import time
+from collections.abc import Mapping
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+import torch
+
+from r3channel.errors import ConfigError, DeadlineExceeded, EngineRefused, EngineUnavailable
+from r3channel.weights.buckets import Bucket
+
+PauseMode = Literal["retract", "in_place", "abort"]
+
+_MAX_REPLY_BYTES = 64 << 20
+_READ_BYTES = 1 << 20
+_SHOWN_CHARS = 500
+
+
+class EngineClient:
+    """One engine, by its base URL. Stateless: every call opens a connection, so any thread may call at any time.
+
+    Every call ends within about its `timeout_s` and raises EngineUnavailable (no connection, connection lost),
+    DeadlineExceeded (no answer in time) or EngineRefused (an answer that says no), naming engine and route.
+    """
+
+    def __init__(self, url: str, *, ranks: int = 1, api_key: str | None = None) -> None:
+        """`ranks` is the engine's tensor-parallel size: so many members of it join the weight group."""
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or parts.hostname is None:
+            raise ConfigError(f"engine address {url!r}: expected http://host:port")
+        if ranks < 1:
+            raise ConfigError(f"engine {url}: {ranks} ranks; expected at least 1")
+        self.url = url.rstrip("/")
+        self.ranks = ranks
+        self._secure = parts.scheme == "https"
+        self._host = parts.hostname
+        self._port = parts.port
+        self._path = parts.path.rstrip("/")
+        self._api_key = api_key
+
+    def __repr__(self) -> str:
+        return f"EngineClient({self.url!r}, ranks={self.ranks})"
+
+    def init_group(
+        self,
+        *,
+        host: str,
+        port: int,
+        group_name: str,
+        backend: str,
+        rank_offset: int,
+        world_size: int,
+        timeout_s: float,
+    ) -> None:
+        """Join the weight group as ranks `rank_offset` .. ; returns when all members have joined."""
+        body = {"master_address": host, "master_port": port, "group_name": group_name, "backend": backend}
+        body |= {"rank_offset": rank_offset, "world_size": world_size}
+        self._command("/init_weights_update_group", body, timeout_s=timeout_s)
+
+    def destroy_group(self, group_name: str, *, timeout_s: float) -> None:
+        """Leave the group; the engine's sockets close, which ends a broadcast that its peers wait in."""
+        self._command("/destroy_weights_update_group", {"group_name": group_name}, timeout_s=timeout_s)
+
+    def pause(self, mode: PauseMode, *, timeout_s: float) -> None:
+        """Stop generating; new requests wait. `retract` recomputes running ones later, `in_place` keeps their KV cache.
+
+        Pausing a paused engine is harmless.
+        """
+        self._command("/pause_generation", {"mode": mode}, timeout_s=timeout_s)
+
+    def resume(self, *, timeout_s: float) -> None:
+        self._command("/continue_generation", {}, timeout_s=timeout_s)
+
+    def begin(self, *, timeout_s: float) -> None:
+        """Open the bracket in which buckets are accepted. Refused when one is open."""
+        self._command("/begin_weight_update", {}, timeout_s=timeout_s)
+
+    def end(self, *, timeout_s: float) -> None:
+        """Close the bracket. Refused when none is open."""
+        self._command("/end_weight_update", {}, timeout_s=timeout_s)
+
+    def update_bucket(self, bucket: Bucket, *, group_name: str, flush_cache: bool, timeout_s: float) -> None:
+        """Receive one broadcast of the bucket's bytes from rank 0 and load it; returns when it is loaded.
+
+        No version travels here: SGLang would record it as soon as this bucket is in. `flush_cache` drops the KV cache of
+        the old weights and is refused, with the weights already changed, while requests run.
+        """
+        body = {
+            "names": list(bucket.names),
+            "dtypes": [meta.dtype_name for meta in bucket.tensors],
+            "shapes": [list(meta.shape) for meta in bucket.tensors],
+            "group_name": group_name,
+            "flush_cache": flush_cache,
+            "load_format": "flattened_bucket",
+        }
+        self._command("/update_weights_from_distributed", body, timeout_s=timeout_s)
+
+    def set_version(self, version: int, *, timeout_s: float) -> None:
+        """Name the weights that are now served; running requests go on (SGLang's default would abort them)."""
+        body = {"new_version": str(version), "abort_all_requests": False}
+        self._command("/update_weight_version", body, timeout_s=timeout_s)
+
+    def weight_version(self, *, timeout_s: float) -> str:
+        """The version that the engine puts into replies, as its own text."""
+        version = self._call("GET", "/model_info", None, timeout_s=timeout_s).get("weight_version")
+        if not isinstance(version, str):
+            raise EngineRefused(
+                f"engine {self.url} /model_info holds no weight_version; is it SGLang 0.5.23?"
+            )
+        return version
+
+    def weight_checksums(self, *, timeout_s: float) -> dict[str, str]:
+        """The engine's own checksum of each of its parameters, by its own names (fused ones included), of rank 0.
+
+        On a CPU engine it equals `tensor_checksum` of the bytes; on CUDA the engine uses another hash.
+        """
+        reply = self._command("/weights_checker", {"action": "checksum"}, timeout_s=timeout_s)
+        try:
+            checksums = reply["ranks"][0]["checksums"]
+            return {str(name): str(checksum) for name, checksum in checksums.items()}
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise EngineRefused(
+                f"engine {self.url} /weights_checker: no checksums in {_shown(reply)}"
+            ) from error
+
+    def weights_by_name(self, name: str, *, rows: int, timeout_s: float) -> list[Any]:
+        """The first `rows` rows of a parameter, as numbers.
+
+        SGLang 0.5.23 has this for few models (Llama, OPT, Granite) and not for Qwen3-MoE, where it is refused:
+        use `weight_checksums`.
+        """
+        body = {"name": name, "truncate_size": rows}
+        reply = self._request("POST", "/get_weights_by_name", body, timeout_s=timeout_s)
+        if not isinstance(reply, list):
+            raise EngineRefused(
+                f"engine {self.url} /get_weights_by_name {name}: {_shown(reply)}; not for this model?"
+            )
+        return reply
+
+    def healthy(self, *, timeout_s: float) -> bool:
+        """Whether the engine answers its health route with 200."""
+        try:
+            status, _ = self._exchange("GET", "/health", None, timeout_s=timeout_s)
+        except (EngineUnavailable, DeadlineExceeded):
+            return False
+        return status == 200
+
+    def _command(self, route: str, body: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:
+        """A call whose answer must not say `success: false`."""
+        reply = self._call("POST", route, body, timeout_s=timeout_s)
+        if reply.get("success", True) is not True:
+            raise EngineRefused(f"engine {self.url} {route} answered {_shown(reply)}")
+        return reply
+
+    def _call(
+        self, method: str, route: str, body: Mapping[str, Any] | None, *, timeout_s: float
+    ) -> dict[str, Any]:
+        reply = self._request(method, route, body, timeout_s=timeout_s)
+        if not isinstance(reply, dict):
+            raise EngineRefused(f"engine {self.url} {route} answered {_shown(reply)}; expected a JSON object")
+        return reply
+
+    def _request(self, method: str, route: str, body: Mapping[str, Any] | None, *, timeout_s: float) -> Any:
+        status, data = self._exchange(method, route, body, timeout_s=timeout_s)
+        text = data.decode("utf-8", "replace")
+        if status != 200:
+            raise EngineRefused(f"engine {self.url} {route} answered HTTP {status}: {_shown(text)}")
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            raise EngineRefused(f"engine {self.url} {route} answered no JSON: {_shown(text)}") from error
+
+    def _exchange(
+        self, method: str, route: str, body: Mapping[str, Any] | None, *, timeout_s: float
+    ) -> tuple[int, bytes]:
+        limit = time.monotonic() + timeout_s
+        connection = self._connection(timeout_s)
+        try:
+            payload = None if body is None else json.dumps(body).encode()
+            connection.request(method, self._path + route, body=payload, headers=self._headers())
+            response = connection.getresponse()
+            return response.status, self._read(response, route, limit)
+        except TimeoutError as error:
+            raise DeadlineExceeded(
+                f"engine {self.url} {route}: no answer within {timeout_s:.1f} s"
+            ) from error
+        except (OSError, http.client.HTTPException) as error:
+            raise EngineUnavailable(f"engine {self.url} {route}: {type(error).__name__}: {error}") from error
+        finally:
+            connection.close()
+
+    def _read(self, response: http.client.HTTPResponse, route: str, limit: float) -> bytes:
+        data = bytearray()
+        while part := response.read(_READ_BYTES):
+            data += part
+            if len(data) > _MAX_REPLY_BYTES:
+                raise EngineRefused(f"engine {self.url} {route} answered more than {_MAX_REPLY_BYTES} bytes")
+            if time.monotonic() > limit:
+                raise TimeoutError
+        return bytes(data)
+
+    def _connection(self, timeout_s: float) -> http.client.HTTPConnection:
+        # Plain http.client: unlike requests it takes no proxy from the environment.
+        if self._secure:
+            return http.client.HTTPSConnection(self._host, self._port, timeout=timeout_s)
+        return http.client.HTTPConnection(self._host, self._port, timeout=timeout_s)
+
+    def _headers(self) -> dict[str, str]:
+        headers = {"Content-Type": "application/json"}
+        return headers if self._api_key is None else {**headers, "Authorization": f"Bearer {self._api_key}"}
+
+
+def tensor_checksum(tensor: torch.Tensor) -> str:
+    """What a CPU engine's `/weights_checker` reports for a parameter with these bytes: 16 hex digits of SHA-256."""
+    data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return hashlib.sha256(data.numpy().data).hexdigest()[:16]
+
+
+def _shown(reply: Any) -> str:
+    text = reply if isinstance(reply, str) else json.dumps(reply)
+    return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "..."

@@ -1,0 +1,1 @@
+"""The bytes on the wire: frames, codecs, digests. No I/O; numpy only."""

@@ -1,0 +1,35 @@
+"""Fixtures that several test folders share. Real engines are started once per configuration and session."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from r3channel.embedded.model import write_model
+from r3channel.embedded.sglang import EngineOptions, EngineServer
+
+READY_TIMEOUT_S = 150.0
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny float32 Qwen3-MoE: 4 layers of which layer 0 is dense, 128 experts, top-8."""
+    return write_model(tmp_path_factory.mktemp("model") / "qwen3-moe-tiny")
+
+
+@pytest.fixture(scope="session")
+def engine_server(model_dir: Path) -> Iterator[EngineServer]:
+    """A real SGLang server in float32 with frames and row digests; prompts above 128 tokens are prefilled in chunks."""
+    with EngineServer(
+        EngineOptions(model=model_dir, row_digests=True, chunked_prefill_size=128)
+    ) as server:
+        server.wait_ready(READY_TIMEOUT_S)
+        yield server
+
+
+@pytest.fixture(scope="session")
+def engine_url(engine_server: EngineServer) -> str:
+    """Base address of `engine_server`. Who changes its weight version puts "0" back."""
+    return engine_server.url

@@ -1,0 +1,336 @@
+"""Relay to receivers, whole, on every transport: exact rows, background sending, deadlines, epochs, typed refusals.
+
+Trainers are threads of this process here; gloo's sockets are real. The same path runs across processes in tests/e2e.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from r3channel import errors
+from r3channel.config import ChannelConfig
+from r3channel.plan.assignment import Assignment
+from r3channel.plan.layout import TrainerLayout
+from r3channel.plan.ticket import Ticket
+from r3channel.recording import Recorder, Recording, step_folder
+from r3channel.relay.relay import Relay
+from r3channel.trainer.receiver import Receiver
+from r3channel.trainer.shard import RankShard
+from tests.samples import SPEC, random_ids, reply_for
+
+LIMIT_S = 20.0
+TOKENS = {f"s{i}": n for i, n in enumerate((9, 30, 17, 5))}
+
+
+@pytest.fixture(params=["loopback", "gloo"])
+def config(request: pytest.FixtureRequest, tmp_path: Path) -> ChannelConfig:
+    return ChannelConfig(
+        backend=request.param,
+        bucket_bytes=1024,  # several buckets even for tiny shards
+        store_dir=str(tmp_path / "store"),
+        join_timeout_s=LIMIT_S,
+        send_timeout_s=LIMIT_S,
+        step_timeout_s=LIMIT_S,
+    )
+
+
+MakeRelay = Callable[..., Relay]
+
+
+@pytest.fixture
+def make_relay(config: ChannelConfig) -> Iterator[MakeRelay]:
+    made: list[Relay] = []
+
+    def make(
+        layout: TrainerLayout | None = None, recorder: Recorder | None = None, **changes: object
+    ) -> Relay:
+        changed = replace(config, **changes)  # type: ignore[arg-type]
+        made.append(Relay(SPEC, layout or TrainerLayout(dp=2, pp=2), changed, recorder=recorder))
+        return made[-1]
+
+    yield make
+    for relay in made:
+        try:
+            relay.close()
+        except errors.StepError:
+            pass  # a test that leaves a step undelivered
+
+
+def receivers_of(relay: Relay) -> list[Receiver]:
+    layout, config = relay.layout, relay.config
+    return [
+        Receiver(relay, spec=SPEC, layout=layout, coords=layout.coords(rank), config=config)
+        for rank in range(layout.world_size)
+    ]
+
+
+def fill(relay: Relay, *, prefix: str = "") -> None:
+    for index, (name, tokens) in enumerate(TOKENS.items()):
+        relay.add(prefix + name, reply_for(prefix + name, tokens, seed=index), range(tokens))
+
+
+def assignment(*, prefix: str = "", dp: int = 2) -> Assignment:
+    return Assignment.round_robin(
+        [prefix + name for name in TOKENS], dp=dp, microbatch_size=2 if dp == 2 else 4
+    )
+
+
+def start(receivers: list[Receiver], ticket: Ticket) -> list[Future[RankShard]]:
+    pool = ThreadPoolExecutor(len(receivers))
+    return [pool.submit(receiver.receive, ticket) for receiver in receivers]
+
+
+def check_rows(shard: RankShard, *, prefix: str = "") -> int:
+    """Compare every real row with what was added; returns their number."""
+    seen = 0
+    originals = {prefix + name: random_ids(n - 1, seed=i) for i, (name, n) in enumerate(TOKENS.items())}
+    for number, batch in enumerate(shard.shard.microbatches):
+        sample, position = shard.shard.row_map(number, tp=shard.tp)
+        for layer in shard.shard.layers:
+            rows = shard.layer_ids(number, layer).numpy()
+            for row in np.flatnonzero(sample >= 0):
+                expected = originals[batch.sample_ids[sample[row]]][position[row], SPEC.moe_index(layer)]
+                assert np.array_equal(rows[row], expected)
+                seen += 1
+    return seen
+
+
+def test_every_rank_receives_exactly_its_rows(make_relay: MakeRelay) -> None:
+    relay = make_relay()
+    fill(relay)
+    ticket = Ticket.from_bytes(relay.seal(0, assignment()).to_bytes())
+    shards = [future.result(LIMIT_S) for future in start(receivers_of(relay), ticket)]
+    assert sum(check_rows(shard) for shard in shards) == 3 * sum(n - 1 for n in TOKENS.values())
+    for shard in shards:
+        assert len(shard.data_N) == ticket.plan.shard(dp=shard.shard.dp, pp=shard.shard.pp).slot_bytes
+    relay.join_previous(timeout_s=LIMIT_S)
+    assert relay.status()["steps"] == {} and relay.status()["store"]["frames"] == 0
+
+
+def test_several_steps_reuse_the_group(make_relay: MakeRelay) -> None:
+    relay = make_relay()
+    receivers = receivers_of(relay)
+    for step in range(3):
+        fill(relay, prefix=f"{step}-")
+        ticket = relay.seal(step, assignment(prefix=f"{step}-"))
+        for future in start(receivers, ticket):
+            check_rows(future.result(LIMIT_S), prefix=f"{step}-")
+        relay.join_previous(timeout_s=LIMIT_S)
+    assert {group["epoch"] for group in relay.status()["groups"].values()} == {1}
+
+
+def generate(relay: Relay, step: int, *, blocking: bool) -> Ticket:
+    """A rollout manager's `generate`: it must return before any trainer posts a receive."""
+    fill(relay)
+    ticket = relay.seal(step, assignment())
+    if blocking:  # a send that is finished before `generate` returns
+        relay.join_previous(timeout_s=1.5)
+    return ticket
+
+
+def test_receives_that_are_posted_after_generate_returned_complete(make_relay: MakeRelay) -> None:
+    relay = make_relay()
+    begin = time.monotonic()
+    ticket = generate(relay, 0, blocking=False)
+    assert time.monotonic() - begin < LIMIT_S / 4
+    for future in start(receivers_of(relay), ticket):
+        check_rows(future.result(LIMIT_S))
+    relay.join_previous(timeout_s=LIMIT_S)
+
+
+def test_a_blocking_send_in_its_place_hits_the_named_deadline(make_relay: MakeRelay) -> None:
+    with pytest.raises(
+        errors.DeadlineExceeded, match=r"step\(s\) \[0\].*\(0, 0\), \(0, 1\), \(1, 0\), \(1, 1\)"
+    ):
+        generate(make_relay(), 0, blocking=True)
+
+
+def test_the_join_with_the_previous_send_names_the_missing_rank(make_relay: MakeRelay) -> None:
+    relay = make_relay(TrainerLayout(dp=2))
+    fill(relay)
+    ticket = relay.seal(0, assignment())
+    receivers = receivers_of(relay)
+    check_rows(start(receivers[:1], ticket)[0].result(LIMIT_S))
+    with pytest.raises(errors.DeadlineExceeded, match=r"\{0: \[\(1, 0\)\]\}"):
+        relay.join_previous(timeout_s=0.5)
+
+
+def test_one_late_rank_does_not_stop_another_dp_rank_nor_the_next_seal(make_relay: MakeRelay) -> None:
+    relay = make_relay(TrainerLayout(dp=2))
+    fill(relay)
+    first = relay.seal(0, assignment())
+    fill(relay, prefix="n-")
+    second = relay.seal(1, assignment(prefix="n-"))
+    early, late = receivers_of(relay)
+    for ticket, prefix in ((first, ""), (second, "n-")):
+        check_rows(start([early], ticket)[0].result(LIMIT_S), prefix=prefix)
+    for ticket, prefix in ((first, ""), (second, "n-")):
+        check_rows(start([late], ticket)[0].result(LIMIT_S), prefix=prefix)
+    relay.join_previous(timeout_s=LIMIT_S)
+
+
+def test_a_restarted_trainer_joins_the_next_epoch_and_gets_the_kept_shard(make_relay: MakeRelay) -> None:
+    relay = make_relay()
+    old = receivers_of(relay)
+    for future in [ThreadPoolExecutor(1).submit(receiver.join, timeout_s=LIMIT_S) for receiver in old]:
+        future.result(LIMIT_S)
+    fill(relay)
+    ticket = relay.seal(0, assignment())
+    old[0].close()  # dp 0 pp 0 dies and comes back; its neighbour dp 0 pp 1 still holds the old group
+    fresh = receivers_of(relay)[0]
+    for future in start([fresh, *old[1:]], ticket):
+        check_rows(future.result(LIMIT_S))
+    relay.join_previous(timeout_s=LIMIT_S)
+    groups = relay.status()["groups"]
+    assert groups[0]["epoch"] > 1 and groups[1]["epoch"] == 1
+
+
+def test_a_bucket_that_is_damaged_on_the_way_is_noticed_and_sent_again(
+    make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from r3channel.relay import sender
+
+    relay, damaged, original = make_relay(TrainerLayout(dp=2)), [], sender.DeliveryGroup._send_one
+
+    def send_one(self: sender.DeliveryGroup, transport: object, data_N: np.ndarray, **rest: object) -> None:
+        if not damaged and len(data_N) > 200:
+            data_N = data_N.copy()
+            data_N[100] ^= 1
+            damaged.append(self.dp)
+        original(self, transport, data_N, **rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(sender.DeliveryGroup, "_send_one", send_one)
+    fill(relay)
+    for future in start(receivers_of(relay), relay.seal(0, assignment())):
+        check_rows(future.result(LIMIT_S))
+    groups = relay.status()["groups"]
+    assert damaged and groups[damaged[0]]["epoch"] == 2
+
+
+def test_a_dead_background_thread_is_raised_by_the_next_call(
+    make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    relay = make_relay()
+
+    def broken(*_: object, **__: object) -> None:
+        raise OSError("disk is gone")
+
+    monkeypatch.setattr(Relay, "_decode", broken)
+    fill(relay)
+    relay.seal(0, assignment())
+    with pytest.raises(errors.BackgroundFailed, match="disk is gone"):
+        relay.join_previous(timeout_s=LIMIT_S)
+    with pytest.raises(errors.BackgroundFailed, match="disk is gone"):
+        relay.add("x", reply_for("x", 9), range(9))
+
+
+@pytest.mark.parametrize("change", ["step", "run", "spec", "layout"])
+def test_a_ticket_of_another_step_run_spec_or_layout_is_refused_before_a_byte_moves(
+    make_relay: MakeRelay, change: str
+) -> None:
+    relay = make_relay(TrainerLayout(dp=2), step_timeout_s=3.0)
+    fill(relay)
+    good = relay.seal(0, assignment())
+    other = {
+        "step": {"step": 5},
+        "run": {"run": "another"},
+        "spec": {"spec": replace(SPEC, num_layers=5)},
+        "layout": {"layout": replace(relay.layout, tp=2)},
+    }[change]
+    receiver = receivers_of(relay)[0]
+    with pytest.raises(errors.TicketMismatch, match=change):
+        receiver.receive(replace(good, **other))
+    assert relay.metrics.value("r3channel_buckets_total") == 0
+
+
+def test_a_step_is_received_once(make_relay: MakeRelay) -> None:
+    relay = make_relay(TrainerLayout(dp=2))
+    fill(relay)
+    ticket = relay.seal(0, assignment())
+    receiver = receivers_of(relay)[0]
+    receiver.receive(ticket)
+    with pytest.raises(errors.TicketMismatch, match="stale"):
+        receiver.receive(ticket)
+
+
+def test_unassigned_samples_leave_by_discard_or_expiry_and_are_counted(make_relay: MakeRelay) -> None:
+    relay = make_relay(expiry_s=0.2)
+    fill(relay)
+    assert relay.discard(["s0", "s1", "never-seen"]) == 2
+    time.sleep(0.3)
+    fill(relay, prefix="n-")
+    count = {
+        o: relay.metrics.value("r3channel_samples_total", outcome=o)
+        for o in ("discarded", "expired", "received")
+    }
+    assert count == {"discarded": 2, "expired": 2, "received": 8}
+    assert relay.status()["store"]["frames"] == 4
+
+
+def test_a_bad_sample_is_counted_by_reason_and_leaves_nothing_behind(make_relay: MakeRelay) -> None:
+    relay = make_relay()
+    with pytest.raises(errors.RowCountMismatch):
+        relay.add("s0", reply_for("s0", 9), range(10))
+    fill(relay)
+    with pytest.raises(errors.SampleTwice):
+        relay.add("s0", reply_for("s0", 9), range(9))
+    with pytest.raises(errors.SampleUnknown, match="gone"):
+        relay.seal(0, Assignment.given([[["s0"]], [["gone"]]]))
+    assert relay.metrics.value("r3channel_rejected_total", reason="rows") == 1
+    assert relay.metrics.value("r3channel_rejected_total", reason="sample_twice") == 1
+    assert len(relay.status()["pending"]) == 4
+    relay.seal(0, assignment())
+
+
+def test_a_step_is_sealed_once(make_relay: MakeRelay) -> None:
+    relay = make_relay()
+    fill(relay)
+    relay.seal(3, assignment())
+    fill(relay, prefix="n-")
+    with pytest.raises(errors.StepError, match="step 3 is not newer"):
+        relay.seal(3, assignment(prefix="n-"))
+
+
+def test_close_names_what_was_not_delivered(make_relay: MakeRelay) -> None:
+    relay = make_relay()
+    fill(relay)
+    relay.seal(7, assignment())
+    with pytest.raises(errors.StepError, match=r"7: \[\(0, 0\)"):
+        relay.close()
+    with pytest.raises(errors.UsageError, match="closed"):
+        relay.seal(8, assignment())
+    assert not [t for t in threading.enumerate() if t.name.startswith("r3channel-") and t.is_alive()]
+
+
+def test_an_engine_without_the_plug_in_is_noticed_at_start(make_relay: MakeRelay) -> None:
+    import base64
+
+    stock = np.zeros((1, 4, 8), np.int32).tobytes()
+    reply = {"meta_info": {"id": "p", "routed_experts": base64.b64encode(stock).decode()}}
+    relay = make_relay()
+    with pytest.raises(errors.PluginNotApplied, match=r"http://e:1.*R3CHANNEL_ENGINE"):
+        relay.check_engine(reply, engine="http://e:1", tokens=2)
+    relay.check_engine(reply_for("p", 2), engine="http://e:1", tokens=2)
+
+
+def test_a_recording_holds_the_step_as_it_was_sent(make_relay: MakeRelay, tmp_path: Path) -> None:
+    relay = make_relay(TrainerLayout(dp=2), recorder=Recorder(tmp_path / "rec"))
+    fill(relay)
+    ticket = relay.seal(0, assignment())
+    shards = [future.result(LIMIT_S) for future in start(receivers_of(relay), ticket)]
+    recording = Recording.load(step_folder(tmp_path / "rec", 0))
+    assert recording.ticket == ticket
+    for shard in shards:
+        whole = torch.from_numpy(recording.shards(dp=shard.shard.dp)[shard.shard.dp, shard.shard.pp])
+        again = RankShard.from_whole(ticket, shard.shard, whole, tp=0)
+        assert torch.equal(again.data_N, shard.data_N)
+    assert recording.tokens["s1"].tolist() == list(range(30))

@@ -1,0 +1,171 @@
+"""One contract, every transport: bytes arrive, in order, and every wait ends. Ranks are threads; gloo's sockets are real."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from r3channel.errors import DeadlineExceeded, TransportError
+from r3channel.transport.base import Rendezvous, Transport, join
+from r3channel.transport.process_group import RendezvousStore
+
+BACKENDS = ("loopback", "gloo")
+TIMEOUT_S = 20.0
+Joiner = Callable[..., list[Transport]]
+
+
+@pytest.fixture(params=BACKENDS)
+def rendezvous(request: pytest.FixtureRequest) -> Callable[[int, int, int], Rendezvous]:
+    name = uuid.uuid4().hex
+    store = RendezvousStore("127.0.0.1") if request.param == "gloo" else None
+
+    def make(rank: int, world_size: int, epoch: int = 1) -> Rendezvous:
+        return Rendezvous(
+            backend=request.param,
+            name=f"{name}/epoch{epoch}",
+            epoch=epoch,
+            rank=rank,
+            world_size=world_size,
+            host=store.host if store else "",
+            port=store.port if store else 0,
+        )
+
+    return make
+
+
+@pytest.fixture
+def group(rendezvous: Callable[..., Rendezvous]) -> Iterator[Joiner]:
+    opened: list[Transport] = []
+
+    def open_group(size: int = 2, *, epoch: int = 1) -> list[Transport]:
+        with ThreadPoolExecutor(size) as pool:
+            ranks = [
+                pool.submit(join, rendezvous(rank, size, epoch), timeout_s=TIMEOUT_S) for rank in range(size)
+            ]
+            opened.extend(future.result(TIMEOUT_S) for future in ranks)
+        return opened[-size:]
+
+    yield open_group
+    for transport in opened:
+        transport.close()
+
+
+def in_thread(function: Callable[[], None]) -> Callable[[], None]:
+    """Start; the returned call joins and raises what the thread raised."""
+    pool = ThreadPoolExecutor(1)
+    future = pool.submit(function)
+    return lambda: future.result(TIMEOUT_S)
+
+
+def data(nbytes: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("nbytes", [1, 64, 1 << 20])
+def test_bytes_arrive_as_they_were_sent(group: Joiner, nbytes: int) -> None:
+    relay, member = group()
+    done = in_thread(lambda: relay.send(1, data(nbytes), timeout_s=TIMEOUT_S))
+    out = torch.zeros(nbytes, dtype=torch.uint8)
+    member.recv(0, out, timeout_s=TIMEOUT_S)
+    done()
+    assert torch.equal(out, data(nbytes))
+
+
+def test_messages_of_a_pair_keep_their_order(group: Joiner) -> None:
+    relay, member = group()
+    done = in_thread(lambda: [relay.send(1, data(100, i), timeout_s=TIMEOUT_S) for i in range(20)] and None)
+    for i in range(20):
+        out = torch.empty(100, dtype=torch.uint8)
+        member.recv(0, out, timeout_s=TIMEOUT_S)
+        assert torch.equal(out, data(100, i))
+    done()
+
+
+def test_members_are_served_in_any_order(group: Joiner) -> None:
+    relay, first, second = group(3)
+    done = in_thread(lambda: [relay.send(dst, data(64, dst), timeout_s=TIMEOUT_S) for dst in (2, 1)] and None)
+    for rank, member in ((2, second), (1, first)):
+        out = torch.empty(64, dtype=torch.uint8)
+        member.recv(0, out, timeout_s=TIMEOUT_S)
+        assert torch.equal(out, data(64, rank))
+    done()
+
+
+def test_memory_may_be_reused_after_send(group: Joiner) -> None:
+    relay, member = group()
+    out = torch.empty(1 << 16, dtype=torch.uint8)
+
+    def send() -> None:
+        buffer = data(1 << 16)
+        relay.send(1, buffer, timeout_s=TIMEOUT_S)
+        buffer.fill_(0)
+
+    done = in_thread(send)
+    member.recv(0, out, timeout_s=TIMEOUT_S)
+    done()
+    assert torch.equal(out, data(1 << 16))
+
+
+@pytest.mark.parametrize("side", ["send", "recv"])
+def test_a_wait_ends_by_its_deadline_with_peer_and_seconds(group: Joiner, side: str) -> None:
+    relay, member = group()
+    begin = time.monotonic()
+    with pytest.raises(DeadlineExceeded, match=r"epoch 1.*rank [01].*0\.5 s"):
+        if side == "send":
+            relay.send(1, data(1 << 20), timeout_s=0.5)
+        else:
+            member.recv(0, torch.empty(8, dtype=torch.uint8), timeout_s=0.5)
+    assert time.monotonic() - begin < 5
+
+
+def test_after_a_deadline_the_group_is_dead_and_the_next_epoch_works(group: Joiner) -> None:
+    relay, member = group()
+    with pytest.raises(TransportError):
+        member.recv(0, torch.empty(8, dtype=torch.uint8), timeout_s=0.2)
+    with pytest.raises(TransportError):
+        member.recv(0, torch.empty(8, dtype=torch.uint8), timeout_s=0.2)
+    relay.abort()
+    relay, member = group(epoch=2)
+    done = in_thread(lambda: relay.send(1, data(8), timeout_s=TIMEOUT_S))
+    out = torch.empty(8, dtype=torch.uint8)
+    member.recv(0, out, timeout_s=TIMEOUT_S)
+    done()
+    assert torch.equal(out, data(8)) and relay.epoch == 2
+
+
+def test_a_peer_that_aborts_is_noticed_before_the_deadline(group: Joiner) -> None:
+    relay, member = group()
+    threading.Timer(0.3, relay.abort).start()
+    begin = time.monotonic()
+    with pytest.raises(TransportError):
+        member.recv(0, torch.empty(8, dtype=torch.uint8), timeout_s=TIMEOUT_S)
+    assert time.monotonic() - begin < TIMEOUT_S / 2
+
+
+def test_a_join_that_nobody_answers_ends_by_its_deadline(rendezvous: Callable[..., Rendezvous]) -> None:
+    with pytest.raises(DeadlineExceeded):
+        join(rendezvous(0, 2), timeout_s=1.0)
+
+
+def test_close_and_abort_may_be_repeated(group: Joiner) -> None:
+    relay, member = group()
+    for transport in (relay, member):
+        transport.close()
+        transport.close()
+        transport.abort()
+
+
+def test_the_rendezvous_store_listens_on_loopback_only() -> None:
+    store = RendezvousStore("127.0.0.1")
+    listening = [line.split() for line in open("/proc/net/tcp") if line.split()[3] == "0A"]
+    hosts = {
+        address.split(":")[0] for _, address, *_ in listening if int(address.split(":")[1], 16) == store.port
+    }
+    assert hosts == {socket.inet_aton("127.0.0.1")[::-1].hex().upper()}

@@ -1,0 +1,97 @@
+"""What the engine client makes of answers that a healthy SGLang does not give. The healthy ones: tests/engine."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from r3channel.errors import ConfigError, DeadlineExceeded, EngineRefused, EngineUnavailable
+from r3channel.weights.sglang import EngineClient
+
+Serve = Callable[[int, bytes], EngineClient]
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    """Start servers that give one answer to everything."""
+    servers: list[ThreadingHTTPServer] = []
+
+    def start(status: int, body: bytes) -> EngineClient:
+        class Answer(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                self.rfile.read(int(self.headers["Content-Length"]))
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            do_GET = do_POST
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        servers.append(server)
+        return EngineClient(f"http://127.0.0.1:{server.server_port}")
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def test_success_false_is_a_refusal_even_with_status_200(serve: Serve) -> None:
+    client = serve(200, b'{"success": false, "message": "not now"}')
+    with pytest.raises(EngineRefused, match=r"127\.0\.0\.1:\d+ /begin_weight_update answered .*not now"):
+        client.begin(timeout_s=5)
+
+
+def test_html_with_status_200_is_a_refusal(serve: Serve) -> None:
+    with pytest.raises(EngineRefused, match="answered no JSON: <html>"):
+        serve(200, b"<html>gateway</html>").end(timeout_s=5)
+
+
+def test_a_json_list_is_a_refusal(serve: Serve) -> None:
+    with pytest.raises(EngineRefused, match="expected a JSON object"):
+        serve(200, b"[]").end(timeout_s=5)
+
+
+def test_an_error_status_is_a_refusal(serve: Serve) -> None:
+    with pytest.raises(EngineRefused, match="HTTP 503: busy"):
+        serve(503, b"busy").resume(timeout_s=5)
+
+
+def test_checksums_of_another_form_are_a_refusal(serve: Serve) -> None:
+    with pytest.raises(EngineRefused, match="no checksums"):
+        serve(200, b'{"success": true, "ranks": []}').weight_checksums(timeout_s=5)
+
+
+def test_a_silent_engine_ends_at_the_deadline() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client = EngineClient(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        begun_s = time.monotonic()
+        with pytest.raises(DeadlineExceeded, match="/pause_generation: no answer within 0.3 s"):
+            client.pause("retract", timeout_s=0.3)
+        assert time.monotonic() - begun_s < 2
+
+
+def test_a_refused_connection_names_the_engine() -> None:
+    with pytest.raises(EngineUnavailable, match=r"http://127\.0\.0\.1:9 /continue_generation"):
+        EngineClient("http://127.0.0.1:9").resume(timeout_s=5)
+
+
+def test_a_proxy_in_the_environment_is_not_used(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    serve(200, b'{"success": true}').end(timeout_s=5)
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:30000", "ftp://engine", "http://"])
+def test_an_address_without_scheme_or_host_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="expected http://host:port"):
+        EngineClient(url)

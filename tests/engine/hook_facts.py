@@ -1,0 +1,131 @@
+"""Facts about the hooks that need SGLang's classes in the process, so they are gathered in one child and printed as JSON.
+
+Every case runs in a fork of one process that has imported SGLang once: what a case patches is gone with its fork.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+CASES: dict[str, Callable[[], Any]] = {}
+
+
+def case(function: Callable[[], Any]) -> Callable[[], Any]:
+    CASES[function.__name__] = function
+    return function
+
+
+def register_with(**environment: str) -> str:
+    """What `plugin.register` ends the process with, or ''."""
+    from r3channel import plugin
+
+    os.environ.update(environment)
+    try:
+        plugin.register()
+    except SystemExit as end:
+        return str(end.code)
+    return ""
+
+
+@case
+def installed() -> list[str]:
+    from r3channel.engine.hooks import check_hooks
+
+    return check_hooks()
+
+
+@case
+def collect_renamed() -> list[str]:
+    from sglang.srt.managers.scheduler_components import batch_result_processor as module
+
+    from r3channel.engine.hooks import check_hooks
+
+    del module.SchedulerBatchResultProcessor._maybe_collect_routed_experts
+    return check_hooks()
+
+
+@case
+def parameter_renamed() -> list[str]:
+    from sglang.srt.state_capturer.routed_experts import RoutedExpertsCapturer
+
+    from r3channel.engine.hooks import check_hooks
+
+    def get_topk(self: Any, slot: int, seqlen: int, req_to_token_pool: Any, start_len: int = 0) -> None: ...
+
+    RoutedExpertsCapturer.get_topk = get_topk
+    return check_hooks()
+
+
+@case
+def plugin_with_a_name_gone() -> str:
+    from sglang.srt.state_capturer import base
+
+    del base.TopkCaptureOutput.finalize
+    return register_with(R3CHANNEL_ENGINE="1")
+
+
+@case
+def plugin_with_unknown_codec() -> str:
+    return register_with(R3CHANNEL_ENGINE="1", R3CHANNEL_CODEC="brotli")
+
+
+@case
+def plugin_off() -> dict[str, Any]:
+    from sglang.srt.plugins.hook_registry import HookRegistry
+    from sglang.srt.state_capturer import routed_experts
+
+    before = routed_experts.RoutedExpertsCapturer
+    register_with(R3CHANNEL_ENGINE="0")
+    HookRegistry.apply_hooks()
+    return {
+        "same_class": routed_experts.RoutedExpertsCapturer is before,
+        "engine_modules": [name for name in sys.modules if name.startswith("r3channel.engine")],
+    }
+
+
+@case
+def plugin_on() -> dict[str, Any]:
+    ended = register_with(R3CHANNEL_ENGINE="1")
+    from sglang.srt.managers.scheduler_components.batch_result_processor import SchedulerBatchResultProcessor
+    from sglang.srt.model_executor import model_runner
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    HookRegistry.apply_hooks()
+    collect: Any = SchedulerBatchResultProcessor._maybe_collect_routed_experts
+    return {
+        "ended": ended,
+        "capturer_of_model_runner": model_runner.RoutedExpertsCapturer.__name__,
+        "collect_is_wrapped": hasattr(collect, "__wrapped__"),
+    }
+
+
+def answer(function: Callable[[], Any], pipe: Connection) -> None:
+    pipe.send_bytes(json.dumps(function()).encode())
+
+
+def in_a_fork(function: Callable[[], Any]) -> Any:
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=answer, args=(function, theirs))
+    process.start()
+    theirs.close()
+    result = json.loads(ours.recv_bytes()) if ours.poll(60) else "no answer within 60 s"
+    process.join(10)
+    return result
+
+
+def main() -> None:
+    import sglang.srt.managers.scheduler_components.batch_result_processor
+    import sglang.srt.model_executor.model_runner  # noqa: F401
+
+    print("FACTS " + json.dumps({name: in_a_fork(function) for name, function in CASES.items()}))
+
+
+if __name__ == "__main__":
+    main()

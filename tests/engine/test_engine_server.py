@@ -1,0 +1,217 @@
+"""The real SGLang server with the plug-in: exact ids, provenance, and what its replies look like from outside."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from r3channel.embedded.sglang import EngineOptions, EngineServer
+from r3channel.errors import EngineReported, EngineUnavailable, FrameMagicMismatch
+from r3channel.routing import RowKind, SampleRouting
+from r3channel.spec import RoutingSpec
+from r3channel.wire.digest import layer_digests
+from r3channel.wire.frame import FRAME_MAGIC, Frame, parse_frame
+from tests.conftest import READY_TIMEOUT_S
+from tests.engine.client import Reply, generate, generate_together, set_weight_version
+from tests.engine.reference import reference_ids
+
+pytestmark = pytest.mark.engine
+
+SPEC = RoutingSpec(num_layers=4, moe_layers=(1, 2, 3), num_experts=128, top_k=8)
+NEW_TOKENS = 24
+
+
+def random_prompt(length: int, *, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(4, 512, length).tolist()
+
+
+def frame_of(reply: Reply) -> Frame:
+    return parse_frame(reply.raw, spec=SPEC, sample_id="test", engine="test")
+
+
+def routing_of(reply: Reply) -> SampleRouting:
+    return frame_of(reply).routing(sample_id="test")
+
+
+@pytest.fixture(scope="module")
+def batch(engine_url: str) -> list[Reply]:
+    """Prompts of many lengths at once; the longest are prefilled in three chunks."""
+    prompts = [random_prompt(length, seed=length) for length in (3, 17, 40, 90, 130, 200, 300)]
+    return generate_together(engine_url, prompts, new_tokens=NEW_TOKENS)
+
+
+@pytest.fixture(scope="module")
+def again(engine_url: str, batch: list[Reply]) -> Reply:
+    """The longest prompt a second time: its KV cache is hit."""
+    return generate(engine_url, batch[-1].prompt, new_tokens=NEW_TOKENS)
+
+
+@pytest.fixture(scope="module")
+def stock_server(model_dir: Path) -> Iterator[EngineServer]:
+    options = EngineOptions(model=model_dir, r3channel=False, chunked_prefill_size=128)
+    with EngineServer(options) as server:
+        server.wait_ready(READY_TIMEOUT_S)
+        yield server
+
+
+@pytest.fixture(scope="module")
+def retracting_server(model_dir: Path) -> Iterator[EngineServer]:
+    """Without the overlap scheduler, and forced to drop and recompute running requests."""
+    options = EngineOptions(
+        model=model_dir, overlap=False, chunked_prefill_size=128, env={"SGLANG_TEST_RETRACT": "1"}
+    )
+    with EngineServer(options) as server:
+        server.wait_ready(READY_TIMEOUT_S)
+        yield server
+
+
+def test_ids_equal_the_routers_of_transformers_with_order(
+    batch: list[Reply], again: Reply, model_dir: Path, tmp_path: Path
+) -> None:
+    replies = [*batch, again]
+    expected = reference_ids(model_dir, [reply.tokens for reply in replies], folder=tmp_path)
+    for reply, expected_TLK in zip(replies, expected, strict=True):
+        assert np.array_equal(routing_of(reply).expert_ids_TLK, expected_TLK), f"prompt of {len(reply.prompt)}"
+
+
+def test_rows_cover_every_token_but_the_last(batch: list[Reply]) -> None:
+    assert [frame_of(reply).rows for reply in batch] == [len(reply.tokens) - 1 for reply in batch]
+
+
+def test_the_dense_layer_is_never_on_the_wire(batch: list[Reply]) -> None:
+    assert routing_of(batch[0]).expert_ids_TLK.shape[1:] == (3, 8)
+
+
+def test_routing_varies_from_token_to_token(batch: list[Reply]) -> None:
+    ids_TLK = routing_of(batch[-1]).expert_ids_TLK
+    assert len(np.unique(ids_TLK.reshape(len(ids_TLK), -1), axis=0)) > 200
+
+
+def test_a_long_frame_costs_little_more_than_its_ids(batch: list[Reply]) -> None:
+    frame = frame_of(batch[-1])
+    assert frame.nbytes / frame.rows < 1.05 * SPEC.bytes_per_token
+
+
+def test_digests_are_those_of_the_rows(batch: list[Reply]) -> None:
+    frame = frame_of(batch[3])
+    expected = layer_digests(frame.decode(), positions_T=np.arange(frame.rows), layers_L=SPEC.moe_layers)
+    assert np.array_equal(frame.digests_L, expected)
+
+
+def test_prompt_rows_are_prefilled_and_the_others_decoded(batch: list[Reply]) -> None:
+    for reply in batch:
+        spans = [(span.start, span.end, span.kind) for span in frame_of(reply).provenance]
+        prompt = len(reply.prompt)
+        assert spans == [(0, prompt, RowKind.PREFILLED), (prompt, prompt + NEW_TOKENS - 1, RowKind.DECODED)]
+
+
+def test_a_prefix_cache_hit_returns_the_same_rows(batch: list[Reply], again: Reply) -> None:
+    assert again.meta["cached_tokens"] > 200
+    assert again.output == batch[-1].output
+    assert np.array_equal(routing_of(again).expert_ids_TLK, routing_of(batch[-1]).expert_ids_TLK)
+
+
+def test_a_start_offset_returns_the_rows_from_there(engine_url: str, batch: list[Reply]) -> None:
+    tail = generate(engine_url, batch[-1].prompt, new_tokens=NEW_TOKENS, routed_experts_start_len=250)
+    assert frame_of(tail).first_row == 250
+    assert np.array_equal(routing_of(tail).expert_ids_TLK, routing_of(batch[-1]).expert_ids_TLK[250:])
+
+
+def test_an_offset_of_the_whole_prompt_and_one_token_give_a_frame_without_rows(engine_url: str) -> None:
+    reply = generate(engine_url, random_prompt(20, seed=1), new_tokens=1, routed_experts_start_len=20)
+    assert (frame_of(reply).rows, frame_of(reply).first_row) == (0, 20)
+
+
+def test_two_tokens_and_one_new_one_are_enough_to_see_the_plugin(engine_url: str) -> None:
+    reply = generate(engine_url, [5, 6], new_tokens=1)
+    assert reply.raw.startswith(FRAME_MAGIC)
+    assert frame_of(reply).rows == 2
+
+
+def test_a_request_that_did_not_ask_gets_no_routing(engine_url: str) -> None:
+    assert "routed_experts" not in generate(engine_url, [5, 6], new_tokens=2, routing=False).meta
+
+
+def test_rows_carry_the_weight_version_that_made_them(engine_url: str) -> None:
+    prompt = random_prompt(60, seed=60)
+    generate(engine_url, prompt, new_tokens=2)
+    set_weight_version(engine_url, "7")
+    try:
+        reply = generate(engine_url, prompt, new_tokens=8)
+    finally:
+        set_weight_version(engine_url, "0")
+    cached = reply.meta["cached_tokens"]
+    assert cached > 0
+    spans = [(span.start, span.end, span.weight_version) for span in frame_of(reply).provenance]
+    # The cached rows are an older request's: the reply's own version spans cannot tell.
+    assert spans == [(0, cached, 0), (cached, 60, 7), (60, 67, 7)]
+
+
+def test_a_version_that_changes_in_mid_generation_splits_the_decoded_rows(engine_url: str) -> None:
+    replies: list[Reply] = []
+    prompt = random_prompt(30, seed=30)
+    asking = threading.Thread(target=lambda: replies.append(generate(engine_url, prompt, new_tokens=900)))
+    asking.start()
+    try:
+        time.sleep(0.4)
+        set_weight_version(engine_url, "3")
+        asking.join(90)
+    finally:
+        set_weight_version(engine_url, "0")
+    decoded = [span for span in frame_of(replies[0]).provenance if span.kind is RowKind.DECODED]
+    assert [span.weight_version for span in decoded] == [0, 3]
+    # SGLang counts output tokens when the update arrives; with overlap up to two forward passes are under way then.
+    sglang_split = 30 - 1 + replies[0].meta["weight_versions"][0]["end"]
+    assert abs(decoded[1].start - sglang_split) <= 2
+
+
+def test_what_cannot_be_framed_is_reported_and_the_engine_goes_on(engine_url: str) -> None:
+    prompt = random_prompt(25, seed=25)
+    set_weight_version(engine_url, "nightly")
+    try:
+        reply = generate(engine_url, prompt, new_tokens=4)
+    finally:
+        set_weight_version(engine_url, "0")
+    with pytest.raises(EngineReported, match="weight version was not a number"):
+        frame_of(reply)
+    assert frame_of(generate(engine_url, random_prompt(25, seed=26), new_tokens=4)).rows == 28
+
+
+def test_a_stock_server_is_told_apart_and_has_the_same_ids(stock_server: EngineServer, batch: list[Reply]) -> None:
+    stock = generate(stock_server.url, batch[3].prompt, new_tokens=NEW_TOKENS)
+    with pytest.raises(FrameMagicMismatch):
+        frame_of(stock)
+    int32_TAK = np.frombuffer(stock.raw, np.int32).reshape(-1, SPEC.num_layers, SPEC.top_k)
+    assert np.array_equal(int32_TAK[:, 1:], routing_of(batch[3]).expert_ids_TLK)
+    assert len(stock.raw) > 5 * frame_of(batch[3]).nbytes
+
+
+def test_retraction_without_overlap_changes_no_id(retracting_server: EngineServer, batch: list[Reply]) -> None:
+    replies = generate_together(
+        retracting_server.url, [reply.prompt for reply in batch], new_tokens=NEW_TOKENS
+    )
+    assert sum(reply.meta["num_retractions"] for reply in replies) > 0
+    for reply, plain in zip(replies, batch, strict=True):
+        assert reply.output == plain.output
+        assert np.array_equal(routing_of(reply).expert_ids_TLK, routing_of(plain).expert_ids_TLK)
+    recomputed = [
+        span
+        for reply in replies
+        for span in frame_of(reply).provenance
+        if span.kind is RowKind.PREFILLED and span.end > len(reply.prompt)
+    ]
+    assert recomputed, "rows of retracted output tokens are prefilled rows"
+
+
+def test_an_engine_whose_rows_would_be_wrong_does_not_start(model_dir: Path) -> None:
+    options = EngineOptions(model=model_dir, weight_version="nightly", extra_args=["--enable-mixed-chunk"])
+    with EngineServer(options) as server, pytest.raises(EngineUnavailable) as refused:
+        server.wait_ready(READY_TIMEOUT_S)
+    assert "r3channel refuses this engine" in str(refused.value)
+    assert "--enable-mixed-chunk" in str(refused.value)
+    assert "weight version 'nightly'" in str(refused.value)

@@ -1,0 +1,318 @@
+"""Weight updates against a real SGLang server: what arrives, what is served, and what a failure leaves behind."""
+
+from __future__ import annotations
+
+import base64
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from urllib.error import URLError
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from r3channel.embedded.sglang import EngineOptions, EngineServer
+from r3channel.errors import (
+    EngineRefused,
+    EngineUnavailable,
+    ManifestMismatch,
+    UsageError,
+    WeightsDiffer,
+    WeightUpdateFailed,
+    WeightVersionRegressed,
+)
+from r3channel.weights.fleet import EngineState
+from r3channel.weights.session import WeightSync
+from r3channel.weights.sglang import EngineClient, PauseMode, tensor_checksum
+from tests.engine.client import generate
+
+pytestmark = pytest.mark.engine
+
+Weights = dict[str, torch.Tensor]
+
+PROMPT = list(range(5, 25))
+GATE = "model.layers.2.mlp.gate.weight"
+BUCKET_BYTES = 1 << 20  # ten buckets of this model
+
+
+@pytest.fixture(scope="module")
+def original(model_dir: Path) -> Weights:
+    return load_file(model_dir / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def changed(original: Weights) -> Weights:
+    noise = torch.Generator().manual_seed(7)
+    return {
+        name: w if "norm" in name else 0.5 * w + 0.1 * torch.randn(w.shape, generator=noise)
+        for name, w in original.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def client(engine_url: str) -> EngineClient:
+    return EngineClient(engine_url)
+
+
+@pytest.fixture
+def sync(engine_url: str, client: EngineClient, original: Weights) -> Iterator[WeightSync]:
+    """A connected session. Afterwards the shared engine serves its first weights and version again, however left."""
+    before = int(client.weight_version(timeout_s=10))
+    with WeightSync([engine_url], bucket_bytes=BUCKET_BYTES) as session:
+        session.connect(timeout_s=30)
+        yield session
+    with WeightSync([engine_url], verify=True) as repair:
+        repair.connect(timeout_s=30)
+        repair.update(original.items(), version=before, timeout_s=30)
+
+
+def greedy(url: str, new_tokens: int = 8) -> tuple[list[int], str]:
+    reply = generate(url, PROMPT, new_tokens=new_tokens, routing=False)
+    return reply.output, reply.meta["weight_version"]
+
+
+def as_engine_keeps(weights: Weights) -> Weights:
+    """Hugging Face tensors under SGLang's names: q, k, v and gate, up fused, experts stacked."""
+    kept: Weights = {}
+    experts: dict[str, list[torch.Tensor]] = {}
+    for name in sorted(weights, key=_numbers):
+        head, _, module = name.removesuffix(".weight").rpartition(".")
+        part = {
+            other: weights.get(f"{head}.{other}.weight")
+            for other in ("q_proj", "k_proj", "v_proj", "up_proj")
+        }
+        if ".experts." in name:
+            stack = f"{head.rpartition('.')[0]}.{'w2' if module == 'down_proj' else 'w13'}_weight"
+            if module != "up_proj":
+                up = part["up_proj"]
+                assert up is not None
+                both = weights[name] if module == "down_proj" else torch.cat([weights[name], up])
+                experts.setdefault(stack, []).append(both)
+        elif module == "q_proj":
+            fused = [part[member] for member in ("q_proj", "k_proj", "v_proj")]
+            kept[f"{head}.qkv_proj.weight"] = torch.cat([w for w in fused if w is not None])
+        elif module == "gate_proj":
+            assert part["up_proj"] is not None
+            kept[f"{head}.gate_up_proj.weight"] = torch.cat([weights[name], part["up_proj"]])
+        elif module not in ("k_proj", "v_proj", "up_proj"):
+            kept[name] = weights[name]
+    return kept | {name: torch.stack(parts) for name, parts in experts.items()}
+
+
+def _numbers(name: str) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
+
+
+def test_every_parameter_of_the_engine_equals_the_trainers_bit_for_bit(
+    sync: WeightSync, client: EngineClient, original: Weights, changed: Weights
+) -> None:
+    before = client.weight_checksums(timeout_s=30)
+    sync.update(changed.items(), version=1, timeout_s=60)
+    after = client.weight_checksums(timeout_s=30)
+
+    assert before == {name: tensor_checksum(w) for name, w in as_engine_keeps(original).items()}
+    assert after == {name: tensor_checksum(w) for name, w in as_engine_keeps(changed).items()}
+    routers = [name for name in after if name.endswith("mlp.gate.weight")]
+    assert len(routers) == 3 and all(after[name] != before[name] for name in routers)
+
+
+def test_answers_and_version_change_with_an_update_and_come_back(
+    sync: WeightSync, engine_url: str, original: Weights, changed: Weights
+) -> None:
+    tokens, version = greedy(engine_url)
+    sync.update(changed.items(), version=1, timeout_s=60)
+    new_tokens, new_version = greedy(engine_url)
+    sync.update(original.items(), version=2, timeout_s=60)
+
+    assert (version, new_version) == ("0", "1") and new_tokens != tokens
+    assert greedy(engine_url) == (tokens, "2")
+
+
+def test_the_report_counts_every_byte_and_its_stages_add_up(sync: WeightSync, changed: Weights) -> None:
+    report = sync.update(changed.items(), version=1, timeout_s=60)
+    in_sender = ("wire", "apply")
+    stages_s = sum(seconds for stage, seconds in report.seconds.items() if stage not in in_sender)
+
+    assert report.payload_bytes == sum(w.nbytes for w in changed.values())
+    assert (report.tensors, report.buckets, report.version) == (len(changed), 10, 1)
+    assert 0.95 * report.wall_s <= stages_s <= report.wall_s
+
+
+def test_a_wrong_shape_keeps_the_version_pauses_the_engine_and_the_next_update_repairs(
+    sync: WeightSync, client: EngineClient, engine_url: str, original: Weights, changed: Weights
+) -> None:
+    tokens, _ = greedy(engine_url)
+    wrong = {**changed, GATE: torch.zeros(64, 64)}
+    with pytest.raises(
+        WeightUpdateFailed, match=r"version 1 was not committed: bucket \d+ .*64, 64"
+    ) as failure:
+        sync.update(wrong.items(), version=1, timeout_s=60)
+
+    assert engine_url in str(failure.value) and isinstance(failure.value.__cause__, EngineRefused)
+    assert sync.engine_states == {engine_url: EngineState.DIRTY} and sync.version is None
+    assert client.weight_version(timeout_s=10) == "0"
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(greedy, engine_url)
+        time.sleep(0.5)
+        assert not waiting.done()  # a dirty engine serves nothing
+
+        sync.update(original.items(), version=1, timeout_s=60)
+        assert waiting.result(timeout=60) == (tokens, "1")
+    assert sync.engine_states == {engine_url: EngineState.SERVING}
+
+
+def test_an_engine_that_refuses_fails_the_update_fast_and_exhausts_the_iterator(
+    sync: WeightSync, client: EngineClient, original: Weights, changed: Weights
+) -> None:
+    sync.update(changed.items(), version=1, timeout_s=60)
+    assert sync._group is not None
+    client.destroy_group(sync._group.name, timeout_s=10)  # the engine left behind our back
+    read = []
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, weight in original.items():
+            read.append(name)
+            yield name, weight
+
+    begun_s = time.monotonic()
+    with pytest.raises(WeightUpdateFailed, match="Failed to receive weights"):
+        sync.update(stream(), version=2, timeout_s=60)
+    assert time.monotonic() - begun_s < 8 and read == list(original)
+
+    sync.update(original.items(), version=2, timeout_s=60)
+    assert client.weight_version(timeout_s=10) == "2"
+
+
+def test_a_conversion_that_fails_before_the_first_bucket_leaves_the_engine_serving(
+    sync: WeightSync, engine_url: str, changed: Weights
+) -> None:
+    tokens = greedy(engine_url)
+    with pytest.raises(WeightUpdateFailed, match="not committed: gather failed"):
+        sync.update(_failing(changed, after=3), version=1, timeout_s=60)
+    assert sync.engine_states == {engine_url: EngineState.SERVING}
+    assert greedy(engine_url) == tokens
+
+
+def test_a_conversion_that_fails_half_way_is_repaired_by_the_next_update(
+    sync: WeightSync, client: EngineClient, engine_url: str, changed: Weights
+) -> None:
+    with pytest.raises(WeightUpdateFailed, match="not committed: gather failed"):
+        sync.update(_failing(changed, after=1000), version=1, timeout_s=60)
+    assert sync.engine_states == {engine_url: EngineState.DIRTY}
+
+    sync.update(changed.items(), version=1, timeout_s=60)
+    kept = {name: tensor_checksum(w) for name, w in as_engine_keeps(changed).items()}
+    assert client.weight_checksums(timeout_s=30) == kept
+
+
+def _failing(weights: Weights, *, after: int) -> Iterator[tuple[str, torch.Tensor]]:
+    for number, named in enumerate(weights.items()):
+        if number == after:
+            raise ValueError("gather failed")
+        yield named
+
+
+def test_a_changed_manifest_is_refused_by_tensor(sync: WeightSync, changed: Weights) -> None:
+    sync.update(changed.items(), version=1, timeout_s=60)
+    other = {**changed, GATE: changed[GATE].bfloat16()}
+    with pytest.raises(WeightUpdateFailed, match=rf"expected {GATE} float32") as failure:
+        sync.update(other.items(), version=2, timeout_s=60)
+    assert isinstance(failure.value.__cause__, ManifestMismatch)
+
+
+def test_verification_finds_bytes_that_differ(
+    sync: WeightSync, engine_url: str, changed: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with WeightSync([engine_url], verify=True) as verifying:
+        verifying.connect(timeout_s=30)
+        assert verifying.update(changed.items(), version=1, timeout_s=60).verified == 27
+
+        # The engine loads into float32 whatever comes, so its bytes are not those sent.
+        lossy = {name: w.bfloat16() if name == GATE else w for name, w in changed.items()}
+        verifying._manifest = None
+        with pytest.raises(WeightUpdateFailed, match=rf"1 of 27 .*{GATE}") as failure:
+            verifying.update(lossy.items(), version=2, timeout_s=60)
+        assert isinstance(failure.value.__cause__, WeightsDiffer)
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_a_running_request_survives_an_update_with_all_its_rows(
+    sync: WeightSync, engine_url: str, changed: Weights, mode: PauseMode
+) -> None:
+    sync._pause = mode
+    new_tokens = 300
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(generate, engine_url, PROMPT, new_tokens=new_tokens)
+        time.sleep(0.5)
+        sync.update(changed.items(), version=1, timeout_s=60)
+        reply = running.result(timeout=60)
+    spans = reply.meta["weight_versions"]
+
+    assert [span["version"] for span in spans] == ["0", "1"]
+    assert spans[0]["end"] == spans[1]["start"] and spans[1]["end"] == new_tokens == len(reply.output)
+    assert len(base64.b64decode(reply.meta["routed_experts"])) > 0
+
+
+def test_a_bracket_left_open_by_a_trainer_that_died_is_taken_over(
+    sync: WeightSync, client: EngineClient, changed: Weights
+) -> None:
+    client.pause("retract", timeout_s=10)
+    client.begin(timeout_s=10)
+    sync.update(changed.items(), version=1, timeout_s=60)
+    assert client.weight_version(timeout_s=10) == "1"
+
+
+def test_an_engine_that_is_not_there_leaves_the_others_serving(sync: WeightSync, engine_url: str) -> None:
+    with (
+        WeightSync([engine_url, "http://127.0.0.1:9"]) as pair,
+        pytest.raises(EngineUnavailable, match=r"127\.0\.0\.1:9"),
+    ):
+        pair.connect(timeout_s=30)
+    assert greedy(engine_url)[1] == "0"
+
+
+def test_misuse_is_named(sync: WeightSync, changed: Weights) -> None:
+    with pytest.raises(UsageError, match="is ready"):
+        sync.connect(timeout_s=10)
+    sync.update(changed.items(), version=3, timeout_s=60)
+    with pytest.raises(WeightVersionRegressed, match="version 2 after 3"):
+        sync.update(changed.items(), version=2, timeout_s=60)
+    sync.close()
+    with pytest.raises(UsageError, match="is closed"):
+        sync.update(changed.items(), version=4, timeout_s=60)
+
+
+@pytest.mark.full
+def test_two_engines_get_the_same_weights_and_one_that_dies_leaves_the_other_unharmed(
+    sync: WeightSync,
+    engine_url: str,
+    client: EngineClient,
+    model_dir: Path,
+    original: Weights,
+    changed: Weights,
+) -> None:
+    with EngineServer(EngineOptions(model=model_dir, r3channel=False)) as server:
+        server.wait_ready(120)
+        other = EngineClient(server.url)
+        with WeightSync([client, other], bucket_bytes=BUCKET_BYTES) as pair:
+            pair.connect(timeout_s=30)
+            pair.update(changed.items(), version=1, timeout_s=60)
+            assert other.weight_checksums(timeout_s=30) == client.weight_checksums(timeout_s=30)
+
+            killer = threading.Timer(0.1, server.close)
+            killer.start()
+            with pytest.raises(WeightUpdateFailed, match=server.url):
+                pair.update(_slowly(original), version=2, timeout_s=60)
+            killer.join()
+    assert client.weight_version(timeout_s=10) == "1"
+    with pytest.raises(URLError):
+        greedy(server.url)
+
+
+def _slowly(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
+    for named in weights.items():
+        time.sleep(0.001)
+        yield named

@@ -1,0 +1,44 @@
+"""Small routings, frames and replies for tests. Ids are distinct within a row, as real ones are."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import numpy as np
+
+from r3channel.routing import Ids, ProvenanceSpan, RowKind
+from r3channel.spec import RoutingSpec
+from r3channel.wire.frame import encode_frame, sample_key
+
+SPEC = RoutingSpec(num_layers=4, moe_layers=(1, 2, 3), num_experts=128, top_k=8)
+WIDE = RoutingSpec(num_layers=4, moe_layers=(1, 2, 3), num_experts=384, top_k=8)
+
+
+def random_ids(rows: int, *, spec: RoutingSpec = SPEC, seed: int = 0) -> Ids:
+    """[rows, L, K] in `spec.id_dtype`."""
+    rng = np.random.default_rng(seed)
+    scores = rng.random((rows, spec.num_moe_layers, spec.num_experts))
+    return scores.argsort(-1)[..., : spec.top_k].astype(spec.id_dtype)
+
+
+def frame_of(tokens: int, *, spec: RoutingSpec = SPEC, seed: int = 0, version: int = 0, **changes: Any) -> bytes:
+    """The frame of a sample of `tokens` tokens: half its rows prefilled, half decoded."""
+    ids = random_ids(tokens - 1, spec=spec, seed=seed)
+    middle = (tokens - 1) // 2
+    spans = [
+        ProvenanceSpan(start=a, end=b, weight_version=version, kind=kind)
+        for a, b, kind in ((0, middle, RowKind.PREFILLED), (middle, tokens - 1, RowKind.DECODED))
+        if b > a
+    ]
+    return encode_frame(spec, **({"expert_ids_TLK": ids, "provenance": spans} | changes))
+
+
+def reply_of(frame: bytes, *, request_id: str = "r0") -> dict[str, Any]:
+    """The part of SGLang's JSON reply that carries routing."""
+    return {"meta_info": {"id": request_id, "routed_experts": base64.b64encode(frame).decode()}}
+
+
+def reply_for(sample_id: str, tokens: int, *, seed: int = 0, **changes: Any) -> dict[str, Any]:
+    frame = frame_of(tokens, seed=seed, sample_key=sample_key(sample_id), **changes)
+    return reply_of(frame, request_id=sample_id)

@@ -1,0 +1,111 @@
+"""The doctor says what is missing and what to do, and its exit status agrees."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from r3channel import cli
+from r3channel.report import doctor
+from r3channel.report.doctor import Check
+
+
+def ask(imports: str, *, timeout_s: float = 30.0) -> Check:
+    return doctor.ask("names", imports, env=os.environ, timeout_s=timeout_s)
+
+
+def test_an_installed_package_is_named_with_its_version() -> None:
+    check = doctor.check_distribution("numpy", remedy="pip install numpy")
+    assert check.ok
+    assert check.line().split()[:2] == ["ok", "numpy"]
+
+
+def test_a_missing_package_fails_and_says_what_to_do() -> None:
+    check = doctor.check_distribution("r3channel-not-there", remedy="pip install it")
+    assert check.line().startswith("FAIL")
+    assert check.line().endswith("not installed; pip install it")
+
+
+def test_an_old_python_fails() -> None:
+    assert not doctor.check_python((3, 9, 18)).ok
+    assert doctor.check_python((3, 10, 0)).ok
+
+
+def test_a_free_port_is_found() -> None:
+    assert doctor.check_port(0).ok
+
+
+def test_a_taken_port_fails_by_number() -> None:
+    with socket.socket() as taken:
+        taken.bind((doctor.LOOPBACK, 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert f"port {port}" in doctor.check_port(port).line()
+        assert not doctor.check_port(port).ok
+
+
+def test_an_impossible_port_fails() -> None:
+    assert not doctor.check_port(99_999).ok
+
+
+def test_a_child_that_finds_no_problem_is_well() -> None:
+    assert ask("check = lambda: []; print('noise')").ok
+
+
+def test_a_childs_problems_are_in_the_line() -> None:
+    check = ask("check = lambda: ['TopK.forward is gone']")
+    assert not check.ok
+    assert "TopK.forward is gone" in check.line()
+
+
+def test_a_child_that_breaks_says_why() -> None:
+    check = ask("import no_such_upstream as check")
+    assert not check.ok
+    assert "no_such_upstream" in check.found
+
+
+def test_a_child_that_hangs_ends_by_the_deadline() -> None:
+    check = ask("import time; time.sleep(60)", timeout_s=0.5)
+    assert not check.ok
+    assert "0.5 s" in check.found
+
+
+def test_the_exit_status_is_1_when_something_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = Check(name="torch", ok=False, found="not installed", remedy="install it")
+
+    def found(**_: object) -> Iterator[Check]:
+        yield Check(name="ray", ok=True, found="2.60.0")
+        yield bad
+
+    monkeypatch.setattr(doctor, "checks", found)
+    assert cli.main(["doctor"]) == 1
+    assert len(capsys.readouterr().out.splitlines()) == 2
+    monkeypatch.setattr(doctor, "checks", lambda **_: iter([Check(name="ray", ok=True, found="2.60.0")]))
+    assert cli.main(["doctor"]) == 0
+
+
+@pytest.mark.engine
+def test_the_embedded_environment_is_well(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor"]) == 0, capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert {"sglang", "megatron-core", "ray", "torch"} <= {line.split()[1] for line in lines}
+
+
+def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("r3channel 0.")
+
+
+def test_help_names_both_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    printed = capsys.readouterr().out
+    assert "demo" in printed
+    assert "doctor" in printed

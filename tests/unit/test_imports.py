@@ -1,0 +1,175 @@
+"""The house keeps its shape: imports point down, each upstream has its place, nothing unpickles or evaluates."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "r3channel"
+
+LEVELS = {
+    **dict.fromkeys(("errors", "spec", "routing", "config", "clock", "metrics"), 0),
+    **dict.fromkeys(("wire", "plan"), 1),
+    **dict.fromkeys(("transport", "recording"), 2),
+    **dict.fromkeys(("engine", "relay", "trainer", "weights"), 3),
+    **dict.fromkeys(("cli", "demo", "plugin", "bench", "report", "integrations", "embedded"), 4),
+}
+"""Level of each room, as in section 4 of the design. A room imports itself and lower levels only; words (level 0) and
+hands (level 4) may also import their own level."""
+
+PLACES = {
+    "sglang": ("engine/sglang.py", "weights/sglang.py", "embedded/"),
+    "megatron": ("trainer/megatron.py", "weights/convert.py", "embedded/"),
+    "mbridge": ("weights/convert.py", "embedded/"),
+    "ray": ("relay/actor.py", "transport/object_store.py", "integrations/"),
+    "torch.distributed": ("transport/", "weights/", "embedded/"),
+    "prometheus_client": ("metrics.py",),
+}
+
+HEAVY = ("torch", "ray", "sglang", "megatron", "mbridge", "transformers", "prometheus_client")
+NO_IO = {"socket", "os", "pathlib", "subprocess", "threading", "asyncio", "tempfile", "mmap"}
+DECISIONS_MAY_USE = {"numpy", "xxhash", "lz4", "r3channel"}
+UNPICKLERS = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+
+
+class Import(NamedTuple):
+    file: str
+    line: int
+    module: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} imports {self.module}"
+
+
+def sources() -> Iterator[tuple[str, ast.Module]]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        file = path.relative_to(PACKAGE).as_posix()
+        if not file.startswith("embedded/shims/"):  # children's stand-ins for upstreams, not our modules
+            yield file, ast.parse(path.read_text(), filename=str(path))
+
+
+def imports_of(file: str, tree: ast.Module) -> Iterator[Import]:
+    """Every import, lazy ones too; `from a import b` counts as a.b. Reading `a.b` of an imported a counts as well."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(file, node.lineno, alias.name)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}:{node.lineno} is a relative import"
+            for alias in node.names:
+                yield Import(file, node.lineno, f"{node.module}.{alias.name}")
+        elif isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed":
+            yield Import(file, node.lineno, "torch.distributed")
+
+
+def all_imports() -> list[Import]:
+    return [found for file, tree in sources() for found in imports_of(file, tree)]
+
+
+def room_of(module: str) -> str:
+    return module.split(".")[1]
+
+
+def room_of_file(file: str) -> str:
+    return file.removesuffix(".py").split("/")[0]
+
+
+def wrong_direction(found: Import) -> bool:
+    here, there = room_of_file(found.file), room_of(found.module)
+    if here == there or here == "__init__":
+        return False
+    assert here in LEVELS, f"{found.file}: give its room a level in this test and in the design"
+    if there not in LEVELS:  # a name of the package's face, such as __version__
+        return LEVELS[here] < 4
+    same_is_fine = LEVELS[here] in (0, 4)
+    return LEVELS[there] > LEVELS[here] or (LEVELS[there] == LEVELS[here] and not same_is_fine)
+
+
+def out_of_place(found: Import) -> bool:
+    for upstream, places in PLACES.items():
+        if found.module == upstream or found.module.startswith(upstream + "."):
+            return not found.file.startswith(places)
+    return False
+
+
+def parsed(file: str, text: str) -> list[Import]:
+    return list(imports_of(file, ast.parse(text)))
+
+
+def test_imports_point_down() -> None:
+    ours = [found for found in all_imports() if found.module.startswith("r3channel.")]
+    assert ours
+    assert [str(found) for found in ours if wrong_direction(found)] == []
+
+
+def test_an_upward_or_sideways_import_is_noticed() -> None:
+    lazy = "def f():\n    from r3channel.relay.store import FrameStore"
+    assert [wrong_direction(found) for found in parsed("wire/frame.py", lazy)] == [True]
+    assert [wrong_direction(found) for found in parsed("trainer/receiver.py", lazy)] == [True]
+    assert [wrong_direction(found) for found in parsed("relay/sender.py", lazy)] == [False]
+
+
+def test_each_upstream_is_imported_in_its_place_only() -> None:
+    assert [str(found) for found in all_imports() if out_of_place(found)] == []
+
+
+def test_an_upstream_out_of_place_is_noticed() -> None:
+    for text in (
+        "import ray",
+        "from torch import distributed as dist",
+        "import torch\ntorch.distributed.barrier()",
+    ):
+        assert any(out_of_place(found) for found in parsed("trainer/receiver.py", text)), text
+
+
+def test_decisions_use_numpy_only_and_do_no_io() -> None:
+    offenders = []
+    for found in all_imports():
+        if LEVELS.get(room_of_file(found.file)) == 1:
+            top = found.module.split(".")[0]
+            known = top in DECISIONS_MAY_USE or (top in sys.stdlib_module_names and top not in NO_IO)
+            offenders += [] if known else [str(found)]
+    assert offenders == []
+
+
+def test_nothing_unpickles_or_evaluates() -> None:
+    offenders = [str(found) for found in all_imports() if found.module.split(".")[0] in UNPICKLERS]
+    for file, tree in sources():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and is_dangerous(ast.unparse(node.func)):
+                offenders.append(f"{file}:{node.lineno} calls {ast.unparse(node.func)}")
+    assert offenders == []
+
+
+def is_dangerous(called: str) -> bool:
+    names = called.split(".")
+    return (
+        names in (["eval"], ["exec"])
+        or (names[-1] == "load" and names[0] in {"torch", "yaml"})
+        or ("dist" in names[0] and names[-1].endswith(("_object", "_object_list")))
+    )
+
+
+def test_importing_the_package_pulls_in_no_upstream() -> None:
+    program = f"import sys, json, r3channel; print(json.dumps([m for m in {HEAVY!r} if m in sys.modules]))"
+    child = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert json.loads(child.stdout) == []
+
+
+def test_the_command_starts_without_upstreams() -> None:
+    program = (
+        "import sys, json, r3channel.cli, r3channel.metrics, r3channel.report.doctor;"
+        f"print(json.dumps([m for m in {HEAVY!r} if m in sys.modules]))"
+    )
+    child = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert json.loads(child.stdout) == []

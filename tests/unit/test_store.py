@@ -1,0 +1,60 @@
+"""The frame store: files on disk, released by sample, bounded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from r3channel.errors import SampleTwice, SampleUnknown, StoreFull
+from r3channel.relay import store as store_module
+from r3channel.relay.store import FrameStore
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FrameStore:
+    monkeypatch.setattr(store_module, "SEGMENT_BYTES", 4096)
+    return FrameStore.open(str(tmp_path / "s"), ceiling_bytes=5 * 4096)
+
+
+def test_frames_come_back_as_they_were_put(store: FrameStore) -> None:
+    frames = {f"s{i}": bytes([i]) * (100 + i) for i in range(60)}
+    for name, frame in frames.items():
+        store.put(name, frame)
+    assert all(bytes(store.get(name)) == frame for name, frame in frames.items())
+
+
+def test_frames_are_in_files_while_they_live_and_gone_after(store: FrameStore) -> None:
+    for i in range(15):
+        store.put(f"s{i}", bytes(1000))
+    assert len(list(store.folder.iterdir())) == 5
+    for i in range(15):
+        store.release(f"s{i}")
+    assert len(list(store.folder.iterdir())) == 1 and len(store) == 0
+    store.close()
+    assert not list(store.folder.iterdir())
+
+
+def test_the_ceiling_holds_and_release_makes_room(store: FrameStore) -> None:
+    with pytest.raises(StoreFull, match="s15"):
+        for i in range(30):
+            store.put(f"s{i}", bytes(1300))
+    assert store.nbytes <= 5 * 4096
+    for i in range(15):
+        store.release(f"s{i}")
+    store.put("again", bytes(1300))
+
+
+def test_a_frame_larger_than_a_segment_gets_its_own_file(store: FrameStore) -> None:
+    store.put("big", bytes(range(250)) * 40)
+    assert bytes(store.get("big")) == bytes(range(250)) * 40
+
+
+def test_twice_and_unknown_are_named(store: FrameStore) -> None:
+    store.put("a", b"x")
+    with pytest.raises(SampleTwice, match="a"):
+        store.put("a", b"y")
+    store.release("a")
+    store.release("a")
+    with pytest.raises(SampleUnknown, match="a"):
+        store.get("a")

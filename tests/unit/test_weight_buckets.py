@@ -1,0 +1,230 @@
+"""The plan of weight buckets, and the bytes in them as SGLang's own receiver code reads them."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from r3channel.errors import ConfigError, ManifestMismatch
+from r3channel.weights.buckets import (
+    Bucket,
+    Manifest,
+    StagingPair,
+    TensorMeta,
+    fill_buckets,
+    pack,
+    plan_buckets,
+    unit_of,
+)
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint8, torch.float64, torch.bool)
+SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
+FAMILIES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("o_proj",), ("gate",))
+
+
+def meta(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> TensorMeta:
+    return TensorMeta(name=name, dtype=dtype, shape=shape)
+
+
+@st.composite
+def models(draw: st.DrawFn) -> list[TensorMeta]:
+    """Tensors of some layers: units whole or in part, members in any order within their layer, dtypes mixed."""
+    metas = []
+    for layer in range(draw(st.integers(1, 4))):
+        members = [
+            member for family in draw(st.lists(st.sampled_from(FAMILIES), unique=True)) for member in family
+        ]
+        for member in draw(st.permutations(members)):
+            dtype, shape = draw(st.sampled_from(DTYPES)), draw(SHAPES)
+            metas.append(TensorMeta(name=f"layers.{layer}.{member}.weight", dtype=dtype, shape=shape))
+    return metas
+
+
+def filled_tensor(meta: TensorMeta, seed: int) -> torch.Tensor:
+    """Random bytes in the tensor's shape: NaNs and denormals too."""
+    generator = torch.Generator().manual_seed(seed)
+    if meta.dtype is torch.bool:
+        return torch.randint(0, 2, meta.shape, generator=generator).bool()
+    raw = torch.randint(0, 256, (meta.nbytes,), dtype=torch.uint8, generator=generator)
+    return raw.view(meta.dtype).view(meta.shape)
+
+
+@pytest.fixture(scope="session")
+def receiver() -> ModuleType:
+    """SGLang's `weight_sync/tensor_bucket.py`, loaded by path: it needs only torch, the package much more."""
+    spec = importlib.util.find_spec("sglang")
+    assert spec is not None and spec.origin is not None, "sglang is not installed"
+    path = Path(spec.origin).parent / "srt" / "weight_sync" / "tensor_bucket.py"
+    module_spec = importlib.util.spec_from_file_location("sglang_tensor_bucket", path)
+    assert module_spec is not None and module_spec.loader is not None
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules["sglang_tensor_bucket"] = module
+    module_spec.loader.exec_module(module)
+    return module
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+@given(metas=models(), cap_bytes=st.integers(1, 600))
+@settings(deadline=None)
+def test_every_tensor_lies_in_one_bucket_once(metas: list[TensorMeta], cap_bytes: int) -> None:
+    buckets = plan_buckets(metas, cap_bytes=cap_bytes)
+    assert sorted(name for bucket in buckets for name in bucket.names) == sorted(m.name for m in metas)
+
+
+@given(metas=models(), cap_bytes=st.integers(1, 600))
+@settings(deadline=None)
+def test_offsets_are_aligned_and_leave_no_gap(metas: list[TensorMeta], cap_bytes: int) -> None:
+    for bucket in plan_buckets(metas, cap_bytes=cap_bytes):
+        end = 0
+        for tensor, offset in zip(bucket.tensors, bucket.offsets, strict=True):
+            assert offset == end and offset % tensor.dtype.itemsize == 0
+            end += tensor.nbytes
+        assert end == bucket.payload_bytes
+
+
+@given(metas=models(), cap_bytes=st.integers(1, 600))
+@settings(deadline=None)
+def test_a_bucket_is_above_the_cap_only_as_a_single_unit(metas: list[TensorMeta], cap_bytes: int) -> None:
+    for bucket in plan_buckets(metas, cap_bytes=cap_bytes):
+        with_bytes = {unit_of(tensor.name)[0] for tensor in bucket.tensors if tensor.nbytes}
+        assert bucket.payload_bytes <= cap_bytes or len(with_bytes) == 1
+
+
+@given(metas=models(), cap_bytes=st.integers(1, 600))
+@settings(deadline=None)
+def test_a_unit_given_close_together_is_never_split(metas: list[TensorMeta], cap_bytes: int) -> None:
+    together = sorted(metas, key=lambda m: unit_of(m.name)[0])
+    where = [
+        {unit_of(name)[0] for name in bucket.names} for bucket in plan_buckets(together, cap_bytes=cap_bytes)
+    ]
+    assert sum(len(units) for units in where) == len(set().union(*where)), where
+
+
+@given(metas=models(), cap_bytes=st.integers(1, 600), seed=st.integers(0, 99))
+@settings(deadline=None)
+def test_the_real_receiver_reads_back_every_byte(
+    receiver: ModuleType, metas: list[TensorMeta], cap_bytes: int, seed: int
+) -> None:
+    sent = {m.name: filled_tensor(m, seed + i) for i, m in enumerate(metas)}
+    received: dict[str, torch.Tensor] = {}
+    staging = StagingPair(torch.device("cpu"))
+    for filled in fill_buckets(((m, sent[m.name]) for m in metas), cap_bytes=cap_bytes):
+        payload = pack(filled.bucket, filled.items, staging.take(filled.bucket.payload_bytes))
+        tensors = filled.bucket.tensors
+        shapes = [list(m.shape) for m in tensors]
+        theirs = receiver.FlattenedTensorBucket.empty(
+            [m.name for m in tensors], [m.dtype_name for m in tensors], shapes, "cpu"
+        )
+        assert theirs.get_flattened_tensor().shape == payload.shape
+        theirs.get_flattened_tensor().copy_(payload)
+        received |= dict(theirs.reconstruct_tensors())
+    assert {name: (t.dtype, t.shape, bytes_of(t)) for name, t in received.items()} == {
+        name: (t.dtype, t.shape, bytes_of(t)) for name, t in sent.items()
+    }
+
+
+def test_alphabetical_order_keeps_q_k_v_together() -> None:
+    layer = ["k_proj", "o_proj", "q_norm", "q_proj", "v_proj"]
+    buckets = plan_buckets([meta(f"layers.0.{m}.weight", 10) for m in layer], cap_bytes=120)
+    assert [set(b.names) for b in buckets] == [
+        {"layers.0.o_proj.weight", "layers.0.q_norm.weight"},
+        {"layers.0.k_proj.weight", "layers.0.q_proj.weight", "layers.0.v_proj.weight"},
+    ]
+
+
+def test_members_too_far_apart_are_refused_by_name() -> None:
+    order = ["a.q_proj.weight", "b.q_proj.weight", "c.q_proj.weight", "a.k_proj.weight"]
+    with pytest.raises(ManifestMismatch, match=r"a\.k_proj\.weight came after its unit"):
+        plan_buckets([meta(name, 10) for name in order], cap_bytes=80)
+
+
+def test_a_model_with_half_a_family_is_no_error() -> None:
+    names = [f"layers.{i}.q_proj.weight" for i in range(9)]
+    buckets = plan_buckets([meta(name, 10) for name in names], cap_bytes=80)
+    assert [name for bucket in buckets for name in bucket.names] == names
+
+
+def test_only_the_final_bucket_is_marked_last() -> None:
+    filled = fill_buckets(((meta(f"w{i}", 10), i) for i in range(7)), cap_bytes=80)
+    assert [f.last for f in filled] == [False, False, False, True]
+
+
+def test_a_bucket_leaves_before_the_stream_has_ended() -> None:
+    read = []
+
+    def stream() -> Iterator[tuple[TensorMeta, int]]:
+        for i in range(100):
+            read.append(i)
+            yield meta(f"w{i}", 10), i
+
+    first = next(fill_buckets(stream(), cap_bytes=80))
+    assert first.items == (0, 1) and len(read) == 3
+
+
+@pytest.mark.parametrize("name", ["a.weight_scale_inv", "a.q_proj.qweight"])
+def test_a_quantised_tensor_is_refused(name: str) -> None:
+    with pytest.raises(ManifestMismatch, match="quantised"):
+        plan_buckets([meta(name, 1)], cap_bytes=80)
+
+
+def test_a_tensor_given_twice_is_refused() -> None:
+    with pytest.raises(ManifestMismatch, match=r"a\.weight is given twice"):
+        plan_buckets([meta("a.weight", 1), meta("a.weight", 1)], cap_bytes=80)
+
+
+def test_a_cap_below_one_byte_is_refused() -> None:
+    with pytest.raises(ConfigError, match="0 bytes"):
+        plan_buckets([meta("a", 1)], cap_bytes=0)
+
+
+def test_packing_casts_nothing() -> None:
+    bucket = Bucket.of([meta("a", 4, dtype=torch.bfloat16)])
+    with pytest.raises(ManifestMismatch, match=r"expected a bfloat16\[4\], got a float32\[4\]"):
+        pack(bucket, [torch.zeros(4)], torch.empty(8, dtype=torch.uint8))
+
+
+def test_packing_takes_parameters_and_any_strides() -> None:
+    weight = torch.nn.Parameter(torch.arange(6.0).view(2, 3)).t()
+    out = torch.empty(24, dtype=torch.uint8)
+    packed = pack(Bucket.of([TensorMeta.of("a", weight)]), [weight], out)
+    assert torch.equal(packed.view(torch.float32).view(3, 2), weight) and not out.requires_grad
+
+
+def test_staging_reuses_two_buffers() -> None:
+    staging = StagingPair(torch.device("cpu"))
+    addresses = [staging.take(size).data_ptr() for size in (64, 64, 10, 64)]
+    assert addresses[0] == addresses[2] != addresses[1] == addresses[3]
+
+
+def manifest(metas: Sequence[TensorMeta]) -> Manifest:
+    return Manifest.of(plan_buckets(metas, cap_bytes=80))
+
+
+def test_the_manifest_digest_depends_on_order_dtype_and_shape() -> None:
+    a, b = meta("a", 2), meta("b", 2)
+    digests = {manifest(metas).digest for metas in ([a, b], [b, a], [a, meta("b", 1, 2)], [a])}
+    digests.add(manifest([a, meta("b", 2, dtype=torch.int32)]).digest)
+    assert len(digests) == 5 and manifest([a, b]).digest in digests
+
+
+def test_a_changed_tensor_is_named_against_the_manifest() -> None:
+    known = manifest([meta("a", 2), meta("b", 2)])
+    with pytest.raises(ManifestMismatch, match=r"expected b float32\[2\], got b float32\[3\]"):
+        known.check(0, Bucket.of([meta("a", 2), meta("b", 3)]))
+
+
+def test_missing_tensors_are_named_against_the_manifest() -> None:
+    known = manifest([meta(f"w{i}", 20) for i in range(3)])
+    with pytest.raises(ManifestMismatch, match=r"after 2 of 3 buckets; the next tensor expected is w2"):
+        known.check_complete(2)

@@ -1,0 +1,185 @@
+"""Frames: round trips, golden bytes, and a typed error for every way in which bytes can be wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from r3channel import errors
+from r3channel.routing import ProvenanceSpan, RowKind, SampleRouting
+from r3channel.spec import RoutingSpec
+from r3channel.wire.codec import LZ4
+from r3channel.wire.digest import layer_digests
+from r3channel.wire.frame import HEADER_BYTES, encode_error, encode_frame, parse_frame
+from tests.samples import SPEC, WIDE, frame_of, random_ids
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+
+@pytest.mark.parametrize("spec", [SPEC, WIDE], ids=["uint8", "int16"])
+@pytest.mark.parametrize("codec", ["auto", "stored", "lz4"])
+@pytest.mark.parametrize("rows", [0, 1, 8191, 8192, 8193])
+def test_ids_survive_the_wire_in_order(spec: RoutingSpec, codec: str, rows: int) -> None:
+    ids = random_ids(min(rows, 512), spec=spec, seed=rows)
+    ids = np.tile(ids, (20, 1, 1))[:rows] if rows > 512 else ids
+    frame = parse_frame(encode_frame(spec, expert_ids_TLK=ids, codec=codec), spec=spec)
+    assert frame.rows == rows and np.array_equal(frame.decode(), ids)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(1, 40),
+    layers=st.integers(1, 5),
+    experts=st.sampled_from([8, 256, 300]),
+    first_row=st.integers(0, 9),
+    seed=st.integers(0, 2**31),
+)
+def test_validity_and_provenance_survive_the_wire(
+    rows: int, layers: int, experts: int, first_row: int, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    spec = RoutingSpec(num_layers=layers, moe_layers=tuple(range(layers)), num_experts=experts, top_k=4)
+    ids, valid = random_ids(rows, spec=spec, seed=seed), rng.random(rows) < 0.8
+    cut = int(rng.integers(0, rows + 1))
+    spans = [
+        ProvenanceSpan(start=first_row + a, end=first_row + b, weight_version=version, kind=RowKind.DECODED)
+        for a, b, version in ((0, cut, -3), (cut, rows, 2**40))
+        if b > a
+    ]
+    data = encode_frame(spec, expert_ids_TLK=ids, first_row=first_row, valid_T=valid, provenance=spans)
+    routing = parse_frame(data, spec=spec).routing(sample_id="s")
+    assert np.array_equal(routing.expert_ids_TLK, ids) and np.array_equal(routing.valid_T, valid)
+    assert routing.provenance == tuple(spans) and routing.tokens == first_row + rows + 1
+
+
+@pytest.mark.parametrize("name", ["uint8_stored", "int16_lz4", "invalid_rows"])
+def test_golden_frames_are_decoded_for_ever(name: str) -> None:
+    spec = WIDE if name.startswith("int16") else SPEC
+    frame = parse_frame((GOLDEN / f"frame_v1_{name}.bin").read_bytes(), spec=spec)
+    expected = np.load(GOLDEN / f"frame_v1_{name}.npy", allow_pickle=False)
+    assert np.array_equal(frame.decode(), expected)
+    assert frame.valid_T.all() == (name != "invalid_rows") and frame.weight_version == 7
+
+
+def test_lz4_is_used_only_where_it_pays() -> None:
+    assert parse_frame(frame_of(200), spec=SPEC)._chunks[0].codec == 0
+    padded = np.tile(random_ids(1), (400, 1, 1))
+    data = encode_frame(SPEC, expert_ids_TLK=padded)
+    assert parse_frame(data, spec=SPEC)._chunks[0].codec == LZ4.codec_id
+    assert len(data) < 0.2 * padded.nbytes
+
+
+def test_qwen3_30b_rows_cost_at_most_386_bytes() -> None:
+    spec = RoutingSpec(num_layers=48, moe_layers=tuple(range(48)), num_experts=128, top_k=8)
+    assert len(encode_frame(spec, expert_ids_TLK=random_ids(1000, spec=spec))) / 1000 <= 386
+
+
+def test_any_flipped_bit_is_noticed() -> None:
+    data = frame_of(9, row_digests=True)
+    for bit in range(0, 8 * len(data), 3):
+        damaged = bytearray(data)
+        damaged[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(errors.FrameError):
+            parse_frame(bytes(damaged), spec=SPEC)
+
+
+def test_any_cut_is_noticed() -> None:
+    data = frame_of(9)
+    for size in range(len(data)):
+        with pytest.raises(errors.FrameError):
+            parse_frame(data[:size], spec=SPEC)
+    with pytest.raises(errors.FrameTruncated):
+        parse_frame(data + b"\0", spec=SPEC)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_a_lying_header_with_a_valid_hash_gives_a_typed_error_or_the_same_ids(data: st.DataObject) -> None:
+    good = frame_of(20, row_digests=True)
+    at = data.draw(st.integers(4, HEADER_BYTES - 17))
+    lie = bytearray(good)
+    lie[at] = data.draw(st.integers(0, 255))
+    lie[HEADER_BYTES - 8 : HEADER_BYTES] = xxhash.xxh3_64_intdigest(bytes(lie[: HEADER_BYTES - 8])).to_bytes(
+        8, "little"
+    )
+    try:
+        ids = parse_frame(bytes(lie), spec=SPEC).decode()
+    except errors.R3Error:
+        return
+    assert np.array_equal(ids, parse_frame(good, spec=SPEC).decode())
+
+
+def other(**changes: int) -> RoutingSpec:
+    values = SPEC.to_dict() | changes
+    return RoutingSpec.from_dict(values)
+
+
+@pytest.mark.parametrize(
+    ("spec", "error"),
+    [
+        (other(num_experts=64), errors.ExpertCountMismatch),
+        (other(top_k=4), errors.TopKMismatch),
+        (RoutingSpec.from_dict(SPEC.to_dict() | {"moe_layers": [1, 2]}), errors.LayerMismatch),
+        (other(num_layers=5), errors.SpecMismatch),
+    ],
+)
+def test_a_frame_of_another_model_is_refused_by_what_differs(
+    spec: RoutingSpec, error: type[Exception]
+) -> None:
+    with pytest.raises(error, match=r"sample s7 from engine e1.*expected"):
+        parse_frame(frame_of(9, spec=spec), spec=SPEC, sample_id="s7", engine="e1")
+
+
+def test_stock_int32_bytes_are_not_a_frame() -> None:
+    with pytest.raises(errors.FrameMagicMismatch, match="plug-in"):
+        parse_frame(np.arange(64, dtype=np.int32).tobytes(), spec=SPEC)
+
+
+def test_an_engine_that_failed_says_why() -> None:
+    with pytest.raises(errors.EngineReported, match="host cache is gone"):
+        parse_frame(encode_error("host cache is gone"), spec=SPEC)
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "error"),
+    [((3, 1, 2), 128, errors.ExpertIdOutOfRange), ((3, 1, 2), "same", errors.DuplicateExpertId)],
+)
+def test_a_bad_id_is_named_by_row_layer_and_sample(
+    where: tuple, value: object, error: type[Exception]
+) -> None:
+    ids = random_ids(9)
+    ids[where] = ids[3, 1, 0] if value == "same" else value
+    frame = parse_frame(encode_frame(SPEC, expert_ids_TLK=ids), spec=SPEC)
+    with pytest.raises(error, match=r"s1.*row 3, layer 2"):
+        frame.routing(sample_id="s1")
+
+
+def test_ids_of_invalid_rows_are_not_judged() -> None:
+    ids = random_ids(4)
+    ids[2] = 0
+    valid = np.array([True, True, False, True])
+    routing = parse_frame(encode_frame(SPEC, expert_ids_TLK=ids, valid_T=valid), spec=SPEC).routing(
+        sample_id="s"
+    )
+    assert isinstance(routing, SampleRouting) and not routing.valid_T[2]
+
+
+def test_digests_add_up_over_any_split_and_see_a_swap() -> None:
+    ids = random_ids(50)
+    whole = layer_digests(ids, positions_T=np.arange(50), layers_L=SPEC.moe_layers)
+    order = np.random.default_rng(1).permutation(50)
+    parts = [
+        layer_digests(ids[rows], positions_T=rows, layers_L=SPEC.moe_layers)
+        for rows in (order[:13], order[13:])
+    ]
+    assert np.array_equal(whole, parts[0] + parts[1])
+    for change in (ids[::-1], ids[:, ::-1], ids[..., ::-1]):
+        other = layer_digests(
+            np.ascontiguousarray(change), positions_T=np.arange(50), layers_L=SPEC.moe_layers
+        )
+        assert not np.array_equal(whole, other)
