@@ -34,12 +34,14 @@ setup: $(READY)
 	@:
 
 # unfinished: an earlier setup was interrupted, and pip takes a half-written package for an installed one.
-# home: console scripts hold absolute paths, so a moved checkout starts afresh.
+# home: console scripts hold absolute paths, so a moved checkout starts afresh. What is stale is renamed first, so that
+# an interrupted removal cannot pass for an environment.
 $(READY):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "Python 3.11 or newer is needed: make setup PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@if [ -e $(VENV)/unfinished ] || { [ -e $(VENV)/home ] && [ "$$(cat $(VENV)/home)" != "$(CURDIR)" ]; } \
-	  || ! $(BIN)/python -m pip --version >/dev/null 2>&1; then rm -rf $(VENV); fi
+	  || ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
+	  rm -rf $(VENV).stale; if [ -e $(VENV) ]; then mv $(VENV) $(VENV).stale; rm -rf $(VENV).stale; fi; fi
 	@test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	@touch $(VENV)/unfinished && rm -f $(VENV)/ready-*
 	@echo "setup: torch"; $(PIP) $(TORCH_PIP_ARGS) "$(TORCH)"
@@ -84,4 +86,4 @@ clean:
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -print | xargs -r rm -rf
 
 distclean: clean
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(VENV).stale

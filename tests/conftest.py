@@ -1,4 +1,4 @@
-"""Fixtures that several test folders share. Real engines are started once per configuration and session."""
+"""Fixtures that several test folders share. Real engines are started once per configuration and test run."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def engine_server(model_dir: Path) -> Iterator[EngineServer]:
     """A real SGLang server in float32 with frames and row digests; prompts above 128 tokens are prefilled in chunks."""
-    with EngineServer(
-        EngineOptions(model=model_dir, row_digests=True, chunked_prefill_size=128)
-    ) as server:
+    with EngineServer(EngineOptions(model=model_dir, row_digests=True, chunked_prefill_size=128)) as server:
         server.wait_ready(READY_TIMEOUT_S)
         yield server
 

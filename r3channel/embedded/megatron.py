@@ -7,6 +7,8 @@ Nothing here reads arguments or the rank from the environment, so it works insid
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -250,12 +252,13 @@ def _load(
 ) -> list[torch.nn.Module]:
     from r3channel.weights.convert import NamedView
 
-    chunks = bridge.get_model(
-        bf16=dtype == "bfloat16",
-        wrap_with_ddp=True,
-        ddp_config={"use_distributed_optimizer": distributed_optimizer, "grad_reduce_in_fp32": True},
-        data_parallel_random_init=False,  # every replica reads the same checkpoint
-    )
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints a line per model-parallel rank
+        chunks = bridge.get_model(
+            bf16=dtype == "bfloat16",
+            wrap_with_ddp=True,
+            ddp_config={"use_distributed_optimizer": distributed_optimizer, "grad_reduce_in_fp32": True},
+            data_parallel_random_init=False,  # every replica reads the same checkpoint
+        )
     with torch.no_grad():
         bridge.load_weights([NamedView(chunk) for chunk in chunks], os.fspath(model_dir))
     return chunks

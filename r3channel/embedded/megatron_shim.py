@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -196,6 +197,10 @@ def install() -> None:
             "megatron.core is imported already; expected the CPU shim to be installed first. "
             "Call r3channel.embedded.megatron_shim.install() at the start of the trainer process."
         )
+    # On a CPU the fallbacks are what we want: each import would say so.
+    warnings.filterwarnings("ignore", message=".*torch.distributed.* is deprecated", category=FutureWarning)
+    for words in ("Apex", "Transformer Engine", "full scope is deprecated"):
+        warnings.filterwarnings("ignore", message=f".*{words}", category=UserWarning)
     _no_compiler()
     for patch in _PATCHES:
         patch()

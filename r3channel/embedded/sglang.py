@@ -98,6 +98,7 @@ class EngineOptions:
         arguments = ["--model-path", os.fspath(self.model), "--host", "127.0.0.1", "--port", str(port)]
         arguments += ["--device", "cpu", "--attention-backend", "torch_native", "--grammar-backend", "none"]
         arguments += ["--disable-cuda-graph", "--skip-server-warmup", "--log-level", "warning"]
+        arguments += ["--sleep-on-idle"]  # an idle scheduler would keep one core busy
         arguments += ["--dtype", self.dtype, "--max-total-tokens", str(self.max_total_tokens)]
         arguments += ["--max-running-requests", str(self.max_running_requests)]
         arguments += ["--chunked-prefill-size", str(self.chunked_prefill_size)]
@@ -203,7 +204,7 @@ class EngineServer:
             self._child = _popen(command, env=self.options.environment(), log=log)
 
     def _answers(self) -> bool:
-        if self._running().poll() is not None:
+        if self._running().poll() is not None or not listens(self.pid, self._port):
             return False
         try:
             with urllib.request.urlopen(self.url + "/health", timeout=2) as reply:
@@ -241,6 +242,16 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def listens(pid: int, port: int) -> bool:
+    """Is `port` bound by process `pid` itself: on a port that was taken meanwhile somebody else would answer."""
+    import psutil
+
+    with contextlib.suppress(psutil.Error):
+        sockets = psutil.Process(pid).net_connections(kind="tcp")
+        return any(s.status == psutil.CONN_LISTEN and s.laddr and s.laddr[1] == port for s in sockets)
+    return False
 
 
 def kill_family(child: subprocess.Popen[bytes], *, timeout_s: float = 10.0) -> None:

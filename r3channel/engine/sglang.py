@@ -68,7 +68,8 @@ class NarrowHostCache(base.BaseHostCache):
 
     def __init__(self, slots: int, *, spec: RoutingSpec, device: str) -> None:
         # BaseHostCache.__init__ is not called: it would allocate int32 for all layers.
-        self.buffer = base.ALLOC_MEMORY_FUNCS[device](
+        allocate: Any = base.ALLOC_MEMORY_FUNCS[device]
+        self.buffer = allocate(
             (slots, spec.num_moe_layers, spec.top_k),
             dtype=torch_id_dtype(spec),
             device="cpu",
@@ -86,15 +87,14 @@ class NarrowHostCache(base.BaseHostCache):
 class StampedOutput(base.TopkCaptureOutput):
     """One forward pass's ids on their way to the host, with what made them."""
 
+    provenance: SlotProvenance
     weight_version: int
     kind: RowKind
 
     def finalize(self) -> None:
         """Write ids and provenance by slot. SGLang calls it after the copy has completed."""
         super().finalize()
-        self.host_cache.provenance.stamp(
-            self.out_cache_loc, weight_version=self.weight_version, kind=self.kind
-        )
+        self.provenance.stamp(self.out_cache_loc, weight_version=self.weight_version, kind=self.kind)
 
 
 class FrameCapturer(RoutedExpertsCapturer):
@@ -136,10 +136,12 @@ class FrameCapturer(RoutedExpertsCapturer):
     ) -> StampedOutput | None:
         """As SGLang's. The version is the one that is current now: the forward pass has just been launched with it."""
         staged = super().on_forward_end(forward_batch, can_run_graph, cuda_graph_batch, no_copy_to_cpu=True)
+        assert staged is not None  # asked to leave the copy to us
         output = StampedOutput(
             out_cache_loc=staged.out_cache_loc,
             topk=staged.topk,
             host_cache=self.host_cache,
+            provenance=self.host_cache.provenance,
             weight_version=self._current_version(),
             kind=RowKind.DECODED if forward_batch.forward_mode.is_decode() else RowKind.PREFILLED,
         )
@@ -158,7 +160,7 @@ class FrameCapturer(RoutedExpertsCapturer):
         first_row = min(start_len, seqlen - 1)
         slots_T = req_to_token_pool.req_to_token[req_pool_idx][first_row : seqlen - 1].cpu()
         self._gathered = (first_row, slots_T)
-        return self.host_cache.buffer[slots_T]
+        return self.host_cache.buffer.index_select(0, slots_T)  # 10 times as fast as buffer[slots_T] on uint8
 
     def take_frame(self, expert_ids_TLK: torch.Tensor, *, request_id: str) -> bytes:
         """The frame of the rows that `get_topk` has just returned."""

@@ -108,6 +108,8 @@ class ReplayDriver:
                 f"step {step} was entered while step {self._step.number} is open; leave that one first"
             )
         self._step = ReplayStep(self, routing, step)
+        for router in self._routers.values():
+            router.act("recompute")  # so that a forward pass outside of a micro-batch is noticed
         try:
             yield self._step
             self._step.verify()
@@ -230,6 +232,7 @@ class ReplayStep:
         self._calls: Counter[tuple[str, int, int]] = Counter()  # (pass, layer, micro-batch)
         self._expected: Counter[tuple[str, int, int]] = Counter()
         self._rows: Counter[str] = Counter()
+        self._passes: set[str] = set()  # a pipeline stage may have no router at all
 
     @property
     def rows(self) -> dict[str, int]:
@@ -251,6 +254,7 @@ class ReplayStep:
         self._check_enter(index, mode)
         routers = self._driver.routers_of(chunk)
         self.active = _Active(index, mode, routers)
+        self._passes.add("forward" if mode == "train" else "logprob")
         try:
             for router in routers:
                 self._load(router, index, mode)
@@ -264,11 +268,10 @@ class ReplayStep:
 
     def verify(self) -> None:
         """Raise `ReplayCountMismatch` unless every pass that was run consumed every micro-batch exactly once."""
-        passes = {name for name, _, _ in self._expected}
-        if not passes:
+        if not self._passes:
             raise ReplayCountMismatch(f"step {self.number}: left without running any micro-batch")
         wanted = dict(self._expected)
-        for name in passes - {"recompute"}:
+        for name in self._passes:
             for layer in self._driver.handles:
                 for index in range(self._routing.num_microbatches):
                     wanted[name, layer, index] = 1

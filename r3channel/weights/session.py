@@ -206,14 +206,14 @@ class WeightSync:
             fleet.pause(self._pause, deadline)
         with run.stage("begin"):
             fleet.begin(deadline)
-        self._send_all(stream, run)
+        manifest = self._send_all(stream, run)
         with run.stage("end"):
             fleet.end(deadline)
         with run.stage("verify"):
             self._verify_all(run)
         with run.stage("commit"):
             fleet.commit(version, deadline)
-        self._version, self._manifest = version, self._manifest or Manifest.of(run.buckets)
+        self._version, self._manifest = version, manifest
         with run.stage("resume"):
             fleet.resume(deadline)
 
@@ -235,8 +235,8 @@ class WeightSync:
 
     # -- sending -------------------------------------------------------------------------------------------------------
 
-    def _send_all(self, stream: _Stream, run: _Run) -> None:
-        """Pack bucket g + 1 while bucket g is on the wire or being loaded."""
+    def _send_all(self, stream: _Stream, run: _Run) -> Manifest:
+        """Pack bucket g + 1 while bucket g is on the wire or being loaded; return what was sent, all of it loaded."""
         filling = fill_buckets(stream, cap_bytes=self._bucket_bytes)
         while (filled := run.timed_next("fill", filling)) is not None:
             bucket = self._agreed(filled.bucket, len(run.buckets))
@@ -245,15 +245,21 @@ class WeightSync:
                 run.checksums |= _checksums(filled) if self._verify else {}
             with run.stage("wait_send"):
                 run.join_sender()
+                send = partial(self._send, len(run.buckets), bucket, payload, filled.last, run)
+                run.sending = in_background(send, name="weights-send")
             run.buckets.append(bucket)
-            send = partial(self._send, len(run.buckets) - 1, bucket, payload, filled.last, run)
-            run.sending = in_background(send, name="weights-send")
         with run.stage("wait_send"):
             run.join_sender()
-        if not run.buckets:
+        with run.stage("plan"):
+            return self._complete(run.buckets)
+
+    def _complete(self, buckets: Sequence[Bucket]) -> Manifest:
+        if not buckets:
             raise ManifestMismatch("the update gives no tensors at all")
-        if self._manifest is not None:
-            self._manifest.check_complete(len(run.buckets))
+        if self._manifest is None:
+            return Manifest.of(buckets)
+        self._manifest.check_complete(len(buckets))
+        return self._manifest
 
     def _agreed(self, bucket: Bucket, index: int) -> Bucket:
         return bucket if self._manifest is None else self._manifest.check(index, bucket)

@@ -76,7 +76,7 @@ def test_a_silent_engine_ends_at_the_deadline() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         client = EngineClient(f"http://127.0.0.1:{listener.getsockname()[1]}")
         begun_s = time.monotonic()
-        with pytest.raises(DeadlineExceeded, match="/pause_generation: no answer within 0.3 s"):
+        with pytest.raises(DeadlineExceeded, match=r"/pause_generation: no answer within 0\.3 s"):
             client.pause("retract", timeout_s=0.3)
         assert time.monotonic() - begun_s < 2
 

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from tests.dist.ranks import write_result
 
 from r3channel.embedded import megatron as embedded
 from r3channel.plan.layout import TrainerLayout
@@ -23,6 +22,7 @@ from r3channel.trainer import megatron
 from r3channel.trainer.audit import Consumed, ConsumptionTap
 from r3channel.trainer.replay import ReplayDriver
 from r3channel.weights.convert import hf_weights
+from tests.dist.ranks import write_result
 
 MICROBATCHES, SAMPLES, LENGTH, VOCAB = 4, 2, 12, 512
 
@@ -47,7 +47,11 @@ class Oracle:
         return slice(self.at.dp * width, (self.at.dp + 1) * width)
 
     def layer_ids(self, microbatch: int, layer: int) -> torch.Tensor:
-        rows = global_ids(self.spec, microbatch, layer)[self.samples()].transpose(0, 1).reshape(-1, self.spec.top_k)
+        rows = (
+            global_ids(self.spec, microbatch, layer)[self.samples()]
+            .transpose(0, 1)
+            .reshape(-1, self.spec.top_k)
+        )
         if self.layout.sequence_parallel:
             rows = rows.chunk(self.layout.tp)[self.at.tp]
         return rows.contiguous()
@@ -226,14 +230,18 @@ def main() -> None:
     torch.set_num_threads(1)
     layout = TrainerLayout.parse(job["layout"])
     embedded.init_distributed(
-        rank=job["rank"], world_size=job["world_size"], init_method=job["init_method"], layout=layout, timeout_s=60
+        rank=job["rank"],
+        world_size=job["world_size"],
+        init_method=job["init_method"],
+        layout=layout,
+        timeout_s=60,
     )
     rank = Rank(job, layout)
     result = {"layers": rank.layers, "tensors": check_export(rank, job)}
     if layout.pp > 1:
         result |= action_left_on(rank)
     result |= train(rank, job["out"]) | logprob_on_and_off(rank)
-    if layout.tp > 1 and layout.dp == 1:
+    if layout.tp == layout.world_size > layout.ep:
         result |= without_sequence_parallelism(rank, job)
     if layout.world_size == 1:
         result |= bfloat16(job, layout)

@@ -13,7 +13,9 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 
 
-def run_ranks(script: Path, folder: Path, *, world_size: int, job: dict[str, Any], timeout_s: float) -> list[dict[str, Any]]:
+def run_ranks(
+    script: Path, folder: Path, *, world_size: int, job: dict[str, Any], timeout_s: float
+) -> list[dict[str, Any]]:
     """Run `script` on `world_size` processes and return what each wrote with `write_result`, by rank.
 
     Each gets one JSON argument: `job` with rank, world_size, init_method and out. Ends every process on leaving.
@@ -37,8 +39,15 @@ def write_result(job: dict[str, Any], result: dict[str, Any]) -> None:
     (Path(job["out"]) / f"result.{job['rank']}.json").write_text(json.dumps(result))
 
 
-def _start(script: Path, folder: Path, rank: int, world_size: int, job: dict[str, Any]) -> subprocess.Popen[bytes]:
-    where = {"rank": rank, "world_size": world_size, "init_method": f"file://{folder / 'rendezvous'}", "out": str(folder)}
+def _start(
+    script: Path, folder: Path, rank: int, world_size: int, job: dict[str, Any]
+) -> subprocess.Popen[bytes]:
+    where = {
+        "rank": rank,
+        "world_size": world_size,
+        "init_method": f"file://{folder / 'rendezvous'}",
+        "out": str(folder),
+    }
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with (folder / f"log.{rank}").open("wb") as log:
         return subprocess.Popen(
@@ -49,7 +58,9 @@ def _start(script: Path, folder: Path, rank: int, world_size: int, job: dict[str
         )
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], folder: Path, *, deadline: float, timeout_s: float) -> None:
+def _wait(
+    processes: list[subprocess.Popen[bytes]], folder: Path, *, deadline: float, timeout_s: float
+) -> None:
     while any(process.poll() is None for process in processes):
         failed = [rank for rank, process in enumerate(processes) if process.poll()]
         assert not failed, _report(folder, failed[0], f"exit status {processes[failed[0]].returncode}")

@@ -12,13 +12,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.rendezvous import rendezvous
 
 
 def joined(port: int, name: str) -> dist.ProcessGroup:
     timeout = timedelta(seconds=60)
-    store, rank, size = next(
-        iter(dist.rendezvous(f"tcp://127.0.0.1:{port}?rank=1&world_size=2", timeout=timeout))
-    )
+    store, rank, size = next(iter(rendezvous(f"tcp://127.0.0.1:{port}?rank=1&world_size=2", timeout=timeout)))
     group, _ = c10d._new_process_group_helper(
         size,
         rank,
@@ -28,6 +27,7 @@ def joined(port: int, name: str) -> dist.ProcessGroup:
         group_name=c10d.GroupName(name),
         timeout=timeout,
     )
+    assert isinstance(group, dist.ProcessGroup)
     c10d._world.pg_group_ranks[group] = {0: 0, 1: 1}
     return group
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import urllib.request
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -30,17 +31,35 @@ class Reply:
 
 
 def post(url: str, body: dict[str, Any]) -> bytes:
-    request = urllib.request.Request(
-        url, data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=TIMEOUT_S) as reply:
+    with urllib.request.urlopen(_request(url, body), timeout=TIMEOUT_S) as reply:
         return reply.read()
 
 
+def _request(url: str, body: dict[str, Any]) -> urllib.request.Request:
+    headers = {"Content-Type": "application/json"}
+    return urllib.request.Request(url, data=json.dumps(body).encode(), headers=headers)
+
+
 def generate(url: str, prompt: list[int], *, new_tokens: int, routing: bool = True, **extra: Any) -> Reply:
+    raw = post(url + "/generate", _body(prompt, new_tokens, return_routed_experts=routing, **extra))
+    return _reply(prompt, raw)
+
+
+def stream(url: str, prompt: list[int], *, new_tokens: int) -> Iterator[Reply]:
+    """One reply per chunk, as they come; each holds all tokens so far, and the last one the routing."""
+    body = _body(prompt, new_tokens, return_routed_experts=True, stream=True)
+    with urllib.request.urlopen(_request(url + "/generate", body), timeout=TIMEOUT_S) as reply:
+        for line in reply:
+            if line.startswith(b"data: {"):
+                yield _reply(prompt, line.removeprefix(b"data: "))
+
+
+def _body(prompt: list[int], new_tokens: int, **extra: Any) -> dict[str, Any]:
     sampling = {"temperature": 0, "ignore_eos": True, "max_new_tokens": new_tokens}
-    body = {"input_ids": prompt, "sampling_params": sampling, "return_routed_experts": routing, **extra}
-    raw = post(url + "/generate", body)
+    return {"input_ids": prompt, "sampling_params": sampling, **extra}
+
+
+def _reply(prompt: list[int], raw: bytes) -> Reply:
     values = json.loads(raw)
     return Reply(prompt=prompt, output=values["output_ids"], meta=values["meta_info"], json_bytes=len(raw))
 

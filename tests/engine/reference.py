@@ -1,6 +1,6 @@
 """Expert ids of the same checkpoint by transformers, float32. Run as a program, in a process of its own.
 
-    python reference.py MODEL JOBS.json OUT.npz        JOBS: lists of tokens; OUT: one array [tokens, L, K] per list
+python reference.py MODEL JOBS.json OUT.npz        JOBS: lists of tokens; OUT: one array [tokens, L, K] per list
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ def main(model_dir: str, jobs: str, out: str) -> None:
     for layer in model.model.layers:
         if hasattr(layer.mlp, "gate"):
             layer.mlp.gate.register_forward_hook(
-                lambda gate, inputs, _: logits.append(inputs[0].reshape(-1, gate.weight.shape[1]) @ gate.weight.T)
+                lambda gate, inputs, _: logits.append(
+                    inputs[0].reshape(-1, gate.weight.shape[1]) @ gate.weight.T
+                )
             )
     results = {}
     for index, tokens in enumerate(json.loads(Path(jobs).read_text())):

@@ -77,7 +77,14 @@ def test_a_padding_row_is_not_taken_for_a_captured_one(spec: RoutingSpec) -> Non
 def test_a_layer_that_was_never_written_makes_the_row_invalid() -> None:
     buffer = device_buffer(SPEC, 6)
     buffer[2, 3] = 0
-    assert captured_rows(narrowed(SPEC, buffer).numpy(), spec=SPEC).tolist() == [True, True, False, True, True, True]
+    assert captured_rows(narrowed(SPEC, buffer).numpy(), spec=SPEC).tolist() == [
+        True,
+        True,
+        False,
+        True,
+        True,
+        True,
+    ]
 
 
 def test_a_shape_where_padding_would_look_real_is_refused() -> None:
@@ -101,6 +108,7 @@ def test_a_frame_holds_exactly_the_rows_it_was_built_from() -> None:
     assert np.array_equal(routing.expert_ids_TLK, buffer[:, 1:].numpy())
     assert (frame.first_row, frame.sample_key, bool(frame.valid_T.all())) == (7, 99, True)
     expected = layer_digests(routing.expert_ids_TLK, positions_T=np.arange(7, 37), layers_L=SPEC.moe_layers)
+    assert frame.digests_L is not None
     assert np.array_equal(frame.digests_L, expected)
 
 
@@ -118,7 +126,9 @@ def test_no_rows_give_an_empty_frame() -> None:
 def test_provenance_follows_the_slot_and_not_the_request() -> None:
     provenance = SlotProvenance(16)
     provenance.stamp(torch.tensor([3, 4, 5]), weight_version=1, kind=RowKind.PREFILLED)
-    provenance.stamp(torch.tensor([9, 5]), weight_version=2, kind=RowKind.DECODED)  # slot 5 was freed and reused
+    provenance.stamp(
+        torch.tensor([9, 5]), weight_version=2, kind=RowKind.DECODED
+    )  # slot 5 was freed and reused
     weight_versions_T, kinds_T = provenance.gather(torch.tensor([4, 3, 5, 9]))
     assert weight_versions_T.tolist() == [1, 1, 2, 2]
     assert kinds_T.tolist() == [RowKind.PREFILLED, RowKind.PREFILLED, RowKind.DECODED, RowKind.DECODED]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +15,7 @@ from r3channel.spec import RoutingSpec
 from r3channel.wire.digest import layer_digests
 from r3channel.wire.frame import FRAME_MAGIC, Frame, parse_frame
 from tests.conftest import READY_TIMEOUT_S
-from tests.engine.client import Reply, generate, generate_together, set_weight_version
+from tests.engine.client import Reply, generate, generate_together, set_weight_version, stream
 from tests.engine.reference import reference_ids
 
 pytestmark = pytest.mark.engine
@@ -76,7 +74,9 @@ def test_ids_equal_the_routers_of_transformers_with_order(
     replies = [*batch, again]
     expected = reference_ids(model_dir, [reply.tokens for reply in replies], folder=tmp_path)
     for reply, expected_TLK in zip(replies, expected, strict=True):
-        assert np.array_equal(routing_of(reply).expert_ids_TLK, expected_TLK), f"prompt of {len(reply.prompt)}"
+        assert np.array_equal(routing_of(reply).expert_ids_TLK, expected_TLK), (
+            f"prompt of {len(reply.prompt)}"
+        )
 
 
 def test_rows_cover_every_token_but_the_last(batch: list[Reply]) -> None:
@@ -100,6 +100,7 @@ def test_a_long_frame_costs_little_more_than_its_ids(batch: list[Reply]) -> None
 def test_digests_are_those_of_the_rows(batch: list[Reply]) -> None:
     frame = frame_of(batch[3])
     expected = layer_digests(frame.decode(), positions_T=np.arange(frame.rows), layers_L=SPEC.moe_layers)
+    assert frame.digests_L is not None
     assert np.array_equal(frame.digests_L, expected)
 
 
@@ -145,28 +146,26 @@ def test_rows_carry_the_weight_version_that_made_them(engine_url: str) -> None:
         reply = generate(engine_url, prompt, new_tokens=8)
     finally:
         set_weight_version(engine_url, "0")
-    cached = reply.meta["cached_tokens"]
-    assert cached > 0
+    assert reply.meta["cached_tokens"] == 59
     spans = [(span.start, span.end, span.weight_version) for span in frame_of(reply).provenance]
-    # The cached rows are an older request's: the reply's own version spans cannot tell.
-    assert spans == [(0, cached, 0), (cached, 60, 7), (60, 67, 7)]
+    # The prompt's rows are an older request's; the reply's own version spans cannot tell. Row 59 was computed again, but
+    # SGLang then gave its slot back for the cached one, and that is the row (and the KV) the request went on with.
+    assert spans == [(0, 60, 0), (60, 67, 7)]
 
 
 def test_a_version_that_changes_in_mid_generation_splits_the_decoded_rows(engine_url: str) -> None:
-    replies: list[Reply] = []
-    prompt = random_prompt(30, seed=30)
-    asking = threading.Thread(target=lambda: replies.append(generate(engine_url, prompt, new_tokens=900)))
-    asking.start()
+    chunks = stream(engine_url, random_prompt(30, seed=30), new_tokens=200)
     try:
-        time.sleep(0.4)
+        for _ in range(10):
+            next(chunks)
         set_weight_version(engine_url, "3")
-        asking.join(90)
+        *_, last = chunks
     finally:
         set_weight_version(engine_url, "0")
-    decoded = [span for span in frame_of(replies[0]).provenance if span.kind is RowKind.DECODED]
+    decoded = [span for span in frame_of(last).provenance if span.kind is RowKind.DECODED]
     assert [span.weight_version for span in decoded] == [0, 3]
     # SGLang counts output tokens when the update arrives; with overlap up to two forward passes are under way then.
-    sglang_split = 30 - 1 + replies[0].meta["weight_versions"][0]["end"]
+    sglang_split = 30 - 1 + last.meta["weight_versions"][0]["end"]
     assert abs(decoded[1].start - sglang_split) <= 2
 
 
@@ -182,16 +181,20 @@ def test_what_cannot_be_framed_is_reported_and_the_engine_goes_on(engine_url: st
     assert frame_of(generate(engine_url, random_prompt(25, seed=26), new_tokens=4)).rows == 28
 
 
-def test_a_stock_server_is_told_apart_and_has_the_same_ids(stock_server: EngineServer, batch: list[Reply]) -> None:
+def test_a_stock_server_is_told_apart_and_has_the_same_ids(
+    stock_server: EngineServer, batch: list[Reply]
+) -> None:
     stock = generate(stock_server.url, batch[3].prompt, new_tokens=NEW_TOKENS)
     with pytest.raises(FrameMagicMismatch):
         frame_of(stock)
     int32_TAK = np.frombuffer(stock.raw, np.int32).reshape(-1, SPEC.num_layers, SPEC.top_k)
     assert np.array_equal(int32_TAK[:, 1:], routing_of(batch[3]).expert_ids_TLK)
-    assert len(stock.raw) > 5 * frame_of(batch[3]).nbytes
+    assert len(stock.raw) > 4.5 * frame_of(batch[3]).nbytes
 
 
-def test_retraction_without_overlap_changes_no_id(retracting_server: EngineServer, batch: list[Reply]) -> None:
+def test_retraction_without_overlap_changes_no_id(
+    retracting_server: EngineServer, batch: list[Reply]
+) -> None:
     replies = generate_together(
         retracting_server.url, [reply.prompt for reply in batch], new_tokens=NEW_TOKENS
     )
@@ -215,3 +218,11 @@ def test_an_engine_whose_rows_would_be_wrong_does_not_start(model_dir: Path) -> 
     assert "r3channel refuses this engine" in str(refused.value)
     assert "--enable-mixed-chunk" in str(refused.value)
     assert "weight version 'nightly'" in str(refused.value)
+
+
+@pytest.mark.full
+def test_the_plugin_loads_in_spawned_processes_as_on_a_machine_with_a_gpu(model_dir: Path) -> None:
+    options = EngineOptions(model=model_dir, env={"R3CHANNEL_EMBEDDED_SPAWN": "1"})
+    with EngineServer(options) as server:
+        server.wait_ready(READY_TIMEOUT_S)
+        assert frame_of(generate(server.url, [5, 6], new_tokens=1)).rows == 2

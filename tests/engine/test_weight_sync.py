@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import base64
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.error import URLError
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -24,9 +25,12 @@ from r3channel.errors import (
     WeightUpdateFailed,
     WeightVersionRegressed,
 )
+from r3channel.routing import RowKind
+from r3channel.spec import RoutingSpec
 from r3channel.weights.fleet import EngineState
 from r3channel.weights.session import WeightSync
 from r3channel.weights.sglang import EngineClient, PauseMode, tensor_checksum
+from r3channel.wire.frame import parse_frame
 from tests.engine.client import generate
 
 pytestmark = pytest.mark.engine
@@ -125,8 +129,11 @@ def test_answers_and_version_change_with_an_update_and_come_back(
     tokens, version = greedy(engine_url)
     sync.update(changed.items(), version=1, timeout_s=60)
     new_tokens, new_version = greedy(engine_url)
+    cached = generate(engine_url, PROMPT, new_tokens=1).meta["cached_tokens"]
     sync.update(original.items(), version=2, timeout_s=60)
+    flushed = generate(engine_url, PROMPT, new_tokens=1).meta["cached_tokens"]
 
+    assert cached > 0 == flushed  # no key or value of the old weights is used again
     assert (version, new_version) == ("0", "1") and new_tokens != tokens
     assert greedy(engine_url) == (tokens, "2")
 
@@ -223,37 +230,38 @@ def test_a_changed_manifest_is_refused_by_tensor(sync: WeightSync, changed: Weig
     assert isinstance(failure.value.__cause__, ManifestMismatch)
 
 
-def test_verification_finds_bytes_that_differ(
-    sync: WeightSync, engine_url: str, changed: Weights, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verification_finds_bytes_that_differ(sync: WeightSync, engine_url: str, changed: Weights) -> None:
     with WeightSync([engine_url], verify=True) as verifying:
         verifying.connect(timeout_s=30)
-        assert verifying.update(changed.items(), version=1, timeout_s=60).verified == 27
-
-        # The engine loads into float32 whatever comes, so its bytes are not those sent.
+        # The engine loads into float32 whatever comes, so the bytes that it holds are not those sent.
         lossy = {name: w.bfloat16() if name == GATE else w for name, w in changed.items()}
-        verifying._manifest = None
         with pytest.raises(WeightUpdateFailed, match=rf"1 of 27 .*{GATE}") as failure:
-            verifying.update(lossy.items(), version=2, timeout_s=60)
+            verifying.update(lossy.items(), version=1, timeout_s=60)
         assert isinstance(failure.value.__cause__, WeightsDiffer)
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_a_running_request_survives_an_update_with_all_its_rows(
-    sync: WeightSync, engine_url: str, changed: Weights, mode: PauseMode
+    sync: WeightSync, engine_url: str, model_dir: Path, changed: Weights, mode: PauseMode
 ) -> None:
-    sync._pause = mode
     new_tokens = 300
-    with ThreadPoolExecutor(1) as pool:
+    with WeightSync([engine_url], pause=mode) as session, ThreadPoolExecutor(1) as pool:
+        session.connect(timeout_s=30)
         running = pool.submit(generate, engine_url, PROMPT, new_tokens=new_tokens)
         time.sleep(0.5)
-        sync.update(changed.items(), version=1, timeout_s=60)
+        session.update(changed.items(), version=1, timeout_s=60)
         reply = running.result(timeout=60)
     spans = reply.meta["weight_versions"]
+    spec = RoutingSpec.from_hf_config(json.loads((model_dir / "config.json").read_text()))
+    frame = parse_frame(reply.raw, spec=spec)
 
     assert [span["version"] for span in spans] == ["0", "1"]
     assert spans[0]["end"] == spans[1]["start"] and spans[1]["end"] == new_tokens == len(reply.output)
-    assert len(base64.b64decode(reply.meta["routed_experts"])) > 0
+    assert frame.decode().shape == (len(PROMPT) + new_tokens - 1, 3, 8)
+    first = frame.provenance[0]
+    # `retract` computes the earlier rows again with the new weights, and the frame says so; `in_place` keeps them.
+    assert (first.weight_version, first.kind) == (int(mode == "retract"), RowKind.PREFILLED)
+    assert first.end > len(PROMPT) if mode == "retract" else first.end == len(PROMPT)
 
 
 def test_a_bracket_left_open_by_a_trainer_that_died_is_taken_over(
@@ -283,6 +291,31 @@ def test_misuse_is_named(sync: WeightSync, changed: Weights) -> None:
     sync.close()
     with pytest.raises(UsageError, match="is closed"):
         sync.update(changed.items(), version=4, timeout_s=60)
+
+
+@pytest.mark.full
+def test_a_hung_engine_ends_the_update_at_its_deadline_and_is_repaired_when_it_wakes(
+    sync: WeightSync, engine_server: EngineServer, engine_url: str, changed: Weights
+) -> None:
+    family = psutil.Process(engine_server.pid).children(recursive=True)
+    scheduler = next(process for process in family if "scheduler" in " ".join(process.cmdline()))
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        for number, named in enumerate(changed.items()):
+            if number == 600:
+                scheduler.suspend()
+            yield named
+
+    begun_s = time.monotonic()
+    try:
+        with pytest.raises(WeightUpdateFailed, match=rf"{engine_url}.*no answer within"):
+            sync.update(stream(), version=1, timeout_s=2)
+    finally:
+        scheduler.resume()
+    assert 2 <= time.monotonic() - begun_s < 17 and sync.engine_states == {engine_url: EngineState.DIRTY}
+
+    sync.update(changed.items(), version=1, timeout_s=60)
+    assert greedy(engine_url)[1] == "1"
 
 
 @pytest.mark.full

@@ -184,7 +184,7 @@ def test_a_new_reason_counts_as_other() -> None:
 )
 def test_what_the_table_does_not_know_is_refused(name: str, labels: dict[str, str]) -> None:
     with pytest.raises(UsageError):
-        Metrics("relay").inc(name, **labels)
+        Metrics("relay").inc(name, 1, **labels)
 
 
 def test_a_counter_cannot_fall() -> None:

@@ -1,0 +1,1 @@
+"""A complete asynchronous GRPO loop on real parts; see train_async.py."""

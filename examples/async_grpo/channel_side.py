@@ -1,0 +1,195 @@
+"""Routing over r3channel: what a user's own loop adds on its two sides, plus the demo's taps at both ends.
+
+Imported only with --use-r3-channel. The channel itself is `relay.add`, `relay.seal`, `TrainerChannel.attach`, `step` and
+`microbatch`; everything else here records what went in and what came out, so that it can be compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from r3channel.config import ChannelConfig
+from r3channel.metrics import Metrics, StageClock
+from r3channel.plan.assignment import Assignment
+from r3channel.plan.layout import TrainerLayout
+from r3channel.plan.shards import Microbatch
+from r3channel.plan.ticket import Ticket
+from r3channel.recording import Recorder
+from r3channel.relay.actor import RayControl, RelayHost
+from r3channel.relay.relay import Relay
+from r3channel.spec import RoutingSpec
+from r3channel.trainer.audit import Consumed, ConsumptionTap, DigestLedger
+from r3channel.trainer.channel import TrainerChannel
+from r3channel.trainer.replay import ReplayStep
+from r3channel.wire.frame import parse_frame
+
+
+class ChannelRouting(RelayHost):
+    """The rollout manager's side; see rollout.ManagerRouting."""
+
+    def __init__(
+        self, args: argparse.Namespace, spec: RoutingSpec, layout: TrainerLayout, clock: StageClock
+    ) -> None:
+        config = ChannelConfig.from_args(args)
+        self.spec, self.layout = spec, layout
+        self.metrics = Metrics("relay", clock=clock)
+        recorder = Recorder(args.record) if args.record else None
+        self.relay = Relay(spec, layout, config, clock=clock, metrics=self.metrics, recorder=recorder)
+        self.port = self.metrics.serve(port=config.metrics_port) if config.metrics_port >= 0 else 0
+        self._replied: dict[str, tuple[np.ndarray, np.ndarray | None]] = {}
+        self._sealed: dict[int, dict[str, tuple[np.ndarray, np.ndarray | None]]] = {}
+        self._rows = 0
+
+    def check_engine(self, url: str, reply: Mapping[str, Any], tokens: int) -> None:
+        self.relay.check_engine(reply, engine=url, tokens=tokens)
+
+    def join_previous(self) -> None:
+        self.relay.join_previous()
+
+    def add(
+        self, sample_id: str, reply: Mapping[str, Any], tokens: list[int], *, engine: str, http_bytes: int
+    ) -> None:
+        self.relay.add(sample_id, reply, tokens, engine=engine)
+        self.metrics.inc("r3channel_bytes_total", http_bytes, leg="engine_http")
+        self._rows += len(tokens) - 1
+        # The tap at the engine's end: the reply's own bytes, before anything of the relay has touched them.
+        frame = parse_frame(base64.b64decode(reply["meta_info"]["routed_experts"]), spec=self.spec)
+        self._replied[sample_id] = (frame.decode(), frame.digests_L)
+
+    def discard(self, sample_ids: list[str]) -> None:
+        self.relay.discard(sample_ids)
+        for sample_id in sample_ids:
+            self._replied.pop(sample_id, None)
+
+    def seal(self, step: int, assignment: Assignment, lengths: dict[str, int]) -> list[dict[str, Any]]:
+        ticket = self.relay.seal(step, assignment)
+        self._sealed[step] = {name: self._replied.pop(name) for name in assignment.sample_ids}
+        return [{"ticket": ticket.to_bytes()} for _ in range(self.layout.dp)]
+
+    def control(self, call: str, arguments: dict[str, Any]) -> Any:
+        if call == "replied":
+            return self._sealed.pop(arguments["step"])
+        return self.r3channel_control(call, arguments)
+
+    def report(self) -> dict[str, Any]:
+        legs = ("engine_frame", "engine_http", "wire_sent")
+        return {
+            "metrics_port": self.port,
+            "rows": self._rows,
+            "bytes": {leg: self.metrics.value("r3channel_bytes_total", leg=leg) for leg in legs},
+            "status": self.relay.status(),
+        }
+
+    def close(self) -> None:
+        self.relay.close()
+
+
+class ChannelReplay:
+    """A trainer's side; see trainer.TrainerRouting."""
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        chunks: Sequence[torch.nn.Module],
+        manager: Any,
+        layout: TrainerLayout,
+        clock: StageClock,
+    ) -> None:
+        self.args, self.clock = args, clock
+        config = ChannelConfig.from_args(args)
+        self.metrics = Metrics("trainer", clock=clock)
+        self.port = self.metrics.serve(port=0) if config.metrics_port >= 0 else 0
+        self.channel = TrainerChannel.attach(
+            chunks, RayControl(manager), layout=layout, config=config, clock=clock, metrics=self.metrics
+        )
+        self._tap = ConsumptionTap(self.channel.driver, on_call=self._keep)
+        self._calls: list[Consumed] = []
+        self._consumed: dict[int, dict[str, Any]] = {}
+        self._step: ReplayStep | None = None
+
+    def microbatches(self, data: dict[str, Any], dp: int) -> tuple[Microbatch, ...]:
+        return Ticket.from_bytes(data["ticket"]).plan.microbatches[dp]
+
+    @contextmanager
+    def step(self, data: dict[str, Any]) -> Iterator[None]:
+        """Replay the step inside the block; its audit is made when the block ends."""
+        with self._tap:
+            if self.args.no_replay:
+                shard = self.channel.receiver.receive(Ticket.from_bytes(data["ticket"]))
+                yield
+            else:
+                with self.channel.step(data["ticket"]) as self._step:
+                    shard = self.channel.shard
+                    assert shard is not None
+                    if self.args.fault == "corrupt-id":
+                        self._corrupt(shard.layer_ids(0, shard.shard.layers[0]))
+                    yield
+                self._step = None
+        with self.clock.span("audit", step=shard.ticket.step):
+            self._audit(shard)
+
+    def microbatch(self, index: int, mode: str) -> AbstractContextManager[None]:
+        if mode == "natural" or self._step is None:
+            return self.channel.driver.off(microbatch=index if self._step is None else -1)
+        return self._step.microbatch(index, mode="logprob" if mode == "logprob" else "train")
+
+    def report(self) -> dict[str, Any]:
+        landed = self.metrics.value("r3channel_bytes_total", leg="landed")
+        received = self.metrics.value("r3channel_bytes_total", leg="wire_received")
+        return {"metrics_port": self.port, "landed": landed, "wire_received": received}
+
+    def audited(self, compared: int, different: int) -> None:
+        self.metrics.inc("r3channel_ids_compared_total", compared)
+        self.metrics.inc("r3channel_ids_different_total", different)
+
+    def weight_version(self, version: int) -> None:
+        self.metrics.set("r3channel_weight_version", version)
+
+    def consumed(self, step: int) -> dict[str, Any]:
+        """What this rank's routers used in a step: flat arrays over real rows, and the digests of each sample and layer."""
+        return self._consumed.pop(step)
+
+    def close(self) -> None:
+        self.channel.close()
+        self.metrics.close()
+
+    def _keep(self, call: Consumed) -> None:
+        if call.microbatch >= 0:  # the comparison pass with replay off is not part of the audit
+            self._calls.append(call)
+
+    def _audit(self, shard: Any) -> None:
+        columns: dict[str, list[np.ndarray]] = {
+            "sample": [],
+            "position": [],
+            "layer": [],
+            "ids": [],
+            "pass": [],
+        }
+        ledger = DigestLedger()
+        for call in self._calls:
+            names = shard.shard.microbatches[call.microbatch].sample_ids
+            samples_R, positions_R = shard.shard.row_map(call.microbatch, tp=shard.tp)
+            ledger.add(call, sample_ids=names, samples_R=samples_R, positions_R=positions_R)
+            real = samples_R >= 0
+            count = int(real.sum())
+            columns["sample"].append(np.asarray(names)[samples_R[real]])
+            columns["position"].append(positions_R[real])
+            columns["layer"].append(np.full(count, call.layer))
+            columns["ids"].append(call.ids_RK[real])
+            columns["pass"].append(np.full(count, call.pass_name))
+        self._calls = []
+        arrays = {name: np.concatenate(parts) for name, parts in columns.items() if parts}
+        self._consumed[shard.ticket.step] = {"arrays": arrays, "digests": ledger.sums}
+
+    @staticmethod
+    def _corrupt(ids_RK: torch.Tensor) -> None:
+        """One wrong but valid id in the first row, after every hash was verified: only a comparison of both ends sees it."""
+        unused = set(range(ids_RK.shape[1] + 1)) - set(ids_RK[0].tolist())
+        ids_RK[0, 0] = min(unused)

@@ -1,0 +1,39 @@
+"""Asks SGLang over HTTP. Knows the request's fields and nothing of what is in the reply."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import aiohttp
+
+from examples.async_grpo.grpo import Request
+
+REQUEST_TIMEOUT_S = 120.0
+
+
+async def ask(requests: list[Request], urls: list[str]) -> list[tuple[dict[str, Any], int]]:
+    timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
+    async with aiohttp.ClientSession(timeout=timeout) as session:
+        asked = [_post(session, url, request) for request, url in zip(requests, urls, strict=True)]
+        return await asyncio.gather(*asked)
+
+
+async def _post(session: aiohttp.ClientSession, url: str, request: Request) -> tuple[dict[str, Any], int]:
+    body = {
+        "input_ids": request.prompt,
+        "sampling_params": {"temperature": 1.0, "max_new_tokens": request.new_tokens, "ignore_eos": True},
+        "return_routed_experts": True,
+        "return_logprob": True,
+    }
+    begin = time.monotonic()
+    async with session.post(url + "/generate", json=body) as response:
+        raw = await response.read()
+        if response.status != 200:
+            waited = time.monotonic() - begin
+            raise RuntimeError(
+                f"{url} answered {response.status} after {waited:.1f} s for {request.sample_id}: {raw[:300]!r}"
+            )
+        return json.loads(raw), len(raw)

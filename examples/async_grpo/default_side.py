@@ -1,0 +1,167 @@
+"""Routing the way it is carried without r3channel: int32 over all layers, through Ray, whole to every trainer process.
+
+The steps follow slime at 624b824 (August 2026), written anew: base64 int32 in the reply, `torch.frombuffer`, one
+`ray.put` per DP rank, and every process of the rank fetches all rows of all layers and cuts out its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+from r3channel.metrics import StageClock
+from r3channel.plan.assignment import Assignment
+from r3channel.plan.layout import TrainerLayout
+from r3channel.plan.shards import Microbatch, plan_shards
+from r3channel.spec import RoutingSpec
+
+
+class DefaultRouting:
+    """The rollout manager's side; see rollout.ManagerRouting."""
+
+    def __init__(
+        self, args: argparse.Namespace, spec: RoutingSpec, layout: TrainerLayout, clock: StageClock
+    ) -> None:
+        self.spec, self.layout, self.clock = spec, layout, clock
+        self._ids: dict[str, torch.Tensor] = {}
+        self._bytes = {"engine_http": 0.0}
+        self._rows = 0
+
+    def check_engine(self, url: str, reply: Mapping[str, Any], tokens: int) -> None:
+        if "routed_experts" not in reply["meta_info"]:
+            raise RuntimeError(f"{url} sends no routing; start it with --enable-return-routed-experts")
+
+    def join_previous(self) -> None:
+        """Nothing is under way: the bytes went with the data."""
+
+    def add(
+        self, sample_id: str, reply: Mapping[str, Any], tokens: list[int], *, engine: str, http_bytes: int
+    ) -> None:
+        with self.clock.span("decode"):
+            raw = bytearray(base64.b64decode(reply["meta_info"]["routed_experts"]))
+            ids = torch.frombuffer(raw, dtype=torch.int32)
+            self._ids[sample_id] = ids.reshape(len(tokens) - 1, self.spec.num_layers, self.spec.top_k)
+        self._bytes["engine_http"] += http_bytes
+        self._rows += len(tokens) - 1
+
+    def discard(self, sample_ids: list[str]) -> None:
+        for sample_id in sample_ids:
+            self._ids.pop(sample_id, None)
+
+    def seal(self, step: int, assignment: Assignment, lengths: dict[str, int]) -> list[dict[str, Any]]:
+        return [
+            {
+                "routed_experts": {name: self._ids.pop(name) for batch in rank for name in batch},
+                "ranks": assignment.ranks,
+                "sample_tokens": lengths,
+            }
+            for rank in assignment.ranks
+        ]
+
+    def control(self, call: str, arguments: dict[str, Any]) -> Any:
+        raise RuntimeError(f"control call {call} without --use-r3-channel")
+
+    def report(self) -> dict[str, Any]:
+        return {"rows": self._rows, "bytes": self._bytes, "metrics_port": 0, "status": {}}
+
+    def close(self) -> None:
+        self._ids.clear()
+
+
+class DefaultReplay:
+    """A trainer's side; see trainer.TrainerRouting. Drives Megatron's RouterReplay by hand."""
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        chunks: Sequence[torch.nn.Module],
+        manager: Any,
+        layout: TrainerLayout,
+        clock: StageClock,
+    ) -> None:
+        from megatron.core import parallel_state
+        from megatron.core.transformer.moe.router import TopKRouter
+
+        self.layout, self.clock = layout, clock
+        self.spec = RoutingSpec.from_megatron(
+            next(m.config for m in chunks[0].modules() if hasattr(m, "config"))
+        )
+        self.tp = parallel_state.get_tensor_model_parallel_rank()
+        self.routers = [
+            module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)
+        ]
+        self._batches: tuple[Microbatch, ...] = ()
+        self._data: dict[str, Any] = {}
+        self._landed = 0
+
+    def microbatches(self, data: dict[str, Any], dp: int) -> tuple[Microbatch, ...]:
+        tokens = data["sample_tokens"]
+        plan = plan_shards(Assignment(data["ranks"]), tokens=tokens, spec=self.spec, layout=self.layout)
+        self._batches = plan.microbatches[dp]
+        return self._batches
+
+    @contextmanager
+    def step(self, data: dict[str, Any]) -> Iterator[None]:
+        self._data = data["routed_experts"]
+        self._landed += sum(ids.numel() * 4 for ids in self._data.values())
+        yield
+        for router in self.routers:
+            router.router_replay.clear_indices()
+            router.router_replay.clear_router_replay_action()
+
+    @contextmanager
+    def _replaying(self, index: int, mode: str) -> Iterator[None]:
+        from megatron.core.transformer.moe.router_replay import RouterReplayAction as Action
+
+        for router in self.routers:
+            replay = router.router_replay
+            replay.set_target_indices(self._rows(index, router.layer_number - 1))
+            replay.set_router_replay_action(Action.REPLAY_FORWARD)
+        yield
+        for router in self.routers:
+            if mode == "logprob":
+                router.router_replay.clear_indices()
+            router.router_replay.set_router_replay_action(Action.REPLAY_BACKWARD)
+
+    def microbatch(self, index: int, mode: str) -> AbstractContextManager[None]:
+        return self._natural() if mode == "natural" else self._replaying(index, mode)
+
+    @contextmanager
+    def _natural(self) -> Iterator[None]:
+        for router in self.routers:
+            router.router_replay.clear_router_replay_action()
+        yield
+
+    def _rows(self, index: int, layer: int) -> torch.Tensor:
+        batch = self._batches[index]
+        experts = torch.arange(batch.seq_len * self.spec.top_k) % self.spec.num_experts
+        full = experts.view(1, batch.seq_len, -1).repeat(len(batch.sample_ids), 1, 1)
+        for row, name in enumerate(batch.sample_ids):
+            ids = self._data[name][:, layer].long()
+            full[row, : len(ids)] = ids
+        rows = full.transpose(0, 1).reshape(-1, self.spec.top_k)
+        return (
+            rows.chunk(self.layout.tp_slots)[self.tp].contiguous()
+            if self.layout.tp_slots > 1
+            else rows.contiguous()
+        )
+
+    def report(self) -> dict[str, Any]:
+        return {"metrics_port": 0, "landed": self._landed, "wire_received": 0}
+
+    def audited(self, compared: int, different: int) -> None:
+        """No audit without the channel."""
+
+    def weight_version(self, version: int) -> None:
+        """No metrics without the channel."""
+
+    def consumed(self, step: int) -> dict[str, Any]:
+        return {"arrays": {}, "digests": {}}
+
+    def close(self) -> None:
+        self._data = {}

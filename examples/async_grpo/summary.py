@@ -1,0 +1,131 @@
+"""What the run has shown: one JSON object, one table. Pure; it measures nothing itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib.metadata import version
+from typing import Any
+
+from examples.async_grpo.compare import Comparison
+from r3channel.clock import WAITS, Span
+from r3channel.plan.layout import TrainerLayout
+from r3channel.report.stages import hidden_share, stage_table
+from r3channel.spec import RoutingSpec
+
+BACKGROUND = ("decode", "place", "h2d", "send")
+"""What the relay does between `seal` and the last acknowledgement."""
+
+
+def summarise(
+    *, args: Any, spec: RoutingSpec, manager: dict[str, Any], trainers: list[dict[str, Any]], steps: list[dict[str, Any]],
+    total: Comparison, reports: list[Any], wall_s: float,
+) -> dict[str, Any]:  # fmt: skip
+    """The JSON object of the run."""
+    slowest = min(trainers, key=lambda trainer: trainer["coverage"])
+    totals = {f"trainer{trainer['rank']}": trainer["totals"] for trainer in trainers} | {
+        "relay": manager["totals"]
+    }
+    return {
+        "steps": len(steps),
+        "rows": manager["rows"],
+        "ids_compared": total.ids_compared,
+        "ids_different": total.ids_different,
+        "rows_missing": total.rows_missing,
+        "digests_compared": total.digests_compared,
+        "digests_different": total.digests_different,
+        "stages_s": _widest(totals.values()),
+        "stages_by_process_s": totals,
+        "stage_coverage": slowest["coverage"],
+        "hidden_send_fraction": _hidden(manager["spans"], trainers, BACKGROUND),
+        "hidden_wire_fraction": _hidden(manager["spans"], trainers, ("send",)),
+        "bytes_per_token": bytes_per_token(manager, trainers),
+        "logprob_abs_diff": {name: _mean(steps, name) for name in ("replay_on", "replay_off")},
+        "trainer_dtype": args.trainer_dtype,
+        "rewards": manager["rewards"],
+        "weight_versions": [report.version for report in reports],
+        "weights_verified": min((report.verified for report in reports), default=0),
+        "sglang_version": version("sglang"),
+        "megatron_version": version("megatron-core"),
+        "ray_version": version("ray"),
+        "layout": str(TrainerLayout.parse(args.layout)),
+        "engines": args.engines,
+        "channel": bool(args.use_r3_channel),
+        "spec": spec.to_dict(),
+        "wall_s": wall_s,
+    }
+
+
+def bytes_per_token(manager: dict[str, Any], trainers: list[dict[str, Any]]) -> dict[str, Any]:
+    """Bytes on each leg. Engine legs: per captured row of every reply; the rest: per token of the trained samples."""
+    trained, rows = max(manager["tokens"], 1), max(manager["rows"], 1)
+    legs = manager["bytes"]
+    return {
+        "engine_frame": legs.get("engine_frame", 0) / rows,
+        "engine_http": legs.get("engine_http", 0) / rows,
+        "object_store": manager["put_bytes"] / trained,
+        "wire": legs.get("wire_sent", 0) / trained,
+        "landed_per_rank": {str(trainer["rank"]): trainer["landed"] / trained for trainer in trainers},
+    }
+
+
+def bytes_by_leg(manager: dict[str, Any], trainers: list[dict[str, Any]]) -> dict[str, Any]:
+    """The counters behind `bytes_per_token`."""
+    return manager["bytes"] | {
+        "object_store": manager["put_bytes"],
+        "landed_per_rank": {str(trainer["rank"]): trainer["landed"] for trainer in trainers},
+        "received_per_rank": {str(trainer["rank"]): trainer["wire_received"] for trainer in trainers},
+        "tokens_trained": manager["tokens"],
+        "rows_captured": manager["rows"],
+    }
+
+
+def table(result: dict[str, Any], trainers: list[dict[str, Any]]) -> str:
+    """The text at the end of the demo."""
+    walls = {f"trainer{trainer['rank']}": trainer["wall_s"] for trainer in trainers}
+    stages = dict(result["stages_by_process_s"].items())
+    tokens, diff = result["bytes_per_token"], result["logprob_abs_diff"]
+    landed = ", ".join(f"{value:.1f}" for value in tokens["landed_per_rank"].values())
+    lines = [
+        stage_table(stages, wall_s=walls),
+        "",
+        f"steps {result['steps']}, layout {result['layout']}, {result['wall_s']:.0f} s; coverage of the slowest rank "
+        f"{result['stage_coverage']:.1%}",
+        f"B/token: engine frame {tokens['engine_frame']:.1f}, engine HTTP {tokens['engine_http']:.1f}, through Ray "
+        f"{tokens['object_store']:.1f}, wire {tokens['wire']:.1f}, landed per rank {landed}",
+        f"hidden from every trainer: {result['hidden_send_fraction']:.1%} of the relay's background work, "
+        f"{result['hidden_wire_fraction']:.1%} of the bare wire",
+        f"|log-prob engine - {result['trainer_dtype']} trainer|, same batch, same weights: replay on "
+        f"{diff['replay_on']:.5f}, replay off {diff['replay_off']:.5f}",
+    ]
+    if result["channel"]:
+        lines.append(
+            f"{result['ids_compared']:,} ids compared between engine and routers, {result['ids_different']} different; "
+            f"{result['digests_compared']:,} digests, {result['digests_different']} different"
+        )
+    return "\n".join(lines)
+
+
+def _widest(totals: Iterable[dict[str, float]]) -> dict[str, float]:
+    """Per stage the longest time that any process spent in it."""
+    widest: dict[str, float] = {}
+    for seconds in totals:
+        for stage, value in seconds.items():
+            widest[stage] = max(widest.get(stage, 0.0), value)
+    return widest
+
+
+def _hidden(spans: list[Span], trainers: list[dict[str, Any]], stages: tuple[str, ...]) -> float:
+    """Share of those stages that lies outside every wait for routing; waiting for generation is not waiting for bytes."""
+    waits = [
+        span
+        for trainer in trainers
+        for span in trainer["spans"]
+        if span.stage in WAITS and span.stage != "wait_generation"
+    ]
+    return hidden_share([span for span in spans if span.stage in stages], waits)
+
+
+def _mean(steps: list[dict[str, Any]], name: str) -> float:
+    """Over the first step, in which rollout and trainer hold the same weights."""
+    pairs = list(steps[0][name]) if steps else []
+    return sum(total for total, _ in pairs) / max(sum(count for _, count in pairs), 1.0)

@@ -1,0 +1,300 @@
+"""Asynchronous GRPO, one step off, on real parts: SGLang engines, a Ray rollout manager, Megatron-core trainers.
+
+    python examples/async_grpo/train_async.py --use-r3-channel      (or: r3channel demo)
+    python examples/async_grpo/train_async.py                       the same loop, routing as int32 through Ray
+
+The rollout of step n+1 is generated while step n trains. `generate` returns before routing was sent; the next `generate`
+joins that send. After each step the weights go to the engines, and the rows they make carry the new version.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from examples.async_grpo.compare import Comparison, compare_digests, compare_step, dump, engine_rows, join
+from r3channel.config import add_arguments
+from r3channel.plan.layout import TrainerLayout
+from r3channel.spec import RoutingSpec
+
+GENERATE_TIMEOUT_S = 300.0
+STEP_TIMEOUT_S = 300.0
+START_TIMEOUT_S = 240.0
+OBJECT_STORE_BYTES = 256 << 20
+_QUIET = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="r3channel demo", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument(
+        "--layout", default="dp=2,tp=2,pp=1,cp=1", help="keys dp, tp, pp, cp, vpp, ep, sp, packing"
+    )
+    parser.add_argument("--engines", type=int, default=1, help="SGLang servers")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--samples", type=int, default=16, help="per step, in groups of 4")
+    parser.add_argument("--micro-batch-size", type=int, default=4)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--trainer-dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--weight-bucket-bytes", type=int, default=8 << 20)
+    parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
+    parser.add_argument("--report", metavar="DIR", help="write report.json, table.txt and endpoints.json")
+    parser.add_argument("--dump", metavar="DIR", help="write engine.npz, router.npz and bytes.json")
+    parser.add_argument("--record", metavar="DIR", help="write each step's frames, ticket and tokens")
+    parser.add_argument(
+        "--no-replay",
+        action="store_true",
+        help="carry routing but let the routers choose; differences follow",
+    )
+    parser.add_argument(
+        "--fault", choices=("corrupt-id",), help="damage one id after all hashes; a difference follows"
+    )
+    args = add_arguments(parser).parse_args(argv)
+    layout = TrainerLayout.parse(args.layout)
+    if layout.tp > 1 and not layout.sequence_parallel:
+        parser.error(
+            "Megatron-core refuses to train MoE with tp > 1 without sequence parallelism; leave sp on"
+        )
+    if args.use_r3_channel and args.r3_metrics_port is None:
+        args.r3_metrics_port = 0
+    if not args.use_r3_channel and (args.dump or args.record or args.no_replay or args.fault):
+        parser.error("--dump, --record, --no-replay and --fault need --use-r3-channel")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    begin = time.monotonic()
+    with (
+        tempfile.TemporaryDirectory(prefix="r3channel-demo-") as folder,
+        _cluster(args, Path(folder)) as cluster,
+    ):
+        result, text = _train(args, cluster, begin)
+    print(text)
+    if args.report:
+        Path(args.report, "report.json").write_text(json.dumps(result, indent=1))
+        Path(args.report, "table.txt").write_text(text + "\n")
+    if args.json:
+        print(json.dumps(result))
+    return 1 if result["ids_different"] or result["digests_different"] else 0
+
+
+class _Cluster:
+    """The running parts."""
+
+    def __init__(self, spec: RoutingSpec, manager: Any, trainers: list[Any], urls: list[str]) -> None:
+        self.spec, self.manager, self.trainers, self.urls = spec, manager, trainers, urls
+
+    def all(self, method: str, *arguments: Any, timeout_s: float = STEP_TIMEOUT_S) -> list[Any]:
+        """Call a method on every trainer and wait for all."""
+        import ray
+
+        return ray.get([getattr(t, method).remote(*arguments) for t in self.trainers], timeout=timeout_s)
+
+
+def _train(args: argparse.Namespace, cluster: _Cluster, begin: float) -> tuple[dict[str, Any], str]:
+    """The loop itself: generate / async_train / update_weights."""
+    import ray
+
+    from examples.async_grpo import summary
+
+    _say(f"all parts are up after {time.monotonic() - begin:.0f} s")
+    total, steps, reports = Comparison(), [], []
+    _update_weights(cluster, 0, reports)
+    coming = cluster.manager.generate.remote(0)
+    cluster.all("begin")
+    for step in range(args.steps):
+        box = ray.get(coming, timeout=GENERATE_TIMEOUT_S)
+        if step + 1 < args.steps:
+            coming = cluster.manager.generate.remote(step + 1)  # generated while this step trains
+        steps.append(_merge(cluster.all("train", step, box)))
+        compared = _audit(args, cluster, step, total)
+        _say(
+            f"step {step}: loss {_mean(steps[-1]['loss']):+.4f}, {compared[0]:,} ids compared, {compared[1]} different"
+        )
+        if step + 1 < args.steps:
+            ray.wait([coming], timeout=GENERATE_TIMEOUT_S)  # no weights change in the middle of a generation
+        _update_weights(cluster, step + 1, reports)
+    trainers = cluster.all("end")
+    manager = ray.get(cluster.manager.report.remote())
+    result = summary.summarise(
+        args=args, spec=cluster.spec, manager=manager, trainers=trainers, steps=steps, total=total, reports=reports,
+        wall_s=time.monotonic() - begin,
+    )  # fmt: skip
+    if args.dump:
+        dump(Path(args.dump), total)
+        Path(args.dump, "bytes.json").write_text(
+            json.dumps(summary.bytes_by_leg(manager, trainers), indent=1)
+        )
+    return result, summary.table(result, trainers)
+
+
+def _update_weights(cluster: _Cluster, version: int, reports: list[Any]) -> None:
+    found = cluster.all("update_weights", version)
+    reports.extend(report for report in found if report is not None)
+
+
+def _audit(args: argparse.Namespace, cluster: _Cluster, step: int, total: Comparison) -> tuple[int, int]:
+    """Fetch both ends of a step and compare them. These bytes are the demo's own, not the channel's."""
+    import ray
+
+    if not args.use_r3_channel:
+        return 0, 0
+    layers, layout = cluster.spec.moe_layers, TrainerLayout.parse(args.layout)
+    copies = 1 if layout.sequence_parallel else layout.tp
+    replied = ray.get(cluster.manager.r3channel_control.remote("replied", {"step": step}))
+    parts = cluster.all("consumed", step)
+    router = join(
+        [_with_rank(part["arrays"], rank, step) for rank, part in enumerate(parts) if part["arrays"]]
+    )
+    counts = compare_step(total, engine=engine_rows(replied, layers), router=router, copies=copies)
+    compare_digests(
+        total, replied=replied, parts=[part["digests"] for part in parts], layers=layers, copies=copies
+    )
+    ray.get(cluster.trainers[0].audited.remote(*counts))
+    return counts
+
+
+def _with_rank(arrays: dict[str, Any], rank: int, step: int) -> dict[str, Any]:
+    count = len(arrays["sample"])
+    return arrays | {"rank": np.full(count, rank), "step": np.full(count, step)}
+
+
+def _merge(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Log-prob differences are summed over DP; one TP rank of the last stage speaks for its group."""
+    return {
+        "loss": [loss for result in results for loss in result["loss"]],
+        "replay_on": [result["replay_on"] for result in results],
+        "replay_off": [result["replay_off"] for result in results],
+    }
+
+
+# -- starting and ending the parts -------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _cluster(args: argparse.Namespace, folder: Path) -> Iterator[_Cluster]:
+    """Engines, Ray, manager and trainers, started beside one another; all gone at the end."""
+    from r3channel.embedded.model import write_model
+
+    model = write_model(folder / "model", seed=args.seed)
+    spec = RoutingSpec.from_hf_config(json.loads((model / "config.json").read_text()))
+    args.model, args.vocab = str(model), json.loads((model / "config.json").read_text())["vocab_size"]
+    with _engines(args, model) as engines, _ray():
+        manager, trainers = _actors(args, spec, folder, engines)
+        cluster = _Cluster(spec, manager, trainers, [engine.url for engine in engines])
+        try:
+            yield cluster
+            _close(cluster)
+        finally:
+            _kill([manager, *trainers])
+
+
+@contextlib.contextmanager
+def _engines(args: argparse.Namespace, model: Path) -> Iterator[list[Any]]:
+    from r3channel.embedded.sglang import EngineOptions, EngineServer
+
+    options = EngineOptions(
+        model=model, r3channel=args.use_r3_channel, row_digests=args.use_r3_channel, random_seed=args.seed
+    )
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(EngineServer(options)) for _ in range(args.engines)]
+
+
+@contextlib.contextmanager
+def _ray() -> Iterator[None]:
+    """A Ray of our own: `address="local"` ignores RAY_ADDRESS and whatever address an older cluster left behind."""
+    os.environ.update(_QUIET)
+    os.environ.update({"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "GLOO_SOCKET_IFNAME": "lo"})
+    import ray
+
+    ray.init(
+        address="local",
+        num_cpus=16,  # processes here share the cores; Ray only counts them
+        include_dashboard=False,
+        object_store_memory=OBJECT_STORE_BYTES,
+        _node_ip_address="127.0.0.1",
+        logging_level="ERROR",
+        log_to_driver=True,
+    )
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _actors(
+    args: argparse.Namespace, spec: RoutingSpec, folder: Path, engines: list[Any]
+) -> tuple[Any, list[Any]]:
+    """Trainers build their model while the engines start; the manager needs running engines."""
+    import ray
+
+    from examples.async_grpo.rollout import RolloutManager
+    from examples.async_grpo.trainer import Trainer
+
+    size = TrainerLayout.parse(args.layout).world_size
+    manager_class = ray.remote(num_cpus=1, max_concurrency=64)(RolloutManager)
+    trainer_class = ray.remote(num_cpus=1)(Trainer)
+    trainers = [trainer_class.remote(args, rank) for rank in range(size)]
+    manager = manager_class.remote(args, spec.to_dict())
+    building = [trainer.init.remote(f"file://{folder}/rendezvous", manager) for trainer in trainers]
+    for engine in engines:
+        engine.wait_ready(START_TIMEOUT_S)
+    urls = [engine.url for engine in engines]
+    started = ray.get(manager.start.remote(urls), timeout=START_TIMEOUT_S)
+    built = ray.get(building, timeout=START_TIMEOUT_S)
+    ray.get([trainer.connect_engines.remote(urls) for trainer in trainers], timeout=START_TIMEOUT_S)
+    _write_endpoints(args, urls, started, built)
+    return manager, trainers
+
+
+def _write_endpoints(
+    args: argparse.Namespace, urls: list[str], manager: dict[str, Any], trainers: list[Any]
+) -> None:
+    """Where to look while it runs."""
+    if args.report:
+        Path(args.report).mkdir(parents=True, exist_ok=True)
+        ports = {"relay": manager["metrics_port"]} | {
+            f"trainer{i}": t["metrics_port"] for i, t in enumerate(trainers)
+        }
+        pages = {name: f"http://127.0.0.1:{port}/metrics" for name, port in ports.items() if port}
+        path = Path(args.report, "endpoints.json")
+        path.with_suffix(".new").write_text(json.dumps({"engines": urls, "metrics": pages}))
+        path.with_suffix(".new").rename(path)
+
+
+def _close(cluster: _Cluster) -> None:
+    import ray
+
+    cluster.all("close")
+    ray.get(cluster.manager.close.remote(), timeout=STEP_TIMEOUT_S)
+
+
+def _kill(actors: list[Any]) -> None:
+    import ray
+
+    for actor in actors:
+        with contextlib.suppress(Exception):  # already gone
+            ray.kill(actor)
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / max(len(values), 1)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,220 @@
+"""One trainer process: a Ray actor around a real Megatron-core model on CPU."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import ray
+import torch
+
+from examples.async_grpo.batch import MicrobatchData, unpack
+from examples.async_grpo.grpo import policy_loss
+from r3channel.embedded import megatron
+from r3channel.metrics import Span, StageClock
+from r3channel.plan.layout import TrainerLayout
+from r3channel.plan.shards import Microbatch
+from r3channel.weights.convert import hf_weights
+from r3channel.weights.session import UpdateReport, WeightSync
+
+WEIGHT_TIMEOUT_S = 120.0
+
+
+class TrainerRouting(Protocol):
+    """How routing reaches the routers."""
+
+    def microbatches(self, data: dict[str, Any], dp: int) -> tuple[Microbatch, ...]: ...
+
+    def step(self, data: dict[str, Any]) -> AbstractContextManager[None]: ...
+
+    def microbatch(self, index: int, mode: str) -> AbstractContextManager[None]:
+        """`mode`: train, logprob, or natural (replay off)."""
+        ...
+
+    def report(self) -> dict[str, Any]: ...
+
+    def consumed(self, step: int) -> dict[str, Any]: ...
+
+    def audited(self, compared: int, different: int) -> None: ...
+
+    def weight_version(self, version: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Trainer:
+    """slime's train actor. Every method is called on all ranks together; one thread."""
+
+    def __init__(self, args: argparse.Namespace, rank: int) -> None:
+        torch.set_num_threads(1)
+        self.args, self.rank = args, rank
+        self.layout = TrainerLayout.parse(args.layout)
+        self.coords = self.layout.coords(rank)
+        self.clock = StageClock("trainer")
+        self.first = rank == 0
+        self.sync: WeightSync | None = None
+        self._idle_since = 0.0
+        self._begin_s = self._end_s = 0.0
+
+    def init(self, init_method: str, manager: Any) -> dict[str, Any]:
+        """Process groups, model, optimizer, routing."""
+        size = self.layout.world_size
+        megatron.init_distributed(
+            rank=self.rank, world_size=size, init_method=init_method, layout=self.layout, seed=self.args.seed
+        )
+        self.model = megatron.build(
+            self.args.model, self.layout, dtype=self.args.trainer_dtype, lr=self.args.lr
+        )
+        self.routing = self._make_routing(manager)
+        return self.routing.report()
+
+    def _make_routing(self, manager: Any) -> TrainerRouting:
+        if self.args.use_r3_channel:
+            from examples.async_grpo.channel_side import ChannelReplay as Replay
+        else:
+            from examples.async_grpo.default_side import DefaultReplay as Replay
+        return Replay(self.args, self.model.chunks, manager, self.layout, self.clock)
+
+    def connect_engines(self, urls: list[str]) -> None:
+        """The first rank opens the weight group with the engines."""
+        if self.first:
+            self.sync = WeightSync(urls, bucket_bytes=self.args.weight_bucket_bytes, verify=True)
+            self.sync.connect(timeout_s=WEIGHT_TIMEOUT_S)
+
+    def begin(self) -> None:
+        """The measured loop starts here."""
+        self._begin_s = self._idle_since = time.monotonic()
+
+    def train(self, step: int, box: list[Any]) -> dict[str, Any]:
+        """One step: log-probs of the policy before the update, then the update. `box` holds a reference per DP rank."""
+        self._waited()
+        with self.clock.span("assemble", step=step):
+            data = ray.get(box[self.coords.dp])
+            batches = unpack(data, self.routing.microbatches(data, self.coords.dp))
+        with self.routing.step(data):
+            with self.clock.span("logprob", step=step):
+                old = self._logprobs(batches, "logprob")
+                off = self._logprobs(batches, "natural") if step == 0 else []
+            result = self._update(step, batches, old)
+        result |= {"replay_on": _difference(old, batches), "replay_off": _difference(off, batches)}
+        self._idle_since = time.monotonic()
+        return result
+
+    def update_weights(self, version: int) -> UpdateReport | None:
+        """Gather, convert and push; every rank of the first replica takes part in the gathering."""
+        self._waited()
+        report = None
+        with self.clock.span("weights"):
+            if self.first:
+                assert self.sync is not None
+                report = self.sync.update(self._weights(), version=version, timeout_s=WEIGHT_TIMEOUT_S)
+            elif self.coords.dp == 0 or self.layout.ep > 1:
+                for _ in self._weights():
+                    pass
+        self.routing.weight_version(version)
+        self._idle_since = time.monotonic()
+        return report
+
+    def consumed(self, step: int) -> dict[str, Any]:
+        return self.routing.consumed(step)
+
+    def audited(self, compared: int, different: int) -> None:
+        self.routing.audited(compared, different)
+
+    def end(self) -> dict[str, Any]:
+        """The measured loop ends here."""
+        self._waited()
+        self._end_s = time.monotonic()
+        wall = self._end_s - self._begin_s
+        return self.routing.report() | {
+            "rank": self.rank,
+            "spans": (spans := [span for span in self.clock.spans() if span.start_s >= self._begin_s]),
+            "totals": _by_stage(spans),
+            "wall_s": wall,
+            "coverage": self.clock.coverage(self._begin_s, self._end_s),
+        }
+
+    def close(self) -> None:
+        self.routing.close()
+        if self.sync is not None:
+            self.sync.close()
+        megatron.close_distributed()
+
+    # -- passes ------------------------------------------------------------------------------------------------------
+
+    def _logprobs(self, batches: list[MicrobatchData], mode: str) -> list[torch.Tensor]:
+        """Per micro-batch [b, s] log-probs of the labels, without gradients; [] off the last pipeline stage."""
+        found: list[torch.Tensor] = []
+
+        def keep(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+            found.append(-output.detach().float())
+            return output.new_zeros(()), {}
+
+        with torch.no_grad():
+            self._run(batches, mode, lambda index: keep, forward_only=True)
+        return found
+
+    def _update(self, step: int, batches: list[MicrobatchData], old: list[torch.Tensor]) -> dict[str, Any]:
+        def loss_of(index: int) -> Callable[[torch.Tensor], tuple[torch.Tensor, dict[str, Any]]]:
+            batch = batches[index]
+
+            def loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+                value = policy_loss(-output.float(), old[index], batch.advantages, batch.mask)
+                return value, {"loss": value.item()}
+
+            return loss
+
+        with self.clock.span("backward", step=step):  # the schedule's time outside of our forward_step
+            self.model.zero_grad()
+            losses = self._run(batches, "train", loss_of, forward_only=False)
+        with self.clock.span("optimizer", step=step):
+            done, norm, _ = self.model.optimizer.step()
+        return {"loss": [item["loss"] for item in losses], "grad_norm": float(norm), "updated": bool(done)}
+
+    def _run(
+        self, batches: list[MicrobatchData], mode: str, loss_of: Any, *, forward_only: bool
+    ) -> list[Any]:
+        def forward_step(numbers: Iterator[int], chunk: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+            index = next(numbers)
+            batch = batches[index]
+            with (
+                self.clock.span("logprob" if forward_only else "forward"),
+                self.routing.microbatch(index, mode),
+            ):
+                output = chunk(batch.tokens, batch.positions, None, labels=batch.labels)
+            return output, loss_of(index)
+
+        return self.model.run(
+            forward_step,
+            num_microbatches=len(batches),
+            seq_length=batches[0].tokens.shape[1],
+            micro_batch_size=batches[0].tokens.shape[0],
+            forward_only=forward_only,
+            data_iterator=iter(range(len(batches))),
+        )
+
+    def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return hf_weights(self.model.bridge, self.model.chunks, dtype=torch.float32)
+
+    def _waited(self) -> None:
+        """From the end of the last call to now this process stood still: for the next rollout, or for its turn."""
+        if self._idle_since:
+            self.clock.record("wait_generation", self._idle_since, time.monotonic())
+
+
+def _by_stage(spans: list[Span]) -> dict[str, float]:
+    return {
+        stage: sum(s.seconds for s in spans if s.stage == stage) for stage in dict.fromkeys(s.stage for s in spans)
+    }
+
+
+def _difference(logprobs: list[torch.Tensor], batches: list[MicrobatchData]) -> tuple[float, float]:
+    """(sum of |trainer - engine| log-prob over response tokens, their number); zeros where there is nothing."""
+    if not logprobs:
+        return 0.0, 0.0
+    pairs = zip(logprobs, batches, strict=True)
+    total = sum(float(((found - batch.rollout_logprobs).abs() * batch.mask).sum()) for found, batch in pairs)
+    return total, sum(float(batch.mask.sum()) for batch in batches)

@@ -1,0 +1,379 @@
+"""Worker: one rank of real Megatron, and every misuse of the replay driver that we know of.
+
+Each function is one fact; all run in one process, on one model, and each must leave the driver usable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from r3channel.embedded import megatron as embedded
+from r3channel.embedded import megatron_shim
+from r3channel.errors import (
+    AuditMismatch,
+    LayoutMismatch,
+    R3Error,
+    ReplayCountMismatch,
+    ReplayRowMismatch,
+    RouterUnsupported,
+    UsageError,
+)
+from r3channel.plan.layout import TrainerLayout
+from r3channel.trainer import megatron
+from r3channel.trainer.audit import ConsumptionTap, DigestLedger
+from r3channel.trainer.replay import ReplayDriver
+from r3channel.wire.digest import layer_digests
+from tests.dist.ranks import write_result
+
+SAMPLES, LENGTH, MICROBATCHES = 2, 8, 3
+
+
+class Bench:
+    """A model, its driver and routing whose ids can be spoilt."""
+
+    num_microbatches = MICROBATCHES
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        self.job, self.layout = job, TrainerLayout()
+        self.model = embedded.build(job["model"], self.layout, dtype="float32")
+        self.spec = megatron.spec_from_config(self.model.chunks)
+        self.driver = ReplayDriver.attach(self.model.chunks, spec=self.spec, layout=self.layout)
+        self.spoil: Callable[[torch.Tensor], torch.Tensor] = lambda ids: ids
+
+    def layer_ids(self, microbatch: int, layer: int) -> torch.Tensor:
+        rng = np.random.default_rng([microbatch, layer])
+        scores = rng.random((SAMPLES * LENGTH, self.spec.num_experts))
+        ids = np.argsort(scores, axis=-1)[:, : self.spec.top_k].astype(self.spec.id_dtype)
+        return self.spoil(torch.from_numpy(ids))
+
+    def forward(self, microbatch: int = 0, *, model: Any = None) -> torch.Tensor:
+        rng = torch.Generator().manual_seed(microbatch)
+        tokens = torch.randint(0, 512, (SAMPLES, LENGTH), generator=rng)
+        positions = torch.arange(LENGTH).expand_as(tokens)
+        chunk = model or self.model.chunks[0]
+        return chunk(tokens, positions, None, labels=torch.roll(tokens, -1, 1)).mean()
+
+    def whole_step(self) -> None:
+        with self.driver.step(self, step=1) as step:
+            for index in range(MICROBATCHES):
+                with step.microbatch(index):
+                    loss = self.forward(index)
+                loss.backward()
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        chunk: Any = self.model.chunks[0]
+        return {name: weight.main_grad.clone() for name, weight in chunk.named_parameters()}
+
+
+@contextlib.contextmanager
+def refused(kind: type[R3Error], *words: str) -> Iterator[None]:
+    try:
+        yield
+    except kind as error:
+        missing = [word for word in words if word not in str(error)]
+        assert not missing, f"{missing} not in: {error}"
+        return
+    raise AssertionError(f"{kind.__name__} was not raised")
+
+
+def test_rows_of_the_wrong_shape_or_dtype_are_refused(bench: Bench) -> None:
+    spoilers = {
+        "14 rows of ids for 16 tokens": lambda ids: ids[:-2],
+        "18 rows of ids for 16 tokens": lambda ids: torch.cat([ids, ids[:2]]),
+        "(16, 3)": lambda ids: ids[:, :3],
+        "float32": lambda ids: ids.float(),
+    }
+    for words, spoil in spoilers.items():
+        bench.spoil = spoil
+        with refused(ReplayRowMismatch, "router of decoder layer 1", "micro-batch 0", words):
+            bench.whole_step()
+        bench.spoil = lambda ids: ids
+    bench.whole_step()
+
+
+def test_a_second_model_call_in_one_block_is_refused(bench: Bench) -> None:
+    with (
+        refused(ReplayCountMismatch, "layer 1", "second time", "forward pass"),
+        bench.driver.step(bench, step=1) as step,
+        step.microbatch(0),
+    ):
+        bench.forward()
+        bench.forward()
+
+
+def test_a_block_without_a_model_call_is_refused(bench: Bench) -> None:
+    with (
+        refused(ReplayCountMismatch, "layer 1", "consumed 0 times, expected 1"),
+        bench.driver.step(bench, step=1) as step,
+        step.microbatch(0),
+    ):
+        pass
+
+
+def test_a_skipped_or_repeated_micro_batch_is_refused(bench: Bench) -> None:
+    for indices, words in (((0, 2), "micro-batch 1: consumed 0 times"), ((0, 1, 2, 2), "consumed 2 times")):
+        with refused(ReplayCountMismatch, words), bench.driver.step(bench, step=1) as step:
+            for index in indices:
+                with step.microbatch(index):
+                    loss = bench.forward(index)
+                loss.backward()
+
+
+def test_a_left_out_backward_pass_is_refused(bench: Bench) -> None:
+    with (
+        refused(ReplayCountMismatch, "recompute pass", "consumed 0 times"),
+        bench.driver.step(bench, step=1) as step,
+    ):
+        for index in range(MICROBATCHES):
+            with step.microbatch(index):
+                loss = bench.forward(index)
+            if index:
+                loss.backward()
+
+
+def test_an_empty_step_is_refused(bench: Bench) -> None:
+    with refused(ReplayCountMismatch, "without running any"), bench.driver.step(bench, step=1):
+        pass
+
+
+def test_a_forward_pass_outside_of_a_block_is_refused(bench: Bench) -> None:
+    with refused(ReplayCountMismatch, "outside of a micro-batch"), bench.driver.step(bench, step=1):
+        bench.forward()
+    with refused(ReplayCountMismatch, "gradients off"), bench.driver.step(bench, step=1) as step:
+        with step.microbatch(0):
+            bench.forward()  # its ids wait for a recompute; a stray pass must not take them
+        with torch.no_grad():
+            bench.forward()
+
+
+def test_a_backward_pass_after_the_step_is_refused(bench: Bench) -> None:
+    kept = []
+    with refused(ReplayCountMismatch, "step 4"), bench.driver.step(bench, step=4) as step, step.microbatch(0):
+        kept.append(bench.forward())
+    with refused(R3Error, "after its step 4 was left"):
+        kept[0].backward()
+
+
+def test_reentrant_and_contradictory_use_is_refused(bench: Bench) -> None:
+    driver = bench.driver
+    with (
+        refused(UsageError, "step 2", "step 1 is open"),
+        driver.step(bench, step=1),
+        driver.step(bench, step=2),
+    ):
+        pass
+    with (
+        refused(UsageError, "inside micro-batch 0"),
+        driver.step(bench, step=1) as step,
+        step.microbatch(0),
+        step.microbatch(1),
+    ):
+        pass
+    with refused(UsageError, "micro-batch 3"), driver.step(bench, step=1) as step, step.microbatch(3):
+        pass
+    with (
+        refused(UsageError, "gradients off"),
+        driver.step(bench, step=1) as step,
+        torch.no_grad(),
+        step.microbatch(0),
+    ):
+        pass
+    with (
+        refused(UsageError, "gradients on"),
+        driver.step(bench, step=1) as step,
+        step.microbatch(0, mode="logprob"),
+    ):
+        pass
+    with refused(UsageError, "gradients on"), driver.step(bench, step=1), driver.off():
+        pass
+    with refused(UsageError, "closed"), step.microbatch(0):
+        pass
+
+
+def test_backward_passes_in_any_order_recompute_with_their_own_ids(bench: Bench) -> None:
+    """Megatron takes the oldest waiting ids; one backward over a summed loss runs the newest micro-batch first."""
+    bench.model.zero_grad()
+    bench.whole_step()
+    wanted = bench.gradients()
+    bench.model.zero_grad()
+    with ConsumptionTap(bench.driver) as tap, bench.driver.step(bench, step=1) as step:
+        losses = []
+        for index in range(MICROBATCHES):
+            with step.microbatch(index):
+                losses.append(bench.forward(index))
+        torch.stack(losses).sum().backward()
+    order = [
+        record.microbatch for record in tap.records if record.pass_name == "recompute" and record.layer == 1
+    ]
+    assert sorted(order) == [0, 1, 2] and order != [0, 1, 2], order
+    for record in tap.records:
+        assert np.array_equal(record.ids_RK, bench.layer_ids(record.microbatch, record.layer).numpy())
+    for name, gradient in bench.gradients().items():
+        assert torch.allclose(gradient, wanted[name], atol=1e-6), name
+
+
+def test_backward_inside_the_block_is_fine(bench: Bench) -> None:
+    with bench.driver.step(bench, step=1) as step:
+        for index in range(MICROBATCHES):
+            with step.microbatch(index):
+                bench.forward(index).backward()
+    assert step.rows == {"forward": 3 * 3 * 16, "recompute": 3 * 3 * 16}
+
+
+def test_log_probs_and_training_share_a_step(bench: Bench) -> None:
+    with bench.driver.step(bench, step=1) as step:
+        for index in range(MICROBATCHES):
+            with torch.no_grad(), step.microbatch(index, mode="logprob"):
+                bench.forward(index)
+            with torch.no_grad(), bench.driver.off(microbatch=index):
+                bench.forward(index)
+            with step.microbatch(index):
+                loss = bench.forward(index)
+            loss.backward()
+    assert step.rows == dict.fromkeys(("logprob", "forward", "recompute"), 3 * 3 * 16)
+
+
+def test_another_model_in_the_process_is_not_touched(bench: Bench) -> None:
+    other = embedded.build(bench.job["model"], bench.layout, dtype="float32", recompute=False)
+    with torch.no_grad():
+        alone = bench.forward(model=other.chunks[0])
+    with bench.driver.step(bench, step=1) as step:
+        for index in range(MICROBATCHES):
+            with step.microbatch(index):
+                loss = bench.forward(index)
+                with torch.no_grad():
+                    assert torch.equal(bench.forward(model=other.chunks[0]), alone)
+            loss.backward()
+    without = ReplayDriver.attach(other.chunks, spec=bench.spec, layout=bench.layout)
+    with without.step(bench, step=1) as step:
+        for index in range(MICROBATCHES):
+            with step.microbatch(index):
+                loss = bench.forward(index, model=other.chunks[0])
+            loss.backward()
+    assert set(step.rows) == {"forward"}  # no recompute: nothing waits, nothing stays
+    without.close()
+
+
+def test_unsupported_configs_are_refused_by_name(bench: Bench) -> None:
+    changes: dict[str, dict[str, Any]] = {
+        "moe_router_fusion": {"moe_router_fusion": True},
+        "sinkhorn": {"moe_router_load_balancing_type": "sinkhorn"},
+        "moe_expert_capacity_factor": {"moe_expert_capacity_factor": 1.0},
+        "moe_enable_routing_replay": {"moe_enable_routing_replay": False},
+        "CUDA graphs": {"cuda_graph_impl": "local"},
+    }
+    for words, change in changes.items():
+        config = dataclasses.replace(bench.model.config)
+        for name, value in change.items():
+            setattr(config, name, value)
+        with refused(RouterUnsupported, words):
+            megatron.refuse_unsupported(config)
+    plain = embedded.build(
+        bench.job["model"], bench.layout, dtype="float32", config_changes={"moe_enable_routing_replay": False}
+    )
+    with refused(RouterUnsupported, "moe_enable_routing_replay"):
+        ReplayDriver.attach(plain.chunks, spec=bench.spec, layout=bench.layout)
+
+
+def test_another_layout_or_spec_is_refused_with_both_values(bench: Bench) -> None:
+    chunks, spec = bench.model.chunks, bench.spec
+    with refused(LayoutMismatch, "dp: layout 2, Megatron 1", "tp: layout 2, Megatron 1"):
+        ReplayDriver.attach(chunks, spec=spec, layout=TrainerLayout(dp=2, tp=2))
+    with refused(LayoutMismatch, "top-4 of 32", "top-2"):
+        ReplayDriver.attach(chunks, spec=dataclasses.replace(spec, top_k=2), layout=bench.layout)
+    with refused(LayoutMismatch, "(1, 2, 3)", "(1, 2)"):
+        ReplayDriver.attach(chunks, spec=dataclasses.replace(spec, moe_layers=(1, 2)), layout=bench.layout)
+
+
+def test_routers_of_mtp_layers_are_left_out(bench: Bench) -> None:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+
+    from r3channel.embedded.megatron_modules import use_local_modules
+
+    config = dataclasses.replace(bench.model.config, mtp_num_layers=1, grad_scale_func=None)
+    spec = use_local_modules(get_gpt_decoder_block_spec(config, use_transformer_engine=False))
+    mtp = use_local_modules(get_gpt_mtp_block_spec(config, spec, False))
+    model = GPTModel(config, spec, vocab_size=512, max_sequence_length=64, mtp_block_spec=mtp)
+    routers = [name for name, _ in model.named_modules() if name.endswith("router")]
+    assert len(routers) == 4 and any("mtp" in name for name in routers), routers
+    assert list(megatron.routers_by_layer([model])) == [1, 2, 3]
+
+
+def test_the_tap_notices_a_router_that_does_not_use_its_ids(bench: Bench) -> None:
+    def other_experts(_module: Any, _inputs: Any, output: Any) -> Any:
+        return output[0], output[1].roll(1, dims=1)
+
+    hook = bench.driver.handles[2].module.register_forward_hook(other_experts)
+    try:
+        with (
+            refused(AuditMismatch, "decoder layer 2", "forward pass", "16 of 16 rows"),
+            ConsumptionTap(bench.driver),
+        ):
+            bench.whole_step()
+    finally:
+        hook.remove()
+
+
+def test_only_one_tap_at_a_time_and_none_when_closed(bench: Bench) -> None:
+    with ConsumptionTap(bench.driver), refused(UsageError, "tapped already"):
+        ConsumptionTap(bench.driver).open()
+    assert not any("get_replay_topk" in vars(handle.replay) for handle in bench.driver.handles.values())
+
+
+def test_digests_of_consumed_rows_equal_those_of_the_samples(bench: Bench) -> None:
+    """Rows are position * samples + sample; the last token of each sample has no row of the engine."""
+    rows = np.arange(SAMPLES * LENGTH)
+    positions, samples = rows // SAMPLES, rows % SAMPLES
+    samples_R = np.where(positions < LENGTH - 1, samples, -1)
+    ledger = DigestLedger()
+    with ConsumptionTap(bench.driver) as tap:
+        bench.whole_step()
+    for record in tap.records:
+        names = [f"{record.microbatch}/{sample}" for sample in range(SAMPLES)]
+        ledger.add(record, sample_ids=names, samples_R=samples_R, positions_R=positions)
+    assert len(ledger.sums) == 2 * MICROBATCHES * SAMPLES * 3
+    for (_, name, layer), digest in ledger.sums.items():
+        microbatch, sample = map(int, name.split("/"))
+        ids_TK = bench.layer_ids(microbatch, layer).numpy().reshape(LENGTH, SAMPLES, -1)[:-1, sample]
+        wanted = layer_digests(ids_TK[:, None], positions_T=np.arange(LENGTH - 1), layers_L=(layer,))
+        assert digest == int(wanted[0])
+
+
+def test_all_names_are_found_and_the_shim_installs_once(_bench: Bench) -> None:
+    assert megatron.check_names() == [] and megatron.version() == megatron.READ_AGAINST
+    megatron_shim.install()
+    assert megatron_shim.installed()
+
+
+def main() -> None:
+    job = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    embedded.init_distributed(
+        rank=0, world_size=1, init_method=job["init_method"], layout=TrainerLayout(), timeout_s=60
+    )
+    bench = Bench(job)
+    passed = []
+    for name, check in list(globals().items()):
+        if name.startswith("test_"):
+            print(name, flush=True)
+            check(bench)
+            for handle in bench.driver.handles.values():
+                state = handle.replay
+                assert not state.replay_backward_list and state.target_topk_idx is None, name
+                assert state.router_replay_action is None, name
+            passed.append(name)
+    bench.driver.close()
+    write_result(job, {"passed": passed})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""The embedded mode around the engine: environment, shims, the tiny model, and a server that never outlives its starter."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from r3channel.embedded.model import write_model
+from r3channel.embedded.sglang import EngineOptions, EngineServer, environment
+from r3channel.errors import ConfigError, UsageError
+from r3channel.spec import RoutingSpec
+
+SHIMS = Path(__file__).parents[2] / "r3channel" / "embedded" / "shims"
+HOOKED = "import sys; print([type(f).__name__ for f in sys.meta_path].count('_DeclareTorchvisionOperators'))"
+
+
+def python(program: str, env: dict[str, str]) -> str:
+    child = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=60, check=True
+    )
+    return child.stdout
+
+
+def wait_until(happened: Callable[[], bool], *, timeout_s: float) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not happened():
+        assert time.monotonic() < deadline_s, f"did not happen within {timeout_s:g} s"
+        time.sleep(0.1)
+
+
+def test_the_environment_of_a_child_is_a_fixed_point() -> None:
+    once = environment({"PATH": "/bin", "PYTHONPATH": "/elsewhere"}, r3channel=True)
+    assert environment(once, r3channel=True) == once
+    assert once["PYTHONPATH"].split(os.pathsep)[0] == str(SHIMS)
+    assert once["PYTHONPATH"].endswith("/elsewhere")
+
+
+def test_shims_act_in_embedded_children_only() -> None:
+    assert python(HOOKED, environment()).strip() == "1"
+    assert python(HOOKED, {**environment(), "R3CHANNEL_EMBEDDED": "0"}).strip() == "0"
+
+
+def test_another_sitecustomize_on_the_path_still_runs(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("print('the other one')\n")
+    env = environment({**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert python("", env).strip() == "the other one"
+
+
+def test_two_copies_of_the_shims_declare_once(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text((SHIMS / "sitecustomize.py").read_text())
+    env = environment({**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert python(HOOKED, env).strip() == "1"
+
+
+def test_the_model_has_the_spec_it_was_asked_for(model_dir: Path) -> None:
+    spec = RoutingSpec.from_hf_config(json.loads((model_dir / "config.json").read_text()))
+    assert spec == RoutingSpec(num_layers=4, moe_layers=(1, 2, 3), num_experts=128, top_k=8)
+
+
+def test_the_model_is_written_once_and_again_when_its_shape_changes(tmp_path: Path) -> None:
+    weights = write_model(tmp_path, layers=2, experts=8, top_k=2) / "model.safetensors"
+    first = (weights.stat().st_mtime_ns, weights.read_bytes())
+    write_model(tmp_path, layers=2, experts=8, top_k=2)
+    assert weights.stat().st_mtime_ns == first[0]
+    write_model(tmp_path, layers=2, experts=8, top_k=2, seed=1)
+    assert weights.read_bytes() != first[1]
+    write_model(tmp_path, layers=2, experts=8, top_k=2)
+    assert weights.read_bytes() == first[1]
+
+
+def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        EngineServer(EngineOptions(model=tmp_path))
+
+
+def test_a_server_that_was_not_started_says_so(model_dir: Path) -> None:
+    server = EngineServer(EngineOptions(model=model_dir))
+    with pytest.raises(UsageError, match="start"):
+        server.wait_ready(1)
+    server.close()
+    server.close()
+    with pytest.raises(UsageError):
+        server.start()
+
+
+@pytest.mark.engine
+def test_the_whole_server_ends_when_its_starter_is_killed(model_dir: Path) -> None:
+    program = (
+        "import time; from r3channel.embedded.sglang import EngineOptions, EngineServer\n"
+        f"server = EngineServer(EngineOptions(model={str(model_dir)!r})).start()\n"
+        "print(server.pid, flush=True); time.sleep(120)"
+    )
+    starter = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    try:
+        assert starter.stdout is not None
+        server = psutil.Process(int(starter.stdout.readline()))
+        wait_until(lambda: len(server.children(recursive=True)) >= 2, timeout_s=60)
+        family = [server, *server.children(recursive=True)]
+    finally:
+        starter.kill()
+        starter.wait(10)
+    _, alive = psutil.wait_procs(family, timeout=15)
+    assert alive == []
