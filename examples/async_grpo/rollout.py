@@ -56,7 +56,8 @@ class RolloutManager:
         self.layout = TrainerLayout.parse(args.layout)
         self.clock = StageClock("relay")
         self.routing = self._make_routing()
-        self.put_bytes, self.tokens, self.rewards = 0, 0, []
+        self.put_bytes, self.tokens, self.samples = 0, 0, 0
+        self.rewards: list[float] = []
 
     def _make_routing(self) -> ManagerRouting:
         if self.args.use_r3_channel:
@@ -98,6 +99,7 @@ class RolloutManager:
             ]
             self.put_bytes += sum(len(pickle.dumps(part, protocol=5)) for part in data)
             self.tokens += sum(lengths.values())
+            self.samples += len(lengths)
             self.rewards.append(sum(sample.reward for sample in chosen.values()) / len(chosen))
             return [ray.put(part) for part in data]
 
@@ -112,6 +114,7 @@ class RolloutManager:
             "totals": self.clock.totals(),
             "put_bytes": self.put_bytes,
             "tokens": self.tokens,
+            "samples": self.samples,
             "rewards": self.rewards,
         }
 

@@ -27,7 +27,8 @@ def summarise(
     }
     return {
         "steps": len(steps),
-        "rows": manager["rows"],
+        "rows": manager["tokens"] - manager["samples"],
+        "rows_captured": manager["rows"],
         "ids_compared": total.ids_compared,
         "ids_different": total.ids_different,
         "rows_missing": total.rows_missing,

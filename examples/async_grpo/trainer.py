@@ -207,7 +207,8 @@ class Trainer:
 
 def _by_stage(spans: list[Span]) -> dict[str, float]:
     return {
-        stage: sum(s.seconds for s in spans if s.stage == stage) for stage in dict.fromkeys(s.stage for s in spans)
+        stage: sum(s.seconds for s in spans if s.stage == stage)
+        for stage in dict.fromkeys(s.stage for s in spans)
     }
 
 
