@@ -22,7 +22,9 @@ def random_ids(rows: int, *, spec: RoutingSpec = SPEC, seed: int = 0) -> Ids:
     return scores.argsort(-1)[..., : spec.top_k].astype(spec.id_dtype)
 
 
-def frame_of(tokens: int, *, spec: RoutingSpec = SPEC, seed: int = 0, version: int = 0, **changes: Any) -> bytes:
+def frame_of(
+    tokens: int, *, spec: RoutingSpec = SPEC, seed: int = 0, version: int = 0, **changes: Any
+) -> bytes:
     """The frame of a sample of `tokens` tokens: half its rows prefilled, half decoded."""
     ids = random_ids(tokens - 1, spec=spec, seed=seed)
     middle = (tokens - 1) // 2

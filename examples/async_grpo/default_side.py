@@ -92,7 +92,7 @@ class DefaultReplay:
             next(m.config for m in chunks[0].modules() if hasattr(m, "config"))
         )
         self.tp = parallel_state.get_tensor_model_parallel_rank()
-        self.routers = [
+        self.routers: list[Any] = [
             module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)
         ]
         self._batches: tuple[Microbatch, ...] = ()

@@ -93,12 +93,14 @@ def table(result: dict[str, Any], trainers: list[dict[str, Any]]) -> str:
         f"{result['stage_coverage']:.1%}",
         f"B/token: engine frame {tokens['engine_frame']:.1f}, engine HTTP {tokens['engine_http']:.1f}, through Ray "
         f"{tokens['object_store']:.1f}, wire {tokens['wire']:.1f}, landed per rank {landed}",
-        f"hidden from every trainer: {result['hidden_send_fraction']:.1%} of the relay's background work, "
-        f"{result['hidden_wire_fraction']:.1%} of the bare wire",
         f"|log-prob engine - {result['trainer_dtype']} trainer|, same batch, same weights: replay on "
         f"{diff['replay_on']:.5f}, replay off {diff['replay_off']:.5f}",
     ]
     if result["channel"]:
+        lines.append(
+            f"hidden from every trainer: {result['hidden_send_fraction']:.1%} of the relay's background work, "
+            f"{result['hidden_wire_fraction']:.1%} of the bare wire"
+        )
         lines.append(
             f"{result['ids_compared']:,} ids compared between engine and routers, {result['ids_different']} different; "
             f"{result['digests_compared']:,} digests, {result['digests_different']} different"

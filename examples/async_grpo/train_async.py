@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import logging
 import os
 import sys
 import tempfile
@@ -23,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from examples.async_grpo.compare import Comparison, compare_digests, compare_step, dump, engine_rows, join
+from examples.async_grpo.rays import actor_class, fetch
 from r3channel.config import add_arguments
 from r3channel.plan.layout import TrainerLayout
 from r3channel.spec import RoutingSpec
@@ -35,6 +37,7 @@ _QUIET = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DEDUP_LOGS": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "disabled",
     "PYTHONWARNINGS": "ignore",
 }
 
@@ -102,9 +105,7 @@ class _Cluster:
 
     def all(self, method: str, *arguments: Any, timeout_s: float = STEP_TIMEOUT_S) -> list[Any]:
         """Call a method on every trainer and wait for all."""
-        import ray
-
-        return ray.get([getattr(t, method).remote(*arguments) for t in self.trainers], timeout=timeout_s)
+        return fetch([getattr(t, method).remote(*arguments) for t in self.trainers], timeout_s=timeout_s)
 
 
 def _train(args: argparse.Namespace, cluster: _Cluster, begin: float) -> tuple[dict[str, Any], str]:
@@ -119,7 +120,7 @@ def _train(args: argparse.Namespace, cluster: _Cluster, begin: float) -> tuple[d
     coming = cluster.manager.generate.remote(0)
     cluster.all("begin")
     for step in range(args.steps):
-        box = ray.get(coming, timeout=GENERATE_TIMEOUT_S)
+        box = fetch(coming, timeout_s=GENERATE_TIMEOUT_S)
         if step + 1 < args.steps:
             coming = cluster.manager.generate.remote(step + 1)  # generated while this step trains
         steps.append(_merge(cluster.all("train", step, box)))
@@ -131,7 +132,7 @@ def _train(args: argparse.Namespace, cluster: _Cluster, begin: float) -> tuple[d
             ray.wait([coming], timeout=GENERATE_TIMEOUT_S)  # no weights change in the middle of a generation
         _update_weights(cluster, step + 1, reports)
     trainers = cluster.all("end")
-    manager = ray.get(cluster.manager.report.remote())
+    manager = fetch(cluster.manager.report.remote())
     result = summary.summarise(
         args=args, spec=cluster.spec, manager=manager, trainers=trainers, steps=steps, total=total, reports=reports,
         wall_s=time.monotonic() - begin,
@@ -151,13 +152,11 @@ def _update_weights(cluster: _Cluster, version: int, reports: list[Any]) -> None
 
 def _audit(args: argparse.Namespace, cluster: _Cluster, step: int, total: Comparison) -> tuple[int, int]:
     """Fetch both ends of a step and compare them. These bytes are the demo's own, not the channel's."""
-    import ray
-
     if not args.use_r3_channel:
         return 0, 0
     layers, layout = cluster.spec.moe_layers, TrainerLayout.parse(args.layout)
     copies = 1 if layout.sequence_parallel else layout.tp
-    replied = ray.get(cluster.manager.r3channel_control.remote("replied", {"step": step}))
+    replied = fetch(cluster.manager.r3channel_control.remote("replied", {"step": step}))
     parts = cluster.all("consumed", step)
     router = join(
         [_with_rank(part["arrays"], rank, step) for rank, part in enumerate(parts) if part["arrays"]]
@@ -166,7 +165,7 @@ def _audit(args: argparse.Namespace, cluster: _Cluster, step: int, total: Compar
     compare_digests(
         total, replied=replied, parts=[part["digests"] for part in parts], layers=layers, copies=copies
     )
-    ray.get(cluster.trainers[0].audited.remote(*counts))
+    fetch(cluster.trainers[0].audited.remote(*counts))
     return counts
 
 
@@ -229,7 +228,7 @@ def _ray() -> Iterator[None]:
         include_dashboard=False,
         object_store_memory=OBJECT_STORE_BYTES,
         _node_ip_address="127.0.0.1",
-        logging_level="ERROR",
+        logging_level=logging.ERROR,
         log_to_driver=True,
     )
     try:
@@ -242,23 +241,21 @@ def _actors(
     args: argparse.Namespace, spec: RoutingSpec, folder: Path, engines: list[Any]
 ) -> tuple[Any, list[Any]]:
     """Trainers build their model while the engines start; the manager needs running engines."""
-    import ray
-
     from examples.async_grpo.rollout import RolloutManager
     from examples.async_grpo.trainer import Trainer
 
     size = TrainerLayout.parse(args.layout).world_size
-    manager_class = ray.remote(num_cpus=1, max_concurrency=64)(RolloutManager)
-    trainer_class = ray.remote(num_cpus=1)(Trainer)
+    manager_class = actor_class(RolloutManager, num_cpus=1, max_concurrency=64)
+    trainer_class = actor_class(Trainer, num_cpus=1)
     trainers = [trainer_class.remote(args, rank) for rank in range(size)]
     manager = manager_class.remote(args, spec.to_dict())
     building = [trainer.init.remote(f"file://{folder}/rendezvous", manager) for trainer in trainers]
     for engine in engines:
         engine.wait_ready(START_TIMEOUT_S)
     urls = [engine.url for engine in engines]
-    started = ray.get(manager.start.remote(urls), timeout=START_TIMEOUT_S)
-    built = ray.get(building, timeout=START_TIMEOUT_S)
-    ray.get([trainer.connect_engines.remote(urls) for trainer in trainers], timeout=START_TIMEOUT_S)
+    started = fetch(manager.start.remote(urls), timeout_s=START_TIMEOUT_S)
+    built = fetch(building, timeout_s=START_TIMEOUT_S)
+    fetch([trainer.connect_engines.remote(urls) for trainer in trainers], timeout_s=START_TIMEOUT_S)
     _write_endpoints(args, urls, started, built)
     return manager, trainers
 
@@ -279,10 +276,8 @@ def _write_endpoints(
 
 
 def _close(cluster: _Cluster) -> None:
-    import ray
-
     cluster.all("close")
-    ray.get(cluster.manager.close.remote(), timeout=STEP_TIMEOUT_S)
+    fetch(cluster.manager.close.remote(), timeout_s=STEP_TIMEOUT_S)
 
 
 def _kill(actors: list[Any]) -> None:

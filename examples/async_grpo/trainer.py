@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-import ray
 import torch
 
 from examples.async_grpo.batch import MicrobatchData, unpack
 from examples.async_grpo.grpo import policy_loss
+from examples.async_grpo.rays import fetch
 from r3channel.embedded import megatron
 from r3channel.metrics import Span, StageClock
 from r3channel.plan.layout import TrainerLayout
@@ -92,7 +92,7 @@ class Trainer:
         """One step: log-probs of the policy before the update, then the update. `box` holds a reference per DP rank."""
         self._waited()
         with self.clock.span("assemble", step=step):
-            data = ray.get(box[self.coords.dp])
+            data = fetch(box[self.coords.dp])
             batches = unpack(data, self.routing.microbatches(data, self.coords.dp))
         with self.routing.step(data):
             with self.clock.span("logprob", step=step):

@@ -34,7 +34,7 @@ _DISTRIBUTIONS: tuple[tuple[str, str], ...] = (
     ("prometheus_client", 'pip install "r3channel[metrics]"'),
 )
 
-_HOOKS = "from r3channel.engine.sglang import check_hooks as check"
+_HOOKS = "from r3channel.engine.hooks import check_hooks as check"
 _NAMES = "from r3channel.trainer.megatron import check_names as check"
 _SHIM = "from r3channel.embedded import megatron_shim; megatron_shim.install()"
 

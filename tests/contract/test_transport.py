@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -57,7 +58,7 @@ def group(rendezvous: Callable[..., Rendezvous]) -> Iterator[Joiner]:
         transport.close()
 
 
-def in_thread(function: Callable[[], None]) -> Callable[[], None]:
+def in_thread(function: Callable[[], object]) -> Callable[[], object]:
     """Start; the returned call joins and raises what the thread raised."""
     pool = ThreadPoolExecutor(1)
     future = pool.submit(function)
@@ -80,7 +81,7 @@ def test_bytes_arrive_as_they_were_sent(group: Joiner, nbytes: int) -> None:
 
 def test_messages_of_a_pair_keep_their_order(group: Joiner) -> None:
     relay, member = group()
-    done = in_thread(lambda: [relay.send(1, data(100, i), timeout_s=TIMEOUT_S) for i in range(20)] and None)
+    done = in_thread(lambda: [relay.send(1, data(100, i), timeout_s=TIMEOUT_S) for i in range(20)])
     for i in range(20):
         out = torch.empty(100, dtype=torch.uint8)
         member.recv(0, out, timeout_s=TIMEOUT_S)
@@ -90,7 +91,7 @@ def test_messages_of_a_pair_keep_their_order(group: Joiner) -> None:
 
 def test_members_are_served_in_any_order(group: Joiner) -> None:
     relay, first, second = group(3)
-    done = in_thread(lambda: [relay.send(dst, data(64, dst), timeout_s=TIMEOUT_S) for dst in (2, 1)] and None)
+    done = in_thread(lambda: [relay.send(dst, data(64, dst), timeout_s=TIMEOUT_S) for dst in (2, 1)])
     for rank, member in ((2, second), (1, first)):
         out = torch.empty(64, dtype=torch.uint8)
         member.recv(0, out, timeout_s=TIMEOUT_S)
@@ -164,7 +165,9 @@ def test_close_and_abort_may_be_repeated(group: Joiner) -> None:
 
 def test_the_rendezvous_store_listens_on_loopback_only() -> None:
     store = RendezvousStore("127.0.0.1")
-    listening = [line.split() for line in open("/proc/net/tcp") if line.split()[3] == "0A"]
+    listening = [
+        line.split() for line in Path("/proc/net/tcp").read_text().splitlines() if line.split()[3] == "0A"
+    ]
     hosts = {
         address.split(":")[0] for _, address, *_ in listening if int(address.split(":")[1], 16) == store.port
     }
