@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -61,8 +62,7 @@ class RoutingSpec:
     @property
     def digest(self) -> int:
         """64-bit identity of the spec: xxh3 of its canonical JSON."""
-        text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
-        return xxhash.xxh3_64_intdigest(text.encode())
+        return _digest(self)
 
     def moe_index(self, layer: int) -> int:
         """Position of a global decoder layer on the MoE axis."""
@@ -138,3 +138,9 @@ def _megatron_pattern(frequency: int | Sequence[int], layers: int) -> Sequence[i
     if len(frequency) != layers:
         raise ConfigError(f"moe_layer_freq has {len(frequency)} entries for {layers} layers")
     return frequency
+
+
+@lru_cache(maxsize=64)  # 25 us without it, for every frame that is made or parsed
+def _digest(spec: RoutingSpec) -> int:
+    text = json.dumps(spec.to_dict(), sort_keys=True, separators=(",", ":"))
+    return xxhash.xxh3_64_intdigest(text.encode())

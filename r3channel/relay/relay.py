@@ -1,6 +1,7 @@
 """The relay: verified frames in, a sealed step out, exact shards sent in the background.
 
     relay = Relay(spec, layout, config)
+    relay.serve(token_file=...)                    # only for engines that deliver directly
     relay.add(sample_id, reply, tokens)            # as replies arrive; any thread
     ticket = relay.seal(step, assignment)          # returns before a byte is sent
     relay.join_previous(timeout_s=...)             # the next rollout, before it seals again
@@ -15,17 +16,18 @@ import threading
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from r3channel.bearer import create_token, read_token
 from r3channel.config import ChannelConfig
 from r3channel.errors import (
     BackgroundFailed,
     DeadlineExceeded,
     PluginNotApplied,
-    R3Error,
     RoutingError,
-    SampleTwice,
     SampleUnknown,
     StepError,
     TicketMismatch,
@@ -35,9 +37,11 @@ from r3channel.metrics import Metrics, StageClock
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.shards import place_samples
-from r3channel.plan.ticket import Ticket, TicketSample
+from r3channel.plan.ticket import Ticket
 from r3channel.recording import Recorder
-from r3channel.relay.ingest import Verified, frame_bytes_of, verify_frame, verify_reply
+from r3channel.relay.engines import EngineRegistry
+from r3channel.relay.ingest import Verified, frame_bytes_of, verify_frame
+from r3channel.relay.intake import Intake
 from r3channel.relay.sender import DeliveryGroup
 from r3channel.relay.step import SealedStep
 from r3channel.relay.store import FrameStore
@@ -45,6 +49,10 @@ from r3channel.routing import Ids
 from r3channel.spec import RoutingSpec
 from r3channel.transport.base import Rendezvous
 from r3channel.wire.frame import FRAME_MAGIC, parse_frame
+from r3channel.wire.hello import Hello
+
+if TYPE_CHECKING:
+    from r3channel.relay.http import IngestServer
 
 
 class Relay:
@@ -66,7 +74,17 @@ class Relay:
         self.metrics = metrics or Metrics("relay", clock=self.clock)
         self._recorder = recorder
         self._store = FrameStore.open(self.config.store_dir, ceiling_bytes=self.config.store_bytes)
-        self._pending: dict[str, tuple[TicketSample, float]] = {}
+        self.engines = EngineRegistry(spec)
+        self._intake = Intake(
+            spec,
+            self.config,
+            store=self._store,
+            engines=self.engines,
+            clock=self.clock,
+            metrics=self.metrics,
+            recorder=recorder,
+        )
+        self._ingest: IngestServer | None = None
         self._changed = threading.Condition()
         self._steps: dict[int, SealedStep] = {}
         self._newest_step = -1
@@ -81,15 +99,47 @@ class Relay:
             group.start()
         self._placer.start()
 
-    # -- rollout side ----------------------------------------------------------------------------------------------
+    # -- engines ---------------------------------------------------------------------------------------------------
+
+    def serve(self, *, token_file: str | Path | None = None) -> str:
+        """Open the ingest for directly delivered frames and return its address, for R3CHANNEL_RELAY_URL.
+
+        The token's file (`config.token_file` by default) is created, mode 0600, when it does not exist; engines read the
+        same one. Binds `config.interface` only.
+        """
+        from r3channel.relay.http import IngestServer
+
+        self._check_open()
+        if self._ingest is not None:
+            raise UsageError(f"the ingest is open already, at {self._ingest.url}")
+        path = Path(token_file or self.config.token_file or "")
+        if not path.name:
+            raise UsageError(
+                "direct delivery needs a token: give serve a token_file, or set R3CHANNEL_TOKEN_FILE"
+            )
+        token = read_token(path) if path.exists() else create_token(path)
+        self._ingest = IngestServer(
+            Door(self.engines, self._intake),
+            token=token,
+            host=self.config.interface,
+            port=self.config.ingest_port,
+            max_body_bytes=self.config.unclaimed_bytes,
+        )
+        return self._ingest.url
+
+    def expect_engines(self, engines: Iterable[str], *, timeout_s: float) -> None:
+        """Replies of these engines are refused (`EngineSilent`) unless each has said hello within `timeout_s` from now."""
+        self.engines.expect(engines, timeout_s=timeout_s)
 
     def check_engine(self, reply: Mapping[str, Any], *, engine: str, tokens: int) -> None:
-        """Judge an engine by the reply to a tiny request before the first rollout.
+        """Judge an engine by the reply to a tiny request before the first rollout, best to `wire.hello.probe_body()`.
 
         SGLang only logs a plug-in that fails; without this check the data would be found missing at the first step.
         """
         try:
-            data = frame_bytes_of(reply, sample_id="probe", engine=engine)
+            hello, data = Hello.split(frame_bytes_of(reply, sample_id="probe", engine=engine))
+            if hello is not None:
+                self.engines.greet(hello, engine=engine)
             if data[:4] != FRAME_MAGIC:
                 raise PluginNotApplied(
                     f"engine {engine} answers with {len(data)} bytes of stock routing, expected a frame. Is r3channel "
@@ -99,67 +149,67 @@ class Relay:
             verify_frame(data, spec=self.spec, sample_id="probe", tokens=tokens, engine=engine)
         except RoutingError as error:
             raise PluginNotApplied(f"engine {engine} does not send usable frames: {error}") from error
+        if hello is None:
+            self.engines.vouch(engine)
+
+    # -- rollout side ----------------------------------------------------------------------------------------------
 
     def add(
-        self, sample_id: str, reply: Mapping[str, Any], tokens: Sequence[int], *, engine: str = "?"
-    ) -> Verified:
+        self,
+        sample_id: str,
+        reply: Mapping[str, Any],
+        tokens: Sequence[int],
+        *,
+        engine: str = "?",
+        append: bool = False,
+    ) -> Verified | None:
         """Verify and keep the routing of one sample.
 
         `reply` is the engine's decoded JSON, `tokens` the whole sequence (prompt and response). Raises a typed
         `RoutingError` naming sample and engine and keeps nothing; the caller decides what happens to a bad sample.
+        None when the reply holds a receipt: the frame comes directly, and `seal` waits for it and names it if it is lost.
+
+        `append`: a later turn (or the rest of an interrupted request) of a sample that is here, made with
+        `routed_experts_start_len = rows held`. `tokens` is the whole sequence again; gaps, overlaps and changed tokens
+        are refused, and the rows that are held stay.
         """
-        return self._add(sample_id, tokens, lambda: verify_reply(
-            reply, spec=self.spec, sample_id=sample_id, tokens=len(tokens), engine=engine
-        ))  # fmt: skip
-
-    def add_frame(self, sample_id: str, data: bytes, tokens: Sequence[int], *, engine: str = "?") -> Verified:
-        """As `add`, for a frame that is already in hand (a recording, another transport)."""
-        return self._add(sample_id, tokens, lambda: verify_frame(
-            data, spec=self.spec, sample_id=sample_id, tokens=len(tokens), engine=engine
-        ))  # fmt: skip
-
-    def _add(self, sample_id: str, tokens: Sequence[int], verify: Any) -> Verified:
         self._check_open()
-        self._expire()
-        try:
-            with self.clock.span("verify"):
-                verified: Verified = verify()
-            if sample_id in self._pending:
-                raise SampleTwice(f"sample {sample_id} was added twice; was a request retried?")
-            with self.clock.span("ingest"):
-                self._store.put(sample_id, verified.data)
-        except R3Error as error:
-            self.metrics.inc("r3channel_samples_total", outcome="rejected")
-            self.metrics.inc("r3channel_rejected_total", reason=error.reason)
-            raise
-        frame = verified.frame
-        sample = TicketSample(sample_id, len(tokens), frame.payload_hash, frame.provenance)
-        with self._changed:
-            self._pending[sample_id] = (sample, time.monotonic())
-        if self._recorder is not None:
-            self._recorder.keep(sample_id, verified.data, tokens)
-        self.metrics.inc("r3channel_samples_total", outcome="received")
-        self.metrics.inc("r3channel_bytes_total", frame.nbytes, leg="engine_frame")
-        self.metrics.inc("r3channel_rows_total", frame.rows)
-        return verified
+        self.engines.check(engine)
+        self._intake.expire()
+        return self._intake.add(sample_id, reply, tokens, engine=engine, adds_turn=append)
+
+    def add_frame(
+        self, sample_id: str, data: bytes, tokens: Sequence[int], *, engine: str = "?", append: bool = False
+    ) -> Verified | None:
+        """As `add`, for a frame that is already in hand (a recording, another transport, `splice.merge`)."""
+        self._check_open()
+        self._intake.expire()
+        return self._intake.add_frame(sample_id, data, tokens, engine=engine, adds_turn=append)
+
+    def rows_held(self, sample_id: str) -> int:
+        """Rows of a sample that are here: `routed_experts_start_len` of its next turn."""
+        known = self._intake.known([sample_id])
+        return known[sample_id].tokens - 1 if known else 0
 
     def discard(self, sample_ids: Iterable[str]) -> int:
         """Drop samples that no assignment will name (filtered, over-sampled, aborted, evaluation); unknown ids are ignored."""
-        return self._drop(list(sample_ids), outcome="discarded")
+        return self._intake.drop(sample_ids, outcome="discarded")
 
     def seal(self, step: int, assignment: Assignment) -> Ticket:
         """Plan the step, hand it to the background and return its ticket; no byte is sent before this returns.
 
-        Raises `SampleUnknown` for an assigned sample that was never added, `StepError` for a step that is not newer.
+        Waits up to `frame_timeout_s` for directly delivered frames whose receipts came. Raises `FrameMissing` naming those
+        that did not, `SampleUnknown` for an assigned sample that was never added, `StepError` for a step that is not newer.
         """
         self._check_open()
-        self._expire()
+        self._intake.expire()
+        with self.clock.span("wait_generation", step=step):
+            self._intake.wait(assignment.sample_ids, timeout_s=self.config.frame_timeout_s, step=step)
         with self.clock.span("plan", step=step):
             ticket = self._plan(step, assignment)
             sealed = SealedStep(ticket, sealed_s=time.monotonic())
         with self._changed:
-            for sample_id in assignment.sample_ids:
-                del self._pending[sample_id]
+            self._intake.take(assignment.sample_ids)
             self._steps[step] = sealed
             self._newest_step = step
         if self._recorder is not None:
@@ -173,11 +223,7 @@ class Relay:
                 raise StepError(
                     f"step {step} is not newer than step {self._newest_step}; was it sealed twice?"
                 )
-            known = {
-                sample_id: self._pending[sample_id][0]
-                for sample_id in assignment.sample_ids
-                if sample_id in self._pending
-            }
+        known = self._intake.known(assignment.sample_ids)
         missing = [sample_id for sample_id in assignment.sample_ids if sample_id not in known]
         if missing:
             raise SampleUnknown(
@@ -208,7 +254,8 @@ class Relay:
         with self._changed:
             return {
                 "run": self.run,
-                "pending": sorted(self._pending),
+                **self._intake.status(),
+                "engines": self.engines.reports(),
                 "steps": {
                     step: {
                         "state": sealed.state,
@@ -228,6 +275,8 @@ class Relay:
         with self._changed:
             undelivered = {step: list(sealed.missing) for step, sealed in self._steps.items()}
             self._closed = True
+        if self._ingest is not None:
+            self._ingest.close(timeout_s=timeout_s)
         self._to_place.put(None)
         self._placer.join(timeout_s)
         for group in self._groups:
@@ -349,23 +398,6 @@ class Relay:
         if error is not None:
             raise BackgroundFailed(f"a background thread of the relay died: {error!r}") from error
 
-    def _expire(self) -> None:
-        limit = time.monotonic() - self.config.expiry_s
-        with self._changed:
-            old = [sample_id for sample_id, (_, added_s) in self._pending.items() if added_s < limit]
-        if old:
-            self._drop(old, outcome="expired")
-
-    def _drop(self, sample_ids: list[str], *, outcome: str) -> int:
-        with self._changed:
-            known = [sample_id for sample_id in sample_ids if self._pending.pop(sample_id, None) is not None]
-        for sample_id in known:
-            self._store.release(sample_id)
-            if self._recorder is not None:
-                self._recorder.forget(sample_id)
-        self.metrics.inc("r3channel_samples_total", len(known), outcome=outcome)
-        return len(known)
-
     def _watch(self) -> None:
         self.metrics.watch("r3channel_frames_in_store", lambda: len(self._store))
         self.metrics.watch("r3channel_store_bytes", lambda: self._store.nbytes)
@@ -378,3 +410,23 @@ class Relay:
     def _oldest_s(self) -> float:
         sealed = [step.sealed_s for step in list(self._steps.values())]
         return time.monotonic() - min(sealed) if sealed else 0.0
+
+
+@dataclass(frozen=True)
+class Door:
+    """What the ingest may do to a relay."""
+
+    engines: EngineRegistry
+    intake: Intake
+
+    def greet(self, hello: Hello) -> None:
+        self.engines.greet(hello)
+
+    def knows(self, boot_id: int) -> bool:
+        return self.engines.knows(boot_id)
+
+    def has_room(self) -> bool:
+        return self.intake.has_room()
+
+    def deliver(self, body: bytearray) -> None:
+        self.intake.deliver(body)

@@ -68,22 +68,32 @@ class FrameStore:
 
     def put(self, sample_id: str, frame: bytes | memoryview) -> None:
         """Copy a frame in. Raises `SampleTwice`, or `StoreFull` at the ceiling; then nothing has changed."""
-        key = sample_id.encode()
-        size = _RECORD.size + len(key) + len(frame)
         with self._lock:
             if sample_id in self._records:
                 raise SampleTwice(f"sample {sample_id} is already in the store; was a reply added twice?")
-            segment = self._segment_for(size, sample_id)
-            start = segment.used + _RECORD.size + len(key)
-            self._serial += 1
-            _RECORD.pack_into(segment.memory, segment.used, _MAGIC, len(key), 0, len(frame), self._serial)
-            segment.memory[segment.used + _RECORD.size : start] = key
-            segment.memory[start : start + len(frame)] = (
-                bytes(frame) if isinstance(frame, memoryview) else frame
-            )
-            segment.used += size
-            segment.live += 1
-            self._records[sample_id] = _Record(segment, start, start + len(frame))
+            self._records[sample_id] = self._write(sample_id, frame)
+
+    def replace(self, sample_id: str, frame: bytes | memoryview) -> None:
+        """As `put`, but a frame that is there under this id gives way once the new one is in."""
+        with self._lock:
+            before = self._records.get(sample_id)
+            self._records[sample_id] = self._write(sample_id, frame)
+            if before is not None:
+                before.segment.live -= 1
+                self._collect(before.segment)
+
+    def _write(self, sample_id: str, frame: bytes | memoryview) -> _Record:
+        key = sample_id.encode()
+        size = _RECORD.size + len(key) + len(frame)
+        segment = self._segment_for(size, sample_id)
+        start = segment.used + _RECORD.size + len(key)
+        self._serial += 1
+        _RECORD.pack_into(segment.memory, segment.used, _MAGIC, len(key), 0, len(frame), self._serial)
+        segment.memory[segment.used + _RECORD.size : start] = key
+        segment.memory[start : start + len(frame)] = frame
+        segment.used += size
+        segment.live += 1
+        return _Record(segment, start, start + len(frame))
 
     def get(self, sample_id: str) -> memoryview:
         """The frame's bytes, without a copy."""
