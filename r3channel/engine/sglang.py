@@ -12,8 +12,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import secrets
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from sglang.srt import runtime_context
@@ -29,7 +29,6 @@ from r3channel.engine.capture import (
     FrameDraft,
     LayerSelection,
     SlotRows,
-    check_representable,
     parse_weight_version,
     torch_id_dtype,
 )
@@ -44,6 +43,7 @@ from r3channel.engine.hooks import (
     installed_version,
     matching_table,
 )
+from r3channel.engine.refusals import Settings, refusals, refuse
 from r3channel.errors import ConfigError, R3Error
 from r3channel.routing import RowKind
 from r3channel.spec import RoutingSpec
@@ -78,17 +78,6 @@ def apply(config: EngineConfig) -> None:
 # -- what the engine was started with --------------------------------------------------------------------------------------
 
 
-class Settings(NamedTuple):
-    """The resolved values that decide whether rows can be right."""
-
-    capture: bool
-    speculative: str | None
-    disaggregation: str
-    pp_size: int
-    external_cache: bool
-    mixed_chunk: bool
-
-
 def _has_bags() -> bool:
     """0.5.23 keeps settings in bags by theme; 0.5.15.post1 has one object."""
     return hasattr(runtime_context, "get_serving")
@@ -96,15 +85,7 @@ def _has_bags() -> bool:
 
 def settings() -> Settings:
     if not _has_bags():
-        args: Any = runtime_context.get_server_args()
-        return Settings(
-            capture=args.enable_return_routed_experts,
-            speculative=args.speculative_algorithm,
-            disaggregation=args.disaggregation_mode,
-            pp_size=args.pp_size,
-            external_cache=args.enable_hierarchical_cache or args.enable_lmcache,
-            mixed_chunk=args.enable_mixed_chunk,
-        )
+        return Settings.from_server_args(runtime_context.get_server_args())
     memory = runtime_context.get_memory()
     return Settings(
         capture=runtime_context.get_exec().features.enable_return_routed_experts,
@@ -113,6 +94,7 @@ def settings() -> Settings:
         pp_size=runtime_context.get_parallel().pp_size,
         external_cache=memory.enable_hierarchical_cache or memory.enable_lmcache,
         mixed_chunk=runtime_context.get_schedule().enable_mixed_chunk,
+        weight_version=weight_version(),
     )
 
 
@@ -327,53 +309,6 @@ def refuse_engine(runner: Any) -> None:
             "r3channel is on, but the engine was started without --enable-return-routed-experts: no routing"
         )
         return
-    found = list(refusals(runner.model, model_config=runner.model_config))
-    reasons = [text for word, text in found if word not in _config.allowed]
-    for word, text in found:
-        if word in _config.allowed:
-            log.warning("r3channel: R3CHANNEL_ALLOW overrides the refusal of this engine: %s", text)
-    if reasons:
-        raise ConfigError("r3channel refuses this engine: " + "; ".join(reasons))
-
-
-def refusals(model: torch.nn.Module, *, model_config: Any) -> Iterator[tuple[str, str]]:
-    """(word of R3CHANNEL_ALLOW or '', why this engine's rows would be wrong without anybody noticing)."""
-    now = settings()
-    if now.speculative not in (None, "NONE"):
-        yield (
-            "speculative",
-            f"speculative decoding ({now.speculative}): rows of draft trees are moved without their ids",
-        )
-    if now.disaggregation != "null":
-        yield (
-            "disaggregation",
-            f"disaggregation ({now.disaggregation}): nothing carries the prefill engine's rows to decode; join both engines' "
-            "rows with r3channel.relay.splice.merge and set R3CHANNEL_ALLOW=disaggregation",
-        )
-    if now.pp_size > 1:
-        yield "pp", f"pipeline-parallel engine (pp_size {now.pp_size}): each stage holds its own layers only"
-    if now.external_cache:
-        yield (
-            "external_cache",
-            "hierarchical or external KV cache: slots are reloaded without their ids, so old rows would pass for new",
-        )
-    if now.mixed_chunk:
-        yield "mixed_chunk", "--enable-mixed-chunk: decoded and prefilled rows cannot be told apart"
-    try:
-        check_representable(engine_spec(model_config))
-        parse_weight_version(weight_version())
-    except ConfigError as error:
-        yield "", str(error)
-        return
-    yield from _router_mismatch(model, spec=engine_spec(model_config))
-
-
-def _router_mismatch(model: torch.nn.Module, *, spec: RoutingSpec) -> Iterator[tuple[str, str]]:
-    """The model that was built must have its routers where its configuration says; models with own routers are not seen."""
-    built = sorted({module.layer_id for module in model.modules() if isinstance(module, TopK)})
-    if built and tuple(built) != spec.moe_layers:
-        yield (
-            "routers",
-            f"the engine built routers in layers {built}, the checkpoint's configuration says {list(spec.moe_layers)}; "
-            "SGLang's class for this model may ignore dense layers",
-        )
+    routers = (module.layer_id for module in runner.model.modules() if isinstance(module, TopK))
+    found = refusals(settings(), spec=engine_spec(runner.model_config), router_layers=routers)
+    refuse(found, allowed=_config.allowed)
