@@ -38,7 +38,9 @@ CONFIG = {
 class StandIn(types.ModuleType):
     """A module that has any name; each is an empty class."""
 
-    __path__: list[str] = []
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__ = []
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -28,9 +28,7 @@ def unpacked(requirement: str) -> Path:
     folder = Path(_folder().name) / requirement.replace("=", "-").replace("<", "-")
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "-d", str(folder / "wheel"), requirement]
-    child = subprocess.run(
-        command, capture_output=True, text=True, timeout=DOWNLOAD_TIMEOUT_S, check=False
-    )
+    child = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_TIMEOUT_S, check=False)
     assert child.returncode == 0, f"{requirement} cannot be downloaded:\n{child.stderr[-1000:]}"
     (wheel,) = (folder / "wheel").iterdir()
     with zipfile.ZipFile(wheel) as archive:
