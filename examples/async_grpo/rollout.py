@@ -17,6 +17,7 @@ import ray
 from examples.async_grpo.batch import Sample, pack
 from examples.async_grpo.client import ask
 from examples.async_grpo.grpo import Request, group_advantages, make_requests, reward
+from examples.async_grpo.modules import channel_modules
 from r3channel.metrics import StageClock
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
@@ -116,6 +117,7 @@ class RolloutManager:
             "tokens": self.tokens,
             "samples": self.samples,
             "rewards": self.rewards,
+            "modules": channel_modules(),
         }
 
     def close(self) -> None:

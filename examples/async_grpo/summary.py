@@ -7,6 +7,7 @@ from importlib.metadata import version
 from typing import Any
 
 from examples.async_grpo.compare import Comparison
+from examples.async_grpo.modules import channel_modules
 from r3channel.clock import WAITS, Span
 from r3channel.plan.layout import TrainerLayout
 from r3channel.report.stages import hidden_share, stage_table
@@ -51,6 +52,9 @@ def summarise(
         "layout": str(TrainerLayout.parse(args.layout)),
         "engines": args.engines,
         "channel": bool(args.use_r3_channel),
+        "channel_modules": sorted(
+            {*channel_modules(), *manager["modules"], *(m for t in trainers for m in t["modules"])}
+        ),
         "spec": spec.to_dict(),
         "wall_s": wall_s,
     }

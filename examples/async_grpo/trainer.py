@@ -12,6 +12,7 @@ import torch
 
 from examples.async_grpo.batch import MicrobatchData, unpack
 from examples.async_grpo.grpo import policy_loss
+from examples.async_grpo.modules import channel_modules
 from examples.async_grpo.rays import fetch
 from r3channel.embedded import megatron
 from r3channel.metrics import Span, StageClock
@@ -134,6 +135,7 @@ class Trainer:
             "spans": (spans := [span for span in self.clock.spans() if span.start_s >= self._begin_s]),
             "totals": _by_stage(spans),
             "wall_s": wall,
+            "modules": channel_modules(),
             "coverage": self.clock.coverage(self._begin_s, self._end_s),
         }
 
