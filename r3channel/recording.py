@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from r3channel.errors import FrameTruncated, SampleUnknown
+from r3channel.plan.assignment import Assignment
+from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.shards import place_samples
 from r3channel.plan.ticket import Ticket
 from r3channel.routing import Ids
@@ -36,7 +38,7 @@ class Recorder:
     root: Path
     _kept: dict[str, tuple[bytes, Ids]] = field(default_factory=dict)
 
-    def keep(self, sample_id: str, frame: bytes, tokens: Sequence[int]) -> None:
+    def keep(self, sample_id: str, frame: bytes, tokens: Sequence[int] | Ids) -> None:
         self._kept[sample_id] = (frame, np.asarray(tokens, dtype=np.int32))
 
     def forget(self, sample_id: str) -> None:
@@ -88,6 +90,16 @@ class Recording:
             raise SampleUnknown(f"sample {sample_id} is not in the recording of step {self.ticket.step}")
         return parse_frame(
             self.frames[sample_id], spec=self.ticket.spec, sample_id=sample_id, engine="recording"
+        )
+
+    def replan(self, layout: TrainerLayout, *, microbatch_size: int) -> Recording:
+        """The same samples cut for another trainer: balanced over its DP ranks."""
+        by_id = {sample.sample_id: sample for sample in self.ticket.samples}
+        lengths = {name: sample.tokens for name, sample in by_id.items()}
+        assignment = Assignment.balanced(lengths, dp=layout.dp, microbatch_size=microbatch_size)
+        samples = tuple(by_id[name] for name in assignment.sample_ids)
+        return replace(
+            self, ticket=replace(self.ticket, layout=layout, assignment=assignment, samples=samples)
         )
 
     def shards(self, *, dp: int) -> dict[tuple[int, int], Ids]:

@@ -101,7 +101,7 @@ class Relay:
             raise PluginNotApplied(f"engine {engine} does not send usable frames: {error}") from error
 
     def add(
-        self, sample_id: str, reply: Mapping[str, Any], tokens: Sequence[int], *, engine: str = "?"
+        self, sample_id: str, reply: Mapping[str, Any], tokens: Sequence[int] | Ids, *, engine: str = "?"
     ) -> Verified:
         """Verify and keep the routing of one sample.
 
@@ -112,13 +112,15 @@ class Relay:
             reply, spec=self.spec, sample_id=sample_id, tokens=len(tokens), engine=engine
         ))  # fmt: skip
 
-    def add_frame(self, sample_id: str, data: bytes, tokens: Sequence[int], *, engine: str = "?") -> Verified:
+    def add_frame(
+        self, sample_id: str, data: bytes, tokens: Sequence[int] | Ids, *, engine: str = "?"
+    ) -> Verified:
         """As `add`, for a frame that is already in hand (a recording, another transport)."""
         return self._add(sample_id, tokens, lambda: verify_frame(
             data, spec=self.spec, sample_id=sample_id, tokens=len(tokens), engine=engine
         ))  # fmt: skip
 
-    def _add(self, sample_id: str, tokens: Sequence[int], verify: Any) -> Verified:
+    def _add(self, sample_id: str, tokens: Sequence[int] | Ids, verify: Any) -> Verified:
         self._check_open()
         self._expire()
         try:
