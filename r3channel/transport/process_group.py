@@ -8,6 +8,7 @@ gloo ran on CPU in the tests; NCCL needs one GPU per rank and has not been run t
 from __future__ import annotations
 
 import socket
+import sys
 import time
 from datetime import timedelta
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from r3channel.errors import DeadlineExceeded, TransportError
+from r3channel.errors import DeadlineExceeded, TransportError, UsageError
 from r3channel.transport.base import Rendezvous
 
 _POLL_S = 0.0005
@@ -48,6 +49,8 @@ class ProcessGroupTransport:
         self.epoch, self.rank, self.world_size = rendezvous.epoch, rendezvous.rank, rendezvous.world_size
         self._name, self._nccl = rendezvous.name, rendezvous.backend == "nccl"
         self._dead = False
+        if self._nccl:
+            _refuse_engine_process()
         limit = timedelta(seconds=timeout_s)
         try:
             store = TCPStore(
@@ -123,6 +126,15 @@ class ProcessGroupTransport:
             if self._nccl:
                 self._group.shutdown()
             self._group = None
+
+
+def _refuse_engine_process() -> None:
+    """A pending NCCL send in an engine's CUDA context stalls inference, so such a process must not join."""
+    if "sglang.srt.model_executor.model_runner" in sys.modules:
+        raise UsageError(
+            "this process runs an SGLang engine and asked to join a routing group over NCCL; run the relay in a process (and on "
+            "a device) of its own"
+        )
 
 
 def _local_address(host: str) -> str:
