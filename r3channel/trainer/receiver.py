@@ -39,11 +39,15 @@ MAX_ATTEMPTS = 3
 class Control(Protocol):
     """The trainer's calls to its relay; `relay.Relay` itself in one process, `relay.actor.RayControl` over Ray."""
 
-    def hello(self, *, dp: int, pp: int, boot_id: str, after_epoch: int) -> dict[str, Any] | None: ...
+    def hello(
+        self, *, dp: int, pp: int, cp: int, boot_id: str, after_epoch: int
+    ) -> dict[str, Any] | None: ...
 
-    def ready(self, *, run: str, step: int, dp: int, pp: int, epoch: int, wait_s: float) -> bool: ...
+    def ready(
+        self, *, run: str, step: int, dp: int, pp: int, cp: int, epoch: int, wait_s: float
+    ) -> bool: ...
 
-    def ack(self, *, step: int, dp: int, pp: int) -> None: ...
+    def ack(self, *, step: int, dp: int, pp: int, cp: int) -> None: ...
 
 
 class Receiver:
@@ -85,7 +89,7 @@ class Receiver:
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(
                     f"{self._coords}: waited {limit:.1f} s for the other members of the group of dp {self._coords.dp}; expected "
-                    f"hello from the TP0 of {self._layout.pp} pipeline stage(s)"
+                    f"hello from the TP0 of {self._layout.pp} pipeline stage(s) x {self._layout.cp} CP rank(s)"
                 )
             time.sleep(_HELLO_POLL_S)
         rendezvous = Rendezvous(**found)
@@ -136,12 +140,14 @@ class Receiver:
             raise TicketMismatch(
                 f"ticket of step {ticket.step} after step {self._last_step} was received; a stale ticket?"
             )
-        return ticket.plan.shard(dp=self._coords.dp, pp=self._coords.pp)
+        return ticket.plan.shard(dp=self._coords.dp, pp=self._coords.pp, cp=self._coords.cp)
 
     def _hello(self) -> dict[str, Any] | None:
-        return self._control.hello(
-            dp=self._coords.dp, pp=self._coords.pp, boot_id=self._boot_id, after_epoch=self._epoch
-        )
+        return self._control.hello(**self._at, boot_id=self._boot_id, after_epoch=self._epoch)
+
+    @property
+    def _at(self) -> dict[str, int]:
+        return {"dp": self._coords.dp, "pp": self._coords.pp, "cp": self._coords.cp}
 
     # -- TP0 ---------------------------------------------------------------------------------------------------------
 
@@ -161,13 +167,14 @@ class Receiver:
         with self.clock.span("wait_relay", step=ticket.step):
             self._wait_ready(ticket)
         data_N = self._receive_buckets(ticket, shard)
-        self._control.ack(step=ticket.step, dp=self._coords.dp, pp=self._coords.pp)
+        self._control.ack(step=ticket.step, **self._at)
         return data_N
 
     def _wait_ready(self, ticket: Ticket) -> None:
         deadline = time.monotonic() + self._config.step_timeout_s
-        where = {"dp": self._coords.dp, "pp": self._coords.pp, "epoch": self._epoch}
-        while not self._control.ready(run=ticket.run, step=ticket.step, wait_s=_READY_WAIT_S, **where):
+        while not self._control.ready(
+            run=ticket.run, step=ticket.step, epoch=self._epoch, wait_s=_READY_WAIT_S, **self._at
+        ):
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(
                     f"step {ticket.step}: the relay did not place the shard of {self._coords} within "
@@ -217,7 +224,7 @@ class Receiver:
             self._epoch,
             ticket.step,
             self._coords.dp,
-            self._coords.pp,
+            self._layout.member(pp=self._coords.pp, cp=self._coords.cp),
             index,
             count,
             part.start,
@@ -225,7 +232,7 @@ class Receiver:
         )
         if seen != expected:
             raise BucketCorrupt(
-                f"{self._coords}: bucket (epoch, step, dp, pp, index, count, offset, bytes) is {seen}, "
+                f"{self._coords}: bucket (epoch, step, dp, member, index, count, offset, bytes) is {seen}, "
                 f"the ticket announces {expected}"
             )
 
