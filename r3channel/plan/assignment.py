@@ -69,7 +69,9 @@ class Assignment:
         cls, sample_ids: Sequence[str], *, dp: int, microbatch_size: int, steps: int = 1
     ) -> Assignment:
         """Sample i goes to rank i mod dp; order is kept within a rank."""
-        _check_count(len(sample_ids), parts=dp * microbatch_size * steps, what=_what(dp, microbatch_size, steps))
+        _check_count(
+            len(sample_ids), parts=dp * microbatch_size * steps, what=_what(dp, microbatch_size, steps)
+        )
         ranks = tuple(_cut(sample_ids[rank::dp], microbatch_size) for rank in range(dp))
         return cls(ranks, (len(ranks[0]) // steps,) * steps)
 
@@ -142,7 +144,9 @@ def _budgeted(parts: Sequence[Mapping[str, int]], max_tokens: int) -> list[Micro
     """The fewest micro-batches, the same number on every rank, that keep every rank's bins within the budget."""
     count = max(-(-sum(part.values()) // max_tokens) for part in parts)
     most = len(parts[0])
-    while count < most and not all(_fits(bins, part, max_tokens) for part in parts for bins in [_bins(part, count)]):
+    while count < most and not all(
+        _fits(bins, part, max_tokens) for part in parts for bins in [_bins(part, count)]
+    ):
         count += 1
     return [_bins(part, min(count, most)) for part in parts]
 

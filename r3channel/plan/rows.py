@@ -209,5 +209,12 @@ def _cut_slots(runs: Runs, batches: Sequence[Microbatch], layout: TrainerLayout)
     skipped = begin - wide.local
     real = np.clip(wide.real - skipped, 0, length)
     return Runs(
-        wide.cp, wide.microbatch, wide.sample, wide.position + skipped, slot, begin - slot * share, length, real
+        wide.cp,
+        wide.microbatch,
+        wide.sample,
+        wide.position + skipped,
+        slot,
+        begin - slot * share,
+        length,
+        real,
     )

@@ -214,9 +214,7 @@ def _pad_step(
         if min(counts) < 2:
             short = batch[counts.index(min(counts))]
             raise ConfigError(f"sample {short} has {min(counts)} token(s); at least 2 are needed")
-    found = [
-        pad_batch(batch, counts, layout=layout) for batch, counts in zip(batches, lengths, strict=True)
-    ]
+    found = [pad_batch(batch, counts, layout=layout) for batch, counts in zip(batches, lengths, strict=True)]
     if not layout.one_length:
         return found
     longest = max(batch.seq_len for batch in found)

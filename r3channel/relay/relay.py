@@ -255,9 +255,7 @@ class Relay:
         rendezvous = self._groups[dp].hello(pp=member, boot_id=boot_id, after_epoch=after_epoch)
         return None if rendezvous is None else rendezvous.to_dict()
 
-    def ready(
-        self, *, run: str, step: int, dp: int, pp: int, cp: int = 0, epoch: int, wait_s: float
-    ) -> bool:
+    def ready(self, *, run: str, step: int, dp: int, pp: int, cp: int = 0, epoch: int, wait_s: float) -> bool:
         """A TP0 is about to receive. Waits up to `wait_s` for its shard; False means ask again, True that the send starts."""
         self._check_open()
         if run != self.run:
@@ -265,8 +263,8 @@ class Relay:
         with self._changed:
             if step not in self._steps:
                 raise TicketMismatch(
-                    f"dp {dp} pp {pp} cp {cp} asks for step {step}; steps under way are {sorted(self._steps)}, the newest sealed is "
-                    f"{self._newest_step}. Sealed steps leave when every rank has acknowledged"
+                    f"dp {dp} pp {pp} cp {cp} asks for step {step}; steps under way are {sorted(self._steps)}, the newest "
+                    f"sealed is {self._newest_step}. Sealed steps leave when every rank has acknowledged"
                 )
             sealed = self._steps[step]
             self._changed.wait_for(

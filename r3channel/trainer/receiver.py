@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -43,9 +44,7 @@ class Control(Protocol):
         self, *, dp: int, pp: int, cp: int, boot_id: str, after_epoch: int
     ) -> dict[str, Any] | None: ...
 
-    def ready(
-        self, *, run: str, step: int, dp: int, pp: int, cp: int, epoch: int, wait_s: float
-    ) -> bool: ...
+    def ready(self, *, run: str, step: int, dp: int, pp: int, cp: int, epoch: int, wait_s: float) -> bool: ...
 
     def ack(self, *, step: int, dp: int, pp: int, cp: int) -> None: ...
 
@@ -97,13 +96,17 @@ class Receiver:
         self._transport = join(rendezvous, timeout_s=limit)
         self.metrics.set("r3channel_epoch", self._epoch)
 
-    def receive(self, ticket: Ticket) -> RankShard:
+    def receive(self, ticket: Ticket, *, lengths: Sequence[Sequence[int]] | None = None) -> RankShard:
         """This rank's ids of the ticket's step. All ranks of a TP group call it together.
+
+        `lengths`: tokens of each sample of each micro-batch that this trainer is about to run, to be held against the ticket.
 
         The memory is reused by the next call. Raises `TicketMismatch` before a byte moves, a `TransportError` after
         `MAX_ATTEMPTS` lives of the group, `PeerFailed` on the other TP ranks when TP0 failed.
         """
         shard = self._check(ticket)
+        if lengths is not None:
+            check_lengths(ticket, shard, lengths)
         whole_N, failure = None, None
         if self._coords.tp == 0:
             try:
@@ -117,7 +120,7 @@ class Receiver:
             part_N = self._hand_on(shard, whole_N)
         self._last_step = ticket.step
         self.metrics.inc("r3channel_bytes_total", len(part_N), leg="landed")
-        return RankShard(ticket, shard, part_N, tp=self._coords.tp)
+        return RankShard(ticket, shard, part_N, tp=self._coords.tp, invalid_rows=self._config.invalid_rows)
 
     def close(self) -> None:
         """Leave the group; idempotent."""
@@ -274,3 +277,20 @@ class Receiver:
         if held is None or len(held) < nbytes:
             held = self._buffers[name] = torch.empty(nbytes, dtype=torch.uint8, device=device)
         return held[:nbytes]
+
+
+def check_lengths(ticket: Ticket, shard: Shard, lengths: Sequence[Sequence[int]]) -> None:
+    """Raise `TicketMismatch` unless the ticket plans these micro-batches of samples of these lengths for this rank."""
+    where = f"ticket of step {ticket.step}, dp {shard.dp}"
+    planned = [batch.tokens for batch in shard.microbatches]
+    if len(lengths) != len(planned):
+        raise TicketMismatch(
+            f"{where}: {len(planned)} micro-batches planned, this trainer runs {len(lengths)}. Is micro-batch size or token "
+            "budget another on the two sides?"
+        )
+    for index, (theirs, ours) in enumerate(zip(planned, map(tuple, lengths), strict=True)):
+        if theirs != ours:
+            raise TicketMismatch(
+                f"{where}, micro-batch {index}: samples of {theirs} tokens planned, this trainer has {ours}. Was the batch "
+                "sorted, trimmed or padded after it was sealed?"
+            )

@@ -110,7 +110,10 @@ def test_every_rank_receives_exactly_its_rows(make_relay: MakeRelay) -> None:
     shards = [future.result(LIMIT_S) for future in start(receivers_of(relay), ticket)]
     assert sum(check_rows(shard) for shard in shards) == 3 * sum(n - 1 for n in TOKENS.values())
     for shard in shards:
-        assert len(shard.data_N) == ticket.plan.shard(dp=shard.shard.dp, pp=shard.shard.pp, cp=shard.shard.cp).slot_bytes
+        assert (
+            len(shard.data_N)
+            == ticket.plan.shard(dp=shard.shard.dp, pp=shard.shard.pp, cp=shard.shard.cp).slot_bytes
+        )
     relay.join_previous(timeout_s=LIMIT_S)
     assert relay.status()["steps"] == {} and relay.status()["store"]["frames"] == 0
 

@@ -23,7 +23,9 @@ def test_layout_text_is_parsed_and_sequence_parallel_follows_tp() -> None:
 
 
 def test_every_field_can_be_said_in_text() -> None:
-    text = "cp=2,pp=2,vpp=2,packing=thd,cp_split=contiguous,pad_policy=native,pad_multiple=4,uniform=0,mtp=3+1"
+    text = (
+        "cp=2,pp=2,vpp=2,packing=thd,cp_split=contiguous,pad_policy=native,pad_multiple=4,uniform=0,mtp=3+1"
+    )
     layout = TrainerLayout.parse(text)
     assert layout.mtp == (3, 1) and layout.uniform is False and layout.packing == "thd"
     assert TrainerLayout.from_dict(layout.to_dict()) == layout
@@ -31,7 +33,8 @@ def test_every_field_can_be_said_in_text() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["dp=0", "dp=x", "zz=1", "tp=1,sp=1", "ep=3", "vpp=2", "packing=ragged", "cp_split=x", "pad_policy=zero"]
+    "text",
+    ["dp=0", "dp=x", "zz=1", "tp=1,sp=1", "ep=3", "vpp=2", "packing=ragged", "cp_split=x", "pad_policy=zero"],
 )
 def test_impossible_layouts_are_refused(text: str) -> None:
     with pytest.raises(ConfigError):

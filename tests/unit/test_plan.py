@@ -219,7 +219,9 @@ def test_an_mtp_layer_cannot_be_mapped_to_a_dense_layer() -> None:
         make_plan(TrainerLayout(mtp=(0,)), size=1, batches=1, seed=0)
 
 
-@pytest.mark.parametrize("text", ["pp=3", "pp=2,vpp=4", "pp=2,first_layers=5", "pp=2,first_layers=1,last_layers=1"])
+@pytest.mark.parametrize(
+    "text", ["pp=3", "pp=2,vpp=4", "pp=2,first_layers=5", "pp=2,first_layers=1,last_layers=1"]
+)
 def test_a_pipeline_that_does_not_divide_is_refused_when_planning(text: str) -> None:
     with pytest.raises(UnsupportedLayout, match=r"4 layers|\(2, 2\) layers"):
         make_plan(TrainerLayout.parse(text), size=1, batches=4, seed=0)
