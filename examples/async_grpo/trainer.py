@@ -193,7 +193,7 @@ class Trainer:
             seq_length=batches[0].tokens.shape[1],
             micro_batch_size=batches[0].tokens.shape[0],
             forward_only=forward_only,
-            data_iterator=iter(range(len(batches))),
+            data=range(len(batches)),
         )
 
     def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -7,7 +7,7 @@ parallelism only hands on equal parts. `rows.py` says which row is which token, 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -100,6 +100,18 @@ class Shard:
         sample_SR, position_SR = self.table.row_map(cp=self.cp, microbatch=microbatch)
         width = self.microbatches[microbatch].width
         return sample_SR.reshape(-1, width).T, position_SR.reshape(-1, width).T
+
+    def lay_out(self, microbatch: int, values: Sequence[Ids], *, fill: float = 0) -> Ids:
+        """[b, s / cp] ([1, t / cp] for a pack): a value per token, where this CP rank's model input has that token.
+
+        `values[i]` holds one value per position of sample i, from its first token on; what is not named becomes `fill`.
+        """
+        sample, position = self.token_map(microbatch)
+        out = np.full(sample.shape, fill, dtype=values[0].dtype)
+        for index, own in enumerate(values):
+            here = (sample == index) & (position < len(own))
+            out[here] = own[position[here]]
+        return out
 
 
 @dataclass(frozen=True)

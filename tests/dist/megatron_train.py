@@ -90,7 +90,7 @@ class Rank:
             seq_length=LENGTH,
             micro_batch_size=SAMPLES // self.layout.dp,
             forward_only=forward_only,
-            data_iterator=iter(range(MICROBATCHES)),
+            data=range(MICROBATCHES),
         )
         return [item["loss"] for item in losses]
 
