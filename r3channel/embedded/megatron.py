@@ -82,7 +82,8 @@ class TrainerModel:
     ) -> list[Any]:
         """Megatron's own schedule (1F1B when pipelined); on the last stage the reduced losses, elsewhere [].
 
-        `forward_step(iterator, chunk)` gives (output, loss function); each chunk has its own iterator over `data`. Gradients are reduced when this returns.
+        `forward_step(iterator, chunk)` gives (output, loss function); each chunk has its own iterator over `data`.
+        Gradients are reduced when this returns.
         """
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
