@@ -29,7 +29,7 @@ def main(folder: Path, scratch: str) -> int:
     recording = Recording.load(folder).replan(LAYOUT, microbatch_size=4)
     ticket = recording.ticket
     shard = ticket.plan.shard(dp=0, pp=0)
-    routing = RankShard.from_whole(ticket, shard, torch.from_numpy(recording.shards(dp=0)[0, 0]), tp=0)
+    routing = RankShard.from_whole(ticket, shard, torch.from_numpy(recording.shards(dp=0)[0, 0, 0]), tp=0)
 
     megatron.init_distributed(rank=0, world_size=1, init_method=f"file://{scratch}/rendezvous", layout=LAYOUT)
     model = megatron.build(write_model(f"{scratch}/model"), LAYOUT, dtype="float32", lr=1e-4)

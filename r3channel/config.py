@@ -44,12 +44,21 @@ class ChannelConfig:
     """Frames that no assignment names are dropped this long after they arrived, and counted."""
     metrics_port: int = -1
     """-1: no /metrics; 0: a free port; else this port."""
+    invalid_rows: str = "error"
+    """Rows that the engine could not record: `error` refuses the sample, `native` lets the live router choose for them, `mask`
+    also takes those tokens out of the loss."""
+    audit_microbatches: int = 1
+    """Micro-batches per step whose replayed ids are compared with what the live router would choose; 0: none."""
     row_digests: bool = False
     """Engines add per-layer digests to frames, so that an audit can compare both ends without the ids."""
 
     def __post_init__(self) -> None:
         if self.backend not in ("gloo", "nccl", "loopback"):
             raise ConfigError(f"backend {self.backend!r}, expected gloo, nccl or loopback")
+        if self.invalid_rows not in ("error", "native", "mask"):
+            raise ConfigError(f"invalid_rows {self.invalid_rows!r}, expected error, native or mask")
+        if self.audit_microbatches < 0:
+            raise ConfigError(f"audit_microbatches {self.audit_microbatches}, expected 0 or more")
         if self.bucket_bytes < 1024:
             raise ConfigError(f"bucket_bytes {self.bucket_bytes}, expected at least 1024")
         for name in ("join_timeout_s", "send_timeout_s", "step_timeout_s", "expiry_s", "store_bytes"):

@@ -21,7 +21,8 @@ import numpy as np
 from r3channel.errors import FrameTruncated, SampleUnknown
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
-from r3channel.plan.shards import place_samples
+from r3channel.plan.place import fill_invalid, place_samples
+from r3channel.plan.shards import ShardKey
 from r3channel.plan.ticket import Ticket
 from r3channel.routing import Ids
 from r3channel.wire.frame import Frame, parse_frame
@@ -102,10 +103,10 @@ class Recording:
             self, ticket=replace(self.ticket, layout=layout, assignment=assignment, samples=samples)
         )
 
-    def shards(self, *, dp: int) -> dict[tuple[int, int], Ids]:
-        """The uint8 shards of all pipeline stages of one DP rank, by (dp, pp): what a relay would send."""
-        return place_samples(
-            self.ticket.plan,
-            dp=dp,
-            ids_of=lambda sample: self.frame(sample).routing(sample_id=sample).expert_ids_TLK,
-        )
+    def shards(self, *, dp: int) -> dict[ShardKey, Ids]:
+        """The uint8 shards of all pipeline stages and CP ranks of one DP rank, by (dp, pp, cp): what a relay would send."""
+        return place_samples(self.ticket.plan, dp=dp, ids_of=self._ids)
+
+    def _ids(self, sample_id: str) -> Ids:
+        routing = self.frame(sample_id).routing(sample_id=sample_id)
+        return fill_invalid(routing.expert_ids_TLK, routing.valid_T, self.ticket.spec)

@@ -46,7 +46,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="r3channel demo", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument(
-        "--layout", default="dp=2,tp=2,pp=1,cp=1", help="keys dp, tp, pp, cp, vpp, ep, sp, packing"
+        "--layout",
+        default="dp=2,tp=2,pp=1,cp=1",
+        help="keys dp, tp, pp, cp, vpp, ep, packing (padded or thd), pad_policy (spread or native), ...",
     )
     parser.add_argument("--engines", type=int, default=1, help="SGLang servers")
     parser.add_argument("--seed", type=int, default=0)
@@ -191,7 +193,9 @@ def _cluster(args: argparse.Namespace, folder: Path) -> Iterator[_Cluster]:
     """Engines, Ray, manager and trainers, started beside one another; all gone at the end."""
     from r3channel.embedded.model import write_model
 
-    model = write_model(folder / "model", seed=args.seed)
+    layout = TrainerLayout.parse(args.layout)
+    layers = max(4, 2 * layout.pp * layout.vpp)  # at least two layers in every chunk; layer 0 is dense
+    model = write_model(folder / "model", seed=args.seed, layers=layers)
     spec = RoutingSpec.from_hf_config(json.loads((model / "config.json").read_text()))
     args.model, args.vocab = str(model), json.loads((model / "config.json").read_text())["vocab_size"]
     with _engines(args, model) as engines, _ray():

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from r3channel import errors
 from r3channel.routing import RowKind, SampleRouting
 from r3channel.spec import RoutingSpec
@@ -45,14 +47,26 @@ def frame_bytes_of(reply: Mapping[str, Any], *, sample_id: str, engine: str) -> 
 
 
 def verify_reply(
-    reply: Mapping[str, Any], *, spec: RoutingSpec, sample_id: str, tokens: int, engine: str
+    reply: Mapping[str, Any],
+    *,
+    spec: RoutingSpec,
+    sample_id: str,
+    tokens: int,
+    engine: str,
+    invalid_rows: str = "error",
 ) -> Verified:
     """Verify the frame of a reply for a sample of `tokens` tokens, and that it belongs to this reply's request."""
     data = frame_bytes_of(reply, sample_id=sample_id, engine=engine)
     request_id = reply["meta_info"].get("id")
     expected_key = sample_key(request_id) if isinstance(request_id, str) else None
     return verify_frame(
-        data, spec=spec, sample_id=sample_id, tokens=tokens, engine=engine, expected_key=expected_key
+        data,
+        spec=spec,
+        sample_id=sample_id,
+        tokens=tokens,
+        engine=engine,
+        expected_key=expected_key,
+        invalid_rows=invalid_rows,
     )
 
 
@@ -64,8 +78,12 @@ def verify_frame(
     tokens: int,
     engine: str,
     expected_key: int | None = None,
+    invalid_rows: str = "error",
 ) -> Verified:
-    """Verify a frame's bytes, its row count, its request and every id. Raises a typed `RoutingError`."""
+    """Verify a frame's bytes, its row count, its request and every id. Raises a typed `RoutingError`.
+
+    `invalid_rows`: `error` refuses a sample with rows that hold no routing; other policies leave them to the trainer.
+    """
     where = f"sample {sample_id} from engine {engine}"
     frame = parse_frame(data, spec=spec, sample_id=sample_id, engine=engine)
     if expected_key is not None and frame.sample_key != expected_key:
@@ -78,13 +96,22 @@ def verify_frame(
             f"{where}: rows {frame.first_row}..{frame.first_row + frame.rows} of layers {spec.moe_layers} for {tokens} tokens; "
             f"expected 0..{tokens - 1}. Was a start offset set, or the text cut after generation?"
         )
-    _check_valid(frame, where=where)
+    if invalid_rows == "error":
+        _check_valid(frame, where=where)
     routing = frame.routing(sample_id=f"{sample_id} from engine {engine}")  # the name is for its errors
     return Verified(sample_id=sample_id, frame=frame, data=data, routing=routing)
 
 
+def invalid_ranges(frame: Frame) -> tuple[tuple[int, int], ...]:
+    """Row ranges [start, end) of a frame that hold no routing, ascending."""
+    if frame.valid_T.all():
+        return ()
+    edges = np.flatnonzero(np.diff(np.concatenate([[True], frame.valid_T, [True]]).astype(np.int8)))
+    return tuple(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+
+
 def _check_valid(frame: Frame, *, where: str) -> None:
-    """Policy `error`, the only one so far: a row without routing is refused by name."""
+    """Policy `error`: a row without routing is refused by name."""
     missing = [span for span in frame.provenance if span.kind is RowKind.MISSING]
     if not frame.valid_T.all() or missing:
         first = int((~frame.valid_T).argmax()) if not frame.valid_T.all() else missing[0].start

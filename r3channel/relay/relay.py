@@ -34,10 +34,10 @@ from r3channel.errors import (
 from r3channel.metrics import Metrics, StageClock
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
-from r3channel.plan.shards import place_samples
+from r3channel.plan.place import fill_invalid, place_samples
 from r3channel.plan.ticket import Ticket, TicketSample
 from r3channel.recording import Recorder
-from r3channel.relay.ingest import Verified, frame_bytes_of, verify_frame, verify_reply
+from r3channel.relay.ingest import Verified, frame_bytes_of, invalid_ranges, verify_frame, verify_reply
 from r3channel.relay.sender import DeliveryGroup
 from r3channel.relay.step import SealedStep
 from r3channel.relay.store import FrameStore
@@ -109,7 +109,8 @@ class Relay:
         `RoutingError` naming sample and engine and keeps nothing; the caller decides what happens to a bad sample.
         """
         return self._add(sample_id, tokens, lambda: verify_reply(
-            reply, spec=self.spec, sample_id=sample_id, tokens=len(tokens), engine=engine
+            reply, spec=self.spec, sample_id=sample_id, tokens=len(tokens), engine=engine,
+            invalid_rows=self.config.invalid_rows,
         ))  # fmt: skip
 
     def add_frame(
@@ -117,7 +118,8 @@ class Relay:
     ) -> Verified:
         """As `add`, for a frame that is already in hand (a recording, another transport)."""
         return self._add(sample_id, tokens, lambda: verify_frame(
-            data, spec=self.spec, sample_id=sample_id, tokens=len(tokens), engine=engine
+            data, spec=self.spec, sample_id=sample_id, tokens=len(tokens), engine=engine,
+            invalid_rows=self.config.invalid_rows,
         ))  # fmt: skip
 
     def _add(self, sample_id: str, tokens: Sequence[int] | Ids, verify: Any) -> Verified:
@@ -135,7 +137,9 @@ class Relay:
             self.metrics.inc("r3channel_rejected_total", reason=error.reason)
             raise
         frame = verified.frame
-        sample = TicketSample(sample_id, len(tokens), frame.payload_hash, frame.provenance)
+        sample = TicketSample(
+            sample_id, len(tokens), frame.payload_hash, frame.provenance, invalid_ranges(frame)
+        )
         with self._changed:
             self._pending[sample_id] = (sample, time.monotonic())
         if self._recorder is not None:
@@ -200,7 +204,7 @@ class Relay:
         self._check_open()
         if not done:
             raise DeadlineExceeded(
-                f"waited {limit:.1f} s for the send of step(s) {sorted(steps)}; not acknowledged by (dp, pp) "
+                f"waited {limit:.1f} s for the send of step(s) {sorted(steps)}; not acknowledged by (dp, pp, cp) "
                 f"{ {step: list(missing) for step, missing in steps.items()} }. Have those trainers entered the step? A send "
                 "cannot finish before its receiver starts"
             )
@@ -241,15 +245,19 @@ class Relay:
 
     # -- trainer side, reached over the control channel --------------------------------------------------------------
 
-    def hello(self, *, dp: int, pp: int, boot_id: str, after_epoch: int) -> dict[str, Any] | None:
+    def hello(
+        self, *, dp: int, pp: int, cp: int = 0, boot_id: str, after_epoch: int
+    ) -> dict[str, Any] | None:
         """A TP0 asks to join its group; None means that other members have not said hello yet: ask again."""
         self._check_open()
-        if not (0 <= dp < self.layout.dp and 0 <= pp < self.layout.pp):
-            raise TicketMismatch(f"hello from dp {dp} pp {pp}; this relay serves layout {self.layout}")
-        rendezvous = self._groups[dp].hello(pp=pp, boot_id=boot_id, after_epoch=after_epoch)
+        layout = self.layout
+        if not (0 <= dp < layout.dp and 0 <= pp < layout.pp and 0 <= cp < layout.cp):
+            raise TicketMismatch(f"hello from dp {dp} pp {pp} cp {cp}; this relay serves layout {layout}")
+        member = layout.member(pp=pp, cp=cp)
+        rendezvous = self._groups[dp].hello(pp=member, boot_id=boot_id, after_epoch=after_epoch)
         return None if rendezvous is None else rendezvous.to_dict()
 
-    def ready(self, *, run: str, step: int, dp: int, pp: int, epoch: int, wait_s: float) -> bool:
+    def ready(self, *, run: str, step: int, dp: int, pp: int, cp: int = 0, epoch: int, wait_s: float) -> bool:
         """A TP0 is about to receive. Waits up to `wait_s` for its shard; False means ask again, True that the send starts."""
         self._check_open()
         if run != self.run:
@@ -257,27 +265,27 @@ class Relay:
         with self._changed:
             if step not in self._steps:
                 raise TicketMismatch(
-                    f"dp {dp} pp {pp} asks for step {step}; steps under way are {sorted(self._steps)}, the newest sealed is "
-                    f"{self._newest_step}. Sealed steps leave when every rank has acknowledged"
+                    f"dp {dp} pp {pp} cp {cp} asks for step {step}; steps under way are {sorted(self._steps)}, the newest "
+                    f"sealed is {self._newest_step}. Sealed steps leave when every rank has acknowledged"
                 )
             sealed = self._steps[step]
             self._changed.wait_for(
-                lambda: (dp, pp) in sealed.buffers or self._background_error() is not None, timeout=wait_s
+                lambda: (dp, pp, cp) in sealed.buffers or self._background_error() is not None, timeout=wait_s
             )
-            placed = (dp, pp) in sealed.buffers
+            placed = (dp, pp, cp) in sealed.buffers
         self._check_open()
         if placed:
-            self._groups[dp].ready(pp=pp, step=step, epoch=epoch)
+            self._groups[dp].ready(pp=self.layout.member(pp=pp, cp=cp), step=step, epoch=epoch)
         return placed
 
-    def ack(self, *, step: int, dp: int, pp: int) -> None:
+    def ack(self, *, step: int, dp: int, pp: int, cp: int = 0) -> None:
         """A TP0 holds its verified shard; the last acknowledgement of a step frees it. Repeating it does no harm."""
         with self._changed:
             sealed = self._steps.get(step)
             if sealed is None:
                 return
-            sealed.acknowledged.add((dp, pp))
-            sealed.buffers.pop((dp, pp), None)
+            sealed.acknowledged.add((dp, pp, cp))
+            sealed.buffers.pop((dp, pp, cp), None)
             if not sealed.missing:
                 del self._steps[step]
                 self.metrics.inc("r3channel_samples_total", len(sealed.ticket.samples), outcome="delivered")
@@ -307,14 +315,15 @@ class Relay:
 
     def _decode(self, sample_id: str) -> Ids:
         with self.clock.span("decode"):
-            return parse_frame(
+            frame = parse_frame(
                 self._store.get(sample_id), spec=self.spec, sample_id=sample_id, engine="store"
-            ).decode()
+            )
+            return fill_invalid(frame.decode(), frame.valid_T, self.spec)
 
     def _group(self, dp: int) -> DeliveryGroup:
         return DeliveryGroup(
             dp=dp,
-            stages=self.layout.pp,
+            stages=self.layout.members,
             config=self.config,
             rendezvous=self._rendezvous,
             changed=self._changed,
@@ -336,7 +345,7 @@ class Relay:
             name=f"{self.run}/{name}/epoch{epoch}",
             epoch=epoch,
             rank=rank,
-            world_size=self.layout.pp + 1,
+            world_size=self.layout.members + 1,
             host=host,
             port=port,
         )

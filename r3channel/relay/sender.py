@@ -28,7 +28,9 @@ from r3channel.wire.bucket import bucket_headers
 
 @dataclass
 class DeliveryGroup:
-    """Relay (rank 0) and the TP0 of each pipeline stage of DP rank `dp` (rank pp + 1).
+    """Relay (rank 0) and the receiving processes of DP rank `dp`: member m (`layout.member`, pp * cp_size + cp) is rank m + 1.
+
+    `pp` below is that member number; without context parallelism it is the pipeline stage.
 
     All public methods may be called from any thread. `changed` is the relay's condition: it guards this object and the
     steps, and is notified on every change.
@@ -142,7 +144,7 @@ class DeliveryGroup:
             sealed, transport = self.steps.get(step), self._transport
         if sealed is None or transport is None or transport.epoch != epoch:
             return  # acknowledged or abandoned meanwhile
-        shard_N = sealed.buffers[self.dp, pp]
+        shard_N = sealed.buffer_of(self.dp, pp)
         with self.clock.span("send", step=step):
             headers = bucket_headers(
                 shard_N, bucket_bytes=sealed.ticket.bucket_bytes, epoch=epoch, step=step, dp=self.dp, pp=pp

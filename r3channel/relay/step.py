@@ -7,10 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from r3channel.plan.shards import ShardKey
 from r3channel.plan.ticket import Ticket
-
-ShardKey = tuple[int, int]
-"""(DP, PP)."""
 
 
 @dataclass
@@ -28,7 +26,11 @@ class SealedStep:
 
     @property
     def keys(self) -> tuple[ShardKey, ...]:
-        return tuple((shard.dp, shard.pp) for shard in self.ticket.plan.shards)
+        return tuple(shard.key for shard in self.ticket.plan.shards)
+
+    def buffer_of(self, dp: int, member: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """The placed shard of the `member`-th receiving process of a DP rank."""
+        return self.buffers[dp, *divmod(member, self.ticket.layout.cp)]
 
     @property
     def missing(self) -> tuple[ShardKey, ...]:

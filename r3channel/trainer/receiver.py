@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -39,11 +40,13 @@ MAX_ATTEMPTS = 3
 class Control(Protocol):
     """The trainer's calls to its relay; `relay.Relay` itself in one process, `relay.actor.RayControl` over Ray."""
 
-    def hello(self, *, dp: int, pp: int, boot_id: str, after_epoch: int) -> dict[str, Any] | None: ...
+    def hello(
+        self, *, dp: int, pp: int, cp: int, boot_id: str, after_epoch: int
+    ) -> dict[str, Any] | None: ...
 
-    def ready(self, *, run: str, step: int, dp: int, pp: int, epoch: int, wait_s: float) -> bool: ...
+    def ready(self, *, run: str, step: int, dp: int, pp: int, cp: int, epoch: int, wait_s: float) -> bool: ...
 
-    def ack(self, *, step: int, dp: int, pp: int) -> None: ...
+    def ack(self, *, step: int, dp: int, pp: int, cp: int) -> None: ...
 
 
 class Receiver:
@@ -85,7 +88,7 @@ class Receiver:
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(
                     f"{self._coords}: waited {limit:.1f} s for the other members of the group of dp {self._coords.dp}; expected "
-                    f"hello from the TP0 of {self._layout.pp} pipeline stage(s)"
+                    f"hello from the TP0 of {self._layout.pp} pipeline stage(s) x {self._layout.cp} CP rank(s)"
                 )
             time.sleep(_HELLO_POLL_S)
         rendezvous = Rendezvous(**found)
@@ -93,13 +96,17 @@ class Receiver:
         self._transport = join(rendezvous, timeout_s=limit)
         self.metrics.set("r3channel_epoch", self._epoch)
 
-    def receive(self, ticket: Ticket) -> RankShard:
+    def receive(self, ticket: Ticket, *, lengths: Sequence[Sequence[int]] | None = None) -> RankShard:
         """This rank's ids of the ticket's step. All ranks of a TP group call it together.
+
+        `lengths`: tokens of each sample of each micro-batch that this trainer is about to run, to be held against the ticket.
 
         The memory is reused by the next call. Raises `TicketMismatch` before a byte moves, a `TransportError` after
         `MAX_ATTEMPTS` lives of the group, `PeerFailed` on the other TP ranks when TP0 failed.
         """
         shard = self._check(ticket)
+        if lengths is not None:
+            check_lengths(ticket, shard, lengths)
         whole_N, failure = None, None
         if self._coords.tp == 0:
             try:
@@ -113,7 +120,7 @@ class Receiver:
             part_N = self._hand_on(shard, whole_N)
         self._last_step = ticket.step
         self.metrics.inc("r3channel_bytes_total", len(part_N), leg="landed")
-        return RankShard(ticket, shard, part_N, tp=self._coords.tp)
+        return RankShard(ticket, shard, part_N, tp=self._coords.tp, invalid_rows=self._config.invalid_rows)
 
     def close(self) -> None:
         """Leave the group; idempotent."""
@@ -136,12 +143,14 @@ class Receiver:
             raise TicketMismatch(
                 f"ticket of step {ticket.step} after step {self._last_step} was received; a stale ticket?"
             )
-        return ticket.plan.shard(dp=self._coords.dp, pp=self._coords.pp)
+        return ticket.plan.shard(dp=self._coords.dp, pp=self._coords.pp, cp=self._coords.cp)
 
     def _hello(self) -> dict[str, Any] | None:
-        return self._control.hello(
-            dp=self._coords.dp, pp=self._coords.pp, boot_id=self._boot_id, after_epoch=self._epoch
-        )
+        return self._control.hello(**self._at, boot_id=self._boot_id, after_epoch=self._epoch)
+
+    @property
+    def _at(self) -> dict[str, int]:
+        return {"dp": self._coords.dp, "pp": self._coords.pp, "cp": self._coords.cp}
 
     # -- TP0 ---------------------------------------------------------------------------------------------------------
 
@@ -161,13 +170,14 @@ class Receiver:
         with self.clock.span("wait_relay", step=ticket.step):
             self._wait_ready(ticket)
         data_N = self._receive_buckets(ticket, shard)
-        self._control.ack(step=ticket.step, dp=self._coords.dp, pp=self._coords.pp)
+        self._control.ack(step=ticket.step, **self._at)
         return data_N
 
     def _wait_ready(self, ticket: Ticket) -> None:
         deadline = time.monotonic() + self._config.step_timeout_s
-        where = {"dp": self._coords.dp, "pp": self._coords.pp, "epoch": self._epoch}
-        while not self._control.ready(run=ticket.run, step=ticket.step, wait_s=_READY_WAIT_S, **where):
+        while not self._control.ready(
+            run=ticket.run, step=ticket.step, epoch=self._epoch, wait_s=_READY_WAIT_S, **self._at
+        ):
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(
                     f"step {ticket.step}: the relay did not place the shard of {self._coords} within "
@@ -217,7 +227,7 @@ class Receiver:
             self._epoch,
             ticket.step,
             self._coords.dp,
-            self._coords.pp,
+            self._layout.member(pp=self._coords.pp, cp=self._coords.cp),
             index,
             count,
             part.start,
@@ -225,7 +235,7 @@ class Receiver:
         )
         if seen != expected:
             raise BucketCorrupt(
-                f"{self._coords}: bucket (epoch, step, dp, pp, index, count, offset, bytes) is {seen}, "
+                f"{self._coords}: bucket (epoch, step, dp, member, index, count, offset, bytes) is {seen}, "
                 f"the ticket announces {expected}"
             )
 
@@ -267,3 +277,20 @@ class Receiver:
         if held is None or len(held) < nbytes:
             held = self._buffers[name] = torch.empty(nbytes, dtype=torch.uint8, device=device)
         return held[:nbytes]
+
+
+def check_lengths(ticket: Ticket, shard: Shard, lengths: Sequence[Sequence[int]]) -> None:
+    """Raise `TicketMismatch` unless the ticket plans these micro-batches of samples of these lengths for this rank."""
+    where = f"ticket of step {ticket.step}, dp {shard.dp}"
+    planned = [batch.tokens for batch in shard.microbatches]
+    if len(lengths) != len(planned):
+        raise TicketMismatch(
+            f"{where}: {len(planned)} micro-batches planned, this trainer runs {len(lengths)}. Is micro-batch size or token "
+            "budget another on the two sides?"
+        )
+    for index, (theirs, ours) in enumerate(zip(planned, map(tuple, lengths), strict=True)):
+        if theirs != ours:
+            raise TicketMismatch(
+                f"{where}, micro-batch {index}: samples of {theirs} tokens planned, this trainer has {ours}. Was the batch "
+                "sorted, trimmed or padded after it was sealed?"
+            )

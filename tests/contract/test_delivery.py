@@ -110,7 +110,10 @@ def test_every_rank_receives_exactly_its_rows(make_relay: MakeRelay) -> None:
     shards = [future.result(LIMIT_S) for future in start(receivers_of(relay), ticket)]
     assert sum(check_rows(shard) for shard in shards) == 3 * sum(n - 1 for n in TOKENS.values())
     for shard in shards:
-        assert len(shard.data_N) == ticket.plan.shard(dp=shard.shard.dp, pp=shard.shard.pp).slot_bytes
+        assert (
+            len(shard.data_N)
+            == ticket.plan.shard(dp=shard.shard.dp, pp=shard.shard.pp, cp=shard.shard.cp).slot_bytes
+        )
     relay.join_previous(timeout_s=LIMIT_S)
     assert relay.status()["steps"] == {} and relay.status()["store"]["frames"] == 0
 
@@ -148,7 +151,7 @@ def test_receives_that_are_posted_after_generate_returned_complete(make_relay: M
 
 def test_a_blocking_send_in_its_place_hits_the_named_deadline(make_relay: MakeRelay) -> None:
     with pytest.raises(
-        errors.DeadlineExceeded, match=r"step\(s\) \[0\].*\(0, 0\), \(0, 1\), \(1, 0\), \(1, 1\)"
+        errors.DeadlineExceeded, match=r"step\(s\) \[0\].*\(0, 0, 0\), \(0, 1, 0\), \(1, 0, 0\), \(1, 1, 0\)"
     ):
         generate(make_relay(), 0, blocking=True)
 
@@ -159,7 +162,7 @@ def test_the_join_with_the_previous_send_names_the_missing_rank(make_relay: Make
     ticket = relay.seal(0, assignment())
     receivers = receivers_of(relay)
     check_rows(start(receivers[:1], ticket)[0].result(LIMIT_S))
-    with pytest.raises(errors.DeadlineExceeded, match=r"\{0: \[\(1, 0\)\]\}"):
+    with pytest.raises(errors.DeadlineExceeded, match=r"\{0: \[\(1, 0, 0\)\]\}"):
         relay.join_previous(timeout_s=0.5)
 
 
@@ -303,7 +306,7 @@ def test_close_names_what_was_not_delivered(make_relay: MakeRelay) -> None:
     relay = make_relay()
     fill(relay)
     relay.seal(7, assignment())
-    with pytest.raises(errors.StepError, match=r"7: \[\(0, 0\)"):
+    with pytest.raises(errors.StepError, match=r"7: \[\(0, 0, 0\)"):
         relay.close()
     with pytest.raises(errors.UsageError, match="closed"):
         relay.seal(8, assignment())
@@ -329,7 +332,7 @@ def test_a_recording_holds_the_step_as_it_was_sent(make_relay: MakeRelay, tmp_pa
     recording = Recording.load(step_folder(tmp_path / "rec", 0))
     assert recording.ticket == ticket
     for shard in shards:
-        whole = torch.from_numpy(recording.shards(dp=shard.shard.dp)[shard.shard.dp, shard.shard.pp])
+        whole = torch.from_numpy(recording.shards(dp=shard.shard.dp)[shard.shard.key])
         again = RankShard.from_whole(ticket, shard.shard, whole, tp=0)
         assert torch.equal(again.data_N, shard.data_N)
     assert recording.tokens["s1"].tolist() == list(range(30))

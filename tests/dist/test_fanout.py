@@ -25,7 +25,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def expected(*, sp: bool) -> tuple[np.ndarray, list[np.ndarray]]:
     """(whole shard, views [tp slot, L, rows, K] per micro-batch) straight from the recording."""
     recording = Recording.load(RECORDING).replan(TrainerLayout(tp=2, sp=sp), microbatch_size=4)
-    whole = recording.shards(dp=0)[0, 0]
+    whole = recording.shards(dp=0)[0, 0, 0]
     return whole, recording.ticket.plan.shard(dp=0, pp=0).views(whole)
 
 
