@@ -38,10 +38,7 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="r3channel", description=__doc__, epilog=_EPILOG)
-    parser.description = (
-        "Rollout routing replay: expert choices from SGLang engines to Megatron routers, exactly."
-    )
+    parser = argparse.ArgumentParser(prog="r3channel", description=_DESCRIPTION, epilog=_EPILOG)
     parser.add_argument("--version", action="version", version=f"r3channel {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser(

@@ -91,12 +91,6 @@ class RowsInvalid(RoutingError):
     reason = "rows_invalid"
 
 
-class StaleWeights(RoutingError):
-    """Rows were made by other weights than the policy allows."""
-
-    reason = "stale"
-
-
 # -- bytes -------------------------------------------------------------------------------------------------------------
 
 

@@ -11,6 +11,9 @@ Nothing here is unpickled; frames are verified again when they are read.
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from r3channel.errors import FrameTruncated, SampleUnknown
+from r3channel.errors import FrameTruncated, SampleUnknown, TicketMismatch
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.place import fill_invalid, place_samples
@@ -48,13 +51,17 @@ class Recorder:
     def write(self, ticket: Ticket) -> Path:
         """Write a sealed step and forget its samples; returns its folder."""
         folder = step_folder(self.root, ticket.step)
-        folder.mkdir(parents=True, exist_ok=True)
+        scratch = folder.with_name(f".{folder.name}-{os.getpid()}")
+        scratch.mkdir(parents=True)
         kept = [self._kept.pop(sample.sample_id) for sample in ticket.samples]
-        (folder / "frames.bin").write_bytes(b"".join(frame for frame, _ in kept))
-        (folder / "frames.json").write_text(json.dumps({"sizes": [len(frame) for frame, _ in kept]}))
+        (scratch / "frames.bin").write_bytes(b"".join(frame for frame, _ in kept))
+        (scratch / "frames.json").write_text(json.dumps({"sizes": [len(frame) for frame, _ in kept]}))
         arrays: dict[str, Any] = {f"t{index}": tokens for index, (_, tokens) in enumerate(kept)}
-        np.savez(folder / "tokens.npz", **arrays)
-        (folder / "ticket.json").write_bytes(ticket.to_bytes())  # last: a folder with a ticket is complete
+        np.savez(scratch / "tokens.npz", **arrays)
+        (scratch / "ticket.json").write_bytes(ticket.to_bytes())
+        if folder.exists():
+            shutil.rmtree(folder)
+        scratch.rename(folder)  # a step's folder is there whole or not at all
         return folder
 
 
@@ -73,7 +80,12 @@ class Recording:
         path = Path(folder)
         ticket = Ticket.from_bytes((path / "ticket.json").read_bytes())
         data = (path / "frames.bin").read_bytes()
-        sizes = json.loads((path / "frames.json").read_text())["sizes"]
+        try:
+            sizes = [int(size) for size in json.loads((path / "frames.json").read_text())["sizes"]]
+            with np.load(path / "tokens.npz", allow_pickle=False) as arrays:
+                tokens = {s.sample_id: arrays[f"t{index}"] for index, s in enumerate(ticket.samples)}
+        except (ValueError, KeyError, TypeError, OSError, zipfile.BadZipFile) as error:
+            raise FrameTruncated(f"{path}: frames.json or tokens.npz is damaged: {error!r}") from error
         names = [sample.sample_id for sample in ticket.samples]
         if sum(sizes) != len(data) or len(sizes) != len(names):
             raise FrameTruncated(
@@ -81,17 +93,23 @@ class Recording:
             )
         ends = np.cumsum(sizes).tolist()
         frames = {name: data[end - size : end] for name, size, end in zip(names, sizes, ends, strict=True)}
-        with np.load(path / "tokens.npz", allow_pickle=False) as arrays:
-            tokens = {name: arrays[f"t{index}"] for index, name in enumerate(names)}
         return cls(ticket, frames, tokens)
 
     def frame(self, sample_id: str) -> Frame:
-        """A sample's frame, verified against the ticket."""
+        """A sample's frame, verified against the ticket. Raises `TicketMismatch` for another sample's bytes."""
         if sample_id not in self.frames:
             raise SampleUnknown(f"sample {sample_id} is not in the recording of step {self.ticket.step}")
-        return parse_frame(
+        frame = parse_frame(
             self.frames[sample_id], spec=self.ticket.spec, sample_id=sample_id, engine="recording"
         )
+        known = self.ticket.sample(sample_id)
+        seen = (frame.payload_hash, frame.rows + 1, len(self.tokens[sample_id]))
+        if seen != (known.frame_hash, known.tokens, known.tokens):
+            raise TicketMismatch(
+                f"sample {sample_id}: (frame hash, rows + 1, tokens) in the recording are {seen}, the ticket says "
+                f"{(known.frame_hash, known.tokens, known.tokens)}. Were files of two recordings mixed?"
+            )
+        return frame
 
     def replan(self, layout: TrainerLayout, *, microbatch_size: int) -> Recording:
         """The same samples cut for another trainer: balanced over its DP ranks."""

@@ -44,7 +44,9 @@ class ChannelRouting(RelayHost):
         self.metrics = Metrics("relay", clock=clock)
         recorder = Recorder(args.record) if args.record else None
         self.relay = Relay(spec, layout, config, clock=clock, metrics=self.metrics, recorder=recorder)
-        self.port = self.metrics.serve(port=config.metrics_port) if config.metrics_port >= 0 else 0
+        self.port = (
+            self.metrics.serve(config.interface, config.metrics_port) if config.metrics_port >= 0 else 0
+        )
         self._replied: dict[str, tuple[np.ndarray, np.ndarray | None]] = {}
         self._sealed: dict[int, dict[str, tuple[np.ndarray, np.ndarray | None]]] = {}
         self._rows = 0
@@ -108,7 +110,7 @@ class ChannelReplay:
         self._dp = parallel_coords().dp
         config = ChannelConfig.from_args(args)
         self.metrics = Metrics("trainer", clock=clock)
-        self.port = self.metrics.serve(port=0) if config.metrics_port >= 0 else 0
+        self.port = self.metrics.serve(config.interface) if config.metrics_port >= 0 else 0
         self.channel = TrainerChannel.attach(
             chunks, RayControl(manager), layout=layout, config=config, clock=clock, metrics=self.metrics
         )

@@ -122,7 +122,11 @@ class Trainer:
         return report
 
     def consumed(self, step: int) -> dict[str, Any]:
-        return self.routing.consumed(step)
+        self._waited()
+        with self.clock.span("audit", step=step):
+            found = self.routing.consumed(step)
+        self._idle_since = time.monotonic()
+        return found
 
     def audited(self, compared: int, different: int) -> None:
         self.routing.audited(compared, different)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from r3channel.errors import TicketMismatch
+from r3channel.errors import R3Error, TicketMismatch
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.shards import Plan, plan_shards
@@ -96,11 +96,12 @@ class Ticket:
             values = json.loads(data)
             ticket = cls._from_values(values)
             announced = values["plan_digest"]
-        except (ValueError, KeyError, TypeError, IndexError) as error:
+            found = ticket.plan.digest
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, R3Error) as error:
             raise TicketMismatch(f"{len(data)} bytes are not a ticket: {error!r}") from error
-        if ticket.plan.digest != announced:
+        if found != announced:
             raise TicketMismatch(
-                f"ticket of step {ticket.step}: plan digest {announced:#x}, recomputed {ticket.plan.digest:#x}. Do both sides "
+                f"ticket of step {ticket.step}: plan digest {announced:#x}, recomputed {found:#x}. Do both sides "
                 "run the same r3channel version?"
             )
         return ticket

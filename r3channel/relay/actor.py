@@ -13,8 +13,6 @@ from r3channel.errors import DeadlineExceeded, TransportError, UsageError
 from r3channel.relay.relay import Relay
 
 _CALLS = frozenset({"hello", "ready", "ack", "status"})
-CONCURRENCY = 64
-"""Threads of the relay's actor: each TP0 holds at most one call, a waiting `ready` included."""
 
 
 class RelayHost:
@@ -42,8 +40,8 @@ class RayControl:
     def ready(self, *, run: str, step: int, dp: int, pp: int, cp: int, epoch: int, wait_s: float) -> bool:
         return self._call("ready", run=run, step=step, dp=dp, pp=pp, cp=cp, epoch=epoch, wait_s=wait_s)
 
-    def ack(self, *, step: int, dp: int, pp: int, cp: int) -> None:
-        self._call("ack", step=step, dp=dp, pp=pp, cp=cp)
+    def ack(self, *, run: str, step: int, dp: int, pp: int, cp: int) -> None:
+        self._call("ack", run=run, step=step, dp=dp, pp=pp, cp=cp)
 
     def _call(self, call: str, **arguments: Any) -> Any:
         import ray

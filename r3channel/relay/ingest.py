@@ -42,7 +42,7 @@ def frame_bytes_of(reply: Mapping[str, Any], *, sample_id: str, engine: str) -> 
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
         raise errors.PayloadCorrupt(
-            f"sample {sample_id} from engine {engine}: {ROUTING_FIELD} is not base64: {error}"
+            f"sample {sample_id} from engine {engine}: {ROUTING_FIELD} is not base64, expected a frame: {error}"
         ) from error
 
 
@@ -88,8 +88,8 @@ def verify_frame(
     frame = parse_frame(data, spec=spec, sample_id=sample_id, engine=engine)
     if expected_key is not None and frame.sample_key != expected_key:
         raise errors.PayloadCorrupt(
-            f"{where}: the frame belongs to request key {frame.sample_key:#x}, the reply to "
-            f"{expected_key:#x}; were replies swapped?"
+            f"{where}: the frame belongs to request key {frame.sample_key:#x}, expected "
+            f"the reply's {expected_key:#x}; were replies swapped?"
         )
     if frame.first_row != 0 or frame.rows != tokens - 1:
         raise errors.RowCountMismatch(

@@ -5,7 +5,7 @@
     ticket = relay.seal(step, assignment)          # returns before a byte is sent
     relay.join_previous(timeout_s=...)             # the next rollout, before it seals again
 
-One process runs it beside (or as part of) the rollout manager; trainers reach `hello`, `ready`, `ack` and `fail` over any
+One process runs it beside (or as part of) the rollout manager; trainers reach `hello`, `ready` and `ack` over any
 control channel (Ray actor calls in `relay.actor`). It keeps a step's bytes until every rank has acknowledged them.
 """
 
@@ -25,9 +25,8 @@ from r3channel.errors import (
     PluginNotApplied,
     R3Error,
     RoutingError,
-    SampleTwice,
-    SampleUnknown,
     StepError,
+    StoreFull,
     TicketMismatch,
     UsageError,
 )
@@ -35,15 +34,17 @@ from r3channel.metrics import Metrics, StageClock
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.place import fill_invalid, place_samples
+from r3channel.plan.shards import ShardKey
 from r3channel.plan.ticket import Ticket, TicketSample
 from r3channel.recording import Recorder
+from r3channel.relay.inbox import Inbox
 from r3channel.relay.ingest import Verified, frame_bytes_of, invalid_ranges, verify_frame, verify_reply
 from r3channel.relay.sender import DeliveryGroup
 from r3channel.relay.step import SealedStep
 from r3channel.relay.store import FrameStore
 from r3channel.routing import Ids
 from r3channel.spec import RoutingSpec
-from r3channel.transport.base import Rendezvous
+from r3channel.transport.base import Rendezvous, open_store
 from r3channel.wire.frame import FRAME_MAGIC, parse_frame
 
 
@@ -66,14 +67,16 @@ class Relay:
         self.metrics = metrics or Metrics("relay", clock=self.clock)
         self._recorder = recorder
         self._store = FrameStore.open(self.config.store_dir, ceiling_bytes=self.config.store_bytes)
-        self._pending: dict[str, tuple[TicketSample, float]] = {}
+        self._inbox = Inbox(self._store)
         self._changed = threading.Condition()
         self._steps: dict[int, SealedStep] = {}
         self._newest_step = -1
         self._to_place: SimpleQueue[int | None] = SimpleQueue()
         self._error: BaseException | None = None
         self._closed = False
-        self._rendezvous_store: Any = None
+        self._rendezvous_store = (
+            open_store(self.config.interface) if self.config.backend != "loopback" else None
+        )
         self._groups = [self._group(dp) for dp in range(layout.dp)]
         self._placer = threading.Thread(target=self._place_steps, name="r3channel-place", daemon=True)
         self._watch()
@@ -128,22 +131,18 @@ class Relay:
         try:
             with self.clock.span("verify"):
                 verified: Verified = verify()
-            if sample_id in self._pending:
-                raise SampleTwice(f"sample {sample_id} was added twice; was a request retried?")
+            frame = verified.frame
+            sample = TicketSample(
+                sample_id, len(tokens), frame.payload_hash, frame.provenance, invalid_ranges(frame)
+            )
             with self.clock.span("ingest"):
-                self._store.put(sample_id, verified.data)
+                if self._recorder is not None:
+                    self._recorder.keep(sample_id, verified.data, tokens)
+                self._inbox.put(sample, verified.data)
         except R3Error as error:
             self.metrics.inc("r3channel_samples_total", outcome="rejected")
             self.metrics.inc("r3channel_rejected_total", reason=error.reason)
             raise
-        frame = verified.frame
-        sample = TicketSample(
-            sample_id, len(tokens), frame.payload_hash, frame.provenance, invalid_ranges(frame)
-        )
-        with self._changed:
-            self._pending[sample_id] = (sample, time.monotonic())
-        if self._recorder is not None:
-            self._recorder.keep(sample_id, verified.data, tokens)
         self.metrics.inc("r3channel_samples_total", outcome="received")
         self.metrics.inc("r3channel_bytes_total", frame.nbytes, leg="engine_frame")
         self.metrics.inc("r3channel_rows_total", frame.rows)
@@ -151,7 +150,7 @@ class Relay:
 
     def discard(self, sample_ids: Iterable[str]) -> int:
         """Drop samples that no assignment will name (filtered, over-sampled, aborted, evaluation); unknown ids are ignored."""
-        return self._drop(list(sample_ids), outcome="discarded")
+        return self._drop(sample_ids, outcome="discarded")
 
     def seal(self, step: int, assignment: Assignment) -> Ticket:
         """Plan the step, hand it to the background and return its ticket; no byte is sent before this returns.
@@ -161,45 +160,40 @@ class Relay:
         self._check_open()
         self._expire()
         with self.clock.span("plan", step=step):
-            ticket = self._plan(step, assignment)
-            sealed = SealedStep(ticket, sealed_s=time.monotonic())
-        with self._changed:
-            for sample_id in assignment.sample_ids:
-                del self._pending[sample_id]
-            self._steps[step] = sealed
-            self._newest_step = step
-        if self._recorder is not None:
-            self._recorder.write(ticket)
-        self._to_place.put(step)
+            samples = self._inbox.look(assignment.sample_ids, step=step)
+            ticket = Ticket(
+                self.run, step, self.spec, self.layout, assignment, samples, self.config.bucket_bytes
+            )
+            nbytes = sum(shard.nbytes for shard in ticket.plan.shards)  # an unusable assignment fails here
+            self._enqueue(ticket, nbytes)
         return ticket
 
-    def _plan(self, step: int, assignment: Assignment) -> Ticket:
+    def _enqueue(self, ticket: Ticket, nbytes: int) -> None:
+        """All or nothing: the step is under way when this returns."""
+        step = ticket.step
         with self._changed:
             if step <= self._newest_step:
                 raise StepError(
                     f"step {step} is not newer than step {self._newest_step}; was it sealed twice?"
                 )
-            known = {
-                sample_id: self._pending[sample_id][0]
-                for sample_id in assignment.sample_ids
-                if sample_id in self._pending
-            }
-        missing = [sample_id for sample_id in assignment.sample_ids if sample_id not in known]
-        if missing:
-            raise SampleUnknown(
-                f"step {step}: {len(missing)} of {len(assignment.sample_ids)} assigned samples are not here: {missing[:5]}. "
-                "Rejected, discarded, expired, or sealed before?"
-            )
-        samples = tuple(known[sample_id] for sample_id in assignment.sample_ids)
-        ticket = Ticket(self.run, step, self.spec, self.layout, assignment, samples, self.config.bucket_bytes)
-        _ = ticket.plan  # an unusable assignment fails here, on the caller's thread
-        return ticket
+            held = sum(sealed.nbytes for sealed in self._steps.values())
+            if held + nbytes > self.config.shard_bytes:
+                raise StoreFull(
+                    f"step {step}: its shards need {nbytes} bytes, {held} are held for steps {sorted(self._steps)} that are not "
+                    f"delivered, and shard_bytes allows {self.config.shard_bytes}. Join the previous send before sealing"
+                )
+            keys = self._inbox.take(ticket.assignment.sample_ids, step=step)
+            self._steps[step] = SealedStep(ticket, keys, nbytes, sealed_s=time.monotonic())
+            self._newest_step = step
+        self._to_place.put(step)
 
     def join_previous(self, *, timeout_s: float | None = None) -> None:
         """Wait until every sealed step is delivered. The error names the step and the ranks that have not acknowledged."""
         limit = self.config.step_timeout_s if timeout_s is None else timeout_s
         with self.clock.span("wait_join"), self._changed:
-            done = self._changed.wait_for(lambda: self._background_error() or not self._steps, timeout=limit)
+            done = self._changed.wait_for(
+                lambda: self._closed or self._background_error() or not self._steps, timeout=limit
+            )
             steps = {step: sealed.missing for step, sealed in self._steps.items()}
         self._check_open()
         if not done:
@@ -214,7 +208,7 @@ class Relay:
         with self._changed:
             return {
                 "run": self.run,
-                "pending": sorted(self._pending),
+                "pending": self._inbox.names,
                 "steps": {
                     step: {
                         "state": sealed.state,
@@ -229,19 +223,26 @@ class Relay:
 
     def close(self, *, timeout_s: float = 10.0) -> None:
         """Stop the background and delete the store. Raises `StepError` naming undelivered steps; idempotent."""
-        if self._closed:
-            return
         with self._changed:
-            undelivered = {step: list(sealed.missing) for step, sealed in self._steps.items()}
+            if self._closed:
+                return
             self._closed = True
+            undelivered = {step: list(sealed.missing) for step, sealed in self._steps.items()}
+            self._changed.notify_all()
         self._to_place.put(None)
-        self._placer.join(timeout_s)
-        for group in self._groups:
-            group.close(timeout_s=timeout_s)
+        threads = [self._placer, *(group.stop() for group in self._groups)]
+        deadline = time.monotonic() + timeout_s
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
         self._store.close()
         self.metrics.close()
-        if undelivered:
-            raise StepError(f"closed with undelivered steps: {undelivered} (step: (dp, pp) not acknowledged)")
+        if self._rendezvous_store is not None:
+            self._rendezvous_store.close()
+        alive = [thread.name for thread in threads if thread.is_alive()]
+        if undelivered or alive:
+            raise StepError(
+                f"closed with undelivered steps {undelivered} (step: (dp, pp, cp) not acknowledged); still running: {alive}"
+            )
 
     # -- trainer side, reached over the control channel --------------------------------------------------------------
 
@@ -260,15 +261,9 @@ class Relay:
     def ready(self, *, run: str, step: int, dp: int, pp: int, cp: int = 0, epoch: int, wait_s: float) -> bool:
         """A TP0 is about to receive. Waits up to `wait_s` for its shard; False means ask again, True that the send starts."""
         self._check_open()
-        if run != self.run:
-            raise TicketMismatch(f"ticket of run {run}, this relay is run {self.run}; did the relay restart?")
+        self._check_run(run)
         with self._changed:
-            if step not in self._steps:
-                raise TicketMismatch(
-                    f"dp {dp} pp {pp} cp {cp} asks for step {step}; steps under way are {sorted(self._steps)}, the newest "
-                    f"sealed is {self._newest_step}. Sealed steps leave when every rank has acknowledged"
-                )
-            sealed = self._steps[step]
+            sealed = self._sealed(step, (dp, pp, cp))
             self._changed.wait_for(
                 lambda: (dp, pp, cp) in sealed.buffers or self._background_error() is not None, timeout=wait_s
             )
@@ -278,18 +273,46 @@ class Relay:
             self._groups[dp].ready(pp=self.layout.member(pp=pp, cp=cp), step=step, epoch=epoch)
         return placed
 
-    def ack(self, *, step: int, dp: int, pp: int, cp: int = 0) -> None:
-        """A TP0 holds its verified shard; the last acknowledgement of a step frees it. Repeating it does no harm."""
+    def ack(self, *, run: str, step: int, dp: int, pp: int, cp: int = 0) -> None:
+        """A TP0 holds its verified shard; the last acknowledgement of a step frees it. Repeating it does no harm.
+
+        Raises `TicketMismatch` for another run, another layout's rank, or a shard that was never placed.
+        """
+        self._check_run(run)
+        key = (dp, pp, cp)
         with self._changed:
             sealed = self._steps.get(step)
-            if sealed is None:
+            if sealed is None or key in sealed.acknowledged:
                 return
-            sealed.acknowledged.add((dp, pp, cp))
-            sealed.buffers.pop((dp, pp, cp), None)
+            if key not in sealed.buffers:
+                raise TicketMismatch(
+                    f"(dp, pp, cp) {key} acknowledges step {step}, whose placed shards are {sorted(sealed.buffers)}"
+                )
+            sealed.acknowledged.add(key)
+            del sealed.buffers[key]
             if not sealed.missing:
                 del self._steps[step]
+                self._inbox.forget(sealed.keys_by_sample)
                 self.metrics.inc("r3channel_samples_total", len(sealed.ticket.samples), outcome="delivered")
             self._changed.notify_all()
+
+    def _check_run(self, run: str) -> None:
+        if run != self.run:
+            raise TicketMismatch(f"ticket of run {run}, this relay is run {self.run}; did the relay restart?")
+
+    def _sealed(self, step: int, key: ShardKey) -> SealedStep:
+        sealed = self._steps.get(step)
+        if sealed is None or key in sealed.acknowledged or key not in sealed.keys:
+            state = (
+                "another layout's"
+                if sealed and key not in sealed.keys
+                else "already acknowledged or never sealed"
+            )
+            raise TicketMismatch(
+                f"(dp, pp, cp) {key} asks for step {step}: {state}. Steps under way are {sorted(self._steps)}, the newest "
+                f"sealed is {self._newest_step}; a shard leaves the relay when its rank has acknowledged it"
+            )
+        return sealed
 
     # -- background ------------------------------------------------------------------------------------------------
 
@@ -303,21 +326,27 @@ class Relay:
                 self._changed.notify_all()
 
     def _place(self, step: int) -> None:
-        ticket = self._steps[step].ticket
+        sealed = self._steps[step]
+        ticket = sealed.ticket
         for dp in range(self.layout.dp):
             with self.clock.span("place", step=step):
-                buffers = place_samples(ticket.plan, dp=dp, ids_of=self._decode)
+                buffers = place_samples(ticket.plan, dp=dp, ids_of=lambda name: self._decode(sealed, name))
             with self._changed:
-                self._steps[step].buffers.update(buffers)
+                sealed.buffers.update(buffers)
                 self._changed.notify_all()
-        for sample in ticket.samples:
-            self._store.release(sample.sample_id)
+        if self._recorder is not None:
+            self._recorder.write(ticket)
+        for key in sealed.keys_by_sample.values():
+            self._store.release(key)
 
-    def _decode(self, sample_id: str) -> Ids:
+    def _decode(self, sealed: SealedStep, sample_id: str) -> Ids:
         with self.clock.span("decode"):
-            frame = parse_frame(
-                self._store.get(sample_id), spec=self.spec, sample_id=sample_id, engine="store"
-            )
+            data = self._store.get(sealed.keys_by_sample[sample_id])
+            frame = parse_frame(data, spec=self.spec, sample_id=sample_id, engine="store")
+            if frame.payload_hash != sealed.ticket.sample(sample_id).frame_hash:
+                raise StepError(
+                    f"step {sealed.ticket.step}: the store gave another frame for sample {sample_id}"
+                )
             return fill_invalid(frame.decode(), frame.valid_T, self.spec)
 
     def _group(self, dp: int) -> DeliveryGroup:
@@ -333,13 +362,8 @@ class Relay:
         )
 
     def _rendezvous(self, name: str, epoch: int, rank: int) -> Rendezvous:
-        host, port = "", 0
-        if self.config.backend != "loopback":
-            if self._rendezvous_store is None:
-                from r3channel.transport.process_group import RendezvousStore
-
-                self._rendezvous_store = RendezvousStore(self.config.interface)
-            host, port = self._rendezvous_store.host, self._rendezvous_store.port
+        store = self._rendezvous_store
+        host, port = (store.host, store.port) if store is not None else ("", 0)
         return Rendezvous(
             backend=self.config.backend,
             name=f"{self.run}/{name}/epoch{epoch}",
@@ -361,21 +385,17 @@ class Relay:
             raise BackgroundFailed(f"a background thread of the relay died: {error!r}") from error
 
     def _expire(self) -> None:
-        limit = time.monotonic() - self.config.expiry_s
-        with self._changed:
-            old = [sample_id for sample_id, (_, added_s) in self._pending.items() if added_s < limit]
+        old = self._inbox.older_than(self.config.expiry_s)
         if old:
             self._drop(old, outcome="expired")
 
-    def _drop(self, sample_ids: list[str], *, outcome: str) -> int:
-        with self._changed:
-            known = [sample_id for sample_id in sample_ids if self._pending.pop(sample_id, None) is not None]
-        for sample_id in known:
-            self._store.release(sample_id)
-            if self._recorder is not None:
+    def _drop(self, sample_ids: Iterable[str], *, outcome: str) -> int:
+        dropped = self._inbox.drop(sample_ids)
+        if self._recorder is not None:
+            for sample_id in dropped:
                 self._recorder.forget(sample_id)
-        self.metrics.inc("r3channel_samples_total", len(known), outcome=outcome)
-        return len(known)
+        self.metrics.inc("r3channel_samples_total", len(dropped), outcome=outcome)
+        return len(dropped)
 
     def _watch(self) -> None:
         self.metrics.watch("r3channel_frames_in_store", lambda: len(self._store))

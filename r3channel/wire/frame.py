@@ -249,7 +249,8 @@ def parse_frame(
     if header.kind == KIND_ERROR:
         _check_payload(header, body, where=where)
         raise errors.EngineReported(
-            f"{where}: the engine could not build a frame: {bytes(body).decode(errors='replace')}"
+            f"{where}: expected a frame; the engine could not build it: "
+            f"{bytes(body).decode(errors='replace')}"
         )
     _check_fields(header, spec=spec, where=where)
     _check_payload(header, body, where=where)
@@ -263,7 +264,9 @@ def _read_header(view: memoryview, *, where: str) -> _Header:
             "an error page? Is the r3channel plug-in on in this engine?"
         )
     if len(view) < HEADER_BYTES:
-        raise errors.FrameTruncated(f"{where}: {len(view)} bytes, shorter than a header of {HEADER_BYTES}")
+        raise errors.FrameTruncated(
+            f"{where}: {len(view)} bytes, expected at least a header of {HEADER_BYTES}"
+        )
     header = _Header(*_HEADER.unpack_from(view))
     if header.version != WIRE_VERSION:
         raise errors.FrameVersionMismatch(f"{where}: wire version {header.version}, expected {WIRE_VERSION}")
@@ -275,7 +278,9 @@ def _read_header(view: memoryview, *, where: str) -> _Header:
         )
     size = HEADER_BYTES + header.sections_bytes + header.wire_bytes
     if len(view) != size:
-        raise errors.FrameTruncated(f"{where}: {len(view)} bytes, the header announces {size}")
+        raise errors.FrameTruncated(
+            f"{where}: {len(view)} bytes, expected the {size} that the header announces"
+        )
     return header
 
 

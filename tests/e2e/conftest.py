@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from r3channel.embedded.sglang import kill_family
+
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 240.0
 
@@ -51,7 +53,7 @@ def run(folder: Path, *options: str, channel: bool = True) -> Run:
     try:
         stdout, stderr = child.communicate(timeout=LIMIT_S)
     finally:
-        child.kill()
+        kill_family(child)
     scraper.join(10)
     lines = stdout.strip().splitlines()
     assert lines and lines[-1].startswith("{"), (
