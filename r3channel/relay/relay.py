@@ -305,9 +305,10 @@ class Relay:
 
     def _decode(self, sample_id: str) -> Ids:
         with self.clock.span("decode"):
-            return parse_frame(
+            frame = parse_frame(
                 self._store.get(sample_id), spec=self.spec, sample_id=sample_id, engine="store"
-            ).decode()
+            )
+            return frame.ids()  # may be a view of the store, which holds it until the step is placed
 
     def _group(self, dp: int) -> DeliveryGroup:
         return DeliveryGroup(
