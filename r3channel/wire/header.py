@@ -80,21 +80,16 @@ class Header(NamedTuple):
 
 def assemble(header: Header, parts: Sequence[bytes | bytearray | memoryview]) -> bytes:
     """Header and parts as one block of bytes, hashed. Each part is copied once."""
-    out = bytearray(HEADER_BYTES + sum(len(part) for part in parts))
-    at = HEADER_BYTES
+    payload = xxhash.xxh3_64()
     for part in parts:
-        out[at : at + len(part)] = part
-        at += len(part)
-    seal(out, header)
-    return bytes(out)
+        payload.update(part)
+    return b"".join((header_bytes(header._replace(payload_hash=payload.intdigest())), *parts))
 
 
-def seal(frame: bytearray, header: Header) -> None:
-    """Write `header` and both hashes over the first `HEADER_BYTES` of a frame."""
-    payload_hash = xxhash.xxh3_64_intdigest(memoryview(frame)[HEADER_BYTES:])
-    _HEADER.pack_into(frame, 0, *header._replace(payload_hash=payload_hash))
-    header_hash = xxhash.xxh3_64_intdigest(memoryview(frame)[: HEADER_BYTES - 8])
-    struct.pack_into("<Q", frame, HEADER_BYTES - 8, header_hash)
+def header_bytes(header: Header) -> bytes:
+    """The header with its own hash in place."""
+    fields = _HEADER.pack(*header)[:-8]
+    return fields + xxhash.xxh3_64_intdigest(fields).to_bytes(8, "little")
 
 
 def read_header(view: memoryview, *, where: str) -> Header:

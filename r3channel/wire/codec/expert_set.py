@@ -51,13 +51,9 @@ class ExpertSet:
 
     def decode_into(self, wire: memoryview, out_TLK: Ids) -> None:
         slots = out_TLK.shape[-1]
-        plain = _decompress(wire, out_TLK.nbytes)
-        if out_TLK.dtype == np.uint8:
-            steps_KN = plain.reshape(slots, -1)
-        else:
-            low, high = plain.reshape(2, slots, -1).astype(np.uint16)
-            steps_KN = low | high << 8
-        _accumulate(steps_KN, out_NK=out_TLK.view(steps_KN.dtype).reshape(-1, slots))
+        unsigned = np.dtype(f"u{out_TLK.itemsize}")
+        planes_BKN = _decompress(wire, out_TLK.nbytes).reshape(unsigned.itemsize, slots, -1)
+        _accumulate(planes_BKN, out_NK=out_TLK.view(unsigned).reshape(-1, slots))
 
 
 def zstandard() -> Any:
@@ -140,16 +136,16 @@ def _comparators(slots: int) -> Iterator[tuple[int, int]]:
         run *= 2
 
 
-def _accumulate(steps_KN: Ids, *, out_NK: Ids) -> None:
-    """Running sums over the slots. A repeated id or an overflow does not increase, and is refused."""
-    slots, sets = steps_KN.shape
-    sums_KN = np.empty((slots, min(sets, _BLOCK_SETS)), steps_KN.dtype)
+def _accumulate(planes_BKN: Ids, *, out_NK: Ids) -> None:
+    """Running sums over the slots of steps given as byte planes. A repeated id or an overflow does not increase: refused."""
+    _, slots, sets = planes_BKN.shape
     for at in range(0, sets, _BLOCK_SETS):
         part = slice(at, at + _BLOCK_SETS)
-        sums = sums_KN[:, : min(_BLOCK_SETS, sets - at)]
-        sums[0] = steps_KN[0, part]
+        sums_KN = planes_BKN[0, :, part].astype(out_NK.dtype)
+        if len(planes_BKN) > 1:
+            sums_KN |= planes_BKN[1, :, part].astype(out_NK.dtype) << 8
         for slot in range(1, slots):
-            np.add(sums[slot - 1], steps_KN[slot, part], out=sums[slot])
-        if not (sums[1:] > sums[:-1]).all():
+            np.add(sums_KN[slot - 1], sums_KN[slot], out=sums_KN[slot])
+        if not (sums_KN[1:] > sums_KN[:-1]).all():
             raise PayloadCorrupt("set chunk holds a row whose ids do not increase; made by a faulty encoder?")
-        out_NK[part] = sums.T
+        out_NK[part] = sums_KN.T
