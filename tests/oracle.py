@@ -32,7 +32,10 @@ def read(data: bytes) -> OracleRows:
     if flags & 1:
         valid = [bool(data[at + row // 8] >> row % 8 & 1) for row in range(rows)]
         at += (rows + 7) // 8
-    found = [struct.unpack_from("<IIqB", data, at + 24 * index) for index in range(spans)]
+    found: list[tuple[int, int, int, int]] = []
+    for index in range(spans):
+        start, end, version, kind = struct.unpack_from("<IIqB", data, at + 24 * index)
+        found.append((start, end, version, kind))
     at += 24 * spans + (8 * layers if flags & 2 else 0) + (16 if flags & 4 else 0)
     body = at + 20 * chunks
     ids = [[[0] * top_k for _ in range(layers)] for _ in range(rows - prefix_rows)]
@@ -45,7 +48,7 @@ def read(data: bytes) -> OracleRows:
                 ids[r][layer] = [next(flat) for _ in range(top_k)]
         body += size
     assert body == len(data)
-    return OracleRows(first_row, prefix_rows, ids, valid, [tuple(span) for span in found])
+    return OracleRows(first_row, prefix_rows, ids, valid, found)
 
 
 def _stored(wire: bytes, count: int, width: int, top_k: int) -> list[int]:
