@@ -12,6 +12,7 @@ identity + white noise and keep the k largest in descending order, as a router k
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import count
 from math import lgamma, log
 from typing import Any
 
@@ -22,6 +23,8 @@ from r3channel.routing import Ids
 
 _Floats = np.ndarray[Any, np.dtype[np.float32]]
 _VOCABULARY = 512
+_SEQUENCE_ROWS = 512
+"""Rows after which another sequence, with its own bias, begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,7 @@ REGIMES: dict[str, Regime | None] = {
 
 
 def generate(model: Model, *, regime: str, rows: int, seed: int = 0) -> Ids:
-    """[rows, L, K] of one sequence in the model's id dtype; equal arguments give equal ids."""
+    """[rows, L, K] of some sequences, end to end, in the model's id dtype; equal arguments give equal ids."""
     rng = np.random.default_rng(seed)
     kind, spec = REGIMES[regime], model.spec
     shape = (spec.num_moe_layers, spec.num_experts)
@@ -68,12 +71,14 @@ def _latent_logits(rng: np.random.Generator, shape: tuple[int, int], regime: Reg
     def normal(weight: float, *extra: int) -> _Floats:
         return np.float32(weight) * rng.standard_normal((*extra, *shape), dtype=np.float32)
 
-    fixed = normal(regime.popularity) + normal(regime.sequence)
+    popularity = normal(regime.popularity)
+    fixed, state = popularity, popularity
     identity = normal(regime.token, _VOCABULARY)
     zipf = 1 / np.arange(1, _VOCABULARY + 1)
-    state = normal(1.0)
     innovation = float(np.sqrt(1 - regime.rho**2))
-    while True:
+    for row in count():
+        if row % _SEQUENCE_ROWS == 0:
+            fixed, state = popularity + normal(regime.sequence), normal(1.0)
         token = rng.choice(_VOCABULARY, p=zipf / zipf.sum())
         state = np.float32(regime.rho) * state + normal(innovation)
         yield fixed + np.float32(regime.time) * state + identity[token] + normal(regime.noise)

@@ -118,7 +118,7 @@ def _codecs(model: Model, regime: str, *, effort: Effort) -> Iterator[Result]:
         speeds = (round(gigabytes / encode_s, 3), round(gigabytes / decode_s, 3))
         return Result(model.name, regime, codec, round(size / len(ids_TLK), 2), *speeds, round(entropy, 1))
 
-    for codec in ("stored", "lz4", *(("packed9",) if 256 < model.num_experts <= 512 else ()), "set"):
+    for codec in ("auto", "stored", "lz4", *(("packed9",) if 256 < model.num_experts <= 512 else ()), "set"):
         yield result(codec, *_ours(model.spec, ids_TLK, codec=codec, rounds=effort.rounds))
     for peer in peers(ids_TLK, spec=model.spec):
         wire = peer.encode()

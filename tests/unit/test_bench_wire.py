@@ -25,7 +25,7 @@ def test_the_json_has_every_codec_regime_and_bound(
     results = report["results"]
     assert {result["regime"] for result in results} == set(REGIMES)
     assert {result["codec"] for result in results} >= {
-        "stored", "lz4", "packed9", "set", "json-base64-int32", "orjson-pybase64-int32", "int16-lz4", "int16-zstd-1",
+        "auto", "stored", "lz4", "packed9", "set", "json-base64-int32", "orjson-pybase64-int32", "int16-lz4", "int16-zstd-1",
     }  # fmt: skip
     fields = {
         "model",

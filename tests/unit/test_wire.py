@@ -91,6 +91,13 @@ def test_lz4_is_used_only_where_it_pays() -> None:
     assert len(data) < 0.2 * padded.nbytes
 
 
+def test_auto_tries_lz4_on_samples_of_a_large_chunk() -> None:
+    ids = np.tile(random_ids(512), (16, 1, 1))
+    ids[2000:6000] = ids[0]
+    assert parse_frame(encode_frame(SPEC, expert_ids_TLK=random_ids(4000)), spec=SPEC)._chunks[0].codec == 0
+    assert parse_frame(encode_frame(SPEC, expert_ids_TLK=ids), spec=SPEC)._chunks[0].codec == LZ4.codec_id
+
+
 def test_qwen3_30b_rows_cost_at_most_386_bytes() -> None:
     spec = RoutingSpec(num_layers=48, moe_layers=tuple(range(48)), num_experts=128, top_k=8)
     assert len(encode_frame(spec, expert_ids_TLK=random_ids(1000, spec=spec))) / 1000 <= 386

@@ -7,8 +7,8 @@
 | 2  | packed9 | kept  | 257 to 512 experts: 9 bits per id instead of 16                         |
 | 3  | set     | lost  | opt-in: two thirds of the bytes, a tenth of the speed; extra `dense`    |
 
-`auto` is packed9 for 257 to 512 experts, else lz4 or stored. A chunk that the chosen codec cannot hold, or that it does
-not make smaller, is stored.
+`auto` is packed9 for 257 to 512 experts, else stored, or lz4 where three samples of the chunk say that it pays. A chunk
+that the chosen codec cannot hold, or that it does not make smaller, is stored.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ __all__ = ["CODECS", "CODEC_NAMES", "Codec", "Wire", "bytes_of", "check_codec", 
 LZ4_WORTH_IT = 0.95
 """lz4 is kept only when a chunk shrinks below this share: on real ids it gains nothing, on padding half (notes: wire
 measurements, 65,536 tokens x 48 layers x top-8)."""
+
+_PROBE_BYTES = 16 << 10
 
 STORED, LZ4, PACKED9, SET = Stored(), Lz4(), Packed9(), ExpertSet()
 CODECS: dict[int, Codec] = {codec.codec_id: codec for codec in (STORED, LZ4, PACKED9, SET)}
@@ -60,4 +62,16 @@ def encode_chunk(ids_TLK: Ids, *, codec: str) -> tuple[int, Wire]:
 
 
 def _auto(ids_TLK: Ids) -> Codec:
-    return PACKED9 if np.asarray(ids_TLK).dtype == np.int16 else LZ4
+    if np.asarray(ids_TLK).dtype == np.int16:
+        return PACKED9
+    return LZ4 if _may_shrink(np.asarray(ids_TLK)) else STORED
+
+
+def _may_shrink(ids_TLK: Ids) -> bool:
+    """Whether lz4 gains on the first, middle and last bytes: a try on all costs as much as storing (measured)."""
+    raw = np.ascontiguousarray(ids_TLK).reshape(-1)
+    starts = (0, raw.size // 2, raw.size - _PROBE_BYTES)
+    if raw.nbytes <= len(starts) * _PROBE_BYTES:
+        return True
+    packed = sum(len(LZ4.encode(raw[at : at + _PROBE_BYTES])) for at in starts)
+    return packed < LZ4_WORTH_IT * len(starts) * _PROBE_BYTES
