@@ -308,3 +308,12 @@ class AuditMismatch(ReplayError):
     """The experts that a router's map holds are not the ids that it was handed."""
 
     reason = "audit"
+
+
+# -- wire: rows that another frame carries --------------------------------------------------------------------------------
+
+
+class PrefixMissing(FrameError):
+    """A frame refers to shared rows that are not here. Names the prefix and the rows."""
+
+    reason = "missing"

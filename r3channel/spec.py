@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -61,8 +62,7 @@ class RoutingSpec:
     @property
     def digest(self) -> int:
         """64-bit identity of the spec: xxh3 of its canonical JSON."""
-        text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
-        return xxhash.xxh3_64_intdigest(text.encode())
+        return _digest(self)  # on the path of every frame
 
     def moe_index(self, layer: int) -> int:
         """Position of a global decoder layer on the MoE axis."""
@@ -120,6 +120,12 @@ class RoutingSpec:
             num_experts=config.num_moe_experts,
             top_k=config.moe_router_topk,
         )
+
+
+@lru_cache(maxsize=64)
+def _digest(spec: RoutingSpec) -> int:
+    text = json.dumps(spec.to_dict(), sort_keys=True, separators=(",", ":"))
+    return xxhash.xxh3_64_intdigest(text.encode())
 
 
 def _is_moe(layer: int, text: Mapping[str, Any]) -> bool:

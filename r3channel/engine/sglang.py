@@ -43,7 +43,7 @@ from r3channel.engine.hooks import CAPTURER, COLLECT, check_hooks
 from r3channel.errors import ConfigError, R3Error
 from r3channel.routing import RowKind
 from r3channel.spec import RoutingSpec
-from r3channel.wire.codec import encode_chunk
+from r3channel.wire.codec import check_codec
 from r3channel.wire.frame import encode_error, sample_key
 
 __all__ = ["FrameCapturer", "apply", "check_hooks"]
@@ -55,9 +55,7 @@ _config = EngineConfig()
 def apply(config: EngineConfig) -> None:
     """Register the hooks; SGLang applies them right after its plug-ins have run. Call once per process."""
     global _config
-    encode_chunk(
-        memoryview(b""), codec=config.codec
-    )  # an unknown codec ends the start, not the first request
+    check_codec(config.codec)  # an unknown codec ends the start, not the first request
     _config = config
     HookRegistry.register(CAPTURER, FrameCapturer, HookType.REPLACE)
     HookRegistry.register(COLLECT, collect_frame, HookType.AROUND)

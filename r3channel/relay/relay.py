@@ -347,7 +347,8 @@ class Relay:
                 raise StepError(
                     f"step {sealed.ticket.step}: the store gave another frame for sample {sample_id}"
                 )
-            return fill_invalid(frame.decode(), frame.valid_T, self.spec)
+            # May be a view of the store, which holds it until the step is placed.
+            return fill_invalid(frame.ids(), frame.valid_T, self.spec)
 
     def _group(self, dp: int) -> DeliveryGroup:
         return DeliveryGroup(
