@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3channel.distinct import _LANE_IDS, _LANES, find_duplicate, out_of_range
+from r3channel import distinct
+from r3channel.distinct import find_duplicate, out_of_range
 
 
 def first_by_sorting(ids: np.ndarray) -> tuple[int, int] | None:
@@ -37,18 +38,32 @@ def test_the_first_repeat_is_the_one_that_sorting_finds(
 
 
 @pytest.mark.parametrize("slots", [2, 3, 8, 10, 22])
-def test_a_repeat_is_found_at_the_edges_of_blocks(slots: int) -> None:
-    lane_rows = _LANE_IDS // slots
-    for rows in (lane_rows - 1, lane_rows, lane_rows + 1, _LANES * lane_rows, _LANES * lane_rows + 1):
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_repeat_is_found_at_the_edges_of_blocks(
+    slots: int, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distinct, "_BLOCK_ROWS", 256)
+    if not compiled:
+        monkeypatch.setattr(distinct, "_word_search", lambda: None)
+    for rows in (255, 256, 257, 513):
         ids = np.random.default_rng(rows).permuted(np.tile(np.arange(32, dtype=np.uint8), (rows, 1)), axis=1)[
             :, None, :slots
         ]
         assert find_duplicate(ids) is None
-        for row in {0, 1, lane_rows - 2, rows // 2, rows - 2, rows - 1}:
+        for row in {0, 1, 254, rows // 2, rows - 2, rows - 1}:
             keep = ids[row, 0, -1]
             ids[row, 0, -1] = ids[row, 0, 0]
             assert find_duplicate(ids) == (row, 0), (rows, row)
             ids[row, 0, -1] = keep
+
+
+def test_every_pair_of_slots_is_compared() -> None:
+    assert distinct._word_search() is not None, "numba is part of the locked environment"
+    for a in range(8):
+        for b in range(a):
+            ids = np.arange(8, dtype=np.uint8)[None, None] + np.uint8(248)
+            ids[0, 0, a] = ids[0, 0, b]
+            assert find_duplicate(ids) == (0, 0), (a, b)
 
 
 def test_equal_ids_of_neighbouring_rows_are_no_repeat() -> None:

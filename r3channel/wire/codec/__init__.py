@@ -5,7 +5,7 @@
 | 0  | stored  | kept  | anything                                                                |
 | 1  | lz4     | kept  | padding and repetition; used only where it is at least 5 % smaller      |
 | 2  | packed9 | kept  | 257 to 512 experts: 9 bits per id instead of 16                         |
-| 3  | set     | lost  | opt-in: two thirds of the bytes, a tenth of the speed; extra `dense`    |
+| 3  | set     | lost  | opt-in: two thirds of the bytes, 1/30 of the speed; extra `dense`       |
 
 `auto` is packed9 for 257 to 512 experts, else stored, or lz4 where three samples of the chunk say that it pays. A chunk
 that the chosen codec cannot hold, or that it does not make smaller, is stored.

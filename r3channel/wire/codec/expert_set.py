@@ -4,7 +4,7 @@
         low bytes    K x N x u8: slot-major; slot 0 is the smallest id, slot k the step from slot k-1
         high bytes   the same, for int16 ids only
 
-Sorting with a network of whole-plane minima and maxima costs a tenth of `np.sort` over rows of 8 (measured).
+Sorting with a network of whole-plane minima and maxima makes encoding five times faster than `np.sort` does (measured).
 """
 
 from __future__ import annotations
