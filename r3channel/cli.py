@@ -31,6 +31,10 @@ def _dispatch(arguments: list[str]) -> int:
         from r3channel.demo import run
 
         return run(arguments[1:])
+    if arguments[:1] == ["bench"]:
+        from r3channel import bench
+
+        return bench.run(arguments[1:])
     options = _parser().parse_args(arguments)
     from r3channel.report import doctor
 
@@ -38,15 +42,13 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="r3channel", description=__doc__, epilog=_EPILOG)
-    parser.description = (
-        "Rollout routing replay: expert choices from SGLang engines to Megatron routers, exactly."
-    )
+    parser = argparse.ArgumentParser(prog="r3channel", description=_DESCRIPTION, epilog=_EPILOG)
     parser.add_argument("--version", action="version", version=f"r3channel {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser(
         "demo", help="the whole loop on this machine: SGLang, Ray, Megatron-core", add_help=False
     )
+    commands.add_parser("bench", help="measurements beside their peers: r3channel bench NAME", add_help=False)
     doctor = commands.add_parser(
         "doctor", help="what is installed, and whether everything would work together"
     )

@@ -40,25 +40,33 @@ class ChannelConfig:
     backend: str = "gloo"
     """`gloo` or `nccl`: the dedicated groups between relay and trainers."""
     bucket_bytes: int = 16 * _MIB
-    """Largest slice of a shard that is staged and sent at once; two are alive."""
+    """Largest slice of a shard that is staged and sent at once; each group of the relay stages one at a time."""
+    device: int = 0
+    """CUDA device of the relay, with `nccl`. Never one that an engine uses in the same process."""
     interface: str = "127.0.0.1"
     """Address that rendezvous, gloo and /metrics bind. Anything but loopback is plaintext: keep it on a private network."""
     store_dir: str = ""
     """Folder of the frame store's segment files; empty means a fresh temporary folder."""
     store_bytes: int = 8192 * _MIB
     """Ceiling of the frame store on disk (mmap; resident only while hot)."""
+    shard_bytes: int = 16384 * _MIB
+    """Ceiling of placed shards in host memory, over all steps that are not delivered."""
     join_timeout_s: float = 120.0
     """How long a trainer waits for its group to form."""
     send_timeout_s: float = 60.0
     """One bucket on the wire."""
     step_timeout_s: float = 300.0
-    """From a trainer's `ready` to its whole shard, and the join with the previous step's send."""
+    """A trainer's whole `receive`, attempts and joins included; and the join with the previous step's send."""
     expiry_s: float = 3600.0
     """Frames that no assignment names are dropped this long after they arrived, and counted."""
     metrics_port: int = -1
     """-1: no /metrics; 0: a free port; else this port."""
-    row_digests: bool = False
-    """Engines add per-layer digests to frames, so that an audit can compare both ends without the ids."""
+    invalid_rows: str = "error"
+    """Rows that the engine could not record: `error` refuses the sample, `native` lets the live router choose for them, `mask`
+    also takes those tokens out of the loss."""
+    audit_microbatches: int = 1
+    """Micro-batches per step whose replayed ids are compared with what the live router would choose; 0: none."""
+
     ingest_port: int = 0
     """Port of the relay's ingest (`Relay.serve`), which takes frames that engines deliver directly; 0: a free one."""
     token_file: str = ""
@@ -71,6 +79,10 @@ class ChannelConfig:
     def __post_init__(self) -> None:
         if self.backend not in ("gloo", "nccl", "loopback"):
             raise ConfigError(f"backend {self.backend!r}, expected gloo, nccl or loopback")
+        if self.invalid_rows not in ("error", "native", "mask"):
+            raise ConfigError(f"invalid_rows {self.invalid_rows!r}, expected error, native or mask")
+        if self.audit_microbatches < 0:
+            raise ConfigError(f"audit_microbatches {self.audit_microbatches}, expected 0 or more")
         if self.bucket_bytes < 1024:
             raise ConfigError(f"bucket_bytes {self.bucket_bytes}, expected at least 1024")
         for name in (
@@ -78,12 +90,17 @@ class ChannelConfig:
             "send_timeout_s",
             "step_timeout_s",
             "expiry_s",
-            "store_bytes",
+            "shard_bytes",
             "frame_timeout_s",
             "unclaimed_bytes",
         ):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}, expected a positive number")
+
+        if self.store_bytes < 64 * _MIB:
+            raise ConfigError(
+                f"store_bytes {self.store_bytes}, expected at least one segment file, {64 * _MIB}"
+            )
 
     @classmethod
     def load(
@@ -93,7 +110,7 @@ class ChannelConfig:
         file: str | Path | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> ChannelConfig:
-        """Merge a TOML file, the environment and flags (None means unset); unknown names are refused."""
+        """Merge a TOML file, the environment and flags (None means unset). Unknown names in file or flags are refused."""
         merged = load_values(
             cls, flags=flags, file=file, environment=os.environ if environment is None else environment
         )
@@ -187,6 +204,8 @@ def load_values(
         if key in environment:
             merged[name] = (_convert(key, environment[key], kind), key)
     for name, value in (flags or {}).items():
+        if name not in kinds:
+            raise ConfigError(f"unknown flag {name!r}, expected one of {sorted(kinds)}")
         if value is not None:
             merged[name] = (_convert(name, value, kinds[name]), "flag")
     return merged

@@ -91,12 +91,6 @@ class RowsInvalid(RoutingError):
     reason = "rows_invalid"
 
 
-class StaleWeights(RoutingError):
-    """Rows were made by other weights than the policy allows."""
-
-    reason = "stale"
-
-
 # -- bytes -------------------------------------------------------------------------------------------------------------
 
 
@@ -356,3 +350,12 @@ class AuditMismatch(ReplayError):
     """The experts that a router's map holds are not the ids that it was handed."""
 
     reason = "audit"
+
+
+# -- wire: rows that another frame carries --------------------------------------------------------------------------------
+
+
+class PrefixMissing(FrameError):
+    """A frame refers to shared rows that are not here. Names the prefix and the rows."""
+
+    reason = "missing"

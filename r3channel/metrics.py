@@ -48,6 +48,8 @@ LABELS: dict[str, tuple[str, ...]] = {
     "stage": STAGES,
     "outcome": ("received", "delivered", "rejected", "discarded", "expired"),
     "reason": (*sorted({*_reasons(RoutingError), SampleTwice.reason}), "other"),
+    "cause": ("invalid", "padding"),
+    "layer": tuple(str(layer) for layer in range(256)),
     "leg": (
         "engine_frame",
         "engine_http",
@@ -121,6 +123,57 @@ _TABLE = (
     _counter(
         "ids_different_total", "ids", "audit", _TRAINER, "Ids that the router did not get; must stay 0."
     ),
+    _counter(
+        "live_rows_total",
+        "rows",
+        "audit",
+        _TRAINER,
+        "Rows that the live router chose for, by cause: no engine routing, or padding under the native policy.",
+        "cause",
+    ),
+    _counter(
+        "audit_pairs_total", "pairs", "audit", _TRAINER, "(token, layer) pairs compared: live router, replay."
+    ),
+    _counter(
+        "audit_pairs_different_total",
+        "pairs",
+        "audit",
+        _TRAINER,
+        "Pairs in which the live router would choose other experts; a jump means a shift by a layer or token.",
+    ),
+    _counter("audit_pairs_disjoint_total", "pairs", "audit", _TRAINER, "Pairs that share no expert at all."),
+    _counter("audit_tokens_total", "tokens", "audit", _TRAINER, "Tokens whose routing was audited."),
+    _counter(
+        "audit_tokens_different_total",
+        "tokens",
+        "audit",
+        _TRAINER,
+        "Audited tokens with at least one differing layer.",
+    ),
+    _gauge(
+        "audit_layer_overlap",
+        "ratio",
+        "audit",
+        _TRAINER,
+        "Mean share of experts that live router and replay have in common, last audited step.",
+        "layer",
+    ),
+    _gauge(
+        "audit_layer_different",
+        "ratio",
+        "audit",
+        _TRAINER,
+        "Share of rows whose experts differ, last audited step.",
+        "layer",
+    ),
+    _gauge(
+        "audit_logprob_abs_diff",
+        "nats",
+        "audit",
+        _TRAINER,
+        "Mean |trainer - engine| log-prob of the last audited step.",
+    ),
+    _gauge("audit_logprob_k3", "nats", "audit", _TRAINER, "Mean exp(d) - 1 - d of the same."),
 )
 METRICS: dict[str, Metric] = {metric.name: metric for metric in _TABLE}
 """All names that this package exports, by full name."""

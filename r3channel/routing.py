@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from r3channel.distinct import find_duplicate, out_of_range
 from r3channel.errors import (
     DuplicateExpertId,
     ExpertIdOutOfRange,
@@ -101,7 +102,7 @@ def check_ids(expert_ids_TLK: Ids, *, spec: RoutingSpec, where: str) -> None:
     """Every id in [0, E) and distinct within its row of one layer; names the first row that is not."""
     if not expert_ids_TLK.size:
         return
-    if int(expert_ids_TLK.max()) >= spec.num_experts or int(expert_ids_TLK.min()) < 0:
+    if out_of_range(expert_ids_TLK, num_experts=spec.num_experts):
         bad = np.argwhere((expert_ids_TLK >= spec.num_experts) | (expert_ids_TLK < 0))[0]
         row, moe_index, slot = (int(axis) for axis in bad)
         raise ExpertIdOutOfRange(
@@ -115,23 +116,6 @@ def check_ids(expert_ids_TLK: Ids, *, spec: RoutingSpec, where: str) -> None:
             f"{where}: row {row}, layer {spec.moe_layers[moe_index]} repeats an expert: "
             f"{expert_ids_TLK[row, moe_index].tolist()}; expected {spec.top_k} distinct ids. A zero-filled row looks like this"
         )
-
-
-def find_duplicate(expert_ids_TLK: Ids) -> tuple[int, int] | None:
-    """(row, moe_index) of the first row with a repeated id, or None.
-
-    Compares slot against slot: K(K-1)/2 vectorised passes without a sort.
-    """
-    top_k = expert_ids_TLK.shape[-1]
-    slots = np.ascontiguousarray(np.moveaxis(expert_ids_TLK, -1, 0))
-    bad = np.zeros(expert_ids_TLK.shape[:2], dtype=bool)
-    for a in range(top_k):
-        for b in range(a):
-            bad |= slots[a] == slots[b]
-    if not bad.any():
-        return None
-    row, moe_index = np.argwhere(bad)[0]
-    return int(row), int(moe_index)
 
 
 def check_spans(spans: Iterable[ProvenanceSpan], *, first_row: int, rows: int, where: str) -> None:

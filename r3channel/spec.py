@@ -62,7 +62,7 @@ class RoutingSpec:
     @property
     def digest(self) -> int:
         """64-bit identity of the spec: xxh3 of its canonical JSON."""
-        return _digest(self)
+        return _digest(self)  # on the path of every frame
 
     def moe_index(self, layer: int) -> int:
         """Position of a global decoder layer on the MoE axis."""
@@ -122,6 +122,12 @@ class RoutingSpec:
         )
 
 
+@lru_cache(maxsize=64)
+def _digest(spec: RoutingSpec) -> int:
+    text = json.dumps(spec.to_dict(), sort_keys=True, separators=(",", ":"))
+    return xxhash.xxh3_64_intdigest(text.encode())
+
+
 def _is_moe(layer: int, text: Mapping[str, Any]) -> bool:
     if layer < int(text.get("first_k_dense_replace") or 0) or layer in (text.get("mlp_only_layers") or ()):
         return False
@@ -138,9 +144,3 @@ def _megatron_pattern(frequency: int | Sequence[int], layers: int) -> Sequence[i
     if len(frequency) != layers:
         raise ConfigError(f"moe_layer_freq has {len(frequency)} entries for {layers} layers")
     return frequency
-
-
-@lru_cache(maxsize=64)  # 25 us without it, for every frame that is made or parsed
-def _digest(spec: RoutingSpec) -> int:
-    text = json.dumps(spec.to_dict(), sort_keys=True, separators=(",", ":"))
-    return xxhash.xxh3_64_intdigest(text.encode())

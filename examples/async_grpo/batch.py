@@ -1,7 +1,8 @@
-"""The ordinary rollout data: what a sample is, how a DP rank's samples travel through Ray, how micro-batches are padded."""
+"""The ordinary rollout data: what a sample is, how a DP rank's samples travel through Ray, how micro-batches are laid out."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import torch
 
 from r3channel.plan.assignment import Assignment
-from r3channel.plan.shards import Microbatch
+from r3channel.plan.shards import Microbatch, Shard
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ def pack(
 
 @dataclass
 class MicrobatchData:
-    """A padded micro-batch, [b, s]."""
+    """What one CP rank of a DP rank feeds its model: [b, s / cp], or [1, t / cp] for a pack."""
 
     tokens: torch.Tensor
     labels: torch.Tensor
@@ -58,37 +59,55 @@ class MicrobatchData:
     rollout_logprobs: torch.Tensor
     """The engine's, where the mask is 1."""
     advantages: torch.Tensor
-    """[b]."""
+    """Of the token's sample."""
+    responses: int
+    """Response tokens of the micro-batch over all CP ranks: what the loss divides by."""
+    plan: Microbatch
 
 
-def unpack(data: dict[str, Any], microbatches: tuple[Microbatch, ...]) -> list[MicrobatchData]:
-    """Pad a DP rank's samples as the plan says: same order, same lengths, so that rows meet their ids."""
-    ends = np.cumsum(data["lengths"])
+def unpack(data: dict[str, Any], shard: Shard) -> list[MicrobatchData]:
+    """Lay out a DP rank's samples as the plan says: same order, same padding, so that rows meet their ids."""
+    samples = dict(zip(data["names"], _samples(data), strict=True))
+    return [
+        _lay_out(shard, index, [samples[name] for name in batch.sample_ids])
+        for index, batch in enumerate(shard.microbatches)
+    ]
+
+
+def lengths_of(data: dict[str, Any], ranks: Sequence[Sequence[str]]) -> list[list[int]]:
+    """Tokens of each sample of each micro-batch, from the ordinary data: to be held against a ticket."""
+    tokens = dict(zip(data["names"], data["lengths"].tolist(), strict=True))
+    return [[tokens[name] for name in names] for names in ranks]
+
+
+_Arrays = dict[str, np.ndarray]
+
+
+def _samples(data: dict[str, Any]) -> list[_Arrays]:
+    """Per sample, arrays by position from its first token on."""
     answers = data["lengths"] - data["prompts"]
-    answer_ends = np.cumsum(answers)
-    index_of = {name: index for index, name in enumerate(data["names"])}
-    return [_pad(data, batch, index_of, ends, answer_ends) for batch in microbatches]
+    tokens = np.split(data["tokens"].astype(np.int64), np.cumsum(data["lengths"])[:-1])
+    logprobs = np.split(data["logprobs"], np.cumsum(answers)[:-1])
+    found = []
+    for own, prompt, answer, gain in zip(tokens, data["prompts"], logprobs, data["advantages"], strict=True):
+        before = np.zeros(prompt - 1, np.float32)
+        found.append(
+            {
+                "tokens": own,
+                "labels": own[1:],
+                "mask": np.concatenate([before, np.ones(len(answer), np.float32)]),
+                "rollout_logprobs": np.concatenate([before, answer]),
+                "advantages": np.full(len(own), gain, np.float32),
+            }
+        )
+    return found
 
 
-def _pad(
-    data: dict[str, Any],
-    batch: Microbatch,
-    index_of: dict[str, int],
-    ends: np.ndarray,
-    answer_ends: np.ndarray,
-) -> MicrobatchData:
-    size, length = len(batch.sample_ids), batch.seq_len
-    tokens, labels = (torch.zeros(size, length, dtype=torch.int64) for _ in range(2))
-    mask, logprobs = (torch.zeros(size, length) for _ in range(2))
-    chosen = [index_of[name] for name in batch.sample_ids]
-    for row, index in enumerate(chosen):
-        total, prompt = int(data["lengths"][index]), int(data["prompts"][index])
-        text = torch.from_numpy(data["tokens"][ends[index] - total : ends[index]].astype(np.int64))
-        tokens[row, :total] = text
-        labels[row, : total - 1] = text[1:]
-        mask[row, prompt - 1 : total - 1] = 1.0
-        answer = data["logprobs"][answer_ends[index] - (total - prompt) : answer_ends[index]]
-        logprobs[row, prompt - 1 : total - 1] = torch.from_numpy(answer.copy())
-    positions = torch.arange(length).expand(size, length)
-    advantages = torch.from_numpy(data["advantages"][chosen])
-    return MicrobatchData(tokens, labels, positions, mask, logprobs, advantages)
+def _lay_out(shard: Shard, index: int, samples: list[_Arrays]) -> MicrobatchData:
+    laid = {
+        name: torch.from_numpy(shard.lay_out(index, [sample[name] for sample in samples]))
+        for name in samples[0]
+    }
+    positions = torch.from_numpy(np.ascontiguousarray(shard.token_map(index)[1]))
+    responses = int(sum(sample["mask"].sum() for sample in samples))
+    return MicrobatchData(**laid, positions=positions, responses=responses, plan=shard.microbatches[index])

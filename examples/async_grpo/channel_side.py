@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from examples.async_grpo.batch import lengths_of
 from r3channel.config import ChannelConfig
 from r3channel.metrics import Metrics, StageClock
 from r3channel.plan.assignment import Assignment
-from r3channel.plan.layout import TrainerLayout
-from r3channel.plan.shards import Microbatch
+from r3channel.plan.layout import RankCoords, TrainerLayout
+from r3channel.plan.shards import Shard
 from r3channel.plan.ticket import Ticket
 from r3channel.recording import Recorder
 from r3channel.relay.actor import RayControl, RelayHost
@@ -27,6 +28,7 @@ from r3channel.relay.relay import Relay
 from r3channel.spec import RoutingSpec
 from r3channel.trainer.audit import Consumed, ConsumptionTap, DigestLedger
 from r3channel.trainer.channel import TrainerChannel
+from r3channel.trainer.megatron import parallel_coords
 from r3channel.trainer.replay import ReplayStep
 from r3channel.wire.frame import parse_frame
 
@@ -42,7 +44,9 @@ class ChannelRouting(RelayHost):
         self.metrics = Metrics("relay", clock=clock)
         recorder = Recorder(args.record) if args.record else None
         self.relay = Relay(spec, layout, config, clock=clock, metrics=self.metrics, recorder=recorder)
-        self.port = self.metrics.serve(port=config.metrics_port) if config.metrics_port >= 0 else 0
+        self.port = (
+            self.metrics.serve(config.interface, config.metrics_port) if config.metrics_port >= 0 else 0
+        )
         self._replied: dict[str, tuple[np.ndarray, np.ndarray | None]] = {}
         self._sealed: dict[int, dict[str, tuple[np.ndarray, np.ndarray | None]]] = {}
         self._rows = 0
@@ -103,9 +107,10 @@ class ChannelReplay:
         clock: StageClock,
     ) -> None:
         self.args, self.clock = args, clock
+        self._dp = parallel_coords().dp
         config = ChannelConfig.from_args(args)
         self.metrics = Metrics("trainer", clock=clock)
-        self.port = self.metrics.serve(port=0) if config.metrics_port >= 0 else 0
+        self.port = self.metrics.serve(config.interface) if config.metrics_port >= 0 else 0
         self.channel = TrainerChannel.attach(
             chunks, RayControl(manager), layout=layout, config=config, clock=clock, metrics=self.metrics
         )
@@ -114,8 +119,9 @@ class ChannelReplay:
         self._consumed: dict[int, dict[str, Any]] = {}
         self._step: ReplayStep | None = None
 
-    def microbatches(self, data: dict[str, Any], dp: int) -> tuple[Microbatch, ...]:
-        return Ticket.from_bytes(data["ticket"]).plan.microbatches[dp]
+    def shard(self, data: dict[str, Any], coords: RankCoords) -> Shard:
+        plan = Ticket.from_bytes(data["ticket"]).plan
+        return plan.shard(dp=coords.dp, pp=coords.pp, cp=coords.cp)
 
     @contextmanager
     def step(self, data: dict[str, Any]) -> Iterator[None]:
@@ -125,20 +131,22 @@ class ChannelReplay:
                 shard = self.channel.receiver.receive(Ticket.from_bytes(data["ticket"]))
                 yield
             else:
-                with self.channel.step(data["ticket"]) as self._step:
+                ticket = Ticket.from_bytes(data["ticket"])
+                lengths = lengths_of(data, ticket.assignment.ranks[self._dp])
+                with self.channel.step(ticket, lengths=lengths) as self._step:
                     shard = self.channel.shard
                     assert shard is not None
-                    if self.args.fault == "corrupt-id":
+                    if self.args.fault == "corrupt-id" and shard.shard.layers:
                         self._corrupt(shard.layer_ids(0, shard.shard.layers[0]))
                     yield
                 self._step = None
         with self.clock.span("audit", step=shard.ticket.step):
             self._audit(shard)
 
-    def microbatch(self, index: int, mode: str) -> AbstractContextManager[None]:
+    def microbatch(self, index: int, mode: str, chunk: torch.nn.Module) -> AbstractContextManager[None]:
         if mode == "natural" or self._step is None:
             return self.channel.driver.off(microbatch=index if self._step is None else -1)
-        return self._step.microbatch(index, mode="logprob" if mode == "logprob" else "train")
+        return self._step.microbatch(index, mode="logprob" if mode == "logprob" else "train", chunk=chunk)
 
     def report(self) -> dict[str, Any]:
         landed = self.metrics.value("r3channel_bytes_total", leg="landed")

@@ -12,16 +12,18 @@ import aiohttp
 from examples.async_grpo.grpo import Request
 
 REQUEST_TIMEOUT_S = 120.0
+Answer = tuple[dict[str, Any], int]
 
 
-async def ask(requests: list[Request], urls: list[str]) -> list[tuple[dict[str, Any], int]]:
+async def ask(requests: list[Request], urls: list[str]) -> list[Answer | BaseException]:
+    """Send all at once; for each the reply and the bytes of its body, or what went wrong."""
     timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
     async with aiohttp.ClientSession(timeout=timeout) as session:
         asked = [_post(session, url, request) for request, url in zip(requests, urls, strict=True)]
-        return await asyncio.gather(*asked)
+        return await asyncio.gather(*asked, return_exceptions=True)
 
 
-async def _post(session: aiohttp.ClientSession, url: str, request: Request) -> tuple[dict[str, Any], int]:
+async def _post(session: aiohttp.ClientSession, url: str, request: Request) -> Answer:
     body = {
         "input_ids": request.prompt,
         "sampling_params": {"temperature": 1.0, "max_new_tokens": request.new_tokens, "ignore_eos": True},

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-PASSES = ("forward", "recompute", "logprob", "natural")
 Rows = dict[str, np.ndarray]
 """Equally long arrays: sample (text), position, layer, ids [N, K]; routers also rank, step, pass."""
 
@@ -39,21 +38,23 @@ def engine_rows(replied: dict[str, tuple[np.ndarray, np.ndarray | None]], layers
     return {name: np.concatenate(values) for name, values in parts.items()}
 
 
-def compare_step(total: Comparison, *, engine: Rows, router: Rows, copies: int) -> tuple[int, int]:
+def compare_step(
+    total: Comparison, *, engine: Rows, router: Rows, copies: int, passes: tuple[str, ...]
+) -> tuple[int, int]:
     """Match every router row with the engine's by (sample, position, layer); returns (compared, different) of this step.
 
-    `copies`: how many ranks use each row in one pass (tp without sequence parallelism, else 1). A row that is missing or
-    used too often counts all its ids as different.
+    `passes` must all be there. `copies`: how many ranks use each row in one pass (tp without sequence parallelism, else 1).
+    A row that is missing or used too often counts all its ids as different.
     """
     names = np.unique(engine["sample"])
     keys = _keys(engine, names)
     order = np.argsort(keys)
     keys, ids = keys[order], engine["ids"][order]
-    compared = different = 0
-    for name in PASSES:
+    compared = 0
+    unknown = ~np.isin(router["pass"], passes)
+    different = int(unknown.sum()) * ids.shape[1]
+    for name in passes:
         chosen = router["pass"] == name
-        if not chosen.any():
-            continue
         found = _keys({column: values[chosen] for column, values in router.items()}, names)
         at = np.searchsorted(keys, found).clip(max=len(keys) - 1)
         known = keys[at] == found

@@ -16,8 +16,8 @@ import torch
 
 from r3channel.metrics import StageClock
 from r3channel.plan.assignment import Assignment
-from r3channel.plan.layout import TrainerLayout
-from r3channel.plan.shards import Microbatch, plan_shards
+from r3channel.plan.layout import RankCoords, TrainerLayout
+from r3channel.plan.shards import Shard, plan_shards
 from r3channel.spec import RoutingSpec
 
 
@@ -95,15 +95,15 @@ class DefaultReplay:
         self.routers: list[Any] = [
             module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)
         ]
-        self._batches: tuple[Microbatch, ...] = ()
+        self._shard: Shard | None = None
         self._data: dict[str, Any] = {}
         self._landed = 0
 
-    def microbatches(self, data: dict[str, Any], dp: int) -> tuple[Microbatch, ...]:
+    def shard(self, data: dict[str, Any], coords: RankCoords) -> Shard:
         tokens = data["sample_tokens"]
         plan = plan_shards(Assignment(data["ranks"]), tokens=tokens, spec=self.spec, layout=self.layout)
-        self._batches = plan.microbatches[dp]
-        return self._batches
+        self._shard = plan.shard(dp=coords.dp, pp=coords.pp, cp=coords.cp)
+        return self._shard
 
     @contextmanager
     def step(self, data: dict[str, Any]) -> Iterator[None]:
@@ -115,21 +115,23 @@ class DefaultReplay:
             router.router_replay.clear_router_replay_action()
 
     @contextmanager
-    def _replaying(self, index: int, mode: str) -> Iterator[None]:
+    def _replaying(self, index: int, mode: str, chunk: torch.nn.Module) -> Iterator[None]:
         from megatron.core.transformer.moe.router_replay import RouterReplayAction as Action
 
-        for router in self.routers:
+        inside = set(chunk.modules())
+        routers = [router for router in self.routers if router in inside]
+        for router in routers:
             replay = router.router_replay
             replay.set_target_indices(self._rows(index, router.layer_number - 1))
             replay.set_router_replay_action(Action.REPLAY_FORWARD)
         yield
-        for router in self.routers:
+        for router in routers:
             if mode == "logprob":
                 router.router_replay.clear_indices()
             router.router_replay.set_router_replay_action(Action.REPLAY_BACKWARD)
 
-    def microbatch(self, index: int, mode: str) -> AbstractContextManager[None]:
-        return self._natural() if mode == "natural" else self._replaying(index, mode)
+    def microbatch(self, index: int, mode: str, chunk: torch.nn.Module) -> AbstractContextManager[None]:
+        return self._natural() if mode == "natural" else self._replaying(index, mode, chunk)
 
     @contextmanager
     def _natural(self) -> Iterator[None]:
@@ -138,18 +140,15 @@ class DefaultReplay:
         yield
 
     def _rows(self, index: int, layer: int) -> torch.Tensor:
-        batch = self._batches[index]
-        experts = torch.arange(batch.seq_len * self.spec.top_k) % self.spec.num_experts
-        full = experts.view(1, batch.seq_len, -1).repeat(len(batch.sample_ids), 1, 1)
-        for row, name in enumerate(batch.sample_ids):
-            ids = self._data[name][:, layer].long()
-            full[row, : len(ids)] = ids
-        rows = full.transpose(0, 1).reshape(-1, self.spec.top_k)
-        return (
-            rows.chunk(self.layout.tp_slots)[self.tp].contiguous()
-            if self.layout.tp_slots > 1
-            else rows.contiguous()
-        )
+        """Everything is here; pick this rank's rows, and cycle through the experts where no engine row is."""
+        assert self._shard is not None
+        sample_R, position_R = self._shard.row_map(index, tp=self.tp)
+        experts = torch.arange(len(sample_R) * self.spec.top_k) % self.spec.num_experts
+        rows = experts.view(len(sample_R), -1)
+        for number, name in enumerate(self._shard.microbatches[index].sample_ids):
+            here = sample_R == number
+            rows[here] = self._data[name][position_R[here], layer].long()
+        return rows
 
     def report(self) -> dict[str, Any]:
         return {"metrics_port": 0, "landed": self._landed, "wire_received": 0}

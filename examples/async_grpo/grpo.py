@@ -49,9 +49,9 @@ def group_advantages(rewards: list[float]) -> list[float]:
 
 
 def policy_loss(
-    logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor
+    logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, *, responses: int
 ) -> torch.Tensor:
-    """Clipped policy-gradient loss, mean over response tokens. All [b, s] except advantages [b]."""
+    """This rank's part of the clipped policy-gradient loss, a mean over `responses` tokens of all CP ranks. All [b, s]."""
     ratio = torch.exp(logprobs - old)
-    gain = torch.minimum(ratio * advantages[:, None], ratio.clamp(1 - CLIP, 1 + CLIP) * advantages[:, None])
-    return -(gain * mask).sum() / mask.sum().clamp(min=1)
+    gain = torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
+    return -(gain * mask).sum() / max(responses, 1)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import pickle
+import sys
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -16,7 +18,9 @@ import ray
 
 from examples.async_grpo.batch import Sample, pack
 from examples.async_grpo.client import ask
-from examples.async_grpo.grpo import Request, group_advantages, make_requests, reward
+from examples.async_grpo.grpo import GROUP, Request, group_advantages, make_requests, reward
+from examples.async_grpo.modules import channel_modules
+from r3channel.errors import R3Error
 from r3channel.metrics import StageClock
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
@@ -58,6 +62,7 @@ class RolloutManager:
         self.routing = self._make_routing()
         self.put_bytes, self.tokens, self.samples = 0, 0, 0
         self.rewards: list[float] = []
+        self.lost: list[str] = []
 
     def _make_routing(self) -> ManagerRouting:
         if self.args.use_r3_channel:
@@ -73,25 +78,28 @@ class RolloutManager:
         self.engines = engines
         request = Request("probe", [5, 6], 1)
         for url in self.engines:
-            ((reply, _),) = asyncio.run(ask([request], [url]))
-            self.routing.check_engine(url, reply, tokens=3)
+            (answer,) = asyncio.run(ask([request], [url]))
+            if isinstance(answer, BaseException):
+                raise answer
+            self.routing.check_engine(url, answer[0], tokens=3)
         return self.routing.report()
 
     def generate(self, step: int) -> list[Any]:
         """One rollout. Returns one object reference per DP rank; routing is still on its way when it does."""
-        self.routing.join_previous()
         requests = make_requests(step, samples=self.args.samples, seed=self.args.seed, vocab=self.args.vocab)
         extra = make_requests(step, samples=4, seed=self.args.seed, vocab=self.args.vocab, evaluation=True)
         samples = self._collect(step, requests + extra)
-        self.routing.discard([request.sample_id for request in extra])  # evaluation is never trained on
         with self.clock.span("assemble", step=step):
-            chosen = {request.sample_id: samples[request.sample_id] for request in requests}
+            chosen = self._usable(requests, samples)
             lengths = {name: len(sample.tokens) for name, sample in chosen.items()}
-            gains = group_advantages([chosen[request.sample_id].reward for request in requests])
+            gains = group_advantages([sample.reward for sample in chosen.values()])
             advantages = dict(zip(chosen, gains, strict=True))
             assignment = Assignment.balanced(
                 lengths, dp=self.layout.dp, microbatch_size=self.args.micro_batch_size
             )
+        # Evaluation is never trained on, nor is a sample whose group lost a member.
+        self.routing.discard([name for name in samples if name not in chosen])
+        self.routing.join_previous()
         travelling = self.routing.seal(step, assignment, lengths)
         with self.clock.span("serialize", step=step):
             data = [
@@ -116,6 +124,8 @@ class RolloutManager:
             "tokens": self.tokens,
             "samples": self.samples,
             "rewards": self.rewards,
+            "lost": self.lost,
+            "modules": channel_modules(),
         }
 
     def close(self) -> None:
@@ -125,16 +135,35 @@ class RolloutManager:
     # -- HTTP --------------------------------------------------------------------------------------------------------
 
     def _collect(self, step: int, requests: list[Request]) -> dict[str, Sample]:
+        """Ask for all; what fails is named, counted and left out: it is never trained on guessed ids."""
         urls = [self.engines[index % len(self.engines)] for index in range(len(requests))]
         with self.clock.span("http", step=step):
             answers = asyncio.run(ask(requests, urls))
         samples = {}
-        for request, url, (reply, http_bytes) in zip(requests, urls, answers, strict=True):
-            tokens = request.prompt + reply["output_ids"]
-            self.routing.add(request.sample_id, reply, tokens, engine=url, http_bytes=http_bytes)
-            logprobs = [entry[0] for entry in reply["meta_info"]["output_token_logprobs"]]
-            score = reward(reply["output_ids"])
-            samples[request.sample_id] = Sample(
-                request.sample_id, tokens, len(request.prompt), logprobs, score
-            )
+        for request, url, answer in zip(requests, urls, answers, strict=True):
+            try:
+                if isinstance(answer, BaseException):
+                    raise answer
+                samples[request.sample_id] = self._add(request, url, *answer)
+            except (R3Error, RuntimeError, OSError) as error:
+                self.lost.append(request.sample_id)
+                print(f"step {step}: {request.sample_id} is left out: {error!r}", file=sys.stderr, flush=True)
         return samples
+
+    def _add(self, request: Request, url: str, reply: dict[str, Any], http_bytes: int) -> Sample:
+        tokens = request.prompt + reply["output_ids"]
+        self.routing.add(request.sample_id, reply, tokens, engine=url, http_bytes=http_bytes)
+        logprobs = [entry[0] for entry in reply["meta_info"]["output_token_logprobs"]]
+        return Sample(request.sample_id, tokens, len(request.prompt), logprobs, reward(reply["output_ids"]))
+
+    def _usable(self, requests: list[Request], samples: dict[str, Sample]) -> dict[str, Sample]:
+        """Whole groups only, and as many as fill the micro-batches of all DP ranks."""
+        groups = [requests[index : index + GROUP] for index in range(0, len(requests), GROUP)]
+        whole = [r.sample_id for group in groups for r in group if all(m.sample_id in samples for m in group)]
+        unit = math.lcm(GROUP, self.layout.dp * self.args.micro_batch_size)
+        kept = whole[: len(whole) // unit * unit]
+        if not kept:
+            raise RuntimeError(
+                f"{len(whole)} usable samples of {len(requests)}; {unit} are needed for one step"
+            )
+        return {name: samples[name] for name in kept}

@@ -7,6 +7,7 @@ from importlib.metadata import version
 from typing import Any
 
 from examples.async_grpo.compare import Comparison
+from examples.async_grpo.modules import channel_modules
 from r3channel.clock import WAITS, Span
 from r3channel.plan.layout import TrainerLayout
 from r3channel.report.stages import hidden_share, stage_table
@@ -37,8 +38,9 @@ def summarise(
         "stages_s": _widest(totals.values()),
         "stages_by_process_s": totals,
         "stage_coverage": slowest["coverage"],
-        "hidden_send_fraction": _hidden(manager["spans"], trainers, BACKGROUND),
-        "hidden_wire_fraction": _hidden(manager["spans"], trainers, ("send",)),
+        "hidden_send_fraction": _hidden(manager["spans"], trainers, ("send",)),
+        "hidden_background_fraction": _hidden(manager["spans"], trainers, BACKGROUND),
+        "samples_lost": manager["lost"],
         "bytes_per_token": bytes_per_token(manager, trainers),
         "logprob_abs_diff": {name: _mean(steps, name) for name in ("replay_on", "replay_off")},
         "trainer_dtype": args.trainer_dtype,
@@ -51,6 +53,9 @@ def summarise(
         "layout": str(TrainerLayout.parse(args.layout)),
         "engines": args.engines,
         "channel": bool(args.use_r3_channel),
+        "channel_modules": sorted(
+            {*channel_modules(), *manager["modules"], *(m for t in trainers for m in t["modules"])}
+        ),
         "spec": spec.to_dict(),
         "wall_s": wall_s,
     }
@@ -98,8 +103,8 @@ def table(result: dict[str, Any], trainers: list[dict[str, Any]]) -> str:
     ]
     if result["channel"]:
         lines.append(
-            f"hidden from every trainer: {result['hidden_send_fraction']:.1%} of the relay's background work, "
-            f"{result['hidden_wire_fraction']:.1%} of the bare wire"
+            f"hidden from every trainer: {result['hidden_background_fraction']:.1%} of the relay's work after seal, "
+            f"{result['hidden_send_fraction']:.1%} of the send alone"
         )
         lines.append(
             f"{result['ids_compared']:,} ids compared between engine and routers, {result['ids_different']} different; "

@@ -14,6 +14,7 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -46,7 +47,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="r3channel demo", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument(
-        "--layout", default="dp=2,tp=2,pp=1,cp=1", help="keys dp, tp, pp, cp, vpp, ep, sp, packing"
+        "--layout",
+        default="dp=2,tp=2,pp=1,cp=1",
+        help="keys dp, tp, pp, cp, vpp, ep, packing (padded or thd), pad_policy (spread or native), ...",
     )
     parser.add_argument("--engines", type=int, default=1, help="SGLang servers")
     parser.add_argument("--seed", type=int, default=0)
@@ -82,6 +85,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # every part is ended on the way out
     begin = time.monotonic()
     with (
         tempfile.TemporaryDirectory(prefix="r3channel-demo-") as folder,
@@ -110,8 +114,6 @@ class _Cluster:
 
 def _train(args: argparse.Namespace, cluster: _Cluster, begin: float) -> tuple[dict[str, Any], str]:
     """The loop itself: generate / async_train / update_weights."""
-    import ray
-
     from examples.async_grpo import summary
 
     _say(f"all parts are up after {time.monotonic() - begin:.0f} s")
@@ -129,7 +131,7 @@ def _train(args: argparse.Namespace, cluster: _Cluster, begin: float) -> tuple[d
             f"step {step}: loss {_mean(steps[-1]['loss']):+.4f}, {compared[0]:,} ids compared, {compared[1]} different"
         )
         if step + 1 < args.steps:
-            ray.wait([coming], timeout=GENERATE_TIMEOUT_S)  # no weights change in the middle of a generation
+            fetch(coming, timeout_s=GENERATE_TIMEOUT_S)  # no weights change in the middle of a generation
         _update_weights(cluster, step + 1, reports)
     trainers = cluster.all("end")
     manager = fetch(cluster.manager.report.remote())
@@ -161,12 +163,18 @@ def _audit(args: argparse.Namespace, cluster: _Cluster, step: int, total: Compar
     router = join(
         [_with_rank(part["arrays"], rank, step) for rank, part in enumerate(parts) if part["arrays"]]
     )
-    counts = compare_step(total, engine=engine_rows(replied, layers), router=router, copies=copies)
+    counts = compare_step(
+        total, engine=engine_rows(replied, layers), router=router, copies=copies, passes=_passes(args)
+    )
     compare_digests(
         total, replied=replied, parts=[part["digests"] for part in parts], layers=layers, copies=copies
     )
     fetch(cluster.trainers[0].audited.remote(*counts))
     return counts
+
+
+def _passes(args: argparse.Namespace) -> tuple[str, ...]:
+    return ("natural",) if args.no_replay else ("forward", "recompute", "logprob")
 
 
 def _with_rank(arrays: dict[str, Any], rank: int, step: int) -> dict[str, Any]:
@@ -191,8 +199,12 @@ def _cluster(args: argparse.Namespace, folder: Path) -> Iterator[_Cluster]:
     """Engines, Ray, manager and trainers, started beside one another; all gone at the end."""
     from r3channel.embedded.model import write_model
 
-    model = write_model(folder / "model", seed=args.seed)
+    layout = TrainerLayout.parse(args.layout)
+    layers = max(4, 2 * layout.pp * layout.vpp)  # at least two layers in every chunk; layer 0 is dense
+    model = write_model(folder / "model", seed=args.seed, layers=layers)
     spec = RoutingSpec.from_hf_config(json.loads((model / "config.json").read_text()))
+    if args.use_r3_channel and args.r3_store_dir is None:
+        args.r3_store_dir = str(folder / "store")
     args.model, args.vocab = str(model), json.loads((model / "config.json").read_text())["vocab_size"]
     with _engines(args, model) as engines, _ray():
         manager, trainers = _actors(args, spec, folder, engines)

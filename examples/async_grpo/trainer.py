@@ -12,11 +12,12 @@ import torch
 
 from examples.async_grpo.batch import MicrobatchData, unpack
 from examples.async_grpo.grpo import policy_loss
+from examples.async_grpo.modules import channel_modules
 from examples.async_grpo.rays import fetch
 from r3channel.embedded import megatron
 from r3channel.metrics import Span, StageClock
-from r3channel.plan.layout import TrainerLayout
-from r3channel.plan.shards import Microbatch
+from r3channel.plan.layout import RankCoords, TrainerLayout
+from r3channel.plan.shards import Shard
 from r3channel.weights.convert import hf_weights
 from r3channel.weights.session import UpdateReport, WeightSync
 
@@ -26,11 +27,13 @@ WEIGHT_TIMEOUT_S = 120.0
 class TrainerRouting(Protocol):
     """How routing reaches the routers."""
 
-    def microbatches(self, data: dict[str, Any], dp: int) -> tuple[Microbatch, ...]: ...
+    def shard(self, data: dict[str, Any], coords: RankCoords) -> Shard:
+        """The plan's part of this rank: how its micro-batches are laid out."""
+        ...
 
     def step(self, data: dict[str, Any]) -> AbstractContextManager[None]: ...
 
-    def microbatch(self, index: int, mode: str) -> AbstractContextManager[None]:
+    def microbatch(self, index: int, mode: str, chunk: torch.nn.Module) -> AbstractContextManager[None]:
         """`mode`: train, logprob, or natural (replay off)."""
         ...
 
@@ -93,7 +96,7 @@ class Trainer:
         self._waited()
         with self.clock.span("assemble", step=step):
             data = fetch(box[self.coords.dp])
-            batches = unpack(data, self.routing.microbatches(data, self.coords.dp))
+            batches = unpack(data, self.routing.shard(data, self.coords))
         with self.routing.step(data):
             with self.clock.span("logprob", step=step):
                 old = self._logprobs(batches, "logprob")
@@ -119,7 +122,11 @@ class Trainer:
         return report
 
     def consumed(self, step: int) -> dict[str, Any]:
-        return self.routing.consumed(step)
+        self._waited()
+        with self.clock.span("audit", step=step):
+            found = self.routing.consumed(step)
+        self._idle_since = time.monotonic()
+        return found
 
     def audited(self, compared: int, different: int) -> None:
         self.routing.audited(compared, different)
@@ -134,6 +141,7 @@ class Trainer:
             "spans": (spans := [span for span in self.clock.spans() if span.start_s >= self._begin_s]),
             "totals": _by_stage(spans),
             "wall_s": wall,
+            "modules": channel_modules(),
             "coverage": self.clock.coverage(self._begin_s, self._end_s),
         }
 
@@ -146,7 +154,7 @@ class Trainer:
     # -- passes ------------------------------------------------------------------------------------------------------
 
     def _logprobs(self, batches: list[MicrobatchData], mode: str) -> list[torch.Tensor]:
-        """Per micro-batch [b, s] log-probs of the labels, without gradients; [] off the last pipeline stage."""
+        """Per micro-batch [b, s / cp] log-probs of the labels, without gradients; [] off the last pipeline stage."""
         found: list[torch.Tensor] = []
 
         def keep(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -162,8 +170,10 @@ class Trainer:
             batch = batches[index]
 
             def loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
-                value = policy_loss(-output.float(), old[index], batch.advantages, batch.mask)
-                return value, {"loss": value.item()}
+                value = policy_loss(
+                    -output.float(), old[index], batch.advantages, batch.mask, responses=batch.responses
+                )
+                return value, {"loss": value.item() * self.layout.cp}
 
             return loss
 
@@ -182,18 +192,21 @@ class Trainer:
             batch = batches[index]
             with (
                 self.clock.span("logprob" if forward_only else "forward"),
-                self.routing.microbatch(index, mode),
+                self.routing.microbatch(index, mode, chunk),
             ):
-                output = chunk(batch.tokens, batch.positions, None, labels=batch.labels)
+                packed = megatron.packed_params(batch.plan)
+                output = chunk(
+                    batch.tokens, batch.positions, None, labels=batch.labels, packed_seq_params=packed
+                )
             return output, loss_of(index)
 
         return self.model.run(
             forward_step,
             num_microbatches=len(batches),
-            seq_length=batches[0].tokens.shape[1],
-            micro_batch_size=batches[0].tokens.shape[0],
+            seq_length=batches[0].plan.seq_len,
+            micro_batch_size=batches[0].plan.width,
             forward_only=forward_only,
-            data_iterator=iter(range(len(batches))),
+            data=range(len(batches)),
         )
 
     def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 
 from r3channel.embedded import megatron_shim
-from r3channel.errors import ConfigError
+from r3channel.errors import ConfigError, UnsupportedLayout
 from r3channel.plan.layout import TrainerLayout
+from r3channel.plan.rows import Microbatch
 from r3channel.spec import RoutingSpec
 
 if TYPE_CHECKING:
@@ -77,19 +78,19 @@ class TrainerModel:
         seq_length: int,
         micro_batch_size: int,
         forward_only: bool = False,
-        data_iterator: Iterator[Any] | None = None,
+        data: Iterable[Any] = (),
     ) -> list[Any]:
         """Megatron's own schedule (1F1B when pipelined); on the last stage the reduced losses, elsewhere [].
 
-        `forward_step(data_iterator, chunk)` gives (output, loss function). Gradients are reduced when this returns.
+        `forward_step(iterator, chunk)` gives (output, loss function); each chunk has its own iterator over `data`.
+        Gradients are reduced when this returns.
         """
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        several = len(self.chunks) > 1
-        data: Any = [data_iterator] * len(self.chunks) if several else data_iterator
+        iterators = [iter(data) for _ in self.chunks]
         return get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=data,
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self.chunks,
             num_microbatches=num_microbatches,
             seq_length=seq_length,
@@ -185,12 +186,48 @@ def build(
     hf_config = _read_config(Path(model_dir))
     changes = {**_FULL_RECOMPUTE} if recompute else {}
     changes |= {"sequence_parallel": layout.sequence_parallel, "moe_layer_freq": _layer_pattern(hf_config)}
+    changes |= _pipeline_changes(layout)
     changes |= config_changes or {}
     bridge = _bridge_class()(hf_config, changes, dtype=_DTYPES[dtype])
     chunks = _load(bridge, model_dir, dtype=dtype, distributed_optimizer=distributed_optimizer)
     optimizer = _optimizer(chunks, dtype=dtype, lr=lr, sharded=distributed_optimizer, clip_grad=clip_grad)
     _connect(bridge.config, chunks, optimizer)
     return TrainerModel(chunks=chunks, optimizer=optimizer, config=bridge.config, bridge=bridge)
+
+
+def _pipeline_changes(layout: TrainerLayout) -> dict[str, Any]:
+    """What the schedules need over gloo; sizes of an uneven pipeline."""
+    if layout.cp > 1 and layout.cp_split != "zigzag":
+        raise UnsupportedLayout(
+            f"the embedded attention and Megatron-core's rotary embedding are zigzag; layout has cp_split={layout.cp_split}"
+        )
+    changes: dict[str, Any] = {"variable_seq_lengths": layout.pp > 1 and not layout.one_length}
+    if layout.vpp > 1:  # batched p2p of two chunks to one peer cross-matches on gloo, silently
+        changes |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
+    if layout.first_layers is not None:
+        changes["num_layers_in_first_pipeline_stage"] = layout.first_layers
+    if layout.last_layers is not None:
+        changes["num_layers_in_last_pipeline_stage"] = layout.last_layers
+    return changes
+
+
+def packed_params(batch: Microbatch) -> Any:
+    """Megatron's PackedSeqParams of a packed micro-batch, its tail as a sequence of its own; None for a padded one."""
+    if not batch.packed:
+        return None
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    lengths = [*batch.padded, batch.tail] if batch.tail else list(batch.padded)
+    ends = torch.tensor([0, *lengths]).cumsum(0).int()
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=ends,
+        cu_seqlens_kv=ends,
+        cu_seqlens_q_padded=ends,
+        cu_seqlens_kv_padded=ends,
+        max_seqlen_q=max(lengths),
+        max_seqlen_kv=max(lengths),
+    )
 
 
 def _read_config(folder: Path) -> Any:

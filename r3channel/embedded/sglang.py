@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import IO
+from typing import IO, Any
 
 from r3channel.errors import ConfigError, EngineUnavailable, UsageError
 
@@ -254,7 +254,7 @@ def listens(pid: int, port: int) -> bool:
     return False
 
 
-def kill_family(child: subprocess.Popen[bytes], *, timeout_s: float = 10.0) -> None:
+def kill_family(child: subprocess.Popen[Any], *, timeout_s: float = 10.0) -> None:
     """Kill `child` and everything below it, by process id, and reap it."""
     import psutil
 

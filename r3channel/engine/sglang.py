@@ -47,7 +47,7 @@ from r3channel.engine.refusals import Settings, refusals, refuse
 from r3channel.errors import ConfigError, R3Error
 from r3channel.routing import RowKind
 from r3channel.spec import RoutingSpec
-from r3channel.wire.codec import encode_chunk
+from r3channel.wire.codec import check_codec
 from r3channel.wire.frame import sample_key
 from r3channel.wire.hello import Hello
 
@@ -64,8 +64,7 @@ _announced_version: str | None = None
 def apply(config: EngineConfig) -> None:
     """Register the hooks; SGLang applies them right after its plug-ins have run. Call once per process."""
     global _config, _table
-    # An unknown codec ends the start, not the first request.
-    encode_chunk(memoryview(b""), codec=config.codec)
+    check_codec(config.codec)  # an unknown one ends the start, not the first request
     _config, _table = config, matching_table() or ""  # before a hook changes what is looked at
     HookRegistry.register(CAPTURER, FrameCapturer, HookType.REPLACE)
     HookRegistry.register(COLLECT, collect_frame, HookType.AROUND)

@@ -1,7 +1,8 @@
-"""How the trainer is cut into processes. Knows Megatron's rank order; knows nothing about samples."""
+"""How the trainer is cut into processes. Knows Megatron's rank and layer order; knows nothing about samples."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -9,6 +10,11 @@ from r3channel.errors import ConfigError, UnsupportedLayout
 from r3channel.spec import RoutingSpec
 
 _FLAGS = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
+_CHOICES = {
+    "packing": ("padded", "thd"),
+    "cp_split": ("zigzag", "contiguous"),
+    "pad_policy": ("spread", "native"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -23,7 +29,7 @@ class RankCoords:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerLayout:
-    """DP x PP x CP x TP, with expert parallelism inside DP.
+    """DP x PP (x VPP) x CP x TP, with expert parallelism beside it: ids follow a rank's tokens, not who owns an expert.
 
     >>> layout = TrainerLayout.parse("dp=2,tp=2")
     >>> layout.world_size, layout.sequence_parallel, layout.coords(3)
@@ -33,35 +39,47 @@ class TrainerLayout:
     dp: int = 1
     pp: int = 1
     vpp: int = 1
+    """Model chunks per pipeline stage (interleaved schedule)."""
     cp: int = 1
     tp: int = 1
     ep: int = 1
     sp: bool | None = None
     """Sequence parallelism; None means on where tp > 1 (Megatron refuses to train MoE with tp > 1 without it)."""
     packing: str = "padded"
+    """`padded`: a micro-batch is [b, s]. `thd`: its sequences lie one after another in [1, t]."""
+    cp_split: str = "zigzag"
+    """`zigzag`: CP rank r holds chunks r and 2*cp-1-r of each sequence (Megatron's own). `contiguous`: the r-th part of the
+    padded sequence, or of the whole pack (attention that gathers keys and values)."""
+    pad_multiple: int = 1
+    """Tokens that one CP and TP rank holds of a micro-batch are a multiple of this."""
     pad_policy: str = "spread"
-    """Ids of rows that no engine computed (the last token, padding): `spread` cycles through the experts."""
+    """Experts of rows that no engine computed (the last token, padding): `spread` cycles through the experts, `native`
+    lets the live router choose."""
+    uniform: bool | None = None
+    """All micro-batches of an optimizer step have one padded length; None means where pp > 1, because Megatron's schedules
+    exchange activations of one shape (unless `variable_seq_lengths` is set: then give uniform=0)."""
+    first_layers: int | None = None
+    """Decoder layers of the first pipeline stage (Megatron's num_layers_in_first_pipeline_stage)."""
+    last_layers: int | None = None
+    """Decoder layers of the last pipeline stage."""
+    mtp: tuple[int, ...] = ()
+    """For each MTP layer the decoder layer whose routing it replays; empty: MTP routers choose for themselves."""
 
     def __post_init__(self) -> None:
-        for name in ("dp", "pp", "vpp", "cp", "tp", "ep"):
+        for name in ("dp", "pp", "vpp", "cp", "tp", "ep", "pad_multiple"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"layout: {name}={getattr(self, name)}, expected at least 1")
-        if self.cp > 1 or self.vpp > 1:
-            raise UnsupportedLayout(
-                f"layout {self}: cp and vpp above 1 are not supported yet; use cp=1,vpp=1"
-            )
-        if self.packing != "padded":
-            raise UnsupportedLayout(
-                f"layout: packing={self.packing!r} is not supported yet; use packing=padded"
-            )
-        if self.pad_policy != "spread":
-            raise UnsupportedLayout(
-                f"layout: pad policy {self.pad_policy!r} is not supported yet; use spread"
-            )
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"layout: {name}={getattr(self, name)!r}, expected one of {choices}")
+        if self.vpp > 1 and self.pp == 1:
+            raise ConfigError(f"layout: vpp={self.vpp} with pp=1; interleaving needs pp > 1")
         if self.sp and self.tp == 1:
             raise ConfigError("layout: sp=1 with tp=1; sequence parallelism needs tp > 1")
-        if (self.dp * self.tp) % self.ep:
-            raise ConfigError(f"layout: ep={self.ep} does not divide dp*tp = {self.dp * self.tp}")
+        if (self.dp * self.cp * self.tp) % self.ep:
+            raise ConfigError(
+                f"layout: ep={self.ep} does not divide dp*cp*tp = {self.dp * self.cp * self.tp}"
+            )
 
     @property
     def sequence_parallel(self) -> bool:
@@ -71,6 +89,11 @@ class TrainerLayout:
     def tp_slots(self) -> int:
         """Parts into which a micro-batch's rows are cut over TP: tp with sequence parallelism, else 1."""
         return self.tp if self.sequence_parallel else 1
+
+    @property
+    def one_length(self) -> bool:
+        """Whether all micro-batches of an optimizer step share one padded length."""
+        return self.pp > 1 if self.uniform is None else self.uniform
 
     @property
     def world_size(self) -> int:
@@ -86,19 +109,69 @@ class TrainerLayout:
     def rank(self, coords: RankCoords) -> int:
         return coords.tp + self.tp * (coords.cp + self.cp * (coords.dp + self.dp * coords.pp))
 
+    # -- members of a DP rank's group: the TP0 of each (PP, CP) -------------------------------------------------------
+
+    @property
+    def members(self) -> int:
+        """Processes of one DP rank that receive: the TP0 of each pipeline stage and context-parallel rank."""
+        return self.pp * self.cp
+
+    def member(self, *, pp: int, cp: int) -> int:
+        """0-based number of a receiving process within its DP rank."""
+        return pp * self.cp + cp
+
+    # -- layers ---------------------------------------------------------------------------------------------------------
+
+    def stage_sizes(self, num_layers: int) -> tuple[int, ...]:
+        """Decoder layers per pipeline stage, dense ones included. Raises `UnsupportedLayout` where they do not divide."""
+        given = {0: self.first_layers, self.pp - 1: self.last_layers}
+        fixed = {stage: size for stage, size in given.items() if size is not None}
+        rest, middle = num_layers - sum(fixed.values()), self.pp - len(fixed)
+        if rest < 0 or (rest % middle if middle else rest):
+            raise UnsupportedLayout(
+                f"{num_layers} layers do not divide into pp={self.pp} stages with first_layers={self.first_layers}, "
+                f"last_layers={self.last_layers}: {rest} layers remain for {middle} equal stages"
+            )
+        sizes = tuple(fixed.get(stage, rest // max(middle, 1)) for stage in range(self.pp))
+        if any(size % self.vpp for size in sizes):
+            raise UnsupportedLayout(f"stages of {sizes} layers do not divide into vpp={self.vpp} chunks each")
+        return sizes
+
+    def chunk_layers(self, spec: RoutingSpec, *, pp: int, chunk: int) -> tuple[int, ...]:
+        """Global layers with a replayed router in one model chunk, ascending; may be empty.
+
+        Interleaved as Megatron does: chunk c of all stages comes before chunk c + 1 of any. A mapped MTP layer i counts as
+        layer `num_layers + i` of the last stage's last chunk.
+        """
+        sizes = [size // self.vpp for size in self.stage_sizes(spec.num_layers)]
+        start = chunk * sum(sizes) + sum(sizes[:pp])
+        layers = tuple(layer for layer in spec.moe_layers if start <= layer < start + sizes[pp])
+        if (pp, chunk) == (self.pp - 1, self.vpp - 1):
+            layers += tuple(range(spec.num_layers, spec.num_layers + len(self.mtp)))
+        return layers
+
     def stage_layers(self, spec: RoutingSpec, *, pp: int) -> tuple[int, ...]:
-        """Global MoE layers of one pipeline stage: equal contiguous parts of all decoder layers."""
-        if spec.num_layers % self.pp:
-            raise UnsupportedLayout(f"{spec.num_layers} layers do not divide into pp={self.pp} equal stages")
-        size = spec.num_layers // self.pp
-        return tuple(layer for layer in spec.moe_layers if pp * size <= layer < (pp + 1) * size)
+        """Global layers with a replayed router in one pipeline stage, ascending: those of all its chunks."""
+        return tuple(
+            layer for chunk in range(self.vpp) for layer in self.chunk_layers(spec, pp=pp, chunk=chunk)
+        )
+
+    def source_layer(self, spec: RoutingSpec, layer: int) -> int:
+        """The decoder layer whose routing a router replays: its own, or the one that an MTP layer is mapped to."""
+        return layer if layer < spec.num_layers else self.mtp[layer - spec.num_layers]
+
+    # -- text -----------------------------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**asdict(self), "mtp": list(self.mtp)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> TrainerLayout:
+        return cls(**{**values, "mtp": tuple(int(layer) for layer in values.get("mtp", ()))})
 
     @classmethod
     def parse(cls, text: str) -> TrainerLayout:
-        """From `dp=2,tp=2,pp=1,cp=1`; keys dp, pp, vpp, cp, tp, ep, sp (0/1) and packing."""
+        """From `dp=2,tp=2,pp=1,cp=1`; every field is a key, flags are 0/1, `mtp=3+3` maps two MTP layers to layer 3."""
         values: dict[str, Any] = {}
         known = {field.name for field in fields(cls)}
         for part in filter(None, text.split(",")):
@@ -110,14 +183,21 @@ class TrainerLayout:
 
     def __str__(self) -> str:
         cut = ",".join(f"{name}={getattr(self, name)}" for name in ("dp", "tp", "pp", "cp", "ep", "vpp"))
-        return f"{cut},sp={int(self.sequence_parallel)},packing={self.packing}"
+        rest = [
+            f"{field.name}={getattr(self, field.name)}"
+            for field in fields(self)
+            if field.name in ("cp_split", "pad_multiple", "pad_policy", "first_layers", "last_layers", "mtp")
+            and getattr(self, field.name) != field.default
+        ]
+        return ",".join([f"{cut},sp={int(self.sequence_parallel)},packing={self.packing}", *rest])
 
 
 def _parse_value(key: str, value: str, *, text: str) -> Any:
-    if key in ("packing", "pad_policy"):
+    if key in _CHOICES:
         return value
-    if key == "sp" and value.lower() in _FLAGS:
+    if key in ("sp", "uniform") and value.lower() in _FLAGS:
         return _FLAGS[value.lower()]
-    if not value.isdigit():
+    numbers = value.split("+") if key == "mtp" else [value]
+    if not all(number.isdigit() for number in numbers):
         raise ConfigError(f"layout value {key}={value!r} in {text!r} is not a number")
-    return int(value)
+    return tuple(map(int, numbers)) if key == "mtp" else int(value)

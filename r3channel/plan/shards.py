@@ -1,17 +1,16 @@
-"""The exact shards: which rows and layers each (DP, PP) receives, in the order its routers consume them.
+"""The exact shards: which rows and layers each (DP, PP, CP) receives, in the order its routers consume them.
 
-A micro-batch is padded `[b, s]`; Megatron's routers see it sequence-major, row = position * b + sample, and with sequence
-parallelism TP rank t sees the t-th contiguous part (measured on Megatron-core 0.16.1). A shard's bytes are
-`[micro-batch][tp slot][layer][row][k]`, so one layer of one TP rank is contiguous. Rows that no engine computed (each
-sample's last token, and padding) are filled by the pad policy.
+A shard's bytes are `[micro-batch][tp slot][layer][row][k]`, so one layer of one TP rank is contiguous and sequence
+parallelism only hands on equal parts. `rows.py` says which row is which token, `place.py` writes the bytes.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -20,50 +19,54 @@ import xxhash
 from r3channel.errors import ConfigError, SampleUnknown
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
+from r3channel.plan.rows import Ints, Microbatch, RowTable, pad_batch
 from r3channel.routing import Ids
 from r3channel.spec import RoutingSpec
 
+__all__ = ["Microbatch", "Plan", "Shard", "ShardKey", "plan_shards"]
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Microbatch:
-    """One padded micro-batch."""
-
-    sample_ids: tuple[str, ...]
-    tokens: tuple[int, ...]
-    """Tokens of each sample, before padding."""
-    seq_len: int
-    """Padded length, a multiple of the TP slots."""
-
-    @property
-    def rows(self) -> int:
-        """Rows over all TP slots, padding included."""
-        return self.seq_len * len(self.sample_ids)
+ShardKey = tuple[int, int, int]
+"""(DP, PP, CP)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """What the processes of one (DP, PP) receive together; TP0 receives it and hands on the parts."""
+    """What the processes of one (DP, PP, CP) receive together; TP0 receives it and hands on the parts."""
 
     spec: RoutingSpec
     dp: int
     pp: int
+    cp: int
     layers: tuple[int, ...]
-    """Global MoE layers of the pipeline stage, ascending; may be empty."""
+    """Global layers of the stage's routers, ascending, chunk by chunk; may be empty. A mapped MTP layer i is num_layers + i."""
+    sources: tuple[int, ...]
+    """Position on the MoE axis whose ids each of `layers` replays."""
     tp_slots: int
+    cp_size: int
     microbatches: tuple[Microbatch, ...]
+    table: RowTable = field(compare=False, repr=False)
+    """Rows of all ranks of this DP rank."""
+
+    @property
+    def key(self) -> ShardKey:
+        return self.dp, self.pp, self.cp
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row over this shard's layers."""
+        return len(self.layers) * self.spec.top_k * self.spec.id_dtype.itemsize
 
     def slot_rows(self, microbatch: int) -> int:
         """Rows of one TP slot of a micro-batch."""
-        return self.microbatches[microbatch].rows // self.tp_slots
+        return self.microbatches[microbatch].rows // (self.cp_size * self.tp_slots)
 
     def microbatch_bytes(self, microbatch: int) -> int:
         """Bytes over all TP slots."""
-        rows = self.microbatches[microbatch].rows
-        return rows * len(self.layers) * self.spec.top_k * self.spec.id_dtype.itemsize
+        return self.microbatches[microbatch].rows // self.cp_size * self.row_bytes
 
     @property
     def nbytes(self) -> int:
-        return sum(self.microbatch_bytes(index) for index in range(len(self.microbatches)))
+        return sum(batch.rows for batch in self.microbatches) // self.cp_size * self.row_bytes
 
     @property
     def slot_bytes(self) -> int:
@@ -80,75 +83,107 @@ class Shard:
             at += size
         return views
 
-    def place(self, view_SLRK: Ids, *, microbatch: int, sample: int, expert_ids_TLK: Ids) -> None:
-        """Write one sample's rows, and the pad policy's ids after them, into a micro-batch's view.
-
-        `expert_ids_TLK` [tokens - 1, all MoE layers, K]; any thread, each sample once.
-        """
-        plan = self.microbatches[microbatch]
-        width, per_slot = len(plan.sample_ids), plan.seq_len // self.tp_slots
-        target = view_SLRK.reshape(self.tp_slots, len(self.layers), per_slot, width, self.spec.top_k)
-        wanted = [self.spec.moe_index(layer) for layer in self.layers]
-        layers = slice(wanted[0], wanted[-1] + 1) if wanted else slice(0)
-        rows = len(expert_ids_TLK)
-        for slot in range(self.tp_slots):
-            start, stop = slot * per_slot, (slot + 1) * per_slot
-            filled = max(0, min(rows, stop) - start)
-            target[slot, :, :filled, sample] = expert_ids_TLK[start : start + filled, layers].transpose(
-                1, 0, 2
-            )
-            if filled < per_slot:
-                positions = np.arange(start + filled, stop)
-                target[slot, :, filled:, sample] = spread_ids(self.spec, positions_T=positions)
-
-    def row_map(self, microbatch: int, *, tp: int) -> tuple[Ids, Ids]:
-        """(sample index in the micro-batch, token position) of each row of a TP rank, int64; -1, -1 where no engine row is."""
-        plan = self.microbatches[microbatch]
-        width, per_slot = len(plan.sample_ids), plan.seq_len // self.tp_slots
+    def row_map(self, microbatch: int, *, tp: int) -> tuple[Ints, Ints]:
+        """(sample index in the micro-batch, token position) of each row of a TP rank; -1, -1 where no engine row is."""
+        sample_SR, position_SR = self.table.row_map(cp=self.cp, microbatch=microbatch)
         slot = tp if self.tp_slots > 1 else 0
-        position = np.repeat(np.arange(slot * per_slot, (slot + 1) * per_slot), width)
-        sample = np.tile(np.arange(width), per_slot)
-        real = position < np.asarray(plan.tokens)[sample] - 1
+        sample, position = sample_SR[slot], position_SR[slot]
+        tokens = np.asarray([*self.microbatches[microbatch].tokens, 0])  # the last: a tail's sample -1
+        real = position < tokens[sample] - 1
         return np.where(real, sample, -1), np.where(real, position, -1)
 
+    def token_map(self, microbatch: int) -> tuple[Ints, Ints]:
+        """(sample, position), each [b, s / cp] ([1, t / cp] for a pack), of the model input of this CP rank.
 
-def spread_ids(spec: RoutingSpec, *, positions_T: Ids) -> Ids:
-    """[T, K] pad ids: consecutive experts, moving on by K each position, so padding loads no single expert."""
-    start = (np.asarray(positions_T, dtype=np.int64) * spec.top_k)[:, None]
-    return ((start + np.arange(spec.top_k)) % spec.num_experts).astype(spec.id_dtype)
+        Sample is -1 in the tail of a pack; positions of padding run on past the sample's tokens.
+        """
+        sample_SR, position_SR = self.table.row_map(cp=self.cp, microbatch=microbatch)
+        width = self.microbatches[microbatch].width
+        return sample_SR.reshape(-1, width).T, position_SR.reshape(-1, width).T
+
+    def lay_out(self, microbatch: int, values: Sequence[Ids], *, fill: float = 0) -> Ids:
+        """[b, s / cp] ([1, t / cp] for a pack): a value per token, where this CP rank's model input has that token.
+
+        `values[i]` holds one value per position of sample i, from its first token on; what is not named becomes `fill`.
+        """
+        sample, position = self.token_map(microbatch)
+        out = np.full(sample.shape, fill, dtype=values[0].dtype)
+        for index, own in enumerate(values):
+            here = (sample == index) & (position < len(own))
+            out[here] = own[position[here]]
+        return out
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All shards of one step. Equal inputs give an equal digest on every process."""
+    """All shards of one rollout step. Equal inputs give an equal digest on every process."""
 
     spec: RoutingSpec
     layout: TrainerLayout
     microbatches: tuple[tuple[Microbatch, ...], ...]
     """By DP rank."""
+    steps: tuple[int, ...]
+    """Micro-batches of each optimizer step."""
 
-    def shard(self, *, dp: int, pp: int) -> Shard:
+    @cached_property
+    def tables(self) -> tuple[RowTable, ...]:
+        """By DP rank."""
+        return tuple(RowTable(batches, self.layout) for batches in self.microbatches)
+
+    @property
+    def optimizer_steps(self) -> tuple[range, ...]:
+        """Indices of the micro-batches of each optimizer step, the same on every DP rank."""
+        ends = list(accumulate(self.steps))
+        return tuple(range(end - count, end) for end, count in zip(ends, self.steps, strict=True))
+
+    def shard(self, *, dp: int, pp: int, cp: int = 0) -> Shard:
+        layers = self._layers[pp]
         return Shard(
             spec=self.spec,
             dp=dp,
             pp=pp,
-            layers=self.layout.stage_layers(self.spec, pp=pp),
+            cp=cp,
+            layers=layers,
+            sources=self._sources[pp],
             tp_slots=self.layout.tp_slots,
+            cp_size=self.layout.cp,
             microbatches=self.microbatches[dp],
+            table=self.tables[dp],
+        )
+
+    @cached_property
+    def _layers(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(self.layout.stage_layers(self.spec, pp=pp) for pp in range(self.layout.pp))
+
+    @cached_property
+    def _sources(self) -> tuple[tuple[int, ...], ...]:
+        index = {layer: position for position, layer in enumerate(self.spec.moe_layers)}
+        return tuple(
+            tuple(index[self.layout.source_layer(self.spec, layer)] for layer in layers)
+            for layers in self._layers
         )
 
     @cached_property
     def shards(self) -> tuple[Shard, ...]:
-        """One per (DP, PP), DP first."""
-        return tuple(self.shard(dp=dp, pp=pp) for dp in range(self.layout.dp) for pp in range(self.layout.pp))
+        """One per (DP, PP, CP), DP first."""
+        layout = self.layout
+        return tuple(
+            self.shard(dp=dp, pp=pp, cp=cp)
+            for dp in range(layout.dp)
+            for pp in range(layout.pp)
+            for cp in range(layout.cp)
+        )
 
     @cached_property
     def digest(self) -> int:
-        """64-bit identity of spec, layout, order and lengths."""
-        batches = [
-            [[list(m.sample_ids), list(m.tokens), m.seq_len] for m in rank] for rank in self.microbatches
-        ]
-        values = {"spec": self.spec.to_dict(), "layout": self.layout.to_dict(), "microbatches": batches}
+        """64-bit identity of spec, layout, order, lengths and padding."""
+        batches = [[[m.sample_ids, m.tokens, m.padded, m.tail] for m in rank] for rank in self.microbatches]
+        values = {
+            "spec": self.spec.to_dict(),
+            "layout": self.layout.to_dict(),
+            "steps": self.steps,
+            "microbatches": batches,
+        }
         return xxhash.xxh3_64_intdigest(json.dumps(values, sort_keys=True, separators=(",", ":")).encode())
 
 
@@ -157,49 +192,42 @@ def plan_shards(
 ) -> Plan:
     """Cut an assignment into shards. `tokens` maps sample id to its number of tokens (rows + 1).
 
-    With pipeline stages all micro-batches of a DP rank share one padded length, because Megatron's schedules exchange
-    activations of one fixed shape.
+    Raises:
+        SampleUnknown: the assignment names a sample without a length.
+        ConfigError: another number of DP ranks, a sample of one token, or an MTP layer mapped to a dense layer.
+        UnsupportedLayout: the layers do not divide over the stages.
     """
     if assignment.dp != layout.dp:
         raise ConfigError(f"the assignment is for {assignment.dp} DP ranks, the layout has {layout.dp}")
     missing = [sample for sample in assignment.sample_ids if sample not in tokens]
     if missing:
         raise SampleUnknown(f"{len(missing)} assigned samples are unknown: {missing[:5]}")
-    ranks = []
-    for batches in assignment.ranks:
-        longest = max(tokens[sample] for batch in batches for sample in batch)
-        floor = longest if layout.pp > 1 else 0
-        ranks.append(
-            tuple(_microbatch(batch, tokens=tokens, floor=floor, slots=layout.tp_slots) for batch in batches)
+    layout.stage_sizes(spec.num_layers)  # refuses an uneven pipeline here, not in a background thread
+    dense = [layer for layer in layout.mtp if layer not in spec.moe_layers]
+    if dense:
+        raise ConfigError(f"layout: mtp maps to decoder layers {dense}; MoE layers are {spec.moe_layers}")
+    ranks = tuple(
+        tuple(
+            batch
+            for step in assignment.optimizer_steps
+            for batch in _pad_step([batches[index] for index in step], tokens=tokens, layout=layout)
         )
-    plan = Plan(spec, layout, tuple(ranks))
-    layout.stage_layers(spec, pp=0)  # refuses an uneven pipeline here, not in a background thread
-    return plan
+        for batches in assignment.ranks
+    )
+    return Plan(spec, layout, ranks, assignment.steps)
 
 
-def _microbatch(batch: tuple[str, ...], *, tokens: Mapping[str, int], floor: int, slots: int) -> Microbatch:
-    lengths = tuple(tokens[sample] for sample in batch)
-    if min(lengths) < 2:
-        raise ConfigError(
-            f"sample {batch[lengths.index(min(lengths))]} has {min(lengths)} token(s); at least 2 are needed"
-        )
-    seq_len = -(-max(*lengths, floor) // slots) * slots
-    return Microbatch(sample_ids=batch, tokens=lengths, seq_len=seq_len)
-
-
-def place_samples(
-    plan: Plan, *, dp: int, ids_of: Callable[[str], Ids]
-) -> dict[tuple[int, int], np.ndarray[Any, np.dtype[np.uint8]]]:
-    """The uint8 shards of all pipeline stages of one DP rank, by (dp, pp).
-
-    `ids_of(sample_id)` gives [tokens - 1, all MoE layers, K]; it is asked once per sample, in the plan's order.
-    """
-    shards = [plan.shard(dp=dp, pp=pp) for pp in range(plan.layout.pp)]
-    buffers = [np.empty(shard.nbytes, np.uint8) for shard in shards]
-    views = [shard.views(buffer) for shard, buffer in zip(shards, buffers, strict=True)]
-    for number, microbatch in enumerate(plan.microbatches[dp]):
-        for index, sample_id in enumerate(microbatch.sample_ids):
-            ids_TLK = ids_of(sample_id)
-            for shard, view in zip(shards, views, strict=True):
-                shard.place(view[number], microbatch=number, sample=index, expert_ids_TLK=ids_TLK)
-    return {(shard.dp, shard.pp): buffer for shard, buffer in zip(shards, buffers, strict=True)}
+def _pad_step(
+    batches: list[tuple[str, ...]], *, tokens: Mapping[str, int], layout: TrainerLayout
+) -> list[Microbatch]:
+    """The micro-batches of one optimizer step of one DP rank; of one length where a pipeline asks for that."""
+    lengths = [tuple(tokens[sample] for sample in batch) for batch in batches]
+    for batch, counts in zip(batches, lengths, strict=True):
+        if min(counts) < 2:
+            short = batch[counts.index(min(counts))]
+            raise ConfigError(f"sample {short} has {min(counts)} token(s); at least 2 are needed")
+    found = [pad_batch(batch, counts, layout=layout) for batch, counts in zip(batches, lengths, strict=True)]
+    if not layout.one_length:
+        return found
+    longest = max(batch.seq_len for batch in found)
+    return [pad_batch(b.sample_ids, b.tokens, layout=layout, floor=longest) for b in found]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from r3channel.errors import TicketMismatch
+from r3channel.errors import R3Error, TicketMismatch
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.shards import Plan, plan_shards
@@ -24,6 +24,8 @@ class TicketSample:
     tokens: int
     frame_hash: int
     provenance: tuple[ProvenanceSpan, ...]
+    invalid: tuple[tuple[int, int], ...] = ()
+    """Row ranges [start, end) for which the engine holds no routing; ascending."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class Ticket:
     spec: RoutingSpec
     layout: TrainerLayout
     assignment: Assignment
+    """Order, micro-batches and optimizer steps."""
     samples: tuple[TicketSample, ...]
     """In the order of `assignment.sample_ids`."""
     bucket_bytes: int
@@ -64,7 +67,7 @@ class Ticket:
     def to_bytes(self) -> bytes:
         indexes = {sample.sample_id: index for index, sample in enumerate(self.samples)}
         values = {
-            "ticket": 1,
+            "ticket": 2,
             "run": self.run,
             "step": self.step,
             "spec": self.spec.to_dict(),
@@ -76,9 +79,11 @@ class Ticket:
                     s.tokens,
                     s.frame_hash,
                     [[p.end, p.weight_version, int(p.kind)] for p in s.provenance],
+                    [list(span) for span in s.invalid],
                 ]
                 for s in self.samples
             ],
+            "steps": list(self.assignment.steps),
             "bucket_bytes": self.bucket_bytes,
             "plan_digest": self.plan.digest,
         }
@@ -91,30 +96,37 @@ class Ticket:
             values = json.loads(data)
             ticket = cls._from_values(values)
             announced = values["plan_digest"]
-        except (ValueError, KeyError, TypeError, IndexError) as error:
+            found = ticket.plan.digest
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, R3Error) as error:
             raise TicketMismatch(f"{len(data)} bytes are not a ticket: {error!r}") from error
-        if ticket.plan.digest != announced:
+        if found != announced:
             raise TicketMismatch(
-                f"ticket of step {ticket.step}: plan digest {announced:#x}, recomputed {ticket.plan.digest:#x}. Do both sides "
+                f"ticket of step {ticket.step}: plan digest {announced:#x}, recomputed {found:#x}. Do both sides "
                 "run the same r3channel version?"
             )
         return ticket
 
     @classmethod
     def _from_values(cls, values: dict[str, Any]) -> Ticket:
-        if values.get("ticket") != 1:
-            raise TicketMismatch(f"ticket format {values.get('ticket')!r}, expected 1")
+        if values.get("ticket") != 2:
+            raise TicketMismatch(f"ticket format {values.get('ticket')!r}, expected 2")
         samples = tuple(
-            TicketSample(str(name), int(tokens), int(frame_hash), _spans(spans))
-            for name, tokens, frame_hash, spans in values["samples"]
+            TicketSample(
+                str(name),
+                int(tokens),
+                int(frame_hash),
+                _spans(spans),
+                tuple((int(start), int(end)) for start, end in invalid),
+            )
+            for name, tokens, frame_hash, spans, invalid in values["samples"]
         )
         ranks = [[[samples[i].sample_id for i in batch] for batch in rank] for rank in values["ranks"]]
         return cls(
             run=str(values["run"]),
             step=int(values["step"]),
             spec=RoutingSpec.from_dict(values["spec"]),
-            layout=TrainerLayout(**values["layout"]),
-            assignment=Assignment.given(ranks),
+            layout=TrainerLayout.from_dict(values["layout"]),
+            assignment=Assignment.given(ranks, steps=[int(count) for count in values["steps"]]),
             samples=samples,
             bucket_bytes=int(values["bucket_bytes"]),
         )

@@ -13,8 +13,6 @@ from r3channel.errors import DeadlineExceeded, TransportError, UsageError
 from r3channel.relay.relay import Relay
 
 _CALLS = frozenset({"hello", "ready", "ack", "status"})
-CONCURRENCY = 64
-"""Threads of the relay's actor: each TP0 holds at most one call, a waiting `ready` included."""
 
 
 class RelayHost:
@@ -36,14 +34,14 @@ class RayControl:
         """`actor` is a Ray actor handle; `timeout_s` bounds each call."""
         self._actor, self._timeout_s = actor, timeout_s
 
-    def hello(self, *, dp: int, pp: int, boot_id: str, after_epoch: int) -> dict[str, Any] | None:
-        return self._call("hello", dp=dp, pp=pp, boot_id=boot_id, after_epoch=after_epoch)
+    def hello(self, *, dp: int, pp: int, cp: int, boot_id: str, after_epoch: int) -> dict[str, Any] | None:
+        return self._call("hello", dp=dp, pp=pp, cp=cp, boot_id=boot_id, after_epoch=after_epoch)
 
-    def ready(self, *, run: str, step: int, dp: int, pp: int, epoch: int, wait_s: float) -> bool:
-        return self._call("ready", run=run, step=step, dp=dp, pp=pp, epoch=epoch, wait_s=wait_s)
+    def ready(self, *, run: str, step: int, dp: int, pp: int, cp: int, epoch: int, wait_s: float) -> bool:
+        return self._call("ready", run=run, step=step, dp=dp, pp=pp, cp=cp, epoch=epoch, wait_s=wait_s)
 
-    def ack(self, *, step: int, dp: int, pp: int) -> None:
-        self._call("ack", step=step, dp=dp, pp=pp)
+    def ack(self, *, run: str, step: int, dp: int, pp: int, cp: int) -> None:
+        self._call("ack", run=run, step=step, dp=dp, pp=pp, cp=cp)
 
     def _call(self, call: str, **arguments: Any) -> Any:
         import ray

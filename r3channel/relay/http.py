@@ -97,9 +97,7 @@ class IngestServer:
         app = web.Application()
         app.router.add_post("/v1/hello", self._guarded(self._hello, limit=MAX_HELLO_BYTES))
         app.router.add_post("/v1/frames", self._guarded(self._frames, limit=self._max_body_bytes))
-        self._runner = web.AppRunner(
-            app, access_log=None, read_bufsize=_READ_BYTES, shutdown_timeout=0.5
-        )
+        self._runner = web.AppRunner(app, access_log=None, read_bufsize=_READ_BYTES, shutdown_timeout=0.5)
         await self._runner.setup()
         try:
             site = web.TCPSite(self._runner, host, port)

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from r3channel import errors
 from r3channel.relay.splice import check_adjoins
 from r3channel.routing import RowKind, SampleRouting
@@ -42,7 +44,7 @@ def frame_bytes_of(reply: Mapping[str, Any], *, sample_id: str, engine: str) -> 
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
         raise errors.PayloadCorrupt(
-            f"sample {sample_id} from engine {engine}: {ROUTING_FIELD} is not base64: {error}"
+            f"sample {sample_id} from engine {engine}: {ROUTING_FIELD} is not base64, expected a frame: {error}"
         ) from error
 
 
@@ -64,7 +66,7 @@ def verify_reply(
     sample_id: str,
     tokens: int,
     engine: str,
-    held_rows: int | None = 0,
+    invalid_rows: str = "error",
 ) -> Verified:
     """Verify the frame of a reply for a sample of `tokens` tokens, and that it belongs to this reply's request."""
     data = frame_bytes_of(reply, sample_id=sample_id, engine=engine)
@@ -75,7 +77,7 @@ def verify_reply(
         tokens=tokens,
         engine=engine,
         expected_key=key_of(reply),
-        held_rows=held_rows,
+        invalid_rows=invalid_rows,
     )
 
 
@@ -87,10 +89,12 @@ def verify_frame(
     tokens: int,
     engine: str,
     expected_key: int | None = None,
+    invalid_rows: str = "error",
     held_rows: int | None = 0,
 ) -> Verified:
     """Verify a frame's bytes, its rows, its request and every id. Raises a typed `RoutingError`.
 
+    `invalid_rows`: `error` refuses a sample with rows that hold no routing; other policies leave them to the trainer.
     `held_rows` rows of the sample are there already (earlier turns) and the frame must bring the others; None when that
     is not known yet.
     """
@@ -105,19 +109,25 @@ def verify_frame(
         held_rows=frame.first_row if held_rows is None else held_rows,
         where=f"{where}, layers {spec.moe_layers}",
     )
-    return _verified(frame, data, sample_id=sample_id, where=where)
+    return _verified(frame, data, sample_id=sample_id, where=where, invalid_rows=invalid_rows)
 
 
-def verify_arrival(data: memoryview, *, spec: RoutingSpec, engine: str, serial: int) -> Frame:
+def verify_arrival(
+    data: memoryview, *, spec: RoutingSpec, engine: str, serial: int, invalid_rows: str
+) -> Frame:
     """Verify all that can be said about a frame before its reply is known: bytes, spec, validity, every id."""
     name = f"of frame {serial}"
     frame = parse_frame(data, spec=spec, sample_id=name, engine=engine)
-    _verified(frame, data, sample_id=name, where=f"sample {name} from engine {engine}")
+    where = f"sample {name} from engine {engine}"
+    _verified(frame, data, sample_id=name, where=where, invalid_rows=invalid_rows)
     return frame
 
 
-def _verified(frame: Frame, data: bytes | memoryview, *, sample_id: str, where: str) -> Verified:
-    _check_valid(frame, where=where)
+def _verified(
+    frame: Frame, data: bytes | memoryview, *, sample_id: str, where: str, invalid_rows: str
+) -> Verified:
+    if invalid_rows == "error":
+        _check_valid(frame, where=where)
     routing = frame.routing(sample_id=where.removeprefix("sample "))  # the name is for its errors
     return Verified(sample_id=sample_id, frame=frame, data=data, routing=routing)
 
@@ -135,7 +145,8 @@ def check_fit(
     """Do rows [first_row, first_row + rows) of request `key` complete a sample of `tokens` tokens?"""
     if expected_key is not None and key != expected_key:
         raise errors.PayloadCorrupt(
-            f"{where}: the frame belongs to request key {key:#x}, the reply to {expected_key:#x}; were replies swapped?"
+            f"{where}: the frame belongs to request key {key:#x}, expected the reply's {expected_key:#x}; were replies "
+            "swapped?"
         )
     if held_rows:
         check_adjoins(held_rows=held_rows, first_row=first_row, where=where)
@@ -146,8 +157,16 @@ def check_fit(
         )
 
 
+def invalid_ranges(frame: Frame) -> tuple[tuple[int, int], ...]:
+    """Row ranges [start, end) of a frame that hold no routing, ascending."""
+    if frame.valid_T.all():
+        return ()
+    edges = np.flatnonzero(np.diff(np.concatenate([[True], frame.valid_T, [True]]).astype(np.int8)))
+    return tuple(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+
+
 def _check_valid(frame: Frame, *, where: str) -> None:
-    """Policy `error`, the only one so far: a row without routing is refused by name."""
+    """Policy `error`: a row without routing is refused by name."""
     missing = [span for span in frame.provenance if span.kind is RowKind.MISSING]
     if not frame.valid_T.all() or missing:
         first = int((~frame.valid_T).argmax()) if not frame.valid_T.all() else missing[0].start

@@ -1,8 +1,7 @@
 """Samples between their replies and their step: frames that came with the reply, and frames that come another way.
 
-    reply with a frame     -> HELD
-    reply with a receipt   -> WAITING -> HELD when its frame is there       (in either order)
-    HELD -> taken by a step | discarded | expired
+    reply with a frame     -> in the inbox
+    reply with a receipt   -> WAITING -> in the inbox when its frame is there       (in either order)
     later turn of a sample -> its rows are appended, in the order of the replies
 
 A frame that came before its reply is kept, unclaimed, under a ceiling. Public methods may be called from any thread.
@@ -35,10 +34,12 @@ from r3channel.metrics import Metrics, StageClock
 from r3channel.plan.ticket import TicketSample
 from r3channel.recording import Recorder
 from r3channel.relay.engines import EngineRegistry
+from r3channel.relay.inbox import Inbox
 from r3channel.relay.ingest import (
     Verified,
     check_fit,
     frame_bytes_of,
+    invalid_ranges,
     key_of,
     receipt_in,
     verify_arrival,
@@ -46,6 +47,7 @@ from r3channel.relay.ingest import (
 )
 from r3channel.relay.splice import append, check_adjoins, frame_of
 from r3channel.relay.store import FrameStore
+from r3channel.routing import Ids
 from r3channel.spec import RoutingSpec
 from r3channel.wire.frame import Frame, parse_frame
 from r3channel.wire.receipt import FrameName, Receipt, read_parcel
@@ -64,7 +66,7 @@ class _Claim:
     """One reply of a sample, waiting for its frame or for the turn before it."""
 
     sample_id: str
-    tokens: Sequence[int]
+    tokens: Sequence[int] | Ids
     engine: str
     key: int | None
     adds_turn: bool
@@ -75,14 +77,6 @@ class _Claim:
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
-    sample: TicketSample
-    tokens: Sequence[int]
-    """What a later turn must begin with, its last token aside: that one has no row yet."""
-    added_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class _Unclaimed:
     frame: _Arrived | RoutingError
     nbytes: int
@@ -90,7 +84,7 @@ class _Unclaimed:
 
 
 class Intake:
-    """Where samples are until a step takes them."""
+    """The way into the inbox; whoever has it in hand takes samples out of the inbox itself."""
 
     def __init__(
         self,
@@ -98,14 +92,15 @@ class Intake:
         config: ChannelConfig,
         *,
         store: FrameStore,
+        inbox: Inbox,
         engines: EngineRegistry,
         clock: StageClock,
         metrics: Metrics,
         recorder: Recorder | None,
     ) -> None:
-        self._spec, self._config, self._store, self._engines = spec, config, store, engines
+        self._spec, self._config, self._engines = spec, config, engines
+        self._store, self._inbox = store, inbox
         self._clock, self._metrics, self._recorder = clock, metrics, recorder
-        self._held: dict[str, _Held] = {}
         self._claims: dict[str, deque[_Claim]] = {}
         self._failed: dict[str, R3Error] = {}
         self._by_name: dict[FrameName, _Claim] = {}
@@ -116,7 +111,13 @@ class Intake:
     # -- replies ---------------------------------------------------------------------------------------------------
 
     def add(
-        self, sample_id: str, reply: Mapping[str, Any], tokens: Sequence[int], *, engine: str, adds_turn: bool
+        self,
+        sample_id: str,
+        reply: Mapping[str, Any],
+        tokens: Sequence[int] | Ids,
+        *,
+        engine: str,
+        adds_turn: bool,
     ) -> Verified | None:
         """Take a reply. None when it holds a receipt whose frame has not come or was verified when it came."""
         with self._rejections():
@@ -125,7 +126,7 @@ class Intake:
             return self._settle(claim, data)
 
     def add_frame(
-        self, sample_id: str, data: bytes, tokens: Sequence[int], *, engine: str, adds_turn: bool
+        self, sample_id: str, data: bytes, tokens: Sequence[int] | Ids, *, engine: str, adds_turn: bool
     ) -> Verified | None:
         """As `add`, for a frame that is in hand."""
         with self._rejections():
@@ -154,10 +155,11 @@ class Intake:
             engine=claim.engine,
             expected_key=claim.key,
             held_rows=None if claim.adds_turn else 0,
+            invalid_rows=self._config.invalid_rows,
         )
 
     def _queue(self, claim: _Claim) -> None:
-        known = claim.sample_id in self._held or claim.sample_id in self._claims
+        known = self._inbox.held(claim.sample_id) is not None or claim.sample_id in self._claims
         if known and not claim.adds_turn:
             raise SampleTwice(f"sample {claim.sample_id} was added twice; was a request retried?")
         if not known and claim.adds_turn:
@@ -212,7 +214,14 @@ class Intake:
         engine = self._engines.name_of(boot_id)
         try:
             with self._clock.span("verify"):
-                return _Arrived(verify_arrival(kept, spec=self._spec, engine=engine, serial=serial), kept)
+                frame = verify_arrival(
+                    kept,
+                    spec=self._spec,
+                    engine=engine,
+                    serial=serial,
+                    invalid_rows=self._config.invalid_rows,
+                )
+                return _Arrived(frame, kept)
         except RoutingError as error:
             return error
 
@@ -259,13 +268,16 @@ class Intake:
             frame, data = self._joined(claim, frame)
         else:
             self._check_fit(claim, frame, held_rows=0)
+        sample = TicketSample(
+            claim.sample_id, len(claim.tokens), frame.payload_hash, frame.provenance, invalid_ranges(frame)
+        )
         with self._clock.span("ingest"):
-            self._store.replace(claim.sample_id, data)
-        sample = TicketSample(claim.sample_id, len(claim.tokens), frame.payload_hash, frame.provenance)
-        self._held[claim.sample_id] = _Held(sample, _frozen(claim.tokens), time.monotonic())
+            keep = self._inbox.replace if claim.adds_turn else self._inbox.put
+            if self._recorder is not None:  # first: a step may take the sample as soon as it is in the inbox
+                self._inbox.check_free(claim.sample_id, unless_held=claim.adds_turn)
+                self._recorder.keep(claim.sample_id, bytes(data), claim.tokens)
+            keep(sample, data, _frozen(claim.tokens))
         self._failed.pop(claim.sample_id, None)
-        if self._recorder is not None:
-            self._recorder.keep(claim.sample_id, bytes(data), claim.tokens)
         if not claim.adds_turn:
             self._metrics.inc("r3channel_samples_total", outcome="received")
         self._metrics.inc("r3channel_bytes_total", claim.arrived.frame.nbytes, leg="engine_frame")
@@ -273,7 +285,7 @@ class Intake:
 
     def _joined(self, claim: _Claim, turn: Frame) -> tuple[Frame, bytes]:
         """The frame of the rows that are held with this turn's behind them."""
-        held = self._held.get(claim.sample_id)
+        held = self._inbox.held(claim.sample_id)
         if held is None:
             raise SampleUnknown(f"sample {claim.sample_id}: the turn before was rejected or taken by a step")
         where = f"sample {claim.sample_id} from engine {claim.engine}"
@@ -285,7 +297,7 @@ class Intake:
                 f"{where}: the first {held_rows} tokens differ from those that the held rows were made for; expected the same. "
                 "Was the conversation tokenized anew? Append token ids, not text"
             )
-        before = parse_frame(self._store.get(claim.sample_id), spec=self._spec, sample_id=claim.sample_id)
+        before = parse_frame(self._store.get(held.key), spec=self._spec, sample_id=claim.sample_id)
         return join_frames(before, turn, sample_id=claim.sample_id)
 
     def _check_fit(self, claim: _Claim, frame: Frame, *, held_rows: int) -> None:
@@ -330,41 +342,31 @@ class Intake:
         )
         return f"{where}: {refused}; are R3CHANNEL_RELAY_URL and R3CHANNEL_TOKEN_FILE this relay's?"
 
-    def known(self, sample_ids: Iterable[str]) -> dict[str, TicketSample]:
-        with self._changed:
-            return {name: self._held[name].sample for name in sample_ids if name in self._held}
-
-    def take(self, sample_ids: Iterable[str]) -> None:
-        """The samples belong to a step now; their frames stay in the store."""
-        with self._changed:
-            for name in sample_ids:
-                del self._held[name]
-
     def drop(self, sample_ids: Iterable[str], *, outcome: str) -> int:
         """Forget samples, frames that are still to come included; unknown ids are ignored."""
-        dropped = 0
+        names = list(dict.fromkeys(sample_ids))
         with self._changed:
-            for name in sample_ids:
-                claims = self._claims.pop(name, ())
-                for claim in claims:
-                    if claim.receipt is not None:
-                        self._by_name.pop(claim.receipt.name, None)
-                self._failed.pop(name, None)
-                if self._held.pop(name, None) is not None:
-                    self._store.release(name)
-                elif not claims:
-                    continue
-                dropped += 1
-                if self._recorder is not None:
+            dropped = {name for name in names if self._drop_claims(name)}
+            dropped |= set(self._inbox.drop(names))
+            if self._recorder is not None:
+                for name in dropped:
                     self._recorder.forget(name)
-        self._metrics.inc("r3channel_samples_total", dropped, outcome=outcome)
-        return dropped
+        self._metrics.inc("r3channel_samples_total", len(dropped), outcome=outcome)
+        return len(dropped)
+
+    def _drop_claims(self, name: str) -> bool:
+        claims = self._claims.pop(name, ())
+        for claim in claims:
+            if claim.receipt is not None:
+                self._by_name.pop(claim.receipt.name, None)
+        self._failed.pop(name, None)
+        return bool(claims)
 
     def expire(self) -> None:
         """Drop samples that no assignment named and frames that no reply claimed, `expiry_s` after they came."""
         limit_s = time.monotonic() - self._config.expiry_s
         with self._changed:
-            old = [name for name, held in self._held.items() if held.added_s < limit_s]
+            old = self._inbox.older_than(self._config.expiry_s)
             old += [name for name, claims in self._claims.items() if claims[0].since_s < limit_s]
             for frame_name in [name for name, frame in self._unclaimed.items() if frame.since_s < limit_s]:
                 self._unclaimed_bytes -= self._unclaimed.pop(frame_name).nbytes
@@ -374,7 +376,7 @@ class Intake:
     def status(self) -> dict[str, Any]:
         with self._changed:
             return {
-                "pending": sorted(self._held),
+                "pending": self._inbox.names,
                 "waiting": sorted(self._claims),
                 "unclaimed": {"frames": len(self._unclaimed), "bytes": self._unclaimed_bytes},
             }
@@ -407,6 +409,6 @@ def join_frames(before: Frame, turn: Frame, *, sample_id: str) -> tuple[Frame, b
     return frame, data
 
 
-def _frozen(tokens: Sequence[int]) -> Sequence[int]:
+def _frozen(tokens: Sequence[int] | Ids) -> Sequence[int]:
     """A copy that the caller cannot change."""
     return tuple(tokens.tolist() if isinstance(tokens, np.ndarray) else tokens)

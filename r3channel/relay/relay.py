@@ -6,7 +6,7 @@
     ticket = relay.seal(step, assignment)          # returns before a byte is sent
     relay.join_previous(timeout_s=...)             # the next rollout, before it seals again
 
-One process runs it beside (or as part of) the rollout manager; trainers reach `hello`, `ready`, `ack` and `fail` over any
+One process runs it beside (or as part of) the rollout manager; trainers reach `hello`, `ready` and `ack` over any
 control channel (Ray actor calls in `relay.actor`). It keeps a step's bytes until every rank has acknowledged them.
 """
 
@@ -16,43 +16,38 @@ import threading
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from r3channel.bearer import create_token, read_token
 from r3channel.config import ChannelConfig
 from r3channel.errors import (
     BackgroundFailed,
     DeadlineExceeded,
-    PluginNotApplied,
-    RoutingError,
-    SampleUnknown,
     StepError,
+    StoreFull,
     TicketMismatch,
     UsageError,
 )
 from r3channel.metrics import Metrics, StageClock
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
-from r3channel.plan.shards import place_samples
+from r3channel.plan.place import fill_invalid, place_samples
+from r3channel.plan.shards import ShardKey
 from r3channel.plan.ticket import Ticket
 from r3channel.recording import Recorder
 from r3channel.relay.engines import EngineRegistry
-from r3channel.relay.ingest import Verified, frame_bytes_of, verify_frame
+from r3channel.relay.gate import Gate
+from r3channel.relay.inbox import Inbox
+from r3channel.relay.ingest import Verified
 from r3channel.relay.intake import Intake
 from r3channel.relay.sender import DeliveryGroup
 from r3channel.relay.step import SealedStep
 from r3channel.relay.store import FrameStore
 from r3channel.routing import Ids
 from r3channel.spec import RoutingSpec
-from r3channel.transport.base import Rendezvous
-from r3channel.wire.frame import FRAME_MAGIC, parse_frame
-from r3channel.wire.hello import Hello
-
-if TYPE_CHECKING:
-    from r3channel.relay.http import IngestServer
+from r3channel.transport.base import Rendezvous, open_store
+from r3channel.wire.frame import parse_frame
 
 
 class Relay:
@@ -74,24 +69,28 @@ class Relay:
         self.metrics = metrics or Metrics("relay", clock=self.clock)
         self._recorder = recorder
         self._store = FrameStore.open(self.config.store_dir, ceiling_bytes=self.config.store_bytes)
+        self._inbox = Inbox(self._store)
         self.engines = EngineRegistry(spec)
         self._intake = Intake(
             spec,
             self.config,
             store=self._store,
+            inbox=self._inbox,
             engines=self.engines,
             clock=self.clock,
             metrics=self.metrics,
             recorder=recorder,
         )
-        self._ingest: IngestServer | None = None
+        self._gate = Gate(self.config, engines=self.engines, intake=self._intake)
         self._changed = threading.Condition()
         self._steps: dict[int, SealedStep] = {}
         self._newest_step = -1
         self._to_place: SimpleQueue[int | None] = SimpleQueue()
         self._error: BaseException | None = None
         self._closed = False
-        self._rendezvous_store: Any = None
+        self._rendezvous_store = (
+            open_store(self.config.interface) if self.config.backend != "loopback" else None
+        )
         self._groups = [self._group(dp) for dp in range(layout.dp)]
         self._placer = threading.Thread(target=self._place_steps, name="r3channel-place", daemon=True)
         self._watch()
@@ -107,25 +106,8 @@ class Relay:
         The token's file (`config.token_file` by default) is created, mode 0600, when it does not exist; engines read the
         same one. Binds `config.interface` only.
         """
-        from r3channel.relay.http import IngestServer
-
         self._check_open()
-        if self._ingest is not None:
-            raise UsageError(f"the ingest is open already, at {self._ingest.url}")
-        path = Path(token_file or self.config.token_file or "")
-        if not path.name:
-            raise UsageError(
-                "direct delivery needs a token: give serve a token_file, or set R3CHANNEL_TOKEN_FILE"
-            )
-        token = read_token(path) if path.exists() else create_token(path)
-        self._ingest = IngestServer(
-            Door(self.engines, self._intake),
-            token=token,
-            host=self.config.interface,
-            port=self.config.ingest_port,
-            max_body_bytes=self.config.unclaimed_bytes,
-        )
-        return self._ingest.url
+        return self._gate.serve(token_file)
 
     def expect_engines(self, engines: Iterable[str], *, timeout_s: float) -> None:
         """Replies of these engines are refused (`EngineSilent`) unless each has said hello within `timeout_s` from now."""
@@ -136,21 +118,7 @@ class Relay:
 
         SGLang only logs a plug-in that fails; without this check the data would be found missing at the first step.
         """
-        try:
-            hello, data = Hello.split(frame_bytes_of(reply, sample_id="probe", engine=engine))
-            if hello is not None:
-                self.engines.greet(hello, engine=engine)
-            if data[:4] != FRAME_MAGIC:
-                raise PluginNotApplied(
-                    f"engine {engine} answers with {len(data)} bytes of stock routing, expected a frame. Is r3channel "
-                    "installed in the engine's environment, and was R3CHANNEL_ENGINE=1 set when it started? The engine's "
-                    "log names a hook that failed"
-                )
-            verify_frame(data, spec=self.spec, sample_id="probe", tokens=tokens, engine=engine)
-        except RoutingError as error:
-            raise PluginNotApplied(f"engine {engine} does not send usable frames: {error}") from error
-        if hello is None:
-            self.engines.vouch(engine)
+        self._gate.check_reply(reply, engine=engine, tokens=tokens)
 
     # -- rollout side ----------------------------------------------------------------------------------------------
 
@@ -158,7 +126,7 @@ class Relay:
         self,
         sample_id: str,
         reply: Mapping[str, Any],
-        tokens: Sequence[int],
+        tokens: Sequence[int] | Ids,
         *,
         engine: str = "?",
         append: bool = False,
@@ -179,7 +147,13 @@ class Relay:
         return self._intake.add(sample_id, reply, tokens, engine=engine, adds_turn=append)
 
     def add_frame(
-        self, sample_id: str, data: bytes, tokens: Sequence[int], *, engine: str = "?", append: bool = False
+        self,
+        sample_id: str,
+        data: bytes,
+        tokens: Sequence[int] | Ids,
+        *,
+        engine: str = "?",
+        append: bool = False,
     ) -> Verified | None:
         """As `add`, for a frame that is already in hand (a recording, another transport, `splice.merge`)."""
         self._check_open()
@@ -188,8 +162,8 @@ class Relay:
 
     def rows_held(self, sample_id: str) -> int:
         """Rows of a sample that are here: `routed_experts_start_len` of its next turn."""
-        known = self._intake.known([sample_id])
-        return known[sample_id].tokens - 1 if known else 0
+        held = self._inbox.held(sample_id)
+        return held.sample.tokens - 1 if held is not None else 0
 
     def discard(self, sample_ids: Iterable[str]) -> int:
         """Drop samples that no assignment will name (filtered, over-sampled, aborted, evaluation); unknown ids are ignored."""
@@ -206,45 +180,45 @@ class Relay:
         with self.clock.span("wait_generation", step=step):
             self._intake.wait(assignment.sample_ids, timeout_s=self.config.frame_timeout_s, step=step)
         with self.clock.span("plan", step=step):
-            ticket = self._plan(step, assignment)
-            sealed = SealedStep(ticket, sealed_s=time.monotonic())
-        with self._changed:
-            self._intake.take(assignment.sample_ids)
-            self._steps[step] = sealed
-            self._newest_step = step
-        if self._recorder is not None:
-            self._recorder.write(ticket)
-        self._to_place.put(step)
+            samples = self._inbox.look(assignment.sample_ids, step=step)
+            ticket = Ticket(
+                self.run, step, self.spec, self.layout, assignment, samples, self.config.bucket_bytes
+            )
+            nbytes = sum(shard.nbytes for shard in ticket.plan.shards)  # an unusable assignment fails here
+            self._enqueue(ticket, nbytes)
         return ticket
 
-    def _plan(self, step: int, assignment: Assignment) -> Ticket:
+    def _enqueue(self, ticket: Ticket, nbytes: int) -> None:
+        """All or nothing: the step is under way when this returns."""
+        step = ticket.step
         with self._changed:
             if step <= self._newest_step:
                 raise StepError(
                     f"step {step} is not newer than step {self._newest_step}; was it sealed twice?"
                 )
-        known = self._intake.known(assignment.sample_ids)
-        missing = [sample_id for sample_id in assignment.sample_ids if sample_id not in known]
-        if missing:
-            raise SampleUnknown(
-                f"step {step}: {len(missing)} of {len(assignment.sample_ids)} assigned samples are not here: {missing[:5]}. "
-                "Rejected, discarded, expired, or sealed before?"
-            )
-        samples = tuple(known[sample_id] for sample_id in assignment.sample_ids)
-        ticket = Ticket(self.run, step, self.spec, self.layout, assignment, samples, self.config.bucket_bytes)
-        _ = ticket.plan  # an unusable assignment fails here, on the caller's thread
-        return ticket
+            held = sum(sealed.nbytes for sealed in self._steps.values())
+            if held + nbytes > self.config.shard_bytes:
+                raise StoreFull(
+                    f"step {step}: its shards need {nbytes} bytes, {held} are held for steps {sorted(self._steps)} that are not "
+                    f"delivered, and shard_bytes allows {self.config.shard_bytes}. Join the previous send before sealing"
+                )
+            keys = self._inbox.take(ticket.assignment.sample_ids, step=step)
+            self._steps[step] = SealedStep(ticket, keys, nbytes, sealed_s=time.monotonic())
+            self._newest_step = step
+        self._to_place.put(step)
 
     def join_previous(self, *, timeout_s: float | None = None) -> None:
         """Wait until every sealed step is delivered. The error names the step and the ranks that have not acknowledged."""
         limit = self.config.step_timeout_s if timeout_s is None else timeout_s
         with self.clock.span("wait_join"), self._changed:
-            done = self._changed.wait_for(lambda: self._background_error() or not self._steps, timeout=limit)
+            done = self._changed.wait_for(
+                lambda: self._closed or self._background_error() or not self._steps, timeout=limit
+            )
             steps = {step: sealed.missing for step, sealed in self._steps.items()}
         self._check_open()
         if not done:
             raise DeadlineExceeded(
-                f"waited {limit:.1f} s for the send of step(s) {sorted(steps)}; not acknowledged by (dp, pp) "
+                f"waited {limit:.1f} s for the send of step(s) {sorted(steps)}; not acknowledged by (dp, pp, cp) "
                 f"{ {step: list(missing) for step, missing in steps.items()} }. Have those trainers entered the step? A send "
                 "cannot finish before its receiver starts"
             )
@@ -270,65 +244,97 @@ class Relay:
 
     def close(self, *, timeout_s: float = 10.0) -> None:
         """Stop the background and delete the store. Raises `StepError` naming undelivered steps; idempotent."""
-        if self._closed:
-            return
         with self._changed:
-            undelivered = {step: list(sealed.missing) for step, sealed in self._steps.items()}
+            if self._closed:
+                return
             self._closed = True
-        if self._ingest is not None:
-            self._ingest.close(timeout_s=timeout_s)
+            undelivered = {step: list(sealed.missing) for step, sealed in self._steps.items()}
+            self._changed.notify_all()
+        self._gate.close(timeout_s=timeout_s)
         self._to_place.put(None)
-        self._placer.join(timeout_s)
-        for group in self._groups:
-            group.close(timeout_s=timeout_s)
+        threads = [self._placer, *(group.stop() for group in self._groups)]
+        deadline = time.monotonic() + timeout_s
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
         self._store.close()
         self.metrics.close()
-        if undelivered:
-            raise StepError(f"closed with undelivered steps: {undelivered} (step: (dp, pp) not acknowledged)")
+        if self._rendezvous_store is not None:
+            self._rendezvous_store.close()
+        alive = [thread.name for thread in threads if thread.is_alive()]
+        if undelivered or alive:
+            raise StepError(
+                f"closed with undelivered steps {undelivered} (step: (dp, pp, cp) not acknowledged); still running: {alive}"
+            )
 
     # -- trainer side, reached over the control channel --------------------------------------------------------------
 
-    def hello(self, *, dp: int, pp: int, boot_id: str, after_epoch: int) -> dict[str, Any] | None:
+    def hello(
+        self, *, dp: int, pp: int, cp: int = 0, boot_id: str, after_epoch: int
+    ) -> dict[str, Any] | None:
         """A TP0 asks to join its group; None means that other members have not said hello yet: ask again."""
         self._check_open()
-        if not (0 <= dp < self.layout.dp and 0 <= pp < self.layout.pp):
-            raise TicketMismatch(f"hello from dp {dp} pp {pp}; this relay serves layout {self.layout}")
-        rendezvous = self._groups[dp].hello(pp=pp, boot_id=boot_id, after_epoch=after_epoch)
+        layout = self.layout
+        if not (0 <= dp < layout.dp and 0 <= pp < layout.pp and 0 <= cp < layout.cp):
+            raise TicketMismatch(f"hello from dp {dp} pp {pp} cp {cp}; this relay serves layout {layout}")
+        member = layout.member(pp=pp, cp=cp)
+        rendezvous = self._groups[dp].hello(pp=member, boot_id=boot_id, after_epoch=after_epoch)
         return None if rendezvous is None else rendezvous.to_dict()
 
-    def ready(self, *, run: str, step: int, dp: int, pp: int, epoch: int, wait_s: float) -> bool:
+    def ready(self, *, run: str, step: int, dp: int, pp: int, cp: int = 0, epoch: int, wait_s: float) -> bool:
         """A TP0 is about to receive. Waits up to `wait_s` for its shard; False means ask again, True that the send starts."""
         self._check_open()
-        if run != self.run:
-            raise TicketMismatch(f"ticket of run {run}, this relay is run {self.run}; did the relay restart?")
+        self._check_run(run)
         with self._changed:
-            if step not in self._steps:
-                raise TicketMismatch(
-                    f"dp {dp} pp {pp} asks for step {step}; steps under way are {sorted(self._steps)}, the newest sealed is "
-                    f"{self._newest_step}. Sealed steps leave when every rank has acknowledged"
-                )
-            sealed = self._steps[step]
+            sealed = self._sealed(step, (dp, pp, cp))
             self._changed.wait_for(
-                lambda: (dp, pp) in sealed.buffers or self._background_error() is not None, timeout=wait_s
+                lambda: (dp, pp, cp) in sealed.buffers or self._background_error() is not None, timeout=wait_s
             )
-            placed = (dp, pp) in sealed.buffers
+            placed = (dp, pp, cp) in sealed.buffers
         self._check_open()
         if placed:
-            self._groups[dp].ready(pp=pp, step=step, epoch=epoch)
+            self._groups[dp].ready(pp=self.layout.member(pp=pp, cp=cp), step=step, epoch=epoch)
         return placed
 
-    def ack(self, *, step: int, dp: int, pp: int) -> None:
-        """A TP0 holds its verified shard; the last acknowledgement of a step frees it. Repeating it does no harm."""
+    def ack(self, *, run: str, step: int, dp: int, pp: int, cp: int = 0) -> None:
+        """A TP0 holds its verified shard; the last acknowledgement of a step frees it. Repeating it does no harm.
+
+        Raises `TicketMismatch` for another run, another layout's rank, or a shard that was never placed.
+        """
+        self._check_run(run)
+        key = (dp, pp, cp)
         with self._changed:
             sealed = self._steps.get(step)
-            if sealed is None:
+            if sealed is None or key in sealed.acknowledged:
                 return
-            sealed.acknowledged.add((dp, pp))
-            sealed.buffers.pop((dp, pp), None)
+            if key not in sealed.buffers:
+                raise TicketMismatch(
+                    f"(dp, pp, cp) {key} acknowledges step {step}, whose placed shards are {sorted(sealed.buffers)}"
+                )
+            sealed.acknowledged.add(key)
+            del sealed.buffers[key]
             if not sealed.missing:
                 del self._steps[step]
+                self._inbox.forget(sealed.keys_by_sample)
                 self.metrics.inc("r3channel_samples_total", len(sealed.ticket.samples), outcome="delivered")
             self._changed.notify_all()
+
+    def _check_run(self, run: str) -> None:
+        if run != self.run:
+            raise TicketMismatch(f"ticket of run {run}, this relay is run {self.run}; did the relay restart?")
+
+    def _sealed(self, step: int, key: ShardKey) -> SealedStep:
+        sealed = self._steps.get(step)
+        if sealed is None or key in sealed.acknowledged or key not in sealed.keys:
+            state = (
+                "another layout's"
+                if sealed and key not in sealed.keys
+                else "already acknowledged or never sealed"
+            )
+            raise TicketMismatch(
+                f"(dp, pp, cp) {key} asks for step {step}: {state}. Steps under way are {sorted(self._steps)}, the newest "
+                f"sealed is {self._newest_step}; a shard leaves the relay when its rank has acknowledged it"
+            )
+        return sealed
 
     # -- background ------------------------------------------------------------------------------------------------
 
@@ -342,26 +348,34 @@ class Relay:
                 self._changed.notify_all()
 
     def _place(self, step: int) -> None:
-        ticket = self._steps[step].ticket
+        sealed = self._steps[step]
+        ticket = sealed.ticket
         for dp in range(self.layout.dp):
             with self.clock.span("place", step=step):
-                buffers = place_samples(ticket.plan, dp=dp, ids_of=self._decode)
+                buffers = place_samples(ticket.plan, dp=dp, ids_of=lambda name: self._decode(sealed, name))
             with self._changed:
-                self._steps[step].buffers.update(buffers)
+                sealed.buffers.update(buffers)
                 self._changed.notify_all()
-        for sample in ticket.samples:
-            self._store.release(sample.sample_id)
+        if self._recorder is not None:
+            self._recorder.write(ticket)
+        for key in sealed.keys_by_sample.values():
+            self._store.release(key)
 
-    def _decode(self, sample_id: str) -> Ids:
+    def _decode(self, sealed: SealedStep, sample_id: str) -> Ids:
         with self.clock.span("decode"):
-            return parse_frame(
-                self._store.get(sample_id), spec=self.spec, sample_id=sample_id, engine="store"
-            ).decode()
+            data = self._store.get(sealed.keys_by_sample[sample_id])
+            frame = parse_frame(data, spec=self.spec, sample_id=sample_id, engine="store")
+            if frame.payload_hash != sealed.ticket.sample(sample_id).frame_hash:
+                raise StepError(
+                    f"step {sealed.ticket.step}: the store gave another frame for sample {sample_id}"
+                )
+            # May be a view of the store, which holds it until the step is placed.
+            return fill_invalid(frame.ids(), frame.valid_T, self.spec)
 
     def _group(self, dp: int) -> DeliveryGroup:
         return DeliveryGroup(
             dp=dp,
-            stages=self.layout.pp,
+            stages=self.layout.members,
             config=self.config,
             rendezvous=self._rendezvous,
             changed=self._changed,
@@ -371,19 +385,14 @@ class Relay:
         )
 
     def _rendezvous(self, name: str, epoch: int, rank: int) -> Rendezvous:
-        host, port = "", 0
-        if self.config.backend != "loopback":
-            if self._rendezvous_store is None:
-                from r3channel.transport.process_group import RendezvousStore
-
-                self._rendezvous_store = RendezvousStore(self.config.interface)
-            host, port = self._rendezvous_store.host, self._rendezvous_store.port
+        store = self._rendezvous_store
+        host, port = (store.host, store.port) if store is not None else ("", 0)
         return Rendezvous(
             backend=self.config.backend,
             name=f"{self.run}/{name}/epoch{epoch}",
             epoch=epoch,
             rank=rank,
-            world_size=self.layout.pp + 1,
+            world_size=self.layout.members + 1,
             host=host,
             port=port,
         )
@@ -410,23 +419,3 @@ class Relay:
     def _oldest_s(self) -> float:
         sealed = [step.sealed_s for step in list(self._steps.values())]
         return time.monotonic() - min(sealed) if sealed else 0.0
-
-
-@dataclass(frozen=True)
-class Door:
-    """What the ingest may do to a relay."""
-
-    engines: EngineRegistry
-    intake: Intake
-
-    def greet(self, hello: Hello) -> None:
-        self.engines.greet(hello)
-
-    def knows(self, boot_id: int) -> bool:
-        return self.engines.knows(boot_id)
-
-    def has_room(self) -> bool:
-        return self.intake.has_room()
-
-    def deliver(self, body: bytearray) -> None:
-        self.intake.deliver(body)

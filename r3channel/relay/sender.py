@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,10 +26,14 @@ from r3channel.relay.step import SealedStep
 from r3channel.transport.base import Rendezvous, Transport, join
 from r3channel.wire.bucket import bucket_headers
 
+_NCCL_SENDS = threading.Lock()
+
 
 @dataclass
 class DeliveryGroup:
-    """Relay (rank 0) and the TP0 of each pipeline stage of DP rank `dp` (rank pp + 1).
+    """Relay (rank 0) and the receiving processes of DP rank `dp`: member m (`layout.member`, pp * cp_size + cp) is rank m + 1.
+
+    `pp` below is that member number; without context parallelism it is the pipeline stage.
 
     All public methods may be called from any thread. `changed` is the relay's condition: it guards this object and the
     steps, and is notified on every change.
@@ -45,13 +50,13 @@ class DeliveryGroup:
     metrics: Metrics
     state: str = "WAITING"
     epoch: int = 1
-    failures: int = 0
     error: BaseException | None = None
     _members: dict[int, str] = field(default_factory=dict)
     _wanted: deque[tuple[int, int]] = field(default_factory=deque)
     """(step, pp) that a member is ready for and whose shard is placed."""
     _transport: Transport | None = None
     _thread: threading.Thread | None = None
+    _staging: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def start(self) -> None:
         self._thread = threading.Thread(target=self._run, name=f"r3channel-send-dp{self.dp}", daemon=True)
@@ -64,15 +69,18 @@ class DeliveryGroup:
 
         A member that restarted (another boot id) or that gave up the current epoch starts the next one.
         """
+        stale = None
         with self.changed:
             known = self._members.get(pp)
             if after_epoch >= self.epoch or (self.state != "WAITING" and known != boot_id):
-                self._next_epoch()
+                stale = self._next_epoch()
             self._members[pp] = boot_id
             if self.state == "WAITING" and len(self._members) == self.stages:
                 self.state = "JOINING"
                 self.changed.notify_all()
-            return None if self.state == "WAITING" else self._rendezvous(rank=pp + 1)
+            found = None if self.state == "WAITING" else self._rendezvous(rank=pp + 1, epoch=self.epoch)
+        _abort(stale)
+        return found
 
     def ready(self, *, pp: int, step: int, epoch: int) -> None:
         """The member has posted, or is about to post, its receives for a placed shard."""
@@ -86,13 +94,15 @@ class DeliveryGroup:
                 self._wanted.append((step, pp))
             self.changed.notify_all()
 
-    def close(self, *, timeout_s: float) -> None:
-        """Stop the thread; idempotent."""
+    def stop(self) -> threading.Thread:
+        """Ask the thread to end, and return it to be joined; idempotent. A send under way ends by its own deadline."""
         with self.changed:
             self.state = "CLOSED"
+            transport, self._transport = self._transport, None
             self.changed.notify_all()
-        if self._thread is not None:
-            self._thread.join(timeout_s)
+        _abort(transport)
+        assert self._thread is not None, "start() comes first"
+        return self._thread
 
     # -- the thread ------------------------------------------------------------------------------------------------
 
@@ -104,9 +114,6 @@ class DeliveryGroup:
             with self.changed:
                 self.error = error  # the next public call of the relay raises it
                 self.changed.notify_all()
-        finally:
-            if self._transport is not None:
-                self._transport.close()
 
     def _next(self) -> bool:
         with self.changed:
@@ -124,56 +131,76 @@ class DeliveryGroup:
                 self._send(*wanted, epoch=epoch)
         except TransportError:
             with self.changed:
-                if self.epoch == epoch:
-                    self._next_epoch()
+                stale = self._next_epoch() if self.epoch == epoch else None
+            _abort(stale)
         return True
 
     def _join(self, epoch: int) -> None:
-        transport = join(self._rendezvous(rank=0), timeout_s=self.config.join_timeout_s)
+        transport = join(self._rendezvous(rank=0, epoch=epoch), timeout_s=self.config.join_timeout_s)
         with self.changed:
-            if self.epoch != epoch or self.state != "JOINING":  # a member gave up meanwhile
-                transport.abort()
-                return
-            self._transport, self.state = transport, "OPEN"
-            self.changed.notify_all()
+            current = self.epoch == epoch and self.state == "JOINING"  # else a member gave up meanwhile
+            if current:
+                self._transport, self.state = transport, "OPEN"
+                self.changed.notify_all()
+        if not current:
+            transport.abort()
 
     def _send(self, step: int, pp: int, *, epoch: int) -> None:
         with self.changed:
             sealed, transport = self.steps.get(step), self._transport
-        if sealed is None or transport is None or transport.epoch != epoch:
+            shard_N = sealed.buffer_of(self.dp, pp) if sealed is not None else None
+        if sealed is None or shard_N is None or transport is None or transport.epoch != epoch:
             return  # acknowledged or abandoned meanwhile
-        shard_N = sealed.buffers[self.dp, pp]
-        with self.clock.span("send", step=step):
-            headers = bucket_headers(
-                shard_N, bucket_bytes=sealed.ticket.bucket_bytes, epoch=epoch, step=step, dp=self.dp, pp=pp
-            )
-            for header in headers:
+        bucket_bytes = sealed.ticket.bucket_bytes
+        with self.clock.span("send", step=step), self._exclusive():
+            for header in bucket_headers(
+                shard_N, bucket_bytes=bucket_bytes, epoch=epoch, step=step, dp=self.dp, pp=pp
+            ):
                 part_N = shard_N[header.offset : header.offset + header.nbytes]
                 self._send_one(transport, header.to_bytes(), dst=pp + 1, step=step)
                 self._send_one(transport, part_N, dst=pp + 1, step=step)
                 self.metrics.inc("r3channel_buckets_total")
                 self.metrics.inc("r3channel_bytes_total", header.nbytes, leg="wire_sent")
 
+    def _exclusive(self) -> AbstractContextManager[object]:
+        """Under NCCL one group of this process sends at a time: two communicators at once on one GPU can deadlock."""
+        return _NCCL_SENDS if self.config.backend == "nccl" else nullcontext()
+
     def _send_one(self, transport: Transport, data_N: np.ndarray, *, dst: int, step: int) -> None:
         tensor = torch.from_numpy(data_N)
         if self.config.backend == "nccl":
             with self.clock.span("h2d", step=step):
-                tensor = tensor.pin_memory().cuda(non_blocking=False)
+                tensor = self._on_device(tensor)
         transport.send(dst, tensor, timeout_s=self.config.send_timeout_s)
+
+    def _on_device(self, data_N: torch.Tensor) -> torch.Tensor:
+        """Through one pinned and one device buffer, reused: a send returns when its memory may be."""
+        if self._staging is None:
+            torch.cuda.set_device(self.config.device)  # of this thread
+            size = max(self.config.bucket_bytes, 4096)
+            pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            self._staging = (pinned, torch.empty(size, dtype=torch.uint8, device="cuda"))
+        pinned, device = (buffer[: len(data_N)] for buffer in self._staging)
+        pinned.copy_(data_N)
+        return device.copy_(pinned)
 
     # -- epochs (with the condition held) --------------------------------------------------------------------------
 
-    def _next_epoch(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()
-            self._transport = None
+    def _next_epoch(self) -> Transport | None:
+        """The transport to abort, once the condition is free: NCCL's abort may take its time."""
+        stale, self._transport = self._transport, None
         self.epoch += 1
-        self.failures += 1
         self.state = "WAITING" if self.state != "CLOSED" else "CLOSED"
         self._members.clear()
         self._wanted.clear()
         self.metrics.inc("r3channel_group_resets_total")
         self.changed.notify_all()
+        return stale
 
-    def _rendezvous(self, *, rank: int) -> Rendezvous:
-        return self.rendezvous(f"dp{self.dp}", self.epoch, rank)
+    def _rendezvous(self, *, rank: int, epoch: int) -> Rendezvous:
+        return self.rendezvous(f"dp{self.dp}", epoch, rank)
+
+
+def _abort(transport: Transport | None) -> None:
+    if transport is not None:
+        transport.abort()

@@ -7,10 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from r3channel.plan.shards import ShardKey
 from r3channel.plan.ticket import Ticket
-
-ShardKey = tuple[int, int]
-"""(DP, PP)."""
 
 
 @dataclass
@@ -21,6 +19,10 @@ class SealedStep:
     """
 
     ticket: Ticket
+    keys_by_sample: dict[str, str]
+    """Where each sample's frame lies in the store, until it is placed."""
+    nbytes: int
+    """Of all shards."""
     sealed_s: float
     """time.monotonic seconds."""
     buffers: dict[ShardKey, np.ndarray[Any, np.dtype[np.uint8]]] = field(default_factory=dict)
@@ -28,7 +30,11 @@ class SealedStep:
 
     @property
     def keys(self) -> tuple[ShardKey, ...]:
-        return tuple((shard.dp, shard.pp) for shard in self.ticket.plan.shards)
+        return tuple(shard.key for shard in self.ticket.plan.shards)
+
+    def buffer_of(self, dp: int, member: int) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
+        """The placed shard of the `member`-th receiving process of a DP rank; None when it is not there (any more)."""
+        return self.buffers.get((dp, *divmod(member, self.ticket.layout.cp)))
 
     @property
     def missing(self) -> tuple[ShardKey, ...]:

@@ -12,13 +12,14 @@ import os
 import struct
 import tempfile
 import threading
+import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from r3channel.errors import SampleTwice, SampleUnknown, StoreFull
 
 _RECORD = struct.Struct("<4sHHQQ")  # magic, id bytes, zero, frame bytes, serial
-_MAGIC = b"R3R\x01"
+_MAGIC, _RELEASED = b"R3R\x01", b"R3R\x00"
 SEGMENT_BYTES = 64 << 20
 """One file; a larger frame gets a file of its own size."""
 
@@ -39,6 +40,8 @@ class _Record:
     segment: _Segment
     start: int
     stop: int
+    header: int
+    """Bytes of the record before `start`."""
 
 
 @dataclass
@@ -68,32 +71,20 @@ class FrameStore:
 
     def put(self, sample_id: str, frame: bytes | memoryview) -> None:
         """Copy a frame in. Raises `SampleTwice`, or `StoreFull` at the ceiling; then nothing has changed."""
+        key = sample_id.encode()
+        size = _RECORD.size + len(key) + len(frame)
         with self._lock:
             if sample_id in self._records:
                 raise SampleTwice(f"sample {sample_id} is already in the store; was a reply added twice?")
-            self._records[sample_id] = self._write(sample_id, frame)
-
-    def replace(self, sample_id: str, frame: bytes | memoryview) -> None:
-        """As `put`, but a frame that is there under this id gives way once the new one is in."""
-        with self._lock:
-            before = self._records.get(sample_id)
-            self._records[sample_id] = self._write(sample_id, frame)
-            if before is not None:
-                before.segment.live -= 1
-                self._collect(before.segment)
-
-    def _write(self, sample_id: str, frame: bytes | memoryview) -> _Record:
-        key = sample_id.encode()
-        size = _RECORD.size + len(key) + len(frame)
-        segment = self._segment_for(size, sample_id)
-        start = segment.used + _RECORD.size + len(key)
-        self._serial += 1
-        _RECORD.pack_into(segment.memory, segment.used, _MAGIC, len(key), 0, len(frame), self._serial)
-        segment.memory[segment.used + _RECORD.size : start] = key
-        segment.memory[start : start + len(frame)] = frame
-        segment.used += size
-        segment.live += 1
-        return _Record(segment, start, start + len(frame))
+            segment = self._segment_for(size, sample_id)
+            start = segment.used + _RECORD.size + len(key)
+            self._serial += 1
+            _RECORD.pack_into(segment.memory, segment.used, _MAGIC, len(key), 0, len(frame), self._serial)
+            segment.memory[segment.used + _RECORD.size : start] = key
+            segment.memory[start : start + len(frame)] = frame
+            segment.used += size
+            segment.live += 1
+            self._records[sample_id] = _Record(segment, start, start + len(frame), _RECORD.size + len(key))
 
     def get(self, sample_id: str) -> memoryview:
         """The frame's bytes, without a copy."""
@@ -109,6 +100,9 @@ class FrameStore:
             record = self._records.pop(sample_id, None)
             if record is not None:
                 record.segment.live -= 1
+                record.segment.memory[record.start - record.header : record.start - record.header + 4] = (
+                    _RELEASED
+                )
                 self._collect(record.segment)
 
     def __len__(self) -> int:
@@ -148,9 +142,15 @@ class FrameStore:
         return self._create(length)
 
     def _create(self, length: int) -> _Segment:
-        path = self.folder / f"segment-{os.getpid()}-{self._serial:012d}.r3s"
-        with open(path, "w+b") as file:
-            file.truncate(length)
+        path = self.folder / f"segment-{self._serial:012d}-{uuid.uuid4().hex}.r3s"
+        with open(path, "x+b") as file:
+            try:  # a sparse file on a full disk would end the process at the first write into the mapping
+                os.posix_fallocate(file.fileno(), 0, length)
+            except OSError as error:
+                path.unlink()
+                raise StoreFull(
+                    f"no room for a segment of {length} bytes in {self.folder}: {error}"
+                ) from error
             segment = _Segment(path, mmap.mmap(file.fileno(), length))
         self._segments.append(segment)
         return segment

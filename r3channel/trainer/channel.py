@@ -21,6 +21,7 @@ from r3channel.metrics import Metrics, StageClock
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.ticket import Ticket
 from r3channel.trainer import megatron
+from r3channel.trainer.mismatch import MismatchReport, RoutingAudit, publish
 from r3channel.trainer.receiver import Control, Receiver
 from r3channel.trainer.replay import ReplayDriver, ReplayStep
 from r3channel.trainer.shard import RankShard
@@ -30,8 +31,10 @@ from r3channel.transport.tensor_parallel import TensorParallelFanout
 class TrainerChannel:
     """ATTACHED -> step* -> CLOSED."""
 
-    def __init__(self, driver: ReplayDriver, receiver: Receiver) -> None:
-        self.driver, self.receiver = driver, receiver
+    def __init__(self, driver: ReplayDriver, receiver: Receiver, config: ChannelConfig) -> None:
+        self.driver, self.receiver, self.config = driver, receiver, config
+        self.report: MismatchReport | None = None
+        """The audit of the newest finished step; None where `audit_microbatches` is 0."""
         self.shard: RankShard | None = None
         """The step under way."""
 
@@ -50,6 +53,7 @@ class TrainerChannel:
 
         Refuses a model whose configuration ignores replay, and a layout that is not Megatron's.
         """
+        config = config or ChannelConfig()
         spec = megatron.spec_from_config(chunks)
         driver = ReplayDriver.attach(chunks, spec=spec, layout=layout)
         device = next(chunks[0].parameters()).device
@@ -65,18 +69,39 @@ class TrainerChannel:
             metrics=metrics,
         )
         receiver.join()
-        return cls(driver, receiver)
+        return cls(driver, receiver, config)
 
     @contextmanager
-    def step(self, ticket: Ticket | bytes) -> Iterator[ReplayStep]:
-        """Receive this rank's shard and replay it inside the block; see `ReplayDriver.step` for what is verified at its end."""
+    def step(
+        self, ticket: Ticket | bytes, *, lengths: Sequence[Sequence[int]] | None = None
+    ) -> Iterator[ReplayStep]:
+        """Receive this rank's shard and replay it inside the block; see `ReplayDriver.step` for what is verified at its end.
+
+        One block per rollout: its optimizer steps are `ticket.plan.optimizer_steps`. `lengths` holds the tokens of each sample
+        of each micro-batch that this trainer will run; a difference from the ticket is refused before a byte moves.
+        """
         ticket = Ticket.from_bytes(ticket) if isinstance(ticket, bytes) else ticket
-        self.shard = self.receiver.receive(ticket)
+        shard = self.shard = self.receiver.receive(ticket, lengths=lengths)
+        audit = RoutingAudit(
+            step=ticket.step,
+            microbatches=shard.num_microbatches,
+            count=self.config.audit_microbatches,
+            counted_rows=shard.counted_rows,
+        )
         try:
-            with self.driver.step(self.shard, step=ticket.step) as step:
+            with self.driver.step(shard, step=ticket.step, audit=audit) as step:
                 yield step
+            self._publish(shard, audit)
         finally:
             self.shard = None
+
+    def _publish(self, shard: RankShard, audit: RoutingAudit) -> None:
+        metrics = self.receiver.metrics
+        for cause, rows in shard.live_counts().items():
+            metrics.inc("live_rows_total", rows, cause=cause)
+        if audit.chosen:
+            self.report = audit.report()
+            publish(self.report, metrics)
 
     def close(self) -> None:
         """Leave the group and unbind from the routers; idempotent."""

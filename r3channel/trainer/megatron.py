@@ -38,6 +38,7 @@ NAMES: tuple[tuple[str, str], ...] = (
     ("megatron.core.parallel_state", "get_data_parallel_rank"),
     ("megatron.core.parallel_state", "get_pipeline_model_parallel_rank"),
     ("megatron.core.parallel_state", "get_context_parallel_rank"),
+    ("megatron.core.parallel_state", "get_context_parallel_group"),
 )
 """(module, dotted name) of each thing that this room uses."""
 
@@ -101,15 +102,19 @@ class MegatronRouter:
         )
 
 
-def routers_by_layer(chunks: Sequence[torch.nn.Module]) -> dict[int, MegatronRouter]:
-    """This rank's decoder routers by global 0-based layer, ascending. Routers of MTP layers are left out.
+def routers_by_layer(chunks: Sequence[torch.nn.Module], *, mtp_layers: int = 0) -> dict[int, MegatronRouter]:
+    """This rank's routers by global 0-based layer, ascending.
+
+    Routers of MTP layers are left out and choose for themselves, unless `mtp_layers` says how many there are to bind: MTP
+    layer i is then layer num_layers + i. They are bound by their place: their `layer_number` differs between versions.
 
     Raises:
         RouterUnsupported: the config would make a router ignore or drop replayed ids, or two routers claim one layer.
     """
     found: dict[int, MegatronRouter] = {}
     for chunk, model in enumerate(chunks):
-        for router in _chunk_routers(chunk, _unwrap(model)):
+        own = _unwrap(model)
+        for router in (*_chunk_routers(chunk, own), *_mtp_routers(chunk, own, mtp_layers)):
             if router.layer in found:
                 raise RouterUnsupported(
                     f"decoder layer {router.layer}: routers in chunks {found[router.layer].chunk} and {chunk}; "
@@ -134,26 +139,48 @@ def _chunk_routers(chunk: int, model: Any) -> Iterator[MegatronRouter]:
                 yield _bind(chunk, index, layer, module)
 
 
+def _mtp_routers(chunk: int, model: Any, wanted: int) -> Iterator[MegatronRouter]:
+    block = getattr(model, "mtp", None)
+    if not wanted or block is None:
+        return
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    if len(block.layers) != wanted:
+        raise LayoutMismatch(f"the layout maps {wanted} MTP layers; the model has {len(block.layers)}")
+    for index, layer in enumerate(block.layers):
+        for module in layer.modules():
+            if isinstance(module, TopKRouter):
+                config = module.config
+                uniform = config.recompute_granularity == "full" and config.recompute_method == "uniform"
+                recomputed = uniform or _recomputes_moe(config)  # "block" leaves MTP layers out
+                yield _handle(chunk, config.num_layers + index, module, recomputed=recomputed)
+
+
 def _bind(chunk: int, index: int, layer: Any, module: Any) -> MegatronRouter:
-    number, config = module.layer_number, module.config
+    number = module.layer_number
     if number is None or number != layer.layer_number:
         raise RouterUnsupported(
             f"router in decoder layer {layer.layer_number} (1-based) says layer_number {number}; expected the same"
         )
+    return _handle(chunk, number - 1, module, recomputed=_is_recomputed(module.config, index))
+
+
+def _handle(chunk: int, layer: int, module: Any, *, recomputed: bool) -> MegatronRouter:
+    config = module.config
     refuse_unsupported(config)
     if module.router_replay is None:
         raise RouterUnsupported(
-            f"decoder layer {number - 1}: the router has no RouterReplay; "
+            f"decoder layer {layer}: the router has no RouterReplay; "
             "was moe_enable_routing_replay set after the model was built?"
         )
     return MegatronRouter(
-        layer=number - 1,
+        layer=layer,
         chunk=chunk,
         module=module,
         replay=module.router_replay,
         top_k=module.topk,
         num_experts=config.num_moe_experts,
-        recomputed=_is_recomputed(config, index),
+        recomputed=recomputed,
     )
 
 
@@ -184,12 +211,22 @@ def _is_recomputed(config: Any, index: int) -> bool:
     """Whether full or selective recompute runs the router of the chunk's layer `index` a second time."""
     if config.recompute_granularity == "full":
         return config.recompute_method == "uniform" or index < config.recompute_num_layers
+    return _recomputes_moe(config)
+
+
+def _recomputes_moe(config: Any) -> bool:
+    """Of the modules that selective recompute knows, only `moe` runs the router again (not moe_act, mlp, layernorm)."""
     return config.recompute_granularity == "selective" and "moe" in (config.recompute_modules or ())
+
+
+def config_of(chunks: Sequence[torch.nn.Module]) -> Any:
+    """The TransformerConfig of the model that the chunks belong to."""
+    return _unwrap(chunks[0]).config
 
 
 def spec_from_config(chunks: Sequence[torch.nn.Module]) -> RoutingSpec:
     """The routing shape of the model that the chunks belong to."""
-    return RoutingSpec.from_megatron(_unwrap(chunks[0]).config)
+    return RoutingSpec.from_megatron(config_of(chunks))
 
 
 def parallel_coords() -> RankCoords:

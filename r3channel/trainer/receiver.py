@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +17,7 @@ from r3channel.config import ChannelConfig
 from r3channel.errors import (
     BucketCorrupt,
     DeadlineExceeded,
-    R3Error,
+    StepError,
     TicketMismatch,
     TransportError,
 )
@@ -39,11 +40,13 @@ MAX_ATTEMPTS = 3
 class Control(Protocol):
     """The trainer's calls to its relay; `relay.Relay` itself in one process, `relay.actor.RayControl` over Ray."""
 
-    def hello(self, *, dp: int, pp: int, boot_id: str, after_epoch: int) -> dict[str, Any] | None: ...
+    def hello(
+        self, *, dp: int, pp: int, cp: int, boot_id: str, after_epoch: int
+    ) -> dict[str, Any] | None: ...
 
-    def ready(self, *, run: str, step: int, dp: int, pp: int, epoch: int, wait_s: float) -> bool: ...
+    def ready(self, *, run: str, step: int, dp: int, pp: int, cp: int, epoch: int, wait_s: float) -> bool: ...
 
-    def ack(self, *, step: int, dp: int, pp: int) -> None: ...
+    def ack(self, *, run: str, step: int, dp: int, pp: int, cp: int) -> None: ...
 
 
 class Receiver:
@@ -71,7 +74,7 @@ class Receiver:
         self.metrics = metrics or Metrics("trainer", clock=self.clock)
         self._boot_id = uuid.uuid4().hex[:12]
         self._transport: Transport | None = None
-        self._epoch = 0
+        self._epoch, self._backend = 0, ""
         self._buffers: dict[str, torch.Tensor] = {}
         self._last_step = -1
 
@@ -85,35 +88,39 @@ class Receiver:
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(
                     f"{self._coords}: waited {limit:.1f} s for the other members of the group of dp {self._coords.dp}; expected "
-                    f"hello from the TP0 of {self._layout.pp} pipeline stage(s)"
+                    f"hello from the TP0 of {self._layout.pp} pipeline stage(s) x {self._layout.cp} CP rank(s)"
                 )
             time.sleep(_HELLO_POLL_S)
         rendezvous = Rendezvous(**found)
-        self._epoch = rendezvous.epoch
+        self._epoch, self._backend = rendezvous.epoch, rendezvous.backend
         self._transport = join(rendezvous, timeout_s=limit)
         self.metrics.set("r3channel_epoch", self._epoch)
 
-    def receive(self, ticket: Ticket) -> RankShard:
+    def receive(self, ticket: Ticket, *, lengths: Sequence[Sequence[int]] | None = None) -> RankShard:
         """This rank's ids of the ticket's step. All ranks of a TP group call it together.
 
-        The memory is reused by the next call. Raises `TicketMismatch` before a byte moves, a `TransportError` after
-        `MAX_ATTEMPTS` lives of the group, `PeerFailed` on the other TP ranks when TP0 failed.
+        `lengths`: tokens of each sample of each micro-batch that this trainer is about to run, to be held against the ticket.
+
+        The memory is reused by the next call. Ends within `step_timeout_s` plus one bucket. Raises `TicketMismatch` before a
+        byte moves, a `TransportError` after `MAX_ATTEMPTS` lives of the group, `PeerFailed` where another rank of the TP group
+        failed.
         """
-        shard = self._check(ticket)
-        whole_N, failure = None, None
-        if self._coords.tp == 0:
-            try:
+        where = f"step {ticket.step}, {self._coords}"
+        whole_N, failure, shard = None, None, None
+        try:
+            shard = self._check(ticket, lengths)
+            if self._coords.tp == 0:
                 whole_N = self._receive_whole(ticket, shard)
-            except R3Error as error:
-                failure = error
+        except Exception as error:  # whatever it is: the other ranks of the group must learn it
+            failure = error
+        with self.clock.span("rebroadcast" if self._coords.tp == 0 else "wait_wire", step=ticket.step):
+            self._fanout.vote(failure, what=where)
+        assert shard is not None  # else the vote has raised
         with self.clock.span("rebroadcast", step=ticket.step):
-            self._fanout.status(failed=failure is not None, what=f"step {ticket.step}, {self._coords}")
-            if failure is not None:
-                raise failure
             part_N = self._hand_on(shard, whole_N)
         self._last_step = ticket.step
         self.metrics.inc("r3channel_bytes_total", len(part_N), leg="landed")
-        return RankShard(ticket, shard, part_N, tp=self._coords.tp)
+        return RankShard(ticket, shard, part_N, tp=self._coords.tp, invalid_rows=self._config.invalid_rows)
 
     def close(self) -> None:
         """Leave the group; idempotent."""
@@ -123,7 +130,7 @@ class Receiver:
 
     # -- before a byte moves -----------------------------------------------------------------------------------------
 
-    def _check(self, ticket: Ticket) -> Shard:
+    def _check(self, ticket: Ticket, lengths: Sequence[Sequence[int]] | None) -> Shard:
         for what, seen, expected in (
             ("spec", ticket.spec, self._spec),
             ("layout", ticket.layout, self._layout),
@@ -136,68 +143,90 @@ class Receiver:
             raise TicketMismatch(
                 f"ticket of step {ticket.step} after step {self._last_step} was received; a stale ticket?"
             )
-        return ticket.plan.shard(dp=self._coords.dp, pp=self._coords.pp)
+        shard = ticket.plan.shard(dp=self._coords.dp, pp=self._coords.pp, cp=self._coords.cp)
+        if lengths is not None:
+            check_lengths(ticket, shard, lengths)
+        return shard
 
     def _hello(self) -> dict[str, Any] | None:
-        return self._control.hello(
-            dp=self._coords.dp, pp=self._coords.pp, boot_id=self._boot_id, after_epoch=self._epoch
-        )
+        return self._control.hello(**self._at, boot_id=self._boot_id, after_epoch=self._epoch)
+
+    @property
+    def _at(self) -> dict[str, int]:
+        return {"dp": self._coords.dp, "pp": self._coords.pp, "cp": self._coords.cp}
 
     # -- TP0 ---------------------------------------------------------------------------------------------------------
 
     def _receive_whole(self, ticket: Ticket, shard: Shard) -> torch.Tensor:
+        deadline = time.monotonic() + self._config.step_timeout_s
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # nothing of the framework may be in flight beside our group
         for attempt in range(1, MAX_ATTEMPTS + 1):
             try:
-                return self._attempt(ticket, shard)
+                data_N = self._attempt(ticket, shard, deadline)
+                break
             except TransportError:  # EpochEnded and BucketCorrupt among them
                 self._abandon()
-                if attempt == MAX_ATTEMPTS:
+                if attempt == MAX_ATTEMPTS or time.monotonic() > deadline:
                     raise
-        raise AssertionError("unreachable: the last attempt returns or raises")
-
-    def _attempt(self, ticket: Ticket, shard: Shard) -> torch.Tensor:
-        if self._transport is None:
-            self.join()
-        with self.clock.span("wait_relay", step=ticket.step):
-            self._wait_ready(ticket)
-        data_N = self._receive_buckets(ticket, shard)
-        self._control.ack(step=ticket.step, dp=self._coords.dp, pp=self._coords.pp)
+        else:
+            raise AssertionError("unreachable: the last attempt ends the loop or raises")
+        self._acknowledge(ticket)
         return data_N
 
-    def _wait_ready(self, ticket: Ticket) -> None:
-        deadline = time.monotonic() + self._config.step_timeout_s
-        where = {"dp": self._coords.dp, "pp": self._coords.pp, "epoch": self._epoch}
-        while not self._control.ready(run=ticket.run, step=ticket.step, wait_s=_READY_WAIT_S, **where):
+    def _attempt(self, ticket: Ticket, shard: Shard, deadline: float) -> torch.Tensor:
+        if self._transport is None:
+            self.join(timeout_s=min(self._config.join_timeout_s, max(0.1, deadline - time.monotonic())))
+        with self.clock.span("wait_relay", step=ticket.step):
+            self._wait_ready(ticket, deadline)
+        return self._receive_buckets(ticket, shard, deadline)
+
+    def _wait_ready(self, ticket: Ticket, deadline: float) -> None:
+        """A relay that is late is not a broken group: the error is not one that opens the next epoch."""
+        while not self._control.ready(
+            run=ticket.run, step=ticket.step, epoch=self._epoch, wait_s=_READY_WAIT_S, **self._at
+        ):
             if time.monotonic() > deadline:
-                raise DeadlineExceeded(
+                raise StepError(
                     f"step {ticket.step}: the relay did not place the shard of {self._coords} within "
-                    f"{self._config.step_timeout_s:.1f} s"
+                    f"{self._config.step_timeout_s:.1f} s; is it out of cores?"
                 )
 
-    def _receive_buckets(self, ticket: Ticket, shard: Shard) -> torch.Tensor:
+    def _acknowledge(self, ticket: Ticket) -> None:
+        """The bytes are here and verified, whatever becomes of the call: repeat it, never the transfer."""
+        for attempt in range(1, MAX_ATTEMPTS + 1):
+            try:
+                return self._control.ack(run=ticket.run, step=ticket.step, **self._at)
+            except TransportError:
+                if attempt == MAX_ATTEMPTS:
+                    raise
+        return None
+
+    def _receive_buckets(self, ticket: Ticket, shard: Shard, deadline: float) -> torch.Tensor:
         data_N = self._buffer("whole", shard.nbytes)
         header_N = torch.empty(BUCKET_HEADER_BYTES, dtype=torch.uint8)
         slices = bucket_slices(shard.nbytes, bucket_bytes=ticket.bucket_bytes)
         for index, part in enumerate(slices):
-            self._wire(header_N, step=ticket.step)
+            self._wire(header_N, step=ticket.step, deadline=deadline)
             header = BucketHeader.from_bytes(header_N.numpy())
             self._check_header(header, ticket, index=index, count=len(slices), part=part)
-            self._wire(data_N[part], step=ticket.step)
+            self._wire(data_N[part], step=ticket.step, deadline=deadline)
             with self.clock.span("verify", step=ticket.step):
                 self._check_bytes(header, data_N[part])
             self.metrics.inc("r3channel_buckets_total")
             self.metrics.inc("r3channel_bytes_total", header.nbytes, leg="wire_received")
         return data_N
 
-    def _wire(self, out_N: torch.Tensor, *, step: int) -> None:
+    def _wire(self, out_N: torch.Tensor, *, step: int, deadline: float) -> None:
         """Fill host memory from the relay; under NCCL through a device buffer of one bucket."""
         assert self._transport is not None
+        limit = min(self._config.send_timeout_s, max(0.1, deadline - time.monotonic()))
         with self.clock.span("wait_wire", step=step):
-            if self._config.backend != "nccl":
-                self._transport.recv(RELAY_RANK, out_N, timeout_s=self._config.send_timeout_s)
+            if self._backend != "nccl":
+                self._transport.recv(RELAY_RANK, out_N, timeout_s=limit)
                 return
-            bucket_N = torch.empty(len(out_N), dtype=torch.uint8, device="cuda")
-            self._transport.recv(RELAY_RANK, bucket_N, timeout_s=self._config.send_timeout_s)
+            bucket_N = self._buffer("bucket", len(out_N), device=self._device)
+            self._transport.recv(RELAY_RANK, bucket_N, timeout_s=limit)
             out_N.copy_(bucket_N)
 
     def _check_header(
@@ -217,7 +246,7 @@ class Receiver:
             self._epoch,
             ticket.step,
             self._coords.dp,
-            self._coords.pp,
+            self._layout.member(pp=self._coords.pp, cp=self._coords.cp),
             index,
             count,
             part.start,
@@ -225,7 +254,7 @@ class Receiver:
         )
         if seen != expected:
             raise BucketCorrupt(
-                f"{self._coords}: bucket (epoch, step, dp, pp, index, count, offset, bytes) is {seen}, "
+                f"{self._coords}: bucket (epoch, step, dp, member, index, count, offset, bytes) is {seen}, "
                 f"the ticket announces {expected}"
             )
 
@@ -247,17 +276,17 @@ class Receiver:
 
     def _hand_on(self, shard: Shard, whole_N: torch.Tensor | None) -> torch.Tensor:
         """[slot_bytes] on the routers' device: rebroadcast without sequence parallelism, else scatter per micro-batch."""
-        on_device = None if whole_N is None else whole_N.to(self._device, non_blocking=False)
         part_N = self._buffer("part", shard.slot_bytes, device=self._device)
         if shard.tp_slots == 1:
-            if on_device is not None:
-                part_N.copy_(on_device)
+            if whole_N is not None:
+                part_N.copy_(whole_N)
             self._fanout.rebroadcast(part_N)
             return part_N
-        parts, at = None if on_device is None else slot_parts(shard, on_device), 0
+        parts, at = None if whole_N is None else slot_parts(shard, whole_N), 0
         for index in range(len(shard.microbatches)):
             size = shard.microbatch_bytes(index) // shard.tp_slots
-            self._fanout.scatter(None if parts is None else parts[index], part_N[at : at + size])
+            chunks = None if parts is None else [part.to(self._device) for part in parts[index]]
+            self._fanout.scatter(chunks, part_N[at : at + size])
             at += size
         return part_N
 
@@ -267,3 +296,20 @@ class Receiver:
         if held is None or len(held) < nbytes:
             held = self._buffers[name] = torch.empty(nbytes, dtype=torch.uint8, device=device)
         return held[:nbytes]
+
+
+def check_lengths(ticket: Ticket, shard: Shard, lengths: Sequence[Sequence[int]]) -> None:
+    """Raise `TicketMismatch` unless the ticket plans these micro-batches of samples of these lengths for this rank."""
+    where = f"ticket of step {ticket.step}, dp {shard.dp}"
+    planned = [batch.tokens for batch in shard.microbatches]
+    if len(lengths) != len(planned):
+        raise TicketMismatch(
+            f"{where}: {len(planned)} micro-batches planned, this trainer runs {len(lengths)}. Is micro-batch size or token "
+            "budget another on the two sides?"
+        )
+    for index, (theirs, ours) in enumerate(zip(planned, map(tuple, lengths), strict=True)):
+        if theirs != ours:
+            raise TicketMismatch(
+                f"{where}, micro-batch {index}: samples of {theirs} tokens planned, this trainer has {ours}. Was the batch "
+                "sorted, trimmed or padded after it was sealed?"
+            )

@@ -12,37 +12,28 @@ that nothing popped shifts every later recompute. All three are silent there and
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from r3channel.errors import (
-    LayoutMismatch,
-    ReplayCountMismatch,
-    ReplayError,
-    ReplayRowMismatch,
-    UsageError,
-)
+from r3channel.errors import LayoutMismatch, ReplayError, UsageError
 from r3channel.plan.layout import TrainerLayout
 from r3channel.spec import RoutingSpec
+from r3channel.trainer.mismatch import RoutingAudit
 from r3channel.trainer.router import (
     OUTSIDE,
     Action,
     BoundRouter,
-    Mode,
     ReplayState,
     RouterCall,
     RouterHandle,
     StepRouting,
 )
+from r3channel.trainer.step import ReplayStep
 
 __all__ = ["ReplayDriver", "ReplayState", "ReplayStep", "RouterHandle", "StepRouting"]
-
-_ID_DTYPES = (torch.uint8, torch.int16, torch.int32, torch.int64)
 
 
 class ReplayDriver:
@@ -59,8 +50,8 @@ class ReplayDriver:
         self, handles: Mapping[int, RouterHandle], chunks: Sequence[torch.nn.Module], *, spec: RoutingSpec
     ) -> None:
         self.spec = spec
+        self._chunks = tuple(chunks)
         self._routers = {layer: BoundRouter(handle) for layer, handle in handles.items()}
-        self._num_chunks = len(chunks)
         self._step: ReplayStep | None = None
         self._off_label: RouterCall | None = None
         for router in self._routers.values():
@@ -80,10 +71,13 @@ class ReplayDriver:
         """
         from r3channel.trainer import megatron
 
-        handles = megatron.routers_by_layer(chunks)
-        config = next(iter(handles.values())).module.config if handles else None
+        config = megatron.config_of(chunks)
         megatron.check_layout(layout, config=config)
-        _check_stage(tuple(handles), layout.stage_layers(spec, pp=megatron.parallel_coords().pp))
+        handles = megatron.routers_by_layer(chunks, mtp_layers=len(layout.mtp))
+        pp = megatron.parallel_coords().pp
+        for chunk in range(max(len(chunks), layout.vpp)):
+            found = tuple(layer for layer, handle in handles.items() if handle.chunk == chunk)
+            _check_chunk(found, layout.chunk_layers(spec, pp=pp, chunk=chunk), pp=pp, chunk=chunk)
         return cls(handles, chunks, spec=spec)
 
     @property
@@ -96,8 +90,13 @@ class ReplayDriver:
         return self._routers[layer].call
 
     @contextmanager
-    def step(self, routing: StepRouting, *, step: int) -> Iterator[ReplayStep]:
+    def step(
+        self, routing: StepRouting, *, step: int, audit: RoutingAudit | None = None
+    ) -> Iterator[ReplayStep]:
         """Replay `routing` inside the block; on leaving it, verify the counts and clear every router.
+
+        One block holds a whole rollout step: log-prob passes and all its optimizer steps. `audit` looks at its own sample
+        of the micro-batches.
 
         Raises:
             ReplayCountMismatch: a router did not consume every micro-batch's rows exactly once in each pass that was run.
@@ -107,7 +106,7 @@ class ReplayDriver:
             raise UsageError(
                 f"step {step} was entered while step {self._step.number} is open; leave that one first"
             )
-        self._step = ReplayStep(self, routing, step)
+        self._step = ReplayStep(self, routing, step, audit)
         for router in self._routers.values():
             router.act("recompute")  # so that a forward pass outside of a micro-batch is noticed
         try:
@@ -150,17 +149,31 @@ class ReplayDriver:
 
     # -- used by ReplayStep --------------------------------------------------------------------------------------------
 
-    def routers_of(self, chunk: int | None) -> list[BoundRouter]:
-        """The routers of one chunk; None stands for the only chunk.
+    def is_open(self, step: ReplayStep) -> bool:
+        return self._step is step
+
+    def chunk_number(self, chunk: int | torch.nn.Module | None) -> int:
+        """The number of a model chunk, given as such or as Megatron's schedule hands it over; None is the only chunk.
 
         Raises:
-            UsageError: the model has several chunks and none was named, or the chunk does not exist.
+            UsageError: the model has several chunks and none was named, or the chunk is not one of this model.
         """
-        if chunk is None and self._num_chunks > 1:
-            raise UsageError(f"the model has {self._num_chunks} chunks; say microbatch(..., chunk=...)")
-        if not 0 <= (chunk or 0) < self._num_chunks:
-            raise UsageError(f"chunk {chunk} of a model with {self._num_chunks}")
-        return [router for router in self._routers.values() if router.handle.chunk == (chunk or 0)]
+        if isinstance(chunk, torch.nn.Module):
+            found = [index for index, module in enumerate(self._chunks) if module is chunk]
+            if not found:
+                raise UsageError(
+                    f"a {type(chunk).__name__} that is none of the {len(self._chunks)} chunks attached to"
+                )
+            return found[0]
+        if chunk is None and len(self._chunks) > 1:
+            raise UsageError(f"the model has {len(self._chunks)} chunks; say microbatch(..., chunk=...)")
+        if not 0 <= (chunk or 0) < len(self._chunks):
+            raise UsageError(f"chunk {chunk} of a model with {len(self._chunks)}")
+        return chunk or 0
+
+    def routers_of(self, chunk: int) -> list[BoundRouter]:
+        """The routers of one chunk; a chunk of dense layers has none."""
+        return [router for router in self._routers.values() if router.handle.chunk == chunk]
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
@@ -212,174 +225,6 @@ class ReplayDriver:
             router.act("recompute")
 
 
-@dataclass(frozen=True, slots=True)
-class _Active:
-    """The micro-batch that is open now."""
-
-    index: int
-    mode: Mode
-    routers: list[BoundRouter]
-
-
-class ReplayStep:
-    """One open step of a driver."""
-
-    def __init__(self, driver: ReplayDriver, routing: StepRouting, number: int) -> None:
-        self.number = number
-        self.active: _Active | None = None
-        self._driver = driver
-        self._routing = routing
-        self._calls: Counter[tuple[str, int, int]] = Counter()  # (pass, layer, micro-batch)
-        self._expected: Counter[tuple[str, int, int]] = Counter()
-        self._rows: Counter[str] = Counter()
-        self._passes: set[str] = set()  # a pipeline stage may have no router at all
-
-    @property
-    def rows(self) -> dict[str, int]:
-        """Rows that routers consumed so far, by pass, summed over layers."""
-        return dict(self._rows)
-
-    @contextmanager
-    def microbatch(self, index: int, *, mode: Mode = "train", chunk: int | None = None) -> Iterator[None]:
-        """Replay micro-batch `index` for the one forward pass of the model (chunk) that runs inside the block.
-
-        `train` (gradients on): its ids also wait for the recompute, in whatever order the backward passes come.
-        `logprob` (no gradients): nothing of it stays behind.
-
-        Raises:
-            ReplayRowMismatch: ids of another width, dtype or row count than the router asks for.
-            ReplayCountMismatch: a router of the chunk was not called exactly once.
-            UsageError: nested, closed or unknown micro-batch, or a mode that the gradient switch contradicts.
-        """
-        self._check_enter(index, mode)
-        routers = self._driver.routers_of(chunk)
-        self.active = _Active(index, mode, routers)
-        self._passes.add("forward" if mode == "train" else "logprob")
-        try:
-            for router in routers:
-                self._load(router, index, mode)
-            yield
-            self._check_called(routers, index, mode)
-        finally:
-            self.active = None
-            for router in routers:
-                router.state.target_topk_idx = None
-                router.act("recompute")
-
-    def verify(self) -> None:
-        """Raise `ReplayCountMismatch` unless every pass that was run consumed every micro-batch exactly once."""
-        if not self._passes:
-            raise ReplayCountMismatch(f"step {self.number}: left without running any micro-batch")
-        wanted = dict(self._expected)
-        for name in self._passes:
-            for layer in self._driver.handles:
-                for index in range(self._routing.num_microbatches):
-                    wanted[name, layer, index] = 1
-        wrong = {key for key in {*wanted, *self._calls} if self._calls[key] != wanted.get(key, 0)}
-        if wrong:
-            raise ReplayCountMismatch(f"step {self.number}: {self._describe(wrong, wanted)}")
-        left = {layer: len(h.replay.replay_backward_list) for layer, h in self._driver.handles.items()}
-        if any(left.values()):
-            raise ReplayCountMismatch(
-                f"step {self.number}: entries left in replay_backward_list by layer {left}"
-            )
-
-    def _describe(self, wrong: set[tuple[str, int, int]], wanted: Mapping[tuple[str, int, int], int]) -> str:
-        lines = [
-            f"{name} pass of decoder layer {layer}, micro-batch {index}: consumed {self._calls[name, layer, index]} times, "
-            f"expected {wanted.get((name, layer, index), 0)}"
-            for name, layer, index in sorted(wrong)[:4]
-        ]
-        more = f" (and {len(wrong) - 4} more)" if len(wrong) > 4 else ""
-        return (
-            "; ".join(lines) + more + ". Was a micro-batch skipped, run twice, or a backward pass left out?"
-        )
-
-    # -- entering a micro-batch ----------------------------------------------------------------------------------------
-
-    def _check_enter(self, index: int, mode: Mode) -> None:
-        if self._driver._step is not self:
-            raise UsageError(f"micro-batch {index} of step {self.number}: the step is closed")
-        if self.active is not None:
-            raise UsageError(
-                f"micro-batch {index} was entered inside micro-batch {self.active.index}; leave that first"
-            )
-        if not 0 <= index < self._routing.num_microbatches:
-            raise UsageError(f"micro-batch {index}: this rank's step has {self._routing.num_microbatches}")
-        if mode not in ("train", "logprob"):
-            raise UsageError(f"mode {mode!r}: expected 'train' or 'logprob'")
-        if torch.is_grad_enabled() != (mode == "train"):
-            raise UsageError(f"mode {mode!r} with gradients {'on' if mode == 'logprob' else 'off'}")
-
-    def _load(self, router: BoundRouter, index: int, mode: Mode) -> None:
-        ids = self._routing.layer_ids(index, router.handle.layer)
-        if ids.dim() != 2 or ids.shape[1] != router.handle.top_k or ids.dtype not in _ID_DTYPES:
-            raise ReplayRowMismatch(
-                f"{router.name}: ids of micro-batch {index} are {tuple(ids.shape)} {ids.dtype}; expected "
-                f"[rows, {router.handle.top_k}] of an integer type. Is the spec that of this model?"
-            )
-        name = "forward" if mode == "train" else "logprob"
-        self._expected[name, router.handle.layer, index] += 1
-        if mode == "train" and router.keep_for_recompute():
-            router.state.set_target_indices(ids)  # also appends to replay_backward_list
-            router.waiting.append(index)
-            self._expected["recompute", router.handle.layer, index] += 1
-        else:
-            router.state.target_topk_idx = ids
-        router.act("forward")
-
-    def _check_called(self, routers: Sequence[BoundRouter], index: int, mode: Mode) -> None:
-        name = "forward" if mode == "train" else "logprob"
-        keys = {(name, router.handle.layer, index) for router in routers}
-        wrong = {key for key in keys if self._calls[key] != self._expected[key]}
-        if wrong:
-            raise ReplayCountMismatch(f"step {self.number}: {self._describe(wrong, self._expected)}")
-
-    # -- inside a router's call ----------------------------------------------------------------------------------------
-
-    def before_forward(self, router: BoundRouter, tokens: int) -> None:
-        assert self.active is not None
-        name = "forward" if self.active.mode == "train" else "logprob"
-        ids = router.state.target_topk_idx
-        if ids is None:
-            raise ReplayCountMismatch(
-                f"{router.name}: called a second time in the {name} pass of micro-batch {self.active.index}, step "
-                f"{self.number}; expected one model call per block"
-            )
-        router.call = RouterCall(self.number, self.active.index, name)
-        self._check_rows(router, ids, tokens)
-        router.state.target_topk_idx = (
-            ids.long()
-        )  # gather takes int64; only the running layer is ever widened
-        self._count(router, tokens)
-
-    def before_recompute(self, router: BoundRouter, tokens: int) -> None:
-        if not router.waiting or not torch.is_grad_enabled():
-            raise ReplayCountMismatch(
-                f"{router.name}: called in step {self.number} outside of a micro-batch, {len(router.waiting)} waiting for "
-                f"recompute, gradients {'on' if torch.is_grad_enabled() else 'off'}; expected a recompute. Wrap forward "
-                "passes in step.microbatch() or driver.off(); was backward run twice?"
-            )
-        router.call = RouterCall(self.number, router.waiting.popleft(), "recompute")
-        entries = router.state.replay_backward_list
-        self._check_rows(router, entries[0], tokens)
-        entries[0] = entries[0].long()
-        self._count(router, tokens)
-
-    def _check_rows(self, router: BoundRouter, ids: torch.Tensor, tokens: int) -> None:
-        if len(ids) != tokens:
-            call = router.call
-            raise ReplayRowMismatch(
-                f"{router.name}, {call.pass_name} pass of micro-batch {call.microbatch}, step {call.step}: {len(ids)} rows "
-                f"of ids for {tokens} tokens. Is the padded length, the sequence-parallel cut or the micro-batch another "
-                "than planned?"
-            )
-
-    def _count(self, router: BoundRouter, tokens: int) -> None:
-        self._calls[router.call.pass_name, router.handle.layer, router.call.microbatch] += 1
-        self._rows[router.call.pass_name] += tokens
-
-
 def _after_router(router: BoundRouter) -> None:
     """Drop the widened ids; a second call finds none and is refused."""
     if router.action == "forward":
@@ -388,7 +233,7 @@ def _after_router(router: BoundRouter) -> None:
 
 def _check_spec(router: BoundRouter, spec: RoutingSpec) -> None:
     handle = router.handle
-    ours = (spec.top_k, spec.num_experts, handle.layer in spec.moe_layers)
+    ours = (spec.top_k, spec.num_experts, handle.layer in spec.moe_layers or handle.layer >= spec.num_layers)
     if ours != (handle.top_k, handle.num_experts, True):
         raise LayoutMismatch(
             f"{router.name}: top-{handle.top_k} of {handle.num_experts} experts; the spec says top-{spec.top_k} of "
@@ -396,9 +241,9 @@ def _check_spec(router: BoundRouter, spec: RoutingSpec) -> None:
         )
 
 
-def _check_stage(found: tuple[int, ...], planned: tuple[int, ...]) -> None:
+def _check_chunk(found: tuple[int, ...], planned: tuple[int, ...], *, pp: int, chunk: int) -> None:
     if found != planned:
         raise LayoutMismatch(
-            f"this pipeline stage has routers of decoder layers {found}; the layout plans {planned}. "
-            "Is the split of layers over stages uneven?"
+            f"pipeline stage {pp}, chunk {chunk} has routers of decoder layers {found}; the layout plans {planned}. "
+            "Is the split of layers over stages uneven? Then give first_layers and last_layers"
         )

@@ -6,6 +6,8 @@ The handle is made by `r3channel.trainer.megatron`; this file imports no Megatro
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, cast
 
@@ -26,6 +28,10 @@ class StepRouting(Protocol):
         """Ids [rows, K] of one micro-batch and global 0-based decoder layer, on the router's device, in the spec's
         id dtype; sequence-major, cut for sequence parallelism. The driver holds a reference until the backward pass.
         """
+        ...
+
+    def live_rows(self, microbatch: int) -> torch.Tensor | None:
+        """[rows] bool, True where the live router is to choose instead of the ids; None: nowhere."""
         ...
 
 
@@ -70,6 +76,9 @@ class RouterCall:
 
 OUTSIDE = RouterCall(-1, -1, "natural")
 
+Seen = Callable[[torch.Tensor, torch.Tensor], None]
+"""Gets (what the live router would choose, what was handed out), both [rows, K] int64."""
+
 
 @dataclass(slots=True)
 class BoundRouter:
@@ -96,6 +105,59 @@ class BoundRouter:
         self.waiting.clear()
         self.state.clear_indices()
         self.act("natural")
+
+    @contextmanager
+    def choosing(self, live_R: torch.Tensor | None, seen: Seen | None) -> Iterator[None]:
+        """Inside the block, put the live router's choice into the rows of `live_R`, and tell `seen` what it would choose.
+
+        The choice made in the forward pass is what the recompute replays, so that both are identical whatever the kernels.
+        """
+        inner = self.handle.replay.get_replay_topk
+        own = vars(self.handle.replay).get("get_replay_topk")
+
+        def choose(
+            scores: torch.Tensor,
+            topk: int,
+            num_groups: Any = None,
+            group_topk: Any = None,
+            compute: Any = None,
+        ) -> Any:
+            if self.action == "forward":
+                self._choose(scores, topk, num_groups, group_topk, compute, live_R=live_R, seen=seen)
+            return inner(scores, topk, num_groups, group_topk, compute)
+
+        self.handle.replay.get_replay_topk = choose
+        try:
+            yield
+        finally:
+            del self.handle.replay.get_replay_topk
+            if own is not None:
+                self.handle.replay.get_replay_topk = own
+
+    def _choose(
+        self,
+        scores: torch.Tensor,
+        topk: int,
+        num_groups: Any,
+        group_topk: Any,
+        compute: Any,
+        *,
+        live_R: torch.Tensor | None,
+        seen: Seen | None,
+    ) -> None:
+        state = self.state
+        ids = state.target_topk_idx
+        assert ids is not None  # the driver's hook widened it a moment ago
+        with torch.no_grad():
+            _, natural = compute(scores, topk, num_groups, group_topk)
+        if live_R is not None:
+            mixed = torch.where(live_R[:, None], natural, ids)
+            state.target_topk_idx = mixed
+            if self.keep_for_recompute() and self.waiting:
+                entries = state.replay_backward_list
+                entries[-1] = mixed.to(entries[-1].dtype)
+        if seen is not None:
+            seen(natural, ids)
 
     def keep_for_recompute(self) -> bool:
         return self.handle.recomputed and self.handle.module.training

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from r3channel.errors import UsageError
+from r3channel.errors import RowsInvalid, UsageError
 from r3channel.plan.shards import Shard
 from r3channel.plan.ticket import Ticket
+from r3channel.routing import Ids
 
 _TORCH_DTYPES = {np.dtype(np.uint8): torch.uint8, np.dtype(np.int16): torch.int16}
 
@@ -16,23 +17,33 @@ class RankShard:
     """The ids of one process for one step; implements `trainer.replay.StepRouting`.
 
     `data_N` is uint8 with `shard.slot_bytes` bytes: this TP rank's part, `[micro-batch][layer][row][k]`. It may be reused
-    once the step is over.
+    once the step is over. `invalid_rows` is the policy for rows without engine routing: `error`, `native` (the live
+    router chooses for them) or `mask` (it does, and `loss_mask` takes those tokens out of the loss).
+
+    Raises:
+        RowsInvalid: the ticket names such rows and the policy is `error`.
     """
 
-    def __init__(self, ticket: Ticket, shard: Shard, data_N: torch.Tensor, *, tp: int) -> None:
+    def __init__(
+        self, ticket: Ticket, shard: Shard, data_N: torch.Tensor, *, tp: int, invalid_rows: str = "error"
+    ) -> None:
         if len(data_N) != shard.slot_bytes:
             raise UsageError(
                 f"step {ticket.step}: {len(data_N)} bytes for a shard part of {shard.slot_bytes}"
             )
         self.ticket, self.shard, self.data_N, self.tp = ticket, shard, data_N, tp
+        self._check_policy(invalid_rows)
+        self._live: dict[int, torch.Tensor | None] = {}
         self._views = list(self._cut())
 
     @classmethod
-    def from_whole(cls, ticket: Ticket, shard: Shard, data_N: torch.Tensor, *, tp: int) -> RankShard:
+    def from_whole(
+        cls, ticket: Ticket, shard: Shard, data_N: torch.Tensor, *, tp: int, invalid_rows: str = "error"
+    ) -> RankShard:
         """From the bytes of all TP slots (a recording, or a shard that was not scattered)."""
         slot = tp if shard.tp_slots > 1 else 0
         parts = [parts[slot] for parts in slot_parts(shard, data_N)]
-        return cls(ticket, shard, torch.cat(parts) if parts else data_N[:0], tp=tp)
+        return cls(ticket, shard, torch.cat(parts) if parts else data_N[:0], tp=tp, invalid_rows=invalid_rows)
 
     @property
     def num_microbatches(self) -> int:
@@ -41,6 +52,63 @@ class RankShard:
     def layer_ids(self, microbatch: int, layer: int) -> torch.Tensor:
         """[rows, K] in `id_dtype`: a contiguous view, in the order in which the router of that global layer sees tokens."""
         return self._views[microbatch][self.shard.layers.index(layer)]
+
+    def live_rows(self, microbatch: int) -> torch.Tensor | None:
+        """[rows] bool of the rows for which the live router chooses; None where there are none."""
+        if microbatch not in self._live:
+            self._live[microbatch] = self._find_live(microbatch)
+        return self._live[microbatch]
+
+    def counted_rows(self, microbatch: int) -> torch.Tensor:
+        """[rows] bool of the rows that an engine computed and this rank replays."""
+        sample_R, position_R = self.shard.row_map(microbatch, tp=self.tp)
+        counted_R = (sample_R >= 0) & ~self._invalid(microbatch, sample_R, position_R)
+        return torch.from_numpy(counted_R).to(self.data_N.device)
+
+    def loss_mask(self, microbatch: int) -> torch.Tensor:
+        """[b, s / cp] bool ([1, t / cp] for a pack): False on padding and, with policy `mask`, on tokens without engine
+        routing. A sample's last token is True: it has no row, and nothing is wrong with it."""
+        sample, position = self.shard.token_map(microbatch)
+        tokens = np.asarray([*self.shard.microbatches[microbatch].tokens, 0])
+        keep = (sample >= 0) & (position < tokens[sample])
+        if self.invalid_rows == "mask":
+            keep &= ~self._invalid(microbatch, sample, position)
+        return torch.from_numpy(keep)
+
+    def live_counts(self) -> dict[str, int]:
+        """Rows of the step left to the live router, by cause; on this TP rank."""
+        counts = {"invalid": 0, "padding": 0}
+        for index in range(self.num_microbatches):
+            sample_R, position_R = self.shard.row_map(index, tp=self.tp)
+            counts["invalid"] += int(self._invalid(index, sample_R, position_R).sum())
+            if self.ticket.layout.pad_policy == "native":
+                counts["padding"] += int((sample_R < 0).sum())
+        return counts
+
+    def _check_policy(self, policy: str) -> None:
+        self.invalid_rows = policy
+        named = [sample for sample in self.ticket.samples if sample.invalid]
+        if named and policy == "error":
+            first = named[0]
+            raise RowsInvalid(
+                f"step {self.ticket.step}: {len(named)} samples have rows without routing, the first is {first.sample_id} with "
+                f"rows {list(first.invalid)}; expected none (policy: error). Relay and trainer need the same invalid_rows"
+            )
+
+    def _find_live(self, microbatch: int) -> torch.Tensor | None:
+        sample_R, position_R = self.shard.row_map(microbatch, tp=self.tp)
+        live_R = self._invalid(microbatch, sample_R, position_R)
+        if self.ticket.layout.pad_policy == "native":
+            live_R = live_R | (sample_R < 0)
+        return torch.from_numpy(live_R).to(self.data_N.device) if live_R.any() else None
+
+    def _invalid(self, microbatch: int, sample: Ids, position: Ids) -> Ids:
+        """Where (sample, position) lies in a range without routing; any shape."""
+        found = np.zeros(sample.shape, dtype=bool)
+        for index, name in enumerate(self.shard.microbatches[microbatch].sample_ids):
+            for start, end in self.ticket.sample(name).invalid:
+                found |= (sample == index) & (position >= start) & (position < end)
+        return found
 
     def _cut(self):
         at, spec = 0, self.shard.spec

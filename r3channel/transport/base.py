@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     import torch
 
+    from r3channel.transport.process_group import RendezvousStore
+
 RELAY_RANK = 0
 
 
@@ -60,12 +62,20 @@ class Transport(Protocol):
         ...
 
     def abort(self) -> None:
-        """Give the group up at once; idempotent. A peer learns it by its own error or deadline."""
+        """Give the group up; idempotent. A peer that waits with nothing of ours pending learns it at once; a call that is
+        under way here, and its peer, end by their own deadline (gloo has no way to wake them, measured on torch 2.13.0)."""
         ...
 
     def close(self) -> None:
         """Leave in good order; idempotent."""
         ...
+
+
+def open_store(interface: str) -> RendezvousStore:
+    """The store of a relay whose groups use gloo or NCCL; listens on `interface` only until it is closed."""
+    from r3channel.transport.process_group import RendezvousStore
+
+    return RendezvousStore(interface)
 
 
 def join(rendezvous: Rendezvous, *, timeout_s: float) -> Transport:

@@ -7,7 +7,9 @@ gloo ran on CPU in the tests; NCCL needs one GPU per rank and has not been run t
 
 from __future__ import annotations
 
+import os
 import socket
+import sys
 import time
 from datetime import timedelta
 from typing import Any
@@ -16,9 +18,10 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from r3channel.errors import DeadlineExceeded, TransportError
+from r3channel.errors import DeadlineExceeded, TransportError, UsageError
 from r3channel.transport.base import Rendezvous
 
+_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _POLL_S = 0.0005
 """NCCL completion is polled: its `wait` only orders streams, so a deadline needs a host-side check."""
 
@@ -32,13 +35,17 @@ class RendezvousStore:
     def __init__(self, interface: str) -> None:
         listener = socket.create_server((interface, 0))
         self.host, self.port = interface, listener.getsockname()[1]
-        self._store = TCPStore(
+        self._store: TCPStore | None = TCPStore(
             interface,
             self.port,
             is_master=True,
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )
+
+    def close(self) -> None:
+        """Stop listening. Groups that exist go on; new ones cannot form."""
+        self._store = None
 
 
 class ProcessGroupTransport:
@@ -48,6 +55,8 @@ class ProcessGroupTransport:
         self.epoch, self.rank, self.world_size = rendezvous.epoch, rendezvous.rank, rendezvous.world_size
         self._name, self._nccl = rendezvous.name, rendezvous.backend == "nccl"
         self._dead = False
+        if self._nccl:
+            _refuse_engine_process()
         limit = timedelta(seconds=timeout_s)
         try:
             store = TCPStore(
@@ -63,33 +72,50 @@ class ProcessGroupTransport:
 
     def _open(self, store: Store, rendezvous: Rendezvous, limit: timedelta) -> Any:
         if self._nccl:
-            nccl = dist.ProcessGroupNCCL.Options()
-            nccl._timeout = limit
-            return dist.ProcessGroupNCCL(store, self.rank, self.world_size, nccl)
+            return self._open_nccl(store, limit)
         gloo: Any = dist.ProcessGroupGloo  # the stubs lack its options
         options = gloo._Options()
         options._timeout = limit
         options._devices = [gloo.create_device(hostname=_local_address(rendezvous.host))]
         return gloo(store, self.rank, self.world_size, options)
 
+    def _open_nccl(self, store: Store, limit: timedelta) -> Any:
+        """The constructor does not wait for anybody, so a counter in the store does; a remote error must not end the process."""
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = limit
+        before = os.environ.get(_ERROR_HANDLING)
+        os.environ[_ERROR_HANDLING] = "0"  # read by the constructor
+        try:
+            group = dist.ProcessGroupNCCL(store, self.rank, self.world_size, options)
+        finally:
+            if before is None:
+                del os.environ[_ERROR_HANDLING]
+            else:
+                os.environ[_ERROR_HANDLING] = before
+        if store.add("joined", 1) == self.world_size:
+            store.set("all", "1")
+        store.wait(["all"], limit)
+        return group
+
     def send(self, dst: int, data_N: torch.Tensor, *, timeout_s: float) -> None:
         self._finish(
-            lambda: self._group.send([data_N], dst, 0), timeout_s, f"send {len(data_N)} bytes to rank {dst}"
+            lambda group: group.send([data_N], dst, 0), timeout_s, f"send {len(data_N)} bytes to rank {dst}"
         )
 
     def recv(self, src: int, out_N: torch.Tensor, *, timeout_s: float) -> None:
         self._finish(
-            lambda: self._group.recv([out_N], src, 0),
+            lambda group: group.recv([out_N], src, 0),
             timeout_s,
             f"receive {len(out_N)} bytes from rank {src}",
         )
 
     def _finish(self, start: Any, timeout_s: float, what: str) -> None:
-        if self._dead:
+        group = self._group  # once: `abort` may come from another thread
+        if self._dead or group is None:
             raise TransportError(f"{self._name}: the group was abandoned; cannot {what}. Join the next epoch")
         begin = time.monotonic()
         try:
-            work = start()
+            work = start(group)
             if self._nccl:
                 self._poll(work, begin + timeout_s)
             else:
@@ -115,7 +141,9 @@ class ProcessGroupTransport:
             self._dead = True
             if self._nccl:
                 self._group.abort()
-            self._group = None  # closes gloo's sockets: the peer gets an error instead of its whole deadline
+            self._group = (
+                None  # closes gloo's sockets once nothing is pending: an idle peer gets its error at once
+            )
 
     def close(self) -> None:
         if not self._dead:
@@ -123,6 +151,15 @@ class ProcessGroupTransport:
             if self._nccl:
                 self._group.shutdown()
             self._group = None
+
+
+def _refuse_engine_process() -> None:
+    """A pending NCCL send in an engine's CUDA context stalls inference, so such a process must not join."""
+    if "sglang.srt.model_executor.model_runner" in sys.modules:
+        raise UsageError(
+            "this process runs an SGLang engine and asked to join a routing group over NCCL; run the relay in a process (and on "
+            "a device) of its own"
+        )
 
 
 def _local_address(host: str) -> str:

@@ -1,6 +1,6 @@
 """From TP0 to the other ranks of its tensor-parallel group: rebroadcast, or scatter under sequence parallelism.
 
-A status word goes first on every path, so that a failure of TP0 reaches the others at once instead of after their whole
+A vote goes first on every path, so that a failure of one rank reaches the others at once instead of after their whole
 deadline. Runs on the framework's own TP group and therefore only in the routing slot, on the trainer's main thread.
 """
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from r3channel.errors import PeerFailed, UsageError
 
-_OK, _FAILED = 1, 2
+_REASON_BYTES = 1024
 
 
 class TensorParallelFanout:
@@ -26,16 +26,28 @@ class TensorParallelFanout:
         self.rank = 0 if group is None else dist.get_rank(group)
         self._source = 0 if group is None else dist.get_global_rank(group, 0)
 
-    def status(self, *, failed: bool, what: str) -> None:
-        """TP0 says whether it holds the bytes; the others raise `PeerFailed` if it does not."""
-        if self.size == 1:
-            return
-        word = torch.tensor([_FAILED if failed else _OK], dtype=torch.int64, device=self._device)
-        dist.broadcast(word, self._source, group=self._group)
-        if self.rank and int(word) != _OK:
-            raise PeerFailed(
-                f"{what}: TP rank 0 of this group failed to receive; its own error names the cause"
-            )
+    def vote(self, failure: BaseException | None, *, what: str) -> None:
+        """Every rank says whether it can go on; returns when all can.
+
+        Otherwise each rank raises: the ranks that failed their own error, the others `PeerFailed` with the first one's text.
+        """
+        if self.size > 1:
+            word = torch.tensor([self.size if failure is None else self.rank], device=self._device)
+            dist.all_reduce(word, op=dist.ReduceOp.MIN, group=self._group)
+            first = int(word)
+            if first < self.size:
+                reason = self._share(str(failure), source=first)
+                if failure is None:
+                    raise PeerFailed(f"{what}: TP rank {first} of this group cannot go on: {reason}")
+        if failure is not None:
+            raise failure
+
+    def _share(self, text: str, *, source: int) -> str:
+        """The `source` rank's text, cut to fit."""
+        raw = text.encode()[:_REASON_BYTES].ljust(_REASON_BYTES)
+        data_N = torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(self._device)
+        dist.broadcast(data_N, dist.get_global_rank(self._group, source), group=self._group)
+        return bytes(data_N.tolist()).decode(errors="replace").strip()
 
     def rebroadcast(self, data_N: torch.Tensor) -> None:
         """All ranks end with TP0's uint8 bytes in `data_N` (same size everywhere)."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -110,7 +111,10 @@ def test_every_rank_receives_exactly_its_rows(make_relay: MakeRelay) -> None:
     shards = [future.result(LIMIT_S) for future in start(receivers_of(relay), ticket)]
     assert sum(check_rows(shard) for shard in shards) == 3 * sum(n - 1 for n in TOKENS.values())
     for shard in shards:
-        assert len(shard.data_N) == ticket.plan.shard(dp=shard.shard.dp, pp=shard.shard.pp).slot_bytes
+        assert (
+            len(shard.data_N)
+            == ticket.plan.shard(dp=shard.shard.dp, pp=shard.shard.pp, cp=shard.shard.cp).slot_bytes
+        )
     relay.join_previous(timeout_s=LIMIT_S)
     assert relay.status()["steps"] == {} and relay.status()["store"]["frames"] == 0
 
@@ -127,30 +131,40 @@ def test_several_steps_reuse_the_group(make_relay: MakeRelay) -> None:
     assert {group["epoch"] for group in relay.status()["groups"].values()} == {1}
 
 
-def generate(relay: Relay, step: int, *, blocking: bool) -> Ticket:
-    """A rollout manager's `generate`: it must return before any trainer posts a receive."""
-    fill(relay)
-    ticket = relay.seal(step, assignment())
-    if blocking:  # a send that is finished before `generate` returns
-        relay.join_previous(timeout_s=1.5)
-    return ticket
+def run_step(relay: Relay, *, blocking: bool) -> list[RankShard]:
+    """One step as a framework drives it: trainers post their receives only after `generate()` has returned."""
+    returned, pool, tickets = threading.Event(), ThreadPoolExecutor(relay.layout.world_size), []
+
+    def train(receiver: Receiver) -> RankShard:
+        assert returned.wait(LIMIT_S)
+        return receiver.receive(tickets[0])
+
+    def generate() -> None:
+        fill(relay)
+        tickets.append(relay.seal(0, assignment()))
+        if blocking:  # a send that must be finished before `generate` returns
+            relay.join_previous(timeout_s=1.5)
+
+    trainers = [pool.submit(train, receiver) for receiver in receivers_of(relay)]
+    try:
+        generate()
+    finally:
+        returned.set()
+    return [trainer.result(LIMIT_S) for trainer in trainers]
 
 
 def test_receives_that_are_posted_after_generate_returned_complete(make_relay: MakeRelay) -> None:
     relay = make_relay()
-    begin = time.monotonic()
-    ticket = generate(relay, 0, blocking=False)
-    assert time.monotonic() - begin < LIMIT_S / 4
-    for future in start(receivers_of(relay), ticket):
-        check_rows(future.result(LIMIT_S))
+    for shard in run_step(relay, blocking=False):
+        check_rows(shard)
     relay.join_previous(timeout_s=LIMIT_S)
 
 
 def test_a_blocking_send_in_its_place_hits_the_named_deadline(make_relay: MakeRelay) -> None:
     with pytest.raises(
-        errors.DeadlineExceeded, match=r"step\(s\) \[0\].*\(0, 0\), \(0, 1\), \(1, 0\), \(1, 1\)"
+        errors.DeadlineExceeded, match=r"step\(s\) \[0\].*\(0, 0, 0\), \(0, 1, 0\), \(1, 0, 0\), \(1, 1, 0\)"
     ):
-        generate(make_relay(), 0, blocking=True)
+        run_step(make_relay(), blocking=True)
 
 
 def test_the_join_with_the_previous_send_names_the_missing_rank(make_relay: MakeRelay) -> None:
@@ -159,7 +173,7 @@ def test_the_join_with_the_previous_send_names_the_missing_rank(make_relay: Make
     ticket = relay.seal(0, assignment())
     receivers = receivers_of(relay)
     check_rows(start(receivers[:1], ticket)[0].result(LIMIT_S))
-    with pytest.raises(errors.DeadlineExceeded, match=r"\{0: \[\(1, 0\)\]\}"):
+    with pytest.raises(errors.DeadlineExceeded, match=r"\{0: \[\(1, 0, 0\)\]\}"):
         relay.join_previous(timeout_s=0.5)
 
 
@@ -275,6 +289,110 @@ def test_unassigned_samples_leave_by_discard_or_expiry_and_are_counted(make_rela
     assert relay.status()["store"]["frames"] == 4
 
 
+class LosesTheFirstAck:
+    """A control channel whose first acknowledgement arrives but whose answer does not."""
+
+    def __init__(self, relay: Relay) -> None:
+        self.relay, self.acks = relay, 0
+
+    def hello(self, **arguments: Any) -> dict[str, Any] | None:
+        return self.relay.hello(**arguments)
+
+    def ready(self, **arguments: Any) -> bool:
+        return self.relay.ready(**arguments)
+
+    def ack(self, **arguments: Any) -> None:
+        self.relay.ack(**arguments)
+        self.acks += 1
+        if self.acks == 1:
+            raise errors.DeadlineExceeded("no answer")
+
+
+def test_a_lost_acknowledgement_is_repeated_and_nothing_is_sent_again(make_relay: MakeRelay) -> None:
+    relay = make_relay(TrainerLayout(dp=1))
+    fill(relay)
+    ticket = relay.seal(0, assignment(dp=1))
+    control = LosesTheFirstAck(relay)
+    receiver = Receiver(
+        control, spec=SPEC, layout=relay.layout, coords=relay.layout.coords(0), config=relay.config
+    )
+    check_rows(receiver.receive(ticket))
+    assert control.acks == 2 and relay.status()["groups"][0]["epoch"] == 1
+    assert relay.metrics.value("r3channel_samples_total", outcome="delivered") == 4
+
+
+def test_an_acknowledged_shard_is_refused_at_once_to_a_trainer_that_restarted(make_relay: MakeRelay) -> None:
+    relay = make_relay(TrainerLayout(dp=2))
+    fill(relay)
+    ticket = relay.seal(0, assignment())
+    start(receivers_of(relay)[:1], ticket)[0].result(LIMIT_S)
+    begin = time.monotonic()
+    with pytest.raises(errors.TicketMismatch, match="already acknowledged"):
+        receivers_of(relay)[0].receive(ticket)
+    assert time.monotonic() - begin < LIMIT_S / 2
+
+
+def test_acknowledgements_that_cannot_be_true_are_refused(make_relay: MakeRelay) -> None:
+    relay = make_relay(TrainerLayout(dp=1))
+    fill(relay)
+    relay.seal(0, assignment(dp=1))
+    with pytest.raises(errors.TicketMismatch, match="run"):
+        relay.ack(run="another", step=0, dp=0, pp=0)
+    with pytest.raises(errors.TicketMismatch, match="acknowledges step 0"):
+        relay.ack(run=relay.run, step=0, dp=5, pp=0)
+    assert relay.status()["steps"][0]["missing"] == [(0, 0, 0)]
+
+
+def test_a_name_may_be_used_again_once_its_step_was_delivered_and_not_before(make_relay: MakeRelay) -> None:
+    relay = make_relay(TrainerLayout(dp=1))
+    fill(relay)
+    ticket = relay.seal(0, assignment(dp=1))
+    with pytest.raises(errors.SampleTwice, match="not delivered yet"):
+        fill(relay)
+    check_rows(start(receivers_of(relay), ticket)[0].result(LIMIT_S))
+    fill(relay)
+
+
+def test_shards_in_host_memory_have_a_ceiling(make_relay: MakeRelay) -> None:
+    relay = make_relay(shard_bytes=4096)
+    fill(relay)
+    relay.seal(0, assignment())
+    fill(relay, prefix="n-")
+    with pytest.raises(errors.StoreFull, match="shard_bytes"):
+        relay.seal(1, assignment(prefix="n-"))
+
+
+def test_any_failure_of_a_receiver_is_raised_not_swallowed(make_relay: MakeRelay) -> None:
+    relay = make_relay(TrainerLayout(dp=1))
+
+    class Broken(LosesTheFirstAck):
+        def hello(self, **arguments: Any) -> dict[str, Any] | None:
+            raise OSError("cable")
+
+    receiver = Receiver(
+        Broken(relay), spec=SPEC, layout=relay.layout, coords=relay.layout.coords(0), config=relay.config
+    )
+    fill(relay)
+    with pytest.raises(OSError, match="cable"):
+        receiver.receive(relay.seal(0, assignment(dp=1)))
+
+
+def test_a_recording_of_swapped_frames_is_refused(make_relay: MakeRelay, tmp_path: Path) -> None:
+    relay = make_relay(TrainerLayout(dp=1), recorder=Recorder(tmp_path))
+    for index, name in enumerate("ab"):
+        relay.add(name, reply_for(name, 9, seed=index), range(9))
+    ticket = relay.seal(0, Assignment.given([[["a", "b"]]]))
+    start(receivers_of(relay), ticket)[0].result(LIMIT_S)
+    relay.join_previous(timeout_s=LIMIT_S)
+    deadline = time.monotonic() + LIMIT_S
+    while not step_folder(tmp_path, 0).is_dir() and time.monotonic() < deadline:
+        time.sleep(0.01)  # written in the background
+    good = Recording.load(step_folder(tmp_path, 0))
+    swapped = replace(good, frames={"a": good.frames["b"], "b": good.frames["a"]})
+    with pytest.raises(errors.TicketMismatch, match="sample a"):
+        swapped.shards(dp=0)
+
+
 def test_a_bad_sample_is_counted_by_reason_and_leaves_nothing_behind(make_relay: MakeRelay) -> None:
     relay = make_relay()
     with pytest.raises(errors.RowCountMismatch):
@@ -303,7 +421,7 @@ def test_close_names_what_was_not_delivered(make_relay: MakeRelay) -> None:
     relay = make_relay()
     fill(relay)
     relay.seal(7, assignment())
-    with pytest.raises(errors.StepError, match=r"7: \[\(0, 0\)"):
+    with pytest.raises(errors.StepError, match=r"7: \[\(0, 0, 0\)"):
         relay.close()
     with pytest.raises(errors.UsageError, match="closed"):
         relay.seal(8, assignment())
@@ -329,7 +447,7 @@ def test_a_recording_holds_the_step_as_it_was_sent(make_relay: MakeRelay, tmp_pa
     recording = Recording.load(step_folder(tmp_path / "rec", 0))
     assert recording.ticket == ticket
     for shard in shards:
-        whole = torch.from_numpy(recording.shards(dp=shard.shard.dp)[shard.shard.dp, shard.shard.pp])
+        whole = torch.from_numpy(recording.shards(dp=shard.shard.dp)[shard.shard.key])
         again = RankShard.from_whole(ticket, shard.shard, whole, tp=0)
         assert torch.equal(again.data_N, shard.data_N)
     assert recording.tokens["s1"].tolist() == list(range(30))

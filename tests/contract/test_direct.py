@@ -49,7 +49,9 @@ class Place:
         return self.relay.seal(step, Assignment.round_robin(list(names), dp=1, microbatch_size=len(names)))
 
     def rows_of(self, name: str) -> np.ndarray:
-        return parse_frame(self.relay._store.get(name), spec=SPEC).decode()
+        held = self.relay._inbox.held(name)
+        assert held is not None
+        return parse_frame(self.relay._store.get(held.key), spec=SPEC).decode()
 
     def post(self, path: str, body: bytes, *, token: str | None = None, **headers: str) -> int:
         target = urlsplit(self.url)

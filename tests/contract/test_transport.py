@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import socket
+import sys
 import threading
 import time
+import types
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from r3channel.errors import DeadlineExceeded, TransportError
+from r3channel.errors import DeadlineExceeded, TransportError, UsageError
 from r3channel.transport.base import Rendezvous, Transport, join
 from r3channel.transport.process_group import RendezvousStore
 
@@ -161,6 +163,15 @@ def test_close_and_abort_may_be_repeated(group: Joiner) -> None:
         transport.close()
         transport.close()
         transport.abort()
+
+
+def test_an_engine_process_may_not_join_over_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(
+        sys.modules, "sglang.srt.model_executor.model_runner", types.ModuleType("model_runner")
+    )
+    rendezvous = Rendezvous(backend="nccl", name="x", epoch=1, rank=0, world_size=2, host="127.0.0.1", port=1)
+    with pytest.raises(UsageError, match="SGLang engine"):
+        join(rendezvous, timeout_s=1.0)
 
 
 def test_the_rendezvous_store_listens_on_loopback_only() -> None:

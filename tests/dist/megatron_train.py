@@ -42,6 +42,9 @@ class Oracle:
     def __init__(self, spec: RoutingSpec, layout: TrainerLayout) -> None:
         self.spec, self.layout, self.at = spec, layout, megatron.parallel_coords()
 
+    def live_rows(self, microbatch: int) -> None:
+        return None
+
     def samples(self) -> slice:
         width = SAMPLES // self.layout.dp
         return slice(self.at.dp * width, (self.at.dp + 1) * width)
@@ -87,7 +90,7 @@ class Rank:
             seq_length=LENGTH,
             micro_batch_size=SAMPLES // self.layout.dp,
             forward_only=forward_only,
-            data_iterator=iter(range(MICROBATCHES)),
+            data=range(MICROBATCHES),
         )
         return [item["loss"] for item in losses]
 

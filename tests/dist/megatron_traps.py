@@ -46,6 +46,7 @@ class Bench:
         self.model = embedded.build(job["model"], self.layout, dtype="float32")
         self.spec = megatron.spec_from_config(self.model.chunks)
         self.driver = ReplayDriver.attach(self.model.chunks, spec=self.spec, layout=self.layout)
+        self.live: torch.Tensor | None = None
         self.spoil: Callable[[torch.Tensor], torch.Tensor] = lambda ids: ids
 
     def layer_ids(self, microbatch: int, layer: int) -> torch.Tensor:
@@ -53,6 +54,9 @@ class Bench:
         scores = rng.random((SAMPLES * LENGTH, self.spec.num_experts))
         ids = np.argsort(scores, axis=-1)[:, : self.spec.top_k].astype(self.spec.id_dtype)
         return self.spoil(torch.from_numpy(ids))
+
+    def live_rows(self, microbatch: int) -> torch.Tensor | None:
+        return self.live
 
     def forward(self, microbatch: int = 0, *, model: Any = None) -> torch.Tensor:
         rng = torch.Generator().manual_seed(microbatch)

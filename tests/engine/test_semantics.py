@@ -47,7 +47,9 @@ def new_relay(**changes: Any) -> Relay:
 
 
 def rows_in(relay: Relay, name: str) -> Frame:
-    return parse_frame(relay._store.get(name), spec=SPEC)
+    held = relay._inbox.held(name)
+    assert held is not None
+    return parse_frame(relay._store.get(held.key), spec=SPEC)
 
 
 def check(relay: Relay, samples: dict[str, list[int]], *, model_dir: Path, folder: Path) -> None:
@@ -246,7 +248,7 @@ def test_a_directly_delivered_step_is_sealed(direct: Direct) -> None:
     direct.relay.add("sealed", as_json(reply), reply.tokens, engine=direct.server.url)
     ticket = direct.relay.seal(0, Assignment.round_robin(["sealed"], dp=1, microbatch_size=1))
     assert ticket.samples[0].tokens == len(reply.tokens)
-    direct.relay.ack(step=0, dp=0, pp=0)
+    direct.relay.ack(run=direct.relay.run, step=0, dp=0, pp=0)
 
 
 def test_a_probe_is_answered_with_hello_and_frame_whatever_the_delivery(direct: Direct) -> None:

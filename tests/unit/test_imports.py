@@ -14,7 +14,9 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "r3channel"
 
 LEVELS = {
-    **dict.fromkeys(("errors", "spec", "routing", "config", "clock", "metrics", "bearer"), 0),
+    **dict.fromkeys(
+        ("errors", "spec", "distinct", "routing", "models", "config", "bearer", "clock", "metrics"), 0
+    ),
     **dict.fromkeys(("wire", "plan"), 1),
     **dict.fromkeys(("transport", "recording"), 2),
     **dict.fromkeys(("engine", "relay", "trainer", "weights"), 3),
@@ -34,7 +36,7 @@ PLACES = {
 
 HEAVY = ("torch", "ray", "sglang", "megatron", "mbridge", "transformers", "prometheus_client")
 NO_IO = {"socket", "os", "pathlib", "subprocess", "threading", "asyncio", "tempfile", "mmap"}
-DECISIONS_MAY_USE = {"numpy", "xxhash", "lz4", "r3channel"}
+DECISIONS_MAY_USE = {"numpy", "xxhash", "lz4", "zstandard", "r3channel"}
 UNPICKLERS = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 
 

@@ -90,17 +90,7 @@ def test_bad_reply_is_refused_by_its_own_error(name: str) -> None:
     with pytest.raises(error, match=r"s1 from engine http://e:1.*") as caught:
         verify(make())
     assert type(caught.value) is error
-    assert (
-        "expected" in str(caught.value)
-        or "?" in str(caught.value)
-        or "damaged" in str(caught.value)
-        or name
-        in (
-            "engine failed",
-            "not base64",
-            "cut short",
-        )
-    )
+    assert "expected" in str(caught.value) or "damaged on the way" in str(caught.value)
 
 
 def test_the_layer_of_a_bad_id_is_the_global_one() -> None:

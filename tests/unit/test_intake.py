@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -45,7 +46,9 @@ def turn(first_row: int, end: int, *, version: int = 0, digests: bool = True) ->
 
 
 def held(relay: Relay) -> Any:
-    return parse_frame(relay._store.get("s"), spec=SPEC)
+    sample = relay._inbox.held("s")
+    assert sample is not None
+    return parse_frame(relay._store.get(sample.key), spec=SPEC)
 
 
 def test_later_turns_add_their_rows_only(relay: Relay) -> None:
@@ -118,6 +121,9 @@ def test_a_step_records_the_joined_rows(tmp_path: Any) -> None:
     relay.add("s", turn(0, 10), TOKENS[:11])
     relay.add("s", turn(10, 40), TOKENS, append=True)
     relay.seal(0, Assignment.round_robin(["s"], dp=1, microbatch_size=1))
+    deadline_s = time.monotonic() + 20
+    while not step_folder(tmp_path, 0).exists() and time.monotonic() < deadline_s:  # written in the background
+        time.sleep(0.01)
     recording = Recording.load(step_folder(tmp_path, 0))
     assert np.array_equal(recording.frame("s").decode(), IDS)
     with pytest.raises(errors.StepError):

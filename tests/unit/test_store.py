@@ -50,6 +50,27 @@ def test_a_frame_larger_than_a_segment_gets_its_own_file(store: FrameStore) -> N
     assert bytes(store.get("big")) == bytes(range(250)) * 40
 
 
+def test_two_stores_in_one_folder_do_not_touch_each_other(tmp_path: Path) -> None:
+    one, two = (FrameStore.open(str(tmp_path), ceiling_bytes=1 << 28) for _ in range(2))
+    one.put("x", b"one")
+    two.put("x", b"two")
+    assert bytes(one.get("x")) == b"one"
+    two.close()
+    assert bytes(one.get("x")) == b"one" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_full_disk_is_a_typed_error_not_a_signal(
+    store: FrameStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(store_module.os, "posix_fallocate", full)
+    with pytest.raises(StoreFull, match="No space left"):
+        store.put("a", b"x")
+    assert not list(store.folder.iterdir())
+
+
 def test_twice_and_unknown_are_named(store: FrameStore) -> None:
     store.put("a", b"x")
     with pytest.raises(SampleTwice, match="a"):

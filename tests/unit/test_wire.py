@@ -11,18 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3channel import errors
-from r3channel.routing import ProvenanceSpan, RowKind, SampleRouting
+from r3channel.routing import Ids, ProvenanceSpan, RowKind, SampleRouting
 from r3channel.spec import RoutingSpec
 from r3channel.wire.codec import LZ4
 from r3channel.wire.digest import layer_digests
 from r3channel.wire.frame import HEADER_BYTES, encode_error, encode_frame, parse_frame
+from r3channel.wire.prefix import parse_prefix, resolve
+from tests.golden.regenerate import golden_spec
 from tests.samples import SPEC, WIDE, frame_of, random_ids
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
 
 @pytest.mark.parametrize("spec", [SPEC, WIDE], ids=["uint8", "int16"])
-@pytest.mark.parametrize("codec", ["auto", "stored", "lz4"])
+@pytest.mark.parametrize("codec", ["auto", "stored", "lz4", "packed9"])
 @pytest.mark.parametrize("rows", [0, 1, 8191, 8192, 8193])
 def test_ids_survive_the_wire_in_order(spec: RoutingSpec, codec: str, rows: int) -> None:
     ids = random_ids(min(rows, 512), spec=spec, seed=rows)
@@ -57,13 +59,28 @@ def test_validity_and_provenance_survive_the_wire(
     assert routing.provenance == tuple(spans) and routing.tokens == first_row + rows + 1
 
 
-@pytest.mark.parametrize("name", ["uint8_stored", "int16_lz4", "invalid_rows"])
+@pytest.mark.parametrize(
+    "name",
+    ["uint8_stored", "uint8_layers", "uint8_set", "invalid_rows", "int16_lz4", "int16_packed9", "int16_set"],
+)
 def test_golden_frames_are_decoded_for_ever(name: str) -> None:
-    spec = WIDE if name.startswith("int16") else SPEC
-    frame = parse_frame((GOLDEN / f"frame_v1_{name}.bin").read_bytes(), spec=spec)
-    expected = np.load(GOLDEN / f"frame_v1_{name}.npy", allow_pickle=False)
+    data, expected = golden(name)
+    frame = parse_frame(data, spec=golden_spec(name))
     assert np.array_equal(frame.decode(), expected)
     assert frame.valid_T.all() == (name != "invalid_rows") and frame.weight_version == 7
+    assert frame.ordered == ("set" not in name) and frame.sample_key == 99
+
+
+def test_a_golden_frame_finds_its_rows_in_the_golden_prefix() -> None:
+    prefix = parse_prefix(golden("uint8_prefix")[0], spec=SPEC)
+    data, expected = golden("uint8_after_prefix")
+    frame = resolve(parse_frame(data, spec=SPEC), {prefix.digest: prefix.ids_TLK}.get)
+    assert np.array_equal(frame.decode(), expected)
+
+
+def golden(name: str) -> tuple[bytes, Ids]:
+    expected = np.load(GOLDEN / f"frame_v1_{name}.npy", allow_pickle=False)
+    return (GOLDEN / f"frame_v1_{name}.bin").read_bytes(), expected
 
 
 def test_lz4_is_used_only_where_it_pays() -> None:
@@ -72,6 +89,13 @@ def test_lz4_is_used_only_where_it_pays() -> None:
     data = encode_frame(SPEC, expert_ids_TLK=padded)
     assert parse_frame(data, spec=SPEC)._chunks[0].codec == LZ4.codec_id
     assert len(data) < 0.2 * padded.nbytes
+
+
+def test_auto_tries_lz4_on_samples_of_a_large_chunk() -> None:
+    ids = np.tile(random_ids(512), (16, 1, 1))
+    ids[2000:6000] = ids[0]
+    assert parse_frame(encode_frame(SPEC, expert_ids_TLK=random_ids(4000)), spec=SPEC)._chunks[0].codec == 0
+    assert parse_frame(encode_frame(SPEC, expert_ids_TLK=ids), spec=SPEC)._chunks[0].codec == LZ4.codec_id
 
 
 def test_qwen3_30b_rows_cost_at_most_386_bytes() -> None:

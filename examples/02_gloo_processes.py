@@ -1,0 +1,86 @@
+"""A relay and its trainers as separate processes over gloo: what crosses a process boundary, and nothing else.
+
+    python examples/02_gloo_processes.py
+
+The control channel is a multiprocessing manager here; `r3channel.relay.actor` is the same over Ray.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from multiprocessing.managers import BaseManager
+from typing import Any
+
+import numpy as np
+
+from r3channel import Assignment, RoutingSpec, Ticket, TrainerLayout
+from r3channel.relay.relay import Relay
+from r3channel.trainer.receiver import Receiver
+from r3channel.wire.frame import encode_frame
+
+SPEC = RoutingSpec(num_layers=48, moe_layers=tuple(range(48)), num_experts=128, top_k=8)
+LAYOUT = TrainerLayout.parse("dp=2,pp=2")
+LENGTHS = {"a": 900, "b": 700, "c": 300, "d": 1500}
+
+
+class Control(BaseManager):
+    """Carries the trainers' hello, ready and ack to the relay's process."""
+
+
+def captured(sample_id: str) -> np.ndarray:
+    """What an engine would have captured: distinct ids per row, the same in every process."""
+    rng = np.random.default_rng(ord(sample_id))
+    start = rng.integers(0, SPEC.num_experts, (LENGTHS[sample_id] - 1, 48, 1))
+    return ((start + rng.permutation(SPEC.num_experts)[:8]) % SPEC.num_experts).astype(SPEC.id_dtype)
+
+
+def trainer(rank: int, ticket: bytes, address: Any, results: Any) -> None:
+    Control.register("relay")
+    control = Control(address=address, authkey=b"r3channel")
+    control.connect()
+    relay: Any = control.relay()  # type: ignore[attr-defined]
+    receiver = Receiver(relay, spec=SPEC, layout=LAYOUT, coords=LAYOUT.coords(rank))
+    shard = receiver.receive(Ticket.from_bytes(ticket))
+    different = compared = 0
+    for number, batch in enumerate(shard.shard.microbatches):
+        samples, positions = shard.shard.row_map(number, tp=0)
+        for index, sample_id in enumerate(batch.sample_ids):
+            rows = samples == index
+            for layer in shard.shard.layers:
+                used = shard.layer_ids(number, layer).numpy()[rows]
+                different += int((used != captured(sample_id)[positions[rows], layer]).sum())
+                compared += used.size
+    receiver.close()
+    results.put((rank, len(shard.data_N), compared, different))
+
+
+def main() -> None:
+    relay = Relay(SPEC, LAYOUT)
+    for sample_id, length in LENGTHS.items():
+        frame = encode_frame(SPEC, expert_ids_TLK=captured(sample_id))
+        relay.add_frame(sample_id, frame, range(length))
+    ticket = relay.seal(0, Assignment.balanced(LENGTHS, dp=2, microbatch_size=1)).to_bytes()
+    Control.register("relay", callable=lambda: relay)
+    server = Control(address=("127.0.0.1", 0), authkey=b"r3channel").get_server()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    ranks = [
+        context.Process(target=trainer, args=(r, ticket, server.address, results))
+        for r in range(LAYOUT.world_size)
+    ]
+    for process in ranks:
+        process.start()
+    found = sorted(results.get(timeout=120) for _ in ranks)
+    for process in ranks:
+        process.join(30)
+    relay.join_previous(timeout_s=30)
+    relay.close()
+    for rank, nbytes, compared, different in found:
+        print(f"rank {rank}: {nbytes:,} bytes, {compared:,} ids compared, {different} different")
+    assert not any(different for *_, different in found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+"""Which (sample, position) each row of a rank's routers is. Pure index arithmetic; knows no layers and no ids.
+
+Megatron's order, measured on Megatron-core 0.16.1: the sequence is cut for context parallelism first; then the rows of
+`[b, s]` are sequence-major (row = position * b + sample) and those of a pack follow its order; then, with sequence
+parallelism, TP rank t takes the t-th contiguous part ("slot").
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from r3channel.plan.layout import TrainerLayout
+
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Microbatch:
+    """One micro-batch of one DP rank, over all its CP and TP ranks."""
+
+    sample_ids: tuple[str, ...]
+    tokens: tuple[int, ...]
+    """Tokens of each sample, before padding."""
+    padded: tuple[int, ...]
+    """Positions that each sample fills; all equal in `[b, s]`."""
+    tail: int = 0
+    """Padding rows after the last sequence of a pack."""
+    packed: bool = False
+
+    @property
+    def width(self) -> int:
+        """b of the model's input [b, s]; 1 for a pack."""
+        return 1 if self.packed else len(self.sample_ids)
+
+    @property
+    def seq_len(self) -> int:
+        """s of the model's input over all CP ranks."""
+        return sum(self.padded) + self.tail if self.packed else self.padded[0]
+
+    @property
+    def rows(self) -> int:
+        """Rows over all CP and TP ranks, padding included."""
+        return self.seq_len * self.width
+
+
+def pad_batch(
+    sample_ids: tuple[str, ...], tokens: tuple[int, ...], *, layout: TrainerLayout, floor: int = 0
+) -> Microbatch:
+    """Pad a micro-batch so that it divides over CP and TP; `floor` is the least `seq_len`."""
+    each = 2 * layout.cp if layout.cp > 1 and layout.cp_split == "zigzag" else layout.cp
+    unit = math.lcm(each, layout.cp * layout.tp_slots * layout.pad_multiple)
+    if layout.packing == "padded":
+        padded = (_ceil(max(*tokens, floor), unit),) * len(tokens)
+        return Microbatch(sample_ids=sample_ids, tokens=tokens, padded=padded)
+    if layout.cp_split == "contiguous":  # the pack is cut as a whole
+        each = 1
+    padded = tuple(_ceil(count, each) for count in tokens)
+    total = sum(padded)
+    tail = _ceil(max(total, floor), unit) - total
+    return Microbatch(sample_ids=sample_ids, tokens=tokens, padded=padded, tail=tail, packed=True)
+
+
+def _ceil(value: int, unit: int) -> int:
+    return -(-value // unit) * unit
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Consecutive positions of one sample that lie one after another in one slot. Equally long int64 columns.
+
+    Ordered by (cp, micro-batch, sample, position), so that one sample of one rank is a slice. Together they tile every
+    row of every slot exactly once.
+    """
+
+    cp: Ints
+    microbatch: Ints
+    sample: Ints
+    """Index in the micro-batch; -1 for the tail of a pack."""
+    position: Ints
+    """Of the first row."""
+    slot: Ints
+    local: Ints
+    """Of the first row within the slot, counted in positions: row = local * width + sample in `[b, s]`, local in a pack."""
+    length: Ints
+    real: Ints
+    """Leading rows that an engine computed: the positions before the sample's last token."""
+
+    def __len__(self) -> int:
+        return len(self.cp)
+
+    def take(self, index: Any) -> Runs:
+        return Runs(*(getattr(self, field.name)[index] for field in fields(self)))
+
+
+class RowTable:
+    """All runs of one DP rank, with look-up by rank, micro-batch and sample."""
+
+    def __init__(self, batches: Sequence[Microbatch], layout: TrainerLayout) -> None:
+        self._batches, self._slots = batches, layout.tp_slots
+        self._cp_size = layout.cp
+        runs = _cut_slots(_cut_context(batches, layout), batches, layout)
+        self._most = max(len(batch.sample_ids) for batch in batches) + 1
+        key = self._key(runs.cp, runs.microbatch, runs.sample)
+        order = np.lexsort((runs.position, key))
+        self.runs, self._keys = runs.take(order), key[order]
+
+    def _key(self, cp: Any, microbatch: Any, sample: Any) -> Any:
+        return (cp * len(self._batches) + microbatch) * self._most + sample + 1
+
+    def of_sample(self, *, cp: int, microbatch: int, sample: int) -> list[tuple[int, ...]]:
+        """(position, slot, local, length, real) of each run of one sample (-1: the tail) on one CP rank, ascending."""
+        key = self._key(cp, microbatch, sample)
+        first, last = np.searchsorted(self._keys, (key, key + 1))
+        runs = self.runs
+        columns = (runs.position, runs.slot, runs.local, runs.length, runs.real)
+        return list(zip(*(column[first:last].tolist() for column in columns), strict=True))
+
+    def row_map(self, *, cp: int, microbatch: int) -> tuple[Ints, Ints]:
+        """(sample, position), each [slots, rows per slot], of every row; sample -1 in the tail; padding has its position."""
+        batch = self._batches[microbatch]
+        per_slot = batch.seq_len // self._cp_size // self._slots
+        sample = np.full((self._slots, per_slot, batch.width), -1, dtype=np.int64)
+        position = np.zeros_like(sample)
+        for index in range(-1, len(batch.sample_ids)):
+            column = index if not batch.packed else 0
+            for start, slot, local, length, _ in self.of_sample(cp=cp, microbatch=microbatch, sample=index):
+                sample[slot, local : local + length, column] = index
+                position[slot, local : local + length, column] = np.arange(start, start + length)
+        return sample.reshape(self._slots, -1), position.reshape(self._slots, -1)
+
+
+def _sequences(batches: Sequence[Microbatch]) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+    """(micro-batch, sample, tokens, padded, start in the pack) of every sequence and, as sample -1, of every tail."""
+    microbatch, sample, tokens, padded, start = [], [], [], [], []
+    for number, batch in enumerate(batches):
+        at = 0
+        lengths = [*batch.padded, batch.tail] if batch.tail else batch.padded
+        for index, length in enumerate(lengths):
+            inside = index < len(batch.tokens)
+            microbatch.append(number)
+            sample.append(index if inside else -1)
+            tokens.append(batch.tokens[index] if inside else 0)
+            padded.append(length)
+            start.append(at)
+            at += length if batch.packed else 0
+    columns = (microbatch, sample, tokens, padded, start)
+    return tuple(np.asarray(column, dtype=np.int64) for column in columns)  # type: ignore[return-value]
+
+
+def _cut_context(batches: Sequence[Microbatch], layout: TrainerLayout) -> Runs:
+    """Runs per CP rank; `local` counts over all slots, `slot` is 0."""
+    if layout.cp_split == "contiguous" and layout.packing == "thd":
+        return _cut_whole_packs(batches, layout)
+    microbatch, sample, tokens, padded, start = _sequences(batches)
+    parts = 2 if layout.cp > 1 and layout.cp_split == "zigzag" else 1
+    found = []
+    for cp in range(layout.cp):
+        size = padded // (parts * layout.cp)
+        for half in range(parts):
+            chunk = cp if half == 0 else 2 * layout.cp - 1 - cp
+            local = start // layout.cp + half * size
+            found.append(_runs(cp, microbatch, sample, tokens, chunk * size, local, size))
+    return _joined(found)
+
+
+def _cut_whole_packs(batches: Sequence[Microbatch], layout: TrainerLayout) -> Runs:
+    """CP rank r holds the r-th part of the pack, wherever sequences begin and end."""
+    microbatch, sample, tokens, padded, start = _sequences(batches)
+    share = np.asarray([batch.seq_len // layout.cp for batch in batches], dtype=np.int64)[microbatch]
+    found = []
+    for cp in range(layout.cp):
+        first = np.maximum(start, cp * share)
+        size = np.minimum(start + padded, (cp + 1) * share) - first
+        runs = _runs(cp, microbatch, sample, tokens, first - start, first - cp * share, size)
+        found.append(runs.take(size > 0))
+    return _joined(found)
+
+
+def _runs(
+    cp: int, microbatch: Ints, sample: Ints, tokens: Ints, position: Ints, local: Ints, length: Ints
+) -> Runs:
+    real = np.clip(tokens - 1 - position, 0, length)
+    zeros = np.zeros_like(sample)
+    return Runs(zeros + cp, microbatch, sample, position, zeros, local, length, real)
+
+
+def _joined(parts: Sequence[Runs]) -> Runs:
+    return Runs(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(Runs)))
+
+
+def _cut_slots(runs: Runs, batches: Sequence[Microbatch], layout: TrainerLayout) -> Runs:
+    """Cut runs where a TP rank's part ends, and count `local` within its slot."""
+    if layout.tp_slots == 1:
+        return runs
+    parts = layout.cp * layout.tp_slots
+    share = np.asarray([batch.seq_len // parts for batch in batches], dtype=np.int64)[runs.microbatch]
+    first, last = runs.local // share, (runs.local + runs.length - 1) // share
+    repeat = last - first + 1
+    wide, share = runs.take(np.repeat(np.arange(len(runs)), repeat)), np.repeat(share, repeat)
+    number = np.arange(len(wide)) - np.repeat(np.cumsum(repeat) - repeat, repeat)
+    slot = np.repeat(first, repeat) + number
+    begin = np.maximum(wide.local, slot * share)
+    length = np.minimum(wide.local + wide.length, (slot + 1) * share) - begin
+    skipped = begin - wide.local
+    real = np.clip(wide.real - skipped, 0, length)
+    return Runs(
+        wide.cp,
+        wide.microbatch,
+        wide.sample,
+        wide.position + skipped,
+        slot,
+        begin - slot * share,
+        length,
+        real,
+    )

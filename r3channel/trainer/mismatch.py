@@ -1,0 +1,174 @@
+"""The audit: what the live router would have chosen, beside what was replayed, on a sample of the micro-batches.
+
+Routing that drifts with the weights differs in a few percent of (token, layer) pairs; routing that is shifted by one layer
+or one token differs in nearly all of them, with shapes that stay right. So the fraction is the alarm. Nothing here changes
+what the routers do. It imports no Megatron.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from r3channel.metrics import Metrics
+from r3channel.trainer.router import Seen
+
+
+@dataclass(slots=True)
+class LayerMismatch:
+    """Sums over the audited rows of one layer; divide by `rows`."""
+
+    layer: int
+    rows: int = 0
+    different: int = 0
+    """Rows whose sets of experts differ."""
+    overlap: float = 0.0
+    """Sum over rows of |live and replayed| / K."""
+    disjoint: int = 0
+    """Rows that share no expert."""
+
+    def add(self, shared_R: torch.Tensor, top_k: int) -> None:
+        self.rows += len(shared_R)
+        self.different += int((shared_R < top_k).sum())
+        self.overlap += float(shared_R.sum()) / top_k
+        self.disjoint += int((shared_R == 0).sum())
+
+
+@dataclass(slots=True)
+class LogprobDifference:
+    """Sums of d = trainer - engine log-prob over response tokens; divide by `tokens`."""
+
+    tokens: int = 0
+    absolute: float = 0.0
+    k1: float = 0.0
+    """Of -d: the estimator of KL(engine || trainer)."""
+    k3: float = 0.0
+    """Of exp(d) - 1 - d."""
+
+    def add(self, ours: torch.Tensor, engine: torch.Tensor, mask: torch.Tensor) -> None:
+        chosen = mask > 0
+        d = (ours.detach().double() - engine.double())[chosen]
+        self.tokens += int(chosen.sum())
+        self.absolute += float(d.abs().sum())
+        self.k1 += float(-d.sum())
+        self.k3 += float((d.exp() - 1 - d).sum())
+
+
+@dataclass(slots=True)
+class MismatchReport:
+    """One step of one rank. Only rows that an engine computed are counted; reports of ranks add up field by field."""
+
+    step: int
+    microbatches: tuple[int, ...]
+    layers: list[LayerMismatch]
+    tokens: int = 0
+    tokens_different: int = 0
+    """Tokens with at least one differing layer, among this rank's layers."""
+    logprobs: LogprobDifference = field(default_factory=LogprobDifference)
+
+    @property
+    def pairs(self) -> int:
+        """(token, layer) pairs compared."""
+        return sum(layer.rows for layer in self.layers)
+
+    @property
+    def different_fraction(self) -> float:
+        return sum(layer.different for layer in self.layers) / max(self.pairs, 1)
+
+    @property
+    def mean_overlap(self) -> float:
+        return sum(layer.overlap for layer in self.layers) / max(self.pairs, 1)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"pairs": self.pairs, "different_fraction": self.different_fraction}
+
+
+class RoutingAudit:
+    """Audits `count` micro-batches of one step, other ones in each step, each layer in the first pass that reaches it.
+
+    OPEN -> report(). Called on the routers' thread.
+    """
+
+    def __init__(
+        self, *, step: int, microbatches: int, count: int, counted_rows: Callable[[int], torch.Tensor]
+    ) -> None:
+        """`counted_rows(microbatch)` is [rows] bool: rows that an engine computed."""
+        chosen = {(step * count + index) % microbatches for index in range(min(count, microbatches))}
+        self.step, self.chosen = step, tuple(sorted(chosen))
+        self._counted_rows = counted_rows
+        self._seen: set[tuple[int, int]] = set()
+        self._layers: dict[int, LayerMismatch] = {}
+        self._different: dict[int, torch.Tensor] = {}
+        self.logprobs = LogprobDifference()
+
+    def wants(self, microbatch: int) -> bool:
+        return microbatch in self.chosen
+
+    def observer(self, layer: int, microbatch: int) -> Seen | None:
+        """What a router of the audited micro-batch calls; None once this layer has been seen."""
+        if (layer, microbatch) in self._seen:
+            return None
+        self._seen.add((layer, microbatch))
+        return lambda natural, replayed: self._compare(layer, microbatch, natural, replayed)
+
+    def report(self) -> MismatchReport:
+        """What has been seen so far."""
+        flags = list(self._different.values())
+        return MismatchReport(
+            step=self.step,
+            microbatches=self.chosen,
+            layers=[self._layers[layer] for layer in sorted(self._layers)],
+            tokens=sum(len(flag) for flag in flags),
+            tokens_different=sum(int(flag.sum()) for flag in flags),
+            logprobs=self.logprobs,
+        )
+
+    def _compare(
+        self, layer: int, microbatch: int, natural_RK: torch.Tensor, replayed_RK: torch.Tensor
+    ) -> None:
+        counted_R = self._counted_rows(microbatch)
+        natural, replayed = natural_RK[counted_R], replayed_RK[counted_R]
+        shared_R = (natural[:, :, None] == replayed[:, None, :]).any(-1).sum(-1)
+        top_k = natural.shape[1]
+        self._layers.setdefault(layer, LayerMismatch(layer)).add(shared_R, top_k)
+        differs_R = shared_R < top_k
+        before = self._different.get(microbatch)
+        self._different[microbatch] = differs_R if before is None else before | differs_R
+
+
+def publish(report: MismatchReport, metrics: Metrics) -> None:
+    """Put one rank's report into its metrics."""
+    metrics.inc("audit_pairs_total", report.pairs)
+    metrics.inc("audit_pairs_different_total", sum(layer.different for layer in report.layers))
+    metrics.inc("audit_pairs_disjoint_total", sum(layer.disjoint for layer in report.layers))
+    metrics.inc("audit_tokens_total", report.tokens)
+    metrics.inc("audit_tokens_different_total", report.tokens_different)
+    for layer in report.layers:
+        metrics.set("audit_layer_overlap", layer.overlap / max(layer.rows, 1), layer=str(layer.layer))
+        metrics.set("audit_layer_different", layer.different / max(layer.rows, 1), layer=str(layer.layer))
+    if report.logprobs.tokens:
+        metrics.set("audit_logprob_abs_diff", report.logprobs.absolute / report.logprobs.tokens)
+        metrics.set("audit_logprob_k3", report.logprobs.k3 / report.logprobs.tokens)
+
+
+def merged(reports: Sequence[MismatchReport]) -> MismatchReport:
+    """Ranks of one step together. Pipeline stages hold other layers of the same tokens: their tokens are counted apart."""
+    layers: dict[int, LayerMismatch] = {}
+    total = MismatchReport(reports[0].step, reports[0].microbatches, [])
+    for report in reports:
+        for layer in report.layers:
+            sums = layers.setdefault(layer.layer, LayerMismatch(layer.layer))
+            sums.rows += layer.rows
+            sums.different += layer.different
+            sums.overlap += layer.overlap
+            sums.disjoint += layer.disjoint
+        total.tokens += report.tokens
+        total.tokens_different += report.tokens_different
+        for name in ("tokens", "absolute", "k1", "k3"):
+            value = getattr(total.logprobs, name) + getattr(report.logprobs, name)
+            setattr(total.logprobs, name, value)
+    total.layers = [layers[layer] for layer in sorted(layers)]
+    return total

@@ -1,0 +1,37 @@
+"""Codec 1: lz4 block format without a size prefix. Gains on padding and repetition only; real ids do not shrink."""
+
+from __future__ import annotations
+
+import lz4.block
+
+from r3channel.errors import PayloadCorrupt
+from r3channel.routing import Ids
+from r3channel.wire.codec.base import bytes_of
+
+
+class Lz4:
+    """
+    >>> import numpy as np
+    >>> out = np.empty((1, 100, 8), np.uint8)
+    >>> Lz4().decode_into(memoryview(Lz4().encode(np.zeros_like(out))), out)
+    >>> bool(out.any())
+    False
+    """
+
+    codec_id = 1
+    name = "lz4"
+    keeps_order = True
+
+    def encode(self, ids_TLK: Ids) -> bytes:
+        return lz4.block.compress(bytes_of(ids_TLK), store_size=False)
+
+    def decode_into(self, wire: memoryview, out_TLK: Ids) -> None:
+        try:
+            raw = lz4.block.decompress(wire, uncompressed_size=out_TLK.nbytes)
+        except (lz4.block.LZ4BlockError, ValueError) as error:
+            raise PayloadCorrupt(
+                f"lz4 chunk of {len(wire)} bytes does not decode to {out_TLK.nbytes}: {error}"
+            ) from error
+        if len(raw) != out_TLK.nbytes:  # a bound larger than the content is not an error for the library
+            raise PayloadCorrupt(f"lz4 chunk decodes to {len(raw)} bytes, expected {out_TLK.nbytes}")
+        bytes_of(out_TLK)[:] = raw

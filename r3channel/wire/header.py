@@ -1,0 +1,180 @@
+"""The fixed header of a frame and the checks on its numbers. Knows nothing of what the numbers describe.
+
+104 bytes, little endian, its own xxh3 last. `read_header` and `check_fields` look at every number before any of them sizes
+anything; hashes stop accidents, not attackers.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import xxhash
+
+from r3channel import errors
+from r3channel.spec import RoutingSpec
+from r3channel.wire.chunks import CHUNK_BYTES, chunk_count
+from r3channel.wire.codec import CODECS
+
+FRAME_MAGIC = b"R3F\x01"
+WIRE_VERSION = 1
+KIND_EXPERT_IDS, KIND_PREFIX, KIND_ERROR = 1, 2, 255
+_KINDS = {KIND_EXPERT_IDS: "expert_ids", KIND_PREFIX: "prefix", KIND_ERROR: "error"}
+FLAG_VALIDITY, FLAG_DIGESTS, FLAG_PREFIX, FLAG_UNORDERED = 1, 2, 4, 8
+_FLAGS = {
+    KIND_EXPERT_IDS: FLAG_VALIDITY | FLAG_DIGESTS | FLAG_PREFIX | FLAG_UNORDERED,
+    KIND_PREFIX: FLAG_PREFIX | FLAG_UNORDERED,
+}
+"""Flags that each kind may have."""
+MAX_ROWS = 1 << 24
+"""Bound on rows of one sample, far above any context length today (16.7 M tokens)."""
+MAX_SPANS = 1 << 14
+"""Bound on provenance spans: a sample that crosses this many weight updates and cache hits does not exist, and a span
+costs six times more memory when read than on the wire."""
+MAX_ERROR_BYTES = 4096
+
+_HEADER = struct.Struct("<4sBBBBQIHHBBHIIIIIQQQqIIQQ")
+HEADER_BYTES = _HEADER.size
+SPAN_BYTES = 24
+PREFIX_DIGEST_BYTES = 16
+
+
+class Header(NamedTuple):
+    """The fields, in order."""
+
+    magic: bytes = FRAME_MAGIC
+    version: int = WIRE_VERSION
+    kind: int = KIND_EXPERT_IDS
+    codec: int = 0
+    """The highest codec id among the chunks."""
+    flags: int = 0
+    spec_digest: int = 0
+    num_experts: int = 0
+    top_k: int = 0
+    num_moe_layers: int = 0
+    id_width: int = 0
+    reserved0: int = 0
+    layers_per_chunk: int = 0
+    rows: int = 0
+    """Rows that the frame is about, those of its prefix included."""
+    first_row: int = 0
+    chunks: int = 0
+    spans: int = 0
+    sections_bytes: int = 0
+    raw_bytes: int = 0
+    """Decoded bytes of the rows that the frame carries."""
+    wire_bytes: int = 0
+    sample_key: int = 0
+    weight_version: int = 0
+    prefix_rows: int = 0
+    """Leading rows that another frame carries."""
+    reserved1: int = 0
+    payload_hash: int = 0
+    header_hash: int = 0
+
+    @property
+    def carried_rows(self) -> int:
+        return self.rows - self.prefix_rows
+
+
+def assemble(header: Header, parts: Sequence[bytes | bytearray | memoryview]) -> bytes:
+    """Header and parts as one block of bytes, hashed. Each part is copied once."""
+    payload = xxhash.xxh3_64()
+    for part in parts:
+        payload.update(part)
+    return b"".join((header_bytes(header._replace(payload_hash=payload.intdigest())), *parts))
+
+
+def header_bytes(header: Header) -> bytes:
+    """The header with its own hash in place."""
+    fields = _HEADER.pack(*header)[:-8]
+    return fields + xxhash.xxh3_64_intdigest(fields).to_bytes(8, "little")
+
+
+def read_header(view: memoryview, *, where: str) -> Header:
+    """The header of a frame whose magic, version, hash, kind and size are right."""
+    if bytes(view[:4]) != FRAME_MAGIC:
+        raise errors.FrameMagicMismatch(
+            f"{where}: {len(view)} bytes begin with {bytes(view[:8])!r}, expected {FRAME_MAGIC!r}. Stock int32 routing or "
+            "an error page? Is the r3channel plug-in on in this engine?"
+        )
+    if len(view) < HEADER_BYTES:
+        raise errors.FrameTruncated(
+            f"{where}: {len(view)} bytes, expected at least a header of {HEADER_BYTES}"
+        )
+    header = Header(*_HEADER.unpack_from(view))
+    if header.version != WIRE_VERSION:
+        raise errors.FrameVersionMismatch(f"{where}: wire version {header.version}, expected {WIRE_VERSION}")
+    if xxhash.xxh3_64_intdigest(view[: HEADER_BYTES - 8]) != header.header_hash:
+        raise errors.HeaderCorrupt(f"{where}: the header's hash does not match its bytes; damaged on the way")
+    if header.kind not in _KINDS:
+        raise errors.FrameVersionMismatch(f"{where}: kind {header.kind}, expected one of {_KINDS}")
+    size = HEADER_BYTES + header.sections_bytes + header.wire_bytes
+    if len(view) != size:
+        raise errors.FrameTruncated(
+            f"{where}: {len(view)} bytes, expected the {size} that the header announces"
+        )
+    return header
+
+
+def check_kind(header: Header, *, kind: int, where: str) -> None:
+    if header.kind != kind:
+        raise errors.FrameVersionMismatch(
+            f"{where}: a frame of kind {_KINDS[header.kind]}, expected {_KINDS[kind]}; sent to the wrong place?"
+        )
+
+
+def check_fields(header: Header, *, spec: RoutingSpec, max_rows: int, where: str) -> None:
+    """Every number against the local spec and the caller's bound, before any of them sizes anything."""
+    if (header.num_experts, header.top_k, header.num_moe_layers, header.id_width, header.spec_digest) != (
+        spec.num_experts, spec.top_k, spec.num_moe_layers, spec.id_dtype.itemsize, spec.digest,
+    ):  # fmt: skip
+        _raise_other_spec(header, spec=spec, where=where)
+    if header.rows > max_rows:
+        raise errors.RowCountMismatch(f"{where}: {header.rows} rows, expected at most {max_rows}")
+    bounds = (
+        header.first_row <= MAX_ROWS,
+        header.prefix_rows <= header.rows,
+        (header.prefix_rows > 0 or header.kind == KIND_PREFIX) == bool(header.flags & FLAG_PREFIX),
+        header.raw_bytes == header.carried_rows * spec.bytes_per_token,
+        header.wire_bytes <= header.raw_bytes,
+        1 <= header.layers_per_chunk <= spec.num_moe_layers,
+        header.reserved0 == header.reserved1 == 0,
+        header.codec in CODECS,
+        header.flags & ~_FLAGS[header.kind] == 0,
+        header.spans <= (0 if header.kind == KIND_PREFIX else min(header.rows, MAX_SPANS)),
+    )
+    if not all(bounds) or not _counts_fit(header, spec=spec):
+        raise errors.HeaderCorrupt(f"{where}: impossible numbers in the header: {header._asdict()}")
+
+
+def _raise_other_spec(header: Header, *, spec: RoutingSpec, where: str) -> None:
+    for seen, expected, what, kind in (
+        (header.num_experts, spec.num_experts, "experts", errors.ExpertCountMismatch),
+        (header.top_k, spec.top_k, "top-k", errors.TopKMismatch),
+        (header.num_moe_layers, spec.num_moe_layers, "MoE layers", errors.LayerMismatch),
+        (header.id_width, spec.id_dtype.itemsize, "bytes per id", errors.SpecMismatch),
+        (header.spec_digest, spec.digest, "spec digest", errors.SpecMismatch),
+    ):
+        if seen != expected:
+            raise kind(f"{where}: {what} {seen}, expected {expected}. A frame of another model?")
+
+
+def _counts_fit(header: Header, *, spec: RoutingSpec) -> bool:
+    """The numbers of chunks and section bytes follow from the others."""
+    chunks = chunk_count(
+        header.carried_rows, layers=spec.num_moe_layers, layers_per_chunk=header.layers_per_chunk
+    )
+    bitmap = -(-header.rows // 8) if header.flags & FLAG_VALIDITY else 0
+    digests = 8 * spec.num_moe_layers if header.flags & FLAG_DIGESTS else 0
+    prefix = PREFIX_DIGEST_BYTES if header.flags & FLAG_PREFIX else 0
+    sections = bitmap + header.spans * SPAN_BYTES + digests + prefix + chunks * CHUNK_BYTES
+    return header.chunks == chunks and header.sections_bytes == sections
+
+
+def check_payload(header: Header, body: memoryview, *, where: str) -> None:
+    if xxhash.xxh3_64_intdigest(body) != header.payload_hash:
+        raise errors.PayloadCorrupt(
+            f"{where}: the payload's hash does not match its {len(body)} bytes; damaged on the way"
+        )

@@ -1,0 +1,124 @@
+"""A received frame: what its verified bytes say, and its rows on demand. Knows nothing about headers or hashes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from r3channel import errors
+from r3channel.routing import Ids, ProvenanceSpan, SampleRouting
+from r3channel.spec import RoutingSpec
+from r3channel.wire.chunks import Chunk, decode_chunk, stored_view
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixRef:
+    """Leading rows that another frame carries."""
+
+    digest: bytes
+    """xxh3_128 of the rows themselves, see `wire.prefix.prefix_digest`."""
+    rows: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frame:
+    """A frame whose bytes have been verified; ids are still encoded. Holds views of the caller's buffer, no copy."""
+
+    spec: RoutingSpec
+    rows: int
+    """Rows of the frame, those of its prefix included."""
+    first_row: int
+    sample_key: int
+    weight_version: int
+    """The newest weight version among the rows; -1 when there are no rows."""
+    payload_hash: int
+    nbytes: int
+    valid_T: np.ndarray[Any, np.dtype[np.bool_]]
+    provenance: tuple[ProvenanceSpan, ...]
+    digests_L: Ids | None
+    """uint64 per MoE layer as the engine computed them, or None."""
+    ordered: bool
+    """False where a codec has dropped the order of the ids within a row."""
+    prefix: PrefixRef | None
+    """Rows that this frame only refers to; None once they were resolved (see `wire.prefix.resolve`)."""
+    _chunks: tuple[Chunk, ...]
+    _payload: memoryview
+    _prefix_ids: Ids | None = None
+
+    def decode_layers_into(self, out_TLK: Ids, *, layers: Sequence[int]) -> None:
+        """Fill a C-contiguous array [rows, len(layers), K] of `spec.id_dtype`, decoding only the chunks that hold them.
+
+        `layers` are global decoder layers, neighbours on the MoE axis: a pipeline stage's. Raises `PayloadCorrupt` where
+        a chunk does not decode, and `PrefixMissing` while the prefix is not resolved.
+        """
+        span = self._moe_range(layers)
+        shape = (self.rows, len(span), self.spec.top_k)
+        if out_TLK.shape != shape or out_TLK.dtype != self.spec.id_dtype or not out_TLK.flags.c_contiguous:
+            raise errors.UsageError(
+                f"decode buffer is {out_TLK.dtype}{list(out_TLK.shape)}, expected {self.spec.id_dtype}{list(shape)}, C-contiguous"
+            )
+        self._check_resolved()
+        carried = out_TLK
+        if self._prefix_ids is not None:
+            shared = len(self._prefix_ids)
+            np.copyto(out_TLK[:shared], self._prefix_ids[:, span.start : span.stop])
+            carried = out_TLK[shared:]
+        for chunk in self._chunks:
+            decode_chunk(chunk, carried, layers=span)
+
+    def decode_into(self, out_TLK: Ids) -> None:
+        """As `decode_layers_into`, for all MoE layers."""
+        self.decode_layers_into(out_TLK, layers=self.spec.moe_layers)
+
+    def decode(self, *, layers: Sequence[int] | None = None) -> Ids:
+        """[rows, layers, K] in a fresh array of `spec.id_dtype`; all MoE layers unless said."""
+        wanted = self.spec.moe_layers if layers is None else layers
+        out_TLK = np.empty((self.rows, len(wanted), self.spec.top_k), self.spec.id_dtype)
+        self.decode_layers_into(out_TLK, layers=wanted)
+        return out_TLK
+
+    def ids(self) -> Ids:
+        """[rows, L, K], read-only: a view of the frame's own bytes where they are stored, else decoded.
+
+        Valid as long as the buffer that was parsed.
+        """
+        if self.prefix is None and self._prefix_ids is None and self.rows:
+            one = np.empty((1, 1, 1), self.spec.id_dtype)
+            like = np.broadcast_to(one, (self.rows, self.spec.num_moe_layers, self.spec.top_k))
+            view = stored_view(self._chunks, self._payload, like=like)
+            if view is not None:
+                return view
+        out_TLK = self.decode()
+        out_TLK.flags.writeable = False
+        return out_TLK
+
+    def routing(self, *, sample_id: str) -> SampleRouting:
+        """Decode and check every id. The ids may be a view of the frame's bytes, see `ids`."""
+        return SampleRouting(
+            spec=self.spec,
+            sample_id=sample_id,
+            tokens=self.first_row + self.rows + 1,
+            first_row=self.first_row,
+            expert_ids_TLK=self.ids(),
+            valid_T=self.valid_T,
+            provenance=self.provenance,
+        )
+
+    def _moe_range(self, layers: Sequence[int]) -> range:
+        if not layers:
+            return range(0)
+        start = self.spec.moe_index(layers[0])
+        span = range(start, start + len(layers))
+        if tuple(layers) != self.spec.moe_layers[span.start : span.stop]:
+            raise errors.UsageError(f"layers {tuple(layers)} are not neighbours among {self.spec.moe_layers}")
+        return span
+
+    def _check_resolved(self) -> None:
+        if self.prefix is not None:
+            raise errors.PrefixMissing(
+                f"rows {self.first_row}..{self.first_row + self.prefix.rows} lie in prefix {self.prefix.digest.hex()}, which "
+                "has not been resolved; ask the engine for it, or take its rows as missing"
+            )

@@ -1,0 +1,139 @@
+"""Every layout, on real Megatron-core over gloo: a relay here, one process per trainer rank, a recorded step between them.
+
+Layouts of one world size share their processes, which join Megatron's groups anew for each. The facts are read from what
+the ranks wrote; each rank has compared every id that its routers used with the default path's way of cutting.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from r3channel.config import ChannelConfig
+from r3channel.plan.assignment import Assignment
+from r3channel.plan.layout import TrainerLayout
+from r3channel.recording import Recorder
+from r3channel.relay.relay import Relay
+from r3channel.report.layouts import PROVEN, WHEN
+from r3channel.spec import RoutingSpec
+from r3channel.wire.frame import encode_frame
+from tests.dist.control import ControlServer
+from tests.dist.ranks import ROOT, run_ranks
+from tests.samples import random_ids
+
+pytestmark = pytest.mark.dist
+
+LENGTHS = (28, 9, 17, 5, 23, 12, 30, 7)  # tokens of the step's samples
+SPEC = RoutingSpec(num_layers=8, moe_layers=tuple(range(1, 8)), num_experts=32, top_k=4)
+IDS = (sum(LENGTHS) - len(LENGTHS)) * SPEC.num_moe_layers * SPEC.top_k
+LIMIT_S = 170.0
+QUICK = tuple(text for text in PROVEN if WHEN[text] == "make test")
+SLOW = tuple(text for text in PROVEN if WHEN[text] == "make test-full")
+
+Results = Callable[[str], list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eight layers, the first dense: two chunks of two stages; written in its own process, free of this one's state."""
+    folder = tmp_path_factory.mktemp("model")
+    shape = ["--layers", "8", "--experts", str(SPEC.num_experts), "--top-k", str(SPEC.top_k)]
+    command = [sys.executable, "-m", "r3channel.embedded.model", str(folder), *shape]
+    subprocess.run(command, check=True, cwd=ROOT, timeout=120, capture_output=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("layouts")
+
+
+def sealed(layout: TrainerLayout, folder: Path) -> Relay:
+    """A relay with one recorded step of the eight samples, sealed; micro-batches of one to three samples."""
+    config = ChannelConfig(bucket_bytes=4096, store_dir=str(folder / "store"))
+    relay = Relay(SPEC, layout, config, recorder=Recorder(folder / "recording"))
+    rng, names = np.random.default_rng(1), {f"sample{i}": n for i, n in enumerate(LENGTHS)}
+    for index, (name, count) in enumerate(names.items()):
+        frame = encode_frame(SPEC, expert_ids_TLK=random_ids(count - 1, spec=SPEC, seed=index))
+        relay.add_frame(name, frame, rng.integers(4, 512, count).tolist())
+    relay.seal(0, Assignment.balanced(names, dp=layout.dp, microbatch_size=2 if layout.dp == 1 else 1))
+    return relay
+
+
+@pytest.fixture(scope="module")
+def results(model_dir: Path, out: Path) -> Results:
+    """Trains all layouts of a world size at the first use of one; gives each rank's result."""
+
+    @cache
+    def train(group: tuple[str, ...]) -> list[dict[str, Any]]:
+        folder = out / f"{TrainerLayout.parse(group[0]).world_size}-{len(group)}"
+        with contextlib.ExitStack() as stack:
+            runs = []
+            for text in group:
+                relay = sealed(TrainerLayout.parse(text), folder / text)
+                stack.callback(relay.close)
+                server = stack.enter_context(ControlServer(relay))
+                runs.append(
+                    {"name": text, "layout": text, "port": server.port, "recording": str(folder / text / "recording"),
+                     "recompute": True}
+                )  # fmt: skip
+            size = TrainerLayout.parse(group[0]).world_size
+            job = {"model": str(model_dir), "runs": runs}
+            script = ROOT / "tests/dist/layout_train.py"
+            return run_ranks(script, folder, world_size=size, job=job, timeout_s=LIMIT_S)
+
+    def of(text: str) -> list[dict[str, Any]]:
+        size, names = TrainerLayout.parse(text).world_size, QUICK if text in QUICK else SLOW
+        group = tuple(name for name in names if TrainerLayout.parse(name).world_size == size)
+        return [rank[text] for rank in train(group)]
+
+    return of
+
+
+def gradients(out: Path, text: str) -> dict[str, Any]:
+    from safetensors.numpy import load_file
+
+    (file,) = out.glob(f"*/{text}.safetensors")
+    return load_file(file)
+
+
+def check(text: str, results: Results, out: Path) -> None:
+    """Ids of every pass, losses and gradients of one rank, bytes of the plan."""
+    one, ranks = results("dp=1"), results(text)
+    layout = TrainerLayout.parse(text)
+    for name in ("logprob", "forward", "recompute"):
+        assert sum(rank["ids"].get(name, 0) for rank in ranks) == IDS, name
+    found, wanted = sum(sum(rank["losses"]) for rank in ranks), sum(one[0]["losses"])
+    assert abs(found - wanted) < 1e-5 * wanted
+    ours, theirs = gradients(out, text), gradients(out, "dp=1")
+    assert ours.keys() == theirs.keys()
+    for name, gradient in theirs.items():
+        assert np.linalg.norm(ours[name] - gradient) < 1e-4 * np.linalg.norm(gradient), name
+    landed = sum(rank["landed"] for rank in ranks)
+    assert landed == sum(rank["wire_received"] for rank in ranks)  # each rank compared its own with the plan's
+    assert layout.tp_slots == layout.tp and landed >= IDS
+    assert sum(rank["pairs"] for rank in ranks) > 0
+
+
+@pytest.mark.parametrize("text", QUICK)
+def test_ids_gradients_and_bytes_are_exact(text: str, results: Results, out: Path) -> None:
+    check(text, results, out)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("text", SLOW)
+def test_ids_gradients_and_bytes_are_exact_in_more_layouts(text: str, results: Results, out: Path) -> None:
+    check(text, results, out)
+
+
+def test_interleaved_stages_own_the_routers_of_their_chunks(results: Results) -> None:
+    ranks = results("pp=2,vpp=2")
+    assert [rank["layers"] for rank in ranks] == [[1, 4, 5], [2, 3, 6, 7]]

@@ -1,0 +1,93 @@
+"""Whole runs of the demo, each once per session."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from r3channel.embedded.sglang import kill_family
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 240.0
+
+
+@dataclass
+class Run:
+    """One finished run."""
+
+    code: int
+    result: dict[str, Any]
+    """The JSON object in the last line of stdout."""
+    stderr: str
+    folder: Path
+    pages: dict[str, list[str]] = field(default_factory=dict)
+    """/metrics of each process, scraped while it ran."""
+
+
+RunDemo = Callable[..., Run]
+
+
+def run(folder: Path, *options: str, channel: bool = True) -> Run:
+    """Run the demo as a user would; with `--report` in the options its /metrics are scraped on the way."""
+    command = [sys.executable, "-m", "r3channel.cli", "demo"]
+    if not channel:
+        command = [sys.executable, str(ROOT / "examples" / "async_grpo" / "train_async.py")]
+    child = subprocess.Popen(
+        [*command, *options, "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder
+    )
+    pages: dict[str, list[str]] = {}
+    scraper = threading.Thread(
+        target=_scrape, args=(child, folder / "report" / "endpoints.json", pages), daemon=True
+    )
+    scraper.start()
+    try:
+        stdout, stderr = child.communicate(timeout=LIMIT_S)
+    finally:
+        kill_family(child)
+    scraper.join(10)
+    lines = stdout.strip().splitlines()
+    assert lines and lines[-1].startswith("{"), (
+        f"no JSON in the last line; exit {child.returncode}:\n{stderr[-4000:]}"
+    )
+    return Run(child.returncode, json.loads(lines[-1]), stderr, folder, pages)
+
+
+def _scrape(child: subprocess.Popen[str], endpoints: Path, pages: dict[str, list[str]]) -> None:
+    while child.poll() is None:
+        time.sleep(0.5)
+        if endpoints.is_file():
+            for name, url in json.loads(endpoints.read_text())["metrics"].items():
+                try:
+                    with urllib.request.urlopen(url, timeout=2) as page:
+                        pages.setdefault(name, []).append(page.read().decode())
+                except OSError:
+                    pass  # the process has ended between two looks
+
+
+@pytest.fixture(scope="session")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The default run: DP2 x TP2 with sequence parallelism, three steps, everything written."""
+    folder = tmp_path_factory.mktemp("demo")
+    return run(folder, "--steps", "3", "--report", "report", "--dump", "dump", "--record", "record")
+
+
+@pytest.fixture(scope="session")
+def run_small(tmp_path_factory: pytest.TempPathFactory) -> RunDemo:
+    """One step of few samples, for what a short run can show."""
+
+    def start(*options: str, channel: bool = True) -> Run:
+        folder = tmp_path_factory.mktemp("small")
+        layout = () if "--layout" in options else ("--layout", "dp=1,tp=1,pp=1,cp=1")
+        return run(folder, "--steps", "1", "--samples", "8", *layout, *options, channel=channel)
+
+    return start

@@ -1,0 +1,159 @@
+"""The main job, whole: real SGLang, real Ray, real Megatron-core; judged from what the run wrote, without our own code."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from r3channel.metrics import METRICS
+from tests.e2e.conftest import Run, RunDemo
+
+pytestmark = pytest.mark.e2e
+TOP_K, LAYERS = 8, (1, 2, 3)
+
+
+def load(run: Run, name: str) -> dict[str, np.ndarray]:
+    with np.load(run.folder / "dump" / f"{name}.npz", allow_pickle=False) as arrays:
+        return {key: arrays[key] for key in arrays.files}
+
+
+@pytest.mark.timeout(300)
+def test_the_demo_reports_no_difference_and_every_promised_number(demo: Run) -> None:
+    result = demo.result
+    assert demo.code == 0 and result["ids_different"] == 0 and result["digests_different"] == 0
+    assert result["ids_compared"] == result["rows"] * len(LAYERS) * TOP_K * 3 >= 100_000
+    assert result["digests_compared"] == 3 * 16 * len(LAYERS) * 3  # steps x samples x layers x passes
+    assert result["stage_coverage"] >= 0.95
+    assert result["bytes_per_token"]["object_store"] <= 32
+    assert result["bytes_per_token"]["engine_frame"] < 32 and result["bytes_per_token"]["engine_http"] < 100
+    assert len(result["bytes_per_token"]["landed_per_rank"]) == 4
+    assert (
+        result["hidden_background_fraction"] > result["hidden_send_fraction"] >= 0
+        and not result["samples_lost"]
+    )
+    assert result["logprob_abs_diff"]["replay_on"] < result["logprob_abs_diff"]["replay_off"]
+    assert (result["sglang_version"], result["megatron_version"]) == ("0.5.23", "0.16.1")
+    for key in ("steps", "stages_s", "ray_version", "layout", "wall_s"):
+        assert result[key]
+
+
+def test_each_engine_row_was_used_once_per_pass_with_the_same_ids(demo: Run) -> None:
+    engine, router = load(demo, "engine"), load(demo, "router")
+    expected = {
+        key: ids.tobytes()
+        for *key_parts, ids in zip(
+            engine["sample"], engine["position"], engine["layer"], engine["ids"], strict=True
+        )
+        for key in [tuple(str(part) for part in key_parts)]
+    }
+    used: Counter[tuple[str, ...]] = Counter()
+    columns = (router["sample"], router["position"], router["layer"], router["pass"], router["ids"])
+    for sample, position, layer, name, ids in zip(*columns, strict=True):
+        assert expected[str(sample), str(position), str(layer)] == ids.tobytes()
+        used[str(sample), str(position), str(layer), str(name)] += 1
+    assert set(used.values()) == {1}
+    assert len(used) == 3 * len(expected) == len(router["ids"])
+    assert set(router["pass"].tolist()) == {"forward", "recompute", "logprob"}
+    assert set(router["rank"].tolist()) == {0, 1, 2, 3} and set(router["step"].tolist()) == {0, 1, 2}
+
+
+def test_ids_are_real_and_dense_layers_never_travel(demo: Run) -> None:
+    engine = load(demo, "engine")
+    assert set(engine["layer"].tolist()) == set(LAYERS)
+    assert engine["ids"].dtype == np.uint8 and engine["ids"].shape[1] == TOP_K and engine["ids"].max() < 128
+    assert (np.diff(np.sort(engine["ids"].astype(int), axis=1), axis=1) > 0).all()
+    assert len(np.unique(engine["ids"], axis=0)) > 0.5 * len(engine["ids"])
+
+
+def test_bytes_that_landed_are_the_rows_that_each_rank_used(demo: Run) -> None:
+    legs = json.loads((demo.folder / "dump" / "bytes.json").read_text())
+    router = load(demo, "router")
+    for rank, landed in legs["landed_per_rank"].items():
+        mine = (router["rank"] == int(rank)) & (router["pass"] == "forward")
+        real = router["ids"][mine].nbytes
+        assert real <= landed <= 1.5 * real  # the rest is padding
+    assert (
+        sum(legs["received_per_rank"].values()) == sum(legs["landed_per_rank"].values()) == legs["wire_sent"]
+    )
+
+
+def test_rows_carry_the_weight_version_that_made_them(demo: Run) -> None:
+    def versions(step: int) -> set[int]:
+        ticket = json.loads((demo.folder / "record" / f"step-{step:06d}" / "ticket.json").read_text())
+        return {version for sample in ticket["samples"] for _, version, _ in sample[3]}
+
+    assert demo.result["weight_versions"] == [0, 1, 2, 3] and demo.result["weights_verified"] >= 4
+    # The loop is one step off: step 1 was generated beside the training of step 0, so before its update.
+    assert [versions(step) for step in range(3)] == [{0}, {0}, {1}]
+
+
+def samples_of(page: str) -> dict[str, float]:
+    lines = [line.rsplit(" ", 1) for line in page.splitlines() if line and not line.startswith("#")]
+    return {name: float(value) for name, value in lines}
+
+
+def test_metrics_were_served_while_it_ran(demo: Run) -> None:
+    assert set(demo.pages) == {"relay", "trainer0", "trainer1", "trainer2", "trainer3"}
+    for pages in demo.pages.values():
+        names = {name.split("{")[0] for name in samples_of(pages[-1])}
+        bare = {name.removesuffix("_bucket").removesuffix("_count").removesuffix("_sum") for name in names}
+        assert {name for name in bare if name.startswith("r3channel_")} <= set(METRICS)
+    relay, trainer = samples_of(demo.pages["relay"][-1]), samples_of(demo.pages["trainer0"][-1])
+    assert relay['r3channel_samples_total{outcome="received"}'] > 0
+    assert relay['r3channel_samples_total{outcome="discarded"}'] > 0
+    for stage in ("verify", "decode", "place", "send"):
+        assert relay[f'r3channel_stage_seconds_count{{role="relay",stage="{stage}"}}'] > 0
+    for stage in ("wait_wire", "forward", "backward", "optimizer", "rebroadcast"):
+        assert trainer[f'r3channel_stage_seconds_sum{{role="trainer",stage="{stage}"}}'] > 0
+    assert trainer["r3channel_ids_different_total"] == 0
+
+
+@pytest.mark.timeout(300)
+def test_one_corrupted_id_is_seen_in_every_pass_that_used_it(run_small: RunDemo) -> None:
+    run = run_small("--fault", "corrupt-id")
+    assert run.code == 1
+    assert run.result["ids_different"] == 3  # the same id in forward, recompute and logprob
+    assert run.result["digests_different"] == 3
+
+
+@pytest.mark.timeout(300)
+def test_routing_that_is_not_replayed_is_seen(run_small: RunDemo) -> None:
+    run = run_small("--no-replay", "--layout", "dp=2,tp=1,pp=1,cp=1", "--engines", "2")
+    assert run.code == 1 and run.result["ids_different"] > 100 and run.result["digests_different"] > 10
+    assert run.result["engines"] == 2
+
+
+@pytest.mark.timeout(300)
+def test_without_the_flag_the_rooms_of_the_channel_are_never_entered(run_small: RunDemo) -> None:
+    run = run_small(channel=False)
+    assert run.code == 0 and run.result["channel_modules"] == []
+    assert run.result["bytes_per_token"]["object_store"] > 4 * LAYERS[-1] * TOP_K  # int32 through Ray
+    assert run.result["logprob_abs_diff"]["replay_on"] < run.result["logprob_abs_diff"]["replay_off"]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    "options", [("dp=1,tp=1,pp=2,cp=1", "1"), ("dp=2,tp=1,pp=1,cp=1", "2"), ("dp=2,tp=2,pp=1,cp=1", "2")]
+)
+def test_other_layouts_and_several_engines_show_no_difference(
+    tmp_path: Path, options: tuple[str, str]
+) -> None:
+    from tests.e2e.conftest import run
+
+    done = run(tmp_path, "--steps", "3", "--layout", options[0], "--engines", options[1])
+    assert done.code == 0 and done.result["ids_different"] == 0 and done.result["ids_compared"] >= 100_000
+    assert done.result["stage_coverage"] >= 0.95
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+def test_a_stale_ray_address_does_not_break_the_run(
+    run_small: RunDemo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    assert run_small().code == 0

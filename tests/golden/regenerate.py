@@ -1,0 +1,61 @@
+"""Writes the golden frames: `python -m tests.golden.regenerate`. For a wire version that nobody has yet, and never after.
+
+Each `frame_v1_NAME.bin` comes with the ids that it must decode to, `frame_v1_NAME.npy`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from r3channel.routing import Ids, ProvenanceSpan, RowKind
+from r3channel.spec import RoutingSpec
+from r3channel.wire.frame import PrefixRef, encode_frame
+from r3channel.wire.prefix import encode_prefix, prefix_digest
+from tests.samples import SPEC, WIDE, random_ids
+
+FOLDER = Path(__file__).parent
+ROWS, PREFIX_ROWS = 12, 5
+
+
+def golden_spec(name: str) -> RoutingSpec:
+    return WIDE if name.startswith("int16") else SPEC
+
+
+def golden_frames() -> Iterator[tuple[str, bytes, Ids]]:
+    """(name, bytes, ids) of every golden frame."""
+    small, wide = random_ids(ROWS), random_ids(ROWS, spec=WIDE)
+    padded = np.tile(wide[:1], (ROWS, 1, 1))
+    valid_T = np.arange(ROWS) % 4 != 3
+    prefix = PrefixRef(prefix_digest(SPEC, small[:PREFIX_ROWS]), PREFIX_ROWS)
+    yield "uint8_stored", _frame(SPEC, small, codec="stored", row_digests=True), small
+    yield "uint8_layers", _frame(SPEC, small, codec="stored", layers_per_chunk=2), small
+    yield "uint8_set", _frame(SPEC, small, codec="set", row_digests=True), np.sort(small, axis=-1)
+    yield "uint8_after_prefix", _frame(SPEC, small, prefix=prefix), small
+    yield "uint8_prefix", encode_prefix(SPEC, expert_ids_TLK=small[:PREFIX_ROWS]), small[:PREFIX_ROWS]
+    yield "invalid_rows", _frame(SPEC, small, valid_T=valid_T), small
+    yield "int16_lz4", _frame(WIDE, padded, codec="lz4"), padded
+    yield "int16_packed9", _frame(WIDE, wide), wide
+    yield "int16_set", _frame(WIDE, wide, codec="set"), np.sort(wide, axis=-1)
+
+
+def _frame(spec: RoutingSpec, ids_TLK: Ids, **options: object) -> bytes:
+    spans = [
+        ProvenanceSpan(start=0, end=4, weight_version=6, kind=RowKind.PREFILLED),
+        ProvenanceSpan(start=4, end=ROWS, weight_version=7, kind=RowKind.DECODED),
+    ]
+    values = {"expert_ids_TLK": ids_TLK, "provenance": spans, "sample_key": 99} | options
+    return encode_frame(spec, **values)  # pyright: ignore[reportArgumentType]
+
+
+def main() -> None:
+    for name, data, ids_TLK in golden_frames():
+        (FOLDER / f"frame_v1_{name}.bin").write_bytes(data)
+        np.save(FOLDER / f"frame_v1_{name}.npy", ids_TLK, allow_pickle=False)
+        print(f"{name}: {len(data)} bytes")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,269 @@
+"""Codecs: what each keeps, when it falls back, and what hostile bytes cost."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import random
+import struct
+import time
+import tracemalloc
+
+import lz4.block
+import numpy as np
+import pytest
+import zstandard
+
+from r3channel import errors
+from r3channel.bench.routing_data import REGIMES, generate
+from r3channel.models import model_named
+from r3channel.routing import Ids
+from r3channel.spec import RoutingSpec
+from r3channel.wire.chunks import CHUNK_ROWS
+from r3channel.wire.codec import CODECS, LZ4, PACKED9, SET, STORED, encode_chunk
+from r3channel.wire.frame import HEADER_BYTES, encode_frame, parse_frame
+from tests.samples import SPEC, WIDE, random_ids
+from tests.unit.test_mutations import rehash
+
+DOCUMENTED = (
+    "wire.codec", "wire.codec.stored", "wire.codec.lz4", "wire.codec.packed9", "wire.codec.expert_set", "wire.digest",
+    "wire.bucket", "wire.prefix", "distinct", "models", "spec",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_the_examples_in_the_documentation_are_true(name: str) -> None:
+    result = doctest.testmod(importlib.import_module(f"r3channel.{name}"))
+    assert result.attempted and not result.failed
+
+
+def test_codec_ids_are_promises() -> None:
+    assert {codec.name: codec_id for codec_id, codec in CODECS.items()} == {
+        "stored": 0, "lz4": 1, "packed9": 2, "set": 3,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 3, 5, 8, 10, 22])
+@pytest.mark.parametrize("experts", [64, 256, 257, 512, 2000])
+def test_a_set_comes_back_sorted(experts: int, top_k: int) -> None:
+    spec = RoutingSpec(num_layers=2, moe_layers=(0, 1), num_experts=experts, top_k=top_k)
+    ids = random_ids(700, spec=spec, seed=top_k)
+    frame = parse_frame(encode_frame(spec, expert_ids_TLK=ids, codec="set"), spec=spec)
+    assert np.array_equal(frame.decode(), ids if frame.ordered else np.sort(ids, axis=-1))
+    assert not frame.ordered or top_k < 3, "one or two ids do not shrink, and are stored"
+
+
+@pytest.mark.parametrize("rows", [1, 7, 8, 9, 30000])
+def test_nine_bits_keep_every_id_in_order(rows: int) -> None:
+    ids = np.resize(np.arange(511, -1, -1, dtype=np.int16), (rows, 1, 3))
+    out = np.full_like(ids, -1)
+    wire = PACKED9.encode(ids)
+    assert wire is not None and len(wire) == ids.size + -(-ids.size // 8)
+    PACKED9.decode_into(memoryview(wire), out)
+    assert np.array_equal(out, ids)
+
+
+def test_auto_packs_ids_of_257_to_512_experts() -> None:
+    data = encode_frame(WIDE, expert_ids_TLK=random_ids(200, spec=WIDE))
+    assert {chunk.codec for chunk in parse_frame(data, spec=WIDE)._chunks} == {PACKED9.codec_id}
+    assert len(data) / 200 < 0.6 * WIDE.bytes_per_token
+
+
+def test_ids_that_do_not_fit_nine_bits_are_stored() -> None:
+    ids = random_ids(20, spec=WIDE)
+    ids[3] = -1
+    data = encode_frame(WIDE, expert_ids_TLK=ids, valid_T=np.arange(20) != 3)
+    assert np.array_equal(parse_frame(data, spec=WIDE).decode(), ids)
+    assert parse_frame(data, spec=WIDE)._chunks[0].codec == STORED.codec_id
+
+
+def test_a_row_that_is_no_set_keeps_its_chunk_in_order() -> None:
+    ids = np.tile(random_ids(512), (20, 1, 1))[: CHUNK_ROWS + 100]
+    ids[5, 1, 3] = ids[5, 1, 2]
+    frame = parse_frame(encode_frame(SPEC, expert_ids_TLK=ids, codec="set"), spec=SPEC)
+    assert [chunk.codec for chunk in frame._chunks] == [STORED.codec_id, SET.codec_id]
+    assert np.array_equal(frame.decode()[:CHUNK_ROWS], ids[:CHUNK_ROWS]) and not frame.ordered
+
+
+def test_invalid_rows_do_not_cost_a_chunk_its_set() -> None:
+    ids, valid = random_ids(500), np.arange(500) % 9 != 4
+    ids[~valid] = 0
+    frame = parse_frame(encode_frame(SPEC, expert_ids_TLK=ids, valid_T=valid, codec="set"), spec=SPEC)
+    assert not frame.ordered and np.array_equal(frame.valid_T, valid)
+    assert np.array_equal(frame.decode()[valid], np.sort(ids[valid], axis=-1))
+
+
+def test_digests_of_a_set_are_those_of_the_rows_that_arrive() -> None:
+    from r3channel.wire.digest import layer_digests
+
+    ids = random_ids(300)
+    frame = parse_frame(encode_frame(SPEC, expert_ids_TLK=ids, codec="set", row_digests=True), spec=SPEC)
+    expected = layer_digests(frame.decode(), positions_T=np.arange(300), layers_L=SPEC.moe_layers)
+    assert frame.digests_L is not None and np.array_equal(frame.digests_L, expected)
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+def test_a_set_costs_at_most_268_bytes_per_row_in_every_regime(regime: str) -> None:
+    model = model_named("qwen3-30b-a3b")
+    ids = generate(model, regime=regime, rows=512)
+    valid = np.arange(512) % 100 != 99
+    data = encode_frame(model.spec, expert_ids_TLK=ids, valid_T=valid, codec="set")
+    assert len(data) / 512 <= (256 if regime == "U" else 268)
+
+
+def test_an_unknown_codec_is_refused_by_name() -> None:
+    with pytest.raises(errors.ConfigError, match="'zip', expected one of"):
+        encode_chunk(random_ids(1), codec="zip")
+
+
+# -- layers ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", ["stored", "set", "lz4"])
+@pytest.mark.parametrize("layers_per_chunk", [None, 1, 2, 3, 7])
+@pytest.mark.parametrize("layers", [(1,), (2, 3), (1, 2, 3), ()])
+def test_a_stage_decodes_its_layers(
+    codec: str, layers_per_chunk: int | None, layers: tuple[int, ...]
+) -> None:
+    ids = np.sort(np.tile(random_ids(300), (30, 1, 1))[: CHUNK_ROWS + 7], axis=-1)
+    data = encode_frame(SPEC, expert_ids_TLK=ids, codec=codec, layers_per_chunk=layers_per_chunk)
+    wanted = ids[:, [SPEC.moe_index(layer) for layer in layers]]
+    assert np.array_equal(parse_frame(data, spec=SPEC).decode(layers=layers), wanted)
+
+
+def test_a_stage_does_not_touch_the_chunks_of_others() -> None:
+    ids = np.tile(random_ids(1), (50, 1, 1))
+    data = bytearray(encode_frame(SPEC, expert_ids_TLK=ids, codec="lz4", layers_per_chunk=1))
+    data[-1] ^= 0xFF
+    data[-10:-1] = b"\xff" * 9
+    rehash(data)
+    frame = parse_frame(bytes(data), spec=SPEC)
+    assert np.array_equal(frame.decode(layers=(1, 2)), ids[:, :2])
+    with pytest.raises(errors.PayloadCorrupt):
+        frame.decode(layers=(3,))
+
+
+def test_layers_that_are_no_stage_are_refused() -> None:
+    with pytest.raises(errors.UsageError, match="neighbours"):
+        parse_frame(encode_frame(SPEC, expert_ids_TLK=random_ids(3)), spec=SPEC).decode(layers=(1, 3))
+
+
+def test_stored_ids_are_read_in_place() -> None:
+    ids = np.tile(random_ids(512), (20, 1, 1))
+    data = encode_frame(SPEC, expert_ids_TLK=ids, codec="stored")
+    seen = parse_frame(data, spec=SPEC).ids()
+    assert np.array_equal(seen, ids) and not seen.flags.owndata and not seen.flags.writeable
+
+
+# -- hostile bytes -----------------------------------------------------------------------------------------------------
+
+
+def with_payload(ids: Ids, *, spec: RoutingSpec, codec: str, payload: bytes) -> bytes:
+    """A frame of one chunk whose coded bytes are replaced; header, table and hashes agree with them."""
+    good = encode_frame(spec, expert_ids_TLK=ids, codec=codec)
+    old = len(parse_frame(good, spec=spec)._payload)
+    data = bytearray(good[: len(good) - old] + payload)
+    struct.pack_into("<Q", data, 56, len(payload))
+    struct.pack_into("<I", data, len(good) - old - 8, len(payload))
+    rehash(data)
+    return bytes(data)
+
+
+def zstd_of(plain: bytes, *, declare: bool = True) -> bytes:
+    return zstandard.ZstdCompressor(write_content_size=declare, write_checksum=False).compress(plain)
+
+
+def lying_size(plain: bytes, *, declared: int) -> bytes:
+    """A zstd frame of `plain` that declares another content size (magic 4, descriptor 1, maybe window 1, size 4)."""
+    data = bytearray(zstandard.ZstdCompressor(write_checksum=False).compress(plain))
+    assert data[4] >> 6 == 2, "a four-byte size"
+    struct.pack_into("<I", data, 5 if data[4] & 0x20 else 6, declared)
+    assert zstandard.get_frame_parameters(bytes(data)).content_size == declared
+    return bytes(data)
+
+
+ZEROS = bytes(40 << 20)
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        zstd_of(ZEROS),
+        zstd_of(ZEROS, declare=False),
+        zstd_of(zstd_of(ZEROS)),
+        lying_size(ZEROS, declared=8000 * 24),
+        zstd_of(bytes(8000 * 24)) + b"more",
+        zstd_of(bytes(8000 * 24 - 1)),
+        b"\x50\x2a\x4d\x18" + struct.pack("<I", 16) + bytes(16),
+        b"",
+    ],
+    ids=["bomb", "undeclared", "nested", "lying", "trailing", "short", "skippable", "empty"],
+)
+def test_zstd_bombs_are_refused_cheaply(payload: bytes) -> None:
+    ids = np.tile(random_ids(500), (16, 1, 1))
+    refused_cheaply(with_payload(ids, spec=SPEC, codec="set", payload=payload))
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [lz4.block.compress(ZEROS, store_size=False), lz4.block.compress(bytes(8000 * 24 - 1), store_size=False), b"\xff" * 99],
+    ids=["bomb", "short", "noise"],
+)  # fmt: skip
+def test_lz4_bombs_are_refused_cheaply(payload: bytes) -> None:
+    ids = np.tile(random_ids(1), (8000, 1, 1))
+    refused_cheaply(with_payload(ids, spec=SPEC, codec="lz4", payload=payload))
+
+
+@pytest.mark.parametrize(
+    "field", [(28, 4), (32, 4), (36, 4), (40, 4), (44, 4), (48, 8), (56, 8), (26, 2), (80, 4)]
+)
+@pytest.mark.parametrize("value", [2**24, 2**31 - 1, 2**32 - 1, 2**63, 2**64 - 1])
+def test_lying_sizes_are_refused_cheaply(field: tuple[int, int], value: int) -> None:
+    data = bytearray(encode_frame(SPEC, expert_ids_TLK=random_ids(10)))
+    at, width = field
+    data[at : at + width] = min(value, 2 ** (8 * width) - 1).to_bytes(width, "little")
+    rehash(data)
+    refused_cheaply(bytes(data))
+
+
+def refused_cheaply(data: bytes) -> None:
+    """In under 100 ms of CPU, and under 32 MB of memory in a second run."""
+    start = time.process_time()
+    refused(data)
+    assert time.process_time() - start < 0.1
+    tracemalloc.start()
+    try:
+        refused(data)
+        assert tracemalloc.get_traced_memory()[1] < 32 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def refused(data: bytes) -> None:
+    with pytest.raises((errors.FrameError, errors.RowCountMismatch)):
+        parse_frame(data, spec=SPEC).routing(sample_id="s")
+
+
+def test_a_decoder_writes_nothing_past_its_output() -> None:
+    rng = random.Random(3)
+    for codec in (LZ4, PACKED9, SET, STORED):
+        guarded = np.full((12, 2, 8), 99, np.int16)
+        for _ in range(300):
+            try:
+                codec.decode_into(memoryview(rng.randbytes(rng.randrange(1, 300))), guarded[4:8])
+            except errors.PayloadCorrupt:
+                continue
+        assert (guarded[:4] == 99).all() and (guarded[8:] == 99).all(), codec.name
+
+
+def test_an_encoder_that_repeats_an_expert_in_a_set_is_found_out() -> None:
+    plain = np.zeros((8, 10 * 3), np.uint8)
+    plain[1:] = 1
+    plain[4, 7] = 0
+    data = with_payload(random_ids(10), spec=SPEC, codec="set", payload=zstd_of(plain.tobytes()))
+    with pytest.raises(errors.PayloadCorrupt, match="do not increase"):
+        parse_frame(data, spec=SPEC).decode()
+
+
+def test_the_header_is_104_bytes() -> None:
+    assert HEADER_BYTES == 104 and len(encode_frame(SPEC, expert_ids_TLK=random_ids(0))) == 104
