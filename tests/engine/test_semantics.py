@@ -248,6 +248,7 @@ def test_a_directly_delivered_step_is_sealed(direct: Direct) -> None:
     direct.relay.add("sealed", as_json(reply), reply.tokens, engine=direct.server.url)
     ticket = direct.relay.seal(0, Assignment.round_robin(["sealed"], dp=1, microbatch_size=1))
     assert ticket.samples[0].tokens == len(reply.tokens)
+    assert direct.relay.ready(run=direct.relay.run, step=0, dp=0, pp=0, epoch=1, wait_s=20)
     direct.relay.ack(run=direct.relay.run, step=0, dp=0, pp=0)
 
 
