@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from r3channel.errors import ConfigError
 
 BENCHES = {
+    "capture": "what capture costs a real engine and the relay: off, stock, in-band, direct",
     "wire": "codecs: bytes per token, encode and decode speed, beside entropy and memcpy",
 }
 """Name -> what it measures. `r3channel.bench.NAME` has `run(argv) -> exit status`."""

@@ -26,7 +26,7 @@ LEVELS = {
 hands (level 4) may also import their own level."""
 
 PLACES = {
-    "sglang": ("engine/sglang.py", "weights/sglang.py", "embedded/"),
+    "sglang": ("engine/sglang.py", "weights/sglang.py", "embedded/", "bench/scheduler_calls.py"),
     "megatron": ("trainer/megatron.py", "weights/convert.py", "embedded/"),
     "mbridge": ("weights/convert.py", "embedded/"),
     "ray": ("relay/actor.py", "transport/object_store.py", "integrations/"),
