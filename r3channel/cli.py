@@ -31,6 +31,14 @@ def _dispatch(arguments: list[str]) -> int:
         from r3channel.demo import run
 
         return run(arguments[1:])
+    if arguments[:1] == ["bench"]:
+        from r3channel import bench
+
+        return bench.run(arguments[1:])
+    if arguments[:1] == ["plan"]:
+        from r3channel.report import planner
+
+        return planner.run(arguments[1:])
     options = _parser().parse_args(arguments)
     from r3channel.report import doctor
 
@@ -47,6 +55,8 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser(
         "demo", help="the whole loop on this machine: SGLang, Ray, Megatron-core", add_help=False
     )
+    commands.add_parser("bench", help="measurements beside their peers: r3channel bench NAME", add_help=False)
+    commands.add_parser("plan", help="bytes, memory and times of a step before it is run", add_help=False)
     doctor = commands.add_parser(
         "doctor", help="what is installed, and whether everything would work together"
     )

@@ -1,0 +1,25 @@
+"""`r3channel bench NAME`: measurements that print their own peers. Knows names only; a benchmark is imported when it runs."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+
+from r3channel.errors import ConfigError
+
+BENCHES = {
+    "plan": "assignment, cutting and placement: CPU time at realistic sizes",
+    "replay": "a train step of real Megatron with and without replay: CPU time, interleaved",
+}
+"""Name -> what it measures. `r3channel.bench.NAME` has `run(argv) -> exit status`."""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the benchmark named first, with the options behind it."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print("usage: r3channel bench NAME [options]\n")
+        print("\n".join(f"  {name:10s} {text}" for name, text in BENCHES.items()))
+        return 0
+    if argv[0] not in BENCHES:
+        raise ConfigError(f"benchmark {argv[0]!r}, expected one of {', '.join(BENCHES)}")
+    return importlib.import_module(f"r3channel.bench.{argv[0]}").run(argv[1:])
