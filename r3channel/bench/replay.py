@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from r3channel.trainer.replay import ReplayDriver, ReplayStep
 
 MICROBATCHES, SAMPLES, LENGTH = 4, 4, 64
-SHAPE = {"layers": 4, "experts": 16, "top_k": 4, "hidden": 64}
+SHAPE: dict[str, Any] = {"layers": 4, "experts": 16, "top_k": 4, "hidden": 64}
 TARGET_PERCENT = 2.0
 
 

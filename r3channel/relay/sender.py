@@ -142,9 +142,9 @@ class DeliveryGroup:
     def _send(self, step: int, pp: int, *, epoch: int) -> None:
         with self.changed:
             sealed, transport = self.steps.get(step), self._transport
-        if sealed is None or transport is None or transport.epoch != epoch:
+            shard_N = None if sealed is None else sealed.buffer_of(self.dp, pp)
+        if sealed is None or shard_N is None or transport is None or transport.epoch != epoch:
             return  # acknowledged or abandoned meanwhile
-        shard_N = sealed.buffer_of(self.dp, pp)
         with self.clock.span("send", step=step):
             headers = bucket_headers(
                 shard_N, bucket_bytes=sealed.ticket.bucket_bytes, epoch=epoch, step=step, dp=self.dp, pp=pp

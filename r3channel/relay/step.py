@@ -28,9 +28,12 @@ class SealedStep:
     def keys(self) -> tuple[ShardKey, ...]:
         return tuple(shard.key for shard in self.ticket.plan.shards)
 
-    def buffer_of(self, dp: int, member: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """The placed shard of the `member`-th receiving process of a DP rank."""
-        return self.buffers[dp, *divmod(member, self.ticket.layout.cp)]
+    def buffer_of(self, dp: int, member: int) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
+        """The placed shard of the `member`-th receiving process of a DP rank; None once it is acknowledged.
+
+        An empty shard needs no bucket, so its rank may acknowledge before the sender's turn.
+        """
+        return self.buffers.get((dp, *divmod(member, self.ticket.layout.cp)))
 
     @property
     def missing(self) -> tuple[ShardKey, ...]:

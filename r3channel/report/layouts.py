@@ -1,6 +1,6 @@
 """The table of supported layouts. Its rows are the parameters of tests/dist/test_layouts.py, so each one has a proof.
 
-python -m r3channel.report.layouts        prints the table for the README
+python -m r3channel.report.layouts > docs/layouts.md
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ WHEN = {layout.text: layout.when for layout in LAYOUTS}
 
 
 def table() -> str:
-    """Markdown."""
+    """Markdown; `docs/layouts.md` is this text, and a test holds them together."""
     lines = ["| layout | a router's rows on one rank | proven by |", "|---|---|---|"]
     lines += [f"| `{layout.text}` | {layout.rows} | `{layout.when}` |" for layout in LAYOUTS]
     return "\n".join(lines) + "\n"

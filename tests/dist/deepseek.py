@@ -92,8 +92,8 @@ def fill(model: torch.nn.Module) -> None:
     """Give this rank its shard of every parameter."""
     from megatron.core import parallel_state as ps
 
-    tp = ps.get_tensor_model_parallel_rank(), ps.get_tensor_model_parallel_world_size()
-    etp = ps.get_expert_tensor_parallel_rank(), ps.get_expert_tensor_parallel_world_size()
+    tp: tuple[Any, Any] = ps.get_tensor_model_parallel_rank(), ps.get_tensor_model_parallel_world_size()
+    etp: tuple[Any, Any] = ps.get_expert_tensor_parallel_rank(), ps.get_expert_tensor_parallel_world_size()
     first = ps.get_expert_model_parallel_rank() * EXPERTS // ps.get_expert_model_parallel_world_size()
 
     def expert(match: re.Match[str]) -> str:
@@ -106,7 +106,7 @@ def fill(model: torch.nn.Module) -> None:
                 continue
             name = re.sub(r"local_experts\.(\d+)\.", expert, name)
             rank, size = etp if "local_experts" in name else tp
-            dim = weight.partition_dim if getattr(weight, "tensor_model_parallel", False) else None
+            dim = getattr(weight, "partition_dim", None) if getattr(weight, "tensor_model_parallel", False) else None
             shape = list(weight.shape)
             if dim is not None:
                 shape[dim] *= size

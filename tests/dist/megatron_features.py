@@ -88,7 +88,7 @@ class Bench:
                 with step.microbatch(index):
                     loss = self.forward(index)
                 loss.backward()
-        self.loss = loss.item()
+                self.loss = loss.item()
         return tap.records
 
     def gradients(self) -> dict[str, torch.Tensor]:
