@@ -1,11 +1,13 @@
 """The table of supported layouts. Its rows are the parameters of tests/dist/test_layouts.py, so each one has a proof.
 
-python -m r3channel.report.layouts > docs/layouts.md
+python -m r3channel.report.layouts README.md      # puts the table between the markers
 """
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +58,21 @@ NOTES = (
 
 
 def table() -> str:
-    """Markdown; `docs/layouts.md` is this text, and a test holds them together."""
+    """Markdown; the README holds this text between `BEGIN` and `END`, and a test holds them together."""
     lines = ["| layout | a router's rows on one rank | proven by |", "|---|---|---|"]
     lines += [f"| `{layout.text}` | {layout.rows} | `{layout.when}` |" for layout in LAYOUTS]
     return "\n".join([*lines, "", *NOTES]) + "\n"
 
 
+BEGIN, END = "<!-- layouts: generated -->\n", "<!-- /layouts -->\n"
+
+
+def put_into(text: str) -> str:
+    """The text with what lies between the markers replaced by the table."""
+    before, rest = text.split(BEGIN)
+    return before + BEGIN + table() + END + rest.split(END)[1]
+
+
 if __name__ == "__main__":
-    print(table(), end="")
+    path = Path(sys.argv[1])
+    path.write_text(put_into(path.read_text()))

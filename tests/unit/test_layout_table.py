@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from r3channel.plan.layout import TrainerLayout
-from r3channel.report.layouts import LAYOUTS, PROVEN, WHEN, table
+from r3channel.report.layouts import LAYOUTS, PROVEN, WHEN, put_into
 
 ROOT = Path(__file__).parents[2]
 ASKED = (
@@ -17,8 +17,8 @@ ASKED = (
 
 
 def test_the_committed_table_is_the_generated_one() -> None:
-    text = (ROOT / "docs" / "layouts.md").read_text()
-    assert text == table(), "run: python -m r3channel.report.layouts > docs/layouts.md"
+    text = (ROOT / "README.md").read_text()
+    assert text == put_into(text), "run: python -m r3channel.report.layouts README.md"
 
 
 def test_the_tests_on_real_megatron_take_their_layouts_from_the_table() -> None:
