@@ -164,7 +164,7 @@ def with_payload(ids: Ids, *, spec: RoutingSpec, codec: str, payload: bytes) -> 
     old = len(parse_frame(good, spec=spec)._payload)
     data = bytearray(good[: len(good) - old] + payload)
     struct.pack_into("<Q", data, 56, len(payload))
-    struct.pack_into("<I", data, len(good) - old - 8, len(payload))
+    struct.pack_into("<I", data, 104 + 24 + 12, len(payload))  # behind the header and one span, in the first table row
     rehash(data)
     return bytes(data)
 
