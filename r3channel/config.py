@@ -19,6 +19,19 @@ from r3channel.errors import ConfigError
 ENV_PREFIX = "R3CHANNEL_"
 _MIB = 1 << 20
 
+COSTLY_CODECS = frozenset({"set"})
+"""Codecs that cost more than a scheduler's thread can pay per request (0.2-0.5 GB/s of int16; notes: wire measurements)."""
+
+REFUSALS = {
+    "speculative": "draft trees move KV slots without their ids",
+    "disaggregation": "nothing carries the prefill engine's rows to decode; join both replies with relay.splice.merge",
+    "pp": "each pipeline stage of the engine holds its own layers only",
+    "external_cache": "slots are reloaded without their ids",
+    "mixed_chunk": "decoded and prefilled rows cannot be told apart",
+    "routers": "the engine's routers are not where the checkpoint's configuration says",
+}
+"""Words of R3CHANNEL_ALLOW: what an engine is refused for at start, and why its rows may be wrong."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChannelConfig:
@@ -54,6 +67,15 @@ class ChannelConfig:
     audit_microbatches: int = 1
     """Micro-batches per step whose replayed ids are compared with what the live router would choose; 0: none."""
 
+    ingest_port: int = 0
+    """Port of the relay's ingest (`Relay.serve`), which takes frames that engines deliver directly; 0: a free one."""
+    token_file: str = ""
+    """File, mode 0600, that holds the bearer token of direct delivery; both ends read it."""
+    frame_timeout_s: float = 30.0
+    """How long `seal` waits for frames whose receipts came; what is missing then is named."""
+    unclaimed_bytes: int = 1024 * _MIB
+    """Ceiling of directly delivered frames whose reply has not come yet; at the ceiling engines are told to wait."""
+
     def __post_init__(self) -> None:
         if self.backend not in ("gloo", "nccl", "loopback"):
             raise ConfigError(f"backend {self.backend!r}, expected gloo, nccl or loopback")
@@ -63,7 +85,15 @@ class ChannelConfig:
             raise ConfigError(f"audit_microbatches {self.audit_microbatches}, expected 0 or more")
         if self.bucket_bytes < 1024:
             raise ConfigError(f"bucket_bytes {self.bucket_bytes}, expected at least 1024")
-        for name in ("join_timeout_s", "send_timeout_s", "step_timeout_s", "expiry_s", "shard_bytes"):
+        for name in (
+            "join_timeout_s",
+            "send_timeout_s",
+            "step_timeout_s",
+            "expiry_s",
+            "shard_bytes",
+            "frame_timeout_s",
+            "unclaimed_bytes",
+        ):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}, expected a positive number")
 
@@ -101,6 +131,43 @@ class EngineConfig:
     """R3CHANNEL_ENGINE=1 turns the plug-in on. Off means nothing is imported or patched."""
     row_digests: bool = False
     codec: str = "auto"
+    delivery: str = "inband"
+    """`inband`: the frame is in the reply. `direct`: it goes to the relay's ingest and the reply holds a receipt."""
+    relay_url: str = ""
+    """Where direct frames go: what `Relay.serve` returned."""
+    token_file: str = ""
+    """File, mode 0600, that holds the relay's bearer token."""
+    queue_bytes: int = 256 * _MIB
+    """Ceiling of frames that wait to be sent; a request that would exceed it is answered in-band."""
+    deliver_timeout_s: float = 60.0
+    """How long a frame is offered to the relay before it is given up; the relay then names it when it seals."""
+    name: str = ""
+    """What the engine calls itself in its hello; its own address by default."""
+    allow: str = ""
+    """Refusals at start to override, comma separated: see `REFUSALS`. The rows concerned may be wrong without a sign."""
+
+    def __post_init__(self) -> None:
+        if self.delivery not in ("inband", "direct"):
+            raise ConfigError(f"R3CHANNEL_DELIVERY is {self.delivery!r}, expected inband or direct")
+        if self.delivery == "direct" and not (self.relay_url and self.token_file):
+            raise ConfigError(
+                "R3CHANNEL_DELIVERY=direct needs R3CHANNEL_RELAY_URL (what Relay.serve returned) and R3CHANNEL_TOKEN_FILE"
+            )
+        if self.delivery == "inband" and self.codec in COSTLY_CODECS:
+            raise ConfigError(
+                f"codec {self.codec!r} with in-band delivery would be paid by the scheduler's thread for every request; set "
+                "R3CHANNEL_DELIVERY=direct, where another thread pays, or use stored, lz4 or auto"
+            )
+        for name in ("queue_bytes", "deliver_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}, expected a positive number")
+        unknown = self.allowed - set(REFUSALS)
+        if unknown:
+            raise ConfigError(f"R3CHANNEL_ALLOW names {sorted(unknown)}, expected some of {sorted(REFUSALS)}")
+
+    @property
+    def allowed(self) -> frozenset[str]:
+        return frozenset(word.strip() for word in self.allow.split(",") if word.strip())
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> EngineConfig:

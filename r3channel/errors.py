@@ -142,6 +142,36 @@ class EngineReported(FrameError):
     reason = "engine"
 
 
+class ReceiptInvalid(FrameError):
+    """A receipt or a parcel of directly delivered frames is damaged, or names another request."""
+
+    reason = "receipt"
+
+
+class FrameMissing(RoutingMissing):
+    """A frame whose receipt came did not arrive in time. Names sample and engine."""
+
+    reason = "frame_missing"
+
+
+class RowGap(RowCountMismatch):
+    """Rows of a later turn begin after the rows that are held: those between are nowhere."""
+
+    reason = "row_gap"
+
+
+class RowOverlap(RowCountMismatch):
+    """Rows of a later turn begin before the end of the rows that are held."""
+
+    reason = "row_overlap"
+
+
+class TokensChanged(RoutingError):
+    """A later turn's tokens do not begin with those that the held rows belong to."""
+
+    reason = "tokens_changed"
+
+
 # -- steps, tickets, ranks ---------------------------------------------------------------------------------------------
 
 
@@ -221,6 +251,18 @@ class PluginNotApplied(R3Error):
     """An engine answers without frames: the plug-in is not loaded, or its hooks did not apply."""
 
     reason = "plugin"
+
+
+class EngineSilent(PluginNotApplied):
+    """An engine did not say hello within its deadline, or its hello was refused. Names engine and reason."""
+
+    reason = "engine_silent"
+
+
+class TokenError(ConfigError):
+    """The bearer token of direct delivery is missing, too short, or readable by others."""
+
+    reason = "token"
 
 
 class EngineUnavailable(R3Error):

@@ -50,7 +50,15 @@ LABELS: dict[str, tuple[str, ...]] = {
     "reason": (*sorted({*_reasons(RoutingError), SampleTwice.reason}), "other"),
     "cause": ("invalid", "padding"),
     "layer": tuple(str(layer) for layer in range(256)),
-    "leg": ("engine_frame", "engine_http", "object_store", "wire_sent", "wire_received", "landed"),
+    "leg": (
+        "engine_frame",
+        "engine_http",
+        "engine_direct",
+        "object_store",
+        "wire_sent",
+        "wire_received",
+        "landed",
+    ),
 }
 """Every label and the closed set of its values. A reason that is not listed is counted as `other`."""
 

@@ -1,6 +1,7 @@
 """SGLang plug-in of the embedded mode: what the host side of SGLang 0.5.23 needs changed on a machine without a GPU.
 
-Does nothing unless R3CHANNEL_EMBEDDED=1. Names relied on: `mem_cache.pool_host.common.ALLOC_MEMORY_FUNCS`,
+Does nothing unless R3CHANNEL_EMBEDDED=1. Names relied on: `mem_cache.pool_host.common.ALLOC_MEMORY_FUNCS` (in 0.5.15.post1
+`state_capturer.base.BaseHostCache`, which allocates by itself there),
 `entrypoints.engine._set_envs_and_config` (which ends by choosing the start method of the server's processes),
 `entrypoints.http_server._freeze_gc_after_server_warmup`.
 """
@@ -19,11 +20,16 @@ def register() -> None:
     if os.environ.get("R3CHANNEL_EMBEDDED") != "1":
         return
     # Imported here: SGLang opens this module in every engine, also where the embedded mode is off.
-    from sglang.srt.mem_cache.pool_host import common
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.state_capturer import base
 
-    # The entry is replaced and not the dict: state_capturer/base.py holds a reference to the dict.
-    common.ALLOC_MEMORY_FUNCS["cpu"] = _plain_memory
+    if hasattr(base, "ALLOC_MEMORY_FUNCS"):
+        # The entry is replaced and not the dict: state_capturer/base.py holds a reference to mem_cache's dict.
+        base.ALLOC_MEMORY_FUNCS["cpu"] = _plain_memory
+    else:
+        HookRegistry.register(
+            "sglang.srt.state_capturer.base.BaseHostCache.__init__", _plain_cache, HookType.REPLACE
+        )
     HookRegistry.register(f"{_ENTRYPOINTS}.engine._set_envs_and_config", _fork_workers, HookType.AFTER)
     HookRegistry.register(
         f"{_ENTRYPOINTS}.http_server._freeze_gc_after_server_warmup", _nothing, HookType.REPLACE
@@ -35,6 +41,14 @@ def _plain_memory(dims: Any, dtype: Any, device: str, *_: Any, **__: Any) -> Any
     import torch
 
     return torch.zeros(dims, dtype=dtype, device=device)
+
+
+def _plain_cache(cache: Any, num_tokens: int, num_layers: int, topk_size: int, name: str) -> None:
+    """`BaseHostCache.__init__` of 0.5.15.post1 without pinned memory."""
+    import torch
+
+    cache.buffer = torch.zeros((num_tokens, num_layers, topk_size), dtype=torch.int32)
+    cache.num_tokens, cache.num_layers, cache.topk_size, cache.name = num_tokens, num_layers, topk_size, name
 
 
 def _fork_workers(result: Any, *_: Any, **__: Any) -> None:

@@ -5,20 +5,25 @@ Shape letters: T rows, L MoE layers, A all decoder layers (dense ones included),
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 
 from r3channel.errors import ConfigError, RoutingError
-from r3channel.routing import Ids, RowKind, spans_of
+from r3channel.routing import Ids, ProvenanceSpan, RowKind
 from r3channel.spec import RoutingSpec
 from r3channel.wire.frame import encode_frame
+from r3channel.wire.inplace import StoredFrame
 
 NO_VERSION = -1
 """Weight version of a slot that was never written; its rows are MISSING."""
 UNREADABLE_VERSION = -2
 """Stamped while the engine's version is not a number; a request with such rows gets an error frame."""
+_LOOKED_AT = 16
+"""Rows of a request that are searched for a layer that nobody wrote. Such a layer is missing in every row that its model
+makes, and the relay checks every id; this only gives the better reason."""
 
 
 def parse_weight_version(text: str) -> int:
@@ -71,74 +76,173 @@ class LayerSelection:
         return expert_ids_TAK.index_select(1, self._picked).to(self._dtype)
 
 
-class SlotProvenance:
-    """What made the row in each KV slot: weight version and kind, stamped when ids are written to the host cache.
+# -- by KV slot ----------------------------------------------------------------------------------------------------------
 
-    SGLang's own version spans cover output tokens only, and a prefix-cache hit returns rows of an older request.
-    Host memory, 9 bytes per slot. One thread at a time.
+
+def stamp_of(*, weight_version: int, kind: RowKind) -> int:
+    """Weight version and kind as one int64, so that one gather brings both."""
+    return weight_version * 4 + int(kind)
+
+
+MISSING_STAMP = stamp_of(weight_version=NO_VERSION, kind=RowKind.MISSING)
+
+
+def spans_of_stamps(stamps_T: Ids, *, first_row: int) -> tuple[ProvenanceSpan, ...]:
+    """Run-length form of per-row stamps."""
+    if not len(stamps_T):
+        return ()
+    edges = [0, *(np.flatnonzero(stamps_T[1:] != stamps_T[:-1]) + 1).tolist(), len(stamps_T)]
+    return tuple(
+        ProvenanceSpan(
+            start=first_row + start,
+            end=first_row + end,
+            weight_version=int(stamps_T[start]) >> 2,
+            kind=RowKind(int(stamps_T[start]) & 3),
+        )
+        for start, end in pairwise(edges)
+    )
+
+
+class SlotRows:
+    """The rows that the engine holds, by KV slot: ids [slots, L, K] in the id dtype, and what made each.
+
+    Provenance travels with the slot, because a prefix-cache hit returns rows of an older request (SGLang's own version
+    spans cover output tokens only). Host memory: the ids and 8 bytes per slot. One thread at a time: the scheduler's.
     """
 
-    def __init__(self, slots: int) -> None:
-        self.weight_version = torch.full((slots,), NO_VERSION, dtype=torch.int64)
-        self.kind = torch.full((slots,), int(RowKind.MISSING), dtype=torch.uint8)
+    def __init__(self, spec: RoutingSpec, ids: torch.Tensor) -> None:
+        """`ids` is the host memory to keep ids in, [slots, L, K] in the id dtype, pinned where there is a GPU."""
+        self.spec, self.ids = spec, ids
+        self.stamps = torch.full((len(ids),), MISSING_STAMP, dtype=torch.int64)
 
-    def stamp(self, slots_T: torch.Tensor, *, weight_version: int, kind: RowKind) -> None:
-        self.weight_version[slots_T] = weight_version
-        self.kind[slots_T] = int(kind)
+    def write(
+        self, slots_T: torch.Tensor, expert_ids_TLK: torch.Tensor, *, weight_version: int, kind: RowKind
+    ) -> None:
+        """Rows of one forward pass; host tensors whose copy has completed."""
+        self.ids[slots_T] = expert_ids_TLK
+        self.stamps[slots_T] = stamp_of(weight_version=weight_version, kind=kind)
 
-    def gather(self, slots_T: torch.Tensor) -> tuple[Ids, Ids]:
-        """(weight versions int64 [T], kinds uint8 [T]) of the slots, as fresh arrays."""
-        return self.weight_version[slots_T].numpy(), self.kind[slots_T].numpy()
+    def draft(
+        self, slots_T: torch.Tensor, *, first_row: int, sample_key: int, row_digests: bool = False
+    ) -> FrameDraft:
+        """Gather a request's rows, once, into the memory that becomes its frame."""
+        stamps_T = self.stamps.index_select(0, slots_T).numpy()
+        draft = FrameDraft(
+            self.spec, stamps_T=stamps_T, first_row=first_row, sample_key=sample_key, row_digests=row_digests
+        )
+        # 10 times as fast as ids[slots_T] on uint8
+        torch.index_select(self.ids, 0, slots_T, out=torch.from_numpy(draft.ids_TLK))
+        return draft
+
+
+# -- one request ---------------------------------------------------------------------------------------------------------
+
+
+class FrameDraft:
+    """A finished request's rows between the gather and the frame. `encode` may run on another thread than the gather."""
+
+    __slots__ = ("_first_row", "_row_digests", "_stamps_T", "_stored", "ids_TLK", "sample_key", "spec")
+
+    def __init__(
+        self,
+        spec: RoutingSpec,
+        *,
+        stamps_T: Ids,
+        first_row: int = 0,
+        sample_key: int = 0,
+        row_digests: bool = False,
+    ) -> None:
+        self.spec, self.sample_key = spec, sample_key
+        self._stamps_T, self._first_row, self._row_digests = stamps_T, first_row, row_digests
+        self._stored = StoredFrame(
+            spec,
+            rows=len(stamps_T),
+            first_row=first_row,
+            provenance=spans_of_stamps(stamps_T, first_row=first_row),
+            sample_key=sample_key,
+            row_digests=row_digests,
+        )
+        self.ids_TLK = self._stored.ids_TLK
+        """[T, L, K] in the id dtype; whoever made the draft fills it before `encode`."""
+
+    @property
+    def first_row(self) -> int:
+        return self._first_row
+
+    @property
+    def rows(self) -> int:
+        return len(self._stamps_T)
+
+    @property
+    def nbytes(self) -> int:
+        return len(self._stored.buffer_N)
+
+    def name(self, sample_key: int) -> None:
+        """Tie the rows to their request; before `encode`."""
+        self.sample_key = self._stored.sample_key = sample_key
+
+    def encode(self, *, codec: str = "auto") -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """The frame's bytes. In place where all rows are there and the codec stores them as they are.
+
+        Rows without usable ids become invalid rows of kind MISSING. Raises RoutingError for rows of an unreadable weight
+        version.
+        """
+        # On real ids lz4 gains nothing where they fill their bytes; on missing rows and above 256 experts `auto` decides.
+        as_they_are = codec == "stored" or (codec == "auto" and self.spec.num_experts <= 256)
+        if as_they_are and self._complete():
+            self._stored.finish()
+            return self._stored.buffer_N
+        return np.frombuffer(bytearray(self._encode_with(codec=codec)), np.uint8)  # torch wants it writable
+
+    def _complete(self) -> bool:
+        spans = self._stored.provenance
+        known = all(span.kind is not RowKind.MISSING and span.weight_version >= 0 for span in spans)
+        return known and not (self.rows and _looks_wrong(self.ids_TLK, spec=self.spec))
+
+    def _encode_with(self, *, codec: str) -> bytes:
+        valid_T = captured_rows(self.ids_TLK, spec=self.spec)
+        valid_T &= (self._stamps_T & 3) != RowKind.MISSING
+        if ((self._stamps_T >> 2)[valid_T] == UNREADABLE_VERSION).any():
+            raise RoutingError(
+                "rows were made while the engine's weight version was not a number; count versions up from '0'"
+            )
+        return encode_frame(
+            self.spec,
+            expert_ids_TLK=self.ids_TLK,
+            first_row=self._first_row,
+            valid_T=valid_T,
+            provenance=spans_of_stamps(
+                np.where(valid_T, self._stamps_T, MISSING_STAMP), first_row=self._first_row
+            ),
+            sample_key=self.sample_key,
+            codec=codec,
+            row_digests=self._row_digests,
+        )
 
 
 def captured_rows(expert_ids_TLK: Ids, *, spec: RoutingSpec) -> np.ndarray[Any, np.dtype[np.bool_]]:
     """[T] bool: False where a layer's ids cannot come from a router: padding (-1) or memory that was never written.
 
-    Looks at range and at the first two slots only (an unwritten layer is all zero, padding all equal). The relay checks
-    every id; this only tells rows that the engine does not have from rows that were damaged later.
+    The relay checks every id; this tells rows that the engine does not have from rows that were damaged later. One pass
+    over the ids when all is well.
     """
-    bad_T = np.zeros(len(expert_ids_TLK), dtype=bool)
-    if not expert_ids_TLK.size:
-        return ~bad_T
-    if spec.top_k > 1:
+    rows = len(expert_ids_TLK)
+    if not expert_ids_TLK.size or not _looks_wrong(expert_ids_TLK, spec=spec):
+        return np.ones(rows, dtype=bool)
+    bad_T = np.zeros(rows, dtype=bool)
+    bad_T |= ((expert_ids_TLK >= spec.num_experts) | (expert_ids_TLK < 0)).any(axis=(1, 2))
+    if spec.top_k > 1:  # unwritten memory is all zero, padding all equal
         bad_T |= (expert_ids_TLK[:, :, 0] == expert_ids_TLK[:, :, 1]).any(axis=1)
-    if int(expert_ids_TLK.max()) >= spec.num_experts or int(expert_ids_TLK.min()) < 0:
-        bad_T |= ((expert_ids_TLK >= spec.num_experts) | (expert_ids_TLK < 0)).any(axis=(1, 2))
     return ~bad_T
 
 
-def build_frame(
-    spec: RoutingSpec,
-    *,
-    expert_ids_TLK: torch.Tensor,
-    weight_versions_T: Ids,
-    kinds_T: Ids,
-    first_row: int = 0,
-    sample_key: int = 0,
-    codec: str = "auto",
-    row_digests: bool = False,
-) -> bytes:
-    """The frame of one finished request. `expert_ids_TLK` is a host tensor in the id dtype; nothing is kept.
-
-    Rows without usable ids become invalid rows of kind MISSING. Raises RoutingError for rows of an unreadable weight version.
-    """
-    ids_TLK = expert_ids_TLK.numpy()
-    valid_T = captured_rows(ids_TLK, spec=spec) & (kinds_T != RowKind.MISSING)
-    if (weight_versions_T[valid_T] == UNREADABLE_VERSION).any():
-        raise RoutingError(
-            "rows were made while the engine's weight version was not a number; count versions up from '0'"
-        )
-    return encode_frame(
-        spec,
-        expert_ids_TLK=ids_TLK,
-        first_row=first_row,
-        valid_T=valid_T,
-        provenance=spans_of(
-            np.where(valid_T, weight_versions_T, NO_VERSION),
-            np.where(valid_T, kinds_T, np.uint8(RowKind.MISSING)),
-            first_row=first_row,
-        ),
-        sample_key=sample_key,
-        codec=codec,
-        row_digests=row_digests,
-    )
+def _looks_wrong(expert_ids_TLK: Ids, *, spec: RoutingSpec) -> bool:
+    largest = int(expert_ids_TLK.max())
+    if largest >= spec.num_experts or (spec.id_dtype != np.uint8 and int(expert_ids_TLK.min()) < 0):
+        return True
+    if spec.top_k == 1:
+        return False
+    if spec.num_experts == 256 and largest == 255:  # -1 and expert 255 are one byte: only its neighbours tell
+        return bool((expert_ids_TLK[:, :, 0] == expert_ids_TLK[:, :, 1]).any())
+    some_TLK = expert_ids_TLK[:: max(1, len(expert_ids_TLK) // _LOOKED_AT)]
+    return bool((some_TLK[:, :, 0] == some_TLK[:, :, 1]).any())

@@ -1,15 +1,18 @@
-"""The names of SGLang that the engine room relies on, and a check of each. Imports SGLang only when asked, by name.
+"""The names of SGLang that the engine room relies on, per version, and a check of each. Imports SGLang only when asked, by name.
 
-Read against SGLang 0.5.23. When a release moves one of these, `check_hooks` says which, before anything is patched.
+Read against SGLang 0.5.15.post1 and 0.5.23; what lies between follows one of the two tables or is refused. When a release
+moves a name, `check_hooks` says which, before anything is patched. 0.5.9 has no plug-in API: see patches/.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import inspect
 import pkgutil
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-READ_AGAINST = "0.5.23"
+READ_AGAINST = ("0.5.15.post1", "0.5.23")
 _SRT = "sglang.srt"
 
 CAPTURER = f"{_SRT}.state_capturer.routed_experts.RoutedExpertsCapturer"
@@ -17,6 +20,15 @@ COLLECT = (
     f"{_SRT}.managers.scheduler_components.batch_result_processor"
     ".SchedulerBatchResultProcessor._maybe_collect_routed_experts"
 )
+INIT_CAPTURER = f"{_SRT}.model_executor.model_runner.ModelRunner.init_routed_experts_capturer"
+UPDATER = f"{_SRT}.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+UPDATES = tuple(
+    f"{UPDATER}.update_weights_from_{source}" for source in ("disk", "distributed", "tensor", "ipc")
+)
+_BASE = f"{_SRT}.state_capturer.base"
+_CONTEXT = f"{_SRT}.runtime_context"
+_FIELDS = f"{_SRT}.arg_groups.fields"
+_ARGS = f"{_SRT}.server_args.ServerArgs"
 
 
 class Name(NamedTuple):
@@ -26,18 +38,16 @@ class Name(NamedTuple):
     parameters: tuple[str, ...] = ()
 
 
-HOOKED: tuple[Name, ...] = (
+_COMMON: tuple[Name, ...] = (
     Name(CAPTURER),
     Name(COLLECT, ("self", "req")),
-)
-"""What is replaced or wrapped."""
-
-RELIED_ON: tuple[Name, ...] = (
-    *HOOKED,
+    Name(INIT_CAPTURER, ("self",)),
     Name(f"{_SRT}.plugins.hook_registry.HookRegistry.register", ("target", "hook", "hook_type")),
     Name(f"{_SRT}.plugins.hook_registry.HookType.AROUND"),
+    Name(f"{_SRT}.plugins.hook_registry.HookType.BEFORE"),
+    Name(f"{_SRT}.plugins.hook_registry.HookType.AFTER"),
     Name(f"{_SRT}.plugins.hook_registry.HookType.REPLACE"),
-    Name(f"{CAPTURER}.create", ("model", "model_config", "num_tokens", "max_running_requests", "device")),
+    Name(f"{CAPTURER}.create", ("model_config", "num_tokens", "max_running_requests", "device")),
     Name(
         f"{CAPTURER}.__init__",
         ("model_config", "num_tokens", "max_running_requests", "num_fused_shared_experts", "device"),
@@ -49,29 +59,76 @@ RELIED_ON: tuple[Name, ...] = (
     ),
     Name(f"{CAPTURER}.get_topk", ("req_pool_idx", "seqlen", "req_to_token_pool", "start_len")),
     Name(f"{_SRT}.state_capturer.routed_experts.get_global_experts_capturer"),
-    Name(f"{_SRT}.state_capturer.base.TopkCaptureOutput", ("out_cache_loc", "topk", "host_cache")),
-    Name(f"{_SRT}.state_capturer.base.TopkCaptureOutput.map_device_tensors", ("fn",)),
-    Name(f"{_SRT}.state_capturer.base.TopkCaptureOutput.finalize"),
-    Name(f"{_SRT}.state_capturer.base.BaseHostCache.destroy"),
-    Name(f"{_SRT}.state_capturer.base.BaseHostCache._log_allocation"),
-    Name(f"{_SRT}.state_capturer.base.ALLOC_MEMORY_FUNCS"),
-    Name(f"{_SRT}.state_capturer.base.HostTensorAllocator"),
+    Name(f"{_BASE}.TopkCaptureOutput", ("out_cache_loc", "topk", "host_cache")),
+    Name(f"{_BASE}.TopkCaptureOutput.map_device_tensors", ("fn",)),
+    Name(f"{_BASE}.TopkCaptureOutput.finalize"),
+    Name(f"{_BASE}.BaseHostCache._log_allocation"),
     Name(f"{_SRT}.model_executor.forward_batch_info.ForwardMode.is_decode"),
     Name(f"{_SRT}.layers.moe.topk.TopK.__init__", ("top_k", "layer_id")),
-    Name(f"{_SRT}.runtime_context.get_serving"),
-    Name(f"{_SRT}.runtime_context.get_exec"),
-    Name(f"{_SRT}.runtime_context.get_spec"),
-    Name(f"{_SRT}.runtime_context.get_disagg"),
-    Name(f"{_SRT}.runtime_context.get_parallel"),
-    Name(f"{_SRT}.runtime_context.get_memory"),
-    Name(f"{_SRT}.runtime_context.get_schedule"),
-    Name(f"{_SRT}.arg_groups.fields.serving.Serving.weight_version"),
-    Name(f"{_SRT}.arg_groups.fields.spec.Spec.speculative_algorithm"),
-    Name(f"{_SRT}.arg_groups.fields.disagg.Disagg.disaggregation_mode"),
-    Name(f"{_SRT}.arg_groups.fields.memory.Memory.enable_hierarchical_cache"),
-    Name(f"{_SRT}.arg_groups.fields.memory.Memory.enable_lmcache"),
-    Name(f"{_SRT}.arg_groups.fields.schedule.Schedule.enable_mixed_chunk"),
+    Name(f"{_CONTEXT}.get_parallel"),
+    Name(f"{_CONTEXT}.get_server_args"),
+    Name(f"{_ARGS}.url"),
 )
+
+_SINCE_BAGS: tuple[Name, ...] = (
+    Name(f"{CAPTURER}.create", ("model", "model_config")),
+    Name(f"{_BASE}.BaseHostCache.destroy"),
+    Name(f"{_BASE}.ALLOC_MEMORY_FUNCS"),
+    Name(f"{_BASE}.HostTensorAllocator"),
+    *(Name(f"{_CONTEXT}.get_{bag}") for bag in ("serving", "exec", "spec", "disagg", "memory", "schedule")),
+    Name(f"{_FIELDS}.serving.Serving.weight_version"),
+    Name(f"{_FIELDS}.spec.Spec.speculative_algorithm"),
+    Name(f"{_FIELDS}.disagg.Disagg.disaggregation_mode"),
+    Name(f"{_FIELDS}.memory.Memory.enable_hierarchical_cache"),
+    Name(f"{_FIELDS}.memory.Memory.enable_lmcache"),
+    Name(f"{_FIELDS}.schedule.Schedule.enable_mixed_chunk"),
+)
+"""0.5.23: settings in bags by theme; a change of the weight version reaches the scheduler."""
+
+_BEFORE_BAGS: tuple[Name, ...] = (
+    Name(f"{CAPTURER}.create", ("enable", "num_fused_shared_experts")),
+    *(
+        Name(f"{_ARGS}.{field}")
+        for field in (
+            "enable_return_routed_experts",
+            "weight_version",
+            "speculative_algorithm",
+            "disaggregation_mode",
+            "pp_size",
+            "enable_hierarchical_cache",
+            "enable_lmcache",
+            "enable_mixed_chunk",
+        )
+    ),
+    *(Name(path, ("self", "recv_req")) for path in UPDATES),
+)
+"""0.5.15.post1: one object of settings. Only a weight update that names its version tells the scheduler."""
+
+TABLES: Mapping[str, tuple[Name, ...]] = {
+    "0.5.15.post1": (*_COMMON, *_BEFORE_BAGS),
+    "0.5.23": (*_COMMON, *_SINCE_BAGS),
+}
+"""Version -> every name that is relied on there."""
+
+
+def installed_version() -> str:
+    """SGLang's version from its metadata; nothing of it is imported."""
+    try:
+        return importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def hooked(table: str) -> tuple[str, ...]:
+    """What is replaced or wrapped under a table of `TABLES`."""
+    return (CAPTURER, COLLECT, INIT_CAPTURER, *(UPDATES if table == "0.5.15.post1" else ()))
+
+
+def matching_table() -> str | None:
+    """The table whose names are all there: the installed version's own, or the one that a version between follows."""
+    own = installed_version()
+    candidates = [own] if own in TABLES else sorted(TABLES, reverse=True)
+    return next((table for table in candidates if not _problems(table)), None)
 
 
 def check_hooks() -> list[str]:
@@ -79,17 +136,27 @@ def check_hooks() -> list[str]:
 
     Imports SGLang, which on a machine without a GPU needs the environment of `r3channel.embedded`. Patches nothing.
     """
-    return [problem for name in RELIED_ON if (problem := _problem(name)) is not None]
+    if matching_table() is not None:
+        return []
+    own = installed_version()
+    if own in TABLES:
+        return _problems(own)
+    return min((_problems(table) for table in TABLES), key=len)
+
+
+def _problems(table: str) -> list[str]:
+    return [problem for name in TABLES[table] if (problem := _problem(name)) is not None]
 
 
 def _problem(name: Name) -> str | None:
+    where = f"r3channel was read against SGLang {' and '.join(READ_AGAINST)}, this is {installed_version()}"
     try:
         found = pkgutil.resolve_name(name.path)
     except (ImportError, AttributeError) as error:
-        return f"{name.path} is gone ({error}); r3channel was read against SGLang {READ_AGAINST}"
+        return f"{name.path} is gone ({error}); {where}"
     missing = [parameter for parameter in name.parameters if parameter not in _parameters(found)]
     if missing:
-        return f"{name.path} no longer takes {', '.join(missing)}; r3channel was read against SGLang {READ_AGAINST}"
+        return f"{name.path} no longer takes {', '.join(missing)}; {where}"
     return None
 
 

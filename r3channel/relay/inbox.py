@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from r3channel.errors import SampleTwice, SampleUnknown
 from r3channel.plan.ticket import TicketSample
@@ -27,6 +27,8 @@ class Held:
     """In the frame store."""
     arrived_s: float
     """time.monotonic seconds."""
+    tokens: Sequence[int] = field(default=(), repr=False)
+    """What a later turn must begin with, the last one aside: that has no row yet."""
 
 
 class Inbox:
@@ -39,17 +41,47 @@ class Inbox:
         self._lock = threading.Lock()
         self._serial = 0
 
-    def put(self, sample: TicketSample, data: bytes) -> None:
+    def put(self, sample: TicketSample, data: bytes | memoryview, tokens: Sequence[int] = ()) -> None:
         """Keep a frame. Raises `SampleTwice`, or `StoreFull`; then nothing has changed."""
         name = sample.sample_id
         with self._lock:
-            if name in self._held or name in self._travelling:
-                where = "waits for a step" if name in self._held else "is in a step that is not delivered yet"
-                raise SampleTwice(f"sample {name} was added twice; the first {where}. Was a request retried?")
-            self._serial += 1
-            held = Held(sample, f"{self._serial}:{name}", time.monotonic())
-            self._store.put(held.key, data)
-            self._held[name] = held
+            self._check_free(name)
+            self._held[name] = self._keep(sample, data, tokens)
+
+    def replace(self, sample: TicketSample, data: bytes | memoryview, tokens: Sequence[int]) -> None:
+        """Keep a longer frame of a sample that is here. Raises `SampleUnknown`, or `StoreFull`; then nothing has changed."""
+        with self._lock:
+            before = self._held.get(sample.sample_id)
+            if before is None:
+                raise SampleUnknown(
+                    f"sample {sample.sample_id} is not here any more; sealed or dropped meanwhile?"
+                )
+            held = self._keep(sample, data, tokens)
+            del self._held[sample.sample_id]  # to the end: it has arrived now
+            self._held[sample.sample_id] = held
+        self._store.release(before.key)
+
+    def check_free(self, name: str, *, unless_held: bool = False) -> None:
+        """Raise `SampleTwice` where `put` would; a sample that is held may be `replace`d."""
+        with self._lock:
+            if not (unless_held and name in self._held):
+                self._check_free(name)
+
+    def held(self, name: str) -> Held | None:
+        """A sample that no step has taken yet."""
+        with self._lock:
+            return self._held.get(name)
+
+    def _check_free(self, name: str) -> None:
+        if name in self._held or name in self._travelling:
+            where = "waits for a step" if name in self._held else "is in a step that is not delivered yet"
+            raise SampleTwice(f"sample {name} was added twice; the first {where}. Was a request retried?")
+
+    def _keep(self, sample: TicketSample, data: bytes | memoryview, tokens: Sequence[int]) -> Held:
+        self._serial += 1
+        held = Held(sample, f"{self._serial}:{sample.sample_id}", time.monotonic(), tokens)
+        self._store.put(held.key, data)
+        return held
 
     def look(self, names: Sequence[str], *, step: int) -> tuple[TicketSample, ...]:
         """The samples of an assignment, still here afterwards. Raises `SampleUnknown` naming those that are not."""

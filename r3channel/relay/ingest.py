@@ -1,4 +1,4 @@
-"""From one engine reply to one verified frame. Knows SGLang's reply fields; knows nothing about steps or ranks."""
+"""From one engine reply to one verified frame or receipt. Knows SGLang's reply fields; knows nothing about steps or ranks."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 
 from r3channel import errors
+from r3channel.relay.splice import check_adjoins
 from r3channel.routing import RowKind, SampleRouting
 from r3channel.spec import RoutingSpec
 from r3channel.wire.frame import Frame, parse_frame, sample_key
+from r3channel.wire.receipt import RECEIPT_MAGIC, Receipt
 
 ROUTING_FIELD = "routed_experts"
 
@@ -24,13 +26,13 @@ class Verified:
 
     sample_id: str
     frame: Frame
-    data: bytes
+    data: bytes | memoryview
     """The frame's bytes."""
     routing: SampleRouting
 
 
 def frame_bytes_of(reply: Mapping[str, Any], *, sample_id: str, engine: str) -> bytes:
-    """The frame in `reply["meta_info"]["routed_experts"]` (base64, SGLang's in-band place)."""
+    """What is in `reply["meta_info"]["routed_experts"]` (base64, SGLang's in-band place): a frame, or a receipt for one."""
     meta = reply.get("meta_info")
     text = meta.get(ROUTING_FIELD) if isinstance(meta, Mapping) else None
     if not isinstance(text, str) or not text:
@@ -46,6 +48,17 @@ def frame_bytes_of(reply: Mapping[str, Any], *, sample_id: str, engine: str) -> 
         ) from error
 
 
+def key_of(reply: Mapping[str, Any]) -> int | None:
+    """The key that a frame for this reply's request carries; None when the reply does not name its request."""
+    request_id = reply["meta_info"].get("id")
+    return sample_key(request_id) if isinstance(request_id, str) else None
+
+
+def receipt_in(data: bytes) -> Receipt | None:
+    """The receipt, when a reply holds one in place of a frame."""
+    return Receipt.from_bytes(data) if data[:4] == RECEIPT_MAGIC else None
+
+
 def verify_reply(
     reply: Mapping[str, Any],
     *,
@@ -57,21 +70,19 @@ def verify_reply(
 ) -> Verified:
     """Verify the frame of a reply for a sample of `tokens` tokens, and that it belongs to this reply's request."""
     data = frame_bytes_of(reply, sample_id=sample_id, engine=engine)
-    request_id = reply["meta_info"].get("id")
-    expected_key = sample_key(request_id) if isinstance(request_id, str) else None
     return verify_frame(
         data,
         spec=spec,
         sample_id=sample_id,
         tokens=tokens,
         engine=engine,
-        expected_key=expected_key,
+        expected_key=key_of(reply),
         invalid_rows=invalid_rows,
     )
 
 
 def verify_frame(
-    data: bytes,
+    data: bytes | memoryview,
     *,
     spec: RoutingSpec,
     sample_id: str,
@@ -79,27 +90,71 @@ def verify_frame(
     engine: str,
     expected_key: int | None = None,
     invalid_rows: str = "error",
+    held_rows: int | None = 0,
 ) -> Verified:
-    """Verify a frame's bytes, its row count, its request and every id. Raises a typed `RoutingError`.
+    """Verify a frame's bytes, its rows, its request and every id. Raises a typed `RoutingError`.
 
     `invalid_rows`: `error` refuses a sample with rows that hold no routing; other policies leave them to the trainer.
+    `held_rows` rows of the sample are there already (earlier turns) and the frame must bring the others; None when that
+    is not known yet.
     """
     where = f"sample {sample_id} from engine {engine}"
     frame = parse_frame(data, spec=spec, sample_id=sample_id, engine=engine)
-    if expected_key is not None and frame.sample_key != expected_key:
-        raise errors.PayloadCorrupt(
-            f"{where}: the frame belongs to request key {frame.sample_key:#x}, expected "
-            f"the reply's {expected_key:#x}; were replies swapped?"
-        )
-    if frame.first_row != 0 or frame.rows != tokens - 1:
-        raise errors.RowCountMismatch(
-            f"{where}: rows {frame.first_row}..{frame.first_row + frame.rows} of layers {spec.moe_layers} for {tokens} tokens; "
-            f"expected 0..{tokens - 1}. Was a start offset set, or the text cut after generation?"
-        )
+    check_fit(
+        first_row=frame.first_row,
+        rows=frame.rows,
+        key=frame.sample_key,
+        tokens=tokens,
+        expected_key=expected_key,
+        held_rows=frame.first_row if held_rows is None else held_rows,
+        where=f"{where}, layers {spec.moe_layers}",
+    )
+    return _verified(frame, data, sample_id=sample_id, where=where, invalid_rows=invalid_rows)
+
+
+def verify_arrival(
+    data: memoryview, *, spec: RoutingSpec, engine: str, serial: int, invalid_rows: str
+) -> Frame:
+    """Verify all that can be said about a frame before its reply is known: bytes, spec, validity, every id."""
+    name = f"of frame {serial}"
+    frame = parse_frame(data, spec=spec, sample_id=name, engine=engine)
+    where = f"sample {name} from engine {engine}"
+    _verified(frame, data, sample_id=name, where=where, invalid_rows=invalid_rows)
+    return frame
+
+
+def _verified(
+    frame: Frame, data: bytes | memoryview, *, sample_id: str, where: str, invalid_rows: str
+) -> Verified:
     if invalid_rows == "error":
         _check_valid(frame, where=where)
-    routing = frame.routing(sample_id=f"{sample_id} from engine {engine}")  # the name is for its errors
+    routing = frame.routing(sample_id=where.removeprefix("sample "))  # the name is for its errors
     return Verified(sample_id=sample_id, frame=frame, data=data, routing=routing)
+
+
+def check_fit(
+    *,
+    first_row: int,
+    rows: int,
+    key: int,
+    tokens: int,
+    expected_key: int | None,
+    held_rows: int,
+    where: str,
+) -> None:
+    """Do rows [first_row, first_row + rows) of request `key` complete a sample of `tokens` tokens?"""
+    if expected_key is not None and key != expected_key:
+        raise errors.PayloadCorrupt(
+            f"{where}: the frame belongs to request key {key:#x}, expected the reply's {expected_key:#x}; were replies "
+            "swapped?"
+        )
+    if held_rows:
+        check_adjoins(held_rows=held_rows, first_row=first_row, where=where)
+    if (not held_rows and first_row != 0) or first_row + rows != tokens - 1:
+        raise errors.RowCountMismatch(
+            f"{where}: rows {first_row}..{first_row + rows} for {tokens} tokens; expected {held_rows}..{tokens - 1}. Was a "
+            "start offset set without append, or the text cut after generation?"
+        )
 
 
 def invalid_ranges(frame: Frame) -> tuple[tuple[int, int], ...]:

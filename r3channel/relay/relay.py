@@ -1,6 +1,7 @@
 """The relay: verified frames in, a sealed step out, exact shards sent in the background.
 
     relay = Relay(spec, layout, config)
+    relay.serve(token_file=...)                    # only for engines that deliver directly
     relay.add(sample_id, reply, tokens)            # as replies arrive; any thread
     ticket = relay.seal(step, assignment)          # returns before a byte is sent
     relay.join_previous(timeout_s=...)             # the next rollout, before it seals again
@@ -15,6 +16,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -22,9 +24,6 @@ from r3channel.config import ChannelConfig
 from r3channel.errors import (
     BackgroundFailed,
     DeadlineExceeded,
-    PluginNotApplied,
-    R3Error,
-    RoutingError,
     StepError,
     StoreFull,
     TicketMismatch,
@@ -35,17 +34,20 @@ from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.place import fill_invalid, place_samples
 from r3channel.plan.shards import ShardKey
-from r3channel.plan.ticket import Ticket, TicketSample
+from r3channel.plan.ticket import Ticket
 from r3channel.recording import Recorder
+from r3channel.relay.engines import EngineRegistry
+from r3channel.relay.gate import Gate
 from r3channel.relay.inbox import Inbox
-from r3channel.relay.ingest import Verified, frame_bytes_of, invalid_ranges, verify_frame, verify_reply
+from r3channel.relay.ingest import Verified
+from r3channel.relay.intake import Intake
 from r3channel.relay.sender import DeliveryGroup
 from r3channel.relay.step import SealedStep
 from r3channel.relay.store import FrameStore
 from r3channel.routing import Ids
 from r3channel.spec import RoutingSpec
 from r3channel.transport.base import Rendezvous, open_store
-from r3channel.wire.frame import FRAME_MAGIC, parse_frame
+from r3channel.wire.frame import parse_frame
 
 
 class Relay:
@@ -68,6 +70,18 @@ class Relay:
         self._recorder = recorder
         self._store = FrameStore.open(self.config.store_dir, ceiling_bytes=self.config.store_bytes)
         self._inbox = Inbox(self._store)
+        self.engines = EngineRegistry(spec)
+        self._intake = Intake(
+            spec,
+            self.config,
+            store=self._store,
+            inbox=self._inbox,
+            engines=self.engines,
+            clock=self.clock,
+            metrics=self.metrics,
+            recorder=recorder,
+        )
+        self._gate = Gate(self.config, engines=self.engines, intake=self._intake)
         self._changed = threading.Condition()
         self._steps: dict[int, SealedStep] = {}
         self._newest_step = -1
@@ -84,81 +98,87 @@ class Relay:
             group.start()
         self._placer.start()
 
-    # -- rollout side ----------------------------------------------------------------------------------------------
+    # -- engines ---------------------------------------------------------------------------------------------------
+
+    def serve(self, *, token_file: str | Path | None = None) -> str:
+        """Open the ingest for directly delivered frames and return its address, for R3CHANNEL_RELAY_URL.
+
+        The token's file (`config.token_file` by default) is created, mode 0600, when it does not exist; engines read the
+        same one. Binds `config.interface` only.
+        """
+        self._check_open()
+        return self._gate.serve(token_file)
+
+    def expect_engines(self, engines: Iterable[str], *, timeout_s: float) -> None:
+        """Replies of these engines are refused (`EngineSilent`) unless each has said hello within `timeout_s` from now."""
+        self.engines.expect(engines, timeout_s=timeout_s)
 
     def check_engine(self, reply: Mapping[str, Any], *, engine: str, tokens: int) -> None:
-        """Judge an engine by the reply to a tiny request before the first rollout.
+        """Judge an engine by the reply to a tiny request before the first rollout, best to `wire.hello.probe_body()`.
 
         SGLang only logs a plug-in that fails; without this check the data would be found missing at the first step.
         """
-        try:
-            data = frame_bytes_of(reply, sample_id="probe", engine=engine)
-            if data[:4] != FRAME_MAGIC:
-                raise PluginNotApplied(
-                    f"engine {engine} answers with {len(data)} bytes of stock routing, expected a frame. Is r3channel "
-                    "installed in the engine's environment, and was R3CHANNEL_ENGINE=1 set when it started? The engine's "
-                    "log names a hook that failed"
-                )
-            verify_frame(data, spec=self.spec, sample_id="probe", tokens=tokens, engine=engine)
-        except RoutingError as error:
-            raise PluginNotApplied(f"engine {engine} does not send usable frames: {error}") from error
+        self._gate.check_reply(reply, engine=engine, tokens=tokens)
+
+    # -- rollout side ----------------------------------------------------------------------------------------------
 
     def add(
-        self, sample_id: str, reply: Mapping[str, Any], tokens: Sequence[int] | Ids, *, engine: str = "?"
-    ) -> Verified:
+        self,
+        sample_id: str,
+        reply: Mapping[str, Any],
+        tokens: Sequence[int] | Ids,
+        *,
+        engine: str = "?",
+        append: bool = False,
+    ) -> Verified | None:
         """Verify and keep the routing of one sample.
 
         `reply` is the engine's decoded JSON, `tokens` the whole sequence (prompt and response). Raises a typed
         `RoutingError` naming sample and engine and keeps nothing; the caller decides what happens to a bad sample.
+        None when the reply holds a receipt: the frame comes directly, and `seal` waits for it and names it if it is lost.
+
+        `append`: a later turn (or the rest of an interrupted request) of a sample that is here, made with
+        `routed_experts_start_len = rows held`. `tokens` is the whole sequence again; gaps, overlaps and changed tokens
+        are refused, and the rows that are held stay.
         """
-        return self._add(sample_id, tokens, lambda: verify_reply(
-            reply, spec=self.spec, sample_id=sample_id, tokens=len(tokens), engine=engine,
-            invalid_rows=self.config.invalid_rows,
-        ))  # fmt: skip
+        self._check_open()
+        self.engines.check(engine)
+        self._intake.expire()
+        return self._intake.add(sample_id, reply, tokens, engine=engine, adds_turn=append)
 
     def add_frame(
-        self, sample_id: str, data: bytes, tokens: Sequence[int] | Ids, *, engine: str = "?"
-    ) -> Verified:
-        """As `add`, for a frame that is already in hand (a recording, another transport)."""
-        return self._add(sample_id, tokens, lambda: verify_frame(
-            data, spec=self.spec, sample_id=sample_id, tokens=len(tokens), engine=engine,
-            invalid_rows=self.config.invalid_rows,
-        ))  # fmt: skip
-
-    def _add(self, sample_id: str, tokens: Sequence[int] | Ids, verify: Any) -> Verified:
+        self,
+        sample_id: str,
+        data: bytes,
+        tokens: Sequence[int] | Ids,
+        *,
+        engine: str = "?",
+        append: bool = False,
+    ) -> Verified | None:
+        """As `add`, for a frame that is already in hand (a recording, another transport, `splice.merge`)."""
         self._check_open()
-        self._expire()
-        try:
-            with self.clock.span("verify"):
-                verified: Verified = verify()
-            frame = verified.frame
-            sample = TicketSample(
-                sample_id, len(tokens), frame.payload_hash, frame.provenance, invalid_ranges(frame)
-            )
-            with self.clock.span("ingest"):
-                if self._recorder is not None:
-                    self._recorder.keep(sample_id, verified.data, tokens)
-                self._inbox.put(sample, verified.data)
-        except R3Error as error:
-            self.metrics.inc("r3channel_samples_total", outcome="rejected")
-            self.metrics.inc("r3channel_rejected_total", reason=error.reason)
-            raise
-        self.metrics.inc("r3channel_samples_total", outcome="received")
-        self.metrics.inc("r3channel_bytes_total", frame.nbytes, leg="engine_frame")
-        self.metrics.inc("r3channel_rows_total", frame.rows)
-        return verified
+        self._intake.expire()
+        return self._intake.add_frame(sample_id, data, tokens, engine=engine, adds_turn=append)
+
+    def rows_held(self, sample_id: str) -> int:
+        """Rows of a sample that are here: `routed_experts_start_len` of its next turn."""
+        held = self._inbox.held(sample_id)
+        return held.sample.tokens - 1 if held is not None else 0
 
     def discard(self, sample_ids: Iterable[str]) -> int:
         """Drop samples that no assignment will name (filtered, over-sampled, aborted, evaluation); unknown ids are ignored."""
-        return self._drop(sample_ids, outcome="discarded")
+        return self._intake.drop(sample_ids, outcome="discarded")
 
     def seal(self, step: int, assignment: Assignment) -> Ticket:
         """Plan the step, hand it to the background and return its ticket; no byte is sent before this returns.
 
-        Raises `SampleUnknown` for an assigned sample that was never added, `StepError` for a step that is not newer.
+        Waits up to `frame_timeout_s` for directly delivered frames whose receipts came. Raises `FrameMissing` naming those
+        that did not, `SampleUnknown` for an assigned sample that was never added, `StepError` for a step that is not newer.
         """
         self._check_open()
-        self._expire()
+        self._intake.expire()
+        with self.clock.span("wait_generation", step=step):
+            self._intake.wait(assignment.sample_ids, timeout_s=self.config.frame_timeout_s, step=step)
         with self.clock.span("plan", step=step):
             samples = self._inbox.look(assignment.sample_ids, step=step)
             ticket = Ticket(
@@ -208,7 +228,8 @@ class Relay:
         with self._changed:
             return {
                 "run": self.run,
-                "pending": self._inbox.names,
+                **self._intake.status(),
+                "engines": self.engines.reports(),
                 "steps": {
                     step: {
                         "state": sealed.state,
@@ -229,6 +250,7 @@ class Relay:
             self._closed = True
             undelivered = {step: list(sealed.missing) for step, sealed in self._steps.items()}
             self._changed.notify_all()
+        self._gate.close(timeout_s=timeout_s)
         self._to_place.put(None)
         threads = [self._placer, *(group.stop() for group in self._groups)]
         deadline = time.monotonic() + timeout_s
@@ -384,19 +406,6 @@ class Relay:
         error = self._background_error()
         if error is not None:
             raise BackgroundFailed(f"a background thread of the relay died: {error!r}") from error
-
-    def _expire(self) -> None:
-        old = self._inbox.older_than(self.config.expiry_s)
-        if old:
-            self._drop(old, outcome="expired")
-
-    def _drop(self, sample_ids: Iterable[str], *, outcome: str) -> int:
-        dropped = self._inbox.drop(sample_ids)
-        if self._recorder is not None:
-            for sample_id in dropped:
-                self._recorder.forget(sample_id)
-        self.metrics.inc("r3channel_samples_total", len(dropped), outcome=outcome)
-        return len(dropped)
 
     def _watch(self) -> None:
         self.metrics.watch("r3channel_frames_in_store", lambda: len(self._store))

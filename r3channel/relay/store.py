@@ -81,9 +81,7 @@ class FrameStore:
             self._serial += 1
             _RECORD.pack_into(segment.memory, segment.used, _MAGIC, len(key), 0, len(frame), self._serial)
             segment.memory[segment.used + _RECORD.size : start] = key
-            segment.memory[start : start + len(frame)] = (
-                bytes(frame) if isinstance(frame, memoryview) else frame
-            )
+            segment.memory[start : start + len(frame)] = frame
             segment.used += size
             segment.live += 1
             self._records[sample_id] = _Record(segment, start, start + len(frame), _RECORD.size + len(key))

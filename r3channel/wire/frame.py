@@ -119,7 +119,7 @@ def encode_frame(
         flags |= FLAG_VALIDITY
         sections += np.packbits(valid_T, bitorder="little").tobytes()
     for span in provenance:
-        sections += _SPAN.pack(span.start, span.end, span.weight_version, span.kind)
+        sections += pack_span(span)
     if codec == "set":
         expert_ids_TLK = _with_sets_in_invalid_rows(expert_ids_TLK, valid_T)
     chunks = encode_chunks(expert_ids_TLK[shared:], codec=codec, layers_per_chunk=width)
@@ -164,6 +164,10 @@ def encode_error(message: str, *, sample_key: int = 0) -> bytes:
     """A frame that says why the engine has no rows; `parse_frame` raises it as `EngineReported`."""
     text = message.encode()[:MAX_ERROR_BYTES]
     return assemble(Header(kind=KIND_ERROR, sections_bytes=len(text), sample_key=sample_key), [text])
+
+
+def pack_span(span: ProvenanceSpan) -> bytes:
+    return _SPAN.pack(span.start, span.end, span.weight_version, span.kind)
 
 
 def _decoded_by_version_0(first_row: int, rows: int) -> list[ProvenanceSpan]:

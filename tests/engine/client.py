@@ -45,9 +45,9 @@ def generate(url: str, prompt: list[int], *, new_tokens: int, routing: bool = Tr
     return _reply(prompt, raw)
 
 
-def stream(url: str, prompt: list[int], *, new_tokens: int) -> Iterator[Reply]:
+def stream(url: str, prompt: list[int], *, new_tokens: int, **extra: Any) -> Iterator[Reply]:
     """One reply per chunk, as they come; each holds all tokens so far, and the last one the routing."""
-    body = _body(prompt, new_tokens, return_routed_experts=True, stream=True)
+    body = _body(prompt, new_tokens, return_routed_experts=True, stream=True, **extra)
     with urllib.request.urlopen(_request(url + "/generate", body), timeout=TIMEOUT_S) as reply:
         for line in reply:
             if line.startswith(b"data: {"):

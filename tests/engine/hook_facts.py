@@ -105,6 +105,66 @@ def plugin_on() -> dict[str, Any]:
     }
 
 
+def _device_batch(capturer_type: Any, **attributes: Any) -> tuple[Any, Any]:
+    """A capturer whose buffer is on a device that cannot be read, and the end of a decode pass on it."""
+    from types import SimpleNamespace
+
+    import torch
+
+    capturer = object.__new__(capturer_type)
+    buffer = torch.zeros((8, 4, 9), dtype=torch.int32, device="meta")
+    capturer.device_cache = SimpleNamespace(buffer=buffer)
+    capturer.topk_size = 8
+    for name, value in attributes.items():
+        setattr(capturer, name, value)
+    batch = SimpleNamespace(
+        out_cache_loc=torch.zeros(3, dtype=torch.int64, device="meta"),
+        out_cache_loc_virtual=None,
+        forward_mode=SimpleNamespace(is_decode=lambda: True),
+    )
+    return capturer, batch
+
+
+def _under_watch(function: Callable[[], Any]) -> dict[str, Any]:
+    sys.path.insert(0, os.path.dirname(__file__))
+    from host_copies import HostCopies
+
+    error = ""
+    with HostCopies() as watch:
+        try:
+            function()
+        except NotImplementedError as refused:  # meta tensors hold nothing to copy
+            error = str(refused)[:60]
+    return {"blocking": watch.blocking, "seen": watch.seen, "error": error}
+
+
+@case
+def our_forward_end() -> dict[str, Any]:
+    from types import SimpleNamespace
+
+    from r3channel.engine import sglang as room
+    from r3channel.engine.capture import LayerSelection
+    from r3channel.spec import RoutingSpec
+
+    spec = RoutingSpec(num_layers=4, moe_layers=(1, 2, 3), num_experts=128, top_k=8)
+    capturer, batch = _device_batch(
+        room.FrameCapturer,
+        _selection=LayerSelection(spec, device="meta"),
+        host_cache=SimpleNamespace(rows=None),
+        _version=("0", 0),
+    )
+    room.weight_version = lambda: "0"
+    return _under_watch(lambda: capturer.on_forward_end(batch, False, None, no_copy_to_cpu=True))
+
+
+@case
+def stock_forward_end_without_overlap() -> dict[str, Any]:
+    from sglang.srt.state_capturer.routed_experts import RoutedExpertsCapturer
+
+    capturer, batch = _device_batch(RoutedExpertsCapturer, host_cache=None)
+    return _under_watch(lambda: capturer.on_forward_end(batch, False, None, no_copy_to_cpu=False))
+
+
 def answer(function: Callable[[], Any], pipe: Connection) -> None:
     pipe.send_bytes(json.dumps(function()).encode())
 

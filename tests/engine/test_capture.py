@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -9,19 +12,21 @@ import torch
 from r3channel.engine.capture import (
     NO_VERSION,
     UNREADABLE_VERSION,
+    FrameDraft,
     LayerSelection,
-    SlotProvenance,
-    build_frame,
+    SlotRows,
     captured_rows,
     check_representable,
     parse_weight_version,
+    spans_of_stamps,
+    stamp_of,
     torch_id_dtype,
 )
 from r3channel.errors import ConfigError, RoutingError
-from r3channel.routing import ProvenanceSpan, RowKind
+from r3channel.routing import ProvenanceSpan, RowKind, spans_of
 from r3channel.spec import RoutingSpec
 from r3channel.wire.digest import layer_digests
-from r3channel.wire.frame import parse_frame
+from r3channel.wire.frame import encode_frame, parse_frame
 
 SPEC = RoutingSpec(num_layers=4, moe_layers=(1, 2, 3), num_experts=128, top_k=8)
 EVERY_OTHER = RoutingSpec(num_layers=5, moe_layers=(1, 3), num_experts=128, top_k=8)
@@ -43,12 +48,16 @@ def narrowed(spec: RoutingSpec, buffer: torch.Tensor) -> torch.Tensor:
     return LayerSelection(spec, device="cpu").narrow(buffer)
 
 
-def versions(rows: int, value: int = 0) -> np.ndarray:
-    return np.full(rows, value, np.int64)
+def draft_of(spec: RoutingSpec, buffer: torch.Tensor, *, version: int = 0, **changes: Any) -> FrameDraft:
+    """A draft of decoded rows, filled as a gather would."""
+    stamp = stamp_of(weight_version=version, kind=RowKind.DECODED)
+    draft = FrameDraft(spec, stamps_T=np.full(len(buffer), stamp, np.int64), **changes)
+    draft.ids_TLK[:] = narrowed(spec, buffer).numpy()
+    return draft
 
 
-def kinds(rows: int, kind: RowKind = RowKind.DECODED) -> np.ndarray:
-    return np.full(rows, kind, np.uint8)
+def slot_rows(spec: RoutingSpec, slots: int) -> SlotRows:
+    return SlotRows(spec, torch.zeros((slots, spec.num_moe_layers, spec.top_k), dtype=torch_id_dtype(spec)))
 
 
 @pytest.mark.parametrize("spec", [SPEC, EVERY_OTHER, WIDE], ids=["range", "every other layer", "int16"])
@@ -92,60 +101,74 @@ def test_a_shape_where_padding_would_look_real_is_refused() -> None:
         check_representable(RoutingSpec(num_layers=1, moe_layers=(0,), num_experts=256, top_k=1))
 
 
-def test_a_frame_holds_exactly_the_rows_it_was_built_from() -> None:
-    buffer = device_buffer(SPEC, 30)
-    data = build_frame(
-        SPEC,
-        expert_ids_TLK=narrowed(SPEC, buffer),
-        weight_versions_T=versions(30),
-        kinds_T=kinds(30),
-        first_row=7,
-        sample_key=99,
-        row_digests=True,
-    )
-    frame = parse_frame(data, spec=SPEC)
+@pytest.mark.parametrize("codec", ["auto", "stored", "lz4"])
+@pytest.mark.parametrize("spec", [SPEC, WIDE], ids=["uint8", "int16"])
+def test_a_frame_holds_exactly_the_rows_it_was_built_from(spec: RoutingSpec, codec: str) -> None:
+    buffer = device_buffer(spec, 30)
+    data = draft_of(spec, buffer, first_row=7, sample_key=99, row_digests=True).encode(codec=codec)
+    frame = parse_frame(data.tobytes(), spec=spec)
     routing = frame.routing(sample_id="s")
     assert np.array_equal(routing.expert_ids_TLK, buffer[:, 1:].numpy())
     assert (frame.first_row, frame.sample_key, bool(frame.valid_T.all())) == (7, 99, True)
-    expected = layer_digests(routing.expert_ids_TLK, positions_T=np.arange(7, 37), layers_L=SPEC.moe_layers)
+    expected = layer_digests(routing.expert_ids_TLK, positions_T=np.arange(7, 37), layers_L=spec.moe_layers)
     assert frame.digests_L is not None
     assert np.array_equal(frame.digests_L, expected)
 
 
-def test_no_rows_give_an_empty_frame() -> None:
-    data = build_frame(
+@pytest.mark.parametrize("rows", [0, 1, 300, 9000], ids=["none", "one", "one chunk", "two chunks"])
+@pytest.mark.parametrize("digests", [False, True])
+def test_a_frame_built_in_place_is_the_one_that_encode_frame_makes(rows: int, digests: bool) -> None:
+    """The two know the same format; whoever changes it must change both."""
+    buffer = device_buffer(SPEC, rows)
+    draft = draft_of(SPEC, buffer, version=3, first_row=5, sample_key=8, row_digests=digests)
+    expected = encode_frame(
         SPEC,
-        expert_ids_TLK=narrowed(SPEC, device_buffer(SPEC, 0)),
-        weight_versions_T=versions(0),
-        kinds_T=kinds(0),
-        first_row=12,
+        expert_ids_TLK=draft.ids_TLK.copy(),
+        first_row=5,
+        provenance=spans_of(np.full(rows, 3), np.zeros(rows, np.uint8), first_row=5),
+        sample_key=8,
+        codec="stored",
+        row_digests=digests,
     )
-    assert (parse_frame(data, spec=SPEC).rows, parse_frame(data, spec=SPEC).provenance) == (0, ())
+    assert draft.encode(codec="stored").tobytes() == expected
+
+
+def test_a_frame_may_be_encoded_on_another_thread_after_the_slots_are_reused() -> None:
+    rows, buffer = slot_rows(SPEC, 10), device_buffer(SPEC, 10)
+    rows.write(torch.arange(10), narrowed(SPEC, buffer), weight_version=1, kind=RowKind.DECODED)
+    draft = rows.draft(torch.tensor([2, 3, 4], dtype=torch.int32), first_row=0, sample_key=1)
+    rows.write(torch.arange(10), narrowed(SPEC, buffer.flip(0)), weight_version=2, kind=RowKind.PREFILLED)
+    with ThreadPoolExecutor(1) as pool:
+        data = pool.submit(draft.encode).result(timeout=10)
+    routing = parse_frame(data.tobytes(), spec=SPEC).routing(sample_id="s")
+    assert np.array_equal(routing.expert_ids_TLK, buffer[2:5, 1:].numpy())
+    assert [span.weight_version for span in routing.provenance] == [1]
 
 
 def test_provenance_follows_the_slot_and_not_the_request() -> None:
-    provenance = SlotProvenance(16)
-    provenance.stamp(torch.tensor([3, 4, 5]), weight_version=1, kind=RowKind.PREFILLED)
-    provenance.stamp(
-        torch.tensor([9, 5]), weight_version=2, kind=RowKind.DECODED
-    )  # slot 5 was freed and reused
-    weight_versions_T, kinds_T = provenance.gather(torch.tensor([4, 3, 5, 9]))
-    assert weight_versions_T.tolist() == [1, 1, 2, 2]
-    assert kinds_T.tolist() == [RowKind.PREFILLED, RowKind.PREFILLED, RowKind.DECODED, RowKind.DECODED]
+    rows, buffer = slot_rows(SPEC, 16), device_buffer(SPEC, 5)
+    ids = narrowed(SPEC, buffer)
+    rows.write(torch.tensor([3, 4, 5]), ids[:3], weight_version=1, kind=RowKind.PREFILLED)
+    rows.write(
+        torch.tensor([9, 5]), ids[3:], weight_version=2, kind=RowKind.DECODED
+    )  # 5 was freed and reused
+    draft = rows.draft(torch.tensor([4, 3, 5, 9]), first_row=0, sample_key=0)
+    frame = parse_frame(draft.encode().tobytes(), spec=SPEC)
+    assert frame.provenance == (
+        ProvenanceSpan(start=0, end=2, weight_version=1, kind=RowKind.PREFILLED),
+        ProvenanceSpan(start=2, end=4, weight_version=2, kind=RowKind.DECODED),
+    )
+    assert np.array_equal(frame.decode(), ids[[1, 0, 4, 3]].numpy())
 
 
 def test_rows_without_usable_ids_become_missing_rows_of_no_version() -> None:
-    provenance = SlotProvenance(8)
-    provenance.stamp(torch.tensor([0, 1, 3]), weight_version=5, kind=RowKind.DECODED)
-    weight_versions_T, kinds_T = provenance.gather(torch.tensor([0, 1, 2, 3]))  # slot 2 was never written
-    buffer = device_buffer(SPEC, 4)
-    buffer[3] = -1
-    frame = parse_frame(
-        build_frame(
-            SPEC, expert_ids_TLK=narrowed(SPEC, buffer), weight_versions_T=weight_versions_T, kinds_T=kinds_T
-        ),
-        spec=SPEC,
-    )
+    rows, buffer = slot_rows(SPEC, 8), device_buffer(SPEC, 3)
+    buffer[2] = -1
+    rows.write(
+        torch.tensor([0, 1, 3]), narrowed(SPEC, buffer), weight_version=5, kind=RowKind.DECODED
+    )  # slot 2 is never written
+    draft = rows.draft(torch.tensor([0, 1, 2, 3]), first_row=0, sample_key=0)
+    frame = parse_frame(draft.encode().tobytes(), spec=SPEC)
     assert frame.valid_T.tolist() == [True, True, False, False]
     assert frame.provenance == (
         ProvenanceSpan(start=0, end=2, weight_version=5, kind=RowKind.DECODED),
@@ -156,12 +179,17 @@ def test_rows_without_usable_ids_become_missing_rows_of_no_version() -> None:
 
 def test_rows_of_an_unreadable_weight_version_are_refused() -> None:
     with pytest.raises(RoutingError, match="not a number"):
-        build_frame(
-            SPEC,
-            expert_ids_TLK=narrowed(SPEC, device_buffer(SPEC, 3)),
-            weight_versions_T=versions(3, UNREADABLE_VERSION),
-            kinds_T=kinds(3),
-        )
+        draft_of(SPEC, device_buffer(SPEC, 3), version=UNREADABLE_VERSION).encode()
+
+
+def test_stamps_keep_version_and_kind_apart() -> None:
+    pairs = [
+        (version, kind) for version in (UNREADABLE_VERSION, NO_VERSION, 0, 7, 10**18) for kind in RowKind
+    ]
+    for version, kind in pairs:
+        stamps_T = np.array([stamp_of(weight_version=version, kind=kind)], np.int64)
+        expected = ProvenanceSpan(start=4, end=5, weight_version=version, kind=kind)
+        assert spans_of_stamps(stamps_T, first_row=4) == (expected,)
 
 
 def test_weight_versions_are_decimal_counts() -> None:

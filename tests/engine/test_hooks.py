@@ -62,3 +62,15 @@ def test_plugin_on_replaces_the_capturer_where_the_model_runner_finds_it(facts: 
         "capturer_of_model_runner": "FrameCapturer",
         "collect_is_wrapped": True,
     }
+
+
+def test_the_forward_thread_makes_no_blocking_copy(facts: dict[str, Any]) -> None:
+    ours = facts["our_forward_end"]
+    assert (ours["blocking"], ours["error"]) == ([], "")
+    assert {"clone", "_to_copy"} <= set(ours["seen"]), "the watch sees the work that is done"
+
+
+def test_a_blocking_copy_would_be_noticed(facts: dict[str, Any]) -> None:
+    stock = facts["stock_forward_end_without_overlap"]
+    assert stock["blocking"] == ["_to_copy"]
+    assert "meta" in stock["error"]

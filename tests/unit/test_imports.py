@@ -14,7 +14,9 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "r3channel"
 
 LEVELS = {
-    **dict.fromkeys(("errors", "spec", "distinct", "routing", "models", "config", "clock", "metrics"), 0),
+    **dict.fromkeys(
+        ("errors", "spec", "distinct", "routing", "models", "config", "bearer", "clock", "metrics"), 0
+    ),
     **dict.fromkeys(("wire", "plan"), 1),
     **dict.fromkeys(("transport", "recording"), 2),
     **dict.fromkeys(("engine", "relay", "trainer", "weights"), 3),

@@ -1,0 +1,61 @@
+"""The bearer token of direct delivery: where it lies, how it is read, how it is compared. Knows no protocol."""
+
+from __future__ import annotations
+
+import hmac
+import os
+import re
+import secrets
+import stat
+from pathlib import Path
+
+from r3channel.errors import TokenError
+
+_WELL_FORMED = re.compile(r"[A-Za-z0-9_.~-]{32,512}")
+"""32 characters: 128 bits in hex."""
+
+
+def create_token(path: str | Path) -> str:
+    """Write a fresh token of 256 bits into a new file of mode 0600 and return it; an existing file is refused."""
+    token = secrets.token_hex(32)
+    try:
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except OSError as error:
+        raise TokenError(f"token file {path} cannot be created: {error}") from error
+    with os.fdopen(handle, "w") as file:
+        file.write(token + "\n")
+    return token
+
+
+def read_token(path: str | Path) -> str:
+    """The token in a file that nobody else can read. Raises TokenError otherwise; the token is never in the message."""
+    try:
+        with open(path) as file:
+            status = os.fstat(file.fileno())
+            text = file.read(1024).strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise TokenError(f"token file {path} cannot be read: {error}") from error
+    if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o077:
+        raise TokenError(
+            f"token file {path} has mode {stat.S_IMODE(status.st_mode):04o}, expected 0600: others could read it"
+        )
+    return check_token(text, where=f"token file {path}")
+
+
+def check_token(token: str, *, where: str) -> str:
+    """The token itself if it is long enough and fits into a header."""
+    if not _WELL_FORMED.fullmatch(token):
+        raise TokenError(
+            f"{where} holds {len(token)} characters; expected 32 to 512 letters and digits (128 bits or more)"
+        )
+    return token
+
+
+def authorises(header: str | None, token: str) -> bool:
+    """Does an Authorization header carry the token. Takes the same time wherever they differ.
+
+    >>> authorises("Bearer abc", "abc"), authorises("Bearer abd", "abc"), authorises(None, "abc")
+    (True, False, False)
+    """
+    expected = f"Bearer {token}".encode()
+    return hmac.compare_digest((header or "").encode("utf-8", "surrogateescape"), expected)

@@ -1,0 +1,230 @@
+"""How a finished request's frame leaves the engine: in the reply, or straight to the relay with a receipt in the reply.
+
+    scheduler's thread   Outlet.reply(draft) -> bytes for the reply; never waits
+    sender's thread      encode -> parcel -> POST, again until it is taken or `deliver_timeout_s` is over
+
+What happens when the relay does not take frames: they wait in a queue bounded by bytes; at its ceiling further requests are
+answered in-band (the relay takes both), so nothing is lost and the engine does not stand still. A frame that was not taken
+in time is given up and logged; the relay names it when it seals. Knows no engine.
+"""
+
+from __future__ import annotations
+
+import atexit
+import http.client
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from r3channel.bearer import read_token
+from r3channel.config import COSTLY_CODECS, EngineConfig
+from r3channel.engine.capture import FrameDraft
+from r3channel.errors import ConfigError, R3Error
+from r3channel.wire.frame import encode_error, sample_key
+from r3channel.wire.hello import PROBE_PREFIX, Hello
+from r3channel.wire.receipt import Receipt, pack_parcel
+
+log = logging.getLogger(__name__)
+
+HELLO_PATH, FRAMES_PATH = "/v1/hello", "/v1/frames"
+PARCEL_BYTES = 8 << 20
+"""A parcel is closed at this size: large enough that a request costs little per frame, small enough to be sent at once."""
+PARCEL_FRAMES = 256
+_ONE_SEND_BYTES = 1 << 16
+_CONNECT_TIMEOUT_S = 10.0
+_BACKOFF_S = (0.02, 2.0)
+"""First and longest pause between two tries."""
+_CLOSE_TIMEOUT_S = 2.0
+
+
+class Outlet:
+    """What the reply of a finished request carries. One thread calls `reply`: the scheduler's."""
+
+    def __init__(self, config: EngineConfig, hello: Hello) -> None:
+        self._codec, self._hello = config.codec, hello
+        # In-band the scheduler's thread pays, so a costly codec is for the sender only.
+        self._inband_codec = "auto" if config.codec in COSTLY_CODECS else config.codec
+        self._sender = None
+        if config.delivery == "direct":
+            self._sender = Sender.start(config, hello)
+
+    def reply(self, draft: FrameDraft, *, request_id: str) -> np.ndarray | bytes:
+        """A frame, a receipt, or (for a probe) a hello with its frame. What cannot be framed says so itself."""
+        if request_id.startswith(PROBE_PREFIX):
+            return self._hello.to_bytes() + encode_or_report(draft, codec=self._inband_codec)
+        if self._sender is not None:
+            receipt = self._sender.offer(draft)
+            if receipt is not None:
+                return receipt.to_bytes()
+        return draft.encode(codec=self._inband_codec)
+
+    def close(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
+
+
+def report(error: Exception, *, request_id: str) -> bytes:
+    """The frame that tells the relay why there are no rows."""
+    return encode_error(f"{type(error).__name__}: {error}", sample_key=sample_key(request_id))
+
+
+def encode_or_report(draft: FrameDraft, *, codec: str) -> bytes:
+    """The frame's bytes, or those of an error frame."""
+    try:
+        return draft.encode(codec=codec).tobytes()
+    except Exception as error:
+        log.exception("r3channel: a frame cannot be encoded")
+        return encode_error(f"{type(error).__name__}: {error}", sample_key=draft.sample_key)
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    serial: int
+    draft: FrameDraft
+    since_s: float
+
+
+class Sender:
+    """RUNNING -> CLOSED. `offer` from one thread; the sender's own thread does the rest."""
+
+    def __init__(self, config: EngineConfig, hello: Hello, *, token: str) -> None:
+        parts = urlsplit(config.relay_url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"R3CHANNEL_RELAY_URL is {config.relay_url!r}, expected http://host:port")
+        self._target, self._prefix = parts, parts.path.rstrip("/")
+        self._config, self._hello, self._token = config, hello, token
+        self._waiting: deque[_Waiting] = deque()
+        self._changed = threading.Condition()
+        self._bytes = 0
+        self._serial = 0
+        self._closed = False
+        self._greeted = False
+        self._refusal = ""
+        self._connection: http.client.HTTPConnection | None = None
+        self.given_up = 0
+        """Frames that the relay did not take in time."""
+        self.overflowed = 0
+        """Requests answered in-band because the queue was full."""
+        self._thread = threading.Thread(target=self._run, name="r3channel-deliver", daemon=True)
+
+    @classmethod
+    def start(cls, config: EngineConfig, hello: Hello) -> Sender:
+        """Read the token and start the thread; the relay need not be up yet."""
+        sender = cls(config, hello, token=read_token(config.token_file))
+        sender._thread.start()
+        atexit.register(sender.close)
+        return sender
+
+    def offer(self, draft: FrameDraft) -> Receipt | None:
+        """Queue a draft and return its receipt at once; None when the queue is full and the reply must carry the frame."""
+        with self._changed:
+            if self._closed or self._bytes + draft.nbytes > self._config.queue_bytes:
+                self.overflowed += 1
+                return None
+            self._serial += 1
+            self._bytes += draft.nbytes
+            self._waiting.append(_Waiting(self._serial, draft, time.monotonic()))
+            self._changed.notify()
+            return Receipt(
+                sample_key=draft.sample_key,
+                boot_id=self._hello.boot_id,
+                serial=self._serial,
+                first_row=draft.first_row,
+                rows=draft.rows,
+            )
+
+    def close(self) -> None:
+        """Send what waits, for a moment, and stop; idempotent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        if self._thread.is_alive():
+            self._thread.join(_CLOSE_TIMEOUT_S)
+
+    # -- the thread ------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._say_hello()
+            while (batch := self._take()) is not None:
+                self._send(batch)
+        except BaseException:
+            with self._changed:
+                self._closed = True  # from now on replies carry their frames themselves
+            log.exception("r3channel: direct delivery has ended, frames go in-band")
+
+    def _send(self, batch: Sequence[_Waiting]) -> None:
+        frames = [(item.serial, encode_or_report(item.draft, codec=self._config.codec)) for item in batch]
+        self._deliver(frames, deadline_s=batch[0].since_s + self._config.deliver_timeout_s)
+        with self._changed:
+            self._bytes -= sum(item.draft.nbytes for item in batch)
+
+    def _take(self) -> list[_Waiting] | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._closed)
+            batch, size = [], 0
+            while self._waiting and size < PARCEL_BYTES and len(batch) < PARCEL_FRAMES:
+                batch.append(self._waiting.popleft())
+                size += batch[-1].draft.nbytes
+            return batch or None
+
+    def _deliver(self, frames: Sequence[tuple[int, bytes]], *, deadline_s: float) -> None:
+        parts = pack_parcel(self._hello.boot_id, frames)
+        pause_s, reason = _BACKOFF_S[0], ""
+        while True:
+            if self._greeted or self._say_hello():
+                status, reason = self._post(FRAMES_PATH, parts)
+                if status == 200:
+                    return
+                self._greeted = status != 409  # a relay that started after this engine's hello
+                if status in (400, 413):
+                    break
+            if self._closed or time.monotonic() + pause_s > deadline_s:
+                break
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _BACKOFF_S[1])
+        self.given_up += len(frames)
+        log.error(
+            "r3channel: %d frames (serials %d to %d) were not taken by the relay at %s: %s",
+            len(frames), frames[0][0], frames[-1][0], self._config.relay_url, reason,
+        )  # fmt: skip
+
+    def _say_hello(self) -> bool:
+        status, reason = self._post(HELLO_PATH, [self._hello.to_bytes()])
+        self._greeted = status == 200
+        if not self._greeted and reason != self._refusal:  # said once, not at every try
+            log.warning("r3channel: the relay at %s took no hello: %s", self._config.relay_url, reason)
+        self._refusal = "" if self._greeted else reason
+        return self._greeted
+
+    def _post(self, path: str, parts: Sequence[bytes]) -> tuple[int, str]:
+        """(HTTP status, reason); status 0 when nobody answered. The connection is kept for the next call."""
+        try:
+            connection = self._connection or self._connect()
+            self._connection = connection
+            size = sum(map(len, parts))
+            headers = {
+                "Authorization": f"Bearer {self._token}",
+                "Content-Type": "application/octet-stream",
+                "Content-Length": str(size),
+            }
+            body = b"".join(parts) if size < _ONE_SEND_BYTES else iter(parts)
+            connection.request("POST", self._prefix + path, body=body, headers=headers)
+            reply = connection.getresponse()
+            return reply.status, f"{reply.status} {reply.read(2000).decode(errors='replace')}"
+        except (OSError, http.client.HTTPException, R3Error) as error:
+            if self._connection is not None:
+                self._connection.close()
+            self._connection = None
+            return 0, f"{type(error).__name__}: {error}"
+
+    def _connect(self) -> http.client.HTTPConnection:
+        kind = http.client.HTTPSConnection if self._target.scheme == "https" else http.client.HTTPConnection
+        assert self._target.hostname is not None
+        return kind(self._target.hostname, self._target.port, timeout=_CONNECT_TIMEOUT_S)

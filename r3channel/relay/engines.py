@@ -1,0 +1,114 @@
+"""Which engines have said hello, and what to tell about one that has not. Any thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from r3channel.errors import EngineSilent
+from r3channel.spec import RoutingSpec
+from r3channel.wire.hello import Hello
+
+
+@dataclass
+class EngineRegistry:
+    """EXPECTED (with a deadline) -> GREETED | REFUSED (by its hello) | SILENT (deadline over)
+
+    An engine is known by its address or given name; frames name it by `boot_id`. An engine that was never expected may
+    still greet; one that nobody expects is not waited for.
+    """
+
+    spec: RoutingSpec
+    _deadlines_s: dict[str, float] = field(default_factory=dict)
+    _greeted: dict[str, Hello | None] = field(default_factory=dict)
+    _refused: dict[str, str] = field(default_factory=dict)
+    _names: dict[int, str] = field(default_factory=dict)
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def expect(self, engines: Iterable[str], *, timeout_s: float) -> None:
+        """From now on each of these must have said hello within `timeout_s`."""
+        deadline_s = time.monotonic() + timeout_s
+        with self._changed:
+            self._deadlines_s.update({_plain(engine): deadline_s for engine in engines})
+
+    def greet(self, hello: Hello, *, engine: str | None = None) -> None:
+        """Take a hello, under the name that the caller knows the engine by. Raises EngineSilent with the reason of a refusal."""
+        name = _plain(engine or hello.engine)
+        reason = self._reason(hello)
+        with self._changed:
+            self._names[hello.boot_id] = name
+            if reason:
+                self._refused[name] = reason
+                self._greeted.pop(name, None)
+            else:
+                self._greeted[name] = hello
+                self._refused.pop(name, None)
+            self._changed.notify_all()
+        if reason:
+            raise EngineSilent(f"the hello of engine {name} is refused: {reason}")
+
+    def vouch(self, engine: str) -> None:
+        """The engine showed a good frame without a hello (a reply that was no probe)."""
+        with self._changed:
+            self._greeted.setdefault(_plain(engine), None)
+            self._refused.pop(_plain(engine), None)
+            self._changed.notify_all()
+
+    def check(self, engine: str) -> None:
+        """Return if the engine may be used; wait for its hello until its deadline, then raise EngineSilent."""
+        name = _plain(engine)
+        with self._changed:
+            deadline_s = self._deadlines_s.get(name)
+            if deadline_s is None and name not in self._refused:
+                return
+            self._changed.wait_for(
+                lambda: name in self._greeted or name in self._refused,
+                timeout=max(0.0, (deadline_s or 0.0) - time.monotonic()),
+            )
+            if name in self._greeted:
+                return
+            refused = self._refused.get(name)
+        if refused:
+            raise EngineSilent(f"engine {name} is refused: {refused}")
+        raise EngineSilent(
+            f"engine {name} did not say hello in time. Is r3channel installed in its environment, was it started with "
+            "R3CHANNEL_ENGINE=1, and, for direct delivery, with this relay's R3CHANNEL_RELAY_URL and R3CHANNEL_TOKEN_FILE? "
+            "Its log names a hook or a hello that failed; `r3channel doctor --engine URL` asks it"
+        )
+
+    def wait(self) -> None:
+        """Until every expected engine has said hello, or raise for the first that has not."""
+        for engine in list(self._deadlines_s):
+            self.check(engine)
+
+    def knows(self, boot_id: int) -> bool:
+        return boot_id in self._names and self._names[boot_id] not in self._refused
+
+    def name_of(self, boot_id: int, *, otherwise: str = "?") -> str:
+        return self._names.get(boot_id, otherwise)
+
+    def reports(self) -> dict[str, str]:
+        """Engine -> what is known about it, in words."""
+        with self._changed:
+            silent = dict.fromkeys(self._deadlines_s, "no hello yet")
+            greeted = {
+                name: f"SGLang {hello.sglang}, r3channel {hello.r3channel}, {hello.delivery}"
+                if hello
+                else "frames seen"
+                for name, hello in self._greeted.items()
+            }
+            return silent | greeted | {name: f"refused: {why}" for name, why in self._refused.items()}
+
+    def _reason(self, hello: Hello) -> str:
+        if hello.spec_digest == self.spec.digest:
+            return ""
+        ours = self.spec.to_dict()
+        seen = {key: hello.spec.get(key) for key in ours if hello.spec.get(key) != ours[key]}
+        expected = {key: ours[key] for key in seen}
+        return f"its model's routing has {seen or hello.spec_digest}, expected {expected or self.spec.digest}"
+
+
+def _plain(engine: str) -> str:
+    return engine.rstrip("/")

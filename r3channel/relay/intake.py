@@ -1,0 +1,414 @@
+"""Samples between their replies and their step: frames that came with the reply, and frames that come another way.
+
+    reply with a frame     -> in the inbox
+    reply with a receipt   -> WAITING -> in the inbox when its frame is there       (in either order)
+    later turn of a sample -> its rows are appended, in the order of the replies
+
+A frame that came before its reply is kept, unclaimed, under a ceiling. Public methods may be called from any thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from r3channel.config import ChannelConfig
+from r3channel.errors import (
+    FrameMissing,
+    PayloadCorrupt,
+    R3Error,
+    ReceiptInvalid,
+    RoutingError,
+    SampleTwice,
+    SampleUnknown,
+    TokensChanged,
+)
+from r3channel.metrics import Metrics, StageClock
+from r3channel.plan.ticket import TicketSample
+from r3channel.recording import Recorder
+from r3channel.relay.engines import EngineRegistry
+from r3channel.relay.inbox import Inbox
+from r3channel.relay.ingest import (
+    Verified,
+    check_fit,
+    frame_bytes_of,
+    invalid_ranges,
+    key_of,
+    receipt_in,
+    verify_arrival,
+    verify_frame,
+)
+from r3channel.relay.splice import append, check_adjoins, frame_of
+from r3channel.relay.store import FrameStore
+from r3channel.routing import Ids
+from r3channel.spec import RoutingSpec
+from r3channel.wire.frame import Frame, parse_frame
+from r3channel.wire.receipt import FrameName, Receipt, read_parcel
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrived:
+    """A frame of which all has been checked that does not need its reply."""
+
+    frame: Frame
+    data: bytes | memoryview
+
+
+@dataclass
+class _Claim:
+    """One reply of a sample, waiting for its frame or for the turn before it."""
+
+    sample_id: str
+    tokens: Sequence[int] | Ids
+    engine: str
+    key: int | None
+    adds_turn: bool
+    receipt: Receipt | None
+    since_s: float = field(default_factory=time.monotonic)
+    arrived: _Arrived | None = None
+    error: R3Error | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Unclaimed:
+    frame: _Arrived | RoutingError
+    nbytes: int
+    since_s: float
+
+
+class Intake:
+    """The way into the inbox; whoever has it in hand takes samples out of the inbox itself."""
+
+    def __init__(
+        self,
+        spec: RoutingSpec,
+        config: ChannelConfig,
+        *,
+        store: FrameStore,
+        inbox: Inbox,
+        engines: EngineRegistry,
+        clock: StageClock,
+        metrics: Metrics,
+        recorder: Recorder | None,
+    ) -> None:
+        self._spec, self._config, self._engines = spec, config, engines
+        self._store, self._inbox = store, inbox
+        self._clock, self._metrics, self._recorder = clock, metrics, recorder
+        self._claims: dict[str, deque[_Claim]] = {}
+        self._failed: dict[str, R3Error] = {}
+        self._by_name: dict[FrameName, _Claim] = {}
+        self._unclaimed: dict[FrameName, _Unclaimed] = {}
+        self._unclaimed_bytes = 0
+        self._changed = threading.Condition(threading.RLock())
+
+    # -- replies ---------------------------------------------------------------------------------------------------
+
+    def add(
+        self,
+        sample_id: str,
+        reply: Mapping[str, Any],
+        tokens: Sequence[int] | Ids,
+        *,
+        engine: str,
+        adds_turn: bool,
+    ) -> Verified | None:
+        """Take a reply. None when it holds a receipt whose frame has not come or was verified when it came."""
+        with self._rejections():
+            data = frame_bytes_of(reply, sample_id=sample_id, engine=engine)
+            claim = _Claim(sample_id, tokens, engine, key_of(reply), adds_turn, receipt_in(data))
+            return self._settle(claim, data)
+
+    def add_frame(
+        self, sample_id: str, data: bytes, tokens: Sequence[int] | Ids, *, engine: str, adds_turn: bool
+    ) -> Verified | None:
+        """As `add`, for a frame that is in hand."""
+        with self._rejections():
+            return self._settle(_Claim(sample_id, tokens, engine, None, adds_turn, None), data)
+
+    def _settle(self, claim: _Claim, data: bytes) -> Verified | None:
+        verified = None
+        if claim.receipt is None:
+            with self._clock.span("verify"):
+                verified = self._verify(claim, data)
+            claim.arrived = _Arrived(verified.frame, data)
+        with self._changed:
+            self._queue(claim)
+            self._advance(claim.sample_id)
+            if claim.error is not None:
+                self._failed.pop(claim.sample_id, None)  # told now, not when the step is sealed
+                raise claim.error
+        return verified
+
+    def _verify(self, claim: _Claim, data: bytes) -> Verified:
+        return verify_frame(
+            data,
+            spec=self._spec,
+            sample_id=claim.sample_id,
+            tokens=len(claim.tokens),
+            engine=claim.engine,
+            expected_key=claim.key,
+            held_rows=None if claim.adds_turn else 0,
+            invalid_rows=self._config.invalid_rows,
+        )
+
+    def _queue(self, claim: _Claim) -> None:
+        known = self._inbox.held(claim.sample_id) is not None or claim.sample_id in self._claims
+        if known and not claim.adds_turn:
+            raise SampleTwice(f"sample {claim.sample_id} was added twice; was a request retried?")
+        if not known and claim.adds_turn:
+            raise SampleUnknown(
+                f"sample {claim.sample_id} has no turn to append to; rejected, discarded, expired or sealed before?"
+            )
+        if claim.receipt is not None:
+            self._claim(claim, claim.receipt)
+        self._claims.setdefault(claim.sample_id, deque()).append(claim)
+
+    def _claim(self, claim: _Claim, receipt: Receipt) -> None:
+        if claim.key is not None and receipt.sample_key != claim.key:
+            raise ReceiptInvalid(
+                f"sample {claim.sample_id} from engine {claim.engine}: the receipt is for request key "
+                f"{receipt.sample_key:#x}, the reply for {claim.key:#x}; were replies swapped?"
+            )
+        waiting = self._unclaimed.pop(receipt.name, None)
+        if waiting is None:
+            self._by_name[receipt.name] = claim
+            return
+        self._unclaimed_bytes -= waiting.nbytes
+        self._give(claim, waiting.frame)
+
+    # -- frames that come directly ---------------------------------------------------------------------------------
+
+    def has_room(self) -> bool:
+        """May engines send more, or must they wait until replies claim what is here?"""
+        if self._unclaimed_bytes >= self._config.unclaimed_bytes:
+            self.expire()
+        return self._unclaimed_bytes < self._config.unclaimed_bytes
+
+    def deliver(self, body: bytes | bytearray) -> None:
+        """Take a parcel. Repeating it does no harm. Raises ReceiptInvalid when it is no parcel; a bad frame in it is told
+        to the reply that claims it."""
+        boot_id, frames = read_parcel(body)
+        for serial, data in frames:
+            self._metrics.inc("r3channel_bytes_total", len(data), leg="engine_direct")
+            with self._changed:
+                name = (boot_id, serial)
+                claim = self._by_name.get(name)
+                if claim is None and name in self._unclaimed:
+                    continue
+            frame = self._verify_arrival(data, boot_id=boot_id, serial=serial, claimed=claim is not None)
+            with self._changed:
+                self._arrive(name, frame, nbytes=len(data))
+
+    def _verify_arrival(
+        self, data: memoryview, *, boot_id: int, serial: int, claimed: bool
+    ) -> _Arrived | RoutingError:
+        # Unclaimed frames may stay long and must not keep their whole parcel.
+        kept = data if claimed else memoryview(bytes(data))
+        engine = self._engines.name_of(boot_id)
+        try:
+            with self._clock.span("verify"):
+                frame = verify_arrival(
+                    kept,
+                    spec=self._spec,
+                    engine=engine,
+                    serial=serial,
+                    invalid_rows=self._config.invalid_rows,
+                )
+                return _Arrived(frame, kept)
+        except RoutingError as error:
+            return error
+
+    def _arrive(self, name: FrameName, frame: _Arrived | RoutingError, *, nbytes: int) -> None:
+        claim = self._by_name.pop(name, None)
+        if claim is not None:
+            self._give(claim, frame)
+            self._advance(claim.sample_id)
+            if claim.error is not None:
+                self._reject(claim.error)
+        elif name not in self._unclaimed:
+            self._unclaimed[name] = _Unclaimed(frame, nbytes, time.monotonic())
+            self._unclaimed_bytes += nbytes
+
+    def _give(self, claim: _Claim, frame: _Arrived | RoutingError) -> None:
+        if isinstance(frame, RoutingError):
+            claim.error = type(frame)(f"sample {claim.sample_id}: {frame}")
+        else:
+            claim.arrived = frame
+
+    # -- in the order of the replies -------------------------------------------------------------------------------
+
+    def _advance(self, sample_id: str) -> None:
+        """Keep what can be kept. An error ends a sample's claims; it is told at once or when the step is sealed."""
+        claims = self._claims.get(sample_id)
+        while claims and (claims[0].arrived is not None or claims[0].error is not None):
+            claim = claims.popleft()
+            try:
+                if claim.error is None:
+                    self._keep(claim)
+            except R3Error as error:
+                claim.error = error
+            if claim.error is not None:
+                self._failed[sample_id] = claim.error
+        if not claims:
+            self._claims.pop(sample_id, None)
+        self._changed.notify_all()
+
+    def _keep(self, claim: _Claim) -> None:
+        assert claim.arrived is not None
+        frame, data = claim.arrived.frame, claim.arrived.data
+        turn_rows = frame.rows
+        if claim.adds_turn:
+            frame, data = self._joined(claim, frame)
+        else:
+            self._check_fit(claim, frame, held_rows=0)
+        sample = TicketSample(
+            claim.sample_id, len(claim.tokens), frame.payload_hash, frame.provenance, invalid_ranges(frame)
+        )
+        with self._clock.span("ingest"):
+            keep = self._inbox.replace if claim.adds_turn else self._inbox.put
+            if self._recorder is not None:  # first: a step may take the sample as soon as it is in the inbox
+                self._inbox.check_free(claim.sample_id, unless_held=claim.adds_turn)
+                self._recorder.keep(claim.sample_id, bytes(data), claim.tokens)
+            keep(sample, data, _frozen(claim.tokens))
+        self._failed.pop(claim.sample_id, None)
+        if not claim.adds_turn:
+            self._metrics.inc("r3channel_samples_total", outcome="received")
+        self._metrics.inc("r3channel_bytes_total", claim.arrived.frame.nbytes, leg="engine_frame")
+        self._metrics.inc("r3channel_rows_total", turn_rows)
+
+    def _joined(self, claim: _Claim, turn: Frame) -> tuple[Frame, bytes]:
+        """The frame of the rows that are held with this turn's behind them."""
+        held = self._inbox.held(claim.sample_id)
+        if held is None:
+            raise SampleUnknown(f"sample {claim.sample_id}: the turn before was rejected or taken by a step")
+        where = f"sample {claim.sample_id} from engine {claim.engine}"
+        held_rows = held.sample.tokens - 1
+        check_adjoins(held_rows=held_rows, first_row=turn.first_row, where=where)
+        self._check_fit(claim, turn, held_rows=held_rows)
+        if _frozen(claim.tokens[:held_rows]) != held.tokens[:held_rows]:
+            raise TokensChanged(
+                f"{where}: the first {held_rows} tokens differ from those that the held rows were made for; expected the same. "
+                "Was the conversation tokenized anew? Append token ids, not text"
+            )
+        before = parse_frame(self._store.get(held.key), spec=self._spec, sample_id=claim.sample_id)
+        return join_frames(before, turn, sample_id=claim.sample_id)
+
+    def _check_fit(self, claim: _Claim, frame: Frame, *, held_rows: int) -> None:
+        check_fit(
+            first_row=frame.first_row,
+            rows=frame.rows,
+            key=frame.sample_key,
+            tokens=len(claim.tokens),
+            expected_key=claim.key,
+            held_rows=held_rows,
+            where=f"sample {claim.sample_id} from engine {claim.engine}",
+        )
+
+    # -- to a step, or away ----------------------------------------------------------------------------------------
+
+    def wait(self, sample_ids: Iterable[str], *, timeout_s: float, step: int) -> None:
+        """Until no frame of these samples is outstanding. Raises the error of a frame that came damaged, or FrameMissing."""
+        wanted = list(sample_ids)
+        with self._changed:
+            self._changed.wait_for(
+                lambda: not any(name in self._claims for name in wanted), timeout=timeout_s
+            )
+            failed = next((self._failed[name] for name in wanted if name in self._failed), None)
+            late = [claim for name in wanted for claim in self._claims.get(name, ()) if claim.arrived is None]
+        if failed is not None:
+            raise failed
+        if late:
+            raise FrameMissing(
+                f"step {step}: waited {timeout_s:.1f} s for {len(late)} frames whose receipts came: "
+                + "; ".join(self._tell(claim) for claim in late[:5])
+            )
+
+    def _tell(self, claim: _Claim) -> str:
+        receipt = claim.receipt
+        assert receipt is not None
+        where = f"sample {claim.sample_id} from engine {claim.engine}, frame {receipt.serial}, rows {receipt.first_row}.."
+        where += str(receipt.first_row + receipt.rows)
+        if self._engines.knows(receipt.boot_id):
+            return f"{where}: not delivered; the engine's log says why it gave up"
+        refused = self._engines.reports().get(
+            self._engines.name_of(receipt.boot_id), "it never said hello to this relay"
+        )
+        return f"{where}: {refused}; are R3CHANNEL_RELAY_URL and R3CHANNEL_TOKEN_FILE this relay's?"
+
+    def drop(self, sample_ids: Iterable[str], *, outcome: str) -> int:
+        """Forget samples, frames that are still to come included; unknown ids are ignored."""
+        names = list(dict.fromkeys(sample_ids))
+        with self._changed:
+            dropped = {name for name in names if self._drop_claims(name)}
+            dropped |= set(self._inbox.drop(names))
+            if self._recorder is not None:
+                for name in dropped:
+                    self._recorder.forget(name)
+        self._metrics.inc("r3channel_samples_total", len(dropped), outcome=outcome)
+        return len(dropped)
+
+    def _drop_claims(self, name: str) -> bool:
+        claims = self._claims.pop(name, ())
+        for claim in claims:
+            if claim.receipt is not None:
+                self._by_name.pop(claim.receipt.name, None)
+        self._failed.pop(name, None)
+        return bool(claims)
+
+    def expire(self) -> None:
+        """Drop samples that no assignment named and frames that no reply claimed, `expiry_s` after they came."""
+        limit_s = time.monotonic() - self._config.expiry_s
+        with self._changed:
+            old = self._inbox.older_than(self._config.expiry_s)
+            old += [name for name, claims in self._claims.items() if claims[0].since_s < limit_s]
+            for frame_name in [name for name, frame in self._unclaimed.items() if frame.since_s < limit_s]:
+                self._unclaimed_bytes -= self._unclaimed.pop(frame_name).nbytes
+        if old:
+            self.drop(old, outcome="expired")
+
+    def status(self) -> dict[str, Any]:
+        with self._changed:
+            return {
+                "pending": self._inbox.names,
+                "waiting": sorted(self._claims),
+                "unclaimed": {"frames": len(self._unclaimed), "bytes": self._unclaimed_bytes},
+            }
+
+    @contextmanager
+    def _rejections(self) -> Iterator[None]:
+        try:
+            yield
+        except R3Error as error:
+            self._reject(error)
+            raise
+
+    def _reject(self, error: R3Error) -> None:
+        self._metrics.inc("r3channel_samples_total", outcome="rejected")
+        self._metrics.inc("r3channel_rejected_total", reason=error.reason)
+
+
+def join_frames(before: Frame, turn: Frame, *, sample_id: str) -> tuple[Frame, bytes]:
+    """(frame, its bytes) with the rows of both; the engines' digests must add up to those of the joined rows."""
+    joined = append(before.routing(sample_id=sample_id), turn.routing(sample_id=sample_id))
+    expected_L = None
+    if before.digests_L is not None and turn.digests_L is not None:
+        expected_L = before.digests_L + turn.digests_L  # modulo 2**64
+    data = frame_of(joined, sample_key=turn.sample_key, row_digests=expected_L is not None)
+    frame = parse_frame(data, spec=before.spec, sample_id=sample_id, engine="relay")
+    if expected_L is not None and not np.array_equal(frame.digests_L, expected_L):  # type: ignore[arg-type]
+        raise PayloadCorrupt(
+            f"sample {sample_id}: the turns' digests do not add up to those of the joined rows"
+        )
+    return frame, data
+
+
+def _frozen(tokens: Sequence[int] | Ids) -> Sequence[int]:
+    """A copy that the caller cannot change."""
+    return tuple(tokens.tolist() if isinstance(tokens, np.ndarray) else tokens)

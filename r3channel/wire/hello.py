@@ -1,0 +1,92 @@
+"""What an engine says about itself: before its first frame when it delivers directly, in the reply to a probe otherwise. No I/O.
+
+    hello    magic, bytes u32, JSON           in front of the probe's own frame when it is in a reply
+
+A probe is an ordinary request of few tokens whose id begins with `PROBE_PREFIX`; any engine with the plug-in answers it so,
+whichever way its frames travel and whatever is between.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import uuid
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from r3channel.errors import PayloadCorrupt
+
+HELLO_MAGIC = b"R3H\x01"
+PROBE_PREFIX = "r3channel-probe-"
+MAX_HELLO_BYTES = 16384
+_HEAD = struct.Struct("<4sI")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """One engine process.
+
+    >>> hello = Hello(engine="http://e:1", boot_id=3, spec_digest=4, spec={}, sglang="0.5.23", r3channel="0.1.0",
+    ...               hooks=("a",), delivery="inband", codec="auto")
+    >>> Hello.split(hello.to_bytes() + b"frame") == (hello, b"frame")
+    True
+    """
+
+    engine: str
+    """Its address, or the name it was given."""
+    boot_id: int
+    spec_digest: int
+    spec: dict[str, Any]
+    """`RoutingSpec.to_dict()`: what differs can then be said by field."""
+    sglang: str
+    r3channel: str
+    hooks: tuple[str, ...]
+    """Names of SGLang that were replaced or wrapped."""
+    delivery: str
+    codec: str
+    allowed: tuple[str, ...] = ()
+    """Refusals that its operator has overridden."""
+
+    def to_bytes(self) -> bytes:
+        text = json.dumps(asdict(self), sort_keys=True).encode()
+        return _HEAD.pack(HELLO_MAGIC, len(text)) + text
+
+    @classmethod
+    def split(cls, data: bytes | memoryview) -> tuple[Hello | None, bytes]:
+        """(hello, what follows it); no hello when `data` does not begin with one."""
+        data = bytes(data)
+        if data[:4] != HELLO_MAGIC:
+            return None, data
+        if len(data) < _HEAD.size:
+            raise PayloadCorrupt(f"a hello of {len(data)} bytes is shorter than its head")
+        _, size = _HEAD.unpack_from(data)
+        if size > MAX_HELLO_BYTES or _HEAD.size + size > len(data):
+            raise PayloadCorrupt(f"a hello announces {size} bytes, {len(data) - _HEAD.size} follow")
+        end = _HEAD.size + size
+        return cls._from_json(data[_HEAD.size : end]), data[end:]
+
+    @classmethod
+    def _from_json(cls, text: bytes) -> Hello:
+        try:
+            values = json.loads(text)
+            found = {f.name: values[f.name] for f in fields(cls)}
+            for name, kind in (("engine", str), ("boot_id", int), ("spec_digest", int), ("spec", dict)):
+                if not isinstance(found[name], kind):
+                    raise TypeError(f"{name} is a {type(found[name]).__name__}")
+            for name in ("hooks", "allowed"):
+                found[name] = tuple(str(item) for item in found[name])
+            for name in ("sglang", "r3channel", "delivery", "codec"):
+                found[name] = str(found[name])
+            return cls(**found)
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise PayloadCorrupt(f"a hello cannot be read: {error!r}") from error
+
+
+def probe_body(input_ids: tuple[int, ...] = (5, 6)) -> dict[str, Any]:
+    """Body of a /generate request that asks for an engine's hello and a frame of `len(input_ids)` rows."""
+    return {
+        "rid": PROBE_PREFIX + uuid.uuid4().hex,
+        "input_ids": list(input_ids),
+        "sampling_params": {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True},
+        "return_routed_experts": True,
+    }

@@ -1,0 +1,100 @@
+"""What a reply holds when its frame travels by another way, and the parcel that the frame travels in. No I/O.
+
+    receipt (40 B, 56 in base64)   magic, zero, first_row u32, rows u32, sample_key u64, boot_id u64, serial u64
+    parcel                         magic, count u32, boot_id u64, then count x {serial u64, bytes u32, zero u32, frame}
+
+(boot_id, serial) names one frame of one life of an engine: sending it twice does no harm, and the relay can say which one
+it has not got. Frames carry their own hashes; the parcel adds none.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from r3channel.errors import ReceiptInvalid
+
+RECEIPT_MAGIC = b"R3T\x01"
+PARCEL_MAGIC = b"R3P\x01"
+_RECEIPT = struct.Struct("<4s4xIIQQQ")
+_PARCEL = struct.Struct("<4sIQ")
+_ENTRY = struct.Struct("<QII")
+RECEIPT_BYTES = _RECEIPT.size
+MAX_PARCEL_FRAMES = 1024
+
+FrameName = tuple[int, int]
+"""(boot_id, serial)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Receipt:
+    """Stands for a frame of `rows` rows from `first_row` on, sent directly.
+
+    >>> receipt = Receipt(sample_key=7, boot_id=1, serial=2, first_row=0, rows=30)
+    >>> Receipt.from_bytes(receipt.to_bytes()) == receipt, len(receipt.to_bytes())
+    (True, 40)
+    """
+
+    sample_key: int
+    boot_id: int
+    """Random per life of an engine process."""
+    serial: int
+    first_row: int
+    rows: int
+
+    @property
+    def name(self) -> FrameName:
+        return self.boot_id, self.serial
+
+    def to_bytes(self) -> bytes:
+        return _RECEIPT.pack(
+            RECEIPT_MAGIC, self.first_row, self.rows, self.sample_key, self.boot_id, self.serial
+        )
+
+    @classmethod
+    def from_bytes(cls, data: bytes | memoryview) -> Receipt:
+        if len(data) != RECEIPT_BYTES or bytes(data[:4]) != RECEIPT_MAGIC:
+            raise ReceiptInvalid(
+                f"{len(data)} bytes beginning with {bytes(data[:4])!r}, expected {RECEIPT_BYTES} with {RECEIPT_MAGIC!r}"
+            )
+        _, first_row, rows, sample_key, boot_id, serial = _RECEIPT.unpack(data)
+        return cls(sample_key=sample_key, boot_id=boot_id, serial=serial, first_row=first_row, rows=rows)
+
+
+def pack_parcel(boot_id: int, frames: Sequence[tuple[int, bytes]]) -> list[bytes]:
+    """The body that carries (serial, frame) pairs, as parts to be sent one after another: no frame is copied."""
+    parts = [_PARCEL.pack(PARCEL_MAGIC, len(frames), boot_id)]
+    for serial, frame in frames:
+        parts += [_ENTRY.pack(serial, len(frame), 0), frame]
+    return parts
+
+
+def read_parcel(data: bytes | bytearray | memoryview) -> tuple[int, list[tuple[int, memoryview]]]:
+    """(boot_id, [(serial, frame)]) as views of `data`; every length is checked before it is used.
+
+    >>> boot_id, frames = read_parcel(b"".join(pack_parcel(5, [(1, b"abc"), (2, b"")])))
+    >>> boot_id, [(serial, bytes(frame)) for serial, frame in frames]
+    (5, [(1, b'abc'), (2, b'')])
+    """
+    view = memoryview(data).cast("B")
+    if len(view) < _PARCEL.size or bytes(view[:4]) != PARCEL_MAGIC:
+        raise ReceiptInvalid(f"{len(view)} bytes beginning with {bytes(view[:4])!r} are no parcel of frames")
+    _, count, boot_id = _PARCEL.unpack_from(view)
+    if count > MAX_PARCEL_FRAMES:
+        raise ReceiptInvalid(f"a parcel announces {count} frames, expected at most {MAX_PARCEL_FRAMES}")
+    frames, at = [], _PARCEL.size
+    for index in range(count):
+        if at + _ENTRY.size > len(view):
+            raise ReceiptInvalid(f"a parcel of {len(view)} bytes ends before frame {index} of {count}")
+        serial, size, _ = _ENTRY.unpack_from(view, at)
+        at += _ENTRY.size
+        if at + size > len(view):
+            raise ReceiptInvalid(
+                f"frame {index} of a parcel announces {size} bytes, {len(view) - at} are left"
+            )
+        frames.append((serial, view[at : at + size]))
+        at += size
+    if at != len(view):
+        raise ReceiptInvalid(f"{len(view) - at} bytes after the last frame of a parcel")
+    return boot_id, frames

@@ -1,0 +1,62 @@
+"""The engine's end of direct delivery, as an engine runs it: the real outlet and sender, with rows of our making."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from r3channel.config import EngineConfig
+from r3channel.engine.capture import FrameDraft, stamp_of
+from r3channel.engine.delivery import Outlet, Sender
+from r3channel.routing import RowKind
+from r3channel.spec import RoutingSpec
+from r3channel.wire.frame import sample_key
+from r3channel.wire.hello import Hello
+from tests.samples import SPEC, random_ids
+
+
+def hello_of(engine: str = "http://e:1", *, boot_id: int = 11, spec: RoutingSpec = SPEC) -> Hello:
+    return Hello(
+        engine=engine, boot_id=boot_id, spec_digest=spec.digest, spec=spec.to_dict(), sglang="0.5.23",
+        r3channel="0.1.0", hooks=("capture",), delivery="direct", codec="auto",
+    )  # fmt: skip
+
+
+def draft_of(
+    request_id: str, rows: int, *, first_row: int = 0, seed: int = 0, version: int = 0
+) -> FrameDraft:
+    stamps_T = np.full(rows, stamp_of(weight_version=version, kind=RowKind.DECODED), np.int64)
+    draft = FrameDraft(SPEC, stamps_T=stamps_T, first_row=first_row, sample_key=sample_key(request_id))
+    draft.ids_TLK[:] = random_ids(first_row + rows, seed=seed)[first_row:]
+    return draft
+
+
+class Engine:
+    """Finishes requests. A context manager; ends its sender."""
+
+    def __init__(
+        self, relay_url: str, token_file: Path, *, hello: Hello | None = None, **options: Any
+    ) -> None:
+        config = EngineConfig(delivery="direct", relay_url=relay_url, token_file=str(token_file), **options)
+        self.hello = hello or hello_of()
+        self.outlet = Outlet(config, self.hello)
+
+    @property
+    def sender(self) -> Sender:
+        assert self.outlet._sender is not None
+        return self.outlet._sender
+
+    def finish(self, request_id: str, tokens: int, *, first_row: int = 0, seed: int = 0) -> dict[str, Any]:
+        """The JSON reply of a request of `tokens` tokens."""
+        draft = draft_of(request_id, tokens - 1 - first_row, first_row=first_row, seed=seed)
+        reply = bytes(self.outlet.reply(draft, request_id=request_id))
+        return {"meta_info": {"id": request_id, "routed_experts": base64.b64encode(reply).decode()}}
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.outlet.close()

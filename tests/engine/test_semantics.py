@@ -1,0 +1,268 @@
+"""What routing means when a request is not simply run to its end: each case on the real engine, against transformers."""
+
+from __future__ import annotations
+
+import base64
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from r3channel.config import ChannelConfig
+from r3channel.embedded.sglang import EngineOptions, EngineServer
+from r3channel.errors import RowGap, RowOverlap
+from r3channel.plan.assignment import Assignment
+from r3channel.plan.layout import TrainerLayout
+from r3channel.relay.relay import Relay
+from r3channel.routing import RowKind
+from r3channel.spec import RoutingSpec
+from r3channel.wire.frame import Frame, parse_frame
+from r3channel.wire.hello import probe_body
+from r3channel.wire.receipt import RECEIPT_MAGIC
+from tests.conftest import READY_TIMEOUT_S
+from tests.engine.client import Reply, generate, generate_together, post, set_weight_version, stream
+from tests.engine.reference import reference_ids
+
+pytestmark = pytest.mark.engine
+
+SPEC = RoutingSpec(num_layers=4, moe_layers=(1, 2, 3), num_experts=128, top_k=8)
+NEW_TOKENS = 24
+
+
+def random_prompt(length: int, *, seed: int) -> list[int]:
+    return np.random.default_rng(1000 + seed).integers(4, 512, length).tolist()
+
+
+def as_json(reply: Reply) -> dict[str, Any]:
+    return {"meta_info": reply.meta}
+
+
+def new_relay(**changes: Any) -> Relay:
+    return Relay(SPEC, TrainerLayout(), ChannelConfig(backend="loopback", **changes))
+
+
+def rows_in(relay: Relay, name: str) -> Frame:
+    held = relay._inbox.held(name)
+    assert held is not None
+    return parse_frame(relay._store.get(held.key), spec=SPEC)
+
+
+def check(relay: Relay, samples: dict[str, list[int]], *, model_dir: Path, folder: Path) -> None:
+    """Every row of every sample equals transformers', order included."""
+    expected = reference_ids(model_dir, list(samples.values()), folder=folder)
+    for (name, tokens), expected_TLK in zip(samples.items(), expected, strict=True):
+        assert np.array_equal(rows_in(relay, name).decode(), expected_TLK), f"{name}, {len(tokens)} tokens"
+
+
+@pytest.fixture
+def relay() -> Iterator[Relay]:
+    relay = new_relay()
+    yield relay
+    relay.close()
+
+
+# -- requests that are cut, continued, multiplied ------------------------------------------------------------------------
+
+
+def aborted(url: str, prompt: list[int], *, rid: str, after_chunks: int) -> Reply:
+    """A streamed request that is aborted from outside once some chunks have come; its last chunk."""
+    chunks: list[Reply] = []
+    for chunk in stream(url, prompt, new_tokens=2000, rid=rid):
+        chunks.append(chunk)
+        if len(chunks) == after_chunks:
+            threading.Thread(target=post, args=(url + "/abort_request", {"rid": rid})).start()
+    return chunks[-1]
+
+
+def test_an_aborted_request_resumed_under_new_weights_keeps_and_stamps_its_old_rows(
+    engine_url: str, relay: Relay, model_dir: Path, tmp_path: Path
+) -> None:
+    prompt = random_prompt(50, seed=1)
+    try:
+        first = aborted(engine_url, prompt, rid="abort-me", after_chunks=20)
+        assert first.meta["finish_reason"]["type"] == "abort"
+        relay.add("s", as_json(first), first.tokens)
+        set_weight_version(engine_url, "2")
+        held = relay.rows_held("s")
+        rest = generate(engine_url, first.tokens, new_tokens=10, routed_experts_start_len=held)
+    finally:
+        set_weight_version(engine_url, "0")
+    relay.add("s", as_json(rest), rest.tokens, append=True)
+    check(relay, {"s": rest.tokens}, model_dir=model_dir, folder=tmp_path)
+    spans = [(span.start, span.end, span.weight_version) for span in rows_in(relay, "s").provenance]
+    assert spans[0] == (0, 50, 0)
+    decoded = [span for span in rows_in(relay, "s").provenance if span.kind is RowKind.DECODED]
+    assert decoded[0].weight_version == 0
+    assert decoded[0].end - decoded[0].start > 10
+    assert decoded[-1].weight_version == 2
+    assert len(rest.raw) < len(first.raw)
+
+
+def test_a_conversation_sends_each_row_once(
+    engine_url: str, relay: Relay, model_dir: Path, tmp_path: Path
+) -> None:
+    tokens, rows_sent = [], 0
+    for turn in range(4):
+        asked = [*tokens, *random_prompt(15, seed=20 + turn)]  # the user's next words
+        held = relay.rows_held("s")
+        reply = generate(engine_url, asked, new_tokens=12, routed_experts_start_len=held)
+        relay.add("s", as_json(reply), reply.tokens, append=turn > 0)
+        rows_sent += parse_frame(reply.raw, spec=SPEC).rows
+        tokens = reply.tokens
+    assert rows_sent == len(tokens) - 1
+    check(relay, {"s": tokens}, model_dir=model_dir, folder=tmp_path)
+
+
+def test_a_turn_with_the_wrong_start_is_refused(engine_url: str, relay: Relay) -> None:
+    first = generate(engine_url, random_prompt(20, seed=3), new_tokens=4)
+    relay.add("s", as_json(first), first.tokens)
+    for offset, error in ((1, RowGap), (-1, RowOverlap)):
+        start = relay.rows_held("s") + offset
+        turn = generate(engine_url, first.tokens, new_tokens=4, routed_experts_start_len=start)
+        with pytest.raises(error, match="expected to begin at row 23"):
+            relay.add("s", as_json(turn), turn.tokens, append=True)
+
+
+def test_each_of_n_samples_of_a_prompt_has_its_own_rows(
+    engine_url: str, relay: Relay, model_dir: Path, tmp_path: Path
+) -> None:
+    prompt = random_prompt(30, seed=4)
+    sampling = {"n": 3, "temperature": 1.0, "ignore_eos": True, "max_new_tokens": NEW_TOKENS}
+    body = {"input_ids": prompt, "sampling_params": sampling, "return_routed_experts": True}
+    replies = json.loads(post(engine_url + "/generate", body))
+    samples = {}
+    for number, reply in enumerate(replies):
+        samples[f"s{number}"] = prompt + reply["output_ids"]
+        relay.add(f"s{number}", reply, samples[f"s{number}"])
+    assert len({tuple(tokens) for tokens in samples.values()}) == 3
+    check(relay, samples, model_dir=model_dir, folder=tmp_path)
+
+
+def test_a_streamed_reply_carries_its_frame_in_the_last_chunk_only(
+    engine_url: str, relay: Relay, model_dir: Path, tmp_path: Path
+) -> None:
+    *before, last = stream(engine_url, random_prompt(25, seed=5), new_tokens=NEW_TOKENS)
+    assert len(before) > 5
+    assert not any(chunk.meta.get("routed_experts") for chunk in before)
+    relay.add("s", as_json(last), last.tokens)
+    check(relay, {"s": last.tokens}, model_dir=model_dir, folder=tmp_path)
+
+
+def test_interleaved_requests_of_many_lengths_do_not_mix(
+    engine_url: str, relay: Relay, model_dir: Path, tmp_path: Path
+) -> None:
+    prompts = [random_prompt(3 + 17 * i % 160, seed=30 + i) for i in range(16)]
+    results: list[list[Reply]] = [[], []]
+    threads = [
+        threading.Thread(target=lambda i=i: results[i].extend(waves(engine_url, prompts[i::2])))
+        for i in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(READY_TIMEOUT_S)
+    samples = {}
+    for number, reply in enumerate([*results[0], *results[1]]):
+        samples[f"s{number}"] = reply.tokens
+        relay.add(f"s{number}", as_json(reply), reply.tokens)
+    assert len(samples) == 16
+    check(relay, samples, model_dir=model_dir, folder=tmp_path)
+
+
+def waves(url: str, prompts: list[list[int]]) -> list[Reply]:
+    """Requests of several lengths, some of which start while others are decoding."""
+    replies = generate_together(url, prompts[:3], new_tokens=NEW_TOKENS)
+    return replies + generate_together(url, prompts[3:], new_tokens=3 * NEW_TOKENS)
+
+
+# -- direct delivery, forced retraction under the overlap scheduler, no tokenizer in the engine ----------------------------
+
+
+@dataclass
+class Direct:
+    relay: Relay
+    server: EngineServer
+    token_file: Path
+
+
+@pytest.fixture(scope="module")
+def direct(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Direct]:
+    relay = new_relay(frame_timeout_s=30.0)
+    token_file = tmp_path_factory.mktemp("token") / "token"
+    url = relay.serve(token_file=token_file)
+    options = EngineOptions(
+        model=model_dir,
+        chunked_prefill_size=128,
+        row_digests=True,
+        extra_args=["--skip-tokenizer-init"],
+        env={
+            "SGLANG_TEST_RETRACT": "1",
+            "R3CHANNEL_DELIVERY": "direct",
+            "R3CHANNEL_RELAY_URL": url,
+            "R3CHANNEL_TOKEN_FILE": str(token_file),
+        },
+    )
+    with EngineServer(options) as server:
+        relay.expect_engines([server.url], timeout_s=READY_TIMEOUT_S)
+        server.wait_ready(READY_TIMEOUT_S)
+        yield Direct(relay, server, token_file)
+    relay.close()
+
+
+@pytest.fixture(scope="module")
+def delivered(direct: Direct) -> dict[str, Reply]:
+    prompts = [random_prompt(length, seed=60 + length) for length in (3, 40, 90, 130, 300)]
+    replies = generate_together(direct.server.url, prompts, new_tokens=NEW_TOKENS)
+    samples = {f"direct{number}": reply for number, reply in enumerate(replies)}
+    for name, reply in samples.items():
+        direct.relay.add(name, as_json(reply), reply.tokens, engine=direct.server.url)
+    direct.relay._intake.wait(samples, timeout_s=30, step=0)
+    return samples
+
+
+def test_frames_delivered_directly_are_exact_under_retraction(
+    direct: Direct, delivered: dict[str, Reply], model_dir: Path, tmp_path: Path
+) -> None:
+    assert sum(reply.meta["num_retractions"] for reply in delivered.values()) > 0
+    samples = {name: reply.tokens for name, reply in delivered.items()}
+    check(direct.relay, samples, model_dir=model_dir, folder=tmp_path)
+
+
+def test_a_reply_of_direct_delivery_carries_at_most_64_bytes(delivered: dict[str, Reply]) -> None:
+    for reply in delivered.values():
+        assert len(reply.meta["routed_experts"]) <= 64
+        assert reply.raw[:4] == RECEIPT_MAGIC
+
+
+def test_the_engine_said_hello_before_its_first_frame(direct: Direct, delivered: dict[str, Reply]) -> None:
+    assert direct.relay.status()["engines"][direct.server.url].startswith("SGLang 0.5.23")
+
+
+def test_a_directly_delivered_step_is_sealed(direct: Direct) -> None:
+    reply = generate(direct.server.url, random_prompt(20, seed=7), new_tokens=NEW_TOKENS)
+    direct.relay.add("sealed", as_json(reply), reply.tokens, engine=direct.server.url)
+    ticket = direct.relay.seal(0, Assignment.round_robin(["sealed"], dp=1, microbatch_size=1))
+    assert ticket.samples[0].tokens == len(reply.tokens)
+    direct.relay.ack(run=direct.relay.run, step=0, dp=0, pp=0)
+
+
+def test_a_probe_is_answered_with_hello_and_frame_whatever_the_delivery(direct: Direct) -> None:
+    reply = json.loads(post(direct.server.url + "/generate", probe_body()))
+    assert base64.b64decode(reply["meta_info"]["routed_experts"])[:4] == b"R3H\x01"
+    direct.relay.check_engine(reply, engine=direct.server.url, tokens=3)
+
+
+def test_a_lost_frame_of_a_real_engine_is_named(direct: Direct, delivered: dict[str, Reply]) -> None:
+    reply = generate(direct.server.url, random_prompt(9, seed=8), new_tokens=3)
+    other = new_relay(frame_timeout_s=0.3)
+    other.add("s", as_json(reply), reply.tokens, engine=direct.server.url)
+    with pytest.raises(
+        Exception, match=rf"sample s from engine {direct.server.url}, frame \d+, rows 0\.\.11"
+    ):
+        other.seal(0, Assignment.round_robin(["s"], dp=1, microbatch_size=1))
+    other.close()

@@ -1,0 +1,84 @@
+"""SGLang 0.5.15.post1, which slime pins, as a real server on CPU with our hooks: its wheels are laid over the installed ones."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from r3channel.embedded.model import write_model
+from r3channel.embedded.sglang import EngineOptions, EngineServer, environment, free_port
+from r3channel.relay.ingest import frame_bytes_of
+from r3channel.routing import RowKind
+from r3channel.spec import RoutingSpec
+from r3channel.wire.frame import parse_frame
+from r3channel.wire.hello import Hello, probe_body
+from tests.conftest import READY_TIMEOUT_S
+from tests.engine.client import generate, generate_together, post
+from tests.engine.reference import reference_ids
+from tests.upstream.wheels import unpacked
+
+pytestmark = [pytest.mark.engine, pytest.mark.full]
+
+VERSION = "0.5.15.post1"
+# What that release names in its metadata; torch 2.13.0 and the other installed packages serve it too (seen, not promised).
+OVERLAY = (f"sglang=={VERSION}", "transformers==5.12.1", "tokenizers==0.22.2")
+SPEC = RoutingSpec(num_layers=3, moe_layers=(0, 1, 2), num_experts=128, top_k=8)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All layers sparse: that release's Qwen3-MoE takes them so."""
+    return write_model(tmp_path_factory.mktemp("older") / "model", layers=3, dense_layers=())
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["overlap", "no overlap"])
+def server(model: Path, request: pytest.FixtureRequest) -> Iterator[EngineServer]:
+    paths = [*(str(unpacked(wheel)) for wheel in OVERLAY), environment(r3channel=True)["PYTHONPATH"]]
+    env = {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "SGLANG_EXTERNAL_MODEL_PACKAGE": "",
+        "SGLANG_GRPC_PORT": str(free_port()),  # by default 10,000 above the server's, which may be no port
+    }
+    options = EngineOptions(
+        model=model, overlap=request.param, weight_version="default", chunked_prefill_size=128, env=env
+    )
+    with EngineServer(options) as server:
+        server.wait_ready(READY_TIMEOUT_S)
+        yield server
+
+
+def test_the_hooks_are_those_of_that_release(server: EngineServer) -> None:
+    reply = json.loads(post(server.url + "/generate", probe_body()))
+    hello, frame = Hello.split(frame_bytes_of(reply, sample_id="probe", engine=server.url))
+    assert hello is not None
+    assert hello.sglang == VERSION
+    assert any(hook.endswith("update_weights_from_distributed") for hook in hello.hooks)
+    assert parse_frame(frame, spec=SPEC).rows == 2
+
+
+def test_ids_equal_the_routers_of_transformers_with_order(
+    server: EngineServer, model: Path, tmp_path: Path
+) -> None:
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(4, 512, length).tolist() for length in (3, 40, 130, 300)]
+    replies = generate_together(server.url, prompts, new_tokens=20)
+    replies.append(generate(server.url, prompts[-1], new_tokens=20))  # a prefix-cache hit
+    expected = reference_ids(model, [reply.tokens for reply in replies], folder=tmp_path)
+    for reply, expected_TLK in zip(replies, expected, strict=True):
+        routing = parse_frame(reply.raw, spec=SPEC).routing(sample_id="s")
+        assert np.array_equal(routing.expert_ids_TLK, expected_TLK)
+
+
+def test_a_weight_update_that_names_its_version_stamps_later_rows(server: EngineServer, model: Path) -> None:
+    body = {"model_path": str(model), "weight_version": "4", "flush_cache": True}
+    assert json.loads(post(server.url + "/update_weights_from_disk", body))["success"]
+    reply = generate(server.url, list(range(10, 30)), new_tokens=5)
+    spans = [
+        (span.end, span.weight_version, span.kind) for span in parse_frame(reply.raw, spec=SPEC).provenance
+    ]
+    assert spans == [(20, 4, RowKind.PREFILLED), (24, 4, RowKind.DECODED)]

@@ -1,0 +1,44 @@
+"""Published wheels, downloaded once per test run and unpacked; nothing of them is installed or imported."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+DOWNLOAD_TIMEOUT_S = 120
+
+
+@functools.cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="r3channel-wheels-")
+
+
+@functools.cache
+def unpacked(requirement: str) -> Path:
+    """A folder that can stand first on the path: the wheel of `requirement` without dependencies, or the installed packages
+    when that release is installed."""
+    name, _, version = requirement.partition("==")
+    if version and version == _installed(name):
+        return Path(str(importlib.metadata.distribution(name).locate_file("")))
+    folder = Path(_folder().name) / requirement.replace("=", "-").replace("<", "-")
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:"]
+    command += ["--disable-pip-version-check", "-d", str(folder / "wheel"), requirement]
+    child = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_TIMEOUT_S, check=False)
+    assert child.returncode == 0, f"{requirement} cannot be downloaded:\n{child.stderr[-1000:]}"
+    (wheel,) = (folder / "wheel").iterdir()
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder / "site")
+    wheel.unlink()
+    return folder / "site"
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
