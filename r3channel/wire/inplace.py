@@ -21,7 +21,7 @@ from r3channel.wire.chunks import CHUNK_BYTES, CHUNK_ROWS, Chunk, chunk_count, t
 from r3channel.wire.codec import STORED, bytes_of
 from r3channel.wire.digest import layer_digests
 from r3channel.wire.frame import pack_span
-from r3channel.wire.header import FLAG_DIGESTS, HEADER_BYTES, SPAN_BYTES, Header, header_bytes
+from r3channel.wire.header import FLAG_DIGESTS, HEADER_BYTES, SPAN_BYTES, Header, header_bytes, padding
 
 
 class StoredFrame:
@@ -53,7 +53,8 @@ class StoredFrame:
         self._first_row, self.provenance, self.sample_key = first_row, provenance, sample_key
         digests_bytes = 8 * spec.num_moe_layers if row_digests else 0
         chunks = chunk_count(rows, layers=1, layers_per_chunk=1)
-        self._sections_bytes = len(provenance) * SPAN_BYTES + digests_bytes + chunks * CHUNK_BYTES
+        sections_bytes = len(provenance) * SPAN_BYTES + digests_bytes + chunks * CHUNK_BYTES
+        self._sections_bytes = sections_bytes + padding(sections_bytes)
         payload = HEADER_BYTES + self._sections_bytes
         self.buffer_N = np.empty(payload + rows * spec.bytes_per_token, np.uint8)
         """The whole frame; complete once `finish` has returned."""
@@ -65,7 +66,8 @@ class StoredFrame:
         """Write tables, hashes and header. Nothing may write to `ids_TLK` any more."""
         out = self.buffer_N.data
         chunks = self._chunks()
-        out[HEADER_BYTES : HEADER_BYTES + self._sections_bytes] = self._sections(chunks)
+        sections = self._sections(chunks).ljust(self._sections_bytes, b"\0")
+        out[HEADER_BYTES : HEADER_BYTES + self._sections_bytes] = sections
         payload_hash = xxhash.xxh3_64_intdigest(out[HEADER_BYTES:])
         out[:HEADER_BYTES] = header_bytes(self._header(len(chunks), payload_hash))
 

@@ -248,7 +248,9 @@ def test_a_directly_delivered_step_is_sealed(direct: Direct) -> None:
     direct.relay.add("sealed", as_json(reply), reply.tokens, engine=direct.server.url)
     ticket = direct.relay.seal(0, Assignment.round_robin(["sealed"], dp=1, microbatch_size=1))
     assert ticket.samples[0].tokens == len(reply.tokens)
-    direct.relay.ack(run=direct.relay.run, step=0, dp=0, pp=0)
+    at = {"run": direct.relay.run, "step": 0, "dp": 0, "pp": 0}
+    assert direct.relay.ready(**at, epoch=1, wait_s=20)
+    direct.relay.ack(**at)
 
 
 def test_a_probe_is_answered_with_hello_and_frame_whatever_the_delivery(direct: Direct) -> None:

@@ -122,7 +122,9 @@ def test_a_step_records_the_joined_rows(tmp_path: Any) -> None:
     relay.add("s", turn(10, 40), TOKENS, append=True)
     relay.seal(0, Assignment.round_robin(["s"], dp=1, microbatch_size=1))
     deadline_s = time.monotonic() + 20
-    while not step_folder(tmp_path, 0).exists() and time.monotonic() < deadline_s:  # written in the background
+    while (
+        not step_folder(tmp_path, 0).exists() and time.monotonic() < deadline_s
+    ):  # written in the background
         time.sleep(0.01)
     recording = Recording.load(step_folder(tmp_path, 0))
     assert np.array_equal(recording.frame("s").decode(), IDS)
