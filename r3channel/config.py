@@ -75,6 +75,8 @@ class ChannelConfig:
     """How long `seal` waits for frames whose receipts came; what is missing then is named."""
     unclaimed_bytes: int = 1024 * _MIB
     """Ceiling of directly delivered frames whose reply has not come yet; at the ceiling engines are told to wait."""
+    prefix_bytes: int = 256 * _MIB
+    """Ceiling of shared prompts' rows that are kept for later frames to refer to; what was evicted is asked for again."""
 
     def __post_init__(self) -> None:
         if self.backend not in ("gloo", "nccl", "loopback"):
@@ -93,6 +95,7 @@ class ChannelConfig:
             "shard_bytes",
             "frame_timeout_s",
             "unclaimed_bytes",
+            "prefix_bytes",
         ):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}, expected a positive number")
@@ -139,6 +142,8 @@ class EngineConfig:
     """File, mode 0600, that holds the relay's bearer token."""
     queue_bytes: int = 256 * _MIB
     """Ceiling of frames that wait to be sent; a request that would exceed it is answered in-band."""
+    prefix_bytes: int = 64 * _MIB
+    """With direct delivery: ceiling of the rows of prompts that were sent, so that equal ones are sent once; 0: all in full."""
     deliver_timeout_s: float = 60.0
     """How long a frame is offered to the relay before it is given up; the relay then names it when it seals."""
     name: str = ""

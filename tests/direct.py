@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 from r3channel.config import EngineConfig
 from r3channel.engine.capture import FrameDraft, stamp_of
 from r3channel.engine.delivery import Outlet, Sender
-from r3channel.routing import RowKind
+from r3channel.routing import Ids, RowKind
 from r3channel.spec import RoutingSpec
 from r3channel.wire.frame import sample_key
 from r3channel.wire.hello import Hello
@@ -49,9 +50,15 @@ class Engine:
         assert self.outlet._sender is not None
         return self.outlet._sender
 
-    def finish(self, request_id: str, tokens: int, *, first_row: int = 0, seed: int = 0) -> dict[str, Any]:
-        """The JSON reply of a request of `tokens` tokens."""
+    def finish(
+        self, request_id: str, tokens: int, *, first_row: int = 0, seed: int = 0, prompt: Sequence[int] = (),
+        ids_TLK: Ids | None = None,
+    ) -> dict[str, Any]:  # fmt: skip
+        """The JSON reply of a request of `tokens` tokens, with random ids unless some are given."""
         draft = draft_of(request_id, tokens - 1 - first_row, first_row=first_row, seed=seed)
+        draft.prompt = prompt
+        if ids_TLK is not None:
+            draft.ids_TLK[:] = ids_TLK
         reply = bytes(self.outlet.reply(draft, request_id=request_id))
         return {"meta_info": {"id": request_id, "routed_experts": base64.b64encode(reply).decode()}}
 

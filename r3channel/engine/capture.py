@@ -5,6 +5,7 @@ Shape letters: T rows, L MoE layers, A all decoder layers (dense ones included),
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -16,6 +17,7 @@ from r3channel.routing import Ids, ProvenanceSpan, RowKind
 from r3channel.spec import RoutingSpec
 from r3channel.wire.frame import encode_frame
 from r3channel.wire.inplace import StoredFrame
+from r3channel.wire.received import PrefixRef
 
 NO_VERSION = -1
 """Weight version of a slot that was never written; its rows are MISSING."""
@@ -141,7 +143,16 @@ class SlotRows:
 class FrameDraft:
     """A finished request's rows between the gather and the frame. `encode` may run on another thread than the gather."""
 
-    __slots__ = ("_first_row", "_row_digests", "_stamps_T", "_stored", "ids_TLK", "sample_key", "spec")
+    __slots__ = (
+        "_first_row",
+        "_row_digests",
+        "_stamps_T",
+        "_stored",
+        "ids_TLK",
+        "prompt",
+        "sample_key",
+        "spec",
+    )
 
     def __init__(
         self,
@@ -164,6 +175,8 @@ class FrameDraft:
         )
         self.ids_TLK = self._stored.ids_TLK
         """[T, L, K] in the id dtype; whoever made the draft fills it before `encode`."""
+        self.prompt: Sequence[int] = ()
+        """The prompt's token ids where they are known: they find samples that may share rows. Not copied."""
 
     @property
     def first_row(self) -> int:
@@ -181,7 +194,25 @@ class FrameDraft:
         """Tie the rows to their request; before `encode`."""
         self.sample_key = self._stored.sample_key = sample_key
 
-    def encode(self, *, codec: str = "auto") -> np.ndarray[Any, np.dtype[np.uint8]]:
+    @property
+    def shared_rows(self) -> int:
+        """Leading rows that samples of one prompt may share: all but the prompt's last, which each computes itself."""
+        return min(len(self.prompt) - 1, self.rows) if self.prompt and not self._first_row else 0
+
+    @property
+    def weight_version(self) -> int:
+        """Of the first row."""
+        return int(self._stamps_T[0]) >> 2 if self.rows else NO_VERSION
+
+    def complete(self) -> bool:
+        """Does every row have ids that can come from a router, and a weight version?"""
+        spans = self._stored.provenance
+        known = all(span.kind is not RowKind.MISSING and span.weight_version >= 0 for span in spans)
+        return known and not (self.rows and _looks_wrong(self.ids_TLK, spec=self.spec))
+
+    def encode(
+        self, *, codec: str = "auto", prefix: PrefixRef | None = None
+    ) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """The frame's bytes. In place where all rows are there and the codec stores them as they are.
 
         Rows without usable ids become invalid rows of kind MISSING. Raises RoutingError for rows of an unreadable weight
@@ -189,17 +220,13 @@ class FrameDraft:
         """
         # On real ids lz4 gains nothing where they fill their bytes; on missing rows and above 256 experts `auto` decides.
         as_they_are = codec == "stored" or (codec == "auto" and self.spec.num_experts <= 256)
-        if as_they_are and self._complete():
+        if as_they_are and prefix is None and self.complete():
             self._stored.finish()
             return self._stored.buffer_N
-        return np.frombuffer(bytearray(self._encode_with(codec=codec)), np.uint8)  # torch wants it writable
+        data = self._encode_with(codec=codec, prefix=prefix)
+        return np.frombuffer(bytearray(data), np.uint8)  # torch wants it writable
 
-    def _complete(self) -> bool:
-        spans = self._stored.provenance
-        known = all(span.kind is not RowKind.MISSING and span.weight_version >= 0 for span in spans)
-        return known and not (self.rows and _looks_wrong(self.ids_TLK, spec=self.spec))
-
-    def _encode_with(self, *, codec: str) -> bytes:
+    def _encode_with(self, *, codec: str, prefix: PrefixRef | None) -> bytes:
         valid_T = captured_rows(self.ids_TLK, spec=self.spec)
         valid_T &= (self._stamps_T & 3) != RowKind.MISSING
         if ((self._stamps_T >> 2)[valid_T] == UNREADABLE_VERSION).any():
@@ -217,6 +244,7 @@ class FrameDraft:
             sample_key=self.sample_key,
             codec=codec,
             row_digests=self._row_digests,
+            prefix=prefix,
         )
 
 

@@ -26,9 +26,12 @@ from r3channel.bearer import read_token
 from r3channel.config import COSTLY_CODECS, EngineConfig
 from r3channel.engine.capture import FrameDraft
 from r3channel.errors import ConfigError, R3Error
+from r3channel.spec import RoutingSpec
 from r3channel.wire.frame import encode_error, sample_key
 from r3channel.wire.hello import PROBE_PREFIX, Hello
-from r3channel.wire.receipt import Receipt, pack_parcel
+from r3channel.wire.prefix import MIN_ROWS, PrefixCache, Shared
+from r3channel.wire.receipt import PREFIX_SERIAL, Receipt, pack_parcel
+from r3channel.wire.received import PrefixRef
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +44,7 @@ _CONNECT_TIMEOUT_S = 10.0
 _BACKOFF_S = (0.02, 2.0)
 """First and longest pause between two tries."""
 _CLOSE_TIMEOUT_S = 2.0
+_ASKS_FOR_PREFIXES = (409, 424)
 
 
 class Outlet:
@@ -74,10 +78,10 @@ def report(error: Exception, *, request_id: str) -> bytes:
     return encode_error(f"{type(error).__name__}: {error}", sample_key=sample_key(request_id))
 
 
-def encode_or_report(draft: FrameDraft, *, codec: str) -> bytes:
+def encode_or_report(draft: FrameDraft, *, codec: str, prefix: PrefixRef | None = None) -> bytes:
     """The frame's bytes, or those of an error frame."""
     try:
-        return draft.encode(codec=codec).tobytes()
+        return draft.encode(codec=codec, prefix=prefix).tobytes()
     except Exception as error:
         log.exception("r3channel: a frame cannot be encoded")
         return encode_error(f"{type(error).__name__}: {error}", sample_key=draft.sample_key)
@@ -106,6 +110,7 @@ class Sender:
         self._closed = False
         self._greeted = False
         self._refusal = ""
+        self._prefixes = PrefixCache(RoutingSpec.from_dict(hello.spec), max_bytes=config.prefix_bytes)
         self._connection: http.client.HTTPConnection | None = None
         self.given_up = 0
         """Frames that the relay did not take in time."""
@@ -160,10 +165,31 @@ class Sender:
             log.exception("r3channel: direct delivery has ended, frames go in-band")
 
     def _send(self, batch: Sequence[_Waiting]) -> None:
-        frames = [(item.serial, encode_or_report(item.draft, codec=self._config.codec)) for item in batch]
-        self._deliver(frames, deadline_s=batch[0].since_s + self._config.deliver_timeout_s)
+        self._deliver(batch, deadline_s=batch[0].since_s + self._config.deliver_timeout_s)
         with self._changed:
             self._bytes -= sum(item.draft.nbytes for item in batch)
+
+    def _encode(self, batch: Sequence[_Waiting]) -> list[bytes]:
+        """The parcel of these frames, shared prompts in front of the first frame that refers to them."""
+        frames: list[tuple[int, bytes]] = []
+        for item in batch:
+            shared = self._share(item.draft)
+            if shared.frame is not None:
+                frames.append((PREFIX_SERIAL, shared.frame))
+            frames.append(
+                (item.serial, encode_or_report(item.draft, codec=self._config.codec, prefix=shared.ref))
+            )
+        return pack_parcel(self._hello.boot_id, frames)
+
+    def _share(self, draft: FrameDraft) -> Shared:
+        rows, config = draft.shared_rows, self._config
+        # A prefix keeps the order of its rows; a codec that drops it must drop it for the whole sample.
+        keeps_order = config.codec not in COSTLY_CODECS
+        if rows < MIN_ROWS or not config.prefix_bytes or not keeps_order or not draft.complete():
+            return Shared(None)
+        return self._prefixes.share(
+            draft.ids_TLK[:rows], token_ids=draft.prompt[:rows], weight_version=draft.weight_version
+        )
 
     def _take(self) -> list[_Waiting] | None:
         with self._changed:
@@ -174,25 +200,27 @@ class Sender:
                 size += batch[-1].draft.nbytes
             return batch or None
 
-    def _deliver(self, frames: Sequence[tuple[int, bytes]], *, deadline_s: float) -> None:
-        parts = pack_parcel(self._hello.boot_id, frames)
-        pause_s, reason = _BACKOFF_S[0], ""
+    def _deliver(self, batch: Sequence[_Waiting], *, deadline_s: float) -> None:
+        parts, pause_s, reason = self._encode(batch), _BACKOFF_S[0], ""
         while True:
             if self._greeted or self._say_hello():
                 status, reason = self._post(FRAMES_PATH, parts)
                 if status == 200:
                     return
-                self._greeted = status != 409  # a relay that started after this engine's hello
+                if status in _ASKS_FOR_PREFIXES:  # the relay is another one, or had no room for them any more
+                    self._prefixes.clear()
+                    parts = self._encode(batch)
+                self._greeted = status != 409
                 if status in (400, 413):
                     break
             if self._closed or time.monotonic() + pause_s > deadline_s:
                 break
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _BACKOFF_S[1])
-        self.given_up += len(frames)
+        self.given_up += len(batch)
         log.error(
             "r3channel: %d frames (serials %d to %d) were not taken by the relay at %s: %s",
-            len(frames), frames[0][0], frames[-1][0], self._config.relay_url, reason,
+            len(batch), batch[0].serial, batch[-1].serial, self._config.relay_url, reason,
         )  # fmt: skip
 
     def _say_hello(self) -> bool:

@@ -226,14 +226,15 @@ class FrameCapturer(RoutedExpertsCapturer):
         )
         return torch.from_numpy(self._draft.ids_TLK)
 
-    def take_draft(self, *, request_id: str) -> FrameDraft:
+    def take_draft(self, req: Any) -> FrameDraft:
         """What `get_topk` has just gathered, marked with its request."""
         draft, self._draft = self._draft, None
         if draft is None:
             raise R3Error(
                 "SGLang collected rows without get_topk; was another plug-in applied over r3channel's?"
             )
-        draft.name(sample_key(request_id))
+        draft.name(sample_key(str(req.rid)))
+        draft.prompt = req.origin_input_ids
         return draft
 
     def _current_version(self) -> int:
@@ -265,7 +266,7 @@ def collect_frame(original: Callable[..., None], processor: Any, req: Any) -> No
     request_id = str(req.rid)
     try:
         original(processor, req)
-        reply = capturer.outlet.reply(capturer.take_draft(request_id=request_id), request_id=request_id)
+        reply = capturer.outlet.reply(capturer.take_draft(req), request_id=request_id)
     except Exception as error:
         log.exception("r3channel: no frame for request %s", request_id)
         reply = report(error, request_id=request_id)

@@ -166,6 +166,7 @@ class StagedCapturer:
             draft = self.rows.draft(
                 slots_T, first_row=0, sample_key=sample_key(request_id), row_digests=self._row_digests
             )
+            draft.prompt = req.origin_input_ids
             reply = self.outlet.reply(draft, request_id=request_id)
         except Exception as error:
             log.exception("r3channel: no frame for request %s", request_id)

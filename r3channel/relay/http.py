@@ -4,6 +4,7 @@
     POST /v1/frames    a parcel of frames      200 once they are verified and kept
     both               bearer token            401 without; 411, 413 without or with too large a Content-Length
                                                409 engine unknown: say hello; 503 no room: come again
+                                               424 a shared prompt's rows are not here: send them again
 
 One thread runs the event loop, others verify, so that a large body holds up nobody. It binds the interface it is told, the
 loopback one by default. Plain HTTP: on any other interface it belongs on a private network.
@@ -19,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 from r3channel.bearer import authorises
-from r3channel.errors import R3Error, UsageError
+from r3channel.errors import PrefixMissing, R3Error, UsageError
 from r3channel.wire.hello import MAX_HELLO_BYTES, Hello
 from r3channel.wire.receipt import read_parcel
 
@@ -154,7 +155,10 @@ class IngestServer:
             return self._answer(409, "this engine has not said hello, or its hello was refused")
         if not self._door.has_room():
             return self._answer(503, "no room for more frames that no reply has claimed")
-        await self._loop.run_in_executor(self._pool, self._door.deliver, body)
+        try:
+            await self._loop.run_in_executor(self._pool, self._door.deliver, body)
+        except PrefixMissing as error:
+            return self._answer(424, str(error))
         return self._answer(200, "taken")
 
     def _answer(self, status: int, text: str, *, close: bool = False) -> Any:

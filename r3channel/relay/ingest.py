@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from r3channel import errors
-from r3channel.relay.splice import check_adjoins
-from r3channel.routing import RowKind, SampleRouting
+from r3channel.relay.splice import check_adjoins, frame_of
+from r3channel.routing import Ids, RowKind, SampleRouting
 from r3channel.spec import RoutingSpec
 from r3channel.wire.frame import Frame, parse_frame, sample_key
+from r3channel.wire.prefix import resolve
 from r3channel.wire.receipt import RECEIPT_MAGIC, Receipt
 
 ROUTING_FIELD = "routed_experts"
@@ -113,14 +114,35 @@ def verify_frame(
 
 
 def verify_arrival(
-    data: memoryview, *, spec: RoutingSpec, engine: str, serial: int, invalid_rows: str
-) -> Frame:
-    """Verify all that can be said about a frame before its reply is known: bytes, spec, validity, every id."""
+    data: memoryview,
+    *,
+    spec: RoutingSpec,
+    engine: str,
+    serial: int,
+    invalid_rows: str,
+    lookup: Callable[[bytes], Ids | None],
+) -> tuple[Frame, bytes | memoryview]:
+    """Verify all that can be said about a frame before its reply is known: bytes, spec, validity, every id.
+
+    Returns it with its bytes. Rows that it shares with others are put in place (`lookup` by digest), so that it can be kept
+    without them.
+    """
     name = f"of frame {serial}"
-    frame = parse_frame(data, spec=spec, sample_id=name, engine=engine)
     where = f"sample {name} from engine {engine}"
-    _verified(frame, data, sample_id=name, where=where, invalid_rows=invalid_rows)
-    return frame
+    frame = parse_frame(data, spec=spec, sample_id=name, engine=engine)
+    if frame.prefix is None:
+        _verified(frame, data, sample_id=name, where=where, invalid_rows=invalid_rows)
+        return frame, data
+    routing = resolve(frame, lookup).routing(sample_id=where.removeprefix("sample "))
+    whole = frame_of(routing, sample_key=frame.sample_key, row_digests=frame.digests_L is not None)
+    again = parse_frame(whole, spec=spec, sample_id=name, engine=engine)
+    if frame.digests_L is not None and not np.array_equal(frame.digests_L, again.digests_L):  # type: ignore[arg-type]
+        raise errors.PayloadCorrupt(
+            f"{where}: the shared rows are not those of the engine; its digests differ, expected the same"
+        )
+    if invalid_rows == "error":
+        _check_valid(again, where=where)
+    return again, whole
 
 
 def _verified(

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ import numpy as np
 from r3channel.config import ChannelConfig
 from r3channel.errors import (
     FrameMissing,
-    PayloadCorrupt,
+    PrefixMissing,
     R3Error,
     ReceiptInvalid,
     RoutingError,
@@ -45,12 +45,16 @@ from r3channel.relay.ingest import (
     verify_arrival,
     verify_frame,
 )
-from r3channel.relay.splice import append, check_adjoins, frame_of
+from r3channel.relay.prefixes import PrefixShelf, is_prefix, prefix_of
+from r3channel.relay.splice import check_adjoins, join_frames
 from r3channel.relay.store import FrameStore
 from r3channel.routing import Ids
 from r3channel.spec import RoutingSpec
 from r3channel.wire.frame import Frame, parse_frame
 from r3channel.wire.receipt import FrameName, Receipt, read_parcel
+
+_REMEMBERED = 1 << 16
+"""Names of frames that were claimed, so that one that is sent again is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +110,8 @@ class Intake:
         self._by_name: dict[FrameName, _Claim] = {}
         self._unclaimed: dict[FrameName, _Unclaimed] = {}
         self._unclaimed_bytes = 0
+        self._settled: OrderedDict[FrameName, None] = OrderedDict()
+        self._prefixes = PrefixShelf(spec, max_bytes=config.prefix_bytes)
         self._changed = threading.Condition(threading.RLock())
 
     # -- replies ---------------------------------------------------------------------------------------------------
@@ -181,6 +187,7 @@ class Intake:
             self._by_name[receipt.name] = claim
             return
         self._unclaimed_bytes -= waiting.nbytes
+        self._remember(receipt.name)
         self._give(claim, waiting.frame)
 
     # -- frames that come directly ---------------------------------------------------------------------------------
@@ -192,42 +199,61 @@ class Intake:
         return self._unclaimed_bytes < self._config.unclaimed_bytes
 
     def deliver(self, body: bytes | bytearray) -> None:
-        """Take a parcel. Repeating it does no harm. Raises ReceiptInvalid when it is no parcel; a bad frame in it is told
-        to the reply that claims it."""
-        boot_id, frames = read_parcel(body)
+        """Take a parcel. Repeating it does no harm. Raises ReceiptInvalid when it is no parcel, PrefixMissing when rows that
+        its frames share are not here (then nothing is taken); a bad frame in it is told to the reply that claims it."""
+        boot_id, entries = read_parcel(body)
+        engine = self._engines.name_of(boot_id)
+        self._metrics.inc("r3channel_bytes_total", len(body), leg="engine_direct")
+        frames = [(serial, data) for serial, data in entries if not is_prefix(data)]
+        for _, data in entries:
+            if is_prefix(data):
+                self._prefixes.put(data, engine=engine)
+        self._check_prefixes(frames, engine=engine)
         for serial, data in frames:
-            self._metrics.inc("r3channel_bytes_total", len(data), leg="engine_direct")
-            with self._changed:
-                name = (boot_id, serial)
-                claim = self._by_name.get(name)
-                if claim is None and name in self._unclaimed:
-                    continue
-            frame = self._verify_arrival(data, boot_id=boot_id, serial=serial, claimed=claim is not None)
-            with self._changed:
-                self._arrive(name, frame, nbytes=len(data))
+            self._take_frame((boot_id, serial), data, engine=engine)
 
-    def _verify_arrival(
-        self, data: memoryview, *, boot_id: int, serial: int, claimed: bool
-    ) -> _Arrived | RoutingError:
+    def _check_prefixes(self, frames: Sequence[tuple[int, memoryview]], *, engine: str) -> None:
+        for serial, data in frames:
+            digest = None
+            with suppress(RoutingError):  # a damaged frame is told to its reply
+                digest = prefix_of(data, spec=self._spec, engine=engine)
+            if digest is not None and self._prefixes.get(digest) is None:
+                raise PrefixMissing(
+                    f"frame {serial} from engine {engine} shares rows of prefix {digest.hex()}, which is not here; evicted, or "
+                    "sent to another relay?"
+                )
+
+    def _take_frame(self, name: FrameName, data: memoryview, *, engine: str) -> None:
+        with self._changed:
+            if name in self._settled or name in self._unclaimed:
+                return
+            claimed = name in self._by_name
         # Unclaimed frames may stay long and must not keep their whole parcel.
         kept = data if claimed else memoryview(bytes(data))
-        engine = self._engines.name_of(boot_id)
+        frame: _Arrived | RoutingError
         try:
             with self._clock.span("verify"):
-                frame = verify_arrival(
-                    kept,
-                    spec=self._spec,
-                    engine=engine,
-                    serial=serial,
-                    invalid_rows=self._config.invalid_rows,
-                )
-                return _Arrived(frame, kept)
+                frame = self._verify_arrival(kept, engine=engine, serial=name[1])
         except RoutingError as error:
-            return error
+            frame = error
+        with self._changed:
+            self._arrive(name, frame, nbytes=len(data))
+
+    def _verify_arrival(self, data: memoryview, *, engine: str, serial: int) -> _Arrived:
+        frame, whole = verify_arrival(
+            data,
+            spec=self._spec,
+            engine=engine,
+            serial=serial,
+            invalid_rows=self._config.invalid_rows,
+            lookup=self._prefixes.get,
+        )
+        return _Arrived(frame, whole)
 
     def _arrive(self, name: FrameName, frame: _Arrived | RoutingError, *, nbytes: int) -> None:
         claim = self._by_name.pop(name, None)
         if claim is not None:
+            self._remember(name)
             self._give(claim, frame)
             self._advance(claim.sample_id)
             if claim.error is not None:
@@ -235,6 +261,11 @@ class Intake:
         elif name not in self._unclaimed:
             self._unclaimed[name] = _Unclaimed(frame, nbytes, time.monotonic())
             self._unclaimed_bytes += nbytes
+
+    def _remember(self, name: FrameName) -> None:
+        self._settled[name] = None
+        if len(self._settled) > _REMEMBERED:
+            self._settled.popitem(last=False)
 
     def _give(self, claim: _Claim, frame: _Arrived | RoutingError) -> None:
         if isinstance(frame, RoutingError):
@@ -392,21 +423,6 @@ class Intake:
     def _reject(self, error: R3Error) -> None:
         self._metrics.inc("r3channel_samples_total", outcome="rejected")
         self._metrics.inc("r3channel_rejected_total", reason=error.reason)
-
-
-def join_frames(before: Frame, turn: Frame, *, sample_id: str) -> tuple[Frame, bytes]:
-    """(frame, its bytes) with the rows of both; the engines' digests must add up to those of the joined rows."""
-    joined = append(before.routing(sample_id=sample_id), turn.routing(sample_id=sample_id))
-    expected_L = None
-    if before.digests_L is not None and turn.digests_L is not None:
-        expected_L = before.digests_L + turn.digests_L  # modulo 2**64
-    data = frame_of(joined, sample_key=turn.sample_key, row_digests=expected_L is not None)
-    frame = parse_frame(data, spec=before.spec, sample_id=sample_id, engine="relay")
-    if expected_L is not None and not np.array_equal(frame.digests_L, expected_L):  # type: ignore[arg-type]
-        raise PayloadCorrupt(
-            f"sample {sample_id}: the turns' digests do not add up to those of the joined rows"
-        )
-    return frame, data
 
 
 def _frozen(tokens: Sequence[int] | Ids) -> Sequence[int]:

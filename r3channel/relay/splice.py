@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from r3channel.errors import RoutingError, RowGap, RowOverlap
+from r3channel.errors import PayloadCorrupt, RoutingError, RowGap, RowOverlap
 from r3channel.routing import RowKind, SampleRouting, spans_of
-from r3channel.wire.frame import encode_frame
+from r3channel.wire.frame import Frame, encode_frame, parse_frame
 
 
 def check_adjoins(*, held_rows: int, first_row: int, where: str) -> None:
@@ -84,7 +84,9 @@ def _per_row(routing: SampleRouting) -> tuple[np.ndarray, np.ndarray]:
     return np.repeat(versions, lengths), np.repeat(kinds, lengths)
 
 
-def frame_of(routing: SampleRouting, *, sample_key: int = 0, row_digests: bool = False) -> bytes:
+def frame_of(
+    routing: SampleRouting, *, sample_key: int = 0, row_digests: bool = False, codec: str = "auto"
+) -> bytes:
     """The frame of a routing that was put together."""
     return encode_frame(
         routing.spec,
@@ -93,5 +95,30 @@ def frame_of(routing: SampleRouting, *, sample_key: int = 0, row_digests: bool =
         valid_T=routing.valid_T,
         provenance=routing.provenance,
         sample_key=sample_key,
+        codec=codec,
         row_digests=row_digests,
     )
+
+
+def join_frames(before: Frame, turn: Frame, *, sample_id: str) -> tuple[Frame, bytes]:
+    """(frame, its bytes) with the rows of both; the engines' digests must add up to those of the joined rows.
+
+    Where one of them has lost the order within its rows, the joined frame says so of all, and the digests are left out.
+    """
+    ordered = before.ordered and turn.ordered
+    joined = append(before.routing(sample_id=sample_id), turn.routing(sample_id=sample_id))
+    expected_L = None
+    if before.digests_L is not None and turn.digests_L is not None and before.ordered == turn.ordered:
+        expected_L = before.digests_L + turn.digests_L  # modulo 2**64
+    data = frame_of(
+        joined,
+        sample_key=turn.sample_key,
+        row_digests=expected_L is not None,
+        codec="auto" if ordered else "set",
+    )
+    frame = parse_frame(data, spec=before.spec, sample_id=sample_id, engine="relay")
+    if expected_L is not None and not np.array_equal(frame.digests_L, expected_L):  # type: ignore[arg-type]
+        raise PayloadCorrupt(
+            f"sample {sample_id}: the turns' digests do not add up to those of the joined rows"
+        )
+    return frame, data

@@ -22,6 +22,8 @@ _PARCEL = struct.Struct("<4sIQ")
 _ENTRY = struct.Struct("<QII")
 RECEIPT_BYTES = _RECEIPT.size
 MAX_PARCEL_FRAMES = 1024
+PREFIX_SERIAL = 0
+"""Of a PREFIX frame in a parcel: no receipt names it. Frames of requests count from 1."""
 
 FrameName = tuple[int, int]
 """(boot_id, serial)."""

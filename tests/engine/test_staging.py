@@ -45,7 +45,9 @@ def forward(capturer: StagedCapturer, ids_TLK: np.ndarray, slots: list[int]) -> 
 
 def frame_of(capturer: StagedCapturer, slots: list[int]) -> Any:
     pool = SimpleNamespace(req_to_token=torch.tensor([[*slots, 0]], dtype=torch.int32))
-    req = SimpleNamespace(rid="r", req_pool_idx=0, seqlen=len(slots) + 1, return_routed_experts=True)
+    req = SimpleNamespace(
+        rid="r", req_pool_idx=0, seqlen=len(slots) + 1, return_routed_experts=True, origin_input_ids=[1]
+    )
     data = capturer.collect(req, pool)
     assert data is not None
     return parse_frame(data.numpy().tobytes(), spec=SPEC)
@@ -119,7 +121,7 @@ def test_what_fails_for_one_request_is_its_reply() -> None:
     capturer = capturer_on("cpu")
     capturer.note_weight_version("nightly")
     forward(capturer, random_ids(1), [5])
-    req = SimpleNamespace(rid="r", req_pool_idx=0, seqlen=2, return_routed_experts=True)
+    req = SimpleNamespace(rid="r", req_pool_idx=0, seqlen=2, return_routed_experts=True, origin_input_ids=[1])
     pool = SimpleNamespace(req_to_token=torch.tensor([[5, 0]], dtype=torch.int32))
     data = capturer.collect(req, pool)
     assert data is not None

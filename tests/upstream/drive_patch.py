@@ -133,7 +133,12 @@ def main(root: str) -> None:
     replies = []
     for wants in (True, False):
         req = SimpleNamespace(
-            rid="r1", req_pool_idx=1, seqlen=10, return_routed_experts=wants, routed_experts=None
+            rid="r1",
+            req_pool_idx=1,
+            seqlen=10,
+            return_routed_experts=wants,
+            origin_input_ids=[1],
+            routed_experts=None,
         )
         mixin.SchedulerOutputProcessorMixin.maybe_collect_routed_experts(scheduler, req)
         replies.append(req.routed_experts)

@@ -1,0 +1,58 @@
+"""Rows of shared prompts that engines sent once, for the frames that refer to them. Any thread.
+
+Bounded: the least recently used rows go first. A frame whose prefix is gone is not taken, and the engine, which still holds the
+sample, sends both again; so an eviction costs bytes and never a row.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+
+from r3channel.routing import Ids
+from r3channel.spec import RoutingSpec
+from r3channel.wire.frame import parse_frame
+from r3channel.wire.header import FLAG_PREFIX, KIND_PREFIX
+from r3channel.wire.prefix import parse_prefix
+
+_KIND_AT, _FLAGS_AT = 5, 7
+"""Bytes of a frame's header, looked at before it is verified: to choose who verifies it."""
+
+
+class PrefixShelf:
+    """Digest -> rows, at most `max_bytes` of them (and always the newest)."""
+
+    def __init__(self, spec: RoutingSpec, *, max_bytes: int) -> None:
+        self._spec, self._max_bytes = spec, max_bytes
+        self._rows: OrderedDict[bytes, Ids] = OrderedDict()
+        self._lock = threading.Lock()
+        self.nbytes = 0
+
+    def put(self, data: memoryview, *, engine: str) -> None:
+        """Verify and keep a PREFIX frame; one that is here already is only remembered as used."""
+        prefix = parse_prefix(data, spec=self._spec, engine=engine)
+        with self._lock:
+            before = self._rows.pop(prefix.digest, None)
+            self._rows[prefix.digest] = prefix.ids_TLK
+            self.nbytes += prefix.ids_TLK.nbytes - (before.nbytes if before is not None else 0)
+            while self.nbytes > self._max_bytes and len(self._rows) > 1:
+                _, oldest = self._rows.popitem(last=False)
+                self.nbytes -= oldest.nbytes
+
+    def get(self, digest: bytes) -> Ids | None:
+        with self._lock:
+            if digest in self._rows:
+                self._rows.move_to_end(digest)
+            return self._rows.get(digest)
+
+
+def is_prefix(data: memoryview) -> bool:
+    return len(data) > _FLAGS_AT and data[_KIND_AT] == KIND_PREFIX
+
+
+def prefix_of(data: memoryview, *, spec: RoutingSpec, engine: str) -> bytes | None:
+    """Digest of the shared rows that a frame refers to. Raises as `parse_frame` where it says that there are some."""
+    if len(data) <= _FLAGS_AT or not data[_FLAGS_AT] & FLAG_PREFIX:
+        return None
+    ref = parse_frame(data, spec=spec, engine=engine).prefix
+    return ref.digest if ref is not None else None

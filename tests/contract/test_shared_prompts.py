@@ -1,0 +1,102 @@
+"""Rows that samples of one prompt share travel once, past any loss of them: real sender, real ingest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from r3channel import errors
+from r3channel.config import ChannelConfig
+from r3channel.plan.layout import TrainerLayout
+from r3channel.relay.relay import Relay
+from r3channel.wire.frame import parse_frame
+from tests.direct import Engine, hello_of
+from tests.samples import SPEC, random_ids
+
+LIMIT_S = 20.0
+PROMPT = list(range(65))
+"""64 rows of it are shared: the last token's row is each sample's own."""
+
+
+@pytest.fixture
+def relay() -> Iterator[Relay]:
+    relay = Relay(SPEC, TrainerLayout(), ChannelConfig(backend="loopback", prefix_bytes=1 << 20))
+    yield relay
+    with suppress(errors.StepError):
+        relay.close()
+
+
+def sibling(number: int, *, tokens: int = 200) -> Any:
+    """Rows of the shared prompt, then rows of its own."""
+    return np.concatenate([random_ids(64, seed=99), random_ids(tokens - 65, seed=number)])
+
+
+def deliver(relay: Relay, engine: Engine, samples: dict[str, Any]) -> float:
+    """Finish, add and await the samples; returns the bytes that the ingest took for them."""
+    before = relay.metrics.value("r3channel_bytes_total", leg="engine_direct")
+    for name, ids_TLK in samples.items():
+        tokens = len(ids_TLK) + 1
+        reply = engine.finish(name, tokens, prompt=PROMPT, ids_TLK=ids_TLK)
+        relay.add(name, reply, range(tokens))
+    relay._intake.wait(samples, timeout_s=LIMIT_S, step=0)
+    for name, ids_TLK in samples.items():
+        held = relay._inbox.held(name)
+        assert held is not None
+        assert np.array_equal(parse_frame(relay._store.get(held.key), spec=SPEC).decode(), ids_TLK), name
+    return relay.metrics.value("r3channel_bytes_total", leg="engine_direct") - before
+
+
+def test_equal_rows_of_a_prompt_are_sent_once(relay: Relay, tmp_path: Path) -> None:
+    url = relay.serve(token_file=tmp_path / "token")
+    with Engine(url, tmp_path / "token") as engine:
+        sent = deliver(relay, engine, {f"s{number}": sibling(number) for number in range(8)})
+    with Engine(url, tmp_path / "token", hello=hello_of(boot_id=12), prefix_bytes=0) as engine:
+        full = deliver(relay, engine, {f"f{number}": sibling(number) for number in range(8)})
+    saved_rows = 7 * 64
+    assert sent == pytest.approx(full - saved_rows * SPEC.bytes_per_token, abs=8 * 160)
+
+
+def test_siblings_that_chose_other_experts_are_sent_in_full(relay: Relay, tmp_path: Path) -> None:
+    url = relay.serve(token_file=tmp_path / "token")
+    other = sibling(2)
+    other[10] = random_ids(1, seed=1234)[0]
+    with Engine(url, tmp_path / "token") as engine:
+        deliver(relay, engine, {"s1": sibling(1), "s2": other, "s3": sibling(3)})
+
+
+def test_rows_that_the_relay_has_lost_are_asked_for_again(relay: Relay, tmp_path: Path) -> None:
+    with Engine(relay.serve(token_file=tmp_path / "token"), tmp_path / "token") as engine:
+        deliver(relay, engine, {"s1": sibling(1), "s2": sibling(2)})
+        relay._intake._prefixes._rows.clear()
+        deliver(relay, engine, {"s3": sibling(3)})
+        assert engine.sender.given_up == 0
+
+
+def test_a_relay_that_restarts_gets_shared_rows_again(tmp_path: Path) -> None:
+    port = 0
+    engine = None
+    for life in range(2):
+        config = ChannelConfig(backend="loopback", ingest_port=port)
+        relay = Relay(SPEC, TrainerLayout(), config)
+        url = relay.serve(token_file=tmp_path / "token")
+        port = int(url.rsplit(":", 1)[1])
+        engine = engine or Engine(url, tmp_path / "token")
+        deliver(relay, engine, {f"s{life}{number}": sibling(10 * life + number) for number in range(3)})
+        relay.close()
+    assert engine is not None
+    engine.outlet.close()
+
+
+def test_a_prefix_needs_no_more_memory_than_allowed(relay: Relay, tmp_path: Path) -> None:
+    with Engine(relay.serve(token_file=tmp_path / "token"), tmp_path / "token", prefix_bytes=4000) as engine:
+        for number in range(5):
+            prompt_rows = np.concatenate([random_ids(64, seed=number), random_ids(30, seed=50 + number)])
+            reply = engine.finish(f"r{number}", 95, prompt=[number, *PROMPT[1:]], ids_TLK=prompt_rows)
+            relay.add(f"s{number}", reply, range(95))
+        relay._intake.wait([f"s{number}" for number in range(5)], timeout_s=LIMIT_S, step=0)
+        assert engine.sender._prefixes.nbytes <= 4000
