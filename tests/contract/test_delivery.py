@@ -148,14 +148,15 @@ def run_step(relay: Relay, *, blocking: bool) -> list[RankShard]:
     returned, pool, tickets = threading.Event(), ThreadPoolExecutor(relay.layout.world_size), []
 
     def train(receiver: Receiver) -> RankShard:
-        assert returned.wait(LIMIT_S)
+        assert returned.wait(LIMIT_S) and tickets, "generate() did not return"
         return receiver.receive(tickets[0])
 
     def generate() -> None:
         fill(relay)
-        tickets.append(relay.seal(0, assignment()))
+        ticket = relay.seal(0, assignment())
         if blocking:  # a send that must be finished before `generate` returns
             relay.join_previous(timeout_s=1.5)
+        tickets.append(ticket)
 
     trainers = [pool.submit(train, receiver) for receiver in receivers_of(relay)]
     try:
@@ -465,6 +466,7 @@ def test_a_step_is_sealed_once(make_relay: MakeRelay) -> None:
 
 
 def test_close_names_what_was_not_delivered(make_relay: MakeRelay) -> None:
+    before = set(threading.enumerate())
     relay = make_relay()
     fill(relay)
     relay.seal(7, assignment())
@@ -472,7 +474,7 @@ def test_close_names_what_was_not_delivered(make_relay: MakeRelay) -> None:
         relay.close()
     with pytest.raises(errors.UsageError, match="closed"):
         relay.seal(8, assignment())
-    assert not [t for t in threading.enumerate() if t.name.startswith("r3channel-") and t.is_alive()]
+    assert not {t for t in threading.enumerate() if t.name.startswith("r3channel-")} - before
 
 
 def test_an_engine_without_the_plug_in_is_noticed_at_start(make_relay: MakeRelay) -> None:
