@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from r3channel.config import EngineConfig
-from r3channel.engine.capture import FrameDraft, stamp_of
+from r3channel.engine.capture import FrameDraft
 from r3channel.engine.delivery import Outlet, Sender
 from r3channel.routing import Ids, RowKind
 from r3channel.spec import RoutingSpec
@@ -29,8 +29,13 @@ def hello_of(engine: str = "http://e:1", *, boot_id: int = 11, spec: RoutingSpec
 def draft_of(
     request_id: str, rows: int, *, first_row: int = 0, seed: int = 0, version: int = 0
 ) -> FrameDraft:
-    stamps_T = np.full(rows, stamp_of(weight_version=version, kind=RowKind.DECODED), np.int64)
-    draft = FrameDraft(SPEC, stamps_T=stamps_T, first_row=first_row, sample_key=sample_key(request_id))
+    draft = FrameDraft(
+        SPEC,
+        stamps_T=np.zeros(rows, np.int16),
+        makers=[(version, int(RowKind.DECODED))],
+        first_row=first_row,
+        sample_key=sample_key(request_id),
+    )
     draft.ids_TLK[:] = random_ids(first_row + rows, seed=seed)[first_row:]
     return draft
 

@@ -6,26 +6,26 @@ Shape letters: T rows, L MoE layers, A all decoder layers (dense ones included),
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 
 from r3channel.errors import ConfigError, RoutingError
-from r3channel.routing import Ids, ProvenanceSpan, RowKind
+from r3channel.routing import Ids, RowKind, spans_of
 from r3channel.spec import RoutingSpec
 from r3channel.wire.frame import encode_frame
-from r3channel.wire.inplace import StoredFrame
+from r3channel.wire.inplace import Run, StoredFrame
 from r3channel.wire.received import PrefixRef
 
 NO_VERSION = -1
 """Weight version of a slot that was never written; its rows are MISSING."""
 UNREADABLE_VERSION = -2
 """Stamped while the engine's version is not a number; a request with such rows gets an error frame."""
-_LOOKED_AT = 16
-"""Rows of a request that are searched for a layer that nobody wrote. Such a layer is missing in every row that its model
-makes, and the relay checks every id; this only gives the better reason."""
+_MISSING = int(RowKind.MISSING)
+_SMALL_ROWS = 64
+"""Requests up to this size, a probe among them, are searched for a layer that nobody wrote. Such a layer is missing in every
+row that its model makes, and the relay checks every id; this only gives the better reason."""
 
 
 def parse_weight_version(text: str) -> int:
@@ -81,60 +81,80 @@ class LayerSelection:
 # -- by KV slot ----------------------------------------------------------------------------------------------------------
 
 
-def stamp_of(*, weight_version: int, kind: RowKind) -> int:
-    """Weight version and kind as one int64, so that one gather brings both."""
-    return weight_version * 4 + int(kind)
+Maker = tuple[int, int]
+"""What made a row: (weight version, kind)."""
+MISSING_MAKER: Maker = (NO_VERSION, _MISSING)
+MAX_MAKERS = 1 << 15
+"""Stamps are int16."""
 
 
-MISSING_STAMP = stamp_of(weight_version=NO_VERSION, kind=RowKind.MISSING)
-
-
-def spans_of_stamps(stamps_T: Ids, *, first_row: int) -> tuple[ProvenanceSpan, ...]:
-    """Run-length form of per-row stamps."""
+def runs_of_stamps(stamps_T: Ids, makers: Sequence[Maker], *, first_row: int) -> list[Run]:
+    """Run-length form of per-row stamps (indices into `makers`), as plain numbers."""
     if not len(stamps_T):
-        return ()
-    edges = [0, *(np.flatnonzero(stamps_T[1:] != stamps_T[:-1]) + 1).tolist(), len(stamps_T)]
-    return tuple(
-        ProvenanceSpan(
-            start=first_row + start,
-            end=first_row + end,
-            weight_version=int(stamps_T[start]) >> 2,
-            kind=RowKind(int(stamps_T[start]) & 3),
-        )
-        for start, end in pairwise(edges)
-    )
+        return []
+    starts = [0, *(np.flatnonzero(stamps_T[1:] != stamps_T[:-1]) + 1).tolist()]
+    stamps = stamps_T[starts].tolist()
+    ends = [*starts[1:], len(stamps_T)]
+    return [
+        (first_row + start, first_row + end, *makers[stamp])
+        for start, end, stamp in zip(starts, ends, stamps, strict=True)
+    ]
 
 
 class SlotRows:
     """The rows that the engine holds, by KV slot: ids [slots, L, K] in the id dtype, and what made each.
 
     Provenance travels with the slot, because a prefix-cache hit returns rows of an older request (SGLang's own version
-    spans cover output tokens only). Host memory: the ids and 8 bytes per slot. One thread at a time: the scheduler's.
+    spans cover output tokens only). Host memory: the ids and 2 bytes per slot. One thread at a time: the scheduler's.
     """
 
     def __init__(self, spec: RoutingSpec, ids: torch.Tensor) -> None:
         """`ids` is the host memory to keep ids in, [slots, L, K] in the id dtype, pinned where there is a GPU."""
         self.spec, self.ids = spec, ids
-        self.stamps = torch.full((len(ids),), MISSING_STAMP, dtype=torch.int64)
+        self._stamps = torch.zeros((len(ids),), dtype=torch.int16)
+        self._makers: list[Maker] = [MISSING_MAKER]
+        self._stamp_of: dict[Maker, int] = {MISSING_MAKER: 0}
 
     def write(
         self, slots_T: torch.Tensor, expert_ids_TLK: torch.Tensor, *, weight_version: int, kind: RowKind
     ) -> None:
         """Rows of one forward pass; host tensors whose copy has completed."""
         self.ids[slots_T] = expert_ids_TLK
-        self.stamps[slots_T] = stamp_of(weight_version=weight_version, kind=kind)
+        self._stamps[slots_T] = self._stamp((weight_version, int(kind)))
 
     def draft(
         self, slots_T: torch.Tensor, *, first_row: int, sample_key: int, row_digests: bool = False
     ) -> FrameDraft:
         """Gather a request's rows, once, into the memory that becomes its frame."""
-        stamps_T = self.stamps.index_select(0, slots_T).numpy()
         draft = FrameDraft(
-            self.spec, stamps_T=stamps_T, first_row=first_row, sample_key=sample_key, row_digests=row_digests
+            self.spec,
+            stamps_T=self._stamps.index_select(0, slots_T).numpy(),
+            makers=self._makers,
+            first_row=first_row,
+            sample_key=sample_key,
+            row_digests=row_digests,
         )
         # 10 times as fast as ids[slots_T] on uint8
         torch.index_select(self.ids, 0, slots_T, out=torch.from_numpy(draft.ids_TLK))
         return draft
+
+    def _stamp(self, maker: Maker) -> int:
+        stamp = self._stamp_of.get(maker)
+        if stamp is None:
+            if len(self._makers) == MAX_MAKERS:
+                self._forget_unused()
+            stamp = self._stamp_of[maker] = len(self._makers)
+            self._makers.append(maker)
+        return stamp
+
+    def _forget_unused(self) -> None:
+        """After 16 thousand weight versions: keep the makers of slots. Drafts go on with the list that they were given."""
+        used, stamps = torch.unique(self._stamps, return_inverse=True)
+        kept = [self._makers[stamp] for stamp in used.tolist()]
+        shift = int(kept[:1] != [MISSING_MAKER])
+        self._makers = [MISSING_MAKER] * shift + kept
+        self._stamp_of = {maker: stamp for stamp, maker in enumerate(self._makers)}
+        self._stamps = (stamps + shift).to(torch.int16)
 
 
 # -- one request ---------------------------------------------------------------------------------------------------------
@@ -146,7 +166,8 @@ class FrameDraft:
     __slots__ = (
         "_first_row",
         "_row_digests",
-        "_stamps_T",
+        "_rows",
+        "_runs",
         "_stored",
         "ids_TLK",
         "prompt",
@@ -159,19 +180,16 @@ class FrameDraft:
         spec: RoutingSpec,
         *,
         stamps_T: Ids,
+        makers: Sequence[Maker],
         first_row: int = 0,
         sample_key: int = 0,
         row_digests: bool = False,
     ) -> None:
         self.spec, self.sample_key = spec, sample_key
-        self._stamps_T, self._first_row, self._row_digests = stamps_T, first_row, row_digests
+        self._rows, self._first_row, self._row_digests = len(stamps_T), first_row, row_digests
+        self._runs = runs_of_stamps(stamps_T, makers, first_row=first_row)
         self._stored = StoredFrame(
-            spec,
-            rows=len(stamps_T),
-            first_row=first_row,
-            provenance=spans_of_stamps(stamps_T, first_row=first_row),
-            sample_key=sample_key,
-            row_digests=row_digests,
+            spec, rows=self._rows, first_row=first_row, runs=self._runs, row_digests=row_digests
         )
         self.ids_TLK = self._stored.ids_TLK
         """[T, L, K] in the id dtype; whoever made the draft fills it before `encode`."""
@@ -184,7 +202,7 @@ class FrameDraft:
 
     @property
     def rows(self) -> int:
-        return len(self._stamps_T)
+        return self._rows
 
     @property
     def nbytes(self) -> int:
@@ -192,7 +210,7 @@ class FrameDraft:
 
     def name(self, sample_key: int) -> None:
         """Tie the rows to their request; before `encode`."""
-        self.sample_key = self._stored.sample_key = sample_key
+        self.sample_key = sample_key
 
     @property
     def shared_rows(self) -> int:
@@ -202,12 +220,11 @@ class FrameDraft:
     @property
     def weight_version(self) -> int:
         """Of the first row."""
-        return int(self._stamps_T[0]) >> 2 if self.rows else NO_VERSION
+        return self._runs[0][2] if self._runs else NO_VERSION
 
     def complete(self) -> bool:
         """Does every row have ids that can come from a router, and a weight version?"""
-        spans = self._stored.provenance
-        known = all(span.kind is not RowKind.MISSING and span.weight_version >= 0 for span in spans)
+        known = all(kind != _MISSING and version >= 0 for _, _, version, kind in self._runs)
         return known and not (self.rows and _looks_wrong(self.ids_TLK, spec=self.spec))
 
     def encode(
@@ -221,15 +238,18 @@ class FrameDraft:
         # On real ids lz4 gains nothing where they fill their bytes; on missing rows and above 256 experts `auto` decides.
         as_they_are = codec == "stored" or (codec == "auto" and self.spec.num_experts <= 256)
         if as_they_are and prefix is None and self.complete():
-            self._stored.finish()
+            self._stored.finish(sample_key=self.sample_key)
             return self._stored.buffer_N
         data = self._encode_with(codec=codec, prefix=prefix)
         return np.frombuffer(bytearray(data), np.uint8)  # torch wants it writable
 
     def _encode_with(self, *, codec: str, prefix: PrefixRef | None) -> bytes:
+        lengths = [end - start for start, end, _, _ in self._runs]
+        versions_T = np.repeat(np.array([run[2] for run in self._runs], np.int64), lengths)
+        kinds_T = np.repeat(np.array([run[3] for run in self._runs], np.uint8), lengths)
         valid_T = captured_rows(self.ids_TLK, spec=self.spec)
-        valid_T &= (self._stamps_T & 3) != RowKind.MISSING
-        if ((self._stamps_T >> 2)[valid_T] == UNREADABLE_VERSION).any():
+        valid_T &= kinds_T != _MISSING
+        if (versions_T[valid_T] == UNREADABLE_VERSION).any():
             raise RoutingError(
                 "rows were made while the engine's weight version was not a number; count versions up from '0'"
             )
@@ -238,8 +258,10 @@ class FrameDraft:
             expert_ids_TLK=self.ids_TLK,
             first_row=self._first_row,
             valid_T=valid_T,
-            provenance=spans_of_stamps(
-                np.where(valid_T, self._stamps_T, MISSING_STAMP), first_row=self._first_row
+            provenance=spans_of(
+                np.where(valid_T, versions_T, NO_VERSION),
+                np.where(valid_T, kinds_T, np.uint8(_MISSING)),
+                first_row=self._first_row,
             ),
             sample_key=self.sample_key,
             codec=codec,
@@ -272,5 +294,6 @@ def _looks_wrong(expert_ids_TLK: Ids, *, spec: RoutingSpec) -> bool:
         return False
     if spec.num_experts == 256 and largest == 255:  # -1 and expert 255 are one byte: only its neighbours tell
         return bool((expert_ids_TLK[:, :, 0] == expert_ids_TLK[:, :, 1]).any())
-    some_TLK = expert_ids_TLK[:: max(1, len(expert_ids_TLK) // _LOOKED_AT)]
-    return bool((some_TLK[:, :, 0] == some_TLK[:, :, 1]).any())
+    if len(expert_ids_TLK) > _SMALL_ROWS:
+        return False
+    return bool((expert_ids_TLK[:, :, 0] == expert_ids_TLK[:, :, 1]).any())

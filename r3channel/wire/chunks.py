@@ -70,6 +70,14 @@ def table_of(chunks: list[Chunk]) -> bytes:
     return b"".join(_CHUNK.pack(*chunk[:4], len(chunk.wire), chunk.codec) for chunk in chunks)
 
 
+def stored_table(rows: int, *, layers: int, row_bytes: int) -> bytes:
+    """The table of rows that are stored as they are, in chunks over all layers."""
+    blocks = ((row, min(CHUNK_ROWS, rows - row)) for row in range(0, rows, CHUNK_ROWS))
+    return b"".join(
+        _CHUNK.pack(row, size, 0, layers, size * row_bytes, STORED.codec_id) for row, size in blocks
+    )
+
+
 def read_chunks(
     body: memoryview, *, wire_bytes: int, rows: int, spec: RoutingSpec, layers_per_chunk: int, where: str
 ) -> tuple[tuple[Chunk, ...], memoryview]:

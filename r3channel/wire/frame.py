@@ -119,7 +119,7 @@ def encode_frame(
         flags |= FLAG_VALIDITY
         sections += np.packbits(valid_T, bitorder="little").tobytes()
     for span in provenance:
-        sections += pack_span(span)
+        sections += pack_span(span.start, span.end, span.weight_version, span.kind)
     if codec == "set":
         expert_ids_TLK = _with_sets_in_invalid_rows(expert_ids_TLK, valid_T)
     chunks = encode_chunks(expert_ids_TLK[shared:], codec=codec, layers_per_chunk=width)
@@ -166,8 +166,9 @@ def encode_error(message: str, *, sample_key: int = 0) -> bytes:
     return assemble(Header(kind=KIND_ERROR, sections_bytes=len(text), sample_key=sample_key), [text])
 
 
-def pack_span(span: ProvenanceSpan) -> bytes:
-    return _SPAN.pack(span.start, span.end, span.weight_version, span.kind)
+def pack_span(start: int, end: int, weight_version: int, kind: int) -> bytes:
+    """One line of the provenance section."""
+    return _SPAN.pack(start, end, weight_version, kind)
 
 
 def _decoded_by_version_0(first_row: int, rows: int) -> list[ProvenanceSpan]:

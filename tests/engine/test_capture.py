@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from r3channel.engine.capture import (
+    MAX_MAKERS,
     NO_VERSION,
     UNREADABLE_VERSION,
     FrameDraft,
@@ -18,8 +19,6 @@ from r3channel.engine.capture import (
     captured_rows,
     check_representable,
     parse_weight_version,
-    spans_of_stamps,
-    stamp_of,
     torch_id_dtype,
 )
 from r3channel.errors import ConfigError, RoutingError
@@ -50,8 +49,8 @@ def narrowed(spec: RoutingSpec, buffer: torch.Tensor) -> torch.Tensor:
 
 def draft_of(spec: RoutingSpec, buffer: torch.Tensor, *, version: int = 0, **changes: Any) -> FrameDraft:
     """A draft of decoded rows, filled as a gather would."""
-    stamp = stamp_of(weight_version=version, kind=RowKind.DECODED)
-    draft = FrameDraft(spec, stamps_T=np.full(len(buffer), stamp, np.int64), **changes)
+    makers = [(version, int(RowKind.DECODED))]
+    draft = FrameDraft(spec, stamps_T=np.zeros(len(buffer), np.int16), makers=makers, **changes)
     draft.ids_TLK[:] = narrowed(spec, buffer).numpy()
     return draft
 
@@ -182,14 +181,18 @@ def test_rows_of_an_unreadable_weight_version_are_refused() -> None:
         draft_of(SPEC, device_buffer(SPEC, 3), version=UNREADABLE_VERSION).encode()
 
 
-def test_stamps_keep_version_and_kind_apart() -> None:
-    pairs = [
-        (version, kind) for version in (UNREADABLE_VERSION, NO_VERSION, 0, 7, 10**18) for kind in RowKind
-    ]
-    for version, kind in pairs:
-        stamps_T = np.array([stamp_of(weight_version=version, kind=kind)], np.int64)
-        expected = ProvenanceSpan(start=4, end=5, weight_version=version, kind=kind)
-        assert spans_of_stamps(stamps_T, first_row=4) == (expected,)
+def test_provenance_outlives_more_weight_versions_than_stamps() -> None:
+    rows, ids = slot_rows(SPEC, 4), narrowed(SPEC, device_buffer(SPEC, 1))
+    rows.write(torch.tensor([1]), ids, weight_version=0, kind=RowKind.PREFILLED)
+    early = rows.draft(torch.tensor([1, 1]), first_row=0, sample_key=0)
+    early.ids_TLK[:] = ids.numpy()
+    for version in range(1, MAX_MAKERS + 10):
+        rows.write(torch.tensor([2]), ids, weight_version=version, kind=RowKind.DECODED)
+    draft = rows.draft(torch.tensor([1, 2, 3]), first_row=0, sample_key=0)
+    expected = [(0, RowKind.PREFILLED), (MAX_MAKERS + 9, RowKind.DECODED), (NO_VERSION, RowKind.MISSING)]
+    for each, made in ((draft, expected), (early, expected[:1])):
+        spans = parse_frame(each.encode().tobytes(), spec=SPEC).provenance
+        assert [(span.weight_version, span.kind) for span in spans] == made
 
 
 def test_weight_versions_are_decimal_counts() -> None:
