@@ -37,7 +37,7 @@ def read(data: bytes) -> OracleRows:
         start, end, version, kind = struct.unpack_from("<IIqB", data, at + 24 * index)
         found.append((start, end, version, kind))
     at += 24 * spans + (8 * layers if flags & 2 else 0) + (16 if flags & 4 else 0)
-    body = at + 20 * chunks
+    body = -(-(at + 20 * chunks) // 16) * 16
     ids = [[[0] * top_k for _ in range(layers)] for _ in range(rows - prefix_rows)]
     for index in range(chunks):
         row, height, low, wide, size, codec = struct.unpack_from("<IIHHIB", data, at + 20 * index)

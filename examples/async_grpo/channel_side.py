@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from examples.async_grpo.batch import lengths_of
+from examples.async_grpo.batch import MicrobatchData, lengths_of
 from r3channel.config import ChannelConfig
 from r3channel.metrics import Metrics, StageClock
 from r3channel.plan.assignment import Assignment
@@ -148,6 +148,13 @@ class ChannelReplay:
             return self.channel.driver.off(microbatch=index if self._step is None else -1)
         return self._step.microbatch(index, mode="logprob" if mode == "logprob" else "train", chunk=chunk)
 
+    def compare_logprobs(self, ours: list[torch.Tensor], batches: list[MicrobatchData]) -> None:
+        if self._step is not None:
+            for index, found in enumerate(ours):
+                self._step.compare_logprobs(
+                    index, found, batches[index].rollout_logprobs, batches[index].mask
+                )
+
     def report(self) -> dict[str, Any]:
         landed = self.metrics.value("r3channel_bytes_total", leg="landed")
         received = self.metrics.value("r3channel_bytes_total", leg="wire_received")
@@ -194,7 +201,8 @@ class ChannelReplay:
             columns["pass"].append(np.full(count, call.pass_name))
         self._calls = []
         arrays = {name: np.concatenate(parts) for name, parts in columns.items() if parts}
-        self._consumed[shard.ticket.step] = {"arrays": arrays, "digests": ledger.sums}
+        mismatch = self.channel.report if not self.args.no_replay else None
+        self._consumed[shard.ticket.step] = {"arrays": arrays, "digests": ledger.sums, "mismatch": mismatch}
 
     @staticmethod
     def _corrupt(ids_RK: torch.Tensor) -> None:

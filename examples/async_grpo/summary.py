@@ -43,6 +43,7 @@ def summarise(
         "samples_lost": manager["lost"],
         "bytes_per_token": bytes_per_token(manager, trainers),
         "logprob_abs_diff": {name: _mean(steps, name) for name in ("replay_on", "replay_off")},
+        "routing_mismatch": [step["routing_mismatch"] for step in steps],
         "trainer_dtype": args.trainer_dtype,
         "rewards": manager["rewards"],
         "weight_versions": [report.version for report in reports],
@@ -101,6 +102,12 @@ def table(result: dict[str, Any], trainers: list[dict[str, Any]]) -> str:
         f"|log-prob engine - {result['trainer_dtype']} trainer|, same batch, same weights: replay on "
         f"{diff['replay_on']:.5f}, replay off {diff['replay_off']:.5f}",
     ]
+    mismatch = [step for step in result["routing_mismatch"] if step]
+    if mismatch:
+        parts = ", ".join(f"{step['different_fraction']:.1%}" for step in mismatch)
+        lines.append(
+            f"(token, layer) pairs for which the live router would have chosen otherwise, by step: {parts}"
+        )
     if result["channel"]:
         lines.append(
             f"hidden from every trainer: {result['hidden_background_fraction']:.1%} of the relay's work after seal, "

@@ -126,7 +126,8 @@ def _train(args: argparse.Namespace, cluster: _Cluster, begin: float) -> tuple[d
         if step + 1 < args.steps:
             coming = cluster.manager.generate.remote(step + 1)  # generated while this step trains
         steps.append(_merge(cluster.all("train", step, box)))
-        compared = _audit(args, cluster, step, total)
+        compared, mismatch = _audit(args, cluster, step, total)
+        steps[-1]["routing_mismatch"] = mismatch
         _say(
             f"step {step}: loss {_mean(steps[-1]['loss']):+.4f}, {compared[0]:,} ids compared, {compared[1]} different"
         )
@@ -152,10 +153,12 @@ def _update_weights(cluster: _Cluster, version: int, reports: list[Any]) -> None
     reports.extend(report for report in found if report is not None)
 
 
-def _audit(args: argparse.Namespace, cluster: _Cluster, step: int, total: Comparison) -> tuple[int, int]:
+def _audit(
+    args: argparse.Namespace, cluster: _Cluster, step: int, total: Comparison
+) -> tuple[tuple[int, int], dict[str, Any]]:
     """Fetch both ends of a step and compare them. These bytes are the demo's own, not the channel's."""
     if not args.use_r3_channel:
-        return 0, 0
+        return (0, 0), {}
     layers, layout = cluster.spec.moe_layers, TrainerLayout.parse(args.layout)
     copies = 1 if layout.sequence_parallel else layout.tp
     replied = fetch(cluster.manager.r3channel_control.remote("replied", {"step": step}))
@@ -170,7 +173,10 @@ def _audit(args: argparse.Namespace, cluster: _Cluster, step: int, total: Compar
         total, replied=replied, parts=[part["digests"] for part in parts], layers=layers, copies=copies
     )
     fetch(cluster.trainers[0].audited.remote(*counts))
-    return counts
+    reports = [part["mismatch"] for part in parts if part["mismatch"] is not None]
+    from r3channel.trainer.mismatch import merged  # a room that is not entered without the flag
+
+    return counts, merged(reports).to_dict() if reports else {}
 
 
 def _passes(args: argparse.Namespace) -> tuple[str, ...]:

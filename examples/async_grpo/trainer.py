@@ -37,6 +37,10 @@ class TrainerRouting(Protocol):
         """`mode`: train, logprob, or natural (replay off)."""
         ...
 
+    def compare_logprobs(self, ours: list[torch.Tensor], batches: list[MicrobatchData]) -> None:
+        """For the audit; [] off the last pipeline stage."""
+        ...
+
     def report(self) -> dict[str, Any]: ...
 
     def consumed(self, step: int) -> dict[str, Any]: ...
@@ -101,6 +105,7 @@ class Trainer:
             with self.clock.span("logprob", step=step):
                 old = self._logprobs(batches, "logprob")
                 off = self._logprobs(batches, "natural") if step == 0 else []
+            self.routing.compare_logprobs(old, batches)
             result = self._update(step, batches, old)
         result |= {"replay_on": _difference(old, batches), "replay_off": _difference(off, batches)}
         self._idle_since = time.monotonic()

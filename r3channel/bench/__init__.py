@@ -10,6 +10,8 @@ from r3channel.errors import ConfigError
 BENCHES = {
     "capture": "what capture costs a real engine and the relay: off, stock, in-band, direct",
     "wire": "codecs: bytes per token, encode and decode speed, beside entropy and memcpy",
+    "plan": "assignment, cutting and placement: CPU time at realistic sizes",
+    "replay": "a train step of real Megatron with and without replay: CPU time, interleaved",
 }
 """Name -> what it measures. `r3channel.bench.NAME` has `run(argv) -> exit status`."""
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
-_LOCAL_CONFIG: dict[str, Any] = {
+LOCAL_CONFIG: dict[str, Any] = {
     "use_cpu_initialization": True,
     # Fusions and grouped GEMM need Transformer Engine or Apex.
     "moe_grouped_gemm": False,
@@ -273,7 +273,7 @@ def _bridge_class() -> Callable[..., Any]:
             super().__init__(hf_config, dtype=dtype)
 
         def _build_config(self) -> Any:
-            self.extra_args = {**_LOCAL_CONFIG, **self._changes, **self.extra_args}
+            self.extra_args = {**LOCAL_CONFIG, **self._changes, **self.extra_args}
             return super()._build_config()
 
         def _get_transformer_layer_spec(self, vp_stage: int | None = None) -> Any:

@@ -155,6 +155,14 @@ def _te_general_gemm() -> None:
         _put(module, "te_general_gemm", None)
 
 
+def _engine_types() -> None:
+    # Multi-latent attention asks isinstance(x, TELinear), which is None without Transformer Engine.
+    module = importlib.import_module("megatron.core.transformer.multi_latent_attention")
+    for name, value in list(vars(module).items()):
+        if name.startswith(("TE", "Linear")) and not isinstance(value, type):
+            _put(module, name, type(name, (), {}))
+
+
 def _torchvision_operators() -> None:
     # Importing mbridge's vision models imports torchvision, whose CUDA wheel cannot register its operators beside a CPU
     # torch. The sitecustomize of the embedded engines does the same when it is active.
@@ -180,6 +188,7 @@ _PATCHES: tuple[Callable[[], None], ...] = (
     _rng,
     _splits,
     _te_general_gemm,
+    _engine_types,
     _torchvision_operators,
 )
 

@@ -125,10 +125,15 @@ class Plan:
     steps: tuple[int, ...]
     """Micro-batches of each optimizer step."""
 
+    def table(self, dp: int) -> RowTable:
+        """The rows of one DP rank's processes; made when first asked for, as a trainer needs only its own."""
+        if dp not in self._tables:
+            self._tables[dp] = RowTable(self.microbatches[dp], self.layout)
+        return self._tables[dp]
+
     @cached_property
-    def tables(self) -> tuple[RowTable, ...]:
-        """By DP rank."""
-        return tuple(RowTable(batches, self.layout) for batches in self.microbatches)
+    def _tables(self) -> dict[int, RowTable]:
+        return {}
 
     @property
     def optimizer_steps(self) -> tuple[range, ...]:
@@ -148,7 +153,7 @@ class Plan:
             tp_slots=self.layout.tp_slots,
             cp_size=self.layout.cp,
             microbatches=self.microbatches[dp],
-            table=self.tables[dp],
+            table=self.table(dp),
         )
 
     @cached_property

@@ -7,6 +7,10 @@ Why a driver: Megatron keeps action and ids as state of each router. Left on REP
 the newest micro-batch's ids, with right losses and wrong gradients; too few rows leave tokens without an expert; an entry
 that nothing popped shifts every later recompute. All three are silent there and errors, or impossible, here.
 
+What replay does not change (Megatron-core 0.16.1): weights are gathered from the live scores at the replayed ids, so gradients
+reach the router; the group limit is not applied to replayed ids; expert-bias counts follow the replayed ids; auxiliary
+losses (aux_loss, seq_aux_loss, global_aux_loss) count the router's own unbiased top-k, and padding rows too; z loss is untouched.
+
     IDLE -> step -> (microbatch -> backward)* -> verified, cleared -> IDLE
 """
 

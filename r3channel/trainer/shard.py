@@ -34,6 +34,7 @@ class RankShard:
         self.ticket, self.shard, self.data_N, self.tp = ticket, shard, data_N, tp
         self._check_policy(invalid_rows)
         self._live: dict[int, torch.Tensor | None] = {}
+        self._counted: dict[int, torch.Tensor] = {}
         self._views = list(self._cut())
 
     @classmethod
@@ -61,9 +62,11 @@ class RankShard:
 
     def counted_rows(self, microbatch: int) -> torch.Tensor:
         """[rows] bool of the rows that an engine computed and this rank replays."""
-        sample_R, position_R = self.shard.row_map(microbatch, tp=self.tp)
-        counted_R = (sample_R >= 0) & ~self._invalid(microbatch, sample_R, position_R)
-        return torch.from_numpy(counted_R).to(self.data_N.device)
+        if microbatch not in self._counted:
+            sample_R, position_R = self.shard.row_map(microbatch, tp=self.tp)
+            counted_R = (sample_R >= 0) & ~self._invalid(microbatch, sample_R, position_R)
+            self._counted[microbatch] = torch.from_numpy(counted_R).to(self.data_N.device)
+        return self._counted[microbatch]
 
     def loss_mask(self, microbatch: int) -> torch.Tensor:
         """[b, s / cp] bool ([1, t / cp] for a pack): False on padding and, with policy `mask`, on tokens without engine
@@ -79,6 +82,8 @@ class RankShard:
         """Rows of the step left to the live router, by cause; on this TP rank."""
         counts = {"invalid": 0, "padding": 0}
         for index in range(self.num_microbatches):
+            if not self._may_live(index):
+                continue
             sample_R, position_R = self.shard.row_map(index, tp=self.tp)
             counts["invalid"] += int(self._invalid(index, sample_R, position_R).sum())
             if self.ticket.layout.pad_policy == "native":
@@ -95,7 +100,14 @@ class RankShard:
                 f"rows {list(first.invalid)}; expected none (policy: error). Relay and trainer need the same invalid_rows"
             )
 
+    def _may_live(self, microbatch: int) -> bool:
+        """Without this look every step would map all its rows, to find nothing."""
+        samples = map(self.ticket.sample, self.shard.microbatches[microbatch].sample_ids)
+        return self.ticket.layout.pad_policy == "native" or any(sample.invalid for sample in samples)
+
     def _find_live(self, microbatch: int) -> torch.Tensor | None:
+        if not self._may_live(microbatch):
+            return None
         sample_R, position_R = self.shard.row_map(microbatch, tp=self.tp)
         live_R = self._invalid(microbatch, sample_R, position_R)
         if self.ticket.layout.pad_policy == "native":

@@ -93,6 +93,16 @@ class ReplayStep:
                 router.state.target_topk_idx = None
                 router.act("recompute")
 
+    def compare_logprobs(
+        self, microbatch: int, ours: torch.Tensor, engine: torch.Tensor, mask: torch.Tensor
+    ) -> None:
+        """Hand the audit both sides' log-probs of a micro-batch, equal shapes, `mask` > 0 on response tokens.
+
+        Does nothing for micro-batches that are not audited, so call it wherever log-probs are at hand.
+        """
+        if self.audit is not None and self.audit.wants(microbatch):
+            self.audit.logprobs.add(ours, engine, mask)
+
     @contextmanager
     def optimizer_step(self, microbatches: Sequence[int]) -> Iterator[None]:
         """Around one optimizer step of several: on leaving it, its own micro-batches must have been trained once.

@@ -79,12 +79,15 @@ def stored_table(rows: int, *, layers: int, row_bytes: int) -> bytes:
 
 
 def read_chunks(
-    body: memoryview, *, rows: int, spec: RoutingSpec, layers_per_chunk: int, where: str
+    body: memoryview, *, wire_bytes: int, rows: int, spec: RoutingSpec, layers_per_chunk: int, where: str
 ) -> tuple[tuple[Chunk, ...], memoryview]:
     """(chunks, all their bytes) behind the table; they must tile rows, layers and the remaining bytes exactly."""
     layers, chunks = spec.num_moe_layers, []
-    at = chunk_count(rows, layers=layers, layers_per_chunk=layers_per_chunk) * CHUNK_BYTES
+    table = chunk_count(rows, layers=layers, layers_per_chunk=layers_per_chunk) * CHUNK_BYTES
+    at = len(body) - wire_bytes  # between the table and the chunks lies the padding
     payload = body[at:]
+    if any(body[table:at]):
+        raise errors.PayloadCorrupt(f"{where}: bytes of the padding before the chunks are not 0")
     id_bytes = spec.top_k * spec.id_dtype.itemsize
     for index, expected in enumerate(_grid(rows, layers=layers, layers_per_chunk=layers_per_chunk)):
         *place, size, codec = _CHUNK.unpack_from(body, index * CHUNK_BYTES)

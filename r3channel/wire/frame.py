@@ -6,6 +6,7 @@
     digests           L x u64, only with flag DIGESTS (see `wire.digest`)
     prefix digest     16 B, only with flag PREFIX: the first `prefix_rows` rows travel in another frame (see `wire.prefix`)
     chunk table       see `wire.chunks`
+    padding           zeros to a multiple of 16 B from the start of the frame
     chunks            ids [rows, layers, K] in `spec.id_dtype`, each coded on its own
 
 The payload hash covers everything after the header. `parse_frame` checks in the order: magic, size, version, header hash,
@@ -55,6 +56,7 @@ from r3channel.wire.header import (
     check_fields,
     check_kind,
     check_payload,
+    padding,
     read_header,
 )
 from r3channel.wire.received import Frame, PrefixRef
@@ -134,6 +136,7 @@ def encode_frame(
         flags |= FLAG_PREFIX
         sections += prefix.digest
     sections += table_of(chunks)
+    sections += bytes(padding(len(sections)))
     header = Header(
         codec=max((chunk.codec for chunk in chunks), default=0),
         flags=flags,
@@ -247,7 +250,12 @@ def read_body(header: Header, body: memoryview, *, spec: RoutingSpec, where: str
         prefix = PrefixRef(bytes(body[at : at + PREFIX_DIGEST_BYTES]), header.prefix_rows)
         at += PREFIX_DIGEST_BYTES
     chunks, payload = read_chunks(
-        body[at:], rows=header.carried_rows, spec=spec, layers_per_chunk=header.layers_per_chunk, where=where
+        body[at:],
+        wire_bytes=header.wire_bytes,
+        rows=header.carried_rows,
+        spec=spec,
+        layers_per_chunk=header.layers_per_chunk,
+        where=where,
     )
     return Frame(
         spec=spec,

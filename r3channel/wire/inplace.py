@@ -30,6 +30,7 @@ from r3channel.wire.header import (
     WIRE_VERSION,
     Header,
     header_bytes,
+    padding,
 )
 
 Run = tuple[int, int, int, int]
@@ -54,7 +55,8 @@ class StoredFrame:
         self.spec, self._first_row, self._runs, self._row_digests = spec, first_row, runs, row_digests
         digests_bytes = 8 * spec.num_moe_layers if row_digests else 0
         chunks_bytes = CHUNK_BYTES * chunk_count(rows, layers=1, layers_per_chunk=1)
-        self._sections_bytes = len(runs) * SPAN_BYTES + digests_bytes + chunks_bytes
+        sections_bytes = len(runs) * SPAN_BYTES + digests_bytes + chunks_bytes
+        self._sections_bytes = sections_bytes + padding(sections_bytes)
         payload = HEADER_BYTES + self._sections_bytes
         self.buffer_N = np.empty(payload + rows * spec.bytes_per_token, np.uint8)
         """The whole frame; complete once `finish` has returned."""
@@ -65,7 +67,8 @@ class StoredFrame:
     def finish(self, *, sample_key: int) -> None:
         """Write tables, hashes and header. Nothing may write to `ids_TLK` any more."""
         out = self.buffer_N.data
-        out[HEADER_BYTES : HEADER_BYTES + self._sections_bytes] = self._sections()
+        sections = self._sections().ljust(self._sections_bytes, b"\0")
+        out[HEADER_BYTES : HEADER_BYTES + self._sections_bytes] = sections
         payload_hash = xxhash.xxh3_64_intdigest(out[HEADER_BYTES:])
         out[:HEADER_BYTES] = header_bytes(self._header(sample_key, payload_hash))
 

@@ -40,6 +40,7 @@ from r3channel.wire.header import (
     check_fields,
     check_kind,
     check_payload,
+    padding,
     read_header,
 )
 from r3channel.wire.received import Frame, PrefixRef
@@ -80,6 +81,7 @@ def encode_prefix(spec: RoutingSpec, *, expert_ids_TLK: Ids, layers_per_chunk: i
     rows, width = len(expert_ids_TLK), min(layers_per_chunk or spec.num_moe_layers, spec.num_moe_layers)
     chunks = encode_chunks(expert_ids_TLK, codec="auto", layers_per_chunk=width)
     sections = prefix_digest(spec, expert_ids_TLK) + table_of(chunks)
+    sections += bytes(padding(len(sections)))
     header = Header(
         kind=KIND_PREFIX,
         codec=max((chunk.codec for chunk in chunks), default=0),

@@ -119,6 +119,18 @@ def test_every_rank_receives_exactly_its_rows(make_relay: MakeRelay) -> None:
     assert relay.status()["steps"] == {} and relay.status()["store"]["frames"] == 0
 
 
+@pytest.mark.parametrize("text", ["dp=2,cp=2", "dp=2,pp=4,cp=2,packing=thd", "dp=2,pp=2,vpp=2"])
+def test_every_stage_and_context_rank_receives_its_own_rows(make_relay: MakeRelay, text: str) -> None:
+    relay = make_relay(TrainerLayout.parse(text))
+    fill(relay)
+    ticket = relay.seal(0, assignment())
+    shards = [future.result(LIMIT_S) for future in start(receivers_of(relay), ticket)]
+    assert len({shard.shard.key for shard in shards}) == relay.layout.world_size
+    assert sum(check_rows(shard) for shard in shards) == sum(n - 1 for n in TOKENS.values()) * 3
+    assert sum(len(shard.data_N) for shard in shards) == sum(shard.nbytes for shard in ticket.plan.shards)
+    relay.join_previous(timeout_s=LIMIT_S)
+
+
 def test_several_steps_reuse_the_group(make_relay: MakeRelay) -> None:
     relay = make_relay()
     receivers = receivers_of(relay)
@@ -136,14 +148,15 @@ def run_step(relay: Relay, *, blocking: bool) -> list[RankShard]:
     returned, pool, tickets = threading.Event(), ThreadPoolExecutor(relay.layout.world_size), []
 
     def train(receiver: Receiver) -> RankShard:
-        assert returned.wait(LIMIT_S)
+        assert returned.wait(LIMIT_S) and tickets, "generate() did not return"
         return receiver.receive(tickets[0])
 
     def generate() -> None:
         fill(relay)
-        tickets.append(relay.seal(0, assignment()))
+        ticket = relay.seal(0, assignment())
         if blocking:  # a send that must be finished before `generate` returns
             relay.join_previous(timeout_s=1.5)
+        tickets.append(ticket)
 
     trainers = [pool.submit(train, receiver) for receiver in receivers_of(relay)]
     try:
@@ -263,6 +276,41 @@ def test_a_ticket_of_another_step_run_spec_or_layout_is_refused_before_a_byte_mo
     with pytest.raises(errors.TicketMismatch, match=change):
         receiver.receive(replace(good, **other))
     assert relay.metrics.value("r3channel_buckets_total") == 0
+
+
+def test_lengths_that_differ_from_the_ticket_are_refused_before_a_byte_moves(make_relay: MakeRelay) -> None:
+    relay = make_relay(TrainerLayout(dp=2))
+    fill(relay)
+    ticket = relay.seal(0, assignment())
+    receiver = receivers_of(relay)[0]
+    with pytest.raises(errors.TicketMismatch, match=r"1 micro-batches planned, this trainer runs 2"):
+        receiver.receive(ticket, lengths=[[9], [17]])
+    with pytest.raises(errors.TicketMismatch, match=r"\(9, 17\) tokens planned.*\(9, 18\)"):
+        receiver.receive(ticket, lengths=[[9, 18]])
+    assert relay.metrics.value("r3channel_buckets_total") == 0
+    receiver.receive(ticket, lengths=[[9, 17]])
+
+
+def test_rows_without_routing_travel_by_name_when_the_policy_allows_them(make_relay: MakeRelay) -> None:
+    valid = np.ones(29, dtype=bool)
+    valid[[3, 4, 20]] = False
+    relay = make_relay(TrainerLayout(dp=2), invalid_rows="native")
+    for index, (name, tokens) in enumerate(TOKENS.items()):
+        own = {"valid_T": valid} if name == "s1" else {}
+        relay.add(name, reply_for(name, tokens, seed=index, **own), range(tokens))
+    ticket = relay.seal(0, assignment())
+    assert ticket.sample("s1").invalid == ((3, 5), (20, 21))
+    shard = start(receivers_of(relay)[1:], ticket)[0].result(LIMIT_S)
+    live = shard.live_rows(0)
+    assert live is not None and int(live.sum()) == 3
+    sample, position = shard.shard.row_map(0, tp=0)
+    assert position[live.numpy()].tolist() == [3, 4, 20] and set(sample[live.numpy()]) == {0}
+    for row in shard.layer_ids(0, 2).numpy()[live.numpy()]:
+        assert len(set(row.tolist())) == 8  # placeholders that would be harmless
+
+    strict = make_relay(TrainerLayout(dp=2))
+    with pytest.raises(errors.RowsInvalid, match="3 of 29 rows"):
+        strict.add("s1", reply_for("s1", 30, seed=1, valid_T=valid), range(30))
 
 
 def test_a_step_is_received_once(make_relay: MakeRelay) -> None:
@@ -418,6 +466,7 @@ def test_a_step_is_sealed_once(make_relay: MakeRelay) -> None:
 
 
 def test_close_names_what_was_not_delivered(make_relay: MakeRelay) -> None:
+    before = set(threading.enumerate())
     relay = make_relay()
     fill(relay)
     relay.seal(7, assignment())
@@ -425,7 +474,7 @@ def test_close_names_what_was_not_delivered(make_relay: MakeRelay) -> None:
         relay.close()
     with pytest.raises(errors.UsageError, match="closed"):
         relay.seal(8, assignment())
-    assert not [t for t in threading.enumerate() if t.name.startswith("r3channel-") and t.is_alive()]
+    assert not {t for t in threading.enumerate() if t.name.startswith("r3channel-")} - before
 
 
 def test_an_engine_without_the_plug_in_is_noticed_at_start(make_relay: MakeRelay) -> None:

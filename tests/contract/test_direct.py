@@ -237,7 +237,7 @@ def test_swapped_receipts_are_refused(place: Place) -> None:
 
 
 def test_a_full_queue_sends_the_frame_in_the_reply(place: Place) -> None:
-    with Engine("http://127.0.0.1:9", place.token_file, queue_bytes=5000) as engine:
+    with Engine("http://127.0.0.1:9", place.token_file, queue_bytes=5200) as engine:
         replies = [
             base64.b64decode(engine.finish(f"r{i}", 99)["meta_info"]["routed_experts"]) for i in range(4)
         ]

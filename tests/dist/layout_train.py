@@ -67,9 +67,9 @@ class Rank:
         positions = np.ascontiguousarray(self.shard.token_map(index)[1])
         return tuple(map(torch.from_numpy, (tokens, positions, labels, mask)))  # type: ignore[return-value]
 
-    def run_pass(self, step: Any, mode: str) -> list[float]:
-        """The whole schedule; the sums of the loss over real tokens, on the last stage."""
-        scale = self.layout.dp * len(self.batches) / self.total  # Megatron averages over these
+    def run_pass(self, step: Any, mode: str, part: range) -> list[float]:
+        """The whole schedule over some micro-batches; the sums of the loss over real tokens, on the last stage."""
+        scale = self.layout.dp * len(part) / self.total  # Megatron averages over these
 
         def forward_step(numbers: Iterator[int], chunk: torch.nn.Module) -> Any:
             index = next(numbers)
@@ -85,14 +85,14 @@ class Rank:
 
             return output, loss
 
-        first = self.batches[0]
+        first = self.batches[part[0]]
         found = self.model.run(
             forward_step,
-            num_microbatches=len(self.batches),
+            num_microbatches=len(part),
             seq_length=first.seq_len,
             micro_batch_size=first.width,
             forward_only=mode == "logprob",
-            data=range(len(self.batches)),
+            data=part,
         )
         return [item["loss"] for item in found]
 
@@ -161,8 +161,11 @@ def train(job: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
         rank.channel.step(rank.recording.ticket, lengths=rank.lengths()) as step,
     ):
         with torch.no_grad():
-            before = rank.run_pass(step, "logprob")
-        losses = rank.run_pass(step, "train")
+            before = [loss for part in rank.plan.optimizer_steps for loss in rank.run_pass(step, "logprob", part)]
+        losses = []
+        for part in rank.plan.optimizer_steps:  # gradients add up, as if the learning rate were 0
+            with step.optimizer_step(part):
+                losses += rank.run_pass(step, "train", part)
     assert before == losses or np.allclose(before, losses)
     ids = check_rows(rank, tap.records, "logprob", "forward", *(["recompute"] if run["recompute"] else []))
     gradients = whole_gradients(rank)

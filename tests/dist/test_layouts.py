@@ -64,7 +64,10 @@ def sealed(layout: TrainerLayout, folder: Path) -> Relay:
     for index, (name, count) in enumerate(names.items()):
         frame = encode_frame(SPEC, expert_ids_TLK=random_ids(count - 1, spec=SPEC, seed=index))
         relay.add_frame(name, frame, rng.integers(4, 512, count).tolist())
-    relay.seal(0, Assignment.balanced(names, dp=layout.dp, microbatch_size=2 if layout.dp == 1 else 1))
+    # Two optimizer steps where nothing is reduced over ranks at the end of each.
+    steps = 2 if layout == TrainerLayout(pp=2) else 1
+    size = 2 if layout.dp == 1 else 1
+    relay.seal(0, Assignment.balanced(names, dp=layout.dp, microbatch_size=size, steps=steps))
     return relay
 
 

@@ -12,7 +12,7 @@ import selectors
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,8 +21,31 @@ from r3channel.embedded.sglang import environment
 TIMEOUT_S = 120.0
 
 
-def reference_ids(model: Path, token_lists: list[list[int]], *, folder: Path) -> list[np.ndarray[Any, Any]]:
-    """[tokens - 1, L, K] for each list, as the routers of transformers choose them, best first.
+NEAR_TIE = 1e-5
+"""Router logits closer than this may come out in either order: float32 sums differ with the batch (logits are about 1)."""
+
+
+class Expected(NamedTuple):
+    """What the routers of transformers choose for one sequence."""
+
+    ids_TLK: np.ndarray[Any, Any]
+    """Best first."""
+    gaps_TL: np.ndarray[Any, Any]
+    """The smallest distance between neighbours among the k + 1 best logits."""
+
+    def differing_rows(self, ids_TLK: np.ndarray[Any, Any]) -> list[tuple[int, int]]:
+        """(row, moe index) whose ids, order included, are others for no near tie; nothing after a tie that changed the set."""
+        found = []
+        for row, layer in np.argwhere((ids_TLK != self.ids_TLK).any(axis=-1)):
+            if self.gaps_TL[row, layer] > NEAR_TIE:
+                found.append((int(row), int(layer)))
+            elif set(ids_TLK[row, layer]) != set(self.ids_TLK[row, layer]):
+                break  # other experts from here on are a consequence
+        return found
+
+
+def reference_ids(model: Path, token_lists: list[list[int]], *, folder: Path) -> list[Expected]:
+    """For each list of n tokens the n - 1 rows that transformers computes in float32.
 
     The process is started once per model and test run: importing transformers takes most of the time.
     """
@@ -34,7 +57,7 @@ def reference_ids(model: Path, token_lists: list[list[int]], *, folder: Path) ->
     child.stdin.flush()
     _wait_for_answer(child)
     arrays = np.load(out)
-    return [arrays[str(index)] for index in range(len(token_lists))]
+    return [Expected(arrays[f"ids{index}"], arrays[f"gaps{index}"]) for index in range(len(token_lists))]
 
 
 @functools.cache
@@ -80,8 +103,11 @@ def main(model_dir: str) -> None:
             logits.clear()
             with torch.no_grad():
                 model(torch.tensor([tokens]))
-            top = [layer.topk(model.config.num_experts_per_tok, -1).indices for layer in logits]
-            results[str(index)] = torch.stack(top, 1).numpy()
+            top_k = model.config.num_experts_per_tok
+            top = [layer.topk(top_k + 1, -1) for layer in logits]
+            results[f"ids{index}"] = torch.stack([layer.indices[:, :top_k] for layer in top], 1).numpy()
+            gaps = [-layer.values.diff(dim=-1).max(dim=-1).values for layer in top]
+            results[f"gaps{index}"] = torch.stack(gaps, 1).numpy()
         np.savez(jobs["out"], **results)
         print("DONE", file=answers, flush=True)
 

@@ -69,9 +69,9 @@ def test_ids_equal_the_routers_of_transformers_with_order(
     replies = generate_together(server.url, prompts, new_tokens=20)
     replies.append(generate(server.url, prompts[-1], new_tokens=20))  # a prefix-cache hit
     expected = reference_ids(model, [reply.tokens for reply in replies], folder=tmp_path)
-    for reply, expected_TLK in zip(replies, expected, strict=True):
+    for reply, wanted in zip(replies, expected, strict=True):
         routing = parse_frame(reply.raw, spec=SPEC).routing(sample_id="s")
-        assert np.array_equal(routing.expert_ids_TLK, expected_TLK)
+        assert wanted.differing_rows(routing.expert_ids_TLK) == []
 
 
 def test_a_weight_update_that_names_its_version_stamps_later_rows(server: EngineServer, model: Path) -> None:

@@ -1,0 +1,185 @@
+"""`r3channel bench replay`: CPU time that replay adds to a train step of real Megatron-core on this CPU.
+
+Two equal models, one without replay and one that replays the very ids that the first one chooses, so that the experts' work
+is the same; their steps are interleaved. A step is forward, full recompute, backward and optimizer over four micro-batches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+
+    from r3channel.embedded.megatron import TrainerModel
+    from r3channel.trainer.replay import ReplayDriver, ReplayStep
+
+MICROBATCHES, SAMPLES, LENGTH = 4, 4, 64
+SHAPE: dict[str, Any] = {"layers": 4, "experts": 16, "top_k": 4, "hidden": 64}
+TARGET_PERCENT = 2.0
+
+
+def run(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="r3channel bench replay", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--rounds", type=int, default=40, help="interleaved rounds")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args(argv)
+    result = measure(rounds=options.rounds)
+    print(json.dumps(result) if options.json else _text(result))
+    return 0
+
+
+def measure(*, rounds: int) -> dict[str, Any]:
+    """Overheads in percent of the step without replay: median of the pairs, with a 95 % interval of that median."""
+    with tempfile.TemporaryDirectory(prefix="r3channel-bench-") as folder, _models(Path(folder)) as steps:
+        for step in steps.values():
+            step()
+            step()
+        seen: dict[str, list[float]] = {name: [] for name in steps}
+        for index in range(rounds):
+            names = list(steps)
+            for name in names[index % len(names) :] + names[: index % len(names)]:
+                seen[name].append(_cpu_s(steps[name]))
+    return {
+        "rounds": rounds,
+        "step_cpu_ms": {name: statistics.median(times) * 1e3 for name, times in seen.items()},
+        "replay_percent": _overhead(seen["replay"], seen["plain"]),
+        "replay_and_audit_percent": _overhead(seen["replay_and_audit"], seen["plain"]),
+        "noise_percent": _overhead(seen["plain_again"], seen["plain"]),
+        "target_percent": TARGET_PERCENT,
+        "shape": {**SHAPE, "microbatches": MICROBATCHES, "samples": SAMPLES, "length": LENGTH},
+    }
+
+
+def _overhead(ours: Sequence[float], plain: Sequence[float]) -> dict[str, float]:
+    percent = np.array([100 * (a / b - 1) for a, b in zip(ours, plain, strict=True)])
+    draws = np.random.default_rng(0).choice(percent, (2000, len(percent)))
+    low, high = np.percentile(np.median(draws, axis=1), [2.5, 97.5])
+    return {"median": float(np.median(percent)), "low": float(low), "high": float(high)}
+
+
+def _cpu_s(call: Callable[[], None]) -> float:
+    begin = time.process_time()
+    call()
+    return time.process_time() - begin
+
+
+@contextmanager
+def _models(folder: Path) -> Iterator[dict[str, Callable[[], None]]]:
+    """What is timed, by name."""
+    import torch
+
+    from r3channel.embedded import megatron as embedded
+    from r3channel.embedded.model import write_model
+    from r3channel.plan.layout import TrainerLayout
+    from r3channel.trainer import megatron
+    from r3channel.trainer.replay import ReplayDriver
+
+    torch.set_num_threads(1)
+    layout = TrainerLayout()
+    embedded.init_distributed(
+        rank=0, world_size=1, init_method=f"file://{folder}/rendezvous", layout=layout, timeout_s=60
+    )
+    model_dir = write_model(folder / "model", **SHAPE)
+    # No learning: both models keep choosing alike.
+    plain = embedded.build(
+        model_dir, layout, dtype="float32", lr=0.0, config_changes={"moe_enable_routing_replay": False}
+    )
+    model = embedded.build(model_dir, layout, dtype="float32", lr=0.0)
+    driver = ReplayDriver.attach(model.chunks, spec=megatron.spec_from_config(model.chunks), layout=layout)
+    routing = _Recorded(model, driver)
+    try:
+        yield {
+            "plain": lambda: _step(plain),
+            "plain_again": lambda: _step(plain),
+            "replay": lambda: routing.step(audited=0),
+            "replay_and_audit": lambda: routing.step(audited=1),
+        }
+    finally:
+        driver.close()
+        embedded.close_distributed()
+
+
+class _Recorded:
+    """The ids that the model chooses by itself, as `trainer.router.StepRouting`."""
+
+    num_microbatches = MICROBATCHES
+
+    def __init__(self, model: TrainerModel, driver: ReplayDriver) -> None:
+        import torch
+
+        from r3channel.trainer.audit import ConsumptionTap
+
+        self._model, self._driver = model, driver
+        with torch.no_grad(), ConsumptionTap(driver) as tap:
+            for index in range(MICROBATCHES):
+                with driver.off(microbatch=index):
+                    _forward(model, index)
+        self._ids = {(r.microbatch, r.layer): torch.from_numpy(r.ids_RK) for r in tap.records}
+        self._counted = torch.arange(SAMPLES * LENGTH) < SAMPLES * (LENGTH - 1)
+
+    def layer_ids(self, microbatch: int, layer: int) -> torch.Tensor:
+        return self._ids[microbatch, layer]
+
+    def live_rows(self, microbatch: int) -> None:
+        return None
+
+    def step(self, *, audited: int) -> None:
+        from r3channel.trainer.mismatch import RoutingAudit
+
+        audit = RoutingAudit(
+            step=0, microbatches=MICROBATCHES, count=audited, counted_rows=lambda _: self._counted
+        )
+        with self._driver.step(self, step=0, audit=audit) as step:
+            _step(self._model, step)
+
+
+def _step(model: TrainerModel, step: ReplayStep | None = None) -> None:
+    def forward_step(numbers: Iterator[int], chunk: torch.nn.Module) -> Any:
+        index = next(numbers)
+        if step is None:
+            output = _forward(model, index)
+        else:
+            with step.microbatch(index, chunk=chunk):
+                output = _forward(model, index)
+        return output, lambda output: (output.mean(), {"loss": output.mean().item()})
+
+    model.zero_grad()
+    model.run(
+        forward_step, num_microbatches=MICROBATCHES, seq_length=LENGTH, micro_batch_size=SAMPLES, data=range(MICROBATCHES)
+    )  # fmt: skip
+    model.optimizer.step()
+
+
+def _forward(model: TrainerModel, index: int) -> torch.Tensor:
+    import torch
+
+    tokens = torch.randint(0, 512, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(index))
+    positions = torch.arange(LENGTH).expand_as(tokens)
+    return model.chunks[0](tokens, positions, None, labels=torch.roll(tokens, -1, 1))
+
+
+def _text(result: dict[str, Any]) -> str:
+    lines = [
+        f"train step without replay: {result['step_cpu_ms']['plain']:.1f} ms of CPU, {result['rounds']} rounds"
+    ]
+    for name, text in (
+        ("replay_percent", f"replay (target {TARGET_PERCENT:.0f} %)"),
+        ("replay_and_audit_percent", "replay, one micro-batch of four audited"),
+        ("noise_percent", "the same step twice (noise)"),
+    ):
+        value = result[name]
+        lines.append(f"{text}: {value['median']:+.2f} % ({value['low']:+.2f} .. {value['high']:+.2f})")
+    return "\n".join(lines)

@@ -1,0 +1,179 @@
+"""How many bytes a step moves, where they lie meanwhile, and how long that takes: this package beside the default path.
+
+Bytes come from the planner itself, run on the given lengths; times are bytes over bandwidths, and CPU times per token that
+were measured (see `Machines`). The default path is slime's of August 2026: base64 int32 of all layers in the reply, decoded
+by one thread, one object per DP rank that every process of the rank fetches whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from r3channel.errors import ConfigError
+from r3channel.plan.assignment import Assignment, names_of
+from r3channel.plan.layout import TrainerLayout
+from r3channel.plan.shards import Plan, Shard, plan_shards
+from r3channel.spec import RoutingSpec
+
+_INT32 = 4
+_BASE64 = 4 / 3
+ORDINARY_BYTES_PER_TOKEN = 24
+"""Token id, log-prob and loss mask, 8 bytes each (seed 003)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machines:
+    """What the predicted times rest on. The defaults of bandwidths are those of seed 003."""
+
+    http_gbit_s: float = 10.0
+    """Engines to relay, all together."""
+    wire_gbyte_s: float = 50.0
+    """Relay to trainers: one NIC (NDR InfiniBand)."""
+    object_store_gbyte_s: float = 3.0
+    """Ray's object store into one process: 2 to 4 (seed 003)."""
+    relay_us_per_token: float = 0.05
+    """CPU of the relay to verify and place a token of 48 x top-8."""
+    manager_us_per_token: float = 4.2
+    """CPU of the default path's manager: JSON, base64, checks and put of such a token, without HTTP (measured)."""
+    bucket_bytes: int = 16 << 20
+    """Two are alive while a shard is sent."""
+
+    def __post_init__(self) -> None:
+        bad = [name for name, value in asdict(self).items() if value <= 0]
+        if bad:
+            raise ConfigError(f"{bad} must be positive")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capacity:
+    """The answer; bytes and seconds of one rollout step."""
+
+    layout: str
+    samples: int
+    tokens: int
+    """Sum of the lengths."""
+    padded_tokens: int
+    """Rows that routers consume, padding included."""
+    bytes_per_token: int
+    frame_bytes: int
+    """Engines to relay, as frames of one byte (or two) per id; the lossless codecs go below."""
+    http_bytes: int
+    """The same in base64, inside the JSON reply."""
+    wire_bytes: int
+    """Relay to all TP0s."""
+    received_bytes_tp0: int
+    """The largest shard that one TP0 receives."""
+    landed_bytes_per_rank: int
+    """The most that one process keeps after the scatter over TP."""
+    landed_bytes_all_ranks: int
+    relay_staging_bytes: int
+    """Pinned and device memory at any time."""
+    relay_host_bytes: int
+    """Frames and placed shards in host memory before the first acknowledgement; a frame goes when it is placed."""
+    ordinary_bytes_per_dp: int
+    """Tokens, log-probs and masks of the fullest DP rank, through the object store."""
+    http_s: float
+    place_s: float
+    wire_s: float
+    default_http_bytes: int
+    default_bytes_per_rank: int
+    default_bytes_all_ranks: int
+    default_host_bytes: int
+    default_http_s: float
+    default_manager_s: float
+    default_fetch_s: float
+    ratio: float
+    """Kept per rank: this over the default path."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def capacity(
+    lengths: Sequence[int],
+    *,
+    spec: RoutingSpec,
+    layout: TrainerLayout,
+    machines: Machines | None = None,
+    microbatch_size: int = 1,
+    max_tokens: int | None = None,
+) -> Capacity:
+    """Plan a step of samples of these lengths and add it up. `max_tokens`: token budget instead of a micro-batch size."""
+    plan = plan_of(lengths, spec=spec, layout=layout, microbatch_size=microbatch_size, max_tokens=max_tokens)
+    return add_up(plan, machines=machines or Machines())
+
+
+def plan_of(
+    lengths: Sequence[int],
+    *,
+    spec: RoutingSpec,
+    layout: TrainerLayout,
+    microbatch_size: int = 1,
+    max_tokens: int | None = None,
+) -> Plan:
+    """A balanced plan of samples that have nothing but lengths."""
+    tokens = names_of(lengths)
+    if max_tokens is None:
+        assignment = Assignment.balanced(tokens, dp=layout.dp, microbatch_size=microbatch_size)
+    else:
+        assignment = Assignment.dynamic(tokens, dp=layout.dp, max_tokens=max_tokens)
+    return plan_shards(assignment, tokens=tokens, spec=spec, layout=layout)
+
+
+def add_up(plan: Plan, *, machines: Machines) -> Capacity:
+    """All sums of one plan."""
+    spec, layout = plan.spec, plan.layout
+    per_dp = [sum(sum(batch.tokens) for batch in rank) for rank in plan.microbatches]
+    padded = [sum(batch.rows for batch in rank) for rank in plan.microbatches]
+    rows = sum(sum(count - 1 for count in batch.tokens) for rank in plan.microbatches for batch in rank)
+    wire = sum(shard.nbytes for shard in plan.shards)
+    default_row = spec.num_layers * spec.top_k * _INT32
+    default_rank = max(padded) * default_row
+    frame = rows * spec.bytes_per_token
+    work = spec.num_moe_layers * spec.top_k / (48 * 8)  # the measured token had 48 x 8 ids
+    return Capacity(
+        layout=str(layout),
+        samples=sum(len(batch.tokens) for rank in plan.microbatches for batch in rank),
+        tokens=sum(per_dp),
+        padded_tokens=sum(padded),
+        bytes_per_token=spec.bytes_per_token,
+        frame_bytes=frame,
+        http_bytes=round(frame * _BASE64),
+        wire_bytes=wire,
+        received_bytes_tp0=max(shard.nbytes for shard in plan.shards),
+        landed_bytes_per_rank=max(shard.slot_bytes for shard in plan.shards),
+        landed_bytes_all_ranks=sum(_landed(shard, layout) for shard in plan.shards),
+        relay_staging_bytes=2 * machines.bucket_bytes,
+        relay_host_bytes=max(frame, wire),
+        ordinary_bytes_per_dp=max(per_dp) * ORDINARY_BYTES_PER_TOKEN,
+        http_s=frame * _BASE64 * 8 / (machines.http_gbit_s * 1e9),
+        place_s=sum(padded) * machines.relay_us_per_token * work * 1e-6,
+        wire_s=wire / (machines.wire_gbyte_s * 1e9),
+        default_http_bytes=round(rows * default_row * _BASE64),
+        default_bytes_per_rank=default_rank,
+        default_bytes_all_ranks=sum(padded) * default_row * layout.world_size // layout.dp,
+        default_host_bytes=rows * default_row,
+        default_http_s=rows * default_row * _BASE64 * 8 / (machines.http_gbit_s * 1e9),
+        default_manager_s=rows * machines.manager_us_per_token * work * 1e-6,
+        default_fetch_s=default_rank / (machines.object_store_gbyte_s * 1e9),
+        ratio=max(shard.slot_bytes for shard in plan.shards) / default_rank,
+    )
+
+
+def _landed(shard: Shard, layout: TrainerLayout) -> int:
+    """Bytes that the TP ranks of one shard keep together."""
+    return shard.slot_bytes * layout.tp
+
+
+def lognormal_lengths(*, samples: int, tokens: int, seed: int = 0, sigma: float = 0.6) -> list[int]:
+    """Uneven lengths, at least 2 each, that sum to `tokens` exactly: for a simulation."""
+    if tokens < 2 * samples or samples < 1:
+        raise ConfigError(f"{tokens} tokens do not fill {samples} samples of at least 2")
+    weights = np.random.default_rng(seed).lognormal(0.0, sigma, samples)
+    shares = np.floor(weights / weights.sum() * (tokens - 2 * samples)).astype(np.int64) + 2
+    shares[: tokens - int(shares.sum())] += 1
+    return shares.tolist()

@@ -1,0 +1,166 @@
+"""`r3channel plan`: bytes, memory and times of a step before it is run, beside the default path."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from r3channel.errors import ConfigError
+from r3channel.models import model_named
+from r3channel.plan.capacity import Capacity, Machines, add_up, lognormal_lengths, plan_of
+from r3channel.plan.layout import TrainerLayout
+from r3channel.report.seed_table import seed_table
+from r3channel.spec import RoutingSpec
+
+SIMULATED = {
+    "model": "deepseek-r1",
+    "layout": "dp=16,tp=4,cp=2,pp=4,first_layers=14,last_layers=15,packing=thd",
+}
+"""512 ranks, 128M tokens, 8,192 uneven samples."""
+
+
+def run(argv: Sequence[str]) -> int:
+    options = _parser().parse_args(argv)
+    if options.preset:
+        result, text = seed_table(), _seed_text
+    elif options.simulate:
+        result, text = simulate(options), _plan_text
+    else:
+        result, text = planned(options), _plan_text
+    print(json.dumps(result) if options.json else text(result))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="r3channel plan", description=__doc__)
+    parser.add_argument("--model", help="a name of the built-in table, or a checkpoint's config.json")
+    parser.add_argument("--layout", help="as in the demo, for example dp=4,tp=4,cp=2,pp=4")
+    parser.add_argument("--tokens", type=int, help="of one step, over all samples")
+    parser.add_argument("--sequence", type=int, default=16384, help="tokens of each sample")
+    parser.add_argument(
+        "--lengths", metavar="FILE", help="JSON list of the samples' tokens, instead of the two above"
+    )
+    parser.add_argument("--microbatch-size", type=int, default=1)
+    parser.add_argument("--max-tokens", type=int, help="token budget of a micro-batch, instead of its size")
+    for field in fields(Machines):
+        name = f"--{field.name.replace('_', '-')}"
+        parser.add_argument(name, type=type(field.default), help=f"default {field.default}")
+    parser.add_argument(
+        "--preset", choices=("seed-003",), help="the table of the post this package began with"
+    )
+    parser.add_argument("--simulate", action="store_true", help="run the planner at 128M tokens on 512 ranks")
+    parser.add_argument("--json", action="store_true")
+    return parser
+
+
+def spec_of(model: str) -> RoutingSpec:
+    """A name of the table, or the path of a Hugging Face config."""
+    if not model.endswith(".json"):
+        return model_named(model).spec
+    try:
+        return RoutingSpec.from_hf_config(json.loads(Path(model).read_text()))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{model}: not a readable config.json: {error}") from error
+
+
+def planned(options: argparse.Namespace) -> dict[str, Any]:
+    if not options.model or not options.layout:
+        raise ConfigError("plan needs --model and --layout (or --preset, or --simulate)")
+    return _plan(options, spec_of(options.model), TrainerLayout.parse(options.layout), _lengths(options))
+
+
+def simulate(options: argparse.Namespace) -> dict[str, Any]:
+    """The planner itself at full size; `plan_s` is what it took."""
+    layout = TrainerLayout.parse(options.layout or SIMULATED["layout"])
+    tokens = options.tokens or 128 * 10**6
+    lengths = lognormal_lengths(samples=8192, tokens=tokens)
+    options.max_tokens = options.max_tokens or 131072
+    return _plan(options, spec_of(options.model or SIMULATED["model"]), layout, lengths)
+
+
+def _plan(
+    options: argparse.Namespace, spec: RoutingSpec, layout: TrainerLayout, lengths: Sequence[int]
+) -> dict[str, Any]:
+    given = {field.name: getattr(options, field.name) for field in fields(Machines)}
+    machines = Machines(**{name: value for name, value in given.items() if value is not None})
+    begin = time.perf_counter()
+    plan = plan_of(
+        lengths,
+        spec=spec,
+        layout=layout,
+        microbatch_size=options.microbatch_size,
+        max_tokens=options.max_tokens,
+    )
+    found: Capacity = add_up(plan, machines=machines)
+    digest = plan.digest
+    seconds = time.perf_counter() - begin
+    extra = {"ranks": layout.world_size, "plan_digest": f"{digest:#x}", "plan_s": seconds}
+    return {"model": options.model or SIMULATED["model"], **found.to_dict(), **extra}
+
+
+def _lengths(options: argparse.Namespace) -> list[int]:
+    if options.lengths:
+        values = json.loads(Path(options.lengths).read_text())
+        return [int(value) for value in values]
+    if not options.tokens or options.tokens % options.sequence:
+        raise ConfigError(
+            f"--tokens {options.tokens} is not a multiple of --sequence {options.sequence}; give both, or --lengths"
+        )
+    return [options.sequence] * (options.tokens // options.sequence)
+
+
+_LINES = (
+    ("engine -> relay, frames", "http_bytes", "default_http_bytes"),
+    ("received by one TP0", "received_bytes_tp0", "default_bytes_per_rank"),
+    ("kept by one process", "landed_bytes_per_rank", "default_bytes_per_rank"),
+    ("kept by all processes", "landed_bytes_all_ranks", "default_bytes_all_ranks"),
+    ("host memory, relay or manager", "relay_host_bytes", "default_host_bytes"),
+    ("pinned and GPU staging", "relay_staging_bytes", None),
+)
+_TIMES = (
+    ("HTTP", "http_s", "default_http_s"),
+    ("relay or manager, one core", "place_s", "default_manager_s"),
+    ("wire, or fetch of one process", "wire_s", "default_fetch_s"),
+)
+
+
+def _plan_text(result: dict[str, Any]) -> str:
+    lines = [
+        f"{result['model']}, {result['layout']} ({result['ranks']} ranks)",
+        f"{result['samples']:,} samples, {result['tokens']:,} tokens ({result['padded_tokens']:,} padded), "
+        f"{result['bytes_per_token']} B/token, planned in {result['plan_s']:.2f} s, digest {result['plan_digest']}",
+        "",
+        f"{'':32s}{'r3channel':>14s}{'default path':>14s}",
+    ]
+    for label, ours, theirs in _LINES:
+        default = _bytes(result[theirs]) if theirs else "-"
+        lines.append(f"{label:32s}{_bytes(result[ours]):>14s}{default:>14s}")
+    for label, ours, theirs in _TIMES:
+        lines.append(f"{label:32s}{result[ours]:>12.2f} s{result[theirs]:>12.2f} s")
+    lines.append(f"kept per process: 1/{1 / result['ratio']:.0f} of the default path")
+    return "\n".join(lines)
+
+
+def _seed_text(result: dict[str, Any]) -> str:
+    lines = [f"{'':34s}{'payload GB':>12s}{'at 50 GB/s':>12s}{'DP 4 share':>12s}{'r3channel':>12s}"]
+    for row in result["rows"]:
+        lines.append(
+            f"{row['config']:34s}{row['payload_gb']:>12.1f}{row['transfer_s']:>10.2f} s"
+            f"{row['staging_bucketed_gb']['dp4']:>12.2f}{row['r3channel_payload_gb']:>12.2f}"
+        )
+    text = result["text"]
+    lines += ["", f"HTTP at 5x compression: {text['http_gb']:.1f} GB, {text['http_s']:.1f} s at 10 Gbit/s"]
+    lines += ["", "Where the post is off:", *(f"- {line}" for line in result["corrections"])]
+    return "\n".join(lines)
+
+
+def _bytes(value: float) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if value >= size:
+            return f"{value / size:,.2f} {unit}"
+    return f"{value:.0f} B"

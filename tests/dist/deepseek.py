@@ -1,0 +1,124 @@
+"""A DeepSeek-V3-like model on Megatron's own classes: MLA, sigmoid scores with bias and groups, a shared expert, MTP.
+
+Weights depend only on a parameter's global name, so every layout holds shards of one model.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from typing import Any
+
+import torch
+
+LAYERS, EXPERTS, TOP_K, VOCAB = 4, 16, 4, 128
+
+
+def config(**changes: Any) -> Any:
+    from megatron.core import parallel_state
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    from r3channel.embedded.megatron import LOCAL_CONFIG
+
+    values: dict[str, Any] = {
+        **LOCAL_CONFIG,
+        "num_layers": LAYERS,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "ffn_hidden_size": 128,
+        "multi_latent_attention": True,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 32,
+        "qk_head_dim": 16,
+        "qk_pos_emb_head_dim": 8,
+        "v_head_dim": 16,
+        "rope_type": "rope",
+        "qk_layernorm": True,
+        "num_moe_experts": EXPERTS,
+        "moe_router_topk": TOP_K,
+        "moe_ffn_hidden_size": 32,
+        "moe_layer_freq": [0] + [1] * (LAYERS - 1),
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 1e-3,
+        "moe_router_num_groups": 4,
+        "moe_router_group_topk": 2,
+        "moe_router_topk_scaling_factor": 2.5,
+        "moe_shared_expert_intermediate_size": 32,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "mtp_num_layers": 1,
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
+        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+        "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
+        "sequence_parallel": parallel_state.get_tensor_model_parallel_world_size() > 1,
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    }
+    return MLATransformerConfig(**{**values, **changes})
+
+
+def build(**changes: Any) -> Any:
+    """One rank's part of the one fixed model, in training mode."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+
+    from r3channel.embedded.megatron_modules import use_local_modules
+
+    own = config(**changes)
+    spec = use_local_modules(get_gpt_decoder_block_spec(own, use_transformer_engine=False))
+    mtp = use_local_modules(get_gpt_mtp_block_spec(own, spec, False)) if own.mtp_num_layers else None
+    model = GPTModel(
+        own,
+        spec,
+        vocab_size=VOCAB,
+        max_sequence_length=64,
+        position_embedding_type="rope",
+        mtp_block_spec=mtp,
+        share_embeddings_and_output_weights=False,
+    )
+    fill(model)
+    return model.train()
+
+
+def fill(model: torch.nn.Module) -> None:
+    """Give this rank its shard of every parameter."""
+    from megatron.core import parallel_state as ps
+
+    tp: tuple[Any, Any] = ps.get_tensor_model_parallel_rank(), ps.get_tensor_model_parallel_world_size()
+    etp: tuple[Any, Any] = ps.get_expert_tensor_parallel_rank(), ps.get_expert_tensor_parallel_world_size()
+    first = ps.get_expert_model_parallel_rank() * EXPERTS // ps.get_expert_model_parallel_world_size()
+
+    def expert(match: re.Match[str]) -> str:
+        return f"local_experts.{int(match[1]) + first}."
+
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" in name:
+                weight.fill_(1.0)
+                continue
+            name = re.sub(r"local_experts\.(\d+)\.", expert, name)
+            rank, size = etp if "local_experts" in name else tp
+            dim = getattr(weight, "partition_dim", None) if getattr(weight, "tensor_model_parallel", False) else None
+            shape = list(weight.shape)
+            if dim is not None:
+                shape[dim] *= size
+            whole = torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode()))) * 0.1
+            weight.copy_(whole if dim is None else part(name, whole, dim, rank, size))
+        for name, bias in model.named_buffers():
+            if name.endswith("expert_bias"):
+                seed = zlib.crc32(re.sub(r"\W", "", name).encode())
+                bias.copy_(torch.rand(bias.shape, generator=torch.Generator().manual_seed(seed)) * 0.2)
+
+
+def part(name: str, whole: torch.Tensor, dim: int, rank: int, size: int) -> torch.Tensor:
+    if "linear_fc1" in name:  # gate and up are sharded separately
+        return torch.cat([half.chunk(size, dim)[rank] for half in whole.chunk(2)])
+    return whole.chunk(size, dim)[rank]

@@ -1,0 +1,350 @@
+"""Worker: what the replay driver does beside full recompute and softmax, on a DeepSeek-V3-like model of real Megatron.
+
+Each function is one fact. With tensor parallelism only those that need it run, and their sums go out for comparison.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from r3channel.embedded import megatron as embedded
+from r3channel.errors import LayoutMismatch, ReplayCountMismatch
+from r3channel.plan.layout import TrainerLayout
+from r3channel.spec import RoutingSpec
+from r3channel.trainer import megatron
+from r3channel.trainer.audit import ConsumptionTap
+from r3channel.trainer.mismatch import MismatchReport, RoutingAudit
+from r3channel.trainer.replay import ReplayDriver
+from tests.dist import deepseek
+from tests.dist.megatron_traps import refused
+from tests.dist.ranks import write_result
+
+SAMPLES, LENGTH, MICROBATCHES = 2, 16, 3
+ROWS = SAMPLES * LENGTH
+SPEC = RoutingSpec(num_layers=deepseek.LAYERS, moe_layers=(1, 2, 3), num_experts=16, top_k=4)
+
+
+class Routing:
+    """Ids of every micro-batch and layer, the same on all ranks; this one's samples and its SP slice."""
+
+    num_microbatches = MICROBATCHES
+
+    def __init__(self, layout: TrainerLayout) -> None:
+        self.layout, self.at = layout, megatron.parallel_coords()
+        self.whole = {
+            (index, layer): torch.from_numpy(random_rows(index, layer))
+            for index in range(MICROBATCHES)
+            for layer in range(deepseek.LAYERS + 1)
+        }
+        self.live: torch.Tensor | None = None
+
+    def layer_ids(self, microbatch: int, layer: int) -> torch.Tensor:
+        rows = self.whole[microbatch, layer][self.at.dp :: self.layout.dp]  # row = position * samples + sample
+        slots = self.layout.tp_slots
+        return rows.chunk(slots)[self.at.tp].contiguous() if slots > 1 else rows.contiguous()
+
+    def live_rows(self, microbatch: int) -> torch.Tensor | None:
+        return self.live
+
+
+def random_rows(index: int, layer: int) -> np.ndarray:
+    scores = np.random.default_rng([index, layer]).random((ROWS, 16))
+    return np.argsort(scores, axis=-1)[:, :4].astype(np.uint8)
+
+
+class Bench:
+    """One model with its driver."""
+
+    def __init__(self, layout: TrainerLayout, **changes: Any) -> None:
+        self.layout = layout
+        self.model = deepseek.build(**changes)
+        self.driver = ReplayDriver.attach([self.model], spec=SPEC, layout=layout)
+        self.routing = Routing(layout)
+
+    def forward(self, index: int) -> torch.Tensor:
+        tokens = torch.randint(
+            0, deepseek.VOCAB, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(index)
+        )
+        tokens = tokens[self.routing.at.dp :: self.layout.dp]
+        positions = torch.arange(LENGTH).expand_as(tokens)
+        return self.model(tokens, positions, None, labels=torch.roll(tokens, -1, 1)).mean()
+
+    def train(self, *, audit: RoutingAudit | None = None) -> list[Any]:
+        """A whole step with the gradients of all micro-batches; gives the tap's records."""
+        for weight in self.model.parameters():
+            weight.grad = None
+        with ConsumptionTap(self.driver) as tap, self.driver.step(self.routing, step=0, audit=audit) as step:
+            for index in range(MICROBATCHES):
+                with step.microbatch(index):
+                    loss = self.forward(index)
+                loss.backward()
+                self.loss = loss.item()
+        return tap.records
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        return {n: w.grad.clone() for n, w in self.model.named_parameters() if w.grad is not None}
+
+    def natural(self) -> None:
+        """Let the routing be what the live routers choose, as an engine with the same weights would record it."""
+        with torch.no_grad(), ConsumptionTap(self.driver) as tap:
+            for index in range(MICROBATCHES):
+                with self.driver.off(microbatch=index):
+                    self.forward(index)
+        for record in tap.records:
+            self.routing.whole[record.microbatch, record.layer] = torch.from_numpy(record.ids_RK)
+
+
+@contextmanager
+def bench(layout: TrainerLayout | None = None, **changes: Any) -> Iterator[Bench]:
+    own = Bench(layout or TrainerLayout(), **changes)
+    yield own
+    own.driver.close()
+
+
+def used(records: list[Any], own: Bench, *passes: str) -> None:
+    """Each named (pass, layer, micro-batch) consumed exactly the given ids."""
+    layers = list(own.driver.handles)
+    found = Counter((r.pass_name, r.layer, r.microbatch) for r in records)
+    assert found == Counter({(p, layer, i) for p in passes for layer in layers for i in range(MICROBATCHES)})
+    for record in records:
+        wanted = own.routing.layer_ids(record.microbatch, record.layer).numpy()
+        assert np.array_equal(record.ids_RK, wanted), (record.pass_name, record.layer, record.microbatch)
+
+
+# -- facts on every layout ---------------------------------------------------------------------------------------------
+
+
+def router_gradients(own: Bench) -> dict[str, list[float]]:
+    """Of all routers, over the rows of all ranks."""
+    found = {}
+    for name, weight in own.model.named_parameters():
+        if name.endswith("router.weight"):
+            gradient = weight.grad.clone()
+            if own.layout.world_size > 1:
+                dist.all_reduce(gradient)
+                gradient /= own.layout.dp
+            found[name] = gradient.flatten().tolist()
+    return found
+
+
+def test_mla_with_biased_sigmoid_groups_and_mtp_left_out(layout: TrainerLayout) -> dict[str, Any]:
+    with bench(layout) as own:
+        assert list(own.driver.handles) == [1, 2, 3]
+        used(own.train(), own, "forward", "recompute")
+        return {"loss": own.loss, "gradients": router_gradients(own)}
+
+
+def test_a_mapped_mtp_layer_replays_too(layout: TrainerLayout) -> dict[str, Any]:
+    mapped = replace(layout, mtp=(3,))
+    with bench(mapped) as own:
+        assert list(own.driver.handles) == [1, 2, 3, 4]
+        used(own.train(), own, "forward", "recompute")
+        return {"mtp_loss": own.loss, "mtp_gradients": router_gradients(own)}
+
+
+# -- facts on one rank -------------------------------------------------------------------------------------------------
+
+
+def test_a_map_of_more_mtp_layers_than_there_are_is_refused() -> None:
+    with (
+        refused(LayoutMismatch, "maps 2 MTP layers", "model has 1"),
+        bench(TrainerLayout(mtp=(3, 3))),
+    ):
+        pass
+
+
+def test_layouts_with_other_sizes_than_megatrons_are_refused() -> None:
+    with refused(LayoutMismatch, "pp: layout 2, Megatron 1", "vpp: layout 2", "cp: layout 2"):
+        bench(TrainerLayout(pp=2, vpp=2, cp=2)).__enter__()
+
+
+def test_recompute_of_some_layers_and_of_moe_modules_gives_the_same_gradients() -> None:
+    kinds: dict[str, dict[str, Any]] = {
+        "none": {"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None},
+        "uniform": {},
+        "block": {"recompute_method": "block", "recompute_num_layers": 2},
+        "moe": {
+            "recompute_granularity": "selective", "recompute_method": None, "recompute_num_layers": None,
+            "recompute_modules": ["moe"],
+        },
+        "others": {
+            "recompute_granularity": "selective", "recompute_method": None, "recompute_num_layers": None,
+            "recompute_modules": ["mlp", "shared_experts"],
+        },
+    }  # fmt: skip
+    recomputed = {"none": [], "uniform": [1, 2, 3], "block": [1], "moe": [1, 2, 3], "others": []}
+    wanted: dict[str, torch.Tensor] = {}
+    for kind, changes in kinds.items():
+        with bench(mtp_num_layers=None, **changes) as own:
+            records = own.train()
+            again = Counter(r.layer for r in records if r.pass_name == "recompute")
+            assert again == Counter({layer: MICROBATCHES for layer in recomputed[kind]}), (kind, again)
+            found = own.gradients()
+            wanted = wanted or found
+            for name, gradient in found.items():
+                assert torch.allclose(gradient, wanted[name], atol=1e-6), (kind, name)
+
+
+def test_expert_bias_counts_follow_the_replayed_ids() -> None:
+    from megatron.core.transformer.moe.moe_utils import get_updated_expert_bias
+
+    with bench(mtp_num_layers=None) as own:
+        own.train()
+        for layer, handle in own.driver.handles.items():
+            router: Any = handle.module
+            rows = torch.cat([own.routing.layer_ids(i, layer) for i in range(MICROBATCHES)])
+            wanted = torch.bincount(rows.flatten().long(), minlength=16).float()
+            assert torch.equal(router.local_tokens_per_expert, wanted), layer
+            before = router.expert_bias.clone()
+            after = get_updated_expert_bias(router.local_tokens_per_expert, before.clone(), 1e-3)
+            assert torch.equal(torch.sign(after - before), torch.sign(wanted.mean() - wanted))
+
+
+def test_rows_left_to_the_live_router_are_the_same_in_forward_and_recompute() -> None:
+    live = torch.zeros(ROWS, dtype=torch.bool)
+    live[::5] = True
+    choices: dict[tuple[str, int, int], Any] = {}
+    with bench(mtp_num_layers=None) as own:
+        given = {key: ids.clone() for key, ids in own.routing.whole.items()}
+        own.natural()
+        first = {i: own.routing.whole[i, 1].clone() for i in range(MICROBATCHES)}  # layer 1 sees the same input
+        own.routing.whole, own.routing.live = given, live
+        for record in own.train():
+            choices[record.pass_name, record.layer, record.microbatch] = record.ids_RK
+            wanted = given[record.microbatch, record.layer].numpy()
+            assert np.array_equal(record.ids_RK[~live], wanted[~live])
+        for layer in own.driver.handles:
+            for index in range(MICROBATCHES):
+                again = choices["recompute", layer, index]
+                assert np.array_equal(choices["forward", layer, index], again)
+        for index, natural in first.items():
+            found = np.sort(choices["forward", 1, index][live], axis=1)
+            assert np.array_equal(found, np.sort(natural.numpy()[live], axis=1))
+        with_recompute = own.gradients()
+    plain = {"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None}
+    with bench(mtp_num_layers=None, **plain) as own:
+        own.routing.live = live
+        own.train()
+        for name, gradient in own.gradients().items():
+            assert torch.allclose(gradient, with_recompute[name], atol=1e-6), name
+
+
+def audited(own: Bench, change: Callable[[Routing], None] | None = None) -> MismatchReport:
+    audit = RoutingAudit(
+        step=4, microbatches=MICROBATCHES, count=1, counted_rows=lambda _: torch.arange(ROWS) < ROWS - SAMPLES
+    )
+    before = dict(own.routing.whole)
+    if change is not None:
+        change(own.routing)
+    own.train(audit=audit)
+    own.routing.whole = before
+    return audit.report()
+
+
+def by_one_layer(routing: Routing) -> None:
+    whole = dict(routing.whole)
+    routing.whole |= {(i, layer): whole[i, 1 + layer % 3] for i, layer in whole if layer in (1, 2, 3)}
+
+
+def by_one_token(routing: Routing) -> None:
+    routing.whole = {key: ids.roll(SAMPLES, 0) for key, ids in routing.whole.items()}
+
+
+def test_the_audit_is_silent_on_right_routing_and_jumps_on_a_shift() -> None:
+    with bench(mtp_num_layers=None) as own:
+        own.natural()
+        right = audited(own)
+        assert right.microbatches == (1,) and right.pairs == 3 * (ROWS - SAMPLES) and right.tokens == ROWS - SAMPLES
+        assert right.different_fraction == 0 and right.mean_overlap == 1 and right.tokens_different == 0
+        for shift in (by_one_layer, by_one_token):
+            wrong = audited(own, shift)
+            assert wrong.different_fraction > 0.8 and wrong.mean_overlap < 0.6, shift
+            assert wrong.tokens_different > 0.9 * wrong.tokens
+            assert all(layer.disjoint for layer in wrong.layers)
+
+
+def test_drifted_weights_differ_less_than_a_shift() -> None:
+    with bench(mtp_num_layers=None) as own:
+        own.natural()
+        with torch.no_grad():
+            for weight in own.model.parameters():
+                weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)) * 3e-3)
+        drifted = audited(own)
+        assert 0 < drifted.different_fraction < 0.5, drifted.different_fraction
+
+
+def test_two_models_replay_in_one_process_at_the_same_time() -> None:
+    """Policy and critic, each with its own routing, their micro-batches interleaved; a reference without replay."""
+    with bench(mtp_num_layers=None) as policy, bench(mtp_num_layers=None) as critic:
+        reference = deepseek.build(mtp_num_layers=None)
+        critic.routing.whole = {key: (ids + 1) % 16 for key, ids in critic.routing.whole.items()}
+        taps = ConsumptionTap(policy.driver), ConsumptionTap(critic.driver)
+        with (
+            taps[0],
+            taps[1],
+            policy.driver.step(policy.routing, step=0) as ours,
+            critic.driver.step(critic.routing, step=9) as theirs,
+        ):
+            for index in range(MICROBATCHES):
+                with ours.microbatch(index), theirs.microbatch(index):
+                    losses = policy.forward(index), critic.forward(index)
+                    with torch.no_grad():
+                        policy_tokens = torch.zeros(1, 4, dtype=torch.int64)
+                        reference(policy_tokens, torch.arange(4)[None], None, labels=policy_tokens)
+                for loss in losses:
+                    loss.backward()
+        used(taps[0].records, policy, "forward", "recompute")
+        used(taps[1].records, critic, "forward", "recompute")
+
+
+def test_an_optimizer_step_that_left_out_a_micro_batch_is_noticed_at_its_end() -> None:
+    with bench(mtp_num_layers=None) as own:
+        with own.driver.step(own.routing, step=0) as step:
+            for part in ((0, 1), (2,)):
+                with step.optimizer_step(part):
+                    for index in part:
+                        with step.microbatch(index):
+                            loss = own.forward(index)
+                        loss.backward()
+        with (
+            refused(ReplayCountMismatch, "micro-batch 1", "consumed 0 times"),
+            own.driver.step(own.routing, step=1) as step,
+            step.optimizer_step((0, 1)),
+        ):
+            with step.microbatch(0):
+                loss = own.forward(0)
+            loss.backward()
+
+
+def main() -> None:
+    job = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    layout = TrainerLayout.parse(job["layout"])
+    embedded.init_distributed(
+        rank=job["rank"], world_size=job["world_size"], init_method=job["init_method"], layout=layout, timeout_s=60
+    )  # fmt: skip
+    result: dict[str, Any] = {"passed": []}
+    result |= test_mla_with_biased_sigmoid_groups_and_mtp_left_out(layout)
+    result |= test_a_mapped_mtp_layer_replays_too(layout)
+    for name, check in list(globals().items()):
+        if name.startswith("test_") and layout.world_size == 1:
+            print(name, flush=True)
+            if check.__code__.co_argcount == 0:
+                check()
+            result["passed"].append(name)
+    embedded.close_distributed()
+    write_result(job, result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""The planner's sums: the issue's figures, the seed's table, and what cannot be planned."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from r3channel.bench.plan import TARGETS_MS, measure
+from r3channel.cli import main
+from r3channel.models import model_named
+from r3channel.plan.capacity import Machines, capacity, lognormal_lengths, plan_of
+from r3channel.plan.layout import TrainerLayout
+from r3channel.report.seed_table import ROWS, seed_table
+
+QWEN = model_named("qwen3-30b-a3b").spec
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> dict:
+    assert main(["plan", *argv, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_process_keeps_a_128th_of_the_default_path(capsys: pytest.CaptureFixture[str]) -> None:
+    found = run(capsys, "--model", "qwen3-30b-a3b", "--layout", "dp=4,tp=4,cp=2,pp=4", "--tokens", "16777216")
+    tokens_of_dp = 16777216 // 4
+    assert found["ratio"] == 1 / 128
+    assert found["default_bytes_per_rank"] == tokens_of_dp * 48 * 8 * 4
+    assert found["landed_bytes_per_rank"] == tokens_of_dp // 2 // 4 * 12 * 8
+    assert found["received_bytes_tp0"] == 4 * found["landed_bytes_per_rank"]
+    assert found["default_bytes_per_rank"] // found["received_bytes_tp0"] == 32
+
+
+@pytest.mark.parametrize("text", ["dp=2,tp=2,sp=0", "dp=2,pp=2,cp=2,packing=thd", "tp=4,cp=2"])
+def test_sums_are_those_of_the_shards(text: str) -> None:
+    layout, lengths = TrainerLayout.parse(text), lognormal_lengths(samples=16, tokens=16000)
+    plan = plan_of(lengths, spec=QWEN, layout=layout, microbatch_size=2)
+    found = capacity(lengths, spec=QWEN, layout=layout, microbatch_size=2)
+    assert found.tokens == 16000 and found.samples == 16
+    assert found.wire_bytes == sum(shard.nbytes for shard in plan.shards) == found.padded_tokens * 384
+    assert found.frame_bytes == (16000 - 16) * 384
+    copies = 1 if layout.sequence_parallel or layout.tp == 1 else layout.tp
+    assert found.landed_bytes_all_ranks == copies * found.wire_bytes
+    assert found.relay_staging_bytes == 2 * Machines().bucket_bytes
+
+
+def test_staging_does_not_grow_with_tokens() -> None:
+    layout = TrainerLayout(dp=4)
+    sizes = [
+        capacity([length] * 8, spec=QWEN, layout=layout).relay_staging_bytes for length in (100, 100_000)
+    ]
+    assert sizes[0] == sizes[1]
+
+
+def digits(value: float, like: float) -> float:
+    return round(value, 1) if like == round(like, 1) else round(value, 2)
+
+
+@pytest.mark.parametrize("index", range(len(ROWS)))
+def test_every_column_of_the_seeds_table_is_reproduced(index: int) -> None:
+    row, seed = seed_table()["rows"][index], ROWS[index]
+    assert row["payload_gb"] == seed.payload_gb == row["seed_payload_gb"]
+    assert row["staging_coalesced_gb"] == seed.staging_gb
+    assert digits(row["transfer_s"], seed.transfer_s) == seed.transfer_s
+    assert row["r3channel_staging_gb"] < 0.1
+
+
+def test_the_seeds_text_is_reproduced() -> None:
+    text = seed_table()["text"]
+    assert text["http_gb"] == pytest.approx(text["seed_http_gb"], rel=0.02)
+    assert text["http_s"] == pytest.approx(text["seed_http_s"], rel=0.02)
+    assert text["ordinary_mib_per_dp"]["dp8"] == pytest.approx(text["seed_ordinary_mb_per_dp"], rel=0.02)
+    assert text["payload_per_dp_gb"] == pytest.approx(text["seed_payload_per_dp_gb"], rel=0.03)
+    assert text["routing_share"] == pytest.approx(0.97, abs=0.001) and text["routing_over_rest"] == 32
+    assert text["rest_gb"]["together"] == pytest.approx(0.4, abs=0.02)
+
+
+def test_the_seeds_faults_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    corrections = " ".join(run(capsys, "--preset", "seed-003")["corrections"])
+    for words in ("58 MoE layers of 61", "118.8 GB", "16,777,216", "30.7 GB at DP 4", "366 MiB at DP 8"):
+        assert words in corrections, words
+
+
+def test_a_step_of_128m_tokens_on_512_ranks_is_planned_in_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    found = run(capsys, "--simulate")
+    assert found["ranks"] == 512 and found["tokens"] == 128 * 10**6 and found["samples"] == 8192
+    assert found["plan_s"] < 5
+
+
+def test_a_config_of_a_checkpoint_is_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"num_hidden_layers": 4, "num_experts": 8, "num_experts_per_tok": 2}))
+    lengths = tmp_path / "lengths.json"
+    lengths.write_text("[10, 20]")
+    found = run(capsys, "--model", str(config), "--layout", "dp=2", "--lengths", str(lengths))
+    assert found["bytes_per_token"] == 8 and found["padded_tokens"] == 30
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--model", "qwen3-30b-a3b"], "--layout"),
+        (["--model", "nobody", "--layout", "dp=1", "--tokens", "16384"], "built-in table"),
+        (["--model", "qwen3-30b-a3b", "--layout", "dp=1", "--tokens", "5"], "not a multiple"),
+        (["--model", "deepseek-r1", "--layout", "pp=4", "--tokens", "16384"], "61 layers do not divide"),
+        (["--model", "missing.json", "--layout", "dp=1", "--tokens", "16384"], "config.json"),
+    ],
+)
+def test_what_cannot_be_planned_is_said(
+    argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *argv]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_planning_is_as_fast_as_promised() -> None:
+    found = measure(rounds=3)
+    assert all(ms < TARGETS_MS[name] for name, ms in found["cut_ms_by_case"].items()), found
+    assert found["assign_ms"] < TARGETS_MS["assign"]
