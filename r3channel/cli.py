@@ -42,7 +42,7 @@ def _dispatch(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
     from r3channel.report import doctor
 
-    return doctor.run(ports=options.port, timeout_s=options.timeout_s)
+    return doctor.run(ports=options.port, engines=options.engine, timeout_s=options.timeout_s)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -58,6 +58,9 @@ def _parser() -> argparse.ArgumentParser:
         "doctor", help="what is installed, and whether everything would work together"
     )
     doctor.add_argument("--port", type=int, action="append", default=[], help="must be free; repeatable")
+    doctor.add_argument(
+        "--engine", metavar="URL", action="append", default=[], help="a running engine to ask; repeatable"
+    )
     doctor.add_argument(
         "--timeout-s", type=float, default=120.0, help="deadline of each check that imports an upstream"
     )

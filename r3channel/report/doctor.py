@@ -14,8 +14,10 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+
+from r3channel.report.check import Check
+from r3channel.report.engine import ask_engine
 
 LOOPBACK = "127.0.0.1"
 _PLUGIN_GROUP = "sglang.srt.plugins"
@@ -39,24 +41,14 @@ _NAMES = "from r3channel.trainer.megatron import check_names as check"
 _SHIM = "from r3channel.embedded import megatron_shim; megatron_shim.install()"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
-    """One finding. `found` says what was seen; `remedy` what to do when it is not well."""
+def run(*, ports: Sequence[int] = (), engines: Sequence[str] = (), timeout_s: float = 120.0) -> int:
+    """Print every finding as soon as it is known; 1 if anything is missing, else 0.
 
-    name: str
-    ok: bool
-    found: str
-    remedy: str = ""
-
-    def line(self) -> str:
-        text = f"{'ok' if self.ok else 'FAIL':4}  {self.name:22} {self.found}"
-        return text if self.ok else f"{text}; {self.remedy}"
-
-
-def run(*, ports: Sequence[int] = (), timeout_s: float = 120.0) -> int:
-    """Print every finding as soon as it is known; 1 if anything is missing, else 0."""
+    With `engines` only those running engines are asked: whoever has them need not have their packages.
+    """
     well = True
-    for check in checks(ports=ports, timeout_s=timeout_s):
+    found = (check for url in engines for check in ask_engine(url, timeout_s=timeout_s))
+    for check in found if engines else checks(ports=ports, timeout_s=timeout_s):
         print(check.line(), flush=True)
         well = well and check.ok
     return 0 if well else 1

@@ -1,7 +1,8 @@
 """What a reply holds when its frame travels by another way, and the parcel that the frame travels in. No I/O.
 
     receipt (40 B, 56 in base64)   magic, zero, first_row u32, rows u32, sample_key u64, boot_id u64, serial u64
-    parcel                         magic, count u32, boot_id u64, then count x {serial u64, bytes u32, zero u32, frame}
+    parcel                         magic, count u32, boot_id u64, then count x
+                                   {serial u64, bytes u32, zero u32, frame, zeros to a multiple of 16}
 
 (boot_id, serial) names one frame of one life of an engine: sending it twice does no harm, and the relay can say which one
 it has not got. Frames carry their own hashes; the parcel adds none.
@@ -20,6 +21,8 @@ PARCEL_MAGIC = b"R3P\x01"
 _RECEIPT = struct.Struct("<4s4xIIQQQ")
 _PARCEL = struct.Struct("<4sIQ")
 _ENTRY = struct.Struct("<QII")
+_ALIGNMENT = 16
+"""Of every frame in a parcel: a frame's ids are aligned from its own start (see `wire.header`)."""
 RECEIPT_BYTES = _RECEIPT.size
 MAX_PARCEL_FRAMES = 1024
 PREFIX_SERIAL = 0
@@ -68,7 +71,7 @@ def pack_parcel(boot_id: int, frames: Sequence[tuple[int, bytes]]) -> list[bytes
     """The body that carries (serial, frame) pairs, as parts to be sent one after another: no frame is copied."""
     parts = [_PARCEL.pack(PARCEL_MAGIC, len(frames), boot_id)]
     for serial, frame in frames:
-        parts += [_ENTRY.pack(serial, len(frame), 0), frame]
+        parts += [_ENTRY.pack(serial, len(frame), 0), frame, bytes(-len(frame) % _ALIGNMENT)]
     return parts
 
 
@@ -91,12 +94,13 @@ def read_parcel(data: bytes | bytearray | memoryview) -> tuple[int, list[tuple[i
             raise ReceiptInvalid(f"a parcel of {len(view)} bytes ends before frame {index} of {count}")
         serial, size, _ = _ENTRY.unpack_from(view, at)
         at += _ENTRY.size
-        if at + size > len(view):
+        padded = size + -size % _ALIGNMENT
+        if at + padded > len(view):
             raise ReceiptInvalid(
                 f"frame {index} of a parcel announces {size} bytes, {len(view) - at} are left"
             )
         frames.append((serial, view[at : at + size]))
-        at += size
+        at += padded
     if at != len(view):
         raise ReceiptInvalid(f"{len(view) - at} bytes after the last frame of a parcel")
     return boot_id, frames

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from r3channel import cli
 from r3channel.embedded.sglang import EngineOptions, EngineServer
 from r3channel.errors import EngineReported, EngineUnavailable, FrameMagicMismatch
 from r3channel.routing import RowKind, SampleRouting
@@ -188,6 +189,13 @@ def test_a_stock_server_is_told_apart_and_has_the_same_ids(
     int32_TAK = np.frombuffer(stock.raw, np.int32).reshape(-1, SPEC.num_layers, SPEC.top_k)
     assert np.array_equal(int32_TAK[:, 1:], routing_of(batch[3]).expert_ids_TLK)
     assert len(stock.raw) > 4.5 * frame_of(batch[3]).nbytes
+
+
+def test_the_doctor_finds_fault_with_a_stock_server(
+    stock_server: EngineServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["doctor", "--engine", stock_server.url]) == 1
+    assert "answers with stock int32 routing; install r3channel" in capsys.readouterr().out
 
 
 def test_retraction_without_overlap_changes_no_id(

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from r3channel import cli
 from r3channel.config import ChannelConfig
 from r3channel.embedded.sglang import EngineOptions, EngineServer
 from r3channel.errors import RowGap, RowOverlap
@@ -257,6 +258,17 @@ def test_a_probe_is_answered_with_hello_and_frame_whatever_the_delivery(direct: 
     reply = json.loads(post(direct.server.url + "/generate", probe_body()))
     assert base64.b64decode(reply["meta_info"]["routed_experts"])[:4] == b"R3H\x01"
     direct.relay.check_engine(reply, engine=direct.server.url, tokens=3)
+
+
+def test_the_doctor_shows_what_an_engine_says_about_itself(
+    direct: Direct, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["doctor", "--engine", direct.server.url]) == 0
+    text = capsys.readouterr().out
+    assert "SGLang 0.5.23" in text
+    assert "direct, codec auto" in text
+    assert "_maybe_collect_routed_experts" in text
+    assert "3 MoE layers of 4, top-8 of 128; a frame of 2 rows" in text
 
 
 def test_a_lost_frame_of_a_real_engine_is_named(direct: Direct, delivered: dict[str, Reply]) -> None:

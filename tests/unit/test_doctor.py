@@ -47,6 +47,11 @@ def test_a_taken_port_fails_by_number() -> None:
         assert not doctor.check_port(port).ok
 
 
+def test_an_engine_that_is_not_there_fails_with_its_address(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.run(engines=["http://127.0.0.1:9"], timeout_s=5) == 1
+    assert "engine http://127.0.0.1:9" in capsys.readouterr().out
+
+
 def test_an_impossible_port_fails() -> None:
     assert not doctor.check_port(99_999).ok
 

@@ -1,0 +1,84 @@
+"""`r3channel doctor --engine URL`: what a running engine says about itself, and whether its frames can be used."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+from r3channel.errors import R3Error
+from r3channel.report.check import Check
+from r3channel.spec import RoutingSpec
+from r3channel.wire.frame import FRAME_MAGIC, parse_frame
+from r3channel.wire.hello import Hello, probe_body
+
+_NOT_ON = (
+    "install r3channel in the engine's environment and start it with R3CHANNEL_ENGINE=1 and --enable-return-routed-experts; "
+    "its log names a hook that failed"
+)
+
+
+def ask_engine(url: str, *, timeout_s: float) -> Iterator[Check]:
+    """Send a probe of two tokens; one line for the engine, its hooks, its model's routing and its frame."""
+    try:
+        reply = _probe(url.rstrip("/"), timeout_s=timeout_s)
+        data = base64.b64decode(reply["meta_info"]["routed_experts"], validate=True)
+    except (OSError, ValueError, urllib.error.URLError) as error:
+        yield _failed(
+            url, f"does not answer a request of two tokens: {error}", "is it up, and is this its address?"
+        )
+        return
+    except (KeyError, TypeError, binascii.Error):
+        yield _failed(url, "answers without routing", _NOT_ON)
+        return
+    try:
+        hello, frame = Hello.split(data)
+        if hello is None:
+            seen = (
+                "frames, but no hello: an older r3channel"
+                if frame[:4] == FRAME_MAGIC
+                else "stock int32 routing"
+            )
+            yield _failed(url, f"answers with {seen}", _NOT_ON)
+            return
+        yield from _told(url, hello)
+        yield _frame(hello, frame)
+    except R3Error as error:
+        yield _failed(url, f"sends what cannot be read: {error}", "are both ends of one version?")
+
+
+def _told(url: str, hello: Hello) -> Iterator[Check]:
+    versions = f"SGLang {hello.sglang}, r3channel {hello.r3channel}, calls itself {hello.engine}"
+    yield Check(name=f"engine {url}", ok=True, found=versions)
+    delivery = f"{hello.delivery}, codec {hello.codec}"
+    if hello.allowed:
+        delivery += f"; refusals overridden: {', '.join(hello.allowed)}"
+    yield Check(name="delivery", ok=True, found=delivery)
+    hooks = ", ".join(hook.rsplit(".", 2)[-1] for hook in hello.hooks)
+    yield Check(name="hooks applied", ok=bool(hello.hooks), found=hooks or "none", remedy=_NOT_ON)
+
+
+def _frame(hello: Hello, data: bytes) -> Check:
+    spec = RoutingSpec.from_dict(hello.spec)
+    frame = parse_frame(data, spec=spec, sample_id="probe", engine=hello.engine)
+    frame.routing(sample_id="probe")
+    shape = f"{spec.num_moe_layers} MoE layers of {spec.num_layers}, top-{spec.top_k} of {spec.num_experts}"
+    found = f"{shape}; a frame of {frame.rows} rows, weight version {frame.weight_version}, every id checked"
+    return Check(
+        name="routing", ok=frame.rows == 2, found=found, remedy="two rows were expected for three tokens"
+    )
+
+
+def _failed(url: str, found: str, remedy: str) -> Check:
+    return Check(name=f"engine {url}", ok=False, found=found, remedy=remedy)
+
+
+def _probe(url: str, *, timeout_s: float) -> dict[str, Any]:
+    body = json.dumps(probe_body()).encode()
+    request = urllib.request.Request(url + "/generate", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=timeout_s) as reply:
+        return json.loads(reply.read())

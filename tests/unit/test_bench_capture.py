@@ -1,0 +1,26 @@
+"""`r3channel bench capture --json` prints what its readers expect; the figures themselves need a quiet machine."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from r3channel import cli
+
+pytestmark = [pytest.mark.engine, pytest.mark.full]
+
+
+def test_the_result_has_every_variant_and_figure(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "capture", "--json", "--quick"]) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert list(report["variants"]) == ["off", "stock", "r3channel", "direct"]
+    for name, values in report["variants"].items():
+        assert values["engine_cpu_us_per_token"] > 0
+        assert values["tokens_per_s"] > 0
+        assert values["http_bytes_per_token"] > 0
+        assert (set(values["scheduler_us_per_request"]) == {"1000", "4000", "16000"}) == (name != "off")
+    ours, stock = (report["variants"][name] for name in ("r3channel", "stock"))
+    assert ours["http_bytes_per_token"] < stock["http_bytes_per_token"] / 2
+    assert ours["scheduler_us_per_request"]["16000"] < stock["scheduler_us_per_request"]["16000"]
+    assert set(report["relay_cpu_us_per_token"]) == {"stock", "inband", "direct"}
