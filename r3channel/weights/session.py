@@ -117,12 +117,12 @@ class WeightSync:
 
     @property
     def version(self) -> int | None:
-        """The last version that every engine committed in this session."""
+        """The last version that every engine committed through this object."""
         return self._version
 
     @property
     def engine_states(self) -> dict[str, EngineState]:
-        """What each engine holds and does, as far as this session knows."""
+        """What each engine holds and does, as far as this object knows."""
         return self._fleet.states
 
     def connect(self, *, timeout_s: float) -> None:
