@@ -116,7 +116,11 @@ def test_every_rank_receives_exactly_its_rows(make_relay: MakeRelay) -> None:
             == ticket.plan.shard(dp=shard.shard.dp, pp=shard.shard.pp, cp=shard.shard.cp).slot_bytes
         )
     relay.join_previous(timeout_s=LIMIT_S)
-    assert relay.status()["steps"] == {} and relay.status()["store"]["frames"] == 0
+    assert relay.status()["steps"] == {}
+    deadline = time.monotonic() + LIMIT_S
+    while relay.status()["store"]["frames"] and time.monotonic() < deadline:
+        time.sleep(0.01)  # released in the background, after the last shard was published
+    assert relay.status()["store"]["frames"] == 0
 
 
 @pytest.mark.parametrize("text", ["dp=2,cp=2", "dp=2,pp=4,cp=2,packing=thd", "dp=2,pp=2,vpp=2"])
@@ -425,6 +429,14 @@ def test_any_failure_of_a_receiver_is_raised_not_swallowed(make_relay: MakeRelay
         receiver.receive(relay.seal(0, assignment(dp=1)))
 
 
+def recorded(root: Path) -> Recording:
+    """Step 0, once the background has written it."""
+    deadline = time.monotonic() + LIMIT_S
+    while not step_folder(root, 0).is_dir() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return Recording.load(step_folder(root, 0))
+
+
 def test_a_recording_of_swapped_frames_is_refused(make_relay: MakeRelay, tmp_path: Path) -> None:
     relay = make_relay(TrainerLayout(dp=1), recorder=Recorder(tmp_path))
     for index, name in enumerate("ab"):
@@ -432,10 +444,7 @@ def test_a_recording_of_swapped_frames_is_refused(make_relay: MakeRelay, tmp_pat
     ticket = relay.seal(0, Assignment.given([[["a", "b"]]]))
     start(receivers_of(relay), ticket)[0].result(LIMIT_S)
     relay.join_previous(timeout_s=LIMIT_S)
-    deadline = time.monotonic() + LIMIT_S
-    while not step_folder(tmp_path, 0).is_dir() and time.monotonic() < deadline:
-        time.sleep(0.01)  # written in the background
-    good = Recording.load(step_folder(tmp_path, 0))
+    good = recorded(tmp_path)
     swapped = replace(good, frames={"a": good.frames["b"], "b": good.frames["a"]})
     with pytest.raises(errors.TicketMismatch, match="sample a"):
         swapped.shards(dp=0)
@@ -493,7 +502,7 @@ def test_a_recording_holds_the_step_as_it_was_sent(make_relay: MakeRelay, tmp_pa
     fill(relay)
     ticket = relay.seal(0, assignment())
     shards = [future.result(LIMIT_S) for future in start(receivers_of(relay), ticket)]
-    recording = Recording.load(step_folder(tmp_path / "rec", 0))
+    recording = recorded(tmp_path / "rec")
     assert recording.ticket == ticket
     for shard in shards:
         whole = torch.from_numpy(recording.shards(dp=shard.shard.dp)[shard.shard.key])
