@@ -40,7 +40,7 @@ class Expected(NamedTuple):
     """The smallest distance between neighbours among the k + 1 best logits."""
 
     def differing_rows(self, ids_TLK: np.ndarray[Any, Any]) -> list[tuple[int, int]]:
-        """(row, moe index) whose ids, order included, are others for no near tie; a tie that changed the set excuses a few after it."""
+        """(row, moe index) whose ids, order included, are others for no near tie, nor because of one that changed the set."""
         differing = [(int(row), int(layer)) for row, layer in np.argwhere((ids_TLK != self.ids_TLK).any(-1))]
         ties = [self.gaps_TL[at] <= NEAR_TIE for at in differing]
         changed = [
