@@ -319,6 +319,48 @@ class WeightUpdateFailed(WeightsError):
     reason = "update_failed"
 
 
+class PlanInvalid(WeightsError):
+    """Source and target shards do not fit together: a tensor, a shape, or part of one is missing or held ambiguously."""
+
+    reason = "plan"
+
+
+class PlanMismatch(WeightsError):
+    """Two ranks computed different plans; nothing was sent. Names both hashes."""
+
+    reason = "plan_hash"
+
+
+class WeightsNotFinite(WeightsError):
+    """A tensor holds NaN or Inf and the policy is to refuse it. Names tensor and bucket."""
+
+    reason = "not_finite"
+
+
+class WeightsCorrupt(WeightsError):
+    """Bytes that arrived are not those that were sent. Names tensor and bucket."""
+
+    reason = "weights_corrupt"
+
+
+class RegistryRefused(WeightsError):
+    """The registry of engines does not accept a call. Says what it knows."""
+
+    reason = "registry"
+
+
+class StaleEpoch(RegistryRefused):
+    """The caller acts on an older membership; it must read the registry again. Names both epochs."""
+
+    reason = "stale_epoch"
+
+
+class VersionsDiffer(RegistryRefused):
+    """Trainer and engine run other versions of torch or NCCL than each other. Names both values."""
+
+    reason = "versions_differ"
+
+
 # -- trainer room: replay and audit --------------------------------------------------------------------------------------
 
 
