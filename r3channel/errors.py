@@ -319,6 +319,18 @@ class WeightUpdateFailed(WeightsError):
     reason = "update_failed"
 
 
+class EngineLeftBehind(WeightUpdateFailed):
+    """An update is committed, but engines did not take it or do not serve it; they are paused. Names them."""
+
+    reason = "engine_left_behind"
+
+
+class NonFiniteWeights(WeightsError):
+    """A tensor holds NaN or Inf and the policy is to refuse it. Names tensor and bucket."""
+
+    reason = "nonfinite"
+
+
 # -- trainer room: replay and audit --------------------------------------------------------------------------------------
 
 
