@@ -7,7 +7,7 @@ engine only; several at once are the fleet's.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -41,7 +41,7 @@ class Link:
 
     def usable(self, *, timeout_s: float) -> bool:
         """Whether the last bucket went well everywhere, after waiting up to `timeout_s` for its end."""
-        wait(self.calls, timeout=timeout_s)
+        wait(self.calls, timeout=timeout_s, return_when=FIRST_EXCEPTION)
         return all(call.done() and call.exception() is None for call in self.calls)
 
 

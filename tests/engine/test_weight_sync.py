@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from urllib.error import URLError
 
 import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from r3channel.embedded.sglang import EngineOptions, EngineServer
+from r3channel.embedded.sglang import EngineServer
 from r3channel.errors import (
     EngineRefused,
     EngineUnavailable,
@@ -316,36 +314,3 @@ def test_a_hung_engine_ends_the_update_at_its_deadline_and_is_repaired_when_it_w
 
     sync.update(changed.items(), version=1, timeout_s=60)
     assert greedy(engine_url)[1] == "1"
-
-
-@pytest.mark.full
-def test_two_engines_get_the_same_weights_and_one_that_dies_leaves_the_other_unharmed(
-    sync: WeightSync,
-    engine_url: str,
-    client: EngineClient,
-    model_dir: Path,
-    original: Weights,
-    changed: Weights,
-) -> None:
-    with EngineServer(EngineOptions(model=model_dir, r3channel=False)) as server:
-        server.wait_ready(120)
-        other = EngineClient(server.url)
-        with WeightSync([client, other], bucket_bytes=BUCKET_BYTES) as pair:
-            pair.connect(timeout_s=30)
-            pair.update(changed.items(), version=1, timeout_s=60)
-            assert other.weight_checksums(timeout_s=30) == client.weight_checksums(timeout_s=30)
-
-            killer = threading.Timer(0.1, server.close)
-            killer.start()
-            with pytest.raises(WeightUpdateFailed, match=server.url):
-                pair.update(_slowly(original), version=2, timeout_s=60)
-            killer.join()
-    assert client.weight_version(timeout_s=10) == "1"
-    with pytest.raises(URLError):
-        greedy(server.url)
-
-
-def _slowly(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
-    for named in weights.items():
-        time.sleep(0.001)
-        yield named
