@@ -371,3 +371,12 @@ class PrefixMissing(FrameError):
     """A frame refers to shared rows that are not here. Names the prefix and the rows."""
 
     reason = "missing"
+
+
+# -- trainer room: staleness --------------------------------------------------------------------------------------------
+
+
+class RowsStale(StepError):
+    """Rows were made by weights too far from the trainer's, and the policy is to refuse them. Names samples."""
+
+    reason = "stale"
