@@ -331,12 +331,6 @@ class PlanMismatch(WeightsError):
     reason = "plan_hash"
 
 
-class WeightsNotFinite(WeightsError):
-    """A tensor holds NaN or Inf and the policy is to refuse it. Names tensor and bucket."""
-
-    reason = "not_finite"
-
-
 class WeightsCorrupt(WeightsError):
     """Bytes that arrived are not those that were sent. Names tensor and bucket."""
 
@@ -359,6 +353,18 @@ class VersionsDiffer(RegistryRefused):
     """Trainer and engine run other versions of torch or NCCL than each other. Names both values."""
 
     reason = "versions_differ"
+
+
+class EngineLeftBehind(WeightUpdateFailed):
+    """An update is committed, but engines did not take it or do not serve it; they are paused. Names them."""
+
+    reason = "engine_left_behind"
+
+
+class NonFiniteWeights(WeightsError):
+    """A tensor holds NaN or Inf and the policy is to refuse it. Names tensor and bucket."""
+
+    reason = "nonfinite"
 
 
 # -- trainer room: replay and audit --------------------------------------------------------------------------------------
@@ -401,3 +407,12 @@ class PrefixMissing(FrameError):
     """A frame refers to shared rows that are not here. Names the prefix and the rows."""
 
     reason = "missing"
+
+
+# -- trainer room: staleness --------------------------------------------------------------------------------------------
+
+
+class RowsStale(StepError):
+    """Rows were made by weights too far from the trainer's, and the policy is to refuse them. Names samples."""
+
+    reason = "stale"

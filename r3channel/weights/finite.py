@@ -1,44 +1,67 @@
-"""NaN and Inf in a bucket: found with one synchronisation per bucket, whatever the number of tensors. No network."""
+"""NaN and Inf in weights: found with few synchronisations, whatever the number of tensors. No network."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Literal
 
 import torch
 
-from r3channel.errors import WeightsNotFinite
+from r3channel.errors import NonFiniteWeights
+from r3channel.weights.manifest import Bucket, TensorMeta
 
-FinitePolicy = Literal["refuse", "allow"]
+OnNonfinite = Literal["error", "allow"]
+"""What to do with a tensor that holds NaN or Inf."""
 
-_NAN_BITS = {torch.float8_e4m3fn: 0x7F}
-"""Types that torch cannot ask, and have no Inf: NaN is all ones below the sign (OCP 8-bit floating point, E4M3)."""
+_WIDENED = {torch.float8_e4m3fn: torch.float16, torch.float8_e5m2: torch.float32}
+"""Types without `aminmax`, and one that holds all their values."""
 
 
 def check_finite(named: Sequence[tuple[str, torch.Tensor]], *, where: str) -> None:
-    """Raises WeightsNotFinite, naming the first tensor with NaN or Inf, its dtype and `where` (a bucket).
+    """Raises NonFiniteWeights, naming the first tensor with NaN or Inf, its dtype and `where` (a bucket).
 
     Integers pass. The flags stay on the device until all are set.
     """
     floats = [(name, tensor) for name, tensor in named if tensor.is_floating_point() and tensor.numel()]
     if not floats:
         return
-    fine = torch.empty(len(floats), dtype=torch.bool, device=floats[0][1].device)
-    for flag, (_, tensor) in zip(fine, floats, strict=True):
-        torch.all(_finite(tensor).reshape(-1), dim=0, out=flag)
-    bad = [name for (name, _), ok in zip(floats, fine.tolist(), strict=True) if not ok]
+    flags = torch.stack([_finite(tensor) for _, tensor in floats]).tolist()
+    bad = [(name, tensor.dtype) for (name, tensor), fine in zip(floats, flags, strict=True) if not fine]
     if bad:
-        kind = next(tensor.dtype for name, tensor in floats if name == bad[0])
-        raise WeightsNotFinite(
-            f"{where}: tensor {bad[0]} ({kind}) holds NaN or Inf, as do {len(bad) - 1} more; the old weights stay. "
+        raise NonFiniteWeights(
+            f"{where}: tensor {bad[0][0]} ({bad[0][1]}) holds NaN or Inf, as do {len(bad) - 1} more; the old weights stay. "
             "Did the optimizer step diverge?"
         )
 
 
-def _finite(tensor: torch.Tensor) -> torch.Tensor:
-    bits = _NAN_BITS.get(tensor.dtype)
-    if bits is not None:
-        return (tensor.view(torch.uint8) & 0x7F) != bits
-    if tensor.dtype.itemsize == 1:
-        return torch.isfinite(tensor.to(torch.float32))
-    return torch.isfinite(tensor)
+def first_nonfinite(bucket: Bucket, payload: torch.Tensor) -> TensorMeta | None:
+    """The first tensor of the packed bucket that holds NaN or Inf; None if all numbers are finite. Any device.
+
+    On a GPU this waits for the device once per dtype in the bucket; tensors are looked at one by one only to name one.
+    """
+    for dtype, run in _runs(bucket):
+        start, end = run[0][1], run[-1][1] + run[-1][0].nbytes
+        if _finite(payload[start:end].view(dtype)):
+            continue
+        for meta, offset in run:
+            if not _finite(payload[offset : offset + meta.nbytes].view(dtype)):
+                return meta
+    return None
+
+
+def _runs(bucket: Bucket) -> Iterator[tuple[torch.dtype, list[tuple[TensorMeta, int]]]]:
+    """Neighbours of equal floating dtype with their offsets; equal dtypes lie without a gap."""
+    for dtype, run in groupby(
+        zip(bucket.tensors, bucket.offsets, strict=True), key=lambda pair: pair[0].dtype
+    ):
+        if dtype.is_floating_point:
+            yield dtype, list(run)
+
+
+def _finite(values: torch.Tensor) -> torch.Tensor:
+    """A bool on the tensor's device. NaN survives both minimum and maximum, so two numbers tell."""
+    if values.numel() == 0:
+        return torch.ones((), dtype=torch.bool, device=values.device)
+    low, high = torch.aminmax(values.to(_WIDENED.get(values.dtype, values.dtype)))
+    return torch.isfinite(low) & torch.isfinite(high)

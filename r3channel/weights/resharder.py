@@ -18,7 +18,7 @@ import torch
 from r3channel.errors import PeerFailed, PlanInvalid, UsageError, WeightsError
 from r3channel.transport.base import Transport
 from r3channel.weights.agreement import agree_on_plan, vote
-from r3channel.weights.finite import FinitePolicy, check_finite
+from r3channel.weights.finite import OnNonfinite, check_finite
 from r3channel.weights.geometry import Box
 from r3channel.weights.messages import DEFAULT_MESSAGE_BYTES, Message, Piece, in_order, longest_bytes
 from r3channel.weights.reshard import RankPlan
@@ -51,7 +51,7 @@ class Resharder:
         transport: Transport,
         *,
         max_message_bytes: int = DEFAULT_MESSAGE_BYTES,
-        non_finite: FinitePolicy = "refuse",
+        on_nonfinite: OnNonfinite = "error",
     ) -> None:
         """`max_message_bytes` is the same on every rank. Allocates two buffers of the longest message, in host memory."""
         if (plan.rank, plan.world_size) != (transport.rank, transport.world_size):
@@ -59,7 +59,7 @@ class Resharder:
                 f"plan of rank {plan.rank} of {plan.world_size}, transport of rank {transport.rank} of "
                 f"{transport.world_size}"
             )
-        self._plan, self._transport, self._non_finite = plan, transport, non_finite
+        self._plan, self._transport, self._on_nonfinite = plan, transport, on_nonfinite
         self._messages = in_order(plan, max_bytes=max_message_bytes)
         size = longest_bytes(self._messages)
         self._buffers = [torch.empty(size, dtype=torch.uint8) for _ in range(2)]
@@ -77,7 +77,7 @@ class Resharder:
         """Fill this rank's `target` tensors. On return every rank has verified every byte that it received.
 
         After an error the target's contents are undefined, on this rank and on all others. Raises PlanInvalid when the
-        tensors are not those of the plan, WeightsNotFinite, WeightsCorrupt (all naming tensor and bucket), PeerFailed when
+        tensors are not those of the plan, NonFiniteWeights, WeightsCorrupt (all naming tensor and bucket), PeerFailed when
         another rank raised one of these, TransportError and DeadlineExceeded.
         """
         if not self._agreed:
@@ -108,7 +108,7 @@ class _Exchange:
     def __init__(self, owner: Resharder, source: Shards, target: Shards, limit: float) -> None:
         self._plan, self._transport = owner._plan, owner._transport
         self._messages, self._free = owner._messages, list(owner._buffers)
-        self._refuse = owner._non_finite == "refuse"
+        self._refuse = owner._on_nonfinite == "error"
         self._source, self._target = _Held(source, "source"), _Held(target, "target")
         self._limit = limit
         self._failure: WeightsError | None = None

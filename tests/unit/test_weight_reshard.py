@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from r3channel.errors import (
     DeadlineExceeded,
+    NonFiniteWeights,
     PeerFailed,
     PlanInvalid,
     PlanMismatch,
     TransportError,
     UsageError,
     WeightsCorrupt,
-    WeightsNotFinite,
 )
 from r3channel.transport.base import Rendezvous, Transport, join
 from r3channel.weights.agreement import agree_on_smallest
@@ -221,7 +221,7 @@ def test_a_nan_is_named_by_its_holder_and_reaches_all_ranks() -> None:
             mine["layers.1.big"][0][1][3, 3] = float("nan")
 
     reports, _ = reshard(case, spoil=spoil)
-    assert isinstance(reports[1], WeightsNotFinite)
+    assert isinstance(reports[1], NonFiniteWeights)
     assert "layers.1.big" in str(reports[1]) and "bucket 0 from rank 1 to rank 3" in str(reports[1])
     for rank in (0, 2, 3):
         assert isinstance(reports[rank], PeerFailed) and "layers.1.big" in str(reports[rank])
