@@ -116,10 +116,6 @@ def join(rendezvous: Rendezvous, *, timeout_s: float) -> Transport:
         from r3channel.transport.shared_memory import SharedMemoryTransport
 
         return SharedMemoryTransport(rendezvous, timeout_s=timeout_s)
-    if rendezvous.backend == "nixl":
-        from r3channel.transport.one_sided import OneSidedTransport
-
-        return OneSidedTransport(rendezvous, timeout_s=timeout_s)
     from r3channel.transport.process_group import ProcessGroupTransport
 
     return ProcessGroupTransport(rendezvous, timeout_s=timeout_s)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from r3channel.errors import ConfigError, DeadlineExceeded, TransportError
-from r3channel.transport.base import Rendezvous
+from r3channel.transport.base import Deferred, Pending, Rendezvous, Transport
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +54,7 @@ class _Ring:
         return self.chunks[at : at + nbytes]
 
 
-class SharedMemoryTransport:
+class SharedMemoryTransport(Transport):
     """See `transport.base.Transport`. Moves host tensors; a message of another size than expected is an error here."""
 
     def __init__(self, rendezvous: Rendezvous, *, timeout_s: float) -> None:
@@ -82,7 +82,13 @@ class SharedMemoryTransport:
         finally:
             self._unlink()
 
-    def send(self, dst: int, data_N: torch.Tensor, *, timeout_s: float) -> None:
+    def start_send(self, dst: int, data_N: torch.Tensor) -> Pending:
+        return Deferred(lambda timeout_s: self._send(dst, data_N, timeout_s))
+
+    def start_recv(self, src: int, out_N: torch.Tensor) -> Pending:
+        return Deferred(lambda timeout_s: self._recv(src, out_N, timeout_s))
+
+    def _send(self, dst: int, data_N: torch.Tensor, timeout_s: float) -> None:
         self._check_alive()
         wait = self._waiter(dst, timeout_s, f"send {len(data_N)} bytes to rank {dst}")
         ring, words, data = self._out[dst], self._out[dst].words, data_N.numpy()
@@ -94,7 +100,7 @@ class SharedMemoryTransport:
             words[_WRITTEN] += 1
         wait(lambda: bool(words[_WRITTEN] == words[_READ]))
 
-    def recv(self, src: int, out_N: torch.Tensor, *, timeout_s: float) -> None:
+    def _recv(self, src: int, out_N: torch.Tensor, timeout_s: float) -> None:
         self._check_alive()
         wait = self._waiter(src, timeout_s, f"receive {len(out_N)} bytes from rank {src}")
         ring, words, out = self._in[src], self._in[src].words, out_N.numpy()
