@@ -15,7 +15,7 @@ PACKAGE = ROOT / "r3channel"
 
 LEVELS = {
     **dict.fromkeys(
-        ("errors", "spec", "distinct", "routing", "models", "config", "bearer", "clock", "metrics"), 0
+        ("errors", "spec", "distinct", "routing", "models", "config", "bearer", "clock", "metrics", "slot"), 0
     ),
     **dict.fromkeys(("wire", "plan"), 1),
     **dict.fromkeys(("transport", "recording"), 2),
