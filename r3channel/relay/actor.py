@@ -1,7 +1,8 @@
 """The relay behind Ray: the one place of this room that imports ray.
 
 `RelayHost` is what an actor class holds (or inherits) beside its own methods; `RayControl` is how a trainer in another
-actor calls it. The actor needs `max_concurrency` above 1, because a trainer says `ready` while `generate` is running.
+actor calls it. The actor needs `max_concurrency` above 1, because a trainer says `ready` while `generate` is running; with
+NCCL it needs `num_gpus=1`, for a device and a CUDA context of its own, never an engine's.
 Ray carries the ticket and a few words; ids only as references into its object store, for steps that fell back to it.
 """
 

@@ -43,6 +43,7 @@ from r3channel.relay.inbox import Inbox
 from r3channel.relay.ingest import Verified
 from r3channel.relay.intake import Intake
 from r3channel.relay.sender import DeliveryGroup
+from r3channel.relay.staging import check_device
 from r3channel.relay.step import SealedStep
 from r3channel.relay.store import FrameStore
 from r3channel.routing import Ids
@@ -66,6 +67,8 @@ class Relay:
         recorder: Recorder | None = None,
     ) -> None:
         self.spec, self.layout, self.config = spec, layout, config or ChannelConfig()
+        if self.config.backend == "nccl":
+            check_device(self.config.device)
         self.run = uuid.uuid4().hex[:12]
         self.clock = clock or StageClock("relay")
         self.metrics = metrics or Metrics("relay", clock=self.clock)
