@@ -8,7 +8,7 @@ A part of a shard is the rows of one relay's samples, in the shard's own order, 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -26,6 +26,7 @@ COORDINATOR = 0
 """The relay that seals; it also sends the tails of packs."""
 
 _Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+Columns = slice | list[int]
 
 
 @dataclass(frozen=True)
@@ -164,6 +165,22 @@ def _begins(group: Ints, local: Ints, length: Ints) -> Ints:
     return begin
 
 
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One copy from a part into its shard: `there[:, to_positions, to_columns] = here[:, from_positions]`, rows being items."""
+
+    here: slice
+    """Bytes of the part."""
+    here_LPW: tuple[int, int, int]
+    """Layers, positions, width: the shape of those bytes, in rows."""
+    there: slice
+    """Bytes of the shard."""
+    there_LPW: tuple[int, int, int]
+    from_positions: slice
+    to_positions: slice
+    to_columns: Columns
+
+
 @dataclass(frozen=True)
 class Part:
     """What one relay sends of one shard."""
@@ -218,28 +235,41 @@ class Part:
         if self.whole:
             whole_N[:] = part_N
             return
-        own = self.views(part_N)
-        for number, view_SLRK in enumerate(self.shard.views(whole_N)):
-            if self.shard.microbatches[number].packed:
-                self._merge_pack(number, own[number], row_items(view_SLRK))
-            elif self._samples(number):
-                self._merge_columns(number, own[number], view_SLRK)
+        dtype, top_k = self.shard.spec.id_dtype, self.shard.spec.top_k
+        for move in self.moves():
+            own = row_items(part_N[move.here].view(dtype).reshape(*move.here_LPW, top_k))
+            all_ = row_items(whole_N[move.there].view(dtype).reshape(*move.there_LPW, top_k))
+            all_[:, move.to_positions, move.to_columns] = own[:, move.from_positions]
 
-    def _merge_columns(self, microbatch: int, own_SLPW: Sequence[Any], view_SLRK: Ids) -> None:
-        columns, width = self._samples(microbatch), self.shard.microbatches[microbatch].width
-        for own_LPW, view_LRK in zip(own_SLPW, view_SLRK, strict=True):
-            layers, positions, _ = own_LPW.shape
-            row_items(view_LRK).reshape(layers, positions, width)[..., _as_slice(columns)] = own_LPW
+    def moves(self) -> Iterator[Move]:
+        """The copies that `merge` makes, each of one tp slot of one micro-batch."""
+        here = there = 0
+        for number in range(self._microbatches):
+            layers, width = len(self.shard.layers), self.shard.microbatches[number].width
+            there_LPW = (layers, self.shard.slot_rows(number) // width, width)
+            stretches = self._stretches(number)
+            for slot, positions in enumerate(self._positions_S(number).tolist()):
+                here_LPW = (layers, positions, self._width(number))
+                mine, its = self._extent(here, here_LPW), self._extent(there, there_LPW)
+                for first, start, length, columns in stretches.get(slot, ()):
+                    to, back = slice(first, first + length), slice(start, start + length)
+                    yield Move(mine, here_LPW, its, there_LPW, back, to, columns)
+                here, there = mine.stop, its.stop
 
-    def _merge_pack(self, microbatch: int, own_SLPW: Sequence[Any], view_SLR: Any) -> None:
+    def _extent(self, at: int, shape_LPW: tuple[int, int, int]) -> slice:
+        return slice(at, at + shape_LPW[1] * shape_LPW[2] * self.shard.row_bytes)
+
+    def _stretches(self, microbatch: int) -> dict[int, list[tuple[int, int, int, Columns]]]:
+        """Slot -> (first position in the shard, in the part, positions, columns in the shard)."""
+        if not self.shard.microbatches[microbatch].packed:
+            own, positions_S = self._samples(microbatch), self._positions_S(microbatch).tolist()
+            columns = _as_slice(own) if own else slice(0)
+            return {slot: [(0, 0, positions, columns)] for slot, positions in enumerate(positions_S) if own}
         runs, cut = self.shard.table.runs, self._cut
         every = self.shard.table.of_microbatch(cp=self.shard.cp, microbatch=microbatch)
         mine = every.start + np.flatnonzero(cut.relay[every] == self.relay)
         mine = mine[np.lexsort((runs.local[mine], runs.slot[mine]))]
-        for slot, there, here, length in _stretches(
-            runs.slot[mine], runs.local[mine], cut.begin[mine], runs.length[mine]
-        ):
-            view_SLR[slot][:, there : there + length] = own_SLPW[slot][:, here : here + length, 0]
+        return _joined(runs.slot[mine], runs.local[mine], cut.begin[mine], runs.length[mine])
 
     @property
     def _cut(self) -> Cut:
@@ -259,7 +289,7 @@ class Part:
         return self._cut.positions_RCMS[self.relay, self.shard.cp, microbatch]
 
 
-def _as_slice(columns: Sequence[int]) -> slice | list[int]:
+def _as_slice(columns: Sequence[int]) -> Columns:
     """A slice where the columns are evenly spaced: numpy then copies without an index array.
 
     >>> _as_slice((1, 3, 5)), _as_slice((4,)), _as_slice((0, 1, 3))
@@ -269,14 +299,17 @@ def _as_slice(columns: Sequence[int]) -> slice | list[int]:
     return slice(columns[0], columns[-1] + 1, steps.pop()) if len(steps) == 1 else list(columns)
 
 
-def _stretches(slot: Ints, there: Ints, here: Ints, length: Ints) -> list[tuple[int, ...]]:
-    """Runs in the order of (slot, there), joined where one follows another in the shard as well as in the part."""
+def _joined(
+    slot: Ints, there: Ints, here: Ints, length: Ints
+) -> dict[int, list[tuple[int, int, int, Columns]]]:
+    """Runs of packs in the order of (slot, there), joined where one follows another in the shard as well as in the part."""
     if not len(slot):
-        return []
+        return {}
     new = np.ones(len(slot), bool)
     new[1:] = (slot[1:] != slot[:-1]) | (there[1:] != there[:-1] + length[:-1])
     first = np.flatnonzero(new)
-    total = np.add.reduceat(length, first)
-    return list(
-        zip(*(column.tolist() for column in (slot[first], there[first], here[first], total)), strict=True)
-    )
+    columns = (slot[first], there[first], here[first], np.add.reduceat(length, first))
+    found: dict[int, list[tuple[int, int, int, Columns]]] = {}
+    for at_slot, at, start, total in zip(*(column.tolist() for column in columns), strict=True):
+        found.setdefault(at_slot, []).append((at, start, total, slice(1)))
+    return found
