@@ -38,9 +38,17 @@ class ChannelConfig:
     """Relay and trainer side of the channel."""
 
     backend: str = "gloo"
-    """`gloo` or `nccl`: the dedicated groups between relay and trainers."""
-    bucket_bytes: int = 16 * _MIB
-    """Largest slice of a shard that is staged and sent at once; each group of the relay stages one at a time."""
+    """`gloo` or `nccl`: the dedicated groups between relay and trainers. `object_store`: through Ray's, for comparison."""
+    bucket_bytes: int = 8 * _MIB
+    """Largest slice of a shard that is staged and sent at once; each group of the relay has two under way."""
+    staging: str = "bucketed"
+    """`bucketed`, or `coalesced`: each shard whole, as one bucket of its own size (for comparison; staging grows with tokens)."""
+    prefetch: bool = False
+    """Allow `TrainerChannel.prefetch`: the next step's shard arrives in host memory while this step trains. Not with `nccl`."""
+    fallback: str = "object_store"
+    """How a step travels once its group has failed `max_group_failures` times: `object_store`, or empty for not at all."""
+    max_group_failures: int = 3
+    """Lives of a DP rank's group that one step may use up before it falls back, or fails."""
     device: int = 0
     """CUDA device of the relay, with `nccl`. Never one that an engine uses in the same process."""
     interface: str = "127.0.0.1"
@@ -83,8 +91,18 @@ class ChannelConfig:
     """Which of them this one is. Relay 0 is the coordinator: it seals."""
 
     def __post_init__(self) -> None:
-        if self.backend not in ("gloo", "nccl", "loopback"):
-            raise ConfigError(f"backend {self.backend!r}, expected gloo, nccl or loopback")
+        for name, allowed in (
+            ("backend", ("gloo", "nccl", "loopback", "object_store")),
+            ("staging", ("bucketed", "coalesced")),
+            ("fallback", ("", "object_store")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"{name} {getattr(self, name)!r}, expected one of {allowed}")
+        if self.prefetch and self.backend == "nccl":
+            raise ConfigError(
+                "prefetch with backend nccl: a receive that is pending on a trainer's GPU can deadlock with the framework's own "
+                "communicators; use gloo, or receive in the step's slot"
+            )
         if self.invalid_rows not in ("error", "native", "mask"):
             raise ConfigError(f"invalid_rows {self.invalid_rows!r}, expected error, native or mask")
         if self.audit_microbatches < 0:
@@ -100,6 +118,7 @@ class ChannelConfig:
             "frame_timeout_s",
             "unclaimed_bytes",
             "prefix_bytes",
+            "max_group_failures",
         ):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}, expected a positive number")

@@ -2,7 +2,7 @@
 
 `RelayHost` is what an actor class holds (or inherits) beside its own methods; `RayControl` is how a trainer in another
 actor calls it. The actor needs `max_concurrency` above 1, because a trainer says `ready` while `generate` is running.
-Ray carries the ticket and a few words; never ids.
+Ray carries the ticket and a few words; ids only as references into its object store, for steps that fell back to it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from r3channel.errors import DeadlineExceeded, TransportError, UsageError
 from r3channel.relay.relay import Relay
 
-_CALLS = frozenset({"hello", "ready", "ack", "status"})
+_CALLS = frozenset({"hello", "ready", "ack", "mail", "status"})
 
 
 class RelayHost:
@@ -43,17 +43,25 @@ class RayControl:
     def ack(self, *, run: str, step: int, dp: int, pp: int, cp: int) -> None:
         self._call("ack", run=run, step=step, dp=dp, pp=pp, cp=cp)
 
-    def _call(self, call: str, **arguments: Any) -> Any:
+    def mail(self, *, call: str, name: str, **arguments: Any) -> Any:
+        return self._call("mail", **{"call": call, "name": name, **arguments})
+
+    def _call(self, method: str, /, **arguments: Any) -> Any:
         import ray
         from ray import exceptions
 
         try:
-            return ray.get(self._actor.r3channel_control.remote(call, arguments), timeout=self._timeout_s)
+            return ray.get(self._actor.r3channel_control.remote(method, arguments), timeout=self._timeout_s)
         except exceptions.GetTimeoutError as error:
             raise DeadlineExceeded(
-                f"the relay's actor did not answer {call} {arguments} within {self._timeout_s:.1f} s"
+                f"the relay's actor did not answer {method} {_told(arguments)} within {self._timeout_s:.1f} s"
             ) from error
         except exceptions.RayTaskError as error:
             raise error.cause from error  # the relay's own typed error
         except exceptions.RayActorError as error:
-            raise TransportError(f"the relay's actor is gone during {call}: {error}") from error
+            raise TransportError(f"the relay's actor is gone during {method}: {error}") from error
+
+
+def _told(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Without the bytes of a message."""
+    return {name: value for name, value in arguments.items() if name != "content"}

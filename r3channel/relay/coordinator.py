@@ -35,7 +35,7 @@ from r3channel.relay.bindings import Bindings
 from r3channel.relay.claims import Claim, Claims
 from r3channel.relay.ingest import Verified, frame_bytes_of, receipt_in
 from r3channel.relay.peer import LocalPeer, Peer
-from r3channel.relay.relay import Relay
+from r3channel.relay.relay import Relay, staged
 from r3channel.relay.roster import Roster
 from r3channel.routing import Ids
 
@@ -148,7 +148,7 @@ class Coordinator:
         holders = self._claims.holders(names, step=step)
         samples = self._look(step, holders, timeout_s=max(0.0, deadline_s - time.monotonic()))
         with self._relay.clock.span("plan", step=step):
-            ticket = self._ticket(step, assignment, samples)
+            ticket = staged(self._ticket(step, assignment, samples), config)
             self._hand_out(ticket)
         return ticket
 

@@ -16,7 +16,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ from r3channel.relay.store import FrameStore
 from r3channel.routing import Ids
 from r3channel.spec import RoutingSpec
 from r3channel.transport.base import Rendezvous, open_store
+from r3channel.transport.object_store import Mailbox
 from r3channel.wire.hello import Hello
 
 
@@ -97,8 +98,9 @@ class Relay:
         self._reserved: dict[int, _Reserved] = {}
         self._closed = False
         self._rendezvous_store = (
-            open_store(self.config.interface) if self.config.backend != "loopback" else None
+            open_store(self.config.interface) if self.config.backend in ("gloo", "nccl") else None
         )
+        self._mailbox = Mailbox()
         self._groups = [self._group(dp) for dp in range(layout.dp)]
         self._placer = Placer(
             store=self._store, changed=self._changed, steps=self._steps, clock=self.clock, recorder=recorder
@@ -199,6 +201,7 @@ class Relay:
             ticket = Ticket(
                 self.run, step, self.spec, self.layout, assignment, samples, self.config.bucket_bytes
             )
+            ticket = staged(ticket, self.config)
             self.reserve(ticket)
         self.start(step)
         return ticket
@@ -297,7 +300,7 @@ class Relay:
                     }
                     for step, sealed in self._steps.items()
                 },
-                "groups": {group.dp: {"state": group.state, "epoch": group.epoch} for group in self._groups},
+                "groups": {group.dp: group.status() for group in self._groups},
                 "store": {"frames": len(self._store), "bytes": self._store.nbytes},
             }
 
@@ -350,8 +353,9 @@ class Relay:
             placed = (dp, pp, cp) in sealed.buffers
         self._check_open()
         if placed:
-            self._groups[dp].ready(pp=self.layout.member(pp=pp, cp=cp), step=step, epoch=epoch)
-        return placed
+            member = self.layout.member(pp=pp, cp=cp)
+            return self._groups[dp].ready(pp=member, step=step, epoch=epoch, wait_s=wait_s)
+        return False
 
     def ack(self, *, run: str, step: int, dp: int, pp: int, cp: int = 0) -> None:
         """A TP0 holds its verified shard; the last acknowledgement of a step frees it. Repeating it does no harm.
@@ -374,7 +378,18 @@ class Relay:
                 del self._steps[step]
                 self._inbox.forget(sealed.keys_by_sample)
                 self.metrics.inc("r3channel_samples_total", len(sealed.keys_by_sample), outcome="delivered")
+            self._groups[dp].acknowledged()
             self._changed.notify_all()
+
+    def mail(self, *, call: str, name: str, **arguments: Any) -> Any:
+        """A call of a member to the mailbox of groups that use the object store."""
+        return self._mailbox.mail(call=call, name=name, **arguments)
+
+    @property
+    def peak_staging_bytes(self) -> int:
+        """The most that one group has had staged at once: two buckets, whatever the tokens. gloo sends from the shard itself
+        and its groups send side by side; under NCCL they take turns, with as much again in pinned memory."""
+        return max(group.peak_staging_bytes for group in self._groups)
 
     def _check_run(self, run: str) -> None:
         if run != self.run:
@@ -402,21 +417,22 @@ class Relay:
             stages=self.layout.members,
             config=self.config,
             rendezvous=self._rendezvous,
+            mailbox=self._mailbox,
             changed=self._changed,
             steps=self._steps,
             clock=self.clock,
             metrics=self.metrics,
         )
 
-    def _rendezvous(self, name: str, epoch: int, rank: int) -> Rendezvous:
+    def _rendezvous(self, *, backend: str, name: str, epoch: int, rank: int, world_size: int) -> Rendezvous:
         store = self._rendezvous_store
         host, port = (store.host, store.port) if store is not None else ("", 0)
         return Rendezvous(
-            backend=self.config.backend,
+            backend=backend,
             name=f"{self.run}/{name}/epoch{epoch}",
             epoch=epoch,
             rank=rank,
-            world_size=self.layout.members + 1,
+            world_size=world_size,
             host=host,
             port=port,
         )
@@ -444,3 +460,10 @@ class Relay:
     def _oldest_s(self) -> float:
         sealed = [step.sealed_s for step in list(self._steps.values())]
         return time.monotonic() - min(sealed) if sealed else 0.0
+
+
+def staged(ticket: Ticket, config: ChannelConfig) -> Ticket:
+    """The ticket with the buckets that `config.staging` asks for."""
+    if config.staging != "coalesced":
+        return ticket
+    return replace(ticket, bucket_bytes=max(shard.nbytes for shard in ticket.plan.shards))

@@ -80,8 +80,8 @@ class Receiver:
         `lengths`: tokens of each sample of each micro-batch that this trainer is about to run, to be held against the ticket.
 
         The memory is reused by the next call. Ends within `step_timeout_s` plus one bucket. Raises `TicketMismatch` before a
-        byte moves, a `TransportError` after `MAX_ATTEMPTS` lives of the group, `PeerFailed` where another rank of the TP group
-        failed.
+        byte moves, a `TransportError` when group and fallback have failed (`max_group_failures`), `PeerFailed` where another
+        rank of the TP group failed.
         """
         where = f"step {ticket.step}, {self._coords}"
         whole_N, failure, shard = None, None, None
