@@ -50,7 +50,8 @@ class ChannelConfig:
     max_group_failures: int = 3
     """Lives of a DP rank's group that one step may use up before it falls back, or fails."""
     device: int = 0
-    """CUDA device of the relay, with `nccl`. Never one that an engine uses in the same process."""
+    """CUDA device of the relay, with `nccl`, counted within CUDA_VISIBLE_DEVICES (a Ray actor's own GPUs: `num_gpus`). Never one
+    that an engine uses in the same process."""
     interface: str = "127.0.0.1"
     """Address that rendezvous, gloo and /metrics bind. Anything but loopback is plaintext: keep it on a private network."""
     store_dir: str = ""

@@ -244,6 +244,12 @@ class PeerFailed(TransportError):
     reason = "peer"
 
 
+class SlotBusy(R3Error):
+    """A step's routing waited for a weight update of the same process, or the other way round, for too long. Names it."""
+
+    reason = "slot_busy"
+
+
 # -- engine room -------------------------------------------------------------------------------------------------------
 
 

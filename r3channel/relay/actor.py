@@ -2,8 +2,9 @@
 
 `RelayHost` is what an actor class holds (or inherits) beside its own methods; `RayControl` is how a trainer in another
 actor calls it, `RayPeer` how the coordinator of several relays does. The actor needs `max_concurrency` above 1, because a
-trainer says `ready` while `generate` is running. Ray carries the ticket and a few words; ids only as references into its
-object store, for steps that fell back to it.
+trainer says `ready` while `generate` is running; with NCCL it needs `num_gpus=1`, for a device and a CUDA context of its own,
+never an engine's. Ray carries the ticket and a few words; ids only as references into its object store, for steps that fell
+back to it.
 """
 
 from __future__ import annotations

@@ -42,6 +42,7 @@ from r3channel.relay.ingest import Verified
 from r3channel.relay.intake import Intake
 from r3channel.relay.placer import Placer
 from r3channel.relay.sender import DeliveryGroup
+from r3channel.relay.staging import check_device
 from r3channel.relay.step import SealedStep
 from r3channel.relay.store import FrameStore
 from r3channel.routing import Ids
@@ -75,6 +76,8 @@ class Relay:
         self.spec, self.layout, self.config = spec, layout, config or ChannelConfig()
         if self.config.relays > 1 and recorder is not None:
             raise UsageError("a recording holds whole steps; with several relays none of them has one")
+        if self.config.backend == "nccl":
+            check_device(self.config.device)
         self.run = uuid.uuid4().hex[:12]
         self.clock = clock or StageClock("relay")
         self.metrics = metrics or Metrics("relay", clock=self.clock)

@@ -96,6 +96,10 @@ class TrainerChannel:
         finally:
             self.shard = None
 
+    def prefetch(self, ticket: Ticket | bytes) -> None:
+        """Begin to receive a later step, whose ticket is known already, while this one trains; see `Receiver.prefetch`."""
+        self.receiver.prefetch(Ticket.from_bytes(ticket) if isinstance(ticket, bytes) else ticket)
+
     def _publish(self, shard: RankShard, audit: RoutingAudit) -> None:
         metrics = self.receiver.metrics
         for cause, rows in shard.live_counts().items():

@@ -59,8 +59,9 @@ def make_relay(backend: str, tmp_path: Path) -> Iterator[MakeRelay]:
     made: list[Relay] = []
 
     def make(layout: str, **changes: object) -> Relay:
-        values = {"bucket_bytes": 1024, "join_timeout_s": LIMIT_S, "send_timeout_s": LIMIT_S} | changes
-        config = ChannelConfig(backend=backend, store_dir=str(tmp_path / "store"), **values)  # type: ignore[arg-type]
+        limits = {"join_timeout_s": LIMIT_S, "send_timeout_s": LIMIT_S, "store_dir": str(tmp_path / "store")}
+        values = {"backend": backend, "bucket_bytes": 1024} | limits | changes
+        config = ChannelConfig(**values)  # type: ignore[arg-type]
         made.append(Relay(SPEC, TrainerLayout.parse(layout), config))
         return made[-1]
 
@@ -163,3 +164,8 @@ def test_two_buckets_are_staged_at_any_size_and_the_whole_shard_only_when_asked(
         sizes.append(ticket.plan.shards[0].nbytes)
     assert sizes[1] > sizes[0] >= 2 * 1024
     assert peaks == ([2 * 1024] * 2 if staging == "bucketed" else sizes)
+
+
+def test_a_relay_without_the_device_that_it_is_to_use_is_refused_at_once(make_relay: MakeRelay) -> None:
+    with pytest.raises(errors.ConfigError, match=r"device 99.*sees \d+ CUDA devices.*num_gpus"):
+        make_relay("dp=1", device=99, backend="nccl")

@@ -26,6 +26,7 @@ LEVELS = {
             "bearer",
             "clock",
             "metrics",
+            "slot",
         ),
         0,
     ),
