@@ -90,6 +90,10 @@ class ChannelConfig:
     """Ceiling of directly delivered frames whose reply has not come yet; at the ceiling engines are told to wait."""
     prefix_bytes: int = 256 * _MIB
     """Ceiling of shared prompts' rows that are kept for later frames to refer to; what was evicted is asked for again."""
+    relays: int = 1
+    """Relays that share the work, each for the engines of its node; with more than one, engines deliver directly."""
+    relay: int = 0
+    """Which of them this one is. Relay 0 is the coordinator: it seals."""
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -128,6 +132,8 @@ class ChannelConfig:
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}, expected a positive number")
 
+        if not 0 <= self.relay < self.relays:
+            raise ConfigError(f"relay {self.relay} of {self.relays}, expected 0..{self.relays - 1}")
         if self.store_bytes < 64 * _MIB:
             raise ConfigError(
                 f"store_bytes {self.store_bytes}, expected at least one segment file, {64 * _MIB}"

@@ -97,6 +97,18 @@ class Inbox:
             self._travelling.update(names)
             return {held.sample.sample_id: held.key for held in found}
 
+    def give_back(self, samples: Sequence[Held]) -> None:
+        """Undo `take`: these wait for a step again."""
+        with self._lock:
+            for held in samples:
+                self._travelling.discard(held.sample.sample_id)
+                self._held[held.sample.sample_id] = held
+
+    def knows(self, name: str) -> bool:
+        """Would `put` refuse this name?"""
+        with self._lock:
+            return name in self._held or name in self._travelling
+
     def forget(self, names: Iterable[str]) -> None:
         """Their step was delivered."""
         with self._lock:

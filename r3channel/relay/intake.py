@@ -361,6 +361,11 @@ class Intake:
                 + "; ".join(self._tell(claim) for claim in late[:5])
             )
 
+    def awaits(self, sample_id: str) -> bool:
+        """Is a frame of this sample still to come?"""
+        with self._changed:
+            return sample_id in self._claims
+
     def _tell(self, claim: _Claim) -> str:
         receipt = claim.receipt
         assert receipt is not None

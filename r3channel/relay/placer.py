@@ -12,7 +12,7 @@ from queue import SimpleQueue
 
 from r3channel.errors import StepError
 from r3channel.metrics import StageClock
-from r3channel.plan.place import fill_invalid, place_samples
+from r3channel.plan.place import fill_invalid
 from r3channel.recording import Recorder
 from r3channel.relay.step import SealedStep
 from r3channel.relay.store import FrameStore
@@ -61,7 +61,7 @@ class Placer:
         ticket = sealed.ticket
         for dp in range(ticket.layout.dp):
             with self.clock.span("place", step=ticket.step):
-                buffers = place_samples(ticket.plan, dp=dp, ids_of=lambda name: self._decode(sealed, name))
+                buffers = sealed.place(dp, ids_of=lambda name: self._decode(sealed, name))
             with self.changed:
                 sealed.buffers.update(buffers)
                 self.changed.notify_all()

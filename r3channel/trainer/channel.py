@@ -43,7 +43,7 @@ class TrainerChannel:
     def attach(
         cls,
         chunks: Sequence[torch.nn.Module],
-        control: Control,
+        control: Control | Sequence[Control],
         *,
         layout: TrainerLayout,
         config: ChannelConfig | None = None,
@@ -52,7 +52,8 @@ class TrainerChannel:
     ) -> TrainerChannel:
         """Bind to the routers of Megatron model chunks and join the relay's group (TP0).
 
-        Refuses a model whose configuration ignores replay, and a layout that is not Megatron's.
+        `control` is that of the relay, or of each of several relays in order. Refuses a model whose configuration ignores
+        replay, and a layout that is not Megatron's.
         """
         config = config or ChannelConfig()
         spec = megatron.spec_from_config(chunks)

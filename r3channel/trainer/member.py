@@ -16,6 +16,7 @@ from r3channel.config import ChannelConfig
 from r3channel.errors import DeadlineExceeded, EpochEnded, StepError, TransportError
 from r3channel.metrics import Metrics, StageClock
 from r3channel.plan.layout import RankCoords, TrainerLayout
+from r3channel.plan.parts import Part
 from r3channel.plan.shards import Shard
 from r3channel.plan.ticket import Ticket
 from r3channel.trainer.inflow import Awaited, Inflow
@@ -83,7 +84,7 @@ class Member:
         self._transport = join(rendezvous, timeout_s=timeout_s, mail=self._control)
         self._metrics.set("r3channel_epoch", self._epoch)
 
-    def receive(self, ticket: Ticket, shard: Shard, buffer: Buffer) -> torch.Tensor:
+    def receive(self, ticket: Ticket, shard: Shard | Part, buffer: Buffer) -> torch.Tensor:
         """The verified, acknowledged bytes of a shard, in the memory that `buffer` gives for a device.
 
         Ends within `step_timeout_s` plus one bucket. Raises a `TransportError` after `max_group_failures` lives of the group
@@ -127,7 +128,7 @@ class Member:
     def _hello(self) -> dict[str, Any] | None:
         return self._control.hello(**self._at, boot_id=self._boot_id, after_epoch=self._epoch)
 
-    def _attempt(self, ticket: Ticket, shard: Shard, buffer: Buffer, deadline: float) -> torch.Tensor:
+    def _attempt(self, ticket: Ticket, shard: Shard | Part, buffer: Buffer, deadline: float) -> torch.Tensor:
         if self._transport is None:
             self.join(timeout_s=min(self._config.join_timeout_s, max(0.1, deadline - time.monotonic())))
         with self._clock.span("wait_relay", step=ticket.step):
@@ -162,7 +163,9 @@ class Member:
 
     # -- the wire ----------------------------------------------------------------------------------------------------
 
-    def _receive_buckets(self, ticket: Ticket, shard: Shard, buffer: Buffer, deadline: float) -> torch.Tensor:
+    def _receive_buckets(
+        self, ticket: Ticket, shard: Shard | Part, buffer: Buffer, deadline: float
+    ) -> torch.Tensor:
         assert self._transport is not None
         data_N = buffer(self._device if self._backend == "nccl" else torch.device("cpu"))
         awaited = Awaited(

@@ -22,6 +22,7 @@ from r3channel.slot import PROCESS_SLOT
 from r3channel.spec import RoutingSpec
 from r3channel.trainer.ahead import Ahead
 from r3channel.trainer.member import Control, Member
+from r3channel.trainer.merge import Members
 from r3channel.trainer.shard import RankShard, slot_parts
 from r3channel.transport.tensor_parallel import TensorParallelFanout
 
@@ -33,7 +34,7 @@ class Receiver:
 
     def __init__(
         self,
-        control: Control,
+        control: Control | Sequence[Control],
         *,
         spec: RoutingSpec,
         layout: TrainerLayout,
@@ -44,26 +45,34 @@ class Receiver:
         clock: StageClock | None = None,
         metrics: Metrics | None = None,
     ) -> None:
-        """`fanout` hands the shard to the other TP ranks (None when tp = 1); `device` is where the routers run."""
+        """`fanout` hands the shard to the other TP ranks (None when tp = 1); `device` is where the routers run.
+
+        `control`: with several relays, that of each, relay 0's first.
+        """
         self._spec, self._layout, self._coords = spec, layout, coords
         self._config = config or ChannelConfig()
         self._device = device or torch.device("cpu")
         self._fanout = fanout or TensorParallelFanout(None, device=self._device)
         self.clock = clock or StageClock("trainer")
         self.metrics = metrics or Metrics("trainer", clock=self.clock)
-        self._member = Member(
+        controls = control if isinstance(control, Sequence) else (control,)
+        members = [self._member_of(one) for one in controls]
+        self._member = Members(members, coords=coords, clock=self.clock) if len(members) > 1 else members[0]
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._last_step = -1
+        self._ahead: Ahead | None = None
+        self._turn = 0
+
+    def _member_of(self, control: Control) -> Member:
+        return Member(
             control,
-            layout=layout,
-            coords=coords,
+            layout=self._layout,
+            coords=self._coords,
             config=self._config,
             device=self._device,
             clock=self.clock,
             metrics=self.metrics,
         )
-        self._buffers: dict[str, torch.Tensor] = {}
-        self._last_step = -1
-        self._ahead: Ahead | None = None
-        self._turn = 0
 
     def join(self, *, timeout_s: float | None = None) -> None:
         """TP0 joins the current epoch of its group; returns at once on the other ranks."""

@@ -42,7 +42,7 @@ PLACES = {
     "sglang": ("engine/sglang.py", "weights/sglang.py", "embedded/", "bench/scheduler_calls.py"),
     "megatron": ("trainer/megatron.py", "weights/convert.py", "embedded/"),
     "mbridge": ("weights/convert.py", "embedded/"),
-    "ray": ("relay/actor.py", "transport/object_store.py", "integrations/"),
+    "ray": ("relay/actor.py", "relay/placement.py", "transport/object_store.py", "integrations/"),
     "torch.distributed": ("transport/", "weights/", "embedded/"),
     "prometheus_client": ("metrics.py",),
 }
