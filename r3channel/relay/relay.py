@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from r3channel.config import ChannelConfig
+from r3channel.distinct import kernels
 from r3channel.errors import (
     BackgroundFailed,
     DeadlineExceeded,
@@ -39,6 +40,7 @@ from r3channel.relay.gate import Gate
 from r3channel.relay.inbox import Inbox
 from r3channel.relay.ingest import Verified
 from r3channel.relay.intake import Intake
+from r3channel.relay.memory import BufferPool
 from r3channel.relay.placer import Placer
 from r3channel.relay.sender import DeliveryGroup
 from r3channel.relay.step import SealedStep
@@ -87,9 +89,17 @@ class Relay:
             open_store(self.config.interface) if self.config.backend != "loopback" else None
         )
         self._groups = [self._group(dp) for dp in range(layout.dp)]
+        self._memory = BufferPool(self.config.shard_memory_bytes, folder=self._store.folder)
         self._placer = Placer(
-            store=self._store, changed=self._changed, steps=self._steps, clock=self.clock, recorder=recorder
+            store=self._store,
+            memory=self._memory,
+            changed=self._changed,
+            steps=self._steps,
+            clock=self.clock,
+            threads=self.config.place_threads,
+            recorder=recorder,
         )
+        threading.Thread(target=kernels, name="r3channel-compile", daemon=True).start()
         self._watch()
         for group in self._groups:
             group.start()
@@ -199,8 +209,9 @@ class Relay:
                     f"step {step}: its shards need {nbytes} bytes, {held} are held for steps {sorted(self._steps)} that are not "
                     f"delivered, and shard_bytes allows {self.config.shard_bytes}. Join the previous send before sealing"
                 )
+            memory = {shard.key: self._memory.take(shard.nbytes) for shard in ticket.plan.shards}
             keys = self._inbox.take(ticket.assignment.sample_ids, step=step)
-            self._steps[step] = SealedStep(ticket, keys, nbytes, sealed_s=time.monotonic())
+            self._steps[step] = SealedStep(ticket, keys, nbytes, sealed_s=time.monotonic(), memory=memory)
             self._newest_step = step
         self._placer.place(step)
 
@@ -310,9 +321,14 @@ class Relay:
             del sealed.buffers[key]
             if not sealed.missing:
                 del self._steps[step]
-                self._inbox.forget(sealed.keys_by_sample)
+                self._delivered(sealed)
                 self.metrics.inc("r3channel_samples_total", len(sealed.ticket.samples), outcome="delivered")
             self._changed.notify_all()
+
+    def _delivered(self, sealed: SealedStep) -> None:
+        self._inbox.forget(sealed.keys_by_sample)
+        for key in sealed.keys_by_sample.values():
+            self._store.release(key)
 
     def _check_run(self, run: str) -> None:
         if run != self.run:

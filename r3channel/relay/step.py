@@ -20,11 +20,13 @@ class SealedStep:
 
     ticket: Ticket
     keys_by_sample: dict[str, str]
-    """Where each sample's frame lies in the store, until it is placed."""
+    """Where each sample's frame lies in the store, until every rank has acknowledged."""
     nbytes: int
     """Of all shards."""
     sealed_s: float
     """time.monotonic seconds."""
+    memory: dict[ShardKey, np.ndarray[Any, np.dtype[np.uint8]]] = field(default_factory=dict)
+    """Of shards that are not placed yet."""
     buffers: dict[ShardKey, np.ndarray[Any, np.dtype[np.uint8]]] = field(default_factory=dict)
     acknowledged: set[ShardKey] = field(default_factory=set)
 
