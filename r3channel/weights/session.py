@@ -154,7 +154,7 @@ class WeightSync:
         try:
             deadline = Deadline(timeout_s, f"update to version {version}")
             slot = PROCESS_SLOT.use("weights", f"the update to weight version {version}", timeout_s=timeout_s)
-            with self._one_at_a_time("update"), slot:
+            with slot, self._one_at_a_time("update"):
                 self._check_version(version)
                 return self._update(stream, version, Run(deadline))
         except Exception:
