@@ -24,6 +24,7 @@ from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.ticket import Ticket
 from r3channel.recording import Recorder, Recording, step_folder
+from r3channel.relay.placer import Placer
 from r3channel.relay.relay import Relay
 from r3channel.relay.staging import InPlace
 from r3channel.trainer.receiver import Receiver
@@ -211,7 +212,7 @@ def test_a_dead_background_thread_is_raised_by_the_next_call(
     def broken(*_: object, **__: object) -> None:
         raise OSError("disk is gone")
 
-    monkeypatch.setattr(Relay, "_decode", broken)
+    monkeypatch.setattr(Placer, "_decode", broken)
     fill(relay)
     relay.seal(0, assignment())
     with pytest.raises(errors.BackgroundFailed, match="disk is gone"):
