@@ -109,10 +109,6 @@ class TrainerChannel:
         finally:
             self.shard = None
 
-    def prefetch(self, ticket: Ticket | bytes) -> None:
-        """Begin to receive a later step, whose ticket is known already, while this one trains; see `Receiver.prefetch`."""
-        self.receiver.prefetch(Ticket.from_bytes(ticket) if isinstance(ticket, bytes) else ticket)
-
     def _hold_against(self, shard: RankShard, version: int) -> None:
         config, metrics = self.config, self.receiver.metrics
         staleness = shard.set_version(version, max_staleness=config.max_staleness, on_stale=config.on_stale)
@@ -121,6 +117,10 @@ class TrainerChannel:
         if staleness.masks:
             masked = sum(staleness.stale_samples.get(name, 0) for name in shard.sample_ids)
             metrics.inc("rows_masked_stale_total", masked)
+
+    def prefetch(self, ticket: Ticket | bytes) -> None:
+        """Begin to receive a later step, whose ticket is known already, while this one trains; see `Receiver.prefetch`."""
+        self.receiver.prefetch(Ticket.from_bytes(ticket) if isinstance(ticket, bytes) else ticket)
 
     def _publish(self, shard: RankShard, audit: RoutingAudit) -> None:
         metrics = self.receiver.metrics

@@ -32,7 +32,7 @@ class Rendezvous:
     """Where and as whom to join one epoch of a group. Plain values, so it can cross any control channel."""
 
     backend: str
-    """`gloo`, `nccl`, `shm` (one machine), `nixl` (one-sided), `object_store` or `loopback`."""
+    """`gloo`, `nccl`, `object_store`, `shm` (one machine), `nixl` (one-sided) or `loopback`."""
     name: str
     """Unique per run, group and epoch; prefixes every key in the store."""
     epoch: int

@@ -152,11 +152,10 @@ class WeightSync:
         """
         stream = Stream(named_tensors)
         try:
-            deadline = Deadline(timeout_s, f"update to version {version}")
-            slot = PROCESS_SLOT.use("weights", f"the update to weight version {version}", timeout_s=timeout_s)
-            with slot, self._one_at_a_time("update"):
+            run = Run(Deadline(timeout_s, f"update to version {version}"))
+            with self._in_slot("update", f"the update to weight version {version}", timeout_s):
                 self._check_version(version)
-                return self._update(stream, version, Run(deadline))
+                return self._update(stream, version, run)
         except Exception:
             stream.drain()
             raise
@@ -167,7 +166,7 @@ class WeightSync:
         No other engine gets a call, allocates or pauses. Raises WeightUpdateFailed with that engine in quarantine, or
         UsageError without a copy.
         """
-        with self._one_at_a_time("update_one"):
+        with self._in_slot("update_one", f"the update of {engine}", timeout_s):
             member = self._fleet.member(engine)
             return self._bring_up(member, Deadline(timeout_s, f"update of {engine}"))
 
@@ -176,7 +175,7 @@ class WeightSync:
         client = EngineClient(engine) if isinstance(engine, str) else engine
         if self._verify and client.ranks != 1:
             raise ConfigError(f"engine {client.url}: verify needs engines of one rank")
-        with self._one_at_a_time("add_engine"):
+        with self._in_slot("add_engine", f"the joining of {client.url}", timeout_s):
             member = Member(client)
             self._fleet = self._fleet.only([*self._fleet.members, member])
             deadline = Deadline(timeout_s, f"joining of {client.url}")
@@ -212,6 +211,12 @@ class WeightSync:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    @contextlib.contextmanager
+    def _in_slot(self, call: str, what: str, timeout_s: float) -> Iterator[None]:
+        """Not while a step's routing is being received in this process."""
+        with PROCESS_SLOT.use("weights", what, timeout_s=timeout_s), self._one_at_a_time(call):
+            yield
 
     @contextlib.contextmanager
     def _one_at_a_time(self, what: str) -> Iterator[None]:
