@@ -244,6 +244,12 @@ class PeerFailed(TransportError):
     reason = "peer"
 
 
+class SlotBusy(R3Error):
+    """A step's routing waited for a weight update of the same process, or the other way round, for too long. Names it."""
+
+    reason = "slot_busy"
+
+
 # -- engine room -------------------------------------------------------------------------------------------------------
 
 
@@ -319,6 +325,42 @@ class WeightUpdateFailed(WeightsError):
     reason = "update_failed"
 
 
+class PlanInvalid(WeightsError):
+    """Source and target shards do not fit together: a tensor, a shape, or part of one is missing or held ambiguously."""
+
+    reason = "plan"
+
+
+class PlanMismatch(WeightsError):
+    """Two ranks computed different plans; nothing was sent. Names both hashes."""
+
+    reason = "plan_hash"
+
+
+class WeightsCorrupt(WeightsError):
+    """Bytes that arrived are not those that were sent. Names tensor and bucket."""
+
+    reason = "weights_corrupt"
+
+
+class RegistryRefused(WeightsError):
+    """The registry of engines does not accept a call. Says what it knows."""
+
+    reason = "registry"
+
+
+class StaleEpoch(RegistryRefused):
+    """The caller acts on an older membership; it must read the registry again. Names both epochs."""
+
+    reason = "stale_epoch"
+
+
+class VersionsDiffer(RegistryRefused):
+    """Trainer and engine run other versions of torch or NCCL than each other. Names both values."""
+
+    reason = "versions_differ"
+
+
 class EngineLeftBehind(WeightUpdateFailed):
     """An update is committed, but engines did not take it or do not serve it; they are paused. Names them."""
 
@@ -380,3 +422,24 @@ class RowsStale(StepError):
     """Rows were made by weights too far from the trainer's, and the policy is to refuse them. Names samples."""
 
     reason = "stale"
+
+
+# -- relay room: several relays ----------------------------------------------------------------------------------------------
+
+
+class RelayLost(StepError):
+    """One of several relays does not answer. Names it and the samples that it holds; the others go on."""
+
+    reason = "relay_lost"
+
+
+class InbandRefused(RoutingError):
+    """A reply holds its frame though several relays share the work: then engines deliver directly. Names the engine."""
+
+    reason = "inband"
+
+
+class TurnElsewhere(RoutingError):
+    """A later turn of a sample was delivered to another relay than the turns before. Names both."""
+
+    reason = "turn_elsewhere"

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
 
 import torch
 
 from r3channel.errors import ConfigError, NonFiniteWeights
 from r3channel.weights.buckets import Bucket, Filled, StagingPair, pack
 from r3channel.weights.digests import EngineChecksums, payload_digest
-from r3channel.weights.finite import first_nonfinite
+from r3channel.weights.finite import OnNonfinite, first_nonfinite
 from r3channel.weights.kept import HostCopy
 from r3channel.weights.progress import Run
-
-OnNonfinite = Literal["error", "allow"]
 
 
 class Packer:

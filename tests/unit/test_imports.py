@@ -15,7 +15,20 @@ PACKAGE = ROOT / "r3channel"
 
 LEVELS = {
     **dict.fromkeys(
-        ("errors", "spec", "distinct", "routing", "models", "config", "bearer", "clock", "metrics"), 0
+        (
+            "errors",
+            "spec",
+            "compiled",
+            "distinct",
+            "routing",
+            "models",
+            "config",
+            "bearer",
+            "clock",
+            "metrics",
+            "slot",
+        ),
+        0,
     ),
     **dict.fromkeys(("wire", "plan"), 1),
     **dict.fromkeys(("transport", "recording"), 2),
@@ -29,7 +42,7 @@ PLACES = {
     "sglang": ("engine/sglang.py", "weights/sglang.py", "embedded/", "bench/scheduler_calls.py"),
     "megatron": ("trainer/megatron.py", "weights/convert.py", "embedded/"),
     "mbridge": ("weights/convert.py", "embedded/"),
-    "ray": ("relay/actor.py", "transport/object_store.py", "integrations/"),
+    "ray": ("relay/actor.py", "relay/placement.py", "transport/object_store.py", "integrations/"),
     "torch.distributed": ("transport/", "weights/", "embedded/", "bench/weight_receiver.py"),
     "prometheus_client": ("metrics.py",),
 }
