@@ -17,7 +17,7 @@ import torch
 
 from examples.async_grpo.batch import MicrobatchData, lengths_of
 from r3channel.config import ChannelConfig
-from r3channel.metrics import Metrics, StageClock
+from r3channel.metrics import LABELS, Metrics, StageClock
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import RankCoords, TrainerLayout
 from r3channel.plan.shards import Shard
@@ -124,7 +124,7 @@ class ChannelReplay:
         return plan.shard(dp=coords.dp, pp=coords.pp, cp=coords.cp)
 
     @contextmanager
-    def step(self, data: dict[str, Any]) -> Iterator[None]:
+    def step(self, data: dict[str, Any], *, version: int) -> Iterator[None]:
         """Replay the step inside the block; its audit is made when the block ends."""
         with self._tap:
             if self.args.no_replay:
@@ -133,7 +133,7 @@ class ChannelReplay:
             else:
                 ticket = Ticket.from_bytes(data["ticket"])
                 lengths = lengths_of(data, ticket.assignment.ranks[self._dp])
-                with self.channel.step(ticket, lengths=lengths) as self._step:
+                with self.channel.step(ticket, lengths=lengths, version=version) as self._step:
                     shard = self.channel.shard
                     assert shard is not None
                     if self.args.fault == "corrupt-id" and shard.shard.layers:
@@ -148,6 +148,9 @@ class ChannelReplay:
             return self.channel.driver.off(microbatch=index if self._step is None else -1)
         return self._step.microbatch(index, mode="logprob" if mode == "logprob" else "train", chunk=chunk)
 
+    def loss_mask(self, index: int) -> torch.Tensor | None:
+        return None if self.channel.shard is None else self.channel.shard.loss_mask(index)
+
     def compare_logprobs(self, ours: list[torch.Tensor], batches: list[MicrobatchData]) -> None:
         if self._step is not None:
             for index, found in enumerate(ours):
@@ -158,7 +161,15 @@ class ChannelReplay:
     def report(self) -> dict[str, Any]:
         landed = self.metrics.value("r3channel_bytes_total", leg="landed")
         received = self.metrics.value("r3channel_bytes_total", leg="wire_received")
-        return {"metrics_port": self.port, "landed": landed, "wire_received": received}
+        lags = {
+            lag: self.metrics.value("r3channel_rows_by_staleness_total", lag=lag) for lag in LABELS["lag"]
+        }
+        return {
+            "metrics_port": self.port,
+            "landed": landed,
+            "wire_received": received,
+            "rows_by_staleness": lags,
+        }
 
     def audited(self, compared: int, different: int) -> None:
         self.metrics.inc("r3channel_ids_compared_total", compared)

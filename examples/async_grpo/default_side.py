@@ -106,7 +106,7 @@ class DefaultReplay:
         return self._shard
 
     @contextmanager
-    def step(self, data: dict[str, Any]) -> Iterator[None]:
+    def step(self, data: dict[str, Any], *, version: int) -> Iterator[None]:
         self._data = data["routed_experts"]
         self._landed += sum(ids.numel() * 4 for ids in self._data.values())
         yield
@@ -149,6 +149,9 @@ class DefaultReplay:
             here = sample_R == number
             rows[here] = self._data[name][position_R[here], layer].long()
         return rows
+
+    def loss_mask(self, index: int) -> None:
+        """Rows carry no provenance here."""
 
     def compare_logprobs(self, ours: list[torch.Tensor], batches: list[Any]) -> None:
         """No audit without the channel."""

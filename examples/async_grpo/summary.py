@@ -47,6 +47,7 @@ def summarise(
         "trainer_dtype": args.trainer_dtype,
         "rewards": manager["rewards"],
         "weight_versions": [report.version for report in reports],
+        "rows_by_staleness": _summed(trainer.get("rows_by_staleness", {}) for trainer in trainers),
         "weights_verified": min((report.verified for report in reports), default=0),
         "sglang_version": version("sglang"),
         "megatron_version": version("megatron-core"),
@@ -118,6 +119,15 @@ def table(result: dict[str, Any], trainers: list[dict[str, Any]]) -> str:
             f"{result['digests_compared']:,} digests, {result['digests_different']} different"
         )
     return "\n".join(lines)
+
+
+def _summed(parts: Iterable[dict[str, float]]) -> dict[str, float]:
+    """Over all ranks; ranks of one DP rank count the same rows."""
+    found: dict[str, float] = {}
+    for part in parts:
+        for key, value in part.items():
+            found[key] = found.get(key, 0.0) + value
+    return found
 
 
 def _widest(totals: Iterable[dict[str, float]]) -> dict[str, float]:

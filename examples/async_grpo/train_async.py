@@ -63,6 +63,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dump", metavar="DIR", help="write engine.npz, router.npz and bytes.json")
     parser.add_argument("--record", metavar="DIR", help="write each step's frames, ticket and tokens")
     parser.add_argument(
+        "--weights-manifest", metavar="FILE", help="write what the engines hold after each update"
+    )
+    parser.add_argument(
+        "--export", metavar="DIR", help="at the end write the trainer's weights, and the engines' answers"
+    )
+    parser.add_argument(
         "--no-replay",
         action="store_true",
         help="carry routing but let the routers choose; differences follow",
@@ -71,6 +77,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--fault", choices=("corrupt-id",), help="damage one id after all hashes; a difference follows"
     )
     args = add_arguments(parser).parse_args(argv)
+    if args.weights_manifest:
+        args.weights_manifest = os.path.abspath(
+            args.weights_manifest
+        )  # a trainer in another folder writes it
     layout = TrainerLayout.parse(args.layout)
     if layout.tp > 1 and not layout.sequence_parallel:
         parser.error(
@@ -134,6 +144,8 @@ def _train(args: argparse.Namespace, cluster: _Cluster, begin: float) -> tuple[d
         if step + 1 < args.steps:
             fetch(coming, timeout_s=GENERATE_TIMEOUT_S)  # no weights change in the middle of a generation
         _update_weights(cluster, step + 1, reports)
+    if args.export:
+        _export(Path(args.export).absolute(), cluster)
     trainers = cluster.all("end")
     manager = fetch(cluster.manager.report.remote())
     result = summary.summarise(
@@ -151,6 +163,13 @@ def _train(args: argparse.Namespace, cluster: _Cluster, begin: float) -> tuple[d
 def _update_weights(cluster: _Cluster, version: int, reports: list[Any]) -> None:
     found = cluster.all("update_weights", version)
     reports.extend(report for report in found if report is not None)
+
+
+def _export(folder: Path, cluster: _Cluster) -> None:
+    from examples.async_grpo.weights_side import ask_engines
+
+    cluster.all("export_weights", str(folder))
+    (folder / "engines.json").write_text(json.dumps(ask_engines(cluster.urls)))
 
 
 def _audit(

@@ -6,6 +6,7 @@ import argparse
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -14,14 +15,13 @@ from examples.async_grpo.batch import MicrobatchData, unpack
 from examples.async_grpo.grpo import policy_loss
 from examples.async_grpo.modules import channel_modules
 from examples.async_grpo.rays import fetch
+from examples.async_grpo.weights_side import Publisher, export
 from r3channel.embedded import megatron
 from r3channel.metrics import Span, StageClock
 from r3channel.plan.layout import RankCoords, TrainerLayout
 from r3channel.plan.shards import Shard
 from r3channel.weights.convert import hf_weights
-from r3channel.weights.session import UpdateReport, WeightSync
-
-WEIGHT_TIMEOUT_S = 120.0
+from r3channel.weights.session import UpdateReport
 
 
 class TrainerRouting(Protocol):
@@ -31,7 +31,13 @@ class TrainerRouting(Protocol):
         """The plan's part of this rank: how its micro-batches are laid out."""
         ...
 
-    def step(self, data: dict[str, Any]) -> AbstractContextManager[None]: ...
+    def step(self, data: dict[str, Any], *, version: int) -> AbstractContextManager[None]:
+        """`version`: of the weights that this trainer committed last."""
+        ...
+
+    def loss_mask(self, index: int) -> torch.Tensor | None:
+        """Which tokens of a micro-batch stay in the loss, in its layout; None: all."""
+        ...
 
     def microbatch(self, index: int, mode: str, chunk: torch.nn.Module) -> AbstractContextManager[None]:
         """`mode`: train, logprob, or natural (replay off)."""
@@ -62,7 +68,8 @@ class Trainer:
         self.coords = self.layout.coords(rank)
         self.clock = StageClock("trainer")
         self.first = rank == 0
-        self.sync: WeightSync | None = None
+        self.publisher: Publisher | None = None
+        self.version = -1
         self._idle_since = 0.0
         self._begin_s = self._end_s = 0.0
 
@@ -88,8 +95,12 @@ class Trainer:
     def connect_engines(self, urls: list[str]) -> None:
         """The first rank opens the weight group with the engines."""
         if self.first:
-            self.sync = WeightSync(urls, bucket_bytes=self.args.weight_bucket_bytes, verify=True)
-            self.sync.connect(timeout_s=WEIGHT_TIMEOUT_S)
+            self.publisher = Publisher(
+                urls,
+                model=self.args.model,
+                bucket_bytes=self.args.weight_bucket_bytes,
+                manifest=self.args.weights_manifest,
+            )
 
     def begin(self) -> None:
         """The measured loop starts here."""
@@ -101,7 +112,8 @@ class Trainer:
         with self.clock.span("assemble", step=step):
             data = fetch(box[self.coords.dp])
             batches = unpack(data, self.routing.shard(data, self.coords))
-        with self.routing.step(data):
+        with self.routing.step(data, version=self.version):
+            self._mask(batches)
             with self.clock.span("logprob", step=step):
                 old = self._logprobs(batches, "logprob")
                 off = self._logprobs(batches, "natural") if step == 0 else []
@@ -114,17 +126,16 @@ class Trainer:
     def update_weights(self, version: int) -> UpdateReport | None:
         """Gather, convert and push; every rank of the first replica takes part in the gathering."""
         self._waited()
-        report = None
         with self.clock.span("weights"):
-            if self.first:
-                assert self.sync is not None
-                report = self.sync.update(self._weights(), version=version, timeout_s=WEIGHT_TIMEOUT_S)
-            elif self.coords.dp == 0 or self.layout.ep > 1:
-                for _ in self._weights():
-                    pass
+            report = self._gathered(lambda weights: self._publisher().push(weights, version))
+        self.version = version
         self.routing.weight_version(version)
         self._idle_since = time.monotonic()
         return report
+
+    def export_weights(self, folder: str) -> None:
+        """Write the weights as a Hugging Face folder, gathered as for the engines."""
+        self._gathered(lambda weights: export(weights, Path(folder), model=Path(self.args.model)))
 
     def consumed(self, step: int) -> dict[str, Any]:
         self._waited()
@@ -152,8 +163,8 @@ class Trainer:
 
     def close(self) -> None:
         self.routing.close()
-        if self.sync is not None:
-            self.sync.close()
+        if self.publisher is not None:
+            self.publisher.close()
         megatron.close_distributed()
 
     # -- passes ------------------------------------------------------------------------------------------------------
@@ -213,6 +224,26 @@ class Trainer:
             forward_only=forward_only,
             data=range(len(batches)),
         )
+
+    def _gathered(self, use: Callable[[Iterator[tuple[str, torch.Tensor]]], Any]) -> Any:
+        """The first rank uses the gathered weights, the others of its replica take part in the gathering."""
+        if self.first:
+            return use(self._weights())
+        if self.coords.dp == 0 or self.layout.ep > 1:
+            for _ in self._weights():
+                pass
+        return None
+
+    def _publisher(self) -> Publisher:
+        assert self.publisher is not None
+        return self.publisher
+
+    def _mask(self, batches: list[MicrobatchData]) -> None:
+        """Tokens whose routing is invalid or too stale leave the loss, as the channel's policies say."""
+        for index, batch in enumerate(batches):
+            keep = self.routing.loss_mask(index)
+            if keep is not None:
+                batch.mask = batch.mask * keep
 
     def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         return hf_weights(self.model.bridge, self.model.chunks, dtype=torch.float32)

@@ -11,6 +11,7 @@ BENCHES = {
     "capture": "what capture costs a real engine and the relay: off, stock, in-band, direct",
     "wire": "codecs: bytes per token, encode and decode speed, beside entropy and memcpy",
     "plan": "assignment, cutting and placement: CPU time at realistic sizes",
+    "weights": "the reverse path: per tensor, flattened, raw gloo; one engine filled beside another",
     "replay": "a train step of real Megatron with and without replay: CPU time, interleaved",
 }
 """Name -> what it measures. `r3channel.bench.NAME` has `run(argv) -> exit status`."""

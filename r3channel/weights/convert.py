@@ -21,6 +21,9 @@ from r3channel.errors import ConfigError
 
 _LOCAL_EXPERT = re.compile(r"experts\.local_experts\.(\d+)\.(linear_fc\d)\.weight")
 _LOCAL_NORM = re.compile(r"(layers\.\d+)\.input_layernorm\.weight")
+_LATENT_NORM = re.compile(r"self_attention\.(q|kv)_layernorm\.weight")
+_LATENT = "self_attention.linear_kv_down_proj."
+_ROUTER = ".mlp.router."
 _EXPERT = ".mlp.experts.linear_fc"
 _DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64)}
 
@@ -34,16 +37,23 @@ class NamedView:
     def __init__(self, chunk: torch.nn.Module) -> None:
         self.model = unwrap(chunk)
         self.decoder = self.model.decoder
+        self._latent = any(_LATENT in name for name, _ in self.model.named_parameters())
         self._state: dict[str, torch.Tensor] | None = None
 
     def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
-        return [(te_name(name), weight) for name, weight in self.model.named_parameters()]
+        return [
+            (te_name(name, latent=self._latent), weight) for name, weight in self.model.named_parameters()
+        ]
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         # Kept: mbridge's load_weights asks once per tensor. The tensors alias the parameters.
         if self._state is None:
             state = self.model.state_dict()
-            self._state = {te_name(name): value for name, value in state.items() if torch.is_tensor(value)}
+            self._state = {
+                te_name(name, latent=self._latent): value
+                for name, value in state.items()
+                if torch.is_tensor(value)
+            }
         return self._state
 
 
@@ -54,13 +64,19 @@ def unwrap(chunk: torch.nn.Module) -> Any:
     return chunk
 
 
-def te_name(name: str) -> str:
+def te_name(name: str, *, latent: bool = False) -> str:
     """A local-spec parameter name as the Transformer Engine spec calls it.
+
+    `latent`: of a model with multi-latent attention, where other norms are fused than in a model with q, k and v.
 
     >>> te_name("decoder.layers.1.mlp.experts.local_experts.3.linear_fc1.weight")
     'decoder.layers.1.mlp.experts.linear_fc1.weight3'
+    >>> te_name("decoder.layers.1.self_attention.kv_layernorm.weight", latent=True)
+    'decoder.layers.1.self_attention.linear_kv_up_proj.layer_norm_weight'
     """
     name = _LOCAL_EXPERT.sub(r"experts.\2.weight\1", name)
+    if latent:
+        return _LATENT_NORM.sub(r"self_attention.linear_\1_up_proj.layer_norm_weight", name)
     return _LOCAL_NORM.sub(r"\1.self_attention.linear_qkv.layer_norm_weight", name)
 
 
@@ -86,7 +102,8 @@ def hf_weights(
     Args:
         bridge: an mbridge bridge for this model (its names and formats are used, not its transport).
         chunks: this rank's model chunks, wrapped or not.
-        dtype: cast every tensor; None keeps the trainer's dtypes (a float32 router stays float32).
+        dtype: cast every tensor, but never a router's weight or bias to fewer bits: rounding those changes the experts that
+            are chosen (prime-rl#3524). None keeps the trainer's dtypes.
 
     Tensors may alias the parameters or one another's memory: copy before the next optimizer step, or before writing.
 
@@ -100,7 +117,14 @@ def hf_weights(
         for shard in _all_stages(bridge, [shard for shard, _ in local], device=device):
             weight = _from_stage(bridge, shard, _next_local(local, shard, bridge.mpu.pp_rank), device=device)
             for name, tensor in _converted(bridge, shard, weight):
-                yield name, tensor if dtype is None else tensor.to(dtype)
+                yield name, tensor.to(_sent_dtype(shard.name, tensor.dtype, dtype))
+
+
+def _sent_dtype(name: str, own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    """`name` is Megatron's."""
+    if wanted is None or (_ROUTER in name and wanted.itemsize < own.itemsize):
+        return own
+    return wanted
 
 
 def _next_local(local: list[tuple[_Shard, torch.Tensor]], shard: _Shard, stage: int) -> torch.Tensor | None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
@@ -88,7 +88,7 @@ class WeightGroup:
         self.port: int = listener.getsockname()[1]
         self._raw = _Raw(_serve(listener, host, self.port, world_size, timeout_s=timeout_s))
         self._joining: Future[None] | None = None
-        self._sending: Future[None] | None = None
+        self._sending: Future[Any] | None = None
         self._closed = False
 
     def join(self, *, timeout_s: float) -> None:
@@ -120,6 +120,17 @@ class WeightGroup:
         what = f"broadcast of {payload.numel()} bytes to {self.world_size - 1} members"
         self._finish(sending, what, timeout_s + _CLOSE_GRACE_S)  # the operation's own deadline comes first
         return time.monotonic() - begun_s
+
+    def broadcast_each(self, tensors: Sequence[torch.Tensor], *, timeout_s: float) -> None:
+        """One broadcast per tensor, in its own dtype, all posted before the first is waited for: SGLang's own format."""
+        raw = self._raw
+        if raw.group is None or self._closed:
+            raise UsageError(f"weight group {self.name} is not joined, or is closed")
+        sending = in_background(
+            lambda: _broadcast_each(raw, tensors, timeout_s=timeout_s), name="weights-wire"
+        )
+        self._sending = sending
+        self._finish(sending, f"broadcasts of {len(tensors)} tensors", timeout_s + _CLOSE_GRACE_S)
 
     def wait_quiet(self, timeout_s: float) -> bool:
         """Whether no broadcast is under way, after waiting up to `timeout_s` for that."""
@@ -199,12 +210,22 @@ def _raw_group(backend: str, store: Store, host: str, world_size: int, *, timeou
     return dist.ProcessGroupGloo(store, 0, world_size, options)
 
 
-def _broadcast(raw: _Raw, payload: torch.Tensor, *, timeout_s: float) -> None:
+def _options(timeout_s: float) -> dist.BroadcastOptions:
     options = dist.BroadcastOptions()
     options.rootRank = 0
     options.rootTensor = 0
     options.timeout = timedelta(seconds=timeout_s)
-    raw.group.broadcast([payload], options).wait()
+    return options
+
+
+def _broadcast_each(raw: _Raw, tensors: Sequence[torch.Tensor], *, timeout_s: float) -> None:
+    options = _options(timeout_s)
+    for work in [raw.group.broadcast([tensor], options) for tensor in tensors]:
+        work.wait()
+
+
+def _broadcast(raw: _Raw, payload: torch.Tensor, *, timeout_s: float) -> None:
+    raw.group.broadcast([payload], _options(timeout_s)).wait()
     if payload.is_cuda:
         torch.cuda.synchronize(
             payload.device

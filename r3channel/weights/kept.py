@@ -21,7 +21,7 @@ class HostCopy:
     def __init__(self) -> None:
         self.version: int | None = None
         self._buckets: tuple[Bucket, ...] = ()
-        self._digests: tuple[int, ...] = ()
+        self.digests: tuple[int, ...] = ()
         self._committed: list[torch.Tensor] = []
         self._coming: list[torch.Tensor] = []
 
@@ -41,7 +41,7 @@ class HostCopy:
     def commit(self, version: int, buckets: tuple[Bucket, ...], digests: tuple[int, ...]) -> None:
         """What was taken since the last commit is now the committed version."""
         self._committed, self._coming = self._coming, self._committed
-        self.version, self._buckets, self._digests = version, buckets, digests
+        self.version, self._buckets, self.digests = version, buckets, digests
 
     def read(self) -> Iterator[tuple[Bucket, torch.Tensor]]:
         """Every committed bucket with its bytes, in order.
@@ -50,7 +50,7 @@ class HostCopy:
         """
         if self.version is None:
             raise UsageError("nothing was committed yet, so there is no copy to repair an engine from")
-        for index, (bucket, digest) in enumerate(zip(self._buckets, self._digests, strict=True)):
+        for index, (bucket, digest) in enumerate(zip(self._buckets, self.digests, strict=True)):
             payload = self._committed[index]
             if payload_digest(payload) != digest:
                 raise WeightsDiffer(

@@ -128,6 +128,11 @@ class WeightSync:
         """What the engines hold since the last commit, to be written to a file and held against any engine (held.py)."""
         return self._held
 
+    @property
+    def digests(self) -> tuple[int, ...]:
+        """xxh3 of each committed bucket, in order; () without a host copy."""
+        return () if self._copy is None else self._copy.digests
+
     def connect(self, *, timeout_s: float) -> None:
         """Form the groups with all engines. Raises the engine's error, or DeadlineExceeded after `timeout_s`."""
         if self._phase != "new":

@@ -13,12 +13,12 @@ from __future__ import annotations
 import http.client
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from r3channel.errors import ConfigError, DeadlineExceeded, EngineRefused, EngineUnavailable
-from r3channel.weights.buckets import Bucket
+from r3channel.weights.buckets import Bucket, TensorMeta
 
 PauseMode = Literal["retract", "in_place", "abort"]
 
@@ -96,14 +96,30 @@ class EngineClient:
         No version travels here: SGLang would record it as soon as this bucket is in. `flush_cache` drops the KV cache of
         the old weights and is refused, with the weights already changed, while requests run.
         """
-        body = {
-            "names": list(bucket.names),
-            "dtypes": [meta.dtype_name for meta in bucket.tensors],
-            "shapes": [list(meta.shape) for meta in bucket.tensors],
+        self._update(bucket.tensors, group_name, flush_cache, "flattened_bucket", timeout_s)
+
+    def update_tensors(
+        self, tensors: Sequence[TensorMeta], *, group_name: str, flush_cache: bool, timeout_s: float
+    ) -> None:
+        """SGLang's own format, for comparison: one broadcast per tensor, in this order, each in its dtype."""
+        self._update(tensors, group_name, flush_cache, None, timeout_s)
+
+    def _update(
+        self,
+        tensors: Sequence[TensorMeta],
+        group_name: str,
+        flush: bool,
+        load_format: str | None,
+        timeout_s: float,
+    ) -> None:
+        body: dict[str, Any] = {
+            "names": [meta.name for meta in tensors],
+            "dtypes": [meta.dtype_name for meta in tensors],
+            "shapes": [list(meta.shape) for meta in tensors],
             "group_name": group_name,
-            "flush_cache": flush_cache,
-            "load_format": "flattened_bucket",
+            "flush_cache": flush,
         }
+        body |= {} if load_format is None else {"load_format": load_format}
         self._command("/update_weights_from_distributed", body, timeout_s=timeout_s)
 
     def set_version(self, version: int, *, timeout_s: float) -> None:

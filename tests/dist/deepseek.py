@@ -72,6 +72,8 @@ def build(**changes: Any) -> Any:
 
     from r3channel.embedded.megatron_modules import use_local_modules
 
+    from megatron.core import parallel_state as ps
+
     own = config(**changes)
     spec = use_local_modules(get_gpt_decoder_block_spec(own, use_transformer_engine=False))
     mtp = use_local_modules(get_gpt_mtp_block_spec(own, spec, False)) if own.mtp_num_layers else None
@@ -82,6 +84,8 @@ def build(**changes: Any) -> Any:
         max_sequence_length=64,
         position_embedding_type="rope",
         mtp_block_spec=mtp,
+        pre_process=ps.is_pipeline_first_stage(),
+        post_process=ps.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=False,
     )
     fill(model)
@@ -96,6 +100,12 @@ def fill(model: torch.nn.Module) -> None:
     etp: tuple[Any, Any] = ps.get_expert_tensor_parallel_rank(), ps.get_expert_tensor_parallel_world_size()
     first = ps.get_expert_model_parallel_rank() * EXPERTS // ps.get_expert_model_parallel_world_size()
 
+    decoder: Any = model.decoder
+    numbers = [layer.layer_number - 1 for layer in decoder.layers]  # of this stage, counted over the whole model
+
+    def layer(match: re.Match[str]) -> str:
+        return f"decoder.layers.{numbers[int(match[1])]}."
+
     def expert(match: re.Match[str]) -> str:
         return f"local_experts.{int(match[1]) + first}."
 
@@ -104,7 +114,7 @@ def fill(model: torch.nn.Module) -> None:
             if "norm" in name:
                 weight.fill_(1.0)
                 continue
-            name = re.sub(r"local_experts\.(\d+)\.", expert, name)
+            name = re.sub(r"local_experts\.(\d+)\.", expert, re.sub(r"^decoder\.layers\.(\d+)\.", layer, name))
             rank, size = etp if "local_experts" in name else tp
             dim = getattr(weight, "partition_dim", None) if getattr(weight, "tensor_model_parallel", False) else None
             shape = list(weight.shape)
@@ -114,6 +124,7 @@ def fill(model: torch.nn.Module) -> None:
             weight.copy_(whole if dim is None else part(name, whole, dim, rank, size))
         for name, bias in model.named_buffers():
             if name.endswith("expert_bias"):
+                name = re.sub(r"^decoder\.layers\.(\d+)\.", layer, name)
                 seed = zlib.crc32(re.sub(r"\W", "", name).encode())
                 bias.copy_(torch.rand(bias.shape, generator=torch.Generator().manual_seed(seed)) * 0.2)
 

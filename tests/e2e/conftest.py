@@ -78,7 +78,8 @@ def _scrape(child: subprocess.Popen[str], endpoints: Path, pages: dict[str, list
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The default run: DP2 x TP2 with sequence parallelism, three steps, everything written."""
     folder = tmp_path_factory.mktemp("demo")
-    return run(folder, "--steps", "3", "--report", "report", "--dump", "dump", "--record", "record")
+    written = ("--report", "report", "--dump", "dump", "--record", "record", "--export", "export")
+    return run(folder, "--steps", "3", *written, "--weights-manifest", "committed.json")
 
 
 @pytest.fixture(scope="session")

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file
 
+from r3channel.embedded.sglang import environment
 from r3channel.metrics import METRICS
+from r3channel.weights.digests import EngineChecksums
+from r3channel.weights.held import HeldWeights
 from tests.e2e.conftest import Run, RunDemo
 
 pytestmark = pytest.mark.e2e
@@ -89,6 +95,46 @@ def test_rows_carry_the_weight_version_that_made_them(demo: Run) -> None:
     assert demo.result["weight_versions"] == [0, 1, 2, 3] and demo.result["weights_verified"] >= 4
     # The loop is one step off: step 1 was generated beside the training of step 0, so before its update.
     assert [versions(step) for step in range(3)] == [{0}, {0}, {1}]
+
+
+def test_the_engine_answers_as_the_trainers_weights_do(demo: Run) -> None:
+    """Greedy tokens equal those of transformers on the exported weights; every byte is the trainer's, routers included."""
+    folder = demo.folder / "export"
+    (engine,) = json.loads((folder / "engines.json").read_text()).values()
+    exported = EngineChecksums()
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        exported.add(name, tensor)
+    assert engine["version"] == "3" and engine["checksums"] == exported.result()
+    assert sum(name.endswith("mlp.gate.weight") for name in engine["checksums"]) == len(LAYERS)
+
+    held = HeldWeights.read(demo.folder / "committed.json")
+    assert held.version == 3 and held.engine == engine["checksums"]
+
+    command = [sys.executable, str(Path(__file__).with_name("greedy_reference.py")), str(folder)]
+    answers = json.dumps(engine["greedy"]) + "\n"
+    done = subprocess.run(
+        command, input=answers, env=environment(r3channel=False), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout) == [answer for _, answer in engine["greedy"]]
+
+
+def test_the_trainer_knows_how_stale_each_row_was(demo: Run) -> None:
+    """Step 0 is fresh; the loop is one step off, so the rows of steps 1 and 2 are one update behind."""
+    rows = demo.result["rows_by_staleness"]
+    assert rows["0"] > 0 and rows["1"] > rows["0"] and sum(rows.values()) == rows["0"] + rows["1"]
+    assert sum(rows.values()) == 2 * demo.result["rows"]  # both TP ranks of each DP rank see its samples
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("bound", "code"), [("1", 0), ("0", 1)])
+def test_a_bound_on_staleness_refuses_a_loop_that_runs_ahead(tmp_path: Path, bound: str, code: int) -> None:
+    command = [sys.executable, "-m", "r3channel.cli", "demo", "--steps", "2", "--samples", "8", "--json"]
+    command += ["--layout", "dp=1,tp=1,pp=1,cp=1", "--r3-max-staleness", bound, "--r3-on-stale", "reject"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path)
+    assert bool(done.returncode) == bool(code)
+    assert ("RowsStale" in done.stderr) == bool(code)
 
 
 def samples_of(page: str) -> dict[str, float]:

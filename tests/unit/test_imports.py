@@ -43,7 +43,7 @@ PLACES = {
     "megatron": ("trainer/megatron.py", "weights/convert.py", "embedded/"),
     "mbridge": ("weights/convert.py", "embedded/"),
     "ray": ("relay/actor.py", "relay/placement.py", "transport/object_store.py", "integrations/"),
-    "torch.distributed": ("transport/", "weights/", "embedded/"),
+    "torch.distributed": ("transport/", "weights/", "embedded/", "bench/weight_receiver.py"),
     "prometheus_client": ("metrics.py",),
 }
 

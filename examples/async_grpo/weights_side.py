@@ -1,0 +1,78 @@
+"""The way back: the trainer's weights to the engines after every step, and a copy of them for a look from outside."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import urllib.request
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from r3channel.weights.expected import checkpoint_shapes
+from r3channel.weights.session import UpdateReport, WeightSync
+from r3channel.weights.sglang import EngineClient
+
+WEIGHT_TIMEOUT_S = 120.0
+GREEDY_PROMPTS = ([5, 6, 7, 8, 9, 10, 11, 12], [301, 17, 44, 260, 8, 99], [400, 401, 402])
+GREEDY_TOKENS = 12
+
+Weights = Iterable[tuple[str, torch.Tensor]]
+
+
+class Publisher:
+    """What the first trainer rank holds. Every push is verified by the engines' own checksums before it is committed."""
+
+    def __init__(self, urls: list[str], *, model: str, bucket_bytes: int, manifest: str | None) -> None:
+        """`model`: the checkpoint that the engines were started from. `manifest`: file that tells what was committed."""
+        self._manifest = manifest
+        self._sync = WeightSync(
+            urls, bucket_bytes=bucket_bytes, verify=True, keep_copy=True, expected=checkpoint_shapes(model)
+        )
+        self._sync.connect(timeout_s=WEIGHT_TIMEOUT_S)
+
+    def push(self, weights: Weights, version: int) -> UpdateReport:
+        report = self._sync.update(weights, version=version, timeout_s=WEIGHT_TIMEOUT_S)
+        if self._manifest is not None and self._sync.held is not None:
+            self._sync.held.write(self._manifest)
+        return report
+
+    def close(self) -> None:
+        self._sync.close()
+
+
+def export(weights: Weights, folder: Path, *, model: Path) -> None:
+    """The trainer's weights as a Hugging Face folder, with the configuration and tokenizer of `model`."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in model.glob("*.json"):
+        shutil.copy(path, folder)
+    tensors = {name: tensor.detach().clone().contiguous() for name, tensor in weights}
+    save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
+
+
+def ask_engines(urls: list[str]) -> dict[str, Any]:
+    """By engine: its version, its parameters' checksums, and what it answers greedily to a few prompts."""
+    return {url: _ask_engine(EngineClient(url)) for url in urls}
+
+
+def _ask_engine(client: EngineClient) -> dict[str, Any]:
+    answers = [_greedy(client.url, prompt) for prompt in GREEDY_PROMPTS]
+    return {
+        "version": client.weight_version(timeout_s=WEIGHT_TIMEOUT_S),
+        "checksums": client.weight_checksums(timeout_s=WEIGHT_TIMEOUT_S),
+        "greedy": [[prompt, output] for prompt, output in zip(GREEDY_PROMPTS, answers, strict=True)],
+    }
+
+
+def _greedy(url: str, prompt: list[int]) -> list[int]:
+    sampling = {"temperature": 0, "max_new_tokens": GREEDY_TOKENS, "ignore_eos": True}
+    body = json.dumps({"input_ids": prompt, "sampling_params": sampling}).encode()
+    request = urllib.request.Request(
+        url + "/generate", data=body, headers={"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=WEIGHT_TIMEOUT_S) as reply:
+        return json.loads(reply.read())["output_ids"]

@@ -1,0 +1,132 @@
+"""`r3channel bench weights`: the reverse path beside SGLang's own per-tensor update and beside a raw gloo broadcast.
+
+Each part adds its keys to one result, so that a path that another module measures is one more entry of `PARTS`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from r3channel.bench import weight_engine, weight_wire
+
+TARGETS = {"vs_per_tensor": 4.0, "of_raw_gloo": 0.5, "wire_of_raw_gloo": 0.9}
+
+Result = dict[str, Any]
+Part = Callable[[Path, bool], Result]
+
+
+def run(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="r3channel bench weights", description=__doc__)
+    parser.add_argument(
+        "--quick", action="store_true", help="64 MB and few rounds: shows that it runs, not how fast"
+    )
+    parser.add_argument("--only", choices=sorted(PARTS), action="append", help="repeatable; all by default")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args(argv)
+    result = measure(quick=options.quick, only=options.only)
+    print(json.dumps(result) if options.json else _text(result))
+    return 0
+
+
+def measure(*, quick: bool, only: Sequence[str] | None = None) -> Result:
+    """All parts, or those named, merged into one object: paths, limit, ratio, and details by part."""
+    torch.set_num_threads(1)  # the sender's threads and the receiver share the machine; so do a trainer's
+    result: Result = {"targets": TARGETS, "quick": quick}
+    with tempfile.TemporaryDirectory(prefix="r3channel-bench-") as folder:
+        for name in only or PARTS:
+            _merge(result, PARTS[name](Path(folder), quick))
+    return result
+
+
+def engine(folder: Path, quick: bool) -> Result:
+    """Per tensor against flattened, on a real engine."""
+    found = weight_engine.measure(folder, pairs=3 if quick else 12)
+    wall_s, gigabytes = found["wall_s"], found["bytes"] / 1e9
+    return {
+        "paths": {
+            name: {"wall_s": wall_s[name], "gbps": gigabytes / wall_s[name]}
+            for name in ("per_tensor", "flattened")
+        },
+        "ratio": {"vs_per_tensor": found["vs_per_tensor"]},
+        "engine": found,
+    }
+
+
+def wire(folder: Path, quick: bool) -> Result:
+    """A whole update without the engine's loading, against a raw broadcast of the same bytes."""
+    found = weight_wire.measure(total_bytes=(64 if quick else 512) << 20, rounds=3 if quick else 20)
+    seconds = {name: values["wall_s"] for name, values in found["variants"].items()}
+    limit_s = min(seconds["raw"], seconds["raw_buckets"])
+    return {
+        "limit": {"raw_gloo_gbps": found["bytes"] / 1e9 / limit_s},
+        "ratio": {
+            "of_raw_gloo": limit_s / seconds["digests"],
+            "wire_of_raw_gloo": limit_s / found["variants"]["wire"]["wire_s"],
+        },
+        "ablation": {
+            "packed_of_raw": limit_s / seconds["packed"],
+            "digests_of_raw": limit_s / seconds["digests"],
+            "checked_for_nan_of_raw": limit_s / seconds["checked"],
+            "depth_1_of_raw": limit_s / seconds["depth_1"],
+        },
+        "wire": found,
+    }
+
+
+def links(folder: Path, quick: bool) -> Result:
+    """A group for each of two receivers against one for both."""
+    return {
+        "links_s": weight_wire.measure_links(
+            total_bytes=(32 if quick else 256) << 20, rounds=3 if quick else 10
+        )
+    }
+
+
+def surgical(folder: Path, quick: bool) -> Result:
+    """One of two real engines filled alone, beside the other one's request latency."""
+    return {"surgical": weight_engine.measure_surgical(folder)}
+
+
+PARTS: dict[str, Part] = {"engine": engine, "wire": wire, "links": links, "surgical": surgical}
+"""Name -> what measures it. Each returns keys of the result; dictionaries of equal name are joined."""
+
+
+def _merge(result: Result, found: Result) -> None:
+    for key, value in found.items():
+        if isinstance(value, dict) and isinstance(result.get(key), dict):
+            result[key] |= value
+        else:
+            result[key] = value
+
+
+def _text(result: Result) -> str:
+    lines = []
+    for name, path in result.get("paths", {}).items():
+        lines.append(f"{name:14s} {path['wall_s'] * 1e3:8.1f} ms  {path['gbps']:.3f} GB/s")
+    for name, value in result.get("ratio", {}).items():
+        target = f"  (target {TARGETS[name]:g})" if name in TARGETS else ""
+        lines.append(f"{name:20s} {value:.2f}{target}")
+    if "limit" in result:
+        lines.append(f"raw gloo broadcast   {result['limit']['raw_gloo_gbps']:.2f} GB/s")
+    for name in ("ablation", "links_s"):
+        if name in result:
+            lines.append(f"{name}: " + ", ".join(f"{key} {value:.3f}" for key, value in result[name].items()))
+    if "surgical" in result:
+        lines.append(_latency_line(result["surgical"]))
+    return "\n".join(lines)
+
+
+def _latency_line(found: Result) -> str:
+    quiet, busy = found["undisturbed"], found["while_the_other_is_filled"]
+    return (
+        f"one engine filled alone in {found['update_one_s'] * 1e3:.0f} ms, {found['updates']} times; the other's requests: "
+        f"p50 {quiet['p50_s'] * 1e3:.1f} -> {busy['p50_s'] * 1e3:.1f} ms, p95 {quiet['p95_s'] * 1e3:.1f} -> "
+        f"{busy['p95_s'] * 1e3:.1f} ms"
+    )

@@ -1,0 +1,159 @@
+"""What is hashed, kept, written and looked through on the trainer's side of a weight update. No engine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from r3channel.cli import main
+from r3channel.errors import ConfigError, ManifestMismatch, UsageError, WeightsDiffer
+from r3channel.report.weights import compare
+from r3channel.weights.buckets import Bucket, Manifest, TensorMeta, pack
+from r3channel.weights.convert import te_name
+from r3channel.weights.digests import EngineChecksums, payload_digest, tensor_checksum
+from r3channel.weights.expected import checkpoint_shapes
+from r3channel.weights.finite import first_nonfinite
+from r3channel.weights.held import HeldWeights
+from r3channel.weights.kept import HostCopy
+
+Named = dict[str, torch.Tensor]
+
+
+def packed(named: Named) -> tuple[Bucket, torch.Tensor]:
+    bucket = Bucket.of([TensorMeta.of(name, tensor) for name, tensor in named.items()])
+    room = torch.empty(bucket.payload_bytes, dtype=torch.uint8)
+    return bucket, pack(bucket, [named[name] for name in bucket.names], room)
+
+
+def sha(*tensors: torch.Tensor) -> str:
+    whole = b"".join(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes() for tensor in tensors)
+    return hashlib.sha256(whole).hexdigest()[:16]
+
+
+def test_fused_parameters_are_hashed_in_the_engines_order_whatever_order_the_parts_come_in() -> None:
+    head = "model.layers.0"
+    parts = {
+        name: torch.randn(3, 4) for name in ("q", "k", "v", "gate", "up", "g0", "u0", "d0", "g1", "u1", "d1")
+    }
+    sums = EngineChecksums()
+    given = {
+        f"{head}.self_attn.v_proj.weight": "v", f"{head}.self_attn.q_proj.weight": "q",
+        f"{head}.self_attn.k_proj.weight": "k", f"{head}.mlp.up_proj.weight": "up", f"{head}.mlp.gate_proj.weight": "gate",
+        f"{head}.mlp.experts.1.up_proj.weight": "u1", f"{head}.mlp.experts.1.down_proj.weight": "d1",
+        f"{head}.mlp.experts.1.gate_proj.weight": "g1", f"{head}.mlp.experts.0.up_proj.weight": "u0",
+        f"{head}.mlp.experts.0.gate_proj.weight": "g0", f"{head}.mlp.experts.0.down_proj.weight": "d0",
+    }  # fmt: skip
+    for name, part in given.items():
+        sums.add(name, parts[part])
+    p = parts
+    assert sums.result() == {
+        f"{head}.self_attn.qkv_proj.weight": sha(p["q"], p["k"], p["v"]),
+        f"{head}.mlp.gate_up_proj.weight": sha(p["gate"], p["up"]),
+        f"{head}.mlp.experts.w13_weight": sha(p["g0"], p["u0"], p["g1"], p["u1"]),
+        f"{head}.mlp.experts.w2_weight": sha(p["d0"], p["d1"]),
+    }
+
+
+def test_a_part_without_its_fellows_keeps_its_own_name() -> None:
+    """DeepSeek-V2-Lite has q_proj without k_proj, and kv_a_proj_with_mqa without q_a_proj."""
+    sums, named = (
+        EngineChecksums(),
+        {f"a.{part}.weight": torch.randn(2) for part in ("q_proj", "kv_a_proj_with_mqa")},
+    )
+    for name, tensor in named.items():
+        sums.add(name, tensor)
+    assert sums.result() == {name: tensor_checksum(tensor) for name, tensor in named.items()}
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
+)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_the_tensor_with_a_number_that_is_none_is_named(dtype: torch.dtype, bad: float) -> None:
+    if dtype is torch.float8_e4m3fn:
+        bad = float("nan")  # it has no infinity
+    named = {
+        "ids": torch.arange(5), "empty": torch.zeros(0, dtype=dtype), "a": torch.ones(7, dtype=dtype),
+        "b": torch.ones(9).to(dtype), "scalar": torch.tensor(1.0).to(dtype),
+    }  # fmt: skip
+    assert first_nonfinite(*packed(named)) is None
+    named["b"] = torch.tensor([1.0] * 8 + [bad]).to(dtype)
+    found = first_nonfinite(*packed(named))
+    assert found is not None and found.name == "b"
+
+
+def test_large_finite_numbers_are_no_infinity() -> None:
+    assert (
+        first_nonfinite(*packed({"a": torch.full((1000,), torch.finfo(torch.bfloat16).max).bfloat16()}))
+        is None
+    )
+
+
+def test_the_host_copy_gives_the_committed_bytes_while_the_next_version_is_packed() -> None:
+    copy = HostCopy()
+    with pytest.raises(UsageError, match="nothing was committed"):
+        next(copy.read())
+    for version in (1, 2):
+        bucket, payload = packed({"a": torch.full((4,), float(version))})
+        room = copy.take(0, bucket.payload_bytes)
+        room.copy_(payload)
+        if version == 1:
+            copy.commit(1, (bucket,), (payload_digest(room),))
+    ((_, held),) = copy.read()
+    assert held.view(torch.float32).tolist() == [1.0] * 4 and copy.payload_bytes == 16
+    held[3] += 1
+    with pytest.raises(WeightsDiffer, match=r"bucket 0 \(1 tensors, 16 bytes, first a\)"):
+        next(copy.read())
+
+
+def test_names_and_shapes_of_a_checkpoint_come_from_its_headers(tmp_path: Path) -> None:
+    save_file(
+        {"a": torch.zeros(2, 3), "s": torch.tensor(1.0)},
+        tmp_path / "one.safetensors",
+        metadata={"format": "pt"},
+    )
+    save_file({"b": torch.zeros(0, 4)}, tmp_path / "two.safetensors")
+    assert checkpoint_shapes(tmp_path) == {"a": (2, 3), "s": (), "b": (0, 4)}
+    (tmp_path / "two.safetensors").write_bytes(b"\xff" * 64)
+    with pytest.raises(ConfigError, match=r"two\.safetensors"):
+        checkpoint_shapes(tmp_path)
+    with pytest.raises(ConfigError, match="holds no"):
+        checkpoint_shapes(tmp_path / "nowhere")
+
+
+def test_the_file_of_committed_weights_comes_back_and_nothing_else_is_taken_for_one(tmp_path: Path) -> None:
+    bucket, _ = packed({"a": torch.zeros(2, 3), "b": torch.zeros(4).bfloat16()})
+    held = HeldWeights.of(Manifest.of([bucket]), version=7, engine={"a": "0123456789abcdef"})
+    path = tmp_path / "committed.json"
+    held.write(path)
+    assert HeldWeights.read(path) == held and not path.with_suffix(".json.new").exists()
+    for text in ("", "[]", "{}", json.dumps({**json.loads(path.read_text()), "r3channel_weights": 2})):
+        path.write_text(text)
+        with pytest.raises(ManifestMismatch, match="no manifest"):
+            HeldWeights.read(path)
+
+
+def test_a_comparison_names_what_differs_lacks_and_is_too_much() -> None:
+    found = compare(
+        {"same": "1", "other": "2", "lost": "3"}, {"same": "1", "other": "9", "extra": "4"}, engine="e"
+    )
+    assert [(row.name, row.expected, row.found) for row in found] == [
+        ("extra", None, "4"), ("lost", "3", None), ("other", "2", "9"),
+    ]  # fmt: skip
+
+
+def test_one_engine_without_a_manifest_is_no_comparison(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["weights", "verify", "--engine", "http://127.0.0.1:9"]) == 2
+    assert main(["weights", "verify", "--engine", "http://127.0.0.1:9", "--manifest", "/nowhere.json"]) == 2
+    assert "no manifest of committed weights" in capsys.readouterr().err
+
+
+def test_norms_of_latent_attention_have_other_names() -> None:
+    name = "decoder.layers.1.input_layernorm.weight"
+    assert te_name(name, latent=True) == name
+    assert te_name(name) == "decoder.layers.1.self_attention.linear_qkv.layer_norm_weight"
