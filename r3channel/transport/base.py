@@ -71,6 +71,18 @@ class Transport(Protocol):
         ...
 
 
+class Collective(Transport, Protocol):
+    """A transport whose ranks can also all do one thing at once. Every rank calls with the same arguments, in one order."""
+
+    def broadcast(self, root: int, data_N: torch.Tensor, *, timeout_s: float) -> None:
+        """All ranks end with the contiguous uint8 bytes of `root`, of the same size everywhere. Errors as in `send`."""
+        ...
+
+    def largest(self, value: int, *, timeout_s: float) -> int:
+        """The largest `value` that any rank gave. Errors as in `send`."""
+        ...
+
+
 def open_store(interface: str) -> RendezvousStore:
     """The store of a relay whose groups use gloo or NCCL; listens on `interface` only until it is closed."""
     from r3channel.transport.process_group import RendezvousStore

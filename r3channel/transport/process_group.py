@@ -49,7 +49,7 @@ class RendezvousStore:
 
 
 class ProcessGroupTransport:
-    """See `transport.base.Transport`. gloo moves host tensors, NCCL tensors of the current CUDA device."""
+    """See `transport.base.Collective`. gloo moves host tensors, NCCL tensors of the current CUDA device."""
 
     def __init__(self, rendezvous: Rendezvous, *, timeout_s: float) -> None:
         self.epoch, self.rank, self.world_size = rendezvous.epoch, rendezvous.rank, rendezvous.world_size
@@ -108,6 +108,23 @@ class ProcessGroupTransport:
             timeout_s,
             f"receive {len(out_N)} bytes from rank {src}",
         )
+
+    def broadcast(self, root: int, data_N: torch.Tensor, *, timeout_s: float) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = root, 0
+        options.timeout = timedelta(seconds=timeout_s)
+        what = f"broadcast {len(data_N)} bytes of rank {root}"
+        self._finish(lambda group: group.broadcast([data_N], options), timeout_s, what)
+
+    def largest(self, value: int, *, timeout_s: float) -> int:
+        word = torch.tensor([value], device="cuda" if self._nccl else "cpu")
+        options: Any = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX
+        options.timeout = timedelta(seconds=timeout_s)
+        self._finish(
+            lambda group: group.allreduce([word], options), timeout_s, "compare a number with all ranks"
+        )
+        return int(word)
 
     def _finish(self, start: Any, timeout_s: float, what: str) -> None:
         group = self._group  # once: `abort` may come from another thread

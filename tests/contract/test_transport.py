@@ -19,7 +19,7 @@ from r3channel.errors import DeadlineExceeded, TransportError, UsageError
 from r3channel.transport.base import Rendezvous, Transport, join
 from r3channel.transport.process_group import RendezvousStore
 
-BACKENDS = ("loopback", "gloo", "shm")
+BACKENDS = ("loopback", "gloo", "shm", pytest.param("nixl", marks=pytest.mark.full))
 TIMEOUT_S = 20.0
 Joiner = Callable[..., list[Transport]]
 
@@ -27,7 +27,7 @@ Joiner = Callable[..., list[Transport]]
 @pytest.fixture(params=BACKENDS)
 def rendezvous(request: pytest.FixtureRequest) -> Callable[[int, int, int], Rendezvous]:
     name = uuid.uuid4().hex
-    store = RendezvousStore("127.0.0.1") if request.param == "gloo" else None
+    store = RendezvousStore("127.0.0.1") if request.param in ("gloo", "nixl") else None
 
     def make(rank: int, world_size: int, epoch: int = 1) -> Rendezvous:
         return Rendezvous(
