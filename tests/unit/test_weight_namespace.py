@@ -231,3 +231,17 @@ def test_the_model_shape_is_read_from_the_hugging_face_config() -> None:
         "num_experts": 128,
     }
     assert ModelShape.from_hf_config(config) == ModelShape(heads=32, kv_heads=4, head_dim=128, experts=128)
+
+
+def test_every_piece_is_that_part_of_the_tensor_that_its_name_and_box_say() -> None:
+    model, rank = hf_model(), RankOf(tp=1, tp_size=4, ep=0, ep_size=2)
+    sides = [
+        (MegatronNames(SHAPE, RankOf(tp=1, tp_size=2)), megatron_rank(model, 1, 2)),
+        (FusedNames(SHAPE, rank), engine_rank(model, rank, fill=True)),
+    ]
+    for names, parameters in sides:
+        for name, parts in convert_all(names, parameters.items()).items():
+            for box, tensor in parts:
+                assert torch.equal(model[name][box.within(Box.whole(model[name].shape))], tensor.float()), (
+                    name
+                )
