@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
 
+from r3channel.transport.base import Rendezvous, Transport, join
 from r3channel.weights.geometry import Box, Layout, grid_boxes
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.shardmap import ShardMap
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.float16)
+TIMEOUT_S = 20.0
 Held = dict[str, list[tuple[Box, torch.Tensor]]]
 
 
@@ -116,3 +121,21 @@ def side(
         parts[axis] = len(ranks)
         rows.append((meta, Layout.of(shape, zip(ranks, grid_boxes(shape, parts), strict=True))))
     return ShardMap(rows)
+
+
+def on_threads(world_size: int, work: Callable[[Transport], Any]) -> list[Any]:
+    """`work` on every rank of a loopback group; an error is returned in its rank's place."""
+    name = uuid.uuid4().hex
+
+    def rank_main(rank: int) -> Any:
+        rendezvous = Rendezvous(backend="loopback", name=name, epoch=1, rank=rank, world_size=world_size)
+        transport = join(rendezvous, timeout_s=TIMEOUT_S)
+        try:
+            return work(transport)
+        except Exception as error:
+            return error
+        finally:
+            transport.close()
+
+    with ThreadPoolExecutor(world_size) as pool:
+        return list(pool.map(rank_main, range(world_size)))

@@ -102,6 +102,18 @@ class Transport(ABC):
         """Leave in good order; idempotent. Everything that was started has been waited for."""
 
 
+class Collective(Transport):
+    """A transport whose ranks can also all do one thing at once. Every rank calls with the same arguments, in one order."""
+
+    @abstractmethod
+    def broadcast(self, root: int, data_N: torch.Tensor, *, timeout_s: float) -> None:
+        """All ranks end with the contiguous uint8 bytes of `root`, of the same size everywhere. Errors as in `send`."""
+
+    @abstractmethod
+    def largest(self, value: int, *, timeout_s: float) -> int:
+        """The largest `value` that any rank gave. Errors as in `send`."""
+
+
 def open_store(interface: str) -> RendezvousStore:
     """The store of a relay whose groups use gloo or NCCL; listens on `interface` only until it is closed."""
     from r3channel.transport.process_group import RendezvousStore
@@ -128,6 +140,10 @@ def join(rendezvous: Rendezvous, *, timeout_s: float, mail: Mail | None = None) 
         from r3channel.transport.shared_memory import SharedMemoryTransport
 
         return SharedMemoryTransport(rendezvous, timeout_s=timeout_s)
+    if rendezvous.backend == "nixl":
+        from r3channel.transport.one_sided import OneSidedTransport
+
+        return OneSidedTransport(rendezvous, timeout_s=timeout_s)
     from r3channel.transport.process_group import ProcessGroupTransport
 
     return ProcessGroupTransport(rendezvous, timeout_s=timeout_s)

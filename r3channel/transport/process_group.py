@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from r3channel.errors import DeadlineExceeded, TransportError, UsageError
-from r3channel.transport.base import Pending, Rendezvous, Transport
+from r3channel.transport.base import Collective, Pending, Rendezvous
 
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _POLL_S = 0.0005
@@ -49,8 +49,8 @@ class RendezvousStore:
         self._store = None
 
 
-class ProcessGroupTransport(Transport):
-    """See `transport.base.Transport`. gloo moves host tensors, NCCL tensors of the current CUDA device."""
+class ProcessGroupTransport(Collective):
+    """See `transport.base.Collective`. gloo moves host tensors, NCCL tensors of the current CUDA device."""
 
     def __init__(self, rendezvous: Rendezvous, *, timeout_s: float) -> None:
         self.epoch, self.rank, self.world_size = rendezvous.epoch, rendezvous.rank, rendezvous.world_size
@@ -106,6 +106,22 @@ class ProcessGroupTransport(Transport):
     def start_recv(self, src: int, out_N: torch.Tensor) -> Pending:
         what = f"receive {len(out_N)} bytes from rank {src}"
         return self._start(lambda group: group.recv([out_N], src, 0), what)
+
+    def broadcast(self, root: int, data_N: torch.Tensor, *, timeout_s: float) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = root, 0
+        options.timeout = timedelta(seconds=timeout_s)
+        what = f"broadcast {len(data_N)} bytes of rank {root}"
+        self._start(lambda group: group.broadcast([data_N], options), what).wait(timeout_s=timeout_s)
+
+    def largest(self, value: int, *, timeout_s: float) -> int:
+        word = torch.tensor([value], device="cuda" if self._nccl else "cpu")
+        options: Any = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX
+        options.timeout = timedelta(seconds=timeout_s)
+        what = "compare a number with all ranks"
+        self._start(lambda group: group.allreduce([word], options), what).wait(timeout_s=timeout_s)
+        return int(word)
 
     def _start(self, start: Callable[[Any], Any], what: str) -> _Operation:
         group = self._group  # once: `abort` may come from another thread

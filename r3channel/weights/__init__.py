@@ -6,6 +6,18 @@
     sglang    the HTTP contract of one engine
     session   one update as a transaction over all of them
 
+Beside the broadcast, the exact way, where each rank sends what another rank needs and no more:
+
+    namespace   fused parameters of both sides -> parts of Hugging Face tensors
+    manifest    names, dtypes, shapes and places of tensors; its digest     geometry    boxes and layouts
+    shardmap    who holds what, over all ranks of a side                    registry    engines, leases, epochs, versions
+    reshard     the plan: source map + target map -> operations             senders     balanced by bytes
+    schedule    who meets whom in which round                               messages    operations -> buckets
+    resharder   runs a plan over a transport                                hierarchy   once per node, then inside it
+    push        runs a plan one-sided, without replies                      pipeline    every rank feeds its share to all
+    colocated, lending, refit   through memory that trainer and engine share
+    agreement, finite, receiver   plan hashes and votes; NaN and Inf; into an engine's parameters
+
 Nothing is imported here, so that each place loads only what it uses.
 """
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Literal
 
+import numpy as np
 import torch
 
 from r3channel.errors import NonFiniteWeights
@@ -16,6 +17,19 @@ OnNonfinite = Literal["error", "allow"]
 
 _WIDENED = {torch.float8_e4m3fn: torch.float16, torch.float8_e5m2: torch.float32}
 """Types without `aminmax`, and one that holds all their values."""
+
+_FIRST_NOT_FINITE: Mapping[torch.dtype, int] = {
+    torch.float64: 0x7FF0_0000_0000_0000,
+    torch.float32: 0x7F80_0000,
+    torch.float16: 0x7C00,
+    torch.bfloat16: 0x7F80,
+    torch.float8_e5m2: 0x7C,
+    torch.float8_e4m3fn: 0x7F,  # has no Inf; NaN is all ones below the sign (OCP 8-bit floating point)
+}
+"""The smallest bit pattern, without sign, that is NaN or Inf; all patterns above are, too."""
+
+_SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 def check_finite(named: Sequence[tuple[str, torch.Tensor]], *, where: str) -> None:
@@ -60,8 +74,26 @@ def _runs(bucket: Bucket) -> Iterator[tuple[torch.dtype, list[tuple[TensorMeta, 
 
 
 def _finite(values: torch.Tensor) -> torch.Tensor:
-    """A bool on the tensor's device. NaN survives both minimum and maximum, so two numbers tell."""
-    if values.numel() == 0:
-        return torch.ones((), dtype=torch.bool, device=values.device)
+    """A bool on the tensor's device."""
+    if values.numel() == 0 or values.device.type == "cpu":
+        return torch.tensor(_finite_on_host(values))
+    return _finite_on_device(values)
+
+
+def _finite_on_device(values: torch.Tensor) -> torch.Tensor:
+    """NaN survives both minimum and maximum, so two numbers tell. Not run on a GPU; on a CPU it is slow and right."""
     low, high = torch.aminmax(values.to(_WIDENED.get(values.dtype, values.dtype)))
     return torch.isfinite(low) & torch.isfinite(high)
+
+
+def _finite_on_host(values: torch.Tensor) -> bool:
+    """Two maxima over the bits and no temporary: torch's isfinite is some 20 times slower for bfloat16 on a CPU.
+
+    Read as signed integers the largest positive pattern wins, read as unsigned the largest negative one.
+    """
+    if values.numel() == 0:
+        return True
+    first, size = _FIRST_NOT_FINITE[values.dtype], values.dtype.itemsize
+    signed = values.detach().view(_SIGNED[size]).numpy()
+    unsigned_limit = first + (1 << (8 * size - 1))
+    return int(signed.max()) < first and int(signed.view(_UNSIGNED[size]).max()) < unsigned_limit

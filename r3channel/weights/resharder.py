@@ -109,7 +109,7 @@ class _Exchange:
         self._plan, self._transport = owner._plan, owner._transport
         self._messages, self._free = owner._messages, list(owner._buffers)
         self._refuse = owner._on_nonfinite == "error"
-        self._source, self._target = _Held(source, "source"), _Held(target, "target")
+        self._source, self._target = Held(source, "source"), Held(target, "target")
         self._limit = limit
         self._failure: WeightsError | None = None
         self._pending: deque[_Pending] = deque()
@@ -193,7 +193,7 @@ class _Exchange:
         return max(0.001, self._limit - time.monotonic())
 
 
-class _Held:
+class Held:
     """A rank's tensors, found by name and box."""
 
     def __init__(self, shards: Shards, side: str) -> None:

@@ -20,7 +20,7 @@ from r3channel.transport.base import Rendezvous, Transport, join
 from r3channel.transport.object_store import Mailbox
 from r3channel.transport.process_group import RendezvousStore
 
-BACKENDS = ("loopback", "gloo", "object_store", "shm")
+BACKENDS = ("loopback", "gloo", "object_store", "shm", pytest.param("nixl", marks=pytest.mark.full))
 TIMEOUT_S = 20.0
 Joiner = Callable[..., list[Transport]]
 
@@ -28,7 +28,7 @@ Joiner = Callable[..., list[Transport]]
 @pytest.fixture(params=BACKENDS)
 def rendezvous(request: pytest.FixtureRequest) -> Callable[..., Rendezvous]:
     name = uuid.uuid4().hex
-    store = RendezvousStore("127.0.0.1") if request.param == "gloo" else None
+    store = RendezvousStore("127.0.0.1") if request.param in ("gloo", "nixl") else None
 
     def make(rank: int, world_size: int, epoch: int = 1) -> Rendezvous:
         return Rendezvous(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -22,7 +20,7 @@ from r3channel.errors import (
     UsageError,
     WeightsCorrupt,
 )
-from r3channel.transport.base import Rendezvous, Transport, join
+from r3channel.transport.base import Transport
 from r3channel.weights.agreement import agree_on_smallest
 from r3channel.weights.geometry import Box, Layout
 from r3channel.weights.manifest import TensorMeta
@@ -30,9 +28,8 @@ from r3channel.weights.messages import in_order, messages
 from r3channel.weights.reshard import RankPlan, plan_reshard
 from r3channel.weights.resharder import Resharder, ReshardReport
 from r3channel.weights.shardmap import ShardMap
-from tests.reshard_cases import Held, cases, equals_oracle, held, side
+from tests.reshard_cases import TIMEOUT_S, Held, cases, equals_oracle, held, on_threads, side
 
-TIMEOUT_S = 20.0
 Case = tuple[ShardMap, ShardMap, int]
 MODEL = [
     ("embed.weight", torch.bfloat16, (23, 6)),
@@ -48,24 +45,6 @@ MODEL = [
 def plans(case: Case) -> list[RankPlan]:
     source, target, world_size = case
     return [plan_reshard(source, target, rank=rank, world_size=world_size) for rank in range(world_size)]
-
-
-def on_threads(world_size: int, work: Callable[[Transport], Any]) -> list[Any]:
-    """`work` on every rank of a loopback group; an error is returned in its rank's place."""
-    name = uuid.uuid4().hex
-
-    def rank_main(rank: int) -> Any:
-        rendezvous = Rendezvous(backend="loopback", name=name, epoch=1, rank=rank, world_size=world_size)
-        transport = join(rendezvous, timeout_s=TIMEOUT_S)
-        try:
-            return work(transport)
-        except Exception as error:
-            return error
-        finally:
-            transport.close()
-
-    with ThreadPoolExecutor(world_size) as pool:
-        return list(pool.map(rank_main, range(world_size)))
 
 
 def reshard(

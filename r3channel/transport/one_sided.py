@@ -1,0 +1,217 @@
+"""Transport by one-sided writes: backend `nixl`. The sender writes into the receiver's registered memory and notifies it.
+
+Read against nixl-cu12 1.5.1 (extra `onesided`); relied on: `nixl_agent`, `register_memory`, `get_agent_metadata`,
+`add_remote_agent`, `get_xfer_descs`, `initialize_xfer`, `transfer`, `check_xfer_state`, `send_notif`, `get_new_notifs`.
+It runs without a GPU and without RDMA: UCX then uses shared memory or TCP. RDMA hardware was never run. Which interfaces
+UCX opens is UCX's own configuration (UCX_NET_DEVICES, UCX_TLS), not ours.
+
+Every rank registers one inbox with a ring of chunks per sender; addresses are exchanged once, at the join, through the
+relay's store. A chunk is free again when its reader says so. There is no notice of a process that dies without a word:
+its peers end by their deadline.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from r3channel.errors import ConfigError, DeadlineExceeded, TransportError
+from r3channel.transport.base import Deferred, Pending, Rendezvous, Transport
+
+CHUNK_BYTES = 4 << 20
+CHUNKS = 4
+_POLL_S = 0.0001
+_ABORT = b"abort"
+
+
+class OneSidedTransport(Transport):
+    """See `transport.base.Transport`. Moves host tensors; a message of another size than expected is an error here."""
+
+    def __init__(self, rendezvous: Rendezvous, *, timeout_s: float) -> None:
+        """Starting UCX takes 1 to 11 s, which count."""
+        self.epoch, self.rank, self.world_size = rendezvous.epoch, rendezvous.rank, rendezvous.world_size
+        self._name = rendezvous.name
+        self._dead = False
+        self._written: defaultdict[int, int] = defaultdict(int)
+        """Chunks sent, by receiver."""
+        self._freed: defaultdict[int, int] = defaultdict(int)
+        """Of those, chunks that the receiver has read."""
+        self._read: defaultdict[int, int] = defaultdict(int)
+        self._arrived: defaultdict[int, dict[int, int]] = defaultdict(dict)
+        """By sender: chunk number -> size of the message that it belongs to."""
+        self._aborted = False
+        begin = time.monotonic()
+        self._agent: Any = _new_agent(f"{self._name}/{self.rank}")
+        self._inbox_N = torch.empty(self.world_size * CHUNKS * CHUNK_BYTES, dtype=torch.uint8)
+        self._outbox_N = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
+        self._registered = [self._agent.register_memory([self._inbox_N, self._outbox_N])]
+        try:
+            self._inbox_of = self._meet(rendezvous, max(0.1, begin + timeout_s - time.monotonic()))
+        except (RuntimeError, dist.DistError) as error:
+            self.close()
+            raise DeadlineExceeded(
+                f"{self._name}: rank {self.rank} of {self.world_size} could not join within {timeout_s:.1f} s: {error}"
+            ) from error
+
+    def start_send(self, dst: int, data_N: torch.Tensor) -> Pending:
+        return Deferred(lambda timeout_s: self._send(dst, data_N, timeout_s))
+
+    def start_recv(self, src: int, out_N: torch.Tensor) -> Pending:
+        return Deferred(lambda timeout_s: self._recv(src, out_N, timeout_s))
+
+    def _send(self, dst: int, data_N: torch.Tensor, timeout_s: float) -> None:
+        wait = self._waiter(timeout_s, f"send {len(data_N)} bytes to rank {dst}")
+        for at in range(0, max(1, len(data_N)), CHUNK_BYTES):
+            wait(lambda: self._written[dst] - self._freed[dst] < CHUNKS)
+            self._write(dst, data_N[at : at + CHUNK_BYTES], len(data_N), wait)
+        wait(lambda: self._written[dst] == self._freed[dst])
+
+    def _recv(self, src: int, out_N: torch.Tensor, timeout_s: float) -> None:
+        wait = self._waiter(timeout_s, f"receive {len(out_N)} bytes from rank {src}")
+        for at in range(0, max(1, len(out_N)), CHUNK_BYTES):
+            number = self._read[src]
+            wait(lambda number=number: number in self._arrived[src])
+            size = self._arrived[src].pop(number)
+            if size != len(out_N):
+                self.abort()
+                raise TransportError(
+                    f"{self._name}: rank {src} sent {size} bytes, rank {self.rank} expected {len(out_N)}"
+                )
+            part = out_N[at : at + CHUNK_BYTES]
+            start = _slot(src, number)
+            part.copy_(self._inbox_N[start : start + len(part)])
+            self._read[src] += 1
+            self._notify(src, b"read %d" % self._read[src])
+
+    def abort(self) -> None:
+        if not self._dead:
+            for peer in self._inbox_of:
+                self._notify(peer, _ABORT)
+        self.close()
+
+    def close(self) -> None:
+        self._dead = True
+        agent, self._agent = self._agent, None
+        if agent is not None:
+            for registered in self._registered:
+                agent.deregister_memory(registered)
+
+    # -- writing -------------------------------------------------------------------------------------------------------
+
+    def _write(
+        self, dst: int, part_N: torch.Tensor, message_bytes: int, wait: Callable[[Callable[[], bool]], None]
+    ) -> None:
+        """One chunk into the receiver's memory; returns when it has left ours."""
+        number, agent = self._written[dst], self._agent
+        told = b"chunk %d %d" % (number, message_bytes)
+        self._written[dst] += 1
+        if not len(part_N):
+            self._notify(dst, told)
+            return
+        self._outbox_N[: len(part_N)].copy_(part_N)
+        here = agent.get_xfer_descs([(self._outbox_N.data_ptr(), len(part_N), 0)], "DRAM")
+        there = agent.get_xfer_descs(
+            [(self._inbox_of[dst] + _slot(self.rank, number), len(part_N), 0)], "DRAM"
+        )
+        handle = agent.initialize_xfer("WRITE", here, there, self._peer(dst), told)
+        state = agent.transfer(handle)
+        if state == "PROC":
+            wait(lambda: agent.check_xfer_state(handle) != "PROC")
+            state = agent.check_xfer_state(handle)
+        if state != "DONE":
+            self.abort()
+            raise TransportError(
+                f"{self._name} epoch {self.epoch}: write to rank {dst} ended as {state} in nixl"
+            )
+        agent.release_xfer_handle(handle)
+
+    def _notify(self, peer: int, told: bytes) -> None:
+        try:
+            self._agent.send_notif(self._peer(peer), told)
+        except Exception as error:
+            if told != _ABORT:  # a peer that is gone need not be told
+                raise TransportError(f"{self._name}: rank {peer} cannot be notified: {error}") from error
+
+    def _hear(self) -> None:
+        for name, told in self._agent.get_new_notifs().items():
+            peer = int(name.rsplit("/", 1)[1])
+            for text in told:
+                self._take(peer, bytes(text))
+
+    def _take(self, peer: int, told: bytes) -> None:
+        word, *numbers = told.split()
+        if word == b"chunk":
+            self._arrived[peer][int(numbers[0])] = int(numbers[1])
+        elif word == b"read":
+            self._freed[peer] = max(self._freed[peer], int(numbers[0]))
+        else:
+            self._aborted = True
+
+    def _waiter(self, timeout_s: float, what: str) -> Callable[[Callable[[], bool]], None]:
+        """A wait of one call: all of its waits together last at most `timeout_s`."""
+        if self._dead:
+            raise TransportError(f"{self._name}: the group was abandoned; join the next epoch")
+        begin = time.monotonic()
+        where = f"{self._name} epoch {self.epoch}: rank {self.rank}"
+
+        def wait(ready: Callable[[], bool]) -> None:
+            while not ready():
+                if self._dead or self._aborted:
+                    self.close()
+                    raise TransportError(f"{where} cannot {what}: the group was aborted")
+                if time.monotonic() - begin > timeout_s:
+                    self.abort()
+                    raise DeadlineExceeded(
+                        f"{where} could not {what} within {timeout_s:.1f} s; the group is abandoned"
+                    )
+                self._hear()
+                time.sleep(_POLL_S)
+
+        return wait
+
+    # -- joining -------------------------------------------------------------------------------------------------------
+
+    def _peer(self, rank: int) -> str:
+        return f"{self._name}/{rank}"
+
+    def _meet(self, rendezvous: Rendezvous, timeout_s: float) -> dict[int, int]:
+        """Exchange metadata; returns the address of each peer's inbox."""
+        limit = timedelta(seconds=timeout_s)
+        raw = TCPStore(
+            rendezvous.host, rendezvous.port, is_master=False, wait_for_workers=False, timeout=limit
+        )
+        store = PrefixStore(rendezvous.name, raw)
+        store.set_timeout(limit)
+        card = {"agent": self._agent.get_agent_metadata().hex(), "inbox": self._inbox_N.data_ptr()}
+        store.set(f"card/{self.rank}", json.dumps(card))
+        inboxes = {}
+        for rank in range(self.world_size):
+            if rank != self.rank:
+                theirs = json.loads(store.get(f"card/{rank}"))
+                self._agent.add_remote_agent(bytes.fromhex(theirs["agent"]))
+                inboxes[rank] = int(theirs["inbox"])
+        if store.add("joined", 1) == self.world_size:
+            store.set("all", "1")
+        store.wait(["all"], limit)
+        return inboxes
+
+
+def _new_agent(name: str) -> Any:
+    try:
+        from nixl_cu12._api import nixl_agent, nixl_agent_config
+    except ImportError as error:
+        raise ConfigError(f"backend nixl needs the extra r3channel[onesided] (nixl-cu12): {error}") from error
+    return nixl_agent(name, nixl_agent_config(enable_prog_thread=True, backends=["UCX"]))
+
+
+def _slot(src: int, number: int) -> int:
+    """Where in an inbox chunk `number` of sender `src` lands."""
+    return (src * CHUNKS + number % CHUNKS) * CHUNK_BYTES

@@ -1,0 +1,132 @@
+"""Engines come and go: leases, epochs, versions, and who may serve. Time is a number here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from r3channel.errors import PlanInvalid, RegistryRefused, StaleEpoch, VersionsDiffer, WeightVersionRegressed
+from r3channel.weights.registry import EngineRecord, EngineRegistry
+from r3channel.weights.shardmap import ShardMap
+from tests.reshard_cases import side
+
+TENSORS = [("w", torch.bfloat16, (8, 4)), ("norm.rep", torch.bfloat16, (4,))]
+
+
+def registry() -> EngineRegistry:
+    return EngineRegistry(torch="2.13.0", nccl="2.27.3", lease_s=10.0)
+
+
+def record(engine: str = "a", boot_id: str = "1", layout: str = "") -> EngineRecord:
+    return EngineRecord(engine=engine, boot_id=boot_id, ranks=2, layout=layout, torch="2.13.0", nccl="2.27.3")
+
+
+def test_join_leave_and_expiry_each_start_an_epoch() -> None:
+    engines = registry()
+    assert engines.join(record("a"), now_s=0) == 1
+    assert engines.join(record("b"), now_s=1) == 2
+    assert engines.leave("a", "1", now_s=2) == 3
+    assert engines.members(now_s=10.9).epoch == 3
+    expired = engines.members(now_s=11)
+    assert expired.epoch == 4 and expired.engines == ()
+
+
+def test_a_renewed_lease_keeps_the_epoch() -> None:
+    engines = registry()
+    epoch = engines.join(record(), now_s=0)
+    assert [engines.renew("a", "1", now_s=t) for t in (5, 14, 23)] == [epoch] * 3
+    assert engines.join(record(), now_s=30) == epoch
+
+
+def test_a_restarted_engine_begins_an_epoch_and_its_old_life_is_refused() -> None:
+    engines = registry()
+    engines.commit("a", version=4, epoch=engines.join(record(), now_s=0), now_s=0)
+    assert engines.join(record(boot_id="2"), now_s=1) == 2
+    with pytest.raises(RegistryRefused, match="boot id 1 renews, 2 has joined"):
+        engines.renew("a", "1", now_s=2)
+    assert engines.leave("a", "1", now_s=2) == 2
+    assert engines.routable(now_s=2) == () and engines.behind(now_s=2) == ("a",)
+
+
+def test_an_older_epoch_is_refused_with_both_numbers() -> None:
+    engines = registry()
+    old = engines.join(record("a"), now_s=0)
+    engines.join(record("b"), now_s=0)
+    for act in (
+        lambda: engines.commit("a", version=1, epoch=old, now_s=1),
+        lambda: engines.quarantine("a", epoch=old, now_s=1),
+        lambda: engines.check_epoch(old, now_s=1),
+    ):
+        with pytest.raises(StaleEpoch, match="epoch 1 was given, 2 is current"):
+            act()
+
+
+def test_a_silent_engine_makes_the_epoch_of_a_running_update_stale() -> None:
+    engines = registry()
+    engines.join(record("a"), now_s=0)
+    epoch = engines.join(record("b"), now_s=5)
+    with pytest.raises(StaleEpoch):
+        engines.commit("b", version=1, epoch=epoch, now_s=12)
+
+
+def test_an_engine_is_routable_only_with_the_current_version() -> None:
+    engines = registry()
+    engines.join(record("a"), now_s=0)
+    epoch = engines.join(record("b"), now_s=0)
+    assert engines.routable(now_s=0) == ()
+    for version, holders, routable in ((1, "ab", ("a", "b")), (2, "b", ("b",)), (2, "a", ("a", "b"))):
+        for engine in holders:
+            engines.commit(engine, version=version, epoch=epoch, now_s=1, manifest_id="m1")
+        assert engines.routable(now_s=1) == routable
+    engines.quarantine("a", epoch=epoch, now_s=2)
+    assert engines.routable(now_s=2) == ("b",) and engines.behind(now_s=2) == ("a",)
+    assert {r.manifest_id for r in engines.members(now_s=2).engines} == {"m1"}
+
+
+def test_a_version_does_not_go_back() -> None:
+    engines = registry()
+    epoch = engines.join(record(), now_s=0)
+    engines.commit("a", version=5, epoch=epoch, now_s=0)
+    with pytest.raises(WeightVersionRegressed, match="version 4 after 5"):
+        engines.commit("a", version=4, epoch=epoch, now_s=0)
+
+
+@pytest.mark.parametrize(("field", "value"), [("torch", "2.12.1"), ("nccl", "2.26.2")])
+def test_awex_handshake_refuses_other_versions_with_both_values(field: str, value: str) -> None:
+    ours = {"torch": "2.13.0", "nccl": "2.27.3"}[field]
+    with pytest.raises(VersionsDiffer, match=f"{field} {value}, the trainer {ours}"):
+        registry().join(replace(record(), **{field: value}), now_s=0)
+
+
+def test_a_cpu_engine_without_nccl_may_join() -> None:
+    assert registry().join(replace(record(), nccl=""), now_s=0) == 1
+
+
+def test_awex_one_instance_reports_the_global_metadata_and_others_are_checked() -> None:
+    engines = registry()
+    shards = side(TENSORS, [0, 1], axis=0)
+    with pytest.raises(RegistryRefused, match="no shard map of the engine side"):
+        engines.map_of("engine")
+    engines.report_map("engine", shards)
+    engines.report_map("engine", ShardMap.from_dict(shards.to_dict()))
+    assert engines.map_of("engine") is not None
+    other = side(TENSORS, [0, 1], axis=1)
+    with pytest.raises(RegistryRefused, match=other.digest):
+        engines.report_map("engine", other)
+    with pytest.raises(RegistryRefused, match="has layout x"):
+        engines.join(record(layout="x"), now_s=0)
+    assert engines.join(record(layout=shards.digest), now_s=0) == 1
+
+
+def test_awex_metadata_of_both_sides_is_validated_against_each_other() -> None:
+    engines = registry()
+    engines.report_map("trainer", side(TENSORS, [0], axis=0))
+    for wrong, message in (
+        ([("v", torch.bfloat16, (8, 4))], "v bfloat16.*none of this name"),
+        ([("w", torch.bfloat16, (8, 5))], r"w bfloat16\[8, 5\].*w bfloat16\[8, 4\]"),
+    ):
+        with pytest.raises(PlanInvalid, match=message):
+            engines.report_map("engine", side(wrong, [0], axis=0))
+    engines.report_map("engine", side(TENSORS, [0, 1], axis=1))
