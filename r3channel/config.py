@@ -59,7 +59,13 @@ class ChannelConfig:
     store_bytes: int = 8192 * _MIB
     """Ceiling of the frame store on disk (mmap; resident only while hot)."""
     shard_bytes: int = 16384 * _MIB
-    """Ceiling of placed shards in host memory, over all steps that are not delivered."""
+    """Ceiling of placed shards, over all steps that are not delivered."""
+    shard_memory_bytes: int = 4096 * _MIB
+    """Of these, what is kept in memory of the relay's own; the rest lies in files in `store_dir`."""
+    room_timeout_s: float = 30.0
+    """How long `Relay.add` waits, at the ceiling of the frame store, for samples to be delivered or discarded."""
+    place_threads: int = 2
+    """Threads that place sealed steps."""
     join_timeout_s: float = 120.0
     """How long a trainer waits for its group to form."""
     send_timeout_s: float = 60.0
@@ -116,6 +122,9 @@ class ChannelConfig:
             "step_timeout_s",
             "expiry_s",
             "shard_bytes",
+            "shard_memory_bytes",
+            "room_timeout_s",
+            "place_threads",
             "frame_timeout_s",
             "unclaimed_bytes",
             "prefix_bytes",

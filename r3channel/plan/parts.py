@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 
 from r3channel.errors import ConfigError, SampleUnknown
-from r3channel.plan.place import fresh, place_runs, row_items
+from r3channel.plan.place import Jobs, fresh, jobs_of, one_by_one, place_runs, row_items
 from r3channel.plan.rows import Ints
 from r3channel.plan.shards import Plan, Shard, ShardKey
 from r3channel.routing import Ids
@@ -71,7 +71,13 @@ class Parts:
         return tuple(name for name in names if self.relay_of[name] == relay)
 
     def place(
-        self, relay: int, *, dp: int, ids_of: Callable[[str], Ids], buffer_of: Callable[[Any], _Bytes] = fresh
+        self,
+        relay: int,
+        *,
+        dp: int,
+        ids_of: Callable[[str], Ids],
+        buffer_of: Callable[[Any], _Bytes] = fresh,
+        run: Jobs = one_by_one,
     ) -> dict[ShardKey, _Bytes]:
         """As `place_samples`, for one relay's parts: uint8 by (dp, pp, cp); empty where it serves that rank nothing.
 
@@ -82,14 +88,17 @@ class Parts:
         parts = [Part(self, shard, relay) for shard in self._shards(dp)]
         buffers = [buffer_of(part) for part in parts]
         views = [part.views(buffer) for part, buffer in zip(parts, buffers, strict=True)]
-        for number, batch in enumerate(self.plan.microbatches[dp]):
-            if relay == COORDINATOR and batch.tail:
-                for part, view in zip(parts, views, strict=True):
-                    part.place(view[number], microbatch=number, sample=-1, expert_ids_TLK=None)
-            for sample in self.cut(dp).samples[relay][number]:
-                ids_TLK = ids_of(batch.sample_ids[sample])
-                for part, view in zip(parts, views, strict=True):
-                    part.place(view[number], microbatch=number, sample=sample, expert_ids_TLK=ids_TLK)
+        batches, own = self.plan.microbatches[dp], self.cut(dp).samples[relay]
+
+        def place(job: range) -> None:
+            for number in job:
+                tails = [-1] if relay == COORDINATOR and batches[number].tail else []
+                for sample in (*tails, *own[number]):
+                    ids_TLK = ids_of(batches[number].sample_ids[sample]) if sample >= 0 else None
+                    for part, view in zip(parts, views, strict=True):
+                        part.place(view[number], microbatch=number, sample=sample, expert_ids_TLK=ids_TLK)
+
+        run(place, jobs_of(batches))
         return {part.key: buffer for part, buffer in zip(parts, buffers, strict=True)}
 
     def cut(self, dp: int) -> Cut:

@@ -87,8 +87,8 @@ class Gate:
     def knows(self, boot_id: int) -> bool:
         return self._engines.knows(boot_id)
 
-    def has_room(self) -> bool:
-        return self._intake.has_room()
+    def has_room(self, nbytes: int) -> bool:
+        return self._intake.has_room(nbytes)
 
-    def deliver(self, body: bytearray) -> None:
+    def deliver(self, body: memoryview) -> None:
         self._intake.deliver(body)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from r3channel.config import ChannelConfig
+from r3channel.distinct import kernels
 from r3channel.errors import (
     BackgroundFailed,
     DeadlineExceeded,
@@ -40,6 +41,7 @@ from r3channel.relay.gate import Gate
 from r3channel.relay.inbox import Held, Inbox
 from r3channel.relay.ingest import Verified
 from r3channel.relay.intake import Intake
+from r3channel.relay.memory import BufferPool
 from r3channel.relay.placer import Placer
 from r3channel.relay.sender import DeliveryGroup
 from r3channel.relay.staging import check_device
@@ -105,9 +107,17 @@ class Relay:
         )
         self._mailbox = Mailbox()
         self._groups = [self._group(dp) for dp in range(layout.dp)]
+        self._memory = BufferPool(self.config.shard_memory_bytes, folder=self._store.folder)
         self._placer = Placer(
-            store=self._store, changed=self._changed, steps=self._steps, clock=self.clock, recorder=recorder
+            store=self._store,
+            memory=self._memory,
+            changed=self._changed,
+            steps=self._steps,
+            clock=self.clock,
+            threads=self.config.place_threads,
+            recorder=recorder,
         )
+        threading.Thread(target=kernels, name="r3channel-compile", daemon=True).start()
         self._watch()
         for group in self._groups:
             group.start()
@@ -223,14 +233,18 @@ class Relay:
         """Take the ticket's samples that are this relay's into the step; nothing is placed before `start`. All or nothing."""
         self._check_open()
         own = self.config.relay
-        nbytes = sum(part.nbytes for part in ticket.parts.of_relay(own))  # an unusable assignment fails here
+        parts = ticket.parts.of_relay(own)  # an unusable assignment fails here
+        nbytes = sum(part.nbytes for part in parts)
         names = ticket.parts.samples_of(own)
         with self._changed:
             self._check_room(ticket.step, nbytes)
             held = [found for name in names if (found := self._inbox.held(name)) is not None]
+            memory = {part.key: self._memory.take(part.nbytes) for part in parts}
             keys = self._inbox.take(names, step=ticket.step)
             self._reserved[ticket.step] = _Reserved(self._newest_step, held)
-            self._steps[ticket.step] = SealedStep(ticket, keys, nbytes, sealed_s=time.monotonic(), relay=own)
+            self._steps[ticket.step] = SealedStep(
+                ticket, keys, nbytes, sealed_s=time.monotonic(), memory=memory, relay=own
+            )
             self._newest_step = ticket.step
 
     def _check_room(self, step: int, nbytes: int) -> None:
@@ -379,10 +393,15 @@ class Relay:
             del sealed.buffers[key]
             if not sealed.missing:
                 del self._steps[step]
-                self._inbox.forget(sealed.keys_by_sample)
+                self._delivered(sealed)
                 self.metrics.inc("r3channel_samples_total", len(sealed.keys_by_sample), outcome="delivered")
             self._groups[dp].acknowledged()
             self._changed.notify_all()
+
+    def _delivered(self, sealed: SealedStep) -> None:
+        self._inbox.forget(sealed.keys_by_sample)
+        for key in sealed.keys_by_sample.values():
+            self._store.release(key)
 
     def mail(self, *, call: str, name: str, **arguments: Any) -> Any:
         """A call of a member to the mailbox of groups that use the object store."""

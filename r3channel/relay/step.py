@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from r3channel.plan.place import place_samples
+from r3channel.plan.place import Jobs, place_samples
 from r3channel.plan.shards import ShardKey
 from r3channel.plan.ticket import Ticket
 from r3channel.routing import Ids
@@ -26,11 +26,13 @@ class SealedStep:
 
     ticket: Ticket
     keys_by_sample: dict[str, str]
-    """Where each sample's frame lies in the store, until it is placed."""
+    """Where each sample's frame lies in the store, until every rank has acknowledged."""
     nbytes: int
     """Of all shards (of this relay's parts of them, with several relays)."""
     sealed_s: float
     """time.monotonic seconds."""
+    memory: dict[ShardKey, _Bytes] = field(default_factory=dict)
+    """Of shards that are not placed yet."""
     relay: int = 0
     """Which of the ticket's relays this is."""
     buffers: dict[ShardKey, _Bytes] = field(default_factory=dict)
@@ -41,11 +43,14 @@ class SealedStep:
         """The shards that this relay sends, or sends a part of."""
         return tuple(part.key for part in self.ticket.parts.of_relay(self.relay))
 
-    def place(self, dp: int, *, ids_of: Callable[[str], Ids]) -> dict[ShardKey, _Bytes]:
+    def place(
+        self, dp: int, *, ids_of: Callable[[str], Ids], buffer_of: Callable[[Any], _Bytes], run: Jobs
+    ) -> dict[ShardKey, _Bytes]:
         """The shards, or this relay's parts of them, of one DP rank; see `place_samples`."""
-        if len(self.ticket.runs) == 1:
-            return place_samples(self.ticket.plan, dp=dp, ids_of=ids_of)
-        return self.ticket.parts.place(self.relay, dp=dp, ids_of=ids_of)
+        ticket = self.ticket
+        if len(ticket.runs) == 1:
+            return place_samples(ticket.plan, dp=dp, ids_of=ids_of, buffer_of=buffer_of, run=run)
+        return ticket.parts.place(self.relay, dp=dp, ids_of=ids_of, buffer_of=buffer_of, run=run)
 
     def buffer_of(self, dp: int, member: int) -> _Bytes | None:
         """The placed shard of the `member`-th receiving process of a DP rank; None when it is not there (any more)."""

@@ -260,7 +260,7 @@ def test_a_broken_group_of_one_relay_starts_its_own_next_epoch(make_place: MakeP
 @pytest.fixture
 def two(tmp_path: Path) -> Iterator[Place]:
     """Two relays and one trainer; no wire in it."""
-    config = ChannelConfig(backend="loopback", relays=2, frame_timeout_s=1.0)
+    config = ChannelConfig(backend="loopback", relays=2, frame_timeout_s=LIMIT_S)
     place = open_place(config, TrainerLayout(), tmp_path / "token")
     yield place
     place.close()
@@ -268,6 +268,11 @@ def two(tmp_path: Path) -> Iterator[Place]:
 
 def seal(place: Place, *names: str, step: int = 0) -> Ticket:
     return place.front.seal(step, Assignment.given([[list(names)]]))
+
+
+def hurry(place: Place) -> None:
+    """What has not come by now does not come."""
+    place.relays[0].config = replace(place.relays[0].config, frame_timeout_s=0.5)
 
 
 def receipt_reply(request: str, tokens: int, *, boot_id: int, serial: int = 1) -> dict[str, Any]:
@@ -280,6 +285,7 @@ def receipt_reply(request: str, tokens: int, *, boot_id: int, serial: int = 1) -
 def test_a_frame_that_never_comes_is_named_with_its_relay(two: Place) -> None:
     two.add()
     until(lambda: not two.relays[1].status()["waiting"], "the other frames are there")
+    hurry(two)
     two.front.add("late", receipt_reply("r", 9, boot_id=101, serial=77), range(9), engine="http://e1:1")
     with pytest.raises(
         errors.FrameMissing, match=r"relay 1 of 2: step 0.*sample late from engine http://e1:1"
@@ -298,6 +304,7 @@ def test_a_receipt_may_come_before_its_engine_has_said_hello(two: Place) -> None
 
 
 def test_an_engine_that_never_says_hello_is_named_and_so_is_a_relay_that_cannot_be_asked(two: Place) -> None:
+    hurry(two)
     two.front.add("s", receipt_reply("r", 9, boot_id=901), range(9), engine="http://stray:1")
     with pytest.raises(errors.FrameMissing, match=r"sample s from engine http://stray:1.*any of 2 relays"):
         seal(two, "s")
