@@ -92,7 +92,7 @@ class Place:
 MakePlace = Callable[..., Place]
 
 
-@pytest.fixture(params=["loopback", "gloo"])
+@pytest.fixture(params=["loopback", "gloo", "object_store"])
 def backend(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -240,6 +240,22 @@ def test_a_receive_that_failed_goes_on_after_the_parts_that_are_here(make_place:
 
 def broken(*_: object) -> Any:
     raise errors.TransportError("cut")
+
+
+def test_the_next_steps_parts_are_received_ahead(tmp_path: Path) -> None:
+    config = ChannelConfig(backend="gloo", relays=2, prefetch=True, bucket_bytes=1024)
+    place = open_place(config, TrainerLayout(), tmp_path / "token")
+    with contextlib.closing(place):
+        (receiver,) = place.receivers()
+        tickets = []
+        for step in range(2):
+            place.add(f"{step}-")
+            tickets.append(place.front.seal(step, assignment(f"{step}-", dp=1)))
+        first = receiver.receive(tickets[0])
+        receiver.prefetch(tickets[1])
+        check(place, tickets[0], [first], prefix="0-")
+        check(place, tickets[1], [receiver.receive(tickets[1])], prefix="1-")
+        place.front.join_previous(timeout_s=LIMIT_S)
 
 
 def test_a_broken_group_of_one_relay_starts_its_own_next_epoch(make_place: MakePlace) -> None:
