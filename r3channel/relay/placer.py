@@ -82,10 +82,7 @@ class Placer:
         for dp in range(ticket.layout.dp):
             with self.clock.span("place", step=ticket.step):
                 buffers = sealed.place(
-                    dp,
-                    ids_of=lambda name: self._decode(sealed, name),
-                    buffer_of=lambda shard: sealed.memory.pop(shard.key),
-                    run=self._side_by_side,
+                    dp, ids_of=lambda name: self._decode(sealed, name), run=self._side_by_side
                 )
             with self.changed:
                 sealed.buffers.update(buffers)

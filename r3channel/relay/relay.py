@@ -243,7 +243,7 @@ class Relay:
             keys = self._inbox.take(names, step=ticket.step)
             self._reserved[ticket.step] = _Reserved(self._newest_step, held)
             self._steps[ticket.step] = SealedStep(
-                ticket, keys, nbytes, sealed_s=time.monotonic(), memory=memory, relay=own
+                ticket, keys, nbytes, sealed_s=time.monotonic(), relay=own, memory=memory
             )
             self._newest_step = ticket.step
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from r3channel.plan.parts import Part
 from r3channel.plan.place import Jobs, place_samples
-from r3channel.plan.shards import ShardKey
+from r3channel.plan.shards import Shard, ShardKey
 from r3channel.plan.ticket import Ticket
 from r3channel.routing import Ids
 
@@ -31,10 +32,10 @@ class SealedStep:
     """Of all shards (of this relay's parts of them, with several relays)."""
     sealed_s: float
     """time.monotonic seconds."""
-    memory: dict[ShardKey, _Bytes] = field(default_factory=dict)
-    """Of shards that are not placed yet."""
     relay: int = 0
     """Which of the ticket's relays this is."""
+    memory: dict[ShardKey, _Bytes] = field(default_factory=dict)
+    """Of shards, or this relay's parts of them, that are not placed yet."""
     buffers: dict[ShardKey, _Bytes] = field(default_factory=dict)
     acknowledged: set[ShardKey] = field(default_factory=set)
 
@@ -43,14 +44,14 @@ class SealedStep:
         """The shards that this relay sends, or sends a part of."""
         return tuple(part.key for part in self.ticket.parts.of_relay(self.relay))
 
-    def place(
-        self, dp: int, *, ids_of: Callable[[str], Ids], buffer_of: Callable[[Any], _Bytes], run: Jobs
-    ) -> dict[ShardKey, _Bytes]:
+    def place(self, dp: int, *, ids_of: Callable[[str], Ids], run: Jobs) -> dict[ShardKey, _Bytes]:
         """The shards, or this relay's parts of them, of one DP rank; see `place_samples`."""
-        ticket = self.ticket
-        if len(ticket.runs) == 1:
-            return place_samples(ticket.plan, dp=dp, ids_of=ids_of, buffer_of=buffer_of, run=run)
-        return ticket.parts.place(self.relay, dp=dp, ids_of=ids_of, buffer_of=buffer_of, run=run)
+        if len(self.ticket.runs) == 1:
+            return place_samples(self.ticket.plan, dp=dp, ids_of=ids_of, buffer_of=self._memory_of, run=run)
+        return self.ticket.parts.place(self.relay, dp=dp, ids_of=ids_of, buffer_of=self._memory_of, run=run)
+
+    def _memory_of(self, piece: Shard | Part) -> _Bytes:
+        return self.memory.pop(piece.key)
 
     def buffer_of(self, dp: int, member: int) -> _Bytes | None:
         """The placed shard of the `member`-th receiving process of a DP rank; None when it is not there (any more)."""

@@ -32,7 +32,7 @@ class Rendezvous:
     """Where and as whom to join one epoch of a group. Plain values, so it can cross any control channel."""
 
     backend: str
-    """`gloo`, `nccl`, `object_store` or `loopback`."""
+    """`gloo`, `nccl`, `shm` (one machine), `nixl` (one-sided), `object_store` or `loopback`."""
     name: str
     """Unique per run, group and epoch; prefixes every key in the store."""
     epoch: int
@@ -124,6 +124,10 @@ def join(rendezvous: Rendezvous, *, timeout_s: float, mail: Mail | None = None) 
         from r3channel.transport.loopback import LoopbackTransport
 
         return LoopbackTransport(rendezvous, timeout_s=timeout_s)
+    if rendezvous.backend == "shm":
+        from r3channel.transport.shared_memory import SharedMemoryTransport
+
+        return SharedMemoryTransport(rendezvous, timeout_s=timeout_s)
     from r3channel.transport.process_group import ProcessGroupTransport
 
     return ProcessGroupTransport(rendezvous, timeout_s=timeout_s)

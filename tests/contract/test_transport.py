@@ -20,7 +20,7 @@ from r3channel.transport.base import Rendezvous, Transport, join
 from r3channel.transport.object_store import Mailbox
 from r3channel.transport.process_group import RendezvousStore
 
-BACKENDS = ("loopback", "gloo", "object_store")
+BACKENDS = ("loopback", "gloo", "shm", "object_store")
 TIMEOUT_S = 20.0
 Joiner = Callable[..., list[Transport]]
 
