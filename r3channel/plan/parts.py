@@ -17,8 +17,8 @@ import numpy as np
 import xxhash
 
 from r3channel.errors import ConfigError, SampleUnknown
-from r3channel.plan.place import fresh, place_runs, row_items
-from r3channel.plan.rows import Ints
+from r3channel.plan.place import Jobs, fresh, jobs_of, one_by_one, place_runs, row_items
+from r3channel.plan.rows import Ints, Microbatch, Runs
 from r3channel.plan.shards import Plan, Shard, ShardKey
 from r3channel.routing import Ids
 
@@ -54,7 +54,8 @@ class Parts:
 
     def serves(self, relay: int, dp: int) -> bool:
         """Does this relay send anything to this DP rank? If so, all of the rank's processes receive from it, even 0 bytes."""
-        return self.relays == 1 or bool(self.cut(dp).positions_RCMS[relay].any())
+        tails = relay == COORDINATOR and any(batch.tail for batch in self.plan.microbatches[dp])
+        return self.relays == 1 or tails or any(self.cut(dp).samples[relay])
 
     def part(self, shard: Shard, relay: int) -> Part:
         return Part(self, shard, relay)
@@ -71,7 +72,13 @@ class Parts:
         return tuple(name for name in names if self.relay_of[name] == relay)
 
     def place(
-        self, relay: int, *, dp: int, ids_of: Callable[[str], Ids], buffer_of: Callable[[Any], _Bytes] = fresh
+        self,
+        relay: int,
+        *,
+        dp: int,
+        ids_of: Callable[[str], Ids],
+        buffer_of: Callable[[Any], _Bytes] = fresh,
+        run: Jobs = one_by_one,
     ) -> dict[ShardKey, _Bytes]:
         """As `place_samples`, for one relay's parts: uint8 by (dp, pp, cp); empty where it serves that rank nothing.
 
@@ -82,20 +89,23 @@ class Parts:
         parts = [Part(self, shard, relay) for shard in self._shards(dp)]
         buffers = [buffer_of(part) for part in parts]
         views = [part.views(buffer) for part, buffer in zip(parts, buffers, strict=True)]
-        for number, batch in enumerate(self.plan.microbatches[dp]):
-            if relay == COORDINATOR and batch.tail:
-                for part, view in zip(parts, views, strict=True):
-                    part.place(view[number], microbatch=number, sample=-1, expert_ids_TLK=None)
-            for sample in self.cut(dp).samples[relay][number]:
-                ids_TLK = ids_of(batch.sample_ids[sample])
-                for part, view in zip(parts, views, strict=True):
-                    part.place(view[number], microbatch=number, sample=sample, expert_ids_TLK=ids_TLK)
+        batches, own = self.plan.microbatches[dp], self.cut(dp).samples[relay]
+
+        def place(job: range) -> None:
+            for number in job:
+                tails = [-1] if relay == COORDINATOR and batches[number].tail else []
+                for sample in (*tails, *own[number]):
+                    ids_TLK = ids_of(batches[number].sample_ids[sample]) if sample >= 0 else None
+                    for part, view in zip(parts, views, strict=True):
+                        part.place(view[number], microbatch=number, sample=sample, expert_ids_TLK=ids_TLK)
+
+        run(place, jobs_of(batches))
         return {part.key: buffer for part, buffer in zip(parts, buffers, strict=True)}
 
     def cut(self, dp: int) -> Cut:
         """Where the runs of one DP rank lie in the parts; made when first asked for."""
         if dp not in self._cuts:
-            self._cuts[dp] = Cut.of(self.plan, dp, self.relay_of, relays=self.relays)
+            self._cuts[dp] = Cut(self.plan, dp, self.relays, self.relay_of)
         return self._cuts[dp]
 
     @cached_property
@@ -118,39 +128,78 @@ class Parts:
 
 @dataclass(frozen=True)
 class Cut:
-    """One DP rank's runs (`RowTable.runs`, the same order) with their relay and their place in its part."""
+    """Where one DP rank's rows lie in the parts. Each table is made when first asked for: sealing needs the small ones only."""
 
-    samples: tuple[tuple[tuple[int, ...], ...], ...]
-    """By relay and micro-batch: indices of its samples in the micro-batch, ascending."""
-    relay: Ints
-    """Of each run."""
-    begin: Ints
-    """Of each run's first row in its part's slot, counted in positions."""
-    positions_RCMS: Ints
-    """[relay, cp, micro-batch, slot]: positions of each part's slot; times the part's width: rows."""
+    plan: Plan
+    dp: int
+    relays: int
+    relay_of: Mapping[str, int]
 
-    @classmethod
-    def of(cls, plan: Plan, dp: int, relay_of: Mapping[str, int], *, relays: int) -> Cut:
-        batches, layout, runs = plan.microbatches[dp], plan.layout, plan.table(dp).runs
-        owner = np.full((len(batches), max(len(batch.sample_ids) for batch in batches) + 1), COORDINATOR)
+    @cached_property
+    def owners(self) -> Ints:
+        """[micro-batch, sample + 1]: the relay of each sample; column 0 is the tail's."""
+        batches = self._batches
+        owners = np.full((len(batches), max(len(batch.sample_ids) for batch in batches) + 1), COORDINATOR)
         for number, batch in enumerate(batches):
-            owner[number, 1 : len(batch.sample_ids) + 1] = [relay_of[name] for name in batch.sample_ids]
-        relay = owner[runs.microbatch, runs.sample + 1]  # column 0: a tail
-        shape = (relays, layout.cp, len(batches), layout.tp_slots)
-        positions = np.zeros(shape, np.int64)
-        where = (relay, runs.cp, runs.microbatch, runs.slot)
-        if batches[0].packed:
-            np.add.at(positions, where, runs.length)
-            begin = _begins(np.ravel_multi_index(where, shape), runs.local, runs.length)
-        else:  # every sample has a column of its own, as long as the slot
-            begin = runs.local
-            np.maximum.at(positions, where, runs.local + runs.length)
-        samples = tuple(
-            tuple(tuple(np.flatnonzero(row[1 : len(batch.sample_ids) + 1] == index).tolist())
-                  for row, batch in zip(owner, batches, strict=True))
-            for index in range(relays)
-        )  # fmt: skip
-        return cls(samples, relay, begin, positions)
+            owners[number, 1 : len(batch.sample_ids) + 1] = [self.relay_of[name] for name in batch.sample_ids]
+        return owners
+
+    @cached_property
+    def samples(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """By relay and micro-batch: indices of its samples in the micro-batch, ascending."""
+        rows = [
+            row[1 : len(batch.sample_ids) + 1] for row, batch in zip(self.owners, self._batches, strict=True)
+        ]
+        return tuple(
+            tuple(tuple(np.flatnonzero(row == index).tolist()) for row in rows)
+            for index in range(self.relays)
+        )
+
+    @cached_property
+    def positions_RCMS(self) -> Ints:
+        """[relay, cp, micro-batch, slot]: positions of each part's slot; times the part's width: rows."""
+        positions = np.zeros(self._shape, np.int64)
+        if self._packed:
+            runs = self._runs
+            np.add.at(positions, (self.relay, runs.cp, runs.microbatch, runs.slot), runs.length)
+            return positions
+        layout = self.plan.layout
+        for number, batch in enumerate(
+            self._batches
+        ):  # every sample has a column of its own, as long as the slot
+            owning = [bool(of_relay[number]) for of_relay in self.samples]
+            positions[owning, :, number] = batch.seq_len // layout.cp // layout.tp_slots
+        return positions
+
+    @cached_property
+    def relay(self) -> Ints:
+        """Of each run of `RowTable.runs`."""
+        return self.owners[self._runs.microbatch, self._runs.sample + 1]
+
+    @cached_property
+    def begin(self) -> Ints:
+        """Of each run's first row in its part's slot, counted in positions."""
+        runs = self._runs
+        if not self._packed:
+            return runs.local
+        group = np.ravel_multi_index((self.relay, runs.cp, runs.microbatch, runs.slot), self._shape)
+        return _begins(group, runs.local, runs.length)
+
+    @property
+    def _batches(self) -> tuple[Microbatch, ...]:
+        return self.plan.microbatches[self.dp]
+
+    @property
+    def _packed(self) -> bool:
+        return self._batches[0].packed
+
+    @property
+    def _runs(self) -> Runs:
+        return self.plan.table(self.dp).runs
+
+    @property
+    def _shape(self) -> tuple[int, int, int, int]:
+        return self.relays, self.plan.layout.cp, len(self._batches), self.plan.layout.tp_slots
 
 
 def _begins(group: Ints, local: Ints, length: Ints) -> Ints:

@@ -91,11 +91,11 @@ def place_samples(
         for writer in writers:
             writer.write(job, ids)
 
-    run(place, _jobs(plan.microbatches[dp]))
+    run(place, jobs_of(plan.microbatches[dp]))
     return {shard.key: buffer for shard, buffer in zip(shards, buffers, strict=True)}
 
 
-def _jobs(batches: Sequence[Microbatch]) -> list[range]:
+def jobs_of(batches: Sequence[Microbatch]) -> list[range]:
     """Ranges of micro-batches of at least `_JOB_ROWS` rows each, the last one aside."""
     jobs, first, rows = [], 0, 0
     for number, batch in enumerate(batches):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from r3channel.errors import EngineSilent, TransportError
+from r3channel.plan.parts import COORDINATOR
 from r3channel.relay.engines import EngineRegistry
 from r3channel.relay.peer import Peer
 from r3channel.wire.hello import Hello
@@ -31,6 +32,8 @@ class Bindings:
     def relay_of(self, boot_id: int) -> int | None:
         """None when no relay has had this engine's hello (yet)."""
         if boot_id not in self._relay_of:
+            self._ask_one(COORDINATOR)  # in this process: costs nothing
+        if boot_id not in self._relay_of:
             self.ask()
         return self._relay_of.get(boot_id)
 
@@ -39,10 +42,13 @@ class Bindings:
         with self._asking:
             if time.monotonic() < self._asked_s + _POLL_S:
                 return
-            for number, peer in enumerate(self.peers):
-                for data in self._hellos(number, peer):
-                    self._learn(number, data)
+            for number in range(len(self.peers)):
+                self._ask_one(number)
             self._asked_s = time.monotonic()
+
+    def _ask_one(self, number: int) -> None:
+        for data in self._hellos(number, self.peers[number]):
+            self._learn(number, data)
 
     def wait(self, done: Callable[[], bool], *, timeout_s: float) -> bool:
         """Keep asking until `done()`, `timeout_s` at most; says whether it is."""

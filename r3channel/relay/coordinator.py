@@ -180,8 +180,11 @@ class Coordinator:
     def _hand_out(self, ticket: Ticket) -> None:
         """All relays or none: nothing is placed before every one of them has taken its samples into the step."""
         step, data, parts = ticket.step, ticket.to_bytes(), ticket.parts
+        ranks = range(ticket.layout.dp)
         senders = {
-            number: parts.samples_of(number) for number in range(len(self._roster)) if parts.of_relay(number)
+            number: parts.samples_of(number)
+            for number in range(len(self._roster))
+            if any(parts.serves(number, dp) for dp in ranks)
         }
         try:
             self._roster.at_all(senders, lambda peer, _: peer.reserve(ticket=data), step=step)

@@ -233,12 +233,13 @@ class Relay:
         """Take the ticket's samples that are this relay's into the step; nothing is placed before `start`. All or nothing."""
         self._check_open()
         own = self.config.relay
-        nbytes = sum(part.nbytes for part in ticket.parts.of_relay(own))  # an unusable assignment fails here
+        parts = ticket.parts.of_relay(own)  # an unusable assignment fails here
+        nbytes = sum(part.nbytes for part in parts)
         names = ticket.parts.samples_of(own)
         with self._changed:
             self._check_room(ticket.step, nbytes)
-            memory = {part.key: self._memory.take(part.nbytes) for part in ticket.parts.of_relay(own)}
             held = [found for name in names if (found := self._inbox.held(name)) is not None]
+            memory = {part.key: self._memory.take(part.nbytes) for part in parts}
             keys = self._inbox.take(names, step=ticket.step)
             self._reserved[ticket.step] = _Reserved(self._newest_step, held)
             self._steps[ticket.step] = SealedStep(

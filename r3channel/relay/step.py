@@ -48,7 +48,7 @@ class SealedStep:
         """The shards, or this relay's parts of them, of one DP rank; see `place_samples`."""
         if len(self.ticket.runs) == 1:
             return place_samples(self.ticket.plan, dp=dp, ids_of=ids_of, buffer_of=self._memory_of, run=run)
-        return self.ticket.parts.place(self.relay, dp=dp, ids_of=ids_of, buffer_of=self._memory_of)
+        return self.ticket.parts.place(self.relay, dp=dp, ids_of=ids_of, buffer_of=self._memory_of, run=run)
 
     def _memory_of(self, piece: Shard | Part) -> _Bytes:
         return self.memory.pop(piece.key)

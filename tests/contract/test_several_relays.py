@@ -92,7 +92,7 @@ class Place:
 MakePlace = Callable[..., Place]
 
 
-@pytest.fixture(params=["loopback", "gloo"])
+@pytest.fixture(params=["loopback", "gloo", "object_store"])
 def backend(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -242,6 +242,22 @@ def broken(*_: object) -> Any:
     raise errors.TransportError("cut")
 
 
+def test_the_next_steps_parts_are_received_ahead(tmp_path: Path) -> None:
+    config = ChannelConfig(backend="gloo", relays=2, prefetch=True, bucket_bytes=1024)
+    place = open_place(config, TrainerLayout(), tmp_path / "token")
+    with contextlib.closing(place):
+        (receiver,) = place.receivers()
+        tickets = []
+        for step in range(2):
+            place.add(f"{step}-")
+            tickets.append(place.front.seal(step, assignment(f"{step}-", dp=1)))
+        first = receiver.receive(tickets[0])
+        receiver.prefetch(tickets[1])
+        check(place, tickets[0], [first], prefix="0-")
+        check(place, tickets[1], [receiver.receive(tickets[1])], prefix="1-")
+        place.front.join_previous(timeout_s=LIMIT_S)
+
+
 def test_a_broken_group_of_one_relay_starts_its_own_next_epoch(make_place: MakePlace) -> None:
     place = make_place(2, "dp=1")
     place.add()
@@ -260,7 +276,7 @@ def test_a_broken_group_of_one_relay_starts_its_own_next_epoch(make_place: MakeP
 @pytest.fixture
 def two(tmp_path: Path) -> Iterator[Place]:
     """Two relays and one trainer; no wire in it."""
-    config = ChannelConfig(backend="loopback", relays=2, frame_timeout_s=1.0)
+    config = ChannelConfig(backend="loopback", relays=2, frame_timeout_s=LIMIT_S)
     place = open_place(config, TrainerLayout(), tmp_path / "token")
     yield place
     place.close()
@@ -268,6 +284,11 @@ def two(tmp_path: Path) -> Iterator[Place]:
 
 def seal(place: Place, *names: str, step: int = 0) -> Ticket:
     return place.front.seal(step, Assignment.given([[list(names)]]))
+
+
+def hurry(place: Place) -> None:
+    """What has not come by now does not come."""
+    place.relays[0].config = replace(place.relays[0].config, frame_timeout_s=0.5)
 
 
 def receipt_reply(request: str, tokens: int, *, boot_id: int, serial: int = 1) -> dict[str, Any]:
@@ -280,6 +301,7 @@ def receipt_reply(request: str, tokens: int, *, boot_id: int, serial: int = 1) -
 def test_a_frame_that_never_comes_is_named_with_its_relay(two: Place) -> None:
     two.add()
     until(lambda: not two.relays[1].status()["waiting"], "the other frames are there")
+    hurry(two)
     two.front.add("late", receipt_reply("r", 9, boot_id=101, serial=77), range(9), engine="http://e1:1")
     with pytest.raises(
         errors.FrameMissing, match=r"relay 1 of 2: step 0.*sample late from engine http://e1:1"
@@ -298,6 +320,7 @@ def test_a_receipt_may_come_before_its_engine_has_said_hello(two: Place) -> None
 
 
 def test_an_engine_that_never_says_hello_is_named_and_so_is_a_relay_that_cannot_be_asked(two: Place) -> None:
+    hurry(two)
     two.front.add("s", receipt_reply("r", 9, boot_id=901), range(9), engine="http://stray:1")
     with pytest.raises(errors.FrameMissing, match=r"sample s from engine http://stray:1.*any of 2 relays"):
         seal(two, "s")

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +18,7 @@ from r3channel.plan.place import place_samples
 from r3channel.plan.shards import Plan, Shard
 from r3channel.plan.ticket import Ticket, TicketSample
 from r3channel.spec import RoutingSpec
+from r3channel.trainer.merge import merge_tensors
 from tests.samples import SPEC
 from tests.unit.test_plan import DEEP, layouts, make_plan, specs
 
@@ -62,11 +64,12 @@ def test_parts_are_a_relays_rows_in_order_and_together_the_shard(
         ]
         assert sum(part.nbytes for part, _ in sent) == shard.nbytes  # with the next: each byte once
         for background in (0, 255):
-            merged = np.full(shard.nbytes, background, np.uint8)
+            merged, by_torch = (np.full(shard.nbytes, background, np.uint8) for _ in range(2))
             for part, part_N in sent:
                 assert part_N.nbytes == part.nbytes
                 part.merge(part_N, merged)
-            assert np.array_equal(merged, expected)
+                merge_tensors(part, torch.from_numpy(part_N), torch.from_numpy(by_torch))
+            assert np.array_equal(merged, expected) and np.array_equal(by_torch, expected)
         for part, part_N in sent:
             assert part_N.tobytes() == by_mask(parts, shard, expected, relay=part.relay)
 
