@@ -17,7 +17,7 @@ import os
 import secrets
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,6 +25,7 @@ import numpy as np
 import xxhash
 
 from r3channel.errors import StoreFull
+from r3channel.routing import Ids
 
 _FILE = struct.Struct("<4sIQ")
 _RECORD = struct.Struct("<4sBBHIIQQQQQQ")
@@ -36,6 +37,7 @@ FRAME, CLAIM = 1, 2
 _ALIGNMENT = 16
 """Of records and frames: ids are then checked and placed where they lie."""
 FILE_SUFFIX = ".r3s"
+NO_TOKENS: Ids = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,13 +46,13 @@ class Note:
 
     kind: int = FRAME
     sample_id: str = ""
-    tokens: Sequence[int] = ()
-    """The whole sequence of a sample, for its later turns."""
+    tokens: Ids = field(default_factory=lambda: NO_TOKENS)
+    """int32. The whole sequence of a sample, for its later turns."""
     serial: int
     refers_to: int = 0
 
     def body(self) -> bytes:
-        return self.sample_id.encode() + np.asarray(self.tokens, dtype="<i4").tobytes()
+        return self.sample_id.encode() + self.tokens.astype("<i4", copy=False).tobytes()
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +185,7 @@ def read_records(path: Path) -> Iterator[Found]:
         note = Note(
             kind=kind,
             sample_id=body[:id_bytes].decode(),
-            tokens=np.frombuffer(body[id_bytes:], "<i4").tolist(),
+            tokens=np.frombuffer(body[id_bytes:], "<i4"),
             serial=serial,
             refers_to=refers_to,
         )

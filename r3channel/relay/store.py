@@ -13,7 +13,6 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from r3channel.relay.segment import (
     CLAIM,
     FILE_SUFFIX,
     LIVE,
+    NO_TOKENS,
     RELEASED,
     Note,
     Place,
@@ -29,6 +29,7 @@ from r3channel.relay.segment import (
     file_bytes,
     record_bytes,
 )
+from r3channel.routing import Ids
 
 SEGMENT_BYTES = 64 << 20
 """One file; a larger frame gets a file of its own size."""
@@ -76,7 +77,7 @@ class FrameStore:
         return cls(own, ceiling_bytes, lock_file, _temporary=temporary)
 
     def put(
-        self, key: str, frame: bytes | memoryview, *, sample_id: str = "", tokens: Sequence[int] = ()
+        self, key: str, frame: bytes | memoryview, *, sample_id: str = "", tokens: Ids = NO_TOKENS
     ) -> None:
         """Copy a frame in. Raises `SampleTwice`, or `StoreFull` at the ceiling or on a full disk; then nothing has changed.
 
@@ -92,7 +93,7 @@ class FrameStore:
         segment.write(place, frame)
         segment.mark(place, LIVE)
 
-    def claim(self, key: str, *, sample_id: str, tokens: Sequence[int]) -> None:
+    def claim(self, key: str, *, sample_id: str, tokens: Ids) -> None:
         """Say whose frame this is. Raises as `put`."""
         with self._changed:
             record = self._record(key)
