@@ -45,6 +45,7 @@ from r3channel.relay.ingest import Verified
 from r3channel.relay.intake import Intake
 from r3channel.relay.memory import BufferPool
 from r3channel.relay.placer import Placer
+from r3channel.relay.recovery import Recovery, remove_ticket, take_over, write_ticket
 from r3channel.relay.sender import DeliveryGroup
 from r3channel.relay.step import SealedStep
 from r3channel.relay.store import FrameStore
@@ -112,6 +113,32 @@ class Relay:
         for group in self._groups:
             group.start()
         self._placer.start()
+
+    @classmethod
+    def recover(
+        cls,
+        spec: RoutingSpec,
+        layout: TrainerLayout,
+        config: ChannelConfig,
+        *,
+        clock: StageClock | None = None,
+        metrics: Metrics | None = None,
+        recorder: Recorder | None = None,
+    ) -> tuple[Relay, Recovery]:
+        """A relay that holds what those before it left in `config.store_dir` when they were killed.
+
+        Every frame is verified as if it came from an engine. Sealed steps are to be sealed again, by the same number and with
+        the assignment that the recovery names: their tickets of before belong to a run that has ended. What was read is deleted.
+        Raises `StoreBusy` where the only stores there belong to relays that live.
+        """
+        if not config.store_dir:
+            raise UsageError("a relay without store_dir leaves nothing to recover: its folder is temporary")
+        relay = cls(spec, layout, config, clock=clock, metrics=metrics, recorder=recorder)
+        try:
+            return relay, take_over(relay, Path(config.store_dir), but=relay._store.folder)
+        except BaseException:
+            relay.close()
+            raise
 
     # -- engines ---------------------------------------------------------------------------------------------------
 
@@ -266,7 +293,12 @@ class Relay:
                     f"delivered, and shard_bytes allows {self.config.shard_bytes}. Join the previous send before sealing"
                 )
             memory = {shard.key: self._memory.take(shard.nbytes) for shard in ticket.plan.shards}
-            keys = self._inbox.take(ticket.assignment.sample_ids, step=step)
+            write_ticket(self._store.folder, ticket)
+            try:
+                keys = self._inbox.take(ticket.assignment.sample_ids, step=step)
+            except StepError:
+                remove_ticket(self._store.folder, step)
+                raise
             self._steps[step] = SealedStep(ticket, keys, nbytes, sealed_s=time.monotonic(), memory=memory)
             self._newest_step = step
         self._placer.place(step)
@@ -384,6 +416,7 @@ class Relay:
 
     def _delivered(self, sealed: SealedStep) -> None:
         self._inbox.forget(sealed.keys_by_sample)
+        remove_ticket(self._store.folder, sealed.ticket.step)
         for key in sealed.keys_by_sample.values():
             self._store.release(key)
 

@@ -34,6 +34,7 @@ from r3channel.routing import Ids
 SEGMENT_BYTES = 64 << 20
 """One file; a larger frame gets a file of its own size."""
 LOCK_FILE = "lock"
+FOLDER_PREFIX = "relay-"
 IDLE_S = 60.0
 """Segments that nothing was put into for so long are given back to the disk."""
 
@@ -70,7 +71,7 @@ class FrameStore:
     def open(cls, folder: str, *, ceiling_bytes: int) -> FrameStore:
         """In a fresh folder of its own in `folder` (created), or in the system's temporary folder when it is empty."""
         temporary = None if folder else tempfile.TemporaryDirectory(prefix="r3channel-store-")
-        own = Path(temporary.name if temporary else folder) / f"relay-{uuid.uuid4().hex[:12]}"
+        own = Path(temporary.name if temporary else folder) / f"{FOLDER_PREFIX}{uuid.uuid4().hex[:12]}"
         own.mkdir(parents=True)
         lock_file = os.open(own / LOCK_FILE, os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
