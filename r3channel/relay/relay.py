@@ -331,11 +331,13 @@ class Relay:
                         "state": sealed.state,
                         "missing": list(sealed.missing),
                         "samples": len(sealed.ticket.samples),
+                        "ranks": sealed.ranks(),
                     }
                     for step, sealed in self._steps.items()
                 },
                 "groups": {group.dp: {"state": group.state, "epoch": group.epoch} for group in self._groups},
                 "store": {"frames": len(self._store), "bytes": self._store.nbytes},
+                "shards": self._memory.nbytes,
             }
 
     def close(self, *, timeout_s: float = 10.0) -> None:
