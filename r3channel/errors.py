@@ -205,6 +205,12 @@ class StoreFull(StepError):
     reason = "store_full"
 
 
+class StoreBusy(StepError):
+    """A frame store's folder belongs to a process that lives."""
+
+    reason = "store_busy"
+
+
 class BackgroundFailed(StepError):
     """A background thread died; its first exception is the cause."""
 

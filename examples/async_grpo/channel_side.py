@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 
 from examples.async_grpo.batch import MicrobatchData, lengths_of
+from examples.async_grpo.grpo import Request
 from r3channel.config import ChannelConfig
 from r3channel.metrics import LABELS, Metrics, StageClock
 from r3channel.plan.assignment import Assignment
@@ -57,15 +59,16 @@ class ChannelRouting(RelayHost):
     def join_previous(self) -> None:
         self.relay.join_previous()
 
-    def add(
-        self, sample_id: str, reply: Mapping[str, Any], tokens: list[int], *, engine: str, http_bytes: int
-    ) -> None:
-        self.relay.add(sample_id, reply, tokens, engine=engine)
-        self.metrics.inc("r3channel_bytes_total", http_bytes, leg="engine_http")
-        self._rows += len(tokens) - 1
+    def add(self, request: Request, body: bytes, *, engine: str) -> dict[str, Any]:
+        name, prompt = request.sample_id, request.prompt
+        reply = self.relay.add_body(name, body, lambda reply: prompt + reply["output_ids"], engine=engine)
+        self.metrics.inc("r3channel_bytes_total", len(body), leg="engine_http")
+        self._rows += len(prompt) + len(reply["output_ids"]) - 1
         # The tap at the engine's end: the reply's own bytes, before anything of the relay has touched them.
-        frame = parse_frame(base64.b64decode(reply["meta_info"]["routed_experts"]), spec=self.spec)
-        self._replied[sample_id] = (frame.decode(), frame.digests_L)
+        text = json.loads(body)["meta_info"]["routed_experts"]
+        frame = parse_frame(base64.b64decode(text), spec=self.spec)
+        self._replied[name] = (frame.decode(), frame.digests_L)
+        return reply
 
     def discard(self, sample_ids: list[str]) -> None:
         self.relay.discard(sample_ids)

@@ -1,29 +1,26 @@
-"""Asks SGLang over HTTP. Knows the request's fields and nothing of what is in the reply."""
+"""Asks SGLang over HTTP. Knows the request's fields; a reply is bytes."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from typing import Any
 
 import aiohttp
 
 from examples.async_grpo.grpo import Request
 
 REQUEST_TIMEOUT_S = 120.0
-Answer = tuple[dict[str, Any], int]
 
 
-async def ask(requests: list[Request], urls: list[str]) -> list[Answer | BaseException]:
-    """Send all at once; for each the reply and the bytes of its body, or what went wrong."""
+async def ask(requests: list[Request], urls: list[str]) -> list[bytes | BaseException]:
+    """Send all at once; for each the body of its reply, or what went wrong."""
     timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
     async with aiohttp.ClientSession(timeout=timeout) as session:
         asked = [_post(session, url, request) for request, url in zip(requests, urls, strict=True)]
         return await asyncio.gather(*asked, return_exceptions=True)
 
 
-async def _post(session: aiohttp.ClientSession, url: str, request: Request) -> Answer:
+async def _post(session: aiohttp.ClientSession, url: str, request: Request) -> bytes:
     body = {
         "input_ids": request.prompt,
         "sampling_params": {"temperature": 1.0, "max_new_tokens": request.new_tokens, "ignore_eos": True},
@@ -38,4 +35,4 @@ async def _post(session: aiohttp.ClientSession, url: str, request: Request) -> A
             raise RuntimeError(
                 f"{url} answered {response.status} after {waited:.1f} s for {request.sample_id}: {raw[:300]!r}"
             )
-        return json.loads(raw), len(raw)
+        return raw

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import argparse
 import base64
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 
+from examples.async_grpo.grpo import Request
 from r3channel.metrics import StageClock
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import RankCoords, TrainerLayout
@@ -39,15 +41,16 @@ class DefaultRouting:
     def join_previous(self) -> None:
         """Nothing is under way: the bytes went with the data."""
 
-    def add(
-        self, sample_id: str, reply: Mapping[str, Any], tokens: list[int], *, engine: str, http_bytes: int
-    ) -> None:
+    def add(self, request: Request, body: bytes, *, engine: str) -> dict[str, Any]:
         with self.clock.span("decode"):
+            reply = json.loads(body)
+            rows = len(request.prompt) + len(reply["output_ids"]) - 1
             raw = bytearray(base64.b64decode(reply["meta_info"]["routed_experts"]))
             ids = torch.frombuffer(raw, dtype=torch.int32)
-            self._ids[sample_id] = ids.reshape(len(tokens) - 1, self.spec.num_layers, self.spec.top_k)
-        self._bytes["engine_http"] += http_bytes
-        self._rows += len(tokens) - 1
+            self._ids[request.sample_id] = ids.reshape(rows, self.spec.num_layers, self.spec.top_k)
+        self._bytes["engine_http"] += len(body)
+        self._rows += rows
+        return reply
 
     def discard(self, sample_ids: list[str]) -> None:
         for sample_id in sample_ids:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import math
 import pickle
 import sys
@@ -34,9 +35,9 @@ class ManagerRouting(Protocol):
 
     def join_previous(self) -> None: ...
 
-    def add(
-        self, sample_id: str, reply: Mapping[str, Any], tokens: list[int], *, engine: str, http_bytes: int
-    ) -> None: ...
+    def add(self, request: Request, body: bytes, *, engine: str) -> dict[str, Any]:
+        """Take the routing out of a reply's body; returns what else it says."""
+        ...
 
     def discard(self, sample_ids: list[str]) -> None: ...
 
@@ -81,7 +82,7 @@ class RolloutManager:
             (answer,) = asyncio.run(ask([request], [url]))
             if isinstance(answer, BaseException):
                 raise answer
-            self.routing.check_engine(url, answer[0], tokens=3)
+            self.routing.check_engine(url, json.loads(answer), tokens=3)
         return self.routing.report()
 
     def generate(self, step: int) -> list[Any]:
@@ -144,15 +145,15 @@ class RolloutManager:
             try:
                 if isinstance(answer, BaseException):
                     raise answer
-                samples[request.sample_id] = self._add(request, url, *answer)
+                samples[request.sample_id] = self._add(request, url, answer)
             except (R3Error, RuntimeError, OSError) as error:
                 self.lost.append(request.sample_id)
                 print(f"step {step}: {request.sample_id} is left out: {error!r}", file=sys.stderr, flush=True)
         return samples
 
-    def _add(self, request: Request, url: str, reply: dict[str, Any], http_bytes: int) -> Sample:
+    def _add(self, request: Request, url: str, body: bytes) -> Sample:
+        reply = self.routing.add(request, body, engine=url)
         tokens = request.prompt + reply["output_ids"]
-        self.routing.add(request.sample_id, reply, tokens, engine=url, http_bytes=http_bytes)
         logprobs = [entry[0] for entry in reply["meta_info"]["output_token_logprobs"]]
         return Sample(request.sample_id, tokens, len(request.prompt), logprobs, reward(reply["output_ids"]))
 

@@ -1,8 +1,8 @@
-"""CPU that a relay spends per token from the socket to a verified, stored frame: in the reply's JSON, or directly.
+"""CPU that a relay spends per token from the socket to a placed shard: in the reply's JSON, or directly.
 
 The engine's end is another process (run this file as a program): an HTTP server that answers with canned replies, and the
 real sender for direct delivery. Only the process that calls `measure` is timed: fetching the reply, parsing it, taking the
-frame and verifying every id. Shape: Qwen3-30B-A3B.
+frame, verifying every id, sealing the samples as a step and placing its shard. Shape: Qwen3-30B-A3B.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from r3channel.config import ChannelConfig, EngineConfig
+from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.relay import Relay
 from r3channel.spec import RoutingSpec
@@ -62,27 +63,36 @@ async def _rounds(
                 start_s = time.process_time()
                 for name in names:
                     await _fetch(session, f"{engine}/{way}?rid={name}", relay, name, tokens)
-                await _settled(relay)
+                if way != "stock":
+                    await _until(lambda: not relay.status()["waiting"])
+                    await _place(relay, names, step=number * len(WAYS) + WAYS.index(way))
                 spent_s = time.process_time() - start_s
                 seen[way] += [spent_s / (samples * rows) * 1e6] if number else []
-                relay.discard(names)
     return seen
 
 
 async def _fetch(session: Any, url: str, relay: Relay, name: str, tokens: list[int]) -> None:
     async with session.get(url) as reply:
-        values = json.loads(await reply.read())
+        body = await reply.read()
     if "/stock" not in url:
-        relay.add(name, values, tokens)
+        relay.add_body(name, body, tokens)
         return
+    values = json.loads(body)
     raw = base64.b64decode(values["meta_info"]["routed_experts"])
     np.frombuffer(raw, np.int32).reshape(-1, SPEC.num_layers, SPEC.top_k)
 
 
-async def _settled(relay: Relay) -> None:
+async def _place(relay: Relay, names: list[str], *, step: int) -> None:
+    """Seal, wait until the shard is ready, and acknowledge it as a trainer would."""
+    ticket = relay.seal(step, Assignment.given([[[name] for name in names]]))
+    await _until(lambda: relay.status()["steps"][step]["state"] == "PLACED")
+    relay.ack(run=ticket.run, step=step, dp=0, pp=0)
+
+
+async def _until(done: Callable[[], bool]) -> None:
     deadline_s = time.monotonic() + _SETTLE_S
-    while relay.status()["waiting"]:
-        assert time.monotonic() < deadline_s, "a frame did not arrive"
+    while not done():
+        assert time.monotonic() < deadline_s, "a frame did not arrive, or was not placed"
         await asyncio.sleep(0.002)
 
 

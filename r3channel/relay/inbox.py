@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 
 from r3channel.errors import SampleTwice, SampleUnknown
 from r3channel.plan.ticket import TicketSample
+from r3channel.relay.segment import NO_TOKENS
 from r3channel.relay.store import FrameStore
+from r3channel.routing import Ids
 
 Frames = bytes | memoryview | str
 """A frame's bytes, or the key under which they lie in the store already."""
@@ -30,8 +32,8 @@ class Held:
     """In the frame store."""
     arrived_s: float
     """time.monotonic seconds."""
-    tokens: Sequence[int] = field(default=(), repr=False)
-    """What a later turn must begin with, the last one aside: that has no row yet."""
+    tokens: Ids = field(default_factory=lambda: NO_TOKENS, repr=False, compare=False)
+    """int32. What a later turn must begin with, the last one aside: that has no row yet."""
 
 
 class Inbox:
@@ -44,14 +46,14 @@ class Inbox:
         self._lock = threading.Lock()
         self._serial = 0
 
-    def put(self, sample: TicketSample, data: Frames, tokens: Sequence[int] = ()) -> None:
+    def put(self, sample: TicketSample, data: Frames, tokens: Ids = NO_TOKENS) -> None:
         """Keep a frame. Raises `SampleTwice`, or `StoreFull`; then nothing has changed."""
         name = sample.sample_id
         with self._lock:
             self._check_free(name)
             self._held[name] = self._keep(sample, data, tokens)
 
-    def replace(self, sample: TicketSample, data: Frames, tokens: Sequence[int]) -> None:
+    def replace(self, sample: TicketSample, data: Frames, tokens: Ids) -> None:
         """Keep a longer frame of a sample that is here. Raises `SampleUnknown`, or `StoreFull`; then nothing has changed."""
         with self._lock:
             before = self._held.get(sample.sample_id)
@@ -80,7 +82,7 @@ class Inbox:
             where = "waits for a step" if name in self._held else "is in a step that is not delivered yet"
             raise SampleTwice(f"sample {name} was added twice; the first {where}. Was a request retried?")
 
-    def _keep(self, sample: TicketSample, data: Frames, tokens: Sequence[int]) -> Held:
+    def _keep(self, sample: TicketSample, data: Frames, tokens: Ids) -> Held:
         if isinstance(data, str):
             self._store.claim(data, sample_id=sample.sample_id, tokens=tokens)
             return Held(sample, data, time.monotonic(), tokens)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,14 +9,13 @@ from typing import Any
 import numpy as np
 
 from r3channel import errors
+from r3channel.relay.reply import ROUTING_FIELD, decode_base64
 from r3channel.relay.splice import check_adjoins, frame_of
 from r3channel.routing import Ids, RowKind, SampleRouting
 from r3channel.spec import RoutingSpec
 from r3channel.wire.frame import Frame, parse_frame, sample_key
 from r3channel.wire.prefix import resolve
 from r3channel.wire.receipt import RECEIPT_MAGIC, Receipt
-
-ROUTING_FIELD = "routed_experts"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,9 +29,9 @@ class Verified:
     routing: SampleRouting
 
 
-def frame_bytes_of(reply: Mapping[str, Any], *, sample_id: str, engine: str) -> bytes:
+def frame_bytes_of(reply: Any, *, sample_id: str, engine: str) -> bytes:
     """What is in `reply["meta_info"]["routed_experts"]` (base64, SGLang's in-band place): a frame, or a receipt for one."""
-    meta = reply.get("meta_info")
+    meta = reply.get("meta_info") if isinstance(reply, Mapping) else None
     text = meta.get(ROUTING_FIELD) if isinstance(meta, Mapping) else None
     if not isinstance(text, str) or not text:
         raise errors.RoutingMissing(
@@ -42,8 +39,8 @@ def frame_bytes_of(reply: Mapping[str, Any], *, sample_id: str, engine: str) -> 
             "return_routed_experts set, and was the server started with --enable-return-routed-experts?"
         )
     try:
-        return base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError) as error:
+        return decode_base64(text)
+    except ValueError as error:
         raise errors.PayloadCorrupt(
             f"sample {sample_id} from engine {engine}: {ROUTING_FIELD} is not base64, expected a frame: {error}"
         ) from error

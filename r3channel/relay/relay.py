@@ -12,11 +12,14 @@ control channel (Ray actor calls in `relay.actor`). It keeps a step's bytes unti
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +46,7 @@ from r3channel.relay.ingest import Verified
 from r3channel.relay.intake import Intake
 from r3channel.relay.memory import BufferPool
 from r3channel.relay.placer import Placer
+from r3channel.relay.recovery import Recovery, remove_ticket, take_over, write_ticket
 from r3channel.relay.sender import DeliveryGroup
 from r3channel.relay.staging import check_device
 from r3channel.relay.step import SealedStep
@@ -60,6 +64,10 @@ class _Reserved:
 
     newest_before: int
     samples: Sequence[Held]
+
+
+_ADDERS = 2
+"""Threads of `add_body_async`."""
 
 
 class Relay:
@@ -95,7 +103,9 @@ class Relay:
             clock=self.clock,
             metrics=self.metrics,
             recorder=recorder,
+            make_room=self._make_room,
         )
+        self._adders = ThreadPoolExecutor(_ADDERS, thread_name_prefix="r3channel-add")
         self._gate = Gate(self.config, engines=self.engines, intake=self._intake)
         self._changed = threading.Condition()
         self._steps: dict[int, SealedStep] = {}
@@ -122,6 +132,32 @@ class Relay:
         for group in self._groups:
             group.start()
         self._placer.start()
+
+    @classmethod
+    def recover(
+        cls,
+        spec: RoutingSpec,
+        layout: TrainerLayout,
+        config: ChannelConfig,
+        *,
+        clock: StageClock | None = None,
+        metrics: Metrics | None = None,
+        recorder: Recorder | None = None,
+    ) -> tuple[Relay, Recovery]:
+        """A relay that holds what those before it left in `config.store_dir` when they were killed.
+
+        Every frame is verified as if it came from an engine. Sealed steps are to be sealed again, by the same number and with
+        the assignment that the recovery names: their tickets of before belong to a run that has ended. What was read is deleted.
+        Raises `StoreBusy` where the only stores there belong to relays that live.
+        """
+        if not config.store_dir:
+            raise UsageError("a relay without store_dir leaves nothing to recover: its folder is temporary")
+        relay = cls(spec, layout, config, clock=clock, metrics=metrics, recorder=recorder)
+        try:
+            return relay, take_over(relay, Path(config.store_dir), but=relay._store.folder)
+        except BaseException:
+            relay.close()
+            raise
 
     # -- engines ---------------------------------------------------------------------------------------------------
 
@@ -173,8 +209,57 @@ class Relay:
         """
         self._check_open()
         self.engines.check(engine)
-        self._intake.expire()
         return self._intake.add(sample_id, reply, tokens, engine=engine, adds_turn=append)
+
+    def add_body(
+        self,
+        sample_id: str,
+        body: bytes,
+        tokens: Sequence[int] | Ids | Callable[[Any], Sequence[int]],
+        *,
+        engine: str = "?",
+        append: bool = False,
+    ) -> Any:
+        """As `add`, for the reply's body as it came; returns the parsed reply, its routing field emptied.
+
+        The frame is decoded where it lies in the body, without the interpreter's lock, and only the rest is parsed: an eighth of
+        the CPU of `json.loads` and `add`. `tokens` may be a function of the parsed reply. Raises also `RoutingMissing` for a body
+        that is no JSON object. In a coroutine use `add_body_async`.
+
+            body = await response.read()
+            reply = await relay.add_body_async(name, body, lambda reply: prompt + reply["output_ids"], engine=url)
+        """
+        self._check_open()
+        self.engines.check(engine)
+        return self._intake.add_body(sample_id, body, tokens, engine=engine, adds_turn=append)
+
+    async def add_body_async(
+        self,
+        sample_id: str,
+        body: bytes,
+        tokens: Sequence[int] | Ids | Callable[[Any], Sequence[int]],
+        *,
+        engine: str = "?",
+        append: bool = False,
+    ) -> Any:
+        """`add_body` on a thread of the relay's, so that the event loop goes on meanwhile."""
+        add = partial(self.add_body, sample_id, body, tokens, engine=engine, append=append)
+        return await asyncio.get_running_loop().run_in_executor(self._adders, add)
+
+    def _make_room(self, nbytes: int) -> None:
+        """Wait, at the ceiling of the store, for the background to free memory."""
+        self._intake.expire()
+        if self._store.wait_room(nbytes):
+            return
+        limit_s = self.config.room_timeout_s
+        if not self._store.wait_room(nbytes, timeout_s=limit_s):
+            with self._changed:
+                steps = {step: list(sealed.missing) for step, sealed in self._steps.items()}
+            raise StoreFull(
+                f"waited {limit_s:.1f} s for room for a frame of {nbytes} bytes: {len(self._store)} frames fill store_bytes "
+                f"({self.config.store_bytes}). Steps under way and the (dp, pp, cp) that have not acknowledged: {steps}; samples "
+                f"that no step has taken: {len(self._inbox.names)}. Seal or discard, or raise store_bytes"
+            )
 
     def add_frame(
         self,
@@ -187,7 +272,6 @@ class Relay:
     ) -> Verified | None:
         """As `add`, for a frame that is already in hand (a recording, another transport, `splice.merge`)."""
         self._check_open()
-        self._intake.expire()
         return self._intake.add_frame(sample_id, data, tokens, engine=engine, adds_turn=append)
 
     def rows_held(self, sample_id: str) -> int:
@@ -240,7 +324,12 @@ class Relay:
             self._check_room(ticket.step, nbytes)
             held = [found for name in names if (found := self._inbox.held(name)) is not None]
             memory = {part.key: self._memory.take(part.nbytes) for part in parts}
-            keys = self._inbox.take(names, step=ticket.step)
+            write_ticket(self._store.folder, ticket)
+            try:
+                keys = self._inbox.take(names, step=ticket.step)
+            except StepError:
+                remove_ticket(self._store.folder, ticket.step)
+                raise
             self._reserved[ticket.step] = _Reserved(self._newest_step, held)
             self._steps[ticket.step] = SealedStep(
                 ticket, keys, nbytes, sealed_s=time.monotonic(), relay=own, memory=memory
@@ -271,6 +360,7 @@ class Relay:
             if reserved is None:
                 return
             del self._steps[step]
+            remove_ticket(self._store.folder, step)
             if self._newest_step == step:
                 self._newest_step = reserved.newest_before
             self._inbox.give_back(reserved.samples)
@@ -314,11 +404,13 @@ class Relay:
                         "state": sealed.state,
                         "missing": list(sealed.missing),
                         "samples": len(sealed.keys_by_sample),
+                        "ranks": sealed.ranks(),
                     }
                     for step, sealed in self._steps.items()
                 },
                 "groups": {group.dp: group.status() for group in self._groups},
                 "store": {"frames": len(self._store), "bytes": self._store.nbytes},
+                "shards": self._memory.nbytes,
             }
 
     def close(self, *, timeout_s: float = 10.0) -> None:
@@ -330,6 +422,7 @@ class Relay:
             undelivered = {step: list(sealed.missing) for step, sealed in self._steps.items()}
             self._changed.notify_all()
         self._gate.close(timeout_s=timeout_s)
+        self._adders.shutdown(wait=False, cancel_futures=True)
         threads = [self._placer.stop(), *(group.stop() for group in self._groups)]
         deadline = time.monotonic() + timeout_s
         for thread in threads:
@@ -400,6 +493,7 @@ class Relay:
 
     def _delivered(self, sealed: SealedStep) -> None:
         self._inbox.forget(sealed.keys_by_sample)
+        remove_ticket(self._store.folder, sealed.ticket.step)
         for key in sealed.keys_by_sample.values():
             self._store.release(key)
 

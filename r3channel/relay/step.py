@@ -62,6 +62,18 @@ class SealedStep:
         """Shards that no rank has acknowledged yet."""
         return tuple(key for key in self.keys if key not in self.acknowledged)
 
+    def ranks(self) -> dict[int, dict[str, Any]]:
+        """By DP rank: its samples, and of its shards those that are placed and those that were acknowledged."""
+        assignment = self.ticket.assignment
+        return {
+            dp: {
+                "samples": [name for batch in batches for name in batch],
+                "placed": sorted(key for key in self.buffers if key[0] == dp),
+                "acknowledged": sorted(key for key in self.acknowledged if key[0] == dp),
+            }
+            for dp, batches in enumerate(assignment.ranks)
+        }
+
     @property
     def state(self) -> str:
         if not self.missing:

@@ -13,7 +13,6 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from r3channel.relay.segment import (
     CLAIM,
     FILE_SUFFIX,
     LIVE,
+    NO_TOKENS,
     RELEASED,
     Note,
     Place,
@@ -29,10 +29,12 @@ from r3channel.relay.segment import (
     file_bytes,
     record_bytes,
 )
+from r3channel.routing import Ids
 
 SEGMENT_BYTES = 64 << 20
 """One file; a larger frame gets a file of its own size."""
 LOCK_FILE = "lock"
+FOLDER_PREFIX = "relay-"
 IDLE_S = 60.0
 """Segments that nothing was put into for so long are given back to the disk."""
 
@@ -69,14 +71,14 @@ class FrameStore:
     def open(cls, folder: str, *, ceiling_bytes: int) -> FrameStore:
         """In a fresh folder of its own in `folder` (created), or in the system's temporary folder when it is empty."""
         temporary = None if folder else tempfile.TemporaryDirectory(prefix="r3channel-store-")
-        own = Path(temporary.name if temporary else folder) / f"relay-{uuid.uuid4().hex[:12]}"
+        own = Path(temporary.name if temporary else folder) / f"{FOLDER_PREFIX}{uuid.uuid4().hex[:12]}"
         own.mkdir(parents=True)
         lock_file = os.open(own / LOCK_FILE, os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return cls(own, ceiling_bytes, lock_file, _temporary=temporary)
 
     def put(
-        self, key: str, frame: bytes | memoryview, *, sample_id: str = "", tokens: Sequence[int] = ()
+        self, key: str, frame: bytes | memoryview, *, sample_id: str = "", tokens: Ids = NO_TOKENS
     ) -> None:
         """Copy a frame in. Raises `SampleTwice`, or `StoreFull` at the ceiling or on a full disk; then nothing has changed.
 
@@ -92,7 +94,7 @@ class FrameStore:
         segment.write(place, frame)
         segment.mark(place, LIVE)
 
-    def claim(self, key: str, *, sample_id: str, tokens: Sequence[int]) -> None:
+    def claim(self, key: str, *, sample_id: str, tokens: Ids) -> None:
         """Say whose frame this is. Raises as `put`."""
         with self._changed:
             record = self._record(key)

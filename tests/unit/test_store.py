@@ -49,7 +49,7 @@ def test_released_segments_are_filled_again_and_their_files_stay(store: FrameSto
 
 def test_frames_lie_where_words_can_be_read(store: FrameStore) -> None:
     for i in range(20):
-        store.put("n" * i, bytes(i), sample_id="n" * i, tokens=range(i))
+        store.put("n" * i, bytes(i), sample_id="n" * i, tokens=np.arange(i, dtype=np.int32))
         assert np.frombuffer(store.get("n" * i) or b"", np.uint8).ctypes.data % 16 == 0 or i == 0
 
 

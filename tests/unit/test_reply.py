@@ -1,0 +1,107 @@
+"""The frame is cut out of a reply's bytes: whatever the body says, the result is that of `json.loads`."""
+
+from __future__ import annotations
+
+import base64
+import json
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from r3channel.relay import reply as reply_module
+from r3channel.relay.reply import ROUTING_FIELD, split_reply
+
+FIELD = "routed_experts"
+texts = st.one_of(
+    st.text(max_size=20), st.sampled_from([FIELD, f'"{FIELD}": "AAAA"', f'\\"{FIELD}":"AAAA"', '\\"', "="])
+)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | texts,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.one_of(texts, st.sampled_from([FIELD, "meta_info", "id"])), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+frames = st.binary(max_size=40).map(lambda data: base64.b64encode(data).decode())
+
+
+@st.composite
+def replies(draw: st.DrawFn) -> Any:
+    meta = draw(st.dictionaries(texts, values, max_size=3)) | {FIELD: draw(frames | values)}
+    fields = [("meta_info", meta), *draw(st.dictionaries(texts, values, max_size=3)).items()]
+    return dict(draw(st.permutations(fields)))
+
+
+def check_equal_to_loads(body: bytes) -> bytes | None:
+    try:
+        expected = json.loads(body)
+    except ValueError:
+        with pytest.raises(ValueError):
+            split_reply(body)
+        return None
+    reply, data = split_reply(body)
+    if data is not None:
+        text = expected["meta_info"][ROUTING_FIELD]
+        assert base64.b64decode(text, validate=True) == data
+        expected["meta_info"][ROUTING_FIELD] = ""
+    assert reply == expected
+    return data
+
+
+@pytest.fixture(params=["pybase64", "stdlib"], autouse=True)
+def decoder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert reply_module._fast_b64decode is not None, "pybase64 is part of the locked environment"
+    if request.param == "stdlib":
+        monkeypatch.setattr(reply_module, "_fast_b64decode", None)
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(reply=replies() | values, ascii=st.booleans(), indent=st.sampled_from([None, 1]))
+def test_a_reply_is_what_json_says(decoder: None, reply: Any, ascii: bool, indent: int | None) -> None:
+    check_equal_to_loads(json.dumps(reply, ensure_ascii=ascii, indent=indent).encode())
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(reply=replies(), data=st.data())
+def test_a_damaged_reply_is_what_json_says(decoder: None, reply: Any, data: st.DataObject) -> None:
+    body = bytearray(json.dumps(reply).encode())
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, len(body) - 1))
+        body[at : at + data.draw(st.integers(0, 3))] = data.draw(
+            st.sampled_from([b"", b'"', b"\\", b"\\u005f", b":", b"{", b"x"])
+        )
+    check_equal_to_loads(bytes(body))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"meta_info": {"routed_experts": "AAAA", "routed\\u005fexperts": "AQI="}}',
+        b'{"meta_info": {"routed\\u005fexperts": "AQI=", "routed_experts": "AAAA"}}',
+        b'{"x": {"routed_experts": "AAAA"}, "meta_info": {"routed\\u005fexperts": "AQI="}}',
+        b'{"\\"routed_experts": "AAAA", "meta_info": {"routed\\u005fexperts": ""}}',
+        b'{"meta_info": {"routed_experts": "AAAA"}, "meta_info": {"id": "x"}}',
+        b'{"meta_info": {"id": "x"}, "meta_info": {"routed_experts": "AAAA"}}',
+        b'{"meta_info": [{"routed_experts": "AAAA"}]}',
+        b'{"text": "\\"routed_experts\\": \\"BBBB\\"", "meta_info": {"routed_experts": "AAAA"}}',
+        b'{"meta_info": {"routed_experts": "AA\\u0041A"}}',
+        b'{"meta_info": {"routed_experts": "AAA"}}',
+        b'{"meta_info": {"routed_experts": "AAAA',
+        b'\xef\xbb\xbf{"meta_info": {"routed_experts": "AAAA"}}',
+        '{"meta_info": {"routed_experts": "AAAA"}}'.encode("utf-16"),
+        b'["routed_experts": "AAAA"]',
+        b"",
+    ],
+)
+def test_hostile_spellings_change_nothing(body: bytes) -> None:
+    check_equal_to_loads(body)
+
+
+def test_an_ordinary_reply_takes_the_short_way() -> None:
+    body = json.dumps(
+        {"text": "x", "output_ids": [1], "meta_info": {"id": "a", FIELD: "AQI=", "n": 1}}
+    ).encode()
+    assert check_equal_to_loads(body) == b"\x01\x02"
