@@ -138,4 +138,4 @@ def _machine() -> str:
 
 
 def _say(text: str) -> None:
-    print(f"bench relay: {text}", file=sys.stderr, flush=True)
+    print(f"{time.strftime('%H:%M:%S')} bench relay: {text}", file=sys.stderr, flush=True)

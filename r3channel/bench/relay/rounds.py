@@ -61,7 +61,7 @@ class Rounds:
     def __init__(self, world_size: int) -> None:
         self.manager = start_actor(Manager, node=MANAGER_NODE, threads=32)
         self.neighbour: Any = None
-        self.direct: Any = None
+        self._direct = False
         self.ranks = [start_actor(Rank, rank, node=RANK_NODE) for rank in range(world_size)]
         self.skipped: dict[str, str] = {}
         self.peak_staging_bytes: dict[str, int | None] = {}
@@ -90,7 +90,7 @@ class Rounds:
             if path in ONE_RAYLET:
                 self._open_neighbour(case, path, ranks)
             elif path in DIRECT:
-                self._open_direct(case, ranks)
+                self._open_direct(ranks)
             else:
                 call(self.manager.open.remote(path))
             self._open_ranks(path, ranks)
@@ -115,22 +115,18 @@ class Rounds:
         call(self.neighbour.load.remote(case, list(ranks)))  # once per case
         call(self.neighbour.open.remote(path))
 
-    def _open_direct(self, case: Case, ranks: Sequence[Any]) -> None:
-        """From an actor of its own: Ray sends tensors in the order of its calls, which only one thread keeps."""
+    def _open_direct(self, ranks: Sequence[Any]) -> None:
         from ray.experimental.collective import create_collective_group
 
-        if self.direct is None:
-            self.direct = start_actor(Manager, node=MANAGER_NODE)
-            create_collective_group([self.direct, *ranks], backend="gloo")
-        call(self.direct.load.remote(case, []))
+        if not self._direct:
+            create_collective_group([self.manager, *ranks], backend="gloo")
+            self._direct = True
 
     def _manager(self, path: str) -> Any:
-        if path in DIRECT:
-            return self.direct
         return self.neighbour if path in ONE_RAYLET else self.manager
 
     def _managers(self) -> list[Any]:
-        return [actor for actor in (self.manager, self.neighbour, self.direct) if actor is not None]
+        return [actor for actor in (self.manager, self.neighbour) if actor is not None]
 
     # -- running -------------------------------------------------------------------------------------------------------
 
@@ -182,9 +178,9 @@ class Rounds:
 
     def _direct_round(self, path: str, ranks: Sequence[Any], seen: Seen) -> None:
         """Ray moves the tensors between two actor calls; this process submits both."""
-        pids, manager = process_ids(), [call(self.direct.pid.remote())]
+        pids, manager = process_ids(), [call(self.manager.pid.remote())]
         begin_s, manager_s, start_s = cpu_seconds_of(pids), cpu_seconds_of(manager), time.monotonic()
-        kept = [self.direct.tensors_of.remote(index) for index in range(len(ranks))]
+        kept = [self.manager.tensors_of.remote(index) for index in range(len(ranks))]
         answers = [rank.take.remote(path, tensors) for rank, tensors in zip(ranks, kept, strict=True)]
         found = call(answers)
         seen.cpu_s.append(cpu_seconds_of(pids) - begin_s)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -74,7 +74,7 @@ class Workload:
     def __init__(self, case: Case) -> None:
         self.case, self.spec, self.lengths = case, case.spec, case.lengths
         self.assignment, self.plan = case.plan()
-        self._rows_TLK = _drawn(case)
+        self._rows_TLK = _drawn(case.model, case.spec.num_moe_layers)
 
     def ids(self, sample_id: str) -> Ids:
         """[tokens - 1, L, K] in the id dtype; a new array."""
@@ -119,9 +119,8 @@ class Workload:
         return stock_TAK
 
 
-def _drawn(case: Case) -> Ids:
-    model = model_named(case.model)
-    rows_TLK = generate(model, regime="Zmid", rows=_GENERATED_ROWS)
-    wanted = case.spec.num_moe_layers
-    repeats = -(-wanted // rows_TLK.shape[1])
-    return np.ascontiguousarray(np.tile(rows_TLK, (1, repeats, 1))[:, :wanted])
+@cache
+def _drawn(model: str, layers: int) -> Ids:
+    rows_TLK = generate(model_named(model), regime="Zmid", rows=_GENERATED_ROWS)
+    repeats = -(-layers // rows_TLK.shape[1])
+    return np.ascontiguousarray(np.tile(rows_TLK, (1, repeats, 1))[:, :layers])
