@@ -64,6 +64,10 @@ class ChannelConfig:
     invalid_rows: str = "error"
     """Rows that the engine could not record: `error` refuses the sample, `native` lets the live router choose for them, `mask`
     also takes those tokens out of the loss."""
+    max_staleness: int = -1
+    """Committed weight updates that may lie between a row and the trainer; -1: any number. `on_stale` says what then."""
+    on_stale: str = "accept"
+    """Rows beyond `max_staleness`: `accept` counts them, `mask` takes their tokens out of the loss, `reject` refuses the step."""
     audit_microbatches: int = 1
     """Micro-batches per step whose replayed ids are compared with what the live router would choose; 0: none."""
 
@@ -83,6 +87,10 @@ class ChannelConfig:
             raise ConfigError(f"backend {self.backend!r}, expected gloo, nccl or loopback")
         if self.invalid_rows not in ("error", "native", "mask"):
             raise ConfigError(f"invalid_rows {self.invalid_rows!r}, expected error, native or mask")
+        if self.on_stale not in ("accept", "mask", "reject"):
+            raise ConfigError(f"on_stale {self.on_stale!r}, expected accept, mask or reject")
+        if self.max_staleness < -1:
+            raise ConfigError(f"max_staleness {self.max_staleness}, expected -1 (no bound) or more")
         if self.audit_microbatches < 0:
             raise ConfigError(f"audit_microbatches {self.audit_microbatches}, expected 0 or more")
         if self.bucket_bytes < 1024:

@@ -319,6 +319,54 @@ class WeightUpdateFailed(WeightsError):
     reason = "update_failed"
 
 
+class PlanInvalid(WeightsError):
+    """Source and target shards do not fit together: a tensor, a shape, or part of one is missing or held ambiguously."""
+
+    reason = "plan"
+
+
+class PlanMismatch(WeightsError):
+    """Two ranks computed different plans; nothing was sent. Names both hashes."""
+
+    reason = "plan_hash"
+
+
+class WeightsCorrupt(WeightsError):
+    """Bytes that arrived are not those that were sent. Names tensor and bucket."""
+
+    reason = "weights_corrupt"
+
+
+class RegistryRefused(WeightsError):
+    """The registry of engines does not accept a call. Says what it knows."""
+
+    reason = "registry"
+
+
+class StaleEpoch(RegistryRefused):
+    """The caller acts on an older membership; it must read the registry again. Names both epochs."""
+
+    reason = "stale_epoch"
+
+
+class VersionsDiffer(RegistryRefused):
+    """Trainer and engine run other versions of torch or NCCL than each other. Names both values."""
+
+    reason = "versions_differ"
+
+
+class EngineLeftBehind(WeightUpdateFailed):
+    """An update is committed, but engines did not take it or do not serve it; they are paused. Names them."""
+
+    reason = "engine_left_behind"
+
+
+class NonFiniteWeights(WeightsError):
+    """A tensor holds NaN or Inf and the policy is to refuse it. Names tensor and bucket."""
+
+    reason = "nonfinite"
+
+
 # -- trainer room: replay and audit --------------------------------------------------------------------------------------
 
 
@@ -359,3 +407,12 @@ class PrefixMissing(FrameError):
     """A frame refers to shared rows that are not here. Names the prefix and the rows."""
 
     reason = "missing"
+
+
+# -- trainer room: staleness --------------------------------------------------------------------------------------------
+
+
+class RowsStale(StepError):
+    """Rows were made by weights too far from the trainer's, and the policy is to refuse them. Names samples."""
+
+    reason = "stale"

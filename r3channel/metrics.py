@@ -49,6 +49,7 @@ LABELS: dict[str, tuple[str, ...]] = {
     "outcome": ("received", "delivered", "rejected", "discarded", "expired"),
     "reason": (*sorted({*_reasons(RoutingError), SampleTwice.reason}), "other"),
     "cause": ("invalid", "padding"),
+    "lag": ("ahead", "0", "1", "2", "3", "4_or_more"),
     "layer": tuple(str(layer) for layer in range(256)),
     "leg": (
         "engine_frame",
@@ -119,6 +120,21 @@ _TABLE = (
     _gauge("epoch", "epoch", "health", _BOTH, "Life of the transport group; a failure starts the next."),
     _counter("group_resets_total", "resets", "health", _BOTH, "Transport groups that had to be abandoned."),
     _gauge("weight_version", "version", "weights", LABELS["role"], "Committed weight version.", "role"),
+    _counter(
+        "rows_by_staleness_total",
+        "rows",
+        "weights",
+        _TRAINER,
+        "Rows of a rank's samples by how many weight updates lie between them and the trainer.",
+        "lag",
+    ),
+    _counter(
+        "rows_masked_stale_total",
+        "rows",
+        "weights",
+        _TRAINER,
+        "Rows of a rank's samples that left the loss because they were too stale.",
+    ),
     _counter("ids_compared_total", "ids", "audit", _TRAINER, "Ids compared: engine against router."),
     _counter(
         "ids_different_total", "ids", "audit", _TRAINER, "Ids that the router did not get; must stay 0."

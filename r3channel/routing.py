@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from r3channel.distinct import find_duplicate, out_of_range
+from r3channel.distinct import find_duplicate, out_of_range, sound
 from r3channel.errors import (
     DuplicateExpertId,
     ExpertIdOutOfRange,
@@ -100,7 +100,7 @@ def check_shape(expert_ids_TLK: Ids, *, spec: RoutingSpec, where: str) -> None:
 
 def check_ids(expert_ids_TLK: Ids, *, spec: RoutingSpec, where: str) -> None:
     """Every id in [0, E) and distinct within its row of one layer; names the first row that is not."""
-    if not expert_ids_TLK.size:
+    if not expert_ids_TLK.size or sound(expert_ids_TLK, num_experts=spec.num_experts):
         return
     if out_of_range(expert_ids_TLK, num_experts=spec.num_experts):
         bad = np.argwhere((expert_ids_TLK >= spec.num_experts) | (expert_ids_TLK < 0))[0]

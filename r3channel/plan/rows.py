@@ -120,6 +120,12 @@ class RowTable:
         columns = (runs.position, runs.slot, runs.local, runs.length, runs.real)
         return list(zip(*(column[first:last].tolist() for column in columns), strict=True))
 
+    def of_microbatches(self, *, cp: int, first: int, last: int) -> Runs:
+        """All runs of the micro-batches [first, last) on one CP rank, tails included, in order."""
+        bounds = self._key(cp, np.asarray([first, last]), -1)
+        begin, end = np.searchsorted(self._keys, bounds)
+        return self.runs.take(slice(begin, end))
+
     def row_map(self, *, cp: int, microbatch: int) -> tuple[Ints, Ints]:
         """(sample, position), each [slots, rows per slot], of every row; sample -1 in the tail; padding has its position."""
         batch = self._batches[microbatch]

@@ -17,7 +17,6 @@ import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 from r3channel.config import ChannelConfig
@@ -32,7 +31,6 @@ from r3channel.errors import (
 from r3channel.metrics import Metrics, StageClock
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
-from r3channel.plan.place import fill_invalid, place_samples
 from r3channel.plan.shards import ShardKey
 from r3channel.plan.ticket import Ticket
 from r3channel.recording import Recorder
@@ -41,13 +39,13 @@ from r3channel.relay.gate import Gate
 from r3channel.relay.inbox import Inbox
 from r3channel.relay.ingest import Verified
 from r3channel.relay.intake import Intake
+from r3channel.relay.placer import Placer
 from r3channel.relay.sender import DeliveryGroup
 from r3channel.relay.step import SealedStep
 from r3channel.relay.store import FrameStore
 from r3channel.routing import Ids
 from r3channel.spec import RoutingSpec
 from r3channel.transport.base import Rendezvous, open_store
-from r3channel.wire.frame import parse_frame
 
 
 class Relay:
@@ -67,7 +65,6 @@ class Relay:
         self.run = uuid.uuid4().hex[:12]
         self.clock = clock or StageClock("relay")
         self.metrics = metrics or Metrics("relay", clock=self.clock)
-        self._recorder = recorder
         self._store = FrameStore.open(self.config.store_dir, ceiling_bytes=self.config.store_bytes)
         self._inbox = Inbox(self._store)
         self.engines = EngineRegistry(spec)
@@ -85,14 +82,14 @@ class Relay:
         self._changed = threading.Condition()
         self._steps: dict[int, SealedStep] = {}
         self._newest_step = -1
-        self._to_place: SimpleQueue[int | None] = SimpleQueue()
-        self._error: BaseException | None = None
         self._closed = False
         self._rendezvous_store = (
             open_store(self.config.interface) if self.config.backend != "loopback" else None
         )
         self._groups = [self._group(dp) for dp in range(layout.dp)]
-        self._placer = threading.Thread(target=self._place_steps, name="r3channel-place", daemon=True)
+        self._placer = Placer(
+            store=self._store, changed=self._changed, steps=self._steps, clock=self.clock, recorder=recorder
+        )
         self._watch()
         for group in self._groups:
             group.start()
@@ -205,7 +202,7 @@ class Relay:
             keys = self._inbox.take(ticket.assignment.sample_ids, step=step)
             self._steps[step] = SealedStep(ticket, keys, nbytes, sealed_s=time.monotonic())
             self._newest_step = step
-        self._to_place.put(step)
+        self._placer.place(step)
 
     def join_previous(self, *, timeout_s: float | None = None) -> None:
         """Wait until every sealed step is delivered. The error names the step and the ranks that have not acknowledged."""
@@ -251,8 +248,7 @@ class Relay:
             undelivered = {step: list(sealed.missing) for step, sealed in self._steps.items()}
             self._changed.notify_all()
         self._gate.close(timeout_s=timeout_s)
-        self._to_place.put(None)
-        threads = [self._placer, *(group.stop() for group in self._groups)]
+        threads = [self._placer.stop(), *(group.stop() for group in self._groups)]
         deadline = time.monotonic() + timeout_s
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -338,40 +334,6 @@ class Relay:
 
     # -- background ------------------------------------------------------------------------------------------------
 
-    def _place_steps(self) -> None:
-        try:
-            while (step := self._to_place.get()) is not None:
-                self._place(step)
-        except BaseException as error:
-            with self._changed:
-                self._error = error
-                self._changed.notify_all()
-
-    def _place(self, step: int) -> None:
-        sealed = self._steps[step]
-        ticket = sealed.ticket
-        for dp in range(self.layout.dp):
-            with self.clock.span("place", step=step):
-                buffers = place_samples(ticket.plan, dp=dp, ids_of=lambda name: self._decode(sealed, name))
-            with self._changed:
-                sealed.buffers.update(buffers)
-                self._changed.notify_all()
-        if self._recorder is not None:
-            self._recorder.write(ticket)
-        for key in sealed.keys_by_sample.values():
-            self._store.release(key)
-
-    def _decode(self, sealed: SealedStep, sample_id: str) -> Ids:
-        with self.clock.span("decode"):
-            data = self._store.get(sealed.keys_by_sample[sample_id])
-            frame = parse_frame(data, spec=self.spec, sample_id=sample_id, engine="store")
-            if frame.payload_hash != sealed.ticket.sample(sample_id).frame_hash:
-                raise StepError(
-                    f"step {sealed.ticket.step}: the store gave another frame for sample {sample_id}"
-                )
-            # May be a view of the store, which holds it until the step is placed.
-            return fill_invalid(frame.ids(), frame.valid_T, self.spec)
-
     def _group(self, dp: int) -> DeliveryGroup:
         return DeliveryGroup(
             dp=dp,
@@ -398,7 +360,8 @@ class Relay:
         )
 
     def _background_error(self) -> BaseException | None:
-        return self._error or next((group.error for group in self._groups if group.error is not None), None)
+        runners = (self._placer, *self._groups)
+        return next((runner.error for runner in runners if runner.error is not None), None)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -13,20 +13,16 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-
-import numpy as np
-import torch
+from functools import cached_property
 
 from r3channel.config import ChannelConfig
 from r3channel.errors import EpochEnded, TransportError
 from r3channel.metrics import Metrics, StageClock
+from r3channel.relay.staging import BucketSender, InPlace, device_staging
 from r3channel.relay.step import SealedStep
 from r3channel.transport.base import Rendezvous, Transport, join
 from r3channel.wire.bucket import bucket_headers
-
-_NCCL_SENDS = threading.Lock()
 
 
 @dataclass
@@ -56,7 +52,6 @@ class DeliveryGroup:
     """(step, pp) that a member is ready for and whose shard is placed."""
     _transport: Transport | None = None
     _thread: threading.Thread | None = None
-    _staging: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def start(self) -> None:
         self._thread = threading.Thread(target=self._run, name=f"r3channel-send-dp{self.dp}", daemon=True)
@@ -151,38 +146,24 @@ class DeliveryGroup:
             shard_N = sealed.buffer_of(self.dp, pp) if sealed is not None else None
         if sealed is None or shard_N is None or transport is None or transport.epoch != epoch:
             return  # acknowledged or abandoned meanwhile
-        bucket_bytes = sealed.ticket.bucket_bytes
-        with self.clock.span("send", step=step), self._exclusive():
-            for header in bucket_headers(
-                shard_N, bucket_bytes=bucket_bytes, epoch=epoch, step=step, dp=self.dp, pp=pp
-            ):
-                part_N = shard_N[header.offset : header.offset + header.nbytes]
-                self._send_one(transport, header.to_bytes(), dst=pp + 1, step=step)
-                self._send_one(transport, part_N, dst=pp + 1, step=step)
-                self.metrics.inc("r3channel_buckets_total")
-                self.metrics.inc("r3channel_bytes_total", header.nbytes, leg="wire_sent")
+        headers = bucket_headers(
+            shard_N, bucket_bytes=sealed.ticket.bucket_bytes, epoch=epoch, step=step, dp=self.dp, pp=pp
+        )
+        with self.clock.span("send", step=step):
+            self._buckets.send(transport, shard_N, headers, dst=pp + 1)
 
-    def _exclusive(self) -> AbstractContextManager[object]:
-        """Under NCCL one group of this process sends at a time: two communicators at once on one GPU can deadlock."""
-        return _NCCL_SENDS if self.config.backend == "nccl" else nullcontext()
+    @cached_property
+    def _buckets(self) -> BucketSender:
+        """Made by the thread that sends, when it first does: a GPU's memory is taken no earlier."""
+        staging = device_staging(self.config.device) if self.config.backend == "nccl" else InPlace()
+        return BucketSender(
+            staging, clock=self.clock, metrics=self.metrics, timeout_s=self.config.send_timeout_s
+        )
 
-    def _send_one(self, transport: Transport, data_N: np.ndarray, *, dst: int, step: int) -> None:
-        tensor = torch.from_numpy(data_N)
-        if self.config.backend == "nccl":
-            with self.clock.span("h2d", step=step):
-                tensor = self._on_device(tensor)
-        transport.send(dst, tensor, timeout_s=self.config.send_timeout_s)
-
-    def _on_device(self, data_N: torch.Tensor) -> torch.Tensor:
-        """Through one pinned and one device buffer, reused: a send returns when its memory may be."""
-        if self._staging is None:
-            torch.cuda.set_device(self.config.device)  # of this thread
-            size = max(self.config.bucket_bytes, 4096)
-            pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-            self._staging = (pinned, torch.empty(size, dtype=torch.uint8, device="cuda"))
-        pinned, device = (buffer[: len(data_N)] for buffer in self._staging)
-        pinned.copy_(data_N)
-        return device.copy_(pinned)
+    @property
+    def peak_staging_bytes(self) -> int:
+        """The most bytes of this group that were staged at once; two buckets at any number of tokens."""
+        return self._buckets.peak_bytes if "_buckets" in self.__dict__ else 0
 
     # -- epochs (with the condition held) --------------------------------------------------------------------------
 

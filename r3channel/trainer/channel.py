@@ -17,6 +17,7 @@ from contextlib import contextmanager
 import torch
 
 from r3channel.config import ChannelConfig
+from r3channel.errors import UsageError
 from r3channel.metrics import Metrics, StageClock
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.ticket import Ticket
@@ -73,15 +74,27 @@ class TrainerChannel:
 
     @contextmanager
     def step(
-        self, ticket: Ticket | bytes, *, lengths: Sequence[Sequence[int]] | None = None
+        self,
+        ticket: Ticket | bytes,
+        *,
+        lengths: Sequence[Sequence[int]] | None = None,
+        version: int | None = None,
     ) -> Iterator[ReplayStep]:
         """Receive this rank's shard and replay it inside the block; see `ReplayDriver.step` for what is verified at its end.
 
         One block per rollout: its optimizer steps are `ticket.plan.optimizer_steps`. `lengths` holds the tokens of each sample
         of each micro-batch that this trainer will run; a difference from the ticket is refused before a byte moves.
+
+        `version` is the newest weight version that the trainer committed: `self.shard.lags` then tells each row's staleness,
+        and `max_staleness` with `on_stale` is enforced (all ranks of the step decide alike). RowsStale comes after the bytes
+        were taken and acknowledged, so the next step can follow. A bound without a version is a UsageError.
         """
         ticket = Ticket.from_bytes(ticket) if isinstance(ticket, bytes) else ticket
+        if version is None and self.config.max_staleness >= 0:
+            raise UsageError(f"max_staleness is {self.config.max_staleness}, but step() was given no version")
         shard = self.shard = self.receiver.receive(ticket, lengths=lengths)
+        if version is not None:
+            self._hold_against(shard, version)
         audit = RoutingAudit(
             step=ticket.step,
             microbatches=shard.num_microbatches,
@@ -94,6 +107,15 @@ class TrainerChannel:
             self._publish(shard, audit)
         finally:
             self.shard = None
+
+    def _hold_against(self, shard: RankShard, version: int) -> None:
+        config, metrics = self.config, self.receiver.metrics
+        staleness = shard.set_version(version, max_staleness=config.max_staleness, on_stale=config.on_stale)
+        for lag, rows in staleness.counts(shard.sample_ids).items():
+            metrics.inc("rows_by_staleness_total", rows, lag=lag)
+        if staleness.masks:
+            masked = sum(staleness.stale_samples.get(name, 0) for name in shard.sample_ids)
+            metrics.inc("rows_masked_stale_total", masked)
 
     def _publish(self, shard: RankShard, audit: RoutingAudit) -> None:
         metrics = self.receiver.metrics

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
@@ -9,6 +11,7 @@ from r3channel.errors import RowsInvalid, UsageError
 from r3channel.plan.shards import Shard
 from r3channel.plan.ticket import Ticket
 from r3channel.routing import Ids
+from r3channel.trainer.staleness import UNKNOWN, Staleness
 
 _TORCH_DTYPES = {np.dtype(np.uint8): torch.uint8, np.dtype(np.int16): torch.int16}
 
@@ -33,6 +36,8 @@ class RankShard:
             )
         self.ticket, self.shard, self.data_N, self.tp = ticket, shard, data_N, tp
         self._check_policy(invalid_rows)
+        self.staleness: Staleness | None = None
+        """Against the trainer's version; None where the loop names none."""
         self._live: dict[int, torch.Tensor | None] = {}
         self._counted: dict[int, torch.Tensor] = {}
         self._views = list(self._cut())
@@ -76,7 +81,32 @@ class RankShard:
         keep = (sample >= 0) & (position < tokens[sample])
         if self.invalid_rows == "mask":
             keep &= ~self._invalid(microbatch, sample, position)
+        if self.staleness is not None and self.staleness.masks:
+            keep &= ~self._by_row(microbatch, sample, position, self.staleness.stale, outside=False)
         return torch.from_numpy(keep)
+
+    def lags(self, microbatch: int) -> torch.Tensor:
+        """[b, s / cp] int64: weight updates between each token's row and the trainer; `staleness.UNKNOWN` on padding, on a
+        sample's last token and where the engine recorded nothing. UsageError where the loop named no version."""
+        if self.staleness is None:
+            raise UsageError("staleness is known only where channel.step() was given the trainer's version")
+        sample, position = self.shard.token_map(microbatch)
+        return torch.from_numpy(
+            self._by_row(microbatch, sample, position, self.staleness.lags, outside=UNKNOWN)
+        )
+
+    def set_version(self, version: int, *, max_staleness: int = -1, on_stale: str = "accept") -> Staleness:
+        """Hold the rows against the trainer's committed version. RowsStale if the policy refuses them."""
+        self.staleness = Staleness(
+            self.ticket, version=version, max_staleness=max_staleness, on_stale=on_stale
+        )
+        self.staleness.check()
+        return self.staleness
+
+    @property
+    def sample_ids(self) -> tuple[str, ...]:
+        """Of all micro-batches."""
+        return tuple(name for batch in self.shard.microbatches for name in batch.sample_ids)
 
     def live_counts(self) -> dict[str, int]:
         """Rows of the step left to the live router, by cause; on this TP rank."""
@@ -120,6 +150,18 @@ class RankShard:
         for index, name in enumerate(self.shard.microbatches[microbatch].sample_ids):
             for start, end in self.ticket.sample(name).invalid:
                 found |= (sample == index) & (position >= start) & (position < end)
+        return found
+
+    def _by_row(
+        self, microbatch: int, sample: Ids, position: Ids, of_sample: Callable[[str], Ids], *, outside: int
+    ) -> Ids:
+        """A per-row value of each sample, spread over (sample, position) of any shape; `outside` where there is no row."""
+        names = self.shard.microbatches[microbatch].sample_ids
+        parts = [of_sample(name) for name in names]
+        found = np.full(sample.shape, outside, dtype=parts[0].dtype if parts else np.int64)
+        for index, values_T in enumerate(parts):
+            here = (sample == index) & (position >= 0) & (position < len(values_T))
+            found[here] = values_T[position[here]]
         return found
 
     def _cut(self):

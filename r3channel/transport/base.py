@@ -4,12 +4,15 @@
                        -> aborted           (`abort`, or any failed call: the group is dead, open the next epoch)
 
 A transport belongs to one epoch of one group: the relay is rank 0, the members follow. Calls of one transport come from
-one thread; `abort` may come from any thread. Messages between two ranks keep their order. Both ends know the exact
-size beforehand; a receive of another size than was sent is an error of the caller that no transport can detect.
+one thread; `abort` may come from any thread. Messages between two ranks keep their order, and several may be under way.
+Both ends know the exact size beforehand; a receive of another size than was sent is an error of the caller that no
+transport can detect.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -26,7 +29,7 @@ class Rendezvous:
     """Where and as whom to join one epoch of a group. Plain values, so it can cross any control channel."""
 
     backend: str
-    """`gloo`, `nccl` or `loopback`."""
+    """`gloo`, `nccl`, `shm` (one machine), `nixl` (one-sided) or `loopback`."""
     name: str
     """Unique per run, group and epoch; prefixes every key in the store."""
     epoch: int
@@ -40,35 +43,60 @@ class Rendezvous:
         return asdict(self)
 
 
-class Transport(Protocol):
+class Pending(Protocol):
+    """One send or receive under way. Those of one pair of ranks are waited for in the order in which they were started."""
+
+    def wait(self, *, timeout_s: float) -> None:
+        """Return when it is done: the memory sent may be reused, the memory received may be read.
+
+        Raises `DeadlineExceeded` after `timeout_s` from now, `TransportError` when the peer is gone or the group was aborted.
+        Either way the group is dead, and what was received is undefined.
+        """
+        ...
+
+
+class Deferred:
+    """A `Pending` that does everything in its wait, for transports without a thread of their own."""
+
+    def __init__(self, run: Callable[[float], None]) -> None:
+        self._run = run
+
+    def wait(self, *, timeout_s: float) -> None:
+        self._run(timeout_s)
+
+
+class Transport(ABC):
     """Point-to-point bytes within one epoch."""
 
     epoch: int
     rank: int
     world_size: int
 
-    def send(self, dst: int, data_N: torch.Tensor, *, timeout_s: float) -> None:
-        """Send a contiguous uint8 tensor; return when its memory may be reused.
+    @abstractmethod
+    def start_send(self, dst: int, data_N: torch.Tensor) -> Pending:
+        """Begin to send a contiguous uint8 tensor, which must not change before `wait` has returned. May begin only there."""
 
-        Raises `DeadlineExceeded` after `timeout_s`, `TransportError` when the peer is gone. Either way the group is dead.
-        """
-        ...
+    @abstractmethod
+    def start_recv(self, src: int, out_N: torch.Tensor) -> Pending:
+        """Begin to fill a contiguous uint8 tensor with exactly the bytes of the next message from `src`."""
+
+    def send(self, dst: int, data_N: torch.Tensor, *, timeout_s: float) -> None:
+        """Send and return when the memory may be reused. Errors as in `Pending.wait`."""
+        self.start_send(dst, data_N).wait(timeout_s=timeout_s)
 
     def recv(self, src: int, out_N: torch.Tensor, *, timeout_s: float) -> None:
-        """Fill a contiguous uint8 tensor with exactly the bytes of the next message from `src`.
+        """Receive; `out_N` may be read when this returns. Errors as in `Pending.wait`."""
+        self.start_recv(src, out_N).wait(timeout_s=timeout_s)
 
-        `out_N` may be read when this returns. Errors as in `send`; `out_N` is then undefined.
-        """
-        ...
-
+    @abstractmethod
     def abort(self) -> None:
-        """Give the group up; idempotent. A peer that waits with nothing of ours pending learns it at once; a call that is
-        under way here, and its peer, end by their own deadline (gloo has no way to wake them, measured on torch 2.13.0)."""
-        ...
+        """Give the group up; idempotent. What was started and is not being waited for is dropped, its memory is not written
+        to any more, and the peer learns it at once. A wait under way, and its peer, end by their own deadline (gloo has no
+        way to wake them, measured on torch 2.13.0)."""
 
+    @abstractmethod
     def close(self) -> None:
-        """Leave in good order; idempotent."""
-        ...
+        """Leave in good order; idempotent. Everything that was started has been waited for."""
 
 
 def open_store(interface: str) -> RendezvousStore:
@@ -84,6 +112,10 @@ def join(rendezvous: Rendezvous, *, timeout_s: float) -> Transport:
         from r3channel.transport.loopback import LoopbackTransport
 
         return LoopbackTransport(rendezvous, timeout_s=timeout_s)
+    if rendezvous.backend == "shm":
+        from r3channel.transport.shared_memory import SharedMemoryTransport
+
+        return SharedMemoryTransport(rendezvous, timeout_s=timeout_s)
     from r3channel.transport.process_group import ProcessGroupTransport
 
     return ProcessGroupTransport(rendezvous, timeout_s=timeout_s)

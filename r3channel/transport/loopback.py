@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from r3channel.errors import DeadlineExceeded, TransportError
-from r3channel.transport.base import Rendezvous
+from r3channel.transport.base import Deferred, Pending, Rendezvous, Transport
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +34,7 @@ _groups: dict[str, _Group] = defaultdict(_Group)
 _groups_lock = threading.Lock()
 
 
-class LoopbackTransport:
+class LoopbackTransport(Transport):
     """See `transport.base.Transport`."""
 
     def __init__(self, rendezvous: Rendezvous, *, timeout_s: float) -> None:
@@ -47,7 +47,13 @@ class LoopbackTransport:
             self._group.changed.notify_all()
         self._wait(lambda: len(self._group.joined) == self.world_size, timeout_s, "the other ranks to join")
 
-    def send(self, dst: int, data_N: torch.Tensor, *, timeout_s: float) -> None:
+    def start_send(self, dst: int, data_N: torch.Tensor) -> Pending:
+        return Deferred(lambda timeout_s: self._send(dst, data_N, timeout_s))
+
+    def start_recv(self, src: int, out_N: torch.Tensor) -> Pending:
+        return Deferred(lambda timeout_s: self._recv(src, out_N, timeout_s))
+
+    def _send(self, dst: int, data_N: torch.Tensor, timeout_s: float) -> None:
         deadline, key = time.monotonic() + timeout_s, (self.rank, dst)
         self._wait(
             lambda: key not in self._group.slots, timeout_s, f"rank {dst} to take the previous message"
@@ -59,7 +65,7 @@ class LoopbackTransport:
             lambda: key not in self._group.slots, deadline - time.monotonic(), f"rank {dst} to receive"
         )
 
-    def recv(self, src: int, out_N: torch.Tensor, *, timeout_s: float) -> None:
+    def _recv(self, src: int, out_N: torch.Tensor, timeout_s: float) -> None:
         key = (src, self.rank)
         self._wait(lambda: key in self._group.slots, timeout_s, f"rank {src} to send")
         with self._group.changed:

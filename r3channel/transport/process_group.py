@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from r3channel.errors import DeadlineExceeded, TransportError, UsageError
-from r3channel.transport.base import Rendezvous
+from r3channel.transport.base import Pending, Rendezvous, Transport
 
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _POLL_S = 0.0005
@@ -48,13 +49,14 @@ class RendezvousStore:
         self._store = None
 
 
-class ProcessGroupTransport:
+class ProcessGroupTransport(Transport):
     """See `transport.base.Transport`. gloo moves host tensors, NCCL tensors of the current CUDA device."""
 
     def __init__(self, rendezvous: Rendezvous, *, timeout_s: float) -> None:
         self.epoch, self.rank, self.world_size = rendezvous.epoch, rendezvous.rank, rendezvous.world_size
         self._name, self._nccl = rendezvous.name, rendezvous.backend == "nccl"
         self._dead = False
+        self._started: list[_Operation] = []
         if self._nccl:
             _refuse_engine_process()
         limit = timedelta(seconds=timeout_s)
@@ -97,60 +99,92 @@ class ProcessGroupTransport:
         store.wait(["all"], limit)
         return group
 
-    def send(self, dst: int, data_N: torch.Tensor, *, timeout_s: float) -> None:
-        self._finish(
-            lambda group: group.send([data_N], dst, 0), timeout_s, f"send {len(data_N)} bytes to rank {dst}"
-        )
+    def start_send(self, dst: int, data_N: torch.Tensor) -> Pending:
+        what = f"send {len(data_N)} bytes to rank {dst}"
+        return self._start(lambda group: group.send([data_N], dst, 0), what)
 
-    def recv(self, src: int, out_N: torch.Tensor, *, timeout_s: float) -> None:
-        self._finish(
-            lambda group: group.recv([out_N], src, 0),
-            timeout_s,
-            f"receive {len(out_N)} bytes from rank {src}",
-        )
+    def start_recv(self, src: int, out_N: torch.Tensor) -> Pending:
+        what = f"receive {len(out_N)} bytes from rank {src}"
+        return self._start(lambda group: group.recv([out_N], src, 0), what)
 
-    def _finish(self, start: Any, timeout_s: float, what: str) -> None:
+    def _start(self, start: Callable[[Any], Any], what: str) -> _Operation:
         group = self._group  # once: `abort` may come from another thread
         if self._dead or group is None:
             raise TransportError(f"{self._name}: the group was abandoned; cannot {what}. Join the next epoch")
-        begin = time.monotonic()
         try:
-            work = start(group)
+            operation = _Operation(self, what, start(group))
+        except (RuntimeError, dist.DistError) as error:
+            self.abort()
+            raise self._failed(TransportError, what, str(error)) from error
+        self._started.append(operation)
+        return operation
+
+    def finish(self, operation: _Operation, timeout_s: float) -> None:
+        """What `Pending.wait` does."""
+        work, begin = operation.work, time.monotonic()
+        if self._dead or work is None:
+            raise TransportError(f"{self._name}: the group was abandoned; cannot {operation.what}")
+        try:
             if self._nccl:
-                self._poll(work, begin + timeout_s)
+                _poll(work, begin + timeout_s)
             else:
                 work.wait(timedelta(seconds=timeout_s))
         except (RuntimeError, dist.DistError) as error:
+            del (
+                work
+            )  # the error's traceback holds this frame, and a work that is held keeps gloo's sockets open
             waited = time.monotonic() - begin
             self.abort()  # after a timeout a gloo pair is dead for ever, on both sides
             kind = DeadlineExceeded if waited >= 0.9 * timeout_s else TransportError
-            raise kind(
-                f"{self._name} epoch {self.epoch}: rank {self.rank} could not {what} within {timeout_s:.1f} s "
-                f"(waited {waited:.1f} s): {str(error).splitlines()[0]}; the group is abandoned"
-            ) from error
+            limits = f"within {timeout_s:.1f} s (waited {waited:.1f} s): {str(error).splitlines()[0]}"
+            raise self._failed(kind, operation.what, limits) from error
+        operation.work = None
+        if operation in self._started:
+            self._started.remove(operation)
 
-    def _poll(self, work: Any, deadline: float) -> None:
-        while not work.is_completed():
-            if time.monotonic() > deadline:
-                raise RuntimeError("not completed by the deadline")
-            time.sleep(_POLL_S)
-        work.wait()
+    def _failed(self, kind: type[TransportError], what: str, why: str) -> TransportError:
+        return kind(
+            f"{self._name} epoch {self.epoch}: rank {self.rank} could not {what} {why}; the group is abandoned"
+        )
 
     def abort(self) -> None:
+        """Dropping the group and all works closes gloo's sockets: a peer that waits gets its error at once."""
         if not self._dead:
             self._dead = True
             if self._nccl:
                 self._group.abort()
-            self._group = (
-                None  # closes gloo's sockets once nothing is pending: an idle peer gets its error at once
-            )
+            self._drop()
 
     def close(self) -> None:
         if not self._dead:
             self._dead = True
             if self._nccl:
                 self._group.shutdown()
-            self._group = None
+            self._drop()
+
+    def _drop(self) -> None:
+        self._group = None
+        for operation in list(self._started):
+            operation.work = None
+        self._started.clear()
+
+
+class _Operation:
+    """See `transport.base.Pending`."""
+
+    def __init__(self, transport: ProcessGroupTransport, what: str, work: Any) -> None:
+        self._transport, self.what, self.work = transport, what, work
+
+    def wait(self, *, timeout_s: float) -> None:
+        self._transport.finish(self, timeout_s)
+
+
+def _poll(work: Any, deadline: float) -> None:
+    while not work.is_completed():
+        if time.monotonic() > deadline:
+            raise RuntimeError("not completed by the deadline")
+        time.sleep(_POLL_S)
+    work.wait()
 
 
 def _refuse_engine_process() -> None:

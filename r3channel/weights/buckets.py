@@ -10,19 +10,29 @@ the two MLA down-projections, which SGLang caches only within one call). Such a 
 
 from __future__ import annotations
 
-import json
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import torch
-import xxhash
 
 from r3channel.errors import ConfigError, ManifestMismatch
+from r3channel.weights.manifest import Bucket, Manifest, TensorMeta, wire_order
 
 T = TypeVar("T")
+
+__all__ = [
+    "Bucket",
+    "Filled",
+    "Manifest",
+    "StagingPair",
+    "TensorMeta",
+    "fill_buckets",
+    "pack",
+    "plan_buckets",
+    "unit_of",
+]
 
 UNIT_FAMILIES: Mapping[str, tuple[str, ...]] = {
     "qkv": ("q_proj", "k_proj", "v_proj"),
@@ -36,120 +46,6 @@ _UNIT_NAME = re.compile(rf"^(?P<head>(?:.*\.)?)(?P<member>{'|'.join(_FAMILY_OF)}
 _QUANTISED_NAME = re.compile(
     r"\.(weight_scale|weight_scale_inv|input_scale|qweight|qzeros|scales|weight_packed)$"
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorMeta:
-    """Name, dtype and shape of one tensor, as the receiver is told them."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @classmethod
-    def of(cls, name: str, tensor: torch.Tensor) -> TensorMeta:
-        return cls(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape))
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def dtype_name(self) -> str:
-        """`bfloat16`, not `torch.bfloat16`."""
-        return str(self.dtype).removeprefix("torch.")
-
-    def __str__(self) -> str:
-        return f"{self.name} {self.dtype_name}{list(self.shape)}"
-
-
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """Tensors that travel as one flat run of bytes, in wire order.
-
-    >>> norm = TensorMeta(name="norm.weight", dtype=torch.bfloat16, shape=(3,))
-    >>> gate = TensorMeta(name="gate.weight", dtype=torch.float32, shape=(2, 2))
-    >>> bucket = Bucket.of([norm, gate])
-    >>> bucket.names, bucket.offsets, bucket.payload_bytes
-    (('gate.weight', 'norm.weight'), (0, 16), 22)
-    """
-
-    tensors: tuple[TensorMeta, ...]
-    offsets: tuple[int, ...]
-    """First byte of each tensor; a multiple of its item size; no gaps."""
-    payload_bytes: int
-
-    @classmethod
-    def of(cls, tensors: Sequence[TensorMeta]) -> Bucket:
-        """Lay the tensors out for the receiver; equal item sizes keep the order in which they came."""
-        ordered = tuple(sorted(tensors, key=_wire_order))
-        offsets, end = [], 0
-        for meta in ordered:
-            offsets.append(end)
-            end += meta.nbytes
-        return cls(ordered, tuple(offsets), end)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(meta.name for meta in self.tensors)
-
-    def __str__(self) -> str:
-        return f"{len(self.tensors)} tensors, {self.payload_bytes} bytes, first {self.tensors[0].name}"
-
-
-def _wire_order(meta: TensorMeta) -> int:
-    return -meta.dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    """All buckets of a model, in sending order. Built once; later updates must match it."""
-
-    buckets: tuple[Bucket, ...]
-    digest: int
-    """xxh3 over names, dtypes, shapes and bucket borders in canonical JSON."""
-
-    @classmethod
-    def of(cls, buckets: Sequence[Bucket]) -> Manifest:
-        rows = [[[m.name, m.dtype_name, list(m.shape)] for m in bucket.tensors] for bucket in buckets]
-        return cls(tuple(buckets), xxhash.xxh3_64_intdigest(json.dumps(rows, separators=(",", ":")).encode()))
-
-    @property
-    def payload_bytes(self) -> int:
-        return sum(bucket.payload_bytes for bucket in self.buckets)
-
-    @property
-    def tensor_count(self) -> int:
-        return sum(len(bucket.tensors) for bucket in self.buckets)
-
-    def check(self, index: int, bucket: Bucket) -> Bucket:
-        """Return our bucket number `index`, which equals `bucket`; ManifestMismatch names the first difference."""
-        if index >= len(self.buckets):
-            raise ManifestMismatch(
-                f"bucket {index} ({bucket}): the manifest has only {len(self.buckets)} buckets, "
-                "so this update gives more tensors than the first one did"
-            )
-        known = self.buckets[index]
-        if known != bucket:
-            raise ManifestMismatch(f"bucket {index}: {_first_difference(known, bucket)}")
-        return known
-
-    def check_complete(self, count: int) -> None:
-        """ManifestMismatch unless `count` buckets are all of them."""
-        if count != len(self.buckets):
-            raise ManifestMismatch(
-                f"the update ended after {count} of {len(self.buckets)} buckets; "
-                f"the next tensor expected is {self.buckets[count].tensors[0]}"
-            )
-
-
-def _first_difference(known: Bucket, seen: Bucket) -> str:
-    for expected, got in zip(known.tensors, seen.tensors, strict=False):
-        if expected != got:
-            return f"expected {expected}, got {got}; did the model, its layout or the cast change between updates?"
-    return (
-        f"expected {len(known.tensors)} tensors, got {len(seen.tensors)}; the first update gave other tensors"
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +95,7 @@ def plan_buckets(metas: Iterable[TensorMeta], *, cap_bytes: int) -> list[Bucket]
 
 
 def _filled(members: Sequence[tuple[TensorMeta, T]], *, last: bool) -> Filled[T]:
-    ordered = sorted(members, key=lambda member: _wire_order(member[0]))
+    ordered = sorted(members, key=lambda member: wire_order(member[0]))
     return Filled(Bucket.of([meta for meta, _ in members]), tuple(item for _, item in ordered), last)
 
 

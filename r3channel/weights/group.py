@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
@@ -76,15 +77,13 @@ class WeightGroup:
         `timeout_s` bounds the life of the store's own waits. Raises ConfigError for an unknown backend or a wildcard host:
         the store and gloo have no authentication, so only the configured interface may see them.
         """
-        if backend not in BACKENDS:
-            raise ConfigError(f"weight group backend {backend!r}: expected one of {BACKENDS}")
+        self.device = group_device(backend)
         if host in _WILDCARDS:
             raise ConfigError(f"weight group host {host!r} listens on every interface; name one address")
         self.name = name
         self.host = host
         self.world_size = world_size
         self.backend = backend
-        self.device = _device(backend)
         listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         self.port: int = listener.getsockname()[1]
         self._raw = _Raw(_serve(listener, host, self.port, world_size, timeout_s=timeout_s))
@@ -100,9 +99,10 @@ class WeightGroup:
         self._joining = joining = in_background(lambda: self._build(raw, timeout_s), name="weights-join")
         self._finish(joining, f"join of {self.world_size} members at {self.host}:{self.port}", timeout_s)
 
-    def broadcast(self, payload: torch.Tensor, *, timeout_s: float) -> None:
+    def broadcast(self, payload: torch.Tensor, *, timeout_s: float) -> float:
         """Send `payload` (uint8, contiguous, on `self.device`) to every member; its memory may be reused on return.
 
+        Returns the seconds that took.
         The members must expect exactly as many bytes: gloo aborts the process of a smaller receiver. After an error the
         group is dead on every side. Raises DeadlineExceeded after `timeout_s`, TransportError if a member is gone.
         """
@@ -113,11 +113,13 @@ class WeightGroup:
             raise UsageError(
                 f"payload of {payload.dtype}, contiguous {payload.is_contiguous()}: expected flat uint8"
             )
+        begun_s = time.monotonic()
         self._sending = sending = in_background(
             lambda: _broadcast(raw, payload, timeout_s=timeout_s), name="weights-wire"
         )
         what = f"broadcast of {payload.numel()} bytes to {self.world_size - 1} members"
         self._finish(sending, what, timeout_s + _CLOSE_GRACE_S)  # the operation's own deadline comes first
+        return time.monotonic() - begun_s
 
     def wait_quiet(self, timeout_s: float) -> bool:
         """Whether no broadcast is under way, after waiting up to `timeout_s` for that."""
@@ -164,7 +166,10 @@ class WeightGroup:
         )
 
 
-def _device(backend: str) -> torch.device:
+def group_device(backend: str) -> torch.device:
+    """Where a payload must lie: the current CUDA device for NCCL. ConfigError for an unknown backend."""
+    if backend not in BACKENDS:
+        raise ConfigError(f"weight group backend {backend!r}: expected one of {BACKENDS}")
     return torch.device("cpu") if backend == "gloo" else torch.device("cuda", torch.cuda.current_device())
 
 

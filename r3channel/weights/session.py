@@ -3,8 +3,12 @@
     pause -> begin -> buckets -> end -> (verify) -> version -> resume
 
 The version is set once, at the commit, so no reply ever carries a version that is only half loaded. SGLang writes weights
-in place: an update that fails after its first bucket cannot be undone, only repeated. Until then the engine stays paused
-and serves nothing. An engine that no bucket reached goes on serving what it had.
+in place: an update that fails after its first bucket cannot be undone by the engine. It stays paused (quarantined) until
+it has got whole weights: the committed version again where a host copy is kept, else the next update. An engine that no
+bucket reached goes on serving what it had.
+
+The decision falls with the first engine that has taken the version. Before it, a failure aborts: the old version stays.
+After it the update counts, and an engine that did not take it is left behind in quarantine.
 """
 
 from __future__ import annotations
@@ -12,67 +16,47 @@ from __future__ import annotations
 import contextlib
 import secrets
 import threading
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
-from functools import partial
 from types import TracebackType
-from typing import TypeVar
 
 import torch
 
 from r3channel.errors import (
     ConfigError,
+    EngineLeftBehind,
     ManifestMismatch,
+    R3Error,
     UsageError,
     WeightUpdateFailed,
     WeightVersionRegressed,
 )
-from r3channel.weights.buckets import (
-    Bucket,
-    Filled,
-    Manifest,
-    StagingPair,
-    TensorMeta,
-    fill_buckets,
-    pack,
-    unit_of,
-)
-from r3channel.weights.fleet import REPAIR_S, Deadline, EngineState, Fleet, wait_all
-from r3channel.weights.group import WeightGroup, in_background
-from r3channel.weights.sglang import EngineClient, PauseMode, tensor_checksum
-
-T = TypeVar("T")
+from r3channel.weights.buckets import Bucket, Manifest, TensorMeta, fill_buckets
+from r3channel.weights.deadline import Deadline
+from r3channel.weights.digests import EngineChecksums
+from r3channel.weights.expected import Expected
+from r3channel.weights.fleet import Fleet, GroupOptions, Links
+from r3channel.weights.group import group_device
+from r3channel.weights.held import HeldWeights
+from r3channel.weights.kept import HostCopy
+from r3channel.weights.member import EngineState, Member, told
+from r3channel.weights.packer import OnNonfinite, Packer
+from r3channel.weights.progress import Run, Stream, UpdateReport
+from r3channel.weights.sender import BucketSender
+from r3channel.weights.sglang import EngineClient, PauseMode
 
 DEFAULT_BUCKET_BYTES = 256 << 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateReport:
-    """What one committed update did."""
-
-    version: int
-    tensors: int
-    buckets: int
-    payload_bytes: int
-    verified: int
-    """Tensors whose checksum every engine confirmed; 0 without verification."""
-    manifest_digest: int
-    wall_s: float
-    seconds: Mapping[str, float]
-    """Caller's thread, adding up to the wall: join pause begin convert plan pack wait_send end verify commit resume.
-    Beside it, in the sender's thread: wire (broadcast) and apply (from there to the slowest engine's answer)."""
+RESTORE_TIMEOUT_S = 60.0
 
 
 class WeightSync:
     """Publishes weights to engines. NEW -> READY (`connect`) -> CLOSED (`close`, any number of times).
 
-    An `update` that fails keeps the session READY: the next one joins a new group and sends everything again.
+    An `update` that fails keeps the session READY: the next one joins what groups are missing and sends everything again.
 
-        with WeightSync([url], bucket_bytes=64 << 20) as sync:
+        with WeightSync([url], bucket_bytes=64 << 20, keep_copy=True) as sync:
             sync.connect(timeout_s=60)
             report = sync.update(hf_weights(bridge, chunks), version=7, timeout_s=300)
+            sync.update_one(url, timeout_s=60)      # that engine restarted; the others notice nothing
 
     Exactly one trainer rank owns a session. If the tensors come from a collective iterator, the other ranks exhaust theirs
     at the same time. One thread at a time calls.
@@ -87,37 +71,50 @@ class WeightSync:
         backend: str = "gloo",
         pause: PauseMode = "retract",
         verify: bool = False,
+        keep_copy: bool = False,
+        links: Links = "each",
+        on_nonfinite: OnNonfinite = "error",
+        expected: Mapping[str, tuple[int, ...]] | None = None,
+        depth: int = 2,
     ) -> None:
         """
         Args:
             engines: addresses, or clients where an engine has several ranks or a key.
             bucket_bytes: cap of one bucket; two buffers of this size are held, on the device of `backend`.
-            host: this machine's address that the engines reach; the group's store listens there and nowhere else.
+            host: this machine's address that the engines reach; the groups' stores listen there and nowhere else.
             pause: what happens to running requests. `in_place` keeps the KV cache of the old weights and never flushes it.
-            verify: before the commit, compare each engine's own checksums with those of the bytes sent, for all tensors
-                that the engine keeps under their own name (routers, norms, embeddings, ...). CPU engines of one rank only.
+            verify: before the commit, compare each engine's own checksum of each parameter with that of the bytes sent
+                (fused parameters too). CPU engines of one rank only.
+            keep_copy: keep the committed weights packed in host memory (the model's bytes, twice during an update), for
+                `update_one` and for giving a failed update's engines the old version back.
+            links: `each` engine has a group of its own, or engines that have none form a `shared` one (see fleet.py).
+            on_nonfinite: `error` refuses NaN and Inf by tensor before their bucket leaves; `allow` does not look.
+            expected: name -> shape that every update must give; `expected.checkpoint_shapes` reads them from a folder.
+            depth: buckets in work; 1 packs the next only when the one before is loaded.
         """
         clients = [EngineClient(engine) if isinstance(engine, str) else engine for engine in engines]
         if verify and (backend != "gloo" or any(client.ranks != 1 for client in clients)):
             raise ConfigError(
                 "verify compares whole tensors on the CPU: it needs gloo and engines of one rank"
             )
-        self._fleet = Fleet(clients)
-        self._bucket_bytes = bucket_bytes
-        self._host, self._backend, self._verify = host, backend, verify
+        name = f"r3channel-weights-{secrets.token_hex(4)}"
+        options = GroupOptions(name=name, host=host, backend=backend, links=links)
+        self._fleet = Fleet([Member(client) for client in clients], options)
+        self._bucket_bytes, self._depth = bucket_bytes, depth
+        self._verify = verify
         self._pause: PauseMode = pause
-        self._name = f"r3channel-weights-{secrets.token_hex(4)}"
-        self._epoch = 0
-        self._group: WeightGroup | None = None
-        self._staging: StagingPair | None = None
+        self._expected = None if expected is None else Expected(expected)
+        self._copy = HostCopy() if keep_copy else None
+        self._packer = Packer(group_device(backend), self._copy, on_nonfinite)
         self._manifest: Manifest | None = None
         self._version: int | None = None
+        self._held: HeldWeights | None = None
         self._phase = "new"
         self._busy = threading.Lock()
 
     @property
     def version(self) -> int | None:
-        """The last version that every engine committed through this object."""
+        """The last version that was committed through this object."""
         return self._version
 
     @property
@@ -125,11 +122,16 @@ class WeightSync:
         """What each engine holds and does, as far as this object knows."""
         return self._fleet.states
 
+    @property
+    def held(self) -> HeldWeights | None:
+        """What the engines hold since the last commit, to be written to a file and held against any engine (held.py)."""
+        return self._held
+
     def connect(self, *, timeout_s: float) -> None:
-        """Form the group with all engines. Raises the engine's error, or DeadlineExceeded after `timeout_s`."""
+        """Form the groups with all engines. Raises the engine's error, or DeadlineExceeded after `timeout_s`."""
         if self._phase != "new":
             raise UsageError(f"WeightSync.connect() on a session that is {self._phase}")
-        self._ensure_group(Deadline(timeout_s, "connect"))
+        self._fleet.ensure_links(Deadline(timeout_s, "connect"))
         self._phase = "ready"
 
     def update(
@@ -141,26 +143,62 @@ class WeightSync:
         iterator is exhausted (unless it raises itself), because other ranks may be in step with it. The first update
         fixes the manifest: later ones must give the same names, dtypes and shapes in the same order.
 
-        Raises WeightUpdateFailed (naming bucket, tensor and engine, and the state of each engine),
-        WeightVersionRegressed, UsageError. Ends within `timeout_s`, after a failure within some 15 s more for cleaning up.
+        Raises WeightUpdateFailed (naming bucket, tensor and engine, and the state of each engine), EngineLeftBehind
+        (committed, but not by the engines named), WeightVersionRegressed, UsageError. Ends within `timeout_s`, after a
+        failure within some 15 s more for cleaning up and RESTORE_TIMEOUT_S for giving engines the old version back.
         """
-        stream = _Stream(named_tensors)
+        stream = Stream(named_tensors)
         try:
-            with self._one_at_a_time():
-                self._check(version)
-                return self._update(stream, version, Deadline(timeout_s, f"update to version {version}"))
+            with self._one_at_a_time("update"):
+                self._check_version(version)
+                return self._update(stream, version, Run(Deadline(timeout_s, f"update to version {version}")))
         except Exception:
             stream.drain()
             raise
 
+    def update_one(self, engine: str, *, timeout_s: float) -> UpdateReport:
+        """Bring one engine, restarted or quarantined, to the committed version from the host copy (`keep_copy`).
+
+        No other engine gets a call, allocates or pauses. Raises WeightUpdateFailed with that engine in quarantine, or
+        UsageError without a copy.
+        """
+        with self._one_at_a_time("update_one"):
+            member = self._fleet.member(engine)
+            return self._bring_up(member, Deadline(timeout_s, f"update of {engine}"))
+
+    def add_engine(self, engine: EngineClient | str, *, timeout_s: float) -> UpdateReport | None:
+        """Take one more engine in. With a host copy it gets the committed version now, else with the next update."""
+        client = EngineClient(engine) if isinstance(engine, str) else engine
+        if self._verify and client.ranks != 1:
+            raise ConfigError(f"engine {client.url}: verify needs engines of one rank")
+        with self._one_at_a_time("add_engine"):
+            member = Member(client)
+            self._fleet = self._fleet.only([*self._fleet.members, member])
+            deadline = Deadline(timeout_s, f"joining of {client.url}")
+            try:
+                if self._copy is not None and self._copy.version is not None:
+                    return self._bring_up(member, deadline)
+                self._fleet.only([member]).ensure_links(deadline)
+                return None
+            except BaseException:
+                self._drop(member)
+                raise
+
+    def remove_engine(self, engine: str) -> None:
+        """Leave this engine's group and forget it, dead or alive. It serves, or stays paused, as it was.
+
+        ConfigError for the last one, and for one that is not there.
+        """
+        with self._one_at_a_time("remove_engine"):
+            self._drop(self._fleet.member(engine))
+
     def close(self) -> None:
-        """Leave the group. Engines that are not SERVING stay paused: they hold no weights worth serving."""
+        """Leave the groups. Engines that are not SERVING stay paused: they hold no weights worth serving."""
         if self._phase != "closed":
             self._phase = "closed"
-            self._staging = None
-            if self._group is not None:
-                self._fleet.leave(self._group)
-                self._group = None
+            self._copy = None
+            self._packer = Packer(torch.device("cpu"), None, "error")  # frees the buffers
+            self._fleet.leave()
 
     def __enter__(self) -> WeightSync:
         return self
@@ -171,57 +209,128 @@ class WeightSync:
         self.close()
 
     @contextlib.contextmanager
-    def _one_at_a_time(self) -> Iterator[None]:
+    def _one_at_a_time(self, what: str) -> Iterator[None]:
+        if self._phase != "ready":
+            raise UsageError(f"WeightSync.{what}() on a session that is {self._phase}; call connect() first")
         if not self._busy.acquire(blocking=False):
-            raise UsageError("WeightSync.update() is already running in another thread")
+            raise UsageError(f"WeightSync.{what}() while another thread is inside this session")
         try:
             yield
         finally:
             self._busy.release()
 
-    def _check(self, version: int) -> None:
-        if self._phase != "ready":
-            raise UsageError(f"WeightSync.update() on a session that is {self._phase}; call connect() first")
+    def _check_version(self, version: int) -> None:
         if version < 0 or (self._version is not None and version < self._version):
             raise WeightVersionRegressed(f"version {version} after {self._version}; versions only grow")
 
-    def _update(self, stream: _Stream, version: int, deadline: Deadline) -> UpdateReport:
-        run = _Run(deadline)
+    def _drop(self, member: Member) -> None:
+        rest = [other for other in self._fleet.members if other is not member]
+        fleet = self._fleet.only(rest)  # refuses to be empty
+        self._fleet.only([member]).unlink()
+        self._fleet = fleet
+
+    # -- the transaction -----------------------------------------------------------------------------------------------
+
+    def _update(self, stream: Stream, version: int, run: Run) -> UpdateReport:
+        fleet, deadline = self._fleet, run.deadline
+        sender = BucketSender(fleet, run, flush=self._pause != "in_place", depth=self._depth)
         try:
-            self._transact(stream, version, run)
+            self._open(fleet, run)
+            manifest, checksums = self._send_all(stream, sender, run)
+            self._close_bracket(fleet, checksums, run)
+            with run.stage("commit"), _decided_by_one(fleet):
+                fleet.commit(version, deadline)
         except BaseException as error:
-            self._abort(run)
+            self._abort(fleet, sender)
             if not isinstance(error, Exception):
                 raise
             raise WeightUpdateFailed(
-                f"weight version {version} was not committed: {error} [engines now: {self._fleet.told_states()}]"
+                f"weight version {version} was not committed, version {self._version} stays: {error} "
+                f"[engines now: {told(fleet.members)}]"
             ) from error
-        return self._report(version, run, stream)
-
-    def _transact(self, stream: _Stream, version: int, run: _Run) -> None:
-        fleet, deadline = self._fleet, run.deadline
-        with run.stage("join"):
-            self._ensure_group(deadline)
-        with run.stage("pause"):
-            fleet.pause(self._pause, deadline)
-        with run.stage("begin"):
-            fleet.begin(deadline)
-        manifest = self._send_all(stream, run)
-        with run.stage("end"):
-            fleet.end(deadline)
-        with run.stage("verify"):
-            self._verify_all(run)
-        with run.stage("commit"):
-            fleet.commit(version, deadline)
-        self._version, self._manifest = version, manifest
+        self._record(version, manifest, checksums, run)
         with run.stage("resume"):
-            fleet.resume(deadline)
-
-    def _report(self, version: int, run: _Run, stream: _Stream) -> UpdateReport:
-        manifest = self._manifest
-        assert manifest is not None
+            self._resume(fleet, version, deadline)
         run.add("convert", stream.seconds)
         run.add("plan", run.seconds.pop("fill") - stream.seconds)
+        return self._report(version, manifest, run)
+
+    def _bring_up(self, member: Member, deadline: Deadline) -> UpdateReport:
+        """One engine to the committed version, from the copy."""
+        if self._copy is None or self._copy.version is None or self._manifest is None:
+            raise UsageError(
+                "one engine is updated from the host copy: keep_copy=True, and a first update() of all"
+            )
+        run, version = Run(deadline), self._copy.version
+        one = self._fleet.only([member])
+        sender = BucketSender(one, run, flush=self._pause != "in_place", depth=self._depth)
+        try:
+            with run.stage("join"):
+                one.unlink()
+            self._open(one, run)
+            self._send_copy(sender, run)
+            self._close_bracket(one, {} if self._held is None else self._held.engine, run)
+            with run.stage("commit"):
+                one.commit(version, deadline)
+            with run.stage("resume"):
+                one.resume(deadline)
+        except Exception as error:
+            self._abort(one, sender, restore=False)
+            raise WeightUpdateFailed(
+                f"engine {member.url} was not brought to version {version}: {error} [engine now: {told(one.members)}]"
+            ) from error
+        return self._report(version, self._manifest, run)
+
+    def _open(self, fleet: Fleet, run: Run) -> None:
+        with run.stage("join"):
+            fleet.ensure_links(run.deadline)
+        with run.stage("pause"):
+            fleet.pause(self._pause, run.deadline)
+        with run.stage("begin"):
+            fleet.begin(run.deadline)
+
+    def _close_bracket(self, fleet: Fleet, checksums: Mapping[str, str], run: Run) -> None:
+        with run.stage("end"):
+            fleet.end(run.deadline)
+        with run.stage("verify"):
+            if self._verify:
+                run.verified = fleet.verify(checksums, run.deadline)
+
+    def _record(self, version: int, manifest: Manifest, checksums: Mapping[str, str], run: Run) -> None:
+        self._version, self._manifest = version, manifest
+        self._held = HeldWeights.of(manifest, version=version, engine=checksums) if self._verify else None
+        if self._copy is not None:
+            self._copy.commit(version, tuple(manifest.buckets), tuple(run.digests))
+
+    def _resume(self, fleet: Fleet, version: int, deadline: Deadline) -> None:
+        """Let those that have the version serve; the others are named."""
+        took = [member for member in fleet.members if member.state is EngineState.COMMITTED]
+        failure: R3Error | None = None
+        try:
+            fleet.only(took).resume(deadline)
+        except R3Error as error:
+            failure = error
+        left = [member for member in fleet.members if member.state is not EngineState.SERVING]
+        if left:
+            raise EngineLeftBehind(
+                f"weight version {version} is committed, but {len(left)} of {len(fleet.members)} engines are left behind, "
+                f"paused: {told(left)}; {failure or 'they did not take the version'}. Repair them one by one, or update all"
+            ) from failure
+
+    def _abort(self, fleet: Fleet, sender: BucketSender, *, restore: bool = True) -> None:
+        """Free everything that waits, then let the engines serve that still hold, or are given again, whole weights."""
+        sender.settle()
+        fleet.drop_broken()
+        fleet.roll_back()
+        if restore and self._copy is not None and self._copy.version is not None:
+            for member in fleet.members:
+                if member.state is EngineState.DIRTY:
+                    with contextlib.suppress(
+                        R3Error
+                    ):  # it stays in quarantine, and the caller is told the states
+                        self._bring_up(member, Deadline(RESTORE_TIMEOUT_S, f"restoring {member.url}"))
+
+    def _report(self, version: int, manifest: Manifest, run: Run) -> UpdateReport:
         return UpdateReport(
             version=version,
             tensors=manifest.tensor_count,
@@ -235,27 +344,43 @@ class WeightSync:
 
     # -- sending -------------------------------------------------------------------------------------------------------
 
-    def _send_all(self, stream: _Stream, run: _Run) -> Manifest:
+    def _send_all(self, stream: Stream, sender: BucketSender, run: Run) -> tuple[Manifest, dict[str, str]]:
         """Pack bucket g + 1 while bucket g is on the wire or being loaded; return what was sent, all of it loaded."""
-        filling = fill_buckets(stream, cap_bytes=self._bucket_bytes)
+        checksums = EngineChecksums()
+        filling = fill_buckets(self._named(stream, run), cap_bytes=self._bucket_bytes)
         while (filled := run.timed_next("fill", filling)) is not None:
             bucket = self._agreed(filled.bucket, len(run.buckets))
-            with run.stage("pack"):
-                payload = pack(bucket, filled.items, self._buffers().take(bucket.payload_bytes))
-                run.checksums |= _checksums(filled) if self._verify else {}
-            with run.stage("wait_send"):
-                run.join_sender()
-                send = partial(self._send, len(run.buckets), bucket, payload, filled.last, run)
-                run.sending = in_background(send, name="weights-send")
+            payload = self._packer.pack(bucket, filled, run, checksums if self._verify else None)
+            sender.push(bucket, payload, last=filled.last)
             run.buckets.append(bucket)
-        with run.stage("wait_send"):
-            run.join_sender()
+        sender.finish()
         with run.stage("plan"):
-            return self._complete(run.buckets)
+            return self._complete(run.buckets), checksums.result()
+
+    def _named(self, stream: Stream, run: Run) -> Iterator[tuple[TensorMeta, torch.Tensor]]:
+        """The stream, each tensor held against what is expected."""
+        if self._expected is not None:
+            self._expected.begin()
+        for meta, tensor in stream:
+            if self._expected is not None:
+                try:
+                    self._expected.check(meta)
+                except ManifestMismatch as error:
+                    raise ManifestMismatch(f"bucket {len(run.buckets)}: {error}") from error
+            yield meta, tensor
+
+    def _send_copy(self, sender: BucketSender, run: Run) -> None:
+        assert self._manifest is not None
+        last = len(self._manifest.buckets) - 1
+        for index, (bucket, payload) in enumerate(self._packer.committed()):
+            sender.push(bucket, payload, last=index == last)
+        sender.finish()
 
     def _complete(self, buckets: Sequence[Bucket]) -> Manifest:
         if not buckets:
             raise ManifestMismatch("the update gives no tensors at all")
+        if self._expected is not None:
+            self._expected.check_complete()
         if self._manifest is None:
             return Manifest.of(buckets)
         self._manifest.check_complete(len(buckets))
@@ -264,127 +389,12 @@ class WeightSync:
     def _agreed(self, bucket: Bucket, index: int) -> Bucket:
         return bucket if self._manifest is None else self._manifest.check(index, bucket)
 
-    def _buffers(self) -> StagingPair:
-        if self._staging is None:
-            assert self._group is not None
-            self._staging = StagingPair(self._group.device)
-        return self._staging
 
-    def _send(self, index: int, bucket: Bucket, payload: torch.Tensor, last: bool, run: _Run) -> None:
-        """Announce the bucket to every engine, broadcast it beside, and wait until all have loaded it."""
-        group, left_s, begun_s = self._group, run.deadline.left_s(), time.monotonic()
-        assert group is not None
-        flush = last and self._pause != "in_place"  # SGLang refuses to flush what paused requests still use
-        loaded = self._fleet.announce(bucket, group, flush_cache=flush, timeout_s=left_s)
-        wire = in_background(lambda: _timed_broadcast(group, payload, left_s), name="weights-send")
-        wait_all({**loaded, wire: "the broadcast"}, f"bucket {index} ({bucket})", left_s)
-        run.add("wire", wire.result())
-        run.add("apply", max(time.monotonic() - begun_s - wire.result(), 0.0))
-
-    def _verify_all(self, run: _Run) -> None:
-        if self._verify:
-            run.verified = self._fleet.verify(run.checksums, run.deadline)
-
-    # -- group and failure ---------------------------------------------------------------------------------------------
-
-    def _ensure_group(self, deadline: Deadline) -> None:
-        if self._group is not None:
-            return
-        self._epoch += 1  # SGLang refuses a group name that it has seen
-        group = WeightGroup(
-            f"{self._name}-{self._epoch}",
-            world_size=self._fleet.world_size,
-            timeout_s=deadline.left_s(),
-            host=self._host,
-            backend=self._backend,
-        )
-        try:
-            self._fleet.join(group, deadline)
-        except BaseException:
-            group.close()
+@contextlib.contextmanager
+def _decided_by_one(fleet: Fleet) -> Iterator[None]:
+    """A failure inside the block is raised only if no engine has taken the version: it decides for all."""
+    try:
+        yield
+    except Exception:
+        if not any(member.state is EngineState.COMMITTED for member in fleet.members):
             raise
-        self._group = group
-
-    def _abort(self, run: _Run) -> None:
-        """Free everything that waits, then let the engines serve that still hold, or already hold, whole weights."""
-        if run.sending is not None:
-            wait([run.sending], timeout=REPAIR_S)  # a healthy bucket ends by itself; a stuck one is cut below
-        group, self._group = self._group, None
-        if group is not None:
-            self._fleet.leave(group)
-        self._fleet.roll_back()
-
-
-@dataclass(slots=True)
-class _Run:
-    """The state of one update."""
-
-    deadline: Deadline
-    seconds: dict[str, float] = field(default_factory=dict)
-    buckets: list[Bucket] = field(default_factory=list)
-    checksums: dict[str, str] = field(default_factory=dict)
-    verified: int = 0
-    sending: Future[None] | None = None
-
-    def add(self, stage: str, seconds: float) -> None:
-        self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
-
-    @contextlib.contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        begun_s = time.monotonic()
-        try:
-            yield
-        finally:
-            self.add(name, time.monotonic() - begun_s)
-
-    def timed_next(self, name: str, items: Iterator[T]) -> T | None:
-        with self.stage(name):
-            return next(items, None)
-
-    def join_sender(self) -> None:
-        """Wait for the bucket under way, which has its own deadline, and raise its error."""
-        if self.sending is not None:
-            self.sending.result()
-            self.sending = None
-
-
-class _Stream:
-    """The caller's tensors, read once, and the seconds spent waiting for them."""
-
-    def __init__(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self._iterator = iter(named_tensors)
-        self._ended = False
-        self.seconds = 0.0
-
-    def __iter__(self) -> Iterator[tuple[TensorMeta, torch.Tensor]]:
-        while (named := self._next()) is not None:
-            name, tensor = named
-            yield TensorMeta.of(name, tensor), tensor
-
-    def _next(self) -> tuple[str, torch.Tensor] | None:
-        begun_s = time.monotonic()
-        self._ended = True  # unless it gives one: it may raise
-        named = next(self._iterator, None)
-        self._ended = named is None
-        self.seconds += time.monotonic() - begun_s
-        return named
-
-    def drain(self) -> None:
-        """Read to the end, keeping nothing; an error of the iterator is dropped, since one is already under way."""
-        with contextlib.suppress(Exception):
-            while not self._ended:
-                self._next()
-
-
-def _timed_broadcast(group: WeightGroup, payload: torch.Tensor, timeout_s: float) -> float:
-    begun_s = time.monotonic()
-    group.broadcast(payload, timeout_s=timeout_s)
-    return time.monotonic() - begun_s
-
-
-def _checksums(filled: Filled[torch.Tensor]) -> dict[str, str]:
-    """Of the tensors that an engine can keep whole under the same name: no unit that it fuses, no expert that it stacks."""
-    pairs = zip(filled.bucket.names, filled.items, strict=True)
-    return {
-        name: tensor_checksum(t) for name, t in pairs if unit_of(name)[1] == 1 and ".experts." not in name
-    }

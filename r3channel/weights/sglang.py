@@ -10,15 +10,12 @@ neither the old nor the new weights.
 
 from __future__ import annotations
 
-import hashlib
 import http.client
 import json
 import time
 from collections.abc import Mapping
 from typing import Any, Literal
 from urllib.parse import urlsplit
-
-import torch
 
 from r3channel.errors import ConfigError, DeadlineExceeded, EngineRefused, EngineUnavailable
 from r3channel.weights.buckets import Bucket
@@ -126,7 +123,7 @@ class EngineClient:
     def weight_checksums(self, *, timeout_s: float) -> dict[str, str]:
         """The engine's own checksum of each of its parameters, by its own names (fused ones included), of rank 0.
 
-        On a CPU engine it equals `tensor_checksum` of the bytes; on CUDA the engine uses another hash.
+        On a CPU engine it equals `digests.tensor_checksum` of the bytes; on CUDA the engine uses another hash.
         """
         reply = self._command("/weights_checker", {"action": "checksum"}, timeout_s=timeout_s)
         try:
@@ -222,12 +219,6 @@ class EngineClient:
     def _headers(self) -> dict[str, str]:
         headers = {"Content-Type": "application/json"}
         return headers if self._api_key is None else {**headers, "Authorization": f"Bearer {self._api_key}"}
-
-
-def tensor_checksum(tensor: torch.Tensor) -> str:
-    """What a CPU engine's `/weights_checker` reports for a parameter with these bytes: 16 hex digits of SHA-256."""
-    data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return hashlib.sha256(data.numpy().data).hexdigest()[:16]
 
 
 def _shown(reply: Any) -> str:

@@ -24,7 +24,9 @@ from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.ticket import Ticket
 from r3channel.recording import Recorder, Recording, step_folder
+from r3channel.relay.placer import Placer
 from r3channel.relay.relay import Relay
+from r3channel.relay.staging import InPlace
 from r3channel.trainer.receiver import Receiver
 from r3channel.trainer.shard import RankShard
 from tests.samples import SPEC, random_ids, reply_for
@@ -227,23 +229,20 @@ def test_a_restarted_trainer_joins_the_next_epoch_and_gets_the_kept_shard(make_r
 def test_a_bucket_that_is_damaged_on_the_way_is_noticed_and_sent_again(
     make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from r3channel.relay import sender
+    relay, damaged, original = make_relay(TrainerLayout(dp=2)), [], InPlace.stage
 
-    relay, damaged, original = make_relay(TrainerLayout(dp=2)), [], sender.DeliveryGroup._send_one
+    def stage(self: InPlace, slot: int, part_N: np.ndarray) -> torch.Tensor:
+        if not damaged:
+            part_N = part_N.copy()
+            part_N[100] ^= 1
+            damaged.append(slot)
+        return original(self, slot, part_N)
 
-    def send_one(self: sender.DeliveryGroup, transport: object, data_N: np.ndarray, **rest: object) -> None:
-        if not damaged and len(data_N) > 200:
-            data_N = data_N.copy()
-            data_N[100] ^= 1
-            damaged.append(self.dp)
-        original(self, transport, data_N, **rest)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(sender.DeliveryGroup, "_send_one", send_one)
+    monkeypatch.setattr(InPlace, "stage", stage)
     fill(relay)
     for future in start(receivers_of(relay), relay.seal(0, assignment())):
         check_rows(future.result(LIMIT_S))
-    groups = relay.status()["groups"]
-    assert damaged and groups[damaged[0]]["epoch"] == 2
+    assert damaged and sorted(group["epoch"] for group in relay.status()["groups"].values()) == [1, 2]
 
 
 def test_a_dead_background_thread_is_raised_by_the_next_call(
@@ -254,7 +253,7 @@ def test_a_dead_background_thread_is_raised_by_the_next_call(
     def broken(*_: object, **__: object) -> None:
         raise OSError("disk is gone")
 
-    monkeypatch.setattr(Relay, "_decode", broken)
+    monkeypatch.setattr(Placer, "_decode", broken)
     fill(relay)
     relay.seal(0, assignment())
     with pytest.raises(errors.BackgroundFailed, match="disk is gone"):

@@ -19,7 +19,7 @@ from r3channel.errors import DeadlineExceeded, TransportError, UsageError
 from r3channel.transport.base import Rendezvous, Transport, join
 from r3channel.transport.process_group import RendezvousStore
 
-BACKENDS = ("loopback", "gloo")
+BACKENDS = ("loopback", "gloo", "shm")
 TIMEOUT_S = 20.0
 Joiner = Callable[..., list[Transport]]
 

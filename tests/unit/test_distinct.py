@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3channel import distinct
-from r3channel.distinct import find_duplicate, out_of_range
+from r3channel.distinct import find_duplicate, out_of_range, sound
 
 
 def first_by_sorting(ids: np.ndarray) -> tuple[int, int] | None:
@@ -37,44 +37,89 @@ def test_the_first_repeat_is_the_one_that_sorting_finds(
     assert find_duplicate(ids) == first_by_sorting(ids)
 
 
+@pytest.fixture(params=[True, False], ids=["compiled", "numpy"])
+def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """With numba, which the locked environment has, and as without it."""
+    assert distinct.kernels() is not None
+    if not request.param:
+        monkeypatch.setattr(distinct, "kernels", lambda: None)
+    return request.param
+
+
 @pytest.mark.parametrize("slots", [2, 3, 8, 10, 22])
-@pytest.mark.parametrize("compiled", [True, False])
 def test_a_repeat_is_found_at_the_edges_of_blocks(
     slots: int, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(distinct, "_BLOCK_ROWS", 256)
-    if not compiled:
-        monkeypatch.setattr(distinct, "_word_search", lambda: None)
     for rows in (255, 256, 257, 513):
         ids = np.random.default_rng(rows).permuted(np.tile(np.arange(32, dtype=np.uint8), (rows, 1)), axis=1)[
             :, None, :slots
         ]
-        assert find_duplicate(ids) is None
+        assert find_duplicate(ids) is None and sound(ids, num_experts=32)
         for row in {0, 1, 254, rows // 2, rows - 2, rows - 1}:
             keep = ids[row, 0, -1]
             ids[row, 0, -1] = ids[row, 0, 0]
             assert find_duplicate(ids) == (row, 0), (rows, row)
+            assert not sound(ids, num_experts=32), (rows, row)
             ids[row, 0, -1] = keep
 
 
-def test_every_pair_of_slots_is_compared() -> None:
-    assert distinct._word_search() is not None, "numba is part of the locked environment"
-    for a in range(8):
+@pytest.mark.parametrize(
+    ("dtype", "experts", "slots"),
+    [(np.uint8, 100, 8), (np.uint8, 128, 8), (np.uint8, 200, 8), (np.uint8, 256, 8), (np.uint8, 60, 6), (np.int16, 384, 8),
+     (np.int16, 512, 10), (np.int16, 32767, 8)],
+)  # fmt: skip
+def test_every_slot_is_checked_for_range_and_every_pair_for_distinctness(
+    dtype: type, experts: int, slots: int, compiled: bool
+) -> None:
+    good = np.arange(experts - slots, experts, dtype=dtype)[None, None].repeat(3, axis=0)
+    assert sound(good, num_experts=experts)
+    for a in range(slots):
         for b in range(a):
-            ids = np.arange(8, dtype=np.uint8)[None, None] + np.uint8(248)
-            ids[0, 0, a] = ids[0, 0, b]
-            assert find_duplicate(ids) == (0, 0), (a, b)
+            ids = good.copy()
+            ids[1, 0, a] = ids[1, 0, b]
+            assert not sound(ids, num_experts=experts), (a, b)
+        for value in {experts, np.iinfo(dtype).max, np.iinfo(dtype).min} - set(range(experts)):
+            if value <= np.iinfo(dtype).max:
+                ids = good.copy()
+                ids[1, 0, a] = value
+                assert not sound(ids, num_experts=experts), (a, value)
 
 
-def test_equal_ids_of_neighbouring_rows_are_no_repeat() -> None:
+@settings(max_examples=300, deadline=None)
+@given(
+    shape=st.tuples(st.integers(0, 20), st.integers(1, 4), st.sampled_from([1, 6, 8, 9])),
+    kind=st.sampled_from(
+        [(np.uint8, 10), (np.uint8, 128), (np.uint8, 160), (np.uint8, 256), (np.int16, 300)]
+    ),
+    seed=st.integers(0, 2**31),
+)
+def test_compiled_and_numpy_judge_alike(
+    shape: tuple[int, int, int], kind: tuple[type, int], seed: int
+) -> None:
+    dtype, experts = kind
+    rng = np.random.default_rng(seed)
+    order = rng.random((*shape[:2], max(experts, shape[2]))).argsort(axis=-1)
+    ids = order[..., : shape[2]].astype(dtype)
+    if ids.size and seed % 2:
+        ids[tuple(rng.integers(size) for size in shape)] = rng.integers(0, np.iinfo(dtype).max + 1)
+    flat = ids.astype(np.int64).reshape(-1, shape[2])
+    good = all(len(set(row)) == len(row) and min(row) >= 0 and max(row) < experts for row in flat.tolist())
+    assert sound(ids, num_experts=experts) is good
+
+
+def test_equal_ids_of_neighbouring_rows_are_no_repeat(compiled: bool) -> None:
     ids = np.tile(np.array([[[7, 1, 2]], [[2, 1, 7]]], np.uint8), (3000, 1, 1))
-    assert find_duplicate(ids) is None
+    assert find_duplicate(ids) is None and sound(ids, num_experts=8)
 
 
-def test_read_only_and_unaligned_ids_are_checked() -> None:
+def test_read_only_and_unaligned_ids_are_checked(compiled: bool) -> None:
     data = b"x" + np.tile(np.arange(8, dtype=np.int16), 5000).tobytes()
     ids = np.frombuffer(memoryview(data)[1:], np.int16).reshape(-1, 1, 8)
     assert find_duplicate(ids) is None and not out_of_range(ids, num_experts=300)
+    assert sound(ids, num_experts=300) and not sound(ids, num_experts=7)
+    bytes8 = np.frombuffer(memoryview(b"x" + bytes(range(8)))[1:], np.uint8).reshape(1, 1, 8)
+    assert sound(bytes8, num_experts=8) and not sound(bytes8, num_experts=7)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,19 @@ PACKAGE = ROOT / "r3channel"
 
 LEVELS = {
     **dict.fromkeys(
-        ("errors", "spec", "distinct", "routing", "models", "config", "bearer", "clock", "metrics"), 0
+        (
+            "errors",
+            "spec",
+            "compiled",
+            "distinct",
+            "routing",
+            "models",
+            "config",
+            "bearer",
+            "clock",
+            "metrics",
+        ),
+        0,
     ),
     **dict.fromkeys(("wire", "plan"), 1),
     **dict.fromkeys(("transport", "recording"), 2),

@@ -17,10 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3channel.errors import ConfigError, SampleUnknown, TicketMismatch, UnsupportedLayout
+from r3channel.plan import place
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.place import fill_invalid, place_samples
-from r3channel.plan.shards import Microbatch, Plan, plan_shards
+from r3channel.plan.shards import Microbatch, Plan, Shard, ShardKey, plan_shards
 from r3channel.plan.ticket import Ticket, TicketSample
 from r3channel.spec import RoutingSpec
 from tests.samples import SPEC, random_ids
@@ -109,6 +110,48 @@ def oracle_rows(
 ) -> np.ndarray:
     line = oracle_line(values, batch, layout, cp=cp)
     return np.split(line, layout.tp)[tp] if layout.sequence_parallel else line
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    layout=layouts(),
+    experts=st.sampled_from([128, 200, 384]),
+    top_k=st.sampled_from([4, 8, 16]),
+    size=st.integers(1, 3),
+    seed=st.integers(0, 10**6),
+)
+def test_compiled_and_numpy_placement_write_the_same_bytes(
+    layout: TrainerLayout, experts: int, top_k: int, size: int, seed: int
+) -> None:
+    spec = RoutingSpec(num_layers=8, moe_layers=tuple(range(8)), num_experts=experts, top_k=top_k)
+    plan, _ = make_plan(layout, spec=spec, size=size, batches=2, seed=seed)
+    rng = np.random.default_rng(seed)
+    lengths = {
+        name: int(rng.integers(2, 1400))
+        for batch in plan.microbatches
+        for m in batch
+        for name in m.sample_ids
+    }
+    ids = {
+        name: rng.integers(0, experts, (length - 1, 8, top_k)).astype(spec.id_dtype)
+        for name, length in lengths.items()
+    }
+    assignment = Assignment.round_robin(list(ids), dp=layout.dp, microbatch_size=size)
+    plan = plan_shards(assignment, tokens=lengths, spec=spec, layout=layout)
+    placed = [_placed(plan, ids, compiled=compiled) for compiled in (True, False)]
+    assert placed[0].keys() == placed[1].keys()
+    assert all(np.array_equal(placed[0][key], placed[1][key]) for key in placed[0])
+
+
+def _placed(plan: Plan, ids: dict[str, np.ndarray], *, compiled: bool) -> dict[ShardKey, np.ndarray]:
+    with pytest.MonkeyPatch.context() as patch:
+        if not compiled:
+            patch.setattr(place, "kernels", lambda: None)
+
+        def marked(shard: Shard) -> np.ndarray:
+            return np.full(shard.nbytes, 0xEE, np.uint8)
+
+        return place_samples(plan, dp=0, ids_of=ids.__getitem__, buffer_of=marked)
 
 
 @settings(max_examples=150, deadline=None)

@@ -1,0 +1,133 @@
+"""How long the exact plan of a DeepSeek-V3-like model takes, and how evenly it loads the senders. No bytes are sent.
+
+    python -m r3channel.bench.reshard_plan        # one JSON line; CPU seconds of this process, one core
+
+45,215 tensors, 256 trainer ranks to 8 engines of 32 ranks. Trainers: dense weights cut 8 ways, experts over 64 ranks.
+Engines: dense weights cut 32 ways, experts over all 32 ranks. With pipeline stages the layers are dealt out in runs; a
+stage that holds more bytes than others then bounds the busiest sender, which `floor` shows.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import tracemalloc
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from r3channel.weights.geometry import Layout
+from r3channel.weights.manifest import TensorMeta
+from r3channel.weights.reshard import RankPlan, forget_geometries, plan_reshard
+from r3channel.weights.shardmap import ShardMap
+
+HIDDEN, LAYERS, DENSE_LAYERS, EXPERTS, VOCABULARY = 7168, 61, 3, 256, 129_280
+ROWS, COLUMNS = 0, 1
+Cut = int | None
+"""The axis along which tensor parallelism cuts; None for replicated."""
+
+
+def tensors() -> Iterator[tuple[str, tuple[int, ...], Cut, int | None, int]]:
+    """(name, shape, cut, expert, layer) of the whole model; layers 0 and 60 carry embedding and head."""
+    yield "embed", (VOCABULARY, HIDDEN), ROWS, None, 0
+    for layer in range(LAYERS):
+        for name, shape, cut in _attention():
+            yield f"layers.{layer}.{name}", shape, cut, None, layer
+        mlp = _mlp(18_432) if layer < DENSE_LAYERS else _mlp(2048)
+        for name, shape, cut in mlp:
+            yield f"layers.{layer}.mlp.{name}", shape, cut, None, layer
+        if layer >= DENSE_LAYERS:
+            yield f"layers.{layer}.mlp.gate", (EXPERTS, HIDDEN), None, None, layer
+            for expert in range(EXPERTS):
+                for name, shape, _ in _mlp(2048):
+                    yield f"layers.{layer}.mlp.experts.{expert}.{name}", shape, None, expert, layer
+    yield "norm", (HIDDEN,), None, None, LAYERS - 1
+    yield "head", (VOCABULARY, HIDDEN), ROWS, None, LAYERS - 1
+
+
+def _attention() -> tuple[tuple[str, tuple[int, ...], Cut], ...]:
+    return (
+        ("q_a_proj", (1536, HIDDEN), None),
+        ("q_b_proj", (24_576, 1536), ROWS),
+        ("kv_a_proj", (576, HIDDEN), None),
+        ("kv_b_proj", (32_768, 512), ROWS),
+        ("o_proj", (HIDDEN, 16_384), COLUMNS),
+        ("input_norm", (HIDDEN,), None),
+        ("post_norm", (HIDDEN,), None),
+    )
+
+
+def _mlp(width: int) -> tuple[tuple[str, tuple[int, ...], Cut], ...]:
+    return (
+        ("gate_proj", (width, HIDDEN), ROWS),
+        ("up_proj", (width, HIDDEN), ROWS),
+        ("down_proj", (HIDDEN, width), COLUMNS),
+    )
+
+
+def side(*, ranks: int, tp: int, ep: int, stages: int = 1) -> ShardMap:
+    """A side of `ranks` ranks: stage by stage, then TP or EP fastest, replicas for the rest."""
+    known: dict[tuple[Any, ...], Layout] = {}
+
+    def layout(shape: tuple[int, ...], cut: Cut, expert: int | None, layer: int) -> Layout:
+        stage = layer * stages // LAYERS
+        key = shape, cut, None if expert is None else expert * ep // EXPERTS, stage
+        if key not in known:
+            mine = range(stage * ranks // stages, (stage + 1) * ranks // stages)
+            known[key] = _layout(shape, cut, key[2], mine, tp=tp, ep=ep)
+        return known[key]
+
+    return ShardMap(
+        (TensorMeta(name=name, dtype=torch.bfloat16, shape=shape), layout(shape, cut, expert, layer))
+        for name, shape, cut, expert, layer in tensors()
+    )
+
+
+def _layout(shape: tuple[int, ...], cut: Cut, slot: int | None, ranks: range, *, tp: int, ep: int) -> Layout:
+    if slot is not None:
+        return Layout.replicated(shape, [rank for rank in ranks if rank % ep == slot])
+    if cut is None:
+        return Layout.replicated(shape, ranks)
+    return Layout.chunked(shape, cut, [[rank for rank in ranks if rank % tp == part] for part in range(tp)])
+
+
+def measure(*, stages: int = 1, rank: int = 0) -> dict[str, Any]:
+    """Plan one rank of 256 -> 256 from scratch and say what it cost; the maps themselves are built outside the time."""
+    source = side(ranks=256, tp=8, ep=256 // stages if stages > 4 else 64, stages=stages)
+    target = side(ranks=256, tp=32, ep=32).shifted(256)
+    forget_geometries()
+    begin_s = time.process_time()
+    plan = plan_reshard(source, target, rank=rank)
+    seconds = time.process_time() - begin_s
+    return figures(plan) | {
+        "seconds": seconds,
+        "stages": stages,
+        "planning_mib": _peak_mib(source, target, rank),
+    }
+
+
+def figures(plan: RankPlan) -> dict[str, Any]:
+    """The keys `plan.*` of `r3channel bench weights`."""
+    return {
+        "tensors": len(plan.tensors),
+        "ops_of_rank": len(plan.ops),
+        "imbalance": plan.imbalance,
+        "busiest_gb": plan.busiest_bytes / 1e9,
+        "bound_gb": (1.02 * plan.mean_bytes + plan.largest_bytes) / 1e9,
+        "floor_gb": plan.floor_bytes / 1e9,
+    }
+
+
+def _peak_mib(source: ShardMap, target: ShardMap, rank: int) -> float:
+    forget_geometries()
+    tracemalloc.start()
+    try:
+        plan_reshard(source, target, rank=rank)
+        return tracemalloc.get_traced_memory()[1] / 2**20
+    finally:
+        tracemalloc.stop()
+
+
+if __name__ == "__main__":
+    print(json.dumps([measure(stages=stages) for stages in (1, 8)]))

@@ -1,0 +1,100 @@
+"""How many committed weight updates lie between each row and the trainer that trains on it. Knows tickets, no ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cached_property
+
+import numpy as np
+
+from r3channel.errors import ConfigError, RowsStale, UsageError
+from r3channel.plan.ticket import Ticket
+from r3channel.routing import Ids, RowKind
+
+POLICIES = ("accept", "mask", "reject")
+UNKNOWN = np.iinfo(np.int64).min
+"""The lag of a row that no engine recorded; never stale, because nothing is known of it."""
+
+_MANY = 4
+
+
+class Staleness:
+    """One step's rows beside the trainer's version.
+
+    `lag` is the trainer's committed weight version minus the one that made the row: 0 is fresh, 1 is one update behind.
+    Negative where an engine is ahead, for instance of a trainer that was restarted from an older checkpoint.
+    """
+
+    def __init__(
+        self, ticket: Ticket, *, version: int, max_staleness: int = -1, on_stale: str = "accept"
+    ) -> None:
+        """`max_staleness` -1: no bound. With one, rows ahead of the trainer count as stale too."""
+        if on_stale not in POLICIES:
+            raise ConfigError(f"on_stale {on_stale!r}, expected one of {', '.join(POLICIES)}")
+        if version < 0:
+            raise UsageError(f"weight version {version}: expected 0 or more")
+        self.version, self.max_staleness, self.on_stale = version, max_staleness, on_stale
+        self._ticket = ticket
+
+    def lags(self, sample_id: str) -> Ids:
+        """[rows of the sample] int64, by position; UNKNOWN where the engine recorded nothing."""
+        sample = self._ticket.sample(sample_id)
+        lags_T = np.full(max(sample.tokens - 1, 0), UNKNOWN, dtype=np.int64)
+        for span in sample.provenance:
+            if span.kind is not RowKind.MISSING:
+                lags_T[span.start : span.end] = self.version - span.weight_version
+        return lags_T
+
+    def stale(self, sample_id: str) -> Ids:
+        """[rows] bool: recorded, and outside 0 .. `max_staleness`."""
+        lags_T = self.lags(sample_id)
+        if self.max_staleness < 0:
+            return np.zeros(len(lags_T), dtype=bool)
+        return (lags_T != UNKNOWN) & ((lags_T > self.max_staleness) | (lags_T < 0))
+
+    @property
+    def masks(self) -> bool:
+        """Whether stale tokens leave the loss."""
+        return self.on_stale == "mask" and bool(self.stale_samples)
+
+    @cached_property
+    def stale_samples(self) -> dict[str, int]:
+        """Sample -> its number of stale rows, for those that have any; without a look at rows where a bound holds for all."""
+        bound = self.max_staleness
+        if bound < 0 or all(0 <= self.version - found <= bound for found in self._ticket.weight_versions):
+            return {}
+        counts = {
+            sample.sample_id: int(self.stale(sample.sample_id).sum()) for sample in self._ticket.samples
+        }
+        return {name: count for name, count in counts.items() if count}
+
+    def check(self) -> None:
+        """RowsStale, naming samples, if there are stale rows and the policy is `reject`."""
+        if self.on_stale != "reject" or not self.stale_samples:
+            return
+        first = ", ".join(f"{name} ({count} rows)" for name, count in list(self.stale_samples.items())[:4])
+        raise RowsStale(
+            f"step {self._ticket.step}: {len(self.stale_samples)} samples have rows that are not 0 to {self.max_staleness} "
+            f"versions behind the trainer's {self.version}: {first}; the step's rows were made by versions "
+            f"{list(self._ticket.weight_versions)} (policy: reject). Does the loop run further ahead than the bound allows?"
+        )
+
+    def counts(self, sample_ids: tuple[str, ...]) -> Counter[str]:
+        """Rows of these samples by lag, under the labels of `r3channel_rows_by_staleness_total`."""
+        found: Counter[str] = Counter()
+        for name in sample_ids:
+            for span in self._ticket.sample(name).provenance:
+                if span.kind is not RowKind.MISSING:
+                    found[label(self.version - span.weight_version)] += span.end - span.start
+        return found
+
+
+def label(lag: int) -> str:
+    """The closed set of words for a lag.
+
+    >>> [label(lag) for lag in (-2, 0, 3, 4, 9)]
+    ['ahead', '0', '3', '4_or_more', '4_or_more']
+    """
+    if lag < 0:
+        return "ahead"
+    return str(lag) if lag < _MANY else f"{_MANY}_or_more"

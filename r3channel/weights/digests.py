@@ -1,0 +1,115 @@
+"""Digests of weights: of a packed bucket, of a tensor, and of what a CPU engine makes of several tensors.
+
+SGLang 0.5.23 reports for each of its own parameters the first 16 hex digits of SHA-256 over the bytes
+(`srt/utils/weight_checker.py`, on CPU). It fuses some tensors of a checkpoint into one parameter, so their bytes are
+hashed here in the order in which it lays them: q, k, v; gate, up; the experts of a layer one after another. With one
+tensor-parallel rank that is plain concatenation. Nothing here asks an engine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import xxhash
+
+_CHARS = 16
+_EXPERT = re.compile(r"^(?P<head>.*\.experts)\.(?P<number>\d+)\.(?P<module>gate|up|down)_proj\.weight$")
+_MEMBER = re.compile(
+    r"^(?P<head>(?:.*\.)?)(?P<module>q_proj|k_proj|v_proj|gate_proj|up_proj|q_a_proj|kv_a_proj_with_mqa)\.(?P<tail>[^.]+)$"
+)
+_FUSED: Mapping[str, tuple[str, int]] = {
+    "q_proj": ("qkv_proj", 0),
+    "k_proj": ("qkv_proj", 1),
+    "v_proj": ("qkv_proj", 2),
+    "gate_proj": ("gate_up_proj", 0),
+    "up_proj": ("gate_up_proj", 1),
+    "q_a_proj": ("fused_qkv_a_proj_with_mqa", 0),
+    "kv_a_proj_with_mqa": ("fused_qkv_a_proj_with_mqa", 1),
+}
+
+
+def payload_digest(payload: torch.Tensor) -> int:
+    """xxh3 of a flat uint8 tensor on the CPU: 64 bits, some 10 GB/s."""
+    return xxhash.xxh3_64_intdigest(payload.numpy().data)
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """The tensor's bytes in C order; a copy only if it is not contiguous on the CPU."""
+    flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return flat.numpy().data
+
+
+def tensor_checksum(tensor: torch.Tensor) -> str:
+    """What a CPU engine's `/weights_checker` reports for a parameter with these bytes: 16 hex digits of SHA-256."""
+    return hashlib.sha256(tensor_bytes(tensor)).hexdigest()[:_CHARS]
+
+
+def fused_place(name: str) -> tuple[str, int] | None:
+    """(the engine's parameter, position in it) of a tensor that it fuses with others; None for one that it keeps as it is.
+
+    >>> fused_place("model.layers.3.mlp.experts.7.up_proj.weight")
+    ('model.layers.3.mlp.experts.w13_weight', 15)
+    >>> fused_place("model.layers.3.self_attn.k_proj.weight")
+    ('model.layers.3.self_attn.qkv_proj.weight', 1)
+    """
+    expert = _EXPERT.match(name)
+    if expert is not None:
+        number = int(expert["number"])
+        if expert["module"] == "down":
+            return f"{expert['head']}.w2_weight", number
+        return f"{expert['head']}.w13_weight", 2 * number + (expert["module"] == "up")
+    member = _MEMBER.match(name)
+    if member is None:
+        return None
+    fused, position = _FUSED[member["module"]]
+    return f"{member['head']}{fused}.{member['tail']}", position
+
+
+@dataclass(slots=True)
+class _Fused:
+    """One parameter that comes in parts; those that come before their turn are held."""
+
+    digest: Any = field(default_factory=hashlib.sha256)
+    next: int = 0
+    first: str = ""
+    waiting: dict[int, tuple[str, torch.Tensor]] = field(default_factory=dict)
+
+    def add(self, position: int, name: str, tensor: torch.Tensor) -> None:
+        self.first = name if position == 0 else self.first
+        self.waiting[position] = (name, tensor)
+        while self.next in self.waiting:
+            self.digest.update(tensor_bytes(self.waiting.pop(self.next)[1]))
+            self.next += 1
+
+
+class EngineChecksums:
+    """What an engine of one rank must report once it holds all tensors that were added. One thread.
+
+    Parts that come out of order are held by reference until those before them have come: at most the experts of a layer.
+    """
+
+    def __init__(self) -> None:
+        self._whole: dict[str, str] = {}
+        self._fused: dict[str, _Fused] = {}
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        place = fused_place(name)
+        if place is None:
+            self._whole[name] = tensor_checksum(tensor)
+        else:
+            self._fused.setdefault(place[0], _Fused()).add(place[1], name, tensor)
+
+    def result(self) -> dict[str, str]:
+        """Engine's name -> checksum. A part without its fellows keeps its own name, as in models that do not fuse it."""
+        found = dict(self._whole)
+        for name, fused in self._fused.items():
+            if fused.next:
+                alone = fused.next == 1 and not name.endswith(("w13_weight", "w2_weight"))
+                found[fused.first if alone else name] = fused.digest.hexdigest()[:_CHARS]
+            found |= {part: tensor_checksum(tensor) for part, tensor in fused.waiting.values()}
+        return found

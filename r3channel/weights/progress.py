@@ -1,0 +1,89 @@
+"""One update under way: the caller's tensors as they are read, the seconds of each stage, what was sent. No engine here."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+
+from r3channel.weights.buckets import Bucket, TensorMeta
+from r3channel.weights.deadline import Deadline
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateReport:
+    """What one committed update did."""
+
+    version: int
+    tensors: int
+    buckets: int
+    payload_bytes: int
+    """Of the model, however many engines received it."""
+    verified: int
+    """Parameters of the engine whose checksum every engine confirmed; 0 without verification."""
+    manifest_digest: int
+    wall_s: float
+    seconds: Mapping[str, float]
+    """Caller's thread, adding up to the wall: join pause begin convert plan pack digest wait_send end verify commit resume.
+    Beside it, in the sender's thread: wire (slowest broadcast) and apply (from there to the slowest engine's answer)."""
+
+
+@dataclass(slots=True)
+class Run:
+    """The state of one update."""
+
+    deadline: Deadline
+    seconds: dict[str, float] = field(default_factory=dict)
+    buckets: list[Bucket] = field(default_factory=list)
+    digests: list[int] = field(default_factory=list)
+    """xxh3 of each bucket's bytes, where a host copy is kept."""
+    verified: int = 0
+
+    def add(self, stage: str, seconds: float) -> None:
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        begun_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self.add(name, time.monotonic() - begun_s)
+
+    def timed_next(self, name: str, items: Iterator[T]) -> T | None:
+        with self.stage(name):
+            return next(items, None)
+
+
+class Stream:
+    """The caller's tensors, read once, and the seconds spent waiting for them."""
+
+    def __init__(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._iterator = iter(named_tensors)
+        self._ended = False
+        self.seconds = 0.0
+
+    def __iter__(self) -> Iterator[tuple[TensorMeta, torch.Tensor]]:
+        while (named := self._next()) is not None:
+            name, tensor = named
+            yield TensorMeta.of(name, tensor), tensor
+
+    def _next(self) -> tuple[str, torch.Tensor] | None:
+        begun_s = time.monotonic()
+        self._ended = True  # unless it gives one: it may raise
+        named = next(self._iterator, None)
+        self._ended = named is None
+        self.seconds += time.monotonic() - begun_s
+        return named
+
+    def drain(self) -> None:
+        """Read to the end, keeping nothing; an error of the iterator is dropped, since one is already under way."""
+        with contextlib.suppress(Exception):
+            while not self._ended:
+                self._next()

@@ -1,0 +1,326 @@
+"""The exact plan: which part of which tensor goes from which rank to which, so that every byte is written once.
+
+Pure and deterministic. Each rank computes it by itself from the two shard maps and keeps only the operations that it takes
+part in; the hash covers all of them, so equal hashes mean equal plans. Work is done once per *geometry* (source layout,
+target layout), of which a model with 45,000 tensors has some hundreds. Nothing here sends anything.
+
+Where several ranks hold the same part, the least loaded sends it; a rank that holds what it needs copies it for itself.
+Bytes are those of the receiver's dtype: the sender casts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import xxhash
+
+from r3channel.errors import PlanInvalid
+from r3channel.weights.geometry import Box, Layout
+from r3channel.weights.manifest import TensorMeta
+from r3channel.weights.senders import deal, floor_bytes
+from r3channel.weights.shardmap import ShardMap
+
+_RULES = b"r3channel reshard 1"
+"""Goes into the hash: processes with other rules must not agree."""
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One box of one tensor, from one rank to one rank."""
+
+    tensor: int
+    """Index into the plan's tensors."""
+    src: int
+    dst: int
+    box: Box
+    nbytes: int
+    """In the receiver's dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """What one rank sends, receives and copies, and what is known of the others' load."""
+
+    rank: int
+    world_size: int
+    tensors: tuple[TensorMeta, ...]
+    """The receivers' metas, in the target map's order."""
+    hash: str
+    """Over every operation of every rank, in order."""
+    ops: tuple[Op, ...]
+    """Those of this rank, ordered by (tensor, start of the box, src, dst)."""
+    sent_bytes_R: tuple[int, ...]
+    """Of every rank, local copies not counted."""
+    senders: int
+    """Ranks that hold anything another rank needs."""
+    largest_bytes: int
+    """The largest single operation that crosses ranks."""
+    floor_bytes: int
+    """The busiest sender of any plan sends at least this."""
+
+    @property
+    def mean_bytes(self) -> float:
+        return sum(self.sent_bytes_R) / max(1, self.senders)
+
+    @property
+    def busiest_bytes(self) -> int:
+        return max(self.sent_bytes_R, default=0)
+
+    @property
+    def imbalance(self) -> float:
+        """Busiest sender over the mean of the senders; 1.0 is perfect."""
+        return self.busiest_bytes / self.mean_bytes if self.mean_bytes else 1.0
+
+    def sends(self) -> dict[int, list[Op]]:
+        """By receiver; local copies left out."""
+        return _by_peer((op.dst, op) for op in self.ops if op.src == self.rank != op.dst)
+
+    def receives(self) -> dict[int, list[Op]]:
+        """By sender; local copies left out."""
+        return _by_peer((op.src, op) for op in self.ops if op.dst == self.rank != op.src)
+
+    def copies(self) -> list[Op]:
+        """What this rank holds itself."""
+        return [op for op in self.ops if op.src == op.dst]
+
+
+def plan_reshard(source: ShardMap, target: ShardMap, *, rank: int, world_size: int | None = None) -> RankPlan:
+    """The plan of one rank. Ranks of both maps are numbers of one joint group.
+
+    Every tensor of `target` must be in `source` with the same whole shape and be held completely, each element by one box
+    or by replicas of that box; tensors that only `source` has are not sent. Raises PlanInvalid, naming the tensor.
+    Memory: this rank's operations, one geometry per pair of layouts, and one batch of equal items at a time.
+    """
+    world_size = world_size or max(source.world_size, target.world_size)
+    groups = _groups(source, target)
+    loads_R = np.zeros(world_size, dtype=np.int64)
+    digest = xxhash.xxh3_128(_RULES + f"{source.digest} {target.digest} {world_size}".encode())
+    mine: list[Op] = []
+    batches = _batches(groups)
+    for batch in batches:
+        mine += _deal_batch(batch, loads_R, digest, rank)
+    for group in groups:
+        mine += group.local_ops(rank)
+    mine.sort(key=lambda op: (op.tensor, op.box.start, op.src, op.dst))
+    return RankPlan(
+        rank=rank,
+        world_size=world_size,
+        tensors=target.metas,
+        hash=digest.hexdigest(),
+        ops=tuple(mine),
+        sent_bytes_R=tuple(loads_R.tolist()),
+        senders=len({holder for batch in batches for holder in batch.holders}),
+        largest_bytes=max((batch.nbytes for batch in batches), default=0),
+        floor_bytes=floor_bytes([(batch.holders, batch.nbytes * batch.count) for batch in batches]),
+    )
+
+
+def _by_peer(pairs: Iterable[tuple[int, Op]]) -> dict[int, list[Op]]:
+    grouped: dict[int, list[Op]] = {}
+    for peer, op in pairs:
+        grouped.setdefault(peer, []).append(op)
+    return grouped
+
+
+# -- one pair of layouts -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """The distinct boxes of a layout and who holds each. Empty boxes are left out."""
+
+    starts_PD: np.ndarray
+    stops_PD: np.ndarray
+    ranks: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, layout: Layout) -> _Parts:
+        filled = (layout.stops_ND > layout.starts_ND).all(axis=1)
+        corners = np.concatenate([layout.starts_ND, layout.stops_ND], axis=1)[filled]
+        # unique() of a scalar's lines, which have no columns, is not defined
+        unique, index = np.unique(corners, axis=0, return_inverse=True) if corners.shape[1] else _one(corners)
+        index = index.reshape(-1)
+        ranks_F = layout.ranks_N[filled]
+        axes = len(layout.shape)
+        held = tuple(tuple(np.unique(ranks_F[index == part]).tolist()) for part in range(len(unique)))
+        return cls(unique[:, :axes], unique[:, axes:], held)
+
+
+def _one(corners: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return corners[:1], np.zeros(len(corners), dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class _Geometry:
+    """What a pair of layouts means for any tensor cut so: items that cross ranks, and local ones."""
+
+    starts_ID: np.ndarray
+    stops_ID: np.ndarray
+    numel_I: np.ndarray
+    dst_I: np.ndarray
+    part_I: np.ndarray
+    """Index into `holders`."""
+    local_I: np.ndarray
+    """Whether the receiver holds the part itself."""
+    holders: tuple[tuple[int, ...], ...]
+    digest: bytes
+
+
+def forget_geometries() -> None:
+    """Empty the cache of geometries, which otherwise lives as long as the process: for measurements."""
+    _geometry.cache_clear()
+
+
+@lru_cache(maxsize=8192)
+def _geometry(source: Layout, target: Layout) -> _Geometry | str:
+    """The items, or what is wrong (told by the caller, who knows a tensor's name)."""
+    src, dst = _Parts.of(source), _Parts.of(target)
+    starts = np.maximum(src.starts_PD[:, None], dst.starts_PD[None])
+    stops = np.minimum(src.stops_PD[:, None], dst.stops_PD[None])
+    numel_SD = np.prod(np.maximum(stops - starts, 0), axis=2, dtype=np.int64)
+    problem = _overlap(src) or _gap(src, dst, numel_SD)
+    if problem:
+        return problem
+    part_P, box_P = np.nonzero(numel_SD)
+    fans = np.array([len(dst.ranks[box]) for box in box_P], dtype=np.int64)
+    piece_I = np.repeat(np.arange(len(part_P)), fans)
+    dst_I = np.array([rank for box in box_P for rank in dst.ranks[box]], dtype=np.int64)
+    part_I = part_P[piece_I]
+    at = part_I, box_P[piece_I]
+    held = [set(ranks) for ranks in src.ranks]
+    local = [receiver in held[part] for receiver, part in zip(dst_I.tolist(), part_I.tolist(), strict=True)]
+    digest = xxhash.xxh3_128(source.digest + target.digest)
+    for array in (starts[at], stops[at], dst_I, part_I):
+        digest.update(np.ascontiguousarray(array).data)
+    return _Geometry(
+        starts[at],
+        stops[at],
+        numel_SD[at],
+        dst_I,
+        part_I,
+        np.array(local, dtype=bool),
+        src.ranks,
+        digest.digest(),
+    )
+
+
+def _overlap(src: _Parts) -> str | None:
+    """Different boxes must not share elements: nobody could say whose value counts."""
+    starts = np.maximum(src.starts_PD[:, None], src.starts_PD[None])
+    stops = np.minimum(src.stops_PD[:, None], src.stops_PD[None])
+    common: np.ndarray = np.asarray((stops > starts).all(axis=2))
+    np.fill_diagonal(common, False)
+    if not common.any():
+        return None
+    one, other = np.argwhere(common)[0]
+    return (
+        f"rank {src.ranks[one][0]} and rank {src.ranks[other][0]} hold different boxes that overlap; expected parts "
+        "that are equal or disjoint"
+    )
+
+
+def _gap(src: _Parts, dst: _Parts, numel_SD: np.ndarray) -> str | None:
+    wanted = np.prod(dst.stops_PD - dst.starts_PD, axis=1, dtype=np.int64)
+    found = numel_SD.sum(axis=0)
+    short = np.flatnonzero(found != wanted)
+    if not len(short):
+        return None
+    box = int(short[0])
+    return (
+        f"rank {dst.ranks[box][0]} needs {dst.starts_PD[box].tolist()}..{dst.stops_PD[box].tolist()} "
+        f"({wanted[box]} elements), of which the sources hold {found[box]}; is a trainer rank's report missing?"
+    )
+
+
+# -- tensors that share a pair of layouts ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Tensors cut alike on both sides, with one item size in bytes."""
+
+    geometry: _Geometry
+    itemsize: int
+    tensors_T: np.ndarray
+
+    def local_ops(self, rank: int) -> list[Op]:
+        geometry = self.geometry
+        items = np.flatnonzero(geometry.local_I & (geometry.dst_I == rank))
+        return [self.op(int(t), int(item), rank) for t in self.tensors_T for item in items]
+
+    def op(self, tensor: int, item: int, src: int) -> Op:
+        geometry = self.geometry
+        box = Box(tuple(geometry.starts_ID[item].tolist()), tuple(geometry.stops_ID[item].tolist()))
+        nbytes = int(geometry.numel_I[item]) * self.itemsize
+        return Op(tensor, src, int(geometry.dst_I[item]), box, nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Items of one size with the same holders: for each tensor of the group, each of `items_B`."""
+
+    group: _Group
+    items_B: np.ndarray
+    holders: tuple[int, ...]
+    nbytes: int
+
+    @property
+    def count(self) -> int:
+        return len(self.group.tensors_T) * len(self.items_B)
+
+
+def _groups(source: ShardMap, target: ShardMap) -> list[_Group]:
+    """In the order in which the target first needs them."""
+    found: dict[tuple[int, int, int], list[int]] = {}
+    for index, meta in enumerate(target.metas):
+        at = source.index_of.get(meta.name)
+        if at is None:
+            raise PlanInvalid(f"tensor {meta} is wanted by the engines, and no trainer rank reported it")
+        if source.metas[at].shape != meta.shape:
+            raise PlanInvalid(
+                f"tensor {meta}: the trainer's is {source.metas[at]}; expected equal whole shapes"
+            )
+        key = source.layout_of[at], target.layout_of[index], meta.dtype.itemsize
+        found.setdefault(key, []).append(index)
+    groups = []
+    for (src, dst, itemsize), indexes in found.items():
+        geometry = _geometry(source.layouts[src], target.layouts[dst])
+        if isinstance(geometry, str):
+            raise PlanInvalid(f"tensor {target.metas[indexes[0]]}: {geometry}")
+        groups.append(_Group(geometry, itemsize, np.array(indexes, dtype=np.int64)))
+    return groups
+
+
+def _batches(groups: list[_Group]) -> list[_Batch]:
+    """Largest items first; equal ones in the order of groups and parts."""
+    batches = []
+    for group in groups:
+        geometry = group.geometry
+        keys = np.stack([geometry.part_I, geometry.numel_I])[:, ~geometry.local_I]
+        items = np.flatnonzero(~geometry.local_I)
+        if not len(items):
+            continue
+        kinds, kind_I = np.unique(keys, axis=1, return_inverse=True)
+        kind_I = kind_I.reshape(-1)
+        for kind, (part, numel) in enumerate(kinds.T.tolist()):
+            chosen = items[kind_I == kind]
+            batches.append(_Batch(group, chosen, geometry.holders[part], numel * group.itemsize))
+    return sorted(batches, key=lambda batch: -batch.nbytes)
+
+
+def _deal_batch(batch: _Batch, loads_R: np.ndarray, digest: xxhash.xxh3_128, rank: int) -> list[Op]:
+    group = batch.group
+    holders = np.array(batch.holders, dtype=np.int64)
+    senders = deal(loads_R, holders, count=batch.count, nbytes=batch.nbytes)
+    digest.update(group.geometry.digest)
+    for array in (group.tensors_T, batch.items_B, senders.astype(np.int64)):
+        digest.update(np.ascontiguousarray(array).data)
+    per_tensor = len(batch.items_B)
+    is_mine = (senders == rank) | np.tile(group.geometry.dst_I[batch.items_B] == rank, len(group.tensors_T))
+    return [
+        group.op(int(group.tensors_T[i // per_tensor]), int(batch.items_B[i % per_tensor]), int(senders[i]))
+        for i in np.flatnonzero(is_mine).tolist()
+    ]

@@ -1,0 +1,256 @@
+"""Several real engines under one session: one filled or repaired alone, one that dies, a trainer that dies."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from r3channel.cli import main
+from r3channel.embedded.sglang import EngineOptions, EngineServer, kill_family
+from r3channel.errors import WeightUpdateFailed
+from r3channel.weights.expected import checkpoint_shapes
+from r3channel.weights.member import EngineState
+from r3channel.weights.session import WeightSync
+from r3channel.weights.sglang import EngineClient
+from tests.engine.client import generate
+
+pytestmark = pytest.mark.engine
+
+Weights = dict[str, torch.Tensor]
+
+ROOT = Path(__file__).parents[2]
+PROMPT = list(range(5, 25))
+NORM = "model.layers.3.post_attention_layernorm.weight"
+BUCKET_BYTES = 1 << 20
+
+
+class Watched(EngineClient):
+    """Notes every command that reaches the engine."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.routes: list[str] = []
+
+    def _command(self, route: str, body: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:
+        self.routes.append(route)
+        return super()._command(route, body, timeout_s=timeout_s)
+
+
+@pytest.fixture(scope="module")
+def original(model_dir: Path) -> Weights:
+    return load_file(model_dir / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def changed(original: Weights) -> Weights:
+    noise = torch.Generator().manual_seed(11)
+    return {name: w + 0.1 * torch.randn(w.shape, generator=noise) for name, w in original.items()}
+
+
+@pytest.fixture(scope="module")
+def dummy(model_dir: Path) -> Iterator[EngineServer]:
+    """A second engine that was started without the checkpoint's weights."""
+    options = EngineOptions(model=model_dir, r3channel=False, extra_args=("--load-format", "dummy"))
+    with EngineServer(options) as server:
+        server.wait_ready(150)
+        yield server
+
+
+@pytest.fixture
+def restored(engine_url: str, original: Weights) -> Iterator[None]:
+    """The shared engine serves its first weights as version 0 again, however a test left it."""
+    yield
+    with WeightSync([engine_url], verify=True) as repair:
+        repair.connect(timeout_s=30)
+        repair.update(original.items(), version=0, timeout_s=60)
+
+
+def greedy(url: str) -> tuple[list[int], str]:
+    reply = generate(url, PROMPT, new_tokens=8, routing=False)
+    return reply.output, reply.meta["weight_version"]
+
+
+def two(url: str, **options: Any) -> tuple[WeightSync, Watched]:
+    watched = Watched(url)
+    session = WeightSync([watched], bucket_bytes=BUCKET_BYTES, verify=True, keep_copy=True, **options)
+    session.connect(timeout_s=30)
+    return session, watched
+
+
+def test_an_engine_with_dummy_weights_is_filled_alone_while_the_other_serves(
+    restored: None, engine_url: str, dummy: EngineServer, model_dir: Path, original: Weights, changed: Weights
+) -> None:
+    sync, watched = two(engine_url, expected=checkpoint_shapes(model_dir))
+    with sync:
+        sync.update(original.items(), version=1, timeout_s=60)
+        tokens, _ = greedy(engine_url)
+        assert greedy(dummy.url)[0] != tokens
+        watched.routes.clear()
+        with _Serving(engine_url) as serving:
+            report = sync.add_engine(dummy.url, timeout_s=60)
+        assert watched.routes == [] and serving.answers and set(serving.answers) == {(tuple(tokens), "1")}
+        assert report is not None and report.verified == 38 and greedy(dummy.url) == (tokens, "1")
+
+        sync.update(changed.items(), version=2, timeout_s=60)
+        assert greedy(dummy.url) == greedy(engine_url) and greedy(dummy.url)[1] == "2"
+
+
+class _Serving:
+    """Asks the engine again and again while the block runs."""
+
+    def __init__(self, url: str) -> None:
+        self.answers: list[tuple[tuple[int, ...], str]] = []
+        self._url, self._stop = url, threading.Event()
+        self._thread = threading.Thread(target=self._ask)
+
+    def _ask(self) -> None:
+        while not self._stop.is_set():
+            tokens, version = greedy(self._url)
+            self.answers.append((tuple(tokens), version))
+
+    def __enter__(self) -> _Serving:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(60)
+
+
+def test_the_verify_command_names_the_one_tensor_that_differs(
+    restored: None,
+    engine_url: str,
+    dummy: EngineServer,
+    changed: Weights,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    manifest = str(tmp_path / "committed.json")
+    with WeightSync([engine_url, dummy.url], verify=True) as sync:
+        sync.connect(timeout_s=30)
+        sync.update(changed.items(), version=5, timeout_s=60)
+        assert sync.held is not None
+        sync.held.write(manifest)
+        assert (
+            main(["weights", "verify", "--engine", engine_url, "--engine", dummy.url, "--manifest", manifest])
+            == 0
+        )
+        assert capsys.readouterr().out.count("38 parameters of version 5: equal") == 2
+
+        other = {**changed, NORM: changed[NORM] + 1}
+        sync.update(other.items(), version=6, timeout_s=60)
+    assert main(["weights", "verify", "--engine", engine_url, "--manifest", manifest, "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert [row["name"] for row in found["different"]] == [NORM] and found["engine_versions"] == {
+        engine_url: "6"
+    }
+    assert main(["weights", "verify", "--engine", engine_url, "--engine", dummy.url]) == 0  # each other
+    assert main(["weights", "verify", "--engine", engine_url]) == 2
+    assert main(["weights", "verify", "--engine", "http://127.0.0.1:9", "--manifest", manifest]) == 2
+
+
+@pytest.mark.full
+def test_one_engine_that_dies_leaves_the_other_with_the_old_version_and_a_new_one_takes_its_place(
+    restored: None, engine_url: str, model_dir: Path, original: Weights, changed: Weights
+) -> None:
+    sync, watched = two(engine_url)
+    options = EngineOptions(model=model_dir, r3channel=False)
+    with sync, EngineServer(options) as doomed, EngineServer(options) as spare:
+        doomed.wait_ready(150)
+        sync.add_engine(doomed.url, timeout_s=60)
+        sync.update(changed.items(), version=1, timeout_s=60)
+        answer = greedy(engine_url)
+        killer = threading.Timer(0.1, doomed.close)
+        killer.start()
+        with pytest.raises(WeightUpdateFailed, match=doomed.url):
+            sync.update(_slowly(original), version=2, timeout_s=60)
+        killer.join()
+        assert sync.engine_states[engine_url] is EngineState.SERVING and greedy(engine_url) == answer
+
+        sync.remove_engine(doomed.url)
+        watched.routes.clear()
+        spare.wait_ready(150)
+        sync.add_engine(spare.url, timeout_s=60)
+        assert greedy(spare.url) == answer and watched.routes == []
+        assert EngineClient(spare.url).weight_checksums(timeout_s=30) == watched.weight_checksums(
+            timeout_s=30
+        )
+
+
+def _slowly(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
+    for named in weights.items():
+        time.sleep(0.001)
+        yield named
+
+
+TRAINER = """
+import sys, time
+from safetensors.torch import load_file
+from r3channel.weights.session import WeightSync
+
+def slowly(weights):
+    for number, named in enumerate(weights.items()):
+        if number == 600:
+            print("half", flush=True)
+            time.sleep(60)
+        yield named
+
+with WeightSync([sys.argv[1]], bucket_bytes=1 << 20) as sync:
+    sync.connect(timeout_s=30)
+    sync.update(slowly(load_file(sys.argv[2])), version=7, timeout_s=100)
+"""
+
+
+@pytest.mark.full
+def test_a_trainer_that_dies_leaves_an_engine_that_serves_nothing_until_the_next_trainer_comes(
+    restored: None, engine_url: str, model_dir: Path, original: Weights, changed: Weights
+) -> None:
+    path = model_dir / "model.safetensors"
+    child = subprocess.Popen(
+        [sys.executable, "-c", TRAINER, engine_url, str(path)], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    try:
+        assert child.stdout is not None and child.stdout.readline() == "half\n"
+    finally:
+        kill_family(child)
+    client = EngineClient(engine_url)
+    assert client.weight_version(timeout_s=10) == "0"
+    waiting: list[tuple[list[int], str]] = []
+    asked = threading.Thread(target=lambda: waiting.append(greedy(engine_url)))
+    asked.start()
+    asked.join(1.0)
+    assert not waiting
+
+    with WeightSync([engine_url], verify=True) as sync:
+        sync.connect(timeout_s=30)
+        sync.update(changed.items(), version=1, timeout_s=60)
+        asked.join(60)
+        assert waiting == [greedy(engine_url)] and waiting[0][1] == "1"
+
+
+@pytest.mark.full
+def test_a_healthy_engine_allocates_nothing_while_another_is_filled(
+    restored: None, engine_server: EngineServer, engine_url: str, dummy: EngineServer, original: Weights
+) -> None:
+    family = psutil.Process(engine_server.pid).children(recursive=True)
+    sync, _ = two(engine_url)
+    with sync:
+        sync.update(original.items(), version=1, timeout_s=60)
+        sync.add_engine(dummy.url, timeout_s=60)
+        before = [process.memory_info().rss for process in family]
+        for _ in range(3):
+            sync.update_one(dummy.url, timeout_s=60)
+        after = [process.memory_info().rss for process in family]
+    model_bytes = sum(weight.nbytes for weight in original.values())
+    assert max(b - a for a, b in zip(before, after, strict=True)) < model_bytes / 10

@@ -1,0 +1,176 @@
+"""An engine that fails where it is told to: SGLang's weight routes over real HTTP, its end of the group over real gloo.
+
+For failures that the real engine cannot be made to have at a given call. What it answers otherwise, tests/engine shows.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from r3channel.weights.buckets import Bucket, TensorMeta
+from r3channel.weights.digests import EngineChecksums
+
+Answer = dict[str, Any]
+UPDATE = "/update_weights_from_distributed"
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    engine: FakeEngine
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def do_POST(self) -> None:
+        length = int(self.headers.get("Content-Length") or 0)
+        body = json.loads(self.rfile.read(length)) if length else {}
+        answer = self.server.engine.answer(self.path, body)
+        if answer is None:
+            self.close_connection = True  # died: no answer at all
+            return
+        data = json.dumps(answer).encode()
+        self.send_response(200 if answer.get("success", True) else 400)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    do_GET = do_POST
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+class FakeEngine:
+    """One engine. `script[route, n]` says what the n-th call (from 0) of a route does: refuse, die, or hang."""
+
+    def __init__(self, *, port: int = 0) -> None:
+        self.script: dict[tuple[str, int], str] = {}
+        self.calls: list[str] = []
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.version, self.paused, self.open, self.flushed = "0", False, False, 0
+        self.dead = threading.Event()
+        self._groups: dict[str, Any] = {}
+        self._counts: dict[str, int] = {}
+        self._server = _Server(("127.0.0.1", port), _Handler)
+        self._server.engine = self
+        self.port = self._server.server_port
+        self.url = f"http://127.0.0.1:{self.port}"
+        threading.Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+        ).start()
+
+    def die(self) -> None:
+        """As a killed process: connections and group sockets close, nothing answers."""
+        if not self.dead.is_set():
+            self.dead.set()
+            self._groups.clear()
+            self._server.server_close()
+            threading.Thread(target=self._server.shutdown, daemon=True).start()
+
+    def restarted(self) -> FakeEngine:
+        """A new life at the same address, with other weights."""
+        self.die()
+        return FakeEngine(port=self.port)
+
+    def checksums(self) -> dict[str, str]:
+        sums = EngineChecksums()
+        for name, tensor in self.tensors.items():
+            sums.add(name, tensor)
+        return sums.result()
+
+    # -- routes --------------------------------------------------------------------------------------------------------
+
+    def answer(self, route: str, body: Answer) -> Answer | None:
+        if self.dead.is_set():
+            return None
+        count = self._counts[route] = self._counts.get(route, -1) + 1
+        self.calls.append(route)
+        what = self.script.pop((route, count), "")
+        if what == "refuse":
+            return {"success": False, "message": f"{route} refused"}
+        if what == "die":
+            self.die()
+            return None
+        if what == "hang":
+            self.dead.wait(60)
+            return None
+        return self._routes().get(route, lambda _: {"success": True})(body)
+
+    def _routes(self) -> dict[str, Callable[[Answer], Answer | None]]:
+        return {
+            "/model_info": lambda _: {"weight_version": self.version},
+            "/init_weights_update_group": self._join,
+            "/destroy_weights_update_group": self._leave,
+            "/pause_generation": lambda _: self._set_paused(True),
+            "/continue_generation": lambda _: self._set_paused(False),
+            "/begin_weight_update": lambda _: self._bracket(True),
+            "/end_weight_update": lambda _: self._bracket(False),
+            UPDATE: self._update,
+            "/weights_checker": lambda _: {"success": True, "ranks": [{"checksums": self.checksums()}]},
+            "/update_weight_version": self._set_version,
+        }
+
+    def _join(self, body: Answer) -> Answer:
+        store: Store = TCPStore(
+            body["master_address"],
+            body["master_port"],
+            body["world_size"],
+            False,
+            timeout=timedelta(seconds=20),
+        )
+        name = body["group_name"]
+        for prefix in (name, f"{name}/", "cpu/"):
+            store = PrefixStore(prefix, store)
+        options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
+        options._timeout = timedelta(seconds=20)
+        options._threads = 1
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        self._groups[name] = dist.ProcessGroupGloo(store, body["rank_offset"], body["world_size"], options)
+        return {"success": True}
+
+    def _leave(self, body: Answer) -> Answer:
+        found = self._groups.pop(body["group_name"], None)
+        return {"success": found is not None, "message": "left, or not there"}
+
+    def _set_paused(self, paused: bool) -> Answer:
+        self.paused = paused
+        return {"success": True}
+
+    def _bracket(self, opening: bool) -> Answer:
+        if self.open == opening:
+            return {"success": False, "message": f"the bracket is {'open' if opening else 'closed'} already"}
+        self.open = opening
+        return {"success": True}
+
+    def _update(self, body: Answer) -> Answer | None:
+        bucket = Bucket.of(
+            [
+                TensorMeta(name=name, dtype=getattr(torch, dtype), shape=tuple(shape))
+                for name, dtype, shape in zip(body["names"], body["dtypes"], body["shapes"], strict=True)
+            ]
+        )
+        flat = torch.empty(bucket.payload_bytes, dtype=torch.uint8)
+        try:
+            group = self._groups[body["group_name"]]
+            group.broadcast([flat], dist.BroadcastOptions()).wait()
+        except (KeyError, RuntimeError) as error:
+            return {"success": False, "message": f"Failed to receive weights: {error}"}
+        for meta, at in zip(bucket.tensors, bucket.offsets, strict=True):
+            part = flat[at : at + meta.nbytes].view(meta.dtype).view(meta.shape)
+            self.tensors[meta.name] = part.clone()
+        self.flushed += bool(body["flush_cache"])
+        return None if self.dead.is_set() else {"success": True}
+
+    def _set_version(self, body: Answer) -> Answer:
+        self.version = body["new_version"]
+        return {"success": True}

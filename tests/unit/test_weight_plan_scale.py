@@ -1,0 +1,32 @@
+"""The plan of a DeepSeek-V3-like model over 256 -> 256 ranks: balanced, small, and the same on both sides."""
+
+from __future__ import annotations
+
+import pytest
+
+from r3channel.bench.reshard_plan import side
+from r3channel.weights.reshard import plan_reshard
+from r3channel.weights.shardmap import ShardMap
+
+
+@pytest.fixture(scope="module")
+def sides() -> tuple[ShardMap, ShardMap]:
+    return side(ranks=256, tp=8, ep=64), side(ranks=256, tp=32, ep=32).shifted(256)
+
+
+def test_the_busiest_of_256_senders_stays_within_two_percent_and_one_unit(
+    sides: tuple[ShardMap, ShardMap],
+) -> None:
+    plan = plan_reshard(*sides, rank=0)
+    assert len(plan.tensors) > 45_000 and plan.senders == 256
+    assert plan.busiest_bytes <= 1.02 * plan.mean_bytes + plan.largest_bytes
+    assert plan.floor_bytes <= plan.busiest_bytes
+
+
+def test_a_rank_keeps_its_part_only(sides: tuple[ShardMap, ShardMap]) -> None:
+    """A trainer rank sends 1/256 of what the eight engines of 32 ranks receive; an engine rank receives its shard."""
+    trainer, engine = (plan_reshard(*sides, rank=rank) for rank in (7, 300))
+    assert trainer.hash == engine.hash
+    assert all(op.src == 7 for op in trainer.ops) and all(op.dst == 300 for op in engine.ops)
+    assert max(len(trainer.ops), len(engine.ops)) < 3000
+    assert sum(op.nbytes for op in trainer.ops) == trainer.sent_bytes_R[7]
