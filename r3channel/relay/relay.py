@@ -235,7 +235,14 @@ class Relay:
                     }
                     for step, sealed in self._steps.items()
                 },
-                "groups": {group.dp: {"state": group.state, "epoch": group.epoch} for group in self._groups},
+                "groups": {
+                    group.dp: {
+                        "state": group.state,
+                        "epoch": group.epoch,
+                        "peak_staging_bytes": group.peak_staging_bytes,
+                    }
+                    for group in self._groups
+                },
                 "store": {"frames": len(self._store), "bytes": self._store.nbytes},
             }
 

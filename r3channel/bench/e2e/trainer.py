@@ -85,9 +85,9 @@ class StepTrainer:
 
 def _frames(spec: RoutingSpec, ids: dict[tuple[int, int], torch.Tensor], microbatch: int) -> list[bytes]:
     """Rows are sequence-major; a sample's last token has no row."""
-    layers_LPSK = np.stack([
-        ids[microbatch, layer].numpy().reshape(LENGTH, SAMPLES, spec.top_k) for layer in spec.moe_layers
-    ])
+    layers_LPSK = np.stack(
+        [ids[microbatch, layer].numpy().reshape(LENGTH, SAMPLES, spec.top_k) for layer in spec.moe_layers]
+    )
     rows_SPLK = layers_LPSK.transpose(2, 1, 0, 3)[:, : LENGTH - 1].astype(spec.id_dtype)
     return [encode_frame(spec, expert_ids_TLK=np.ascontiguousarray(rows)) for rows in rows_SPLK]
 

@@ -129,7 +129,7 @@ class Manager(RelayHost):
             return sum(map(len, self.work.frames.values()))
         return sum(self.work.lengths.values()) * self.work.spec.num_layers * self.work.spec.top_k * 16 // 3
 
-    def peak_staging_bytes(self, path: str) -> int | None:
+    def peak_staging_bytes(self, path: str) -> int:
         return self._sending[path].peak_staging_bytes
 
     def memcpy_gbps(self) -> float:

@@ -64,7 +64,7 @@ class Rounds:
         self._direct = False
         self.ranks = [start_actor(Rank, rank, node=RANK_NODE) for rank in range(world_size)]
         self.skipped: dict[str, str] = {}
-        self.peak_staging_bytes: dict[str, int | None] = {}
+        self.peak_staging_bytes: dict[str, int] = {}
 
     def close(self) -> None:
         stop_actors([*self._managers(), *self.ranks])

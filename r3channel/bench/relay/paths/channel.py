@@ -91,9 +91,9 @@ class ChannelSending:
         return {stage: totals[stage] for stage in _RELAY_STAGES if stage in totals}
 
     @property
-    def peak_staging_bytes(self) -> int | None:
-        """Most bytes that were staged at once for all ranks together; None where the relay does not say."""
-        return self.relay.status().get("peak_staging_bytes")
+    def peak_staging_bytes(self) -> int:
+        """Most bytes that one DP rank's group had staged, or given to gloo in place, at once."""
+        return max(group["peak_staging_bytes"] for group in self.relay.status()["groups"].values())
 
     def close(self) -> None:
         self.relay.close()
