@@ -70,8 +70,7 @@ class StoreSending:
             [rank for rank in range(layout.world_size) if layout.coords(rank).dp == dp]
             for dp in range(layout.dp)
         ]
-        per_dp = [sum(arrays[name].nbytes for name in work.of_rank(dp)) for dp in range(layout.dp)]
-        self.bytes_sent = sum(size * len(ranks) for size, ranks in zip(per_dp, self._ranks_of, strict=True))
+        self.bytes_sent = sum(ids.nbytes for ids in arrays.values())  # once per node; its ranks share memory
         self._refs: list[Any] = []
 
     def prepare(self, stages: Stages, *, whole: bool) -> None:
