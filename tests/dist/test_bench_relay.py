@@ -54,7 +54,7 @@ def test_all_paths_end_alike_and_every_promised_key_is_there(
     assert (tmp_path / "stages.png").stat().st_size > 0
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 def test_a_benchmark_that_is_killed_takes_its_processes_along(bench: subprocess.Popen[str]) -> None:
     family: list[psutil.Process] = []
     deadline_s = time.monotonic() + 120
@@ -63,7 +63,7 @@ def test_a_benchmark_that_is_killed_takes_its_processes_along(bench: subprocess.
         time.sleep(0.5)
         family = psutil.Process(bench.pid).children(recursive=True)
     bench.send_signal(signal.SIGKILL)
-    _, alive = psutil.wait_procs(family, timeout=60)
+    _, alive = psutil.wait_procs(family, timeout=200)  # Ray's agents first try to tell a server that is gone, too
     assert not [_title(process) for process in alive]
 
 

@@ -1,7 +1,7 @@
 """Two Ray nodes on this machine, one for the manager and one for the ranks, and actors on them. All of it ends with `with`.
 
 Each raylet has its own object store, so an object crosses from one to the other as it would between machines, over loopback.
-Ray's own settings stay: objects cut into chunks of 64 MiB instead of 5 took 1.6 to 2 times as long (262,144 tokens, int32 and uint8).
+Ray's own settings stay: chunks of 64 MiB instead of 5 took 1.6 to 2 times as long (262,144 tokens, int32 and uint8).
 """
 
 from __future__ import annotations

@@ -63,10 +63,8 @@ def scale_table(found: dict[str, Any]) -> str:
     for name in ("tokens", "layers", "ranks"):
         lines += ["", *aligned([[name, "wall ms", "CPU ms", "manager CPU ms"], *_points(found[name])])]
         for cost, fit in found[name]["fit"].items():
-            lines.append(
-                f"{cost} = {fit['fixed'] * 1e3:.2f} ms + {fit['slope'] * 1e6:.4f} us x {name}; "
-                f"per unit flat within {fit['flat_percent']:.0f} %"
-            )
+            flat = f"; per token flat within {fit['flat_percent']:.0f} %" if name == "tokens" else ""
+            lines.append(f"{cost} = {fit['fixed'] * 1e3:.2f} ms + {fit['slope'] * 1e6:.4f} us x {name}{flat}")
     return "\n".join(lines)
 
 
