@@ -18,9 +18,9 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -99,7 +99,7 @@ def main(argv: list[str] | None = None) -> int:
     begin = time.monotonic()
     with (
         tempfile.TemporaryDirectory(prefix="r3channel-demo-") as folder,
-        _cluster(args, Path(folder)) as cluster,
+        start_cluster(args, Path(folder), default_parts()) as cluster,
     ):
         result, text = _train(args, cluster, begin)
     print(text)
@@ -111,7 +111,7 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if result["ids_different"] or result["digests_different"] else 0
 
 
-class _Cluster:
+class Cluster:
     """The running parts."""
 
     def __init__(self, spec: RoutingSpec, manager: Any, trainers: list[Any], urls: list[str]) -> None:
@@ -122,13 +122,13 @@ class _Cluster:
         return fetch([getattr(t, method).remote(*arguments) for t in self.trainers], timeout_s=timeout_s)
 
 
-def _train(args: argparse.Namespace, cluster: _Cluster, begin: float) -> tuple[dict[str, Any], str]:
+def _train(args: argparse.Namespace, cluster: Cluster, begin: float) -> tuple[dict[str, Any], str]:
     """The loop itself: generate / async_train / update_weights."""
     from examples.async_grpo import summary
 
     _say(f"all parts are up after {time.monotonic() - begin:.0f} s")
     total, steps, reports = Comparison(), [], []
-    _update_weights(cluster, 0, reports)
+    update_weights(cluster, 0, reports)
     coming = cluster.manager.generate.remote(0)
     cluster.all("begin")
     for step in range(args.steps):
@@ -143,7 +143,7 @@ def _train(args: argparse.Namespace, cluster: _Cluster, begin: float) -> tuple[d
         )
         if step + 1 < args.steps:
             fetch(coming, timeout_s=GENERATE_TIMEOUT_S)  # no weights change in the middle of a generation
-        _update_weights(cluster, step + 1, reports)
+        update_weights(cluster, step + 1, reports)
     if args.export:
         _export(Path(args.export).absolute(), cluster)
     trainers = cluster.all("end")
@@ -160,12 +160,12 @@ def _train(args: argparse.Namespace, cluster: _Cluster, begin: float) -> tuple[d
     return result, summary.table(result, trainers)
 
 
-def _update_weights(cluster: _Cluster, version: int, reports: list[Any]) -> None:
+def update_weights(cluster: Cluster, version: int, reports: list[Any]) -> None:
     found = cluster.all("update_weights", version)
     reports.extend(report for report in found if report is not None)
 
 
-def _export(folder: Path, cluster: _Cluster) -> None:
+def _export(folder: Path, cluster: Cluster) -> None:
     from examples.async_grpo.weights_side import ask_engines
 
     cluster.all("export_weights", str(folder))
@@ -173,7 +173,7 @@ def _export(folder: Path, cluster: _Cluster) -> None:
 
 
 def _audit(
-    args: argparse.Namespace, cluster: _Cluster, step: int, total: Comparison
+    args: argparse.Namespace, cluster: Cluster, step: int, total: Comparison
 ) -> tuple[tuple[int, int], dict[str, Any]]:
     """Fetch both ends of a step and compare them. These bytes are the demo's own, not the channel's."""
     if not args.use_r3_channel:
@@ -219,8 +219,24 @@ def _merge(results: list[dict[str, Any]]) -> dict[str, Any]:
 # -- starting and ending the parts -------------------------------------------------------------------------------------
 
 
+class Parts(NamedTuple):
+    """What the loop is made of."""
+
+    manager: type
+    trainer: type
+    engine: Callable[[argparse.Namespace, Path], Any]
+    """(args, checkpoint) -> EngineOptions."""
+
+
+def default_parts() -> Parts:
+    from examples.async_grpo.rollout import RolloutManager
+    from examples.async_grpo.trainer import Trainer
+
+    return Parts(RolloutManager, Trainer, _engine_options)
+
+
 @contextlib.contextmanager
-def _cluster(args: argparse.Namespace, folder: Path) -> Iterator[_Cluster]:
+def start_cluster(args: argparse.Namespace, folder: Path, parts: Parts) -> Iterator[Cluster]:
     """Engines, Ray, manager and trainers, started beside one another; all gone at the end."""
     from r3channel.embedded.model import write_model
 
@@ -231,9 +247,9 @@ def _cluster(args: argparse.Namespace, folder: Path) -> Iterator[_Cluster]:
     if args.use_r3_channel and args.r3_store_dir is None:
         args.r3_store_dir = str(folder / "store")
     args.model, args.vocab = str(model), json.loads((model / "config.json").read_text())["vocab_size"]
-    with _engines(args, model) as engines, _ray():
-        manager, trainers = _actors(args, spec, folder, engines)
-        cluster = _Cluster(spec, manager, trainers, [engine.url for engine in engines])
+    with _engines(args, model, parts) as engines, _ray():
+        manager, trainers = _actors(args, spec, folder, engines, parts)
+        cluster = Cluster(spec, manager, trainers, [engine.url for engine in engines])
         try:
             yield cluster
             _close(cluster)
@@ -241,13 +257,19 @@ def _cluster(args: argparse.Namespace, folder: Path) -> Iterator[_Cluster]:
             _kill([manager, *trainers])
 
 
-@contextlib.contextmanager
-def _engines(args: argparse.Namespace, model: Path) -> Iterator[list[Any]]:
-    from r3channel.embedded.sglang import EngineOptions, EngineServer
+def _engine_options(args: argparse.Namespace, model: Path) -> Any:
+    from r3channel.embedded.sglang import EngineOptions
 
-    options = EngineOptions(
+    return EngineOptions(
         model=model, r3channel=args.use_r3_channel, row_digests=args.use_r3_channel, random_seed=args.seed
     )
+
+
+@contextlib.contextmanager
+def _engines(args: argparse.Namespace, model: Path, parts: Parts) -> Iterator[list[Any]]:
+    from r3channel.embedded.sglang import EngineServer
+
+    options = parts.engine(args, model)
     with contextlib.ExitStack() as stack:
         yield [stack.enter_context(EngineServer(options)) for _ in range(args.engines)]
 
@@ -275,15 +297,12 @@ def _ray() -> Iterator[None]:
 
 
 def _actors(
-    args: argparse.Namespace, spec: RoutingSpec, folder: Path, engines: list[Any]
+    args: argparse.Namespace, spec: RoutingSpec, folder: Path, engines: list[Any], parts: Parts
 ) -> tuple[Any, list[Any]]:
     """Trainers build their model while the engines start; the manager needs running engines."""
-    from examples.async_grpo.rollout import RolloutManager
-    from examples.async_grpo.trainer import Trainer
-
     size = TrainerLayout.parse(args.layout).world_size
-    manager_class = actor_class(RolloutManager, num_cpus=1, max_concurrency=64)
-    trainer_class = actor_class(Trainer, num_cpus=1)
+    manager_class = actor_class(parts.manager, num_cpus=1, max_concurrency=64)
+    trainer_class = actor_class(parts.trainer, num_cpus=1)
     trainers = [trainer_class.remote(args, rank) for rank in range(size)]
     manager = manager_class.remote(args, spec.to_dict())
     building = [trainer.init.remote(f"file://{folder}/rendezvous", manager) for trainer in trainers]
@@ -312,7 +331,7 @@ def _write_endpoints(
         path.with_suffix(".new").rename(path)
 
 
-def _close(cluster: _Cluster) -> None:
+def _close(cluster: Cluster) -> None:
     cluster.all("close")
     fetch(cluster.manager.close.remote(), timeout_s=STEP_TIMEOUT_S)
 

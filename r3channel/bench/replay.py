@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from r3channel.embedded.megatron import TrainerModel
+    from r3channel.plan.layout import TrainerLayout
     from r3channel.trainer.replay import ReplayDriver, ReplayStep
 
 MICROBATCHES, SAMPLES, LENGTH = 4, 4, 64
@@ -55,15 +56,16 @@ def measure(*, rounds: int) -> dict[str, Any]:
     return {
         "rounds": rounds,
         "step_cpu_ms": {name: statistics.median(times) * 1e3 for name, times in seen.items()},
-        "replay_percent": _overhead(seen["replay"], seen["plain"]),
-        "replay_and_audit_percent": _overhead(seen["replay_and_audit"], seen["plain"]),
-        "noise_percent": _overhead(seen["plain_again"], seen["plain"]),
+        "replay_percent": overhead(seen["replay"], seen["plain"]),
+        "replay_and_audit_percent": overhead(seen["replay_and_audit"], seen["plain"]),
+        "noise_percent": overhead(seen["plain_again"], seen["plain"]),
         "target_percent": TARGET_PERCENT,
         "shape": {**SHAPE, "microbatches": MICROBATCHES, "samples": SAMPLES, "length": LENGTH},
     }
 
 
-def _overhead(ours: Sequence[float], plain: Sequence[float]) -> dict[str, float]:
+def overhead(ours: Sequence[float], plain: Sequence[float]) -> dict[str, float]:
+    """Percent by which `ours` is above `plain`: median over pairs, with the 95 % interval of that median (bootstrap)."""
     percent = np.array([100 * (a / b - 1) for a, b in zip(ours, plain, strict=True)])
     draws = np.random.default_rng(0).choice(percent, (2000, len(percent)))
     low, high = np.percentile(np.median(draws, axis=1), [2.5, 97.5])
@@ -77,15 +79,13 @@ def _cpu_s(call: Callable[[], None]) -> float:
 
 
 @contextmanager
-def _models(folder: Path) -> Iterator[dict[str, Callable[[], None]]]:
-    """What is timed, by name."""
+def two_models(folder: Path) -> Iterator[tuple[TrainerModel, TrainerModel, TrainerLayout]]:
+    """(without replay, with it, their layout): equal weights that never learn, so both keep choosing alike."""
     import torch
 
     from r3channel.embedded import megatron as embedded
     from r3channel.embedded.model import write_model
     from r3channel.plan.layout import TrainerLayout
-    from r3channel.trainer import megatron
-    from r3channel.trainer.replay import ReplayDriver
 
     torch.set_num_threads(1)
     layout = TrainerLayout()
@@ -93,23 +93,47 @@ def _models(folder: Path) -> Iterator[dict[str, Callable[[], None]]]:
         rank=0, world_size=1, init_method=f"file://{folder}/rendezvous", layout=layout, timeout_s=60
     )
     model_dir = write_model(folder / "model", **SHAPE)
-    # No learning: both models keep choosing alike.
     plain = embedded.build(
         model_dir, layout, dtype="float32", lr=0.0, config_changes={"moe_enable_routing_replay": False}
     )
-    model = embedded.build(model_dir, layout, dtype="float32", lr=0.0)
-    driver = ReplayDriver.attach(model.chunks, spec=megatron.spec_from_config(model.chunks), layout=layout)
-    routing = _Recorded(model, driver)
     try:
-        yield {
-            "plain": lambda: _step(plain),
-            "plain_again": lambda: _step(plain),
-            "replay": lambda: routing.step(audited=0),
-            "replay_and_audit": lambda: routing.step(audited=1),
-        }
+        yield plain, embedded.build(model_dir, layout, dtype="float32", lr=0.0), layout
     finally:
-        driver.close()
         embedded.close_distributed()
+
+
+@contextmanager
+def _models(folder: Path) -> Iterator[dict[str, Callable[[], None]]]:
+    """What is timed, by name."""
+    from r3channel.trainer import megatron
+    from r3channel.trainer.replay import ReplayDriver
+
+    with two_models(folder) as (plain, model, layout):
+        spec = megatron.spec_from_config(model.chunks)
+        driver = ReplayDriver.attach(model.chunks, spec=spec, layout=layout)
+        routing = _Recorded(model, driver)
+        try:
+            yield {
+                "plain": lambda: train_step(plain),
+                "plain_again": lambda: train_step(plain),
+                "replay": lambda: routing.step(audited=0),
+                "replay_and_audit": lambda: routing.step(audited=1),
+            }
+        finally:
+            driver.close()
+
+
+def natural_ids(model: TrainerModel, driver: ReplayDriver) -> dict[tuple[int, int], torch.Tensor]:
+    """(micro-batch, layer) -> [rows, K] that the model chooses by itself, sequence-major."""
+    import torch
+
+    from r3channel.trainer.audit import ConsumptionTap
+
+    with torch.no_grad(), ConsumptionTap(driver) as tap:
+        for index in range(MICROBATCHES):
+            with driver.off(microbatch=index):
+                forward(model, index)
+    return {(r.microbatch, r.layer): torch.from_numpy(r.ids_RK) for r in tap.records}
 
 
 class _Recorded:
@@ -120,14 +144,8 @@ class _Recorded:
     def __init__(self, model: TrainerModel, driver: ReplayDriver) -> None:
         import torch
 
-        from r3channel.trainer.audit import ConsumptionTap
-
         self._model, self._driver = model, driver
-        with torch.no_grad(), ConsumptionTap(driver) as tap:
-            for index in range(MICROBATCHES):
-                with driver.off(microbatch=index):
-                    _forward(model, index)
-        self._ids = {(r.microbatch, r.layer): torch.from_numpy(r.ids_RK) for r in tap.records}
+        self._ids = natural_ids(model, driver)
         self._counted = torch.arange(SAMPLES * LENGTH) < SAMPLES * (LENGTH - 1)
 
     def layer_ids(self, microbatch: int, layer: int) -> torch.Tensor:
@@ -143,17 +161,19 @@ class _Recorded:
             step=0, microbatches=MICROBATCHES, count=audited, counted_rows=lambda _: self._counted
         )
         with self._driver.step(self, step=0, audit=audit) as step:
-            _step(self._model, step)
+            train_step(self._model, step)
 
 
-def _step(model: TrainerModel, step: ReplayStep | None = None) -> None:
+def train_step(model: TrainerModel, step: ReplayStep | None = None) -> None:
+    """Forward, full recompute, backward, optimizer; replaying where a step is given."""
+
     def forward_step(numbers: Iterator[int], chunk: torch.nn.Module) -> Any:
         index = next(numbers)
         if step is None:
-            output = _forward(model, index)
+            output = forward(model, index)
         else:
             with step.microbatch(index, chunk=chunk):
-                output = _forward(model, index)
+                output = forward(model, index)
         return output, lambda output: (output.mean(), {"loss": output.mean().item()})
 
     model.zero_grad()
@@ -163,7 +183,7 @@ def _step(model: TrainerModel, step: ReplayStep | None = None) -> None:
     model.optimizer.step()
 
 
-def _forward(model: TrainerModel, index: int) -> torch.Tensor:
+def forward(model: TrainerModel, index: int) -> torch.Tensor:
     import torch
 
     tokens = torch.randint(0, 512, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(index))

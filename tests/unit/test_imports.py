@@ -42,8 +42,20 @@ PLACES = {
     "sglang": ("engine/sglang.py", "weights/sglang.py", "embedded/", "bench/scheduler_calls.py"),
     "megatron": ("trainer/megatron.py", "weights/convert.py", "embedded/"),
     "mbridge": ("weights/convert.py", "embedded/"),
-    "ray": ("relay/actor.py", "relay/placement.py", "transport/object_store.py", "integrations/"),
-    "torch.distributed": ("transport/", "weights/", "embedded/", "bench/weight_receiver.py"),
+    "ray": (
+        "relay/actor.py",
+        "relay/placement.py",
+        "transport/object_store.py",
+        "integrations/",
+        "bench/relay/",
+    ),
+    "torch.distributed": (
+        "transport/",
+        "weights/",
+        "embedded/",
+        "bench/relay/tensor_groups.py",
+        "bench/weight_receiver.py",
+    ),
     "prometheus_client": ("metrics.py",),
 }
 

@@ -1,0 +1,45 @@
+"""`r3channel bench relay`: a step's routing from the manager to every trainer rank, ours beside its peers and the limit.
+
+One process tree: a manager and four ranks, Ray actors on two raylets of this machine, that run every path in turn on the same
+data. The timed section begins with a sealed step (peers: with decoded arrays in memory) and ends when every rank holds its own
+rows, contiguous and writable per layer, and its routers have taken them in a dtype that Megatron's gather accepts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def run(argv: Sequence[str]) -> int:
+    """Measure and print; exit status 0."""
+    parser = argparse.ArgumentParser(
+        prog="r3channel bench relay", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    parser.add_argument("--quick", action="store_true", help="few rounds and sizes, under a minute")
+    parser.add_argument("--model", default="qwen3-30b-a3b", help="routing shape by model name")
+    parser.add_argument("--rounds", type=int, help="interleaved rounds of the main case")
+    parser.add_argument(
+        "--scale", action="store_true", help="instead: how our cost grows with tokens, layers and ranks"
+    )
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="stages side by side, as a PNG (extra: plot)"
+    )
+    options = parser.parse_args(list(argv))
+    from r3channel.bench.relay import measure, scale, text
+
+    if options.scale:
+        found = scale.measure(model=options.model, quick=options.quick)
+        print(json.dumps(found) if options.json else text.scale_table(found))
+        return 0
+    effort = measure.QUICK if options.quick else measure.FULL
+    report = measure.measure(effort, model=options.model, rounds=options.rounds)
+    print(json.dumps(report) if options.json else text.table(report))
+    if options.plot:
+        from r3channel.bench.relay.plot import plot
+
+        plot(report, options.plot)
+    return 0

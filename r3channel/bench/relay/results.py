@@ -1,0 +1,78 @@
+"""From rounds to the report's values: medians, ratios of the same round, per-token figures. Knows no transport."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from r3channel.bench.relay.paths import DIRECT, OURS, PEERS
+from r3channel.bench.relay.rounds import Seen
+
+OWN = "r3channel"
+BASE = "ray_numpy_int32"
+
+
+def paths_of(seen: Mapping[str, Seen], *, tokens: int) -> dict[str, Any]:
+    """Per path what the issue's table shows. Times in seconds, medians; CPU per token in microseconds."""
+    return {path: _path(path, rounds, seen, tokens) for path, rounds in seen.items()}
+
+
+def _path(path: str, rounds: Seen, seen: Mapping[str, Seen], tokens: int) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "wall_s": median(rounds.wall_s),
+        "held_wall_s": median(rounds.held_s),
+        "cpu_s": median(rounds.cpu_s),
+        "manager_cpu_us_per_token": None,
+        "bytes_per_token": rounds.bytes_sent / tokens,
+        "reply_bytes_per_token": rounds.reply_bytes / tokens,
+        "stages_s": rounds.stages_s(),
+        "manager_cpu_stages_s": _medians(rounds.cpu_stages),
+        "rounds": len(rounds.wall_s),
+    }
+    if rounds.manager_cpu_s:
+        cpu_s = median(rounds.manager_cpu_s) + _borrowed_s(path, seen)
+        values["manager_cpu_us_per_token"] = cpu_s / tokens * 1e6
+    return values
+
+
+def _borrowed_s(path: str, seen: Mapping[str, Seen]) -> float:
+    """Ray Direct Transport starts from the same decoded arrays as the uint8 path, which measures the decoding."""
+    source = seen.get("ray_numpy_uint8")
+    if path not in DIRECT or source is None:
+        return 0.0
+    stages = _medians(source.cpu_stages)
+    return sum(seconds for name, seconds in stages.items() if name != "put")
+
+
+def ratios_of(seen: Mapping[str, Seen]) -> dict[str, Any]:
+    """Medians of per-round ratios, above 1 where ours is faster; a round's best peer is the fastest one of that round.
+
+    `of_raw_gloo` ends where raw gloo ends, with the bytes held; `of_raw_gloo_widened` counts our widening, too.
+    """
+    ours, raw = seen[OWN], seen.get("raw_gloo")
+    peers = [seen[path].wall_s for path in PEERS if path in seen]
+    found: dict[str, Any] = {"vs_ray_numpy_int32": None, "vs_best_peer": None, "of_raw_gloo": None}
+    if BASE in seen:
+        found["vs_ray_numpy_int32"] = _ratio(seen[BASE].wall_s, ours.wall_s)
+    if peers:
+        found["vs_best_peer"] = _ratio([min(walls) for walls in zip(*peers, strict=True)], ours.wall_s)
+        found["best_peer"] = min(
+            (path for path in PEERS if path in seen), key=lambda path: median(seen[path].wall_s)
+        )
+    if raw is not None:
+        found["of_raw_gloo"] = _ratio(raw.wall_s, ours.held_s)
+        found["of_raw_gloo_widened"] = _ratio(raw.wall_s, ours.wall_s)
+    coalesced = seen.get(OURS[1])
+    if coalesced is not None:
+        found["vs_coalesced"] = _ratio(coalesced.wall_s, ours.wall_s)
+    return found
+
+
+def _ratio(theirs: Sequence[float], ours: Sequence[float]) -> float:
+    return median(a / b for a, b in zip(theirs, ours, strict=True))
+
+
+def _medians(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    names = list(dict.fromkeys(name for values in rounds for name in values))
+    return {name: median(values[name] for values in rounds if name in values) for name in names}

@@ -1,0 +1,74 @@
+"""`bench relay` as a user runs it: every path ends alike, the keys are there, and nothing outlives it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from r3channel.bench.relay.paths import ALL
+
+pytestmark = [pytest.mark.dist, pytest.mark.full]
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 500.0
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "r3channel.cli", "bench", "relay", "--quick", "--json", "--rounds", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    child = subprocess.Popen(
+        [*command, "--plot", str(tmp_path / "stages.png")],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=tmp_path,
+    )  # fmt: skip
+    yield child
+    child.kill()
+    child.wait(30)
+
+
+@pytest.mark.timeout(600)
+def test_all_paths_end_alike_and_every_promised_key_is_there(
+    bench: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    stdout, stderr = bench.communicate(timeout=LIMIT_S)  # paths that end differently raise EndStatesDiffer
+    assert bench.returncode == 0, stderr[-4000:]
+    report = json.loads(stdout)
+    assert set(report["paths"]) | set(report["skipped"]) >= set(ALL)
+    assert not set(report["skipped"]) & set(ALL), report["skipped"]
+    for values in report["paths"].values():
+        assert values["wall_s"] > 0 and values["cpu_s"] > 0 and values["stages_s"]
+        assert {"manager_cpu_us_per_token", "bytes_per_token"} <= set(values)
+    assert report["limit"]["raw_gloo_wall_s"] > 0 and report["limit"]["memcpy_gbps"] > 0
+    assert all(report["ratio"][name] > 0 for name in ("vs_ray_numpy_int32", "vs_best_peer", "of_raw_gloo"))
+    assert report["peak_staging_bytes"] > 0 and report["seal_ms"] > 0 and report["sweep"]
+    assert all(report["socket_cpu_us_per_token"][way] > 0 for way in ("in_band", "direct"))
+    assert report["tokens"] == 262_144 and report["layout"] == "dp=4"
+    assert (tmp_path / "stages.png").stat().st_size > 0
+
+
+@pytest.mark.timeout(400)
+def test_a_benchmark_that_is_killed_takes_its_processes_along(bench: subprocess.Popen[str]) -> None:
+    family: list[psutil.Process] = []
+    deadline_s = time.monotonic() + 120
+    while sum("Rank" in _title(process) for process in family) < 4:
+        assert time.monotonic() < deadline_s and bench.poll() is None, "the ranks did not start"
+        time.sleep(0.5)
+        family = psutil.Process(bench.pid).children(recursive=True)
+    bench.send_signal(signal.SIGKILL)
+    _, alive = psutil.wait_procs(family, timeout=200)  # Ray's agents first try to tell a server that is gone, too
+    assert not [_title(process) for process in alive]
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""

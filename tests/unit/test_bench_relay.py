@@ -1,0 +1,148 @@
+"""The relay benchmark's own code: end states, ratios, fits and report keys. The whole of it runs in tests/dist."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from r3channel.bench.relay import plot, text
+from r3channel.bench.relay.held import HeldRows, Router, digest
+from r3channel.bench.relay.paths import ALL, PEERS
+from r3channel.bench.relay.paths.store import StoreTaking
+from r3channel.bench.relay.results import paths_of, ratios_of
+from r3channel.bench.relay.rounds import Seen
+from r3channel.bench.relay.scale import fit_line
+from r3channel.bench.relay.stages import Stages
+from r3channel.bench.relay.workload import Case, Workload
+from r3channel.plan.place import place_samples
+
+SMALL = {"model": "qwen3-30b-a3b", "tokens": 1_500, "layers": 4}
+
+
+@pytest.mark.parametrize("layout", ["dp=4", "dp=1,tp=2,pp=2"])
+@pytest.mark.parametrize("path", ["ray_numpy_uint8", "ray_numpy_int32", "slime_torch_int32"])
+def test_every_peer_ends_with_the_rows_that_our_placement_makes(layout: str, path: str) -> None:
+    work = Workload(Case(layout=layout, **SMALL))
+    for rank in range(work.case.trainer.world_size):
+        coords = work.case.trainer.coords(rank)
+        taking = StoreTaking(HeldRows(work.plan, coords, np.uint8 if "uint8" in path else np.int32), path)
+        blank = digest(taking.tensors())
+        taking.hold(_samples(work, path, coords.dp), Stages())
+        assert digest(taking.tensors()) == _placed(work, rank) != blank
+
+
+def test_another_peer_in_the_same_memory_cannot_pass_on_what_was_left() -> None:
+    work = Workload(Case(layout="dp=4", **SMALL))
+    held = HeldRows(work.plan, work.case.trainer.coords(0), np.int32)
+    taking = StoreTaking(held, "ray_numpy_int32")
+    blank = digest(taking.tensors())
+    taking.hold(_samples(work, "ray_numpy_int32", 0), Stages())
+    taking.blank()
+    assert digest(taking.tensors()) == blank
+
+
+def test_a_wrong_placement_has_another_digest() -> None:
+    work = Workload(Case(layout="dp=4", **SMALL))
+    taking = StoreTaking(HeldRows(work.plan, work.case.trainer.coords(0), np.int32), "ray_numpy_int32")
+    samples = _samples(work, "ray_numpy_int32", 0)
+    samples[0] = np.roll(samples[0], 1, axis=0)
+    taking.hold(samples, Stages())
+    assert digest(taking.tensors()) != _placed(work, 0)
+
+
+def test_a_digest_does_not_depend_on_the_dtype_and_refuses_strided_rows() -> None:
+    ids = torch.arange(48, dtype=torch.uint8).reshape(6, 8)
+    assert digest([ids]) == digest([ids.to(torch.int32)])
+    with pytest.raises(AssertionError, match="contiguous"):
+        digest([ids[:, ::2]])
+
+
+def test_a_router_takes_wide_ids_as_they_are_and_widens_narrow_ones_into_one_buffer() -> None:
+    router = Router(torch.int64)
+    wide, narrow = torch.arange(16).reshape(2, 8), torch.arange(16, dtype=torch.uint8).reshape(2, 8)
+    assert router.take(wide) is wide
+    first, second = router.take(narrow), router.take(narrow)
+    assert torch.equal(first, wide) and first.data_ptr() == second.data_ptr()
+
+
+def test_samples_of_a_case_have_its_tokens_and_differ_from_each_other() -> None:
+    work = Workload(Case(model="qwen3-30b-a3b", tokens=65_536, layout="dp=4", layers=2))
+    assert sum(work.lengths.values()) == 65_536
+    assert work.case.spec.num_moe_layers == 2
+    first, second = work.ids("sample-0")[:100], work.ids("sample-1")[:100]
+    assert not np.array_equal(first, second)
+
+
+def test_stock_replies_hold_every_decoder_layer() -> None:
+    work = Workload(Case(model="deepseek-v3", tokens=600, layout="dp=1"))
+    (reply,) = work.stock_replies(["sample-0"])
+    rows = work.lengths["sample-0"] - 1
+    assert len(reply) > rows * work.spec.num_layers * work.spec.top_k * 4 * 4 // 3
+
+
+def test_a_line_is_fitted_and_its_flatness_told() -> None:
+    fit = fit_line([1, 2, 4], [3.0, 5.0, 9.0])
+    assert fit["fixed"] == pytest.approx(1) and fit["slope"] == pytest.approx(2)
+    assert fit_line([1, 2, 4], [2.0, 4.0, 8.0])["flat_percent"] == pytest.approx(0)
+
+
+def test_ratios_are_medians_over_rounds_and_the_best_peer_is_chosen_round_by_round() -> None:
+    seen = _seen()
+    seen["ray_numpy_uint8"].wall_s = [4.0, 1.0, 4.0]
+    seen["straw_uint8"].wall_s = [2.0, 9.0, 9.0]
+    ratios = ratios_of(seen)
+    assert ratios["vs_ray_numpy_int32"] == 8.0
+    assert ratios["vs_best_peer"] == 2.0  # of 2, 1 and 4
+    assert ratios["of_raw_gloo"] == pytest.approx(0.5 / 0.8)  # ends with bytes held, as raw gloo does
+    assert ratios["of_raw_gloo_widened"] == pytest.approx(0.5)
+
+
+def test_the_report_has_the_keys_and_prints(tmp_path: Path) -> None:
+    report = _report()
+    for name in ALL:
+        path = report["paths"][name]
+        assert {"wall_s", "cpu_s", "manager_cpu_us_per_token", "bytes_per_token", "stages_s"} <= set(path)
+    printed = text.table(report)
+    assert all(name in printed for name in ALL) and "target 8.0" in printed
+    plot.plot(report, tmp_path / "stages.png")
+    assert (tmp_path / "stages.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def _samples(work: Workload, path: str, dp: int) -> list[Any]:
+    arrays = work.narrow if "uint8" in path else work.wide
+    found = [arrays[name] for name in work.of_rank(dp)]
+    return [torch.from_numpy(ids) for ids in found] if "torch" in path else found
+
+
+def _placed(work: Workload, rank: int) -> str:
+    """What the relay would send to this rank."""
+    coords = work.case.trainer.coords(rank)
+    shard = work.plan.shard(dp=coords.dp, pp=coords.pp)
+    whole = place_samples(work.plan, dp=coords.dp, ids_of=work.ids)[shard.key]
+    slot = coords.tp if shard.tp_slots > 1 else 0
+    return digest([torch.from_numpy(layer) for view in shard.views(whole) for layer in view[slot]])
+
+
+def _seen() -> dict[str, Seen]:
+    seen = {
+        name: Seen(wall_s=[8.0] * 3, held_s=[8.0] * 3, cpu_s=[8.0] * 3, stages=[{"put": 1.0}] * 3)
+        for name in ("ray_numpy_int32", *PEERS)
+    }
+    own = Seen(wall_s=[1.0] * 3, held_s=[0.8] * 3, cpu_s=[1.0] * 3, manager_cpu_s=[0.1] * 3)
+    own.stages = [{"seal": 0.002, "send": 0.5}] * 3
+    return seen | {"r3channel": own, "raw_gloo": Seen(wall_s=[0.5] * 3, held_s=[0.5] * 3, cpu_s=[0.5] * 3)}
+
+
+def _report() -> dict[str, Any]:
+    seen = _seen()
+    every = {name: seen.get(name, seen["r3channel"]) for name in ALL}
+    sweep = {"paths": paths_of(every, tokens=10), "ratio": ratios_of(seen)}
+    return {
+        "model": "m", "tokens": 10, "layout": "dp=4", "rounds": 3, "machine": "x", **sweep, "seal_ms": 2.0,
+        "limit": {"raw_gloo_wall_s": 0.5, "memcpy_gbps": 9.0}, "peak_staging_bytes": 1, "sweep": {"small": sweep},
+        "socket_cpu_us_per_token": {"in_band": 1.0, "direct": 0.3}, "skipped": {"ray_direct_nixl": "no module"},
+    }  # fmt: skip
