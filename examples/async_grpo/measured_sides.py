@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from examples.async_grpo.default_side import DefaultReplay, DefaultRouting
+from examples.async_grpo.grpo import Request
 from examples.async_grpo.rollout import ManagerRouting, RolloutManager
 from examples.async_grpo.trainer import Trainer, TrainerRouting
 from r3channel.embedded.sglang import EngineOptions
@@ -79,10 +81,11 @@ def _channel_routing(manager: RolloutManager) -> ManagerRouting:
     from examples.async_grpo.channel_side import ChannelRouting
 
     class Routing(ChannelRouting):
-        def add(
-            self, sample_id: str, reply: Mapping[str, Any], tokens: list[int], *, engine: str, http_bytes: int
-        ) -> None:
-            self.relay.add(sample_id, reply, tokens, engine=engine)
+        def add(self, request: Request, body: bytes, *, engine: str) -> dict[str, Any]:
+            prompt = request.prompt
+            return self.relay.add_body(
+                request.sample_id, body, lambda reply: prompt + reply["output_ids"], engine=engine
+            )
 
         def discard(self, sample_ids: list[str]) -> None:
             self.relay.discard(sample_ids)
@@ -116,10 +119,9 @@ class OffRouting(DefaultRouting):
         if reply["meta_info"].get("routed_experts") is not None:
             raise RuntimeError(f"{url} sends routing although capture is off")
 
-    def add(
-        self, sample_id: str, reply: Mapping[str, Any], tokens: list[int], *, engine: str, http_bytes: int
-    ) -> None:
-        self._ids[sample_id] = torch.empty(0)
+    def add(self, request: Request, body: bytes, *, engine: str) -> dict[str, Any]:
+        self._ids[request.sample_id] = torch.empty(0)
+        return json.loads(body)
 
 
 class OffReplay(DefaultReplay):

@@ -19,7 +19,7 @@ import torch
 from r3channel.errors import EngineUnavailable
 from r3channel.weights.group import WeightGroup, in_background
 from r3channel.weights.progress import UpdateReport
-from r3channel.weights.session import WeightSync
+from r3channel.weights.session import DEFAULT_BUCKET_BYTES, WeightSync
 from r3channel.weights.sglang import EngineClient
 
 _TIMEOUT_S = 120.0
@@ -73,7 +73,7 @@ def weights_of(total_bytes: int) -> list[tuple[str, torch.Tensor]]:
 
 
 def measure(*, total_bytes: int, rounds: int) -> dict[str, Any]:
-    """Medians over interleaved rounds: seconds of each variant. `wire` sends the host copy: nothing is packed beside it."""
+    """Medians over interleaved rounds: seconds of each variant. `wire` packs nothing beside the wire."""
     named = weights_of(total_bytes)
     nbytes = sum(tensor.nbytes for _, tensor in named)
     with receivers(1) as (client,):
@@ -82,6 +82,12 @@ def measure(*, total_bytes: int, rounds: int) -> dict[str, Any]:
             "digests": {"keep_copy": True, "on_nonfinite": "allow"},
             "checked": {"keep_copy": True, "on_nonfinite": "error"},
             "depth_1": {"keep_copy": True, "on_nonfinite": "allow", "depth": 1},
+            "wire": {
+                "keep_copy": False,
+                "on_nonfinite": "allow",
+                "depth": 1,
+                "bucket_bytes": DEFAULT_BUCKET_BYTES,
+            },
         }
         with contextlib.ExitStack() as stack:
             syncs = {
@@ -91,7 +97,6 @@ def measure(*, total_bytes: int, rounds: int) -> dict[str, Any]:
             calls: dict[str, Callable[[], Any]] = {"raw": raw.whole, "raw_buckets": raw.buckets}
             for name, sync in syncs.items():
                 calls[name] = _updater(sync, named)
-            calls["wire"] = lambda: _seconds(syncs["digests"].update_one(client.url, timeout_s=_TIMEOUT_S))
             seen = _interleaved(calls, rounds=rounds)
             _check_digests(syncs["digests"], client, calls["digests"])
     medians = {name: _medians(values) for name, values in seen.items()}
@@ -110,7 +115,7 @@ def measure_links(*, total_bytes: int, rounds: int) -> dict[str, float]:
 
 
 def _session(clients: list[Client], **options: Any) -> WeightSync:
-    sync = WeightSync(list(clients), bucket_bytes=BUCKET_BYTES, **options)
+    sync = WeightSync(list(clients), **{"bucket_bytes": BUCKET_BYTES, **options})
     sync.connect(timeout_s=_TIMEOUT_S)
     return sync
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from r3channel.bench import weight_engine, weight_wire
+from r3channel.bench import reshard_plan, weight_engine, weight_wire
 
 TARGETS = {"vs_per_tensor": 4.0, "of_raw_gloo": 0.5, "wire_of_raw_gloo": 0.9}
 
@@ -94,7 +94,12 @@ def surgical(folder: Path, quick: bool) -> Result:
     return {"surgical": weight_engine.measure_surgical(folder)}
 
 
-PARTS: dict[str, Part] = {"engine": engine, "wire": wire, "links": links, "surgical": surgical}
+def plan(folder: Path, quick: bool) -> Result:
+    """The exact reshard plan of a DeepSeek-V3-like model, 256 -> 256 ranks, as one rank makes it. No bytes move."""
+    return {"plan": reshard_plan.measure()}
+
+
+PARTS: dict[str, Part] = {"engine": engine, "wire": wire, "links": links, "surgical": surgical, "plan": plan}
 """Name -> what measures it. Each returns keys of the result; dictionaries of equal name are joined."""
 
 
@@ -118,6 +123,11 @@ def _text(result: Result) -> str:
     for name in ("ablation", "links_s"):
         if name in result:
             lines.append(f"{name}: " + ", ".join(f"{key} {value:.3f}" for key, value in result[name].items()))
+    if "plan" in result:
+        found = result["plan"]
+        lines.append(
+            f"plan of {found['tensors']:,} tensors: {found['seconds']:.2f} s, imbalance {found['imbalance']:.3f}"
+        )
     if "surgical" in result:
         lines.append(_latency_line(result["surgical"]))
     return "\n".join(lines)

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
+import torch
+
 from r3channel.errors import ConfigError, ManifestMismatch
 from r3channel.weights.buckets import TensorMeta
+from r3channel.weights.progress import Run
 
 _MAX_HEADER_BYTES = 256 << 20
 
@@ -25,19 +28,25 @@ class Expected:
         self._shapes = dict(shapes)
         self._given: set[str] = set()
 
-    def begin(self) -> None:
-        """A new update."""
+    def checked(
+        self, stream: Iterable[tuple[TensorMeta, torch.Tensor]], run: Run
+    ) -> Iterator[tuple[TensorMeta, torch.Tensor]]:
+        """The tensors of a new update as they come; ManifestMismatch, naming tensor and bucket, for one that is not expected."""
         self._given.clear()
+        for meta, tensor in stream:
+            self._check(meta, bucket=len(run.buckets))
+            yield meta, tensor
 
-    def check(self, meta: TensorMeta) -> None:
-        """ManifestMismatch for a name that the engine does not have, or another shape."""
+    def _check(self, meta: TensorMeta, *, bucket: int) -> None:
         shape = self._shapes.get(meta.name)
         if shape is None:
             raise ManifestMismatch(
-                f"tensor {meta}: the engine's checkpoint has no such name, and it would skip it silently"
+                f"bucket {bucket}: tensor {meta}: the engine's checkpoint has no such name, and it would skip it silently"
             )
         if shape != meta.shape:
-            raise ManifestMismatch(f"tensor {meta}: the engine's checkpoint has shape {list(shape)}")
+            raise ManifestMismatch(
+                f"bucket {bucket}: tensor {meta}: the engine's checkpoint has shape {list(shape)}"
+            )
         self._given.add(meta.name)
 
     def check_complete(self) -> None:

@@ -31,11 +31,11 @@ from r3channel.errors import (
     WeightVersionRegressed,
 )
 from r3channel.slot import PROCESS_SLOT
-from r3channel.weights.buckets import Bucket, Manifest, TensorMeta, fill_buckets
+from r3channel.weights.buckets import Bucket, Manifest, fill_buckets
 from r3channel.weights.deadline import Deadline
 from r3channel.weights.digests import EngineChecksums
 from r3channel.weights.expected import Expected
-from r3channel.weights.fleet import Fleet, GroupOptions, Links
+from r3channel.weights.fleet import REPAIR_S, Fleet, GroupOptions, Links
 from r3channel.weights.group import group_device
 from r3channel.weights.held import HeldWeights
 from r3channel.weights.kept import HostCopy
@@ -157,10 +157,10 @@ class WeightSync:
         """
         stream = Stream(named_tensors)
         try:
-            run = Run(Deadline(timeout_s, f"update to version {version}"))
-            with self._in_slot("update", f"the update to weight version {version}", timeout_s):
+            deadline = Deadline(timeout_s, f"update to version {version}")
+            with self._alone("update", f"the update to weight version {version}", timeout_s):
                 self._check_version(version)
-                return self._update(stream, version, run)
+                return self._update(stream, version, Run(deadline))
         except Exception:
             stream.drain()
             raise
@@ -171,19 +171,19 @@ class WeightSync:
         No other engine gets a call, allocates or pauses. Raises WeightUpdateFailed with that engine in quarantine, or
         UsageError without a copy.
         """
-        with self._in_slot("update_one", f"the update of {engine}", timeout_s):
-            member = self._fleet.member(engine)
-            return self._bring_up(member, Deadline(timeout_s, f"update of {engine}"))
+        deadline = Deadline(timeout_s, f"update of {engine}")
+        with self._alone("update_one", f"the weight update of {engine}", timeout_s):
+            return self._bring_up(self._fleet.member(engine), deadline)
 
     def add_engine(self, engine: EngineClient | str, *, timeout_s: float) -> UpdateReport | None:
         """Take one more engine in. With a host copy it gets the committed version now, else with the next update."""
         client = EngineClient(engine) if isinstance(engine, str) else engine
         if self._verify and client.ranks != 1:
             raise ConfigError(f"engine {client.url}: verify needs engines of one rank")
-        with self._in_slot("add_engine", f"the joining of {client.url}", timeout_s):
+        deadline = Deadline(timeout_s, f"joining of {client.url}")
+        with self._alone("add_engine", f"the joining of {client.url}", timeout_s):
             member = Member(client)
             self._fleet = self._fleet.only([*self._fleet.members, member])
-            deadline = Deadline(timeout_s, f"joining of {client.url}")
             try:
                 if self._copy is not None and self._copy.version is not None:
                     return self._bring_up(member, deadline)
@@ -198,7 +198,7 @@ class WeightSync:
 
         ConfigError for the last one, and for one that is not there.
         """
-        with self._one_at_a_time("remove_engine"):
+        with self._alone("remove_engine", f"the leaving of {engine}", REPAIR_S):
             self._drop(self._fleet.member(engine))
 
     def close(self) -> None:
@@ -218,21 +218,19 @@ class WeightSync:
         self.close()
 
     @contextlib.contextmanager
-    def _in_slot(self, call: str, what: str, timeout_s: float) -> Iterator[None]:
-        """Not while a step's routing is being received in this process."""
-        with PROCESS_SLOT.use("weights", what, timeout_s=timeout_s), self._one_at_a_time(call):
-            yield
-
-    @contextlib.contextmanager
-    def _one_at_a_time(self, what: str) -> Iterator[None]:
-        if self._phase != "ready":
-            raise UsageError(f"WeightSync.{what}() on a session that is {self._phase}; call connect() first")
-        if not self._busy.acquire(blocking=False):
-            raise UsageError(f"WeightSync.{what}() while another thread is inside this session")
-        try:
-            yield
-        finally:
-            self._busy.release()
+    def _alone(self, method: str, what: str, timeout_s: float) -> Iterator[None]:
+        """Inside the block no other thread is in this session, and this process receives no step's routing."""
+        with PROCESS_SLOT.use("weights", what, timeout_s=timeout_s):
+            if self._phase != "ready":
+                raise UsageError(
+                    f"WeightSync.{method}() on a session that is {self._phase}; call connect() first"
+                )
+            if not self._busy.acquire(blocking=False):
+                raise UsageError(f"WeightSync.{method}() while another thread is inside this session")
+            try:
+                yield
+            finally:
+                self._busy.release()
 
     def _check_version(self, version: int) -> None:
         if version < 0 or (self._version is not None and version < self._version):
@@ -362,7 +360,8 @@ class WeightSync:
     def _send_all(self, stream: Stream, sender: BucketSender, run: Run) -> tuple[Manifest, dict[str, str]]:
         """Pack bucket g + 1 while bucket g is on the wire or being loaded; return what was sent, all of it loaded."""
         checksums = EngineChecksums()
-        filling = fill_buckets(self._named(stream, run), cap_bytes=self._bucket_bytes)
+        given = stream if self._expected is None else self._expected.checked(stream, run)
+        filling = fill_buckets(given, cap_bytes=self._bucket_bytes)
         while (filled := run.timed_next("fill", filling)) is not None:
             bucket = self._agreed(filled.bucket, len(run.buckets))
             payload = self._packer.pack(bucket, filled, run, checksums if self._verify else None)
@@ -371,18 +370,6 @@ class WeightSync:
         sender.finish()
         with run.stage("plan"):
             return self._complete(run.buckets), checksums.result()
-
-    def _named(self, stream: Stream, run: Run) -> Iterator[tuple[TensorMeta, torch.Tensor]]:
-        """The stream, each tensor held against what is expected."""
-        if self._expected is not None:
-            self._expected.begin()
-        for meta, tensor in stream:
-            if self._expected is not None:
-                try:
-                    self._expected.check(meta)
-                except ManifestMismatch as error:
-                    raise ManifestMismatch(f"bucket {len(run.buckets)}: {error}") from error
-            yield meta, tensor
 
     def _send_copy(self, sender: BucketSender, run: Run) -> None:
         assert self._manifest is not None
