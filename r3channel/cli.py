@@ -46,7 +46,13 @@ def _dispatch(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
     from r3channel.report import doctor
 
-    return doctor.run(ports=options.port, engines=options.engine, timeout_s=options.timeout_s)
+    return doctor.run(
+        ports=options.port,
+        engines=options.engine,
+        timeout_s=options.timeout_s,
+        nodes=options.nodes,
+        config=options.config,
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -66,6 +72,10 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument(
         "--engine", metavar="URL", action="append", default=[], help="a running engine to ask; repeatable"
     )
+    doctor.add_argument(
+        "--nodes", type=int, default=1, help="machines of the run: with several, loopback is a fault"
+    )
+    doctor.add_argument("--config", metavar="FILE", help="channel options, as --r3-config")
     doctor.add_argument(
         "--timeout-s", type=float, default=120.0, help="deadline of each check that imports an upstream"
     )

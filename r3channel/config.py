@@ -38,11 +38,20 @@ class ChannelConfig:
     """Relay and trainer side of the channel."""
 
     backend: str = "gloo"
-    """`gloo` or `nccl`: the dedicated groups between relay and trainers."""
-    bucket_bytes: int = 16 * _MIB
-    """Largest slice of a shard that is staged and sent at once; each group of the relay stages one at a time."""
+    """`gloo` or `nccl`: the dedicated groups between relay and trainers. `object_store`: through Ray's, for comparison."""
+    bucket_bytes: int = 8 * _MIB
+    """Largest slice of a shard that is staged and sent at once; each group of the relay has two under way."""
+    staging: str = "bucketed"
+    """`bucketed`, or `coalesced`: each shard whole, as one bucket of its own size (for comparison; staging grows with tokens)."""
+    prefetch: bool = False
+    """Allow `TrainerChannel.prefetch`: the next step's shard arrives in host memory while this step trains. Not with `nccl`."""
+    fallback: str = "object_store"
+    """How a step travels once its group has failed `max_group_failures` times: `object_store`, or empty for not at all."""
+    max_group_failures: int = 3
+    """Lives of a DP rank's group that one step may use up before it falls back, or fails."""
     device: int = 0
-    """CUDA device of the relay, with `nccl`. Never one that an engine uses in the same process."""
+    """CUDA device of the relay, with `nccl`, counted within CUDA_VISIBLE_DEVICES (a Ray actor's own GPUs: `num_gpus`). Never one
+    that an engine uses in the same process."""
     interface: str = "127.0.0.1"
     """Address that rendezvous, gloo and /metrics bind. Anything but loopback is plaintext: keep it on a private network."""
     store_dir: str = ""
@@ -50,7 +59,13 @@ class ChannelConfig:
     store_bytes: int = 8192 * _MIB
     """Ceiling of the frame store on disk (mmap; resident only while hot)."""
     shard_bytes: int = 16384 * _MIB
-    """Ceiling of placed shards in host memory, over all steps that are not delivered."""
+    """Ceiling of placed shards, over all steps that are not delivered."""
+    shard_memory_bytes: int = 4096 * _MIB
+    """Of these, what is kept in memory of the relay's own; the rest lies in files in `store_dir`."""
+    room_timeout_s: float = 30.0
+    """How long `Relay.add` waits, at the ceiling of the frame store, for samples to be delivered or discarded."""
+    place_threads: int = 2
+    """Threads that place sealed steps."""
     join_timeout_s: float = 120.0
     """How long a trainer waits for its group to form."""
     send_timeout_s: float = 60.0
@@ -81,10 +96,24 @@ class ChannelConfig:
     """Ceiling of directly delivered frames whose reply has not come yet; at the ceiling engines are told to wait."""
     prefix_bytes: int = 256 * _MIB
     """Ceiling of shared prompts' rows that are kept for later frames to refer to; what was evicted is asked for again."""
+    relays: int = 1
+    """Relays that share the work, each for the engines of its node; with more than one, engines deliver directly."""
+    relay: int = 0
+    """Which of them this one is. Relay 0 is the coordinator: it seals."""
 
     def __post_init__(self) -> None:
-        if self.backend not in ("gloo", "nccl", "loopback"):
-            raise ConfigError(f"backend {self.backend!r}, expected gloo, nccl or loopback")
+        for name, allowed in (
+            ("backend", ("gloo", "nccl", "loopback", "object_store")),
+            ("staging", ("bucketed", "coalesced")),
+            ("fallback", ("", "object_store")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"{name} {getattr(self, name)!r}, expected one of {allowed}")
+        if self.prefetch and self.backend == "nccl":
+            raise ConfigError(
+                "prefetch with backend nccl: a receive that is pending on a trainer's GPU can deadlock with the framework's own "
+                "communicators; use gloo, or receive in the step's slot"
+            )
         if self.invalid_rows not in ("error", "native", "mask"):
             raise ConfigError(f"invalid_rows {self.invalid_rows!r}, expected error, native or mask")
         if self.on_stale not in ("accept", "mask", "reject"):
@@ -101,13 +130,19 @@ class ChannelConfig:
             "step_timeout_s",
             "expiry_s",
             "shard_bytes",
+            "shard_memory_bytes",
+            "room_timeout_s",
+            "place_threads",
             "frame_timeout_s",
             "unclaimed_bytes",
             "prefix_bytes",
+            "max_group_failures",
         ):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}, expected a positive number")
 
+        if not 0 <= self.relay < self.relays:
+            raise ConfigError(f"relay {self.relay} of {self.relays}, expected 0..{self.relays - 1}")
         if self.store_bytes < 64 * _MIB:
             raise ConfigError(
                 f"store_bytes {self.store_bytes}, expected at least one segment file, {64 * _MIB}"

@@ -244,6 +244,12 @@ class PeerFailed(TransportError):
     reason = "peer"
 
 
+class SlotBusy(R3Error):
+    """A step's routing waited for a weight update of the same process, or the other way round, for too long. Names it."""
+
+    reason = "slot_busy"
+
+
 # -- engine room -------------------------------------------------------------------------------------------------------
 
 
@@ -416,3 +422,24 @@ class RowsStale(StepError):
     """Rows were made by weights too far from the trainer's, and the policy is to refuse them. Names samples."""
 
     reason = "stale"
+
+
+# -- relay room: several relays ----------------------------------------------------------------------------------------------
+
+
+class RelayLost(StepError):
+    """One of several relays does not answer. Names it and the samples that it holds; the others go on."""
+
+    reason = "relay_lost"
+
+
+class InbandRefused(RoutingError):
+    """A reply holds its frame though several relays share the work: then engines deliver directly. Names the engine."""
+
+    reason = "inband"
+
+
+class TurnElsewhere(RoutingError):
+    """A later turn of a sample was delivered to another relay than the turns before. Names both."""
+
+    reason = "turn_elsewhere"

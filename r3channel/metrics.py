@@ -119,6 +119,13 @@ _TABLE = (
     _gauge("background_thread_alive", "bool", "health", _RELAY, "1 while the sender's thread runs."),
     _gauge("epoch", "epoch", "health", _BOTH, "Life of the transport group; a failure starts the next."),
     _counter("group_resets_total", "resets", "health", _BOTH, "Transport groups that had to be abandoned."),
+    _counter(
+        "fallback_shards_total",
+        "shards",
+        "health",
+        _RELAY,
+        "Shards sent by the object store: their group failed.",
+    ),
     _gauge("weight_version", "version", "weights", LABELS["role"], "Committed weight version.", "role"),
     _counter(
         "rows_by_staleness_total",

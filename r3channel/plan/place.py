@@ -168,16 +168,35 @@ def place_sample(shard: Shard, view_SLRK: Ids, *, microbatch: int, sample: int, 
 
     `expert_ids_TLK` [tokens - 1, all MoE layers, K] of the spec's id dtype.
     """
-    target_SLPW = _target(shard, view_SLRK, microbatch)
-    source_TL = _as_rows(expert_ids_TLK)
-    column = 0 if shard.microbatches[microbatch].packed else sample
+    batch = shard.microbatches[microbatch]
+    place_runs(
+        shard,
+        _target(shard, view_SLRK, microbatch),
+        shard.table.of_sample(cp=shard.cp, microbatch=microbatch, sample=sample),
+        column=0 if batch.packed else sample,
+        expert_ids_TLK=expert_ids_TLK,
+    )
+
+
+def place_runs(
+    shard: Shard,
+    target_SLPW: Any,
+    runs: Sequence[tuple[int, ...]],
+    *,
+    column: int,
+    expert_ids_TLK: Ids | None,
+) -> None:
+    """Write runs (position, slot, where in the slot, length, real) of one sample, or of a tail (no ids), pads included.
+
+    `target_SLPW[slot]` is [L, positions, width] with one item per row of K ids (`row_items`).
+    """
+    source_TL = None if expert_ids_TLK is None else row_items(expert_ids_TLK)
     spans = _spans(shard.sources)
-    for position, slot, local, length, real in shard.table.of_sample(
-        cp=shard.cp, microbatch=microbatch, sample=sample
-    ):
-        part_LT = target_SLPW[slot, :, local : local + length, column]
-        for here, there in spans:
-            _transpose(source_TL[position : position + real, there], part_LT[here, :real])
+    for position, slot, local, length, real in runs:
+        part_LT = target_SLPW[slot][:, local : local + length, column]
+        if source_TL is not None:
+            for here, there in spans:
+                _transpose(source_TL[position : position + real, there], part_LT[here, :real])
         if real < length:
             _pad(shard.spec, part_LT[:, real:], first=position + real)
 
@@ -186,22 +205,24 @@ def place_tail(shard: Shard, view_SLRK: Ids, *, microbatch: int) -> None:
     """Write the pad ids of a pack's tail, where it has one."""
     if not shard.microbatches[microbatch].tail:
         return
-    target_SLPW = _target(shard, view_SLRK, microbatch)
-    for position, slot, local, length, _ in shard.table.of_sample(
-        cp=shard.cp, microbatch=microbatch, sample=-1
-    ):
-        _pad(shard.spec, target_SLPW[slot, :, local : local + length, 0], first=position)
+    place_runs(
+        shard,
+        _target(shard, view_SLRK, microbatch),
+        shard.table.of_sample(cp=shard.cp, microbatch=microbatch, sample=-1),
+        column=0,
+        expert_ids_TLK=None,
+    )
 
 
 def _target(shard: Shard, view_SLRK: Ids, microbatch: int) -> Any:
     """[slot, L, positions of the slot, width], one item per row of K ids."""
     width = shard.microbatches[microbatch].width
-    return _as_rows(view_SLRK).reshape(
+    return row_items(view_SLRK).reshape(
         shard.tp_slots, len(shard.layers), shard.slot_rows(microbatch) // width, width
     )
 
 
-def _as_rows(ids_K: Ids) -> Any:
+def row_items(ids_K: Ids) -> Any:
     """A view in which the K ids of a row are one item: numpy then copies rows and not single ids."""
     if ids_K.strides[-1] != ids_K.itemsize:
         ids_K = np.ascontiguousarray(ids_K)
@@ -232,4 +253,4 @@ def _transpose(source_TL: Any, target_LT: Any) -> None:
 
 def _pad(spec: RoutingSpec, target_LT: Any, *, first: int) -> None:
     positions = np.arange(first, first + target_LT.shape[1])
-    target_LT[:] = _as_rows(spread_ids(spec, positions_T=positions))
+    target_LT[:] = row_items(spread_ids(spec, positions_T=positions))

@@ -114,11 +114,21 @@ class RowTable:
 
     def of_sample(self, *, cp: int, microbatch: int, sample: int) -> list[tuple[int, ...]]:
         """(position, slot, local, length, real) of each run of one sample (-1: the tail) on one CP rank, ascending."""
+        found, runs = self.find(cp=cp, microbatch=microbatch, sample=sample), self.runs
+        columns = (runs.position, runs.slot, runs.local, runs.length, runs.real)
+        return list(zip(*(column[found].tolist() for column in columns), strict=True))
+
+    def find(self, *, cp: int, microbatch: int, sample: int) -> slice:
+        """Where in `runs` those of one sample (-1: the tail) on one CP rank are."""
         key = self._key(cp, microbatch, sample)
         first, last = np.searchsorted(self._keys, (key, key + 1))
-        runs = self.runs
-        columns = (runs.position, runs.slot, runs.local, runs.length, runs.real)
-        return list(zip(*(column[first:last].tolist() for column in columns), strict=True))
+        return slice(int(first), int(last))
+
+    def of_microbatch(self, *, cp: int, microbatch: int) -> slice:
+        """Where in `runs` those of all samples, and of the tail, of one micro-batch on one CP rank are."""
+        first = self._key(cp, microbatch, -1)
+        start, stop = np.searchsorted(self._keys, (first, first + self._most))
+        return slice(int(start), int(stop))
 
     def of_microbatches(self, *, cp: int, first: int, last: int) -> Runs:
         """All runs of the micro-batches [first, last) on one CP rank, tails included, in order."""

@@ -11,9 +11,13 @@ from typing import Any
 from r3channel.errors import R3Error, TicketMismatch
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
+from r3channel.plan.parts import Parts
 from r3channel.plan.shards import Plan, plan_shards
 from r3channel.routing import ProvenanceSpan, RowKind
 from r3channel.spec import RoutingSpec
+
+_FORMAT = 3
+"""2: one relay only."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,21 @@ class TicketSample:
     provenance: tuple[ProvenanceSpan, ...]
     invalid: tuple[tuple[int, int], ...] = ()
     """Row ranges [start, end) for which the engine holds no routing; ascending."""
+    relay: int = 0
+    """The relay that holds its frame and sends its rows."""
+
+    def to_values(self) -> list[Any]:
+        """Plain values, for JSON and for calls between relays."""
+        spans = [[span.end, span.weight_version, int(span.kind)] for span in self.provenance]
+        invalid = [list(span) for span in self.invalid]
+        return [self.sample_id, self.tokens, self.frame_hash, spans, invalid, self.relay]
+
+    @classmethod
+    def from_values(cls, values: Sequence[Any]) -> TicketSample:
+        """Raises ValueError or TypeError for anything else than `to_values` gives."""
+        name, tokens, frame_hash, spans, invalid, relay = values
+        ranges = tuple((int(start), int(end)) for start, end in invalid)
+        return cls(str(name), int(tokens), int(frame_hash), _spans(spans), ranges, int(relay))
 
 
 @dataclass(frozen=True)
@@ -37,7 +56,7 @@ class Ticket:
     """
 
     run: str
-    """Identity of the relay's life; a ticket of another run is refused."""
+    """Identity of the relay's life (of relay 0's, the coordinator); a ticket of another run is refused."""
     step: int
     spec: RoutingSpec
     layout: TrainerLayout
@@ -46,6 +65,18 @@ class Ticket:
     samples: tuple[TicketSample, ...]
     """In the order of `assignment.sample_ids`."""
     bucket_bytes: int
+    peers: tuple[str, ...] = ()
+    """Runs of relays 1, 2, ...; empty with one relay."""
+
+    @property
+    def runs(self) -> tuple[str, ...]:
+        """The run of each relay, in the order in which a trainer receives their parts."""
+        return (self.run, *self.peers)
+
+    @cached_property
+    def parts(self) -> Parts:
+        """Which relay sends which rows of each shard."""
+        return Parts(self.plan, len(self.runs), {sample.sample_id: sample.relay for sample in self.samples})
 
     @cached_property
     def plan(self) -> Plan:
@@ -67,25 +98,17 @@ class Ticket:
     def to_bytes(self) -> bytes:
         indexes = {sample.sample_id: index for index, sample in enumerate(self.samples)}
         values = {
-            "ticket": 2,
+            "ticket": _FORMAT,
             "run": self.run,
             "step": self.step,
             "spec": self.spec.to_dict(),
             "layout": self.layout.to_dict(),
             "ranks": [[[indexes[s] for s in batch] for batch in rank] for rank in self.assignment.ranks],
-            "samples": [
-                [
-                    s.sample_id,
-                    s.tokens,
-                    s.frame_hash,
-                    [[p.end, p.weight_version, int(p.kind)] for p in s.provenance],
-                    [list(span) for span in s.invalid],
-                ]
-                for s in self.samples
-            ],
+            "samples": [sample.to_values() for sample in self.samples],
             "steps": list(self.assignment.steps),
             "bucket_bytes": self.bucket_bytes,
-            "plan_digest": self.plan.digest,
+            "peers": list(self.peers),
+            "plan_digest": self.parts.digest,
         }
         return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
 
@@ -96,7 +119,7 @@ class Ticket:
             values = json.loads(data)
             ticket = cls._from_values(values)
             announced = values["plan_digest"]
-            found = ticket.plan.digest
+            found = ticket.parts.digest
         except (ValueError, KeyError, TypeError, IndexError, AttributeError, R3Error) as error:
             raise TicketMismatch(f"{len(data)} bytes are not a ticket: {error!r}") from error
         if found != announced:
@@ -108,18 +131,9 @@ class Ticket:
 
     @classmethod
     def _from_values(cls, values: dict[str, Any]) -> Ticket:
-        if values.get("ticket") != 2:
-            raise TicketMismatch(f"ticket format {values.get('ticket')!r}, expected 2")
-        samples = tuple(
-            TicketSample(
-                str(name),
-                int(tokens),
-                int(frame_hash),
-                _spans(spans),
-                tuple((int(start), int(end)) for start, end in invalid),
-            )
-            for name, tokens, frame_hash, spans, invalid in values["samples"]
-        )
+        if values.get("ticket") != _FORMAT:
+            raise TicketMismatch(f"ticket format {values.get('ticket')!r}, expected {_FORMAT}")
+        samples = tuple(TicketSample.from_values(sample) for sample in values["samples"])
         ranks = [[[samples[i].sample_id for i in batch] for batch in rank] for rank in values["ranks"]]
         return cls(
             run=str(values["run"]),
@@ -129,6 +143,7 @@ class Ticket:
             assignment=Assignment.given(ranks, steps=[int(count) for count in values["steps"]]),
             samples=samples,
             bucket_bytes=int(values["bucket_bytes"]),
+            peers=tuple(str(run) for run in values["peers"]),
         )
 
 

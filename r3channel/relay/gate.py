@@ -28,6 +28,12 @@ class Gate:
     def __init__(self, config: ChannelConfig, *, engines: EngineRegistry, intake: Intake) -> None:
         self._config, self._engines, self._intake = config, engines, intake
         self._server: IngestServer | None = None
+        self._bound: dict[int, Hello] = {}
+
+    @property
+    def bound(self) -> list[Hello]:
+        """The engines that said hello to the ingest: their frames come here."""
+        return list(self._bound.values())
 
     def serve(self, token_file: str | Path | None) -> str:
         """Open the ingest; returns its address. The token's file is created, mode 0600, when it does not exist."""
@@ -76,12 +82,13 @@ class Gate:
 
     def greet(self, hello: Hello) -> None:
         self._engines.greet(hello)
+        self._bound[hello.boot_id] = hello
 
     def knows(self, boot_id: int) -> bool:
         return self._engines.knows(boot_id)
 
-    def has_room(self) -> bool:
-        return self._intake.has_room()
+    def has_room(self, nbytes: int) -> bool:
+        return self._intake.has_room(nbytes)
 
-    def deliver(self, body: bytearray) -> None:
+    def deliver(self, body: memoryview) -> None:
         self._intake.deliver(body)

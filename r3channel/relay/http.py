@@ -20,7 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 from r3channel.bearer import authorises
-from r3channel.errors import PrefixMissing, R3Error, UsageError
+from r3channel.errors import PrefixMissing, R3Error, StoreFull, UsageError
+from r3channel.relay.memory import BufferPool
 from r3channel.wire.hello import MAX_HELLO_BYTES, Hello
 from r3channel.wire.receipt import read_parcel
 
@@ -32,6 +33,7 @@ _BODIES_AT_ONCE = 4
 _BODY_TIMEOUT_S = 60.0
 _START_TIMEOUT_S = 30.0
 _VERIFIERS = 2
+_IDLE_S = 60.0
 
 
 class Door(Protocol):
@@ -41,9 +43,9 @@ class Door(Protocol):
 
     def knows(self, boot_id: int) -> bool: ...
 
-    def has_room(self) -> bool: ...
+    def has_room(self, nbytes: int) -> bool: ...
 
-    def deliver(self, body: bytearray) -> None: ...
+    def deliver(self, body: memoryview) -> None: ...
 
 
 class IngestServer:
@@ -59,6 +61,7 @@ class IngestServer:
         self._web: Any = web
         self._door, self._token = door, token
         self._max_body_bytes = max_body_bytes
+        self._buffers = BufferPool(memory_bytes=_BODIES_AT_ONCE * max_body_bytes)
         self._pool = ThreadPoolExecutor(_VERIFIERS, thread_name_prefix="r3channel-verify")
         self._loop = asyncio.new_event_loop()
         self._runner: Any = None
@@ -110,7 +113,7 @@ class IngestServer:
         finally:
             await self._runner.cleanup()
 
-    def _guarded(self, handler: Callable[[bytearray], Any], *, limit: int) -> Callable[[Any], Any]:
+    def _guarded(self, handler: Callable[[memoryview], Any], *, limit: int) -> Callable[[Any], Any]:
         """Token and size are judged before a byte of the body is read."""
 
         async def handle(request: Any) -> Any:
@@ -125,12 +128,14 @@ class IngestServer:
 
         return handle
 
-    async def _handle(self, request: Any, handler: Callable[[bytearray], Any]) -> Any:
+    async def _handle(self, request: Any, handler: Callable[[memoryview], Any]) -> Any:
         try:
             async with asyncio.timeout(_BODY_TIMEOUT_S):
-                body = await _read(request)
+                body = await self._read(request)
         except TimeoutError:
             return self._answer(408, f"the body did not come within {_BODY_TIMEOUT_S:g} s", close=True)
+        except StoreFull as error:
+            return self._answer(503, str(error), close=True)
         try:
             return await handler(body)
         except R3Error as error:
@@ -139,7 +144,7 @@ class IngestServer:
             log.exception("r3channel: the ingest failed on a request")
             return self._answer(500, "the relay failed; its log says why")
 
-    async def _hello(self, body: bytearray) -> Any:
+    async def _hello(self, body: memoryview) -> Any:
         hello, rest = Hello.split(bytes(body))
         if hello is None or rest:
             return self._answer(400, "the body is no hello")
@@ -149,31 +154,32 @@ class IngestServer:
             return self._answer(422, str(error))
         return self._answer(200, "welcome")
 
-    async def _frames(self, body: bytearray) -> Any:
+    async def _frames(self, body: memoryview) -> Any:
         boot_id, _ = read_parcel(body)
         if not self._door.knows(boot_id):
             return self._answer(409, "this engine has not said hello, or its hello was refused")
-        if not self._door.has_room():
-            return self._answer(503, "no room for more frames that no reply has claimed")
+        if not self._door.has_room(len(body)):
+            return self._answer(503, "no room for more frames: unclaimed, or not delivered yet")
         try:
             await self._loop.run_in_executor(self._pool, self._door.deliver, body)
         except PrefixMissing as error:
             return self._answer(424, str(error))
+        except StoreFull as error:
+            return self._answer(503, str(error))
         return self._answer(200, "taken")
+
+    async def _read(self, request: Any) -> memoryview:
+        """The body, whose length has been bounded, in a buffer that is used again when nothing refers to it."""
+        self._buffers.trim(idle_s=_IDLE_S)
+        body = self._buffers.take(request.content_length).data
+        at = 0
+        async for part in request.content.iter_any():
+            body[at : at + len(part)] = part
+            at += len(part)
+        return body[:at]
 
     def _answer(self, status: int, text: str, *, close: bool = False) -> Any:
         response = self._web.Response(status=status, text=text)
         if close:  # an unread body must not be taken for the next request
             response.force_close()
         return response
-
-
-async def _read(request: Any) -> bytearray:
-    """The body, whose length has been bounded, into one buffer."""
-    body = bytearray(request.content_length)
-    at = 0
-    async for part in request.content.iter_any():
-        body[at : at + len(part)] = part
-        at += len(part)
-    del body[at:]
-    return body

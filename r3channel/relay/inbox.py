@@ -17,6 +17,9 @@ from r3channel.errors import SampleTwice, SampleUnknown
 from r3channel.plan.ticket import TicketSample
 from r3channel.relay.store import FrameStore
 
+Frames = bytes | memoryview | str
+"""A frame's bytes, or the key under which they lie in the store already."""
+
 
 @dataclass(frozen=True, slots=True)
 class Held:
@@ -41,14 +44,14 @@ class Inbox:
         self._lock = threading.Lock()
         self._serial = 0
 
-    def put(self, sample: TicketSample, data: bytes | memoryview, tokens: Sequence[int] = ()) -> None:
+    def put(self, sample: TicketSample, data: Frames, tokens: Sequence[int] = ()) -> None:
         """Keep a frame. Raises `SampleTwice`, or `StoreFull`; then nothing has changed."""
         name = sample.sample_id
         with self._lock:
             self._check_free(name)
             self._held[name] = self._keep(sample, data, tokens)
 
-    def replace(self, sample: TicketSample, data: bytes | memoryview, tokens: Sequence[int]) -> None:
+    def replace(self, sample: TicketSample, data: Frames, tokens: Sequence[int]) -> None:
         """Keep a longer frame of a sample that is here. Raises `SampleUnknown`, or `StoreFull`; then nothing has changed."""
         with self._lock:
             before = self._held.get(sample.sample_id)
@@ -77,10 +80,13 @@ class Inbox:
             where = "waits for a step" if name in self._held else "is in a step that is not delivered yet"
             raise SampleTwice(f"sample {name} was added twice; the first {where}. Was a request retried?")
 
-    def _keep(self, sample: TicketSample, data: bytes | memoryview, tokens: Sequence[int]) -> Held:
+    def _keep(self, sample: TicketSample, data: Frames, tokens: Sequence[int]) -> Held:
+        if isinstance(data, str):
+            self._store.claim(data, sample_id=sample.sample_id, tokens=tokens)
+            return Held(sample, data, time.monotonic(), tokens)
         self._serial += 1
         held = Held(sample, f"{self._serial}:{sample.sample_id}", time.monotonic(), tokens)
-        self._store.put(held.key, data)
+        self._store.put(held.key, data, sample_id=sample.sample_id, tokens=tokens)
         return held
 
     def look(self, names: Sequence[str], *, step: int) -> tuple[TicketSample, ...]:
@@ -96,6 +102,18 @@ class Inbox:
                 del self._held[name]
             self._travelling.update(names)
             return {held.sample.sample_id: held.key for held in found}
+
+    def give_back(self, samples: Sequence[Held]) -> None:
+        """Undo `take`: these wait for a step again."""
+        with self._lock:
+            for held in samples:
+                self._travelling.discard(held.sample.sample_id)
+                self._held[held.sample.sample_id] = held
+
+    def knows(self, name: str) -> bool:
+        """Would `put` refuse this name?"""
+        with self._lock:
+            return name in self._held or name in self._travelling
 
     def forget(self, names: Iterable[str]) -> None:
         """Their step was delivered."""

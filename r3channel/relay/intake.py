@@ -15,6 +15,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ from r3channel.metrics import Metrics, StageClock
 from r3channel.plan.ticket import TicketSample
 from r3channel.recording import Recorder
 from r3channel.relay.engines import EngineRegistry
-from r3channel.relay.inbox import Inbox
+from r3channel.relay.inbox import Frames, Inbox
 from r3channel.relay.ingest import (
     Verified,
     check_fit,
@@ -50,7 +51,7 @@ from r3channel.relay.splice import check_adjoins, join_frames
 from r3channel.relay.store import FrameStore
 from r3channel.routing import Ids
 from r3channel.spec import RoutingSpec
-from r3channel.wire.frame import Frame, parse_frame
+from r3channel.wire.frame import Frame, open_verified
 from r3channel.wire.receipt import FrameName, Receipt, read_parcel
 
 _REMEMBERED = 1 << 16
@@ -63,6 +64,8 @@ class _Arrived:
 
     frame: Frame
     data: bytes | memoryview
+    key: str = ""
+    """Where the bytes lie in the store; empty when they do not."""
 
 
 @dataclass
@@ -112,6 +115,7 @@ class Intake:
         self._unclaimed_bytes = 0
         self._settled: OrderedDict[FrameName, None] = OrderedDict()
         self._prefixes = PrefixShelf(spec, max_bytes=config.prefix_bytes)
+        self._copies = count()
         self._changed = threading.Condition(threading.RLock())
 
     # -- replies ---------------------------------------------------------------------------------------------------
@@ -192,15 +196,18 @@ class Intake:
 
     # -- frames that come directly ---------------------------------------------------------------------------------
 
-    def has_room(self) -> bool:
-        """May engines send more, or must they wait until replies claim what is here?"""
+    def has_room(self, nbytes: int) -> bool:
+        """May engines send so much more, or must they wait until replies claim what is here, or steps are delivered?"""
         if self._unclaimed_bytes >= self._config.unclaimed_bytes:
             self.expire()
-        return self._unclaimed_bytes < self._config.unclaimed_bytes
+        return self._unclaimed_bytes < self._config.unclaimed_bytes and self._store.wait_room(nbytes)
 
-    def deliver(self, body: bytes | bytearray) -> None:
-        """Take a parcel. Repeating it does no harm. Raises ReceiptInvalid when it is no parcel, PrefixMissing when rows that
-        its frames share are not here (then nothing is taken); a bad frame in it is told to the reply that claims it."""
+    def deliver(self, body: bytes | bytearray | memoryview) -> None:
+        """Take a parcel. Repeating it does no harm; a bad frame in it is told to the reply that claims it.
+
+        Raises ReceiptInvalid when it is no parcel, PrefixMissing when rows that its frames share are not here (then nothing is
+        taken), StoreFull when there is no room for all of it (then send it again).
+        """
         boot_id, entries = read_parcel(body)
         engine = self._engines.name_of(boot_id)
         self._metrics.inc("r3channel_bytes_total", len(body), leg="engine_direct")
@@ -227,17 +234,24 @@ class Intake:
         with self._changed:
             if name in self._settled or name in self._unclaimed:
                 return
-            claimed = name in self._by_name
-        # Unclaimed frames may stay long and must not keep their whole parcel.
-        kept = data if claimed else memoryview(bytes(data))
         frame: _Arrived | RoutingError
         try:
             with self._clock.span("verify"):
-                frame = self._verify_arrival(kept, engine=engine, serial=name[1])
+                frame = self._verify_arrival(data, engine=engine, serial=name[1])
+            frame = self._store_early(name, frame)
         except RoutingError as error:
             frame = error
         with self._changed:
             self._arrive(name, frame, nbytes=len(data))
+
+    def _store_early(self, name: FrameName, arrived: _Arrived) -> _Arrived:
+        """Into the store before its reply is known: the parcel's memory is free for the next one."""
+        key = f"frame {name[0]:x}/{name[1]}/{next(self._copies)}"  # a parcel that is sent twice may be taken twice at once
+        with self._clock.span("ingest"):
+            self._store.put(key, arrived.data)
+            data = self._store.get(key)
+        frame = open_verified(data, spec=self._spec, payload_hash=arrived.frame.payload_hash)
+        return _Arrived(frame, data, key)
 
     def _verify_arrival(self, data: memoryview, *, engine: str, serial: int) -> _Arrived:
         frame, whole = verify_arrival(
@@ -258,9 +272,16 @@ class Intake:
             self._advance(claim.sample_id)
             if claim.error is not None:
                 self._reject(claim.error)
-        elif name not in self._unclaimed:
+        elif name not in self._unclaimed and name not in self._settled:
             self._unclaimed[name] = _Unclaimed(frame, nbytes, time.monotonic())
             self._unclaimed_bytes += nbytes
+        else:
+            self._let_go(frame)
+
+    def _let_go(self, frame: _Arrived | R3Error | None) -> None:
+        """Free a frame that no sample will keep."""
+        if isinstance(frame, _Arrived) and frame.key:
+            self._store.release(frame.key)
 
     def _remember(self, name: FrameName) -> None:
         self._settled[name] = None
@@ -287,6 +308,7 @@ class Intake:
                 claim.error = error
             if claim.error is not None:
                 self._failed[sample_id] = claim.error
+                self._let_go(claim.arrived)
         if not claims:
             self._claims.pop(sample_id, None)
         self._changed.notify_all()
@@ -294,9 +316,10 @@ class Intake:
     def _keep(self, claim: _Claim) -> None:
         assert claim.arrived is not None
         frame, data = claim.arrived.frame, claim.arrived.data
+        kept: Frames = claim.arrived.key or data
         turn_rows = frame.rows
         if claim.adds_turn:
-            frame, data = self._joined(claim, frame)
+            frame, kept = self._joined(claim, frame)
         else:
             self._check_fit(claim, frame, held_rows=0)
         sample = TicketSample(
@@ -306,8 +329,11 @@ class Intake:
             keep = self._inbox.replace if claim.adds_turn else self._inbox.put
             if self._recorder is not None:  # first: a step may take the sample as soon as it is in the inbox
                 self._inbox.check_free(claim.sample_id, unless_held=claim.adds_turn)
-                self._recorder.keep(claim.sample_id, bytes(data), claim.tokens)
-            keep(sample, data, _frozen(claim.tokens))
+                whole = data if isinstance(kept, str) else kept
+                self._recorder.keep(claim.sample_id, bytes(whole), claim.tokens)
+            keep(sample, kept, _frozen(claim.tokens))
+        if claim.adds_turn:
+            self._let_go(claim.arrived)
         self._failed.pop(claim.sample_id, None)
         if not claim.adds_turn:
             self._metrics.inc("r3channel_samples_total", outcome="received")
@@ -328,7 +354,12 @@ class Intake:
                 f"{where}: the first {held_rows} tokens differ from those that the held rows were made for; expected the same. "
                 "Was the conversation tokenized anew? Append token ids, not text"
             )
-        before = parse_frame(self._store.get(held.key), spec=self._spec, sample_id=claim.sample_id)
+        before = open_verified(
+            self._store.get(held.key),
+            spec=self._spec,
+            payload_hash=held.sample.frame_hash,
+            sample_id=claim.sample_id,
+        )
         return join_frames(before, turn, sample_id=claim.sample_id)
 
     def _check_fit(self, claim: _Claim, frame: Frame, *, held_rows: int) -> None:
@@ -361,6 +392,11 @@ class Intake:
                 + "; ".join(self._tell(claim) for claim in late[:5])
             )
 
+    def awaits(self, sample_id: str) -> bool:
+        """Is a frame of this sample still to come?"""
+        with self._changed:
+            return sample_id in self._claims
+
     def _tell(self, claim: _Claim) -> str:
         receipt = claim.receipt
         assert receipt is not None
@@ -390,6 +426,7 @@ class Intake:
         for claim in claims:
             if claim.receipt is not None:
                 self._by_name.pop(claim.receipt.name, None)
+            self._let_go(claim.arrived)
         self._failed.pop(name, None)
         return bool(claims)
 
@@ -400,7 +437,9 @@ class Intake:
             old = self._inbox.older_than(self._config.expiry_s)
             old += [name for name, claims in self._claims.items() if claims[0].since_s < limit_s]
             for frame_name in [name for name, frame in self._unclaimed.items() if frame.since_s < limit_s]:
-                self._unclaimed_bytes -= self._unclaimed.pop(frame_name).nbytes
+                waited = self._unclaimed.pop(frame_name)
+                self._unclaimed_bytes -= waited.nbytes
+                self._let_go(waited.frame)
         if old:
             self.drop(old, outcome="expired")
 

@@ -16,10 +16,12 @@ import threading
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from r3channel.config import ChannelConfig
+from r3channel.distinct import kernels
 from r3channel.errors import (
     BackgroundFailed,
     DeadlineExceeded,
@@ -32,20 +34,32 @@ from r3channel.metrics import Metrics, StageClock
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.shards import ShardKey
-from r3channel.plan.ticket import Ticket
+from r3channel.plan.ticket import Ticket, TicketSample
 from r3channel.recording import Recorder
 from r3channel.relay.engines import EngineRegistry
 from r3channel.relay.gate import Gate
-from r3channel.relay.inbox import Inbox
+from r3channel.relay.inbox import Held, Inbox
 from r3channel.relay.ingest import Verified
 from r3channel.relay.intake import Intake
+from r3channel.relay.memory import BufferPool
 from r3channel.relay.placer import Placer
 from r3channel.relay.sender import DeliveryGroup
+from r3channel.relay.staging import check_device
 from r3channel.relay.step import SealedStep
 from r3channel.relay.store import FrameStore
 from r3channel.routing import Ids
 from r3channel.spec import RoutingSpec
 from r3channel.transport.base import Rendezvous, open_store
+from r3channel.transport.object_store import Mailbox
+from r3channel.wire.hello import Hello
+
+
+@dataclass(frozen=True, slots=True)
+class _Reserved:
+    """A step between `reserve` and `start`: what `cancel` needs."""
+
+    newest_before: int
+    samples: Sequence[Held]
 
 
 class Relay:
@@ -62,6 +76,10 @@ class Relay:
         recorder: Recorder | None = None,
     ) -> None:
         self.spec, self.layout, self.config = spec, layout, config or ChannelConfig()
+        if self.config.relays > 1 and recorder is not None:
+            raise UsageError("a recording holds whole steps; with several relays none of them has one")
+        if self.config.backend == "nccl":
+            check_device(self.config.device)
         self.run = uuid.uuid4().hex[:12]
         self.clock = clock or StageClock("relay")
         self.metrics = metrics or Metrics("relay", clock=self.clock)
@@ -82,14 +100,24 @@ class Relay:
         self._changed = threading.Condition()
         self._steps: dict[int, SealedStep] = {}
         self._newest_step = -1
+        self._reserved: dict[int, _Reserved] = {}
         self._closed = False
         self._rendezvous_store = (
-            open_store(self.config.interface) if self.config.backend != "loopback" else None
+            open_store(self.config.interface) if self.config.backend in ("gloo", "nccl") else None
         )
+        self._mailbox = Mailbox()
         self._groups = [self._group(dp) for dp in range(layout.dp)]
+        self._memory = BufferPool(self.config.shard_memory_bytes, folder=self._store.folder)
         self._placer = Placer(
-            store=self._store, changed=self._changed, steps=self._steps, clock=self.clock, recorder=recorder
+            store=self._store,
+            memory=self._memory,
+            changed=self._changed,
+            steps=self._steps,
+            clock=self.clock,
+            threads=self.config.place_threads,
+            recorder=recorder,
         )
+        threading.Thread(target=kernels, name="r3channel-compile", daemon=True).start()
         self._watch()
         for group in self._groups:
             group.start()
@@ -116,6 +144,11 @@ class Relay:
         SGLang only logs a plug-in that fails; without this check the data would be found missing at the first step.
         """
         self._gate.check_reply(reply, engine=engine, tokens=tokens)
+
+    @property
+    def bound(self) -> list[Hello]:
+        """The engines whose frames come to this relay's ingest."""
+        return self._gate.bound
 
     # -- rollout side ----------------------------------------------------------------------------------------------
 
@@ -172,48 +205,96 @@ class Relay:
         Waits up to `frame_timeout_s` for directly delivered frames whose receipts came. Raises `FrameMissing` naming those
         that did not, `SampleUnknown` for an assigned sample that was never added, `StepError` for a step that is not newer.
         """
-        self._check_open()
-        self._intake.expire()
-        with self.clock.span("wait_generation", step=step):
-            self._intake.wait(assignment.sample_ids, timeout_s=self.config.frame_timeout_s, step=step)
+        if self.config.relays > 1:
+            raise UsageError(
+                f"relay {self.config.relay} of {self.config.relays} is asked to seal alone; relay.coordinator.Coordinator does"
+            )
+        samples = self.look(assignment.sample_ids, step=step, timeout_s=self.config.frame_timeout_s)
         with self.clock.span("plan", step=step):
-            samples = self._inbox.look(assignment.sample_ids, step=step)
             ticket = Ticket(
                 self.run, step, self.spec, self.layout, assignment, samples, self.config.bucket_bytes
             )
-            nbytes = sum(shard.nbytes for shard in ticket.plan.shards)  # an unusable assignment fails here
-            self._enqueue(ticket, nbytes)
+            ticket = staged(ticket, self.config)
+            self.reserve(ticket)
+        self.start(step)
         return ticket
 
-    def _enqueue(self, ticket: Ticket, nbytes: int) -> None:
-        """All or nothing: the step is under way when this returns."""
-        step = ticket.step
+    # -- the stages of `seal`, for the coordinator of several relays -----------------------------------------------
+
+    def look(self, sample_ids: Sequence[str], *, step: int, timeout_s: float) -> tuple[TicketSample, ...]:
+        """Wait for these samples' frames and describe them; they stay. Errors as of `seal`."""
+        self._check_open()
+        self._intake.expire()
+        with self.clock.span("wait_generation", step=step):
+            self._intake.wait(sample_ids, timeout_s=timeout_s, step=step)
+        return self._inbox.look(sample_ids, step=step)
+
+    def reserve(self, ticket: Ticket) -> None:
+        """Take the ticket's samples that are this relay's into the step; nothing is placed before `start`. All or nothing."""
+        self._check_open()
+        own = self.config.relay
+        nbytes = sum(part.nbytes for part in ticket.parts.of_relay(own))  # an unusable assignment fails here
+        names = ticket.parts.samples_of(own)
         with self._changed:
-            if step <= self._newest_step:
-                raise StepError(
-                    f"step {step} is not newer than step {self._newest_step}; was it sealed twice?"
-                )
-            held = sum(sealed.nbytes for sealed in self._steps.values())
-            if held + nbytes > self.config.shard_bytes:
-                raise StoreFull(
-                    f"step {step}: its shards need {nbytes} bytes, {held} are held for steps {sorted(self._steps)} that are not "
-                    f"delivered, and shard_bytes allows {self.config.shard_bytes}. Join the previous send before sealing"
-                )
-            keys = self._inbox.take(ticket.assignment.sample_ids, step=step)
-            self._steps[step] = SealedStep(ticket, keys, nbytes, sealed_s=time.monotonic())
-            self._newest_step = step
+            self._check_room(ticket.step, nbytes)
+            memory = {part.key: self._memory.take(part.nbytes) for part in ticket.parts.of_relay(own)}
+            held = [found for name in names if (found := self._inbox.held(name)) is not None]
+            keys = self._inbox.take(names, step=ticket.step)
+            self._reserved[ticket.step] = _Reserved(self._newest_step, held)
+            self._steps[ticket.step] = SealedStep(
+                ticket, keys, nbytes, sealed_s=time.monotonic(), relay=own, memory=memory
+            )
+            self._newest_step = ticket.step
+
+    def _check_room(self, step: int, nbytes: int) -> None:
+        if step <= self._newest_step:
+            raise StepError(f"step {step} is not newer than step {self._newest_step}; was it sealed twice?")
+        held = sum(sealed.nbytes for sealed in self._steps.values())
+        if held + nbytes > self.config.shard_bytes:
+            raise StoreFull(
+                f"step {step}: its shards need {nbytes} bytes, {held} are held for steps {sorted(self._steps)} that are not "
+                f"delivered, and shard_bytes allows {self.config.shard_bytes}. Join the previous send before sealing"
+            )
+
+    def start(self, step: int) -> None:
+        """Place and send a reserved step, in the background."""
+        with self._changed:
+            if self._reserved.pop(step, None) is None:
+                raise UsageError(f"step {step} is started, but was not reserved")
         self._placer.place(step)
+
+    def cancel(self, step: int) -> None:
+        """Give the samples of a reserved step back; another step is ignored."""
+        with self._changed:
+            reserved = self._reserved.pop(step, None)
+            if reserved is None:
+                return
+            del self._steps[step]
+            if self._newest_step == step:
+                self._newest_step = reserved.newest_before
+            self._inbox.give_back(reserved.samples)
+            self._changed.notify_all()
+
+    def holds(self, sample_id: str) -> bool:
+        """Is the sample here: its frame awaited, waiting for a step, or in a step that is not delivered?"""
+        return self._intake.awaits(sample_id) or self._inbox.knows(sample_id)
+
+    def undelivered(self, *, wait_s: float) -> dict[int, tuple[ShardKey, ...]]:
+        """Step -> ranks that have not acknowledged it, after `wait_s`; early, and empty, when all have."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._closed or self._background_error() or not self._steps, timeout=wait_s
+            )
+            steps = {step: sealed.missing for step, sealed in self._steps.items()}
+        self._check_open()
+        return steps
 
     def join_previous(self, *, timeout_s: float | None = None) -> None:
         """Wait until every sealed step is delivered. The error names the step and the ranks that have not acknowledged."""
         limit = self.config.step_timeout_s if timeout_s is None else timeout_s
-        with self.clock.span("wait_join"), self._changed:
-            done = self._changed.wait_for(
-                lambda: self._closed or self._background_error() or not self._steps, timeout=limit
-            )
-            steps = {step: sealed.missing for step, sealed in self._steps.items()}
-        self._check_open()
-        if not done:
+        with self.clock.span("wait_join"):
+            steps = self.undelivered(wait_s=limit)
+        if steps:
             raise DeadlineExceeded(
                 f"waited {limit:.1f} s for the send of step(s) {sorted(steps)}; not acknowledged by (dp, pp, cp) "
                 f"{ {step: list(missing) for step, missing in steps.items()} }. Have those trainers entered the step? A send "
@@ -231,18 +312,11 @@ class Relay:
                     step: {
                         "state": sealed.state,
                         "missing": list(sealed.missing),
-                        "samples": len(sealed.ticket.samples),
+                        "samples": len(sealed.keys_by_sample),
                     }
                     for step, sealed in self._steps.items()
                 },
-                "groups": {
-                    group.dp: {
-                        "state": group.state,
-                        "epoch": group.epoch,
-                        "peak_staging_bytes": group.peak_staging_bytes,
-                    }
-                    for group in self._groups
-                },
+                "groups": {group.dp: group.status() for group in self._groups},
                 "store": {"frames": len(self._store), "bytes": self._store.nbytes},
             }
 
@@ -295,8 +369,9 @@ class Relay:
             placed = (dp, pp, cp) in sealed.buffers
         self._check_open()
         if placed:
-            self._groups[dp].ready(pp=self.layout.member(pp=pp, cp=cp), step=step, epoch=epoch)
-        return placed
+            member = self.layout.member(pp=pp, cp=cp)
+            return self._groups[dp].ready(pp=member, step=step, epoch=epoch, wait_s=wait_s)
+        return False
 
     def ack(self, *, run: str, step: int, dp: int, pp: int, cp: int = 0) -> None:
         """A TP0 holds its verified shard; the last acknowledgement of a step frees it. Repeating it does no harm.
@@ -317,9 +392,25 @@ class Relay:
             del sealed.buffers[key]
             if not sealed.missing:
                 del self._steps[step]
-                self._inbox.forget(sealed.keys_by_sample)
-                self.metrics.inc("r3channel_samples_total", len(sealed.ticket.samples), outcome="delivered")
+                self._delivered(sealed)
+                self.metrics.inc("r3channel_samples_total", len(sealed.keys_by_sample), outcome="delivered")
+            self._groups[dp].acknowledged()
             self._changed.notify_all()
+
+    def _delivered(self, sealed: SealedStep) -> None:
+        self._inbox.forget(sealed.keys_by_sample)
+        for key in sealed.keys_by_sample.values():
+            self._store.release(key)
+
+    def mail(self, *, call: str, name: str, **arguments: Any) -> Any:
+        """A call of a member to the mailbox of groups that use the object store."""
+        return self._mailbox.mail(call=call, name=name, **arguments)
+
+    @property
+    def peak_staging_bytes(self) -> int:
+        """The most that one group has had staged at once: two buckets, whatever the tokens. gloo sends from the shard itself
+        and its groups send side by side; under NCCL they take turns, with as much again in pinned memory."""
+        return max(group.peak_staging_bytes for group in self._groups)
 
     def _check_run(self, run: str) -> None:
         if run != self.run:
@@ -347,21 +438,22 @@ class Relay:
             stages=self.layout.members,
             config=self.config,
             rendezvous=self._rendezvous,
+            mailbox=self._mailbox,
             changed=self._changed,
             steps=self._steps,
             clock=self.clock,
             metrics=self.metrics,
         )
 
-    def _rendezvous(self, name: str, epoch: int, rank: int) -> Rendezvous:
+    def _rendezvous(self, *, backend: str, name: str, epoch: int, rank: int, world_size: int) -> Rendezvous:
         store = self._rendezvous_store
         host, port = (store.host, store.port) if store is not None else ("", 0)
         return Rendezvous(
-            backend=self.config.backend,
+            backend=backend,
             name=f"{self.run}/{name}/epoch{epoch}",
             epoch=epoch,
             rank=rank,
-            world_size=self.layout.members + 1,
+            world_size=world_size,
             host=host,
             port=port,
         )
@@ -389,3 +481,10 @@ class Relay:
     def _oldest_s(self) -> float:
         sealed = [step.sealed_s for step in list(self._steps.values())]
         return time.monotonic() - min(sealed) if sealed else 0.0
+
+
+def staged(ticket: Ticket, config: ChannelConfig) -> Ticket:
+    """The ticket with the buckets that `config.staging` asks for."""
+    if config.staging != "coalesced":
+        return ticket
+    return replace(ticket, bucket_bytes=max(shard.nbytes for shard in ticket.plan.shards))

@@ -7,6 +7,7 @@ while the payload before is still on the wire. Hashing bucket i+1 falls into the
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -17,6 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from r3channel.errors import ConfigError
 from r3channel.metrics import Metrics, StageClock
 from r3channel.transport.base import Pending, Transport
 from r3channel.wire.bucket import BucketHeader
@@ -100,6 +102,16 @@ class DeviceStaging:
             pinned = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
             self._slots[slot] = (pinned, torch.empty_like(pinned, device=self._device))
         return self._slots[slot]
+
+
+def check_device(device: int) -> None:
+    """Raise `ConfigError` unless this process has that CUDA device. Starts nothing on it."""
+    found = torch.cuda.device_count()
+    if not 0 <= device < found:
+        raise ConfigError(
+            f"device {device} for backend nccl: this process sees {found} CUDA devices (CUDA_VISIBLE_DEVICES is "
+            f"{os.environ.get('CUDA_VISIBLE_DEVICES')!r}). A relay in a Ray actor gets its own by num_gpus; count within those"
+        )
 
 
 @cache

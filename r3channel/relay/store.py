@@ -1,174 +1,233 @@
-"""Frames at rest: append-only segment files, mapped into memory, deleted when every frame in them is released.
+"""Frames at rest: segment files, allocated once, mapped into memory, and filled again when their frames are released.
 
-The kernel decides what stays resident, so memory follows the page cache and not the batch. Each record begins with its
-own header, so that a later process can find the frames of a crashed one by reading the files.
+The kernel decides what stays resident, so memory follows the page cache and not the batch; at steady state no fresh page is
+touched. A store's folder is locked while its process lives; `relay.recovery` reads those of processes that ended.
 """
 
 from __future__ import annotations
 
-import contextlib
-import mmap
+import fcntl
 import os
-import struct
+import shutil
 import tempfile
 import threading
+import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from r3channel.errors import SampleTwice, SampleUnknown, StoreFull
+from r3channel.relay.segment import (
+    CLAIM,
+    FILE_SUFFIX,
+    LIVE,
+    RELEASED,
+    Note,
+    Place,
+    Segment,
+    file_bytes,
+    record_bytes,
+)
 
-_RECORD = struct.Struct("<4sHHQQ")  # magic, id bytes, zero, frame bytes, serial
-_MAGIC, _RELEASED = b"R3R\x01", b"R3R\x00"
 SEGMENT_BYTES = 64 << 20
 """One file; a larger frame gets a file of its own size."""
+LOCK_FILE = "lock"
+IDLE_S = 60.0
+"""Segments that nothing was put into for so long are given back to the disk."""
 
 
-@dataclass
-class _Segment:
-    path: Path
-    memory: mmap.mmap
-    file: int
-    """Open file: frames are written through it, because a first write into the mapping costs twice as much (page faults)."""
-    used: int = 0
-    live: int = 0
-    """Records not yet released."""
-    closed: bool = False
-    """No record will be added."""
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Record:
-    segment: _Segment
-    start: int
-    stop: int
-    header: int
-    """Bytes of the record before `start`."""
+    segment: Segment
+    place: Place
+    serial: int
+    claims: list[tuple[Segment, Place]] = field(default_factory=list)
 
 
 @dataclass
 class FrameStore:
-    """Sample id -> frame bytes. Thread safe.
+    """Key -> frame bytes. Thread safe.
 
-        put -> get* -> release          (a released id may be put again)
+        put -> get* -> release          (a released key may be put again)
 
-    A view from `get` stays valid until its id is released; nobody may hold it longer.
+    A view from `get` stays valid until its key is released; nobody may hold it longer.
     """
 
     folder: Path
     ceiling_bytes: int
+    _lock_file: int
     _records: dict[str, _Record] = field(default_factory=dict)
-    _segments: list[_Segment] = field(default_factory=list)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _filling: Segment | None = None
+    _full: list[Segment] = field(default_factory=list)
+    _free: list[Segment] = field(default_factory=list)
+    _changed: threading.Condition = field(default_factory=threading.Condition)
     _serial: int = 0
     _temporary: tempfile.TemporaryDirectory[str] | None = None
 
     @classmethod
     def open(cls, folder: str, *, ceiling_bytes: int) -> FrameStore:
-        """In `folder` (created), or in a fresh temporary folder when it is empty."""
+        """In a fresh folder of its own in `folder` (created), or in the system's temporary folder when it is empty."""
         temporary = None if folder else tempfile.TemporaryDirectory(prefix="r3channel-store-")
-        path = Path(temporary.name if temporary else folder)
-        path.mkdir(parents=True, exist_ok=True)
-        return cls(path, ceiling_bytes, _temporary=temporary)
+        own = Path(temporary.name if temporary else folder) / f"relay-{uuid.uuid4().hex[:12]}"
+        own.mkdir(parents=True)
+        lock_file = os.open(own / LOCK_FILE, os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return cls(own, ceiling_bytes, lock_file, _temporary=temporary)
 
-    def put(self, sample_id: str, frame: bytes | memoryview) -> None:
-        """Copy a frame in. Raises `SampleTwice`, or `StoreFull` at the ceiling; then nothing has changed."""
-        key = sample_id.encode()
-        size = _RECORD.size + len(key) + len(frame)
-        with self._lock:
-            if sample_id in self._records:
-                raise SampleTwice(f"sample {sample_id} is already in the store; was a reply added twice?")
-            segment = self._segment_for(size, sample_id)
-            start = segment.used + _RECORD.size + len(key)
+    def put(
+        self, key: str, frame: bytes | memoryview, *, sample_id: str = "", tokens: Sequence[int] = ()
+    ) -> None:
+        """Copy a frame in. Raises `SampleTwice`, or `StoreFull` at the ceiling or on a full disk; then nothing has changed.
+
+        `sample_id` and `tokens` are kept beside it for a recovery; a frame without is recovered only if it is `claim`ed.
+        """
+        with self._changed:
+            if key in self._records:
+                raise SampleTwice(f"sample {key} is already in the store; was a reply added twice?")
             self._serial += 1
-            _RECORD.pack_into(segment.memory, segment.used, _MAGIC, len(key), 0, len(frame), self._serial)
-            segment.memory[segment.used + _RECORD.size : start] = key
-            _write(segment, frame, at=start)
-            segment.used += size
-            segment.live += 1
-            self._records[sample_id] = _Record(segment, start, start + len(frame), _RECORD.size + len(key))
+            note = Note(sample_id=sample_id, tokens=tokens, serial=self._serial)
+            segment, place = self._reserve(note, len(frame), key)
+            self._records[key] = _Record(segment, place, note.serial)
+        segment.write(place, frame)
+        segment.mark(place, LIVE)
 
-    def get(self, sample_id: str) -> memoryview:
-        """The frame's bytes, without a copy."""
-        with self._lock:
-            record = self._records.get(sample_id)
-        if record is None:
-            raise SampleUnknown(f"sample {sample_id} is not in the store; never added, or already released")
-        return memoryview(record.segment.memory)[record.start : record.stop]
+    def claim(self, key: str, *, sample_id: str, tokens: Sequence[int]) -> None:
+        """Say whose frame this is. Raises as `put`."""
+        with self._changed:
+            record = self._record(key)
+            self._serial += 1
+            note = Note(
+                kind=CLAIM, sample_id=sample_id, tokens=tokens, serial=self._serial, refers_to=record.serial
+            )
+            segment, place = self._reserve(note, 0, sample_id)
+            record.claims.append((segment, place))
+        segment.mark(place, LIVE)
 
-    def release(self, sample_id: str) -> None:
-        """Forget a frame; the last one of a full segment deletes the file. Unknown ids are ignored."""
-        with self._lock:
-            record = self._records.pop(sample_id, None)
+    def get(self, key: str) -> memoryview:
+        """The frame's bytes, 16-byte aligned, without a copy."""
+        with self._changed:
+            record = self._record(key)
+        return memoryview(record.segment.memory)[record.place.start : record.place.stop]
+
+    def release(self, key: str) -> None:
+        """Forget a frame; a segment whose last one it was is filled again. Unknown keys are ignored."""
+        with self._changed:
+            record = self._records.pop(key, None)
             if record is not None:
-                record.segment.live -= 1
-                record.segment.memory[record.start - record.header : record.start - record.header + 4] = (
-                    _RELEASED
-                )
-                self._collect(record.segment)
+                for segment, place in ((record.segment, record.place), *record.claims):
+                    segment.mark(place, RELEASED)
+                    segment.live -= 1
+                    self._reuse(segment)
+                self._changed.notify_all()
 
     def __len__(self) -> int:
         return len(self._records)
 
-    def __contains__(self, sample_id: object) -> bool:
-        return sample_id in self._records
+    def __contains__(self, key: object) -> bool:
+        return key in self._records
 
     @property
     def nbytes(self) -> int:
-        """Size of all segment files."""
-        return sum(len(segment.memory) for segment in self._segments)
+        """Size of all segment files, those included that wait to be filled again."""
+        with self._changed:
+            return sum(len(segment.memory) for segment in self._segments)
+
+    @property
+    def live_bytes(self) -> int:
+        """Of the frames themselves."""
+        with self._changed:
+            return sum(record.place.stop - record.place.start for record in self._records.values())
+
+    def wait_room(self, nbytes: int, *, timeout_s: float = 0.0) -> bool:
+        """Whether a frame of so many bytes can be put now, or within `timeout_s` when others are released."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._has_room(nbytes + 4096), timeout=timeout_s)
+
+    def trim(self, *, idle_s: float = IDLE_S) -> None:
+        """Delete the files of segments that have been empty for so long."""
+        limit_s = time.monotonic() - idle_s
+        with self._changed:
+            for segment in [segment for segment in self._free if segment.idle_since_s <= limit_s]:
+                self._free.remove(segment)
+                segment.delete()
 
     def close(self) -> None:
         """Delete every file; idempotent."""
-        with self._lock:
+        with self._changed:
             self._records.clear()
-            for segment in list(self._segments):
-                segment.live, segment.closed = 0, True
-                self._collect(segment)
+            for segment in self._segments:
+                segment.delete()
+            self._full, self._free, self._filling = [], [], None
+            if self._lock_file >= 0:
+                os.close(self._lock_file)
+                self._lock_file = -1
+        shutil.rmtree(self.folder, ignore_errors=True)
         if self._temporary is not None:
             self._temporary.cleanup()
 
-    def _segment_for(self, size: int, sample_id: str) -> _Segment:
-        if self._segments and not self._segments[-1].closed:
-            last = self._segments[-1]
-            if len(last.memory) - last.used >= size:
-                return last
-            last.closed = True
-            self._collect(last)
-        length = max(SEGMENT_BYTES, size)
-        if self.nbytes + length > self.ceiling_bytes:
-            raise StoreFull(
-                f"sample {sample_id}: the store holds {len(self._records)} frames in {self.nbytes} bytes and may not exceed "
-                f"{self.ceiling_bytes}. Seal and send steps, discard samples, or raise store_bytes"
-            )
-        return self._create(length)
+    # -- with the condition held -----------------------------------------------------------------------------------
 
-    def _create(self, length: int) -> _Segment:
-        path = self.folder / f"segment-{self._serial:012d}-{uuid.uuid4().hex}.r3s"
-        with open(path, "x+b") as file:
-            try:  # a sparse file on a full disk would end the process at the first write into the mapping
-                os.posix_fallocate(file.fileno(), 0, length)
-            except OSError as error:
-                path.unlink()
-                raise StoreFull(
-                    f"no room for a segment of {length} bytes in {self.folder}: {error}"
-                ) from error
-            segment = _Segment(path, mmap.mmap(file.fileno(), length), os.dup(file.fileno()))
-        self._segments.append(segment)
+    @property
+    def _segments(self) -> list[Segment]:
+        return [*self._full, *self._free, *([self._filling] if self._filling else [])]
+
+    def _record(self, key: str) -> _Record:
+        record = self._records.get(key)
+        if record is None:
+            raise SampleUnknown(f"sample {key} is not in the store; never added, or already released")
+        return record
+
+    def _reserve(self, note: Note, frame_bytes: int, name: str) -> tuple[Segment, Place]:
+        size = record_bytes(note, frame_bytes)
+        segment = self._filling
+        if segment is None or segment.room() < size:
+            segment = self._next(file_bytes(size), name)
+        return segment, segment.reserve(note, frame_bytes)
+
+    def _next(self, least: int, name: str) -> Segment:
+        """A segment to fill with room for `least` bytes; the one before is full."""
+        segment = next((free for free in self._free if len(free.memory) >= least), None)
+        if segment is not None:
+            self._free.remove(segment)
+            segment.restart()
+        else:
+            segment = self._create(max(SEGMENT_BYTES, least), name)
+        if self._filling is not None:
+            self._full.append(self._filling)
+        self._filling = segment
         return segment
 
-    def _collect(self, segment: _Segment) -> None:
-        if segment.closed and segment.live == 0:
-            self._segments.remove(segment)
-            segment.path.unlink(missing_ok=True)
-            os.close(segment.file)
-            with contextlib.suppress(BufferError):  # a view is still alive; the mapping goes with it
-                segment.memory.close()
+    def _create(self, length: int, name: str) -> Segment:
+        while self._free and self._held() + length > self.ceiling_bytes:  # too small for this frame
+            self._free.pop().delete()
+        if self._held() + length > self.ceiling_bytes:
+            raise StoreFull(
+                f"sample {name}: the store holds {len(self._records)} frames in {self._held()} bytes and may not exceed "
+                f"{self.ceiling_bytes}. Seal and send steps, discard samples, or raise store_bytes"
+            )
+        return Segment.create(self.folder / f"segment-{self._serial:012d}{FILE_SUFFIX}", length)
 
+    def _held(self) -> int:
+        return sum(len(segment.memory) for segment in self._segments)
 
-def _write(segment: _Segment, frame: bytes | memoryview, *, at: int) -> None:
-    """The mapping of the same file shows the bytes at once."""
-    rest = memoryview(frame).cast("B")
-    while len(rest):
-        written = os.pwrite(segment.file, rest, at)
-        rest, at = rest[written:], at + written
+    def _has_room(self, nbytes: int) -> bool:
+        if self._filling is not None and self._filling.room() >= nbytes:
+            return True
+        if any(len(free.memory) >= nbytes for free in self._free):
+            return True
+        busy = self._held() - sum(len(free.memory) for free in self._free)
+        return busy + max(SEGMENT_BYTES, nbytes) <= self.ceiling_bytes
+
+    def _reuse(self, segment: Segment) -> None:
+        if segment.live:
+            return
+        if segment is self._filling:
+            segment.restart()
+            return
+        self._full.remove(segment)
+        if len(segment.memory) > SEGMENT_BYTES:
+            segment.delete()
+            return
+        segment.idle_since_s = time.monotonic()
+        self._free.append(segment)

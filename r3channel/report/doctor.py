@@ -16,8 +16,10 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from r3channel.config import ChannelConfig
 from r3channel.report.check import Check
 from r3channel.report.engine import ask_engine
+from r3channel.report.network import check_network
 
 LOOPBACK = "127.0.0.1"
 _PLUGIN_GROUP = "sglang.srt.plugins"
@@ -41,20 +43,31 @@ _NAMES = "from r3channel.trainer.megatron import check_names as check"
 _SHIM = "from r3channel.embedded import megatron_shim; megatron_shim.install()"
 
 
-def run(*, ports: Sequence[int] = (), engines: Sequence[str] = (), timeout_s: float = 120.0) -> int:
+def run(
+    *,
+    ports: Sequence[int] = (),
+    engines: Sequence[str] = (),
+    timeout_s: float = 120.0,
+    nodes: int = 1,
+    config: str | None = None,
+) -> int:
     """Print every finding as soon as it is known; 1 if anything is missing, else 0.
 
     With `engines` only those running engines are asked: whoever has them need not have their packages.
+    `nodes`: machines of the run; `config`: a file of channel options, beside those in the environment.
     """
     well = True
     found = (check for url in engines for check in ask_engine(url, timeout_s=timeout_s))
-    for check in found if engines else checks(ports=ports, timeout_s=timeout_s):
+    channel = ChannelConfig.load(file=config)
+    for check in found if engines else checks(ports=ports, timeout_s=timeout_s, channel=channel, nodes=nodes):
         print(check.line(), flush=True)
         well = well and check.ok
     return 0 if well else 1
 
 
-def checks(*, ports: Sequence[int], timeout_s: float) -> Iterator[Check]:
+def checks(
+    *, ports: Sequence[int], timeout_s: float, channel: ChannelConfig, nodes: int = 1
+) -> Iterator[Check]:
     """All findings, the cheap ones first. `timeout_s` is the deadline of each child process."""
     yield check_python(sys.version_info[:3])
     for name, remedy in _DISTRIBUTIONS:
@@ -62,6 +75,7 @@ def checks(*, ports: Sequence[int], timeout_s: float) -> Iterator[Check]:
     yield check_plugin()
     for port in (0, *ports):
         yield check_port(port)
+    yield from check_network(channel, os.environ, nodes=nodes)
     gpu = has_gpu()
     yield ask("SGLang hooks", _HOOKS, env=_engine_environment(gpu=gpu), timeout_s=timeout_s)
     names = _NAMES if gpu else f"{_SHIM}; {_NAMES}"

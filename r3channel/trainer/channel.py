@@ -43,7 +43,7 @@ class TrainerChannel:
     def attach(
         cls,
         chunks: Sequence[torch.nn.Module],
-        control: Control,
+        control: Control | Sequence[Control],
         *,
         layout: TrainerLayout,
         config: ChannelConfig | None = None,
@@ -52,7 +52,8 @@ class TrainerChannel:
     ) -> TrainerChannel:
         """Bind to the routers of Megatron model chunks and join the relay's group (TP0).
 
-        Refuses a model whose configuration ignores replay, and a layout that is not Megatron's.
+        `control` is that of the relay, or of each of several relays in order. Refuses a model whose configuration ignores
+        replay, and a layout that is not Megatron's.
         """
         config = config or ChannelConfig()
         spec = megatron.spec_from_config(chunks)
@@ -107,6 +108,10 @@ class TrainerChannel:
             self._publish(shard, audit)
         finally:
             self.shard = None
+
+    def prefetch(self, ticket: Ticket | bytes) -> None:
+        """Begin to receive a later step, whose ticket is known already, while this one trains; see `Receiver.prefetch`."""
+        self.receiver.prefetch(Ticket.from_bytes(ticket) if isinstance(ticket, bytes) else ticket)
 
     def _hold_against(self, shard: RankShard, version: int) -> None:
         config, metrics = self.config, self.receiver.metrics

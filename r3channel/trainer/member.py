@@ -13,9 +13,10 @@ from typing import Any, Protocol
 import torch
 
 from r3channel.config import ChannelConfig
-from r3channel.errors import DeadlineExceeded, StepError, TransportError
+from r3channel.errors import DeadlineExceeded, EpochEnded, StepError, TransportError
 from r3channel.metrics import Metrics, StageClock
 from r3channel.plan.layout import RankCoords, TrainerLayout
+from r3channel.plan.parts import Part
 from r3channel.plan.shards import Shard
 from r3channel.plan.ticket import Ticket
 from r3channel.trainer.inflow import Awaited, Inflow
@@ -23,8 +24,9 @@ from r3channel.transport.base import Rendezvous, Transport, join
 
 _HELLO_POLL_S = 0.05
 _READY_WAIT_S = 1.0
-MAX_ATTEMPTS = 3
-"""Lives of the group that one step may use up before its error is raised."""
+_ACK_ATTEMPTS = 3
+_FALLBACK_LIVES = 2
+"""Lives that a step may use up after it fell back to the object store."""
 
 Buffer = Callable[[torch.device], torch.Tensor]
 
@@ -39,6 +41,10 @@ class Control(Protocol):
     def ready(self, *, run: str, step: int, dp: int, pp: int, cp: int, epoch: int, wait_s: float) -> bool: ...
 
     def ack(self, *, run: str, step: int, dp: int, pp: int, cp: int) -> None: ...
+
+    def mail(self, *, call: str, name: str, **arguments: Any) -> Any:
+        """See `transport.object_store`; only a step that falls back needs it."""
+        ...
 
 
 class Member:
@@ -75,28 +81,35 @@ class Member:
             time.sleep(_HELLO_POLL_S)
         rendezvous = Rendezvous(**found)
         self._epoch, self._backend = rendezvous.epoch, rendezvous.backend
-        self._transport = join(rendezvous, timeout_s=timeout_s)
+        self._transport = join(rendezvous, timeout_s=timeout_s, mail=self._control)
         self._metrics.set("r3channel_epoch", self._epoch)
 
-    def receive(self, ticket: Ticket, shard: Shard, buffer: Buffer) -> torch.Tensor:
+    def receive(self, ticket: Ticket, shard: Shard | Part, buffer: Buffer) -> torch.Tensor:
         """The verified, acknowledged bytes of a shard, in the memory that `buffer` gives for a device.
 
-        Ends within `step_timeout_s` plus one bucket. Raises a `TransportError` after `MAX_ATTEMPTS` lives of the group,
-        `StepError` when the relay does not place the shard in time.
+        Ends within `step_timeout_s` plus one bucket. Raises a `TransportError` after `max_group_failures` lives of the group
+        and two more of the fallback, `StepError` when the relay does not place the shard in time.
         """
+        attempts = self._config.max_group_failures + (_FALLBACK_LIVES if self._config.fallback else 0)
         deadline = time.monotonic() + self._config.step_timeout_s
         if self._device.type == "cuda" and self._config.backend == "nccl":
             torch.cuda.synchronize(self._device)  # nothing of the framework may be in flight beside our group
-        for attempt in range(1, MAX_ATTEMPTS + 1):
+        while True:
             try:
                 data_N = self._attempt(ticket, shard, buffer, deadline)
                 break
-            except TransportError:  # EpochEnded and BucketCorrupt among them
-                self._abandon()
-                if attempt == MAX_ATTEMPTS or time.monotonic() > deadline:
+            except (
+                EpochEnded
+            ):  # before a byte moved: somebody else's failure, or the end of a life that was for one step
+                self._leave()
+                if time.monotonic() > deadline:
                     raise
-        else:
-            raise AssertionError("unreachable: the last attempt ends the loop or raises")
+            except TransportError:  # BucketCorrupt among them
+                self._leave()
+                self._metrics.inc("r3channel_group_resets_total")
+                attempts -= 1
+                if not attempts or time.monotonic() > deadline:
+                    raise
         self._acknowledge(ticket)
         return data_N
 
@@ -115,7 +128,7 @@ class Member:
     def _hello(self) -> dict[str, Any] | None:
         return self._control.hello(**self._at, boot_id=self._boot_id, after_epoch=self._epoch)
 
-    def _attempt(self, ticket: Ticket, shard: Shard, buffer: Buffer, deadline: float) -> torch.Tensor:
+    def _attempt(self, ticket: Ticket, shard: Shard | Part, buffer: Buffer, deadline: float) -> torch.Tensor:
         if self._transport is None:
             self.join(timeout_s=min(self._config.join_timeout_s, max(0.1, deadline - time.monotonic())))
         with self._clock.span("wait_relay", step=ticket.step):
@@ -135,23 +148,24 @@ class Member:
 
     def _acknowledge(self, ticket: Ticket) -> None:
         """The bytes are here and verified, whatever becomes of the call: repeat it, never the transfer."""
-        for attempt in range(1, MAX_ATTEMPTS + 1):
+        for attempt in range(1, _ACK_ATTEMPTS + 1):
             try:
                 return self._control.ack(run=ticket.run, step=ticket.step, **self._at)
             except TransportError:
-                if attempt == MAX_ATTEMPTS:
+                if attempt == _ACK_ATTEMPTS:
                     raise
         return None
 
-    def _abandon(self) -> None:
+    def _leave(self) -> None:
         if self._transport is not None:
             self._transport.abort()
             self._transport = None
-        self._metrics.inc("r3channel_group_resets_total")
 
     # -- the wire ----------------------------------------------------------------------------------------------------
 
-    def _receive_buckets(self, ticket: Ticket, shard: Shard, buffer: Buffer, deadline: float) -> torch.Tensor:
+    def _receive_buckets(
+        self, ticket: Ticket, shard: Shard | Part, buffer: Buffer, deadline: float
+    ) -> torch.Tensor:
         assert self._transport is not None
         data_N = buffer(self._device if self._backend == "nccl" else torch.device("cpu"))
         awaited = Awaited(

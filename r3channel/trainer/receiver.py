@@ -7,18 +7,22 @@ group only take part in the hand-on. The received bytes are acknowledged when ev
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 
 import torch
 
 from r3channel.config import ChannelConfig
-from r3channel.errors import TicketMismatch
+from r3channel.errors import ConfigError, TicketMismatch, UsageError
 from r3channel.metrics import Metrics, StageClock
 from r3channel.plan.layout import RankCoords, TrainerLayout
 from r3channel.plan.shards import Shard
 from r3channel.plan.ticket import Ticket
+from r3channel.slot import PROCESS_SLOT
 from r3channel.spec import RoutingSpec
+from r3channel.trainer.ahead import Ahead
 from r3channel.trainer.member import Control, Member
+from r3channel.trainer.merge import Members
 from r3channel.trainer.shard import RankShard, slot_parts
 from r3channel.transport.tensor_parallel import TensorParallelFanout
 
@@ -30,7 +34,7 @@ class Receiver:
 
     def __init__(
         self,
-        control: Control,
+        control: Control | Sequence[Control],
         *,
         spec: RoutingSpec,
         layout: TrainerLayout,
@@ -41,24 +45,34 @@ class Receiver:
         clock: StageClock | None = None,
         metrics: Metrics | None = None,
     ) -> None:
-        """`fanout` hands the shard to the other TP ranks (None when tp = 1); `device` is where the routers run."""
+        """`fanout` hands the shard to the other TP ranks (None when tp = 1); `device` is where the routers run.
+
+        `control`: with several relays, that of each, relay 0's first.
+        """
         self._spec, self._layout, self._coords = spec, layout, coords
         self._config = config or ChannelConfig()
         self._device = device or torch.device("cpu")
         self._fanout = fanout or TensorParallelFanout(None, device=self._device)
         self.clock = clock or StageClock("trainer")
         self.metrics = metrics or Metrics("trainer", clock=self.clock)
-        self._member = Member(
+        controls = control if isinstance(control, Sequence) else (control,)
+        members = [self._member_of(one) for one in controls]
+        self._member = Members(members, coords=coords, clock=self.clock) if len(members) > 1 else members[0]
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._last_step = -1
+        self._ahead: Ahead | None = None
+        self._turn = 0
+
+    def _member_of(self, control: Control) -> Member:
+        return Member(
             control,
-            layout=layout,
-            coords=coords,
+            layout=self._layout,
+            coords=self._coords,
             config=self._config,
             device=self._device,
             clock=self.clock,
             metrics=self.metrics,
         )
-        self._buffers: dict[str, torch.Tensor] = {}
-        self._last_step = -1
 
     def join(self, *, timeout_s: float | None = None) -> None:
         """TP0 joins the current epoch of its group; returns at once on the other ranks."""
@@ -70,26 +84,61 @@ class Receiver:
 
         `lengths`: tokens of each sample of each micro-batch that this trainer is about to run, to be held against the ticket.
 
-        The memory is reused by the next call. Ends within `step_timeout_s` plus one bucket. Raises `TicketMismatch` before a
-        byte moves, a `TransportError` after `MAX_ATTEMPTS` lives of the group, `PeerFailed` where another rank of the TP group
-        failed.
+        The memory is reused by the next call (with `config.prefetch` by the one after). Ends within `step_timeout_s` plus one
+        bucket. No weight update of this process runs meanwhile (`slot.py`).
+
+        Raises `TicketMismatch` before a byte moves, a `TransportError` when group and fallback have failed
+        (`max_group_failures`), `PeerFailed` where another rank of the TP group failed, `SlotBusy` when a weight update takes
+        longer than `step_timeout_s`.
         """
         where = f"step {ticket.step}, {self._coords}"
         whole_N, failure, shard = None, None, None
-        try:
-            shard = self._check(ticket, lengths)
-            if self._coords.tp == 0:
-                whole_N = self._member.receive(ticket, shard, partial(self._whole, shard))
-        except Exception as error:  # whatever it is: the other ranks of the group must learn it
-            failure = error
-        with self.clock.span("rebroadcast" if self._coords.tp == 0 else "wait_wire", step=ticket.step):
-            self._fanout.vote(failure, what=where)
-        assert shard is not None  # else the vote has raised
-        with self.clock.span("rebroadcast", step=ticket.step):
-            part_N = self._hand_on(shard, whole_N)
+        with ExitStack() as slot:
+            try:
+                shard = self._check(ticket, lengths)
+                slot.enter_context(PROCESS_SLOT.use("routing", where, timeout_s=self._config.step_timeout_s))
+                if self._coords.tp == 0:
+                    whole_N = self._receive_whole(ticket, shard)
+            except Exception as error:  # whatever it is: the other ranks of the group must learn it
+                failure = error
+            with self.clock.span("rebroadcast" if self._coords.tp == 0 else "wait_wire", step=ticket.step):
+                self._fanout.vote(failure, what=where)
+            assert shard is not None  # else the vote has raised
+            with self.clock.span("rebroadcast", step=ticket.step):
+                part_N = self._hand_on(shard, whole_N)
         self._last_step = ticket.step
         self.metrics.inc("r3channel_bytes_total", len(part_N), leg="landed")
         return RankShard(ticket, shard, part_N, tp=self._coords.tp, invalid_rows=self._config.invalid_rows)
+
+    def prefetch(self, ticket: Ticket) -> None:
+        """Receive a later step's shard in the background, into memory of its own; `receive` of that ticket joins it.
+
+        Call it once the current step was received. Safe because the group is dedicated and gloo fills host memory; the hand-on
+        over the TP group stays in `receive`. Nothing happens on the other TP ranks. Errors of the transfer are raised by
+        `receive`.
+
+        Raises `ConfigError` unless `config.prefetch` is set, `UsageError` while another one is under way, `TicketMismatch`.
+        """
+        if not self._config.prefetch:
+            raise ConfigError("prefetch is off; set prefetch in the channel's configuration (gloo only)")
+        shard = self._check(ticket, None)
+        if self._coords.tp == 0:
+            if self._ahead is not None:
+                raise UsageError(
+                    f"prefetch of step {ticket.step} while step {self._ahead.ticket.step} is; receive that one first"
+                )
+            self._ahead = Ahead(ticket, partial(self._receive_now, ticket, shard))
+
+    def _receive_whole(self, ticket: Ticket, shard: Shard) -> torch.Tensor:
+        ahead, self._ahead = self._ahead, None
+        if ahead is None:
+            return self._receive_now(ticket, shard)
+        with self.clock.span("wait_wire", step=ticket.step):
+            return ahead.join(ticket, timeout_s=2 * self._config.step_timeout_s)
+
+    def _receive_now(self, ticket: Ticket, shard: Shard) -> torch.Tensor:
+        self._turn = 1 - self._turn if self._config.prefetch else 0
+        return self._member.receive(ticket, shard, partial(self._whole, shard))
 
     def close(self) -> None:
         """Leave the group; idempotent."""
@@ -120,7 +169,8 @@ class Receiver:
     def _whole(self, shard: Shard, device: torch.device) -> torch.Tensor:
         """Where a shard arrives: where it stays, if that is possible, so that nothing is copied."""
         stays = shard.tp_slots == 1 and device == self._device
-        return self._buffer("part" if stays else "whole", shard.nbytes, device=device)
+        name = "part" if stays else "whole"
+        return self._buffer(f"{name}{self._turn}", shard.nbytes, device=device)
 
     def _hand_on(self, shard: Shard, whole_N: torch.Tensor | None) -> torch.Tensor:
         """[slot_bytes] on the routers' device: rebroadcast without sequence parallelism, else scatter per micro-batch."""

@@ -16,9 +16,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from r3channel.errors import UsageError
+
 if TYPE_CHECKING:
     import torch
 
+    from r3channel.transport.object_store import Mail
     from r3channel.transport.process_group import RendezvousStore
 
 RELAY_RANK = 0
@@ -29,7 +32,7 @@ class Rendezvous:
     """Where and as whom to join one epoch of a group. Plain values, so it can cross any control channel."""
 
     backend: str
-    """`gloo`, `nccl`, `shm` (one machine), `nixl` (one-sided) or `loopback`."""
+    """`gloo`, `nccl`, `shm` (one machine), `nixl` (one-sided), `object_store` or `loopback`."""
     name: str
     """Unique per run, group and epoch; prefixes every key in the store."""
     epoch: int
@@ -37,7 +40,7 @@ class Rendezvous:
     world_size: int
     host: str = ""
     port: int = 0
-    """Of the relay's store; unused by loopback."""
+    """Of the relay's store; only gloo and NCCL use it."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -106,8 +109,17 @@ def open_store(interface: str) -> RendezvousStore:
     return RendezvousStore(interface)
 
 
-def join(rendezvous: Rendezvous, *, timeout_s: float) -> Transport:
-    """Join a group; returns when all ranks of the epoch have joined, or raises `DeadlineExceeded`."""
+def join(rendezvous: Rendezvous, *, timeout_s: float, mail: Mail | None = None) -> Transport:
+    """Join a group; returns when all ranks of the epoch have joined, or raises `DeadlineExceeded`.
+
+    `mail` is the way to the relay's mailbox; only groups that use the object store need it.
+    """
+    if rendezvous.backend == "object_store":
+        from r3channel.transport.object_store import ObjectStoreTransport
+
+        if mail is None:
+            raise UsageError(f"{rendezvous.name}: joining through the object store needs the relay's mailbox")
+        return ObjectStoreTransport(rendezvous, mail, timeout_s=timeout_s)
     if rendezvous.backend == "loopback":
         from r3channel.transport.loopback import LoopbackTransport
 

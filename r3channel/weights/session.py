@@ -30,6 +30,7 @@ from r3channel.errors import (
     WeightUpdateFailed,
     WeightVersionRegressed,
 )
+from r3channel.slot import PROCESS_SLOT
 from r3channel.weights.buckets import Bucket, Manifest, TensorMeta, fill_buckets
 from r3channel.weights.deadline import Deadline
 from r3channel.weights.digests import EngineChecksums
@@ -143,15 +144,19 @@ class WeightSync:
         iterator is exhausted (unless it raises itself), because other ranks may be in step with it. The first update
         fixes the manifest: later ones must give the same names, dtypes and shapes in the same order.
 
+        Waits while a step's routing is being received in this process, and keeps it waiting (`slot.py`).
+
         Raises WeightUpdateFailed (naming bucket, tensor and engine, and the state of each engine), EngineLeftBehind
-        (committed, but not by the engines named), WeightVersionRegressed, UsageError. Ends within `timeout_s`, after a
+        (committed, but not by the engines named), WeightVersionRegressed, SlotBusy, UsageError. Ends within `timeout_s`, after a
         failure within some 15 s more for cleaning up and RESTORE_TIMEOUT_S for giving engines the old version back.
         """
         stream = Stream(named_tensors)
         try:
-            with self._one_at_a_time("update"):
+            deadline = Deadline(timeout_s, f"update to version {version}")
+            slot = PROCESS_SLOT.use("weights", f"the update to weight version {version}", timeout_s=timeout_s)
+            with slot, self._one_at_a_time("update"):
                 self._check_version(version)
-                return self._update(stream, version, Run(Deadline(timeout_s, f"update to version {version}")))
+                return self._update(stream, version, Run(deadline))
         except Exception:
             stream.drain()
             raise

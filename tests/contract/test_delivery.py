@@ -9,7 +9,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,13 +29,11 @@ from r3channel.relay.relay import Relay
 from r3channel.relay.staging import InPlace
 from r3channel.trainer.receiver import Receiver
 from r3channel.trainer.shard import RankShard
-from tests.samples import SPEC, random_ids, reply_for
-
-LIMIT_S = 20.0
-TOKENS = {f"s{i}": n for i, n in enumerate((9, 30, 17, 5))}
+from tests.delivery import LIMIT_S, TOKENS, assignment, check_rows, fill, receivers_of, start
+from tests.samples import SPEC, reply_for
 
 
-@pytest.fixture(params=["loopback", "gloo"])
+@pytest.fixture(params=["loopback", "gloo", "object_store"])
 def config(request: pytest.FixtureRequest, tmp_path: Path) -> ChannelConfig:
     return ChannelConfig(
         backend=request.param,
@@ -65,45 +63,6 @@ def make_relay(config: ChannelConfig) -> Iterator[MakeRelay]:
     for relay in made:
         with contextlib.suppress(errors.StepError):  # a test that leaves a step undelivered
             relay.close()
-
-
-def receivers_of(relay: Relay) -> list[Receiver]:
-    layout, config = relay.layout, relay.config
-    return [
-        Receiver(relay, spec=SPEC, layout=layout, coords=layout.coords(rank), config=config)
-        for rank in range(layout.world_size)
-    ]
-
-
-def fill(relay: Relay, *, prefix: str = "") -> None:
-    for index, (name, tokens) in enumerate(TOKENS.items()):
-        relay.add(prefix + name, reply_for(prefix + name, tokens, seed=index), range(tokens))
-
-
-def assignment(*, prefix: str = "", dp: int = 2) -> Assignment:
-    return Assignment.round_robin(
-        [prefix + name for name in TOKENS], dp=dp, microbatch_size=2 if dp == 2 else 4
-    )
-
-
-def start(receivers: list[Receiver], ticket: Ticket) -> list[Future[RankShard]]:
-    pool = ThreadPoolExecutor(len(receivers))
-    return [pool.submit(receiver.receive, ticket) for receiver in receivers]
-
-
-def check_rows(shard: RankShard, *, prefix: str = "") -> int:
-    """Compare every real row with what was added; returns their number."""
-    seen = 0
-    originals = {prefix + name: random_ids(n - 1, seed=i) for i, (name, n) in enumerate(TOKENS.items())}
-    for number, batch in enumerate(shard.shard.microbatches):
-        sample, position = shard.shard.row_map(number, tp=shard.tp)
-        for layer in shard.shard.layers:
-            rows = shard.layer_ids(number, layer).numpy()
-            for row in np.flatnonzero(sample >= 0):
-                expected = originals[batch.sample_ids[sample[row]]][position[row], SPEC.moe_index(layer)]
-                assert np.array_equal(rows[row], expected)
-                seen += 1
-    return seen
 
 
 def test_every_rank_receives_exactly_its_rows(make_relay: MakeRelay) -> None:
@@ -351,6 +310,9 @@ class LosesTheFirstAck:
 
     def ready(self, **arguments: Any) -> bool:
         return self.relay.ready(**arguments)
+
+    def mail(self, **arguments: Any) -> Any:
+        return self.relay.mail(**arguments)
 
     def ack(self, **arguments: Any) -> None:
         self.relay.ack(**arguments)

@@ -17,15 +17,16 @@ import torch
 
 from r3channel.errors import DeadlineExceeded, TransportError, UsageError
 from r3channel.transport.base import Rendezvous, Transport, join
+from r3channel.transport.object_store import Mailbox
 from r3channel.transport.process_group import RendezvousStore
 
-BACKENDS = ("loopback", "gloo", "shm")
+BACKENDS = ("loopback", "gloo", "shm", "object_store")
 TIMEOUT_S = 20.0
 Joiner = Callable[..., list[Transport]]
 
 
 @pytest.fixture(params=BACKENDS)
-def rendezvous(request: pytest.FixtureRequest) -> Callable[[int, int, int], Rendezvous]:
+def rendezvous(request: pytest.FixtureRequest) -> Callable[..., Rendezvous]:
     name = uuid.uuid4().hex
     store = RendezvousStore("127.0.0.1") if request.param == "gloo" else None
 
@@ -44,13 +45,19 @@ def rendezvous(request: pytest.FixtureRequest) -> Callable[[int, int, int], Rend
 
 
 @pytest.fixture
-def group(rendezvous: Callable[..., Rendezvous]) -> Iterator[Joiner]:
+def mailbox() -> Mailbox:
+    return Mailbox()
+
+
+@pytest.fixture
+def group(rendezvous: Callable[..., Rendezvous], mailbox: Mailbox) -> Iterator[Joiner]:
     opened: list[Transport] = []
 
     def open_group(size: int = 2, *, epoch: int = 1) -> list[Transport]:
         with ThreadPoolExecutor(size) as pool:
             ranks = [
-                pool.submit(join, rendezvous(rank, size, epoch), timeout_s=TIMEOUT_S) for rank in range(size)
+                pool.submit(join, rendezvous(rank, size, epoch), timeout_s=TIMEOUT_S, mail=mailbox)
+                for rank in range(size)
             ]
             opened.extend(future.result(TIMEOUT_S) for future in ranks)
         return opened[-size:]
@@ -152,9 +159,43 @@ def test_a_peer_that_aborts_is_noticed_before_the_deadline(group: Joiner) -> Non
     assert time.monotonic() - begin < TIMEOUT_S / 2
 
 
-def test_a_join_that_nobody_answers_ends_by_its_deadline(rendezvous: Callable[..., Rendezvous]) -> None:
+def test_a_join_that_nobody_answers_ends_by_its_deadline(
+    rendezvous: Callable[..., Rendezvous], mailbox: Mailbox
+) -> None:
     with pytest.raises(DeadlineExceeded):
-        join(rendezvous(0, 2), timeout_s=1.0)
+        join(rendezvous(0, 2), timeout_s=1.0, mail=mailbox)
+
+
+def test_several_messages_may_be_under_way(group: Joiner) -> None:
+    relay, member = group()
+
+    def send() -> None:
+        for pending in [relay.start_send(1, data(1 << 16, i)) for i in range(4)]:
+            pending.wait(timeout_s=TIMEOUT_S)
+
+    done = in_thread(send)
+    out = [torch.empty(1 << 16, dtype=torch.uint8) for _ in range(4)]
+    for i, pending in enumerate([member.start_recv(0, part) for part in out]):
+        pending.wait(timeout_s=TIMEOUT_S)
+        assert torch.equal(out[i], data(1 << 16, i))
+    done()
+
+
+@pytest.mark.parametrize("side", ["send", "recv"])
+def test_an_abort_with_messages_under_way_frees_the_peer_at_once(group: Joiner, side: str) -> None:
+    relay, member = group()
+    out = torch.zeros(1 << 16, dtype=torch.uint8)
+    started = [member.start_recv(0, out) for _ in range(2)]
+    threading.Timer(0.3, member.abort).start()
+    begin = time.monotonic()
+    with pytest.raises(TransportError):
+        if side == "recv":
+            relay.recv(1, torch.empty(8, dtype=torch.uint8), timeout_s=TIMEOUT_S)
+        for _ in range(8):
+            relay.send(1, data(1 << 16), timeout_s=TIMEOUT_S)
+    assert time.monotonic() - begin < TIMEOUT_S / 2
+    with pytest.raises(TransportError):
+        started[1].wait(timeout_s=TIMEOUT_S)
 
 
 def test_close_and_abort_may_be_repeated(group: Joiner) -> None:

@@ -57,6 +57,9 @@ class TcpControl:
     def ack(self, **arguments: Any) -> None:
         self._call("ack", arguments)
 
+    def mail(self, **arguments: Any) -> Any:
+        raise errors.TransportError("lines of JSON carry no buckets")
+
     def _call(self, call: str, arguments: dict[str, Any]) -> Any:
         self._file.write(json.dumps({"call": call, "arguments": arguments}) + "\n")
         self._file.flush()

@@ -26,6 +26,7 @@ LEVELS = {
             "bearer",
             "clock",
             "metrics",
+            "slot",
         ),
         0,
     ),
@@ -41,7 +42,13 @@ PLACES = {
     "sglang": ("engine/sglang.py", "weights/sglang.py", "embedded/", "bench/scheduler_calls.py"),
     "megatron": ("trainer/megatron.py", "weights/convert.py", "embedded/"),
     "mbridge": ("weights/convert.py", "embedded/"),
-    "ray": ("relay/actor.py", "transport/object_store.py", "integrations/", "bench/relay/"),
+    "ray": (
+        "relay/actor.py",
+        "relay/placement.py",
+        "transport/object_store.py",
+        "integrations/",
+        "bench/relay/",
+    ),
     "torch.distributed": ("transport/", "weights/", "embedded/", "bench/relay/tensor_groups.py"),
     "prometheus_client": ("metrics.py",),
 }

@@ -343,7 +343,9 @@ def test_a_ticket_survives_the_trip_and_is_small() -> None:
     assert len(ticket.to_bytes()) < 800
 
 
-@pytest.mark.parametrize("damage", [b"", b"{}", b'{"ticket":1}', b'{"ticket":2}', b"\x80\x04"])
+@pytest.mark.parametrize(
+    "damage", [b"", b"{}", b'{"ticket":1}', b'{"ticket":2}', b'{"ticket":3}', b"\x80\x04"]
+)
 def test_bytes_that_are_no_ticket_are_refused(damage: bytes) -> None:
     with pytest.raises(TicketMismatch):
         Ticket.from_bytes(damage)

@@ -1,0 +1,69 @@
+"""Who may use this process's part of the trainer's collectives now: the routing of a step, or a weight update. Not both.
+
+Both run collectives and transfers that the framework does not know of, on the same GPUs; two at once can deadlock or stall
+each other. A trainer loop keeps them apart by its order; this makes sure of it, also when an update runs on another thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from r3channel.errors import SlotBusy, UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    kind: str
+    what: str
+    thread: int = field(default_factory=threading.get_ident)
+    since_s: float = field(default_factory=time.monotonic)
+
+
+class Slot:
+    """Uses of one kind may overlap, uses of different kinds wait for each other. Any thread."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._uses: list[_Use] = []
+
+    @contextmanager
+    def use(self, kind: str, what: str, *, timeout_s: float) -> Iterator[None]:
+        """Inside the block no use of another kind is under way.
+
+        Raises `SlotBusy` after `timeout_s`, naming who holds the slot and for how long; `UsageError` at once where this
+        thread itself does.
+        """
+        mine = _Use(kind, what)
+        with self._changed:
+            self._refuse_nesting(mine)
+            if not self._changed.wait_for(lambda: not self._others(kind), timeout=timeout_s):
+                raise SlotBusy(
+                    f"{what} waited {timeout_s:.1f} s for {self._told(kind)}. Does it wait for this one?"
+                )
+            self._uses.append(mine)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._uses.remove(mine)
+                self._changed.notify_all()
+
+    def _others(self, kind: str) -> list[_Use]:
+        return [use for use in self._uses if use.kind != kind]
+
+    def _refuse_nesting(self, mine: _Use) -> None:
+        for use in self._others(mine.kind):
+            if use.thread == mine.thread:
+                raise UsageError(f"{mine.what} inside {use.what}: one would wait for the other for ever")
+
+    def _told(self, kind: str) -> str:
+        now = time.monotonic()
+        return ", ".join(f"{use.what} (for {now - use.since_s:.1f} s)" for use in self._others(kind))
+
+
+PROCESS_SLOT = Slot()
+"""The one that receivers and weight sessions of this process share."""

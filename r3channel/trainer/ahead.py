@@ -1,0 +1,41 @@
+"""A shard that is being received ahead of its step, on a thread of its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+
+import torch
+
+from r3channel.errors import DeadlineExceeded, UsageError
+from r3channel.plan.ticket import Ticket
+
+
+class Ahead:
+    """Started when built; joined once. A daemon thread: a trainer that ends does not wait for it."""
+
+    def __init__(self, ticket: Ticket, receive: Callable[[], torch.Tensor]) -> None:
+        self.ticket = ticket
+        self._done: Future[torch.Tensor] = Future()
+        threading.Thread(target=self._run, args=(receive,), name="r3channel-prefetch", daemon=True).start()
+
+    def join(self, ticket: Ticket, *, timeout_s: float) -> torch.Tensor:
+        """The whole shard, or the error of its transfer. Raises `UsageError` for another step's ticket."""
+        if (ticket.run, ticket.step) != (self.ticket.run, self.ticket.step):
+            raise UsageError(
+                f"receive of step {ticket.step}, but step {self.ticket.step} was prefetched; expected its ticket"
+            )
+        try:
+            return self._done.result(timeout_s)
+        except FutureTimeout as error:
+            raise DeadlineExceeded(
+                f"the prefetch of step {ticket.step} did not end within {timeout_s:.1f} s"
+            ) from error
+
+    def _run(self, receive: Callable[[], torch.Tensor]) -> None:
+        try:
+            self._done.set_result(receive())
+        except BaseException as error:
+            self._done.set_exception(error)

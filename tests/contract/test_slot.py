@@ -1,0 +1,101 @@
+"""A step's routing and a weight update exclude each other: in the slot itself, and in the two that use it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from r3channel import errors
+from r3channel.config import ChannelConfig
+from r3channel.plan.layout import TrainerLayout
+from r3channel.relay.relay import Relay
+from r3channel.slot import PROCESS_SLOT, Slot
+from r3channel.weights.session import WeightSync
+from tests.delivery import LIMIT_S, assignment, check_rows, fill, receivers_of
+from tests.samples import SPEC
+
+
+def test_uses_of_different_kinds_never_overlap_and_those_of_one_kind_may() -> None:
+    slot, inside, seen = Slot(), {"routing": 0, "weights": 0}, set()
+    lock = threading.Lock()
+
+    def user(kind: str) -> None:
+        for _ in range(30):
+            with slot.use(kind, kind, timeout_s=LIMIT_S):
+                with lock:
+                    inside[kind] += 1
+                    seen.add((inside["routing"], inside["weights"]))
+                time.sleep(0.001)
+                with lock:
+                    inside[kind] -= 1
+
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(user, kind) for kind in ("routing", "weights") * 2]:
+            done.result(LIMIT_S)
+    assert not {pair for pair in seen if all(pair)}
+    assert {(2, 0), (0, 2)} & seen
+
+
+def test_a_wait_is_bounded_and_names_the_holder() -> None:
+    slot = Slot()
+    entered, leave = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with slot.use("weights", "the update to weight version 7", timeout_s=1):
+            entered.set()
+            leave.wait(LIMIT_S)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert entered.wait(LIMIT_S)
+    with (
+        pytest.raises(errors.SlotBusy, match=r"step 3 waited 0\.2 s for the update to weight version 7"),
+        slot.use("routing", "step 3", timeout_s=0.2),
+    ):
+        pass
+    leave.set()
+    thread.join(LIMIT_S)
+    with slot.use("routing", "step 3", timeout_s=0.2):
+        pass
+
+
+def test_a_thread_that_would_wait_for_itself_is_refused_at_once() -> None:
+    slot = Slot()
+    with (
+        slot.use("routing", "step 3", timeout_s=LIMIT_S),
+        pytest.raises(errors.UsageError, match="the update inside step 3"),
+        slot.use("weights", "the update", timeout_s=LIMIT_S),
+    ):
+        pass
+
+
+def test_a_receive_waits_for_the_end_of_a_weight_update() -> None:
+    relay = Relay(SPEC, TrainerLayout(dp=1), ChannelConfig(backend="loopback", step_timeout_s=LIMIT_S))
+    fill(relay)
+    ticket = relay.seal(0, assignment(dp=1))
+    with ThreadPoolExecutor(1) as pool, PROCESS_SLOT.use("weights", "an update", timeout_s=LIMIT_S):
+        receiving = pool.submit(receivers_of(relay)[0].receive, ticket)
+        time.sleep(0.3)
+        assert not receiving.done() and relay.metrics.value("r3channel_buckets_total") == 0
+    check_rows(receiving.result(LIMIT_S))
+    relay.close()
+
+
+def test_a_weight_update_waits_for_the_end_of_a_receive() -> None:
+    sync = WeightSync(["http://127.0.0.1:9"], bucket_bytes=1 << 10)
+    read: list[str] = []
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        read.append("begun")
+        yield "w", torch.zeros(4)
+
+    with ThreadPoolExecutor(1) as pool, PROCESS_SLOT.use("routing", "step 3", timeout_s=LIMIT_S):
+        updating = pool.submit(sync.update, tensors(), version=1, timeout_s=0.3)
+        with pytest.raises(errors.SlotBusy, match="step 3"):
+            updating.result(LIMIT_S)
+    assert read == ["begun"]  # drained, because other ranks may be in step with it
