@@ -77,9 +77,9 @@ def test_samples_of_a_case_have_its_tokens_and_differ_from_each_other() -> None:
     assert not np.array_equal(first, second)
 
 
-def test_stock_replies_hold_every_decoder_layer() -> None:
+def test_a_stock_reply_holds_every_decoder_layer() -> None:
     work = Workload(Case(model="deepseek-v3", tokens=600, layout="dp=1"))
-    (reply,) = work.stock_replies(["sample-0"])
+    reply = work.stock_reply("sample-0")
     rows = work.lengths["sample-0"] - 1
     assert len(reply) > rows * work.spec.num_layers * work.spec.top_k * 4 * 4 // 3
 

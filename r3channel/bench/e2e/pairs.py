@@ -66,10 +66,14 @@ def _result(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     def of(name: str, what: str) -> list[float]:
         return [row[name][what] for row in rows]
 
+    def off(what: str) -> list[float]:
+        """The mean of a round's two steps without the channel, which lie on both sides of the one with it, or next to it."""
+        return [(a + b) / 2 for a, b in zip(of("off", what), of("off_again", what), strict=True)]
+
     return {
         "pairs": len(rows),
-        "trainer_cpu_ratio": _ratio(of("on", "cpu_s"), of("off", "cpu_s")),
-        "trainer_wall_ratio": _ratio(of("on", "wall_s"), of("off", "wall_s")),
+        "trainer_cpu_ratio": _ratio(of("on", "cpu_s"), off("cpu_s")),
+        "trainer_wall_ratio": _ratio(of("on", "wall_s"), off("wall_s")),
         "noise_ratio": _ratio(of("off_again", "cpu_s"), of("off", "cpu_s")),
         "step_cpu_ms": {name: median(of(name, "cpu_s")) * 1e3 for name in ("off", "on")},
         "exposed_wait_ms": median(row["exposed_s"] for row in rows) * 1e3,

@@ -22,6 +22,12 @@ class Stages:
         self.wall_s[name] = self.wall_s.get(name, 0.0) + time.monotonic() - wall_s
         self.cpu_s[name] = self.cpu_s.get(name, 0.0) + time.process_time() - cpu_s
 
+    def add(self, other: Stages, *, times: float) -> None:
+        """Take over another's seconds, scaled."""
+        for mine, theirs in ((self.wall_s, other.wall_s), (self.cpu_s, other.cpu_s)):
+            for name, seconds in theirs.items():
+                mine[name] = mine.get(name, 0.0) + times * seconds
+
     def to_dict(self) -> dict[str, dict[str, float]]:
         return {"wall_s": self.wall_s, "cpu_s": self.cpu_s}
 

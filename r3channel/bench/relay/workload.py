@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
@@ -103,9 +102,9 @@ class Workload:
         meta = {"id": sample_id, "finish_reason": {"type": "stop"}, "routed_experts": text}
         return json.dumps({"text": "", "meta_info": meta}).encode()
 
-    def stock_replies(self, sample_ids: Sequence[str]) -> list[bytes]:
-        """SGLang's replies: int32 over all decoder layers, dense ones included."""
-        return [self.reply(name, self._all_layers(self.wide[name])) for name in sample_ids]
+    def stock_reply(self, sample_id: str) -> bytes:
+        """SGLang's reply: int32 over all decoder layers, dense ones included."""
+        return self.reply(sample_id, self._all_layers(self.wide[sample_id]))
 
     def of_rank(self, dp: int) -> list[str]:
         """The samples of a DP rank, micro-batch by micro-batch."""

@@ -30,9 +30,9 @@ _RANK_STAGES = ("wait_relay", "wait_wire", "recv", "verify", "rebroadcast")
 
 
 def config_of(path: str) -> ChannelConfig:
-    """Coalesced: each shard is one bucket."""
-    changes: dict[str, Any] = {"bucket_bytes": 1 << 40} if path.endswith("coalesced") else {}
-    return ChannelConfig(step_timeout_s=60, send_timeout_s=30, join_timeout_s=60, **changes)
+    """The defaults; coalesced: each shard is one bucket."""
+    staging = "coalesced" if path.endswith("coalesced") else "bucketed"
+    return ChannelConfig(step_timeout_s=60, send_timeout_s=30, join_timeout_s=60, staging=staging)
 
 
 class ChannelSending:
@@ -93,7 +93,7 @@ class ChannelSending:
     @property
     def peak_staging_bytes(self) -> int:
         """Most bytes that one DP rank's group had staged, or given to gloo in place, at once."""
-        return max(group["peak_staging_bytes"] for group in self.relay.status()["groups"].values())
+        return self.relay.peak_staging_bytes
 
     def close(self) -> None:
         self.relay.close()

@@ -1,7 +1,7 @@
 """slime's newer shared-filesystem transport, straw-queue. Its files lie in /dev/shm here, which flatters it: no disk, no sync,
 and no network between the two ends.
 
-Per sample one publication, as slime makes one per reply; a rank reads what its cut needs, in row ranges, through one session.
+Per sample one publication, as slime makes one per reply; with DP alone a rank reads its samples whole.
 """
 
 from __future__ import annotations
@@ -48,9 +48,7 @@ class StrawSending:
 
     def prepare(self, stages: Stages, *, whole: bool) -> None:
         if whole:
-            decode_replies(
-                self._work, list(self._work.lengths), stages, narrow=is_narrow(self._path), check=False
-            )
+            decode_replies(self._work, stages, narrow=is_narrow(self._path), check=False)
 
     def deliver(self, start: Start) -> Delivery:
         from straw.tensor import publish_tensors
@@ -85,7 +83,7 @@ class StrawSending:
 
 
 class StrawTaking:
-    """A rank's half: only the rows of its own cut are read."""
+    """A rank's half."""
 
     def __init__(self, held: HeldRows, path: str) -> None:
         self._held, self._inner = held, StoreTaking(held, path)
