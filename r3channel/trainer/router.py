@@ -77,7 +77,7 @@ class RouterCall:
 OUTSIDE = RouterCall(-1, -1, "natural")
 
 Seen = Callable[[torch.Tensor, torch.Tensor], None]
-"""Gets (what the live router would choose, what was handed out), both [rows, K] int64."""
+"""Gets (what the live router would choose, what was handed out), [rows, K], of int32 or int64 each."""
 
 
 @dataclass(slots=True)

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -19,6 +20,21 @@ from r3channel.trainer.mismatch import RoutingAudit
 from r3channel.trainer.router import BoundRouter, Mode, RouterCall, RouterHandle, StepRouting
 
 _ID_DTYPES = (torch.uint8, torch.int16, torch.int32, torch.int64)
+
+
+@cache
+def index_dtype(device: torch.device) -> torch.dtype:
+    """What ids are widened to: int32 where torch gathers and scatters by it, as 2.13.0 does on a CPU, else int64.
+
+    Half the bytes to write per layer. Asked of the device once, because older releases refuse int32 in scatter.
+    """
+    values, index = torch.zeros(1, 1, device=device), torch.zeros(1, 1, dtype=torch.int32, device=device)
+    try:
+        values.gather(1, index)
+        values.scatter(1, index, 1.0)
+    except RuntimeError:
+        return torch.int64
+    return torch.int32
 
 
 class Driver(Protocol):
@@ -210,9 +226,9 @@ class ReplayStep:
             )
         router.call = RouterCall(self.number, self.active.index, name)
         self._check_rows(router, ids, tokens)
-        router.state.target_topk_idx = (
-            ids.long()
-        )  # gather takes int64; only the running layer is ever widened
+        router.state.target_topk_idx = ids.to(
+            index_dtype(ids.device)
+        )  # only the running layer is ever widened
         self._count(router, tokens)
 
     def before_recompute(self, router: BoundRouter, tokens: int) -> None:
@@ -225,7 +241,7 @@ class ReplayStep:
         router.call = RouterCall(self.number, router.waiting.popleft(), "recompute")
         entries = router.state.replay_backward_list
         self._check_rows(router, entries[0], tokens)
-        entries[0] = entries[0].long()
+        entries[0] = entries[0].to(index_dtype(entries[0].device))
         self._count(router, tokens)
 
     def _check_rows(self, router: BoundRouter, ids: torch.Tensor, tokens: int) -> None:

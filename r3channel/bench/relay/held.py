@@ -87,7 +87,7 @@ class HeldRows:
 class Router:
     """Takes rows as Megatron's gather does: int32 and int64 as they are, narrower ids widened into one reused buffer.
 
-    Ours become int64, because that is what `ReplayDriver` makes of them; a peer's narrow ids become int32, which is less work.
+    Ours become what `ReplayDriver` makes of them on this machine, a peer's narrow ids int32, which is never more work.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:

@@ -21,6 +21,7 @@ from r3channel.relay.ingest import frame_bytes_of
 from r3channel.relay.relay import Relay
 from r3channel.trainer.receiver import Control, Receiver
 from r3channel.trainer.shard import RankShard
+from r3channel.trainer.step import index_dtype
 from r3channel.transport.tensor_parallel import TensorParallelFanout
 
 _PLACED_S = 60.0
@@ -107,7 +108,7 @@ class ChannelTaking:
         self._receiver = Receiver(
             control, spec=case.spec, layout=case.trainer, coords=coords, config=config_of(path), fanout=fanout
         )
-        self._router = Router(torch.int64)
+        self._router = Router(index_dtype(torch.device("cpu")))
         self._shard: RankShard | None = None
         self._receiver.join()
 
