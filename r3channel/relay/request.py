@@ -79,7 +79,7 @@ class Request:
     headers: dict[str, str]
     keep_alive: bool
     ahead: bytes
-    """What was received of the body already."""
+    """What was received behind the head already."""
 
     @property
     def content_length(self) -> int | None:
@@ -94,11 +94,15 @@ class Link:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._http = h11.Connection(h11.SERVER)
+        self._ahead = b""
+        """Received behind the body of the last request."""
 
     def next_request(self, *, timeout_s: float) -> Request | None:
         """None when the peer has closed. Raises `h11.RemoteProtocolError` for what is no HTTP, `TimeoutError`, `OSError`."""
         self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
         deadline_s = time.monotonic() + timeout_s
+        if self._ahead:
+            self._http.receive_data(self._ahead)
         while (event := self._http.next_event()) is h11.NEED_DATA:
             _set_deadline(self._sock, deadline_s)
             self._http.receive_data(self._sock.recv(_SMALL_BYTES))
@@ -114,13 +118,13 @@ class Link:
         )
 
     def body(self, request: Request, *, timeout_s: float) -> Body:
-        """The body, whose length is known and allowed. What lies behind it on the connection is not read."""
+        """The body, whose length is known and allowed."""
         if self._http.they_are_waiting_for_100_continue:
             self._send(h11.InformationalResponse(status_code=100, headers=[]))
         length = request.content_length or 0
-        return Body(
-            length, length, self._sock, memoryview(request.ahead)[:length], time.monotonic() + timeout_s
-        )
+        self._ahead = request.ahead[length:]
+        ahead = memoryview(request.ahead)[:length]
+        return Body(length, length, self._sock, ahead, time.monotonic() + timeout_s)
 
     def answer(self, status: int, text: str, *, close: bool) -> None:
         body = text.encode()
