@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
@@ -107,7 +108,7 @@ class IngestServer:
             except OSError as error:
                 if not self._closed:
                     log.warning("r3channel: the ingest cannot accept a connection: %s", error)
-                    threading.Event().wait(0.1)  # out of file descriptors: a moment later there may be one
+                    time.sleep(0.1)  # out of file descriptors: a moment later there may be one
                 continue
             self._admit(connection)
 

@@ -274,7 +274,7 @@ class Intake:
                 self._inbox.check_free(claim.sample_id, unless_held=claim.adds_turn)
                 whole = data if isinstance(kept, str) else kept
                 self._recorder.keep(claim.sample_id, bytes(whole), claim.tokens)
-            keep(sample, kept, _frozen(claim.tokens))
+            keep(sample, kept, frozen(claim.tokens))
         if claim.adds_turn:
             self._let_go(claim.arrived)
         self._failed.pop(claim.sample_id, None)
@@ -292,7 +292,7 @@ class Intake:
         held_rows = held.sample.tokens - 1
         check_adjoins(held_rows=held_rows, first_row=turn.first_row, where=where)
         self._check_fit(claim, turn, held_rows=held_rows)
-        if not np.array_equal(_frozen(claim.tokens[:held_rows]), held.tokens[:held_rows]):
+        if not np.array_equal(frozen(claim.tokens[:held_rows]), held.tokens[:held_rows]):
             raise TokensChanged(
                 f"{where}: the first {held_rows} tokens differ from those that the held rows were made for; expected the same. "
                 "Was the conversation tokenized anew? Append token ids, not text"
@@ -393,7 +393,7 @@ class Intake:
         self._metrics.inc("r3channel_rejected_total", reason=error.reason)
 
 
-def _frozen(tokens: Sequence[int] | Ids) -> Ids:
+def frozen(tokens: Sequence[int] | Ids) -> Ids:
     """A copy as int32 that the caller cannot change."""
     if isinstance(tokens, np.ndarray | range):
         return np.array(tokens, dtype=np.int32)

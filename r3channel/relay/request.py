@@ -9,6 +9,7 @@ from __future__ import annotations
 import socket
 import time
 from dataclasses import dataclass
+from http import HTTPStatus
 
 import h11
 
@@ -120,17 +121,19 @@ class Link:
     def body(self, request: Request, *, timeout_s: float) -> Body:
         """The body, whose length is known and allowed."""
         if self._http.they_are_waiting_for_100_continue:
-            self._send(h11.InformationalResponse(status_code=100, headers=[]))
+            self._send(b"HTTP/1.1 100 Continue\r\n\r\n")
         length = request.content_length or 0
         self._ahead = request.ahead[length:]
         ahead = memoryview(request.ahead)[:length]
         return Body(length, length, self._sock, ahead, time.monotonic() + timeout_s)
 
     def answer(self, status: int, text: str, *, close: bool) -> None:
-        body = text.encode()
-        headers = [("Content-Type", "text/plain; charset=utf-8"), ("Content-Length", str(len(body)))]
-        headers += [("Connection", "close")] if close else []
-        self._send(h11.Response(status_code=status, headers=headers), h11.Data(data=body), h11.EndOfMessage())
+        body, end = text.encode(), "Connection: close\r\n" if close else ""
+        self._send(
+            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: text/plain; charset=utf-8\r\n"
+            f"Content-Length: {len(body)}\r\n{end}\r\n".encode()
+            + body
+        )
 
     def linger(self) -> None:
         """Take what the peer is still sending, for a moment, so that it reads the answer and not a reset."""
@@ -140,9 +143,9 @@ class Link:
         while self._sock.recv(1 << 16):
             _set_deadline(self._sock, deadline_s)
 
-    def _send(self, *events: h11.Event) -> None:
+    def _send(self, data: bytes) -> None:
         self._sock.settimeout(_SEND_TIMEOUT_S)
-        self._sock.sendall(b"".join(self._http.send(event) or b"" for event in events))
+        self._sock.sendall(data)
 
 
 def _set_deadline(sock: socket.socket, deadline_s: float) -> None:
