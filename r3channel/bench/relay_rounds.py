@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,10 @@ from r3channel.spec import RoutingSpec
 from r3channel.wire.frame import sample_key
 
 SPEC = RoutingSpec(num_layers=48, moe_layers=tuple(range(48)), num_experts=128, top_k=8)
-WAYS = ("stock", "inband", "direct")
-"""int32 of all layers as SGLang sends it, read with numpy; our frame in the JSON; our frame past it."""
+WAYS = ("off", "stock", "inband", "direct")
+"""A reply without routing, fetched and parsed: what every reply costs, with us or without; int32 of all layers as SGLang sends
+it, read with numpy; our frame in the JSON; our frame past it."""
+PLACED = ("inband", "direct")
 _START_TIMEOUT_S = 60.0
 _SETTLE_S = 60.0
 
@@ -63,9 +65,8 @@ async def _rounds(
                 start_s = time.process_time()
                 for name in names:
                     await _fetch(session, f"{engine}/{way}?rid={name}", relay, name, tokens)
-                if way != "stock":
-                    await _until(lambda: not relay.status()["waiting"])
-                    await _place(relay, names, step=number * len(WAYS) + WAYS.index(way))
+                if way in PLACED:
+                    _place(relay, names, step=number * len(WAYS) + WAYS.index(way))
                 spent_s = time.process_time() - start_s
                 seen[way] += [spent_s / (samples * rows) * 1e6] if number else []
     return seen
@@ -74,26 +75,23 @@ async def _rounds(
 async def _fetch(session: Any, url: str, relay: Relay, name: str, tokens: list[int]) -> None:
     async with session.get(url) as reply:
         body = await reply.read()
-    if "/stock" not in url:
+    if "/stock" not in url and "/off" not in url:
         relay.add_body(name, body, tokens)
         return
     values = json.loads(body)
+    if "/off" in url:
+        return
     raw = base64.b64decode(values["meta_info"]["routed_experts"])
     np.frombuffer(raw, np.int32).reshape(-1, SPEC.num_layers, SPEC.top_k)
 
 
-async def _place(relay: Relay, names: list[str], *, step: int) -> None:
-    """Seal, wait until the shard is ready, and acknowledge it as a trainer would."""
+def _place(relay: Relay, names: list[str], *, step: int) -> None:
+    """Seal, wait until the shard is ready, and acknowledge it as a trainer would. Waits without looking again and again."""
     ticket = relay.seal(step, Assignment.given([[[name] for name in names]]))
-    await _until(lambda: relay.status()["steps"][step]["state"] == "PLACED")
+    with relay._changed:
+        placed = relay._changed.wait_for(lambda: bool(relay._steps[step].buffers), timeout=_SETTLE_S)
+    assert placed, "the step was not placed"
     relay.ack(run=ticket.run, step=step, dp=0, pp=0)
-
-
-async def _until(done: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + _SETTLE_S
-    while not done():
-        assert time.monotonic() < deadline_s, "a frame did not arrive, or was not placed"
-        await asyncio.sleep(0.002)
 
 
 # -- the engine's end ------------------------------------------------------------------------------------------------------
@@ -132,7 +130,7 @@ class _Replies:
         self.outlets = {"inband": Outlet(EngineConfig(), hello), "direct": Outlet(direct, hello)}
 
     def answer(self, way: str, request_id: str) -> bytes:
-        text = self.stock if way == "stock" else self._ours(way, request_id)
+        text = "" if way == "off" else self.stock if way == "stock" else self._ours(way, request_id)
         meta = {"id": request_id, "finish_reason": {"type": "length"}, "routed_experts": text}
         return json.dumps({"output_ids": list(range(len(self.ids_TLK))), "meta_info": meta}).encode()
 

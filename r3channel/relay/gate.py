@@ -17,6 +17,7 @@ from r3channel.relay.ingest import frame_bytes_of, verify_frame
 from r3channel.relay.intake import Intake
 from r3channel.wire.frame import FRAME_MAGIC
 from r3channel.wire.hello import Hello
+from r3channel.wire.receipt import Source
 
 if TYPE_CHECKING:
     from r3channel.relay.http import IngestServer
@@ -90,5 +91,5 @@ class Gate:
     def has_room(self, nbytes: int) -> bool:
         return self._intake.has_room(nbytes)
 
-    def deliver(self, body: memoryview) -> None:
-        self._intake.deliver(body)
+    def deliver(self, boot_id: int, count: int, body: Source) -> None:
+        self._intake.deliver(boot_id, count, body)

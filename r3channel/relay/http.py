@@ -6,34 +6,43 @@
                                                409 engine unknown: say hello; 503 no room: come again
                                                424 a shared prompt's rows are not here: send them again
 
-One thread runs the event loop, others verify, so that a large body holds up nobody. It binds the interface it is told, the
-loopback one by default. Plain HTTP: on any other interface it belongs on a private network.
+A thread per connection (an engine keeps one), of which a few at a time read and verify bodies, without the interpreter's lock.
+It binds the interface it is told, the loopback one by default. Plain HTTP: on any other interface it belongs on a private
+network.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
+import socket
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
 
 from r3channel.bearer import authorises
 from r3channel.errors import PrefixMissing, R3Error, StoreFull, UsageError
-from r3channel.relay.memory import BufferPool
 from r3channel.wire.hello import MAX_HELLO_BYTES, Hello
-from r3channel.wire.receipt import read_parcel
+from r3channel.wire.receipt import Source, open_parcel
+
+try:
+    import h11
+
+    from r3channel.relay.request import Body, Link, Request
+except ImportError as error:
+    raise UsageError('the ingest of direct delivery needs h11: pip install "r3channel[direct]"') from error
 
 log = logging.getLogger(__name__)
 
-_READ_BYTES = 1 << 20
-"""aiohttp's read buffer: at 64 KiB, its default, the same body costs 2.5 times the CPU (notes: wire measurements)."""
 _BODIES_AT_ONCE = 4
 _BODY_TIMEOUT_S = 60.0
-_START_TIMEOUT_S = 30.0
-_VERIFIERS = 2
-_IDLE_S = 60.0
+_MAX_CONNECTIONS = 256
+"""More are closed at once; engines come again."""
+_FIRST_HEAD_S = 10.0
+_IDLE_S = 75.0
+"""Longest pause between two requests of a connection that has shown the token."""
+_BACKLOG = 128
 
 
 class Door(Protocol):
@@ -45,141 +54,173 @@ class Door(Protocol):
 
     def has_room(self, nbytes: int) -> bool: ...
 
-    def deliver(self, body: memoryview) -> None: ...
+    def deliver(self, boot_id: int, count: int, body: Source) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    status: int
+    text: str
+    close: bool = False
+    """A body that was not read must not be taken for the next request."""
 
 
 class IngestServer:
-    """STARTING -> SERVING -> CLOSED. The constructor returns once the port is bound."""
+    """SERVING -> CLOSED. The constructor returns once the port is bound, or raises `UsageError`."""
 
     def __init__(self, door: Door, *, token: str, host: str, port: int, max_body_bytes: int) -> None:
-        try:
-            from aiohttp import web
-        except ImportError as error:
-            raise UsageError(
-                'the ingest of direct delivery needs aiohttp: pip install "r3channel[direct]"'
-            ) from error
-        self._web: Any = web
         self._door, self._token = door, token
-        self._max_body_bytes = max_body_bytes
-        self._buffers = BufferPool(memory_bytes=_BODIES_AT_ONCE * max_body_bytes)
-        self._pool = ThreadPoolExecutor(_VERIFIERS, thread_name_prefix="r3channel-verify")
-        self._loop = asyncio.new_event_loop()
-        self._runner: Any = None
-        self._stop = asyncio.Event()
-        self._started: threading.Event = threading.Event()
-        self._error: BaseException | None = None
-        self.url = ""
+        self._limits = {"/v1/hello": MAX_HELLO_BYTES, "/v1/frames": max_body_bytes}
+        self._bodies = threading.Semaphore(_BODIES_AT_ONCE)
+        self._lock = threading.Lock()
+        self._open: dict[socket.socket, threading.Thread] = {}
+        self._closed = False
+        try:
+            self._listener = _listen(host, port)
+        except OSError as error:
+            raise UsageError(f"the ingest cannot listen on {host}:{port}: {error}") from error
+        address, bound = self._listener.getsockname()[:2]
+        self.url = f"http://{f'[{address}]' if ':' in address else address}:{bound}"
         """Base address; what engines get as R3CHANNEL_RELAY_URL."""
-        self._thread = threading.Thread(
-            target=self._run, args=(host, port), name="r3channel-ingest", daemon=True
-        )
+        self._thread = threading.Thread(target=self._accept, name="r3channel-ingest", daemon=True)
         self._thread.start()
-        if not self._started.wait(_START_TIMEOUT_S) or self._error is not None:
-            raise UsageError(f"the ingest cannot listen on {host}:{port}: {self._error}") from self._error
 
     def close(self, *, timeout_s: float = 10.0) -> None:
         """Stop listening; requests under way are cut. Idempotent."""
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(timeout_s)
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            self._closed = True
+            for connection in self._open:
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+            threads = [self._thread, *self._open.values()]
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        self._listener.close()
+        for thread in threads:
+            thread.join(timeout_s)
 
-    # -- the thread ------------------------------------------------------------------------------------------------
+    # -- connections -----------------------------------------------------------------------------------------------
 
-    def _run(self, host: str, port: int) -> None:
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError as error:
+                if not self._closed:
+                    log.warning("r3channel: the ingest cannot accept a connection: %s", error)
+                    time.sleep(0.1)  # out of file descriptors: a moment later there may be one
+                continue
+            self._admit(connection)
+
+    def _admit(self, connection: socket.socket) -> None:
+        thread = threading.Thread(
+            target=self._serve, args=(connection,), name="r3channel-ingest-one", daemon=True
+        )
+        with self._lock:
+            if self._closed or len(self._open) >= _MAX_CONNECTIONS:
+                connection.close()
+                return
+            self._open[connection] = thread
+            thread.start()
+
+    def _serve(self, connection: socket.socket) -> None:
         try:
-            self._loop.run_until_complete(self._serve(host, port))
-        except BaseException as error:
-            self._error = error
+            with connection:
+                self._converse(Link(connection))
+        except OSError:  # it went away, or was silent for too long; an engine comes again
+            pass
+        except Exception:
+            log.exception("r3channel: a connection of the ingest failed")
         finally:
-            self._started.set()
-            self._loop.close()
+            with self._lock:
+                del self._open[connection]
 
-    async def _serve(self, host: str, port: int) -> None:
-        web = self._web
-        self._bodies = asyncio.Semaphore(_BODIES_AT_ONCE)
-        app = web.Application()
-        app.router.add_post("/v1/hello", self._guarded(self._hello, limit=MAX_HELLO_BYTES))
-        app.router.add_post("/v1/frames", self._guarded(self._frames, limit=self._max_body_bytes))
-        self._runner = web.AppRunner(app, access_log=None, read_bufsize=_READ_BYTES, shutdown_timeout=0.5)
-        await self._runner.setup()
+    def _converse(self, link: Link) -> None:
+        patience_s = _FIRST_HEAD_S
+        while (request := self._next(link, timeout_s=patience_s)) is not None:
+            answer = self._refusal(request) or self._take(link, request)
+            close = answer.close or not request.keep_alive
+            link.answer(answer.status, answer.text, close=close)
+            if close:
+                link.linger()
+                return
+            patience_s = _IDLE_S
+
+    def _next(self, link: Link, *, timeout_s: float) -> Request | None:
         try:
-            site = web.TCPSite(self._runner, host, port)
-            await site.start()
-            bound = self._runner.addresses[0]
-            self.url = f"http://{f'[{bound[0]}]' if ':' in bound[0] else bound[0]}:{bound[1]}"
-            self._started.set()
-            await self._stop.wait()
-        finally:
-            await self._runner.cleanup()
+            return link.next_request(timeout_s=timeout_s)
+        except h11.RemoteProtocolError as error:
+            link.answer(error.error_status_hint, str(error), close=True)
+            link.linger()
+            return None
 
-    def _guarded(self, handler: Callable[[memoryview], Any], *, limit: int) -> Callable[[Any], Any]:
+    # -- requests --------------------------------------------------------------------------------------------------
+
+    def _refusal(self, request: Request) -> _Answer | None:
         """Token and size are judged before a byte of the body is read."""
+        if not authorises(request.headers.get("authorization"), self._token):
+            return _Answer(401, "the bearer token is missing or another one", close=True)
+        limit = self._limits.get(request.path)
+        if limit is None:
+            return _Answer(404, f"expected one of {sorted(self._limits)}", close=True)
+        if request.method != "POST":
+            return _Answer(405, "expected POST", close=True)
+        if request.content_length is None:
+            return _Answer(411, "Content-Length is missing", close=True)
+        if request.content_length > limit:
+            return _Answer(413, f"{request.content_length} bytes, at most {limit}", close=True)
+        return None
 
-        async def handle(request: Any) -> Any:
-            if not authorises(request.headers.get("Authorization"), self._token):
-                return self._answer(401, "the bearer token is missing or another one", close=True)
-            if request.content_length is None:
-                return self._answer(411, "Content-Length is missing", close=True)
-            if request.content_length > limit:
-                return self._answer(413, f"{request.content_length} bytes, at most {limit}", close=True)
-            async with self._bodies:
-                return await self._handle(request, handler)
-
-        return handle
-
-    async def _handle(self, request: Any, handler: Callable[[memoryview], Any]) -> Any:
+    def _take(self, link: Link, request: Request) -> _Answer:
+        if not self._bodies.acquire(timeout=_BODY_TIMEOUT_S):
+            return _Answer(503, "busy with other bodies", close=True)
         try:
-            async with asyncio.timeout(_BODY_TIMEOUT_S):
-                body = await self._read(request)
+            body = link.body(request, timeout_s=_BODY_TIMEOUT_S)
+            answer = self._judge(request, body)
+            body.skip()  # an engine in the middle of a body does not read an answer
+            return answer
         except TimeoutError:
-            return self._answer(408, f"the body did not come within {_BODY_TIMEOUT_S:g} s", close=True)
-        except StoreFull as error:
-            return self._answer(503, str(error), close=True)
+            return _Answer(408, f"the body did not come within {_BODY_TIMEOUT_S:g} s", close=True)
+        finally:
+            self._bodies.release()
+
+    def _judge(self, request: Request, body: Body) -> _Answer:
         try:
-            return await handler(body)
+            return self._hello(body) if request.path == "/v1/hello" else self._frames(body)
+        except PrefixMissing as error:
+            return _Answer(424, str(error))
+        except StoreFull as error:
+            return _Answer(503, str(error))
         except R3Error as error:
-            return self._answer(400, str(error))
+            return _Answer(400, str(error))
+        except OSError:
+            raise
         except Exception:
             log.exception("r3channel: the ingest failed on a request")
-            return self._answer(500, "the relay failed; its log says why")
+            return _Answer(500, "the relay failed; its log says why")
 
-    async def _hello(self, body: memoryview) -> Any:
-        hello, rest = Hello.split(bytes(body))
+    def _hello(self, body: Body) -> _Answer:
+        data = bytearray(body.nbytes)
+        body.fill(memoryview(data))
+        hello, rest = Hello.split(bytes(data))
         if hello is None or rest:
-            return self._answer(400, "the body is no hello")
+            return _Answer(400, "the body is no hello")
         try:
             self._door.greet(hello)
         except R3Error as error:
-            return self._answer(422, str(error))
-        return self._answer(200, "welcome")
+            return _Answer(422, str(error))
+        return _Answer(200, "welcome")
 
-    async def _frames(self, body: memoryview) -> Any:
-        boot_id, _ = read_parcel(body)
+    def _frames(self, body: Body) -> _Answer:
+        boot_id, count = open_parcel(body)
         if not self._door.knows(boot_id):
-            return self._answer(409, "this engine has not said hello, or its hello was refused")
-        if not self._door.has_room(len(body)):
-            return self._answer(503, "no room for more frames: unclaimed, or not delivered yet")
-        try:
-            await self._loop.run_in_executor(self._pool, self._door.deliver, body)
-        except PrefixMissing as error:
-            return self._answer(424, str(error))
-        except StoreFull as error:
-            return self._answer(503, str(error))
-        return self._answer(200, "taken")
+            return _Answer(409, "this engine has not said hello, or its hello was refused")
+        if not self._door.has_room(body.nbytes):
+            return _Answer(503, "no room for more frames: unclaimed, or not delivered yet")
+        self._door.deliver(boot_id, count, body)
+        return _Answer(200, "taken")
 
-    async def _read(self, request: Any) -> memoryview:
-        """The body, whose length has been bounded, in a buffer that is used again when nothing refers to it."""
-        self._buffers.trim(idle_s=_IDLE_S)
-        body = self._buffers.take(request.content_length).data
-        at = 0
-        async for part in request.content.iter_any():
-            body[at : at + len(part)] = part
-            at += len(part)
-        return body[:at]
 
-    def _answer(self, status: int, text: str, *, close: bool = False) -> Any:
-        response = self._web.Response(status=status, text=text)
-        if close:  # an unread body must not be taken for the next request
-            response.force_close()
-        return response
+def _listen(host: str, port: int) -> socket.socket:
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(address[:2], family=family, backlog=_BACKLOG)

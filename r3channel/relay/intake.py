@@ -12,11 +12,9 @@ from __future__ import annotations
 import struct
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from itertools import count
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -24,9 +22,7 @@ import numpy as np
 from r3channel.config import ChannelConfig
 from r3channel.errors import (
     FrameMissing,
-    PrefixMissing,
     R3Error,
-    ReceiptInvalid,
     RoutingError,
     RoutingMissing,
     SampleTwice,
@@ -36,6 +32,8 @@ from r3channel.errors import (
 from r3channel.metrics import Metrics, StageClock
 from r3channel.plan.ticket import TicketSample
 from r3channel.recording import Recorder
+from r3channel.relay.arrival import Arrived
+from r3channel.relay.awaited import Awaited
 from r3channel.relay.engines import EngineRegistry
 from r3channel.relay.inbox import Frames, Inbox
 from r3channel.relay.ingest import (
@@ -45,52 +43,18 @@ from r3channel.relay.ingest import (
     invalid_ranges,
     key_of,
     receipt_in,
-    verify_arrival,
     verify_frame,
 )
-from r3channel.relay.prefixes import PrefixShelf, is_prefix, prefix_of
+from r3channel.relay.landing import Landed, Landing
+from r3channel.relay.prefixes import PrefixShelf
 from r3channel.relay.reply import split_reply
 from r3channel.relay.splice import check_adjoins, join_frames
 from r3channel.relay.store import FrameStore
+from r3channel.relay.unclaimed import Unclaimed
 from r3channel.routing import Ids
 from r3channel.spec import RoutingSpec
 from r3channel.wire.frame import Frame, open_verified
-from r3channel.wire.receipt import FrameName, Receipt, read_parcel
-
-_REMEMBERED = 1 << 16
-"""Names of frames that were claimed, so that one that is sent again is known."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Arrived:
-    """A frame of which all has been checked that does not need its reply."""
-
-    frame: Frame
-    data: bytes | memoryview
-    key: str = ""
-    """Where the bytes lie in the store; empty when they do not."""
-
-
-@dataclass
-class _Claim:
-    """One reply of a sample, waiting for its frame or for the turn before it."""
-
-    sample_id: str
-    tokens: Sequence[int] | Ids
-    engine: str
-    key: int | None
-    adds_turn: bool
-    receipt: Receipt | None
-    since_s: float = field(default_factory=time.monotonic)
-    arrived: _Arrived | None = None
-    error: R3Error | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Unclaimed:
-    frame: _Arrived | RoutingError
-    nbytes: int
-    since_s: float
+from r3channel.wire.receipt import FrameName, Receipt, Source
 
 
 class Intake:
@@ -112,15 +76,15 @@ class Intake:
         self._spec, self._config, self._engines = spec, config, engines
         self._store, self._inbox = store, inbox
         self._clock, self._metrics, self._recorder = clock, metrics, recorder
-        self._claims: dict[str, deque[_Claim]] = {}
+        self._claims: dict[str, deque[Awaited]] = {}
         self._failed: dict[str, R3Error] = {}
-        self._by_name: dict[FrameName, _Claim] = {}
-        self._unclaimed: dict[FrameName, _Unclaimed] = {}
-        self._unclaimed_bytes = 0
-        self._settled: OrderedDict[FrameName, None] = OrderedDict()
+        self._by_name: dict[FrameName, Awaited] = {}
+        self._unclaimed = Unclaimed()
         self._prefixes = PrefixShelf(spec, max_bytes=config.prefix_bytes)
+        self._landing = Landing(
+            spec, store=store, prefixes=self._prefixes, clock=clock, invalid_rows=config.invalid_rows
+        )
         self._make_room = make_room
-        self._copies = count()
         self._changed = threading.Condition(threading.RLock())
 
     # -- replies ---------------------------------------------------------------------------------------------------
@@ -137,7 +101,7 @@ class Intake:
         """Take a reply. None when it holds a receipt whose frame has not come or was verified when it came."""
         with self._rejections():
             data = frame_bytes_of(reply, sample_id=sample_id, engine=engine)
-            claim = _Claim(sample_id, tokens, engine, key_of(reply), adds_turn, receipt_in(data))
+            claim = Awaited(sample_id, tokens, engine, key_of(reply), adds_turn, receipt_in(data))
             return self._settle(claim, data)
 
     def add_body(
@@ -161,7 +125,7 @@ class Intake:
             if not data:
                 data = frame_bytes_of(reply, sample_id=sample_id, engine=engine)
             whole = tokens(reply) if callable(tokens) else tokens
-            self._settle(_Claim(sample_id, whole, engine, key_of(reply), adds_turn, receipt_in(data)), data)
+            self._settle(Awaited(sample_id, whole, engine, key_of(reply), adds_turn, receipt_in(data)), data)
             return reply
 
     def add_frame(
@@ -169,14 +133,14 @@ class Intake:
     ) -> Verified | None:
         """As `add`, for a frame that is in hand."""
         with self._rejections():
-            return self._settle(_Claim(sample_id, tokens, engine, None, adds_turn, None), data)
+            return self._settle(Awaited(sample_id, tokens, engine, None, adds_turn, None), data)
 
-    def _settle(self, claim: _Claim, data: bytes) -> Verified | None:
+    def _settle(self, claim: Awaited, data: bytes) -> Verified | None:
         verified = None
         if claim.receipt is None:
             with self._clock.span("verify"):
                 verified = self._verify(claim, data)
-            claim.arrived = _Arrived(verified.frame, data)
+            claim.arrived = Arrived(verified.frame, data)
         self._make_room(len(data) + 4 * len(claim.tokens))
         with self._changed:
             self._queue(claim)
@@ -186,7 +150,7 @@ class Intake:
                 raise claim.error
         return verified
 
-    def _verify(self, claim: _Claim, data: bytes) -> Verified:
+    def _verify(self, claim: Awaited, data: bytes) -> Verified:
         return verify_frame(
             data,
             spec=self._spec,
@@ -198,7 +162,7 @@ class Intake:
             invalid_rows=self._config.invalid_rows,
         )
 
-    def _queue(self, claim: _Claim) -> None:
+    def _queue(self, claim: Awaited) -> None:
         known = self._inbox.held(claim.sample_id) is not None or claim.sample_id in self._claims
         if known and not claim.adds_turn:
             raise SampleTwice(f"sample {claim.sample_id} was added twice; was a request retried?")
@@ -210,126 +174,75 @@ class Intake:
             self._claim(claim, claim.receipt)
         self._claims.setdefault(claim.sample_id, deque()).append(claim)
 
-    def _claim(self, claim: _Claim, receipt: Receipt) -> None:
-        if claim.key is not None and receipt.sample_key != claim.key:
-            raise ReceiptInvalid(
-                f"sample {claim.sample_id} from engine {claim.engine}: the receipt is for request key "
-                f"{receipt.sample_key:#x}, the reply for {claim.key:#x}; were replies swapped?"
-            )
-        waiting = self._unclaimed.pop(receipt.name, None)
-        if waiting is None:
+    def _claim(self, claim: Awaited, receipt: Receipt) -> None:
+        claim.check_receipt(receipt)
+        frame = self._unclaimed.claim(receipt.name)
+        if frame is None:
             self._by_name[receipt.name] = claim
-            return
-        self._unclaimed_bytes -= waiting.nbytes
-        self._remember(receipt.name)
-        self._give(claim, waiting.frame)
+        else:
+            claim.give(frame)
 
     # -- frames that come directly ---------------------------------------------------------------------------------
 
     def has_room(self, nbytes: int) -> bool:
         """May engines send so much more, or must they wait until replies claim what is here, or steps are delivered?"""
-        if self._unclaimed_bytes >= self._config.unclaimed_bytes:
+        if self._unclaimed.nbytes >= self._config.unclaimed_bytes:
             self.expire()
-        return self._unclaimed_bytes < self._config.unclaimed_bytes and self._store.wait_room(nbytes)
+        return self._unclaimed.nbytes < self._config.unclaimed_bytes and self._store.wait_room(nbytes)
 
-    def deliver(self, body: bytes | bytearray | memoryview) -> None:
-        """Take a parcel. Repeating it does no harm; a bad frame in it is told to the reply that claims it.
+    def deliver(self, boot_id: int, count: int, body: Source) -> None:
+        """Take an opened parcel of `count` frames. Repeating it does no harm; a bad frame is told to the reply that claims it.
 
         Raises ReceiptInvalid when it is no parcel, PrefixMissing when rows that its frames share are not here (then nothing is
-        taken), StoreFull when there is no room for all of it (then send it again).
+        taken), StoreFull when there is no room for all of it (then send it again), and what `body` raises.
         """
-        boot_id, entries = read_parcel(body)
         engine = self._engines.name_of(boot_id)
-        self._metrics.inc("r3channel_bytes_total", len(body), leg="engine_direct")
-        frames = [(serial, data) for serial, data in entries if not is_prefix(data)]
-        for _, data in entries:
-            if is_prefix(data):
-                self._prefixes.put(data, engine=engine)
-        self._check_prefixes(frames, engine=engine)
-        for serial, data in frames:
-            self._take_frame((boot_id, serial), data, engine=engine)
-
-    def _check_prefixes(self, frames: Sequence[tuple[int, memoryview]], *, engine: str) -> None:
-        for serial, data in frames:
-            digest = None
-            with suppress(RoutingError):  # a damaged frame is told to its reply
-                digest = prefix_of(data, spec=self._spec, engine=engine)
-            if digest is not None and self._prefixes.get(digest) is None:
-                raise PrefixMissing(
-                    f"frame {serial} from engine {engine} shares rows of prefix {digest.hex()}, which is not here; evicted, or "
-                    "sent to another relay?"
-                )
-
-    def _take_frame(self, name: FrameName, data: memoryview, *, engine: str) -> None:
-        with self._changed:
-            if name in self._settled or name in self._unclaimed:
-                return
-        frame: _Arrived | RoutingError
+        self._metrics.inc("r3channel_bytes_total", body.left, leg="engine_direct")
+        landed = self._landing.read(boot_id, count, body, engine=engine, wanted=self._wants)
         try:
-            with self._clock.span("verify"):
-                frame = self._verify_arrival(data, engine=engine, serial=name[1])
-            frame = self._store_early(name, frame)
+            while landed:
+                self._take_frame(landed.pop(0), engine=engine)
+        finally:
+            for one in landed:
+                self._landing.let_go(one)
+
+    def _wants(self, name: FrameName) -> bool:
+        with self._changed:
+            return not self._unclaimed.knows(name)
+
+    def _take_frame(self, landed: Landed, *, engine: str) -> None:
+        frame: Arrived | RoutingError
+        try:
+            frame = self._landing.verify(landed, engine=engine)
         except RoutingError as error:
             frame = error
         with self._changed:
-            self._arrive(name, frame, nbytes=len(data))
+            self._arrive(landed.name, frame, nbytes=len(landed.data))
 
-    def _store_early(self, name: FrameName, arrived: _Arrived) -> _Arrived:
-        """Into the store before its reply is known: the parcel's memory is free for the next one."""
-        key = f"frame {name[0]:x}/{name[1]}/{next(self._copies)}"  # a parcel that is sent twice may be taken twice at once
-        with self._clock.span("ingest"):
-            self._store.put(key, arrived.data)
-            data = self._store.get(key)
-        frame = open_verified(data, spec=self._spec, payload_hash=arrived.frame.payload_hash)
-        return _Arrived(frame, data, key)
-
-    def _verify_arrival(self, data: memoryview, *, engine: str, serial: int) -> _Arrived:
-        frame, whole = verify_arrival(
-            data,
-            spec=self._spec,
-            engine=engine,
-            serial=serial,
-            invalid_rows=self._config.invalid_rows,
-            lookup=self._prefixes.get,
-        )
-        return _Arrived(frame, whole)
-
-    def _arrive(self, name: FrameName, frame: _Arrived | RoutingError, *, nbytes: int) -> None:
+    def _arrive(self, name: FrameName, frame: Arrived | RoutingError, *, nbytes: int) -> None:
         claim = self._by_name.pop(name, None)
         if claim is not None:
-            self._remember(name)
-            self._give(claim, frame)
+            self._unclaimed.remember(name)
+            claim.give(frame)
             self._advance(claim.sample_id)
             if claim.error is not None:
                 self._reject(claim.error)
-        elif name not in self._unclaimed and name not in self._settled:
-            self._unclaimed[name] = _Unclaimed(frame, nbytes, time.monotonic())
-            self._unclaimed_bytes += nbytes
-        else:
+        elif self._unclaimed.knows(name):
             self._let_go(frame)
-
-    def _let_go(self, frame: _Arrived | R3Error | None) -> None:
-        """Free a frame that no sample will keep."""
-        if isinstance(frame, _Arrived) and frame.key:
-            self._store.release(frame.key)
-
-    def _remember(self, name: FrameName) -> None:
-        self._settled[name] = None
-        if len(self._settled) > _REMEMBERED:
-            self._settled.popitem(last=False)
-
-    def _give(self, claim: _Claim, frame: _Arrived | RoutingError) -> None:
-        if isinstance(frame, RoutingError):
-            claim.error = type(frame)(f"sample {claim.sample_id}: {frame}")
         else:
-            claim.arrived = frame
+            self._unclaimed.put(name, frame, nbytes=nbytes)
+
+    def _let_go(self, frame: Arrived | R3Error | None) -> None:
+        """Free a frame that no sample will keep."""
+        if isinstance(frame, Arrived) and frame.key:
+            self._store.release(frame.key)
 
     # -- in the order of the replies -------------------------------------------------------------------------------
 
     def _advance(self, sample_id: str) -> None:
         """Keep what can be kept. An error ends a sample's claims; it is told at once or when the step is sealed."""
         claims = self._claims.get(sample_id)
-        while claims and (claims[0].arrived is not None or claims[0].error is not None):
+        while claims and claims[0].settled:
             claim = claims.popleft()
             try:
                 if claim.error is None:
@@ -343,7 +256,7 @@ class Intake:
             self._claims.pop(sample_id, None)
         self._changed.notify_all()
 
-    def _keep(self, claim: _Claim) -> None:
+    def _keep(self, claim: Awaited) -> None:
         assert claim.arrived is not None
         frame, data = claim.arrived.frame, claim.arrived.data
         kept: Frames = claim.arrived.key or data
@@ -361,7 +274,7 @@ class Intake:
                 self._inbox.check_free(claim.sample_id, unless_held=claim.adds_turn)
                 whole = data if isinstance(kept, str) else kept
                 self._recorder.keep(claim.sample_id, bytes(whole), claim.tokens)
-            keep(sample, kept, _frozen(claim.tokens))
+            keep(sample, kept, frozen(claim.tokens))
         if claim.adds_turn:
             self._let_go(claim.arrived)
         self._failed.pop(claim.sample_id, None)
@@ -370,16 +283,16 @@ class Intake:
         self._metrics.inc("r3channel_bytes_total", claim.arrived.frame.nbytes, leg="engine_frame")
         self._metrics.inc("r3channel_rows_total", turn_rows)
 
-    def _joined(self, claim: _Claim, turn: Frame) -> tuple[Frame, bytes]:
+    def _joined(self, claim: Awaited, turn: Frame) -> tuple[Frame, bytes]:
         """The frame of the rows that are held with this turn's behind them."""
         held = self._inbox.held(claim.sample_id)
         if held is None:
             raise SampleUnknown(f"sample {claim.sample_id}: the turn before was rejected or taken by a step")
-        where = f"sample {claim.sample_id} from engine {claim.engine}"
+        where = claim.where
         held_rows = held.sample.tokens - 1
         check_adjoins(held_rows=held_rows, first_row=turn.first_row, where=where)
         self._check_fit(claim, turn, held_rows=held_rows)
-        if not np.array_equal(_frozen(claim.tokens[:held_rows]), held.tokens[:held_rows]):
+        if not np.array_equal(frozen(claim.tokens[:held_rows]), held.tokens[:held_rows]):
             raise TokensChanged(
                 f"{where}: the first {held_rows} tokens differ from those that the held rows were made for; expected the same. "
                 "Was the conversation tokenized anew? Append token ids, not text"
@@ -392,7 +305,7 @@ class Intake:
         )
         return join_frames(before, turn, sample_id=claim.sample_id)
 
-    def _check_fit(self, claim: _Claim, frame: Frame, *, held_rows: int) -> None:
+    def _check_fit(self, claim: Awaited, frame: Frame, *, held_rows: int) -> None:
         check_fit(
             first_row=frame.first_row,
             rows=frame.rows,
@@ -400,7 +313,7 @@ class Intake:
             tokens=len(claim.tokens),
             expected_key=claim.key,
             held_rows=held_rows,
-            where=f"sample {claim.sample_id} from engine {claim.engine}",
+            where=claim.where,
         )
 
     # -- to a step, or away ----------------------------------------------------------------------------------------
@@ -419,25 +332,13 @@ class Intake:
         if late:
             raise FrameMissing(
                 f"step {step}: waited {timeout_s:.1f} s for {len(late)} frames whose receipts came: "
-                + "; ".join(self._tell(claim) for claim in late[:5])
+                + "; ".join(claim.describe(self._engines) for claim in late[:5])
             )
 
     def awaits(self, sample_id: str) -> bool:
         """Is a frame of this sample still to come?"""
         with self._changed:
             return sample_id in self._claims
-
-    def _tell(self, claim: _Claim) -> str:
-        receipt = claim.receipt
-        assert receipt is not None
-        where = f"sample {claim.sample_id} from engine {claim.engine}, frame {receipt.serial}, rows {receipt.first_row}.."
-        where += str(receipt.first_row + receipt.rows)
-        if self._engines.knows(receipt.boot_id):
-            return f"{where}: not delivered; the engine's log says why it gave up"
-        refused = self._engines.reports().get(
-            self._engines.name_of(receipt.boot_id), "it never said hello to this relay"
-        )
-        return f"{where}: {refused}; are R3CHANNEL_RELAY_URL and R3CHANNEL_TOKEN_FILE this relay's?"
 
     def drop(self, sample_ids: Iterable[str], *, outcome: str) -> int:
         """Forget samples, frames that are still to come included; unknown ids are ignored."""
@@ -466,10 +367,8 @@ class Intake:
         with self._changed:
             old = self._inbox.older_than(self._config.expiry_s)
             old += [name for name, claims in self._claims.items() if claims[0].since_s < limit_s]
-            for frame_name in [name for name, frame in self._unclaimed.items() if frame.since_s < limit_s]:
-                waited = self._unclaimed.pop(frame_name)
-                self._unclaimed_bytes -= waited.nbytes
-                self._let_go(waited.frame)
+            for frame in self._unclaimed.expire(self._config.expiry_s):
+                self._let_go(frame)
         if old:
             self.drop(old, outcome="expired")
 
@@ -478,7 +377,7 @@ class Intake:
             return {
                 "pending": self._inbox.names,
                 "waiting": sorted(self._claims),
-                "unclaimed": {"frames": len(self._unclaimed), "bytes": self._unclaimed_bytes},
+                "unclaimed": {"frames": len(self._unclaimed), "bytes": self._unclaimed.nbytes},
             }
 
     @contextmanager
@@ -494,7 +393,7 @@ class Intake:
         self._metrics.inc("r3channel_rejected_total", reason=error.reason)
 
 
-def _frozen(tokens: Sequence[int] | Ids) -> Ids:
+def frozen(tokens: Sequence[int] | Ids) -> Ids:
     """A copy as int32 that the caller cannot change."""
     if isinstance(tokens, np.ndarray | range):
         return np.array(tokens, dtype=np.int32)

@@ -46,13 +46,19 @@ class PrefixShelf:
             return self._rows.get(digest)
 
 
-def is_prefix(data: memoryview) -> bool:
+def is_prefix(data: bytes | memoryview) -> bool:
+    """By the first bytes of a frame."""
     return len(data) > _FLAGS_AT and data[_KIND_AT] == KIND_PREFIX
+
+
+def refers_to_prefix(data: bytes | memoryview) -> bool:
+    """By the first bytes of a frame: does it say that it shares rows?"""
+    return len(data) > _FLAGS_AT and bool(data[_FLAGS_AT] & FLAG_PREFIX)
 
 
 def prefix_of(data: memoryview, *, spec: RoutingSpec, engine: str) -> bytes | None:
     """Digest of the shared rows that a frame refers to. Raises as `parse_frame` where it says that there are some."""
-    if len(data) <= _FLAGS_AT or not data[_FLAGS_AT] & FLAG_PREFIX:
+    if not refers_to_prefix(data):
         return None
     ref = parse_frame(data, spec=spec, engine=engine).prefix
     return ref.digest if ref is not None else None

@@ -20,7 +20,7 @@ import xxhash
 from r3channel.errors import RoutingError, SampleTwice, StepError, StoreBusy, StoreFull
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.ticket import Ticket
-from r3channel.relay.segment import CLAIM, FILE_SUFFIX, LIVE, RELEASED, Found, read_records
+from r3channel.relay.segment import CLAIM, FILE_SUFFIX, LIVE, RELEASED, TORN, Found, read_records
 from r3channel.relay.store import FOLDER_PREFIX, LOCK_FILE
 from r3channel.routing import Ids
 
@@ -124,6 +124,9 @@ def _keep(remains: Remains, record: Found, source: Found | None) -> None:
     """The latest record of a sample is the one that counts: an appended turn's frame holds the rows before it."""
     name = record.note.sample_id
     if not name:
+        return
+    if source is not None and source.state == TORN:
+        remains.damaged.append(f"sample {name}: its file ends after {len(source.frame)} bytes of its frame")
         return
     if record.state != LIVE or source is None or source.state != LIVE:
         remains.damaged.append(f"sample {name}: it was being written when the relay ended")

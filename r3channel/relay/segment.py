@@ -32,6 +32,8 @@ _RECORD = struct.Struct("<4sBBHIIQQQQQQ")
 _FILE_MAGIC, _RECORD_MAGIC = b"R3S\x02", b"R3R\x02"
 _STATE_AT = 4
 WRITING, LIVE, RELEASED = 1, 2, 3
+TORN = 4
+"""Never written: what `read_records` says of a record behind whose header the file ends."""
 FRAME, CLAIM = 1, 2
 """A frame (of a named sample, or of none yet), or a record that gives the frame with serial `refers_to` a sample's name."""
 _ALIGNMENT = 16
@@ -168,6 +170,7 @@ class Found:
 def read_records(path: Path) -> Iterator[Found]:
     """The records of a file in order, up to the first bytes that are none: nothing was written from there on.
 
+    A last record behind whose header the file ends is `TORN`, its frame what is left. A header that is cut itself names nobody.
     Frames are views of the mapped file. Nothing is believed but what its hash covers.
     """
     with open(path, "rb") as file:
@@ -182,7 +185,7 @@ def read_records(path: Path) -> Iterator[Found]:
         kind, id_bytes, tokens, _, frame_bytes, serial, refers_to, its_generation, _, digest = rest
         begin = at + _RECORD.size
         start = _aligned(begin + id_bytes + 4 * tokens)
-        if record != _RECORD_MAGIC or its_generation != generation or start + frame_bytes > size:
+        if record != _RECORD_MAGIC or its_generation != generation or start > size:
             return
         head = bytearray(view[at : begin - 8])
         head[_STATE_AT] = 0
@@ -196,6 +199,9 @@ def read_records(path: Path) -> Iterator[Found]:
             serial=serial,
             refers_to=refers_to,
         )
+        if start + frame_bytes > size:
+            yield Found(state if state == RELEASED else TORN, note, view[start:])
+            return
         yield Found(state, note, view[start : start + frame_bytes])
         at = _aligned(start + frame_bytes)
 

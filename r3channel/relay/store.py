@@ -84,15 +84,33 @@ class FrameStore:
 
         `sample_id` and `tokens` are kept beside it for a recovery; a frame without is recovered only if it is `claim`ed.
         """
+        record = self._open(key, len(frame), sample_id=sample_id, tokens=tokens)
+        record.segment.write(record.place, frame)
+        record.segment.mark(record.place, LIVE)
+
+    def reserve(self, key: str, nbytes: int) -> memoryview:
+        """The place of a frame that is still to be written there, 16-byte aligned: `commit` or `release` it. Raises as `put`.
+
+        A relay that is killed before `commit` leaves nothing of it.
+        """
+        record = self._open(key, nbytes, sample_id="", tokens=NO_TOKENS)
+        return memoryview(record.segment.memory)[record.place.start : record.place.stop]
+
+    def commit(self, key: str) -> None:
+        """The frame is whole."""
+        with self._changed:
+            record = self._record(key)
+            record.segment.mark(record.place, LIVE)
+
+    def _open(self, key: str, nbytes: int, *, sample_id: str, tokens: Ids) -> _Record:
         with self._changed:
             if key in self._records:
                 raise SampleTwice(f"sample {key} is already in the store; was a reply added twice?")
             self._serial += 1
             note = Note(sample_id=sample_id, tokens=tokens, serial=self._serial)
-            segment, place = self._reserve(note, len(frame), key)
-            self._records[key] = _Record(segment, place, note.serial)
-        segment.write(place, frame)
-        segment.mark(place, LIVE)
+            segment, place = self._reserve(note, nbytes, key)
+            record = self._records[key] = _Record(segment, place, note.serial)
+            return record
 
     def claim(self, key: str, *, sample_id: str, tokens: Ids) -> None:
         """Say whose frame this is. Raises as `put`."""

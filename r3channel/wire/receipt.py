@@ -11,8 +11,9 @@ it has not got. Frames carry their own hashes; the parcel adds none.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from r3channel.errors import ReceiptInvalid
 
@@ -75,32 +76,82 @@ def pack_parcel(boot_id: int, frames: Sequence[tuple[int, bytes]]) -> list[bytes
     return parts
 
 
-def read_parcel(data: bytes | bytearray | memoryview) -> tuple[int, list[tuple[int, memoryview]]]:
-    """(boot_id, [(serial, frame)]) as views of `data`; every length is checked before it is used.
+class Source(Protocol):
+    """Bytes of a known number that come one after another."""
 
-    >>> boot_id, frames = read_parcel(b"".join(pack_parcel(5, [(1, b"abc"), (2, b"")])))
-    >>> boot_id, [(serial, bytes(frame)) for serial, frame in frames]
+    left: int
+    """Not taken yet."""
+
+    def fill(self, out_N: memoryview) -> None:
+        """The next `len(out_N)` of them, at most `left`."""
+
+
+@dataclass
+class InMemory:
+    """A `Source` of bytes that are here.
+
+    >>> boot_id, count = open_parcel(source := InMemory(b"".join(pack_parcel(5, [(1, b"abc"), (2, b"")]))))
+    >>> boot_id, [(serial, bytes(frame)) for serial, frame in read_frames(source, count, place=new_memory)]
     (5, [(1, b'abc'), (2, b'')])
     """
-    view = memoryview(data).cast("B")
-    if len(view) < _PARCEL.size or bytes(view[:4]) != PARCEL_MAGIC:
-        raise ReceiptInvalid(f"{len(view)} bytes beginning with {bytes(view[:4])!r} are no parcel of frames")
-    _, count, boot_id = _PARCEL.unpack_from(view)
+
+    data: bytes | bytearray | memoryview
+    left: int = 0
+
+    def __post_init__(self) -> None:
+        self.left = len(self.data)
+
+    def fill(self, out_N: memoryview) -> None:
+        at = len(self.data) - self.left
+        out_N[:] = memoryview(self.data)[at : at + len(out_N)]
+        self.left -= len(out_N)
+
+
+def open_parcel(source: Source) -> tuple[int, int]:
+    """(boot_id, number of frames) from the beginning of a parcel. Raises `ReceiptInvalid`."""
+    size = source.left
+    head = _take(source, min(size, _PARCEL.size))
+    if size < _PARCEL.size or head[:4] != PARCEL_MAGIC:
+        raise ReceiptInvalid(f"{size} bytes beginning with {head[:4]!r} are no parcel of frames")
+    _, count, boot_id = _PARCEL.unpack(head)
     if count > MAX_PARCEL_FRAMES:
         raise ReceiptInvalid(f"a parcel announces {count} frames, expected at most {MAX_PARCEL_FRAMES}")
-    frames, at = [], _PARCEL.size
+    return boot_id, count
+
+
+def new_memory(serial: int, size: int, head: bytes) -> memoryview:
+    """The simplest `place` of `read_frames`."""
+    return memoryview(bytearray(size))
+
+
+def read_frames(
+    source: Source, count: int, *, place: Callable[[int, int, bytes], memoryview]
+) -> list[tuple[int, memoryview]]:
+    """The frames of a parcel that was opened, each read into the memory that `place` gives for it, in order.
+
+    `place(serial, size, head)` gets the frame's first 16 bytes (fewer where it has fewer) and returns `size` bytes. Every length
+    is checked against what is left before it is used. Raises `ReceiptInvalid`, and what `place` and the source raise.
+    """
+    frames = []
     for index in range(count):
-        if at + _ENTRY.size > len(view):
-            raise ReceiptInvalid(f"a parcel of {len(view)} bytes ends before frame {index} of {count}")
-        serial, size, _ = _ENTRY.unpack_from(view, at)
-        at += _ENTRY.size
-        padded = size + -size % _ALIGNMENT
-        if at + padded > len(view):
-            raise ReceiptInvalid(
-                f"frame {index} of a parcel announces {size} bytes, {len(view) - at} are left"
-            )
-        frames.append((serial, view[at : at + size]))
-        at += padded
-    if at != len(view):
-        raise ReceiptInvalid(f"{len(view) - at} bytes after the last frame of a parcel")
-    return boot_id, frames
+        if source.left < _ENTRY.size:
+            raise ReceiptInvalid(f"a parcel ends before frame {index} of {count}")
+        serial, size, _ = _ENTRY.unpack(_take(source, _ENTRY.size))
+        padding = -size % _ALIGNMENT
+        if size + padding > source.left:
+            raise ReceiptInvalid(f"frame {index} of a parcel announces {size} bytes, {source.left} are left")
+        head = _take(source, min(size, _ALIGNMENT))
+        out_N = place(serial, size, head)
+        out_N[: len(head)] = head
+        source.fill(out_N[len(head) :])
+        _take(source, padding)
+        frames.append((serial, out_N))
+    if source.left:
+        raise ReceiptInvalid(f"{source.left} bytes after the last frame of a parcel")
+    return frames
+
+
+def _take(source: Source, nbytes: int) -> bytes:
+    out = bytearray(nbytes)
+    source.fill(memoryview(out))
+    return bytes(out)

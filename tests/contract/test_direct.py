@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import http.client
+import json
+import socket
 import stat
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +23,10 @@ import pytest
 from r3channel import errors
 from r3channel.bearer import create_token, read_token
 from r3channel.config import ChannelConfig, EngineConfig
+from r3channel.engine.delivery import FRAMES_PATH
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
+from r3channel.relay import store as store_module
 from r3channel.relay.relay import Relay
 from r3channel.spec import RoutingSpec
 from r3channel.wire.frame import FRAME_MAGIC, parse_frame
@@ -132,6 +138,7 @@ def test_many_frames_share_requests(place: Place) -> None:
         replies = {f"r{i}": engine.finish(f"r{i}", 5 + i, seed=i) for i in range(300)}
         for index, (name, reply) in enumerate(replies.items()):
             place.add(name, reply, 5 + index)
+        until(lambda: not place.relay.status()["waiting"], "all frames came")  # the first checks import numba
         place.seal(*replies)
     assert place.relay.metrics.value("r3channel_samples_total", outcome="received") == 300
 
@@ -179,6 +186,45 @@ def test_in_band_and_direct_replies_may_be_mixed(place: Place) -> None:
         place.add("direct", engine.finish("r1", 9), 9)
         place.add("inband", reply_for("inband", 9), 9)
         assert len(place.seal("direct", "inband").samples) == 2
+
+
+def test_the_event_loop_goes_on_while_a_body_is_added(place: Place) -> None:
+    """The thread that adds goes on only when the loop has turned ten times: on the loop's own thread it never would."""
+    turned, turns = threading.Event(), 0
+
+    def tokens(reply: Any) -> Sequence[int]:
+        assert turned.wait(LIMIT_S), "the event loop stood still"
+        return reply["output_ids"]
+
+    async def turn() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            if turns == 10:
+                turned.set()
+            await asyncio.sleep(0)
+
+    async def add(bodies: dict[str, bytes]) -> None:
+        turning = asyncio.create_task(turn())
+        for name, body in bodies.items():
+            turned.clear()
+            nonlocal turns
+            turns = 0
+            await place.relay.add_body_async(name, body, tokens, engine="http://e:1")
+        turning.cancel()
+
+    with place.engine() as engine:
+        replies = {"direct": engine.finish("r1", 40, seed=1), "inband": reply_for("inband", 40, seed=1)}
+        asyncio.run(
+            add(
+                {
+                    name: json.dumps(reply | {"output_ids": list(range(40))}).encode()
+                    for name, reply in replies.items()
+                }
+            )
+        )
+        place.seal("direct", "inband")
+    assert place.relay.metrics.value("r3channel_samples_total", outcome="received") == 2
 
 
 # -- the frame does not get there ----------------------------------------------------------------------------------------
@@ -264,6 +310,70 @@ def test_frames_that_no_reply_claims_fill_no_memory(open_place: Open) -> None:
         for index, reply in enumerate(replies):
             place.add(f"s{index}", reply, 41)
         until(lambda: not place.relay.status()["waiting"], "the fourth came once there was room")
+
+
+def test_a_frame_that_finds_the_store_full_is_delivered_when_there_is_room(
+    open_place: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "SEGMENT_BYTES", 1 << 16)
+    place = open_place()
+    place.relay._store.ceiling_bytes = 1 << 16
+    place.add("old", reply_for("old", 1900), 1900)  # 44 KiB of 64
+    with place.engine() as engine:
+        statuses = recorded(engine)
+        reply = engine.finish("r1", 1900, seed=2)
+        until(lambda: 503 in statuses, "the relay says that it has no room")
+        assert place.add("s1", reply, 1900) is None
+        assert len(place.relay._store) == 1 and place.relay.status()["waiting"] == ["s1"]
+        assert place.relay.discard(["old"]) == 1
+        until(lambda: not place.relay.status()["waiting"], "the frame came after all")
+        assert statuses[-1] == 200 and engine.sender.given_up == 0
+    assert np.array_equal(place.rows_of("s1"), random_ids(1899, seed=2))
+
+
+def recorded(engine: Engine) -> list[int]:
+    """What the relay answers to this engine's parcels from now on."""
+    statuses: list[int] = []
+    post = engine.sender._post
+
+    def listen(path: str, parts: Sequence[bytes]) -> tuple[int, str]:
+        status, reason = post(path, parts)
+        statuses.extend([status] if path == FRAMES_PATH else [])
+        return status, reason
+
+    engine.sender._post = listen  # type: ignore[method-assign]
+    return statuses
+
+
+def test_a_parcel_for_which_there_is_no_room_leaves_no_part_of_itself(
+    open_place: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "SEGMENT_BYTES", 1 << 16)
+    place = open_place()
+    place.relay._store.ceiling_bytes = 1 << 16
+    place.relay.engines.greet(hello_of())
+    frames = [(n, draft_of(f"r{n}", 18, seed=n).encode().tobytes()) for n in range(1, 101)]
+    body = b"".join(pack_parcel(11, frames))
+    assert place.relay._intake.has_room(len(body))  # only the records' headers make it too much
+    assert place.post("/v1/frames", body) == 503
+    assert unclaimed(place) == 0 and len(place.relay._store) == 0
+    assert place.post("/v1/frames", b"".join(pack_parcel(11, frames[:90]))) == 200
+    assert unclaimed(place) == 90
+
+
+def test_a_body_that_is_cut_leaves_nothing_of_itself(place: Place) -> None:
+    place.relay.engines.greet(hello_of())
+    frame = draft_of("r1", 400).encode().tobytes()
+    body = b"".join(pack_parcel(11, [(1, frame)]))
+    target = urlsplit(place.url)
+    with socket.create_connection((target.hostname or "", target.port or 0), timeout=LIMIT_S) as peer:
+        head = (
+            f"POST /v1/frames HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {read_token(place.token_file)}\r\n"
+        )
+        peer.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body[:-100])
+        until(lambda: len(place.relay._store) == 1, "its place is taken")
+    until(lambda: len(place.relay._store) == 0, "its place is given back")
+    assert place.post("/v1/frames", body) == 200 and unclaimed(place) == 1
 
 
 def test_a_sample_can_be_discarded_before_its_frame_is_there(place: Place) -> None:

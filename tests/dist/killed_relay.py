@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from r3channel.config import ChannelConfig
@@ -14,6 +15,8 @@ from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.placer import Placer
 from r3channel.relay.relay import Relay
 from r3channel.relay.segment import Segment
+from r3channel.relay.store import FrameStore
+from tests.direct import Engine
 from tests.samples import SPEC, reply_for
 
 TOKENS = {f"s{i}": n for i, n in enumerate((9, 700, 17, 5, 40))}
@@ -37,6 +40,8 @@ def die(*_: Any, **__: Any) -> Any:
 
 def run(folder: str, point: str) -> None:
     relay = Relay(SPEC, LAYOUT, ChannelConfig(backend="loopback", store_dir=folder, place_threads=1))
+    if point in ("delivered", "receiving"):
+        deliver_until_killed(relay, Path(folder).parent / "token", within=point == "receiving")
     if point == "writing":
         add_until_killed(relay)
     fill(relay)
@@ -52,6 +57,20 @@ def run(folder: str, point: str) -> None:
         time.sleep(0.01)
     relay.ack(run=ticket.run, step=STEP, dp=0, pp=0)
     die()
+
+
+def deliver_until_killed(relay: Relay, token_file: Path, *, within: bool) -> None:
+    """Three frames come past their replies, and one of these; or the first is received and not yet verified."""
+    url = relay.serve(token_file=token_file)
+    if within:
+        FrameStore.commit = die  # type: ignore[method-assign]
+    with Engine(url, token_file) as engine:
+        replies = [engine.finish(f"r{i}", 9, seed=i) for i in range(3)]
+        deadline_s = time.monotonic() + 20
+        while relay.status()["unclaimed"]["frames"] < 3 and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        relay.add("s0", replies[0], range(9))
+        die()
 
 
 def add_until_killed(relay: Relay) -> None:

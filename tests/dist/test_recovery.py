@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ from r3channel.relay.recovery import Recovery, read_remains, take_over
 from r3channel.relay.relay import Relay
 from r3channel.relay.segment import FILE_SUFFIX
 from r3channel.trainer.receiver import Receiver
+from r3channel.wire.frame import parse_frame
 from tests.dist.killed_relay import LAYOUT, POINTS, STEP, TOKENS, assignment, fill
 from tests.samples import SPEC, random_ids
 
@@ -101,7 +103,25 @@ def test_a_torn_tail_and_a_damaged_ticket_stop_nothing(tmp_path: Path) -> None:
     ticket.write_bytes(ticket.read_bytes()[:-3])
     relay, recovery = Relay.recover(SPEC, LAYOUT, config(tmp_path))
     assert sorted(recovery.pending) == ["s0", "s1", "s2", "s3"]
-    assert len(recovery.damaged) == 1 and ticket.name in recovery.damaged[0]
+    assert len(recovery.damaged) == 2 and ticket.name in recovery.damaged[1]
+    assert re.fullmatch(r"sample s4: its file ends after \d+ bytes of its frame", recovery.damaged[0])
+    relay.close()
+
+
+def test_frames_that_came_directly_and_that_no_reply_claimed_are_counted(tmp_path: Path) -> None:
+    kill_at("delivered", tmp_path / "store")
+    relay, recovery = Relay.recover(SPEC, LAYOUT, config(tmp_path / "store"))
+    assert recovery.unclaimed == 2 and recovery.pending == ["s0"] and recovery.damaged == []
+    held = relay._inbox.held("s0")
+    assert held is not None
+    assert np.array_equal(parse_frame(relay._store.get(held.key), spec=SPEC).decode(), random_ids(8, seed=0))
+    relay.close()
+
+
+def test_a_frame_that_was_being_received_leaves_nothing_behind(tmp_path: Path) -> None:
+    kill_at("receiving", tmp_path / "store")
+    relay, recovery = Relay.recover(SPEC, LAYOUT, config(tmp_path / "store"))
+    assert recovery == Recovery()
     relay.close()
 
 

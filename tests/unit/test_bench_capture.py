@@ -23,4 +23,4 @@ def test_the_result_has_every_variant_and_figure(capsys: pytest.CaptureFixture[s
     ours, stock = (report["variants"][name] for name in ("r3channel", "stock"))
     assert ours["http_bytes_per_token"] < stock["http_bytes_per_token"] / 2
     assert ours["scheduler_us_per_request"]["16000"] < stock["scheduler_us_per_request"]["16000"]
-    assert set(report["relay_cpu_us_per_token"]) == {"stock", "inband", "direct"}
+    assert set(report["relay_cpu_us_per_token"]) == {"off", "stock", "inband", "direct"}

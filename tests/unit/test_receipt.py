@@ -10,7 +10,7 @@ import pytest
 
 from r3channel.errors import PayloadCorrupt, R3Error, ReceiptInvalid
 from r3channel.wire.hello import PROBE_PREFIX, Hello, probe_body
-from r3channel.wire.receipt import Receipt, pack_parcel, read_parcel
+from r3channel.wire.receipt import InMemory, Receipt, new_memory, open_parcel, pack_parcel, read_frames
 from tests.samples import SPEC
 
 RECEIPT = Receipt(sample_key=2**64 - 1, boot_id=2**63, serial=2**40, first_row=2**24, rows=2**24)
@@ -43,7 +43,8 @@ def test_any_damaged_parcel_gives_a_typed_error_or_frames_of_its_own_bytes() -> 
             if data:
                 data[rng.randrange(len(data))] = rng.randrange(256)
         try:
-            _, frames = read_parcel(data)
+            _, count = open_parcel(source := InMemory(data))
+            frames = read_frames(source, count, place=new_memory)
             assert sum(len(frame) for _, frame in frames) <= len(data)
         except ReceiptInvalid:
             refused += 1
@@ -52,7 +53,7 @@ def test_any_damaged_parcel_gives_a_typed_error_or_frames_of_its_own_bytes() -> 
 
 def test_a_parcel_that_announces_more_frames_than_allowed_is_refused() -> None:
     with pytest.raises(ReceiptInvalid, match="at most 1024"):
-        read_parcel(pack_parcel(5, [])[0].replace(b"\x00\x00\x00\x00", b"\xff\xff\xff\xff", 1))
+        open_parcel(InMemory(pack_parcel(5, [])[0].replace(bytes(4), b"\xff" * 4, 1)))
 
 
 def test_a_hello_goes_in_front_of_the_probes_frame() -> None:
