@@ -199,6 +199,12 @@ class TicketMismatch(StepError):
     reason = "ticket"
 
 
+class SampleChanged(StepError):
+    """A sample grew by a later turn between the ticket that describes it and the step that takes it."""
+
+    reason = "sample_changed"
+
+
 class StoreFull(StepError):
     """The frame store reached its configured ceiling."""
 

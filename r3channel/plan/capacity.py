@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from r3channel.config import ChannelConfig
 from r3channel.errors import ConfigError
 from r3channel.plan.assignment import Assignment, names_of
 from r3channel.plan.layout import TrainerLayout
@@ -39,8 +40,8 @@ class Machines:
     """CPU of the relay to verify and place a token of 48 x top-8."""
     manager_us_per_token: float = 4.2
     """CPU of the default path's manager: JSON, base64, checks and put of such a token, without HTTP (measured)."""
-    bucket_bytes: int = 16 << 20
-    """Two are alive while a shard is sent."""
+    bucket_bytes: int = ChannelConfig().bucket_bytes
+    """Two of each group are alive while a shard is sent; the channel's own default."""
 
     def __post_init__(self) -> None:
         bad = [name for name, value in asdict(self).items() if value <= 0]

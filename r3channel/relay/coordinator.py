@@ -205,6 +205,8 @@ class Coordinator:
             self._roster.at(number, lambda peer: peer.cancel(step=step))
         except RelayLost:
             log.warning("relay %d is lost, and its samples of step %d with it", number, step)
+        except R3Error as error:  # the others are to be cancelled too
+            log.warning("relay %d keeps its samples of step %d: %s", number, step, error)
 
     # -- delivery --------------------------------------------------------------------------------------------------
 

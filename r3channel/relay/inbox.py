@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from r3channel.errors import SampleTwice, SampleUnknown
+from r3channel.errors import SampleChanged, SampleTwice, SampleUnknown
 from r3channel.plan.ticket import TicketSample
 from r3channel.relay.segment import NO_TOKENS
 from r3channel.relay.store import FrameStore
@@ -96,14 +96,16 @@ class Inbox:
         with self._lock:
             return tuple(held.sample for held in self._find(names, step=step))
 
-    def take(self, names: Sequence[str], *, step: int) -> dict[str, str]:
-        """Hand an assignment's samples over to a step: name -> key in the store. All or none (`SampleUnknown`)."""
+    def take(self, samples: Sequence[TicketSample], *, step: int) -> list[Held]:
+        """Hand samples over to a step, as its ticket describes them. All or none (`SampleUnknown`, `SampleChanged`)."""
+        names = [sample.sample_id for sample in samples]
         with self._lock:
             found = self._find(names, step=step)
+            _check_same(samples, found, step=step)
             for name in names:
                 del self._held[name]
             self._travelling.update(names)
-            return {held.sample.sample_id: held.key for held in found}
+            return found
 
     def give_back(self, samples: Sequence[Held]) -> None:
         """Undo `take`: these wait for a step again."""
@@ -153,3 +155,12 @@ class Inbox:
                 "discarded, expired, or sealed before?"
             )
         return [self._held[name] for name in names]
+
+
+def _check_same(described: Sequence[TicketSample], found: Sequence[Held], *, step: int) -> None:
+    for sample, held in zip(described, found, strict=True):
+        if held.sample.frame_hash != sample.frame_hash:
+            raise SampleChanged(
+                f"step {step}: sample {sample.sample_id} has {held.sample.tokens} tokens in another frame now, its ticket says "
+                f"{sample.tokens}; expected the same. Did a later turn come while the step was sealed? Seal after the last turn"
+            )

@@ -132,7 +132,8 @@ class BufferPool:
 
 
 def _anonymous(nbytes: int) -> mmap.mmap:
-    memory = mmap.mmap(-1, nbytes)
+    """Private, not shared (Python's default): only then does the kernel count it as anonymous, and use huge pages as asked."""
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 

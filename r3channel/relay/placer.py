@@ -38,6 +38,7 @@ class Placer:
     _queue: SimpleQueue[int | None] = field(default_factory=SimpleQueue)
     _thread: threading.Thread | None = None
     _pool: ThreadPoolExecutor | None = None
+    _stopping: bool = False
 
     def start(self) -> None:
         if self.threads > 1:
@@ -50,8 +51,9 @@ class Placer:
         self._queue.put(step)
 
     def stop(self) -> threading.Thread:
-        """Ask the thread to end after what is enqueued, and return it to be joined."""
+        """Ask the thread to end after the DP rank that it places, and return it to be joined. A recording is finished first."""
         assert self._thread is not None, "start() comes first"
+        self._stopping = True
         self._queue.put(None)
         return self._thread
 
@@ -72,7 +74,7 @@ class Placer:
         while True:
             try:
                 step = self._queue.get(timeout=IDLE_S)
-                return None if step is None else self.steps[step]
+                return None if step is None else self.steps.get(step)
             except Empty:
                 self.store.trim()
                 self.memory.trim(idle_s=IDLE_S)
@@ -80,6 +82,8 @@ class Placer:
     def _place(self, sealed: SealedStep) -> None:
         ticket = sealed.ticket
         for dp in range(ticket.layout.dp):
+            if self._stopping and self.recorder is None:
+                return
             with self.clock.span("place", step=ticket.step):
                 buffers = sealed.place(
                     dp, ids_of=lambda name: self._decode(sealed, name), run=self._side_by_side

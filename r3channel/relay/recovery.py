@@ -154,7 +154,11 @@ class Recovery:
     pending: list[str] = field(default_factory=list)
     """Samples that wait for a step, those of `steps` included."""
     steps: dict[int, Assignment] = field(default_factory=dict)
-    """Sealed and not delivered: to be sealed again, in this order."""
+    """Sealed and not delivered, with every sample here: to be sealed again, in this order."""
+    shared: dict[int, dict[int, tuple[str, ...]]] = field(default_factory=dict)
+    """Sealed over several relays and not delivered: step -> relay -> its samples, which it held and not the relay whose folder
+    this is. No relay can seal such a step alone, and no coordinator knows its samples any more: recover all of its relays'
+    folders together, from one `store_dir` and with `relays` 1 (then it is in `steps`), or generate the step again."""
     damaged: list[str] = field(default_factory=list)
     """What could not be taken over, by name."""
     unclaimed: int = 0
@@ -178,17 +182,31 @@ def take_over(relay: Taker, root: Path, *, but: Path) -> Recovery:
             recovery.unclaimed += remains.unclaimed
             for sample in remains.samples.values():
                 _hand_over(relay, sample, recovery)
-            for step, ticket in sorted(remains.tickets.items()):
-                lost = sorted(set(ticket.assignment.sample_ids) - set(recovery.pending))
-                if lost:
-                    recovery.damaged.append(
-                        f"step {step}: its samples {lost[:5]} are lost, {len(lost)} in all"
-                    )
-                else:
-                    recovery.steps[step] = ticket.assignment
+        for remains in found:
+            for ticket in remains.tickets.values():
+                _sort_in(ticket, recovery)
         for remains in found:
             shutil.rmtree(remains.folder)
     return recovery
+
+
+def _sort_in(ticket: Ticket, recovery: Recovery) -> None:
+    """Once every sample is handed over: relays may have shared a folder."""
+    here, step = set(recovery.pending), ticket.step
+    of_relay = [ticket.parts.samples_of(relay) for relay in range(len(ticket.runs))]
+    missing = {
+        relay: gone
+        for relay, names in enumerate(of_relay)
+        if (gone := tuple(name for name in names if name not in here))
+    }
+    lost = sorted(name for gone in missing.values() for name in gone)
+    elsewhere = all(gone == of_relay[relay] for relay, gone in missing.items())
+    if not lost:
+        recovery.steps[step] = ticket.assignment
+    elif elsewhere and len(lost) < len(ticket.samples):
+        recovery.shared[step] = missing
+    else:
+        recovery.damaged.append(f"step {step}: its samples {lost[:5]} are lost, {len(lost)} in all")
 
 
 def _hand_over(relay: Taker, sample: SavedSample, recovery: Recovery) -> None:

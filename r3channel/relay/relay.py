@@ -8,18 +8,25 @@
 
 One process runs it beside (or as part of) the rollout manager; trainers reach `hello`, `ready` and `ack` over any
 control channel (Ray actor calls in `relay.actor`). It keeps a step's bytes until every rank has acknowledged them.
+
+A row's way through it, and who has it in hand:
+
+    engines    `relay.front` judges them, verifies what they send,
+    samples    and keeps it in its inbox until a step takes it
+    steps      `relay.ledger` has what was sealed: its samples, the memory of its shards, its acknowledgements
+    shards     `relay.placer`, a thread: frames of a started step -> the shard of each trainer process
+    trainers   `relay.groups`, a thread for each DP rank: a placed shard -> the rank that says it is ready
+
+This file joins them: it seals, answers trainers, says where everything is, and ends it.
 """
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +36,6 @@ from r3channel.errors import (
     BackgroundFailed,
     DeadlineExceeded,
     StepError,
-    StoreFull,
     TicketMismatch,
     UsageError,
 )
@@ -39,38 +45,17 @@ from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.shards import ShardKey
 from r3channel.plan.ticket import Ticket, TicketSample
 from r3channel.recording import Recorder
-from r3channel.relay.engines import EngineRegistry
-from r3channel.relay.gate import Gate
-from r3channel.relay.inbox import Held, Inbox
-from r3channel.relay.ingest import Verified
-from r3channel.relay.intake import Intake
+from r3channel.relay.front import Front
+from r3channel.relay.groups import Groups
+from r3channel.relay.ledger import StepLedger
 from r3channel.relay.memory import BufferPool
 from r3channel.relay.placer import Placer
-from r3channel.relay.recovery import Recovery, remove_ticket, take_over, write_ticket
-from r3channel.relay.sender import DeliveryGroup
+from r3channel.relay.recovery import Recovery, take_over
 from r3channel.relay.staging import check_device
-from r3channel.relay.step import SealedStep
-from r3channel.relay.store import FrameStore
-from r3channel.routing import Ids
 from r3channel.spec import RoutingSpec
-from r3channel.transport.base import Rendezvous, open_store
-from r3channel.transport.object_store import Mailbox
-from r3channel.wire.hello import Hello
 
 
-@dataclass(frozen=True, slots=True)
-class _Reserved:
-    """A step between `reserve` and `start`: what `cancel` needs."""
-
-    newest_before: int
-    samples: Sequence[Held]
-
-
-_ADDERS = 2
-"""Threads of `add_body_async`."""
-
-
-class Relay:
+class Relay(Front):
     """OPEN -> CLOSED. Public methods are thread safe; an error of a background thread is raised by the next call."""
 
     def __init__(
@@ -83,54 +68,36 @@ class Relay:
         metrics: Metrics | None = None,
         recorder: Recorder | None = None,
     ) -> None:
-        self.spec, self.layout, self.config = spec, layout, config or ChannelConfig()
-        if self.config.relays > 1 and recorder is not None:
+        config = config or ChannelConfig()
+        if config.relays > 1 and recorder is not None:
             raise UsageError("a recording holds whole steps; with several relays none of them has one")
-        if self.config.backend == "nccl":
-            check_device(self.config.device)
-        self.run = uuid.uuid4().hex[:12]
-        self.clock = clock or StageClock("relay")
-        self.metrics = metrics or Metrics("relay", clock=self.clock)
-        self._store = FrameStore.open(self.config.store_dir, ceiling_bytes=self.config.store_bytes)
-        self._inbox = Inbox(self._store)
-        self.engines = EngineRegistry(spec)
-        self._intake = Intake(
-            spec,
-            self.config,
-            store=self._store,
+        if config.backend == "nccl":
+            check_device(config.device)
+        super().__init__(spec, config, clock=clock, metrics=metrics, recorder=recorder)
+        self.layout, self.run = layout, uuid.uuid4().hex[:12]
+        self._memory = BufferPool(config.shard_memory_bytes, folder=self._store.folder)
+        self._ledger = StepLedger(
+            relay=config.relay,
             inbox=self._inbox,
-            engines=self.engines,
-            clock=self.clock,
+            store=self._store,
+            memory=self._memory,
             metrics=self.metrics,
-            recorder=recorder,
-            make_room=self._make_room,
         )
-        self._adders = ThreadPoolExecutor(_ADDERS, thread_name_prefix="r3channel-add")
-        self._gate = Gate(self.config, engines=self.engines, intake=self._intake)
-        self._changed = threading.Condition()
-        self._steps: dict[int, SealedStep] = {}
-        self._newest_step = -1
-        self._reserved: dict[int, _Reserved] = {}
-        self._closed = False
-        self._rendezvous_store = (
-            open_store(self.config.interface) if self.config.backend in ("gloo", "nccl") else None
+        self._groups = Groups(
+            layout, config, run=self.run, ledger=self._ledger, clock=self.clock, metrics=self.metrics
         )
-        self._mailbox = Mailbox()
-        self._groups = [self._group(dp) for dp in range(layout.dp)]
-        self._memory = BufferPool(self.config.shard_memory_bytes, folder=self._store.folder)
         self._placer = Placer(
             store=self._store,
             memory=self._memory,
-            changed=self._changed,
-            steps=self._steps,
+            changed=self._ledger.changed,
+            steps=self._ledger.steps,
             clock=self.clock,
-            threads=self.config.place_threads,
+            threads=config.place_threads,
             recorder=recorder,
         )
         threading.Thread(target=kernels, name="r3channel-compile", daemon=True).start()
         self._watch()
-        for group in self._groups:
-            group.start()
+        self._groups.start()
         self._placer.start()
 
     @classmethod
@@ -148,6 +115,7 @@ class Relay:
 
         Every frame is verified as if it came from an engine. Sealed steps are to be sealed again, by the same number and with
         the assignment that the recovery names: their tickets of before belong to a run that has ended. What was read is deleted.
+        Of a step that several relays shared, the recovery names the samples that the others held (`Recovery.shared`).
         Raises `StoreBusy` where the only stores there belong to relays that live.
         """
         if not config.store_dir:
@@ -159,129 +127,7 @@ class Relay:
             relay.close()
             raise
 
-    # -- engines ---------------------------------------------------------------------------------------------------
-
-    def serve(self, *, token_file: str | Path | None = None) -> str:
-        """Open the ingest for directly delivered frames and return its address, for R3CHANNEL_RELAY_URL.
-
-        The token's file (`config.token_file` by default) is created, mode 0600, when it does not exist; engines read the
-        same one. Binds `config.interface` only.
-        """
-        self._check_open()
-        return self._gate.serve(token_file)
-
-    def expect_engines(self, engines: Iterable[str], *, timeout_s: float) -> None:
-        """Replies of these engines are refused (`EngineSilent`) unless each has said hello within `timeout_s` from now."""
-        self.engines.expect(engines, timeout_s=timeout_s)
-
-    def check_engine(self, reply: Mapping[str, Any], *, engine: str, tokens: int) -> None:
-        """Judge an engine by the reply to a tiny request before the first rollout, best to `wire.hello.probe_body()`.
-
-        SGLang only logs a plug-in that fails; without this check the data would be found missing at the first step.
-        """
-        self._gate.check_reply(reply, engine=engine, tokens=tokens)
-
-    @property
-    def bound(self) -> list[Hello]:
-        """The engines whose frames come to this relay's ingest."""
-        return self._gate.bound
-
     # -- rollout side ----------------------------------------------------------------------------------------------
-
-    def add(
-        self,
-        sample_id: str,
-        reply: Mapping[str, Any],
-        tokens: Sequence[int] | Ids,
-        *,
-        engine: str = "?",
-        append: bool = False,
-    ) -> Verified | None:
-        """Verify and keep the routing of one sample.
-
-        `reply` is the engine's decoded JSON, `tokens` the whole sequence (prompt and response). Raises a typed
-        `RoutingError` naming sample and engine and keeps nothing; the caller decides what happens to a bad sample.
-        None when the reply holds a receipt: the frame comes directly, and `seal` waits for it and names it if it is lost.
-
-        `append`: a later turn (or the rest of an interrupted request) of a sample that is here, made with
-        `routed_experts_start_len = rows held`. `tokens` is the whole sequence again; gaps, overlaps and changed tokens
-        are refused, and the rows that are held stay.
-        """
-        self._check_open()
-        self.engines.check(engine)
-        return self._intake.add(sample_id, reply, tokens, engine=engine, adds_turn=append)
-
-    def add_body(
-        self,
-        sample_id: str,
-        body: bytes,
-        tokens: Sequence[int] | Ids | Callable[[Any], Sequence[int]],
-        *,
-        engine: str = "?",
-        append: bool = False,
-    ) -> Any:
-        """As `add`, for the reply's body as it came; returns the parsed reply, its routing field emptied.
-
-        The frame is decoded where it lies in the body, without the interpreter's lock, and only the rest is parsed: an eighth of
-        the CPU of `json.loads` and `add`. `tokens` may be a function of the parsed reply. Raises also `RoutingMissing` for a body
-        that is no JSON object. In a coroutine use `add_body_async`.
-
-            body = await response.read()
-            reply = await relay.add_body_async(name, body, lambda reply: prompt + reply["output_ids"], engine=url)
-        """
-        self._check_open()
-        self.engines.check(engine)
-        return self._intake.add_body(sample_id, body, tokens, engine=engine, adds_turn=append)
-
-    async def add_body_async(
-        self,
-        sample_id: str,
-        body: bytes,
-        tokens: Sequence[int] | Ids | Callable[[Any], Sequence[int]],
-        *,
-        engine: str = "?",
-        append: bool = False,
-    ) -> Any:
-        """`add_body` on a thread of the relay's, so that the event loop goes on meanwhile."""
-        add = partial(self.add_body, sample_id, body, tokens, engine=engine, append=append)
-        return await asyncio.get_running_loop().run_in_executor(self._adders, add)
-
-    def _make_room(self, nbytes: int) -> None:
-        """Wait, at the ceiling of the store, for the background to free memory."""
-        self._intake.expire()
-        if self._store.wait_room(nbytes):
-            return
-        limit_s = self.config.room_timeout_s
-        if not self._store.wait_room(nbytes, timeout_s=limit_s):
-            with self._changed:
-                steps = {step: list(sealed.missing) for step, sealed in self._steps.items()}
-            raise StoreFull(
-                f"waited {limit_s:.1f} s for room for a frame of {nbytes} bytes: {len(self._store)} frames fill store_bytes "
-                f"({self.config.store_bytes}). Steps under way and the (dp, pp, cp) that have not acknowledged: {steps}; samples "
-                f"that no step has taken: {len(self._inbox.names)}. Seal or discard, or raise store_bytes"
-            )
-
-    def add_frame(
-        self,
-        sample_id: str,
-        data: bytes,
-        tokens: Sequence[int] | Ids,
-        *,
-        engine: str = "?",
-        append: bool = False,
-    ) -> Verified | None:
-        """As `add`, for a frame that is already in hand (a recording, another transport, `splice.merge`)."""
-        self._check_open()
-        return self._intake.add_frame(sample_id, data, tokens, engine=engine, adds_turn=append)
-
-    def rows_held(self, sample_id: str) -> int:
-        """Rows of a sample that are here: `routed_experts_start_len` of its next turn."""
-        held = self._inbox.held(sample_id)
-        return held.sample.tokens - 1 if held is not None else 0
-
-    def discard(self, sample_ids: Iterable[str]) -> int:
-        """Drop samples that no assignment will name (filtered, over-sampled, aborted, evaluation); unknown ids are ignored."""
-        return self._intake.drop(sample_ids, outcome="discarded")
 
     def seal(self, step: int, assignment: Assignment) -> Ticket:
         """Plan the step, hand it to the background and return its ticket; no byte is sent before this returns.
@@ -316,67 +162,20 @@ class Relay:
     def reserve(self, ticket: Ticket) -> None:
         """Take the ticket's samples that are this relay's into the step; nothing is placed before `start`. All or nothing."""
         self._check_open()
-        own = self.config.relay
-        parts = ticket.parts.of_relay(own)  # an unusable assignment fails here
-        nbytes = sum(part.nbytes for part in parts)
-        names = ticket.parts.samples_of(own)
-        with self._changed:
-            self._check_room(ticket.step, nbytes)
-            held = [found for name in names if (found := self._inbox.held(name)) is not None]
-            memory = {part.key: self._memory.take(part.nbytes) for part in parts}
-            write_ticket(self._store.folder, ticket)
-            try:
-                keys = self._inbox.take(names, step=ticket.step)
-            except StepError:
-                remove_ticket(self._store.folder, ticket.step)
-                raise
-            self._reserved[ticket.step] = _Reserved(self._newest_step, held)
-            self._steps[ticket.step] = SealedStep(
-                ticket, keys, nbytes, sealed_s=time.monotonic(), relay=own, memory=memory
-            )
-            self._newest_step = ticket.step
-
-    def _check_room(self, step: int, nbytes: int) -> None:
-        if step <= self._newest_step:
-            raise StepError(f"step {step} is not newer than step {self._newest_step}; was it sealed twice?")
-        held = sum(sealed.nbytes for sealed in self._steps.values())
-        if held + nbytes > self.config.shard_bytes:
-            raise StoreFull(
-                f"step {step}: its shards need {nbytes} bytes, {held} are held for steps {sorted(self._steps)} that are not "
-                f"delivered, and shard_bytes allows {self.config.shard_bytes}. Join the previous send before sealing"
-            )
+        self._ledger.reserve(ticket, shard_bytes=self.config.shard_bytes)
 
     def start(self, step: int) -> None:
         """Place and send a reserved step, in the background."""
-        with self._changed:
-            if self._reserved.pop(step, None) is None:
-                raise UsageError(f"step {step} is started, but was not reserved")
+        self._ledger.start(step)
         self._placer.place(step)
 
     def cancel(self, step: int) -> None:
         """Give the samples of a reserved step back; another step is ignored."""
-        with self._changed:
-            reserved = self._reserved.pop(step, None)
-            if reserved is None:
-                return
-            del self._steps[step]
-            remove_ticket(self._store.folder, step)
-            if self._newest_step == step:
-                self._newest_step = reserved.newest_before
-            self._inbox.give_back(reserved.samples)
-            self._changed.notify_all()
-
-    def holds(self, sample_id: str) -> bool:
-        """Is the sample here: its frame awaited, waiting for a step, or in a step that is not delivered?"""
-        return self._intake.awaits(sample_id) or self._inbox.knows(sample_id)
+        self._ledger.cancel(step)
 
     def undelivered(self, *, wait_s: float) -> dict[int, tuple[ShardKey, ...]]:
         """Step -> ranks that have not acknowledged it, after `wait_s`; early, and empty, when all have."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._closed or self._background_error() or not self._steps, timeout=wait_s
-            )
-            steps = {step: sealed.missing for step, sealed in self._steps.items()}
+        steps = self._ledger.undelivered(wait_s=wait_s, unless=self._background_error)
         self._check_open()
         return steps
 
@@ -388,49 +187,38 @@ class Relay:
         if steps:
             raise DeadlineExceeded(
                 f"waited {limit:.1f} s for the send of step(s) {sorted(steps)}; not acknowledged by (dp, pp, cp) "
-                f"{ {step: list(missing) for step, missing in steps.items()} }. Have those trainers entered the step? A send "
+                f"{_listed(steps)}. Have those trainers entered the step? A send "
                 "cannot finish before its receiver starts"
             )
 
     def status(self) -> dict[str, Any]:
         """Where every sample of every step is."""
-        with self._changed:
+        with self._ledger.changed:
             return {
                 "run": self.run,
                 **self._intake.status(),
                 "engines": self.engines.reports(),
-                "steps": {
-                    step: {
-                        "state": sealed.state,
-                        "missing": list(sealed.missing),
-                        "samples": len(sealed.keys_by_sample),
-                        "ranks": sealed.ranks(),
-                    }
-                    for step, sealed in self._steps.items()
-                },
-                "groups": {group.dp: group.status() for group in self._groups},
+                "steps": self._ledger.status(),
+                "groups": self._groups.status(),
                 "store": {"frames": len(self._store), "bytes": self._store.nbytes},
                 "shards": self._memory.nbytes,
             }
 
     def close(self, *, timeout_s: float = 10.0) -> None:
         """Stop the background and delete the store. Raises `StepError` naming undelivered steps; idempotent."""
-        with self._changed:
-            if self._closed:
+        with self._ledger.changed:
+            if self._ledger.closed:
                 return
-            self._closed = True
-            undelivered = {step: list(sealed.missing) for step, sealed in self._steps.items()}
-            self._changed.notify_all()
+            undelivered = _listed(self._ledger.close())
         self._gate.close(timeout_s=timeout_s)
         self._adders.shutdown(wait=False, cancel_futures=True)
-        threads = [self._placer.stop(), *(group.stop() for group in self._groups)]
+        threads = [self._placer.stop(), *self._groups.stop()]
         deadline = time.monotonic() + timeout_s
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         self._store.close()
+        self._memory.trim(idle_s=0.0)
         self.metrics.close()
-        if self._rendezvous_store is not None:
-            self._rendezvous_store.close()
         alive = [thread.name for thread in threads if thread.is_alive()]
         if undelivered or alive:
             raise StepError(
@@ -444,28 +232,17 @@ class Relay:
     ) -> dict[str, Any] | None:
         """A TP0 asks to join its group; None means that other members have not said hello yet: ask again."""
         self._check_open()
-        layout = self.layout
-        if not (0 <= dp < layout.dp and 0 <= pp < layout.pp and 0 <= cp < layout.cp):
-            raise TicketMismatch(f"hello from dp {dp} pp {pp} cp {cp}; this relay serves layout {layout}")
-        member = layout.member(pp=pp, cp=cp)
-        rendezvous = self._groups[dp].hello(pp=member, boot_id=boot_id, after_epoch=after_epoch)
+        rendezvous = self._groups.hello((dp, pp, cp), boot_id=boot_id, after_epoch=after_epoch)
         return None if rendezvous is None else rendezvous.to_dict()
 
     def ready(self, *, run: str, step: int, dp: int, pp: int, cp: int = 0, epoch: int, wait_s: float) -> bool:
         """A TP0 is about to receive. Waits up to `wait_s` for its shard; False means ask again, True that the send starts."""
         self._check_open()
         self._check_run(run)
-        with self._changed:
-            sealed = self._sealed(step, (dp, pp, cp))
-            self._changed.wait_for(
-                lambda: (dp, pp, cp) in sealed.buffers or self._background_error() is not None, timeout=wait_s
-            )
-            placed = (dp, pp, cp) in sealed.buffers
+        key = (dp, pp, cp)
+        placed = self._ledger.wait_placed(step, key, wait_s=wait_s, unless=self._background_error)
         self._check_open()
-        if placed:
-            member = self.layout.member(pp=pp, cp=cp)
-            return self._groups[dp].ready(pp=member, step=step, epoch=epoch, wait_s=wait_s)
-        return False
+        return placed and self._groups.ready(key, step=step, epoch=epoch, wait_s=wait_s)
 
     def ack(self, *, run: str, step: int, dp: int, pp: int, cp: int = 0) -> None:
         """A TP0 holds its verified shard; the last acknowledgement of a step frees it. Repeating it does no harm.
@@ -474,108 +251,48 @@ class Relay:
         """
         self._check_run(run)
         key = (dp, pp, cp)
-        with self._changed:
-            sealed = self._steps.get(step)
-            if sealed is None or key in sealed.acknowledged:
-                return
-            if key not in sealed.buffers:
-                raise TicketMismatch(
-                    f"(dp, pp, cp) {key} acknowledges step {step}, whose placed shards are {sorted(sealed.buffers)}"
-                )
-            sealed.acknowledged.add(key)
-            del sealed.buffers[key]
-            if not sealed.missing:
-                del self._steps[step]
-                self._delivered(sealed)
-                self.metrics.inc("r3channel_samples_total", len(sealed.keys_by_sample), outcome="delivered")
-            self._groups[dp].acknowledged()
-            self._changed.notify_all()
-
-    def _delivered(self, sealed: SealedStep) -> None:
-        self._inbox.forget(sealed.keys_by_sample)
-        remove_ticket(self._store.folder, sealed.ticket.step)
-        for key in sealed.keys_by_sample.values():
-            self._store.release(key)
+        with self._ledger.changed:
+            if self._ledger.acknowledge(step, key):
+                self._groups.acknowledged(key)
 
     def mail(self, *, call: str, name: str, **arguments: Any) -> Any:
         """A call of a member to the mailbox of groups that use the object store."""
-        return self._mailbox.mail(call=call, name=name, **arguments)
+        return self._groups.mailbox.mail(call=call, name=name, **arguments)
 
     @property
     def peak_staging_bytes(self) -> int:
         """The most that one group has had staged at once: two buckets, whatever the tokens. gloo sends from the shard itself
         and its groups send side by side; under NCCL they take turns, with as much again in pinned memory."""
-        return max(group.peak_staging_bytes for group in self._groups)
+        return self._groups.peak_staging_bytes
 
     def _check_run(self, run: str) -> None:
         if run != self.run:
             raise TicketMismatch(f"ticket of run {run}, this relay is run {self.run}; did the relay restart?")
 
-    def _sealed(self, step: int, key: ShardKey) -> SealedStep:
-        sealed = self._steps.get(step)
-        if sealed is None or key in sealed.acknowledged or key not in sealed.keys:
-            state = (
-                "another layout's"
-                if sealed and key not in sealed.keys
-                else "already acknowledged or never sealed"
-            )
-            raise TicketMismatch(
-                f"(dp, pp, cp) {key} asks for step {step}: {state}. Steps under way are {sorted(self._steps)}, the newest "
-                f"sealed is {self._newest_step}; a shard leaves the relay when its rank has acknowledged it"
-            )
-        return sealed
-
     # -- background ------------------------------------------------------------------------------------------------
 
-    def _group(self, dp: int) -> DeliveryGroup:
-        return DeliveryGroup(
-            dp=dp,
-            stages=self.layout.members,
-            config=self.config,
-            rendezvous=self._rendezvous,
-            mailbox=self._mailbox,
-            changed=self._changed,
-            steps=self._steps,
-            clock=self.clock,
-            metrics=self.metrics,
-        )
-
-    def _rendezvous(self, *, backend: str, name: str, epoch: int, rank: int, world_size: int) -> Rendezvous:
-        store = self._rendezvous_store
-        host, port = (store.host, store.port) if store is not None else ("", 0)
-        return Rendezvous(
-            backend=backend,
-            name=f"{self.run}/{name}/epoch{epoch}",
-            epoch=epoch,
-            rank=rank,
-            world_size=world_size,
-            host=host,
-            port=port,
-        )
-
     def _background_error(self) -> BaseException | None:
-        runners = (self._placer, *self._groups)
-        return next((runner.error for runner in runners if runner.error is not None), None)
+        return self._placer.error or self._groups.error
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self._ledger.closed:
             raise UsageError("this relay is closed")
         error = self._background_error()
         if error is not None:
             raise BackgroundFailed(f"a background thread of the relay died: {error!r}") from error
 
+    def _in_the_way(self) -> str:
+        missing = _listed(self._ledger.missing)
+        return f"Steps under way and the (dp, pp, cp) that have not acknowledged: {missing}"
+
     def _watch(self) -> None:
         self.metrics.watch("r3channel_frames_in_store", lambda: len(self._store))
         self.metrics.watch("r3channel_store_bytes", lambda: self._store.nbytes)
-        self.metrics.watch("r3channel_oldest_in_flight_seconds", self._oldest_s)
+        self.metrics.watch("r3channel_oldest_in_flight_seconds", self._ledger.oldest_s)
         self.metrics.watch(
             "r3channel_background_thread_alive", lambda: float(self._background_error() is None)
         )
-        self.metrics.watch("r3channel_epoch", lambda: max(group.epoch for group in self._groups))
-
-    def _oldest_s(self) -> float:
-        sealed = [step.sealed_s for step in list(self._steps.values())]
-        return time.monotonic() - min(sealed) if sealed else 0.0
+        self.metrics.watch("r3channel_epoch", lambda: self._groups.epoch)
 
 
 def staged(ticket: Ticket, config: ChannelConfig) -> Ticket:
@@ -583,3 +300,8 @@ def staged(ticket: Ticket, config: ChannelConfig) -> Ticket:
     if config.staging != "coalesced":
         return ticket
     return replace(ticket, bucket_bytes=max(shard.nbytes for shard in ticket.plan.shards))
+
+
+def _listed(missing: Mapping[int, Sequence[ShardKey]]) -> dict[int, list[ShardKey]]:
+    """As it is read in messages."""
+    return {step: list(keys) for step, keys in missing.items()}

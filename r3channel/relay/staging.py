@@ -136,20 +136,29 @@ class BucketSender:
     ) -> None:
         """Send all buckets of a shard; returns when its memory may be reused.
 
-        `headers` may hash as it is read. Raises what `Pending.wait` raises; the group is dead then.
+        `headers` may hash as it is read. Raises what `Pending.wait` raises; the group is dead then, and nothing here refers to
+        the shard any more: what the transport has not let go of it keeps alive itself.
         """
-        self._window.clear()
-        self._alive_bytes, announced = 0, None
-        with self._staging.turn():
-            for header in headers:
-                self._start(transport, self._staging.stage_header(header.to_bytes()), dst, nbytes=0)
-                if announced is not None:
-                    self._send_bucket(transport, shard_N, announced, dst)
-                announced = header
+        self._alive_bytes = 0
+        try:
+            with self._staging.turn():
+                self._send_all(transport, shard_N, headers, dst)
+        finally:
+            self._window.clear()
+
+    def _send_all(
+        self, transport: Transport, shard_N: _Bytes, headers: Iterable[BucketHeader], dst: int
+    ) -> None:
+        announced = None
+        for header in headers:
+            self._start(transport, self._staging.stage_header(header.to_bytes()), dst, nbytes=0)
             if announced is not None:
                 self._send_bucket(transport, shard_N, announced, dst)
-            while self._window:
-                self._finish_oldest()
+            announced = header
+        if announced is not None:
+            self._send_bucket(transport, shard_N, announced, dst)
+        while self._window:
+            self._finish_oldest()
 
     def _send_bucket(self, transport: Transport, shard_N: _Bytes, header: BucketHeader, dst: int) -> None:
         while sum(nbytes > 0 for *_, nbytes in self._window) >= BUCKETS_ALIVE:

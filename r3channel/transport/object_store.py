@@ -61,6 +61,7 @@ class Mailbox:
         self._changed = threading.Condition()
         self._boxes: dict[str, _Box] = {}
         self._serial = 0
+        self._closed = False
 
     def mail(self, *, call: str, name: str, **arguments: Any) -> Any:
         """One call by its name, as it comes over a control channel."""
@@ -82,7 +83,10 @@ class Mailbox:
             box = self._boxes.setdefault(name, _Box())
             box.joined.add(rank)
             self._changed.notify_all()
-            return self._changed.wait_for(lambda: len(box.joined) == world_size, timeout=wait_s)
+            self._changed.wait_for(lambda: self._closed or len(box.joined) == world_size, timeout=wait_s)
+            if self._closed:
+                raise TransportError(f"{name}: the mailbox is closed, and its relay with it")
+            return len(box.joined) == world_size
 
     def post(self, name: str, *, src: int, dst: int, content: list[Any]) -> int:
         """Leave a message; its serial number."""
@@ -136,6 +140,13 @@ class Mailbox:
         """Forget the group: every rank that asks for it from now on, or waits, learns that it is over."""
         with self._changed:
             self._boxes.pop(name, None)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Abort every group, and let none form any more."""
+        with self._changed:
+            self._closed = True
+            self._boxes.clear()
             self._changed.notify_all()
 
     def _box(self, name: str) -> _Box:

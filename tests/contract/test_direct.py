@@ -116,7 +116,7 @@ def test_a_reply_carries_a_receipt_and_the_relay_has_the_frame(place: Place) -> 
         assert len(reply["meta_info"]["routed_experts"]) <= 64
         assert place.add("s1", reply, 40) is None
         place.seal("s1")
-    ticket_sample = place.relay._steps[0].ticket.samples[0]
+    ticket_sample = place.relay._ledger.steps[0].ticket.samples[0]
     assert ticket_sample.tokens == 40
 
 
