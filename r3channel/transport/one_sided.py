@@ -204,12 +204,18 @@ class OneSidedTransport(Transport):
         return inboxes
 
 
-def _new_agent(name: str) -> Any:
+def check_installed() -> Any:
+    """The module of nixl's Python interface; raises ConfigError when the extra is not installed."""
     try:
-        from nixl_cu12._api import nixl_agent, nixl_agent_config
+        from nixl_cu12 import _api
     except ImportError as error:
         raise ConfigError(f"backend nixl needs the extra r3channel[onesided] (nixl-cu12): {error}") from error
-    return nixl_agent(name, nixl_agent_config(enable_prog_thread=True, backends=["UCX"]))
+    return _api
+
+
+def _new_agent(name: str) -> Any:
+    api = check_installed()
+    return api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=True, backends=["UCX"]))
 
 
 def _slot(src: int, number: int) -> int:

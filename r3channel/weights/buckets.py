@@ -159,12 +159,21 @@ def pack(bucket: Bucket, tensors: Sequence[torch.Tensor], out: torch.Tensor) -> 
     Returns the view `out[:payload_bytes]`. `out` is uint8, contiguous and at least that long. Nothing is cast: another
     dtype or shape than the bucket's raises ManifestMismatch before a byte is written.
     """
+    for _ in pack_each(bucket, tensors, out):
+        pass
+    return out[: bucket.payload_bytes]
+
+
+def pack_each(
+    bucket: Bucket, tensors: Sequence[torch.Tensor], out: torch.Tensor
+) -> Iterator[tuple[TensorMeta, int]]:
+    """As `pack`, tensor by tensor: yields each one's meta and first byte as soon as it lies in `out`, still in cache."""
     for meta, tensor in zip(bucket.tensors, tensors, strict=True):
         if TensorMeta.of(meta.name, tensor) != meta:
             raise ManifestMismatch(f"expected {meta}, got {TensorMeta.of(meta.name, tensor)}")
     for meta, offset, tensor in zip(bucket.tensors, bucket.offsets, tensors, strict=True):
         out[offset : offset + meta.nbytes].view(meta.dtype).view(meta.shape).copy_(tensor.detach())
-    return out[: bucket.payload_bytes]
+        yield meta, offset
 
 
 class StagingPair:
