@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
+import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
@@ -240,6 +242,9 @@ def check_installed() -> Any:
         from nixl_cu12 import _api
     except ImportError as error:
         raise ConfigError(f"backend nixl needs the extra r3channel[onesided] (nixl-cu12): {error}") from error
+    for handler in logging.getLogger("nixl").handlers:
+        if isinstance(handler, logging.StreamHandler):  # it writes to stdout, where a command's JSON goes
+            handler.setStream(sys.stderr)
     return _api
 
 
