@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from r3channel.weights.buckets import Bucket, TensorMeta
+from r3channel.weights.buckets import Bucket, TensorMeta, new_buffer
 from r3channel.weights.digests import payload_digest
 
 _TIMEOUT = timedelta(seconds=120)
@@ -54,7 +54,7 @@ class Receiver:
 
     def _receive(self, group_name: str, size: int) -> torch.Tensor:
         if len(self._buffer) < size:
-            self._buffer = torch.zeros(size, dtype=torch.uint8)
+            self._buffer = new_buffer(size, torch.device("cpu")).zero_()
         payload = self._buffer[:size]
         self._groups[group_name].broadcast([payload], dist.BroadcastOptions()).wait()
         return payload

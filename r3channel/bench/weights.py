@@ -14,9 +14,22 @@ from typing import Any
 
 import torch
 
-from r3channel.bench import reshard_plan, weight_engine, weight_wire
+from r3channel.bench import (
+    reshard_plan,
+    weight_ablation,
+    weight_engine,
+    weight_pair,
+    weight_reshard,
+    weight_wire,
+)
+from r3channel.weights.refit import MODES
 
-TARGETS = {"vs_per_tensor": 4.0, "of_raw_gloo": 0.5, "wire_of_raw_gloo": 0.9}
+TARGETS = {
+    "vs_per_tensor": 4.0,
+    "of_raw_gloo": 0.5,
+    "wire_of_raw_gloo": 0.9,
+    "shared_memory_vs_gloo": 3.0,
+}
 
 Result = dict[str, Any]
 Part = Callable[[Path, bool], Result]
@@ -31,7 +44,7 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(argv)
     result = measure(quick=options.quick, only=options.only)
-    print(json.dumps(result) if options.json else _text(result))
+    print(json.dumps(result) if options.json else text(result))
     return 0
 
 
@@ -80,6 +93,40 @@ def wire(folder: Path, quick: bool) -> Result:
     }
 
 
+def pair(folder: Path, quick: bool) -> Result:
+    """One trainer and one engine process: shared memory and one-sided writes beside gloo; the pipeline's depth 1 beside 2."""
+    found = weight_pair.measure(total_bytes=(64 if quick else 512) << 20, rounds=3 if quick else 12)
+    wall_s, gigabytes = found["wall_s"], found["bytes"] / 1e9
+    ways = [name for name in ("shared_memory", "one_sided") if name in wall_s]
+    return {
+        "paths": {name: {"wall_s": wall_s[name], "gbps": gigabytes / wall_s[name]} for name in ways},
+        "skipped": found["skipped"],
+        "ratio": {
+            "shared_memory_vs_gloo": wall_s["gloo_raw"] / wall_s["shared_memory"],
+            "shared_memory_vs_gloo_update": wall_s["gloo_depth_2"] / wall_s["shared_memory"],
+        },
+        "ablation": {
+            "pipeline_depth_1_s": wall_s["gloo_depth_1"],
+            "pipeline_depth_2_s": wall_s["gloo_depth_2"],
+            "pipeline_depth_2_vs_1": wall_s["gloo_depth_1"] / wall_s["gloo_depth_2"],
+        },
+        "pair": found,
+    }
+
+
+def reshard(folder: Path, quick: bool) -> Result:
+    """Exact reshard over gloo, 2 trainer ranks to 2 engine ranks."""
+    found = weight_reshard.measure(total_bytes=(48 if quick else 512) << 20, rounds=3 if quick else 10)
+    path = {"wall_s": found["wall_s"], "gbps": found["bytes"] / 1e9 / found["wall_s"]}
+    return {"paths": {"reshard": path}, "reshard": found}
+
+
+def refit(folder: Path, quick: bool) -> Result:
+    """Packed refit step by step, from one message per tensor to cached metadata."""
+    found = weight_ablation.measure(total_bytes=(32 if quick else 256) << 20, rounds=3 if quick else 10)
+    return {"ablation": {"refit": found}}
+
+
 def links(folder: Path, quick: bool) -> Result:
     """A group for each of two receivers against one for both."""
     return {
@@ -99,7 +146,16 @@ def plan(folder: Path, quick: bool) -> Result:
     return {"plan": reshard_plan.measure()}
 
 
-PARTS: dict[str, Part] = {"engine": engine, "wire": wire, "links": links, "surgical": surgical, "plan": plan}
+PARTS: dict[str, Part] = {
+    "engine": engine,
+    "wire": wire,
+    "pair": pair,
+    "reshard": reshard,
+    "refit": refit,
+    "links": links,
+    "surgical": surgical,
+    "plan": plan,
+}
 """Name -> what measures it. Each returns keys of the result; dictionaries of equal name are joined."""
 
 
@@ -111,7 +167,8 @@ def _merge(result: Result, found: Result) -> None:
             result[key] = value
 
 
-def _text(result: Result) -> str:
+def text(result: Result) -> str:
+    """For a person: one line per path, ratio and step."""
     lines = []
     for name, path in result.get("paths", {}).items():
         lines.append(f"{name:14s} {path['wall_s'] * 1e3:8.1f} ms  {path['gbps']:.3f} GB/s")
@@ -122,7 +179,12 @@ def _text(result: Result) -> str:
         lines.append(f"raw gloo broadcast   {result['limit']['raw_gloo_gbps']:.2f} GB/s")
     for name in ("ablation", "links_s"):
         if name in result:
-            lines.append(f"{name}: " + ", ".join(f"{key} {value:.3f}" for key, value in result[name].items()))
+            numbers = {key: value for key, value in result[name].items() if key != "refit"}
+            lines += [f"{name}: " + ", ".join(f"{key} {value:.3f}" for key, value in numbers.items())] * bool(
+                numbers
+            )
+    lines += _refit_lines(result.get("ablation", {}).get("refit"))
+    lines += [f"{name:14s} left out: {why}" for name, why in result.get("skipped", {}).items()]
     if "plan" in result:
         found = result["plan"]
         lines.append(
@@ -131,6 +193,20 @@ def _text(result: Result) -> str:
     if "surgical" in result:
         lines.append(_latency_line(result["surgical"]))
     return "\n".join(lines)
+
+
+def _refit_lines(found: Result | None) -> list[str]:
+    if found is None:
+        return []
+    lines = [
+        f"packed refit to {found['receivers']} receivers, {found['tensors']} tensors in {found['buckets']} buckets:"
+    ]
+    for mode in MODES:
+        step = found[mode]
+        lines.append(
+            f"  {mode:14s} {step['wall_s'] * 1e3:8.1f} ms  {step['control_bytes_per_receiver']:9,} control bytes per receiver"
+        )
+    return lines
 
 
 def _latency_line(found: Result) -> str:

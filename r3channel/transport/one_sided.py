@@ -6,16 +6,20 @@ It runs without a GPU and without RDMA: UCX then uses shared memory or TCP. RDMA
 UCX opens is UCX's own configuration (UCX_NET_DEVICES, UCX_TLS), not ours.
 
 Every rank registers one inbox with a ring of chunks per sender; addresses are exchanged once, at the join, through the
-relay's store. A chunk is free again when its reader says so. There is no notice of a process that dies without a word:
+relay's store. A sender registers the caller's memory for the length of a message and keeps two writes under way; only the
+receiver copies. A chunk is free again when its reader says so. There is no notice of a process that dies without a word:
 its peers end by their deadline.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
+import sys
 import time
-from collections import defaultdict
-from collections.abc import Callable
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -28,6 +32,8 @@ from r3channel.transport.base import Deferred, Pending, Rendezvous, Transport
 
 CHUNK_BYTES = 4 << 20
 CHUNKS = 4
+WRITES = 2
+"""Under way at once from one message, so that the wire does not wait for us to look."""
 _POLL_S = 0.0001
 _ABORT = b"abort"
 
@@ -69,9 +75,15 @@ class OneSidedTransport(Transport):
 
     def _send(self, dst: int, data_N: torch.Tensor, timeout_s: float) -> None:
         wait = self._waiter(timeout_s, f"send {len(data_N)} bytes to rank {dst}")
-        for at in range(0, max(1, len(data_N)), CHUNK_BYTES):
-            wait(lambda: self._written[dst] - self._freed[dst] < CHUNKS)
-            self._write(dst, data_N[at : at + CHUNK_BYTES], len(data_N), wait)
+        under_way: deque[Any] = deque()
+        with self._readable(data_N, under_way) as from_N:
+            for at in range(0, max(1, len(from_N)), CHUNK_BYTES):
+                wait(lambda: self._written[dst] - self._freed[dst] < CHUNKS)
+                if len(under_way) == WRITES:
+                    self._finish(under_way, dst, wait)
+                self._start(dst, from_N[at : at + CHUNK_BYTES], len(from_N), under_way)
+            while under_way:
+                self._finish(under_way, dst, wait)
         wait(lambda: self._written[dst] == self._freed[dst])
 
     def _recv(self, src: int, out_N: torch.Tensor, timeout_s: float) -> None:
@@ -106,32 +118,52 @@ class OneSidedTransport(Transport):
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
-    def _write(
-        self, dst: int, part_N: torch.Tensor, message_bytes: int, wait: Callable[[Callable[[], bool]], None]
-    ) -> None:
-        """One chunk into the receiver's memory; returns when it has left ours."""
+    @contextlib.contextmanager
+    def _readable(self, data_N: torch.Tensor, under_way: deque[Any]) -> Iterator[torch.Tensor]:
+        """The bytes in memory that nixl may read until the end of the block: the caller's own, registered for this message.
+
+        A message shorter than a chunk is copied, which is cheaper. A registration does not outlive its message, since the
+        caller may free the memory afterwards; writes that a failure left under way are given up before it ends.
+        """
+        if len(data_N) < CHUNK_BYTES:
+            yield self._outbox_N[: len(data_N)].copy_(data_N)
+            return
+        agent = self._agent
+        registered = agent.register_memory([data_N])
+        try:
+            yield data_N
+        finally:
+            for handle in under_way:
+                with contextlib.suppress(Exception):
+                    agent.release_xfer_handle(handle)
+            agent.deregister_memory(registered)
+
+    def _start(self, dst: int, part_N: torch.Tensor, message_bytes: int, under_way: deque[Any]) -> None:
+        """Begin to write one chunk into the receiver's memory."""
         number, agent = self._written[dst], self._agent
         told = b"chunk %d %d" % (number, message_bytes)
         self._written[dst] += 1
         if not len(part_N):
             self._notify(dst, told)
             return
-        self._outbox_N[: len(part_N)].copy_(part_N)
-        here = agent.get_xfer_descs([(self._outbox_N.data_ptr(), len(part_N), 0)], "DRAM")
-        there = agent.get_xfer_descs(
-            [(self._inbox_of[dst] + _slot(self.rank, number), len(part_N), 0)], "DRAM"
-        )
+        slot = self._inbox_of[dst] + _slot(self.rank, number)
+        here = agent.get_xfer_descs([(part_N.data_ptr(), len(part_N), 0)], "DRAM")
+        there = agent.get_xfer_descs([(slot, len(part_N), 0)], "DRAM")
         handle = agent.initialize_xfer("WRITE", here, there, self._peer(dst), told)
-        state = agent.transfer(handle)
-        if state == "PROC":
-            wait(lambda: agent.check_xfer_state(handle) != "PROC")
-            state = agent.check_xfer_state(handle)
+        under_way.append(handle)
+        agent.transfer(handle)
+
+    def _finish(self, under_way: deque[Any], dst: int, wait: Callable[[Callable[[], bool]], None]) -> None:
+        """Wait until the oldest write has left our memory."""
+        agent, handle = self._agent, under_way[0]
+        wait(lambda: agent.check_xfer_state(handle) != "PROC")
+        state = agent.check_xfer_state(handle)
         if state != "DONE":
             self.abort()
             raise TransportError(
                 f"{self._name} epoch {self.epoch}: write to rank {dst} ended as {state} in nixl"
             )
-        agent.release_xfer_handle(handle)
+        agent.release_xfer_handle(under_way.popleft())
 
     def _notify(self, peer: int, told: bytes) -> None:
         try:
@@ -204,12 +236,21 @@ class OneSidedTransport(Transport):
         return inboxes
 
 
-def _new_agent(name: str) -> Any:
+def check_installed() -> Any:
+    """The module of nixl's Python interface; raises ConfigError when the extra is not installed."""
     try:
-        from nixl_cu12._api import nixl_agent, nixl_agent_config
+        from nixl_cu12 import _api
     except ImportError as error:
         raise ConfigError(f"backend nixl needs the extra r3channel[onesided] (nixl-cu12): {error}") from error
-    return nixl_agent(name, nixl_agent_config(enable_prog_thread=True, backends=["UCX"]))
+    for handler in logging.getLogger("nixl").handlers:
+        if isinstance(handler, logging.StreamHandler):  # it writes to stdout, where a command's JSON goes
+            handler.setStream(sys.stderr)
+    return _api
+
+
+def _new_agent(name: str) -> Any:
+    api = check_installed()
+    return api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=True, backends=["UCX"]))
 
 
 def _slot(src: int, number: int) -> int:

@@ -49,6 +49,11 @@ def check_finite(named: Sequence[tuple[str, torch.Tensor]], *, where: str) -> No
         )
 
 
+def is_finite(values: torch.Tensor) -> bool:
+    """Whether a tensor holds neither NaN nor Inf; integers hold none. On a GPU this waits for the device."""
+    return not values.is_floating_point() or bool(_finite(values))
+
+
 def first_nonfinite(bucket: Bucket, payload: torch.Tensor) -> TensorMeta | None:
     """The first tensor of the packed bucket that holds NaN or Inf; None if all numbers are finite. Any device.
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from r3channel.errors import UsageError, WeightsDiffer
-from r3channel.weights.buckets import Bucket
+from r3channel.weights.buckets import Bucket, new_buffer
 from r3channel.weights.digests import payload_digest
 
 
@@ -35,7 +35,7 @@ class HostCopy:
         if index < len(self._coming) and len(self._coming[index]) == payload_bytes:
             return self._coming[index]
         del self._coming[index:]
-        self._coming.append(torch.empty(payload_bytes, dtype=torch.uint8))
+        self._coming.append(new_buffer(payload_bytes, torch.device("cpu")))
         return self._coming[index]
 
     def commit(self, version: int, buckets: tuple[Bucket, ...], digests: tuple[int, ...]) -> None:
