@@ -38,8 +38,8 @@ class EngineRecord:
     boot_id: str
     """Of this life of the engine; a restart has another."""
     ranks: int
-    layout: str
-    """Digest of its shard map."""
+    layout: str = ""
+    """Digest of its shard map; empty for an engine that gets whole tensors and cuts them itself."""
     manifest_id: str = ""
     """Of the last manifest that it was sent; empty for an engine that knows none."""
     committed_version: int = -1
@@ -238,7 +238,7 @@ class WeightRegistry:
 
     def _check_layout(self, record: EngineRecord) -> None:
         known = self._maps.get("engine")
-        if known is not None and record.layout != known.digest:
+        if known is not None and record.layout and record.layout != known.digest:
             raise RegistryRefused(
                 f"engine {record.engine} has layout {record.layout}, the engines' shard map is {known.digest}"
             )
