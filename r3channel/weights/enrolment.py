@@ -60,9 +60,9 @@ class Enrolment:
         """An update of these begins, and all have just answered: leases cover it, and nothing is routed to them."""
         now_s, known = time.monotonic(), self._records()
         for member in members:
+            self.registry.quarantine(member.url, member.boot_id, now_s=now_s)
             self.registry.renew(member.url, member.boot_id, now_s=now_s, for_s=for_s)
             self._held[member.url] = known[member.url].committed_version
-            self.registry.quarantine(member.url, member.boot_id, now_s=now_s)
         self._epoch = self.registry.members(now_s=now_s).epoch
 
     def check(self) -> None:
@@ -73,27 +73,25 @@ class Enrolment:
         """Record the version for those that serve; the others stay in quarantine."""
         for member in members:
             self._held.pop(member.url, None)
-            self._commit(member, version, manifest.id)
+            self._settle(member, version, manifest.id)
 
     def aborted(self, members: Iterable[Member]) -> None:
         """Record for those that serve the version that they had before `open`; the others stay in quarantine."""
         for member in members:
-            version = self._held.pop(member.url, -1)
-            if version >= 0:
-                self._commit(member, version, None)
+            if member.url in self._held:
+                self._settle(member, self._held.pop(member.url), None)
 
-    def _commit(self, member: Member, version: int, manifest_id: str | None) -> None:
-        if member.state is EngineState.SERVING:
-            with contextlib.suppress(
-                RegistryRefused
-            ):  # another life has joined meanwhile; it stays in quarantine
-                self.registry.commit(
-                    member.url,
-                    member.boot_id,
-                    version=version,
-                    now_s=time.monotonic(),
-                    manifest_id=manifest_id,
-                )
+    def _settle(self, member: Member, version: int, manifest_id: str | None) -> None:
+        """The lease that covered the update ends either way."""
+        registry, now_s = self.registry, time.monotonic()
+        url, life = member.url, member.boot_id
+        with contextlib.suppress(
+            RegistryRefused
+        ):  # another life has joined meanwhile: it begins in quarantine
+            if member.state is EngineState.SERVING and version >= 0:
+                registry.commit(url, life, version=version, now_s=now_s, manifest_id=manifest_id)
+            else:
+                registry.quarantine(url, life, now_s=now_s)
 
     def _records(self) -> dict[str, EngineRecord]:
         members = self.registry.members(now_s=time.monotonic())

@@ -165,12 +165,12 @@ class WeightRegistry:
     def commit(
         self, engine: str, boot_id: str, *, version: int, now_s: float, manifest_id: str | None = None
     ) -> None:
-        """This life of the engine holds `version` whole and verified; its lease is renewed.
+        """This life of the engine holds `version` whole and verified; a lease of the usual length begins.
 
         Raises RegistryRefused for an engine that is no member or lives another life, and WeightVersionRegressed for a
         step back.
         """
-        self.renew(engine, boot_id, now_s=now_s)
+        self._expire(now_s)
         lease = self._lease(engine, boot_id)
         if version < lease.record.committed_version:
             raise WeightVersionRegressed(
@@ -178,15 +178,19 @@ class WeightRegistry:
             )
         known = lease.record.manifest_id if manifest_id is None else manifest_id
         record = replace(lease.record, committed_version=version, manifest_id=known)
-        self._leases[engine] = replace(lease, record=record)
+        self._leases[engine] = _Lease(record, now_s + self._lease_s)
         self._version = max(self._version, version)
 
     @_locked
     def quarantine(self, engine: str, boot_id: str, *, now_s: float) -> None:
-        """The engine may hold no whole weights: not routable until it commits again. Raises RegistryRefused as `commit`."""
+        """The engine may hold no whole weights: not routable until it commits again. Raises RegistryRefused as `commit`.
+
+        Its lease is not renewed; one that was held longer ends within the usual length.
+        """
         self._expire(now_s)
         lease = self._lease(engine, boot_id)
-        self._leases[engine] = replace(lease, record=replace(lease.record, committed_version=-1))
+        until_s = min(lease.until_s, now_s + self._lease_s)
+        self._leases[engine] = _Lease(replace(lease.record, committed_version=-1), until_s)
 
     @_locked
     def routable(self, *, now_s: float) -> tuple[str, ...]:

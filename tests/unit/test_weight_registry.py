@@ -83,6 +83,10 @@ def test_a_lease_can_be_held_for_the_length_of_an_update() -> None:
     engines.check_epoch(epoch, now_s=100)
     engines.commit("a", "1", version=1, now_s=100.5)
     assert engines.routable(now_s=110) == ("a",) and engines.routable(now_s=111) == ()
+    engines.join(record(), now_s=200)
+    engines.renew("a", "1", now_s=200, for_s=100)
+    engines.quarantine("a", "1", now_s=201)
+    assert engines.behind(now_s=210) == ("a",) and engines.behind(now_s=211) == ()
 
 
 def test_an_engine_is_routable_only_with_the_current_version() -> None:
