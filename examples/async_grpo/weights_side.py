@@ -6,6 +6,7 @@ import json
 import shutil
 import urllib.request
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,15 @@ GREEDY_TOKENS = 12
 Weights = Iterable[tuple[str, torch.Tensor]]
 
 
+@dataclass(frozen=True)
+class Pushed:
+    """One update, and which engines hold it."""
+
+    report: UpdateReport
+    routable: tuple[str, ...]
+    """Only these may get requests until the next update."""
+
+
 class Publisher:
     """What the first trainer rank holds. Every push is verified by the engines' own checksums before it is committed."""
 
@@ -33,11 +43,11 @@ class Publisher:
         )
         self._sync.connect(timeout_s=WEIGHT_TIMEOUT_S)
 
-    def push(self, weights: Weights, version: int) -> UpdateReport:
+    def push(self, weights: Weights, version: int) -> Pushed:
         report = self._sync.update(weights, version=version, timeout_s=WEIGHT_TIMEOUT_S)
         if self._manifest is not None and self._sync.held is not None:
             self._sync.held.write(self._manifest)
-        return report
+        return Pushed(report, self._sync.routable())
 
     def close(self) -> None:
         self._sync.close()
