@@ -32,19 +32,6 @@ def weights(version: int) -> dict[str, torch.Tensor]:
     return {name: torch.full((64,), float(10 * version + index)) for index, name in enumerate(NAMES)}
 
 
-@pytest.fixture
-def start() -> Iterator[Start]:
-    engines: list[FakeEngine] = []
-
-    def begin() -> FakeEngine:
-        engines.append(FakeEngine())
-        return engines[-1]
-
-    yield begin
-    for engine in engines:
-        engine.die()
-
-
 def registry(lease_s: float = 1000.0) -> WeightRegistry:
     return WeightRegistry(torch=OURS, nccl="2.27.3", lease_s=lease_s)
 
