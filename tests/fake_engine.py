@@ -5,6 +5,7 @@ For failures that the real engine cannot be made to have at a given call. What i
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from r3channel.weights.digests import EngineChecksums
 
 Answer = dict[str, Any]
 UPDATE = "/update_weights_from_distributed"
+_lives = itertools.count(1)
 
 
 class _Server(ThreadingHTTPServer):
@@ -58,6 +60,7 @@ class FakeEngine:
         self.calls: list[str] = []
         self.tensors: dict[str, torch.Tensor] = {}
         self.version, self.paused, self.open, self.flushed = "0", False, False, 0
+        self.life = next(_lives)
         self.dead = threading.Event()
         self._groups: dict[str, Any] = {}
         self._counts: dict[str, int] = {}
@@ -65,9 +68,10 @@ class FakeEngine:
         self._server.engine = self
         self.port = self._server.server_port
         self.url = f"http://127.0.0.1:{self.port}"
-        threading.Thread(
+        self._serving = threading.Thread(
             target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
-        ).start()
+        )
+        self._serving.start()
 
     def die(self) -> None:
         """As a killed process: connections and group sockets close, nothing answers."""
@@ -80,6 +84,7 @@ class FakeEngine:
     def restarted(self) -> FakeEngine:
         """A new life at the same address, with other weights."""
         self.die()
+        self._serving.join(10)  # its poll keeps the port for a moment
         return FakeEngine(port=self.port)
 
     def checksums(self) -> dict[str, str]:
@@ -108,6 +113,7 @@ class FakeEngine:
 
     def _routes(self) -> dict[str, Callable[[Answer], Answer | None]]:
         return {
+            "/server_info": lambda _: {"startup_time": {"total": self.life}},
             "/model_info": lambda _: {"weight_version": self.version},
             "/init_weights_update_group": self._join,
             "/destroy_weights_update_group": self._leave,

@@ -57,7 +57,8 @@ class RolloutManager:
 
     def __init__(self, args: argparse.Namespace, spec: dict[str, Any]) -> None:
         self.args, self.spec = args, RoutingSpec.from_dict(spec)
-        self.engines: list[str] = []
+        self.routable: tuple[str, ...] = ()
+        self.routed: list[tuple[int, int]] = []
         self.layout = TrainerLayout.parse(args.layout)
         self.clock = StageClock("relay")
         self.routing = self._make_routing()
@@ -76,14 +77,20 @@ class RolloutManager:
 
     def start(self, engines: list[str]) -> dict[str, Any]:
         """Ask each engine for one token, so that a plug-in that did not apply is noticed now."""
-        self.engines = engines
         request = Request("probe", [5, 6], 1)
-        for url in self.engines:
+        for url in engines:
             (answer,) = asyncio.run(ask([request], [url]))
             if isinstance(answer, BaseException):
                 raise answer
             self.routing.check_engine(url, json.loads(answer), tokens=3)
         return self.routing.report()
+
+    def route_to(self, version: int, engines: tuple[str, ...]) -> None:
+        """The gate: from now on only these get requests, for only they hold the committed `version`."""
+        if not engines:
+            raise RuntimeError(f"no engine may get requests: none holds weight version {version}")
+        self.routable = engines
+        self.routed.append((version, len(engines)))
 
     def generate(self, step: int) -> list[Any]:
         """One rollout. Returns one object reference per DP rank; routing is still on its way when it does."""
@@ -126,6 +133,7 @@ class RolloutManager:
             "samples": self.samples,
             "rewards": self.rewards,
             "lost": self.lost,
+            "routed": self.routed,
             "modules": channel_modules(),
         }
 
@@ -137,7 +145,7 @@ class RolloutManager:
 
     def _collect(self, step: int, requests: list[Request]) -> dict[str, Sample]:
         """Ask for all; what fails is named, counted and left out: it is never trained on guessed ids."""
-        urls = [self.engines[index % len(self.engines)] for index in range(len(requests))]
+        urls = [self.routable[index % len(self.routable)] for index in range(len(requests))]
         with self.clock.span("http", step=step):
             answers = asyncio.run(ask(requests, urls))
         samples = {}

@@ -47,6 +47,7 @@ def summarise(
         "trainer_dtype": args.trainer_dtype,
         "rewards": manager["rewards"],
         "weight_versions": [report.version for report in reports],
+        "engines_routable": manager["routed"],
         "rows_by_staleness": _summed(trainer.get("rows_by_staleness", {}) for trainer in trainers),
         "weights_verified": min((report.verified for report in reports), default=0),
         "sglang_version": version("sglang"),

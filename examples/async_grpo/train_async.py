@@ -161,8 +161,10 @@ def _train(args: argparse.Namespace, cluster: Cluster, begin: float) -> tuple[di
 
 
 def update_weights(cluster: Cluster, version: int, reports: list[Any]) -> None:
-    found = cluster.all("update_weights", version)
-    reports.extend(report for report in found if report is not None)
+    """Push; the next rollout asks only engines that hold this version."""
+    (pushed,) = [found for found in cluster.all("update_weights", version) if found is not None]
+    reports.append(pushed.report)
+    fetch(cluster.manager.route_to.remote(version, pushed.routable))
 
 
 def _export(folder: Path, cluster: Cluster) -> None:

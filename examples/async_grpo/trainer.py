@@ -15,13 +15,12 @@ from examples.async_grpo.batch import MicrobatchData, unpack
 from examples.async_grpo.grpo import policy_loss
 from examples.async_grpo.modules import channel_modules
 from examples.async_grpo.rays import fetch
-from examples.async_grpo.weights_side import Publisher, export
+from examples.async_grpo.weights_side import Publisher, Pushed, export
 from r3channel.embedded import megatron
 from r3channel.metrics import Span, StageClock
 from r3channel.plan.layout import RankCoords, TrainerLayout
 from r3channel.plan.shards import Shard
 from r3channel.weights.convert import hf_weights
-from r3channel.weights.session import UpdateReport
 
 
 class TrainerRouting(Protocol):
@@ -123,15 +122,15 @@ class Trainer:
         self._idle_since = time.monotonic()
         return result
 
-    def update_weights(self, version: int) -> UpdateReport | None:
-        """Gather, convert and push; every rank of the first replica takes part in the gathering."""
+    def update_weights(self, version: int) -> Pushed | None:
+        """Gather, convert and push; every rank of the first replica takes part in the gathering. The first rank tells."""
         self._waited()
         with self.clock.span("weights"):
-            report = self._gathered(lambda weights: self._publisher().push(weights, version))
+            pushed = self._gathered(lambda weights: self._publisher().push(weights, version))
         self.version = version
         self.routing.weight_version(version)
         self._idle_since = time.monotonic()
-        return report
+        return pushed
 
     def export_weights(self, folder: str) -> None:
         """Write the weights as a Hugging Face folder, gathered as for the engines."""

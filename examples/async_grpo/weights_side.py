@@ -6,12 +6,13 @@ import json
 import shutil
 import urllib.request
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from r3channel.weights.expected import checkpoint_shapes
+from r3channel.weights.checkpoint import checkpoint_shapes
 from r3channel.weights.session import UpdateReport, WeightSync
 from r3channel.weights.sglang import EngineClient
 
@@ -20,6 +21,15 @@ GREEDY_PROMPTS = ([5, 6, 7, 8, 9, 10, 11, 12], [301, 17, 44, 260, 8, 99], [400, 
 GREEDY_TOKENS = 12
 
 Weights = Iterable[tuple[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """One update, and which engines hold it."""
+
+    report: UpdateReport
+    routable: tuple[str, ...]
+    """Only these may get requests until the next update."""
 
 
 class Publisher:
@@ -33,11 +43,11 @@ class Publisher:
         )
         self._sync.connect(timeout_s=WEIGHT_TIMEOUT_S)
 
-    def push(self, weights: Weights, version: int) -> UpdateReport:
+    def push(self, weights: Weights, version: int) -> Pushed:
         report = self._sync.update(weights, version=version, timeout_s=WEIGHT_TIMEOUT_S)
         if self._manifest is not None and self._sync.held is not None:
             self._sync.held.write(self._manifest)
-        return report
+        return Pushed(report, self._sync.routable())
 
     def close(self) -> None:
         self._sync.close()

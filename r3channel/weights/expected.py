@@ -1,4 +1,4 @@
-"""Which tensors an engine must be given: names and shapes of the checkpoint that it was started from.
+"""Which tensors an engine must be given: names and shapes, as of the checkpoint that it was started from (checkpoint.py).
 
 SGLang skips a name that it does not know, with a line in its log, and goes on with the old bytes. So names are held
 against the checkpoint before they leave.
@@ -6,19 +6,13 @@ against the checkpoint before they leave.
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
-from typing import BinaryIO
 
 import torch
 
-from r3channel.errors import ConfigError, ManifestMismatch
+from r3channel.errors import ManifestMismatch
 from r3channel.weights.buckets import TensorMeta
 from r3channel.weights.progress import Run
-
-_MAX_HEADER_BYTES = 256 << 20
 
 
 class Expected:
@@ -56,26 +50,3 @@ class Expected:
             raise ManifestMismatch(
                 f"{len(missing)} tensors of the engine's checkpoint were not given, first {missing[0]}"
             )
-
-
-def checkpoint_shapes(folder: str | os.PathLike[str]) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of all tensors of a Hugging Face folder, from the headers of its safetensors files; no data is read."""
-    files = sorted(Path(folder).glob("*.safetensors"))
-    if not files:
-        raise ConfigError(f"{os.fspath(folder)} holds no .safetensors file")
-    shapes: dict[str, tuple[int, ...]] = {}
-    for path in files:
-        with path.open("rb") as file:
-            header = _header(file, path)
-        shapes |= {name: tuple(row["shape"]) for name, row in header.items() if name != "__metadata__"}
-    return shapes
-
-
-def _header(file: BinaryIO, path: Path) -> dict[str, dict[str, list[int]]]:
-    size = int.from_bytes(file.read(8), "little")
-    if size > _MAX_HEADER_BYTES:
-        raise ConfigError(f"{path}: header of {size} bytes; is it a safetensors file?")
-    try:
-        return json.loads(file.read(size))
-    except ValueError as error:
-        raise ConfigError(f"{path}: its header is no JSON; is it a safetensors file?") from error

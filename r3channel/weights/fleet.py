@@ -77,15 +77,27 @@ class Fleet:
         """Every group that reaches one of these engines, once."""
         return list(dict.fromkeys(member.link for member in self.members if member.link is not None))
 
+    def boot_ids(self, timeout_s: float) -> dict[Member, str]:
+        """The life of each engine that answers within `timeout_s`. Any thread."""
+        calls = {
+            member: background(partial(member.client.boot_id, timeout_s=timeout_s)) for member in self.members
+        }
+        wait(calls.values(), timeout=timeout_s + GRACE_S)
+        return {m: call.result() for m, call in calls.items() if call.done() and call.exception() is None}
+
     # -- groups ------------------------------------------------------------------------------------------------------
 
-    def ensure_links(self, deadline: Deadline) -> None:
-        """Form groups with the engines that have none. Those that are not there are found first, by a cheap question:
-        one missing member would hold the others of a shared group until the deadline."""
+    def ensure_links(self, deadline: Deadline, admit: Callable[[Sequence[Member]], None]) -> None:
+        """Form groups with the engines that have none, once `admit` has let them in.
+
+        Those that are not there are found before, by a cheap question: one missing member would hold the others of a
+        shared group until the deadline.
+        """
         without = [member for member in self.members if member.link is None]
         if not without:
             return
-        self.only(without)._on_all(Member.check_present, deadline)
+        self.only(without)._on_all(Member.meet, deadline)
+        admit(without)
         crews = [[member] for member in without] if self._options.links == "each" else [without]
         joining = {
             in_background(partial(self._link, crew, deadline), name="weights-link"): "a join"
@@ -181,7 +193,12 @@ class Fleet:
         return min(self._on_all(lambda member, left_s: member.verify(checksums, left_s), deadline))
 
     def commit(self, version: int, deadline: Deadline) -> None:
-        self._on_all(lambda member, left_s: member.commit(version, left_s), deadline)
+        """The first engine that takes the version decides for all: a failure is raised only if none has taken it."""
+        try:
+            self._on_all(lambda member, left_s: member.commit(version, left_s), deadline)
+        except Exception:
+            if not any(member.state is EngineState.COMMITTED for member in self.members):
+                raise
 
     def resume(self, deadline: Deadline) -> None:
         self._on_all(Member.resume, deadline)

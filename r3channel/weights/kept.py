@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from r3channel.errors import UsageError, WeightsDiffer
-from r3channel.weights.buckets import Bucket, new_buffer
+from r3channel.weights.buckets import Bucket, Manifest, new_buffer
 from r3channel.weights.digests import payload_digest
 
 
@@ -20,15 +20,10 @@ class HostCopy:
 
     def __init__(self) -> None:
         self.version: int | None = None
-        self._buckets: tuple[Bucket, ...] = ()
+        self.manifest: Manifest | None = None
         self.digests: tuple[int, ...] = ()
         self._committed: list[torch.Tensor] = []
         self._coming: list[torch.Tensor] = []
-
-    @property
-    def payload_bytes(self) -> int:
-        """Of the committed version."""
-        return sum(bucket.payload_bytes for bucket in self._buckets)
 
     def take(self, index: int, payload_bytes: int) -> torch.Tensor:
         """Room for bucket `index` of the coming version: uint8, exactly that long, kept until the commit after the next."""
@@ -38,19 +33,19 @@ class HostCopy:
         self._coming.append(new_buffer(payload_bytes, torch.device("cpu")))
         return self._coming[index]
 
-    def commit(self, version: int, buckets: tuple[Bucket, ...], digests: tuple[int, ...]) -> None:
+    def commit(self, version: int, manifest: Manifest, digests: tuple[int, ...]) -> None:
         """What was taken since the last commit is now the committed version."""
         self._committed, self._coming = self._coming, self._committed
-        self.version, self._buckets, self.digests = version, buckets, digests
+        self.version, self.manifest, self.digests = version, manifest, digests
 
     def read(self) -> Iterator[tuple[Bucket, torch.Tensor]]:
         """Every committed bucket with its bytes, in order.
 
         WeightsDiffer if bytes changed since they were packed; UsageError without a committed version.
         """
-        if self.version is None:
+        if self.manifest is None:
             raise UsageError("nothing was committed yet, so there is no copy to repair an engine from")
-        for index, (bucket, digest) in enumerate(zip(self._buckets, self.digests, strict=True)):
+        for index, (bucket, digest) in enumerate(zip(self.manifest.buckets, self.digests, strict=True)):
             payload = self._committed[index]
             if payload_digest(payload) != digest:
                 raise WeightsDiffer(

@@ -52,6 +52,8 @@ class Member:
     client: EngineClient
     state: EngineState = EngineState.SERVING
     link: Link | None = None
+    boot_id: str = ""
+    """Of the life that joined; empty before."""
 
     @property
     def url(self) -> str:
@@ -62,8 +64,9 @@ class Member:
         if self.state is not EngineState.DIRTY or state is EngineState.COMMITTED:
             self.state = state
 
-    def check_present(self, timeout_s: float) -> None:
-        self.client.weight_version(timeout_s=timeout_s)
+    def meet(self, timeout_s: float) -> None:
+        """Find out that the engine is there, and which life of it."""
+        self.boot_id = self.client.boot_id(timeout_s=timeout_s)
 
     def join(self, group: WeightGroup, first_rank: int, timeout_s: float) -> None:
         self.client.init_group(

@@ -42,6 +42,8 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     experts: int = 0
+    latent: tuple[int, int] | None = None
+    """MLA: (rows of `q_a_proj`, rows of `kv_a_proj_with_mqa`, which are latent and rotary); None without a query latent."""
 
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any]) -> ModelShape:
@@ -51,7 +53,14 @@ class ModelShape:
             kv_heads=config.get("num_key_value_heads", heads),
             head_dim=config.get("head_dim") or config["hidden_size"] // heads,
             experts=config.get("num_experts") or config.get("n_routed_experts") or 0,
+            latent=_latent(config),
         )
+
+
+def _latent(config: Mapping[str, Any]) -> tuple[int, int] | None:
+    if not config.get("q_lora_rank"):
+        return None
+    return config["q_lora_rank"], config["kv_lora_rank"] + config["qk_rope_head_dim"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +183,16 @@ def split_gate_up(name: str, fused: torch.Tensor, *, fused_name: str, part: int,
     ]
 
 
+def split_latent(name: str, fused: torch.Tensor, shape: ModelShape) -> list[Piece]:
+    """MLA's [q_a rows | kv_a rows] of an engine, as views; every rank holds both whole."""
+    if shape.latent is None or fused.shape[0] != sum(shape.latent):
+        raise ConfigError(
+            f"{name}: {fused.shape[0]} rows; expected {shape.latent} (query, key-value and rotary)"
+        )
+    members = zip(("q_a_proj", "kv_a_proj_with_mqa"), fused.split(list(shape.latent)), strict=True)
+    return [replicated(name.replace("fused_qkv_a_proj_with_mqa", member), view) for member, view in members]
+
+
 def _piece(name: str, whole: tuple[int, ...], start: tuple[int, ...], tensor: torch.Tensor) -> Piece:
     stop = tuple(a + n for a, n in zip(start, tensor.shape, strict=True))
     return Piece(TensorMeta(name=name, dtype=tensor.dtype, shape=whole), Box(start, stop), tensor)
@@ -188,9 +207,12 @@ _COLUMN_PARALLEL = re.compile(
 
 
 class FusedNames:
-    """An engine that fuses as SGLang 0.5.23 does: `qkv_proj`, `gate_up_proj`, `experts.w13_weight`, `experts.w2_weight`.
+    """An engine that fuses as SGLang 0.5.23 does: `qkv_proj`, `gate_up_proj`, `experts.w13_weight`, `experts.w2_weight`,
+    and for DeepSeek-V3 `fused_qkv_a_proj_with_mqa`.
 
-    Expert weights are (local experts, rows, columns), gate before up; experts are cut over EP, and over TP within.
+    Expert weights are (local experts, rows, columns), gate before up; experts are cut over EP, and over TP within. Shared
+    experts are cut over TP: start the engine with them apart (`--disable-shared-experts-fusion`), else their number does
+    not fit and they are refused.
     """
 
     def __init__(self, shape: ModelShape, rank: RankOf) -> None:
@@ -201,6 +223,8 @@ class FusedNames:
         tensor = tensor.detach()
         if ".qkv_proj." in name:
             return split_qkv(name, tensor, self._shape, rank)
+        if ".fused_qkv_a_proj_with_mqa." in name:
+            return split_latent(name, tensor, self._shape)
         if name.endswith(("experts.w13_weight", "experts.w2_weight")):
             return self._experts(name, tensor)
         if ".gate_up_proj." in name:
@@ -232,7 +256,8 @@ class MegatronNames:
     """Megatron-core's shards under Hugging Face module names: `self_attn.qkv`, `mlp.fc1`, `mlp.experts.N.fc1`, `...fc2`.
 
     The renaming itself is the trainer's business (`convert`); here only fused and cut tensors are taken apart.
-    Experts are whole on their rank (expert tensor parallelism 1).
+    Experts are whole on their rank (expert tensor parallelism 1). MLA keeps Hugging Face's own tensors: the two
+    down-projections whole on every rank, the up-projections cut by heads.
     """
 
     def __init__(self, shape: ModelShape, rank: RankOf) -> None:
@@ -272,5 +297,5 @@ def _plain(name: str, tensor: torch.Tensor, rank: RankOf) -> Piece:
     return replicated(name, tensor)
 
 
-for _family in ("qwen3_moe", "qwen3", "qwen2_moe"):
+for _family in ("qwen3_moe", "qwen3", "qwen2_moe", "deepseek_v3"):
     register(_family, trainer=MegatronNames, engine=FusedNames)

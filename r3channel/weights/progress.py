@@ -12,6 +12,7 @@ import torch
 
 from r3channel.weights.buckets import Bucket, TensorMeta
 from r3channel.weights.deadline import Deadline
+from r3channel.weights.manifest import Manifest
 
 T = TypeVar("T")
 
@@ -28,10 +29,26 @@ class UpdateReport:
     verified: int
     """Parameters of the engine whose checksum every engine confirmed; 0 without verification."""
     manifest_digest: int
+    expired: tuple[str, ...]
+    """Engines whose lease ran out before this update: it was made without them, and they belong to the session no more."""
     wall_s: float
     seconds: Mapping[str, float]
     """Caller's thread, adding up to the wall: join pause begin convert plan pack digest wait_send end verify commit resume.
     Beside it, in the sender's thread: wire (slowest broadcast) and apply (from there to the slowest engine's answer)."""
+
+    @classmethod
+    def of(cls, version: int, manifest: Manifest, run: Run) -> UpdateReport:
+        return cls(
+            version=version,
+            tensors=manifest.tensor_count,
+            buckets=len(manifest.buckets),
+            payload_bytes=manifest.payload_bytes,
+            verified=run.verified,
+            manifest_digest=manifest.digest,
+            expired=run.expired,
+            wall_s=run.deadline.elapsed_s,
+            seconds=run.seconds,
+        )
 
 
 @dataclass(slots=True)
@@ -44,6 +61,7 @@ class Run:
     digests: list[int] = field(default_factory=list)
     """xxh3 of each bucket's bytes, where a host copy is kept."""
     verified: int = 0
+    expired: tuple[str, ...] = ()
 
     def add(self, stage: str, seconds: float) -> None:
         self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds

@@ -14,8 +14,10 @@ After it the update counts, and an engine that did not take it is left behind in
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 
@@ -23,18 +25,18 @@ import torch
 
 from r3channel.errors import (
     ConfigError,
-    EngineLeftBehind,
-    ManifestMismatch,
     R3Error,
+    RegistryRefused,
     UsageError,
     WeightUpdateFailed,
     WeightVersionRegressed,
 )
 from r3channel.slot import PROCESS_SLOT
-from r3channel.weights.buckets import Bucket, Manifest, fill_buckets
+from r3channel.weights.buckets import Bucket, Manifest
+from r3channel.weights.checkpoint import checkpoint_tensors
+from r3channel.weights.contents import Contents
 from r3channel.weights.deadline import Deadline
-from r3channel.weights.digests import EngineChecksums
-from r3channel.weights.expected import Expected
+from r3channel.weights.enrolment import Enrolment, own_registry
 from r3channel.weights.fleet import REPAIR_S, Fleet, GroupOptions, Links
 from r3channel.weights.group import group_device
 from r3channel.weights.held import HeldWeights
@@ -42,8 +44,9 @@ from r3channel.weights.kept import HostCopy
 from r3channel.weights.member import EngineState, Member, told
 from r3channel.weights.packer import OnNonfinite, Packer
 from r3channel.weights.progress import Run, Stream, UpdateReport
-from r3channel.weights.sender import BucketSender
+from r3channel.weights.registry import WeightRegistry
 from r3channel.weights.sglang import EngineClient, PauseMode
+from r3channel.weights.transaction import Rules, Transaction
 
 DEFAULT_BUCKET_BYTES = 256 << 20
 RESTORE_TIMEOUT_S = 60.0
@@ -77,6 +80,7 @@ class WeightSync:
         on_nonfinite: OnNonfinite = "error",
         expected: Mapping[str, tuple[int, ...]] | None = None,
         depth: int = 2,
+        registry: WeightRegistry | None = None,
     ) -> None:
         """
         Args:
@@ -90,8 +94,9 @@ class WeightSync:
                 `update_one` and for giving a failed update's engines the old version back.
             links: `each` engine has a group of its own, or engines that have none form a `shared` one (see fleet.py).
             on_nonfinite: `error` refuses NaN and Inf by tensor before their bucket leaves; `allow` does not look.
-            expected: name -> shape that every update must give; `expected.checkpoint_shapes` reads them from a folder.
+            expected: name -> shape that every update must give; `checkpoint_shapes` reads them from a folder.
             depth: buckets in work; 1 packs the next only when the one before is loaded.
+            registry: where the engines join and what they hold is recorded; None makes one without leases.
         """
         clients = [EngineClient(engine) if isinstance(engine, str) else engine for engine in engines]
         if verify and (backend != "gloo" or any(client.ranks != 1 for client in clients)):
@@ -101,13 +106,13 @@ class WeightSync:
         name = f"r3channel-weights-{secrets.token_hex(4)}"
         options = GroupOptions(name=name, host=host, backend=backend, links=links)
         self._fleet = Fleet([Member(client) for client in clients], options)
-        self._bucket_bytes, self._depth = bucket_bytes, depth
-        self._verify = verify
-        self._pause: PauseMode = pause
-        self._expected = None if expected is None else Expected(expected)
+        self._enrolment = Enrolment(registry or own_registry(backend))
+        self._rules = Rules(pause=pause, verify=verify, depth=depth)
         self._copy = HostCopy() if keep_copy else None
         self._packer = Packer(group_device(backend), self._copy, on_nonfinite)
-        self._manifest: Manifest | None = None
+        self._contents = Contents(
+            self._packer, bucket_bytes=bucket_bytes, expected=expected, checksums=verify
+        )
         self._version: int | None = None
         self._held: HeldWeights | None = None
         self._phase = "new"
@@ -133,15 +138,44 @@ class WeightSync:
         """xxh3 of each committed bucket, in order; () without a host copy."""
         return () if self._copy is None else self._copy.digests
 
+    @property
+    def registry(self) -> WeightRegistry:
+        """Who belongs, in which epoch, with which version."""
+        return self._enrolment.registry
+
+    def routable(self) -> tuple[str, ...]:
+        """The gate: engines that may get requests, as they hold the newest committed version. Any thread, no call.
+
+        An engine that an update is under way to is not among them.
+        """
+        return self.registry.routable(now_s=time.monotonic())
+
+    def renew(self, *, timeout_s: float) -> tuple[str, ...]:
+        """Ask each engine whether it lives, and return `routable()`. Any thread; to be called more often than leases run.
+
+        One that does not answer keeps its lease until it runs out. One that was restarted holds unknown weights: it is
+        not routable until `update_one` or the next `update`.
+        """
+        self._enrolment.renew(self._fleet.boot_ids(timeout_s))
+        return self.routable()
+
     def connect(self, *, timeout_s: float) -> None:
-        """Form the groups with all engines. Raises the engine's error, or DeadlineExceeded after `timeout_s`."""
+        """Let all engines join and form the groups.
+
+        Raises VersionsDiffer with both values, the engine's error, or DeadlineExceeded after `timeout_s`.
+        """
         if self._phase != "new":
             raise UsageError(f"WeightSync.connect() on a session that is {self._phase}")
-        self._fleet.ensure_links(Deadline(timeout_s, "connect"))
+        self._fleet.ensure_links(Deadline(timeout_s, "connect"), self._enrolment.admit)
         self._phase = "ready"
 
     def update(
-        self, named_tensors: Iterable[tuple[str, torch.Tensor]], *, version: int, timeout_s: float
+        self,
+        named_tensors: Iterable[tuple[str, torch.Tensor]],
+        *,
+        version: int,
+        timeout_s: float,
+        epoch: int | None = None,
     ) -> UpdateReport:
         """Bring all engines to these weights under `version`, or raise with the old version still in place.
 
@@ -149,10 +183,14 @@ class WeightSync:
         iterator is exhausted (unless it raises itself), because other ranks may be in step with it. The first update
         fixes the manifest: later ones must give the same names, dtypes and shapes in the same order.
 
+        Engines whose lease ran out are left out and named in the report. `epoch`: of the registry, where the caller has
+        acted on its members; another one is refused. So is a commit when members have changed since the update began.
+
         Waits while a step's routing is being received in this process, and keeps it waiting (`slot.py`).
 
         Raises WeightUpdateFailed (naming bucket, tensor and engine, and the state of each engine), EngineLeftBehind
-        (committed, but not by the engines named), WeightVersionRegressed, SlotBusy, UsageError. Ends within `timeout_s`, after a
+        (committed, but not by the engines named), StaleEpoch, RegistryRefused (no engine is left), WeightVersionRegressed,
+        SlotBusy, UsageError. Ends within `timeout_s`, after a
         failure within some 15 s more for cleaning up and RESTORE_TIMEOUT_S for giving engines the old version back.
         """
         stream = Stream(named_tensors)
@@ -160,10 +198,30 @@ class WeightSync:
             deadline = Deadline(timeout_s, f"update to version {version}")
             with self._alone("update", f"the update to weight version {version}", timeout_s):
                 self._check_version(version)
-                return self._update(stream, version, Run(deadline))
+                if epoch is not None:
+                    self.registry.check_epoch(epoch, now_s=time.monotonic())
+                return self._update(stream, version, Run(deadline, expired=self._part_with_the_lost()))
         except Exception:
             stream.drain()
             raise
+
+    def load_checkpoint(self, folder: str | os.PathLike[str], *, version: int, timeout_s: float) -> None:
+        """Read a Hugging Face folder into the host copy as `version`, so that `update_one` and `add_engine` fill from it.
+
+        No engine is asked, so it goes on beside engines that start (with dummy weights), also before `connect`. Memory:
+        the copy, and two buckets. The first `update` still fixes order and dtypes of its own. UsageError without
+        `keep_copy` or after an update; ConfigError, ManifestMismatch and NonFiniteWeights for a folder that does not fit.
+        """
+        if self._copy is None or self._phase == "closed" or self._version is not None:
+            raise UsageError("load_checkpoint() needs keep_copy=True, and comes before the first update()")
+        self._check_version(version)
+        run = Run(Deadline(timeout_s, f"reading of {os.fspath(folder)}"))
+
+        def in_time(_: Bucket, __: torch.Tensor, *, last: bool) -> None:
+            run.deadline.left_s()
+
+        manifest, checksums = self._contents.pack(Stream(checkpoint_tensors(folder)), in_time, run)
+        self._record(version, manifest, checksums, run)
 
     def update_one(self, engine: str, *, timeout_s: float) -> UpdateReport:
         """Bring one engine, restarted or quarantined, to the committed version from the host copy (`keep_copy`).
@@ -178,7 +236,7 @@ class WeightSync:
     def add_engine(self, engine: EngineClient | str, *, timeout_s: float) -> UpdateReport | None:
         """Take one more engine in. With a host copy it gets the committed version now, else with the next update."""
         client = EngineClient(engine) if isinstance(engine, str) else engine
-        if self._verify and client.ranks != 1:
+        if self._rules.verify and client.ranks != 1:
             raise ConfigError(f"engine {client.url}: verify needs engines of one rank")
         deadline = Deadline(timeout_s, f"joining of {client.url}")
         with self._alone("add_engine", f"the joining of {client.url}", timeout_s):
@@ -187,7 +245,7 @@ class WeightSync:
             try:
                 if self._copy is not None and self._copy.version is not None:
                     return self._bring_up(member, deadline)
-                self._fleet.only([member]).ensure_links(deadline)
+                self._fleet.only([member]).ensure_links(deadline, self._enrolment.admit)
                 return None
             except BaseException:
                 self._drop(member)
@@ -206,7 +264,7 @@ class WeightSync:
         if self._phase != "closed":
             self._phase = "closed"
             self._copy = None
-            self._packer = Packer(torch.device("cpu"), None, "error")  # frees the buffers
+            del self._packer, self._contents  # frees the buffers
             self._fleet.leave()
 
     def __enter__(self) -> WeightSync:
@@ -233,170 +291,89 @@ class WeightSync:
                 self._busy.release()
 
     def _check_version(self, version: int) -> None:
-        if version < 0 or (self._version is not None and version < self._version):
-            raise WeightVersionRegressed(f"version {version} after {self._version}; versions only grow")
+        last = max(self.registry.current_version, -1 if self._version is None else self._version)
+        if version < max(last, 0):
+            raise WeightVersionRegressed(f"version {version} after {last}; versions only grow")
 
     def _drop(self, member: Member) -> None:
         rest = [other for other in self._fleet.members if other is not member]
         fleet = self._fleet.only(rest)  # refuses to be empty
         self._fleet.only([member]).unlink()
+        self._enrolment.leave(member)
         self._fleet = fleet
 
-    # -- the transaction -----------------------------------------------------------------------------------------------
+    def _part_with_the_lost(self) -> tuple[str, ...]:
+        """Forget engines whose lease ran out; leave the groups of those that live another life. Names the former."""
+        for member in self._enrolment.reborn(self._fleet.members):
+            self._fleet.only([member]).unlink()
+        expired = self._enrolment.expired(self._fleet.members)
+        if len(expired) == len(self._fleet.members):
+            raise RegistryRefused(f"no engine is left to update: leases ran out; {told(expired)}")
+        for member in expired:
+            self._drop(member)
+        return tuple(member.url for member in expired)
+
+    # -- updates -------------------------------------------------------------------------------------------------------
 
     def _update(self, stream: Stream, version: int, run: Run) -> UpdateReport:
-        fleet, deadline = self._fleet, run.deadline
-        sender = BucketSender(fleet, run, flush=self._pause != "in_place", depth=self._depth)
+        fleet = self._fleet
+        work = Transaction(fleet, self._enrolment, self._rules, run)
         try:
-            self._open(fleet, run)
-            manifest, checksums = self._send_all(stream, sender, run)
-            self._close_bracket(fleet, checksums, run)
-            with run.stage("commit"), _decided_by_one(fleet):
-                fleet.commit(version, deadline)
+            work.open()
+            manifest, checksums = self._contents.pack(stream, work.push, run)
+            work.close(checksums)
+            work.commit(version)
         except BaseException as error:
-            self._abort(fleet, sender)
+            work.abort()
+            self._restore(fleet)
             if not isinstance(error, Exception):
                 raise
             raise WeightUpdateFailed(
                 f"weight version {version} was not committed, version {self._version} stays: {error} "
                 f"[engines now: {told(fleet.members)}]"
             ) from error
+        self._contents.manifest = manifest
         self._record(version, manifest, checksums, run)
-        with run.stage("resume"):
-            self._resume(fleet, version, deadline)
+        work.resume(version, manifest)
         run.add("convert", stream.seconds)
         run.add("plan", run.seconds.pop("fill") - stream.seconds)
-        return self._report(version, manifest, run)
+        return UpdateReport.of(version, manifest, run)
 
     def _bring_up(self, member: Member, deadline: Deadline) -> UpdateReport:
         """One engine to the committed version, from the copy."""
-        if self._copy is None or self._copy.version is None or self._manifest is None:
+        if self._copy is None or self._copy.version is None or self._copy.manifest is None:
             raise UsageError(
-                "one engine is updated from the host copy: keep_copy=True, and a first update() of all"
+                "one engine is updated from the host copy: keep_copy=True, and a first update() of all or load_checkpoint()"
             )
-        run, version = Run(deadline), self._copy.version
+        run, version, manifest = Run(deadline), self._copy.version, self._copy.manifest
         one = self._fleet.only([member])
-        sender = BucketSender(one, run, flush=self._pause != "in_place", depth=self._depth)
+        work = Transaction(one, self._enrolment, self._rules, run)
         try:
             with run.stage("join"):
                 one.unlink()
-            self._open(one, run)
-            self._send_copy(sender, run)
-            self._close_bracket(one, {} if self._held is None else self._held.engine, run)
-            with run.stage("commit"):
-                one.commit(version, deadline)
-            with run.stage("resume"):
-                one.resume(deadline)
+            work.open()
+            for bucket, payload in self._packer.committed():
+                work.push(bucket, payload, last=bucket is manifest.buckets[-1])
+            work.close({} if self._held is None else self._held.engine)
+            work.commit(version)
+            work.resume(version, manifest)
         except Exception as error:
-            self._abort(one, sender, restore=False)
+            work.abort()
             raise WeightUpdateFailed(
                 f"engine {member.url} was not brought to version {version}: {error} [engine now: {told(one.members)}]"
             ) from error
-        return self._report(version, self._manifest, run)
+        return UpdateReport.of(version, manifest, run)
 
-    def _open(self, fleet: Fleet, run: Run) -> None:
-        with run.stage("join"):
-            fleet.ensure_links(run.deadline)
-        with run.stage("pause"):
-            fleet.pause(self._pause, run.deadline)
-        with run.stage("begin"):
-            fleet.begin(run.deadline)
-
-    def _close_bracket(self, fleet: Fleet, checksums: Mapping[str, str], run: Run) -> None:
-        with run.stage("end"):
-            fleet.end(run.deadline)
-        with run.stage("verify"):
-            if self._verify:
-                run.verified = fleet.verify(checksums, run.deadline)
-
-    def _record(self, version: int, manifest: Manifest, checksums: Mapping[str, str], run: Run) -> None:
-        self._version, self._manifest = version, manifest
-        self._held = HeldWeights.of(manifest, version=version, engine=checksums) if self._verify else None
-        if self._copy is not None:
-            self._copy.commit(version, tuple(manifest.buckets), tuple(run.digests))
-
-    def _resume(self, fleet: Fleet, version: int, deadline: Deadline) -> None:
-        """Let those that have the version serve; the others are named."""
-        took = [member for member in fleet.members if member.state is EngineState.COMMITTED]
-        failure: R3Error | None = None
-        try:
-            fleet.only(took).resume(deadline)
-        except R3Error as error:
-            failure = error
-        left = [member for member in fleet.members if member.state is not EngineState.SERVING]
-        if left:
-            raise EngineLeftBehind(
-                f"weight version {version} is committed, but {len(left)} of {len(fleet.members)} engines are left behind, "
-                f"paused: {told(left)}; {failure or 'they did not take the version'}. Repair them one by one, or update all"
-            ) from failure
-
-    def _abort(self, fleet: Fleet, sender: BucketSender, *, restore: bool = True) -> None:
-        """Free everything that waits, then let the engines serve that still hold, or are given again, whole weights."""
-        sender.settle()
-        fleet.drop_broken()
-        fleet.roll_back()
-        if restore and self._copy is not None and self._copy.version is not None:
+    def _restore(self, fleet: Fleet) -> None:
+        """Give the old version back to engines that hold parts of a new one. One that fails stays in quarantine."""
+        if self._copy is not None and self._copy.version is not None:
             for member in fleet.members:
                 if member.state is EngineState.DIRTY:
-                    with contextlib.suppress(
-                        R3Error
-                    ):  # it stays in quarantine, and the caller is told the states
+                    with contextlib.suppress(R3Error):  # the caller is told the states
                         self._bring_up(member, Deadline(RESTORE_TIMEOUT_S, f"restoring {member.url}"))
 
-    def _report(self, version: int, manifest: Manifest, run: Run) -> UpdateReport:
-        return UpdateReport(
-            version=version,
-            tensors=manifest.tensor_count,
-            buckets=len(manifest.buckets),
-            payload_bytes=manifest.payload_bytes,
-            verified=run.verified,
-            manifest_digest=manifest.digest,
-            wall_s=run.deadline.elapsed_s,
-            seconds=run.seconds,
-        )
-
-    # -- sending -------------------------------------------------------------------------------------------------------
-
-    def _send_all(self, stream: Stream, sender: BucketSender, run: Run) -> tuple[Manifest, dict[str, str]]:
-        """Pack bucket g + 1 while bucket g is on the wire or being loaded; return what was sent, all of it loaded."""
-        checksums = EngineChecksums()
-        given = stream if self._expected is None else self._expected.checked(stream, run)
-        filling = fill_buckets(given, cap_bytes=self._bucket_bytes)
-        while (filled := run.timed_next("fill", filling)) is not None:
-            bucket = self._agreed(filled.bucket, len(run.buckets))
-            payload = self._packer.pack(bucket, filled, run, checksums if self._verify else None)
-            sender.push(bucket, payload, last=filled.last)
-            run.buckets.append(bucket)
-        sender.finish()
-        with run.stage("plan"):
-            return self._complete(run.buckets), checksums.result()
-
-    def _send_copy(self, sender: BucketSender, run: Run) -> None:
-        assert self._manifest is not None
-        last = len(self._manifest.buckets) - 1
-        for index, (bucket, payload) in enumerate(self._packer.committed()):
-            sender.push(bucket, payload, last=index == last)
-        sender.finish()
-
-    def _complete(self, buckets: Sequence[Bucket]) -> Manifest:
-        if not buckets:
-            raise ManifestMismatch("the update gives no tensors at all")
-        if self._expected is not None:
-            self._expected.check_complete()
-        if self._manifest is None:
-            return Manifest.of(buckets)
-        self._manifest.check_complete(len(buckets))
-        return self._manifest
-
-    def _agreed(self, bucket: Bucket, index: int) -> Bucket:
-        return bucket if self._manifest is None else self._manifest.check(index, bucket)
-
-
-@contextlib.contextmanager
-def _decided_by_one(fleet: Fleet) -> Iterator[None]:
-    """A failure inside the block is raised only if no engine has taken the version: it decides for all."""
-    try:
-        yield
-    except Exception:
-        if not any(member.state is EngineState.COMMITTED for member in fleet.members):
-            raise
+    def _record(self, version: int, manifest: Manifest, checksums: Mapping[str, str], run: Run) -> None:
+        self._version = version
+        self._held = HeldWeights.of(manifest, version=version, engine=checksums) if checksums else None
+        if self._copy is not None:
+            self._copy.commit(version, manifest, tuple(run.digests))

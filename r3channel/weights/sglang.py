@@ -10,6 +10,7 @@ neither the old nor the new weights.
 
 from __future__ import annotations
 
+import hashlib
 import http.client
 import json
 import time
@@ -34,8 +35,14 @@ class EngineClient:
     DeadlineExceeded (no answer in time) or EngineRefused (an answer that says no), naming engine and route.
     """
 
-    def __init__(self, url: str, *, ranks: int = 1, api_key: str | None = None) -> None:
-        """`ranks` is the engine's tensor-parallel size: so many members of it join the weight group."""
+    def __init__(
+        self, url: str, *, ranks: int = 1, api_key: str | None = None, torch: str = "", nccl: str = ""
+    ) -> None:
+        """`ranks` is the engine's tensor-parallel size: so many members of it join the weight group.
+
+        `torch`, `nccl`: the versions that the engine runs, as whoever started it knows them; empty is unknown and not
+        compared. SGLang 0.5.23 tells neither over HTTP.
+        """
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or parts.hostname is None:
             raise ConfigError(f"engine address {url!r}: expected http://host:port")
@@ -43,6 +50,7 @@ class EngineClient:
             raise ConfigError(f"engine {url}: {ranks} ranks; expected at least 1")
         self.url = url.rstrip("/")
         self.ranks = ranks
+        self.torch, self.nccl = torch, nccl
         self._secure = parts.scheme == "https"
         self._host = parts.hostname
         self._port = parts.port
@@ -135,6 +143,16 @@ class EngineClient:
                 f"engine {self.url} /model_info holds no weight_version; is it SGLang 0.5.23?"
             )
         return version
+
+    def boot_id(self, *, timeout_s: float) -> str:
+        """Names this life of the engine: a digest of what `/server_info` says of its start, which took its own time.
+
+        SGLang has no such name itself. Of the stages' seconds (`startup_time`) and the random seed at least one differs
+        after a restart, unless somebody fixed the seed and every stage took as many microseconds as before.
+        """
+        told = self._call("GET", "/server_info", None, timeout_s=timeout_s)
+        start = [told.get(key) for key in ("startup_time", "random_seed")]
+        return hashlib.sha256(json.dumps(start, sort_keys=True).encode()).hexdigest()[:16]
 
     def weight_checksums(self, *, timeout_s: float) -> dict[str, str]:
         """The engine's own checksum of each of its parameters, by its own names (fused ones included), of rank 0.

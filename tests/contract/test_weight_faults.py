@@ -43,19 +43,6 @@ def weights(version: int) -> Weights:
 
 
 @pytest.fixture
-def start() -> Iterator[Start]:
-    engines: list[FakeEngine] = []
-
-    def begin() -> FakeEngine:
-        engines.append(FakeEngine())
-        return engines[-1]
-
-    yield begin
-    for engine in engines:
-        engine.die()
-
-
-@pytest.fixture
 def pair(start: Start) -> tuple[FakeEngine, FakeEngine]:
     return start(), start()
 

@@ -16,6 +16,7 @@ from r3channel.transport.base import Rendezvous, Transport, join
 from r3channel.weights.reshard import RankPlan, plan_reshard
 from r3channel.weights.resharder import Resharder
 from r3channel.weights.shardmap import ShardMap
+from r3channel.weights.survey import survey
 from tests.dist.ranks import write_result
 from tests.reshard_cases import equals_oracle, held, side
 
@@ -41,6 +42,16 @@ def maps(trainers: int, engines: int) -> tuple[ShardMap, ShardMap]:
         side(wide, range(trainers), axis=0),
         side(TENSORS, range(trainers, trainers + engines), axis=1),
     )
+
+
+def surveyed(
+    transport: Transport, known: tuple[ShardMap, ShardMap], *, trainers: int
+) -> tuple[ShardMap, ShardMap]:
+    """This rank tells what it holds and nothing else; rank 0 gathers."""
+    mine = known[transport.rank >= trainers]
+    boxes = mine.held_by(transport.rank)
+    report = [(meta, box) for meta in mine.metas for box in boxes.get(meta.name, ())]
+    return survey(transport, report, trainers=trainers, timeout_s=TIMEOUT_S)
 
 
 def joined(job: dict[str, Any], epoch: int) -> Transport:
@@ -85,9 +96,12 @@ def death(
 
 
 def main(job: dict[str, Any]) -> None:
-    source, target = maps(job["trainers"], job["world_size"] - job["trainers"])
+    known = maps(job["trainers"], job["world_size"] - job["trainers"])
+    transport = joined(job, 1)
+    source, target = surveyed(transport, known, trainers=job["trainers"])
     plan = plan_reshard(source, target, rank=job["rank"])
-    result = two_updates(plan, joined(job, 1), source, target)
+    result = two_updates(plan, transport, source, target)
+    result |= {"surveyed": [source.digest, target.digest] == [shards.digest for shards in known]}
     other = plan_reshard(source, source.shifted(job["trainers"]), rank=job["rank"], world_size=plan.world_size)
     result |= {"mismatch": mismatch(plan, other, joined(job, 2)), "hashes": [plan.hash, other.hash]}
     result |= death(plan, joined(job, 3), source, target, lambda: write_result(job, result))

@@ -42,6 +42,13 @@ def test_awex_exact_reshard_over_a_joint_group_brings_every_byte(
     assert all(result["sent"] > 0 for result in results[:trainers])
 
 
+def test_uccl_the_controller_gathers_the_metadata_over_gloo(run: tuple[int, list[dict[str, Any]]]) -> None:
+    """Each rank told only what it holds itself; all have planned from the same two maps."""
+    _, results = run
+    assert all(result["surveyed"] for result in results)
+    assert len({result["hashes"][0] for result in results}) == 1
+
+
 def test_an_oversized_tensor_travels_in_several_buckets(run: tuple[int, list[dict[str, Any]]]) -> None:
     trainers, results = run
     assert 1501 * 1024 * 4 > 4 * MESSAGE_BYTES

@@ -93,6 +93,8 @@ def test_rows_carry_the_weight_version_that_made_them(demo: Run) -> None:
         return {version for sample in ticket["samples"] for _, version, _ in sample[3]}
 
     assert demo.result["weight_versions"] == [0, 1, 2, 3] and demo.result["weights_verified"] >= 4
+    everyone = demo.result["engines"]
+    assert demo.result["engines_routable"] == [[version, everyone] for version in range(4)]
     # The loop is one step off: step 1 was generated beside the training of step 0, so before its update.
     assert [versions(step) for step in range(3)] == [{0}, {0}, {1}]
 

@@ -19,7 +19,8 @@ from safetensors.torch import load_file
 from r3channel.cli import main
 from r3channel.embedded.sglang import EngineOptions, EngineServer, kill_family
 from r3channel.errors import WeightUpdateFailed
-from r3channel.weights.expected import checkpoint_shapes
+from r3channel.weights.checkpoint import checkpoint_shapes
+from r3channel.weights.group import in_background
 from r3channel.weights.member import EngineState
 from r3channel.weights.session import WeightSync
 from r3channel.weights.sglang import EngineClient
@@ -104,6 +105,44 @@ def test_an_engine_with_dummy_weights_is_filled_alone_while_the_other_serves(
 
         sync.update(changed.items(), version=2, timeout_s=60)
         assert greedy(dummy.url) == greedy(engine_url) and greedy(dummy.url)[1] == "2"
+
+
+def test_checkpoint_engine_a_dummy_engine_is_filled_from_a_checkpoint_alone(
+    restored: None, engine_url: str, dummy: EngineServer, model_dir: Path
+) -> None:
+    """No trainer and no other engine takes part; the outputs equal those of an engine that loaded the checkpoint itself."""
+    tokens, _ = greedy(engine_url)
+    with WeightSync([dummy.url], bucket_bytes=BUCKET_BYTES, verify=True, keep_copy=True) as alone:
+        reading = in_background(
+            lambda: alone.load_checkpoint(model_dir, version=3, timeout_s=60), name="test-checkpoint"
+        )
+        alone.connect(timeout_s=60)  # while the checkpoint is read
+        reading.result(60)
+        assert alone.routable() == ()
+        report = alone.update_one(dummy.url, timeout_s=60)
+        assert report.verified == 38 and alone.routable() == (dummy.url,)
+    assert greedy(dummy.url) == (tokens, "3")
+    checksums = [EngineClient(url).weight_checksums(timeout_s=30) for url in (engine_url, dummy.url)]
+    assert checksums[0] == checksums[1]
+
+
+@pytest.mark.full
+def test_checkpoint_engine_a_checkpoint_is_read_while_an_engine_starts_without_weights(
+    engine_url: str, model_dir: Path, original: Weights, changed: Weights
+) -> None:
+    tokens, _ = greedy(engine_url)
+    options = EngineOptions(model=model_dir, r3channel=False, extra_args=("--load-format", "dummy"))
+    with EngineServer(options) as starting:
+        sync = WeightSync([starting.url], bucket_bytes=BUCKET_BYTES, verify=True, keep_copy=True)
+        sync.load_checkpoint(model_dir, version=0, timeout_s=60)
+        assert not EngineClient(starting.url).healthy(timeout_s=1)  # it is not up yet
+        starting.wait_ready(150)
+        with sync:
+            sync.connect(timeout_s=60)
+            sync.update_one(starting.url, timeout_s=60)
+            assert greedy(starting.url) == (tokens, "0")
+            sync.update(changed.items(), version=1, timeout_s=60)  # in the trainer's own order
+            assert greedy(starting.url)[1] == "1"
 
 
 class _Serving:

@@ -12,6 +12,7 @@ from r3channel.transport.base import Transport
 from r3channel.weights.geometry import Box
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.namespace import (
+    Converter,
     FusedNames,
     MegatronNames,
     ModelShape,
@@ -113,32 +114,40 @@ def engine_rank(model: Named, rank: RankOf, *, fill: bool) -> Named:
     return held if fill else {name: torch.zeros_like(tensor) for name, tensor in held.items()}
 
 
+def reshard(sources: list[tuple[Converter, Named]], targets: list[tuple[Converter, Named]]) -> None:
+    """Every rank plans by itself, and what the trainers hold is written into the engines' tensors."""
+    source_map = ShardMap.gathered({i: report(c, held.items()) for i, (c, held) in enumerate(sources)})
+    target_map = ShardMap.gathered({i: report(c, held.items()) for i, (c, held) in enumerate(targets)})
+
+    def work(transport: Transport) -> None:
+        plan = plan_reshard(source_map, target_map.shifted(len(sources)), rank=transport.rank)
+        resharder = Resharder(plan, transport)
+        resharder.agree(timeout_s=TIMEOUT_S)
+        mine = [{}, {}]
+        is_engine = transport.rank >= len(sources)
+        names, held = (sources + targets)[transport.rank]
+        mine[is_engine] = convert_all(names, held.items())
+        resharder.run(mine[0], mine[1], timeout_s=TIMEOUT_S)
+
+    world = len(sources) + len(targets)
+    assert on_threads(world, work) == [None] * world
+
+
 @pytest.mark.parametrize(("trainers", "engines", "ep"), [(2, 4, 2), (1, 2, 1), (4, 8, 4), (2, 1, 1)])
 def test_awex_conversion_layer_brings_fused_shards_of_both_sides_together(
     trainers: int, engines: int, ep: int
 ) -> None:
     """TP 8 has more ranks than kv heads; the sender casts float32 to the engine's bfloat16, the router stays float32."""
     model = hf_model()
-    sources = [
+    sources: list[tuple[Converter, Named]] = [
         (MegatronNames(SHAPE, RankOf(tp=t, tp_size=trainers)), megatron_rank(model, t, trainers))
         for t in range(trainers)
     ]
     ranks = [RankOf(tp=t, tp_size=engines, ep=t // (engines // ep), ep_size=ep) for t in range(engines)]
-    targets = [(FusedNames(SHAPE, rank), engine_rank(model, rank, fill=False)) for rank in ranks]
-    source_map = ShardMap.gathered({i: report(c, held.items()) for i, (c, held) in enumerate(sources)})
-    target_map = ShardMap.gathered({i: report(c, held.items()) for i, (c, held) in enumerate(targets)})
-
-    def work(transport: Transport) -> None:
-        plan = plan_reshard(source_map, target_map.shifted(trainers), rank=transport.rank)
-        resharder = Resharder(plan, transport)
-        resharder.agree(timeout_s=TIMEOUT_S)
-        mine = [{}, {}]
-        is_engine = transport.rank >= trainers
-        names, held = (sources + targets)[transport.rank]
-        mine[is_engine] = convert_all(names, held.items())
-        resharder.run(mine[0], mine[1], timeout_s=TIMEOUT_S)
-
-    assert on_threads(trainers + engines, work) == [None] * (trainers + engines)
+    targets: list[tuple[Converter, Named]] = [
+        (FusedNames(SHAPE, rank), engine_rank(model, rank, fill=False)) for rank in ranks
+    ]
+    reshard(sources, targets)
     for rank, (_, held) in zip(ranks, targets, strict=True):
         for name, tensor in engine_rank(model, rank, fill=True).items():
             assert torch.equal(held[name], tensor), (rank, name)
@@ -245,3 +254,113 @@ def test_every_piece_is_that_part_of_the_tensor_that_its_name_and_box_say() -> N
                 assert torch.equal(model[name][box.within(Box.whole(model[name].shape))], tensor.float()), (
                     name
                 )
+
+
+# -- DeepSeek-V3: latent attention, shared experts, a correction bias ----------------------------------------------------
+
+LATENT = ModelShape(heads=4, kv_heads=4, head_dim=3, experts=4, latent=(6, 5))
+SHARED = f"{LAYER}.mlp.shared_experts"
+BIAS = f"{LAYER}.mlp.gate.e_score_correction_bias"
+COLUMNS = ("self_attn.q_b_proj", "self_attn.kv_b_proj")
+
+
+def deepseek_model() -> Named:
+    """One MoE layer under Hugging Face names; the bias holds fractions that bfloat16 cannot."""
+    generator = torch.Generator().manual_seed(1)
+
+    def numbers(*shape: int) -> torch.Tensor:
+        return torch.randint(-100, 100, shape, generator=generator).float()
+
+    experts = {name: t for name, t in hf_model().items() if ".experts." in name}
+    return experts | {
+        f"{LAYER}.self_attn.q_a_proj.weight": numbers(6, HIDDEN),
+        f"{LAYER}.self_attn.kv_a_proj_with_mqa.weight": numbers(5, HIDDEN),
+        f"{LAYER}.self_attn.q_a_layernorm.weight": numbers(6),
+        f"{LAYER}.self_attn.kv_a_layernorm.weight": numbers(4),
+        f"{LAYER}.self_attn.q_b_proj.weight": numbers(4 * 4, 6),
+        f"{LAYER}.self_attn.kv_b_proj.weight": numbers(4 * 6, 4),
+        f"{LAYER}.self_attn.o_proj.weight": numbers(HIDDEN, 4 * 3),
+        f"{LAYER}.mlp.gate.weight": numbers(4, HIDDEN),
+        BIAS: numbers(4) / 3,
+        f"{SHARED}.gate_proj.weight": numbers(WIDTH, HIDDEN),
+        f"{SHARED}.up_proj.weight": numbers(WIDTH, HIDDEN),
+        f"{SHARED}.down_proj.weight": numbers(HIDDEN, WIDTH),
+    }
+
+
+def deepseek_megatron(model: Named, tp: int, tp_size: int) -> Named:
+    """What a trainer rank holds: down-projections whole, up-projections and shared experts cut, experts over the ranks."""
+    held = {name: t for name, t in model.items() if ".experts." not in name and "shared" not in name}
+    for module in COLUMNS:
+        held[f"{LAYER}.{module}.weight"] = part(model[f"{LAYER}.{module}.weight"], 0, tp, tp_size)
+    held[f"{LAYER}.self_attn.o_proj.weight"] = part(model[f"{LAYER}.self_attn.o_proj.weight"], 1, tp, tp_size)
+    halves = [part(model[f"{SHARED}.{m}_proj.weight"], 0, tp, tp_size) for m in ("gate", "up")]
+    held[f"{SHARED}.fc1.weight"] = torch.cat(halves)
+    held[f"{SHARED}.fc2.weight"] = part(model[f"{SHARED}.down_proj.weight"], 1, tp, tp_size)
+    for expert in range(tp * 4 // tp_size, (tp + 1) * 4 // tp_size):
+        one = f"{LAYER}.mlp.experts.{expert}"
+        held[f"{one}.fc1.weight"] = torch.cat([model[f"{one}.{m}_proj.weight"] for m in ("gate", "up")])
+        held[f"{one}.fc2.weight"] = model[f"{one}.down_proj.weight"]
+    return held
+
+
+def deepseek_engine(model: Named, rank: RankOf) -> Named:
+    """What an engine rank holds: bfloat16, but for the router and its bias; experts over EP = TP."""
+    tp, size = rank.tp, rank.tp_size
+    down = [model[f"{LAYER}.self_attn.{m}.weight"] for m in ("q_a_proj", "kv_a_proj_with_mqa")]
+    halves = [part(model[f"{SHARED}.{m}_proj.weight"], 0, tp, size) for m in ("gate", "up")]
+    mine = [f"{LAYER}.mlp.experts.{e}" for e in range(tp * 4 // size, (tp + 1) * 4 // size)]
+    held = {
+        f"{LAYER}.self_attn.fused_qkv_a_proj_with_mqa.weight": torch.cat(down),
+        f"{LAYER}.self_attn.q_a_layernorm.weight": model[f"{LAYER}.self_attn.q_a_layernorm.weight"],
+        f"{LAYER}.self_attn.kv_a_layernorm.weight": model[f"{LAYER}.self_attn.kv_a_layernorm.weight"],
+        f"{LAYER}.self_attn.o_proj.weight": part(model[f"{LAYER}.self_attn.o_proj.weight"], 1, tp, size),
+        f"{SHARED}.gate_up_proj.weight": torch.cat(halves),
+        f"{SHARED}.down_proj.weight": part(model[f"{SHARED}.down_proj.weight"], 1, tp, size),
+        f"{LAYER}.mlp.experts.w13_weight": torch.stack(
+            [torch.cat([model[f"{e}.{m}_proj.weight"] for m in ("gate", "up")]) for e in mine]
+        ),
+        f"{LAYER}.mlp.experts.w2_weight": torch.stack([model[f"{e}.down_proj.weight"] for e in mine]),
+    }
+    for module in COLUMNS:
+        held[f"{LAYER}.{module}.weight"] = part(model[f"{LAYER}.{module}.weight"], 0, tp, size)
+    held = {name: tensor.to(torch.bfloat16) for name, tensor in held.items()}
+    return held | {name: model[name].clone() for name in (f"{LAYER}.mlp.gate.weight", BIAS)}
+
+
+@pytest.mark.parametrize(("trainers", "engines"), [(1, 2), (2, 4), (4, 1)])
+def test_awex_deepseek_latent_attention_shared_experts_and_bias_reach_the_engines_parameters(
+    trainers: int, engines: int
+) -> None:
+    model = deepseek_model()
+    sources: list[tuple[Converter, Named]] = []
+    targets: list[tuple[Converter, Named]] = []
+    for t in range(trainers):
+        rank = RankOf(tp=t, tp_size=trainers)
+        held = deepseek_megatron(model, t, trainers)
+        sources.append((converter("deepseek_v3", "trainer", LATENT, rank), held))
+    ranks = [RankOf(tp=t, tp_size=engines, ep=t, ep_size=engines) for t in range(engines)]
+    for rank in ranks:
+        room = {name: torch.zeros_like(t) for name, t in deepseek_engine(model, rank).items()}
+        targets.append((converter("deepseek_v3", "engine", LATENT, rank), room))
+    reshard(sources, targets)
+    for rank, (_, held) in zip(ranks, targets, strict=True):
+        for name, tensor in deepseek_engine(model, rank).items():
+            assert held[name].dtype == tensor.dtype and torch.equal(held[name], tensor), (rank, name)
+        assert torch.equal(held[BIAS], model[BIAS]) and held[BIAS].dtype == torch.float32
+        assert not torch.equal(model[BIAS], model[BIAS].bfloat16().float())
+
+
+def test_latent_rows_that_cannot_be_are_refused() -> None:
+    name = f"{LAYER}.self_attn.fused_qkv_a_proj_with_mqa.weight"
+    for shape in (LATENT, SHAPE):
+        with pytest.raises(ConfigError, match=f"{name}: 12 rows; expected"):
+            FusedNames(shape, RankOf(tp=0, tp_size=1)).pieces(name, torch.zeros(12, 2))
+
+
+def test_the_latent_shape_is_read_from_the_hugging_face_config() -> None:
+    config = {"num_attention_heads": 128, "hidden_size": 7168, "n_routed_experts": 256}
+    config |= {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    found = ModelShape.from_hf_config(config)
+    assert found.latent == (1536, 576) and found.experts == 256
+    assert ModelShape.from_hf_config(config | {"q_lora_rank": None}).latent is None

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from r3channel.errors import PlanInvalid, RegistryRefused, StaleEpoch, VersionsDiffer, WeightVersionRegressed
-from r3channel.weights.registry import EngineRecord, EngineRegistry
+from r3channel.weights.registry import EngineRecord, WeightRegistry
 from r3channel.weights.shardmap import ShardMap
 from tests.reshard_cases import side
 
 TENSORS = [("w", torch.bfloat16, (8, 4)), ("norm.rep", torch.bfloat16, (4,))]
 
 
-def registry() -> EngineRegistry:
-    return EngineRegistry(torch="2.13.0", nccl="2.27.3", lease_s=10.0)
+def registry() -> WeightRegistry:
+    return WeightRegistry(torch="2.13.0", nccl="2.27.3", lease_s=10.0)
 
 
 def record(engine: str = "a", boot_id: str = "1", layout: str = "") -> EngineRecord:
@@ -42,10 +42,17 @@ def test_a_renewed_lease_keeps_the_epoch() -> None:
 
 def test_a_restarted_engine_begins_an_epoch_and_its_old_life_is_refused() -> None:
     engines = registry()
-    engines.commit("a", version=4, epoch=engines.join(record(), now_s=0), now_s=0)
+    engines.join(record(), now_s=0)
+    engines.commit("a", "1", version=4, now_s=0)
     assert engines.join(record(boot_id="2"), now_s=1) == 2
-    with pytest.raises(RegistryRefused, match="boot id 1 renews, 2 has joined"):
+    with pytest.raises(RegistryRefused, match="boot id 1 acts, 2 has joined"):
         engines.renew("a", "1", now_s=2)
+    for act in (
+        lambda: engines.commit("a", "1", version=4, now_s=2),
+        lambda: engines.quarantine("a", "1", now_s=2),
+    ):
+        with pytest.raises(RegistryRefused, match="boot id 1 acts"):
+            act()
     assert engines.leave("a", "1", now_s=2) == 2
     assert engines.routable(now_s=2) == () and engines.behind(now_s=2) == ("a",)
 
@@ -54,13 +61,8 @@ def test_an_older_epoch_is_refused_with_both_numbers() -> None:
     engines = registry()
     old = engines.join(record("a"), now_s=0)
     engines.join(record("b"), now_s=0)
-    for act in (
-        lambda: engines.commit("a", version=1, epoch=old, now_s=1),
-        lambda: engines.quarantine("a", epoch=old, now_s=1),
-        lambda: engines.check_epoch(old, now_s=1),
-    ):
-        with pytest.raises(StaleEpoch, match="epoch 1 was given, 2 is current"):
-            act()
+    with pytest.raises(StaleEpoch, match="epoch 1 was given, 2 is current"):
+        engines.check_epoch(old, now_s=1)
 
 
 def test_a_silent_engine_makes_the_epoch_of_a_running_update_stale() -> None:
@@ -68,29 +70,45 @@ def test_a_silent_engine_makes_the_epoch_of_a_running_update_stale() -> None:
     engines.join(record("a"), now_s=0)
     epoch = engines.join(record("b"), now_s=5)
     with pytest.raises(StaleEpoch):
-        engines.commit("b", version=1, epoch=epoch, now_s=12)
+        engines.check_epoch(epoch, now_s=12)
+    engines.commit("b", "1", version=1, now_s=12)
+    with pytest.raises(RegistryRefused, match="a is not a member"):
+        engines.commit("a", "1", version=1, now_s=12)
+
+
+def test_a_lease_can_be_held_for_the_length_of_an_update() -> None:
+    engines = registry()
+    epoch = engines.join(record(), now_s=0)
+    engines.renew("a", "1", now_s=1, for_s=100)
+    engines.check_epoch(epoch, now_s=100)
+    engines.commit("a", "1", version=1, now_s=100.5)
+    assert engines.routable(now_s=110) == ("a",) and engines.routable(now_s=111) == ()
+    engines.join(record(), now_s=200)
+    engines.renew("a", "1", now_s=200, for_s=100)
+    engines.quarantine("a", "1", now_s=201)
+    assert engines.behind(now_s=210) == ("a",) and engines.behind(now_s=211) == ()
 
 
 def test_an_engine_is_routable_only_with_the_current_version() -> None:
     engines = registry()
     engines.join(record("a"), now_s=0)
-    epoch = engines.join(record("b"), now_s=0)
+    engines.join(record("b"), now_s=0)
     assert engines.routable(now_s=0) == ()
     for version, holders, routable in ((1, "ab", ("a", "b")), (2, "b", ("b",)), (2, "a", ("a", "b"))):
         for engine in holders:
-            engines.commit(engine, version=version, epoch=epoch, now_s=1, manifest_id="m1")
+            engines.commit(engine, "1", version=version, now_s=1, manifest_id="m1")
         assert engines.routable(now_s=1) == routable
-    engines.quarantine("a", epoch=epoch, now_s=2)
+    engines.quarantine("a", "1", now_s=2)
     assert engines.routable(now_s=2) == ("b",) and engines.behind(now_s=2) == ("a",)
     assert {r.manifest_id for r in engines.members(now_s=2).engines} == {"m1"}
 
 
 def test_a_version_does_not_go_back() -> None:
     engines = registry()
-    epoch = engines.join(record(), now_s=0)
-    engines.commit("a", version=5, epoch=epoch, now_s=0)
+    engines.join(record(), now_s=0)
+    engines.commit("a", "1", version=5, now_s=0)
     with pytest.raises(WeightVersionRegressed, match="version 4 after 5"):
-        engines.commit("a", version=4, epoch=epoch, now_s=0)
+        engines.commit("a", "1", version=4, now_s=0)
 
 
 @pytest.mark.parametrize(("field", "value"), [("torch", "2.12.1"), ("nccl", "2.26.2")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from r3channel.weights.messages import in_order, messages
 from r3channel.weights.reshard import RankPlan, plan_reshard
 from r3channel.weights.resharder import Resharder, ReshardReport
 from r3channel.weights.shardmap import ShardMap
+from r3channel.weights.survey import survey
 from tests.reshard_cases import TIMEOUT_S, Held, cases, equals_oracle, held, on_threads, side
 
 Case = tuple[ShardMap, ShardMap, int]
@@ -322,3 +324,20 @@ def test_ranks_that_disagree_about_a_tensor_are_told_both_values() -> None:
     reports = {rank: [(meta, Box.whole(meta.shape))] for rank, meta in enumerate(metas)}
     with pytest.raises(PlanInvalid, match=r"rank 1 .*w float32\[5\].*w float32\[4\]"):
         ShardMap.gathered(reports)
+
+
+def test_a_survey_tells_every_rank_both_maps_or_what_does_not_fit() -> None:
+    source, target = side(MODEL, [0, 1], axis=0), side(MODEL, [2, 3, 4], axis=1)
+
+    def work(transport: Transport, damage: bool) -> tuple[str, str]:
+        mine = source if transport.rank < 2 else target
+        boxes = mine.held_by(transport.rank)
+        report = [(meta, box) for meta in mine.metas for box in boxes.get(meta.name, ())]
+        if damage and transport.rank == 3:
+            report[0] = (replace(report[0][0], dtype=torch.float64), report[0][1])
+        found = survey(transport, report, trainers=2, timeout_s=TIMEOUT_S)
+        return found[0].digest, found[1].digest
+
+    assert on_threads(5, lambda transport: work(transport, False)) == [(source.digest, target.digest)] * 5
+    errors = on_threads(5, lambda transport: work(transport, True))
+    assert all(isinstance(e, PlanInvalid) and "rank 3 holds a part of" in str(e) for e in errors)
