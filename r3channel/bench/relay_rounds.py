@@ -88,8 +88,7 @@ async def _fetch(session: Any, url: str, relay: Relay, name: str, tokens: list[i
 def _place(relay: Relay, names: list[str], *, step: int) -> None:
     """Seal, wait until the shard is ready, and acknowledge it as a trainer would. Waits without looking again and again."""
     ticket = relay.seal(step, Assignment.given([[[name] for name in names]]))
-    with relay._changed:
-        placed = relay._changed.wait_for(lambda: bool(relay._steps[step].buffers), timeout=_SETTLE_S)
+    placed = relay._ledger.wait_placed(step, (0, 0, 0), wait_s=_SETTLE_S, unless=lambda: False)
     assert placed, "the step was not placed"
     relay.ack(run=ticket.run, step=step, dp=0, pp=0)
 

@@ -12,7 +12,8 @@ Beside the broadcast, the exact way, where each rank sends what another rank nee
 
     namespace   fused parameters of both sides -> parts of Hugging Face tensors
     manifest    names, dtypes, shapes and places of tensors; its digest     geometry    boxes and layouts
-    shardmap    who holds what, over all ranks of a side; survey gathers it registry    engines, leases, epochs, versions; who may serve
+    shardmap    who holds what, over all ranks of a side                    survey      gathers it over the group
+    registry    engines, leases, epochs, versions; who may serve
     reshard     the plan: source map + target map -> operations             senders     balanced by bytes
     schedule    who meets whom in which round                               messages    operations -> buckets
     resharder   runs a plan over a transport                                hierarchy   once per node, then inside it
