@@ -99,6 +99,7 @@ def test_ratios_are_medians_over_rounds_and_the_best_peer_is_chosen_round_by_rou
     assert ratios["vs_best_peer"] == 2.0  # of 2, 1 and 4
     assert ratios["of_raw_gloo"] == pytest.approx(0.5 / 0.8)  # ends with bytes held, as raw gloo does
     assert ratios["of_raw_gloo_widened"] == pytest.approx(0.5)
+    assert ratios["exposed_of_raw_gloo"] == pytest.approx(0.5 / 0.625)
 
 
 def test_the_report_has_the_keys_and_prints(tmp_path: Path) -> None:
@@ -108,6 +109,7 @@ def test_the_report_has_the_keys_and_prints(tmp_path: Path) -> None:
         assert {"wall_s", "cpu_s", "manager_cpu_us_per_token", "bytes_per_token", "stages_s"} <= set(path)
     printed = text.table(report)
     assert all(name in printed for name in ALL) and "target 8.0" in printed
+    assert "they wait 625.0 ms" in printed
     plot.plot(report, tmp_path / "stages.png")
     assert (tmp_path / "stages.png").read_bytes()[:4] == b"\x89PNG"
 
@@ -132,7 +134,13 @@ def _seen() -> dict[str, Seen]:
         name: Seen(wall_s=[8.0] * 3, held_s=[8.0] * 3, cpu_s=[8.0] * 3, stages=[{"put": 1.0}] * 3)
         for name in ("ray_numpy_int32", *PEERS)
     }
-    own = Seen(wall_s=[1.0] * 3, held_s=[0.8] * 3, cpu_s=[1.0] * 3, manager_cpu_s=[0.1] * 3)
+    own = Seen(
+        wall_s=[1.0] * 3,
+        held_s=[0.8] * 3,
+        cpu_s=[1.0] * 3,
+        manager_cpu_s=[0.1] * 3,
+        exposed_s=[0.7, 0.6, 0.625],
+    )
     own.stages = [{"seal": 0.002, "send": 0.5}] * 3
     return seen | {"r3channel": own, "raw_gloo": Seen(wall_s=[0.5] * 3, held_s=[0.5] * 3, cpu_s=[0.5] * 3)}
 

@@ -44,6 +44,7 @@ class Manager(RelayHost):
         """The step's data, and the ranks that all paths deliver to. Loading what is loaded changes nothing."""
         if self._work is None or self._work.case != case:
             self._work = Workload(case)
+            gc.freeze()  # modules and the step's data need no collecting
         self._ranks = ranks
 
     @property
@@ -81,14 +82,13 @@ class Manager(RelayHost):
         self._sending[path].prepare(stages, whole=whole)
         return stages.to_dict()
 
-    def place(self, path: str) -> dict[str, dict[str, float]]:
-        """Ours only: CPU from a frame in memory to placed shards, apart from sending them; the step is then delivered."""
+    def place(self, path: str) -> dict[str, Any]:
+        """Ours only: frames in memory -> placed shards, apart from sending them (`placing`: CPU); the step is then delivered."""
         stages, sending = Stages(), self._sending[path]
         sending.prepare(stages, whole=True)
         ticket = sending.place(stages)
         sending.unwrap(stages)
-        self._deliver(path, ticket=ticket)
-        return stages.to_dict()
+        return self._deliver(path, ticket=ticket) | {"placing": stages.to_dict()["cpu_s"]}
 
     def deliver(self, path: str) -> dict[str, Any]:
         return self._deliver(path)
@@ -143,6 +143,7 @@ class Manager(RelayHost):
             sending.close()
         self._sending.clear()
         self._work = None
+        gc.unfreeze()
         gc.collect()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from r3channel.bench import relay_rounds
 from r3channel.bench.relay.cluster import call, two_nodes
-from r3channel.bench.relay.paths import ALL, LIMIT, OURS, STORE
+from r3channel.bench.relay.paths import ALL, DIRECT, LIMIT, OURS, STORE, STRAW
 from r3channel.bench.relay.results import OWN, paths_of, ratios_of
 from r3channel.bench.relay.rounds import Rounds
 from r3channel.bench.relay.workload import Case
@@ -26,6 +26,8 @@ _GIB = 1 << 30
 class Effort:
     """`rounds` interleaved rounds of the main case, `whole` of them from the peers' replies on; then the sweep."""
 
+    paths: tuple[str, ...]
+    """Of the main case."""
     rounds: int
     whole: int
     sweep: tuple[tuple[int, str, tuple[str, ...], int], ...]
@@ -34,8 +36,17 @@ class Effort:
     store_bytes: int
 
 
-QUICK = Effort(3, 1, ((65_536, LAYOUT, OURS, 3),), {"rounds": 2, "samples": 4, "rows": 4096}, 1 * _GIB)
+QUICK = Effort(
+    (*OURS, *STORE, *DIRECT, STRAW[1], *LIMIT),
+    5,
+    1,
+    ((65_536, LAYOUT, OURS, 3),),
+    {"rounds": 2, "samples": 4, "rows": 4096},
+    1 * _GIB,
+)
+"""Without straw's int32 and the paths on one raylet, which take as long as all others together."""
 FULL = Effort(
+    ALL,
     20,
     5,
     (
@@ -69,7 +80,7 @@ def _relay(effort: Effort, model: str, rounds: int) -> dict[str, Any]:
     processes = Rounds(4)
     case = Case(model=model, tokens=TOKENS, layout=LAYOUT)
     _say(f"{model}, {TOKENS:,} tokens, {LAYOUT}: {rounds} rounds")
-    seen = processes.run(case, ALL, rounds=rounds, whole=effort.whole)
+    seen = processes.run(case, effort.paths, rounds=rounds, whole=effort.whole)
     report: dict[str, Any] = {
         "model": model,
         "tokens": TOKENS,

@@ -30,6 +30,8 @@ def _path(path: str, rounds: Seen, seen: Mapping[str, Seen], tokens: int) -> dic
         "manager_cpu_stages_s": _medians(rounds.cpu_stages),
         "rounds": len(rounds.wall_s),
     }
+    if rounds.exposed_s:
+        values["exposed_wall_s"] = median(rounds.exposed_s)
     if rounds.manager_cpu_s:
         cpu_s = median(rounds.manager_cpu_s) + _borrowed_s(path, seen)
         values["manager_cpu_us_per_token"] = cpu_s / tokens * 1e6
@@ -49,6 +51,7 @@ def ratios_of(seen: Mapping[str, Seen]) -> dict[str, Any]:
     """Medians of per-round ratios, above 1 where ours is faster; a round's best peer is the fastest one of that round.
 
     `of_raw_gloo` ends where raw gloo ends, with the bytes held; `of_raw_gloo_widened` counts our widening, too.
+    `exposed_of_raw_gloo` is a ratio of medians: ours of the rounds in which placing was done when the trainers came.
     """
     ours, raw = seen[OWN], seen.get("raw_gloo")
     peers = [seen[path].wall_s for path in PEERS if path in seen]
@@ -63,6 +66,7 @@ def ratios_of(seen: Mapping[str, Seen]) -> dict[str, Any]:
     if raw is not None:
         found["of_raw_gloo"] = _ratio(raw.wall_s, ours.held_s)
         found["of_raw_gloo_widened"] = _ratio(raw.wall_s, ours.wall_s)
+        found["exposed_of_raw_gloo"] = median(raw.wall_s) / median(ours.exposed_s) if ours.exposed_s else None
     coalesced = seen.get(OURS[1])
     if coalesced is not None:
         found["vs_coalesced"] = _ratio(coalesced.wall_s, ours.wall_s)

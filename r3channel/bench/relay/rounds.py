@@ -38,6 +38,8 @@ class Seen:
     """Timed section: sealed (ours) or arrays in memory (peers) -> every rank's routers have taken their rows."""
     held_s: list[float] = field(default_factory=list)
     """The same up to rows held, contiguous and writable per layer, in the dtype they came in."""
+    exposed_s: list[float] = field(default_factory=list)
+    """Ours: the ranks are called -> rows held, in rounds in which all was placed before they were called."""
     cpu_s: list[float] = field(default_factory=list)
     """Of every process of the tree, Ray's own included, in the timed section."""
     manager_cpu_s: list[float] = field(default_factory=list)
@@ -190,12 +192,14 @@ class Rounds:
         call([rank.settle.remote() for rank in ranks])
 
     def _placing(self, path: str, seen: Seen, *, rounds: int) -> None:
-        """The relay's CPU up to placed shards, in rounds of their own, because sending shares its process."""
+        """Rounds in which the trainers come when all is placed, as they do in a loop whose steps take longer than placing: the
+        relay's CPU up to placed shards, apart from sending, which shares its process; and what the trainers then wait for."""
         for _ in range(max(3, rounds // 2)):
-            stages = call(self.manager.place.remote(path))
+            result = call(self.manager.place.remote(path))
             call(self.manager.settle.remote(path))
-            seen.cpu_stages.append(stages["cpu_s"])
-            seen.manager_cpu_s.append(stages["cpu_s"]["ingest"] + stages["cpu_s"]["place"])
+            seen.exposed_s.append(max(rank["held_s"] for rank in result["ranks"]) - result["start_s"])
+            seen.cpu_stages.append(result["placing"])
+            seen.manager_cpu_s.append(result["placing"]["ingest"] + result["placing"]["place"])
 
 
 def _keep(seen: Seen, start_s: float, ranks: Sequence[dict[str, Any]], stages: dict[str, float]) -> None:

@@ -20,6 +20,7 @@ def table(report: dict[str, Any]) -> str:
         *_ratios(report["ratio"]),
         "",
         f"raw gloo {report['limit']['raw_gloo_wall_s'] * 1e3:.1f} ms, memcpy {report['limit']['memcpy_gbps']:.1f} GB/s",
+        f"placed before the trainers come: {_exposed(report)}",
         f"seal {report['seal_ms']:.1f} ms (target 20), peak staging {report['peak_staging_bytes']} bytes",
         "from the socket, CPU us/token: "
         + ", ".join(f"{way} {cost:.2f}" for way, cost in report["socket_cpu_us_per_token"].items()),
@@ -28,6 +29,11 @@ def table(report: dict[str, Any]) -> str:
         lines += ["", f"{name}:", *_paths(values["paths"]), *_ratios(values["ratio"])]
     lines += [f"skipped {path}: {reason}" for path, reason in report["skipped"].items()]
     return "\n".join(lines)
+
+
+def _exposed(report: dict[str, Any]) -> str:
+    exposed_s = report["paths"][OWN].get("exposed_wall_s")
+    return "not measured" if exposed_s is None else f"they wait {exposed_s * 1e3:.1f} ms"
 
 
 def _paths(paths: dict[str, Any]) -> list[str]:
