@@ -277,6 +277,19 @@ def test_messages_swapped_in_order_are_noticed() -> None:
         first.verify(buffer_N)
 
 
+@pytest.mark.parametrize(("replicas", "engines"), [(2, 3), (3, 4), (4, 2)])
+def test_awex_replicas_of_a_tensor_take_turns_over_the_engines(replicas: int, engines: int) -> None:
+    metas = [TensorMeta(name=f"w{n}", dtype=torch.float32, shape=(8, 4)) for n in range(12)]
+    trainers, targets = list(range(replicas)), list(range(replicas, replicas + engines))
+    source = ShardMap([(meta, Layout.replicated(meta.shape, trainers)) for meta in metas])
+    target = ShardMap([(meta, Layout.replicated(meta.shape, targets)) for meta in metas])
+    found = [plan_reshard(source, target, rank=rank) for rank in trainers]
+    assert set(found[0].sent_bytes_R[:replicas]) == {12 * engines * 128 // replicas}
+    for plan in found:
+        sent = [op.tensor for ops in plan.sends().values() for op in ops]
+        assert len(set(sent)) >= 12 // replicas, "no replica serves one tensor to all while others rest"
+
+
 @pytest.mark.parametrize(
     ("source", "target", "message"),
     [
