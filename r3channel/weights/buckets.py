@@ -170,7 +170,7 @@ def pack_each(
 ) -> Iterator[tuple[TensorMeta, int]]:
     """As `pack`, tensor by tensor: yields each one's meta and first byte as soon as it lies in `out`, still in cache."""
     for meta, tensor in zip(bucket.tensors, tensors, strict=True):
-        if TensorMeta.of(meta.name, tensor) != meta:
+        if tensor.dtype != meta.dtype or tensor.shape != meta.shape:
             raise ManifestMismatch(f"expected {meta}, got {TensorMeta.of(meta.name, tensor)}")
     for meta, offset, tensor in zip(bucket.tensors, bucket.offsets, tensors, strict=True):
         out[offset : offset + meta.nbytes].view(meta.dtype).view(meta.shape).copy_(tensor.detach())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Literal
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from r3channel.errors import NonFiniteWeights
-from r3channel.weights.manifest import Bucket, TensorMeta
+from r3channel.weights.manifest import TensorMeta
 
 OnNonfinite = Literal["error", "allow"]
 """What to do with a tensor that holds NaN or Inf."""
@@ -49,17 +49,13 @@ def check_finite(named: Sequence[tuple[str, torch.Tensor]], *, where: str) -> No
         )
 
 
-def is_finite(values: torch.Tensor) -> bool:
-    """Whether a tensor holds neither NaN nor Inf; integers hold none. On a GPU this waits for the device."""
-    return not values.is_floating_point() or bool(_finite(values))
+def first_nonfinite(placed: Iterable[tuple[TensorMeta, int]], payload: torch.Tensor) -> TensorMeta | None:
+    """The first of some tensors that holds NaN or Inf; None if all numbers are finite. Any device.
 
-
-def first_nonfinite(bucket: Bucket, payload: torch.Tensor) -> TensorMeta | None:
-    """The first tensor of the packed bucket that holds NaN or Inf; None if all numbers are finite. Any device.
-
-    On a GPU this waits for the device once per dtype in the bucket; tensors are looked at one by one only to name one.
+    `placed`: neighbours in a packed bucket with their offsets in its `payload`. On a GPU this waits for the device once per
+    dtype; tensors are looked at one by one only to name one.
     """
-    for dtype, run in _runs(bucket):
+    for dtype, run in _runs(placed):
         start, end = run[0][1], run[-1][1] + run[-1][0].nbytes
         if _finite(payload[start:end].view(dtype)):
             continue
@@ -69,11 +65,11 @@ def first_nonfinite(bucket: Bucket, payload: torch.Tensor) -> TensorMeta | None:
     return None
 
 
-def _runs(bucket: Bucket) -> Iterator[tuple[torch.dtype, list[tuple[TensorMeta, int]]]]:
+def _runs(
+    placed: Iterable[tuple[TensorMeta, int]],
+) -> Iterator[tuple[torch.dtype, list[tuple[TensorMeta, int]]]]:
     """Neighbours of equal floating dtype with their offsets; equal dtypes lie without a gap."""
-    for dtype, run in groupby(
-        zip(bucket.tensors, bucket.offsets, strict=True), key=lambda pair: pair[0].dtype
-    ):
+    for dtype, run in groupby(placed, key=lambda pair: pair[0].dtype):
         if dtype.is_floating_point:
             yield dtype, list(run)
 

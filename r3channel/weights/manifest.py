@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,6 +119,11 @@ class Bucket:
             offsets.append(-(-end // alignment) * alignment)
             end = offsets[-1] + meta.nbytes
         return cls(tuple(tensors), tuple(offsets), end, alignment)
+
+    @property
+    def placed(self) -> Iterator[tuple[TensorMeta, int]]:
+        """Each tensor with its first byte."""
+        return zip(self.tensors, self.offsets, strict=True)
 
     def views(self, buffer_N: torch.Tensor) -> list[torch.Tensor]:
         """The tensors inside a flat uint8 buffer that holds this bucket, in wire order. No copy."""

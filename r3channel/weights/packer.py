@@ -10,9 +10,12 @@ import xxhash
 from r3channel.errors import ConfigError, NonFiniteWeights
 from r3channel.weights.buckets import Bucket, Filled, StagingPair, TensorMeta, pack, pack_each
 from r3channel.weights.digests import EngineChecksums
-from r3channel.weights.finite import OnNonfinite, first_nonfinite, is_finite
+from r3channel.weights.finite import OnNonfinite, first_nonfinite
 from r3channel.weights.kept import HostCopy
 from r3channel.weights.progress import Run
+
+_IN_CACHE_BYTES = 512 << 10
+"""Half of a common level-2 cache. Small tensors are looked through together: one by one cost 16 us each."""
 
 
 class Packer:
@@ -47,17 +50,18 @@ class Packer:
     def _pack_on_host(
         self, bucket: Bucket, tensors: Sequence[torch.Tensor], out_N: torch.Tensor, run: Run
     ) -> None:
-        """Each tensor is hashed and looked through while its bytes are still in cache: a third less time for all three."""
+        """What was just packed is looked through and hashed while it is still in cache: a third less time for all three."""
         digest, hashed_N, bytes_N = xxhash.xxh3_64(), 0, out_N.numpy()
-        packed = pack_each(bucket, tensors, out_N)
+        packed = _in_cache(pack_each(bucket, tensors, out_N))
         while (placed := run.timed_next("pack", packed)) is not None:
-            meta, offset = placed
-            end = offset + meta.nbytes
             with run.stage("digest"):
-                if self._refuse and not is_finite(out_N[offset:end].view(meta.dtype)):
-                    raise self._nonfinite(meta, len(run.buckets))
+                bad = first_nonfinite(placed, out_N) if self._refuse else None
+                if bad is not None:
+                    raise self._nonfinite(bad, len(run.buckets))
                 if self._copy is not None:
-                    digest.update(bytes_N[hashed_N:end].data)  # with the gap before it
+                    meta, offset = placed[-1]
+                    end = offset + meta.nbytes
+                    digest.update(bytes_N[hashed_N:end].data)
                     hashed_N = end
         if self._copy is not None:
             run.digests.append(digest.intdigest())
@@ -69,7 +73,7 @@ class Packer:
         with run.stage("pack"):
             payload_N = pack(bucket, tensors, out_N)
         with run.stage("digest"):
-            bad = first_nonfinite(bucket, payload_N) if self._refuse else None
+            bad = first_nonfinite(bucket.placed, payload_N) if self._refuse else None
         if bad is not None:
             raise self._nonfinite(bad, len(run.buckets))
 
@@ -95,3 +99,16 @@ class Packer:
             f"bucket {index}: tensor {meta} holds NaN or Inf. Did the last train step diverge? "
             "on_nonfinite='allow' sends them"
         )
+
+
+def _in_cache(packed: Iterator[tuple[TensorMeta, int]]) -> Iterator[list[tuple[TensorMeta, int]]]:
+    """Neighbours of together `_IN_CACHE_BYTES`, as soon as they are packed."""
+    placed, nbytes = [], 0
+    for one in packed:
+        placed.append(one)
+        nbytes += one[0].nbytes
+        if nbytes >= _IN_CACHE_BYTES:
+            yield placed
+            placed, nbytes = [], 0
+    if placed:
+        yield placed

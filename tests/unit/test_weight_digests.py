@@ -30,6 +30,11 @@ def packed(named: Named) -> tuple[Bucket, torch.Tensor]:
     return bucket, pack(bucket, [named[name] for name in bucket.names], room)
 
 
+def nonfinite(named: Named) -> TensorMeta | None:
+    bucket, payload = packed(named)
+    return first_nonfinite(bucket.placed, payload)
+
+
 def sha(*tensors: torch.Tensor) -> str:
     whole = b"".join(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes() for tensor in tensors)
     return hashlib.sha256(whole).hexdigest()[:16]
@@ -81,17 +86,14 @@ def test_the_tensor_with_a_number_that_is_none_is_named(dtype: torch.dtype, bad:
         "ids": torch.arange(5), "empty": torch.zeros(0, dtype=dtype), "a": torch.ones(7, dtype=dtype),
         "b": torch.ones(9).to(dtype), "scalar": torch.tensor(1.0).to(dtype),
     }  # fmt: skip
-    assert first_nonfinite(*packed(named)) is None
+    assert nonfinite(named) is None
     named["b"] = torch.tensor([1.0] * 8 + [bad]).to(dtype)
-    found = first_nonfinite(*packed(named))
+    found = nonfinite(named)
     assert found is not None and found.name == "b"
 
 
 def test_large_finite_numbers_are_no_infinity() -> None:
-    assert (
-        first_nonfinite(*packed({"a": torch.full((1000,), torch.finfo(torch.bfloat16).max).bfloat16()}))
-        is None
-    )
+    assert nonfinite({"a": torch.full((1000,), torch.finfo(torch.bfloat16).max).bfloat16()}) is None
 
 
 def test_the_host_copy_gives_the_committed_bytes_while_the_next_version_is_packed() -> None:
