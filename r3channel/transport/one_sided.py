@@ -243,10 +243,8 @@ def check_installed() -> Any:
     except ImportError as error:
         raise ConfigError(f"backend nixl needs the extra r3channel[onesided] (nixl-cu12): {error}") from error
     for handler in logging.getLogger("nixl").handlers:
-        if (
-            type(handler) is logging.StreamHandler
-        ):  # its own: it writes to stdout, where a command's JSON goes
-            handler.setStream(sys.stderr)
+        if type(handler) is logging.StreamHandler:
+            handler.stream = sys.stderr  # its own choice is stdout, where a command's JSON goes
     return _api
 
 
