@@ -9,7 +9,6 @@ back to it.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,8 +16,6 @@ from r3channel.errors import DeadlineExceeded, TransportError, UsageError
 from r3channel.relay.peer import PEER_CALLS, LocalPeer
 from r3channel.relay.relay import Relay
 
-_REPEAT_AFTER_S = (0.1, 1.0, 4.0)
-"""An actor may be out of reach for a moment. One that is gone for good costs this once."""
 _CALLS = frozenset({"hello", "ready", "ack", "mail", "status"})
 
 
@@ -41,17 +38,11 @@ class RelayHost:
 
 
 class RayControl:
-    """`trainer.receiver.Control` over calls to an actor that is a `RelayHost`. One thread at a time.
-
-    An acknowledgement is sent and not waited for: the trainer has its rows, and a round trip to a busy actor took 6 ms of its
-    slot (2 shared cores). The next call asks what became of it, and repeats it if it was lost.
-    """
+    """`trainer.receiver.Control` over calls to an actor that is a `RelayHost`."""
 
     def __init__(self, actor: Any, *, timeout_s: float = 60.0) -> None:
         """`actor` is a Ray actor handle; `timeout_s` bounds each call."""
         self._actor, self._timeout_s = actor, timeout_s
-        self._sent: tuple[Any, dict[str, Any]] | None = None
-        """An acknowledgement on its way: Ray's reference, arguments."""
 
     def hello(self, *, dp: int, pp: int, cp: int, boot_id: str, after_epoch: int) -> dict[str, Any] | None:
         return self._call("hello", dp=dp, pp=pp, cp=cp, boot_id=boot_id, after_epoch=after_epoch)
@@ -60,32 +51,13 @@ class RayControl:
         return self._call("ready", run=run, step=step, dp=dp, pp=pp, cp=cp, epoch=epoch, wait_s=wait_s)
 
     def ack(self, *, run: str, step: int, dp: int, pp: int, cp: int) -> None:
-        self.settle()
-        arguments = {"run": run, "step": step, "dp": dp, "pp": pp, "cp": cp}
-        self._sent = (self._actor.r3channel_control.remote("ack", arguments), arguments)
+        self._call("ack", run=run, step=step, dp=dp, pp=pp, cp=cp)
 
     def mail(self, *, call: str, name: str, **arguments: Any) -> Any:
         return self._call("mail", **{"call": call, "name": name, **arguments})
 
     def _call(self, method: str, /, **arguments: Any) -> Any:
-        self.settle()
         return ask(self._actor.r3channel_control, method, arguments, timeout_s=self._timeout_s)
-
-    def settle(self) -> None:
-        """The last acknowledgement has arrived when this returns; else raises as a call does."""
-        if self._sent is None:
-            return
-        (reference, arguments), self._sent = self._sent, None
-        limit = time.monotonic() + self._timeout_s
-        for pause_s in (*_REPEAT_AFTER_S, None):
-            try:
-                answer(reference, "ack", arguments, timeout_s=max(0.1, limit - time.monotonic()))
-                return
-            except TransportError:
-                if pause_s is None or time.monotonic() > limit:
-                    raise
-            time.sleep(pause_s)  # it may be lost; repeating it does no harm
-            reference = self._actor.r3channel_control.remote("ack", arguments)
 
 
 class RayPeer:
@@ -160,16 +132,11 @@ class RayPeer:
 def ask(method: Any, call: str, arguments: dict[str, Any], *, timeout_s: float) -> Any:
     """Call an actor's method with (call, arguments). Raises the relay's own typed error, `DeadlineExceeded` when there is no
     answer within `timeout_s`, `TransportError` when the actor is gone."""
-    return answer(method.remote(call, arguments), call, arguments, timeout_s=timeout_s)
-
-
-def answer(reference: Any, call: str, arguments: dict[str, Any], *, timeout_s: float) -> Any:
-    """What a call to an actor gave; errors as of `ask`."""
     import ray
     from ray import exceptions
 
     try:
-        return ray.get(reference, timeout=timeout_s)
+        return ray.get(method.remote(call, arguments), timeout=timeout_s)
     except exceptions.GetTimeoutError as error:
         raise DeadlineExceeded(
             f"the relay's actor did not answer {call} {_told(arguments)} within {timeout_s:.1f} s"

@@ -1,12 +1,7 @@
-"""A relay in a Ray actor, whose group can be made to fail or which dies as it acknowledges; one Ray node for it."""
+"""A relay in a Ray actor, whose group can be made to fail; see test_object_store.py."""
 
 from __future__ import annotations
 
-import logging
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,47 +15,6 @@ from r3channel.transport.process_group import ProcessGroupTransport
 from r3channel.wire.bucket import BUCKET_HEADER_BYTES
 from tests.delivery import assignment, fill
 from tests.samples import SPEC
-
-
-ROOT = Path(__file__).parents[2]
-
-
-@contextmanager
-def ray_node() -> Iterator[None]:
-    """A Ray of its own on loopback, without a dashboard."""
-    import ray
-
-    ray.init(
-        address="local",
-        num_cpus=2,
-        include_dashboard=False,
-        object_store_memory=100 << 20,
-        _node_ip_address="127.0.0.1",
-        logging_level=logging.ERROR,
-        runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}},
-    )
-    try:
-        yield
-    finally:
-        ray.shutdown()
-
-
-class Notary:
-    """Answers as a relay's actor does and keeps on disk what was acknowledged. Its first life ends at its first `ack`."""
-
-    def __init__(self, folder: str) -> None:
-        self._acks = Path(folder) / "acks"
-        self._lived = Path(folder) / "lived"
-
-    def r3channel_control(self, call: str, arguments: dict[str, Any]) -> Any:
-        if call != "ack":
-            return self._acks.read_text().split() if self._acks.exists() else []
-        if not self._lived.exists():
-            self._lived.touch()
-            os._exit(1)
-        with self._acks.open("a") as file:
-            file.write(f"{arguments['step']}\n")
-        return None
 
 
 class RelayActor(RelayHost):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +15,12 @@ from r3channel.plan.ticket import Ticket
 from r3channel.relay.actor import RayControl
 from r3channel.trainer.receiver import Receiver
 from tests.delivery import check_rows
-from tests.dist.ray_relay import RelayActor, ray_node
+from tests.dist.ray_relay import RelayActor
 from tests.samples import SPEC
 
 pytestmark = pytest.mark.dist
 
+ROOT = Path(__file__).parents[2]
 CONFIG: dict[str, Any] = {"bucket_bytes": 1024, "max_group_failures": 2}
 LIMIT_S = 60.0
 
@@ -40,8 +43,19 @@ class Watched(RayControl):
 def actor() -> Iterator[Any]:
     import ray
 
-    with ray_node():
+    ray.init(
+        address="local",
+        num_cpus=2,
+        include_dashboard=False,
+        object_store_memory=100 << 20,
+        _node_ip_address="127.0.0.1",
+        logging_level=logging.ERROR,
+        runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}},
+    )
+    try:
         yield ray.remote(RelayActor).options(max_concurrency=8).remote(**CONFIG)
+    finally:
+        ray.shutdown()
 
 
 def test_a_step_whose_group_fails_arrives_through_ray_and_the_next_by_the_group(actor: Any) -> None:
@@ -59,7 +73,6 @@ def test_a_step_whose_group_fails_arrives_through_ray_and_the_next_by_the_group(
     assert check_rows(shard, prefix="0-") > 0
     buckets = -(-shard.shard.nbytes // CONFIG["bucket_bytes"])
     assert [type(message) for message in control.taken] == [ray.ObjectRef] * 2 * buckets  # header and payload
-    control.settle()
     assert ask("fallback_shards") == 1 and ask("status")["steps"] == {}
 
     check_rows(receiver.receive(Ticket.from_bytes(ask("seal", 1))), prefix="1-")
