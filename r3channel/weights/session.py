@@ -277,14 +277,14 @@ class WeightSync:
 
     @contextlib.contextmanager
     def _alone(self, method: str, what: str, timeout_s: float) -> Iterator[None]:
-        """Inside the block no other thread is in this session, and this process receives no step's routing."""
+        """Inside the block no other thread is in this object, and this process receives no step's routing."""
         with PROCESS_SLOT.use("weights", what, timeout_s=timeout_s):
             if self._phase != "ready":
                 raise UsageError(
                     f"WeightSync.{method}() on a session that is {self._phase}; call connect() first"
                 )
             if not self._busy.acquire(blocking=False):
-                raise UsageError(f"WeightSync.{method}() while another thread is inside this session")
+                raise UsageError(f"WeightSync.{method}() while another thread is inside this WeightSync")
             try:
                 yield
             finally:
