@@ -194,7 +194,7 @@ class Rounds:
     def _placing(self, path: str, seen: Seen, *, rounds: int) -> None:
         """Rounds in which the trainers come when all is placed, as they do in a loop whose steps take longer than placing: the
         relay's CPU up to placed shards, apart from sending, which shares its process; and what the trainers then wait for."""
-        for _ in range(max(3, rounds // 2)):
+        for _ in range(max(2, rounds // 2)):
             result = call(self.manager.place.remote(path))
             call(self.manager.settle.remote(path))
             seen.exposed_s.append(max(rank["held_s"] for rank in result["ranks"]) - result["start_s"])
