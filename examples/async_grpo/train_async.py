@@ -34,7 +34,7 @@ GENERATE_TIMEOUT_S = 300.0
 STEP_TIMEOUT_S = 300.0
 START_TIMEOUT_S = 240.0
 OBJECT_STORE_BYTES = 256 << 20
-_QUIET = {
+_QUIET = {  # where the user has not said otherwise; ray has read RAY_AUTH_MODE when it was imported
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DEDUP_LOGS": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -279,7 +279,7 @@ def _engines(args: argparse.Namespace, model: Path, parts: Parts) -> Iterator[li
 @contextlib.contextmanager
 def _ray() -> Iterator[None]:
     """A Ray of our own: `address="local"` ignores RAY_ADDRESS and whatever address an older cluster left behind."""
-    os.environ.update(_QUIET)
+    os.environ.update(_QUIET | os.environ)
     os.environ.update({"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "GLOO_SOCKET_IFNAME": "lo"})
     import ray
 

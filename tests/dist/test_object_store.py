@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -41,21 +43,22 @@ class Watched(RayControl):
 
 @pytest.fixture
 def actor() -> Iterator[Any]:
-    import ray
+    with patch.dict(os.environ, RAY_AUTH_MODE="disabled"):  # what Ray writes into it is taken back
+        import ray
 
-    ray.init(
-        address="local",
-        num_cpus=2,
-        include_dashboard=False,
-        object_store_memory=100 << 20,
-        _node_ip_address="127.0.0.1",
-        logging_level=logging.ERROR,
-        runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}},
-    )
-    try:
-        yield ray.remote(RelayActor).options(max_concurrency=8).remote(**CONFIG)
-    finally:
-        ray.shutdown()
+        ray.init(
+            address="local",
+            num_cpus=2,
+            include_dashboard=False,
+            object_store_memory=100 << 20,
+            _node_ip_address="127.0.0.1",
+            logging_level=logging.ERROR,
+            runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}},
+        )
+        try:
+            yield ray.remote(RelayActor).options(max_concurrency=8).remote(**CONFIG)
+        finally:
+            ray.shutdown()
 
 
 def test_a_step_whose_group_fails_arrives_through_ray_and_the_next_by_the_group(actor: Any) -> None:

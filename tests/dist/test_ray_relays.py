@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -29,7 +30,11 @@ TOKENS = {f"s{i}": 20 + 7 * i for i in range(12)}
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[list[str]]:
     """Ids of three raylets of this machine; the driver is on the first."""
-    os.environ["RAY_DISABLE_IMPORT_WARNING"] = "1"
+    with patch.dict(os.environ, RAY_AUTH_MODE="disabled"):  # what Ray writes into it is taken back
+        yield from _three_raylets()
+
+
+def _three_raylets() -> Iterator[list[str]]:
     import ray
     from ray.cluster_utils import Cluster
 
