@@ -7,6 +7,10 @@ flag can be offered to a parser while the channel is off.
 from __future__ import annotations
 
 import argparse
+import ast
+import functools
+import inspect
+import math
 import os
 import tomllib
 from collections.abc import Mapping
@@ -18,9 +22,10 @@ from r3channel.errors import ConfigError
 
 ENV_PREFIX = "R3CHANNEL_"
 _MIB = 1 << 20
+_LAST_PORT = 65535
 
 COSTLY_CODECS = frozenset({"set"})
-"""Codecs that cost more than a scheduler's thread can pay per request (0.2-0.5 GB/s of int16; notes: wire measurements)."""
+"""Codecs that cost more than a scheduler's thread can pay per request (about 1 GB/s of int16: `r3channel bench wire`)."""
 
 REFUSALS = {
     "speculative": "draft trees move KV slots without their ids",
@@ -38,7 +43,8 @@ class ChannelConfig:
     """Relay and trainer side of the channel."""
 
     backend: str = "gloo"
-    """`gloo` or `nccl`: the dedicated groups between relay and trainers. `object_store`: through Ray's, for comparison."""
+    """`gloo` or `nccl`: the dedicated groups between relay and trainers. `object_store`: through Ray's, for comparison.
+    `loopback`: within one process."""
     bucket_bytes: int = 8 * _MIB
     """Largest slice of a shard that is staged and sent at once; each group of the relay has two under way."""
     staging: str = "bucketed"
@@ -106,6 +112,8 @@ class ChannelConfig:
             ("backend", ("gloo", "nccl", "loopback", "object_store")),
             ("staging", ("bucketed", "coalesced")),
             ("fallback", ("", "object_store")),
+            ("invalid_rows", ("error", "native", "mask")),
+            ("on_stale", ("accept", "mask", "reject")),
         ):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} {getattr(self, name)!r}, expected one of {allowed}")
@@ -114,10 +122,6 @@ class ChannelConfig:
                 "prefetch with backend nccl: a receive that is pending on a trainer's GPU can deadlock with the framework's own "
                 "communicators; use gloo, or receive in the step's slot"
             )
-        if self.invalid_rows not in ("error", "native", "mask"):
-            raise ConfigError(f"invalid_rows {self.invalid_rows!r}, expected error, native or mask")
-        if self.on_stale not in ("accept", "mask", "reject"):
-            raise ConfigError(f"on_stale {self.on_stale!r}, expected accept, mask or reject")
         if self.max_staleness < -1:
             raise ConfigError(f"max_staleness {self.max_staleness}, expected -1 (no bound) or more")
         if self.audit_microbatches < 0:
@@ -138,9 +142,16 @@ class ChannelConfig:
             "prefix_bytes",
             "max_group_failures",
         ):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}, expected a positive number")
-
+            # A deadline of nan or inf never ends.
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} is {getattr(self, name)}, expected a positive, finite number")
+        if self.device < 0:
+            raise ConfigError(f"device {self.device}, expected 0 or more")
+        for name, least in (("metrics_port", -1), ("ingest_port", 0)):
+            if not least <= getattr(self, name) <= _LAST_PORT:
+                raise ConfigError(f"{name} {getattr(self, name)}, expected {least}..{_LAST_PORT}")
+        if self.relays < 1:
+            raise ConfigError(f"relays {self.relays}, expected at least 1")
         if not 0 <= self.relay < self.relays:
             raise ConfigError(f"relay {self.relay} of {self.relays}, expected 0..{self.relays - 1}")
         if self.store_bytes < 64 * _MIB:
@@ -207,8 +218,8 @@ class EngineConfig:
                 "R3CHANNEL_DELIVERY=direct, where another thread pays, or use stored, lz4 or auto"
             )
         for name in ("queue_bytes", "deliver_timeout_s"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}, expected a positive number")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} is {getattr(self, name)}, expected a positive, finite number")
         unknown = self.allowed - set(REFUSALS)
         if unknown:
             raise ConfigError(f"R3CHANNEL_ALLOW names {sorted(unknown)}, expected some of {sorted(REFUSALS)}")
@@ -243,10 +254,10 @@ def load_values(
     kinds = {f.name: type(f.default) for f in fields(cls)}
     merged: dict[str, tuple[Any, str]] = {}
     if file:
-        for name, value in tomllib.loads(Path(file).read_text()).items():
+        for name, value in _read_toml(file).items():
             if name not in kinds:
                 raise ConfigError(f"{file}: unknown name {name!r}, expected one of {sorted(kinds)}")
-            merged[name] = (_convert(name, value, kinds[name]), str(file))
+            merged[name] = (_convert(f"{file}: {name}", value, kinds[name]), str(file))
     for name, kind in kinds.items():
         key = ENV_PREFIX + name.upper()
         if key in environment:
@@ -259,15 +270,34 @@ def load_values(
     return merged
 
 
+def _read_toml(file: str | Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(Path(file).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: expected a readable TOML file of channel options: {error}") from error
+
+
 def _convert(name: str, value: Any, kind: type[Any]) -> Any:
     if kind is bool and isinstance(value, str):
         if value.lower() not in ("0", "1", "true", "false", ""):
             raise ConfigError(f"{name}={value!r}, expected 0 or 1")
         return value.lower() in ("1", "true")
-    try:
-        return kind(value)
-    except ValueError as error:
-        raise ConfigError(f"{name}={value!r} is not a {kind.__name__}") from error
+    if isinstance(value, str) and kind in (int, float):
+        try:
+            return kind(value)
+        except ValueError as error:
+            raise ConfigError(f"{name}={value!r}, expected {_KINDS[kind]}") from error
+    # A TOML value has a type of its own: 4096.7 is no number of bytes, and True is none either.
+    if kind is float and type(value) is int:
+        return float(value)
+    if kind is str and isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if type(value) is not kind:
+        raise ConfigError(f"{name}={value!r}, expected {_KINDS[kind]}")
+    return value
+
+
+_KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -277,13 +307,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument("--r3-config", metavar="FILE", help="TOML file with the options below")
     for f in fields(ChannelConfig):
         name = f"--r3-{f.name.replace('_', '-')}"
+        text = _field_texts(ChannelConfig).get(f.name, "").replace("%", "%%")
         if isinstance(f.default, bool):
-            group.add_argument(name, action="store_true", default=None)
+            group.add_argument(name, action="store_true", default=None, help=text)
         else:
             group.add_argument(
                 name,
                 type=type(f.default),
                 metavar=type(f.default).__name__.upper(),
-                help=f"default {f.default!r}",
+                help=f"{text} Default {f.default!r}.".lstrip(),
             )
     return parser
+
+
+@functools.cache
+def _field_texts(cls: type[Any]) -> dict[str, str]:
+    """Field -> the text under it in the source, so that `--help` and the code say the same. Empty where no source is kept."""
+    try:
+        (body,) = ast.parse(inspect.getsource(cls)).body
+    except OSError:
+        return {}
+    assert isinstance(body, ast.ClassDef)
+    texts: dict[str, str] = {}
+    for field, text in zip(body.body, body.body[1:], strict=False):
+        match field, text:
+            case (
+                ast.AnnAssign(target=ast.Name(id=name)),
+                ast.Expr(value=ast.Constant(value=str(said))),
+            ):
+                texts[name] = " ".join(said.split())
+    return texts

@@ -1,0 +1,104 @@
+"""Where a value of the channel comes from, and what is refused with its name before anything starts."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from r3channel.config import ChannelConfig, EngineConfig, add_arguments
+from r3channel.errors import ConfigError
+
+
+def parsed(*argv: str) -> argparse.Namespace:
+    return add_arguments(argparse.ArgumentParser()).parse_args(argv)
+
+
+def written(folder: Path, text: str) -> Path:
+    file = folder / "channel.toml"
+    file.write_text(text)
+    return file
+
+
+def test_a_flag_wins_over_the_environment_and_the_environment_over_the_file(tmp_path: Path) -> None:
+    file = written(tmp_path, "relays = 5\nplace_threads = 5\nbucket_bytes = 5000\nexpiry_s = 5\n")
+    environment = {"R3CHANNEL_PLACE_THREADS": "6", "R3CHANNEL_BUCKET_BYTES": "6000", "R3CHANNEL_ENGINE": "1"}
+    found = ChannelConfig.load(flags={"bucket_bytes": 7000}, file=file, environment=environment)
+    assert (found.relays, found.place_threads, found.bucket_bytes, found.expiry_s) == (5, 6, 7000, 5.0)
+
+
+def test_flags_reach_the_configuration_and_unset_ones_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("R3CHANNEL_STAGING", "coalesced")
+    found = ChannelConfig.from_args(parsed("--r3-prefetch", "--r3-send-timeout-s", "3"))
+    assert (found.prefetch, found.send_timeout_s, found.staging) == (True, 3.0, "coalesced")
+
+
+def test_every_option_has_a_flag_with_a_text() -> None:
+    actions = {action.dest: action for action in add_arguments(argparse.ArgumentParser())._actions}
+    for field in fields(ChannelConfig):
+        text = actions[f"r3_{field.name}"].help or ""
+        assert len(text.split()) > 3, field.name
+        assert isinstance(field.default, bool) or text.endswith(f"Default {field.default!r}."), text
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("bucket_bytes = =", "expected a readable TOML file"),
+        ("nothing = 1", "unknown name 'nothing'"),
+        ("bucket_bytes = [1]", "bucket_bytes=[1], expected a whole number"),
+        ("bucket_bytes = 4096.7", "bucket_bytes=4096.7, expected a whole number"),
+        ("bucket_bytes = true", "bucket_bytes=True, expected a whole number"),
+        ("prefetch = 7", "prefetch=7, expected true or false"),
+        ("store_dir = 7", "store_dir=7, expected text"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_named_with_the_value(tmp_path: Path, text: str, said: str) -> None:
+    file = written(tmp_path, text)
+    with pytest.raises(ConfigError) as raised:
+        ChannelConfig.load(file=file, environment={})
+    assert str(file) in str(raised.value) and said in str(raised.value)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.toml"):
+        ChannelConfig.load(file=tmp_path / "none.toml", environment={})
+
+
+def test_a_variable_of_another_kind_is_named() -> None:
+    with pytest.raises(ConfigError, match="R3CHANNEL_BUCKET_BYTES='lots', expected a whole number"):
+        ChannelConfig.load(environment={"R3CHANNEL_BUCKET_BYTES": "lots"})
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"backend": "mpi"},
+        {"invalid_rows": "drop"},
+        {"on_stale": "drop"},
+        {"bucket_bytes": 1},
+        {"send_timeout_s": 0.0},
+        {"send_timeout_s": float("inf")},
+        {"send_timeout_s": float("nan")},
+        {"metrics_port": 65536},
+        {"metrics_port": -2},
+        {"ingest_port": -1},
+        {"device": -1},
+        {"relays": 0},
+        {"relay": 1},
+        {"prefetch": True, "backend": "nccl"},
+    ],
+    ids=str,
+)
+def test_a_value_out_of_range_or_a_wrong_pair_is_refused_by_name(values: dict[str, Any]) -> None:
+    name, value = next(iter(values.items()))
+    with pytest.raises(ConfigError, match=rf"{name}\b.*{'' if value is True else value}"):
+        ChannelConfig(**values)
+
+
+def test_what_an_engine_is_given_is_what_it_reads() -> None:
+    given = EngineConfig(engine=True, delivery="direct", relay_url="http://10.0.0.1:9", token_file="/run/t")
+    assert EngineConfig.from_environment(given.to_environment()) == given
