@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import json
 import logging
+import math
 import os
 import signal
 import sys
@@ -26,7 +27,8 @@ import numpy as np
 
 from examples.async_grpo.compare import Comparison, compare_digests, compare_step, dump, engine_rows, join
 from examples.async_grpo.rays import actor_class, fetch
-from r3channel.config import add_arguments
+from r3channel.config import ChannelConfig, add_arguments
+from r3channel.errors import R3Error
 from r3channel.plan.layout import TrainerLayout
 from r3channel.spec import RoutingSpec
 
@@ -81,7 +83,21 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         args.weights_manifest = os.path.abspath(
             args.weights_manifest
         )  # a trainer in another folder writes it
-    layout = TrainerLayout.parse(args.layout)
+    for name in ("steps", "engines", "samples", "micro_batch_size"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}, expected at least 1")
+    # Said here, and not by an actor when engines and Ray are up.
+    try:
+        layout = TrainerLayout.parse(args.layout)
+        config = ChannelConfig.from_args(args) if args.use_r3_channel else None
+    except R3Error as error:
+        parser.error(str(error))
+    if config is not None and (config.backend == "loopback" or config.relays > 1):
+        parser.error(
+            f"backend {config.backend!r} and {config.relays} relay(s): the demo has one relay, in another process than "
+            "its trainers"
+        )
+    _check_samples(parser, args, layout)
     if layout.tp > 1 and not layout.sequence_parallel:
         parser.error(
             "Megatron-core refuses to train MoE with tp > 1 without sequence parallelism; leave sp on"
@@ -91,6 +107,17 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     if not args.use_r3_channel and (args.dump or args.record or args.no_replay or args.fault):
         parser.error("--dump, --record, --no-replay and --fault need --use-r3-channel")
     return args
+
+
+def _check_samples(parser: argparse.ArgumentParser, args: argparse.Namespace, layout: TrainerLayout) -> None:
+    from examples.async_grpo.grpo import GROUP  # imports torch, which --help does not need
+
+    unit = math.lcm(GROUP, layout.dp * args.micro_batch_size)
+    if args.samples < unit:  # more than that is cut to a multiple of it
+        parser.error(
+            f"--samples {args.samples}, expected at least {unit}: whole groups of {GROUP} that fill micro-batches of "
+            f"{args.micro_batch_size} on {layout.dp} DP rank(s)"
+        )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -108,7 +135,8 @@ def main(argv: list[str] | None = None) -> int:
         Path(args.report, "table.txt").write_text(text + "\n")
     if args.json:
         print(json.dumps(result))
-    return 1 if result["ids_different"] or result["digests_different"] else 0
+    nothing = args.use_r3_channel and not result["ids_compared"]  # then nothing was shown
+    return 1 if nothing or result["ids_different"] or result["digests_different"] else 0
 
 
 class Cluster:

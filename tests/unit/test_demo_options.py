@@ -1,0 +1,37 @@
+"""What the demo refuses before it starts anything: exit status 2, the value, what was expected, no traceback."""
+
+from __future__ import annotations
+
+import pytest
+
+from examples.async_grpo.train_async import parse
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--layout", "zz=1"], "layout key 'zz'"),
+        (["--layout", "dp=2,tp=2,sp=0"], "leave sp on"),
+        (["--steps", "0"], "--steps 0, expected at least 1"),
+        (["--engines", "0"], "--engines 0, expected at least 1"),
+        (["--micro-batch-size", "0"], "--micro-batch-size 0, expected at least 1"),
+        (["--samples", "5"], "--samples 5, expected at least 8"),
+        (["--use-r3-channel", "--r3-backend", "mpi"], "backend 'mpi', expected one of"),
+        (["--use-r3-channel", "--r3-backend", "loopback"], "backend 'loopback'"),
+        (["--use-r3-channel", "--r3-relays", "2"], "2 relay(s)"),
+        (["--use-r3-channel", "--r3-config", "none.toml"], "none.toml: expected a readable TOML file"),
+        (["--dump", "here"], "need --use-r3-channel"),
+    ],
+)
+def test_wrong_options_are_refused_by_name(
+    options: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(options)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_step_may_hold_more_samples_than_fill_it() -> None:
+    assert parse(["--layout", "dp=3", "--samples", "16"]).samples == 16
+    assert parse(["--layout", "pp=2", "--samples", "4", "--micro-batch-size", "2"]).samples == 4
