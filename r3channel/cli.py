@@ -21,6 +21,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except R3Error as error:
         print(f"r3channel: {type(error).__name__}: {error}", file=sys.stderr)
         return 2
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("", "r3channel"):
+            raise
+        print(
+            f"r3channel: this command needs the package {package}, which is not installed; `r3channel doctor` says how to get it",
+            file=sys.stderr,
+        )
+        return 2
     except KeyboardInterrupt:
         return 130
 

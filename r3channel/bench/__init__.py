@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 from collections.abc import Sequence
 
@@ -17,6 +18,13 @@ BENCHES = {
     "replay": "a train step of real Megatron with and without replay: CPU time, interleaved",
 }
 """Name -> what it measures. `r3channel.bench.NAME` has `run(argv) -> exit status`."""
+
+
+def at_least_one(text: str) -> int:
+    """An argparse type for counts: without a round there is nothing to take a median of."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}, expected a whole number of at least 1")
+    return int(text)
 
 
 def run(argv: Sequence[str]) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from r3channel.bench import at_least_one
 from r3channel.models import model_named
 from r3channel.plan.assignment import Assignment, names_of
 from r3channel.plan.layout import TrainerLayout
@@ -26,10 +27,11 @@ TARGETS_MS = {"1024x16k on 64 ranks": 20.0, "8192x16k on 512 ranks": 100.0, "ass
 
 def run(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="r3channel bench plan", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    parser.add_argument("--quick", action="store_true", help="few rounds: the shape of the result only")
+    parser.add_argument("--rounds", type=at_least_one, help="of each case")
     options = parser.parse_args(argv)
-    result = measure(rounds=options.rounds)
+    result = measure(rounds=options.rounds or (2 if options.quick else 9))
     print(json.dumps(result) if options.json else _text(result))
     return 0
 

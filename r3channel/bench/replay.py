@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from r3channel.bench import at_least_one
+
 if TYPE_CHECKING:
     import torch
 
@@ -34,10 +36,11 @@ def run(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="r3channel bench replay", description=(__doc__ or "").splitlines()[0]
     )
-    parser.add_argument("--rounds", type=int, default=40, help="interleaved rounds")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    parser.add_argument("--quick", action="store_true", help="few rounds: the shape of the result only")
+    parser.add_argument("--rounds", type=at_least_one, help="interleaved rounds")
     options = parser.parse_args(argv)
-    result = measure(rounds=options.rounds)
+    result = measure(rounds=options.rounds or (4 if options.quick else 40))
     print(json.dumps(result) if options.json else _text(result))
     return 0
 

@@ -7,6 +7,7 @@ moves a name, `check_hooks` says which, before anything is patched. 0.5.9 has no
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import inspect
 import pkgutil
 from collections.abc import Mapping
@@ -136,6 +137,8 @@ def check_hooks() -> list[str]:
 
     Imports SGLang, which on a machine without a GPU needs the environment of `r3channel.embedded`. Patches nothing.
     """
+    if importlib.util.find_spec("sglang") is None:
+        return [f"SGLang is not installed; r3channel was read against SGLang {' and '.join(READ_AGAINST)}"]
     if matching_table() is not None:
         return []
     own = installed_version()

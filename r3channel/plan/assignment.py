@@ -99,6 +99,8 @@ class Assignment:
         Every rank gets as many micro-batches as the fullest one needs. A sample longer than `max_tokens` is alone.
         """
         _check_count(len(tokens), parts=dp * steps, what=f"{dp} DP ranks in {steps} optimizer step(s)")
+        if max_tokens < 1:
+            raise ConfigError(f"a token budget of {max_tokens} per micro-batch, expected at least 1")
         return cls._of_steps([
             _budgeted([{name: share[name] for name in part} for part in karmarkar_karp(share, parts=dp)], max_tokens)
             for share in _shares(tokens, steps)
@@ -124,6 +126,8 @@ def _what(dp: int, microbatch_size: int, steps: int) -> str:
 
 
 def _check_count(samples: int, *, parts: int, what: str) -> None:
+    if parts < 1:
+        raise ConfigError(f"{what}: expected at least 1 of each")
     if samples == 0 or samples % parts:
         raise ConfigError(
             f"{samples} samples do not fill {what}; expected a multiple of {parts}. Trim the batch (and `discard` the rest) "

@@ -178,6 +178,8 @@ class TrainerLayout:
             key, _, value = part.strip().partition("=")
             if key not in known:
                 raise ConfigError(f"layout key {key!r} in {text!r}, expected one of {sorted(known)}")
+            if key in values:
+                raise ConfigError(f"layout key {key!r} stands twice in {text!r}, expected once")
             values[key] = _parse_value(key, value, text=text)
         return cls(**values)
 

@@ -85,9 +85,9 @@ def checks(
 def check_python(version: tuple[int, int, int]) -> Check:
     return Check(
         name="python",
-        ok=version >= (3, 10, 0),
+        ok=version >= (3, 11, 0),
         found=f"{'.'.join(map(str, version))} ({platform.machine()}, {'GPU' if has_gpu() else 'no GPU'})",
-        remedy="r3channel needs Python 3.10 or newer, the embedded environment 3.11",
+        remedy="r3channel needs Python 3.11 or newer",
     )
 
 

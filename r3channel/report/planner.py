@@ -105,13 +105,22 @@ def _plan(
 
 def _lengths(options: argparse.Namespace) -> list[int]:
     if options.lengths:
-        values = json.loads(Path(options.lengths).read_text())
-        return [int(value) for value in values]
-    if not options.tokens or options.tokens % options.sequence:
+        return _read_lengths(Path(options.lengths))
+    if options.sequence < 1 or not options.tokens or options.tokens % options.sequence:
         raise ConfigError(
             f"--tokens {options.tokens} is not a multiple of --sequence {options.sequence}; give both, or --lengths"
         )
     return [options.sequence] * (options.tokens // options.sequence)
+
+
+def _read_lengths(file: Path) -> list[int]:
+    try:
+        values = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--lengths {file}: expected a readable JSON file: {error}") from error
+    if not isinstance(values, list) or not all(type(value) is int for value in values):
+        raise ConfigError(f"--lengths {file}: expected a list of whole numbers, one for each sample")
+    return values
 
 
 _LINES = (

@@ -43,8 +43,12 @@ class EngineClient:
         `torch`, `nccl`: the versions that the engine runs, as whoever started it knows them; empty is unknown and not
         compared. SGLang 0.5.23 tells neither over HTTP.
         """
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or parts.hostname is None:
+        try:
+            parts = urlsplit(url)
+            self._host, self._port = parts.hostname or "", parts.port
+        except ValueError as error:
+            raise ConfigError(f"engine address {url!r}: expected http://host:port ({error})") from error
+        if parts.scheme not in ("http", "https") or not self._host:
             raise ConfigError(f"engine address {url!r}: expected http://host:port")
         if ranks < 1:
             raise ConfigError(f"engine {url}: {ranks} ranks; expected at least 1")
@@ -52,8 +56,6 @@ class EngineClient:
         self.ranks = ranks
         self.torch, self.nccl = torch, nccl
         self._secure = parts.scheme == "https"
-        self._host = parts.hostname
-        self._port = parts.port
         self._path = parts.path.rstrip("/")
         self._api_key = api_key
 
@@ -230,7 +232,9 @@ class EngineClient:
                 f"engine {self.url} {route}: no answer within {timeout_s:.1f} s"
             ) from error
         except (OSError, http.client.HTTPException) as error:
-            raise EngineUnavailable(f"engine {self.url} {route}: {type(error).__name__}: {error}") from error
+            raise EngineUnavailable(
+                f"engine {self.url} {route}: {type(error).__name__}: {error}; is it up, and is this its address?"
+            ) from error
         finally:
             connection.close()
 

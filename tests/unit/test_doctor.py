@@ -30,8 +30,8 @@ def test_a_missing_package_fails_and_says_what_to_do() -> None:
 
 
 def test_an_old_python_fails() -> None:
-    assert not doctor.check_python((3, 9, 18)).ok
-    assert doctor.check_python((3, 10, 0)).ok
+    assert not doctor.check_python((3, 10, 18)).ok
+    assert doctor.check_python((3, 11, 0)).ok
 
 
 def test_a_free_port_is_found() -> None:

@@ -12,13 +12,15 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from r3channel.bench import at_least_one
+
 
 def run(argv: Sequence[str]) -> int:
     """Measure and print; exit status 0."""
     parser = argparse.ArgumentParser(prog="r3channel bench e2e", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     parser.add_argument("--quick", action="store_true", help="one short run of each, few pairs")
-    parser.add_argument("--pairs", type=int, help="interleaved pairs of train steps")
+    parser.add_argument("--pairs", type=at_least_one, help="interleaved pairs of train steps")
     parser.add_argument("--no-loop", action="store_true", help="the pairs alone")
     options = parser.parse_args(list(argv))
     report = measure(quick=options.quick, pairs=options.pairs, with_loop=not options.no_loop)

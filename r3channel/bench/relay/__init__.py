@@ -12,6 +12,10 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from r3channel.bench import at_least_one
+from r3channel.bench.relay import plot
+from r3channel.models import model_named
+
 
 def run(argv: Sequence[str]) -> int:
     """Measure and print; exit status 0."""
@@ -21,7 +25,7 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     parser.add_argument("--quick", action="store_true", help="few rounds and sizes, under a minute")
     parser.add_argument("--model", default="qwen3-30b-a3b", help="routing shape by model name")
-    parser.add_argument("--rounds", type=int, help="interleaved rounds of the main case")
+    parser.add_argument("--rounds", type=at_least_one, help="interleaved rounds of the main case")
     parser.add_argument(
         "--scale", action="store_true", help="instead: how our cost grows with tokens, layers and ranks"
     )
@@ -29,6 +33,11 @@ def run(argv: Sequence[str]) -> int:
         "--plot", type=Path, metavar="FILE", help="stages side by side, as a PNG (extra: plot)"
     )
     options = parser.parse_args(list(argv))
+    if options.scale and (options.plot or options.rounds):
+        parser.error("--scale draws nothing and has rounds of its own: leave out --plot and --rounds")
+    model_named(options.model)  # said now, and not by an actor
+    if options.plot:
+        plot.check_drawing()
     from r3channel.bench.relay import measure, scale, text
 
     if options.scale:
@@ -39,7 +48,5 @@ def run(argv: Sequence[str]) -> int:
     report = measure.measure(effort, model=options.model, rounds=options.rounds)
     print(json.dumps(report) if options.json else text.table(report))
     if options.plot:
-        from r3channel.bench.relay.plot import plot
-
-        plot(report, options.plot)
+        plot.plot(report, options.plot)
     return 0

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
 from r3channel.errors import ConfigError
 
 
+def check_drawing() -> None:
+    """Asked before minutes of measuring."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib: pip install 'r3channel[plot]'")
+
+
 def plot(report: dict[str, Any], file: Path) -> None:
     """One bar per path, its stages in the order in which they begin, and a mark at the wall time of the timed section."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("--plot needs matplotlib: pip install 'r3channel[plot]'") from error
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     paths = report["paths"]
     figure = Figure(figsize=(11, 0.45 * len(paths) + 1.8), layout="constrained")
     FigureCanvasAgg(figure)

@@ -1,0 +1,96 @@
+"""What a user meets who mistypes: a named value, what was expected, exit status 2, and no traceback."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from r3channel import cli
+from r3channel.bench import BENCHES
+
+PLAN = ["plan", "--model", "qwen3-30b-a3b"]
+
+
+def said_by(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """What a command that cannot run says on stderr."""
+    try:
+        code = cli.main(argv)
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["bench", "nothing"], "benchmark 'nothing', expected one of"),
+        (["bench", "plan", "--rounds", "0"], "'0', expected a whole number of at least 1"),
+        (["bench", "relay", "--model", "nothing"], "model 'nothing'"),
+        (["bench", "relay", "--scale", "--plot", "a.png"], "leave out --plot"),
+        ([*PLAN], "needs --model and --layout"),
+        ([*PLAN, "--layout", "dp=2,dp=3", "--tokens", "32768"], "'dp' stands twice"),
+        ([*PLAN, "--layout", "dp=1", "--tokens", "100"], "--tokens 100 is not a multiple"),
+        ([*PLAN, "--layout", "dp=1", "--tokens", "100", "--sequence", "0"], "--sequence 0"),
+        ([*PLAN, "--layout", "dp=1", "--tokens", "16384", "--microbatch-size", "0"], "at least 1"),
+        ([*PLAN, "--layout", "dp=1", "--tokens", "16384", "--max-tokens", "0"], "budget of 0"),
+        (["weights", "verify", "--engine", "http://127.0.0.1:1"], "is it up, and is this its address?"),
+        (["weights", "verify", "--engine", "http://127.0.0.1:x"], "expected http://host:port"),
+        (["weights", "verify", "--engine", "127.0.0.1"], "expected http://host:port"),
+        (["doctor", "--config", "none.toml"], "none.toml: expected a readable TOML file"),
+    ],
+)
+def test_what_cannot_run_says_why(capsys: pytest.CaptureFixture[str], argv: list[str], said: str) -> None:
+    assert said in said_by(capsys, *argv)
+
+
+@pytest.mark.parametrize("text", ["", "[1,", '["x"]', "[1.5]", "[true]", '{"a": 1}'])
+def test_a_file_of_lengths_holds_a_list_of_whole_numbers(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str
+) -> None:
+    file = tmp_path / "lengths.json"
+    file.write_text(text)
+    assert str(file) in said_by(capsys, *PLAN, "--layout", "dp=1", "--lengths", str(file))
+
+
+def test_lengths_of_samples_are_planned(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "lengths.json"
+    file.write_text("[100, 200]")
+    assert cli.main([*PLAN, "--layout", "dp=2", "--lengths", str(file), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == 300
+
+
+def test_a_package_that_is_not_there_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without(module: str) -> None:
+        def run(argv: list[str]) -> int:
+            raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+
+        monkeypatch.setattr("r3channel.report.planner.run", run)
+
+    without("r3channel.gone")
+    with pytest.raises(ModuleNotFoundError):  # a fault of ours keeps its traceback
+        cli.main(["plan"])
+    without("torch.cuda")
+    assert "needs the package torch, which is not installed" in said_by(capsys, "plan")
+
+
+def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_measured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "--plot needs matplotlib" in said_by(capsys, "bench", "relay", "--plot", "a.png")
+
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_every_benchmark_is_quick_and_prints_json_when_asked(
+    capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["bench", name, "--help"])
+    assert ended.value.code == 0
+    assert {"[--quick]", "[--json]"} <= set(capsys.readouterr().out.split())
