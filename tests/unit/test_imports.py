@@ -35,7 +35,7 @@ LEVELS = {
     **dict.fromkeys(("engine", "relay", "trainer", "weights"), 3),
     **dict.fromkeys(("cli", "demo", "plugin", "bench", "report", "integrations", "embedded"), 4),
 }
-"""Level of each room, as in section 4 of the design. A room imports itself and lower levels only; words (level 0) and
+"""Level of each room, as DESIGN.md draws them. A room imports itself and lower levels only; words (level 0) and
 hands (level 4) may also import their own level."""
 
 PLACES = {
@@ -111,7 +111,7 @@ def wrong_direction(found: Import) -> bool:
     here, there = room_of_file(found.file), room_of(found.module)
     if here == there or here == "__init__":
         return False
-    assert here in LEVELS, f"{found.file}: give its room a level in this test and in the design"
+    assert here in LEVELS, f"{found.file}: give its room a level in this test and in DESIGN.md"
     if there not in LEVELS:  # a name of the package's face, such as __version__
         return LEVELS[here] < 4
     same_is_fine = LEVELS[here] in (0, 4)
