@@ -55,6 +55,11 @@ def test_one_version_everywhere() -> None:
     assert f"## [{r3channel.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
 
 
+def test_type_checkers_are_told_that_the_package_is_typed() -> None:
+    assert "Typing :: Typed" in (importlib.metadata.metadata("r3channel").get_all("Classifier") or [])
+    assert (ROOT / "r3channel" / "py.typed").is_file()
+
+
 def test_sglang_finds_the_plugins() -> None:
     group = importlib.metadata.entry_points(group="sglang.srt.plugins")
     assert {entry.name for entry in group} >= {"r3channel", "r3channel_embedded"}
