@@ -16,6 +16,8 @@ from r3channel.spec import RoutingSpec
 from r3channel.wire.frame import FRAME_MAGIC, parse_frame
 from r3channel.wire.hello import Hello, probe_body
 
+# Whatever proxy the environment names: an engine is asked directly, as `weights.sglang` does.
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 _NOT_ON = (
     "install r3channel in the engine's environment and start it with R3CHANNEL_ENGINE=1 and --enable-return-routed-experts; "
     "its log names a hook that failed"
@@ -80,5 +82,5 @@ def _failed(url: str, found: str, remedy: str) -> Check:
 def _probe(url: str, *, timeout_s: float) -> dict[str, Any]:
     body = json.dumps(probe_body()).encode()
     request = urllib.request.Request(url + "/generate", body, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=timeout_s) as reply:
+    with _DIRECT.open(request, timeout=timeout_s) as reply:
         return json.loads(reply.read())

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
@@ -114,3 +116,22 @@ def test_help_names_both_commands(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     assert "demo" in printed
     assert "doctor" in printed
+
+
+def test_an_engine_is_asked_directly_whatever_proxy_the_environment_names(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stock(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'{"meta_info": {}}')
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    with HTTPServer(("127.0.0.1", 0), Stock) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        assert doctor.run(engines=[f"http://127.0.0.1:{server.server_port}"], timeout_s=5) == 1
+    assert "answers without routing" in capsys.readouterr().out
