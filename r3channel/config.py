@@ -187,7 +187,9 @@ class EngineConfig:
     engine: bool = False
     """R3CHANNEL_ENGINE=1 turns the plug-in on. Off means nothing is imported or patched."""
     row_digests: bool = False
+    """Put a digest per MoE layer into each reply, for comparing runs; about 4 ms for 4,096 rows of 48 layers."""
     codec: str = "auto"
+    """How ids are written: `auto`, or one of `wire.codec.CODEC_NAMES`; those of `COSTLY_CODECS` need direct delivery."""
     delivery: str = "inband"
     """`inband`: the frame is in the reply. `direct`: it goes to the relay's ingest and the reply holds a receipt."""
     relay_url: str = ""
@@ -220,6 +222,8 @@ class EngineConfig:
         for name in ("queue_bytes", "deliver_timeout_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} is {getattr(self, name)}, expected a positive, finite number")
+        if self.prefix_bytes < 0:
+            raise ConfigError(f"prefix_bytes is {self.prefix_bytes}, expected 0 (all in full) or more")
         unknown = self.allowed - set(REFUSALS)
         if unknown:
             raise ConfigError(f"R3CHANNEL_ALLOW names {sorted(unknown)}, expected some of {sorted(REFUSALS)}")

@@ -78,8 +78,11 @@ class Recording:
     def load(cls, folder: str | Path) -> Recording:
         """Read a step's folder; raises `TicketMismatch` or `FrameTruncated` for one that is damaged."""
         path = Path(folder)
-        ticket = Ticket.from_bytes((path / "ticket.json").read_bytes())
-        data = (path / "frames.bin").read_bytes()
+        try:
+            ticket = Ticket.from_bytes((path / "ticket.json").read_bytes())
+            data = (path / "frames.bin").read_bytes()
+        except OSError as error:
+            raise FrameTruncated(f"{path}: expected the folder of one recorded step: {error}") from error
         try:
             sizes = [int(size) for size in json.loads((path / "frames.json").read_text())["sizes"]]
             with np.load(path / "tokens.npz", allow_pickle=False) as arrays:

@@ -34,6 +34,7 @@ from r3channel.engine.refusals import Settings, refusals, refuse
 from r3channel.errors import ConfigError
 from r3channel.routing import RowKind
 from r3channel.spec import RoutingSpec
+from r3channel.wire.codec import check_codec
 from r3channel.wire.frame import sample_key
 from r3channel.wire.hello import Hello
 
@@ -66,6 +67,7 @@ def create_capturer(
     config = EngineConfig.from_environment()
     if not config.engine:
         return None
+    check_codec(config.codec)  # an unknown one ends the start, not the first request
     spec = RoutingSpec.from_hf_config(model_config.hf_text_config.to_dict())
     settings = Settings.from_server_args(server_args)
     refuse(refusals(settings, spec=spec), allowed=config.allowed)

@@ -49,6 +49,14 @@ def test_a_damaged_recording_is_refused(tmp_path: Path) -> None:
             recording.shards(dp=dp)
 
 
+@pytest.mark.parametrize("name", ["ticket.json", "frames.bin", "frames.json", "tokens.npz"])
+def test_a_recording_that_lacks_a_file_names_it(tmp_path: Path, name: str) -> None:
+    shutil.copytree(RECORDING, tmp_path / "r")
+    (tmp_path / "r" / name).unlink()
+    with pytest.raises(FrameError, match=name):
+        Recording.load(tmp_path / "r")
+
+
 @pytest.mark.parametrize(("name", "ranks"), [("01_loopback.py", 1), ("02_gloo_processes.py", 4)])
 def test_the_examples_run_and_show_no_difference(name: str, ranks: int) -> None:
     done = example(name)

@@ -26,8 +26,8 @@ from r3channel.wire.codec.stored import Stored
 __all__ = ["CODECS", "CODEC_NAMES", "Codec", "Wire", "bytes_of", "check_codec", "encode_chunk"]
 
 LZ4_WORTH_IT = 0.95
-"""lz4 is kept only when a chunk shrinks below this share: on real ids it gains nothing, on padding half (notes: wire
-measurements, 65,536 tokens x 48 layers x top-8)."""
+"""lz4 is kept only when a chunk shrinks below this share: on real ids it gains nothing, on padding half (measured:
+65,536 tokens x 48 layers x top-8)."""
 
 _PROBE_BYTES = 16 << 10
 
