@@ -12,12 +12,10 @@ from typing import Any
 
 import torch
 
+from r3channel.unproxied import urlopen
 from r3channel.weights.checkpoint import checkpoint_shapes
 from r3channel.weights.session import UpdateReport, WeightSync
 from r3channel.weights.sglang import EngineClient
-
-# Whatever proxy the environment names: an engine is asked directly, as `weights.sglang` does.
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 WEIGHT_TIMEOUT_S = 120.0
 GREEDY_PROMPTS = ([5, 6, 7, 8, 9, 10, 11, 12], [301, 17, 44, 260, 8, 99], [400, 401, 402])
@@ -87,5 +85,5 @@ def _greedy(url: str, prompt: list[int]) -> list[int]:
     request = urllib.request.Request(
         url + "/generate", data=body, headers={"Content-Type": "application/json"}
     )
-    with _DIRECT.open(request, timeout=WEIGHT_TIMEOUT_S) as reply:
+    with urlopen(request, timeout_s=WEIGHT_TIMEOUT_S) as reply:
         return json.loads(reply.read())["output_ids"]

@@ -26,9 +26,7 @@ from r3channel.embedded.sglang import EngineOptions, EngineServer
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.relay import Relay
 from r3channel.spec import RoutingSpec
-
-# Whatever proxy the environment names: an engine is asked directly, as `weights.sglang` does.
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+from r3channel.unproxied import urlopen
 
 VARIANTS = ("off", "stock", "r3channel", "direct")
 _TIMEOUT_S = 300.0
@@ -142,7 +140,7 @@ def _generate(url: str, prompt: list[int], load: Load, capture: bool) -> bytes:
     request = urllib.request.Request(
         url + "/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
-    with _DIRECT.open(request, timeout=_TIMEOUT_S) as reply:
+    with urlopen(request, timeout_s=_TIMEOUT_S) as reply:
         return reply.read()
 
 

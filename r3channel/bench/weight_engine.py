@@ -16,13 +16,12 @@ import torch
 
 from r3channel.embedded.model import write_model
 from r3channel.embedded.sglang import EngineOptions, EngineServer
+from r3channel.unproxied import urlopen
 from r3channel.weights.buckets import TensorMeta
 from r3channel.weights.group import WeightGroup, in_background
 from r3channel.weights.session import WeightSync
 from r3channel.weights.sglang import EngineClient
 
-# Whatever proxy the environment names: an engine is asked directly, as `weights.sglang` does.
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 _TIMEOUT_S = 120.0
 _READY_TIMEOUT_S = 240.0
 LATENCY_S = 6.0
@@ -169,7 +168,7 @@ def _latencies(url: str, *, seconds: float) -> list[float]:
     found, end_s = [], time.monotonic() + seconds
     while (begun_s := time.monotonic()) < end_s:
         request = urllib.request.Request(url + "/generate", body, {"Content-Type": "application/json"})
-        with _DIRECT.open(request, timeout=_TIMEOUT_S) as reply:
+        with urlopen(request, timeout_s=_TIMEOUT_S) as reply:
             reply.read()
         found.append(time.monotonic() - begun_s)
     return found

@@ -21,9 +21,8 @@ from types import TracebackType
 from typing import IO, Any
 
 from r3channel.errors import ConfigError, EngineUnavailable, UsageError
+from r3channel.unproxied import urlopen
 
-# Whatever proxy the environment names: an engine is asked directly, as `weights.sglang` does.
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 _SHIMS = Path(__file__).with_name("shims")
 _PACKAGE_PARENT = Path(__file__).absolute().parents[2]
 _STARTS = 3  # a free port can be taken by another process before the server binds it
@@ -209,7 +208,7 @@ class EngineServer:
         if self._running().poll() is not None or not listens(self.pid, self._port):
             return False
         try:
-            with _DIRECT.open(self.url + "/health", timeout=2) as reply:
+            with urlopen(self.url + "/health", timeout_s=2) as reply:
                 return reply.status == 200
         except (OSError, urllib.error.URLError):
             return False

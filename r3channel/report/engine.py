@@ -13,11 +13,10 @@ from typing import Any
 from r3channel.errors import R3Error
 from r3channel.report.check import Check
 from r3channel.spec import RoutingSpec
+from r3channel.unproxied import urlopen
 from r3channel.wire.frame import FRAME_MAGIC, parse_frame
 from r3channel.wire.hello import Hello, probe_body
 
-# Whatever proxy the environment names: an engine is asked directly, as `weights.sglang` does.
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 _NOT_ON = (
     "install r3channel in the engine's environment and start it with R3CHANNEL_ENGINE=1 and --enable-return-routed-experts; "
     "its log names a hook that failed"
@@ -82,5 +81,5 @@ def _failed(url: str, found: str, remedy: str) -> Check:
 def _probe(url: str, *, timeout_s: float) -> dict[str, Any]:
     body = json.dumps(probe_body()).encode()
     request = urllib.request.Request(url + "/generate", body, {"Content-Type": "application/json"})
-    with _DIRECT.open(request, timeout=timeout_s) as reply:
+    with urlopen(request, timeout_s=timeout_s) as reply:
         return json.loads(reply.read())

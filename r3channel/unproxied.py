@@ -1,0 +1,16 @@
+"""`urlopen` that asks the named machine itself, whatever proxy the environment names: engines are on the cluster's own network.
+
+`weights.sglang` does the same with connections of its own.
+"""
+
+from __future__ import annotations
+
+import urllib.request
+from typing import Any
+
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def urlopen(request: str | urllib.request.Request, *, timeout_s: float) -> Any:
+    """A response, to be closed by `with`. Any thread. Raises what `urllib.request.urlopen` raises."""
+    return _OPENER.open(request, timeout=timeout_s)
