@@ -27,6 +27,7 @@ from r3channel.errors import (
     RoutingMissing,
     SampleTwice,
     SampleUnknown,
+    StepError,
     TokensChanged,
 )
 from r3channel.metrics import Metrics, StageClock
@@ -249,6 +250,9 @@ class Intake:
                     self._keep(claim)
             except R3Error as error:
                 claim.error = error
+            except Exception as error:  # of whatever kind: this sample's, and nobody else's
+                claim.error = StepError(f"{claim.where}: its frame could not be kept: {error!r}")
+                claim.error.__cause__ = error
             if claim.error is not None:
                 self._failed[sample_id] = claim.error
                 self._let_go(claim.arrived)

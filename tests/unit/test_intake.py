@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -130,3 +131,18 @@ def test_a_step_records_the_joined_rows(tmp_path: Any) -> None:
     assert np.array_equal(recording.frame("s").decode(), IDS)
     with pytest.raises(errors.StepError):
         relay.close()
+
+
+def test_a_sample_that_cannot_be_kept_is_told_and_the_next_ones_come_in(
+    relay: Relay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch, pytest.raises(errors.StepError, match="sample s from engine"):
+        patch.setattr(relay._store, "put", broken)
+        relay.add("s", turn(0, 10), TOKENS[:11])
+    assert not relay.holds("s")
+    relay.add("s", turn(0, 10), TOKENS[:11])
+    relay.add("t", turn(0, 10), TOKENS[:11])
+    relay.discard(["s", "t"])
