@@ -29,6 +29,7 @@ from r3channel.errors import (
     SampleUnknown,
     StepError,
     TokensChanged,
+    UsageError,
 )
 from r3channel.metrics import Metrics, StageClock
 from r3channel.plan.ticket import TicketSample
@@ -138,6 +139,7 @@ class Intake:
 
     def _settle(self, claim: Awaited, data: bytes) -> Verified | None:
         verified = None
+        claim.tokens = frozen(claim.tokens)  # now: until its frame is here the caller goes on with its list
         if claim.receipt is None:
             with self._clock.span("verify"):
                 verified = self._verify(claim, data)
@@ -278,7 +280,7 @@ class Intake:
                 self._inbox.check_free(claim.sample_id, unless_held=claim.adds_turn)
                 whole = data if isinstance(kept, str) else kept
                 self._recorder.keep(claim.sample_id, bytes(whole), claim.tokens)
-            keep(sample, kept, frozen(claim.tokens))
+            keep(sample, kept, claim.tokens)
         if claim.adds_turn:
             self._let_go(claim.arrived)
         self._failed.pop(claim.sample_id, None)
@@ -296,7 +298,7 @@ class Intake:
         held_rows = held.sample.tokens - 1
         check_adjoins(held_rows=held_rows, first_row=turn.first_row, where=where)
         self._check_fit(claim, turn, held_rows=held_rows)
-        if not np.array_equal(frozen(claim.tokens[:held_rows]), held.tokens[:held_rows]):
+        if not np.array_equal(claim.tokens[:held_rows], held.tokens[:held_rows]):
             raise TokensChanged(
                 f"{where}: the first {held_rows} tokens differ from those that the held rows were made for; expected the same. "
                 "Was the conversation tokenized anew? Append token ids, not text"
@@ -401,4 +403,7 @@ def frozen(tokens: Sequence[int] | Ids) -> Ids:
     """A copy as int32 that the caller cannot change."""
     if isinstance(tokens, np.ndarray | range):
         return np.array(tokens, dtype=np.int32)
-    return np.frombuffer(struct.pack(f"{len(tokens)}i", *tokens), np.int32)  # half the time of np.array
+    try:
+        return np.frombuffer(struct.pack(f"{len(tokens)}i", *tokens), np.int32)  # half the time of np.array
+    except struct.error as error:
+        raise UsageError(f"{len(tokens)} tokens that are not all int32 ids: {error}") from error

@@ -29,10 +29,10 @@ from r3channel.plan.layout import TrainerLayout
 from r3channel.relay import store as store_module
 from r3channel.relay.relay import Relay
 from r3channel.spec import RoutingSpec
-from r3channel.wire.frame import FRAME_MAGIC, parse_frame
-from r3channel.wire.receipt import RECEIPT_MAGIC, pack_parcel
+from r3channel.wire.frame import FRAME_MAGIC, parse_frame, sample_key
+from r3channel.wire.receipt import RECEIPT_MAGIC, Receipt, pack_parcel
 from tests.direct import Engine, draft_of, hello_of
-from tests.samples import SPEC, random_ids, reply_for
+from tests.samples import SPEC, random_ids, reply_for, reply_of
 
 LIMIT_S = 20.0
 
@@ -73,6 +73,12 @@ class Place:
 
 
 Open = Callable[..., Place]
+
+
+def receipt_for(request_id: str, *, serial: int, rows: int) -> Receipt:
+    return Receipt(
+        sample_key=sample_key(request_id), boot_id=hello_of().boot_id, serial=serial, first_row=0, rows=rows
+    )
 
 
 @pytest.fixture
@@ -131,6 +137,28 @@ def test_rows_are_exact_whichever_comes_first(place: Place) -> None:
         until(lambda: not place.relay.status()["waiting"], "no frame is outstanding")
     for name, tokens, seed in (("early", 40, 1), ("late", 7, 2), ("at once", 12, 3)):
         assert np.array_equal(place.rows_of(name), random_ids(tokens - 1, seed=seed)), name
+
+
+def test_the_caller_may_go_on_with_its_list_of_tokens_before_the_frame_is_there(place: Place) -> None:
+    with place.engine() as engine:
+        reply = engine.finish("r1", 9)
+        until(lambda: unclaimed(place) == 1, "the frame is there")
+        late = reply_of(receipt_for("r2", serial=2, rows=8).to_bytes(), request_id="r2")
+        for name, its in (("early", reply), ("late", late)):
+            tokens = list(range(9))
+            place.relay.add(name, its, tokens)
+            tokens += [1, 2, 3]  # the next turn's prompt
+        engine.finish("r2", 9)
+        assert len(place.seal("early", "late").samples) == 2
+
+
+def test_tokens_that_are_no_ids_are_refused_and_the_frame_waits(place: Place) -> None:
+    with place.engine() as engine:
+        reply = engine.finish("r1", 9)
+        with pytest.raises(errors.UsageError, match="int32"):
+            place.relay.add("s1", reply, [0.5] * 9)  # type: ignore[list-item]
+        place.add("s1", reply, 9)
+        place.seal("s1")
 
 
 def test_many_frames_share_requests(place: Place) -> None:
