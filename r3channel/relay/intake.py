@@ -352,6 +352,7 @@ class Intake:
         with self._changed:
             dropped = {name for name in names if self._drop_claims(name)}
             dropped |= set(self._inbox.drop(names))
+            self._changed.notify_all()
             if self._recorder is not None:
                 for name in dropped:
                     self._recorder.forget(name)

@@ -86,7 +86,7 @@ def open_place(tmp_path: Path) -> Iterator[Open]:
     places: list[Place] = []
 
     def make(*, port: int = 0, **changes: Any) -> Place:
-        config = ChannelConfig(backend="loopback", frame_timeout_s=1.0, ingest_port=port, **changes)
+        config = ChannelConfig(backend="loopback", ingest_port=port, **{"frame_timeout_s": 1.0, **changes})
         relay = Relay(SPEC, TrainerLayout(), config)
         places.append(Place(relay, relay.serve(token_file=tmp_path / "token"), tmp_path / "token"))
         return places[-1]
@@ -159,6 +159,16 @@ def test_tokens_that_are_no_ids_are_refused_and_the_frame_waits(place: Place) ->
             place.relay.add("s1", reply, [0.5] * 9)  # type: ignore[list-item]
         place.add("s1", reply, 9)
         place.seal("s1")
+
+
+def test_a_seal_does_not_wait_for_a_sample_that_is_discarded_meanwhile(open_place: Open) -> None:
+    place = open_place(frame_timeout_s=LIMIT_S)
+    place.add("s1", reply_of(receipt_for("r1", serial=1, rows=8).to_bytes(), request_id="r1"), 9)
+    threading.Timer(0.2, place.relay.discard, (["s1"],)).start()
+    begin_s = time.monotonic()
+    with pytest.raises(errors.SampleUnknown):
+        place.seal("s1")
+    assert time.monotonic() - begin_s < LIMIT_S / 2
 
 
 def test_many_frames_share_requests(place: Place) -> None:
