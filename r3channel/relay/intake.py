@@ -362,8 +362,10 @@ class Intake:
     def _drop_claims(self, name: str) -> bool:
         claims = self._claims.pop(name, ())
         for claim in claims:
-            if claim.receipt is not None:
-                self._by_name.pop(claim.receipt.name, None)
+            if claim.receipt is not None and self._by_name.pop(claim.receipt.name, None) is not None:
+                self._unclaimed.remember(
+                    claim.receipt.name
+                )  # its frame is still to come, and nobody will claim it
             self._let_go(claim.arrived)
         self._failed.pop(name, None)
         return bool(claims)

@@ -161,6 +161,16 @@ def test_tokens_that_are_no_ids_are_refused_and_the_frame_waits(place: Place) ->
         place.seal("s1")
 
 
+def test_a_frame_whose_sample_was_discarded_before_it_came_takes_no_room(place: Place) -> None:
+    place.add("s1", reply_of(receipt_for("r1", serial=1, rows=8).to_bytes(), request_id="r1"), 9)
+    assert place.relay.discard(["s1"]) == 1
+    with place.engine() as engine:
+        engine.finish("r1", 9)
+        engine.finish("r2", 9)
+        until(lambda: unclaimed(place), "a frame that a reply may still claim is there")
+    assert unclaimed(place) == len(place.relay._store) == 1
+
+
 def test_a_seal_does_not_wait_for_a_sample_that_is_discarded_meanwhile(open_place: Open) -> None:
     place = open_place(frame_timeout_s=LIMIT_S)
     place.add("s1", reply_of(receipt_for("r1", serial=1, rows=8).to_bytes(), request_id="r1"), 9)
