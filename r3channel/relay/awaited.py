@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from r3channel.errors import R3Error, ReceiptInvalid, RoutingError
+from r3channel.errors import R3Error, ReceiptInvalid, RoutingError, StoreFull
 from r3channel.relay.arrival import Arrived
 from r3channel.relay.engines import EngineRegistry
 from r3channel.routing import Ids
@@ -27,6 +27,8 @@ class Awaited:
     since_s: float = field(default_factory=time.monotonic)
     arrived: Arrived | None = None
     error: R3Error | None = None
+    full: StoreFull | None = None
+    """Why it waits although its frame is here."""
 
     @property
     def settled(self) -> bool:

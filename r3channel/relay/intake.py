@@ -28,6 +28,7 @@ from r3channel.errors import (
     SampleTwice,
     SampleUnknown,
     StepError,
+    StoreFull,
     TokensChanged,
     UsageError,
 )
@@ -57,6 +58,9 @@ from r3channel.routing import Ids
 from r3channel.spec import RoutingSpec
 from r3channel.wire.frame import Frame, open_verified
 from r3channel.wire.receipt import FrameName, Receipt, Source
+
+_RETRY_S = 0.2
+"""Between two tries, while a step is sealed, to keep what the store had no room for."""
 
 
 class Intake:
@@ -151,6 +155,11 @@ class Intake:
             if claim.error is not None:
                 self._failed.pop(claim.sample_id, None)  # told now, not when the step is sealed
                 raise claim.error
+            if (
+                claim.full is not None and claim.receipt is None
+            ):  # the caller has the frame; one that came directly stays
+                self._withdraw(claim)
+                raise claim.full
         return verified
 
     def _verify(self, claim: Awaited, data: bytes) -> Verified:
@@ -245,22 +254,36 @@ class Intake:
     def _advance(self, sample_id: str) -> None:
         """Keep what can be kept. An error ends a sample's claims; it is told at once or when the step is sealed."""
         claims = self._claims.get(sample_id)
-        while claims and claims[0].settled:
-            claim = claims.popleft()
-            try:
-                if claim.error is None:
-                    self._keep(claim)
-            except R3Error as error:
-                claim.error = error
-            except Exception as error:  # of whatever kind: this sample's, and nobody else's
-                claim.error = StepError(f"{claim.where}: its frame could not be kept: {error!r}")
-                claim.error.__cause__ = error
-            if claim.error is not None:
-                self._failed[sample_id] = claim.error
-                self._let_go(claim.arrived)
+        while claims and claims[0].settled and self._finish(claims[0]):
+            claims.popleft()
         if not claims:
             self._claims.pop(sample_id, None)
         self._changed.notify_all()
+
+    def _finish(self, claim: Awaited) -> bool:
+        """Keep its frame, or let it go with an error. False at the store's ceiling: it stays where it is, to be tried again."""
+        claim.full = None
+        try:
+            if claim.error is None:
+                self._keep(claim)
+        except StoreFull as error:
+            claim.full = error
+            return False
+        except R3Error as error:
+            claim.error = error
+        except Exception as error:  # of whatever kind: this sample's, and nobody else's
+            claim.error = StepError(f"{claim.where}: its frame could not be kept: {error!r}")
+            claim.error.__cause__ = error
+        if claim.error is not None:
+            self._failed[claim.sample_id] = claim.error
+            self._let_go(claim.arrived)
+        return True
+
+    def _withdraw(self, claim: Awaited) -> None:
+        """Forget the newest claim of a sample."""
+        self._claims[claim.sample_id].pop()
+        if not self._claims[claim.sample_id]:
+            del self._claims[claim.sample_id]
 
     def _keep(self, claim: Awaited) -> None:
         assert claim.arrived is not None
@@ -325,14 +348,16 @@ class Intake:
     # -- to a step, or away ----------------------------------------------------------------------------------------
 
     def wait(self, sample_ids: Iterable[str], *, timeout_s: float, step: int) -> None:
-        """Until no frame of these samples is outstanding. Raises the error of a frame that came damaged, or FrameMissing."""
-        wanted = list(sample_ids)
+        """Until no frame of these samples is outstanding. Raises the error of a frame that came damaged, FrameMissing, or
+        StoreFull for frames that are here and could not be kept."""
+        wanted, deadline_s = list(sample_ids), time.monotonic() + timeout_s
         with self._changed:
-            self._changed.wait_for(
-                lambda: not any(name in self._claims for name in wanted), timeout=timeout_s
-            )
+            while self._outstanding(wanted) and (left_s := deadline_s - time.monotonic()) > 0:
+                self._changed.wait(min(left_s, _RETRY_S))
             failed = next((self._failed[name] for name in wanted if name in self._failed), None)
-            late = [claim for name in wanted for claim in self._claims.get(name, ()) if claim.arrived is None]
+            here = [claim for name in wanted for claim in self._claims.get(name, ())]
+            late = [claim for claim in here if claim.arrived is None]
+            failed = failed or next((claim.full for claim in here if claim.full is not None), None)
         if failed is not None:
             raise failed
         if late:
@@ -340,6 +365,13 @@ class Intake:
                 f"step {step}: waited {timeout_s:.1f} s for {len(late)} frames whose receipts came: "
                 + "; ".join(claim.describe(self._engines) for claim in late[:5])
             )
+
+    def _outstanding(self, names: Sequence[str]) -> bool:
+        """Does any of these wait, once what the store had no room for was tried again?"""
+        for name in names:
+            if name in self._claims and self._claims[name][0].full is not None:
+                self._advance(name)
+        return any(name in self._claims for name in names)
 
     def awaits(self, sample_id: str) -> bool:
         """Is a frame of this sample still to come?"""

@@ -32,7 +32,7 @@ from r3channel.spec import RoutingSpec
 from r3channel.wire.frame import FRAME_MAGIC, parse_frame, sample_key
 from r3channel.wire.receipt import RECEIPT_MAGIC, Receipt, pack_parcel
 from tests.direct import Engine, draft_of, hello_of
-from tests.samples import SPEC, random_ids, reply_for, reply_of
+from tests.samples import SPEC, frame_of, random_ids, reply_for, reply_of
 
 LIMIT_S = 20.0
 
@@ -158,6 +158,26 @@ def test_tokens_that_are_no_ids_are_refused_and_the_frame_waits(place: Place) ->
         with pytest.raises(errors.UsageError, match="int32"):
             place.relay.add("s1", reply, [0.5] * 9)  # type: ignore[list-item]
         place.add("s1", reply, 9)
+        place.seal("s1")
+
+
+def test_a_frame_that_the_store_has_no_room_to_name_is_kept_until_it_has(
+    open_place: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reply came first, so the frame is named when it comes, and the engine has its 200 whatever becomes of that."""
+    segment_bytes = len(frame_of(2000)) + 8192  # such a frame and its name, and nothing else
+    monkeypatch.setattr(store_module, "SEGMENT_BYTES", segment_bytes)
+    place = open_place()
+    place.relay._store.ceiling_bytes = 2 * segment_bytes
+    for name, tokens in (("old", 2000), ("filling", 3)):  # a segment each
+        place.add(name, reply_for(name, tokens), tokens)
+    place.add("s1", reply_of(receipt_for("r1", serial=1, rows=1999).to_bytes(), request_id="r1"), 2000)
+    with place.engine() as engine:
+        engine.finish("r1", 2000)
+        until(lambda: len(place.relay._store) == 3, "the frame is there")
+        with pytest.raises(errors.StoreFull, match="s1"):
+            place.seal("s1")
+        place.relay.discard(["old"])
         place.seal("s1")
 
 
