@@ -10,8 +10,10 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -23,6 +25,7 @@ from r3channel.errors import DeadlineExceeded, TransportError, UsageError
 from r3channel.transport.base import Collective, Pending, Rendezvous
 
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_ENVIRONMENT = threading.Lock()
 _POLL_S = 0.0005
 """NCCL completion is polled: its `wait` only orders streams, so a deadline needs a host-side check."""
 
@@ -47,6 +50,21 @@ class RendezvousStore:
     def close(self) -> None:
         """Stop listening. Groups that exist go on; new ones cannot form."""
         self._store = None
+
+
+@contextmanager
+def _quiet_errors() -> Iterator[None]:
+    """NCCL groups that are made inside leave errors to us. One at a time: the environment belongs to all threads."""
+    with _ENVIRONMENT:
+        before = os.environ.get(_ERROR_HANDLING)
+        os.environ[_ERROR_HANDLING] = "0"  # read by the constructor
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[_ERROR_HANDLING]
+            else:
+                os.environ[_ERROR_HANDLING] = before
 
 
 class ProcessGroupTransport(Collective):
@@ -85,15 +103,8 @@ class ProcessGroupTransport(Collective):
         """The constructor does not wait for anybody, so a counter in the store does; a remote error must not end the process."""
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = limit
-        before = os.environ.get(_ERROR_HANDLING)
-        os.environ[_ERROR_HANDLING] = "0"  # read by the constructor
-        try:
+        with _quiet_errors():
             group = dist.ProcessGroupNCCL(store, self.rank, self.world_size, options)
-        finally:
-            if before is None:
-                del os.environ[_ERROR_HANDLING]
-            else:
-                os.environ[_ERROR_HANDLING] = before
         if store.add("joined", 1) == self.world_size:
             store.set("all", "1")
         store.wait(["all"], limit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 import threading
@@ -224,3 +225,39 @@ def test_the_rendezvous_store_listens_on_loopback_only() -> None:
         address.split(":")[0] for _, address, *_ in listening if int(address.split(":")[1], 16) == store.port
     }
     assert hosts == {socket.inet_aton("127.0.0.1")[::-1].hex().upper()}
+
+
+def test_nccl_groups_that_form_at_once_all_leave_their_errors_to_us(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relay joins one group per DP rank, each on its own thread; torch reads how from the process's environment."""
+    name, seen = "TORCH_NCCL_ASYNC_ERROR_HANDLING", []
+
+    class Group:
+        Options = types.SimpleNamespace
+
+        def __init__(self, *_: object) -> None:
+            time.sleep(0.05)
+            seen.append(os.environ.get(name))
+
+        def shutdown(self) -> None: ...
+
+    monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Group, raising=False)
+    store = RendezvousStore("127.0.0.1")
+
+    def form(number: int) -> None:
+        time.sleep(0.02 * number)
+        where = Rendezvous(
+            backend="nccl",
+            name=f"{uuid.uuid4()}",
+            epoch=1,
+            rank=0,
+            world_size=1,
+            host=store.host,
+            port=store.port,
+        )
+        join(where, timeout_s=TIMEOUT_S).close()
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(form, range(3)))
+    assert seen == ["0"] * 3
+    assert name not in os.environ
