@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -166,7 +166,7 @@ class ProcessGroupTransport(Collective):
             limits = f"within {timeout_s:.1f} s (waited {waited:.1f} s): {str(error).splitlines()[0]}"
             raise self._failed(kind, operation.what, limits) from error
         operation.work = None
-        if operation in self._started:
+        with suppress(ValueError):  # an abort on another thread may have dropped it just now
             self._started.remove(operation)
 
     def _failed(self, kind: type[TransportError], what: str, why: str) -> TransportError:

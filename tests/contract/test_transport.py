@@ -261,3 +261,37 @@ def test_nccl_groups_that_form_at_once_all_leave_their_errors_to_us(monkeypatch:
         list(pool.map(form, range(3)))
     assert seen == ["0"] * 3
     assert name not in os.environ
+
+
+def test_an_abort_beside_the_end_of_a_wait_is_no_other_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not a TransportError ends the relay's sending thread, and the relay with it."""
+    store, name = RendezvousStore("127.0.0.1"), uuid.uuid4().hex
+
+    def joined(rank: int) -> Transport:
+        return join(
+            Rendezvous(
+                backend="gloo", name=name, epoch=1, rank=rank, world_size=2, host=store.host, port=store.port
+            ),
+            timeout_s=TIMEOUT_S,
+        )
+
+    class Started(list[object]):
+        """The group is aborted between the look whether an operation is there and its removal."""
+
+        def __contains__(self, item: object) -> bool:
+            found = super().__contains__(item)
+            one.abort()
+            return found
+
+        def remove(self, item: object) -> None:
+            one.abort()
+            super().remove(item)
+
+    other = in_thread(lambda: joined(1))
+    one = joined(0)
+    two = other()
+    monkeypatch.setattr(one, "_started", Started())
+    sent = in_thread(lambda: one.send(1, data(100), timeout_s=TIMEOUT_S))
+    two.recv(0, torch.empty(100, dtype=torch.uint8), timeout_s=TIMEOUT_S)
+    sent()
+    two.abort()
