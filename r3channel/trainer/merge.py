@@ -89,11 +89,15 @@ class Members:
 
     def _receive_part(self, number: int, ticket: Ticket, part: Part, whole: _Whole) -> None:
         of_relay = replace(ticket, run=ticket.runs[number], peers=())
-        memory = whole.memory if part.whole else lambda device: self._memory(part.nbytes, device)
-        part_N = self._members[number].receive(of_relay, part, memory)
-        if not part.whole:
-            with self._clock.span("recv", step=ticket.step):
-                merge(part, part_N, whole.memory(part_N.device))
+        if part.whole:  # nothing else is in it: a life that falls back may ask for memory of another device
+            whole.data_N = self._members[number].receive(of_relay, part, whole.buffer)
+            return
+        part_N = self._members[number].receive(
+            of_relay, part, lambda device: self._memory(part.nbytes, device)
+        )
+        with self._clock.span("recv", step=ticket.step):
+            whole_N = whole.memory(part_N.device)
+            merge(part, part_N.to(whole_N.device), whole_N)
 
     def _memory(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """One reused buffer for parts: each is merged before the next comes."""
