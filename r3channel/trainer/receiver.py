@@ -137,8 +137,10 @@ class Receiver:
             return ahead.join(ticket, timeout_s=2 * self._config.step_timeout_s)
 
     def _receive_now(self, ticket: Ticket, shard: Shard) -> torch.Tensor:
-        self._turn = 1 - self._turn if self._config.prefetch else 0
-        return self._member.receive(ticket, shard, partial(self._whole, shard))
+        turn = 1 - self._turn if self._config.prefetch else 0
+        whole_N = self._member.receive(ticket, shard, partial(self._whole, shard, turn))
+        self._turn = turn  # now: a receive that fails goes on in the same memory when it is called again
+        return whole_N
 
     def close(self) -> None:
         """Leave the group; idempotent."""
@@ -166,11 +168,11 @@ class Receiver:
 
     # -- over the TP group -------------------------------------------------------------------------------------------
 
-    def _whole(self, shard: Shard, device: torch.device) -> torch.Tensor:
+    def _whole(self, shard: Shard, turn: int, device: torch.device) -> torch.Tensor:
         """Where a shard arrives: where it stays, if that is possible, so that nothing is copied."""
         stays = shard.tp_slots == 1 and device == self._device
         name = "part" if stays else "whole"
-        return self._buffer(f"{name}{self._turn}", shard.nbytes, device=device)
+        return self._buffer(f"{name}{turn}", shard.nbytes, device=device)
 
     def _hand_on(self, shard: Shard, whole_N: torch.Tensor | None) -> torch.Tensor:
         """[slot_bytes] on the routers' device: rebroadcast without sequence parallelism, else scatter per micro-batch."""

@@ -258,6 +258,29 @@ def test_the_next_steps_parts_are_received_ahead(tmp_path: Path) -> None:
         place.front.join_previous(timeout_s=LIMIT_S)
 
 
+def test_what_a_second_try_received_is_not_overwritten_by_the_step_after_it(tmp_path: Path) -> None:
+    config = ChannelConfig(backend="gloo", relays=2, prefetch=True, bucket_bytes=1024)
+    place = open_place(config, TrainerLayout(), tmp_path / "token")
+    with contextlib.closing(place):
+        (receiver,) = place.receivers()
+        tickets = []
+        for step in range(3):
+            place.add(f"{step}-")
+            tickets.append(place.front.seal(step, assignment(f"{step}-", dp=1)))
+        receiver.receive(tickets[0])
+        member = receiver._member._members[1]  # type: ignore[union-attr]
+        original, member.receive = member.receive, broken  # type: ignore[assignment]
+        receiver.prefetch(tickets[1])
+        with pytest.raises(errors.TransportError, match="relay 1 of 2"):
+            receiver.receive(tickets[1])
+        member.receive = original
+        second = receiver.receive(tickets[1])
+        receiver.prefetch(tickets[2])
+        third = receiver.receive(tickets[2])
+        check(place, tickets[2], [third], prefix="2-")
+        assert second.data_N.data_ptr() != third.data_N.data_ptr()  # the step before was in use while it came
+
+
 def test_a_broken_group_of_one_relay_starts_its_own_next_epoch(make_place: MakePlace) -> None:
     place = make_place(2, "dp=1")
     place.add()
