@@ -14,11 +14,12 @@ from r3channel.plan.ticket import Ticket
 
 
 class Ahead:
-    """Started when built; joined once. A daemon thread: a trainer that ends does not wait for it."""
+    """Started when built; joined until it is spent. A daemon thread: a trainer that ends does not wait for it."""
 
     def __init__(self, ticket: Ticket, receive: Callable[[], torch.Tensor]) -> None:
         self.ticket = ticket
         self._done: Future[torch.Tensor] = Future()
+        self._joined = False
         threading.Thread(target=self._run, args=(receive,), name="r3channel-prefetch", daemon=True).start()
 
     def join(self, ticket: Ticket, *, timeout_s: float) -> torch.Tensor:
@@ -28,11 +29,18 @@ class Ahead:
                 f"receive of step {ticket.step}, but step {self.ticket.step} was prefetched; expected its ticket"
             )
         try:
-            return self._done.result(timeout_s)
+            whole_N = self._done.result(timeout_s)
+            self._joined = True
+            return whole_N
         except FutureTimeout as error:
             raise DeadlineExceeded(
                 f"the prefetch of step {ticket.step} did not end within {timeout_s:.1f} s"
             ) from error
+
+    @property
+    def spent(self) -> bool:
+        """It has given its shard, or has failed."""
+        return self._joined or (self._done.done() and self._done.exception() is not None)
 
     def _run(self, receive: Callable[[], torch.Tensor]) -> None:
         try:

@@ -130,11 +130,15 @@ class Receiver:
             self._ahead = Ahead(ticket, partial(self._receive_now, ticket, shard))
 
     def _receive_whole(self, ticket: Ticket, shard: Shard) -> torch.Tensor:
-        ahead, self._ahead = self._ahead, None
+        ahead = self._ahead
         if ahead is None:
             return self._receive_now(ticket, shard)
-        with self.clock.span("wait_wire", step=ticket.step):
-            return ahead.join(ticket, timeout_s=2 * self._config.step_timeout_s)
+        try:
+            with self.clock.span("wait_wire", step=ticket.step):
+                return ahead.join(ticket, timeout_s=2 * self._config.step_timeout_s)
+        finally:
+            if ahead.spent:  # else it goes on, or has what was acknowledged: it is asked for again
+                self._ahead = None
 
     def _receive_now(self, ticket: Ticket, shard: Shard) -> torch.Tensor:
         turn = 1 - self._turn if self._config.prefetch else 0
