@@ -81,7 +81,8 @@ class Member:
             time.sleep(_HELLO_POLL_S)
         rendezvous = Rendezvous(**found)
         self._epoch, self._backend = rendezvous.epoch, rendezvous.backend
-        self._transport = join(rendezvous, timeout_s=timeout_s, mail=self._control)
+        left_s = max(0.1, deadline - time.monotonic())
+        self._transport = join(rendezvous, timeout_s=left_s, mail=self._control)
         self._metrics.set("r3channel_epoch", self._epoch)
 
     def receive(self, ticket: Ticket, shard: Shard | Part, buffer: Buffer) -> torch.Tensor:
