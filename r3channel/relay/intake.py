@@ -83,7 +83,8 @@ class Intake:
         self._store, self._inbox = store, inbox
         self._clock, self._metrics, self._recorder = clock, metrics, recorder
         self._claims: dict[str, deque[Awaited]] = {}
-        self._failed: dict[str, R3Error] = {}
+        self._failed: dict[str, Awaited] = {}
+        """The first claim of a sample that failed since its caller was told: it is told when a step names the sample."""
         self._by_name: dict[FrameName, Awaited] = {}
         self._unclaimed = Unclaimed()
         self._prefixes = PrefixShelf(spec, max_bytes=config.prefix_bytes)
@@ -153,7 +154,8 @@ class Intake:
             self._queue(claim)
             self._advance(claim.sample_id)
             if claim.error is not None:
-                self._failed.pop(claim.sample_id, None)  # told now, not when the step is sealed
+                if self._failed.get(claim.sample_id) is claim:  # told now, not when the step is sealed
+                    del self._failed[claim.sample_id]
                 raise claim.error
             if (
                 claim.full is not None and claim.receipt is None
@@ -184,6 +186,8 @@ class Intake:
             )
         if claim.receipt is not None:
             self._claim(claim, claim.receipt)
+        if not known:
+            self._failed.pop(claim.sample_id, None)
         self._claims.setdefault(claim.sample_id, deque()).append(claim)
 
     def _claim(self, claim: Awaited, receipt: Receipt) -> None:
@@ -275,8 +279,9 @@ class Intake:
             claim.error = StepError(f"{claim.where}: its frame could not be kept: {error!r}")
             claim.error.__cause__ = error
         if claim.error is not None:
-            self._failed[claim.sample_id] = claim.error
+            self._failed.setdefault(claim.sample_id, claim)
             self._let_go(claim.arrived)
+            claim.arrived = None
         return True
 
     def _withdraw(self, claim: Awaited) -> None:
@@ -354,7 +359,7 @@ class Intake:
         with self._changed:
             while self._outstanding(wanted) and (left_s := deadline_s - time.monotonic()) > 0:
                 self._changed.wait(min(left_s, _RETRY_S))
-            failed = next((self._failed[name] for name in wanted if name in self._failed), None)
+            failed = next((self._failed[name].error for name in wanted if name in self._failed), None)
             here = [claim for name in wanted for claim in self._claims.get(name, ())]
             late = [claim for claim in here if claim.arrived is None]
             failed = failed or next((claim.full for claim in here if claim.full is not None), None)
@@ -410,6 +415,8 @@ class Intake:
             old += [name for name, claims in self._claims.items() if claims[0].since_s < limit_s]
             for frame in self._unclaimed.expire(self._config.expiry_s):
                 self._let_go(frame)
+            for name in [name for name, claim in self._failed.items() if claim.since_s < limit_s]:
+                del self._failed[name]
         if old:
             self.drop(old, outcome="expired")
 

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -179,6 +179,41 @@ def test_a_frame_that_the_store_has_no_room_to_name_is_kept_until_it_has(
             place.seal("s1")
         place.relay.discard(["old"])
         place.seal("s1")
+
+
+def add_damaged(place: Place, engine: Engine) -> None:
+    """A sample of two turns, whose first one's frame comes damaged after both replies."""
+    place.relay.engines.greet(engine.hello)
+    first, second = (
+        draft_of(name, 8, first_row=row).encode().tobytes() for name, row in (("r1", 0), ("r2", 8))
+    )
+    for serial, (name, row) in enumerate((("r1", 0), ("r2", 8)), 101):
+        receipt = replace(receipt_for(name, serial=serial, rows=8), first_row=row)
+        place.add("s1", reply_of(receipt.to_bytes(), request_id=name), row + 9, append=bool(row))
+    damaged = first[:-1] + bytes([first[-1] ^ 1])
+    body = b"".join(pack_parcel(engine.hello.boot_id, [(101, damaged), (102, second)]))
+    assert place.post(FRAMES_PATH, body) == 200
+    assert place.relay.status()["waiting"] == []
+
+
+def test_of_several_turns_the_one_that_came_damaged_is_named(place: Place) -> None:
+    with place.engine() as engine:
+        add_damaged(place, engine)
+        for _ in range(2):
+            with pytest.raises(errors.PayloadCorrupt, match="s1"):
+                place.seal("s1")
+        place.add("s1", engine.finish("r1", 9), 9)  # made again
+        place.seal("s1")
+
+
+def test_a_failure_that_no_step_asks_for_is_forgotten(open_place: Open) -> None:
+    place = open_place(expiry_s=0.2)
+    with place.engine() as engine:
+        add_damaged(place, engine)
+        time.sleep(0.3)
+        with pytest.raises(errors.SampleUnknown):
+            place.seal("s1")
+    assert not place.relay._intake._failed
 
 
 def test_a_frame_whose_sample_was_discarded_before_it_came_takes_no_room(place: Place) -> None:
