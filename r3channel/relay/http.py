@@ -120,8 +120,13 @@ class IngestServer:
             if self._closed or len(self._open) >= _MAX_CONNECTIONS:
                 connection.close()
                 return
+            try:
+                thread.start()  # it waits for the lock before it forgets the connection
+            except RuntimeError as error:  # no thread is to be had: a moment later there may be one
+                log.warning("r3channel: the ingest turns a connection away: %s", error)
+                connection.close()
+                return
             self._open[connection] = thread
-            thread.start()
 
     def _serve(self, connection: socket.socket) -> None:
         try:

@@ -181,6 +181,23 @@ def test_a_frame_that_the_store_has_no_room_to_name_is_kept_until_it_has(
         place.seal("s1")
 
 
+def test_the_ingest_goes_on_after_a_connection_for_which_there_was_no_thread(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, refused = threading.Thread.start, []
+
+    def refuse_one(thread: threading.Thread) -> None:
+        if thread.name == "r3channel-ingest-one" and not refused:
+            refused.append(thread)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse_one)
+    with pytest.raises(OSError):
+        place.post("/v1/hello", hello_of().to_bytes())
+    assert place.post("/v1/hello", hello_of().to_bytes()) == 200
+
+
 def add_damaged(place: Place, engine: Engine) -> None:
     """A sample of two turns, whose first one's frame comes damaged after both replies."""
     place.relay.engines.greet(engine.hello)
