@@ -425,6 +425,7 @@ class Intake:
             return {
                 "pending": self._inbox.names,
                 "waiting": sorted(self._claims),
+                "failed": {name: str(claim.error) for name, claim in sorted(self._failed.items())},
                 "unclaimed": {"frames": len(self._unclaimed), "bytes": self._unclaimed.nbytes},
             }
 

@@ -216,11 +216,13 @@ def add_damaged(place: Place, engine: Engine) -> None:
 def test_of_several_turns_the_one_that_came_damaged_is_named(place: Place) -> None:
     with place.engine() as engine:
         add_damaged(place, engine)
+        assert "hash" in place.relay.status()["failed"]["s1"]
         for _ in range(2):
             with pytest.raises(errors.PayloadCorrupt, match="s1"):
                 place.seal("s1")
         place.add("s1", engine.finish("r1", 9), 9)  # made again
         place.seal("s1")
+    assert place.relay.status()["failed"] == {}
 
 
 def test_a_failure_that_no_step_asks_for_is_forgotten(open_place: Open) -> None:
