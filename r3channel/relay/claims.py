@@ -97,7 +97,7 @@ class Claims:
     def turn(
         self, sample_id: str, number: int, tokens_T: Ids, *, first_row: int | None, append: bool
     ) -> Iterator[None]:
-        """Check a reply against the turns before it, and remember it unless the block raises."""
+        """Check a reply against the turns before it, and remember it unless the block raises what the relay said."""
         with self._lock:
             before = self._turns.get(sample_id)
             if before is not None and append:
@@ -109,6 +109,10 @@ class Claims:
             )
         try:
             yield
+        except (
+            RelayLost
+        ):  # it may have taken the reply all the same: what comes next for this sample goes there, too
+            raise
         except R3Error:
             self._restore(sample_id, before)
             raise

@@ -387,6 +387,29 @@ def test_a_sample_is_added_once_whatever_relay_has_it(two: Place) -> None:
     assert seal(two, "s").samples[0].relay == 0
 
 
+@pytest.mark.parametrize("taken", [True, False])
+def test_a_reply_whose_relay_did_not_answer_in_time_can_be_told_again_or_discarded(
+    two: Place, monkeypatch: pytest.MonkeyPatch, taken: bool
+) -> None:
+    reply = two.engines[1].finish("r", 9)
+
+    def late(self: LocalPeer, **claim: Any) -> None:
+        if taken:
+            original(self, **claim)
+        raise errors.DeadlineExceeded("no answer to claim within 60.0 s")
+
+    for name in ("s0", "s1"):
+        with monkeypatch.context() as patch, pytest.raises(errors.RelayLost, match="relay 1 of 2"):
+            original = LocalPeer.claim
+            patch.setattr(LocalPeer, "claim", late)
+            two.front.add(name, reply, range(9), engine=two.engines[1].hello.engine)
+        if name == "s0":
+            assert two.front.discard([name]) == int(taken)
+    with contextlib.nullcontext() if not taken else pytest.raises(errors.SampleTwice):
+        two.front.add("s1", reply, range(9), engine=two.engines[1].hello.engine)
+    assert two.relays[1].holds("s1") and two.front.discard(["s1"]) == 1
+
+
 def test_later_turns_go_to_the_relay_of_the_first(two: Place) -> None:
     near, far = two.engines[1], two.engines[0]
     two.add_one("s", 9, near, seed=3)
