@@ -7,12 +7,15 @@ import os
 import re
 import secrets
 import stat
+import time
 from pathlib import Path
 
 from r3channel.errors import TokenError
 
 _WELL_FORMED = re.compile(r"[A-Za-z0-9_.~-]{32,512}")
 """32 characters: 128 bits in hex."""
+_WRITE_LIMIT_S = 2.0
+"""Between the creation of a token's file and its content, on a slow shared folder."""
 
 
 def create_token(path: str | Path) -> str:
@@ -25,6 +28,21 @@ def create_token(path: str | Path) -> str:
     with os.fdopen(handle, "w") as file:
         file.write(token + "\n")
     return token
+
+
+def obtain_token(path: str | Path) -> str:
+    """The token in a file, which is created where it does not exist; several processes may ask for one file at once."""
+    path = Path(path)
+    if not path.exists():
+        try:
+            return create_token(path)
+        except TokenError as error:
+            if not isinstance(error.__cause__, FileExistsError):
+                raise
+    deadline_s = time.monotonic() + _WRITE_LIMIT_S
+    while path.exists() and not path.stat().st_size and time.monotonic() < deadline_s:
+        time.sleep(0.01)  # who created it is about to write
+    return read_token(path)
 
 
 def read_token(path: str | Path) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from r3channel.bearer import create_token, read_token
+from r3channel.bearer import obtain_token
 from r3channel.config import ChannelConfig
 from r3channel.errors import PluginNotApplied, RoutingError, UsageError
 from r3channel.relay.engines import EngineRegistry
@@ -47,7 +47,7 @@ class Gate:
             raise UsageError(
                 "direct delivery needs a token: give serve a token_file, or set R3CHANNEL_TOKEN_FILE"
             )
-        token = read_token(path) if path.exists() else create_token(path)
+        token = obtain_token(path)
         self._server = IngestServer(
             self,
             token=token,

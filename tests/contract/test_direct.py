@@ -11,6 +11,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +22,7 @@ import numpy as np
 import pytest
 
 from r3channel import errors
-from r3channel.bearer import create_token, read_token
+from r3channel.bearer import create_token, obtain_token, read_token
 from r3channel.config import ChannelConfig, EngineConfig
 from r3channel.engine.delivery import FRAMES_PATH
 from r3channel.plan.assignment import Assignment
@@ -196,6 +197,26 @@ def test_the_ingest_goes_on_after_a_connection_for_which_there_was_no_thread(
     with pytest.raises(OSError):
         place.post("/v1/hello", hello_of().to_bytes())
     assert place.post("/v1/hello", hello_of().to_bytes()) == 200
+
+
+def test_relays_that_start_at_once_share_the_token_that_one_of_them_creates(tmp_path: Path) -> None:
+    for attempt in range(20):
+        path, together = tmp_path / f"token-{attempt}", threading.Barrier(3)
+
+        def ask(path: Path = path, together: threading.Barrier = together) -> str:
+            together.wait(LIMIT_S)
+            return obtain_token(path)
+
+        with ThreadPoolExecutor(3) as pool:
+            futures = [pool.submit(ask) for _ in range(3)]
+            assert {future.result(LIMIT_S) for future in futures} == {read_token(path)}
+
+
+def test_a_token_that_another_relay_is_writing_is_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    path.touch(mode=0o600)
+    threading.Timer(0.2, path.write_text, ("x" * 64,)).start()
+    assert obtain_token(path) == "x" * 64
 
 
 def add_damaged(place: Place, engine: Engine) -> None:
