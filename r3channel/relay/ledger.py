@@ -99,8 +99,9 @@ class StepLedger:
             self._newest_started = max(step, self._newest_started)
 
     def cancel(self, step: int) -> None:
-        """Give the samples of a reserved step back; another step is ignored."""
-        with self.changed:
+        """Give the samples of a reserved step back; another step is ignored. One that is being reserved is waited for: who
+        cancels may have given up waiting for that, too."""
+        with self._reserving, self.changed:
             samples = self._reserved.pop(step, None)
             if samples is None:
                 return

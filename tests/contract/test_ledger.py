@@ -125,6 +125,32 @@ def test_a_ceiling_or_a_disk_that_is_reached_between_two_shards_leaves_nothing_b
     relay.seal(0, assignment_of())
 
 
+def test_a_step_is_cancelled_although_it_is_still_being_reserved(
+    make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A coordinator's call that takes too long is given up and cancelled; it goes on at the relay all the same."""
+    relay = make_relay()
+    add(relay, "a", "b")
+    take, entered, goes_on = BufferPool.take, threading.Event(), threading.Event()
+
+    def slow(pool: BufferPool, nbytes: int) -> Any:
+        entered.set()
+        assert goes_on.wait(LIMIT_S)
+        return take(pool, nbytes)
+
+    monkeypatch.setattr(BufferPool, "take", slow)
+    with ThreadPoolExecutor(2) as pool:
+        reserved = pool.submit(relay.reserve, ticket_of(relay, 0, "a", "b"))
+        assert entered.wait(LIMIT_S)
+        cancelled = pool.submit(relay.cancel, 0)
+        time.sleep(0.1)
+        goes_on.set()
+        reserved.result(LIMIT_S)
+        cancelled.result(LIMIT_S)
+    check_untouched(relay, "a", "b")
+    relay.reserve(ticket_of(relay, 0, "a", "b"))
+
+
 def test_steps_may_be_cancelled_in_any_order_and_sealed_again(make_relay: MakeRelay) -> None:
     relay = make_relay()
     add(relay, "a", "b")
