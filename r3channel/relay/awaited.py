@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from r3channel.errors import R3Error, ReceiptInvalid, RoutingError, StoreFull
@@ -18,7 +17,8 @@ class Awaited:
     """Ends with `arrived` or with `error`."""
 
     sample_id: str
-    tokens: Sequence[int] | Ids
+    tokens: Ids
+    """int32, its own: until its frame is here the caller goes on with the list."""
     engine: str
     key: int | None
     """What the frame of this reply's request carries; None when the reply does not name its request."""

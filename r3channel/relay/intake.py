@@ -108,7 +108,7 @@ class Intake:
         """Take a reply. None when it holds a receipt whose frame has not come or was verified when it came."""
         with self._rejections():
             data = frame_bytes_of(reply, sample_id=sample_id, engine=engine)
-            claim = Awaited(sample_id, tokens, engine, key_of(reply), adds_turn, receipt_in(data))
+            claim = Awaited(sample_id, frozen(tokens), engine, key_of(reply), adds_turn, receipt_in(data))
             return self._settle(claim, data)
 
     def add_body(
@@ -132,7 +132,8 @@ class Intake:
             if not data:
                 data = frame_bytes_of(reply, sample_id=sample_id, engine=engine)
             whole = tokens(reply) if callable(tokens) else tokens
-            self._settle(Awaited(sample_id, whole, engine, key_of(reply), adds_turn, receipt_in(data)), data)
+            claim = Awaited(sample_id, frozen(whole), engine, key_of(reply), adds_turn, receipt_in(data))
+            self._settle(claim, data)
             return reply
 
     def add_frame(
@@ -140,11 +141,10 @@ class Intake:
     ) -> Verified | None:
         """As `add`, for a frame that is in hand."""
         with self._rejections():
-            return self._settle(Awaited(sample_id, tokens, engine, None, adds_turn, None), data)
+            return self._settle(Awaited(sample_id, frozen(tokens), engine, None, adds_turn, None), data)
 
     def _settle(self, claim: Awaited, data: bytes) -> Verified | None:
         verified = None
-        claim.tokens = frozen(claim.tokens)  # now: until its frame is here the caller goes on with its list
         if claim.receipt is None:
             with self._clock.span("verify"):
                 verified = self._verify(claim, data)

@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -68,7 +69,7 @@ def group(rendezvous: Callable[..., Rendezvous], mailbox: Mailbox) -> Iterator[J
         transport.close()
 
 
-def in_thread(function: Callable[[], object]) -> Callable[[], object]:
+def in_thread(function: Callable[[], Any]) -> Callable[[], Any]:
     """Start; the returned call joins and raises what the thread raised."""
     pool = ThreadPoolExecutor(1)
     future = pool.submit(function)
