@@ -156,6 +156,7 @@ class Front(ABC):
         append: bool = False,
     ) -> Any:
         """`add_body` on a thread of the relay's, so that the event loop goes on meanwhile."""
+        self._check_open()
         add = partial(self.add_body, sample_id, body, tokens, engine=engine, append=append)
         return await asyncio.get_running_loop().run_in_executor(self._adders, add)
 

@@ -256,6 +256,12 @@ def test_a_failure_that_no_step_asks_for_is_forgotten(open_place: Open) -> None:
     assert not place.relay._intake._failed
 
 
+def test_a_body_that_comes_after_the_end_is_refused_as_every_other_call_is(place: Place) -> None:
+    place.relay.close()
+    with pytest.raises(errors.UsageError, match="closed"):
+        asyncio.run(place.relay.add_body_async("s1", b"{}", [1, 2]))
+
+
 def test_a_frame_whose_sample_was_discarded_before_it_came_takes_no_room(place: Place) -> None:
     place.add("s1", reply_of(receipt_for("r1", serial=1, rows=8).to_bytes(), request_id="r1"), 9)
     assert place.relay.discard(["s1"]) == 1
