@@ -87,7 +87,9 @@ def open_place(tmp_path: Path) -> Iterator[Open]:
     places: list[Place] = []
 
     def make(*, port: int = 0, **changes: Any) -> Place:
-        config = ChannelConfig(backend="loopback", ingest_port=port, **{"frame_timeout_s": 1.0, **changes})
+        config = ChannelConfig(
+            backend="loopback", ingest_port=port, **{"frame_timeout_s": LIMIT_S, **changes}
+        )
         relay = Relay(SPEC, TrainerLayout(), config)
         places.append(Place(relay, relay.serve(token_file=tmp_path / "token"), tmp_path / "token"))
         return places[-1]
@@ -168,7 +170,7 @@ def test_a_frame_that_the_store_has_no_room_to_name_is_kept_until_it_has(
     """The reply came first, so the frame is named when it comes, and the engine has its 200 whatever becomes of that."""
     segment_bytes = len(frame_of(2000)) + 8192  # such a frame and its name, and nothing else
     monkeypatch.setattr(store_module, "SEGMENT_BYTES", segment_bytes)
-    place = open_place()
+    place = open_place(frame_timeout_s=2.0)
     place.relay._store.ceiling_bytes = 2 * segment_bytes
     for name, tokens in (("old", 2000), ("filling", 3)):  # a segment each
         place.add(name, reply_for(name, tokens), tokens)
@@ -273,7 +275,7 @@ def test_a_frame_whose_sample_was_discarded_before_it_came_takes_no_room(place: 
 
 
 def test_a_seal_does_not_wait_for_a_sample_that_is_discarded_meanwhile(open_place: Open) -> None:
-    place = open_place(frame_timeout_s=LIMIT_S)
+    place = open_place()
     place.add("s1", reply_of(receipt_for("r1", serial=1, rows=8).to_bytes(), request_id="r1"), 9)
     threading.Timer(0.2, place.relay.discard, (["s1"],)).start()
     begin_s = time.monotonic()
@@ -379,14 +381,15 @@ def test_the_event_loop_goes_on_while_a_body_is_added(place: Place) -> None:
 # -- the frame does not get there ----------------------------------------------------------------------------------------
 
 
-def test_a_lost_frame_is_named_when_its_step_is_sealed(place: Place) -> None:
+def test_a_lost_frame_is_named_when_its_step_is_sealed(open_place: Open) -> None:
+    place = open_place(frame_timeout_s=3.0)
     with place.engine() as engine:
         place.add("s1", engine.finish("r1", 9), 9)
         place.seal("s1")
         engine.sender._post = lambda path, parts: (200, "")  # type: ignore[method-assign]
         place.add("s2", engine.finish("r2", 9), 9)
         with pytest.raises(
-            errors.FrameMissing, match=r"step 1: waited 1.0 s .*sample s2 from engine http://e:1, frame 2"
+            errors.FrameMissing, match=r"step 1: waited 3.0 s .*sample s2 from engine http://e:1, frame 2"
         ):
             place.seal("s2", step=1)
         assert place.relay.discard(["s2"]) == 1
@@ -394,7 +397,8 @@ def test_a_lost_frame_is_named_when_its_step_is_sealed(place: Place) -> None:
         place.seal("s3", step=1)
 
 
-def test_a_frame_of_an_engine_that_never_said_hello_is_named_with_the_reason(place: Place) -> None:
+def test_a_frame_of_an_engine_that_never_said_hello_is_named_with_the_reason(open_place: Open) -> None:
+    place = open_place(frame_timeout_s=0.5)
     with Engine("http://127.0.0.1:9", place.token_file) as engine:
         place.add("s1", engine.finish("r1", 9), 9)
         with pytest.raises(
