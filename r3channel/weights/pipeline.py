@@ -22,8 +22,9 @@ from itertools import chain, zip_longest
 from typing import Literal
 
 import torch
+import xxhash
 
-from r3channel.errors import ConfigError, DeadlineExceeded, PeerFailed
+from r3channel.errors import ConfigError, DeadlineExceeded, PeerFailed, PlanMismatch
 from r3channel.transport.base import Collective
 from r3channel.weights.buckets import plan_buckets, unit_of
 from r3channel.weights.group import in_background
@@ -70,6 +71,11 @@ class SharedManifest:
         turns = [pair for pair in chain.from_iterable(zip_longest(*queues)) if pair is not None]
         return cls(Manifest.of([bucket for _, bucket in turns]), tuple(rank for rank, _ in turns))
 
+    @property
+    def digest(self) -> int:
+        """63 bits over the manifest and the owners: what all ranks compare."""
+        return xxhash.xxh3_64_intdigest(f"{self.manifest.id} {self.owners}".encode()) >> 1
+
 
 @dataclass(slots=True)
 class PipelineReport:
@@ -106,9 +112,10 @@ class BroadcastPipeline:
     def run(self, fill: Move, apply: Move, *, timeout_s: float) -> PipelineReport:
         """Every bucket is filled by its owner and applied on every rank, in order.
 
-        `fill` and `apply` run in background threads, one call of each at a time. Raises what they raised on this rank,
-        PeerFailed (naming bucket and rank) when another rank failed, TransportError, and DeadlineExceeded: a `fill` or
-        `apply` that hangs is left behind with its buffer, so the pipeline must then be dropped.
+        `fill` and `apply` run in background threads, one call of each at a time. Raises PlanMismatch, before a byte moves,
+        when ranks have other buckets than this one; what `fill` and `apply` raised on this rank; PeerFailed (naming bucket
+        and rank) when another rank failed; TransportError; and DeadlineExceeded: a `fill` or `apply` that hangs is left
+        behind with its buffer, so the pipeline must then be dropped.
         """
         begin = time.monotonic()
         run = _Run(self._group, self._shared, self._buffers, self._depth, fill, apply, begin + timeout_s)
@@ -130,6 +137,7 @@ class _Run:
     report: PipelineReport = field(default_factory=PipelineReport)
 
     def walk(self) -> None:
+        self._timed("vote", self._agree)
         buckets = self.shared.manifest.buckets
         mine = self._mine()
         ahead = self._fill_ahead(mine)
@@ -147,6 +155,17 @@ class _Run:
                 applying = None
         self._collect(applying, len(buckets) - 1)
         self._vote(len(buckets) - 1)
+
+    def _agree(self) -> None:
+        """gloo fills a larger buffer in silence and ends the process of a smaller one; equal sizes tell nothing of names."""
+        mine, timeout_s = self.shared.digest, self._left_s() + _VOTE_GRACE_S
+        highest = self.group.largest(mine, timeout_s=timeout_s)
+        lowest = -self.group.largest(-mine, timeout_s=timeout_s)
+        if lowest != highest:
+            raise PlanMismatch(
+                f"weights were not sent: rank {self.group.rank} planned buckets {mine:016x}, the ranks' plans lie between "
+                f"{lowest:016x} and {highest:016x}; do all give the same tensors, holders and bucket size?"
+            )
 
     def _mine(self) -> Iterator[int]:
         return (i for i, owner in enumerate(self.shared.owners) if owner == self.group.rank)

@@ -11,7 +11,14 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from r3channel.errors import ConfigError, ManifestMismatch, PeerFailed, R3Error, TransportError
+from r3channel.errors import (
+    ConfigError,
+    ManifestMismatch,
+    PeerFailed,
+    PlanMismatch,
+    R3Error,
+    TransportError,
+)
 from r3channel.transport.base import Rendezvous
 from r3channel.transport.process_group import ProcessGroupTransport, RendezvousStore
 from r3channel.weights.buckets import pack
@@ -202,6 +209,30 @@ def test_an_error_on_one_rank_stops_all_ranks_at_the_same_bucket(
     assert len({str(results[rank][0]) for rank in (0, 2)}) == 1  # the same bucket
     # nobody applies beyond the bucket after the one that failed
     assert all(applied == list(range(len(applied))) and len(applied) <= bad + 1 for _, applied in results)
+
+
+@pytest.mark.parametrize(
+    ("names", "cap_bytes"),
+    [(("a", "b"), 64), (("b", "a"), 32), (("a", "c"), 32)],
+    ids=["cap", "order", "name"],
+)
+def test_ranks_with_other_buckets_stop_before_a_byte_moves(
+    ranks: Any, names: tuple[str, ...], cap_bytes: int
+) -> None:
+    def plan(names: tuple[str, ...], cap_bytes: int) -> SharedManifest:
+        metas = [TensorMeta(name=name, dtype=torch.float32, shape=(8,)) for name in names]
+        return SharedManifest.of([(meta, [0]) for meta in metas], cap_bytes=cap_bytes)
+
+    def work(group: ProcessGroupTransport) -> list[int]:
+        own = plan(names, cap_bytes) if group.rank else plan(("a", "b"), 32)
+        applied: list[int] = []
+        with pytest.raises(PlanMismatch, match=rf"rank {group.rank} planned buckets {own.digest:016x}"):
+            BroadcastPipeline(group, own).run(
+                lambda *_: None, lambda index, *_: applied.append(index), timeout_s=TIMEOUT_S
+            )
+        return applied
+
+    assert ranks(2, work) == [[], []]
 
 
 def test_after_an_error_the_same_pipeline_runs_again(ranks: Any) -> None:
