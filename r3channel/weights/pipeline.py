@@ -134,18 +134,26 @@ class _Run:
     apply: Move
     limit: float
     failure: BaseException | None = None
+    ahead: Future[None] | None = None
+    """The copy of this rank's next bucket into the third buffer."""
     report: PipelineReport = field(default_factory=PipelineReport)
 
     def walk(self) -> None:
         self._timed("vote", self._agree)
+        try:
+            self._walk()
+        finally:
+            self._leave_ahead()
+
+    def _walk(self) -> None:
         buckets = self.shared.manifest.buckets
         mine = self._mine()
-        ahead = self._fill_ahead(mine)
+        self.ahead = self._fill_ahead(mine)
         applying: Future[None] | None = None
         for index, bucket in enumerate(buckets):
             half_N = self.buffers[index % self.depth][: bucket.payload_bytes]
             if self.shared.owners[index] == self.group.rank:
-                ahead = self._feed(index, half_N, ahead, mine)
+                self.ahead = self._feed(index, half_N, self.ahead, mine)
             self._timed("broadcast", partial(self._broadcast, index, half_N))
             self._collect(applying, index - 1)
             self._vote(index)
@@ -175,6 +183,11 @@ class _Run:
         if self.depth == 1 or (index := next(mine, None)) is None:
             return None
         return self._fill_in_background(index, self.buffers[2])
+
+    def _leave_ahead(self) -> None:
+        """A copy ahead that an error of another rank has made useless must not write into what the next run fills."""
+        if self.ahead is not None and not wait([self.ahead], timeout=self._left_s()).done:
+            self.buffers[2] = torch.empty_like(self.buffers[2])
 
     def _fill_in_background(self, index: int, buffer_N: torch.Tensor) -> Future[None]:
         bucket = self.shared.manifest.buckets[index]

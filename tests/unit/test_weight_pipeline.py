@@ -255,6 +255,39 @@ def test_after_an_error_the_same_pipeline_runs_again(ranks: Any) -> None:
     assert ranks(2, work) == [True, True]
 
 
+def test_a_copy_ahead_of_a_run_that_failed_does_not_write_into_the_next_run(ranks: Any) -> None:
+    plan, entered = shared(2), threading.Event()
+    ahead = [i for i, owner in enumerate(plan.owners) if owner == 1][1]
+
+    def work(group: ProcessGroupTransport) -> bool:
+        parameters = model()
+        pipeline = BroadcastPipeline(group, plan)
+        old, new = feed(1), feed(2)
+
+        def slowly(index: int, bucket: Bucket, out_N: torch.Tensor) -> None:
+            if index == ahead:
+                entered.set()
+                threading.Event().wait(0.5)
+            old(index, bucket, out_N)
+
+        def refuse(index: int, bucket: Bucket, data_N: torch.Tensor) -> None:
+            if group.rank == 0:
+                entered.wait(TIMEOUT_S)
+                raise ManifestMismatch("not now")
+
+        def fill(index: int, bucket: Bucket, out_N: torch.Tensor) -> None:
+            new(index, bucket, out_N)
+            if group.rank == 1:
+                threading.Event().wait(1.0)
+
+        with pytest.raises(R3Error):
+            pipeline.run(slowly, refuse, timeout_s=TIMEOUT_S)
+        pipeline.run(fill, BucketReceiver(parameters.items), timeout_s=TIMEOUT_S)
+        return holds(parameters, 2)
+
+    assert ranks(2, work) == [True, True]
+
+
 def test_checkpoint_engine_second_update_allocates_no_buffer_cats_nothing_and_asks_no_item(
     ranks: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
