@@ -69,6 +69,11 @@ class Enrolment:
         """Raises StaleEpoch when an engine has joined, left or expired since `open`."""
         self.registry.check_epoch(self._epoch, now_s=time.monotonic())
 
+    def check_lives(self, members: Iterable[Member]) -> None:
+        """Raises RegistryRefused when one of these has left or lives another life; who else comes and goes is the same to it."""
+        for member in members:
+            self.registry.renew(member.url, member.boot_id, now_s=time.monotonic())
+
     def committed(self, members: Iterable[Member], version: int, manifest: Manifest) -> None:
         """Record the version for those that serve; the others stay in quarantine."""
         for member in members:

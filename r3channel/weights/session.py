@@ -347,7 +347,7 @@ class WeightSync:
             )
         run, version, manifest = Run(deadline), self._copy.version, self._copy.manifest
         one = self._fleet.only([member])
-        work = Transaction(one, self._enrolment, self._rules, run)
+        work = Transaction(one, self._enrolment, self._rules, run, alone=True)
         try:
             with run.stage("join"):
                 one.unlink()

@@ -32,7 +32,11 @@ class Rules:
 class Transaction:
     """One update. One thread."""
 
-    def __init__(self, fleet: Fleet, enrolment: Enrolment, rules: Rules, run: Run) -> None:
+    def __init__(
+        self, fleet: Fleet, enrolment: Enrolment, rules: Rules, run: Run, *, alone: bool = False
+    ) -> None:
+        """`alone`: of engines that are brought to a version which counts already, whoever joins or leaves meanwhile."""
+        self._alone = alone
         self._fleet, self._enrolment, self._rules, self._run = fleet, enrolment, rules, run
         self._sender = BucketSender(fleet, run, flush=rules.pause != "in_place", depth=rules.depth)
         self.push = self._sender.push
@@ -59,9 +63,13 @@ class Transaction:
                 run.verified = self._fleet.verify(checksums, run.deadline)
 
     def commit(self, version: int) -> None:
-        """Returns when the first engine has taken the version: it decides. Raises StaleEpoch before any has."""
+        """Returns when the first engine has taken the version: it decides. Raises StaleEpoch or, `alone`, RegistryRefused
+        before any has."""
         with self._run.stage("commit"):
-            self._enrolment.check()
+            if self._alone:
+                self._enrolment.check_lives(self._fleet.members)
+            else:
+                self._enrolment.check()
             self._fleet.commit(version, self._run.deadline)
 
     def resume(self, version: int, manifest: Manifest) -> None:

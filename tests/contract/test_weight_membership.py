@@ -227,6 +227,39 @@ def test_members_that_change_during_an_update_keep_it_from_being_committed(start
         sync.update(weights(2).items(), version=2, timeout_s=20)
 
 
+def test_an_engine_is_given_the_old_version_back_while_the_lease_of_a_dead_one_runs_out(start: Start) -> None:
+    dead, good = start(), start()
+    load = good._update
+
+    def slowly(body: dict[str, object]) -> dict[str, object] | None:
+        time.sleep(0.6)
+        return load(body)
+
+    with opened(dead, good, registry=registry(lease_s=1.0)) as sync:
+        sync.update(weights(1).items(), version=1, timeout_s=20)
+        dead.script[UPDATE, 3] = "die"
+        good._update = slowly
+        with pytest.raises(WeightUpdateFailed, match=dead.url):
+            sync.update(weights(2).items(), version=2, timeout_s=20)
+        assert torch.equal(good.tensors[NAMES[0]], weights(1)[NAMES[0]])
+        assert good.version == "1" and not good.paused and sync.routable() == (good.url,)
+
+
+def test_members_that_change_do_not_keep_one_engine_from_its_repair(start: Start) -> None:
+    engine, shared = start(), registry()
+    load = engine._update
+
+    def joined_by_another(body: dict[str, object]) -> dict[str, object] | None:
+        stranger(shared)
+        return load(body)
+
+    with opened(engine, registry=shared) as sync:
+        sync.update(weights(1).items(), version=1, timeout_s=20)
+        engine._update = joined_by_another
+        sync.update_one(engine.url, timeout_s=20)
+        assert not engine.paused and sync.routable() == (engine.url,)
+
+
 def test_a_new_trainer_on_the_same_registry_cannot_go_back(start: Start) -> None:
     engine, shared = start(), registry()
     with opened(engine, registry=shared) as sync:
