@@ -32,6 +32,11 @@ class Deadline:
             raise DeadlineExceeded(f"{self._what} did not end within {self._timeout_s:.1f} s")
         return left
 
+    def at_least(self, seconds: float) -> Deadline:
+        """This one, or where less is left one that ends in `seconds`: for what must not stay undone for want of time."""
+        enough = self._timeout_s - self.elapsed_s >= seconds
+        return self if enough else Deadline(seconds, self._what)
+
 
 def wait_all(calls: Mapping[Future[Any], str], what: str, timeout_s: float) -> None:
     """Wait for all; raise the error of the first that failed, in the order given, as soon as one has.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from r3channel.errors import EngineLeftBehind, R3Error
 from r3channel.weights.enrolment import Enrolment
-from r3channel.weights.fleet import Fleet
+from r3channel.weights.fleet import REPAIR_S, Fleet
 from r3channel.weights.manifest import Manifest
 from r3channel.weights.member import EngineState, told
 from r3channel.weights.progress import Run
@@ -73,13 +73,16 @@ class Transaction:
             self._fleet.commit(version, self._run.deadline)
 
     def resume(self, version: int, manifest: Manifest) -> None:
-        """Let those that have the version serve, and record them. Raises EngineLeftBehind naming the others."""
+        """Let those that have the version serve, and record them. Raises EngineLeftBehind naming the others.
+
+        They get time for it also when an engine that did not answer has used up the update's.
+        """
         fleet = self._fleet
         took = [member for member in fleet.members if member.state is EngineState.COMMITTED]
         failure: R3Error | None = None
         with self._run.stage("resume"):
             try:
-                fleet.only(took).resume(self._run.deadline)
+                fleet.only(took).resume(self._run.deadline.at_least(REPAIR_S))
             except R3Error as error:
                 failure = error
         self._enrolment.committed(fleet.members, version, manifest)

@@ -188,6 +188,16 @@ def test_one_engine_that_took_the_version_decides_and_the_other_is_left_behind(
     assert holds(bad, 2) and good.calls == []
 
 
+def test_an_engine_that_hangs_at_the_commit_does_not_keep_the_other_paused(
+    sync: WeightSync, pair: tuple[FakeEngine, FakeEngine]
+) -> None:
+    good, bad = pair
+    bad.script["/update_weight_version", 0] = "hang"
+    with pytest.raises(EngineLeftBehind, match=f"version 2 is committed, but 1 of 2 .*{bad.url}"):
+        sync.update(weights(2).items(), version=2, timeout_s=3)
+    assert holds(good, 2) and bad.paused and sync.routable() == (good.url,)
+
+
 def test_a_version_that_no_engine_takes_is_not_committed(start: Start) -> None:
     only = start()
     with session(only) as sync:
