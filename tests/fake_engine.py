@@ -53,7 +53,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class FakeEngine:
-    """One engine. `script[route, n]` says what the n-th call (from 0) of a route does: refuse, die, or hang."""
+    """One engine. `script[route, n]` says what the n-th call (from 0) of a route does: refuse, die, hang, or be dropped
+    (the connection ends, the engine never saw the call)."""
 
     def __init__(self, *, port: int = 0) -> None:
         self.script: dict[tuple[str, int], str] = {}
@@ -105,6 +106,8 @@ class FakeEngine:
             return {"success": False, "message": f"{route} refused"}
         if what == "die":
             self.die()
+            return None
+        if what == "drop":
             return None
         if what == "hang":
             self.dead.wait(60)

@@ -6,6 +6,7 @@ engine only; several at once are the fleet's.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
@@ -131,7 +132,8 @@ class Member:
     def undo(self, timeout_s: float) -> None:
         """Serve again if no byte of an update came, or all of them and the version; stay paused otherwise."""
         if self.state is EngineState.OPEN:
-            self.client.end(timeout_s=timeout_s)
+            with contextlib.suppress(EngineRefused):  # none is open: it never got our begin
+                self.client.end(timeout_s=timeout_s)
             self.enter(EngineState.PAUSED)
         if self.state in (EngineState.PAUSED, EngineState.COMMITTED):
             self.resume(timeout_s)

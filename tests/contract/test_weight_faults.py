@@ -146,6 +146,16 @@ def test_a_failure_before_the_first_bucket_leaves_all_serving(
     assert holds(pair[0], 1)
 
 
+def test_an_engine_that_never_got_the_begin_serves_again(
+    sync: WeightSync, pair: tuple[FakeEngine, FakeEngine]
+) -> None:
+    pair[1].script["/begin_weight_update", 0] = "drop"
+    with pytest.raises(WeightUpdateFailed, match=pair[1].url):
+        sync.update(weights(2).items(), version=2, timeout_s=20)
+    assert holds(pair[0], 1) and holds(pair[1], 1)
+    assert set(sync.engine_states.values()) == {EngineState.SERVING}
+
+
 @pytest.mark.parametrize("route", ["/end_weight_update", "/weights_checker"])
 def test_a_failure_after_the_last_bucket_restores(
     sync: WeightSync, pair: tuple[FakeEngine, FakeEngine], route: str
