@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
@@ -133,7 +133,7 @@ class RefitSender:
             for meta, tensor in zip(bucket.tensors, payload, strict=True):
                 report.control_bytes[name] += _alone(line.share.call, Bucket.aligned([meta]), tensor)
             return
-        pack(bucket, payload, line.half(index))
+        _pack_whole(bucket, payload, line.half(index))
         message = self._message(name, index)
         report.control_bytes[name] += len(message)
         before = line.under_way[(index - 1) % DEPTH]
@@ -227,7 +227,7 @@ class RefitReceiver:
         arena = open_arena(told["handle"])
         try:
             bucket = Manifest.from_dict(told["tensor"]).buckets[0]
-            self._apply(0, bucket, arena.buffer_N[: bucket.payload_bytes])
+            self._apply_whole(0, bucket, arena.buffer_N[: bucket.payload_bytes])
         finally:
             arena.close()
 
@@ -237,8 +237,10 @@ class RefitReceiver:
                 f"bucket {told['bucket']}: {told['used']} bytes used, its manifest says {bucket.payload_bytes}"
             )
         start = told["bucket"] % DEPTH * half_bytes
-        data_N = arena.buffer_N[start : start + bucket.payload_bytes]
-        self._apply(told["bucket"], bucket, data_N)
+        self._apply_whole(told["bucket"], bucket, arena.buffer_N[start : start + bucket.payload_bytes])
+
+    def _apply_whole(self, index: int, bucket: Bucket, data_N: torch.Tensor) -> None:
+        self._apply(index, bucket, data_N)
         if data_N.is_cuda:
             torch.cuda.synchronize(data_N.device)
 
@@ -257,11 +259,18 @@ def _arguments(line: _Line, index: int) -> dict[str, Any]:
     return {"bucket": index, "used": bucket.payload_bytes, "manifest": manifest} | where
 
 
+def _pack_whole(bucket: Bucket, tensors: Sequence[torch.Tensor], out_N: torch.Tensor) -> None:
+    """Pack, and on a CUDA device wait for it: the reader is another process, which our stream does not hold back."""
+    pack(bucket, tensors, out_N)
+    if out_N.is_cuda:
+        torch.cuda.current_stream(out_N.device).synchronize()
+
+
 def _alone(call: Call, bucket: Bucket, tensor: torch.Tensor) -> int:
     """One tensor in memory of its own; returns the bytes of its control message."""
     arena = create_arena(bucket.payload_bytes, tensor.device)
     try:
-        pack(bucket, [tensor], arena.buffer_N)
+        _pack_whole(bucket, [tensor], arena.buffer_N)
         message = _json({"tensor": Manifest.of([bucket]).to_dict(), "handle": arena.handle})
         _deliver(call, message)
         return len(message)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+import r3channel.weights.refit as refit_module
 from r3channel.errors import ConfigError, DeadlineExceeded, ManifestMismatch, TransportError, UsageError
 from r3channel.weights.buckets import plan_buckets
 from r3channel.weights.colocated import FOLDER, SharedArena, open_arena
@@ -140,6 +141,61 @@ def test_memory_is_not_written_before_the_receiver_has_acknowledged() -> None:
     ):
         sender.update({"a": {m.name: whole_tensor(m, 3) for m in metas}}, timeout_s=TIMEOUT_S)
     assert len(manifest.buckets) >= 4 and changed == []
+
+
+class OnDevice(torch.Tensor):
+    """Host memory that says it is on a CUDA device: what is asked of the device can then be counted."""
+
+    @property
+    def is_cuda(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return True
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_on_a_device_a_bucket_is_told_when_packed_and_its_memory_left_when_applied(
+    mode: Mode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+
+    class DeviceArena:
+        def __init__(self, inner: SharedArena, name: str) -> None:
+            self.handle, self._inner, self._name = inner.handle, inner, name
+
+        @property
+        def buffer_N(self) -> torch.Tensor:
+            return self._inner.buffer_N.as_subclass(OnDevice)
+
+        def close(self) -> None:
+            events.append(self._name)
+            self._inner.close()
+
+    class Stream:
+        def synchronize(self) -> None:
+            events.append("packed")
+
+    monkeypatch.setattr(
+        refit_module, "create_arena", lambda nbytes, _: DeviceArena(SharedArena.create(nbytes), "freed")
+    )
+    monkeypatch.setattr(refit_module, "open_arena", lambda card: DeviceArena(SharedArena.open(card), "left"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: events.append("applied"))
+    metas = shard_metas(2)
+
+    with closing(Engine(metas)) as engine:
+
+        def call(message: bytes) -> bytes:
+            events.append("told")
+            return engine.receiver.take(message)
+
+        with closing(RefitSender({"a": Share(manifest_of(metas), call)}, device=CPU, mode=mode)) as sender:
+            sender.update({"a": {m.name: whole_tensor(m, 3) for m in metas}}, timeout_s=TIMEOUT_S)
+        assert engine.holds(3)
+
+    order = ("packed", "told", "applied", "left")
+    for end in range(len(events)):
+        counts = [events[: end + 1].count(event) for event in order]
+        assert counts == sorted(counts, reverse=True)
+    assert set(order) <= set(events)
 
 
 def test_a_receiver_that_never_answers_ends_by_the_deadline() -> None:
