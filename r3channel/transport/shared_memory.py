@@ -67,6 +67,8 @@ class SharedMemoryTransport(Transport):
         self._dead = False
         self._inboxes: dict[int, int] = {}
         """Descriptor of every rank's inbox; our own is locked."""
+        self._roomy: set[int] = set()
+        """Ranks whose ring for us is allocated: those that we have sent to."""
         limit = time.monotonic() + timeout_s
         try:
             self._create(rendezvous.rank)
@@ -92,6 +94,7 @@ class SharedMemoryTransport(Transport):
         self._check_alive()
         wait = self._waiter(dst, timeout_s, f"send {len(data_N)} bytes to rank {dst}")
         ring, words, data = self._out[dst], self._out[dst].words, data_N.numpy()
+        self._make_room(dst)
         words[_MESSAGE_BYTES] = len(data)
         for at in range(0, max(1, len(data)), CHUNK_BYTES):
             wait(lambda: int(words[_WRITTEN] - words[_READ]) < CHUNKS)
@@ -145,10 +148,34 @@ class SharedMemoryTransport(Transport):
         hidden = f"{self._path(rank)}.new"
         descriptor = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         self._inboxes[rank] = descriptor
-        os.ftruncate(descriptor, self.world_size * _ring_bytes())
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        os.link(hidden, self._path(rank))
-        os.unlink(hidden)
+        try:
+            os.ftruncate(descriptor, self.world_size * _ring_bytes())
+            for sender in range(self.world_size):
+                self._allocate(descriptor, sender * _ring_bytes(), _HEADER_BYTES)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            os.link(hidden, self._path(rank))
+        finally:
+            os.unlink(hidden)
+
+    def _make_room(self, dst: int) -> None:
+        """Our ring in that inbox is allocated before the first byte: a write into a hole of a full file system ends the
+        process with a signal. Pairs that never talk cost nothing."""
+        if dst not in self._roomy:
+            try:
+                self._allocate(self._inboxes[dst], self.rank * _ring_bytes(), _ring_bytes())
+            except TransportError:
+                self.abort()
+                raise
+            self._roomy.add(dst)
+
+    def _allocate(self, descriptor: int, offset: int, nbytes: int) -> None:
+        try:
+            os.posix_fallocate(descriptor, offset, nbytes)
+        except OSError as error:
+            raise TransportError(
+                f"{self._name}: rank {self.rank} of {self.world_size} finds no {nbytes} bytes in {FOLDER} ({error}); a pair "
+                f"of ranks that talks needs {2 * _ring_bytes()} there"
+            ) from error
 
     def _open(self, rank: int, limit: float) -> mmap.mmap:
         while True:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import sys
@@ -18,6 +19,7 @@ import pytest
 import torch
 
 from r3channel.errors import DeadlineExceeded, TransportError, UsageError
+from r3channel.transport import shared_memory
 from r3channel.transport.base import Rendezvous, Transport, join
 from r3channel.transport.object_store import Mailbox
 from r3channel.transport.process_group import RendezvousStore
@@ -206,6 +208,35 @@ def test_close_and_abort_may_be_repeated(group: Joiner) -> None:
         transport.close()
         transport.close()
         transport.abort()
+
+
+@pytest.mark.parametrize("room", [0, 4096])
+def test_shared_memory_that_is_full_is_told_and_ends_no_process(
+    monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    """A write into a hole of a full file system is a signal, so every byte is allocated before it is written."""
+
+    def allocate(descriptor: int, offset: int, nbytes: int) -> None:
+        if nbytes > room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(shared_memory.os, "posix_fallocate", allocate)
+    name, before = uuid.uuid4().hex, set(os.listdir(shared_memory.FOLDER))
+
+    def rank_main(rank: int) -> None:
+        rendezvous = Rendezvous(backend="shm", name=name, epoch=1, rank=rank, world_size=2)
+        transport = join(rendezvous, timeout_s=TIMEOUT_S)
+        if rank == 0:
+            transport.send(1, data(100), timeout_s=TIMEOUT_S)
+        else:
+            transport.recv(0, torch.empty(100, dtype=torch.uint8), timeout_s=TIMEOUT_S)
+
+    with ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(rank_main, rank) for rank in range(2)]
+    errors = [call.exception() for call in calls]
+    assert all(isinstance(error, TransportError) for error in errors)
+    assert "rank 0 of 2 finds no" in str(errors[0]) and "No space left" in str(errors[0])
+    assert set(os.listdir(shared_memory.FOLDER)) <= before
 
 
 def test_an_engine_process_may_not_join_over_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
