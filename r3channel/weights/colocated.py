@@ -4,6 +4,9 @@ On the CPU it is a file under /dev/shm, mapped by both. On a CUDA device it is o
 that half is written against torch 2.13.0 (`UntypedStorage._share_cuda_`, `_new_shared_cuda`) and was never run. One arena
 holds all tensors of a bucket, because opening a handle is dear and models have thousands of tensors.
 
+The owner holds a lock on its file, which the kernel drops when the process ends in whatever way; what a killed one left is
+removed by the next process that makes an arena.
+
 The rule of use: the owner writes; the other side reads, and says when it has finished; only then does the owner write
 again. Before its last word the reader drops its views and closes. Nothing here enforces it: see `refit`.
 """
@@ -11,11 +14,13 @@ again. Before its last word the reader drops its views and closes. Nothing here 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import mmap
 import os
 import re
 import secrets
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,7 +29,8 @@ import torch
 from r3channel.errors import ConfigError, TransportError
 
 FOLDER = "/dev/shm"
-_NAME = re.compile(r"r3channel-arena-[0-9a-f]{32}")
+_PREFIX = "r3channel-locked-arena-"
+_NAME = re.compile(_PREFIX + "[0-9a-f]{32}")
 
 
 class Arena(Protocol):
@@ -55,11 +61,14 @@ class SharedArena:
     """
 
     def __init__(self, name: str, nbytes: int, descriptor: int, *, owner: bool) -> None:
+        """`descriptor` is ours from now on; the owner's holds the lock."""
         self._name, self._nbytes, self._owner = name, nbytes, owner
+        self._descriptor = descriptor
         try:
             self._map = mmap.mmap(descriptor, max(1, nbytes))
         finally:
-            os.close(descriptor)
+            if not owner:
+                os.close(descriptor)
         # Through numpy, which holds on to the mapping: `torch.frombuffer` lets it be closed under living tensors.
         flat_N = np.frombuffer(self._map, dtype=np.uint8)
         self._buffer_N: torch.Tensor | None = torch.from_numpy(flat_N)[:nbytes]
@@ -67,16 +76,21 @@ class SharedArena:
     @classmethod
     def create(cls, nbytes: int) -> SharedArena:
         """New zeroed memory; raises OSError when /dev/shm has not that much left."""
-        name = f"r3channel-arena-{secrets.token_hex(16)}"
-        descriptor = os.open(f"{FOLDER}/{name}", os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        _remove_left_behind()
+        name = f"{_PREFIX}{secrets.token_hex(16)}"
+        path = hidden = f"{FOLDER}/{name}.new"
+        descriptor = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             # Allocated, not sparse: a write into a hole of a full file system ends the process with a signal.
             os.posix_fallocate(descriptor, 0, max(1, nbytes))
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            path = f"{FOLDER}/{name}"
+            os.rename(hidden, path)
+            return cls(name, nbytes, descriptor, owner=True)
         except OSError:
             os.close(descriptor)
-            os.unlink(f"{FOLDER}/{name}")
+            os.unlink(path)
             raise
-        return cls(name, nbytes, descriptor, owner=True)
 
     @classmethod
     def open(cls, handle: Mapping[str, Any]) -> SharedArena:
@@ -114,6 +128,7 @@ class SharedArena:
             self._owner = False
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(f"{FOLDER}/{self._name}")
+            os.close(self._descriptor)
 
 
 class CudaArena:
@@ -172,6 +187,20 @@ def create_arena(nbytes: int, device: torch.device) -> Arena:
 def open_arena(handle: Mapping[str, Any]) -> Arena:
     """Map the memory of another process by its handle."""
     return CudaArena.open(handle) if handle.get("kind") == "cuda" else SharedArena.open(handle)
+
+
+@cache
+def _remove_left_behind() -> None:
+    """Once per process: this user's arenas whose owner has ended without a close. One that is visible is locked as long
+    as its owner lives."""
+    for name in filter(_NAME.fullmatch, os.listdir(FOLDER)):
+        with contextlib.suppress(OSError):
+            descriptor = os.open(f"{FOLDER}/{name}", os.O_RDWR | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(f"{FOLDER}/{name}")
+            finally:
+                os.close(descriptor)
 
 
 def _uuid(device: int) -> str:

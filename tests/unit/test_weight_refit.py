@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import subprocess
+import sys
 import threading
 from contextlib import ExitStack, closing
 from typing import Any
@@ -232,7 +234,11 @@ def test_a_row_that_no_manifest_has_is_refused(row: Any) -> None:
 
 @pytest.mark.parametrize(
     "handle",
-    [{}, {"name": "../etc/passwd", "nbytes": 1}, {"name": "r3channel-arena-" + "0" * 32, "nbytes": -1}],
+    [
+        {},
+        {"name": "../etc/passwd", "nbytes": 1},
+        {"name": "r3channel-locked-arena-" + "0" * 32, "nbytes": -1},
+    ],
 )
 def test_a_handle_that_is_not_ours_is_refused(handle: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="shared memory handle"):
@@ -249,6 +255,26 @@ def test_memory_whose_owner_has_closed_it_is_told_as_gone() -> None:
         open_arena(handle)
     with pytest.raises(TransportError, match="closed here"):
         _ = arena.buffer_N
+
+
+def test_memory_that_a_killed_process_left_is_removed_by_the_next_one() -> None:
+    make = "from r3channel.weights.colocated import SharedArena as A; a = A.create(64); print(a.handle['name'], flush=True);"
+    killed = subprocess.Popen(
+        [sys.executable, "-c", f"{make} import signal; signal.pause()"], stdout=subprocess.PIPE, text=True
+    )
+    assert killed.stdout is not None
+    with closing(SharedArena.create(64)) as living, killed:
+        left = killed.stdout.readline().strip()
+        assert {left, living.handle["name"]} <= set(os.listdir(FOLDER))
+        killed.kill()
+        killed.wait(TIMEOUT_S)
+        ended = subprocess.run(
+            [sys.executable, "-c", f"{make} a.close()"], capture_output=True, text=True, check=True
+        )
+        assert not {left, ended.stdout.strip()} & set(os.listdir(FOLDER))
+        assert living.handle["name"] in os.listdir(FOLDER)
+        with closing(open_arena(living.handle)) as theirs:
+            assert len(theirs.buffer_N) == 64
 
 
 def test_views_outlive_the_close_of_their_memory() -> None:
