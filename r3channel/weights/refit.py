@@ -84,10 +84,14 @@ class RefitSender:
         self._mode: Mode = mode
         self._broken = False
         self._lines: dict[str, _Line] = {}
-        for name, share in shares.items():
-            longest = max(bucket.payload_bytes for bucket in share.manifest.buckets)
-            half_bytes = -(-longest // ALIGNMENT) * ALIGNMENT
-            self._lines[name] = _Line(share, create_arena(DEPTH * half_bytes, device), half_bytes)
+        try:
+            for name, share in shares.items():
+                longest = max(bucket.payload_bytes for bucket in share.manifest.buckets)
+                half_bytes = -(-longest // ALIGNMENT) * ALIGNMENT
+                self._lines[name] = _Line(share, create_arena(DEPTH * half_bytes, device), half_bytes)
+        except BaseException:
+            self.close()
+            raise
 
     def update(self, tensors: Mapping[str, Mapping[str, torch.Tensor]], *, timeout_s: float) -> RefitReport:
         """Bring every receiver to these tensors (by receiver, by name, already in the receiver's shape and dtype).

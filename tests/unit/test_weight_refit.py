@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -255,6 +256,22 @@ def test_memory_whose_owner_has_closed_it_is_told_as_gone() -> None:
         open_arena(handle)
     with pytest.raises(TransportError, match="closed here"):
         _ = arena.buffer_N
+
+
+def test_a_sender_that_finds_no_room_for_all_receivers_keeps_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[SharedArena] = []
+
+    def create(nbytes: int, _: torch.device) -> SharedArena:
+        if made:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        made.append(SharedArena.create(nbytes))
+        return made[0]
+
+    monkeypatch.setattr(refit_module, "create_arena", create)
+    share = Share(manifest_of(shard_metas(2)), bytes)
+    with pytest.raises(OSError, match="No space left"):
+        RefitSender({"a": share, "b": share}, device=CPU)
+    assert made[0].handle["name"] not in os.listdir(FOLDER)
 
 
 def test_memory_that_a_killed_process_left_is_removed_by_the_next_one() -> None:
