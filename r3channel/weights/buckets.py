@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from r3channel.errors import ConfigError, ManifestMismatch
-from r3channel.weights.manifest import Bucket, Manifest, TensorMeta, wire_order
+from r3channel.weights.manifest import PACKED, Bucket, Manifest, TensorMeta, wire_order
 
 T = TypeVar("T")
 
@@ -66,12 +66,15 @@ class _Unit(Generic[T]):
     nbytes: int = 0
 
 
-def fill_buckets(items: Iterable[tuple[TensorMeta, T]], *, cap_bytes: int) -> Iterator[Filled[T]]:
+def fill_buckets(
+    items: Iterable[tuple[TensorMeta, T]], *, cap_bytes: int, alignment: int = PACKED
+) -> Iterator[Filled[T]]:
     """Group a stream of tensors into buckets of at most `cap_bytes`, yielding each as soon as it is full.
 
     The order of the stream decides, so equal streams give equal buckets. A unit larger than the cap gets a bucket of its
     own. Members of a unit may arrive apart; they are held until it is complete, at most `cap_bytes` beside the unit
-    that is arriving. So at most two caps of items, and one unit, are referenced at a time.
+    that is arriving. So at most two caps of items, and one unit, are referenced at a time. With `alignment` tensors are counted
+    with the gaps that `Bucket.aligned` leaves.
 
     Raises ConfigError for a cap < 1, and ManifestMismatch for a name given twice, for a quantised tensor (weight and
     scale form a unit that is not known yet), and for a unit whose members lie further apart than the cap allows.
@@ -80,7 +83,7 @@ def fill_buckets(items: Iterable[tuple[TensorMeta, T]], *, cap_bytes: int) -> It
         raise ConfigError(f"bucket size of {cap_bytes} bytes: expected at least 1")
     current: list[tuple[TensorMeta, T]] = []
     current_bytes = 0
-    for unit in _units(items, hold_bytes=cap_bytes):
+    for unit in _units(items, hold_bytes=cap_bytes, alignment=alignment):
         if current and current_bytes + unit.nbytes > cap_bytes:
             yield _filled(current, last=False)
             current, current_bytes = [], 0
@@ -90,9 +93,10 @@ def fill_buckets(items: Iterable[tuple[TensorMeta, T]], *, cap_bytes: int) -> It
         yield _filled(current, last=True)
 
 
-def plan_buckets(metas: Iterable[TensorMeta], *, cap_bytes: int) -> list[Bucket]:
+def plan_buckets(metas: Iterable[TensorMeta], *, cap_bytes: int, alignment: int = PACKED) -> list[Bucket]:
     """The buckets that `fill_buckets` makes of tensors with these names, dtypes and shapes in this order."""
-    return [filled.bucket for filled in fill_buckets(((meta, None) for meta in metas), cap_bytes=cap_bytes)]
+    items = ((meta, None) for meta in metas)
+    return [filled.bucket for filled in fill_buckets(items, cap_bytes=cap_bytes, alignment=alignment)]
 
 
 def _filled(members: Sequence[tuple[TensorMeta, T]], *, last: bool) -> Filled[T]:
@@ -115,7 +119,7 @@ def unit_of(name: str) -> tuple[str, int]:
     return f"{match['head']}{{{family}}}.{match['tail']}", len(UNIT_FAMILIES[family])
 
 
-def _units(items: Iterable[tuple[TensorMeta, T]], *, hold_bytes: int) -> Iterator[_Unit[T]]:
+def _units(items: Iterable[tuple[TensorMeta, T]], *, hold_bytes: int, alignment: int) -> Iterator[_Unit[T]]:
     """Complete units in the order of completion; at the end, and past `hold_bytes`, incomplete ones as they are.
 
     Some models have only a part of a family (DeepSeek-V2-Lite has q_proj without k_proj), so an incomplete unit is
@@ -129,8 +133,9 @@ def _units(items: Iterable[tuple[TensorMeta, T]], *, hold_bytes: int) -> Iterato
         key, wanted = _check_name(meta.name, seen, gone)
         unit = held.setdefault(key, _Unit())
         unit.members.append((meta, item))
-        unit.nbytes += meta.nbytes
-        held_bytes += meta.nbytes
+        nbytes = -(-meta.nbytes // alignment) * alignment
+        unit.nbytes += nbytes
+        held_bytes += nbytes
         due = [key] if len(unit.members) == wanted else []
         while due or (held_bytes > hold_bytes and len(held) > 1):
             out = due.pop() if due else next(k for k in held if k != key)

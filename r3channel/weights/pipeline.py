@@ -28,7 +28,7 @@ from r3channel.errors import ConfigError, DeadlineExceeded, PeerFailed, PlanMism
 from r3channel.transport.base import Collective
 from r3channel.weights.buckets import plan_buckets, unit_of
 from r3channel.weights.group import in_background
-from r3channel.weights.manifest import Bucket, Manifest, TensorMeta
+from r3channel.weights.manifest import ALIGNMENT, Bucket, Manifest, TensorMeta
 from r3channel.weights.senders import Item, sender_table
 
 Move = Callable[[int, Bucket, torch.Tensor], None]
@@ -65,7 +65,10 @@ class SharedManifest:
         for unit, members in metas.items():
             shares.setdefault(sender_of[unit], []).extend(members)
         queues = [
-            [(rank, Bucket.aligned(b.tensors)) for b in plan_buckets(share, cap_bytes=cap_bytes)]
+            [
+                (rank, Bucket.aligned(bucket.tensors))
+                for bucket in plan_buckets(share, cap_bytes=cap_bytes, alignment=ALIGNMENT)
+            ]
             for rank, share in sorted(shares.items())
         ]
         turns = [pair for pair in chain.from_iterable(zip_longest(*queues)) if pair is not None]

@@ -128,6 +128,13 @@ def test_checkpoint_engine_every_node_feeds_an_equal_share_in_turns() -> None:
     assert len(set(fed.values())) == 1 and plan.owners[:6] == (0, 1, 2, 0, 1, 2)
 
 
+def test_gaps_between_small_tensors_count_towards_the_cap() -> None:
+    metas = [TensorMeta(name=f"s{i}", dtype=torch.float32, shape=()) for i in range(100)]
+    plan = SharedManifest.of([(meta, [0]) for meta in metas], cap_bytes=4096)
+    assert max(bucket.payload_bytes for bucket in plan.manifest.buckets) <= 4096
+    assert plan.manifest.tensor_count == 100
+
+
 def test_a_unit_has_one_owner_and_one_bucket() -> None:
     names = [f"layers.0.self_attn.{m}_proj.weight" for m in "qkv"]
     metas = [TensorMeta(name=name, dtype=torch.bfloat16, shape=(64,)) for name in names]
@@ -213,7 +220,7 @@ def test_an_error_on_one_rank_stops_all_ranks_at_the_same_bucket(
 
 @pytest.mark.parametrize(
     ("names", "cap_bytes"),
-    [(("a", "b"), 64), (("b", "a"), 32), (("a", "c"), 32)],
+    [(("a", "b"), 512), (("b", "a"), 32), (("a", "c"), 32)],
     ids=["cap", "order", "name"],
 )
 def test_ranks_with_other_buckets_stop_before_a_byte_moves(
