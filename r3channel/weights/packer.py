@@ -72,6 +72,10 @@ class Packer:
         """Looked through once per dtype, because each look waits for the device. Without a host copy nothing is hashed."""
         with run.stage("pack"):
             payload_N = pack(bucket, tensors, out_N)
+            if (
+                payload_N.is_cuda
+            ):  # another thread sends it, and that thread's current stream is the default one
+                torch.cuda.current_stream(payload_N.device).synchronize()
         with run.stage("digest"):
             bad = first_nonfinite(bucket.placed, payload_N) if self._refuse else None
         if bad is not None:
