@@ -206,14 +206,14 @@ class _Run:
             self._keep(self._fill_in_background(index, half_N), what)
             return None
         self._keep(ahead, what)
-        self._timed("copy", lambda: half_N.copy_(self.buffers[2][: len(half_N)]))
+        self._timed("copy", lambda: _ended(half_N.copy_(self.buffers[2][: len(half_N)])))
         return self._fill_ahead(mine)
 
     def _fill(self, index: int, bucket: Bucket, out_N: torch.Tensor) -> None:
-        self._timed("fill", lambda: self.fill(index, bucket, out_N))
+        self._timed("fill", lambda: (self.fill(index, bucket, out_N), _ended(out_N)))
 
     def _apply(self, index: int, bucket: Bucket, data_N: torch.Tensor) -> None:
-        self._timed("apply", lambda: self.apply(index, bucket, data_N))
+        self._timed("apply", lambda: (self.apply(index, bucket, data_N), _ended(data_N)))
 
     def _broadcast(self, index: int, half_N: torch.Tensor) -> None:
         self.group.broadcast(self.shared.owners[index], half_N, timeout_s=self._left_s() + _VOTE_GRACE_S)
@@ -257,6 +257,12 @@ class _Run:
 
     def _left_s(self) -> float:
         return max(0.001, self.limit - time.monotonic())
+
+
+def _ended(data_N: torch.Tensor) -> None:
+    """On a CUDA device wait for what this thread has begun: the thread that goes on has another current stream."""
+    if data_N.is_cuda:
+        torch.cuda.current_stream(data_N.device).synchronize()
 
 
 def _record(text: str) -> torch.Tensor:

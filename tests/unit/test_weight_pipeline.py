@@ -82,6 +82,10 @@ def void(value: object) -> None:
     del value
 
 
+def void_move(index: int, bucket: Bucket, data_N: torch.Tensor) -> None:
+    pass
+
+
 def model() -> dict[str, torch.Tensor]:
     return {meta.name: torch.zeros(meta.shape).to(meta.dtype) for meta in METAS}
 
@@ -326,6 +330,44 @@ def test_checkpoint_engine_second_update_allocates_no_buffer_cats_nothing_and_as
 
     assert ranks(2, work) == [True, True]
     assert counted == [] and sorted(asked) == [0, 1]
+
+
+class OnDevice(torch.Tensor):
+    """Host memory that says it is on a CUDA device: what is asked of the device can then be counted."""
+
+    @property
+    def is_cuda(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return True
+
+
+class Alone:
+    """A group of one."""
+
+    rank, world_size, epoch = 0, 1, 1
+
+    def broadcast(self, root: int, data_N: torch.Tensor, *, timeout_s: float) -> None:
+        pass
+
+    def largest(self, value: int, *, timeout_s: float) -> int:
+        return value
+
+
+def test_on_a_device_each_step_has_ended_before_another_thread_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended: list[int] = []
+
+    class Stream:
+        def synchronize(self) -> None:
+            ended.append(threading.get_ident())
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream())
+    plan, alone = shared(1), Alone()
+    pipeline = BroadcastPipeline(alone, plan)  # pyright: ignore[reportArgumentType]
+    pipeline._buffers = [buffer_N.as_subclass(OnDevice) for buffer_N in pipeline._buffers]
+    pipeline.run(feed(1), void_move, timeout_s=TIMEOUT_S)
+    copies = ended.count(threading.get_ident())
+    assert copies == len(plan.owners) and len(ended) == 3 * copies  # fill and apply in threads of their own
 
 
 def test_checkpoint_engine_each_engine_kind_may_bring_its_own_apply() -> None:
