@@ -7,6 +7,7 @@ that routes nothing to them. Knows members and the registry; no buckets, no grou
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -32,6 +33,7 @@ class Enrolment:
         self.registry = registry
         self._epoch = 0
         self._held: dict[str, int] = {}
+        self._leaving = threading.Lock()
 
     def admit(self, members: Iterable[Member]) -> None:
         """The handshake, once each has told its life. Raises VersionsDiffer with both values, RegistryRefused."""
@@ -39,12 +41,17 @@ class Enrolment:
             self.registry.join(_record(member, member.boot_id), now_s=time.monotonic())
 
     def leave(self, member: Member) -> None:
-        self.registry.leave(member.url, member.boot_id, now_s=time.monotonic())
+        with self._leaving:
+            self.registry.leave(member.url, member.boot_id, now_s=time.monotonic())
+            member.boot_id = ""
 
     def renew(self, boot_ids: Mapping[Member, str]) -> None:
-        """These engines have answered, with these lives: the same one renews its lease, another begins in quarantine."""
+        """These engines have answered, with these lives: the same one renews its lease, another begins in quarantine. One
+        that has left meanwhile, or has not joined yet, stays out."""
         for member, boot_id in boot_ids.items():
-            self.registry.join(_record(member, boot_id), now_s=time.monotonic())
+            with self._leaving:
+                if member.boot_id:
+                    self.registry.join(_record(member, boot_id), now_s=time.monotonic())
 
     def expired(self, members: Iterable[Member]) -> list[Member]:
         """Those that had joined and that the registry does not know any more."""

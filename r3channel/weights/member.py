@@ -54,7 +54,7 @@ class Member:
     state: EngineState = EngineState.SERVING
     link: Link | None = None
     boot_id: str = ""
-    """Of the life that joined; empty before."""
+    """Of the life that joined; empty before, and once it has left."""
 
     @property
     def url(self) -> str:

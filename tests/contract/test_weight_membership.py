@@ -160,6 +160,25 @@ def test_a_restarted_engine_that_nobody_updated_is_not_routable(start: Start) ->
             again.die()
 
 
+def test_an_engine_that_is_removed_while_it_is_asked_whether_it_lives_stays_out(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good, gone = start(), start()
+    with opened(good, gone) as sync:
+        sync.update(weights(1).items(), version=1, timeout_s=20)
+        asked = sync._fleet.boot_ids
+
+        def removed_meanwhile(timeout_s: float) -> object:
+            lives = asked(timeout_s)
+            sync.remove_engine(gone.url)
+            return lives
+
+        monkeypatch.setattr(sync._fleet, "boot_ids", removed_meanwhile)
+        assert sync.renew(timeout_s=5) == (good.url,)
+        members = sync.registry.members(now_s=time.monotonic()).engines
+        assert [record.engine for record in members] == [good.url]
+
+
 def test_an_engine_whose_lease_runs_out_is_left_out_of_the_next_update_by_name(start: Start) -> None:
     live, silent = start(), start()
     with opened(live, silent, registry=registry(lease_s=1.5)) as sync:
