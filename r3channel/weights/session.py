@@ -191,7 +191,8 @@ class WeightSync:
         Raises WeightUpdateFailed (naming bucket, tensor and engine, and the state of each engine), EngineLeftBehind
         (committed, but not by the engines named), StaleEpoch, RegistryRefused (no engine is left), WeightVersionRegressed,
         SlotBusy, UsageError. Ends within `timeout_s`, after a
-        failure within some 15 s more for cleaning up and RESTORE_TIMEOUT_S for giving engines the old version back.
+        failure within some 15 s more for cleaning up, and RESTORE_TIMEOUT_S for each engine that is given the old version
+        back, those that answer first.
         """
         stream = Stream(named_tensors)
         try:
@@ -366,11 +367,15 @@ class WeightSync:
 
     def _restore(self, fleet: Fleet) -> None:
         """Give the old version back to engines that hold parts of a new one. One that fails stays in quarantine."""
-        if self._copy is not None and self._copy.version is not None:
-            for member in fleet.members:
-                if member.state is EngineState.DIRTY:
-                    with contextlib.suppress(R3Error):  # the caller is told the states
-                        self._bring_up(member, Deadline(RESTORE_TIMEOUT_S, f"restoring {member.url}"))
+        if self._copy is None or self._copy.version is None:
+            return
+        dirty = [member for member in fleet.members if member.state is EngineState.DIRTY]
+        alive = fleet.only(dirty).boot_ids(REPAIR_S) if len(dirty) > 1 else {}
+        for member in sorted(
+            dirty, key=lambda member: member not in alive
+        ):  # a hung one keeps no other waiting
+            with contextlib.suppress(R3Error):  # the caller is told the states
+                self._bring_up(member, Deadline(RESTORE_TIMEOUT_S, f"restoring {member.url}"))
 
     def _record(self, version: int, manifest: Manifest, checksums: Mapping[str, str], run: Run) -> None:
         self._version = version

@@ -98,6 +98,26 @@ def test_a_failure_at_any_bucket_gives_the_others_the_old_version_back(
         assert bad.paused and "/continue_generation" not in bad.calls
 
 
+def test_an_engine_that_hangs_is_restored_after_those_that_answer(
+    sync: WeightSync, pair: tuple[FakeEngine, FakeEngine]
+) -> None:
+    hung, good = pair
+    resumed: list[str] = []
+    for engine in pair:
+        resume = engine._set_paused
+
+        def noted(paused: bool, engine: FakeEngine = engine, resume: Callable = resume) -> dict[str, object]:
+            resumed.extend([] if paused else [engine.url])
+            return resume(paused)
+
+        engine._set_paused = noted
+    hung.script[UPDATE, 1] = "refuse"
+    hung.script["/server_info", 0] = "hang"
+    with pytest.raises(WeightUpdateFailed, match=hung.url):
+        sync.update(weights(2).items(), version=2, timeout_s=20)
+    assert resumed == [good.url, hung.url] and holds(good, 1) and holds(hung, 1)
+
+
 def test_a_restarted_engine_is_filled_alone_and_the_other_gets_no_call(
     sync: WeightSync, pair: tuple[FakeEngine, FakeEngine], start: Start
 ) -> None:
