@@ -100,11 +100,8 @@ class ProcessGroupTransport(Collective):
         return gloo(store, self.rank, self.world_size, options)
 
     def _open_nccl(self, store: Store, limit: timedelta) -> Any:
-        """The constructor does not wait for anybody, so a counter in the store does; a remote error must not end the process."""
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = limit
-        with _quiet_errors():
-            group = dist.ProcessGroupNCCL(store, self.rank, self.world_size, options)
+        """The constructor does not wait for anybody, so a counter in the store does."""
+        group = nccl_group(store, self.rank, self.world_size, limit)
         if store.add("joined", 1) == self.world_size:
             store.set("all", "1")
         store.wait(["all"], limit)
@@ -153,7 +150,7 @@ class ProcessGroupTransport(Collective):
             raise TransportError(f"{self._name}: the group was abandoned; cannot {operation.what}")
         try:
             if self._nccl:
-                _poll(work, begin + timeout_s)
+                wait_nccl(work, begin + timeout_s)
             else:
                 work.wait(timedelta(seconds=timeout_s))
         except (RuntimeError, dist.DistError) as error:
@@ -206,10 +203,19 @@ class _Operation:
         self._transport.finish(self, timeout_s)
 
 
-def _poll(work: Any, deadline: float) -> None:
+def nccl_group(store: Store, rank: int, world_size: int, limit: timedelta) -> Any:
+    """A raw NCCL group whose remote errors do not end this process, as torch's default would have it."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = limit
+    with _quiet_errors():
+        return dist.ProcessGroupNCCL(store, rank, world_size, options)
+
+
+def wait_nccl(work: Any, deadline: float) -> None:
+    """Until the host knows that it is done; RuntimeError at `deadline` (monotonic). The work's own wait orders streams only."""
     while not work.is_completed():
         if time.monotonic() > deadline:
-            raise RuntimeError("not completed by the deadline")
+            raise RuntimeError("timed out: not completed by the deadline")
         time.sleep(_POLL_S)
     work.wait()
 

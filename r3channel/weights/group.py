@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from r3channel.errors import ConfigError, DeadlineExceeded, TransportError, UsageError
+from r3channel.transport.process_group import nccl_group, wait_nccl
 
 T = TypeVar("T")
 
@@ -55,6 +56,8 @@ class _Raw:
     """
 
     store: Store | None
+    polled: bool
+    """Whether the host must look whether an operation has ended."""
     group: Any = None
 
 
@@ -86,7 +89,9 @@ class WeightGroup:
         self.backend = backend
         listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         self.port: int = listener.getsockname()[1]
-        self._raw = _Raw(_serve(listener, host, self.port, world_size, timeout_s=timeout_s))
+        self._raw = _Raw(
+            _serve(listener, host, self.port, world_size, timeout_s=timeout_s), polled=backend == "nccl"
+        )
         self._joining: Future[None] | None = None
         self._sending: Future[Any] | None = None
         self._closed = False
@@ -143,6 +148,9 @@ class WeightGroup:
         self._closed = True
         group, store = self._raw.group, self._raw.store
         self._raw.group = self._raw.store = None
+        if self.backend == "nccl" and group is not None:
+            # Its kernel would wait on the device for ever for a member that is gone.
+            in_background(group.abort, name="weights-abort")
         if self.wait_quiet(0.0):
             del group, store  # the sockets close with the last reference
         else:
@@ -200,9 +208,7 @@ def _serve(listener: socket.socket, host: str, port: int, world_size: int, *, ti
 def _raw_group(backend: str, store: Store, host: str, world_size: int, *, timeout_s: float) -> Any:
     timeout = timedelta(seconds=timeout_s)
     if backend == "nccl":
-        nccl = dist.ProcessGroupNCCL.Options()
-        nccl._timeout = timeout
-        return dist.ProcessGroupNCCL(store, 0, world_size, nccl)
+        return nccl_group(store, 0, world_size, timeout)
     options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
     options._timeout = timeout
     options._threads = 1
@@ -219,17 +225,21 @@ def _options(timeout_s: float) -> dist.BroadcastOptions:
 
 
 def _broadcast_each(raw: _Raw, tensors: Sequence[torch.Tensor], *, timeout_s: float) -> None:
-    options = _options(timeout_s)
+    limit, options = time.monotonic() + timeout_s, _options(timeout_s)
     for work in [raw.group.broadcast([tensor], options) for tensor in tensors]:
-        work.wait()
+        if raw.polled:
+            wait_nccl(work, limit)
+        else:
+            work.wait()
 
 
 def _broadcast(raw: _Raw, payload: torch.Tensor, *, timeout_s: float) -> None:
-    raw.group.broadcast([payload], _options(timeout_s)).wait()
-    if payload.is_cuda:
-        torch.cuda.synchronize(
-            payload.device
-        )  # NCCL's wait orders streams; the host must know that it has left
+    """gloo keeps the deadline that it was given; of NCCL the host must find out itself that the bytes have left."""
+    limit = time.monotonic() + timeout_s
+    if raw.polled:
+        wait_nccl(raw.group.broadcast([payload], _options(timeout_s)), limit)
+    else:
+        raw.group.broadcast([payload], _options(timeout_s)).wait()
 
 
 def _outlive(sending: Future[None] | None, kept: tuple[Any, ...]) -> None:
