@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from r3channel.errors import DeadlineExceeded, PlanInvalid
+from r3channel.errors import DeadlineExceeded, PlanInvalid, UsageError
 from r3channel.weights.colocated import SharedArena
 from r3channel.weights.finite import OnNonfinite, check_finite
 from r3channel.weights.messages import DEFAULT_MESSAGE_BYTES, Message, longest_bytes, messages
@@ -106,12 +106,19 @@ class Pusher:
         self._queues = _queues(plan, plan.sends(), windows, max_message_bytes)
         longest = longest_bytes(m for queue in self._queues.values() for m in queue)
         self._buffer_N = torch.empty(longest, dtype=torch.uint8)
+        self._last = 0
 
     def push(self, source: Shards, *, update: int) -> int:
         """Write everything, marked as `update` (1, 2, ...); returns the bytes.
 
-        NaN or Inf raises NonFiniteWeights before its message is marked, so no receiver places it.
+        NaN or Inf raises NonFiniteWeights before its message is marked, so no receiver places it. What a push that failed has
+        marked stays marked, so its number is spent: UsageError for one that does not grow.
         """
+        if update <= self._last:
+            raise UsageError(
+                f"update {update} after {self._last}: each push, also one that fails, needs a higher number"
+            )
+        self._last = update
         held, sent = Held(source, "source"), 0
         held.check()
         for peer, queue in self._queues.items():

@@ -9,7 +9,7 @@ from contextlib import ExitStack, closing
 import pytest
 import torch
 
-from r3channel.errors import DeadlineExceeded, NonFiniteWeights, PlanInvalid, WeightsCorrupt
+from r3channel.errors import DeadlineExceeded, NonFiniteWeights, PlanInvalid, UsageError, WeightsCorrupt
 from r3channel.weights.push import Landing, Pusher, SharedWindow
 from r3channel.weights.reshard import plan_reshard
 from tests.reshard_cases import TIMEOUT_S, Held, equals_oracle, held, side
@@ -115,6 +115,21 @@ def test_a_nan_is_never_marked_as_delivered(job: Job) -> None:
     with pytest.raises(NonFiniteWeights, match="tensor w0"):
         job.pusher(0).push(mine, update=1)
     assert job.mine[3][0].marked(0) == 0
+
+
+def test_the_number_of_a_push_that_failed_is_spent(job: Job) -> None:
+    """Its first messages are marked: under the same number a receiver would take them beside the new ones."""
+    bad, pusher, filled = held(SOURCE, 0, seed=1), job.pusher(0), room(3)
+    bad["w8"][0][1][-1, -1] = float("nan")
+    with pytest.raises(NonFiniteWeights, match="tensor w8"):
+        pusher.push(bad, update=1)
+    assert job.mine[3][0].marked(0) == 1
+    with pytest.raises(UsageError, match="update 1 after 1"):
+        pusher.push(held(SOURCE, 0, seed=2), update=1)
+    for one in (pusher, job.pusher(1), job.pusher(2)):
+        one.push(held(SOURCE, one._plan.rank, seed=2), update=2)
+    job.landing(3).take(filled, update=2, timeout_s=TIMEOUT_S)
+    assert equals_oracle(TARGET, filled, seed=2)
 
 
 def test_a_receiver_without_a_window_is_refused_by_rank() -> None:
