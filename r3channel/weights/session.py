@@ -358,8 +358,10 @@ class WeightSync:
             work.close({} if self._held is None else self._held.engine)
             work.commit(version)
             work.resume(version, manifest)
-        except Exception as error:
+        except BaseException as error:
             work.abort()
+            if not isinstance(error, Exception):
+                raise
             raise WeightUpdateFailed(
                 f"engine {member.url} was not brought to version {version}: {error} [engine now: {told(one.members)}]"
             ) from error

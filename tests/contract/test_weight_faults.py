@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from r3channel.errors import (
     WeightsDiffer,
     WeightUpdateFailed,
 )
+from r3channel.weights.buckets import Bucket
 from r3channel.weights.member import EngineState
 from r3channel.weights.session import WeightSync
 from tests.fake_engine import UPDATE, FakeEngine
@@ -295,6 +297,29 @@ def test_an_engine_that_cannot_join_is_not_taken_in(
     sync.remove_engine(pair[1].url)
     with pytest.raises(ConfigError, match="at least one"):
         sync.remove_engine(pair[0].url)
+
+
+@pytest.mark.parametrize("route", ["/begin_weight_update", UPDATE])
+def test_an_interrupt_during_the_update_of_one_leaves_it_as_any_failure_does(
+    sync: WeightSync, pair: tuple[FakeEngine, FakeEngine], monkeypatch: pytest.MonkeyPatch, route: str
+) -> None:
+    engine = pair[1]
+
+    def interrupted() -> Iterator[tuple[Bucket, torch.Tensor]]:
+        for number, given in enumerate(packer.committed()):
+            if number == (route == UPDATE):
+                raise KeyboardInterrupt
+            yield given
+
+    packer = sync._packer
+    monkeypatch.setattr(sync, "_packer", SimpleNamespace(committed=interrupted))
+    with pytest.raises(KeyboardInterrupt):
+        sync.update_one(engine.url, timeout_s=20)
+    state = EngineState.DIRTY if route == UPDATE else EngineState.SERVING
+    assert sync.engine_states[engine.url] is state and engine.paused is (route == UPDATE)
+    monkeypatch.undo()
+    sync.update_one(engine.url, timeout_s=20)
+    assert holds(engine, 1)
 
 
 def test_a_shared_group_survives_the_death_and_return_of_one_member(
