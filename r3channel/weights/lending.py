@@ -35,15 +35,24 @@ class Lent:
 
 
 def lend(shards: Shards, *, device: torch.device) -> Lent:
-    """Move shards into an arena on `device`: copied once, now."""
+    """Move shards into an arena on `device`: copied once, and on return another process may read them.
+
+    What the trainer writes later on a CUDA device the borrower may read once the trainer has waited for that.
+    """
     rows = [(name, box, tensor) for name, parts in shards.items() for box, tensor in parts]
     metas = [TensorMeta(name=name, dtype=t.dtype, shape=box.shape) for name, box, t in rows]
     bucket = Bucket.aligned(metas)
     arena = create_arena(bucket.payload_bytes, device)
     boxes = [box for _, box, _ in rows]
     views = bucket.views(arena.buffer_N[: bucket.payload_bytes])
-    for view, (_, _, tensor) in zip(views, rows, strict=True):
-        view.copy_(tensor.detach())
+    try:
+        for view, (_, _, tensor) in zip(views, rows, strict=True):
+            view.copy_(tensor.detach())
+        if arena.buffer_N.is_cuda:
+            torch.cuda.current_stream(arena.buffer_N.device).synchronize()
+    except BaseException:
+        arena.close()
+        raise
     told = [[*m.row(), list(b.start), list(b.stop)] for m, b in zip(metas, boxes, strict=True)]
     return Lent(arena, _by_name(bucket, boxes, views), {"handle": arena.handle, "shards": told})
 
