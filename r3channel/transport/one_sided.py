@@ -7,8 +7,8 @@ UCX opens is UCX's own configuration (UCX_NET_DEVICES, UCX_TLS), not ours.
 
 Every rank registers one inbox with a ring of chunks per sender; addresses are exchanged once, at the join, through the
 relay's store. A sender registers the caller's memory for the length of a message and keeps two writes under way; only the
-receiver copies. A chunk is free again when its reader says so. There is no notice of a process that dies without a word:
-its peers end by their deadline.
+receiver copies. A chunk is free again when its reader says so. Who writes to a process that has died is told so by UCX; who
+waits for one ends by its deadline.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from r3channel.errors import ConfigError, DeadlineExceeded, TransportError
+from r3channel.errors import ConfigError, DeadlineExceeded, R3Error, TransportError
 from r3channel.transport.base import Deferred, Pending, Rendezvous, Transport
 
 CHUNK_BYTES = 4 << 20
@@ -61,7 +60,7 @@ class OneSidedTransport(Transport):
         self._registered = [self._agent.register_memory([self._inbox_N, self._outbox_N])]
         try:
             self._inbox_of = self._meet(rendezvous, max(0.1, begin + timeout_s - time.monotonic()))
-        except (RuntimeError, dist.DistError) as error:
+        except Exception as error:  # the store's, or nixl's, which share no base class
             self.close()
             raise DeadlineExceeded(
                 f"{self._name}: rank {self.rank} of {self.world_size} could not join within {timeout_s:.1f} s: {error}"
@@ -74,34 +73,43 @@ class OneSidedTransport(Transport):
         return Deferred(lambda timeout_s: self._recv(src, out_N, timeout_s))
 
     def _send(self, dst: int, data_N: torch.Tensor, timeout_s: float) -> None:
-        wait = self._waiter(timeout_s, f"send {len(data_N)} bytes to rank {dst}")
+        what = f"send {len(data_N)} bytes to rank {dst}"
+        wait = self._waiter(timeout_s, what)
         under_way: deque[Any] = deque()
-        with self._readable(data_N, under_way) as from_N:
-            for at in range(0, max(1, len(from_N)), CHUNK_BYTES):
-                wait(lambda: self._written[dst] - self._freed[dst] < CHUNKS)
-                if len(under_way) == WRITES:
+        with self._nixl_fails_as(what):
+            with self._readable(data_N, under_way) as from_N:
+                for at in range(0, max(1, len(from_N)), CHUNK_BYTES):
+                    wait(lambda: self._written[dst] - self._freed[dst] < CHUNKS)
+                    if len(under_way) == WRITES:
+                        self._finish(under_way, dst, wait)
+                    self._start(dst, from_N[at : at + CHUNK_BYTES], len(from_N), under_way)
+                while under_way:
                     self._finish(under_way, dst, wait)
-                self._start(dst, from_N[at : at + CHUNK_BYTES], len(from_N), under_way)
-            while under_way:
-                self._finish(under_way, dst, wait)
-        wait(lambda: self._written[dst] == self._freed[dst])
+            wait(lambda: self._written[dst] == self._freed[dst])
 
     def _recv(self, src: int, out_N: torch.Tensor, timeout_s: float) -> None:
-        wait = self._waiter(timeout_s, f"receive {len(out_N)} bytes from rank {src}")
-        for at in range(0, max(1, len(out_N)), CHUNK_BYTES):
-            number = self._read[src]
-            wait(lambda number=number: number in self._arrived[src])
-            size = self._arrived[src].pop(number)
-            if size != len(out_N):
-                self.abort()
-                raise TransportError(
-                    f"{self._name}: rank {src} sent {size} bytes, rank {self.rank} expected {len(out_N)}"
-                )
-            part = out_N[at : at + CHUNK_BYTES]
-            start = _slot(src, number)
-            part.copy_(self._inbox_N[start : start + len(part)])
-            self._read[src] += 1
-            self._notify(src, b"read %d" % self._read[src])
+        what = f"receive {len(out_N)} bytes from rank {src}"
+        wait = self._waiter(timeout_s, what)
+        with self._nixl_fails_as(what):
+            for at in range(0, max(1, len(out_N)), CHUNK_BYTES):
+                self._receive_chunk(src, out_N, at, wait)
+
+    def _receive_chunk(
+        self, src: int, out_N: torch.Tensor, at: int, wait: Callable[[Callable[[], bool]], None]
+    ) -> None:
+        number = self._read[src]
+        wait(lambda: number in self._arrived[src])
+        size = self._arrived[src].pop(number)
+        if size != len(out_N):
+            self.abort()
+            raise TransportError(
+                f"{self._name}: rank {src} sent {size} bytes, rank {self.rank} expected {len(out_N)}"
+            )
+        part = out_N[at : at + CHUNK_BYTES]
+        start = _slot(src, number)
+        part.copy_(self._inbox_N[start : start + len(part)])
+        self._read[src] += 1
+        self._notify(src, b"read %d" % self._read[src])
 
     def abort(self) -> None:
         if not self._dead:
@@ -114,7 +122,22 @@ class OneSidedTransport(Transport):
         agent, self._agent = self._agent, None
         if agent is not None:
             for registered in self._registered:
-                agent.deregister_memory(registered)
+                with contextlib.suppress(Exception):  # it ends with the agent
+                    agent.deregister_memory(registered)
+
+    @contextlib.contextmanager
+    def _nixl_fails_as(self, what: str) -> Iterator[None]:
+        """An error of nixl (a peer that died, an agent that an abort took away) ends the group and becomes a TransportError."""
+        try:
+            yield
+        except R3Error:
+            self.abort()
+            raise
+        except Exception as error:  # nixl's share no base class
+            self.abort()
+            raise TransportError(
+                f"{self._name} epoch {self.epoch}: rank {self.rank} cannot {what}: {type(error).__name__} {error}"
+            ) from error
 
     # -- writing -------------------------------------------------------------------------------------------------------
 

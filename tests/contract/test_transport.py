@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -237,6 +239,46 @@ def test_shared_memory_that_is_full_is_told_and_ends_no_process(
     assert all(isinstance(error, TransportError) for error in errors)
     assert "rank 0 of 2 finds no" in str(errors[0]) and "No space left" in str(errors[0])
     assert set(os.listdir(shared_memory.FOLDER)) <= before
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("nbytes", [1000, 8 << 20])
+def test_a_write_to_a_process_that_was_killed_ends_the_group_by_name(nbytes: int) -> None:
+    """nixl has errors of its own for it, which no caller of a transport knows."""
+    store = RendezvousStore("127.0.0.1")
+    mine, theirs = (
+        Rendezvous(
+            backend="nixl",
+            name=f"killed/{os.getpid()}/{nbytes}",
+            epoch=1,
+            rank=rank,
+            world_size=2,
+            host=store.host,
+            port=store.port,
+        )
+        for rank in range(2)
+    )
+    script = (
+        "import json, sys, time, torch\n"
+        "from r3channel.transport.base import Rendezvous, join\n"
+        "transport = join(Rendezvous(**json.loads(sys.argv[1])), timeout_s=60)\n"
+        "transport.recv(0, torch.zeros(100, dtype=torch.uint8), timeout_s=60)\n"
+        "time.sleep(60)"
+    )
+    peer = subprocess.Popen([sys.executable, "-c", script, json.dumps(theirs.to_dict())])
+    transport = join(mine, timeout_s=60)
+    try:
+        transport.send(1, data(100), timeout_s=TIMEOUT_S)
+        peer.kill()
+        peer.wait(TIMEOUT_S)
+        with pytest.raises(TransportError, match=f"send {nbytes} bytes to rank 1"):
+            transport.send(1, data(nbytes), timeout_s=TIMEOUT_S)
+        with pytest.raises(TransportError, match="abandoned"):
+            transport.send(1, data(nbytes), timeout_s=TIMEOUT_S)
+    finally:
+        peer.kill()
+        transport.close()
+        store.close()
 
 
 def test_an_engine_process_may_not_join_over_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
