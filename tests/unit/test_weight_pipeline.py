@@ -364,7 +364,7 @@ def test_on_a_device_each_step_has_ended_before_another_thread_goes_on(
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream())
     plan, alone = shared(1), Alone()
     pipeline = BroadcastPipeline(alone, plan)  # pyright: ignore[reportArgumentType]
-    pipeline._buffers = [buffer_N.as_subclass(OnDevice) for buffer_N in pipeline._buffers]
+    pipeline._buffers[:] = [buffer_N.as_subclass(OnDevice) for buffer_N in pipeline._buffers]
     pipeline.run(feed(1), void_move, timeout_s=TIMEOUT_S)
     copies = ended.count(threading.get_ident())
     assert copies == len(plan.owners) and len(ended) == 3 * copies  # fill and apply in threads of their own
