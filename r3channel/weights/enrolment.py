@@ -64,7 +64,7 @@ class Enrolment:
         return [m for m in members if m.url in known and known[m.url].boot_id != m.boot_id]
 
     def open(self, members: Sequence[Member], *, for_s: float) -> None:
-        """An update of these begins, and all have just answered: leases cover it, and nothing is routed to them."""
+        """An update of these begins: leases cover it, pauses included, and nothing is routed to them."""
         now_s, known = time.monotonic(), self._records()
         for member in members:
             self.registry.quarantine(member.url, member.boot_id, now_s=now_s)

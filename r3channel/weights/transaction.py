@@ -47,8 +47,8 @@ class Transaction:
         with run.stage("join"):
             self._fleet.ensure_links(run.deadline, self._enrolment.admit)
         with run.stage("pause"):
-            self._fleet.pause(self._rules.pause, run.deadline)
             self._enrolment.open(self._fleet.members, for_s=run.deadline.left_s())
+            self._fleet.pause(self._rules.pause, run.deadline)
         with run.stage("begin"):
             self._fleet.begin(run.deadline)
 

@@ -214,6 +214,31 @@ def test_a_lease_covers_the_update_that_is_under_way(start: Start) -> None:
         assert engine.version == "1"
 
 
+def test_a_lease_covers_a_pause_that_takes_longer(start: Start) -> None:
+    engine = start()
+    pause = engine._set_paused
+
+    def slowly(paused: bool) -> dict[str, object]:
+        time.sleep(1.0 if paused else 0.0)
+        return pause(paused)
+
+    with opened(engine, registry=registry(lease_s=0.8)) as sync:
+        engine._set_paused = slowly
+        sync.renew(timeout_s=5)
+        sync.update(weights(1).items(), version=1, timeout_s=20)
+        assert engine.version == "1"
+
+
+def test_an_engine_that_does_not_answer_to_the_pause_is_not_routable(start: Start) -> None:
+    good, hung = start(), start()
+    with opened(good, hung) as sync:
+        sync.update(weights(1).items(), version=1, timeout_s=20)
+        hung.script["/pause_generation", 1] = "die"
+        with pytest.raises(WeightUpdateFailed, match=hung.url):
+            sync.update(weights(2).items(), version=2, timeout_s=20)
+        assert sync.routable() == (good.url,)
+
+
 def test_an_update_for_another_epoch_is_refused_before_a_call(start: Start) -> None:
     engine, shared = start(), registry()
     with opened(engine, registry=shared) as sync:
