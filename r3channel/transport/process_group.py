@@ -68,7 +68,10 @@ def _quiet_errors() -> Iterator[None]:
 
 
 class ProcessGroupTransport(Collective):
-    """See `transport.base.Collective`. gloo moves host tensors, NCCL tensors of the current CUDA device."""
+    """See `transport.base.Collective`. gloo moves host tensors, NCCL tensors of the current CUDA device.
+
+    Host tensors cross NCCL through memory of that device: for what is made on the host (votes, maps, reshard messages).
+    """
 
     def __init__(self, rendezvous: Rendezvous, *, timeout_s: float) -> None:
         self.epoch, self.rank, self.world_size = rendezvous.epoch, rendezvous.rank, rendezvous.world_size
@@ -109,18 +112,28 @@ class ProcessGroupTransport(Collective):
 
     def start_send(self, dst: int, data_N: torch.Tensor) -> Pending:
         what = f"send {len(data_N)} bytes to rank {dst}"
-        return self._start(lambda group: group.send([data_N], dst, 0), what)
+        there_N = self._reachable(data_N)
+        if there_N is not data_N:
+            there_N.copy_(data_N)
+        return self._start(lambda group: group.send([there_N], dst, 0), what, there_N)
 
     def start_recv(self, src: int, out_N: torch.Tensor) -> Pending:
         what = f"receive {len(out_N)} bytes from rank {src}"
-        return self._start(lambda group: group.recv([out_N], src, 0), what)
+        there_N = self._reachable(out_N)
+        return self._start(lambda group: group.recv([there_N], src, 0), what, there_N, lands_in=out_N)
 
     def broadcast(self, root: int, data_N: torch.Tensor, *, timeout_s: float) -> None:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
         options.timeout = timedelta(seconds=timeout_s)
         what = f"broadcast {len(data_N)} bytes of rank {root}"
-        self._start(lambda group: group.broadcast([data_N], options), what).wait(timeout_s=timeout_s)
+        there_N = self._reachable(data_N)
+        if there_N is not data_N and root == self.rank:
+            there_N.copy_(data_N)
+        started = self._start(
+            lambda group: group.broadcast([there_N], options), what, there_N, lands_in=data_N
+        )
+        started.wait(timeout_s=timeout_s)
 
     def largest(self, value: int, *, timeout_s: float) -> int:
         word = torch.tensor([value], device="cuda" if self._nccl else "cpu")
@@ -128,15 +141,27 @@ class ProcessGroupTransport(Collective):
         options.reduceOp = dist.ReduceOp.MAX
         options.timeout = timedelta(seconds=timeout_s)
         what = "compare a number with all ranks"
-        self._start(lambda group: group.allreduce([word], options), what).wait(timeout_s=timeout_s)
+        self._start(lambda group: group.allreduce([word], options), what, word).wait(timeout_s=timeout_s)
         return int(word)
 
-    def _start(self, start: Callable[[Any], Any], what: str) -> _Operation:
+    def _reachable(self, data_N: torch.Tensor) -> torch.Tensor:
+        """The tensor itself where the backend can move it, else as much memory of the device."""
+        return torch.empty_like(data_N, device="cuda") if self._nccl and not data_N.is_cuda else data_N
+
+    def _start(
+        self,
+        start: Callable[[Any], Any],
+        what: str,
+        data_N: torch.Tensor,
+        *,
+        lands_in: torch.Tensor | None = None,
+    ) -> _Operation:
+        """`data_N` is what the group moves; in the end it is copied to `lands_in`, if that is other memory."""
         group = self._group  # once: `abort` may come from another thread
         if self._dead or group is None:
             raise TransportError(f"{self._name}: the group was abandoned; cannot {what}. Join the next epoch")
         try:
-            operation = _Operation(self, what, start(group))
+            operation = _Operation(self, what, start(group), data_N, lands_in)
         except (RuntimeError, dist.DistError) as error:
             self.abort()
             raise self._failed(TransportError, what, str(error)) from error
@@ -162,7 +187,7 @@ class ProcessGroupTransport(Collective):
             kind = DeadlineExceeded if waited >= 0.9 * timeout_s else TransportError
             limits = f"within {timeout_s:.1f} s (waited {waited:.1f} s): {str(error).splitlines()[0]}"
             raise self._failed(kind, operation.what, limits) from error
-        operation.work = None
+        operation.land()
         with suppress(ValueError):  # an abort on another thread may have dropped it just now
             self._started.remove(operation)
 
@@ -196,11 +221,25 @@ class ProcessGroupTransport(Collective):
 class _Operation:
     """See `transport.base.Pending`."""
 
-    def __init__(self, transport: ProcessGroupTransport, what: str, work: Any) -> None:
+    def __init__(
+        self,
+        transport: ProcessGroupTransport,
+        what: str,
+        work: Any,
+        data_N: torch.Tensor,
+        lands_in: torch.Tensor | None,
+    ) -> None:
         self._transport, self.what, self.work = transport, what, work
+        self._data_N, self._lands_in = data_N, lands_in
 
     def wait(self, *, timeout_s: float) -> None:
         self._transport.finish(self, timeout_s)
+
+    def land(self) -> None:
+        """The group has moved the bytes."""
+        self.work = None
+        if self._lands_in is not None and self._lands_in is not self._data_N:
+            self._lands_in.copy_(self._data_N)
 
 
 def nccl_group(store: Store, rank: int, world_size: int, limit: timedelta) -> Any:

@@ -17,7 +17,7 @@ import torch
 
 from r3channel.errors import PeerFailed, PlanInvalid, UsageError, WeightsError
 from r3channel.transport.base import Transport
-from r3channel.weights.agreement import agree_on_plan, vote
+from r3channel.weights.agreement import agree_on_plan, agree_on_smallest, vote
 from r3channel.weights.finite import OnNonfinite, check_finite
 from r3channel.weights.geometry import Box
 from r3channel.weights.messages import DEFAULT_MESSAGE_BYTES, Message, Piece, in_order, longest_bytes
@@ -53,24 +53,28 @@ class Resharder:
         max_message_bytes: int = DEFAULT_MESSAGE_BYTES,
         on_nonfinite: OnNonfinite = "error",
     ) -> None:
-        """`max_message_bytes` is the same on every rank. Allocates two buffers of the longest message, in host memory."""
+        """`max_message_bytes`: what this rank can spare for each of two buffers on the host; the smallest of all ranks counts."""
         if (plan.rank, plan.world_size) != (transport.rank, transport.world_size):
             raise UsageError(
                 f"plan of rank {plan.rank} of {plan.world_size}, transport of rank {transport.rank} of "
                 f"{transport.world_size}"
             )
         self._plan, self._transport, self._on_nonfinite = plan, transport, on_nonfinite
-        self._messages = in_order(plan, max_bytes=max_message_bytes)
-        size = longest_bytes(self._messages)
-        self._buffers = [torch.empty(size, dtype=torch.uint8) for _ in range(2)]
         self._max_bytes = max_message_bytes
+        self._messages: list[Message] = []
+        self._buffers: list[torch.Tensor] = []
         self._agreed = False
 
     def agree(self, *, timeout_s: float) -> None:
-        """Compare plan hash and message size with all ranks before a byte moves; raises PlanMismatch with both values."""
-        agree_on_plan(
-            self._transport, f"{self._plan.hash} in {self._max_bytes}-byte buckets", timeout_s=timeout_s
-        )
+        """Compare the plan's hash with all ranks before a byte moves, settle the size of a message, and allocate the buffers.
+
+        Raises PlanMismatch with both hashes.
+        """
+        agree_on_plan(self._transport, self._plan.hash, timeout_s=timeout_s / 2)
+        max_bytes = agree_on_smallest(self._transport, self._max_bytes, timeout_s=timeout_s / 2)
+        self._messages = in_order(self._plan, max_bytes=max_bytes)
+        size = longest_bytes(self._messages)
+        self._buffers = [torch.empty(size, dtype=torch.uint8) for _ in range(2)]
         self._agreed = True
 
     def run(self, source: Shards, target: Shards, *, timeout_s: float) -> ReshardReport:

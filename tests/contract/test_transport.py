@@ -12,9 +12,11 @@ import threading
 import time
 import types
 import uuid
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -24,7 +26,8 @@ from r3channel.errors import DeadlineExceeded, TransportError, UsageError
 from r3channel.transport import shared_memory
 from r3channel.transport.base import Rendezvous, Transport, join
 from r3channel.transport.object_store import Mailbox
-from r3channel.transport.process_group import RendezvousStore
+from r3channel.transport.process_group import ProcessGroupTransport, RendezvousStore
+from r3channel.weights.agreement import agree_on_plan, agree_on_smallest
 
 BACKENDS = ("loopback", "gloo", "object_store", "shm", pytest.param("nixl", marks=pytest.mark.full))
 TIMEOUT_S = 20.0
@@ -369,3 +372,51 @@ def test_an_abort_beside_the_end_of_a_wait_is_no_other_error(monkeypatch: pytest
     two.recv(0, torch.empty(100, dtype=torch.uint8), timeout_s=TIMEOUT_S)
     sent()
     two.abort()
+
+
+def test_host_tensors_cross_nccl_through_memory_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Votes, shard maps and reshard messages are made on the host. The group is a stand-in, as is the device's memory."""
+    lines: defaultdict[tuple[int, int], SimpleQueue[torch.Tensor]] = defaultdict(SimpleQueue)
+    on_device: dict[int, torch.Tensor] = {}
+    done = types.SimpleNamespace(is_completed=lambda: True, wait=lambda: None)
+
+    class Group:
+        Options = types.SimpleNamespace
+
+        def __init__(self, _store: object, rank: int, *_: object) -> None:
+            self.rank = rank
+
+        def send(self, tensors: list[torch.Tensor], dst: int, _tag: int) -> object:
+            assert tensors[0].data_ptr() in on_device
+            lines[self.rank, dst].put(tensors[0].clone())
+            return done
+
+        def recv(self, tensors: list[torch.Tensor], src: int, _tag: int) -> object:
+            assert tensors[0].data_ptr() in on_device
+            tensors[0].copy_(lines[src, self.rank].get(timeout=TIMEOUT_S))
+            return done
+
+        def shutdown(self) -> None: ...
+
+    def reachable(_transport: object, data_N: torch.Tensor) -> torch.Tensor:
+        there_N = torch.zeros_like(data_N)
+        on_device[there_N.data_ptr()] = there_N
+        return there_N
+
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Group, raising=False)
+    monkeypatch.setattr(ProcessGroupTransport, "_reachable", reachable)
+    store, name = RendezvousStore("127.0.0.1"), uuid.uuid4().hex
+
+    def side(rank: int) -> int:
+        where = Rendezvous(
+            backend="nccl", name=name, epoch=1, rank=rank, world_size=2, host=store.host, port=store.port
+        )
+        transport = join(where, timeout_s=TIMEOUT_S)
+        try:
+            agree_on_plan(transport, "the same", timeout_s=TIMEOUT_S)
+            return agree_on_smallest(transport, 7 - rank, timeout_s=TIMEOUT_S)
+        finally:
+            transport.close()
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(side, range(2))) == [6, 6]

@@ -22,7 +22,6 @@ from r3channel.errors import (
     WeightsCorrupt,
 )
 from r3channel.transport.base import Transport
-from r3channel.weights.agreement import agree_on_smallest
 from r3channel.weights.geometry import Box, Layout
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.messages import in_order, messages
@@ -170,20 +169,22 @@ def test_different_plans_are_refused_with_both_hashes_before_a_byte_moves() -> N
         assert all(value in str(error) for value in (*hashes, "rank 2"))
 
 
-def test_bucket_sizes_that_differ_are_refused_too() -> None:
-    source, target = side(MODEL, [0], axis=0), side(MODEL, [1], axis=0)
-
-    def work(transport: Transport) -> None:
-        plan = plan_reshard(source, target, rank=transport.rank)
-        Resharder(plan, transport, max_message_bytes=1024 << transport.rank).agree(timeout_s=TIMEOUT_S)
-
-    assert all(isinstance(e, PlanMismatch) and "2048-byte" in str(e) for e in on_threads(2, work))
-
-
 def test_all_ranks_take_the_smallest_bucket_that_one_can_spare() -> None:
-    spare = (9000, 800, 70_000)
-    sizes = on_threads(3, lambda t: agree_on_smallest(t, spare[t.rank], timeout_s=TIMEOUT_S))
-    assert sizes == [800] * 3
+    source, target = side(MODEL, [0], axis=0), side(MODEL, [1], axis=0)
+    spare, filled = (1 << 20, 1024), held(target, 1, seed=None)
+
+    def work(transport: Transport) -> int:
+        plan = plan_reshard(source, target, rank=transport.rank)
+        resharder = Resharder(plan, transport, max_message_bytes=spare[transport.rank])
+        resharder.agree(timeout_s=TIMEOUT_S)
+        mine = held(source, transport.rank, seed=1)
+        return resharder.run(mine, [{}, filled][transport.rank], timeout_s=TIMEOUT_S).messages
+
+    wanted, large = (
+        len(in_order(plan_reshard(source, target, rank=0), max_bytes=n)) for n in (1024, 1 << 20)
+    )
+    assert on_threads(2, work) == [wanted] * 2 and wanted > large
+    assert equals_oracle(target, filled, seed=1)
 
 
 def test_running_without_agreement_is_refused() -> None:
