@@ -39,8 +39,11 @@ class Publisher:
     def __init__(self, urls: list[str], *, model: str, bucket_bytes: int, manifest: str | None) -> None:
         """`model`: the checkpoint that the engines were started from. `manifest`: file that tells what was committed."""
         self._manifest = manifest
+        engines = [EngineClient(url) for url in urls]
+        for engine in engines:
+            engine.learn_versions(timeout_s=WEIGHT_TIMEOUT_S)  # they are compared with ours when it joins
         self._sync = WeightSync(
-            urls, bucket_bytes=bucket_bytes, verify=True, keep_copy=True, expected=checkpoint_shapes(model)
+            engines, bucket_bytes=bucket_bytes, verify=True, keep_copy=True, expected=checkpoint_shapes(model)
         )
         self._sync.connect(timeout_s=WEIGHT_TIMEOUT_S)
 

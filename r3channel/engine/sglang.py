@@ -47,6 +47,7 @@ from r3channel.engine.refusals import Settings, refusals, refuse
 from r3channel.errors import ConfigError, R3Error
 from r3channel.routing import RowKind
 from r3channel.spec import RoutingSpec
+from r3channel.versions import nccl_version, torch_version
 from r3channel.wire.codec import check_codec
 from r3channel.wire.frame import sample_key
 from r3channel.wire.hello import Hello
@@ -297,6 +298,8 @@ def engine_hello(spec: RoutingSpec) -> Hello:
         delivery=_config.delivery,
         codec=_config.codec,
         allowed=tuple(sorted(_config.allowed)),
+        torch=torch_version(),
+        nccl=nccl_version(),
     )
 
 

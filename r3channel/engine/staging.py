@@ -34,6 +34,7 @@ from r3channel.engine.refusals import Settings, refusals, refuse
 from r3channel.errors import ConfigError
 from r3channel.routing import RowKind
 from r3channel.spec import RoutingSpec
+from r3channel.versions import nccl_version, torch_version
 from r3channel.wire.codec import check_codec
 from r3channel.wire.frame import sample_key
 from r3channel.wire.hello import Hello
@@ -83,6 +84,8 @@ def create_capturer(
         delivery=config.delivery,
         codec=config.codec,
         allowed=tuple(sorted(config.allowed)),
+        torch=torch_version(),
+        nccl=nccl_version(),
     )
     return StagedCapturer(
         spec,

@@ -53,8 +53,8 @@ def ask_engine(url: str, *, timeout_s: float) -> Iterator[Check]:
 
 
 def _told(url: str, hello: Hello) -> Iterator[Check]:
-    versions = f"SGLang {hello.sglang}, r3channel {hello.r3channel}, calls itself {hello.engine}"
-    yield Check(name=f"engine {url}", ok=True, found=versions)
+    versions = f"SGLang {hello.sglang}, torch {hello.torch or 'unknown'}, r3channel {hello.r3channel}"
+    yield Check(name=f"engine {url}", ok=True, found=f"{versions}, calls itself {hello.engine}")
     delivery = f"{hello.delivery}, codec {hello.codec}"
     if hello.allowed:
         delivery += f"; refusals overridden: {', '.join(hello.allowed)}"

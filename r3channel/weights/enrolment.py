@@ -11,10 +11,8 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
-import torch
-from torch.cuda.nccl import version as nccl_version
-
 from r3channel.errors import RegistryRefused
+from r3channel.versions import nccl_version, torch_version
 from r3channel.weights.manifest import Manifest
 from r3channel.weights.member import EngineState, Member
 from r3channel.weights.registry import EngineRecord, WeightRegistry
@@ -22,8 +20,8 @@ from r3channel.weights.registry import EngineRecord, WeightRegistry
 
 def own_registry(backend: str) -> WeightRegistry:
     """One that a session makes for itself: this process's versions, leases that never run out."""
-    nccl = ".".join(map(str, nccl_version())) if backend == "nccl" else ""
-    return WeightRegistry(torch=str(torch.__version__), nccl=nccl, lease_s=float("inf"))
+    nccl = nccl_version() if backend == "nccl" else ""
+    return WeightRegistry(torch=torch_version(), nccl=nccl, lease_s=float("inf"))
 
 
 class Enrolment:

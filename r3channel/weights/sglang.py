@@ -10,6 +10,7 @@ neither the old nor the new weights.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import http.client
 import json
@@ -18,8 +19,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from r3channel.errors import ConfigError, DeadlineExceeded, EngineRefused, EngineUnavailable
+from r3channel.errors import ConfigError, DeadlineExceeded, EngineRefused, EngineUnavailable, PayloadCorrupt
 from r3channel.weights.buckets import Bucket, TensorMeta
+from r3channel.wire.hello import Hello, probe_body
 
 PauseMode = Literal["retract", "in_place", "abort"]
 
@@ -41,7 +43,7 @@ class EngineClient:
         """`ranks` is the engine's tensor-parallel size: so many members of it join the weight group.
 
         `torch`, `nccl`: the versions that the engine runs, as whoever started it knows them; empty is unknown and not
-        compared. SGLang 0.5.23 tells neither over HTTP.
+        compared. SGLang 0.5.23 tells neither over HTTP, our plug-in both (`learn_versions`).
         """
         try:
             parts = urlsplit(url)
@@ -61,6 +63,17 @@ class EngineClient:
 
     def __repr__(self) -> str:
         return f"EngineClient({self.url!r}, ranks={self.ranks})"
+
+    def learn_versions(self, *, timeout_s: float) -> None:
+        """Ask the engine's plug-in which torch and NCCL it runs, by a request of two tokens; of an engine without it they stay
+        unknown. To be called before the handshake (`WeightSync.connect`); the requests of a paused engine wait."""
+        try:
+            reply = self._call("POST", "/generate", probe_body(), timeout_s=timeout_s)
+            hello, _ = Hello.split(base64.b64decode(reply["meta_info"]["routed_experts"], validate=True))
+        except (EngineRefused, PayloadCorrupt, KeyError, TypeError, ValueError):
+            return  # no plug-in: it refuses the question, or answers it with something else
+        if hello is not None:
+            self.torch, self.nccl = hello.torch, hello.nccl
 
     def init_group(
         self,

@@ -20,6 +20,8 @@ HELLO_MAGIC = b"R3H\x01"
 PROBE_PREFIX = "r3channel-probe-"
 MAX_HELLO_BYTES = 16384
 _HEAD = struct.Struct("<4sI")
+_LATER = ("torch", "nccl")
+"""Fields that an older engine does not send."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +48,9 @@ class Hello:
     codec: str
     allowed: tuple[str, ...] = ()
     """Refusals that its operator has overridden."""
+    torch: str = ""
+    nccl: str = ""
+    """For the handshake of the weights; empty where the engine's r3channel is older, or its torch has no NCCL."""
 
     def to_bytes(self) -> bytes:
         text = json.dumps(asdict(self), sort_keys=True).encode()
@@ -69,13 +74,15 @@ class Hello:
     def _from_json(cls, text: bytes) -> Hello:
         try:
             values = json.loads(text)
-            found = {f.name: values[f.name] for f in fields(cls)}
+            found = {
+                f.name: values.get(f.name, "") if f.name in _LATER else values[f.name] for f in fields(cls)
+            }
             for name, kind in (("engine", str), ("boot_id", int), ("spec_digest", int), ("spec", dict)):
                 if not isinstance(found[name], kind):
                     raise TypeError(f"{name} is a {type(found[name]).__name__}")
             for name in ("hooks", "allowed"):
                 found[name] = tuple(str(item) for item in found[name])
-            for name in ("sglang", "r3channel", "delivery", "codec"):
+            for name in ("sglang", "r3channel", "delivery", "codec", *_LATER):
                 found[name] = str(found[name])
             return cls(**found)
         except (ValueError, KeyError, TypeError, RecursionError) as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import socket
 import threading
 import time
@@ -12,6 +14,7 @@ import pytest
 
 from r3channel.errors import ConfigError, DeadlineExceeded, EngineRefused, EngineUnavailable
 from r3channel.weights.sglang import EngineClient
+from tests.direct import hello_of
 
 Serve = Callable[[int, bytes], EngineClient]
 
@@ -89,6 +92,31 @@ def test_a_refused_connection_names_the_engine() -> None:
 def test_a_proxy_in_the_environment_is_not_used(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     serve(200, b'{"success": true}').end(timeout_s=5)
+
+
+def test_an_engine_without_the_plug_in_leaves_its_versions_unknown(serve: Serve) -> None:
+    stock = base64.b64encode(bytes(64)).decode()
+    for status, body in (
+        (200, json.dumps({"meta_info": {"routed_experts": stock}}).encode()),
+        (200, b'{"meta_info": {}}'),
+        (400, b"routed experts are not returned"),
+    ):
+        client = serve(status, body)
+        client.learn_versions(timeout_s=5)
+        assert (client.torch, client.nccl) == ("", "")
+
+
+def test_an_older_plug_in_names_no_versions(serve: Serve) -> None:
+    values = json.loads(hello_of().to_bytes()[8:])
+    del values["torch"], values["nccl"]
+    text = json.dumps(values).encode()
+    older = hello_of().to_bytes()[:4] + len(text).to_bytes(4, "little") + text
+    client = serve(
+        200, json.dumps({"meta_info": {"routed_experts": base64.b64encode(older).decode()}}).encode()
+    )
+    client.torch = "2.0"
+    client.learn_versions(timeout_s=5)
+    assert client.torch == ""
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:30000", "ftp://engine", "http://"])

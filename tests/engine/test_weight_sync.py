@@ -19,6 +19,7 @@ from r3channel.errors import (
     EngineUnavailable,
     ManifestMismatch,
     UsageError,
+    VersionsDiffer,
     WeightsDiffer,
     WeightUpdateFailed,
     WeightVersionRegressed,
@@ -27,6 +28,7 @@ from r3channel.routing import RowKind
 from r3channel.spec import RoutingSpec
 from r3channel.weights.digests import tensor_checksum
 from r3channel.weights.member import EngineState
+from r3channel.weights.registry import WeightRegistry
 from r3channel.weights.session import WeightSync
 from r3channel.weights.sglang import EngineClient, PauseMode
 from r3channel.wire.frame import parse_frame
@@ -75,6 +77,16 @@ def sync(engine_url: str, client: EngineClient, original: Weights) -> Iterator[W
 def greedy(url: str, new_tokens: int = 8) -> tuple[list[int], str]:
     reply = generate(url, PROMPT, new_tokens=new_tokens, routing=False)
     return reply.output, reply.meta["weight_version"]
+
+
+def test_an_engine_tells_its_versions_and_others_than_the_trainers_are_refused(engine_url: str) -> None:
+    client = EngineClient(engine_url)
+    client.learn_versions(timeout_s=30)
+    assert client.torch == torch.__version__
+    older = WeightRegistry(torch="1.13.1", nccl="", lease_s=60)
+    with WeightSync([client], registry=older) as sync, pytest.raises(VersionsDiffer) as raised:
+        sync.connect(timeout_s=30)
+    assert "1.13.1" in str(raised.value) and torch.__version__.split("+")[0] in str(raised.value)
 
 
 def as_engine_keeps(weights: Weights) -> Weights:

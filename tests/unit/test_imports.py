@@ -31,7 +31,7 @@ LEVELS = {
         0,
     ),
     **dict.fromkeys(("wire", "plan"), 1),
-    **dict.fromkeys(("transport", "recording", "unproxied"), 2),
+    **dict.fromkeys(("transport", "recording", "unproxied", "versions"), 2),
     **dict.fromkeys(("engine", "relay", "trainer", "weights"), 3),
     **dict.fromkeys(("cli", "demo", "plugin", "bench", "report", "integrations", "embedded"), 4),
 }
