@@ -29,34 +29,29 @@ from r3channel.errors import (
     SampleUnknown,
     StepError,
     StoreFull,
-    TokensChanged,
     UsageError,
 )
 from r3channel.metrics import Metrics, StageClock
-from r3channel.plan.ticket import TicketSample
 from r3channel.recording import Recorder
 from r3channel.relay.arrival import Arrived
 from r3channel.relay.awaited import Awaited
 from r3channel.relay.engines import EngineRegistry
-from r3channel.relay.inbox import Frames, Inbox
+from r3channel.relay.inbox import Inbox
 from r3channel.relay.ingest import (
     Verified,
-    check_fit,
     frame_bytes_of,
-    invalid_ranges,
     key_of,
     receipt_in,
     verify_frame,
 )
+from r3channel.relay.keeper import Keeper
 from r3channel.relay.landing import Landed, Landing
 from r3channel.relay.prefixes import PrefixShelf
 from r3channel.relay.reply import split_reply
-from r3channel.relay.splice import check_adjoins, join_frames
 from r3channel.relay.store import FrameStore
 from r3channel.relay.unclaimed import Unclaimed
 from r3channel.routing import Ids
 from r3channel.spec import RoutingSpec
-from r3channel.wire.frame import Frame, open_verified
 from r3channel.wire.receipt import FrameName, Receipt, Source
 
 _RETRY_S = 0.2
@@ -91,6 +86,7 @@ class Intake:
         self._landing = Landing(
             spec, store=store, prefixes=self._prefixes, clock=clock, invalid_rows=config.invalid_rows
         )
+        self._keeper = Keeper(spec, store=store, inbox=inbox, clock=clock, metrics=metrics, recorder=recorder)
         self._make_room = make_room
         self._changed = threading.Condition(threading.RLock())
 
@@ -269,7 +265,7 @@ class Intake:
         claim.full = None
         try:
             if claim.error is None:
-                self._keep(claim)
+                self._keeper.keep(claim)
         except StoreFull as error:
             claim.full = error
             return False
@@ -282,6 +278,10 @@ class Intake:
             self._failed.setdefault(claim.sample_id, claim)
             self._let_go(claim.arrived)
             claim.arrived = None
+            return True
+        self._failed.pop(claim.sample_id, None)
+        if claim.adds_turn:  # its rows lie behind those of the turns before now
+            self._let_go(claim.arrived)
         return True
 
     def _withdraw(self, claim: Awaited) -> None:
@@ -289,66 +289,6 @@ class Intake:
         self._claims[claim.sample_id].pop()
         if not self._claims[claim.sample_id]:
             del self._claims[claim.sample_id]
-
-    def _keep(self, claim: Awaited) -> None:
-        assert claim.arrived is not None
-        frame, data = claim.arrived.frame, claim.arrived.data
-        kept: Frames = claim.arrived.key or data
-        turn_rows = frame.rows
-        if claim.adds_turn:
-            frame, kept = self._joined(claim, frame)
-        else:
-            self._check_fit(claim, frame, held_rows=0)
-        sample = TicketSample(
-            claim.sample_id, len(claim.tokens), frame.payload_hash, frame.provenance, invalid_ranges(frame)
-        )
-        with self._clock.span("ingest"):
-            keep = self._inbox.replace if claim.adds_turn else self._inbox.put
-            if self._recorder is not None:  # first: a step may take the sample as soon as it is in the inbox
-                self._inbox.check_free(claim.sample_id, unless_held=claim.adds_turn)
-                whole = data if isinstance(kept, str) else kept
-                self._recorder.keep(claim.sample_id, bytes(whole), claim.tokens)
-            keep(sample, kept, claim.tokens)
-        if claim.adds_turn:
-            self._let_go(claim.arrived)
-        self._failed.pop(claim.sample_id, None)
-        if not claim.adds_turn:
-            self._metrics.inc("r3channel_samples_total", outcome="received")
-        self._metrics.inc("r3channel_bytes_total", claim.arrived.frame.nbytes, leg="engine_frame")
-        self._metrics.inc("r3channel_rows_total", turn_rows)
-
-    def _joined(self, claim: Awaited, turn: Frame) -> tuple[Frame, bytes]:
-        """The frame of the rows that are held with this turn's behind them."""
-        held = self._inbox.held(claim.sample_id)
-        if held is None:
-            raise SampleUnknown(f"sample {claim.sample_id}: the turn before was rejected or taken by a step")
-        where = claim.where
-        held_rows = held.sample.tokens - 1
-        check_adjoins(held_rows=held_rows, first_row=turn.first_row, where=where)
-        self._check_fit(claim, turn, held_rows=held_rows)
-        if not np.array_equal(claim.tokens[:held_rows], held.tokens[:held_rows]):
-            raise TokensChanged(
-                f"{where}: the first {held_rows} tokens differ from those that the held rows were made for; expected the same. "
-                "Was the conversation tokenized anew? Append token ids, not text"
-            )
-        before = open_verified(
-            self._store.get(held.key),
-            spec=self._spec,
-            payload_hash=held.sample.frame_hash,
-            sample_id=claim.sample_id,
-        )
-        return join_frames(before, turn, sample_id=claim.sample_id)
-
-    def _check_fit(self, claim: Awaited, frame: Frame, *, held_rows: int) -> None:
-        check_fit(
-            first_row=frame.first_row,
-            rows=frame.rows,
-            key=frame.sample_key,
-            tokens=len(claim.tokens),
-            expected_key=claim.key,
-            held_rows=held_rows,
-            where=claim.where,
-        )
 
     # -- to a step, or away ----------------------------------------------------------------------------------------
 
