@@ -5,7 +5,8 @@ a tensor starts where the one before it ends, and that offset must be a multiple
 bucket are sorted by item size, largest first, which aligns every one of them without padding.
 
 Some tensors must reach the receiver in one call, because it fuses them (q, k and v of a layer; gate and up of an expert;
-the two MLA down-projections, which SGLang caches only within one call). Such a *unit* is never split over two buckets.
+the two MLA down-projections, which SGLang caches only within one call; a quantised weight and its scale). Such a *unit* is never
+split over two buckets.
 """
 
 from __future__ import annotations
@@ -44,9 +45,11 @@ UNIT_FAMILIES: Mapping[str, tuple[str, ...]] = {
 
 _FAMILY_OF = {member: family for family, members in UNIT_FAMILIES.items() for member in members}
 _UNIT_NAME = re.compile(rf"^(?P<head>(?:.*\.)?)(?P<member>{'|'.join(_FAMILY_OF)})\.(?P<tail>[^.]+)$")
-_QUANTISED_NAME = re.compile(
-    r"\.(weight_scale|weight_scale_inv|input_scale|qweight|qzeros|scales|weight_packed)$"
-)
+_SCALE_NAMES = (".weight_scale", ".weight_scale_inv")
+"""Of a float8 weight: a number, a column or blocks (`weight_scale_inv` of DeepSeek-V3)."""
+_PACKED_NAME = re.compile(r"\.(input_scale|qweight|qzeros|scales|weight_packed)$")
+_SCALED = frozenset({torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz})
+"""A weight of such a dtype is held for its scale as long as there is room; it may have none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +65,25 @@ class Filled(Generic[T]):
 class _Unit(Generic[T]):
     """Tensors that stay together."""
 
+    missing: int
+    """Weights that it still needs."""
     members: list[tuple[TensorMeta, T]] = field(default_factory=list)
     nbytes: int = 0
+    unscaled: int = 0
+    """Float8 weights less scales."""
+
+    def add(self, meta: TensorMeta, item: T, *, nbytes: int) -> None:
+        self.members.append((meta, item))
+        self.nbytes += nbytes
+        if meta.name.endswith(_SCALE_NAMES):
+            self.unscaled -= 1
+        else:
+            self.missing -= 1
+            self.unscaled += meta.dtype in _SCALED
+
+    @property
+    def complete(self) -> bool:
+        return self.missing == 0 and self.unscaled <= 0
 
 
 def fill_buckets(
@@ -76,8 +96,8 @@ def fill_buckets(
     that is arriving. So at most two caps of items, and one unit, are referenced at a time. With `alignment` tensors are counted
     with the gaps that `Bucket.aligned` leaves.
 
-    Raises ConfigError for a cap < 1, and ManifestMismatch for a name given twice, for a quantised tensor (weight and
-    scale form a unit that is not known yet), and for a unit whose members lie further apart than the cap allows.
+    Raises ConfigError for a cap < 1, and ManifestMismatch for a name given twice, for a tensor of a packed format (GPTQ, AWQ),
+    and for a unit whose members lie further apart than the cap allows.
     """
     if cap_bytes < 1:
         raise ConfigError(f"bucket size of {cap_bytes} bytes: expected at least 1")
@@ -105,13 +125,17 @@ def _filled(members: Sequence[tuple[TensorMeta, T]], *, last: bool) -> Filled[T]
 
 
 def unit_of(name: str) -> tuple[str, int]:
-    """(key of the unit that this tensor belongs to, how many members complete it).
+    """(key of the unit that this tensor belongs to, how many weights complete it).
 
     >>> unit_of("model.layers.3.self_attn.k_proj.weight")
     ('model.layers.3.self_attn.{qkv}.weight', 3)
     >>> unit_of("model.norm.weight")
     ('model.norm.weight', 1)
+    >>> unit_of("model.layers.3.mlp.down_proj.weight_scale_inv")
+    ('model.layers.3.mlp.down_proj.weight', 1)
     """
+    if name.endswith(_SCALE_NAMES):
+        name = name[: name.rindex(".")] + ".weight"
     match = _UNIT_NAME.match(name)
     if match is None:
         return name, 1
@@ -130,13 +154,12 @@ def _units(items: Iterable[tuple[TensorMeta, T]], *, hold_bytes: int, alignment:
     gone: set[str] = set()
     seen: set[str] = set()
     for meta, item in items:
-        key, wanted = _check_name(meta.name, seen, gone)
-        unit = held.setdefault(key, _Unit())
-        unit.members.append((meta, item))
+        key, weights = _check_name(meta.name, seen, gone)
+        unit = held.setdefault(key, _Unit(weights))
         nbytes = -(-meta.nbytes // alignment) * alignment
-        unit.nbytes += nbytes
+        unit.add(meta, item, nbytes=nbytes)
         held_bytes += nbytes
-        due = [key] if len(unit.members) == wanted else []
+        due = [key] if unit.complete else []
         while due or (held_bytes > hold_bytes and len(held) > 1):
             out = due.pop() if due else next(k for k in held if k != key)
             gone.add(out)
@@ -148,15 +171,17 @@ def _units(items: Iterable[tuple[TensorMeta, T]], *, hold_bytes: int, alignment:
 def _check_name(name: str, seen: set[str], gone: set[str]) -> tuple[str, int]:
     if name in seen:
         raise ManifestMismatch(f"tensor {name} is given twice in one update")
-    if _QUANTISED_NAME.search(name):
-        raise ManifestMismatch(f"tensor {name} is quantised; this version sends unquantised weights only")
+    if _PACKED_NAME.search(name):
+        raise ManifestMismatch(
+            f"tensor {name} is of a packed format; this version sends plain weights, and float8 ones with their scales"
+        )
     seen.add(name)
-    key, wanted = unit_of(name)
+    key, weights = unit_of(name)
     if key in gone:
         raise ManifestMismatch(
             f"tensor {name} came after its unit {key} had to be sent; give the members of a unit close together"
         )
-    return key, wanted
+    return key, weights
 
 
 def pack(bucket: Bucket, tensors: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:

@@ -36,8 +36,17 @@ def meta(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> TensorMe
 
 
 @st.composite
+def weights(draw: st.DrawFn, module: str) -> list[TensorMeta]:
+    """A module's weight, and before or behind it the scale that a float8 one may have."""
+    weight = TensorMeta(name=f"{module}.weight", dtype=draw(st.sampled_from(DTYPES)), shape=draw(SHAPES))
+    if weight.dtype is not torch.float8_e4m3fn or draw(st.booleans()):
+        return [weight]
+    return draw(st.permutations([weight, meta(f"{module}.weight_scale_inv", *draw(SHAPES))]))
+
+
+@st.composite
 def models(draw: st.DrawFn) -> tuple[list[TensorMeta], int]:
-    """(tensors of some layers, a cap): families whole or mixed up within a layer, dtypes mixed.
+    """(tensors of some layers, a cap): families whole or mixed up within a layer, dtypes mixed, some float8 with scales.
 
     Where members are mixed up, the cap can hold a layer, as the contract of `fill_buckets` asks.
     """
@@ -45,12 +54,8 @@ def models(draw: st.DrawFn) -> tuple[list[TensorMeta], int]:
     for layer in range(draw(st.integers(1, 3))):
         families = [draw(st.permutations(family)) for family in draw(st.permutations(FAMILIES))]
         members = [member for family in families for member in family]
-        names = [
-            f"layers.{layer}.{m}.weight" for m in (draw(st.permutations(members)) if mixed_up else members)
-        ]
-        layers.append(
-            [TensorMeta(name=n, dtype=draw(st.sampled_from(DTYPES)), shape=draw(SHAPES)) for n in names]
-        )
+        tensors = [tensor for member in members for tensor in draw(weights(f"layers.{layer}.{member}"))]
+        layers.append(draw(st.permutations(tensors)) if mixed_up else tensors)
     least = max(sum(m.nbytes for m in layer) for layer in layers) if mixed_up else 1
     return [m for layer in layers for m in layer], max(draw(st.integers(1, 600)), least)
 
@@ -180,10 +185,33 @@ def test_a_bucket_leaves_before_the_stream_has_ended() -> None:
     assert first.items == (0, 1) and len(read) == 3
 
 
-@pytest.mark.parametrize("name", ["a.weight_scale_inv", "a.q_proj.qweight"])
-def test_a_quantised_tensor_is_refused(name: str) -> None:
-    with pytest.raises(ManifestMismatch, match="quantised"):
+@pytest.mark.parametrize("name", ["a.input_scale", "a.q_proj.qweight"])
+def test_a_tensor_of_a_packed_format_is_refused(name: str) -> None:
+    with pytest.raises(ManifestMismatch, match="packed format"):
         plan_buckets([meta(name, 1)], cap_bytes=80)
+
+
+def test_a_float8_weight_leaves_with_its_scale() -> None:
+    """Fused modules with all their scales in one bucket, though without them the next tensor would still fit."""
+    float8 = torch.float8_e4m3fn
+    stream = [
+        meta("a.gate_proj.weight", 40, dtype=float8), meta("a.up_proj.weight", 40, dtype=float8),
+        meta("b.norm.weight", 1),
+        meta("a.gate_proj.weight_scale_inv", 1), meta("a.up_proj.weight_scale_inv", 1),
+        meta("b.down_proj.weight_scale", 1), meta("b.down_proj.weight", 40, dtype=float8),
+    ]  # fmt: skip
+    buckets = [set(bucket.names) for bucket in plan_buckets(stream, cap_bytes=100)]
+    assert buckets == [
+        {"b.norm.weight", "a.gate_proj.weight", "a.up_proj.weight", "a.gate_proj.weight_scale_inv", "a.up_proj.weight_scale_inv"},
+        {"b.down_proj.weight", "b.down_proj.weight_scale"},
+    ]  # fmt: skip
+
+
+def test_float8_weights_without_scales_wait_for_none_for_ever() -> None:
+    stream = [meta(f"{i}.weight", 40, dtype=torch.float8_e4m3fn) for i in range(9)]
+    buckets = plan_buckets(stream, cap_bytes=80)
+    assert [name for bucket in buckets for name in bucket.names] == [m.name for m in stream]
+    assert max(bucket.payload_bytes for bucket in buckets) <= 80
 
 
 def test_a_tensor_given_twice_is_refused() -> None:
