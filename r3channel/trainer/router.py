@@ -107,11 +107,13 @@ class BoundRouter:
         self.act("natural")
 
     @contextmanager
-    def choosing(self, live_R: torch.Tensor | None, seen: Seen | None) -> Iterator[None]:
+    def choosing(self, live_R: torch.Tensor | None, seen: Seen | None, *, mode: Mode) -> Iterator[None]:
         """Inside the block, put the live router's choice into the rows of `live_R`, and tell `seen` what it would choose.
 
         The choice made in the forward pass is what the recompute replays, so that both are identical whatever the kernels.
+        What waits for a recompute during a `logprob` pass is another pass's.
         """
+        waits = mode == "train" and self.keep_for_recompute()
         inner = self.handle.replay.get_replay_topk
         own = vars(self.handle.replay).get("get_replay_topk")
 
@@ -123,7 +125,9 @@ class BoundRouter:
             compute: Any = None,
         ) -> Any:
             if self.action == "forward":
-                self._choose(scores, topk, num_groups, group_topk, compute, live_R=live_R, seen=seen)
+                self._choose(
+                    scores, topk, num_groups, group_topk, compute, live_R=live_R, seen=seen, waits=waits
+                )
             return inner(scores, topk, num_groups, group_topk, compute)
 
         self.handle.replay.get_replay_topk = choose
@@ -144,6 +148,7 @@ class BoundRouter:
         *,
         live_R: torch.Tensor | None,
         seen: Seen | None,
+        waits: bool,
     ) -> None:
         state = self.state
         ids = state.target_topk_idx
@@ -153,7 +158,7 @@ class BoundRouter:
         if live_R is not None:
             mixed = torch.where(live_R[:, None], natural, ids)
             state.target_topk_idx = mixed
-            if self.keep_for_recompute() and self.waiting:
+            if waits:
                 entries = state.replay_backward_list
                 entries[-1] = mixed.to(entries[-1].dtype)
         if seen is not None:

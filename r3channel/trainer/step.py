@@ -100,7 +100,7 @@ class ReplayStep:
             with ExitStack() as choices:
                 for router in routers:
                     self._load(router, index, mode)
-                self._watch_choices(routers, index, choices)
+                self._watch_choices(routers, index, mode, choices)
                 yield
             self._check_called(routers, index, mode)
         finally:
@@ -196,7 +196,9 @@ class ReplayStep:
             router.state.target_topk_idx = ids
         router.act("forward")
 
-    def _watch_choices(self, routers: Sequence[BoundRouter], index: int, choices: ExitStack) -> None:
+    def _watch_choices(
+        self, routers: Sequence[BoundRouter], index: int, mode: Mode, choices: ExitStack
+    ) -> None:
         """Where rows are left to the live router, or the audit samples this micro-batch, see what it would choose."""
         live_R = self._routing.live_rows(index)
         audit = self.audit if self.audit is not None and self.audit.wants(index) else None
@@ -204,7 +206,7 @@ class ReplayStep:
             return
         for router in routers:
             seen = None if audit is None else audit.observer(router.handle.layer, index)
-            choices.enter_context(router.choosing(live_R, seen))
+            choices.enter_context(router.choosing(live_R, seen, mode=mode))
 
     def _check_called(self, routers: Sequence[BoundRouter], index: int, mode: Mode) -> None:
         name = "forward" if mode == "train" else "logprob"

@@ -1,0 +1,124 @@
+"""A replay step on a router that does as Megatron's does, without Megatron: which ids wait for which recompute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from r3channel.spec import RoutingSpec
+from r3channel.trainer.replay import ReplayDriver
+from r3channel.trainer.router import Action
+
+ROWS, EXPERTS, TOP_K = 4, 8, 2
+
+
+class Replay:
+    """The part of Megatron-core 0.16.1's RouterReplay that is used."""
+
+    def __init__(self) -> None:
+        self.action: Action = "natural"
+        self.clear_indices()
+
+    def set_target_indices(self, topk_indices: torch.Tensor) -> None:
+        self.target_topk_idx = topk_indices
+        self.replay_backward_list.append(topk_indices)
+
+    def clear_indices(self) -> None:
+        self.target_topk_idx: torch.Tensor | None = None
+        self.replay_backward_list: list[torch.Tensor] = []
+
+    def get_replay_topk(
+        self, scores: torch.Tensor, topk: int, num_groups: Any, group_topk: Any, compute: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.action == "natural":
+            return compute(scores, topk, num_groups, group_topk)
+        ids = self.target_topk_idx if self.action == "forward" else self.replay_backward_list.pop(0)
+        assert ids is not None
+        return scores.gather(1, ids), ids
+
+
+def live_topk(scores: torch.Tensor, topk: int, *_groups: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    values, ids = scores.topk(topk, dim=1)
+    return values, ids
+
+
+class Router(torch.nn.Module):
+    """Keeps the ids that it used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.eye(EXPERTS))
+        self.replay = Replay()
+        self.used: list[list[list[int]]] = []
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        values, ids = self.replay.get_replay_topk(input @ self.weight, TOP_K, None, None, live_topk)
+        self.used.append(ids.tolist())
+        return values
+
+
+class Handle:
+    """A `RouterHandle`."""
+
+    layer, chunk, top_k, num_experts, recomputed = 0, 0, TOP_K, EXPERTS, True
+
+    def __init__(self, module: Router) -> None:
+        self.module, self.replay = module, module.replay
+
+    def set_action(self, action: Action) -> None:
+        self.replay.action = action
+
+
+class Model(torch.nn.Module):
+    """One router, recomputed as Megatron's full recompute does it: its first run has no gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = Router()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return checkpoint(self.router, x, use_reentrant=True)
+
+
+class Routing:
+    """Micro-batch m replays experts 2m and 2m + 1; the live router chooses for the first row."""
+
+    num_microbatches = 2
+
+    def layer_ids(self, microbatch: int, layer: int) -> torch.Tensor:
+        return torch.tensor([[2 * microbatch, 2 * microbatch + 1]] * ROWS, dtype=torch.uint8)
+
+    def live_rows(self, microbatch: int) -> torch.Tensor | None:
+        return torch.arange(ROWS) == 0
+
+
+def rows(seed: int) -> torch.Tensor:
+    return torch.randn(ROWS, EXPERTS, generator=torch.Generator().manual_seed(seed), requires_grad=True)
+
+
+@contextmanager
+def driver_of(model: Model) -> Iterator[ReplayDriver]:
+    spec = RoutingSpec(num_layers=1, moe_layers=(0,), num_experts=EXPERTS, top_k=TOP_K)
+    driver = ReplayDriver({0: Handle(model.router)}, [model], spec=spec)
+    yield driver
+    driver.close()
+
+
+def test_a_logprob_pass_before_a_backward_leaves_the_waiting_ids_alone() -> None:
+    model = Model()
+    used = model.router.used
+    with driver_of(model) as driver, driver.step(Routing(), step=0) as step:
+        for index in range(2):
+            with step.microbatch(index):
+                output = model(rows(index))
+            with torch.no_grad(), step.microbatch(1 - index, mode="logprob"):
+                model(rows(1 - index))
+            forward = used[-2]
+            output.sum().backward()
+            assert used[-1] == forward, (
+                f"the recompute of micro-batch {index} took other ids than its forward"
+            )
