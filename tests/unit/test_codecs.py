@@ -53,6 +53,15 @@ def test_a_set_comes_back_sorted(experts: int, top_k: int) -> None:
     assert not frame.ordered or top_k < 3, "one or two ids do not shrink, and are stored"
 
 
+@pytest.mark.parametrize("sets", [1, 2, (1 << 14) + 1])
+def test_encoding_leaves_the_ids_as_they_are(sets: int) -> None:
+    ids = np.tile(np.array([7, 3, 5, 1, 6, 0, 4, 2], np.uint8), (sets, 1, 1))
+    before = ids.copy()
+    for codec in CODECS.values():
+        codec.encode(ids)
+        assert np.array_equal(ids, before), codec.name
+
+
 @pytest.mark.parametrize("rows", [1, 7, 8, 9, 30000])
 def test_nine_bits_keep_every_id_in_order(rows: int) -> None:
     ids = np.resize(np.arange(511, -1, -1, dtype=np.int16), (rows, 1, 3))

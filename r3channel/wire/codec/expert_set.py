@@ -94,7 +94,7 @@ def _steps(ids_TLK: Ids) -> Ids | None:
     steps_KN = np.empty((slots, len(ids_NK)), ids_NK.dtype)
     for at in range(0, len(ids_NK), _BLOCK_SETS):
         part = slice(at, at + _BLOCK_SETS)
-        planes = _sorted_planes(np.ascontiguousarray(ids_NK[part].T))
+        planes = _sorted_planes(np.array(ids_NK[part].T, order="C"))  # a single set is contiguous as it is
         steps_KN[0, part] = planes[0]
         for slot in range(1, slots):
             np.subtract(planes[slot], planes[slot - 1], out=steps_KN[slot, part])
