@@ -18,6 +18,17 @@ from r3channel.spec import RoutingSpec
 
 _FORMAT = 3
 """2: one relay only."""
+_NO_TICKET = (
+    ValueError,
+    KeyError,
+    TypeError,
+    IndexError,
+    AttributeError,
+    OverflowError,
+    RecursionError,
+    R3Error,
+)
+"""What reading JSON of another shape raises: `Infinity` as a count and deep nesting among it."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +131,7 @@ class Ticket:
             ticket = cls._from_values(values)
             announced = values["plan_digest"]
             found = ticket.parts.digest
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError, R3Error) as error:
+        except _NO_TICKET as error:
             raise TicketMismatch(f"{len(data)} bytes are not a ticket: {error!r}") from error
         if found != announced:
             raise TicketMismatch(
@@ -133,6 +144,8 @@ class Ticket:
     def _from_values(cls, values: dict[str, Any]) -> Ticket:
         if values.get("ticket") != _FORMAT:
             raise TicketMismatch(f"ticket format {values.get('ticket')!r}, expected {_FORMAT}")
+        if int(values["bucket_bytes"]) < 1:
+            raise TicketMismatch(f"buckets of {values['bucket_bytes']} bytes, expected at least 1")
         samples = tuple(TicketSample.from_values(sample) for sample in values["samples"])
         ranks = [[[samples[i].sample_id for i in batch] for batch in rank] for rank in values["ranks"]]
         return cls(

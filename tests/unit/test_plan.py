@@ -344,11 +344,18 @@ def test_a_ticket_survives_the_trip_and_is_small() -> None:
 
 
 @pytest.mark.parametrize(
-    "damage", [b"", b"{}", b'{"ticket":1}', b'{"ticket":2}', b'{"ticket":3}', b"\x80\x04"]
+    "damage", [b"", b"{}", b'{"ticket":1}', b'{"ticket":2}', b'{"ticket":3}', b"\x80\x04", b"[" * 100_000]
 )
 def test_bytes_that_are_no_ticket_are_refused(damage: bytes) -> None:
     with pytest.raises(TicketMismatch):
         Ticket.from_bytes(damage)
+
+
+@pytest.mark.parametrize("other", ['"bucket_bytes":Infinity', '"bucket_bytes":0', '"bucket_bytes":-1'])
+def test_a_ticket_of_impossible_buckets_is_refused(other: str) -> None:
+    data = make_ticket().to_bytes().replace(b'"bucket_bytes":1048576', other.encode())
+    with pytest.raises(TicketMismatch):
+        Ticket.from_bytes(data)
 
 
 def test_a_ticket_whose_lengths_were_changed_is_refused() -> None:
