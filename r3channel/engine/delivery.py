@@ -44,7 +44,7 @@ _CONNECT_TIMEOUT_S = 10.0
 _BACKOFF_S = (0.02, 2.0)
 """First and longest pause between two tries."""
 _CLOSE_TIMEOUT_S = 2.0
-_ASKS_FOR_PREFIXES = (409, 424)
+_ANOTHER_RELAY, _NO_PREFIX, _REFUSED, _TOO_LARGE = 409, 424, 400, 413
 
 
 class Outlet:
@@ -169,11 +169,11 @@ class Sender:
         with self._changed:
             self._bytes -= sum(item.draft.nbytes for item in batch)
 
-    def _encode(self, batch: Sequence[_Waiting]) -> list[bytes]:
-        """The parcel of these frames, shared prompts in front of the first frame that refers to them."""
+    def _encode(self, batch: Sequence[_Waiting], *, in_full: bool = False) -> list[bytes]:
+        """The parcel of these frames, shared prompts in front of the first frame that refers to them; or no rows shared."""
         frames: list[tuple[int, bytes]] = []
         for item in batch:
-            shared = self._share(item.draft)
+            shared = Shared(None) if in_full else self._share(item.draft)
             if shared.frame is not None:
                 frames.append((PREFIX_SERIAL, shared.frame))
             frames.append(
@@ -202,17 +202,21 @@ class Sender:
 
     def _deliver(self, batch: Sequence[_Waiting], *, deadline_s: float) -> None:
         parts, pause_s, reason = self._encode(batch), _BACKOFF_S[0], ""
+        asked = in_full = False
         while True:
             if self._greeted or self._say_hello():
                 status, reason = self._post(FRAMES_PATH, parts)
                 if status == 200:
                     return
-                if status in _ASKS_FOR_PREFIXES:  # the relay is another one, or had no room for them any more
-                    self._prefixes.clear()
-                    parts = self._encode(batch)
-                self._greeted = status != 409
-                if status in (400, 413):
+                self._greeted = status != _ANOTHER_RELAY
+                if status == _TOO_LARGE or (status == _REFUSED and in_full):
                     break
+                if status in (_ANOTHER_RELAY, _NO_PREFIX, _REFUSED):
+                    # Asked for twice, a prefix has no room there; refused, it must not take other samples with it.
+                    in_full = in_full or status == _REFUSED or (status == _NO_PREFIX and asked)
+                    asked = asked or status == _NO_PREFIX
+                    self._prefixes.clear()
+                    parts = self._encode(batch, in_full=in_full)
             if self._closed or time.monotonic() + pause_s > deadline_s:
                 break
             time.sleep(pause_s)

@@ -100,3 +100,39 @@ def test_a_prefix_needs_no_more_memory_than_allowed(relay: Relay, tmp_path: Path
             relay.add(f"s{number}", reply, range(95))
         relay._intake.wait([f"s{number}" for number in range(5)], timeout_s=LIMIT_S, step=0)
         assert engine.sender._prefixes.nbytes <= 4000
+
+
+def prompt_of(number: int) -> list[int]:
+    return [number, *PROMPT[1:]]
+
+
+def test_prompts_that_the_relay_has_no_room_for_at_once_are_sent_in_full(tmp_path: Path) -> None:
+    config = ChannelConfig(backend="loopback", prefix_bytes=64 * SPEC.bytes_per_token)
+    relay = Relay(SPEC, TrainerLayout(), config)
+    with Engine(relay.serve(token_file=tmp_path / "token"), tmp_path / "token") as engine:
+        with engine.sender._changed:  # the sender takes all of them as one parcel
+            replies = [
+                engine.finish(f"s{number}", 100, prompt=prompt_of(number), seed=number) for number in range(3)
+            ]
+        for number, reply in enumerate(replies):
+            relay.add(f"s{number}", reply, range(100))
+        relay._intake.wait(["s0", "s1", "s2"], timeout_s=LIMIT_S, step=0)
+    relay.discard(["s0", "s1", "s2"])
+    relay.close()
+
+
+def test_a_shared_prompt_that_is_refused_costs_its_own_samples_only(relay: Relay, tmp_path: Path) -> None:
+    bad = sibling(1)
+    bad[10, 0, 1] = bad[10, 0, 0]
+    with Engine(relay.serve(token_file=tmp_path / "token"), tmp_path / "token") as engine:
+        with engine.sender._changed:
+            replies = {
+                "bad": engine.finish("bad", 200, prompt=prompt_of(1), ids_TLK=bad),
+                "good": engine.finish("good", 200, prompt=prompt_of(2), ids_TLK=sibling(2)),
+            }
+        for name, reply in replies.items():
+            with suppress(errors.DuplicateExpertId):  # where it has arrived before
+                relay.add(name, reply, range(200))
+        relay._intake.wait(["good"], timeout_s=LIMIT_S, step=0)
+        assert engine.sender.given_up == 0
+    relay.discard(["good", "bad"])
