@@ -6,7 +6,7 @@ that shares rows with others is read beside the store, and put into it when its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
@@ -17,6 +17,7 @@ from r3channel.relay.arrival import Arrived
 from r3channel.relay.ingest import verify_arrival
 from r3channel.relay.prefixes import PrefixShelf, is_prefix, prefix_of, refers_to_prefix
 from r3channel.relay.store import FrameStore
+from r3channel.routing import Ids
 from r3channel.spec import RoutingSpec
 from r3channel.wire.frame import open_verified
 from r3channel.wire.receipt import FrameName, Source, new_memory, read_frames
@@ -30,6 +31,8 @@ class Landed:
     data: memoryview
     key: str
     """Of its place in the store, which is not committed yet; empty when it lies beside."""
+    shared: Mapping[bytes, Ids]
+    """Rows that the frames of its parcel share, by digest: an eviction after it was read costs it nothing."""
 
 
 class Landing:
@@ -73,7 +76,7 @@ class Landing:
             for _, data in frames:
                 if is_prefix(data):
                     self._prefixes.put(data, engine=engine)
-            self._check_prefixes(frames, engine=engine)
+            shared = self._shared_rows(frames, engine=engine)
         except BaseException:
             for key in keys.values():
                 self._store.release(key)
@@ -81,7 +84,7 @@ class Landing:
         seen: dict[int, Landed] = {}
         for serial, data in frames:
             if not is_prefix(data) and wanted((boot_id, serial)):
-                seen.setdefault(serial, Landed((boot_id, serial), data, keys.pop(serial, "")))
+                seen.setdefault(serial, Landed((boot_id, serial), data, keys.pop(serial, ""), shared))
         for key in keys.values():  # somebody else brought it meanwhile
             self._store.release(key)
         return list(seen.values())
@@ -99,7 +102,7 @@ class Landing:
                     engine=engine,
                     serial=landed.name[1],
                     invalid_rows=self._invalid_rows,
-                    lookup=self._prefixes.get,
+                    lookup=landed.shared.get,
                 )
             if not landed.key:
                 return self._put(landed.name, whole, frame.payload_hash)
@@ -124,13 +127,20 @@ class Landing:
         """A fresh one: a parcel that is sent twice may be read twice at once."""
         return f"frame {boot_id:x}/{serial}/{next(self._copies)}"
 
-    def _check_prefixes(self, frames: Sequence[tuple[int, memoryview]], *, engine: str) -> None:
+    def _shared_rows(self, frames: Sequence[tuple[int, memoryview]], *, engine: str) -> dict[bytes, Ids]:
+        """What the frames of a parcel refer to. Raises PrefixMissing where some of it is not here."""
+        found: dict[bytes, Ids] = {}
         for serial, data in frames:
             digest = None
             with suppress(RoutingError):  # a damaged frame is told to its reply
                 digest = None if is_prefix(data) else prefix_of(data, spec=self._spec, engine=engine)
-            if digest is not None and self._prefixes.get(digest) is None:
+            if digest is None:
+                continue
+            rows_TLK = self._prefixes.get(digest)
+            if rows_TLK is None:
                 raise PrefixMissing(
                     f"frame {serial} from engine {engine} shares rows of prefix {digest.hex()}, which is not here; evicted, or "
                     "sent to another relay?"
                 )
+            found[digest] = rows_TLK
+        return found

@@ -14,7 +14,10 @@ from r3channel import errors
 from r3channel.config import ChannelConfig
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.relay import Relay
-from r3channel.wire.frame import parse_frame
+from r3channel.wire.frame import encode_frame, parse_frame
+from r3channel.wire.prefix import encode_prefix, prefix_digest
+from r3channel.wire.receipt import PREFIX_SERIAL, InMemory, open_parcel, pack_parcel
+from r3channel.wire.received import PrefixRef
 from tests.direct import Engine, hello_of
 from tests.samples import SPEC, random_ids
 
@@ -136,3 +139,15 @@ def test_a_shared_prompt_that_is_refused_costs_its_own_samples_only(relay: Relay
         relay._intake.wait(["good"], timeout_s=LIMIT_S, step=0)
         assert engine.sender.given_up == 0
     relay.discard(["good", "bad"])
+
+
+def test_rows_that_are_evicted_before_their_frame_is_verified_are_not_lost(relay: Relay) -> None:
+    landing, ids_TLK = relay._intake._landing, sibling(1)
+    prefix = encode_prefix(SPEC, expert_ids_TLK=ids_TLK[:64])
+    ref = PrefixRef(prefix_digest(SPEC, ids_TLK[:64]), 64)
+    frame = encode_frame(SPEC, expert_ids_TLK=ids_TLK, prefix=ref)
+    source = InMemory(b"".join(pack_parcel(11, [(PREFIX_SERIAL, prefix), (1, frame)])))
+    (landed,) = landing.read(*open_parcel(source), source, engine="e", wanted=lambda _: True)
+    relay._intake._prefixes._rows.clear()
+    arrived = landing.verify(landed, engine="e")
+    assert np.array_equal(arrived.frame.decode(), ids_TLK)
