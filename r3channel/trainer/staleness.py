@@ -14,6 +14,8 @@ from r3channel.routing import Ids, RowKind
 POLICIES = ("accept", "mask", "reject")
 UNKNOWN = np.iinfo(np.int64).min
 """The lag of a row that no engine recorded; never stale, because nothing is known of it."""
+_LARGEST = np.iinfo(np.int64).max
+"""A frame may name any 64-bit version, so a lag may need one bit more."""
 
 _MANY = 4
 
@@ -42,7 +44,7 @@ class Staleness:
         lags_T = np.full(max(sample.tokens - 1, 0), UNKNOWN, dtype=np.int64)
         for span in sample.provenance:
             if span.kind is not RowKind.MISSING:
-                lags_T[span.start : span.end] = self.version - span.weight_version
+                lags_T[span.start : span.end] = min(self.version - span.weight_version, _LARGEST)
         return lags_T
 
     def stale(self, sample_id: str) -> Ids:

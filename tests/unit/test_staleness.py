@@ -42,6 +42,12 @@ def test_each_token_knows_how_many_updates_lie_behind_its_row() -> None:
     assert lags[1].tolist() == [0] * 4 + [UNKNOWN] * 5
 
 
+def test_a_version_that_no_counter_reaches_is_stale_and_no_error() -> None:
+    shard = make(TicketSample("a", 5, 7, (span(0, 4, -(2**63)),)))
+    with pytest.raises(RowsStale, match=r"a \(4 rows\)"):
+        shard.set_version(7, max_staleness=2, on_stale="reject")
+
+
 def test_rows_are_counted_by_lag_and_missing_ones_are_not() -> None:
     holed = TicketSample("c", 4, 7, (span(0, 1, 1), span(1, 3, 0, RowKind.MISSING)), ((1, 3),))
     shard = make(MIXED, FRESH, holed)
