@@ -208,14 +208,23 @@ class ReplayDriver:
             self._step.before_recompute(router, tokens)
 
     def _after_chunk(self, chunk: int, output: Any) -> None:
-        """Learn when this output's backward begins: its micro-batch's ids must then be first in line."""
+        """Learn when this output's backward begins: its micro-batch's ids must then be first in line.
+
+        Raises:
+            UsageError: no tensor with gradients is found in what the chunk returned, so its backward would begin unnoticed.
+        """
         step = self._step
         if step is None or step.active is None or step.active.mode != "train":
             return
         microbatch = step.active.index
-        for tensor in output if isinstance(output, tuple | list) else (output,):
-            if torch.is_tensor(tensor) and tensor.requires_grad:
-                tensor.register_hook(lambda _grad: self._backward_begins(step, chunk, microbatch))
+        tensors = [tensor for tensor in _tensors(output) if tensor.requires_grad]
+        if not tensors and any(router.keep_for_recompute() for router in self.routers_of(chunk)):
+            raise UsageError(
+                f"micro-batch {microbatch} of step {step.number}: chunk {chunk} returned a {type(output).__name__}; expected "
+                "tensors with gradients, alone or in lists, tuples and mappings. Its recompute could take other ids"
+            )
+        for tensor in tensors:
+            tensor.register_hook(lambda _grad: self._backward_begins(step, chunk, microbatch))
 
     def _backward_begins(self, step: ReplayStep, chunk: int, microbatch: int) -> None:
         routers = [router for router in self.routers_of(chunk) if router.keep_for_recompute()]
@@ -227,6 +236,16 @@ class ReplayDriver:
         for router in routers:
             router.promote(microbatch)
             router.act("recompute")
+
+
+def _tensors(output: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a model's output, however it is nested."""
+    if torch.is_tensor(output):
+        yield output
+    elif isinstance(output, Mapping | list | tuple):
+        items: Any = output.values() if isinstance(output, Mapping) else output
+        for item in items:
+            yield from _tensors(item)
 
 
 def _after_router(router: BoundRouter) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from r3channel.errors import UsageError
 from r3channel.spec import RoutingSpec
 from r3channel.trainer.replay import ReplayDriver
 from r3channel.trainer.router import Action
@@ -76,12 +78,12 @@ class Handle:
 class Model(torch.nn.Module):
     """One router, recomputed as Megatron's full recompute does it: its first run has no gradients."""
 
-    def __init__(self) -> None:
+    def __init__(self, wrap: Callable[[torch.Tensor], Any] = lambda output: output) -> None:
         super().__init__()
-        self.router = Router()
+        self.router, self.wrap = Router(), wrap
 
     def forward(self, x: torch.Tensor) -> Any:
-        return checkpoint(self.router, x, use_reentrant=True)
+        return self.wrap(checkpoint(self.router, x, use_reentrant=True))
 
 
 class Routing:
@@ -89,11 +91,14 @@ class Routing:
 
     num_microbatches = 2
 
+    def __init__(self, *, live: bool = True) -> None:
+        self.live = live
+
     def layer_ids(self, microbatch: int, layer: int) -> torch.Tensor:
         return torch.tensor([[2 * microbatch, 2 * microbatch + 1]] * ROWS, dtype=torch.uint8)
 
     def live_rows(self, microbatch: int) -> torch.Tensor | None:
-        return torch.arange(ROWS) == 0
+        return torch.arange(ROWS) == 0 if self.live else None
 
 
 def rows(seed: int) -> torch.Tensor:
@@ -122,3 +127,35 @@ def test_a_logprob_pass_before_a_backward_leaves_the_waiting_ids_alone() -> None
             assert used[-1] == forward, (
                 f"the recompute of micro-batch {index} took other ids than its forward"
             )
+
+
+@pytest.mark.parametrize(
+    ("wrap", "loss_of"),
+    [
+        (lambda output: output, lambda output: output.sum()),
+        (lambda output: {"logits": output}, lambda output: output["logits"].sum()),
+        (lambda output: (None, [output]), lambda output: output[1][0].sum()),
+    ],
+    ids=["tensor", "mapping", "nested"],
+)
+def test_backward_passes_in_any_order_take_their_own_ids(wrap: Any, loss_of: Any) -> None:
+    model = Model(wrap)
+    with driver_of(model) as driver, driver.step(Routing(live=False), step=0) as step:
+        losses = []
+        for index in range(2):
+            with step.microbatch(index):
+                losses.append(loss_of(model(rows(index))))
+        forward = list(model.router.used)
+        (losses[0] + losses[1]).backward()  # the newest first
+        assert model.router.used[2:] == forward[::-1]
+
+
+def test_an_output_whose_backward_would_begin_unnoticed_is_refused() -> None:
+    model = Model(lambda output: lambda: output)
+    with (
+        pytest.raises(UsageError, match="chunk 0 returned a function"),
+        driver_of(model) as driver,
+        driver.step(Routing(), step=0) as step,
+        step.microbatch(0),
+    ):
+        model(rows(0))
