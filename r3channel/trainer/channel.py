@@ -53,7 +53,7 @@ class TrainerChannel:
         """Bind to the routers of Megatron model chunks and join the relay's group (TP0).
 
         `control` is that of the relay, or of each of several relays in order. Refuses a model whose configuration ignores
-        replay, and a layout that is not Megatron's.
+        replay, and a layout that is not Megatron's. Whatever is raised, nothing stays attached.
         """
         config = config or ChannelConfig()
         spec = megatron.spec_from_config(chunks)
@@ -70,8 +70,13 @@ class TrainerChannel:
             clock=clock,
             metrics=metrics,
         )
-        receiver.join()
-        return cls(driver, receiver, config)
+        channel = cls(driver, receiver, config)
+        try:
+            receiver.join()
+        except BaseException:
+            channel.close()
+            raise
+        return channel
 
     @contextmanager
     def step(

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from r3channel.errors import UsageError
+from r3channel.config import ChannelConfig
+from r3channel.errors import DeadlineExceeded, UsageError
+from r3channel.plan.layout import TrainerLayout
 from r3channel.spec import RoutingSpec
+from r3channel.trainer import megatron
+from r3channel.trainer.channel import TrainerChannel
+from r3channel.trainer.receiver import Control
 from r3channel.trainer.replay import ReplayDriver
 from r3channel.trainer.router import Action
 
 ROWS, EXPERTS, TOP_K = 4, 8, 2
+SPEC = RoutingSpec(num_layers=1, moe_layers=(0,), num_experts=EXPERTS, top_k=TOP_K)
 
 
 class Replay:
@@ -105,10 +111,13 @@ def rows(seed: int) -> torch.Tensor:
     return torch.randn(ROWS, EXPERTS, generator=torch.Generator().manual_seed(seed), requires_grad=True)
 
 
+def driver_on(model: Model) -> ReplayDriver:
+    return ReplayDriver({0: Handle(model.router)}, [model], spec=SPEC)
+
+
 @contextmanager
 def driver_of(model: Model) -> Iterator[ReplayDriver]:
-    spec = RoutingSpec(num_layers=1, moe_layers=(0,), num_experts=EXPERTS, top_k=TOP_K)
-    driver = ReplayDriver({0: Handle(model.router)}, [model], spec=spec)
+    driver = driver_on(model)
     yield driver
     driver.close()
 
@@ -159,3 +168,20 @@ def test_an_output_whose_backward_would_begin_unnoticed_is_refused() -> None:
         step.microbatch(0),
     ):
         model(rows(0))
+
+
+class Nobody:
+    """A relay's control: the other members never come."""
+
+    def hello(self, **_where: Any) -> None:
+        return None
+
+
+def test_an_attach_that_cannot_join_leaves_no_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, control, layout = Model(), cast(Control, Nobody()), TrainerLayout()
+    monkeypatch.setattr(ReplayDriver, "attach", lambda chunks, **_: driver_on(chunks[0]))
+    monkeypatch.setattr(megatron, "spec_from_config", lambda _chunks: SPEC)
+    monkeypatch.setattr(megatron, "parallel_coords", lambda: layout.coords(0))
+    with pytest.raises(DeadlineExceeded):
+        TrainerChannel.attach([model], control, layout=layout, config=ChannelConfig(join_timeout_s=0.01))
+    assert not model._forward_hooks and not model.router._forward_pre_hooks
