@@ -92,20 +92,21 @@ class Receiver:
         longer than `step_timeout_s`.
         """
         where = f"step {ticket.step}, {self._coords}"
-        whole_N, failure, shard = None, None, None
+        whole_N, part_N, failure, shard = None, None, None, None
         with ExitStack() as slot:
             try:
                 shard = self._check(ticket, lengths)
                 slot.enter_context(PROCESS_SLOT.use("routing", where, timeout_s=self._config.step_timeout_s))
                 if self._coords.tp == 0:
-                    whole_N = self._receive_whole(ticket, shard)
+                    whole_N = self._to_device(self._receive_whole(ticket, shard))
+                part_N = self._part(shard, whole_N)  # memory that is not to be had is a failure too
             except Exception as error:  # whatever it is: the other ranks of the group must learn it
                 failure = error
             with self.clock.span("rebroadcast" if self._coords.tp == 0 else "wait_wire", step=ticket.step):
                 self._fanout.vote(failure, what=where)
-            assert shard is not None  # else the vote has raised
+            assert shard is not None and part_N is not None  # else the vote has raised
             with self.clock.span("rebroadcast", step=ticket.step):
-                part_N = self._hand_on(shard, whole_N)
+                self._hand_on(shard, whole_N, part_N)
         self._last_step = ticket.step
         self.metrics.inc("r3channel_bytes_total", len(part_N), leg="landed")
         return RankShard(ticket, shard, part_N, tp=self._coords.tp, invalid_rows=self._config.invalid_rows)
@@ -178,14 +179,18 @@ class Receiver:
         name = "part" if stays else "whole"
         return self._buffer(f"{name}{turn}", shard.nbytes, device=device)
 
-    def _hand_on(self, shard: Shard, whole_N: torch.Tensor | None) -> torch.Tensor:
-        """[slot_bytes] on the routers' device: rebroadcast without sequence parallelism, else scatter per micro-batch."""
-        whole_N = None if whole_N is None else self._to_device(whole_N)
+    def _part(self, shard: Shard, whole_N: torch.Tensor | None) -> torch.Tensor:
+        """[slot_bytes] on the routers' device, where this rank's part will lie: with all rows in it, TP0's whole shard itself."""
+        if shard.tp_slots > 1:
+            return self._buffer("slot", shard.slot_bytes)
+        return self._buffer("part", shard.slot_bytes) if whole_N is None else whole_N
+
+    def _hand_on(self, shard: Shard, whole_N: torch.Tensor | None, part_N: torch.Tensor) -> None:
+        """Fill `part_N` on every rank: rebroadcast without sequence parallelism, else scatter per micro-batch."""
         if shard.tp_slots == 1:
-            part_N = self._buffer("part", shard.slot_bytes) if whole_N is None else whole_N
             self._fanout.rebroadcast(part_N)
-            return part_N
-        return self._scatter(shard, whole_N)
+        else:
+            self._scatter(shard, whole_N, part_N)
 
     def _to_device(self, whole_N: torch.Tensor) -> torch.Tensor:
         if whole_N.device == self._device:
@@ -193,14 +198,12 @@ class Receiver:
         with self.clock.span("h2d"):
             return self._buffer("device", len(whole_N)).copy_(whole_N)
 
-    def _scatter(self, shard: Shard, whole_N: torch.Tensor | None) -> torch.Tensor:
-        part_N, at = self._buffer("slot", shard.slot_bytes), 0
-        parts = None if whole_N is None else slot_parts(shard, whole_N)
+    def _scatter(self, shard: Shard, whole_N: torch.Tensor | None, part_N: torch.Tensor) -> None:
+        parts, at = None if whole_N is None else slot_parts(shard, whole_N), 0
         for index in range(len(shard.microbatches)):
             size = shard.microbatch_bytes(index) // shard.tp_slots
             self._fanout.scatter(None if parts is None else parts[index], part_N[at : at + size])
             at += size
-        return part_N
 
     def _buffer(self, name: str, nbytes: int, *, device: torch.device | None = None) -> torch.Tensor:
         """A reused uint8 buffer of at least `nbytes`, cut to size; on the routers' device unless said. Host memory that feeds a

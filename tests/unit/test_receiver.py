@@ -1,0 +1,52 @@
+"""What a receiver tells its TP group before anything is handed on."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import torch
+
+from r3channel.errors import PeerFailed
+from r3channel.plan.assignment import Assignment
+from r3channel.plan.layout import TrainerLayout
+from r3channel.plan.ticket import Ticket, TicketSample
+from r3channel.trainer.receiver import Control, Receiver
+from r3channel.transport.tensor_parallel import TensorParallelFanout
+from tests.samples import SPEC
+
+
+class Group(TensorParallelFanout):
+    """The other rank of the group can always go on; whoever hands on would wait for it."""
+
+    def __init__(self) -> None:
+        super().__init__(None, device=torch.device("cpu"))
+
+    def scatter(self, parts: list[torch.Tensor] | None, out_N: torch.Tensor) -> None:
+        raise PeerFailed("handed on")
+
+
+@pytest.mark.parametrize("sp", [True, False])
+def test_a_rank_without_memory_for_its_part_says_so_in_the_vote(
+    monkeypatch: pytest.MonkeyPatch, sp: bool
+) -> None:
+    layout, voted = TrainerLayout(tp=2, sp=sp), []
+
+    def vote(failure: BaseException | None, **_: Any) -> None:
+        voted.append(failure)
+        if failure is not None:
+            raise failure
+
+    def no_memory(*_: Any, **__: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no memory")
+
+    group = Group()
+    monkeypatch.setattr(group, "vote", vote)
+    receiver = Receiver(cast(Control, None), spec=SPEC, layout=layout, coords=layout.coords(1), fanout=group)
+    monkeypatch.setattr(receiver, "_buffer", no_memory)
+    ticket = Ticket(
+        "run", 3, SPEC, layout, Assignment.given([[["a"]]]), (TicketSample("a", 9, 7, ()),), 1 << 20
+    )
+    with pytest.raises(torch.OutOfMemoryError):
+        receiver.receive(ticket)
+    assert isinstance(voted[0], torch.OutOfMemoryError)
