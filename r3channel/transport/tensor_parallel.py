@@ -44,7 +44,7 @@ class TensorParallelFanout:
 
     def _share(self, text: str, *, source: int) -> str:
         """The `source` rank's text, cut to fit."""
-        raw = text.encode()[:_REASON_BYTES].ljust(_REASON_BYTES)
+        raw = text.encode("utf-8", "replace")[:_REASON_BYTES].ljust(_REASON_BYTES)
         data_N = torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(self._device)
         dist.broadcast(data_N, dist.get_global_rank(self._group, source), group=self._group)
         return bytes(data_N.tolist()).decode(errors="replace").strip()

@@ -79,8 +79,8 @@ assert _SPAN.size == SPAN_BYTES
 
 
 def sample_key(request_id: str) -> int:
-    """64-bit key that ties a frame to the engine's request id."""
-    return xxhash.xxh3_64_intdigest(request_id.encode())
+    """64-bit key that ties a frame to the engine's request id; of any string, as JSON may name lone surrogates."""
+    return xxhash.xxh3_64_intdigest(request_id.encode("utf-8", "surrogatepass"))
 
 
 def encode_frame(
@@ -163,7 +163,7 @@ def encode_frame(
 
 def encode_error(message: str, *, sample_key: int = 0) -> bytes:
     """A frame that says why the engine has no rows; `parse_frame` raises it as `EngineReported`."""
-    text = message.encode()[:MAX_ERROR_BYTES]
+    text = message.encode("utf-8", "replace")[:MAX_ERROR_BYTES]
     return assemble(Header(kind=KIND_ERROR, sections_bytes=len(text), sample_key=sample_key), [text])
 
 

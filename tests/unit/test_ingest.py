@@ -76,6 +76,10 @@ BAD = {
         lambda: reply_of(frame_of(TOKENS, sample_key=sample_key("r1"))),
         errors.PayloadCorrupt,
     ),
+    "an id that is no text": (
+        lambda: {"meta_info": reply_for("r0", TOKENS)["meta_info"] | {"id": "\ud800"}},
+        errors.PayloadCorrupt,
+    ),
     "engine failed": (lambda: reply_of(encode_error("no slot")), errors.EngineReported),
     "invalid rows": (
         lambda: reply_of(frame_of(TOKENS, valid_T=np.arange(11) != 4, sample_key=sample_key("r0"))),

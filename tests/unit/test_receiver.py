@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from r3channel.errors import PeerFailed
 from r3channel.plan.assignment import Assignment
@@ -50,3 +51,9 @@ def test_a_rank_without_memory_for_its_part_says_so_in_the_vote(
     with pytest.raises(torch.OutOfMemoryError):
         receiver.receive(ticket)
     assert isinstance(voted[0], torch.OutOfMemoryError)
+
+
+def test_a_reason_of_any_characters_reaches_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_global_rank", lambda _group, rank: rank)
+    monkeypatch.setattr(dist, "broadcast", lambda *_, **__: None)
+    assert Group()._share("no file \udcff", source=0) == "no file ?"

@@ -15,7 +15,7 @@ from r3channel.routing import Ids, ProvenanceSpan, RowKind, SampleRouting
 from r3channel.spec import RoutingSpec
 from r3channel.wire.codec import LZ4
 from r3channel.wire.digest import layer_digests
-from r3channel.wire.frame import HEADER_BYTES, encode_error, encode_frame, parse_frame
+from r3channel.wire.frame import HEADER_BYTES, encode_error, encode_frame, parse_frame, sample_key
 from r3channel.wire.prefix import parse_prefix, resolve
 from tests.golden.regenerate import golden_spec
 from tests.samples import SPEC, WIDE, frame_of, random_ids
@@ -101,6 +101,12 @@ def test_auto_tries_lz4_on_samples_of_a_large_chunk() -> None:
 def test_qwen3_30b_rows_cost_at_most_386_bytes() -> None:
     spec = RoutingSpec(num_layers=48, moe_layers=tuple(range(48)), num_experts=128, top_k=8)
     assert len(encode_frame(spec, expert_ids_TLK=random_ids(1000, spec=spec))) / 1000 <= 386
+
+
+def test_an_error_of_any_characters_is_reported_for_a_request_of_any_name() -> None:
+    data = encode_error("no file \udcff", sample_key=sample_key("\ud800"))
+    with pytest.raises(errors.EngineReported, match="no file"):
+        parse_frame(data, spec=SPEC)
 
 
 def test_any_flipped_bit_is_noticed() -> None:
