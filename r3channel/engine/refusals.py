@@ -26,6 +26,7 @@ class Settings(NamedTuple):
     pp_size: int
     external_cache: bool
     mixed_chunk: bool
+    two_batch_overlap: bool
     weight_version: str
 
     @classmethod
@@ -38,6 +39,7 @@ class Settings(NamedTuple):
             pp_size=args.pp_size,
             external_cache=args.enable_hierarchical_cache or args.enable_lmcache,
             mixed_chunk=args.enable_mixed_chunk,
+            two_batch_overlap=args.enable_two_batch_overlap,
             weight_version=args.weight_version,
         )
 
@@ -73,6 +75,12 @@ def refusals(
         )
     if settings.mixed_chunk:
         yield "mixed_chunk", "--enable-mixed-chunk: decoded and prefilled rows cannot be told apart"
+    if settings.two_batch_overlap:
+        yield (
+            "two_batch_overlap",
+            "--enable-two-batch-overlap: each half of a batch captures its ids from the buffer's first row on, so the second "
+            "half's rows pass for the first's",
+        )
     for check, value in ((check_representable, spec), (parse_weight_version, settings.weight_version)):
         try:
             check(value)  # type: ignore[arg-type]

@@ -86,14 +86,15 @@ def _has_bags() -> bool:
 def settings() -> Settings:
     if not _has_bags():
         return Settings.from_server_args(runtime_context.get_server_args())
-    memory = runtime_context.get_memory()
+    memory, execution = runtime_context.get_memory(), runtime_context.get_exec()
     return Settings(
-        capture=runtime_context.get_exec().features.enable_return_routed_experts,
+        capture=execution.features.enable_return_routed_experts,
         speculative=runtime_context.get_spec().speculative_algorithm,
         disaggregation=runtime_context.get_disagg().disaggregation_mode,
         pp_size=runtime_context.get_parallel().pp_size,
         external_cache=memory.enable_hierarchical_cache or memory.enable_lmcache,
         mixed_chunk=runtime_context.get_schedule().enable_mixed_chunk,
+        two_batch_overlap=execution.overlap.enable_two_batch_overlap,
         weight_version=weight_version(),
     )
 

@@ -19,6 +19,7 @@ GOOD = Settings(
     pp_size=1,
     external_cache=False,
     mixed_chunk=False,
+    two_batch_overlap=False,
     weight_version="0",
 )
 BAD = {
@@ -27,6 +28,7 @@ BAD = {
     "pp": GOOD._replace(pp_size=2),
     "external_cache": GOOD._replace(external_cache=True),
     "mixed_chunk": GOOD._replace(mixed_chunk=True),
+    "two_batch_overlap": GOOD._replace(two_batch_overlap=True),
 }
 
 
@@ -73,6 +75,7 @@ def test_settings_are_read_from_the_older_server_arguments() -> None:
     args = SimpleNamespace(
         enable_return_routed_experts=True, speculative_algorithm="NGRAM", disaggregation_mode="prefill", pp_size=4,
         enable_hierarchical_cache=False, enable_lmcache=True, enable_mixed_chunk=False, weight_version="default",
+        enable_two_batch_overlap=True,
     )  # fmt: skip
     words = [word for word, _ in refusals(Settings.from_server_args(args), spec=SPEC)]
-    assert words == ["speculative", "disaggregation", "pp", "external_cache"]
+    assert words == ["speculative", "disaggregation", "pp", "external_cache", "two_batch_overlap"]
