@@ -84,6 +84,7 @@ _SINCE_BAGS: tuple[Name, ...] = (
     Name(f"{_FIELDS}.memory.Memory.enable_lmcache"),
     Name(f"{_FIELDS}.schedule.Schedule.enable_mixed_chunk"),
     Name(f"{_FIELDS}.exec_.ExecOverlap.enable_two_batch_overlap"),
+    Name(f"{_FIELDS}.exec_.ExecMoe.moe_a2a_backend"),
 )
 """0.5.23: settings in bags by theme; a change of the weight version reaches the scheduler."""
 
@@ -101,6 +102,7 @@ _BEFORE_BAGS: tuple[Name, ...] = (
             "enable_lmcache",
             "enable_mixed_chunk",
             "enable_two_batch_overlap",
+            "moe_a2a_backend",
         )
     ),
     *(Name(path, ("self", "recv_req")) for path in UPDATES),

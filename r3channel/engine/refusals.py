@@ -27,11 +27,16 @@ class Settings(NamedTuple):
     external_cache: bool
     mixed_chunk: bool
     two_batch_overlap: bool
+    a2a: str
+    """The all-to-all backend whose scattered ids this SGLang's capture does not gather; empty where there is none."""
     weight_version: str
 
     @classmethod
-    def from_server_args(cls, args: Any) -> Settings:
-        """From the one object of settings that SGLang had until its bags (0.5.9, 0.5.15.post1)."""
+    def from_server_args(cls, args: Any, *, gathered: frozenset[str] = frozenset()) -> Settings:
+        """From the one object of settings that SGLang had until its bags (0.5.9, 0.5.15.post1).
+
+        `gathered`: the all-to-all backends whose ids its capture gathers; 0.5.9 knows none.
+        """
         return cls(
             capture=args.enable_return_routed_experts,
             speculative=args.speculative_algorithm,
@@ -40,8 +45,14 @@ class Settings(NamedTuple):
             external_cache=args.enable_hierarchical_cache or args.enable_lmcache,
             mixed_chunk=args.enable_mixed_chunk,
             two_batch_overlap=args.enable_two_batch_overlap,
+            a2a=not_gathered(args.moe_a2a_backend, gathered=gathered),
             weight_version=args.weight_version,
         )
+
+
+def not_gathered(backend: str | None, *, gathered: frozenset[str]) -> str:
+    """The all-to-all backend if it scatters tokens over an attention group and its ids are not gathered; else empty."""
+    return "" if backend in (None, "none") or backend in gathered else backend
 
 
 Refusal = tuple[str, str]
@@ -80,6 +91,12 @@ def refusals(
             "two_batch_overlap",
             "--enable-two-batch-overlap: each half of a batch captures its ids from the buffer's first row on, so the second "
             "half's rows pass for the first's",
+        )
+    if settings.a2a:
+        yield (
+            "a2a",
+            f"--moe-a2a-backend {settings.a2a}: each rank of an attention group routes a part of the tokens, and this SGLang's "
+            "capture does not gather them, so rows of other tokens would pass for the rest",
         )
     for check, value in ((check_representable, spec), (parse_weight_version, settings.weight_version)):
         try:

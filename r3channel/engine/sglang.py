@@ -43,7 +43,7 @@ from r3channel.engine.hooks import (
     installed_version,
     matching_table,
 )
-from r3channel.engine.refusals import Settings, refusals, refuse
+from r3channel.engine.refusals import Settings, not_gathered, refusals, refuse
 from r3channel.errors import ConfigError, R3Error
 from r3channel.routing import RowKind
 from r3channel.spec import RoutingSpec
@@ -58,6 +58,8 @@ log = logging.getLogger(__name__)
 _config = EngineConfig()
 _table = ""
 """Which table of `hooks.TABLES` this SGLang follows."""
+_GATHERED = frozenset({"deepep", "deepep_v2"})
+"""All-to-all backends whose ids SGLang's capture gathers over the attention group; 0.5.15.post1 has not the second."""
 _announced_version: str | None = None
 """The last version that a weight update named, where SGLang does not tell its scheduler of versions (0.5.15.post1)."""
 
@@ -85,7 +87,9 @@ def _has_bags() -> bool:
 
 def settings() -> Settings:
     if not _has_bags():
-        return Settings.from_server_args(runtime_context.get_server_args())
+        return Settings.from_server_args(
+            runtime_context.get_server_args(), gathered=_GATHERED - {"deepep_v2"}
+        )
     memory, execution = runtime_context.get_memory(), runtime_context.get_exec()
     return Settings(
         capture=execution.features.enable_return_routed_experts,
@@ -95,6 +99,7 @@ def settings() -> Settings:
         external_cache=memory.enable_hierarchical_cache or memory.enable_lmcache,
         mixed_chunk=runtime_context.get_schedule().enable_mixed_chunk,
         two_batch_overlap=execution.overlap.enable_two_batch_overlap,
+        a2a=not_gathered(execution.moe.moe_a2a_backend, gathered=_GATHERED),
         weight_version=weight_version(),
     )
 
