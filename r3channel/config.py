@@ -34,6 +34,7 @@ REFUSALS = {
     "external_cache": "slots are reloaded without their ids",
     "mixed_chunk": "decoded and prefilled rows cannot be told apart",
     "two_batch_overlap": "the halves of a batch write their ids over each other",
+    "pdmux": "decode passes write their ids over those of a prefill under way",
     "a2a": "ranks of an attention group route parts of the tokens, and nothing joins their ids",
     "routers": "the engine's routers are not where the checkpoint's configuration says",
 }

@@ -80,6 +80,7 @@ _SINCE_BAGS: tuple[Name, ...] = (
     Name(f"{_FIELDS}.serving.Serving.weight_version"),
     Name(f"{_FIELDS}.spec.Spec.speculative_algorithm"),
     Name(f"{_FIELDS}.disagg.Disagg.disaggregation_mode"),
+    Name(f"{_FIELDS}.disagg.Disagg.enable_pdmux"),
     Name(f"{_FIELDS}.memory.Memory.enable_hierarchical_cache"),
     Name(f"{_FIELDS}.memory.Memory.enable_lmcache"),
     Name(f"{_FIELDS}.schedule.Schedule.enable_mixed_chunk"),
@@ -102,6 +103,7 @@ _BEFORE_BAGS: tuple[Name, ...] = (
             "enable_lmcache",
             "enable_mixed_chunk",
             "enable_two_batch_overlap",
+            "enable_pdmux",
             "moe_a2a_backend",
         )
     ),

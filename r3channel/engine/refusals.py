@@ -27,6 +27,7 @@ class Settings(NamedTuple):
     external_cache: bool
     mixed_chunk: bool
     two_batch_overlap: bool
+    pdmux: bool
     a2a: str
     """The all-to-all backend whose scattered ids this SGLang's capture does not gather; empty where there is none."""
     weight_version: str
@@ -45,6 +46,7 @@ class Settings(NamedTuple):
             external_cache=args.enable_hierarchical_cache or args.enable_lmcache,
             mixed_chunk=args.enable_mixed_chunk,
             two_batch_overlap=args.enable_two_batch_overlap,
+            pdmux=args.enable_pdmux,
             a2a=not_gathered(args.moe_a2a_backend, gathered=gathered),
             weight_version=args.weight_version,
         )
@@ -91,6 +93,12 @@ def refusals(
             "two_batch_overlap",
             "--enable-two-batch-overlap: each half of a batch captures its ids from the buffer's first row on, so the second "
             "half's rows pass for the first's",
+        )
+    if settings.pdmux:
+        yield (
+            "pdmux",
+            "--enable-pdmux: decode passes run between the layers of a prefill and write their ids into the same buffer, over "
+            "the prefill's first rows",
         )
     if settings.a2a:
         yield (

@@ -99,6 +99,7 @@ def settings() -> Settings:
         external_cache=memory.enable_hierarchical_cache or memory.enable_lmcache,
         mixed_chunk=runtime_context.get_schedule().enable_mixed_chunk,
         two_batch_overlap=execution.overlap.enable_two_batch_overlap,
+        pdmux=runtime_context.get_disagg().enable_pdmux,
         a2a=not_gathered(execution.moe.moe_a2a_backend, gathered=_GATHERED),
         weight_version=weight_version(),
     )

@@ -20,6 +20,7 @@ GOOD = Settings(
     external_cache=False,
     mixed_chunk=False,
     two_batch_overlap=False,
+    pdmux=False,
     a2a="",
     weight_version="0",
 )
@@ -30,6 +31,7 @@ BAD = {
     "external_cache": GOOD._replace(external_cache=True),
     "mixed_chunk": GOOD._replace(mixed_chunk=True),
     "two_batch_overlap": GOOD._replace(two_batch_overlap=True),
+    "pdmux": GOOD._replace(pdmux=True),
     "a2a": GOOD._replace(a2a="mooncake"),
 }
 
@@ -77,9 +79,17 @@ def test_settings_are_read_from_the_older_server_arguments() -> None:
     args = SimpleNamespace(
         enable_return_routed_experts=True, speculative_algorithm="NGRAM", disaggregation_mode="prefill", pp_size=4,
         enable_hierarchical_cache=False, enable_lmcache=True, enable_mixed_chunk=False, weight_version="default",
-        enable_two_batch_overlap=True, moe_a2a_backend="deepep",
+        enable_two_batch_overlap=True, enable_pdmux=True, moe_a2a_backend="deepep",
     )  # fmt: skip
     words = [word for word, _ in refusals(Settings.from_server_args(args), spec=SPEC)]
-    assert words == ["speculative", "disaggregation", "pp", "external_cache", "two_batch_overlap", "a2a"]
+    assert words == [
+        "speculative",
+        "disaggregation",
+        "pp",
+        "external_cache",
+        "two_batch_overlap",
+        "pdmux",
+        "a2a",
+    ]
     gathered = Settings.from_server_args(args, gathered=frozenset({"deepep"}))
     assert gathered.a2a == "" and Settings.from_server_args(args).a2a == "deepep"

@@ -75,7 +75,8 @@ def set_up(root: Path) -> Any:
     args = SimpleNamespace(
         enable_return_routed_experts=True, speculative_algorithm=None, disaggregation_mode="null", pp_size=1,
         enable_hierarchical_cache=False, enable_lmcache=False, enable_mixed_chunk=False, weight_version="default",
-        enable_two_batch_overlap=False, moe_a2a_backend="none", chunked_prefill_size=16, dp_size=1, host="127.0.0.1", port=30000,
+        enable_two_batch_overlap=False, enable_pdmux=False, moe_a2a_backend="none",
+        chunked_prefill_size=16, dp_size=1, host="127.0.0.1", port=30000,
     )  # fmt: skip
     server_args: Any = importlib.import_module("sglang.srt.server_args")
     server_args.get_global_server_args = lambda: args
