@@ -102,8 +102,13 @@ class Receiver:
                 part_N = self._part(shard, whole_N)  # memory that is not to be had is a failure too
             except Exception as error:  # whatever it is: the other ranks of the group must learn it
                 failure = error
-            with self.clock.span("rebroadcast" if self._coords.tp == 0 else "wait_wire", step=ticket.step):
-                self._fanout.vote(failure, what=where)
+            try:
+                with self.clock.span(
+                    "rebroadcast" if self._coords.tp == 0 else "wait_wire", step=ticket.step
+                ):
+                    self._fanout.vote(failure, what=where)
+            finally:
+                failure = None  # its traceback holds this frame, and with it buffers and groups
             assert shard is not None and part_N is not None  # else the vote has raised
             with self.clock.span("rebroadcast", step=ticket.step):
                 self._hand_on(shard, whole_N, part_N)

@@ -40,7 +40,12 @@ class TensorParallelFanout:
                 if failure is None:
                     raise PeerFailed(f"{what}: TP rank {first} of this group cannot go on: {reason}")
         if failure is not None:
-            raise failure
+            try:
+                raise failure
+            finally:
+                del (
+                    failure
+                )  # its traceback holds this frame: the process group would live on until a collection
 
     def _share(self, text: str, *, source: int) -> str:
         """The `source` rank's text, cut to fit."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from contextlib import suppress
 from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from r3channel.errors import PeerFailed
+from r3channel.errors import PeerFailed, TicketMismatch
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.ticket import Ticket, TicketSample
@@ -51,6 +54,26 @@ def test_a_rank_without_memory_for_its_part_says_so_in_the_vote(
     with pytest.raises(torch.OutOfMemoryError):
         receiver.receive(ticket)
     assert isinstance(voted[0], torch.OutOfMemoryError)
+
+
+def test_a_failed_receive_leaves_no_cycle_that_keeps_groups_and_buffers() -> None:
+    """What only a collection frees may live until the interpreter ends, and gloo's threads then end the process."""
+    layout = TrainerLayout()
+    group = Group()
+    receiver = Receiver(cast(Control, None), spec=SPEC, layout=layout, coords=layout.coords(0), fanout=group)
+    other = Ticket(
+        "run", 3, SPEC, TrainerLayout(dp=2), Assignment.given([[["a"]], [["b"]]]),
+        (TicketSample("a", 9, 7, ()), TicketSample("b", 9, 7, ())), 1 << 20,
+    )  # fmt: skip
+    gone = weakref.ref(group)
+    gc.disable()
+    try:
+        with suppress(TicketMismatch):
+            receiver.receive(other)
+        del receiver, group
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_a_reason_of_any_characters_reaches_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
