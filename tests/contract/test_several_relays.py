@@ -242,15 +242,21 @@ def broken(*_: object) -> Any:
     raise errors.TransportError("cut")
 
 
+def sealed_steps(place: Place, count: int) -> list[Ticket]:
+    """Of one DP rank; the samples of step n are named `n-...`."""
+    tickets = []
+    for step in range(count):
+        place.add(f"{step}-")
+        tickets.append(place.front.seal(step, assignment(f"{step}-", dp=1)))
+    return tickets
+
+
 def test_the_next_steps_parts_are_received_ahead(tmp_path: Path) -> None:
     config = ChannelConfig(backend="gloo", relays=2, prefetch=True, bucket_bytes=1024)
     place = open_place(config, TrainerLayout(), tmp_path / "token")
     with contextlib.closing(place):
         (receiver,) = place.receivers()
-        tickets = []
-        for step in range(2):
-            place.add(f"{step}-")
-            tickets.append(place.front.seal(step, assignment(f"{step}-", dp=1)))
+        tickets = sealed_steps(place, 2)
         first = receiver.receive(tickets[0])
         receiver.prefetch(tickets[1])
         check(place, tickets[0], [first], prefix="0-")
@@ -263,10 +269,7 @@ def test_what_a_second_try_received_is_not_overwritten_by_the_step_after_it(tmp_
     place = open_place(config, TrainerLayout(), tmp_path / "token")
     with contextlib.closing(place):
         (receiver,) = place.receivers()
-        tickets = []
-        for step in range(3):
-            place.add(f"{step}-")
-            tickets.append(place.front.seal(step, assignment(f"{step}-", dp=1)))
+        tickets = sealed_steps(place, 3)
         receiver.receive(tickets[0])
         member = receiver._member._members[1]  # type: ignore[union-attr]
         original, member.receive = member.receive, broken  # type: ignore[assignment]
