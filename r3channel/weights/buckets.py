@@ -75,7 +75,7 @@ class _Unit(Generic[T]):
     def add(self, meta: TensorMeta, item: T, *, nbytes: int) -> None:
         self.members.append((meta, item))
         self.nbytes += nbytes
-        if meta.name.endswith(_SCALE_NAMES):
+        if is_scale(meta.name):
             self.unscaled -= 1
         else:
             self.missing -= 1
@@ -124,6 +124,11 @@ def _filled(members: Sequence[tuple[TensorMeta, T]], *, last: bool) -> Filled[T]
     return Filled(Bucket.of([meta for meta, _ in members]), tuple(item for _, item in ordered), last)
 
 
+def is_scale(name: str) -> bool:
+    """Does a float8 weight need this tensor to mean anything?"""
+    return name.endswith(_SCALE_NAMES)
+
+
 def unit_of(name: str) -> tuple[str, int]:
     """(key of the unit that this tensor belongs to, how many weights complete it).
 
@@ -134,7 +139,7 @@ def unit_of(name: str) -> tuple[str, int]:
     >>> unit_of("model.layers.3.mlp.down_proj.weight_scale_inv")
     ('model.layers.3.mlp.down_proj.weight', 1)
     """
-    if name.endswith(_SCALE_NAMES):
+    if is_scale(name):
         name = name[: name.rindex(".")] + ".weight"
     match = _UNIT_NAME.match(name)
     if match is None:

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from r3channel.errors import ManifestMismatch
-from r3channel.weights.buckets import Bucket, Manifest, fill_buckets
+from r3channel.weights.buckets import Bucket, Manifest, fill_buckets, is_scale
 from r3channel.weights.digests import EngineChecksums
 from r3channel.weights.expected import Expected
 from r3channel.weights.packer import Packer
@@ -44,12 +44,14 @@ class Contents:
     def pack(self, stream: Stream, push: Push, run: Run) -> tuple[Manifest, dict[str, str]]:
         """Cut, check and pack the stream bucket by bucket; return what it was, and an engine's checksums of it.
 
-        Raises ManifestMismatch, NonFiniteWeights, and whatever `push` and the stream raise.
+        Raises ManifestMismatch (also for a scale that neither `expected` nor checksums would miss at an engine),
+        NonFiniteWeights, and whatever `push` and the stream raise.
         """
         checksums = EngineChecksums() if self._checksums else None
         given = stream if self._expected is None else self._expected.checked(stream, run)
         filling = fill_buckets(given, cap_bytes=self._bucket_bytes)
         while (filled := run.timed_next("fill", filling)) is not None:
+            self._check_scales(filled.bucket)
             bucket = self._agreed(filled.bucket, len(run.buckets))
             payload = self._packer.pack(bucket, filled, run, checksums)
             push(bucket, payload, last=filled.last)
@@ -66,6 +68,15 @@ class Contents:
             return Manifest.of(buckets)
         self.manifest.check_complete(len(buckets))
         return self.manifest
+
+    def _check_scales(self, bucket: Bucket) -> None:
+        """SGLang skips a name that it does not have, so an engine of plain weights would serve float8 ones without scales."""
+        scale = next((name for name in bucket.names if is_scale(name)), None)
+        if scale is not None and self._expected is None and not self._checksums:
+            raise ManifestMismatch(
+                f"tensor {scale} is the scale of a float8 weight; expected `expected` or `verify`, which notice an engine that "
+                "has no such parameter"
+            )
 
     def _agreed(self, bucket: Bucket, index: int) -> Bucket:
         return bucket if self.manifest is None else self.manifest.check(index, bucket)

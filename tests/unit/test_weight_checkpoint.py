@@ -73,6 +73,23 @@ def test_a_checkpoint_is_read_one_tensor_at_a_time(tmp_path: Path) -> None:
     assert len(alive) == 16 and max(alive) <= 2
 
 
+def test_a_scale_is_taken_only_where_an_engine_without_it_would_be_noticed(tmp_path: Path) -> None:
+    weight, scale = "model.layers.0.mlp.down_proj.weight", "model.layers.0.mlp.down_proj.weight_scale_inv"
+    tensors = {weight: torch.ones(4, 4).to(torch.float8_e4m3fn), scale: torch.ones(1, 1)}
+    save_file(tensors, str(tmp_path / "model.safetensors"))
+    with (
+        session() as sync,
+        pytest.raises(ManifestMismatch, match=r"down_proj\.weight_scale_inv is the scale"),
+    ):
+        sync.load_checkpoint(tmp_path, version=0, timeout_s=20)
+    with session(expected={weight: (4, 4)}) as sync, pytest.raises(ManifestMismatch, match="no such name"):
+        sync.load_checkpoint(tmp_path, version=0, timeout_s=20)
+    for guard in ({"expected": {weight: (4, 4), scale: (1, 1)}}, {"verify": True}):
+        with session(**guard) as sync:
+            sync.load_checkpoint(tmp_path, version=0, timeout_s=20)
+            assert sync.version == 0
+
+
 def test_what_does_not_fit_is_refused_by_name(folder: Path) -> None:
     with (
         session(expected={"model.norm.weight": (4,)}) as sync,
