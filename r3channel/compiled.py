@@ -1,12 +1,15 @@
-"""Loops over ids that numpy has no fast form for, compiled by numba (extra `fast`) when this module is first imported.
+"""Loops over ids that numpy has no fast form for, compiled by numba (extra `fast`): each shape of row when it is first asked for.
 
-Knows words and addresses; knows no samples, frames or shards. Callers import it lazily, through `distinct.kernels()`, and have
-a numpy form of the same. All loops let other threads run. The compiled code is cached on disk: importing takes 0.5 s, or 2 s
-the first time.
+Knows items and addresses; knows no samples, frames or shards. An item is as many ids of one row as fit an unsigned word, and every
+loop that sums digests sums those that `wire.digest` defines. Callers import this module lazily, through `distinct.kernels()`, and
+have a numpy form of the same. All loops let other threads run. A loop takes about 1 s to compile, and is cached on disk where some
+cache folder can be written.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import numba
@@ -15,61 +18,83 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic as _numba_intrinsic
 
+from r3channel.distinct import OFFSET, multipliers
+from r3channel.errors import UsageError
+
 _intrinsic: Any = _numba_intrinsic  # the typing context that it passes is not in its annotations
-_WORD = ir.IntType(64)
 _LINE_BYTES = 64
+_STREAMED_BYTES = 4
+"""Items of this size or more are written past the caches."""
+_CHECKED_BYTES = 16 << 10
+"""Rows that are checked, and then summed, before the next ones: within a level-1 cache."""
+_COMPARED_ITEMS = 7
+"""In rows of more items the pairs of items are too many for one loop."""
 _BLOCK_ROWS = 512
 """Rows whose columns are written one after another: 192 kB of 48 layers x 8 ids, within a level-2 cache (0.065 us per token
 with 64 rows, 0.047 with 512, against 0.033 for memcpy of the same bytes)."""
 
 
-def _jit(*signature: Any) -> Any:
-    try:
-        return numba.njit(*signature, nogil=True, cache=True)
-    except RuntimeError:  # neither the package nor the user's cache folder can be written
-        return numba.njit(*signature, nogil=True)
+def _jit(*signature: Any) -> Callable[[Callable[..., Any]], Any]:
+    def compiled(function: Callable[..., Any]) -> Any:
+        try:
+            return numba.njit(*signature, nogil=True, cache=True)(function)
+        except (RuntimeError, OSError):  # neither the package nor the user's cache folder can be written
+            return numba.njit(*signature, nogil=True)(function)
+
+    return compiled
+
+
+def _inlined(function: Callable[..., Any]) -> Any:
+    """Part of the loops that call it, and cached with them."""
+    return numba.njit(nogil=True)(function)
 
 
 def _read_only(item: Any, dimensions: int = 1) -> Any:
     return types.Array(item, dimensions, "C", readonly=True)
 
 
+def _item_type(item_bytes: int) -> Any:
+    return {1: types.uint8, 2: types.uint16, 4: types.uint32, 8: types.uint64}[item_bytes]
+
+
+# -- memory by address: an item has the type of the array `like` ------------------------------------------------------------
+
+
 @_intrinsic
-def _load(_typing: Any, _address: Any) -> Any:
-    """The word at an address."""
+def _load(_typing: Any, _address: Any, like: Any) -> Any:
+    """The item at an address."""
 
     def generate(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        return builder.load(builder.inttoptr(values[0], _WORD.as_pointer()), align=8)
+        word = ir.IntType(like.dtype.bitwidth)
+        return builder.load(builder.inttoptr(values[0], word.as_pointer()), align=word.width // 8)
 
-    return types.uint64(types.int64), generate
-
-
-@_intrinsic
-def _store(_typing: Any, _address: Any, _word: Any) -> Any:
-    """Write a word at an address."""
-
-    def generate(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        builder.store(values[1], builder.inttoptr(values[0], _WORD.as_pointer()), align=8)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.uint64), generate
+    return like.dtype(types.int64, like), generate
 
 
-@_intrinsic
-def _stream(_typing: Any, _address: Any, _word: Any) -> Any:
-    """Write a word past the caches: the line is not read first, which is a third of the traffic."""
+def _writing(*, streamed: bool) -> Callable[..., Any]:
+    def typed(_typing: Any, _address: Any, item: Any) -> Any:
+        def generate(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+            word = ir.IntType(item.bitwidth)
+            store = builder.store(
+                values[1], builder.inttoptr(values[0], word.as_pointer()), align=word.width // 8
+            )
+            if streamed:
+                store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+            return context.get_dummy_value()
 
-    def generate(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        store = builder.store(values[1], builder.inttoptr(values[0], _WORD.as_pointer()), align=8)
-        store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
-        return context.get_dummy_value()
+        return types.void(types.int64, item), generate
 
-    return types.void(types.int64, types.uint64), generate
+    return typed
+
+
+_store = _intrinsic(_writing(streamed=False))
+_stream = _intrinsic(_writing(streamed=True))
+"""Past the caches: the line is not read first, which is a third of the traffic."""
 
 
 @_intrinsic
 def _fence(_typing: Any) -> Any:
-    """Streamed words are seen by other threads from here on."""
+    """Streamed items are seen by other threads from here on."""
 
     def generate(context: Any, builder: Any, _signature: Any, _values: Any) -> Any:
         builder.fence("seq_cst")
@@ -78,142 +103,304 @@ def _fence(_typing: Any) -> Any:
     return types.void(), generate
 
 
-@_jit(types.boolean(_read_only(types.uint64), types.int64))
-def sound_bytes8(words_N: Any, num_experts: int) -> bool:
-    """Are the 8 uint8 ids of every word below `num_experts` (at most 256) and distinct?
+@_inlined
+def _mixed(item: int) -> int:
+    word = np.uint64(item)
+    return word ^ (word >> np.uint64(32))
 
-    A word is compared with itself turned by 1 to 4 bytes, which is every pair; ids below 128 leave the top bits to carry into.
+
+@_inlined
+def _row_word(items_I: Any, multipliers_I: Any) -> int:
+    """What stands for one row of one layer in its digest."""
+    word = np.uint64(0)
+    for index in range(items_I.shape[0]):
+        word += multipliers_I[index] * (_mixed(items_I[index]) + OFFSET)
+    return word
+
+
+# -- rows of all layers, one after another ----------------------------------------------------------------------------------
+
+
+@_inlined
+def _add_rows(items_N: Any, coefficients_T: Any, begin: int, end: int, sums_C: Any) -> None:
+    """Rows [begin, end) of C items, mixed, each times its coefficient; two rows at once, for half the traffic with the sums."""
+    width, paired = sums_C.shape[0], begin + (end - begin) // 2 * 2
+    for row in range(begin, paired, 2):
+        first_C, second_C = items_N[row * width : (row + 1) * width], items_N[(row + 1) * width : (row + 2) * width]
+        first, second = coefficients_T[row], coefficients_T[row + 1]
+        for index in range(width):
+            at = np.uint64(index)
+            sums_C[at] += _mixed(first_C[at]) * first + _mixed(second_C[at]) * second
+    for row in range(paired, end):
+        items_C, coefficient = items_N[row * width : (row + 1) * width], coefficients_T[row]
+        for index in range(width):
+            at = np.uint64(index)
+            sums_C[at] += _mixed(items_C[at]) * coefficient
+
+
+@_inlined
+def _add_up(sums_C: Any, coefficients_T: Any, multipliers_I: Any, digests_L: Any) -> None:
+    """From the sums of each item to the digests: the definition is linear in both, and this is the least work for each row."""
+    items, factors, coefficients = multipliers_I.shape[0], np.uint64(0), np.uint64(0)
+    for factor in multipliers_I:
+        factors += factor
+    for coefficient in coefficients_T:
+        coefficients += coefficient
+    for layer in range(digests_L.shape[0]):
+        digests_L[layer] = OFFSET * factors * coefficients
+        for index in range(items):
+            digests_L[layer] += multipliers_I[index] * sums_C[layer * items + index]
+
+
+@_inlined
+def _counted_until(coefficients_T: Any, first: int, most: int) -> int:
+    """The end of the rows from `first` on, `most` of them at most, whose coefficient is not 0."""
+    end, last = first, min(coefficients_T.shape[0], first + most)
+    while end < last and coefficients_T[end] != np.uint64(0):
+        end += 1
+    return end
+
+
+@lru_cache(maxsize=4)
+def row_sums(item_bytes: int) -> Any:
+    """f(items_N, coefficients_T, multipliers_I, digests_L): the digests of rows of all layers."""
+
+    def run(items_N: Any, coefficients_T: Any, multipliers_I: Any, digests_L: Any) -> None:
+        sums_C = np.zeros(digests_L.shape[0] * multipliers_I.shape[0], np.uint64)
+        _add_rows(items_N, coefficients_T, 0, coefficients_T.shape[0], sums_C)
+        _add_up(sums_C, coefficients_T, multipliers_I, digests_L)
+
+    words = _read_only(types.uint64)
+    return _jit(types.void(_read_only(_item_type(item_bytes)), words, words, types.uint64[::1]))(run)
+
+
+def checked_rows(item_bytes: int, id_bytes: int, *, items: int, num_experts: int) -> Any:
+    """f(items_N, coefficients_T, multipliers_I, digests_L, num_experts): as `row_sums`, and whether all ids are in range and distinct.
+
+    Rows of coefficient 0 count for nothing. `items` make a row of one layer.
     """
-    ones, tops = np.uint64(0x0101010101010101), np.uint64(0x8080808080808080)
-    low = ~tops
-    apart, over = tops, np.uint64(0)
-    if num_experts <= 128:
-        beyond = np.uint64(128 - num_experts) * ones
-        for index in range(words_N.shape[0]):
-            word = words_N[index]
-            apart &= (word ^ ((word << np.uint64(8)) | (word >> np.uint64(56)))) + low
-            apart &= (word ^ ((word << np.uint64(16)) | (word >> np.uint64(48)))) + low
-            apart &= (word ^ ((word << np.uint64(24)) | (word >> np.uint64(40)))) + low
-            apart &= (word ^ ((word << np.uint64(32)) | (word >> np.uint64(32)))) + low
-            over |= word | (word + beyond)
-        return apart & tops == tops and over & tops == 0
-    beyond, equal = np.uint64(256 - num_experts) * ones, np.uint64(0)
-    for index in range(words_N.shape[0]):
-        word = words_N[index]
-        over |= word & ((word & low) + beyond)
-        for bits in (8, 16, 24, 32):
-            other = word ^ ((word << np.uint64(bits)) | (word >> np.uint64(64 - bits)))
-            equal |= (
-                other - ones
-            ) & ~other  # a top bit is set where some byte is 0: exact as a test of the word
-    return equal & tops == 0 and over & tops == 0
+    if items > _COMPARED_ITEMS:
+        return _shifted_rows(item_bytes, id_bytes, items)
+    return _compared_rows(item_bytes, id_bytes, items, num_experts <= 1 << 8 * id_bytes - 1)
 
 
-@_jit(types.boolean(_read_only(types.uint64, 2), types.int64))
-def sound_shorts8(words_N2: Any, num_experts: int) -> bool:
-    """As `sound_bytes8`, for rows of 8 int16 ids, two words each."""
-    ones, tops = np.uint64(0x0001000100010001), np.uint64(0x8000800080008000)
-    low = ~tops
-    beyond = np.uint64(32768 - num_experts) * ones
-    apart, over = tops, np.uint64(0)
-    for index in range(words_N2.shape[0]):
-        first, second = words_N2[index, 0], words_N2[index, 1]
-        over |= first | second | (first + beyond) | (second + beyond)
-        turned = (second << np.uint64(16)) | (second >> np.uint64(48))
-        half = (second << np.uint64(32)) | (second >> np.uint64(32))
-        apart &= (first ^ ((first << np.uint64(16)) | (first >> np.uint64(48)))) + low
-        apart &= (first ^ ((first << np.uint64(32)) | (first >> np.uint64(32)))) + low
-        apart &= (second ^ turned) + low
-        apart &= (second ^ half) + low
-        apart &= (first ^ second) + low
-        apart &= (first ^ turned) + low
-        apart &= (first ^ half) + low
-        apart &= (first ^ ((second << np.uint64(48)) | (second >> np.uint64(16)))) + low
-    return apart & tops == tops and over & tops == 0
+@lru_cache(maxsize=16)
+def _compared_rows(item_bytes: int, id_bytes: int, items: int, low: bool) -> Any:
+    """All ids of an item are compared with all ids of another at once, and then with the other turned by one id, by two, ...
+
+    `low`: no id in range has its top bit set. A block of rows is checked as one, which leaves no odd ends, and then summed.
+    """
+    item_of: Any = getattr(np, f"uint{8 * item_bytes}")
+    bits, id_bits, ids = 8 * item_bytes, 8 * id_bytes, item_bytes // id_bytes
+    ones = item_of(sum(1 << id_bits * index for index in range(ids)))
+    tops = item_of(int(ones) << id_bits - 1)
+    rest = item_of(~tops)
+    limit, block_bytes = 1 << id_bits - int(low), _CHECKED_BYTES
+
+    def run(items_N: Any, coefficients_T: Any, multipliers_I: Any, digests_L: Any, num_experts: int) -> bool:
+        sums_C = np.zeros(digests_L.shape[0] * items, np.uint64)
+        width, rows, first = sums_C.shape[0], coefficients_T.shape[0], 0
+        beyond, bad = item_of(item_of(limit - num_experts) * ones), item_of(0)
+        while first < rows:
+            end = _counted_until(coefficients_T, first, max(1, block_bytes // (width * item_bytes)))
+            items_B = items_N[first * width : end * width]
+            for line in range(items_B.shape[0] // items):
+                at, wrong = np.uint64(line) * np.uint64(items), item_of(0)
+                for a in range(items):
+                    word = items_B[at + np.uint64(a)]
+                    if low:
+                        wrong |= item_of(word | item_of(word + beyond))
+                    else:
+                        wrong |= item_of(word & item_of(item_of(word & rest) + beyond))
+                    for b in range(a + 1):
+                        other = items_B[at + np.uint64(b)]
+                        # Within one item turns by up to half make every pair.
+                        for turn in range(int(a == b), ids // 2 + 1 if a == b else ids):
+                            back = (bits - turn * id_bits) % bits
+                            turned = item_of(
+                                item_of(word << item_of(turn * id_bits)) | item_of(word >> item_of(back))
+                            )
+                            apart = item_of(other ^ turned)
+                            # A top bit is set where two ids are equal: exact as a test of the whole item.
+                            if low:
+                                wrong |= item_of(~item_of(apart + rest))
+                            else:
+                                wrong |= item_of(item_of(apart - ones) & item_of(~apart))
+                bad |= wrong
+            _add_rows(items_N, coefficients_T, first, end, sums_C)
+            first = max(end, first + 1)
+        _add_up(sums_C, coefficients_T, multipliers_I, digests_L)
+        return item_of(bad & tops) == item_of(0)
+
+    return _jit(types.boolean(*_checked_arguments(item_bytes)))(run)
 
 
-@_jit([types.boolean(_read_only(item, 2), types.int64) for item in (types.uint8, types.int16)])
-def sound_rows(ids_NK: Any, num_experts: int) -> bool:
-    """As `sound_bytes8`, for rows of any length: a table remembers the last row that named each expert."""
-    last_E = np.full(num_experts, -1, np.int64)
-    for row in range(ids_NK.shape[0]):
-        for slot in range(ids_NK.shape[1]):
-            expert = np.int64(ids_NK[row, slot])
-            if expert < 0 or expert >= num_experts or last_E[expert] == row:
-                return False
-            last_E[expert] = row
-    return True
+@lru_cache(maxsize=16)
+def _shifted_rows(item_bytes: int, id_bytes: int, items: int) -> Any:
+    """For long rows: each id is compared with the one 1, 2, ... behind it, and what another layer's row has there is masked."""
+    id_of: Any = getattr(np, f"uint{8 * id_bytes}")
+    ids, full = item_bytes // id_bytes, (1 << 8 * id_bytes) - 1
+    slots = items * ids
+
+    def run(items_N: Any, coefficients_T: Any, multipliers_I: Any, digests_L: Any, num_experts: int) -> bool:
+        sums_C = np.zeros(digests_L.shape[0] * items, np.uint64)
+        ids_N, width = items_N.view(id_of), sums_C.shape[0] * ids
+        mask_DW = np.empty((slots, width), id_of)
+        for shift in range(slots):
+            for index in range(width):
+                mask_DW[shift, index] = id_of(full if index % slots + shift >= slots else 0)
+        least, largest = id_of(full), id_of(0)
+        for row in range(coefficients_T.shape[0]):
+            if coefficients_T[row] == np.uint64(0):
+                continue
+            begin = row * width
+            whole = min(width, ids_N.shape[0] - begin - slots + 1)  # the last row has none that far behind
+            for index in range(width):
+                if ids_N[begin + index] > largest:
+                    largest = ids_N[begin + index]
+            for index in range(whole):
+                at = np.uint64(begin + index)
+                for shift in range(1, slots):
+                    apart = id_of(ids_N[at] ^ ids_N[at + np.uint64(shift)])
+                    apart = id_of(apart | mask_DW[np.uint64(shift), np.uint64(index)])
+                    if apart < least:
+                        least = apart
+            for index in range(begin + whole, begin + width):
+                for other in range(index + 1, begin + width):
+                    if ids_N[index] == ids_N[other]:
+                        least = id_of(0)
+        _add_rows(items_N, coefficients_T, 0, coefficients_T.shape[0], sums_C)
+        _add_up(sums_C, coefficients_T, multipliers_I, digests_L)
+        return least > id_of(0) and np.int64(largest) < num_experts
+
+    return _jit(types.boolean(*_checked_arguments(item_bytes)))(run)
 
 
-@_jit(types.int64(types.int64, types.int64, types.int64))
+def _checked_arguments(item_bytes: int) -> tuple[Any, ...]:
+    words = _read_only(types.uint64)
+    return _read_only(_item_type(item_bytes)), words, words, types.uint64[::1], types.int64
+
+
+# -- rows of one layer ------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=4)
+def column_sums(item_bytes: int) -> Any:
+    """f(items_RI, runs_N5, coefficients_P, multipliers_I, digests_S): add each run of rows to the digest of its sample.
+
+    runs_N5: sample, position of the first row, first row, rows between two of the run, rows; see `wire.digest.column_digests`.
+    """
+
+    def run(items_RI: Any, runs_N5: Any, coefficients_P: Any, multipliers_I: Any, digests_S: Any) -> None:
+        for number in range(runs_N5.shape[0]):
+            sample, position, first = runs_N5[number, 0], runs_N5[number, 1], runs_N5[number, 2]
+            step, rows = runs_N5[number, 3], runs_N5[number, 4]
+            coefficients_T, total = coefficients_P[position : position + rows], np.uint64(0)
+            if items_RI.shape[1] == 1 and step == 1:
+                items_T = items_RI[first : first + rows, 0]
+                for row in range(rows):
+                    total += (_mixed(items_T[row]) + OFFSET) * coefficients_T[row]
+            else:
+                for row in range(rows):
+                    total += _row_word(items_RI[first + row * step], multipliers_I) * coefficients_T[row]
+            digests_S[sample] += total
+
+    words = _read_only(types.uint64)
+    items, runs = _read_only(_item_type(item_bytes), 2), _read_only(types.int64, 2)
+    return _jit(types.void(items, runs, words, words, types.uint64[::1]))(run)
+
+
+# -- from rows of all layers to one layer after another ---------------------------------------------------------------------
+
+
+@_inlined
 def _line_from(address: int, row: int, row_bytes: int) -> int:
     """The first row from `row` on that begins a cache line (or lies in one that begins in the row before)."""
     return row + ((-(address + row * row_bytes)) & (_LINE_BYTES - 1)) // row_bytes
 
 
-@_jit(types.void(*[types.int64] * 6))
-def _stream_column(to: int, source: int, begin: int, end: int, source_row_bytes: int, words: int) -> None:
-    """Rows [begin, end) of one layer, one after another, past the caches; the common row of one word has its own loop."""
-    if words == 1:
-        for row in range(begin, end):
-            _stream(to + row * 8, _load(source + row * source_row_bytes))
+@_inlined
+def _write(address: int, item: int, streamed: bool) -> None:
+    if streamed:
+        _stream(address, item)
     else:
-        for row in range(begin, end):
-            for word in range(words):
-                value = _load(source + row * source_row_bytes + 8 * word)
-                _stream(to + (row * words + word) * 8, value)
+        _store(address, item)
 
 
-@_jit(types.void(*[types.int64] * 7))
-def _store_column(
-    to: int, step: int, source: int, begin: int, end: int, source_row_bytes: int, words: int
-) -> None:
-    """The same with `step` bytes between the rows: other samples' rows lie between them."""
+@_inlined
+def _store_pads(to: int, step: int, begin: int, end: int, position: int, pads_EI: Any) -> None:
     for row in range(begin, end):
-        for word in range(words):
-            _store(to + row * step + 8 * word, _load(source + row * source_row_bytes + 8 * word))
+        pad = (position + row) % pads_EI.shape[0]
+        for index in range(pads_EI.shape[1]):
+            _store(to + row * step + index * pads_EI.itemsize, pads_EI[pad, index])
 
 
-@_jit(types.void(*[types.int64] * 5, _read_only(types.uint64, 2)))
-def _store_pads(to: int, step: int, begin: int, end: int, position: int, pads_EW: Any) -> None:
-    for row in range(begin, end):
-        pad = (position + row) % pads_EW.shape[0]
-        for word in range(pads_EW.shape[1]):
-            _store(to + row * step + 8 * word, pads_EW[pad, word])
+@lru_cache(maxsize=8)
+def _placing(item_bytes: int, items: int) -> Any:
+    """`place_runs` for rows of so many items; that their number is known makes it twice as fast."""
+    row_bytes, may_stream = items * item_bytes, item_bytes >= _STREAMED_BYTES
 
-
-@_jit(
-    types.void(_read_only(types.int64, 2), _read_only(types.int64), types.int64, _read_only(types.uint64, 2))
-)
-def place_runs(runs_R7: Any, sources_L: Any, source_row_bytes: int, pads_EW: Any) -> None:
-    """Write runs of rows into their places. Every address and stride is a multiple of 8 and lies in memory that the caller holds.
-
-    runs_R7    source, rows to copy, rows in all, target of the first row in the first layer, bytes between layers, bytes between
-               rows, position of the first row; addresses and bytes
-    sources_L  column of the source row that each target layer copies
-    pads_EW    words of the row to write at position p, where there is none to copy: pads_EW[p % E]
-    """
-    words, layers = pads_EW.shape[1], sources_L.shape[0]
-    row_bytes = 8 * words
-    for run in range(runs_R7.shape[0]):
-        source, real, length = runs_R7[run, 0], runs_R7[run, 1], runs_R7[run, 2]
-        target, layer_bytes, step = runs_R7[run, 3], runs_R7[run, 4], runs_R7[run, 5]
-        for first in range(0, real, _BLOCK_ROWS):
-            last = min(real, first + _BLOCK_ROWS)
+    def run(
+        runs_R8: Any, sources_L: Any, source_row_bytes: int, pads_EI: Any, coefficients_P: Any, digests_SL: Any, multipliers_I: Any
+    ) -> None:  # fmt: skip
+        layers = sources_L.shape[0]
+        for number in range(runs_R8.shape[0]):
+            source, real, length = runs_R8[number, 0], runs_R8[number, 1], runs_R8[number, 2]
+            target, layer_bytes, step = runs_R8[number, 3], runs_R8[number, 4], runs_R8[number, 5]
+            position, sample = runs_R8[number, 6], runs_R8[number, 7]
+            streamed = may_stream and step == row_bytes
+            for first in range(0, real, _BLOCK_ROWS):
+                last = min(real, first + _BLOCK_ROWS)
+                for layer in range(layers):
+                    to, begin, end = target + layer * layer_bytes, first, last
+                    if streamed:  # whole lines: the next block's first rows belong to this one's last line
+                        if first > 0:
+                            begin = min(real, _line_from(to, first, row_bytes))
+                        if last < real:
+                            end = min(real, _line_from(to, last, row_bytes))
+                    column, digest = source + sources_L[layer] * row_bytes, np.uint64(0)
+                    for row in range(begin, end):
+                        word = np.uint64(0)
+                        for index in range(items):
+                            item = _load(column + row * source_row_bytes + index * item_bytes, pads_EI)
+                            _write(to + row * step + index * item_bytes, item, streamed)
+                            word += multipliers_I[index] * (_mixed(item) + OFFSET)
+                        digest += word * coefficients_P[np.uint64(position + row)]
+                    digests_SL[sample, layer] += digest
             for layer in range(layers):
-                to, column = target + layer * layer_bytes, source + sources_L[layer] * row_bytes
-                if step != row_bytes:
-                    _store_column(to, step, column, first, last, source_row_bytes, words)
-                    continue
-                begin, end = (
-                    first,
-                    last,
-                )  # whole lines: the next block's first rows belong to this one's last line
-                if first > 0:
-                    begin = min(real, _line_from(to, first, row_bytes))
-                if last < real:
-                    end = min(real, _line_from(to, last, row_bytes))
-                _stream_column(to, column, begin, end, source_row_bytes, words)
-        for layer in range(layers):
-            _store_pads(target + layer * layer_bytes, step, real, length, runs_R7[run, 6], pads_EW)
-    _fence()
+                _store_pads(target + layer * layer_bytes, step, real, length, position, pads_EI)
+        _fence()
+
+    word, number = types.uint64, types.int64
+    arguments = (
+        _read_only(number, 2), _read_only(number), number, _read_only(_item_type(item_bytes), 2), _read_only(word),
+        types.Array(word, 2, "C"), _read_only(word),
+    )  # fmt: skip
+    return _jit(types.void(*arguments))(run)
+
+
+@lru_cache(maxsize=4)
+def place_runs(item_bytes: int) -> Callable[[Any, Any, int, Any, Any, Any], None]:
+    """f(runs_R8, sources_L, source_row_bytes, pads_EI, coefficients_P, digests_SL): write runs of rows into their places.
+
+    Every address and stride is a multiple of the item size and lies in memory that the caller holds.
+
+    runs_R8         source, rows to copy, rows in all, target of the first row in the first layer, bytes between layers, bytes
+                    between rows, position of the first row, sample; addresses and bytes
+    sources_L       column of the source row that each target layer copies
+    pads_EI         items of the row to write at position p, where there is none to copy: pads_EI[p % E]
+    coefficients_P  those of `wire.digest`, of all positions
+    digests_SL      [sample, target layer], added to: the digest of the rows that were copied
+    """
+
+    def placed(
+        runs_R8: Any, sources_L: Any, source_row_bytes: int, pads_EI: Any, coefficients_P: Any, digests_SL: Any
+    ) -> None:
+        items = pads_EI.shape[1]
+        ends_R = np.where(runs_R8[:, 1] > 0, runs_R8[:, 6] + runs_R8[:, 1], 0)
+        if ends_R.max(initial=0) > len(coefficients_P):
+            raise UsageError(f"rows up to position {ends_R.max()}, expected at most {len(coefficients_P)} coefficients")
+        arguments = (runs_R8, sources_L, source_row_bytes, pads_EI, coefficients_P, digests_SL)
+        _placing(item_bytes, items)(*arguments, multipliers(items))
+
+    return placed

@@ -45,38 +45,33 @@ REFUSALS = {
 class ChannelConfig:
     """Relay and trainer side of the channel."""
 
-    backend: str = "gloo"
-    """`gloo` or `nccl`: the dedicated groups between relay and trainers. `object_store`: through Ray's, for comparison.
-    `loopback`: within one process."""
+    backend: str = "tcp"
+    """How rows travel from relay to trainers: `tcp`, the host transport; `nccl`, where the relay owns a GPU that no trainer uses;
+    `gloo`, its stand-in in tests. Control messages go over TCP in any case."""
     bucket_bytes: int = 8 * _MIB
-    """Largest slice of a shard that is staged and sent at once; each group of the relay has two under way."""
-    staging: str = "bucketed"
-    """`bucketed`, or `coalesced`: each shard whole, as one bucket of its own size (for comparison; staging grows with tokens)."""
+    """Largest slice of a receiver's rows that is sent, staged and placed at once; over `nccl` two are under way."""
     prefetch: bool = False
     """Allow `TrainerChannel.prefetch`: the next step's shard arrives in host memory while this step trains. Not with `nccl`."""
-    fallback: str = "object_store"
-    """How a step travels once its group has failed `max_group_failures` times: `object_store`, or empty for not at all."""
+    fallback: str = "tcp"
+    """How a step travels once a receiver's process group failed `max_group_failures` times: `tcp`, or empty for not at all."""
     max_group_failures: int = 3
-    """Lives of a DP rank's group that one step may use up before it falls back, or fails."""
+    """Connections that one receiver may use up for one step before it falls back, or fails."""
     device: int = 0
     """CUDA device of the relay, with `nccl`, counted within CUDA_VISIBLE_DEVICES (a Ray actor's own GPUs: `num_gpus`). Never one
     that an engine uses in the same process."""
     interface: str = "127.0.0.1"
-    """Address that rendezvous, gloo and /metrics bind. Anything but loopback is plaintext: keep it on a private network."""
+    """Address of this host that the relay's ports and /metrics bind. Anything but loopback is plaintext: keep it on a private
+    network."""
     store_dir: str = ""
-    """Folder of the frame store's segment files; empty means a fresh temporary folder."""
-    store_bytes: int = 8192 * _MIB
-    """Ceiling of the frame store on disk (mmap; resident only while hot)."""
-    shard_bytes: int = 16384 * _MIB
-    """Ceiling of placed shards, over all steps that are not delivered."""
-    shard_memory_bytes: int = 4096 * _MIB
-    """Of these, what is kept in memory of the relay's own; the rest lies in files in `store_dir`."""
+    """Folder in which a copy of all rows survives a relay that is killed (`Relay.recover`); empty: none is written."""
+    store_bytes: int = 16384 * _MIB
+    """Ceiling of the rows that the relay holds: of samples that wait for a step, and of steps that are not delivered."""
+    memory_bytes: int = 8192 * _MIB
+    """Of these, what is kept in memory; the rest lies in mapped files in the temporary folder."""
     room_timeout_s: float = 30.0
     """How long `Relay.add` waits, at the ceiling of the frame store, for samples to be delivered or discarded."""
-    place_threads: int = 2
-    """Threads that place sealed steps."""
     join_timeout_s: float = 120.0
-    """How long a trainer waits for its group to form."""
+    """How long a trainer waits for a connection to its relay, and for their process group."""
     send_timeout_s: float = 60.0
     """One bucket on the wire."""
     step_timeout_s: float = 300.0
@@ -88,6 +83,9 @@ class ChannelConfig:
     invalid_rows: str = "error"
     """Rows that the engine could not record: `error` refuses the sample, `native` lets the live router choose for them, `mask`
     also takes those tokens out of the loss."""
+    on_missing: str = "error"
+    """A reply without routing, or a frame that never came: `error` refuses it by name, `live` leaves its rows to the live router
+    and counts the sample."""
     max_staleness: int = -1
     """Committed weight updates that may lie between a row and the trainer; -1: any number. `on_stale` says what then."""
     on_stale: str = "accept"
@@ -101,8 +99,6 @@ class ChannelConfig:
     """File, mode 0600, that holds the bearer token of direct delivery; both ends read it."""
     frame_timeout_s: float = 30.0
     """How long `seal` waits for frames whose receipts came; what is missing then is named."""
-    unclaimed_bytes: int = 1024 * _MIB
-    """Ceiling of directly delivered frames whose reply has not come yet; at the ceiling engines are told to wait."""
     prefix_bytes: int = 256 * _MIB
     """Ceiling of shared prompts' rows that are kept for later frames to refer to; what was evicted is asked for again."""
     relays: int = 1
@@ -112,10 +108,10 @@ class ChannelConfig:
 
     def __post_init__(self) -> None:
         for name, allowed in (
-            ("backend", ("gloo", "nccl", "loopback", "object_store")),
-            ("staging", ("bucketed", "coalesced")),
-            ("fallback", ("", "object_store")),
+            ("backend", ("tcp", "gloo", "nccl")),
+            ("fallback", ("", "tcp")),
             ("invalid_rows", ("error", "native", "mask")),
+            ("on_missing", ("error", "live")),
             ("on_stale", ("accept", "mask", "reject")),
         ):
             if getattr(self, name) not in allowed:
@@ -123,7 +119,7 @@ class ChannelConfig:
         if self.prefetch and self.backend == "nccl":
             raise ConfigError(
                 "prefetch with backend nccl: a receive that is pending on a trainer's GPU can deadlock with the framework's own "
-                "communicators; use gloo, or receive in the step's slot"
+                "communicators; use tcp, or receive in the step's slot"
             )
         if self.max_staleness < -1:
             raise ConfigError(f"max_staleness {self.max_staleness}, expected -1 (no bound) or more")
@@ -136,12 +132,9 @@ class ChannelConfig:
             "send_timeout_s",
             "step_timeout_s",
             "expiry_s",
-            "shard_bytes",
-            "shard_memory_bytes",
+            "memory_bytes",
             "room_timeout_s",
-            "place_threads",
             "frame_timeout_s",
-            "unclaimed_bytes",
             "prefix_bytes",
             "max_group_failures",
         ):
@@ -158,9 +151,12 @@ class ChannelConfig:
         if not 0 <= self.relay < self.relays:
             raise ConfigError(f"relay {self.relay} of {self.relays}, expected 0..{self.relays - 1}")
         if self.store_bytes < 64 * _MIB:
-            raise ConfigError(
-                f"store_bytes {self.store_bytes}, expected at least one segment file, {64 * _MIB}"
-            )
+            raise ConfigError(f"store_bytes {self.store_bytes}, expected at least one extent, {64 * _MIB}")
+
+    @property
+    def policy(self) -> str:
+        """What trainers do with rows without routing: as `invalid_rows` says, or live where `on_missing` says so."""
+        return "native" if self.invalid_rows == "error" and self.on_missing == "live" else self.invalid_rows
 
     @classmethod
     def load(
@@ -189,8 +185,6 @@ class EngineConfig:
 
     engine: bool = False
     """R3CHANNEL_ENGINE=1 turns the plug-in on. Off means nothing is imported or patched."""
-    row_digests: bool = False
-    """Put a digest per MoE layer into each reply, for comparing runs; about 4 ms for 4,096 rows of 48 layers."""
     codec: str = "auto"
     """How ids are written: `auto`, or one of `wire.codec.CODEC_NAMES`; those of `COSTLY_CODECS` need direct delivery."""
     delivery: str = "inband"

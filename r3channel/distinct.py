@@ -1,10 +1,10 @@
-"""Are the ids of every row in range and distinct? Exact; knows arrays only.
+"""Are the ids of every row in range and distinct? And what do they add up to? Exact, in one pass; knows arrays only.
 
 A zero-filled row, or one of stale memory, names an expert twice, and Megatron-core would then silently use k-1 experts.
 
-`sound` answers for all rows in one pass; only rows that are not are looked at closely, to name the first. With numba (extra
-`fast`) the pass takes 0.015 us per token of 48 x 8 uint8 ids on one core of an AMD EPYC (Zen 4), against 0.13 for numpy's slot
-against slot. Both let other threads run.
+`checked` answers for all rows and gives their digest, which `wire.digest` defines; only rows that are not sound are looked at
+closely, to name the first. With numba (extra `fast`) both are one compiled pass; numpy compares slot against slot and then sums.
+Both let other threads run.
 """
 
 from __future__ import annotations
@@ -16,13 +16,19 @@ from typing import Any
 import numpy as np
 
 Ids = np.ndarray[Any, np.dtype[Any]]
+Words = np.ndarray[Any, np.dtype[np.uint64]]
+OFFSET = np.uint64(0x9E3779B97F4A7C15)
+"""C of the digest: 2**64 / golden ratio. Also the step of SplitMix64."""
 _BLOCK_ROWS = 32768
 """Rows searched at once by numpy: 256 kB of uint8 ids at K = 8, within a second-level cache."""
+_SUMMED_BYTES = 256 << 10
+_KEPT_POSITIONS = 1 << 20
+"""Coefficients are kept up to here (8 MiB); a position beyond comes from a wire, or from a sample of more than a million tokens."""
 
 
 @lru_cache(maxsize=1)
 def kernels() -> ModuleType | None:
-    """`r3channel.compiled`, or None without numba. The first call imports and, where nothing is cached, compiles."""
+    """`r3channel.compiled`, or None without numba. The first call imports it."""
     try:
         from r3channel import compiled
     except ImportError:
@@ -30,23 +36,36 @@ def kernels() -> ModuleType | None:
     return compiled
 
 
-def sound(expert_ids_TLK: Ids, *, num_experts: int) -> bool:
-    """Whether every id is in 0..num_experts - 1 and no row of a layer repeats one.
+def checked(
+    expert_ids_TLK: Ids, *, num_experts: int, first_row: int, valid_T: Ids | None = None
+) -> tuple[bool, Words]:
+    """(whether every id is in 0..num_experts - 1 and no row of a layer repeats one, the digest of each layer).
 
-    >>> sound(np.array([[[1, 2, 3]], [[4, 5, 4]]], np.uint8), num_experts=6)
+    The rows' positions are `first_row`, `first_row` + 1, ...; rows that are not valid count for neither answer.
+
+    >>> ids = np.array([[[1, 2, 3]], [[4, 5, 4]]], np.uint8)
+    >>> checked(ids, num_experts=6, first_row=0)[0], checked(ids[:1], num_experts=6, first_row=0)[0]
+    (False, True)
+    """
+    compiled, items_TLI = kernels(), items_of(expert_ids_TLK)
+    coefficients_T = counted(len(items_TLI), first_row=first_row, valid_T=valid_T)
+    if compiled is None:
+        valid_TLK = expert_ids_TLK if valid_T is None else expert_ids_TLK[valid_T]
+        sound = not out_of_range(valid_TLK, num_experts=num_experts) and find_duplicate(valid_TLK) is None
+        return sound, summed(items_TLI, coefficients_T)
+    item_bytes, id_bytes = items_TLI.itemsize, expert_ids_TLK.itemsize
+    check = compiled.checked_rows(item_bytes, id_bytes, items=items_TLI.shape[2], num_experts=num_experts)
+    digests_L, factors_I = np.empty(items_TLI.shape[1], np.uint64), multipliers(items_TLI.shape[2])
+    return check(items_TLI.reshape(-1), coefficients_T, factors_I, digests_L, num_experts), digests_L
+
+
+def sound(expert_ids_TLK: Ids, *, num_experts: int, valid_T: Ids | None = None) -> bool:
+    """The first answer of `checked`.
+
+    >>> sound(np.array([[[1, 2, 6]]], np.uint8), num_experts=6)
     False
     """
-    compiled = kernels()
-    if compiled is None:
-        in_range = not out_of_range(expert_ids_TLK, num_experts=num_experts)
-        return in_range and find_duplicate(expert_ids_TLK) is None
-    ids_NK = np.require(expert_ids_TLK, requirements=["C", "A"]).reshape(-1, expert_ids_TLK.shape[-1])
-    words = ids_NK.shape[1] == 8 and ids_NK.ctypes.data % 8 == 0
-    if not words:
-        return compiled.sound_rows(ids_NK, num_experts)
-    if ids_NK.itemsize == 1:
-        return compiled.sound_bytes8(ids_NK.view(np.uint64)[:, 0], num_experts)
-    return compiled.sound_shorts8(ids_NK.view(np.uint64), num_experts)
+    return checked(expert_ids_TLK, num_experts=num_experts, first_row=0, valid_T=valid_T)[0]
 
 
 def out_of_range(expert_ids_TLK: Ids, *, num_experts: int) -> bool:
@@ -82,3 +101,91 @@ def _repeats(ids_NK: Ids) -> bool:
         for b in range(a):
             equal_N |= slots_KN[a] == slots_KN[b]
     return bool(equal_N.any())
+
+
+# -- the digest's arithmetic ------------------------------------------------------------------------------------------------
+
+
+def item_bytes(row_bytes: int) -> int:
+    """The largest power of two that divides the bytes of one layer's row, at most 8.
+
+    >>> [item_bytes(size) for size in (8, 16, 20, 6, 7)]
+    [8, 8, 4, 2, 1]
+    """
+    return min(8, row_bytes & -row_bytes)
+
+
+def items_of(ids: Ids) -> Ids:
+    """[..., items]: each row's ids as unsigned words; a view where they are contiguous and aligned."""
+    size = item_bytes(ids.shape[-1] * ids.itemsize)
+    items = np.ascontiguousarray(ids).view(f"u{size}")
+    return items if items.flags.aligned else items.copy()
+
+
+def coefficients(first: int, count: int) -> Words:
+    """Of positions [first, first + count): read-only."""
+    global _coefficients
+    end = first + count
+    if end > _KEPT_POSITIONS:
+        return _odd(np.arange(first, end, dtype=np.uint64))
+    table = _coefficients
+    if end > len(table):
+        # Threads that come here at once make equal tables, and each goes on with its own.
+        _coefficients = table = _odd(np.arange(1 << max(12, (end - 1).bit_length()), dtype=np.uint64))
+    return table[first:end]
+
+
+@lru_cache(maxsize=64)
+def multipliers(items: int) -> Words:
+    """M_0, M_1, ...: read-only."""
+    found = _odd(~np.arange(items, dtype=np.uint64))
+    found.flags.writeable = True
+    found[:1] = 1
+    found.flags.writeable = False
+    return found
+
+
+def row_words(items: Ids) -> Words:
+    """[...] of [..., items]: what stands for each row in the digest of its layer."""
+    return (_mixed(items) + OFFSET) @ multipliers(items.shape[-1])
+
+
+def summed(items_TLI: Ids, coefficients_T: Words) -> Words:
+    """[L]: the digest of each layer; rows whose coefficient is 0 do not count."""
+    compiled, (rows, layers, items) = kernels(), items_TLI.shape
+    factors_I = multipliers(items)
+    if compiled is not None:
+        digests_L = np.empty(layers, np.uint64)
+        compiled.row_sums(items_TLI.itemsize)(items_TLI.reshape(-1), coefficients_T, factors_I, digests_L)
+        return digests_L
+    sums_LI, step = np.zeros((layers, items), np.uint64), max(1, _SUMMED_BYTES // (8 * layers * items))
+    for at in range(0, rows, step):
+        block_TC = _mixed(items_TLI[at : at + step]).reshape(-1, sums_LI.size)
+        sums_LI += (coefficients_T[at : at + step] @ block_TC).reshape(sums_LI.shape)
+    totals = [words.sum(dtype=np.uint64, keepdims=True) for words in (factors_I, coefficients_T)]
+    return sums_LI @ factors_I + OFFSET * totals[0] * totals[1]
+
+
+def counted(rows: int, *, first_row: int, valid_T: Ids | None) -> Words:
+    """[T]: the rows' coefficients, 0 where a row is not valid."""
+    found = coefficients(first_row, rows)
+    return found if valid_T is None or valid_T.all() else np.where(valid_T, found, np.uint64(0))
+
+
+def _mixed(items: Ids) -> Words:
+    """Changes of the last slots reach the lower half, too; items of 4 bytes or less have no upper half."""
+    words = items.astype(np.uint64, copy=False)
+    return words ^ (words >> np.uint64(32)) if items.itemsize == 8 else words
+
+
+def _odd(states: Words) -> Words:
+    """SplitMix64 (Steele et al. 2014) of each state, its lowest bit set."""
+    words = states + OFFSET
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    words = (words ^ (words >> np.uint64(31))) | np.uint64(1)
+    words.flags.writeable = False
+    return words
+
+
+_coefficients = _odd(np.arange(1 << 12, dtype=np.uint64))

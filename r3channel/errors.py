@@ -6,11 +6,39 @@ closed set: it labels the counter `r3channel_rejected_total` and never holds a s
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Self
+
 
 class R3Error(Exception):
-    """Root of all errors of this package."""
+    """Root of all errors of this package.
+
+    An error that names samples, engines, ranks or a step carries all of them, however few its message lists: a loop can
+    discard every one in a single call. They cross process borders with the error.
+
+    >>> R3Error("two samples are lost", samples=["a", "b"], step=3).within("relay 1").samples
+    ('a', 'b')
+    """
 
     reason = "other"
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        samples: Iterable[str] = (),
+        engines: Iterable[str] = (),
+        ranks: Iterable[tuple[int, ...]] = (),
+        step: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.samples, self.engines, self.ranks, self.step = tuple(samples), tuple(engines), tuple(ranks), step
+
+    def within(self, where: str) -> Self:
+        """The same error, its message led by a place."""
+        return type(self)(
+            f"{where}: {self}", samples=self.samples, engines=self.engines, ranks=self.ranks, step=self.step
+        )
 
 
 # -- our caller --------------------------------------------------------------------------------------------------------
@@ -412,6 +440,12 @@ class ReplayCountMismatch(ReplayError):
     reason = "replay_count"
 
 
+class DigestMismatch(ReplayError):
+    """Rows that a router is handed are not those that the engine hashed. Carries the samples, and the rank."""
+
+    reason = "digest"
+
+
 class AuditMismatch(ReplayError):
     """The experts that a router's map holds are not the ids that it was handed."""
 
@@ -440,18 +474,6 @@ class RowsStale(StepError):
 
 
 class RelayLost(StepError):
-    """One of several relays does not answer. Names it and the samples that it holds; the others go on."""
+    """One of several relays does not answer. Names it and carries the samples that it holds; the others go on."""
 
     reason = "relay_lost"
-
-
-class InbandRefused(RoutingError):
-    """A reply holds its frame though several relays share the work: then engines deliver directly. Names the engine."""
-
-    reason = "inband"
-
-
-class TurnElsewhere(RoutingError):
-    """A later turn of a sample was delivered to another relay than the turns before. Names both."""
-
-    reason = "turn_elsewhere"

@@ -46,7 +46,7 @@ def _reasons(error: type[RoutingError]) -> Iterator[str]:
 LABELS: dict[str, tuple[str, ...]] = {
     "role": ("engine", "relay", "trainer", "manager"),
     "stage": STAGES,
-    "outcome": ("received", "delivered", "rejected", "discarded", "expired"),
+    "outcome": ("received", "delivered", "rejected", "discarded", "expired", "live"),
     "reason": (*sorted({*_reasons(RoutingError), SampleTwice.reason}), "other"),
     "cause": ("invalid", "padding"),
     "lag": ("ahead", "0", "1", "2", "3", "4_or_more"),
@@ -108,7 +108,7 @@ _TABLE = (
     _counter("bytes_total", "bytes", "bytes", _BOTH, "Routing bytes by the leg that they travelled.", "leg"),
     _counter("buckets_total", "buckets", "bytes", _BOTH, "Buckets sent by a relay or received by a trainer."),
     _gauge("frames_in_store", "frames", "store", _RELAY, "Frames that the relay holds."),
-    _gauge("store_bytes", "bytes", "store", _RELAY, "Bytes of frames and shards that the relay holds."),
+    _gauge("store_bytes", "bytes", "store", _RELAY, "Bytes of rows that the relay holds."),
     _gauge(
         "oldest_in_flight_seconds",
         "seconds",
@@ -116,15 +116,17 @@ _TABLE = (
         _RELAY,
         "Age of the oldest sealed step that a trainer has not acknowledged; 0 when there is none.",
     ),
-    _gauge("background_thread_alive", "bool", "health", _RELAY, "1 while the sender's thread runs."),
-    _gauge("epoch", "epoch", "health", _BOTH, "Life of the transport group; a failure starts the next."),
-    _counter("group_resets_total", "resets", "health", _BOTH, "Transport groups that had to be abandoned."),
+    _gauge("background_thread_alive", "bool", "health", _RELAY, "1 while the relay's thread runs."),
+    _gauge(
+        "epoch", "epoch", "health", _BOTH, "Connections that one receiver has had; a failure starts the next."
+    ),
+    _counter("group_resets_total", "resets", "health", _BOTH, "Connections that had to be given up."),
     _counter(
         "fallback_shards_total",
         "shards",
         "health",
-        _RELAY,
-        "Shards sent by the object store: their group failed.",
+        _TRAINER,
+        "Shards received over the host transport because their process group failed.",
     ),
     _gauge("weight_version", "version", "weights", LABELS["role"], "Committed weight version.", "role"),
     _counter(

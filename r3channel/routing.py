@@ -7,10 +7,10 @@ A row is one token with routing; a sample of n tokens has n-1 rows, because the 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from enum import IntEnum
 from itertools import pairwise
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -64,8 +64,10 @@ class SampleRouting:
     provenance: tuple[ProvenanceSpan, ...]
     """Tiles [first_row, first_row + T) in order. Positions are absolute."""
     first_row: int = 0
+    checked: InitVar[bool] = False
+    """The ids have been checked by whoever builds this."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, checked: bool) -> None:
         check_shape(self.expert_ids_TLK, spec=self.spec, where=f"sample {self.sample_id}")
         rows = len(self.expert_ids_TLK)
         if self.first_row + rows != self.tokens - 1:
@@ -78,8 +80,9 @@ class SampleRouting:
                 f"sample {self.sample_id}: valid_T is {self.valid_T.shape}, expected ({rows},) bool"
             )
         check_spans(self.provenance, first_row=self.first_row, rows=rows, where=f"sample {self.sample_id}")
-        valid = self.expert_ids_TLK if self.valid_T.all() else self.expert_ids_TLK[self.valid_T]
-        check_ids(valid, spec=self.spec, where=f"sample {self.sample_id}")
+        if not checked:
+            valid_T = None if self.valid_T.all() else self.valid_T
+            check_ids(self.expert_ids_TLK, spec=self.spec, where=f"sample {self.sample_id}", valid_T=valid_T)
 
 
 def check_shape(expert_ids_TLK: Ids, *, spec: RoutingSpec, where: str) -> None:
@@ -98,24 +101,28 @@ def check_shape(expert_ids_TLK: Ids, *, spec: RoutingSpec, where: str) -> None:
         raise TopKMismatch(f"{where}: top-k {top_k}, expected {spec.top_k}")
 
 
-def check_ids(expert_ids_TLK: Ids, *, spec: RoutingSpec, where: str) -> None:
-    """Every id in [0, E) and distinct within its row of one layer; names the first row that is not."""
-    if not expert_ids_TLK.size or sound(expert_ids_TLK, num_experts=spec.num_experts):
-        return
-    if out_of_range(expert_ids_TLK, num_experts=spec.num_experts):
-        bad = np.argwhere((expert_ids_TLK >= spec.num_experts) | (expert_ids_TLK < 0))[0]
+def check_ids(expert_ids_TLK: Ids, *, spec: RoutingSpec, where: str, valid_T: Ids | None = None) -> None:
+    """Every id of a valid row in [0, E) and distinct within its row of one layer; names the first row that is not."""
+    if not sound(expert_ids_TLK, num_experts=spec.num_experts, valid_T=valid_T):
+        raise_unsound(expert_ids_TLK, spec=spec, where=where, valid_T=valid_T)
+
+
+def raise_unsound(expert_ids_TLK: Ids, *, spec: RoutingSpec, where: str, valid_T: Ids | None) -> NoReturn:
+    """The error of the first valid row that is not sound, of ids of which some are not."""
+    rows_V = np.arange(len(expert_ids_TLK)) if valid_T is None else np.flatnonzero(valid_T)
+    ids_VLK = expert_ids_TLK if valid_T is None else expert_ids_TLK[valid_T]
+    if out_of_range(ids_VLK, num_experts=spec.num_experts):
+        bad = np.argwhere((ids_VLK >= spec.num_experts) | (ids_VLK < 0))[0]
         row, moe_index, slot = (int(axis) for axis in bad)
         raise ExpertIdOutOfRange(
-            f"{where}: row {row}, layer {spec.moe_layers[moe_index]}, slot {slot} has id "
-            f"{int(expert_ids_TLK[row, moe_index, slot])}; expected 0..{spec.num_experts - 1}"
+            f"{where}: row {rows_V[row]}, layer {spec.moe_layers[moe_index]}, slot {slot} has id "
+            f"{int(ids_VLK[row, moe_index, slot])}; expected 0..{spec.num_experts - 1}"
         )
-    repeated = find_duplicate(expert_ids_TLK)
-    if repeated is not None:
-        row, moe_index = repeated
-        raise DuplicateExpertId(
-            f"{where}: row {row}, layer {spec.moe_layers[moe_index]} repeats an expert: "
-            f"{expert_ids_TLK[row, moe_index].tolist()}; expected {spec.top_k} distinct ids. A zero-filled row looks like this"
-        )
+    row, moe_index = find_duplicate(ids_VLK) or (0, 0)
+    raise DuplicateExpertId(
+        f"{where}: row {rows_V[row]}, layer {spec.moe_layers[moe_index]} repeats an expert: "
+        f"{ids_VLK[row, moe_index].tolist()}; expected {spec.top_k} distinct ids. A zero-filled row looks like this"
+    )
 
 
 def check_spans(spans: Iterable[ProvenanceSpan], *, first_row: int, rows: int, where: str) -> None:

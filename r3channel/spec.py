@@ -88,13 +88,14 @@ class RoutingSpec:
         )
 
     @classmethod
-    def from_hf_config(cls, config: Mapping[str, Any]) -> RoutingSpec:
-        """From the mapping in a checkpoint's `config.json`.
+    def from_hf_config(cls, config: Any) -> RoutingSpec:
+        """From the mapping in a checkpoint's `config.json`, or from transformers' object of it (anything with `to_dict`).
 
         Reads Qwen's `decoder_sparse_step` and `mlp_only_layers`, and DeepSeek's `first_k_dense_replace` and
         `moe_layer_freq` (field meanings: the models' configuration classes in transformers).
         """
-        text = config.get("text_config") or config
+        values = _mapping(config)
+        text = _mapping(values.get("text_config") or values)
         experts = next((text[key] for key in _EXPERT_KEYS if text.get(key)), None)
         if experts is None or "num_experts_per_tok" not in text:
             raise ConfigError(
@@ -126,6 +127,15 @@ class RoutingSpec:
 def _digest(spec: RoutingSpec) -> int:
     text = json.dumps(spec.to_dict(), sort_keys=True, separators=(",", ":"))
     return xxhash.xxh3_64_intdigest(text.encode())
+
+
+def _mapping(config: Any) -> Mapping[str, Any]:
+    found = config.to_dict() if hasattr(config, "to_dict") else config
+    if not isinstance(found, Mapping):
+        raise ConfigError(
+            f"a config of type {type(config).__name__}, expected a mapping or an object with to_dict()"
+        )
+    return found
 
 
 def _is_moe(layer: int, text: Mapping[str, Any]) -> bool:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from r3channel.transport.base import Rendezvous, Transport, join
+from r3channel.transport.base import Rendezvous, Transport
+from r3channel.transport.joining import join
 from r3channel.weights.geometry import Box, Layout, grid_boxes
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.shardmap import ShardMap

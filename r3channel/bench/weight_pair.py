@@ -24,7 +24,8 @@ import torch
 from r3channel.bench.weight_peer import DONE, TIMEOUT_S
 from r3channel.bench.weight_wire import weights_of
 from r3channel.errors import ConfigError, EngineUnavailable, WeightsDiffer
-from r3channel.transport.base import Rendezvous, Transport, join
+from r3channel.transport.base import Rendezvous, Transport
+from r3channel.transport.joining import join
 from r3channel.transport.one_sided import check_installed
 from r3channel.transport.process_group import ProcessGroupTransport, RendezvousStore
 from r3channel.weights.buckets import pack, plan_buckets

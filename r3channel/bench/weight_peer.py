@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from r3channel.transport.base import Rendezvous, Transport, join
+from r3channel.transport.base import Rendezvous, Transport
+from r3channel.transport.joining import join
 from r3channel.transport.process_group import ProcessGroupTransport
 from r3channel.weights.digests import payload_digest
 from r3channel.weights.lending import borrow

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 
 from r3channel.errors import EngineUnavailable, WeightsDiffer
-from r3channel.transport.base import Rendezvous, join
+from r3channel.transport.base import Rendezvous
+from r3channel.transport.joining import join
 from r3channel.transport.process_group import RendezvousStore
 from r3channel.weights.geometry import Box, Layout
 from r3channel.weights.manifest import TensorMeta

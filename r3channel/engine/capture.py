@@ -15,7 +15,7 @@ from r3channel.errors import ConfigError, RoutingError
 from r3channel.routing import Ids, RowKind, spans_of
 from r3channel.spec import RoutingSpec
 from r3channel.wire.frame import encode_frame
-from r3channel.wire.inplace import Run, StoredFrame
+from r3channel.wire.inplace import Run, StoredFrame, prepare
 from r3channel.wire.received import PrefixRef
 
 NO_VERSION = -1
@@ -111,6 +111,7 @@ class SlotRows:
     def __init__(self, spec: RoutingSpec, ids: torch.Tensor) -> None:
         """`ids` is the host memory to keep ids in, [slots, L, K] in the id dtype, pinned where there is a GPU."""
         self.spec, self.ids = spec, ids
+        prepare(spec)
         self._stamps = torch.zeros((len(ids),), dtype=torch.int16)
         self._makers: list[Maker] = [MISSING_MAKER]
         self._stamp_of: dict[Maker, int] = {MISSING_MAKER: 0}
@@ -122,9 +123,7 @@ class SlotRows:
         self.ids[slots_T] = expert_ids_TLK
         self._stamps[slots_T] = self._stamp((weight_version, int(kind)))
 
-    def draft(
-        self, slots_T: torch.Tensor, *, first_row: int, sample_key: int, row_digests: bool = False
-    ) -> FrameDraft:
+    def draft(self, slots_T: torch.Tensor, *, first_row: int, sample_key: int) -> FrameDraft:
         """Gather a request's rows, once, into the memory that becomes its frame."""
         draft = FrameDraft(
             self.spec,
@@ -132,7 +131,6 @@ class SlotRows:
             makers=self._makers,
             first_row=first_row,
             sample_key=sample_key,
-            row_digests=row_digests,
         )
         # 10 times as fast as ids[slots_T] on uint8
         torch.index_select(self.ids, 0, slots_T, out=torch.from_numpy(draft.ids_TLK))
@@ -165,7 +163,6 @@ class FrameDraft:
 
     __slots__ = (
         "_first_row",
-        "_row_digests",
         "_rows",
         "_runs",
         "_stored",
@@ -183,14 +180,11 @@ class FrameDraft:
         makers: Sequence[Maker],
         first_row: int = 0,
         sample_key: int = 0,
-        row_digests: bool = False,
     ) -> None:
         self.spec, self.sample_key = spec, sample_key
-        self._rows, self._first_row, self._row_digests = len(stamps_T), first_row, row_digests
+        self._rows, self._first_row = len(stamps_T), first_row
         self._runs = runs_of_stamps(stamps_T, makers, first_row=first_row)
-        self._stored = StoredFrame(
-            spec, rows=self._rows, first_row=first_row, runs=self._runs, row_digests=row_digests
-        )
+        self._stored = StoredFrame(spec, rows=self._rows, first_row=first_row, runs=self._runs)
         self.ids_TLK = self._stored.ids_TLK
         """[T, L, K] in the id dtype; whoever made the draft fills it before `encode`."""
         self.prompt: Sequence[int] = ()
@@ -235,7 +229,9 @@ class FrameDraft:
         Rows without usable ids become invalid rows of kind MISSING. Raises RoutingError for rows of an unreadable weight
         version.
         """
-        # On real ids lz4 gains nothing where they fill their bytes; on missing rows and above 256 experts `auto` decides.
+        # Where ids fill their bytes they stay as they are: asking whether lz4 would gain takes as long as all of `finish`, and to
+        # take the gain, a quarter at best, 30 times as long (measured), which one thread pays for all requests. On missing rows
+        # and above 256 experts `auto` decides.
         as_they_are = codec == "stored" or (codec == "auto" and self.spec.num_experts <= 256)
         if as_they_are and prefix is None and self.complete():
             self._stored.finish(sample_key=self.sample_key)
@@ -265,7 +261,6 @@ class FrameDraft:
             ),
             sample_key=self.sample_key,
             codec=codec,
-            row_digests=self._row_digests,
             prefix=prefix,
         )
 

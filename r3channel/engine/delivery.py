@@ -4,8 +4,8 @@
     sender's thread      encode -> parcel -> POST, again until it is taken or `deliver_timeout_s` is over
 
 What happens when the relay does not take frames: they wait in a queue bounded by bytes; at its ceiling further requests are
-answered in-band (the relay takes both), so nothing is lost and the engine does not stand still. A frame that was not taken
-in time is given up and logged; the relay names it when it seals. Knows no engine.
+answered in-band (the relay takes both), so nothing is lost and the engine does not stand still. A parcel that came damaged is
+made and sent anew. A frame that was not taken in time is given up and logged; the relay names it when it seals. Knows no engine.
 """
 
 from __future__ import annotations
@@ -25,26 +25,24 @@ import numpy as np
 from r3channel.bearer import read_token
 from r3channel.config import COSTLY_CODECS, EngineConfig
 from r3channel.engine.capture import FrameDraft
-from r3channel.errors import ConfigError, R3Error
+from r3channel.errors import ConfigError
 from r3channel.spec import RoutingSpec
 from r3channel.wire.frame import encode_error, sample_key
 from r3channel.wire.hello import PROBE_PREFIX, Hello
+from r3channel.wire.ingest import FRAMES_PATH, HELLO_PATH, PARCEL_BYTES, PARCEL_FRAMES, Status
 from r3channel.wire.prefix import MIN_ROWS, PrefixCache, Shared
 from r3channel.wire.receipt import PREFIX_SERIAL, Receipt, pack_parcel
 from r3channel.wire.received import PrefixRef
 
 log = logging.getLogger(__name__)
 
-HELLO_PATH, FRAMES_PATH = "/v1/hello", "/v1/frames"
-PARCEL_BYTES = 8 << 20
-"""A parcel is closed at this size: large enough that a request costs little per frame, small enough to be sent at once."""
-PARCEL_FRAMES = 256
 _ONE_SEND_BYTES = 1 << 16
-_CONNECT_TIMEOUT_S = 10.0
+_ANSWER_TIMEOUT_S = 10.0
 _BACKOFF_S = (0.02, 2.0)
 """First and longest pause between two tries."""
 _CLOSE_TIMEOUT_S = 2.0
-_ANOTHER_RELAY, _NO_PREFIX, _REFUSED, _TOO_LARGE = 409, 424, 400, 413
+_MADE_ANEW = (Status.HELLO_FIRST, Status.PREFIX_MISSING, Status.NO_PARCEL, Status.FRAME_DAMAGED)
+"""After these the same parcel would not do."""
 
 
 class Outlet:
@@ -99,15 +97,18 @@ class Sender:
 
     def __init__(self, config: EngineConfig, hello: Hello, *, token: str) -> None:
         parts = urlsplit(config.relay_url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError:  # of a port that is none
+            usable = False
+        if not usable:
             raise ConfigError(f"R3CHANNEL_RELAY_URL is {config.relay_url!r}, expected http://host:port")
-        self._target, self._prefix = parts, parts.path.rstrip("/")
-        self._config, self._hello, self._token = config, hello, token
+        self._target, self._config, self._hello, self._token = parts, config, hello, token
         self._waiting: deque[_Waiting] = deque()
         self._changed = threading.Condition()
         self._bytes = 0
         self._serial = 0
-        self._closed = False
+        self._closed = threading.Event()
         self._greeted = False
         self._refusal = ""
         self._prefixes = PrefixCache(RoutingSpec.from_dict(hello.spec), max_bytes=config.prefix_bytes)
@@ -129,7 +130,7 @@ class Sender:
     def offer(self, draft: FrameDraft) -> Receipt | None:
         """Queue a draft and return its receipt at once; None when the queue is full and the reply must carry the frame."""
         with self._changed:
-            if self._closed or self._bytes + draft.nbytes > self._config.queue_bytes:
+            if self._closed.is_set() or self._bytes + draft.nbytes > self._config.queue_bytes:
                 self.overflowed += 1
                 return None
             self._serial += 1
@@ -147,7 +148,7 @@ class Sender:
     def close(self) -> None:
         """Send what waits, for a moment, and stop; idempotent."""
         with self._changed:
-            self._closed = True
+            self._closed.set()
             self._changed.notify()
         if self._thread.is_alive():
             self._thread.join(_CLOSE_TIMEOUT_S)
@@ -160,8 +161,7 @@ class Sender:
             while (batch := self._take()) is not None:
                 self._send(batch)
         except BaseException:
-            with self._changed:
-                self._closed = True  # from now on replies carry their frames themselves
+            self._closed.set()  # from now on replies carry their frames themselves
             log.exception("r3channel: direct delivery has ended, frames go in-band")
 
     def _send(self, batch: Sequence[_Waiting]) -> None:
@@ -193,7 +193,7 @@ class Sender:
 
     def _take(self) -> list[_Waiting] | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._closed)
+            self._changed.wait_for(lambda: self._waiting or self._closed.is_set())
             batch, size = [], 0
             while self._waiting and size < PARCEL_BYTES and len(batch) < PARCEL_FRAMES:
                 batch.append(self._waiting.popleft())
@@ -201,25 +201,23 @@ class Sender:
             return batch or None
 
     def _deliver(self, batch: Sequence[_Waiting], *, deadline_s: float) -> None:
-        parts, pause_s, reason = self._encode(batch), _BACKOFF_S[0], ""
+        parts, pause_s = self._encode(batch), _BACKOFF_S[0]
         asked = in_full = False
         while True:
-            if self._greeted or self._say_hello():
-                status, reason = self._post(FRAMES_PATH, parts)
-                if status == 200:
-                    return
-                self._greeted = status != _ANOTHER_RELAY
-                if status == _TOO_LARGE or (status == _REFUSED and in_full):
-                    break
-                if status in (_ANOTHER_RELAY, _NO_PREFIX, _REFUSED):
-                    # Asked for twice, a prefix has no room there; refused, it must not take other samples with it.
-                    in_full = in_full or status == _REFUSED or (status == _NO_PREFIX and asked)
-                    asked = asked or status == _NO_PREFIX
-                    self._prefixes.clear()
-                    parts = self._encode(batch, in_full=in_full)
-            if self._closed or time.monotonic() + pause_s > deadline_s:
+            status, reason = self._offer_parcel(parts)
+            if status == Status.TAKEN:
+                return
+            if status == Status.TOO_LARGE or (status == Status.NO_PARCEL and in_full):
                 break
-            time.sleep(pause_s)
+            if status in _MADE_ANEW:
+                # Asked for twice, a prefix has no room there; damaged or refused, it must not take other samples with it.
+                in_full |= asked if status == Status.PREFIX_MISSING else status != Status.HELLO_FIRST
+                asked |= status == Status.PREFIX_MISSING
+                self._prefixes.clear()
+                parts = self._encode(batch, in_full=in_full)
+            if self._closed.is_set() or time.monotonic() + pause_s > deadline_s:
+                break
+            self._closed.wait(pause_s)
             pause_s = min(2 * pause_s, _BACKOFF_S[1])
         self.given_up += len(batch)
         log.error(
@@ -227,9 +225,17 @@ class Sender:
             len(batch), batch[0].serial, batch[-1].serial, self._config.relay_url, reason,
         )  # fmt: skip
 
+    def _offer_parcel(self, parts: Sequence[bytes]) -> tuple[int, str]:
+        """(HTTP status, reason); status 0 when nobody answered, or our hello was not taken."""
+        if not self._greeted and not self._say_hello():
+            return 0, self._refusal
+        status, reason = self._post(FRAMES_PATH, parts)
+        self._greeted = status != Status.HELLO_FIRST
+        return status, reason
+
     def _say_hello(self) -> bool:
         status, reason = self._post(HELLO_PATH, [self._hello.to_bytes()])
-        self._greeted = status == 200
+        self._greeted = status == Status.TAKEN
         if not self._greeted and reason != self._refusal:  # said once, not at every try
             log.warning("r3channel: the relay at %s took no hello: %s", self._config.relay_url, reason)
         self._refusal = "" if self._greeted else reason
@@ -238,19 +244,18 @@ class Sender:
     def _post(self, path: str, parts: Sequence[bytes]) -> tuple[int, str]:
         """(HTTP status, reason); status 0 when nobody answered. The connection is kept for the next call."""
         try:
-            connection = self._connection or self._connect()
-            self._connection = connection
+            connection = self._connection = self._connection or self._connect()
             size = sum(map(len, parts))
             headers = {
                 "Authorization": f"Bearer {self._token}",
                 "Content-Type": "application/octet-stream",
                 "Content-Length": str(size),
             }
-            body = b"".join(parts) if size < _ONE_SEND_BYTES else iter(parts)
-            connection.request("POST", self._prefix + path, body=body, headers=headers)
+            body = b"".join(parts) if size < _ONE_SEND_BYTES else parts
+            connection.request("POST", self._target.path.rstrip("/") + path, body=body, headers=headers)
             reply = connection.getresponse()
             return reply.status, f"{reply.status} {reply.read(2000).decode(errors='replace')}"
-        except (OSError, http.client.HTTPException, R3Error) as error:
+        except (OSError, http.client.HTTPException) as error:
             if self._connection is not None:
                 self._connection.close()
             self._connection = None
@@ -258,5 +263,4 @@ class Sender:
 
     def _connect(self) -> http.client.HTTPConnection:
         kind = http.client.HTTPSConnection if self._target.scheme == "https" else http.client.HTTPConnection
-        assert self._target.hostname is not None
-        return kind(self._target.hostname, self._target.port, timeout=_CONNECT_TIMEOUT_S)
+        return kind(self._target.hostname or "", self._target.port, timeout=_ANSWER_TIMEOUT_S)

@@ -183,7 +183,8 @@ class FrameCapturer(RoutedExpertsCapturer):
             self.host_cache.destroy()
         self.spec = engine_spec(model_config)
         self.host_cache = NarrowHostCache(num_tokens, spec=self.spec, device=device)
-        self.outlet = Outlet(_config, engine_hello(self.spec)) if _streams_replies() else None
+        hello = engine_hello(self.spec, context=getattr(model_config, "context_len", None) or 0)
+        self.outlet = Outlet(_config, hello) if _streams_replies() else None
         self._selection = LayerSelection(self.spec, device=device)
         self._version = (weight_version(), parse_weight_version(weight_version()))
         self._draft: FrameDraft | None = None
@@ -229,9 +230,7 @@ class FrameCapturer(RoutedExpertsCapturer):
             raise ValueError(f"start_len is {start_len}, expected >= 0")
         first_row = min(start_len, seqlen - 1)
         slots_T = req_to_token_pool.req_to_token[req_pool_idx][first_row : seqlen - 1].cpu()
-        self._draft = self.host_cache.rows.draft(
-            slots_T, first_row=first_row, sample_key=0, row_digests=_config.row_digests
-        )
+        self._draft = self.host_cache.rows.draft(slots_T, first_row=first_row, sample_key=0)
         return torch.from_numpy(self._draft.ids_TLK)
 
     def take_draft(self, req: Any) -> FrameDraft:
@@ -292,7 +291,7 @@ def engine_spec(model_config: Any) -> RoutingSpec:
     return RoutingSpec.from_hf_config(model_config.hf_text_config.to_dict())
 
 
-def engine_hello(spec: RoutingSpec) -> Hello:
+def engine_hello(spec: RoutingSpec, *, context: int) -> Hello:
     args: Any = runtime_context.get_server_args()
     return Hello(
         engine=_config.name or args.url(),
@@ -307,6 +306,7 @@ def engine_hello(spec: RoutingSpec) -> Hello:
         allowed=tuple(sorted(_config.allowed)),
         torch=torch_version(),
         nccl=nccl_version(),
+        context=context,
     )
 
 

@@ -86,6 +86,7 @@ def create_capturer(
         allowed=tuple(sorted(config.allowed)),
         torch=torch_version(),
         nccl=nccl_version(),
+        context=getattr(model_config, "context_len", None) or 0,
     )
     return StagedCapturer(
         spec,
@@ -96,7 +97,6 @@ def create_capturer(
         weight_version=server_args.weight_version,
         local_range=local_range,
         outlet=Outlet(config, hello) if streams_replies else None,
-        row_digests=config.row_digests,
     )
 
 
@@ -128,9 +128,8 @@ class StagedCapturer:
         weight_version: str,
         local_range: LocalRange,
         outlet: Outlet | None,
-        row_digests: bool = False,
     ) -> None:
-        self.spec, self.outlet, self._row_digests = spec, outlet, row_digests
+        self.spec, self.outlet = spec, outlet
         self._local_range = local_range
         shape = (max_rows, spec.num_layers, spec.top_k + fused_columns)
         self.device_ids_TAK = torch.zeros(shape, dtype=torch.int32, device=device)
@@ -168,9 +167,7 @@ class StagedCapturer:
         try:
             self.flush()
             slots_T = req_to_token_pool.req_to_token[req.req_pool_idx][: req.seqlen - 1].cpu()
-            draft = self.rows.draft(
-                slots_T, first_row=0, sample_key=sample_key(request_id), row_digests=self._row_digests
-            )
+            draft = self.rows.draft(slots_T, first_row=0, sample_key=sample_key(request_id))
             draft.prompt = req.origin_input_ids
             reply = self.outlet.reply(draft, request_id=request_id)
         except Exception as error:

@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 import heapq
+import operator
+from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import cached_property
+from itertools import accumulate, chain
+from typing import Any
+
+import numpy as np
 
 from r3channel.errors import ConfigError, SampleTwice
 
 Microbatches = tuple[tuple[str, ...], ...]
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+
+_ENOUGH = 0.001
+"""Over the mean: a balance that no exchange would improve noticeably."""
+_SWAPS, _SWAPPED_ITEMS = 256, 1 << 19
+"""The most exchanges, and looked-at items of all of them together: about 60 ms."""
+_LONGEST = 1 << 40
+"""Tokens of one sample; sums of millions of them still fit 64 bits."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Assignment:
     """DP ranks -> micro-batches -> sample ids. Every rank has the same number of micro-batches, none empty.
 
@@ -30,16 +45,16 @@ class Assignment:
             raise ConfigError(
                 f"micro-batches per DP rank are {[len(r) for r in self.ranks]}; expected the same number, at least 1"
             )
-        if not all(samples for microbatches in self.ranks for samples in microbatches):
+        if not all(map(all, self.ranks)):
             raise ConfigError("an assignment holds an empty micro-batch")
         (count,) = counts
-        if not self.steps:
-            object.__setattr__(self, "steps", (count,))
-        elif min(self.steps) < 1 or sum(self.steps) != count:
+        object.__setattr__(self, "steps", tuple(map(int, self.steps)) or (count,))
+        if min(self.steps) < 1 or sum(self.steps) != count:
             raise ConfigError(f"optimizer steps of {self.steps} micro-batches; expected a sum of {count}")
         ids = self.sample_ids
         if len(set(ids)) != len(ids):
-            raise SampleTwice(f"assigned more than once: {sorted({i for i in ids if ids.count(i) > 1})}")
+            twice = sorted(name for name, times in Counter(ids).items() if times > 1)
+            raise SampleTwice(f"{len(twice)} samples assigned more than once: {twice[:5]}", samples=twice)
 
     @property
     def dp(self) -> int:
@@ -51,10 +66,10 @@ class Assignment:
         ends = list(accumulate(self.steps))
         return tuple(range(end - count, end) for end, count in zip(ends, self.steps, strict=True))
 
-    @property
+    @cached_property
     def sample_ids(self) -> tuple[str, ...]:
         """All samples, rank by rank and micro-batch by micro-batch."""
-        return tuple(sample for rank in self.ranks for microbatch in rank for sample in microbatch)
+        return tuple(chain.from_iterable(chain.from_iterable(self.ranks)))
 
     @classmethod
     def given(
@@ -62,16 +77,14 @@ class Assignment:
     ) -> Assignment:
         """The caller's own choice: `ranks[dp][microbatch]` is a list of sample ids."""
         cut = tuple(tuple(tuple(microbatch) for microbatch in rank) for rank in ranks)
-        return cls(cut, tuple(steps or ()))
+        return cls(cut, () if steps is None else tuple(steps))
 
     @classmethod
     def round_robin(
         cls, sample_ids: Sequence[str], *, dp: int, microbatch_size: int, steps: int = 1
     ) -> Assignment:
         """Sample i goes to rank i mod dp; order is kept within a rank."""
-        _check_count(
-            len(sample_ids), parts=dp * microbatch_size * steps, what=_what(dp, microbatch_size, steps)
-        )
+        _check_count(len(sample_ids), dp=dp, microbatch_size=microbatch_size, steps=steps)
         ranks = tuple(_cut(sample_ids[rank::dp], microbatch_size) for rank in range(dp))
         return cls(ranks, (len(ranks[0]) // steps,) * steps)
 
@@ -79,17 +92,14 @@ class Assignment:
     def balanced(
         cls, tokens: Mapping[str, int], *, dp: int, microbatch_size: int, steps: int = 1
     ) -> Assignment:
-        """Equal counts per rank and nearly equal tokens (Karmarkar-Karp differencing); similar lengths share a micro-batch.
+        """Equal counts per rank and nearly equal tokens (`balance`); similar lengths share a micro-batch.
 
         With several optimizer steps the samples are cut into steps in the order given, then each step is balanced.
         """
-        _check_count(len(tokens), parts=dp * microbatch_size * steps, what=_what(dp, microbatch_size, steps))
+        lengths = checked_lengths(tokens)
+        _check_count(len(lengths), dp=dp, microbatch_size=microbatch_size, steps=steps)
         return cls._of_steps([
-            [
-                _cut(sorted(part, key=lambda s: (-tokens[s], s)), microbatch_size)
-                for part in karmarkar_karp(share, parts=dp)
-            ]
-            for share in _shares(tokens, steps)
+            [_cut(part, microbatch_size) for part in balance(share, parts=dp)] for share in _shares(lengths, steps)
         ])  # fmt: skip
 
     @classmethod
@@ -98,18 +108,19 @@ class Assignment:
 
         Every rank gets as many micro-batches as the fullest one needs. A sample longer than `max_tokens` is alone.
         """
-        _check_count(len(tokens), parts=dp * steps, what=f"{dp} DP ranks in {steps} optimizer step(s)")
+        lengths = checked_lengths(tokens)
+        _check_count(len(lengths), dp=dp, steps=steps)
         if max_tokens < 1:
             raise ConfigError(f"a token budget of {max_tokens} per micro-batch, expected at least 1")
         return cls._of_steps([
-            _budgeted([{name: share[name] for name in part} for part in karmarkar_karp(share, parts=dp)], max_tokens)
-            for share in _shares(tokens, steps)
+            _budgeted([{name: share[name] for name in part} for part in balance(share, parts=dp)], int(max_tokens))
+            for share in _shares(lengths, steps)
         ])  # fmt: skip
 
     @classmethod
     def _of_steps(cls, steps: Sequence[Sequence[Microbatches]]) -> Assignment:
         """From `steps[step][dp]`."""
-        ranks = tuple(sum(parts, ()) for parts in zip(*steps, strict=True))
+        ranks = tuple(tuple(chain.from_iterable(parts)) for parts in zip(*steps, strict=True))
         return cls(ranks, tuple(len(step[0]) for step in steps))
 
 
@@ -121,12 +132,25 @@ def names_of(lengths: Sequence[int]) -> dict[str, int]:
     return {str(index): int(length) for index, length in enumerate(lengths)}
 
 
-def _what(dp: int, microbatch_size: int, steps: int) -> str:
-    return f"{dp} DP ranks with micro-batches of {microbatch_size} in {steps} optimizer step(s)"
+def checked_lengths(tokens: Mapping[str, int]) -> dict[str, int]:
+    """The same as plain integers: sums of numpy's int16 would wrap."""
+    try:
+        lengths = dict(zip(tokens, map(operator.index, tokens.values()), strict=True))
+    except TypeError as error:
+        raise ConfigError(f"a number of tokens is no whole number: {error}") from error
+    wrong = [name for name, length in lengths.items() if not 0 < length <= _LONGEST]
+    if wrong:
+        raise ConfigError(
+            f"{len(wrong)} samples have no or too many tokens: {[(name, lengths[name]) for name in wrong[:5]]}",
+            samples=wrong,
+        )
+    return lengths
 
 
-def _check_count(samples: int, *, parts: int, what: str) -> None:
-    if parts < 1:
+def _check_count(samples: int, *, dp: int, steps: int, microbatch_size: int = 1) -> None:
+    what = f"{dp} DP ranks with micro-batches of {microbatch_size} in {steps} optimizer step(s)"
+    parts = dp * microbatch_size * steps
+    if min(dp, microbatch_size, steps) < 1:
         raise ConfigError(f"{what}: expected at least 1 of each")
     if samples == 0 or samples % parts:
         raise ConfigError(
@@ -136,30 +160,152 @@ def _check_count(samples: int, *, parts: int, what: str) -> None:
 
 
 def _shares(tokens: Mapping[str, int], steps: int) -> list[dict[str, int]]:
-    names, size = list(tokens), len(tokens) // steps
-    return [{name: tokens[name] for name in names[at : at + size]} for at in range(0, len(names), size)]
+    items, size = list(tokens.items()), len(tokens) // steps
+    return [dict(items[at : at + size]) for at in range(0, len(items), size)]
 
 
 def _cut(sample_ids: Sequence[str], size: int) -> Microbatches:
     return tuple(tuple(sample_ids[i : i + size]) for i in range(0, len(sample_ids), size))
 
 
+# -- equal counts, nearly equal sums -----------------------------------------------------------------------------------
+
+
+def balance(weights: Mapping[str, int], *, parts: int) -> list[list[str]]:
+    """`parts` lists of equal count with nearly equal sums, each heaviest first; len(weights) must be a multiple of `parts`.
+
+    The better of the largest differencing method (Karmarkar and Karp 1982) and of longest-first, then exchanges between the
+    fullest part and the others. Differencing wins on even lengths, longest-first on those with a long tail. Ties go by name
+    and number, so every process computes the same answer.
+
+    >>> balance({"a": 8, "b": 7, "c": 2, "d": 1}, parts=2)
+    [['a', 'd'], ['b', 'c']]
+    """
+    if not weights or parts < 1 or len(weights) % parts:
+        raise ConfigError(f"{len(weights)} items do not divide into {parts} parts of equal count")
+    names = sorted(weights, key=lambda name: (-weights[name], name))
+    weights_S = np.asarray([weights[name] for name in names], np.int64)
+    if parts == 1:
+        return [names]
+    best_PC = min(
+        (differencing(weights_S, parts), longest_first(weights_S, parts)),
+        key=lambda index_PC: int(weights_S[index_PC].sum(axis=1).max()),
+    )
+    exchange(weights_S, best_PC)
+    return [[names[index] for index in part] for part in np.sort(best_PC, axis=1).tolist()]
+
+
+def differencing(weights_S: Ints, parts: int) -> Ints:
+    """[parts, count] indices into descending weights: the largest differencing method in its multi-way form.
+
+    Each state holds as many items in every part; the two states of the largest spread are merged, heaviest part onto lightest.
+    """
+    groups = np.arange(len(weights_S)).reshape(-1, parts, 1)
+    states = [(weights_S[group[:, 0]], group) for group in groups]
+    heap = [(int(sums[-1] - sums[0]), number) for number, (sums, _) in enumerate(states)]
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        (_, first), (_, second) = heapq.heappop(heap), heapq.heappop(heap)
+        sums = states[first][0] + states[second][0][::-1]
+        items = np.concatenate((states[first][1], states[second][1][::-1]), axis=1)
+        order = np.argsort(-sums, kind="stable")
+        heapq.heappush(heap, (int(sums.min() - sums.max()), len(states)))
+        states.append((sums[order], items[order]))
+    return states[heap[0][1]][1]
+
+
+def longest_first(weights_S: Ints, parts: int) -> Ints:
+    """[parts, count] indices into descending weights: each item to the lightest part that has room."""
+    count = len(weights_S) // parts
+    found: list[list[int]] = [[] for _ in range(parts)]
+    heap = [(0, part) for part in range(parts)]
+    for index, weight in enumerate(weights_S.tolist()):
+        load, part = heap[0]
+        found[part].append(index)
+        if len(found[part]) < count:
+            heapq.heapreplace(heap, (load + weight, part))
+        else:
+            heapq.heappop(heap)
+    return np.asarray(found, np.int64)
+
+
+def exchange(weights_S: Ints, index_PC: Ints) -> None:
+    """Swap an item of the fullest part for a lighter one of another, in place, while that lowers the larger of both sums."""
+    sums = weights_S[index_PC].sum(axis=1)
+    enough = int(sums.sum()) // len(sums) * (1 + _ENOUGH)
+    for _ in range(min(_SWAPS, _SWAPPED_ITEMS // len(weights_S))):
+        full = int(sums.argmax())
+        swap = _best_swap(weights_S[index_PC], sums, full) if sums[full] > enough else None
+        if swap is None:
+            return
+        part, mine, theirs = swap
+        a, b = index_PC[full, mine], index_PC[part, theirs]
+        index_PC[full, mine], index_PC[part, theirs] = b, a
+        moved = weights_S[a] - weights_S[b]
+        sums[full] -= moved
+        sums[part] += moved
+
+
+def _best_swap(weights_PC: Ints, sums_P: Ints, full: int) -> tuple[int, int, int] | None:
+    """(part, place in the fullest, place in the part) of the swap that lowers the larger of both sums most; None: no gain.
+
+    For one item of the fullest the best of another part is a neighbour of the one that would halve the difference.
+    """
+    parts, count = weights_PC.shape
+    order = np.argsort(weights_PC, axis=1, kind="stable")
+    sorted_PC = np.take_along_axis(weights_PC, order, axis=1)
+    first_P = np.arange(parts)[:, None] * count
+    line_P = np.arange(parts)[:, None] * (
+        int(weights_PC.max()) + 1
+    )  # all parts on one line, so that one search serves them
+    gap_P = (sums_P[full] - sums_P)[:, None]
+    wanted_PC = np.maximum(weights_PC[full] - gap_P // 2, 0)
+    place_PC = np.searchsorted((sorted_PC + line_P).ravel(), wanted_PC + line_P)
+    near_2PC = np.clip(np.stack((place_PC - 1, place_PC)), first_P, first_P + count - 1)
+    moved_2PC = weights_PC[full] - sorted_PC.ravel()[near_2PC]
+    gain_2PC = np.minimum(moved_2PC, gap_P - moved_2PC)
+    best = int(gain_2PC.argmax())
+    if gain_2PC.ravel()[best] <= 0:
+        return None
+    part, theirs = divmod(int(near_2PC.ravel()[best]), count)
+    return part, best % count, int(order[part, theirs])
+
+
+# -- a token budget ----------------------------------------------------------------------------------------------------
+
+
 def _budgeted(parts: Sequence[Mapping[str, int]], max_tokens: int) -> list[Microbatches]:
-    """The fewest micro-batches, the same number on every rank, that keep every rank's bins within the budget."""
-    count = max(-(-sum(part.values()) // max_tokens) for part in parts)
-    most = len(parts[0])
-    while count < most and not all(
-        _fits(bins, part, max_tokens) for part in parts for bins in [_bins(part, count)]
-    ):
+    """The same number of micro-batches on every rank, as few as keep the budget; samples beyond it are alone."""
+    alone = [[name for name, length in part.items() if length > max_tokens] for part in parts]
+    rest = [{name: length for name, length in part.items() if length <= max_tokens} for part in parts]
+    packed = [_tight(part, max_tokens) for part in rest]
+    count = max(
+        len(own) + -(-sum(part.values()) // max_tokens) for own, part in zip(alone, rest, strict=True)
+    )
+    while True:
+        found = [
+            _exactly(count - len(own), part, tight, max_tokens)
+            for own, part, tight in zip(alone, rest, packed, strict=True)
+        ]
+        if all(bins is not None for bins in found):
+            singles = [tuple((name,) for name in own) for own in alone]
+            return [own + bins for own, bins in zip(singles, found, strict=True) if bins is not None]
         count += 1
-    return [_bins(part, min(count, most)) for part in parts]
 
 
-def _fits(bins: Microbatches, tokens: Mapping[str, int], max_tokens: int) -> bool:
-    return all(len(names) == 1 or sum(tokens[name] for name in names) <= max_tokens for names in bins)
+def _exactly(
+    count: int, tokens: Mapping[str, int], tight: Microbatches, max_tokens: int
+) -> Microbatches | None:
+    """`count` bins within the budget, even ones where that is possible; None where these ways need more."""
+    if not 0 < count <= len(tokens):
+        return () if count == len(tokens) else None
+    even = _even(tokens, count)
+    if all(sum(tokens[name] for name in names) <= max_tokens for names in even):
+        return even
+    return _split(tight, count) if len(tight) <= count else None
 
 
-def _bins(tokens: Mapping[str, int], count: int) -> Microbatches:
+def _even(tokens: Mapping[str, int], count: int) -> Microbatches:
     """Longest first, each into the lightest bin; ties go by bin number. No bin is empty for count <= len(tokens)."""
     heap = [(0, index) for index in range(count)]
     bins: list[list[str]] = [[] for _ in range(count)]
@@ -170,28 +316,26 @@ def _bins(tokens: Mapping[str, int], count: int) -> Microbatches:
     return tuple(map(tuple, bins))
 
 
-def karmarkar_karp(weights: Mapping[str, int], *, parts: int) -> list[list[str]]:
-    """Split into `parts` lists of equal count with nearly equal sums; len(weights) must be a multiple of `parts`.
+def _tight(tokens: Mapping[str, int], max_tokens: int) -> Microbatches:
+    """Longest first, each into the fullest bin that has room for it."""
+    room: list[tuple[int, int]] = []
+    bins: list[list[str]] = []
+    for name in sorted(tokens, key=lambda name: (-tokens[name], name)):
+        at = bisect_left(room, (tokens[name], 0))
+        left, index = room.pop(at) if at < len(room) else (max_tokens, len(bins))
+        if index == len(bins):
+            bins.append([])
+        bins[index].append(name)
+        insort(room, (left - tokens[name], index))
+    return tuple(map(tuple, bins))
 
-    Largest differencing method of Karmarkar and Karp (1982) in its multi-way form: each state is one group of `parts` items,
-    one per part; the two states with the largest spread are merged, heaviest part onto lightest. Ties go by name, so every
-    process computes the same answer.
 
-    >>> karmarkar_karp({"a": 8, "b": 7, "c": 2, "d": 1}, parts=2)
-    [['a', 'd'], ['b', 'c']]
-    """
-    if not weights or len(weights) % parts:
-        raise ConfigError(f"{len(weights)} items do not divide into {parts} parts of equal count")
-    order = sorted(weights, key=lambda name: (-weights[name], name))
-    heap: list[tuple[int, int, list[tuple[int, list[str]]]]] = []
-    for index in range(0, len(order), parts):
-        group = [(weights[name], [name]) for name in order[index : index + parts]]
-        heap.append((group[-1][0] - group[0][0], index, group))
+def _split(bins: Microbatches, count: int) -> Microbatches:
+    """The same samples in more bins: those of the most samples are halved."""
+    heap = [(-len(names), index, names) for index, names in enumerate(bins)]
     heapq.heapify(heap)
-    while len(heap) > 1:
-        _, index, first = heapq.heappop(heap)
-        _, _, second = heapq.heappop(heap)
-        merged = [(a + b, x + y) for (a, x), (b, y) in zip(first, reversed(second), strict=True)]
-        merged.sort(key=lambda part: (-part[0], part[1]))
-        heapq.heappush(heap, (merged[-1][0] - merged[0][0], index, merged))
-    return [sorted(names) for _, names in heap[0][2]]
+    while len(heap) < count:
+        _, index, names = heap[0]
+        heapq.heapreplace(heap, (-len(names[::2]), index, names[::2]))
+        heapq.heappush(heap, (-len(names[1::2]), len(heap), names[1::2]))
+    return tuple(names for _, _, names in sorted(heap, key=operator.itemgetter(1)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -10,6 +12,7 @@ from r3channel.errors import ConfigError, UnsupportedLayout
 from r3channel.spec import RoutingSpec
 
 _FLAGS = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
+_COUNTS = ("dp", "pp", "vpp", "cp", "tp", "ep", "pad_multiple", "first_layers", "last_layers")
 _CHOICES = {
     "packing": ("padded", "thd"),
     "cp_split": ("zigzag", "contiguous"),
@@ -66,9 +69,14 @@ class TrainerLayout:
     """For each MTP layer the decoder layer whose routing it replays; empty: MTP routers choose for themselves."""
 
     def __post_init__(self) -> None:
-        for name in ("dp", "pp", "vpp", "cp", "tp", "ep", "pad_multiple"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"layout: {name}={getattr(self, name)}, expected at least 1")
+        for name in _COUNTS:
+            self._set(name, _count(name, getattr(self, name)))
+        for name in ("sp", "uniform"):
+            flag = getattr(self, name)
+            if flag not in (None, True, False):
+                raise ConfigError(f"layout: {name}={flag!r}, expected None, True or False")
+            self._set(name, None if flag is None else bool(flag))
+        self._set("mtp", tuple(_whole("mtp", layer) for layer in self.mtp))
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ConfigError(f"layout: {name}={getattr(self, name)!r}, expected one of {choices}")
@@ -80,6 +88,9 @@ class TrainerLayout:
             raise ConfigError(
                 f"layout: ep={self.ep} does not divide dp*cp*tp = {self.dp * self.cp * self.tp}"
             )
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)  # the fields are frozen, and numpy's integers become plain ones
 
     @property
     def sequence_parallel(self) -> bool:
@@ -101,12 +112,15 @@ class TrainerLayout:
 
     def coords(self, rank: int) -> RankCoords:
         """Megatron's default order tp-cp-ep-dp-pp: tp changes fastest, pp slowest."""
+        inside("rank", rank, self.world_size)
         rest, tp = divmod(rank, self.tp)
         rest, cp = divmod(rest, self.cp)
         pp, dp = divmod(rest, self.dp)
         return RankCoords(dp=dp, pp=pp, cp=cp, tp=tp)
 
     def rank(self, coords: RankCoords) -> int:
+        for name in ("dp", "pp", "cp", "tp"):
+            inside(name, getattr(coords, name), getattr(self, name))
         return coords.tp + self.tp * (coords.cp + self.cp * (coords.dp + self.dp * coords.pp))
 
     # -- members of a DP rank's group: the TP0 of each (PP, CP) -------------------------------------------------------
@@ -118,7 +132,7 @@ class TrainerLayout:
 
     def member(self, *, pp: int, cp: int) -> int:
         """0-based number of a receiving process within its DP rank."""
-        return pp * self.cp + cp
+        return inside("pp", pp, self.pp) * self.cp + inside("cp", cp, self.cp)
 
     # -- layers ---------------------------------------------------------------------------------------------------------
 
@@ -127,7 +141,12 @@ class TrainerLayout:
         given = {0: self.first_layers, self.pp - 1: self.last_layers}
         fixed = {stage: size for stage, size in given.items() if size is not None}
         rest, middle = num_layers - sum(fixed.values()), self.pp - len(fixed)
-        if rest < 0 or (rest % middle if middle else rest):
+        if self.vpp > 1 and not middle:
+            raise UnsupportedLayout(
+                f"first_layers={self.first_layers} and last_layers={self.last_layers} with vpp={self.vpp} leave no stage between "
+                f"at pp={self.pp}: Megatron-core 0.16.1 divides by zero there. Give one of the two; it determines the other"
+            )
+        if rest < middle or (rest % middle if middle else rest):
             raise UnsupportedLayout(
                 f"{num_layers} layers do not divide into pp={self.pp} stages with first_layers={self.first_layers}, "
                 f"last_layers={self.last_layers}: {rest} layers remain for {middle} equal stages"
@@ -143,9 +162,12 @@ class TrainerLayout:
         Interleaved as Megatron does: chunk c of all stages comes before chunk c + 1 of any. A mapped MTP layer i counts as
         layer `num_layers + i` of the last stage's last chunk.
         """
+        inside("pp", pp, self.pp)
+        inside("chunk", chunk, self.vpp)
         sizes = [size // self.vpp for size in self.stage_sizes(spec.num_layers)]
         start = chunk * sum(sizes) + sum(sizes[:pp])
-        layers = tuple(layer for layer in spec.moe_layers if start <= layer < start + sizes[pp])
+        first, last = (bisect_left(spec.moe_layers, edge) for edge in (start, start + sizes[pp]))
+        layers = spec.moe_layers[first:last]
         if (pp, chunk) == (self.pp - 1, self.vpp - 1):
             layers += tuple(range(spec.num_layers, spec.num_layers + len(self.mtp)))
         return layers
@@ -167,7 +189,10 @@ class TrainerLayout:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainerLayout:
-        return cls(**{**values, "mtp": tuple(int(layer) for layer in values.get("mtp", ()))})
+        unknown = sorted(set(values) - {field.name for field in fields(cls)})
+        if unknown:
+            raise ConfigError(f"layout: fields {unknown[:5]} are unknown")
+        return cls(**{**values, "mtp": tuple(values.get("mtp", ()))})
 
     @classmethod
     def parse(cls, text: str) -> TrainerLayout:
@@ -192,6 +217,29 @@ class TrainerLayout:
             and getattr(self, field.name) != field.default
         ]
         return ",".join([f"{cut},sp={int(self.sequence_parallel)},packing={self.packing}", *rest])
+
+
+def inside(name: str, value: int, count: int) -> int:
+    """The number, if it is one of a layout's; a negative one would count from the end in silence."""
+    if not 0 <= value < count:
+        raise ConfigError(f"{name}={value}: expected 0..{count - 1}. Is it a number of another layout?")
+    return value
+
+
+def _count(name: str, value: Any) -> int | None:
+    """At least 1; None where a stage's size is not given."""
+    if value is None and name in ("first_layers", "last_layers"):
+        return None
+    if _whole(name, value) < 1:
+        raise ConfigError(f"layout: {name}={value}, expected at least 1")
+    return _whole(name, value)
+
+
+def _whole(name: str, value: Any) -> int:
+    try:
+        return int(operator.index(value))
+    except TypeError as error:
+        raise ConfigError(f"layout: {name}={value!r}, expected a whole number") from error
 
 
 def _parse_value(key: str, value: str, *, text: str) -> Any:

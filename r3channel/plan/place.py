@@ -1,15 +1,15 @@
-"""Writes samples' ids into shards: each row of each layer once, in the order in which its router will ask for it.
+"""Writes received rows into a shard: each row of each layer once, in the order in which its router will ask for it.
 
-With numba (extra `fast`) one compiled call writes all runs of a job, past the caches: 0.05 us per token of 48 x top-8 against
-0.075 for numpy's transposed blocks and 0.033 for memcpy (CPU time, shared AMD EPYC). Both give the same bytes.
+With numba (extra `fast`) one compiled call writes many runs, past the caches, and sums their digests in the same pass; numpy does
+the same without it. Both give the same bytes.
 
-Rows that no engine computed (each sample's last token, padding, the tail of a pack) get the ids of `spread_ids`: distinct,
-in range, and loading no single expert. With the `native` pad policy they are placeholders that no router uses.
+Rows that no engine computed (each sample's last token, padding, the tail of a pack, rows without routing) get the ids of
+`spread_ids`: distinct, in range, and loading no single expert. Where the live router chooses they are placeholders.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from itertools import groupby
 from typing import Any
@@ -17,21 +17,16 @@ from typing import Any
 import numpy as np
 
 from r3channel.distinct import kernels
-from r3channel.plan.rows import Ints, Microbatch, Runs
-from r3channel.plan.shards import Plan, Shard, ShardKey
+from r3channel.plan.rows import Ints
+from r3channel.plan.shards import Plan, ShardKey
+from r3channel.plan.stream import Stream, Stretches
+from r3channel.plan.ticket import TicketSample
 from r3channel.routing import Ids
 from r3channel.spec import RoutingSpec
+from r3channel.wire.digest import coefficients, item_bytes_of, layer_digests
 
 _BLOCK_BYTES = 96 << 10
-"""Transposed at once, so that both sides stay in the level-2 cache: 0.03 us per token of 48 x top-8, against 0.25 for one
-copy of single ids (CPU time, shared AMD EPYC)."""
-
-_JOB_ROWS = 8192
-"""About half a millisecond of placement: enough that a thread is worth it, little enough to hold decoded frames for."""
-
-_ITEMS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
-"""Items of so many bytes that numpy copies fastest; 16 bytes go as a complex number (measured)."""
-
+"""Transposed at once by numpy, so that both sides stay in the level-2 cache."""
 _Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
@@ -41,199 +36,169 @@ def spread_ids(spec: RoutingSpec, *, positions_T: Ids) -> Ids:
     return ((start + np.arange(spec.top_k)) % spec.num_experts).astype(spec.id_dtype)
 
 
-def fill_invalid(expert_ids_TLK: Ids, valid_T: np.ndarray[Any, np.dtype[np.bool_]], spec: RoutingSpec) -> Ids:
-    """The ids with rows that hold no routing replaced by pad ids; the same array where all are valid."""
-    if valid_T.all():
-        return expert_ids_TLK
-    rows = np.flatnonzero(~valid_T)
-    filled = expert_ids_TLK.copy()
-    filled[rows] = spread_ids(spec, positions_T=rows)[:, None]
-    return filled
+class Placement:
+    """One shard as it fills: where each run of its plan lies in the buffer. One thread.
 
-
-def fresh(shard: Shard) -> _Bytes:
-    """New memory for one shard. Its first touch costs as much as the placement: whoever places often reuses buffers."""
-    return np.empty(shard.nbytes, np.uint8)
-
-
-Jobs = Callable[[Callable[[range], None], Sequence[range]], object]
-"""Calls a function once for each of some ranges, in any order and on any threads, and returns when all are done."""
-
-
-def one_by_one(work: Callable[[range], None], jobs: Sequence[range]) -> None:
-    """All jobs on the caller's thread."""
-    for job in jobs:
-        work(job)
-
-
-def place_samples(
-    plan: Plan,
-    *,
-    dp: int,
-    ids_of: Callable[[str], Ids],
-    buffer_of: Callable[[Shard], _Bytes] = fresh,
-    run: Jobs = one_by_one,
-) -> dict[ShardKey, _Bytes]:
-    """The uint8 shards of all pipeline stages and CP ranks of one DP rank, by (dp, pp, cp).
-
-    `ids_of(sample_id)` gives [tokens - 1, all MoE layers, K]; it is asked once per sample, on the threads of `run`, and what it
-    gave is held until its job of about 8,192 rows is done. `buffer_of(shard)` gives `shard.nbytes` bytes of any content; every
-    byte is overwritten.
+    `pads` once and every row of every stream once write each byte of the buffer exactly once.
     """
-    layout = plan.layout
-    shards = [plan.shard(dp=dp, pp=pp, cp=cp) for pp in range(layout.pp) for cp in range(layout.cp)]
-    buffers = [buffer_of(shard) for shard in shards]
 
-    writers = [ShardWriter(shard, buffer) for shard, buffer in zip(shards, buffers, strict=True)]
+    def __init__(self, stream: Stream, buffer_N: _Bytes) -> None:
+        """`stream` is that of any relay: runs and samples are the same for all. `buffer_N` has `shard.nbytes` bytes of any content."""
+        self._stream, self._buffer_N = stream, buffer_N
+        shard, spec = stream.shard, stream.shard.spec
+        self._id_bytes = spec.top_k * spec.id_dtype.itemsize
+        columns = {column: index for index, column in enumerate(stream.columns)}
+        self._sources_L = np.asarray([columns[source] for source in shard.sources], np.int64)
+        self._coefficients_P = coefficients(
+            0, max((batch.seq_len for batch in shard.microbatches), default=1)
+        )
 
-    def place(job: range) -> None:
-        ids = [[ids_of(name) for name in plan.microbatches[dp][number].sample_ids] for number in job]
-        for writer in writers:
-            writer.write(job, ids)
+    def pads(self) -> None:
+        """Write the rows that do not travel."""
+        pads = self._stream.pads
+        if not self._compiled(pads, None, self.new_digests()):
+            for run, position, rows, target_LP in self._targets(pads):
+                ids_PK = spread_ids(self._stream.shard.spec, positions_T=np.arange(position, position + rows))
+                target_LP[:] = _row_items(ids_PK)
 
-    run(place, jobs_of(plan.microbatches[dp]))
-    return {shard.key: buffer for shard, buffer in zip(shards, buffers, strict=True)}
+    def new_digests(self) -> Ids:
+        """[TP slot, sample of the DP rank, layer] uint64, all 0."""
+        shard = self._stream.shard
+        return np.zeros((shard.tp_slots, len(self._stream.samples), len(shard.layers)), np.uint64)
 
+    def rows(self, stream: Stream, source_TLK: Ids, digests_CSL: Ids, *, begin: int) -> None:
+        """Write rows [begin, begin + T) of a relay's stream, and add the digests of the source's rows. It may be reused then."""
+        piece = _slice(stream.stretches, begin, begin + len(source_TLK))
+        if not self._compiled(piece, source_TLK, digests_CSL):
+            self._in_numpy(piece, source_TLK, digests_CSL)
 
-def jobs_of(batches: Sequence[Microbatch]) -> list[range]:
-    """Ranges of micro-batches of at least `_JOB_ROWS` rows each, the last one aside."""
-    jobs, first, rows = [], 0, 0
-    for number, batch in enumerate(batches):
-        rows += batch.rows
-        if rows >= _JOB_ROWS or number == len(batches) - 1:
-            jobs.append(range(first, number + 1))
-            first, rows = number + 1, 0
-    return jobs
-
-
-class ShardWriter:
-    """Where the rows of one rank lie in its buffer, and the way to write them. Any thread; each micro-batch once."""
-
-    def __init__(self, shard: Shard, buffer: _Bytes) -> None:
-        self._shard, self._buffer = shard, buffer
-        numbers = range(len(shard.microbatches))
-        self._row_bytes = shard.spec.top_k * shard.spec.id_dtype.itemsize
-        self._begin_M = np.cumsum([0, *map(shard.microbatch_bytes, numbers)]) + buffer.ctypes.data
-        self._width_M = np.asarray([batch.width for batch in shard.microbatches])
-        self._packed_M = np.asarray([batch.packed for batch in shard.microbatches])
-        self._layer_bytes_M = np.asarray([*map(shard.slot_rows, numbers)]) * self._row_bytes
-        self._sources_L = np.asarray(shard.sources, dtype=np.int64)
-
-    def write(self, microbatches: range, ids: Sequence[Sequence[Ids]]) -> None:
-        """Write some micro-batches, pads included: `ids[i][j]` [tokens - 1, all MoE layers, K] of sample j of the i-th."""
-        shard = self._shard
-        if not shard.layers or self._write_compiled(microbatches, ids):
-            return
-        views = shard.views(self._buffer)
-        for number, samples in zip(microbatches, ids, strict=True):
-            place_tail(shard, views[number], microbatch=number)
-            for index, ids_TLK in enumerate(samples):
-                place_sample(shard, views[number], microbatch=number, sample=index, expert_ids_TLK=ids_TLK)
-
-    def _write_compiled(self, microbatches: range, ids: Sequence[Sequence[Ids]]) -> bool:
-        """One call for all; False where there is no numba, or where a row or an array is not made of whole, aligned words."""
-        compiled = kernels()
-        if compiled is None or self._row_bytes % 8 or self._begin_M[0] % 8:
+    def _compiled(self, stretches: Stretches, source_TLK: Ids | None, digests_CSL: Ids) -> bool:
+        """One call for all; False without numba."""
+        compiled, stream = kernels(), self._stream
+        if compiled is None:
             return False
-        flat = [np.ascontiguousarray(ids_TLK) for samples in ids for ids_TLK in samples]
-        addresses = np.asarray([ids_TLK.ctypes.data for ids_TLK in flat], dtype=np.int64)
-        if (addresses % 8).any():
-            return False
-        shard = self._shard
-        runs = shard.table.of_microbatches(cp=shard.cp, first=microbatches.start, last=microbatches.stop)
-        before = np.cumsum([0, *map(len, ids)])[runs.microbatch - microbatches.start]
-        source_bytes = shard.spec.num_moe_layers * self._row_bytes
-        sources = addresses[before + np.maximum(runs.sample, 0)] + runs.position * source_bytes
-        table = np.stack((sources, runs.real, runs.length, *self._targets(runs), runs.position), axis=1)
-        compiled.place_runs(table, self._sources_L, source_bytes, _pad_words(shard.spec))
+        item = item_bytes_of(stream.shard.spec)
+        run, rows = stretches.run, stretches.rows
+        row_bytes = len(stream.columns) * self._id_bytes
+        if source_TLK is None:
+            source, real = np.zeros_like(rows), np.zeros_like(rows)
+        else:
+            source, real = source_TLK.ctypes.data + stretches.begin[:-1] * row_bytes, rows
+        slot = stream.runs.slot[run]
+        sample = slot * len(stream.samples) + np.maximum(stream.sample_of[run], 0)
+        first, layer_bytes, step = self._layout(stretches)
+        first = first + self._buffer_N.ctypes.data
+        table = np.stack((source, real, rows, first, layer_bytes, step, stretches.position, sample), axis=1)
+        slots, samples, layers = digests_CSL.shape
+        digests = digests_CSL.reshape(slots * samples, layers)
+        pads = _pad_items(stream.shard.spec)
+        compiled.place_runs(item)(table, self._sources_L, row_bytes, pads, self._coefficients_P, digests)
         return True
 
-    def _targets(self, runs: Runs) -> tuple[Ints, Ints, Ints]:
-        """(address of each run's first row in the first layer, bytes between its layers, bytes between its rows)."""
+    def _in_numpy(self, stretches: Stretches, source_TLK: Ids, digests_CSL: Ids) -> None:
+        stream, begin = self._stream, stretches.begin
+        source_TC = _row_items(source_TLK)
+        spans = _spans(self._sources_L.tolist())
+        for index, (run, position, rows, target_LP) in enumerate(self._targets(stretches)):
+            own = slice(int(begin[index]), int(begin[index]) + rows)
+            for here, there in spans:
+                _transpose(source_TC[own, there], target_LP[here])
+            found_C = layer_digests(source_TLK[own], first_row=position)
+            digest_L = digests_CSL[stream.runs.slot[run], stream.sample_of[run]]
+            digest_L += found_C[self._sources_L]
+
+    def _layout(self, stretches: Stretches) -> tuple[Ints, Ints, Ints]:
+        """(offset of each stretch's first row in the first layer, bytes between its layers, bytes between its rows)."""
+        shard, runs = self._stream.shard, self._stream.runs.take(stretches.run)
+        numbers = range(len(shard.microbatches))
+        begin_M = np.cumsum([0, *map(shard.microbatch_bytes, numbers)])
+        rows_M = np.asarray([*map(shard.slot_rows, numbers)], np.int64)
+        width_M = np.asarray([batch.width for batch in shard.microbatches], np.int64)
+        packed_M = np.asarray([batch.packed for batch in shard.microbatches])
         number = runs.microbatch
-        width, layer_bytes = self._width_M[number], self._layer_bytes_M[number]
-        column = np.where(self._packed_M[number], 0, runs.sample)
-        slot = self._begin_M[number] + runs.slot * (len(self._shard.layers) * layer_bytes)
-        return slot + (runs.local * width + column) * self._row_bytes, layer_bytes, width * self._row_bytes
+        width, layer_bytes = width_M[number], rows_M[number] * self._id_bytes
+        column = np.where(packed_M[number], 0, runs.sample)
+        slot = begin_M[number] + runs.slot * (len(shard.layers) * layer_bytes)
+        local = runs.local + stretches.position - runs.position
+        return slot + (local * width + column) * self._id_bytes, layer_bytes, width * self._id_bytes
+
+    def _targets(self, stretches: Stretches):
+        """(run, position, rows, view [layer, row] with one item per row of K ids) of each stretch."""
+        layers = len(self._stream.shard.layers)
+        places = np.stack(
+            (stretches.run, stretches.position, stretches.rows, *self._layout(stretches)), axis=1
+        )
+        for run, position, rows, offset, layer_bytes, step in places.tolist():
+            ids_LPK = np.lib.stride_tricks.as_strided(
+                self._buffer_N[offset : offset + self._id_bytes],
+                (layers, rows, self._id_bytes),
+                (layer_bytes, step, 1),
+            )
+            yield run, position, rows, _row_items(ids_LPK)
+
+
+def place_samples(plan: Plan, *, dp: int, ids_of: Callable[[str], Ids]) -> dict[ShardKey, _Bytes]:
+    """The uint8 shards of all processes of one DP rank, by (dp, pp, cp), from whole samples: what receivers end with.
+
+    `ids_of(sample_id)` gives [tokens - 1, all MoE layers, K].
+    """
+    layout, found = plan.layout, {}
+    samples = [
+        TicketSample(name, tokens, 0, 0, (), (), ((tokens - 1, 0),))
+        for batch in plan.microbatches[dp]
+        for name, tokens in zip(batch.sample_ids, batch.tokens, strict=True)
+    ]
+    for pp in range(layout.pp):
+        for cp in range(layout.cp):
+            shard = plan.shard(dp=dp, pp=pp, cp=cp)
+            found[shard.key] = place_shard(Stream(shard, samples), ids_of=ids_of)
+    return found
+
+
+def place_shard(stream: Stream, *, ids_of: Callable[[str], Ids]) -> _Bytes:
+    """One shard from whole samples, sample by sample."""
+    buffer_N = np.empty(stream.shard.nbytes, np.uint8)
+    placement, begin = Placement(stream, buffer_N), 0
+    digests = placement.new_digests()
+    placement.pads()
+    for sample, position, rows in stream.sends():
+        ids_TLK = ids_of(stream.samples[sample].sample_id)[position : position + rows]
+        placement.rows(stream, np.ascontiguousarray(ids_TLK[:, list(stream.columns)]), digests, begin=begin)
+        begin += rows
+    return buffer_N
+
+
+def _slice(stretches: Stretches, begin: int, end: int) -> Stretches:
+    """The part of a stream's stretches that holds its rows [begin, end)."""
+    first = stretches.begin
+    low, high = np.searchsorted(first, begin, side="right") - 1, np.searchsorted(first, end, side="left")
+    own = slice(int(low), int(high))
+    skipped = np.maximum(begin - first[:-1][own], 0)
+    rows = np.minimum(first[1:][own], end) - np.maximum(first[:-1][own], begin)
+    return Stretches(stretches.run[own], stretches.position[own] + skipped, rows)
 
 
 @lru_cache(maxsize=8)
-def _pad_words(spec: RoutingSpec) -> Ids:
-    """[E, words]: the pad ids of position p as words, in line p % E."""
-    return spread_ids(spec, positions_T=np.arange(spec.num_experts)).view(np.uint64)
+def _pad_items(spec: RoutingSpec) -> Ids:
+    """[E, items]: the pad ids of position p as unsigned items, in line p % E."""
+    ids_EK = spread_ids(spec, positions_T=np.arange(spec.num_experts))
+    return np.ascontiguousarray(ids_EK).view(f"u{item_bytes_of(spec)}")
 
 
-def place_sample(shard: Shard, view_SLRK: Ids, *, microbatch: int, sample: int, expert_ids_TLK: Ids) -> None:
-    """Write one sample's rows of one rank, pads included, into a micro-batch's view. Any thread; each sample once.
-
-    `expert_ids_TLK` [tokens - 1, all MoE layers, K] of the spec's id dtype.
-    """
-    batch = shard.microbatches[microbatch]
-    place_runs(
-        shard,
-        _target(shard, view_SLRK, microbatch),
-        shard.table.of_sample(cp=shard.cp, microbatch=microbatch, sample=sample),
-        column=0 if batch.packed else sample,
-        expert_ids_TLK=expert_ids_TLK,
-    )
+_ITEMS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
+"""Items of so many bytes that numpy copies fastest; 16 bytes go as a complex number (measured)."""
 
 
-def place_runs(
-    shard: Shard,
-    target_SLPW: Any,
-    runs: Sequence[tuple[int, ...]],
-    *,
-    column: int,
-    expert_ids_TLK: Ids | None,
-) -> None:
-    """Write runs (position, slot, where in the slot, length, real) of one sample, or of a tail (no ids), pads included.
-
-    `target_SLPW[slot]` is [L, positions, width] with one item per row of K ids (`row_items`).
-    """
-    source_TL = None if expert_ids_TLK is None else row_items(expert_ids_TLK)
-    spans = _spans(shard.sources)
-    for position, slot, local, length, real in runs:
-        part_LT = target_SLPW[slot][:, local : local + length, column]
-        if source_TL is not None:
-            for here, there in spans:
-                _transpose(source_TL[position : position + real, there], part_LT[here, :real])
-        if real < length:
-            _pad(shard.spec, part_LT[:, real:], first=position + real)
-
-
-def place_tail(shard: Shard, view_SLRK: Ids, *, microbatch: int) -> None:
-    """Write the pad ids of a pack's tail, where it has one."""
-    if not shard.microbatches[microbatch].tail:
-        return
-    place_runs(
-        shard,
-        _target(shard, view_SLRK, microbatch),
-        shard.table.of_sample(cp=shard.cp, microbatch=microbatch, sample=-1),
-        column=0,
-        expert_ids_TLK=None,
-    )
-
-
-def _target(shard: Shard, view_SLRK: Ids, microbatch: int) -> Any:
-    """[slot, L, positions of the slot, width], one item per row of K ids."""
-    width = shard.microbatches[microbatch].width
-    return row_items(view_SLRK).reshape(
-        shard.tp_slots, len(shard.layers), shard.slot_rows(microbatch) // width, width
-    )
-
-
-def row_items(ids_K: Ids) -> Any:
+def _row_items(ids_K: Ids) -> Any:
     """A view in which the K ids of a row are one item: numpy then copies rows and not single ids."""
-    if ids_K.strides[-1] != ids_K.itemsize:
-        ids_K = np.ascontiguousarray(ids_K)
     row_bytes = ids_K.shape[-1] * ids_K.itemsize
     return ids_K.view(_ITEMS.get(row_bytes, f"V{row_bytes}"))[..., 0]
 
 
-def _spans(sources: Sequence[int]) -> list[tuple[slice, slice]]:
-    """(slice of the shard's layers, slice of the MoE axis) of each stretch of consecutive sources.
+def _spans(sources: list[int]) -> list[tuple[slice, slice]]:
+    """(slice of the shard's layers, slice of the source's columns) of each stretch of consecutive sources.
 
-    >>> _spans((1, 2, 5))
+    >>> _spans([1, 2, 5])
     [(slice(0, 2, None), slice(1, 3, None)), (slice(2, 3, None), slice(5, 6, None))]
     """
     found = []
@@ -249,8 +214,3 @@ def _transpose(source_TL: Any, target_LT: Any) -> None:
     for at in range(0, len(source_TL), rows):
         block = slice(at, at + rows)
         target_LT[:, block] = source_TL[block].T
-
-
-def _pad(spec: RoutingSpec, target_LT: Any, *, first: int) -> None:
-    positions = np.arange(first, first + target_LT.shape[1])
-    target_LT[:] = row_items(spread_ids(spec, positions_T=positions))

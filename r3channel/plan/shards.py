@@ -7,23 +7,26 @@ parallelism only hands on equal parts. `rows.py` says which row is which token, 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import xxhash
 
 from r3channel.errors import ConfigError, SampleUnknown
 from r3channel.plan.assignment import Assignment
-from r3channel.plan.layout import TrainerLayout
+from r3channel.plan.layout import TrainerLayout, inside
 from r3channel.plan.rows import Ints, Microbatch, RowTable, pad_batch
 from r3channel.routing import Ids
 from r3channel.spec import RoutingSpec
 
-__all__ = ["Microbatch", "Plan", "Shard", "ShardKey", "plan_shards"]
+__all__ = ["PLAN_VERSION", "Microbatch", "Plan", "Shard", "ShardKey", "plan_shards"]
+
+PLAN_VERSION = 1
+"""Of the arithmetic in this file and in `layout.py` and `rows.py`: another one where equal inputs give other shards."""
 
 ShardKey = tuple[int, int, int]
 """(DP, PP, CP)."""
@@ -86,7 +89,7 @@ class Shard:
     def row_map(self, microbatch: int, *, tp: int) -> tuple[Ints, Ints]:
         """(sample index in the micro-batch, token position) of each row of a TP rank; -1, -1 where no engine row is."""
         sample_SR, position_SR = self.table.row_map(cp=self.cp, microbatch=microbatch)
-        slot = tp if self.tp_slots > 1 else 0
+        slot = inside("tp", tp, self.tp_slots) if self.tp_slots > 1 else 0
         sample, position = sample_SR[slot], position_SR[slot]
         tokens = np.asarray([*self.microbatches[microbatch].tokens, 0])  # the last: a tail's sample -1
         real = position < tokens[sample] - 1
@@ -116,57 +119,68 @@ class Shard:
 
 @dataclass(frozen=True)
 class Plan:
-    """All shards of one rollout step. Equal inputs give an equal digest on every process."""
+    """All shards of one rollout step; made by `plan_shards`. What belongs to one DP rank is computed when first asked for."""
 
     spec: RoutingSpec
     layout: TrainerLayout
-    microbatches: tuple[tuple[Microbatch, ...], ...]
-    """By DP rank."""
-    steps: tuple[int, ...]
-    """Micro-batches of each optimizer step."""
+    assignment: Assignment
+    lengths: tuple[int, ...]
+    """Tokens of each sample, in the order of `assignment.sample_ids`."""
+
+    @cached_property
+    def microbatches(self) -> RankBatches:
+        """By DP rank."""
+        return RankBatches(self.assignment, self.lengths, self.layout)
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Micro-batches of each optimizer step."""
+        return self.assignment.steps
+
+    @property
+    def optimizer_steps(self) -> tuple[range, ...]:
+        """Indices of the micro-batches of each optimizer step, the same on every DP rank."""
+        return self.assignment.optimizer_steps
 
     def table(self, dp: int) -> RowTable:
-        """The rows of one DP rank's processes; made when first asked for, as a trainer needs only its own."""
+        """The rows of one DP rank's processes."""
         if dp not in self._tables:
-            self._tables[dp] = RowTable(self.microbatches[dp], self.layout)
+            self._tables[dp] = RowTable(self.microbatches[inside("dp", dp, self.layout.dp)], self.layout)
         return self._tables[dp]
 
     @cached_property
     def _tables(self) -> dict[int, RowTable]:
         return {}
 
-    @property
-    def optimizer_steps(self) -> tuple[range, ...]:
-        """Indices of the micro-batches of each optimizer step, the same on every DP rank."""
-        ends = list(accumulate(self.steps))
-        return tuple(range(end - count, end) for end, count in zip(ends, self.steps, strict=True))
-
     def shard(self, *, dp: int, pp: int, cp: int = 0) -> Shard:
-        layers = self._layers[pp]
+        """Raises ConfigError for a rank that the layout does not have."""
+        table = self.table(dp)
+        layers, sources = self._layers(inside("pp", pp, self.layout.pp))
         return Shard(
             spec=self.spec,
             dp=dp,
             pp=pp,
-            cp=cp,
+            cp=inside("cp", cp, self.layout.cp),
             layers=layers,
-            sources=self._sources[pp],
+            sources=sources,
             tp_slots=self.layout.tp_slots,
             cp_size=self.layout.cp,
             microbatches=self.microbatches[dp],
-            table=self.table(dp),
+            table=table,
         )
 
-    @cached_property
-    def _layers(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(self.layout.stage_layers(self.spec, pp=pp) for pp in range(self.layout.pp))
+    def _layers(self, pp: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The layers of a stage and, for each, the position on the MoE axis that it replays."""
+        if pp not in self._stages:
+            layers = self.layout.stage_layers(self.spec, pp=pp)
+            index = {layer: position for position, layer in enumerate(self.spec.moe_layers)}
+            sources = tuple(index[self.layout.source_layer(self.spec, layer)] for layer in layers)
+            self._stages[pp] = layers, sources
+        return self._stages[pp]
 
     @cached_property
-    def _sources(self) -> tuple[tuple[int, ...], ...]:
-        index = {layer: position for position, layer in enumerate(self.spec.moe_layers)}
-        return tuple(
-            tuple(index[self.layout.source_layer(self.spec, layer)] for layer in layers)
-            for layers in self._layers
-        )
+    def _stages(self) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
+        return {}
 
     @cached_property
     def shards(self) -> tuple[Shard, ...]:
@@ -181,7 +195,7 @@ class Plan:
 
     @cached_property
     def digest(self) -> int:
-        """64-bit identity of spec, layout, order, lengths and padding."""
+        """64-bit identity of spec, layout, order, lengths and padding; equal inputs give an equal one on every process."""
         batches = [[[m.sample_ids, m.tokens, m.padded, m.tail] for m in rank] for rank in self.microbatches]
         values = {
             "spec": self.spec.to_dict(),
@@ -192,6 +206,46 @@ class Plan:
         return xxhash.xxh3_64_intdigest(json.dumps(values, sort_keys=True, separators=(",", ":")).encode())
 
 
+class RankBatches(Sequence[tuple[Microbatch, ...]]):
+    """The padded micro-batches of each DP rank; a rank's are made when first asked for, as a trainer needs only its own."""
+
+    def __init__(self, assignment: Assignment, lengths: Sequence[int], layout: TrainerLayout) -> None:
+        self._assignment, self._lengths, self._layout = assignment, lengths, layout
+        self._made: dict[int, tuple[Microbatch, ...]] = {}
+
+    def __len__(self) -> int:
+        return self._assignment.dp
+
+    @overload
+    def __getitem__(self, dp: int) -> tuple[Microbatch, ...]: ...
+    @overload
+    def __getitem__(self, dp: slice) -> tuple[tuple[Microbatch, ...], ...]: ...
+    def __getitem__(self, dp: int | slice) -> Any:
+        if isinstance(dp, slice):
+            return tuple(self[rank] for rank in range(len(self))[dp])
+        rank = range(len(self))[dp]
+        if rank not in self._made:
+            self._made[rank] = tuple(self._pad(rank))
+        return self._made[rank]
+
+    def _pad(self, rank: int) -> Iterator[Microbatch]:
+        """Of one length within an optimizer step where a pipeline asks for that."""
+        batches, layout = self._assignment.ranks[rank], self._layout
+        edges = list(accumulate(map(len, batches), initial=self._begin[rank]))
+        for step in self._assignment.optimizer_steps:
+            lengths = [(batches[index], self._lengths[edges[index] : edges[index + 1]]) for index in step]
+            found = [pad_batch(names, tuple(counts), layout=layout) for names, counts in lengths]
+            longest = max(batch.seq_len for batch in found)
+            if layout.one_length and any(batch.seq_len != longest for batch in found):
+                found = [pad_batch(b.sample_ids, b.tokens, layout=layout, floor=longest) for b in found]
+            yield from found
+
+    @cached_property
+    def _begin(self) -> list[int]:
+        """Samples of the ranks before each."""
+        return list(accumulate((sum(map(len, rank)) for rank in self._assignment.ranks), initial=0))
+
+
 def plan_shards(
     assignment: Assignment, *, tokens: Mapping[str, int], spec: RoutingSpec, layout: TrainerLayout
 ) -> Plan:
@@ -199,40 +253,46 @@ def plan_shards(
 
     Raises:
         SampleUnknown: the assignment names a sample without a length.
-        ConfigError: another number of DP ranks, a sample of one token, or an MTP layer mapped to a dense layer.
+        ConfigError: another number of DP ranks, a sample of one token, an MTP layer mapped to a dense layer, or micro-batches
+            of several widths where a pipeline exchanges one shape.
         UnsupportedLayout: the layers do not divide over the stages.
     """
+    names = assignment.sample_ids
+    missing = [name for name in names if name not in tokens]
+    if missing:
+        raise SampleUnknown(f"{len(missing)} assigned samples are unknown: {missing[:5]}", samples=missing)
+    plan = Plan(spec, layout, assignment, tuple(int(tokens[name]) for name in names))
+    check_plan(plan)
+    return plan
+
+
+def check_plan(plan: Plan) -> None:
+    """Refuse what could not be cut here, not where a DP rank's shards are first asked for. Raises what `plan_shards` does."""
+    assignment, layout, spec = plan.assignment, plan.layout, plan.spec
     if assignment.dp != layout.dp:
         raise ConfigError(f"the assignment is for {assignment.dp} DP ranks, the layout has {layout.dp}")
-    missing = [sample for sample in assignment.sample_ids if sample not in tokens]
-    if missing:
-        raise SampleUnknown(f"{len(missing)} assigned samples are unknown: {missing[:5]}")
-    layout.stage_sizes(spec.num_layers)  # refuses an uneven pipeline here, not in a background thread
-    dense = [layer for layer in layout.mtp if layer not in spec.moe_layers]
+    layout.stage_sizes(spec.num_layers)
+    dense = sorted(set(layout.mtp) - set(spec.moe_layers))
     if dense:
         raise ConfigError(f"layout: mtp maps to decoder layers {dense}; MoE layers are {spec.moe_layers}")
-    ranks = tuple(
-        tuple(
-            batch
-            for step in assignment.optimizer_steps
-            for batch in _pad_step([batches[index] for index in step], tokens=tokens, layout=layout)
+    if min(plan.lengths) < 2:
+        short = [name for name, n in zip(assignment.sample_ids, plan.lengths, strict=True) if n < 2]
+        raise ConfigError(
+            f"{len(short)} samples have fewer than the 2 tokens that are needed: {short[:5]}", samples=short
         )
-        for batches in assignment.ranks
-    )
-    return Plan(spec, layout, ranks, assignment.steps)
+    if layout.pp > 1 and layout.one_length and layout.packing == "padded":
+        _check_widths(assignment)
 
 
-def _pad_step(
-    batches: list[tuple[str, ...]], *, tokens: Mapping[str, int], layout: TrainerLayout
-) -> list[Microbatch]:
-    """The micro-batches of one optimizer step of one DP rank; of one length where a pipeline asks for that."""
-    lengths = [tuple(tokens[sample] for sample in batch) for batch in batches]
-    for batch, counts in zip(batches, lengths, strict=True):
-        if min(counts) < 2:
-            short = batch[counts.index(min(counts))]
-            raise ConfigError(f"sample {short} has {min(counts)} token(s); at least 2 are needed")
-    found = [pad_batch(batch, counts, layout=layout) for batch, counts in zip(batches, lengths, strict=True)]
-    if not layout.one_length:
-        return found
-    longest = max(batch.seq_len for batch in found)
-    return [pad_batch(b.sample_ids, b.tokens, layout=layout, floor=longest) for b in found]
+def _check_widths(assignment: Assignment) -> None:
+    """One number of samples in all micro-batches of an optimizer step: a pipeline's stages exchange tensors of one shape."""
+    for dp, rank in enumerate(assignment.ranks):
+        for step, batches in enumerate(assignment.optimizer_steps):
+            widths = sorted({len(rank[index]) for index in batches})
+            if len(widths) > 1:
+                raise ConfigError(
+                    f"DP rank {dp}, optimizer step {step}: padded micro-batches of {widths} samples, expected one number: with "
+                    "pp > 1 Megatron's stages exchange activations of one shape. Give packing=thd, micro-batches of equal "
+                    "size, or uniform=0 where Megatron runs with variable_seq_lengths",
+                    ranks=[(dp,)],
+                )

@@ -1,23 +1,54 @@
-"""The small record of a sealed step. Travels with the ordinary rollout data; lets a trainer refuse before a byte moves."""
+"""The small record of a sealed step. Travels with the ordinary rollout data; lets a trainer refuse before a byte moves.
+
+Bytes (little endian): a head, a column for each field of all samples (`_COLUMNS`), canonical JSON of what is not per sample, the
+samples' names, and the xxh3_128 of all that. Samples lie in the order of the assignment, so all that is told of it is how many
+each micro-batch has. Nothing is sized by a number that was not compared with the bytes that are there.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from itertools import accumulate, chain, pairwise
+from struct import Struct
+from typing import Any, NamedTuple, overload
 
-from r3channel.errors import R3Error, TicketMismatch
+import numpy as np
+import xxhash
+
+from r3channel.errors import ConfigError, R3Error, SampleUnknown, TicketMismatch
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
-from r3channel.plan.parts import Parts
-from r3channel.plan.shards import Plan, plan_shards
+from r3channel.plan.shards import PLAN_VERSION, Plan, check_plan
 from r3channel.routing import ProvenanceSpan, RowKind
 from r3channel.spec import RoutingSpec
 
-_FORMAT = 3
-"""2: one relay only."""
+Column = np.ndarray[Any, np.dtype[Any]]
+
+_MAGIC = b"R3K\x04"
+"""The last byte is the format; 3 was JSON."""
+_HEAD = Struct("<4s9I")
+"""Magic, plan version, DP ranks, micro-batches of each, bytes of JSON, bytes of names, and the four lengths of columns."""
+_HASH_BYTES = 16
+_LENGTHS = ("samples", "spans", "invalid", "segments")
+_COLUMNS = {
+    "tokens_hash": ("<u8", "samples", ()),
+    "digest": ("<u8", "samples", ()),
+    "version": ("<i8", "spans", ()),
+    "tokens": ("<u4", "samples", ()),
+    "name_chars": ("<u4", "samples", ()),
+    "span_count": ("<u4", "samples", ()),
+    "invalid_count": ("<u4", "samples", ()),
+    "segment_count": ("<u4", "samples", ()),
+    "span": ("<u4", "spans", (2,)),
+    "invalid": ("<u4", "invalid", (2,)),
+    "segment": ("<u4", "segments", (2,)),
+    "kind": ("<u1", "spans", ()),
+}
+"""Item, length and width of each column, in the order in which they lie: the widest items first, so that all are aligned."""
 _NO_TICKET = (
     ValueError,
     KeyError,
@@ -30,40 +61,173 @@ _NO_TICKET = (
 )
 """What reading JSON of another shape raises: `Infinity` as a count and deep nesting among it."""
 
+_MOST_TOKENS = (1 << 24) + 1
+_MOST_LAYERS = 4096
+_MOST_RANKS = 4096
+"""CP times TP ranks of one stage."""
+_MOST_UNIT = 1 << 24
+"""Rows of which a micro-batch's are a multiple."""
+_MOST_BUCKET = 1 << 40
+_MOST_STEP = 1 << 62
 
-@dataclass(frozen=True)
-class TicketSample:
-    """One sample of a sealed step."""
+
+class TicketSample(NamedTuple):
+    """One sample of a sealed step. A named tuple, as thousands are made and taken apart while a step is sealed."""
 
     sample_id: str
     tokens: int
-    frame_hash: int
+    tokens_hash: int
+    """64 bits, of the whole token sequence."""
+    digest: int
+    """64 bits, the fold of its engine's digests."""
     provenance: tuple[ProvenanceSpan, ...]
+    """Ascending; rows that no span names were made by nobody knows whom."""
     invalid: tuple[tuple[int, int], ...] = ()
-    """Row ranges [start, end) for which the engine holds no routing; ascending."""
-    relay: int = 0
-    """The relay that holds its frame and sends its rows."""
+    """Row ranges [start, end) without routing; ascending."""
+    segments: tuple[tuple[int, int], ...] = ()
+    """(end row, relay), ascending: the relay that holds the rows up to there. Empty when none holds any: all rows are invalid."""
 
-    def to_values(self) -> list[Any]:
-        """Plain values, for JSON and for calls between relays."""
-        spans = [[span.end, span.weight_version, int(span.kind)] for span in self.provenance]
-        invalid = [list(span) for span in self.invalid]
-        return [self.sample_id, self.tokens, self.frame_hash, spans, invalid, self.relay]
+
+@dataclass(frozen=True, eq=False)
+class Samples(Sequence[TicketSample]):
+    """The samples of a ticket as columns; a `TicketSample` is made when one is asked for."""
+
+    columns: dict[str, Column]
+    text: str
+    """All names, one after another."""
 
     @classmethod
-    def from_values(cls, values: Sequence[Any]) -> TicketSample:
-        """Raises ValueError or TypeError for anything else than `to_values` gives."""
-        name, tokens, frame_hash, spans, invalid, relay = values
-        ranges = tuple((int(start), int(end)) for start, end in invalid)
-        return cls(str(name), int(tokens), int(frame_hash), _spans(spans), ranges, int(relay))
+    def of(cls, samples: Sequence[TicketSample]) -> Samples:
+        """Raises ConfigError for numbers that no column can hold."""
+        if isinstance(samples, Samples):
+            return samples
+        flat: list[Any] = list(chain.from_iterable(samples))
+        fields = len(TicketSample._fields)
+        names, tokens, tokens_hash, digest, provenance, invalid, segments = (
+            flat[at::fields] for at in range(fields)
+        )
+        try:
+            spans = _table("q", [
+                number for own in provenance for span in own
+                for number in (span.weight_version, span.kind, span.start, span.end)
+            ], width=4)  # fmt: skip
+            values = {
+                "tokens": _table("q", tokens),
+                "tokens_hash": _table("Q", tokens_hash),
+                "digest": _table("Q", digest),
+                "name_chars": _table("q", map(len, names)),
+                "span_count": _table("q", map(len, provenance)),
+                "invalid_count": _table("q", map(len, invalid)),
+                "segment_count": _table("q", map(len, segments)),
+                "version": spans[:, 0],
+                "kind": spans[:, 1],
+                "span": spans[:, 2:],
+                "invalid": _table("q", _flat(invalid), width=2),
+                "segment": _table("q", _flat(segments), width=2),
+            }
+            columns = {name: _narrow(values[name], dtype) for name, (dtype, _, _) in _COLUMNS.items()}
+        except (OverflowError, TypeError) as error:
+            raise ConfigError(f"a sample does not fit a ticket: {error!r}") from error
+        found = cls(columns, "".join(names))
+        found.__dict__["names"] = tuple(names)  # known here, so that it is not cut out of the text again
+        return found
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        text, ends = self.text, self._edges("name_chars").tolist()
+        return tuple([text[a:b] for a, b in pairwise(ends)])
+
+    @property
+    def tokens(self) -> Column:
+        return self.columns["tokens"]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @overload
+    def __getitem__(self, index: int) -> TicketSample: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[TicketSample, ...]: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return tuple(self[number] for number in range(len(self))[index])
+        number = range(len(self))[index]
+        return TicketSample(
+            sample_id=self.names[number],
+            tokens=int(self.tokens[number]),
+            tokens_hash=int(self.columns["tokens_hash"][number]),
+            digest=int(self.columns["digest"][number]),
+            provenance=self._provenance(number),
+            invalid=tuple(map(tuple, self._items("invalid_count", number, "invalid"))),
+            segments=tuple(map(tuple, self._items("segment_count", number, "segment"))),
+        )
+
+    def _provenance(self, number: int) -> tuple[ProvenanceSpan, ...]:
+        spans, versions, kinds = (
+            self._items("span_count", number, name) for name in ("span", "version", "kind")
+        )
+        return tuple(
+            ProvenanceSpan(start=start, end=end, weight_version=version, kind=RowKind(kind))
+            for (start, end), version, kind in zip(spans, versions, kinds, strict=True)
+        )
+
+    def _items(self, count: str, number: int, name: str) -> list[Any]:
+        """One sample's part of a column that holds `count` items of each."""
+        edges = self._edges(count)
+        return self.columns[name][edges[number] : edges[number + 1]].tolist()
+
+    def _edges(self, count: str) -> Column:
+        """Items before each sample, and those of all."""
+        if count not in self._known_edges:
+            self._known_edges[count] = np.concatenate(([0], np.cumsum(self.columns[count], dtype=np.int64)))
+        return self._known_edges[count]
+
+    @cached_property
+    def _known_edges(self) -> dict[str, Column]:
+        return {}
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Samples):
+            same = (np.array_equal(self.columns[name], other.columns[name]) for name in _COLUMNS)
+            return self.text == other.text and all(same)
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def check(self, *, relays: int) -> None:
+        """ValueError of the first rule that does not hold; all samples at once. Names are the assignment's matter."""
+        columns, rows = self.columns, self.tokens.astype(np.int64) - 1
+        _hold(len(rows) > 0 and rows.min() >= 1 and rows.max() < _MOST_TOKENS, "tokens of a sample")
+        _hold(columns["kind"].max(initial=0) <= max(RowKind), "the kind of a provenance span")
+        _hold(columns["segment"][:, 1].max(initial=0) < relays, "the relay of a segment")
+        start, end = columns["span"].T.astype(np.int64)
+        self._check_ranges("span_count", start, end, rows)
+        start, end = columns["invalid"].T.astype(np.int64)
+        missing = self._check_ranges("invalid_count", start, end, rows)
+        end, count = columns["segment"][:, 0].astype(np.int64), columns["segment_count"]
+        start = np.concatenate(([0], end))[:-1]
+        start[self._edges("segment_count")[:-1][count > 0]] = 0
+        held = self._check_ranges("segment_count", start, end, rows)
+        _hold(bool((held == np.where(count > 0, rows, 0)).all()), "the end of a sample's segments")
+        _hold(bool(((count > 0) | (missing == rows)).all()), "rows that no relay holds")
+
+    def _check_ranges(self, count: str, start: Column, end: Column, rows: Column) -> Column:
+        """Ranges of each sample ascend within its rows. The number of rows that they cover, by sample."""
+        edges = self._edges(count)
+        _hold(int(edges[-1]) == len(end), f"the sum of {count}")
+        begin = np.repeat(np.cumsum(rows) - rows, self.columns[count])  # all samples on one line
+        bounds = np.stack((start + begin, end + begin), axis=1).ravel()
+        inside = (start >= 0) & (start < end) & (end <= np.repeat(rows, self.columns[count]))
+        _hold(bool(inside.all() and (bounds[1:] >= bounds[:-1]).all()), f"the ranges that {count} counts")
+        return np.diff(np.concatenate(([0], np.cumsum(end - start)))[edges])
 
 
 @dataclass(frozen=True)
 class Ticket:
     """Step, spec, layout, assignment and sizes; everything a receiver needs to post matching receives.
 
-    `to_bytes` is canonical JSON, so equal tickets are equal bytes; `from_bytes` recomputes the plan and refuses a ticket
-    whose digest does not match it.
+    Equal tickets are equal bytes. `from_bytes` refuses every changed bit, and a ticket of a version that plans differently.
     """
 
     run: str
@@ -73,7 +237,7 @@ class Ticket:
     layout: TrainerLayout
     assignment: Assignment
     """Order, micro-batches and optimizer steps."""
-    samples: tuple[TicketSample, ...]
+    samples: Sequence[TicketSample]
     """In the order of `assignment.sample_ids`."""
     bucket_bytes: int
     peers: tuple[str, ...] = ()
@@ -81,90 +245,182 @@ class Ticket:
 
     @property
     def runs(self) -> tuple[str, ...]:
-        """The run of each relay, in the order in which a trainer receives their parts."""
+        """The run of each relay, in the order in which a trainer receives from them."""
         return (self.run, *self.peers)
 
     @cached_property
-    def parts(self) -> Parts:
-        """Which relay sends which rows of each shard."""
-        return Parts(self.plan, len(self.runs), {sample.sample_id: sample.relay for sample in self.samples})
-
-    @cached_property
     def plan(self) -> Plan:
-        tokens = {sample.sample_id: sample.tokens for sample in self.samples}
-        return plan_shards(self.assignment, tokens=tokens, spec=self.spec, layout=self.layout)
+        """Cheap: the shards of a DP rank are cut when first asked for. Raises what `plan_shards` does."""
+        plan = Plan(self.spec, self.layout, self.assignment, tuple(self._columns.tokens.tolist()))
+        check_plan(plan)
+        return plan
 
     @property
     def weight_versions(self) -> tuple[int, ...]:
         """All weight versions that made rows of this step, ascending."""
-        return tuple(sorted({span.weight_version for sample in self.samples for span in sample.provenance}))
+        return tuple(np.unique(self._columns.columns["version"]).tolist())
 
     def sample(self, sample_id: str) -> TicketSample:
-        return self._by_id[sample_id]
+        """Raises SampleUnknown."""
+        if sample_id not in self._places:
+            raise SampleUnknown(
+                f"sample {sample_id} is not in the ticket of step {self.step}", samples=[sample_id]
+            )
+        return self.samples[self._places[sample_id]]
 
     @cached_property
-    def _by_id(self) -> dict[str, TicketSample]:
-        return {sample.sample_id: sample for sample in self.samples}
+    def _places(self) -> dict[str, int]:
+        return {name: place for place, name in enumerate(self._columns.names)}
+
+    @cached_property
+    def _columns(self) -> Samples:
+        found = Samples.of(self.samples)
+        if found.names != self.assignment.sample_ids:
+            raise ConfigError(
+                f"step {self.step}: the samples of a ticket are not those of its assignment, in its order"
+            )
+        return found
 
     def to_bytes(self) -> bytes:
-        indexes = {sample.sample_id: index for index, sample in enumerate(self.samples)}
+        """Raises ConfigError for a ticket that `from_bytes` would refuse."""
+        try:
+            self._check()
+        except ValueError as error:
+            raise ConfigError(f"step {self.step} cannot be sealed: {error}") from error
+        columns = self._columns
         values = {
-            "ticket": _FORMAT,
             "run": self.run,
-            "step": self.step,
+            "step": int(self.step),
             "spec": self.spec.to_dict(),
             "layout": self.layout.to_dict(),
-            "ranks": [[[indexes[s] for s in batch] for batch in rank] for rank in self.assignment.ranks],
-            "samples": [sample.to_values() for sample in self.samples],
-            "steps": list(self.assignment.steps),
-            "bucket_bytes": self.bucket_bytes,
-            "peers": list(self.peers),
-            "plan_digest": self.parts.digest,
+            "steps": self.assignment.steps,
+            "bucket_bytes": int(self.bucket_bytes),
+            "peers": self.peers,
         }
-        return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
+        text = json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
+        names = columns.text.encode("utf-8", "surrogatepass")
+        ranks = self.assignment.ranks
+        widths = np.asarray([len(batch) for rank in ranks for batch in rank], "<u4")
+        lengths = {length: len(columns.columns[name]) for name, (_, length, _) in _COLUMNS.items()}
+        head = _HEAD.pack(
+            _MAGIC,
+            PLAN_VERSION,
+            len(ranks),
+            len(ranks[0]),
+            len(text),
+            len(names),
+            *(lengths[name] for name in _LENGTHS),
+        )
+        pieces = [
+            head,
+            *(columns.columns[name].tobytes() for name in _COLUMNS),
+            widths.tobytes(),
+            text,
+            names,
+        ]
+        hashed = xxhash.xxh3_128()
+        for piece in pieces:
+            hashed.update(piece)
+        return b"".join([*pieces, hashed.digest()])
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Ticket:
-        """Raise `TicketMismatch` for anything that is not a ticket or whose plan digest differs from its content."""
-        try:
-            values = json.loads(data)
-            ticket = cls._from_values(values)
-            announced = values["plan_digest"]
-            found = ticket.parts.digest
-        except _NO_TICKET as error:
-            raise TicketMismatch(f"{len(data)} bytes are not a ticket: {error!r}") from error
-        if found != announced:
+        """Raise `TicketMismatch` for what is not a ticket, is damaged, or was made by a version that plans differently."""
+        whole = memoryview(bytes(data))
+        body, found = whole[:-_HASH_BYTES], whole[-_HASH_BYTES:]
+        if len(body) < _HEAD.size or xxhash.xxh3_128_digest(body) != found:
             raise TicketMismatch(
-                f"ticket of step {ticket.step}: plan digest {announced:#x}, recomputed {found:#x}. Do both sides "
-                "run the same r3channel version?"
+                f"{len(data)} bytes are damaged or no ticket: their hash is not the one at their end. Was a ticket of "
+                "another r3channel version given?"
             )
+        magic, version = _HEAD.unpack_from(body)[:2]
+        if (magic, version) != (_MAGIC, PLAN_VERSION):
+            raise TicketMismatch(
+                f"a ticket of format {magic!r} and plan version {version}, expected {_MAGIC!r} and {PLAN_VERSION}: "
+                "do both sides run the same r3channel version?"
+            )
+        try:
+            ticket = cls._read(body)
+            ticket._check()
+        except _NO_TICKET as error:
+            raise TicketMismatch(f"{len(data)} bytes are no ticket that can be used: {error!r}") from error
         return ticket
 
     @classmethod
-    def _from_values(cls, values: dict[str, Any]) -> Ticket:
-        if values.get("ticket") != _FORMAT:
-            raise TicketMismatch(f"ticket format {values.get('ticket')!r}, expected {_FORMAT}")
-        if int(values["bucket_bytes"]) < 1:
-            raise TicketMismatch(f"buckets of {values['bucket_bytes']} bytes, expected at least 1")
-        samples = tuple(TicketSample.from_values(sample) for sample in values["samples"])
-        ranks = [[[samples[i].sample_id for i in batch] for batch in rank] for rank in values["ranks"]]
+    def _read(cls, body: memoryview) -> Ticket:
+        dp, count, text_bytes, name_bytes, *counts = _HEAD.unpack_from(body)[2:]
+        lengths = dict(zip(_LENGTHS, counts, strict=True))
+        items = {name: lengths[length] * (*pair, 1)[0] for name, (_, length, pair) in _COLUMNS.items()}
+        sizes = [np.dtype(dtype).itemsize * items[name] for name, (dtype, _, _) in _COLUMNS.items()]
+        edges = list(accumulate([_HEAD.size, *sizes, 4 * dp * count, text_bytes, name_bytes]))
+        _hold(dp > 0 and count > 0 and edges[-1] == len(body), "the sum of all lengths")
+        columns = {
+            name: np.frombuffer(body, dtype, items[name], offset=at).reshape(-1, *pair)
+            for at, (name, (dtype, _, pair)) in zip(edges, _COLUMNS.items(), strict=False)
+        }
+        widths_at, text_at, names_at = edges[-4:-1]
+        samples = Samples(columns, str(body[names_at:], "utf-8", "surrogatepass"))
+        values = json.loads(bytes(body[text_at:names_at]))
+        widths = np.frombuffer(body, "<u4", dp * count, offset=widths_at)
         return cls(
-            run=str(values["run"]),
-            step=int(values["step"]),
+            run=_a(str, values["run"]),
+            step=_a(int, values["step"]),
             spec=RoutingSpec.from_dict(values["spec"]),
             layout=TrainerLayout.from_dict(values["layout"]),
-            assignment=Assignment.given(ranks, steps=[int(count) for count in values["steps"]]),
+            assignment=_assignment(samples, widths, dp=dp, steps=[_a(int, size) for size in values["steps"]]),
             samples=samples,
-            bucket_bytes=int(values["bucket_bytes"]),
-            peers=tuple(str(run) for run in values["peers"]),
+            bucket_bytes=_a(int, values["bucket_bytes"]),
+            peers=tuple(_a(str, run) for run in values["peers"]),
         )
 
-
-def _spans(values: Sequence[Sequence[int]]) -> tuple[ProvenanceSpan, ...]:
-    spans, start = [], 0
-    for end, version, kind in values:
-        spans.append(
-            ProvenanceSpan(start=start, end=int(end), weight_version=int(version), kind=RowKind(kind))
+    def _check(self) -> None:
+        """ValueError for numbers beyond what any model or cluster has, so that what is computed from them stays small; then all
+        that `plan` refuses."""
+        layout = self.layout
+        unit = layout.cp * layout.tp * layout.pad_multiple
+        _hold(self.spec.num_layers <= _MOST_LAYERS, "num_layers")
+        _hold(
+            layout.cp * layout.tp <= _MOST_RANKS and unit <= _MOST_UNIT, "the layout's cp, tp or pad_multiple"
         )
-        start = int(end)
-    return tuple(spans)
+        _hold(abs(self.step) < _MOST_STEP and 1 <= self.bucket_bytes <= _MOST_BUCKET, "step or bucket_bytes")
+        self._columns.check(relays=len(self.runs))
+        self.plan  # noqa: B018
+
+
+def _assignment(samples: Samples, widths: Column, *, dp: int, steps: list[int]) -> Assignment:
+    """The names in their order, cut into `dp` ranks of micro-batches of these widths."""
+    _hold(int(widths.sum(dtype=np.int64)) == len(samples), "the sum of the samples of all micro-batches")
+    _hold(int(samples._edges("name_chars")[-1]) == len(samples.text), "the sum of name_chars")
+    edges, names, count = list(accumulate(widths.tolist(), initial=0)), samples.names, len(widths) // dp
+    batches = [names[a:b] for a, b in pairwise(edges)]
+    return Assignment(
+        tuple(tuple(batches[at : at + count]) for at in range(0, len(batches), count)), tuple(steps)
+    )
+
+
+def _hold(rule: bool, what: str) -> None:
+    if not rule:
+        raise ValueError(f"{what} cannot be")
+
+
+def _a(kind: type, value: Any) -> Any:
+    if type(value) is not kind:
+        raise TypeError(f"{value!r:.40} is not of type {kind.__name__}")
+    return value
+
+
+def _flat(pairs: Iterable[Iterable[tuple[int, int]]]) -> Iterable[int]:
+    return chain.from_iterable(chain.from_iterable(pairs))
+
+
+def _table(code: str, numbers: Iterable[int], *, width: int = 0) -> Column:
+    """[N / width, width]; `array` takes half the time of numpy's own conversion. OverflowError where a number does not fit."""
+    items = np.frombuffer(array(code, list(numbers)), {"Q": np.uint64, "q": np.int64}[code])
+    return items.reshape(-1, width) if width else items
+
+
+def _narrow(values: Column, dtype: str) -> Column:
+    found = values.astype(dtype, order="C")
+    if len(found) and found.itemsize < values.itemsize and not np.array_equal(found, values):
+        raise OverflowError(f"{values.max()} or {values.min()} is no {dtype}")
+    return found

@@ -1,392 +1,403 @@
-"""Samples between their replies and their step: frames that came with the reply, and frames that come another way.
+"""A reply or a frame on its way into the table, and out of it again: verified, kept, claimed, dropped. Knows no step and no receiver.
 
-    reply with a frame     -> in the inbox
-    reply with a receipt   -> WAITING -> in the inbox when its frame is there       (in either order)
-    later turn of a sample -> its rows are appended, in the order of the replies
-
-A frame that came before its reply is kept, unclaimed, under a ceiling. Public methods may be called from any thread.
+The door's threads and the callers of `Relay.add` run this. Work is done before the table's lock is taken, and events go in under it.
 """
 
 from __future__ import annotations
 
-import struct
+import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-
 from r3channel.config import ChannelConfig
-from r3channel.errors import (
-    FrameMissing,
-    R3Error,
-    RoutingError,
-    RoutingMissing,
-    SampleTwice,
-    SampleUnknown,
-    StepError,
-    StoreFull,
-    UsageError,
-)
+from r3channel.errors import FrameMissing, R3Error, RoutingMissing
 from r3channel.metrics import Metrics, StageClock
 from r3channel.recording import Recorder
-from r3channel.relay.arrival import Arrived
-from r3channel.relay.awaited import Awaited
+from r3channel.relay.durable import Durable, SavedSample
 from r3channel.relay.engines import EngineRegistry
-from r3channel.relay.inbox import Inbox
-from r3channel.relay.ingest import (
-    Verified,
-    frame_bytes_of,
-    key_of,
-    receipt_in,
-    verify_frame,
-)
-from r3channel.relay.keeper import Keeper
-from r3channel.relay.landing import Landed, Landing
-from r3channel.relay.prefixes import PrefixShelf
-from r3channel.relay.reply import split_reply
-from r3channel.relay.store import FrameStore
-from r3channel.relay.unclaimed import Unclaimed
+from r3channel.relay.entries import Entries, Reply, Rows, Sample, Turn
+from r3channel.relay.reply import frame_bytes_of, key_of, receipt_in, split_reply
+from r3channel.relay.rows import HeldRows, Landing
+from r3channel.relay.store import Store
 from r3channel.routing import Ids
 from r3channel.spec import RoutingSpec
-from r3channel.wire.receipt import FrameName, Receipt, Source
+from r3channel.tokens import as_tokens, hash_tokens
+from r3channel.wire.header import MAX_ROWS
+from r3channel.wire.hello import Hello
+from r3channel.wire.receipt import FrameName, Source
 
-_RETRY_S = 0.2
-"""Between two tries, while a step is sealed, to keep what the store had no room for."""
+log = logging.getLogger(__name__)
+
+_NAMED = 1000
+"""Expired samples that `status` still names."""
+Tokens = Sequence[int] | Ids
 
 
 class Intake:
-    """The way into the inbox; whoever has it in hand takes samples out of the inbox itself."""
+    """Any thread. Is the `relay.door.Intake` of the door."""
 
     def __init__(
         self,
         spec: RoutingSpec,
         config: ChannelConfig,
         *,
-        store: FrameStore,
-        inbox: Inbox,
-        engines: EngineRegistry,
+        store: Store,
+        durable: Durable | None,
+        changed: threading.Condition,
         clock: StageClock,
         metrics: Metrics,
         recorder: Recorder | None,
-        make_room: Callable[[int], None],
     ) -> None:
-        self._spec, self._config, self._engines = spec, config, engines
-        self._store, self._inbox = store, inbox
-        self._clock, self._metrics, self._recorder = clock, metrics, recorder
-        self._claims: dict[str, deque[Awaited]] = {}
-        self._failed: dict[str, Awaited] = {}
-        """The first claim of a sample that failed since its caller was told: it is told when a step names the sample."""
-        self._by_name: dict[FrameName, Awaited] = {}
-        self._unclaimed = Unclaimed()
-        self._prefixes = PrefixShelf(spec, max_bytes=config.prefix_bytes)
-        self._landing = Landing(
-            spec, store=store, prefixes=self._prefixes, clock=clock, invalid_rows=config.invalid_rows
+        """`changed` guards `entries`, and is notified of every event."""
+        self.config, self.clock, self.metrics = config, clock, metrics
+        self.entries, self.engines = Entries(), EngineRegistry(spec)
+        self.landing = Landing(
+            spec,
+            store,
+            durable,
+            clock=clock,
+            invalid_rows=config.invalid_rows,
+            prefix_bytes=config.prefix_bytes,
         )
-        self._keeper = Keeper(spec, store=store, inbox=inbox, clock=clock, metrics=metrics, recorder=recorder)
-        self._make_room = make_room
-        self._changed = threading.Condition(threading.RLock())
+        self._durable, self._recorder, self._changed = durable, recorder, changed
+        self._expired: list[str] = []
+        self._bound: dict[int, Hello] = {}
+
+    # -- engines' frames, from the door's threads ------------------------------------------------------------------
+
+    @property
+    def bound(self) -> list[Hello]:
+        """The engines whose frames come to this relay's ingest."""
+        return list(self._bound.values())
+
+    def greet(self, hello: Hello) -> None:
+        """An engine says what it is. Raises EngineSilent with the reason of a refusal."""
+        self.engines.greet(hello)
+        self._bound[hello.boot_id] = hello
+
+    def knows(self, boot_id: int) -> bool:
+        return self.engines.knows(boot_id)
+
+    def deliver(self, boot_id: int, count: int, body: Source) -> None:
+        """Take an opened parcel of `count` frames. Repeating it does no harm; a frame that its engine made wrong is told to its reply.
+
+        Raises ReceiptInvalid when it is no parcel, PrefixMissing when rows that its frames share are not here (then nothing is
+        taken), StoreFull when there is no room for all of it, FrameError for a frame that was damaged on the way (then send it
+        again), and what `body` raises.
+        """
+        self.metrics.inc("r3channel_bytes_total", body.left, leg="engine_direct")
+        hello = self._bound.get(boot_id)
+        self.landing.read(
+            body,
+            count,
+            boot_id=boot_id,
+            engine=self.engines.name_of(boot_id),
+            max_rows=hello.context if hello else 0,
+            wanted=self._wants,
+            take=self.arrive,
+        )
+
+    def _wants(self, name: FrameName) -> bool:
+        with self._changed:
+            return self.entries.wants(name)
+
+    def arrive(self, name: FrameName, what: HeldRows | Rows | R3Error) -> None:
+        """A frame came, here or at another relay: its rows, or why it cannot be used."""
+        with self._changed:
+            owner = self.entries.owner(name)
+            taken = self.entries.frame(name, what, now_s=time.monotonic())
+            if taken and owner is not None:
+                self._note(*owner)
+            self._changed.notify_all()
+        if isinstance(what, HeldRows) and not taken:
+            self.free([what])
+        if isinstance(what, R3Error):
+            self.reject(what)
 
     # -- replies ---------------------------------------------------------------------------------------------------
 
     def add(
-        self,
-        sample_id: str,
-        reply: Mapping[str, Any],
-        tokens: Sequence[int] | Ids,
-        *,
-        engine: str,
-        adds_turn: bool,
-    ) -> Verified | None:
-        """Take a reply. None when it holds a receipt whose frame has not come or was verified when it came."""
+        self, sample_id: str, reply: Mapping[str, Any], tokens: Tokens, *, engine: str, append: bool
+    ) -> HeldRows | None:
+        """See `Relay.add`."""
         with self._rejections():
-            data = frame_bytes_of(reply, sample_id=sample_id, engine=engine)
-            claim = Awaited(sample_id, frozen(tokens), engine, key_of(reply), adds_turn, receipt_in(data))
-            return self._settle(claim, data)
+            found = self._routing_in(reply, sample_id=sample_id, engine=engine)
+            return self._add(sample_id, found, key_of(reply), tokens, engine=engine, append=append)
 
     def add_body(
         self,
         sample_id: str,
         body: bytes,
-        tokens: Sequence[int] | Ids | Callable[[Any], Sequence[int]],
+        tokens: Tokens | Callable[[Any], Tokens],
         *,
         engine: str,
-        adds_turn: bool,
+        append: bool,
     ) -> Any:
-        """As `add`, for a reply that is not parsed yet; returns it without its frame."""
+        """See `Relay.add_body`."""
         with self._rejections():
             try:
                 reply, data = split_reply(body)
             except ValueError as error:
                 raise RoutingMissing(
                     f"sample {sample_id} from engine {engine}: {len(body)} bytes beginning with {body[:40]!r} are no JSON, "
-                    f"expected a reply: {error}"
+                    f"expected a reply: {error}",
+                    samples=[sample_id],
                 ) from error
-            if not data:
-                data = frame_bytes_of(reply, sample_id=sample_id, engine=engine)
+            data = data or self._routing_in(reply, sample_id=sample_id, engine=engine)
             whole = tokens(reply) if callable(tokens) else tokens
-            claim = Awaited(sample_id, frozen(whole), engine, key_of(reply), adds_turn, receipt_in(data))
-            self._settle(claim, data)
+            self._add(sample_id, data, key_of(reply), whole, engine=engine, append=append)
             return reply
 
     def add_frame(
-        self, sample_id: str, data: bytes, tokens: Sequence[int] | Ids, *, engine: str, adds_turn: bool
-    ) -> Verified | None:
-        """As `add`, for a frame that is in hand."""
+        self, sample_id: str, data: bytes, tokens: Tokens, *, engine: str, append: bool
+    ) -> HeldRows | None:
+        """See `Relay.add_frame`."""
         with self._rejections():
-            return self._settle(Awaited(sample_id, frozen(tokens), engine, None, adds_turn, None), data)
+            return self._add(sample_id, data, None, tokens, engine=engine, append=append)
 
-    def _settle(self, claim: Awaited, data: bytes) -> Verified | None:
-        verified = None
-        if claim.receipt is None:
-            with self._clock.span("verify"):
-                verified = self._verify(claim, data)
-            claim.arrived = Arrived(verified.frame, data)
-        self._make_room(len(data) + 4 * len(claim.tokens))
+    def restore(self, saved: SavedSample) -> None:
+        """A sample as another relay left it. Raises as `add`; then nothing of it is kept."""
+        number = 0
+        try:
+            for number, turn in enumerate(saved.turns):
+                rows = self.landing.keep(
+                    turn.frame,
+                    sample_id=saved.sample_id,
+                    engine="recovered",
+                    max_rows=MAX_ROWS,
+                    room_s=0.0,
+                )
+                reply = Reply(
+                    sample_id=saved.sample_id,
+                    engine="recovered",
+                    key=turn.key,
+                    tokens=rows.end_row + 1,
+                    tokens_hash=turn.tokens_hash,
+                    prefix_hash=turn.prefix_hash,
+                )
+                with self._changed:
+                    taken = self.entries.reply(reply, rows, append=number > 0, now_s=time.monotonic())
+                    self._note(self.entries.samples[saved.sample_id], taken)
+        except R3Error:
+            self.drop([saved.sample_id] if number else [], outcome="rejected")
+            raise
+
+    def rows_held(self, sample_id: str) -> int:
+        """Rows of a sample that are here or on their way: `routed_experts_start_len` of its next turn."""
         with self._changed:
-            self._queue(claim)
-            self._advance(claim.sample_id)
-            if claim.error is not None:
-                if self._failed.get(claim.sample_id) is claim:  # told now, not when the step is sealed
-                    del self._failed[claim.sample_id]
-                raise claim.error
-            if (
-                claim.full is not None and claim.receipt is None
-            ):  # the caller has the frame; one that came directly stays
-                self._withdraw(claim)
-                raise claim.full
-        return verified
+            return self.entries.rows_announced(sample_id)
 
-    def _verify(self, claim: Awaited, data: bytes) -> Verified:
-        return verify_frame(
-            data,
-            spec=self._spec,
-            sample_id=claim.sample_id,
-            tokens=len(claim.tokens),
-            engine=claim.engine,
-            expected_key=claim.key,
-            held_rows=None if claim.adds_turn else 0,
-            invalid_rows=self._config.invalid_rows,
+    def _routing_in(self, reply: Any, *, sample_id: str, engine: str) -> bytes:
+        """Empty where there is none and the live router may choose."""
+        try:
+            return frame_bytes_of(reply, sample_id=sample_id, engine=engine)
+        except RoutingMissing:
+            if self.config.on_missing != "live":
+                raise
+            return b""
+
+    def _add(
+        self, sample_id: str, data: bytes, key: int | None, tokens: Tokens, *, engine: str, append: bool
+    ) -> HeldRows | None:
+        tokens_T = as_tokens(tokens)
+        held = self.rows_held(sample_id) if append else 0
+        reply = Reply(
+            sample_id=sample_id,
+            engine=engine,
+            key=key,
+            tokens=len(tokens_T),
+            tokens_hash=hash_tokens(tokens_T),
+            prefix_hash=hash_tokens(tokens_T[:-1]),
+            held_hash=hash_tokens(tokens_T[:held]) if append else None,
+            receipt=receipt_in(data),
+        )
+        rows = None
+        if data and reply.receipt is None:
+            self.expire()
+            room_s = self.config.room_timeout_s
+            rows = self.landing.keep(
+                data, sample_id=sample_id, engine=engine, max_rows=len(tokens_T), room_s=room_s
+            )
+        try:
+            with self._changed, self.clock.span("ingest"):
+                turn = self.entries.reply(reply, rows, append=append, now_s=time.monotonic(), live=not data)
+                self._note(self.entries.samples[sample_id], turn)
+                self._changed.notify_all()
+        except BaseException:
+            self.free([rows] if rows else [])
+            raise
+        if self._recorder is not None:
+            self._recorder.keep(sample_id, tokens_T)
+        self.metrics.inc("r3channel_samples_total", outcome="received" if data else "live")
+        self.metrics.inc("r3channel_rows_total", turn.end_row - turn.first_row)
+        if rows is not None:
+            self.metrics.inc("r3channel_bytes_total", len(data), leg="engine_frame")
+        return rows
+
+    def _note(self, sample: Sample, turn: Turn) -> None:
+        """Whose frame it is, for what survives: written when both are here."""
+        if self._durable is not None and isinstance(turn.rows, HeldRows):
+            self._durable.note(
+                turn.rows.ref,
+                sample_id=sample.name,
+                turn=sample.turns.index(turn),
+                tokens_hash=sample.tokens_hash,
+                prefix_hash=sample.prefix_hash,
+                key=turn.key,
+            )
+
+    # -- waiting ---------------------------------------------------------------------------------------------------
+
+    def await_frames(self, names: Sequence[str], *, step: int, timeout_s: float) -> None:
+        """Until no frame of these samples is outstanding. Raises FrameMissing, or leaves them to the live router."""
+        self.expire()
+        deadline_s = time.monotonic() + timeout_s
+        with self.clock.span("wait_generation", step=step), self._changed:
+            while True:
+                known = [name for name in names if not self.entries.unknown([name])]
+                late = self.entries.outstanding(known)
+                left_s = deadline_s - time.monotonic()
+                if not late or left_s <= 0:
+                    break
+                self._changed.wait(left_s)
+            if late and self.config.on_missing == "live":
+                for _, turn in late:
+                    turn.live = True
+                self.metrics.inc("r3channel_samples_total", len({s.name for s, _ in late}), outcome="live")
+                late = []
+        if late:
+            raise self._missing(late, step=step, timeout_s=timeout_s)
+
+    def _missing(self, late: Sequence[tuple[Sample, Turn]], *, step: int, timeout_s: float) -> FrameMissing:
+        told = [_describe(sample, turn, self.engines) for sample, turn in late[:5]]
+        more = f"; and {len(late) - 5} more" if len(late) > 5 else ""
+        return FrameMissing(
+            f"step {step}: waited {timeout_s:.1f} s for {len(late)} frames whose receipts came: {'; '.join(told)}{more}",
+            samples=dict.fromkeys(sample.name for sample, _ in late),
+            engines=dict.fromkeys(turn.engine for _, turn in late),
+            step=step,
         )
 
-    def _queue(self, claim: Awaited) -> None:
-        known = self._inbox.held(claim.sample_id) is not None or claim.sample_id in self._claims
-        if known and not claim.adds_turn:
-            raise SampleTwice(f"sample {claim.sample_id} was added twice; was a request retried?")
-        if not known and claim.adds_turn:
-            raise SampleUnknown(
-                f"sample {claim.sample_id} has no turn to append to; rejected, discarded, expired or sealed before?"
-            )
-        if claim.receipt is not None:
-            self._claim(claim, claim.receipt)
-        if not known:
-            self._failed.pop(claim.sample_id, None)
-        self._claims.setdefault(claim.sample_id, deque()).append(claim)
+    # -- away ------------------------------------------------------------------------------------------------------
 
-    def _claim(self, claim: Awaited, receipt: Receipt) -> None:
-        claim.check_receipt(receipt)
-        frame = self._unclaimed.claim(receipt.name)
-        if frame is None:
-            self._by_name[receipt.name] = claim
-        else:
-            claim.give(frame)
-
-    # -- frames that come directly ---------------------------------------------------------------------------------
-
-    def has_room(self, nbytes: int) -> bool:
-        """May engines send so much more, or must they wait until replies claim what is here, or steps are delivered?"""
-        if self._unclaimed.nbytes >= self._config.unclaimed_bytes:
-            self.expire()
-        return self._unclaimed.nbytes < self._config.unclaimed_bytes and self._store.wait_room(nbytes)
-
-    def deliver(self, boot_id: int, count: int, body: Source) -> None:
-        """Take an opened parcel of `count` frames. Repeating it does no harm; a bad frame is told to the reply that claims it.
-
-        Raises ReceiptInvalid when it is no parcel, PrefixMissing when rows that its frames share are not here (then nothing is
-        taken), StoreFull when there is no room for all of it (then send it again), and what `body` raises.
-        """
-        engine = self._engines.name_of(boot_id)
-        self._metrics.inc("r3channel_bytes_total", body.left, leg="engine_direct")
-        landed = self._landing.read(boot_id, count, body, engine=engine, wanted=self._wants)
-        try:
-            while landed:
-                self._take_frame(landed.pop(0), engine=engine)
-        finally:
-            for one in landed:
-                self._landing.let_go(one)
-
-    def _wants(self, name: FrameName) -> bool:
-        with self._changed:
-            return not self._unclaimed.knows(name)
-
-    def _take_frame(self, landed: Landed, *, engine: str) -> None:
-        frame: Arrived | RoutingError
-        try:
-            frame = self._landing.verify(landed, engine=engine)
-        except RoutingError as error:
-            frame = error
-        with self._changed:
-            self._arrive(landed.name, frame, nbytes=len(landed.data))
-
-    def _arrive(self, name: FrameName, frame: Arrived | RoutingError, *, nbytes: int) -> None:
-        claim = self._by_name.pop(name, None)
-        if claim is not None:
-            self._unclaimed.remember(name)
-            claim.give(frame)
-            self._advance(claim.sample_id)
-            if claim.error is not None:
-                self._reject(claim.error)
-        elif self._unclaimed.knows(name):
-            self._let_go(frame)
-        else:
-            self._unclaimed.put(name, frame, nbytes=nbytes)
-
-    def _let_go(self, frame: Arrived | R3Error | None) -> None:
-        """Free a frame that no sample will keep."""
-        if isinstance(frame, Arrived) and frame.key:
-            self._store.release(frame.key)
-
-    # -- in the order of the replies -------------------------------------------------------------------------------
-
-    def _advance(self, sample_id: str) -> None:
-        """Keep what can be kept. An error ends a sample's claims; it is told at once or when the step is sealed."""
-        claims = self._claims.get(sample_id)
-        while claims and claims[0].settled and self._finish(claims[0]):
-            claims.popleft()
-        if not claims:
-            self._claims.pop(sample_id, None)
-        self._changed.notify_all()
-
-    def _finish(self, claim: Awaited) -> bool:
-        """Keep its frame, or let it go with an error. False at the store's ceiling: it stays where it is, to be tried again."""
-        claim.full = None
-        try:
-            if claim.error is None:
-                self._keeper.keep(claim)
-        except StoreFull as error:
-            claim.full = error
-            return False
-        except R3Error as error:
-            claim.error = error
-        except Exception as error:  # of whatever kind: this sample's, and nobody else's
-            claim.error = StepError(f"{claim.where}: its frame could not be kept: {error!r}")
-            claim.error.__cause__ = error
-        if claim.error is not None:
-            self._failed.setdefault(claim.sample_id, claim)
-            self._let_go(claim.arrived)
-            claim.arrived = None
-            return True
-        self._failed.pop(claim.sample_id, None)
-        if claim.adds_turn:  # its rows lie behind those of the turns before now
-            self._let_go(claim.arrived)
-        return True
-
-    def _withdraw(self, claim: Awaited) -> None:
-        """Forget the newest claim of a sample."""
-        self._claims[claim.sample_id].pop()
-        if not self._claims[claim.sample_id]:
-            del self._claims[claim.sample_id]
-
-    # -- to a step, or away ----------------------------------------------------------------------------------------
-
-    def wait(self, sample_ids: Iterable[str], *, timeout_s: float, step: int) -> None:
-        """Until no frame of these samples is outstanding. Raises the error of a frame that came damaged, FrameMissing, or
-        StoreFull for frames that are here and could not be kept."""
-        wanted, deadline_s = list(sample_ids), time.monotonic() + timeout_s
-        with self._changed:
-            while self._outstanding(wanted) and (left_s := deadline_s - time.monotonic()) > 0:
-                self._changed.wait(min(left_s, _RETRY_S))
-            failed = next((self._failed[name].error for name in wanted if name in self._failed), None)
-            here = [claim for name in wanted for claim in self._claims.get(name, ())]
-            late = [claim for claim in here if claim.arrived is None]
-            failed = failed or next((claim.full for claim in here if claim.full is not None), None)
-        if failed is not None:
-            raise failed
-        if late:
-            raise FrameMissing(
-                f"step {step}: waited {timeout_s:.1f} s for {len(late)} frames whose receipts came: "
-                + "; ".join(claim.describe(self._engines) for claim in late[:5])
-            )
-
-    def _outstanding(self, names: Sequence[str]) -> bool:
-        """Does any of these wait, once what the store had no room for was tried again?"""
-        for name in names:
-            if name in self._claims and self._claims[name][0].full is not None:
-                self._advance(name)
-        return any(name in self._claims for name in names)
-
-    def awaits(self, sample_id: str) -> bool:
-        """Is a frame of this sample still to come?"""
-        with self._changed:
-            return sample_id in self._claims
+    def discard(self, sample_ids: Iterable[str]) -> int:
+        """Drop samples that no assignment will name (filtered, over-sampled, aborted, evaluation); unknown ids and samples of a
+        sealed step are ignored."""
+        return self.drop(sample_ids, outcome="discarded")
 
     def drop(self, sample_ids: Iterable[str], *, outcome: str) -> int:
-        """Forget samples, frames that are still to come included; unknown ids are ignored."""
-        names = list(dict.fromkeys(sample_ids))
         with self._changed:
-            dropped = {name for name in names if self._drop_claims(name)}
-            dropped |= set(self._inbox.drop(names))
+            free = [name for name in sample_ids if not self.entries.unknown([name])]
+            gone = self.entries.remove(free)
             self._changed.notify_all()
-            if self._recorder is not None:
-                for name in dropped:
-                    self._recorder.forget(name)
-        self._metrics.inc("r3channel_samples_total", len(dropped), outcome=outcome)
-        return len(dropped)
+        self.let_go(gone, outcome=outcome)
+        return len(gone)
 
-    def _drop_claims(self, name: str) -> bool:
-        claims = self._claims.pop(name, ())
-        for claim in claims:
-            if claim.receipt is not None and self._by_name.pop(claim.receipt.name, None) is not None:
-                self._unclaimed.remember(
-                    claim.receipt.name
-                )  # its frame is still to come, and nobody will claim it
-            self._let_go(claim.arrived)
-        self._failed.pop(name, None)
-        return bool(claims)
+    def let_go(self, samples: Sequence[Sample], *, outcome: str) -> None:
+        """Free what samples held that are not in the table any more."""
+        self.free([rows for sample in samples for rows in held_here(sample)])
+        if self._recorder is not None:
+            for sample in samples:
+                self._recorder.forget(sample.name)
+        self.metrics.inc("r3channel_samples_total", len(samples), outcome=outcome)
+
+    def free(self, rows: Sequence[HeldRows]) -> None:
+        """What survives goes first: nothing may be found after a kill whose memory was given away."""
+        if self._durable is not None:
+            self._durable.gone([one.ref for one in rows])
+        for one in rows:
+            one.block.free()
 
     def expire(self) -> None:
-        """Drop samples that no assignment named and frames that no reply claimed, `expiry_s` after they came."""
-        limit_s = time.monotonic() - self._config.expiry_s
+        """Drop samples that no assignment named and frames that no reply claimed, `expiry_s` after they came; said once."""
+        before_s = time.monotonic() - self.config.expiry_s
         with self._changed:
-            old = self._inbox.older_than(self._config.expiry_s)
-            old += [name for name, claims in self._claims.items() if claims[0].since_s < limit_s]
-            for frame in self._unclaimed.expire(self._config.expiry_s):
-                self._let_go(frame)
-            for name in [name for name, claim in self._failed.items() if claim.since_s < limit_s]:
-                del self._failed[name]
-        if old:
-            self.drop(old, outcome="expired")
-
-    def status(self) -> dict[str, Any]:
-        with self._changed:
-            return {
-                "pending": self._inbox.names,
-                "waiting": sorted(self._claims),
-                "failed": {name: str(claim.error) for name, claim in sorted(self._failed.items())},
-                "unclaimed": {"frames": len(self._unclaimed), "bytes": self._unclaimed.nbytes},
-            }
+            samples, unclaimed = self.entries.expired(before_s=before_s)
+            names = [sample.name for sample in samples]
+            self._expired = (self._expired + names)[-_NAMED:]
+        if samples or unclaimed:
+            self.let_go(samples, outcome="expired")
+            self.free([rows for rows in unclaimed if isinstance(rows, HeldRows)])
+            log.warning(
+                "r3channel: no step took %d samples within %.0f s and they are dropped: %s; and %d frames that no reply claimed",
+                len(names), self.config.expiry_s, names, len(unclaimed),
+            )  # fmt: skip
 
     @contextmanager
     def _rejections(self) -> Iterator[None]:
         try:
             yield
         except R3Error as error:
-            self._reject(error)
+            self.reject(error)
             raise
 
-    def _reject(self, error: R3Error) -> None:
-        self._metrics.inc("r3channel_samples_total", outcome="rejected")
-        self._metrics.inc("r3channel_rejected_total", reason=error.reason)
+    def reject(self, error: R3Error) -> None:
+        self.metrics.inc("r3channel_samples_total", outcome="rejected")
+        self.metrics.inc("r3channel_rejected_total", reason=error.reason)
+
+    # -- for `relay.several` ---------------------------------------------------------------------------------------
+
+    def awaited(self, names: Iterable[str]) -> dict[FrameName, str]:
+        """The frames of these samples that have not come -> their samples."""
+        with self._changed:
+            known = [name for name in names if not self.entries.unknown([name])]
+            return {turn.name: sample.name for sample, turn in self.entries.outstanding(known) if turn.name}
+
+    def turns_of(self, names: Iterable[str]) -> list[tuple[str, Turn]]:
+        """(sample, turn) of these samples, where they are in the table."""
+        with self._changed:
+            found = [self.entries.samples[name] for name in names if name in self.entries.samples]
+            return [(sample.name, turn) for sample in found for turn in sample.turns]
+
+    def arrived(self, names: Iterable[FrameName]) -> dict[FrameName, Any]:
+        """Those of these frames that are here and that no reply claimed: their rows, or why they cannot be used."""
+        with self._changed:
+            return self.entries.arrived(names)
+
+    def drop_frames(self, sample_ids: Iterable[str], names: Iterable[FrameName]) -> None:
+        """Forget what no step will take."""
+        with self._changed:
+            gone = self.entries.disclaim(names)
+        self.free([rows for rows in gone if isinstance(rows, HeldRows)])
+        self.drop(sample_ids, outcome="discarded")
+
+    def adopt(
+        self, step: int, frames: Mapping[str, tuple[int, Sequence[FrameName]]]
+    ) -> dict[str, list[HeldRows]]:
+        """Frames that are here -> rows of a step of another relay's, by sample: (tokens, its frames). Raises FrameMissing."""
+        with self._changed:
+            samples = []
+            for name, (tokens, own) in frames.items():
+                samples.append(self.entries.adopt(name, own, tokens=tokens, now_s=time.monotonic()))
+            for sample in samples:
+                sample.step = step
+        return {sample.name: held_here(sample) for sample in samples}
+
+    def status(self) -> dict[str, Any]:
+        """Where the samples are that no step has taken. With the condition held."""
+        samples = [sample for sample in self.entries.samples.values() if sample.step is None]
+        return {
+            "pending": sorted(sample.name for sample in samples if not sample.awaited and not sample.error),
+            "waiting": sorted(sample.name for sample in samples if sample.awaited and not sample.error),
+            "failed": {sample.name: str(sample.error) for sample in samples if sample.error},
+            "expired": list(self._expired),
+            "unclaimed": {"frames": self.entries.unclaimed},
+        }
 
 
-def frozen(tokens: Sequence[int] | Ids) -> Ids:
-    """A copy as int32 that the caller cannot change."""
-    if isinstance(tokens, np.ndarray | range):
-        return np.array(tokens, dtype=np.int32)
-    try:
-        return np.frombuffer(struct.pack(f"{len(tokens)}i", *tokens), np.int32)  # half the time of np.array
-    except struct.error as error:
-        raise UsageError(f"{len(tokens)} tokens that are not all int32 ids: {error}") from error
+def held_here(sample: Sample) -> list[HeldRows]:
+    """A sample's rows that lie in this process, turn by turn."""
+    return [rows for rows in sample.held if isinstance(rows, HeldRows)]
+
+
+def _describe(sample: Sample, turn: Turn, engines: EngineRegistry) -> str:
+    """A frame that has not come, and what is known about its engine."""
+    boot_id, serial = turn.name or (0, 0)
+    where = f"sample {sample.name} from engine {turn.engine}, frame {serial}, rows {turn.first_row}..{turn.end_row}"
+    if engines.knows(boot_id):
+        return f"{where}: not delivered; the engine's log says why it gave up"
+    refused = engines.reports().get(engines.name_of(boot_id), "it never said hello to this relay")
+    return f"{where}: {refused}; are R3CHANNEL_RELAY_URL and R3CHANNEL_TOKEN_FILE this relay's?"

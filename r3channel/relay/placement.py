@@ -19,7 +19,7 @@ from typing import Any
 from r3channel.config import ChannelConfig
 from r3channel.errors import ConfigError, RelayLost
 from r3channel.plan.layout import TrainerLayout
-from r3channel.relay.actor import RayControl, RayPeer, RelayHost
+from r3channel.relay.actor import RayRelay, RelayHost
 from r3channel.relay.relay import Relay
 from r3channel.spec import RoutingSpec
 
@@ -50,13 +50,13 @@ class PlacedRelays:
     urls: dict[str, str]
     """Node id -> address of its relay's ingest."""
 
-    def peers(self, *, timeout_s: float = 60.0) -> list[RayPeer]:
+    def peers(self, *, timeout_s: float = 60.0) -> list[RayRelay]:
         """For the coordinator; `timeout_s` bounds each call."""
-        return [RayPeer(actor, timeout_s=timeout_s) for actor in self.actors]
+        return [RayRelay(actor, timeout_s=timeout_s) for actor in self.actors]
 
-    def controls(self, manager: Any, *, timeout_s: float = 60.0) -> list[RayControl]:
+    def controls(self, manager: Any, *, timeout_s: float = 60.0) -> list[RayRelay]:
         """For a trainer; `manager` is the handle of the actor (a `RelayHost`) that has relay 0."""
-        return [RayControl(actor, timeout_s=timeout_s) for actor in (manager, *self.actors)]
+        return [RayRelay(actor, timeout_s=timeout_s) for actor in (manager, *self.actors)]
 
 
 def place_relays(

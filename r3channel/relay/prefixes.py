@@ -11,7 +11,6 @@ from collections import OrderedDict
 
 from r3channel.routing import Ids
 from r3channel.spec import RoutingSpec
-from r3channel.wire.frame import parse_frame
 from r3channel.wire.header import FLAG_PREFIX, KIND_PREFIX
 from r3channel.wire.prefix import parse_prefix
 
@@ -30,7 +29,8 @@ class PrefixShelf:
 
     def put(self, data: memoryview, *, engine: str) -> None:
         """Verify and keep a PREFIX frame; one that is here already is only remembered as used."""
-        prefix = parse_prefix(data, spec=self._spec, engine=engine)
+        most = self._max_bytes // self._spec.bytes_per_token
+        prefix = parse_prefix(data, spec=self._spec, engine=engine, max_rows=most)
         with self._lock:
             before = self._rows.pop(prefix.digest, None)
             self._rows[prefix.digest] = prefix.ids_TLK
@@ -54,11 +54,3 @@ def is_prefix(data: bytes | memoryview) -> bool:
 def refers_to_prefix(data: bytes | memoryview) -> bool:
     """By the first bytes of a frame: does it say that it shares rows?"""
     return len(data) > _FLAGS_AT and bool(data[_FLAGS_AT] & FLAG_PREFIX)
-
-
-def prefix_of(data: memoryview, *, spec: RoutingSpec, engine: str) -> bytes | None:
-    """Digest of the shared rows that a frame refers to. Raises as `parse_frame` where it says that there are some."""
-    if not refers_to_prefix(data):
-        return None
-    ref = parse_frame(data, spec=spec, engine=engine).prefix
-    return ref.digest if ref is not None else None

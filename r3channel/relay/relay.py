@@ -1,4 +1,4 @@
-"""The relay: verified frames in, a sealed step out, exact shards sent in the background.
+"""The relay: verified rows in, a sealed step out, each receiver's own rows sent in the background.
 
     relay = Relay(spec, layout, config)
     relay.serve(token_file=...)                    # only for engines that deliver directly
@@ -6,37 +6,33 @@
     ticket = relay.seal(step, assignment)          # returns before a byte is sent
     relay.join_previous(timeout_s=...)             # the next rollout, before it seals again
 
-One process runs it beside (or as part of) the rollout manager; trainers reach `hello`, `ready` and `ack` over any
-control channel (Ray actor calls in `relay.actor`). It keeps a step's bytes until every rank has acknowledged them.
-
-A row's way through it, and who has it in hand:
-
-    engines    `relay.front` judges them, verifies what they send,
-    samples    and keeps it in its inbox until a step takes it
-    steps      `relay.ledger` has what was sealed: its samples, the memory of its shards, its acknowledgements
-    shards     `relay.placer`, a thread: frames of a started step -> the shard of each trainer process
-    trainers   `relay.groups`, a thread for each DP rank: a placed shard -> the rank that says it is ready
-
-This file joins them: it seals, answers trainers, says where everything is, and ends it.
+One process runs it beside (or as part of) the rollout manager; receivers learn by `hello` where they connect. It keeps a step's
+rows until every receiver has acknowledged them. This file joins the parts; README.md beside it shows a frame's way and the locks.
 """
 
 from __future__ import annotations
 
+import asyncio
 import threading
-import time
 import uuid
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from r3channel.bearer import obtain_token
 from r3channel.config import ChannelConfig
 from r3channel.distinct import kernels
 from r3channel.errors import (
     BackgroundFailed,
     DeadlineExceeded,
+    PluginNotApplied,
+    RoutingError,
     StepError,
-    TicketMismatch,
     UsageError,
 )
 from r3channel.metrics import Metrics, StageClock
@@ -45,17 +41,30 @@ from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.shards import ShardKey
 from r3channel.plan.ticket import Ticket, TicketSample
 from r3channel.recording import Recorder
-from r3channel.relay.front import Front
-from r3channel.relay.groups import Groups
-from r3channel.relay.ledger import StepLedger
-from r3channel.relay.memory import BufferPool
-from r3channel.relay.placer import Placer
+from r3channel.relay.delivery import Delivery
+from r3channel.relay.door import Door
+from r3channel.relay.durable import Durable
+from r3channel.relay.engines import EngineRegistry
+from r3channel.relay.entries import Sample
+from r3channel.relay.intake import Intake, Tokens, held_here
 from r3channel.relay.recovery import Recovery, take_over
-from r3channel.relay.staging import check_device
+from r3channel.relay.reply import frame_bytes_of
+from r3channel.relay.rows import HeldRows
+from r3channel.relay.steps import Steps
+from r3channel.relay.store import Store
 from r3channel.spec import RoutingSpec
+from r3channel.wire.digest import fold
+from r3channel.wire.header import FRAME_MAGIC
+from r3channel.wire.hello import Hello
+from r3channel.wire.receipt import FrameName
+
+_ADDERS = 2
+"""Threads of `add_body_async`."""
+_MOST_BODY_BYTES = 1 << 30
+"""Of one parcel; engines close theirs at 8 MiB and one frame."""
 
 
-class Relay(Front):
+class Relay:
     """OPEN -> CLOSED. Public methods are thread safe; an error of a background thread is raised by the next call."""
 
     def __init__(
@@ -68,37 +77,57 @@ class Relay(Front):
         metrics: Metrics | None = None,
         recorder: Recorder | None = None,
     ) -> None:
-        config = config or ChannelConfig()
+        self.spec, self.layout, self.config = spec, layout, config or ChannelConfig()
+        config = self.config
         if config.relays > 1 and recorder is not None:
             raise UsageError("a recording holds whole steps; with several relays none of them has one")
-        if config.backend == "nccl":
-            check_device(config.device)
-        super().__init__(spec, config, clock=clock, metrics=metrics, recorder=recorder)
-        self.layout, self.run = layout, uuid.uuid4().hex[:12]
-        self._memory = BufferPool(config.shard_memory_bytes, folder=self._store.folder)
-        self._ledger = StepLedger(
-            relay=config.relay,
-            inbox=self._inbox,
-            store=self._store,
-            memory=self._memory,
-            metrics=self.metrics,
-        )
-        self._groups = Groups(
-            layout, config, run=self.run, ledger=self._ledger, clock=self.clock, metrics=self.metrics
-        )
-        self._placer = Placer(
-            store=self._store,
-            memory=self._memory,
-            changed=self._ledger.changed,
-            steps=self._ledger.steps,
-            clock=self.clock,
-            threads=config.place_threads,
-            recorder=recorder,
-        )
+        self.clock = clock or StageClock("relay")
+        self.metrics = metrics or Metrics("relay", clock=self.clock)
+        self.run = uuid.uuid4().hex[:12]
+        self._changed = threading.Condition()
+        self._closed = False
+        self._door: Door | None = None
+        with ExitStack() as undo:  # a constructor that fails leaves no folder, port or thread behind
+            self._store = Store(config.store_bytes, config.memory_bytes)
+            undo.callback(self._store.close)
+            self._durable = Durable(config.store_dir) if config.store_dir else None
+            undo.callback(self._durable.close if self._durable else lambda: None)
+            self.intake = Intake(
+                spec,
+                config,
+                store=self._store,
+                durable=self._durable,
+                changed=self._changed,
+                clock=self.clock,
+                metrics=self.metrics,
+                recorder=recorder,
+            )
+            self.steps = Steps(
+                self.intake,
+                run=self.run,
+                relay=config.relay,
+                durable=self._durable,
+                recorder=recorder,
+                changed=self._changed,
+                clock=self.clock,
+                idle=self._store.trim,
+                timeout_s=config.step_timeout_s,
+            )
+            undo.callback(self.steps.close)
+            self._delivery = Delivery(
+                layout,
+                config,
+                run=self.run,
+                outgoing=self.steps.outgoing,
+                acknowledge=self.steps.acknowledge,
+                verify=self.steps.verify_again,
+                clock=self.clock,
+                metrics=self.metrics,
+            )
+            undo.pop_all()
+        self._adders = ThreadPoolExecutor(_ADDERS, thread_name_prefix="r3channel-add")
         threading.Thread(target=kernels, name="r3channel-compile", daemon=True).start()
         self._watch()
-        self._groups.start()
-        self._placer.start()
 
     @classmethod
     def recover(
@@ -113,74 +142,233 @@ class Relay(Front):
     ) -> tuple[Relay, Recovery]:
         """A relay that holds what those before it left in `config.store_dir` when they were killed.
 
-        Every frame is verified as if it came from an engine. Sealed steps are to be sealed again, by the same number and with
-        the assignment that the recovery names: their tickets of before belong to a run that has ended. What was read is deleted.
-        Of a step that several relays shared, the recovery names the samples that the others held (`Recovery.shared`).
-        Raises `StoreBusy` where the only stores there belong to relays that live.
+        Every row is verified as if it came from an engine. Sealed steps are to be sealed again, by the same number and with the
+        assignment that the recovery names: their tickets of before belong to a run that has ended. Receivers that had acknowledged
+        are not waited for again. What was read is deleted. Raises `StoreBusy` where the only stores there belong to relays that live.
         """
         if not config.store_dir:
-            raise UsageError("a relay without store_dir leaves nothing to recover: its folder is temporary")
+            raise UsageError("a relay without store_dir leaves nothing to recover: its memory went with it")
         relay = cls(spec, layout, config, clock=clock, metrics=metrics, recorder=recorder)
         try:
-            return relay, take_over(relay, Path(config.store_dir), but=relay._store.folder)
+            assert relay._durable is not None
+            found, relay.steps.acked_before = take_over(
+                Path(config.store_dir), but=relay._durable.folder, keep=relay.intake.restore
+            )
+            return relay, found
         except BaseException:
             relay.close()
             raise
 
-    # -- rollout side ----------------------------------------------------------------------------------------------
+    # -- engines ---------------------------------------------------------------------------------------------------
+
+    @property
+    def engines(self) -> EngineRegistry:
+        """Which engines have said hello."""
+        return self.intake.engines
+
+    @property
+    def bound(self) -> list[Hello]:
+        """The engines whose frames come to this relay's ingest."""
+        return self.intake.bound
+
+    def serve(self, *, token_file: str | Path | None = None) -> str:
+        """Open the ingest for directly delivered frames and return its address, for R3CHANNEL_RELAY_URL.
+
+        The token's file (`config.token_file` by default) is created, mode 0600, when it does not exist; engines read the
+        same one. Binds `config.interface` only.
+        """
+        self._check_open()
+        if self._door is not None:
+            raise UsageError(f"the ingest is open already, at {self._door.url}")
+        path = Path(token_file or self.config.token_file or "")
+        if not path.name:
+            raise UsageError(
+                "direct delivery needs a token: give serve a token_file, or set R3CHANNEL_TOKEN_FILE"
+            )
+        self._door = Door(
+            self.intake,
+            token=obtain_token(path),
+            host=self.config.interface,
+            port=self.config.ingest_port,
+            max_body_bytes=min(self.config.store_bytes, _MOST_BODY_BYTES),
+        )
+        return self._door.url
+
+    def expect_engines(self, engines: Iterable[str], *, timeout_s: float) -> None:
+        """Replies of these engines are refused (`EngineSilent`) unless each has said hello within `timeout_s` from now."""
+        self.engines.expect(engines, timeout_s=timeout_s)
+
+    def check_engine(self, reply: Mapping[str, Any], *, engine: str, tokens: int) -> None:
+        """Judge an engine by the reply to a tiny request before the first rollout, best to `wire.hello.probe_body()`.
+
+        SGLang only logs a plug-in that fails; without this check the data would be found missing at the first step. Raises
+        PluginNotApplied, or EngineSilent for a hello that is refused.
+        """
+        try:
+            hello, data = Hello.split(frame_bytes_of(reply, sample_id="probe", engine=engine))
+            if hello is not None:
+                self.engines.greet(hello, engine=engine)
+            if data[:3] != FRAME_MAGIC[:3]:
+                raise PluginNotApplied(
+                    f"engine {engine} answers with {len(data)} bytes of stock routing, expected a frame. Is r3channel "
+                    "installed in the engine's environment, and was R3CHANNEL_ENGINE=1 set when it started? The engine's "
+                    "log names a hook that failed"
+                )
+            where = f"probe from engine {engine}"
+            rows = self.intake.landing.keep(
+                data, sample_id="probe", engine=engine, max_rows=tokens, room_s=0.0
+            )
+            rows.block.free()
+            if rows.end_row != tokens - 1:
+                raise RoutingError(f"{where}: {rows.end_row} rows for {tokens} tokens, expected {tokens - 1}")
+        except RoutingError as error:
+            raise PluginNotApplied(f"engine {engine} does not send usable frames: {error}") from error
+        if hello is None:
+            self.engines.vouch(engine)
+
+    # -- samples ---------------------------------------------------------------------------------------------------
+
+    def add(
+        self,
+        sample_id: str,
+        reply: Mapping[str, Any],
+        tokens: Tokens,
+        *,
+        engine: str = "?",
+        append: bool = False,
+    ) -> HeldRows | None:
+        """Verify and keep the routing of one sample.
+
+        `reply` is the engine's decoded JSON, `tokens` the whole sequence (prompt and response). Raises a typed
+        `RoutingError` naming sample and engine and keeps nothing; the caller decides what happens to a bad sample.
+        None when the reply holds a receipt: the frame comes directly, and `seal` waits for it and names it if it is lost.
+        None, too, for a reply without routing where `on_missing` is `live`.
+
+        `append`: a later turn (or the rest of an interrupted request) of a sample that is here, made with
+        `routed_experts_start_len = rows_held`. `tokens` is the whole sequence again; gaps, overlaps and changed tokens
+        are refused, and the rows that are held stay.
+        """
+        self._check_add(sample_id, engine)
+        return self.intake.add(sample_id, reply, tokens, engine=engine, append=append)
+
+    def add_body(
+        self,
+        sample_id: str,
+        body: bytes,
+        tokens: Tokens | Callable[[Any], Tokens],
+        *,
+        engine: str = "?",
+        append: bool = False,
+    ) -> Any:
+        """As `add`, for the reply's body as it came; returns the parsed reply, its routing field emptied.
+
+        The frame is decoded where it lies in the body, without the interpreter's lock, and only the rest is parsed: an eighth of
+        the CPU of `json.loads` and `add`. `tokens` may be a function of the parsed reply. Raises also `RoutingMissing` for a body
+        that is no JSON object. In a coroutine use `add_body_async`.
+
+            body = await response.read()
+            reply = await relay.add_body_async(name, body, lambda reply: prompt + reply["output_ids"], engine=url)
+        """
+        self._check_add(sample_id, engine)
+        return self.intake.add_body(sample_id, body, tokens, engine=engine, append=append)
+
+    async def add_body_async(
+        self,
+        sample_id: str,
+        body: bytes,
+        tokens: Tokens | Callable[[Any], Tokens],
+        *,
+        engine: str = "?",
+        append: bool = False,
+    ) -> Any:
+        """`add_body` on a thread of the relay's, so that the event loop goes on meanwhile."""
+        self._check_open()
+        add = partial(self.add_body, sample_id, body, tokens, engine=engine, append=append)
+        return await asyncio.get_running_loop().run_in_executor(self._adders, add)
+
+    def add_frame(
+        self, sample_id: str, data: bytes, tokens: Tokens, *, engine: str = "?", append: bool = False
+    ) -> HeldRows | None:
+        """As `add`, for a frame that is already in hand (a recording, another transport, `splice.merge`)."""
+        self._check_add(sample_id, "")
+        return self.intake.add_frame(sample_id, data, tokens, engine=engine, append=append)
+
+    def rows_held(self, sample_id: str) -> int:
+        """Rows of a sample that are here or on their way: `routed_experts_start_len` of its next turn."""
+        return self.intake.rows_held(sample_id)
+
+    def discard(self, sample_ids: Iterable[str]) -> int:
+        """Drop samples that no assignment will name (filtered, over-sampled, aborted, evaluation); unknown ids and samples of a
+        sealed step are ignored."""
+        return self.intake.drop(sample_ids, outcome="discarded")
+
+    # -- steps -----------------------------------------------------------------------------------------------------
 
     def seal(self, step: int, assignment: Assignment) -> Ticket:
-        """Plan the step, hand it to the background and return its ticket; no byte is sent before this returns.
+        """Take the assigned samples into a step, hand it to the background and return its ticket; no byte is sent before this returns.
 
         Waits up to `frame_timeout_s` for directly delivered frames whose receipts came. Raises `FrameMissing` naming those
-        that did not, `SampleUnknown` for an assigned sample that was never added, `StepError` for a step that is not newer.
+        that did not, `SampleUnknown` for an assigned sample that was never added, `StepError` for a step that is not newer. The
+        error carries all the samples that it is about; then nothing is taken.
         """
         if self.config.relays > 1:
             raise UsageError(
-                f"relay {self.config.relay} of {self.config.relays} is asked to seal alone; relay.coordinator.Coordinator does"
+                f"relay {self.config.relay} of {self.config.relays} is asked to seal alone; relay.several.Coordinator does"
             )
-        samples = self.look(assignment.sample_ids, step=step, timeout_s=self.config.frame_timeout_s)
-        with self.clock.span("plan", step=step):
+        self._check_open()
+        self.intake.await_frames(assignment.sample_ids, step=step, timeout_s=self.config.frame_timeout_s)
+        return self.take(step, assignment)
+
+    def take(
+        self, step: int, assignment: Assignment, *, peers: Sequence[str] = (), start: bool = True
+    ) -> Ticket:
+        """Seal what the table has now. `peers` are the runs of the relays 1, 2, ... that hold rows of it too; without `start`
+        receivers wait until the caller starts it."""
+        entries = self.intake.entries
+        with self.clock.span("plan", step=step), ExitStack() as undo:
+            with self._changed:
+                self._check_open()
+                self.steps.check_newer(step)
+                samples = entries.take(assignment.sample_ids, step=step)
+                undo.callback(entries.give_back, samples)
             ticket = Ticket(
-                self.run, step, self.spec, self.layout, assignment, samples, self.config.bucket_bytes
+                self.run,
+                step,
+                self.spec,
+                self.layout,
+                assignment,
+                tuple(map(ticket_sample, samples)),
+                self.config.bucket_bytes,
+                peers=tuple(peers),
             )
-            ticket = staged(ticket, self.config)
-            self.reserve(ticket)
-        self.start(step)
+            self.steps.add(ticket, {sample.name: own for sample in samples if (own := held_here(sample))})
+            undo.pop_all()
+        if start:
+            self.steps.start(step)
         return ticket
 
-    # -- the stages of `seal`, for the coordinator of several relays -----------------------------------------------
-
-    def look(self, sample_ids: Sequence[str], *, step: int, timeout_s: float) -> tuple[TicketSample, ...]:
-        """Wait for these samples' frames and describe them; they stay. Errors as of `seal`."""
+    def hold(self, ticket: Ticket, frames: Mapping[str, Sequence[FrameName]]) -> None:
+        """Take part in a step that relay 0 has sealed, with these frames. Raises FrameMissing; then nothing is taken."""
         self._check_open()
-        self._intake.expire()
-        with self.clock.span("wait_generation", step=step):
-            self._intake.wait(sample_ids, timeout_s=timeout_s, step=step)
-        return self._inbox.look(sample_ids, step=step)
+        own = {name: (ticket.sample(name).tokens, names) for name, names in frames.items()}
+        self.steps.add(ticket, self.intake.adopt(ticket.step, own))
+        self.steps.start(ticket.step)
 
-    def reserve(self, ticket: Ticket) -> None:
-        """Take the ticket's samples that are this relay's into the step; nothing is placed before `start`. All or nothing."""
-        self._check_open()
-        self._ledger.reserve(ticket, shard_bytes=self.config.shard_bytes)
+    def abandon(self, step: int) -> int:
+        """Give a sealed step up: receivers that ask for it are told, and its samples wait for a step again (or for `discard`).
 
-    def start(self, step: int) -> None:
-        """Place and send a reserved step, in the background."""
-        self._ledger.start(step)
-        self._placer.place(step)
-
-    def cancel(self, step: int) -> None:
-        """Give the samples of a reserved step back; another step is ignored."""
-        self._ledger.cancel(step)
+        Returns how many samples came back; 0 for a step that is unknown or delivered.
+        """
+        return self.steps.abandon(step)
 
     def undelivered(self, *, wait_s: float) -> dict[int, tuple[ShardKey, ...]]:
-        """Step -> ranks that have not acknowledged it, after `wait_s`; early, and empty, when all have."""
-        steps = self._ledger.undelivered(wait_s=wait_s, unless=self._background_error)
+        """Step -> receivers that have not acknowledged it, after `wait_s`; early, and empty, when all have."""
+        steps = self.steps.undelivered(wait_s=wait_s)
         self._check_open()
         return steps
 
     def join_previous(self, *, timeout_s: float | None = None) -> None:
-        """Wait until every sealed step is delivered. The error names the step and the ranks that have not acknowledged."""
+        """Wait until every sealed step is delivered. The error names the steps and carries the receivers that have not acknowledged."""
         limit = self.config.step_timeout_s if timeout_s is None else timeout_s
         with self.clock.span("wait_join"):
             steps = self.undelivered(wait_s=limit)
@@ -188,118 +376,115 @@ class Relay(Front):
             raise DeadlineExceeded(
                 f"waited {limit:.1f} s for the send of step(s) {sorted(steps)}; not acknowledged by (dp, pp, cp) "
                 f"{_listed(steps)}. Have those trainers entered the step? A send "
-                "cannot finish before its receiver starts"
+                "cannot finish before its receiver starts",
+                ranks=[key for keys in steps.values() for key in keys],
+                step=min(steps),
             )
+
+    # -- the rest --------------------------------------------------------------------------------------------------
+
+    def hello(self, *, dp: int, pp: int, cp: int = 0) -> dict[str, Any]:
+        """Where a receiver connects, {host, port, token, run}; the only call of the control channel."""
+        self._check_open()
+        return self._delivery.hello((dp, pp, cp))
 
     def status(self) -> dict[str, Any]:
         """Where every sample of every step is."""
-        with self._ledger.changed:
-            return {
-                "run": self.run,
-                **self._intake.status(),
-                "engines": self.engines.reports(),
-                "steps": self._ledger.status(),
-                "groups": self._groups.status(),
-                "store": {"frames": len(self._store), "bytes": self._store.nbytes},
-                "shards": self._memory.nbytes,
-            }
-
-    def close(self, *, timeout_s: float = 10.0) -> None:
-        """Stop the background and delete the store. Raises `StepError` naming undelivered steps; idempotent."""
-        with self._ledger.changed:
-            if self._ledger.closed:
-                return
-            undelivered = _listed(self._ledger.close())
-        self._gate.close(timeout_s=timeout_s)
-        self._adders.shutdown(wait=False, cancel_futures=True)
-        threads = [self._placer.stop(), *self._groups.stop()]
-        deadline = time.monotonic() + timeout_s
-        for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        self._store.close()
-        self._memory.trim(idle_s=0.0)
-        self.metrics.close()
-        alive = [thread.name for thread in threads if thread.is_alive()]
-        if undelivered or alive:
-            raise StepError(
-                f"closed with undelivered steps {undelivered} (step: (dp, pp, cp) not acknowledged); still running: {alive}"
-            )
-
-    # -- trainer side, reached over the control channel --------------------------------------------------------------
-
-    def hello(
-        self, *, dp: int, pp: int, cp: int = 0, boot_id: str, after_epoch: int
-    ) -> dict[str, Any] | None:
-        """A TP0 asks to join its group; None means that other members have not said hello yet: ask again."""
-        self._check_open()
-        rendezvous = self._groups.hello((dp, pp, cp), boot_id=boot_id, after_epoch=after_epoch)
-        return None if rendezvous is None else rendezvous.to_dict()
-
-    def ready(self, *, run: str, step: int, dp: int, pp: int, cp: int = 0, epoch: int, wait_s: float) -> bool:
-        """A TP0 is about to receive. Waits up to `wait_s` for its shard; False means ask again, True that the send starts."""
-        self._check_open()
-        self._check_run(run)
-        key = (dp, pp, cp)
-        placed = self._ledger.wait_placed(step, key, wait_s=wait_s, unless=self._background_error)
-        self._check_open()
-        return placed and self._groups.ready(key, step=step, epoch=epoch, wait_s=wait_s)
-
-    def ack(self, *, run: str, step: int, dp: int, pp: int, cp: int = 0) -> None:
-        """A TP0 holds its verified shard; the last acknowledgement of a step frees it. Repeating it does no harm.
-
-        Raises `TicketMismatch` for another run, another layout's rank, or a shard that was never placed.
-        """
-        self._check_run(run)
-        key = (dp, pp, cp)
-        with self._ledger.changed:
-            if self._ledger.acknowledge(step, key):
-                self._groups.acknowledged(key)
-
-    def mail(self, *, call: str, name: str, **arguments: Any) -> Any:
-        """A call of a member to the mailbox of groups that use the object store."""
-        return self._groups.mailbox.mail(call=call, name=name, **arguments)
+        with self._changed:
+            found = {"run": self.run, **self.intake.status(), "steps": self.steps.status()}
+        store = {"frames": len(self._store), "bytes": self._store.live_bytes}
+        return found | {
+            "engines": self.engines.reports(),
+            "receivers": self._delivery.status(),
+            "store": store,
+        }
 
     @property
     def peak_staging_bytes(self) -> int:
-        """The most that one group has had staged at once: two buckets, whatever the tokens. gloo sends from the shard itself
-        and its groups send side by side; under NCCL they take turns, with as much again in pinned memory."""
-        return self._groups.peak_staging_bytes
+        """See `Delivery.peak_staging_bytes`."""
+        return self._delivery.peak_staging_bytes
 
-    def _check_run(self, run: str) -> None:
-        if run != self.run:
-            raise TicketMismatch(f"ticket of run {run}, this relay is run {self.run}; did the relay restart?")
-
-    # -- background ------------------------------------------------------------------------------------------------
-
-    def _background_error(self) -> BaseException | None:
-        return self._placer.error or self._groups.error
+    def close(self, *, timeout_s: float = 10.0) -> None:
+        """Stop the background and delete the store. Raises `StepError` naming undelivered steps; idempotent."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+        undelivered = self.steps.close()
+        if self._door is not None:
+            self._door.close(timeout_s=timeout_s)
+        self._adders.shutdown(wait=False, cancel_futures=True)
+        alive = self._delivery.close(timeout_s=timeout_s)
+        self.steps.thread.join(timeout_s)
+        alive += [self.steps.thread.name] if self.steps.thread.is_alive() else []
+        if self._durable is not None:
+            self._durable.close()
+        self._store.close()
+        self.metrics.close()
+        if undelivered or alive:
+            raise StepError(
+                f"closed with undelivered steps {_listed(undelivered)} (step: (dp, pp, cp) not acknowledged); still running: {alive}",
+                ranks=[key for keys in undelivered.values() for key in keys],
+            )
 
     def _check_open(self) -> None:
-        if self._ledger.closed:
+        if self._closed:
             raise UsageError("this relay is closed")
-        error = self._background_error()
+        error = self.steps.error
         if error is not None:
             raise BackgroundFailed(f"a background thread of the relay died: {error!r}") from error
 
-    def _in_the_way(self) -> str:
-        missing = _listed(self._ledger.missing)
-        return f"Steps under way and the (dp, pp, cp) that have not acknowledged: {missing}"
+    def _check_add(self, sample_id: str, engine: str) -> None:
+        self._check_open()
+        if not isinstance(sample_id, str):
+            raise UsageError(f"sample id {sample_id!r} is a {type(sample_id).__name__}, expected a string")
+        if engine:
+            self.engines.check(engine)
 
     def _watch(self) -> None:
-        self.metrics.watch("r3channel_frames_in_store", lambda: len(self._store))
-        self.metrics.watch("r3channel_store_bytes", lambda: self._store.nbytes)
-        self.metrics.watch("r3channel_oldest_in_flight_seconds", self._ledger.oldest_s)
-        self.metrics.watch(
-            "r3channel_background_thread_alive", lambda: float(self._background_error() is None)
-        )
-        self.metrics.watch("r3channel_epoch", lambda: self._groups.epoch)
+        watch = self.metrics.watch
+        watch("r3channel_frames_in_store", lambda: len(self._store))
+        watch("r3channel_store_bytes", lambda: self._store.live_bytes)
+        watch("r3channel_oldest_in_flight_seconds", self.steps.oldest_s)
+        watch("r3channel_background_thread_alive", lambda: float(self.steps.error is None))
+        watch("r3channel_epoch", lambda: self._delivery.epoch)
 
 
-def staged(ticket: Ticket, config: ChannelConfig) -> Ticket:
-    """The ticket with the buckets that `config.staging` asks for."""
-    if config.staging != "coalesced":
-        return ticket
-    return replace(ticket, bucket_bytes=max(shard.nbytes for shard in ticket.plan.shards))
+def ticket_sample(sample: Sample) -> TicketSample:
+    """As the ticket describes it. Turns lie at the relays that their rows name; what nobody has is invalid."""
+    known: list[Any] = [(turn, turn.rows) for turn in sample.turns]
+    if len(known) == 1 and known[0][1] is not None:  # as nearly all are
+        digest = known[0][1].fold
+    else:
+        tables = [rows.digests_L for _, rows in known if rows is not None]
+        digest = fold(np.add.reduce(tables)) if tables else 0
+    return TicketSample(
+        sample.name,
+        sample.tokens,
+        sample.tokens_hash,
+        digest,
+        tuple(span for _, rows in known if rows is not None for span in rows.provenance),
+        _joined(
+            span
+            for turn, rows in known
+            for span in (((turn.first_row, turn.end_row),) if rows is None else rows.invalid)
+        ),
+        tuple((turn.end_row, 0 if rows is None else rows.relay) for turn, rows in known),
+    )
+
+
+def _joined(spans: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Ascending ranges; those that touch are one.
+
+    >>> _joined([(0, 2), (2, 5), (7, 8)])
+    ((0, 5), (7, 8))
+    """
+    found: list[tuple[int, int]] = []
+    for start, end in spans:
+        if found and found[-1][1] == start:
+            start = found.pop()[0]
+        found.append((start, end))
+    return tuple(found)
 
 
 def _listed(missing: Mapping[int, Sequence[ShardKey]]) -> dict[int, list[ShardKey]]:

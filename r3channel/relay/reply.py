@@ -10,7 +10,12 @@ import base64
 import json
 import re
 import secrets
+from collections.abc import Mapping
 from typing import Any
+
+from r3channel.errors import PayloadCorrupt, RoutingMissing
+from r3channel.wire.frame import sample_key
+from r3channel.wire.receipt import RECEIPT_MAGIC, Receipt
 
 ROUTING_FIELD = "routed_experts"
 _KEY = b'"routed_experts"'
@@ -33,7 +38,7 @@ def split_reply(body: bytes) -> tuple[Any, bytes | None]:
     """(what `json.loads(body)` gives, with meta_info.routed_experts emptied; the bytes that it held in base64).
 
     Where the field's place is not certain, or it is not base64, the whole body is parsed and the bytes are None: nobody's
-    spelling of JSON changes the result. Raises ValueError as `json.loads` does.
+    spelling of JSON changes the result. Raises ValueError as `json.loads` does, also for one that is nested too deeply for it.
 
     >>> split_reply(b'{"meta_info": {"id": "a", "routed_experts": "AQI="}}')
     ({'meta_info': {'id': 'a', 'routed_experts': ''}}, b'\\x01\\x02')
@@ -41,20 +46,65 @@ def split_reply(body: bytes) -> tuple[Any, bytes | None]:
     begin = _value_at(body)
     end = body.find(b'"', begin) if begin else -1
     if end < 0:
-        return json.loads(body), None
+        return _parsed(body), None
     try:
         data = decode_base64(memoryview(body)[begin:end])
     except ValueError:
-        return json.loads(body), None
-    mark = secrets.token_hex(
-        16
-    )  # nobody else can have written it: the field that holds it is the one that was cut out
-    reply = json.loads(body[:begin] + mark.encode() + body[end:])
+        return _parsed(body), None
+    # Nobody else can have written it: the field that holds it is the one that was cut out.
+    mark = secrets.token_hex(16)
+    reply = _parsed(body[:begin] + mark.encode() + body[end:])
     meta = reply.get("meta_info") if isinstance(reply, dict) else None
     if not isinstance(meta, dict) or meta.get(ROUTING_FIELD) != mark:
-        return json.loads(body), None
+        return _parsed(body), None
     meta[ROUTING_FIELD] = ""
     return reply, data
+
+
+def frame_bytes_of(reply: Any, *, sample_id: str, engine: str) -> bytes:
+    """What is in `reply["meta_info"]["routed_experts"]` (base64, SGLang's in-band place): a frame, or a receipt for one.
+
+    Raises RoutingMissing, with the engine's own words where its reply is an error, or PayloadCorrupt.
+    """
+    where = f"sample {sample_id} from engine {engine}"
+    meta = reply.get("meta_info") if isinstance(reply, Mapping) else None
+    text = meta.get(ROUTING_FIELD) if isinstance(meta, Mapping) else None
+    if not isinstance(text, str) or not text:
+        said = reply.get("error") if isinstance(reply, Mapping) else None
+        raise RoutingMissing(
+            f"{where}: no meta_info.{ROUTING_FIELD} in the reply, expected a frame. "
+            + (f"The engine says: {str(said)[:300]}. " if said else "")
+            + "Was return_routed_experts set, and was the server started with --enable-return-routed-experts?",
+            samples=[sample_id],
+            engines=[engine],
+        )
+    try:
+        return decode_base64(text)
+    except ValueError as error:
+        raise PayloadCorrupt(
+            f"{where}: {ROUTING_FIELD} is not base64, expected a frame: {error}",
+            samples=[sample_id],
+            engines=[engine],
+        ) from error
+
+
+def key_of(reply: Any) -> int | None:
+    """The key that a frame for this reply's request carries; None when the reply does not name its request."""
+    meta = reply.get("meta_info") if isinstance(reply, Mapping) else None
+    request_id = meta.get("id") if isinstance(meta, Mapping) else None
+    return sample_key(request_id) if isinstance(request_id, str) else None
+
+
+def receipt_in(data: bytes) -> Receipt | None:
+    """The receipt, when a reply holds one in place of a frame."""
+    return Receipt.from_bytes(data) if data[:4] == RECEIPT_MAGIC else None
+
+
+def _parsed(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except RecursionError as error:
+        raise ValueError("brackets are nested too deeply for a reply") from error
 
 
 def _value_at(body: bytes) -> int:

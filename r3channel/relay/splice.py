@@ -1,43 +1,12 @@
-"""Rows of one sample that came in several frames, put together. Pure functions of checked routings.
-
-`append` is for multi-turn and for resumed requests (`routed_experts_start_len`): only new rows travel, and rows that do not
-begin exactly where the held ones end are refused. `merge` is for prefill/decode disaggregation, where two engines each hold
-a part of the rows.
-"""
+"""Rows of one request that two engines hold between them (prefill/decode disaggregation), put together. Pure functions."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from r3channel.errors import PayloadCorrupt, RoutingError, RowGap, RowOverlap
+from r3channel.errors import RoutingError
 from r3channel.routing import RowKind, SampleRouting, spans_of
-from r3channel.wire.frame import Frame, encode_frame, parse_frame
-
-
-def check_adjoins(*, held_rows: int, first_row: int, where: str) -> None:
-    """Raise RowGap or RowOverlap unless the new rows begin where the held ones end."""
-    if first_row == held_rows:
-        return
-    kind, what = (RowGap, "rows between are nowhere") if first_row > held_rows else (RowOverlap, "sent again")
-    raise kind(
-        f"{where}: rows from {first_row} on, but rows 0..{held_rows} are held; expected to begin at row {held_rows} ({what}). "
-        "Set routed_experts_start_len to the tokens of the turns before, less one"
-    )
-
-
-def append(held: SampleRouting, turn: SampleRouting) -> SampleRouting:
-    """One sample with the rows of both; `turn` must begin where `held` ends. Nothing of either is changed."""
-    where = f"sample {turn.sample_id}"
-    check_adjoins(held_rows=held.first_row + len(held.valid_T), first_row=turn.first_row, where=where)
-    return SampleRouting(
-        spec=held.spec,
-        sample_id=turn.sample_id,
-        tokens=turn.tokens,
-        first_row=held.first_row,
-        expert_ids_TLK=np.concatenate([held.expert_ids_TLK, turn.expert_ids_TLK]),
-        valid_T=np.concatenate([held.valid_T, turn.valid_T]),
-        provenance=(*held.provenance, *turn.provenance),
-    )
+from r3channel.wire.frame import encode_frame
 
 
 def merge(prefill: SampleRouting, decode: SampleRouting) -> SampleRouting:
@@ -84,9 +53,7 @@ def _per_row(routing: SampleRouting) -> tuple[np.ndarray, np.ndarray]:
     return np.repeat(versions, lengths), np.repeat(kinds, lengths)
 
 
-def frame_of(
-    routing: SampleRouting, *, sample_key: int = 0, row_digests: bool = False, codec: str = "auto"
-) -> bytes:
+def frame_of(routing: SampleRouting, *, sample_key: int = 0, codec: str = "auto") -> bytes:
     """The frame of a routing that was put together."""
     return encode_frame(
         routing.spec,
@@ -96,29 +63,4 @@ def frame_of(
         provenance=routing.provenance,
         sample_key=sample_key,
         codec=codec,
-        row_digests=row_digests,
     )
-
-
-def join_frames(before: Frame, turn: Frame, *, sample_id: str) -> tuple[Frame, bytes]:
-    """(frame, its bytes) with the rows of both; the engines' digests must add up to those of the joined rows.
-
-    Where one of them has lost the order within its rows, the joined frame says so of all, and the digests are left out.
-    """
-    ordered = before.ordered and turn.ordered
-    joined = append(before.routing(sample_id=sample_id), turn.routing(sample_id=sample_id))
-    expected_L = None
-    if before.digests_L is not None and turn.digests_L is not None and before.ordered == turn.ordered:
-        expected_L = before.digests_L + turn.digests_L  # modulo 2**64
-    data = frame_of(
-        joined,
-        sample_key=turn.sample_key,
-        row_digests=expected_L is not None,
-        codec="auto" if ordered else "set",
-    )
-    frame = parse_frame(data, spec=before.spec, sample_id=sample_id, engine="relay")
-    if expected_L is not None and not np.array_equal(frame.digests_L, expected_L):  # type: ignore[arg-type]
-        raise PayloadCorrupt(
-            f"sample {sample_id}: the turns' digests do not add up to those of the joined rows"
-        )
-    return frame, data

@@ -1,253 +1,175 @@
-"""Frames at rest: segment files, allocated once, mapped into memory, and filled again when their frames are released.
+"""Memory for rows, up to a ceiling of live bytes. Knows nothing of what lies in it, and keeps nothing over the process's end.
 
-The kernel decides what stays resident, so memory follows the page cache and not the batch; at steady state no fresh page is
-touched. A store's folder is locked while its process lives; `relay.recovery` reads those of processes that ended.
+Blocks come from the C library's allocator: what is freed is reused whatever its neighbours do, and a block is never refused while
+live bytes and its own fit the ceiling. Beyond `memory_bytes` a block is a mapped temporary file of its own, which has no name.
 """
 
 from __future__ import annotations
 
-import fcntl
+import ctypes
+import mmap
 import os
-import shutil
 import tempfile
 import threading
 import time
-import uuid
+from collections import deque
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import Any
 
-from r3channel.errors import SampleTwice, SampleUnknown, StoreFull
-from r3channel.relay.segment import (
-    CLAIM,
-    FILE_SUFFIX,
-    LIVE,
-    NO_TOKENS,
-    RELEASED,
-    Note,
-    Place,
-    Segment,
-    file_bytes,
-    record_bytes,
-)
-from r3channel.routing import Ids
+import numpy as np
 
-SEGMENT_BYTES = 64 << 20
-"""One file; a larger frame gets a file of its own size."""
-LOCK_FILE = "lock"
-FOLDER_PREFIX = "relay-"
-IDLE_S = 60.0
-"""Segments that nothing was put into for so long are given back to the disk."""
+from r3channel.errors import StoreFull, UsageError
+
+_TRIM_SHARE = 0.1
+"""Of the ceiling: so much is freed before the C library is asked to give free pages back. They are warm: touching fresh ones costs as
+much as filling them, so it is asked seldom."""
+_KEPT_MAPS = 16_000
+"""Mapped files; a process may have 65,530 mappings (vm.max_map_count), and others need theirs."""
 
 
-@dataclass(slots=True)
-class _Record:
-    segment: Segment
-    place: Place
-    serial: int
-    claims: list[tuple[Segment, Place]] = field(default_factory=list)
+@dataclass(eq=False, slots=True)
+class Block:
+    """Memory of one frame. `free` gives it back; a view that somebody still has stays memory, and is nobody else's."""
+
+    view: memoryview
+    """Exactly as many bytes as were asked for, at a multiple of 16."""
+    _store: Store
+    _on_file: bool = False
+
+    def free(self) -> None:
+        """Any thread; idempotent."""
+        self._store._free(self)
 
 
-@dataclass
-class FrameStore:
-    """Key -> frame bytes. Thread safe.
+@dataclass(eq=False, slots=True)
+class _Waiter:
+    nbytes: int
+    granted: bool = False
 
-        put -> get* -> release          (a released key may be put again)
 
-    A view from `get` stays valid until its key is released; nobody may hold it longer.
-    """
+@dataclass(eq=False)
+class Store:
+    """OPEN -> CLOSED. Any thread. Its lock is a leaf: nothing else is taken or waited for under it."""
 
-    folder: Path
     ceiling_bytes: int
-    _lock_file: int
-    _records: dict[str, _Record] = field(default_factory=dict)
-    _filling: Segment | None = None
-    _full: list[Segment] = field(default_factory=list)
-    _free: list[Segment] = field(default_factory=list)
+    memory_bytes: int
+    """Of the live bytes, what lies in anonymous memory."""
+    live_bytes: int = 0
+    _in_memory: int = 0
+    _files: int = 0
+    _blocks: int = 0
+    _freed: int = 0
+    """Bytes since the C library was last asked to give pages back."""
+    _closed: bool = False
+    _waiting: deque[_Waiter] = field(default_factory=deque)
     _changed: threading.Condition = field(default_factory=threading.Condition)
-    _serial: int = 0
-    _temporary: tempfile.TemporaryDirectory[str] | None = None
 
-    @classmethod
-    def open(cls, folder: str, *, ceiling_bytes: int) -> FrameStore:
-        """In a fresh folder of its own in `folder` (created), or in the system's temporary folder when it is empty."""
-        temporary = None if folder else tempfile.TemporaryDirectory(prefix="r3channel-store-")
-        own = Path(temporary.name if temporary else folder) / f"{FOLDER_PREFIX}{uuid.uuid4().hex[:12]}"
-        own.mkdir(parents=True)
-        lock_file = os.open(own / LOCK_FILE, os.O_CREAT | os.O_RDWR, 0o600)
-        fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return cls(own, ceiling_bytes, lock_file, _temporary=temporary)
+    def allocate(self, nbytes: int, *, timeout_s: float = 0.0, what: str = "") -> Block:
+        """Memory of any content. Waits for room in the order of arrival; what is granted is taken at once.
 
-    def put(
-        self, key: str, frame: bytes | memoryview, *, sample_id: str = "", tokens: Ids = NO_TOKENS
-    ) -> None:
-        """Copy a frame in. Raises `SampleTwice`, or `StoreFull` at the ceiling or on a full disk; then nothing has changed.
-
-        `sample_id` and `tokens` are kept beside it for a recovery; a frame without is recovered only if it is `claim`ed.
+        Raises StoreFull after `timeout_s`, or where a disk has no room for what is beyond `memory_bytes`.
         """
-        record = self._open(key, len(frame), sample_id=sample_id, tokens=tokens)
-        record.segment.write(record.place, frame)
-        record.segment.mark(record.place, LIVE)
+        return self._block(nbytes, None, timeout_s=timeout_s, what=what)
 
-    def reserve(self, key: str, nbytes: int) -> memoryview:
-        """The place of a frame that is still to be written there, 16-byte aligned: `commit` or `release` it. Raises as `put`.
+    def adopt(self, data: bytes, *, timeout_s: float = 0.0, what: str = "") -> Block:
+        """These bytes as they are, counted like any block; copied only where memory has no room. Raises as `allocate`."""
+        return self._block(len(data), data, timeout_s=timeout_s, what=what)
 
-        A relay that is killed before `commit` leaves nothing of it.
-        """
-        record = self._open(key, nbytes, sample_id="", tokens=NO_TOKENS)
-        return memoryview(record.segment.memory)[record.place.start : record.place.stop]
-
-    def commit(self, key: str) -> None:
-        """The frame is whole."""
+    def trim(self) -> None:
+        """Give free memory back to the system."""
         with self._changed:
-            record = self._record(key)
-            record.segment.mark(record.place, LIVE)
-
-    def _open(self, key: str, nbytes: int, *, sample_id: str, tokens: Ids) -> _Record:
-        with self._changed:
-            if key in self._records:
-                raise SampleTwice(f"sample {key} is already in the store; was a reply added twice?")
-            self._serial += 1
-            note = Note(sample_id=sample_id, tokens=tokens, serial=self._serial)
-            segment, place = self._reserve(note, nbytes, key)
-            record = self._records[key] = _Record(segment, place, note.serial)
-            return record
-
-    def claim(self, key: str, *, sample_id: str, tokens: Ids) -> None:
-        """Say whose frame this is. Raises as `put`."""
-        with self._changed:
-            record = self._record(key)
-            self._serial += 1
-            note = Note(
-                kind=CLAIM, sample_id=sample_id, tokens=tokens, serial=self._serial, refers_to=record.serial
-            )
-            segment, place = self._reserve(note, 0, sample_id)
-            record.claims.append((segment, place))
-        segment.mark(place, LIVE)
-
-    def get(self, key: str) -> memoryview:
-        """The frame's bytes, 16-byte aligned, without a copy."""
-        with self._changed:
-            record = self._record(key)
-        return memoryview(record.segment.memory)[record.place.start : record.place.stop]
-
-    def release(self, key: str) -> None:
-        """Forget a frame; a segment whose last one it was is filled again. Unknown keys are ignored."""
-        with self._changed:
-            record = self._records.pop(key, None)
-            if record is not None:
-                for segment, place in ((record.segment, record.place), *record.claims):
-                    segment.mark(place, RELEASED)
-                    segment.live -= 1
-                    self._reuse(segment)
-                self._changed.notify_all()
-
-    def __len__(self) -> int:
-        return len(self._records)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._records
-
-    @property
-    def nbytes(self) -> int:
-        """Size of all segment files, those included that wait to be filled again."""
-        with self._changed:
-            return sum(len(segment.memory) for segment in self._segments)
-
-    @property
-    def live_bytes(self) -> int:
-        """Of the frames themselves."""
-        with self._changed:
-            return sum(record.place.stop - record.place.start for record in self._records.values())
-
-    def wait_room(self, nbytes: int, *, timeout_s: float = 0.0) -> bool:
-        """Whether a frame of so many bytes can be put now, or within `timeout_s` when others are released."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._has_room(nbytes + 4096), timeout=timeout_s)
-
-    def trim(self, *, idle_s: float = IDLE_S) -> None:
-        """Delete the files of segments that have been empty for so long."""
-        limit_s = time.monotonic() - idle_s
-        with self._changed:
-            for segment in [segment for segment in self._free if segment.idle_since_s <= limit_s]:
-                self._free.remove(segment)
-                segment.delete()
+            self._freed = 0
+        _give_pages_back()
 
     def close(self) -> None:
-        """Delete every file; idempotent."""
+        """End every wait; blocks stay memory until nobody has a view of them. Idempotent."""
         with self._changed:
-            self._records.clear()
-            for segment in self._segments:
-                segment.delete()
-            self._full, self._free, self._filling = [], [], None
-            if self._lock_file >= 0:
-                os.close(self._lock_file)
-                self._lock_file = -1
-        shutil.rmtree(self.folder, ignore_errors=True)
-        if self._temporary is not None:
-            self._temporary.cleanup()
+            self._closed = True
+            self._changed.notify_all()
 
-    # -- with the condition held -----------------------------------------------------------------------------------
+    def __len__(self) -> int:
+        """Blocks that are not freed."""
+        return self._blocks
 
-    @property
-    def _segments(self) -> list[Segment]:
-        return [*self._full, *self._free, *([self._filling] if self._filling else [])]
+    def _block(self, nbytes: int, data: bytes | None, *, timeout_s: float, what: str) -> Block:
+        self._take_room(nbytes, timeout_s=timeout_s, what=what)
+        with self._changed:
+            on_file = self._in_memory + nbytes > self.memory_bytes and self._files < _KEPT_MAPS
+            self._in_memory += 0 if on_file else nbytes
+            self._files += on_file
+        try:
+            return Block(self._memory(nbytes, data, on_file=on_file, what=what), self, on_file)
+        except BaseException:
+            self._give_back(nbytes, on_file=on_file)
+            raise
 
-    def _record(self, key: str) -> _Record:
-        record = self._records.get(key)
-        if record is None:
-            raise SampleUnknown(f"sample {key} is not in the store; never added, or already released")
-        return record
+    def _memory(self, nbytes: int, data: bytes | None, *, on_file: bool, what: str) -> memoryview:
+        if not on_file:
+            return memoryview(data) if data is not None else np.empty(nbytes, np.uint8).data
+        try:
+            view = _temporary(nbytes)
+        except OSError as error:
+            raise StoreFull(f"{what}: no room for {nbytes} bytes in a temporary file: {error}") from error
+        if data is not None:
+            view[:] = data
+        return view
 
-    def _reserve(self, note: Note, frame_bytes: int, name: str) -> tuple[Segment, Place]:
-        size = record_bytes(note, frame_bytes)
-        segment = self._filling
-        if segment is None or segment.room() < size:
-            segment = self._next(file_bytes(size), name)
-        return segment, segment.reserve(note, frame_bytes)
-
-    def _next(self, least: int, name: str) -> Segment:
-        """A segment to fill with room for `least` bytes; the one before is full."""
-        segment = next((free for free in self._free if len(free.memory) >= least), None)
-        if segment is not None:
-            self._free.remove(segment)
-            segment.restart()
-        else:
-            segment = self._create(max(SEGMENT_BYTES, least), name)
-        if self._filling is not None:
-            self._full.append(self._filling)
-        self._filling = segment
-        return segment
-
-    def _create(self, length: int, name: str) -> Segment:
-        while self._free and self._held() + length > self.ceiling_bytes:  # too small for this frame
-            self._free.pop().delete()
-        if self._held() + length > self.ceiling_bytes:
+    def _take_room(self, nbytes: int, *, timeout_s: float, what: str) -> None:
+        deadline_s, mine = time.monotonic() + timeout_s, _Waiter(nbytes)
+        with self._changed:
+            self._waiting.append(mine)
+            self._grant()
+            while not (mine.granted or self._closed) and (left_s := deadline_s - time.monotonic()) > 0:
+                self._changed.wait(left_s)
+            if mine.granted:
+                self._blocks += 1
+                return
+            self._waiting.remove(mine)
+            self._grant()  # whoever waited behind this one
+            if self._closed:
+                raise UsageError("the store is closed")
             raise StoreFull(
-                f"sample {name}: the store holds {len(self._records)} frames in {self._held()} bytes and may not exceed "
-                f"{self.ceiling_bytes}. Seal and send steps, discard samples, or raise store_bytes"
+                f"{what}: waited {timeout_s:.1f} s for {nbytes} bytes; {self._blocks} blocks hold {self.live_bytes} of the "
+                f"{self.ceiling_bytes} that store_bytes allows. Seal and deliver steps, discard samples, or raise store_bytes"
             )
-        return Segment.create(self.folder / f"segment-{self._serial:012d}{FILE_SUFFIX}", length)
 
-    def _held(self) -> int:
-        return sum(len(segment.memory) for segment in self._segments)
+    def _grant(self) -> None:
+        """With the lock held: the first of those who wait goes first, however small the others are."""
+        while self._waiting and self.live_bytes + self._waiting[0].nbytes <= self.ceiling_bytes:
+            waiter = self._waiting.popleft()
+            waiter.granted = True
+            self.live_bytes += waiter.nbytes
+            self._changed.notify_all()
 
-    def _has_room(self, nbytes: int) -> bool:
-        if self._filling is not None and self._filling.room() >= nbytes:
-            return True
-        if any(len(free.memory) >= nbytes for free in self._free):
-            return True
-        busy = self._held() - sum(len(free.memory) for free in self._free)
-        return busy + max(SEGMENT_BYTES, nbytes) <= self.ceiling_bytes
+    def _free(self, block: Block) -> None:
+        with self._changed:
+            nbytes, block.view = len(block.view), memoryview(b"")
+        if nbytes:
+            self._give_back(nbytes, on_file=block._on_file)
 
-    def _reuse(self, segment: Segment) -> None:
-        if segment.live:
-            return
-        if segment is self._filling:
-            segment.restart()
-            return
-        self._full.remove(segment)
-        if len(segment.memory) > SEGMENT_BYTES:
-            segment.delete()
-            return
-        segment.idle_since_s = time.monotonic()
-        self._free.append(segment)
+    def _give_back(self, nbytes: int, *, on_file: bool) -> None:
+        with self._changed:
+            self.live_bytes -= nbytes
+            self._blocks -= 1
+            self._in_memory -= 0 if on_file else nbytes
+            self._files -= on_file
+            self._freed += nbytes
+            much = self._freed > _TRIM_SHARE * self.ceiling_bytes
+            self._grant()
+        if much:
+            self.trim()
+
+
+def _temporary(nbytes: int) -> memoryview:
+    """A mapped file that is gone with the last view. Allocated, not sparse: a write into a hole on a full disk ends the process."""
+    if not nbytes:
+        return memoryview(bytearray())
+    with tempfile.TemporaryFile(prefix="r3channel-") as file:
+        os.posix_fallocate(file.fileno(), 0, nbytes)
+        return memoryview(mmap.mmap(file.fileno(), nbytes))
+
+
+def _give_pages_back() -> None:
+    library: Any = ctypes.CDLL(None)
+    if hasattr(library, "malloc_trim"):  # glibc
+        library.malloc_trim(0)

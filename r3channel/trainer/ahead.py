@@ -6,32 +6,33 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-
-import torch
+from typing import Generic, TypeVar
 
 from r3channel.errors import DeadlineExceeded, UsageError
 from r3channel.plan.ticket import Ticket
 
+_Shard = TypeVar("_Shard")
 
-class Ahead:
+
+class Ahead(Generic[_Shard]):
     """Started when built; joined until it is spent. A daemon thread: a trainer that ends does not wait for it."""
 
-    def __init__(self, ticket: Ticket, receive: Callable[[], torch.Tensor]) -> None:
+    def __init__(self, ticket: Ticket, receive: Callable[[], _Shard]) -> None:
         self.ticket = ticket
-        self._done: Future[torch.Tensor] = Future()
+        self._done: Future[_Shard] = Future()
         self._joined = False
         threading.Thread(target=self._run, args=(receive,), name="r3channel-prefetch", daemon=True).start()
 
-    def join(self, ticket: Ticket, *, timeout_s: float) -> torch.Tensor:
+    def join(self, ticket: Ticket, *, timeout_s: float) -> _Shard:
         """The whole shard, or the error of its transfer. Raises `UsageError` for another step's ticket."""
         if (ticket.run, ticket.step) != (self.ticket.run, self.ticket.step):
             raise UsageError(
                 f"receive of step {ticket.step}, but step {self.ticket.step} was prefetched; expected its ticket"
             )
         try:
-            whole_N = self._done.result(timeout_s)
+            shard = self._done.result(timeout_s)
             self._joined = True
-            return whole_N
+            return shard
         except FutureTimeout as error:
             raise DeadlineExceeded(
                 f"the prefetch of step {ticket.step} did not end within {timeout_s:.1f} s"
@@ -42,7 +43,7 @@ class Ahead:
         """It has given its shard, or has failed."""
         return self._joined or (self._done.done() and self._done.exception() is not None)
 
-    def _run(self, receive: Callable[[], torch.Tensor]) -> None:
+    def _run(self, receive: Callable[[], _Shard]) -> None:
         try:
             self._done.set_result(receive())
         except BaseException as error:

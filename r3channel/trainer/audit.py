@@ -19,7 +19,7 @@ import torch
 from r3channel.errors import AuditMismatch, UsageError
 from r3channel.trainer.replay import ReplayDriver
 from r3channel.trainer.router import PassName, RouterCall, RouterHandle
-from r3channel.wire.digest import layer_digests
+from r3channel.wire.digest import coefficients, items_of, row_words
 
 _Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -150,10 +150,9 @@ class DigestLedger:
         """
         for index, sample_id in enumerate(sample_ids):
             rows_T = np.flatnonzero(samples_R == index)
-            digest = layer_digests(
-                consumed.ids_RK[rows_T][:, None, :],
-                positions_T=positions_R[rows_T],
-                layers_L=(consumed.layer,),
-            )
+            words_T = row_words(items_of(consumed.ids_RK[rows_T]))
+            positions_T = positions_R[rows_T]
+            known_P = coefficients(0, int(positions_T.max(initial=-1)) + 1)
+            digest = int((words_T * known_P[positions_T]).sum(dtype=np.uint64))
             key = (consumed.pass_name, sample_id, consumed.layer)
-            self.sums[key] = (self.sums.get(key, 0) + int(digest[0])) % 2**64
+            self.sums[key] = (self.sums.get(key, 0) + digest) % 2**64

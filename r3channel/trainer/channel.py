@@ -11,6 +11,7 @@ A facade over `Receiver` and `ReplayDriver`; all calls on the trainer's main thr
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -27,6 +28,11 @@ from r3channel.trainer.receiver import Control, Receiver
 from r3channel.trainer.replay import ReplayDriver, ReplayStep
 from r3channel.trainer.shard import RankShard
 from r3channel.transport.tensor_parallel import TensorParallelFanout
+
+log = logging.getLogger(__name__)
+
+_ENOUGH_PAIRS = 1000
+"""Below it the mean overlap of unrelated choices scatters."""
 
 
 class TrainerChannel:
@@ -50,7 +56,7 @@ class TrainerChannel:
         clock: StageClock | None = None,
         metrics: Metrics | None = None,
     ) -> TrainerChannel:
-        """Bind to the routers of Megatron model chunks and join the relay's group (TP0).
+        """Bind to the routers of Megatron model chunks and connect to the relay (TP0).
 
         `control` is that of the relay, or of each of several relays in order. Refuses a model whose configuration ignores
         replay, and a layout that is not Megatron's. Whatever is raised, nothing stays attached.
@@ -84,12 +90,17 @@ class TrainerChannel:
         ticket: Ticket | bytes,
         *,
         lengths: Sequence[Sequence[int]] | None = None,
+        tokens: Sequence[Sequence[Sequence[int]]] | None = None,
         version: int | None = None,
     ) -> Iterator[ReplayStep]:
         """Receive this rank's shard and replay it inside the block; see `ReplayDriver.step` for what is verified at its end.
 
-        One block per rollout: its optimizer steps are `ticket.plan.optimizer_steps`. `lengths` holds the tokens of each sample
-        of each micro-batch that this trainer will run; a difference from the ticket is refused before a byte moves.
+        One block per rollout: its optimizer steps are `ticket.plan.optimizer_steps`. `tokens` holds the token ids of each sample of
+        each micro-batch that this trainer will run, `lengths` only their numbers; a difference from the ticket is refused before a
+        byte moves. Give `tokens`: samples of equal length that were exchanged have equal lengths.
+
+        What routers are handed is held against the engines' digests (`DigestMismatch`): on a CPU before they use it, on a GPU by
+        `step.verified()`, at the latest at the end of the block.
 
         `version` is the newest weight version that the trainer committed: `self.shard.lags` then tells each row's staleness,
         and `max_staleness` with `on_stale` is enforced (all ranks of the step decide alike). RowsStale comes after the bytes
@@ -98,7 +109,7 @@ class TrainerChannel:
         ticket = Ticket.from_bytes(ticket) if isinstance(ticket, bytes) else ticket
         if version is None and self.config.max_staleness >= 0:
             raise UsageError(f"max_staleness is {self.config.max_staleness}, but step() was given no version")
-        shard = self.shard = self.receiver.receive(ticket, lengths=lengths)
+        shard = self.shard = self.receiver.receive(ticket, lengths=lengths, tokens=tokens)
         if version is not None:
             self._hold_against(shard, version)
         audit = RoutingAudit(
@@ -134,6 +145,14 @@ class TrainerChannel:
         if audit.chosen:
             self.report = audit.report()
             publish(self.report, metrics)
+            spec = self.driver.spec
+            chance = spec.top_k / spec.num_experts
+            if self.report.pairs >= _ENOUGH_PAIRS and self.report.mean_overlap < 1.5 * chance < 0.5:
+                log.warning(
+                    "r3channel: step %d: what was replayed agrees with the live router at chance level (mean overlap %.3f, chance %.3f). "
+                    "Are samples in the ticket's order, and are these the engine's weights?",
+                    self.report.step, self.report.mean_overlap, chance,
+                )  # fmt: skip
 
     def close(self) -> None:
         """Leave the group and unbind from the routers; idempotent."""

@@ -1,49 +1,52 @@
-"""One receiving process's side of a routing group: join, say ready, receive bucket by bucket, acknowledge.
+"""One receiving process's connection to one relay: say ready, receive, verify, acknowledge; and come again where it failed.
 
-Belongs to one relay. Knows when to give a group up and try again, not what becomes of the bytes.
+Knows when to give a connection up and try again, not where the rows go.
 """
 
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from r3channel.config import ChannelConfig
-from r3channel.errors import DeadlineExceeded, EpochEnded, StepError, TransportError
+from r3channel.errors import BucketCorrupt, TransportError
 from r3channel.metrics import Metrics, StageClock
-from r3channel.plan.layout import RankCoords, TrainerLayout
-from r3channel.plan.parts import Part
-from r3channel.plan.shards import Shard
+from r3channel.plan.layout import RankCoords
+from r3channel.plan.stream import Stream
 from r3channel.plan.ticket import Ticket
-from r3channel.trainer.inflow import Awaited, Inflow
-from r3channel.transport.base import Rendezvous, Transport, join
+from r3channel.routing import Ids
+from r3channel.transport.base import RELAY_RANK, Pending, Rendezvous, Transport
+from r3channel.transport.joining import join
+from r3channel.transport.link import Link
+from r3channel.transport.listener import connect
+from r3channel.wire import delivery as wire
 
-_HELLO_POLL_S = 0.05
-_READY_WAIT_S = 1.0
-_ACK_ATTEMPTS = 3
+_ACK_S = 10.0
 _FALLBACK_LIVES = 2
-"""Lives that a step may use up after it fell back to the object store."""
-
-Buffer = Callable[[torch.device], torch.Tensor]
+"""Connections that a step may use up after it fell back to the host transport."""
 
 
 class Control(Protocol):
-    """The trainer's calls to its relay; `relay.Relay` itself in one process, `relay.actor.RayControl` over Ray."""
+    """The trainer's call to its relay; `relay.Relay` itself in one process, `relay.actor.RayRelay` over Ray."""
 
-    def hello(
-        self, *, dp: int, pp: int, cp: int, boot_id: str, after_epoch: int
-    ) -> dict[str, Any] | None: ...
+    def hello(self, *, dp: int, pp: int, cp: int) -> dict[str, Any]:
+        """Where this receiver connects: {host, port, token, run}."""
+        ...
 
-    def ready(self, *, run: str, step: int, dp: int, pp: int, cp: int, epoch: int, wait_s: float) -> bool: ...
 
-    def ack(self, *, run: str, step: int, dp: int, pp: int, cp: int) -> None: ...
+class Sink(Protocol):
+    """Where a relay's rows go. One attempt: `rows` in order, then `verify`."""
 
-    def mail(self, *, call: str, name: str, **arguments: Any) -> Any:
-        """See `transport.object_store`; only a step that falls back needs it."""
+    def rows(self, ids_TCK: Ids, *, begin: int) -> None:
+        """Take rows [begin, begin + T) of the stream; the memory is reused when this returns."""
+        ...
+
+    def verify(self, digests: bytes) -> list[str]:
+        """The samples whose rows are not what the engines hashed."""
         ...
 
 
@@ -54,127 +57,197 @@ class Member:
         self,
         control: Control,
         *,
-        layout: TrainerLayout,
+        relay: int,
         coords: RankCoords,
         config: ChannelConfig,
-        device: torch.device,
+        pinned: bool,
         clock: StageClock,
         metrics: Metrics,
     ) -> None:
-        """`device` is where NCCL receives; gloo receives in host memory."""
-        self._control, self._layout, self._coords, self._config = control, layout, coords, config
-        self._device, self._clock, self._metrics = device, clock, metrics
-        self._boot_id = uuid.uuid4().hex[:12]
-        self._transport: Transport | None = None
-        self._epoch, self._backend = 0, ""
-        self._inflow = Inflow(clock=clock, metrics=metrics, timeout_s=config.send_timeout_s)
+        """`relay` is the number of the control's relay. `pinned`: the memory in which rows arrive feeds a GPU."""
+        self._control, self._relay, self._coords, self._config = control, relay, coords, config
+        self._pinned, self._clock, self._metrics = pinned, clock, metrics
+        self._link: Link | None = None
+        self._group: Transport | None = None
+        self._lives = 0
+        self._buckets: list[torch.Tensor] = []
 
     def join(self, *, timeout_s: float) -> None:
-        """Join the current epoch of the group. Raises `DeadlineExceeded` when it does not form in time."""
-        deadline = time.monotonic() + timeout_s
-        while (found := self._hello()) is None:
-            if time.monotonic() > deadline:
-                raise DeadlineExceeded(
-                    f"{self._coords}: waited {timeout_s:.1f} s for the other members of the group of dp {self._coords.dp}; "
-                    f"expected hello from the TP0 of {self._layout.pp} pipeline stage(s) x {self._layout.cp} CP rank(s)"
-                )
-            time.sleep(_HELLO_POLL_S)
-        rendezvous = Rendezvous(**found)
-        self._epoch, self._backend = rendezvous.epoch, rendezvous.backend
-        left_s = max(0.1, deadline - time.monotonic())
-        self._transport = join(rendezvous, timeout_s=left_s, mail=self._control)
-        self._metrics.set("r3channel_epoch", self._epoch)
+        """Connect. Raises `TransportError`, or what the relay says of this receiver."""
+        where = self._control.hello(dp=self._coords.dp, pp=self._coords.pp, cp=self._coords.cp)
+        self._link = connect(
+            where["host"],
+            where["port"],
+            bytes.fromhex(where["token"]),
+            timeout_s=timeout_s,
+            hello=wire.pack(dp=self._coords.dp, pp=self._coords.pp, cp=self._coords.cp),
+        )
+        self._lives += 1
+        self._metrics.set("r3channel_epoch", self._lives)
 
-    def receive(self, ticket: Ticket, shard: Shard | Part, buffer: Buffer) -> torch.Tensor:
-        """The verified, acknowledged bytes of a shard, in the memory that `buffer` gives for a device.
+    def receive(self, ticket: Ticket, stream: Stream, sink: Callable[[], Sink]) -> None:
+        """This relay's rows of a step, verified and acknowledged, in the sink of the last attempt.
 
-        Ends within `step_timeout_s` plus one bucket. Raises a `TransportError` after `max_group_failures` lives of the group
-        and two more of the fallback, `StepError` when the relay does not place the shard in time.
+        Ends within `step_timeout_s` plus one bucket. Raises a `TransportError` after `max_group_failures` connections, and two more of
+        the host transport where a process group failed; and the relay's own error where the step cannot be delivered.
         """
-        attempts = self._config.max_group_failures + (_FALLBACK_LIVES if self._config.fallback else 0)
-        deadline = time.monotonic() + self._config.step_timeout_s
-        if self._device.type == "cuda" and self._config.backend == "nccl":
-            torch.cuda.synchronize(self._device)  # nothing of the framework may be in flight beside our group
+        config, failures = self._config, 0
+        deadline_s = time.monotonic() + config.step_timeout_s
         while True:
+            group = config.backend != "tcp" and failures < config.max_group_failures
+            if not group and config.backend != "tcp":
+                self._metrics.inc("r3channel_fallback_shards_total")
             try:
-                data_N = self._attempt(ticket, shard, buffer, deadline)
+                self._attempt(ticket, stream, sink(), group=group, deadline_s=deadline_s)
                 break
-            except (
-                EpochEnded
-            ):  # before a byte moved: somebody else's failure, or the end of a life that was for one step
-                self._leave()
-                if time.monotonic() > deadline:
-                    raise
-            except TransportError:  # BucketCorrupt among them
+            except TransportError:
                 self._leave()
                 self._metrics.inc("r3channel_group_resets_total")
-                attempts -= 1
-                if not attempts or time.monotonic() > deadline:
+                failures += 1
+                extra = _FALLBACK_LIVES if config.backend != "tcp" and config.fallback else 0
+                if failures >= config.max_group_failures + extra or time.monotonic() > deadline_s:
                     raise
-        self._acknowledge(ticket)
-        return data_N
+        self._acknowledge(ticket.step, deadline_s)
 
     def close(self) -> None:
-        """Leave the group; idempotent."""
-        if self._transport is not None:
-            self._transport.close()
-            self._transport = None
+        """Leave; idempotent."""
+        link, self._link = self._link, None
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+        if link is not None:
+            link.close()
 
-    # -- control -----------------------------------------------------------------------------------------------------
+    # -- one attempt -------------------------------------------------------------------------------------------------
 
-    @property
-    def _at(self) -> dict[str, int]:
-        return {"dp": self._coords.dp, "pp": self._coords.pp, "cp": self._coords.cp}
+    def _attempt(self, ticket: Ticket, stream: Stream, sink: Sink, *, group: bool, deadline_s: float) -> None:
+        if self._link is None:
+            self.join(timeout_s=min(self._config.join_timeout_s, _left(deadline_s)))
+        step, clock = ticket.step, self._clock
+        with clock.span("wait_relay", step=step):
+            self._say(wire.READY, run=ticket.runs[self._relay], step=step, group=group)
+            announced = self._hear(wire.ROWS, deadline_s, names=("nbytes", "digests"), step=step)
+        expected = _table_bytes(stream)
+        if (announced["nbytes"], announced["digests"]) != (stream.nbytes, expected):
+            raise BucketCorrupt(
+                f"step {step}: relay {self._relay} announces {announced}, the ticket says {stream.nbytes} bytes of rows and {expected} "
+                "of digests. Do both sides run the same r3channel version?",
+                step=step,
+            )
+        self._receive_rows(ticket, stream, sink, group=group, deadline_s=deadline_s)
+        table = bytearray(expected)
+        self._recv(memoryview(table), deadline_s)
+        with clock.span("verify", step=step):
+            damaged = sink.verify(bytes(table))
+        if damaged:
+            self._say(wire.DAMAGED, step=step, samples=damaged[:100])
+            self._hear(
+                wire.AGAIN, deadline_s, step=step
+            )  # or the relay's own error, where they are damaged there
+            raise BucketCorrupt(
+                f"step {step}: rows of {len(damaged)} samples came damaged from relay {self._relay}: {damaged[:5]}",
+                samples=damaged,
+                step=step,
+            )
 
-    def _hello(self) -> dict[str, Any] | None:
-        return self._control.hello(**self._at, boot_id=self._boot_id, after_epoch=self._epoch)
+    def _receive_rows(
+        self, ticket: Ticket, stream: Stream, sink: Sink, *, group: bool, deadline_s: float
+    ) -> None:
+        """Bucket by bucket: each is written where it belongs while it is in the cache."""
+        step = ticket.step
+        spec, row_bytes = stream.shard.spec, max(stream.row_bytes, 1)
+        rows, total = max(ticket.bucket_bytes // row_bytes, 1), stream.nbytes // row_bytes
+        buckets = self._memory(min(rows, total) * row_bytes, count=2 if group else 1)
+        spans = [(at, min(at + rows, total)) for at in range(0, total, rows)]
+        pending = self._post(buckets, spans, 0, row_bytes) if group else None
+        for number, (begin, end) in enumerate(spans):
+            data_N = buckets[number % len(buckets)][: (end - begin) * row_bytes]
+            with self._clock.span("recv" if number else "wait_wire", step=step):
+                if pending is not None:
+                    pending.wait(timeout_s=min(self._config.send_timeout_s, _left(deadline_s)))
+                    pending = self._post(buckets, spans, number + 1, row_bytes)
+                else:
+                    self._recv(data_N.numpy().data, deadline_s)
+            ids_TCK = data_N.numpy().view(spec.id_dtype).reshape(end - begin, len(stream.columns), spec.top_k)
+            with self._clock.span("place", step=step):
+                sink.rows(ids_TCK, begin=begin)
+        self._metrics.inc("r3channel_buckets_total", len(spans))
+        self._metrics.inc("r3channel_bytes_total", stream.nbytes, leg="wire_received")
 
-    def _attempt(self, ticket: Ticket, shard: Shard | Part, buffer: Buffer, deadline: float) -> torch.Tensor:
-        if self._transport is None:
-            self.join(timeout_s=min(self._config.join_timeout_s, max(0.1, deadline - time.monotonic())))
-        with self._clock.span("wait_relay", step=ticket.step):
-            self._wait_ready(ticket, deadline)
-        return self._receive_buckets(ticket, shard, buffer, deadline)
+    def _post(
+        self, buckets: list[torch.Tensor], spans: list[tuple[int, int]], number: int, row_bytes: int
+    ) -> Pending | None:
+        """Over a process group: the next bucket's receive is under way while one is written."""
+        if number >= len(spans):
+            return None
+        assert self._group is not None
+        begin, end = spans[number]
+        data_N = buckets[number % len(buckets)][: (end - begin) * row_bytes]
+        return self._group.start_recv(RELAY_RANK, data_N)
 
-    def _wait_ready(self, ticket: Ticket, deadline: float) -> None:
-        """A relay that is late is not a broken group: the error is not one that opens the next epoch."""
-        while not self._control.ready(
-            run=ticket.run, step=ticket.step, epoch=self._epoch, wait_s=_READY_WAIT_S, **self._at
-        ):
-            if time.monotonic() > deadline:
-                raise StepError(
-                    f"step {ticket.step}: the relay did not place the shard of {self._coords} within "
-                    f"{self._config.step_timeout_s:.1f} s; is it out of cores?"
-                )
+    # -- the connection ----------------------------------------------------------------------------------------------
 
-    def _acknowledge(self, ticket: Ticket) -> None:
-        """The bytes are here and verified, whatever becomes of the call: repeat it, never the transfer."""
-        for attempt in range(1, _ACK_ATTEMPTS + 1):
+    def _acknowledge(self, step: int, deadline_s: float) -> None:
+        """The rows are here and verified, whatever becomes of the connection: repeat the acknowledgement, never the transfer."""
+        for attempt in (1, 2, 3):
             try:
-                return self._control.ack(run=ticket.run, step=ticket.step, **self._at)
+                if self._link is None:
+                    self.join(timeout_s=self._config.join_timeout_s)
+                self._say(wire.DONE, step=step)
+                self._hear(wire.THANKS, max(deadline_s, time.monotonic() + _ACK_S), step=step)
+                return
             except TransportError:
-                if attempt == _ACK_ATTEMPTS:
+                self._leave()
+                if attempt == 3:
                     raise
-        return None
+
+    def _say(self, kind: int, **values: Any) -> None:
+        assert self._link is not None
+        self._link.send_record(kind, wire.pack(**values), timeout_s=self._config.send_timeout_s)
+
+    def _hear(
+        self, expected: int, deadline_s: float, *, names: tuple[str, ...] = (), step: int
+    ) -> dict[str, Any]:
+        assert self._link is not None
+        kind, body = self._link.recv_record(timeout_s=_left(deadline_s))
+        if kind == wire.GROUP:
+            self._group = join(
+                Rendezvous(**wire.unpack(kind, bytes(body), expected=wire.GROUP)),
+                timeout_s=min(self._config.join_timeout_s, _left(deadline_s)),
+            )
+            return self._hear(expected, deadline_s, names=names, step=step)
+        return wire.unpack(kind, bytes(body), expected=expected, names=names)
+
+    def _recv(self, out_N: memoryview, deadline_s: float) -> None:
+        assert self._link is not None
+        self._link.recv_into(out_N, timeout_s=min(self._config.send_timeout_s, _left(deadline_s)))
 
     def _leave(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()
-            self._transport = None
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+        if self._group is not None:
+            self._group.abort()
+            self._group = None
 
-    # -- the wire ----------------------------------------------------------------------------------------------------
+    def _memory(self, nbytes: int, *, count: int) -> list[torch.Tensor]:
+        if len(self._buckets) < count or len(self._buckets[0]) < nbytes:
+            self._buckets = [
+                torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned) for _ in range(count)
+            ]
+        return self._buckets[:count]
 
-    def _receive_buckets(
-        self, ticket: Ticket, shard: Shard | Part, buffer: Buffer, deadline: float
-    ) -> torch.Tensor:
-        assert self._transport is not None
-        data_N = buffer(self._device if self._backend == "nccl" else torch.device("cpu"))
-        awaited = Awaited(
-            step=ticket.step,
-            dp=self._coords.dp,
-            member=self._layout.member(pp=self._coords.pp, cp=self._coords.cp),
-            nbytes=shard.nbytes,
-            bucket_bytes=ticket.bucket_bytes,
-        )
-        self._inflow.receive(self._transport, awaited, data_N, deadline_s=deadline)
-        return data_N
+
+def _left(deadline_s: float) -> float:
+    return max(0.1, deadline_s - time.monotonic())
+
+
+def _table_bytes(stream: Stream) -> int:
+    return 8 * len(stream.samples) * (stream.shard.spec.num_moe_layers + len(stream.columns))
+
+
+def read_tables(stream: Stream, digests: bytes) -> tuple[Ids, Ids]:
+    """(what the engines made of each sample [S, L], what the rows that travel must have [S, columns]), both uint64."""
+    samples, layers = len(stream.samples), stream.shard.spec.num_moe_layers
+    both = np.frombuffer(digests, "<u8")
+    return both[: samples * layers].reshape(samples, layers), both[samples * layers :].reshape(samples, -1)

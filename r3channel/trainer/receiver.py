@@ -1,32 +1,32 @@
-"""Receives one rank's shard: ticket checked, buckets received by `Member`, parts handed on over the TP group.
+"""Receives one rank's shard: ticket checked, rows received by a `Member` from each relay, parts handed on over the TP group.
 
-Called on the trainer's main thread in the routing slot of a step. TP0 talks to the relay; the other ranks of its TP
-group only take part in the hand-on. The received bytes are acknowledged when every bucket's hash was verified.
+Called on the trainer's main thread in the routing slot of a step. TP0 talks to the relays; the other ranks of its TP
+group only take part in the hand-on. Rows are acknowledged when they have the digests that their engines made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
 
 from r3channel.config import ChannelConfig
-from r3channel.errors import ConfigError, TicketMismatch, UsageError
+from r3channel.errors import ConfigError, R3Error, TicketMismatch, UsageError
 from r3channel.metrics import Metrics, StageClock
 from r3channel.plan.layout import RankCoords, TrainerLayout
 from r3channel.plan.shards import Shard
+from r3channel.plan.stream import Stream, serves
 from r3channel.plan.ticket import Ticket
 from r3channel.slot import PROCESS_SLOT
 from r3channel.spec import RoutingSpec
+from r3channel.tokens import as_tokens, hash_tokens
 from r3channel.trainer.ahead import Ahead
+from r3channel.trainer.landing import LandedShard
 from r3channel.trainer.member import Control, Member
-from r3channel.trainer.merge import Members
 from r3channel.trainer.shard import RankShard, slot_parts
 from r3channel.transport.tensor_parallel import TensorParallelFanout
-
-__all__ = ["Control", "Receiver", "check_lengths"]
 
 
 class Receiver:
@@ -56,33 +56,44 @@ class Receiver:
         self.clock = clock or StageClock("trainer")
         self.metrics = metrics or Metrics("trainer", clock=self.clock)
         controls = control if isinstance(control, Sequence) else (control,)
-        members = [self._member_of(one) for one in controls]
-        self._member = Members(members, coords=coords, clock=self.clock) if len(members) > 1 else members[0]
+        self._members = [self._member_of(one, number) for number, one in enumerate(controls)]
         self._buffers: dict[str, torch.Tensor] = {}
-        self._last_step = -1
-        self._ahead: Ahead | None = None
+        self._last = ("", -1)
+        """Run and step that were received last."""
+        self._landed: LandedShard | None = None
+        """Of a receive that failed: the same ticket's next one goes on from there; what is acknowledged may be gone."""
+        self._ahead: Ahead[tuple[LandedShard, torch.Tensor]] | None = None
         self._turn = 0
 
-    def _member_of(self, control: Control) -> Member:
+    def _member_of(self, control: Control, relay: int) -> Member:
         return Member(
             control,
-            layout=self._layout,
+            relay=relay,
             coords=self._coords,
             config=self._config,
-            device=self._device,
+            pinned=self._device.type == "cuda",
             clock=self.clock,
             metrics=self.metrics,
         )
 
     def join(self, *, timeout_s: float | None = None) -> None:
-        """TP0 joins the current epoch of its group; returns at once on the other ranks."""
+        """TP0 connects to its relays; returns at once on the other ranks."""
         if self._coords.tp == 0:
-            self._member.join(timeout_s=self._config.join_timeout_s if timeout_s is None else timeout_s)
+            for number, member in enumerate(self._members):
+                with self._named(number):
+                    member.join(timeout_s=self._config.join_timeout_s if timeout_s is None else timeout_s)
 
-    def receive(self, ticket: Ticket, *, lengths: Sequence[Sequence[int]] | None = None) -> RankShard:
+    def receive(
+        self,
+        ticket: Ticket,
+        *,
+        lengths: Sequence[Sequence[int]] | None = None,
+        tokens: Sequence[Sequence[Sequence[int]]] | None = None,
+    ) -> RankShard:
         """This rank's ids of the ticket's step. All ranks of a TP group call it together.
 
-        `lengths`: tokens of each sample of each micro-batch that this trainer is about to run, to be held against the ticket.
+        `tokens`: the token ids of each sample of each micro-batch that this trainer is about to run, held against the ticket;
+        `lengths`: their numbers alone, which cannot tell samples of equal length apart.
 
         The memory is reused by the next call (with `config.prefetch` by the one after). Ends within `step_timeout_s` plus one
         bucket. No weight update of this process runs meanwhile (`slot.py`).
@@ -92,14 +103,17 @@ class Receiver:
         longer than `step_timeout_s`.
         """
         where = f"step {ticket.step}, {self._coords}"
-        whole_N, part_N, failure, shard = None, None, None, None
+        landed, whole_N, part_N, failure, shard = None, None, None, None, None
+        digests: list[torch.Tensor] = []
         with ExitStack() as slot:
             try:
-                shard = self._check(ticket, lengths)
+                shard = self._check(ticket, lengths, tokens)
                 slot.enter_context(PROCESS_SLOT.use("routing", where, timeout_s=self._config.step_timeout_s))
                 if self._coords.tp == 0:
-                    whole_N = self._to_device(self._receive_whole(ticket, shard))
+                    landed = self._receive_whole(ticket, shard)
+                whole_N = None if landed is None else self._to_device(landed[1])
                 part_N = self._part(shard, whole_N)  # memory that is not to be had is a failure too
+                digests = self._digests(shard, landed[0] if landed else None)
             except Exception as error:  # whatever it is: the other ranks of the group must learn it
                 failure = error
             try:
@@ -111,10 +125,17 @@ class Receiver:
                 failure = None  # its traceback holds this frame, and with it buffers and groups
             assert shard is not None and part_N is not None  # else the vote has raised
             with self.clock.span("rebroadcast", step=ticket.step):
-                self._hand_on(shard, whole_N, part_N)
-        self._last_step = ticket.step
+                digests_N = self._hand_on(shard, whole_N, part_N, digests)
+        self._last = (ticket.run, ticket.step)
         self.metrics.inc("r3channel_bytes_total", len(part_N), leg="landed")
-        return RankShard(ticket, shard, part_N, tp=self._coords.tp, invalid_rows=self._config.invalid_rows)
+        return RankShard(
+            ticket,
+            shard,
+            part_N,
+            tp=self._coords.tp,
+            invalid_rows=self._config.policy,
+            digests_SL=digests_N.view(torch.int64).view(_samples(shard), len(shard.layers)),
+        )
 
     def prefetch(self, ticket: Ticket) -> None:
         """Receive a later step's shard in the background, into memory of its own; `receive` of that ticket joins it.
@@ -127,7 +148,7 @@ class Receiver:
         """
         if not self._config.prefetch:
             raise ConfigError("prefetch is off; set prefetch in the channel's configuration (gloo only)")
-        shard = self._check(ticket, None)
+        shard = self._check(ticket, None, None)
         if self._coords.tp == 0:
             if self._ahead is not None:
                 raise UsageError(
@@ -135,7 +156,7 @@ class Receiver:
                 )
             self._ahead = Ahead(ticket, partial(self._receive_now, ticket, shard))
 
-    def _receive_whole(self, ticket: Ticket, shard: Shard) -> torch.Tensor:
+    def _receive_whole(self, ticket: Ticket, shard: Shard) -> tuple[LandedShard, torch.Tensor]:
         ahead = self._ahead
         if ahead is None:
             return self._receive_now(ticket, shard)
@@ -146,19 +167,50 @@ class Receiver:
             if ahead.spent:  # else it goes on, or has what was acknowledged: it is asked for again
                 self._ahead = None
 
-    def _receive_now(self, ticket: Ticket, shard: Shard) -> torch.Tensor:
+    def _receive_now(self, ticket: Ticket, shard: Shard) -> tuple[LandedShard, torch.Tensor]:
+        if len(ticket.runs) != len(self._members):
+            raise TicketMismatch(
+                f"ticket of step {ticket.step}: {len(ticket.runs)} relay(s) send it, this trainer has the controls of "
+                f"{len(self._members)}"
+            )
         turn = 1 - self._turn if self._config.prefetch else 0
-        whole_N = self._member.receive(ticket, shard, partial(self._whole, shard, turn))
+        whole_N = self._whole(shard, turn)
+        landed = self._landed
+        if landed is None or (landed.ticket.run, landed.ticket.step) != (ticket.run, ticket.step):
+            landed = self._landed = LandedShard(ticket, shard, whole_N.numpy())
+        for number, member in enumerate(self._members):
+            if number not in landed.done and serves(ticket, dp=shard.dp, relay=number):
+                stream = Stream.of(ticket, shard, number)
+                with self._named(number):
+                    member.receive(ticket, stream, partial(landed.sink, stream))
+        landed.check_samples()
+        self._landed = None
         self._turn = turn  # now: a receive that fails goes on in the same memory when it is called again
-        return whole_N
+        return landed, whole_N
+
+    @contextmanager
+    def _named(self, number: int) -> Iterator[None]:
+        """Errors of one of several relays name it."""
+        try:
+            yield
+        except R3Error as error:
+            if len(self._members) == 1:
+                raise
+            raise error.within(f"{self._coords}: relay {number} of {len(self._members)}") from error
 
     def close(self) -> None:
-        """Leave the group; idempotent."""
-        self._member.close()
+        """Leave the relays; idempotent."""
+        for member in self._members:
+            member.close()
 
     # -- before a byte moves -----------------------------------------------------------------------------------------
 
-    def _check(self, ticket: Ticket, lengths: Sequence[Sequence[int]] | None) -> Shard:
+    def _check(
+        self,
+        ticket: Ticket,
+        lengths: Sequence[Sequence[int]] | None,
+        tokens: Sequence[Sequence[Sequence[int]]] | None,
+    ) -> Shard:
         for what, seen, expected in (
             ("spec", ticket.spec, self._spec),
             ("layout", ticket.layout, self._layout),
@@ -167,22 +219,35 @@ class Receiver:
                 raise TicketMismatch(
                     f"ticket of step {ticket.step}: {what} {seen}, this trainer has {expected}"
                 )
-        if ticket.step <= self._last_step:
+        run, last = self._last
+        if ticket.run == run and ticket.step <= last:  # another run may begin anywhere: it was resumed
             raise TicketMismatch(
-                f"ticket of step {ticket.step} after step {self._last_step} was received; a stale ticket?"
+                f"ticket of step {ticket.step} after step {last} was received; a stale ticket?",
+                step=ticket.step,
             )
         shard = ticket.plan.shard(dp=self._coords.dp, pp=self._coords.pp, cp=self._coords.cp)
+        if tokens is not None:
+            lengths = [[len(sample) for sample in batch] for batch in tokens]
         if lengths is not None:
             check_lengths(ticket, shard, lengths)
+        if tokens is not None:
+            check_tokens(ticket, shard, tokens)
         return shard
 
     # -- over the TP group -------------------------------------------------------------------------------------------
 
-    def _whole(self, shard: Shard, turn: int, device: torch.device) -> torch.Tensor:
-        """Where a shard arrives: where it stays, if that is possible, so that nothing is copied."""
-        stays = shard.tp_slots == 1 and device == self._device
+    def _whole(self, shard: Shard, turn: int) -> torch.Tensor:
+        """Where a shard arrives, on the host: where it stays, if that is possible, so that nothing is copied."""
+        stays = shard.tp_slots == 1 and self._device.type == "cpu"
         name = "part" if stays else "whole"
-        return self._buffer(f"{name}{turn}", shard.nbytes, device=device)
+        return self._buffer(f"{name}{turn}", shard.nbytes, device=torch.device("cpu"))
+
+    def _digests(self, shard: Shard, landed: LandedShard | None) -> list[torch.Tensor]:
+        """Per TP slot the digests of its rows as bytes, TP0's; elsewhere memory for this rank's."""
+        if landed is None:
+            return [torch.empty(8 * _samples(shard) * len(shard.layers), dtype=torch.uint8, device=self._device)]
+        tables = torch.from_numpy(landed.digests_CSL.view("u1").reshape(shard.tp_slots, -1))
+        return list(tables.to(self._device))
 
     def _part(self, shard: Shard, whole_N: torch.Tensor | None) -> torch.Tensor:
         """[slot_bytes] on the routers' device, where this rank's part will lie: with all rows in it, TP0's whole shard itself."""
@@ -190,12 +255,21 @@ class Receiver:
             return self._buffer("slot", shard.slot_bytes)
         return self._buffer("part", shard.slot_bytes) if whole_N is None else whole_N
 
-    def _hand_on(self, shard: Shard, whole_N: torch.Tensor | None, part_N: torch.Tensor) -> None:
-        """Fill `part_N` on every rank: rebroadcast without sequence parallelism, else scatter per micro-batch."""
+    def _hand_on(
+        self, shard: Shard, whole_N: torch.Tensor | None, part_N: torch.Tensor, digests: list[torch.Tensor]
+    ) -> torch.Tensor:
+        """Fill `part_N` on every rank: rebroadcast without sequence parallelism, else scatter per micro-batch.
+
+        Returns the digests that this rank's rows must have.
+        """
         if shard.tp_slots == 1:
             self._fanout.rebroadcast(part_N)
-        else:
-            self._scatter(shard, whole_N, part_N)
+            self._fanout.rebroadcast(digests[0])
+            return digests[0]
+        self._scatter(shard, whole_N, part_N)
+        own_N = torch.empty_like(digests[0])
+        self._fanout.scatter(None if whole_N is None else digests, own_N)
+        return own_N
 
     def _to_device(self, whole_N: torch.Tensor) -> torch.Tensor:
         if whole_N.device == self._device:
@@ -223,6 +297,10 @@ class Receiver:
         return held[:nbytes]
 
 
+def _samples(shard: Shard) -> int:
+    return sum(len(batch.sample_ids) for batch in shard.microbatches)
+
+
 def check_lengths(ticket: Ticket, shard: Shard, lengths: Sequence[Sequence[int]]) -> None:
     """Raise `TicketMismatch` unless the ticket plans these micro-batches of samples of these lengths for this rank."""
     where = f"ticket of step {ticket.step}, dp {shard.dp}"
@@ -238,3 +316,21 @@ def check_lengths(ticket: Ticket, shard: Shard, lengths: Sequence[Sequence[int]]
                 f"{where}, micro-batch {index}: samples of {theirs} tokens planned, this trainer has {ours}. Was the batch "
                 "sorted, trimmed or padded after it was sealed?"
             )
+
+
+def check_tokens(ticket: Ticket, shard: Shard, tokens: Sequence[Sequence[Sequence[int]]]) -> None:
+    """Raise `TicketMismatch` unless each sample of this rank's micro-batches has the token ids that it was sealed with."""
+    wrong = [
+        name
+        for batch, theirs in zip(shard.microbatches, tokens, strict=True)
+        for name, sample in zip(batch.sample_ids, theirs, strict=True)
+        if hash_tokens(as_tokens(sample)) != ticket.sample(name).tokens_hash
+    ]
+    if wrong:
+        raise TicketMismatch(
+            f"ticket of step {ticket.step}, dp {shard.dp}: {len(wrong)} samples have other token ids than they were sealed with: "
+            f"{wrong[:5]}. Are the samples of the batch in the ticket's order?",
+            samples=wrong,
+            step=ticket.step,
+            ranks=[shard.key],
+        )

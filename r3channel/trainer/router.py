@@ -34,6 +34,15 @@ class StepRouting(Protocol):
         """[rows] bool, True where the live router is to choose instead of the ids; None: nowhere."""
         ...
 
+    def handed(self, microbatch: int, layer: int, ids_RK: torch.Tensor) -> None:
+        """A router is about to use these ids. Raises `DigestMismatch` where they are not those that the engine hashed, on a GPU
+        at the latest in `verified`."""
+        ...
+
+    def verified(self) -> None:
+        """Raise `DigestMismatch` unless all that was handed out is what the engines hashed."""
+        ...
+
 
 class ReplayState(Protocol):
     """The part of Megatron's RouterReplay instance that the driver uses."""

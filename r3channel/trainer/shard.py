@@ -11,6 +11,7 @@ from r3channel.errors import RowsInvalid, UsageError
 from r3channel.plan.shards import Shard
 from r3channel.plan.ticket import Ticket
 from r3channel.routing import Ids
+from r3channel.trainer.handed import HandedRows
 from r3channel.trainer.staleness import UNKNOWN, Staleness
 
 _TORCH_DTYPES = {np.dtype(np.uint8): torch.uint8, np.dtype(np.int16): torch.int16}
@@ -20,7 +21,7 @@ class RankShard:
     """The ids of one process for one step; implements `trainer.replay.StepRouting`.
 
     `data_N` is uint8 with `shard.slot_bytes` bytes: this TP rank's part, `[micro-batch][layer][row][k]`. It may be reused
-    once the step is over. `invalid_rows` is the policy for rows without engine routing: `error`, `native` (the live
+    once the step is over. `digests_SL` [sample of the DP rank, layer]: what its rows must have. `invalid_rows` is the policy for rows without engine routing: `error`, `native` (the live
     router chooses for them) or `mask` (it does, and `loss_mask` takes those tokens out of the loss).
 
     Raises:
@@ -28,13 +29,21 @@ class RankShard:
     """
 
     def __init__(
-        self, ticket: Ticket, shard: Shard, data_N: torch.Tensor, *, tp: int, invalid_rows: str = "error"
+        self,
+        ticket: Ticket,
+        shard: Shard,
+        data_N: torch.Tensor,
+        *,
+        tp: int,
+        invalid_rows: str = "error",
+        digests_SL: torch.Tensor | None = None,
     ) -> None:
         if len(data_N) != shard.slot_bytes:
             raise UsageError(
                 f"step {ticket.step}: {len(data_N)} bytes for a shard part of {shard.slot_bytes}"
             )
         self.ticket, self.shard, self.data_N, self.tp = ticket, shard, data_N, tp
+        self._handed = HandedRows(ticket, shard, tp=tp, digests_SL=digests_SL)
         self._check_policy(invalid_rows)
         self.staleness: Staleness | None = None
         """Against the trainer's version; None where the loop names none."""
@@ -50,6 +59,13 @@ class RankShard:
         slot = tp if shard.tp_slots > 1 else 0
         parts = [parts[slot] for parts in slot_parts(shard, data_N)]
         return cls(ticket, shard, torch.cat(parts) if parts else data_N[:0], tp=tp, invalid_rows=invalid_rows)
+
+    def handed(self, microbatch: int, layer: int, ids_RK: torch.Tensor) -> None:
+        """See `trainer.router.StepRouting`. Nothing where the shard came without digests."""
+        self._handed.check(microbatch, layer, ids_RK)
+
+    def verified(self) -> None:
+        self._handed.verified()
 
     @property
     def num_microbatches(self) -> int:

@@ -134,8 +134,17 @@ class ReplayStep:
         if wrong:
             raise ReplayCountMismatch(f"step {self.number}: {self._describe(wrong, wanted)}")
 
+    def verified(self) -> None:
+        """Return once all rows that routers were handed so far are known to be those that the engines hashed.
+
+        On a CPU they are known before a router uses them. On a GPU this is the step's one synchronisation with the host: call it before
+        the optimizer's step, or leave it to the end of the block. Raises `DigestMismatch` with samples and rank.
+        """
+        self._routing.verified()
+
     def verify(self) -> None:
         """Raise `ReplayCountMismatch` unless every pass that was run consumed every micro-batch exactly once."""
+        self.verified()
         if not self._passes:
             raise ReplayCountMismatch(f"step {self.number}: left without running any micro-batch")
         wanted = dict(self._expected)
@@ -228,6 +237,7 @@ class ReplayStep:
             )
         router.call = RouterCall(self.number, self.active.index, name)
         self._check_rows(router, ids, tokens)
+        self._routing.handed(self.active.index, router.handle.layer, ids)
         router.state.target_topk_idx = ids.to(
             index_dtype(ids.device)
         )  # only the running layer is ever widened

@@ -1,4 +1,4 @@
-"""The contract of every transport, and the record from which both sides join one group.
+"""The contract of every transport, and the record from which both sides join one group (`transport.joining`).
 
     lifecycle:  joined -> closed            (`close`: everything sent has been received)
                        -> aborted           (`abort`, or any failed call: the group is dead, open the next epoch)
@@ -13,16 +13,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
-
-from r3channel.errors import UsageError
 
 if TYPE_CHECKING:
     import torch
-
-    from r3channel.transport.object_store import Mail
-    from r3channel.transport.process_group import RendezvousStore
 
 RELAY_RANK = 0
 
@@ -32,7 +27,7 @@ class Rendezvous:
     """Where and as whom to join one epoch of a group. Plain values, so it can cross any control channel."""
 
     backend: str
-    """`gloo`, `nccl`, `object_store`, `shm` (one machine), `nixl` (one-sided) or `loopback`."""
+    """`tcp`, `gloo`, `nccl`, `shm` (one machine), `nixl` (one-sided) or `loopback`."""
     name: str
     """Unique per run, group and epoch; prefixes every key in the store."""
     epoch: int
@@ -40,7 +35,9 @@ class Rendezvous:
     world_size: int
     host: str = ""
     port: int = 0
-    """Of the relay's store; only gloo and NCCL use it."""
+    """Where rank 0 listens (tcp), or the relay's store (gloo, NCCL, nixl)."""
+    token: str = field(default="", repr=False)
+    """The run's secret, 32 bytes in hex; only tcp uses it."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -94,8 +91,8 @@ class Transport(ABC):
     @abstractmethod
     def abort(self) -> None:
         """Give the group up; idempotent. What was started and is not being waited for is dropped, its memory is not written
-        to any more, and the peer learns it at once. A wait under way, and its peer, end by their own deadline (gloo has no
-        way to wake them, measured on torch 2.13.0)."""
+        to any more, and the peer learns it at once. A wait under way ends at once (tcp, loopback, shm), or, with its peer, by
+        its own deadline: gloo has no way to wake it, measured on torch 2.13.0."""
 
     @abstractmethod
     def close(self) -> None:
@@ -112,38 +109,3 @@ class Collective(Transport):
     @abstractmethod
     def largest(self, value: int, *, timeout_s: float) -> int:
         """The largest `value` that any rank gave. Errors as in `send`."""
-
-
-def open_store(interface: str) -> RendezvousStore:
-    """The store of a relay whose groups use gloo or NCCL; listens on `interface` only until it is closed."""
-    from r3channel.transport.process_group import RendezvousStore
-
-    return RendezvousStore(interface)
-
-
-def join(rendezvous: Rendezvous, *, timeout_s: float, mail: Mail | None = None) -> Transport:
-    """Join a group; returns when all ranks of the epoch have joined, or raises `DeadlineExceeded`.
-
-    `mail` is the way to the relay's mailbox; only groups that use the object store need it.
-    """
-    if rendezvous.backend == "object_store":
-        from r3channel.transport.object_store import ObjectStoreTransport
-
-        if mail is None:
-            raise UsageError(f"{rendezvous.name}: joining through the object store needs the relay's mailbox")
-        return ObjectStoreTransport(rendezvous, mail, timeout_s=timeout_s)
-    if rendezvous.backend == "loopback":
-        from r3channel.transport.loopback import LoopbackTransport
-
-        return LoopbackTransport(rendezvous, timeout_s=timeout_s)
-    if rendezvous.backend == "shm":
-        from r3channel.transport.shared_memory import SharedMemoryTransport
-
-        return SharedMemoryTransport(rendezvous, timeout_s=timeout_s)
-    if rendezvous.backend == "nixl":
-        from r3channel.transport.one_sided import OneSidedTransport
-
-        return OneSidedTransport(rendezvous, timeout_s=timeout_s)
-    from r3channel.transport.process_group import ProcessGroupTransport
-
-    return ProcessGroupTransport(rendezvous, timeout_s=timeout_s)

@@ -232,16 +232,19 @@ class SharedMemoryTransport(Transport):
     def _gone(self, peer: int, *, look: bool) -> bool:
         if self._dead or self._in[peer].words[_ABORTED] or self._out[peer].words[_ABORTED]:
             return True
-        return look and self._unlocked(self._inboxes[peer])
+        inbox = self._inboxes.get(peer)  # another thread may abort just now
+        return inbox is None or (look and self._unlocked(inbox))
 
     @staticmethod
     def _unlocked(descriptor: int) -> bool:
         """Whether the owner of this inbox has closed it, or has ended."""
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
         except BlockingIOError:
             return False
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
+        except OSError:  # closed by an abort on another thread
+            return True
         return True
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from r3channel import errors
 from r3channel.routing import Ids
 from r3channel.spec import RoutingSpec
-from r3channel.wire.codec import CODECS, STORED, Wire, encode_chunk
+from r3channel.wire.codec import CODECS, STORED, Wire, codec_for, encode_chunk
 
 CHUNK_ROWS = 8192
 """Rows per chunk at most: fixed-width data does not care, adaptive codecs are best at 4-8 k rows (measured)."""
@@ -39,10 +39,6 @@ class Chunk(NamedTuple):
     def row_slice(self) -> slice:
         return slice(self.row, self.row + self.rows)
 
-    @property
-    def layer_slice(self) -> slice:
-        return slice(self.moe_index, self.moe_index + self.layers)
-
 
 def chunk_count(rows: int, *, layers: int, layers_per_chunk: int) -> int:
     return -(-rows // CHUNK_ROWS) * -(-layers // layers_per_chunk)
@@ -58,11 +54,12 @@ def _grid(rows: int, *, layers: int, layers_per_chunk: int) -> Iterator[tuple[in
 def encode_chunks(ids_TLK: Ids, *, codec: str, layers_per_chunk: int) -> list[Chunk]:
     """All chunks. Their bytes may be views of `ids_TLK` where it is contiguous."""
     rows, layers, _ = ids_TLK.shape
+    chosen = codec_for(ids_TLK[:CHUNK_ROWS, :layers_per_chunk], codec=codec)
     chunks = []
     for place in _grid(rows, layers=layers, layers_per_chunk=layers_per_chunk):
         row, height, moe_index, width = place
         part = np.ascontiguousarray(ids_TLK[row : row + height, moe_index : moe_index + width])
-        chunks.append(Chunk(*place, *encode_chunk(part, codec=codec)))
+        chunks.append(Chunk(*place, *encode_chunk(part, codec=chosen)))
     return chunks
 
 

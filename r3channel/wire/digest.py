@@ -1,49 +1,156 @@
-"""A digest of (position, layer, ids) that can be added up over any split of the rows.
+"""A digest of (position, ids) per MoE layer that can be added up over any split of the rows.
 
-The engine computes it over a whole sample, each trainer rank over the rows and layers it consumed; the sums must agree
-modulo 2**64. It stops accidents, not an attacker.
+The engine computes it over the rows of a frame, each trainer rank over the rows and layers that it placed and consumed; the sums
+must agree modulo 2**64. It stops accidents, not an attacker. For another implementation, all words unsigned, modulo 2**64:
+
+    splitmix64(s)    z = s + 0x9E3779B97F4A7C15;  z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9;
+                     z = (z ^ z >> 27) * 0x94D049BB133111EB;  z ^ z >> 31
+    coefficient(p)   splitmix64(p) | 1                     of a row's position p in its sample, from 0
+    items            the K ids of one row and layer, uint8 up to 256 experts, else int16, in order, as little-endian words x_0, x_1,
+                     ... of the largest power of two of bytes that divides the row's bytes, at most 8
+    mixed(x)         x ^ x >> 32                           a change of the last slots is not confined to the top byte
+    row word         sum of M_j * (mixed(x_j) + 0x9E3779B97F4A7C15)         M_0 = 1, M_j = splitmix64(2**64 - 1 - j) | 1
+    digest[layer]    sum of coefficient(p) * row word, over the valid rows
+
+Positions are absolute, so the digests of a sample's turns add up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import xxhash
 
-_Array = np.ndarray[Any, np.dtype[Any]]
-_SLOT = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio, the odd constant of Fibonacci hashing
-_MIX_A, _MIX_B = (
-    np.uint64(0xBF58476D1CE4E5B9),
-    np.uint64(0x94D049BB133111EB),
-)  # SplitMix64 finaliser (Steele et al. 2014)
-_BLOCK_ROWS = 4096
+from r3channel.distinct import (
+    OFFSET,
+    Ids,
+    Words,
+    coefficients,
+    counted,
+    item_bytes,
+    items_of,
+    kernels,
+    multipliers,
+    row_words,
+    summed,
+)
+from r3channel.errors import UsageError
+from r3channel.spec import RoutingSpec
+
+__all__ = [
+    "TorchRuns",
+    "coefficients",
+    "column_digests",
+    "column_digests_torch",
+    "fold",
+    "item_bytes_of",
+    "layer_digests",
+]
 
 
-def _mix(values: _Array) -> _Array:
-    values = (values ^ (values >> np.uint64(30))) * _MIX_A
-    values = (values ^ (values >> np.uint64(27))) * _MIX_B
-    return values ^ (values >> np.uint64(31))
+def item_bytes_of(spec: RoutingSpec) -> int:
+    """Bytes of an item of this model's rows."""
+    return item_bytes(spec.top_k * spec.id_dtype.itemsize)
 
 
-def layer_digests(expert_ids_TLK: _Array, *, positions_T: _Array, layers_L: Sequence[int]) -> _Array:
-    """[L] uint64: for each layer the wrapping sum over rows of a 64-bit hash of (position, layer, ids in order).
+def layer_digests(expert_ids_TLK: Ids, *, first_row: int, valid_T: Ids | None = None) -> Words:
+    """[L]: of rows at `first_row`, `first_row` + 1, ...; `distinct.checked` gives the same, and judges the ids.
 
-    `expert_ids_TLK` [T, L, K] of any integer dtype, `positions_T` 0-based token positions, `layers_L` global layers.
-
-    >>> ids = np.arange(12, dtype=np.uint8).reshape(3, 2, 2)
-    >>> whole = layer_digests(ids, positions_T=np.arange(3), layers_L=(1, 4))
-    >>> parts = [layer_digests(ids[i : i + 1], positions_T=np.array([i]), layers_L=(1, 4)) for i in range(3)]
-    >>> bool((sum(parts) == whole).all())
+    >>> ids = np.arange(48, dtype=np.uint8).reshape(3, 2, 8)
+    >>> parts = [layer_digests(ids[row : row + 1], first_row=row) for row in range(3)]
+    >>> bool((sum(parts) == layer_digests(ids, first_row=0)).all())
     True
     """
-    total = np.zeros(len(layers_L), dtype=np.uint64)
-    layers_1L = np.asarray(layers_L, dtype=np.uint64)[None, :]
-    for start in range(0, len(expert_ids_TLK), _BLOCK_ROWS):
-        block = slice(start, start + _BLOCK_ROWS)
-        positions_T1 = np.asarray(positions_T[block], dtype=np.uint64)[:, None]
-        state_TL = _mix((positions_T1 << np.uint64(16)) + layers_1L + _SLOT)
-        for slot in range(expert_ids_TLK.shape[-1]):
-            state_TL = _mix(state_TL + _SLOT + expert_ids_TLK[block, :, slot].astype(np.uint64))
-        total += state_TL.sum(axis=0, dtype=np.uint64)
-    return total
+    coefficients_T = counted(len(expert_ids_TLK), first_row=first_row, valid_T=valid_T)
+    return summed(items_of(expert_ids_TLK), coefficients_T)
+
+
+def fold(digests_L: Words) -> int:
+    """64 bits that stand for all layers of a sample: xxh3 of the digests, little endian."""
+    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(digests_L, "<u8").tobytes())
+
+
+# -- one layer's rows, as a router gets them --------------------------------------------------------------------------------
+
+
+def column_digests(rows_RK: Ids, runs_N5: Ids, samples: int) -> Words:
+    """[samples]: the digest of each sample's rows among `rows_RK` [R, K].
+
+    runs_N5: int64 columns sample, position of the first row, its index in R, step between rows (1 for packs, b for [b, s]), rows.
+    """
+    items_RI, runs_N5 = items_of(rows_RK), np.ascontiguousarray(runs_N5, np.int64)
+    _check_runs(runs_N5, rows=len(items_RI), samples=samples)
+    digests_S = np.zeros(samples, np.uint64)
+    if not len(runs_N5):
+        return digests_S
+    coefficients_P = coefficients(0, int((runs_N5[:, 1] + runs_N5[:, 4]).max()))
+    compiled = kernels()
+    if compiled is not None:
+        add = compiled.column_sums(items_RI.itemsize)
+        add(items_RI, runs_N5, coefficients_P, multipliers(items_RI.shape[1]), digests_S)
+        return digests_S
+    words_R = row_words(items_RI)
+    for sample, position, first, step, rows in runs_N5.tolist():
+        own_T = words_R[first : first + step * rows : step]
+        digests_S[sample] += own_T @ coefficients_P[position : position + rows]
+    return digests_S
+
+
+def _check_runs(runs_N5: Ids, *, rows: int, samples: int) -> None:
+    """Compiled code follows these numbers without a look."""
+    sample, position, first, step, count = runs_N5.T
+    last = first + step * np.maximum(count - 1, 0)
+    inside = (sample >= 0) & (sample < samples) & (position >= 0) & (first >= 0) & (step > 0) & (count >= 0)
+    if not (inside & (last < np.maximum(rows, first + (count == 0)))).all():
+        raise UsageError(f"some of {len(runs_N5)} runs lie outside of {rows} rows and {samples} samples")
+
+
+@dataclass(frozen=True, slots=True)
+class TorchRuns:
+    """Whose rows a micro-batch's are, as tensors on the device of its rows; made once, used for each layer."""
+
+    samples: int
+    sample_R: Any
+    """int64: the sample of each row; `samples` where a row does not count."""
+    coefficient_R: Any
+    """int64: the bits of the coefficient."""
+    factor_I: Any
+    """int64: of each item, or of each id where items are smaller than 8 bytes."""
+    offset: int
+    """What C adds to each row word, as a signed number."""
+
+    @classmethod
+    def of(
+        cls, runs_N5: Ids, *, rows: int, samples: int, spec: RoutingSpec, tensor: Callable[[Ids], Any]
+    ) -> TorchRuns:
+        """`runs_N5` as for `column_digests`; `tensor` brings an int64 array to the device: `lambda a: torch.from_numpy(a).to(...)`."""
+        _check_runs(runs_N5, rows=rows, samples=samples)
+        sample_R, coefficient_R = np.full(rows, samples, np.int64), np.zeros(rows, np.uint64)
+        for sample, position, first, step, count in runs_N5.tolist():
+            own = slice(first, first + step * count, step)
+            sample_R[own], coefficient_R[own] = sample, coefficients(position, count)
+        ids, size = item_bytes_of(spec) // spec.id_dtype.itemsize, spec.id_dtype.itemsize
+        factors_I = multipliers(spec.top_k // ids)
+        offset = (OFFSET * factors_I.sum(dtype=np.uint64, keepdims=True)).view(np.int64)
+        if item_bytes_of(spec) < 8:  # an item is a sum of ids, each shifted to its place
+            shifts = np.arange(ids, dtype=np.uint64) * np.uint64(8 * size)
+            factors_I = (factors_I[:, None] << shifts).reshape(-1)
+        signed = (coefficient_R.view(np.int64), factors_I.astype(np.uint64).view(np.int64))
+        return cls(samples, tensor(sample_R), *map(tensor, signed), int(offset[0]))
+
+
+def column_digests_torch(rows_RK: Any, runs: TorchRuns) -> Any:
+    """[samples] int64: as `column_digests`, the same bits, of a tensor of the spec's id dtype. Does not wait for the device."""
+    words_RI = rows_RK.contiguous()
+    if len(runs.factor_I) < rows_RK.shape[1]:
+        if words_RI.storage_offset() * words_RI.itemsize % 8:
+            words_RI = words_RI.clone()
+        words_RI = words_RI.view(runs.sample_R.dtype)
+        # A signed shift brings copies of the sign down with it.
+        words_RI = words_RI ^ ((words_RI >> 32) & 0xFFFFFFFF)
+    words_R = (words_RI * runs.factor_I).sum(1) + runs.offset
+    sums_S = runs.coefficient_R.new_zeros(runs.samples + 1)
+    return sums_S.index_add_(0, runs.sample_R, words_R * runs.coefficient_R)[: runs.samples]

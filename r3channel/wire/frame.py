@@ -1,17 +1,20 @@
-"""One sample's rows on the wire, version 1. No I/O here: arrays in, bytes out, and back after every check.
+"""One request's rows on the wire, version 2. No I/O here: arrays in, bytes out, and back after every check.
 
     header (104 B, little endian, its own xxh3 last; see `wire.header`)
     validity bitmap   ceil(T/8) bytes, only with flag VALIDITY; bit = row is valid
     provenance        spans x {start u32, end u32, weight_version i64, kind u8, 7 zero}
-    digests           L x u64, only with flag DIGESTS (see `wire.digest`)
+    digests           L x u64 over all rows, those of the prefix included (see `wire.digest`)
     prefix digest     16 B, only with flag PREFIX: the first `prefix_rows` rows travel in another frame (see `wire.prefix`)
     chunk table       see `wire.chunks`
     padding           zeros to a multiple of 16 B from the start of the frame
     chunks            ids [rows, layers, K] in `spec.id_dtype`, each coded on its own
 
-The payload hash covers everything after the header. `parse_frame` checks in the order: magic, size, version, header hash,
-fields against the local spec, bounds, payload hash, tables; nothing is allocated from a number that was not checked.
-Ids are range- and distinctness-checked by `Frame.routing`. Hashes stop accidents, not attackers.
+The header's second hash covers the sections, from the bitmap to the padding; the digests among them cover the ids as they are
+decoded. `parse_frame` checks in the order: magic and version, size, header hash, fields against the local spec, bounds, sections
+hash, tables; nothing is allocated from a number that was not checked. `Frame.verify` decodes the ids and checks every one: in
+range, distinct, and those that the engine hashed. Hashes and digests stop accidents, not attackers.
+
+A PREFIX frame has no digests (its rows are covered by its prefix digest), an ERROR frame nothing but its text, as sections.
 """
 
 from __future__ import annotations
@@ -37,7 +40,6 @@ from r3channel.wire.chunks import (
 from r3channel.wire.codec import CODECS, check_codec
 from r3channel.wire.digest import layer_digests
 from r3channel.wire.header import (
-    FLAG_DIGESTS,
     FLAG_PREFIX,
     FLAG_UNORDERED,
     FLAG_VALIDITY,
@@ -55,7 +57,7 @@ from r3channel.wire.header import (
     assemble,
     check_fields,
     check_kind,
-    check_payload,
+    check_sections,
     padding,
     read_header,
 )
@@ -69,7 +71,6 @@ __all__ = [
     "PrefixRef",
     "encode_error",
     "encode_frame",
-    "open_verified",
     "parse_frame",
     "sample_key",
 ]
@@ -92,13 +93,12 @@ def encode_frame(
     provenance: Sequence[ProvenanceSpan] | None = None,
     sample_key: int = 0,
     codec: str = "auto",
-    row_digests: bool = False,
     layers_per_chunk: int | None = None,
     prefix: PrefixRef | None = None,
 ) -> bytes:
     """Bytes of one frame. `expert_ids_TLK` is [rows, L, K] in `spec.id_dtype` and is copied once.
 
-    Without `provenance` all rows are decoded rows of weight version 0. Ids are not checked here: the engine's
+    Without `provenance` all rows are decoded rows of weight version 0. Ids are hashed and not checked here: the engine's
     scheduler thread pays for this call, and the relay checks every id. Ids of invalid rows may be anything, and codec `set`
     replaces them. `layers_per_chunk` lets a pipeline stage decode only its layers. The first `prefix.rows` rows are left out;
     all that is said about rows (validity, provenance, digests) covers them nevertheless.
@@ -126,13 +126,8 @@ def encode_frame(
     chunks = encode_chunks(expert_ids_TLK[shared:], codec=codec, layers_per_chunk=width)
     if any(not CODECS[chunk.codec].keeps_order for chunk in chunks):
         flags |= FLAG_UNORDERED
-    if row_digests:
-        flags |= FLAG_DIGESTS
-        ids_TLK = (
-            _as_decoded(expert_ids_TLK, chunks, shared=shared) if flags & FLAG_UNORDERED else expert_ids_TLK
-        )
-        positions_T = np.arange(first_row, first_row + rows)
-        sections += layer_digests(ids_TLK, positions_T=positions_T, layers_L=spec.moe_layers).tobytes()
+        expert_ids_TLK = _as_decoded(expert_ids_TLK, chunks, shared=shared)
+    sections += layer_digests(expert_ids_TLK, first_row=first_row, valid_T=valid_T).tobytes()
     if prefix:
         flags |= FLAG_PREFIX
         sections += prefix.digest
@@ -158,13 +153,26 @@ def encode_frame(
         weight_version=max((span.weight_version for span in provenance), default=-1),
         prefix_rows=shared,
     )
-    return assemble(header, [sections, *(chunk.wire for chunk in chunks)])
+    return assemble(header, sections, [chunk.wire for chunk in chunks])
+
+
+def stored_copy(frame: Frame) -> bytes:
+    """The same rows as a frame that carries all of them as they are: without codec, without a prefix. Decodes; does not judge."""
+    return encode_frame(
+        frame.spec,
+        expert_ids_TLK=frame.ids(),
+        first_row=frame.first_row,
+        valid_T=frame.valid_T,
+        provenance=frame.provenance,
+        sample_key=frame.sample_key,
+        codec="stored",
+    )
 
 
 def encode_error(message: str, *, sample_key: int = 0) -> bytes:
     """A frame that says why the engine has no rows; `parse_frame` raises it as `EngineReported`."""
     text = message.encode("utf-8", "replace")[:MAX_ERROR_BYTES]
-    return assemble(Header(kind=KIND_ERROR, sections_bytes=len(text), sample_key=sample_key), [text])
+    return assemble(Header(kind=KIND_ERROR, sections_bytes=len(text), sample_key=sample_key), text)
 
 
 def pack_span(start: int, end: int, weight_version: int, kind: int) -> bytes:
@@ -213,7 +221,7 @@ def parse_frame(
     engine: str = "?",
     max_rows: int = MAX_ROWS,
 ) -> Frame:
-    """Verify the bytes of one frame against the local `spec`; raise the typed error of the first check that fails.
+    """Verify all but the ids of one frame against the local `spec`; raise the typed error of the first check that fails.
 
     `data` must stay unchanged while the frame is used. Errors name `sample_id` and `engine`. Memory that later calls may
     take is bounded by `max_rows` x `spec.bytes_per_token`, whatever the bytes say.
@@ -223,36 +231,17 @@ def parse_frame(
     header = read_header(view, where=where)
     body = view[HEADER_BYTES:]
     if header.kind == KIND_ERROR:
-        check_payload(header, body, where=where)
+        check_sections(header, body, where=where)
         text = bytes(body[:MAX_ERROR_BYTES]).decode(errors="replace")
         raise errors.EngineReported(f"{where}: expected a frame; the engine could not build it: {text}")
     check_kind(header, kind=KIND_EXPERT_IDS, where=where)
     check_fields(header, spec=spec, max_rows=max_rows, where=where)
-    check_payload(header, body, where=where)
+    check_sections(header, body, where=where)
     return read_body(header, body, spec=spec, where=where)
 
 
-def open_verified(
-    data: bytes | memoryview, *, spec: RoutingSpec, payload_hash: int, sample_id: str = "?"
-) -> Frame:
-    """As `parse_frame`, for bytes that this process has verified before and kept: the payload is not hashed again.
-
-    `payload_hash` is what the frame had then; another one is `PayloadCorrupt`.
-    """
-    where = f"sample {sample_id} in the store"
-    view = memoryview(data).cast("B")
-    header = read_header(view, where=where)
-    check_kind(header, kind=KIND_EXPERT_IDS, where=where)
-    check_fields(header, spec=spec, max_rows=MAX_ROWS, where=where)
-    if header.payload_hash != payload_hash:
-        raise errors.PayloadCorrupt(
-            f"{where}: the payload's hash is {header.payload_hash:#x}, expected {payload_hash:#x}; another frame?"
-        )
-    return read_body(header, view[HEADER_BYTES:], spec=spec, where=where)
-
-
 def read_body(header: Header, body: memoryview, *, spec: RoutingSpec, where: str) -> Frame:
-    """The frame behind a header whose numbers and hashes were checked."""
+    """The frame behind a header whose numbers, and sections whose hash, were checked."""
     at, rows = 0, header.rows
     valid_T = np.ones(rows, dtype=bool)
     if header.flags & FLAG_VALIDITY:
@@ -261,10 +250,10 @@ def read_body(header: Header, body: memoryview, *, spec: RoutingSpec, where: str
         valid_T = np.unpackbits(bits, count=rows, bitorder="little").view(bool)
     spans = _read_spans(header, body[at:], where=where)
     at += header.spans * SPAN_BYTES
-    digests_L = None
-    if header.flags & FLAG_DIGESTS:
-        digests_L = np.frombuffer(body[at : at + 8 * spec.num_moe_layers], "<u8").copy()
-        at += 8 * spec.num_moe_layers
+    digests_L = np.zeros(spec.num_moe_layers, np.uint64)
+    if header.kind == KIND_EXPERT_IDS:
+        digests_L = np.frombuffer(body[at : at + digests_L.nbytes], "<u8").copy()
+        at += digests_L.nbytes
     prefix = None
     if header.flags & FLAG_PREFIX:
         prefix = PrefixRef(bytes(body[at : at + PREFIX_DIGEST_BYTES]), header.prefix_rows)
@@ -283,7 +272,7 @@ def read_body(header: Header, body: memoryview, *, spec: RoutingSpec, where: str
         first_row=header.first_row,
         sample_key=header.sample_key,
         weight_version=header.weight_version,
-        payload_hash=header.payload_hash,
+        where=where,
         nbytes=HEADER_BYTES + len(body),
         valid_T=valid_T,
         provenance=spans,

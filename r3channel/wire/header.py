@@ -17,13 +17,13 @@ from r3channel.spec import RoutingSpec
 from r3channel.wire.chunks import CHUNK_BYTES, chunk_count
 from r3channel.wire.codec import CODECS
 
-FRAME_MAGIC = b"R3F\x01"
-WIRE_VERSION = 1
+WIRE_VERSION = 2
+FRAME_MAGIC = b"R3F" + bytes([WIRE_VERSION])
 KIND_EXPERT_IDS, KIND_PREFIX, KIND_ERROR = 1, 2, 255
 _KINDS = {KIND_EXPERT_IDS: "expert_ids", KIND_PREFIX: "prefix", KIND_ERROR: "error"}
-FLAG_VALIDITY, FLAG_DIGESTS, FLAG_PREFIX, FLAG_UNORDERED = 1, 2, 4, 8
+FLAG_VALIDITY, FLAG_PREFIX, FLAG_UNORDERED = 1, 4, 8
 _FLAGS = {
-    KIND_EXPERT_IDS: FLAG_VALIDITY | FLAG_DIGESTS | FLAG_PREFIX | FLAG_UNORDERED,
+    KIND_EXPERT_IDS: FLAG_VALIDITY | FLAG_PREFIX | FLAG_UNORDERED,
     KIND_PREFIX: FLAG_PREFIX | FLAG_UNORDERED,
 }
 """Flags that each kind may have."""
@@ -73,7 +73,7 @@ class Header(NamedTuple):
     prefix_rows: int = 0
     """Leading rows that another frame carries."""
     reserved1: int = 0
-    payload_hash: int = 0
+    sections_hash: int = 0
     header_hash: int = 0
 
     @property
@@ -81,12 +81,10 @@ class Header(NamedTuple):
         return self.rows - self.prefix_rows
 
 
-def assemble(header: Header, parts: Sequence[bytes | bytearray | memoryview]) -> bytes:
-    """Header and parts as one block of bytes, hashed. Each part is copied once."""
-    payload = xxhash.xxh3_64()
-    for part in parts:
-        payload.update(part)
-    return b"".join((header_bytes(header._replace(payload_hash=payload.intdigest())), *parts))
+def assemble(header: Header, sections: bytes | bytearray, chunks: Sequence[bytes | memoryview] = ()) -> bytes:
+    """Header, hashed sections and chunks as one block of bytes. Each part is copied once."""
+    hashed = header._replace(sections_hash=xxhash.xxh3_64_intdigest(sections))
+    return b"".join((header_bytes(hashed), sections, *chunks))
 
 
 def header_bytes(header: Header) -> bytes:
@@ -95,8 +93,34 @@ def header_bytes(header: Header) -> bytes:
     return fields + xxhash.xxh3_64_intdigest(fields).to_bytes(8, "little")
 
 
+def announced_bytes(view: memoryview, *, where: str) -> int:
+    """Of the frame at the beginning of `view`. Raises as `read_header`."""
+    header = _header_in(view, where=where)
+    size = HEADER_BYTES + header.sections_bytes + header.wire_bytes
+    if len(view) < size:
+        raise errors.FrameTruncated(
+            f"{where}: {len(view)} bytes, expected the {size} that the header announces"
+        )
+    return size
+
+
 def read_header(view: memoryview, *, where: str) -> Header:
     """The header of a frame whose magic, version, hash, kind and size are right."""
+    header = _header_in(view, where=where)
+    size = HEADER_BYTES + header.sections_bytes + header.wire_bytes
+    if len(view) != size:
+        raise errors.FrameTruncated(
+            f"{where}: {len(view)} bytes, expected the {size} that the header announces"
+        )
+    return header
+
+
+def _header_in(view: memoryview, *, where: str) -> Header:
+    if bytes(view[:3]) == FRAME_MAGIC[:3] and len(view) > 3 and view[3] != WIRE_VERSION:
+        age = "older" if view[3] < WIRE_VERSION else "newer"
+        raise errors.FrameVersionMismatch(
+            f"{where}: wire version {view[3]}, expected {WIRE_VERSION}: is the engine's r3channel {age}?"
+        )
     if bytes(view[:4]) != FRAME_MAGIC:
         raise errors.FrameMagicMismatch(
             f"{where}: {len(view)} bytes begin with {bytes(view[:8])!r}, expected {FRAME_MAGIC!r}. Stock int32 routing or "
@@ -113,11 +137,6 @@ def read_header(view: memoryview, *, where: str) -> Header:
         raise errors.HeaderCorrupt(f"{where}: the header's hash does not match its bytes; damaged on the way")
     if header.kind not in _KINDS:
         raise errors.FrameVersionMismatch(f"{where}: kind {header.kind}, expected one of {_KINDS}")
-    size = HEADER_BYTES + header.sections_bytes + header.wire_bytes
-    if len(view) != size:
-        raise errors.FrameTruncated(
-            f"{where}: {len(view)} bytes, expected the {size} that the header announces"
-        )
     return header
 
 
@@ -165,12 +184,12 @@ def _raise_other_spec(header: Header, *, spec: RoutingSpec, where: str) -> None:
 
 
 def _counts_fit(header: Header, *, spec: RoutingSpec) -> bool:
-    """The numbers of chunks and section bytes follow from the others."""
+    """The numbers of chunks and section bytes follow from the others. A prefix's rows have a digest of their own."""
     chunks = chunk_count(
         header.carried_rows, layers=spec.num_moe_layers, layers_per_chunk=header.layers_per_chunk
     )
     bitmap = -(-header.rows // 8) if header.flags & FLAG_VALIDITY else 0
-    digests = 8 * spec.num_moe_layers if header.flags & FLAG_DIGESTS else 0
+    digests = 8 * spec.num_moe_layers if header.kind == KIND_EXPERT_IDS else 0
     prefix = PREFIX_DIGEST_BYTES if header.flags & FLAG_PREFIX else 0
     sections = bitmap + header.spans * SPAN_BYTES + digests + prefix + chunks * CHUNK_BYTES
     return header.chunks == chunks and header.sections_bytes == sections + padding(sections)
@@ -185,8 +204,9 @@ def padding(sections_bytes: int) -> int:
     return -(HEADER_BYTES + sections_bytes) % ALIGNMENT
 
 
-def check_payload(header: Header, body: memoryview, *, where: str) -> None:
-    if xxhash.xxh3_64_intdigest(body) != header.payload_hash:
+def check_sections(header: Header, body: memoryview, *, where: str) -> None:
+    """What lies between the header and the chunks. Ids are covered by the digests, where they are decoded."""
+    if xxhash.xxh3_64_intdigest(body[: header.sections_bytes]) != header.sections_hash:
         raise errors.PayloadCorrupt(
-            f"{where}: the payload's hash does not match its {len(body)} bytes; damaged on the way"
+            f"{where}: the hash of the {header.sections_bytes} bytes of the sections does not match; damaged on the way"
         )

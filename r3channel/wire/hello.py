@@ -20,8 +20,9 @@ HELLO_MAGIC = b"R3H\x01"
 PROBE_PREFIX = "r3channel-probe-"
 MAX_HELLO_BYTES = 16384
 _HEAD = struct.Struct("<4sI")
-_LATER = ("torch", "nccl")
+_LATER = {"torch": "", "nccl": "", "context": 0}
 """Fields that an older engine does not send."""
+_KINDS = (("engine", str), ("boot_id", int), ("spec_digest", int), ("spec", dict), ("context", int))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +52,8 @@ class Hello:
     torch: str = ""
     nccl: str = ""
     """For the handshake of the weights; empty where the engine's r3channel is older, or its torch has no NCCL."""
+    context: int = 0
+    """The most tokens that a sequence of this engine can have, prompt and response; 0: not known."""
 
     def to_bytes(self) -> bytes:
         text = json.dumps(asdict(self), sort_keys=True).encode()
@@ -74,15 +77,16 @@ class Hello:
     def _from_json(cls, text: bytes) -> Hello:
         try:
             values = json.loads(text)
-            found = {
-                f.name: values.get(f.name, "") if f.name in _LATER else values[f.name] for f in fields(cls)
-            }
-            for name, kind in (("engine", str), ("boot_id", int), ("spec_digest", int), ("spec", dict)):
-                if not isinstance(found[name], kind):
+            values = _LATER | values
+            found = {f.name: values[f.name] for f in fields(cls)}
+            for name, kind in _KINDS:
+                if type(found[name]) is not kind:
                     raise TypeError(f"{name} is a {type(found[name]).__name__}")
+            if not (0 <= found["boot_id"] < 1 << 64 and 0 <= found["context"] < 1 << 32):
+                raise ValueError(f"boot_id is {found['boot_id']}, context {found['context']}")
             for name in ("hooks", "allowed"):
                 found[name] = tuple(str(item) for item in found[name])
-            for name in ("sglang", "r3channel", "delivery", "codec", *_LATER):
+            for name in ("sglang", "r3channel", "delivery", "codec", "torch", "nccl"):
                 found[name] = str(found[name])
             return cls(**found)
         except (ValueError, KeyError, TypeError, RecursionError) as error:

@@ -2,7 +2,7 @@
 
     draft = StoredFrame(spec, runs=[...])
     np.take(..., out=draft.ids_TLK)          # whoever has the rows
-    draft.finish(sample_key=...)             # digests, hashes, header: buffer_N holds what encode_frame(codec="stored") gives
+    draft.finish(sample_key=...)             # digests, tables, header: buffer_N holds what encode_frame(codec="stored") gives
 
 For callers that finish thousands of requests on a thread that must not be busy: no copy is made after the gather, and no
 object per span. All rows are valid rows; a sample with invalid rows takes `encode_frame`.
@@ -22,7 +22,6 @@ from r3channel.wire.codec import STORED
 from r3channel.wire.digest import layer_digests
 from r3channel.wire.frame import pack_span
 from r3channel.wire.header import (
-    FLAG_DIGESTS,
     FRAME_MAGIC,
     HEADER_BYTES,
     KIND_EXPERT_IDS,
@@ -37,25 +36,21 @@ Run = tuple[int, int, int, int]
 """Rows [start, end) with their weight version and kind, positions absolute: a provenance span as plain numbers."""
 
 
+def prepare(spec: RoutingSpec) -> None:
+    """Compile what `finish` needs now, and not while a request waits."""
+    layer_digests(np.zeros((1, spec.num_moe_layers, spec.top_k), spec.id_dtype), first_row=0)
+
+
 class StoredFrame:
     """NEW -> (owner fills `ids_TLK`) -> `finish`. One thread at a time; any thread may finish."""
 
-    __slots__ = ("_first_row", "_row_digests", "_runs", "_sections_bytes", "buffer_N", "ids_TLK", "spec")
+    __slots__ = ("_first_row", "_runs", "_sections_bytes", "buffer_N", "ids_TLK", "spec")
 
-    def __init__(
-        self,
-        spec: RoutingSpec,
-        *,
-        rows: int,
-        first_row: int,
-        runs: Sequence[Run],
-        row_digests: bool = False,
-    ) -> None:
+    def __init__(self, spec: RoutingSpec, *, rows: int, first_row: int, runs: Sequence[Run]) -> None:
         """`runs` tile [first_row, first_row + rows) in order; the caller made them by run length, so it is not checked."""
-        self.spec, self._first_row, self._runs, self._row_digests = spec, first_row, runs, row_digests
-        digests_bytes = 8 * spec.num_moe_layers if row_digests else 0
+        self.spec, self._first_row, self._runs = spec, first_row, runs
         chunks_bytes = CHUNK_BYTES * chunk_count(rows, layers=1, layers_per_chunk=1)
-        sections_bytes = len(runs) * SPAN_BYTES + digests_bytes + chunks_bytes
+        sections_bytes = len(runs) * SPAN_BYTES + 8 * spec.num_moe_layers + chunks_bytes
         self._sections_bytes = sections_bytes + padding(sections_bytes)
         payload = HEADER_BYTES + self._sections_bytes
         self.buffer_N = np.empty(payload + rows * spec.bytes_per_token, np.uint8)
@@ -65,30 +60,27 @@ class StoredFrame:
         """[rows, L, K] in the id dtype: the payload itself, uninitialised until the owner fills it."""
 
     def finish(self, *, sample_key: int) -> None:
-        """Write tables, hashes and header. Nothing may write to `ids_TLK` any more."""
+        """Write digests, tables and header. Nothing may write to `ids_TLK` any more."""
         out = self.buffer_N.data
         sections = self._sections().ljust(self._sections_bytes, b"\0")
         out[HEADER_BYTES : HEADER_BYTES + self._sections_bytes] = sections
-        payload_hash = xxhash.xxh3_64_intdigest(out[HEADER_BYTES:])
-        out[:HEADER_BYTES] = header_bytes(self._header(sample_key, payload_hash))
+        sections_hash = xxhash.xxh3_64_intdigest(sections)
+        out[:HEADER_BYTES] = header_bytes(self._header(sample_key, sections_hash))
 
     def _sections(self) -> bytes:
         spec, rows = self.spec, len(self.ids_TLK)
         parts = [pack_span(*run) for run in self._runs]
-        if self._row_digests:
-            positions_T = np.arange(self._first_row, self._first_row + rows)
-            digests_L = layer_digests(self.ids_TLK, positions_T=positions_T, layers_L=spec.moe_layers)
-            parts.append(digests_L.tobytes())
+        parts.append(layer_digests(self.ids_TLK, first_row=self._first_row).tobytes())
         parts.append(stored_table(rows, layers=spec.num_moe_layers, row_bytes=spec.bytes_per_token))
         return b"".join(parts)
 
-    def _header(self, sample_key: int, payload_hash: int) -> Header:
+    def _header(self, sample_key: int, sections_hash: int) -> Header:
         spec, rows, size = self.spec, len(self.ids_TLK), self.ids_TLK.nbytes
         newest = max((run[2] for run in self._runs), default=-1)
         # By position: a fifth of the time of keywords, and this is paid for each request.
         return Header(
-            FRAME_MAGIC, WIRE_VERSION, KIND_EXPERT_IDS, STORED.codec_id, FLAG_DIGESTS if self._row_digests else 0,
+            FRAME_MAGIC, WIRE_VERSION, KIND_EXPERT_IDS, STORED.codec_id, 0,
             spec.digest, spec.num_experts, spec.top_k, spec.num_moe_layers, spec.id_dtype.itemsize, 0,
             spec.num_moe_layers, rows, self._first_row, chunk_count(rows, layers=1, layers_per_chunk=1),
-            len(self._runs), self._sections_bytes, size, size, sample_key, newest, 0, 0, payload_hash,
+            len(self._runs), self._sections_bytes, size, size, sample_key, newest, 0, 0, sections_hash,
         )  # fmt: skip

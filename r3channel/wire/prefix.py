@@ -9,7 +9,6 @@ separately may have chosen other experts, and are then sent in full.
              deliver(encode_frame(spec, expert_ids_TLK=ids_TLK, prefix=shared.ref, ...))
     relay    prefix = parse_prefix(data, spec=spec)              # keep prefix.ids_TLK under prefix.digest
              frame = resolve(parse_frame(data, spec=spec), kept.get)
-             frame = without_prefix(frame)                       # it did not come: its rows are MISSING, by name
 
 For direct delivery only: in-band there is no way to ask again.
 """
@@ -25,7 +24,7 @@ import numpy as np
 import xxhash
 
 from r3channel import errors
-from r3channel.routing import Ids, ProvenanceSpan, RowKind, check_ids, check_shape
+from r3channel.routing import Ids, check_ids, check_shape
 from r3channel.spec import RoutingSpec
 from r3channel.wire.chunks import encode_chunks, table_of
 from r3channel.wire.codec import bytes_of
@@ -39,7 +38,7 @@ from r3channel.wire.header import (
     assemble,
     check_fields,
     check_kind,
-    check_payload,
+    check_sections,
     padding,
     read_header,
 )
@@ -99,7 +98,7 @@ def encode_prefix(spec: RoutingSpec, *, expert_ids_TLK: Ids, layers_per_chunk: i
         wire_bytes=sum(len(chunk.wire) for chunk in chunks),
         weight_version=-1,
     )
-    return assemble(header, [sections, *(chunk.wire for chunk in chunks)])
+    return assemble(header, sections, [chunk.wire for chunk in chunks])
 
 
 def parse_prefix(
@@ -112,7 +111,7 @@ def parse_prefix(
     body = view[HEADER_BYTES:]
     check_kind(header, kind=KIND_PREFIX, where=where)
     check_fields(header, spec=spec, max_rows=max_rows, where=where)
-    check_payload(header, body, where=where)
+    check_sections(header, body, where=where)
     frame = read_body(header, body, spec=spec, where=where)
     assert frame.prefix is not None  # check_fields demands the flag of this kind
     ids_TLK = replace(frame, prefix=None).decode()
@@ -142,23 +141,6 @@ def resolve(frame: Frame, lookup: Callable[[bytes], Ids | None]) -> Frame:
             f"prefix {frame.prefix.digest.hex()} has {len(rows_TLK)} rows, the frame refers to {frame.prefix.rows}"
         )
     return replace(frame, prefix=None, _prefix_ids=rows_TLK)
-
-
-def without_prefix(frame: Frame) -> Frame:
-    """The frame with the rows of its lost prefix marked invalid, of kind MISSING and weight version -1."""
-    if frame.prefix is None:
-        return frame
-    cut = frame.first_row + frame.prefix.rows
-    lost = ProvenanceSpan(start=frame.first_row, end=cut, weight_version=-1, kind=RowKind.MISSING)
-    kept = [replace(span, start=max(span.start, cut)) for span in frame.provenance if span.end > cut]
-    valid_T = frame.valid_T.copy()
-    valid_T[: frame.prefix.rows] = False
-    zeros_TLK = np.broadcast_to(
-        np.zeros(1, frame.spec.id_dtype), (frame.prefix.rows, frame.spec.num_moe_layers, frame.spec.top_k)
-    )
-    return replace(
-        frame, prefix=None, _prefix_ids=zeros_TLK, valid_T=valid_T, provenance=(lost, *kept), digests_L=None
-    )
 
 
 class PrefixCache:

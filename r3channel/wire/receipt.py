@@ -2,10 +2,11 @@
 
     receipt (40 B, 56 in base64)   magic, zero, first_row u32, rows u32, sample_key u64, boot_id u64, serial u64
     parcel                         magic, count u32, boot_id u64, then count x
-                                   {serial u64, bytes u32, zero u32, frame, zeros to a multiple of 16}
+                                   {serial u64, bytes u32, check u32, frame, zeros to a multiple of 16}
+    check                          the low 32 bits of xxh3_64 of boot_id u64, serial u64, bytes u64
 
 (boot_id, serial) names one frame of one life of an engine: sending it twice does no harm, and the relay can say which one
-it has not got. Frames carry their own hashes; the parcel adds none.
+it has not got. Frames carry their own hashes; `check` covers the name, so that no frame is kept under another one's.
 """
 
 from __future__ import annotations
@@ -15,17 +16,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import xxhash
+
 from r3channel.errors import ReceiptInvalid
+from r3channel.wire.ingest import MAX_PARCEL_FRAMES
 
 RECEIPT_MAGIC = b"R3T\x01"
-PARCEL_MAGIC = b"R3P\x01"
+PARCEL_MAGIC = b"R3P\x02"
 _RECEIPT = struct.Struct("<4s4xIIQQQ")
 _PARCEL = struct.Struct("<4sIQ")
 _ENTRY = struct.Struct("<QII")
+_CHECKED = struct.Struct("<QQQ")
 _ALIGNMENT = 16
 """Of every frame in a parcel: a frame's ids are aligned from its own start (see `wire.header`)."""
 RECEIPT_BYTES = _RECEIPT.size
-MAX_PARCEL_FRAMES = 1024
 PREFIX_SERIAL = 0
 """Of a PREFIX frame in a parcel: no receipt names it. Frames of requests count from 1."""
 
@@ -72,7 +76,8 @@ def pack_parcel(boot_id: int, frames: Sequence[tuple[int, bytes]]) -> list[bytes
     """The body that carries (serial, frame) pairs, as parts to be sent one after another: no frame is copied."""
     parts = [_PARCEL.pack(PARCEL_MAGIC, len(frames), boot_id)]
     for serial, frame in frames:
-        parts += [_ENTRY.pack(serial, len(frame), 0), frame, bytes(-len(frame) % _ALIGNMENT)]
+        entry = _ENTRY.pack(serial, len(frame), _check(boot_id, serial, len(frame)))
+        parts += [entry, frame, bytes(-len(frame) % _ALIGNMENT)]
     return parts
 
 
@@ -91,7 +96,7 @@ class InMemory:
     """A `Source` of bytes that are here.
 
     >>> boot_id, count = open_parcel(source := InMemory(b"".join(pack_parcel(5, [(1, b"abc"), (2, b"")]))))
-    >>> boot_id, [(serial, bytes(frame)) for serial, frame in read_frames(source, count, place=new_memory)]
+    >>> boot_id, [(serial, bytes(frame)) for serial, frame in read_frames(source, count, boot_id=5, place=new_memory)]
     (5, [(1, b'abc'), (2, b'')])
     """
 
@@ -125,30 +130,41 @@ def new_memory(serial: int, size: int, head: bytes) -> memoryview:
 
 
 def read_frames(
-    source: Source, count: int, *, place: Callable[[int, int, bytes], memoryview]
+    source: Source, count: int, *, boot_id: int, place: Callable[[int, int, bytes], memoryview]
 ) -> list[tuple[int, memoryview]]:
     """The frames of a parcel that was opened, each read into the memory that `place` gives for it, in order.
 
-    `place(serial, size, head)` gets the frame's first 16 bytes (fewer where it has fewer) and returns `size` bytes. Every length
-    is checked against what is left before it is used. Raises `ReceiptInvalid`, and what `place` and the source raise.
+    `place(serial, size, head)` gets the frame's first 16 bytes (fewer where it has fewer) and returns `size` bytes. A name or a
+    length is used only once its check agrees, a length only where so many bytes are left. Raises `ReceiptInvalid`, and what
+    `place` and the source raise.
     """
     frames = []
     for index in range(count):
         if source.left < _ENTRY.size:
             raise ReceiptInvalid(f"a parcel ends before frame {index} of {count}")
-        serial, size, _ = _ENTRY.unpack(_take(source, _ENTRY.size))
+        serial, size, check = _ENTRY.unpack(_take(source, _ENTRY.size))
+        if check != _check(boot_id, serial, size):
+            raise ReceiptInvalid(
+                f"entry {index} of a parcel is damaged: check {check:#x} does not fit frame {serial} of {size} bytes"
+            )
         padding = -size % _ALIGNMENT
         if size + padding > source.left:
             raise ReceiptInvalid(f"frame {index} of a parcel announces {size} bytes, {source.left} are left")
         head = _take(source, min(size, _ALIGNMENT))
         out_N = place(serial, size, head)
         out_N[: len(head)] = head
-        source.fill(out_N[len(head) :])
-        _take(source, padding)
+        if size > len(head):
+            source.fill(out_N[len(head) :])
+        if padding:
+            _take(source, padding)
         frames.append((serial, out_N))
     if source.left:
         raise ReceiptInvalid(f"{source.left} bytes after the last frame of a parcel")
     return frames
+
+
+def _check(boot_id: int, serial: int, nbytes: int) -> int:
+    return xxhash.xxh3_64_intdigest(_CHECKED.pack(boot_id, serial, nbytes)) & 0xFFFFFFFF
 
 
 def _take(source: Source, nbytes: int) -> bytes:

@@ -25,7 +25,8 @@ from r3channel.relay.placer import Placer
 from r3channel.relay.relay import Relay
 from r3channel.relay.staging import BucketSender, InPlace
 from r3channel.routing import ProvenanceSpan, RowKind
-from r3channel.transport.base import Rendezvous, join
+from r3channel.transport.base import Rendezvous
+from r3channel.transport.joining import join
 from r3channel.transport.process_group import RendezvousStore
 from r3channel.wire.bucket import bucket_headers
 from r3channel.wire.frame import encode_frame

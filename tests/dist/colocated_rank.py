@@ -6,7 +6,8 @@ import json
 import sys
 from typing import Any
 
-from r3channel.transport.base import Rendezvous, join
+from r3channel.transport.base import Rendezvous
+from r3channel.transport.joining import join
 from r3channel.weights.lending import borrow
 from r3channel.weights.reshard import plan_reshard
 from r3channel.weights.resharder import Resharder

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from r3channel.errors import PlanMismatch, R3Error
-from r3channel.transport.base import Rendezvous, Transport, join
+from r3channel.transport.base import Rendezvous, Transport
+from r3channel.transport.joining import join
 from r3channel.weights.reshard import RankPlan, plan_reshard
 from r3channel.weights.resharder import Resharder
 from r3channel.weights.shardmap import ShardMap

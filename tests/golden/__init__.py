@@ -1,1 +1,2 @@
-"""Frames that every later version must decode. Never regenerate the files of a released wire version."""
+"""Frames that every later release of wire version 2 must decode, and one of version 1 that it must refuse by name. Never regenerate
+the files of a released wire version."""

@@ -1,6 +1,6 @@
 """Writes the golden frames: `python -m tests.golden.regenerate`. For a wire version that nobody has yet, and never after.
 
-Each `frame_v1_NAME.bin` comes with the ids that it must decode to, `frame_v1_NAME.npy`.
+Each `frame_v2_NAME.bin` comes with the ids that it must decode to, `frame_v2_NAME.npy`. `frame_v1.bin` is refused by name.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def golden_frames() -> Iterator[tuple[str, bytes, Ids]]:
     padded = np.tile(wide[:1], (ROWS, 1, 1))
     valid_T = np.arange(ROWS) % 4 != 3
     prefix = PrefixRef(prefix_digest(SPEC, small[:PREFIX_ROWS]), PREFIX_ROWS)
-    yield "uint8_stored", _frame(SPEC, small, codec="stored", row_digests=True), small
+    yield "uint8_stored", _frame(SPEC, small, codec="stored"), small
     yield "uint8_layers", _frame(SPEC, small, codec="stored", layers_per_chunk=2), small
-    yield "uint8_set", _frame(SPEC, small, codec="set", row_digests=True), np.sort(small, axis=-1)
+    yield "uint8_set", _frame(SPEC, small, codec="set"), np.sort(small, axis=-1)
     yield "uint8_after_prefix", _frame(SPEC, small, prefix=prefix), small
     yield "uint8_prefix", encode_prefix(SPEC, expert_ids_TLK=small[:PREFIX_ROWS]), small[:PREFIX_ROWS]
     yield "invalid_rows", _frame(SPEC, small, valid_T=valid_T), small
@@ -52,8 +52,8 @@ def _frame(spec: RoutingSpec, ids_TLK: Ids, **options: object) -> bytes:
 
 def main() -> None:
     for name, data, ids_TLK in golden_frames():
-        (FOLDER / f"frame_v1_{name}.bin").write_bytes(data)
-        np.save(FOLDER / f"frame_v1_{name}.npy", ids_TLK, allow_pickle=False)
+        (FOLDER / f"frame_v2_{name}.bin").write_bytes(data)
+        np.save(FOLDER / f"frame_v2_{name}.npy", ids_TLK, allow_pickle=False)
         print(f"{name}: {len(data)} bytes")
 
 

@@ -16,7 +16,8 @@ import torch
 from r3channel.metrics import Metrics, StageClock
 from r3channel.relay.staging import BucketSender, DeviceStaging, InPlace
 from r3channel.trainer.inflow import Awaited, Inflow
-from r3channel.transport.base import Deferred, Pending, Rendezvous, Transport, join
+from r3channel.transport.base import Deferred, Pending, Rendezvous, Transport
+from r3channel.transport.joining import join
 from r3channel.wire.bucket import BUCKET_HEADER_BYTES, BucketHeader, bucket_headers
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, torch sees none")

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3channel.errors import ConfigError, SampleTwice
-from r3channel.plan.assignment import Assignment, karmarkar_karp
+from r3channel.plan.assignment import Assignment, balance, differencing, longest_first
 
 
 @settings(max_examples=50, deadline=None)
@@ -17,11 +17,82 @@ def test_balanced_parts_have_equal_counts_and_beat_or_equal_the_trivial_bound(
     weights: list[int], parts: int
 ) -> None:
     items = {f"n{i}": w for i, w in enumerate(weights * parts)}
-    result = karmarkar_karp(items, parts=parts)
+    result = balance(items, parts=parts)
     assert sorted(name for part in result for name in part) == sorted(items)
     assert {len(part) for part in result} == {len(weights)}
     sums = [sum(items[name] for name in part) for part in result]
     assert max(sums) - min(sums) <= max(weights)
+
+
+def floor(lengths: list[int], parts: int) -> float:
+    """No split into parts of equal count has a lighter fullest part.
+
+    The m longest lie in at most m parts, which are filled up with at best the shortest; and of parts * j + 1 items some part
+    has j + 1.
+    """
+    weights = np.sort(lengths)[::-1]
+    count = len(weights) // parts
+    long, short = np.cumsum([0, *weights]), np.cumsum([0, *weights[::-1]])
+    shared = [(long[m] + short[m * count - m]) / m for m in range(1, parts + 1)]
+    crowded = [
+        long[parts * j + 1] - long[parts * j - j] + short[count - j - 1] for j in range(1, count) if parts > 1
+    ]
+    return float(max(*shared, *crowded, 0))
+
+
+def greedy_fullest(lengths: list[int], parts: int) -> int:
+    """The fullest part when each item goes to the lightest part that has room."""
+    sums, counts = [0] * parts, [0] * parts
+    for length in sorted(lengths, reverse=True):
+        part = min((p for p in range(parts) if counts[p] < len(lengths) // parts), key=lambda p: (sums[p], p))
+        sums[part] += length
+        counts[part] += 1
+    return max(sums)
+
+
+SHAPES = {
+    "uniform": lambda rng, n: rng.integers(2, 32769, n),
+    "log-normal, sigma 1": lambda rng, n: np.clip(np.exp(rng.normal(8, 1, n)), 2, 32768),
+    "log-normal, sigma .5": lambda rng, n: np.clip(np.exp(rng.normal(8, 0.5, n)), 2, 32768),
+    "one in ten at the limit": lambda rng, n: np.where(
+        rng.random(n) < 0.1, 32768, rng.integers(200, 3000, n)
+    ),
+}
+
+
+@pytest.mark.parametrize(("samples", "dp"), [(32, 8), (64, 8), (256, 16), (512, 64), (1024, 32)])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_no_rank_is_fuller_than_longest_first_makes_it_or_than_a_tenth_over_the_possible(
+    shape: str, samples: int, dp: int
+) -> None:
+    for seed in range(5):
+        rng = np.random.default_rng([seed, samples])
+        lengths = [int(n) for n in SHAPES[shape](rng, samples)]
+        tokens = {f"s{i}": n for i, n in enumerate(lengths)}
+        ranks = Assignment.balanced(tokens, dp=dp, microbatch_size=1).ranks
+        fullest = max(sum(tokens[name] for (name,) in rank) for rank in ranks)
+        greedy, bound = greedy_fullest(lengths, dp), max(*lengths, sum(lengths) / dp)
+        assert fullest <= min(greedy, 1.1 * floor(lengths, dp))
+        assert fullest <= 1.05 * bound or greedy > 1.05 * bound
+
+
+def test_exchanges_mend_what_both_greedy_ways_leave() -> None:
+    lengths = np.asarray([16, 16, 13, 10, 9, 1])
+    greedy = [int(lengths[way(lengths, 2)].sum(axis=1).max()) for way in (differencing, longest_first)]
+    tokens = {f"s{i}": int(n) for i, n in enumerate(lengths)}
+    sums = sorted(sum(tokens[name] for name in part) for part in balance(tokens, parts=2))
+    assert min(greedy) == 35 and sums == [32, 33]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 6), st.integers(1, 8))
+def test_balance_does_not_depend_on_the_order_in_which_samples_came(
+    seed: int, parts: int, count: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    items = [(f"n{i}", int(n)) for i, n in enumerate(rng.integers(1, 20, parts * count))]
+    shuffled = [items[index] for index in rng.permutation(len(items))]
+    assert balance(dict(items), parts=parts) == balance(dict(shuffled), parts=parts)
 
 
 def lognormal(count: int) -> dict[str, int]:
@@ -85,3 +156,66 @@ def test_a_sample_assigned_twice_is_named() -> None:
 def test_a_count_that_does_not_fill_the_ranks_is_refused() -> None:
     with pytest.raises(ConfigError, match="5 samples do not fill 2 DP ranks"):
         Assignment.balanced({f"s{i}": 4 for i in range(5)}, dp=2, microbatch_size=2)
+    with pytest.raises(ConfigError, match="0 samples do not fill"):
+        Assignment.dynamic({}, dp=1, max_tokens=10)
+
+
+@pytest.mark.parametrize("sizes", [{"dp": -1, "microbatch_size": -1}, {"dp": 0, "microbatch_size": 1}])
+def test_sizes_below_one_are_refused(sizes: dict[str, int]) -> None:
+    """Two negative ones have a positive product."""
+    for names in ([], ["a"]):
+        with pytest.raises(ConfigError, match="at least 1 of each"):
+            Assignment.round_robin(names, **sizes)
+        with pytest.raises(ConfigError, match="at least 1 of each"):
+            Assignment.balanced(dict.fromkeys(names, 4), **sizes)
+
+
+def test_all_samples_assigned_twice_are_carried_by_the_error_and_found_fast() -> None:
+    """Quadratic work on so many names would outlast the test's time."""
+    names = [f"s{i:06d}" for i in range(200_000)]
+    with pytest.raises(SampleTwice, match="200000 samples") as refusal:
+        Assignment.given([[names, names]])
+    assert refusal.value.samples == tuple(names) and len(str(refusal.value)) < 200
+
+
+@pytest.mark.parametrize("longest", [4000, 8192, 32768, 65536, 131072, 400000])
+def test_a_sample_over_the_budget_counts_as_one_micro_batch(longest: int) -> None:
+    tokens = {f"s{i}": 400 for i in range(63)} | {"long": longest}
+    batches = Assignment.dynamic(tokens, dp=1, max_tokens=8192).ranks[0]
+    rest = 63 * 400 + (longest if longest <= 8192 else 0)
+    assert len(batches) == (longest > 8192) + -(-rest // 8192)
+    assert longest <= 8192 or ("long",) in batches
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.integers(0, 10**6), st.sampled_from([1, 2, 4]), st.integers(1, 24), st.sampled_from([300, 1000, 5000])
+)
+def test_dynamic_makes_at_most_one_micro_batch_more_than_must_be(
+    seed: int, dp: int, count: int, budget: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    tokens = {f"s{i}": int(n) for i, n in enumerate(np.clip(rng.lognormal(5, 1.2, dp * count), 2, 20000))}
+    ranks = Assignment.dynamic(tokens, dp=dp, max_tokens=budget).ranks
+    assert all(len(b) == 1 or sum(tokens[name] for name in b) <= budget for rank in ranks for b in rank)
+    needed = []
+    for rank in ranks:
+        lengths = [tokens[name] for batch in rank for name in batch]
+        fit = [n for n in lengths if n <= budget]
+        halves = sum(2 * n > budget for n in fit)
+        needed.append(len(lengths) - len(fit) + max(halves, -(-sum(fit) // budget)))
+    assert len(ranks[0]) <= max(needed) + 1
+
+
+@pytest.mark.parametrize("make", ["balanced", "dynamic"])
+def test_lengths_of_two_bytes_do_not_wrap(make: str) -> None:
+    tokens = {f"s{i}": np.int16(n) for i, n in enumerate((30000, 30000, 20000, 2000))}
+    sizes = {"balanced": {"microbatch_size": 2}, "dynamic": {"max_tokens": 40000}}[make]
+    plain = {name: int(n) for name, n in tokens.items()}
+    assert getattr(Assignment, make)(tokens, dp=1, **sizes) == getattr(Assignment, make)(plain, dp=1, **sizes)
+
+
+@pytest.mark.parametrize("length", [0, -5, 2.5, "7", None, 1 << 50])
+def test_lengths_that_no_sample_has_are_refused(length: object) -> None:
+    with pytest.raises(ConfigError):
+        Assignment.dynamic({"a": length}, dp=1, max_tokens=10)  # type: ignore[dict-item]

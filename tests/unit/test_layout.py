@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 
-from r3channel.errors import ConfigError
+from r3channel.errors import ConfigError, UnsupportedLayout
 from r3channel.plan.layout import RankCoords, TrainerLayout
+from r3channel.spec import RoutingSpec
 
 
 @pytest.mark.parametrize("rank", range(16))
@@ -34,7 +38,18 @@ def test_every_field_can_be_said_in_text() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["dp=0", "dp=x", "zz=1", "tp=1,sp=1", "ep=3", "vpp=2", "packing=ragged", "cp_split=x", "pad_policy=zero"],
+    [
+        "dp=0",
+        "dp=x",
+        "zz=1",
+        "tp=1,sp=1",
+        "ep=3",
+        "vpp=2",
+        "packing=ragged",
+        "cp_split=x",
+        "pad_policy=zero",
+        "first_layers=0",
+    ],
 )
 def test_impossible_layouts_are_refused(text: str) -> None:
     with pytest.raises(ConfigError):
@@ -45,3 +60,68 @@ def test_members_are_the_stages_and_context_ranks_of_a_dp_rank() -> None:
     layout = TrainerLayout(pp=2, cp=3)
     numbers = [layout.member(pp=pp, cp=cp) for pp in range(2) for cp in range(3)]
     assert numbers == list(range(layout.members))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"dp": 2.0},
+        {"tp": "2"},
+        {"cp": None},
+        {"pad_multiple": float("inf")},
+        {"mtp": (1.5,)},
+        {"sp": 2},
+        {"uniform": "on"},
+    ],
+)
+def test_values_of_other_types_are_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"layout: {next(iter(values))}="):
+        TrainerLayout(**values)
+
+
+def test_a_field_that_no_layout_has_is_named() -> None:
+    with pytest.raises(ConfigError, match="'zz'"):
+        TrainerLayout.from_dict({"dp": 1, "zz": 2})
+
+
+def test_numbers_of_numpy_become_plain_ones() -> None:
+    layout = TrainerLayout(dp=np.int16(300), tp=np.int16(300))  # type: ignore[arg-type]
+    assert layout == TrainerLayout(dp=300, tp=300) and layout.world_size == 90000
+
+
+SPEC8 = RoutingSpec(num_layers=8, moe_layers=tuple(range(8)), num_experts=8, top_k=2)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda layout: layout.coords(-1),
+        lambda layout: layout.coords(16),
+        lambda layout: layout.rank(RankCoords(dp=0, pp=-1, cp=0, tp=0)),
+        lambda layout: layout.member(pp=2, cp=0),
+        lambda layout: layout.member(pp=0, cp=-1),
+        lambda layout: layout.stage_layers(SPEC8, pp=-1),
+        lambda layout: layout.chunk_layers(SPEC8, pp=0, chunk=1),
+    ],
+)
+def test_ranks_that_a_layout_does_not_have_are_refused(call: Any) -> None:
+    with pytest.raises(ConfigError, match=r"=(-1|1|2|16): expected 0\.\."):
+        call(TrainerLayout(dp=2, tp=2, pp=2, cp=2))
+
+
+def test_an_interleaved_pipeline_of_which_megatron_cannot_compute_the_middle_is_refused() -> None:
+    """Megatron-core 0.16.1 divides by its number of stages between the first and the last, where both sizes are given."""
+    both = TrainerLayout(pp=2, vpp=2, first_layers=2, last_layers=6)
+    with pytest.raises(UnsupportedLayout, match="Give one of the two"):
+        both.stage_sizes(8)
+    one = TrainerLayout(pp=2, vpp=2, first_layers=2)
+    assert one.stage_sizes(8) == (2, 6)
+    assert [[one.chunk_layers(SPEC8, pp=pp, chunk=chunk) for chunk in range(2)] for pp in range(2)] == [
+        [(0,), (4,)],
+        [(1, 2, 3), (5, 6, 7)],
+    ]
+
+
+def test_a_middle_stage_without_layers_is_refused() -> None:
+    with pytest.raises(UnsupportedLayout, match="0 layers remain for 1 equal stages"):
+        TrainerLayout(pp=3, first_layers=4, last_layers=4).stage_sizes(8)

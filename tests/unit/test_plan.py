@@ -10,19 +10,19 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3channel.errors import ConfigError, SampleUnknown, TicketMismatch, UnsupportedLayout
-from r3channel.plan import place
+from r3channel.errors import ConfigError, SampleUnknown, UnsupportedLayout
+from r3channel.plan import place, shards
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
-from r3channel.plan.place import fill_invalid, place_samples
-from r3channel.plan.shards import Microbatch, Plan, Shard, ShardKey, plan_shards
-from r3channel.plan.ticket import Ticket, TicketSample
+from r3channel.plan.place import place_samples
+from r3channel.plan.shards import Microbatch, Plan, ShardKey, plan_shards
 from r3channel.spec import RoutingSpec
 from tests.samples import SPEC, random_ids
 
@@ -147,11 +147,7 @@ def _placed(plan: Plan, ids: dict[str, np.ndarray], *, compiled: bool) -> dict[S
     with pytest.MonkeyPatch.context() as patch:
         if not compiled:
             patch.setattr(place, "kernels", lambda: None)
-
-        def marked(shard: Shard) -> np.ndarray:
-            return np.full(shard.nbytes, 0xEE, np.uint8)
-
-        return place_samples(plan, dp=0, ids_of=ids.__getitem__, buffer_of=marked)
+        return place_samples(plan, dp=0, ids_of=ids.__getitem__)
 
 
 @settings(max_examples=150, deadline=None)
@@ -289,12 +285,77 @@ def test_an_unknown_sample_is_named() -> None:
         plan_shards(Assignment.given([[["b"]]]), tokens={"a": 3}, spec=SPEC, layout=TrainerLayout())
 
 
-def test_rows_that_hold_no_routing_are_replaced_by_distinct_ids() -> None:
-    ids = np.zeros((4, 3, 8), np.uint8)
-    valid = np.array([True, False, True, False])
-    filled = fill_invalid(ids, valid, SPEC)
-    assert (filled[valid] == 0).all() and not ids.any()
-    assert all(len(set(row)) == 8 for row in filled[~valid].reshape(-1, 8).tolist())
+def test_a_sample_of_one_token_is_named() -> None:
+    with pytest.raises(ConfigError, match="'b'") as refusal:
+        plan_shards(
+            Assignment.given([[["a"], ["b"]]]), tokens={"a": 3, "b": 1}, spec=SPEC, layout=TrainerLayout()
+        )
+    assert refusal.value.samples == ("b",)
+
+
+def test_lengths_of_two_bytes_are_summed_as_plain_integers() -> None:
+    tokens = {name: np.int16(30000) for name in "abcd"}
+    (batch,) = plan_shards(
+        Assignment.given([[list(tokens)]]),
+        tokens=tokens,  # type: ignore[arg-type]
+        spec=SPEC,
+        layout=TrainerLayout(packing="thd"),
+    ).microbatches[0]
+    assert batch.rows == 120000 and type(batch.tokens[0]) is int
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout", "words"),
+    [
+        ([[["a", "b"], ["c"]]], "pp=2", r"rank 0, optimizer step 0: .* of \[1, 2\] samples.*packing=thd"),
+        ([[["a"], ["b"]], [["c", "d"], ["e"]]], "dp=2,pp=2,uniform=1", r"rank 1, optimizer step 0"),
+    ],
+)
+def test_padded_micro_batches_of_several_widths_are_refused_in_a_pipeline(
+    ranks: list[list[list[str]]], layout: str, words: str
+) -> None:
+    tokens = dict.fromkeys("abcde", 9)
+    with pytest.raises(ConfigError, match=words):
+        plan_shards(Assignment.given(ranks), tokens=tokens, spec=SPEC, layout=TrainerLayout.parse(layout))
+
+
+@pytest.mark.parametrize(
+    ("steps", "layout"), [([2], ""), ([2], "pp=2,packing=thd"), ([2], "pp=2,uniform=0"), ([1, 1], "pp=2")]
+)
+def test_several_widths_are_planned_where_no_pipeline_step_mixes_them(steps: list[int], layout: str) -> None:
+    assignment = Assignment.given([[["a", "b"], ["c"]]], steps=steps)
+    plan = plan_shards(
+        assignment, tokens=dict.fromkeys("abc", 9), spec=SPEC, layout=TrainerLayout.parse(layout)
+    )
+    assert [len(batch.tokens) for batch in plan.microbatches[0]] == [2, 1]
+
+
+@pytest.mark.parametrize("rank", [{"dp": -1}, {"dp": 2}, {"pp": -1}, {"pp": 2}, {"cp": -1}, {"cp": 2}])
+def test_ranks_that_the_layout_does_not_have_are_named(rank: dict[str, int]) -> None:
+    plan, _ = make_plan(TrainerLayout(dp=2, pp=2, cp=2), size=1, batches=1, seed=0)
+    ((name, number),) = rank.items()
+    with pytest.raises(ConfigError, match=rf"{name}={number}: expected 0..1"):
+        plan.shard(**({"dp": 0, "pp": 0} | rank))
+    with pytest.raises(ConfigError, match="dp=-1"):
+        plan.table(-1)
+
+
+def test_a_plan_makes_only_the_micro_batches_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[str, ...]] = []
+    pad = shards.pad_batch
+
+    def counted(sample_ids: tuple[str, ...], tokens: tuple[int, ...], **rest: Any) -> Microbatch:
+        made.append(sample_ids)
+        return pad(sample_ids, tokens, **rest)
+
+    monkeypatch.setattr(shards, "pad_batch", counted)
+    plan, _ = make_plan(TrainerLayout(dp=3), size=2, batches=2, seed=0)
+    assert made == []
+    assert plan.shard(dp=1, pp=0).nbytes == plan.shard(dp=1, pp=0).nbytes > 0
+    assert made == list(plan.assignment.ranks[1])
+    assert [batch.sample_ids for rank in plan.microbatches for batch in rank] == [
+        names for rank in plan.assignment.ranks for names in rank
+    ]
 
 
 _HASH = """
@@ -328,36 +389,3 @@ def test_processes_that_exchange_only_lengths_compute_the_same_plan() -> None:
         )  # fmt: skip
         found.add(tuple(json.loads(child.stdout)))
     assert len(found) == 1 and len(set(*found)) == 2
-
-
-def make_ticket(spec: RoutingSpec = SPEC) -> Ticket:
-    samples = (TicketSample("a", 9, 7, (), ((2, 4),)), TicketSample("b", 5, 7, ()))
-    assignment = Assignment.given([[["a"], ["b"]]], steps=[1, 1])
-    return Ticket("run", 3, spec, TrainerLayout(tp=2, mtp=(3,)), assignment, samples, 1 << 20)
-
-
-def test_a_ticket_survives_the_trip_and_is_small() -> None:
-    ticket = make_ticket()
-    again = Ticket.from_bytes(ticket.to_bytes())
-    assert again == ticket and again.plan.digest == ticket.plan.digest
-    assert len(ticket.to_bytes()) < 800
-
-
-@pytest.mark.parametrize(
-    "damage", [b"", b"{}", b'{"ticket":1}', b'{"ticket":2}', b'{"ticket":3}', b"\x80\x04", b"[" * 100_000]
-)
-def test_bytes_that_are_no_ticket_are_refused(damage: bytes) -> None:
-    with pytest.raises(TicketMismatch):
-        Ticket.from_bytes(damage)
-
-
-@pytest.mark.parametrize("other", ['"bucket_bytes":Infinity', '"bucket_bytes":0', '"bucket_bytes":-1'])
-def test_a_ticket_of_impossible_buckets_is_refused(other: str) -> None:
-    data = make_ticket().to_bytes().replace(b'"bucket_bytes":1048576', other.encode())
-    with pytest.raises(TicketMismatch):
-        Ticket.from_bytes(data)
-
-
-def test_a_ticket_whose_lengths_were_changed_is_refused() -> None:
-    with pytest.raises(TicketMismatch, match="plan digest"):
-        Ticket.from_bytes(make_ticket().to_bytes().replace(b'"b",5', b'"b",6'))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import json
 import random
+from typing import Any
 
 import pytest
 
@@ -16,7 +18,7 @@ from tests.samples import SPEC
 RECEIPT = Receipt(sample_key=2**64 - 1, boot_id=2**63, serial=2**40, first_row=2**24, rows=2**24)
 HELLO = Hello(
     engine="http://e:1", boot_id=9, spec_digest=SPEC.digest, spec=SPEC.to_dict(), sglang="0.5.23",
-    r3channel="0.1.0", hooks=("a", "b"), delivery="direct", codec="auto", allowed=("pp",),
+    r3channel="0.1.0", hooks=("a", "b"), delivery="direct", codec="auto", allowed=("pp",), context=8192,
 )  # fmt: skip
 
 
@@ -34,21 +36,54 @@ def test_what_is_no_receipt_is_refused(data: bytes) -> None:
         Receipt.from_bytes(data)
 
 
+PARCEL = b"".join(pack_parcel(5, [(1, b"a" * 50), (2, b"b" * 9)]))
+
+
+def frames_in(data: bytes | bytearray) -> list[tuple[int, memoryview]]:
+    boot_id, count = open_parcel(source := InMemory(data))
+    return read_frames(source, count, boot_id=boot_id, place=new_memory)
+
+
 def test_any_damaged_parcel_gives_a_typed_error_or_frames_of_its_own_bytes() -> None:
-    rng, whole = random.Random(1), b"".join(pack_parcel(5, [(1, b"a" * 50), (2, b"b" * 9)]))
-    refused = 0
-    for _ in range(5000):
-        data = bytearray(whole[: rng.randrange(len(whole) + 1)] if rng.random() < 0.3 else whole)
+    rng, refused = random.Random(1), 0
+    for _ in range(6000):
+        data = bytearray(PARCEL[: rng.randrange(len(PARCEL) + 1)] if rng.random() < 0.3 else PARCEL)
         for _ in range(rng.randrange(3)):
             if data:
                 data[rng.randrange(len(data))] = rng.randrange(256)
         try:
-            _, count = open_parcel(source := InMemory(data))
-            frames = read_frames(source, count, place=new_memory)
-            assert sum(len(frame) for _, frame in frames) <= len(data)
+            assert [(serial, len(frame)) for serial, frame in frames_in(data)] in ([(1, 50), (2, 9)], [])
         except ReceiptInvalid:
             refused += 1
     assert refused > 1000
+
+
+@pytest.mark.parametrize(("at", "entry"), [(16, 0), (16 + 16 + 64, 1)])
+def test_a_frame_whose_name_or_size_came_damaged_is_placed_nowhere(at: int, entry: int) -> None:
+    for bit in range(128):
+        data, placed = bytearray(PARCEL), []
+        data[at + bit // 8] ^= 1 << bit % 8
+        _, count = open_parcel(source := InMemory(data))
+
+        def place(serial: int, size: int, head: bytes, placed: list[int] = placed) -> memoryview:
+            placed.append(serial)
+            return new_memory(serial, size, head)
+
+        with pytest.raises(ReceiptInvalid, match=f"entry {entry} of a parcel is damaged"):
+            read_frames(source, count, boot_id=5, place=place)
+        assert placed == [1][:entry]
+
+
+def test_a_frame_is_not_taken_for_another_engines() -> None:
+    _, count = open_parcel(source := InMemory(PARCEL))
+    with pytest.raises(ReceiptInvalid, match="entry 0 of a parcel is damaged"):
+        read_frames(source, count, boot_id=6, place=new_memory)
+
+
+def test_an_announced_size_is_not_believed_beyond_the_bytes_that_are_there() -> None:
+    whole = pack_parcel(5, [(1, b"a" * 50)])
+    with pytest.raises(ReceiptInvalid, match="announces 50 bytes, 40 are left"):
+        frames_in(b"".join([*whole[:2], whole[2][:40]]))
 
 
 def test_a_parcel_that_announces_more_frames_than_allowed_is_refused() -> None:
@@ -71,6 +106,24 @@ def test_any_damaged_hello_gives_a_typed_error_or_a_hello() -> None:
             assert hello is None or dataclasses.is_dataclass(hello)
         except R3Error as error:
             assert isinstance(error, PayloadCorrupt)
+
+
+def test_a_hello_of_an_older_engine_lacks_what_came_later() -> None:
+    values = dataclasses.asdict(HELLO)
+    for name in ("torch", "nccl", "context"):
+        del values[name]
+    text = json.dumps(values).encode()
+    hello, _ = Hello.split(HELLO.to_bytes()[:4] + len(text).to_bytes(4, "little") + text)
+    assert hello == dataclasses.replace(HELLO, context=0)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"context": -1}, {"context": 1 << 40}, {"context": True}, {"context": "8192"}, {"boot_id": -1}],
+)
+def test_a_hello_with_impossible_numbers_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(PayloadCorrupt, match="cannot be read"):
+        Hello.split(dataclasses.replace(HELLO, **changes).to_bytes())
 
 
 def test_each_probe_has_an_id_of_its_own() -> None:

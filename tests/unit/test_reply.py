@@ -105,3 +105,10 @@ def test_an_ordinary_reply_takes_the_short_way() -> None:
         {"text": "x", "output_ids": [1], "meta_info": {"id": "a", FIELD: "AQI=", "n": 1}}
     ).encode()
     assert check_equal_to_loads(body) == b"\x01\x02"
+
+
+@pytest.mark.parametrize("form", ["%s", '{"x": %s}', '{"meta_info": {"routed_experts": "AQI="}, "x": %s}'])
+def test_a_reply_that_is_nested_too_deeply_is_no_reply(form: str) -> None:
+    for brackets in ("[" * 100_000, "[" * 100_000 + "]" * 100_000):
+        with pytest.raises(ValueError):
+            split_reply((form % brackets).encode())

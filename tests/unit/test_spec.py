@@ -74,3 +74,16 @@ def test_impossible_spec_is_refused(changes: dict) -> None:
 def test_dense_model_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="llama"):
         RoutingSpec.from_hf_config({"model_type": "llama", "num_hidden_layers": 2})
+
+
+def test_a_config_object_is_read_like_its_mapping() -> None:
+    values = {"model_type": "x", "num_hidden_layers": 2, "num_experts": 8, "num_experts_per_tok": 2}
+    expected = RoutingSpec.from_hf_config(values)
+    assert RoutingSpec.from_hf_config(SimpleNamespace(to_dict=lambda: values)) == expected
+    inner = SimpleNamespace(to_dict=lambda: values)
+    assert RoutingSpec.from_hf_config(SimpleNamespace(to_dict=lambda: {"text_config": inner})) == expected
+
+
+def test_what_is_no_config_is_refused_by_its_type() -> None:
+    with pytest.raises(ConfigError, match="SimpleNamespace"):
+        RoutingSpec.from_hf_config(SimpleNamespace(num_experts=8))

@@ -15,7 +15,8 @@ from r3channel.bench.relay.paths.base import Delivery, Start
 from r3channel.bench.relay.stages import Stages
 from r3channel.bench.relay.workload import Workload
 from r3channel.plan.place import place_samples
-from r3channel.transport.base import Rendezvous, Transport, join, open_store
+from r3channel.transport.base import Rendezvous, Transport
+from r3channel.transport.joining import join, open_store
 
 _WIRE_S = 60.0
 

@@ -1,0 +1,255 @@
+"""Where receivers connect: one connection each, served by one thread, from `READY` to the acknowledgement.
+
+    connected -> READY -> (its rows are prepared) -> rows and digests -> DONE -> READY ...
+                                \\-> the receiver is gone, or silent beyond a deadline: its connection ends, nobody else notices
+
+Rows stay in the store until every receiver has acknowledged, so a receiver that comes back gets the same bytes again.
+What is said is `wire.delivery`; knows no sample's turns and no engine.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from r3channel.config import ChannelConfig
+from r3channel.errors import R3Error, TicketMismatch, TransportError
+from r3channel.metrics import Metrics, StageClock
+from r3channel.plan.layout import TrainerLayout
+from r3channel.plan.shards import ShardKey
+from r3channel.relay.sealed import Outgoing
+from r3channel.relay.staging import DeviceStaging, HostStaging
+from r3channel.transport.base import Pending, Rendezvous, Transport
+from r3channel.transport.joining import join, open_store
+from r3channel.transport.tcp import Link, Listener
+from r3channel.wire import delivery as wire
+
+
+class Delivery:
+    """OPEN -> CLOSED. Any thread."""
+
+    def __init__(
+        self,
+        layout: TrainerLayout,
+        config: ChannelConfig,
+        *,
+        run: str,
+        outgoing: Callable[[int, ShardKey, str], Outgoing],
+        acknowledge: Callable[[int, ShardKey], None],
+        verify: Callable[[int, list[str]], None],
+        clock: StageClock,
+        metrics: Metrics,
+    ) -> None:
+        """`outgoing(step, receiver, run)` waits until that receiver's rows are prepared; all three raise what a receiver is told."""
+        self._layout, self._config, self._run = layout, config, run
+        self._outgoing, self._acknowledge, self._verify = outgoing, acknowledge, verify
+        self._clock, self._metrics = clock, metrics
+        self._token = secrets.token_bytes(32)
+        self._lock = threading.Lock()
+        self._serving: dict[ShardKey, _Served] = {}
+        self._lives: Counter[ShardKey] = Counter()
+        self._closed = False
+        self.peak_staging_bytes = 0
+        """The most that one receiver has had staged at once: nothing where rows go from where they lie, else one bucket (two over
+        a process group), whatever the tokens."""
+        self._store = open_store(config.interface) if config.backend in ("gloo", "nccl") else None
+        self.staging = DeviceStaging(config.device) if config.backend == "nccl" else None
+        self._listener = Listener(config.interface, token=self._token, on_link=self._admit)
+
+    def hello(self, key: ShardKey) -> dict[str, Any]:
+        """Where and with what token this receiver connects. Raises `TicketMismatch` for one that the layout has not."""
+        dp, pp, cp = key
+        layout = self._layout
+        if not (0 <= dp < layout.dp and 0 <= pp < layout.pp and 0 <= cp < layout.cp):
+            raise TicketMismatch(
+                f"hello from dp {dp} pp {pp} cp {cp}; this relay serves layout {layout}", ranks=[key]
+            )
+        return {
+            "host": self._listener.host,
+            "port": self._listener.port,
+            "token": self._token.hex(),
+            "run": self._run,
+        }
+
+    def status(self) -> dict[str, Any]:
+        """Receiver -> its connection's number."""
+        with self._lock:
+            return {"connected": sorted(self._serving), "lives": dict(self._lives)}
+
+    @property
+    def epoch(self) -> int:
+        """The most connections that one receiver has had."""
+        with self._lock:
+            return max(self._lives.values(), default=0)
+
+    def close(self, *, timeout_s: float) -> list[str]:
+        """End every connection. Returns the names of threads that are still running after `timeout_s`."""
+        with self._lock:
+            self._closed = True
+            serving = list(self._serving.values())
+        self._listener.close()
+        for served in serving:
+            served.abort()
+        for served in serving:
+            served.thread.join(timeout_s)
+        if self._store is not None:
+            self._store.close()
+        return [served.thread.name for served in serving if served.thread.is_alive()]
+
+    def _admit(self, link: Link) -> None:
+        """A receiver has shown the token. A newer connection of the same one ends the older: it was restarted, or gave it up."""
+        try:
+            values = wire.unpack(wire.READY, link.hello, expected=wire.READY, names=("dp", "pp", "cp"))
+            key = (int(values["dp"]), int(values["pp"]), int(values["cp"]))
+            self.hello(key)
+        except (R3Error, ValueError, TypeError):  # it has the token and not our words: another version
+            link.close()
+            return
+        served = _Served(self, key, link)
+        with self._lock:
+            before = self._serving.get(key)
+            if self._closed:
+                link.close()
+                return
+            self._serving[key] = served
+            self._lives[key] += 1
+            served.life = self._lives[key]
+        if before is not None:
+            self._metrics.inc("r3channel_group_resets_total")
+            before.abort()
+        served.run()  # the listener's thread is this connection's from here on
+
+    def note_staged(self, nbytes: int) -> None:
+        """So much was staged at once for one receiver."""
+        self.peak_staging_bytes = max(self.peak_staging_bytes, nbytes)
+
+    def _left(self, served: _Served) -> None:
+        with self._lock:
+            if self._serving.get(served.key) is served:
+                del self._serving[served.key]
+
+
+class _Served:
+    """One connection of one receiver, and the thread that serves it."""
+
+    def __init__(self, delivery: Delivery, key: ShardKey, link: Link) -> None:
+        self.key, self.life = key, 0
+        self._delivery, self._link = delivery, link
+        self._config = delivery._config
+        self._group: Transport | None = None
+        self._staging = HostStaging()
+        self.thread = threading.current_thread()
+        self.thread.name = "r3channel-send-" + "-".join(map(str, key))
+
+    def abort(self) -> None:
+        """From any thread: what waits on the connection ends at once."""
+        self._link.abort()
+        group = self._group
+        if group is not None:
+            group.abort()
+
+    def run(self) -> None:
+        """Until the receiver leaves or fails."""
+        try:
+            while True:
+                self._answer(*self._link.recv_record(timeout_s=None))
+        except TransportError:
+            pass  # it is gone, or took too long: it comes again
+        finally:
+            self._link.close()
+            if self._group is not None:
+                self._group.abort()
+            self._delivery._left(self)
+
+    def _answer(self, kind: int, body: bytes) -> None:
+        try:
+            if kind == wire.READY:
+                values = wire.unpack(kind, body, expected=wire.READY, names=("run", "step", "group"))
+                out = self._delivery._outgoing(int(values["step"]), self.key, str(values["run"]))
+                self._send(out, int(values["step"]), group=bool(values["group"]))
+            elif kind == wire.DAMAGED:
+                values = wire.unpack(kind, body, expected=wire.DAMAGED, names=("step", "samples"))
+                self._delivery._verify(int(values["step"]), [str(name) for name in values["samples"]])
+                self._say(wire.AGAIN)
+            else:
+                values = wire.unpack(kind, body, expected=wire.DONE, names=("step",))
+                self._delivery._acknowledge(int(values["step"]), self.key)
+                self._say(wire.THANKS)
+        except TransportError:
+            raise
+        except R3Error as error:
+            self._link.send_record(
+                wire.ERROR, wire.pack(**wire.values_of(error)), timeout_s=self._config.send_timeout_s
+            )
+
+    def _say(self, kind: int, **values: Any) -> None:
+        self._link.send_record(kind, wire.pack(**values), timeout_s=self._config.send_timeout_s)
+
+    def _send(self, out: Outgoing, step: int, *, group: bool) -> None:
+        delivery, stream = self._delivery, out.stream
+        if group and self._group is None:
+            self._join_group()
+        self._say(wire.ROWS, nbytes=stream.nbytes, digests=len(out.digests))
+        with delivery._clock.span("send", step=step):
+            if group:
+                self._send_staged(out)
+            elif out.whole():
+                for batch in out.batches(out.bucket_bytes):
+                    self._link.send(batch, timeout_s=self._config.send_timeout_s)
+            else:
+                buffer_N = self._staging.buffers(self._bucket(out))[0]
+                for _, nbytes in out.fill([buffer_N]):
+                    delivery.note_staged(len(buffer_N))
+                    self._link.send([buffer_N[:nbytes].data], timeout_s=self._config.send_timeout_s)
+            self._link.send([out.digests], timeout_s=self._config.send_timeout_s)
+        delivery._metrics.inc("r3channel_bytes_total", stream.nbytes, leg="wire_sent")
+        delivery._metrics.inc("r3channel_buckets_total", -(-stream.nbytes // out.bucket_bytes))
+
+    def _bucket(self, out: Outgoing) -> int:
+        """Whole rows, and at least one."""
+        row_bytes = max(out.stream.row_bytes, 1)
+        return max(out.bucket_bytes // row_bytes, 1) * row_bytes
+
+    def _send_staged(self, out: Outgoing) -> None:
+        """Over the process group, two buckets alive."""
+        staging, group = self._delivery.staging or self._staging, self._group
+        pending: list[Pending | None] = [None, None]
+        assert group is not None
+        with staging.turn():
+            buffers = staging.buffers(self._bucket(out))
+            for slot, nbytes in out.fill(buffers):
+                self._delivery.note_staged(2 * len(buffers[0]))
+                pending[slot] = group.start_send(1, staging.staged(slot, nbytes))
+                self._wait(pending, 1 - slot)
+            self._wait(pending, 0)
+            self._wait(pending, 1)
+
+    def _wait(self, pending: list[Pending | None], slot: int) -> None:
+        """Until the bucket in a slot was sent, so that it may be filled again."""
+        one, pending[slot] = pending[slot], None
+        if one is not None:
+            one.wait(timeout_s=self._config.send_timeout_s)
+
+    def _join_group(self) -> None:
+        """A process group of this relay and this receiver alone: one that dies or hangs costs nobody else anything."""
+        store, config = self._delivery._store, self._config
+        if store is None:
+            raise TicketMismatch(
+                f"a receiver asks for a process group; this relay's backend is {config.backend}"
+            )
+        name = f"{self._delivery._run}/{'-'.join(map(str, self.key))}/life{self.life}"
+        ours = Rendezvous(
+            backend=config.backend,
+            name=name,
+            epoch=self.life,
+            rank=0,
+            world_size=2,
+            host=store.host,
+            port=store.port,
+        )
+        self._say(wire.GROUP, **replace(ours, rank=1).to_dict())
+        self._group = join(ours, timeout_s=config.join_timeout_s)

@@ -1,0 +1,385 @@
+"""The relay's door: frames and hellos that engines send over HTTP, read so that a frame goes straight to where it shall lie.
+
+A thread per connection (an engine keeps one) reads its own bodies and waits for nobody else's. h11 judges each head (its
+framing, its size, its characters); a body is then `recv`d into memory that the intake chooses. Paths and answers: `wire.ingest`.
+Plain HTTP: on any interface but the loopback one it belongs on a private network. Knows no frame, sample or step.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from ipaddress import ip_address
+from typing import Protocol
+
+from r3channel import errors
+from r3channel.bearer import authorises
+from r3channel.wire.hello import MAX_HELLO_BYTES, Hello
+from r3channel.wire.ingest import FRAMES_PATH, HELLO_PATH, PARCEL_BYTES, Status
+from r3channel.wire.receipt import Source, open_parcel
+
+try:
+    import h11
+except ImportError as error:
+    raise errors.UsageError('direct delivery needs h11: pip install "r3channel[direct]"') from error
+
+log = logging.getLogger(__name__)
+
+MAX_HEAD_BYTES = 16 << 10
+STALL_S, BODY_S = 10.0, 60.0
+"""A body of which nothing came for so long is cut, and one that takes so long in all."""
+AT_ONCE = 8
+AT_ONCE_BYTES = AT_ONCE * PARCEL_BYTES
+_MAX_CONNECTIONS = 256
+"""More are closed at once; engines come again."""
+_FIRST_HEAD_S, _IDLE_S = 10.0, 75.0
+"""Until the first head is there, and between two requests of a connection that has shown the token."""
+_SEND_S, _LINGER_S = 10.0, 2.0
+_SMALL_BYTES = 4096
+"""Reads below it go through a buffer of this size: an entry of a parcel is 16 bytes."""
+_STATUS_OF: dict[type, Status] = {
+    errors.EngineSilent: Status.HELLO_REFUSED,
+    errors.PrefixMissing: Status.PREFIX_MISSING,
+    errors.StepError: Status.COME_AGAIN,
+    errors.UsageError: Status.COME_AGAIN,
+    errors.PayloadCorrupt: Status.FRAME_DAMAGED,
+    errors.HeaderCorrupt: Status.FRAME_DAMAGED,
+    errors.FrameTruncated: Status.FRAME_DAMAGED,
+    errors.FrameMagicMismatch: Status.FRAME_DAMAGED,
+}
+"""What other errors of the package are told as: NO_PARCEL."""
+
+
+class Intake(Protocol):
+    """What is behind the door. All calls come from its threads."""
+
+    def greet(self, hello: Hello) -> None:
+        """Raises `EngineSilent` with the reason of a refusal."""
+
+    def knows(self, boot_id: int) -> bool: ...
+
+    def deliver(self, boot_id: int, count: int, body: Source) -> None:
+        """Read an opened parcel with `wire.receipt.read_frames` and keep its frames; what it returned for is not dropped.
+
+        Raises ReceiptInvalid for what is no parcel, PrefixMissing, StoreFull, or the error of a frame that was damaged on the way
+        (the others of the parcel are kept). Lets errors of `body` pass, having kept nothing.
+        """
+
+
+class BodyLost(OSError):
+    """The connection ended within a body, or the body stood still or took too long."""
+
+
+class Body:
+    """A request's body, a `Source`. `fill` until `left` is 0, or `skip`. Both raise `BodyLost`."""
+
+    def __init__(self, sock: socket.socket, nbytes: int, *, ahead: memoryview) -> None:
+        self.nbytes = self.left = nbytes
+        self._sock, self._ahead = sock, ahead
+        self._deadline_s = time.monotonic() + BODY_S
+
+    def fill(self, out_N: memoryview) -> None:
+        """The next `len(out_N)` bytes, of which there must be so many `left`."""
+        at, size = 0, len(out_N)
+        while at < size:
+            if self._ahead:
+                part = self._ahead[: size - at]
+                out_N[at : at + len(part)] = part
+                self._ahead = self._ahead[len(part) :]
+                at += len(part)
+            elif size - at >= _SMALL_BYTES:
+                at += self._receive(out_N[at:])
+            else:  # never past the body: what lies behind it is the next request's
+                buffer = memoryview(bytearray(min(_SMALL_BYTES, self.left - at)))
+                self._ahead = buffer[: self._receive(buffer)]
+        self.left -= at
+
+    def skip(self) -> None:
+        """Read the rest and forget it."""
+        scratch = memoryview(bytearray(min(self.left, 1 << 16)))
+        while self.left:
+            self.fill(scratch[: self.left])
+
+    def _receive(self, out_N: memoryview) -> int:
+        try:
+            self._sock.settimeout(min(STALL_S, _until(self._deadline_s)))
+            received = self._sock.recv_into(out_N)
+        except OSError as error:
+            text = f"a body of {self.nbytes} bytes stood still for {STALL_S:g} s, took {BODY_S:g} s, or broke off"
+            raise BodyLost(f"{text}: {error!r}") from error
+        if not received:
+            raise BodyLost(f"the peer closed with {self.left} of {self.nbytes} bytes of a body to come")
+        return received
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The head of a request."""
+
+    method: bytes
+    path: str
+    authorization: str
+    keep_alive: bool
+    length: int | None
+    """Of the body; None when it is missing, or not known before."""
+
+
+class Link:
+    """One connection: next_request -> body -> answer, again and again."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._ahead = b""
+        """Received behind what was read."""
+
+    def next_request(self, *, timeout_s: float) -> Request | None:
+        """None when the peer has closed. Raises `h11.RemoteProtocolError` for what is no HTTP, `TimeoutError`, `OSError`."""
+        self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
+        deadline_s = time.monotonic() + timeout_s
+        if self._ahead:
+            self._http.receive_data(self._ahead)
+        while (event := self._http.next_event()) is h11.NEED_DATA:
+            self._sock.settimeout(_until(deadline_s))
+            self._http.receive_data(self._sock.recv(_SMALL_BYTES))
+        self._ahead = self._http.trailing_data[0]
+        if not isinstance(event, h11.Request):
+            return None
+        headers = dict(event.headers)
+        length = None if b"transfer-encoding" in headers else headers.get(b"content-length")
+        ends = b"close" in headers.get(b"connection", b"").lower()
+        return Request(
+            event.method,
+            event.target.decode("latin-1"),
+            headers.get(b"authorization", b"").decode("latin-1"),
+            keep_alive=event.http_version >= b"1.1" and not ends,
+            length=None if length is None else int(length),
+        )
+
+    def body(self, nbytes: int) -> Body:
+        """The body of the request that came last."""
+        if self._http.they_are_waiting_for_100_continue:
+            self._send(b"HTTP/1.1 100 Continue\r\n\r\n")
+        ahead, self._ahead = memoryview(self._ahead)[:nbytes], self._ahead[nbytes:]
+        return Body(self._sock, nbytes, ahead=ahead)
+
+    def answer(self, status: Status, text: str, *, close: bool) -> None:
+        data, end = text.encode(errors="replace"), "Connection: close\r\n" if close else ""
+        head = f"HTTP/1.1 {status.value} {status.name}\r\nContent-Type: text/plain; charset=utf-8\r\n"
+        self._send(f"{head}Content-Length: {len(data)}\r\n{end}\r\n".encode() + data)
+        if close:
+            self._linger()
+
+    def _linger(self) -> None:
+        """Take what the peer is still sending, for a moment, so that it reads the answer and not a reset."""
+        self._sock.shutdown(socket.SHUT_WR)
+        deadline_s, scratch = time.monotonic() + _LINGER_S, bytearray(1 << 16)
+        self._sock.settimeout(_LINGER_S)
+        while self._sock.recv_into(scratch):
+            self._sock.settimeout(_until(deadline_s))
+
+    def _send(self, data: bytes) -> None:
+        self._sock.settimeout(_SEND_S)
+        self._sock.sendall(data)
+
+
+class Share:
+    """Bounds the bytes of bodies that are read at once, and so what stalled connections can hold. Any thread.
+
+    A large body raises the bound to `AT_ONCE` of its size while it is read: no number of small ones keeps it out.
+
+    >>> share = Share(at_once_bytes=100)
+    >>> [share.take(name, 12) for name in range(9)], share.take("large", 100)
+    ([True, True, True, True, True, True, True, True, False], True)
+    """
+
+    def __init__(self, *, at_once_bytes: int) -> None:
+        self._at_once_bytes = at_once_bytes
+        self._lock = threading.Lock()
+        self._reading: dict[object, int] = {}
+
+    def take(self, owner: object, nbytes: int) -> bool:
+        """False where it would be too much; else `give_back`."""
+        with self._lock:
+            sizes = [*self._reading.values(), nbytes]
+            taken = sum(sizes) <= max(self._at_once_bytes, AT_ONCE * max(sizes))
+            if taken:
+                self._reading[owner] = nbytes
+            return taken
+
+    def give_back(self, owner: object) -> None:
+        with self._lock:
+            del self._reading[owner]
+
+
+class Door:
+    """SERVING -> CLOSED. The constructor returns once the port is bound, or raises `ConfigError` or `UsageError`."""
+
+    def __init__(self, intake: Intake, *, token: str, host: str, port: int, max_body_bytes: int) -> None:
+        self._intake, self._token = intake, token
+        self._limits = {HELLO_PATH: MAX_HELLO_BYTES, FRAMES_PATH: max_body_bytes}
+        self._share = Share(at_once_bytes=AT_ONCE_BYTES)
+        self._lock = threading.Lock()
+        self._open: dict[socket.socket, threading.Thread] = {}
+        self._closed = False
+        self._listener = _listen(host, port)
+        address, bound = self._listener.getsockname()[:2]
+        self.url = f"http://{f'[{address}]' if ':' in address else address}:{bound}"
+        """Base address; what engines get as R3CHANNEL_RELAY_URL."""
+        self._thread = threading.Thread(target=self._accept, name="r3channel-ingest", daemon=True)
+        self._thread.start()
+
+    def close(self, *, timeout_s: float = 10.0) -> None:
+        """Stop listening; requests under way are cut. Idempotent."""
+        deadline_s = time.monotonic() + timeout_s
+        with self._lock:
+            self._closed = True
+            for connection in self._open:
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+            threads = [self._thread, *self._open.values()]
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        self._listener.close()
+        for thread in threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+
+    # -- connections -----------------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError as error:
+                if not self._closed:
+                    log.warning("r3channel: the ingest cannot accept a connection: %s", error)
+                    time.sleep(0.1)  # out of file descriptors: a moment later there may be one
+                continue
+            self._admit(connection)
+
+    def _admit(self, connection: socket.socket) -> None:
+        name = "r3channel-ingest-one"
+        thread = threading.Thread(target=self._serve, args=(connection,), name=name, daemon=True)
+        with self._lock:
+            if self._closed or len(self._open) >= _MAX_CONNECTIONS:
+                connection.close()
+                return
+            try:
+                thread.start()  # it waits for the lock before it forgets the connection
+            except RuntimeError as error:  # no thread is to be had: a moment later there may be one
+                log.warning("r3channel: the ingest turns a connection away: %s", error)
+                connection.close()
+                return
+            self._open[connection] = thread
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            with connection:
+                self._converse(Link(connection))
+        except OSError:  # it went away, or was silent for too long; an engine comes again
+            pass
+        except Exception:
+            log.exception("r3channel: a connection of the ingest failed")
+        finally:
+            with self._lock:
+                del self._open[connection]
+
+    def _converse(self, link: Link) -> None:
+        patience_s, close = _FIRST_HEAD_S, False
+        while not close:
+            try:
+                request = link.next_request(timeout_s=patience_s)
+            except h11.RemoteProtocolError as error:
+                link.answer(Status.NO_PARCEL, f"no HTTP that is understood here: {error}", close=True)
+                return
+            if request is None:
+                return
+            status, text, close = self._refusal(request) or self._take(link, request)
+            link.answer(status, text, close=close)
+            patience_s = _IDLE_S
+
+    # -- requests --------------------------------------------------------------------------------------------------
+
+    def _refusal(self, request: Request) -> tuple[Status, str, bool] | None:
+        """Token and size are judged before a byte of the body is read, which must then not be taken for the next request."""
+        if not authorises(request.authorization, self._token):
+            return Status.NO_TOKEN, "the bearer token is missing or another one", True
+        limit = self._limits.get(request.path)
+        if limit is None:
+            return Status.NO_SUCH_PATH, f"expected one of {sorted(self._limits)}", True
+        if request.method != b"POST":
+            return Status.NO_SUCH_METHOD, "expected POST", True
+        if request.length is None:
+            return Status.NO_LENGTH, "Content-Length is missing", True
+        if request.length > limit:
+            return Status.TOO_LARGE, f"{request.length} bytes, at most {limit}", True
+        return None
+
+    def _take(self, link: Link, request: Request) -> tuple[Status, str, bool]:
+        """(answer, its text, is this the end of the connection)."""
+        nbytes = request.length or 0
+        if not self._share.take(link, nbytes):
+            return Status.COME_AGAIN, "busy with other bodies, come again", True
+        try:
+            body = link.body(nbytes)
+            status, text = self._judge(request, body)
+            body.skip()  # an engine in the middle of a body does not read an answer
+            return status, text, not request.keep_alive
+        except BodyLost as error:
+            return Status.TOO_SLOW, str(error), True
+        finally:
+            self._share.give_back(link)
+
+    def _judge(self, request: Request, body: Body) -> tuple[Status, str]:
+        try:
+            return self._hello(body) if request.path == HELLO_PATH else self._frames(body)
+        except errors.R3Error as error:
+            known = (_STATUS_OF[kind] for kind in type(error).__mro__ if kind in _STATUS_OF)
+            return next(known, Status.NO_PARCEL), str(error)
+        except BodyLost:
+            raise
+        except Exception:
+            log.exception("r3channel: the ingest failed on a request")
+            return Status.FAILED, "the relay failed; its log says why"
+
+    def _hello(self, body: Body) -> tuple[Status, str]:
+        data = memoryview(bytearray(body.nbytes))
+        body.fill(data)
+        try:
+            hello, rest = Hello.split(data)
+        except errors.FrameError as error:
+            return Status.NO_PARCEL, str(error)
+        if hello is None or rest:
+            return Status.NO_PARCEL, "the body is no hello"
+        self._intake.greet(hello)
+        return Status.TAKEN, "welcome"
+
+    def _frames(self, body: Body) -> tuple[Status, str]:
+        boot_id, count = open_parcel(body)
+        if not self._intake.knows(boot_id):
+            return Status.HELLO_FIRST, "this engine has not said hello, or its hello was refused"
+        self._intake.deliver(boot_id, count, body)
+        return Status.TAKEN, "taken"
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host or "::", port, type=socket.SOCK_STREAM)[0]
+        if ip_address(str(address[0])).is_unspecified:
+            raise errors.ConfigError(
+                f"the ingest cannot listen on {host!r}: engines cannot be told such an address; name one of this host's own"
+            )
+        return socket.create_server(address[:2], family=family, backlog=128)
+    except (OSError, UnicodeError) as error:
+        raise errors.UsageError(f"the ingest cannot listen on {host}:{port}: {error}") from error
+
+
+def _until(deadline_s: float) -> float:
+    """Seconds that are left, for a socket. Raises `TimeoutError` when none are."""
+    left_s = deadline_s - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError
+    return left_s

@@ -1,0 +1,218 @@
+"""What survives a relay that is killed: a file for each frame, a file for each sealed step. Only with `store_dir`.
+
+    relay-<id>/lock           held while its process lives
+               <ref>.frame    a whole frame, then a note that says whose it is: JSON, its length u32, its xxh3_64
+               <step>.ticket  the ticket's bytes; <step>.acks: a line for each receiver that has acknowledged
+
+A file that is there counts, one that is gone does not: nothing is rewritten, and no index can disagree. Files outlive a process, not
+a machine: nothing is flushed. Frames and tickets carry their own hashes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import shutil
+import struct
+import uuid
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from r3channel.errors import FrameError, StoreBusy, StoreFull
+from r3channel.wire.header import announced_bytes
+
+log = logging.getLogger(__name__)
+
+_TAIL = struct.Struct("<IQ")
+_PREFIX, _LOCK = "relay-", "lock"
+Member = tuple[int, int, int]
+
+
+class Durable:
+    """OPEN -> CLOSED. Any thread: each call touches files of its own, and there is no lock."""
+
+    def __init__(self, root: str) -> None:
+        """Makes a folder of its own in `root`, which is created. Raises OSError; then nothing is left."""
+        self.folder = Path(root) / f"{_PREFIX}{uuid.uuid4().hex[:12]}"
+        self.folder.mkdir(parents=True)
+        self._lock = os.open(self.folder / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def frame(self, ref: int, data: bytes | memoryview) -> None:
+        """Write a frame. Raises StoreFull; then nothing is left."""
+        path = self._frame(ref)
+        try:
+            with open(path, "xb", buffering=0) as file:
+                left = memoryview(data)
+                while left:
+                    left = left[file.write(left) :]
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            raise StoreFull(f"no room for a frame of {len(data)} bytes in {self.folder}: {error}") from error
+
+    def note(self, ref: int, **values: Any) -> None:
+        """Say whose frame it is. Raises StoreFull."""
+        body = json.dumps(values).encode()
+        tail = _TAIL.pack(len(body), xxhash.xxh3_64_intdigest(body))
+        self._append(self._frame(ref), body + tail)
+
+    def gone(self, refs: Iterable[int]) -> None:
+        """Newest first, so that what a kill leaves of a sample is its beginning."""
+        for ref in sorted(refs, reverse=True):
+            self._frame(ref).unlink(missing_ok=True)
+
+    def sealed(self, step: int, ticket: bytes) -> None:
+        """Whole or not at all. Raises StoreFull."""
+        path, scratch = self._step(step, "ticket"), self._step(step, "new")
+        try:
+            scratch.write_bytes(ticket)
+            scratch.rename(path)
+        except OSError as error:
+            scratch.unlink(missing_ok=True)
+            raise StoreFull(
+                f"step {step}: no room for its ticket in {self.folder}: {error}", step=step
+            ) from error
+
+    def acked(self, step: int, member: Member) -> None:
+        """What cannot be written is said in the log: after a kill that receiver is waited for once more."""
+        try:
+            self._append(self._step(step, "acks"), f"{json.dumps(member)}\n".encode())
+        except StoreFull as error:
+            log.warning("r3channel: %s", error)
+
+    def done(self, step: int) -> None:
+        """Before its frames go: a recovery between the two finds samples too many, and none too few."""
+        for kind in ("ticket", "acks"):
+            self._step(step, kind).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Delete everything; idempotent."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def _append(self, path: Path, data: bytes) -> None:
+        try:
+            with open(path, "ab") as file:
+                file.write(data)
+        except OSError as error:
+            raise StoreFull(f"no room for {len(data)} bytes at the end of {path}: {error}") from error
+
+    def _frame(self, ref: int) -> Path:
+        return self.folder / f"{ref:012d}.frame"
+
+    def _step(self, step: int, kind: str) -> Path:
+        return self.folder / f"{step:012d}.{kind}"
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTurn:
+    """A frame and what its note says. The frame's own hashes are still to be checked."""
+
+    frame: bytes
+    tokens_hash: int
+    prefix_hash: int
+    key: int | None
+
+
+@dataclass(slots=True)
+class SavedSample:
+    sample_id: str
+    turns: list[SavedTurn] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class SavedStep:
+    ticket: bytes
+    acked: set[Member] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class Remains:
+    """All that one relay left."""
+
+    folder: Path
+    samples: dict[str, SavedSample] = field(default_factory=dict)
+    steps: dict[int, SavedStep] = field(default_factory=dict)
+    unclaimed: int = 0
+    """Frames that came directly and whose replies never did: nobody knows their samples."""
+    damaged: list[str] = field(default_factory=list)
+    """What could not be read, by name."""
+
+
+def read_remains(folder: Path) -> Remains:
+    """Read one relay's folder; nothing in it changes."""
+    remains = Remains(folder)
+    for path in sorted(folder.glob("*.frame")):
+        _read_frame(path, remains)
+    for path in sorted(folder.glob("*.ticket")):
+        acks = path.with_suffix(".acks")
+        saved = SavedStep(path.read_bytes())
+        for line in acks.read_text().splitlines() if acks.exists() else ():
+            with suppress(ValueError):  # cut where the process ended
+                dp, pp, cp = json.loads(line)
+                saved.acked.add((int(dp), int(pp), int(cp)))
+        remains.steps[int(path.stem)] = saved
+    return remains
+
+
+def _read_frame(path: Path, remains: Remains) -> None:
+    data = path.read_bytes()
+    try:
+        end = announced_bytes(memoryview(data), where=path.name)
+    except FrameError as error:
+        remains.damaged.append(f"{path.name}: {error}")
+        return
+    note = data[end:]
+    if not note:
+        remains.unclaimed += 1
+        return
+    size, digest = _TAIL.unpack(note[-_TAIL.size :]) if len(note) > _TAIL.size else (-1, 0)
+    body = note[: -_TAIL.size]
+    if size != len(body) or xxhash.xxh3_64_intdigest(body) != digest:
+        remains.damaged.append(f"{path.name}: its note was being written when the relay ended")
+        return
+    values = json.loads(body)
+    name, turn = values.pop("sample_id"), values.pop("turn")
+    sample = remains.samples.setdefault(name, SavedSample(name))
+    if turn != len(sample.turns):
+        remains.damaged.append(f"sample {name}: turn {turn} is here, turn {len(sample.turns)} is not")
+        return
+    sample.turns.append(SavedTurn(frame=data[:end], **values))
+
+
+@contextmanager
+def dead_relays(root: Path, *, but: Path) -> Iterator[list[Remains]]:
+    """What the relays left whose folders lie in `root` and whose processes have ended, the oldest first.
+
+    They are locked meanwhile. Raises `StoreBusy` when a relay that lives, or another recovery, holds all of them.
+    """
+    folders = [path for path in root.glob(f"{_PREFIX}*") if path != but and (path / _LOCK).exists()]
+    locks = {path: _lock(path) for path in sorted(folders, key=lambda path: path.stat().st_mtime)}
+    try:
+        free = [path for path, lock in locks.items() if lock is not None]
+        if folders and not free:
+            raise StoreBusy(f"{[str(path) for path in folders]} belong to relays that live; end those first")
+        yield [read_remains(path) for path in free]
+    finally:
+        for lock in locks.values():
+            if lock is not None:
+                os.close(lock)
+
+
+def _lock(folder: Path) -> int | None:
+    file = os.open(folder / _LOCK, os.O_RDWR)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(file)
+        return None
+    return file

@@ -1,0 +1,385 @@
+"""One table of samples and their replies, from the reply to delivery. Rules only: no I/O, no threads, no clock.
+
+    reply    EXPECTED -> HELD -> TAKEN -> gone (delivered)
+                 |         \\-> FAILED          a direct frame came and cannot be used; a good copy of it heals
+                 \\-----------> FAILED
+
+A sample is an ordered list of turns, one per reply; turns are never joined. A frame may come before its reply: it is kept by its
+name until a reply claims it. Events come in as calls, with the time where it matters; what must be freed comes back.
+Whoever calls holds one lock around each call; nothing here takes longer than its arguments.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from r3channel import errors
+from r3channel.errors import R3Error
+from r3channel.wire.receipt import FrameName, Receipt
+
+EXPECTED, HELD, FAILED = "EXPECTED", "HELD", "FAILED"
+_REMEMBERED = 1 << 16
+"""Names of frames that are used up, so that one that is sent again is known."""
+
+
+class Rows(Protocol):
+    """Verified rows of one frame, wherever they lie."""
+
+    @property
+    def first_row(self) -> int: ...
+    @property
+    def end_row(self) -> int: ...
+    @property
+    def sample_key(self) -> int: ...
+
+
+@dataclass(slots=True)
+class Turn:
+    """One reply of a sample: rows [first_row, end_row), expected or here."""
+
+    first_row: int
+    end_row: int
+    engine: str
+    key: int | None
+    """Of the request, which its frame carries too; None where the reply names none."""
+    name: FrameName | None = None
+    """Of the frame that is to come directly; None where the reply held it."""
+    rows: Rows | None = None
+    error: R3Error | None = None
+    live: bool = False
+    """It came without routing, and is left to the live router."""
+
+    @property
+    def state(self) -> str:
+        return FAILED if self.error else HELD if self.rows or self.live else EXPECTED
+
+
+@dataclass(slots=True)
+class Sample:
+    """What is known of one trained sequence."""
+
+    name: str
+    tokens: int
+    tokens_hash: int
+    """Of all its tokens."""
+    prefix_hash: int
+    """Of those with rows: what a later turn begins with."""
+    since_s: float
+    turns: list[Turn] = field(default_factory=list)
+    step: int | None = None
+    """The step that has taken it."""
+
+    @property
+    def error(self) -> R3Error | None:
+        return next((turn.error for turn in self.turns if turn.error), None)
+
+    @property
+    def awaited(self) -> list[Turn]:
+        return [turn for turn in self.turns if turn.state == EXPECTED]
+
+    @property
+    def held(self) -> list[Rows]:
+        return [turn.rows for turn in self.turns if turn.rows]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """What a reply says, its tokens as two hashes."""
+
+    sample_id: str
+    engine: str
+    key: int | None
+    tokens: int
+    tokens_hash: int
+    prefix_hash: int
+    held_hash: int | None = None
+    """Of its first tokens, as many as rows are held; None where it is not another turn."""
+    receipt: Receipt | None = None
+
+    @property
+    def where(self) -> str:
+        return f"sample {self.sample_id} from engine {self.engine}"
+
+
+@dataclass(slots=True)
+class _Unclaimed:
+    what: Rows | R3Error
+    since_s: float
+
+
+class Entries:
+    """Not thread safe."""
+
+    def __init__(self) -> None:
+        self.samples: dict[str, Sample] = {}
+        """In the order of their newest replies."""
+        self._awaited: dict[FrameName, tuple[Sample, Turn]] = {}
+        self._unclaimed: dict[FrameName, _Unclaimed] = {}
+        self._used: OrderedDict[FrameName, None] = OrderedDict()
+
+    # -- replies ---------------------------------------------------------------------------------------------------
+
+    def rows_announced(self, name: str) -> int:
+        """Rows of a sample that are here or that a receipt has promised."""
+        sample = self.samples.get(name)
+        return sample.turns[-1].end_row if sample and sample.turns else 0
+
+    def reply(
+        self, reply: Reply, rows: Rows | None, *, append: bool, now_s: float, live: bool = False
+    ) -> Turn:
+        """Take a reply with its rows, with a receipt whose frame is here or will come, or with neither (`live`).
+
+        Raises SampleTwice, SampleUnknown, TokensChanged, RowGap, RowOverlap, RowCountMismatch, PayloadCorrupt or ReceiptInvalid;
+        then nothing has changed, and the rows are still the caller's.
+        """
+        sample = self._check_name(reply, append=append)
+        first_row = self.rows_announced(reply.sample_id)
+        turn = Turn(first_row, reply.tokens - 1, reply.engine, reply.key, live=live)
+        if reply.receipt is not None:
+            turn.name, rows = self._claimed(reply, reply.receipt)
+        source = rows or reply.receipt
+        if source is not None:
+            _check_fit(reply, source, held_rows=first_row)
+        if sample is not None and reply.held_hash not in (None, sample.prefix_hash):
+            raise errors.TokensChanged(
+                f"{reply.where}: the first {first_row} tokens differ from those that the held rows were made for; expected the "
+                "same. Was the conversation tokenized anew? Append token ids, not text",
+                samples=[reply.sample_id],
+            )
+        turn.rows = rows
+        sample = self._put(reply, now_s=now_s)
+        sample.turns.append(turn)
+        if turn.name is not None and self._unclaimed.pop(turn.name, None) is None:
+            self._awaited[turn.name] = (sample, turn)
+        elif turn.name is not None:
+            self._use(turn.name)
+        return turn
+
+    def _check_name(self, reply: Reply, *, append: bool) -> Sample | None:
+        sample = self.samples.get(reply.sample_id)
+        if sample is not None and (not append or sample.step is not None):
+            where = "waits for a step" if sample.step is None else f"is in step {sample.step}"
+            raise errors.SampleTwice(
+                f"sample {reply.sample_id} was added twice; the first {where}. Was a request retried?",
+                samples=[reply.sample_id],
+            )
+        if sample is None and append:
+            raise errors.SampleUnknown(
+                f"sample {reply.sample_id} has no turn to append to; rejected, discarded, expired or sealed before?",
+                samples=[reply.sample_id],
+            )
+        return sample
+
+    def _claimed(self, reply: Reply, receipt: Receipt) -> tuple[FrameName, Rows | None]:
+        """The frame's name, and its rows where they are here. Raises what is wrong with a frame that is here."""
+        if reply.key is not None and receipt.sample_key != reply.key:
+            raise errors.ReceiptInvalid(
+                f"{reply.where}: the receipt is for request key {receipt.sample_key:#x}, the reply for {reply.key:#x}; were "
+                "replies swapped?",
+                samples=[reply.sample_id],
+            )
+        kept = self._unclaimed.get(receipt.name)
+        if kept is None:
+            return receipt.name, None
+        if isinstance(kept.what, R3Error):
+            raise _of_sample(kept.what, reply.sample_id)
+        if kept.what.sample_key != receipt.sample_key:
+            raise errors.PayloadCorrupt(
+                f"{reply.where}: the frame belongs to request key {kept.what.sample_key:#x}, its receipt says "
+                f"{receipt.sample_key:#x}; were replies swapped?",
+                samples=[reply.sample_id],
+            )
+        return receipt.name, kept.what
+
+    def _put(self, reply: Reply, *, now_s: float) -> Sample:
+        """To the end: its newest reply has come now."""
+        before = self.samples.pop(reply.sample_id, None)
+        sample = before or Sample(reply.sample_id, 0, 0, 0, now_s)
+        sample.tokens, sample.tokens_hash, sample.prefix_hash = (
+            reply.tokens,
+            reply.tokens_hash,
+            reply.prefix_hash,
+        )
+        sample.since_s = now_s
+        self.samples[reply.sample_id] = sample
+        return sample
+
+    # -- frames that come directly ---------------------------------------------------------------------------------
+
+    def wants(self, name: FrameName) -> bool:
+        """False for a frame that is here whole, or was: it is sent again."""
+        kept = self._unclaimed.get(name)
+        return name not in self._used and (kept is None or isinstance(kept.what, R3Error))
+
+    def owner(self, name: FrameName) -> tuple[Sample, Turn] | None:
+        """Who waits for a frame."""
+        return self._awaited.get(name)
+
+    def frame(self, name: FrameName, what: Rows | R3Error, *, now_s: float) -> bool:
+        """A frame came: its rows, or why it cannot be used. False: nobody wants it (any more), free it."""
+        if not self.wants(name):
+            return False
+        if name not in self._awaited:
+            self._unclaimed[name] = _Unclaimed(what, now_s)
+            return True
+        sample, turn = self._awaited[name]
+        turn.error = _misfit(sample, turn, what)
+        if turn.error is not None:
+            return False
+        assert not isinstance(what, R3Error)
+        turn.rows = what
+        del self._awaited[name]
+        self._use(name)
+        return True
+
+    def _use(self, name: FrameName) -> None:
+        self._used[name] = None
+        if len(self._used) > _REMEMBERED:
+            self._used.popitem(last=False)
+
+    # -- to a step, or away ----------------------------------------------------------------------------------------
+
+    def unknown(self, names: Iterable[str]) -> list[str]:
+        """Those of these samples that no step can take: never here, gone, or another step's."""
+        return [name for name in names if name not in self.samples or self.samples[name].step is not None]
+
+    def outstanding(self, names: Iterable[str]) -> list[tuple[Sample, Turn]]:
+        """The frames of these samples that have not come."""
+        return [(self.samples[name], turn) for name in names for turn in self.samples[name].awaited]
+
+    def take(self, names: Sequence[str], *, step: int) -> list[Sample]:
+        """Hand whole samples over to a step. All or none: SampleUnknown, or the error of a frame that failed."""
+        unknown = self.unknown(names)
+        if unknown:
+            raise errors.SampleUnknown(
+                f"step {step}: {len(unknown)} of {len(names)} assigned samples are not here: {unknown[:5]}. Rejected, discarded, "
+                "expired, or sealed before?",
+                samples=unknown,
+                step=step,
+            )
+        samples = [self.samples[name] for name in names]
+        failed = [sample for sample in samples if sample.error is not None]
+        if failed:
+            first = failed[0].error
+            assert first is not None
+            raise type(first)(
+                f"step {step}: {first}"
+                + (f" (and {len(failed) - 1} more samples)" if len(failed) > 1 else ""),
+                samples=[sample.name for sample in failed],
+                step=step,
+            )
+        for sample in samples:
+            sample.step = step
+        return samples
+
+    def give_back(self, samples: Iterable[Sample]) -> None:
+        """They wait for a step again, in their old places."""
+        for sample in samples:
+            sample.step = None
+
+    def remove(self, names: Iterable[str]) -> list[Sample]:
+        """Forget samples, whatever their state; unknown ones are ignored. A frame that is still to come will be refused."""
+        gone = [self.samples.pop(name) for name in dict.fromkeys(names) if name in self.samples]
+        for sample in gone:
+            for turn in sample.turns:
+                if turn.name is not None and self._awaited.pop(turn.name, None):
+                    self._use(turn.name)
+        return gone
+
+    def expired(self, *, before_s: float) -> tuple[list[Sample], list[Rows]]:
+        """Forget what is older and in no step: (samples, rows that no reply claimed)."""
+        names = [
+            sample.name
+            for sample in self.samples.values()
+            if sample.since_s < before_s and sample.step is None
+        ]
+        old = [name for name, kept in self._unclaimed.items() if kept.since_s < before_s]
+        kept = [self._unclaimed.pop(name).what for name in old]
+        return self.remove(names), [rows for rows in kept if not isinstance(rows, R3Error)]
+
+    @property
+    def unclaimed(self) -> int:
+        """Frames whose replies have not come."""
+        return len(self._unclaimed)
+
+    # -- for a coordinator whose table is in another process: frames by their names ---------------------------------
+
+    def arrived(self, names: Iterable[FrameName]) -> dict[FrameName, Rows | R3Error]:
+        """Those of these frames that are here and that no reply claimed."""
+        return {name: self._unclaimed[name].what for name in names if name in self._unclaimed}
+
+    def adopt(self, name: str, frames: Iterable[FrameName], *, tokens: int, now_s: float) -> Sample:
+        """A sample made of frames that are here, as the coordinator's table says. Raises FrameMissing; then nothing has changed."""
+        sample = self.samples.get(name) or Sample(name, tokens, 0, 0, now_s)
+        new = [frame for frame in frames if all(turn.name != frame for turn in sample.turns)]
+        here = self.arrived(new)
+        rows = [what for frame in new if (what := here.get(frame)) and not isinstance(what, R3Error)]
+        if len(rows) < len(new):
+            raise errors.FrameMissing(
+                f"sample {name}: frames {new} are not all here any more", samples=[name]
+            )
+        for frame, what in zip(new, rows, strict=True):
+            del self._unclaimed[frame]
+            self._use(frame)
+            sample.turns.append(Turn(what.first_row, what.end_row, "?", None, frame, what))
+        self.samples[name] = sample
+        return sample
+
+    def disclaim(self, names: Iterable[FrameName]) -> list[Rows]:
+        """Forget frames that no reply will claim."""
+        gone = [self._unclaimed.pop(name).what for name in names if name in self._unclaimed]
+        return [rows for rows in gone if not isinstance(rows, R3Error)]
+
+
+def _misfit(sample: Sample, turn: Turn, what: Rows | R3Error) -> R3Error | None:
+    """Why a frame that came for a turn cannot be its rows."""
+    if isinstance(what, R3Error):
+        return _of_sample(what, sample.name)
+    where = f"sample {sample.name} from engine {turn.engine}"
+    if turn.key is not None and what.sample_key != turn.key:
+        return errors.PayloadCorrupt(
+            f"{where}: the frame belongs to request key {what.sample_key:#x}, expected the reply's {turn.key:#x}; were replies "
+            "swapped?",
+            samples=[sample.name],
+        )
+    if (what.first_row, what.end_row) != (turn.first_row, turn.end_row):
+        return errors.RowCountMismatch(
+            f"{where}: the frame has rows {what.first_row}..{what.end_row}, its receipt said {turn.first_row}..{turn.end_row}",
+            samples=[sample.name],
+        )
+    return None
+
+
+def _of_sample(error: R3Error, name: str) -> R3Error:
+    return type(error)(f"sample {name}: {error}", samples=[name], engines=error.engines)
+
+
+def _check_fit(reply: Reply, source: Rows | Receipt, *, held_rows: int) -> None:
+    """Do these rows complete a sample of so many tokens, of which the first rows are held?"""
+    key, first = source.sample_key, source.first_row
+    end = first + source.rows if isinstance(source, Receipt) else source.end_row
+    if reply.key is not None and key != reply.key:
+        raise errors.PayloadCorrupt(
+            f"{reply.where}: the frame belongs to request key {key:#x}, expected the reply's {reply.key:#x}; were replies swapped?",
+            samples=[reply.sample_id],
+        )
+    if held_rows and first != held_rows:
+        kind, what = (
+            (errors.RowGap, "rows between are nowhere")
+            if first > held_rows
+            else (errors.RowOverlap, "sent again")
+        )
+        raise kind(
+            f"{reply.where}: rows from {first} on, but rows 0..{held_rows} are held; expected to begin at row {held_rows} "
+            f"({what}). Set routed_experts_start_len to the tokens of the turns before, less one",
+            samples=[reply.sample_id],
+        )
+    if first != held_rows or end != reply.tokens - 1:
+        raise errors.RowCountMismatch(
+            f"{reply.where}: rows {first}..{end} for {reply.tokens} tokens; expected {held_rows}..{reply.tokens - 1}. Is `tokens` "
+            "the whole sequence, prompt and response? Was a start offset set without append, or the text cut after generation?",
+            samples=[reply.sample_id],
+        )

@@ -1,0 +1,237 @@
+"""From a frame's bytes to verified rows at rest, in one pass. Knows frames, the store and shared prompts; no sample and no step.
+
+Rows that lie in the frame as they are stay where the frame was read; coded ones are decoded once, into the store, and stay decoded.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from r3channel.errors import (
+    FrameMagicMismatch,
+    FrameTruncated,
+    HeaderCorrupt,
+    PayloadCorrupt,
+    PrefixMissing,
+    R3Error,
+    RoutingError,
+    RowsInvalid,
+)
+from r3channel.metrics import StageClock
+from r3channel.relay.durable import Durable
+from r3channel.relay.prefixes import PrefixShelf, is_prefix, refers_to_prefix
+from r3channel.relay.store import Block, Store
+from r3channel.routing import Ids, ProvenanceSpan, RowKind
+from r3channel.spec import RoutingSpec
+from r3channel.wire.digest import fold
+from r3channel.wire.frame import Frame, parse_frame, stored_copy
+from r3channel.wire.prefix import resolve
+from r3channel.wire.receipt import FrameName, Source, new_memory, read_frames
+
+DAMAGED = (PayloadCorrupt, HeaderCorrupt, FrameTruncated, FrameMagicMismatch)
+"""What becomes of a frame on its way; anything else is its engine's own fault, and sending it again mends nothing."""
+_MOST_ROWS = 1 << 20
+"""Of a direct frame whose engine does not say how long its sequences may be."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class HeldRows:
+    """Verified rows of one frame, and the memory that they lie in until `free`."""
+
+    ids_TLK: Ids
+    """[T, L, K] in the spec's id dtype, read-only."""
+    first_row: int
+    sample_key: int
+    digests_L: Ids
+    """uint64, as the engine made them; checked against `ids_TLK` when these came."""
+    provenance: tuple[ProvenanceSpan, ...]
+    invalid: tuple[tuple[int, int], ...]
+    """Ranges [start, end) of the sample's rows that hold no routing."""
+    block: Block
+    ref: int
+    """Its number, for what survives."""
+    fold: int
+    """Identity of `digests_L`."""
+    relay: int = 0
+
+    @property
+    def end_row(self) -> int:
+        return self.first_row + len(self.ids_TLK)
+
+    @classmethod
+    def of(cls, frame: Frame, ids_TLK: Ids, block: Block, *, ref: int) -> HeldRows:
+        return cls(
+            ids_TLK=ids_TLK,
+            first_row=frame.first_row,
+            sample_key=frame.sample_key,
+            digests_L=frame.digests_L,
+            provenance=frame.provenance,
+            invalid=_invalid_ranges(frame),
+            block=block,
+            ref=ref,
+            fold=fold(frame.digests_L),
+        )
+
+
+class Landing:
+    """Any thread."""
+
+    def __init__(
+        self,
+        spec: RoutingSpec,
+        store: Store,
+        durable: Durable | None,
+        *,
+        clock: StageClock,
+        invalid_rows: str,
+        prefix_bytes: int,
+    ) -> None:
+        self._spec, self._store, self._durable = spec, store, durable
+        self._clock, self._invalid_rows = clock, invalid_rows
+        self._prefixes = PrefixShelf(spec, max_bytes=prefix_bytes)
+        self._refs = itertools.count(1)
+
+    def keep(self, data: bytes, *, sample_id: str, engine: str, max_rows: int, room_s: float) -> HeldRows:
+        """Verify and keep a frame that is in hand. Raises a typed `RoutingError`, or `StoreFull` after `room_s`."""
+        frame = self._parsed(data, sample_id, engine, max_rows)
+        if not frame.stored:
+            return self._decoded(frame, data, room_s=room_s)
+        return self._finish(frame, data, None, self._store.adopt(data, timeout_s=room_s, what=frame.where))
+
+    def read(
+        self,
+        body: Source,
+        count: int,
+        *,
+        boot_id: int,
+        engine: str,
+        max_rows: int,
+        wanted: Callable[[FrameName], bool],
+        take: Callable[[FrameName, HeldRows | R3Error], None],
+    ) -> None:
+        """Read an opened parcel and hand on each frame that is `wanted`, or why it cannot be used.
+
+        A frame that carries its rows is received into the store, at the place where it stays. Raises ReceiptInvalid, PrefixMissing and
+        StoreFull; then nothing was taken. Raises the error of a frame that was damaged on the way after the others were taken.
+        """
+        blocks: dict[int, Block] = {}
+
+        def place(serial: int, size: int, head: bytes) -> memoryview:
+            beside = is_prefix(head) or refers_to_prefix(head) or not wanted((boot_id, serial))
+            if beside or serial in blocks:
+                return new_memory(serial, size, head)
+            blocks[serial] = self._store.allocate(size, what=f"frame {serial} from engine {engine}")
+            return blocks[serial].view
+
+        try:
+            with self._clock.span("http"):
+                frames = read_frames(body, count, boot_id=boot_id, place=place)
+            for _, data in frames:
+                if is_prefix(data):
+                    self._prefixes.put(data, engine=engine)
+            damaged: R3Error | None = None
+            shared = self._shared(frames, engine=engine)
+            for serial, data in frames:
+                if not is_prefix(data) and wanted((boot_id, serial)):
+                    what = self._land(
+                        serial, data, blocks.pop(serial, None), shared, engine, max_rows, boot_id
+                    )
+                    take((boot_id, serial), what)
+                    damaged = damaged or (what if isinstance(what, DAMAGED) else None)
+        finally:
+            for block in blocks.values():
+                block.free()
+        if damaged is not None:
+            raise damaged
+
+    def _land(
+        self,
+        serial: int,
+        data: memoryview,
+        block: Block | None,
+        shared: Mapping[bytes, Ids],
+        engine: str,
+        max_rows: int,
+        boot_id: int,
+    ) -> HeldRows | R3Error:
+        try:
+            parsed = self._parsed(data, f"of frame {serial}", engine, max_rows or _MOST_ROWS)
+            frame = resolve(parsed, shared.get)
+            if block is None or not frame.stored:
+                return self._decoded(frame, data)
+            kept, block = block, None
+            return self._finish(frame, data, None, kept)
+        except RoutingError as error:
+            return error
+        finally:
+            if block is not None:
+                block.free()
+
+    def _parsed(self, data: bytes | memoryview, sample_id: str, engine: str, max_rows: int) -> Frame:
+        with self._clock.span("verify"):
+            frame = parse_frame(data, spec=self._spec, sample_id=sample_id, engine=engine, max_rows=max_rows)
+            self._check_policy(frame)
+            return frame
+
+    def _decoded(self, frame: Frame, data: bytes | memoryview, *, room_s: float = 0.0) -> HeldRows:
+        """Coded rows, or some that another frame brought, are decoded once, into the store."""
+        block = self._store.allocate(frame.raw_nbytes, timeout_s=room_s, what=frame.where)
+        shape = (frame.rows, self._spec.num_moe_layers, self._spec.top_k)
+        out_TLK = np.frombuffer(block.view, self._spec.id_dtype).reshape(shape)
+        return self._finish(frame, data, out_TLK, block)
+
+    def _finish(self, frame: Frame, data: bytes | memoryview, out_TLK: Ids | None, block: Block) -> HeldRows:
+        """Check every id, and write what must survive; whatever is raised, the block is free."""
+        try:
+            with self._clock.span("verify"):
+                ids_TLK = frame.verify(out_TLK)
+            rows = HeldRows.of(frame, ids_TLK, block, ref=next(self._refs))
+            if self._durable is not None:
+                self._durable.frame(rows.ref, stored_copy(frame) if frame.shares else data)
+        except BaseException:
+            block.free()
+            raise
+        return rows
+
+    def _shared(self, frames: list[tuple[int, memoryview]], *, engine: str) -> dict[bytes, Ids]:
+        """The rows that the frames of a parcel refer to. Raises PrefixMissing where some are not here: nothing is taken then."""
+        found: dict[bytes, Ids] = {}
+        for serial, data in frames:
+            if is_prefix(data) or not refers_to_prefix(data):
+                continue
+            try:
+                ref = parse_frame(data, spec=self._spec).prefix
+            except RoutingError:
+                continue  # a damaged frame is told to its reply
+            rows_TLK = self._prefixes.get(ref.digest) if ref is not None else None
+            if ref is not None and rows_TLK is None:
+                raise PrefixMissing(
+                    f"frame {serial} from engine {engine} shares rows of prefix {ref.digest.hex()}, which is not here; evicted, or "
+                    "sent to another relay?"
+                )
+            if ref is not None and rows_TLK is not None:
+                found[ref.digest] = rows_TLK
+        return found
+
+    def _check_policy(self, frame: Frame) -> None:
+        """Policy `error`: a row without routing is refused by name."""
+        missing = [span for span in frame.provenance if span.kind is RowKind.MISSING]
+        if self._invalid_rows == "error" and (missing or not frame.valid_T.all()):
+            first = int((~frame.valid_T).argmax()) if not frame.valid_T.all() else missing[0].start
+            raise RowsInvalid(
+                f"{frame.where}: {int((~frame.valid_T).sum())} of {frame.rows} rows hold no routing, the first is row {first}; expected "
+                "all rows valid (policy: error)"
+            )
+
+
+def _invalid_ranges(frame: Frame) -> tuple[tuple[int, int], ...]:
+    """Of positions, ascending."""
+    if frame.valid_T.all():
+        return ()
+    edges = np.flatnonzero(np.diff(np.concatenate([[True], frame.valid_T, [True]]).astype(np.int8)))
+    edges += frame.first_row
+    return tuple(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))

@@ -1,0 +1,201 @@
+"""Sealed steps: what each takes from the table, what each receiver gets of it, and who has acknowledged it. Knows no connection.
+
+    sealed -> prepared (in the background: where each receiver's rows lie) -> acknowledged by every receiver -> gone
+                                       \\-> abandoned: its samples wait for a step again
+
+Nothing is copied: a receiver's rows are sent from where they lie in the store, and stay until the last acknowledgement.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from r3channel.errors import PayloadCorrupt, R3Error
+from r3channel.plan.shards import ShardKey
+from r3channel.plan.stream import Stream, serves
+from r3channel.plan.ticket import Ticket
+from r3channel.relay.rows import HeldRows
+from r3channel.routing import Ids
+from r3channel.wire.digest import layer_digests
+
+_Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """What one receiver gets from this relay: rows from where they lie, then the digests that they must have."""
+
+    stream: Stream
+    rows: dict[str, list[HeldRows]]
+    """Sample -> its turns that lie here."""
+    digests: bytes
+    bucket_bytes: int
+
+    def pieces(self) -> Iterator[Ids]:
+        """The rows in order, each piece [rows, all MoE layers, K], a view of the store."""
+        for sample, position, rows in self.stream.sends():
+            end = position + rows
+            for turn in self.rows[self.stream.samples[sample].sample_id]:
+                first, last = max(position, turn.first_row), min(end, turn.end_row)
+                if first < last:
+                    yield turn.ids_TLK[first - turn.first_row : last - turn.first_row]
+
+    def whole(self) -> bool:
+        """Do rows travel with all their layers, as they lie?"""
+        return len(self.stream.columns) == self.stream.shard.spec.num_moe_layers
+
+    def fill(self, buffers: Sequence[_Bytes]) -> Iterator[tuple[int, int]]:
+        """Gather the rows into buffers of one size, in turn; yields (which, bytes in it). Whole rows only."""
+        stream, spec = self.stream, self.stream.shard.spec
+        columns: Any = list(stream.columns)
+        if columns and columns == list(range(columns[0], columns[-1] + 1)):
+            columns = slice(columns[0], columns[-1] + 1)  # a copy without an index array
+        room = len(buffers[0]) // stream.row_bytes if stream.row_bytes else 0
+        shape = (room, len(stream.columns), spec.top_k)
+        arrays = [buffer[: room * stream.row_bytes].view(spec.id_dtype).reshape(shape) for buffer in buffers]
+        slot = at = 0
+        for piece in self.pieces() if room else ():
+            while len(piece):
+                count = min(len(piece), room - at)
+                arrays[slot][at : at + count] = piece[:count, columns]
+                piece, at = piece[count:], at + count
+                if at == room:
+                    yield slot, at * stream.row_bytes
+                    slot, at = (slot + 1) % len(buffers), 0
+        if at:
+            yield slot, at * stream.row_bytes
+
+    def batches(self, nbytes: int) -> Iterator[list[memoryview]]:
+        """The rows as they lie, in lists of at most so many bytes: each is sent within one deadline."""
+        batch, size = [], 0
+        for piece in self.pieces():
+            rest = piece.reshape(-1).view(np.uint8).data
+            while len(rest):
+                part, rest = rest[: nbytes - size], rest[nbytes - size :]
+                batch.append(part)
+                size += len(part)
+                if size == nbytes:
+                    yield batch
+                    batch, size = [], 0
+        if batch:
+            yield batch
+
+
+@dataclass(eq=False)
+class SealedStep:
+    """Guarded by the relay's condition, `prepare` aside: that is the background's, and what it makes is published whole."""
+
+    ticket: Ticket
+    rows: dict[str, list[HeldRows]]
+    """Sample -> its turns that lie at this relay, ascending."""
+    relay: int
+    sealed_s: float = field(default_factory=time.monotonic)
+    acknowledged: set[ShardKey] = field(default_factory=set)
+    outgoing: dict[ShardKey, Outgoing] = field(default_factory=dict)
+    error: R3Error | None = None
+    """Why it cannot be delivered; receivers that ask are told."""
+
+    @cached_property
+    def keys(self) -> tuple[ShardKey, ...]:
+        """The receivers that this relay serves."""
+        layout = self.ticket.layout
+        return tuple(
+            (dp, pp, cp)
+            for dp in range(layout.dp)
+            if serves(self.ticket, dp=dp, relay=self.relay)
+            for pp in range(layout.pp)
+            for cp in range(layout.cp)
+        )
+
+    @property
+    def missing(self) -> tuple[ShardKey, ...]:
+        """Receivers that have not acknowledged."""
+        return tuple(key for key in self.keys if key not in self.acknowledged)
+
+    @property
+    def state(self) -> str:
+        if self.error is not None:
+            return "FAILED"
+        return "PREPARED" if all(key in self.outgoing for key in self.keys) else "SEALED"
+
+    def prepare(self, dp: int) -> dict[ShardKey, Outgoing]:
+        """What the receivers of one DP rank get. Raises PayloadCorrupt where rows are not what they were when they came."""
+        keys = [key for key in self.keys if key[0] == dp]
+        plan = self.ticket.plan
+        streams = {
+            key: Stream.of(self.ticket, plan.shard(dp=dp, pp=key[1], cp=key[2]), self.relay) for key in keys
+        }
+        if not streams:
+            return {}
+        first = next(iter(streams.values()))
+        engine_SL = np.stack([self._digests_of(sample.sample_id) for sample in first.samples])
+        parts = {cp: engine_SL for _, _, cp in keys}
+        if self.ticket.layout.cp > 1:
+            parts = {cp: self._part(streams[key]) for key in keys for cp in [key[2]] if key[1] == keys[0][1]}
+            self._attest(first, engine_SL, sum(parts.values(), np.zeros_like(engine_SL)))
+        return {
+            key: Outgoing(
+                stream,
+                self.rows,
+                engine_SL.tobytes() + self._own(stream, parts[key[2]]),
+                self.ticket.bucket_bytes,
+            )
+            for key, stream in streams.items()
+        }
+
+    def verify(self, names: list[str]) -> None:
+        """Look again at samples that a receiver found damaged. Raises PayloadCorrupt where they are, here."""
+        for name in names:
+            for turn in self.rows.get(name, ()):
+                found_L = layer_digests(turn.ids_TLK, first_row=turn.first_row, valid_T=valid_rows(turn))
+                self._check(name, turn.digests_L, found_L)
+
+    def _digests_of(self, name: str) -> Ids:
+        turns = self.rows.get(name, ())
+        return sum((turn.digests_L for turn in turns), np.zeros(self.ticket.spec.num_moe_layers, np.uint64))
+
+    def _part(self, stream: Stream) -> Ids:
+        """[sample, MoE layer]: the digests of the rows that one CP rank gets, whatever its stage."""
+        found_SL = np.zeros((len(stream.samples), self.ticket.spec.num_moe_layers), np.uint64)
+        for sample, position, rows in stream.sends():
+            end = position + rows
+            for turn in self.rows[stream.samples[sample].sample_id]:
+                first, last = max(position, turn.first_row), min(end, turn.end_row)
+                if first < last:
+                    ids_TLK = turn.ids_TLK[first - turn.first_row : last - turn.first_row]
+                    found_SL[sample] += layer_digests(ids_TLK, first_row=first)
+        return found_SL
+
+    def _attest(self, stream: Stream, engine_SL: Ids, found_SL: Ids) -> None:
+        """The parts of a sample must add up to what its engine saw: what was changed at rest is noticed here."""
+        for index, sample in enumerate(stream.samples):
+            self._check(sample.sample_id, engine_SL[index], found_SL[index])
+
+    def _check(self, name: str, engine_L: Ids, found_L: Ids) -> None:
+        wrong = np.flatnonzero(engine_L != found_L)
+        if len(wrong):
+            layers = [self.ticket.spec.moe_layers[index] for index in wrong]
+            raise PayloadCorrupt(
+                f"step {self.ticket.step}: sample {name}, layers {layers}: the ids at rest in relay {self.relay} are not those that "
+                "the engine hashed; was memory or disk damaged? Abandon the step, discard the sample and generate it again",
+                samples=[name],
+                step=self.ticket.step,
+            )
+
+    @staticmethod
+    def _own(stream: Stream, part_SL: Ids) -> bytes:
+        return np.ascontiguousarray(part_SL[:, list(stream.columns)]).tobytes()
+
+
+def valid_rows(turn: HeldRows) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """[T] bool of a turn's rows."""
+    valid_T = np.ones(len(turn.ids_TLK), bool)
+    for start, end in turn.invalid:
+        valid_T[start - turn.first_row : end - turn.first_row] = False
+    return valid_T

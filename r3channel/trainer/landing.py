@@ -1,0 +1,87 @@
+"""A shard as it lands on one process: rows of any relay written where they belong, and held against what the engines hashed.
+
+Knows the plan and the digests; no connection and no router.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from r3channel.errors import TicketMismatch
+from r3channel.plan.place import Placement
+from r3channel.plan.shards import Shard
+from r3channel.plan.stream import Stream
+from r3channel.plan.ticket import Ticket
+from r3channel.routing import Ids
+from r3channel.trainer.member import read_tables
+from r3channel.wire.digest import fold
+
+
+class LandedShard:
+    """FILLING (relay by relay) -> whole. One thread; kept over a receive that failed, because what was acknowledged stays."""
+
+    def __init__(self, ticket: Ticket, shard: Shard, rows_N: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+        """`rows_N` has `shard.nbytes` bytes of any content."""
+        self.ticket, self.shard = ticket, shard
+        self._stream = Stream.of(ticket, shard)
+        self._placement = Placement(self._stream, rows_N)
+        self._placement.pads()
+        self._engine_SL = np.zeros((len(self._stream.samples), ticket.spec.num_moe_layers), np.uint64)
+        self.digests_CSL = self._placement.new_digests()
+        """[TP slot, sample of the DP rank, layer]: of the rows that the slot holds."""
+        self.done: set[int] = set()
+        """Relays whose rows are in it."""
+
+    def sink(self, stream: Stream) -> RelaySink:
+        """For one attempt of one relay."""
+        return RelaySink(self, stream)
+
+    def add(self, relay: int, engine_SL: Ids, digests_CSL: Ids) -> None:
+        """A relay's rows are in it, verified."""
+        self._engine_SL += engine_SL
+        self.digests_CSL += digests_CSL
+        self.done.add(relay)
+
+    def check_samples(self) -> None:
+        """All relays are done: are these the samples that the ticket names? Raises TicketMismatch with those that are not."""
+        wrong = [
+            sample.sample_id
+            for sample, engine_L in zip(self._stream.samples, self._engine_SL, strict=True)
+            if sample.digest and fold(engine_L) != sample.digest
+        ]
+        if wrong:
+            raise TicketMismatch(
+                f"step {self.ticket.step}: {len(wrong)} samples have other rows than their ticket says: {wrong[:5]}. Did the relay send "
+                "another rank's, or another step's?",
+                samples=wrong,
+                step=self.ticket.step,
+                ranks=[self.shard.key],
+            )
+
+
+class RelaySink:
+    """See `trainer.member.Sink`."""
+
+    def __init__(self, landed: LandedShard, stream: Stream) -> None:
+        self._landed, self._stream = landed, stream
+        self._placement = landed._placement
+        self._digests_CSL = self._placement.new_digests()
+
+    def rows(self, ids_TCK: Ids, *, begin: int) -> None:
+        self._placement.rows(self._stream, ids_TCK, self._digests_CSL, begin=begin)
+
+    def verify(self, digests: bytes) -> list[str]:
+        """Rows are held against what the relay announced, and that against what the engines hashed."""
+        stream, shard = self._stream, self._stream.shard
+        engine_SL, part_SC = read_tables(stream, digests)
+        columns = [stream.columns.index(source) for source in shard.sources]
+        wrong_S = (self._digests_CSL.sum(axis=0, dtype=np.uint64) != part_SC[:, columns]).any(axis=1)
+        if (
+            shard.cp_size == 1
+        ):  # then this process has all rows of its layers, and needs nobody's word for them
+            wrong_S |= (part_SC != engine_SL[:, list(stream.columns)]).any(axis=1)
+        if not wrong_S.any():
+            self._landed.add(stream.relay, engine_SL, self._digests_CSL)
+        return [stream.samples[index].sample_id for index in np.flatnonzero(wrong_S).tolist()]

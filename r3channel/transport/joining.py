@@ -1,0 +1,36 @@
+"""From a rendezvous to its transport. Knows every implementation, and loads only the one that is asked for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from r3channel.errors import ConfigError
+from r3channel.transport.base import Rendezvous, Transport
+
+if TYPE_CHECKING:
+    from r3channel.transport.process_group import RendezvousStore
+
+
+def open_store(interface: str) -> RendezvousStore:
+    """The store of a relay whose groups use gloo, NCCL or nixl; listens on `interface` only until it is closed."""
+    from r3channel.transport.process_group import RendezvousStore
+
+    return RendezvousStore(interface)
+
+
+def join(rendezvous: Rendezvous, *, timeout_s: float) -> Transport:
+    """Join a group; returns when all ranks of the epoch have joined, or raises `DeadlineExceeded`."""
+    match rendezvous.backend:
+        case "tcp":
+            from r3channel.transport.tcp import TcpTransport as Joined
+        case "loopback":
+            from r3channel.transport.loopback import LoopbackTransport as Joined
+        case "shm":
+            from r3channel.transport.shared_memory import SharedMemoryTransport as Joined
+        case "nixl":
+            from r3channel.transport.one_sided import OneSidedTransport as Joined
+        case "gloo" | "nccl":
+            from r3channel.transport.process_group import ProcessGroupTransport as Joined
+        case other:
+            raise ConfigError(f"{rendezvous.name}: no transport is called {other!r}")
+    return Joined(rendezvous, timeout_s=timeout_s)

@@ -1,0 +1,80 @@
+"""What relay and receiver say to each other on the connection that carries the rows. Plain values in JSON; no I/O here.
+
+    receiver                      relay
+    READY  {run, step, group}  ->                    group: rows are to come over the process group of this connection
+                               <- GROUP {...}        where to join it; once per connection
+                               <- ROWS  {nbytes, digests}    then the rows, then the digests (see below)
+    DAMAGED {step, samples}    ->                    rows that do not have their digests
+                               <- AGAIN              they are whole here: say READY again
+    DONE   {step}              ->                    whole and verified
+                               <- THANKS
+                               <- ERROR {...}        in answer to anything: the relay's own typed error
+
+The digests are two tables of uint64: what the engines made of each sample of the DP rank, [sample][MoE layer], and what the rows
+that this receiver gets must have, [sample][travelling column]; both of the rows of this relay only, so those of several add up.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from r3channel import errors
+from r3channel.errors import R3Error, TransportError
+
+READY, GROUP, ROWS, DAMAGED, AGAIN, DONE, THANKS, ERROR = range(1, 9)
+_NAMES = {
+    READY: "READY",
+    GROUP: "GROUP",
+    ROWS: "ROWS",
+    DAMAGED: "DAMAGED",
+    AGAIN: "AGAIN",
+    DONE: "DONE",
+    THANKS: "THANKS",
+}
+
+
+def pack(**values: Any) -> bytes:
+    return json.dumps(values, separators=(",", ":")).encode()
+
+
+def unpack(kind: int, body: bytes, *, expected: int, names: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The values of a record of the expected kind. Raises what an ERROR record carries, TransportError for anything else."""
+    try:
+        values = json.loads(body) if body else {}
+        if kind == ERROR:
+            raise error_of(values)
+        if kind == expected and isinstance(values, dict) and values.keys() >= set(names):
+            return values
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise TransportError(f"a record of kind {kind} cannot be read: {error!r}") from error
+    raise TransportError(
+        f"a record {_NAMES.get(kind, kind)} of {len(body)} bytes, expected {_NAMES[expected]} with {names}"
+    )
+
+
+def values_of(error: R3Error) -> dict[str, Any]:
+    """An error as plain values."""
+    return {
+        "error": type(error).__name__,
+        "message": str(error),
+        "samples": list(error.samples),
+        "engines": list(error.engines),
+        "ranks": [list(rank) for rank in error.ranks],
+        "step": error.step,
+    }
+
+
+def error_of(values: dict[str, Any]) -> R3Error:
+    """By name, of this package's own classes only."""
+    kind = getattr(errors, str(values["error"]), None)
+    if not (isinstance(kind, type) and issubclass(kind, R3Error)):
+        kind = TransportError
+    step = values["step"]
+    return kind(
+        str(values["message"]),
+        samples=[str(name) for name in values["samples"]],
+        engines=[str(name) for name in values["engines"]],
+        ranks=[tuple(int(part) for part in rank) for rank in values["ranks"]],
+        step=None if step is None else int(step),
+    )

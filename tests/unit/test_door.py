@@ -1,0 +1,552 @@
+"""The door for engines: broken, hostile and stalled connections end in an answer, and hold up nobody else."""
+
+from __future__ import annotations
+
+import random
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import h11
+import numpy as np
+import pytest
+
+import r3channel
+from r3channel import errors
+from r3channel.bearer import create_token, read_token
+from r3channel.relay import door as door_module
+from r3channel.relay.door import MAX_HEAD_BYTES, BodyLost, Door, Link, Request
+from r3channel.wire.frame import parse_frame
+from r3channel.wire.hello import Hello
+from r3channel.wire.ingest import Status
+from r3channel.wire.receipt import PREFIX_SERIAL, Source, new_memory, pack_parcel, read_frames
+from tests.direct import Engine, hello_of
+from tests.samples import SPEC, random_ids
+
+LIMIT_S = 20.0
+NEVER_S = 1000.0
+TOKEN = "t" * 32
+HEAD = f"POST /v1/frames HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n".encode()
+HELLO_HEAD = HEAD.replace(b"frames", b"hello")
+FRAMES = [(1, bytes(range(250)) * 40), (2, b"abc"), (3, b"")]
+BODY = b"".join(pack_parcel(7, FRAMES))
+BOOT_IDS = (7, 9, hello_of().boot_id)
+
+
+class Kept:
+    """An intake that keeps every parcel's frames, unless it is told to fail."""
+
+    def __init__(self) -> None:
+        self.taken: list[list[tuple[int, bytes]]] = []
+        self.tried: list[list[int]] = []
+        """Serials of each parcel that was read, taken or not."""
+        self.failures: list[Exception] = []
+        """One for each of the next parcels."""
+        self.failure: Exception | None = None
+        """For every parcel."""
+        self.refusal = ""
+        self.greeted: list[Hello] = []
+        self.begun, self.ended = threading.Semaphore(0), threading.Semaphore(0)
+
+    def greet(self, hello: Hello) -> None:
+        if self.refusal:
+            raise errors.EngineSilent(self.refusal)
+        self.greeted.append(hello)
+
+    def knows(self, boot_id: int) -> bool:
+        return boot_id in BOOT_IDS
+
+    def deliver(self, boot_id: int, count: int, body: Source) -> None:
+        self.begun.release()
+        frames = read_frames(body, count, boot_id=boot_id, place=new_memory)
+        self.tried.append([serial for serial, _ in frames])
+        failure = self.failures.pop(0) if self.failures else self.failure
+        if failure is not None:
+            raise failure
+        self.taken.append([(serial, bytes(frame)) for serial, frame in frames])
+        self.ended.release()
+
+
+@pytest.fixture
+def intake() -> Kept:
+    return Kept()
+
+
+Open = Callable[..., Door]
+
+
+@pytest.fixture
+def open_door(intake: Kept) -> Iterator[Open]:
+    """The options are set before the door is opened, and stay."""
+    with ExitStack() as stack:
+
+        def make(*, token: str = TOKEN, **options: Any) -> Door:
+            patch = stack.enter_context(pytest.MonkeyPatch.context())
+            for name, value in options.items():
+                patch.setattr(door_module, name, value)
+            door = Door(intake, token=token, host="127.0.0.1", port=0, max_body_bytes=1 << 20)
+            stack.callback(door.close)
+            return door
+
+        yield make
+
+
+@pytest.fixture
+def door(open_door: Open) -> Door:
+    return open_door()
+
+
+def connect(door: Door) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", int(door.url.rsplit(":", 1)[1])), timeout=LIMIT_S)
+
+
+def all_of(peer: socket.socket) -> bytes:
+    answer = b""
+    while part := peer.recv(1 << 16):
+        answer += part
+    return answer
+
+
+def talk(door: Door, data: bytes, *, pieces: int = 1) -> bytes:
+    """All that comes back for these bytes, after which we say no more."""
+    with connect(door) as peer:
+        size = -(-len(data) // pieces)
+        for at in range(0, len(data), size):
+            peer.sendall(data[at : at + size])
+        peer.shutdown(socket.SHUT_WR)
+        return all_of(peer)
+
+
+def request(body: bytes = BODY, *, head: bytes = HEAD) -> bytes:
+    return head + f"Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+def statuses(answer: bytes) -> list[int]:
+    return [int(part[:3]) for part in answer.split(b"HTTP/1.1 ")[1:]]
+
+
+def stall(door: Door, intake: Kept, number: int, stack: ExitStack) -> list[socket.socket]:
+    """Connections that have sent all of a request but its last 50 bytes, whose bodies are being read."""
+    peers = [stack.enter_context(connect(door)) for _ in range(number)]
+    for peer in peers:
+        peer.sendall(request()[:-50])
+        assert intake.begun.acquire(timeout=LIMIT_S)
+    return peers
+
+
+# -- requests --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_body_arrives_whole_however_it_is_cut_up(door: Door, intake: Kept) -> None:
+    for pieces in (1, 2, 7, 300):
+        assert statuses(talk(door, request(), pieces=pieces)) == [200]
+    assert intake.taken == [FRAMES] * 4
+
+
+def test_one_connection_carries_many_requests(door: Door, intake: Kept) -> None:
+    with connect(door) as peer:
+        for _ in range(3):
+            peer.sendall(request())
+            assert statuses(peer.recv(4096)) == [200]
+    assert len(intake.taken) == 3
+
+
+def test_a_request_may_lie_right_behind_another(door: Door, intake: Kept) -> None:
+    small = request(b"".join(pack_parcel(7, [(9, b"abc")])))
+    assert statuses(talk(door, small + request() + small + small)) == [200] * 4
+    assert [len(frames) for frames in intake.taken] == [1, 3, 1, 1]
+
+
+def test_a_request_behind_one_that_failed_is_read_from_its_own_beginning(door: Door, intake: Kept) -> None:
+    intake.failures = [errors.StoreFull("no room"), errors.PrefixMissing("gone"), ZeroDivisionError()]
+    unknown = request(b"".join(pack_parcel(8, FRAMES)))
+    expected = [503, 424, 500, 409, 200]
+    assert statuses(talk(door, request() * 3 + unknown + request())) == expected
+    assert intake.taken == [FRAMES]
+
+
+def test_who_waits_for_permission_to_send_a_body_gets_it(door: Door, intake: Kept) -> None:
+    with connect(door) as peer:
+        peer.sendall(HEAD + f"Expect: 100-continue\r\nContent-Length: {len(BODY)}\r\n\r\n".encode())
+        assert statuses(peer.recv(4096)) == [100]
+        peer.sendall(BODY)
+        assert statuses(peer.recv(4096)) == [200]
+    assert len(intake.taken) == 1
+
+
+def test_a_hello_is_told_to_the_intake(door: Door, intake: Kept) -> None:
+    assert statuses(talk(door, request(hello_of().to_bytes(), head=HELLO_HEAD))) == [200]
+    assert intake.greeted == [hello_of()]
+
+
+def test_a_frame_costs_few_calls(door: Door, intake: Kept) -> None:
+    """Of functions of this package, of one connection's thread, from head to answer."""
+    body, calls, ours = b"".join(pack_parcel(7, FRAMES[:1])), [], str(Path(r3channel.__file__).parent)
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(ours):
+            calls.append(frame.f_code.co_name)
+
+    threading.setprofile(count)
+    try:
+        with connect(door) as peer:
+            peer.sendall(request(body))
+            assert statuses(peer.recv(4096)) == [200]
+            calls.clear()
+            peer.sendall(request(body))
+            assert statuses(peer.recv(4096)) == [200]
+            seen = list(calls)
+    finally:
+        threading.setprofile(None)  # pyright: ignore[reportArgumentType]
+    assert sys.getprofile() is None and "read_frames" in seen
+    assert len(seen) <= 40, seen
+
+
+# -- answers ---------------------------------------------------------------------------------------------------------------
+
+
+def failing(error: Exception) -> Callable[[Door, Kept], bytes]:
+    def ask(door: Door, intake: Kept) -> bytes:
+        intake.failures = [error]
+        return talk(door, request())
+
+    return ask
+
+
+def refused(door: Door, intake: Kept) -> bytes:
+    intake.refusal = "num_experts 64, expected 128"
+    return talk(door, request(hello_of().to_bytes(), head=HELLO_HEAD))
+
+
+def stood_still(door: Door, intake: Kept) -> bytes:
+    with connect(door) as peer:
+        peer.sendall(request()[:-1])
+        return all_of(peer)
+
+
+ANSWERS: dict[Status, Callable[[Door, Kept], bytes]] = {
+    Status.TAKEN: lambda door, _: talk(door, request()),
+    Status.NO_PARCEL: lambda door, _: talk(door, request(b"R3P\x01 and so on")),
+    Status.NO_TOKEN: lambda door, _: talk(door, request(head=HEAD.replace(b"tt\r", b"t\r"))),
+    Status.NO_SUCH_PATH: lambda door, _: talk(door, request(head=HEAD.replace(b"frames", b"x"))),
+    Status.NO_SUCH_METHOD: lambda door, _: talk(door, request(head=HEAD.replace(b"POST", b"PUT"))),
+    Status.TOO_SLOW: stood_still,
+    Status.HELLO_FIRST: lambda door, _: talk(door, request(b"".join(pack_parcel(8, FRAMES)))),
+    Status.NO_LENGTH: lambda door, _: talk(door, HEAD + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n"),
+    Status.TOO_LARGE: lambda door, _: talk(door, HEAD + b"Content-Length: 1048577\r\n\r\n"),
+    Status.HELLO_REFUSED: refused,
+    Status.PREFIX_MISSING: failing(errors.PrefixMissing("shares rows that are not here")),
+    Status.FRAME_DAMAGED: failing(errors.PayloadCorrupt("damaged on the way")),
+    Status.FAILED: failing(ZeroDivisionError()),
+    Status.COME_AGAIN: failing(errors.StoreFull("no room")),
+}
+
+
+@pytest.mark.parametrize("status", Status, ids=lambda status: status.name)
+def test_every_status_of_the_table_is_given_where_it_says(
+    open_door: Open, intake: Kept, status: Status
+) -> None:
+    answer = ANSWERS[status](open_door(STALL_S=0.1), intake)
+    assert statuses(answer) == [status]
+    assert answer.startswith(f"HTTP/1.1 {status} {status.name}\r\n".encode())
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (errors.HeaderCorrupt("x"), Status.FRAME_DAMAGED),
+        (errors.FrameTruncated("x"), Status.FRAME_DAMAGED),
+        (errors.FrameMagicMismatch("x"), Status.FRAME_DAMAGED),
+        (errors.EngineReported("x"), Status.NO_PARCEL),
+        (errors.SpecMismatch("x"), Status.NO_PARCEL),
+        (errors.DuplicateExpertId("x"), Status.NO_PARCEL),
+        (errors.BackgroundFailed("x"), Status.COME_AGAIN),
+        (errors.UsageError("closed"), Status.COME_AGAIN),
+        (OSError("a file of the relay's own"), Status.FAILED),
+    ],
+)
+def test_what_the_intake_raises_is_told_to_the_engine(
+    door: Door, intake: Kept, error: Exception, status: Status
+) -> None:
+    assert statuses(failing(error)(door, intake)) == [status]
+    assert statuses(talk(door, request())) == [200]
+
+
+def test_an_error_that_is_no_text_is_told_all_the_same(door: Door, intake: Kept) -> None:
+    assert statuses(failing(errors.StoreFull("of \ud800"))(door, intake)) == [503]
+
+
+HOSTILE = {
+    "no HTTP": b"R3P\x01" * 40 + b"\r\n\r\n",
+    "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(500),
+    "a head without end": HEAD + b"A: " + b"b" * (2 * MAX_HEAD_BYTES),
+    "many headers": HEAD + b"".join(b"H%d: x\r\n" % n for n in range(4000)) + b"\r\n",
+    "two lengths": HEAD + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\n" + BODY,
+    "a signed length": HEAD + b"Content-Length: +5\r\n\r\n" + BODY,
+    "a negative length": HEAD + b"Content-Length: -5\r\n\r\n" + BODY,
+    "an endless length": HEAD + b"Content-Length: " + b"9" * 40 + b"\r\n\r\n",
+    "a length that no number is read from": HEAD + b"Content-Length: " + b"9" * 5000 + b"\r\n\r\n",
+    "a huge length": HEAD + b"Content-Length: 9999999999\r\n\r\n",
+    "chunks": HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n",
+    "chunks and a length": HEAD + b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\nhello",
+    "another coding": HEAD + b"Transfer-Encoding: gzip\r\n\r\nhello",
+    "a null in a header": HEAD + b"A: b\0c\r\nContent-Length: 5\r\n\r\nhello",
+    "a space before the colon": HEAD + b"Content-Length : 5\r\n\r\nhello",
+    "two tokens": HEAD + f"Authorization: Bearer {TOKEN}x\r\n".encode() + b"Content-Length: 5\r\n\r\nhello",
+    "a token that is no text": HEAD.replace(b"Bearer ttt", b"Bearer \xff\xfe") + b"Content-Length: 0\r\n\r\n",
+    "another method": request(head=HEAD.replace(b"POST", b"PUT")),
+    "another path": request(head=HEAD.replace(b"/v1/frames", b"/v1/../v1/frames")),
+    "no token": request(head=b"POST /v1/frames HTTP/1.1\r\nHost: x\r\n"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_heads_are_refused_and_the_connection_ends(door: Door, intake: Kept, name: str) -> None:
+    answers = statuses(talk(door, HOSTILE[name]))
+    assert len(answers) == 1 and 400 <= answers[0] < 500 and answers[0] in set(Status)
+    assert intake.taken == []
+    assert statuses(talk(door, request())) == [200]
+
+
+def test_without_the_token_no_body_is_waited_for(door: Door, intake: Kept) -> None:
+    with connect(door) as peer:
+        peer.sendall(b"POST /v1/frames HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n")
+        assert statuses(peer.recv(4096)) == [401]
+    assert not intake.begun.acquire(blocking=False)
+
+
+def test_any_damaged_request_is_answered_or_dropped(door: Door) -> None:
+    rng, whole = random.Random(3), request(BODY[:64])
+    for _ in range(300):
+        data = bytearray(whole[: rng.randrange(1, len(whole) + 1)])
+        for _ in range(rng.randrange(1, 4)):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        assert set(statuses(talk(door, bytes(data)))) <= {status for status in Status if status < 500}
+    assert statuses(talk(door, request())) == [200]
+
+
+def test_any_damaged_parcel_is_answered_and_the_connection_goes_on(door: Door, intake: Kept) -> None:
+    rng, whole = random.Random(4), b"".join(pack_parcel(7, [(1, b"a" * 50), (2, b"b" * 9)]))
+    expected = {200, 400, 409}
+    with connect(door) as peer:
+        for _ in range(1000):
+            data = bytearray(whole[: rng.randrange(len(whole) + 1)] if rng.random() < 0.3 else whole)
+            for _ in range(rng.randrange(3)):
+                if data:
+                    data[rng.randrange(len(data))] = rng.randrange(256)
+            peer.sendall(request(bytes(data)))
+            assert set(statuses(peer.recv(4096))) <= expected
+    assert {serial for serials in intake.tried for serial in serials} == {1, 2}
+
+
+def test_a_frame_is_not_kept_under_a_damaged_name(door: Door, intake: Kept) -> None:
+    serial_of_another = b"\x03" + BODY[17:]
+    answer = talk(door, request(BODY[:16] + serial_of_another))
+    assert statuses(answer) == [400] and b"entry 0 of a parcel is damaged" in answer
+    engine_of_another = BODY[:8] + b"\x09" + BODY[9:]
+    assert statuses(talk(door, request(engine_of_another))) == [400]
+    assert intake.taken == [] and intake.tried == []
+
+
+# -- connections that stand still ------------------------------------------------------------------------------------------
+
+
+def test_eight_stalled_bodies_hold_up_nobody(open_door: Open, intake: Kept) -> None:
+    door = open_door(STALL_S=NEVER_S, BODY_S=NEVER_S)
+    with ExitStack() as stack:
+        peers = stall(door, intake, 8, stack)
+        assert statuses(talk(door, request() * 3)) == [200] * 3
+        for peer in peers:
+            peer.sendall(request()[-50:])
+            assert statuses(peer.recv(4096)) == [200]
+    assert intake.taken == [FRAMES] * 11
+
+
+def test_a_body_that_trickles_is_cut_in_the_end(open_door: Open) -> None:
+    door = open_door(STALL_S=NEVER_S, BODY_S=0.3)
+    with connect(door) as peer:
+        peer.sendall(request()[: -len(BODY)])
+        peer.settimeout(0.02)
+        for at in range(len(BODY)):
+            with suppress(TimeoutError):
+                assert statuses(peer.recv(4096)) == [408]
+                return
+            peer.sendall(BODY[at : at + 1])
+    raise AssertionError("the whole body was waited for")
+
+
+def test_a_stalled_body_gives_its_share_back_when_it_is_cut(open_door: Open, intake: Kept) -> None:
+    door = open_door(STALL_S=0.2, AT_ONCE=2, AT_ONCE_BYTES=1)
+    with ExitStack() as stack:
+        peers = stall(door, intake, 2, stack)
+        assert [statuses(peer.recv(4096)) for peer in peers] == [[408], [408]]
+        assert statuses(talk(door, request())) == [200]
+
+
+def test_more_than_may_be_read_at_once_is_told_to_come_again_before_its_body(
+    open_door: Open, intake: Kept
+) -> None:
+    door = open_door(STALL_S=NEVER_S, BODY_S=NEVER_S, AT_ONCE=2, AT_ONCE_BYTES=1)
+    with ExitStack() as stack:
+        peers = stall(door, intake, 2, stack)
+        with connect(door) as peer:
+            peer.sendall(request()[: -len(BODY)])
+            answer = peer.recv(4096)
+        assert statuses(answer) == [503] and b"Connection: close" in answer
+        peers[0].sendall(request()[-50:])
+        assert statuses(peers[0].recv(4096)) == [200]
+        assert statuses(talk(door, request())) == [200]
+
+
+def test_a_large_body_is_not_kept_out_by_small_ones(open_door: Open, intake: Kept) -> None:
+    door = open_door(STALL_S=NEVER_S, BODY_S=NEVER_S, AT_ONCE=2, AT_ONCE_BYTES=1)
+    large = b"".join(pack_parcel(7, [(5, bytes(10 * len(BODY)))]))
+    with ExitStack() as stack:
+        stall(door, intake, 2, stack)
+        assert statuses(talk(door, request(large))) == [200]
+
+
+def test_a_body_that_is_cut_is_no_body() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(request()[:-1])
+        theirs.shutdown(socket.SHUT_WR)
+        link = Link(ours)
+        head = link.next_request(timeout_s=LIMIT_S)
+        assert isinstance(head, Request) and head.length == len(BODY)
+        with pytest.raises(BodyLost, match="closed with"):
+            link.body(len(BODY)).skip()
+
+
+def test_a_silent_peer_does_not_hold_a_thread_for_ever() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(b"POST /v1/frames HT")
+        with pytest.raises(TimeoutError):
+            Link(ours).next_request(timeout_s=0.05)
+        theirs.sendall(b"\r\n\r\n")
+        with pytest.raises(h11.RemoteProtocolError):
+            Link(ours).next_request(timeout_s=LIMIT_S)
+
+
+def test_more_connections_than_allowed_are_closed_at_once(open_door: Open) -> None:
+    door = open_door(_MAX_CONNECTIONS=1)
+    with connect(door) as first:
+        first.sendall(request())
+        assert statuses(first.recv(4096)) == [200]
+        with connect(door) as second, suppress(ConnectionResetError):
+            assert second.recv(4096) == b""
+
+
+def test_a_door_that_closes_ends_its_connections(door: Door) -> None:
+    with connect(door) as peer:
+        peer.sendall(HEAD)
+        closing = threading.Thread(target=door.close)
+        closing.start()
+        with suppress(ConnectionResetError):
+            assert peer.recv(4096) == b""
+        closing.join(LIMIT_S)
+        assert not closing.is_alive()
+    with pytest.raises(OSError):
+        connect(door).recv(1)
+
+
+# -- where it listens ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("host", ["", "0.0.0.0", "0", "::", "0:0::0"])
+def test_an_address_that_engines_cannot_be_told_is_refused(intake: Kept, host: str) -> None:
+    with pytest.raises(errors.ConfigError, match="name one of this host's own"):
+        Door(intake, token=TOKEN, host=host, port=0, max_body_bytes=1)
+
+
+@pytest.mark.parametrize("host", ["203.0.113.7", "x" * 70, "no such name"])
+def test_an_address_that_is_not_here_is_refused(intake: Kept, host: str) -> None:
+    with pytest.raises(errors.UsageError, match="cannot listen on"):
+        Door(intake, token=TOKEN, host=host, port=0, max_body_bytes=1)
+
+
+def test_a_port_that_is_taken_is_refused(door: Door, intake: Kept) -> None:
+    with pytest.raises(errors.UsageError, match="cannot listen on"):
+        Door(intake, token=TOKEN, host="127.0.0.1", port=int(door.url.rsplit(":", 1)[1]), max_body_bytes=1)
+
+
+# -- the engine's end ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def token_file(tmp_path: Path) -> Path:
+    create_token(tmp_path / "token")
+    return tmp_path / "token"
+
+
+def test_a_parcel_that_came_damaged_is_sent_again_without_shared_rows(
+    open_door: Open, intake: Kept, token_file: Path
+) -> None:
+    door = open_door(token=read_token(token_file))
+    prompt, ids_TLK = list(range(300)), random_ids(309)
+    intake.failures = [errors.PayloadCorrupt("damaged on the way")] * 3
+    with Engine(door.url, token_file) as engine:
+        engine.finish("r1", 310, prompt=prompt, ids_TLK=ids_TLK)
+        assert intake.ended.acquire(timeout=LIMIT_S)
+    assert intake.tried == [[PREFIX_SERIAL, 1], [1], [1], [1]]
+    [[(_, frame)]] = intake.taken
+    assert np.array_equal(parse_frame(frame, spec=SPEC).decode(), ids_TLK)
+    assert engine.sender.given_up == 0
+
+
+def test_a_parcel_that_always_comes_damaged_is_given_up(
+    open_door: Open, intake: Kept, token_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    door = open_door(token=read_token(token_file))
+    intake.failure = errors.PayloadCorrupt("damaged on the way")
+    with Engine(door.url, token_file) as engine:
+        engine.finish("r1", 9)
+        for _ in range(3):
+            assert intake.begun.acquire(timeout=LIMIT_S)
+    assert set(map(tuple, intake.tried)) == {(1,)} and engine.sender.given_up == 1
+    assert "425" in caplog.text and "damaged on the way" in caplog.text
+
+
+def test_a_parcel_whose_names_came_damaged_is_sent_again(
+    open_door: Open, intake: Kept, token_file: Path
+) -> None:
+    door = open_door(token=read_token(token_file))
+    intake.failures = [errors.ReceiptInvalid("entry 0 of a parcel is damaged")]
+    with Engine(door.url, token_file) as engine:
+        engine.finish("r1", 9)
+        assert intake.ended.acquire(timeout=LIMIT_S)
+    assert intake.tried == [[1], [1]] and engine.sender.given_up == 0
+
+
+def test_a_parcel_that_found_no_room_is_offered_again(
+    open_door: Open, intake: Kept, token_file: Path
+) -> None:
+    door = open_door(token=read_token(token_file))
+    intake.failures = [errors.StoreFull("no room"), ZeroDivisionError(), errors.StoreFull("no room")]
+    with Engine(door.url, token_file) as engine:
+        engine.finish("r1", 9)
+        assert intake.ended.acquire(timeout=LIMIT_S)
+    assert intake.tried == [[1]] * 4 and engine.sender.given_up == 0
+
+
+def test_a_refused_hello_is_given_as_the_reason_for_frames_that_were_not_taken(
+    open_door: Open, intake: Kept, token_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    door = open_door(token=read_token(token_file))
+    intake.refusal = "num_experts 64, expected 128"
+    with Engine(door.url, token_file, deliver_timeout_s=0.1) as engine:
+        engine.finish("r1", 9)
+    assert engine.sender.given_up == 1 and intake.tried == []
+    assert "1 frames (serials 1 to 1)" in caplog.messages[-1] and "num_experts 64" in caplog.messages[-1]
+
+
+@pytest.mark.parametrize("url", ["10.0.0.1:9", "ftp://h:1", "http://", "http://h:99999", "http://h:x"])
+def test_a_relay_url_that_cannot_be_called_ends_the_start(token_file: Path, url: str) -> None:
+    with pytest.raises(errors.ConfigError, match="expected http://host:port"):
+        Engine(url, token_file)

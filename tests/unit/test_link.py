@@ -1,0 +1,468 @@
+"""Links and who may open one: order, deadlines, wake-ups, and strangers that get nothing and cost nobody anything."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import threading
+import tracemalloc
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, suppress
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+import pytest
+
+from r3channel.errors import ConfigError, DeadlineExceeded, TransportError, UsageError
+from r3channel.transport import listener as listening
+from r3channel.transport.link import MAX_RECORD_BYTES, Link
+from r3channel.transport.listener import HELLO_BYTES, MOST_STRANGERS, Listener, connect
+
+TOKEN = bytes(range(32))
+SOON_S, TIMEOUT_S, FAR_S = 0.2, 20.0, 60.0
+MIB = 1 << 20
+
+
+@pytest.fixture
+def door() -> Iterator[Listener]:
+    with closing(Listener("127.0.0.1", token=TOKEN)) as door:
+        yield door
+
+
+@pytest.fixture
+def pair(door: Listener) -> Iterator[tuple[Link, Link]]:
+    one = connect(door.host, door.port, TOKEN, timeout_s=TIMEOUT_S)
+    with closing(one), closing(door.accept(TIMEOUT_S)) as other:
+        yield one, other
+
+
+@pytest.fixture
+def half() -> Iterator[tuple[Link, socket.socket]]:
+    """A link, and the bare other end of its connection."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as bare,
+        closing(Link(server.accept()[0], "the peer")) as link,
+    ):
+        yield link, bare
+
+
+def in_thread(function: Callable[[], Any]) -> Future[Any]:
+    pool = ThreadPoolExecutor(1)
+    future = pool.submit(function)
+    pool.shutdown(wait=False)
+    return future
+
+
+def noise(nbytes: int, seed: int = 0) -> bytes:
+    return np.random.default_rng(seed).bytes(nbytes)
+
+
+# -- links ----------------------------------------------------------------------------------------------------------------
+
+
+def test_records_and_bytes_arrive_in_the_order_in_which_they_were_sent(pair: tuple[Link, Link]) -> None:
+    for here, there in (pair, pair[::-1]):
+        here.send_record(7, b"ticket", timeout_s=TIMEOUT_S)
+        here.send((b"raw",), timeout_s=TIMEOUT_S)
+        here.send_record(8, timeout_s=TIMEOUT_S)
+        assert there.wait_readable(TIMEOUT_S)
+        assert there.recv_record(timeout_s=TIMEOUT_S) == (7, b"ticket")
+        out = bytearray(3)
+        there.recv_into(memoryview(out), timeout_s=TIMEOUT_S)
+        assert out == b"raw"
+        assert there.recv_record(timeout_s=None) == (8, b"")
+
+
+def test_thousands_of_stretches_arrive_as_one_message(pair: tuple[Link, Link]) -> None:
+    """More buffers than one call takes, more bytes than the kernel holds, empty ones, and ones that are no bytes."""
+    here, there = pair
+    whole = noise(24 * MIB)
+    parts: list[Any] = [memoryview(whole)[i : i + 8192] for i in range(0, len(whole), 8192)]
+    parts[5:5] = [b"", np.zeros((0, 3), np.int16).data]
+    tail = np.arange(12, dtype=np.int32).reshape(3, 4)
+    sent = in_thread(lambda: here.send([*parts, tail.data], timeout_s=TIMEOUT_S))
+    out = np.zeros(len(whole) + tail.nbytes, np.uint8)
+    there.recv_into(out[: 8 * MIB].data, timeout_s=TIMEOUT_S)
+    there.recv_into(out[8 * MIB :].data, timeout_s=TIMEOUT_S)
+    sent.result(TIMEOUT_S)
+    assert out.tobytes() == whole + tail.tobytes()
+
+
+def test_nothing_can_be_sent_and_received_too(pair: tuple[Link, Link]) -> None:
+    pair[0].send((), timeout_s=TIMEOUT_S)
+    pair[1].recv_into(memoryview(bytearray()), timeout_s=TIMEOUT_S)
+    pair[0].send_record(0, timeout_s=TIMEOUT_S)
+    assert pair[1].recv_record(timeout_s=TIMEOUT_S) == (0, b"")
+
+
+def test_a_receive_that_is_not_finished_by_its_deadline_ends_the_link_and_says_what_was_left(
+    pair: tuple[Link, Link],
+) -> None:
+    here, there = pair
+    here.send((b"123",), timeout_s=TIMEOUT_S)
+    with pytest.raises(DeadlineExceeded, match=r"receive 10 bytes within 0\.2 s: 7 bytes were left"):
+        there.recv_into(memoryview(bytearray(10)), timeout_s=SOON_S)
+    with pytest.raises(TransportError, match="cannot receive a record: could not receive 10 bytes within"):
+        there.recv_record(timeout_s=TIMEOUT_S)
+    with pytest.raises(TransportError, match="the peer has left"):
+        here.wait_readable(TIMEOUT_S)
+
+
+def test_a_peer_that_trickles_does_not_stretch_a_deadline(
+    half: tuple[Link, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link, bare = half
+    monkeypatch.setattr(link, "_wait", lambda *_: True)  # as it answers when there is always something
+    stop = threading.Event()
+
+    def trickle() -> None:
+        with bare:
+            for _ in range(500):
+                if not stop.wait(0.01):
+                    bare.send(b"x")
+
+    trickling = in_thread(trickle)
+    with pytest.raises(DeadlineExceeded):
+        link.recv_into(memoryview(bytearray(MIB)), timeout_s=SOON_S)
+    stop.set()
+    trickling.exception(TIMEOUT_S)
+
+
+def test_a_send_that_nobody_reads_ends_by_its_deadline(pair: tuple[Link, Link]) -> None:
+    data = bytes(64 * MIB)
+    with pytest.raises(DeadlineExceeded, match=r"send 67108864 bytes within 0\.2 s"):
+        pair[0].send((data,), timeout_s=SOON_S)
+    with pytest.raises(TransportError, match="cannot send 1 bytes"):
+        pair[0].send((b"x",), timeout_s=SOON_S)
+
+
+def wait_for_a_message(link: Link) -> None:
+    link.wait_readable(FAR_S)
+
+
+def receive(link: Link) -> None:
+    link.recv_into(memoryview(bytearray(MIB)), timeout_s=None)
+
+
+def send_much(link: Link) -> None:
+    link.send((bytes(64 * MIB),), timeout_s=FAR_S)
+
+
+@pytest.mark.parametrize("ends", ["abort", "close"])
+@pytest.mark.parametrize("blocked", [wait_for_a_message, receive, send_much])
+@pytest.mark.parametrize("side", [0, 1])
+def test_who_blocks_is_woken_when_either_side_ends_the_link(
+    pair: tuple[Link, Link], blocked: Callable[[Link], None], side: int, ends: str
+) -> None:
+    waiting = in_thread(lambda: blocked(pair[0]))
+    threading.Timer(0.1, getattr(pair[side], ends)).start()
+    with pytest.raises(
+        TransportError, match="aborted|closed" if side == 0 else "left|reset|Broken"
+    ) as caught:
+        waiting.result(TIMEOUT_S)
+    assert not isinstance(caught.value, DeadlineExceeded)
+
+
+def test_a_closed_link_keeps_its_descriptor_until_the_call_under_way_has_ended(
+    half: tuple[Link, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link, _ = half
+    inside, go, still_open = threading.Event(), threading.Event(), []
+    descriptor = link._socket.fileno()
+
+    def wait(*_: object) -> bool:
+        inside.set()
+        go.wait(TIMEOUT_S)
+        still_open.append(os.fstat(descriptor))
+        raise TransportError("woken")
+
+    monkeypatch.setattr(link, "_wait", wait)
+    waiting = in_thread(lambda: receive(link))
+    assert inside.wait(TIMEOUT_S)
+    link.close()
+    go.set()
+    assert isinstance(waiting.exception(TIMEOUT_S), TransportError) and len(still_open) == 1
+    assert link._socket.fileno() == -1
+
+
+def test_a_wait_in_vain_leaves_the_link_as_it_was(pair: tuple[Link, Link]) -> None:
+    here, there = pair
+    assert not there.wait_readable(0.05)
+    here.send_record(1, b"later", timeout_s=TIMEOUT_S)
+    assert there.recv_record(timeout_s=TIMEOUT_S) == (1, b"later")
+    assert not there.wait_readable(0.0)
+
+
+def test_one_byte_is_enough_to_wake_a_wait_after_a_long_message(
+    half: tuple[Link, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A receiver of many bytes asks the kernel not to wake it for few."""
+    link, bare = half
+    link._wake_at(256 << 10)
+    wait, inside = link._wait, threading.Event()
+
+    def told(*arguments: Any) -> bool:
+        inside.set()
+        return wait(*arguments)
+
+    monkeypatch.setattr(link, "_wait", told)
+    waiting = in_thread(lambda: link.wait_readable(FAR_S))
+    assert inside.wait(TIMEOUT_S)
+    bare.send(b"x")
+    assert waiting.result(TIMEOUT_S)
+
+
+def test_what_was_sent_before_a_close_arrives(pair: tuple[Link, Link]) -> None:
+    here, there = pair
+    data = noise(256 << 10)
+    here.send((data,), timeout_s=TIMEOUT_S)
+    here.close()
+    out = bytearray(len(data))
+    there.recv_into(memoryview(out), timeout_s=TIMEOUT_S)
+    assert out == data
+    with pytest.raises(TransportError, match="the peer has left"):
+        there.recv_record(timeout_s=TIMEOUT_S)
+
+
+def test_a_call_that_was_interrupted_ends_the_link(
+    pair: tuple[Link, Link], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pair[0], "_block", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        receive(pair[0])
+    with pytest.raises(TransportError, match="interrupted"):
+        pair[0].send((b"x",), timeout_s=TIMEOUT_S)
+
+
+# -- records --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_record_that_announces_too_much_is_refused_before_room_is_made_for_it(
+    half: tuple[Link, socket.socket],
+) -> None:
+    link, bare = half
+    bare.sendall(struct.pack("<4sB3xII", b"R3L\x01", 1, 0xFFFFFFF0, 0))
+    tracemalloc.start()
+    try:
+        with pytest.raises(TransportError, match="announces 4294967280 bytes, at most 1048576"):
+            link.recv_record(timeout_s=TIMEOUT_S)
+        assert tracemalloc.get_traced_memory()[1] < MIB
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_changed_bit_anywhere_in_a_record_is_noticed(pair: tuple[Link, Link]) -> None:
+    bare_out: list[bytes] = []
+    pair[0].send = lambda parts, **_: bare_out.append(b"".join(parts))  # type: ignore[method-assign]
+    pair[0].send_record(5, b"some body", timeout_s=TIMEOUT_S)
+    (good,) = bare_out
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        for bit in range(8 * len(good)):
+            changed = bytearray(good)
+            changed[bit // 8] ^= 1 << bit % 8
+            with socket.create_connection(server.getsockname()) as bare:
+                link = Link(server.accept()[0], "the peer")
+                bare.sendall(changed)
+                bare.shutdown(socket.SHUT_WR)
+                with closing(link), pytest.raises(TransportError):
+                    link.recv_record(timeout_s=TIMEOUT_S)
+
+
+@pytest.mark.parametrize(("kind", "nbytes"), [(-1, 0), (256, 0), (1, MAX_RECORD_BYTES + 1)])
+def test_a_record_that_nobody_would_take_is_not_sent(pair: tuple[Link, Link], kind: int, nbytes: int) -> None:
+    with pytest.raises(UsageError):
+        pair[0].send_record(kind, bytes(nbytes), timeout_s=TIMEOUT_S)
+    pair[0].send_record(1, bytes(MAX_RECORD_BYTES), timeout_s=TIMEOUT_S)
+    assert len(pair[1].recv_record(timeout_s=TIMEOUT_S)[1]) == MAX_RECORD_BYTES
+
+
+# -- who may connect --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hello", [b"", b"rank 3", noise(HELLO_BYTES)])
+def test_the_listener_gets_what_the_connector_says_of_itself(door: Listener, hello: bytes) -> None:
+    with (
+        closing(connect(door.host, door.port, TOKEN, timeout_s=TIMEOUT_S, hello=hello)),
+        closing(door.accept(TIMEOUT_S)) as link,
+    ):
+        assert link.hello == hello
+
+
+def test_a_hello_that_does_not_fit_is_refused(door: Listener) -> None:
+    with pytest.raises(UsageError, match="257 bytes"):
+        connect(door.host, door.port, TOKEN, timeout_s=TIMEOUT_S, hello=bytes(HELLO_BYTES + 1))
+
+
+@pytest.mark.parametrize("interface", ["", "0.0.0.0", "0", "::", "::0", "192.0.2.1"])
+def test_an_interface_that_cannot_be_advertised_or_is_not_ours_is_refused(interface: str) -> None:
+    with pytest.raises(ConfigError):
+        Listener(interface, token=TOKEN)
+
+
+@pytest.mark.parametrize("nbytes", [0, 16, 31, 33])
+def test_a_token_of_another_length_is_refused(door: Listener, nbytes: int) -> None:
+    with pytest.raises(ConfigError, match=f"{nbytes} bytes"):
+        Listener("127.0.0.1", token=bytes(nbytes))
+    with pytest.raises(ConfigError, match=f"{nbytes} bytes"):
+        connect(door.host, door.port, bytes(nbytes), timeout_s=TIMEOUT_S)
+
+
+def test_a_connector_with_another_token_learns_nothing_but_a_closed_socket() -> None:
+    links: SimpleQueue[Link] = SimpleQueue()
+    with closing(Listener("127.0.0.1", token=TOKEN, on_link=links.put)) as door:
+        with pytest.raises(TransportError, match="another run's token"):
+            connect(door.host, door.port, bytes(32), timeout_s=TIMEOUT_S)
+        with closing(connect(door.host, door.port, TOKEN, timeout_s=TIMEOUT_S)):
+            links.get(timeout=TIMEOUT_S).close()
+    assert links.empty()
+
+
+def greeting(nonce: bytes, hello: bytes, token: bytes = TOKEN, side: bytes = b"connects") -> bytes:
+    padded = struct.pack("<H256s", len(hello), hello)
+    return listening._proof(token, side, b"n" * 32 + nonce, padded) + padded
+
+
+def greet(
+    door: Listener, change: Callable[[bytes], bytes] = bytes, opening: bytes = b"r3link\x00\x01" + b"n" * 32
+) -> bytes:
+    """Greets by hand; what the listener answered to the proof, which is nothing once it has closed."""
+    with socket.create_connection((door.host, door.port), TIMEOUT_S) as bare:
+        try:
+            bare.sendall(opening)
+            nonce = bare.recv(32, socket.MSG_WAITALL)
+            bare.sendall(change(greeting(nonce, b"me")) if nonce else b"")
+            return bare.recv(64, socket.MSG_WAITALL if not nonce else 0)
+        except (ConnectionResetError, BrokenPipeError):
+            return b""
+
+
+def test_a_greeting_with_any_byte_changed_is_turned_away_without_an_answer(door: Listener) -> None:
+    assert len(greet(door)) == 32, "a greeting by hand is answered with the listener's proof"
+    door.accept(TIMEOUT_S).close()
+    good = b"r3link\x00\x01" + b"n" * 32
+    for at in range(len(good)):
+        assert greet(door, opening=good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :]) == b"", at
+    for at in range(len(greeting(bytes(32), b"me"))):
+
+        def change(reply: bytes, at: int = at) -> bytes:
+            return reply[:at] + bytes([reply[at] ^ 1]) + reply[at + 1 :]
+
+        assert greet(door, change) == b"", at
+    with pytest.raises(DeadlineExceeded, match="nobody connected"):
+        door.accept(0.0)
+
+
+def test_a_greeting_that_was_overheard_cannot_be_used_again(door: Listener) -> None:
+    heard: list[bytes] = []
+    assert greet(door, lambda reply: heard.append(reply) or reply)
+    assert greet(door, lambda _: heard[0]) == b""
+
+
+@pytest.mark.parametrize("answer", ["echo", "noise"])
+def test_a_listener_without_the_token_gets_no_link(answer: str) -> None:
+    """Neither one that sends back what it gets, nor one that guesses."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            with server.accept()[0] as bare:
+                bare.recv(40, socket.MSG_WAITALL)
+                bare.sendall(noise(32))
+                reply = bare.recv(290, socket.MSG_WAITALL)
+                bare.sendall(reply[:32] if answer == "echo" else noise(32))
+                bare.recv(1)
+
+        serving = in_thread(serve)
+        with pytest.raises(TransportError, match="does not hold this run's token"):
+            connect("127.0.0.1", server.getsockname()[1], TOKEN, timeout_s=TIMEOUT_S)
+        serving.exception(TIMEOUT_S)
+
+
+def test_a_stranger_that_sends_much_makes_nobody_take_memory(door: Listener) -> None:
+    flood = bytes(32 * MIB)
+    tracemalloc.start()
+    try:
+        for opening in (b"", b"r3link\x00\x01" + b"n" * 32):
+            with (
+                socket.create_connection((door.host, door.port), TIMEOUT_S) as bare,
+                pytest.raises((ConnectionResetError, BrokenPipeError)),
+            ):
+                bare.sendall(opening)
+                bare.sendall(flood)
+        assert tracemalloc.get_traced_memory()[1] < MIB
+    finally:
+        tracemalloc.stop()
+
+
+def test_silent_strangers_cost_nobody_else_anything_and_the_oldest_give_way(door: Listener) -> None:
+    silent = [socket.create_connection((door.host, door.port), TIMEOUT_S) for _ in range(MOST_STRANGERS + 9)]
+    try:
+        with closing(connect(door.host, door.port, TOKEN, timeout_s=listening.GREETING_S / 2)):
+            door.accept(TIMEOUT_S).close()
+        for bare in silent[:9]:
+            assert bare.recv(1) == b""
+        with door._lock:
+            assert len(door._strangers) <= MOST_STRANGERS
+    finally:
+        for bare in silent:
+            bare.close()
+
+
+def test_a_stranger_that_stays_silent_is_sent_away(door: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listening, "GREETING_S", 0.1)
+    with socket.create_connection((door.host, door.port), TIMEOUT_S) as bare:
+        assert bare.recv(1) == b""
+
+
+def test_a_link_may_keep_its_thread_while_others_connect() -> None:
+    served: SimpleQueue[bytes] = SimpleQueue()
+    hold = threading.Event()
+
+    def serve(link: Link) -> None:
+        served.put(link.hello)
+        hold.wait(TIMEOUT_S)
+        link.close()
+
+    with closing(Listener("127.0.0.1", token=TOKEN, on_link=serve)) as door:
+        links = [
+            connect(door.host, door.port, TOKEN, timeout_s=TIMEOUT_S, hello=name) for name in (b"a", b"b")
+        ]
+        assert {served.get(timeout=TIMEOUT_S) for _ in links} == {b"a", b"b"}
+        hold.set()
+        for link in links:
+            with pytest.raises(TransportError, match="left"):
+                link.wait_readable(TIMEOUT_S)
+            link.close()
+
+
+def test_a_listener_that_is_closed_lets_everybody_go_but_the_links_that_it_handed_over(
+    pair: tuple[Link, Link], door: Listener
+) -> None:
+    with socket.create_connection((door.host, door.port), TIMEOUT_S) as stranger:
+        waiting = in_thread(lambda: door.accept(FAR_S))
+        door.close()
+        door.close()
+        with pytest.raises(TransportError, match="is closed"):
+            waiting.result(TIMEOUT_S)
+        with pytest.raises(TransportError, match="is closed"):
+            door.accept(FAR_S)
+        with suppress(ConnectionResetError):  # it was never accepted
+            assert stranger.recv(1) == b""
+    with pytest.raises(TransportError, match="cannot connect"):
+        connect(door.host, door.port, TOKEN, timeout_s=TIMEOUT_S)
+    pair[0].send_record(1, timeout_s=TIMEOUT_S)
+    assert pair[1].recv_record(timeout_s=TIMEOUT_S) == (1, b"")
+
+
+def test_a_listener_that_answers_nothing_is_left_by_the_deadline() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        pytest.raises(DeadlineExceeded, match=r"receive 32 bytes within 0\.[12] s"),
+    ):
+        connect("127.0.0.1", server.getsockname()[1], TOKEN, timeout_s=SOON_S)

@@ -1,0 +1,374 @@
+"""The ticket: what it holds survives the trip, a changed bit is refused, and no bytes make reading it slow, large or untyped."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import tracemalloc
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from r3channel.errors import ConfigError, SampleUnknown, TicketMismatch, UnsupportedLayout
+from r3channel.plan import ticket as ticket_module
+from r3channel.plan.assignment import Assignment
+from r3channel.plan.layout import TrainerLayout
+from r3channel.plan.shards import plan_shards
+from r3channel.plan.ticket import Ticket, TicketSample
+from r3channel.routing import ProvenanceSpan, RowKind
+from r3channel.spec import RoutingSpec
+
+SPEC = RoutingSpec(num_layers=4, moe_layers=(1, 2, 3), num_experts=128, top_k=8)
+HEAD = ticket_module._HEAD
+
+
+def span(start: int, end: int, version: int, kind: RowKind = RowKind.DECODED) -> ProvenanceSpan:
+    return ProvenanceSpan(start=start, end=end, weight_version=version, kind=kind)
+
+
+WHOLE = TicketSample(
+    "a", 9, 2**64 - 1, 2**63, (span(0, 3, 5, RowKind.PREFILLED), span(3, 8, 6)), (), ((8, 0),)
+)
+TURNS = TicketSample(
+    "b\ud83d\ude00", 12, 0, 7, (span(0, 4, -(2**63)), span(6, 11, 9)), ((4, 6),), ((4, 0), (11, 1))
+)
+NOWHERE = TicketSample("", 5, 1, 0, (), ((0, 4),), ())
+
+
+def make_ticket(*samples: TicketSample, **changes: Any) -> Ticket:
+    samples = samples or (WHOLE, TURNS, NOWHERE)
+    values: dict[str, Any] = {
+        "run": "run",
+        "step": 3,
+        "spec": SPEC,
+        "layout": TrainerLayout(tp=2, mtp=(3,)),
+        "assignment": Assignment.given([[[sample.sample_id] for sample in samples]]),
+        "samples": samples,
+        "bucket_bytes": 1 << 20,
+        "peers": ("other",),
+    }
+    return Ticket(**(values | changes))
+
+
+def signed(body: bytes) -> bytes:
+    return body + xxhash.xxh3_128_digest(body)
+
+
+def test_a_ticket_survives_the_trip_and_is_small() -> None:
+    ticket = make_ticket()
+    data = ticket.to_bytes()
+    again = Ticket.from_bytes(data)
+    assert again == ticket and ticket == again and hash(again) == hash(ticket)
+    assert again.to_bytes() == data and len(data) < 1000
+    assert tuple(again.samples) == ticket.samples and again.samples[-1] == NOWHERE
+    assert again.samples[1:] == (TURNS, NOWHERE) and len(again.samples) == 3
+    assert again.runs == ("run", "other") and again.weight_versions == (-(2**63), 5, 6, 9)
+    assert again.plan == ticket.plan and again.plan.digest == ticket.plan.digest
+
+
+def test_samples_are_found_by_name() -> None:
+    for ticket in (make_ticket(), Ticket.from_bytes(make_ticket().to_bytes())):
+        assert ticket.sample("") == NOWHERE and ticket.sample(TURNS.sample_id) == TURNS
+        with pytest.raises(SampleUnknown) as refusal:
+            ticket.sample("zz")
+        assert refusal.value.samples == ("zz",)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"run": "other"}, {"step": 4}, {"bucket_bytes": 1}, {"peers": ("other", "third")}, {"layout": TrainerLayout()},
+        {"spec": replace(SPEC, top_k=4)},
+        {"assignment": Assignment.given([[["a", TURNS.sample_id], [""]]])},
+        {"assignment": Assignment.given([[["a"], [TURNS.sample_id], [""]]], steps=[1, 2])},
+        *({"samples": (WHOLE._replace(**change), TURNS, NOWHERE)} for change in (
+            {"tokens_hash": 3}, {"digest": 3}, {"provenance": ()}, {"invalid": ((0, 1),)}, {"segments": ((8, 1),)},
+        )),
+    ],
+)  # fmt: skip
+def test_every_field_counts(changes: dict[str, Any]) -> None:
+    other = make_ticket(**changes)
+    again = Ticket.from_bytes(other.to_bytes())
+    assert again == other != make_ticket() != again
+    assert other.to_bytes() != make_ticket().to_bytes()
+
+
+def test_the_plan_is_that_of_its_assignment() -> None:
+    samples = tuple(TicketSample(f"s{i}", 5 + i, 0, 0, (), (), ((4 + i, 0),)) for i in range(8))
+    names = [sample.sample_id for sample in samples]
+    assignment = Assignment.given([[names[:2], names[2:4]], [names[4:6], names[6:]]], steps=[1, 1])
+    layout = TrainerLayout(dp=2, pp=2, packing="thd")
+    ticket = make_ticket(*samples, assignment=assignment, layout=layout)
+    expected = plan_shards(
+        assignment, tokens={s.sample_id: s.tokens for s in samples}, spec=SPEC, layout=layout
+    )
+    found = Ticket.from_bytes(ticket.to_bytes()).plan
+    assert found == expected and found.shards == expected.shards and found.digest == expected.digest
+
+
+def test_any_changed_bit_is_damage() -> None:
+    data = make_ticket().to_bytes()
+    for place in range(len(data)):
+        changed = bytearray(data)
+        changed[place] ^= 1 << place % 8
+        with pytest.raises(TicketMismatch, match="damaged"):
+            Ticket.from_bytes(bytes(changed))
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"x" * 15, b"{}", b'{"ticket":3}', b"[" * 100_000, signed(b""), signed(b"R3K\x04"), signed(b"x" * 39)]
+)  # fmt: skip
+def test_bytes_that_are_no_ticket_are_refused(data: bytes) -> None:
+    with pytest.raises(TicketMismatch, match="damaged or no ticket"):
+        Ticket.from_bytes(data)
+
+
+@pytest.mark.parametrize("at", [3, 4])
+def test_another_format_or_plan_version_asks_for_the_same_release(at: int) -> None:
+    body = bytearray(make_ticket().to_bytes()[:-16])
+    body[at] += 1
+    with pytest.raises(TicketMismatch, match="do both sides run the same r3channel version"):
+        Ticket.from_bytes(signed(bytes(body)))
+
+
+# -- what a hash alone does not stop -----------------------------------------------------------------------------------
+
+
+def with_json(change: Callable[[dict[str, Any]], Any], ticket: Ticket | None = None) -> bytes:
+    """A ticket whose JSON was changed and whose hash was made anew."""
+    data = (ticket or make_ticket()).to_bytes()[:-16]
+    head = list(HEAD.unpack_from(data))
+    begin = len(data) - head[4] - head[5]
+    values = json.loads(data[begin : begin + head[4]])
+    change(values)
+    text = json.dumps(values).encode()
+    names, head[4] = data[begin + head[4] :], len(text)
+    return signed(HEAD.pack(*head) + data[HEAD.size : begin] + text + names)
+
+
+@pytest.mark.parametrize("number", [10**4, 10**6, 10**8, 10**12, 10**30])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda v, n: (v["spec"].update(num_layers=n), v["layout"].update(pp=n, tp=1)),
+        lambda v, n: (v["spec"].update(num_layers=2 * n), v["layout"].update(pp=2, vpp=n)),
+        lambda v, n: v["spec"].update(num_layers=n),
+        lambda v, n: v["layout"].update(cp=n),
+        lambda v, n: v["layout"].update(tp=n),
+        lambda v, n: v["layout"].update(dp=n),
+        lambda v, n: v["layout"].update(pad_multiple=n * 10**4),
+        lambda v, n: v["layout"].update(ep=n),
+        lambda v, n: v.update(steps=[n]),
+    ],
+    ids=["pp", "vpp", "layers", "cp", "tp", "dp", "pad_multiple", "ep", "steps"],
+)
+def test_large_numbers_are_refused_before_anything_is_made_of_them(change: Any, number: int) -> None:
+    data = with_json(lambda values: change(values, number))
+    tracemalloc.start()
+    try:
+        with pytest.raises(TicketMismatch):
+            Ticket.from_bytes(data)
+        assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_the_largest_layout_that_is_read_is_cut_without_much_memory() -> None:
+    spec = RoutingSpec(num_layers=4096, moe_layers=tuple(range(4096)), num_experts=8, top_k=1)
+    layout = TrainerLayout(pp=2, vpp=2048, cp=64, tp=64, pad_multiple=4096)
+    ticket = make_ticket(WHOLE, spec=spec, layout=layout)
+    tracemalloc.start()
+    try:
+        shard = Ticket.from_bytes(ticket.to_bytes()).plan.shard(dp=0, pp=1, cp=63)
+        assert tracemalloc.get_traced_memory()[1] < 50_000_000
+    finally:
+        tracemalloc.stop()
+    assert len(shard.layers) == 2048
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda v: v.update(step=1.0), lambda v: v.update(step=True), lambda v: v.update(step=1 << 70),
+        lambda v: v.update(bucket_bytes=float("inf")), lambda v: v.update(bucket_bytes=0), lambda v: v.update(bucket_bytes=-1),
+        lambda v: v.update(run=5), lambda v: v.update(peers=[5]), lambda v: v.update(peers=None), lambda v: v.pop("run"),
+        lambda v: v["layout"].update(zz=1), lambda v: v["layout"].update(dp=1.0), lambda v: v["layout"].update(mtp=[0]),
+        lambda v: v["spec"].update(top_k=[]), lambda v: v.update(layout=[]), lambda v: v.update(steps=[1, 1]),
+        lambda v: v.update(peers=[]),
+    ],
+)  # fmt: skip
+def test_json_of_another_shape_is_no_ticket(change: Callable[[dict[str, Any]], Any]) -> None:
+    with pytest.raises(TicketMismatch, match="no ticket that can be used"):
+        Ticket.from_bytes(with_json(change))
+
+
+def test_deeply_nested_json_is_no_ticket() -> None:
+    data = make_ticket().to_bytes()[:-16]
+    head = list(HEAD.unpack_from(data))
+    begin, end = len(data) - head[4] - head[5], len(data) - head[5]
+    head[4] = 100_000
+    with pytest.raises(TicketMismatch, match="no ticket that can be used"):
+        Ticket.from_bytes(signed(HEAD.pack(*head) + data[HEAD.size : begin] + b"[" * 100_000 + data[end:]))
+
+
+def mutations(data: bytes, count: int, *, seed: int) -> Iterator[bytes]:
+    """Bits, bytes, 4-byte numbers, cuts and insertions, the hash made anew."""
+    rng = random.Random(seed)
+    numbers = (0, 1, 2, 255, 1 << 16, (1 << 24) + 1, (1 << 31) - 1, 1 << 31, (1 << 32) - 1)
+    for _ in range(count):
+        body = bytearray(data[:-16])
+        for _ in range(rng.choice((1, 1, 1, 2, 4))):
+            place, kind = rng.randrange(len(body)), rng.randrange(5)
+            if kind == 0:
+                body[place] ^= 1 << rng.randrange(8)
+            elif kind == 1:
+                body[place] = rng.choice(b'0129-.eE"[]{}:,\x00\xff')
+            elif kind == 2:
+                at = min(place & ~3, len(body) - 4)
+                body[at : at + 4] = rng.choice(numbers).to_bytes(4, "little")
+            elif kind == 3:
+                del body[place : place + rng.choice((1, 4, 8))]
+            else:
+                body[place:place] = rng.randbytes(rng.choice((1, 4, 8)))
+        yield signed(bytes(body))
+
+
+def test_mutated_tickets_with_a_true_hash_are_refused_by_type_or_are_whole() -> None:
+    read = refused = 0
+    for data in mutations(make_ticket().to_bytes(), 20_000, seed=0):
+        try:
+            ticket = Ticket.from_bytes(data)
+        except TicketMismatch:
+            refused += 1
+            continue
+        assert Ticket.from_bytes(ticket.to_bytes()) == ticket
+        assert [sample.tokens for sample in ticket.samples] == list(ticket.plan.lengths)
+        read += 1
+    assert read > 1000 and refused > 1000
+
+
+def test_no_mutated_ticket_takes_much_memory() -> None:
+    tracemalloc.start()
+    try:
+        for data in mutations(make_ticket().to_bytes(), 2_000, seed=1):
+            with contextlib.suppress(TicketMismatch):
+                Ticket.from_bytes(data)
+        assert tracemalloc.get_traced_memory()[1] < 50_000_000
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"tokens": 1}, "tokens of a sample"),
+        ({"tokens": (1 << 24) + 2}, "tokens of a sample"),
+        ({"tokens": -1}, "does not fit"),
+        ({"tokens": 1 << 40}, "does not fit"),
+        ({"tokens_hash": -1}, "does not fit"),
+        ({"digest": 1 << 64}, "does not fit"),
+        ({"provenance": (span(0, 3, 5), span(2, 8, 5))}, "span_count"),
+        ({"provenance": (span(0, 9, 5),)}, "span_count"),
+        ({"provenance": (span(3, 3, 5),)}, "span_count"),
+        ({"provenance": (span(-1, 3, 5),)}, "does not fit"),
+        ({"invalid": ((3, 5), (4, 6))}, "invalid_count"),
+        ({"invalid": ((5, 6), (1, 2))}, "invalid_count"),
+        ({"invalid": ((7, 9),)}, "invalid_count"),
+        ({"segments": ((4, 0), (4, 1), (8, 0))}, "segment_count"),
+        ({"segments": ((4, 0), (9, 0))}, "segment_count"),
+        ({"segments": ((4, 0), (7, 0))}, "the end of a sample's segments"),
+        ({"segments": ((8, 2),)}, "the relay of a segment"),
+        ({"segments": ((8, -1),)}, "does not fit"),
+        ({"segments": ()}, "rows that no relay holds"),
+        ({"segments": (), "invalid": ((0, 7),)}, "rows that no relay holds"),
+    ],
+)
+def test_samples_that_receivers_would_refuse_are_not_sealed(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make_ticket(TURNS, WHOLE._replace(**change), NOWHERE).to_bytes()
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"layout": TrainerLayout(pp=3)}, UnsupportedLayout),
+        ({"layout": TrainerLayout(dp=2)}, ConfigError),
+        ({"layout": TrainerLayout(mtp=(0,))}, ConfigError),
+        ({"layout": TrainerLayout(cp=1 << 13)}, ConfigError),
+        ({"bucket_bytes": 0}, ConfigError),
+        ({"assignment": Assignment.given([[[""], ["a"], [TURNS.sample_id]]])}, ConfigError),
+        ({"samples": (WHOLE, TURNS)}, ConfigError),
+    ],
+)  # fmt: skip
+def test_steps_that_receivers_would_refuse_are_not_sealed(
+    change: dict[str, Any], error: type[Exception]
+) -> None:
+    with pytest.raises(error):
+        make_ticket(**change).to_bytes()
+
+
+@st.composite
+def samples(draw: st.DrawFn) -> TicketSample:
+    tokens = draw(st.integers(2, 40))
+    rows = tokens - 1
+    edges = sorted(draw(st.sets(st.integers(0, rows), max_size=6)))
+    ranges = list(zip(edges[::2], edges[1::2], strict=False))
+    spans = [
+        ProvenanceSpan(
+            start=a,
+            end=b,
+            weight_version=draw(st.integers(-(2**63), 2**63 - 1)),
+            kind=draw(st.sampled_from(RowKind)),
+        )
+        for a, b in ranges
+    ]
+    segments = [(end, draw(st.integers(0, 1))) for end in sorted({rows, *edges} - {0})]
+    lost = draw(st.booleans())
+    return TicketSample(
+        draw(st.text(st.characters(codec=None), max_size=8)),
+        tokens,
+        draw(st.integers(0, 2**64 - 1)),
+        draw(st.integers(0, 2**64 - 1)),
+        tuple(spans),
+        ((0, rows),) if lost else tuple(ranges[::-1][:1]),
+        () if lost else tuple(segments),
+    )
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(samples(), min_size=1, max_size=12, unique_by=lambda sample: sample.sample_id), st.integers(1, 3)
+)
+def test_any_step_survives_the_trip(found: list[TicketSample], width: int) -> None:
+    names = [sample.sample_id for sample in found]
+    assignment = Assignment.given([[names[at : at + width] for at in range(0, len(names), width)]])
+    ticket = make_ticket(*found, assignment=assignment)
+    again = Ticket.from_bytes(ticket.to_bytes())
+    assert (
+        again == ticket and tuple(again.samples) == ticket.samples and again.to_bytes() == ticket.to_bytes()
+    )
+    assert [again.sample(name) for name in names] == found
+
+
+def test_reading_a_large_ticket_makes_no_sample_and_no_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"sample-{i}" for i in range(512)]
+    held = tuple(TicketSample(name, 9, 0, 0, (span(0, 8, 1),), (), ((8, 0),)) for name in names)
+    assignment = Assignment.given([[[name] for name in names[dp::64]] for dp in range(64)])
+    order = {sample.sample_id: sample for sample in held}
+    ticket = make_ticket(
+        *(order[name] for name in assignment.sample_ids), assignment=assignment, layout=TrainerLayout(dp=64)
+    )
+    data, made = ticket.to_bytes(), []
+    monkeypatch.setattr(ticket_module, "TicketSample", lambda **values: made.append(values["sample_id"]))
+    again = Ticket.from_bytes(data)
+    shard = again.plan.shard(dp=3, pp=0)
+    assert [batch.sample_ids[0] for batch in shard.microbatches] == names[3::64]
+    assert made == [] and len(again.plan.microbatches._made) == 1
+    assert np.array_equal(shard.row_map(0, tp=0)[1], [*range(8), -1])
