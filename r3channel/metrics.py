@@ -344,11 +344,13 @@ class Metrics:
         return values
 
     def _key(self, metric: Metric, labels: dict[str, str]) -> _Key:
+        if not metric.labels and not labels:
+            return ()
         if "role" in metric.labels:
             labels.setdefault("role", self.role)
         if labels.keys() != set(metric.labels):
             raise UsageError(f"{metric.name}: labels {sorted(labels)} given; it has {sorted(metric.labels)}")
-        return tuple(_label_value(metric, label, labels[label]) for label in metric.labels)
+        return tuple([_label_value(metric, label, labels[label]) for label in metric.labels])
 
 
 def _metric(name: str, *kinds: str) -> Metric:

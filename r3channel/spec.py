@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -33,6 +33,11 @@ class RoutingSpec:
     num_experts: int
     """Routed (logical) experts, shared ones not counted."""
     top_k: int
+    id_dtype: np.dtype[Any] = field(init=False, repr=False, compare=False)
+    """uint8 up to 256 experts, else int16."""
+    num_moe_layers: int = field(init=False, repr=False, compare=False)
+    bytes_per_token: int = field(init=False, repr=False, compare=False)
+    """Bytes of one decoded row over all MoE layers."""
 
     def __post_init__(self) -> None:
         layers = self.moe_layers
@@ -44,20 +49,10 @@ class RoutingSpec:
             raise ConfigError(
                 f"top_k {self.top_k} of {self.num_experts} experts: expected 1 <= top_k <= experts <= {_MAX_INT16_EXPERTS}"
             )
-
-    @property
-    def id_dtype(self) -> np.dtype[Any]:
-        """uint8 up to 256 experts, else int16."""
-        return np.dtype(np.uint8 if self.num_experts <= 256 else np.int16)
-
-    @property
-    def num_moe_layers(self) -> int:
-        return len(self.moe_layers)
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of one decoded row over all MoE layers."""
-        return self.num_moe_layers * self.top_k * self.id_dtype.itemsize
+        dtype = np.dtype(np.uint8 if self.num_experts <= 256 else np.int16)
+        object.__setattr__(self, "id_dtype", dtype)  # on the path of every frame: fields, not properties
+        object.__setattr__(self, "num_moe_layers", len(layers))
+        object.__setattr__(self, "bytes_per_token", len(layers) * self.top_k * dtype.itemsize)
 
     @property
     def digest(self) -> int:

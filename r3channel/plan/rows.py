@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -69,8 +69,7 @@ def _ceil(value: int, unit: int) -> int:
     return -(-value // unit) * unit
 
 
-@dataclass(frozen=True, slots=True)
-class Runs:
+class Runs(NamedTuple):
     """Consecutive positions of one sample that lie one after another in one slot. Equally long int64 columns.
 
     Ordered by (cp, micro-batch, sample, position), so that one sample of one rank is a slice. Together they tile every
@@ -90,11 +89,8 @@ class Runs:
     real: Ints
     """Leading rows that an engine computed: the positions before the sample's last token."""
 
-    def __len__(self) -> int:
-        return len(self.cp)
-
     def take(self, index: Any) -> Runs:
-        return Runs(*(getattr(self, field.name)[index] for field in fields(self)))
+        return Runs(*[column[index] for column in self])
 
 
 class RowTable:
@@ -206,7 +202,7 @@ def _runs(
 
 
 def _joined(parts: Sequence[Runs]) -> Runs:
-    return Runs(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(Runs)))
+    return Runs(*[np.concatenate(columns) for columns in zip(*parts, strict=True)])
 
 
 def _cut_slots(runs: Runs, batches: Sequence[Microbatch], layout: TrainerLayout) -> Runs:
@@ -217,8 +213,8 @@ def _cut_slots(runs: Runs, batches: Sequence[Microbatch], layout: TrainerLayout)
     share = np.asarray([batch.seq_len // parts for batch in batches], dtype=np.int64)[runs.microbatch]
     first, last = runs.local // share, (runs.local + runs.length - 1) // share
     repeat = last - first + 1
-    wide, share = runs.take(np.repeat(np.arange(len(runs)), repeat)), np.repeat(share, repeat)
-    number = np.arange(len(wide)) - np.repeat(np.cumsum(repeat) - repeat, repeat)
+    wide, share = runs.take(np.repeat(np.arange(len(runs.cp)), repeat)), np.repeat(share, repeat)
+    number = np.arange(len(wide.cp)) - np.repeat(np.cumsum(repeat) - repeat, repeat)
     slot = np.repeat(first, repeat) + number
     begin = np.maximum(wide.local, slot * share)
     length = np.minimum(wide.local + wide.length, (slot + 1) * share) - begin

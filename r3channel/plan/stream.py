@@ -112,7 +112,7 @@ class Stream:
         first = np.cumsum(count) - count
         runs, sample = self.runs, self.sample_of
         repeat = count[sample]
-        run = np.repeat(np.arange(len(runs)), repeat)
+        run = np.repeat(np.arange(len(sample)), repeat)
         number = np.arange(len(run)) - np.repeat(np.cumsum(repeat) - repeat, repeat)
         start, end = bounds[np.repeat(first[sample], repeat) + number].T
         position = np.maximum(runs.position[run], start)

@@ -110,7 +110,7 @@ class Relay:
                 recorder=recorder,
                 changed=self._changed,
                 clock=self.clock,
-                idle=self._store.trim,
+                idle=partial(self._store.trim, idle_s=60.0),
                 timeout_s=config.step_timeout_s,
             )
             undo.callback(self.steps.close)

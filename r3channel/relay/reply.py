@@ -22,6 +22,10 @@ _KEY = b'"routed_experts"'
 _OPENING = re.compile(rb'[ \t\r\n]*:[ \t\r\n]*"')
 
 try:
+    from orjson import loads as _fast_loads
+except ImportError:
+    _fast_loads = None
+try:
     from pybase64 import b64decode as _fast_b64decode
 except ImportError:
     _fast_b64decode = None
@@ -101,6 +105,11 @@ def receipt_in(data: bytes) -> Receipt | None:
 
 
 def _parsed(body: bytes) -> Any:
+    if _fast_loads is not None:
+        try:
+            return _fast_loads(body)
+        except ValueError:  # it refuses NaN and lone surrogates, which json takes
+            pass
     try:
         return json.loads(body)
     except RecursionError as error:

@@ -1,18 +1,18 @@
 """Memory for rows, up to a ceiling of live bytes. Knows nothing of what lies in it, and keeps nothing over the process's end.
 
-Blocks come from the C library's allocator: what is freed is reused whatever its neighbours do, and a block is never refused while
-live bytes and its own fit the ceiling. Beyond `memory_bytes` a block is a mapped temporary file of its own, which has no name.
+Blocks are allocations of their own, so what is freed is reusable whatever its neighbours do, and none is refused while live bytes
+and its own fit the ceiling. Freed ones are kept for the next of their size: the first touch of fresh memory costs more than filling
+it. Beyond `memory_bytes` a block is a mapped temporary file, which has no name.
 """
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import tempfile
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,21 +20,23 @@ import numpy as np
 
 from r3channel.errors import StoreFull, UsageError
 
-_TRIM_SHARE = 0.1
-"""Of the ceiling: so much is freed before the C library is asked to give free pages back. They are warm: touching fresh ones costs as
-much as filling them, so it is asked seldom."""
-_KEPT_MAPS = 16_000
-"""Mapped files; a process may have 65,530 mappings (vm.max_map_count), and others need theirs."""
+_SMALL_BYTES = 1 << 17
+"""Below it the C library keeps freed memory itself, and bytes that are adopted stay where they are."""
+_MOST_FILES = 16_000
+"""Mapped files: a process may have 65,530 mappings (vm.max_map_count), and others need theirs."""
+_Memory = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """Memory of one frame. `free` gives it back; a view that somebody still has stays memory, and is nobody else's."""
+    """Memory of one frame, from `allocate` or `adopt` to `free`. Its view may not be used afterwards."""
 
     view: memoryview
     """Exactly as many bytes as were asked for, at a multiple of 16."""
     _store: Store
-    _on_file: bool = False
+    _memory: _Memory | None
+    """To be used again; None where it is the system's."""
+    _on_file: bool
 
     def free(self) -> None:
         """Any thread; idempotent."""
@@ -53,13 +55,18 @@ class Store:
 
     ceiling_bytes: int
     memory_bytes: int
-    """Of the live bytes, what lies in anonymous memory."""
+    """Of anonymous memory, what is kept for later use included."""
     live_bytes: int = 0
     _in_memory: int = 0
+    """Live bytes that lie in anonymous memory."""
     _files: int = 0
     _blocks: int = 0
-    _freed: int = 0
-    """Bytes since the C library was last asked to give pages back."""
+    _idle: OrderedDict[int, tuple[float, _Memory]] = field(default_factory=OrderedDict)
+    """Freed memory by its number, with the time since when; the longest idle first."""
+    _idle_bytes: int = 0
+    _of_size: dict[int, list[int]] = field(default_factory=dict)
+    """Size -> numbers of idle memory, the one freed last at the end."""
+    _serial: int = 0
     _closed: bool = False
     _waiting: deque[_Waiter] = field(default_factory=deque)
     _changed: threading.Condition = field(default_factory=threading.Condition)
@@ -69,50 +76,60 @@ class Store:
 
         Raises StoreFull after `timeout_s`, or where a disk has no room for what is beyond `memory_bytes`.
         """
-        return self._block(nbytes, None, timeout_s=timeout_s, what=what)
+        self._take_room(nbytes, timeout_s=timeout_s, what=what)
+        with self._changed:
+            on_file = self._in_memory + nbytes > self.memory_bytes and self._files < _MOST_FILES
+            self._in_memory += 0 if on_file else nbytes
+            self._files += on_file
+            memory = None if on_file else self._used_before(_rounded(nbytes))
+        try:
+            if on_file:
+                return Block(_temporary(nbytes, what), self, None, True)
+            if memory is None:
+                memory = np.empty(_rounded(nbytes), np.uint8)
+            return Block(memory.data[:nbytes], self, memory, False)
+        except BaseException:
+            self._give_back(nbytes, on_file=on_file)
+            raise
 
     def adopt(self, data: bytes, *, timeout_s: float = 0.0, what: str = "") -> Block:
-        """These bytes as they are, counted like any block; copied only where memory has no room. Raises as `allocate`."""
-        return self._block(len(data), data, timeout_s=timeout_s, what=what)
+        """These bytes, counted like any block: as they are where they are few, else a copy in memory that was used before. Raises as
+        `allocate`."""
+        if len(data) < _SMALL_BYTES:
+            self._take_room(len(data), timeout_s=timeout_s, what=what)
+            with self._changed:
+                self._in_memory += len(data)
+            return Block(memoryview(data), self, None, False)
+        block = self.allocate(len(data), timeout_s=timeout_s, what=what)
+        np.copyto(np.frombuffer(block.view, np.uint8), np.frombuffer(data, np.uint8))  # other threads go on
+        return block
 
-    def trim(self) -> None:
-        """Give free memory back to the system."""
+    def trim(self, *, idle_s: float) -> None:
+        """Give memory back to the system that nobody took for so long."""
+        limit_s = time.monotonic() - idle_s
         with self._changed:
-            self._freed = 0
-        _give_pages_back()
+            while self._idle and next(iter(self._idle.values()))[0] <= limit_s:
+                self._drop_oldest()
 
     def close(self) -> None:
         """End every wait; blocks stay memory until nobody has a view of them. Idempotent."""
         with self._changed:
             self._closed = True
+            self._idle.clear()
+            self._of_size.clear()
+            self._idle_bytes = 0
             self._changed.notify_all()
 
     def __len__(self) -> int:
         """Blocks that are not freed."""
         return self._blocks
 
-    def _block(self, nbytes: int, data: bytes | None, *, timeout_s: float, what: str) -> Block:
-        self._take_room(nbytes, timeout_s=timeout_s, what=what)
-        with self._changed:
-            on_file = self._in_memory + nbytes > self.memory_bytes and self._files < _KEPT_MAPS
-            self._in_memory += 0 if on_file else nbytes
-            self._files += on_file
-        try:
-            return Block(self._memory(nbytes, data, on_file=on_file, what=what), self, on_file)
-        except BaseException:
-            self._give_back(nbytes, on_file=on_file)
-            raise
+    @property
+    def held_bytes(self) -> int:
+        """Live bytes, and those that are kept for later use."""
+        return self.live_bytes + self._idle_bytes
 
-    def _memory(self, nbytes: int, data: bytes | None, *, on_file: bool, what: str) -> memoryview:
-        if not on_file:
-            return memoryview(data) if data is not None else np.empty(nbytes, np.uint8).data
-        try:
-            view = _temporary(nbytes)
-        except OSError as error:
-            raise StoreFull(f"{what}: no room for {nbytes} bytes in a temporary file: {error}") from error
-        if data is not None:
-            view[:] = data
-        return view
+    # -- room ------------------------------------------------------------------------------------------------------
 
     def _take_room(self, nbytes: int, *, timeout_s: float, what: str) -> None:
         deadline_s, mine = time.monotonic() + timeout_s, _Waiter(nbytes)
@@ -122,7 +139,6 @@ class Store:
             while not (mine.granted or self._closed) and (left_s := deadline_s - time.monotonic()) > 0:
                 self._changed.wait(left_s)
             if mine.granted:
-                self._blocks += 1
                 return
             self._waiting.remove(mine)
             self._grant()  # whoever waited behind this one
@@ -139,13 +155,8 @@ class Store:
             waiter = self._waiting.popleft()
             waiter.granted = True
             self.live_bytes += waiter.nbytes
+            self._blocks += 1
             self._changed.notify_all()
-
-    def _free(self, block: Block) -> None:
-        with self._changed:
-            nbytes, block.view = len(block.view), memoryview(b"")
-        if nbytes:
-            self._give_back(nbytes, on_file=block._on_file)
 
     def _give_back(self, nbytes: int, *, on_file: bool) -> None:
         with self._changed:
@@ -153,23 +164,62 @@ class Store:
             self._blocks -= 1
             self._in_memory -= 0 if on_file else nbytes
             self._files -= on_file
-            self._freed += nbytes
-            much = self._freed > _TRIM_SHARE * self.ceiling_bytes
             self._grant()
-        if much:
-            self.trim()
+
+    # -- memory that is used again ---------------------------------------------------------------------------------
+
+    def _free(self, block: Block) -> None:
+        with self._changed:
+            nbytes, memory, on_file = len(block.view), block._memory, block._on_file
+            block.view, block._memory = memoryview(b""), None
+            if memory is not None and len(memory) >= _SMALL_BYTES and not self._closed:
+                self._serial += 1
+                self._idle[self._serial] = time.monotonic(), memory
+                self._of_size.setdefault(len(memory), []).append(self._serial)
+                self._idle_bytes += len(memory)
+            if nbytes:
+                self._give_back(nbytes, on_file=on_file)  # the lock may be taken twice
+            while self._idle and self._in_memory + self._idle_bytes > self.memory_bytes:
+                self._drop_oldest()
+
+    def _used_before(self, size: int) -> _Memory | None:
+        """With the lock held: the memory of this size that was freed last."""
+        numbers = self._of_size.get(size)
+        if not numbers:
+            while self._idle and self._in_memory + self._idle_bytes > self.memory_bytes:
+                self._drop_oldest()
+            return None
+        number = numbers.pop()
+        self._idle_bytes -= size
+        return self._idle.pop(number)[1]
+
+    def _drop_oldest(self) -> None:
+        number, (_, memory) = self._idle.popitem(last=False)
+        self._of_size[len(memory)].remove(number)
+        self._idle_bytes -= len(memory)
 
 
-def _temporary(nbytes: int) -> memoryview:
+def _rounded(nbytes: int) -> int:
+    """Up to an eighth more, so that memory fits the next frame of nearly the same size.
+
+    >>> [_rounded(n) for n in (1000, 200_000, 1_000_000)]
+    [1000, 212992, 1048576]
+    """
+    if nbytes < _SMALL_BYTES:
+        return nbytes
+    step = 1 << (nbytes.bit_length() - 4)
+    return -(-nbytes // step) * step
+
+
+def _temporary(nbytes: int, what: str) -> memoryview:
     """A mapped file that is gone with the last view. Allocated, not sparse: a write into a hole on a full disk ends the process."""
     if not nbytes:
         return memoryview(bytearray())
-    with tempfile.TemporaryFile(prefix="r3channel-") as file:
-        os.posix_fallocate(file.fileno(), 0, nbytes)
-        return memoryview(mmap.mmap(file.fileno(), nbytes))
-
-
-def _give_pages_back() -> None:
-    library: Any = ctypes.CDLL(None)
-    if hasattr(library, "malloc_trim"):  # glibc
-        library.malloc_trim(0)
+    try:
+        with tempfile.TemporaryFile(prefix="r3channel-") as file:
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+            return memoryview(mmap.mmap(file.fileno(), nbytes))
+    except OSError as error:
+        raise StoreFull(
+            f"{what}: no room for {nbytes} bytes in a file in {tempfile.gettempdir()}: {error}"
+        ) from error

@@ -95,7 +95,7 @@ def column_digests(rows_RK: Ids, runs_N5: Ids, samples: int) -> Words:
     words_R = row_words(items_RI)
     for sample, position, first, step, rows in runs_N5.tolist():
         own_T = words_R[first : first + step * rows : step]
-        digests_S[sample] += own_T @ coefficients_P[position : position + rows]
+        digests_S[sample : sample + 1] += own_T @ coefficients_P[position : position + rows]
     return digests_S
 
 

@@ -1,4 +1,4 @@
-"""A relay's control channel for workers in other processes: JSON lines over a loopback socket."""
+"""A relay's control channel for workers in other processes: JSON lines over a loopback socket. One call: hello."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import socketserver
 import threading
 from typing import Any
 
-from r3channel import errors
+from r3channel.errors import R3Error
 from r3channel.relay.relay import Relay
+from r3channel.wire.delivery import error_of, values_of
 
 
 class ControlServer:
-    """Serves hello, ready and ack of a relay; `with` closes it."""
+    """Serves `hello` of a relay; `with` closes it."""
 
     def __init__(self, relay: Relay) -> None:
         class Handler(socketserver.StreamRequestHandler):
@@ -34,36 +35,23 @@ class ControlServer:
         self._server.server_close()
 
 
-def answer(relay: Relay, request: dict[str, Any]) -> dict[str, Any]:
-    assert request["call"] in ("hello", "ready", "ack")
+def answer(relay: Relay, arguments: dict[str, int]) -> dict[str, Any]:
     try:
-        return {"result": getattr(relay, request["call"])(**request["arguments"])}
-    except errors.R3Error as error:
-        return {"error": type(error).__name__, "text": str(error)}
+        return {"result": relay.hello(**arguments)}
+    except R3Error as error:
+        return {"error": values_of(error)}
 
 
 class TcpControl:
-    """`trainer.receiver.Control` over that socket; one call at a time."""
+    """`trainer.member.Control` over that socket; one call at a time."""
 
     def __init__(self, port: int) -> None:
         self._file = socket.create_connection(("127.0.0.1", port), timeout=60).makefile("rw")
 
-    def hello(self, **arguments: Any) -> dict[str, Any] | None:
-        return self._call("hello", arguments)
-
-    def ready(self, **arguments: Any) -> bool:
-        return self._call("ready", arguments)
-
-    def ack(self, **arguments: Any) -> None:
-        self._call("ack", arguments)
-
-    def mail(self, **arguments: Any) -> Any:
-        raise errors.TransportError("lines of JSON carry no buckets")
-
-    def _call(self, call: str, arguments: dict[str, Any]) -> Any:
-        self._file.write(json.dumps({"call": call, "arguments": arguments}) + "\n")
+    def hello(self, *, dp: int, pp: int, cp: int) -> dict[str, Any]:
+        self._file.write(json.dumps({"dp": dp, "pp": pp, "cp": cp}) + "\n")
         self._file.flush()
         reply = json.loads(self._file.readline())
         if "error" in reply:
-            raise getattr(errors, reply["error"])(reply["text"])
+            raise error_of(reply["error"])
         return reply["result"]

@@ -56,6 +56,10 @@ class Routing:
     def live_rows(self, microbatch: int) -> torch.Tensor | None:
         return self.live
 
+    def handed(self, microbatch: int, layer: int, ids_RK: torch.Tensor) -> None: ...
+
+    def verified(self) -> None: ...
+
 
 def random_rows(index: int, layer: int) -> np.ndarray:
     scores = np.random.default_rng([index, layer]).random((ROWS, 16))

@@ -45,6 +45,10 @@ class Oracle:
     def live_rows(self, microbatch: int) -> None:
         return None
 
+    def handed(self, microbatch: int, layer: int, ids_RK: torch.Tensor) -> None: ...
+
+    def verified(self) -> None: ...
+
     def samples(self) -> slice:
         width = SAMPLES // self.layout.dp
         return slice(self.at.dp * width, (self.at.dp + 1) * width)

@@ -20,14 +20,14 @@ from r3channel.models import model_named
 from r3channel.routing import Ids
 from r3channel.spec import RoutingSpec
 from r3channel.wire.chunks import CHUNK_ROWS
-from r3channel.wire.codec import CODECS, LZ4, PACKED9, SET, STORED, encode_chunk
+from r3channel.wire.codec import CODECS, LZ4, PACKED9, SET, STORED, codec_for
 from r3channel.wire.frame import HEADER_BYTES, encode_frame, parse_frame
 from tests.samples import SPEC, WIDE, random_ids
 from tests.unit.test_mutations import rehash
 
 DOCUMENTED = (
     "wire.codec", "wire.codec.stored", "wire.codec.lz4", "wire.codec.packed9", "wire.codec.expert_set", "wire.digest",
-    "wire.bucket", "wire.prefix", "distinct", "models", "spec",
+    "wire.prefix", "distinct", "models", "spec",
 )  # fmt: skip
 
 
@@ -103,12 +103,11 @@ def test_invalid_rows_do_not_cost_a_chunk_its_set() -> None:
 
 
 def test_digests_of_a_set_are_those_of_the_rows_that_arrive() -> None:
-    from r3channel.wire.digest import layer_digests
-
     ids = random_ids(300)
-    frame = parse_frame(encode_frame(SPEC, expert_ids_TLK=ids, codec="set", row_digests=True), spec=SPEC)
-    expected = layer_digests(frame.decode(), positions_T=np.arange(300), layers_L=SPEC.moe_layers)
-    assert frame.digests_L is not None and np.array_equal(frame.digests_L, expected)
+    frame = parse_frame(encode_frame(SPEC, expert_ids_TLK=ids, codec="set"), spec=SPEC)
+    assert np.array_equal(frame.verify(), np.sort(ids, axis=-1))
+    ordered = parse_frame(encode_frame(SPEC, expert_ids_TLK=ids), spec=SPEC)
+    assert (frame.digests_L != ordered.digests_L).all()
 
 
 @pytest.mark.parametrize("regime", REGIMES)
@@ -122,7 +121,7 @@ def test_a_set_costs_at_most_268_bytes_per_row_in_every_regime(regime: str) -> N
 
 def test_an_unknown_codec_is_refused_by_name() -> None:
     with pytest.raises(errors.ConfigError, match="'zip', expected one of"):
-        encode_chunk(random_ids(1), codec="zip")
+        codec_for(random_ids(1), codec="zip")
 
 
 # -- layers ------------------------------------------------------------------------------------------------------------
@@ -174,8 +173,8 @@ def with_payload(ids: Ids, *, spec: RoutingSpec, codec: str, payload: bytes) -> 
     data = bytearray(good[: len(good) - old] + payload)
     struct.pack_into("<Q", data, 56, len(payload))
     struct.pack_into(
-        "<I", data, 104 + 24 + 12, len(payload)
-    )  # behind the header and one span, in the first table row
+        "<I", data, 104 + 24 + 24 + 12, len(payload)
+    )  # behind the header, one span and three digests, in the first table row
     rehash(data)
     return bytes(data)
 
@@ -278,5 +277,5 @@ def test_an_encoder_that_repeats_an_expert_in_a_set_is_found_out() -> None:
 
 def test_the_header_is_104_bytes() -> None:
     assert (
-        HEADER_BYTES == 104 and len(encode_frame(SPEC, expert_ids_TLK=random_ids(0))) == 112
-    )  # padded to 16
+        HEADER_BYTES == 104 and len(encode_frame(SPEC, expert_ids_TLK=random_ids(0))) == 128
+    )  # three digests

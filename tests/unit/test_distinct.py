@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3channel import distinct
-from r3channel.distinct import find_duplicate, out_of_range, sound
+from r3channel.distinct import checked, find_duplicate, out_of_range, sound
 
 
 def first_by_sorting(ids: np.ndarray) -> tuple[int, int] | None:
@@ -46,7 +46,7 @@ def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     return request.param
 
 
-@pytest.mark.parametrize("slots", [2, 3, 8, 10, 22])
+@pytest.mark.parametrize("slots", [2, 3, 7, 8, 9, 10, 22])
 def test_a_repeat_is_found_at_the_edges_of_blocks(
     slots: int, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,7 +67,8 @@ def test_a_repeat_is_found_at_the_edges_of_blocks(
 @pytest.mark.parametrize(
     ("dtype", "experts", "slots"),
     [(np.uint8, 100, 8), (np.uint8, 128, 8), (np.uint8, 200, 8), (np.uint8, 256, 8), (np.uint8, 60, 6), (np.int16, 384, 8),
-     (np.int16, 512, 10), (np.int16, 32767, 8)],
+     (np.int16, 512, 10), (np.int16, 32767, 8), (np.uint8, 32, 9), (np.int16, 512, 22), (np.uint8, 60, 4), (np.uint8, 200, 7),
+     (np.int16, 300, 3)],
 )  # fmt: skip
 def test_every_slot_is_checked_for_range_and_every_pair_for_distinctness(
     dtype: type, experts: int, slots: int, compiled: bool
@@ -130,3 +131,29 @@ def test_read_only_and_unaligned_ids_are_checked(compiled: bool) -> None:
 def test_an_id_out_of_range_is_found(value: int, dtype: type, experts: int, bad: bool) -> None:
     ids = np.array([[[1, value]]], dtype)
     assert out_of_range(ids, num_experts=experts) is bad
+
+
+@pytest.mark.parametrize("slots", [4, 8, 9])
+def test_invalid_rows_are_not_judged_and_the_others_are(slots: int, compiled: bool) -> None:
+    rng = np.random.default_rng(slots)
+    ids = rng.random((3000, 2, 64)).argsort(axis=-1)[..., :slots].astype(np.uint8)
+    valid = rng.random(3000) < 0.9
+    valid[:2], valid[-2:] = (True, False), (False, True)
+    good = checked(ids, num_experts=64, first_row=0, valid_T=valid)
+    ids[~valid] = 200
+    again = checked(ids, num_experts=64, first_row=0, valid_T=valid)
+    assert good[0] and again[0] and np.array_equal(good[1], again[1])
+    for row in (0, 1, 1500, 2998, 2999):
+        other = ids.copy()
+        other[row, 1, 0] = other[row, 1, 1]
+        wrong = checked(other, num_experts=64, first_row=0, valid_T=valid)
+        assert wrong[0] is not bool(valid[row])
+        assert (wrong[1] != good[1]).tolist() == [False, bool(valid[row])]
+
+
+@pytest.mark.parametrize("slots", [8, 9])
+def test_unsound_rows_do_not_end_the_sum(slots: int, compiled: bool) -> None:
+    ids = np.zeros((40, 2, slots), np.uint8)
+    sound_all, whole = checked(ids, num_experts=64, first_row=0)
+    assert not sound_all
+    assert np.array_equal(whole, distinct.summed(distinct.items_of(ids), distinct.coefficients(0, 40)))

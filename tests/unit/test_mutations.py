@@ -7,6 +7,7 @@ import resource
 import struct
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ import xxhash
 from r3channel import errors
 from r3channel.routing import SampleRouting
 from r3channel.spec import RoutingSpec
+from r3channel.wire.digest import layer_digests
 from r3channel.wire.frame import HEADER_BYTES, PrefixRef, encode_error, encode_frame, parse_frame
 from r3channel.wire.prefix import encode_prefix, parse_prefix, prefix_digest, resolve
 from tests.oracle import read
@@ -46,7 +48,7 @@ def corpus() -> list[tuple[RoutingSpec, bytes]]:
     ref = PrefixRef(prefix_digest(SPEC, _SHARED), PREFIX_ROWS)
     return [
         (SPEC, frame_of(ROWS + 1, codec="stored")),
-        (SPEC, frame_of(ROWS + 1, codec="stored", layers_per_chunk=2, row_digests=True)),
+        (SPEC, frame_of(ROWS + 1, codec="stored", layers_per_chunk=2)),
         (SPEC, frame_of(ROWS + 1, valid_T=np.arange(ROWS) % 5 != 2)),
         (SPEC, frame_of(ROWS + 1, codec="set")),
         (SPEC, encode_frame(SPEC, expert_ids_TLK=after, prefix=ref)),
@@ -62,10 +64,23 @@ def corpus() -> list[tuple[RoutingSpec, bytes]]:
 def rehash(data: bytearray) -> None:
     """Make both hashes true again, as a faulty or hostile encoder would."""
     if len(data) >= HEADER_BYTES:
-        struct.pack_into("<Q", data, HEADER_BYTES - 16, xxhash.xxh3_64_intdigest(bytes(data[HEADER_BYTES:])))
+        (size,) = struct.unpack_from("<I", data, SECTIONS_BYTES)
+        sections = bytes(data[HEADER_BYTES : HEADER_BYTES + size])
+        struct.pack_into("<Q", data, HEADER_BYTES - 16, xxhash.xxh3_64_intdigest(sections))
         struct.pack_into(
             "<Q", data, HEADER_BYTES - 8, xxhash.xxh3_64_intdigest(bytes(data[: HEADER_BYTES - 8]))
         )
+
+
+def redigest(data: bytearray, *, spec: RoutingSpec) -> None:
+    """Make the digests true again, too, where the frame can be decoded at all."""
+    with suppress(errors.R3Error):
+        frame = resolve(parse_frame(bytes(data), spec=spec, max_rows=64), _KEPT.get)
+        digests_L = layer_digests(frame.decode(), first_row=frame.first_row, valid_T=frame.valid_T)
+        bitmap = -(-frame.rows // 8) if data[7] & 1 else 0
+        at = HEADER_BYTES + bitmap + 24 * len(frame.provenance)
+        data[at : at + digests_L.nbytes] = digests_L.tobytes()
+        rehash(data)
 
 
 def lie_in_header(data: bytearray, rng: random.Random) -> None:
@@ -115,7 +130,7 @@ LIES: list[Callable[[bytearray, random.Random], None]] = [
 DAMAGES = [lie_in_header, change_body, cut, resize]
 
 
-def mutated(good: bytes, rng: random.Random) -> tuple[bytes, bool]:
+def mutated(good: bytes, rng: random.Random, *, spec: RoutingSpec) -> tuple[bytes, bool]:
     """(bytes, whether the hashes were made true again)."""
     data = bytearray(good)
     if rng.random() < 0.12:
@@ -127,6 +142,8 @@ def mutated(good: bytes, rng: random.Random) -> tuple[bytes, bool]:
     if rng.random() < 0.01:
         cut(data, rng)
     rehash(data)
+    if rng.random() < 0.7:
+        redigest(data, spec=spec)
     return bytes(data), len(data) >= HEADER_BYTES
 
 
@@ -155,7 +172,7 @@ def run_mutations(count: int, *, seed: int) -> tuple[Counter[type], int, int]:
         if number == min(2000, count // 2):
             start_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         spec, good = rng.choice(frames)
-        data, rehashed = mutated(good, rng)
+        data, rehashed = mutated(good, rng, spec=spec)
         true_hashes += rehashed
         try:
             routing = receive(data, spec=spec, is_prefix=good is frames[-2][1])

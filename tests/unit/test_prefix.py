@@ -8,7 +8,6 @@ import pytest
 from r3channel import errors
 from r3channel.bench.wire import prefix_sharing
 from r3channel.models import model_named
-from r3channel.routing import RowKind
 from r3channel.wire.frame import PrefixRef, encode_frame, parse_frame
 from r3channel.wire.prefix import (
     MIN_ROWS,
@@ -17,7 +16,6 @@ from r3channel.wire.prefix import (
     parse_prefix,
     prefix_digest,
     resolve,
-    without_prefix,
 )
 from tests.samples import SPEC, WIDE, random_ids
 
@@ -38,7 +36,7 @@ def test_siblings_send_their_prompt_once_and_arrive_whole() -> None:
         if shared.frame is not None:
             prefix = parse_prefix(shared.frame, spec=SPEC)
             kept[prefix.digest], frames = prefix.ids_TLK, frames + 1
-        data = encode_frame(SPEC, expert_ids_TLK=ids, prefix=shared.ref, row_digests=True)
+        data = encode_frame(SPEC, expert_ids_TLK=ids, prefix=shared.ref)
         frame = resolve(parse_frame(data, spec=SPEC), kept.get)
         assert np.array_equal(frame.routing(sample_id="s").expert_ids_TLK, ids) and frame.rows == PROMPT + 30
         assert np.array_equal(frame.decode(layers=(2, 3)), ids[:, 1:])
@@ -95,7 +93,7 @@ def test_a_prefix_can_be_asked_for_again() -> None:
 def frame_without_its_prefix() -> bytes:
     ids = sample(0)
     ref = PrefixRef(prefix_digest(SPEC, ids[:PROMPT]), PROMPT)
-    return encode_frame(SPEC, expert_ids_TLK=ids, prefix=ref, row_digests=True)
+    return encode_frame(SPEC, expert_ids_TLK=ids, prefix=ref)
 
 
 def test_a_prefix_that_is_not_here_is_named() -> None:
@@ -103,6 +101,7 @@ def test_a_prefix_that_is_not_here_is_named() -> None:
     for ask in (
         frame.decode,
         frame.ids,
+        frame.verify,
         lambda: resolve(frame, {}.get),
         lambda: frame.routing(sample_id="s"),
     ):
@@ -110,11 +109,19 @@ def test_a_prefix_that_is_not_here_is_named() -> None:
             ask()
 
 
-def test_rows_of_a_lost_prefix_are_missing_and_the_others_usable() -> None:
-    routing = without_prefix(parse_frame(frame_without_its_prefix(), spec=SPEC)).routing(sample_id="s")
-    assert not routing.valid_T[:PROMPT].any() and routing.valid_T[PROMPT:].all()
-    assert (routing.provenance[0].kind, routing.provenance[0].end) == (RowKind.MISSING, PROMPT)
-    assert np.array_equal(routing.expert_ids_TLK[PROMPT:], sample(0)[PROMPT:])
+def test_a_frame_is_verified_together_with_the_rows_of_its_prefix() -> None:
+    frame, ids = parse_frame(frame_without_its_prefix(), spec=SPEC), sample(0)
+    out = np.empty_like(ids)
+    assert resolve(frame, lambda _: ids[:PROMPT]).verify(out) is out and np.array_equal(out, ids)
+    with pytest.raises(errors.PayloadCorrupt, match="not those that the engine hashed"):
+        resolve(frame, lambda _: ids[1 : PROMPT + 1]).verify()
+
+
+def test_damaged_rows_of_a_prefix_are_refused() -> None:
+    data = bytearray(encode_prefix(SPEC, expert_ids_TLK=random_ids(PROMPT)))
+    data[-1] ^= 1
+    with pytest.raises(errors.PayloadCorrupt, match="not those of digest"):
+        parse_prefix(data, spec=SPEC)
 
 
 def test_a_prefix_of_other_rows_is_refused() -> None:

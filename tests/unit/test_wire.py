@@ -14,8 +14,15 @@ from r3channel import errors
 from r3channel.routing import Ids, ProvenanceSpan, RowKind, SampleRouting
 from r3channel.spec import RoutingSpec
 from r3channel.wire.codec import LZ4
-from r3channel.wire.digest import layer_digests
-from r3channel.wire.frame import HEADER_BYTES, encode_error, encode_frame, parse_frame, sample_key
+from r3channel.wire.frame import (
+    FRAME_MAGIC,
+    HEADER_BYTES,
+    encode_error,
+    encode_frame,
+    parse_frame,
+    sample_key,
+)
+from r3channel.wire.inplace import StoredFrame
 from r3channel.wire.prefix import parse_prefix, resolve
 from tests.golden.regenerate import golden_spec
 from tests.samples import SPEC, WIDE, frame_of, random_ids
@@ -30,7 +37,7 @@ def test_ids_survive_the_wire_in_order(spec: RoutingSpec, codec: str, rows: int)
     ids = random_ids(min(rows, 512), spec=spec, seed=rows)
     ids = np.tile(ids, (20, 1, 1))[:rows] if rows > 512 else ids
     frame = parse_frame(encode_frame(spec, expert_ids_TLK=ids, codec=codec), spec=spec)
-    assert frame.rows == rows and np.array_equal(frame.decode(), ids)
+    assert frame.rows == rows and np.array_equal(frame.verify(), ids) and frame.raw_nbytes == ids.nbytes
 
 
 @settings(max_examples=60, deadline=None)
@@ -66,7 +73,7 @@ def test_validity_and_provenance_survive_the_wire(
 def test_golden_frames_are_decoded_for_ever(name: str) -> None:
     data, expected = golden(name)
     frame = parse_frame(data, spec=golden_spec(name))
-    assert np.array_equal(frame.decode(), expected)
+    assert np.array_equal(frame.verify(), expected)
     assert frame.valid_T.all() == (name != "invalid_rows") and frame.weight_version == 7
     assert frame.ordered == ("set" not in name) and frame.sample_key == 99
 
@@ -75,12 +82,22 @@ def test_a_golden_frame_finds_its_rows_in_the_golden_prefix() -> None:
     prefix = parse_prefix(golden("uint8_prefix")[0], spec=SPEC)
     data, expected = golden("uint8_after_prefix")
     frame = resolve(parse_frame(data, spec=SPEC), {prefix.digest: prefix.ids_TLK}.get)
-    assert np.array_equal(frame.decode(), expected)
+    assert np.array_equal(frame.verify(), expected)
+
+
+def test_a_frame_of_another_wire_version_is_refused_by_name() -> None:
+    old = (GOLDEN / "frame_v1.bin").read_bytes()
+    with pytest.raises(errors.FrameVersionMismatch, match="wire version 1, expected 2: .* older"):
+        parse_frame(old, spec=WIDE)
+    with pytest.raises(errors.FrameVersionMismatch, match="wire version 3, expected 2: .* newer"):
+        parse_frame(b"R3F\x03", spec=WIDE)
+    with pytest.raises(errors.FrameMagicMismatch):
+        parse_frame(b"R3Z\x02" + old[4:], spec=WIDE)
 
 
 def golden(name: str) -> tuple[bytes, Ids]:
-    expected = np.load(GOLDEN / f"frame_v1_{name}.npy", allow_pickle=False)
-    return (GOLDEN / f"frame_v1_{name}.bin").read_bytes(), expected
+    expected = np.load(GOLDEN / f"frame_v2_{name}.npy", allow_pickle=False)
+    return (GOLDEN / f"frame_v2_{name}.bin").read_bytes(), expected
 
 
 def test_lz4_is_used_only_where_it_pays() -> None:
@@ -110,12 +127,12 @@ def test_an_error_of_any_characters_is_reported_for_a_request_of_any_name() -> N
 
 
 def test_any_flipped_bit_is_noticed() -> None:
-    data = frame_of(9, row_digests=True)
+    data = frame_of(9)
     for bit in range(0, 8 * len(data), 3):
         damaged = bytearray(data)
         damaged[bit // 8] ^= 1 << bit % 8
         with pytest.raises(errors.FrameError):
-            parse_frame(bytes(damaged), spec=SPEC)
+            parse_frame(bytes(damaged), spec=SPEC).verify()
 
 
 def test_any_cut_is_noticed() -> None:
@@ -130,7 +147,7 @@ def test_any_cut_is_noticed() -> None:
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_a_lying_header_with_a_valid_hash_gives_a_typed_error_or_the_same_ids(data: st.DataObject) -> None:
-    good = frame_of(20, row_digests=True)
+    good = frame_of(20)
     at = data.draw(st.integers(4, HEADER_BYTES - 17))
     lie = bytearray(good)
     lie[at] = data.draw(st.integers(0, 255))
@@ -138,7 +155,7 @@ def test_a_lying_header_with_a_valid_hash_gives_a_typed_error_or_the_same_ids(da
         8, "little"
     )
     try:
-        ids = parse_frame(bytes(lie), spec=SPEC).decode()
+        ids = parse_frame(bytes(lie), spec=SPEC).verify()
     except errors.R3Error:
         return
     assert np.array_equal(ids, parse_frame(good, spec=SPEC).decode())
@@ -199,17 +216,74 @@ def test_ids_of_invalid_rows_are_not_judged() -> None:
     assert isinstance(routing, SampleRouting) and not routing.valid_T[2]
 
 
-def test_digests_add_up_over_any_split_and_see_a_swap() -> None:
+def test_the_row_that_is_named_counts_the_invalid_ones() -> None:
+    ids, valid = random_ids(9), np.arange(9) != 2
+    ids[2] = 0
+    ids[5, 1, 0] = 128
+    frame = parse_frame(encode_frame(SPEC, expert_ids_TLK=ids, valid_T=valid), spec=SPEC)
+    with pytest.raises(errors.ExpertIdOutOfRange, match="row 5, layer 2"):
+        frame.verify()
+
+
+@pytest.mark.parametrize("value", ["another", "same", "large"])
+def test_ids_that_were_damaged_are_told_from_ids_that_the_engine_got_wrong(value: str) -> None:
+    ids = random_ids(9)
+    data = bytearray(encode_frame(SPEC, expert_ids_TLK=ids, codec="stored"))
+    first = len(data) - ids.nbytes
+    at = first + (4 * 3 + 1) * 8  # row 4, second of the three layers
+    unused = next(expert for expert in range(128) if expert not in ids[4, 1])
+    data[at] = {"another": unused, "same": data[at + 1], "large": 200}[value]
+    with pytest.raises(
+        errors.PayloadCorrupt, match=r"sample s from engine e: layers \[2\]: the ids are not those"
+    ):
+        parse_frame(data, spec=SPEC, sample_id="s", engine="e").verify()
+
+
+def test_damage_of_many_layers_names_a_few_and_counts_the_others() -> None:
+    spec = RoutingSpec(num_layers=9, moe_layers=tuple(range(1, 9)), num_experts=128, top_k=8)
+    data = bytearray(encode_frame(spec, expert_ids_TLK=random_ids(4, spec=spec), codec="stored"))
+    data[-8 * 8 :] = bytes(8 * 8)
+    with pytest.raises(errors.PayloadCorrupt, match=r"layers \[1, 2, 3, 4, 5\] and 3 more"):
+        parse_frame(data, spec=spec).verify()
+
+
+@pytest.mark.parametrize("codec", ["stored", "lz4", "set"])
+def test_verified_ids_are_a_view_or_lie_where_the_caller_said(codec: str) -> None:
+    ids = np.sort(np.tile(random_ids(3), (100, 1, 1)), axis=-1)
+    frame = parse_frame(encode_frame(SPEC, expert_ids_TLK=ids, codec=codec), spec=SPEC)
+    out = np.empty_like(ids)
+    seen = frame.verify(out)
+    assert np.array_equal(seen, ids) and (seen is out) == (codec != "stored")
+    assert frame.verify().flags.writeable is False
+
+
+def test_ids_at_an_odd_address_are_verified() -> None:
+    ids = random_ids(40, spec=WIDE)
+    data = b"x" + encode_frame(WIDE, expert_ids_TLK=ids, codec="stored")
+    frame = parse_frame(memoryview(data)[1:], spec=WIDE)
+    assert np.array_equal(frame.verify(), ids)
+
+
+def test_digests_of_turns_add_up_to_those_of_the_whole() -> None:
     ids = random_ids(50)
-    whole = layer_digests(ids, positions_T=np.arange(50), layers_L=SPEC.moe_layers)
-    order = np.random.default_rng(1).permutation(50)
     parts = [
-        layer_digests(ids[rows], positions_T=rows, layers_L=SPEC.moe_layers)
-        for rows in (order[:13], order[13:])
+        encode_frame(SPEC, expert_ids_TLK=ids[:20]),
+        encode_frame(SPEC, expert_ids_TLK=ids[20:], first_row=20, codec="lz4"),
     ]
-    assert np.array_equal(whole, parts[0] + parts[1])
-    for change in (ids[::-1], ids[:, ::-1], ids[..., ::-1]):
-        other = layer_digests(
-            np.ascontiguousarray(change), positions_T=np.arange(50), layers_L=SPEC.moe_layers
-        )
-        assert not np.array_equal(whole, other)
+    turns = [parse_frame(part, spec=SPEC).digests_L for part in parts]
+    whole = parse_frame(encode_frame(SPEC, expert_ids_TLK=ids), spec=SPEC).digests_L
+    assert np.array_equal(turns[0] + turns[1], whole)
+
+
+@pytest.mark.parametrize("spec", [SPEC, WIDE], ids=["uint8", "int16"])
+@pytest.mark.parametrize("rows", [0, 1, 8193])
+def test_a_frame_that_is_filled_in_place_is_the_encoded_one(spec: RoutingSpec, rows: int) -> None:
+    ids = np.resize(random_ids(64, spec=spec), (rows, 3, 8))
+    spans = [ProvenanceSpan(start=5, end=5 + rows, weight_version=3, kind=RowKind.PREFILLED)][:rows]
+    runs = [(span.start, span.end, span.weight_version, int(span.kind)) for span in spans]
+    stored = StoredFrame(spec, rows=rows, first_row=5, runs=runs)
+    stored.ids_TLK[:] = ids
+    stored.finish(sample_key=8)
+    options = {"first_row": 5, "provenance": spans, "sample_key": 8, "codec": "stored"}
+    assert stored.buffer_N.tobytes() == encode_frame(spec, expert_ids_TLK=ids, **options)
+    assert stored.buffer_N.tobytes().startswith(FRAME_MAGIC)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from r3channel.distinct import kernels
 from r3channel.errors import PayloadCorrupt
 from r3channel.routing import Ids
 
@@ -52,6 +53,10 @@ class Packed9:
             )
         wire_B = np.frombuffer(wire, np.uint8)
         low_N, bits_B = wire_B[: out_N.size], wire_B[out_N.size :]
+        compiled = kernels()
+        if compiled is not None:
+            compiled.unpack9(low_N, bits_B, out_N)
+            return
         for at in range(0, out_N.size, _BLOCK_IDS):
             part = out_N[at : at + _BLOCK_IDS]
             high = np.unpackbits(bits_B[at // 8 : (at + _BLOCK_IDS) // 8], count=len(part), bitorder="little")

@@ -1,0 +1,112 @@
+"""The compiled loops: placement with its digests, and what happens where nothing can be cached."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import r3channel
+from r3channel.compiled import place_runs
+from r3channel.distinct import coefficients
+from r3channel.errors import UsageError
+from r3channel.routing import Ids
+from r3channel.spec import RoutingSpec
+from r3channel.wire.digest import item_bytes_of, layer_digests
+from tests.samples import random_ids
+
+LAYERS = 5
+SOURCES = np.array([0, 2, 3, 3], np.int64)
+"""A stage of four target layers, two of which replay one source layer."""
+
+
+def spec_of(experts: int, top_k: int) -> RoutingSpec:
+    return RoutingSpec(num_layers=LAYERS, moe_layers=tuple(range(LAYERS)), num_experts=experts, top_k=top_k)
+
+
+def placed(spec: RoutingSpec, ids_TLK: Ids, *, widths: int, pads: int, first: int) -> tuple[Ids, Ids]:
+    """(target [layer, position, sample, K], digests) of one sample in column 1 of `widths`, its pads behind it."""
+    item, rows = item_bytes_of(spec), len(ids_TLK)
+    row_bytes = spec.top_k * spec.id_dtype.itemsize
+    target = np.full((len(SOURCES), rows + pads, widths, spec.top_k), 77, spec.id_dtype)
+    pad_ids = np.arange(spec.num_experts * spec.top_k).reshape(-1, spec.top_k) % spec.num_experts
+    pads_EI = np.ascontiguousarray(pad_ids.astype(spec.id_dtype)).view(f"u{item}")
+    digests = np.ones((3, len(SOURCES)), np.uint64)
+    run = [
+        ids_TLK.ctypes.data, rows, rows + pads, target[0, 0, widths - 1].ctypes.data, target[0].nbytes, widths * row_bytes, first, 2,
+    ]  # fmt: skip
+    table = coefficients(0, first + rows)
+    place_runs(item)(np.array([run]), SOURCES, LAYERS * row_bytes, pads_EI, table, digests)
+    return target, digests
+
+
+@pytest.mark.parametrize(
+    ("experts", "top_k"), [(128, 8), (384, 8), (512, 10), (128, 4), (60, 6), (64, 7), (256, 16)]
+)
+@pytest.mark.parametrize("widths", [1, 2])
+@pytest.mark.parametrize("rows", [0, 3, 512, 1100])
+def test_rows_of_all_layers_become_one_layer_after_another(
+    experts: int, top_k: int, widths: int, rows: int
+) -> None:
+    spec = spec_of(experts, top_k)
+    ids = np.resize(random_ids(64, spec=spec), (rows, LAYERS, top_k))
+    ids[rows // 2 :] = ids[rows // 2 :, ::-1]
+    target, digests = placed(spec, ids, widths=widths, pads=5, first=9)
+    own = target[:, :, widths - 1]
+    assert np.array_equal(own[:, :rows], ids[:, SOURCES].transpose(1, 0, 2))
+    positions = np.arange(9 + rows, 9 + rows + 5)[:, None] % experts
+    assert np.array_equal(own[0, rows:], (positions * top_k + np.arange(top_k)) % experts)
+    assert (target[:, :, : widths - 1] == 77).all()
+    assert np.array_equal(digests[2], layer_digests(ids, first_row=9)[SOURCES] + np.uint64(1))
+    assert (digests[:2] == 1).all()
+
+
+def test_positions_beyond_the_coefficients_are_refused() -> None:
+    runs = np.array([[0, 4, 4, 0, 0, 8, 7, 0]])
+    with pytest.raises(UsageError, match="position 11, expected at most 10"):
+        place_runs(8)(
+            runs, SOURCES, 40, np.zeros((128, 1), np.uint64), coefficients(0, 10), np.zeros((1, 4), np.uint64)
+        )
+
+
+PROGRAM = """
+import numpy as np
+from r3channel import distinct
+ids = np.arange(48, dtype=np.uint8).reshape(2, 3, 8)
+assert distinct.kernels() is not None
+print(distinct.__file__, distinct.checked(ids, num_experts=128, first_row=0))
+"""
+
+
+def run_program(package: Path, **environment: str) -> str:
+    child = subprocess.run(
+        [sys.executable, "-c", PROGRAM], cwd=package, env=os.environ | {"PYTHONPATH": str(package)} | environment,
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert child.returncode == 0, child.stderr
+    return child.stdout
+
+
+def test_a_package_that_nothing_can_be_written_to_works_without_a_cache(tmp_path: Path) -> None:
+    """As on a read-only install; that root may write everywhere is why files stand where folders would be made."""
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(Path(r3channel.__file__).parent, tmp_path / "r3channel", ignore=ignored)
+    (tmp_path / "r3channel" / "__pycache__").write_text("")
+    (tmp_path / "file").write_text("")
+    nowhere = str(tmp_path / "file")
+    said = run_program(tmp_path, NUMBA_CACHE_DIR=nowhere, HOME=nowhere, XDG_CACHE_HOME=nowhere)
+    assert str(tmp_path) in said and "True" in said
+
+
+def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
+    package = Path(r3channel.__file__).parent.parent
+    first = run_program(package, NUMBA_CACHE_DIR=str(tmp_path))
+    files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.nb?")}
+    assert files
+    assert run_program(package, NUMBA_CACHE_DIR=str(tmp_path)) == first
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.nb?")} == files

@@ -1,0 +1,179 @@
+"""The digest: the definition read a second time, in plain Python, and the same number from every form of it."""
+
+from __future__ import annotations
+
+import random
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from r3channel import distinct
+from r3channel.distinct import checked
+from r3channel.errors import UsageError
+from r3channel.routing import Ids
+from r3channel.spec import RoutingSpec
+from r3channel.wire import digest
+from r3channel.wire.digest import (
+    TorchRuns,
+    coefficients,
+    column_digests,
+    column_digests_torch,
+    fold,
+    layer_digests,
+)
+from tests.samples import SPEC, random_ids
+
+MASK = 2**64 - 1
+GOLDEN_RATIO = 0x9E3779B97F4A7C15
+SHAPES = [
+    (128, 8),
+    (256, 8),
+    (200, 8),
+    (384, 8),
+    (512, 10),
+    (128, 4),
+    (60, 6),
+    (64, 7),
+    (40, 1),
+    (256, 16),
+    (512, 22),
+    (300, 3),
+]
+"""(experts, top-k): items of every size, one and many to a row."""
+
+
+def spec_of(experts: int, top_k: int) -> RoutingSpec:
+    return RoutingSpec(num_layers=3, moe_layers=(0, 1, 2), num_experts=experts, top_k=top_k)
+
+
+def splitmix64(state: int) -> int:
+    z = (state + GOLDEN_RATIO) & MASK
+    z = ((z ^ z >> 30) * 0xBF58476D1CE4E5B9) & MASK
+    z = ((z ^ z >> 27) * 0x94D049BB133111EB) & MASK
+    return z ^ z >> 31
+
+
+def row_word(row_K: Ids) -> int:
+    data = row_K.astype(row_K.dtype.newbyteorder("<")).tobytes()
+    size = next(size for size in (8, 4, 2, 1) if len(data) % size == 0)
+    word = 0
+    for j in range(len(data) // size):
+        x = int.from_bytes(data[j * size : (j + 1) * size], "little")
+        word += (splitmix64(2**64 - 1 - j) | 1 if j else 1) * ((x ^ x >> 32) + GOLDEN_RATIO)
+    return word
+
+
+def by_definition(ids_TLK: Ids, positions_T: list[int]) -> list[int]:
+    return [
+        sum((splitmix64(p) | 1) * row_word(ids_TLK[t, layer]) for t, p in enumerate(positions_T)) & MASK
+        for layer in range(ids_TLK.shape[1])
+    ]
+
+
+@pytest.fixture(params=[True, False], ids=["compiled", "numpy"])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert distinct.kernels() is not None
+    if not request.param:
+        monkeypatch.setattr(distinct, "kernels", lambda: None)
+        monkeypatch.setattr(digest, "kernels", lambda: None)
+
+
+@pytest.mark.parametrize(("experts", "top_k"), SHAPES)
+@pytest.mark.usefixtures("form")
+def test_every_form_gives_what_the_definition_says(experts: int, top_k: int) -> None:
+    ids, valid = random_ids(41, spec=spec_of(experts, top_k)), np.arange(41) % 5 != 2
+    valid[20:25] = True
+    wanted = by_definition(ids[valid], [7 + int(row) for row in np.flatnonzero(valid)])
+    assert layer_digests(ids, first_row=7, valid_T=valid).tolist() == wanted
+    sound, found = checked(ids, num_experts=experts, first_row=7, valid_T=valid)
+    assert sound and found.tolist() == wanted
+    assert layer_digests(ids, first_row=7).tolist() == by_definition(ids, list(range(7, 48)))
+
+
+@pytest.mark.parametrize(("experts", "top_k"), SHAPES)
+@pytest.mark.usefixtures("form")
+def test_a_router_s_rows_give_the_digest_of_their_sample(experts: int, top_k: int) -> None:
+    spec = spec_of(experts, top_k)
+    ids = random_ids(50, spec=spec)[:, 1]
+    runs = np.array(
+        [[0, 3, 0, 1, 10], [1, 0, 10, 2, 18], [2, 5, 11, 2, 15], [1, 40, 46, 1, 4], [0, 0, 0, 1, 0]]
+    )
+    wanted = [0, 0, 0]
+    for sample, position, first, step, rows in runs.tolist():
+        own = ids[first : first + step * rows : step][:, None]
+        wanted[sample] += by_definition(own, list(range(position, position + rows)))[0]
+    wanted = [total & MASK for total in wanted]
+    assert column_digests(ids, runs, 3).tolist() == wanted
+    tensors = TorchRuns.of(runs, rows=50, samples=3, spec=spec, tensor=torch.from_numpy)
+    assert (
+        column_digests_torch(torch.from_numpy(ids.copy()), tensors).numpy().view(np.uint64).tolist() == wanted
+    )
+    shifted = torch.from_numpy(np.concatenate([ids.reshape(-1)[:1], ids.reshape(-1)]))[1:].view(50, top_k)
+    assert column_digests_torch(shifted, tensors).numpy().view(np.uint64).tolist() == wanted
+
+
+@pytest.mark.parametrize(
+    "run", [[3, 0, 0, 1, 1], [-1, 0, 0, 1, 1], [0, -1, 0, 1, 1], [0, 0, 8, 1, 3], [0, 0, 0, 5, 3], [0, 0, 0, 0, 3]]
+)  # fmt: skip
+def test_runs_outside_of_the_rows_are_refused(run: list[int]) -> None:
+    with pytest.raises(UsageError, match="outside of 10 rows and 3 samples"):
+        column_digests(random_ids(10)[:, 0], np.array([run]), 3)
+
+
+def test_any_split_of_the_rows_adds_up() -> None:
+    ids = random_ids(300)
+    whole = layer_digests(ids, first_row=1000)
+    cuts = [0, *sorted(random.Random(1).sample(range(1, 300), 9)), 300]
+    parts = [layer_digests(ids[a:b], first_row=1000 + a) for a, b in zip(cuts, cuts[1:], strict=False)]
+    assert np.array_equal(sum(parts), whole)
+
+
+def test_every_bit_and_every_order_counts() -> None:
+    ids = random_ids(6)
+    whole = layer_digests(ids, first_row=0)
+    for bit in range(8 * 8):
+        other = ids.copy()
+        other[4, 1, bit // 8] ^= 1 << bit % 8
+        assert (layer_digests(other, first_row=0) != whole).tolist() == [False, True, False]
+    for change in (ids[::-1], ids[:, ::-1], ids[..., ::-1], np.roll(ids, 1, axis=-1)):
+        assert (layer_digests(change, first_row=0) != whole).any()
+    assert (layer_digests(ids, first_row=1) != whole).all()
+
+
+def test_a_zero_row_is_not_the_absence_of_one() -> None:
+    assert (layer_digests(np.zeros((1, 3, 8), np.uint8), first_row=4) != 0).all()
+
+
+def test_coefficients_are_the_same_however_many_are_asked_for() -> None:
+    for first, count in ((0, 3), (4090, 20), (100_000, 5), ((1 << 20) - 2, 4), (1 << 25, 2)):
+        assert coefficients(first, count).tolist() == [splitmix64(first + i) | 1 for i in range(count)]
+    with pytest.raises(ValueError, match="read-only"):
+        coefficients(0, 4)[0] = 1
+
+
+def test_threads_that_ask_for_more_coefficients_at_once_get_the_same() -> None:
+    start, found = threading.Barrier(8), []
+
+    def ask(end: int) -> None:
+        start.wait()
+        found.append(int(coefficients(end - 1, 1)[0]) == splitmix64(end - 1) | 1)
+
+    distinct._coefficients = distinct._coefficients[:16]
+    threads = [threading.Thread(target=ask, args=(5000 << index,)) for index in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [True] * 8
+
+
+def test_a_position_far_beyond_keeps_no_table() -> None:
+    coefficients(1 << 40, 1)
+    assert len(distinct._coefficients) <= 1 << 20
+
+
+def test_the_fold_tells_layers_apart() -> None:
+    digests = layer_digests(random_ids(5, spec=SPEC), first_row=0)
+    assert fold(digests) == fold(digests.copy()) != fold(digests[::-1])
