@@ -25,7 +25,7 @@ from r3channel.plan.layout import RankCoords, TrainerLayout
 from r3channel.plan.shards import Shard
 from r3channel.plan.ticket import Ticket
 from r3channel.recording import Recorder
-from r3channel.relay.actor import RayControl, RelayHost
+from r3channel.relay.actor import RayRelay, RelayHost
 from r3channel.relay.relay import Relay
 from r3channel.spec import RoutingSpec
 from r3channel.trainer.audit import Consumed, ConsumptionTap, DigestLedger
@@ -115,7 +115,7 @@ class ChannelReplay:
         self.metrics = Metrics("trainer", clock=clock)
         self.port = self.metrics.serve(config.interface) if config.metrics_port >= 0 else 0
         self.channel = TrainerChannel.attach(
-            chunks, RayControl(manager), layout=layout, config=config, clock=clock, metrics=self.metrics
+            chunks, RayRelay(manager), layout=layout, config=config, clock=clock, metrics=self.metrics
         )
         self._tap = ConsumptionTap(self.channel.driver, on_call=self._keep)
         self._calls: list[Consumed] = []
@@ -220,6 +220,6 @@ class ChannelReplay:
 
     @staticmethod
     def _corrupt(ids_RK: torch.Tensor) -> None:
-        """One wrong but valid id in the first row, after every hash was verified: only a comparison of both ends sees it."""
+        """One wrong but valid id in the first row of the placed shard: the router that is handed it refuses it (`DigestMismatch`)."""
         unused = set(range(ids_RK.shape[1] + 1)) - set(ids_RK[0].tolist())
         ids_RK[0, 0] = min(unused)

@@ -76,7 +76,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         help="carry routing but let the routers choose; differences follow",
     )
     parser.add_argument(
-        "--fault", choices=("corrupt-id",), help="damage one id after all hashes; a difference follows"
+        "--fault",
+        choices=("corrupt-id",),
+        help="damage one id in a trainer's memory; its router refuses it, and the run ends with an error",
     )
     args = add_arguments(parser).parse_args(argv)
     if args.weights_manifest:
@@ -92,11 +94,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         config = ChannelConfig.from_args(args) if args.use_r3_channel else None
     except R3Error as error:
         parser.error(str(error))
-    if config is not None and (config.backend == "loopback" or config.relays > 1):
-        parser.error(
-            f"backend {config.backend!r} and {config.relays} relay(s): the demo has one relay, in another process than "
-            "its trainers"
-        )
+    if config is not None and config.relays > 1:
+        parser.error(f"{config.relays} relays: the demo has one")
     _check_samples(parser, args, layout)
     if layout.tp > 1 and not layout.sequence_parallel:
         parser.error(
@@ -291,7 +290,7 @@ def _engine_options(args: argparse.Namespace, model: Path) -> Any:
     from r3channel.embedded.sglang import EngineOptions
 
     return EngineOptions(
-        model=model, r3channel=args.use_r3_channel, row_digests=args.use_r3_channel, random_seed=args.seed
+        model=model, r3channel=args.use_r3_channel, random_seed=args.seed
     )
 
 

@@ -8,7 +8,7 @@ import socketserver
 import threading
 from typing import Any
 
-from r3channel.errors import R3Error
+from r3channel.errors import R3Error, TransportError
 from r3channel.relay.relay import Relay
 from r3channel.wire.delivery import error_of, values_of
 
@@ -43,15 +43,19 @@ def answer(relay: Relay, arguments: dict[str, int]) -> dict[str, Any]:
 
 
 class TcpControl:
-    """`trainer.member.Control` over that socket; one call at a time."""
+    """`trainer.member.Control` over that socket: a connection for each call, as there is one call in a life."""
 
     def __init__(self, port: int) -> None:
-        self._file = socket.create_connection(("127.0.0.1", port), timeout=60).makefile("rw")
+        self._port = port
 
     def hello(self, *, dp: int, pp: int, cp: int) -> dict[str, Any]:
-        self._file.write(json.dumps({"dp": dp, "pp": pp, "cp": cp}) + "\n")
-        self._file.flush()
-        reply = json.loads(self._file.readline())
+        try:
+            with socket.create_connection(("127.0.0.1", self._port), timeout=60) as link, link.makefile("rw") as file:
+                file.write(json.dumps({"dp": dp, "pp": pp, "cp": cp}) + "\n")
+                file.flush()
+                reply = json.loads(file.readline())
+        except (OSError, ValueError) as error:
+            raise TransportError(f"the relay's control channel is gone: {error}") from error
         if "error" in reply:
             raise error_of(reply["error"])
         return reply["result"]

@@ -1,92 +1,246 @@
-"""A relay that kills its own process at a named point. Run as a program: store folder, point."""
+"""A relay and receivers in processes of their own that can be killed at a named point, and what must arrive of a step.
+
+They are forked from one server process that has imported everything, so that many deaths are affordable. Each talks with
+the test over its own pipe: a pipe whose other end was killed ends, and nothing else does.
+"""
 
 from __future__ import annotations
 
+import itertools
+import multiprocessing
 import os
 import signal
-import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
 from r3channel.config import ChannelConfig
+from r3channel.errors import R3Error
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
-from r3channel.relay.placer import Placer
+from r3channel.plan.ticket import Ticket
+from r3channel.relay.durable import Durable
+from r3channel.relay.recovery import Recovery
 from r3channel.relay.relay import Relay
-from r3channel.relay.segment import Segment
-from r3channel.relay.store import FrameStore
-from tests.direct import Engine
-from tests.samples import SPEC, reply_for
+from r3channel.relay.rows import Landing
+from r3channel.relay.sealed import Outgoing, SealedStep
+from r3channel.trainer.landing import RelaySink
+from r3channel.trainer.member import Member
+from r3channel.trainer.receiver import Receiver
+from r3channel.trainer.shard import RankShard
+from tests.dist.control import ControlServer, TcpControl
+from tests.samples import SPEC, random_ids, reply_for
 
-TOKENS = {f"s{i}": n for i, n in enumerate((9, 700, 17, 5, 40))}
+TOKENS = {f"s{i}": n for i, n in enumerate((9, 700, 17, 5, 40, 30))}
 STEP = 4
 LAYOUT = TrainerLayout(dp=2)
-POINTS = ("writing", "added", "sealed", "placing", "acknowledged")
+LIMIT_S = 20.0
+CONFIG: dict[str, Any] = {"bucket_bytes": 1024, "step_timeout_s": LIMIT_S, "join_timeout_s": LIMIT_S}
+STEPS = {
+    STEP: Assignment.round_robin(list(TOKENS)[:4], dp=2, microbatch_size=2),
+    STEP + 1: Assignment.round_robin(list(TOKENS)[4:], dp=2, microbatch_size=1),
+}
 
 
-def assignment() -> Assignment:
-    return Assignment.round_robin(list(TOKENS)[:4], dp=2, microbatch_size=2)
-
-
-def fill(relay: Relay) -> None:
+def fill(relay: Relay, *, but: tuple[str, ...] = ()) -> None:
     for index, (name, tokens) in enumerate(TOKENS.items()):
-        relay.add(name, reply_for(name, tokens, seed=index), range(100, 100 + tokens))
+        if name not in but:
+            relay.add(name, reply_for(name, tokens, seed=index), range(100, 100 + tokens))
 
 
-def die(*_: Any, **__: Any) -> Any:
+def config(folder: Path) -> ChannelConfig:
+    return ChannelConfig(store_dir=str(folder), **CONFIG)
+
+
+# -- where a process dies ------------------------------------------------------------------------------------------------
+
+
+def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def run(folder: str, point: str) -> None:
-    relay = Relay(SPEC, LAYOUT, ChannelConfig(backend="loopback", store_dir=folder, place_threads=1))
-    if point in ("delivered", "receiving"):
-        deliver_until_killed(relay, Path(folder).parent / "token", within=point == "receiving")
-    if point == "writing":
-        add_until_killed(relay)
+def before(owner: type, name: str, *, call: int = 1) -> None:
+    """This process dies where a method is called for the so manyth time."""
+    inner, calls = getattr(owner, name), itertools.count(1)
+
+    def method(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == call:
+            die()
+        return inner(*args, **kwargs)
+
+    setattr(owner, name, method)
+
+
+def after(owner: type, name: str, *, call: int = 1) -> None:
+    """This process dies where it has done its work for the so manyth time."""
+    inner, calls = getattr(owner, name), itertools.count(1)
+
+    def method(*args: Any, **kwargs: Any) -> Any:
+        found = inner(*args, **kwargs)
+        if next(calls) == call:
+            die()
+        return found
+
+    setattr(owner, name, method)
+
+
+def within_rows() -> None:
+    """One bucket is on the wire and the next is not."""
+    inner = Outgoing.batches
+
+    def batches(out: Outgoing, nbytes: int) -> Iterator[list[memoryview]]:
+        for number, batch in enumerate(inner(out, nbytes)):
+            if number:
+                die()
+            yield batch
+
+    Outgoing.batches = batches
+
+
+AT_RELAY: dict[str, Callable[[], None]] = {
+    "before a frame is kept": partial(before, Landing, "keep", call=3),
+    "after a frame is written": partial(after, Durable, "frame", call=3),
+    "before the seal": partial(before, Relay, "take"),
+    "after the seal": partial(after, Durable, "sealed"),
+    "before the rows are prepared": partial(before, SealedStep, "prepare"),
+    "in the first bucket": within_rows,
+    "before the last acknowledgement is written": partial(before, Durable, "acked", call=2),
+    "after the last acknowledgement is written": partial(after, Durable, "acked", call=2),
+    "before the first acknowledgement is written": partial(before, Durable, "acked"),
+    "after the first acknowledgement is written": partial(after, Durable, "acked"),
+}
+AT_RECEIVER: dict[str, Callable[[], None]] = {
+    "in its first bucket": partial(before, RelaySink, "rows"),
+    "between verifying and acknowledging": partial(before, Member, "_acknowledge"),
+}
+
+
+# -- the processes -------------------------------------------------------------------------------------------------------
+
+
+class Child:
+    """A process and this end of its pipe."""
+
+    def __init__(self, target: Callable[..., None], *args: Any) -> None:
+        server = multiprocessing.get_context("forkserver")
+        server.set_forkserver_preload([__name__])
+        self._pipe, theirs = server.Pipe()
+        self.process: BaseProcess = server.Process(target=target, args=(theirs, *args), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def tell(self, *what: Any) -> None:
+        self._pipe.send(what)
+
+    def hear(self) -> Any:
+        """What it says next; None where it was killed."""
+        assert self._pipe.poll(2 * LIMIT_S), "a process neither speaks nor ends"
+        try:
+            return self._pipe.recv()
+        except (EOFError, OSError):
+            self.process.join(LIMIT_S)
+            assert self.process.exitcode == -signal.SIGKILL, self.process.exitcode
+            return None
+
+    def end(self) -> None:
+        self._pipe.close()  # who waits for the next word ends
+        self.process.join(LIMIT_S)
+        self.process.kill()
+
+
+def leave(pipe: Connection, folder: Path, point: str) -> None:
+    """A relay with two sealed steps, which dies."""
+    relay = Relay(SPEC, LAYOUT, config(folder))
+    if point in AT_RELAY:
+        AT_RELAY[point]()
     fill(relay)
-    if point == "added":
-        die()
-    if point == "placing":
-        Placer._decode = die  # type: ignore[method-assign]
-    ticket = relay.seal(STEP, assignment())
-    if point == "sealed":
-        die()
-    deadline_s = time.monotonic() + 20
-    while relay.status()["steps"][STEP]["state"] != "PLACED" and time.monotonic() < deadline_s:
-        time.sleep(0.01)
-    relay.ack(run=ticket.run, step=STEP, dp=0, pp=0)
+    if point != "added":
+        relay.seal(STEP, STEPS[STEP])
     die()
 
 
-def deliver_until_killed(relay: Relay, token_file: Path, *, within: bool) -> None:
-    """Three frames come past their replies, and one of these; or the first is received and not yet verified."""
-    url = relay.serve(token_file=token_file)
-    if within:
-        FrameStore.commit = die  # type: ignore[method-assign]
-    with Engine(url, token_file) as engine:
-        replies = [engine.finish(f"r{i}", 9, seed=i) for i in range(3)]
-        deadline_s = time.monotonic() + 20
-        while relay.status()["unclaimed"]["frames"] < 3 and time.monotonic() < deadline_s:
-            time.sleep(0.01)
-        relay.add("s0", replies[0], range(9))
-        die()
+def be_relay(pipe: Connection, folder: Path, point: str) -> None:
+    """The loop around a relay, from the first sample or from what a killed one left, until two steps are delivered."""
+    if point in AT_RELAY:
+        AT_RELAY[point]()
+    if list(folder.glob("relay-*")):
+        relay, recovery = Relay.recover(SPEC, LAYOUT, config(folder))
+    else:
+        relay, recovery = Relay(SPEC, LAYOUT, config(folder)), Recovery()
+    fill(relay, but=tuple(recovery.pending))
+    with ControlServer(relay) as server, suppress(EOFError):
+        for step in STEPS:
+            ticket = relay.seal(step, recovery.steps.get(step, STEPS[step]))
+            pipe.send((server.port, ticket.to_bytes(), recovery.damaged))
+            relay.join_previous(timeout_s=LIMIT_S)
+            pipe.send(relay.status())
+            pipe.recv()
+        relay.close()
 
 
-def add_until_killed(relay: Relay) -> None:
-    """The last sample's bytes are written, and nobody has said that they are whole."""
-    marked = Segment.mark
-    left = [len(TOKENS) - 1]
+def be_receiver(pipe: Connection, rank: int, point: str) -> None:
+    """Receives what it is told to, from whatever relay there is."""
+    if point in AT_RECEIVER:
+        AT_RECEIVER[point]()
+    control = Moved()
+    receiver = Receiver(
+        control, spec=SPEC, layout=LAYOUT, coords=LAYOUT.coords(rank), config=ChannelConfig(**CONFIG)
+    )
+    with suppress(EOFError):
+        while True:
+            control.port, data = pipe.recv()
+            try:
+                pipe.send(receiver.receive(Ticket.from_bytes(data)).data_N.numpy().tobytes())
+            except R3Error as error:
+                pipe.send(error)
+    receiver.close()
 
-    def mark(segment: Segment, place: Any, state: int) -> None:
-        if not left[0]:
-            die()
-        left[0] -= 1
-        marked(segment, place, state)
 
-    Segment.mark = mark  # type: ignore[method-assign]
-    fill(relay)
+class Moved:
+    """`trainer.member.Control` of a relay that may have started again, as an actor's handle is."""
+
+    port = 0
+
+    def hello(self, *, dp: int, pp: int, cp: int) -> dict[str, Any]:
+        return TcpControl(self.port).hello(dp=dp, pp=pp, cp=cp)
 
 
-if __name__ == "__main__":
-    run(sys.argv[1], sys.argv[2])
+# -- what must arrive ----------------------------------------------------------------------------------------------------
+
+
+def rows_in(ticket: Ticket, rank: int, data: bytes) -> dict[str, int]:
+    """Sample -> its rows in a shard, each with all its layers as the engine made them."""
+    at, found = LAYOUT.coords(rank), dict[str, int]()
+    whole = RankShard.from_whole(
+        ticket,
+        ticket.plan.shard(dp=at.dp, pp=at.pp, cp=at.cp),
+        torch.frombuffer(bytearray(data), dtype=torch.uint8),
+        tp=at.tp,
+    )
+    for number, batch in enumerate(whole.shard.microbatches):
+        sample_R, position_R = whole.shard.row_map(number, tp=at.tp)
+        for index, name in enumerate(batch.sample_ids):
+            rows = np.flatnonzero(sample_R == index)
+            ids_TLK = random_ids(TOKENS[name] - 1, seed=list(TOKENS).index(name))
+            assert sorted(position_R[rows]) == list(range(len(ids_TLK)))
+            for layer in whole.shard.layers:
+                ids_RK = whole.layer_ids(number, layer).numpy()
+                assert np.array_equal(ids_RK[rows], ids_TLK[position_R[rows], SPEC.moe_index(layer)])
+            found[name] = len(rows)
+    return found
+
+
+def until(true: Callable[[], bool]) -> None:
+    """Wait for what another process does."""
+    deadline_s = time.monotonic() + LIMIT_S
+    while not true():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
