@@ -51,7 +51,7 @@ def main(folder: Path, scratch: str) -> int:
         samples, positions = shard.row_map(call.microbatch, tp=0)
         for index, sample_id in enumerate(shard.microbatches[call.microbatch].sample_ids):
             rows = samples == index
-            expected = recording.frame(sample_id).decode()[positions[rows], ticket.spec.moe_index(call.layer)]
+            expected = recording.rows(sample_id)[positions[rows], ticket.spec.moe_index(call.layer)]
             different += int((call.ids_RK[rows] != expected).sum())
             compared += expected.size
     megatron.close_distributed()

@@ -1,9 +1,8 @@
 """Loops over ids that numpy has no fast form for, compiled by numba (extra `fast`): each shape of row when it is first asked for.
 
-Knows items and addresses; knows no samples, frames or shards. An item is as many ids of one row as fit an unsigned word, and every
-loop that sums digests sums those that `wire.digest` defines. Callers import this module lazily, through `distinct.kernels()`, and
-have a numpy form of the same. All loops let other threads run. A loop takes about 1 s to compile, and is cached on disk where some
-cache folder can be written.
+Knows items and addresses; knows no samples, frames or shards. An item is as many ids of one row as fit an unsigned word; digests
+are those that `wire.digest` defines. Callers import this module lazily, through `distinct.kernels()`, and have a numpy form of
+the same. All loops let other threads run. A loop takes about 1 s to compile, and is cached on disk where a folder can be written.
 """
 
 from __future__ import annotations
@@ -106,13 +105,13 @@ def _fence(_typing: Any) -> Any:
 
 
 @_inlined
-def _mixed(item: int) -> int:
+def _mixed(item: Any) -> Any:
     word = np.uint64(item)
     return word ^ (word >> np.uint64(32))
 
 
 @_inlined
-def _row_word(items_I: Any, multipliers_I: Any) -> int:
+def _row_word(items_I: Any, multipliers_I: Any) -> Any:
     """What stands for one row of one layer in its digest."""
     word = np.uint64(0)
     for index in range(items_I.shape[0]):
@@ -180,7 +179,7 @@ def row_sums(item_bytes: int) -> Any:
 
 
 def checked_rows(item_bytes: int, id_bytes: int, *, items: int, num_experts: int) -> Any:
-    """f(items_N, coefficients_T, multipliers_I, digests_L, num_experts): as `row_sums`, and whether all ids are in range and distinct.
+    """f(items_N, coefficients_T, multipliers_I, digests_L, num_experts): as `row_sums`, and are all ids in range and distinct?
 
     Rows of coefficient 0 count for nothing. `items` make a row of one layer.
     """
@@ -282,26 +281,35 @@ def _checked_arguments(item_bytes: int) -> tuple[Any, ...]:
 def column_sums(item_bytes: int) -> Any:
     """f(items_RI, runs_N5, coefficients_P, multipliers_I, digests_S): add each run of rows to the digest of its sample.
 
+    False where a run lies outside of the arrays.
+
     runs_N5: sample, position of the first row, first row, rows between two of the run, rows; see `wire.digest.column_digests`.
     """
 
-    def run(items_RI: Any, runs_N5: Any, coefficients_P: Any, multipliers_I: Any, digests_S: Any) -> None:
+    def run(items_RI: Any, runs_N5: Any, coefficients_P: Any, multipliers_I: Any, digests_S: Any) -> bool:
+        items_N = items_RI.reshape(-1)
         for number in range(runs_N5.shape[0]):
             sample, position, first = runs_N5[number, 0], runs_N5[number, 1], runs_N5[number, 2]
             step, rows = runs_N5[number, 3], runs_N5[number, 4]
+            inside = 0 <= sample < digests_S.shape[0] and 0 <= position <= coefficients_P.shape[0] - rows
+            last = first + step * (rows - 1)  # of an empty run: before its first
+            if not inside or first < 0 or step < 1 or rows < 0 or last >= items_RI.shape[0]:
+                return False
             coefficients_T, total = coefficients_P[position : position + rows], np.uint64(0)
             if items_RI.shape[1] == 1 and step == 1:
-                items_T = items_RI[first : first + rows, 0]
+                items_T = items_N[first : first + rows]
                 for row in range(rows):
-                    total += (_mixed(items_T[row]) + OFFSET) * coefficients_T[row]
+                    at = np.uint64(row)
+                    total += (_mixed(items_T[at]) + OFFSET) * coefficients_T[at]
             else:
                 for row in range(rows):
                     total += _row_word(items_RI[first + row * step], multipliers_I) * coefficients_T[row]
             digests_S[sample] += total
+        return True
 
     words = _read_only(types.uint64)
     items, runs = _read_only(_item_type(item_bytes), 2), _read_only(types.int64, 2)
-    return _jit(types.void(items, runs, words, words, types.uint64[::1]))(run)
+    return _jit(types.boolean(items, runs, words, words, types.uint64[::1]))(run)
 
 
 # -- from rows of all layers to one layer after another ---------------------------------------------------------------------
@@ -335,7 +343,7 @@ def _placing(item_bytes: int, items: int) -> Any:
     row_bytes, may_stream = items * item_bytes, item_bytes >= _STREAMED_BYTES
 
     def run(
-        runs_R8: Any, sources_L: Any, source_row_bytes: int, pads_EI: Any, coefficients_P: Any, digests_SL: Any, multipliers_I: Any
+        runs_R8: Any, sources_L: Any, source_row_bytes: int, pads_EI: Any, coefficients_P: Any, digests_SL: Any, factors_I: Any
     ) -> None:  # fmt: skip
         layers = sources_L.shape[0]
         for number in range(runs_R8.shape[0]):
@@ -358,7 +366,8 @@ def _placing(item_bytes: int, items: int) -> Any:
                         for index in range(items):
                             item = _load(column + row * source_row_bytes + index * item_bytes, pads_EI)
                             _write(to + row * step + index * item_bytes, item, streamed)
-                            word += multipliers_I[index] * (_mixed(item) + OFFSET)
+                            part = _mixed(item) + OFFSET
+                            word += part if index == 0 else factors_I[index] * part
                         digest += word * coefficients_P[np.uint64(position + row)]
                     digests_SL[sample, layer] += digest
             for layer in range(layers):

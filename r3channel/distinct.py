@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from r3channel.spec import RoutingSpec
+
 Ids = np.ndarray[Any, np.dtype[Any]]
 Words = np.ndarray[Any, np.dtype[np.uint64]]
 OFFSET = np.uint64(0x9E3779B97F4A7C15)
@@ -23,7 +25,7 @@ _BLOCK_ROWS = 32768
 """Rows searched at once by numpy: 256 kB of uint8 ids at K = 8, within a second-level cache."""
 _SUMMED_BYTES = 256 << 10
 _KEPT_POSITIONS = 1 << 20
-"""Coefficients are kept up to here (8 MiB); a position beyond comes from a wire, or from a sample of more than a million tokens."""
+"""Coefficients are kept up to here (8 MiB); positions beyond come from a wire, or from samples of more than a million tokens."""
 
 
 @lru_cache(maxsize=1)
@@ -57,6 +59,11 @@ def checked(
     check = compiled.checked_rows(item_bytes, id_bytes, items=items_TLI.shape[2], num_experts=num_experts)
     digests_L, factors_I = np.empty(items_TLI.shape[1], np.uint64), multipliers(items_TLI.shape[2])
     return check(items_TLI.reshape(-1), coefficients_T, factors_I, digests_L, num_experts), digests_L
+
+
+def warm(spec: RoutingSpec) -> None:
+    """Compile what frames of this model need, now and not while one waits."""
+    checked(np.zeros((1, spec.num_moe_layers, spec.top_k), spec.id_dtype), num_experts=spec.num_experts, first_row=0)
 
 
 def sound(expert_ids_TLK: Ids, *, num_experts: int, valid_T: Ids | None = None) -> bool:
@@ -153,6 +160,8 @@ def row_words(items: Ids) -> Words:
 def summed(items_TLI: Ids, coefficients_T: Words) -> Words:
     """[L]: the digest of each layer; rows whose coefficient is 0 do not count."""
     compiled, (rows, layers, items) = kernels(), items_TLI.shape
+    if not layers:  # a stage whose layers are all dense
+        return np.zeros(0, np.uint64)
     factors_I = multipliers(items)
     if compiled is not None:
         digests_L = np.empty(layers, np.uint64)

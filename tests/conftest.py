@@ -21,8 +21,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def engine_server(model_dir: Path) -> Iterator[EngineServer]:
-    """A real SGLang server in float32 with frames and row digests; prompts above 128 tokens are prefilled in chunks."""
-    with EngineServer(EngineOptions(model=model_dir, row_digests=True, chunked_prefill_size=128)) as server:
+    """A real SGLang server in float32 with frames; prompts above 128 tokens are prefilled in chunks."""
+    with EngineServer(EngineOptions(model=model_dir, chunked_prefill_size=128)) as server:
         server.wait_ready(READY_TIMEOUT_S)
         yield server
 

@@ -2,32 +2,114 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
+import torch
 
+from r3channel.config import ChannelConfig
+from r3channel.errors import PeerFailed, StepError
 from r3channel.plan.assignment import Assignment
+from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.ticket import Ticket
+from r3channel.recording import Recorder
 from r3channel.relay.relay import Relay
+from r3channel.spec import RoutingSpec
 from r3channel.trainer.receiver import Receiver
 from r3channel.trainer.shard import RankShard
+from r3channel.transport.tensor_parallel import TensorParallelFanout
 from tests.samples import SPEC, random_ids, reply_for
 
 LIMIT_S = 20.0
 TOKENS = {f"s{i}": n for i, n in enumerate((9, 30, 17, 5))}
+MakeRelay = Callable[..., Relay]
+
+
+@contextmanager
+def relays(**common: Any) -> Iterator[MakeRelay]:
+    """Makes relays, by layout and options; all are closed at the end, and with them every wait of a receiver."""
+    made: list[Relay] = []
+    limits = dict.fromkeys(("join_timeout_s", "send_timeout_s", "step_timeout_s"), LIMIT_S)
+
+    def make(
+        layout: str = "", *, spec: RoutingSpec = SPEC, recorder: Recorder | None = None, **changes: Any
+    ) -> Relay:
+        # several buckets even for tiny shards
+        values: dict[str, Any] = {"bucket_bytes": 1024} | limits | common | changes
+        made.append(Relay(spec, TrainerLayout.parse(layout), ChannelConfig(**values), recorder=recorder))
+        return made[-1]
+
+    try:
+        yield make
+    finally:
+        for relay in made:
+            try:
+                relay.close()
+            except StepError as error:  # a test may leave steps undelivered, and no thread
+                assert "still running: []" in str(error), error
 
 
 def receivers_of(relay: Relay) -> list[Receiver]:
+    """Of every rank of the layout, in its order. Those of one TP group hand on to each other."""
     layout, config = relay.layout, relay.config
-    return [
-        Receiver(relay, spec=SPEC, layout=layout, coords=layout.coords(rank), config=config)
-        for rank in range(layout.world_size)
-    ]
+    boards: dict[tuple[int, int, int], Board] = {}
+    found = []
+    for rank in range(layout.world_size):
+        at = layout.coords(rank)
+        board = boards.setdefault((at.dp, at.pp, at.cp), Board(layout.tp))
+        fanout = Fanout(board, at.tp) if layout.tp > 1 else None
+        found.append(
+            Receiver(relay, spec=relay.spec, layout=layout, coords=at, config=config, fanout=fanout)
+        )
+    return found
+
+
+class Board:
+    """Where the ranks of one TP group, threads of this process, see each other's values."""
+
+    def __init__(self, size: int) -> None:
+        self._meeting = threading.Barrier(size)
+        self._values: list[Any] = [None] * size
+
+    def exchange(self, rank: int, value: Any) -> list[Any]:
+        self._values[rank] = value
+        self._meeting.wait(LIMIT_S)
+        found = list(self._values)
+        self._meeting.wait(LIMIT_S)
+        return found
+
+
+class Fanout(TensorParallelFanout):
+    """As over a process group."""
+
+    def __init__(self, board: Board, rank: int) -> None:
+        super().__init__(None, device=torch.device("cpu"))
+        self._board, self.rank, self.size = board, rank, len(board._values)
+
+    def vote(self, failure: BaseException | None, *, what: str) -> None:
+        failures = [one for one in self._board.exchange(self.rank, failure) if one is not None]
+        if failure is not None:
+            raise failure
+        if failures:
+            raise PeerFailed(f"{what}: {failures[0]}")
+
+    def rebroadcast(self, data_N: torch.Tensor) -> None:
+        data_N.copy_(self._board.exchange(self.rank, data_N.clone() if self.rank == 0 else None)[0])
+
+    def scatter(self, parts: list[torch.Tensor] | None, out_N: torch.Tensor) -> None:
+        own = None if parts is None else [part.clone() for part in parts]
+        out_N.copy_(self._board.exchange(self.rank, own)[0][self.rank])
 
 
 def fill(relay: Relay, *, prefix: str = "") -> None:
     for index, (name, tokens) in enumerate(TOKENS.items()):
-        relay.add(prefix + name, reply_for(prefix + name, tokens, seed=index), range(tokens))
+        reply = reply_for(prefix + name, tokens, seed=index, spec=relay.spec)
+        relay.add(prefix + name, reply, range(tokens))
 
 
 def assignment(*, prefix: str = "", dp: int = 2) -> Assignment:
@@ -36,21 +118,60 @@ def assignment(*, prefix: str = "", dp: int = 2) -> Assignment:
     )
 
 
+def sealed(relay: Relay, step: int = 0, *, prefix: str = "") -> Ticket:
+    """A step of the four samples, added now."""
+    fill(relay, prefix=prefix)
+    return relay.seal(step, assignment(prefix=prefix, dp=relay.layout.dp))
+
+
 def start(receivers: list[Receiver], ticket: Ticket) -> list[Future[RankShard]]:
     pool = ThreadPoolExecutor(len(receivers))
     return [pool.submit(receiver.receive, ticket) for receiver in receivers]
 
 
+def receive(receivers: list[Receiver], ticket: Ticket) -> list[RankShard]:
+    """All of them, each in a thread of its own."""
+    return [future.result(LIMIT_S) for future in start(receivers, ticket)]
+
+
 def check_rows(shard: RankShard, *, prefix: str = "") -> int:
-    """Compare every real row with what was added; returns their number."""
-    seen = 0
-    originals = {prefix + name: random_ids(n - 1, seed=i) for i, (name, n) in enumerate(TOKENS.items())}
+    """Compare every real row with what was added, and have it judged as a router's call does; returns their number."""
+    spec = shard.ticket.spec
+    originals = {
+        prefix + name: random_ids(n - 1, spec=spec, seed=i) for i, (name, n) in enumerate(TOKENS.items())
+    }
+    wrong, seen = compare(shard, originals)
+    assert not wrong
+    hand(shard)
+    return seen
+
+
+def compare(shard: RankShard, originals: dict[str, np.ndarray]) -> tuple[int, int]:
+    """(rows that differ, rows) of all layers."""
+    wrong = seen = 0
     for number, batch in enumerate(shard.shard.microbatches):
-        sample, position = shard.shard.row_map(number, tp=shard.tp)
+        sample_R, position_R = shard.shard.row_map(number, tp=shard.tp)
         for layer in shard.shard.layers:
             rows = shard.layer_ids(number, layer).numpy()
-            for row in np.flatnonzero(sample >= 0):
-                expected = originals[batch.sample_ids[sample[row]]][position[row], SPEC.moe_index(layer)]
-                assert np.array_equal(rows[row], expected)
+            for row in np.flatnonzero(sample_R >= 0):
+                own_TLK = originals[batch.sample_ids[sample_R[row]]]
+                expected_K = own_TLK[position_R[row], shard.ticket.spec.moe_index(layer)]
+                wrong += not np.array_equal(rows[row], expected_K)
                 seen += 1
-    return seen
+    return wrong, seen
+
+
+def hand(shard: RankShard) -> None:
+    """What a step of the trainer does: every router of every micro-batch is handed its rows."""
+    for microbatch in range(shard.num_microbatches):
+        for layer in shard.shard.layers:
+            shard.handed(microbatch, layer, shard.layer_ids(microbatch, layer))
+    shard.verified()
+
+
+def until(condition: Callable[[], object]) -> None:
+    """For what another thread does after all that can be waited for."""
+    deadline_s = time.monotonic() + LIMIT_S
+    while not condition() and time.monotonic() < deadline_s:
+        time.sleep(0.002)
+    assert condition()

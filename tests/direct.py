@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,24 @@ import numpy as np
 from r3channel.config import EngineConfig
 from r3channel.engine.capture import FrameDraft
 from r3channel.engine.delivery import Outlet, Sender
+from r3channel.relay.relay import Relay
+from r3channel.relay.rows import HeldRows
 from r3channel.routing import Ids, RowKind
 from r3channel.spec import RoutingSpec
 from r3channel.wire.frame import sample_key
 from r3channel.wire.hello import Hello
-from tests.samples import SPEC, random_ids
+from r3channel.wire.receipt import InMemory, Receipt, open_parcel, pack_parcel
+from tests.samples import SPEC, random_ids, reply_of
+
+LIMIT_S = 20.0
 
 
-def hello_of(engine: str = "http://e:1", *, boot_id: int = 11, spec: RoutingSpec = SPEC) -> Hello:
+def hello_of(
+    engine: str = "http://e:1", *, boot_id: int = 11, spec: RoutingSpec = SPEC, context: int = 0
+) -> Hello:
     return Hello(
         engine=engine, boot_id=boot_id, spec_digest=spec.digest, spec=spec.to_dict(), sglang="0.5.23",
-        r3channel="0.1.0", hooks=("capture",), delivery="direct", codec="auto",
+        r3channel="0.1.0", hooks=("capture",), delivery="direct", codec="auto", context=context,
     )  # fmt: skip
 
 
@@ -38,6 +46,49 @@ def draft_of(
     )
     draft.ids_TLK[:] = random_ids(first_row + rows, seed=seed)[first_row:]
     return draft
+
+
+def receipt_reply(
+    request_id: str, tokens: int, *, serial: int, boot_id: int = 11, first_row: int = 0
+) -> dict[str, Any]:
+    """The reply of a request whose frame comes directly, or never."""
+    receipt = Receipt(
+        sample_key=sample_key(request_id),
+        boot_id=boot_id,
+        serial=serial,
+        first_row=first_row,
+        rows=tokens - 1 - first_row,
+    )
+    return reply_of(receipt.to_bytes(), request_id=request_id)
+
+
+def parcel_of(*frames: tuple[int, bytes], boot_id: int = 11) -> bytes:
+    return b"".join(pack_parcel(boot_id, frames))
+
+
+def deliver(relay: Relay, *frames: tuple[int, bytes], boot_id: int = 11) -> None:
+    """As the door does with a parcel of (serial, frame) that came whole."""
+    source = InMemory(parcel_of(*frames, boot_id=boot_id))
+    boot_id, count = open_parcel(source)
+    relay.intake.deliver(boot_id, count, source)
+
+
+def turns_here(relay: Relay, name: str) -> list[HeldRows]:
+    """What lies in a relay of a sample, turn by turn."""
+    return [turn.rows for _, turn in relay.intake.turns_of([name]) if isinstance(turn.rows, HeldRows)]
+
+
+def rows_here(relay: Relay, name: str) -> Ids:
+    """The same as one array [T, L, K]."""
+    return np.concatenate([rows.ids_TLK for rows in turns_here(relay, name)])
+
+
+def until(condition: Callable[[], Any], what: str) -> None:
+    """For what another thread does and tells nobody."""
+    deadline_s = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline_s, f"not within {LIMIT_S:g} s: {what}"
+        time.sleep(0.005)
 
 
 class Engine:
@@ -67,8 +118,11 @@ class Engine:
         reply = bytes(self.outlet.reply(draft, request_id=request_id))
         return {"meta_info": {"id": request_id, "routed_experts": base64.b64encode(reply).decode()}}
 
+    def close(self) -> None:
+        self.outlet.close()
+
     def __enter__(self) -> Engine:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.outlet.close()
+        self.close()

@@ -36,7 +36,7 @@ def read(data: bytes) -> OracleRows:
     for index in range(spans):
         start, end, version, kind = struct.unpack_from("<IIqB", data, at + 24 * index)
         found.append((start, end, version, kind))
-    at += 24 * spans + (8 * layers if flags & 2 else 0) + (16 if flags & 4 else 0)
+    at += 24 * spans + 8 * layers + (16 if flags & 4 else 0)
     body = -(-(at + 20 * chunks) // 16) * 16
     ids = [[[0] * top_k for _ in range(layers)] for _ in range(rows - prefix_rows)]
     for index in range(chunks):

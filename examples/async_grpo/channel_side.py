@@ -220,6 +220,6 @@ class ChannelReplay:
 
     @staticmethod
     def _corrupt(ids_RK: torch.Tensor) -> None:
-        """One wrong but valid id in the first row of the placed shard: the router that is handed it refuses it (`DigestMismatch`)."""
+        """One wrong but valid id in the first row of the placed shard; the router that is handed it refuses it."""
         unused = set(range(ids_RK.shape[1] + 1)) - set(ids_RK[0].tolist())
         ids_RK[0, 0] = min(unused)

@@ -13,7 +13,7 @@ from r3channel.plan.layout import TrainerLayout
 from r3channel.report.stages import hidden_share, stage_table
 from r3channel.spec import RoutingSpec
 
-BACKGROUND = ("decode", "place", "h2d", "send")
+BACKGROUND = ("place", "send")
 """What the relay does between `seal` and the last acknowledgement."""
 
 

@@ -95,7 +95,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     except R3Error as error:
         parser.error(str(error))
     if config is not None and config.relays > 1:
-        parser.error(f"{config.relays} relays: the demo has one")
+        parser.error(f"{config.relays} relay(s): the demo has one")
     _check_samples(parser, args, layout)
     if layout.tp > 1 and not layout.sequence_parallel:
         parser.error(
@@ -289,9 +289,7 @@ def start_cluster(args: argparse.Namespace, folder: Path, parts: Parts) -> Itera
 def _engine_options(args: argparse.Namespace, model: Path) -> Any:
     from r3channel.embedded.sglang import EngineOptions
 
-    return EngineOptions(
-        model=model, r3channel=args.use_r3_channel, random_seed=args.seed
-    )
+    return EngineOptions(model=model, r3channel=args.use_r3_channel, random_seed=args.seed)
 
 
 @contextlib.contextmanager

@@ -66,7 +66,7 @@ def measure(load: Load) -> dict[str, dict[str, Any]]:
     spec = RoutingSpec(num_layers=load.layers, moe_layers=tuple(range(load.layers)), num_experts=128, top_k=8)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="r3channel-bench-")))
-        relay = Relay(spec, TrainerLayout(), ChannelConfig(backend="loopback", frame_timeout_s=_SETTLE_S))
+        relay = Relay(spec, TrainerLayout(), ChannelConfig(frame_timeout_s=_SETTLE_S))
         stack.callback(relay.close)
         servers = _start(load, folder, relay_url=relay.serve(token_file=folder / "token"), stack=stack)
         seen = {name: Seen() for name in servers}

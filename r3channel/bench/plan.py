@@ -15,8 +15,10 @@ from r3channel.bench import at_least_one
 from r3channel.models import model_named
 from r3channel.plan.assignment import Assignment, names_of
 from r3channel.plan.layout import TrainerLayout
-from r3channel.plan.place import fresh, place_samples
+from r3channel.plan.place import Placement
 from r3channel.plan.shards import plan_shards
+from r3channel.plan.stream import Stream
+from r3channel.plan.ticket import TicketSample
 
 CASES = {
     "1024x16k on 64 ranks": (1024, "dp=4,tp=4,cp=2,pp=2,packing=thd"),
@@ -64,15 +66,23 @@ def _cut_ms(samples: int, text: str, *, rounds: int) -> float:
 
 
 def _place_us(*, rounds: int, reuse: bool) -> float:
-    """One sample of 16k tokens of 48 x top-8 into the shards of TP4 SP, CP2, PP4; into reused or new memory."""
+    """One sample of 16k tokens of 48 x top-8, as its rows come, into the shards of TP4 SP, CP2, PP4; into reused or new memory."""
     spec, layout = model_named("qwen3-30b-a3b").spec, TrainerLayout(tp=4, cp=2, pp=4)
     ids = np.random.default_rng(0).integers(0, 128, (16383, 48, 8), dtype=np.uint8)
     plan = plan_shards(Assignment.given([[["a"]]]), tokens={"a": 16384}, spec=spec, layout=layout)
-    kept = {shard.key: fresh(shard) for shard in plan.shards}
-    buffer_of = (lambda shard: kept[shard.key]) if reuse else fresh
+    sample = TicketSample("a", 16384, 0, 0, (), (), ((16383, 0),))
+    streams = [Stream(shard, [sample]) for shard in plan.shards]
+    sources = [
+        np.concatenate([ids[at : at + rows, list(stream.columns)] for _, at, rows in stream.sends()])
+        for stream in streams
+    ]
+    kept = [np.empty(stream.shard.nbytes, np.uint8) for stream in streams]
 
     def place() -> None:
-        place_samples(plan, dp=0, ids_of=lambda _: ids, buffer_of=buffer_of)
+        for stream, source_TLK, buffer_N in zip(streams, sources, kept, strict=True):
+            placement = Placement(stream, buffer_N if reuse else np.empty(len(buffer_N), np.uint8))
+            placement.pads()
+            placement.rows(stream, source_TLK, placement.new_digests(), begin=0)
 
     place()
     times = [_cpu_ms(place) for _ in range(rounds)]

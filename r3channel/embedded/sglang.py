@@ -34,19 +34,17 @@ def environment(
     base: Mapping[str, str] | None = None,
     *,
     r3channel: bool = False,
-    row_digests: bool = False,
     codec: str | None = None,
 ) -> dict[str, str]:
     """Environment of a child process that runs SGLang (or imports transformers) without a GPU.
 
-    `base` is the environment to start from, this process's by default. `r3channel` turns the capture plug-in on;
-    `row_digests` and `codec` are its options. Idempotent: applying it to its own result changes nothing.
+    `base` is the environment to start from, this process's by default. `r3channel` turns the capture plug-in on,
+    `codec` is its option. Idempotent: applying it to its own result changes nothing.
     """
     env = dict(os.environ if base is None else base)
     env.update(R3CHANNEL_EMBEDDED="1", SGLANG_USE_CPU_ENGINE="1")
     env["PYTHONPATH"] = _joined_path(str(_SHIMS), str(_PACKAGE_PARENT), env.get("PYTHONPATH", ""))
     env["R3CHANNEL_ENGINE"] = "1" if r3channel else "0"
-    env["R3CHANNEL_ROW_DIGESTS"] = "1" if row_digests else "0"
     if codec is not None:
         env["R3CHANNEL_CODEC"] = codec
     for name, value in _QUIET_AND_QUICK.items():
@@ -80,7 +78,6 @@ class EngineOptions:
     """Load the capture plug-in, so that replies carry frames."""
     capture: bool = True
     """--enable-return-routed-experts."""
-    row_digests: bool = False
     codec: str | None = None
     dtype: str = "float32"
     max_total_tokens: int = 16384
@@ -109,7 +106,7 @@ class EngineOptions:
         return [*arguments, *self.extra_args]
 
     def environment(self) -> dict[str, str]:
-        env = environment(r3channel=self.r3channel, row_digests=self.row_digests, codec=self.codec)
+        env = environment(r3channel=self.r3channel, codec=self.codec)
         env.update(self.env)
         env["R3CHANNEL_PARENT_PID"] = str(os.getpid())
         env["PYTHONSAFEPATH"] = "1"  # a file in the working directory must not shadow a package

@@ -25,6 +25,7 @@ _INT32 = 4
 _BASE64 = 4 / 3
 ORDINARY_BYTES_PER_TOKEN = 24
 """Token id, log-prob and loss mask, 8 bytes each (seed 003)."""
+_STEPS_HELD = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,11 +39,15 @@ class Machines:
     object_store_gbyte_s: float = 3.0
     """Ray's object store into one process: 2 to 4 (seed 003)."""
     relay_us_per_token: float = 0.19
-    """CPU of the relay from a frame in memory to the placed shard, a token of 48 x top-8 (measured: `bench relay`)."""
+    """CPU from a frame in the relay's memory to the placed shard, a token of 48 x top-8 (measured: `bench relay`)."""
     manager_us_per_token: float = 4.2
     """CPU of the default path's manager: JSON, base64, checks and put of such a token, without HTTP (measured)."""
     bucket_bytes: int = ChannelConfig().bucket_bytes
-    """Two of each group are alive while a shard is sent; the channel's own default."""
+    """Staged at once for a receiver, two over a process group; the channel's own default."""
+    store_bytes: int = ChannelConfig().store_bytes
+    """Ceiling of the rows that the relay holds, or all relays together."""
+    memory_bytes: int = ChannelConfig().memory_bytes
+    """Of these, what is kept in memory; the rest lies in mapped temporary files."""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -66,16 +71,22 @@ class Capacity:
     http_bytes: int
     """The same in base64, inside the JSON reply."""
     wire_bytes: int
-    """Relay to all TP0s."""
+    """Relay to all TP0s: every row once for each stage, with the stage's layers; no padding."""
     received_bytes_tp0: int
-    """The largest shard that one TP0 receives."""
+    """The most that one TP0 receives."""
+    placed_bytes_tp0: int
+    """The largest shard of one TP0, padding included: its host memory before the scatter over TP."""
     landed_bytes_per_rank: int
     """The most that one process keeps after the scatter over TP."""
     landed_bytes_all_ranks: int
     relay_staging_bytes: int
-    """Pinned and device memory at any time."""
-    relay_host_bytes: int
-    """Frames and placed shards in host memory before the first acknowledgement; a frame goes when it is placed."""
+    """The most that is staged for one receiver, whatever the tokens; nothing over tcp with one pipeline stage."""
+    store_needed_bytes: int
+    """Rows of two steps, one step off: one that receivers have not acknowledged, and the next that engines generate meanwhile."""
+    store_file_bytes: int
+    """Of these, what is beyond `memory_bytes`: mapped files in the relay's temporary folder."""
+    store_fits: bool
+    """Are they within `store_bytes`? Else engines wait while a step is delivered, and a larger step than that never seals."""
     ordinary_bytes_per_dp: int
     """Tokens, log-probs and masks of the fullest DP rank, through the object store."""
     http_s: float
@@ -132,7 +143,7 @@ def add_up(plan: Plan, *, machines: Machines) -> Capacity:
     per_dp = [sum(sum(batch.tokens) for batch in rank) for rank in plan.microbatches]
     padded = [sum(batch.rows for batch in rank) for rank in plan.microbatches]
     rows = sum(sum(count - 1 for count in batch.tokens) for rank in plan.microbatches for batch in rank)
-    wire = sum(shard.nbytes for shard in plan.shards)
+    received = [_received(shard) for shard in plan.shards]
     default_row = spec.num_layers * spec.top_k * _INT32
     default_rank = max(padded) * default_row
     frame = rows * spec.bytes_per_token
@@ -145,16 +156,19 @@ def add_up(plan: Plan, *, machines: Machines) -> Capacity:
         bytes_per_token=spec.bytes_per_token,
         frame_bytes=frame,
         http_bytes=round(frame * _BASE64),
-        wire_bytes=wire,
-        received_bytes_tp0=max(shard.nbytes for shard in plan.shards),
+        wire_bytes=sum(received),
+        received_bytes_tp0=max(received),
+        placed_bytes_tp0=max(shard.nbytes for shard in plan.shards),
         landed_bytes_per_rank=max(shard.slot_bytes for shard in plan.shards),
         landed_bytes_all_ranks=sum(_landed(shard, layout) for shard in plan.shards),
         relay_staging_bytes=2 * machines.bucket_bytes,
-        relay_host_bytes=max(frame, wire),
+        store_needed_bytes=_STEPS_HELD * frame,
+        store_file_bytes=max(0, _STEPS_HELD * frame - machines.memory_bytes),
+        store_fits=_STEPS_HELD * frame <= machines.store_bytes,
         ordinary_bytes_per_dp=max(per_dp) * ORDINARY_BYTES_PER_TOKEN,
         http_s=frame * _BASE64 * 8 / (machines.http_gbit_s * 1e9),
         place_s=sum(padded) * machines.relay_us_per_token * work * 1e-6,
-        wire_s=wire / (machines.wire_gbyte_s * 1e9),
+        wire_s=sum(received) / (machines.wire_gbyte_s * 1e9),
         default_http_bytes=round(rows * default_row * _BASE64),
         default_bytes_per_rank=default_rank,
         default_bytes_all_ranks=sum(padded) * default_row * layout.world_size // layout.dp,
@@ -164,6 +178,12 @@ def add_up(plan: Plan, *, machines: Machines) -> Capacity:
         default_fetch_s=default_rank / (machines.object_store_gbyte_s * 1e9),
         ratio=max(shard.slot_bytes for shard in plan.shards) / default_rank,
     )
+
+
+def _received(shard: Shard) -> int:
+    """Bytes of the rows that travel, where every row has routing; an MTP layer shares those of the layer that it replays."""
+    rows = shard.table.of_microbatches(cp=shard.cp, first=0, last=len(shard.microbatches)).real.sum()
+    return int(rows) * len(set(shard.sources)) * shard.spec.top_k * shard.spec.id_dtype.itemsize
 
 
 def _landed(shard: Shard, layout: TrainerLayout) -> int:

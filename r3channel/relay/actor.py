@@ -7,6 +7,7 @@ NCCL it needs `num_gpus=1`, for a device and a CUDA context of its own, never an
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from r3channel.errors import DeadlineExceeded, TransportError, UsageError
@@ -37,15 +38,17 @@ class RayRelay:
         """`actor` is the handle of a `RelayHost`; `timeout_s` bounds each call, beyond what the call itself may wait."""
         self._actor, self._timeout_s = actor, timeout_s
 
+    def hello(self, *, dp: int, pp: int, cp: int) -> dict[str, Any]:
+        return self._ask("hello", dp=dp, pp=pp, cp=cp)
+
     def __getattr__(self, call: str) -> Any:
         if call not in _CONTROL_CALLS | PEER_CALLS:
             raise AttributeError(call)
-        return lambda **arguments: ask(
-            self._actor.r3channel_control,
-            call,
-            arguments,
-            timeout_s=self._timeout_s + arguments.get("wait_s", arguments.get("timeout_s", 0.0)),
-        )
+        return partial(self._ask, call)
+
+    def _ask(self, call: str, **arguments: Any) -> Any:
+        wait_s = arguments.get("wait_s", arguments.get("timeout_s", 0.0))
+        return ask(self._actor.r3channel_control, call, arguments, timeout_s=self._timeout_s + wait_s)
 
 
 def ask(method: Any, call: str, arguments: dict[str, Any], *, timeout_s: float) -> Any:

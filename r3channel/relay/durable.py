@@ -80,6 +80,12 @@ class Durable:
                 f"step {step}: no room for its ticket in {self.folder}: {error}", step=step
             ) from error
 
+    def sealed_before(self, step: int, saved: SavedStep) -> None:
+        """A step that another relay had sealed, until it is sealed again. Raises StoreFull."""
+        for member in saved.acked:
+            self.acked(step, member)
+        self.sealed(step, saved.ticket)
+
     def acked(self, step: int, member: Member) -> None:
         """What cannot be written is said in the log: after a kill that receiver is waited for once more."""
         try:
@@ -117,6 +123,7 @@ class Durable:
 class SavedTurn:
     """A frame and what its note says. The frame's own hashes are still to be checked."""
 
+    turn: int
     frame: bytes
     tokens_hash: int
     prefix_hash: int
@@ -125,6 +132,8 @@ class SavedTurn:
 
 @dataclass(slots=True)
 class SavedSample:
+    """Its turns that one relay had, in any order."""
+
     sample_id: str
     turns: list[SavedTurn] = field(default_factory=list)
 
@@ -181,11 +190,8 @@ def _read_frame(path: Path, remains: Remains) -> None:
         remains.damaged.append(f"{path.name}: its note was being written when the relay ended")
         return
     values = json.loads(body)
-    name, turn = values.pop("sample_id"), values.pop("turn")
+    name = values.pop("sample_id")
     sample = remains.samples.setdefault(name, SavedSample(name))
-    if turn != len(sample.turns):
-        remains.damaged.append(f"sample {name}: turn {turn} is here, turn {len(sample.turns)} is not")
-        return
     sample.turns.append(SavedTurn(frame=data[:end], **values))
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Protocol
 
 from r3channel import errors
@@ -119,6 +120,8 @@ class Entries:
         self._awaited: dict[FrameName, tuple[Sample, Turn]] = {}
         self._unclaimed: dict[FrameName, _Unclaimed] = {}
         self._used: OrderedDict[FrameName, None] = OrderedDict()
+        self._incomplete: dict[str, Sample] = {}
+        """Samples with turns that are not HELD: a step of thousands looks at these alone."""
 
     # -- replies ---------------------------------------------------------------------------------------------------
 
@@ -140,6 +143,7 @@ class Entries:
         turn = Turn(first_row, reply.tokens - 1, reply.engine, reply.key, live=live)
         if reply.receipt is not None:
             turn.name, rows = self._claimed(reply, reply.receipt)
+            turn.key = reply.receipt.sample_key  # the same; a reply may not name its request
         source = rows or reply.receipt
         if source is not None:
             _check_fit(reply, source, held_rows=first_row)
@@ -154,6 +158,7 @@ class Entries:
         sample.turns.append(turn)
         if turn.name is not None and self._unclaimed.pop(turn.name, None) is None:
             self._awaited[turn.name] = (sample, turn)
+            self._incomplete[sample.name] = sample
         elif turn.name is not None:
             self._use(turn.name)
         return turn
@@ -223,6 +228,7 @@ class Entries:
         if not self.wants(name):
             return False
         if name not in self._awaited:
+            self._unclaimed.pop(name, None)  # to the end: they lie in the order in which they came
             self._unclaimed[name] = _Unclaimed(what, now_s)
             return True
         sample, turn = self._awaited[name]
@@ -233,7 +239,18 @@ class Entries:
         turn.rows = what
         del self._awaited[name]
         self._use(name)
+        self._look_again(sample)
         return True
+
+    def leave_live(self, late: Iterable[tuple[Sample, Turn]]) -> None:
+        """What has not come is the live router's."""
+        for sample, turn in late:
+            turn.live = True
+            self._look_again(sample)
+
+    def _look_again(self, sample: Sample) -> None:
+        if all(turn.state == HELD for turn in sample.turns):
+            self._incomplete.pop(sample.name, None)
 
     def _use(self, name: FrameName) -> None:
         self._used[name] = None
@@ -244,14 +261,26 @@ class Entries:
 
     def unknown(self, names: Iterable[str]) -> list[str]:
         """Those of these samples that no step can take: never here, gone, or another step's."""
-        return [name for name in names if name not in self.samples or self.samples[name].step is not None]
+        samples = self.samples
+        return [name for name in names if name not in samples or samples[name].step is not None]
 
-    def outstanding(self, names: Iterable[str]) -> list[tuple[Sample, Turn]]:
-        """The frames of these samples that have not come."""
-        return [(self.samples[name], turn) for name in names for turn in self.samples[name].awaited]
+    def outstanding(self, names: Iterable[str], *, failed: bool = False) -> list[tuple[Sample, Turn]]:
+        """The frames of these samples that have not come (or came and cannot be used); none of samples that are not here."""
+        late = [self._incomplete[name] for name in names if name in self._incomplete]
+        states = (EXPECTED, FAILED) if failed else (EXPECTED,)
+        return [(sample, turn) for sample in late for turn in sample.turns if turn.state in states]
+
+    def still(self, late: Iterable[tuple[Sample, Turn]]) -> list[tuple[Sample, Turn]]:
+        """Those of what was outstanding that are so now; samples that have gone meanwhile are not."""
+        return [
+            (sample, turn)
+            for sample, turn in late
+            if turn.state == EXPECTED and self.samples.get(sample.name) is sample
+        ]
 
     def take(self, names: Sequence[str], *, step: int) -> list[Sample]:
-        """Hand whole samples over to a step. All or none: SampleUnknown, or the error of a frame that failed."""
+        """Hand whole samples over to a step. All or none: SampleUnknown, the error of a frame that failed, or SampleChanged where
+        one is to come."""
         unknown = self.unknown(names)
         if unknown:
             raise errors.SampleUnknown(
@@ -261,7 +290,9 @@ class Entries:
                 step=step,
             )
         samples = [self.samples[name] for name in names]
-        failed = [sample for sample in samples if sample.error is not None]
+        failed = [
+            sample for sample in samples if sample.name in self._incomplete and sample.error is not None
+        ]
         if failed:
             first = failed[0].error
             assert first is not None
@@ -269,6 +300,13 @@ class Entries:
                 f"step {step}: {first}"
                 + (f" (and {len(failed) - 1} more samples)" if len(failed) > 1 else ""),
                 samples=[sample.name for sample in failed],
+                step=step,
+            )
+        late = [sample.name for sample in samples if sample.name in self._incomplete and sample.awaited]
+        if late:
+            raise errors.SampleChanged(
+                f"step {step}: {len(late)} samples got another turn while it was sealed, whose frames are to come: {late[:5]}",
+                samples=late,
                 step=step,
             )
         for sample in samples:
@@ -284,6 +322,7 @@ class Entries:
         """Forget samples, whatever their state; unknown ones are ignored. A frame that is still to come will be refused."""
         gone = [self.samples.pop(name) for name in dict.fromkeys(names) if name in self.samples]
         for sample in gone:
+            self._incomplete.pop(sample.name, None)
             for turn in sample.turns:
                 if turn.name is not None and self._awaited.pop(turn.name, None):
                     self._use(turn.name)
@@ -291,12 +330,10 @@ class Entries:
 
     def expired(self, *, before_s: float) -> tuple[list[Sample], list[Rows]]:
         """Forget what is older and in no step: (samples, rows that no reply claimed)."""
-        names = [
-            sample.name
-            for sample in self.samples.values()
-            if sample.since_s < before_s and sample.step is None
-        ]
-        old = [name for name, kept in self._unclaimed.items() if kept.since_s < before_s]
+        # Both lie in the order in which they came: this is asked for at every frame, and looks at the old ones only.
+        aged = takewhile(lambda sample: sample.since_s < before_s, self.samples.values())
+        names = [sample.name for sample in aged if sample.step is None]
+        old = list(takewhile(lambda name: self._unclaimed[name].since_s < before_s, self._unclaimed))
         kept = [self._unclaimed.pop(name).what for name in old]
         return self.remove(names), [rows for rows in kept if not isinstance(rows, R3Error)]
 

@@ -13,14 +13,15 @@ from contextlib import contextmanager
 from typing import Any
 
 from r3channel.config import ChannelConfig
-from r3channel.errors import FrameMissing, R3Error, RoutingMissing
+from r3channel.errors import FrameMissing, R3Error, RoutingMissing, StoreFull
 from r3channel.metrics import Metrics, StageClock
+from r3channel.plan.ticket import Ticket
 from r3channel.recording import Recorder
 from r3channel.relay.durable import Durable, SavedSample
 from r3channel.relay.engines import EngineRegistry
 from r3channel.relay.entries import Entries, Reply, Rows, Sample, Turn
 from r3channel.relay.reply import frame_bytes_of, key_of, receipt_in, split_reply
-from r3channel.relay.rows import HeldRows, Landing
+from r3channel.relay.rows import MOST_ROWS, HeldRows, Landing
 from r3channel.relay.store import Store
 from r3channel.routing import Ids
 from r3channel.spec import RoutingSpec
@@ -34,6 +35,8 @@ log = logging.getLogger(__name__)
 _NAMED = 1000
 """Expired samples that `status` still names."""
 Tokens = Sequence[int] | Ids
+Share = tuple[int, list[tuple[int, FrameName]]]
+"""What a relay has of a sample of a step that relay 0 seals: the hash of all its tokens with rows, and (turn, its frame)."""
 
 
 class Intake:
@@ -89,13 +92,13 @@ class Intake:
         again), and what `body` raises.
         """
         self.metrics.inc("r3channel_bytes_total", body.left, leg="engine_direct")
-        hello = self._bound.get(boot_id)
+        self.expire()  # of several relays, all but one see nothing else
         self.landing.read(
             body,
             count,
             boot_id=boot_id,
             engine=self.engines.name_of(boot_id),
-            max_rows=hello.context if hello else 0,
+            most_rows=self._most_rows,
             wanted=self._wants,
             take=self.arrive,
         )
@@ -103,6 +106,15 @@ class Intake:
     def _wants(self, name: FrameName) -> bool:
         with self._changed:
             return self.entries.wants(name)
+
+    def _most_rows(self, name: FrameName) -> int:
+        """What its receipt says, or the longest sequence of its engine."""
+        with self._changed:
+            owner = self.entries.owner(name)
+        hello = self._bound.get(name[0])
+        if owner is not None:
+            return owner[1].end_row - owner[1].first_row
+        return (hello.context if hello else 0) or MOST_ROWS
 
     def arrive(self, name: FrameName, what: HeldRows | Rows | R3Error) -> None:
         """A frame came, here or at another relay: its rows, or why it cannot be used."""
@@ -123,7 +135,7 @@ class Intake:
         self, sample_id: str, reply: Mapping[str, Any], tokens: Tokens, *, engine: str, append: bool
     ) -> HeldRows | None:
         """See `Relay.add`."""
-        with self._rejections():
+        with self._rejections(sample_id, engine):
             found = self._routing_in(reply, sample_id=sample_id, engine=engine)
             return self._add(sample_id, found, key_of(reply), tokens, engine=engine, append=append)
 
@@ -137,7 +149,7 @@ class Intake:
         append: bool,
     ) -> Any:
         """See `Relay.add_body`."""
-        with self._rejections():
+        with self._rejections(sample_id, engine):
             try:
                 reply, data = split_reply(body)
             except ValueError as error:
@@ -155,11 +167,11 @@ class Intake:
         self, sample_id: str, data: bytes, tokens: Tokens, *, engine: str, append: bool
     ) -> HeldRows | None:
         """See `Relay.add_frame`."""
-        with self._rejections():
+        with self._rejections(sample_id, engine):
             return self._add(sample_id, data, None, tokens, engine=engine, append=append)
 
-    def restore(self, saved: SavedSample) -> None:
-        """A sample as another relay left it. Raises as `add`; then nothing of it is kept."""
+    def restore(self, saved: SavedSample) -> int:
+        """A sample as another relay left it -> its tokens. Raises as `add`; then nothing of it is kept."""
         number = 0
         try:
             for number, turn in enumerate(saved.turns):
@@ -184,6 +196,7 @@ class Intake:
         except R3Error:
             self.drop([saved.sample_id] if number else [], outcome="rejected")
             raise
+        return self.rows_held(saved.sample_id) + 1
 
     def rows_held(self, sample_id: str) -> int:
         """Rows of a sample that are here or on their way: `routed_experts_start_len` of its next turn."""
@@ -237,17 +250,22 @@ class Intake:
             self.metrics.inc("r3channel_bytes_total", len(data), leg="engine_frame")
         return rows
 
-    def _note(self, sample: Sample, turn: Turn) -> None:
-        """Whose frame it is, for what survives: written when both are here."""
-        if self._durable is not None and isinstance(turn.rows, HeldRows):
+    def _note(self, sample: Sample, turn: Turn, *, number: int | None = None) -> None:
+        """Whose frame it is, for what survives: written when both are here. The table has it, so what cannot be written is said in
+        the log: after a kill that frame is nobody's."""
+        if self._durable is None or not isinstance(turn.rows, HeldRows):
+            return
+        try:
             self._durable.note(
                 turn.rows.ref,
                 sample_id=sample.name,
-                turn=sample.turns.index(turn),
+                turn=sample.turns.index(turn) if number is None else number,
                 tokens_hash=sample.tokens_hash,
                 prefix_hash=sample.prefix_hash,
                 key=turn.key,
             )
+        except StoreFull as error:
+            log.warning("r3channel: sample %s would not survive a kill: %s", sample.name, error)
 
     # -- waiting ---------------------------------------------------------------------------------------------------
 
@@ -256,16 +274,12 @@ class Intake:
         self.expire()
         deadline_s = time.monotonic() + timeout_s
         with self.clock.span("wait_generation", step=step), self._changed:
-            while True:
-                known = [name for name in names if not self.entries.unknown([name])]
-                late = self.entries.outstanding(known)
-                left_s = deadline_s - time.monotonic()
-                if not late or left_s <= 0:
-                    break
+            late = self.entries.outstanding(names)
+            while late and (left_s := deadline_s - time.monotonic()) > 0:
                 self._changed.wait(left_s)
+                late = self.entries.still(late)
             if late and self.config.on_missing == "live":
-                for _, turn in late:
-                    turn.live = True
+                self.entries.leave_live(late)
                 self.metrics.inc("r3channel_samples_total", len({s.name for s, _ in late}), outcome="live")
                 late = []
         if late:
@@ -327,10 +341,11 @@ class Intake:
             )  # fmt: skip
 
     @contextmanager
-    def _rejections(self) -> Iterator[None]:
+    def _rejections(self, sample_id: str, engine: str) -> Iterator[None]:
         try:
             yield
-        except R3Error as error:
+        except R3Error as error:  # a frame's own errors know their names as text only
+            error.samples, error.engines = error.samples or (sample_id,), error.engines or (engine,)
             self.reject(error)
             raise
 
@@ -340,17 +355,17 @@ class Intake:
 
     # -- for `relay.several` ---------------------------------------------------------------------------------------
 
-    def awaited(self, names: Iterable[str]) -> dict[FrameName, str]:
-        """The frames of these samples that have not come -> their samples."""
+    def awaited(self, names: Iterable[str], *, failed: bool = False) -> dict[FrameName, str]:
+        """The frames of these samples that have not come (or came and cannot be used) -> their samples."""
         with self._changed:
-            known = [name for name in names if not self.entries.unknown([name])]
-            return {turn.name: sample.name for sample, turn in self.entries.outstanding(known) if turn.name}
+            late = self.entries.outstanding(names, failed=failed)
+        return {turn.name: sample.name for sample, turn in late if turn.name}
 
-    def turns_of(self, names: Iterable[str]) -> list[tuple[str, Turn]]:
-        """(sample, turn) of these samples, where they are in the table."""
+    def turns_of(self, names: Iterable[str]) -> list[tuple[Sample, Turn]]:
+        """The turns of these samples, where they are in the table."""
         with self._changed:
             found = [self.entries.samples[name] for name in names if name in self.entries.samples]
-            return [(sample.name, turn) for sample in found for turn in sample.turns]
+            return [(sample, turn) for sample in found for turn in sample.turns]
 
     def arrived(self, names: Iterable[FrameName]) -> dict[FrameName, Any]:
         """Those of these frames that are here and that no reply claimed: their rows, or why they cannot be used."""
@@ -364,17 +379,31 @@ class Intake:
         self.free([rows for rows in gone if isinstance(rows, HeldRows)])
         self.drop(sample_ids, outcome="discarded")
 
-    def adopt(
-        self, step: int, frames: Mapping[str, tuple[int, Sequence[FrameName]]]
-    ) -> dict[str, list[HeldRows]]:
-        """Frames that are here -> rows of a step of another relay's, by sample: (tokens, its frames). Raises FrameMissing."""
+    def adopt(self, ticket: Ticket, shares: Mapping[str, Share]) -> dict[str, list[HeldRows]]:
+        """Frames that are here -> rows of a step that relay 0 seals, by sample. Raises FrameMissing."""
+        samples: list[Sample] = []
         with self._changed:
-            samples = []
-            for name, (tokens, own) in frames.items():
-                samples.append(self.entries.adopt(name, own, tokens=tokens, now_s=time.monotonic()))
+            for name, (prefix_hash, frames) in shares.items():
+                told, number = ticket.sample(name), {frame: turn for turn, frame in frames}
+                before = self.entries.samples.get(name)
+                noted = len(before.turns) if before is not None else 0
+                sample = self.entries.adopt(name, number, tokens=told.tokens, now_s=time.monotonic())
+                sample.tokens, sample.tokens_hash, sample.prefix_hash = (
+                    told.tokens,
+                    told.tokens_hash,
+                    prefix_hash,
+                )
+                samples.append(sample)
+                for turn in sample.turns[noted:]:
+                    self._note(sample, turn, number=number[turn.name] if turn.name else None)
             for sample in samples:
-                sample.step = step
+                sample.step = ticket.step
         return {sample.name: held_here(sample) for sample in samples}
+
+    def give_back(self, names: Iterable[str]) -> None:
+        """They wait for a step again."""
+        with self._changed:
+            self.entries.give_back(self.entries.samples[name] for name in names)
 
     def status(self) -> dict[str, Any]:
         """Where the samples are that no step has taken. With the condition held."""

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from r3channel.errors import RoutingError, SampleTwice, TicketMismatch
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.shards import ShardKey
+from r3channel.plan.stream import serves
 from r3channel.plan.ticket import Ticket, TicketSample
-from r3channel.relay.durable import SavedSample, SavedStep, dead_relays
+from r3channel.relay.durable import Remains, SavedSample, SavedStep, SavedTurn, dead_relays
 
 
 @dataclass
@@ -32,37 +35,59 @@ class Recovery:
 
 
 def take_over(
-    root: Path, *, but: Path, keep: Callable[[SavedSample], None]
+    root: Path, *, but: Path, keep: Callable[[SavedSample], int], keep_step: Callable[[int, SavedStep], None]
 ) -> tuple[Recovery, dict[int, set[ShardKey]]]:
-    """Give `keep` what dead relays left in `root`, the folder `but` aside, and delete what was given.
+    """Give `keep`, which returns a sample's tokens, what dead relays left in `root`, the folder `but` aside; and delete it. What
+    `keep_step` is given is written elsewhere before that, so that a second kill forgets no acknowledgement.
 
     Returns the recovery, and for each step the receivers that had acknowledged it.
     """
-    recovery, acked = Recovery(), dict[int, set[ShardKey]]()
+    recovery, acked, tickets = Recovery(), dict[int, set[ShardKey]](), dict[int, Ticket]()
     with dead_relays(root, but=but) as found:
         for remains in found:
             recovery.damaged += remains.damaged
             recovery.unclaimed += remains.unclaimed
-            for sample in remains.samples.values():
-                _hand_over(sample, keep, recovery)
+        here: dict[str, int] = {}
+        for sample in _joined(found, recovery):
+            _hand_over(sample, keep, here, recovery)
+        recovery.pending = list(here)
         for remains in found:
             for step, saved in remains.steps.items():
-                _sort_in(step, saved, recovery)
-                acked.setdefault(step, set()).update(saved.acked)
+                if (ticket := _sort_in(step, saved, here, recovery)) is not None:
+                    tickets[step] = ticket
+        for step in recovery.steps:
+            acked[step] = _acked_whole(step, tickets[step], found)
+            keep_step(step, SavedStep(tickets[step].to_bytes(), acked[step]))
         for remains in found:
             shutil.rmtree(remains.folder)
     return recovery, acked
 
 
-def _sort_in(step: int, saved: SavedStep, recovery: Recovery) -> None:
-    """Once every sample is handed over: relays may have shared a folder."""
+def _joined(found: list[Remains], recovery: Recovery) -> Iterator[SavedSample]:
+    """Every sample with its turns in order, whichever relays they lay at; from a turn on that nobody has, none."""
+    samples: dict[str, dict[int, SavedTurn]] = {}
+    for sample in (one for remains in found for one in remains.samples.values()):
+        turns = samples.setdefault(sample.sample_id, {})
+        if turns.keys().isdisjoint(turn.turn for turn in sample.turns):
+            turns.update((turn.turn, turn) for turn in sample.turns)
+        elif any(turns.get(turn.turn) != turn for turn in sample.turns):  # equal ones: a recovery was killed
+            recovery.damaged.append(f"sample {sample.sample_id} was left by two relays; the older is taken")
+    for name, turns in samples.items():
+        whole = [turns[number] for number in itertools.takewhile(turns.__contains__, itertools.count())]
+        if len(whole) < len(turns):
+            recovery.damaged.append(f"sample {name}: turn {max(turns)} is here, turn {len(whole)} is not")
+        if whole:
+            yield SavedSample(name, whole)
+
+
+def _sort_in(step: int, saved: SavedStep, here: dict[str, int], recovery: Recovery) -> Ticket | None:
+    """`here`: tokens of the samples that were handed over; a sample that has lost turns is lost to its step."""
     try:
         ticket = Ticket.from_bytes(saved.ticket)
     except TicketMismatch as error:
         recovery.damaged.append(f"step {step}: {error}")
-        return
-    here = set(recovery.pending)
-    lost = [sample for sample in ticket.samples if sample.sample_id not in here and not _nobody_has(sample)]
+        return None
+    lost = [s for s in ticket.samples if here.get(s.sample_id) != s.tokens and not _nobody_has(s)]
     by_relay: dict[int, tuple[str, ...]] = {}
     for sample in lost:
         relay = sample.segments[0][1]
@@ -77,6 +102,17 @@ def _sort_in(step: int, saved: SavedStep, recovery: Recovery) -> None:
     else:
         names = [sample.sample_id for sample in lost]
         recovery.damaged.append(f"step {step}: its samples {names[:5]} are lost, {len(names)} in all")
+    return ticket
+
+
+def _acked_whole(step: int, ticket: Ticket, found: list[Remains]) -> set[ShardKey]:
+    """Who has acknowledged a step to every relay that sends it rows."""
+    acks = Counter(key for remains in found if step in remains.steps for key in remains.steps[step].acked)
+    relays = [
+        sum(serves(ticket, dp=dp, relay=relay) for relay in range(len(ticket.runs)))
+        for dp in range(ticket.layout.dp)
+    ]
+    return {key for key, count in acks.items() if key[0] < ticket.layout.dp and count >= relays[key[0]]}
 
 
 def _nobody_has(sample: TicketSample) -> bool:
@@ -84,12 +120,10 @@ def _nobody_has(sample: TicketSample) -> bool:
     return sample.invalid == ((0, sample.tokens - 1),)
 
 
-def _hand_over(sample: SavedSample, keep: Callable[[SavedSample], None], recovery: Recovery) -> None:
+def _hand_over(
+    sample: SavedSample, keep: Callable[[SavedSample], int], here: dict[str, int], recovery: Recovery
+) -> None:
     try:
-        keep(sample)
-    except RoutingError as error:
+        here[sample.sample_id] = keep(sample)
+    except (RoutingError, SampleTwice) as error:
         recovery.damaged.append(str(error))
-    except SampleTwice as error:
-        recovery.damaged.append(f"{error} (left by two relays)")
-    else:
-        recovery.pending.append(sample.sample_id)

@@ -26,7 +26,7 @@ import numpy as np
 
 from r3channel.bearer import obtain_token
 from r3channel.config import ChannelConfig
-from r3channel.distinct import kernels
+from r3channel.distinct import warm
 from r3channel.errors import (
     BackgroundFailed,
     DeadlineExceeded,
@@ -46,7 +46,7 @@ from r3channel.relay.door import Door
 from r3channel.relay.durable import Durable
 from r3channel.relay.engines import EngineRegistry
 from r3channel.relay.entries import Sample
-from r3channel.relay.intake import Intake, Tokens, held_here
+from r3channel.relay.intake import Intake, Share, Tokens, held_here
 from r3channel.relay.recovery import Recovery, take_over
 from r3channel.relay.reply import frame_bytes_of
 from r3channel.relay.rows import HeldRows
@@ -56,7 +56,6 @@ from r3channel.spec import RoutingSpec
 from r3channel.wire.digest import fold
 from r3channel.wire.header import FRAME_MAGIC
 from r3channel.wire.hello import Hello
-from r3channel.wire.receipt import FrameName
 
 _ADDERS = 2
 """Threads of `add_body_async`."""
@@ -126,7 +125,7 @@ class Relay:
             )
             undo.pop_all()
         self._adders = ThreadPoolExecutor(_ADDERS, thread_name_prefix="r3channel-add")
-        threading.Thread(target=kernels, name="r3channel-compile", daemon=True).start()
+        threading.Thread(target=warm, args=(spec,), name="r3channel-compile", daemon=True).start()
         self._watch()
 
     @classmethod
@@ -152,7 +151,10 @@ class Relay:
         try:
             assert relay._durable is not None
             found, relay.steps.acked_before = take_over(
-                Path(config.store_dir), but=relay._durable.folder, keep=relay.intake.restore
+                Path(config.store_dir),
+                but=relay._durable.folder,
+                keep=relay.intake.restore,
+                keep_step=relay._durable.sealed_before,
             )
             return relay, found
         except BaseException:
@@ -218,7 +220,7 @@ class Relay:
             rows = self.intake.landing.keep(
                 data, sample_id="probe", engine=engine, max_rows=tokens, room_s=0.0
             )
-            rows.block.free()
+            self.intake.free([rows])
             if rows.end_row != tokens - 1:
                 raise RoutingError(f"{where}: {rows.end_row} rows for {tokens} tokens, expected {tokens - 1}")
         except RoutingError as error:
@@ -347,11 +349,15 @@ class Relay:
             self.steps.start(step)
         return ticket
 
-    def hold(self, ticket: Ticket, frames: Mapping[str, Sequence[FrameName]]) -> None:
-        """Take part in a step that relay 0 has sealed, with these frames. Raises FrameMissing; then nothing is taken."""
+    def hold(self, ticket: Ticket, shares: Mapping[str, Share]) -> None:
+        """Take part in a step that relay 0 has sealed, with what lies here of its samples. Raises FrameMissing: nothing is taken."""
         self._check_open()
-        own = {name: (ticket.sample(name).tokens, names) for name, names in frames.items()}
-        self.steps.add(ticket, self.intake.adopt(ticket.step, own))
+        rows = self.intake.adopt(ticket, shares)
+        try:
+            self.steps.add(ticket, rows)
+        except BaseException:
+            self.intake.give_back(shares)
+            raise
         self.steps.start(ticket.step)
 
     def abandon(self, step: int) -> int:
@@ -453,11 +459,13 @@ class Relay:
 def ticket_sample(sample: Sample) -> TicketSample:
     """As the ticket describes it. Turns lie at the relays that their rows name; what nobody has is invalid."""
     known: list[Any] = [(turn, turn.rows) for turn in sample.turns]
-    if len(known) == 1 and known[0][1] is not None:  # as nearly all are
-        digest = known[0][1].fold
-    else:
-        tables = [rows.digests_L for _, rows in known if rows is not None]
-        digest = fold(np.add.reduce(tables)) if tables else 0
+    turn, one = known[0]
+    if len(known) == 1 and one is not None:  # as nearly all are
+        name, tokens = sample.name, sample.tokens
+        segments = ((turn.end_row, one.relay),)
+        return TicketSample(name, tokens, sample.tokens_hash, one.fold, one.provenance, one.invalid, segments)
+    tables = [rows.digests_L for _, rows in known if rows is not None]
+    digest = fold(np.add.reduce(tables)) if tables else 0
     return TicketSample(
         sample.name,
         sample.tokens,

@@ -34,8 +34,8 @@ from r3channel.wire.receipt import FrameName, Source, new_memory, read_frames
 
 DAMAGED = (PayloadCorrupt, HeaderCorrupt, FrameTruncated, FrameMagicMismatch)
 """What becomes of a frame on its way; anything else is its engine's own fault, and sending it again mends nothing."""
-_MOST_ROWS = 1 << 20
-"""Of a direct frame whose engine does not say how long its sequences may be."""
+MOST_ROWS = 1 << 20
+"""Of a direct frame whose reply has not come, and whose engine does not say how long its sequences may be."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -109,14 +109,15 @@ class Landing:
         *,
         boot_id: int,
         engine: str,
-        max_rows: int,
+        most_rows: Callable[[FrameName], int],
         wanted: Callable[[FrameName], bool],
         take: Callable[[FrameName, HeldRows | R3Error], None],
     ) -> None:
         """Read an opened parcel and hand on each frame that is `wanted`, or why it cannot be used.
 
-        A frame that carries its rows is received into the store, at the place where it stays. Raises ReceiptInvalid, PrefixMissing and
-        StoreFull; then nothing was taken. Raises the error of a frame that was damaged on the way after the others were taken.
+        A frame that carries its rows is received into the store, at the place where it stays. One with more than `most_rows` is
+        refused before it is decoded. Raises ReceiptInvalid, PrefixMissing and StoreFull; then nothing was taken, or it is known by
+        its name when it comes again. Raises the error of a frame that was damaged on the way after the others were taken.
         """
         blocks: dict[int, Block] = {}
 
@@ -134,12 +135,11 @@ class Landing:
                 if is_prefix(data):
                     self._prefixes.put(data, engine=engine)
             damaged: R3Error | None = None
-            shared = self._shared(frames, engine=engine)
+            shared = self._shared(frames, boot_id=boot_id, engine=engine, most_rows=most_rows)
             for serial, data in frames:
                 if not is_prefix(data) and wanted((boot_id, serial)):
-                    what = self._land(
-                        serial, data, blocks.pop(serial, None), shared, engine, max_rows, boot_id
-                    )
+                    most = most_rows((boot_id, serial))
+                    what = self._land(serial, data, blocks.pop(serial, None), shared, engine, most)
                     take((boot_id, serial), what)
                     damaged = damaged or (what if isinstance(what, DAMAGED) else None)
         finally:
@@ -156,10 +156,9 @@ class Landing:
         shared: Mapping[bytes, Ids],
         engine: str,
         max_rows: int,
-        boot_id: int,
     ) -> HeldRows | R3Error:
         try:
-            parsed = self._parsed(data, f"of frame {serial}", engine, max_rows or _MOST_ROWS)
+            parsed = self._parsed(data, f"of frame {serial}", engine, max_rows)
             frame = resolve(parsed, shared.get)
             if block is None or not frame.stored:
                 return self._decoded(frame, data)
@@ -197,14 +196,22 @@ class Landing:
             raise
         return rows
 
-    def _shared(self, frames: list[tuple[int, memoryview]], *, engine: str) -> dict[bytes, Ids]:
+    def _shared(
+        self,
+        frames: list[tuple[int, memoryview]],
+        *,
+        boot_id: int,
+        engine: str,
+        most_rows: Callable[[FrameName], int],
+    ) -> dict[bytes, Ids]:
         """The rows that the frames of a parcel refer to. Raises PrefixMissing where some are not here: nothing is taken then."""
         found: dict[bytes, Ids] = {}
         for serial, data in frames:
             if is_prefix(data) or not refers_to_prefix(data):
                 continue
             try:
-                ref = parse_frame(data, spec=self._spec).prefix
+                most = most_rows((boot_id, serial))
+                ref = parse_frame(data, spec=self._spec, max_rows=most).prefix
             except RoutingError:
                 continue  # a damaged frame is told to its reply
             rows_TLK = self._prefixes.get(ref.digest) if ref is not None else None

@@ -97,6 +97,8 @@ class SealedStep:
     relay: int
     sealed_s: float = field(default_factory=time.monotonic)
     acknowledged: set[ShardKey] = field(default_factory=set)
+    had: set[ShardKey] = field(default_factory=set)
+    """Who acknowledged to the relay before this one: not waited for, but one that never learned of it comes again."""
     outgoing: dict[ShardKey, Outgoing] = field(default_factory=dict)
     error: R3Error | None = None
     """Why it cannot be delivered; receivers that ask are told."""
@@ -116,7 +118,12 @@ class SealedStep:
     @property
     def missing(self) -> tuple[ShardKey, ...]:
         """Receivers that have not acknowledged."""
-        return tuple(key for key in self.keys if key not in self.acknowledged)
+        return tuple(key for key in self.keys if key not in self.acknowledged | self.had)
+
+    @property
+    def done(self) -> bool:
+        """Nobody can ask for it again."""
+        return self.acknowledged >= set(self.keys)
 
     @property
     def state(self) -> str:

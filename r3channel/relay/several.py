@@ -31,6 +31,7 @@ from r3channel.errors import (
 )
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.ticket import Ticket
+from r3channel.relay.intake import Share
 from r3channel.relay.relay import Relay
 from r3channel.relay.rows import HeldRows
 from r3channel.routing import Ids, ProvenanceSpan, RowKind
@@ -60,7 +61,7 @@ class Peer(Protocol):
     def introduce(self) -> dict[str, Any]: ...
     def hellos(self) -> list[bytes]: ...
     def frames(self, *, names: list[FrameName]) -> dict[FrameName, dict[str, Any]]: ...
-    def hold(self, *, ticket: bytes, frames: dict[str, list[FrameName]]) -> None: ...
+    def hold(self, *, ticket: bytes, frames: dict[str, Share]) -> None: ...
     def abandon(self, *, step: int) -> None: ...
     def drop(self, *, sample_ids: list[str], names: list[FrameName]) -> None: ...
     def undelivered(self, *, wait_s: float) -> dict[int, list[tuple[int, ...]]]: ...
@@ -92,7 +93,7 @@ class LocalPeer:
         """What is known of those of these frames that are here."""
         return {name: _describe(what) for name, what in self._relay.intake.arrived(names).items()}
 
-    def hold(self, *, ticket: bytes, frames: dict[str, list[FrameName]]) -> None:
+    def hold(self, *, ticket: bytes, frames: dict[str, Share]) -> None:
         self._relay.hold(Ticket.from_bytes(ticket), frames)
 
     def abandon(self, *, step: int) -> None:
@@ -177,6 +178,8 @@ class Coordinator:
         self._runs = tuple(its["run"] for its in told)
         self._relay_of: dict[int, int] = {}
         """Boot id of an engine's life -> the relay that its frames come to; 0 where that is this process's."""
+        self._parts: dict[int, dict[int, list[str]]] = defaultdict(dict)
+        """Relay -> step -> the samples of it that lie there, until they are delivered."""
         self._asked_s = 0.0
 
     def add(
@@ -211,6 +214,8 @@ class Coordinator:
         """As `Relay.discard`. What a lost relay holds is lost with it."""
         names = list(sample_ids)
         frames = [turn.name for _, turn in self.relay.intake.turns_of(names) if turn.name]
+        if any(name[0] not in self._relay_of for name in frames):
+            self._learn()
         dropped = self.relay.discard(names)
         for number in self._peers:
             own = [name for name in frames if self._relay_of.get(name[0]) == number]
@@ -226,31 +231,33 @@ class Coordinator:
         """
         names, config = assignment.sample_ids, self.relay.config
         deadline_s = time.monotonic() + config.frame_timeout_s
-        while self._fetch(names) and time.monotonic() < deadline_s:
+        late = self._fetch(names, failed=True)  # a good copy of what came damaged may be there by now
+        while late and time.monotonic() < deadline_s:
             time.sleep(_POLL_S)
+            late = self._fetch(names)
         self.relay.intake.await_frames(names, step=step, timeout_s=0.0)
+        newest = self.relay.steps.newest
         ticket = self.relay.take(step, assignment, peers=self._runs[1:], start=False)
-        data, holding = ticket.to_bytes(), []
+        data = ticket.to_bytes()
         try:
             for number, frames in self._holders(names).items():
+                self._parts[number][step] = list(frames)  # before it answers: the answer may be what is lost
                 self._ask(
                     number,
                     lambda peer, own=frames: peer.hold(ticket=data, frames=own),
                     held=list(frames),
                     step=step,
                 )
-                holding.append(number)
         except R3Error:
-            for number in holding:
-                self._try(number, lambda peer: peer.abandon(step=step))
-            self.relay.abandon(step)
+            self.abandon(step)
+            self.relay.steps.newest = newest  # nobody has its ticket: the number may be used again
             raise
         self.relay.steps.start(step)
         return ticket
 
-    def _fetch(self, names: Sequence[str]) -> bool:
+    def _fetch(self, names: Sequence[str], *, failed: bool = False) -> bool:
         """Ask the other relays for frames that are not in the table. Are some still outstanding?"""
-        late = self.relay.intake.awaited(names)
+        late = self.relay.intake.awaited(names, failed=failed)
         if any(name[0] not in self._relay_of for name in late):
             self._learn()
         wanted: dict[int, list[FrameName]] = defaultdict(list)
@@ -264,13 +271,14 @@ class Coordinator:
                     self.relay.intake.arrive(name, _far(values, relay=number))
         return bool(self.relay.intake.awaited(names))
 
-    def _holders(self, names: Sequence[str]) -> dict[int, dict[str, list[FrameName]]]:
-        """Relay -> sample -> its frames there."""
-        found: dict[int, dict[str, list[FrameName]]] = defaultdict(lambda: defaultdict(list))
+    def _holders(self, names: Sequence[str]) -> dict[int, dict[str, Share]]:
+        """Relay -> sample -> what lies there of it."""
+        found: dict[int, dict[str, Share]] = defaultdict(dict)
         for sample, turn in self.relay.intake.turns_of(names):
             if isinstance(turn.rows, FarRows) and turn.name is not None:
-                found[turn.rows.relay][sample].append(turn.name)
-        return {number: dict(frames) for number, frames in found.items()}
+                _, frames = found[turn.rows.relay].setdefault(sample.name, (sample.prefix_hash, []))
+                frames.append((sample.turns.index(turn), turn.name))
+        return dict(found)
 
     # -- delivery --------------------------------------------------------------------------------------------------
 
@@ -290,21 +298,32 @@ class Coordinator:
     def _undelivered(self, wait_s: float) -> dict[int, dict[int, list[tuple[int, ...]]]]:
         """Relay -> step -> receivers that have not acknowledged, after `wait_s` at most."""
         waiting: dict[int, dict[int, Any]] = {}
-        for number in (0, *self._peers):
-            limit_s = 0.0 if waiting else wait_s
-            steps = (
-                self._ask(number, lambda peer, limit_s=limit_s: peer.undelivered(wait_s=limit_s))
-                if number
-                else self.relay.undelivered(wait_s=limit_s)
-            )
-            if steps:
-                waiting[number] = dict(steps)
+        if steps := self.relay.undelivered(wait_s=wait_s):
+            waiting[0] = dict(steps)
+        for number, parts in list(self._parts.items()):
+            limit_s = 0.0 if waiting or not parts else wait_s
+            steps = self._ask_undelivered(number, parts, limit_s) if parts else {}
+            self._parts[number] = {step: held for step, held in parts.items() if step in steps}
+            if self._parts[number]:
+                waiting[number] = {step: steps[step] for step in self._parts[number]}
         return waiting
+
+    def _ask_undelivered(
+        self, number: int, parts: dict[int, list[str]], wait_s: float
+    ) -> dict[int, list[tuple[int, ...]]]:
+        """What a lost relay had to send is given up: the loop is told once, with its samples, and goes on."""
+        held = [name for names in parts.values() for name in names]
+        try:
+            return self._ask(number, lambda peer: peer.undelivered(wait_s=wait_s), held=held, step=min(parts))
+        except RelayLost:
+            del self._parts[number]
+            raise
 
     def abandon(self, step: int) -> int:
         """As `Relay.abandon`, at every relay that answers."""
-        for number in self._peers:
-            self._try(number, lambda peer: peer.abandon(step=step))
+        for number, parts in self._parts.items():
+            if parts.pop(step, None) is not None:
+                self._try(number, lambda peer: peer.abandon(step=step))
         return self.relay.abandon(step)
 
     def status(self) -> dict[str, Any]:

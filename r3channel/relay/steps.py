@@ -18,6 +18,7 @@ from r3channel.plan.shards import ShardKey
 from r3channel.plan.ticket import Ticket
 from r3channel.recording import Recorder
 from r3channel.relay.durable import Durable
+from r3channel.relay.entries import Sample
 from r3channel.relay.intake import Intake
 from r3channel.relay.rows import HeldRows
 from r3channel.relay.sealed import Outgoing, SealedStep
@@ -68,13 +69,17 @@ class Steps:
     def add(self, ticket: Ticket, rows: dict[str, list[HeldRows]]) -> None:
         """Receivers may ask for it from here on; they wait until it is started."""
         sealed = SealedStep(ticket, rows, self._relay)
-        sealed.acknowledged |= self.acked_before.pop(ticket.step, set())
+        sealed.had |= self.acked_before.pop(ticket.step, set())
         if self._durable is not None:
             self._durable.sealed(ticket.step, ticket.to_bytes())
         with self._changed:
+            kept = [step for step, older in self._steps.items() if not older.missing]
+            gone = {step: self._take_out(step) for step in kept}  # who might have come again has gone on
             self._steps[ticket.step] = sealed
             self.newest = max(self.newest, ticket.step)
             self._changed.notify_all()
+        for step, samples in gone.items():
+            self._let_go(step, samples)
 
     def start(self, step: int) -> None:
         """Prepare it, in the background."""
@@ -101,8 +106,11 @@ class Steps:
     def undelivered(self, *, wait_s: float) -> dict[int, tuple[ShardKey, ...]]:
         """Step -> receivers that have not acknowledged it, after `wait_s`; early, and empty, when all have."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or not self._steps or self.error, timeout=wait_s)
-            return {step: sealed.missing for step, sealed in self._steps.items()}
+            self._changed.wait_for(lambda: self._closed or self.error or not self._missing(), timeout=wait_s)
+            return self._missing()
+
+    def _missing(self) -> dict[int, tuple[ShardKey, ...]]:
+        return {step: sealed.missing for step, sealed in self._steps.items() if sealed.missing}
 
     # -- receivers -------------------------------------------------------------------------------------------------
 
@@ -143,7 +151,6 @@ class Steps:
 
     def acknowledge(self, step: int, key: ShardKey) -> None:
         """A receiver has its rows, verified; the last one frees the step. Repeating it does no harm."""
-        gone = []
         with self._changed:
             sealed = self._steps.get(step)
             if sealed is None or key in sealed.acknowledged:
@@ -151,10 +158,16 @@ class Steps:
             if self._durable is not None:
                 self._durable.acked(step, key)
             sealed.acknowledged.add(key)
-            if not sealed.missing:
-                del self._steps[step]
-                gone = self._intake.entries.remove(sealed.ticket.assignment.sample_ids)
+            gone = self._take_out(step) if sealed.done else []
             self._changed.notify_all()
+        self._let_go(step, gone)
+
+    def _take_out(self, step: int) -> list[Sample]:
+        """Of the table, with the condition held."""
+        return self._intake.entries.remove(self._steps.pop(step).ticket.assignment.sample_ids)
+
+    def _let_go(self, step: int, gone: list[Sample]) -> None:
+        """What a delivered step held."""
         if gone:
             if self._durable is not None:
                 self._durable.done(step)
@@ -198,11 +211,11 @@ class Steps:
                     sealed.error = error
                     self._changed.notify_all()
                 return
+            if self._recorder is not None and dp == sealed.ticket.layout.dp - 1:
+                self._recorder.write(sealed.ticket, sealed.rows)  # once all have acknowledged, rows are gone
             with self._changed:
                 sealed.outgoing.update(outgoing)
                 self._changed.notify_all()
-        if self._recorder is not None:
-            self._recorder.write(sealed.ticket, sealed.rows)
 
     # -- the rest --------------------------------------------------------------------------------------------------
 
@@ -221,14 +234,14 @@ class Steps:
     def oldest_s(self) -> float:
         """Seconds since the oldest step under way was sealed; 0 without one."""
         with self._changed:
-            times_s = [sealed.sealed_s for sealed in self._steps.values()]
+            times_s = [sealed.sealed_s for sealed in self._steps.values() if sealed.missing]
         return time.monotonic() - min(times_s) if times_s else 0.0
 
     def close(self) -> dict[int, tuple[ShardKey, ...]]:
         """End every wait and the thread; returns what was not delivered."""
         with self._changed:
             self._closed = True
-            undelivered = {step: sealed.missing for step, sealed in self._steps.items()}
+            undelivered = self._missing()
             self._steps.clear()
             self._changed.notify_all()
         self._queue.put(None)

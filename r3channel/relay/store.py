@@ -132,8 +132,11 @@ class Store:
     # -- room ------------------------------------------------------------------------------------------------------
 
     def _take_room(self, nbytes: int, *, timeout_s: float, what: str) -> None:
+        timeout_s = timeout_s if nbytes <= self.ceiling_bytes else 0.0  # it would hold up all others for nothing
         deadline_s, mine = time.monotonic() + timeout_s, _Waiter(nbytes)
         with self._changed:
+            if self._closed:
+                raise UsageError("the store is closed")
             self._waiting.append(mine)
             self._grant()
             while not (mine.granted or self._closed) and (left_s := deadline_s - time.monotonic()) > 0:

@@ -10,9 +10,11 @@ import importlib.metadata
 import json
 import os
 import platform
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from r3channel.report.network import check_network
 
 LOOPBACK = "127.0.0.1"
 _PLUGIN_GROUP = "sglang.srt.plugins"
+_RAM_DISKS = ("tmpfs", "ramfs")
 _ANSWER = "R3CHANNEL-DOCTOR "
 """Marks the answer among whatever an upstream prints on import."""
 
@@ -75,6 +78,7 @@ def checks(
     yield check_plugin()
     for port in (0, *ports):
         yield check_port(port)
+    yield check_temporary(channel)
     yield from check_network(channel, os.environ, nodes=nodes)
     gpu = has_gpu()
     yield ask("SGLang hooks", _HOOKS, env=_engine_environment(gpu=gpu), timeout_s=timeout_s)
@@ -124,6 +128,50 @@ def check_port(port: int) -> Check:
             found=f"cannot be bound on {LOOPBACK} ({error})",
             remedy="stop what listens there (ss -ltnp shows it), or choose another port",
         )
+
+
+def check_temporary(
+    channel: ChannelConfig, *, folder: Path | None = None, mounts: Path = Path("/proc/self/mounts")
+) -> Check:
+    """Where rows beyond `memory_bytes` go. A RAM disk is no fault, but then they take memory, and nobody would think so."""
+    at, spilled = (
+        (folder or Path(tempfile.gettempdir())).resolve(),
+        channel.store_bytes - channel.memory_bytes,
+    )
+    kind, free = file_system(at, mounts=mounts), shutil.disk_usage(at).free
+    found = f"{at} ({kind or 'unknown'}), {free / 1e9:.1f} GB free"
+    if spilled > 0:
+        found += f"; takes up to {spilled / 1e9:.1f} GB of rows, what store_bytes allows beyond memory_bytes"
+        if kind in _RAM_DISKS:
+            found += ". It is a RAM disk: they take memory all the same. Set TMPDIR to a folder on a disk"
+    return Check(
+        name="temporary folder",
+        ok=kind in _RAM_DISKS or free >= spilled,
+        found=found,
+        remedy="set TMPDIR to a folder with room, or lower store_bytes",
+    )
+
+
+def file_system(folder: Path, *, mounts: Path = Path("/proc/self/mounts")) -> str:
+    """The type of what is mounted there, such as ext4 or tmpfs; empty where the system does not say."""
+    try:
+        lines = [line.split() for line in mounts.read_text().splitlines()]
+    except OSError:
+        return ""
+    around = {str(folder), *map(str, folder.parents)}
+    found = [(_unescaped(words[1]), words[2]) for words in lines if len(words) > 2]
+    # Of mounts at one place the last one is what is seen.
+    return max(
+        ((len(point), index, kind) for index, (point, kind) in enumerate(found) if point in around),
+        default=(0, 0, ""),
+    )[2]
+
+
+def _unescaped(point: str) -> str:
+    """A mount point as it is; the system writes blanks and backslashes as octal numbers."""
+    for escaped, plain in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
+        point = point.replace(escaped, plain)
+    return point
 
 
 def has_gpu() -> bool:

@@ -99,7 +99,12 @@ def _plan(
     found: Capacity = add_up(plan, machines=machines)
     digest = plan.digest
     seconds = time.perf_counter() - begin
-    extra = {"ranks": layout.world_size, "plan_digest": f"{digest:#x}", "plan_s": seconds}
+    extra = {
+        "ranks": layout.world_size,
+        "plan_digest": f"{digest:#x}",
+        "plan_s": seconds,
+        "store_ceiling_bytes": machines.store_bytes,
+    }
     return {"model": options.model or SIMULATED["model"], **found.to_dict(), **extra}
 
 
@@ -128,12 +133,12 @@ _LINES = (
     ("received by one TP0", "received_bytes_tp0", "default_bytes_per_rank"),
     ("kept by one process", "landed_bytes_per_rank", "default_bytes_per_rank"),
     ("kept by all processes", "landed_bytes_all_ranks", "default_bytes_all_ranks"),
-    ("host memory, relay or manager", "relay_host_bytes", "default_host_bytes"),
-    ("pinned and GPU staging", "relay_staging_bytes", None),
+    ("a step at rest, relay or manager", "frame_bytes", "default_host_bytes"),
+    ("staged for one receiver", "relay_staging_bytes", None),
 )
 _TIMES = (
     ("HTTP", "http_s", "default_http_s"),
-    ("relay or manager, one core", "place_s", "default_manager_s"),
+    ("CPU of all rows, one core", "place_s", "default_manager_s"),
     ("wire, or fetch of one process", "wire_s", "default_fetch_s"),
 )
 
@@ -152,7 +157,23 @@ def _plan_text(result: dict[str, Any]) -> str:
     for label, ours, theirs in _TIMES:
         lines.append(f"{label:32s}{result[ours]:>12.2f} s{result[theirs]:>12.2f} s")
     lines.append(f"kept per process: 1/{1 / result['ratio']:.0f} of the default path")
+    lines.append(_store_text(result))
     return "\n".join(lines)
+
+
+def _store_text(result: dict[str, Any]) -> str:
+    """What one step off asks of the relay's store."""
+    need, files = _bytes(result["store_needed_bytes"]), result["store_file_bytes"]
+    said = f"store: rows of two steps, one delivered while the next is generated, need {need}"
+    if not result["store_fits"]:
+        allowed = _bytes(result["store_ceiling_bytes"])
+        return (
+            f"{said}; store_bytes allows {allowed}. Raise store_bytes and memory_bytes, or let more relays share the rows; else "
+            "engines wait for room"
+        )
+    if files:
+        return f"{said}, {_bytes(files)} of it in mapped files of the temporary folder; raise memory_bytes where there is memory"
+    return f"{said}, all in memory"
 
 
 def _seed_text(result: dict[str, Any]) -> str:

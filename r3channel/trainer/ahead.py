@@ -35,7 +35,7 @@ class Ahead(Generic[_Shard]):
             return shard
         except FutureTimeout as error:
             raise DeadlineExceeded(
-                f"the prefetch of step {ticket.step} did not end within {timeout_s:.1f} s"
+                f"the prefetch of step {ticket.step} did not end within {timeout_s:.1f} s", step=ticket.step
             ) from error
 
     @property

@@ -107,7 +107,8 @@ class Member:
                 extra = _FALLBACK_LIVES if config.backend != "tcp" and config.fallback else 0
                 if failures >= config.max_group_failures + extra or time.monotonic() > deadline_s:
                     raise
-        self._acknowledge(ticket.step, deadline_s)
+        with self._clock.span("wait_relay", step=ticket.step):
+            self._acknowledge(ticket.step, deadline_s)
 
     def close(self) -> None:
         """Leave; idempotent."""

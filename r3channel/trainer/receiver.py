@@ -13,6 +13,7 @@ from functools import partial
 import torch
 
 from r3channel.config import ChannelConfig
+from r3channel.distinct import kernels
 from r3channel.errors import ConfigError, R3Error, TicketMismatch, UsageError
 from r3channel.metrics import Metrics, StageClock
 from r3channel.plan.layout import RankCoords, TrainerLayout
@@ -77,7 +78,8 @@ class Receiver:
         )
 
     def join(self, *, timeout_s: float | None = None) -> None:
-        """TP0 connects to its relays; returns at once on the other ranks."""
+        """TP0 connects to its relays; the other ranks only make ready."""
+        kernels()  # importing numba takes seconds, which no step should wait for
         if self._coords.tp == 0:
             for number, member in enumerate(self._members):
                 with self._named(number):
@@ -171,13 +173,15 @@ class Receiver:
         if len(ticket.runs) != len(self._members):
             raise TicketMismatch(
                 f"ticket of step {ticket.step}: {len(ticket.runs)} relay(s) send it, this trainer has the controls of "
-                f"{len(self._members)}"
+                f"{len(self._members)}",
+                step=ticket.step,
             )
         turn = 1 - self._turn if self._config.prefetch else 0
         whole_N = self._whole(shard, turn)
         landed = self._landed
         if landed is None or (landed.ticket.run, landed.ticket.step) != (ticket.run, ticket.step):
-            landed = self._landed = LandedShard(ticket, shard, whole_N.numpy())
+            with self.clock.span("place", step=ticket.step):
+                landed = self._landed = LandedShard(ticket, shard, whole_N.numpy())
         for number, member in enumerate(self._members):
             if number not in landed.done and serves(ticket, dp=shard.dp, relay=number):
                 stream = Stream.of(ticket, shard, number)
@@ -217,7 +221,7 @@ class Receiver:
         ):
             if seen != expected:
                 raise TicketMismatch(
-                    f"ticket of step {ticket.step}: {what} {seen}, this trainer has {expected}"
+                    f"ticket of step {ticket.step}: {what} {seen}, this trainer has {expected}", step=ticket.step
                 )
         run, last = self._last
         if ticket.run == run and ticket.step <= last:  # another run may begin anywhere: it was resumed
@@ -308,13 +312,18 @@ def check_lengths(ticket: Ticket, shard: Shard, lengths: Sequence[Sequence[int]]
     if len(lengths) != len(planned):
         raise TicketMismatch(
             f"{where}: {len(planned)} micro-batches planned, this trainer runs {len(lengths)}. Is micro-batch size or token "
-            "budget another on the two sides?"
+            "budget another on the two sides?",
+            ranks=[shard.key],
+            step=ticket.step,
         )
     for index, (theirs, ours) in enumerate(zip(planned, map(tuple, lengths), strict=True)):
         if theirs != ours:
             raise TicketMismatch(
                 f"{where}, micro-batch {index}: samples of {theirs} tokens planned, this trainer has {ours}. Was the batch "
-                "sorted, trimmed or padded after it was sealed?"
+                "sorted, trimmed or padded after it was sealed?",
+                samples=shard.microbatches[index].sample_ids,
+                ranks=[shard.key],
+                step=ticket.step,
             )
 
 

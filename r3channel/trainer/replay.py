@@ -231,7 +231,8 @@ class ReplayDriver:
         if routers and step is not self._step:
             raise ReplayError(
                 f"the backward pass of micro-batch {microbatch} began after its step {step.number} was left; "
-                "expected it inside the step. Its recompute would route by itself."
+                "expected it inside the step. Its recompute would route by itself.",
+                step=step.number,
             )
         for router in routers:
             router.promote(microbatch)

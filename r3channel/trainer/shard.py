@@ -21,8 +21,9 @@ class RankShard:
     """The ids of one process for one step; implements `trainer.replay.StepRouting`.
 
     `data_N` is uint8 with `shard.slot_bytes` bytes: this TP rank's part, `[micro-batch][layer][row][k]`. It may be reused
-    once the step is over. `digests_SL` [sample of the DP rank, layer]: what its rows must have. `invalid_rows` is the policy for rows without engine routing: `error`, `native` (the live
-    router chooses for them) or `mask` (it does, and `loss_mask` takes those tokens out of the loss).
+    once the step is over. `digests_SL` [sample of the DP rank, layer]: what its rows must have. `invalid_rows` is the policy for
+    rows without engine routing: `error`, `native` (the live router chooses for them) or `mask` (it does, and `loss_mask` takes
+    those tokens out of the loss).
 
     Raises:
         RowsInvalid: the ticket names such rows and the policy is `error`.
@@ -143,7 +144,9 @@ class RankShard:
             first = named[0]
             raise RowsInvalid(
                 f"step {self.ticket.step}: {len(named)} samples have rows without routing, the first is {first.sample_id} with "
-                f"rows {list(first.invalid)}; expected none (policy: error). Relay and trainer need the same invalid_rows"
+                f"rows {list(first.invalid)}; expected none (policy: error). Relay and trainer need the same invalid_rows",
+                samples=[sample.sample_id for sample in named],
+                step=self.ticket.step,
             )
 
     def _may_live(self, microbatch: int) -> bool:

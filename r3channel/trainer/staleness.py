@@ -78,7 +78,9 @@ class Staleness:
         raise RowsStale(
             f"step {self._ticket.step}: {len(self.stale_samples)} samples have rows that are not 0 to {self.max_staleness} "
             f"versions behind the trainer's {self.version}: {first}; the step's rows were made by versions "
-            f"{list(self._ticket.weight_versions)} (policy: reject). Does the loop run further ahead than the bound allows?"
+            f"{list(self._ticket.weight_versions)} (policy: reject). Does the loop run further ahead than the bound allows?",
+            samples=self.stale_samples,
+            step=self._ticket.step,
         )
 
     def counts(self, sample_ids: tuple[str, ...]) -> Counter[str]:

@@ -132,7 +132,9 @@ class ReplayStep:
         wanted = {key: 1 if key[0] == "forward" else self._expected[key] for key in keys}
         wrong = {key for key in keys if self._calls[key] != wanted[key]}
         if wrong:
-            raise ReplayCountMismatch(f"step {self.number}: {self._describe(wrong, wanted)}")
+            raise ReplayCountMismatch(
+                f"step {self.number}: {self._describe(wrong, wanted)}", step=self.number
+            )
 
     def verified(self) -> None:
         """Return once all rows that routers were handed so far are known to be those that the engines hashed.
@@ -146,7 +148,9 @@ class ReplayStep:
         """Raise `ReplayCountMismatch` unless every pass that was run consumed every micro-batch exactly once."""
         self.verified()
         if not self._passes:
-            raise ReplayCountMismatch(f"step {self.number}: left without running any micro-batch")
+            raise ReplayCountMismatch(
+                f"step {self.number}: left without running any micro-batch", step=self.number
+            )
         wanted = dict(self._expected)
         for name in self._passes:
             for layer in self._driver.handles:
@@ -154,11 +158,13 @@ class ReplayStep:
                     wanted[name, layer, index] = 1
         wrong = {key for key in {*wanted, *self._calls} if self._calls[key] != wanted.get(key, 0)}
         if wrong:
-            raise ReplayCountMismatch(f"step {self.number}: {self._describe(wrong, wanted)}")
+            raise ReplayCountMismatch(
+                f"step {self.number}: {self._describe(wrong, wanted)}", step=self.number
+            )
         left = {layer: len(h.replay.replay_backward_list) for layer, h in self._driver.handles.items()}
         if any(left.values()):
             raise ReplayCountMismatch(
-                f"step {self.number}: entries left in replay_backward_list by layer {left}"
+                f"step {self.number}: entries left in replay_backward_list by layer {left}", step=self.number
             )
 
     def _describe(self, wrong: set[tuple[str, int, int]], wanted: Mapping[tuple[str, int, int], int]) -> str:
@@ -222,7 +228,9 @@ class ReplayStep:
         keys = {(name, router.handle.layer, index) for router in routers}
         wrong = {key for key in keys if self._calls[key] != self._expected[key]}
         if wrong:
-            raise ReplayCountMismatch(f"step {self.number}: {self._describe(wrong, self._expected)}")
+            raise ReplayCountMismatch(
+                f"step {self.number}: {self._describe(wrong, self._expected)}", step=self.number
+            )
 
     # -- inside a router's call ----------------------------------------------------------------------------------------
 
@@ -233,7 +241,8 @@ class ReplayStep:
         if ids is None:
             raise ReplayCountMismatch(
                 f"{router.name}: called a second time in the {name} pass of micro-batch {self.active.index}, step "
-                f"{self.number}; expected one model call per block"
+                f"{self.number}; expected one model call per block",
+                step=self.number,
             )
         router.call = RouterCall(self.number, self.active.index, name)
         self._check_rows(router, ids, tokens)
@@ -248,7 +257,8 @@ class ReplayStep:
             raise ReplayCountMismatch(
                 f"{router.name}: called in step {self.number} outside of a micro-batch, {len(router.waiting)} waiting for "
                 f"recompute, gradients {'on' if torch.is_grad_enabled() else 'off'}; expected a recompute. Wrap forward "
-                "passes in step.microbatch() or driver.off(); was backward run twice?"
+                "passes in step.microbatch() or driver.off(); was backward run twice?",
+                step=self.number,
             )
         router.call = RouterCall(self.number, router.waiting.popleft(), "recompute")
         entries = router.state.replay_backward_list
@@ -262,7 +272,8 @@ class ReplayStep:
             raise ReplayRowMismatch(
                 f"{router.name}, {call.pass_name} pass of micro-batch {call.microbatch}, step {call.step}: {len(ids)} rows "
                 f"of ids for {tokens} tokens. Is the padded length, the sequence-parallel cut or the micro-batch another "
-                "than planned?"
+                "than planned?",
+                step=call.step,
             )
 
     def _count(self, router: BoundRouter, tokens: int) -> None:

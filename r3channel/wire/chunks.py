@@ -124,13 +124,3 @@ def _whole(chunk: Chunk, *, like: Ids) -> Ids:
     out_TLK = np.empty(like.shape, like.dtype)
     CODECS[chunk.codec].decode_into(memoryview(chunk.wire), out_TLK)
     return out_TLK
-
-
-def stored_view(chunks: tuple[Chunk, ...], payload: memoryview, *, like: Ids) -> Ids | None:
-    """All rows as one read-only view of the wire bytes where that is what they are, else None.
-
-    Stored chunks of the whole layer range lie end to end, token-major. `like` gives shape and dtype.
-    """
-    if all(chunk.codec == STORED.codec_id and chunk.layers == like.shape[1] for chunk in chunks):
-        return STORED.view(payload, like=like)
-    return None

@@ -6,8 +6,8 @@ must agree modulo 2**64. It stops accidents, not an attacker. For another implem
     splitmix64(s)    z = s + 0x9E3779B97F4A7C15;  z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9;
                      z = (z ^ z >> 27) * 0x94D049BB133111EB;  z ^ z >> 31
     coefficient(p)   splitmix64(p) | 1                     of a row's position p in its sample, from 0
-    items            the K ids of one row and layer, uint8 up to 256 experts, else int16, in order, as little-endian words x_0, x_1,
-                     ... of the largest power of two of bytes that divides the row's bytes, at most 8
+    items            the K ids of one row and layer, uint8 up to 256 experts, else int16, in order, as little-endian words x_0,
+                     x_1, ... of as many bytes as the largest power of two that divides the row's bytes, at most 8
     mixed(x)         x ^ x >> 32                           a change of the last slots is not confined to the top byte
     row word         sum of M_j * (mixed(x_j) + 0x9E3779B97F4A7C15)         M_0 = 1, M_j = splitmix64(2**64 - 1 - j) | 1
     digest[layer]    sum of coefficient(p) * row word, over the valid rows
@@ -82,16 +82,14 @@ def column_digests(rows_RK: Ids, runs_N5: Ids, samples: int) -> Words:
     runs_N5: int64 columns sample, position of the first row, its index in R, step between rows (1 for packs, b for [b, s]), rows.
     """
     items_RI, runs_N5 = items_of(rows_RK), np.ascontiguousarray(runs_N5, np.int64)
-    _check_runs(runs_N5, rows=len(items_RI), samples=samples)
-    digests_S = np.zeros(samples, np.uint64)
-    if not len(runs_N5):
-        return digests_S
-    coefficients_P = coefficients(0, int((runs_N5[:, 1] + runs_N5[:, 4]).max()))
-    compiled = kernels()
+    digests_S, end = np.zeros(samples, np.uint64), (runs_N5[:, 1] + runs_N5[:, 4]).max(initial=0)
+    coefficients_P, compiled = coefficients(0, int(end)), kernels()
     if compiled is not None:
         add = compiled.column_sums(items_RI.itemsize)
-        add(items_RI, runs_N5, coefficients_P, multipliers(items_RI.shape[1]), digests_S)
+        if not add(items_RI, runs_N5, coefficients_P, multipliers(items_RI.shape[1]), digests_S):
+            raise _outside(runs_N5, rows=len(items_RI), samples=samples)
         return digests_S
+    _check_runs(runs_N5, rows=len(items_RI), samples=samples)
     words_R = row_words(items_RI)
     for sample, position, first, step, rows in runs_N5.tolist():
         own_T = words_R[first : first + step * rows : step]
@@ -100,12 +98,15 @@ def column_digests(rows_RK: Ids, runs_N5: Ids, samples: int) -> Words:
 
 
 def _check_runs(runs_N5: Ids, *, rows: int, samples: int) -> None:
-    """Compiled code follows these numbers without a look."""
-    sample, position, first, step, count = runs_N5.T
-    last = first + step * np.maximum(count - 1, 0)
-    inside = (sample >= 0) & (sample < samples) & (position >= 0) & (first >= 0) & (step > 0) & (count >= 0)
-    if not (inside & (last < np.maximum(rows, first + (count == 0)))).all():
-        raise UsageError(f"some of {len(runs_N5)} runs lie outside of {rows} rows and {samples} samples")
+    """As the compiled loop checks them itself."""
+    sample, _, first, step, count = runs_N5.T
+    inside = (sample < samples) & (step > 0) & (first + step * (count - 1) < rows)
+    if not inside.all() or (runs_N5 < 0).any():
+        raise _outside(runs_N5, rows=rows, samples=samples)
+
+
+def _outside(runs_N5: Ids, *, rows: int, samples: int) -> UsageError:
+    return UsageError(f"some of {len(runs_N5)} runs lie outside of {rows} rows and {samples} samples")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +127,7 @@ class TorchRuns:
     def of(
         cls, runs_N5: Ids, *, rows: int, samples: int, spec: RoutingSpec, tensor: Callable[[Ids], Any]
     ) -> TorchRuns:
-        """`runs_N5` as for `column_digests`; `tensor` brings an int64 array to the device: `lambda a: torch.from_numpy(a).to(...)`."""
+        """`runs_N5` as for `column_digests`; `tensor` brings an int64 array to the device."""
         _check_runs(runs_N5, rows=rows, samples=samples)
         sample_R, coefficient_R = np.full(rows, samples, np.int64), np.zeros(rows, np.uint64)
         for sample, position, first, step, count in runs_N5.tolist():
@@ -138,8 +139,11 @@ class TorchRuns:
         if item_bytes_of(spec) < 8:  # an item is a sum of ids, each shifted to its place
             shifts = np.arange(ids, dtype=np.uint64) * np.uint64(8 * size)
             factors_I = (factors_I[:, None] << shifts).reshape(-1)
-        signed = (coefficient_R.view(np.int64), factors_I.astype(np.uint64).view(np.int64))
-        return cls(samples, tensor(sample_R), *map(tensor, signed), int(offset[0]))
+        coefficient_R, factor_I = (
+            tensor(coefficient_R.view(np.int64)),
+            tensor(factors_I.view(np.int64).copy()),
+        )
+        return cls(samples, tensor(sample_R), coefficient_R, factor_I, int(offset[0]))
 
 
 def column_digests_torch(rows_RK: Any, runs: TorchRuns) -> Any:

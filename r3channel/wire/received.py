@@ -12,7 +12,8 @@ from r3channel import errors
 from r3channel.distinct import Words, checked
 from r3channel.routing import Ids, ProvenanceSpan, SampleRouting, raise_unsound
 from r3channel.spec import RoutingSpec
-from r3channel.wire.chunks import Chunk, decode_chunk, stored_view
+from r3channel.wire.chunks import Chunk, decode_chunk
+from r3channel.wire.codec import STORED
 
 _WORD_BYTES = 16
 _NAMED_LAYERS = 5
@@ -83,7 +84,8 @@ class Frame:
             layers = [self.spec.moe_layers[index] for index in differing[:_NAMED_LAYERS]]
             more = f" and {len(differing) - len(layers)} more" * (len(differing) > len(layers))
             raise errors.PayloadCorrupt(
-                f"{self.where}: layers {layers}{more}: the ids are not those that the engine hashed; damaged on the way or at rest"
+                f"{self.where}: layers {layers}{more}: the ids are not those that the engine hashed; damaged on the way or at "
+                "rest"
             )
         if not sound:
             raise_unsound(ids_TLK, spec=self.spec, where=self.where, valid_T=valid_T)
@@ -150,10 +152,11 @@ class Frame:
     def _view(self) -> Ids | None:
         if self.prefix is not None or self._prefix_ids is not None:
             return None
-        one = np.empty((1, 1, 1), self.spec.id_dtype)
-        like = np.broadcast_to(one, (self.rows, self.spec.num_moe_layers, self.spec.top_k))
-        view = stored_view(self._chunks, self._payload, like=like)
-        return view if view is not None and view.ctypes.data % _WORD_BYTES == 0 else None
+        spec, stored = self.spec, STORED.codec_id
+        if not all([chunk.codec == stored and chunk.layers == spec.num_moe_layers for chunk in self._chunks]):
+            return None
+        view = np.frombuffer(self._payload, spec.id_dtype).reshape(self.rows, spec.num_moe_layers, spec.top_k)
+        return view if view.ctypes.data % _WORD_BYTES == 0 else None
 
     def routing(self, *, sample_id: str) -> SampleRouting:
         """Decode and check every id, as `verify` does. The ids may be a view of the frame's bytes."""

@@ -1,169 +1,191 @@
-"""A group that fails: the next life, a life for those that still wait, and after enough lives the object store."""
+"""A process group that fails: the next connection, and after enough of them the host transport; nobody else notices.
+
+The other transport has no fallback: it is what the others fall back to.
+"""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+import threading
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from r3channel import errors
-from r3channel.config import ChannelConfig
-from r3channel.plan.assignment import Assignment
-from r3channel.plan.layout import TrainerLayout
+from r3channel.relay.delivery import _Served
 from r3channel.relay.relay import Relay
-from r3channel.transport.base import Pending, Transport
-from r3channel.transport.loopback import LoopbackTransport
+from r3channel.trainer.receiver import Receiver
+from r3channel.transport.base import Pending
+from r3channel.transport.link import Link
 from r3channel.transport.process_group import ProcessGroupTransport
-from r3channel.wire.bucket import BUCKET_HEADER_BYTES
-from tests.delivery import LIMIT_S, TOKENS, assignment, check_rows, fill, receivers_of, start
-from tests.samples import SPEC
-
-GROUPS: dict[str, type[Transport]] = {"loopback": LoopbackTransport, "gloo": ProcessGroupTransport}
-MakeRelay = Callable[..., Relay]
+from tests.delivery import LIMIT_S, MakeRelay, check_rows, receive, receivers_of, relays, sealed
 
 
 class Cable:
-    """Between relay and members: each of the next `cuts` lives of a group dies with its first payload."""
+    """Between relay and receivers: each of the next `cuts` connections ends in the middle of its rows."""
 
-    def __init__(self, kind: type[Transport], monkeypatch: pytest.MonkeyPatch) -> None:
-        self.cuts = 0
-        self.cut: list[Transport] = []
-        start_send = kind.start_send
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.cuts, self.only = 0, ""
+        """`only`: the thread of one receiver's connection, else whichever sends first."""
+        self.cut: list[object] = []
+        start_send, send = ProcessGroupTransport.start_send, Link.send
 
-        def cut_or_send(transport: Transport, dst: int, data_N: torch.Tensor) -> Pending:
-            if len(data_N) != BUCKET_HEADER_BYTES and self.cuts > 0 and transport not in self.cut:
-                self.cuts -= 1
-                self.cut.append(transport)
+        def group(transport: ProcessGroupTransport, dst: int, data_N: torch.Tensor) -> Pending:
+            if self._cuts(transport):
                 transport.abort()  # gloo closes its sockets; the peer is in the middle of its receives
             return start_send(transport, dst, data_N)
 
-        monkeypatch.setattr(kind, "start_send", cut_or_send)
+        def link(link: Link, parts: Any, *, timeout_s: float | None) -> None:
+            if sum(len(part) for part in parts) == 1024 and self._cuts(link):
+                link.abort()
+            send(link, parts, timeout_s=timeout_s)
 
+        monkeypatch.setattr(ProcessGroupTransport, "start_send", group)
+        monkeypatch.setattr(Link, "send", link)
 
-@pytest.fixture(params=sorted(GROUPS))
-def backend(request: pytest.FixtureRequest) -> str:
-    return request.param
+    def _cuts(self, connection: object) -> bool:
+        ours = threading.current_thread().name.startswith(self.only or "r3channel-send")
+        if not ours or self.cuts <= 0 or connection in self.cut:
+            return False
+        self.cuts -= 1
+        self.cut.append(connection)
+        return True
 
 
 @pytest.fixture
-def cable(backend: str, monkeypatch: pytest.MonkeyPatch) -> Cable:
-    return Cable(GROUPS[backend], monkeypatch)
+def cable(monkeypatch: pytest.MonkeyPatch) -> Cable:
+    return Cable(monkeypatch)
 
 
 @pytest.fixture
-def make_relay(backend: str, tmp_path: Path) -> Iterator[MakeRelay]:
-    made: list[Relay] = []
-
-    def make(layout: str, **changes: object) -> Relay:
-        limits = {"join_timeout_s": LIMIT_S, "send_timeout_s": LIMIT_S, "store_dir": str(tmp_path / "store")}
-        values = {"backend": backend, "bucket_bytes": 1024} | limits | changes
-        config = ChannelConfig(**values)  # type: ignore[arg-type]
-        made.append(Relay(SPEC, TrainerLayout.parse(layout), config))
-        return made[-1]
-
-    yield make
-    for relay in made:
-        with contextlib.suppress(errors.StepError):
-            relay.close()
+def make_relay() -> Iterator[MakeRelay]:
+    with relays(backend="gloo") as make:
+        yield make
 
 
-def lives(relay: Relay) -> list[tuple[int, str]]:
-    return [(group["epoch"], group["backend"]) for group in relay.status()["groups"].values()]
+@pytest.fixture
+def staged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Which receivers' rows went over a process group, by their connection's thread."""
+    found: list[str] = []
+    send = _Served._send_staged
+
+    def seen(served: _Served, out: Any) -> None:
+        found.append(served.thread.name.removeprefix("r3channel-send-"))
+        send(served, out)
+
+    monkeypatch.setattr(_Served, "_send_staged", seen)
+    return found
 
 
-def test_after_enough_failed_lives_the_step_goes_by_the_object_store_and_the_next_tries_the_group(
-    make_relay: MakeRelay, cable: Cable, backend: str
+def lives(relay: Relay) -> list[int]:
+    return [count for _, count in sorted(relay.status()["receivers"]["lives"].items())]
+
+
+def fallbacks(receiver: Receiver) -> float:
+    return receiver.metrics.value("r3channel_fallback_shards_total")
+
+
+def test_after_enough_failed_groups_the_step_goes_over_tcp_and_the_next_tries_the_group(
+    make_relay: MakeRelay, cable: Cable, staged: list[str]
 ) -> None:
     relay = make_relay("dp=2", max_group_failures=2)
     receivers = receivers_of(relay)
-    fill(relay)
-    first = relay.seal(0, assignment())
-    check_rows(receivers[1].receive(first))
+    ticket = sealed(relay)
+    check_rows(receivers[1].receive(ticket))
     cable.cuts = 2
-    assert check_rows(receivers[0].receive(first)) > 0
-    assert len(cable.cut) == 2 and relay.metrics.value("r3channel_fallback_shards_total") == 1
+    assert check_rows(receivers[0].receive(ticket)) > 0
+    assert len(cable.cut) == 2 and all(isinstance(one, ProcessGroupTransport) for one in cable.cut)
+    assert staged == ["1-0-0", "0-0-0", "0-0-0"] and lives(relay) == [3, 1]
     relay.join_previous(timeout_s=LIMIT_S)
-    assert lives(relay) == [(4, backend), (1, backend)]
 
-    fill(relay, prefix="n-")
-    second = relay.seal(1, assignment(prefix="n-"))
-    for future in start(receivers, second):
-        check_rows(future.result(LIMIT_S), prefix="n-")
-    assert relay.metrics.value("r3channel_fallback_shards_total") == 1
+    for shard in receive(receivers, sealed(relay, 1, prefix="n-")):
+        check_rows(shard, prefix="n-")
+    assert sorted(staged[3:]) == ["0-0-0", "1-0-0"], "both over a group again"
+    assert lives(relay) == [3, 1] and [fallbacks(receiver) for receiver in receivers] == [1, 0]
+    relay.join_previous(timeout_s=LIMIT_S)
     assert relay.metrics.value("r3channel_samples_total", outcome="delivered") == 8
-    assert relay.status()["groups"][0]["failed_lives"] == {}
 
 
-def test_without_a_fallback_the_step_fails_by_name_after_as_many_lives_and_is_kept(
-    make_relay: MakeRelay, cable: Cable
+@pytest.mark.parametrize("backend", ["gloo", "tcp"])
+def test_without_a_fallback_the_step_fails_by_name_after_as_many_connections_and_is_kept(
+    make_relay: MakeRelay, cable: Cable, backend: str
 ) -> None:
-    relay = make_relay("dp=1", max_group_failures=2, fallback="")
-    fill(relay)
-    ticket = relay.seal(0, assignment(dp=1))
+    relay = make_relay("dp=1", backend=backend, max_group_failures=2, fallback="")
+    ticket, receiver = sealed(relay), receivers_of(relay)[0]
     cable.cuts = 2
-    with pytest.raises(errors.TransportError, match="rank"):
-        receivers_of(relay)[0].receive(ticket)
+    with pytest.raises(errors.TransportError, match="rank" if backend == "gloo" else "left"):
+        receiver.receive(ticket)
     assert len(cable.cut) == 2 and relay.status()["steps"][0]["missing"] == [(0, 0, 0)]
-    check_rows(receivers_of(relay)[0].receive(ticket))
+    check_rows(receiver.receive(ticket))
+    assert lives(relay) == [3]
 
 
-def test_all_members_of_a_group_fall_back_together(make_relay: MakeRelay, cable: Cable, backend: str) -> None:
-    relay = make_relay("dp=1,pp=2", max_group_failures=1)
-    receivers = receivers_of(relay)
-    cable.cuts = 1
-    for step in range(2):
-        fill(relay, prefix=f"{step}-")
-        ticket = relay.seal(step, assignment(prefix=f"{step}-", dp=1))
-        for future in start(receivers, ticket):
-            check_rows(future.result(LIMIT_S), prefix=f"{step}-")
-        relay.join_previous(timeout_s=LIMIT_S)
-        assert relay.metrics.value("r3channel_fallback_shards_total") == 2
-    assert lives(relay)[0][1] == backend
-
-
-def test_a_life_that_fails_when_some_members_are_done_is_resumed_without_them(
+def test_a_connection_that_ends_in_the_middle_is_made_again_as_often_as_is_allowed(
     make_relay: MakeRelay, cable: Cable
 ) -> None:
-    """Pipeline stage 0 has its shard and is in its forward pass, where it waits for stage 1: it does not come again."""
+    relay = make_relay("dp=1", backend="tcp", max_group_failures=3)
+    cable.cuts = 2
+    receiver = receivers_of(relay)[0]
+    check_rows(receiver.receive(sealed(relay)))
+    assert len(cable.cut) == 2 and lives(relay) == [3]
+    assert fallbacks(receiver) == 0
+
+
+@pytest.mark.parametrize("backend", ["gloo", "tcp"])
+@pytest.mark.parametrize("text", ["dp=2", "dp=1,pp=2", "dp=1,cp=2"])
+def test_the_failure_of_one_receiver_touches_no_other(
+    make_relay: MakeRelay, cable: Cable, staged: list[str], backend: str, text: str
+) -> None:
+    relay = make_relay(text, backend=backend, max_group_failures=2)
+    receivers = receivers_of(relay)
+    for step in range(2):
+        cable.cuts, cable.only = (2 if backend == "gloo" else 1) * (step == 0), "r3channel-send-0-0-0"
+        for shard in receive(receivers, sealed(relay, step, prefix=f"{step}-")):
+            check_rows(shard, prefix=f"{step}-")
+        relay.join_previous(timeout_s=LIMIT_S)
+    assert len(cable.cut) == (2 if backend == "gloo" else 1)
+    assert lives(relay) == ([3, 1] if backend == "gloo" else [2, 1])
+    assert [fallbacks(receiver) for receiver in receivers] == [float(backend == "gloo"), 0]
+    others = [key for key in staged if key != "0-0-0"]
+    assert len(others) == (2 if backend == "gloo" else 0), "the other one never left its group"
+
+
+def test_receivers_that_are_done_are_not_asked_again_when_another_fails(
+    make_relay: MakeRelay, cable: Cable
+) -> None:
+    """Pipeline stage 0 has its rows and is in its forward pass, where it waits for stage 1: it does not come again."""
     relay = make_relay("dp=1,pp=2")
     done, waiting = receivers_of(relay)
-    fill(relay)
-    ticket = relay.seal(0, assignment(dp=1))
-    joined = [ThreadPoolExecutor(1).submit(receiver.join, timeout_s=LIMIT_S) for receiver in (done, waiting)]
-    for future in joined:
-        future.result(LIMIT_S)
+    ticket = sealed(relay)
     check_rows(done.receive(ticket))
     cable.cuts = 1
     check_rows(waiting.receive(ticket))
-    assert len(cable.cut) == 1
+    assert len(cable.cut) == 1 and lives(relay) == [1, 2]
     relay.join_previous(timeout_s=LIMIT_S)
 
-    fill(relay, prefix="n-")
-    again = relay.seal(1, assignment(prefix="n-", dp=1))
-    for future in start([done, waiting], again):
-        check_rows(future.result(LIMIT_S), prefix="n-")
 
-
-@pytest.mark.parametrize("staging", ["bucketed", "coalesced"])
-def test_two_buckets_are_staged_at_any_size_and_the_whole_shard_only_when_asked(
-    make_relay: MakeRelay, staging: str
-) -> None:
+def test_two_buckets_are_staged_for_a_group_at_any_number_of_tokens(make_relay: MakeRelay) -> None:
     peaks, sizes = [], []
     for prefixes in ("ab", "abcd"):
-        relay = make_relay("dp=1", staging=staging)
-        for prefix in prefixes:
-            fill(relay, prefix=prefix)
-        names = [prefix + name for prefix in prefixes for name in TOKENS]
-        ticket = relay.seal(0, Assignment.given([[names]]))
-        receivers_of(relay)[0].receive(ticket)
+        relay = make_relay("dp=1")
+        receiver = receivers_of(relay)[0]
+        for step, prefix in enumerate(prefixes):
+            ticket = sealed(relay, step, prefix=prefix)
+            check_rows(receiver.receive(ticket), prefix=prefix)
         peaks.append(relay.peak_staging_bytes)
         sizes.append(ticket.plan.shards[0].nbytes)
-    assert sizes[1] > sizes[0] >= 2 * 1024
-    assert peaks == ([2 * 1024] * 2 if staging == "bucketed" else sizes)
+    assert peaks == [2 * 1008] * 2 and min(sizes) > 1024  # 42 whole rows of 24 bytes
+
+
+def test_a_receiver_that_wants_a_group_of_a_relay_without_one_is_refused(make_relay: MakeRelay) -> None:
+    relay = make_relay("dp=1", backend="tcp")
+    other = make_relay("dp=1")
+    receiver = Receiver(
+        relay, spec=relay.spec, layout=relay.layout, coords=relay.layout.coords(0), config=other.config
+    )
+    with pytest.raises(errors.TicketMismatch, match="asks for a process group; this relay's backend is tcp"):
+        receiver.receive(sealed(relay))
 
 
 def test_a_relay_without_the_device_that_it_is_to_use_is_refused_at_once(make_relay: MakeRelay) -> None:

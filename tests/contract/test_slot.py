@@ -11,13 +11,9 @@ import pytest
 import torch
 
 from r3channel import errors
-from r3channel.config import ChannelConfig
-from r3channel.plan.layout import TrainerLayout
-from r3channel.relay.relay import Relay
 from r3channel.slot import PROCESS_SLOT, Slot
 from r3channel.weights.session import WeightSync
-from tests.delivery import LIMIT_S, assignment, check_rows, fill, receivers_of
-from tests.samples import SPEC
+from tests.delivery import LIMIT_S, check_rows, receivers_of, relays, sealed, until
 
 
 def test_uses_of_different_kinds_never_overlap_and_those_of_one_kind_may() -> None:
@@ -75,15 +71,14 @@ def test_a_thread_that_would_wait_for_itself_is_refused_at_once() -> None:
 
 
 def test_a_receive_waits_for_the_end_of_a_weight_update() -> None:
-    relay = Relay(SPEC, TrainerLayout(dp=1), ChannelConfig(backend="loopback", step_timeout_s=LIMIT_S))
-    fill(relay)
-    ticket = relay.seal(0, assignment(dp=1))
-    with ThreadPoolExecutor(1) as pool, PROCESS_SLOT.use("weights", "an update", timeout_s=LIMIT_S):
-        receiving = pool.submit(receivers_of(relay)[0].receive, ticket)
-        time.sleep(0.3)
-        assert not receiving.done() and relay.metrics.value("r3channel_buckets_total") == 0
-    check_rows(receiving.result(LIMIT_S))
-    relay.close()
+    with relays() as make:
+        relay = make("dp=1")
+        ticket, receiver = sealed(relay), receivers_of(relay)[0]
+        with ThreadPoolExecutor(1) as pool, PROCESS_SLOT.use("weights", "an update", timeout_s=LIMIT_S):
+            receiving = pool.submit(receiver.receive, ticket)
+            until(lambda: PROCESS_SLOT._changed._waiters)  # type: ignore[attr-defined]
+            assert not receiving.done() and relay.metrics.value("r3channel_buckets_total") == 0
+        check_rows(receiving.result(LIMIT_S))
 
 
 def test_a_weight_update_waits_for_the_end_of_a_receive() -> None:

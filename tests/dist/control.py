@@ -50,7 +50,10 @@ class TcpControl:
 
     def hello(self, *, dp: int, pp: int, cp: int) -> dict[str, Any]:
         try:
-            with socket.create_connection(("127.0.0.1", self._port), timeout=60) as link, link.makefile("rw") as file:
+            with (
+                socket.create_connection(("127.0.0.1", self._port), timeout=60) as link,
+                link.makefile("rw") as file,
+            ):
                 file.write(json.dumps({"dp": dp, "pp": pp, "cp": cp}) + "\n")
                 file.flush()
                 reply = json.loads(file.readline())

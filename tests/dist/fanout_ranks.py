@@ -12,31 +12,36 @@ import torch.distributed as dist
 from r3channel.config import ChannelConfig
 from r3channel.errors import R3Error
 from r3channel.plan.layout import RankCoords, TrainerLayout
-from r3channel.recording import Recording
+from r3channel.plan.ticket import Ticket
 from r3channel.relay.relay import Relay
 from r3channel.trainer.receiver import Receiver
+from r3channel.trainer.shard import RankShard
 from r3channel.transport.tensor_parallel import TensorParallelFanout
+from tests.delivery import assignment, check_rows, fill
 from tests.dist.ranks import write_result
-from tests.dist.test_fanout import RECORDING
+from tests.samples import SPEC
 
 
-def receive(job: dict[str, Any], *, sp: bool, broken: bool = False) -> Any:
-    """TP0 hosts a loopback relay of its own; both ranks end with their part of the shard."""
+def receive(job: dict[str, Any], *, sp: bool, broken: bool = False) -> RankShard:
+    """TP0 hosts a relay of its own; both ranks end with their part of the shard."""
     layout = TrainerLayout(tp=2, sp=sp)
-    recording = Recording.load(RECORDING).replan(layout, microbatch_size=4)
-    config = ChannelConfig(backend="loopback", bucket_bytes=4096, step_timeout_s=5, join_timeout_s=20)
-    relay = Relay(recording.ticket.spec, layout, config)
-    ticket = recording.ticket
+    config = ChannelConfig(bucket_bytes=1024, step_timeout_s=20, join_timeout_s=20)
+    relay = Relay(SPEC, layout, config)
+    told: list[Any] = [None]
     if job["rank"] == 0:
-        for sample in recording.ticket.samples:
-            relay.add_frame(sample.sample_id, recording.frames[sample.sample_id], recording.tokens[sample.sample_id])
-        ticket = relay.seal(ticket.step + broken, ticket.assignment)
-        if broken:  # a ticket of a step that the relay never sealed
-            ticket = recording.ticket
-    coords = RankCoords(dp=0, pp=0, cp=0, tp=job["rank"])
+        fill(relay)
+        told = [relay.seal(0, assignment(dp=1)).to_bytes()]
+        if broken:
+            relay.abandon(0)
+    dist.broadcast_object_list(told)
     fanout = TensorParallelFanout(dist.group.WORLD, device=torch.device("cpu"))
-    receiver = Receiver(relay, spec=ticket.spec, layout=layout, coords=coords, config=config, fanout=fanout)
-    return receiver.receive(ticket)
+    coords = RankCoords(dp=0, pp=0, cp=0, tp=job["rank"])
+    receiver = Receiver(relay, spec=SPEC, layout=layout, coords=coords, config=config, fanout=fanout)
+    try:
+        return receiver.receive(Ticket.from_bytes(told[0]))
+    finally:
+        receiver.close()
+        relay.close()
 
 
 def main(job: dict[str, Any]) -> None:
@@ -44,7 +49,11 @@ def main(job: dict[str, Any]) -> None:
     result: dict[str, Any] = {}
     for name, sp in (("scatter", True), ("rebroadcast", False)):
         shard = receive(job, sp=sp)
-        result[name] = bytes(shard.data_N.numpy()).hex()
+        for number in range(shard.num_microbatches):
+            for layer in shard.shard.layers:
+                shard.handed(number, layer, shard.layer_ids(number, layer))
+        shard.verified()
+        result[name] = {"rows": check_rows(shard), "bytes": len(shard.data_N)}
     try:
         receive(job, sp=False, broken=True)
     except R3Error as error:

@@ -42,7 +42,7 @@ from tests.samples import SPEC, random_ids, reply_for
 TOKENS = {f"s{i}": n for i, n in enumerate((9, 700, 17, 5, 40, 30))}
 STEP = 4
 LAYOUT = TrainerLayout(dp=2)
-LIMIT_S = 20.0
+LIMIT_S = 15.0
 CONFIG: dict[str, Any] = {"bucket_bytes": 1024, "step_timeout_s": LIMIT_S, "join_timeout_s": LIMIT_S}
 STEPS = {
     STEP: Assignment.round_robin(list(TOKENS)[:4], dp=2, microbatch_size=2),
@@ -96,8 +96,8 @@ def within_rows() -> None:
     """One bucket is on the wire and the next is not."""
     inner = Outgoing.batches
 
-    def batches(out: Outgoing, nbytes: int) -> Iterator[list[memoryview]]:
-        for number, batch in enumerate(inner(out, nbytes)):
+    def batches(self: Outgoing, nbytes: int) -> Iterator[list[memoryview]]:
+        for number, batch in enumerate(inner(self, nbytes)):
             if number:
                 die()
             yield batch
@@ -119,6 +119,7 @@ AT_RELAY: dict[str, Callable[[], None]] = {
 }
 AT_RECEIVER: dict[str, Callable[[], None]] = {
     "in its first bucket": partial(before, RelaySink, "rows"),
+    "in its third bucket": partial(before, RelaySink, "rows", call=3),
     "between verifying and acknowledging": partial(before, Member, "_acknowledge"),
 }
 
@@ -131,7 +132,7 @@ class Child:
 
     def __init__(self, target: Callable[..., None], *args: Any) -> None:
         server = multiprocessing.get_context("forkserver")
-        server.set_forkserver_preload([__name__])
+        server.set_forkserver_preload([__name__, "tests.dist.warm"])
         self._pipe, theirs = server.Pipe()
         self.process: BaseProcess = server.Process(target=target, args=(theirs, *args), daemon=True)
         self.process.start()
@@ -183,17 +184,18 @@ def be_relay(pipe: Connection, folder: Path, point: str) -> None:
             relay.join_previous(timeout_s=LIMIT_S)
             pipe.send(relay.status())
             pipe.recv()
+        until(lambda: not relay.status()["store"]["frames"])
         relay.close()
+        pipe.send("closed")
 
 
-def be_receiver(pipe: Connection, rank: int, point: str) -> None:
+def be_receiver(pipe: Connection, rank: int, point: str, backend: str = "tcp") -> None:
     """Receives what it is told to, from whatever relay there is."""
     if point in AT_RECEIVER:
         AT_RECEIVER[point]()
     control = Moved()
-    receiver = Receiver(
-        control, spec=SPEC, layout=LAYOUT, coords=LAYOUT.coords(rank), config=ChannelConfig(**CONFIG)
-    )
+    own = ChannelConfig(backend=backend, **CONFIG)
+    receiver = Receiver(control, spec=SPEC, layout=LAYOUT, coords=LAYOUT.coords(rank), config=own)
     with suppress(EOFError):
         while True:
             control.port, data = pipe.recv()

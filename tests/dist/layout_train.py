@@ -55,8 +55,10 @@ class Rank:
         self.batches = self.shard.microbatches
         self.total = sum(len(tokens) - 1 for tokens in self.recording.tokens.values())
 
-    def lengths(self) -> list[list[int]]:
-        return [list(batch.tokens) for batch in self.batches]
+    def tokens(self) -> list[list[list[int]]]:
+        return [
+            [self.recording.tokens[name].tolist() for name in batch.sample_ids] for batch in self.batches
+        ]
 
     def inputs(self, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """tokens, positions, labels, mask of this CP rank: [b, s / cp] or [1, t / cp]."""
@@ -103,7 +105,7 @@ def oracle_ids(rank: Rank, index: int, layer: int) -> np.ndarray:
     full = []
     for name, length in zip(batch.sample_ids, batch.padded, strict=True):
         rows = np.full((length, spec.top_k), -1)
-        ids_TLK = rank.recording.frame(name).decode()
+        ids_TLK = rank.recording.rows(name)
         rows[: len(ids_TLK)] = ids_TLK[:, spec.moe_index(layer)]
         full.append(rows)
     if batch.tail:
@@ -158,7 +160,7 @@ def train(job: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
     rank.model.zero_grad()
     with (
         ConsumptionTap(rank.channel.driver) as tap,
-        rank.channel.step(rank.recording.ticket, lengths=rank.lengths()) as step,
+        rank.channel.step(rank.recording.ticket, tokens=rank.tokens()) as step,
     ):
         with torch.no_grad():
             before = [loss for part in rank.plan.optimizer_steps for loss in rank.run_pass(step, "logprob", part)]

@@ -1,4 +1,7 @@
-"""A recorded step goes through the trainer side alone; the examples of the README run as they stand."""
+"""A recorded step goes through the trainer side alone; the examples of the README run as they stand.
+
+The recording is the third step of `r3channel demo --steps 3 --record DIR`; a new format of ticket or frame needs a new one.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from r3channel.errors import FrameError
+from r3channel.errors import FrameError, TicketMismatch
 from r3channel.recording import Recording
 
 pytestmark = pytest.mark.dist
@@ -38,18 +41,36 @@ def test_a_recorded_step_is_replayed_exactly_by_real_megatron_alone() -> None:
     assert "0 different" in done.stdout and " 0 ids" not in done.stdout
 
 
-def test_a_damaged_recording_is_refused(tmp_path: Path) -> None:
-    shutil.copytree(RECORDING, tmp_path / "r")
-    data = bytearray((tmp_path / "r" / "frames.bin").read_bytes())
-    data[len(data) // 2] ^= 1
-    (tmp_path / "r" / "frames.bin").write_bytes(bytes(data))
+def test_a_damaged_frame_of_a_recording_is_refused_and_its_sample_named(tmp_path: Path) -> None:
+    damage(tmp_path / "r", "frames.bin")
     recording = Recording.load(tmp_path / "r")
     with pytest.raises(FrameError, match="step2/sample"):
         for dp in (0, 1):
             recording.shards(dp=dp)
 
 
-@pytest.mark.parametrize("name", ["ticket.json", "frames.bin", "frames.json", "tokens.npz"])
+def test_a_damaged_ticket_of_a_recording_is_refused(tmp_path: Path) -> None:
+    damage(tmp_path / "r", "ticket.bin")
+    with pytest.raises(TicketMismatch, match="damaged"):
+        Recording.load(tmp_path / "r")
+
+
+def test_two_samples_that_were_exchanged_in_a_recording_are_noticed(tmp_path: Path) -> None:
+    recording = Recording.load(RECORDING)
+    first, second = recording.ticket.assignment.sample_ids[:2]
+    recording.frames[first], recording.frames[second] = recording.frames[second], recording.frames[first]
+    with pytest.raises((FrameError, TicketMismatch), match="step2/sample"):
+        recording.rows(first)
+
+
+def damage(folder: Path, name: str) -> None:
+    shutil.copytree(RECORDING, folder)
+    data = bytearray((folder / name).read_bytes())
+    data[len(data) // 2] ^= 1
+    (folder / name).write_bytes(bytes(data))
+
+
+@pytest.mark.parametrize("name", ["ticket.bin", "frames.bin", "frames.json", "tokens.npz"])
 def test_a_recording_that_lacks_a_file_names_it(tmp_path: Path, name: str) -> None:
     shutil.copytree(RECORDING, tmp_path / "r")
     (tmp_path / "r" / name).unlink()
@@ -57,7 +78,7 @@ def test_a_recording_that_lacks_a_file_names_it(tmp_path: Path, name: str) -> No
         Recording.load(tmp_path / "r")
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("01_loopback.py", 1), ("02_gloo_processes.py", 4)])
+@pytest.mark.parametrize(("name", "ranks"), [("01_one_process.py", 1), ("02_processes.py", 4)])
 def test_the_examples_run_and_show_no_difference(name: str, ranks: int) -> None:
     done = example(name)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -65,4 +86,4 @@ def test_the_examples_run_and_show_no_difference(name: str, ranks: int) -> None:
 
 
 def test_the_first_example_fits_one_screen() -> None:
-    assert len((EXAMPLES / "01_loopback.py").read_text().splitlines()) < 60
+    assert len((EXAMPLES / "01_one_process.py").read_text().splitlines()) < 60

@@ -1,144 +1,123 @@
-"""A relay is killed with SIGKILL; the one after it gives the trainers the same bytes."""
+"""A relay is killed with SIGKILL; what the one after it finds of its folder, whole, torn or damaged."""
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
-import threading
+import signal
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from r3channel import errors
-from r3channel.config import ChannelConfig
-from r3channel.plan.place import place_samples
-from r3channel.plan.ticket import Ticket
-from r3channel.relay.recovery import Recovery, read_remains, take_over
+from r3channel.relay.durable import read_remains
+from r3channel.relay.recovery import Recovery
 from r3channel.relay.relay import Relay
-from r3channel.relay.segment import FILE_SUFFIX
-from r3channel.trainer.receiver import Receiver
-from r3channel.wire.frame import parse_frame
-from tests.dist.killed_relay import LAYOUT, POINTS, STEP, TOKENS, assignment, fill
-from tests.samples import SPEC, random_ids
-
-ROOT = Path(__file__).parents[2]
-LIMIT_S = 30.0
+from r3channel.routing import ProvenanceSpan, RowKind
+from tests.dist.killed_relay import LAYOUT, STEP, STEPS, TOKENS, Child, config, fill, leave
+from tests.samples import SPEC, random_ids, reply_for
 
 
-def kill_at(point: str, folder: Path) -> None:
-    child = subprocess.run(
-        [sys.executable, "-m", "tests.dist.killed_relay", str(folder), point],
-        cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False,
-    )  # fmt: skip
-    assert child.returncode == -9, child.stderr
+def kill_at(point: str, folder: Path) -> Path:
+    """The folder of a relay that died there."""
+    child = Child(leave, folder, point)
+    assert child.hear() is None and child.process.exitcode == -signal.SIGKILL
+    child.end()
+    (left,) = folder.glob("relay-*")
+    return left
 
 
-def config(folder: Path) -> ChannelConfig:
-    return ChannelConfig(backend="loopback", store_dir=str(folder), step_timeout_s=LIMIT_S)
+def frame_of(left: Path, name: str) -> Path:
+    (found,) = [path for path in left.glob("*.frame") if f'"{name}"'.encode() in path.read_bytes()]
+    return found
 
 
-def check_delivery(relay: Relay, ticket: Ticket) -> None:
-    ids = {name: random_ids(n - 1, seed=i) for i, (name, n) in enumerate(TOKENS.items())}
-    receivers = [
-        Receiver(relay, spec=SPEC, layout=LAYOUT, coords=LAYOUT.coords(rank), config=relay.config) for rank in range(2)
-    ]
-    got: dict[int, np.ndarray] = {}
-
-    def receive(dp: int) -> None:
-        got[dp] = receivers[dp].receive(ticket).data_N.numpy().copy()
-
-    threads = [threading.Thread(target=receive, args=(dp,)) for dp in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LIMIT_S)
-    for dp in range(2):
-        assert np.array_equal(got[dp], place_samples(ticket.plan, dp=dp, ids_of=ids.__getitem__)[dp, 0, 0])
-
-
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("point", ["before the seal", "after the seal"])
 def test_a_killed_relay_loses_nothing(point: str, tmp_path: Path) -> None:
     kill_at(point, tmp_path)
     relay, recovery = Relay.recover(SPEC, LAYOUT, config(tmp_path))
-    whole = list(TOKENS)[:-1] if point == "writing" else list(TOKENS)
-    assert sorted(recovery.pending) == whole
-    assert sorted(relay.status()["pending"]) == whole
-    if point == "writing":
-        assert len(recovery.damaged) == 1 and "s4" in recovery.damaged[0]
-    else:
-        assert recovery.damaged == []
-    sealed = point not in ("writing", "added")
-    assert recovery.steps == ({STEP: assignment()} if sealed else {})
-    check_delivery(relay, relay.seal(STEP, assignment()))
-    relay.join_previous(timeout_s=LIMIT_S)
-    assert [path.name for path in tmp_path.iterdir()] == [relay._store.folder.name]
+    assert sorted(recovery.pending) == sorted(relay.status()["pending"]) == list(TOKENS)
+    assert recovery == Recovery(
+        pending=recovery.pending, steps={STEP: STEPS[STEP]} if point == "after the seal" else {}
+    )
+    assert len(list(tmp_path.iterdir())) == 1  # what was read is deleted
     relay.close()
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_damaged_frames_and_tickets_are_named_and_the_rest_is_kept(tmp_path: Path) -> None:
-    kill_at("sealed", tmp_path)
-    (folder,) = tmp_path.iterdir()
-    sample = read_remains(folder).samples["s1"]
-    (segment,) = folder.glob(f"*{FILE_SUFFIX}")
-    data = bytearray(segment.read_bytes())
-    at = data.index(bytes(sample.frame)[200:600])
-    data[at] ^= 1
-    segment.write_bytes(data)
+def test_frames_whose_samples_were_not_noted_are_counted_and_may_be_added_again(tmp_path: Path) -> None:
+    kill_at("after a frame is written", tmp_path)
     relay, recovery = Relay.recover(SPEC, LAYOUT, config(tmp_path))
-    assert sorted(recovery.pending) == ["s0", "s2", "s3", "s4"] and recovery.steps == {}
-    assert len(recovery.damaged) == 2
-    assert "s1" in recovery.damaged[0] and "step 4" in recovery.damaged[1] and "s1" in recovery.damaged[1]
+    assert recovery == Recovery(pending=["s0", "s1"], unclaimed=1)
+    fill(relay, but=tuple(recovery.pending))
+    assert relay.status()["store"]["frames"] == len(TOKENS)
     relay.close()
 
 
-def test_a_torn_tail_and_a_damaged_ticket_stop_nothing(tmp_path: Path) -> None:
-    kill_at("sealed", tmp_path)
-    (folder,) = tmp_path.iterdir()
-    (segment,) = folder.glob(f"*{FILE_SUFFIX}")
-    with open(segment, "r+b") as file:
-        file.truncate(len(segment.read_bytes().rstrip(b"\0")) - 40)  # within the last sample's frame
-    (ticket,) = folder.glob("*.ticket")
+def test_a_damaged_frame_is_named_and_so_is_the_step_that_needs_it(tmp_path: Path) -> None:
+    left = kill_at("after the seal", tmp_path)
+    path = frame_of(left, "s1")
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    relay, recovery = Relay.recover(SPEC, LAYOUT, config(tmp_path))
+    assert sorted(recovery.pending) == ["s0", "s2", "s3", "s4", "s5"] and recovery.steps == {}
+    sample, step = recovery.damaged
+    assert "s1" in sample and step == f"step {STEP}: its samples ['s1'] are lost, 1 in all"
+    relay.close()
+
+
+@pytest.mark.parametrize("cut", [40, 1000])
+def test_a_torn_file_and_a_damaged_ticket_stop_nothing(cut: int, tmp_path: Path) -> None:
+    left = kill_at("after the seal", tmp_path)
+    torn, (ticket,) = frame_of(left, "s4"), left.glob("*.ticket")
+    torn.write_bytes(torn.read_bytes()[:-cut])
     ticket.write_bytes(ticket.read_bytes()[:-3])
     relay, recovery = Relay.recover(SPEC, LAYOUT, config(tmp_path))
-    assert sorted(recovery.pending) == ["s0", "s1", "s2", "s3"]
-    assert len(recovery.damaged) == 2 and ticket.name in recovery.damaged[1]
-    assert re.fullmatch(r"sample s4: its file ends after \d+ bytes of its frame", recovery.damaged[0])
+    assert sorted(recovery.pending) == ["s0", "s1", "s2", "s3", "s5"] and recovery.steps == {}
+    frame, step = recovery.damaged
+    assert torn.name in frame and step.startswith(f"step {STEP}: ") and "damaged" in step
     relay.close()
 
 
-def test_frames_that_came_directly_and_that_no_reply_claimed_are_counted(tmp_path: Path) -> None:
-    kill_at("delivered", tmp_path / "store")
-    relay, recovery = Relay.recover(SPEC, LAYOUT, config(tmp_path / "store"))
-    assert recovery.unclaimed == 2 and recovery.pending == ["s0"] and recovery.damaged == []
-    held = relay._inbox.held("s0")
-    assert held is not None
-    assert np.array_equal(parse_frame(relay._store.get(held.key), spec=SPEC).decode(), random_ids(8, seed=0))
-    relay.close()
-
-
-def test_a_frame_that_was_being_received_leaves_nothing_behind(tmp_path: Path) -> None:
-    kill_at("receiving", tmp_path / "store")
-    relay, recovery = Relay.recover(SPEC, LAYOUT, config(tmp_path / "store"))
-    assert recovery == Recovery()
+def test_a_frame_that_another_sample_was_put_under_is_not_taken_for_it(tmp_path: Path) -> None:
+    """A note speaks of one frame: exchanged notes do not fit the rows that they stand under."""
+    left = kill_at("before the seal", tmp_path)
+    (one, two), ends = (frame_of(left, "s0"), frame_of(left, "s2")), []
+    for path in (one, two):
+        (turn,) = [
+            s.turns[0] for s in read_remains(left).samples.values() if path == frame_of(left, s.sample_id)
+        ]
+        ends.append((turn.frame, path.read_bytes()[len(turn.frame) :]))
+    one.write_bytes(ends[0][0] + ends[1][1])
+    two.write_bytes(ends[1][0] + ends[0][1])
+    relay, recovery = Relay.recover(SPEC, LAYOUT, config(tmp_path))
+    assert sorted(recovery.pending) == ["s1", "s3", "s4", "s5"]
+    assert len(recovery.damaged) == 2 and {text.split()[1] for text in recovery.damaged} == {"s0", "s2"}
     relay.close()
 
 
 def test_the_folder_of_a_relay_that_lives_is_refused(tmp_path: Path) -> None:
     relay = Relay(SPEC, LAYOUT, config(tmp_path))
     fill(relay)
-    with pytest.raises(errors.StoreBusy, match=relay._store.folder.name):
+    (folder,) = tmp_path.iterdir()
+    with pytest.raises(errors.StoreBusy, match=folder.name):
         Relay.recover(SPEC, LAYOUT, config(tmp_path))
     assert sorted(relay.status()["pending"]) == list(TOKENS)
     relay.close()
-    assert take_over(relay, tmp_path, but=tmp_path) == Recovery()
+    empty, recovery = Relay.recover(SPEC, LAYOUT, config(tmp_path))
+    assert recovery == Recovery()
+    empty.close()
 
 
-def test_later_turns_can_be_appended_to_a_recovered_sample(tmp_path: Path) -> None:
-    kill_at("added", tmp_path)
+def test_later_turns_can_be_appended_to_a_recovered_sample_with_its_own_tokens_only(tmp_path: Path) -> None:
+    kill_at("before the seal", tmp_path)
     relay, _ = Relay.recover(SPEC, LAYOUT, config(tmp_path))
-    assert relay.rows_held("s2") == 16
-    held = relay._inbox.held("s2")
-    assert held is not None and held.tokens.tolist() == list(range(100, 117))
+    held = relay.rows_held("s2")
+    assert held == TOKENS["s2"] - 1
+    ids_TLK = random_ids(39, seed=7)[held:]
+    made = [ProvenanceSpan(start=held, end=39, weight_version=0, kind=RowKind.DECODED)]
+    turn = reply_for("s2", 40, expert_ids_TLK=ids_TLK, first_row=held, provenance=made)
+    with pytest.raises(errors.TokensChanged, match="s2"):
+        relay.add("s2", turn, range(40), append=True)
+    relay.add("s2", turn, range(100, 140), append=True)
+    assert relay.rows_held("s2") == 39
     relay.close()

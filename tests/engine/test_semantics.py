@@ -199,7 +199,6 @@ def direct(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     options = EngineOptions(
         model=model_dir,
         chunked_prefill_size=128,
-        row_digests=True,
         extra_args=["--skip-tokenizer-init"],
         env={
             "SGLANG_TEST_RETRACT": "1",

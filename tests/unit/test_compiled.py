@@ -37,9 +37,8 @@ def placed(spec: RoutingSpec, ids_TLK: Ids, *, widths: int, pads: int, first: in
     pad_ids = np.arange(spec.num_experts * spec.top_k).reshape(-1, spec.top_k) % spec.num_experts
     pads_EI = np.ascontiguousarray(pad_ids.astype(spec.id_dtype)).view(f"u{item}")
     digests = np.ones((3, len(SOURCES)), np.uint64)
-    run = [
-        ids_TLK.ctypes.data, rows, rows + pads, target[0, 0, widths - 1].ctypes.data, target[0].nbytes, widths * row_bytes, first, 2,
-    ]  # fmt: skip
+    own, step = target[0, 0, widths - 1].ctypes.data, widths * row_bytes
+    run = [ids_TLK.ctypes.data, rows, rows + pads, own, target[0].nbytes, step, first, 2]
     table = coefficients(0, first + rows)
     place_runs(item)(np.array([run]), SOURCES, LAYERS * row_bytes, pads_EI, table, digests)
     return target, digests

@@ -24,16 +24,31 @@ def written(folder: Path, text: str) -> Path:
 
 
 def test_a_flag_wins_over_the_environment_and_the_environment_over_the_file(tmp_path: Path) -> None:
-    file = written(tmp_path, "relays = 5\nplace_threads = 5\nbucket_bytes = 5000\nexpiry_s = 5\n")
-    environment = {"R3CHANNEL_PLACE_THREADS": "6", "R3CHANNEL_BUCKET_BYTES": "6000", "R3CHANNEL_ENGINE": "1"}
+    file = written(tmp_path, "relays = 5\nmax_group_failures = 5\nbucket_bytes = 5000\nexpiry_s = 5\n")
+    environment = {"R3CHANNEL_MAX_GROUP_FAILURES": "6", "R3CHANNEL_BUCKET_BYTES": "6000"}
+    environment["R3CHANNEL_ENGINE"] = "1"  # the engine's: it may stand beside the channel's
     found = ChannelConfig.load(flags={"bucket_bytes": 7000}, file=file, environment=environment)
-    assert (found.relays, found.place_threads, found.bucket_bytes, found.expiry_s) == (5, 6, 7000, 5.0)
+    assert (found.relays, found.max_group_failures, found.bucket_bytes, found.expiry_s) == (5, 6, 7000, 5.0)
 
 
 def test_flags_reach_the_configuration_and_unset_ones_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("R3CHANNEL_STAGING", "coalesced")
+    monkeypatch.setenv("R3CHANNEL_ON_MISSING", "live")
     found = ChannelConfig.from_args(parsed("--r3-prefetch", "--r3-send-timeout-s", "3"))
-    assert (found.prefetch, found.send_timeout_s, found.staging) == (True, 3.0, "coalesced")
+    assert (found.prefetch, found.send_timeout_s, found.on_missing) == (True, 3.0, "live")
+
+
+def test_rows_that_never_came_are_live_where_the_channel_says_so_and_nobody_asked_for_a_mask() -> None:
+    def policy(**values: str) -> str:
+        return ChannelConfig(**values).policy  # type: ignore[arg-type]
+
+    assert (policy(), policy(on_missing="live")) == ("error", "native")
+    assert [policy(on_missing="live", invalid_rows=rows) for rows in ("native", "mask")] == ["native", "mask"]
+
+
+def test_options_that_are_gone_are_refused_by_name() -> None:
+    for name in ("staging", "shard_bytes", "shard_memory_bytes", "place_threads", "unclaimed_bytes"):
+        with pytest.raises(ConfigError, match=f"unknown flag '{name}'"):
+            ChannelConfig.load(flags={name: 1}, environment={})
 
 
 def test_every_option_has_a_flag_with_a_text() -> None:
@@ -77,7 +92,13 @@ def test_a_variable_of_another_kind_is_named() -> None:
     "values",
     [
         {"backend": "mpi"},
+        {"backend": "loopback"},
+        {"fallback": "object_store"},
         {"invalid_rows": "drop"},
+        {"on_missing": "drop"},
+        {"memory_bytes": 0},
+        {"store_bytes": 1024},
+        {"max_group_failures": 0},
         {"on_stale": "drop"},
         {"bucket_bytes": 1},
         {"send_timeout_s": 0.0},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -117,6 +118,7 @@ def test_a_router_s_rows_give_the_digest_of_their_sample(experts: int, top_k: in
 @pytest.mark.parametrize(
     "run", [[3, 0, 0, 1, 1], [-1, 0, 0, 1, 1], [0, -1, 0, 1, 1], [0, 0, 8, 1, 3], [0, 0, 0, 5, 3], [0, 0, 0, 0, 3]]
 )  # fmt: skip
+@pytest.mark.usefixtures("form")
 def test_runs_outside_of_the_rows_are_refused(run: list[int]) -> None:
     with pytest.raises(UsageError, match="outside of 10 rows and 3 samples"):
         column_digests(random_ids(10)[:, 0], np.array([run]), 3)
@@ -126,7 +128,7 @@ def test_any_split_of_the_rows_adds_up() -> None:
     ids = random_ids(300)
     whole = layer_digests(ids, first_row=1000)
     cuts = [0, *sorted(random.Random(1).sample(range(1, 300), 9)), 300]
-    parts = [layer_digests(ids[a:b], first_row=1000 + a) for a, b in zip(cuts, cuts[1:], strict=False)]
+    parts = [layer_digests(ids[a:b], first_row=1000 + a) for a, b in pairwise(cuts)]
     assert np.array_equal(sum(parts), whole)
 
 

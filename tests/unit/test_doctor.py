@@ -7,10 +7,12 @@ import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import pytest
 
 from r3channel import cli
+from r3channel.config import ChannelConfig
 from r3channel.report import doctor
 from r3channel.report.doctor import Check
 
@@ -56,6 +58,40 @@ def test_an_engine_that_is_not_there_fails_with_its_address(capsys: pytest.Captu
 
 def test_an_impossible_port_fails() -> None:
     assert not doctor.check_port(99_999).ok
+
+
+def mounted(folder: Path, *lines: str) -> Path:
+    file = folder / "mounts"
+    file.write_text("".join(f"device {line} rw 0 0\n" for line in ("/ ext4", *lines)))
+    return file
+
+
+def test_a_temporary_folder_in_memory_is_told_and_one_on_a_disk_is_not(tmp_path: Path) -> None:
+    channel = ChannelConfig(store_bytes=2 << 30, memory_bytes=1 << 30)
+    for kind, told in (("tmpfs", True), ("xfs", False)):
+        mounts = mounted(tmp_path, f"{tmp_path} {kind}")
+        check = doctor.check_temporary(channel, folder=tmp_path, mounts=mounts)
+        assert f"({kind})" in check.found and "up to 1.1 GB of rows" in check.found
+        assert ("RAM disk" in check.found) == told
+    all_in_memory = ChannelConfig(store_bytes=1 << 30, memory_bytes=1 << 30)
+    mounts = mounted(tmp_path, f"{tmp_path} tmpfs")
+    assert "RAM disk" not in doctor.check_temporary(all_in_memory, folder=tmp_path, mounts=mounts).found
+
+
+def test_a_temporary_folder_without_room_fails(tmp_path: Path) -> None:
+    mounts = mounted(tmp_path)
+    check = doctor.check_temporary(ChannelConfig(store_bytes=1 << 60), folder=tmp_path, mounts=mounts)
+    assert not check.ok and "TMPDIR" in check.line()
+
+
+def test_a_folder_is_of_the_innermost_mount_and_of_the_last_at_one_place(tmp_path: Path) -> None:
+    inner = tmp_path / "with blank"
+    inner.mkdir()
+    mounts = mounted(tmp_path, f"{tmp_path}/with\\040blank ext2", f"{tmp_path} tmpfs", f"{tmp_path} xfs")
+    assert doctor.file_system(inner / "below", mounts=mounts) == "ext2"
+    assert doctor.file_system(tmp_path, mounts=mounts) == "xfs"
+    assert doctor.file_system(tmp_path.parent, mounts=mounts) == "ext4"
+    assert doctor.file_system(tmp_path, mounts=tmp_path / "none") == ""
 
 
 def test_a_child_that_finds_no_problem_is_well() -> None:

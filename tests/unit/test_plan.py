@@ -1,7 +1,4 @@
-"""Shards: over random layouts every row and layer that a router consumes is placed once, in its order, and nothing else is.
-
-The oracle is the default path's way: everything padded, everything to everyone, then cut for CP, flattened, cut for SP.
-"""
+"""Shards: which rows and layers each rank has, over random layouts; what stands in their bytes is test_place's matter."""
 
 from __future__ import annotations
 
@@ -18,51 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3channel.errors import ConfigError, SampleUnknown, UnsupportedLayout
-from r3channel.plan import place, shards
+from r3channel.plan import shards
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.place import place_samples
-from r3channel.plan.shards import Microbatch, Plan, ShardKey, plan_shards
+from r3channel.plan.shards import Microbatch, Plan, plan_shards
 from r3channel.spec import RoutingSpec
+from tests.plans import layouts, oracle_rows, specs
 from tests.samples import SPEC, random_ids
 
 ROOT = Path(__file__).parents[2]
 DEEP = RoutingSpec(num_layers=8, moe_layers=(1, 2, 5), num_experts=16, top_k=2)
-
-
-@st.composite
-def specs(draw: st.DrawFn) -> RoutingSpec:
-    """Eight layers, any of them dense, ids of one or two bytes, top-k that makes rows of 2 to 16 bytes."""
-    moe = draw(st.sets(st.integers(0, 7), min_size=1))
-    experts = draw(st.sampled_from([16, 300]))
-    return RoutingSpec(
-        num_layers=8,
-        moe_layers=tuple(sorted(moe)),
-        num_experts=experts,
-        top_k=draw(st.sampled_from([2, 3, 8])),
-    )
-
-
-@st.composite
-def layouts(draw: st.DrawFn) -> TrainerLayout:
-    tp = draw(st.sampled_from([1, 2, 4]))
-    pp = draw(st.sampled_from([1, 2, 4]))
-    vpp = draw(st.sampled_from([1, 2])) if pp > 1 else 1
-    uneven = draw(st.booleans()) and (pp, vpp) == (4, 1)
-    return TrainerLayout(
-        dp=draw(st.integers(1, 3)),
-        tp=tp,
-        pp=pp,
-        vpp=vpp,
-        cp=draw(st.integers(1, 3)),
-        sp=draw(st.booleans()) if tp > 1 else None,
-        packing=draw(st.sampled_from(["padded", "thd"])),
-        cp_split=draw(st.sampled_from(["zigzag", "contiguous"])),
-        pad_multiple=draw(st.sampled_from([1, 4])),
-        uniform=draw(st.sampled_from([None, True, False])),
-        first_layers=1 if uneven else None,
-        last_layers=3 if uneven else None,
-    )
 
 
 def make_plan(
@@ -76,103 +39,6 @@ def make_plan(
         name: random_ids(tokens[name] - 1, spec=spec, seed=seed + index) for index, name in enumerate(names)
     }
     return plan_shards(assignment, tokens=tokens, spec=spec, layout=layout), ids
-
-
-def oracle_positions(length: int, layout: TrainerLayout, *, cp: int) -> np.ndarray:
-    """Which positions of a sequence (or of a whole pack) a CP rank holds, in its order."""
-    if layout.cp_split == "contiguous" or layout.cp == 1:
-        return np.array_split(np.arange(length), layout.cp)[cp]
-    chunks = np.array_split(np.arange(length), 2 * layout.cp)
-    return np.concatenate([chunks[cp], chunks[2 * layout.cp - 1 - cp]])
-
-
-def oracle_line(values: list[np.ndarray], batch: Microbatch, layout: TrainerLayout, *, cp: int) -> np.ndarray:
-    """`values` holds an array [tokens - 1, ...] per sample; gives the rank's rows in its router's order, -1 for pads."""
-
-    def pad(rows: np.ndarray, length: int) -> np.ndarray:
-        full = np.full((length, *rows.shape[1:]), -1)
-        full[: len(rows)] = rows
-        return full
-
-    full = [pad(rows, length) for rows, length in zip(values, batch.padded, strict=True)]
-    if not batch.packed:
-        cut = [rows[oracle_positions(len(rows), layout, cp=cp)] for rows in full]
-        return np.stack(cut, axis=1).reshape(-1, *full[0].shape[1:])
-    full.append(pad(full[0][:0], batch.tail))
-    if layout.cp_split == "contiguous":
-        pack = np.concatenate(full)
-        return pack[oracle_positions(len(pack), layout, cp=cp)]
-    return np.concatenate([rows[oracle_positions(len(rows), layout, cp=cp)] for rows in full])
-
-
-def oracle_rows(
-    values: list[np.ndarray], batch: Microbatch, layout: TrainerLayout, *, cp: int, tp: int
-) -> np.ndarray:
-    line = oracle_line(values, batch, layout, cp=cp)
-    return np.split(line, layout.tp)[tp] if layout.sequence_parallel else line
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    layout=layouts(),
-    experts=st.sampled_from([128, 200, 384]),
-    top_k=st.sampled_from([4, 8, 16]),
-    size=st.integers(1, 3),
-    seed=st.integers(0, 10**6),
-)
-def test_compiled_and_numpy_placement_write_the_same_bytes(
-    layout: TrainerLayout, experts: int, top_k: int, size: int, seed: int
-) -> None:
-    spec = RoutingSpec(num_layers=8, moe_layers=tuple(range(8)), num_experts=experts, top_k=top_k)
-    plan, _ = make_plan(layout, spec=spec, size=size, batches=2, seed=seed)
-    rng = np.random.default_rng(seed)
-    lengths = {
-        name: int(rng.integers(2, 1400))
-        for batch in plan.microbatches
-        for m in batch
-        for name in m.sample_ids
-    }
-    ids = {
-        name: rng.integers(0, experts, (length - 1, 8, top_k)).astype(spec.id_dtype)
-        for name, length in lengths.items()
-    }
-    assignment = Assignment.round_robin(list(ids), dp=layout.dp, microbatch_size=size)
-    plan = plan_shards(assignment, tokens=lengths, spec=spec, layout=layout)
-    placed = [_placed(plan, ids, compiled=compiled) for compiled in (True, False)]
-    assert placed[0].keys() == placed[1].keys()
-    assert all(np.array_equal(placed[0][key], placed[1][key]) for key in placed[0])
-
-
-def _placed(plan: Plan, ids: dict[str, np.ndarray], *, compiled: bool) -> dict[ShardKey, np.ndarray]:
-    with pytest.MonkeyPatch.context() as patch:
-        if not compiled:
-            patch.setattr(place, "kernels", lambda: None)
-        return place_samples(plan, dp=0, ids_of=ids.__getitem__)
-
-
-@settings(max_examples=150, deadline=None)
-@given(layout=layouts(), spec=specs(), size=st.integers(1, 3), seed=st.integers(0, 10**6))
-def test_each_router_is_given_exactly_its_rows_in_its_order(
-    layout: TrainerLayout, spec: RoutingSpec, size: int, seed: int
-) -> None:
-    plan, ids = make_plan(layout, spec=spec, size=size, batches=2, seed=seed)
-    dp = seed % layout.dp
-    placed = place_samples(plan, dp=dp, ids_of=ids.__getitem__)
-    assert list(placed) == [shard.key for shard in plan.shards if shard.dp == dp]
-    for key, data in placed.items():
-        shard = plan.shard(dp=dp, pp=key[1], cp=key[2])
-        assert data.nbytes == shard.nbytes == shard.slot_bytes * layout.tp_slots
-        for (number, view), tp in [(v, t) for v in enumerate(shard.views(data)) for t in range(layout.tp)]:
-            batch = plan.microbatches[dp][number]
-            for index, layer in enumerate(shard.layers):
-                rows = view[tp if layout.sequence_parallel else 0, index]
-                values = [ids[name][:, spec.moe_index(layer)] for name in batch.sample_ids]
-                expected = oracle_rows(values, batch, layout, cp=shard.cp, tp=tp)
-                assert len(rows) == len(expected)  # nothing else is delivered
-                real = expected[:, 0] >= 0
-                assert np.array_equal(rows[real], expected[real])
-                assert all(len(set(row)) == spec.top_k for row in rows[~real].tolist())
-                assert rows.max(initial=0) < spec.num_experts and rows.min(initial=0) >= 0
 
 
 @settings(max_examples=100, deadline=None)

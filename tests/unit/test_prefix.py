@@ -121,7 +121,7 @@ def test_damaged_rows_of_a_prefix_are_refused() -> None:
     data = bytearray(encode_prefix(SPEC, expert_ids_TLK=random_ids(PROMPT)))
     data[-1] ^= 1
     with pytest.raises(errors.PayloadCorrupt, match="not those of digest"):
-        parse_prefix(data, spec=SPEC)
+        parse_prefix(bytes(data), spec=SPEC)
 
 
 def test_a_prefix_of_other_rows_is_refused() -> None:

@@ -18,7 +18,10 @@ from tests.samples import SPEC
 def make(
     layout: TrainerLayout, *, policy: str, tp: int = 0, invalid: tuple[tuple[int, int], ...] = ((2, 4),)
 ):
-    samples = (TicketSample("a", 9, 7, (), invalid), TicketSample("b", 5, 7, ()))
+    samples = (
+        TicketSample("a", 9, 7, 7, (), invalid, ((8, 0),)),
+        TicketSample("b", 5, 7, 7, (), (), ((4, 0),)),
+    )
     ticket = Ticket("run", 3, SPEC, layout, Assignment.given([[["a", "b"]]]), samples, 1 << 20)
     shard = ticket.plan.shard(dp=0, pp=0)
     data = torch.zeros(shard.slot_bytes, dtype=torch.uint8)
@@ -33,8 +36,9 @@ def named(shard: RankShard, flags: torch.Tensor) -> set[tuple[int, int]]:
 
 
 def test_policy_error_refuses_the_ticket_and_names_sample_and_rows() -> None:
-    with pytest.raises(RowsInvalid, match=r"sample.* a .*\(2, 4\).*policy: error"):
+    with pytest.raises(RowsInvalid, match=r"sample.* a .*\(2, 4\).*policy: error") as refusal:
         make(TrainerLayout(), policy="error")
+    assert (refusal.value.samples, refusal.value.step) == (("a",), 3)
     make(TrainerLayout(), policy="error", invalid=())
 
 
@@ -74,12 +78,16 @@ def test_only_the_mask_policy_takes_tokens_out_of_the_loss(policy: str, masked: 
 
 def test_another_number_of_micro_batches_is_refused_with_both_numbers() -> None:
     shard = make(TrainerLayout(), policy="native")
-    with pytest.raises(TicketMismatch, match=r"1 micro-batches planned, this trainer runs 2"):
+    with pytest.raises(TicketMismatch, match=r"1 micro-batches planned, this trainer runs 2") as refusal:
         check_lengths(shard.ticket, shard.shard, [[9], [5]])
+    assert (refusal.value.ranks, refusal.value.step) == (((0, 0, 0),), 3)
 
 
 def test_other_sequence_lengths_are_refused_with_both_values() -> None:
     shard = make(TrainerLayout(), policy="native")
     check_lengths(shard.ticket, shard.shard, [[9, 5]])
-    with pytest.raises(TicketMismatch, match=r"micro-batch 0: samples of \(9, 5\) tokens planned.*\(9, 6\)"):
+    with pytest.raises(
+        TicketMismatch, match=r"micro-batch 0: samples of \(9, 5\) tokens planned.*\(9, 6\)"
+    ) as refusal:
         check_lengths(shard.ticket, shard.shard, [[9, 6]])
+    assert (refusal.value.samples, refusal.value.ranks) == (("a", "b"), ((0, 0, 0),))

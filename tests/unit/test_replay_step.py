@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from r3channel.config import ChannelConfig
-from r3channel.errors import DeadlineExceeded, UsageError
+from r3channel.errors import TransportError, UsageError
 from r3channel.plan.layout import TrainerLayout
 from r3channel.spec import RoutingSpec
 from r3channel.trainer import megatron
 from r3channel.trainer.channel import TrainerChannel
-from r3channel.trainer.receiver import Control
 from r3channel.trainer.replay import ReplayDriver
 from r3channel.trainer.router import Action
 
@@ -106,6 +106,12 @@ class Routing:
     def live_rows(self, microbatch: int) -> torch.Tensor | None:
         return torch.arange(ROWS) == 0 if self.live else None
 
+    def handed(self, microbatch: int, layer: int, ids_RK: torch.Tensor) -> None:
+        """These ids came from no engine: there is nothing to hold them against."""
+
+    def verified(self) -> None:
+        """Nor to wait for."""
+
 
 def rows(seed: int) -> torch.Tensor:
     return torch.randn(ROWS, EXPERTS, generator=torch.Generator().manual_seed(seed), requires_grad=True)
@@ -170,18 +176,20 @@ def test_an_output_whose_backward_would_begin_unnoticed_is_refused() -> None:
         model(rows(0))
 
 
-class Nobody:
-    """A relay's control: the other members never come."""
+class Nowhere:
+    """A relay's control whose relay has left: nobody listens where it says."""
 
-    def hello(self, **_where: Any) -> None:
-        return None
+    def hello(self, **_where: int) -> dict[str, Any]:
+        with socket.socket() as gone:
+            gone.bind(("127.0.0.1", 0))
+            return {"host": "127.0.0.1", "port": gone.getsockname()[1], "token": "00" * 32, "run": "run"}
 
 
 def test_an_attach_that_cannot_join_leaves_no_hook(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, control, layout = Model(), cast(Control, Nobody()), TrainerLayout()
+    model, control, layout = Model(), Nowhere(), TrainerLayout()
     monkeypatch.setattr(ReplayDriver, "attach", lambda chunks, **_: driver_on(chunks[0]))
     monkeypatch.setattr(megatron, "spec_from_config", lambda _chunks: SPEC)
     monkeypatch.setattr(megatron, "parallel_coords", lambda: layout.coords(0))
-    with pytest.raises(DeadlineExceeded):
+    with pytest.raises(TransportError):
         TrainerChannel.attach([model], control, layout=layout, config=ChannelConfig(join_timeout_s=0.01))
     assert not model._forward_hooks and not model.router._forward_pre_hooks

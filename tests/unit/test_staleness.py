@@ -20,8 +20,14 @@ def span(start: int, end: int, version: int, kind: RowKind = RowKind.DECODED) ->
     return ProvenanceSpan(start=start, end=end, weight_version=version, kind=kind)
 
 
-MIXED = TicketSample("a", 9, 7, (span(0, 3, 4, RowKind.PREFILLED), span(3, 6, 5), span(6, 8, 7)))
-FRESH = TicketSample("b", 5, 7, (span(0, 4, 7),))
+def sample(
+    name: str, tokens: int, *spans: ProvenanceSpan, invalid: tuple[tuple[int, int], ...] = ()
+) -> TicketSample:
+    return TicketSample(name, tokens, 7, 7, spans, invalid, ((tokens - 1, 0),))
+
+
+MIXED = sample("a", 9, span(0, 3, 4, RowKind.PREFILLED), span(3, 6, 5), span(6, 8, 7))
+FRESH = sample("b", 5, span(0, 4, 7))
 
 
 def make(*samples: TicketSample, layout: TrainerLayout | None = None, cp: int = 0) -> RankShard:
@@ -43,13 +49,13 @@ def test_each_token_knows_how_many_updates_lie_behind_its_row() -> None:
 
 
 def test_a_version_that_no_counter_reaches_is_stale_and_no_error() -> None:
-    shard = make(TicketSample("a", 5, 7, (span(0, 4, -(2**63)),)))
+    shard = make(sample("a", 5, span(0, 4, -(2**63))))
     with pytest.raises(RowsStale, match=r"a \(4 rows\)"):
         shard.set_version(7, max_staleness=2, on_stale="reject")
 
 
 def test_rows_are_counted_by_lag_and_missing_ones_are_not() -> None:
-    holed = TicketSample("c", 4, 7, (span(0, 1, 1), span(1, 3, 0, RowKind.MISSING)), ((1, 3),))
+    holed = sample("c", 4, span(0, 1, 1), span(1, 3, 0, RowKind.MISSING), invalid=((1, 3),))
     shard = make(MIXED, FRESH, holed)
     counts = shard.set_version(7).counts(shard.sample_ids)
     assert counts == {"3": 3, "2": 3, "0": 6, "4_or_more": 1}
@@ -91,8 +97,9 @@ def test_reject_names_the_samples_and_both_versions() -> None:
     shard = make()
     with pytest.raises(
         RowsStale, match=r"1 samples .*0 to 2 versions behind the trainer's 7: a \(3 rows\).*\[4, 5, 7\]"
-    ):
+    ) as refusal:
         shard.set_version(7, max_staleness=2, on_stale="reject")
+    assert (refusal.value.samples, refusal.value.step) == (("a",), 3)
     shard.set_version(7, max_staleness=3, on_stale="reject")
 
 

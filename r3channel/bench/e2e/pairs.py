@@ -1,6 +1,6 @@
 """Train steps with and without the channel, interleaved: what receiving and replaying cost a trainer.
 
-The relay and the trainer are two processes, Ray actors on two raylets; bytes go over gloo, control calls over Ray. Only the
+The relay and the trainer are two processes, Ray actors on two raylets; rows go over TCP, hellos over Ray. Only the
 trainer's process is timed. Its step is small (1,024 tokens, four layers), so what the channel costs per step weighs more than
 it would in a real one.
 """
@@ -36,7 +36,7 @@ class StepRelay(RelayHost):
         self.relay = Relay(RoutingSpec.from_dict(spec), TrainerLayout(), ChannelConfig())
 
     def seal(self, step: int) -> bytes:
-        """The ticket of a step; its shard is placed in the background."""
+        """The ticket of a step."""
         for name, frame in self._frames.items():
             self.relay.add_frame(name, frame, range(LENGTH))
         return self.relay.seal(step, self._assignment).to_bytes()

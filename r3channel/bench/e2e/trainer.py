@@ -14,7 +14,7 @@ import torch
 
 from r3channel.bench.replay import LENGTH, SAMPLES, natural_ids, train_step, two_models
 from r3channel.config import ChannelConfig
-from r3channel.relay.actor import RayControl
+from r3channel.relay.actor import RayRelay
 from r3channel.spec import RoutingSpec
 from r3channel.trainer import megatron
 from r3channel.trainer.channel import TrainerChannel
@@ -50,7 +50,7 @@ class StepTrainer:
     def attach(self, relay: Any) -> None:
         config = ChannelConfig(step_timeout_s=60, join_timeout_s=60)
         self._channel = TrainerChannel.attach(
-            self._model.chunks, RayControl(relay), layout=self._layout, config=config
+            self._model.chunks, RayRelay(relay), layout=self._layout, config=config
         )
 
     def run(self, ticket: bytes, order: int) -> dict[str, Any]:

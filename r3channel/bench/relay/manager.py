@@ -26,7 +26,7 @@ _COPY_BYTES = 256 << 20
 
 
 class Manager(RelayHost):
-    """EMPTY -> load -> (open | prepare | place | deliver | settle)* -> unload -> EMPTY. One call at a time.
+    """EMPTY -> load -> (open | prepare | ready | deliver | settle)* -> unload -> EMPTY. One call at a time.
 
     Control calls of the ranks come beside, on other threads.
     """
@@ -82,13 +82,12 @@ class Manager(RelayHost):
         self._sending[path].prepare(stages, whole=whole)
         return stages.to_dict()
 
-    def place(self, path: str) -> dict[str, Any]:
-        """Ours only: frames in memory -> placed shards, apart from sending them (`placing`: CPU); the step is then delivered."""
+    def ready(self, path: str) -> dict[str, Any]:
+        """Ours only: bodies in memory -> ready to be sent, apart from sending (`ready`: CPU); the step is then delivered."""
         stages, sending = Stages(), self._sending[path]
         sending.prepare(stages, whole=True)
-        ticket = sending.place(stages)
-        sending.unwrap(stages)
-        return self._deliver(path, ticket=ticket) | {"placing": stages.to_dict()["cpu_s"]}
+        ticket = sending.seal(stages)
+        return self._deliver(path, ticket=ticket) | {"ready": stages.to_dict()["cpu_s"]}
 
     def deliver(self, path: str) -> dict[str, Any]:
         return self._deliver(path)
@@ -124,9 +123,9 @@ class Manager(RelayHost):
         return self._sending[path].bytes_sent
 
     def reply_bytes(self, path: str) -> int:
-        """Of one step: what an engine returns, before HTTP; estimated from the ids' sizes (base64: 4 for 3)."""
+        """Of one step: what an engine returns. A peer's is estimated from the ids' sizes (base64: 4 for 3)."""
         if path in OURS:
-            return sum(map(len, self.work.frames.values()))
+            return sum(map(len, self.work.bodies.values()))
         return sum(self.work.lengths.values()) * self.work.spec.num_layers * self.work.spec.top_k * 16 // 3
 
     def peak_staging_bytes(self, path: str) -> int:

@@ -19,7 +19,7 @@ from r3channel.bench.relay.paths.straw import StrawTaking
 from r3channel.bench.relay.stages import Stages
 from r3channel.bench.relay.tensor_groups import tensor_group
 from r3channel.bench.relay.workload import Case
-from r3channel.relay.actor import RayControl
+from r3channel.relay.actor import RayRelay
 from r3channel.transport.base import Rendezvous
 
 
@@ -45,8 +45,7 @@ class Rank:
 
     def _new(self, path: str, manager: Any, rendezvous: dict[str, Any] | None) -> Taking:
         if path in OURS:
-            control = RayControl(manager)
-            return ChannelTaking(self._case, self._coords, control, path=path, group=self._group)
+            return ChannelTaking(self._case, self._coords, RayRelay(manager), group=self._group)
         if rendezvous is not None:
             return RawTaking(self._rows(narrow=True), Rendezvous(**rendezvous))
         held = self._rows(narrow=is_narrow(path))

@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from r3channel.bench.relay.paths import DIRECT, OURS, PEERS
+from r3channel.bench.relay.paths import DIRECT, PEERS
 from r3channel.bench.relay.rounds import Seen
 
 OWN = "r3channel"
 BASE = "ray_numpy_int32"
+_DECODES = "ray_numpy_uint8"
+"""Measures the decoding for Ray Direct Transport, which starts from the same arrays."""
 
 
 def paths_of(seen: Mapping[str, Seen], *, tokens: int) -> dict[str, Any]:
@@ -23,6 +25,7 @@ def _path(path: str, rounds: Seen, seen: Mapping[str, Seen], tokens: int) -> dic
         "wall_s": median(rounds.wall_s),
         "held_wall_s": median(rounds.held_s),
         "cpu_s": median(rounds.cpu_s),
+        **_whole(path, rounds, seen),
         "manager_cpu_us_per_token": None,
         "bytes_per_token": rounds.bytes_sent / tokens,
         "reply_bytes_per_token": rounds.reply_bytes / tokens,
@@ -38,13 +41,19 @@ def _path(path: str, rounds: Seen, seen: Mapping[str, Seen], tokens: int) -> dic
     return values
 
 
+def _whole(path: str, rounds: Seen, seen: Mapping[str, Seen]) -> dict[str, Any]:
+    """From the bodies of replies on; None where that was not measured (the limit, which begins with placed rows)."""
+    before = seen.get(_DECODES, rounds) if path in DIRECT else rounds
+    if not before.preparing:
+        return {"whole_wall_s": None, "whole_cpu_s": None}
+    wall_s, cpu_s = (sum(_medians(of).values()) for of in (before.preparing, before.preparing_cpu))
+    return {"whole_wall_s": wall_s + median(rounds.wall_s), "whole_cpu_s": cpu_s + median(rounds.cpu_s)}
+
+
 def _borrowed_s(path: str, seen: Mapping[str, Seen]) -> float:
-    """Ray Direct Transport starts from the same decoded arrays as the uint8 path, which measures the decoding."""
-    source = seen.get("ray_numpy_uint8")
-    if path not in DIRECT or source is None:
+    if path not in DIRECT or _DECODES not in seen:
         return 0.0
-    stages = _medians(source.cpu_stages)
-    return sum(seconds for name, seconds in stages.items() if name != "put")
+    return sum(_medians(seen[_DECODES].preparing_cpu).values())
 
 
 def ratios_of(seen: Mapping[str, Seen]) -> dict[str, Any]:
@@ -67,9 +76,18 @@ def ratios_of(seen: Mapping[str, Seen]) -> dict[str, Any]:
         found["of_raw_gloo"] = _ratio(raw.wall_s, ours.held_s)
         found["of_raw_gloo_widened"] = _ratio(raw.wall_s, ours.wall_s)
         found["exposed_of_raw_gloo"] = median(raw.wall_s) / median(ours.exposed_s) if ours.exposed_s else None
-    coalesced = seen.get(OURS[1])
-    if coalesced is not None:
-        found["vs_coalesced"] = _ratio(coalesced.wall_s, ours.wall_s)
+    return found | _whole_ratios(seen)
+
+
+def _whole_ratios(seen: Mapping[str, Seen]) -> dict[str, Any]:
+    """Of medians: not every round of a peer begins with its replies."""
+    found: dict[str, Any] = {}
+    for what in ("whole_wall_s", "whole_cpu_s"):
+        values = {path: _whole(path, rounds, seen)[what] for path, rounds in seen.items()}
+        peers = [value for path, value in values.items() if path in PEERS and value]
+        for name, theirs in (("vs_ray_numpy_int32", values.get(BASE)), ("vs_best_peer", min(peers, default=None))):
+            ratio = theirs / values[OWN] if theirs and values[OWN] else None
+            found[f"{what.removesuffix('_s')}_{name}"] = ratio
     return found
 
 

@@ -39,15 +39,17 @@ class Seen:
     held_s: list[float] = field(default_factory=list)
     """The same up to rows held, contiguous and writable per layer, in the dtype they came in."""
     exposed_s: list[float] = field(default_factory=list)
-    """Ours: the ranks are called -> rows held, in rounds in which all was placed before they were called."""
+    """Ours: the ranks are called -> rows held, in rounds in which all was ready to be sent before they were called."""
     cpu_s: list[float] = field(default_factory=list)
     """Of every process of the tree, Ray's own included, in the timed section."""
     manager_cpu_s: list[float] = field(default_factory=list)
-    """Of the manager's process: what comes before the timed section, plus its part up to placed or put."""
+    """Of the manager's process: what comes before the timed section, plus its part up to ready or put."""
     stages: list[dict[str, float]] = field(default_factory=list)
     """Wall seconds by stage; of ranks, the slowest."""
     preparing: list[dict[str, float]] = field(default_factory=list)
-    """Wall seconds of the stages before the timed section."""
+    """Wall seconds of the stages before the timed section: from the bodies of replies on."""
+    preparing_cpu: list[dict[str, float]] = field(default_factory=list)
+    """The manager's CPU seconds of them."""
     cpu_stages: list[dict[str, float]] = field(default_factory=list)
     """The manager's CPU seconds of its own stages."""
     bytes_sent: int = 0
@@ -155,7 +157,7 @@ class Rounds:
             seen[path].bytes_sent = call(manager.bytes_sent.remote(path))
             seen[path].reply_bytes = call(manager.reply_bytes.remote(path))
             if path in OURS:
-                self._placing(path, seen[path], rounds=rounds)
+                self._ready(path, seen[path], rounds=rounds)
                 self.peak_staging_bytes[path] = call(manager.peak_staging_bytes.remote(path))
         return seen
 
@@ -174,6 +176,7 @@ class Rounds:
         _keep(seen, result["start_s"], result["ranks"], result["stages"]["wall_s"] | own)
         if before["wall_s"]:
             seen.preparing.append(before["wall_s"])
+            seen.preparing_cpu.append(before["cpu_s"])
             seen.cpu_stages.append(before["cpu_s"] | result["stages"]["cpu_s"])
             if path not in OURS:
                 seen.manager_cpu_s.append(sum(before["cpu_s"].values()) + result["cpu_s"])
@@ -191,15 +194,15 @@ class Rounds:
         _keep(seen, start_s, found, {})
         call([rank.settle.remote() for rank in ranks])
 
-    def _placing(self, path: str, seen: Seen, *, rounds: int) -> None:
-        """Rounds in which the trainers come when all is placed, as they do in a loop whose steps take longer than placing: the
-        relay's CPU up to placed shards, apart from sending, which shares its process; and what the trainers then wait for."""
+    def _ready(self, path: str, seen: Seen, *, rounds: int) -> None:
+        """Rounds in which the trainers come when the step was prepared, as they do in a loop: the relay's CPU up to there, apart from
+        sending, which shares its process; and what the trainers then wait for."""
         for _ in range(max(2, rounds // 2)):
-            result = call(self.manager.place.remote(path))
+            result = call(self.manager.ready.remote(path))
             call(self.manager.settle.remote(path))
             seen.exposed_s.append(max(rank["held_s"] for rank in result["ranks"]) - result["start_s"])
-            seen.cpu_stages.append(result["placing"])
-            seen.manager_cpu_s.append(result["placing"]["ingest"] + result["placing"]["place"])
+            seen.cpu_stages.append(result["ready"])
+            seen.manager_cpu_s.append(sum(result["ready"].values()))
 
 
 def _keep(seen: Seen, start_s: float, ranks: Sequence[dict[str, Any]], stages: dict[str, float]) -> None:

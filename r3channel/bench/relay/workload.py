@@ -1,4 +1,4 @@
-"""The data of `bench relay`: one step's samples as frames, replies and arrays, equal for every path. Knows no transport."""
+"""The data of `bench relay`: one step's samples as bodies of replies and as arrays, equal for every path. Knows no transport."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.shards import Plan, plan_shards
 from r3channel.routing import Ids
 from r3channel.spec import RoutingSpec
-from r3channel.wire.frame import encode_frame
+from r3channel.wire.frame import encode_frame, sample_key
 
 _GENERATED_ROWS = 4096
 """Rows that are drawn; a sample is a stretch of them that begins elsewhere, end to end as often as it takes."""
@@ -82,9 +82,14 @@ class Workload:
         return self._rows_TLK[rows]
 
     @cached_property
-    def frames(self) -> dict[str, bytes]:
+    def bodies(self) -> dict[str, bytes]:
         """What an engine of ours returns per sample."""
-        return {name: encode_frame(self.spec, expert_ids_TLK=self.ids(name)) for name in self.lengths}
+        return {name: self.reply(name, self.frame(name)) for name in self.lengths}
+
+    def frame(self, sample_id: str) -> bytes:
+        """As an engine of ours makes it."""
+        key = sample_key(sample_id)
+        return encode_frame(self.spec, expert_ids_TLK=self.ids(sample_id), sample_key=key)
 
     @cached_property
     def narrow(self) -> dict[str, Ids]:
@@ -97,10 +102,12 @@ class Workload:
         return {name: self.ids(name).astype(np.int32) for name in self.lengths}
 
     def reply(self, sample_id: str, raw: Any) -> bytes:
-        """An engine's JSON reply whose `routed_experts` is `raw` (bytes or a contiguous array) in base64."""
+        """An engine's JSON reply whose `routed_experts` is `raw` (bytes or a contiguous array) in base64. Its token ids are those of the
+        whole sequence, so that no prompt is needed beside it."""
         text = pybase64.b64encode(raw).decode()
         meta = {"id": sample_id, "finish_reason": {"type": "stop"}, "routed_experts": text}
-        return json.dumps({"text": "", "meta_info": meta}).encode()
+        tokens = list(range(self.lengths[sample_id]))
+        return json.dumps({"text": "", "output_ids": tokens, "meta_info": meta}).encode()
 
     def stock_reply(self, sample_id: str) -> bytes:
         """SGLang's reply: int32 over all decoder layers, dense ones included."""

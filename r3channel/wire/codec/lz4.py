@@ -1,4 +1,7 @@
-"""Codec 1: lz4 block format without a size prefix. Gains where rows repeat: padding, and tokens that choose the experts they chose before."""
+"""Codec 1: lz4 block format without a size prefix.
+
+Gains where rows repeat: padding, and tokens that choose the experts they chose before.
+"""
 
 from __future__ import annotations
 

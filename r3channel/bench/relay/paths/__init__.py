@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-OURS = ("r3channel", "r3channel_coalesced")
+OURS = ("r3channel",)
 STORE = ("slime_torch_int32", "ray_numpy_int32", "ray_numpy_uint8")
 """Through Ray's object store, from one raylet to another."""
 ONE_RAYLET = ("ray_numpy_int32_one_raylet", "ray_numpy_uint8_one_raylet")

@@ -1,7 +1,7 @@
 """The two halves of a path. A path carries one step's samples from the manager's memory to every rank's routers.
 
-The manager's half starts from replies or frames in memory (`prepare`), then from what a sealed step starts from (`deliver`);
-the rank's half ends where `held` says. Both live in processes that all paths share.
+The manager's half starts from the bodies of engines' replies (`prepare`), then from what a sealed step starts from (`deliver`); the
+rank's half ends where `held` says. Both live in processes that all paths share.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Sending(Protocol):
         ...
 
     def prepare(self, stages: Stages, *, whole: bool) -> None:
-        """From replies or frames in memory. `whole=False` may skip work whose result is at hand."""
+        """From the bodies of replies in memory. `whole=False` may skip work whose result is at hand."""
         ...
 
     def deliver(self, start: Start) -> Delivery:

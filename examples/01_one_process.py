@@ -1,6 +1,6 @@
-"""The whole channel in one process: two engine replies in, one trainer's exact rows out. No SGLang, no Ray.
+"""The whole channel in one process: two engine replies in, each trainer's exact rows out. No SGLang, no Ray.
 
-python examples/01_loopback.py
+python examples/01_one_process.py
 """
 
 import base64
@@ -8,14 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from r3channel import Assignment, ChannelConfig, RoutingSpec, Ticket, TrainerLayout
+from r3channel import Assignment, RoutingSpec, Ticket, TrainerLayout
 from r3channel.relay.relay import Relay
 from r3channel.trainer.receiver import Receiver
 from r3channel.wire.frame import encode_frame
 
 spec = RoutingSpec(num_layers=48, moe_layers=tuple(range(48)), num_experts=128, top_k=8)
 layout = TrainerLayout.parse("dp=2,pp=2")
-config = ChannelConfig(backend="loopback")
 rng = np.random.default_rng(0)
 
 
@@ -27,18 +26,17 @@ def engine(tokens: list[int]) -> tuple[np.ndarray, dict]:
 
 
 # rollout side: add replies as they come, seal the step, ship the ticket with the ordinary data
-relay = Relay(spec, layout, config)
+relay = Relay(spec, layout)
 captured = {}
 for sample_id, length in (("a", 200), ("b", 120)):
     captured[sample_id], reply = engine(tokens := list(range(length)))
     relay.add(sample_id, reply, tokens)
 ticket = relay.seal(0, Assignment.round_robin(["a", "b"], dp=2, microbatch_size=1)).to_bytes()
-print(f"sealed: a ticket of {len(ticket)} bytes; the shards are placed and sent in the background")
+print(f"sealed: a ticket of {len(ticket)} bytes; each receiver gets its rows when it asks for them")
 
-# trainer side: one receiver per (dp, pp); a training loop would use TrainerChannel, which also drives the routers
-receivers = [
-    Receiver(relay, spec=spec, layout=layout, coords=layout.coords(r), config=config) for r in range(4)
-]
+# trainer side: one receiver per (dp, pp), which connects to the relay over TCP even here; a training loop would use
+# TrainerChannel, which also drives the routers
+receivers = [Receiver(relay, spec=spec, layout=layout, coords=layout.coords(rank)) for rank in range(4)]
 with ThreadPoolExecutor(4) as ranks:
     shards = list(ranks.map(lambda receiver: receiver.receive(Ticket.from_bytes(ticket)), receivers))
 relay.join_previous(timeout_s=10)
@@ -52,5 +50,7 @@ for shard in shards:
         compared += used.size
         different += int((used != captured[sample_id][:, layer]).sum())
 print(f"{len(shards)} ranks, {compared} ids compared, {different} different")
+for receiver in receivers:
+    receiver.close()
 relay.close()
 assert different == 0

@@ -1,15 +1,14 @@
-"""A relay and its trainers as separate processes over gloo: what crosses a process boundary, and nothing else.
+"""A relay and its trainers as separate processes over TCP: what crosses a process boundary, and nothing else.
 
-    python examples/02_gloo_processes.py
+    python examples/02_processes.py
 
-The control channel is a multiprocessing manager here; `r3channel.relay.actor` is the same over Ray.
+A trainer needs the ticket, and where and with what token its relay is to be met: `Relay.hello`, plain values that a queue or an
+argument can carry. Between machines `r3channel.relay.actor` asks for them over Ray.
 """
 
 from __future__ import annotations
 
 import multiprocessing
-import threading
-from multiprocessing.managers import BaseManager
 from typing import Any
 
 import numpy as np
@@ -24,8 +23,14 @@ LAYOUT = TrainerLayout.parse("dp=2,pp=2")
 LENGTHS = {"a": 900, "b": 700, "c": 300, "d": 1500}
 
 
-class Control(BaseManager):
-    """Carries the trainers' hello, ready and ack to the relay's process."""
+class Known:
+    """The control channel of a trainer that was told the answer."""
+
+    def __init__(self, where: dict[str, Any]) -> None:
+        self._where = where
+
+    def hello(self, *, dp: int, pp: int, cp: int) -> dict[str, Any]:
+        return self._where
 
 
 def captured(sample_id: str) -> np.ndarray:
@@ -35,12 +40,8 @@ def captured(sample_id: str) -> np.ndarray:
     return ((start + rng.permutation(SPEC.num_experts)[:8]) % SPEC.num_experts).astype(SPEC.id_dtype)
 
 
-def trainer(rank: int, ticket: bytes, address: Any, results: Any) -> None:
-    Control.register("relay")
-    control = Control(address=address, authkey=b"r3channel")
-    control.connect()
-    relay: Any = control.relay()  # type: ignore[attr-defined]
-    receiver = Receiver(relay, spec=SPEC, layout=LAYOUT, coords=LAYOUT.coords(rank))
+def trainer(rank: int, ticket: bytes, where: dict[str, Any], results: Any) -> None:
+    receiver = Receiver(Known(where), spec=SPEC, layout=LAYOUT, coords=LAYOUT.coords(rank))
     shard = receiver.receive(Ticket.from_bytes(ticket))
     different = compared = 0
     for number, batch in enumerate(shard.shard.microbatches):
@@ -61,17 +62,13 @@ def main() -> None:
         frame = encode_frame(SPEC, expert_ids_TLK=captured(sample_id))
         relay.add_frame(sample_id, frame, range(length))
     ticket = relay.seal(0, Assignment.balanced(LENGTHS, dp=2, microbatch_size=1)).to_bytes()
-    Control.register("relay", callable=lambda: relay)
-    server = Control(address=("127.0.0.1", 0), authkey=b"r3channel").get_server()
-    threading.Thread(target=server.serve_forever, daemon=True).start()
     context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    ranks = [
-        context.Process(target=trainer, args=(r, ticket, server.address, results))
-        for r in range(LAYOUT.world_size)
-    ]
-    for process in ranks:
-        process.start()
+    results, ranks = context.Queue(), []
+    for rank in range(LAYOUT.world_size):
+        coords = LAYOUT.coords(rank)
+        where = relay.hello(dp=coords.dp, pp=coords.pp, cp=coords.cp)
+        ranks.append(context.Process(target=trainer, args=(rank, ticket, where, results)))
+        ranks[-1].start()
     found = sorted(results.get(timeout=120) for _ in ranks)
     for process in ranks:
         process.join(30)

@@ -1,0 +1,186 @@
+"""Placement: over random layouts, turns and rows without routing, each byte of a shard is written once, with its digest.
+
+What stands where is compared with the oracle in tests/plans.py, which cuts whole samples as the default path does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from r3channel import distinct
+from r3channel.plan import place
+from r3channel.plan.assignment import Assignment
+from r3channel.plan.layout import TrainerLayout
+from r3channel.plan.place import Placement, place_samples, place_shard, spread_ids
+from r3channel.plan.shards import Shard
+from r3channel.plan.stream import Stream
+from r3channel.plan.ticket import Ticket, TicketSample
+from r3channel.routing import Ids
+from r3channel.spec import RoutingSpec
+from r3channel.wire import digest
+from r3channel.wire.digest import layer_digests
+from tests.plans import Step, oracle_rows, steps
+from tests.samples import random_ids
+
+
+@contextmanager
+def without_numba() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (place, distinct, digest):
+            patch.setattr(module, "kernels", lambda: None)
+        yield
+
+
+def memory(shard: Shard, *, garbage: int) -> np.ndarray:
+    return np.full(shard.nbytes, garbage, np.uint8)
+
+
+def filled(step: Step, shard: Shard, *, bucket_rows: int, garbage: int = 0xEE) -> tuple[np.ndarray, Ids]:
+    """The shard and its digests [slot, sample, layer], from streams of all relays, the last first, in buckets of so many rows."""
+    buffer_N = memory(shard, garbage=garbage)
+    placement = Placement(Stream.of(step.ticket, shard), buffer_N)
+    digests = placement.new_digests()
+    for stream in reversed(step.streams(shard)):
+        source, bucket = step.source(stream), np.empty_like(step.source(stream)[:bucket_rows])
+        for at in range(0, len(source), bucket_rows):
+            part = bucket[: len(source[at : at + bucket_rows])]
+            part[:] = source[at : at + bucket_rows]
+            placement.rows(stream, part, digests, begin=at)
+            part[:] = 0x55  # the memory is reused
+    placement.pads()
+    return buffer_N, digests
+
+
+def routed(step: Step, name: str, source: int) -> np.ndarray:
+    """[T, K] of one layer; -1 where there is no routing."""
+    return np.where(step.valid(name)[:, None], step.ids[name][:, source].astype(int), -1)
+
+
+@settings(max_examples=120, deadline=None)
+@given(step=steps(), bucket_rows=st.integers(1, 50))
+def test_each_router_finds_its_rows_in_its_order_and_spread_ids_elsewhere(
+    step: Step, bucket_rows: int
+) -> None:
+    spec, layout = step.ticket.spec, step.ticket.layout
+    for shard in step.shards:
+        buffer_N, _ = filled(step, shard, bucket_rows=bucket_rows)
+        for number, view in enumerate(shard.views(buffer_N)):
+            batch = shard.microbatches[number]
+            _, position_SR = shard.table.row_map(cp=shard.cp, microbatch=number)
+            for slot in range(layout.tp_slots):
+                pads_RK = spread_ids(spec, positions_T=position_SR[slot])
+                for index, source in enumerate(shard.sources):
+                    values = [routed(step, name, source) for name in batch.sample_ids]
+                    line_RK = oracle_rows(values, batch, layout, cp=shard.cp, tp=slot)
+                    assert np.array_equal(view[slot, index], np.where(line_RK < 0, pads_RK, line_RK))
+
+
+@settings(max_examples=80, deadline=None)
+@given(step=steps())
+def test_streams_of_all_relays_and_the_pads_write_each_byte_exactly_once(step: Step) -> None:
+    for shard in step.shards:
+        written = np.zeros(shard.nbytes, int)
+        for stream in (None, *step.streams(shard)):
+            zeros, ones = memory(shard, garbage=0), memory(shard, garbage=0xFF)
+            for buffer_N in (zeros, ones):
+                placement = Placement(Stream.of(step.ticket, shard), buffer_N)
+                if stream is None:
+                    placement.pads()
+                else:
+                    placement.rows(stream, step.source(stream), placement.new_digests(), begin=0)
+            written += zeros == ones
+        assert (written == 1).all()
+
+
+@settings(max_examples=80, deadline=None)
+@given(step=steps(), bucket_rows=st.integers(1, 50))
+def test_digests_of_what_is_placed_are_those_of_the_samples_rows(step: Step, bucket_rows: int) -> None:
+    totals: dict[tuple[int, str], Ids] = {}
+    for shard in step.shards:
+        _, digests_CSL = filled(step, shard, bucket_rows=bucket_rows)
+        sources, samples = list(shard.sources), Stream.of(step.ticket, shard).samples
+        expected = np.zeros_like(digests_CSL)
+        first = 0
+        for number, batch in enumerate(shard.microbatches):
+            sample_SR, position_SR = shard.table.row_map(cp=shard.cp, microbatch=number)
+            for slot, (sample_R, position_R) in enumerate(zip(sample_SR, position_SR, strict=True)):
+                for index, name in enumerate(batch.sample_ids):
+                    rows = position_R[(sample_R == index) & (position_R < batch.tokens[index] - 1)]
+                    own_T = step.valid(name) & np.isin(np.arange(batch.tokens[index] - 1), rows)
+                    found_L = layer_digests(step.ids[name], first_row=0, valid_T=own_T)
+                    expected[slot, first + index] = found_L[sources]
+            first += len(batch.sample_ids)
+        assert np.array_equal(digests_CSL, expected)
+        for index, sample in enumerate(samples):
+            key = shard.pp, sample.sample_id
+            totals[key] = totals.get(key, 0) + digests_CSL[:, index].sum(axis=0, dtype=np.uint64)
+    for (pp, name), found_L in totals.items():  # over slots and context ranks: the engine's own
+        sources = list(next(shard for shard in step.shards if shard.pp == pp).sources)
+        engine_L = layer_digests(step.ids[name], first_row=0, valid_T=step.valid(name))
+        assert np.array_equal(found_L, engine_L[sources])
+
+
+@settings(max_examples=80, deadline=None)
+@given(step=steps(), bucket_rows=st.integers(1, 50))
+def test_compiled_and_numpy_placement_write_the_same_bytes_and_sum_the_same_digests(
+    step: Step, bucket_rows: int
+) -> None:
+    assert distinct.kernels() is not None, "without numba nothing is compared"
+    for shard in step.shards:
+        compiled = filled(step, shard, bucket_rows=bucket_rows)
+        with without_numba():
+            plain = filled(step, shard, bucket_rows=bucket_rows)
+        assert all(np.array_equal(*pair) for pair in zip(compiled, plain, strict=True))
+
+
+@pytest.mark.parametrize("numba", [True, False])
+@settings(max_examples=40, deadline=None)
+@given(step=steps())
+def test_buckets_of_one_row_and_of_all_rows_place_the_same(numba: bool, step: Step) -> None:
+    for shard in step.shards:
+        with pytest.MonkeyPatch.context() if numba else without_numba():
+            whole = filled(step, shard, bucket_rows=10**6, garbage=0)
+            for bucket_rows in (1, 7):
+                parts = filled(step, shard, bucket_rows=bucket_rows, garbage=0xFF)
+                assert all(np.array_equal(*pair) for pair in zip(whole, parts, strict=True))
+
+
+@settings(max_examples=60, deadline=None)
+@given(step=steps(), numba=st.booleans())
+def test_whole_samples_place_what_relays_send(step: Step, numba: bool) -> None:
+    """As recordings and benchmarks place: every row has routing, and one holder has all."""
+    samples = [
+        sample._replace(invalid=(), segments=((sample.tokens - 1, 0),)) for sample in step.ticket.samples
+    ]
+    step = replace(step, ticket=replace(step.ticket, samples=samples))
+    with pytest.MonkeyPatch.context() if numba else without_numba():
+        placed = place_samples(step.ticket.plan, dp=step.dp, ids_of=step.ids.__getitem__)
+        assert list(placed) == [shard.key for shard in step.shards]
+        for shard in step.shards:
+            stream = Stream.of(step.ticket, shard)
+            assert np.array_equal(placed[shard.key], filled(step, shard, bucket_rows=11)[0])
+            assert np.array_equal(placed[shard.key], place_shard(stream, ids_of=step.ids.__getitem__))
+
+
+def test_large_batches_of_rows_are_the_same_over_the_compiled_blocks_and_past_the_caches() -> None:
+    """A thousand rows and more: several blocks of a run, and lines that two blocks share."""
+    spec = RoutingSpec(num_layers=3, moe_layers=(0, 1, 2), num_experts=300, top_k=8)
+    tokens = {"a": 3001, "b": 1777}
+    ids = {name: np.resize(random_ids(64, spec=spec), (count - 1, 3, 8)) for name, count in tokens.items()}
+    samples = [TicketSample(name, n, 0, 0, (), ((500, 1300),), ((n - 1, 0),)) for name, n in tokens.items()]
+    for text in ("tp=2", "cp=2,packing=thd", ""):
+        assignment = Assignment.given([[["a", "b"]]])
+        ticket = Ticket("run", 1, spec, TrainerLayout.parse(text), assignment, samples, 1 << 20)
+        step = Step(ticket, ids, 0)
+        for shard in step.shards:
+            compiled = [filled(step, shard, bucket_rows=rows) for rows in (10**6, 777)]
+            with without_numba():
+                plain = filled(step, shard, bucket_rows=2048)
+            assert all(np.array_equal(a, b) for found in compiled for a, b in zip(found, plain, strict=True))
