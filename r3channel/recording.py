@@ -59,7 +59,7 @@ class TurnRows(Protocol):
 
 @dataclass
 class Recorder:
-    """Keeps the tokens of what a relay receives until its step is sealed, then writes both. Calls come from the relay, any thread.
+    """Keeps the tokens of what a relay receives until its step is sealed, then writes both. Called by the relay, from any thread.
 
     What cannot be written (a full disk) is lost for the recording and for nobody else: said once in the log, counted in `lost`.
     """
@@ -157,8 +157,8 @@ class Recording:
             or any(min(own, default=0) < 0 for own in sizes)
         ):
             raise FrameTruncated(
-                f"{path}: {len(sizes)} samples with {total} bytes of frames announced, {len(data)} bytes for {len(ticket.samples)} "
-                "samples found"
+                f"{path}: {len(sizes)} samples with {total} bytes of frames announced, {len(data)} bytes for "
+                f"{len(ticket.samples)} samples found"
             )
         frames, at = {}, 0
         for sample, own in zip(ticket.samples, sizes, strict=True):

@@ -66,7 +66,7 @@ def _cut_ms(samples: int, text: str, *, rounds: int) -> float:
 
 
 def _place_us(*, rounds: int, reuse: bool) -> float:
-    """One sample of 16k tokens of 48 x top-8, as its rows come, into the shards of TP4 SP, CP2, PP4; into reused or new memory."""
+    """One sample of 16k tokens of 48 x top-8, as rows come, into the shards of TP4 SP, CP2, PP4; into reused or new memory."""
     spec, layout = model_named("qwen3-30b-a3b").spec, TrainerLayout(tp=4, cp=2, pp=4)
     ids = np.random.default_rng(0).integers(0, 128, (16383, 48, 8), dtype=np.uint8)
     plan = plan_shards(Assignment.given([[["a"]]]), tokens={"a": 16384}, spec=spec, layout=layout)

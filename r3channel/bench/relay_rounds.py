@@ -2,7 +2,7 @@
 
 The engine's end is another process (run this file as a program): an HTTP server that answers with canned replies, and the
 real sender for direct delivery. Only the process that calls `measure` is timed: fetching the reply, parsing it, taking the
-frame, verifying every id, sealing the samples as a step and placing its shard. Shape: Qwen3-30B-A3B.
+frame, verifying every id, sealing the samples as a step and placing its shard as a receiver does. Shape: Qwen3-30B-A3B.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from typing import Any
 
 import numpy as np
 
-from r3channel.config import ChannelConfig, EngineConfig
+from r3channel.bench.relay.costs import receive
+from r3channel.config import EngineConfig
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.relay import Relay
@@ -37,13 +38,12 @@ WAYS = ("off", "stock", "inband", "direct")
 it, read with numpy; our frame in the JSON; our frame past it."""
 PLACED = ("inband", "direct")
 _START_TIMEOUT_S = 60.0
-_SETTLE_S = 60.0
 
 
 def measure(*, rounds: int, samples: int, rows: int) -> dict[str, float]:
     """{way: microseconds of CPU per token}, medians of interleaved rounds."""
     with tempfile.TemporaryDirectory(prefix="r3channel-bench-") as folder:
-        relay = Relay(SPEC, TrainerLayout(), ChannelConfig(backend="loopback"))
+        relay = Relay(SPEC, TrainerLayout())
         with contextlib.closing(relay):
             url = relay.serve(token_file=Path(folder) / "token")
             with _engine(rows, url, Path(folder) / "token") as engine:
@@ -58,6 +58,7 @@ async def _rounds(
 
     tokens = list(range(rows + 1))
     seen: dict[str, list[float]] = {way: [] for way in WAYS}
+    rows_N = None
     async with aiohttp.ClientSession(read_bufsize=1 << 20) as session:
         for number in range(rounds + 1):
             for way in WAYS:
@@ -66,7 +67,9 @@ async def _rounds(
                 for name in names:
                     await _fetch(session, f"{engine}/{way}?rid={name}", relay, name, tokens)
                 if way in PLACED:
-                    _place(relay, names, step=number * len(WAYS) + WAYS.index(way))
+                    assignment = Assignment.given([[[name] for name in names]])
+                    ticket = relay.seal(number * len(WAYS) + WAYS.index(way), assignment)
+                    rows_N = receive(relay, ticket, rows_N)
                 spent_s = time.process_time() - start_s
                 seen[way] += [spent_s / (samples * rows) * 1e6] if number else []
     return seen
@@ -83,14 +86,6 @@ async def _fetch(session: Any, url: str, relay: Relay, name: str, tokens: list[i
         return
     raw = base64.b64decode(values["meta_info"]["routed_experts"])
     np.frombuffer(raw, np.int32).reshape(-1, SPEC.num_layers, SPEC.top_k)
-
-
-def _place(relay: Relay, names: list[str], *, step: int) -> None:
-    """Seal, wait until the shard is ready, and acknowledge it as a trainer would. Waits without looking again and again."""
-    ticket = relay.seal(step, Assignment.given([[[name] for name in names]]))
-    placed = relay._ledger.wait_placed(step, (0, 0, 0), wait_s=_SETTLE_S, unless=lambda: False)
-    assert placed, "the step was not placed"
-    relay.ack(run=ticket.run, step=step, dp=0, pp=0)
 
 
 # -- the engine's end ------------------------------------------------------------------------------------------------------

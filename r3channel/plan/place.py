@@ -43,7 +43,7 @@ class Placement:
     """
 
     def __init__(self, stream: Stream, buffer_N: _Bytes) -> None:
-        """`stream` is that of any relay: runs and samples are the same for all. `buffer_N` has `shard.nbytes` bytes of any content."""
+        """`stream` is that of any relay: runs and samples are the same. `buffer_N` has `shard.nbytes` bytes of any content."""
         self._stream, self._buffer_N = stream, buffer_N
         shard, spec = stream.shard, stream.shard.spec
         self._id_bytes = spec.top_k * spec.id_dtype.itemsize
@@ -57,7 +57,7 @@ class Placement:
         """Write the rows that do not travel."""
         pads = self._stream.pads
         if not self._compiled(pads, None, self.new_digests()):
-            for run, position, rows, target_LP in self._targets(pads):
+            for _, position, rows, target_LP in self._targets(pads):
                 ids_PK = spread_ids(self._stream.shard.spec, positions_T=np.arange(position, position + rows))
                 target_LP[:] = _row_items(ids_PK)
 

@@ -2,7 +2,7 @@
 
 `RelayHost` is what an actor class holds (or inherits) beside its own methods; `RayRelay` is how a trainer, or the coordinator of
 several relays, calls it. The actor needs `max_concurrency` above 1, because receivers say hello while `generate` is running; with
-NCCL it needs `num_gpus=1`, for a device and a CUDA context of its own, never an engine's. Ray carries hellos and small records only.
+NCCL it needs `num_gpus=1`, for a device and a CUDA context of its own, never an engine's. Ray carries hellos and small records.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def ask(method: Any, call: str, arguments: dict[str, Any], *, timeout_s: float) 
         return ray.get(method.remote(call, arguments), timeout=timeout_s)
     except exceptions.GetTimeoutError as error:
         raise DeadlineExceeded(
-            f"the relay's actor did not answer {call} within {timeout_s:.1f} s. Is one of its methods running? An actor that is a "
-            "RelayHost needs max_concurrency above 1"
+            f"the relay's actor did not answer {call} within {timeout_s:.1f} s. Is one of its methods running? An actor that is "
+            "a RelayHost needs max_concurrency above 1"
         ) from error
     except exceptions.RayTaskError as error:
         raise error.cause from error  # the relay's own typed error

@@ -16,6 +16,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from xxhash import xxh3_64_intdigest
+
 from r3channel.config import ChannelConfig
 from r3channel.errors import R3Error, TicketMismatch, TransportError
 from r3channel.metrics import Metrics, StageClock
@@ -44,7 +46,7 @@ class Delivery:
         clock: StageClock,
         metrics: Metrics,
     ) -> None:
-        """`outgoing(step, receiver, run)` waits until that receiver's rows are prepared; all three raise what a receiver is told."""
+        """`outgoing(step, receiver, run)` waits until its rows are prepared; all three raise what a receiver is told."""
         self._layout, self._config, self._run = layout, config, run
         self._outgoing, self._acknowledge, self._verify = outgoing, acknowledge, verify
         self._clock, self._metrics = clock, metrics
@@ -94,10 +96,10 @@ class Delivery:
         self._listener.close()
         for served in serving:
             served.abort()
+        if self._store is not None:
+            self._store.close()  # ends the wait for a receiver that never joined its group
         for served in serving:
             served.thread.join(timeout_s)
-        if self._store is not None:
-            self._store.close()
         return [served.thread.name for served in serving if served.thread.is_alive()]
 
     def _admit(self, link: Link) -> None:
@@ -193,7 +195,8 @@ class _Served:
         delivery, stream = self._delivery, out.stream
         if group and self._group is None:
             self._join_group()
-        self._say(wire.ROWS, nbytes=stream.nbytes, digests=len(out.digests))
+        digests, found = len(out.digests), xxh3_64_intdigest(out.digests)
+        self._say(wire.ROWS, nbytes=stream.nbytes, digests=digests, hash=found)
         with delivery._clock.span("send", step=step):
             if group:
                 self._send_staged(out)

@@ -4,8 +4,8 @@
                <ref>.frame    a whole frame, then a note that says whose it is: JSON, its length u32, its xxh3_64
                <step>.ticket  the ticket's bytes; <step>.acks: a line for each receiver that has acknowledged
 
-A file that is there counts, one that is gone does not: nothing is rewritten, and no index can disagree. Files outlive a process, not
-a machine: nothing is flushed. Frames and tickets carry their own hashes.
+A file that is there counts, one that is gone does not: nothing is rewritten, and no index can disagree. Files outlive a process,
+not a machine: nothing is flushed. Frames and tickets carry their own hashes.
 """
 
 from __future__ import annotations

@@ -349,7 +349,7 @@ class Entries:
         return {name: self._unclaimed[name].what for name in names if name in self._unclaimed}
 
     def adopt(self, name: str, frames: Iterable[FrameName], *, tokens: int, now_s: float) -> Sample:
-        """A sample made of frames that are here, as the coordinator's table says. Raises FrameMissing; then nothing has changed."""
+        """A sample made of frames that are here, as the coordinator's table says. FrameMissing: nothing has changed."""
         sample = self.samples.get(name) or Sample(name, tokens, 0, 0, now_s)
         new = [frame for frame in frames if all(turn.name != frame for turn in sample.turns)]
         here = self.arrived(new)
@@ -400,7 +400,8 @@ def _check_fit(reply: Reply, source: Rows | Receipt, *, held_rows: int) -> None:
     end = first + source.rows if isinstance(source, Receipt) else source.end_row
     if reply.key is not None and key != reply.key:
         raise errors.PayloadCorrupt(
-            f"{reply.where}: the frame belongs to request key {key:#x}, expected the reply's {reply.key:#x}; were replies swapped?",
+            f"{reply.where}: the frame belongs to request key {key:#x}, expected the reply's {reply.key:#x}; "
+            "were replies swapped?",
             samples=[reply.sample_id],
         )
     if held_rows and first != held_rows:
@@ -416,7 +417,8 @@ def _check_fit(reply: Reply, source: Rows | Receipt, *, held_rows: int) -> None:
         )
     if first != held_rows or end != reply.tokens - 1:
         raise errors.RowCountMismatch(
-            f"{reply.where}: rows {first}..{end} for {reply.tokens} tokens; expected {held_rows}..{reply.tokens - 1}. Is `tokens` "
-            "the whole sequence, prompt and response? Was a start offset set without append, or the text cut after generation?",
+            f"{reply.where}: rows {first}..{end} for {reply.tokens} tokens; expected {held_rows}..{reply.tokens - 1}. Is "
+            "`tokens` the whole sequence, prompt and response? Was a start offset set without append, or the text cut after "
+            "generation?",
             samples=[reply.sample_id],
         )

@@ -1,6 +1,6 @@
-"""A reply or a frame on its way into the table, and out of it again: verified, kept, claimed, dropped. Knows no step and no receiver.
+"""A reply or a frame on its way into the table, and out of it again: verified, kept, claimed, dropped. Knows no step or receiver.
 
-The door's threads and the callers of `Relay.add` run this. Work is done before the table's lock is taken, and events go in under it.
+The door's threads and the callers of `Relay.add` run this. Work is done before the table's lock is taken; events go in under it.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Intake:
         return self.engines.knows(boot_id)
 
     def deliver(self, boot_id: int, count: int, body: Source) -> None:
-        """Take an opened parcel of `count` frames. Repeating it does no harm; a frame that its engine made wrong is told to its reply.
+        """Take an opened parcel of `count` frames. Repeating it does no harm; what its engine made wrong is told to its reply.
 
         Raises ReceiptInvalid when it is no parcel, PrefixMissing when rows that its frames share are not here (then nothing is
         taken), StoreFull when there is no room for all of it, FrameError for a frame that was damaged on the way (then send it
@@ -251,8 +251,8 @@ class Intake:
         return rows
 
     def _note(self, sample: Sample, turn: Turn, *, number: int | None = None) -> None:
-        """Whose frame it is, for what survives: written when both are here. The table has it, so what cannot be written is said in
-        the log: after a kill that frame is nobody's."""
+        """Whose frame it is, for what survives: written when both are here. The table has it, so what cannot be written is said
+        in the log: after a kill that frame is nobody's."""
         if self._durable is None or not isinstance(turn.rows, HeldRows):
             return
         try:

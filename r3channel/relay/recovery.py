@@ -1,4 +1,4 @@
-"""What a relay that was killed left on disk, given to a new one: its samples, and the steps that it had sealed and not delivered."""
+"""What a killed relay left on disk, given to a new one: its samples, and the steps that it had sealed and not delivered."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Recovery:
     steps: dict[int, Assignment] = field(default_factory=dict)
     """Sealed and not delivered, with every sample here: to be sealed again, in this order."""
     shared: dict[int, dict[int, tuple[str, ...]]] = field(default_factory=dict)
-    """Sealed over several relays: step -> relay -> its samples that are not here. No relay can seal such a step alone: recover all of
-    its relays' folders, or generate these again."""
+    """Sealed over several relays: step -> relay -> its samples that are not here. No relay can seal such a step alone: recover
+    all of its relays' folders, or generate these again."""
     damaged: list[str] = field(default_factory=list)
     """What was lost, by name."""
     unclaimed: int = 0

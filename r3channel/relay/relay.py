@@ -141,9 +141,10 @@ class Relay:
     ) -> tuple[Relay, Recovery]:
         """A relay that holds what those before it left in `config.store_dir` when they were killed.
 
-        Every row is verified as if it came from an engine. Sealed steps are to be sealed again, by the same number and with the
-        assignment that the recovery names: their tickets of before belong to a run that has ended. Receivers that had acknowledged
-        are not waited for again. What was read is deleted. Raises `StoreBusy` where the only stores there belong to relays that live.
+        Every row is verified as if it came from an engine. Sealed steps are to be sealed again, by the same number and with
+        the assignment that the recovery names: their tickets of before belong to a run that has ended. Receivers that had
+        acknowledged are not waited for again; one that never learned of it may come again until the next step is sealed. What
+        was read is deleted. Raises `StoreBusy` where the only stores there belong to relays that live.
         """
         if not config.store_dir:
             raise UsageError("a relay without store_dir leaves nothing to recover: its memory went with it")
@@ -307,7 +308,7 @@ class Relay:
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def seal(self, step: int, assignment: Assignment) -> Ticket:
-        """Take the assigned samples into a step, hand it to the background and return its ticket; no byte is sent before this returns.
+        """Take the assigned samples into a step, hand it to the background and return its ticket; no byte is sent before that.
 
         Waits up to `frame_timeout_s` for directly delivered frames whose receipts came. Raises `FrameMissing` naming those
         that did not, `SampleUnknown` for an assigned sample that was never added, `StepError` for a step that is not newer. The
@@ -350,7 +351,7 @@ class Relay:
         return ticket
 
     def hold(self, ticket: Ticket, shares: Mapping[str, Share]) -> None:
-        """Take part in a step that relay 0 has sealed, with what lies here of its samples. Raises FrameMissing: nothing is taken."""
+        """Take part in a step that relay 0 has sealed, with what lies here of it. Raises FrameMissing: nothing is taken."""
         self._check_open()
         rows = self.intake.adopt(ticket, shares)
         try:
@@ -374,7 +375,7 @@ class Relay:
         return steps
 
     def join_previous(self, *, timeout_s: float | None = None) -> None:
-        """Wait until every sealed step is delivered. The error names the steps and carries the receivers that have not acknowledged."""
+        """Wait until every sealed step is delivered. The error names the steps and carries the receivers that are missing."""
         limit = self.config.step_timeout_s if timeout_s is None else timeout_s
         with self.clock.span("wait_join"):
             steps = self.undelivered(wait_s=limit)
@@ -429,7 +430,8 @@ class Relay:
         self.metrics.close()
         if undelivered or alive:
             raise StepError(
-                f"closed with undelivered steps {_listed(undelivered)} (step: (dp, pp, cp) not acknowledged); still running: {alive}",
+                f"closed with undelivered steps {_listed(undelivered)} (step: (dp, pp, cp) not acknowledged); "
+                f"still running: {alive}",
                 ranks=[key for keys in undelivered.values() for key in keys],
             )
 

@@ -1,6 +1,6 @@
 """From a frame's bytes to verified rows at rest, in one pass. Knows frames, the store and shared prompts; no sample and no step.
 
-Rows that lie in the frame as they are stay where the frame was read; coded ones are decoded once, into the store, and stay decoded.
+Rows that lie in the frame as they are stay where it was read; coded ones are decoded once, into the store, and stay decoded.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ class Landing:
         """Read an opened parcel and hand on each frame that is `wanted`, or why it cannot be used.
 
         A frame that carries its rows is received into the store, at the place where it stays. One with more than `most_rows` is
-        refused before it is decoded. Raises ReceiptInvalid, PrefixMissing and StoreFull; then nothing was taken, or it is known by
-        its name when it comes again. Raises the error of a frame that was damaged on the way after the others were taken.
+        refused before it is decoded. Raises ReceiptInvalid, PrefixMissing and StoreFull; then nothing was taken, or it is known
+        by its name when it comes again. Raises the error of a frame that was damaged on the way after the others were taken.
         """
         blocks: dict[int, Block] = {}
 
@@ -146,7 +146,7 @@ class Landing:
             for block in blocks.values():
                 block.free()
         if damaged is not None:
-            raise damaged
+            raise damaged.within(f"a parcel of {count} frames")
 
     def _land(
         self,
@@ -165,7 +165,8 @@ class Landing:
             kept, block = block, None
             return self._finish(frame, data, None, kept)
         except RoutingError as error:
-            return error
+            error.__cause__ = error.__context__ = None
+            return error.with_traceback(None)  # it is kept; what was refused is not
         finally:
             if block is not None:
                 block.free()
@@ -188,6 +189,7 @@ class Landing:
         try:
             with self._clock.span("verify"):
                 ids_TLK = frame.verify(out_TLK)
+                ids_TLK.flags.writeable = False
             rows = HeldRows.of(frame, ids_TLK, block, ref=next(self._refs))
             if self._durable is not None:
                 self._durable.frame(rows.ref, stored_copy(frame) if frame.shares else data)
@@ -217,8 +219,8 @@ class Landing:
             rows_TLK = self._prefixes.get(ref.digest) if ref is not None else None
             if ref is not None and rows_TLK is None:
                 raise PrefixMissing(
-                    f"frame {serial} from engine {engine} shares rows of prefix {ref.digest.hex()}, which is not here; evicted, or "
-                    "sent to another relay?"
+                    f"frame {serial} from engine {engine} shares rows of prefix {ref.digest.hex()}, which is not here; evicted, "
+                    "or sent to another relay?"
                 )
             if ref is not None and rows_TLK is not None:
                 found[ref.digest] = rows_TLK
@@ -230,8 +232,8 @@ class Landing:
         if self._invalid_rows == "error" and (missing or not frame.valid_T.all()):
             first = int((~frame.valid_T).argmax()) if not frame.valid_T.all() else missing[0].start
             raise RowsInvalid(
-                f"{frame.where}: {int((~frame.valid_T).sum())} of {frame.rows} rows hold no routing, the first is row {first}; expected "
-                "all rows valid (policy: error)"
+                f"{frame.where}: {int((~frame.valid_T).sum())} of {frame.rows} rows hold no routing, the first is row {first}; "
+                "expected all rows valid (policy: error)"
             )
 
 

@@ -9,7 +9,7 @@ Nothing is copied: a receiver's rows are sent from where they lie in the store, 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -157,11 +157,13 @@ class SealedStep:
         }
 
     def verify(self, names: list[str]) -> None:
-        """Look again at samples that a receiver found damaged. Raises PayloadCorrupt where they are, here."""
+        """Look again at samples that a receiver found damaged. Raises PayloadCorrupt with those that are, here."""
+        looked_at = list[tuple[str, Ids]]()
         for name in names:
             for turn in self.rows.get(name, ()):
                 found_L = layer_digests(turn.ids_TLK, first_row=turn.first_row, valid_T=valid_rows(turn))
-                self._check(name, turn.digests_L, found_L)
+                looked_at.append((name, turn.digests_L != found_L))
+        self._refuse(looked_at)
 
     def _digests_of(self, name: str) -> Ids:
         turns = self.rows.get(name, ())
@@ -181,17 +183,24 @@ class SealedStep:
 
     def _attest(self, stream: Stream, engine_SL: Ids, found_SL: Ids) -> None:
         """The parts of a sample must add up to what its engine saw: what was changed at rest is noticed here."""
-        for index, sample in enumerate(stream.samples):
-            self._check(sample.sample_id, engine_SL[index], found_SL[index])
+        names = [sample.sample_id for sample in stream.samples]
+        self._refuse(zip(names, engine_SL != found_SL, strict=True))
 
-    def _check(self, name: str, engine_L: Ids, found_L: Ids) -> None:
-        wrong = np.flatnonzero(engine_L != found_L)
-        if len(wrong):
-            layers = [self.ticket.spec.moe_layers[index] for index in wrong]
+    def _refuse(self, looked_at: Iterable[tuple[str, Ids]]) -> None:
+        """(sample, whether each layer differs): PayloadCorrupt with all that do."""
+        moe_layers = self.ticket.spec.moe_layers
+        wrong = {
+            name: [moe_layers[index] for index in np.flatnonzero(differs_L)]
+            for name, differs_L in looked_at
+            if differs_L.any()
+        }
+        if wrong:
+            name, layers = next(iter(wrong.items()))
             raise PayloadCorrupt(
-                f"step {self.ticket.step}: sample {name}, layers {layers}: the ids at rest in relay {self.relay} are not those that "
-                "the engine hashed; was memory or disk damaged? Abandon the step, discard the sample and generate it again",
-                samples=[name],
+                f"step {self.ticket.step}: sample {name}, layers {layers} ({len(wrong)} samples in all): the ids at rest in relay "
+                f"{self.relay} are not those that the engine hashed; was memory or disk damaged? Abandon the step, discard the samples "
+                "and generate them again",
+                samples=wrong,
                 step=self.ticket.step,
             )
 

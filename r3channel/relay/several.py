@@ -5,7 +5,7 @@
     ticket = relays.seal(step, assignment)               # one ticket; every relay sends the rows that it has
     relays.join_previous(timeout_s=...)
 
-A frame at another relay enters the table as a description of its rows, when a step asks for it. So nothing but small records cross
+A frame at another relay enters the table as a description of its rows, when a step asks for it. So only small records cross
 between relays, no call is made for a reply, and no lock is held while one is under way.
 """
 
@@ -406,6 +406,6 @@ def _check_numbered(told: Sequence[Mapping[str, Any]]) -> None:
         )
         if wrong:
             raise ConfigError(
-                f"relay {number} of {len(told)}: {wrong}. config.relay numbers the relays from 0 on, config.relays counts them, and "
-                "all have one spec and one layout"
+                f"relay {number} of {len(told)}: {wrong}. config.relay numbers the relays from 0 on, config.relays counts them, "
+                "and all have one spec and one layout"
             )

@@ -56,7 +56,8 @@ class DeviceStaging(HostStaging):
         if not 0 <= device < found:
             raise ConfigError(
                 f"device {device} for backend nccl: this process sees {found} CUDA devices (CUDA_VISIBLE_DEVICES is "
-                f"{os.environ.get('CUDA_VISIBLE_DEVICES')!r}). A relay in a Ray actor gets its own by num_gpus; count within those"
+                f"{os.environ.get('CUDA_VISIBLE_DEVICES')!r}). A relay in a Ray actor gets its own by num_gpus; count within "
+                "those"
             )
         self._device = torch.device("cuda", device)
         self._turn = threading.Lock()

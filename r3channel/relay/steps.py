@@ -43,8 +43,8 @@ class Steps:
         idle: Callable[[], None],
         timeout_s: float,
     ) -> None:
-        """`changed` guards the steps as it does the table. `idle` is called once in a while when nothing is to be done; `timeout_s`
-        bounds how long a receiver waits for its rows to be prepared."""
+        """`changed` guards the steps as it does the table. `idle` is called once in a while when nothing is to be done;
+        `timeout_s` bounds how long a receiver waits for its rows to be prepared."""
         self._intake, self._run, self._relay = intake, run, relay
         self._durable, self._recorder, self._changed = durable, recorder, changed
         self._clock, self._idle, self._timeout_s = clock, idle, timeout_s
@@ -126,8 +126,8 @@ class Steps:
             sealed = self._steps.get(step)
             if sealed is None or key not in sealed.keys:
                 raise TicketMismatch(
-                    f"(dp, pp, cp) {key} asks for step {step}: abandoned, delivered, never sealed, or of another layout. Steps under "
-                    f"way are {sorted(self._steps)}, the newest sealed is {self.newest}",
+                    f"(dp, pp, cp) {key} asks for step {step}: abandoned, delivered, never sealed, or of another layout. Steps "
+                    f"under way are {sorted(self._steps)}, the newest sealed is {self.newest}",
                     step=step,
                     ranks=[key],
                 )
@@ -135,7 +135,9 @@ class Steps:
                 raise sealed.error
             if key not in sealed.outgoing:
                 raise StepError(
-                    f"step {step}: the rows of (dp, pp, cp) {key} were not prepared in time; out of cores?"
+                    f"step {step}: the rows of (dp, pp, cp) {key} were not prepared in time; out of cores?",
+                    step=step,
+                    ranks=[key],
                 )
             return sealed.outgoing[key]
 
@@ -225,7 +227,7 @@ class Steps:
             step: {
                 "state": sealed.state,
                 "missing": list(sealed.missing),
-                "acknowledged": sorted(sealed.acknowledged),
+                "acknowledged": sorted(sealed.acknowledged | sealed.had),
                 "samples": len(sealed.ticket.samples),
             }
             for step, sealed in self._steps.items()

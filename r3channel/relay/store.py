@@ -1,8 +1,8 @@
 """Memory for rows, up to a ceiling of live bytes. Knows nothing of what lies in it, and keeps nothing over the process's end.
 
-Blocks are allocations of their own, so what is freed is reusable whatever its neighbours do, and none is refused while live bytes
-and its own fit the ceiling. Freed ones are kept for the next of their size: the first touch of fresh memory costs more than filling
-it. Beyond `memory_bytes` a block is a mapped temporary file, which has no name.
+Blocks are allocations of their own, so what is freed is reusable whatever its neighbours do, and none is refused while live
+bytes and its own fit the ceiling. Freed ones are kept for the next of their size: the first touch of fresh memory costs more
+than filling it. Beyond `memory_bytes` a block is a mapped temporary file, which has no name.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ class Store:
             raise
 
     def adopt(self, data: bytes, *, timeout_s: float = 0.0, what: str = "") -> Block:
-        """These bytes, counted like any block: as they are where they are few, else a copy in memory that was used before. Raises as
-        `allocate`."""
+        """These bytes, counted like any block: as they are where they are few, else a copy in memory that was used before.
+        Raises as `allocate`."""
         if len(data) < _SMALL_BYTES:
             self._take_room(len(data), timeout_s=timeout_s, what=what)
             with self._changed:
@@ -215,7 +215,7 @@ def _rounded(nbytes: int) -> int:
 
 
 def _temporary(nbytes: int, what: str) -> memoryview:
-    """A mapped file that is gone with the last view. Allocated, not sparse: a write into a hole on a full disk ends the process."""
+    """A mapped file that is gone with the last view. Allocated, not sparse: a write into a hole of a full disk ends us."""
     if not nbytes:
         return memoryview(bytearray())
     try:

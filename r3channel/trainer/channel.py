@@ -95,9 +95,9 @@ class TrainerChannel:
     ) -> Iterator[ReplayStep]:
         """Receive this rank's shard and replay it inside the block; see `ReplayDriver.step` for what is verified at its end.
 
-        One block per rollout: its optimizer steps are `ticket.plan.optimizer_steps`. `tokens` holds the token ids of each sample of
-        each micro-batch that this trainer will run, `lengths` only their numbers; a difference from the ticket is refused before a
-        byte moves. Give `tokens`: samples of equal length that were exchanged have equal lengths.
+        One block per rollout: its optimizer steps are `ticket.plan.optimizer_steps`. `tokens` holds the token ids of each sample
+        of each micro-batch that this trainer will run, `lengths` only their numbers; a difference from the ticket is refused
+        before a byte moves. Give `tokens`: samples of equal length that were exchanged have equal lengths.
 
         What routers are handed is held against the engines' digests (`DigestMismatch`): on a CPU before they use it, on a GPU by
         `step.verified()`, at the latest at the end of the block.
@@ -149,8 +149,8 @@ class TrainerChannel:
             chance = spec.top_k / spec.num_experts
             if self.report.pairs >= _ENOUGH_PAIRS and self.report.mean_overlap < 1.5 * chance < 0.5:
                 log.warning(
-                    "r3channel: step %d: what was replayed agrees with the live router at chance level (mean overlap %.3f, chance %.3f). "
-                    "Are samples in the ticket's order, and are these the engine's weights?",
+                    "r3channel: step %d: what was replayed agrees with the live router at chance level (mean overlap %.3f, "
+                    "chance %.3f). Are samples in the ticket's order, and are these the engine's weights?",
                     self.report.step, self.report.mean_overlap, chance,
                 )  # fmt: skip
 

@@ -16,7 +16,7 @@ from r3channel.wire.digest import TorchRuns, column_digests, column_digests_torc
 
 
 class HandedRows:
-    """One step of one rank. On a CPU a difference is raised before the router goes on; on a GPU it is noted there, and read once."""
+    """One step of one rank. On a CPU a difference is raised before the router goes on; on a GPU it is noted, and read once."""
 
     def __init__(self, ticket: Ticket, shard: Shard, *, tp: int, digests_SL: torch.Tensor | None) -> None:
         """`digests_SL` int64 [sample of the DP rank, layer], on the routers' device; None: nothing is checked."""
@@ -62,9 +62,9 @@ class HandedRows:
     def _mismatch(self, microbatch: int, layer: int, wrong: list[int]) -> DigestMismatch:
         names = [self._shard.microbatches[microbatch].sample_ids[index] for index in wrong]
         return DigestMismatch(
-            f"step {self._ticket.step}, (dp, pp, cp) {self._shard.key}, TP slot {self._slot}: the router of decoder layer {layer} is "
-            f"handed rows of micro-batch {microbatch} that are not those that the engine hashed, of samples {names[:5]} ({len(names)} "
-            "in all). Was memory damaged, or were rows, layers or ranks exchanged on the way?",
+            f"step {self._ticket.step}, (dp, pp, cp) {self._shard.key}, TP slot {self._slot}: the router of decoder layer "
+            f"{layer} is handed rows of micro-batch {microbatch} that are not those that the engine hashed, of samples "
+            f"{names[:5]} ({len(names)} in all). Was memory damaged, or were rows, layers or ranks exchanged on the way?",
             samples=names,
             ranks=[self._shard.key],
             step=self._ticket.step,
@@ -75,7 +75,7 @@ class HandedRows:
         return Stream.of(self._ticket, self._shard)
 
     def _runs_of(self, microbatch: int) -> Ints:
-        """[runs, 5]: sample in the micro-batch, position, first row, step between rows, rows; of the rows that engines computed."""
+        """[runs, 5]: sample in the micro-batch, position, first row, step between rows, rows; of what engines computed."""
         if microbatch not in self._runs:
             stream, batch = self._stream, self._shard.microbatches[microbatch]
             found, runs = stream.computed, stream.runs

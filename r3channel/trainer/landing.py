@@ -53,8 +53,8 @@ class LandedShard:
         ]
         if wrong:
             raise TicketMismatch(
-                f"step {self.ticket.step}: {len(wrong)} samples have other rows than their ticket says: {wrong[:5]}. Did the relay send "
-                "another rank's, or another step's?",
+                f"step {self.ticket.step}: {len(wrong)} samples have other rows than their ticket says: {wrong[:5]}. Did the "
+                "relay send another rank's, or another step's?",
                 samples=wrong,
                 step=self.ticket.step,
                 ranks=[self.shard.key],

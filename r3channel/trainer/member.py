@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from xxhash import xxh3_64_intdigest
 
 from r3channel.config import ChannelConfig
 from r3channel.errors import BucketCorrupt, TransportError
@@ -88,8 +89,8 @@ class Member:
     def receive(self, ticket: Ticket, stream: Stream, sink: Callable[[], Sink]) -> None:
         """This relay's rows of a step, verified and acknowledged, in the sink of the last attempt.
 
-        Ends within `step_timeout_s` plus one bucket. Raises a `TransportError` after `max_group_failures` connections, and two more of
-        the host transport where a process group failed; and the relay's own error where the step cannot be delivered.
+        Ends within `step_timeout_s` plus one bucket. Raises a `TransportError` after `max_group_failures` connections, and two
+        more of the host transport where a process group failed; and the relay's own error where the step cannot be delivered.
         """
         config, failures = self._config, 0
         deadline_s = time.monotonic() + config.step_timeout_s
@@ -100,13 +101,13 @@ class Member:
             try:
                 self._attempt(ticket, stream, sink(), group=group, deadline_s=deadline_s)
                 break
-            except TransportError:
+            except TransportError as error:
                 self._leave()
                 self._metrics.inc("r3channel_group_resets_total")
                 failures += 1
                 extra = _FALLBACK_LIVES if config.backend != "tcp" and config.fallback else 0
                 if failures >= config.max_group_failures + extra or time.monotonic() > deadline_s:
-                    raise
+                    raise self._of_step(error, ticket.step) from error
         with self._clock.span("wait_relay", step=ticket.step):
             self._acknowledge(ticket.step, deadline_s)
 
@@ -127,17 +128,19 @@ class Member:
         step, clock = ticket.step, self._clock
         with clock.span("wait_relay", step=step):
             self._say(wire.READY, run=ticket.runs[self._relay], step=step, group=group)
-            announced = self._hear(wire.ROWS, deadline_s, names=("nbytes", "digests"), step=step)
+            announced = self._hear(wire.ROWS, deadline_s, names=("nbytes", "digests", "hash"), step=step)
         expected = _table_bytes(stream)
         if (announced["nbytes"], announced["digests"]) != (stream.nbytes, expected):
             raise BucketCorrupt(
-                f"step {step}: relay {self._relay} announces {announced}, the ticket says {stream.nbytes} bytes of rows and {expected} "
-                "of digests. Do both sides run the same r3channel version?",
+                f"step {step}: relay {self._relay} announces {announced}, the ticket says {stream.nbytes} bytes of rows and "
+                f"{expected} of digests. Do both sides run the same r3channel version?",
                 step=step,
             )
         self._receive_rows(ticket, stream, sink, group=group, deadline_s=deadline_s)
         table = bytearray(expected)
         self._recv(memoryview(table), deadline_s)
+        if xxh3_64_intdigest(table) != announced["hash"]:
+            raise BucketCorrupt(f"step {step}: the digests came damaged from relay {self._relay}", step=step)
         with clock.span("verify", step=step):
             damaged = sink.verify(bytes(table))
         if damaged:
@@ -197,10 +200,18 @@ class Member:
                 self._say(wire.DONE, step=step)
                 self._hear(wire.THANKS, max(deadline_s, time.monotonic() + _ACK_S), step=step)
                 return
-            except TransportError:
+            except TransportError as error:
                 self._leave()
                 if attempt == 3:
-                    raise
+                    raise self._of_step(error, step) from error
+
+    def _of_step(self, error: TransportError, step: int) -> TransportError:
+        """A link knows neither step nor rank."""
+        if error.step is not None:
+            return error
+        at = self._coords
+        ranks = error.ranks or [(at.dp, at.pp, at.cp)]
+        return type(error)(f"step {step}, {at}: {error}", samples=error.samples, ranks=ranks, step=step)
 
     def _say(self, kind: int, **values: Any) -> None:
         assert self._link is not None

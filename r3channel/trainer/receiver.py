@@ -221,7 +221,8 @@ class Receiver:
         ):
             if seen != expected:
                 raise TicketMismatch(
-                    f"ticket of step {ticket.step}: {what} {seen}, this trainer has {expected}", step=ticket.step
+                    f"ticket of step {ticket.step}: {what} {seen}, this trainer has {expected}",
+                    step=ticket.step,
                 )
         run, last = self._last
         if ticket.run == run and ticket.step <= last:  # another run may begin anywhere: it was resumed
@@ -249,7 +250,9 @@ class Receiver:
     def _digests(self, shard: Shard, landed: LandedShard | None) -> list[torch.Tensor]:
         """Per TP slot the digests of its rows as bytes, TP0's; elsewhere memory for this rank's."""
         if landed is None:
-            return [torch.empty(8 * _samples(shard) * len(shard.layers), dtype=torch.uint8, device=self._device)]
+            return [
+                torch.empty(8 * _samples(shard) * len(shard.layers), dtype=torch.uint8, device=self._device)
+            ]
         tables = torch.from_numpy(landed.digests_CSL.view("u1").reshape(shard.tp_slots, -1))
         return list(tables.to(self._device))
 

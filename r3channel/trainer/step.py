@@ -139,8 +139,8 @@ class ReplayStep:
     def verified(self) -> None:
         """Return once all rows that routers were handed so far are known to be those that the engines hashed.
 
-        On a CPU they are known before a router uses them. On a GPU this is the step's one synchronisation with the host: call it before
-        the optimizer's step, or leave it to the end of the block. Raises `DigestMismatch` with samples and rank.
+        On a CPU they are known before a router uses them. On a GPU this is the step's one synchronisation with the host: call it
+        before the optimizer's step, or leave it to the end of the block. Raises `DigestMismatch` with samples and rank.
         """
         self._routing.verified()
 

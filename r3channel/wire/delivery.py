@@ -3,7 +3,7 @@
     receiver                      relay
     READY  {run, step, group}  ->                    group: rows are to come over the process group of this connection
                                <- GROUP {...}        where to join it; once per connection
-                               <- ROWS  {nbytes, digests}    then the rows, then the digests (see below)
+                               <- ROWS  {nbytes, digests, hash}    then the rows, then the digests (see below)
     DAMAGED {step, samples}    ->                    rows that do not have their digests
                                <- AGAIN              they are whole here: say READY again
     DONE   {step}              ->                    whole and verified
@@ -12,6 +12,7 @@
 
 The digests are two tables of uint64: what the engines made of each sample of the DP rank, [sample][MoE layer], and what the rows
 that this receiver gets must have, [sample][travelling column]; both of the rows of this relay only, so those of several add up.
+`digests` are their bytes, `hash` is their xxh3_64: most of the first table says nothing about the rows that travel beside it.
 """
 
 from __future__ import annotations

@@ -56,9 +56,7 @@ class Rank:
         self.total = sum(len(tokens) - 1 for tokens in self.recording.tokens.values())
 
     def tokens(self) -> list[list[list[int]]]:
-        return [
-            [self.recording.tokens[name].tolist() for name in batch.sample_ids] for batch in self.batches
-        ]
+        return [[self.recording.tokens[name].tolist() for name in batch.sample_ids] for batch in self.batches]
 
     def inputs(self, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """tokens, positions, labels, mask of this CP rank: [b, s / cp] or [1, t / cp]."""
@@ -148,10 +146,13 @@ def whole_gradients(rank: Rank) -> dict[str, torch.Tensor]:
 
 
 def received(rank: Rank) -> dict[str, float]:
-    """Bytes counted by this rank's receiver beside the plan's."""
+    """Bytes counted by this rank's receiver beside the plan's: on the wire the rows that engines made, and nothing else."""
     count = {leg: rank.metrics.value("bytes_total", leg=leg) for leg in ("wire_received", "landed")}
-    planned = rank.shard.nbytes if rank.at.tp == 0 else 0
-    assert count == {"wire_received": planned, "landed": rank.shard.slot_bytes}, (count, planned)
+    shard, spec = rank.shard, rank.plan.spec
+    slots = range(shard.tp_slots) if rank.at.tp == 0 else ()
+    rows = sum(int((shard.row_map(i, tp=tp)[0] >= 0).sum()) for i in range(len(rank.batches)) for tp in slots)
+    planned = rows * len(shard.layers) * spec.top_k * spec.id_dtype.itemsize
+    assert count == {"wire_received": planned, "landed": shard.slot_bytes}, (count, planned)
     return count
 
 
@@ -163,7 +164,9 @@ def train(job: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
         rank.channel.step(rank.recording.ticket, tokens=rank.tokens()) as step,
     ):
         with torch.no_grad():
-            before = [loss for part in rank.plan.optimizer_steps for loss in rank.run_pass(step, "logprob", part)]
+            before = [
+                loss for part in rank.plan.optimizer_steps for loss in rank.run_pass(step, "logprob", part)
+            ]
         losses = []
         for part in rank.plan.optimizer_steps:  # gradients add up, as if the learning rate were 0
             with step.optimizer_step(part):
@@ -177,7 +180,13 @@ def train(job: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
     rank.channel.close()
     assert report is not None
     speaks = rank.at.tp == 0  # TP ranks hold the same loss
-    return {"ids": ids, "losses": losses if speaks else [], "layers": rank.shard.layers, **counts, "pairs": report.pairs}
+    return {
+        "ids": ids,
+        "losses": losses if speaks else [],
+        "layers": rank.shard.layers,
+        **counts,
+        "pairs": report.pairs,
+    }
 
 
 def main() -> None:

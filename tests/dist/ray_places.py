@@ -11,9 +11,9 @@ from r3channel.config import ChannelConfig
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.actor import RelayHost
-from r3channel.relay.coordinator import Coordinator
 from r3channel.relay.placement import PlacedRelays
 from r3channel.relay.relay import Relay
+from r3channel.relay.several import Coordinator
 from tests.direct import Engine, hello_of
 from tests.samples import SPEC
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from r3channel.bench.relay.costs import MODELS
 from r3channel.bench.relay.measure import QUICK
 
 pytestmark = [pytest.mark.dist, pytest.mark.full]
@@ -47,7 +48,13 @@ def test_all_paths_end_alike_and_every_promised_key_is_there(
         assert {"manager_cpu_us_per_token", "bytes_per_token"} <= set(values)
     assert report["limit"]["raw_gloo_wall_s"] > 0 and report["limit"]["memcpy_gbps"] > 0
     assert all(report["ratio"][name] > 0 for name in ("vs_ray_numpy_int32", "vs_best_peer", "of_raw_gloo"))
-    assert report["peak_staging_bytes"] > 0 and report["seal_ms"] > 0 and report["sweep"]
+    assert report["peak_staging_bytes"] == 0 and report["sweep"]  # whole rows go from where they lie
+    assert set(report["seal_ms"]) == {"64", "8192"}
+    for name in ("body_to_placed_cpu_us_per_token", "body_to_placed_floor_us_per_token"):
+        assert set(report[name]) == set(MODELS) and all(cost > 0 for cost in report[name].values())
+    for name in ("turns_us_per_token", "digest_cpu_us_per_token", "step_memory_bytes", "step_ids_bytes"):
+        assert report[name] > 0
+    assert all(report["ratio"][f"whole_{what}_vs_best_peer"] > 0 for what in ("wall", "cpu"))
     assert all(report["socket_cpu_us_per_token"][way] > 0 for way in ("in_band", "direct"))
     assert report["tokens"] == 262_144 and report["layout"] == "dp=4"
     assert (tmp_path / "stages.png").stat().st_size > 0
@@ -62,7 +69,9 @@ def test_a_benchmark_that_is_killed_takes_its_processes_along(bench: subprocess.
         time.sleep(0.5)
         family = psutil.Process(bench.pid).children(recursive=True)
     bench.send_signal(signal.SIGKILL)
-    _, alive = psutil.wait_procs(family, timeout=200)  # Ray's agents first try to tell a server that is gone, too
+    _, alive = psutil.wait_procs(
+        family, timeout=200
+    )  # Ray's agents first try to tell a server that is gone, too
     assert not [_title(process) for process in alive]
 
 

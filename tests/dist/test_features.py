@@ -53,9 +53,7 @@ def test_mla_sigmoid_bias_and_mtp_train_with_expert_parallelism_as_on_one_rank(
 
 
 @pytest.mark.full
-def test_mla_sigmoid_bias_and_mtp_replay_with_tensor_parallelism(
-    one: dict[str, Any], tmp_path: Path
-) -> None:
+def test_mla_sigmoid_bias_and_mtp_replay_with_tensor_parallelism(one: dict[str, Any], tmp_path: Path) -> None:
     """Ids, loss, and the gradient of the router that no MLA backward comes before: in megatron-core 0.16.1 the local layer
     spec's MLA does not sum the gradient of k_pos_emb over TP (multi_latent_attention.py:607), with and without replay."""
     check(one, run(tmp_path, "tp=2", 2), routers=(MTP,))

@@ -84,7 +84,9 @@ def places(nodes: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterat
     from tests.dist.ray_places import Manager, Node, config_of
 
     token = str(tmp_path_factory.mktemp("ray") / "token")
-    placed = place_relays(nodes[1:], spec=SPEC, layout=LAYOUT, config=config_of(), token_file=token, timeout_s=LIMIT_S)
+    placed = place_relays(
+        nodes[1:], spec=SPEC, layout=LAYOUT, config=config_of(), token_file=token, timeout_s=LIMIT_S
+    )
     manager = pinned(Manager, nodes[0], max_concurrency=32).remote(LAYOUT.to_dict(), placed, token)
     engines = [pinned(Node, node).remote(number) for number, node in enumerate(nodes)]
     urls = {nodes[0]: ray.get(manager.address.remote(), timeout=LIMIT_S), **placed.urls}
@@ -118,7 +120,9 @@ def receive(places: Places, ticket: Ticket) -> None:
 
     coords = [LAYOUT.coords(rank) for rank in range(LAYOUT.world_size)]
     receivers = [
-        Receiver(places.placed.controls(places.manager), spec=SPEC, layout=LAYOUT, coords=one, config=config_of())
+        Receiver(
+            places.placed.controls(places.manager), spec=SPEC, layout=LAYOUT, coords=one, config=config_of()
+        )
         for one in coords
     ]
     with ThreadPoolExecutor(len(receivers)) as pool:
@@ -141,7 +145,7 @@ def test_a_relay_on_each_node_sends_its_part(places: Places, nodes: list[str]) -
     assert found == nodes[1:]
     roll_out(places)
     ticket = Ticket.from_bytes(places.call("seal", 0, ranks_of(list(TOKENS))))
-    assert {sample.relay for sample in ticket.samples} == {0, 1, 2}
+    assert {relay for sample in ticket.samples for _, relay in sample.segments} == {0, 1, 2}
     receive(places, ticket)
     places.call("join_previous", LIMIT_S)
     relays = places.call("status")["relays"]
@@ -152,8 +156,15 @@ def test_a_relay_that_ray_cannot_place_is_named(nodes: list[str], tmp_path: Path
     from r3channel.relay.placement import place_relays
     from tests.dist.ray_places import config_of
 
-    common: dict[str, Any] = {"spec": SPEC, "layout": LAYOUT, "config": config_of(), "token_file": str(tmp_path / "t")}
-    with pytest.raises(errors.RelayLost, match=f"relay 1 on node {nodes[1]} did not start.*(not schedulable|CPUs or GPUs)"):
+    common: dict[str, Any] = {
+        "spec": SPEC,
+        "layout": LAYOUT,
+        "config": config_of(),
+        "token_file": str(tmp_path / "t"),
+    }
+    with pytest.raises(
+        errors.RelayLost, match=f"relay 1 on node {nodes[1]} did not start.*(not schedulable|CPUs or GPUs)"
+    ):
         place_relays(nodes[1:2], num_gpus=1, timeout_s=3, **common)
     with pytest.raises(errors.ConfigError, match="each once"):
         place_relays([nodes[1], nodes[1]], **common)
@@ -167,11 +178,11 @@ def test_a_relay_whose_process_died_is_named_and_the_others_go_on(places: Places
     roll_out(places)  # the same names again: their step was delivered
     ray.kill(places.placed.actors[1])
     names = list(TOKENS)
-    with pytest.raises(errors.RelayLost, match=r"relay 2 of 3 does not answer; it holds 4 samples of step 1: .*'s4'"):
+    with pytest.raises(errors.RelayLost, match=r"relay 2 of 3 does not answer; it holds 4 samples: .*'s4'"):
         places.call("seal", 1, ranks_of(names))
     rest = [name for index, name in enumerate(names) if index // 2 % 3 != 2]
     ticket = Ticket.from_bytes(places.call("seal", 1, ranks_of(rest)))
-    assert {sample.relay for sample in ticket.samples} == {0, 1}
+    assert {relay for sample in ticket.samples for _, relay in sample.segments} == {0, 1}
     receive(places, ticket)
     places.call("join_previous", LIMIT_S)
     assert "gone" in places.call("status")["relays"][2]["lost"]

@@ -20,9 +20,11 @@ from r3channel.errors import RowGap, RowOverlap
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.relay import Relay
-from r3channel.routing import RowKind
+from r3channel.relay.rows import HeldRows
+from r3channel.routing import Ids, RowKind
 from r3channel.spec import RoutingSpec
-from r3channel.wire.frame import Frame, parse_frame
+from r3channel.trainer.receiver import Receiver
+from r3channel.wire.frame import parse_frame
 from r3channel.wire.hello import probe_body
 from r3channel.wire.receipt import RECEIPT_MAGIC
 from tests.conftest import READY_TIMEOUT_S
@@ -44,20 +46,25 @@ def as_json(reply: Reply) -> dict[str, Any]:
 
 
 def new_relay(**changes: Any) -> Relay:
-    return Relay(SPEC, TrainerLayout(), ChannelConfig(backend="loopback", **changes))
+    return Relay(SPEC, TrainerLayout(), ChannelConfig(**changes))
 
 
-def rows_in(relay: Relay, name: str) -> Frame:
-    held = relay._inbox.held(name)
-    assert held is not None
-    return parse_frame(relay._store.get(held.key), spec=SPEC)
+def rows_in(relay: Relay, name: str) -> list[HeldRows]:
+    """Turn by turn."""
+    held = [turn.rows for _, turn in relay.intake.turns_of([name])]
+    assert all(isinstance(rows, HeldRows) for rows in held)
+    return held  # type: ignore[return-value]
+
+
+def ids_in(relay: Relay, name: str) -> Ids:
+    return np.concatenate([rows.ids_TLK for rows in rows_in(relay, name)])
 
 
 def check(relay: Relay, samples: dict[str, list[int]], *, model_dir: Path, folder: Path) -> None:
     """Every row of every sample equals transformers', order included."""
     expected = reference_ids(model_dir, list(samples.values()), folder=folder)
     for name, wanted in zip(samples, expected, strict=True):
-        assert wanted.differing_rows(rows_in(relay, name).decode()) == [], name
+        assert wanted.differing_rows(ids_in(relay, name)) == [], name
 
 
 @pytest.fixture
@@ -95,9 +102,15 @@ def test_an_aborted_request_resumed_under_new_weights_keeps_and_stamps_its_old_r
         set_weight_version(engine_url, "0")
     relay.add("s", as_json(rest), rest.tokens, append=True)
     check(relay, {"s": rest.tokens}, model_dir=model_dir, folder=tmp_path)
-    spans = [(span.start, span.end, span.weight_version) for span in rows_in(relay, "s").provenance]
+    spans = [
+        (span.start, span.end, span.weight_version)
+        for rows in rows_in(relay, "s")
+        for span in rows.provenance
+    ]
     assert spans[0] == (0, 50, 0)
-    decoded = [span for span in rows_in(relay, "s").provenance if span.kind is RowKind.DECODED]
+    decoded = [
+        span for rows in rows_in(relay, "s") for span in rows.provenance if span.kind is RowKind.DECODED
+    ]
     assert decoded[0].weight_version == 0
     assert decoded[0].end - decoded[0].start > 10
     assert decoded[-1].weight_version == 2
@@ -221,7 +234,7 @@ def delivered(direct: Direct) -> dict[str, Reply]:
     samples = {f"direct{number}": reply for number, reply in enumerate(replies)}
     for name, reply in samples.items():
         direct.relay.add(name, as_json(reply), reply.tokens, engine=direct.server.url)
-    direct.relay._intake.wait(samples, timeout_s=30, step=0)
+    direct.relay.intake.await_frames(list(samples), timeout_s=30, step=0)
     return samples
 
 
@@ -248,9 +261,11 @@ def test_a_directly_delivered_step_is_sealed(direct: Direct) -> None:
     direct.relay.add("sealed", as_json(reply), reply.tokens, engine=direct.server.url)
     ticket = direct.relay.seal(0, Assignment.round_robin(["sealed"], dp=1, microbatch_size=1))
     assert ticket.samples[0].tokens == len(reply.tokens)
-    at = {"run": direct.relay.run, "step": 0, "dp": 0, "pp": 0}
-    assert direct.relay.ready(**at, epoch=1, wait_s=20)
-    direct.relay.ack(**at)
+    layout = direct.relay.layout
+    receiver = Receiver(direct.relay, spec=SPEC, layout=layout, coords=layout.coords(0))
+    assert receiver.receive(ticket).num_microbatches == 1
+    direct.relay.join_previous(timeout_s=20)
+    receiver.close()
 
 
 def test_a_probe_is_answered_with_hello_and_frame_whatever_the_delivery(direct: Direct) -> None:

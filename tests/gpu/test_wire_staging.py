@@ -1,107 +1,148 @@
-"""On one GPU: buckets go through two pinned and two device buffers at any size, and arrive as they were.
+"""On one GPU: rows go through two pinned and two device buckets, arrive as they were, and are judged on the device.
 
-NCCL between relay and trainer needs a GPU per rank; here a stream of the same GPU stands in for its kernels, ordered after
+NCCL between relay and trainer needs a GPU for each; here a stream of the same GPU stands in for its kernels, ordered after
 the staging stream as ProcessGroupNCCL orders its own. Not collected without CUDA.
 """
 
 from __future__ import annotations
 
-import time
-from concurrent.futures import ThreadPoolExecutor
+import queue
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from r3channel.metrics import Metrics, StageClock
-from r3channel.relay.staging import BucketSender, DeviceStaging, InPlace
-from r3channel.trainer.inflow import Awaited, Inflow
+from r3channel.config import ChannelConfig
+from r3channel.errors import DigestMismatch
+from r3channel.plan.layout import TrainerLayout
+from r3channel.relay import delivery
+from r3channel.relay.relay import Relay
+from r3channel.relay.staging import DeviceStaging
+from r3channel.trainer import member
+from r3channel.trainer.receiver import Receiver
 from r3channel.transport.base import Deferred, Pending, Rendezvous, Transport
-from r3channel.transport.joining import join
-from r3channel.wire.bucket import BUCKET_HEADER_BYTES, BucketHeader, bucket_headers
+from r3channel.wire.digest import TorchRuns, column_digests, column_digests_torch
+from tests.delivery import TOKENS, sealed
+from tests.samples import SPEC, random_ids
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, torch sees none")
 
-BUCKET_BYTES = 1 << 20
+BUCKET_BYTES = 1024
+LIMIT_S = 30.0
 SLOW_CYCLES = 20_000_000
 """About 10 ms of a GPU's clock per message."""
 
 
 class OneDevice(Transport):
-    """Keeps what it is given to send, late and on a stream of its own."""
+    """Both ends of a group: what is given to send is copied late, on a stream of its own, and received on the host."""
 
     epoch, rank, world_size = 1, 0, 2
 
     def __init__(self) -> None:
         self.stream = torch.cuda.Stream()
-        self.sent: list[torch.Tensor] = []
+        self.sent: queue.SimpleQueue[tuple[torch.Tensor, Any]] = queue.SimpleQueue()
 
     def start_send(self, dst: int, data_N: torch.Tensor) -> Pending:
+        assert data_N.is_cuda
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             torch.cuda._sleep(SLOW_CYCLES)
-            self.sent.append(data_N.clone())
+            copied = data_N.clone()
             done = self.stream.record_event()
+        self.sent.put((copied, done))
         return Deferred(lambda timeout_s: done.synchronize())
 
     def start_recv(self, src: int, out_N: torch.Tensor) -> Pending:
-        raise AssertionError("only sends")
+        assert out_N.is_pinned()
+
+        def run(timeout_s: float) -> None:
+            copied, done = self.sent.get(timeout=timeout_s)
+            done.synchronize()
+            out_N.copy_(copied)
+
+        return Deferred(run)
 
     def abort(self) -> None: ...
 
     def close(self) -> None: ...
 
 
-def shard_of(buckets: int) -> np.ndarray:
-    return np.random.default_rng(buckets).integers(0, 256, buckets * BUCKET_BYTES + 777, dtype=np.uint8)
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> OneDevice:
+    """What both sides join."""
+    group = OneDevice()
+
+    def join(rendezvous: Rendezvous, *, timeout_s: float) -> Transport:
+        assert rendezvous.backend == "nccl"
+        return group
+
+    monkeypatch.setattr(delivery, "join", join)
+    monkeypatch.setattr(member, "join", join)
+    return group
 
 
-def sender(staging: DeviceStaging | InPlace) -> BucketSender:
-    clock = StageClock("relay")
-    return BucketSender(staging, clock=clock, metrics=Metrics("relay", clock=clock), timeout_s=30)
+@pytest.mark.parametrize("layout", ["dp=1", "dp=1,packing=thd"])
+def test_rows_arrive_through_two_buckets_and_a_router_on_the_device_may_use_them(
+    group: OneDevice, layout: str
+) -> None:
+    config = ChannelConfig(backend="nccl", bucket_bytes=BUCKET_BYTES, step_timeout_s=LIMIT_S)
+    relay = Relay(SPEC, TrainerLayout.parse(layout), config)
+    at, device = relay.layout.coords(0), torch.device("cuda", 0)
+    receiver = Receiver(relay, spec=SPEC, layout=relay.layout, coords=at, config=config, device=device)
+    shard = receiver.receive(sealed(relay))
+    relay.join_previous(timeout_s=LIMIT_S)
+    row_bytes = SPEC.num_moe_layers * SPEC.top_k
+    assert relay.peak_staging_bytes == 2 * (BUCKET_BYTES // row_bytes) * row_bytes
+    originals = {name: random_ids(n - 1, seed=i) for i, (name, n) in enumerate(TOKENS.items())}
+    for number, batch in enumerate(shard.shard.microbatches):
+        sample_R, position_R = shard.shard.row_map(number, tp=0)
+        for layer in shard.shard.layers:
+            ids_RK = shard.layer_ids(number, layer)
+            shard.handed(number, layer, ids_RK)
+            for row in np.flatnonzero(sample_R >= 0):
+                own_TLK = originals[batch.sample_ids[sample_R[row]]]
+                expected_K = own_TLK[position_R[row], SPEC.moe_index(layer)]
+                assert np.array_equal(ids_RK[row].cpu().numpy(), expected_K)
+    shard.verified()
+    layer = shard.shard.layers[-1]
+    changed_RK = shard.layer_ids(0, layer).clone()
+    changed_RK[0] = changed_RK[0].roll(1)
+    shard.handed(0, layer, changed_RK)
+    with pytest.raises(DigestMismatch, match=f"decoder layer {layer}"):
+        shard.verified()
+    receiver.close()
+    relay.close()
 
 
-def headers(shard_N: np.ndarray) -> list[BucketHeader]:
-    return list(bucket_headers(shard_N, bucket_bytes=BUCKET_BYTES, epoch=1, step=0, dp=0, pp=0))
-
-
-def test_staging_is_two_buckets_at_any_size_and_bytes_arrive_as_they_were() -> None:
-    staging, transport = DeviceStaging(device=0), OneDevice()
-    outbox = sender(staging)
-    for buckets in (2, 7):
-        transport.sent.clear()
-        shard_N = shard_of(buckets)
-        outbox.send(transport, shard_N, headers(shard_N), dst=1)
-        torch.cuda.synchronize()
-        payloads = [sent for sent in transport.sent if len(sent) != BUCKET_HEADER_BYTES]
-        assert np.array_equal(torch.cat(payloads).cpu().numpy(), shard_N)
-        assert staging.nbytes == outbox.peak_bytes == 2 * BUCKET_BYTES
-
-
-def test_the_host_stages_the_next_bucket_while_one_is_being_sent() -> None:
-    staging, transport = DeviceStaging(device=0), OneDevice()
-    shard_N = shard_of(1)
-    staging.stage(0, shard_N[:BUCKET_BYTES])
-    torch.cuda.synchronize()
+def test_the_host_stages_the_next_bucket_while_one_is_being_sent(group: OneDevice) -> None:
+    staging, size = DeviceStaging(device=0), 1 << 20
     with staging.turn():
-        pending = transport.start_send(1, staging.stage(0, shard_N[:BUCKET_BYTES]))
-        staging.stage(1, shard_N[BUCKET_BYTES:])
-        assert not transport.stream.query(), "the host waited for the send"
-        pending.wait(timeout_s=30)
+        for slot, buffer_N in enumerate(staging.buffers(size)):
+            buffer_N[:] = slot + 1
+            staging.staged(slot, size)
+        torch.cuda.synchronize()
+        pending = group.start_send(1, staging.staged(0, size))
+        staging.staged(1, size)
+        assert not group.stream.query(), "the host waited for the send"
+        pending.wait(timeout_s=LIMIT_S)
+    copied, _ = group.sent.get(timeout=LIMIT_S)
+    assert copied.unique().tolist() == [1]
 
 
-def test_a_shard_that_arrives_on_the_device_is_verified_there() -> None:
-    shard_N, ranks, name = shard_of(3), [], f"gpu{time.time_ns()}"
-    with ThreadPoolExecutor(2) as pool:
-        for rank in range(2):
-            record = Rendezvous(backend="loopback", name=name, epoch=1, rank=rank, world_size=2)
-            ranks.append(pool.submit(join, record, timeout_s=10))
-        relay, member = (future.result(20) for future in ranks)
-        sending = pool.submit(sender(InPlace()).send, relay, shard_N, headers(shard_N), dst=1)
-        out_N = torch.zeros(len(shard_N), dtype=torch.uint8, device="cuda")
-        clock = StageClock("trainer")
-        inflow = Inflow(clock=clock, metrics=Metrics("trainer", clock=clock), timeout_s=30)
-        awaited = Awaited(step=0, dp=0, member=0, nbytes=len(shard_N), bucket_bytes=BUCKET_BYTES)
-        inflow.receive(member, awaited, out_N, deadline_s=time.monotonic() + 30)
-        sending.result(20)
-    assert np.array_equal(out_N.cpu().numpy(), shard_N) and clock.totals().get("verify", 0) > 0
+def on_device(values: Any) -> torch.Tensor:
+    return torch.from_numpy(values).cuda()
+
+
+def test_digests_on_the_device_are_those_of_the_host_and_wait_for_nothing() -> None:
+    rows_RK = np.ascontiguousarray(random_ids(40)[:, 0])
+    runs_N5 = np.array([[0, 3, 0, 2, 10], [1, 0, 1, 2, 10], [2, 7, 20, 1, 15]], np.int64)
+    runs = TorchRuns.of(runs_N5, rows=40, samples=3, spec=SPEC, tensor=on_device)
+    ids_RK = on_device(rows_RK)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found_S = column_digests_torch(ids_RK, runs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert np.array_equal(found_S.cpu().numpy().view(np.uint64), column_digests(rows_RK, runs_N5, 3))

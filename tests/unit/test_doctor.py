@@ -78,10 +78,11 @@ def test_a_temporary_folder_in_memory_is_told_and_one_on_a_disk_is_not(tmp_path:
     assert "RAM disk" not in doctor.check_temporary(all_in_memory, folder=tmp_path, mounts=mounts).found
 
 
-def test_a_temporary_folder_without_room_fails(tmp_path: Path) -> None:
+def test_a_temporary_folder_with_less_room_than_the_store_may_ask_for_is_told(tmp_path: Path) -> None:
     mounts = mounted(tmp_path)
-    check = doctor.check_temporary(ChannelConfig(store_bytes=1 << 60), folder=tmp_path, mounts=mounts)
-    assert not check.ok and "TMPDIR" in check.line()
+    for store_bytes, told in ((1 << 60, True), (64 << 20, False)):
+        channel = ChannelConfig(store_bytes=store_bytes, memory_bytes=1)
+        assert ("less room" in doctor.check_temporary(channel, folder=tmp_path, mounts=mounts).found) == told
 
 
 def test_a_folder_is_of_the_innermost_mount_and_of_the_last_at_one_place(tmp_path: Path) -> None:

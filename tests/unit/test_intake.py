@@ -1,10 +1,13 @@
-"""Turns of one sample at the relay's door: new rows are appended, everything that does not fit is refused by name."""
+"""A reply on its way into the table: each bad one gets its own typed error, by sample and engine; turns are kept as they come."""
 
 from __future__ import annotations
 
-import errno
-import time
+import base64
+import json
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,22 +20,149 @@ from r3channel.plan.layout import TrainerLayout
 from r3channel.recording import Recorder, Recording, step_folder
 from r3channel.relay.relay import Relay
 from r3channel.routing import ProvenanceSpan, RowKind
-from r3channel.wire.digest import layer_digests
-from r3channel.wire.frame import encode_frame, parse_frame, sample_key
-from tests.samples import SPEC, random_ids, reply_of
+from r3channel.spec import RoutingSpec
+from r3channel.wire import received
+from r3channel.wire.digest import fold, layer_digests
+from r3channel.wire.frame import encode_error, encode_frame, sample_key
+from tests.delivery import receivers_of, start
+from tests.direct import LIMIT_S, rows_here, turns_here
+from tests.samples import SPEC, frame_of, random_ids, reply_for, reply_of
 
-IDS = random_ids(40, seed=5)
 TOKENS = list(range(100, 141))
+IDS = random_ids(40, seed=5)
+FEWER_LAYERS = RoutingSpec(num_layers=4, moe_layers=(1, 2), num_experts=128, top_k=8)
+OTHER_MODEL = RoutingSpec(num_layers=8, moe_layers=(1, 2, 3), num_experts=128, top_k=8)
 
 
 @pytest.fixture
 def relay() -> Iterator[Relay]:
-    relay = Relay(SPEC, TrainerLayout(), ChannelConfig(backend="loopback"))
+    relay = Relay(SPEC, TrainerLayout(), ChannelConfig())
     yield relay
     relay.close()
 
 
-def turn(first_row: int, end: int, *, version: int = 0, digests: bool = True) -> dict[str, Any]:
+# -- bad replies ---------------------------------------------------------------------------------------------------------
+
+LENGTH = 12
+
+
+def verify(relay: Relay, reply: dict[str, Any]) -> None:
+    relay.add("s1", reply, range(LENGTH), engine="http://e:1")
+
+
+def with_ids(change: Any) -> dict[str, Any]:
+    ids = random_ids(LENGTH - 1)
+    change(ids)
+    return reply_of(encode_frame(SPEC, expert_ids_TLK=ids, sample_key=sample_key("r0")))
+
+
+def put(ids: np.ndarray, where: tuple, value: int) -> None:
+    ids[where] = value
+
+
+def flipped() -> dict[str, Any]:
+    frame = bytearray(frame_of(LENGTH))
+    frame[-5] ^= 4
+    return reply_of(bytes(frame))
+
+
+def test_a_good_reply_passes(relay: Relay) -> None:
+    verify(relay, reply_for("r0", LENGTH))
+
+
+BAD = {
+    "no routing": (lambda: {"meta_info": {"id": "r0"}}, errors.RoutingMissing),
+    "no meta_info": (lambda: {"error": "x"}, errors.RoutingMissing),
+    "empty": (lambda: {"meta_info": {"routed_experts": ""}}, errors.RoutingMissing),
+    "not base64": (lambda: {"meta_info": {"routed_experts": "***"}}, errors.PayloadCorrupt),
+    "stock int32": (lambda: reply_of(random_ids(11).astype(np.int32).tobytes()), errors.FrameMagicMismatch),
+    "html": (lambda: reply_of(b"<html>502 Bad Gateway</html>"), errors.FrameMagicMismatch),
+    "too few rows": (lambda: reply_for("r0", LENGTH - 1), errors.RowCountMismatch),
+    "too many rows": (lambda: reply_for("r0", LENGTH + 1), errors.RowCountMismatch),
+    "start offset": (
+        lambda: reply_of(
+            encode_frame(SPEC, expert_ids_TLK=random_ids(10), first_row=1, sample_key=sample_key("r0"))
+        ),
+        errors.RowCountMismatch,
+    ),
+    "wrong top-k": (
+        lambda: reply_for("r0", LENGTH, spec=RoutingSpec.from_dict(SPEC.to_dict() | {"top_k": 4})),
+        errors.TopKMismatch,
+    ),
+    "wrong layers": (lambda: reply_for("r0", LENGTH, spec=FEWER_LAYERS), errors.LayerMismatch),
+    "wrong experts": (
+        lambda: reply_for("r0", LENGTH, spec=RoutingSpec.from_dict(SPEC.to_dict() | {"num_experts": 64})),
+        errors.ExpertCountMismatch,
+    ),
+    "another model": (lambda: reply_for("r0", LENGTH, spec=OTHER_MODEL), errors.SpecMismatch),
+    "id >= E": (lambda: with_ids(lambda ids: put(ids, (2, 1, 3), 200)), errors.ExpertIdOutOfRange),
+    "duplicate id": (lambda: with_ids(lambda ids: put(ids, (2, 1), 5)), errors.DuplicateExpertId),
+    "flipped bit": (flipped, errors.PayloadCorrupt),
+    "cut short": (lambda: reply_of(frame_of(LENGTH)[:-3]), errors.FrameTruncated),
+    "swapped replies": (
+        lambda: reply_of(frame_of(LENGTH, sample_key=sample_key("r1"))),
+        errors.PayloadCorrupt,
+    ),
+    "an id that is no text": (
+        lambda: {"meta_info": reply_for("r0", LENGTH)["meta_info"] | {"id": "\ud800"}},
+        errors.PayloadCorrupt,
+    ),
+    "engine failed": (lambda: reply_of(encode_error("no slot")), errors.EngineReported),
+    "invalid rows": (
+        lambda: reply_of(frame_of(LENGTH, valid_T=np.arange(11) != 4, sample_key=sample_key("r0"))),
+        errors.RowsInvalid,
+    ),
+}
+
+
+@pytest.mark.parametrize("whole_body", [True, False])
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_reply_is_refused_by_its_own_error_and_nothing_of_it_is_kept(
+    relay: Relay, name: str, whole_body: bool
+) -> None:
+    make, error = BAD[name]
+    with pytest.raises(error, match=r"s1 from engine http://e:1.*") as caught:
+        if whole_body:
+            relay.add_body("s1", json.dumps(make()).encode(), range(LENGTH), engine="http://e:1")
+        else:
+            verify(relay, make())
+    assert type(caught.value) is error
+    assert "expected" in str(caught.value) or "damaged on the way" in str(caught.value)
+    status = relay.status()
+    assert status["pending"] == [] and status["store"] == {"frames": 0, "bytes": 0}
+    assert relay.metrics.value("r3channel_rejected_total", reason=error.reason) == 1
+
+
+def test_the_layer_of_a_bad_id_is_the_global_one(relay: Relay) -> None:
+    with pytest.raises(
+        errors.ExpertIdOutOfRange, match=r"row 2, layer 2, slot 3 has id 200; expected 0..127"
+    ):
+        verify(relay, with_ids(lambda ids: put(ids, (2, 1, 3), 200)))
+
+
+def test_padding_characters_are_not_ignored(relay: Relay) -> None:
+    text = base64.b64encode(frame_of(LENGTH)).decode()
+    with pytest.raises(errors.PayloadCorrupt):
+        verify(relay, {"meta_info": {"id": "r0", "routed_experts": text[:40] + "\n" + text[40:]}})
+
+
+@pytest.mark.parametrize("body", [b"[" * 100_000, b"{", b"\xff", b"", b'{"meta_info": ' * 50_000])
+def test_a_body_that_is_no_reply_is_a_typed_error_whatever_its_bytes(relay: Relay, body: bytes) -> None:
+    with pytest.raises(errors.RoutingMissing, match="s1 from engine http://e:1"):
+        relay.add_body("s1", body, [1, 2, 3], engine="http://e:1")
+
+
+def test_a_sample_id_that_is_no_string_is_refused_by_name(relay: Relay) -> None:
+    for add in (relay.add, relay.add_frame, relay.add_body):
+        with pytest.raises(errors.UsageError, match="sample id 7 is a int, expected a string"):
+            add(7, {}, [1, 2])  # type: ignore[operator]
+    assert relay.status()["store"]["frames"] == 0
+
+
+# -- turns ---------------------------------------------------------------------------------------------------------------
+
+
+def turn(first_row: int, end: int, *, version: int = 0) -> dict[str, Any]:
     """The reply of a turn that returns rows [first_row, end)."""
     span = ProvenanceSpan(start=first_row, end=end, weight_version=version, kind=RowKind.DECODED)
     data = encode_frame(
@@ -41,15 +171,12 @@ def turn(first_row: int, end: int, *, version: int = 0, digests: bool = True) ->
         first_row=first_row,
         provenance=[span],
         sample_key=sample_key("r"),
-        row_digests=digests,
     )
     return reply_of(data, request_id="r")
 
 
-def held(relay: Relay) -> Any:
-    sample = relay._inbox.held("s")
-    assert sample is not None
-    return parse_frame(relay._store.get(sample.key), spec=SPEC)
+def sealed(relay: Relay, *names: str) -> Any:
+    return relay.seal(0, Assignment.round_robin(list(names), dp=1, microbatch_size=len(names)))
 
 
 def test_later_turns_add_their_rows_only(relay: Relay) -> None:
@@ -57,22 +184,71 @@ def test_later_turns_add_their_rows_only(relay: Relay) -> None:
     for first_row, end in ((10, 25), (25, 26), (26, 40)):
         assert relay.rows_held("s") == first_row
         relay.add("s", turn(first_row, end), TOKENS[: end + 1], append=True)
-    assert np.array_equal(held(relay).decode(), IDS)
+    assert np.array_equal(rows_here(relay, "s"), IDS)
     assert relay.metrics.value("r3channel_rows_total") == 40
-    assert relay.metrics.value("r3channel_samples_total", outcome="received") == 1
+
+
+def test_a_turn_looks_at_no_row_of_the_turns_before(relay: Relay, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thirty turns: every row is verified once, lies where it was kept, and is never written again."""
+    verified, checked = [], received.checked
+    monkeypatch.setattr(
+        received, "checked", lambda ids_TLK, **its: verified.append(len(ids_TLK)) or checked(ids_TLK, **its)
+    )
+    ids, tokens, before = random_ids(300, seed=1), list(range(301)), []
+    for number in range(30):
+        first, end = 10 * number, 10 * number + 10
+        relay.add_frame("s", encode_frame(SPEC, expert_ids_TLK=ids[first:end], first_row=first,
+                        provenance=[ProvenanceSpan(start=first, end=end, weight_version=0, kind=RowKind.DECODED)]),
+                        tokens[: end + 1], append=number > 0)  # fmt: skip
+        turns = turns_here(relay, "s")
+        assert (
+            all(one is other for one, other in zip(turns, before, strict=False)) and len(turns) == number + 1
+        )
+        before = turns
+    assert verified == [10] * 30 and relay.status()["store"]["frames"] == 30
+    assert np.array_equal(rows_here(relay, "s"), ids)
+
+
+def test_other_samples_come_in_while_a_turn_is_verified(
+    relay: Relay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    relay.add("s", turn(0, 10), TOKENS[:11])
+    verifying, goes_on, checked = threading.Event(), threading.Event(), received.checked
+
+    def slow(ids_TLK: Any, **its: Any) -> Any:
+        if len(ids_TLK) == 30:
+            verifying.set()
+            assert goes_on.wait(LIMIT_S)
+        return checked(ids_TLK, **its)
+
+    monkeypatch.setattr(received, "checked", slow)
+    with ThreadPoolExecutor(2) as pool:
+        try:
+            appended = pool.submit(relay.add, "s", turn(10, 40), TOKENS, append=True)
+            assert verifying.wait(LIMIT_S)
+            pool.submit(relay.add, "t", turn(0, 10), TOKENS[:11]).result(LIMIT_S)
+            pool.submit(sealed, relay, "t").result(LIMIT_S)
+            assert not appended.done() and relay.rows_held("s") == 10
+        finally:
+            goes_on.set()
+        appended.result(LIMIT_S)
+    assert relay.rows_held("s") == 40
+    relay.abandon(0)
 
 
 def test_rows_keep_the_weight_version_of_their_turn(relay: Relay) -> None:
     relay.add("s", turn(0, 10, version=1), TOKENS[:11])
     relay.add("s", turn(10, 40, version=4), TOKENS, append=True)
-    assert [(span.end, span.weight_version) for span in held(relay).provenance] == [(10, 1), (40, 4)]
+    (sample,) = sealed(relay, "s").samples
+    assert [(span.end, span.weight_version) for span in sample.provenance] == [(10, 1), (40, 4)]
+    relay.abandon(0)
 
 
 def test_the_engines_digests_add_up_over_turns(relay: Relay) -> None:
     relay.add("s", turn(0, 10), TOKENS[:11])
     relay.add("s", turn(10, 40), TOKENS, append=True)
-    expected = layer_digests(IDS, positions_T=np.arange(40), layers_L=SPEC.moe_layers)
-    assert np.array_equal(held(relay).digests_L, expected)
+    assert sealed(relay, "s").samples[0].digest == fold(layer_digests(IDS, first_row=0))
+    relay.abandon(0)
 
 
 @pytest.mark.parametrize(
@@ -84,9 +260,9 @@ def test_a_gap_or_an_overlap_is_refused_and_the_held_rows_stay(
     relay.add("s", turn(0, 10), TOKENS[:11])
     with pytest.raises(error, match=r"sample s from engine e: .*expected to begin at row 10"):
         relay.add("s", turn(first_row, 20), TOKENS[:21], append=True, engine="e")
-    assert relay.rows_held("s") == 10
+    assert relay.rows_held("s") == 10 and relay.status()["store"]["frames"] == 1
     relay.add("s", turn(10, 20), TOKENS[:21], append=True)
-    assert np.array_equal(held(relay).decode(), IDS[:20])
+    assert np.array_equal(rows_here(relay, "s"), IDS[:20])
 
 
 def test_a_turn_whose_earlier_tokens_changed_is_refused(relay: Relay) -> None:
@@ -104,12 +280,14 @@ def test_the_last_token_of_a_turn_may_change_because_it_has_no_row_yet(relay: Re
 def test_a_turn_of_a_sample_that_is_not_here_is_refused(relay: Relay) -> None:
     with pytest.raises(errors.SampleUnknown, match="no turn to append to"):
         relay.add("s", turn(10, 20), TOKENS[:21], append=True)
+    assert relay.status()["store"]["frames"] == 0
 
 
 def test_a_whole_sample_that_comes_again_is_not_taken_for_a_turn(relay: Relay) -> None:
     relay.add("s", turn(0, 10), TOKENS[:11])
     with pytest.raises(errors.SampleTwice):
         relay.add("s", turn(0, 20), TOKENS[:21])
+    assert relay.status()["store"]["frames"] == 1
 
 
 def test_a_turn_without_append_is_refused(relay: Relay) -> None:
@@ -117,32 +295,77 @@ def test_a_turn_without_append_is_refused(relay: Relay) -> None:
         relay.add("s", turn(10, 20), TOKENS[:21])
 
 
-def test_a_step_records_the_joined_rows(tmp_path: Any) -> None:
-    relay = Relay(SPEC, TrainerLayout(), ChannelConfig(backend="loopback"), recorder=Recorder(tmp_path))
+SETS = RoutingSpec(num_layers=8, moe_layers=tuple(range(8)), num_experts=384, top_k=8)
+ONE_LAYER = RoutingSpec(num_layers=1, moe_layers=(0,), num_experts=64, top_k=2)
+
+
+@pytest.mark.parametrize(
+    ("spec", "first", "second", "width"),
+    [(SETS, a, b, width) for a in (1, 3, 20) for b in (1, 8, 20) for width in (None, 1, 3)]
+    + [(ONE_LAYER, 8193, 7, None), (ONE_LAYER, 8193, 8192, None)],
+)
+def test_honest_turns_of_codec_set_arrive_whichever_chunks_it_makes_smaller(
+    spec: RoutingSpec, first: int, second: int, width: int | None
+) -> None:
+    relay, ids = Relay(spec, TrainerLayout(), ChannelConfig()), random_ids(first + second, spec=spec)
+    for start_row, end in ((0, first), (first, first + second)):
+        span = ProvenanceSpan(start=start_row, end=end, weight_version=0, kind=RowKind.DECODED)
+        data = encode_frame(
+            spec, expert_ids_TLK=ids[start_row:end], first_row=start_row, provenance=[span], codec="set",
+            layers_per_chunk=width,
+        )  # fmt: skip
+        relay.add_frame("s", data, range(end + 1), append=start_row > 0)
+    assert np.array_equal(np.sort(rows_here(relay, "s")), np.sort(ids))
+    relay.close()
+
+
+def test_a_step_records_the_rows_of_all_turns(tmp_path: Path) -> None:
+    relay = Relay(SPEC, TrainerLayout(), ChannelConfig(), recorder=Recorder(tmp_path))
     relay.add("s", turn(0, 10), TOKENS[:11])
     relay.add("s", turn(10, 40), TOKENS, append=True)
-    relay.seal(0, Assignment.round_robin(["s"], dp=1, microbatch_size=1))
-    deadline_s = time.monotonic() + 20
-    while (
-        not step_folder(tmp_path, 0).exists() and time.monotonic() < deadline_s
-    ):  # written in the background
-        time.sleep(0.01)
+    start(receivers_of(relay), sealed(relay, "s"))[0].result(LIMIT_S)
+    relay.join_previous(timeout_s=LIMIT_S)
     recording = Recording.load(step_folder(tmp_path, 0))
-    assert np.array_equal(recording.frame("s").decode(), IDS)
-    with pytest.raises(errors.StepError):
-        relay.close()
+    assert np.array_equal(recording.rows("s"), IDS) and len(recording.frames["s"]) == 2
+    relay.close()
+
+
+# -- what the disk cannot keep -------------------------------------------------------------------------------------------
+
+
+def full(*_: Any, **__: Any) -> None:
+    raise errors.StoreFull("no room")
 
 
 def test_a_sample_that_cannot_be_kept_is_told_and_the_next_ones_come_in(
-    relay: Relay, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(*_: Any, **__: Any) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
-    with monkeypatch.context() as patch, pytest.raises(errors.StepError, match="sample s from engine"):
-        patch.setattr(relay._store, "put", broken)
+    relay = Relay(SPEC, TrainerLayout(), ChannelConfig(store_dir=str(tmp_path)))
+    with monkeypatch.context() as patch, pytest.raises(errors.StoreFull):
+        patch.setattr(relay._durable, "frame", full)
         relay.add("s", turn(0, 10), TOKENS[:11])
-    assert not relay.holds("s")
+    assert relay.status()["store"]["frames"] == 0
     relay.add("s", turn(0, 10), TOKENS[:11])
     relay.add("t", turn(0, 10), TOKENS[:11])
-    relay.discard(["s", "t"])
+    assert relay.discard(["s", "t"]) == 2
+    relay.close()
+
+
+def test_rows_whose_note_cannot_be_written_stay_the_samples_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    relay = Relay(SPEC, TrainerLayout(), ChannelConfig(store_dir=str(tmp_path)))
+    with monkeypatch.context() as patch:
+        patch.setattr(relay._durable, "note", full)
+        relay.add("s", turn(0, 10), TOKENS[:11])
+    assert "sample s would not survive a kill" in caplog.text
+    relay.add("t", turn(0, 10), TOKENS[:11])
+    assert relay.status()["store"]["frames"] == 2 and np.array_equal(rows_here(relay, "s"), IDS[:10])
+    relay.close()
+
+
+def test_a_probe_leaves_nothing(tmp_path: Path) -> None:
+    relay = Relay(SPEC, TrainerLayout(), ChannelConfig(store_dir=str(tmp_path)))
+    relay.check_engine(reply_of(frame_of(3)), engine="e", tokens=3)
+    assert not list(tmp_path.glob("*/*.frame")) and relay.status()["store"]["frames"] == 0
+    relay.close()

@@ -1,18 +1,25 @@
-"""Rows without engine routing at the trainer: refused, left to the live router, or masked; and what a trainer must agree on."""
+"""One rank's rows: refused, left to the live router or masked without routing; held against the digests of the engine."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from r3channel.errors import RowsInvalid, TicketMismatch
+from r3channel.errors import DigestMismatch, RowsInvalid, TicketMismatch
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
+from r3channel.plan.place import Placement
+from r3channel.plan.shards import Shard
+from r3channel.plan.stream import Stream
 from r3channel.plan.ticket import Ticket, TicketSample
+from r3channel.spec import RoutingSpec
 from r3channel.trainer.receiver import check_lengths
-from r3channel.trainer.shard import RankShard
-from tests.samples import SPEC
+from r3channel.trainer.shard import RankShard, slot_parts
+from tests.plans import Step, steps
+from tests.samples import SPEC, random_ids
 
 
 def make(
@@ -91,3 +98,80 @@ def test_other_sequence_lengths_are_refused_with_both_values() -> None:
     ) as refusal:
         check_lengths(shard.ticket, shard.shard, [[9, 6]])
     assert (refusal.value.samples, refusal.value.ranks) == (("a", "b"), ((0, 0, 0),))
+
+
+# -- rows as a router is handed them, beside the engine's digests ---------------------------------------------------------
+
+
+def ranks_of(step: Step, shard: Shard) -> list[RankShard]:
+    """One for each TP slot, with the digests that placement found."""
+    whole_N = np.empty(shard.nbytes, np.uint8)
+    placement = Placement(Stream.of(step.ticket, shard), whole_N)
+    digests = placement.new_digests()
+    placement.pads()
+    for stream in step.streams(shard):
+        placement.rows(stream, step.source(stream), digests, begin=0)
+    parts = slot_parts(shard, torch.from_numpy(whole_N))
+    return [
+        RankShard(
+            step.ticket, shard, torch.cat([batch[slot] for batch in parts]), tp=slot, invalid_rows="native",
+            digests_SL=torch.from_numpy(digests[slot].view(np.int64)),
+        )
+        for slot in range(shard.tp_slots)
+    ]  # fmt: skip
+
+
+def calls(rank: RankShard) -> list[tuple[int, int]]:
+    return [(index, layer) for index in range(rank.num_microbatches) for layer in rank.shard.layers]
+
+
+@settings(max_examples=60, deadline=None)
+@given(step=steps())
+def test_every_router_is_handed_what_the_engine_hashed_in_any_layout(step: Step) -> None:
+    for shard in step.shards:
+        for rank in ranks_of(step, shard):
+            for index, layer in calls(rank):
+                rank.handed(index, layer, rank.layer_ids(index, layer))
+            rank.verified()
+
+
+@settings(max_examples=60, deadline=None)
+@given(step=steps(), noted=st.booleans(), data=st.data())
+def test_one_changed_id_is_named_with_its_sample_before_the_step_ends(
+    step: Step, noted: bool, data: st.DataObject
+) -> None:
+    """`noted`: as on a GPU, where nothing is known before `verified`."""
+    rank = data.draw(st.sampled_from([rank for shard in step.shards for rank in ranks_of(step, shard)]))
+    if noted:
+        rank._handed._host_SL = None
+    for index, layer in calls(rank):
+        ids = rank.layer_ids(index, layer).clone()
+        row = data.draw(st.integers(0, len(ids) - 1))
+        ids[row, 0] = (ids[row, 0] + 1) % rank.shard.spec.num_experts
+        sample = int(rank.shard.row_map(index, tp=rank.tp)[0][row])
+        if not bool(rank.counted_rows(index)[row]):  # nobody hashed it: padding, or no routing
+            rank.handed(index, layer, ids)
+            rank.verified()
+            continue
+        with pytest.raises(DigestMismatch, match=f"decoder layer {layer} .*micro-batch {index}") as refusal:
+            rank.handed(index, layer, ids)
+            assert noted, "it was used before it was looked at"
+            rank.verified()
+        assert refusal.value.samples == (rank.shard.microbatches[index].sample_ids[sample],)
+        assert (refusal.value.ranks, refusal.value.step) == ((rank.shard.key,), step.ticket.step)
+
+
+def test_exchanged_layers_micro_batches_and_rows_are_noticed() -> None:
+    spec = RoutingSpec(num_layers=2, moe_layers=(0, 1), num_experts=128, top_k=8)
+    names = ("a", "b")
+    samples = [TicketSample(name, 9, 0, 0, (), (), ((8, 0),)) for name in names]
+    assignment = Assignment.given([[[name] for name in names]])
+    ticket = Ticket("run", 1, spec, TrainerLayout(), assignment, samples, 1 << 20)
+    ids = {name: random_ids(8, spec=spec, seed=seed) for seed, name in enumerate(names)}
+    step = Step(ticket, ids, 0)
+    (rank,) = ranks_of(step, step.shards[0])
+    turned = rank.layer_ids(0, 0).clone()
+    turned[[2, 3]] = turned[[3, 2]]
+    for other in (rank.layer_ids(0, 1), rank.layer_ids(1, 0), turned):
+        with pytest.raises(DigestMismatch, match=r"of samples \['a'\]"):
+            rank.handed(0, 0, other)

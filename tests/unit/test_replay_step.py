@@ -12,7 +12,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from r3channel.config import ChannelConfig
-from r3channel.errors import TransportError, UsageError
+from r3channel.errors import DigestMismatch, TransportError, UsageError
 from r3channel.plan.layout import TrainerLayout
 from r3channel.spec import RoutingSpec
 from r3channel.trainer import megatron
@@ -99,6 +99,9 @@ class Routing:
 
     def __init__(self, *, live: bool = True) -> None:
         self.live = live
+        self.given: list[tuple[int, int, torch.Tensor]] = []
+        self.refused: DigestMismatch | None = None
+        self.looks = 0
 
     def layer_ids(self, microbatch: int, layer: int) -> torch.Tensor:
         return torch.tensor([[2 * microbatch, 2 * microbatch + 1]] * ROWS, dtype=torch.uint8)
@@ -107,10 +110,12 @@ class Routing:
         return torch.arange(ROWS) == 0 if self.live else None
 
     def handed(self, microbatch: int, layer: int, ids_RK: torch.Tensor) -> None:
-        """These ids came from no engine: there is nothing to hold them against."""
+        self.given.append((microbatch, layer, ids_RK.clone()))
+        if self.refused is not None:
+            raise self.refused
 
     def verified(self) -> None:
-        """Nor to wait for."""
+        self.looks += 1
 
 
 def rows(seed: int) -> torch.Tensor:
@@ -174,6 +179,31 @@ def test_an_output_whose_backward_would_begin_unnoticed_is_refused() -> None:
         step.microbatch(0),
     ):
         model(rows(0))
+
+
+def test_ids_are_looked_at_before_a_router_uses_them_and_what_was_noted_before_the_step_ends() -> None:
+    model, routing = Model(), Routing(live=False)
+    with driver_of(model) as driver, driver.step(routing, step=0) as step:
+        for index in range(2):
+            with step.microbatch(index):
+                model(rows(index)).sum().backward()
+        assert routing.looks == 0
+    assert routing.looks == 1
+    assert [(index, layer) for index, layer, _ in routing.given] == [(0, 0), (1, 0)]
+    assert [ids.tolist() for _, _, ids in routing.given] == model.router.used[::2]
+
+
+def test_a_router_does_not_run_on_ids_that_are_not_the_engines() -> None:
+    model, routing = Model(), Routing(live=False)
+    routing.refused = DigestMismatch("rows were exchanged", samples=["a"], step=0)
+    with (
+        pytest.raises(DigestMismatch, match="exchanged"),
+        driver_of(model) as driver,
+        driver.step(routing, step=0) as step,
+        step.microbatch(0),
+    ):
+        model(rows(0))
+    assert model.router.used == []
 
 
 class Nowhere:

@@ -1,12 +1,12 @@
-"""Rows of one sample that came in several frames: turns are appended without gaps, two engines' rows are merged."""
+"""Rows of one request that two engines hold between them are put together, and told apart where they are not one."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from r3channel.errors import RoutingError, RowGap, RowOverlap
-from r3channel.relay.splice import append, frame_of, merge
+from r3channel.errors import RoutingError
+from r3channel.relay.splice import frame_of, merge
 from r3channel.routing import ProvenanceSpan, RowKind, SampleRouting, spans_of
 from r3channel.wire.frame import parse_frame
 from tests.samples import SPEC, WIDE, random_ids
@@ -31,31 +31,6 @@ def routing(
             first_row=first_row,
         ),
     )
-
-
-def test_a_turn_is_appended_where_the_held_rows_end() -> None:
-    held, turn = routing(0, 5, version=1), routing(5, 3, version=2, seed=1)
-    joined = append(held, turn)
-    assert np.array_equal(joined.expert_ids_TLK, np.concatenate([held.expert_ids_TLK, turn.expert_ids_TLK]))
-    assert [(span.start, span.end, span.weight_version) for span in joined.provenance] == [
-        (0, 5, 1),
-        (5, 8, 2),
-    ]
-    assert joined.tokens == 9
-
-
-@pytest.mark.parametrize(("first_row", "error"), [(6, RowGap), (4, RowOverlap), (0, RowOverlap)])
-def test_a_turn_that_does_not_adjoin_is_refused(first_row: int, error: type[Exception]) -> None:
-    with pytest.raises(error, match=r"rows 0..5 are held; expected to begin at row 5"):
-        append(routing(0, 5), routing(first_row, 3))
-
-
-def test_a_joined_routing_is_a_frame_again() -> None:
-    joined = append(routing(0, 5), routing(5, 3, seed=1))
-    frame = parse_frame(frame_of(joined, sample_key=7, row_digests=True), spec=SPEC)
-    assert np.array_equal(frame.decode(), joined.expert_ids_TLK)
-    assert frame.digests_L is not None
-    assert (frame.sample_key, frame.provenance) == (7, joined.provenance)
 
 
 def test_prompt_rows_come_from_the_prefill_engine_and_the_rest_from_decode() -> None:
@@ -97,3 +72,10 @@ def test_two_models_are_not_merged() -> None:
 def test_rows_of_another_sample_are_not_merged() -> None:
     with pytest.raises(RoutingError, match="expected a beginning of the same sample"):
         merge(routing(0, 12), routing(0, 9))
+
+
+def test_a_merged_routing_is_a_frame_again() -> None:
+    whole = merge(routing(0, 4, version=1), routing(0, 9, version=2, missing=(0, 1, 2, 3), seed=1))
+    frame = parse_frame(frame_of(whole, sample_key=7), spec=SPEC)
+    assert np.array_equal(frame.verify(), whole.expert_ids_TLK)
+    assert (frame.sample_key, frame.provenance) == (7, whole.provenance)

@@ -1,8 +1,9 @@
 """`r3channel bench relay`: a step's routing from the manager to every trainer rank, ours beside its peers and the limit.
 
 One process tree: a manager and four ranks, Ray actors on two raylets of this machine, that run every path in turn on the same
-data. The timed section begins with a sealed step (peers: with decoded arrays in memory) and ends when every rank holds its own
-rows, contiguous and writable per layer, and its routers have taken them in a dtype that Megatron's gather accepts.
+data. The whole way begins with the bodies of engines' replies in memory (JSON and base64) and ends when every rank holds its own
+rows, contiguous and writable per layer, and its routers have taken them in a dtype that Megatron's gather accepts; the timed
+section ends there too, and begins with verified rows about to be sealed (peers: with decoded arrays in memory).
 """
 
 from __future__ import annotations

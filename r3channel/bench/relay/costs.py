@@ -1,14 +1,14 @@
-"""What our path costs, part by part, in one process without Ray. CPU, unless a name says otherwise.
+"""What our path costs, part by part, in one process without Ray: CPU time.
 
-    body_to_placed   reply bodies in memory -> the rows of all layers placed in one receiver's shard and verified: JSON, base64, token
-                     ids, the frame's checks, ids checked and digested, seal, ticket there and back, each row written where its
-                     router will look, digests compared. Not the sending: rows are placed from where the relay keeps them
+    body_to_placed   reply bodies in memory -> the rows of all layers placed in one receiver's shard and verified: JSON, base64,
+                     token ids, the frame's checks, ids checked and digested, seal, ticket there and back, each row written where
+                     its router will look, digests compared. Not the sending: rows are placed from where the relay keeps them
     floor            of those the parts that touch every byte, alone: base64, decoding and checking, placing. The rest is Python
     turns            30 turns of one sample, appended one by one, tokens as an array
-    seal_ms          wall: `seal`, the ticket's bytes, and a receiver's own plan out of them; nobody receives
+    seal_ms          of the calling thread: `seal`, the ticket's bytes, and a receiver's own plan out of them; nobody receives
     step_memory      what relay and receiver hold of a step that was sealed and received: rows in the store, buckets, the shard
-    digest           what engine, relay, placing and routers pay for the digest. Each kernel runs alone here; relay and placing have it
-                     in a pass over the same bytes, where it costs less
+    digest           what engine, relay, placing and routers pay for the digest. Each kernel runs alone here; relay and placing
+                     have it in a pass over the same bytes, where it costs less
 
 Samples have about 4,096 tokens. A step's bodies, rows and shard are larger than a cache.
 """
@@ -92,7 +92,7 @@ def receive(relay: Relay, ticket: Ticket, rows_N: Any = None) -> Any:
 
 def _body_to_placed(work: Workload, rounds: int) -> tuple[float, float]:
     """(The whole way, its floor)."""
-    seen, rows_N, bodies = [], None, work.bodies
+    seen, rows_N, ticket, bodies = [], None, None, work.bodies
     with closing(Relay(work.spec, work.case.trainer)) as relay:
         for step in range(rounds + 1):  # the first one compiles, and touches the memory
             begin_s = time.process_time()
@@ -100,6 +100,7 @@ def _body_to_placed(work: Workload, rounds: int) -> tuple[float, float]:
             ticket = Ticket.from_bytes(relay.seal(step, work.assignment).to_bytes())
             rows_N = receive(relay, ticket, rows_N)
             seen.append(time.process_time() - begin_s)
+    assert ticket is not None
     return _us(median(seen[1:]), work), _floor(work, ticket, rows_N, rounds)
 
 
@@ -159,10 +160,10 @@ def _seal_ms(samples: int, layout: str, rounds: int) -> float:
         for name in names:
             relay.add_frame(name, frame, range(_SHORT))
         for step in range(rounds + 2):
-            begin_s = time.perf_counter()
+            begin_s = time.thread_time()
             data = relay.seal(step, assignment).to_bytes()
             Ticket.from_bytes(data).plan.shard(dp=0, pp=0)
-            seen_s.append(time.perf_counter() - begin_s)
+            seen_s.append(time.thread_time() - begin_s)
             relay.abandon(step)
     return median(seen_s[2:]) * 1e3
 

@@ -85,24 +85,20 @@ class HeldRows:
 
 
 class Router:
-    """Takes rows as Megatron's gather does: int32 and int64 as they are, narrower ids widened into one reused buffer.
+    """Takes rows as Megatron's gather does: int32 as they are, narrower ids widened into one reused buffer."""
 
-    Ours become what `ReplayDriver` makes of them on this machine, a peer's narrow ids int32, which is never more work.
-    """
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-        self._wide = torch.empty((0, 0), dtype=dtype)
+    def __init__(self) -> None:
+        self._wide = torch.empty((0, 0), dtype=torch.int32)
 
     def take_all(self, tensors: Iterable[torch.Tensor]) -> None:
         for ids_RK in tensors:
             self.take(ids_RK)
 
     def take(self, ids_RK: torch.Tensor) -> torch.Tensor:
-        if ids_RK.dtype in (torch.int32, torch.int64):
+        if ids_RK.dtype == torch.int32:
             return ids_RK
         if len(self._wide) < len(ids_RK):
-            self._wide = torch.empty(ids_RK.shape, dtype=self._dtype)
+            self._wide = torch.empty(ids_RK.shape, dtype=torch.int32)
         return self._wide[: len(ids_RK)].copy_(ids_RK)
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from r3channel.bench import relay_rounds
+from r3channel.bench.relay import costs
 from r3channel.bench.relay.cluster import call, two_nodes
 from r3channel.bench.relay.paths import ALL, DIRECT, LIMIT, OURS, STORE
 from r3channel.bench.relay.results import OWN, paths_of, ratios_of
@@ -33,6 +34,7 @@ class Effort:
     sweep: tuple[tuple[int, str, tuple[str, ...], int], ...]
     """(tokens, layout, paths, rounds)."""
     socket: dict[str, int]
+    costs: costs.Effort
     store_bytes: int
 
 
@@ -42,6 +44,7 @@ QUICK = Effort(
     1,
     ((65_536, LAYOUT, OURS, 2),),
     {"rounds": 2, "samples": 4, "rows": 4096},
+    costs.Effort(tokens=65_536, rounds=3),
     1 * _GIB,
 )
 """Without straw and the paths on one raylet, which take as long as all others together and decide no ratio."""
@@ -55,6 +58,7 @@ FULL = Effort(
         (1_048_576, LAYOUT, _FEW, 5),
     ),
     {"rounds": 12, "samples": 16, "rows": 4096},
+    costs.Effort(tokens=0, rounds=9),
     3 * _GIB,
 )
 
@@ -71,6 +75,8 @@ def measure(effort: Effort, *, model: str, rounds: int | None = None) -> dict[st
         "direct": socket["direct"],
         "stock": socket["stock"],
     }
+    _say("part by part")
+    report |= costs.measure(effort.costs)
     report["machine"] = _machine()
     report["seconds"] = time.monotonic() - begin_s
     return report
@@ -93,7 +99,6 @@ def _relay(effort: Effort, model: str, rounds: int) -> dict[str, Any]:
             "memcpy_gbps": call(processes.manager.memcpy_gbps.remote()),
         },
         "peak_staging_bytes": processes.peak_staging_bytes.get(OWN),
-        "seal_ms": paths_of(seen, tokens=TOKENS)[OWN]["stages_s"]["seal"] * 1e3,
         "sweep": {},
     }
     processes = _sweep(effort, model, processes, report)

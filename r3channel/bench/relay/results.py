@@ -85,7 +85,10 @@ def _whole_ratios(seen: Mapping[str, Seen]) -> dict[str, Any]:
     for what in ("whole_wall_s", "whole_cpu_s"):
         values = {path: _whole(path, rounds, seen)[what] for path, rounds in seen.items()}
         peers = [value for path, value in values.items() if path in PEERS and value]
-        for name, theirs in (("vs_ray_numpy_int32", values.get(BASE)), ("vs_best_peer", min(peers, default=None))):
+        for name, theirs in (
+            ("vs_ray_numpy_int32", values.get(BASE)),
+            ("vs_best_peer", min(peers, default=None)),
+        ):
             ratio = theirs / values[OWN] if theirs and values[OWN] else None
             found[f"{what.removesuffix('_s')}_{name}"] = ratio
     return found

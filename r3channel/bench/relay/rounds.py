@@ -195,8 +195,8 @@ class Rounds:
         call([rank.settle.remote() for rank in ranks])
 
     def _ready(self, path: str, seen: Seen, *, rounds: int) -> None:
-        """Rounds in which the trainers come when the step was prepared, as they do in a loop: the relay's CPU up to there, apart from
-        sending, which shares its process; and what the trainers then wait for."""
+        """Rounds in which the trainers come when the step was prepared, as they do in a loop: the relay's CPU up to there, apart
+        from sending, which shares its process; and what the trainers then wait for."""
         for _ in range(max(2, rounds // 2)):
             result = call(self.manager.ready.remote(path))
             call(self.manager.settle.remote(path))

@@ -20,15 +20,35 @@ def table(report: dict[str, Any]) -> str:
         *_ratios(report["ratio"]),
         "",
         f"raw gloo {report['limit']['raw_gloo_wall_s'] * 1e3:.1f} ms, memcpy {report['limit']['memcpy_gbps']:.1f} GB/s",
-        f"placed before the trainers come: {_exposed(report)}",
-        f"seal {report['seal_ms']:.1f} ms (target 20), peak staging {report['peak_staging_bytes']} bytes",
-        "from the socket, CPU us/token: "
-        + ", ".join(f"{way} {cost:.2f}" for way, cost in report["socket_cpu_us_per_token"].items()),
+        f"ready before the trainers come: {_exposed(report)}",
+        "from the socket, CPU us/token: " + _listed(report["socket_cpu_us_per_token"]),
+        "",
+        *_costs(report),
     ]
     for name, values in report["sweep"].items():
         lines += ["", f"{name}:", *_paths(values["paths"]), *_ratios(values["ratio"])]
     lines += [f"skipped {path}: {reason}" for path, reason in report["skipped"].items()]
     return "\n".join(lines)
+
+
+def _costs(report: dict[str, Any]) -> list[str]:
+    seals = ", ".join(f"{samples} samples {ms:.1f}" for samples, ms in report["seal_ms"].items())
+    ids = report["step_ids_bytes"] / 1e6
+    return [
+        "one process, CPU us/token (see r3channel.bench.relay.costs):",
+        "  body to placed (JSON, base64, checks, seal, placing, digests; no sending): "
+        + _listed(report["body_to_placed_cpu_us_per_token"]),
+        "  of these base64, checks and placing alone: "
+        + _listed(report["body_to_placed_floor_us_per_token"]),
+        f"  {report['turns_us_per_token']:.2f} appending 30 turns of 2,000 rows",
+        f"  {report['digest_cpu_us_per_token']:.2f} for digests: engine, relay, placing and routers, each kernel alone",
+        f"seal, ticket there and back, CPU ms of one thread: {seals}; memory of a step with {ids:.0f} MB of ids: "
+        f"{report['step_memory_bytes'] / 1e6:.0f} MB",
+    ]
+
+
+def _listed(costs: dict[str, float]) -> str:
+    return ", ".join(f"{name} {cost:.2f}" for name, cost in costs.items())
 
 
 def _exposed(report: dict[str, Any]) -> str:
@@ -37,19 +57,30 @@ def _exposed(report: dict[str, Any]) -> str:
 
 
 def _paths(paths: dict[str, Any]) -> list[str]:
-    head = ["path", "wall ms", "x ours", "held ms", "CPU ms", "manager CPU us/token", "B/token"]
+    head = [
+        "path",
+        "wall ms",
+        "x ours",
+        "held ms",
+        "CPU ms",
+        "whole ms",
+        "whole CPU ms",
+        "manager CPU us/token",
+        "B/token",
+    ]
     ours = paths[OWN]["wall_s"]
     return aligned([head, *(_row(name, values, ours) for name, values in paths.items())])
 
 
 def _row(name: str, values: dict[str, Any], ours_s: float) -> list[str]:
-    manager = values["manager_cpu_us_per_token"]
+    manager, whole = values["manager_cpu_us_per_token"], (values["whole_wall_s"], values["whole_cpu_s"])
     return [
         name,
         f"{values['wall_s'] * 1e3:.1f}",
         f"{values['wall_s'] / ours_s:.2f}",
         f"{values['held_wall_s'] * 1e3:.1f}",
         f"{values['cpu_s'] * 1e3:.1f}",
+        *("-" if seconds is None else f"{seconds * 1e3:.1f}" for seconds in whole),
         "-" if manager is None else f"{manager:.3f}",
         f"{values['bytes_per_token']:.0f}",
     ]

@@ -102,8 +102,8 @@ class Workload:
         return {name: self.ids(name).astype(np.int32) for name in self.lengths}
 
     def reply(self, sample_id: str, raw: Any) -> bytes:
-        """An engine's JSON reply whose `routed_experts` is `raw` (bytes or a contiguous array) in base64. Its token ids are those of the
-        whole sequence, so that no prompt is needed beside it."""
+        """An engine's JSON reply whose `routed_experts` is `raw` (bytes or a contiguous array) in base64. Its token ids are those
+        of the whole sequence, so that no prompt is needed beside it."""
         text = pybase64.b64encode(raw).decode()
         meta = {"id": sample_id, "finish_reason": {"type": "stop"}, "routed_experts": text}
         tokens = list(range(self.lengths[sample_id]))

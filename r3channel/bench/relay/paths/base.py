@@ -1,7 +1,7 @@
 """The two halves of a path. A path carries one step's samples from the manager's memory to every rank's routers.
 
-The manager's half starts from the bodies of engines' replies (`prepare`), then from what a sealed step starts from (`deliver`); the
-rank's half ends where `held` says. Both live in processes that all paths share.
+The manager's half starts from the bodies of engines' replies (`prepare`), then from what a sealed step starts from (`deliver`);
+the rank's half ends where `held` says. Both live in processes that all paths share.
 """
 
 from __future__ import annotations

@@ -19,7 +19,6 @@ from r3channel.plan.ticket import Ticket
 from r3channel.relay.relay import Relay
 from r3channel.trainer.receiver import Control, Receiver
 from r3channel.trainer.shard import RankShard
-from r3channel.trainer.step import index_dtype
 from r3channel.transport.tensor_parallel import TensorParallelFanout
 
 _SETTLE_S = 60.0
@@ -91,7 +90,7 @@ class ChannelTaking:
         self._receiver = Receiver(
             control, spec=case.spec, layout=case.trainer, coords=coords, config=_CONFIG, fanout=fanout
         )
-        self._router = Router(index_dtype(torch.device("cpu")))
+        self._router = Router()
         self._shard: RankShard | None = None
         self._receiver.join()
 

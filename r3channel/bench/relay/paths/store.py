@@ -105,7 +105,7 @@ class StoreTaking:
 
     def __init__(self, held: HeldRows, path: str) -> None:
         self._held, self._path = held, path
-        self._router = Router(torch.int32)
+        self._router = Router()
         self._packs: dict[int, torch.Tensor] = {}
 
     def take(self, payload: Any, stages: Stages) -> float | None:

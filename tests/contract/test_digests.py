@@ -1,0 +1,628 @@
+"""One digest from the engine to the router: whatever is changed or exchanged on the way is named before a router uses it.
+
+Each fault is made twice: with the checks, which must name it, and without them, where wrong rows must reach a router, so that
+it is the checks and not luck that stops them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from r3channel import errors
+from r3channel.plan.assignment import Assignment
+from r3channel.plan.place import Placement
+from r3channel.plan.ticket import Ticket
+from r3channel.relay.relay import Relay
+from r3channel.relay.sealed import Outgoing, SealedStep
+from r3channel.relay.steps import Steps
+from r3channel.routing import Ids
+from r3channel.spec import RoutingSpec
+from r3channel.trainer.handed import HandedRows
+from r3channel.trainer.landing import LandedShard, RelaySink
+from r3channel.trainer.member import Member
+from r3channel.trainer.shard import RankShard
+from r3channel.transport.process_group import _Operation
+from tests.delivery import Fanout, MakeRelay, compare, hand, receive, receivers_of, relays, until
+from tests.samples import SPEC, WIDE, random_ids, reply_for
+
+SPECS = {
+    "uint8 top-8": SPEC,
+    "int16 top-8": WIDE,
+    "int16 top-10": replace(WIDE, num_experts=512, top_k=10),
+    "uint8 top-4": replace(SPEC, top_k=4),
+    "uint8 top-10": replace(SPEC, top_k=10),
+    "uint8 top-3": replace(SPEC, top_k=3),
+}
+"""Rows whose items have 8, 8, 4, 4, 2 and 1 bytes."""
+TOKENS = {"a": 33, "b": 33, "c": 17, "d": 17}
+"""Two pairs of equal length: what is exchanged has the same shape everywhere."""
+NAMES = tuple(TOKENS)
+LAYOUTS = ["", "dp=2", "cp=2", "pp=2", "dp=2,pp=2,cp=2,packing=thd", "tp=2", "tp=2,cp=2,packing=thd"]
+
+
+@pytest.fixture
+def make_relay() -> Iterator[MakeRelay]:
+    with relays() as make:
+        yield make
+
+
+@pytest.fixture(params=list(SPECS))
+def spec(request: pytest.FixtureRequest) -> RoutingSpec:
+    return SPECS[request.param]
+
+
+def originals(spec: RoutingSpec) -> dict[str, Ids]:
+    return {name: random_ids(TOKENS[name] - 1, spec=spec, seed=seed) for seed, name in enumerate(NAMES)}
+
+
+def sealed(relay: Relay) -> Ticket:
+    """Of two DP ranks each gets two samples, one of each length."""
+    for seed, name in enumerate(NAMES):
+        tokens = TOKENS[name]
+        relay.add(
+            name, reply_for(name, tokens, seed=seed, spec=relay.spec), range(1000 * seed, 1000 * seed + tokens)
+        )
+    dp = relay.layout.dp
+    return relay.seal(0, Assignment.round_robin(NAMES, dp=dp, microbatch_size=len(NAMES) // dp))
+
+
+def wrong_rows(shards: list[RankShard]) -> int:
+    return sum(compare(shard, originals(shard.ticket.spec))[0] for shard in shards)
+
+
+def prepared(relay: Relay) -> None:
+    until(lambda: relay.status()["steps"][0]["state"] != "SEALED")
+
+
+def poke(array: Ids, offset: int) -> None:
+    """Change one byte of memory that nobody may write."""
+    address = np.ascontiguousarray(array).ctypes.data + offset
+    ctypes.c_uint8.from_address(address).value ^= 1 << offset % 8
+
+
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that looks at digests says yes."""
+
+    def yes(sink: RelaySink, digests: bytes) -> list[str]:
+        landed = sink._landed
+        landed.add(sink._stream.relay, landed._engine_SL * np.uint64(0), sink._digests_CSL)
+        return []
+
+    monkeypatch.setattr(RelaySink, "verify", yes)
+    monkeypatch.setattr(LandedShard, "check_samples", lambda _: None)
+    monkeypatch.setattr(SealedStep, "_attest", lambda *_: None)
+    monkeypatch.setattr(HandedRows, "check", lambda *_: None)
+
+
+# -- the way as it is --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_honest_step_is_never_refused(make_relay: MakeRelay, spec: RoutingSpec, layout: str) -> None:
+    relay = make_relay(layout, spec=spec)
+    shards = receive(receivers_of(relay), sealed(relay))
+    for shard in shards:
+        hand(shard)
+        on_gpu(shard)
+        hand(shard)
+    assert wrong_rows(shards) == 0
+
+
+def on_gpu(shard: RankShard) -> None:
+    """From here on its rows are judged as those of a GPU are: noted, and looked at once."""
+    shard._handed._host_SL = None
+
+
+# -- (a) at rest in the relay's store ----------------------------------------------------------------------------------
+
+
+def held(relay: Relay, name: str) -> Ids:
+    (rows,) = relay.intake.entries.samples[name].held
+    ids_TLK: Ids = rows.ids_TLK  # type: ignore[attr-defined]
+    assert ids_TLK.flags.c_contiguous
+    return ids_TLK
+
+
+@pytest.mark.parametrize("layout", ["", "cp=2", "dp=2,pp=2,cp=2,packing=thd", "pp=2"])
+@pytest.mark.parametrize("when", ["before it is prepared", "after it was prepared"])
+def test_a_byte_that_changes_at_rest_is_laid_to_its_sample(
+    make_relay: MakeRelay, spec: RoutingSpec, layout: str, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    relay, prepare = make_relay(layout, spec=spec), SealedStep.prepare
+    ids_TLK: list[Ids] = []
+
+    def damaged(step: SealedStep, dp: int) -> Any:
+        if when.startswith("before") and not ids_TLK:
+            ids_TLK.append(held(relay, "b"))
+            poke(ids_TLK[0], ids_TLK[0].nbytes // 2)
+        return prepare(step, dp)
+
+    monkeypatch.setattr(SealedStep, "prepare", damaged)
+    ticket = sealed(relay)
+    prepared(relay)
+    if not ids_TLK:
+        ids_TLK.append(held(relay, "b"))
+        poke(ids_TLK[0], ids_TLK[0].nbytes // 2)
+    layer = spec.moe_layers[ids_TLK[0].nbytes // 2 % ids_TLK[0][0].nbytes // ids_TLK[0][0, 0].nbytes]
+    told = failures(relay, ticket)
+    assert told, "some receiver gets that row"
+    for error in told:
+        assert isinstance(error, errors.PayloadCorrupt) and "at rest" in str(error)
+        assert (error.samples, error.step) == (("b",), 0) and f"sample b, layers [{layer}]" in str(error)
+    # and what the message says helps
+    assert relay.abandon(0) == 4 and relay.discard(["b"]) == 1
+    relay.add("b", reply_for("b", TOKENS["b"], seed=1, spec=spec), range(1000, 1000 + TOKENS["b"]))
+    shards = receive(receivers_of(relay), relay.seal(1, ticket.assignment))
+    assert wrong_rows(shards) == 0
+
+
+def failures(relay: Relay, ticket: Ticket) -> list[errors.R3Error]:
+    """What the receivers that get no rows raise."""
+    found: list[errors.R3Error] = []
+    for receiver in receivers_of(relay):
+        try:
+            receiver.receive(ticket)
+        except errors.R3Error as error:
+            found.append(error)
+    return found
+
+
+def test_every_byte_at_rest_counts(make_relay: MakeRelay, spec: RoutingSpec) -> None:
+    """Each in turn, as the relay looks when a receiver has found its rows damaged."""
+    relay = make_relay(spec=spec)
+    sealed(relay)
+    ids_TLK, step = held(relay, "d"), relay.steps._steps[0]
+    step.verify(["d"])
+    for offset in range(ids_TLK.nbytes):
+        poke(ids_TLK, offset)
+        with pytest.raises(errors.PayloadCorrupt, match="sample d"):
+            step.verify(list(NAMES))
+        poke(ids_TLK, offset)
+    step.verify(["d"])
+
+
+@pytest.mark.parametrize("layout", ["", "cp=2"])
+@pytest.mark.parametrize("fault", ["rows are rotated", "layers are exchanged", "samples are exchanged"])
+def test_rows_that_change_places_at_rest_are_laid_to_their_samples(
+    make_relay: MakeRelay, layout: str, fault: str
+) -> None:
+    relay = make_relay(layout)
+    for seed, name in enumerate(NAMES):
+        relay.add(name, reply_for(name, TOKENS[name], seed=seed), range(TOKENS[name]))
+    first, second = held(relay, "a"), held(relay, "b")
+    if fault == "rows are rotated":
+        overwrite(first, np.roll(first, 1, axis=0))
+    elif fault == "layers are exchanged":
+        overwrite(first, first[:, [1, 0, 2]])
+    else:
+        kept = first.copy()
+        overwrite(first, second)
+        overwrite(second, kept)
+    told = failures(relay, relay.seal(0, Assignment.given([[list(NAMES)]])))
+    assert len(told) == relay.layout.cp
+    for error in told:
+        assert isinstance(error, errors.PayloadCorrupt)
+        assert error.samples == (("a", "b") if fault.startswith("samples") else ("a",))
+        assert "at rest" in str(error)
+
+
+def overwrite(array: Ids, values: Ids) -> None:
+    data = np.ascontiguousarray(values).tobytes()
+    ctypes.memmove(array.ctypes.data, data, len(data))
+
+
+# -- (b) on the wire ---------------------------------------------------------------------------------------------------
+
+
+class Wire:
+    """What a receiver receives arrives with one byte changed: from the `number`-th thing on, `times` in all."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, *, number: int = 0, times: int = 1, at_least: int = 0
+    ) -> None:
+        self.seen = self.changed = 0
+        self._number, self._times, self._at_least = number, times, at_least
+        recv, land = Member._recv, _Operation.land
+
+        def over_tcp(member: Member, out_N: memoryview, deadline_s: float) -> None:
+            recv(member, out_N, deadline_s)
+            self.look(np.frombuffer(out_N, np.uint8))
+
+        def over_group(operation: _Operation) -> None:
+            land(operation)
+            if operation._lands_in is not None:
+                self.look(operation._lands_in.numpy())
+
+        monkeypatch.setattr(Member, "_recv", over_tcp)
+        monkeypatch.setattr(_Operation, "land", over_group)
+
+    def look(self, data_N: Ids) -> None:
+        self.seen += len(data_N) >= self._at_least
+        if len(data_N) >= self._at_least and self.seen > self._number and self.changed < self._times:
+            self.changed += 1
+            data_N[len(data_N) // 2] ^= 16
+
+
+@pytest.mark.parametrize("backend", ["tcp", "gloo"])
+@pytest.mark.parametrize("number", [0, 1, -1], ids=["first bucket", "second bucket", "digests"])
+def test_what_is_damaged_on_the_way_is_sent_again(
+    make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch, backend: str, number: int
+) -> None:
+    relay = make_relay("pp=2", backend=backend)
+    ticket = sealed(relay)
+    buckets = [-(-shard.nbytes // 1024) for shard in ticket.plan.shards]
+    wire = Wire(monkeypatch, number=number if number >= 0 else buckets[0], times=1)
+    shards = []
+    for receiver in receivers_of(relay):
+        shards.append(receiver.receive(ticket))
+        hand(shards[-1])
+    assert wire.changed == 1 and wrong_rows(shards) == 0
+    assert sorted(relay.status()["receivers"]["lives"].values()) == [1, 2]
+    relay.join_previous()
+
+
+def test_a_wire_that_damages_always_fails_the_step_with_all_its_samples_and_touches_nobody_else(
+    make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    relay = make_relay("dp=2")
+    ticket = sealed(relay)
+    first, second = receivers_of(relay)
+    with monkeypatch.context() as patched:
+        wire = Wire(patched, times=3, at_least=512)  # rows, not digests
+        with pytest.raises(errors.BucketCorrupt, match="came damaged from relay 0") as told:
+            first.receive(ticket)
+        assert wire.changed == 3, "it tried again"
+    assert told.value.samples == ("a",) and told.value.step == 0
+    hand(second.receive(ticket))
+    hand(first.receive(ticket))
+
+
+def test_damage_on_the_way_reaches_a_router_where_nobody_looks(
+    make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch, unchecked: None
+) -> None:
+    relay = make_relay()
+    Wire(monkeypatch)
+    (shard,) = receive(receivers_of(relay), sealed(relay))
+    assert wrong_rows([shard]) == 1
+
+
+# -- what a relay sends, exchanged -------------------------------------------------------------------------------------
+
+Moved = Callable[[str, int], tuple[str, int]]
+
+
+def rotated(name: str, row: int) -> tuple[str, int]:
+    return (name, (row + 1) % 32) if name == "a" else (name, row)
+
+
+def chunks(name: str, row: int) -> tuple[str, int]:
+    """The two context chunks of rows 0..9 and 9..18 of sample a."""
+    return (name, row + 9 if row < 9 else row - 9) if name == "a" and row < 18 else (name, row)
+
+
+def in_pairs(name: str, row: int) -> tuple[str, int]:
+    return {"a": "b", "b": "a", "c": "d", "d": "c"}[name], row
+
+
+def stays(name: str, row: int) -> tuple[str, int]:
+    return name, row
+
+
+EXCHANGES: dict[str, tuple[str, Moved, list[int], set[str]]] = {
+    "rows within a sample": ("", rotated, [0, 1, 2], {"a"}),
+    "rows within a sample, over context ranks": ("cp=2", rotated, [0, 1, 2], {"a"}),
+    "two layers": ("", stays, [1, 0, 2], set(NAMES)),
+    "two layers of different stages": ("pp=2", stays, [2, 1, 0], set(NAMES)),
+    "two layers, over context ranks": ("cp=2", stays, [1, 0, 2], set(NAMES)),
+    "context chunks": ("cp=2", chunks, [0, 1, 2], {"a"}),
+    "context chunks of a pack": ("cp=2,packing=thd", chunks, [0, 1, 2], {"a"}),
+    "two samples of equal length": ("", in_pairs, [0, 1, 2], set(NAMES)),
+    "two samples of equal length, over context ranks": ("cp=2", in_pairs, [0, 1, 2], set(NAMES)),
+    "the rows of two ranks": ("dp=2", in_pairs, [0, 1, 2], set(NAMES)),
+}
+"""What is exchanged -> (layout, where each row is taken from, where each layer is, the samples that are wrong)."""
+
+
+@pytest.fixture(params=list(EXCHANGES))
+def exchange(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[str, set[str]]:
+    """A relay that takes rows from elsewhere. (layout, samples)"""
+    layout, moved, layers, names = EXCHANGES[request.param]
+
+    def pieces(outgoing: Outgoing) -> Iterator[Ids]:
+        for sample, position, rows in outgoing.stream.sends():
+            for row in range(position, position + rows):
+                name, at = moved(outgoing.stream.samples[sample].sample_id, row)
+                (turn,) = outgoing.rows[name]
+                yield np.ascontiguousarray(turn.ids_TLK[at : at + 1, layers])
+
+    monkeypatch.setattr(Outgoing, "pieces", pieces)
+    return layout, names
+
+
+def test_whatever_a_relay_exchanges_is_named(
+    make_relay: MakeRelay, exchange: tuple[str, set[str]], spec: RoutingSpec
+) -> None:
+    layout, names = exchange
+    relay = make_relay(layout, spec=spec, max_group_failures=1)
+    told = failures(relay, sealed(relay))
+    assert len(told) == relay.layout.world_size
+    assert {name for error in told for name in error.samples} == names
+    assert all(isinstance(error, errors.BucketCorrupt) and error.step == 0 for error in told)
+
+
+def test_what_a_relay_exchanges_reaches_a_router_where_nobody_looks(
+    make_relay: MakeRelay, exchange: tuple[str, set[str]], unchecked: None
+) -> None:
+    relay = make_relay(exchange[0])
+    assert wrong_rows(receive(receivers_of(relay), sealed(relay))) > 0
+
+
+@pytest.fixture(params=["two ranks' streams", "two samples in the table", "context ranks' streams"])
+def mixed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[str, set[str]]:
+    """Rows are exchanged together with the digests that the relay announces for them. (layout, samples)"""
+    outgoing, add = Steps.outgoing, Steps.add
+    axis = {"two ranks' streams": 0, "context ranks' streams": 2}.get(request.param)
+
+    def other(steps: Steps, step: int, key: tuple[int, int, int], run: str) -> Outgoing:
+        assert axis is not None
+        swapped = tuple(1 - part if at == axis else part for at, part in enumerate(key))
+        return outgoing(steps, step, swapped, run)  # type: ignore[arg-type]
+
+    def mislaid(steps: Steps, ticket: Ticket, rows: dict[str, Any]) -> None:
+        add(steps, ticket, rows | {"a": rows["b"], "b": rows["a"]})
+
+    if axis is None:
+        monkeypatch.setattr(Steps, "add", mislaid)
+        return "", {"a", "b"}
+    monkeypatch.setattr(Steps, "outgoing", other)
+    # contiguous halves of 2 * 17 and 2 * 9 tokens would differ by the last token's row
+    return ("dp=2", set(NAMES)) if axis == 0 else ("cp=2,packing=thd", {"a", "b", "c", "d"})
+
+
+def test_rows_that_are_exchanged_with_their_digests_are_not_what_the_ticket_names(
+    make_relay: MakeRelay, mixed: tuple[str, set[str]]
+) -> None:
+    layout, names = mixed
+    relay = make_relay(layout, max_group_failures=1)
+    told = failures(relay, sealed(relay))
+    assert len(told) == relay.layout.world_size
+    assert all(isinstance(error, (errors.TicketMismatch, errors.BucketCorrupt)) for error in told)
+    if layout != "cp=2,packing=thd":  # there the sizes already differ
+        assert {name for error in told for name in error.samples} == names
+        for error in told:
+            assert "other rows than their ticket says" in str(error) and error.ranks and error.step == 0
+    else:
+        assert all("announces" in str(error) for error in told)
+
+
+# -- where rows are placed ---------------------------------------------------------------------------------------------
+
+
+def layers_exchanged(placement: Placement) -> None:
+    placement._sources_L = placement._sources_L[[1, 0, *range(2, len(placement._sources_L))]]
+
+
+def rows_exchanged(placement: Placement) -> None:
+    layout = placement._layout
+
+    def reversed_places(stretches: Any) -> Any:
+        first, layer_bytes, step = layout(stretches)
+        last = first + (stretches.rows - 1) * step
+        return last, layer_bytes, -step  # each run from its end
+
+    placement._layout = reversed_places  # type: ignore[method-assign]
+
+
+def samples_exchanged(placement: Placement) -> None:
+    layout = placement._layout
+
+    def other_places(stretches: Any) -> Any:
+        first, layer_bytes, step = layout(stretches)
+        sample = placement._stream.runs.sample[stretches.run]
+        if placement._stream.shard.microbatches[0].packed:
+            return first, layer_bytes, step
+        columns = np.where(sample < 2, 1 - 2 * sample, 0)  # a and b lie side by side in [b, s]
+        return first + columns * placement._id_bytes, layer_bytes, step
+
+    placement._layout = other_places  # type: ignore[method-assign]
+
+
+MISPLACED = {"layers": layers_exchanged, "rows": rows_exchanged, "samples": samples_exchanged}
+
+
+@pytest.fixture(params=list(MISPLACED))
+def misplaced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A trainer that writes rows elsewhere than its routers look for them."""
+    rows = Placement.rows
+
+    def wrong(placement: Placement, *arguments: Any, **options: Any) -> None:
+        if "misplaced" not in vars(placement):
+            vars(placement)["misplaced"] = True
+            MISPLACED[request.param](placement)
+        rows(placement, *arguments, **options)
+
+    monkeypatch.setattr(Placement, "rows", wrong)
+    return request.param
+
+
+@pytest.mark.parametrize("layout", ["", "cp=2"])
+def test_rows_that_a_trainer_misplaces_are_named_before_a_router_sees_them(
+    make_relay: MakeRelay, misplaced: str, layout: str, spec: RoutingSpec
+) -> None:
+    relay = make_relay(layout, spec=spec, max_group_failures=1)
+    ticket = sealed(relay)
+    for receiver in receivers_of(relay):
+        with pytest.raises((errors.BucketCorrupt, errors.DigestMismatch)) as told:
+            hand(receiver.receive(ticket))
+        assert told.value.samples and told.value.step == 0
+
+
+def test_misplaced_rows_reach_a_router_where_nobody_looks(
+    make_relay: MakeRelay, misplaced: str, unchecked: None
+) -> None:
+    relay = make_relay()
+    assert wrong_rows(receive(receivers_of(relay), sealed(relay))) > 0
+
+
+# -- (c) in the placed shard -------------------------------------------------------------------------------------------
+
+
+def row_of(shard: RankShard, name: str) -> tuple[int, int]:
+    """(micro-batch, row) of the first row that this rank has of a sample."""
+    for number, batch in enumerate(shard.shard.microbatches):
+        sample_R, _ = shard.shard.row_map(number, tp=shard.tp)
+        rows = np.flatnonzero(sample_R == batch.sample_ids.index(name))
+        if len(rows):
+            return number, int(rows[0])
+    raise AssertionError(f"no row of {name} is here")
+
+
+@pytest.mark.parametrize("judged", ["on a CPU", "as on a GPU"])
+@pytest.mark.parametrize("layout", ["", "cp=2", "pp=2", "packing=thd"])
+def test_a_byte_that_changes_in_the_shard_is_named_with_sample_layer_and_rank(
+    make_relay: MakeRelay, spec: RoutingSpec, layout: str, judged: str
+) -> None:
+    relay = make_relay(layout, spec=spec)
+    for shard in receive(receivers_of(relay), sealed(relay)):
+        if judged == "as on a GPU":
+            on_gpu(shard)
+        layer = shard.shard.layers[-1]
+        microbatch, row = row_of(shard, "c")
+        flip(shard, microbatch, layer, row)
+        with pytest.raises(errors.DigestMismatch, match=f"router of decoder layer {layer}") as told:
+            hand(shard)
+        assert told.value.samples == ("c",) and told.value.step == 0
+        assert told.value.ranks == (shard.shard.key,)
+        flip(shard, microbatch, layer, row)
+        hand(shard)
+
+
+def flip(shard: RankShard, microbatch: int, layer: int, row: int) -> None:
+    shard.layer_ids(microbatch, layer)[row, -1] ^= 1
+
+
+def test_every_real_row_of_a_shard_counts_and_padding_does_not(
+    make_relay: MakeRelay, spec: RoutingSpec
+) -> None:
+    relay = make_relay(spec=spec)
+    (shard,) = receive(receivers_of(relay), sealed(relay))
+    sample_R, _ = shard.shard.row_map(0, tp=0)
+    for layer in shard.shard.layers:
+        ids_RK = shard.layer_ids(0, layer)
+        for row, sample in enumerate(sample_R.tolist()):
+            ids_RK[row, row % spec.top_k] ^= 1
+            if sample < 0:
+                shard.handed(0, layer, ids_RK)
+            else:
+                with pytest.raises(errors.DigestMismatch) as told:
+                    shard.handed(0, layer, ids_RK)
+                assert told.value.samples == (NAMES[sample],)
+            ids_RK[row, row % spec.top_k] ^= 1
+    hand(shard)
+
+
+def test_rows_of_another_layer_or_micro_batch_are_not_what_a_router_is_due(make_relay: MakeRelay) -> None:
+    relay = make_relay()
+    for seed, name in enumerate("ab"):
+        relay.add(name, reply_for(name, 33, seed=seed), range(33))
+    (shard,) = receive(receivers_of(relay), relay.seal(0, Assignment.given([[["a"], ["b"]]])))
+    first, second, _ = shard.shard.layers
+    shard.handed(0, first, shard.layer_ids(0, first))
+    with pytest.raises(errors.DigestMismatch, match=f"layer {first}"):
+        shard.handed(0, first, shard.layer_ids(0, second))
+    with pytest.raises(errors.DigestMismatch, match="micro-batch 0"):
+        shard.handed(0, first, shard.layer_ids(1, first))
+
+
+# -- (d) after the scatter over tensor ranks ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["tp=2", "tp=2,cp=2,packing=thd", "tp=2,sp=0"])
+def test_a_byte_that_changes_on_the_way_to_a_tensor_rank_is_named_by_that_rank(
+    make_relay: MakeRelay, spec: RoutingSpec, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    relay = make_relay(layout, spec=spec)
+    name = "rebroadcast" if "sp=0" in layout else "scatter"
+    hand_on, changed = getattr(Fanout, name), set[int]()
+
+    def damaged(fanout: Fanout, *arguments: Any) -> None:
+        hand_on(fanout, *arguments)
+        if fanout.rank == 1 and id(fanout) not in changed:
+            changed.add(id(fanout))
+            arguments[-1][0] ^= 1
+
+    monkeypatch.setattr(Fanout, name, damaged)
+    for shard in receive(receivers_of(relay), sealed(relay)):
+        if shard.tp == 0:
+            hand(shard)
+            continue
+        with pytest.raises(errors.DigestMismatch, match="TP slot") as told:
+            hand(shard)
+        assert len(told.value.samples) == 1 and told.value.ranks == (shard.shard.key,)
+
+
+def test_parts_of_two_tensor_ranks_that_are_exchanged_are_named_by_both(
+    make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    relay, scatter, seen = make_relay("tp=2"), Fanout.scatter, set[int]()
+
+    def exchanged(fanout: Fanout, parts: list[torch.Tensor] | None, out_N: torch.Tensor) -> None:
+        rows = id(fanout) not in seen  # the digests come after them
+        seen.add(id(fanout))
+        scatter(fanout, parts[::-1] if parts is not None and rows else parts, out_N)
+
+    monkeypatch.setattr(Fanout, "scatter", exchanged)
+    shards = receive(receivers_of(relay), sealed(relay))
+    for shard in shards:
+        with pytest.raises(errors.DigestMismatch):
+            hand(shard)
+    assert wrong_rows(shards) > 0
+
+
+# -- the trainer's own batch -------------------------------------------------------------------------------------------
+
+
+def tokens_of(*names: str) -> list[list[list[int]]]:
+    """Of one micro-batch."""
+    first = {name: 1000 * seed for seed, name in enumerate(NAMES)}
+    return [[list(range(first[name], first[name] + TOKENS[name])) for name in names]]
+
+
+def test_samples_of_equal_length_that_the_trainer_exchanged_are_both_named(make_relay: MakeRelay) -> None:
+    relay = make_relay()
+    ticket, receiver = sealed(relay), receivers_of(relay)[0]
+    lengths = [[TOKENS[name] for name in NAMES]]
+    with pytest.raises(errors.TicketMismatch, match=r"2 samples .*\['a', 'b'\].*in the ticket's order") as told:
+        receiver.receive(ticket, lengths=lengths, tokens=tokens_of("b", "a", "c", "d"))
+    assert told.value.samples == ("a", "b") and told.value.ranks == ((0, 0, 0),) and told.value.step == 0
+    with pytest.raises(errors.TicketMismatch, match=r"\(33, 33, 17, 17\)"):
+        receiver.receive(ticket, tokens=tokens_of("a", "c", "b", "d"))
+    assert relay.metrics.value("r3channel_buckets_total") == 0
+    hand(receiver.receive(ticket, tokens=tokens_of(*NAMES)))
+
+
+def test_one_changed_token_is_enough(make_relay: MakeRelay) -> None:
+    relay = make_relay()
+    ticket, receiver = sealed(relay), receivers_of(relay)[0]
+    batch = tokens_of(*NAMES)
+    batch[0][2][-1] += 1
+    with pytest.raises(errors.TicketMismatch) as told:
+        receiver.receive(ticket, tokens=batch)
+    assert told.value.samples == ("c",)
+
+
+def test_shards_that_came_from_a_recording_have_no_digests_and_are_not_judged(make_relay: MakeRelay) -> None:
+    relay = make_relay()
+    ticket = sealed(relay)
+    (shard,) = receive(receivers_of(relay), ticket)
+    again = RankShard.from_whole(ticket, shard.shard, shard.data_N, tp=0)
+    flip(again, 0, 1, 0)
+    hand(again)

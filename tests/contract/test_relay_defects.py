@@ -1,0 +1,303 @@
+"""What an earlier relay did wrong, each as the promise that it broke: receivers that die or hang, second lives, full disks."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import threading
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from r3channel import errors
+from r3channel.config import ChannelConfig
+from r3channel.plan.assignment import Assignment
+from r3channel.plan.ticket import Ticket
+from r3channel.recording import Recorder, Recording, step_folder
+from r3channel.relay.relay import Relay
+from r3channel.relay.sealed import SealedStep
+from r3channel.spec import RoutingSpec
+from r3channel.trainer.receiver import Receiver
+from r3channel.trainer.shard import RankShard
+from r3channel.transport.link import Link
+from r3channel.transport.listener import connect
+from r3channel.wire import delivery as wire
+from r3channel.wire.frame import encode_frame
+from tests.delivery import (
+    LIMIT_S,
+    MakeRelay,
+    assignment,
+    check_rows,
+    fill,
+    receive,
+    receivers_of,
+    relays,
+    sealed,
+    until,
+)
+from tests.samples import SPEC, reply_for
+
+SHORT_S = 1.0
+"""A deadline that is to pass."""
+GREETED_S = 3.0
+"""Less than a stranger's greeting, and than anything else that a receiver could be made to wait for."""
+
+
+@pytest.fixture
+def make_relay() -> Iterator[MakeRelay]:
+    with relays() as make:
+        yield make
+
+
+# -- a relay that was killed after some receivers had acknowledged ---------------------------------------------------------
+
+
+@pytest.fixture
+def second(make_relay: MakeRelay, tmp_path: Path) -> Iterator[Relay]:
+    """The relay after one that was killed when dp 0 had acknowledged step 7 and dp 1 had not come; it has sealed it again."""
+    first = make_relay("dp=2", store_dir=str(tmp_path / "first"))
+    check_rows(receivers_of(first)[0].receive(sealed(first, 7)))
+    assert first.status()["steps"][7]["missing"] == [(1, 0, 0)]
+    config = ChannelConfig(store_dir=str(tmp_path / "second"), bucket_bytes=1024, step_timeout_s=LIMIT_S)
+    (folder,) = (tmp_path / "first").iterdir()
+    shutil.copytree(folder, tmp_path / "second" / folder.name)  # as a kill leaves it, unlocked
+    relay, recovery = Relay.recover(SPEC, first.layout, config)
+    assert recovery.steps == {7: assignment()} and recovery.damaged == []
+    relay.seal(7, recovery.steps[7])
+    yield relay
+    relay.close()
+
+
+def ticket_of(relay: Relay, step: int) -> Ticket:
+    """Of a step under way."""
+    return relay.steps._steps[step].ticket
+
+
+def test_who_had_acknowledged_to_a_killed_relay_is_not_waited_for(second: Relay) -> None:
+    assert second.status()["steps"][7]["missing"] == [(1, 0, 0)]
+    check_rows(receivers_of(second)[1].receive(ticket_of(second, 7)))
+    second.join_previous(timeout_s=LIMIT_S)
+    check_rows(receive(receivers_of(second), sealed(second, 8, prefix="n-"))[0], prefix="n-")
+    second.join_previous(timeout_s=LIMIT_S)
+    until(lambda: second.status()["store"]["frames"] == 0)
+    assert second.status()["steps"] == {}
+
+
+def test_who_had_acknowledged_and_never_learned_of_it_gets_the_rows_again_however_late(second: Relay) -> None:
+    early, late = receivers_of(second)[1], receivers_of(second)[0]
+    ticket = ticket_of(second, 7)
+    check_rows(early.receive(ticket))
+    second.join_previous(timeout_s=LIMIT_S)
+    check_rows(late.receive(ticket))
+    until(lambda: second.status()["store"]["frames"] == 0)
+
+
+# -- receivers that die or hang --------------------------------------------------------------------------------------------
+
+
+def silent(relay: Relay, key: tuple[int, int, int]) -> Link:
+    """A receiver that has connected and says nothing more."""
+    dp, pp, cp = key
+    where, hello = relay.hello(dp=dp, pp=pp, cp=cp), wire.pack(dp=dp, pp=pp, cp=cp)
+    return connect(
+        where["host"], where["port"], bytes.fromhex(where["token"]), timeout_s=LIMIT_S, hello=hello
+    )
+
+
+@pytest.mark.parametrize("where", ["after hello", "before the greeting", "after the greeting", "other rank"])
+def test_a_receiver_that_dies_on_its_way_in_delays_nobody(make_relay: MakeRelay, where: str) -> None:
+    relay = make_relay("dp=2", join_timeout_s=GREETED_S, step_timeout_s=GREETED_S)
+    told = relay.hello(dp=0, pp=0, cp=0)
+    ticket, kept = sealed(relay), list[Any]()
+    if where == "before the greeting":
+        kept += [socket.create_connection((told["host"], told["port"])) for _ in range(8)]
+    elif where == "after the greeting":
+        kept.append(silent(relay, (0, 0, 0)))
+    elif where == "other rank":
+        kept.append(silent(relay, (1, 0, 0)))
+    own = receivers_of(relay)
+    check_rows(own[0].receive(ticket))
+    check_rows(own[1].receive(ticket))
+    relay.join_previous(timeout_s=GREETED_S)
+    for one in kept:
+        one.close()
+
+
+BIG = RoutingSpec(num_layers=60, moe_layers=tuple(range(2, 60)), num_experts=256, top_k=8)
+ROWS = 40_000
+"""18 MB: more than the buffers of two sockets hold."""
+
+
+@cache
+def big_ids() -> np.ndarray[Any, np.dtype[Any]]:
+    first = np.random.default_rng(0).integers(0, 256, (ROWS, BIG.num_moe_layers, 1))
+    return ((first + np.arange(8)) % 256).astype(BIG.id_dtype)
+
+
+def big_step(relay: Relay, step: int) -> Ticket:
+    """One large sample for dp 0, a small one for dp 1."""
+    ids_TLK = big_ids()
+    for name, count in ((f"{step}-large", ROWS), (f"{step}-small", 100)):
+        frame = encode_frame(BIG, expert_ids_TLK=ids_TLK[:count], codec="stored")
+        relay.add_frame(name, frame, range(count + 1))
+    return relay.seal(step, Assignment.given([[[f"{step}-large"]], [[f"{step}-small"]]]))
+
+
+def hang(relay: Relay, ticket: Ticket) -> Link:
+    """dp 0 says that it is ready, reads what is announced, and no row."""
+    link = silent(relay, (0, 0, 0))
+    ready = {"run": ticket.run, "step": ticket.step, "group": False}
+    link.send_record(wire.READY, wire.pack(**ready), timeout_s=LIMIT_S)
+    kind, body = link.recv_record(timeout_s=LIMIT_S)
+    assert kind == wire.ROWS and json.loads(bytes(body))["nbytes"] == ROWS * BIG.bytes_per_token
+    return link
+
+
+def same(shard: RankShard, count: int) -> None:
+    ids_TLK = big_ids()[:count]
+    for layer in shard.shard.layers:
+        own_RK = shard.layer_ids(0, layer).numpy()[:count]
+        assert np.array_equal(own_RK, ids_TLK[:, BIG.moe_index(layer)])
+
+
+def test_a_receiver_that_hangs_in_its_rows_costs_others_nothing(make_relay: MakeRelay) -> None:
+    relay = make_relay("dp=2", spec=BIG, bucket_bytes=1 << 20)
+    hung = hang(relay, big_step(relay, 0))
+    other = receivers_of(relay)[1]
+    same(other.receive(ticket_of(relay, 0)), 100)
+    for step in (1, 2):  # it is two steps behind, and nobody waits for it
+        same(other.receive(big_step(relay, step)), 100)
+    assert {step: own["missing"] for step, own in relay.status()["steps"].items()} == {
+        step: [(0, 0, 0)] for step in range(3)
+    }
+    hung.close()
+
+
+def test_a_receiver_that_hung_beyond_its_deadline_is_let_go_and_comes_again(make_relay: MakeRelay) -> None:
+    relay = make_relay("dp=2", spec=BIG, bucket_bytes=1 << 20, send_timeout_s=GREETED_S)
+    ticket = big_step(relay, 0)
+    hung = hang(relay, ticket)
+    until(lambda: not relay.status()["receivers"]["connected"])
+    patient = Receiver(relay, spec=BIG, layout=relay.layout, coords=relay.layout.coords(0))
+    same(patient.receive(ticket), ROWS)
+    same(receivers_of(relay)[1].receive(ticket), 100)
+    relay.join_previous(timeout_s=LIMIT_S)
+    hung.close()
+
+
+def test_close_ends_every_connection_whatever_it_does_and_leaves_no_thread(make_relay: MakeRelay) -> None:
+    before = {thread for thread in threading.enumerate() if thread.name.startswith("r3channel-")}
+    relay = make_relay("dp=2", spec=BIG, bucket_bytes=1 << 20)
+    ticket = big_step(relay, 0)
+    hung, idle = hang(relay, ticket), silent(relay, (1, 0, 0))
+    stranger = socket.create_connection((relay.hello(dp=0, pp=0)["host"], relay.hello(dp=0, pp=0)["port"]))
+    with pytest.raises(errors.StepError, match=r"still running: \[\]") as told:
+        relay.close(timeout_s=2.0)
+    assert told.value.ranks == ((0, 0, 0), (1, 0, 0))
+    ours = {thread for thread in threading.enumerate() if thread.name.startswith("r3channel-")} - before
+    until(lambda: all(not thread.is_alive() or thread.name == "r3channel-compile" for thread in ours))
+    for one in (hung, idle, stranger):
+        one.close()
+
+
+# -- waits -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def released(make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """No step is prepared until this is set; it is before relays are closed."""
+    event, prepare = threading.Event(), SealedStep.prepare
+
+    def held(step: SealedStep, dp: int) -> Any:
+        event.wait(LIMIT_S)
+        return prepare(step, dp)
+
+    monkeypatch.setattr(SealedStep, "prepare", held)
+    yield event
+    event.set()
+
+
+def test_a_receive_from_a_relay_that_never_prepares_ends_by_name(
+    make_relay: MakeRelay, released: threading.Event
+) -> None:
+    relay = make_relay("dp=2")
+    ticket = sealed(relay, 3)
+    short = ChannelConfig(step_timeout_s=SHORT_S, bucket_bytes=1024)
+    receiver = Receiver(relay, spec=SPEC, layout=relay.layout, coords=relay.layout.coords(1), config=short)
+    with pytest.raises(errors.DeadlineExceeded, match=r"step 3, .*dp=?1") as told:
+        receiver.receive(ticket)
+    assert (told.value.step, told.value.ranks) == (3, ((1, 0, 0),))
+    released.set()
+    check_rows(receivers_of(relay)[1].receive(ticket))
+
+
+def test_a_relay_that_cannot_prepare_in_time_says_so_to_its_receivers(
+    make_relay: MakeRelay, released: threading.Event
+) -> None:
+    relay = make_relay("dp=2", step_timeout_s=SHORT_S)
+    ticket = sealed(relay, 3)
+    patient = ChannelConfig(step_timeout_s=LIMIT_S)
+    receiver = Receiver(relay, spec=SPEC, layout=relay.layout, coords=relay.layout.coords(0), config=patient)
+    with pytest.raises(errors.StepError, match=r"step 3: .*\(0, 0, 0\)") as told:
+        receiver.receive(ticket)
+    assert (told.value.step, told.value.ranks) == (3, ((0, 0, 0),))
+
+
+class Counted:
+    """`trainer.member.Control`, counting."""
+
+    def __init__(self, relay: Relay) -> None:
+        self._relay, self.calls = relay, 0
+
+    def hello(self, *, dp: int, pp: int, cp: int) -> dict[str, Any]:
+        self.calls += 1
+        return self._relay.hello(dp=dp, pp=pp, cp=cp)
+
+
+def test_a_receiver_makes_one_call_in_its_life_however_long_it_waits(make_relay: MakeRelay) -> None:
+    relay = make_relay("dp=1")
+    control = Counted(relay)
+    receiver = Receiver(
+        control, spec=SPEC, layout=relay.layout, coords=relay.layout.coords(0), config=relay.config
+    )
+    receiver.join()
+    fill(relay)
+    ticket = relay.take(0, assignment(dp=1), start=False)  # sealed, and nothing is prepared yet
+    receiving = threading.Thread(target=receiver.receive, args=(ticket,))
+    receiving.start()
+    relay.undelivered(wait_s=0.3)
+    relay.steps.start(0)
+    receiving.join(LIMIT_S)
+    relay.join_previous(timeout_s=LIMIT_S)
+    for step in (1, 2):
+        check_rows(receiver.receive(sealed(relay, step, prefix=f"{step}-")), prefix=f"{step}-")
+    assert control.calls == 1
+
+
+# -- the recorder ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_costs_the_recording_its_step_and_the_relay_nothing(
+    make_relay: MakeRelay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder, write = Recorder(tmp_path), Path.write_bytes
+
+    def full(path: Path, data: Any) -> int:
+        if "step-000000" in str(path):
+            raise OSError(28, "No space left on device")
+        return write(path, data)
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    relay = make_relay("dp=2", recorder=recorder)
+    for step, prefix in ((0, ""), (1, "n-")):
+        for shard in receive(receivers_of(relay), sealed(relay, step, prefix=prefix)):
+            check_rows(shard, prefix=prefix)
+    relay.join_previous(timeout_s=LIMIT_S)
+    relay.add("x", reply_for("x", 9), range(9))
+    assert recorder.lost == 1 and [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+    assert len(Recording.load(step_folder(tmp_path, 1)).rows("n-s1")) == 29

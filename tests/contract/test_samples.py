@@ -1,0 +1,274 @@
+"""What becomes of a sample between its reply and its step: it waits, expires, is given back, or is left to the live router."""
+
+from __future__ import annotations
+
+import base64
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from r3channel import errors
+from r3channel.config import ChannelConfig
+from r3channel.plan.assignment import Assignment
+from r3channel.plan.layout import TrainerLayout
+from r3channel.relay.relay import Relay
+from r3channel.trainer.receiver import Receiver
+from r3channel.trainer.shard import RankShard
+from r3channel.wire.frame import encode_frame
+from tests.direct import LIMIT_S, deliver, draft_of, hello_of, receipt_reply, until
+from tests.samples import SPEC, frame_of, random_ids, reply_for
+
+MakeRelay = Callable[..., Relay]
+
+
+@pytest.fixture
+def make_relay() -> Iterator[MakeRelay]:
+    made: list[Relay] = []
+
+    def make(layout: str = "dp=1", **options: Any) -> Relay:
+        relay = Relay(
+            SPEC, TrainerLayout.parse(layout), ChannelConfig(**{"step_timeout_s": LIMIT_S, **options})
+        )
+        made.append(relay)
+        return relay
+
+    yield make
+    for relay in made:
+        with suppress(errors.StepError):
+            relay.close()
+
+
+def receiver_of(relay: Relay) -> Receiver:
+    layout = relay.layout
+    return Receiver(relay, spec=SPEC, layout=layout, coords=layout.coords(0), config=relay.config)
+
+
+def one_batch(*names: str) -> Assignment:
+    return Assignment.given([[list(names)]])
+
+
+def ids_in(shard: RankShard, name: str) -> np.ndarray:
+    """[rows, L, K] of one sample as the routers of a single rank see it."""
+    names = shard.shard.microbatches[0].sample_ids
+    sample_R, position_R = shard.shard.row_map(0, tp=0)
+    rows = np.flatnonzero(sample_R == names.index(name))
+    rows = rows[np.argsort(position_R[rows])]
+    return np.stack([shard.layer_ids(0, layer).numpy()[rows] for layer in shard.shard.layers], axis=1)
+
+
+# -- a relay that cannot start --------------------------------------------------------------------------------------------
+
+
+def threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("r3channel-")}
+
+
+@pytest.mark.parametrize("interface", ["203.0.113.7", "0.0.0.0", "no such host"])
+def test_a_relay_that_cannot_start_leaves_no_folder_no_thread_and_no_lock(
+    tmp_path: Path, interface: str
+) -> None:
+    before, files = threads(), set(os.listdir("/proc/self/fd"))
+    with pytest.raises((errors.ConfigError, errors.UsageError, errors.TransportError)) as raised:
+        Relay(SPEC, TrainerLayout(), ChannelConfig(store_dir=str(tmp_path), interface=interface))
+    assert interface in str(raised.value)
+    assert list(tmp_path.iterdir()) == []
+    until(lambda: threads() <= before, "its threads have ended")
+    until(lambda: set(os.listdir("/proc/self/fd")) <= files, "its files are closed")
+    relay, recovery = Relay.recover(SPEC, TrainerLayout(), ChannelConfig(store_dir=str(tmp_path)))
+    assert recovery.pending == [] and recovery.damaged == []
+    relay.close()
+
+
+def test_no_port_is_opened_at_an_address_that_nobody_can_be_told(make_relay: MakeRelay) -> None:
+    with pytest.raises(errors.ConfigError, match=r"0\.0\.0\.0"):
+        make_relay(interface="0.0.0.0")
+
+
+# -- a step that is given up ---------------------------------------------------------------------------------------------
+
+
+def test_an_abandoned_step_tells_its_receivers_and_gives_its_samples_back(make_relay: MakeRelay) -> None:
+    relay = make_relay(layout="dp=1")
+    for name, seed in (("a", 1), ("b", 2)):
+        relay.add(name, reply_for(name, 30, seed=seed), range(30))
+    waits_for = relay.take(0, one_batch("a", "b"), start=False)  # and is never prepared
+    receiver = receiver_of(relay)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(receiver.receive, waits_for)
+        until(lambda: relay.status()["receivers"]["connected"], "the receiver is there")
+        assert relay.abandon(0) == 2
+        with pytest.raises(errors.TicketMismatch, match="abandoned") as raised:
+            waiting.result(LIMIT_S)
+    assert raised.value.step == 0 and raised.value.ranks == ((0, 0, 0),)
+    assert relay.status()["pending"] == ["a", "b"] and relay.status()["steps"] == {}
+    assert relay.abandon(0) == 0
+    relay.join_previous(timeout_s=LIMIT_S)
+
+    started = relay.seal(1, one_batch("b"))
+    until(lambda: relay.status()["steps"][1]["state"] == "PREPARED", "it could be sent")
+    assert relay.abandon(1) == 1
+    with pytest.raises(errors.TicketMismatch, match="abandoned"):
+        receiver.receive(started)
+
+    shard = receiver.receive(relay.seal(2, one_batch("b", "a")))
+    assert np.array_equal(ids_in(shard, "a"), random_ids(29, seed=1))
+    relay.join_previous(timeout_s=LIMIT_S)
+    assert relay.status()["store"]["frames"] == 0
+    receiver.close()
+
+
+def test_a_step_that_cannot_be_written_takes_nothing(tmp_path: Path, make_relay: MakeRelay) -> None:
+    relay = make_relay(store_dir=str(tmp_path))
+    relay.add("a", reply_for("a", 30), range(30))
+
+    def full(*_: Any) -> None:
+        raise errors.StoreFull("no room for a ticket")
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(errors.StoreFull):
+        patch.setattr(relay._durable, "sealed", full)
+        relay.seal(0, one_batch("a"))
+    assert relay.status()["pending"] == ["a"] and relay.status()["steps"] == {}
+    receiver_of(relay).receive(relay.seal(0, one_batch("a")))
+    relay.join_previous(timeout_s=LIMIT_S)
+
+
+# -- samples that nobody asks for ----------------------------------------------------------------------------------------
+
+
+def test_samples_that_expire_are_counted_said_once_with_their_names_and_shown(
+    make_relay: MakeRelay, caplog: pytest.LogCaptureFixture
+) -> None:
+    relay = make_relay(expiry_s=1e-6)
+    relay.intake.greet(hello_of())
+    with caplog.at_level(logging.WARNING):
+        relay.add("old", reply_for("old", 9), range(9))
+        deliver(relay, (1, frame_of(9)))  # of a reply that never comes
+        relay.intake.expire()
+        relay.intake.expire()
+    said = [record.getMessage() for record in caplog.records]
+    assert sum("'old'" in one for one in said) == 1
+    status = relay.status()
+    assert status["expired"] == ["old"] and status["pending"] == [] and status["store"]["frames"] == 0
+    assert status["unclaimed"] == {"frames": 0}
+    assert relay.metrics.value("r3channel_samples_total", outcome="expired") == 1
+    with pytest.raises(errors.SampleUnknown, match="expired") as raised:
+        relay.seal(0, one_batch("old"))
+    assert raised.value.samples == ("old",)
+
+
+def test_a_sample_of_a_step_does_not_expire_and_its_place_is_looked_at_when_it_is_given_back(
+    make_relay: MakeRelay,
+) -> None:
+    relay = make_relay(expiry_s=1e-6)
+    relay.add("a", reply_for("a", 9), range(9))
+    ticket = relay.take(0, one_batch("a"), start=False)
+    relay.intake.expire()
+    assert relay.status()["expired"] == [] and len(ticket.samples) == 1
+    relay.abandon(0)
+    relay.intake.expire()
+    assert relay.status()["expired"] == ["a"]
+
+
+def test_a_late_turn_keeps_its_sample_young(make_relay: MakeRelay) -> None:
+    relay = make_relay()
+    for name in ("a", "b"):
+        relay.add(name, reply_for(name, 9), range(9))
+    turn = draft_of("more", 4, first_row=8).encode().tobytes()
+    relay.add_frame("a", turn, range(13), append=True)
+    young_s = relay.intake.entries.samples["a"].since_s
+    samples, _ = relay.intake.entries.expired(before_s=young_s)
+    assert [sample.name for sample in samples] == ["b"]
+    relay.intake.let_go(samples, outcome="expired")
+
+
+# -- left to the live router ---------------------------------------------------------------------------------------------
+
+
+def test_a_reply_without_routing_and_a_frame_that_never_came_leave_exactly_their_rows_to_the_live_router(
+    make_relay: MakeRelay,
+) -> None:
+    """Five samples: whole; no routing; an empty field; a lost frame; a second turn without routing."""
+    relay = make_relay(on_missing="live", frame_timeout_s=0.05)
+    relay.add("whole", reply_for("whole", 30, seed=1), range(30))
+    assert relay.add("none", {"meta_info": {"id": "none"}}, range(12)) is None
+    relay.add_body("empty", b'{"meta_info": {"id": "e", "routed_experts": ""}}', range(7))
+    relay.add("lost", receipt_reply("lost", 21, serial=5), range(21))
+    relay.add("turns", reply_for("turns", 11, seed=2), range(11))
+    relay.add("turns", {"meta_info": {"id": "t2"}}, range(16), append=True)
+    third = draft_of("t3", 5, first_row=15, seed=3).encode().tobytes()
+    relay.add_frame("turns", third, range(21), append=True)
+    names = ["whole", "none", "empty", "lost", "turns"]
+    ticket = relay.seal(0, one_batch(*names))
+    assert [sample.invalid for sample in ticket.samples] == [
+        (),
+        ((0, 11),),
+        ((0, 6),),
+        ((0, 20),),
+        ((10, 15),),
+    ]
+    assert relay.metrics.value("r3channel_samples_total", outcome="live") == 4
+
+    shard = receiver_of(relay).receive(ticket)
+    sample_R, position_R = shard.shard.row_map(0, tp=0)
+    live_R = shard.live_rows(0)
+    assert live_R is not None
+    found = {
+        name: sorted(position_R[np.flatnonzero(live_R.numpy() & (sample_R == index))].tolist())
+        for index, name in enumerate(names)
+    }
+    assert found == {
+        "whole": [], "none": [*range(11)], "empty": [*range(6)], "lost": [*range(20)], "turns": [*range(10, 15)],
+    }  # fmt: skip
+    assert shard.live_counts()["invalid"] == 11 + 6 + 20 + 5
+    assert np.array_equal(ids_in(shard, "whole"), random_ids(29, seed=1))
+    kept = ids_in(shard, "turns")
+    assert np.array_equal(kept[:10], random_ids(10, seed=2))
+    assert np.array_equal(kept[15:], random_ids(20, seed=3)[15:])
+    relay.join_previous(timeout_s=LIMIT_S)
+
+
+def test_a_frame_that_comes_once_its_rows_were_left_to_the_live_router_is_freed_with_its_sample(
+    make_relay: MakeRelay,
+) -> None:
+    relay = make_relay(on_missing="live", frame_timeout_s=0.05)
+    relay.intake.greet(hello_of())
+    relay.add("late", receipt_reply("r", 9, serial=1), range(9))
+    ticket = relay.seal(0, one_batch("late"))
+    deliver(relay, (1, draft_of("r", 8).encode().tobytes()))
+    shard = receiver_of(relay).receive(ticket)
+    assert shard.live_counts()["invalid"] == 8
+    relay.join_previous(timeout_s=LIMIT_S)
+    assert relay.status()["store"]["frames"] == 0
+
+
+@pytest.mark.parametrize("on_missing", ["live", "error"])
+def test_rows_that_came_and_are_wrong_are_never_left_to_the_live_router(
+    make_relay: MakeRelay, on_missing: str
+) -> None:
+    relay = make_relay(on_missing=on_missing)
+    good = frame_of(9)
+    for data in (
+        good[:-1] + bytes([good[-1] ^ 1]),
+        good[:-2],
+        b"<html>",
+        encode_frame(SPEC, expert_ids_TLK=random_ids(5)),
+    ):
+        reply = {"meta_info": {"routed_experts": base64.b64encode(data).decode()}}
+        with pytest.raises(errors.RoutingError):
+            relay.add("s", reply, range(9))
+    assert relay.status()["pending"] == []
+
+
+def test_without_that_policy_a_reply_without_routing_is_refused(make_relay: MakeRelay) -> None:
+    with pytest.raises(errors.RoutingMissing, match="sample s from engine http://e:1") as raised:
+        make_relay().add("s", {"meta_info": {}, "error": "out of memory"}, range(9), engine="http://e:1")
+    assert raised.value.samples == ("s",) and raised.value.engines == ("http://e:1",)
+    assert "out of memory" in str(raised.value)

@@ -1,0 +1,300 @@
+"""Steps between their seal and their last acknowledgement: all or nothing when they are taken, given up and closed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from r3channel import errors
+from r3channel.plan.assignment import Assignment
+from r3channel.plan.ticket import Ticket
+from r3channel.relay.intake import Intake
+from r3channel.relay.relay import Relay
+from r3channel.relay.sealed import SealedStep
+from r3channel.routing import ProvenanceSpan, RowKind
+from r3channel.trainer.shard import RankShard
+from r3channel.transport.process_group import RendezvousStore
+from r3channel.wire import delivery as wire
+from r3channel.wire.frame import encode_frame, sample_key
+from r3channel.wire.receipt import Receipt
+from tests.delivery import LIMIT_S, MakeRelay, check_rows, receive, receivers_of, relays, sealed, until
+from tests.samples import SPEC, random_ids, reply_for, reply_of
+
+TOKENS = 100
+
+
+@pytest.fixture
+def make_relay(tmp_path: Path) -> Iterator[MakeRelay]:
+    with relays(store_dir=str(tmp_path)) as make:
+        yield make
+
+
+def add(relay: Relay, *names: str) -> None:
+    for name in names:
+        relay.add(name, reply_for(name, TOKENS), range(TOKENS))
+
+
+def each(*names: str) -> Assignment:
+    """Each sample is a micro-batch."""
+    return Assignment.given([[[name] for name in names]])
+
+
+def check_untouched(relay: Relay, *names: str) -> None:
+    """These samples wait for a step, nothing else is here, and no file says otherwise."""
+    status = relay.status()
+    assert status["pending"] == sorted(names) and status["steps"] == {}
+    assert status["store"]["frames"] == len(names)
+    assert relay._durable is not None
+    kept = sorted(path.suffix for path in relay._durable.folder.iterdir() if path.suffix)
+    assert kept == [".frame"] * len(names)
+
+
+# -- all or nothing ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("names", [["a", "b", "gone"], ["gone", "a", "b"], ["a", "b", "taken"]])
+def test_a_step_that_cannot_be_taken_leaves_nothing_behind(
+    make_relay: MakeRelay, names: Sequence[str]
+) -> None:
+    relay = make_relay()
+    add(relay, "a", "b", "gone", "taken")
+    relay.seal(0, each("taken"))
+    relay.discard(["gone"])
+    with pytest.raises(errors.SampleUnknown) as told:
+        relay.seal(1, each(*names))
+    missing = set(names) - {"a", "b"}
+    assert set(told.value.samples) == missing and told.value.step == 1
+    assert relay.abandon(0) == 1 and relay.discard(["taken"]) == 1
+    check_untouched(relay, "a", "b")  # while the error, and what its traceback refers to, is in hand
+    relay.seal(1, each("a", "b"))
+    assert relay.status()["steps"].keys() == {1} and relay.status()["pending"] == []
+
+
+def test_a_disk_that_is_full_when_a_ticket_is_to_be_kept_leaves_nothing_behind(
+    make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    relay = make_relay()
+    add(relay, "a", "b")
+
+    def full(path: Path, data: bytes) -> int:
+        with open(path, "wb") as file:
+            file.write(data[:10])
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_bytes", full)
+        with pytest.raises(errors.StoreFull, match=r"step 0: no room for its ticket.*No space") as told:
+            relay.seal(0, each("a", "b"))
+    assert told.value.step == 0
+    check_untouched(relay, "a", "b")
+    check_delivered(relay, relay.seal(0, each("a", "b")))
+
+
+def test_a_step_whose_plan_is_refused_leaves_nothing_behind(make_relay: MakeRelay) -> None:
+    relay = make_relay("dp=2")
+    add(relay, "a", "b")
+    with pytest.raises(errors.ConfigError):
+        relay.seal(0, each("a", "b"))  # of one DP rank
+    check_untouched(relay, "a", "b")
+
+
+def test_a_sample_that_grew_while_it_was_sealed_is_refused_by_name(
+    make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another turn, whose frame is to come directly, is announced between the wait for frames and the taking."""
+    relay = make_relay()
+    add(relay, "a", "b")
+    wait = Intake.await_frames
+    key = sample_key("r1")
+    late = Receipt(sample_key=key, boot_id=1, serial=1, first_row=TOKENS - 1, rows=10).to_bytes()
+
+    def grows(intake: Intake, *arguments: Any, **options: Any) -> None:
+        wait(intake, *arguments, **options)
+        relay.add("a", reply_of(late, request_id="r1"), range(TOKENS + 10), append=True)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Intake, "await_frames", grows)
+        with pytest.raises(errors.SampleChanged, match="frames are to come") as told:
+            relay.seal(0, each("a", "b"))
+    assert told.value.samples == ("a",)
+    status = relay.status()
+    assert (status["waiting"], status["pending"], status["steps"]) == (["a"], ["b"], {})
+    rows = random_ids(TOKENS + 9, seed=1)[TOKENS - 1 :]
+    span = ProvenanceSpan(start=TOKENS - 1, end=TOKENS + 9, weight_version=0, kind=RowKind.DECODED)
+    frame = encode_frame(
+        SPEC, expert_ids_TLK=rows, provenance=[span], first_row=TOKENS - 1, sample_key=key, codec="stored"
+    )
+    held = relay.intake.landing.keep(frame, sample_id="a", engine="e", max_rows=TOKENS, room_s=0.0)
+    relay.intake.arrive((1, 1), held)
+    ticket = relay.seal(0, each("a", "b"))
+    assert ticket.sample("a").tokens == TOKENS + 10
+
+
+def check_delivered(relay: Relay, ticket: Ticket) -> list[RankShard]:
+    shards = receive(receivers_of(relay), ticket)
+    relay.join_previous(timeout_s=LIMIT_S)
+    assert relay.status()["steps"] == {}
+    return shards
+
+
+# -- given up ----------------------------------------------------------------------------------------------------------
+
+
+def test_steps_may_be_abandoned_in_any_order_and_their_samples_sealed_again(make_relay: MakeRelay) -> None:
+    relay = make_relay()
+    add(relay, "a", "b")
+    relay.seal(5, each("a"))
+    relay.seal(6, each("b"))
+    assert [relay.abandon(step) for step in (5, 6, 7, 5)] == [1, 1, 0, 0]
+    check_untouched(relay, "a", "b")
+    with pytest.raises(errors.StepError, match="not newer than step 6"):
+        relay.seal(5, each("a"))
+    check_delivered(relay, relay.seal(7, each("a", "b")))
+    assert relay.abandon(7) == 0
+    until(lambda: relay.status()["store"]["frames"] == 0)
+
+
+def test_receivers_of_an_abandoned_step_are_told_and_go_on_with_the_next(make_relay: MakeRelay) -> None:
+    relay = make_relay("dp=2")
+    receivers = receivers_of(relay)
+    ticket = sealed(relay)
+    check_rows(receivers[0].receive(ticket))
+    assert relay.abandon(0) == 4
+    with pytest.raises(errors.TicketMismatch, match=r"\(1, 0, 0\) asks for step 0: abandoned") as told:
+        receivers[1].receive(ticket)
+    assert (told.value.step, told.value.ranks) == (0, ((1, 0, 0),))
+    for shard in receive(receivers, relay.seal(1, ticket.assignment)):
+        check_rows(shard)
+    relay.join_previous(timeout_s=LIMIT_S)
+
+
+class Slowly:
+    """`SealedStep.prepare` that waits to be let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.entered, self.go_on = threading.Event(), threading.Event()
+        self.prepared: list[int] = []
+        prepare = SealedStep.prepare
+
+        def slow(step: SealedStep, dp: int) -> Any:
+            self.entered.set()
+            assert self.go_on.wait(LIMIT_S)
+            self.prepared.append(step.ticket.step)
+            return prepare(step, dp)
+
+        monkeypatch.setattr(SealedStep, "prepare", slow)
+
+
+def test_a_receiver_that_waits_for_a_step_is_told_when_it_is_abandoned(
+    make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    relay, slowly = make_relay(), Slowly(monkeypatch)
+    add(relay, "a")
+    with ThreadPoolExecutor(1) as pool:
+        receiving = pool.submit(receivers_of(relay)[0].receive, relay.seal(0, each("a")))
+        assert slowly.entered.wait(LIMIT_S)
+        waiting(relay, 1)
+        assert relay.abandon(0) == 1
+        with pytest.raises(errors.TicketMismatch, match="abandoned"):
+            receiving.result(LIMIT_S)
+        relay.discard(["a"])
+        slowly.go_on.set()
+    add(relay, "a")
+    check_delivered(relay, relay.seal(1, each("a")))
+
+
+def waiting(relay: Relay, count: int) -> None:
+    """Until so many wait for something to change: receivers that asked for rows, and callers."""
+    until(lambda: len(relay._changed._waiters) == count)  # type: ignore[attr-defined]
+
+
+# -- in the background -------------------------------------------------------------------------------------------------
+
+
+def test_everybody_goes_on_while_a_step_is_prepared(
+    make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Receivers of an earlier step, who adds samples, who seals the next, and who looks."""
+    relay = make_relay("dp=1")
+    first = sealed(relay, 0)
+    until(lambda: relay.status()["steps"][0]["state"] == "PREPARED")
+    slowly = Slowly(monkeypatch)
+    second = sealed(relay, 1, prefix="n-")
+    assert slowly.entered.wait(LIMIT_S)
+    receiver = receivers_of(relay)[0]
+    check_rows(receiver.receive(first))
+    third = sealed(relay, 2, prefix="m-")
+    steps = relay.status()["steps"]
+    assert {step: one["state"] for step, one in steps.items()} == {1: "SEALED", 2: "SEALED"}
+    assert slowly.prepared == []
+    slowly.go_on.set()
+    check_rows(receiver.receive(second), prefix="n-")
+    check_rows(receiver.receive(third), prefix="m-")
+    assert slowly.prepared == [1, 2]
+
+
+def test_rows_of_the_first_dp_rank_leave_before_those_of_the_last_are_prepared(
+    make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    relay, last, prepare = make_relay("dp=2"), threading.Event(), SealedStep.prepare
+
+    def slow(step: SealedStep, dp: int) -> Any:
+        assert dp == 0 or last.wait(LIMIT_S)
+        return prepare(step, dp)
+
+    monkeypatch.setattr(SealedStep, "prepare", slow)
+    ticket, (first, second) = sealed(relay), receivers_of(relay)
+    check_rows(first.receive(ticket))
+    assert relay.status()["steps"][0]["state"] == "SEALED"
+    last.set()
+    check_rows(second.receive(ticket))
+
+
+# -- closed ------------------------------------------------------------------------------------------------------------
+
+
+def test_closing_ends_every_wait_and_lets_memory_go(
+    make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    relay, slowly = make_relay("dp=2"), Slowly(monkeypatch)
+    ticket = sealed(relay)
+    assert slowly.entered.wait(LIMIT_S)
+    with ThreadPoolExecutor(4) as pool:
+        receiving = pool.submit(receivers_of(relay)[1].receive, ticket)
+        joining = pool.submit(relay.join_previous, timeout_s=10 * LIMIT_S)
+        waiting(relay, 2)
+        closing = pool.submit(relay.close, timeout_s=LIMIT_S)
+        for ended in (receiving, joining):
+            with pytest.raises(errors.R3Error):
+                ended.result(LIMIT_S)
+        slowly.go_on.set()
+        with pytest.raises(errors.StepError, match=r"\{0: \[\(0, 0, 0\), \(1, 0, 0\)\]\}.*running: \[\]"):
+            closing.result(LIMIT_S)
+    assert relay._store.held_bytes == relay._store.live_bytes
+    assert relay._durable is not None and not relay._durable.folder.exists()
+    with pytest.raises(errors.UsageError, match="closed"):
+        relay.undelivered(wait_s=10 * LIMIT_S)
+
+
+def test_closing_ends_a_group_whose_receiver_asked_for_it_and_never_joined(
+    make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    relay = make_relay(backend="gloo", join_timeout_s=10 * LIMIT_S)
+    add(relay, "a")
+    receiver, ticket = receivers_of(relay)[0], relay.seal(0, each("a"))
+    receiver.join(timeout_s=LIMIT_S)
+    (member,) = receiver._members
+    member._say(wire.READY, run=ticket.run, step=0, group=True)
+    assert member._link is not None
+    assert member._link.recv_record(timeout_s=LIMIT_S)[0] == wire.GROUP, "and nobody comes"
+    store: Any = relay._delivery._store
+    assert isinstance(store, RendezvousStore)
+    until(lambda: store._store is None or store._store.num_keys() > 0)
+    with pytest.raises(errors.StepError, match=r"still running: \[\]"):
+        relay.close(timeout_s=LIMIT_S)
+    receiver.close()

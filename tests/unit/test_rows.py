@@ -1,0 +1,236 @@
+"""A frame's bytes become rows at rest in one pass; no bytes of any origin make the relay take more memory than it has said."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+
+from r3channel import errors
+from r3channel.config import ChannelConfig
+from r3channel.plan.layout import TrainerLayout
+from r3channel.relay.relay import Relay
+from r3channel.relay.rows import MOST_ROWS, HeldRows
+from r3channel.spec import RoutingSpec
+from r3channel.wire.chunks import CHUNK_ROWS, Chunk, table_of
+from r3channel.wire.codec import CODECS
+from r3channel.wire.digest import coefficients, layer_digests
+from r3channel.wire.frame import encode_frame, pack_span, sample_key
+from r3channel.wire.header import (
+    FLAG_PREFIX,
+    FLAG_UNORDERED,
+    KIND_EXPERT_IDS,
+    KIND_PREFIX,
+    MAX_ROWS,
+    Header,
+    assemble,
+    padding,
+)
+from r3channel.wire.receipt import PREFIX_SERIAL
+from tests.direct import deliver, hello_of, receipt_reply, rows_here, turns_here
+from tests.samples import SPEC, frame_of, random_ids, reply_of
+
+MIB = 1 << 20
+LZ4, SET = 1, 3
+
+
+@pytest.fixture
+def relay() -> Iterator[Relay]:
+    relay = opened()
+    yield relay
+    relay.close()
+
+
+def opened(*, context: int = 0, **options: Any) -> Relay:
+    relay = Relay(SPEC, TrainerLayout(), ChannelConfig(**options))
+    relay.intake.greet(hello_of(context=context))
+    return relay
+
+
+def claim(relay: Relay, name: str, tokens: int, *, serial: int) -> None:
+    reply = receipt_reply(name, tokens, serial=serial)
+    del reply["meta_info"]["id"]
+    relay.add(name, reply, range(tokens))
+
+
+def arrived(relay: Relay, *, serial: int) -> HeldRows:
+    rows = relay.intake.entries.arrived([(11, serial)])[11, serial]
+    assert isinstance(rows, HeldRows)
+    return rows
+
+
+# -- where rows lie ------------------------------------------------------------------------------------------------------
+
+
+def test_rows_that_lie_in_a_frame_as_they_are_stay_where_it_was_received(relay: Relay) -> None:
+    ids = random_ids(300, seed=2)
+    deliver(relay, (1, encode_frame(SPEC, expert_ids_TLK=ids, codec="stored", sample_key=5)))
+    rows = arrived(relay, serial=1)
+    assert np.array_equal(rows.ids_TLK, ids) and not rows.ids_TLK.flags.writeable
+    assert np.shares_memory(rows.ids_TLK, np.frombuffer(rows.block.view, np.uint8))
+    assert np.array_equal(rows.digests_L, layer_digests(ids, first_row=0))
+    assert relay.status()["store"]["bytes"] == len(rows.block.view)
+
+
+@pytest.mark.parametrize("codec", ["lz4", "set"])
+def test_coded_rows_are_decoded_once_and_stay_decoded(relay: Relay, codec: str) -> None:
+    ids = np.sort(np.tile(random_ids(1, seed=2), (300, 1, 1)))
+    deliver(relay, (1, encode_frame(SPEC, expert_ids_TLK=ids, codec=codec)))
+    rows = arrived(relay, serial=1)
+    assert np.array_equal(rows.ids_TLK, ids)
+    assert relay.status()["store"] == {"frames": 1, "bytes": ids.nbytes}
+
+
+def test_rows_without_routing_are_ranges_of_the_sample() -> None:
+    relay, valid_T = opened(invalid_rows="native"), np.ones(20, bool)
+    valid_T[[0, 1, 7, 19]] = False
+    frame = encode_frame(SPEC, expert_ids_TLK=random_ids(20), valid_T=valid_T, first_row=0)
+    relay.add_frame("s", frame, range(21))
+    assert turns_here(relay, "s")[0].invalid == ((0, 2), (7, 8), (19, 20))
+    relay.close()
+
+
+def test_frames_that_are_refused_leave_no_memory_taken(relay: Relay) -> None:
+    good = frame_of(50)
+    for bad in (good[:-4] + bytes([good[-4] ^ 1]) + good[-3:], good[:-3], b"x" * 200, good[:110]):
+        with pytest.raises(errors.FrameError):
+            deliver(relay, (1, bad))
+        with pytest.raises(errors.FrameError):
+            relay.add("s", reply_of(bad), range(50))
+    twice = random_ids(49)
+    twice[3, 1, 2] = twice[3, 1, 0]
+    deliver(relay, (2, encode_frame(SPEC, expert_ids_TLK=twice)))  # told to its reply
+    for kept in relay.intake.entries.arrived([(11, 1), (11, 2)]).values():
+        assert isinstance(kept, errors.R3Error)
+        assert kept.__traceback__ is kept.__cause__ is kept.__context__ is None  # they would hold its memory
+    assert relay.status()["store"] == {"frames": 0, "bytes": 0}
+
+
+# -- bytes that announce more than they weigh ----------------------------------------------------------------------------
+
+
+def bomb(rows: int, *, codec: int, kind: int = KIND_EXPERT_IDS, spec: RoutingSpec = SPEC) -> bytes:
+    """A frame of well-formed bytes and true hashes: one row, `rows` times."""
+    layers, k = spec.num_moe_layers, spec.top_k
+    row_NLK = np.broadcast_to(np.arange(k, dtype=spec.id_dtype), (CHUNK_ROWS, layers, k)).copy()
+    sizes = [end - start for start, end in pairwise([*range(0, rows, CHUNK_ROWS), rows])]
+    wires = {size: bytes(CODECS[codec].encode(row_NLK[:size]) or b"") for size in set(sizes)}
+    chunks = [
+        Chunk(number * CHUNK_ROWS, size, 0, layers, codec, wires[size]) for number, size in enumerate(sizes)
+    ]
+    if kind == KIND_PREFIX:
+        state = xxhash.xxh3_128(spec.digest.to_bytes(8, "little"))
+        for size in sizes:
+            state.update(row_NLK[:size].tobytes())
+        sections, flags, spans = state.digest(), FLAG_PREFIX, 0
+    else:
+        sections, flags, spans = pack_span(0, rows, 0, 0) + bytes(8 * layers), 0, 1
+    sections += table_of(chunks)
+    sections += bytes(padding(len(sections)))
+    header = Header(
+        kind=kind, codec=codec, flags=flags | (FLAG_UNORDERED if codec == SET else 0), spec_digest=spec.digest,
+        num_experts=spec.num_experts, top_k=k, num_moe_layers=layers, id_width=spec.id_dtype.itemsize,
+        layers_per_chunk=layers, rows=rows, chunks=len(chunks), spans=spans, sections_bytes=len(sections),
+        raw_bytes=rows * spec.bytes_per_token, wire_bytes=sum(len(chunk.wire) for chunk in chunks),
+        weight_version=-1 if kind == KIND_PREFIX else 0,
+    )  # fmt: skip
+    return assemble(header, sections, [chunk.wire for chunk in chunks])
+
+
+def peak_of(call: Callable[[], Any]) -> int:
+    """Bytes that a call takes at most, numpy's included."""
+    tracemalloc.start()
+    try:
+        call()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def warm(relay: Relay) -> None:
+    """What the first frame loads and compiles."""
+    deliver(relay, (99, encode_frame(SPEC, expert_ids_TLK=random_ids(300), codec="lz4")))
+    relay.intake.drop_frames([], [(11, 99)])
+
+
+@pytest.mark.parametrize("codec", [LZ4, SET])
+@pytest.mark.parametrize("receipt_first", [True, False])
+def test_a_frame_with_more_rows_than_its_engine_or_its_receipt_allows_is_refused_before_it_is_decoded(
+    codec: int, receipt_first: bool
+) -> None:
+    relay, data = opened(context=0 if receipt_first else 4096), bomb(MOST_ROWS, codec=codec)
+    warm(relay)
+    assert len(data) < MOST_ROWS * SPEC.bytes_per_token / 50
+    if receipt_first:
+        claim(relay, "s", 4096, serial=1)
+    assert peak_of(lambda: deliver(relay, (1, data))) < 2 * len(data) + MIB
+    assert relay.status()["store"] == {"frames": 0, "bytes": 0}
+    with pytest.raises(errors.RowCountMismatch, match="1048576 rows, expected at most 409"):
+        if receipt_first:
+            relay.intake.entries.take(["s"], step=0)
+        else:
+            claim(relay, "s", 4096, serial=1)
+    relay.close()
+
+
+@pytest.mark.parametrize("codec", [LZ4, SET])
+def test_an_in_band_frame_with_more_rows_than_its_reply_has_tokens_is_not_decoded(
+    relay: Relay, codec: int
+) -> None:
+    data = bomb(MAX_ROWS, codec=codec)
+    warm(relay)
+
+    def add() -> None:
+        with pytest.raises(errors.RowCountMismatch):
+            relay.add_frame("s", data, range(100))
+
+    assert peak_of(add) < MIB
+
+
+def test_frames_of_an_engine_that_says_nothing_of_its_context_fit_the_store_or_are_not_taken(
+    relay: Relay,
+) -> None:
+    """Each of them decodes to 24 MiB; the store has room for one."""
+    data, decoded = bomb(MOST_ROWS, codec=SET), MOST_ROWS * SPEC.bytes_per_token
+    warm(relay)
+    coefficients(0, MOST_ROWS)  # 8 MiB, once in a process
+    relay._store.ceiling_bytes = 30 * MIB
+
+    def send() -> None:
+        for serial in (1, 2, 3):
+            with pytest.raises((errors.StoreFull, errors.PayloadCorrupt)):  # the digests are not true either
+                deliver(relay, (serial, data), (serial + 10, data))
+
+    assert peak_of(send) < decoded + 4 * MIB  # one at a time, and what is said of its rows
+    relay._store.ceiling_bytes = 10 * MIB
+    with pytest.raises(errors.StoreFull):
+        deliver(relay, (9, data))
+    assert relay.status()["store"] == {"frames": 0, "bytes": 0}
+    with pytest.raises(errors.RowCountMismatch):
+        deliver(relay, (8, bomb(MOST_ROWS + 1, codec=SET)))
+        claim(relay, "s", MOST_ROWS + 2, serial=8)
+
+
+def test_a_shared_prompt_larger_than_the_shelf_is_not_decoded_and_honest_ones_go_on() -> None:
+    relay = opened(prefix_bytes=64 * SPEC.bytes_per_token)
+    warm(relay)
+    data = bomb(MOST_ROWS, codec=LZ4, kind=KIND_PREFIX)
+
+    def send() -> None:
+        with pytest.raises(errors.RowCountMismatch, match="1048576 rows, expected at most 64"):
+            deliver(relay, (PREFIX_SERIAL, data))
+
+    assert peak_of(send) < 2 * len(data) + MIB
+    assert relay.intake.landing._prefixes.nbytes == 0
+    deliver(relay, (PREFIX_SERIAL, bomb(64, codec=LZ4, kind=KIND_PREFIX)))
+    deliver(relay, (PREFIX_SERIAL, bomb(63, codec=LZ4, kind=KIND_PREFIX)))
+    assert relay.intake.landing._prefixes.nbytes == 63 * SPEC.bytes_per_token
+    deliver(relay, (1, frame_of(50, seed=4, sample_key=sample_key("s"))))
+    claim(relay, "s", 50, serial=1)
+    assert np.array_equal(rows_here(relay, "s"), random_ids(49, seed=4))
+    relay.close()
