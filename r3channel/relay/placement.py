@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from r3channel.config import ChannelConfig
 from r3channel.errors import ConfigError, RelayLost
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.actor import RayRelay, RelayHost
 from r3channel.relay.relay import Relay
+from r3channel.relay.several import Peer
 from r3channel.spec import RoutingSpec
 
 _SPARE_CALLS = 8
@@ -50,9 +51,9 @@ class PlacedRelays:
     urls: dict[str, str]
     """Node id -> address of its relay's ingest."""
 
-    def peers(self, *, timeout_s: float = 60.0) -> list[RayRelay]:
+    def peers(self, *, timeout_s: float = 60.0) -> list[Peer]:
         """For the coordinator; `timeout_s` bounds each call."""
-        return [RayRelay(actor, timeout_s=timeout_s) for actor in self.actors]
+        return [cast(Peer, RayRelay(actor, timeout_s=timeout_s)) for actor in self.actors]
 
     def controls(self, manager: Any, *, timeout_s: float = 60.0) -> list[RayRelay]:
         """For a trainer; `manager` is the handle of the actor (a `RelayHost`) that has relay 0."""

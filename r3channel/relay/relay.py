@@ -13,6 +13,7 @@ rows until every receiver has acknowledged them. This file joins the parts; READ
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -57,6 +58,8 @@ from r3channel.wire.digest import fold
 from r3channel.wire.header import FRAME_MAGIC
 from r3channel.wire.hello import Hello
 
+log = logging.getLogger(__name__)
+
 _ADDERS = 2
 """Threads of `add_body_async`."""
 _MOST_BODY_BYTES = 1 << 30
@@ -84,7 +87,7 @@ class Relay:
         self.metrics = metrics or Metrics("relay", clock=self.clock)
         self.run = uuid.uuid4().hex[:12]
         self._changed = threading.Condition()
-        self._closed = False
+        self._closed = self._warned = False
         self._door: Door | None = None
         with ExitStack() as undo:  # a constructor that fails leaves no folder, port or thread behind
             self._store = Store(config.store_bytes, config.memory_bytes)
@@ -346,9 +349,19 @@ class Relay:
             )
             self.steps.add(ticket, {sample.name: own for sample in samples if (own := held_here(sample))})
             undo.pop_all()
+        self._warn_of_ceiling(sum(sample.tokens for sample in samples) * self.spec.bytes_per_token)
         if start:
             self.steps.start(step)
         return ticket
+
+    def _warn_of_ceiling(self, nbytes: int) -> None:
+        """Once: one step off, the rows of two steps are here at a time."""
+        if 2 * nbytes > self.config.store_bytes and not self._warned:
+            self._warned = True
+            log.warning(
+                "r3channel: a step has %d bytes of rows and store_bytes is %d: while one step is delivered there is no room for the "
+                "next, and replies will wait. Raise store_bytes to twice a step", nbytes, self.config.store_bytes,
+            )  # fmt: skip
 
     def hold(self, ticket: Ticket, shares: Mapping[str, Share]) -> None:
         """Take part in a step that relay 0 has sealed, with what lies here of it. Raises FrameMissing: nothing is taken."""

@@ -198,8 +198,8 @@ class SealedStep:
             name, layers = next(iter(wrong.items()))
             raise PayloadCorrupt(
                 f"step {self.ticket.step}: sample {name}, layers {layers} ({len(wrong)} samples in all): the ids at rest in relay "
-                f"{self.relay} are not those that the engine hashed; was memory or disk damaged? Abandon the step, discard the samples "
-                "and generate them again",
+                f"{self.relay} are not those that the engine hashed; was memory or disk damaged? Abandon the step, discard the "
+                "samples and generate them again",
                 samples=wrong,
                 step=self.ticket.step,
             )

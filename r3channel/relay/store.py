@@ -7,11 +7,13 @@ than filling it. Beyond `memory_bytes` a block is a mapped temporary file, which
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import tempfile
 import threading
 import time
+import weakref
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +27,10 @@ _SMALL_BYTES = 1 << 17
 _MOST_FILES = 16_000
 """Mapped files: a process may have 65,530 mappings (vm.max_map_count), and others need theirs."""
 _Memory = np.ndarray[Any, np.dtype[np.uint8]]
+_libc = ctypes.CDLL(None, use_errno=True)  # Python's mmap keeps a descriptor for each
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 @dataclass(eq=False, slots=True)
@@ -37,6 +43,7 @@ class Block:
     _memory: _Memory | None
     """To be used again; None where it is the system's."""
     _on_file: bool
+    _freed: bool = False
 
     def free(self) -> None:
         """Any thread; idempotent."""
@@ -58,7 +65,7 @@ class Store:
     """Of anonymous memory, what is kept for later use included."""
     live_bytes: int = 0
     _in_memory: int = 0
-    """Live bytes that lie in anonymous memory."""
+    """What live bytes that lie in anonymous memory take of it."""
     _files: int = 0
     _blocks: int = 0
     _idle: OrderedDict[int, tuple[float, _Memory]] = field(default_factory=OrderedDict)
@@ -77,16 +84,17 @@ class Store:
         Raises StoreFull after `timeout_s`, or where a disk has no room for what is beyond `memory_bytes`.
         """
         self._take_room(nbytes, timeout_s=timeout_s, what=what)
+        size = _rounded(nbytes)
         with self._changed:
-            on_file = self._in_memory + nbytes > self.memory_bytes and self._files < _MOST_FILES
-            self._in_memory += 0 if on_file else nbytes
+            on_file = self._in_memory + size > self.memory_bytes and self._files < _MOST_FILES
+            self._in_memory += 0 if on_file else size
             self._files += on_file
-            memory = None if on_file else self._used_before(_rounded(nbytes))
+            memory = None if on_file else self._used_before(size)
         try:
             if on_file:
                 return Block(_temporary(nbytes, what), self, None, True)
             if memory is None:
-                memory = np.empty(_rounded(nbytes), np.uint8)
+                memory = np.empty(size, np.uint8)
             return Block(memory.data[:nbytes], self, memory, False)
         except BaseException:
             self._give_back(nbytes, on_file=on_file)
@@ -165,7 +173,7 @@ class Store:
         with self._changed:
             self.live_bytes -= nbytes
             self._blocks -= 1
-            self._in_memory -= 0 if on_file else nbytes
+            self._in_memory -= 0 if on_file else _rounded(nbytes)
             self._files -= on_file
             self._grant()
 
@@ -173,15 +181,16 @@ class Store:
 
     def _free(self, block: Block) -> None:
         with self._changed:
-            nbytes, memory, on_file = len(block.view), block._memory, block._on_file
-            block.view, block._memory = memoryview(b""), None
+            if block._freed:
+                return
+            nbytes, memory = len(block.view), block._memory
+            block.view, block._memory, block._freed = memoryview(b""), None, True
             if memory is not None and len(memory) >= _SMALL_BYTES and not self._closed:
                 self._serial += 1
                 self._idle[self._serial] = time.monotonic(), memory
                 self._of_size.setdefault(len(memory), []).append(self._serial)
                 self._idle_bytes += len(memory)
-            if nbytes:
-                self._give_back(nbytes, on_file=on_file)  # the lock may be taken twice
+            self._give_back(nbytes, on_file=block._on_file)  # the lock may be taken twice
             while self._idle and self._in_memory + self._idle_bytes > self.memory_bytes:
                 self._drop_oldest()
 
@@ -221,8 +230,18 @@ def _temporary(nbytes: int, what: str) -> memoryview:
     try:
         with tempfile.TemporaryFile(prefix="r3channel-") as file:
             os.posix_fallocate(file.fileno(), 0, nbytes)
-            return memoryview(mmap.mmap(file.fileno(), nbytes))
+            return _mapped(file.fileno(), nbytes)
     except OSError as error:
         raise StoreFull(
             f"{what}: no room for {nbytes} bytes in a file in {tempfile.gettempdir()}: {error}"
         ) from error
+
+
+def _mapped(file: int, nbytes: int) -> memoryview:
+    """Unmapped when nothing refers to it or a part of it any more."""
+    address = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, file, 0)
+    if address == ctypes.c_void_p(-1).value:
+        raise OSError(ctypes.get_errno(), f"mmap: {os.strerror(ctypes.get_errno())}")
+    memory = (ctypes.c_ubyte * nbytes).from_address(address)
+    weakref.finalize(memory, _libc.munmap, address, nbytes).atexit = False
+    return memoryview(memory).cast("B")

@@ -153,7 +153,7 @@ class Frame:
         if self.prefix is not None or self._prefix_ids is not None:
             return None
         spec, stored = self.spec, STORED.codec_id
-        if not all([chunk.codec == stored and chunk.layers == spec.num_moe_layers for chunk in self._chunks]):
+        if any(chunk.codec != stored or chunk.layers != spec.num_moe_layers for chunk in self._chunks):
             return None
         view = np.frombuffer(self._payload, spec.id_dtype).reshape(self.rows, spec.num_moe_layers, spec.top_k)
         return view if view.ctypes.data % _WORD_BYTES == 0 else None

@@ -23,8 +23,8 @@ from tests.delivery import until
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = st.one_of(
     st.integers(0, 2 * KIB),
-    st.integers(120 * KIB, 400 * KIB),  # around what is kept for the next
-    st.sampled_from([131_071, 131_072, MIB, 4 * MIB, 4 * MIB + 1]),
+    st.integers(100 * KIB, 300 * KIB),  # around what is kept for the next
+    st.sampled_from([131_071, 131_072, MIB, MIB + 1]),
 )
 
 
@@ -53,7 +53,7 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.store = Store(4 * MIB, 2 * MIB)
+        self.store = Store(MIB, MIB // 2)
         self.live: list[tuple[Block, int, int]] = []
         self.waiting: list[tuple[int, threading.Thread, list[object]]] = []
         self.mark = 0
@@ -74,7 +74,7 @@ class Machine(RuleBasedStateMachine):
         return sum(size for _, size, _ in self.live)
 
     def fits(self, size: int) -> bool:
-        return not self.waiting and self.used() + size <= 4 * MIB
+        return not self.waiting and self.used() + size <= MIB
 
     @rule(size=SIZES)
     def allocate(self, size: int) -> None:
@@ -83,7 +83,7 @@ class Machine(RuleBasedStateMachine):
         except StoreFull as error:
             assert not self.fits(size) and "mine" in str(error)
         else:
-            assert self.used() <= 4 * MIB
+            assert self.used() <= MIB
 
     @rule(size=SIZES)
     def adopt(self, size: int) -> None:
@@ -107,7 +107,7 @@ class Machine(RuleBasedStateMachine):
         self.serve()
 
     @precondition(lambda self: len(self.waiting) < 4)
-    @rule(size=SIZES.filter(lambda size: size <= 4 * MIB))
+    @rule(size=SIZES.filter(lambda size: size <= MIB))
     def wait(self, size: int) -> None:
         answer: list[object] = []
 
@@ -131,7 +131,7 @@ class Machine(RuleBasedStateMachine):
 
     def serve(self) -> None:
         """Who is first in the line and fits is served, and nobody else."""
-        while self.waiting and self.used() + self.waiting[0][0] <= 4 * MIB:
+        while self.waiting and self.used() + self.waiting[0][0] <= MIB:
             size, thread, answer = self.waiting.pop(0)
             thread.join(20)
             assert isinstance(answer[0], Block), "a wake-up was lost"
@@ -139,7 +139,7 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def books_are_in_order(self) -> None:
-        assert self.store.live_bytes == self.used() <= 4 * MIB
+        assert self.store.live_bytes == self.used() <= MIB
         assert len(self.store) == len(self.live)
         assert len(self.store._waiting) == len(self.waiting) and not any(
             answer for *_, answer in self.waiting
@@ -147,7 +147,7 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def kept_memory_is_within_its_own_ceiling(self) -> None:
-        assert self.store._in_memory + self.store._idle_bytes <= 2 * MIB
+        assert self.store._in_memory + self.store._idle_bytes <= MIB // 2
         assert sum(len(numbers) for numbers in self.store._of_size.values()) == len(self.store._idle)
         assert sum(len(memory) for _, memory in self.store._idle.values()) == self.store._idle_bytes
 
@@ -158,7 +158,7 @@ class Machine(RuleBasedStateMachine):
 
 
 TestStore = Machine.TestCase
-TestStore.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestStore.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 
 
 # -- room --------------------------------------------------------------------------------------------------------------
