@@ -63,9 +63,7 @@ def receivers_of(relay: Relay) -> list[Receiver]:
         at = layout.coords(rank)
         board = boards.setdefault((at.dp, at.pp, at.cp), Board(layout.tp))
         fanout = Fanout(board, at.tp) if layout.tp > 1 else None
-        found.append(
-            Receiver(relay, spec=relay.spec, layout=layout, coords=at, config=config, fanout=fanout)
-        )
+        found.append(Receiver(relay, spec=relay.spec, layout=layout, coords=at, config=config, fanout=fanout))
     return found
 
 

@@ -165,8 +165,8 @@ def read_remains(folder: Path) -> Remains:
     for path in sorted(folder.glob("*.ticket")):
         acks = path.with_suffix(".acks")
         saved = SavedStep(path.read_bytes())
-        for line in acks.read_text().splitlines() if acks.exists() else ():
-            with suppress(ValueError):  # cut where the process ended
+        for line in acks.read_bytes().splitlines() if acks.exists() else ():
+            with suppress(ValueError, TypeError):  # cut where the process ended
                 dp, pp, cp = json.loads(line)
                 saved.acked.add((int(dp), int(pp), int(cp)))
         remains.steps[int(path.stem)] = saved
@@ -201,13 +201,16 @@ def dead_relays(root: Path, *, but: Path) -> Iterator[list[Remains]]:
 
     They are locked meanwhile. Raises `StoreBusy` when a relay that lives, or another recovery, holds all of them.
     """
-    folders = [path for path in root.glob(f"{_PREFIX}*") if path != but and (path / _LOCK).exists()]
-    locks = {path: _lock(path) for path in sorted(folders, key=lambda path: path.stat().st_mtime)}
+    locks = dict[Path, int | None]()
     try:
+        for path in root.glob(f"{_PREFIX}*"):
+            with suppress(FileNotFoundError):  # a relay that closes meanwhile takes its folder with it
+                if path != but:
+                    locks[path] = _lock(path)
         free = [path for path, lock in locks.items() if lock is not None]
-        if folders and not free:
-            raise StoreBusy(f"{[str(path) for path in folders]} belong to relays that live; end those first")
-        yield [read_remains(path) for path in free]
+        if locks and not free:
+            raise StoreBusy(f"{sorted(map(str, locks))} belong to relays that live; end those first")
+        yield [read_remains(path) for path in sorted(free, key=lambda path: path.stat().st_mtime)]
     finally:
         for lock in locks.values():
             if lock is not None:
@@ -215,10 +218,15 @@ def dead_relays(root: Path, *, but: Path) -> Iterator[list[Remains]]:
 
 
 def _lock(folder: Path) -> int | None:
+    """None where somebody has it. Raises FileNotFoundError where it is gone."""
     file = os.open(folder / _LOCK, os.O_RDWR)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+        os.stat(folder / _LOCK)
+    except BlockingIOError:
         os.close(file)
         return None
+    except BaseException:
+        os.close(file)
+        raise
     return file

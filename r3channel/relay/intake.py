@@ -190,9 +190,13 @@ class Intake:
                     tokens_hash=turn.tokens_hash,
                     prefix_hash=turn.prefix_hash,
                 )
-                with self._changed:
-                    taken = self.entries.reply(reply, rows, append=number > 0, now_s=time.monotonic())
-                    self._note(self.entries.samples[saved.sample_id], taken)
+                try:
+                    with self._changed:
+                        taken = self.entries.reply(reply, rows, append=number > 0, now_s=time.monotonic())
+                        self._note(self.entries.samples[saved.sample_id], taken)
+                except BaseException:
+                    self.free([rows])
+                    raise
         except R3Error:
             self.drop([saved.sample_id] if number else [], outcome="rejected")
             raise

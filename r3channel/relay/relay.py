@@ -359,8 +359,8 @@ class Relay:
         if 2 * nbytes > self.config.store_bytes and not self._warned:
             self._warned = True
             log.warning(
-                "r3channel: a step has %d bytes of rows and store_bytes is %d: while one step is delivered there is no room for the "
-                "next, and replies will wait. Raise store_bytes to twice a step", nbytes, self.config.store_bytes,
+                "r3channel: a step has %d bytes of rows and store_bytes is %d: while one step is delivered there is no room for "
+                "the next, and replies will wait. Raise store_bytes to twice a step", nbytes, self.config.store_bytes,
             )  # fmt: skip
 
     def hold(self, ticket: Ticket, shares: Mapping[str, Share]) -> None:

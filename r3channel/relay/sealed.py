@@ -197,9 +197,9 @@ class SealedStep:
         if wrong:
             name, layers = next(iter(wrong.items()))
             raise PayloadCorrupt(
-                f"step {self.ticket.step}: sample {name}, layers {layers} ({len(wrong)} samples in all): the ids at rest in relay "
-                f"{self.relay} are not those that the engine hashed; was memory or disk damaged? Abandon the step, discard the "
-                "samples and generate them again",
+                f"step {self.ticket.step}: sample {name}, layers {layers} ({len(wrong)} samples in all): the ids at rest in "
+                f"relay {self.relay} are not those that the engine hashed; was memory or disk damaged? Abandon the step, discard "
+                "the samples and generate them again",
                 samples=wrong,
                 step=self.ticket.step,
             )

@@ -103,10 +103,11 @@ class Store:
     def adopt(self, data: bytes, *, timeout_s: float = 0.0, what: str = "") -> Block:
         """These bytes, counted like any block: as they are where they are few, else a copy in memory that was used before.
         Raises as `allocate`."""
-        if len(data) < _SMALL_BYTES:
+        if len(data) < _SMALL_BYTES and self._in_memory + len(data) <= self.memory_bytes:
             self._take_room(len(data), timeout_s=timeout_s, what=what)
             with self._changed:
                 self._in_memory += len(data)
+                self._make_way()
             return Block(memoryview(data), self, None, False)
         block = self.allocate(len(data), timeout_s=timeout_s, what=what)
         np.copyto(np.frombuffer(block.view, np.uint8), np.frombuffer(data, np.uint8))  # other threads go on
@@ -140,7 +141,9 @@ class Store:
     # -- room ------------------------------------------------------------------------------------------------------
 
     def _take_room(self, nbytes: int, *, timeout_s: float, what: str) -> None:
-        timeout_s = timeout_s if nbytes <= self.ceiling_bytes else 0.0  # it would hold up all others for nothing
+        timeout_s = (
+            timeout_s if nbytes <= self.ceiling_bytes else 0.0
+        )  # it would hold up all others for nothing
         deadline_s, mine = time.monotonic() + timeout_s, _Waiter(nbytes)
         with self._changed:
             if self._closed:
@@ -162,10 +165,12 @@ class Store:
 
     def _grant(self) -> None:
         """With the lock held: the first of those who wait goes first, however small the others are."""
-        while self._waiting and self.live_bytes + self._waiting[0].nbytes <= self.ceiling_bytes:
+        fits = self.ceiling_bytes - self.live_bytes
+        while self._waiting and not self._closed and self._waiting[0].nbytes <= fits:
             waiter = self._waiting.popleft()
             waiter.granted = True
             self.live_bytes += waiter.nbytes
+            fits -= waiter.nbytes
             self._blocks += 1
             self._changed.notify_all()
 
@@ -191,19 +196,22 @@ class Store:
                 self._of_size.setdefault(len(memory), []).append(self._serial)
                 self._idle_bytes += len(memory)
             self._give_back(nbytes, on_file=block._on_file)  # the lock may be taken twice
-            while self._idle and self._in_memory + self._idle_bytes > self.memory_bytes:
-                self._drop_oldest()
+            self._make_way()
 
     def _used_before(self, size: int) -> _Memory | None:
         """With the lock held: the memory of this size that was freed last."""
         numbers = self._of_size.get(size)
         if not numbers:
-            while self._idle and self._in_memory + self._idle_bytes > self.memory_bytes:
-                self._drop_oldest()
+            self._make_way()
             return None
         number = numbers.pop()
         self._idle_bytes -= size
         return self._idle.pop(number)[1]
+
+    def _make_way(self) -> None:
+        """With the lock held: what is live takes the place of what is only kept."""
+        while self._idle and self._in_memory + self._idle_bytes > self.memory_bytes:
+            self._drop_oldest()
 
     def _drop_oldest(self) -> None:
         number, (_, memory) = self._idle.popitem(last=False)

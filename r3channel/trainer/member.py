@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any, Protocol
 
 import numpy as np
@@ -27,6 +28,7 @@ from r3channel.transport.listener import connect
 from r3channel.wire import delivery as wire
 
 _ACK_S = 10.0
+_PLACE = tuple(field.name for field in fields(Rendezvous))
 _FALLBACK_LIVES = 2
 """Connections that a step may use up after it fell back to the host transport."""
 
@@ -89,8 +91,9 @@ class Member:
     def receive(self, ticket: Ticket, stream: Stream, sink: Callable[[], Sink]) -> None:
         """This relay's rows of a step, verified and acknowledged, in the sink of the last attempt.
 
-        Ends within `step_timeout_s` plus one bucket. Raises a `TransportError` after `max_group_failures` connections, and two
-        more of the host transport where a process group failed; and the relay's own error where the step cannot be delivered.
+        Ends within `step_timeout_s` plus one bucket, or ten seconds to acknowledge. Raises a `TransportError` after
+        `max_group_failures` connections, and two more of the host transport where a process group failed; and the relay's own
+        error where the step cannot be delivered.
         """
         config, failures = self._config, 0
         deadline_s = time.monotonic() + config.step_timeout_s
@@ -193,12 +196,13 @@ class Member:
 
     def _acknowledge(self, step: int, deadline_s: float) -> None:
         """The rows are here and verified, whatever becomes of the connection: repeat the acknowledgement, never the transfer."""
+        deadline_s = max(deadline_s, time.monotonic() + _ACK_S)
         for attempt in (1, 2, 3):
             try:
                 if self._link is None:
-                    self.join(timeout_s=self._config.join_timeout_s)
+                    self.join(timeout_s=min(self._config.join_timeout_s, _left(deadline_s)))
                 self._say(wire.DONE, step=step)
-                self._hear(wire.THANKS, max(deadline_s, time.monotonic() + _ACK_S), step=step)
+                self._hear(wire.THANKS, deadline_s, step=step)
                 return
             except TransportError as error:
                 self._leave()
@@ -223,8 +227,9 @@ class Member:
         assert self._link is not None
         kind, body = self._link.recv_record(timeout_s=_left(deadline_s))
         if kind == wire.GROUP:
+            values = wire.unpack(kind, bytes(body), expected=wire.GROUP, names=_PLACE)
             self._group = join(
-                Rendezvous(**wire.unpack(kind, bytes(body), expected=wire.GROUP)),
+                Rendezvous(**{name: values[name] for name in _PLACE}),
                 timeout_s=min(self._config.join_timeout_s, _left(deadline_s)),
             )
             return self._hear(expected, deadline_s, names=names, step=step)

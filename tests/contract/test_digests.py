@@ -44,7 +44,7 @@ SPECS = {
 TOKENS = {"a": 33, "b": 33, "c": 17, "d": 17}
 """Two pairs of equal length: what is exchanged has the same shape everywhere."""
 NAMES = tuple(TOKENS)
-LAYOUTS = ["", "dp=2", "cp=2", "pp=2", "dp=2,pp=2,cp=2,packing=thd", "tp=2", "tp=2,cp=2,packing=thd"]
+LAYOUTS = ["", "dp=2,pp=2,cp=2,packing=thd", "tp=2,cp=2", "tp=2,packing=thd"]
 
 
 @pytest.fixture
@@ -67,7 +67,9 @@ def sealed(relay: Relay) -> Ticket:
     for seed, name in enumerate(NAMES):
         tokens = TOKENS[name]
         relay.add(
-            name, reply_for(name, tokens, seed=seed, spec=relay.spec), range(1000 * seed, 1000 * seed + tokens)
+            name,
+            reply_for(name, tokens, seed=seed, spec=relay.spec),
+            range(1000 * seed, 1000 * seed + tokens),
         )
     dp = relay.layout.dp
     return relay.seal(0, Assignment.round_robin(NAMES, dp=dp, microbatch_size=len(NAMES) // dp))
@@ -131,7 +133,7 @@ def held(relay: Relay, name: str) -> Ids:
     return ids_TLK
 
 
-@pytest.mark.parametrize("layout", ["", "cp=2", "dp=2,pp=2,cp=2,packing=thd", "pp=2"])
+@pytest.mark.parametrize("layout", ["pp=2", "cp=2", "dp=2,cp=2,packing=thd"])
 @pytest.mark.parametrize("when", ["before it is prepared", "after it was prepared"])
 def test_a_byte_that_changes_at_rest_is_laid_to_its_sample(
     make_relay: MakeRelay, spec: RoutingSpec, layout: str, when: str, monkeypatch: pytest.MonkeyPatch
@@ -486,7 +488,7 @@ def row_of(shard: RankShard, name: str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("judged", ["on a CPU", "as on a GPU"])
-@pytest.mark.parametrize("layout", ["", "cp=2", "pp=2", "packing=thd"])
+@pytest.mark.parametrize("layout", ["", "cp=2", "pp=2,packing=thd"])
 def test_a_byte_that_changes_in_the_shard_is_named_with_sample_layer_and_rank(
     make_relay: MakeRelay, spec: RoutingSpec, layout: str, judged: str
 ) -> None:
@@ -600,7 +602,9 @@ def test_samples_of_equal_length_that_the_trainer_exchanged_are_both_named(make_
     relay = make_relay()
     ticket, receiver = sealed(relay), receivers_of(relay)[0]
     lengths = [[TOKENS[name] for name in NAMES]]
-    with pytest.raises(errors.TicketMismatch, match=r"2 samples .*\['a', 'b'\].*in the ticket's order") as told:
+    with pytest.raises(
+        errors.TicketMismatch, match=r"2 samples .*\['a', 'b'\].*in the ticket's order"
+    ) as told:
         receiver.receive(ticket, lengths=lengths, tokens=tokens_of("b", "a", "c", "d"))
     assert told.value.samples == ("a", "b") and told.value.ranks == ((0, 0, 0),) and told.value.step == 0
     with pytest.raises(errors.TicketMismatch, match=r"\(33, 33, 17, 17\)"):

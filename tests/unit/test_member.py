@@ -1,48 +1,400 @@
-"""How long a member waits: for the others' hello and for the group that they then form, one limit for both."""
+"""One receiver's connection, against a relay that is played by the test: what it takes at its word, and for how long."""
 
 from __future__ import annotations
 
-import time
-import uuid
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
+from xxhash import xxh3_64_intdigest
 
+from r3channel import errors
 from r3channel.clock import StageClock
 from r3channel.config import ChannelConfig
-from r3channel.errors import DeadlineExceeded
+from r3channel.errors import BucketCorrupt, DeadlineExceeded, PayloadCorrupt, TicketMismatch, TransportError
 from r3channel.metrics import Metrics
+from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
+from r3channel.plan.stream import Stream
+from r3channel.plan.ticket import Ticket, TicketSample
+from r3channel.routing import Ids
+from r3channel.trainer import member as member_module
 from r3channel.trainer.member import Member
-from r3channel.transport.base import Rendezvous
+from r3channel.transport.link import Link
+from r3channel.transport.listener import Listener
+from r3channel.wire import delivery as wire
+from tests.samples import SPEC, random_ids
+
+LIMIT_S = 20.0
+ROWS_TLK = random_ids(8)
+LAYOUT = TrainerLayout()
+TICKET = Ticket(
+    "run",
+    3,
+    SPEC,
+    LAYOUT,
+    Assignment.given([[["a"]]]),
+    (TicketSample("a", 9, 7, 0, (), (), ((8, 0),)),),
+    1024,
+)
+STREAM = Stream.of(TICKET, TICKET.plan.shard(dp=0, pp=0))
+DIGESTS = bytes(range(2 * 8 * SPEC.num_moe_layers))
+Scene = Callable[["Played"], None]
+"""What a relay does on one connection."""
 
 
-class LateControl:
-    """Every member has said hello a little before the limit, and then nobody comes."""
+class Played:
+    """A connection at the relay's end."""
 
-    def __init__(self, *, hello_s: float) -> None:
-        self._hello_s = time.monotonic() + hello_s
+    def __init__(self, link: Link) -> None:
+        self.link = link
 
-    def hello(self, **_: Any) -> dict[str, Any] | None:
-        if time.monotonic() < self._hello_s:
-            return None
-        name = uuid.uuid4().hex
-        return Rendezvous(backend="loopback", name=name, epoch=1, rank=1, world_size=2).to_dict()
+    def hear(self, kind: int, **expected: Any) -> dict[str, Any]:
+        found, body = self.link.recv_record(timeout_s=LIMIT_S)
+        assert found == kind, found
+        values = wire.unpack(found, body, expected=kind)
+        assert expected.items() <= values.items()
+        return values
+
+    def say(self, kind: int, **values: Any) -> None:
+        self.link.send_record(kind, wire.pack(**values), timeout_s=LIMIT_S)
+
+    def announce(self, **changes: Any) -> None:
+        self.hear(wire.READY, run="run", step=3, group=False)
+        honest = {"nbytes": STREAM.nbytes, "digests": len(DIGESTS), "hash": xxh3_64_intdigest(DIGESTS)}
+        self.say(wire.ROWS, **(honest | changes))
+
+    def rows(self) -> None:
+        self.link.send([ROWS_TLK.tobytes(), DIGESTS], timeout_s=LIMIT_S)
+
+    def silent(self) -> None:
+        """Until the other end has gone."""
+        with suppress(TransportError):
+            while True:
+                self.link.recv_record(timeout_s=LIMIT_S)
 
 
-def test_a_join_ends_within_its_limit_however_late_the_others_say_hello() -> None:
-    layout, clock = TrainerLayout(), StageClock("trainer")
+def whole(relay: Played) -> None:
+    relay.announce()
+    relay.rows()
+    relay.hear(wire.DONE, step=3)
+    relay.say(wire.THANKS)
+
+
+class Stage:
+    """A relay that plays one scene on each connection, in turn; the last one again and again."""
+
+    def __init__(self, *scenes: Scene) -> None:
+        self.token, self.left, self.played = secrets.token_bytes(32), list(scenes), 0
+        self.failures: list[BaseException] = []
+        self.hellos = 0
+        self._lock = threading.Lock()
+        self.listener = Listener("127.0.0.1", token=self.token, on_link=self._play)
+
+    def _play(self, link: Link) -> None:
+        with self._lock:
+            self.played += 1
+            scene = self.left.pop(0) if len(self.left) > 1 else self.left[0]
+        relay = Played(link)
+        try:
+            scene(relay)
+            relay.silent()
+        except TransportError:
+            pass
+        except BaseException as error:
+            self.failures.append(error)
+        finally:
+            link.close()
+
+    def hello(self, **key: int) -> dict[str, Any]:
+        assert key == {"dp": 0, "pp": 0, "cp": 0}
+        self.hellos += 1
+        return {
+            "host": self.listener.host,
+            "port": self.listener.port,
+            "token": self.token.hex(),
+            "run": "run",
+        }
+
+
+@pytest.fixture
+def play() -> Iterator[Callable[..., Stage]]:
+    stages: list[Stage] = []
+
+    def begin(*scenes: Scene) -> Stage:
+        stages.append(Stage(*scenes))
+        return stages[-1]
+
+    yield begin
+    for stage in stages:
+        stage.listener.close()
+        assert not stage.failures
+
+
+class Sink:
+    """Keeps what comes; says what it is told to."""
+
+    def __init__(self, damaged: list[str]) -> None:
+        self.damaged = damaged
+        self.begins: list[int] = []
+        self.data = b""
+        self.digests = b""
+
+    def rows(self, ids_TCK: Ids, *, begin: int) -> None:
+        self.begins.append(begin)
+        self.data += ids_TCK.tobytes()
+
+    def verify(self, digests: bytes) -> list[str]:
+        self.digests = digests
+        return self.damaged
+
+
+def receive(
+    stage: Any, *, damaged: tuple[list[str], ...] = ([],), ticket: Ticket = TICKET, **changes: Any
+) -> list[Sink]:
+    """The sinks of all attempts; `damaged` is what each of them says."""
+    sinks: list[Sink] = []
+    answers = list(damaged)
+
+    def sink() -> Sink:
+        sinks.append(Sink(answers.pop(0) if len(answers) > 1 else answers[0]))
+        return sinks[-1]
+
+    values: dict[str, Any] = {"step_timeout_s": LIMIT_S, "send_timeout_s": LIMIT_S} | changes
+    clock = StageClock("trainer")
     member = Member(
-        LateControl(hello_s=1.5),  # type: ignore[arg-type]
-        layout=layout,
-        coords=layout.coords(0),
-        config=ChannelConfig(backend="loopback"),
-        device=torch.device("cpu"),
+        stage,
+        relay=0,
+        coords=LAYOUT.coords(0),
+        config=ChannelConfig(**values),
+        pinned=False,
         clock=clock,
         metrics=Metrics("trainer", clock=clock),
     )
-    begin_s = time.monotonic()
+    try:
+        member.receive(ticket, Stream.of(ticket, ticket.plan.shard(dp=0, pp=0)), sink)
+    finally:
+        member.close()
+    return sinks
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("bucket_rows", "begins"), [(1, list(range(8))), (3, [0, 3, 6]), (100, [0])])
+def test_rows_come_bucket_by_bucket_whole_rows_only(
+    play: Callable[..., Stage], bucket_rows: int, begins: list[int]
+) -> None:
+    row_bytes = ROWS_TLK[0].nbytes
+    (sink,) = receive(play(whole), ticket=replace(TICKET, bucket_bytes=bucket_rows * row_bytes + 1))
+    assert (sink.begins, sink.data, sink.digests) == (begins, ROWS_TLK.tobytes(), DIGESTS)
+
+
+@pytest.mark.parametrize(
+    "announced", [{"nbytes": 1 << 50}, {"nbytes": 0}, {"digests": 1 << 50}, {"nbytes": "8"}, {"digests": -1}]
+)
+def test_a_relay_that_announces_other_sizes_is_refused_before_memory_is_taken(
+    play: Callable[..., Stage], announced: dict[str, Any]
+) -> None:
+    stage = play(lambda relay: relay.announce(**announced))
+    with pytest.raises(
+        BucketCorrupt, match=r"announces .*the ticket says 192 bytes.*r3channel version"
+    ) as told:
+        receive(stage, max_group_failures=2)
+    assert stage.played == 2 and told.value.step == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (wire.THANKS, b"{}"), (wire.ROWS, b"{}"), (wire.ROWS, b"no json"), (wire.ROWS, b"[1]"), (77, b"{}"),
+        (wire.ROWS, b"[" * 100_000), (wire.GROUP, b'{"backend": 3}'), (wire.ERROR, b"[]"), (wire.ERROR, b"{}"),
+    ],
+)  # fmt: skip
+def test_a_record_out_of_turn_or_of_another_shape_ends_the_connection_and_nothing_else(
+    play: Callable[..., Stage], kind: int, body: bytes
+) -> None:
+    def nonsense(relay: Played) -> None:
+        relay.hear(wire.READY)
+        relay.link.send_record(kind, body, timeout_s=LIMIT_S)
+
+    stage = play(nonsense, whole)
+    (*_, sink) = receive(stage)
+    assert stage.played == 2 and sink.data == ROWS_TLK.tobytes()
+
+
+def test_rows_that_the_sink_finds_damaged_are_asked_for_again(play: Callable[..., Stage]) -> None:
+    def damaged(relay: Played) -> None:
+        relay.announce()
+        relay.rows()
+        relay.hear(wire.DAMAGED, step=3, samples=["a"])
+        relay.say(wire.AGAIN)
+
+    sinks = receive(play(damaged, whole), damaged=(["a"], []))
+    assert len(sinks) == 2 and sinks[1].data == ROWS_TLK.tobytes()
+
+
+def test_digests_that_come_damaged_are_asked_for_again(play: Callable[..., Stage]) -> None:
+    def damaged(relay: Played) -> None:
+        relay.announce(hash=1)
+        relay.rows()
+
+    stage = play(damaged, whole)
+    first, second = receive(stage)
+    assert first.digests == b"" and second.digests == DIGESTS
+
+
+def test_samples_that_always_come_damaged_are_all_named(play: Callable[..., Stage]) -> None:
+    names = [f"s{index}" for index in range(300)]
+
+    def damaged(relay: Played) -> None:
+        relay.announce()
+        relay.rows()
+        relay.hear(wire.DAMAGED, step=3)
+        relay.say(wire.AGAIN)
+
+    stage = play(damaged)
+    with pytest.raises(BucketCorrupt, match="rows of 300 samples came damaged") as told:
+        receive(stage, damaged=(names,))
+    assert told.value.samples == tuple(names) and stage.played == 3
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_relays_own_error_comes_as_it_was_raised_and_ends_the_attempts(
+    play: Callable[..., Stage],
+) -> None:
+    error = PayloadCorrupt(
+        "sample a is damaged", samples=["a", "b"], engines=["e"], ranks=[(0, 0, 0)], step=3
+    )
+
+    def refuses(relay: Played) -> None:
+        relay.hear(wire.READY)
+        relay.say(wire.ERROR, **wire.values_of(error))
+
+    stage = play(refuses)
+    with pytest.raises(PayloadCorrupt, match="sample a is damaged") as told:
+        receive(stage)
+    assert stage.played == 1
+    found = told.value
+    assert (found.samples, found.engines, found.ranks, found.step) == (("a", "b"), ("e",), ((0, 0, 0),), 3)
+
+
+def test_every_error_of_this_package_crosses_the_wire_whole_and_nothing_else_does() -> None:
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
+    ours = [kind for kind in kinds if issubclass(kind, errors.R3Error)]
+    assert len(ours) > 40
+    for kind in ours:
+        error = kind("what ✓", samples=["a"], engines=["e"], ranks=[(1, 2, 3)], step=4)
+        again = wire.error_of(wire.values_of(error))
+        assert type(again) is kind and wire.values_of(again) == wire.values_of(error)
+    for name in ("OSError", "SystemExit", "annotations", "Iterable", "__builtins__", ""):
+        values = wire.values_of(errors.R3Error("x")) | {"error": name}
+        assert type(wire.error_of(values)) is TransportError
+
+
+# -- time --------------------------------------------------------------------------------------------------------------
+
+
+class Nobody:
+    """A port at which connections are taken and nothing is said."""
+
+    def __init__(self) -> None:
+        self.socket = socket.create_server(("127.0.0.1", 0))
+
+    def hello(self, **_: int) -> dict[str, Any]:
+        host, port = self.socket.getsockname()
+        return {"host": host, "port": port, "token": "00" * 32, "run": "run"}
+
+
+def test_a_join_ends_within_its_limit_where_nobody_answers() -> None:
+    nobody = Nobody()
     with pytest.raises(DeadlineExceeded):
-        member.join(timeout_s=2.0)
-    assert time.monotonic() - begin_s < 3.0
+        receive(nobody, join_timeout_s=0.2, max_group_failures=1)
+    nobody.socket.close()
+
+
+def test_a_port_where_nobody_listens_is_a_transport_error() -> None:
+    nobody = Nobody()
+    where = nobody.hello()
+    nobody.socket.close()
+    nobody.hello = lambda **_: where  # type: ignore[method-assign]
+    with pytest.raises(TransportError):
+        receive(nobody, max_group_failures=2)
+
+
+@pytest.mark.parametrize("silent_after", ["hello", "announcement", "some rows", "rows"])
+def test_a_relay_that_falls_silent_is_given_up_and_come_to_again(
+    play: Callable[..., Stage], silent_after: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(member_module, "_ACK_S", 0.2)
+
+    def falls_silent(relay: Played) -> None:
+        if silent_after != "hello":
+            relay.announce()
+        if silent_after == "some rows":
+            relay.link.send([ROWS_TLK.tobytes()[:50]], timeout_s=LIMIT_S)
+        elif silent_after == "rows":
+            relay.rows()
+
+    limits = {"send_timeout_s": 0.2, "step_timeout_s": 0.5}
+    with pytest.raises(DeadlineExceeded):
+        receive(play(falls_silent, Played.silent), **limits)
+    if silent_after in ("announcement", "some rows"):  # a bucket's deadline is the shorter one
+        stage = play(falls_silent, whole)
+        *_, sink = receive(stage, send_timeout_s=0.2)
+        assert sink.data == ROWS_TLK.tobytes() and stage.played == 2
+
+
+def test_connections_end_with_the_steps_deadline_however_many_are_allowed(play: Callable[..., Stage]) -> None:
+    stage = play(lambda relay: relay.link.close())
+    with pytest.raises(TransportError):
+        receive(stage, max_group_failures=10**9, step_timeout_s=0.3)
+    assert stage.played > 1
+
+
+# -- the acknowledgement -----------------------------------------------------------------------------------------------
+
+
+def loses_it(relay: Played) -> None:
+    relay.announce()
+    relay.rows()
+    relay.hear(wire.DONE, step=3)
+    relay.link.close()
+
+
+def test_an_acknowledgement_is_repeated_and_rows_are_not(play: Callable[..., Stage]) -> None:
+    def hears_it(relay: Played) -> None:
+        relay.hear(wire.DONE, step=3)
+        relay.say(wire.THANKS)
+
+    stage = play(loses_it, hears_it)
+    (sink,) = receive(stage)
+    assert sink.data == ROWS_TLK.tobytes() and stage.played == stage.hellos == 2
+
+
+def test_an_acknowledgement_that_nobody_hears_is_given_up_after_three(play: Callable[..., Stage]) -> None:
+    def closes(relay: Played) -> None:
+        relay.hear(wire.DONE, step=3)
+        relay.link.close()
+
+    stage = play(loses_it, closes)
+    with pytest.raises(TransportError):
+        receive(stage)
+    assert stage.played == 3
+
+
+def test_a_relay_of_another_run_is_told_by_its_own_words(play: Callable[..., Stage]) -> None:
+    def other_run(relay: Played) -> None:
+        relay.hear(wire.READY, run="run")
+        error = TicketMismatch("ticket of run run, this relay is run other", step=3)
+        relay.say(wire.ERROR, **wire.values_of(error))
+
+    with pytest.raises(TicketMismatch, match="this relay is run other"):
+        receive(play(other_run))

@@ -1,0 +1,603 @@
+"""What survives a kill: found again whole, named where it is damaged, and gone where it had been let go.
+
+A folder that is copied while its relay lives is what a kill at that moment would leave.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from r3channel import errors
+from r3channel.errors import StoreBusy, StoreFull
+from r3channel.plan.assignment import Assignment
+from r3channel.relay import durable as durable_module
+from r3channel.relay.durable import Durable, Remains, dead_relays, read_remains
+from r3channel.relay.recovery import Recovery
+from r3channel.relay.relay import Relay
+from r3channel.routing import ProvenanceSpan, RowKind
+from r3channel.wire.frame import encode_frame
+from tests.delivery import (
+    LIMIT_S,
+    TOKENS,
+    MakeRelay,
+    assignment,
+    check_rows,
+    fill,
+    receive,
+    receivers_of,
+    relays,
+    until,
+)
+from tests.samples import SPEC, frame_of, random_ids, reply_for
+
+ROOT = Path(__file__).parents[2]
+BIG = (1 << 64) - 1
+
+
+class Kept:
+    """A folder, and how a relay puts a turn into it."""
+
+    def __init__(self, root: Path) -> None:
+        self.durable = Durable(str(root))
+        self.folder = self.durable.folder
+        self.refs = itertools.count(1)
+
+    def frame(self, mark: int) -> int:
+        ref = next(self.refs)
+        self.durable.frame(ref, frame_of(5 + mark % 50, seed=mark))
+        return ref
+
+    def sample(self, name: str, ref: int, *, turn: int = 0) -> None:
+        self.durable.note(
+            ref, sample_id=name, turn=turn, tokens_hash=BIG, prefix_hash=BIG - 1, key=None if turn else BIG
+        )
+
+    def read(self) -> Remains:
+        return read_remains(self.folder)
+
+    def file(self, ref: int) -> Path:
+        return self.durable._frame(ref)
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Iterator[Kept]:
+    kept = Kept(tmp_path)
+    yield kept
+    kept.durable.close()
+
+
+def test_samples_come_back_turn_by_turn(kept: Kept) -> None:
+    name = "s\ud800\n✓"  # ids of samples may hold lone surrogates
+    for turn in range(3):
+        kept.sample(name, kept.frame(turn + 1), turn=turn)
+    kept.sample("one", kept.frame(9))
+    remains = kept.read()
+    assert list(remains.samples) == [name, "one"] and not remains.damaged and not remains.unclaimed
+    for turn, saved in enumerate(remains.samples[name].turns):
+        assert saved.frame == frame_of(6 + turn, seed=turn + 1)
+        assert (saved.turn, saved.tokens_hash, saved.prefix_hash) == (turn, BIG, BIG - 1)
+        assert saved.key == (None if turn else BIG)
+
+
+def test_what_was_let_go_is_not_found(kept: Kept) -> None:
+    refs = [kept.frame(mark) for mark in range(4)]
+    for mark, ref in enumerate(refs):
+        kept.sample(f"s{mark}", ref)
+    kept.durable.gone(refs[1:3])
+    kept.durable.gone(refs[1:3])
+    assert sorted(kept.read().samples) == ["s0", "s3"]
+
+
+def test_of_a_sample_that_is_let_go_its_beginning_goes_last(
+    kept: Kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a kill in between leaves turns that still join."""
+    refs, seen = [kept.frame(mark) for mark in range(4)], list[list[str]]()
+    unlink = Path.unlink
+
+    def watched(path: Path, missing_ok: bool = False) -> None:
+        unlink(path, missing_ok)
+        seen.append(sorted(left.name for left in kept.folder.glob("*.frame")))
+
+    monkeypatch.setattr(Path, "unlink", watched)
+    kept.durable.gone([refs[1], refs[3], refs[0], refs[2]])
+    names = [kept.file(ref).name for ref in refs]
+    assert seen == [names[:3], names[:2], names[:1], []]
+
+
+def test_steps_are_kept_with_their_acknowledgements_until_they_are_done(kept: Kept) -> None:
+    for step in (1, 2, 3):
+        kept.durable.sealed(step, b"\0\nticket %d" % step)
+    kept.durable.acked(2, (0, 1, 0))
+    kept.durable.acked(2, (1, 1, 0))
+    kept.durable.acked(3, (0, 0, 0))
+    kept.durable.done(1)
+    kept.durable.done(99)
+    steps = kept.read().steps
+    assert {step: (saved.ticket, saved.acked) for step, saved in steps.items()} == {
+        2: (b"\0\nticket 2", {(0, 1, 0), (1, 1, 0)}),
+        3: (b"\0\nticket 3", {(0, 0, 0)}),
+    }
+
+
+def test_frames_without_a_sample_are_counted(kept: Kept) -> None:
+    kept.sample("s", kept.frame(1))
+    kept.frame(2)
+    kept.frame(3)
+    kept.durable.gone([kept.frame(4)])
+    assert kept.read().unclaimed == 2
+
+
+def test_a_file_that_was_cut_anywhere_is_no_sample_and_hides_no_other(kept: Kept) -> None:
+    cut, whole = kept.frame(0), kept.frame(1)
+    frame_bytes = kept.file(cut).stat().st_size
+    kept.sample("cut", cut)
+    kept.sample("whole", whole)
+    data = kept.file(cut).read_bytes()
+    for length in range(len(data)):
+        kept.file(cut).write_bytes(data[:length])
+        remains = kept.read()
+        assert list(remains.samples) == ["whole"]
+        told = [line for line in remains.damaged if kept.file(cut).name in line]
+        assert len(remains.damaged) == len(told) and len(told) + remains.unclaimed == 1
+        assert length <= frame_bytes or "note was being written" in told[0]
+
+
+def test_a_note_of_which_any_byte_is_damaged_is_named(kept: Kept) -> None:
+    ref = kept.frame(0)
+    begin = kept.file(ref).stat().st_size
+    kept.sample("s", ref)
+    data = kept.file(ref).read_bytes()
+    for at in range(begin, len(data)):
+        kept.file(ref).write_bytes(data[:at] + bytes([data[at] ^ 0x41]) + data[at + 1 :])
+        remains = kept.read()
+        assert not remains.samples and kept.file(ref).name in remains.damaged[0]
+
+
+@pytest.mark.parametrize("tail", [b"[0, 1", b"5\n", b"[0, 1]\n", b"\xff\xfe\n", b"{}\n", b'["x", 0, 0]\n'])
+def test_an_acknowledgement_that_cannot_be_read_was_not_made(kept: Kept, tail: bytes) -> None:
+    kept.durable.sealed(4, b"ticket")
+    kept.durable.acked(4, (0, 0, 0))
+    with open(kept.durable._step(4, "acks"), "ab") as file:
+        file.write(tail)
+    assert kept.read().steps[4].acked == {(0, 0, 0)}
+
+
+def full(*_: Any, **__: Any) -> Any:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+class HalfWritten:
+    """A file on a disk that is full after half of what is written."""
+
+    def __init__(self, path: Any, *arguments: Any, **options: Any) -> None:
+        self.file = open(path, *arguments, **options)  # noqa: SIM115
+
+    def __enter__(self) -> HalfWritten:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
+
+    def write(self, data: Any) -> int:
+        self.file.write(data[: len(data) // 2])
+        full()
+        raise AssertionError
+
+
+@pytest.mark.parametrize("opened", [full, HalfWritten])
+def test_a_full_disk_is_an_error_and_leaves_nothing_of_what_was_written(
+    kept: Kept, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, opened: Any
+) -> None:
+    kept.sample("a", kept.frame(1))
+    kept.durable.sealed(1, b"ticket")
+    noted = kept.frame(2)
+    before = sorted(path.name for path in kept.folder.iterdir())
+    with monkeypatch.context() as patched:
+        patched.setattr(durable_module, "open", opened, raising=False)
+        patched.setattr(Path, "write_bytes", full)
+        for call in (
+            lambda: kept.frame(3),
+            lambda: kept.sample("b", noted),
+            lambda: kept.durable.sealed(2, b"ticket"),
+        ):
+            with pytest.raises(StoreFull, match=r"no room for .*No space left"):
+                call()
+        assert not caplog.messages
+        kept.durable.acked(1, (0, 0, 0))
+        assert len(caplog.messages) == 1 and "no room" in caplog.messages[0], "said, and nothing stops for it"
+    assert sorted(path.name for path in kept.folder.iterdir() if path.suffix != ".acks") == before
+    kept.sample("c", kept.frame(4))
+    remains = kept.read()
+    assert sorted(remains.samples) == ["a", "c"] and remains.steps[1].ticket == b"ticket"
+    assert remains.steps[1].acked == set()
+
+
+def test_threads_do_not_disturb_each_other(kept: Kept) -> None:
+    def work(number: int) -> None:
+        for step in range(number * 100, number * 100 + 100):
+            ref = kept.frame(step)
+            kept.sample(f"s{step}", ref)
+            kept.durable.sealed(step, b"x" * (step % 50))
+            kept.durable.acked(step, (number, 0, 0))
+            if step % 10:
+                kept.durable.done(step)
+                kept.durable.gone([ref])
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    remains = kept.read()
+    assert sorted(remains.steps) == list(range(0, 400, 10)) and not remains.damaged
+    assert all(saved.acked == {(step // 100, 0, 0)} for step, saved in remains.steps.items())
+    assert sorted(remains.samples) == sorted(f"s{step}" for step in range(0, 400, 10))
+
+
+# -- folders -----------------------------------------------------------------------------------------------------------
+
+CHILD = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from tests.unit.test_durable import Kept
+kept = Kept(Path(sys.argv[1]))
+for number in range(50):
+    kept.sample(f"s{number}", kept.frame(number))
+kept.durable.sealed(3, b"ticket")
+kept.durable.acked(3, (0, 0, 0))
+print(kept.folder, flush=True)
+turn = 0
+while True:
+    kept.sample("growing", kept.frame(turn % 100), turn=turn)
+    turn += 1
+"""
+
+
+def test_nothing_is_lost_when_a_relay_is_killed_and_its_folder_is_busy_until_then(tmp_path: Path) -> None:
+    own = Kept(tmp_path)
+    with dead_relays(tmp_path, but=own.folder) as found:
+        assert found == []
+    with subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(tmp_path), str(ROOT)], stdout=subprocess.PIPE, cwd=ROOT
+    ) as child:
+        assert child.stdout is not None
+        folder = Path(child.stdout.readline().decode().strip())
+        with pytest.raises(StoreBusy, match=folder.name), dead_relays(tmp_path, but=own.folder):
+            pass
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+    with dead_relays(tmp_path, but=own.folder) as found:
+        (remains,) = found
+        with pytest.raises(StoreBusy), dead_relays(tmp_path, but=own.folder):
+            pass  # another recovery is under way
+    assert remains.folder == folder and len(remains.damaged) + remains.unclaimed <= 1
+    assert remains.steps[3].acked == {(0, 0, 0)}
+    for number in range(50):
+        (turn,) = remains.samples[f"s{number}"].turns
+        assert turn.frame == frame_of(5 + number % 50, seed=number)
+    growing = remains.samples["growing"].turns if "growing" in remains.samples else []
+    assert [turn.turn for turn in growing] == list(range(len(growing)))
+    own.durable.close()
+    own.durable.close()
+    assert [path.name for path in tmp_path.iterdir()] == [folder.name]
+
+
+def test_living_relays_beside_dead_ones_are_left_alone(tmp_path: Path) -> None:
+    dead, alive = Kept(tmp_path), Kept(tmp_path)
+    dead.sample("left", dead.frame(1))
+    os.close(dead.durable._lock)
+    with dead_relays(tmp_path, but=tmp_path / "none") as found:
+        assert [list(remains.samples) for remains in found] == [["left"]]
+    alive.durable.close()
+
+
+@pytest.mark.parametrize("when", ["before it is looked at", "before it is locked", "once it is locked"])
+def test_a_folder_that_goes_while_it_is_looked_at_is_no_relay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    going = Kept(tmp_path)
+    lock, opened, glob = fcntl.flock, os.open, Path.glob
+
+    def goes_first(call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*arguments: Any, **options: Any) -> Any:
+            if call is glob:
+                found = list(glob(*arguments))
+                going.durable.close()
+                return found
+            going.durable.close()
+            return call(*arguments, **options)
+
+        return wrapped
+
+    if when == "before it is looked at":
+        monkeypatch.setattr(Path, "glob", goes_first(glob))
+    elif when == "before it is locked":
+        monkeypatch.setattr(os, "open", goes_first(opened))
+    else:
+        monkeypatch.setattr(fcntl, "flock", goes_first(lock))
+    with dead_relays(tmp_path, but=tmp_path / "own") as found:
+        assert found == []
+
+
+# -- a relay, and the next ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def make_relay(tmp_path: Path) -> Iterator[MakeRelay]:
+    with relays(store_dir=str(tmp_path / "alive")) as make:
+        yield make
+
+
+@pytest.fixture
+def recover(tmp_path: Path) -> Iterator[Callable[..., tuple[Relay, Recovery]]]:
+    """Kills a relay, as far as its folder goes, and starts the next; the folder may be changed in between."""
+    found: list[Relay] = []
+
+    def take_over(relay: Relay, change: Callable[[Path], object] = lambda _: None) -> tuple[Relay, Recovery]:
+        assert relay._durable is not None
+        dead = tmp_path / f"dead-{len(found)}"
+        folder = dead / relay._durable.folder.name
+        shutil.copytree(relay._durable.folder, folder)
+        change(folder)
+        config = relay.config.__class__(bucket_bytes=1024, store_dir=str(dead), step_timeout_s=LIMIT_S)
+        new, recovery = Relay.recover(SPEC, relay.layout, config)
+        found.append(new)
+        assert not folder.exists(), "what was read is deleted"
+        return new, recovery
+
+    yield take_over
+    for relay in found:
+        try:
+            relay.close()
+        except errors.StepError as error:
+            assert "still running: []" in str(error)
+
+
+Recover = Callable[..., tuple[Relay, Recovery]]
+
+
+def test_samples_and_sealed_steps_come_back_and_arrive_exactly(
+    make_relay: MakeRelay, recover: Recover
+) -> None:
+    old = make_relay("dp=2")
+    fill(old)
+    old.seal(3, assignment())
+    fill(old, prefix="n-")
+    old.discard(["n-s1"])
+    new, recovery = recover(old)
+    assert recovery.steps == {3: assignment()} and not recovery.damaged and not recovery.unclaimed
+    assert sorted(recovery.pending) == sorted([*TOKENS, "n-s0", "n-s2", "n-s3"])
+    assert new.status()["pending"] == sorted(recovery.pending)
+    (step, plan), *_ = recovery.steps.items()
+    for shard in receive(receivers_of(new), new.seal(step, plan)):
+        check_rows(shard)
+    new.join_previous(timeout_s=LIMIT_S)
+    assert new.status()["pending"] == ["n-s0", "n-s2", "n-s3"]
+
+
+def test_a_delivered_or_abandoned_step_is_not_sealed_again(make_relay: MakeRelay, recover: Recover) -> None:
+    old = make_relay("dp=1")
+    fill(old)
+    receivers_of(old)[0].receive(old.seal(0, assignment(dp=1)))
+    old.join_previous(timeout_s=LIMIT_S)
+    fill(old, prefix="n-")
+    old.seal(1, assignment(prefix="n-", dp=1))
+    old.abandon(1)
+    until(lambda: old.status()["store"]["frames"] == 4)  # freed once nobody waits for it
+    _, recovery = recover(old)
+    assert recovery.steps == {} and sorted(recovery.pending) == sorted("n-" + name for name in TOKENS)
+
+
+def turns(relay: Relay, name: str, *ends: int, seed: int = 1) -> None:
+    """A sample of several turns, of which each has the rows up to its end."""
+    begin = relay.rows_held(name)
+    for end in ends:
+        rows = random_ids(100, seed=seed)[begin:end]
+        span = ProvenanceSpan(start=begin, end=end, weight_version=0, kind=RowKind.DECODED)
+        frame = encode_frame(SPEC, expert_ids_TLK=rows, provenance=[span], first_row=begin)
+        relay.add_frame(name, frame, range(end + 1), append=begin > 0)
+        begin = end
+
+
+def test_a_sample_of_several_turns_comes_back_and_takes_its_next_one(
+    make_relay: MakeRelay, recover: Recover
+) -> None:
+    old = make_relay("dp=1")
+    turns(old, "s", 10, 25, 26)
+    new, recovery = recover(old)
+    assert recovery.pending == ["s"] and new.rows_held("s") == 26
+    with pytest.raises(errors.TokensChanged):
+        new.add_frame("s", later(26, 40), [7, *range(1, 41)], append=True)
+    turns(new, "s", 40)
+    again, recovery = recover(new)
+    assert again.rows_held("s") == 40
+    (shard,) = receive(receivers_of(again), again.seal(0, Assignment.given([[["s"]]])))
+    sample_R, position_R = shard.shard.row_map(0, tp=0)
+    rows = shard.layer_ids(0, 1).numpy()[sample_R == 0]
+    assert np.array_equal(rows, random_ids(100, seed=1)[position_R[sample_R == 0], 0]) and len(rows) == 40
+
+
+def later(begin: int, end: int) -> bytes:
+    span = ProvenanceSpan(start=begin, end=end, weight_version=0, kind=RowKind.DECODED)
+    rows = random_ids(100, seed=1)[begin:end]
+    return encode_frame(SPEC, expert_ids_TLK=rows, provenance=[span], first_row=begin)
+
+
+def nth_frame(folder: Path, number: int) -> Path:
+    return sorted(folder.glob("*.frame"))[number]
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("damage", ["ids", "header", "note", "cut"])
+def test_a_damaged_frame_is_named_and_its_step_with_it_and_the_rest_comes_back(
+    make_relay: MakeRelay, recover: Recover, damage: str
+) -> None:
+    old = make_relay("dp=1")
+    fill(old)
+    old.seal(0, Assignment.given([[["s0", "s1"]]]))
+    old.seal(1, Assignment.given([[["s2", "s3"]]]))
+
+    def change(folder: Path) -> None:
+        path = nth_frame(folder, 1)
+        size = path.stat().st_size
+        if damage == "cut":
+            os.truncate(path, size - 300)
+        else:
+            flip(path, {"ids": size - 400, "header": 20, "note": size - 20}[damage])
+
+    new, recovery = recover(old, change)
+    assert sorted(recovery.pending) == ["s0", "s2", "s3"]
+    assert list(recovery.steps) == [1]
+    assert any("step 0" in line and "['s1']" in line for line in recovery.damaged)
+    assert len(recovery.damaged) == 2 and recovery.unclaimed == 0
+    assert new.status()["store"]["frames"] == 3
+    for shard in receive(receivers_of(new), new.seal(1, recovery.steps[1])):
+        assert shard.sample_ids == ("s2", "s3")
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_of_a_sample_that_lost_a_turn_what_came_before_it_comes_back(
+    make_relay: MakeRelay, recover: Recover, lost: int
+) -> None:
+    old = make_relay("dp=1")
+    turns(old, "s", 10, 20, 30)
+    old.seal(0, Assignment.given([[["s"]]]))
+    new, recovery = recover(old, lambda folder: nth_frame(folder, lost).unlink())
+    assert recovery.pending == (["s"] if lost else [])
+    assert new.rows_held("s") == 10 * lost and new.status()["store"]["frames"] == lost
+    assert recovery.steps == {} and any("step 0" in line for line in recovery.damaged)
+    assert any(f"turn {lost} is not" in line for line in recovery.damaged) or lost == 2
+
+
+def test_a_turn_that_does_not_follow_leaves_nothing_of_its_sample_behind(
+    make_relay: MakeRelay, recover: Recover
+) -> None:
+    old = make_relay("dp=1")
+    turns(old, "s", 10, 20)
+    fill(old)
+
+    def change(folder: Path) -> None:
+        """The second turn's frame is one of other rows, and whole."""
+        path = nth_frame(folder, 1)
+        data = path.read_bytes()
+        note = data[len(later(10, 20)) :]
+        path.write_bytes(later(12, 20) + note)
+
+    new, recovery = recover(old, change)
+    assert sorted(recovery.pending) == sorted(TOKENS) and len(recovery.damaged) == 1
+    assert "sample s" in recovery.damaged[0] and "10" in recovery.damaged[0]
+    assert new.status()["store"]["frames"] == len(TOKENS)
+    assert new._durable is not None
+    assert len(list(new._durable.folder.glob("*.frame"))) == len(TOKENS)
+
+
+def test_a_damaged_ticket_is_named_and_its_samples_wait_for_a_step(
+    make_relay: MakeRelay, recover: Recover
+) -> None:
+    old = make_relay("dp=2")
+    fill(old)
+    old.seal(5, assignment())
+    new, recovery = recover(old, lambda folder: flip(next(folder.glob("*.ticket")), 99))
+    assert recovery.steps == {} and sorted(recovery.pending) == sorted(TOKENS)
+    assert len(recovery.damaged) == 1 and recovery.damaged[0].startswith("step 5: ")
+    new.seal(5, assignment())
+
+
+def test_frames_that_no_reply_claimed_are_counted_and_take_no_room(
+    make_relay: MakeRelay, recover: Recover
+) -> None:
+    old = make_relay("dp=1")
+    fill(old)
+    landed = old.intake.landing.keep(frame_of(9), sample_id="?", engine="e", max_rows=9, room_s=0.0)
+    old.intake.arrive((7, 1), landed)
+    new, recovery = recover(old)
+    assert recovery.unclaimed == 1 and sorted(recovery.pending) == sorted(TOKENS)
+    assert new.status()["store"]["frames"] == 4
+
+
+def test_a_recovery_without_room_changes_nothing_and_may_be_repeated(
+    make_relay: MakeRelay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = make_relay("dp=1")
+    fill(old)
+    old.seal(0, assignment(dp=1))
+    assert old._durable is not None
+    dead = tmp_path / "dead"
+    shutil.copytree(old._durable.folder, dead / old._durable.folder.name)
+    config = old.config.__class__(store_dir=str(dead))
+    written, frame = [0], Durable.frame
+
+    def full_at_the_third(durable: Durable, ref: int, data: bytes | memoryview) -> None:
+        written[0] += 1
+        if written[0] == 3:
+            raise StoreFull("no room")
+        frame(durable, ref, data)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Durable, "frame", full_at_the_third)
+        with pytest.raises(StoreFull, match="no room"):
+            Relay.recover(SPEC, old.layout, config)
+    assert [path.name for path in dead.iterdir()] == [old._durable.folder.name]
+    new, recovery = Relay.recover(SPEC, old.layout, config)
+    assert sorted(recovery.pending) == sorted(TOKENS) and list(recovery.steps) == [0]
+    new.close()
+
+
+def test_a_relay_that_lives_is_not_taken_over(make_relay: MakeRelay) -> None:
+    alive = make_relay("dp=1")
+    fill(alive)
+    with pytest.raises(StoreBusy, match="belong to relays that live"):
+        Relay.recover(SPEC, alive.layout, alive.config)
+    assert alive.status()["pending"] == sorted(TOKENS) and alive._durable is not None
+    assert [path.name for path in Path(alive.config.store_dir).iterdir()] == [alive._durable.folder.name]
+    check_rows(receive(receivers_of(alive), alive.seal(0, assignment(dp=1)))[0])
+
+
+def test_there_is_nothing_to_recover_without_a_folder(make_relay: MakeRelay, tmp_path: Path) -> None:
+    relay = make_relay("dp=1")
+    with pytest.raises(errors.UsageError, match="without store_dir"):
+        Relay.recover(SPEC, relay.layout, relay.config.__class__())
+    new, recovery = Relay.recover(SPEC, relay.layout, relay.config.__class__(store_dir=str(tmp_path / "new")))
+    assert recovery == Recovery()
+    new.close()
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_a_relay_that_is_closed_leaves_nothing(make_relay: MakeRelay) -> None:
+    relay = make_relay("dp=1")
+    fill(relay)
+    relay.close()
+    assert list(Path(relay.config.store_dir).iterdir()) == []
+
+
+def test_notes_are_read_by_the_names_that_are_written(make_relay: MakeRelay) -> None:
+    """A recovery of this version reads what a relay of this version writes; the format is its two ends."""
+    relay = make_relay("dp=1")
+    relay.add("s", reply_for("s", 9), range(9))
+    assert relay._durable is not None
+    data = nth_frame(relay._durable.folder, 0).read_bytes()
+    size = int.from_bytes(data[-12:-8], "little")
+    values = json.loads(data[-12 - size : -12])
+    assert sorted(values) == ["key", "prefix_hash", "sample_id", "tokens_hash", "turn"]
