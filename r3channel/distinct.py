@@ -63,7 +63,11 @@ def checked(
 
 def warm(spec: RoutingSpec) -> None:
     """Compile what frames of this model need, now and not while one waits."""
-    checked(np.zeros((1, spec.num_moe_layers, spec.top_k), spec.id_dtype), num_experts=spec.num_experts, first_row=0)
+    checked(
+        np.zeros((1, spec.num_moe_layers, spec.top_k), spec.id_dtype),
+        num_experts=spec.num_experts,
+        first_row=0,
+    )
 
 
 def sound(expert_ids_TLK: Ids, *, num_experts: int, valid_T: Ids | None = None) -> bool:

@@ -13,8 +13,8 @@ import numpy as np
 from r3channel.config import EngineConfig
 from r3channel.engine.capture import FrameDraft
 from r3channel.engine.delivery import Outlet, Sender
+from r3channel.relay.arrival.rows import HeldRows
 from r3channel.relay.relay import Relay
-from r3channel.relay.rows import HeldRows
 from r3channel.routing import Ids, RowKind
 from r3channel.spec import RoutingSpec
 from r3channel.wire.frame import sample_key

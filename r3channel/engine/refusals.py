@@ -74,7 +74,7 @@ def refusals(
         yield (
             "disaggregation",
             f"disaggregation ({settings.disaggregation}): nothing carries the prefill engine's rows to decode; join both "
-            "engines' rows with r3channel.relay.splice.merge and set R3CHANNEL_ALLOW=disaggregation",
+            "engines' rows with r3channel.relay.arrival.splice.merge and set R3CHANNEL_ALLOW=disaggregation",
         )
     if settings.pp_size > 1:
         yield (

@@ -17,12 +17,12 @@ from r3channel.errors import FrameMissing, R3Error, RoutingMissing, StoreFull
 from r3channel.metrics import Metrics, StageClock
 from r3channel.plan.ticket import Ticket
 from r3channel.recording import Recorder
-from r3channel.relay.durable import Durable, SavedSample
-from r3channel.relay.engines import EngineRegistry
+from r3channel.relay.arrival.engines import EngineRegistry
+from r3channel.relay.arrival.reply import frame_bytes_of, key_of, receipt_in, split_reply
+from r3channel.relay.arrival.rows import MOST_ROWS, HeldRows, Landing
 from r3channel.relay.entries import Entries, Reply, Rows, Sample, Turn
-from r3channel.relay.reply import frame_bytes_of, key_of, receipt_in, split_reply
-from r3channel.relay.rows import MOST_ROWS, HeldRows, Landing
-from r3channel.relay.store import Store
+from r3channel.relay.storage.durable import Durable, SavedSample
+from r3channel.relay.storage.store import Store
 from r3channel.routing import Ids
 from r3channel.spec import RoutingSpec
 from r3channel.tokens import as_tokens, hash_tokens

@@ -42,17 +42,17 @@ from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.shards import ShardKey
 from r3channel.plan.ticket import Ticket, TicketSample
 from r3channel.recording import Recorder
+from r3channel.relay.arrival.door import Door
+from r3channel.relay.arrival.engines import EngineRegistry
+from r3channel.relay.arrival.reply import frame_bytes_of
+from r3channel.relay.arrival.rows import HeldRows
 from r3channel.relay.delivery import Delivery
-from r3channel.relay.door import Door
-from r3channel.relay.durable import Durable
-from r3channel.relay.engines import EngineRegistry
 from r3channel.relay.entries import Sample
 from r3channel.relay.intake import Intake, Share, Tokens, held_here
-from r3channel.relay.recovery import Recovery, take_over
-from r3channel.relay.reply import frame_bytes_of
-from r3channel.relay.rows import HeldRows
 from r3channel.relay.steps import Steps
-from r3channel.relay.store import Store
+from r3channel.relay.storage.durable import Durable
+from r3channel.relay.storage.recovery import Recovery, take_over
+from r3channel.relay.storage.store import Store
 from r3channel.spec import RoutingSpec
 from r3channel.wire.digest import fold
 from r3channel.wire.header import FRAME_MAGIC

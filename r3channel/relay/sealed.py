@@ -20,7 +20,7 @@ from r3channel.errors import PayloadCorrupt, R3Error
 from r3channel.plan.shards import ShardKey
 from r3channel.plan.stream import Stream, serves
 from r3channel.plan.ticket import Ticket
-from r3channel.relay.rows import HeldRows
+from r3channel.relay.arrival.rows import HeldRows
 from r3channel.routing import Ids
 from r3channel.wire.digest import layer_digests
 

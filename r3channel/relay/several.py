@@ -31,9 +31,9 @@ from r3channel.errors import (
 )
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.ticket import Ticket
+from r3channel.relay.arrival.rows import HeldRows
 from r3channel.relay.intake import Share
 from r3channel.relay.relay import Relay
-from r3channel.relay.rows import HeldRows
 from r3channel.routing import Ids, ProvenanceSpan, RowKind
 from r3channel.wire.delivery import error_of, values_of
 from r3channel.wire.digest import fold

@@ -17,11 +17,11 @@ from r3channel.metrics import StageClock
 from r3channel.plan.shards import ShardKey
 from r3channel.plan.ticket import Ticket
 from r3channel.recording import Recorder
-from r3channel.relay.durable import Durable
+from r3channel.relay.arrival.rows import HeldRows
 from r3channel.relay.entries import Sample
 from r3channel.relay.intake import Intake
-from r3channel.relay.rows import HeldRows
 from r3channel.relay.sealed import Outgoing, SealedStep
+from r3channel.relay.storage.durable import Durable
 
 _IDLE_S = 60.0
 """Memory that nobody used for so long goes back to the system."""

@@ -6,6 +6,7 @@ Trainers are threads of this process here. The same path runs across processes i
 from __future__ import annotations
 
 import base64
+import itertools
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -135,7 +136,7 @@ def test_rows_without_routing_travel_by_name_when_the_policy_allows_them(make_pl
 def test_a_sample_of_several_turns_arrives_as_one(make_plain: MakeRelay, text: str) -> None:
     relay, tokens = make_plain(text), TOKENS["s1"]
     edges = (0, 7, 8, 20, tokens - 1)
-    for first, end in zip(edges, edges[1:], strict=False):
+    for first, end in itertools.pairwise(edges):
         rows = random_ids(tokens - 1, seed=1)[first:end]
         span = ProvenanceSpan(start=first, end=end, weight_version=first, kind=RowKind.DECODED)
         frame = encode_frame(SPEC, expert_ids_TLK=rows, provenance=[span], first_row=first)

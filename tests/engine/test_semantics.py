@@ -19,8 +19,8 @@ from r3channel.embedded.sglang import EngineOptions, EngineServer
 from r3channel.errors import RowGap, RowOverlap
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
+from r3channel.relay.arrival.rows import HeldRows
 from r3channel.relay.relay import Relay
-from r3channel.relay.rows import HeldRows
 from r3channel.routing import Ids, RowKind
 from r3channel.spec import RoutingSpec
 from r3channel.trainer.receiver import Receiver

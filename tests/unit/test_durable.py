@@ -25,10 +25,10 @@ import pytest
 from r3channel import errors
 from r3channel.errors import StoreBusy, StoreFull
 from r3channel.plan.assignment import Assignment
-from r3channel.relay import durable as durable_module
-from r3channel.relay.durable import Durable, Remains, dead_relays, read_remains
-from r3channel.relay.recovery import Recovery
 from r3channel.relay.relay import Relay
+from r3channel.relay.storage import durable as durable_module
+from r3channel.relay.storage.durable import Durable, Remains, dead_relays, read_remains
+from r3channel.relay.storage.recovery import Recovery
 from r3channel.routing import ProvenanceSpan, RowKind
 from r3channel.wire.frame import encode_frame
 from tests.delivery import (

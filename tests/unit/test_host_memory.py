@@ -24,7 +24,7 @@ CHILD = """
 import ctypes, gc, json, re, sys
 from pathlib import Path
 import numpy as np
-from r3channel.relay.store import Store
+from r3channel.relay.storage.store import Store
 
 memory, size, *steps = map(int, sys.argv[1:])
 store = Store(512 << 20, memory)

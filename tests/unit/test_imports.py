@@ -171,7 +171,7 @@ def test_imports_point_down() -> None:
 
 
 def test_an_upward_or_sideways_import_is_noticed() -> None:
-    lazy = "def f():\n    from r3channel.relay.store import FrameStore"
+    lazy = "def f():\n    from r3channel.relay.storage.store import FrameStore"
     assert [wrong_direction(found) for found in parsed("wire/frame.py", lazy)] == [True]
     assert [wrong_direction(found) for found in parsed("trainer/receiver.py", lazy)] == [True]
     assert [wrong_direction(found) for found in parsed("relay/sender.py", lazy)] == [False]

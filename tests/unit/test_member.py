@@ -343,9 +343,8 @@ def test_a_relay_that_falls_silent_is_given_up_and_come_to_again(
         elif silent_after == "rows":
             relay.rows()
 
-    limits = {"send_timeout_s": 0.2, "step_timeout_s": 0.5}
     with pytest.raises(DeadlineExceeded):
-        receive(play(falls_silent, Played.silent), **limits)
+        receive(play(falls_silent, Played.silent), send_timeout_s=0.2, step_timeout_s=0.5)
     if silent_after in ("announcement", "some rows"):  # a bucket's deadline is the shorter one
         stage = play(falls_silent, whole)
         *_, sink = receive(stage, send_timeout_s=0.2)

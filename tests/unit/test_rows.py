@@ -14,8 +14,8 @@ import xxhash
 from r3channel import errors
 from r3channel.config import ChannelConfig
 from r3channel.plan.layout import TrainerLayout
+from r3channel.relay.arrival.rows import MOST_ROWS, HeldRows
 from r3channel.relay.relay import Relay
-from r3channel.relay.rows import MOST_ROWS, HeldRows
 from r3channel.spec import RoutingSpec
 from r3channel.wire.chunks import CHUNK_ROWS, Chunk, table_of
 from r3channel.wire.codec import CODECS

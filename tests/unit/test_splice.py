@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from r3channel.errors import RoutingError
-from r3channel.relay.splice import frame_of, merge
+from r3channel.relay.arrival.splice import frame_of, merge
 from r3channel.routing import ProvenanceSpan, RowKind, SampleRouting, spans_of
 from r3channel.wire.frame import parse_frame
 from tests.samples import SPEC, WIDE, random_ids

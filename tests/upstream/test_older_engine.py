@@ -12,7 +12,7 @@ import pytest
 
 from r3channel.embedded.model import write_model
 from r3channel.embedded.sglang import EngineOptions, EngineServer, environment, free_port
-from r3channel.relay.reply import frame_bytes_of
+from r3channel.relay.arrival.reply import frame_bytes_of
 from r3channel.routing import RowKind
 from r3channel.spec import RoutingSpec
 from r3channel.wire.frame import parse_frame

@@ -32,8 +32,8 @@ from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import RankCoords, TrainerLayout
 from r3channel.plan.stream import Stream
 from r3channel.plan.ticket import Ticket
+from r3channel.relay.arrival.reply import decode_base64
 from r3channel.relay.relay import Relay
-from r3channel.relay.reply import decode_base64
 from r3channel.trainer.landing import LandedShard
 from r3channel.trainer.receiver import Receiver
 from r3channel.wire.digest import layer_digests

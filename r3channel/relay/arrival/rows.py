@@ -22,9 +22,9 @@ from r3channel.errors import (
     RowsInvalid,
 )
 from r3channel.metrics import StageClock
-from r3channel.relay.durable import Durable
-from r3channel.relay.prefixes import PrefixShelf, is_prefix, refers_to_prefix
-from r3channel.relay.store import Block, Store
+from r3channel.relay.arrival.prefixes import PrefixShelf, is_prefix, refers_to_prefix
+from r3channel.relay.storage.durable import Durable
+from r3channel.relay.storage.store import Block, Store
 from r3channel.routing import Ids, ProvenanceSpan, RowKind
 from r3channel.spec import RoutingSpec
 from r3channel.wire.digest import fold
