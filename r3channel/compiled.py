@@ -17,8 +17,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic as _numba_intrinsic
 
-from r3channel.distinct import OFFSET, multipliers
 from r3channel.errors import UsageError
+from r3channel.mixing import OFFSET, multipliers
 
 _intrinsic: Any = _numba_intrinsic  # the typing context that it passes is not in its annotations
 _LINE_BYTES = 64

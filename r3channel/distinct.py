@@ -11,21 +11,15 @@ from __future__ import annotations
 
 from functools import lru_cache
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 
+from r3channel.mixing import OFFSET, Ids, Words, coefficients, mixed, multipliers
 from r3channel.spec import RoutingSpec
 
-Ids = np.ndarray[Any, np.dtype[Any]]
-Words = np.ndarray[Any, np.dtype[np.uint64]]
-OFFSET = np.uint64(0x9E3779B97F4A7C15)
-"""C of the digest: 2**64 / golden ratio. Also the step of SplitMix64."""
 _BLOCK_ROWS = 32768
 """Rows searched at once by numpy: 256 kB of uint8 ids at K = 8, within a second-level cache."""
 _SUMMED_BYTES = 256 << 10
-_KEPT_POSITIONS = 1 << 20
-"""Coefficients are kept up to here (8 MiB); positions beyond come from a wire, or from samples of more than a million tokens."""
 
 
 @lru_cache(maxsize=1)
@@ -133,32 +127,9 @@ def items_of(ids: Ids) -> Ids:
     return items if items.flags.aligned else items.copy()
 
 
-def coefficients(first: int, count: int) -> Words:
-    """Of positions [first, first + count): read-only."""
-    global _coefficients
-    end = first + count
-    if end > _KEPT_POSITIONS:
-        return _odd(np.arange(first, end, dtype=np.uint64))
-    table = _coefficients
-    if end > len(table):
-        # Threads that come here at once make equal tables, and each goes on with its own.
-        _coefficients = table = _odd(np.arange(1 << max(12, (end - 1).bit_length()), dtype=np.uint64))
-    return table[first:end]
-
-
-@lru_cache(maxsize=64)
-def multipliers(items: int) -> Words:
-    """M_0, M_1, ...: read-only."""
-    found = _odd(~np.arange(items, dtype=np.uint64))
-    found.flags.writeable = True
-    found[:1] = 1
-    found.flags.writeable = False
-    return found
-
-
 def row_words(items: Ids) -> Words:
     """[...] of [..., items]: what stands for each row in the digest of its layer."""
-    return (_mixed(items) + OFFSET) @ multipliers(items.shape[-1])
+    return (mixed(items) + OFFSET) @ multipliers(items.shape[-1])
 
 
 def summed(items_TLI: Ids, coefficients_T: Words) -> Words:
@@ -173,7 +144,7 @@ def summed(items_TLI: Ids, coefficients_T: Words) -> Words:
         return digests_L
     sums_LI, step = np.zeros((layers, items), np.uint64), max(1, _SUMMED_BYTES // (8 * layers * items))
     for at in range(0, rows, step):
-        block_TC = _mixed(items_TLI[at : at + step]).reshape(-1, sums_LI.size)
+        block_TC = mixed(items_TLI[at : at + step]).reshape(-1, sums_LI.size)
         sums_LI += (coefficients_T[at : at + step] @ block_TC).reshape(sums_LI.shape)
     totals = [words.sum(dtype=np.uint64, keepdims=True) for words in (factors_I, coefficients_T)]
     return sums_LI @ factors_I + OFFSET * totals[0] * totals[1]
@@ -183,22 +154,3 @@ def counted(rows: int, *, first_row: int, valid_T: Ids | None) -> Words:
     """[T]: the rows' coefficients, 0 where a row is not valid."""
     found = coefficients(first_row, rows)
     return found if valid_T is None or valid_T.all() else np.where(valid_T, found, np.uint64(0))
-
-
-def _mixed(items: Ids) -> Words:
-    """Changes of the last slots reach the lower half, too; items of 4 bytes or less have no upper half."""
-    words = items.astype(np.uint64, copy=False)
-    return words ^ (words >> np.uint64(32)) if items.itemsize == 8 else words
-
-
-def _odd(states: Words) -> Words:
-    """SplitMix64 (Steele et al. 2014) of each state, its lowest bit set."""
-    words = states + OFFSET
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    words = (words ^ (words >> np.uint64(31))) | np.uint64(1)
-    words.flags.writeable = False
-    return words
-
-
-_coefficients = _odd(np.arange(1 << 12, dtype=np.uint64))

@@ -157,6 +157,12 @@ class _Recorded:
     def live_rows(self, microbatch: int) -> None:
         return None
 
+    def handed(self, microbatch: int, layer: int, ids_RK: torch.Tensor) -> None:
+        """Nothing to hold the ids against: they never travelled."""
+
+    def verified(self) -> None:
+        """As `handed`."""
+
     def step(self, *, audited: int) -> None:
         from r3channel.trainer.mismatch import RoutingAudit
 

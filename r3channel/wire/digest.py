@@ -24,20 +24,9 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from r3channel.distinct import (
-    OFFSET,
-    Ids,
-    Words,
-    coefficients,
-    counted,
-    item_bytes,
-    items_of,
-    kernels,
-    multipliers,
-    row_words,
-    summed,
-)
+from r3channel.distinct import counted, item_bytes, items_of, kernels, row_words, summed
 from r3channel.errors import UsageError
+from r3channel.mixing import OFFSET, Ids, Words, coefficients, multipliers
 from r3channel.spec import RoutingSpec
 
 __all__ = [

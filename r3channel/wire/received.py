@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from r3channel import errors
-from r3channel.distinct import Words, checked
+from r3channel.distinct import checked
+from r3channel.mixing import Words
 from r3channel.routing import Ids, ProvenanceSpan, SampleRouting, raise_unsound
 from r3channel.spec import RoutingSpec
 from r3channel.wire.chunks import Chunk, decode_chunk

@@ -13,8 +13,8 @@ import pytest
 
 import r3channel
 from r3channel.compiled import place_runs
-from r3channel.distinct import coefficients
 from r3channel.errors import UsageError
+from r3channel.mixing import coefficients
 from r3channel.routing import Ids
 from r3channel.spec import RoutingSpec
 from r3channel.wire.digest import item_bytes_of, layer_digests

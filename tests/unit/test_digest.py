@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from r3channel import distinct
+from r3channel import distinct, mixing
 from r3channel.distinct import checked
 from r3channel.errors import UsageError
 from r3channel.routing import Ids
@@ -162,7 +162,7 @@ def test_threads_that_ask_for_more_coefficients_at_once_get_the_same() -> None:
         start.wait()
         found.append(int(coefficients(end - 1, 1)[0]) == splitmix64(end - 1) | 1)
 
-    distinct._coefficients = distinct._coefficients[:16]
+    mixing._coefficients = mixing._coefficients[:16]
     threads = [threading.Thread(target=ask, args=(5000 << index,)) for index in range(8)]
     for thread in threads:
         thread.start()
@@ -173,7 +173,7 @@ def test_threads_that_ask_for_more_coefficients_at_once_get_the_same() -> None:
 
 def test_a_position_far_beyond_keeps_no_table() -> None:
     coefficients(1 << 40, 1)
-    assert len(distinct._coefficients) <= 1 << 20
+    assert len(mixing._coefficients) <= 1 << 20
 
 
 def test_the_fold_tells_layers_apart() -> None:

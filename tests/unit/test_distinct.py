@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from r3channel import distinct
 from r3channel.distinct import checked, find_duplicate, out_of_range, sound
+from r3channel.mixing import coefficients
 
 
 def first_by_sorting(ids: np.ndarray) -> tuple[int, int] | None:
@@ -156,4 +157,4 @@ def test_unsound_rows_do_not_end_the_sum(slots: int, compiled: bool) -> None:
     ids = np.zeros((40, 2, slots), np.uint8)
     sound_all, whole = checked(ids, num_experts=64, first_row=0)
     assert not sound_all
-    assert np.array_equal(whole, distinct.summed(distinct.items_of(ids), distinct.coefficients(0, 40)))
+    assert np.array_equal(whole, distinct.summed(distinct.items_of(ids), coefficients(0, 40)))
