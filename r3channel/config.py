@@ -151,7 +151,7 @@ class ChannelConfig:
         if not 0 <= self.relay < self.relays:
             raise ConfigError(f"relay {self.relay} of {self.relays}, expected 0..{self.relays - 1}")
         if self.store_bytes < 64 * _MIB:
-            raise ConfigError(f"store_bytes {self.store_bytes}, expected at least one extent, {64 * _MIB}")
+            raise ConfigError(f"store_bytes {self.store_bytes}, expected at least {64 * _MIB} bytes")
 
     @property
     def policy(self) -> str:

@@ -18,9 +18,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from r3channel.errors import StoreFull, UsageError
 from r3channel.relay.storage import store as store_module
 from r3channel.relay.storage.store import Block, Store
-from tests.delivery import until
+from tests.delivery import LIMIT_S, until
 
 KIB, MIB = 1 << 10, 1 << 20
+WAIT_S = 3600.0
+"""No test waits so long; a thread that does is a daemon."""
 SIZES = st.one_of(
     st.integers(0, 2 * KIB),
     st.integers(100 * KIB, 300 * KIB),  # around what is kept for the next
@@ -39,6 +41,11 @@ def store(request: pytest.FixtureRequest) -> Iterator[Store]:
 
 def fill(block: Block, mark: int) -> None:
     np.frombuffer(block.view, np.uint8)[:] = mark % 251
+
+
+def ended(thread: threading.Thread) -> None:
+    thread.join(LIMIT_S)
+    assert not thread.is_alive(), "it was forgotten"
 
 
 def check(block: Block, mark: int) -> None:
@@ -61,7 +68,7 @@ class Machine(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.store.close()
         for size, thread, answer in self.waiting:
-            thread.join()
+            ended(thread)
             assert isinstance(answer[0], UsageError), (size, answer)
 
     def keep(self, block: Block, size: int) -> None:
@@ -114,12 +121,12 @@ class Machine(RuleBasedStateMachine):
 
         def take() -> None:
             try:
-                answer.append(self.store.allocate(size, timeout_s=3600))
+                answer.append(self.store.allocate(size, timeout_s=WAIT_S))
             except BaseException as error:
                 answer.append(error)
 
         ahead = len(self.store._waiting)
-        thread = threading.Thread(target=take)
+        thread = threading.Thread(target=take, daemon=True)
         thread.start()
         until(lambda: answer or len(self.store._waiting) > ahead)
         self.waiting.append((size, thread, answer))
@@ -134,7 +141,7 @@ class Machine(RuleBasedStateMachine):
         """Who is first in the line and fits is served, and nobody else."""
         while self.waiting and self.used() + self.waiting[0][0] <= MIB:
             size, thread, answer = self.waiting.pop(0)
-            thread.join(20)
+            ended(thread)
             assert isinstance(answer[0], Block), "a wake-up was lost"
             self.keep(answer[0], size)
 
@@ -207,9 +214,9 @@ def test_the_ceiling_is_exact(store: Store) -> None:
 
 def test_what_can_never_fit_is_refused_without_waiting_and_holds_up_nobody(store: Store) -> None:
     with pytest.raises(StoreFull, match=r"waited 0\.0 s"):
-        store.allocate(store.ceiling_bytes + 1, timeout_s=3600)
+        store.allocate(store.ceiling_bytes + 1, timeout_s=WAIT_S)
     with pytest.raises(StoreFull):
-        store.adopt(bytes(store.ceiling_bytes + 1), timeout_s=3600)
+        store.adopt(bytes(store.ceiling_bytes + 1), timeout_s=WAIT_S)
     assert store.live_bytes == len(store) == 0
     store.allocate(store.ceiling_bytes).free()
 
@@ -320,7 +327,7 @@ def started(
     threads = []
     for number in range(len(work)):
         ahead = len(store._waiting)
-        thread = threading.Thread(target=take, args=(number,))
+        thread = threading.Thread(target=take, args=(number,), daemon=True)
         thread.start()
         threads.append(thread)
         until(lambda thread=thread, ahead=ahead: not thread.is_alive() or len(store._waiting) > ahead)
@@ -330,43 +337,43 @@ def started(
 def test_a_herd_that_waits_gets_all_the_room_there_is_and_nobody_is_refused_early(store: Store) -> None:
     size = store.ceiling_bytes // 8
     old = [store.allocate(size) for _ in range(8)]
-    threads, found = started(store, [size] * 12, timeout_s=3600)
+    threads, found = started(store, [size] * 12, timeout_s=WAIT_S)
     for block in old:
         block.free()
     for thread in threads[:8]:
-        thread.join()
+        ended(thread)
     assert all(isinstance(block, Block) for block in found[:8]), found
     assert found[8:] == [None] * 4, "the others still wait"
     for block in found[:4]:
         assert isinstance(block, Block)
         block.free()
     for thread in threads:
-        thread.join()
+        ended(thread)
     assert all(isinstance(block, Block) for block in found)
     assert store.live_bytes == store.ceiling_bytes
 
 
 def test_small_ones_that_came_later_do_not_starve_a_large_one(store: Store) -> None:
     old = [store.allocate(store.ceiling_bytes // 4) for _ in range(4)]
-    threads, found = started(store, [store.ceiling_bytes // 2, 10], timeout_s=3600)
+    threads, found = started(store, [store.ceiling_bytes // 2, 10], timeout_s=WAIT_S)
     old[0].free()  # room for the small one, which is not its turn
     with pytest.raises(StoreFull):
         store.allocate(10)
     assert found == [None, None]
     old[1].free()
-    threads[0].join()
+    ended(threads[0])
     assert isinstance(found[0], Block)
     old[2].free()
-    threads[1].join()
+    ended(threads[1])
     assert isinstance(found[1], Block)
 
 
 def test_those_behind_one_that_gives_up_are_served_at_once(store: Store) -> None:
     store.allocate(store.ceiling_bytes - 100)
     (large,), refused = started(store, [200], timeout_s=0.2)
-    (small,), given = started(store, [50], timeout_s=3600)
-    large.join()
-    small.join()
+    (small,), given = started(store, [50], timeout_s=WAIT_S)
+    ended(large)
+    ended(small)
     assert isinstance(refused[0], StoreFull) and isinstance(given[0], Block)
 
 
@@ -382,7 +389,7 @@ def test_many_threads_end_with_the_books_in_order(store: Store) -> None:
                     check(block, mark)
                     block.free()
                 else:
-                    block = store.allocate(draw.randrange(1, 200 * KIB), timeout_s=60)
+                    block = store.allocate(draw.randrange(1, 200 * KIB), timeout_s=WAIT_S)
                     fill(block, seed * 31 + turn)
                     mine.append((block, seed * 31 + turn))
                 if len(mine) > 2:
@@ -397,11 +404,11 @@ def test_many_threads_end_with_the_books_in_order(store: Store) -> None:
         except BaseException as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
+    threads = [threading.Thread(target=work, args=(seed,), daemon=True) for seed in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        ended(thread)
     assert not failures
     assert store.live_bytes == len(store) == store._files == store._in_memory == 0
     store.trim(idle_s=0)
@@ -476,14 +483,14 @@ def test_a_store_that_closes_while_a_block_is_made_leaves_that_block_whole(
         copy(*arguments)  # type: ignore[call-overload]
 
     monkeypatch.setattr(np, "copyto", slow)
-    adding = threading.Thread(target=lambda: found.append(store.adopt(b"\7" * 300 * KIB)))
+    adding = threading.Thread(target=lambda: found.append(store.adopt(b"\7" * 300 * KIB)), daemon=True)
     adding.start()
     assert made.wait(20)
     store.close()
     others = Store(4 * MIB, 4 * MIB)
     fill(others.allocate(300 * KIB), 1)
     go_on.set()
-    adding.join()
+    ended(adding)
     check(found[0], 7)
     found[0].free()
     assert (store.live_bytes, store.held_bytes, len(store)) == (0, 0, 0)
@@ -492,9 +499,9 @@ def test_a_store_that_closes_while_a_block_is_made_leaves_that_block_whole(
 
 def test_close_ends_every_wait_and_may_be_repeated(store: Store) -> None:
     store.allocate(store.ceiling_bytes)
-    threads, found = started(store, [10, 10], timeout_s=3600)
+    threads, found = started(store, [10, 10], timeout_s=WAIT_S)
     store.close()
     store.close()
     for thread in threads:
-        thread.join()
+        ended(thread)
     assert [type(error) for error in found] == [UsageError, UsageError]
