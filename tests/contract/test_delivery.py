@@ -228,6 +228,11 @@ def test_a_receiver_that_comes_twice_is_served_on_its_newest_connection(make_rel
     second.join(timeout_s=LIMIT_S)
     check_rows(second.receive(sealed(relay)))
     assert relay.status()["receivers"] == {"connected": [(0, 0, 0)], "lives": {(0, 0, 0): 2}}
+    link = first._members[0]._link
+    assert link is not None
+    with pytest.raises(errors.TransportError, match="left"):
+        link.recv_record(timeout_s=LIMIT_S)
+    until(lambda: [one.name for one in threading.enumerate()].count("r3channel-send-0-0-0") == 1)
 
 
 def test_a_trainer_that_restarted_after_its_acknowledgement_gets_the_rows_again_while_they_are_needed(

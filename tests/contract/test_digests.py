@@ -29,6 +29,7 @@ from r3channel.trainer.landing import LandedShard, RelaySink
 from r3channel.trainer.member import Member
 from r3channel.trainer.shard import RankShard
 from r3channel.transport.process_group import _Operation
+from r3channel.wire.frame import encode_frame
 from tests.delivery import Fanout, MakeRelay, compare, hand, receive, receivers_of, relays, until
 from tests.samples import SPEC, WIDE, random_ids, reply_for
 
@@ -189,6 +190,41 @@ def test_every_byte_at_rest_counts(make_relay: MakeRelay, spec: RoutingSpec) -> 
             step.verify(list(NAMES))
         poke(ids_TLK, offset)
     step.verify(["d"])
+
+
+def add_turns(relay: Relay) -> None:
+    """Sample s of three turns and 40 rows, of which every fifth has no routing."""
+    ids_TLK = random_ids(40, spec=relay.spec)
+    for begin, end in ((0, 11), (11, 12), (12, 40)):
+        valid_T = np.arange(begin, end) % 5 > 0
+        rows_TLK = ids_TLK[begin:end]
+        frame = encode_frame(relay.spec, expert_ids_TLK=rows_TLK, first_row=begin, valid_T=valid_T)
+        relay.add_frame("s", frame, range(end + 1), append=begin > 0)
+
+
+@pytest.mark.parametrize("layout", ["", "cp=2", "pp=2,packing=thd"])
+def test_a_byte_at_rest_in_a_later_turn_beside_rows_without_routing_counts(
+    make_relay: MakeRelay, spec: RoutingSpec, layout: str
+) -> None:
+    relay = make_relay(layout, spec=spec, invalid_rows="native")
+    add_turns(relay)
+    ticket = relay.seal(0, Assignment.given([[["s"]]]))
+    for shard in receive(receivers_of(relay), ticket):
+        hand(shard)
+    relay.join_previous()
+    add_turns(relay)
+    relay.seal(1, Assignment.given([[["s"]]]))
+    step, turns = relay.steps._steps[1], relay.intake.entries.samples["s"].held
+    step.verify(["s"])
+    rows_TLK: Ids = turns[2].ids_TLK  # type: ignore[attr-defined]
+    for row, counts in ((3, False), (4, True), (27, True)):  # 15, 16 and 39 of the sample
+        poke(rows_TLK, rows_TLK[0].nbytes * row)
+        if counts:
+            with pytest.raises(errors.PayloadCorrupt, match="sample s"):
+                step.verify(["s"])
+        else:
+            step.verify(["s"])
+        poke(rows_TLK, rows_TLK[0].nbytes * row)
 
 
 @pytest.mark.parametrize("layout", ["", "cp=2"])

@@ -245,8 +245,11 @@ def test_what_was_idle_longest_makes_way_for_what_is_needed() -> None:
     other = store.allocate(500 * KIB)
     assert not other._on_file and store._in_memory + store._idle_bytes <= MIB
     assert [len(memory) for _, memory in store._idle.values()] == [400 * KIB + 16 * KIB]
-    other.free()
-    store.trim(idle_s=3600)
+    few = [store.adopt(bytes(100 * KIB)) for _ in range(4)]
+    assert store._idle_bytes == 0 and store._in_memory <= MIB and not few[-1]._on_file
+    for block in (other, *few):
+        block.free()
+    store.trim(idle_s=WAIT_S)
     assert store._idle_bytes > 0
     store.trim(idle_s=0)
     assert store.held_bytes == 0
