@@ -42,7 +42,8 @@ def split_reply(body: bytes) -> tuple[Any, bytes | None]:
     """(what `json.loads(body)` gives, with meta_info.routed_experts emptied; the bytes that it held in base64).
 
     Where the field's place is not certain, or it is not base64, the whole body is parsed and the bytes are None: nobody's
-    spelling of JSON changes the result. Raises ValueError as `json.loads` does, also for one that is nested too deeply for it.
+    spelling of JSON changes the result, but for one thing: integers that do not fit 64 bits, which no engine sends, are floats
+    where orjson (extra `fast`) is installed. Raises ValueError as `json.loads` does, also for one that is nested too deeply.
 
     >>> split_reply(b'{"meta_info": {"id": "a", "routed_experts": "AQI="}}')
     ({'meta_info': {'id': 'a', 'routed_experts': ''}}, b'\\x01\\x02')
