@@ -20,6 +20,9 @@ from r3channel.wire.receipt import RECEIPT_MAGIC, Receipt
 ROUTING_FIELD = "routed_experts"
 _KEY = b'"routed_experts"'
 _OPENING = re.compile(rb'[ \t\r\n]*:[ \t\r\n]*"')
+_AS_ZEROS = bytes.maketrans(b"123456789", b"0" * 9)
+_LONG = b"0" * 19
+"""As many digits as the smallest integer has that does not fit 64 bits."""
 
 try:
     from orjson import loads as _fast_loads
@@ -42,8 +45,7 @@ def split_reply(body: bytes) -> tuple[Any, bytes | None]:
     """(what `json.loads(body)` gives, with meta_info.routed_experts emptied; the bytes that it held in base64).
 
     Where the field's place is not certain, or it is not base64, the whole body is parsed and the bytes are None: nobody's
-    spelling of JSON changes the result, but for one thing: integers that do not fit 64 bits, which no engine sends, are floats
-    where orjson (extra `fast`) is installed. Raises ValueError as `json.loads` does, also for one that is nested too deeply.
+    spelling of JSON changes the result. Raises ValueError as `json.loads` does, also for one that is nested too deeply for it.
 
     >>> split_reply(b'{"meta_info": {"id": "a", "routed_experts": "AQI="}}')
     ({'meta_info': {'id': 'a', 'routed_experts': ''}}, b'\\x01\\x02')
@@ -106,7 +108,7 @@ def receipt_in(data: bytes) -> Receipt | None:
 
 
 def _parsed(body: bytes) -> Any:
-    if _fast_loads is not None:
+    if _fast_loads is not None and not _has_long_integer(body):
         try:
             return _fast_loads(body)
         except ValueError:  # it refuses NaN and lone surrogates, which json takes
@@ -115,6 +117,17 @@ def _parsed(body: bytes) -> Any:
         return json.loads(body)
     except RecursionError as error:
         raise ValueError("brackets are nested too deeply for a reply") from error
+
+
+def _has_long_integer(body: bytes) -> bool:
+    """Whether some digits may be an integer that does not fit 64 bits: orjson reads it as a float, without a word."""
+    zeros = body.translate(_AS_ZEROS)
+    at = zeros.find(_LONG)
+    while at >= 0:
+        if zeros[at - 1 : at] != b".":  # a fraction, such as a log-probability's, may be as long
+            return True
+        at = zeros.find(_LONG, at + len(_LONG))
+    return False
 
 
 def _value_at(body: bytes) -> int:
