@@ -42,7 +42,7 @@ class Delivery:
         run: str,
         outgoing: Callable[[int, ShardKey, str], Outgoing],
         acknowledge: Callable[[int, ShardKey], None],
-        verify: Callable[[int, list[str]], None],
+        verify: Callable[[int, ShardKey], None],
         clock: StageClock,
         metrics: Metrics,
     ) -> None:
@@ -174,8 +174,8 @@ class _Served:
                 out = self._delivery._outgoing(int(values["step"]), self.key, str(values["run"]))
                 self._send(out, int(values["step"]), group=bool(values["group"]))
             elif kind == wire.DAMAGED:
-                values = wire.unpack(kind, body, expected=wire.DAMAGED, names=("step", "samples"))
-                self._delivery._verify(int(values["step"]), [str(name) for name in values["samples"]])
+                values = wire.unpack(kind, body, expected=wire.DAMAGED, names=("step",))
+                self._delivery._verify(int(values["step"]), self.key)
                 self._say(wire.AGAIN)
             else:
                 values = wire.unpack(kind, body, expected=wire.DONE, names=("step",))

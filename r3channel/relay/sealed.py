@@ -157,7 +157,7 @@ class SealedStep:
         }
 
     def verify(self, names: list[str]) -> None:
-        """Look again at samples that a receiver found damaged. Raises PayloadCorrupt with those that are, here."""
+        """Look again at samples, some of which a receiver found damaged. Raises PayloadCorrupt with those that are, here."""
         looked_at = list[tuple[str, Ids]]()
         for name in names:
             for turn in self.rows.get(name, ()):

@@ -134,8 +134,11 @@ class Steps:
             if sealed.error is not None:
                 raise sealed.error
             if key not in sealed.outgoing:
+                cause = (
+                    f"the thread that prepares them ended: {self.error!r}" if self.error else "out of cores?"
+                )
                 raise StepError(
-                    f"step {step}: the rows of (dp, pp, cp) {key} were not prepared in time; out of cores?",
+                    f"step {step}: the rows of (dp, pp, cp) {key} are not prepared; {cause}",
                     step=step,
                     ranks=[key],
                 )
@@ -175,11 +178,13 @@ class Steps:
                 self._durable.done(step)
             self._intake.let_go(gone, outcome="delivered")
 
-    def verify_again(self, step: int, samples: list[str]) -> None:
+    def verify_again(self, step: int, key: ShardKey) -> None:
+        """A receiver finds rows damaged: are they whole here? Raises PayloadCorrupt with all of its samples that are not."""
         with self._changed:
             sealed = self._steps.get(step)
-        if sealed is not None:
-            sealed.verify(samples)
+            out = sealed.outgoing.get(key) if sealed is not None else None
+        if sealed is not None and out is not None:
+            sealed.verify([sample.sample_id for sample in out.stream.samples])
 
     # -- background ------------------------------------------------------------------------------------------------
 

@@ -39,17 +39,21 @@ class LandedShard:
         return RelaySink(self, stream)
 
     def add(self, relay: int, engine_SL: Ids, digests_CSL: Ids) -> None:
-        """A relay's rows are in it, verified."""
-        self._engine_SL += engine_SL
+        """A relay's rows are in it, verified. Raises TicketMismatch where they are not of the samples that the ticket names."""
+        engine_SL = self._engine_SL + engine_SL
+        self._check_samples(self.done | {relay}, engine_SL)
+        self._engine_SL = engine_SL
         self.digests_CSL += digests_CSL
         self.done.add(relay)
 
-    def check_samples(self) -> None:
-        """All relays are done: are these the samples that the ticket names? Raises TicketMismatch with those that are not."""
+    def _check_samples(self, done: set[int], engine_SL: Ids) -> None:
+        """Of samples whose rows all came from these relays."""
         wrong = [
             sample.sample_id
-            for sample, engine_L in zip(self._stream.samples, self._engine_SL, strict=True)
-            if sample.digest and fold(engine_L) != sample.digest
+            for sample, engine_L in zip(self._stream.samples, engine_SL, strict=True)
+            if sample.digest
+            and fold(engine_L) != sample.digest
+            and done.issuperset(relay for _, relay in sample.segments)
         ]
         if wrong:
             raise TicketMismatch(

@@ -49,7 +49,7 @@ class Sink(Protocol):
         ...
 
     def verify(self, digests: bytes) -> list[str]:
-        """The samples whose rows are not what the engines hashed."""
+        """The samples whose rows are not what the engines hashed. Raises TicketMismatch for whole rows of other samples."""
         ...
 
 
@@ -147,10 +147,8 @@ class Member:
         with clock.span("verify", step=step):
             damaged = sink.verify(bytes(table))
         if damaged:
-            self._say(wire.DAMAGED, step=step, samples=damaged[:100])
-            self._hear(
-                wire.AGAIN, deadline_s, step=step
-            )  # or the relay's own error, where they are damaged there
+            self._say(wire.DAMAGED, step=step)
+            self._hear(wire.AGAIN, deadline_s, step=step)  # or the relay's own error: damaged there
             raise BucketCorrupt(
                 f"step {step}: rows of {len(damaged)} samples came damaged from relay {self._relay}: {damaged[:5]}",
                 samples=damaged,

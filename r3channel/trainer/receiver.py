@@ -187,7 +187,6 @@ class Receiver:
                 stream = Stream.of(ticket, shard, number)
                 with self._named(number):
                     member.receive(ticket, stream, partial(landed.sink, stream))
-        landed.check_samples()
         self._landed = None
         self._turn = turn  # now: a receive that fails goes on in the same memory when it is called again
         return landed, whole_N

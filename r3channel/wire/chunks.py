@@ -89,9 +89,14 @@ def read_chunks(
     for index, expected in enumerate(_grid(rows, layers=layers, layers_per_chunk=layers_per_chunk)):
         *place, size, codec = _CHUNK.unpack_from(body, index * CHUNK_BYTES)
         raw_bytes = expected[1] * expected[3] * id_bytes
-        if tuple(place) != expected or codec not in CODECS or size > min(raw_bytes, len(body) - at):
+        least = raw_bytes if codec == STORED.codec_id else 0
+        if (
+            tuple(place) != expected
+            or codec not in CODECS
+            or not least <= size <= min(raw_bytes, len(body) - at)
+        ):
             raise errors.PayloadCorrupt(
-                f"{where}: chunk {index} is {(*place, size, codec)}, expected {expected} in at most {raw_bytes} bytes"
+                f"{where}: chunk {index} is {(*place, size, codec)}, expected {expected} in {least} to {raw_bytes} bytes"
             )
         chunks.append(Chunk(*expected, codec, body[at : at + size]))
         at += size

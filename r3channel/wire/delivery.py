@@ -4,7 +4,7 @@
     READY  {run, step, group}  ->                    group: rows are to come over the process group of this connection
                                <- GROUP {...}        where to join it; once per connection
                                <- ROWS  {nbytes, digests, hash}    then the rows, then the digests (see below)
-    DAMAGED {step, samples}    ->                    rows that do not have their digests
+    DAMAGED {step}             ->                    rows that do not have their digests
                                <- AGAIN              they are whole here: say READY again
     DONE   {step}              ->                    whole and verified
                                <- THANKS

@@ -100,7 +100,7 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
         return []
 
     monkeypatch.setattr(RelaySink, "verify", yes)
-    monkeypatch.setattr(LandedShard, "check_samples", lambda _: None)
+    monkeypatch.setattr(LandedShard, "_check_samples", lambda *_: None)
     monkeypatch.setattr(SealedStep, "_attest", lambda *_: None)
     monkeypatch.setattr(HandedRows, "check", lambda *_: None)
 
@@ -165,6 +165,19 @@ def test_a_byte_that_changes_at_rest_is_laid_to_its_sample(
     relay.add("b", reply_for("b", TOKENS["b"], seed=1, spec=spec), range(1000, 1000 + TOKENS["b"]))
     shards = receive(receivers_of(relay), relay.seal(1, ticket.assignment))
     assert wrong_rows(shards) == 0
+
+
+def test_all_samples_that_a_receiver_finds_damaged_at_rest_are_named(make_relay: MakeRelay) -> None:
+    names = [f"s{index}" for index in range(150)]
+    relay = make_relay()
+    for name in names:
+        relay.add(name, reply_for(name, 5), range(5))
+    ticket = relay.seal(0, Assignment.round_robin(names, dp=1, microbatch_size=150))
+    prepared(relay)
+    for name in names[10:]:
+        poke(held(relay, name), 7)
+    (error,) = failures(relay, ticket)
+    assert isinstance(error, errors.PayloadCorrupt) and error.samples == tuple(names[10:])
 
 
 def failures(relay: Relay, ticket: Ticket) -> list[errors.R3Error]:
@@ -439,6 +452,24 @@ def test_rows_that_are_exchanged_with_their_digests_are_not_what_the_ticket_name
             assert "other rows than their ticket says" in str(error) and error.ranks and error.step == 0
     else:
         assert all("announces" in str(error) for error in told)
+
+
+def test_a_relay_that_sent_other_rows_is_not_thanked_and_its_next_ones_are_taken(
+    make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    relay = make_relay("dp=2")
+    ticket, receivers = sealed(relay), receivers_of(relay)
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            relay._delivery,
+            "_outgoing",
+            lambda step, key, run: relay.steps.outgoing(step, (1 - key[0], 0, 0), run),
+        )
+        with pytest.raises(errors.TicketMismatch, match="other rows than their ticket says"):
+            receivers[0].receive(ticket)
+    assert relay.status()["steps"][0]["acknowledged"] == []
+    assert wrong_rows(receive(receivers, ticket)) == 0
+    assert relay.status()["steps"] == {}
 
 
 # -- where rows are placed ---------------------------------------------------------------------------------------------

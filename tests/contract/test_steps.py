@@ -208,6 +208,24 @@ def test_a_receiver_that_waits_for_a_step_is_told_when_it_is_abandoned(
     check_delivered(relay, relay.seal(1, each("a")))
 
 
+def test_a_receiver_is_told_what_ended_the_thread_that_prepares(
+    make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaks(step: SealedStep, dp: int) -> Any:
+        raise MemoryError("no room for an index")
+
+    monkeypatch.setattr(SealedStep, "prepare", breaks)
+    relay = make_relay()
+    (receiver,) = receivers_of(relay)
+    receiver.join()
+    add(relay, "a")
+    with pytest.raises(
+        errors.StepError, match=r"not prepared; .*MemoryError\('no room for an index'\)"
+    ) as told:
+        receiver.receive(relay.seal(0, each("a")))
+    assert (told.value.step, told.value.ranks) == (0, ((0, 0, 0),))
+
+
 def waiting(relay: Relay, count: int) -> None:
     """Until so many wait for something to change: receivers that asked for rows, and callers."""
     until(lambda: len(relay._changed._waiters) == count)  # type: ignore[attr-defined]

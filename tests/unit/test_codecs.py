@@ -236,6 +236,19 @@ def test_lying_sizes_are_refused_cheaply(field: tuple[int, int], value: int) -> 
     refused_cheaply(bytes(data))
 
 
+@pytest.mark.parametrize("layers_per_chunk", [SPEC.num_moe_layers, 1])
+def test_a_coded_chunk_that_is_called_stored_is_refused_when_it_is_parsed(layers_per_chunk: int) -> None:
+    ids_TLK = np.tile(random_ids(1), (10, 1, 1))
+    data = bytearray(
+        encode_frame(SPEC, expert_ids_TLK=ids_TLK, codec="lz4", layers_per_chunk=layers_per_chunk)
+    )
+    codec_at = data.index(bytes([LZ4.codec_id, 0, 0, 0]), HEADER_BYTES + 24 + 8 * SPEC.num_moe_layers)
+    data[codec_at] = STORED.codec_id
+    rehash(data)
+    with pytest.raises(errors.PayloadCorrupt, match=r"chunk 0 is .*expected .* in \d+ to \d+ bytes"):
+        parse_frame(bytes(data), spec=SPEC)
+
+
 def refused_cheaply(data: bytes) -> None:
     """In under 100 ms of CPU, and under 32 MB of memory in a second run."""
     start = time.process_time()

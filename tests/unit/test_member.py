@@ -232,7 +232,7 @@ def test_rows_that_the_sink_finds_damaged_are_asked_for_again(play: Callable[...
     def damaged(relay: Played) -> None:
         relay.announce()
         relay.rows()
-        relay.hear(wire.DAMAGED, step=3, samples=["a"])
+        relay.hear(wire.DAMAGED, step=3)
         relay.say(wire.AGAIN)
 
     sinks = receive(play(damaged, whole), damaged=(["a"], []))

@@ -182,12 +182,15 @@ def test_rows_that_are_not_the_tickets_are_named_once_all_relays_are_done(
     two: tuple[Relays, Receiver, Ticket],
 ) -> None:
     relays, receiver, ticket = two
-    relays.rows["b"] = random_ids(8, seed=3)  # whole, and another sample's
+    whole, relays.rows["b"] = relays.rows["b"], random_ids(8, seed=3)  # whole, and another sample's
     with pytest.raises(
         TicketMismatch, match=r"1 samples have other rows than their ticket says: \['b'\]"
     ) as told:
         receiver.receive(ticket)
     assert told.value.samples == ("b",) and told.value.ranks == ((0, 0, 0),) and told.value.step == 3
+    relays.rows["b"] = whole
+    receiver.receive(ticket)
+    assert relays.asked == [0, 1, 1], "what relay 0 sent was right"
 
 
 def test_a_ticket_of_more_relays_than_the_trainer_knows_is_refused() -> None:
