@@ -283,7 +283,7 @@ def column_sums(item_bytes: int) -> Any:
 
     False where a run lies outside of the arrays.
 
-    runs_N5: sample, position of the first row, first row, rows between two of the run, rows; see `wire.digest.column_digests`.
+    runs_N5: sample, position of the first row, first row, rows between two of the run, rows; see `wire.digest.HostRuns`.
     """
 
     def run(items_RI: Any, runs_N5: Any, coefficients_P: Any, multipliers_I: Any, digests_S: Any) -> bool:

@@ -12,7 +12,7 @@ from r3channel.plan.rows import Ints
 from r3channel.plan.shards import Shard
 from r3channel.plan.stream import Stream
 from r3channel.plan.ticket import Ticket
-from r3channel.wire.digest import TorchRuns, column_digests, column_digests_torch
+from r3channel.wire.digest import HostRuns, TorchRuns, column_digests, column_digests_torch
 
 
 class HandedRows:
@@ -22,7 +22,8 @@ class HandedRows:
         """`digests_SL` int64 [sample of the DP rank, layer], on the routers' device; None: nothing is checked."""
         self._ticket, self._shard, self._expected_SL = ticket, shard, digests_SL
         self._slot = tp if shard.tp_slots > 1 else 0
-        self._runs: dict[int, Ints] = {}
+        self._on_host: dict[int, tuple[HostRuns, list[bytes]]] = {}
+        """Micro-batch -> whose its rows are, and the digests of each layer."""
         self._on_device: dict[int, TorchRuns] = {}
         self._differs: dict[tuple[int, int], torch.Tensor] = {}
         self._first = np.cumsum([0, *(len(batch.sample_ids) for batch in shard.microbatches)])
@@ -36,16 +37,16 @@ class HandedRows:
         """A router of this layer is about to use these ids. Raises `DigestMismatch`, or notes it on the GPU."""
         if self._expected_SL is None:
             return
-        own = slice(int(self._first[microbatch]), int(self._first[microbatch + 1]))
-        index, samples = self._shard.layers.index(layer), own.stop - own.start
+        index = self._shard.layers.index(layer)
         if self._host_SL is not None:
-            found_S = column_digests(ids_RK.numpy(), self._runs_of(microbatch), samples)
-            wrong_S = found_S != self._host_SL[own, index]
-            if wrong_S.any():
+            runs, expected_L = self._on_host.get(microbatch) or self._host_runs_of(microbatch)
+            found_S = column_digests(ids_RK.numpy(), runs)
+            if found_S.tobytes() != expected_L[index]:
+                wrong_S = found_S != np.frombuffer(expected_L[index], np.uint64)
                 raise self._mismatch(microbatch, layer, np.flatnonzero(wrong_S).tolist())
             return
         found = column_digests_torch(ids_RK, self._torch_runs_of(microbatch, ids_RK))
-        self._differs[microbatch, layer] = found != self._expected_SL[own, index]
+        self._differs[microbatch, layer] = found != self._expected_SL[self._own(microbatch), index]
 
     def verified(self) -> None:
         """The step's one look at what the GPU noted."""
@@ -74,18 +75,26 @@ class HandedRows:
     def _stream(self) -> Stream:
         return Stream.of(self._ticket, self._shard)
 
+    def _own(self, microbatch: int) -> slice:
+        """The samples of a micro-batch among those of the DP rank."""
+        return slice(int(self._first[microbatch]), int(self._first[microbatch + 1]))
+
+    def _host_runs_of(self, microbatch: int) -> tuple[HostRuns, list[bytes]]:
+        assert self._host_SL is not None
+        own = self._own(microbatch)
+        runs = HostRuns.of(self._runs_of(microbatch), samples=own.stop - own.start, spec=self._shard.spec)
+        self._on_host[microbatch] = runs, [digests_S.tobytes() for digests_S in self._host_SL[own].T]
+        return self._on_host[microbatch]
+
     def _runs_of(self, microbatch: int) -> Ints:
-        """[runs, 5]: sample in the micro-batch, position, first row, step between rows, rows; of what engines computed."""
-        if microbatch not in self._runs:
-            stream, batch = self._stream, self._shard.microbatches[microbatch]
-            found, runs = stream.computed, stream.runs
-            mine = (runs.microbatch[found.run] == microbatch) & (runs.slot[found.run] == self._slot)
-            run, position, rows = found.run[mine], found.position[mine], found.rows[mine]
-            column = 0 if batch.packed else runs.sample[run]
-            first = (runs.local[run] + position - runs.position[run]) * batch.width + column
-            step = np.full_like(rows, batch.width)
-            self._runs[microbatch] = np.stack((runs.sample[run], position, first, step, rows), axis=1)
-        return self._runs[microbatch]
+        """[runs, 5] of what engines computed, see `wire.digest.HostRuns`; samples count within the micro-batch."""
+        stream, batch = self._stream, self._shard.microbatches[microbatch]
+        found, runs = stream.computed, stream.runs
+        mine = (runs.microbatch[found.run] == microbatch) & (runs.slot[found.run] == self._slot)
+        run, position, rows = found.run[mine], found.position[mine], found.rows[mine]
+        column = 0 if batch.packed else runs.sample[run]
+        first = (runs.local[run] + position - runs.position[run]) * batch.width + column
+        return np.stack((runs.sample[run], position, first, np.full_like(rows, batch.width), rows), axis=1)
 
     def _torch_runs_of(self, microbatch: int, ids_RK: torch.Tensor) -> TorchRuns:
         if microbatch not in self._on_device:

@@ -22,7 +22,7 @@ from r3channel.relay.staging import DeviceStaging
 from r3channel.trainer import member
 from r3channel.trainer.receiver import Receiver
 from r3channel.transport.base import Deferred, Pending, Rendezvous, Transport
-from r3channel.wire.digest import TorchRuns, column_digests, column_digests_torch
+from r3channel.wire.digest import HostRuns, TorchRuns, column_digests, column_digests_torch
 from tests.delivery import TOKENS, sealed
 from tests.samples import SPEC, random_ids
 
@@ -145,4 +145,7 @@ def test_digests_on_the_device_are_those_of_the_host_and_wait_for_nothing() -> N
         found_S = column_digests_torch(ids_RK, runs)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert np.array_equal(found_S.cpu().numpy().view(np.uint64), column_digests(rows_RK, runs_N5, 3))
+    assert np.array_equal(
+        found_S.cpu().numpy().view(np.uint64),
+        column_digests(rows_RK, HostRuns.of(runs_N5, samples=3, spec=SPEC)),
+    )

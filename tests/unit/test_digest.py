@@ -17,6 +17,7 @@ from r3channel.routing import Ids
 from r3channel.spec import RoutingSpec
 from r3channel.wire import digest
 from r3channel.wire.digest import (
+    HostRuns,
     TorchRuns,
     coefficients,
     column_digests,
@@ -106,7 +107,7 @@ def test_a_router_s_rows_give_the_digest_of_their_sample(experts: int, top_k: in
         own = ids[first : first + step * rows : step][:, None]
         wanted[sample] += by_definition(own, list(range(position, position + rows)))[0]
     wanted = [total & MASK for total in wanted]
-    assert column_digests(ids, runs, 3).tolist() == wanted
+    assert column_digests(ids, HostRuns.of(runs, samples=3, spec=spec)).tolist() == wanted
     tensors = TorchRuns.of(runs, rows=50, samples=3, spec=spec, tensor=torch.from_numpy)
     assert (
         column_digests_torch(torch.from_numpy(ids.copy()), tensors).numpy().view(np.uint64).tolist() == wanted
@@ -121,7 +122,7 @@ def test_a_router_s_rows_give_the_digest_of_their_sample(experts: int, top_k: in
 @pytest.mark.usefixtures("form")
 def test_runs_outside_of_the_rows_are_refused(run: list[int]) -> None:
     with pytest.raises(UsageError, match="outside of 10 rows and 3 samples"):
-        column_digests(random_ids(10)[:, 0], np.array([run]), 3)
+        column_digests(random_ids(10)[:, 0], HostRuns.of(np.array([run]), samples=3, spec=SPEC))
 
 
 def test_any_split_of_the_rows_adds_up() -> None:
