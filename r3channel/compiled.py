@@ -337,7 +337,6 @@ def _store_pads(to: int, step: int, begin: int, end: int, position: int, pads_EI
             _store(to + row * step + index * pads_EI.itemsize, pads_EI[pad, index])
 
 
-@lru_cache(maxsize=8)
 def _placing(item_bytes: int, items: int) -> Any:
     """`place_runs` for rows of so many items; that their number is known makes it twice as fast."""
     row_bytes, may_stream = items * item_bytes, item_bytes >= _STREAMED_BYTES
@@ -382,8 +381,8 @@ def _placing(item_bytes: int, items: int) -> Any:
     return _jit(types.void(*arguments))(run)
 
 
-@lru_cache(maxsize=4)
-def place_runs(item_bytes: int) -> Callable[[Any, Any, int, Any, Any, Any], None]:
+@lru_cache(maxsize=8)
+def place_runs(item_bytes: int, *, items: int) -> Callable[[Any, Any, int, Any, Any, Any], None]:
     """f(runs_R8, sources_L, source_row_bytes, pads_EI, coefficients_P, digests_SL): write runs of rows into their places.
 
     Every address and stride is a multiple of the item size and lies in memory that the caller holds.
@@ -395,6 +394,7 @@ def place_runs(item_bytes: int) -> Callable[[Any, Any, int, Any, Any, Any], None
     coefficients_P  those of `wire.digest`, of all positions
     digests_SL      [sample, target layer], added to: the digest of the rows that were copied
     """
+    loop, factors_I = _placing(item_bytes, items), multipliers(items)
 
     def placed(
         runs_R8: Any,
@@ -404,14 +404,12 @@ def place_runs(item_bytes: int) -> Callable[[Any, Any, int, Any, Any, Any], None
         coefficients_P: Any,
         digests_SL: Any,
     ) -> None:
-        items = pads_EI.shape[1]
         ends_R = np.where(runs_R8[:, 1] > 0, runs_R8[:, 6] + runs_R8[:, 1], 0)
         if ends_R.max(initial=0) > len(coefficients_P):
             raise UsageError(
                 f"rows up to position {ends_R.max()}, expected at most {len(coefficients_P)} coefficients"
             )
-        arguments = (runs_R8, sources_L, source_row_bytes, pads_EI, coefficients_P, digests_SL)
-        _placing(item_bytes, items)(*arguments, multipliers(items))
+        loop(runs_R8, sources_L, source_row_bytes, pads_EI, coefficients_P, digests_SL, factors_I)
 
     return placed
 

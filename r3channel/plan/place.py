@@ -36,6 +36,14 @@ def spread_ids(spec: RoutingSpec, *, positions_T: Ids) -> Ids:
     return ((start + np.arange(spec.top_k)) % spec.num_experts).astype(spec.id_dtype)
 
 
+def warm(spec: RoutingSpec) -> None:
+    """Compile what receiving rows of this model takes, now (a second or two, once for each machine) and not in a step."""
+    compiled, item = kernels(), item_bytes_of(spec)
+    if compiled is not None:
+        compiled.place_runs(item, items=_pad_items(spec).shape[1])
+        compiled.column_sums(item)
+
+
 class Placement:
     """One shard as it fills: where each run of its plan lies in the buffer. One thread.
 
@@ -92,7 +100,8 @@ class Placement:
         slots, samples, layers = digests_CSL.shape
         digests = digests_CSL.reshape(slots * samples, layers)
         pads = _pad_items(stream.shard.spec)
-        compiled.place_runs(item)(table, self._sources_L, row_bytes, pads, self._coefficients_P, digests)
+        place = compiled.place_runs(item, items=pads.shape[1])
+        place(table, self._sources_L, row_bytes, pads, self._coefficients_P, digests)
         return True
 
     def _in_numpy(self, stretches: Stretches, source_TLK: Ids, digests_CSL: Ids) -> None:

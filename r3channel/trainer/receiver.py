@@ -13,10 +13,10 @@ from functools import partial
 import torch
 
 from r3channel.config import ChannelConfig
-from r3channel.distinct import kernels
 from r3channel.errors import ConfigError, R3Error, TicketMismatch, UsageError
 from r3channel.metrics import Metrics, StageClock
 from r3channel.plan.layout import RankCoords, TrainerLayout
+from r3channel.plan.place import warm
 from r3channel.plan.shards import Shard
 from r3channel.plan.stream import Stream, serves
 from r3channel.plan.ticket import Ticket
@@ -79,7 +79,7 @@ class Receiver:
 
     def join(self, *, timeout_s: float | None = None) -> None:
         """TP0 connects to its relays; the other ranks only make ready."""
-        kernels()  # importing numba takes seconds, which no step should wait for
+        warm(self._spec)
         if self._coords.tp == 0:
             for number, member in enumerate(self._members):
                 with self._named(number):

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from r3channel import errors
+from r3channel.compiled import column_sums, place_runs
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.place import Placement
 from r3channel.plan.ticket import Ticket
@@ -117,6 +118,19 @@ def test_an_honest_step_is_never_refused(make_relay: MakeRelay, spec: RoutingSpe
         on_gpu(shard)
         hand(shard)
     assert wrong_rows(shards) == 0
+
+
+def test_a_receiver_that_has_joined_compiles_nothing_in_a_step(
+    make_relay: MakeRelay, spec: RoutingSpec
+) -> None:
+    for loop in (place_runs, column_sums):
+        loop.cache_clear()
+    relay = make_relay(spec=spec)
+    (receiver,) = receivers_of(relay)
+    receiver.join()
+    before = place_runs.cache_info().misses, column_sums.cache_info().misses
+    hand(receiver.receive(sealed(relay)))
+    assert before == (1, 1) == (place_runs.cache_info().misses, column_sums.cache_info().misses)
 
 
 def on_gpu(shard: RankShard) -> None:

@@ -40,7 +40,9 @@ def placed(spec: RoutingSpec, ids_TLK: Ids, *, widths: int, pads: int, first: in
     own, step = target[0, 0, widths - 1].ctypes.data, widths * row_bytes
     run = [ids_TLK.ctypes.data, rows, rows + pads, own, target[0].nbytes, step, first, 2]
     table = coefficients(0, first + rows)
-    place_runs(item)(np.array([run]), SOURCES, LAYERS * row_bytes, pads_EI, table, digests)
+    place_runs(item, items=pads_EI.shape[1])(
+        np.array([run]), SOURCES, LAYERS * row_bytes, pads_EI, table, digests
+    )
     return target, digests
 
 
@@ -68,7 +70,7 @@ def test_rows_of_all_layers_become_one_layer_after_another(
 def test_positions_beyond_the_coefficients_are_refused() -> None:
     runs = np.array([[0, 4, 4, 0, 0, 8, 7, 0]])
     with pytest.raises(UsageError, match="position 11, expected at most 10"):
-        place_runs(8)(
+        place_runs(8, items=1)(
             runs, SOURCES, 40, np.zeros((128, 1), np.uint64), coefficients(0, 10), np.zeros((1, 4), np.uint64)
         )
 
