@@ -272,12 +272,6 @@ class BucketCorrupt(TransportError):
     reason = "bucket"
 
 
-class EpochEnded(TransportError):
-    """The member belongs to an older life of the group and must join again."""
-
-    reason = "epoch"
-
-
 class PeerFailed(TransportError):
     """TP0 failed to receive; the other ranks of the TP group learn it here."""
 

@@ -120,12 +120,6 @@ class RowTable:
         first, last = np.searchsorted(self._keys, (key, key + 1))
         return slice(int(first), int(last))
 
-    def of_microbatch(self, *, cp: int, microbatch: int) -> slice:
-        """Where in `runs` those of all samples, and of the tail, of one micro-batch on one CP rank are."""
-        first = self._key(cp, microbatch, -1)
-        start, stop = np.searchsorted(self._keys, (first, first + self._most))
-        return slice(int(start), int(stop))
-
     def of_microbatches(self, *, cp: int, first: int, last: int) -> Runs:
         """All runs of the micro-batches [first, last) on one CP rank, tails included, in order."""
         bounds = self._key(cp, np.asarray([first, last]), -1)

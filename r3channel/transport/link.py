@@ -77,19 +77,6 @@ class Link:
         with self._call(f"receive {out.nbytes} bytes", timeout_s) as limit:
             self._recv(out.cast("B") if out.nbytes else memoryview(b""), limit)
 
-    def wait_readable(self, timeout_s: float | None) -> bool:
-        """Whether something to receive is there; False after `timeout_s`, which leaves the link as it was."""
-        with self._call("wait for a message", timeout_s) as limit:
-            self._wake_at(1)
-            while True:
-                try:
-                    if not self._socket.recv(1, socket.MSG_PEEK):
-                        raise TransportError(_LEFT)
-                    return True
-                except BlockingIOError:
-                    if not self._wait(self._readable, limit):
-                        return False
-
     # -- records ---------------------------------------------------------------------------------------------------------
 
     def send_record(self, kind: int, body: bytes = b"", *, timeout_s: float | None) -> None:

@@ -183,20 +183,6 @@ class EngineClient:
                 f"engine {self.url} /weights_checker: no checksums in {_shown(reply)}"
             ) from error
 
-    def weights_by_name(self, name: str, *, rows: int, timeout_s: float) -> list[Any]:
-        """The first `rows` rows of a parameter, as numbers.
-
-        SGLang 0.5.23 has this for few models (Llama, OPT, Granite) and not for Qwen3-MoE, where it is refused:
-        use `weight_checksums`.
-        """
-        body = {"name": name, "truncate_size": rows}
-        reply = self._request("POST", "/get_weights_by_name", body, timeout_s=timeout_s)
-        if not isinstance(reply, list):
-            raise EngineRefused(
-                f"engine {self.url} /get_weights_by_name {name}: {_shown(reply)}; not for this model?"
-            )
-        return reply
-
     def healthy(self, *, timeout_s: float) -> bool:
         """Whether the engine answers its health route with 200."""
         try:

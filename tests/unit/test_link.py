@@ -69,7 +69,6 @@ def test_records_and_bytes_arrive_in_the_order_in_which_they_were_sent(pair: tup
         here.send_record(7, b"ticket", timeout_s=TIMEOUT_S)
         here.send((b"raw",), timeout_s=TIMEOUT_S)
         here.send_record(8, timeout_s=TIMEOUT_S)
-        assert there.wait_readable(TIMEOUT_S)
         assert there.recv_record(timeout_s=TIMEOUT_S) == (7, b"ticket")
         out = bytearray(3)
         there.recv_into(memoryview(out), timeout_s=TIMEOUT_S)
@@ -109,7 +108,7 @@ def test_a_receive_that_is_not_finished_by_its_deadline_ends_the_link_and_says_w
     with pytest.raises(TransportError, match="cannot receive a record: could not receive 10 bytes within"):
         there.recv_record(timeout_s=TIMEOUT_S)
     with pytest.raises(TransportError, match="the peer has left"):
-        here.wait_readable(TIMEOUT_S)
+        here.recv_record(timeout_s=TIMEOUT_S)
 
 
 def test_a_peer_that_trickles_does_not_stretch_a_deadline(
@@ -141,7 +140,7 @@ def test_a_send_that_nobody_reads_ends_by_its_deadline(pair: tuple[Link, Link]) 
 
 
 def wait_for_a_message(link: Link) -> None:
-    link.wait_readable(FAR_S)
+    link.recv_record(timeout_s=FAR_S)
 
 
 def receive(link: Link) -> None:
@@ -189,14 +188,6 @@ def test_a_closed_link_keeps_its_descriptor_until_the_call_under_way_has_ended(
     assert link._socket.fileno() == -1
 
 
-def test_a_wait_in_vain_leaves_the_link_as_it_was(pair: tuple[Link, Link]) -> None:
-    here, there = pair
-    assert not there.wait_readable(0.05)
-    here.send_record(1, b"later", timeout_s=TIMEOUT_S)
-    assert there.recv_record(timeout_s=TIMEOUT_S) == (1, b"later")
-    assert not there.wait_readable(0.0)
-
-
 def test_one_byte_is_enough_to_wake_a_wait_after_a_long_message(
     half: tuple[Link, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,10 +201,10 @@ def test_one_byte_is_enough_to_wake_a_wait_after_a_long_message(
         return wait(*arguments)
 
     monkeypatch.setattr(link, "_wait", told)
-    waiting = in_thread(lambda: link.wait_readable(FAR_S))
+    waiting = in_thread(lambda: link.recv_into(memoryview(bytearray(1)), timeout_s=FAR_S))
     assert inside.wait(TIMEOUT_S)
     bare.send(b"x")
-    assert waiting.result(TIMEOUT_S)
+    waiting.result(TIMEOUT_S)
 
 
 def test_what_was_sent_before_a_close_arrives(pair: tuple[Link, Link]) -> None:
@@ -437,7 +428,7 @@ def test_a_link_may_keep_its_thread_while_others_connect() -> None:
         hold.set()
         for link in links:
             with pytest.raises(TransportError, match="left"):
-                link.wait_readable(TIMEOUT_S)
+                link.recv_record(timeout_s=TIMEOUT_S)
             link.close()
 
 

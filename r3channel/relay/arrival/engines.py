@@ -63,12 +63,6 @@ class EngineRegistry:
             known = name in self._greeted or name in self._refused
             return not known and self._deadlines_s.get(name, 0.0) > time.monotonic()
 
-    def delivers_directly(self, engine: str) -> bool:
-        """Did this engine's hello say so?"""
-        with self._changed:
-            hello = self._greeted.get(_plain(engine))
-        return hello is not None and hello.delivery == "direct"
-
     def check(self, engine: str) -> None:
         """Return if the engine may be used; wait for its hello until its deadline, then raise EngineSilent."""
         name = _plain(engine)
