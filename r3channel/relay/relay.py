@@ -295,7 +295,7 @@ class Relay:
     def add_frame(
         self, sample_id: str, data: bytes, tokens: Tokens, *, engine: str = "?", append: bool = False
     ) -> HeldRows | None:
-        """As `add`, for a frame that is already in hand (a recording, another transport, `splice.merge`)."""
+        """As `add`, for a frame that is already in hand (a recording, another transport, `splice.merged_frame`)."""
         self._check_add(sample_id, "")
         return self.intake.add_frame(sample_id, data, tokens, engine=engine, append=append)
 

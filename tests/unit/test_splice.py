@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import base64
+from typing import Any
+
 import numpy as np
 import pytest
 
-from r3channel.errors import RoutingError
-from r3channel.relay.arrival.splice import frame_of, merge
+from r3channel.errors import FrameMagicMismatch, PayloadCorrupt, RoutingError
+from r3channel.relay.arrival.splice import merge, merged_frame
 from r3channel.routing import ProvenanceSpan, RowKind, SampleRouting, spans_of
-from r3channel.wire.frame import parse_frame
-from tests.samples import SPEC, WIDE, random_ids
+from r3channel.wire.frame import encode_frame, parse_frame, sample_key
+from r3channel.wire.receipt import Receipt
+from tests.samples import SPEC, WIDE, random_ids, reply_of
 
 
 def routing(
@@ -74,8 +78,38 @@ def test_rows_of_another_sample_are_not_merged() -> None:
         merge(routing(0, 12), routing(0, 9))
 
 
-def test_a_merged_routing_is_a_frame_again() -> None:
-    whole = merge(routing(0, 4, version=1), routing(0, 9, version=2, missing=(0, 1, 2, 3), seed=1))
-    frame = parse_frame(frame_of(whole, sample_key=7), spec=SPEC)
+def reply(routing: SampleRouting, request_id: str) -> dict[str, Any]:
+    return reply_of(
+        encode_frame(
+            SPEC,
+            expert_ids_TLK=routing.expert_ids_TLK,
+            valid_T=routing.valid_T,
+            provenance=routing.provenance,
+            sample_key=sample_key(request_id),
+        ),
+        request_id=request_id,
+    )
+
+
+def test_the_replies_of_both_engines_give_one_frame_of_the_decode_engines_request() -> None:
+    halves = routing(0, 4, version=1), routing(0, 9, version=2, missing=(0, 1, 2, 3), seed=1)
+    whole = merge(*halves)
+    data = merged_frame(reply(halves[0], "p"), reply(halves[1], "d"), spec=SPEC)
+    frame = parse_frame(data, spec=SPEC)
     assert np.array_equal(frame.verify(), whole.expert_ids_TLK)
-    assert (frame.sample_key, frame.provenance) == (7, whole.provenance)
+    assert (frame.sample_key, frame.provenance) == (sample_key("d"), whole.provenance)
+
+
+def test_a_half_that_was_damaged_is_not_merged() -> None:
+    halves = reply(routing(0, 4), "p"), reply(routing(0, 9, missing=(0, 1, 2, 3), seed=1), "d")
+    data = bytearray(base64.b64decode(halves[0]["meta_info"]["routed_experts"]))
+    data[-1] ^= 1
+    halves[0]["meta_info"]["routed_experts"] = base64.b64encode(data).decode()
+    with pytest.raises(PayloadCorrupt, match="sample s"):
+        merged_frame(*halves, spec=SPEC, sample_id="s")
+
+
+def test_a_half_that_went_to_the_relay_is_not_there_to_merge() -> None:
+    receipt = Receipt(sample_key=1, boot_id=3, serial=1, first_row=0, rows=4).to_bytes()
+    with pytest.raises(FrameMagicMismatch, match="sample s from engine prefill"):
+        merged_frame(reply_of(receipt, request_id="p"), reply(routing(0, 9), "d"), spec=SPEC, sample_id="s")

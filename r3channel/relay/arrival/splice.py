@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 
 from r3channel.errors import RoutingError
+from r3channel.relay.arrival.reply import frame_bytes_of, key_of
 from r3channel.routing import RowKind, SampleRouting, spans_of
-from r3channel.wire.frame import encode_frame
+from r3channel.spec import RoutingSpec
+from r3channel.wire.frame import encode_frame, parse_frame
 
 
 def merge(prefill: SampleRouting, decode: SampleRouting) -> SampleRouting:
@@ -53,14 +58,29 @@ def _per_row(routing: SampleRouting) -> tuple[np.ndarray, np.ndarray]:
     return np.repeat(versions, lengths), np.repeat(kinds, lengths)
 
 
-def frame_of(routing: SampleRouting, *, sample_key: int = 0, codec: str = "auto") -> bytes:
-    """The frame of a routing that was put together."""
+def merged_frame(
+    prefill: Mapping[str, Any], decode: Mapping[str, Any], *, spec: RoutingSpec, sample_id: str = "?"
+) -> bytes:
+    """One frame, for `Relay.add_frame`, from the replies (parsed JSON) that both engines gave to one request.
+
+    Every row is held against its own engine's digest first. Both frames must be in the replies: direct delivery sends them to
+    the relay, and neither is whole. Raises what `parse_frame`, `Frame.verify` and `merge` raise, and RoutingMissing.
+    """
+    halves = [
+        parse_frame(
+            frame_bytes_of(reply, sample_id=sample_id, engine=engine),
+            spec=spec,
+            sample_id=sample_id,
+            engine=engine,
+        ).routing(sample_id=sample_id)
+        for reply, engine in ((prefill, "prefill"), (decode, "decode"))
+    ]
+    whole = merge(*halves)
     return encode_frame(
-        routing.spec,
-        expert_ids_TLK=routing.expert_ids_TLK,
-        first_row=routing.first_row,
-        valid_T=routing.valid_T,
-        provenance=routing.provenance,
-        sample_key=sample_key,
-        codec=codec,
+        spec,
+        expert_ids_TLK=whole.expert_ids_TLK,
+        first_row=whole.first_row,
+        valid_T=whole.valid_T,
+        provenance=whole.provenance,
+        sample_key=key_of(decode) or 0,
     )

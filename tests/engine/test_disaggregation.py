@@ -1,0 +1,108 @@
+"""A real prefill engine and a real decode engine, keys and values transferred between them; their rows put together."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from r3channel.embedded.sglang import EngineOptions, EngineServer
+from r3channel.plan.assignment import Assignment
+from r3channel.plan.layout import TrainerLayout
+from r3channel.relay.arrival.splice import merged_frame
+from r3channel.relay.relay import Relay
+from r3channel.routing import RowKind
+from r3channel.spec import RoutingSpec
+from r3channel.wire.frame import parse_frame
+from tests.conftest import READY_TIMEOUT_S
+from tests.engine.client import Reply, generate
+from tests.engine.reference import reference_ids
+
+pytestmark = [pytest.mark.engine, pytest.mark.full, pytest.mark.timeout(400)]
+
+SPEC = RoutingSpec(num_layers=4, moe_layers=(1, 2, 3), num_experts=128, top_k=8)
+LENGTHS, NEW_TOKENS = (3, 40, 200, 130, 17), 12
+
+
+@pytest.fixture(scope="module")
+def bootstrap_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def urls(model_dir: Path, bootstrap_port: int) -> Iterator[tuple[str, str]]:
+    """(prefill, decode); long prompts are prefilled in chunks."""
+    env = {"R3CHANNEL_ALLOW": "disaggregation", "UCX_TLS": "tcp,shm,self", "SGLANG_HOST_IP": "127.0.0.1"}
+    with ExitStack() as stack:
+        servers = [
+            stack.enter_context(
+                EngineServer(
+                    EngineOptions(
+                        model=model_dir,
+                        chunked_prefill_size=128,
+                        env=env,
+                        extra_args=(
+                            *("--disaggregation-mode", mode, "--disaggregation-transfer-backend", "nixl"),
+                            *("--disaggregation-bootstrap-port", str(bootstrap_port)),
+                        ),
+                    )
+                )
+            )
+            for mode in ("prefill", "decode")
+        ]
+        for server in servers:
+            server.wait_ready(READY_TIMEOUT_S)
+        yield servers[0].url, servers[1].url
+
+
+@pytest.fixture(scope="module")
+def halves(urls: tuple[str, str], bootstrap_port: int) -> list[tuple[Reply, Reply]]:
+    """The replies of both engines to requests of several lengths at once, as a router of SGLang sends them."""
+
+    def ask(url: str, room: int, length: int) -> Reply:
+        prompt = np.random.default_rng(length).integers(4, 512, length).tolist()
+        where = {"bootstrap_host": "127.0.0.1", "bootstrap_port": bootstrap_port, "bootstrap_room": room}
+        return generate(url, prompt, new_tokens=NEW_TOKENS, **where)
+
+    with ThreadPoolExecutor(2 * len(LENGTHS)) as pool:
+        both = [
+            tuple(pool.submit(ask, url, room, length) for url in urls)
+            for room, length in enumerate(LENGTHS, 1)
+        ]
+        return [(prefill.result(), decode.result()) for prefill, decode in both]
+
+
+def test_neither_engine_has_all_rows_and_says_so(halves: list[tuple[Reply, Reply]]) -> None:
+    for prefill, decode in halves:
+        early, late = (parse_frame(reply.raw, spec=SPEC) for reply in (prefill, decode))
+        assert early.rows == len(prefill.prompt) and early.valid_T.all()
+        assert late.rows == len(prefill.prompt) + NEW_TOKENS - 1
+        assert late.valid_T.tolist() == [False] * early.rows + [True] * (NEW_TOKENS - 1)
+        assert [span.kind for span in late.provenance] == [RowKind.MISSING, RowKind.DECODED]
+
+
+def test_together_they_are_the_rows_of_transformers_and_a_relay_takes_them(
+    halves: list[tuple[Reply, Reply]], model_dir: Path, tmp_path: Path
+) -> None:
+    names = [f"s{length}" for length in LENGTHS]
+    expected = reference_ids(model_dir, [decode.tokens for _, decode in halves], folder=tmp_path)
+    relay = Relay(SPEC, TrainerLayout())
+    try:
+        for name, (prefill, decode), wanted in zip(names, halves, expected, strict=True):
+            replies = [{"meta_info": reply.meta} for reply in (prefill, decode)]
+            data = merged_frame(*replies, spec=SPEC, sample_id=name)
+            frame = parse_frame(data, spec=SPEC)
+            assert frame.valid_T.all() and wanted.differing_rows(frame.verify()) == []
+            assert [span.kind for span in frame.provenance] == [RowKind.PREFILLED, RowKind.DECODED]
+            relay.add_frame(name, data, decode.tokens)
+        ticket = relay.seal(0, Assignment.round_robin(names, dp=1, microbatch_size=len(names)))
+        assert [sample.invalid for sample in ticket.samples] == [()] * len(names)
+        relay.abandon(0)
+    finally:
+        relay.close()
