@@ -19,7 +19,7 @@ from tests.engine.families import FAMILIES, write_families
 from tests.engine.reference import reference_ids
 from tests.engine.test_semantics import ids_in, random_prompt
 
-pytestmark = [pytest.mark.engine, pytest.mark.full]
+pytestmark = [pytest.mark.engine, pytest.mark.full, pytest.mark.timeout(300)]
 
 PROMPTS = (5, 40, 200)
 """Tokens; the last is prefilled in two chunks."""
