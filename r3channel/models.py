@@ -1,6 +1,6 @@
 """The routing shapes of known models, by name. Nothing is downloaded: the numbers are facts with a status.
 
-A checkpoint's own `config.json` always wins (`RoutingSpec.from_hf_config`); this table is for planning and benchmarks.
+A checkpoint's own `config.json` always wins (`hf_config`); this table is for planning and benchmarks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ class Model:
     num_experts: int
     top_k: int
     status: str
-    """Where the numbers come from: `read` in training scripts, `quoted` by a vendor or a report, or `unverified`."""
+    """Where the numbers come from: `read` in training scripts or in transformers' defaults, `quoted` by a vendor or a report, or
+    `unverified`."""
     first_dense: int = 0
     """Leading dense layers; all others have a router, unless `moe_every` or `moe_layers` says otherwise."""
     moe_every: int = 1
@@ -83,9 +84,9 @@ _TABLE = (
     _model("moonlight-16b-a3b", 27, 64, 6, "read", first_dense=1),
     _model("minimax-m2", 62, 256, 8, "read", aliases=("minimax-m2.5",)),
     _model("gpt-oss-20b", 24, 32, 4, "read"),
-    _model("gpt-oss-120b", 36, 128, 4, "unverified"),
-    _model("mixtral-8x7b", 32, 8, 2, "unverified"),
-    _model("llama-4-scout", 48, 16, 1, "unverified"),
+    _model("gpt-oss-120b", 36, 128, 4, "read"),
+    _model("mixtral-8x7b", 32, 8, 2, "read"),
+    _model("llama-4-scout", 48, 16, 1, "read"),
     _model("llama-4-maverick", 48, 128, 1, "unverified", moe_every=2),
     _model("step-3.5-flash", 45, 288, 8, "quoted", first_dense=3),
     _model("ling-1t", 80, 256, 8, "unverified", first_dense=4, groups=(8, 4), aliases=("ring-1t",)),

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from r3channel import hf_config
 from r3channel.errors import ConfigError
 
-_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 _MAX_INT16_EXPERTS = 32767  # ids travel as int16 above 256 experts: torch and gloo lack uint16
 
 
@@ -84,24 +84,16 @@ class RoutingSpec:
 
     @classmethod
     def from_hf_config(cls, config: Any) -> RoutingSpec:
-        """From the mapping in a checkpoint's `config.json`, or from transformers' object of it (anything with `to_dict`).
+        """From a checkpoint folder, the mapping in its `config.json`, or transformers' object of it (anything with `to_dict`).
 
-        Reads Qwen's `decoder_sparse_step` and `mlp_only_layers`, and DeepSeek's `first_k_dense_replace` and
-        `moe_layer_freq` (field meanings: the models' configuration classes in transformers).
+        Raises ConfigError, with the keys that were seen, for a convention that is not known (see `hf_config`).
         """
-        values = _mapping(config)
-        text = _mapping(values.get("text_config") or values)
-        experts = next((text[key] for key in _EXPERT_KEYS if text.get(key)), None)
-        if experts is None or "num_experts_per_tok" not in text:
-            raise ConfigError(
-                f"model type {text.get('model_type')!r}: no number of experts or top-k in the config; is this an MoE model?"
-            )
-        layers = int(text["num_hidden_layers"])
+        found = hf_config.read(config)
         return cls(
-            num_layers=layers,
-            moe_layers=tuple(layer for layer in range(layers) if _is_moe(layer, text)),
-            num_experts=int(experts),
-            top_k=int(text["num_experts_per_tok"]),
+            num_layers=found.num_layers,
+            moe_layers=found.moe_layers,
+            num_experts=found.num_experts,
+            top_k=found.top_k,
         )
 
     @classmethod
@@ -122,24 +114,6 @@ class RoutingSpec:
 def _digest(spec: RoutingSpec) -> int:
     text = json.dumps(spec.to_dict(), sort_keys=True, separators=(",", ":"))
     return xxhash.xxh3_64_intdigest(text.encode())
-
-
-def _mapping(config: Any) -> Mapping[str, Any]:
-    found = config.to_dict() if hasattr(config, "to_dict") else config
-    if not isinstance(found, Mapping):
-        raise ConfigError(
-            f"a config of type {type(config).__name__}, expected a mapping or an object with to_dict()"
-        )
-    return found
-
-
-def _is_moe(layer: int, text: Mapping[str, Any]) -> bool:
-    if layer < int(text.get("first_k_dense_replace") or 0) or layer in (text.get("mlp_only_layers") or ()):
-        return False
-    frequency = text.get("moe_layer_freq") or 1
-    if isinstance(frequency, Sequence):
-        return bool(frequency[layer])
-    return layer % int(frequency) == 0 and (layer + 1) % int(text.get("decoder_sparse_step") or 1) == 0
 
 
 def _megatron_pattern(frequency: int | Sequence[int], layers: int) -> Sequence[int]:

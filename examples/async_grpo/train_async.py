@@ -272,7 +272,7 @@ def start_cluster(args: argparse.Namespace, folder: Path, parts: Parts) -> Itera
     layout = TrainerLayout.parse(args.layout)
     layers = max(4, 2 * layout.pp * layout.vpp)  # at least two layers in every chunk; layer 0 is dense
     model = write_model(folder / "model", seed=args.seed, layers=layers)
-    spec = RoutingSpec.from_hf_config(json.loads((model / "config.json").read_text()))
+    spec = RoutingSpec.from_hf_config(model)
     if args.use_r3_channel and args.r3_store_dir is None:
         args.r3_store_dir = str(folder / "store")
     args.model, args.vocab = str(model), json.loads((model / "config.json").read_text())["vocab_size"]

@@ -247,7 +247,7 @@ def _read_config(folder: Path) -> Any:
 
 def _layer_pattern(hf_config: Any) -> list[int]:
     """Megatron's `moe_layer_freq`: 1 for each MoE layer."""
-    moe = RoutingSpec.from_hf_config(hf_config.to_dict()).moe_layers
+    moe = RoutingSpec.from_hf_config(hf_config).moe_layers
     return [int(layer in moe) for layer in range(hf_config.num_hidden_layers)]
 
 

@@ -163,7 +163,7 @@ def _engine_types() -> None:
             _put(module, name, type(name, (), {}))
 
 
-def _torchvision_operators() -> None:
+def declare_torchvision_operators() -> None:
     # Importing mbridge's vision models imports torchvision, whose CUDA wheel cannot register its operators beside a CPU
     # torch. The sitecustomize of the embedded engines does the same when it is active.
     if any(type(finder).__name__ == "_DeclareTorchvisionOperators" for finder in sys.meta_path):
@@ -189,7 +189,7 @@ _PATCHES: tuple[Callable[[], None], ...] = (
     _splits,
     _te_general_gemm,
     _engine_types,
-    _torchvision_operators,
+    declare_torchvision_operators,
 )
 
 

@@ -67,7 +67,7 @@ def write_model(
     mark.unlink(missing_ok=True)
     _write_weights(path, shape)
     _write_json(path / "config.json", _config(shape))
-    _write_tokenizer(path)
+    write_tokenizer(path)
     _write_json(mark, key)  # last: a folder with the mark is complete
     return path
 
@@ -159,7 +159,7 @@ def _write_weights(folder: Path, shape: ModelShape) -> None:
     save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
 
 
-def _write_tokenizer(folder: Path) -> None:
+def write_tokenizer(folder: Path) -> None:
     specials = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3}
     words = {**specials, **{f"t{index}": index for index in range(4, VOCAB_SIZE)}}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}

@@ -288,7 +288,7 @@ def collect_frame(original: Callable[..., None], processor: Any, req: Any) -> No
 
 def engine_spec(model_config: Any) -> RoutingSpec:
     """From the configuration of the model that this engine serves."""
-    return RoutingSpec.from_hf_config(model_config.hf_text_config.to_dict())
+    return RoutingSpec.from_hf_config(model_config.hf_text_config)
 
 
 def engine_hello(spec: RoutingSpec, *, context: int) -> Hello:

@@ -69,7 +69,7 @@ def create_capturer(
     if not config.engine:
         return None
     check_codec(config.codec)  # an unknown one ends the start, not the first request
-    spec = RoutingSpec.from_hf_config(model_config.hf_text_config.to_dict())
+    spec = RoutingSpec.from_hf_config(model_config.hf_text_config)
     settings = Settings.from_server_args(server_args)
     refuse(refusals(settings, spec=spec), allowed=config.allowed)
     rows = max(server_args.chunked_prefill_size * server_args.dp_size, max_running_requests)

@@ -38,7 +38,9 @@ def run(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="r3channel plan", description=__doc__)
-    parser.add_argument("--model", help="a name of the built-in table, or a checkpoint's config.json")
+    parser.add_argument(
+        "--model", help="a name of the built-in table, a checkpoint folder, or its config.json"
+    )
     parser.add_argument("--layout", help="as in the demo, for example dp=4,tp=4,cp=2,pp=4")
     parser.add_argument("--tokens", type=int, help="of one step, over all samples")
     parser.add_argument("--sequence", type=int, default=16384, help="tokens of each sample")
@@ -59,13 +61,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def spec_of(model: str) -> RoutingSpec:
-    """A name of the table, or the path of a Hugging Face config."""
-    if not model.endswith(".json"):
-        return model_named(model).spec
-    try:
-        return RoutingSpec.from_hf_config(json.loads(Path(model).read_text()))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{model}: not a readable config.json: {error}") from error
+    """A checkpoint folder, the path of a Hugging Face config, or a name of the table."""
+    path = Path(model)
+    if path.suffix == ".json" or path.is_dir() or "/" in model:
+        return RoutingSpec.from_hf_config(path)
+    return model_named(model).spec
 
 
 def planned(options: argparse.Namespace) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Expert ids of the same checkpoint by transformers, float32, in a process of its own (no shim of ours in it).
 
-python reference.py MODEL        reads one JSON line per call, {"token_lists": [...], "out": FILE.npz}, and answers "DONE"
+python reference.py    reads one JSON line per call, {"model": FOLDER, "token_lists": [...], "out": FILE.npz}, and answers "DONE"
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class Expected(NamedTuple):
 def reference_ids(model: Path, token_lists: list[list[int]], *, folder: Path) -> list[Expected]:
     """For each list of n tokens the n - 1 rows that transformers computes in float32.
 
-    The process is started once per model and test run: importing transformers takes most of the time.
+    The process is started once per test run: importing transformers takes most of the time.
     """
     out = folder / "reference.npz"
-    child = _process(str(model))
+    child = _process()
     assert child.stdin is not None
-    jobs = {"token_lists": [tokens[:-1] for tokens in token_lists], "out": str(out)}
+    jobs = {"model": str(model), "token_lists": [tokens[:-1] for tokens in token_lists], "out": str(out)}
     child.stdin.write(json.dumps(jobs) + "\n")
     child.stdin.flush()
     _wait_for_answer(child)
@@ -69,9 +69,9 @@ def reference_ids(model: Path, token_lists: list[list[int]], *, folder: Path) ->
 
 
 @functools.cache
-def _process(model: str) -> subprocess.Popen[str]:
+def _process() -> subprocess.Popen[str]:
     child = subprocess.Popen(
-        [sys.executable, __file__, model],
+        [sys.executable, __file__],
         env=environment(r3channel=False),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -91,27 +91,37 @@ def _wait_for_answer(child: subprocess.Popen[str]) -> None:
     assert answer == "DONE\n", f"the reference process ended, or said {answer!r}"
 
 
-def main(model_dir: str) -> None:
-    answers, sys.stdout = sys.stdout, sys.stderr  # what a library prints is no answer
+@functools.cache
+def _loaded(folder: str) -> tuple[Any, list[Any]]:
+    """A model, and the list into which its routers write their logits, one tensor for each MoE layer of a pass."""
     import torch
-    from transformers import Qwen3MoeForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    model: Any = Qwen3MoeForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     logits: list[torch.Tensor] = []
-    for layer in model.model.layers:
-        if hasattr(layer.mlp, "gate"):
-            layer.mlp.gate.register_forward_hook(
-                lambda gate, inputs, _: logits.append(
-                    inputs[0].reshape(-1, gate.weight.shape[1]) @ gate.weight.T
+    for block in model.modules():
+        if hasattr(block, "experts"):
+            router = block.gate if hasattr(block, "gate") else block.router
+            router.register_forward_hook(
+                lambda router, inputs, _: logits.append(
+                    inputs[0].reshape(-1, router.weight.shape[1]) @ router.weight.T
                 )
             )
+    return model, logits
+
+
+def main() -> None:
+    answers, sys.stdout = sys.stdout, sys.stderr  # what a library prints is no answer
+    import torch
+
     for line in sys.stdin:
         jobs, results = json.loads(line), {}
+        model, logits = _loaded(jobs["model"])
+        top_k = model.config.num_experts_per_tok
         for index, tokens in enumerate(jobs["token_lists"]):
             logits.clear()
             with torch.no_grad():
                 model(torch.tensor([tokens]))
-            top_k = model.config.num_experts_per_tok
             top = [layer.topk(top_k + 1, -1) for layer in logits]
             results[f"ids{index}"] = torch.stack([layer.indices[:, :top_k] for layer in top], 1).numpy()
             gaps = [-layer.values.diff(dim=-1).max(dim=-1).values for layer in top]
@@ -121,4 +131,4 @@ def main(model_dir: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -61,7 +60,7 @@ def test_two_copies_of_the_shims_declare_once(tmp_path: Path) -> None:
 
 
 def test_the_model_has_the_spec_it_was_asked_for(model_dir: Path) -> None:
-    spec = RoutingSpec.from_hf_config(json.loads((model_dir / "config.json").read_text()))
+    spec = RoutingSpec.from_hf_config(model_dir)
     assert spec == RoutingSpec(num_layers=4, moe_layers=(1, 2, 3), num_experts=128, top_k=8)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -262,7 +261,7 @@ def test_a_running_request_survives_an_update_with_all_its_rows(
         session.update(changed.items(), version=1, timeout_s=60)
         reply = running.result(timeout=60)
     spans = reply.meta["weight_versions"]
-    spec = RoutingSpec.from_hf_config(json.loads((model_dir / "config.json").read_text()))
+    spec = RoutingSpec.from_hf_config(model_dir)
     frame = parse_frame(reply.raw, spec=spec)
 
     assert [span["version"] for span in spans] == ["0", "1"]

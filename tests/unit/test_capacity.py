@@ -141,12 +141,13 @@ def test_a_step_of_128m_tokens_on_512_ranks_is_planned(capsys: pytest.CaptureFix
     assert found["plan_s"] > 0
 
 
-def test_a_config_of_a_checkpoint_is_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps({"num_hidden_layers": 4, "num_experts": 8, "num_experts_per_tok": 2}))
+@pytest.mark.parametrize("name", ["config.json", ""])
+def test_a_checkpoint_is_a_model(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {"model_type": "mixtral", "num_hidden_layers": 4, "num_experts": 8, "num_experts_per_tok": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     lengths = tmp_path / "lengths.json"
     lengths.write_text("[10, 20]")
-    found = run(capsys, "--model", str(config), "--layout", "dp=2", "--lengths", str(lengths))
+    found = run(capsys, "--model", str(tmp_path / name), "--layout", "dp=2", "--lengths", str(lengths))
     assert found["bytes_per_token"] == 8 and found["padded_tokens"] == 30
 
 
@@ -157,6 +158,7 @@ def test_a_config_of_a_checkpoint_is_a_model(tmp_path: Path, capsys: pytest.Capt
         (["--model", "nobody", "--layout", "dp=1", "--tokens", "16384"], "built-in table"),
         (["--model", "qwen3-30b-a3b", "--layout", "dp=1", "--tokens", "5"], "not a multiple"),
         (["--model", "deepseek-r1", "--layout", "pp=4", "--tokens", "16384"], "61 layers do not divide"),
+        (["--model", "/no/such", "--layout", "dp=1", "--tokens", "16384"], "not a checkpoint folder"),
         (["--model", "missing.json", "--layout", "dp=1", "--tokens", "16384"], "config.json"),
     ],
 )

@@ -19,6 +19,7 @@ LEVELS = {
         (
             "errors",
             "spec",
+            "hf_config",
             "compiled",
             "distinct",
             "mixing",
