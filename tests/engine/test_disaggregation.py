@@ -46,6 +46,7 @@ def urls(model_dir: Path, bootstrap_port: int) -> Iterator[tuple[str, str]]:
                     EngineOptions(
                         model=model_dir,
                         chunked_prefill_size=128,
+                        overlap=mode == "decode",  # else a chunk's transfer waits for an event of a GPU
                         env=env,
                         extra_args=(
                             *("--disaggregation-mode", mode, "--disaggregation-transfer-backend", "nixl"),
