@@ -7,6 +7,7 @@ gloo ran on CPU in the tests; NCCL needs one GPU per rank and has not been run t
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import sys
@@ -24,8 +25,16 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from r3channel.errors import DeadlineExceeded, TransportError, UsageError
 from r3channel.transport.base import Collective, Pending, Rendezvous
 
-_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+log = logging.getLogger(__name__)
+_OURS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # else an error of ours ends the process
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # else it sets a flag that all groups share: the default one's monitor waits and aborts
+}
+"""What an NCCL group reads once, when it is made."""
 _ENVIRONMENT = threading.Lock()
+UNLIMITED = timedelta(days=365)
+"""Of a group's own watchdog: every wait here has a deadline of its own, and ends in `abort`."""
+_CLOSE_S = 5.0
 _POLL_S = 0.0005
 """NCCL completion is polled: its `wait` only orders streams, so a deadline needs a host-side check."""
 
@@ -56,15 +65,16 @@ class RendezvousStore:
 def _quiet_errors() -> Iterator[None]:
     """NCCL groups that are made inside leave errors to us. One at a time: the environment belongs to all threads."""
     with _ENVIRONMENT:
-        before = os.environ.get(_ERROR_HANDLING)
-        os.environ[_ERROR_HANDLING] = "0"  # read by the constructor
+        before = {name: os.environ.get(name) for name in _OURS}
+        os.environ.update(_OURS)
         try:
             yield
         finally:
-            if before is None:
-                del os.environ[_ERROR_HANDLING]
-            else:
-                os.environ[_ERROR_HANDLING] = before
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
 
 
 class ProcessGroupTransport(Collective):
@@ -104,7 +114,7 @@ class ProcessGroupTransport(Collective):
 
     def _open_nccl(self, store: Store, limit: timedelta) -> Any:
         """The constructor does not wait for anybody, so a counter in the store does."""
-        group = nccl_group(store, self.rank, self.world_size, limit)
+        group = nccl_group(store, self.rank, self.world_size)
         if store.add("joined", 1) == self.world_size:
             store.set("all", "1")
         store.wait(["all"], limit)
@@ -125,7 +135,7 @@ class ProcessGroupTransport(Collective):
     def broadcast(self, root: int, data_N: torch.Tensor, *, timeout_s: float) -> None:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
-        options.timeout = timedelta(seconds=timeout_s)
+        options.timeout = UNLIMITED if self._nccl else timedelta(seconds=timeout_s)
         what = f"broadcast {len(data_N)} bytes of rank {root}"
         there_N = self._reachable(data_N)
         if there_N is not data_N and root == self.rank:
@@ -139,7 +149,7 @@ class ProcessGroupTransport(Collective):
         word = torch.tensor([value], device="cuda" if self._nccl else "cpu")
         options: Any = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX
-        options.timeout = timedelta(seconds=timeout_s)
+        options.timeout = UNLIMITED if self._nccl else timedelta(seconds=timeout_s)
         what = "compare a number with all ranks"
         self._start(lambda group: group.allreduce([word], options), what, word).wait(timeout_s=timeout_s)
         return int(word)
@@ -200,16 +210,20 @@ class ProcessGroupTransport(Collective):
         """Dropping the group and all works closes gloo's sockets: a peer that waits gets its error at once."""
         if not self._dead:
             self._dead = True
-            if self._nccl:
-                self._group.abort()
-            self._drop()
+            try:
+                if self._nccl:
+                    self._group.abort()
+            except (RuntimeError, dist.DistError) as error:  # it is given up all the same
+                log.warning("%s: %s", self._name, error)
+            finally:
+                self._drop()
 
     def close(self) -> None:
-        if not self._dead:
-            self._dead = True
-            if self._nccl:
-                self._group.shutdown()
-            self._drop()
+        """Ends within five seconds: an NCCL group that does not shut down is aborted."""
+        if self._nccl and not self._dead and not _shut_down(self._group):
+            self.abort()
+        self._dead = True
+        self._drop()
 
     def _drop(self) -> None:
         self._group = None
@@ -242,10 +256,25 @@ class _Operation:
             self._lands_in.copy_(self._data_N)
 
 
-def nccl_group(store: Store, rank: int, world_size: int, limit: timedelta) -> Any:
-    """A raw NCCL group whose remote errors do not end this process, as torch's default would have it."""
+def _shut_down(group: Any) -> bool:
+    """Did it, in time and without an error?"""
+    done = threading.Event()
+
+    def shutdown() -> None:
+        with suppress(RuntimeError, dist.DistError):
+            group.shutdown()
+            done.set()
+
+    thread = threading.Thread(target=shutdown, name="r3channel-shutdown", daemon=True)
+    thread.start()
+    thread.join(_CLOSE_S)
+    return done.is_set()
+
+
+def nccl_group(store: Store, rank: int, world_size: int) -> Any:
+    """A raw NCCL group whose errors do not end this process, as torch's default would have it."""
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = limit
+    options._timeout = UNLIMITED
     with _quiet_errors():
         return dist.ProcessGroupNCCL(store, rank, world_size, options)
 

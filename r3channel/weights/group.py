@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from r3channel.errors import ConfigError, DeadlineExceeded, TransportError, UsageError
-from r3channel.transport.process_group import nccl_group, wait_nccl
+from r3channel.transport.process_group import UNLIMITED, nccl_group, wait_nccl
 
 T = TypeVar("T")
 
@@ -206,26 +206,25 @@ def _serve(listener: socket.socket, host: str, port: int, world_size: int, *, ti
 
 
 def _raw_group(backend: str, store: Store, host: str, world_size: int, *, timeout_s: float) -> Any:
-    timeout = timedelta(seconds=timeout_s)
     if backend == "nccl":
-        return nccl_group(store, 0, world_size, timeout)
+        return nccl_group(store, 0, world_size)
     options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
-    options._timeout = timeout
+    options._timeout = timedelta(seconds=timeout_s)
     options._threads = 1
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
     return dist.ProcessGroupGloo(store, 0, world_size, options)
 
 
-def _options(timeout_s: float) -> dist.BroadcastOptions:
+def _options(raw: _Raw, timeout_s: float) -> dist.BroadcastOptions:
     options = dist.BroadcastOptions()
     options.rootRank = 0
     options.rootTensor = 0
-    options.timeout = timedelta(seconds=timeout_s)
+    options.timeout = UNLIMITED if raw.polled else timedelta(seconds=timeout_s)
     return options
 
 
 def _broadcast_each(raw: _Raw, tensors: Sequence[torch.Tensor], *, timeout_s: float) -> None:
-    limit, options = time.monotonic() + timeout_s, _options(timeout_s)
+    limit, options = time.monotonic() + timeout_s, _options(raw, timeout_s)
     for work in [raw.group.broadcast([tensor], options) for tensor in tensors]:
         if raw.polled:
             wait_nccl(work, limit)
@@ -237,9 +236,9 @@ def _broadcast(raw: _Raw, payload: torch.Tensor, *, timeout_s: float) -> None:
     """gloo keeps the deadline that it was given; of NCCL the host must find out itself that the bytes have left."""
     limit = time.monotonic() + timeout_s
     if raw.polled:
-        wait_nccl(raw.group.broadcast([payload], _options(timeout_s)), limit)
+        wait_nccl(raw.group.broadcast([payload], _options(raw, timeout_s)), limit)
     else:
-        raw.group.broadcast([payload], _options(timeout_s)).wait()
+        raw.group.broadcast([payload], _options(raw, timeout_s)).wait()
 
 
 def _outlive(sending: Future[None] | None, kept: tuple[Any, ...]) -> None:

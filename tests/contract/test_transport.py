@@ -16,9 +16,10 @@ import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from r3channel.errors import ConfigError, DeadlineExceeded, TransportError, Usag
 from r3channel.transport import shared_memory
 from r3channel.transport.base import Rendezvous, Transport
 from r3channel.transport.joining import join
-from r3channel.transport.process_group import ProcessGroupTransport, RendezvousStore
+from r3channel.transport.process_group import UNLIMITED, ProcessGroupTransport, RendezvousStore
 from r3channel.weights.agreement import agree_on_plan, agree_on_smallest
 
 BACKENDS = ("tcp", "loopback", "gloo", "shm", pytest.param("nixl", marks=pytest.mark.full))
@@ -410,40 +411,104 @@ def test_the_rendezvous_store_listens_on_loopback_only() -> None:
     assert hosts == {socket.inet_aton("127.0.0.1")[::-1].hex().upper()}
 
 
-def test_nccl_groups_that_form_at_once_all_leave_their_errors_to_us(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A relay joins one group per DP rank, each on its own thread; torch reads how from the process's environment."""
-    name, seen = "TORCH_NCCL_ASYNC_ERROR_HANDLING", []
+class NcclGroup:
+    """As torch 2.13's `ProcessGroupNCCL`, as far as its failures reach others: settings are read from the environment when one
+    is made, an operation beyond the group's timeout is an error for its watchdog, and a watchdog that may dump sets a flag that
+    the monitor of the default group looks at, and then aborts the process."""
 
-    class Group:
-        Options = types.SimpleNamespace
+    Options = types.SimpleNamespace
+    monitors_abort = False
+    made: ClassVar[list[NcclGroup]] = []
+    shuts_down = True
 
-        def __init__(self, *_: object) -> None:
-            time.sleep(0.05)
-            seen.append(os.environ.get(name))
+    def __init__(self, _store: object, _rank: int, _size: int, options: Any) -> None:
+        time.sleep(0.05)
+        self.ends_process = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3") != "0"
+        self.dumps = os.environ.get("TORCH_NCCL_DUMP_ON_TIMEOUT", "1") != "0"
+        self.timeout, self.aborted, self.ended = options._timeout, 0, threading.Event()
+        NcclGroup.made.append(self)
 
-        def shutdown(self) -> None: ...
+    def broadcast(self, _tensors: list[torch.Tensor], options: Any) -> Any:
+        """Its peer is gone: the operation never ends."""
+        if min(self.timeout, options.timeout).total_seconds() < 3600:
+            self.watchdog_finds_an_error()
+        return types.SimpleNamespace(is_completed=lambda: False, wait=lambda: None)
 
-    monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Group, raising=False)
+    def watchdog_finds_an_error(self) -> None:
+        assert not self.ends_process
+        NcclGroup.monitors_abort |= self.dumps
+
+    def abort(self) -> None:
+        self.aborted += 1
+        self.ended.set()
+        raise RuntimeError("ncclCommAbort failed")
+
+    def shutdown(self) -> None:
+        assert self.shuts_down or self.ended.wait(TIMEOUT_S)
+
+
+@pytest.fixture
+def nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Any]]:
+    """Makes a group of one rank on the stand-in."""
+    for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", NcclGroup, raising=False)
+    monkeypatch.setattr(ProcessGroupTransport, "_reachable", lambda _, data_N: data_N)
+    monkeypatch.setattr(NcclGroup, "monitors_abort", False)
+    monkeypatch.setattr(NcclGroup, "made", [])
     store = RendezvousStore("127.0.0.1")
+
+    def form(*, timeout_s: float = TIMEOUT_S) -> Any:
+        where = Rendezvous(
+            backend="nccl", name=f"{uuid.uuid4()}", epoch=1, rank=0, world_size=1, host=store.host, port=store.port
+        )  # fmt: skip
+        return join(where, timeout_s=timeout_s)
+
+    yield form
+    assert not {"TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT"} & set(os.environ)
+
+
+def test_nccl_groups_that_form_at_once_all_leave_their_errors_to_us(nccl: Callable[[], Any]) -> None:
+    """A relay joins one group per receiver, each on its own thread; torch reads how from the process's environment."""
 
     def form(number: int) -> None:
         time.sleep(0.02 * number)
-        where = Rendezvous(
-            backend="nccl",
-            name=f"{uuid.uuid4()}",
-            epoch=1,
-            rank=0,
-            world_size=1,
-            host=store.host,
-            port=store.port,
-        )
-        join(where, timeout_s=TIMEOUT_S).close()
+        nccl().close()
 
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(form, range(3)))
-    assert seen == ["0"] * 3
-    assert name not in os.environ
+    assert [(group.ends_process, group.dumps) for group in NcclGroup.made] == [(False, False)] * 3
+
+
+def test_an_error_of_our_nccl_group_leaves_the_default_groups_monitor_alone(nccl: Callable[[], Any]) -> None:
+    transport = nccl()
+    NcclGroup.made[0].watchdog_finds_an_error()
+    assert not NcclGroup.monitors_abort
+    default = NcclGroup(None, 0, 1, types.SimpleNamespace(_timeout=UNLIMITED))
+    assert default.dumps and default.ends_process, "what others make is as they want it"
+    transport.close()
+
+
+def test_what_was_left_of_a_join_is_not_the_limit_of_an_nccl_groups_operations(
+    nccl: Callable[..., Any],
+) -> None:
+    transport = nccl(timeout_s=0.5)
+    with pytest.raises(DeadlineExceeded, match=r"broadcast .* within 0\.2 s"):
+        transport.broadcast(0, torch.zeros(8, dtype=torch.uint8), timeout_s=0.2)
+    assert NcclGroup.made[0].timeout > timedelta(days=1) and NcclGroup.made[0].aborted == 1
+    with pytest.raises(TransportError, match="abandoned"):
+        transport.broadcast(0, torch.zeros(8, dtype=torch.uint8), timeout_s=0.2)
+
+
+def test_an_nccl_group_that_does_not_shut_down_is_aborted(
+    nccl: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(NcclGroup, "shuts_down", False)
+    monkeypatch.setattr("r3channel.transport.process_group._CLOSE_S", 0.2)
+    transport = nccl()
+    transport.close()
+    transport.close()
+    assert NcclGroup.made[0].aborted == 1
 
 
 def test_an_abort_beside_the_end_of_a_wait_is_no_other_error(monkeypatch: pytest.MonkeyPatch) -> None:
