@@ -19,14 +19,14 @@ from typing import Any
 from xxhash import xxh3_64_intdigest
 
 from r3channel.config import ChannelConfig
-from r3channel.errors import R3Error, TicketMismatch, TransportError
+from r3channel.errors import ConfigError, R3Error, TicketMismatch, TransportError
 from r3channel.metrics import Metrics, StageClock
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.shards import ShardKey
 from r3channel.relay.sealed import Outgoing
 from r3channel.relay.staging import DeviceStaging, HostStaging
 from r3channel.transport.base import Pending, Rendezvous, Transport
-from r3channel.transport.joining import join, open_store
+from r3channel.transport.joining import gpu_of, join, open_store
 from r3channel.transport.tcp import Link, Listener
 from r3channel.wire import delivery as wire
 
@@ -170,8 +170,10 @@ class _Served:
     def _answer(self, kind: int, body: bytes) -> None:
         try:
             if kind == wire.READY:
-                values = wire.unpack(kind, body, expected=wire.READY, names=("run", "step", "group"))
+                values = wire.unpack(kind, body, expected=wire.READY, names=("run", "step", "group", "gpu"))
                 out = self._delivery._outgoing(int(values["step"]), self.key, str(values["run"]))
+                if values["group"] and self._group is None:
+                    self._join_group(str(values["gpu"]))
                 self._send(out, int(values["step"]), group=bool(values["group"]))
             elif kind == wire.DAMAGED:
                 values = wire.unpack(kind, body, expected=wire.DAMAGED, names=("step",))
@@ -193,8 +195,6 @@ class _Served:
 
     def _send(self, out: Outgoing, step: int, *, group: bool) -> None:
         delivery, stream = self._delivery, out.stream
-        if group and self._group is None:
-            self._join_group()
         digests, found = len(out.digests), xxh3_64_intdigest(out.digests)
         self._say(wire.ROWS, nbytes=stream.nbytes, digests=digests, hash=found)
         with delivery._clock.span("send", step=step):
@@ -237,12 +237,18 @@ class _Served:
         if one is not None:
             one.wait(timeout_s=self._config.send_timeout_s)
 
-    def _join_group(self) -> None:
+    def _join_group(self, gpu: str) -> None:
         """A process group of this relay and this receiver alone: one that dies or hangs costs nobody else anything."""
         store, config = self._delivery._store, self._config
         if store is None:
             raise TicketMismatch(
                 f"a receiver asks for a process group; this relay's backend is {config.backend}"
+            )
+        if config.backend == "nccl" and gpu and gpu == gpu_of(config.device):
+            raise ConfigError(
+                f"receiver (dp, pp, cp) {self.key} uses GPU {gpu}, and so does this relay: NCCL refuses two ranks on one. Give the "
+                "relay a GPU of its own, or set backend='tcp', which colocated jobs use",
+                ranks=[self.key],
             )
         name = f"{self._delivery._run}/{'-'.join(map(str, self.key))}/life{self.life}"
         ours = Rendezvous(

@@ -22,7 +22,7 @@ from r3channel.plan.stream import Stream
 from r3channel.plan.ticket import Ticket
 from r3channel.routing import Ids
 from r3channel.transport.base import RELAY_RANK, Pending, Rendezvous, Transport
-from r3channel.transport.joining import join
+from r3channel.transport.joining import gpu_of, join
 from r3channel.transport.link import Link
 from r3channel.transport.listener import connect
 from r3channel.wire import delivery as wire
@@ -130,7 +130,8 @@ class Member:
             self.join(timeout_s=min(self._config.join_timeout_s, _left(deadline_s)))
         step, clock = ticket.step, self._clock
         with clock.span("wait_relay", step=step):
-            self._say(wire.READY, run=ticket.runs[self._relay], step=step, group=group)
+            gpu = gpu_of() if group and self._config.backend == "nccl" else ""
+            self._say(wire.READY, run=ticket.runs[self._relay], step=step, group=group, gpu=gpu)
             announced = self._hear(wire.ROWS, deadline_s, names=("nbytes", "digests", "hash"), step=step)
         expected = _table_bytes(stream)
         if (announced["nbytes"], announced["digests"]) != (stream.nbytes, expected):

@@ -18,6 +18,14 @@ def open_store(interface: str) -> RendezvousStore:
     return RendezvousStore(interface)
 
 
+def gpu_of(device: int | None = None) -> str:
+    """The uuid of a CUDA device of this process, the current one unless said; empty without CUDA. Two ranks on one are refused by
+    NCCL, and numbers count differently in each process."""
+    import torch
+
+    return str(torch.cuda.get_device_properties(device).uuid) if torch.cuda.is_available() else ""
+
+
 def join(rendezvous: Rendezvous, *, timeout_s: float) -> Transport:
     """Join a group; returns when all ranks of the epoch have joined, or raises `DeadlineExceeded`."""
     match rendezvous.backend:

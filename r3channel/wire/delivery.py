@@ -1,7 +1,8 @@
 """What relay and receiver say to each other on the connection that carries the rows. Plain values in JSON; no I/O here.
 
     receiver                      relay
-    READY  {run, step, group}  ->                    group: rows are to come over the process group of this connection
+    READY  {run, step, group, gpu}  ->               group: rows are to come over the process group of this connection; gpu: the
+                                                     receiver's own, where that is NCCL's
                                <- GROUP {...}        where to join it; once per connection
                                <- ROWS  {nbytes, digests, hash}    then the rows, then the digests (see below)
     DAMAGED {step}             ->                    rows that do not have their digests

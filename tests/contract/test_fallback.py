@@ -15,6 +15,7 @@ import torch
 from r3channel import errors
 from r3channel.relay.delivery import _Served
 from r3channel.relay.relay import Relay
+from r3channel.relay.staging import HostStaging
 from r3channel.trainer.receiver import Receiver
 from r3channel.transport.base import Pending
 from r3channel.transport.link import Link
@@ -191,3 +192,16 @@ def test_a_receiver_that_wants_a_group_of_a_relay_without_one_is_refused(make_re
 def test_a_relay_without_the_device_that_it_is_to_use_is_refused_at_once(make_relay: MakeRelay) -> None:
     with pytest.raises(errors.ConfigError, match=r"device 99.*sees \d+ CUDA devices.*num_gpus"):
         make_relay("dp=1", device=99, backend="nccl")
+
+
+def test_a_receiver_on_the_relays_own_gpu_is_refused_by_name(
+    make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL itself would fail in the middle of the step, on both sides, without naming either."""
+    monkeypatch.setattr("r3channel.relay.delivery.DeviceStaging", lambda device: HostStaging())
+    monkeypatch.setattr("r3channel.relay.delivery.gpu_of", lambda device: f"GPU-{device}")
+    monkeypatch.setattr("r3channel.trainer.member.gpu_of", lambda: "GPU-3")
+    relay = make_relay("dp=1", backend="nccl", device=3)
+    with pytest.raises(errors.ConfigError, match=r"\(0, 0, 0\) uses GPU GPU-3.*backend='tcp'") as told:
+        receivers_of(relay)[0].receive(sealed(relay))
+    assert told.value.ranks == ((0, 0, 0),)
