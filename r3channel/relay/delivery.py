@@ -246,8 +246,8 @@ class _Served:
             )
         if config.backend == "nccl" and gpu and gpu == gpu_of(config.device):
             raise ConfigError(
-                f"receiver (dp, pp, cp) {self.key} uses GPU {gpu}, and so does this relay: NCCL refuses two ranks on one. Give the "
-                "relay a GPU of its own, or set backend='tcp', which colocated jobs use",
+                f"receiver (dp, pp, cp) {self.key} uses GPU {gpu}, and so does this relay: NCCL refuses two ranks on one. Give "
+                "the relay a GPU of its own, or set backend='tcp', which colocated jobs use",
                 ranks=[self.key],
             )
         name = f"{self._delivery._run}/{'-'.join(map(str, self.key))}/life{self.life}"
