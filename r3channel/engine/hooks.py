@@ -65,6 +65,7 @@ _COMMON: tuple[Name, ...] = (
     Name(f"{_BASE}.TopkCaptureOutput.finalize"),
     Name(f"{_BASE}.BaseHostCache._log_allocation"),
     Name(f"{_SRT}.model_executor.forward_batch_info.ForwardMode.is_decode"),
+    Name(f"{_SRT}.model_executor.forward_batch_info.ForwardBatch._original_batch_size"),
     Name(f"{_SRT}.layers.moe.topk.TopK.__init__", ("top_k", "layer_id")),
     Name(f"{_CONTEXT}.get_parallel"),
     Name(f"{_CONTEXT}.get_server_args"),

@@ -60,6 +60,8 @@ _table = ""
 """Which table of `hooks.TABLES` this SGLang follows."""
 _GATHERED = frozenset({"deepep", "deepep_v2"})
 """All-to-all backends whose ids SGLang's capture gathers over the attention group; 0.5.15.post1 has not the second."""
+_runner: Any = None
+"""The model runner whose passes are captured."""
 _announced_version: str | None = None
 """The last version that a weight update named, where SGLang does not tell its scheduler of versions (0.5.15.post1)."""
 
@@ -222,6 +224,15 @@ class FrameCapturer(RoutedExpertsCapturer):
         output.finalize()
         return None
 
+    def _get_local_slice(
+        self, forward_batch: Any, can_run_graph: bool, cuda_graph_batch: int | None
+    ) -> torch.Tensor:
+        """As SGLang's, which takes the decode graph's size for a prefill graph's: with DP attention a rank's rows begin there."""
+        # Only a pass that no decode graph ran is padded by its batch, which notes its size first.
+        if can_run_graph and forward_batch._original_batch_size is not None:
+            cuda_graph_batch = _prefill_graph_size(max(forward_batch.global_num_tokens_cpu))
+        return super()._get_local_slice(forward_batch, can_run_graph, cuda_graph_batch)
+
     def get_topk(
         self, req_pool_idx: int, seqlen: int, req_to_token_pool: Any, start_len: int = 0
     ) -> torch.Tensor:
@@ -249,6 +260,12 @@ class FrameCapturer(RoutedExpertsCapturer):
         if text != self._version[0]:
             self._version = (text, _version_or_mark(text))
         return self._version[1]
+
+
+def _prefill_graph_size(tokens: int) -> int:
+    """Rows that each rank has in the graph that a prefill of so many is padded to."""
+    sizes: Any = _runner.prefill_cuda_graph_runner.capture_num_tokens
+    return min(size for size in sizes if size >= tokens)
 
 
 def _version_or_mark(text: str) -> int:
@@ -312,8 +329,10 @@ def engine_hello(spec: RoutingSpec, *, context: int) -> Hello:
 
 def refuse_engine(runner: Any) -> None:
     """BEFORE `ModelRunner.init_routed_experts_capturer`: end the start, with every reason, where rows would be wrong unseen."""
+    global _runner
     if runner.is_draft_worker:
         return
+    _runner = runner
     if not settings().capture:
         log.warning(
             "r3channel is on, but the engine was started without --enable-return-routed-experts: no routing"

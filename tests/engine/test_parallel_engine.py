@@ -1,0 +1,53 @@
+"""Engines of several ranks: whichever rank ran a token, and wherever its row lay, the reply has the routers' ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from r3channel.embedded.sglang import EngineOptions, EngineServer
+from r3channel.spec import RoutingSpec
+from r3channel.wire.frame import parse_frame
+from tests.conftest import READY_TIMEOUT_S
+from tests.engine.client import Reply, generate_together
+from tests.engine.reference import Expected, reference_ids
+
+pytestmark = [pytest.mark.engine, pytest.mark.full]
+
+SPEC = RoutingSpec(num_layers=4, moe_layers=(1, 2, 3), num_experts=128, top_k=8)
+TWO_CORES = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+DP_ATTENTION = ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention")
+
+
+@pytest.fixture(scope="module", params=["eager prefill", "prefill graph"])
+def dp_attention(model_dir: Path, request: pytest.FixtureRequest) -> Iterator[EngineServer]:
+    env = dict(TWO_CORES)
+    if request.param == "prefill graph":
+        env["SGLANG_EXTERNAL_MODEL_PACKAGE"] = "tests.engine.as_prefill_graph"
+    options = EngineOptions(model=model_dir, chunked_prefill_size=128, extra_args=DP_ATTENTION, env=env)
+    with EngineServer(options) as server:
+        server.wait_ready(READY_TIMEOUT_S)
+        yield server
+
+
+def answers(server: EngineServer, *, model: Path, folder: Path) -> Iterator[tuple[Reply, Expected]]:
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(4, 500, length).tolist() for length in (5, 40, 90, 200, 17, 33)]
+    replies = generate_together(server.url, prompts, new_tokens=20)
+    yield from zip(
+        replies, reference_ids(model, [reply.tokens for reply in replies], folder=folder), strict=True
+    )
+
+
+def test_ranks_of_dp_attention_return_their_own_rows(
+    dp_attention: EngineServer, model_dir: Path, tmp_path: Path
+) -> None:
+    ranks = set()
+    for reply, expected in answers(dp_attention, model=model_dir, folder=tmp_path):
+        frame = parse_frame(reply.raw, spec=SPEC)
+        assert expected.differing_rows(frame.routing(sample_id="s").expert_ids_TLK) == []
+        ranks.add(reply.meta["dp_rank"])
+    assert ranks == {0, 1}
