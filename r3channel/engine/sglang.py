@@ -12,12 +12,13 @@ from __future__ import annotations
 import dataclasses
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from sglang.srt import runtime_context
-from sglang.srt.layers.moe.topk import TopK
+from sglang.srt.layers.moe.hash_topk import HashTopK
+from sglang.srt.layers.moe.topk import TopK, TopKOutputFormat
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.state_capturer import base
 from sglang.srt.state_capturer.routed_experts import RoutedExpertsCapturer, get_global_experts_capturer
@@ -43,7 +44,7 @@ from r3channel.engine.hooks import (
     installed_version,
     matching_table,
 )
-from r3channel.engine.refusals import Settings, not_gathered, refusals, refuse
+from r3channel.engine.refusals import KERNEL_ROUTING, Router, refusals, refuse, refused_unread, unread
 from r3channel.errors import ConfigError, R3Error
 from r3channel.routing import RowKind
 from r3channel.spec import RoutingSpec
@@ -58,8 +59,6 @@ log = logging.getLogger(__name__)
 _config = EngineConfig()
 _table = ""
 """Which table of `hooks.TABLES` this SGLang follows."""
-_GATHERED = frozenset({"deepep", "deepep_v2"})
-"""All-to-all backends whose ids SGLang's capture gathers over the attention group; 0.5.15.post1 has not the second."""
 _runner: Any = None
 """The model runner whose passes are captured."""
 _announced_version: str | None = None
@@ -87,24 +86,21 @@ def _has_bags() -> bool:
     return hasattr(runtime_context, "get_serving")
 
 
-def settings() -> Settings:
+def settings() -> dict[str, Any]:
+    """What SGLang runs with, by the names of its arguments."""
+    args: Any = runtime_context.get_server_args()
+    values = args.resolved_dict() if _has_bags() else vars(args)
+    return {**values, "weight_version": weight_version()}
+
+
+def asked_for() -> dict[str, Any]:
+    """The settings that are not SGLang's defaults; none before 0.5.23, which writes over what was asked for."""
+    args: Any = runtime_context.get_server_args()
     if not _has_bags():
-        return Settings.from_server_args(
-            runtime_context.get_server_args(), gathered=_GATHERED - {"deepep_v2"}
-        )
-    memory, execution = runtime_context.get_memory(), runtime_context.get_exec()
-    return Settings(
-        capture=execution.features.enable_return_routed_experts,
-        speculative=runtime_context.get_spec().speculative_algorithm,
-        disaggregation=runtime_context.get_disagg().disaggregation_mode,
-        pp_size=runtime_context.get_parallel().pp_size,
-        external_cache=memory.enable_hierarchical_cache or memory.enable_lmcache,
-        mixed_chunk=runtime_context.get_schedule().enable_mixed_chunk,
-        two_batch_overlap=execution.overlap.enable_two_batch_overlap,
-        pdmux=runtime_context.get_disagg().enable_pdmux,
-        a2a=not_gathered(execution.moe.moe_a2a_backend, gathered=_GATHERED),
-        weight_version=weight_version(),
-    )
+        return {}
+    plain, values = type(args)(model_path=args.model_path), settings()
+    changed = [name for name in args.__struct_fields__ if getattr(args, name) != getattr(plain, name)]
+    return {name: values[name] for name in changed}
 
 
 def weight_version() -> str:
@@ -321,6 +317,7 @@ def engine_hello(spec: RoutingSpec, *, context: int) -> Hello:
         delivery=_config.delivery,
         codec=_config.codec,
         allowed=tuple(sorted(_config.allowed)),
+        unread=tuple(unread(asked_for())),
         torch=torch_version(),
         nccl=nccl_version(),
         context=context,
@@ -333,11 +330,35 @@ def refuse_engine(runner: Any) -> None:
     if runner.is_draft_worker:
         return
     _runner = runner
-    if not settings().capture:
+    if not settings()["enable_return_routed_experts"]:
         log.warning(
             "r3channel is on, but the engine was started without --enable-return-routed-experts: no routing"
         )
         return
-    routers = (module.layer_id for module in runner.model.modules() if isinstance(module, TopK))
-    found = refusals(settings(), spec=engine_spec(runner.model_config), router_layers=routers)
-    refuse(found, allowed=_config.allowed)
+    if not _has_bags():
+        log.warning(
+            "r3channel: this SGLang does not tell which settings were asked for; it is refused for known ones only"
+        )
+    found = refusals(settings(), spec=engine_spec(runner.model_config), routers=_routers(runner.model))
+    refuse([*found, *refused_unread(unread(asked_for()))], allowed=_config.allowed)
+
+
+def _routers(model: Any) -> Iterator[Router]:
+    for module in model.modules():
+        if isinstance(module, HashTopK):
+            layer = -1 if module.layer_id is None else module.layer_id
+            yield Router(layer, "HashTopK, a table by token")
+        elif isinstance(module, TopK):
+            yield Router(module.layer_id, _unseen(module))
+
+
+def _unseen(router: Any) -> str:
+    """Why a router's choices never reach the capturer; empty where they do."""
+    config = router.topk_config
+    if not getattr(config, "allow_routed_experts_capture", True):
+        return "its capture is switched off"
+    if config.output_format is not None:
+        return "" if config.output_format is TopKOutputFormat.STANDARD else config.output_format.name
+    backend = "" if _has_bags() else settings()["moe_runner_backend"]
+    standard = backend == "flashinfer_mxfp4" and router.is_fp4_experts
+    return backend if backend in KERNEL_ROUTING and not standard else ""

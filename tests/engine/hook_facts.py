@@ -165,6 +165,36 @@ def stock_forward_end_without_overlap() -> dict[str, Any]:
     return _under_watch(lambda: capturer.on_forward_end(batch, False, None, no_copy_to_cpu=False))
 
 
+@case
+def routers_of_a_model() -> list[list[Any]]:
+    """What is found in a model whose routers have each kind of output."""
+    from types import SimpleNamespace
+
+    import torch
+    from sglang.srt.layers.moe import hash_topk, topk
+    from sglang.srt.layers.moe.utils import MoeRunnerBackend, RoutingMethodType
+
+    from r3channel.engine import sglang as room
+
+    shared = topk.SharedExpertsConfig()  # no model is served here that would say
+    topk.get_model = hash_topk.get_model = lambda: SimpleNamespace(shared_experts=shared)
+    backends = (
+        "triton",
+        "triton_kernel",
+        "flashinfer_trtllm",
+        "flashinfer_mxfp4",
+        "flashinfer_trtllm_routed",
+    )
+    routers: list[Any] = [topk.TopK(2, layer_id=layer) for layer in range(len(backends))]
+    for router, backend in zip(routers, backends, strict=True):
+        method = RoutingMethodType.Renormalize  # one that trtllm's kernel can do itself
+        router.bind_runner_backend(MoeRunnerBackend(backend), routing_method_type=method)
+    routers.append(topk.TopK(2, layer_id=5, output_format=topk.TopKOutputFormat.BYPASSED))
+    routers.append(topk.TopK(2, layer_id=6, allow_routed_experts_capture=False))
+    routers.append(hash_topk.HashTopK(2, 8, vocab_size=4, layer_id=7))
+    return [list(router) for router in room._routers(torch.nn.ModuleList(routers))]
+
+
 def answer(function: Callable[[], Any], pipe: Connection) -> None:
     pipe.send_bytes(json.dumps(function()).encode())
 

@@ -64,6 +64,19 @@ def test_plugin_on_replaces_the_capturer_where_the_model_runner_finds_it(facts: 
     }
 
 
+def test_a_router_whose_choices_never_reach_the_capturer_is_found(facts: dict[str, Any]) -> None:
+    assert facts["routers_of_a_model"] == [
+        [0, ""],
+        [1, "TRITON_KERNEL"],
+        [2, "BYPASSED"],
+        [3, "BYPASSED"],
+        [4, ""],
+        [5, "BYPASSED"],
+        [6, "its capture is switched off"],
+        [7, "HashTopK, a table by token"],
+    ]
+
+
 def test_the_forward_thread_makes_no_blocking_copy(facts: dict[str, Any]) -> None:
     ours = facts["our_forward_end"]
     assert (ours["blocking"], ours["error"]) == ([], "")

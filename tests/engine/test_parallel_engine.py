@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from r3channel.embedded.sglang import EngineOptions, EngineServer
+from r3channel.errors import EngineUnavailable
 from r3channel.spec import RoutingSpec
 from r3channel.wire.frame import parse_frame
 from tests.conftest import READY_TIMEOUT_S
@@ -51,3 +52,12 @@ def test_ranks_of_dp_attention_return_their_own_rows(
         assert expected.differing_rows(frame.routing(sample_id="s").expert_ids_TLK) == []
         ranks.add(reply.meta["dp_rank"])
     assert ranks == {0, 1}
+
+
+def test_context_parallel_prefill_is_refused_by_name(model_dir: Path) -> None:
+    arguments = ["--tp-size", "2", "--attn-cp-size", "2", "--enable-prefill-cp", "--cp-strategy", "zigzag"]
+    options = EngineOptions(model=model_dir, extra_args=arguments, env=TWO_CORES)
+    with EngineServer(options) as server, pytest.raises(EngineUnavailable) as refused:
+        server.wait_ready(READY_TIMEOUT_S)
+    assert "r3channel refuses this engine: --attn-cp-size 2: " in str(refused.value)
+    assert "--enable-prefill-cp: " in str(refused.value)
