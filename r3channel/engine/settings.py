@@ -87,8 +87,8 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "tp_size dp_size attn_dp_size enable_dp_attention",
         TESTED,
-        "2, together",
-        "DP attention, eager and as after a prefill graph: `test_parallel_engine`",
+        "2; the last two together",
+        "tensor parallel in-band and direct; DP attention, eager and as after a prefill graph: `test_parallel_engine`",
         _among(2, True, False),
     ),
     Setting("chunked_prefill_size", TESTED, "any", "prompts in several chunks: `test_engine_server`"),

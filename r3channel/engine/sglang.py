@@ -180,9 +180,10 @@ class FrameCapturer(RoutedExpertsCapturer):
         if hasattr(self.host_cache, "destroy"):  # not in 0.5.15.post1
             self.host_cache.destroy()
         self.spec = engine_spec(model_config)
-        self.host_cache = NarrowHostCache(num_tokens, spec=self.spec, device=device)
+        replies = _streams_replies()
+        self.host_cache = NarrowHostCache(num_tokens if replies else 1, spec=self.spec, device=device)
         hello = engine_hello(self.spec, context=getattr(model_config, "context_len", None) or 0)
-        self.outlet = Outlet(_config, hello) if _streams_replies() else None
+        self.outlet = Outlet(_config, hello) if replies else None
         self._selection = LayerSelection(self.spec, device=device)
         self._version = (weight_version(), parse_weight_version(weight_version()))
         self._draft: FrameDraft | None = None
@@ -199,7 +200,12 @@ class FrameCapturer(RoutedExpertsCapturer):
         cuda_graph_batch: int | None,
         no_copy_to_cpu: bool = False,
     ) -> StampedOutput | None:
-        """As SGLang's, without a copy in full width. The version is the current one: the pass was just launched with it."""
+        """As SGLang's, without a copy in full width. The version is the current one: the pass was just launched with it.
+
+        A rank that does not reply copies nothing.
+        """
+        if self.outlet is None:
+            return None
         # Ids that attention works with may be other ones than those of req_to_token (0.5.23); a padded batch is longer.
         slots_T = getattr(forward_batch, "out_cache_loc_virtual", None)
         if slots_T is None:

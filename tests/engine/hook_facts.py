@@ -151,9 +151,18 @@ def our_forward_end() -> dict[str, Any]:
         room.FrameCapturer,
         _selection=LayerSelection(spec, device="meta"),
         host_cache=SimpleNamespace(rows=None),
+        outlet="one that replies",
         _version=("0", 0),
     )
     room.weight_version = lambda: "0"
+    return _under_watch(lambda: capturer.on_forward_end(batch, False, None, no_copy_to_cpu=True))
+
+
+@case
+def forward_end_of_a_rank_that_does_not_reply() -> dict[str, Any]:
+    from r3channel.engine import sglang as room
+
+    capturer, batch = _device_batch(room.FrameCapturer, outlet=None)
     return _under_watch(lambda: capturer.on_forward_end(batch, False, None, no_copy_to_cpu=True))
 
 

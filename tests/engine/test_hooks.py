@@ -83,6 +83,10 @@ def test_the_forward_thread_makes_no_blocking_copy(facts: dict[str, Any]) -> Non
     assert {"clone", "_to_copy"} <= set(ours["seen"]), "the watch sees the work that is done"
 
 
+def test_a_rank_that_does_not_reply_copies_nothing(facts: dict[str, Any]) -> None:
+    assert facts["forward_end_of_a_rank_that_does_not_reply"]["seen"] == []
+
+
 def test_a_blocking_copy_would_be_noticed(facts: dict[str, Any]) -> None:
     stock = facts["stock_forward_end_without_overlap"]
     assert stock["blocking"] == ["_to_copy"]
