@@ -46,7 +46,7 @@ def _among(*values: Any) -> Callable[[Any], bool]:
 
 
 def _above(least: int) -> Callable[[Any], bool]:
-    return lambda value: value is not None and int(value) > least
+    return lambda value: isinstance(value, int) and value > least
 
 
 def _is_on(value: Any) -> bool:
@@ -83,13 +83,13 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("enable_piecewise_cuda_graph", REFUSED, "on (0.5.9)", "piecewise_graph", _is_on),
     Setting("enable_*_swa_bounded_replay", REFUSED, "on", "swa_replay", _is_on),
     # -- tested on the real SGLang, ids against a reference -------------------------------------------------------------
-    Setting("tp_size dp_size attn_dp_size", TESTED, "1", "`test_engine_server`", _among(None, 1)),
+    Setting("tp_size", TESTED, "1, 2", "in-band and direct: `test_parallel_engine`", _among(1, 2)),
     Setting(
-        "tp_size dp_size attn_dp_size enable_dp_attention",
+        "attn_dp_size enable_dp_attention",
         TESTED,
-        "2; the last two together",
-        "tensor parallel in-band and direct; DP attention, eager and as after a prefill graph: `test_parallel_engine`",
-        _among(2, True, False),
+        "1, 2; on",
+        "eager, and as after a prefill graph: `test_parallel_engine`",
+        _among(1, 2, True, False),
     ),
     Setting("chunked_prefill_size", TESTED, "any", "prompts in several chunks: `test_engine_server`"),
     Setting("disable_overlap_schedule", TESTED, "on, off", "with retraction: `test_engine_server`"),
@@ -99,7 +99,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("dtype", TESTED, "float32", "ids equal transformers', order included", _among("float32")),
     Setting("moe_a2a_backend", TESTED, "none", "every test of `tests/engine`", _among(None, "none")),
     # -- read ------------------------------------------------------------------------------------------------------------
-    Setting("tp_size dp_size attn_dp_size", READ, "above 2", "each rank captures all its rows; one of them replies"),
+    Setting("tp_size dp_size attn_dp_size", READ, "any other", "each rank captures all its rows; one of them replies"),
     Setting("ep_size moe_dense_tp_size", READ, "any", "ids are logical, and taken before they are dispatched"),
     Setting(
         "enable_eplb eplb_* ep_num_redundant_experts ep_dispatch_algorithm init_expert_location expert_distribution_*",

@@ -99,7 +99,10 @@ def asked_for() -> dict[str, Any]:
     if not _has_bags():
         return {}
     plain, values = type(args)(model_path=args.model_path), settings()
-    changed = [name for name in args.__struct_fields__ if getattr(args, name) != getattr(plain, name)]
+    names = (
+        name for name in args.__struct_fields__ if not name.startswith("_")
+    )  # those are notes of its parser
+    changed = [name for name in names if getattr(args, name) != getattr(plain, name)]
     return {name: values[name] for name in changed}
 
 
