@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from r3channel.distinct import items_of
+from r3channel.distinct import items_of, out_of_range
 from r3channel.errors import ConfigError, RoutingError
 from r3channel.routing import Ids, RowKind, spans_of
 from r3channel.spec import RoutingSpec
@@ -287,11 +287,10 @@ def captured_rows(expert_ids_TLK: Ids, *, spec: RoutingSpec) -> np.ndarray[Any, 
 def _looks_wrong(expert_ids_TLK: Ids, *, spec: RoutingSpec) -> bool:
     """Is an id out of range, or (with top-k above 1) a layer's ids all zero, or all the marker of 256 experts?
 
-    Asked in words of several ids: a zero word repeats expert 0. Two passes, 10 us for 1,000 rows of 48 layers x 8.
+    Asked in words of several ids, where a zero word repeats expert 0: 20 us for 1,000 rows of 48 layers x 8, where comparing
+    the first two ids of each takes 80.
     """
-    if int(expert_ids_TLK.max()) >= spec.num_experts:
-        return True
-    if spec.id_dtype != np.uint8 and int(expert_ids_TLK.min()) < 0:
+    if out_of_range(expert_ids_TLK, num_experts=spec.num_experts):
         return True
     if spec.top_k == 1:
         return False
