@@ -28,15 +28,25 @@ COSTLY_CODECS = frozenset({"set"})
 """Codecs that cost more than a scheduler's thread can pay per request (about 1 GB/s of int16: `r3channel bench wire`)."""
 
 REFUSALS = {
-    "speculative": "draft trees move KV slots without their ids",
-    "disaggregation": "nothing carries the prefill engine's rows to decode; join both replies with relay.splice.merge",
-    "pp": "each pipeline stage of the engine holds its own layers only",
-    "external_cache": "slots are reloaded without their ids",
+    "speculative": "rows of draft trees are moved without their ids",
+    "disaggregation": "nothing carries the prefill engine's rows to decode; join both engines' rows with "
+    "r3channel.relay.arrival.splice.merge and set R3CHANNEL_ALLOW=disaggregation",
+    "pp": "each stage of a pipeline-parallel engine holds its own layers only",
+    "external_cache": "slots are reloaded without their ids, so old rows would pass for new",
     "mixed_chunk": "decoded and prefilled rows cannot be told apart",
-    "two_batch_overlap": "the halves of a batch write their ids over each other",
-    "pdmux": "decode passes write their ids over those of a prefill under way",
-    "a2a": "ranks of an attention group route parts of the tokens, and nothing joins their ids",
-    "routers": "the engine's routers are not where the checkpoint's configuration says",
+    "two_batch_overlap": "each half of a batch writes its ids from the buffer's first row on, so the second half's rows pass "
+    "for the first's",
+    "pdmux": "decode passes run between the layers of a prefill and write their ids over the prefill's first rows",
+    "a2a": "each rank of an attention group routes a part of the tokens, and this SGLang's capture does not gather them, so rows "
+    "of other tokens would pass for the rest",
+    "prefill_cp": "each rank routes its share of a prompt, in an order of its own, and its rows are read as the prompt's first",
+    "piecewise_graph": "SGLang 0.5.9 looks for a prefill graph's rows where a decode graph's would lie, which with DP attention "
+    "are those of another rank",
+    "swa_replay": "not every layer computes every row of a prompt, so rows of an earlier pass would pass for them",
+    "kernel_routing": "the router's choices stay inside a kernel, or it never reports them, so its rows would be all zero",
+    "routers": "the engine's routers are not where the checkpoint's configuration says; SGLang's class for this model may ignore "
+    "dense layers",
+    "unread": "these settings were neither tested nor read, so what they do to rows is not known",
 }
 """Words of R3CHANNEL_ALLOW: what an engine is refused for at start, and why its rows may be wrong."""
 

@@ -54,6 +54,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         help="keys dp, tp, pp, cp, vpp, ep, packing (padded or thd), pad_policy (spread or native), ...",
     )
     parser.add_argument("--engines", type=int, default=1, help="SGLang servers")
+    parser.add_argument("--engine-tp", type=int, default=1, help="ranks of each server that share a request")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--samples", type=int, default=16, help="per step, in groups of 4")
     parser.add_argument("--micro-batch-size", type=int, default=4)
@@ -85,7 +86,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         args.weights_manifest = os.path.abspath(
             args.weights_manifest
         )  # a trainer in another folder writes it
-    for name in ("steps", "engines", "samples", "micro_batch_size"):
+    for name in ("steps", "engines", "engine_tp", "samples", "micro_batch_size"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}, expected at least 1")
     # Said here, and not by an actor when engines and Ray are up.
@@ -289,7 +290,7 @@ def start_cluster(args: argparse.Namespace, folder: Path, parts: Parts) -> Itera
 def _engine_options(args: argparse.Namespace, model: Path) -> Any:
     from r3channel.embedded.sglang import EngineOptions
 
-    return EngineOptions(model=model, r3channel=args.use_r3_channel, random_seed=args.seed)
+    return EngineOptions(model=model, r3channel=args.use_r3_channel, random_seed=args.seed, tp=args.engine_tp)
 
 
 @contextlib.contextmanager

@@ -99,6 +99,7 @@ class Trainer:
                 model=self.args.model,
                 bucket_bytes=self.args.weight_bucket_bytes,
                 manifest=self.args.weights_manifest,
+                verify=self.args.engine_tp == 1,
             )
 
     def begin(self) -> None:

@@ -34,16 +34,25 @@ class Pushed:
 
 
 class Publisher:
-    """What the first trainer rank holds. Every push is verified by the engines' own checksums before it is committed."""
+    """What the first trainer rank holds. A push is verified by the engines' own checksums before it is committed."""
 
-    def __init__(self, urls: list[str], *, model: str, bucket_bytes: int, manifest: str | None) -> None:
-        """`model`: the checkpoint that the engines were started from. `manifest`: file that tells what was committed."""
+    def __init__(
+        self, urls: list[str], *, model: str, bucket_bytes: int, manifest: str | None, verify: bool
+    ) -> None:
+        """`model`: the checkpoint that the engines were started from. `manifest`: file that tells what was committed.
+
+        `verify`: not where ranks share a tensor, since each has the checksum of its part only.
+        """
         self._manifest = manifest
         engines = [EngineClient(url) for url in urls]
         for engine in engines:
             engine.learn_versions(timeout_s=WEIGHT_TIMEOUT_S)  # they are compared with ours when it joins
         self._sync = WeightSync(
-            engines, bucket_bytes=bucket_bytes, verify=True, keep_copy=True, expected=checkpoint_shapes(model)
+            engines,
+            bucket_bytes=bucket_bytes,
+            verify=verify,
+            keep_copy=True,
+            expected=checkpoint_shapes(model),
         )
         self._sync.connect(timeout_s=WEIGHT_TIMEOUT_S)
 

@@ -83,6 +83,8 @@ class EngineOptions:
     max_total_tokens: int = 16384
     max_running_requests: int = 32
     chunked_prefill_size: int = 1024
+    tp: int = 1
+    """Ranks that share each request, each on a core of its own while there are as many."""
     random_seed: int = 0
     weight_version: str = "0"
     overlap: bool = True
@@ -101,16 +103,25 @@ class EngineOptions:
         arguments += ["--max-running-requests", str(self.max_running_requests)]
         arguments += ["--chunked-prefill-size", str(self.chunked_prefill_size)]
         arguments += ["--random-seed", str(self.random_seed), "--weight-version", self.weight_version]
+        arguments += ["--tp-size", str(self.tp)] if self.tp > 1 else []
         arguments += ["--enable-return-routed-experts"] if self.capture else []
         arguments += [] if self.overlap else ["--disable-overlap-schedule"]
         return [*arguments, *self.extra_args]
 
     def environment(self) -> dict[str, str]:
         env = environment(r3channel=self.r3channel, codec=self.codec)
+        if self.tp > 1:
+            env["SGLANG_CPU_OMP_THREADS_BIND"] = _cores_of_ranks(self.tp)
         env.update(self.env)
         env["R3CHANNEL_PARENT_PID"] = str(os.getpid())
         env["PYTHONSAFEPATH"] = "1"  # a file in the working directory must not shadow a package
         return env
+
+
+def _cores_of_ranks(ranks: int) -> str:
+    """SGLang binds CPU ranks to cores by NUMA nodes, of which a small machine has one, unless it is told."""
+    cores = sorted(os.sched_getaffinity(0))
+    return "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
 
 
 class EngineServer:
@@ -211,7 +222,8 @@ class EngineServer:
             return False
 
     def _retry_other_port(self) -> bool:
-        if self._starts >= _STARTS or "address already in use" not in self.log_tail().lower():
+        # With DP attention SGLang takes a row of ports beside the server's.
+        if self._starts >= _STARTS or "already in use" not in self.log_tail().lower():
             return False
         kill_family(self._running())
         self._spawn()

@@ -3,7 +3,8 @@
 Does nothing unless R3CHANNEL_EMBEDDED=1. Names relied on: `mem_cache.pool_host.common.ALLOC_MEMORY_FUNCS` (in 0.5.15.post1
 `state_capturer.base.BaseHostCache`, which allocates by itself there),
 `entrypoints.engine._set_envs_and_config` (which ends by choosing the start method of the server's processes),
-`entrypoints.http_server._freeze_gc_after_server_warmup`.
+`entrypoints.http_server._freeze_gc_after_server_warmup`,
+`layers.attention.torch_native_backend.TorchNativeAttnBackend`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 from typing import Any
 
 _ENTRYPOINTS = "sglang.srt.entrypoints"
+_NATIVE = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
 
 
 def register() -> None:
@@ -30,6 +32,7 @@ def register() -> None:
         HookRegistry.register(
             "sglang.srt.state_capturer.base.BaseHostCache.__init__", _plain_cache, HookType.REPLACE
         )
+    HookRegistry.register(f"{_NATIVE}.__init__", _can_be_padded, HookType.AFTER)
     HookRegistry.register(f"{_ENTRYPOINTS}.engine._set_envs_and_config", _fork_workers, HookType.AFTER)
     HookRegistry.register(
         f"{_ENTRYPOINTS}.http_server._freeze_gc_after_server_warmup", _nothing, HookType.REPLACE
@@ -49,6 +52,11 @@ def _plain_cache(cache: Any, num_tokens: int, num_layers: int, topk_size: int, n
 
     cache.buffer = torch.zeros((num_tokens, num_layers, topk_size), dtype=torch.int32)
     cache.num_tokens, cache.num_layers, cache.topk_size, cache.name = num_tokens, num_layers, topk_size, name
+
+
+def _can_be_padded(result: Any, backend: Any, *_: Any, **__: Any) -> None:
+    """DP attention pads batches and asks the backend, on a CPU, for a length that this one does not name."""
+    backend.get_cpu_graph_seq_len_fill_value = lambda: 1
 
 
 def _fork_workers(result: Any, *_: Any, **__: Any) -> None:

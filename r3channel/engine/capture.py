@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from r3channel.distinct import items_of, out_of_range
 from r3channel.errors import ConfigError, RoutingError
 from r3channel.routing import Ids, RowKind, spans_of
 from r3channel.spec import RoutingSpec
@@ -23,9 +24,6 @@ NO_VERSION = -1
 UNREADABLE_VERSION = -2
 """Stamped while the engine's version is not a number; a request with such rows gets an error frame."""
 _MISSING = int(RowKind.MISSING)
-_SMALL_ROWS = 64
-"""Requests up to this size, a probe among them, are searched for a layer that nobody wrote. Such a layer is missing in every
-row that its model makes, and the relay checks every id; this only gives the better reason."""
 
 
 def parse_weight_version(text: str) -> int:
@@ -63,6 +61,7 @@ class LayerSelection:
     def __init__(self, spec: RoutingSpec, *, device: str | torch.device) -> None:
         first, last = spec.moe_layers[0], spec.moe_layers[-1]
         self._dtype = torch_id_dtype(spec)
+        self._full_byte = spec.num_experts == 256
         self._range = slice(first, last + 1)
         self._picked = None
         if last + 1 - first != spec.num_moe_layers:
@@ -71,11 +70,15 @@ class LayerSelection:
     def narrow(self, expert_ids_TAK: torch.Tensor) -> torch.Tensor:
         """[T, L, K] in the id dtype, a new tensor on the same device, ordered on the current stream.
 
-        -1 becomes 255 in uint8; `captured_rows` recognises it.
+        -1 becomes 255 in uint8; `captured_rows` recognises it. Where 255 is an expert, all ids of its layer become 255.
         """
         if self._picked is None:
-            return expert_ids_TAK[:, self._range].to(self._dtype)
-        return expert_ids_TAK.index_select(1, self._picked).to(self._dtype)
+            ids_TLK = expert_ids_TAK[:, self._range]
+        else:
+            ids_TLK = expert_ids_TAK.index_select(1, self._picked)
+        if self._full_byte:
+            ids_TLK = ids_TLK.masked_fill((ids_TLK >> 8).any(-1, keepdim=True), -1)
+        return ids_TLK.to(self._dtype)
 
 
 # -- by KV slot ----------------------------------------------------------------------------------------------------------
@@ -282,13 +285,17 @@ def captured_rows(expert_ids_TLK: Ids, *, spec: RoutingSpec) -> np.ndarray[Any, 
 
 
 def _looks_wrong(expert_ids_TLK: Ids, *, spec: RoutingSpec) -> bool:
-    largest = int(expert_ids_TLK.max())
-    if largest >= spec.num_experts or (spec.id_dtype != np.uint8 and int(expert_ids_TLK.min()) < 0):
+    """Is an id out of range, or (with top-k above 1) a layer's ids all zero, or all the marker of 256 experts?
+
+    Asked in words of several ids, where a zero word repeats expert 0: 20 us for 1,000 rows of 48 layers x 8, where comparing
+    the first two ids of each takes 80.
+    """
+    if out_of_range(expert_ids_TLK, num_experts=spec.num_experts):
         return True
     if spec.top_k == 1:
         return False
-    if spec.num_experts == 256 and largest == 255:  # -1 and expert 255 are one byte: only its neighbours tell
+    words = items_of(expert_ids_TLK)
+    if words.itemsize == expert_ids_TLK.itemsize:  # top-k is odd
         return bool((expert_ids_TLK[:, :, 0] == expert_ids_TLK[:, :, 1]).any())
-    if len(expert_ids_TLK) > _SMALL_ROWS:
-        return False
-    return bool((expert_ids_TLK[:, :, 0] == expert_ids_TLK[:, :, 1]).any())
+    full = spec.num_experts == 256 and int(words.max()) == np.iinfo(words.dtype).max
+    return full or int(words.min()) == 0

@@ -1,123 +1,74 @@
-"""What an engine is refused for when it starts: settings under which its rows would be wrong without anybody noticing.
+"""What an engine is refused for when it starts: settings and routers with which its rows would be wrong without anybody noticing.
 
-Pure: the places that know an engine fill in `Settings`. R3CHANNEL_ALLOW overrides by word (`config.REFUSALS`); what cannot be
-represented at all has no word.
+Pure: the places that know an engine say what it was started with and what it has built. R3CHANNEL_ALLOW overrides by word
+(`config.REFUSALS`); what cannot be represented at all has no word.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from r3channel.config import REFUSALS
 from r3channel.engine.capture import check_representable, parse_weight_version
+from r3channel.engine.settings import flag, judged, refused
 from r3channel.errors import ConfigError
 from r3channel.spec import RoutingSpec
 
 log = logging.getLogger(__name__)
 
-
-class Settings(NamedTuple):
-    """The resolved values of an engine that decide whether its rows can be right."""
-
-    capture: bool
-    speculative: str | None
-    disaggregation: str
-    pp_size: int
-    external_cache: bool
-    mixed_chunk: bool
-    two_batch_overlap: bool
-    pdmux: bool
-    a2a: str
-    """The all-to-all backend whose scattered ids this SGLang's capture does not gather; empty where there is none."""
-    weight_version: str
-
-    @classmethod
-    def from_server_args(cls, args: Any, *, gathered: frozenset[str] = frozenset()) -> Settings:
-        """From the one object of settings that SGLang had until its bags (0.5.9, 0.5.15.post1).
-
-        `gathered`: the all-to-all backends whose ids its capture gathers; 0.5.9 knows none.
-        """
-        return cls(
-            capture=args.enable_return_routed_experts,
-            speculative=args.speculative_algorithm,
-            disaggregation=args.disaggregation_mode,
-            pp_size=args.pp_size,
-            external_cache=args.enable_hierarchical_cache or args.enable_lmcache,
-            mixed_chunk=args.enable_mixed_chunk,
-            two_batch_overlap=args.enable_two_batch_overlap,
-            pdmux=args.enable_pdmux,
-            a2a=not_gathered(args.moe_a2a_backend, gathered=gathered),
-            weight_version=args.weight_version,
-        )
-
-
-def not_gathered(backend: str | None, *, gathered: frozenset[str]) -> str:
-    """The all-to-all backend if it scatters tokens over an attention group and its ids are not gathered; else empty."""
-    return "" if backend in (None, "none") or backend in gathered else backend
-
+KERNEL_ROUTING = ("triton_kernel", "flashinfer_trtllm", "flashinfer_mxfp4", "experimental_sgl_trtllm")
+"""Values of moe_runner_backend with which a router of 0.5.9 and 0.5.15.post1 leaves the choice to a kernel."""
 
 Refusal = tuple[str, str]
 """(word of R3CHANNEL_ALLOW or '', reason)."""
 
 
+class Router(NamedTuple):
+    """One router of a built model."""
+
+    layer: int
+    unseen: str = ""
+    """Why its choices never reach the capturer; empty where they do."""
+
+
 def refusals(
-    settings: Settings, *, spec: RoutingSpec, router_layers: Iterable[int] = ()
+    values: Mapping[str, Any], *, spec: RoutingSpec, routers: Iterable[Router] | None = None
 ) -> Iterator[Refusal]:
-    """Every reason not to trust this engine. `router_layers`: where the built model has routers, if that is known."""
-    if settings.speculative not in (None, "NONE"):
-        yield (
-            "speculative",
-            f"speculative decoding ({settings.speculative}): rows of draft trees are moved without their ids",
-        )
-    if settings.disaggregation != "null":
-        yield (
-            "disaggregation",
-            f"disaggregation ({settings.disaggregation}): nothing carries the prefill engine's rows to decode; join both "
-            "engines' rows with r3channel.relay.arrival.splice.merge and set R3CHANNEL_ALLOW=disaggregation",
-        )
-    if settings.pp_size > 1:
-        yield (
-            "pp",
-            f"pipeline-parallel engine (pp_size {settings.pp_size}): each stage holds its own layers only",
-        )
-    if settings.external_cache:
-        yield (
-            "external_cache",
-            "hierarchical or external KV cache: slots are reloaded without their ids, so old rows would pass for new",
-        )
-    if settings.mixed_chunk:
-        yield "mixed_chunk", "--enable-mixed-chunk: decoded and prefilled rows cannot be told apart"
-    if settings.two_batch_overlap:
-        yield (
-            "two_batch_overlap",
-            "--enable-two-batch-overlap: each half of a batch captures its ids from the buffer's first row on, so the second "
-            "half's rows pass for the first's",
-        )
-    if settings.pdmux:
-        yield (
-            "pdmux",
-            "--enable-pdmux: decode passes run between the layers of a prefill and write their ids into the same buffer, over "
-            "the prefill's first rows",
-        )
-    if settings.a2a:
-        yield (
-            "a2a",
-            f"--moe-a2a-backend {settings.a2a}: each rank of an attention group routes a part of the tokens, and this SGLang's "
-            "capture does not gather them, so rows of other tokens would pass for the rest",
-        )
-    for check, value in ((check_representable, spec), (parse_weight_version, settings.weight_version)):
+    """Every reason not to trust an engine of these settings. `routers`: those of the built model, if that is known."""
+    yield from refused(values)
+    for check, value in ((check_representable, spec), (parse_weight_version, values["weight_version"])):
         try:
             check(value)  # type: ignore[arg-type]
         except ConfigError as error:
             yield "", str(error)
-    built = tuple(sorted(set(router_layers)))
-    if built and built != spec.moe_layers:
+    if routers is not None:
+        yield from _refused_routers(list(routers), spec=spec)
+
+
+def _refused_routers(routers: list[Router], *, spec: RoutingSpec) -> Iterator[Refusal]:
+    unseen = [f"layer {router.layer}: {router.unseen}" for router in routers if router.unseen]
+    if unseen:
+        yield "kernel_routing", f"{REFUSALS['kernel_routing']} ({', '.join(unseen)})"
+    built = sorted({router.layer for router in routers})
+    if tuple(built) != spec.moe_layers:
         yield (
             "routers",
-            f"the engine built routers in layers {list(built)}, the checkpoint's configuration says {list(spec.moe_layers)}; "
-            "SGLang's class for this model may ignore dense layers",
+            f"the engine built routers in layers {built}, the checkpoint's configuration says {list(spec.moe_layers)}: "
+            + REFUSALS["routers"],
         )
+
+
+def unread(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Of these settings those that were neither tested nor read."""
+    return {name: value for name, value in values.items() if judged(name, value) is None}
+
+
+def refused_unread(values: Mapping[str, Any]) -> Iterator[Refusal]:
+    if values:
+        names = " ".join(flag(name, value) for name, value in values.items())
+        yield "unread", f"{names}: {REFUSALS['unread']}"
 
 
 def refuse(found: Iterable[Refusal], *, allowed: frozenset[str]) -> None:
@@ -127,6 +78,6 @@ def refuse(found: Iterable[Refusal], *, allowed: frozenset[str]) -> None:
         if word in allowed:
             log.warning("r3channel: R3CHANNEL_ALLOW overrides the refusal of this engine: %s", text)
         else:
-            reasons.append(text)
+            reasons.append(f"{text} [{word}]" if word else text)
     if reasons:
         raise ConfigError("r3channel refuses this engine: " + "; ".join(reasons))

@@ -12,12 +12,13 @@ from __future__ import annotations
 import dataclasses
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from sglang.srt import runtime_context
-from sglang.srt.layers.moe.topk import TopK
+from sglang.srt.layers.moe.hash_topk import HashTopK
+from sglang.srt.layers.moe.topk import TopK, TopKOutputFormat
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.state_capturer import base
 from sglang.srt.state_capturer.routed_experts import RoutedExpertsCapturer, get_global_experts_capturer
@@ -43,7 +44,7 @@ from r3channel.engine.hooks import (
     installed_version,
     matching_table,
 )
-from r3channel.engine.refusals import Settings, not_gathered, refusals, refuse
+from r3channel.engine.refusals import KERNEL_ROUTING, Router, refusals, refuse, refused_unread, unread
 from r3channel.errors import ConfigError, R3Error
 from r3channel.routing import RowKind
 from r3channel.spec import RoutingSpec
@@ -58,8 +59,8 @@ log = logging.getLogger(__name__)
 _config = EngineConfig()
 _table = ""
 """Which table of `hooks.TABLES` this SGLang follows."""
-_GATHERED = frozenset({"deepep", "deepep_v2"})
-"""All-to-all backends whose ids SGLang's capture gathers over the attention group; 0.5.15.post1 has not the second."""
+_runner: Any = None
+"""The model runner whose passes are captured."""
 _announced_version: str | None = None
 """The last version that a weight update named, where SGLang does not tell its scheduler of versions (0.5.15.post1)."""
 
@@ -85,24 +86,24 @@ def _has_bags() -> bool:
     return hasattr(runtime_context, "get_serving")
 
 
-def settings() -> Settings:
+def settings() -> dict[str, Any]:
+    """What SGLang runs with, by the names of its arguments."""
+    args: Any = runtime_context.get_server_args()
+    values = args.resolved_dict() if _has_bags() else vars(args)
+    return {**values, "weight_version": weight_version()}
+
+
+def asked_for() -> dict[str, Any]:
+    """The settings that are not SGLang's defaults; none before 0.5.23, which writes over what was asked for."""
+    args: Any = runtime_context.get_server_args()
     if not _has_bags():
-        return Settings.from_server_args(
-            runtime_context.get_server_args(), gathered=_GATHERED - {"deepep_v2"}
-        )
-    memory, execution = runtime_context.get_memory(), runtime_context.get_exec()
-    return Settings(
-        capture=execution.features.enable_return_routed_experts,
-        speculative=runtime_context.get_spec().speculative_algorithm,
-        disaggregation=runtime_context.get_disagg().disaggregation_mode,
-        pp_size=runtime_context.get_parallel().pp_size,
-        external_cache=memory.enable_hierarchical_cache or memory.enable_lmcache,
-        mixed_chunk=runtime_context.get_schedule().enable_mixed_chunk,
-        two_batch_overlap=execution.overlap.enable_two_batch_overlap,
-        pdmux=runtime_context.get_disagg().enable_pdmux,
-        a2a=not_gathered(execution.moe.moe_a2a_backend, gathered=_GATHERED),
-        weight_version=weight_version(),
-    )
+        return {}
+    plain, values = type(args)(model_path=args.model_path), settings()
+    names = (
+        name for name in args.__struct_fields__ if not name.startswith("_")
+    )  # those are notes of its parser
+    changed = [name for name in names if getattr(args, name) != getattr(plain, name)]
+    return {name: values[name] for name in changed}
 
 
 def weight_version() -> str:
@@ -182,9 +183,10 @@ class FrameCapturer(RoutedExpertsCapturer):
         if hasattr(self.host_cache, "destroy"):  # not in 0.5.15.post1
             self.host_cache.destroy()
         self.spec = engine_spec(model_config)
-        self.host_cache = NarrowHostCache(num_tokens, spec=self.spec, device=device)
+        replies = _streams_replies()
+        self.host_cache = NarrowHostCache(num_tokens if replies else 1, spec=self.spec, device=device)
         hello = engine_hello(self.spec, context=getattr(model_config, "context_len", None) or 0)
-        self.outlet = Outlet(_config, hello) if _streams_replies() else None
+        self.outlet = Outlet(_config, hello) if replies else None
         self._selection = LayerSelection(self.spec, device=device)
         self._version = (weight_version(), parse_weight_version(weight_version()))
         self._draft: FrameDraft | None = None
@@ -201,7 +203,12 @@ class FrameCapturer(RoutedExpertsCapturer):
         cuda_graph_batch: int | None,
         no_copy_to_cpu: bool = False,
     ) -> StampedOutput | None:
-        """As SGLang's, without a copy in full width. The version is the current one: the pass was just launched with it."""
+        """As SGLang's, without a copy in full width. The version is the current one: the pass was just launched with it.
+
+        A rank that does not reply copies nothing.
+        """
+        if self.outlet is None:
+            return None
         # Ids that attention works with may be other ones than those of req_to_token (0.5.23); a padded batch is longer.
         slots_T = getattr(forward_batch, "out_cache_loc_virtual", None)
         if slots_T is None:
@@ -221,6 +228,15 @@ class FrameCapturer(RoutedExpertsCapturer):
         output.map_device_tensors(torch.Tensor.cpu)
         output.finalize()
         return None
+
+    def _get_local_slice(
+        self, forward_batch: Any, can_run_graph: bool, cuda_graph_batch: int | None
+    ) -> torch.Tensor:
+        """As SGLang's, which takes the decode graph's size for a prefill graph's: with DP attention a rank's rows begin there."""
+        # Only a pass that no decode graph ran is padded by its batch, which notes its size first.
+        if can_run_graph and forward_batch._original_batch_size is not None:
+            cuda_graph_batch = _prefill_graph_size(max(forward_batch.global_num_tokens_cpu))
+        return super()._get_local_slice(forward_batch, can_run_graph, cuda_graph_batch)
 
     def get_topk(
         self, req_pool_idx: int, seqlen: int, req_to_token_pool: Any, start_len: int = 0
@@ -249,6 +265,12 @@ class FrameCapturer(RoutedExpertsCapturer):
         if text != self._version[0]:
             self._version = (text, _version_or_mark(text))
         return self._version[1]
+
+
+def _prefill_graph_size(tokens: int) -> int:
+    """Rows that each rank has in the graph that a prefill of so many is padded to."""
+    sizes: Any = _runner.prefill_cuda_graph_runner.capture_num_tokens
+    return min(size for size in sizes if size >= tokens)
 
 
 def _version_or_mark(text: str) -> int:
@@ -304,6 +326,7 @@ def engine_hello(spec: RoutingSpec, *, context: int) -> Hello:
         delivery=_config.delivery,
         codec=_config.codec,
         allowed=tuple(sorted(_config.allowed)),
+        unread=tuple(unread(asked_for())),
         torch=torch_version(),
         nccl=nccl_version(),
         context=context,
@@ -312,13 +335,39 @@ def engine_hello(spec: RoutingSpec, *, context: int) -> Hello:
 
 def refuse_engine(runner: Any) -> None:
     """BEFORE `ModelRunner.init_routed_experts_capturer`: end the start, with every reason, where rows would be wrong unseen."""
+    global _runner
     if runner.is_draft_worker:
         return
-    if not settings().capture:
+    _runner = runner
+    if not settings()["enable_return_routed_experts"]:
         log.warning(
             "r3channel is on, but the engine was started without --enable-return-routed-experts: no routing"
         )
         return
-    routers = (module.layer_id for module in runner.model.modules() if isinstance(module, TopK))
-    found = refusals(settings(), spec=engine_spec(runner.model_config), router_layers=routers)
-    refuse(found, allowed=_config.allowed)
+    if not _has_bags():
+        log.warning(
+            "r3channel: this SGLang does not tell which settings were asked for; it is refused for known ones only"
+        )
+    found = refusals(settings(), spec=engine_spec(runner.model_config), routers=_routers(runner.model))
+    refuse([*found, *refused_unread(unread(asked_for()))], allowed=_config.allowed)
+
+
+def _routers(model: Any) -> Iterator[Router]:
+    for module in model.modules():
+        if isinstance(module, HashTopK):
+            layer = -1 if module.layer_id is None else module.layer_id
+            yield Router(layer, "HashTopK, a table by token")
+        elif isinstance(module, TopK):
+            yield Router(module.layer_id, _unseen(module))
+
+
+def _unseen(router: Any) -> str:
+    """Why a router's choices never reach the capturer; empty where they do."""
+    config = router.topk_config
+    if not getattr(config, "allow_routed_experts_capture", True):
+        return "its capture is switched off"
+    if config.output_format is not None:
+        return "" if config.output_format is TopKOutputFormat.STANDARD else config.output_format.name
+    backend = "" if _has_bags() else settings()["moe_runner_backend"]
+    standard = backend == "flashinfer_mxfp4" and router.is_fp4_experts
+    return backend if backend in KERNEL_ROUTING and not standard else ""

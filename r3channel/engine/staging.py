@@ -13,14 +13,14 @@ from __future__ import annotations
 import logging
 import secrets
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 import r3channel
-from r3channel.config import EngineConfig
+from r3channel.config import REFUSALS, EngineConfig
 from r3channel.engine.capture import (
     UNREADABLE_VERSION,
     LayerSelection,
@@ -30,7 +30,8 @@ from r3channel.engine.capture import (
 )
 from r3channel.engine.delivery import Outlet, report
 from r3channel.engine.hooks import installed_version
-from r3channel.engine.refusals import Settings, refusals, refuse
+from r3channel.engine.refusals import KERNEL_ROUTING, Refusal, refusals, refuse
+from r3channel.engine.settings import flag
 from r3channel.errors import ConfigError
 from r3channel.routing import RowKind
 from r3channel.spec import RoutingSpec
@@ -70,8 +71,8 @@ def create_capturer(
         return None
     check_codec(config.codec)  # an unknown one ends the start, not the first request
     spec = RoutingSpec.from_hf_config(model_config.hf_text_config)
-    settings = Settings.from_server_args(server_args)
-    refuse(refusals(settings, spec=spec), allowed=config.allowed)
+    values = vars(server_args)
+    refuse([*refusals(values, spec=spec), *_of_0_5_9(values)], allowed=config.allowed)
     rows = max(server_args.chunked_prefill_size * server_args.dp_size, max_running_requests)
     hello = Hello(
         engine=config.name or f"http://{server_args.host}:{server_args.port}",
@@ -98,6 +99,17 @@ def create_capturer(
         local_range=local_range,
         outlet=Outlet(config, hello) if streams_replies else None,
     )
+
+
+def _of_0_5_9(values: Mapping[str, Any]) -> Iterator[Refusal]:
+    """What only this release does: its capture gathers no ids, and its routers choose their output by the runner's name."""
+    if values["moe_a2a_backend"] in ("deepep", "deepep_v2"):
+        yield "a2a", f"{flag('moe_a2a_backend', values['moe_a2a_backend'])}: {REFUSALS['a2a']}"
+    if values["moe_runner_backend"] in KERNEL_ROUTING:
+        yield (
+            "kernel_routing",
+            f"{flag('moe_runner_backend', values['moe_runner_backend'])}: {REFUSALS['kernel_routing']}",
+        )
 
 
 @dataclass(frozen=True, slots=True)

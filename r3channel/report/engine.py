@@ -10,6 +10,7 @@ import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
+from r3channel.engine.settings import Verdict, flag, judgements
 from r3channel.errors import R3Error
 from r3channel.report.check import Check
 from r3channel.spec import RoutingSpec
@@ -21,6 +22,9 @@ _NOT_ON = (
     "install r3channel in the engine's environment and start it with R3CHANNEL_ENGINE=1 and --enable-return-routed-experts; "
     "its log names a hook that failed"
 )
+
+_UNSET = (None, False, "", "auto", "none", "null", [], {})
+"""Values with which a setting does nothing."""
 
 
 def ask_engine(url: str, *, timeout_s: float) -> Iterator[Check]:
@@ -48,6 +52,7 @@ def ask_engine(url: str, *, timeout_s: float) -> Iterator[Check]:
             return
         yield from _told(url, hello)
         yield _frame(hello, frame)
+        yield from _settings(url, hello, timeout_s=timeout_s)
     except R3Error as error:
         yield _failed(url, f"sends what cannot be read: {error}", "are both ends of one version?")
 
@@ -61,6 +66,28 @@ def _told(url: str, hello: Hello) -> Iterator[Check]:
     yield Check(name="delivery", ok=True, found=delivery)
     hooks = ", ".join(hook.rsplit(".", 2)[-1] for hook in hello.hooks)
     yield Check(name="hooks applied", ok=bool(hello.hooks), found=hooks or "none", remedy=_NOT_ON)
+
+
+def _settings(url: str, hello: Hello, *, timeout_s: float) -> Iterator[Check]:
+    """What is known of each setting that rows can depend on, of those that SGLang's /server_info shows."""
+    try:
+        values = _fetched(urllib.request.Request(url.rstrip("/") + "/server_info"), timeout_s=timeout_s)
+    except (OSError, ValueError, urllib.error.URLError) as error:
+        yield Check(
+            name="settings", ok=False, found=f"/server_info cannot be read: {error}", remedy="ask again"
+        )
+        return
+    for verdict in (Verdict.TESTED, Verdict.READ):
+        shown = [flag(name, value) for name, value, _ in judgements(values, verdict) if value not in _UNSET]
+        yield Check(name=f"settings {verdict}", ok=True, found=", ".join(shown) or "none")
+    refused = list(judgements(values, Verdict.REFUSED))
+    yield Check(
+        name="settings refused",
+        ok=all(setting.why in hello.allowed for _, _, setting in refused),
+        found=", ".join(flag(name, value) for name, value, _ in refused) or "none",
+        remedy="its rows may be wrong; its r3channel is older than this one, which would not start it",
+    )
+    yield Check(name="settings not read", ok=True, found=", ".join(hello.unread) or "none")
 
 
 def _frame(hello: Hello, data: bytes) -> Check:
@@ -81,5 +108,9 @@ def _failed(url: str, found: str, remedy: str) -> Check:
 def _probe(url: str, *, timeout_s: float) -> dict[str, Any]:
     body = json.dumps(probe_body()).encode()
     request = urllib.request.Request(url + "/generate", body, {"Content-Type": "application/json"})
+    return _fetched(request, timeout_s=timeout_s)
+
+
+def _fetched(request: urllib.request.Request, *, timeout_s: float) -> dict[str, Any]:
     with urlopen(request, timeout_s=timeout_s) as reply:
         return json.loads(reply.read())

@@ -20,7 +20,7 @@ HELLO_MAGIC = b"R3H\x01"
 PROBE_PREFIX = "r3channel-probe-"
 MAX_HELLO_BYTES = 16384
 _HEAD = struct.Struct("<4sI")
-_LATER = {"torch": "", "nccl": "", "context": 0}
+_LATER: dict[str, Any] = {"torch": "", "nccl": "", "context": 0, "unread": ()}
 """Fields that an older engine does not send."""
 _KINDS = (("engine", str), ("boot_id", int), ("spec_digest", int), ("spec", dict), ("context", int))
 
@@ -49,6 +49,8 @@ class Hello:
     codec: str
     allowed: tuple[str, ...] = ()
     """Refusals that its operator has overridden."""
+    unread: tuple[str, ...] = ()
+    """Settings of its own that were neither tested nor read."""
     torch: str = ""
     nccl: str = ""
     """For the handshake of the weights; empty where the engine's r3channel is older, or its torch has no NCCL."""
@@ -84,7 +86,7 @@ class Hello:
                     raise TypeError(f"{name} is a {type(found[name]).__name__}")
             if not (0 <= found["boot_id"] < 1 << 64 and 0 <= found["context"] < 1 << 32):
                 raise ValueError(f"boot_id is {found['boot_id']}, context {found['context']}")
-            for name in ("hooks", "allowed"):
+            for name in ("hooks", "allowed", "unread"):
                 found[name] = tuple(str(item) for item in found[name])
             for name in ("sglang", "r3channel", "delivery", "codec", "torch", "nccl"):
                 found[name] = str(found[name])

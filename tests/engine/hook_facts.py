@@ -151,9 +151,18 @@ def our_forward_end() -> dict[str, Any]:
         room.FrameCapturer,
         _selection=LayerSelection(spec, device="meta"),
         host_cache=SimpleNamespace(rows=None),
+        outlet="one that replies",
         _version=("0", 0),
     )
     room.weight_version = lambda: "0"
+    return _under_watch(lambda: capturer.on_forward_end(batch, False, None, no_copy_to_cpu=True))
+
+
+@case
+def forward_end_of_a_rank_that_does_not_reply() -> dict[str, Any]:
+    from r3channel.engine import sglang as room
+
+    capturer, batch = _device_batch(room.FrameCapturer, outlet=None)
     return _under_watch(lambda: capturer.on_forward_end(batch, False, None, no_copy_to_cpu=True))
 
 
@@ -163,6 +172,36 @@ def stock_forward_end_without_overlap() -> dict[str, Any]:
 
     capturer, batch = _device_batch(RoutedExpertsCapturer, host_cache=None)
     return _under_watch(lambda: capturer.on_forward_end(batch, False, None, no_copy_to_cpu=False))
+
+
+@case
+def routers_of_a_model() -> list[list[Any]]:
+    """What is found in a model whose routers have each kind of output."""
+    from types import SimpleNamespace
+
+    import torch
+    from sglang.srt.layers.moe import hash_topk, topk
+    from sglang.srt.layers.moe.utils import MoeRunnerBackend, RoutingMethodType
+
+    from r3channel.engine import sglang as room
+
+    shared = topk.SharedExpertsConfig()  # no model is served here that would say
+    topk.get_model = hash_topk.get_model = lambda: SimpleNamespace(shared_experts=shared)
+    backends = (
+        "triton",
+        "triton_kernel",
+        "flashinfer_trtllm",
+        "flashinfer_mxfp4",
+        "flashinfer_trtllm_routed",
+    )
+    routers: list[Any] = [topk.TopK(2, layer_id=layer) for layer in range(len(backends))]
+    for router, backend in zip(routers, backends, strict=True):
+        method = RoutingMethodType.Renormalize  # one that trtllm's kernel can do itself
+        router.bind_runner_backend(MoeRunnerBackend(backend), routing_method_type=method)
+    routers.append(topk.TopK(2, layer_id=5, output_format=topk.TopKOutputFormat.BYPASSED))
+    routers.append(topk.TopK(2, layer_id=6, allow_routed_experts_capture=False))
+    routers.append(hash_topk.HashTopK(2, 8, vocab_size=4, layer_id=7))
+    return [list(router) for router in room._routers(torch.nn.ModuleList(routers))]
 
 
 def answer(function: Callable[[], Any], pipe: Connection) -> None:

@@ -95,6 +95,44 @@ def test_a_layer_that_was_never_written_makes_the_row_invalid() -> None:
     ]
 
 
+@pytest.mark.parametrize("rows", [1, 65, 3000])
+@pytest.mark.parametrize("top_k", [2, 5, 6, 8])
+@pytest.mark.parametrize("experts", [128, 256, 384])
+def test_a_row_of_zeros_is_missing_however_long_the_request(experts: int, top_k: int, rows: int) -> None:
+    spec = RoutingSpec(num_layers=2, moe_layers=(0, 1), num_experts=experts, top_k=top_k)
+    buffer = device_buffer(spec, rows)
+    buffer[rows // 2, 1] = 0
+    frame = parse_frame(draft_of(spec, buffer).encode().tobytes(), spec=spec)
+    assert np.flatnonzero(~frame.valid_T).tolist() == [rows // 2]
+
+
+def test_a_row_of_zeros_with_one_expert_a_token_is_expert_zero() -> None:
+    spec = RoutingSpec(num_layers=1, moe_layers=(0,), num_experts=128, top_k=1)
+    buffer = torch.zeros((100, 1, 1), dtype=torch.int32)
+    assert parse_frame(draft_of(spec, buffer).encode().tobytes(), spec=spec).valid_T.all()
+
+
+@pytest.mark.parametrize("column", [0, 1, 4, 7])
+@pytest.mark.parametrize("foreign", [-1, 256, 511])
+@pytest.mark.parametrize("rows", [17, 300])
+def test_one_id_that_no_expert_has_makes_a_row_of_256_experts_missing(
+    rows: int, foreign: int, column: int
+) -> None:
+    spec = RoutingSpec(num_layers=3, moe_layers=(1, 2), num_experts=256, top_k=8)
+    buffer = device_buffer(spec, rows)
+    buffer[5, 2, column] = foreign
+    frame = parse_frame(draft_of(spec, buffer).encode().tobytes(), spec=spec)
+    assert np.flatnonzero(~frame.valid_T).tolist() == [5]
+
+
+def test_expert_255_of_256_is_an_expert() -> None:
+    spec = RoutingSpec(num_layers=1, moe_layers=(0,), num_experts=256, top_k=8)
+    buffer = torch.arange(248, 256, dtype=torch.int32).flip(0).expand(300, 1, 8)
+    frame = parse_frame(draft_of(spec, buffer).encode().tobytes(), spec=spec)
+    assert frame.valid_T.all()
+    assert np.array_equal(frame.routing(sample_id="s").expert_ids_TLK, buffer.numpy())
+
+
 def test_a_shape_where_padding_would_look_real_is_refused() -> None:
     with pytest.raises(ConfigError, match="top-1"):
         check_representable(RoutingSpec(num_layers=1, moe_layers=(0,), num_experts=256, top_k=1))

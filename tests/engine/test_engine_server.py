@@ -217,11 +217,16 @@ def test_retraction_without_overlap_changes_no_id(
 
 
 def test_an_engine_whose_rows_would_be_wrong_does_not_start(model_dir: Path) -> None:
-    options = EngineOptions(model=model_dir, weight_version="nightly", extra_args=["--enable-mixed-chunk"])
+    options = EngineOptions(
+        model=model_dir,
+        weight_version="nightly",
+        extra_args=["--enable-mixed-chunk", "--enable-streaming-session"],
+    )
     with EngineServer(options) as server, pytest.raises(EngineUnavailable) as refused:
         server.wait_ready(READY_TIMEOUT_S)
     assert "r3channel refuses this engine" in str(refused.value)
     assert "--enable-mixed-chunk" in str(refused.value)
+    assert "--enable-streaming-session: these settings were neither tested nor read" in str(refused.value)
     assert "weight version 'nightly'" in str(refused.value)
 
 

@@ -64,10 +64,27 @@ def test_plugin_on_replaces_the_capturer_where_the_model_runner_finds_it(facts: 
     }
 
 
+def test_a_router_whose_choices_never_reach_the_capturer_is_found(facts: dict[str, Any]) -> None:
+    assert facts["routers_of_a_model"] == [
+        [0, ""],
+        [1, "TRITON_KERNEL"],
+        [2, "BYPASSED"],
+        [3, "BYPASSED"],
+        [4, ""],
+        [5, "BYPASSED"],
+        [6, "its capture is switched off"],
+        [7, "HashTopK, a table by token"],
+    ]
+
+
 def test_the_forward_thread_makes_no_blocking_copy(facts: dict[str, Any]) -> None:
     ours = facts["our_forward_end"]
     assert (ours["blocking"], ours["error"]) == ([], "")
     assert {"clone", "_to_copy"} <= set(ours["seen"]), "the watch sees the work that is done"
+
+
+def test_a_rank_that_does_not_reply_copies_nothing(facts: dict[str, Any]) -> None:
+    assert facts["forward_end_of_a_rank_that_does_not_reply"]["seen"] == []
 
 
 def test_a_blocking_copy_would_be_noticed(facts: dict[str, Any]) -> None:

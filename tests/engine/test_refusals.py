@@ -2,94 +2,124 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from r3channel.config import REFUSALS
-from r3channel.engine.refusals import Settings, refusals, refuse
+from r3channel.engine import settings
+from r3channel.engine.refusals import Router, refusals, refuse, refused_unread, unread
+from r3channel.engine.settings import SETTINGS, Verdict, flag, judged
 from r3channel.errors import ConfigError
 from r3channel.spec import RoutingSpec
 
 SPEC = RoutingSpec(num_layers=4, moe_layers=(1, 2, 3), num_experts=128, top_k=8)
-GOOD = Settings(
-    capture=True,
-    speculative=None,
-    disaggregation="null",
-    pp_size=1,
-    external_cache=False,
-    mixed_chunk=False,
-    two_batch_overlap=False,
-    pdmux=False,
-    a2a="",
-    weight_version="0",
-)
-BAD = {
-    "speculative": GOOD._replace(speculative="EAGLE"),
-    "disaggregation": GOOD._replace(disaggregation="decode"),
-    "pp": GOOD._replace(pp_size=2),
-    "external_cache": GOOD._replace(external_cache=True),
-    "mixed_chunk": GOOD._replace(mixed_chunk=True),
-    "two_batch_overlap": GOOD._replace(two_batch_overlap=True),
-    "pdmux": GOOD._replace(pdmux=True),
-    "a2a": GOOD._replace(a2a="mooncake"),
+GOOD: dict[str, Any] = {
+    "enable_return_routed_experts": True,
+    "speculative_algorithm": None,
+    "disaggregation_mode": "null",
+    "pp_size": 1,
+    "attn_cp_size": 1,
+    "moe_a2a_backend": "none",
+    "weight_version": "0",
+    "tp_size": 8,
+    "host": "127.0.0.1",
 }
+BAD: list[tuple[str, dict[str, Any]]] = [
+    ("speculative", {"speculative_algorithm": "EAGLE"}),
+    ("disaggregation", {"disaggregation_mode": "decode"}),
+    ("pp", {"pp_size": 2}),
+    ("external_cache", {"enable_hierarchical_cache": True}),
+    ("external_cache", {"enable_lmcache": True}),
+    ("external_cache", {"enable_flexkv": True}),
+    ("mixed_chunk", {"enable_mixed_chunk": True}),
+    ("two_batch_overlap", {"enable_two_batch_overlap": True}),
+    ("pdmux", {"enable_pdmux": True}),
+    ("a2a", {"moe_a2a_backend": "mooncake"}),
+    ("prefill_cp", {"attn_cp_size": 2}),
+    ("prefill_cp", {"enable_prefill_cp": True}),
+    ("prefill_cp", {"enable_nsa_prefill_context_parallel": True}),
+    ("piecewise_graph", {"enable_piecewise_cuda_graph": True}),
+    ("swa_replay", {"enable_decoder_swa_bounded_replay": True}),
+]
+
+
+def routers(*layers: int) -> list[Router]:
+    return [Router(layer) for layer in layers]
 
 
 def test_an_ordinary_engine_is_not_refused() -> None:
-    assert list(refusals(GOOD, spec=SPEC, router_layers=(3, 1, 2))) == []
+    assert list(refusals(GOOD, spec=SPEC, routers=routers(3, 1, 2))) == []
 
 
-@pytest.mark.parametrize("word", BAD)
-def test_a_setting_that_makes_rows_wrong_is_refused_under_its_word(word: str) -> None:
-    assert [found for found, _ in refusals(BAD[word], spec=SPEC)] == [word]
+@pytest.mark.parametrize(("word", "change"), BAD, ids=lambda value: str(value))
+def test_a_setting_that_makes_rows_wrong_is_refused_under_its_word(word: str, change: dict[str, Any]) -> None:
+    ((found, reason),) = refusals(GOOD | change, spec=SPEC)
+    assert found == word
+    assert [flag(*item) for item in change.items()] == [reason.split(": ")[0]]
 
 
 def test_every_word_that_can_be_allowed_is_one_that_is_refused() -> None:
-    assert set(BAD) | {"routers"} == set(REFUSALS)
+    assert {word for word, _ in BAD} | {"routers", "kernel_routing", "unread"} == set(REFUSALS)
 
 
-def test_routers_in_other_layers_than_the_configuration_says_are_refused() -> None:
-    ((word, reason),) = refusals(GOOD, spec=SPEC, router_layers=(0, 1, 2, 3))
+@pytest.mark.parametrize("layers", [(0, 1, 2, 3), (1, 2), ()])
+def test_routers_in_other_layers_than_the_configuration_says_are_refused(layers: tuple[int, ...]) -> None:
+    ((word, reason),) = refusals(GOOD, spec=SPEC, routers=routers(*layers))
     assert word == "routers"
-    assert "layers [0, 1, 2, 3]" in reason
+    assert f"layers {list(layers)}" in reason
+
+
+def test_a_router_whose_choices_stay_in_a_kernel_is_refused_with_its_layer() -> None:
+    built = [Router(1), Router(2, "BYPASSED"), Router(3)]
+    ((word, reason),) = refusals(GOOD, spec=SPEC, routers=built)
+    assert word == "kernel_routing"
+    assert "layer 2: BYPASSED" in reason
+
+
+def test_what_was_neither_tested_nor_read_is_refused_by_name() -> None:
+    asked = {"enable_hisparse": True, "host": "::", "dllm_algorithm": "x", "dcp_size": 2}
+    ((word, reason),) = refused_unread(unread(asked))
+    assert word == "unread"
+    assert reason.startswith("--enable-hisparse --dllm-algorithm x --dcp-size 2: ")
+    assert list(refused_unread(unread({"host": "::"}))) == []
+
+
+def test_the_rooms_readme_has_the_table_that_engines_are_judged_by() -> None:
+    text = settings.README.read_text()
+    assert settings.readme(text) == text, "write it anew: python -m r3channel.engine.settings"
+
+
+def test_every_refusal_of_the_table_has_a_reason_and_comes_before_what_is_taken() -> None:
+    kinds = [setting.verdict is Verdict.REFUSED for setting in SETTINGS]
+    assert kinds == sorted(kinds, reverse=True)
+    assert {setting.why for setting in SETTINGS if setting.verdict is Verdict.REFUSED} <= set(REFUSALS)
+
+
+def test_a_value_is_judged_by_the_first_line_that_is_about_it() -> None:
+    seen = [judged("tp_size", size) for size in (1, 2, 8)]
+    assert [setting and setting.verdict for setting in seen] == [
+        Verdict.TESTED,
+        Verdict.TESTED,
+        Verdict.READ,
+    ]
 
 
 def test_all_reasons_are_given_at_once() -> None:
-    settings = GOOD._replace(pp_size=2, mixed_chunk=True, weight_version="nightly")
-    with pytest.raises(ConfigError, match=r"pp_size 2.*--enable-mixed-chunk.*weight version 'nightly'"):
-        refuse(refusals(settings, spec=SPEC), allowed=frozenset())
+    values = GOOD | {"pp_size": 2, "enable_mixed_chunk": True, "weight_version": "nightly"}
+    with pytest.raises(ConfigError, match=r"--enable-mixed-chunk.*--pp-size 2.*weight version 'nightly'"):
+        refuse(refusals(values, spec=SPEC), allowed=frozenset())
 
 
 def test_what_is_allowed_is_not_refused_and_the_rest_still_is() -> None:
-    settings = GOOD._replace(pp_size=2, mixed_chunk=True)
-    refuse(refusals(settings, spec=SPEC), allowed=frozenset({"pp", "mixed_chunk"}))
+    values = GOOD | {"pp_size": 2, "enable_mixed_chunk": True}
+    refuse(refusals(values, spec=SPEC), allowed=frozenset({"pp", "mixed_chunk"}))
     with pytest.raises(ConfigError, match="mixed-chunk") as refused:
-        refuse(refusals(settings, spec=SPEC), allowed=frozenset({"pp"}))
-    assert "pp_size" not in str(refused.value)
+        refuse(refusals(values, spec=SPEC), allowed=frozenset({"pp"}))
+    assert "--pp-size" not in str(refused.value)
 
 
 def test_what_cannot_be_represented_has_no_override() -> None:
     top1 = RoutingSpec(num_layers=1, moe_layers=(0,), num_experts=256, top_k=1)
     with pytest.raises(ConfigError, match="top-1"):
         refuse(refusals(GOOD, spec=top1), allowed=frozenset(REFUSALS))
-
-
-def test_settings_are_read_from_the_older_server_arguments() -> None:
-    args = SimpleNamespace(
-        enable_return_routed_experts=True, speculative_algorithm="NGRAM", disaggregation_mode="prefill", pp_size=4,
-        enable_hierarchical_cache=False, enable_lmcache=True, enable_mixed_chunk=False, weight_version="default",
-        enable_two_batch_overlap=True, enable_pdmux=True, moe_a2a_backend="deepep",
-    )  # fmt: skip
-    words = [word for word, _ in refusals(Settings.from_server_args(args), spec=SPEC)]
-    assert words == [
-        "speculative",
-        "disaggregation",
-        "pp",
-        "external_cache",
-        "two_batch_overlap",
-        "pdmux",
-        "a2a",
-    ]
-    gathered = Settings.from_server_args(args, gathered=frozenset({"deepep"}))
-    assert gathered.a2a == "" and Settings.from_server_args(args).a2a == "deepep"

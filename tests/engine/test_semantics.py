@@ -283,6 +283,10 @@ def test_the_doctor_shows_what_an_engine_says_about_itself(
     assert "direct, codec auto" in text
     assert "_maybe_collect_routed_experts" in text
     assert "3 MoE layers of 4, top-8 of 128; a frame of 2 rows" in text
+    found = {line[6:28].strip(): line[29:] for line in text.splitlines()}
+    assert "--device cpu" in found["settings tested"]
+    assert "--page-size 1" in found["settings by reading"]
+    assert (found["settings refused"], found["settings not read"]) == ("none", "none")
 
 
 def test_a_lost_frame_of_a_real_engine_is_named(direct: Direct, delivered: dict[str, Reply]) -> None:

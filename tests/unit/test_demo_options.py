@@ -14,6 +14,7 @@ from examples.async_grpo.train_async import parse
         (["--layout", "dp=2,tp=2,sp=0"], "leave sp on"),
         (["--steps", "0"], "--steps 0, expected at least 1"),
         (["--engines", "0"], "--engines 0, expected at least 1"),
+        (["--engine-tp", "0"], "--engine-tp 0, expected at least 1"),
         (["--micro-batch-size", "0"], "--micro-batch-size 0, expected at least 1"),
         (["--samples", "5"], "--samples 5, expected at least 8"),
         (["--use-r3-channel", "--r3-backend", "mpi"], "backend 'mpi', expected one of"),

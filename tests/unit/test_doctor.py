@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import os
 import socket
 import threading
@@ -9,12 +11,16 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from r3channel import cli
 from r3channel.config import ChannelConfig
 from r3channel.report import doctor
 from r3channel.report.doctor import Check
+from r3channel.spec import RoutingSpec
+from r3channel.wire.frame import encode_frame
+from r3channel.wire.hello import Hello
 
 
 def ask(imports: str, *, timeout_s: float = 30.0) -> Check:
@@ -172,3 +178,41 @@ def test_an_engine_is_asked_directly_whatever_proxy_the_environment_names(
         threading.Thread(target=server.handle_request, daemon=True).start()
         assert doctor.run(engines=[f"http://127.0.0.1:{server.server_port}"], timeout_s=5) == 1
     assert "answers without routing" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("allowed", "status"), [((), 1), (("pp", "unread"), 0)])
+def test_an_engines_settings_are_judged_and_refused_ones_are_a_fault_unless_allowed(
+    allowed: tuple[str, ...], status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = RoutingSpec(num_layers=1, moe_layers=(0,), num_experts=8, top_k=2)
+    hello = Hello(
+        engine="e", boot_id=1, spec_digest=spec.digest, spec=spec.to_dict(), sglang="0.5.23", r3channel="0",
+        hooks=("a",), delivery="inband", codec="auto", allowed=allowed, unread=("enable_hisparse",),
+    )  # fmt: skip
+    frame = encode_frame(spec, expert_ids_TLK=np.array([[[1, 2]], [[3, 4]]], np.uint8))
+    routing = base64.b64encode(hello.to_bytes() + frame).decode()
+    answers = {
+        "/generate": {"meta_info": {"routed_experts": routing}},
+        "/server_info": {"pp_size": 2, "tp_size": 2, "ep_size": 8, "host": "::", "enable_hisparse": True},
+    }
+
+    class Engine(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps(answers[self.path]).encode())
+
+        do_GET = do_POST
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Engine) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        assert doctor.run(engines=[f"http://127.0.0.1:{server.server_port}"], timeout_s=5) == status
+        server.shutdown()
+    found = {line[6:28].strip(): line[29:] for line in capsys.readouterr().out.splitlines()}
+    assert found["settings tested"] == "--tp-size 2"
+    assert found["settings by reading"] == "--ep-size 8"
+    assert found["settings refused"].startswith("--pp-size 2")
+    assert found["settings not read"] == "enable_hisparse"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from itertools import pairwise
 from typing import Any
 
@@ -13,6 +14,8 @@ import xxhash
 
 from r3channel import errors
 from r3channel.config import ChannelConfig
+from r3channel.engine.capture import FrameDraft
+from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.arrival.rows import MOST_ROWS, HeldRows
 from r3channel.relay.relay import Relay
@@ -62,6 +65,21 @@ def arrived(relay: Relay, *, serial: int) -> HeldRows:
     rows = relay.intake.entries.arrived([(11, serial)])[11, serial]
     assert isinstance(rows, HeldRows)
     return rows
+
+
+@pytest.mark.parametrize("rows", [3, 65, 300])
+def test_rows_that_no_router_wrote_are_missing_by_policy_at_any_length(rows: int) -> None:
+    """A router that never reports its choices leaves zeros: `native` counts every row as invalid, `error` refuses the sample."""
+    draft = FrameDraft(SPEC, stamps_T=np.zeros(rows, np.int16), makers=[(0, 1)], sample_key=sample_key("s"))
+    draft.ids_TLK[:] = 0
+    reply = reply_of(draft.encode().tobytes(), request_id="s")
+    with closing(opened(invalid_rows="native")) as native, closing(opened()) as strict:
+        native.add("s", reply, range(rows + 1))
+        ticket = native.seal(0, Assignment.round_robin(["s"], dp=1, microbatch_size=1))
+        native.abandon(0)
+        assert ticket.samples[0].invalid == ((0, rows),)
+        with pytest.raises(errors.RowsInvalid, match=f"{rows} of {rows} rows hold no routing"):
+            strict.add("s", reply, range(rows + 1))
 
 
 # -- where rows lie ------------------------------------------------------------------------------------------------------

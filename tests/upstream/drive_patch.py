@@ -75,7 +75,7 @@ def set_up(root: Path) -> Any:
     args = SimpleNamespace(
         enable_return_routed_experts=True, speculative_algorithm=None, disaggregation_mode="null", pp_size=1,
         enable_hierarchical_cache=False, enable_lmcache=False, enable_mixed_chunk=False, weight_version="default",
-        enable_two_batch_overlap=False, enable_pdmux=False, moe_a2a_backend="none",
+        enable_two_batch_overlap=False, enable_pdmux=False, moe_a2a_backend="none", moe_runner_backend="auto",
         chunked_prefill_size=16, dp_size=1, host="127.0.0.1", port=30000,
     )  # fmt: skip
     server_args: Any = importlib.import_module("sglang.srt.server_args")

@@ -1,0 +1,99 @@
+"""Engines of several ranks: whichever rank ran a token, and wherever its row lay, the reply has the routers' ids."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from r3channel.config import ChannelConfig
+from r3channel.embedded.sglang import EngineOptions, EngineServer
+from r3channel.errors import EngineUnavailable
+from r3channel.plan.layout import TrainerLayout
+from r3channel.relay.arrival.rows import HeldRows
+from r3channel.relay.relay import Relay
+from r3channel.spec import RoutingSpec
+from r3channel.wire.frame import parse_frame
+from tests.conftest import READY_TIMEOUT_S
+from tests.engine.client import Reply, generate_together
+from tests.engine.reference import Expected, reference_ids
+
+pytestmark = [pytest.mark.engine, pytest.mark.full]
+
+SPEC = RoutingSpec(num_layers=4, moe_layers=(1, 2, 3), num_experts=128, top_k=8)
+TWO_CORES = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+DP_ATTENTION = ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention")
+
+
+@pytest.fixture(scope="module", params=["eager prefill", "prefill graph"])
+def dp_attention(model_dir: Path, request: pytest.FixtureRequest) -> Iterator[EngineServer]:
+    env = dict(TWO_CORES)
+    if request.param == "prefill graph":
+        env["SGLANG_EXTERNAL_MODEL_PACKAGE"] = "tests.engine.as_prefill_graph"
+    options = EngineOptions(model=model_dir, chunked_prefill_size=128, extra_args=DP_ATTENTION, env=env)
+    with EngineServer(options) as server:
+        server.wait_ready(READY_TIMEOUT_S)
+        yield server
+
+
+def answers(server: EngineServer, *, model: Path, folder: Path) -> Iterator[tuple[Reply, Expected]]:
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(4, 500, length).tolist() for length in (5, 40, 90, 200, 17, 33)]
+    replies = generate_together(server.url, prompts, new_tokens=20)
+    yield from zip(
+        replies, reference_ids(model, [reply.tokens for reply in replies], folder=folder), strict=True
+    )
+
+
+def test_ranks_of_dp_attention_return_their_own_rows(
+    dp_attention: EngineServer, model_dir: Path, tmp_path: Path
+) -> None:
+    ranks = set()
+    for reply, expected in answers(dp_attention, model=model_dir, folder=tmp_path):
+        frame = parse_frame(reply.raw, spec=SPEC)
+        assert expected.differing_rows(frame.routing(sample_id="s").expert_ids_TLK) == []
+        ranks.add(reply.meta["dp_rank"])
+    assert ranks == {0, 1}
+
+
+@pytest.mark.parametrize("delivery", ["inband", "direct"])
+def test_of_two_tensor_parallel_ranks_one_sends_each_requests_frame_and_keeps_the_rows(
+    delivery: str, model_dir: Path, tmp_path: Path
+) -> None:
+    relay = Relay(SPEC, TrainerLayout(), ChannelConfig(frame_timeout_s=30.0))
+    env = {
+        "R3CHANNEL_DELIVERY": delivery,
+        "R3CHANNEL_RELAY_URL": relay.serve(token_file=tmp_path / "token"),
+        "R3CHANNEL_TOKEN_FILE": str(tmp_path / "token"),
+    }
+    options = EngineOptions(
+        model=model_dir, chunked_prefill_size=128, tp=2, env=env, extra_args=["--log-level", "info"]
+    )
+    with EngineServer(options, log_path=tmp_path / "log") as server:
+        server.wait_ready(READY_TIMEOUT_S)
+        wanted = dict(enumerate(answers(server, model=model_dir, folder=tmp_path)))
+    for number, (reply, _) in wanted.items():
+        relay.add(str(number), {"meta_info": reply.meta}, reply.tokens, engine=server.url)
+    relay.intake.await_frames([str(number) for number in wanted], timeout_s=30, step=0)
+    for number, (_, expected) in wanted.items():
+        ((_, turn),) = relay.intake.turns_of([str(number)])
+        assert isinstance(turn.rows, HeldRows)
+        assert expected.differing_rows(turn.rows.ids_TLK) == []
+    assert relay.status()["store"]["frames"] == len(wanted)
+    relay.close()
+    caches = re.findall(
+        r"HostCache\[r3channel\] allocated: shape=\((\d+), 3, 8\)", (tmp_path / "log").read_text()
+    )
+    assert sorted(map(int, caches))[0] == 1 and len(caches) == 2
+
+
+def test_context_parallel_prefill_is_refused_by_name(model_dir: Path) -> None:
+    arguments = ["--tp-size", "2", "--attn-cp-size", "2", "--enable-prefill-cp", "--cp-strategy", "zigzag"]
+    options = EngineOptions(model=model_dir, extra_args=arguments, env=TWO_CORES)
+    with EngineServer(options) as server, pytest.raises(EngineUnavailable) as refused:
+        server.wait_ready(READY_TIMEOUT_S)
+    assert "r3channel refuses this engine: --attn-cp-size 2: " in str(refused.value)
+    assert "--enable-prefill-cp: " in str(refused.value)
