@@ -30,7 +30,7 @@ COSTLY_CODECS = frozenset({"set"})
 REFUSALS = {
     "speculative": "rows of draft trees are moved without their ids",
     "disaggregation": "nothing carries the prefill engine's rows to decode; join both engines' rows with "
-    "r3channel.relay.arrival.splice.merge and set R3CHANNEL_ALLOW=disaggregation",
+    "r3channel.relay.arrival.splice.merged_frame and set R3CHANNEL_ALLOW=disaggregation",
     "pp": "each stage of a pipeline-parallel engine holds its own layers only",
     "external_cache": "slots are reloaded without their ids, so old rows would pass for new",
     "mixed_chunk": "decoded and prefilled rows cannot be told apart",
