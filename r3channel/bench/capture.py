@@ -28,25 +28,27 @@ def run(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="r3channel bench capture", description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     parser.add_argument("--quick", action="store_true", help="few rounds: the shape of the result only")
+    parser.add_argument("--tp", type=int, default=1, metavar="N", help="ranks of each engine (1)")
     options = parser.parse_args(list(argv))
-    report = measure(quick=options.quick)
+    report = measure(quick=options.quick, tp=options.tp)
     print(json.dumps(report) if options.json else _text(report))
     return 0
 
 
-def measure(*, quick: bool) -> dict[str, Any]:
+def measure(*, quick: bool, tp: int = 1) -> dict[str, Any]:
     """All results as plain values."""
     scheduler = _scheduler(rounds=3 if quick else 20, slots=20_000 if quick else 120_000)
     relay = relay_rounds.measure(
         rounds=2 if quick else 12, samples=2 if quick else 16, rows=512 if quick else 4096
     )
-    variants = engine_rounds.measure(engine_rounds.QUICK if quick else engine_rounds.FULL)
+    variants = engine_rounds.measure(engine_rounds.QUICK if quick else engine_rounds.FULL, tp=tp)
     for name, values in variants.items():
         values.update(scheduler.get(name, {"scheduler_us_per_request": {}, "scheduler_us_per_step": 0.0}))
     return {
         "variants": variants,
         "relay_cpu_us_per_token": relay,
         "ratios": _ratios(variants, relay),
+        "tp": tp,
         "machine": f"{os.cpu_count()} x {platform.processor() or platform.machine()}, no GPU used",
     }
 

@@ -61,14 +61,17 @@ class Seen:
     bytes_per_token: list[float] = field(default_factory=list)
 
 
-def measure(load: Load) -> dict[str, dict[str, Any]]:
-    """{variant: {"engine_cpu_us_per_token", "tokens_per_s", "http_bytes_per_token", "engine_cpu_ratio_to_off"}}."""
+def measure(load: Load, *, tp: int = 1) -> dict[str, dict[str, Any]]:
+    """Of engines of `tp` ranks each.
+
+    {variant: {"engine_cpu_us_per_token", "tokens_per_s", "http_bytes_per_token", "engine_cpu_ratio_to_off"}}.
+    """
     spec = RoutingSpec(num_layers=load.layers, moe_layers=tuple(range(load.layers)), num_experts=128, top_k=8)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="r3channel-bench-")))
         relay = Relay(spec, TrainerLayout(), ChannelConfig(frame_timeout_s=_SETTLE_S))
         stack.callback(relay.close)
-        servers = _start(load, folder, relay_url=relay.serve(token_file=folder / "token"), stack=stack)
+        servers = _start(load, folder, relay_url=relay.serve(token_file=folder / "token"), stack=stack, tp=tp)
         seen = {name: Seen() for name in servers}
         for number in range(load.rounds + 1):
             prompts = _prompts(load, number)
@@ -77,7 +80,7 @@ def measure(load: Load) -> dict[str, dict[str, Any]]:
     return {name: _summary(name, seen) for name in servers}
 
 
-def _start(load: Load, folder: Path, *, relay_url: str, stack: ExitStack) -> dict[str, EngineServer]:
+def _start(load: Load, folder: Path, *, relay_url: str, stack: ExitStack, tp: int) -> dict[str, EngineServer]:
     model = write_model(folder / "model", layers=load.layers, dense_layers=())
     direct = {
         "R3CHANNEL_DELIVERY": "direct",
@@ -91,6 +94,7 @@ def _start(load: Load, folder: Path, *, relay_url: str, stack: ExitStack) -> dic
             model=model,
             r3channel=name in ("r3channel", "direct"),
             capture=name != "off",
+            tp=tp,
             max_total_tokens=16384,
             codec="stored",  # a random model repeats itself: what lz4 gains here, real routing does not give
             env=direct if name == "direct" else {},
