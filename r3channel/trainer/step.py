@@ -263,6 +263,7 @@ class ReplayStep:
         router.call = RouterCall(self.number, router.waiting.popleft(), "recompute")
         entries = router.state.replay_backward_list
         self._check_rows(router, entries[0], tokens)
+        self._routing.handed(router.call.microbatch, router.handle.layer, entries[0])
         entries[0] = entries[0].to(index_dtype(entries[0].device))
         self._count(router, tokens)
 

@@ -189,8 +189,8 @@ def test_ids_are_looked_at_before_a_router_uses_them_and_what_was_noted_before_t
                 model(rows(index)).sum().backward()
         assert routing.looks == 0
     assert routing.looks == 1
-    assert [(index, layer) for index, layer, _ in routing.given] == [(0, 0), (1, 0)]
-    assert [ids.tolist() for _, _, ids in routing.given] == model.router.used[::2]
+    assert [(index, layer) for index, layer, _ in routing.given] == [(0, 0), (0, 0), (1, 0), (1, 0)]
+    assert [ids.tolist() for _, _, ids in routing.given] == model.router.used
 
 
 def test_a_router_does_not_run_on_ids_that_are_not_the_engines() -> None:
@@ -204,6 +204,20 @@ def test_a_router_does_not_run_on_ids_that_are_not_the_engines() -> None:
     ):
         model(rows(0))
     assert model.router.used == []
+
+
+def test_a_byte_that_changes_between_forward_and_recompute_is_noticed() -> None:
+    model, routing = Model(), Routing(live=False)
+    with (
+        pytest.raises(DigestMismatch, match="changed at rest"),
+        driver_of(model) as driver,
+        driver.step(routing, step=0) as step,
+    ):
+        with step.microbatch(0):
+            output = model(rows(0))
+        routing.refused = DigestMismatch("changed at rest", samples=["a"], step=0)
+        output.sum().backward()
+    assert len(model.router.used) == 1, "the recompute ran on it"
 
 
 class Nowhere:
