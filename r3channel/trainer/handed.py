@@ -106,6 +106,6 @@ class HandedRows:
                 rows=len(ids_RK),
                 samples=samples,
                 spec=self._shard.spec,
-                tensor=lambda values: torch.from_numpy(values).to(ids_RK.device),
+                tensor=lambda values: torch.from_numpy(values).to(ids_RK.device, non_blocking=True),
             )
         return self._on_device[microbatch]

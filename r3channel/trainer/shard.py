@@ -87,7 +87,7 @@ class RankShard:
         if microbatch not in self._counted:
             sample_R, position_R = self.shard.row_map(microbatch, tp=self.tp)
             counted_R = (sample_R >= 0) & ~self._invalid(microbatch, sample_R, position_R)
-            self._counted[microbatch] = torch.from_numpy(counted_R).to(self.data_N.device)
+            self._counted[microbatch] = self._to_device(counted_R)
         return self._counted[microbatch]
 
     def loss_mask(self, microbatch: int) -> torch.Tensor:
@@ -161,7 +161,11 @@ class RankShard:
         live_R = self._invalid(microbatch, sample_R, position_R)
         if self.ticket.layout.pad_policy == "native":
             live_R = live_R | (sample_R < 0)
-        return torch.from_numpy(live_R).to(self.data_N.device) if live_R.any() else None
+        return self._to_device(live_R) if live_R.any() else None
+
+    def _to_device(self, flags_R: Ids) -> torch.Tensor:
+        """Without waiting: a copy from pageable memory has read it when it returns."""
+        return torch.from_numpy(flags_R).to(self.data_N.device, non_blocking=True)
 
     def _invalid(self, microbatch: int, sample: Ids, position: Ids) -> Ids:
         """Where (sample, position) lies in a range without routing; any shape."""

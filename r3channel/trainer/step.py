@@ -117,7 +117,7 @@ class ReplayStep:
         Does nothing for micro-batches that are not audited, so call it wherever log-probs are at hand.
         """
         if self.audit is not None and self.audit.wants(microbatch):
-            self.audit.logprobs.add(ours, engine, mask)
+            self.audit.add_logprobs(ours, engine, mask)
 
     @contextmanager
     def optimizer_step(self, microbatches: Sequence[int]) -> Iterator[None]:

@@ -57,25 +57,30 @@ def live_topk(scores: torch.Tensor, topk: int, *_groups: Any) -> tuple[torch.Ten
 class Router(torch.nn.Module):
     """Keeps the ids that it used."""
 
-    def __init__(self) -> None:
+    def __init__(self, experts: int = EXPERTS, top_k: int = TOP_K) -> None:
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.eye(EXPERTS))
+        self.weight, self.top_k = torch.nn.Parameter(torch.eye(experts)), top_k
         self.replay = Replay()
-        self.used: list[list[list[int]]] = []
+        self._used: list[torch.Tensor] = []
+
+    @property
+    def used(self) -> list[list[list[int]]]:
+        return [ids.tolist() for ids in self._used]
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        values, ids = self.replay.get_replay_topk(input @ self.weight, TOP_K, None, None, live_topk)
-        self.used.append(ids.tolist())
+        values, ids = self.replay.get_replay_topk(input @ self.weight, self.top_k, None, None, live_topk)
+        self._used.append(ids)
         return values
 
 
 class Handle:
     """A `RouterHandle`."""
 
-    layer, chunk, top_k, num_experts, recomputed = 0, 0, TOP_K, EXPERTS, True
+    chunk, recomputed = 0, True
 
-    def __init__(self, module: Router) -> None:
-        self.module, self.replay = module, module.replay
+    def __init__(self, module: Router, layer: int = 0) -> None:
+        self.module, self.replay, self.layer = module, module.replay, layer
+        self.top_k, self.num_experts = module.top_k, len(module.weight)
 
     def set_action(self, action: Action) -> None:
         self.replay.action = action
@@ -135,16 +140,15 @@ def driver_of(model: Model) -> Iterator[ReplayDriver]:
 
 def test_a_logprob_pass_before_a_backward_leaves_the_waiting_ids_alone() -> None:
     model = Model()
-    used = model.router.used
     with driver_of(model) as driver, driver.step(Routing(), step=0) as step:
         for index in range(2):
             with step.microbatch(index):
                 output = model(rows(index))
             with torch.no_grad(), step.microbatch(1 - index, mode="logprob"):
                 model(rows(1 - index))
-            forward = used[-2]
+            forward = model.router.used[-2]
             output.sum().backward()
-            assert used[-1] == forward, (
+            assert model.router.used[-1] == forward, (
                 f"the recompute of micro-batch {index} took other ids than its forward"
             )
 
@@ -165,7 +169,7 @@ def test_backward_passes_in_any_order_take_their_own_ids(wrap: Any, loss_of: Any
         for index in range(2):
             with step.microbatch(index):
                 losses.append(loss_of(model(rows(index))))
-        forward = list(model.router.used)
+        forward = model.router.used
         (losses[0] + losses[1]).backward()  # the newest first
         assert model.router.used[2:] == forward[::-1]
 
