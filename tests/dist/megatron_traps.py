@@ -6,6 +6,7 @@ Each function is one fact; all run in one process, on one model, and each must l
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import json
 import sys
@@ -29,6 +30,7 @@ from r3channel.errors import (
 from r3channel.plan.layout import TrainerLayout
 from r3channel.trainer import megatron
 from r3channel.trainer.audit import ConsumptionTap, DigestLedger
+from r3channel.trainer.refusals import REFUSALS, refuse_unsupported
 from r3channel.trainer.replay import ReplayDriver
 from r3channel.wire.digest import layer_digests
 from tests.dist.ranks import write_result
@@ -270,25 +272,83 @@ def test_another_model_in_the_process_is_not_touched(bench: Bench) -> None:
     without.close()
 
 
+REFUSED = {
+    "moe_enable_routing_replay": False,
+    "moe_router_fusion": True,
+    "moe_router_load_balancing_type": ["sinkhorn"],
+    "moe_router_force_load_balancing": True,
+    "moe_router_force_biased": 0.5,
+    "moe_input_jitter_eps": 0.0,
+    "moe_expert_capacity_factor": 1.0,
+    "moe_expert_rank_capacity_factor": 1.5,
+    "overlap_moe_expert_parallel_comm": True,
+    "hybrid_context_parallel": True,
+    "cuda_graph_impl": "local",
+    "enable_cuda_graph": True,
+    "external_cuda_graph": True,
+}
+
+
 def test_unsupported_configs_are_refused_by_name(bench: Bench) -> None:
-    changes: dict[str, dict[str, Any]] = {
-        "moe_router_fusion": {"moe_router_fusion": True},
-        "sinkhorn": {"moe_router_load_balancing_type": "sinkhorn"},
-        "moe_expert_capacity_factor": {"moe_expert_capacity_factor": 1.0},
-        "moe_enable_routing_replay": {"moe_enable_routing_replay": False},
-        "CUDA graphs": {"cuda_graph_impl": "local"},
-    }
-    for words, change in changes.items():
-        config = dataclasses.replace(bench.model.config)
-        for name, value in change.items():
-            setattr(config, name, value)
-        with refused(RouterUnsupported, words):
-            megatron.refuse_unsupported(config)
+    settings = {row.setting: row for row in REFUSALS}
+    assert settings.keys() == REFUSED.keys()
+    refuse_unsupported(bench.model.config)
+    for name, value in REFUSED.items():
+        here = hasattr(bench.model.config, name)
+        assert here or settings[name].since > megatron.version(), f"{name} is no setting of this release"
+        config = copy.copy(bench.model.config)
+        setattr(config, name, value)
+        with refused(RouterUnsupported, f"{name}={value!r}", settings[name].why):
+            refuse_unsupported(config)
+    config = copy.copy(bench.model.config)
+    config.moe_router_load_balancing_type = "quantile_balancing"
+    config.cuda_graph_impl = "transformer_engine"
+    with refused(RouterUnsupported, "type='quantile_balancing'", "cuda_graph_impl='transformer_engine'"):
+        refuse_unsupported(config)
+
+
+def test_a_model_that_was_built_without_replay_is_refused(bench: Bench) -> None:
     plain = embedded.build(
         bench.job["model"], bench.layout, dtype="float32", config_changes={"moe_enable_routing_replay": False}
     )
     with refused(RouterUnsupported, "moe_enable_routing_replay"):
         ReplayDriver.attach(plain.chunks, spec=bench.spec, layout=bench.layout)
+
+
+def test_a_wrapper_of_several_models_is_told_where_its_language_model_is(bench: Bench) -> None:
+    class Pictures(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.language_model = bench.model.chunks[0]
+
+    with refused(RouterUnsupported, "Pictures has no decoder", "language_model.module", "vision-language"):
+        ReplayDriver.attach([Pictures()], spec=bench.spec, layout=bench.layout)
+
+
+def test_a_custom_pipeline_is_taken_where_the_plan_can_say_it(bench: Bench) -> None:
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    config = copy.copy(bench.model.config)
+    given: dict[str, TrainerLayout] = {
+        "Ettt|tL": TrainerLayout(pp=2, first_layers=3),
+        "Et|t|t|tL": TrainerLayout(pp=2, vpp=2),
+    }
+    for text, layout in given.items():
+        config.pipeline_model_parallel_layout = PipelineParallelLayerLayout.from_str(text, 2)
+        megatron._check_stages(layout, config)
+    for text, words in {
+        "Et|tttL": ("stage 0, chunk 0: Megatron builds 1", "plans 2"),
+        "Et|tt|t|L": ("stage 1, chunk 0: Megatron builds 2", "plans 1"),
+    }.items():
+        config.pipeline_model_parallel_layout = PipelineParallelLayerLayout.from_str(text, 2)
+        with refused(LayoutMismatch, *words, "pipeline_model_parallel_layout="):
+            megatron._check_stages(TrainerLayout(pp=2, vpp=text.count("|") // 2 + 1), config)
+    config.pipeline_model_parallel_layout = None
+    config.pipeline_model_parallel_size, config.account_for_loss_in_pipeline_split = 2, True
+    config.num_layers = 5
+    megatron._check_stages(TrainerLayout(pp=2, first_layers=3), config)
+    with refused(LayoutMismatch, "stage 0", "builds 3", "plans 2"):
+        megatron._check_stages(TrainerLayout(pp=2, first_layers=2), config)
 
 
 def test_another_layout_or_spec_is_refused_with_both_values(bench: Bench) -> None:
