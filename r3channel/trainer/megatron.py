@@ -19,19 +19,11 @@ from r3channel.errors import LayoutMismatch, RouterUnsupported
 from r3channel.plan.layout import RankCoords, TrainerLayout
 from r3channel.spec import RoutingSpec
 from r3channel.trainer.refusals import refuse_unsupported
-from r3channel.trainer.router import Action
 
 READ_AGAINST = "0.16.1"
 
-_REPLAY = "megatron.core.transformer.moe.router_replay"
 NAMES: tuple[tuple[str, str], ...] = (
-    (_REPLAY, "RouterReplay.set_target_indices"),
-    (_REPLAY, "RouterReplay.clear_indices"),
-    (_REPLAY, "RouterReplay.set_router_replay_action"),
-    (_REPLAY, "RouterReplay.clear_router_replay_action"),
-    (_REPLAY, "RouterReplay.get_replay_topk"),
-    (_REPLAY, "RouterReplayAction.REPLAY_FORWARD"),
-    (_REPLAY, "RouterReplayAction.REPLAY_BACKWARD"),
+    ("megatron.core.transformer.moe.router_replay", "RouterReplay.get_replay_topk"),
     ("megatron.core.transformer.moe.router", "TopKRouter"),
     ("megatron.core.transformer", "TransformerConfig.moe_enable_routing_replay"),
     ("megatron.core.transformer.transformer_block", "get_num_layers_to_build"),
@@ -52,8 +44,7 @@ def version() -> str:
 
 def check_names() -> list[str]:
     """One line per name that the installed Megatron lacks; [] when all are there. Imports Megatron."""
-    lines = [f"{module}.{name} is missing" for module, name in NAMES if not _exists(module, name)]
-    return lines or _missing_state()
+    return [f"{module}.{name} is missing" for module, name in NAMES if not _exists(module, name)]
 
 
 def _exists(module: str, name: str) -> bool:
@@ -64,16 +55,6 @@ def _exists(module: str, name: str) -> bool:
     except (ImportError, AttributeError):
         return False
     return True
-
-
-def _missing_state() -> list[str]:
-    """Attributes of an instance that the driver sets; the probe instance is taken out of Megatron's registry again."""
-    replay_class = importlib.import_module(_REPLAY).RouterReplay
-    replay = replay_class()
-    registry = getattr(replay_class, "global_router_replay_instances", [])
-    registry[:] = [instance for instance in registry if instance is not replay]
-    wanted = ("target_topk_idx", "replay_backward_list", "router_replay_action")
-    return [f"{_REPLAY}.RouterReplay().{name} is missing" for name in wanted if not hasattr(replay, name)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,16 +73,6 @@ class MegatronRouter:
     num_experts: int
     recomputed: bool
     """Whether the config makes this router run again in the backward pass."""
-
-    def set_action(self, action: Action) -> None:
-        """Tell Megatron which ids this router takes from now on: the target, the oldest waiting, or its own."""
-        if action == "natural":
-            self.replay.clear_router_replay_action()
-            return
-        actions = importlib.import_module(_REPLAY).RouterReplayAction
-        self.replay.set_router_replay_action(
-            actions.REPLAY_FORWARD if action == "forward" else actions.REPLAY_BACKWARD
-        )
 
 
 def routers_by_layer(chunks: Sequence[torch.nn.Module], *, mtp_layers: int = 0) -> dict[int, MegatronRouter]:

@@ -97,8 +97,8 @@ class RoutingAudit:
         return microbatch in self.chosen
 
     def observer(self, layer: int, microbatch: int) -> Seen | None:
-        """What a router of the audited micro-batch calls; None once this layer has been seen."""
-        if (layer, microbatch) in self._seen:
+        """What a router is to call; None where the micro-batch is not audited, or this layer has been seen."""
+        if not self.wants(microbatch) or (layer, microbatch) in self._seen:
             return None
         self._seen.add((layer, microbatch))
         return lambda natural, replayed: self._compare(layer, microbatch, natural, replayed)

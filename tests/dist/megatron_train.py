@@ -131,7 +131,7 @@ def check_clean(rank: Rank) -> None:
     for handle in rank.driver.handles.values():
         assert handle.replay.replay_backward_list == []
         assert handle.replay.target_topk_idx is None and handle.replay.router_replay_action is None
-        assert "get_replay_topk" not in vars(handle.replay)
+    assert rank.driver.tap is None
 
 
 def check_export(rank: Rank, job: dict[str, Any]) -> int:

@@ -392,9 +392,22 @@ def test_the_tap_notices_a_router_that_does_not_use_its_ids(bench: Bench) -> Non
 
 
 def test_only_one_tap_at_a_time_and_none_when_closed(bench: Bench) -> None:
+    before = [handle.replay.get_replay_topk for handle in bench.driver.handles.values()]
     with ConsumptionTap(bench.driver), refused(UsageError, "tapped already"):
         ConsumptionTap(bench.driver).open()
-    assert not any("get_replay_topk" in vars(handle.replay) for handle in bench.driver.handles.values())
+    assert bench.driver.tap is None
+    assert [handle.replay.get_replay_topk for handle in bench.driver.handles.values()] == before
+
+
+def test_a_model_is_attached_to_once_at_a_time_and_left_as_it_was(bench: Bench) -> None:
+    with refused(UsageError, "decoder layer 1", "attached to already"):
+        ReplayDriver.attach(bench.model.chunks, spec=bench.spec, layout=bench.layout)
+    bench.whole_step()
+    bench.driver.close()
+    for handle in bench.driver.handles.values():
+        assert "get_replay_topk" not in vars(handle.replay)
+    assert len(bench.model.chunks[0]._forward_hooks) == 0
+    bench.driver = ReplayDriver.attach(bench.model.chunks, spec=bench.spec, layout=bench.layout)
 
 
 def test_digests_of_consumed_rows_equal_those_of_the_samples(bench: Bench) -> None:
@@ -434,7 +447,7 @@ def main() -> None:
         if name.startswith("test_"):
             print(name, flush=True)
             check(bench)
-            for handle in bench.driver.handles.values():
+            for handle in bench.driver.handles.values():  # Megatron's own state is never touched
                 state = handle.replay
                 assert not state.replay_backward_list and state.target_topk_idx is None, name
                 assert state.router_replay_action is None, name

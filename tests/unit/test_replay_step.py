@@ -18,35 +18,18 @@ from r3channel.spec import RoutingSpec
 from r3channel.trainer import megatron
 from r3channel.trainer.channel import TrainerChannel
 from r3channel.trainer.replay import ReplayDriver
-from r3channel.trainer.router import Action
 
 ROWS, EXPERTS, TOP_K = 4, 8, 2
 SPEC = RoutingSpec(num_layers=1, moe_layers=(0,), num_experts=EXPERTS, top_k=TOP_K)
 
 
 class Replay:
-    """The part of Megatron-core 0.16.1's RouterReplay that is used."""
-
-    def __init__(self) -> None:
-        self.action: Action = "natural"
-        self.clear_indices()
-
-    def set_target_indices(self, topk_indices: torch.Tensor) -> None:
-        self.target_topk_idx = topk_indices
-        self.replay_backward_list.append(topk_indices)
-
-    def clear_indices(self) -> None:
-        self.target_topk_idx: torch.Tensor | None = None
-        self.replay_backward_list: list[torch.Tensor] = []
+    """The part of Megatron-core's RouterReplay that is used."""
 
     def get_replay_topk(
         self, scores: torch.Tensor, topk: int, num_groups: Any, group_topk: Any, compute: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.action == "natural":
-            return compute(scores, topk, num_groups, group_topk)
-        ids = self.target_topk_idx if self.action == "forward" else self.replay_backward_list.pop(0)
-        assert ids is not None
-        return scores.gather(1, ids), ids
+        return compute(scores, topk, num_groups, group_topk)
 
 
 def live_topk(scores: torch.Tensor, topk: int, *_groups: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -81,9 +64,6 @@ class Handle:
     def __init__(self, module: Router, layer: int = 0) -> None:
         self.module, self.replay, self.layer = module, module.replay, layer
         self.top_k, self.num_experts = module.top_k, len(module.weight)
-
-    def set_action(self, action: Action) -> None:
-        self.replay.action = action
 
 
 class Model(torch.nn.Module):
