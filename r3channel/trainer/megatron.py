@@ -1,6 +1,6 @@
 """The one place of the trainer room that touches Megatron: routers, parallel state, and the names we rely on.
 
-Read against megatron-core 0.16.1 (`NAMES` lists what is used; `check_names()` says what has gone). It binds routers by
+Read against the releases in `READ_AGAINST` (`NAMES` lists what is used; `check_names()` says what has gone). It binds routers by
 `layer_number`, never by construction order or through the class-level registry of `RouterReplay`. Megatron is imported
 inside the functions, so that a missing name is reported and not an ImportError. Nothing here knows about steps or ids.
 """
@@ -20,7 +20,7 @@ from r3channel.plan.layout import RankCoords, TrainerLayout
 from r3channel.spec import RoutingSpec
 from r3channel.trainer.refusals import refuse_unsupported
 
-READ_AGAINST = "0.16.1"
+READ_AGAINST = ("0.16.1", "0.17.1", "0.18.2", "0.19.2")
 
 NAMES: tuple[tuple[str, str], ...] = (
     ("megatron.core.transformer.moe.router_replay", "RouterReplay.get_replay_topk"),

@@ -430,7 +430,7 @@ def test_digests_of_consumed_rows_equal_those_of_the_samples(bench: Bench) -> No
 
 
 def test_all_names_are_found_and_the_shim_installs_once(_bench: Bench) -> None:
-    assert megatron.check_names() == [] and megatron.version() == megatron.READ_AGAINST
+    assert megatron.check_names() == [] and megatron.version() in megatron.READ_AGAINST
     megatron_shim.install()
     assert megatron_shim.installed()
 
