@@ -74,6 +74,11 @@ class MegatronRouter:
     recomputed: bool
     """Whether the config makes this router run again in the backward pass."""
 
+    @property
+    def counts(self) -> torch.Tensor | None:
+        """Of tokens per expert, for the update of the expert bias."""
+        return self.module.local_tokens_per_expert  # type: ignore[return-value]
+
 
 def routers_by_layer(chunks: Sequence[torch.nn.Module], *, mtp_layers: int = 0) -> dict[int, MegatronRouter]:
     """This rank's routers by global 0-based layer, ascending.

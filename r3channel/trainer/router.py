@@ -31,6 +31,10 @@ class StepRouting(Protocol):
         """[rows] bool, True where the live router is to choose instead of the ids; None: nowhere."""
         ...
 
+    def padding_rows(self, microbatch: int) -> torch.Tensor:
+        """[rows] bool, True where no engine row is: padding, and the last token of each sample."""
+        ...
+
     def handed(self, microbatch: int, layer: int, ids_RK: torch.Tensor) -> None:
         """A router is about to use these ids. Raises `DigestMismatch` where they are not those that the engine hashed, on a GPU
         at the latest in `verified`."""
@@ -58,6 +62,10 @@ class RouterHandle(Protocol):
     def num_experts(self) -> int: ...
     @property
     def recomputed(self) -> bool: ...
+    @property
+    def counts(self) -> torch.Tensor | None:
+        """[experts], to which the router adds a call's tokens where gradients are on (expert bias); None: it does not count."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -255,8 +255,12 @@ class ReplayStep:
         self._calls[call.pass_name, handle.layer, call.microbatch] += 1
         self._rows[call.pass_name] += tokens
         if call.pass_name == "recompute":
-            return call, ids_RK.to(index_dtype(ids_RK.device))
-        return call, self._beside_live(handle, call, ids_RK, natural)
+            wide_RK = ids_RK.to(index_dtype(ids_RK.device))
+        else:
+            wide_RK = self._beside_live(handle, call, ids_RK, natural)
+        if handle.counts is not None and torch.is_grad_enabled():  # the call in which the router counts
+            _uncount(handle.counts, wide_RK, self._routing.padding_rows(call.microbatch))
+        return call, wide_RK
 
     def _call(self, handle: RouterHandle) -> RouterCall:
         call = self._running.get(handle.chunk)
@@ -298,6 +302,13 @@ class ReplayStep:
 
 def _is_recomputed(handle: RouterHandle) -> bool:
     return handle.recomputed and handle.module.training
+
+
+def _uncount(counts_E: torch.Tensor, ids_RK: torch.Tensor, padding_R: torch.Tensor) -> None:
+    """Take away what the router is about to add for rows that are nobody's: its own padding mask does not fit its counts
+    (`_apply_expert_bias` up to 0.19.2)."""
+    minus_RK = padding_R[:, None].expand_as(ids_RK).to(counts_E.dtype)
+    counts_E.index_add_(0, ids_RK.flatten(), minus_RK.flatten(), alpha=-1)
 
 
 def _check_rows(handle: RouterHandle, call: RouterCall, ids_RK: torch.Tensor, tokens: int) -> None:

@@ -45,6 +45,9 @@ class Oracle:
     def live_rows(self, microbatch: int) -> None:
         return None
 
+    def padding_rows(self, microbatch: int) -> torch.Tensor:
+        return torch.zeros(len(self.layer_ids(microbatch, 1)), dtype=torch.bool)
+
     def handed(self, microbatch: int, layer: int, ids_RK: torch.Tensor) -> None: ...
 
     def verified(self) -> None: ...

@@ -60,6 +60,9 @@ class Bench:
     def live_rows(self, microbatch: int) -> torch.Tensor | None:
         return self.live
 
+    def padding_rows(self, microbatch: int) -> torch.Tensor:
+        return torch.zeros(SAMPLES * LENGTH, dtype=torch.bool)
+
     def handed(self, microbatch: int, layer: int, ids_RK: torch.Tensor) -> None: ...
 
     def verified(self) -> None: ...

@@ -83,6 +83,13 @@ def test_only_the_mask_policy_takes_tokens_out_of_the_loss(policy: str, masked: 
     assert keep[1].tolist() == [True] * 5 + [False] * 4
 
 
+def test_padding_is_where_no_token_is_and_padding_rows_are_where_no_engine_row_is() -> None:
+    shard = make(TrainerLayout(), policy="native")
+    assert shard.padding_mask(0).tolist() == [[False] * 9, [False] * 5 + [True] * 4]
+    rows = shard.padding_rows(0).view(9, 2).T  # row = position * samples + sample
+    assert rows.tolist() == [[False] * 8 + [True], [False] * 4 + [True] * 5]
+
+
 def test_another_number_of_micro_batches_is_refused_with_both_numbers() -> None:
     shard = make(TrainerLayout(), policy="native")
     with pytest.raises(TicketMismatch, match=r"1 micro-batches planned, this trainer runs 2") as refusal:

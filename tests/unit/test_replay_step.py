@@ -59,7 +59,7 @@ class Router(torch.nn.Module):
 class Handle:
     """A `RouterHandle`."""
 
-    chunk, recomputed = 0, True
+    chunk, recomputed, counts = 0, True, None
 
     def __init__(self, module: Router, layer: int = 0) -> None:
         self.module, self.replay, self.layer = module, module.replay, layer
@@ -93,6 +93,9 @@ class Routing:
 
     def live_rows(self, microbatch: int) -> torch.Tensor | None:
         return torch.arange(ROWS) == 0 if self.live else None
+
+    def padding_rows(self, microbatch: int) -> torch.Tensor:
+        return torch.zeros(ROWS, dtype=torch.bool)
 
     def handed(self, microbatch: int, layer: int, ids_RK: torch.Tensor) -> None:
         self.given.append((microbatch, layer, ids_RK.clone()))
