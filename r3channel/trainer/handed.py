@@ -46,7 +46,10 @@ class HandedRows:
                 raise self._mismatch(microbatch, layer, np.flatnonzero(wrong_S).tolist())
             return
         found = column_digests_torch(ids_RK, self._torch_runs_of(microbatch, ids_RK))
-        differs, before = found != self._expected_SL[self._own(microbatch), index], self._differs.get((microbatch, layer))
+        differs, before = (
+            found != self._expected_SL[self._own(microbatch), index],
+            self._differs.get((microbatch, layer)),
+        )
         # A recompute asks again: what its forward pass found stays.
         self._differs[microbatch, layer] = differs if before is None else before | differs
 
