@@ -157,6 +157,9 @@ class _Recorded:
     def live_rows(self, microbatch: int) -> None:
         return None
 
+    def padding_rows(self, microbatch: int) -> torch.Tensor:
+        return ~self._counted
+
     def handed(self, microbatch: int, layer: int, ids_RK: torch.Tensor) -> None:
         """Nothing to hold the ids against: they never travelled."""
 

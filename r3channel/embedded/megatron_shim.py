@@ -163,6 +163,13 @@ def _engine_types() -> None:
             _put(module, name, type(name, (), {}))
 
 
+def _model_types() -> None:
+    # mbridge 0.15.1 compares with a kind of model that megatron-core has no more since 0.17.
+    kinds = importlib.import_module("megatron.core.transformer.enums").ModelType
+    if not hasattr(kinds, "encoder_and_decoder"):
+        _put(kinds, "encoder_and_decoder", object())
+
+
 def declare_torchvision_operators() -> None:
     # Importing mbridge's vision models imports torchvision, whose CUDA wheel cannot register its operators beside a CPU
     # torch. The sitecustomize of the embedded engines does the same when it is active.
@@ -189,6 +196,7 @@ _PATCHES: tuple[Callable[[], None], ...] = (
     _splits,
     _te_general_gemm,
     _engine_types,
+    _model_types,
     declare_torchvision_operators,
 )
 

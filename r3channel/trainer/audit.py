@@ -55,7 +55,6 @@ class ConsumptionTap:
         self._on_call = on_call or self.records.append
         self._handed: dict[int, torch.Tensor] = {}
         self._undo = ExitStack()
-        self._open = False
 
     def __enter__(self) -> ConsumptionTap:
         self.open()
@@ -68,17 +67,18 @@ class ConsumptionTap:
 
     def open(self) -> None:
         """Wrap this driver's routers. One tap at a time."""
-        if self._open or any("get_replay_topk" in vars(h.replay) for h in self._driver.handles.values()):
+        if self._driver.tap is not None:
             raise UsageError("the routers are tapped already; close the other tap first")
-        self._open = True
+        self._driver.tap = self
         for handle in self._driver.handles.values():
             self._wrap(handle)
 
     def close(self) -> None:
         """Take the wrappers away; a second call does nothing."""
-        self._undo.close()
-        self._handed.clear()
-        self._open = False
+        if self._driver.tap is self:
+            self._undo.close()
+            self._handed.clear()
+            self._driver.tap = None
 
     def _wrap(self, handle: RouterHandle) -> None:
         inner = handle.replay.get_replay_topk
@@ -89,7 +89,7 @@ class ConsumptionTap:
             return scores, ids
 
         handle.replay.get_replay_topk = tapped
-        self._undo.callback(vars(handle.replay).pop, "get_replay_topk", None)
+        self._undo.callback(setattr, handle.replay, "get_replay_topk", inner)
         hook = handle.module.register_forward_hook(lambda *call: self._after(handle, call[2]))
         self._undo.callback(hook.remove)
 

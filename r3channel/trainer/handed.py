@@ -46,7 +46,12 @@ class HandedRows:
                 raise self._mismatch(microbatch, layer, np.flatnonzero(wrong_S).tolist())
             return
         found = column_digests_torch(ids_RK, self._torch_runs_of(microbatch, ids_RK))
-        self._differs[microbatch, layer] = found != self._expected_SL[self._own(microbatch), index]
+        differs, before = (
+            found != self._expected_SL[self._own(microbatch), index],
+            self._differs.get((microbatch, layer)),
+        )
+        # A recompute asks again: what its forward pass found stays.
+        self._differs[microbatch, layer] = differs if before is None else before | differs
 
     def verified(self) -> None:
         """The step's one look at what the GPU noted."""
@@ -104,6 +109,6 @@ class HandedRows:
                 rows=len(ids_RK),
                 samples=samples,
                 spec=self._shard.spec,
-                tensor=lambda values: torch.from_numpy(values).to(ids_RK.device),
+                tensor=lambda values: torch.from_numpy(values).to(ids_RK.device, non_blocking=True),
             )
         return self._on_device[microbatch]

@@ -1,6 +1,6 @@
 """The one place of the trainer room that touches Megatron: routers, parallel state, and the names we rely on.
 
-Read against megatron-core 0.16.1 (`NAMES` lists what is used; `check_names()` says what has gone). It binds routers by
+Read against the releases in `READ_AGAINST` (`NAMES` lists what is used; `check_names()` says what has gone). It binds routers by
 `layer_number`, never by construction order or through the class-level registry of `RouterReplay`. Megatron is imported
 inside the functions, so that a missing name is reported and not an ImportError. Nothing here knows about steps or ids.
 """
@@ -8,6 +8,7 @@ inside the functions, so that a missing name is reported and not an ImportError.
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,22 +18,15 @@ import torch
 from r3channel.errors import LayoutMismatch, RouterUnsupported
 from r3channel.plan.layout import RankCoords, TrainerLayout
 from r3channel.spec import RoutingSpec
-from r3channel.trainer.router import Action
+from r3channel.trainer.refusals import refuse_unsupported
 
-READ_AGAINST = "0.16.1"
+READ_AGAINST = ("0.16.1", "0.17.1", "0.18.2", "0.19.2")
 
-_REPLAY = "megatron.core.transformer.moe.router_replay"
 NAMES: tuple[tuple[str, str], ...] = (
-    (_REPLAY, "RouterReplay.set_target_indices"),
-    (_REPLAY, "RouterReplay.clear_indices"),
-    (_REPLAY, "RouterReplay.set_router_replay_action"),
-    (_REPLAY, "RouterReplay.clear_router_replay_action"),
-    (_REPLAY, "RouterReplay.get_replay_topk"),
-    (_REPLAY, "RouterReplayAction.REPLAY_FORWARD"),
-    (_REPLAY, "RouterReplayAction.REPLAY_BACKWARD"),
+    ("megatron.core.transformer.moe.router_replay", "RouterReplay.get_replay_topk"),
     ("megatron.core.transformer.moe.router", "TopKRouter"),
     ("megatron.core.transformer", "TransformerConfig.moe_enable_routing_replay"),
-    ("megatron.core.transformer", "TransformerConfig.moe_router_fusion"),
+    ("megatron.core.transformer.transformer_block", "get_num_layers_to_build"),
     ("megatron.core.parallel_state", "get_tensor_model_parallel_group"),
     ("megatron.core.parallel_state", "get_tensor_model_parallel_src_rank"),
     ("megatron.core.parallel_state", "get_data_parallel_rank"),
@@ -50,8 +44,7 @@ def version() -> str:
 
 def check_names() -> list[str]:
     """One line per name that the installed Megatron lacks; [] when all are there. Imports Megatron."""
-    lines = [f"{module}.{name} is missing" for module, name in NAMES if not _exists(module, name)]
-    return lines or _missing_state()
+    return [f"{module}.{name} is missing" for module, name in NAMES if not _exists(module, name)]
 
 
 def _exists(module: str, name: str) -> bool:
@@ -62,16 +55,6 @@ def _exists(module: str, name: str) -> bool:
     except (ImportError, AttributeError):
         return False
     return True
-
-
-def _missing_state() -> list[str]:
-    """Attributes of an instance that the driver sets; the probe instance is taken out of Megatron's registry again."""
-    replay_class = importlib.import_module(_REPLAY).RouterReplay
-    replay = replay_class()
-    registry = getattr(replay_class, "global_router_replay_instances", [])
-    registry[:] = [instance for instance in registry if instance is not replay]
-    wanted = ("target_topk_idx", "replay_backward_list", "router_replay_action")
-    return [f"{_REPLAY}.RouterReplay().{name} is missing" for name in wanted if not hasattr(replay, name)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,15 +74,10 @@ class MegatronRouter:
     recomputed: bool
     """Whether the config makes this router run again in the backward pass."""
 
-    def set_action(self, action: Action) -> None:
-        """Tell Megatron which ids this router takes from now on: the target, the oldest waiting, or its own."""
-        if action == "natural":
-            self.replay.clear_router_replay_action()
-            return
-        actions = importlib.import_module(_REPLAY).RouterReplayAction
-        self.replay.set_router_replay_action(
-            actions.REPLAY_FORWARD if action == "forward" else actions.REPLAY_BACKWARD
-        )
+    @property
+    def counts(self) -> torch.Tensor | None:
+        """Of tokens per expert, for the update of the expert bias."""
+        return self.module.local_tokens_per_expert  # type: ignore[return-value]
 
 
 def routers_by_layer(chunks: Sequence[torch.nn.Module], *, mtp_layers: int = 0) -> dict[int, MegatronRouter]:
@@ -112,8 +90,9 @@ def routers_by_layer(chunks: Sequence[torch.nn.Module], *, mtp_layers: int = 0) 
         RouterUnsupported: the config would make a router ignore or drop replayed ids, or two routers claim one layer.
     """
     found: dict[int, MegatronRouter] = {}
+    refuse_unsupported(config_of(chunks))
     for chunk, model in enumerate(chunks):
-        own = _unwrap(model)
+        own = _language_model(model)
         for router in (*_chunk_routers(chunk, own), *_mtp_routers(chunk, own, mtp_layers)):
             if router.layer in found:
                 raise RouterUnsupported(
@@ -128,6 +107,19 @@ def _unwrap(chunk: torch.nn.Module) -> Any:
     while isinstance(inner := getattr(chunk, "module", None), torch.nn.Module):
         chunk = inner
     return chunk
+
+
+def _language_model(chunk: torch.nn.Module) -> Any:
+    """The module with the decoder. A wrapper of several models is refused: which tokens its decoder sees is for it to say."""
+    model = _unwrap(chunk)
+    if hasattr(model, "decoder"):
+        return model
+    inner = [name for name, child in model.named_modules() if name and hasattr(child, "decoder")]
+    raise RouterUnsupported(
+        f"a {type(model).__name__} has no decoder of its own; looked at `.decoder` of the chunk without its `.module` wrappers. "
+        f"Modules with a decoder inside: {inner[:3] or 'none'}. Is it a vision-language wrapper? Then attach to its language "
+        "model, and let the plan count the tokens that the decoder sees"
+    )
 
 
 def _chunk_routers(chunk: int, model: Any) -> Iterator[MegatronRouter]:
@@ -166,8 +158,6 @@ def _bind(chunk: int, index: int, layer: Any, module: Any) -> MegatronRouter:
 
 
 def _handle(chunk: int, layer: int, module: Any, *, recomputed: bool) -> MegatronRouter:
-    config = module.config
-    refuse_unsupported(config)
     if module.router_replay is None:
         raise RouterUnsupported(
             f"decoder layer {layer}: the router has no RouterReplay; "
@@ -179,32 +169,9 @@ def _handle(chunk: int, layer: int, module: Any, *, recomputed: bool) -> Megatro
         module=module,
         replay=module.router_replay,
         top_k=module.topk,
-        num_experts=config.num_moe_experts,
+        num_experts=module.config.num_moe_experts,
         recomputed=recomputed,
     )
-
-
-def refuse_unsupported(config: Any) -> None:
-    """Raise `RouterUnsupported` naming every setting under which replayed ids are ignored, dropped or stale.
-
-    Facts from megatron-core 0.16.1: the fused router returns before the replay code (moe_utils.py:652), sinkhorn never
-    asks for ids (router.py:570), a capacity factor drops tokens after replay, a CUDA graph keeps the captured pointer.
-    """
-    balancing = config.moe_router_load_balancing_type
-    graphs = getattr(config, "enable_cuda_graph", False) or getattr(config, "external_cuda_graph", False)
-    graphs = graphs or getattr(config, "cuda_graph_impl", "none") != "none"
-    problems = {
-        "moe_enable_routing_replay=False (routers have no replay)": not config.moe_enable_routing_replay,
-        "moe_router_fusion=True (returns before the replay)": config.moe_router_fusion,
-        "load balancing by sinkhorn (ignores ids)": "sinkhorn" in balancing,
-        f"moe_expert_capacity_factor={config.moe_expert_capacity_factor} (drops tokens after replay)": (
-            config.moe_expert_capacity_factor is not None
-        ),
-        "CUDA graphs (replay the ids of the capture)": graphs,
-    }
-    bad = [text for text, wrong in problems.items() if wrong]
-    if bad:
-        raise RouterUnsupported("routing replay cannot work with this Megatron config: " + "; ".join(bad))
 
 
 def _is_recomputed(config: Any, index: int) -> bool:
@@ -221,7 +188,7 @@ def _recomputes_moe(config: Any) -> bool:
 
 def config_of(chunks: Sequence[torch.nn.Module]) -> Any:
     """The TransformerConfig of the model that the chunks belong to."""
-    return _unwrap(chunks[0]).config
+    return _language_model(chunks[0]).config
 
 
 def spec_from_config(chunks: Sequence[torch.nn.Module]) -> RoutingSpec:
@@ -264,6 +231,31 @@ def check_layout(layout: TrainerLayout, *, config: Any | None = None) -> None:
     if different:
         raise LayoutMismatch("the layout is not what Megatron was started with: " + "; ".join(different))
     _check_rank_order(layout)
+    if config is not None:
+        _check_stages(layout, config)
+
+
+def _check_stages(layout: TrainerLayout, config: Any) -> None:
+    """Every rank looks at every stage: a rank whose own layers fit would otherwise wait for one that raised."""
+    planned = [size // layout.vpp for size in layout.stage_sizes(config.num_layers)]
+    for stage, chunk in itertools.product(range(layout.pp), range(layout.vpp)):
+        theirs = _decoder_layers(config, stage, chunk if layout.vpp > 1 else None)
+        if theirs != planned[stage]:
+            custom = getattr(config, "pipeline_model_parallel_layout", None)
+            raise LayoutMismatch(
+                f"pipeline stage {stage}, chunk {chunk}: Megatron builds {theirs} decoder layers, the layout plans "
+                f"{planned[stage]} (pipeline_model_parallel_layout={custom!r}). The plan gives all stages but the first and the "
+                "last, and all chunks of a stage, equal parts"
+            )
+
+
+def _decoder_layers(config: Any, stage: int, chunk: int | None) -> int:
+    custom = getattr(config, "pipeline_model_parallel_layout", None)
+    if custom is not None:
+        return sum(kind.name == "decoder" for kind in custom.layout[stage][chunk or 0])
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+
+    return get_num_layers_to_build(config, vp_stage=chunk, pp_rank=stage)
 
 
 def _sizes(config: Any | None) -> dict[str, Any]:

@@ -7,6 +7,7 @@ what the routers do. It imports no Megatron.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -30,12 +31,6 @@ class LayerMismatch:
     disjoint: int = 0
     """Rows that share no expert."""
 
-    def add(self, shared_R: torch.Tensor, top_k: int) -> None:
-        self.rows += len(shared_R)
-        self.different += int((shared_R < top_k).sum())
-        self.overlap += float(shared_R.sum()) / top_k
-        self.disjoint += int((shared_R == 0).sum())
-
 
 @dataclass(slots=True)
 class LogprobDifference:
@@ -47,14 +42,6 @@ class LogprobDifference:
     """Of -d: the estimator of KL(engine || trainer)."""
     k3: float = 0.0
     """Of exp(d) - 1 - d."""
-
-    def add(self, ours: torch.Tensor, engine: torch.Tensor, mask: torch.Tensor) -> None:
-        chosen = mask > 0
-        d = (ours.detach().double() - engine.double())[chosen]
-        self.tokens += int(chosen.sum())
-        self.absolute += float(d.abs().sum())
-        self.k1 += float(-d.sum())
-        self.k3 += float((d.exp() - 1 - d).sum())
 
 
 @dataclass(slots=True)
@@ -89,7 +76,7 @@ class MismatchReport:
 class RoutingAudit:
     """Audits `count` micro-batches of one step, other ones in each step, each layer in the first pass that reaches it.
 
-    OPEN -> report(). Called on the routers' thread.
+    OPEN -> report(). Called on the routers' thread. Sums stay on the routers' device: only `report` waits for it, once.
     """
 
     def __init__(
@@ -99,44 +86,74 @@ class RoutingAudit:
         chosen = {(step * count + index) % microbatches for index in range(min(count, microbatches))}
         self.step, self.chosen = step, tuple(sorted(chosen))
         self._counted_rows = counted_rows
+        self._top_k = 0
         self._seen: set[tuple[int, int]] = set()
-        self._layers: dict[int, LayerMismatch] = {}
+        self._layers: dict[int, torch.Tensor] = {}
+        """[4]: rows, different, experts in common, disjoint."""
         self._different: dict[int, torch.Tensor] = {}
-        self.logprobs = LogprobDifference()
+        self._logprobs: list[torch.Tensor] = []
 
     def wants(self, microbatch: int) -> bool:
         return microbatch in self.chosen
 
     def observer(self, layer: int, microbatch: int) -> Seen | None:
-        """What a router of the audited micro-batch calls; None once this layer has been seen."""
-        if (layer, microbatch) in self._seen:
+        """What a router is to call; None where the micro-batch is not audited, or this layer has been seen."""
+        if not self.wants(microbatch) or (layer, microbatch) in self._seen:
             return None
         self._seen.add((layer, microbatch))
         return lambda natural, replayed: self._compare(layer, microbatch, natural, replayed)
 
+    def add_logprobs(self, ours: torch.Tensor, engine: torch.Tensor, mask: torch.Tensor) -> None:
+        """Log-probs of both sides, equal shapes; only where `mask` > 0."""
+        chosen = mask > 0
+        d = torch.where(
+            chosen, ours.detach().double() - engine.double(), 0.0
+        )  # not d * mask: padding may be inf
+        self._logprobs.append(torch.stack([chosen.sum(), d.abs().sum(), -d.sum(), (d.exp() - 1 - d).sum()]))
+
     def report(self) -> MismatchReport:
-        """What has been seen so far."""
-        flags = list(self._different.values())
+        """What has been seen so far. Waits for the device."""
+        layers = sorted(self._layers)
+        tokens = [
+            torch.stack([self._counted_rows(m).sum(), flag.sum()]) for m, flag in self._different.items()
+        ]
+        found = _read([*(self._layers[layer] for layer in layers), *tokens, *self._logprobs])
+        counts, token_sums = found[: len(layers)], found[len(layers) : len(layers) + len(tokens)]
+        tokens_logprob, absolute, k1, k3 = map(
+            sum, zip(*found[len(layers) + len(tokens) :] or [[0] * 4], strict=True)
+        )
         return MismatchReport(
             step=self.step,
             microbatches=self.chosen,
-            layers=[self._layers[layer] for layer in sorted(self._layers)],
-            tokens=sum(len(flag) for flag in flags),
-            tokens_different=sum(int(flag.sum()) for flag in flags),
-            logprobs=self.logprobs,
+            layers=[
+                LayerMismatch(layer, int(rows), int(different), shared / self._top_k, int(disjoint))
+                for layer, (rows, different, shared, disjoint) in zip(layers, counts, strict=True)
+            ],
+            tokens=int(sum(of[0] for of in token_sums)),
+            tokens_different=int(sum(of[1] for of in token_sums)),
+            logprobs=LogprobDifference(int(tokens_logprob), absolute, k1, k3),
         )
 
     def _compare(
         self, layer: int, microbatch: int, natural_RK: torch.Tensor, replayed_RK: torch.Tensor
     ) -> None:
-        counted_R = self._counted_rows(microbatch)
-        natural, replayed = natural_RK[counted_R], replayed_RK[counted_R]
-        shared_R = (natural[:, :, None] == replayed[:, None, :]).any(-1).sum(-1)
-        top_k = natural.shape[1]
-        self._layers.setdefault(layer, LayerMismatch(layer)).add(shared_R, top_k)
-        differs_R = shared_R < top_k
-        before = self._different.get(microbatch)
-        self._different[microbatch] = differs_R if before is None else before | differs_R
+        counted_R, self._top_k = self._counted_rows(microbatch), natural_RK.shape[1]
+        shared_R = (natural_RK[:, :, None] == replayed_RK[:, None, :]).any(-1).sum(-1)
+        # Masked, not indexed: how many rows are counted is a number that only the device knows.
+        differs_R, disjoint_R = (shared_R < self._top_k) & counted_R, (shared_R == 0) & counted_R
+        sums = torch.stack([counted_R.sum(), differs_R.sum(), (shared_R * counted_R).sum(), disjoint_R.sum()])
+        self._layers[layer] = self._layers.get(layer, 0) + sums
+        self._different[microbatch] = self._different.get(microbatch, False) | differs_R
+
+
+def _read(sums: Sequence[torch.Tensor]) -> list[list[float]]:
+    """The values of all, in one copy to the host. Counts are exact up to 2**53."""
+    if not sums:
+        return []
+    device = sums[0].device
+    joined = torch.cat([part.double().to(device, non_blocking=True) for part in sums]).tolist()
+    ends = itertools.accumulate(map(len, sums), initial=0)
+    return [joined[begin:end] for begin, end in itertools.pairwise(ends)]
 
 
 def publish(report: MismatchReport, metrics: Metrics) -> None:

@@ -1,47 +1,35 @@
-"""Drives Megatron's per-router replay through a step, and counts that each row is consumed exactly once per pass.
+"""Replays a step's ids in Megatron's routers: one wrapper per router, keyed by the pass that runs.
 
-Works on `RouterHandle`s (made by `r3channel.trainer.megatron`), so it imports no Megatron and never uses the class-level
-registry of `RouterReplay`: other models in the process are not touched. It does not know where ids come from.
+Works on `RouterHandle`s (made by `r3channel.trainer.megatron`), so it imports no Megatron. Of a router's RouterReplay only
+`get_replay_topk` is used; its targets, actions and class-level registry are left alone, so other models in the process are not
+touched. It does not know where ids come from; what a pass may consume is the step's to say.
 
-Why a driver: Megatron keeps action and ids as state of each router. Left on REPLAY_FORWARD, a recompute under 1F1B uses
-the newest micro-batch's ids, with right losses and wrong gradients; too few rows leave tokens without an expert; an entry
-that nothing popped shifts every later recompute. All three are silent there and errors, or impossible, here.
+Megatron's own replay keeps action and ids as state of each router and leaves the order of recomputes to the caller: there, right
+losses with wrong gradients (1F1B), rows without an expert, and entries that shift every later recompute are silent.
 
-What replay does not change (Megatron-core 0.16.1): weights are gathered from the live scores at the replayed ids, so gradients
-reach the router; the group limit is not applied to replayed ids; expert-bias counts follow the replayed ids; auxiliary
-losses (aux_loss, seq_aux_loss, global_aux_loss) count the router's own unbiased top-k, and padding rows too; z loss is untouched.
-
-    IDLE -> step -> (microbatch -> backward)* -> verified, cleared -> IDLE
+    IDLE -> step -> (microbatch -> backward)* -> verified -> IDLE
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
-from r3channel.errors import LayoutMismatch, ReplayError, UsageError
+from r3channel.errors import LayoutMismatch, UsageError
 from r3channel.plan.layout import TrainerLayout
 from r3channel.spec import RoutingSpec
 from r3channel.trainer.mismatch import RoutingAudit
-from r3channel.trainer.router import (
-    OUTSIDE,
-    Action,
-    BoundRouter,
-    ReplayState,
-    RouterCall,
-    RouterHandle,
-    StepRouting,
-)
+from r3channel.trainer.router import OUTSIDE, RouterCall, RouterHandle, StepRouting, name_of
 from r3channel.trainer.step import ReplayStep
 
-__all__ = ["ReplayDriver", "ReplayState", "ReplayStep", "RouterHandle", "StepRouting"]
+__all__ = ["ReplayDriver", "ReplayStep", "RouterHandle", "StepRouting"]
 
 
 class ReplayDriver:
-    """Replay for the routers of one rank's model. One thread; not reentrant. Close it to take its hooks away.
+    """Replay for the routers of one rank's model. One thread; not reentrant. Close it to take its wrappers away.
 
     with driver.step(step_routing, step=3) as step:
         for index in range(step_routing.num_microbatches):
@@ -54,14 +42,21 @@ class ReplayDriver:
         self, handles: Mapping[int, RouterHandle], chunks: Sequence[torch.nn.Module], *, spec: RoutingSpec
     ) -> None:
         self.spec = spec
+        self.handles = dict(handles)
+        """The bound routers by global 0-based layer."""
         self._chunks = tuple(chunks)
-        self._routers = {layer: BoundRouter(handle) for layer, handle in handles.items()}
         self._step: ReplayStep | None = None
-        self._off_label: RouterCall | None = None
-        for router in self._routers.values():
-            _check_spec(router, spec)
-        self._hooks = ExitStack()
-        self._add_hooks(chunks)
+        self._off: RouterCall | None = None
+        self.tap: object | None = None
+        """Who reads what the routers use, at the far end of the wrappers; one at a time."""
+        self._calls = dict.fromkeys(handles, OUTSIDE)
+        with ExitStack() as undo:
+            for handle in handles.values():
+                _check_spec(handle, spec)
+                undo.callback(_put_before(handle, self._replaying(handle)))
+            for index, chunk in enumerate(chunks):
+                undo.callback(chunk.register_forward_hook(self._after_chunk(index)).remove)
+            self._undo = undo.pop_all()
 
     @classmethod
     def attach(
@@ -84,20 +79,15 @@ class ReplayDriver:
             _check_chunk(found, layout.chunk_layers(spec, pp=pp, chunk=chunk), pp=pp, chunk=chunk)
         return cls(handles, chunks, spec=spec)
 
-    @property
-    def handles(self) -> dict[int, RouterHandle]:
-        """The bound routers by global 0-based layer."""
-        return {layer: router.handle for layer, router in self._routers.items()}
-
     def call_of(self, layer: int) -> RouterCall:
         """The pass that a layer's router runs now, or ran last."""
-        return self._routers[layer].call
+        return self._calls[layer]
 
     @contextmanager
     def step(
         self, routing: StepRouting, *, step: int, audit: RoutingAudit | None = None
     ) -> Iterator[ReplayStep]:
-        """Replay `routing` inside the block; on leaving it, verify the counts and clear every router.
+        """Replay `routing` inside the block; on leaving it, verify the counts.
 
         One block holds a whole rollout step: log-prob passes and all its optimizer steps. `audit` looks at its own sample
         of the micro-batches.
@@ -110,16 +100,13 @@ class ReplayDriver:
             raise UsageError(
                 f"step {step} was entered while step {self._step.number} is open; leave that one first"
             )
-        self._step = ReplayStep(self, routing, step, audit)
-        for router in self._routers.values():
-            router.act("recompute")  # so that a forward pass outside of a micro-batch is noticed
+        self._step = ReplayStep(self.handles.values(), self._chunks, routing, number=step, audit=audit)
         try:
             yield self._step
             self._step.verify()
         finally:
+            self._step.close()
             self._step = None
-            for router in self._routers.values():
-                router.clear()
 
     @contextmanager
     def off(self, *, microbatch: int = -1) -> Iterator[None]:
@@ -134,133 +121,63 @@ class ReplayDriver:
                 f"replay switched off inside {'a micro-batch' if step.active else 'a step with gradients on'} of step "
                 f"{step.number}; leave it first, or run the comparison under torch.no_grad()"
             )
-        self._off_label = RouterCall(-1 if step is None else step.number, microbatch, "natural")
-        before: dict[int, Action] = {layer: router.action for layer, router in self._routers.items()}
+        before = self._off
+        self._off = RouterCall(-1 if step is None else step.number, microbatch, "natural")
         try:
-            for router in self._routers.values():
-                router.act("natural")
             yield
         finally:
-            self._off_label = None
-            for layer, router in self._routers.items():
-                router.act(before[layer])
+            self._off = before
 
     def close(self) -> None:
-        """Clear the routers and remove every hook; a second call does nothing."""
-        for router in self._routers.values():
-            router.clear()
-        self._hooks.close()
+        """Take wrappers and hooks away; a second call does nothing."""
+        self._undo.close()
 
-    # -- used by ReplayStep --------------------------------------------------------------------------------------------
+    def _replaying(self, handle: RouterHandle) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+        """What the router calls instead of its RouterReplay's `get_replay_topk`."""
+        inner = handle.replay.get_replay_topk
 
-    def is_open(self, step: ReplayStep) -> bool:
-        return self._step is step
+        def replayed(
+            scores: torch.Tensor,
+            topk: int,
+            num_groups: Any = None,
+            group_topk: Any = None,
+            default_compute_topk: Any = None,
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            if self._step is None or self._off is not None:
+                self._calls[handle.layer] = self._off or OUTSIDE
+                return inner(scores, topk, num_groups, group_topk, default_compute_topk)
 
-    def chunk_number(self, chunk: int | torch.nn.Module | None) -> int:
-        """The number of a model chunk, given as such or as Megatron's schedule hands it over; None is the only chunk.
+            def natural() -> torch.Tensor:
+                with torch.no_grad():
+                    return default_compute_topk(scores, topk, num_groups, group_topk)[1]
 
-        Raises:
-            UsageError: the model has several chunks and none was named, or the chunk is not one of this model.
-        """
-        if isinstance(chunk, torch.nn.Module):
-            found = [index for index, module in enumerate(self._chunks) if module is chunk]
-            if not found:
-                raise UsageError(
-                    f"a {type(chunk).__name__} that is none of the {len(self._chunks)} chunks attached to"
-                )
-            return found[0]
-        if chunk is None and len(self._chunks) > 1:
-            raise UsageError(f"the model has {len(self._chunks)} chunks; say microbatch(..., chunk=...)")
-        if not 0 <= (chunk or 0) < len(self._chunks):
-            raise UsageError(f"chunk {chunk} of a model with {len(self._chunks)}")
-        return chunk or 0
+            self._calls[handle.layer], ids_RK = self._step.take(handle, len(scores), natural)
+            return scores.gather(1, ids_RK), ids_RK
 
-    def routers_of(self, chunk: int) -> list[BoundRouter]:
-        """The routers of one chunk; a chunk of dense layers has none."""
-        return [router for router in self._routers.values() if router.handle.chunk == chunk]
+        return replayed
 
-    # -- hooks ---------------------------------------------------------------------------------------------------------
+    def _after_chunk(self, chunk: int) -> Callable[..., None]:
+        def after(_module: Any, _inputs: Any, output: Any) -> None:
+            if self._step is not None:
+                self._step.watch_backward(chunk, output)
 
-    def _add_hooks(self, chunks: Sequence[torch.nn.Module]) -> None:
-        for router in self._routers.values():
-            module = router.handle.module
-            before = module.register_forward_pre_hook(
-                lambda _module, args, kwargs, router=router: self._before_router(router, args, kwargs),
-                with_kwargs=True,
-            )
-            after = module.register_forward_hook(lambda *_args, router=router: _after_router(router))
-            self._hooks.callback(before.remove)
-            self._hooks.callback(after.remove)
-        for index, chunk in enumerate(chunks):
-            hook = chunk.register_forward_hook(
-                lambda _m, _i, output, index=index: self._after_chunk(index, output)
-            )
-            self._hooks.callback(hook.remove)
-
-    def _before_router(self, router: BoundRouter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if router.action == "natural" or self._step is None:
-            router.call = self._off_label or OUTSIDE
-            return
-        tokens = (args[0] if args else kwargs["input"]).shape[:-1].numel()
-        if router.action == "forward":
-            self._step.before_forward(router, tokens)
-        else:
-            self._step.before_recompute(router, tokens)
-
-    def _after_chunk(self, chunk: int, output: Any) -> None:
-        """Learn when this output's backward begins: its micro-batch's ids must then be first in line.
-
-        Raises:
-            UsageError: no tensor with gradients is found in what the chunk returned, so its backward would begin unnoticed.
-        """
-        step = self._step
-        if step is None or step.active is None or step.active.mode != "train":
-            return
-        microbatch = step.active.index
-        tensors = [tensor for tensor in _tensors(output) if tensor.requires_grad]
-        if not tensors and any(router.keep_for_recompute() for router in self.routers_of(chunk)):
-            raise UsageError(
-                f"micro-batch {microbatch} of step {step.number}: chunk {chunk} returned a {type(output).__name__}; expected "
-                "tensors with gradients, alone or in lists, tuples and mappings. Its recompute could take other ids"
-            )
-        for tensor in tensors:
-            tensor.register_hook(lambda _grad: self._backward_begins(step, chunk, microbatch))
-
-    def _backward_begins(self, step: ReplayStep, chunk: int, microbatch: int) -> None:
-        routers = [router for router in self.routers_of(chunk) if router.keep_for_recompute()]
-        if routers and step is not self._step:
-            raise ReplayError(
-                f"the backward pass of micro-batch {microbatch} began after its step {step.number} was left; "
-                "expected it inside the step. Its recompute would route by itself.",
-                step=step.number,
-            )
-        for router in routers:
-            router.promote(microbatch)
-            router.act("recompute")
+        return after
 
 
-def _tensors(output: Any) -> Iterator[torch.Tensor]:
-    """The tensors of a model's output, however it is nested."""
-    if torch.is_tensor(output):
-        yield output
-    elif isinstance(output, Mapping | list | tuple):
-        items: Any = output.values() if isinstance(output, Mapping) else output
-        for item in items:
-            yield from _tensors(item)
+def _put_before(handle: RouterHandle, call: Callable[..., Any]) -> Callable[[], object]:
+    """Set the instance's own `get_replay_topk`; gives what takes it away."""
+    own = vars(handle.replay)
+    if "get_replay_topk" in own:
+        raise UsageError(f"{name_of(handle)} is attached to already; close the other driver first")
+    own["get_replay_topk"] = call
+    return lambda: own.pop("get_replay_topk", None)
 
 
-def _after_router(router: BoundRouter) -> None:
-    """Drop the widened ids; a second call finds none and is refused."""
-    if router.action == "forward":
-        router.state.target_topk_idx = None
-
-
-def _check_spec(router: BoundRouter, spec: RoutingSpec) -> None:
-    handle = router.handle
+def _check_spec(handle: RouterHandle, spec: RoutingSpec) -> None:
     ours = (spec.top_k, spec.num_experts, handle.layer in spec.moe_layers or handle.layer >= spec.num_layers)
     if ours != (handle.top_k, handle.num_experts, True):
         raise LayoutMismatch(
-            f"{router.name}: top-{handle.top_k} of {handle.num_experts} experts; the spec says top-{spec.top_k} of "
+            f"{name_of(handle)}: top-{handle.top_k} of {handle.num_experts} experts; the spec says top-{spec.top_k} of "
             f"{spec.num_experts} on layers {spec.moe_layers}"
         )
 

@@ -50,6 +50,7 @@ class RankShard:
         """Against the trainer's version; None where the loop names none."""
         self._live: dict[int, torch.Tensor | None] = {}
         self._counted: dict[int, torch.Tensor] = {}
+        self._padding: dict[int, torch.Tensor] = {}
         self._views = list(self._cut())
 
     @classmethod
@@ -87,15 +88,26 @@ class RankShard:
         if microbatch not in self._counted:
             sample_R, position_R = self.shard.row_map(microbatch, tp=self.tp)
             counted_R = (sample_R >= 0) & ~self._invalid(microbatch, sample_R, position_R)
-            self._counted[microbatch] = torch.from_numpy(counted_R).to(self.data_N.device)
+            self._counted[microbatch] = self._to_device(counted_R)
         return self._counted[microbatch]
+
+    def padding_rows(self, microbatch: int) -> torch.Tensor:
+        """[rows] bool of the rows that are no engine's: padding, and the last token of each sample."""
+        if microbatch not in self._padding:
+            self._padding[microbatch] = self._to_device(self.shard.row_map(microbatch, tp=self.tp)[0] < 0)
+        return self._padding[microbatch]
+
+    def padding_mask(self, microbatch: int) -> torch.Tensor:
+        """[b, s / cp] bool ([1, t / cp] for a pack): True where no token is, as Megatron's `padding_mask` has it."""
+        sample, position = self.shard.token_map(microbatch)
+        tokens = np.asarray([*self.shard.microbatches[microbatch].tokens, 0])
+        return torch.from_numpy((sample < 0) | (position >= tokens[sample]))
 
     def loss_mask(self, microbatch: int) -> torch.Tensor:
         """[b, s / cp] bool ([1, t / cp] for a pack): False on padding and, with policy `mask`, on tokens without engine
         routing. A sample's last token is True: it has no row, and nothing is wrong with it."""
         sample, position = self.shard.token_map(microbatch)
-        tokens = np.asarray([*self.shard.microbatches[microbatch].tokens, 0])
-        keep = (sample >= 0) & (position < tokens[sample])
+        keep = ~self.padding_mask(microbatch).numpy()
         if self.invalid_rows == "mask":
             keep &= ~self._invalid(microbatch, sample, position)
         if self.staleness is not None and self.staleness.masks:
@@ -161,7 +173,11 @@ class RankShard:
         live_R = self._invalid(microbatch, sample_R, position_R)
         if self.ticket.layout.pad_policy == "native":
             live_R = live_R | (sample_R < 0)
-        return torch.from_numpy(live_R).to(self.data_N.device) if live_R.any() else None
+        return self._to_device(live_R) if live_R.any() else None
+
+    def _to_device(self, flags_R: Ids) -> torch.Tensor:
+        """Without waiting: a copy from pageable memory has read it when it returns."""
+        return torch.from_numpy(flags_R).to(self.data_N.device, non_blocking=True)
 
     def _invalid(self, microbatch: int, sample: Ids, position: Ids) -> Ids:
         """Where (sample, position) lies in a range without routing; any shape."""

@@ -1,24 +1,26 @@
-"""One open step of a replay driver: which micro-batch is running, and who has consumed what.
+"""One open step: which pass each model chunk runs, which ids a router then gets, and who has consumed what.
 
-It loads ids into the routers, counts each call, and says at the end which router, pass and micro-batch went wrong. It
-knows neither Megatron nor where ids come from; hooks and router binding are the driver's.
+It counts each call, and says at the end which router, pass and micro-batch went wrong. It knows neither Megatron nor where ids
+come from; wrappers and hooks are the driver's.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
-from typing import Protocol
+from typing import Any
 
 import torch
 
-from r3channel.errors import ReplayCountMismatch, ReplayRowMismatch, UsageError
+from r3channel.errors import ReplayCountMismatch, ReplayError, ReplayRowMismatch, UsageError
 from r3channel.trainer.mismatch import RoutingAudit
-from r3channel.trainer.router import BoundRouter, Mode, RouterCall, RouterHandle, StepRouting
+from r3channel.trainer.router import Mode, Natural, RouterCall, RouterHandle, StepRouting, name_of
 
+_Key = tuple[str, int, int]
+"""Pass, layer, micro-batch."""
 _ID_DTYPES = (torch.uint8, torch.int16, torch.int32, torch.int64)
 
 
@@ -37,40 +39,37 @@ def index_dtype(device: torch.device) -> torch.dtype:
     return torch.int32
 
 
-class Driver(Protocol):
-    """What a step asks of its driver."""
-
-    @property
-    def handles(self) -> dict[int, RouterHandle]: ...
-    def is_open(self, step: ReplayStep) -> bool: ...
-    def chunk_number(self, chunk: int | torch.nn.Module | None) -> int: ...
-    def routers_of(self, chunk: int) -> list[BoundRouter]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Active:
-    """The micro-batch that is open now."""
-
-    index: int
-    mode: Mode
-    routers: list[BoundRouter]
-
-
 class ReplayStep:
-    """One open step of a driver."""
+    """One open step: `take` is what a router gets, everything else says what it may get. OPEN -> CLOSED."""
 
     def __init__(
-        self, driver: Driver, routing: StepRouting, number: int, audit: RoutingAudit | None = None
+        self,
+        handles: Iterable[RouterHandle],
+        chunks: Sequence[torch.nn.Module],
+        routing: StepRouting,
+        *,
+        number: int,
+        audit: RoutingAudit | None = None,
     ) -> None:
         self.number = number
         self.audit = audit
-        self.active: _Active | None = None
-        self._driver = driver
-        self._routing = routing
-        self._calls: Counter[tuple[str, int, int]] = Counter()  # (pass, layer, micro-batch)
-        self._expected: Counter[tuple[str, int, int]] = Counter()
+        self.active: RouterCall | None = None
+        """The micro-batch whose block is open."""
+        self._handles, self._chunks, self._routing = tuple(handles), tuple(chunks), routing
+        self._open = True
+        self._running: dict[int, RouterCall] = {}
+        """By chunk: the pass that its routers run next."""
+        self._kept: dict[tuple[int, int], torch.Tensor] = {}
+        """By (micro-batch, layer): ids with live choices in them, which the recompute must repeat whatever the kernels."""
+        self._calls: Counter[_Key] = Counter()
+        self._expected: Counter[_Key] = Counter()
         self._rows: Counter[str] = Counter()
         self._passes: set[str] = set()  # a pipeline stage may have no router at all
+
+    def close(self) -> None:
+        """A backward pass that begins later is refused."""
+        self._open = False
+        self._kept.clear()
 
     @property
     def rows(self) -> dict[str, int]:
@@ -93,21 +92,18 @@ class ReplayStep:
             UsageError: nested, closed or unknown micro-batch, or a mode that the gradient switch contradicts.
         """
         self._check_enter(index, mode)
-        routers = self._driver.routers_of(self._driver.chunk_number(chunk))
-        self.active = _Active(index, mode, routers)
-        self._passes.add("forward" if mode == "train" else "logprob")
+        number = self._chunk_number(chunk)
+        call = RouterCall(self.number, index, "forward" if mode == "train" else "logprob")
+        self._expect(call, number)
+        self.active = self._running[number] = call
         try:
-            with ExitStack() as choices:
-                for router in routers:
-                    self._load(router, index, mode)
-                self._watch_choices(routers, index, mode, choices)
-                yield
-            self._check_called(routers, index, mode)
+            yield
+            self._check(
+                {(call.pass_name, handle.layer, index) for handle in self._of(number)}, self._expected
+            )
         finally:
             self.active = None
-            for router in routers:
-                router.state.target_topk_idx = None
-                router.act("recompute")
+            self._running.pop(number, None)
 
     def compare_logprobs(
         self, microbatch: int, ours: torch.Tensor, engine: torch.Tensor, mask: torch.Tensor
@@ -117,7 +113,7 @@ class ReplayStep:
         Does nothing for micro-batches that are not audited, so call it wherever log-probs are at hand.
         """
         if self.audit is not None and self.audit.wants(microbatch):
-            self.audit.logprobs.add(ours, engine, mask)
+            self.audit.add_logprobs(ours, engine, mask)
 
     @contextmanager
     def optimizer_step(self, microbatches: Sequence[int]) -> Iterator[None]:
@@ -127,14 +123,9 @@ class ReplayStep:
             ReplayCountMismatch: at once, and not only at the end of the rollout step.
         """
         yield
-        keys = {(name, layer, index) for name, layer, index in self._expected if index in microbatches}
-        keys |= {("forward", layer, index) for layer in self._driver.handles for index in microbatches}
-        wanted = {key: 1 if key[0] == "forward" else self._expected[key] for key in keys}
-        wrong = {key for key in keys if self._calls[key] != wanted[key]}
-        if wrong:
-            raise ReplayCountMismatch(
-                f"step {self.number}: {self._describe(wrong, wanted)}", step=self.number
-            )
+        wanted = {key: times for key, times in self._expected.items() if key[2] in microbatches}
+        wanted |= {("forward", handle.layer, index): 1 for handle in self._handles for index in microbatches}
+        self._check(wanted.keys(), wanted)
 
     def verified(self) -> None:
         """Return once all rows that routers were handed so far are known to be those that the engines hashed.
@@ -151,23 +142,19 @@ class ReplayStep:
             raise ReplayCountMismatch(
                 f"step {self.number}: left without running any micro-batch", step=self.number
             )
-        wanted = dict(self._expected)
-        for name in self._passes:
-            for layer in self._driver.handles:
-                for index in range(self._routing.num_microbatches):
-                    wanted[name, layer, index] = 1
-        wrong = {key for key in {*wanted, *self._calls} if self._calls[key] != wanted.get(key, 0)}
+        indices = range(self._routing.num_microbatches)
+        once = itertools.product(self._passes, [handle.layer for handle in self._handles], indices)
+        wanted = {**self._expected, **dict.fromkeys(once, 1)}
+        self._check({*wanted, *self._calls}, wanted)
+
+    def _check(self, keys: Iterable[_Key], wanted: Mapping[_Key, int]) -> None:
+        wrong = {key for key in keys if self._calls[key] != wanted.get(key, 0)}
         if wrong:
             raise ReplayCountMismatch(
                 f"step {self.number}: {self._describe(wrong, wanted)}", step=self.number
             )
-        left = {layer: len(h.replay.replay_backward_list) for layer, h in self._driver.handles.items()}
-        if any(left.values()):
-            raise ReplayCountMismatch(
-                f"step {self.number}: entries left in replay_backward_list by layer {left}", step=self.number
-            )
 
-    def _describe(self, wrong: set[tuple[str, int, int]], wanted: Mapping[tuple[str, int, int], int]) -> str:
+    def _describe(self, wrong: set[_Key], wanted: Mapping[_Key, int]) -> str:
         lines = [
             f"{name} pass of decoder layer {layer}, micro-batch {index}: consumed {self._calls[name, layer, index]} times, "
             f"expected {wanted.get((name, layer, index), 0)}"
@@ -181,11 +168,11 @@ class ReplayStep:
     # -- entering a micro-batch ----------------------------------------------------------------------------------------
 
     def _check_enter(self, index: int, mode: Mode) -> None:
-        if not self._driver.is_open(self):
+        if not self._open:
             raise UsageError(f"micro-batch {index} of step {self.number}: the step is closed")
         if self.active is not None:
             raise UsageError(
-                f"micro-batch {index} was entered inside micro-batch {self.active.index}; leave that first"
+                f"micro-batch {index} was entered inside micro-batch {self.active.microbatch}; leave that first"
             )
         if not 0 <= index < self._routing.num_microbatches:
             raise UsageError(f"micro-batch {index}: this rank's step has {self._routing.num_microbatches}")
@@ -194,88 +181,151 @@ class ReplayStep:
         if torch.is_grad_enabled() != (mode == "train"):
             raise UsageError(f"mode {mode!r} with gradients {'on' if mode == 'logprob' else 'off'}")
 
-    def _load(self, router: BoundRouter, index: int, mode: Mode) -> None:
-        ids = self._routing.layer_ids(index, router.handle.layer)
-        if ids.dim() != 2 or ids.shape[1] != router.handle.top_k or ids.dtype not in _ID_DTYPES:
-            raise ReplayRowMismatch(
-                f"{router.name}: ids of micro-batch {index} are {tuple(ids.shape)} {ids.dtype}; expected "
-                f"[rows, {router.handle.top_k}] of an integer type. Is the spec that of this model?"
-            )
-        name = "forward" if mode == "train" else "logprob"
-        self._expected[name, router.handle.layer, index] += 1
-        if mode == "train" and router.keep_for_recompute():
-            router.state.set_target_indices(ids)  # also appends to replay_backward_list
-            router.waiting.append(index)
-            self._expected["recompute", router.handle.layer, index] += 1
-        else:
-            router.state.target_topk_idx = ids
-        router.act("forward")
+    def _chunk_number(self, chunk: int | torch.nn.Module | None) -> int:
+        """The number of a model chunk, given as such or as Megatron's schedule hands it over; None is the only chunk."""
+        if isinstance(chunk, torch.nn.Module):
+            found = [index for index, module in enumerate(self._chunks) if module is chunk]
+            if not found:
+                raise UsageError(
+                    f"a {type(chunk).__name__} that is none of the {len(self._chunks)} chunks attached to"
+                )
+            return found[0]
+        if chunk is None and len(self._chunks) > 1:
+            raise UsageError(f"the model has {len(self._chunks)} chunks; say microbatch(..., chunk=...)")
+        if not 0 <= (chunk or 0) < len(self._chunks):
+            raise UsageError(f"chunk {chunk} of a model with {len(self._chunks)}")
+        return chunk or 0
 
-    def _watch_choices(
-        self, routers: Sequence[BoundRouter], index: int, mode: Mode, choices: ExitStack
-    ) -> None:
-        """Where rows are left to the live router, or the audit samples this micro-batch, see what it would choose."""
-        live_R = self._routing.live_rows(index)
-        audit = self.audit if self.audit is not None and self.audit.wants(index) else None
-        if live_R is None and audit is None:
+    def _of(self, chunk: int) -> list[RouterHandle]:
+        """The routers of one chunk; a chunk of dense layers has none."""
+        return [handle for handle in self._handles if handle.chunk == chunk]
+
+    def _expect(self, call: RouterCall, chunk: int) -> None:
+        self._passes.add(call.pass_name)
+        for handle in self._of(chunk):
+            self._expected[call.pass_name, handle.layer, call.microbatch] += 1
+            if call.pass_name == "forward" and _is_recomputed(handle):
+                self._expected["recompute", handle.layer, call.microbatch] += 1
+
+    # -- the backward pass ---------------------------------------------------------------------------------------------
+
+    def watch_backward(self, chunk: int, output: Any) -> None:
+        """Learn when this output's backward begins: the chunk's routers then recompute its micro-batch.
+
+        Raises:
+            UsageError: no tensor with gradients is found in what the chunk returned, so its backward would begin unnoticed.
+        """
+        call = self.active
+        if call is None or call.pass_name != "forward" or not any(map(_is_recomputed, self._of(chunk))):
             return
-        for router in routers:
-            seen = None if audit is None else audit.observer(router.handle.layer, index)
-            choices.enter_context(router.choosing(live_R, seen, mode=mode))
-
-    def _check_called(self, routers: Sequence[BoundRouter], index: int, mode: Mode) -> None:
-        name = "forward" if mode == "train" else "logprob"
-        keys = {(name, router.handle.layer, index) for router in routers}
-        wrong = {key for key in keys if self._calls[key] != self._expected[key]}
-        if wrong:
-            raise ReplayCountMismatch(
-                f"step {self.number}: {self._describe(wrong, self._expected)}", step=self.number
+        tensors = [tensor for tensor in _tensors(output) if tensor.requires_grad]
+        if not tensors:
+            raise UsageError(
+                f"micro-batch {call.microbatch} of step {self.number}: chunk {chunk} returned a {type(output).__name__}; "
+                "expected tensors with gradients, alone or in lists, tuples and mappings. Its recompute could take other ids"
             )
+        for tensor in tensors:
+            tensor.register_hook(lambda _grad: self._backward_begins(chunk, call.microbatch))
+
+    def _backward_begins(self, chunk: int, microbatch: int) -> None:
+        if not self._open:
+            raise ReplayError(
+                f"the backward pass of micro-batch {microbatch} began after its step {self.number} was left; "
+                "expected it inside the step. Its recompute would route by itself.",
+                step=self.number,
+            )
+        self._running[chunk] = RouterCall(self.number, microbatch, "recompute")
 
     # -- inside a router's call ----------------------------------------------------------------------------------------
 
-    def before_forward(self, router: BoundRouter, tokens: int) -> None:
-        assert self.active is not None
-        name = "forward" if self.active.mode == "train" else "logprob"
-        ids = router.state.target_topk_idx
-        if ids is None:
+    def take(self, handle: RouterHandle, tokens: int, natural: Natural) -> tuple[RouterCall, torch.Tensor]:
+        """The pass that a router runs now and its ids [rows, K], widened; the call is counted.
+
+        Raises:
+            ReplayCountMismatch: no pass runs, or the router has had its call of it.
+            ReplayRowMismatch, DigestMismatch: the rows are not those of this call.
+        """
+        call = self._call(handle)
+        kept = (
+            self._kept.pop((call.microbatch, handle.layer), None) if call.pass_name == "recompute" else None
+        )
+        ids_RK = self._routing.layer_ids(call.microbatch, handle.layer) if kept is None else kept
+        _check_rows(handle, call, ids_RK, tokens)
+        self._routing.handed(call.microbatch, handle.layer, ids_RK)
+        self._calls[call.pass_name, handle.layer, call.microbatch] += 1
+        self._rows[call.pass_name] += tokens
+        if call.pass_name == "recompute":
+            wide_RK = ids_RK.to(index_dtype(ids_RK.device))
+        else:
+            wide_RK = self._beside_live(handle, call, ids_RK, natural)
+        if handle.counts is not None and torch.is_grad_enabled():  # the call in which the router counts
+            _uncount(handle.counts, wide_RK, self._routing.padding_rows(call.microbatch))
+        return call, wide_RK
+
+    def _call(self, handle: RouterHandle) -> RouterCall:
+        call = self._running.get(handle.chunk)
+        if call is None or (call.pass_name == "recompute" and not torch.is_grad_enabled()):
             raise ReplayCountMismatch(
-                f"{router.name}: called a second time in the {name} pass of micro-batch {self.active.index}, step "
-                f"{self.number}; expected one model call per block",
+                f"{name_of(handle)}: called in step {self.number} outside of a micro-batch and of its backward pass, gradients "
+                f"{'on' if torch.is_grad_enabled() else 'off'}. Wrap forward passes in step.microbatch() or driver.off()",
                 step=self.number,
             )
-        router.call = RouterCall(self.number, self.active.index, name)
-        self._check_rows(router, ids, tokens)
-        self._routing.handed(self.active.index, router.handle.layer, ids)
-        router.state.target_topk_idx = ids.to(
-            index_dtype(ids.device)
-        )  # only the running layer is ever widened
-        self._count(router, tokens)
-
-    def before_recompute(self, router: BoundRouter, tokens: int) -> None:
-        if not router.waiting or not torch.is_grad_enabled():
+        key = (call.pass_name, handle.layer, call.microbatch)
+        if self._calls[key] >= self._expected[key]:
             raise ReplayCountMismatch(
-                f"{router.name}: called in step {self.number} outside of a micro-batch, {len(router.waiting)} waiting for "
-                f"recompute, gradients {'on' if torch.is_grad_enabled() else 'off'}; expected a recompute. Wrap forward "
-                "passes in step.microbatch() or driver.off(); was backward run twice?",
+                f"{name_of(handle)}: called {'a second time' if self._calls[key] else 'at all'} in the {call.pass_name} pass of "
+                f"micro-batch {call.microbatch}, step {self.number}; expected {self._expected[key]} calls. Was the model called "
+                "twice in one block, or outside of one, or was backward run twice?",
                 step=self.number,
             )
-        router.call = RouterCall(self.number, router.waiting.popleft(), "recompute")
-        entries = router.state.replay_backward_list
-        self._check_rows(router, entries[0], tokens)
-        entries[0] = entries[0].to(index_dtype(entries[0].device))
-        self._count(router, tokens)
+        return call
 
-    def _check_rows(self, router: BoundRouter, ids: torch.Tensor, tokens: int) -> None:
-        if len(ids) != tokens:
-            call = router.call
-            raise ReplayRowMismatch(
-                f"{router.name}, {call.pass_name} pass of micro-batch {call.microbatch}, step {call.step}: {len(ids)} rows "
-                f"of ids for {tokens} tokens. Is the padded length, the sequence-parallel cut or the micro-batch another "
-                "than planned?",
-                step=call.step,
-            )
+    def _beside_live(
+        self, handle: RouterHandle, call: RouterCall, ids_RK: torch.Tensor, natural: Natural
+    ) -> torch.Tensor:
+        """The ids widened, live choices in the rows that have none; the audit sees both."""
+        wide_RK = ids_RK.to(index_dtype(ids_RK.device))  # only the running layer is ever widened
+        live_R = self._routing.live_rows(call.microbatch)
+        seen = self.audit.observer(handle.layer, call.microbatch) if self.audit is not None else None
+        if live_R is None and seen is None:
+            return wide_RK
+        natural_RK = natural()
+        if seen is not None:
+            seen(natural_RK, wide_RK)
+        if live_R is None:
+            return wide_RK
+        mixed_RK = torch.where(live_R[:, None], natural_RK, wide_RK)
+        if call.pass_name == "forward" and _is_recomputed(handle):
+            self._kept[call.microbatch, handle.layer] = mixed_RK.to(ids_RK.dtype)
+        return mixed_RK
 
-    def _count(self, router: BoundRouter, tokens: int) -> None:
-        self._calls[router.call.pass_name, router.handle.layer, router.call.microbatch] += 1
-        self._rows[router.call.pass_name] += tokens
+
+def _is_recomputed(handle: RouterHandle) -> bool:
+    return handle.recomputed and handle.module.training
+
+
+def _uncount(counts_E: torch.Tensor, ids_RK: torch.Tensor, padding_R: torch.Tensor) -> None:
+    """Take away what the router is about to add for rows that are nobody's: its own padding mask does not fit its counts
+    (`_apply_expert_bias` up to 0.19.2)."""
+    minus_RK = padding_R[:, None].expand_as(ids_RK).to(counts_E.dtype)
+    counts_E.index_add_(0, ids_RK.flatten(), minus_RK.flatten(), alpha=-1)
+
+
+def _check_rows(handle: RouterHandle, call: RouterCall, ids_RK: torch.Tensor, tokens: int) -> None:
+    if ids_RK.shape != (tokens, handle.top_k) or ids_RK.dtype not in _ID_DTYPES:
+        raise ReplayRowMismatch(
+            f"{name_of(handle)}, {call.pass_name} pass of micro-batch {call.microbatch}, step {call.step}: {len(ids_RK)} rows of "
+            f"ids for {tokens} tokens, {tuple(ids_RK.shape)} {ids_RK.dtype} for top-{handle.top_k} and an integer type. Is the "
+            "padded length, the sequence-parallel cut or the micro-batch another than planned, or the spec another model's?",
+            step=call.step,
+        )
+
+
+def _tensors(output: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a model's output, however it is nested."""
+    if torch.is_tensor(output):
+        yield output
+    elif isinstance(output, Mapping | list | tuple):
+        items: Any = output.values() if isinstance(output, Mapping) else output
+        for item in items:
+            yield from _tensors(item)

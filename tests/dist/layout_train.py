@@ -186,6 +186,7 @@ def train(job: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
         "layers": rank.shard.layers,
         **counts,
         "pairs": report.pairs,
+        "megatron": megatron.version(),
     }
 
 

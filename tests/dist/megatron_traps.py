@@ -6,6 +6,7 @@ Each function is one fact; all run in one process, on one model, and each must l
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import json
 import sys
@@ -29,6 +30,7 @@ from r3channel.errors import (
 from r3channel.plan.layout import TrainerLayout
 from r3channel.trainer import megatron
 from r3channel.trainer.audit import ConsumptionTap, DigestLedger
+from r3channel.trainer.refusals import REFUSALS, refuse_unsupported
 from r3channel.trainer.replay import ReplayDriver
 from r3channel.wire.digest import layer_digests
 from tests.dist.ranks import write_result
@@ -57,6 +59,9 @@ class Bench:
 
     def live_rows(self, microbatch: int) -> torch.Tensor | None:
         return self.live
+
+    def padding_rows(self, microbatch: int) -> torch.Tensor:
+        return torch.zeros(SAMPLES * LENGTH, dtype=torch.bool)
 
     def handed(self, microbatch: int, layer: int, ids_RK: torch.Tensor) -> None: ...
 
@@ -270,25 +275,83 @@ def test_another_model_in_the_process_is_not_touched(bench: Bench) -> None:
     without.close()
 
 
+REFUSED = {
+    "moe_enable_routing_replay": False,
+    "moe_router_fusion": True,
+    "moe_router_load_balancing_type": ["sinkhorn"],
+    "moe_router_force_load_balancing": True,
+    "moe_router_force_biased": 0.5,
+    "moe_input_jitter_eps": 0.0,
+    "moe_expert_capacity_factor": 1.0,
+    "moe_expert_rank_capacity_factor": 1.5,
+    "overlap_moe_expert_parallel_comm": True,
+    "hybrid_context_parallel": True,
+    "cuda_graph_impl": "local",
+    "enable_cuda_graph": True,
+    "external_cuda_graph": True,
+}
+
+
 def test_unsupported_configs_are_refused_by_name(bench: Bench) -> None:
-    changes: dict[str, dict[str, Any]] = {
-        "moe_router_fusion": {"moe_router_fusion": True},
-        "sinkhorn": {"moe_router_load_balancing_type": "sinkhorn"},
-        "moe_expert_capacity_factor": {"moe_expert_capacity_factor": 1.0},
-        "moe_enable_routing_replay": {"moe_enable_routing_replay": False},
-        "CUDA graphs": {"cuda_graph_impl": "local"},
-    }
-    for words, change in changes.items():
-        config = dataclasses.replace(bench.model.config)
-        for name, value in change.items():
-            setattr(config, name, value)
-        with refused(RouterUnsupported, words):
-            megatron.refuse_unsupported(config)
+    settings = {row.setting: row for row in REFUSALS}
+    assert settings.keys() == REFUSED.keys()
+    refuse_unsupported(bench.model.config)
+    for name, value in REFUSED.items():
+        here = hasattr(bench.model.config, name)
+        assert here or settings[name].since > megatron.version(), f"{name} is no setting of this release"
+        config = copy.copy(bench.model.config)
+        setattr(config, name, value)
+        with refused(RouterUnsupported, f"{name}={value!r}", settings[name].why):
+            refuse_unsupported(config)
+    config = copy.copy(bench.model.config)
+    config.moe_router_load_balancing_type = "quantile_balancing"
+    config.cuda_graph_impl = "transformer_engine"
+    with refused(RouterUnsupported, "type='quantile_balancing'", "cuda_graph_impl='transformer_engine'"):
+        refuse_unsupported(config)
+
+
+def test_a_model_that_was_built_without_replay_is_refused(bench: Bench) -> None:
     plain = embedded.build(
         bench.job["model"], bench.layout, dtype="float32", config_changes={"moe_enable_routing_replay": False}
     )
     with refused(RouterUnsupported, "moe_enable_routing_replay"):
         ReplayDriver.attach(plain.chunks, spec=bench.spec, layout=bench.layout)
+
+
+def test_a_wrapper_of_several_models_is_told_where_its_language_model_is(bench: Bench) -> None:
+    class Pictures(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.language_model = bench.model.chunks[0]
+
+    with refused(RouterUnsupported, "Pictures has no decoder", "language_model.module", "vision-language"):
+        ReplayDriver.attach([Pictures()], spec=bench.spec, layout=bench.layout)
+
+
+def test_a_custom_pipeline_is_taken_where_the_plan_can_say_it(bench: Bench) -> None:
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    config = copy.copy(bench.model.config)
+    given: dict[str, TrainerLayout] = {
+        "Ettt|tL": TrainerLayout(pp=2, first_layers=3),
+        "Et|t|t|tL": TrainerLayout(pp=2, vpp=2),
+    }
+    for text, layout in given.items():
+        config.pipeline_model_parallel_layout = PipelineParallelLayerLayout.from_str(text, 2)
+        megatron._check_stages(layout, config)
+    for text, words in {
+        "Et|tttL": ("stage 0, chunk 0: Megatron builds 1", "plans 2"),
+        "Et|tt|t|L": ("stage 1, chunk 0: Megatron builds 2", "plans 1"),
+    }.items():
+        config.pipeline_model_parallel_layout = PipelineParallelLayerLayout.from_str(text, 2)
+        with refused(LayoutMismatch, *words, "pipeline_model_parallel_layout="):
+            megatron._check_stages(TrainerLayout(pp=2, vpp=text.count("|") // 2 + 1), config)
+    config.pipeline_model_parallel_layout = None
+    config.pipeline_model_parallel_size, config.account_for_loss_in_pipeline_split = 2, True
+    config.num_layers = 5
+    megatron._check_stages(TrainerLayout(pp=2, first_layers=3), config)
+    with refused(LayoutMismatch, "stage 0", "builds 3", "plans 2"):
+        megatron._check_stages(TrainerLayout(pp=2, first_layers=2), config)
 
 
 def test_another_layout_or_spec_is_refused_with_both_values(bench: Bench) -> None:
@@ -332,9 +395,22 @@ def test_the_tap_notices_a_router_that_does_not_use_its_ids(bench: Bench) -> Non
 
 
 def test_only_one_tap_at_a_time_and_none_when_closed(bench: Bench) -> None:
+    before = [handle.replay.get_replay_topk for handle in bench.driver.handles.values()]
     with ConsumptionTap(bench.driver), refused(UsageError, "tapped already"):
         ConsumptionTap(bench.driver).open()
-    assert not any("get_replay_topk" in vars(handle.replay) for handle in bench.driver.handles.values())
+    assert bench.driver.tap is None
+    assert [handle.replay.get_replay_topk for handle in bench.driver.handles.values()] == before
+
+
+def test_a_model_is_attached_to_once_at_a_time_and_left_as_it_was(bench: Bench) -> None:
+    with refused(UsageError, "decoder layer 1", "attached to already"):
+        ReplayDriver.attach(bench.model.chunks, spec=bench.spec, layout=bench.layout)
+    bench.whole_step()
+    bench.driver.close()
+    for handle in bench.driver.handles.values():
+        assert "get_replay_topk" not in vars(handle.replay)
+    assert len(bench.model.chunks[0]._forward_hooks) == 0
+    bench.driver = ReplayDriver.attach(bench.model.chunks, spec=bench.spec, layout=bench.layout)
 
 
 def test_digests_of_consumed_rows_equal_those_of_the_samples(bench: Bench) -> None:
@@ -357,7 +433,7 @@ def test_digests_of_consumed_rows_equal_those_of_the_samples(bench: Bench) -> No
 
 
 def test_all_names_are_found_and_the_shim_installs_once(_bench: Bench) -> None:
-    assert megatron.check_names() == [] and megatron.version() == megatron.READ_AGAINST
+    assert megatron.check_names() == [] and megatron.version() in megatron.READ_AGAINST
     megatron_shim.install()
     assert megatron_shim.installed()
 
@@ -374,7 +450,7 @@ def main() -> None:
         if name.startswith("test_"):
             print(name, flush=True)
             check(bench)
-            for handle in bench.driver.handles.values():
+            for handle in bench.driver.handles.values():  # Megatron's own state is never touched
                 state = handle.replay
                 assert not state.replay_backward_list and state.target_topk_idx is None, name
                 assert state.router_replay_action is None, name

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,25 @@ ROOT = Path(__file__).parents[2]
 
 
 def run_ranks(
-    script: Path, folder: Path, *, world_size: int, job: dict[str, Any], timeout_s: float
+    script: Path,
+    folder: Path,
+    *,
+    world_size: int,
+    job: dict[str, Any],
+    timeout_s: float,
+    overlay: Sequence[Path] = (),
 ) -> list[dict[str, Any]]:
     """Run `script` on `world_size` processes and return what each wrote with `write_result`, by rank.
 
-    Each gets one JSON argument: `job` with rank, world_size, init_method and out. Ends every process on leaving.
+    Each gets one JSON argument: `job` with rank, world_size, init_method and out. Ends every process on leaving. Packages in
+    the folders of `overlay` win over the installed ones.
 
     Raises:
         AssertionError: a rank failed or the deadline passed; holds the failing rank's last output.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    processes = [_start(script, folder, rank, world_size, job) for rank in range(world_size)]
+    path = os.pathsep.join(map(str, [*overlay, ROOT]))
+    processes = [_start(script, folder, rank, world_size, job, path) for rank in range(world_size)]
     try:
         _wait(processes, folder, deadline=time.monotonic() + timeout_s, timeout_s=timeout_s)
     finally:
@@ -40,7 +49,7 @@ def write_result(job: dict[str, Any], result: dict[str, Any]) -> None:
 
 
 def _start(
-    script: Path, folder: Path, rank: int, world_size: int, job: dict[str, Any]
+    script: Path, folder: Path, rank: int, world_size: int, job: dict[str, Any], path: str
 ) -> subprocess.Popen[bytes]:
     where = {
         "rank": rank,
@@ -48,7 +57,7 @@ def _start(
         "init_method": f"file://{folder / 'rendezvous'}",
         "out": str(folder),
     }
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     with (folder / f"log.{rank}").open("wb") as log:
         return subprocess.Popen(
             [sys.executable, str(script), json.dumps({**job, **where})],

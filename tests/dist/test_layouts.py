@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from tests.delivery import until
 from tests.dist.control import ControlServer
 from tests.dist.ranks import ROOT, run_ranks
 from tests.samples import random_ids
+from tests.upstream.wheels import unpacked
 
 pytestmark = pytest.mark.dist
 
@@ -38,6 +39,8 @@ IDS = (sum(LENGTHS) - len(LENGTHS)) * SPEC.num_moe_layers * SPEC.top_k
 LIMIT_S = 170.0
 QUICK = tuple(text for text in PROVEN if WHEN[text] == "make test")
 SLOW = tuple(text for text in PROVEN if WHEN[text] == "make test-full")
+NEWEST = "0.19.2"
+NEWER = (*QUICK, "dp=2,ep=2", "pp=2")
 
 Results = Callable[[str], list[dict[str, Any]]]
 
@@ -73,9 +76,10 @@ def sealed(layout: TrainerLayout, folder: Path) -> Relay:
     return relay
 
 
-@pytest.fixture(scope="module")
-def results(model_dir: Path, out: Path) -> Results:
-    """Trains all layouts of a world size at the first use of one; gives each rank's result."""
+def trained(
+    model_dir: Path, out: Path, lanes: tuple[tuple[str, ...], ...], overlay: Sequence[Path] = ()
+) -> Results:
+    """Trains all layouts of a lane and world size at the first use of one; gives each rank's result."""
 
     @cache
     def train(group: tuple[str, ...]) -> list[dict[str, Any]]:
@@ -93,14 +97,29 @@ def results(model_dir: Path, out: Path) -> Results:
             size = TrainerLayout.parse(group[0]).world_size
             job = {"model": str(model_dir), "runs": runs}
             script = ROOT / "tests/dist/layout_train.py"
-            return run_ranks(script, folder, world_size=size, job=job, timeout_s=LIMIT_S)
+            return run_ranks(script, folder, world_size=size, job=job, timeout_s=LIMIT_S, overlay=overlay)
 
     def of(text: str) -> list[dict[str, Any]]:
-        size, names = TrainerLayout.parse(text).world_size, QUICK if text in QUICK else SLOW
-        group = tuple(name for name in names if TrainerLayout.parse(name).world_size == size)
+        size, (lane,) = TrainerLayout.parse(text).world_size, [lane for lane in lanes if text in lane]
+        group = tuple(name for name in lane if TrainerLayout.parse(name).world_size == size)
         return [rank[text] for rank in train(group)]
 
     return of
+
+
+@pytest.fixture(scope="module")
+def results(model_dir: Path, out: Path) -> Results:
+    return trained(model_dir, out, (QUICK, SLOW))
+
+
+@pytest.fixture(scope="module")
+def newer_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("newer")
+
+
+@pytest.fixture(scope="module")
+def newer(model_dir: Path, newer_out: Path) -> Results:
+    return trained(model_dir, newer_out, (NEWER,), [unpacked(f"megatron-core=={NEWEST}")])
 
 
 def gradients(out: Path, text: str) -> dict[str, Any]:
@@ -136,6 +155,13 @@ def test_ids_gradients_and_bytes_are_exact(text: str, results: Results, out: Pat
 @pytest.mark.parametrize("text", SLOW)
 def test_ids_gradients_and_bytes_are_exact_in_more_layouts(text: str, results: Results, out: Path) -> None:
     check(text, results, out)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("text", NEWER)
+def test_the_newest_megatron_is_as_exact(text: str, newer: Results, newer_out: Path) -> None:
+    check(text, newer, newer_out)
+    assert {rank["megatron"] for rank in newer(text)} == {NEWEST}
 
 
 def test_interleaved_stages_own_the_routers_of_their_chunks(results: Results) -> None:

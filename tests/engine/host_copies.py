@@ -1,4 +1,4 @@
-"""Finds operations that make a thread wait for the device: copies to the host that block, and reads of a value.
+"""Finds operations that make a thread wait for the device: copies that block, and reads of a value.
 
 On `meta` tensors there is nothing to read, so what is not recorded here fails there.
 """
@@ -25,15 +25,21 @@ class HostCopies(TorchDispatchMode):
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
         self.seen.append(name)
-        if name in WAITS or self._copies_to_host(name, args, kwargs):
+        if name in WAITS or self._indexes_by_flags(name, args) or self._copies_and_waits(name, args, kwargs):
             self.blocking.append(name)
         return func(*args, **kwargs)
 
-    def _copies_to_host(self, name: str, args: Any, kwargs: Any) -> bool:
+    def _indexes_by_flags(self, name: str, args: Any) -> bool:
+        """`x[flags]` asks the device how many are set; the `nonzero` in it is not dispatched again."""
+        indices = args[1] if name in ("index", "index_put_") else ()
+        return any(index is not None and index.dtype == torch.bool for index in indices)
+
+    def _copies_and_waits(self, name: str, args: Any, kwargs: Any) -> bool:
+        """Between host and device in either direction: torch waits for both, unless it is told not to."""
         if name == "_to_copy":
-            to_host = torch.device(kwargs.get("device") or args[0].device).type == "cpu"
-            return to_host and args[0].device.type != "cpu" and not kwargs.get("non_blocking", False)
+            other = torch.device(kwargs.get("device") or args[0].device).type != args[0].device.type
+            return other and not kwargs.get("non_blocking", False)
         if name == "copy_":
             blocks = not (kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
-            return args[0].device.type == "cpu" and args[1].device.type != "cpu" and blocks
+            return args[0].device.type != args[1].device.type and blocks
         return False

@@ -52,9 +52,11 @@ def test_a_layer_is_audited_in_the_first_pass_only() -> None:
 
 
 def test_log_prob_differences_are_those_of_response_tokens() -> None:
-    sums = LogprobDifference()
-    ours, engine = torch.tensor([[-1.0, -2.0, -9.0]]), torch.tensor([[-1.5, -1.5, 0.0]])
-    sums.add(ours, engine, torch.tensor([[1.0, 1.0, 0.0]]))
+    audit = RoutingAudit(step=0, microbatches=1, count=1, counted_rows=lambda _: NATURAL)
+    ours, engine = torch.tensor([[-1.0, -2.0, -9.0]]), torch.tensor([[-1.5, -1.5, -math.inf]])
+    audit.add_logprobs(ours[:, :1], engine[:, :1], torch.ones(1, 1))
+    audit.add_logprobs(ours[:, 1:], engine[:, 1:], torch.tensor([[1.0, 0.0]]))
+    sums = audit.report().logprobs
     assert sums.tokens == 2 and math.isclose(sums.absolute, 1.0) and math.isclose(sums.k1, 0.0)
     assert math.isclose(sums.k3, math.exp(0.5) + math.exp(-0.5) - 2, rel_tol=1e-6)
 
@@ -68,7 +70,7 @@ def test_ranks_add_up_by_layer() -> None:
 def test_the_report_reaches_the_metrics_by_layer() -> None:
     metrics = Metrics("trainer")
     found = report()
-    found.logprobs.add(torch.tensor([-1.0]), torch.tensor([-1.5]), torch.tensor([1.0]))
+    found.logprobs = LogprobDifference(tokens=1, absolute=0.5, k1=-0.5, k3=0.15)
     publish(found, metrics)
     assert metrics.value("audit_pairs_total") == 6 and metrics.value("audit_pairs_different_total") == 2
     assert metrics.value("audit_pairs_disjoint_total") == 1

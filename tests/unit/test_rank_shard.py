@@ -83,6 +83,13 @@ def test_only_the_mask_policy_takes_tokens_out_of_the_loss(policy: str, masked: 
     assert keep[1].tolist() == [True] * 5 + [False] * 4
 
 
+def test_padding_is_where_no_token_is_and_padding_rows_are_where_no_engine_row_is() -> None:
+    shard = make(TrainerLayout(), policy="native")
+    assert shard.padding_mask(0).tolist() == [[False] * 9, [False] * 5 + [True] * 4]
+    rows = shard.padding_rows(0).view(9, 2).T  # row = position * samples + sample
+    assert rows.tolist() == [[False] * 8 + [True], [False] * 4 + [True] * 5]
+
+
 def test_another_number_of_micro_batches_is_refused_with_both_numbers() -> None:
     shard = make(TrainerLayout(), policy="native")
     with pytest.raises(TicketMismatch, match=r"1 micro-batches planned, this trainer runs 2") as refusal:
@@ -161,7 +168,8 @@ def test_one_changed_id_is_named_with_its_sample_before_the_step_ends(
         assert (refusal.value.ranks, refusal.value.step) == ((rank.shard.key,), step.ticket.step)
 
 
-def test_exchanged_layers_micro_batches_and_rows_are_noticed() -> None:
+def two_samples() -> RankShard:
+    """Two micro-batches of one sample each."""
     spec = RoutingSpec(num_layers=2, moe_layers=(0, 1), num_experts=128, top_k=8)
     names = ("a", "b")
     samples = [TicketSample(name, 9, 0, 0, (), (), ((8, 0),)) for name in names]
@@ -169,7 +177,23 @@ def test_exchanged_layers_micro_batches_and_rows_are_noticed() -> None:
     ticket = Ticket("run", 1, spec, TrainerLayout(), assignment, samples, 1 << 20)
     ids = {name: random_ids(8, spec=spec, seed=seed) for seed, name in enumerate(names)}
     step = Step(ticket, ids, 0)
-    (rank,) = ranks_of(step, step.shards[0])
+    return ranks_of(step, step.shards[0])[0]
+
+
+@pytest.mark.parametrize("passes", [(True, False), (False, True)], ids=["forward", "recompute"])
+def test_a_difference_in_either_pass_of_a_router_is_kept_until_the_device_is_asked(
+    passes: tuple[bool, bool],
+) -> None:
+    rank = two_samples()
+    rank._handed._host_SL = None  # as on a GPU
+    for wrong in passes:
+        rank.handed(0, 0, rank.layer_ids(1 if wrong else 0, 0))
+    with pytest.raises(DigestMismatch, match=r"of samples \['a'\]"):
+        rank.verified()
+
+
+def test_exchanged_layers_micro_batches_and_rows_are_noticed() -> None:
+    rank = two_samples()
     turned = rank.layer_ids(0, 0).clone()
     turned[[2, 3]] = turned[[3, 2]]
     for other in (rank.layer_ids(0, 1), rank.layer_ids(1, 0), turned):

@@ -18,35 +18,18 @@ from r3channel.spec import RoutingSpec
 from r3channel.trainer import megatron
 from r3channel.trainer.channel import TrainerChannel
 from r3channel.trainer.replay import ReplayDriver
-from r3channel.trainer.router import Action
 
 ROWS, EXPERTS, TOP_K = 4, 8, 2
 SPEC = RoutingSpec(num_layers=1, moe_layers=(0,), num_experts=EXPERTS, top_k=TOP_K)
 
 
 class Replay:
-    """The part of Megatron-core 0.16.1's RouterReplay that is used."""
-
-    def __init__(self) -> None:
-        self.action: Action = "natural"
-        self.clear_indices()
-
-    def set_target_indices(self, topk_indices: torch.Tensor) -> None:
-        self.target_topk_idx = topk_indices
-        self.replay_backward_list.append(topk_indices)
-
-    def clear_indices(self) -> None:
-        self.target_topk_idx: torch.Tensor | None = None
-        self.replay_backward_list: list[torch.Tensor] = []
+    """The part of Megatron-core's RouterReplay that is used."""
 
     def get_replay_topk(
         self, scores: torch.Tensor, topk: int, num_groups: Any, group_topk: Any, compute: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.action == "natural":
-            return compute(scores, topk, num_groups, group_topk)
-        ids = self.target_topk_idx if self.action == "forward" else self.replay_backward_list.pop(0)
-        assert ids is not None
-        return scores.gather(1, ids), ids
+        return compute(scores, topk, num_groups, group_topk)
 
 
 def live_topk(scores: torch.Tensor, topk: int, *_groups: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,28 +40,30 @@ def live_topk(scores: torch.Tensor, topk: int, *_groups: Any) -> tuple[torch.Ten
 class Router(torch.nn.Module):
     """Keeps the ids that it used."""
 
-    def __init__(self) -> None:
+    def __init__(self, experts: int = EXPERTS, top_k: int = TOP_K) -> None:
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.eye(EXPERTS))
+        self.weight, self.top_k = torch.nn.Parameter(torch.eye(experts)), top_k
         self.replay = Replay()
-        self.used: list[list[list[int]]] = []
+        self._used: list[torch.Tensor] = []
+
+    @property
+    def used(self) -> list[list[list[int]]]:
+        return [ids.tolist() for ids in self._used]
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        values, ids = self.replay.get_replay_topk(input @ self.weight, TOP_K, None, None, live_topk)
-        self.used.append(ids.tolist())
+        values, ids = self.replay.get_replay_topk(input @ self.weight, self.top_k, None, None, live_topk)
+        self._used.append(ids)
         return values
 
 
 class Handle:
     """A `RouterHandle`."""
 
-    layer, chunk, top_k, num_experts, recomputed = 0, 0, TOP_K, EXPERTS, True
+    chunk, recomputed, counts = 0, True, None
 
-    def __init__(self, module: Router) -> None:
-        self.module, self.replay = module, module.replay
-
-    def set_action(self, action: Action) -> None:
-        self.replay.action = action
+    def __init__(self, module: Router, layer: int = 0) -> None:
+        self.module, self.replay, self.layer = module, module.replay, layer
+        self.top_k, self.num_experts = module.top_k, len(module.weight)
 
 
 class Model(torch.nn.Module):
@@ -109,6 +94,9 @@ class Routing:
     def live_rows(self, microbatch: int) -> torch.Tensor | None:
         return torch.arange(ROWS) == 0 if self.live else None
 
+    def padding_rows(self, microbatch: int) -> torch.Tensor:
+        return torch.zeros(ROWS, dtype=torch.bool)
+
     def handed(self, microbatch: int, layer: int, ids_RK: torch.Tensor) -> None:
         self.given.append((microbatch, layer, ids_RK.clone()))
         if self.refused is not None:
@@ -135,16 +123,15 @@ def driver_of(model: Model) -> Iterator[ReplayDriver]:
 
 def test_a_logprob_pass_before_a_backward_leaves_the_waiting_ids_alone() -> None:
     model = Model()
-    used = model.router.used
     with driver_of(model) as driver, driver.step(Routing(), step=0) as step:
         for index in range(2):
             with step.microbatch(index):
                 output = model(rows(index))
             with torch.no_grad(), step.microbatch(1 - index, mode="logprob"):
                 model(rows(1 - index))
-            forward = used[-2]
+            forward = model.router.used[-2]
             output.sum().backward()
-            assert used[-1] == forward, (
+            assert model.router.used[-1] == forward, (
                 f"the recompute of micro-batch {index} took other ids than its forward"
             )
 
@@ -165,7 +152,7 @@ def test_backward_passes_in_any_order_take_their_own_ids(wrap: Any, loss_of: Any
         for index in range(2):
             with step.microbatch(index):
                 losses.append(loss_of(model(rows(index))))
-        forward = list(model.router.used)
+        forward = model.router.used
         (losses[0] + losses[1]).backward()  # the newest first
         assert model.router.used[2:] == forward[::-1]
 
@@ -189,8 +176,8 @@ def test_ids_are_looked_at_before_a_router_uses_them_and_what_was_noted_before_t
                 model(rows(index)).sum().backward()
         assert routing.looks == 0
     assert routing.looks == 1
-    assert [(index, layer) for index, layer, _ in routing.given] == [(0, 0), (1, 0)]
-    assert [ids.tolist() for _, _, ids in routing.given] == model.router.used[::2]
+    assert [(index, layer) for index, layer, _ in routing.given] == [(0, 0), (0, 0), (1, 0), (1, 0)]
+    assert [ids.tolist() for _, _, ids in routing.given] == model.router.used
 
 
 def test_a_router_does_not_run_on_ids_that_are_not_the_engines() -> None:
@@ -204,6 +191,20 @@ def test_a_router_does_not_run_on_ids_that_are_not_the_engines() -> None:
     ):
         model(rows(0))
     assert model.router.used == []
+
+
+def test_a_byte_that_changes_between_forward_and_recompute_is_noticed() -> None:
+    model, routing = Model(), Routing(live=False)
+    with (
+        pytest.raises(DigestMismatch, match="changed at rest"),
+        driver_of(model) as driver,
+        driver.step(routing, step=0) as step,
+    ):
+        with step.microbatch(0):
+            output = model(rows(0))
+        routing.refused = DigestMismatch("changed at rest", samples=["a"], step=0)
+        output.sum().backward()
+    assert len(model.router.used) == 1, "the recompute ran on it"
 
 
 class Nowhere:

@@ -27,6 +27,7 @@ def unpacked(requirement: str) -> Path:
         return Path(str(importlib.metadata.distribution(name).locate_file("")))
     folder = Path(_folder().name) / requirement.replace("=", "-").replace("<", "-")
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:"]
+    command += ["--ignore-requires-python"]  # megatron-core 0.17 to 0.19 asks for 3.12, and runs on 3.11
     command += ["--disable-pip-version-check", "-d", str(folder / "wheel"), requirement]
     child = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_TIMEOUT_S, check=False)
     assert child.returncode == 0, f"{requirement} cannot be downloaded:\n{child.stderr[-1000:]}"

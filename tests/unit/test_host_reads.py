@@ -1,0 +1,124 @@
+"""A replayed step waits for the device where it says so, and nowhere else; the audit adds one read at its end.
+
+No GPU is needed: on `meta` tensors there is no value to read, and on CPU tensors every read is counted as it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+from r3channel.trainer.mismatch import RoutingAudit
+from r3channel.trainer.replay import ReplayDriver
+from r3channel.trainer.shard import RankShard
+from tests.engine.host_copies import HostCopies
+from tests.unit.test_rank_shard import calls, two_samples
+from tests.unit.test_replay_step import Handle, Router
+
+READS = {"item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__"}
+
+
+class Reads(TorchFunctionMode):
+    """Inside the block: which methods brought a value to Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in READS:
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def watched() -> Iterator[list[str]]:
+    """What waited inside the block, once it is left."""
+    waits: list[str] = []
+    reads, copies = Reads(), HostCopies()
+    try:
+        with reads, copies:
+            yield waits
+    finally:
+        waits += [*reads.seen, *copies.blocking]
+
+
+class Layers(torch.nn.Module):
+    """A router per layer of the shard, each recomputed in the backward pass."""
+
+    def __init__(self, rank: RankShard) -> None:
+        super().__init__()
+        spec = rank.shard.spec
+        self.routers = torch.nn.ModuleList([Router(spec.num_experts, spec.top_k) for _ in rank.shard.layers])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum(checkpoint(router, x, use_reentrant=True).sum() for router in self.routers)  # type: ignore[return-value]
+
+
+def on(device: str) -> tuple[RankShard, RoutingAudit, Layers]:
+    """A shard as it lies on a GPU: what is found there is noted, and read at the end."""
+    rank = two_samples()
+    expected_SL = rank._handed._expected_SL
+    assert expected_SL is not None
+    rank = RankShard(rank.ticket, rank.shard, rank.data_N.to(device), tp=0, digests_SL=expected_SL.to(device))
+    rank._handed._host_SL = None
+    audit = RoutingAudit(step=0, microbatches=rank.num_microbatches, count=2, counted_rows=rank.counted_rows)
+    return rank, audit, Layers(rank).to(device)
+
+
+@contextmanager
+def driver_of(model: Layers, rank: RankShard) -> Iterator[ReplayDriver]:
+    routers = [router for router in model.routers if isinstance(router, Router)]
+    handles = {layer: Handle(router, layer) for layer, router in zip(rank.shard.layers, routers, strict=True)}
+    driver = ReplayDriver(handles, [model], spec=rank.shard.spec)
+    yield driver
+    driver.close()
+
+
+def passes(rank: RankShard, model: Layers, step: Any, device: str) -> None:
+    for index in range(rank.num_microbatches):
+        rows = len(rank.layer_ids(index, rank.shard.layers[0]))
+        x = torch.randn(rows, rank.shard.spec.num_experts, device=device, requires_grad=True)
+        with torch.no_grad(), step.microbatch(index, mode="logprob"):
+            model(x)
+        step.compare_logprobs(index, x[:, :1], x[:, 1:2], torch.ones(rows, 1, device=device))
+        with step.microbatch(index):
+            loss = model(x)
+        loss.backward()
+
+
+@pytest.mark.parametrize("audited", [True, False], ids=["audit", "no audit"])
+def test_no_pass_of_a_step_waits_for_the_device(audited: bool) -> None:
+    class Enough(Exception):
+        """Left before the end of the step, where the one look is."""
+
+    rank, audit, model = on("meta")
+    audit_or_none = audit if audited else None
+    with (
+        pytest.raises(Enough),
+        watched() as waits,
+        driver_of(model, rank) as driver,
+        driver.step(rank, step=0, audit=audit_or_none) as step,
+    ):
+        passes(rank, model, step, "meta")
+        raise Enough
+    assert waits == []
+
+
+def test_a_step_reads_once_and_its_audit_once_more() -> None:
+    rank, audit, model = on("cpu")
+    with driver_of(model, rank) as driver:
+        with watched() as verdict, driver.step(rank, step=0, audit=audit) as step, watched() as body:
+            passes(rank, model, step, "cpu")
+        with watched() as reading:
+            report = audit.report()
+    assert body == [] and verdict == ["__bool__", "_local_scalar_dense"]
+    assert reading == ["tolist"]
+    assert report.pairs == 8 * len(calls(rank)) and report.logprobs.tokens == 2 * 9
