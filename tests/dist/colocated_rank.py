@@ -34,15 +34,17 @@ def main(job: dict[str, Any]) -> None:
     source, target = maps(job["world_size"])
     rank = job["rank"]
     lent = borrow(job["cards"][rank])
-    rendezvous = Rendezvous(
-        backend="shm", name=job["name"], epoch=1, rank=rank, world_size=job["world_size"]
-    )
+    rendezvous = Rendezvous(backend="shm", name=job["name"], epoch=1, rank=rank, world_size=job["world_size"])
     transport = join(rendezvous, timeout_s=60)
     resharder = Resharder(plan_reshard(source, target, rank=rank), transport)
     resharder.agree(timeout_s=60)
     filled = held(target, rank, seed=None)
     report = resharder.run(lent.shards, filled, timeout_s=60)
-    result = {"equal": equals_oracle(target, filled, seed=5), "copied": report.copied_bytes, "sent": report.sent_bytes}
+    result = {
+        "equal": equals_oracle(target, filled, seed=5),
+        "copied": report.copied_bytes,
+        "sent": report.sent_bytes,
+    }
     lent.arena.buffer_N[0] = 100 + rank  # the trainer sees this in its own memory
     transport.close()
     write_result(job, result)

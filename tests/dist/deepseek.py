@@ -67,12 +67,11 @@ def config(**changes: Any) -> Any:
 
 def build(**changes: Any) -> Any:
     """One rank's part of the one fixed model, in training mode."""
+    from megatron.core import parallel_state as ps
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 
     from r3channel.embedded.megatron_modules import use_local_modules
-
-    from megatron.core import parallel_state as ps
 
     own = config(**changes)
     spec = use_local_modules(get_gpt_decoder_block_spec(own, use_transformer_engine=False))
@@ -101,7 +100,9 @@ def fill(model: torch.nn.Module) -> None:
     first = ps.get_expert_model_parallel_rank() * EXPERTS // ps.get_expert_model_parallel_world_size()
 
     decoder: Any = model.decoder
-    numbers = [layer.layer_number - 1 for layer in decoder.layers]  # of this stage, counted over the whole model
+    numbers = [
+        layer.layer_number - 1 for layer in decoder.layers
+    ]  # of this stage, counted over the whole model
 
     def layer(match: re.Match[str]) -> str:
         return f"decoder.layers.{numbers[int(match[1])]}."
@@ -114,13 +115,21 @@ def fill(model: torch.nn.Module) -> None:
             if "norm" in name:
                 weight.fill_(1.0)
                 continue
-            name = re.sub(r"local_experts\.(\d+)\.", expert, re.sub(r"^decoder\.layers\.(\d+)\.", layer, name))
+            name = re.sub(
+                r"local_experts\.(\d+)\.", expert, re.sub(r"^decoder\.layers\.(\d+)\.", layer, name)
+            )
             rank, size = etp if "local_experts" in name else tp
-            dim = getattr(weight, "partition_dim", None) if getattr(weight, "tensor_model_parallel", False) else None
+            dim = (
+                getattr(weight, "partition_dim", None)
+                if getattr(weight, "tensor_model_parallel", False)
+                else None
+            )
             shape = list(weight.shape)
             if dim is not None:
                 shape[dim] *= size
-            whole = torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode()))) * 0.1
+            whole = (
+                torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode()))) * 0.1
+            )
             weight.copy_(whole if dim is None else part(name, whole, dim, rank, size))
         for name, bias in model.named_buffers():
             if name.endswith("expert_bias"):

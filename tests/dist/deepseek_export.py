@@ -25,34 +25,34 @@ from tests.dist.ranks import write_result
 def hf_config() -> Any:
     from transformers import DeepseekV3Config
 
-    values: dict[str, Any] = dict(
-        vocab_size=deepseek.VOCAB,
-        hidden_size=64,
-        intermediate_size=128,
-        moe_intermediate_size=32,
-        num_hidden_layers=deepseek.LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        n_shared_experts=1,
-        n_routed_experts=deepseek.EXPERTS,
-        routed_scaling_factor=2.5,
-        kv_lora_rank=32,
-        q_lora_rank=32,
-        qk_rope_head_dim=8,
-        v_head_dim=16,
-        qk_nope_head_dim=16,
-        n_group=4,
-        topk_group=2,
-        num_experts_per_tok=deepseek.TOP_K,
-        first_k_dense_replace=1,
-        norm_topk_prob=True,
-        max_position_embeddings=64,
-        rms_norm_eps=1e-5,
-        rope_theta=10000.0,
-        tie_word_embeddings=False,
-        attention_bias=False,
-        architectures=["DeepseekV3ForCausalLM"],
-    )
+    values: dict[str, Any] = {
+        "vocab_size": deepseek.VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "moe_intermediate_size": 32,
+        "num_hidden_layers": deepseek.LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "n_shared_experts": 1,
+        "n_routed_experts": deepseek.EXPERTS,
+        "routed_scaling_factor": 2.5,
+        "kv_lora_rank": 32,
+        "q_lora_rank": 32,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "qk_nope_head_dim": 16,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_experts_per_tok": deepseek.TOP_K,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "architectures": ["DeepseekV3ForCausalLM"],
+    }
     return DeepseekV3Config(**values)
 
 
@@ -76,7 +76,11 @@ def build(layout: TrainerLayout) -> Any:
     for name, weight in model.named_parameters():
         if "norm" in name:  # or a wrong norm would look right
             parts = name.split(".")
-            whole = ".".join([*parts[:2], str(int(parts[2]) + offset), *parts[3:]]) if parts[1] == "layers" else name
+            whole = (
+                ".".join([*parts[:2], str(int(parts[2]) + offset), *parts[3:]])
+                if parts[1] == "layers"
+                else name
+            )
             seed = torch.Generator().manual_seed(zlib.crc32(whole.encode()))
             weight.data.add_(0.1 * torch.randn(weight.shape, generator=seed))
     return model
@@ -89,7 +93,9 @@ def whole_model(model: Any, config: Any, exported: dict[str, torch.Tensor], fold
     tokens = torch.randint(0, deepseek.VOCAB, (2, 16), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
         logits = model.eval()(tokens, torch.arange(16).expand_as(tokens), None)
-    save_file({"tokens": tokens, "logprobs": logits.float().log_softmax(-1).contiguous()}, folder / "expected.st")
+    save_file(
+        {"tokens": tokens, "logprobs": logits.float().log_softmax(-1).contiguous()}, folder / "expected.st"
+    )
 
 
 def main() -> None:

@@ -22,7 +22,9 @@ def main(folder: str) -> None:
     with torch.no_grad():
         found = model.eval()(expected["tokens"]).logits.float().log_softmax(-1)
     worst = float((found - expected["logprobs"]).abs().max())
-    names = {key: sorted(map(str, info[key])) for key in ("missing_keys", "unexpected_keys", "mismatched_keys")}
+    names = {
+        key: sorted(map(str, info[key])) for key in ("missing_keys", "unexpected_keys", "mismatched_keys")
+    }
     print(json.dumps({"worst": worst, **names}), file=out)
 
 

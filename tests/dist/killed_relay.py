@@ -27,11 +27,11 @@ from r3channel.errors import R3Error
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.ticket import Ticket
+from r3channel.relay.arrival.rows import Landing
+from r3channel.relay.relay import Relay
+from r3channel.relay.sealed import Outgoing, SealedStep
 from r3channel.relay.storage.durable import Durable
 from r3channel.relay.storage.recovery import Recovery
-from r3channel.relay.relay import Relay
-from r3channel.relay.arrival.rows import Landing
-from r3channel.relay.sealed import Outgoing, SealedStep
 from r3channel.trainer.landing import RelaySink
 from r3channel.trainer.member import Member
 from r3channel.trainer.receiver import Receiver

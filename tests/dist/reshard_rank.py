@@ -57,7 +57,9 @@ def surveyed(
 
 def joined(job: dict[str, Any], epoch: int) -> Transport:
     where = {key: job[key] for key in ("rank", "world_size", "host", "port")}
-    return join(Rendezvous(backend="gloo", name=f"reshard/{epoch}", epoch=epoch, **where), timeout_s=TIMEOUT_S)
+    return join(
+        Rendezvous(backend="gloo", name=f"reshard/{epoch}", epoch=epoch, **where), timeout_s=TIMEOUT_S
+    )
 
 
 def two_updates(plan: RankPlan, transport: Transport, source: ShardMap, target: ShardMap) -> dict[str, Any]:
@@ -103,7 +105,9 @@ def main(job: dict[str, Any]) -> None:
     plan = plan_reshard(source, target, rank=job["rank"])
     result = two_updates(plan, transport, source, target)
     result |= {"surveyed": [source.digest, target.digest] == [shards.digest for shards in known]}
-    other = plan_reshard(source, source.shifted(job["trainers"]), rank=job["rank"], world_size=plan.world_size)
+    other = plan_reshard(
+        source, source.shifted(job["trainers"]), rank=job["rank"], world_size=plan.world_size
+    )
     result |= {"mismatch": mismatch(plan, other, joined(job, 2)), "hashes": [plan.hash, other.hash]}
     result |= death(plan, joined(job, 3), source, target, lambda: write_result(job, result))
     write_result(job, result)

@@ -49,7 +49,9 @@ def test_routers_are_never_rounded(one: dict[str, Any]) -> None:
     assert one["float32"] == [f"model.layers.{layer}.mlp.gate.{part}" for layer in layers for part in parts]
 
 
-def test_transformers_loads_the_export_and_computes_the_same_log_probs(one: dict[str, Any], out: Path) -> None:
+def test_transformers_loads_the_export_and_computes_the_same_log_probs(
+    one: dict[str, Any], out: Path
+) -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "tests/dist/hf_logprobs.py"), str(out / "dp=1" / "hf")],
         env=environment(r3channel=False), capture_output=True, text=True, timeout=120,
@@ -61,13 +63,17 @@ def test_transformers_loads_the_export_and_computes_the_same_log_probs(one: dict
 
 
 @pytest.mark.parametrize(("layout", "size"), [("tp=2,ep=2", 2)])
-def test_a_sharded_run_exports_what_one_rank_does(one: dict[str, Any], out: Path, layout: str, size: int) -> None:
+def test_a_sharded_run_exports_what_one_rank_does(
+    one: dict[str, Any], out: Path, layout: str, size: int
+) -> None:
     for rank in export(out, layout, size):
         assert rank["digests"] == one["digests"]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("layout", "size"), [("tp=2", 2), ("pp=2", 2), ("dp=2,ep=2", 2), ("tp=2,pp=2", 4), ("tp=2,ep=2,pp=2", 4)])
+@pytest.mark.parametrize(
+    ("layout", "size"), [("tp=2", 2), ("pp=2", 2), ("dp=2,ep=2", 2), ("tp=2,pp=2", 4), ("tp=2,ep=2,pp=2", 4)]
+)
 def test_more_sharded_runs_export_what_one_rank_does(
     one: dict[str, Any], out: Path, layout: str, size: int
 ) -> None:

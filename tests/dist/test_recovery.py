@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from r3channel import errors
+from r3channel.relay.relay import Relay
 from r3channel.relay.storage.durable import read_remains
 from r3channel.relay.storage.recovery import Recovery
-from r3channel.relay.relay import Relay
 from r3channel.routing import ProvenanceSpan, RowKind
 from tests.dist.killed_relay import LAYOUT, STEP, STEPS, TOKENS, Child, config, fill, leave
 from tests.samples import SPEC, random_ids, reply_for
