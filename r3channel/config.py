@@ -28,7 +28,8 @@ COSTLY_CODECS = frozenset({"set"})
 """Codecs that cost more than a scheduler's thread can pay per request (about 1 GB/s of int16: `r3channel bench wire`)."""
 
 REFUSALS = {
-    "speculative": "rows of draft trees are moved without their ids",
+    "speculative": "accepted tokens of a tree of drafts are moved without their ids, and not every algorithm hands on the ids of "
+    "a pass that verifies; taken are EAGLE, EAGLE3 and STANDALONE with --speculative-eagle-topk 1",
     "disaggregation": "nothing carries the prefill engine's rows to decode; join both engines' rows with "
     "r3channel.relay.arrival.splice.merged_frame and set R3CHANNEL_ALLOW=disaggregation",
     "pp": "each stage of a pipeline-parallel engine holds its own layers only",

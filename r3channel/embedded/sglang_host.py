@@ -25,9 +25,12 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.state_capturer import base
 
+    from r3channel.embedded import sglang_chains
+
     if hasattr(base, "ALLOC_MEMORY_FUNCS"):
         # The entry is replaced and not the dict: state_capturer/base.py holds a reference to mem_cache's dict.
         base.ALLOC_MEMORY_FUNCS["cpu"] = _plain_memory
+        sglang_chains.register()
     else:
         HookRegistry.register(
             "sglang.srt.state_capturer.base.BaseHostCache.__init__", _plain_cache, HookType.REPLACE

@@ -38,6 +38,7 @@ def refusals(
 ) -> Iterator[Refusal]:
     """Every reason not to trust an engine of these settings. `routers`: those of the built model, if that is known."""
     yield from refused(values)
+    yield from _refused_chains(values)
     for check, value in ((check_representable, spec), (parse_weight_version, values["weight_version"])):
         try:
             check(value)  # type: ignore[arg-type]
@@ -45,6 +46,24 @@ def refusals(
             yield "", str(error)
     if routers is not None:
         yield from _refused_routers(list(routers), spec=spec)
+
+
+def _refused_chains(values: Mapping[str, Any]) -> Iterator[Refusal]:
+    """Of speculation that is taken by itself: with what it is not."""
+    algorithm = values.get("speculative_algorithm")
+    if algorithm in (None, "NONE"):
+        return
+    if "attn_dp_size" not in values:
+        yield (
+            "speculative",
+            f"--speculative-algorithm {algorithm}: this release was not read for it, only 0.5.23",
+        )
+    elif (values["attn_dp_size"] or 1) > 1:
+        yield (
+            "speculative",
+            f"--speculative-algorithm {algorithm} with DP attention: a graph that verifies has several rows of a request, and a "
+            "rank's are looked for as if it had one",
+        )
 
 
 def _refused_routers(routers: list[Router], *, spec: RoutingSpec) -> Iterator[Refusal]:

@@ -58,7 +58,14 @@ _ASIDE = "no row depends on it"
 _INPUT = "ids are taken where TopK leaves them, whatever computed its input: "
 
 SETTINGS: tuple[Setting, ...] = (
-    Setting("speculative_algorithm", REFUSED, "any", "speculative", lambda value: value not in (None, "NONE")),
+    Setting(
+        "speculative_algorithm",
+        REFUSED,
+        "all but EAGLE, EAGLE3, STANDALONE; those too with DP attention, and before 0.5.23",
+        "speculative",
+        lambda value: value not in (None, "NONE", "EAGLE", "EAGLE3", "STANDALONE"),
+    ),
+    Setting("speculative_eagle_topk", REFUSED, "above 1", "speculative", _above(1)),
     Setting("disaggregation_mode", REFUSED, "prefill, decode", "disaggregation", lambda value: value != "null"),
     Setting("pp_size", REFUSED, "above 1", "pp", _above(1)),
     Setting(
@@ -94,11 +101,24 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("chunked_prefill_size", TESTED, "any", "prompts in several chunks: `test_engine_server`"),
     Setting("disable_overlap_schedule", TESTED, "on, off", "with retraction: `test_engine_server`"),
     Setting("enable_return_routed_experts weight_version", TESTED, "any", "`test_engine_server`"),
+    Setting(
+        "speculative_algorithm speculative_eagle_topk",
+        TESTED,
+        "EAGLE, STANDALONE; 1",
+        "greedy, with and without overlap, in-band and direct, with retraction: `test_speculative`",
+        _among("EAGLE", "STANDALONE", 1),
+    ),
     Setting("device", TESTED, "cpu", "every test of `tests/engine`", _among("cpu")),
     Setting("attention_backend", TESTED, "torch_native", "every test of `tests/engine`", _among("torch_native")),
     Setting("dtype", TESTED, "float32", "ids equal transformers', order included", _among("float32")),
     Setting("moe_a2a_backend", TESTED, "none", "every test of `tests/engine`", _among(None, "none")),
     # -- read ------------------------------------------------------------------------------------------------------------
+    Setting(
+        "speculative_algorithm enable_multi_layer_eagle",
+        READ,
+        "EAGLE3; on, off",
+        "the draft has other inputs or several layers, which are not captured; the target verifies in the same pass",
+    ),
     Setting("tp_size dp_size attn_dp_size", READ, "any other", "each rank captures all its rows; one of them replies"),
     Setting("ep_size moe_dense_tp_size", READ, "any", "ids are logical, and taken before they are dispatched"),
     Setting(

@@ -177,9 +177,13 @@ class FrameCapturer(RoutedExpertsCapturer):
         # Not by name: REPLACE has bound SGLang's name to this class, here too. For the same reason SGLang's create builds this.
         return super(FrameCapturer, FrameCapturer).create(**kwargs)
 
-    def __init__(self, model_config: Any, *, num_tokens: int, device: str, **kwargs: Any) -> None:
-        # One slot: SGLang's int32 host cache for all layers is given back at once.
-        super().__init__(model_config, num_tokens=1, device=device, **kwargs)
+    def __init__(
+        self, model_config: Any, *, num_tokens: int, max_running_requests: int, device: str, **kwargs: Any
+    ) -> None:
+        # One slot: SGLang's int32 host cache for all layers is given back at once. Its device buffer is made for one token of
+        # each request, but a pass that verifies drafts has all of theirs, and more rows than the buffer's end the engine.
+        most = max_running_requests * _verified_tokens()
+        super().__init__(model_config, num_tokens=1, max_running_requests=most, device=device, **kwargs)
         if hasattr(self.host_cache, "destroy"):  # not in 0.5.15.post1
             self.host_cache.destroy()
         self.spec = engine_spec(model_config)
@@ -221,7 +225,7 @@ class FrameCapturer(RoutedExpertsCapturer):
             host_cache=self.host_cache,
             rows=self.host_cache.rows,
             weight_version=self._current_version(),
-            kind=RowKind.DECODED if forward_batch.forward_mode.is_decode() else RowKind.PREFILLED,
+            kind=_kind_of(forward_batch.forward_mode),
         )
         if no_copy_to_cpu:
             return output
@@ -265,6 +269,18 @@ class FrameCapturer(RoutedExpertsCapturer):
         if text != self._version[0]:
             self._version = (text, _version_or_mark(text))
         return self._version[1]
+
+
+def _verified_tokens() -> int:
+    """How many tokens of a request one pass verifies at most; 1 where nothing is drafted."""
+    if not _has_bags():
+        return 1
+    return runtime_context.max_speculative_num_draft_tokens() or 1
+
+
+def _kind_of(mode: Any) -> RowKind:
+    """Tokens that are verified have been generated. What is rejected of them lies in slots that the next pass writes again."""
+    return RowKind.DECODED if mode.is_decode() or mode.is_target_verify() else RowKind.PREFILLED
 
 
 def _prefill_graph_size(tokens: int) -> int:

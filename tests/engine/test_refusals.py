@@ -20,13 +20,16 @@ GOOD: dict[str, Any] = {
     "disaggregation_mode": "null",
     "pp_size": 1,
     "attn_cp_size": 1,
+    "attn_dp_size": 1,
     "moe_a2a_backend": "none",
     "weight_version": "0",
     "tp_size": 8,
     "host": "127.0.0.1",
 }
 BAD: list[tuple[str, dict[str, Any]]] = [
-    ("speculative", {"speculative_algorithm": "EAGLE"}),
+    ("speculative", {"speculative_algorithm": "NGRAM"}),
+    ("speculative", {"speculative_algorithm": "DFLASH"}),
+    ("speculative", {"speculative_eagle_topk": 4}),
     ("disaggregation", {"disaggregation_mode": "decode"}),
     ("pp", {"pp_size": 2}),
     ("external_cache", {"enable_hierarchical_cache": True}),
@@ -57,6 +60,17 @@ def test_a_setting_that_makes_rows_wrong_is_refused_under_its_word(word: str, ch
     ((found, reason),) = refusals(GOOD | change, spec=SPEC)
     assert found == word
     assert [flag(*item) for item in change.items()] == [reason.split(": ")[0]]
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "STANDALONE"])
+def test_a_chain_of_drafts_is_taken_but_not_with_dp_attention_or_in_an_older_release(algorithm: str) -> None:
+    chain = GOOD | {"speculative_algorithm": algorithm, "speculative_eagle_topk": 1}
+    assert list(refusals(chain, spec=SPEC)) == []
+    ((word, reason),) = refusals(chain | {"attn_dp_size": 2}, spec=SPEC)
+    assert word == "speculative" and "with DP attention" in reason
+    del chain["attn_dp_size"]
+    ((word, reason),) = refusals(chain, spec=SPEC)
+    assert word == "speculative" and "only 0.5.23" in reason
 
 
 def test_every_word_that_can_be_allowed_is_one_that_is_refused() -> None:

@@ -2,25 +2,39 @@
 
 The published wheel (sglang-kernel 0.4.10) holds CUDA libraries only. With SGLANG_USE_CPU_ENGINE=1, SGLang 0.5.23 imports ten
 names from it without a guard (kernels/ops/kvcache/cache_move.py, kernels/ops/speculative/*, mem_cache/allocation.py). One of
-them runs on every batch and is written here in torch; the others belong to speculative decoding and raise when called.
+them runs on every batch and is written here in torch. The others belong to speculative decoding: those that a chain (top-k 1)
+takes are in `chains`, and the rest raise when called.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-__version__ = "0.0.0+cpu.standin"
+from sgl_kernel.chains import (
+    assign_draft_cache_locs_contiguous_cpu,
+    assign_extend_cache_locs_cpu,
+    build_tree_kernel_efficient_cpu,
+    copy_all_layer_kv_cache_cpu,
+    fill_bonus_tokens_cpu,
+    verify_tree_greedy_cpu,
+)
 
-_SPECULATIVE_ONLY = (
+__all__ = [
     "assign_draft_cache_locs_contiguous_cpu",
     "assign_extend_cache_locs_cpu",
-    "build_draft_decode_metadata_cpu",
+    "assign_req_to_token_pool_cpu",
     "build_tree_kernel_efficient_cpu",
     "copy_all_layer_kv_cache_cpu",
-    "fill_accept_out_cache_loc_cpu",
     "fill_bonus_tokens_cpu",
-    "rotate_input_ids_cpu",
     "verify_tree_greedy_cpu",
+]
+
+__version__ = "0.0.0+cpu.standin"
+
+_BEYOND_CHAINS = (
+    "build_draft_decode_metadata_cpu",  # AMX attention
+    "fill_accept_out_cache_loc_cpu",  # the accepted branch of a tree is moved
+    "rotate_input_ids_cpu",  # several draft layers
 )
 
 
@@ -44,11 +58,11 @@ def assign_req_to_token_pool_cpu(
 def _refusing(name: str) -> Any:
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError(
-            f"sgl_kernel.{name} has no CPU stand-in; speculative decoding needs the CUDA kernels"
+            f"sgl_kernel.{name} has no CPU stand-in; of speculative decoding only chains (--speculative-eagle-topk 1) run here"
         )
 
     refuse.__name__ = name
     return refuse
 
 
-globals().update({name: _refusing(name) for name in _SPECULATIVE_ONLY})
+globals().update({name: _refusing(name) for name in _BEYOND_CHAINS})

@@ -1,0 +1,175 @@
+"""Speculative decoding with one candidate a step, on the real SGLang: rows are those of the tokens that were accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from r3channel.config import ChannelConfig
+from r3channel.embedded.sglang import EngineOptions, EngineServer
+from r3channel.errors import EngineUnavailable
+from r3channel.plan.layout import TrainerLayout
+from r3channel.relay.relay import Relay
+from r3channel.routing import RowKind
+from r3channel.spec import RoutingSpec
+from r3channel.wire.frame import Frame, parse_frame
+from tests.conftest import READY_TIMEOUT_S
+from tests.engine.client import Reply, generate, generate_together, stream
+from tests.engine.draft import LAYERS, Models, write_models
+from tests.engine.reference import reference_ids
+from tests.engine.test_semantics import as_json, check, random_prompt
+
+pytestmark = [pytest.mark.engine, pytest.mark.full]
+
+SPEC = RoutingSpec(num_layers=LAYERS, moe_layers=tuple(range(LAYERS)), num_experts=128, top_k=8)
+DRAFTED = 3
+NEW_TOKENS = 23
+LENGTHS = (3, 17, 40, 41, 90, 130, 131, 200)
+RUNNING = 8
+CHUNK = 16
+"""A prefill pass has fewer rows than one that verifies for all running requests."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return write_models(tmp_path_factory.mktemp("models"))
+
+
+def options(
+    models: Models, *, algorithm: str = "EAGLE", draft: Path | None = None, topk: int = 1, **changes: Any
+) -> EngineOptions:
+    speculation = {
+        "algorithm": algorithm,
+        "draft-model-path": draft or models.head,
+        "num-steps": DRAFTED,
+        "eagle-topk": topk,
+        "num-draft-tokens": DRAFTED + 1,
+    }
+    return EngineOptions(
+        model=models.target,
+        chunked_prefill_size=CHUNK,
+        max_running_requests=RUNNING,
+        extra_args=[f"--speculative-{name}={value}" for name, value in speculation.items()],
+        **changes,
+    )
+
+
+@pytest.fixture(scope="module")
+def engine_url(models: Models) -> Iterator[str]:
+    """With the overlap scheduler: a request's next pass runs already when its last one is looked at."""
+    with EngineServer(options(models, max_total_tokens=2048)) as server:
+        server.wait_ready(READY_TIMEOUT_S)
+        yield server.url
+
+
+@pytest.fixture(scope="module")
+def batch(engine_url: str) -> list[Reply]:
+    """Three times as many requests as run at once: slots that one gives back are another's while passes are under way."""
+    prompts = [random_prompt(length, seed=1000 * turn + length) for turn in range(3) for length in LENGTHS]
+    assert len(prompts) > RUNNING and RUNNING * (DRAFTED + 1) > CHUNK
+    return generate_together(engine_url, prompts, new_tokens=NEW_TOKENS)
+
+
+def frame_of(reply: Reply) -> Frame:
+    return parse_frame(reply.raw, spec=SPEC, sample_id="test", engine="test")
+
+
+def check_replies(replies: list[Reply], *, model: Path, folder: Path) -> None:
+    """Every reply has a row for each token but the last, and each equals transformers', order included."""
+    expected = reference_ids(model, [reply.tokens for reply in replies], folder=folder)
+    for reply, wanted in zip(replies, expected, strict=True):
+        ids_TLK = frame_of(reply).routing(sample_id="test").expert_ids_TLK
+        assert len(ids_TLK) == len(reply.tokens) - 1
+        assert wanted.differing_rows(ids_TLK) == [], f"prompt of {len(reply.prompt)}"
+
+
+def passes_by_accepted(replies: list[Reply]) -> list[int]:
+    """How many passes accepted none of the drafted tokens, one of them, and so on."""
+    passes = np.zeros(DRAFTED + 1, int)
+    for reply in replies:
+        histogram = reply.meta["spec_correct_drafts_histogram"]
+        passes[: len(histogram)] += histogram
+    return passes.tolist()
+
+
+def test_accepted_tokens_have_the_rows_of_transformers(
+    batch: list[Reply], models: Models, tmp_path: Path
+) -> None:
+    check_replies(batch, model=models.target, folder=tmp_path)
+
+
+def test_chains_were_accepted_whole_and_in_part_and_not_at_all(batch: list[Reply]) -> None:
+    assert min(passes_by_accepted(batch)) >= 10
+
+
+def test_what_was_verified_is_decoded_and_the_prompt_prefilled(batch: list[Reply]) -> None:
+    for reply in batch:
+        spans = [(span.start, span.end, span.kind) for span in frame_of(reply).provenance]
+        prompt = len(reply.prompt)
+        assert spans == [(0, prompt, RowKind.PREFILLED), (prompt, len(reply.tokens) - 1, RowKind.DECODED)]
+
+
+@pytest.fixture(scope="module")
+def cut(engine_url: str) -> list[Reply]:
+    """A request that ends, each time it is asked, after another token inside a chain that was accepted."""
+    prompt = random_prompt(60, seed=60)
+    ends = [len(chunk.output) for chunk in stream(engine_url, prompt, new_tokens=40)]
+    inside = sorted(set(range(1, 40)) - set(ends))
+    assert len(inside) >= 5, f"passes ended after {ends} tokens"
+    return [generate(engine_url, prompt, new_tokens=length) for length in inside]
+
+
+def test_a_request_that_ends_inside_a_chain_has_no_row_of_what_follows(
+    cut: list[Reply], models: Models, tmp_path: Path
+) -> None:
+    check_replies(cut, model=models.target, folder=tmp_path)
+
+
+def test_a_turn_that_finds_accepted_tokens_in_the_prefix_cache_has_their_rows(
+    engine_url: str, models: Models, tmp_path: Path
+) -> None:
+    prompts = [random_prompt(length, seed=5000 + length) for length in LENGTHS]
+    first = generate_together(engine_url, prompts, new_tokens=NEW_TOKENS)
+    prompts = [[*reply.tokens, *random_prompt(9, seed=len(reply.prompt))] for reply in first]
+    turns = generate_together(engine_url, prompts, new_tokens=NEW_TOKENS)
+    for turn, before in zip(turns, first, strict=True):
+        assert turn.meta["cached_tokens"] > len(before.prompt) + NEW_TOKENS // 2
+    check_replies(turns, model=models.target, folder=tmp_path)
+
+
+def test_rows_delivered_directly_without_overlap_are_exact_under_retraction(
+    models: Models, tmp_path: Path
+) -> None:
+    """The draft is a model of its own here (STANDALONE)."""
+    relay = Relay(SPEC, TrainerLayout(), ChannelConfig(frame_timeout_s=30.0))
+    env = {
+        "SGLANG_TEST_RETRACT": "1",
+        "R3CHANNEL_DELIVERY": "direct",
+        "R3CHANNEL_RELAY_URL": relay.serve(token_file=tmp_path / "token"),
+        "R3CHANNEL_TOKEN_FILE": str(tmp_path / "token"),
+    }
+    standalone = options(models, algorithm="STANDALONE", draft=models.standalone, overlap=False, env=env)
+    with EngineServer(standalone) as server:
+        relay.expect_engines([server.url], timeout_s=READY_TIMEOUT_S)
+        server.wait_ready(READY_TIMEOUT_S)
+        prompts = [random_prompt(length, seed=length) for length in LENGTHS]
+        replies = generate_together(server.url, prompts, new_tokens=NEW_TOKENS)
+        samples = {f"s{number}": reply for number, reply in enumerate(replies)}
+        for name, reply in samples.items():
+            relay.add(name, as_json(reply), reply.tokens, engine=server.url)
+        relay.intake.await_frames(list(samples), timeout_s=30, step=0)
+    assert sum(reply.meta["num_retractions"] for reply in replies) > 0
+    assert min(passes_by_accepted(replies)) > 0
+    tokens = {name: reply.tokens for name, reply in samples.items()}
+    check(relay, tokens, model_dir=models.target, folder=tmp_path)
+    relay.close()
+
+
+def test_a_tree_of_drafts_is_refused_at_start(models: Models) -> None:
+    with EngineServer(options(models, topk=2)) as server, pytest.raises(EngineUnavailable) as refused:
+        server.wait_ready(READY_TIMEOUT_S)
+    assert "--speculative-eagle-topk 2: accepted tokens of a tree" in str(refused.value)
