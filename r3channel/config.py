@@ -34,7 +34,6 @@ REFUSALS = {
     "r3channel.relay.arrival.splice.merged_frame and set R3CHANNEL_ALLOW=disaggregation",
     "pp": "each stage of a pipeline-parallel engine holds its own layers only",
     "external_cache": "slots are reloaded without their ids, so old rows would pass for new",
-    "mixed_chunk": "decoded and prefilled rows cannot be told apart",
     "two_batch_overlap": "each half of a batch writes its ids from the buffer's first row on, so the second half's rows pass "
     "for the first's",
     "pdmux": "decode passes run between the layers of a prefill and write their ids over the prefill's first rows",

@@ -34,6 +34,8 @@ class RowKind(IntEnum):
     DECODED = 0
     PREFILLED = 1
     MISSING = 2
+    UNKNOWN = 3
+    """Decoded or prefilled, in a pass that had rows of both."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,7 @@ COLLECT = (
     f"{_SRT}.managers.scheduler_components.batch_result_processor"
     ".SchedulerBatchResultProcessor._maybe_collect_routed_experts"
 )
+INIT_BATCH = f"{_SRT}.model_executor.forward_batch_info.ForwardBatch.init_new"
 INIT_CAPTURER = f"{_SRT}.model_executor.model_runner.ModelRunner.init_routed_experts_capturer"
 UPDATER = f"{_SRT}.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 UPDATES = tuple(
@@ -42,6 +43,8 @@ class Name(NamedTuple):
 _COMMON: tuple[Name, ...] = (
     Name(CAPTURER),
     Name(COLLECT, ("self", "req")),
+    Name(INIT_BATCH, ("batch",)),
+    Name(f"{_SRT}.managers.schedule_batch.ScheduleBatch.decoding_reqs"),
     Name(INIT_CAPTURER, ("self",)),
     Name(f"{_SRT}.plugins.hook_registry.HookRegistry.register", ("target", "hook", "hook_type")),
     Name(f"{_SRT}.plugins.hook_registry.HookType.AROUND"),
@@ -94,7 +97,6 @@ _SINCE_BAGS: tuple[Name, ...] = (
     Name(f"{_FIELDS}.memory.Memory.enable_lmcache"),
     Name(f"{_FIELDS}.memory.Memory.enable_flexkv"),
     Name(f"{_FIELDS}.memory.Memory.enable_unified_cache_external_linker"),
-    Name(f"{_FIELDS}.schedule.Schedule.enable_mixed_chunk"),
     Name(f"{_FIELDS}.exec_.ExecOverlap.enable_two_batch_overlap"),
     Name(f"{_FIELDS}.exec_.ExecMoe.moe_a2a_backend"),
     Name(f"{_FIELDS}.exec_.ExecFeatures.enable_decoder_swa_bounded_replay"),
@@ -117,7 +119,6 @@ _BEFORE_BAGS: tuple[Name, ...] = (
             "pp_size",
             "enable_hierarchical_cache",
             "enable_lmcache",
-            "enable_mixed_chunk",
             "enable_two_batch_overlap",
             "enable_pdmux",
             "moe_a2a_backend",
@@ -147,7 +148,7 @@ def installed_version() -> str:
 
 def hooked(table: str) -> tuple[str, ...]:
     """What is replaced or wrapped under a table of `TABLES`."""
-    return (CAPTURER, COLLECT, INIT_CAPTURER, *(UPDATES if table == "0.5.15.post1" else ()))
+    return (CAPTURER, COLLECT, INIT_BATCH, INIT_CAPTURER, *(UPDATES if table == "0.5.15.post1" else ()))
 
 
 def matching_table() -> str | None:

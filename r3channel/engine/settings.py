@@ -75,7 +75,6 @@ SETTINGS: tuple[Setting, ...] = (
         "external_cache",
         _is_on,
     ),
-    Setting("enable_mixed_chunk", REFUSED, "on", "mixed_chunk", _is_on),
     Setting("enable_two_batch_overlap", REFUSED, "on", "two_batch_overlap", _is_on),
     Setting("enable_pdmux", REFUSED, "on", "pdmux", _is_on),
     Setting(
@@ -99,6 +98,12 @@ SETTINGS: tuple[Setting, ...] = (
         _among(1, 2, True, False),
     ),
     Setting("chunked_prefill_size", TESTED, "any", "prompts in several chunks: `test_engine_server`"),
+    Setting(
+        "enable_mixed_chunk",
+        TESTED,
+        "on, off",
+        "rows of a pass that decodes and prefills are of kind UNKNOWN: `test_engine_server`",
+    ),
     Setting("disable_overlap_schedule", TESTED, "on, off", "with retraction: `test_engine_server`"),
     Setting("enable_return_routed_experts weight_version", TESTED, "any", "`test_engine_server`"),
     Setting(

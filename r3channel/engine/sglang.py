@@ -37,6 +37,7 @@ from r3channel.engine.delivery import Outlet, report
 from r3channel.engine.hooks import (
     CAPTURER,
     COLLECT,
+    INIT_BATCH,
     INIT_CAPTURER,
     UPDATES,
     check_hooks,
@@ -72,6 +73,7 @@ def apply(config: EngineConfig) -> None:
     _config, _table = config, matching_table() or ""  # before a hook changes what is looked at
     HookRegistry.register(CAPTURER, FrameCapturer, HookType.REPLACE)
     HookRegistry.register(COLLECT, collect_frame, HookType.AROUND)
+    HookRegistry.register(INIT_BATCH, note_mixed, HookType.AFTER)
     HookRegistry.register(INIT_CAPTURER, refuse_engine, HookType.BEFORE)
     if not _has_bags():
         for path in UPDATES:
@@ -225,7 +227,7 @@ class FrameCapturer(RoutedExpertsCapturer):
             host_cache=self.host_cache,
             rows=self.host_cache.rows,
             weight_version=self._current_version(),
-            kind=_kind_of(forward_batch.forward_mode),
+            kind=_kind_of(forward_batch),
         )
         if no_copy_to_cpu:
             return output
@@ -278,9 +280,17 @@ def _verified_tokens() -> int:
     return runtime_context.max_speculative_num_draft_tokens() or 1
 
 
-def _kind_of(mode: Any) -> RowKind:
+def note_mixed(made: Any, _class: Any, batch: Any, *_rest: Any, **_more: Any) -> None:
+    """AFTER `ForwardBatch.init_new`: a runner turns a pass that also decodes into a prefill before it ends."""
+    made.r3channel_mixed = bool(batch.decoding_reqs)
+
+
+def _kind_of(forward_batch: Any) -> RowKind:
     """Tokens that are verified have been generated. What is rejected of them lies in slots that the next pass writes again."""
-    return RowKind.DECODED if mode.is_decode() or mode.is_target_verify() else RowKind.PREFILLED
+    mode = forward_batch.forward_mode
+    if mode.is_decode() or mode.is_target_verify():
+        return RowKind.DECODED
+    return RowKind.UNKNOWN if getattr(forward_batch, "r3channel_mixed", False) else RowKind.PREFILLED
 
 
 def _prefill_graph_size(tokens: int) -> int:

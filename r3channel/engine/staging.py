@@ -167,8 +167,11 @@ class StagedCapturer:
         """Start the copy of this pass's rows. Never waits."""
         start, rows = self._local_range(forward_batch, can_run_graph, cuda_graph_batch)
         ids_TLK = self._selection.narrow(self.device_ids_TAK[start : start + rows, :, : self.spec.top_k])
-        kind = RowKind.DECODED if forward_batch.forward_mode.is_decode() else RowKind.PREFILLED
-        self._staged.append(self._stage(forward_batch.out_cache_loc.clone(), ids_TLK, kind=kind))
+        self._staged.append(
+            self._stage(
+                forward_batch.out_cache_loc.clone(), ids_TLK, kind=_kind_of(forward_batch.forward_mode)
+            )
+        )
         self._write_copied()
 
     def collect(self, req: Any, req_to_token_pool: Any) -> torch.Tensor | None:
@@ -227,6 +230,12 @@ class StagedCapturer:
         self.rows.write(
             stage.host_slots_T, stage.host_ids_TLK, weight_version=stage.weight_version, kind=stage.kind
         )
+
+
+def _kind_of(mode: Any) -> RowKind:
+    if mode.is_mixed():
+        return RowKind.UNKNOWN
+    return RowKind.DECODED if mode.is_decode() else RowKind.PREFILLED
 
 
 def _to_pinned(tensor: torch.Tensor) -> torch.Tensor:

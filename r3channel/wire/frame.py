@@ -2,7 +2,7 @@
 
     header (104 B, little endian, its own xxh3 last; see `wire.header`)
     validity bitmap   ceil(T/8) bytes, only with flag VALIDITY; bit = row is valid
-    provenance        spans x {start u32, end u32, weight_version i64, kind u8, 7 zero}
+    provenance        spans x {start u32, end u32, weight_version i64, kind u8 (`RowKind`), 7 zero}
     digests           L x u64 over all rows, those of the prefix included (see `wire.digest`)
     prefix digest     16 B, only with flag PREFIX: the first `prefix_rows` rows travel in another frame (see `wire.prefix`)
     chunk table       see `wire.chunks`

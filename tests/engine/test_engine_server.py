@@ -220,14 +220,38 @@ def test_an_engine_whose_rows_would_be_wrong_does_not_start(model_dir: Path) -> 
     options = EngineOptions(
         model=model_dir,
         weight_version="nightly",
-        extra_args=["--enable-mixed-chunk", "--enable-streaming-session"],
+        extra_args=[
+            *("--disaggregation-mode", "decode", "--disaggregation-transfer-backend", "nixl"),
+            "--enable-streaming-session",
+        ],
     )
     with EngineServer(options) as server, pytest.raises(EngineUnavailable) as refused:
         server.wait_ready(READY_TIMEOUT_S)
     assert "r3channel refuses this engine" in str(refused.value)
-    assert "--enable-mixed-chunk" in str(refused.value)
+    assert "--disaggregation-mode decode" in str(refused.value)
     assert "--enable-streaming-session: these settings were neither tested nor read" in str(refused.value)
     assert "weight version 'nightly'" in str(refused.value)
+
+
+@pytest.mark.full
+def test_rows_of_passes_that_decode_and_prefill_are_exact_and_of_unknown_kind(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    options = EngineOptions(model=model_dir, chunked_prefill_size=128, extra_args=["--enable-mixed-chunk"])
+    with EngineServer(options) as server:
+        server.wait_ready(READY_TIMEOUT_S)
+        prompts = [random_prompt(length, seed=length) for length in (3, 17, 40, 90, 130, 200, 300)]
+        replies = generate_together(server.url, prompts, new_tokens=NEW_TOKENS)
+    expected = reference_ids(model_dir, [reply.tokens for reply in replies], folder=tmp_path)
+    prompt_kinds, new_kinds = set[RowKind](), set[RowKind]()
+    for reply, wanted in zip(replies, expected, strict=True):
+        frame = frame_of(reply)
+        assert frame.valid_T.all() and wanted.differing_rows(frame.verify()) == []
+        for span in frame.provenance:
+            prompt_kinds |= {span.kind} if span.start < len(reply.prompt) else set()
+            new_kinds |= {span.kind} if span.end > len(reply.prompt) else set()
+    assert prompt_kinds == {RowKind.PREFILLED, RowKind.UNKNOWN}
+    assert new_kinds == {RowKind.DECODED, RowKind.UNKNOWN}
 
 
 @pytest.mark.full

@@ -35,7 +35,6 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("external_cache", {"enable_hierarchical_cache": True}),
     ("external_cache", {"enable_lmcache": True}),
     ("external_cache", {"enable_flexkv": True}),
-    ("mixed_chunk", {"enable_mixed_chunk": True}),
     ("two_batch_overlap", {"enable_two_batch_overlap": True}),
     ("pdmux", {"enable_pdmux": True}),
     ("a2a", {"moe_a2a_backend": "mooncake"}),
@@ -120,15 +119,15 @@ def test_a_value_is_judged_by_the_first_line_that_is_about_it() -> None:
 
 
 def test_all_reasons_are_given_at_once() -> None:
-    values = GOOD | {"pp_size": 2, "enable_mixed_chunk": True, "weight_version": "nightly"}
-    with pytest.raises(ConfigError, match=r"--enable-mixed-chunk.*--pp-size 2.*weight version 'nightly'"):
+    values = GOOD | {"pp_size": 2, "enable_pdmux": True, "weight_version": "nightly"}
+    with pytest.raises(ConfigError, match=r"--enable-pdmux.*--pp-size 2.*weight version 'nightly'"):
         refuse(refusals(values, spec=SPEC), allowed=frozenset())
 
 
 def test_what_is_allowed_is_not_refused_and_the_rest_still_is() -> None:
-    values = GOOD | {"pp_size": 2, "enable_mixed_chunk": True}
-    refuse(refusals(values, spec=SPEC), allowed=frozenset({"pp", "mixed_chunk"}))
-    with pytest.raises(ConfigError, match="mixed-chunk") as refused:
+    values = GOOD | {"pp_size": 2, "enable_pdmux": True}
+    refuse(refusals(values, spec=SPEC), allowed=frozenset({"pp", "pdmux"}))
+    with pytest.raises(ConfigError, match="pdmux") as refused:
         refuse(refusals(values, spec=SPEC), allowed=frozenset({"pp"}))
     assert "--pp-size" not in str(refused.value)
 

@@ -11,6 +11,7 @@ import torch
 from r3channel.config import EngineConfig
 from r3channel.engine.delivery import Outlet
 from r3channel.engine.staging import StagedCapturer
+from r3channel.routing import RowKind
 from r3channel.wire.frame import parse_frame
 from r3channel.wire.hello import Hello
 from tests.engine.host_copies import HostCopies
@@ -35,10 +36,10 @@ def capturer_on(device: str) -> StagedCapturer:
     )
 
 
-def forward(capturer: StagedCapturer, ids_TLK: np.ndarray, slots: list[int]) -> None:
+def forward(capturer: StagedCapturer, ids_TLK: np.ndarray, slots: list[int], *, mixed: bool = False) -> None:
     for moe_index, layer in enumerate(SPEC.moe_layers):
         capturer.capture(layer, torch.from_numpy(ids_TLK[:, moe_index].astype(np.int32)))
-    mode = SimpleNamespace(is_decode=lambda: len(slots) == 1)
+    mode = SimpleNamespace(is_decode=lambda: len(slots) == 1, is_mixed=lambda: mixed)
     batch = SimpleNamespace(out_cache_loc=torch.tensor(slots), forward_mode=mode)
     capturer.on_forward_end(batch, False, None)
 
@@ -104,11 +105,21 @@ def test_the_pass_that_is_still_running_is_left_alone() -> None:
     assert len(capturer._staged) == 1
 
 
+def test_rows_of_a_pass_that_decodes_and_prefills_are_of_unknown_kind() -> None:
+    capturer, ids = capturer_on("cpu"), random_ids(4)
+    forward(capturer, ids[:2], [4, 5])
+    forward(capturer, ids[2:3], [6], mixed=True)
+    forward(capturer, ids[3:], [7])
+    frame = frame_of(capturer, [4, 5, 6, 7])
+    assert [span.kind for span in frame.provenance] == [RowKind.PREFILLED, RowKind.UNKNOWN, RowKind.DECODED]
+    assert frame.valid_T.all()
+
+
 def test_the_forward_thread_makes_no_blocking_copy() -> None:
     capturer = capturer_on("meta")
     batch = SimpleNamespace(
         out_cache_loc=torch.zeros(3, dtype=torch.int64, device="meta"),
-        forward_mode=SimpleNamespace(is_decode=lambda: True),
+        forward_mode=SimpleNamespace(is_decode=lambda: True, is_mixed=lambda: False),
     )
     with HostCopies() as watch:
         capturer.capture(1, torch.zeros((3, SPEC.top_k), dtype=torch.int32, device="meta"))

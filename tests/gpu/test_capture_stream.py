@@ -42,7 +42,7 @@ def capturer() -> StagedCapturer:
 
 
 def batch_at(slots: list[int]) -> Any:
-    mode = SimpleNamespace(is_decode=lambda: len(slots) == 1)
+    mode = SimpleNamespace(is_decode=lambda: len(slots) == 1, is_mixed=lambda: False)
     return SimpleNamespace(out_cache_loc=torch.tensor(slots, device="cuda"), forward_mode=mode)
 
 

@@ -56,8 +56,8 @@ def test_validity_and_provenance_survive_the_wire(
     ids, valid = random_ids(rows, spec=spec, seed=seed), rng.random(rows) < 0.8
     cut = int(rng.integers(0, rows + 1))
     spans = [
-        ProvenanceSpan(start=first_row + a, end=first_row + b, weight_version=version, kind=RowKind.DECODED)
-        for a, b, version in ((0, cut, -3), (cut, rows, 2**40))
+        ProvenanceSpan(start=first_row + a, end=first_row + b, weight_version=version, kind=kind)
+        for a, b, version, kind in ((0, cut, -3, RowKind.DECODED), (cut, rows, 2**40, RowKind.UNKNOWN))
         if b > a
     ]
     data = encode_frame(spec, expert_ids_TLK=ids, first_row=first_row, valid_T=valid, provenance=spans)

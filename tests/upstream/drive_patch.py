@@ -74,7 +74,7 @@ def set_up(root: Path) -> Any:
     sys.meta_path.insert(0, StandIns(root))
     args = SimpleNamespace(
         enable_return_routed_experts=True, speculative_algorithm=None, disaggregation_mode="null", pp_size=1,
-        enable_hierarchical_cache=False, enable_lmcache=False, enable_mixed_chunk=False, weight_version="default",
+        enable_hierarchical_cache=False, enable_lmcache=False, weight_version="default",
         enable_two_batch_overlap=False, enable_pdmux=False, moe_a2a_backend="none", moe_runner_backend="auto",
         chunked_prefill_size=16, dp_size=1, host="127.0.0.1", port=30000,
     )  # fmt: skip
@@ -104,9 +104,8 @@ def forward(capturer: Any, ids_TAK: np.ndarray, slots: list[int], *, decode: boo
         capturer.capture(
             layer_id=layer, topk_ids=torch.from_numpy(np.concatenate([ids_TAK[:, layer], shared], axis=1))
         )
-    batch = SimpleNamespace(
-        out_cache_loc=torch.tensor(slots), forward_mode=SimpleNamespace(is_decode=lambda: decode)
-    )
+    mode = SimpleNamespace(is_decode=lambda: decode, is_mixed=lambda: False)
+    batch = SimpleNamespace(out_cache_loc=torch.tensor(slots), forward_mode=mode)
     capturer.on_forward_end(forward_batch=batch, can_run_graph=False, cuda_graph_batch=None)
 
 
