@@ -97,6 +97,10 @@ SETTINGS: tuple[Setting, ...] = (
         "eager, and as after a prefill graph: `test_parallel_engine`",
         _among(1, 2, True, False),
     ),
+    Setting("dp_size", TESTED, "1, 2", "behind SGLang's own controller: `test_parallel_engine`", _among(1, 2)),
+    Setting("ep_size", TESTED, "1, 2", "with experts on both ranks: `test_parallel_engine`", _among(1, 2)),
+    Setting("ep_num_redundant_experts", TESTED, "0, 2", "with `ep_size`: `test_parallel_engine`", _among(0, 2)),
+    Setting("ep_dispatch_algorithm", TESTED, "dynamic", "with `ep_size`: `test_parallel_engine`", _among("dynamic")),
     Setting("chunked_prefill_size", TESTED, "any", "prompts in several chunks: `test_engine_server`"),
     Setting(
         "enable_mixed_chunk",
@@ -130,7 +134,7 @@ SETTINGS: tuple[Setting, ...] = (
         "enable_eplb eplb_* ep_num_redundant_experts ep_dispatch_algorithm init_expert_location expert_distribution_*",
         READ,
         "any",
-        "ids are taken before logical experts are mapped to physical ones",
+        "ids are taken before logical experts are mapped to physical ones; SGLang's rebalancing does not run on a CPU",
     ),
     Setting("moe_a2a_backend deepep_*", READ, "deepep, deepep_v2", "SGLang gathers the ids over the attention group"),
     Setting(
