@@ -36,7 +36,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("older") / "model", layers=3, dense_layers=())
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["overlap", "no overlap"])
+@pytest.fixture(
+    scope="module", params=[(True, 1), (False, 1), (True, 2)], ids=["overlap", "no overlap", "two ranks"]
+)
 def server(model: Path, request: pytest.FixtureRequest) -> Iterator[EngineServer]:
     paths = [*(str(unpacked(wheel)) for wheel in OVERLAY), environment(r3channel=True)["PYTHONPATH"]]
     env = {
@@ -44,8 +46,9 @@ def server(model: Path, request: pytest.FixtureRequest) -> Iterator[EngineServer
         "SGLANG_EXTERNAL_MODEL_PACKAGE": "",
         "SGLANG_GRPC_PORT": str(free_port()),  # by default 10,000 above the server's, which may be no port
     }
+    overlap, tp = request.param
     options = EngineOptions(
-        model=model, overlap=request.param, weight_version="default", chunked_prefill_size=128, env=env
+        model=model, overlap=overlap, tp=tp, weight_version="default", chunked_prefill_size=128, env=env
     )
     with EngineServer(options) as server:
         server.wait_ready(READY_TIMEOUT_S)
