@@ -13,6 +13,7 @@ import secrets
 import threading
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -195,22 +196,27 @@ class _Served:
 
     def _send(self, out: Outgoing, step: int, *, group: bool) -> None:
         delivery, stream = self._delivery, out.stream
-        digests, found = len(out.digests), xxh3_64_intdigest(out.digests)
-        self._say(wire.ROWS, nbytes=stream.nbytes, digests=digests, hash=found)
-        with delivery._clock.span("send", step=step):
-            if group:
-                self._send_staged(out)
-            elif out.whole():
-                for batch in out.batches(out.bucket_bytes):
-                    self._link.send(batch, timeout_s=self._config.send_timeout_s)
-            else:
-                buffer_N = self._staging.buffers(self._bucket(out))[0]
-                for _, nbytes in out.fill([buffer_N]):
-                    delivery.note_staged(len(buffer_N))
-                    self._link.send([buffer_N[:nbytes].data], timeout_s=self._config.send_timeout_s)
-            self._link.send([out.digests], timeout_s=self._config.send_timeout_s)
+        found = xxh3_64_intdigest(out.digests)
+        # The turn comes before ROWS: receives that a receiver posts then occupy its GPU until the rows come.
+        with (delivery.staging or self._staging).turn() if group else nullcontext():
+            self._say(wire.ROWS, nbytes=stream.nbytes, digests=len(out.digests), hash=found)
+            with delivery._clock.span("send", step=step):
+                (self._send_staged if group else self._send_plain)(out)
+                self._link.send([out.digests], timeout_s=self._config.send_timeout_s)
         delivery._metrics.inc("r3channel_bytes_total", stream.nbytes, leg="wire_sent")
         delivery._metrics.inc("r3channel_buckets_total", -(-stream.nbytes // out.bucket_bytes))
+
+    def _send_plain(self, out: Outgoing) -> None:
+        """On the connection: rows with all their layers from where they lie, else gathered into one bucket."""
+        limit_s = self._config.send_timeout_s
+        if out.whole():
+            for batch in out.batches(out.bucket_bytes):
+                self._link.send(batch, timeout_s=limit_s)
+            return
+        buffer_N = self._staging.buffers(self._bucket(out))[0]
+        for _, nbytes in out.fill([buffer_N]):
+            self._delivery.note_staged(len(buffer_N))
+            self._link.send([buffer_N[:nbytes].data], timeout_s=limit_s)
 
     def _bucket(self, out: Outgoing) -> int:
         """Whole rows, and at least one."""
@@ -222,14 +228,13 @@ class _Served:
         staging, group = self._delivery.staging or self._staging, self._group
         pending: list[Pending | None] = [None, None]
         assert group is not None
-        with staging.turn():
-            buffers = staging.buffers(self._bucket(out))
-            for slot, nbytes in out.fill(buffers):
-                self._delivery.note_staged(2 * len(buffers[0]))
-                pending[slot] = group.start_send(1, staging.staged(slot, nbytes))
-                self._wait(pending, 1 - slot)
-            self._wait(pending, 0)
-            self._wait(pending, 1)
+        buffers = staging.buffers(self._bucket(out))
+        for slot, nbytes in out.fill(buffers):
+            self._delivery.note_staged(2 * len(buffers[0]))
+            pending[slot] = group.start_send(1, staging.staged(slot, nbytes))
+            self._wait(pending, 1 - slot)
+        self._wait(pending, 0)
+        self._wait(pending, 1)
 
     def _wait(self, pending: list[Pending | None], slot: int) -> None:
         """Until the bucket in a slot was sent, so that it may be filled again."""

@@ -6,7 +6,10 @@ The other transport has no fallback: it is what the others fall back to.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -16,11 +19,12 @@ from r3channel import errors
 from r3channel.relay.delivery import _Served
 from r3channel.relay.relay import Relay
 from r3channel.relay.staging import HostStaging
+from r3channel.trainer.member import Member
 from r3channel.trainer.receiver import Receiver
 from r3channel.transport.base import Pending
 from r3channel.transport.link import Link
 from r3channel.transport.process_group import ProcessGroupTransport
-from tests.delivery import LIMIT_S, MakeRelay, check_rows, receive, receivers_of, relays, sealed
+from tests.delivery import LIMIT_S, MakeRelay, check_rows, receive, receivers_of, relays, sealed, until
 
 
 class Cable:
@@ -164,6 +168,41 @@ def test_receivers_that_are_done_are_not_asked_again_when_another_fails(
     check_rows(waiting.receive(ticket))
     assert len(cable.cut) == 1 and lives(relay) == [1, 2]
     relay.join_previous(timeout_s=LIMIT_S)
+
+
+def test_a_receiver_that_has_no_turn_yet_is_not_told_to_post_its_receives(
+    make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where staging is one GPU's: receives that are posted early would occupy a trainer's GPU while another one is served."""
+
+    class OneAtATime(HostStaging):
+        lock = threading.Lock()
+
+        @contextmanager
+        def turn(self) -> Iterator[None]:
+            with self.lock:
+                yield
+
+    relay = make_relay("dp=2")
+    relay._delivery.staging = OneAtATime()  # type: ignore[assignment]
+    go_on, told, inner = threading.Event(), list[int](), Member._receive_rows
+
+    def slow(member: Member, *args: Any, **kwargs: Any) -> None:
+        told.append(member._coords.dp)
+        assert go_on.wait(LIMIT_S)
+        inner(member, *args, **kwargs)
+
+    monkeypatch.setattr(Member, "_receive_rows", slow)
+    ticket = sealed(relay)
+    with ThreadPoolExecutor(2) as pool:
+        receiving = [pool.submit(receiver.receive, ticket) for receiver in receivers_of(relay)]
+        until(lambda: relay.status()["receivers"]["lives"] == {(0, 0, 0): 1, (1, 0, 0): 1} and len(told) == 1)
+        time.sleep(0.3)
+        assert len(told) == 1
+        go_on.set()
+        for future in receiving:
+            check_rows(future.result(LIMIT_S))
+    assert sorted(told) == [0, 1]
 
 
 def test_two_buckets_are_staged_for_a_group_at_any_number_of_tokens(make_relay: MakeRelay) -> None:

@@ -307,7 +307,7 @@ def test_closing_ends_a_group_whose_receiver_asked_for_it_and_never_joined(
     receiver, ticket = receivers_of(relay)[0], relay.seal(0, each("a"))
     receiver.join(timeout_s=LIMIT_S)
     (member,) = receiver._members
-    member._say(wire.READY, run=ticket.run, step=0, group=True)
+    member._say(wire.READY, run=ticket.run, step=0, group=True, gpu="")
     assert member._link is not None
     assert member._link.recv_record(timeout_s=LIMIT_S)[0] == wire.GROUP, "and nobody comes"
     store: Any = relay._delivery._store
