@@ -9,7 +9,6 @@ Rows that no engine computed (each sample's last token, padding, the tail of a p
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from functools import lru_cache
 from itertools import groupby
@@ -29,7 +28,6 @@ from r3channel.wire.digest import coefficients, item_bytes_of, layer_digests
 _BLOCK_BYTES = 96 << 10
 """Transposed at once by numpy, so that both sides stay in the level-2 cache."""
 _Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-_WARMING = threading.Lock()
 
 
 def spread_ids(spec: RoutingSpec, *, positions_T: Ids) -> Ids:
@@ -40,12 +38,10 @@ def spread_ids(spec: RoutingSpec, *, positions_T: Ids) -> Ids:
 
 def warm(spec: RoutingSpec) -> None:
     """Compile what receiving rows of this model takes, now (a second or two, once for each machine) and not in a step."""
-    item = item_bytes_of(spec)
-    with _WARMING:  # else each receiver of a process compiles the same
-        compiled = kernels()
-        if compiled is not None:
-            compiled.place_runs(item, items=_pad_items(spec).shape[1])
-            compiled.column_sums(item)
+    compiled, item = kernels(), item_bytes_of(spec)
+    if compiled is not None:
+        compiled.place_runs(item, items=_pad_items(spec).shape[1])
+        compiled.column_sums(item)
 
 
 class Placement:

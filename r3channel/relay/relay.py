@@ -23,8 +23,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from r3channel.bearer import obtain_token
 from r3channel.config import ChannelConfig
 from r3channel.distinct import warm
@@ -40,21 +38,20 @@ from r3channel.metrics import Metrics, StageClock
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.shards import ShardKey
-from r3channel.plan.ticket import Ticket, TicketSample
+from r3channel.plan.ticket import Ticket
 from r3channel.recording import Recorder
 from r3channel.relay.arrival.door import Door
 from r3channel.relay.arrival.engines import EngineRegistry
 from r3channel.relay.arrival.reply import frame_bytes_of
 from r3channel.relay.arrival.rows import HeldRows
 from r3channel.relay.delivery import Delivery
-from r3channel.relay.entries import Sample
 from r3channel.relay.intake import Intake, Share, Tokens, held_here
+from r3channel.relay.sealed import ticket_sample
 from r3channel.relay.steps import Steps
 from r3channel.relay.storage.durable import Durable
 from r3channel.relay.storage.recovery import Recovery, take_over
 from r3channel.relay.storage.store import Store
 from r3channel.spec import RoutingSpec
-from r3channel.wire.digest import fold
 from r3channel.wire.header import FRAME_MAGIC
 from r3channel.wire.hello import Hello
 
@@ -469,45 +466,6 @@ class Relay:
         watch("r3channel_oldest_in_flight_seconds", self.steps.oldest_s)
         watch("r3channel_background_thread_alive", lambda: float(self.steps.error is None))
         watch("r3channel_epoch", lambda: self._delivery.epoch)
-
-
-def ticket_sample(sample: Sample) -> TicketSample:
-    """As the ticket describes it. Turns lie at the relays that their rows name; what nobody has is invalid."""
-    known: list[Any] = [(turn, turn.rows) for turn in sample.turns]
-    turn, one = known[0]
-    if len(known) == 1 and one is not None:  # as nearly all are
-        name, tokens = sample.name, sample.tokens
-        segments = ((turn.end_row, one.relay),)
-        return TicketSample(name, tokens, sample.tokens_hash, one.fold, one.provenance, one.invalid, segments)
-    tables = [rows.digests_L for _, rows in known if rows is not None]
-    digest = fold(np.add.reduce(tables)) if tables else 0
-    return TicketSample(
-        sample.name,
-        sample.tokens,
-        sample.tokens_hash,
-        digest,
-        tuple(span for _, rows in known if rows is not None for span in rows.provenance),
-        _joined(
-            span
-            for turn, rows in known
-            for span in (((turn.first_row, turn.end_row),) if rows is None else rows.invalid)
-        ),
-        tuple((turn.end_row, 0 if rows is None else rows.relay) for turn, rows in known),
-    )
-
-
-def _joined(spans: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Ascending ranges; those that touch are one.
-
-    >>> _joined([(0, 2), (2, 5), (7, 8)])
-    ((0, 5), (7, 8))
-    """
-    found: list[tuple[int, int]] = []
-    for start, end in spans:
-        if found and found[-1][1] == start:
-            start = found.pop()[0]
-        found.append((start, end))
-    return tuple(found)
 
 
 def _listed(missing: Mapping[int, Sequence[ShardKey]]) -> dict[int, list[ShardKey]]:

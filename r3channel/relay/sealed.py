@@ -19,10 +19,11 @@ import numpy as np
 from r3channel.errors import PayloadCorrupt, R3Error
 from r3channel.plan.shards import ShardKey
 from r3channel.plan.stream import Stream, serves
-from r3channel.plan.ticket import Ticket
+from r3channel.plan.ticket import Ticket, TicketSample
 from r3channel.relay.arrival.rows import HeldRows
+from r3channel.relay.entries import Sample
 from r3channel.routing import Ids
-from r3channel.wire.digest import layer_digests
+from r3channel.wire.digest import fold, layer_digests
 
 _Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -207,6 +208,45 @@ class SealedStep:
     @staticmethod
     def _own(stream: Stream, part_SL: Ids) -> bytes:
         return np.ascontiguousarray(part_SL[:, list(stream.columns)]).tobytes()
+
+
+def ticket_sample(sample: Sample) -> TicketSample:
+    """As the ticket describes it. Turns lie at the relays that their rows name; what nobody has is invalid."""
+    known: list[Any] = [(turn, turn.rows) for turn in sample.turns]
+    turn, one = known[0]
+    if len(known) == 1 and one is not None:  # as nearly all are
+        name, tokens = sample.name, sample.tokens
+        segments = ((turn.end_row, one.relay),)
+        return TicketSample(name, tokens, sample.tokens_hash, one.fold, one.provenance, one.invalid, segments)
+    tables = [rows.digests_L for _, rows in known if rows is not None]
+    digest = fold(np.add.reduce(tables)) if tables else 0
+    return TicketSample(
+        sample.name,
+        sample.tokens,
+        sample.tokens_hash,
+        digest,
+        tuple(span for _, rows in known if rows is not None for span in rows.provenance),
+        _joined(
+            span
+            for turn, rows in known
+            for span in (((turn.first_row, turn.end_row),) if rows is None else rows.invalid)
+        ),
+        tuple((turn.end_row, 0 if rows is None else rows.relay) for turn, rows in known),
+    )
+
+
+def _joined(spans: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Ascending ranges; those that touch are one.
+
+    >>> _joined([(0, 2), (2, 5), (7, 8)])
+    ((0, 5), (7, 8))
+    """
+    found: list[tuple[int, int]] = []
+    for start, end in spans:
+        if found and found[-1][1] == start:
+            start = found.pop()[0]
+        found.append((start, end))
+    return tuple(found)
 
 
 def valid_rows(turn: HeldRows) -> np.ndarray[Any, np.dtype[np.bool_]]:

@@ -6,6 +6,7 @@ group only take part in the hand-on. Rows are acknowledged when they have the di
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -28,6 +29,10 @@ from r3channel.trainer.landing import LandedShard
 from r3channel.trainer.member import Control, Member
 from r3channel.trainer.shard import RankShard, slot_parts
 from r3channel.transport.tensor_parallel import TensorParallelFanout
+
+
+_WARMING = threading.Lock()
+"""Else each receiver of a process would compile the same."""
 
 
 class Receiver:
@@ -79,7 +84,8 @@ class Receiver:
 
     def join(self, *, timeout_s: float | None = None) -> None:
         """TP0 connects to its relays; the other ranks only make ready."""
-        warm(self._spec)
+        with _WARMING:
+            warm(self._spec)
         if self._coords.tp == 0:
             for number, member in enumerate(self._members):
                 with self._named(number):
