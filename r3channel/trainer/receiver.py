@@ -30,7 +30,6 @@ from r3channel.trainer.member import Control, Member
 from r3channel.trainer.shard import RankShard, slot_parts
 from r3channel.transport.tensor_parallel import TensorParallelFanout
 
-
 _WARMING = threading.Lock()
 """Else each receiver of a process would compile the same."""
 
