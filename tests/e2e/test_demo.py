@@ -187,7 +187,7 @@ def test_without_the_flag_the_rooms_of_the_channel_are_never_entered(run_small: 
 
 
 @pytest.mark.full
-@pytest.mark.timeout(660)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     "options", [("dp=1,tp=1,pp=2,cp=1", "1"), ("dp=2,tp=1,pp=1,cp=1", "2"), ("dp=2,tp=2,pp=1,cp=1", "2")]
 )
