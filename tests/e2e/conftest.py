@@ -18,7 +18,7 @@ import pytest
 from r3channel.embedded.sglang import kill_family
 
 ROOT = Path(__file__).parents[2]
-LIMIT_S = 360  # a demo of two engines and four trainers takes 215 s on two cores of a 2.5 GHz Xeon with nothing beside it
+LIMIT_S = 240.0
 
 
 @dataclass
