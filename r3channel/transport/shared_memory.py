@@ -17,6 +17,7 @@ import hashlib
 import mmap
 import os
 import platform
+import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -66,7 +67,9 @@ class SharedMemoryTransport(Transport):
         self._name = rendezvous.name
         self._dead = False
         self._inboxes: dict[int, int] = {}
-        """Descriptor of every rank's inbox; our own is locked."""
+        """Descriptor of every rank's inbox; our own is locked. Guarded by `_descriptors`: once closed, its number may be
+        another file's, so it is closed once and by nobody while another thread uses it."""
+        self._descriptors = threading.Lock()
         self._roomy: set[int] = set()
         """Ranks whose ring for us is allocated: those that we have sent to."""
         limit = time.monotonic() + timeout_s
@@ -126,9 +129,9 @@ class SharedMemoryTransport(Transport):
 
     def close(self) -> None:
         self._dead = True
-        for descriptor in self._inboxes.values():
-            os.close(descriptor)
-        self._inboxes.clear()
+        with self._descriptors:
+            while self._inboxes:
+                os.close(self._inboxes.popitem()[1])
 
     def _peers(self) -> list[int]:
         return [rank for rank in range(self.world_size) if rank != self.rank]
@@ -162,7 +165,9 @@ class SharedMemoryTransport(Transport):
         process with a signal. Pairs that never talk cost nothing."""
         if dst not in self._roomy:
             try:
-                self._allocate(self._inboxes[dst], self.rank * _ring_bytes(), _ring_bytes())
+                with self._descriptors:
+                    self._check_alive()
+                    self._allocate(self._inboxes[dst], self.rank * _ring_bytes(), _ring_bytes())
             except TransportError:
                 self.abort()
                 raise
@@ -232,20 +237,19 @@ class SharedMemoryTransport(Transport):
     def _gone(self, peer: int, *, look: bool) -> bool:
         if self._dead or self._in[peer].words[_ABORTED] or self._out[peer].words[_ABORTED]:
             return True
-        inbox = self._inboxes.get(peer)  # another thread may abort just now
-        return inbox is None or (look and self._unlocked(inbox))
+        return look and self._left(peer)
 
-    @staticmethod
-    def _unlocked(descriptor: int) -> bool:
+    def _left(self, peer: int) -> bool:
         """Whether the owner of this inbox has closed it, or has ended."""
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
-        except BlockingIOError:
-            return False
-        except OSError:  # closed by an abort on another thread
+        with self._descriptors:
+            if self._dead:
+                return True
+            try:
+                fcntl.flock(self._inboxes[peer], fcntl.LOCK_SH | fcntl.LOCK_NB)
+                fcntl.flock(self._inboxes[peer], fcntl.LOCK_UN)
+            except BlockingIOError:
+                return False
             return True
-        return True
 
 
 def _ring_bytes() -> int:

@@ -199,6 +199,21 @@ def test_an_abort_from_another_thread_wakes_a_wait(
     assert not isinstance(caught.value, DeadlineExceeded) and time.monotonic() - begin < 10
 
 
+def test_threads_that_abort_at_once_end_the_group_once(group: Joiner) -> None:
+    """The thread that a wait wakes aborts too: a descriptor closed twice is perhaps another file's by then."""
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for epoch in range(1, 11):
+            relay = group(3, epoch=epoch)[0]
+            start = threading.Barrier(4)
+            threads = [in_thread(lambda b=start, t=relay: (b.wait(TIMEOUT_S), t.abort())) for _ in range(4)]
+            for ended in threads:
+                ended()
+    finally:
+        sys.setswitchinterval(interval_s)
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_join_that_nobody_answers_ends_by_its_deadline(
     rendezvous: Callable[..., Rendezvous], rank: int
