@@ -3,7 +3,8 @@
 Does nothing unless R3CHANNEL_EMBEDDED=1. Names relied on: `mem_cache.pool_host.common.ALLOC_MEMORY_FUNCS` (in 0.5.15.post1
 `state_capturer.base.BaseHostCache`, which allocates by itself there),
 `entrypoints.engine._set_envs_and_config` (which ends by choosing the start method of the server's processes),
-`entrypoints.http_server._freeze_gc_after_server_warmup`,
+`entrypoints.http_server._freeze_gc_after_server_warmup`, `managers.scheduler.Scheduler` (what its loop calls while paused,
+and `maybe_sleep_on_idle`),
 `layers.attention.torch_native_backend.TorchNativeAttnBackend`.
 """
 
@@ -14,6 +15,7 @@ import os
 from typing import Any
 
 _ENTRYPOINTS = "sglang.srt.entrypoints"
+_PAUSED = "sglang.srt.managers.scheduler.Scheduler._record_scheduler_state_for_paused_engine"
 _NATIVE = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
 
 
@@ -31,6 +33,7 @@ def register() -> None:
         # The entry is replaced and not the dict: state_capturer/base.py holds a reference to mem_cache's dict.
         base.ALLOC_MEMORY_FUNCS["cpu"] = _plain_memory
         sglang_chains.register()
+        HookRegistry.register(_PAUSED, _sleep, HookType.AFTER)
     else:
         HookRegistry.register(
             "sglang.srt.state_capturer.base.BaseHostCache.__init__", _plain_cache, HookType.REPLACE
@@ -55,6 +58,12 @@ def _plain_cache(cache: Any, num_tokens: int, num_layers: int, topk_size: int, n
 
     cache.buffer = torch.zeros((num_tokens, num_layers, topk_size), dtype=torch.int32)
     cache.num_tokens, cache.num_layers, cache.topk_size, cache.name = num_tokens, num_layers, topk_size, name
+
+
+def _sleep(result: Any, scheduler: Any) -> None:
+    """A paused engine looks for requests without a break, also with --sleep-on-idle; a weight sync pauses it just when the
+    trainers that share its cores must work."""
+    scheduler.maybe_sleep_on_idle()
 
 
 def _can_be_padded(result: Any, backend: Any, *_: Any, **__: Any) -> None:
