@@ -16,6 +16,7 @@ from r3channel.embedded.model import write_model
 from r3channel.embedded.sglang import EngineOptions, EngineServer, environment
 from r3channel.errors import ConfigError, UsageError
 from r3channel.spec import RoutingSpec
+from tests.engine.client import post
 
 SHIMS = Path(__file__).parents[2] / "r3channel" / "embedded" / "shims"
 HOOKED = "import sys; print([type(f).__name__ for f in sys.meta_path].count('_DeclareTorchvisionOperators'))"
@@ -108,3 +109,21 @@ def test_the_whole_server_ends_when_its_starter_is_killed(model_dir: Path) -> No
         starter.wait(10)
     _, alive = psutil.wait_procs(family, timeout=15)
     assert alive == []
+
+
+@pytest.mark.engine
+def test_a_paused_engine_leaves_the_cores_to_the_trainers(engine_server: EngineServer) -> None:
+    post(engine_server.url + "/pause_generation", {"mode": "in_place"})
+    try:
+        scheduler = max(psutil.Process(engine_server.pid).children(), key=cpu_s)
+        begin_s = cpu_s(scheduler)
+        time.sleep(4)
+        used_s = cpu_s(scheduler) - begin_s
+    finally:
+        post(engine_server.url + "/continue_generation", {})
+    assert used_s < 1, f"{scheduler.name()} used {used_s:.1f} s of CPU in 4 s"
+
+
+def cpu_s(process: psutil.Process) -> float:
+    used = process.cpu_times()
+    return used.user + used.system
