@@ -100,6 +100,9 @@ class ChannelConfig:
     """Committed weight updates that may lie between a row and the trainer; -1: any number. `on_stale` says what then."""
     on_stale: str = "accept"
     """Rows beyond `max_staleness`: `accept` counts them, `mask` takes their tokens out of the loss, `reject` refuses the step."""
+    sampling_masks: bool = False
+    """Carry the token ids that sampling could choose, beside the routing; engines need R3CHANNEL_SAMPLING_MASKS=1 and requests
+    `return_sampling_mask`. Not with `store_dir`: a relay that is killed loses them."""
     audit_microbatches: int = 1
     """Micro-batches per step whose replayed ids are compared with what the live router would choose; 0: none."""
 
@@ -130,6 +133,10 @@ class ChannelConfig:
             raise ConfigError(
                 "prefetch with backend nccl: a receive that is pending on a trainer's GPU can deadlock with the framework's own "
                 "communicators; use tcp, or receive in the step's slot"
+            )
+        if self.sampling_masks and self.store_dir:
+            raise ConfigError(
+                "sampling_masks with store_dir: masks do not survive a relay that is killed; drop one of the two"
             )
         if self.max_staleness < -1:
             raise ConfigError(f"max_staleness {self.max_staleness}, expected -1 (no bound) or more")
@@ -211,6 +218,8 @@ class EngineConfig:
     """How long a frame is offered to the relay before it is given up; the relay then names it when it seals."""
     name: str = ""
     """What the engine calls itself in its hello; its own address by default."""
+    sampling_masks: bool = False
+    """R3CHANNEL_SAMPLING_MASKS=1: the masks of a request with `return_sampling_mask` follow its frame, and not in JSON."""
     allow: str = ""
     """Refusals at start to override, comma separated: see `REFUSALS`. The rows concerned may be wrong without a sign."""
 

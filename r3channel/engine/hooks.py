@@ -21,6 +21,10 @@ COLLECT = (
     f"{_SRT}.managers.scheduler_components.batch_result_processor"
     ".SchedulerBatchResultProcessor._maybe_collect_routed_experts"
 )
+MASKS = (
+    f"{_SRT}.managers.scheduler_components.batch_result_processor"
+    ".SchedulerBatchResultProcessor.add_sampling_mask_return_values"
+)
 INIT_BATCH = f"{_SRT}.model_executor.forward_batch_info.ForwardBatch.init_new"
 INIT_CAPTURER = f"{_SRT}.model_executor.model_runner.ModelRunner.init_routed_experts_capturer"
 UPDATER = f"{_SRT}.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
@@ -28,6 +32,7 @@ UPDATES = tuple(
     f"{UPDATER}.update_weights_from_{source}" for source in ("disk", "distributed", "tensor", "ipc")
 )
 _BASE = f"{_SRT}.state_capturer.base"
+_ROWS = f"{_SRT}.sampling.sampling_mask.SamplingMaskRows"
 _CONTEXT = f"{_SRT}.runtime_context"
 _FIELDS = f"{_SRT}.arg_groups.fields"
 _ARGS = f"{_SRT}.server_args.ServerArgs"
@@ -104,6 +109,10 @@ _SINCE_BAGS: tuple[Name, ...] = (
     Name(f"{_FIELDS}.parallel.Parallel.attn_cp_size"),
     Name(f"{_FIELDS}.parallel.Parallel.enable_prefill_cp"),
     Name(f"{_ARGS}.resolved_dict", ("self",)),
+    Name(MASKS, ("self", "i", "req", "output")),
+    Name(f"{_ROWS}.append", ("token_ids", "logprobs")),
+    Name(f"{_ROWS}.view", ("self",)),
+    Name(f"{_ROWS}.take", ("self",)),
 )
 """0.5.23: settings as asked for and as resolved; a change of the weight version reaches the scheduler."""
 

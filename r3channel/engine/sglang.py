@@ -39,12 +39,14 @@ from r3channel.engine.hooks import (
     COLLECT,
     INIT_BATCH,
     INIT_CAPTURER,
+    MASKS,
     UPDATES,
     check_hooks,
     hooked,
     installed_version,
     matching_table,
 )
+from r3channel.engine.masks import KeptMasks
 from r3channel.engine.refusals import KERNEL_ROUTING, Router, refusals, refuse, refused_unread, unread
 from r3channel.errors import ConfigError, R3Error
 from r3channel.routing import RowKind
@@ -53,6 +55,7 @@ from r3channel.versions import nccl_version, torch_version
 from r3channel.wire.codec import check_codec
 from r3channel.wire.frame import sample_key
 from r3channel.wire.hello import Hello
+from r3channel.wire.masks import MOST_IDS
 
 __all__ = ["FrameCapturer", "apply", "check_hooks"]
 
@@ -75,6 +78,12 @@ def apply(config: EngineConfig) -> None:
     HookRegistry.register(COLLECT, collect_frame, HookType.AROUND)
     HookRegistry.register(INIT_BATCH, note_mixed, HookType.AFTER)
     HookRegistry.register(INIT_CAPTURER, refuse_engine, HookType.BEFORE)
+    if config.sampling_masks:
+        if not _has_bags():
+            raise ConfigError(
+                f"R3CHANNEL_SAMPLING_MASKS: SGLang {installed_version()} returns no sampling masks"
+            )
+        HookRegistry.register(MASKS, keep_masks, HookType.AROUND)
     if not _has_bags():
         for path in UPDATES:
             HookRegistry.register(path, note_weight_version, HookType.AFTER)
@@ -331,6 +340,38 @@ def collect_frame(original: Callable[..., None], processor: Any, req: Any) -> No
     return None
 
 
+def keep_masks(
+    original: Callable[..., None], processor: Any, i: int, req: Any, *rest: Any, **more: Any
+) -> None:
+    """AROUND `add_sampling_mask_return_values`: a finished request's masks go behind its frame instead of into JSON.
+
+    SGLang adds the last token's after it has collected the rows, and streams what it has every so many tokens.
+    """
+    capturer = get_global_experts_capturer()
+    framed = isinstance(capturer, FrameCapturer) and capturer.outlet and req.return_routed_experts
+    if framed and not isinstance(req.sampling_mask_rows, KeptMasks):
+        req.sampling_mask_rows = KeptMasks(req.sampling_mask_rows)
+    original(processor, i, req, *rest, **more)
+    if framed and req.finished() and req.routed_experts is not None:
+        tail = req.sampling_mask_rows.frame(prompt_tokens=len(req.origin_input_ids), request_id=str(req.rid))
+        both = [req.routed_experts, torch.frombuffer(bytearray(tail), dtype=torch.uint8)]
+        req.routed_experts = torch.cat(both)
+
+
+def refuse_masks(values: dict[str, Any]) -> None:
+    """End the start where sampling masks could not follow their frames."""
+    if not _has_bags():
+        raise ConfigError(
+            f"R3CHANNEL_SAMPLING_MASKS=1: SGLang {installed_version()} returns no sampling masks"
+        )
+    mode, most = values["disaggregation_mode"], values["sampling_mask_max_tokens"]
+    if mode != "null" or most > MOST_IDS:
+        raise ConfigError(
+            f"R3CHANNEL_SAMPLING_MASKS=1 with --disaggregation-mode {mode} and --sampling-mask-max-tokens {most}; expected null "
+            f"and at most {MOST_IDS}"
+        )
+
+
 # -- at start --------------------------------------------------------------------------------------------------------------
 
 
@@ -370,6 +411,8 @@ def refuse_engine(runner: Any) -> None:
             "r3channel is on, but the engine was started without --enable-return-routed-experts: no routing"
         )
         return
+    if _config.sampling_masks:
+        refuse_masks(settings())
     if not _has_bags():
         log.warning(
             "r3channel: this SGLang does not tell which settings were asked for; it is refused for known ones only"

@@ -28,8 +28,8 @@ from r3channel.spec import RoutingSpec
 
 Column = np.ndarray[Any, np.dtype[Any]]
 
-_MAGIC = b"R3K\x04"
-"""The last byte is the format; 3 was JSON."""
+_MAGIC = b"R3K\x05"
+"""The last byte is the format; 3 was JSON, 4 knew no sampling masks."""
 _HEAD = Struct("<4s9I")
 """Magic, plan version, DP ranks, micro-batches of each, bytes of JSON, bytes of names, and the four lengths of columns."""
 _HASH_BYTES = 16
@@ -242,6 +242,8 @@ class Ticket:
     bucket_bytes: int
     peers: tuple[str, ...] = ()
     """Runs of relays 1, 2, ...; empty with one relay."""
+    sampling_masks: bool = False
+    """Do they travel with this step?"""
 
     @property
     def runs(self) -> tuple[str, ...]:
@@ -296,6 +298,7 @@ class Ticket:
             "steps": self.assignment.steps,
             "bucket_bytes": int(self.bucket_bytes),
             "peers": self.peers,
+            "sampling_masks": self.sampling_masks,
         }
         text = json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
         names = columns.text.encode("utf-8", "surrogatepass")
@@ -370,6 +373,7 @@ class Ticket:
             assignment=_assignment(samples, widths, dp=dp, steps=[_a(int, size) for size in values["steps"]]),
             samples=samples,
             bucket_bytes=_a(int, values["bucket_bytes"]),
+            sampling_masks=_a(bool, values["sampling_masks"]),
             peers=tuple(_a(str, run) for run in values["peers"]),
         )
 

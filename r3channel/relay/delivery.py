@@ -197,12 +197,14 @@ class _Served:
     def _send(self, out: Outgoing, step: int, *, group: bool) -> None:
         delivery, stream = self._delivery, out.stream
         found = xxh3_64_intdigest(out.digests)
+        masks = out.cut_masks(step=step) if out.masks is not None else b""
+        extra = {"masks": len(masks), "masks_hash": xxh3_64_intdigest(masks)} if masks else {}
         # The turn comes before ROWS: receives that a receiver posts then occupy its GPU until the rows come.
         with (delivery.staging or self._staging).turn() if group else nullcontext():
-            self._say(wire.ROWS, nbytes=stream.nbytes, digests=len(out.digests), hash=found)
+            self._say(wire.ROWS, nbytes=stream.nbytes, digests=len(out.digests), hash=found, **extra)
             with delivery._clock.span("send", step=step):
                 (self._send_staged if group else self._send_plain)(out)
-                self._link.send([out.digests], timeout_s=self._config.send_timeout_s)
+                self._link.send([out.digests, masks], timeout_s=self._config.send_timeout_s)
         delivery._metrics.inc("r3channel_bytes_total", stream.nbytes, leg="wire_sent")
         delivery._metrics.inc("r3channel_buckets_total", -(-stream.nbytes // out.bucket_bytes))
 

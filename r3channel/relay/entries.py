@@ -19,6 +19,7 @@ from typing import Protocol
 
 from r3channel import errors
 from r3channel.errors import R3Error
+from r3channel.relay.arrival.masks import HeldMasks
 from r3channel.wire.receipt import FrameName, Receipt
 
 EXPECTED, HELD, FAILED = "EXPECTED", "HELD", "FAILED"
@@ -50,6 +51,7 @@ class Turn:
     """Of the frame that is to come directly; None where the reply held it."""
     rows: Rows | None = None
     error: R3Error | None = None
+    masks: HeldMasks | None = None
     live: bool = False
     """It came without routing, and is left to the live router."""
 
@@ -99,6 +101,7 @@ class Reply:
     held_hash: int | None = None
     """Of its first tokens, as many as rows are held; None where it is not another turn."""
     receipt: Receipt | None = None
+    masks: HeldMasks | None = None
 
     @property
     def where(self) -> str:
@@ -140,7 +143,7 @@ class Entries:
         """
         sample = self._check_name(reply, append=append)
         first_row = self.rows_announced(reply.sample_id)
-        turn = Turn(first_row, reply.tokens - 1, reply.engine, reply.key, live=live)
+        turn = Turn(first_row, reply.tokens - 1, reply.engine, reply.key, masks=reply.masks, live=live)
         if reply.receipt is not None:
             turn.name, rows = self._claimed(reply, reply.receipt)
             turn.key = reply.receipt.sample_key  # the same; a reply may not name its request

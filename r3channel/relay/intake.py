@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from r3channel.config import ChannelConfig
@@ -18,6 +19,7 @@ from r3channel.metrics import Metrics, StageClock
 from r3channel.plan.ticket import Ticket
 from r3channel.recording import Recorder
 from r3channel.relay.arrival.engines import EngineRegistry
+from r3channel.relay.arrival.masks import HeldMasks, keep_masks
 from r3channel.relay.arrival.reply import frame_bytes_of, key_of, receipt_in, split_reply
 from r3channel.relay.arrival.rows import MOST_ROWS, HeldRows, Landing
 from r3channel.relay.entries import Entries, Reply, Rows, Sample, Turn
@@ -28,6 +30,7 @@ from r3channel.spec import RoutingSpec
 from r3channel.tokens import as_tokens, hash_tokens
 from r3channel.wire.header import MAX_ROWS
 from r3channel.wire.hello import Hello
+from r3channel.wire.masks import split_masks
 from r3channel.wire.receipt import FrameName, Source
 
 log = logging.getLogger(__name__)
@@ -65,7 +68,7 @@ class Intake:
             invalid_rows=config.invalid_rows,
             prefix_bytes=config.prefix_bytes,
         )
-        self._durable, self._recorder, self._changed = durable, recorder, changed
+        self._store, self._durable, self._recorder, self._changed = store, durable, recorder, changed
         self._expired: list[str] = []
         self._bound: dict[int, Hello] = {}
 
@@ -221,6 +224,10 @@ class Intake:
     ) -> HeldRows | None:
         tokens_T = as_tokens(tokens)
         held = self.rows_held(sample_id) if append else 0
+        where = f"sample {sample_id} from engine {engine}"
+        masks, tail = None, b""
+        if self.config.sampling_masks:
+            data, tail = split_masks(data, where=where)
         reply = Reply(
             sample_id=sample_id,
             engine=engine,
@@ -231,20 +238,32 @@ class Intake:
             held_hash=hash_tokens(tokens_T[:held]) if append else None,
             receipt=receipt_in(data),
         )
-        rows = None
+        rows, room_s = None, self.config.room_timeout_s
         if data and reply.receipt is None:
             self.expire()
-            room_s = self.config.room_timeout_s
             rows = self.landing.keep(
                 data, sample_id=sample_id, engine=engine, max_rows=len(tokens_T), room_s=room_s
             )
         try:
+            if self.config.sampling_masks:
+                masks = keep_masks(
+                    tail,
+                    self._store,
+                    where=where,
+                    key=key,
+                    tokens=len(tokens_T),
+                    held_rows=held,
+                    room_s=room_s,
+                )
+                reply = replace(reply, masks=masks)
             with self._changed, self.clock.span("ingest"):
                 turn = self.entries.reply(reply, rows, append=append, now_s=time.monotonic(), live=not data)
                 self._note(self.entries.samples[sample_id], turn)
                 self._changed.notify_all()
         except BaseException:
             self.free([rows] if rows else [])
+            if masks is not None:
+                masks.block.free()
             raise
         if self._recorder is not None:
             self._recorder.keep(sample_id, tokens_T)
@@ -317,6 +336,8 @@ class Intake:
     def let_go(self, samples: Sequence[Sample], *, outcome: str) -> None:
         """Free what samples held that are not in the table any more."""
         self.free([rows for sample in samples for rows in held_here(sample)])
+        for masks in (masks for sample in samples for masks in masks_of(sample)):
+            masks.block.free()
         if self._recorder is not None:
             for sample in samples:
                 self._recorder.forget(sample.name)
@@ -424,6 +445,11 @@ class Intake:
 def held_here(sample: Sample) -> list[HeldRows]:
     """A sample's rows that lie in this process, turn by turn."""
     return [rows for rows in sample.held if isinstance(rows, HeldRows)]
+
+
+def masks_of(sample: Sample) -> list[HeldMasks]:
+    """A sample's sampling masks, turn by turn."""
+    return [turn.masks for turn in sample.turns if turn.masks is not None]
 
 
 def _describe(sample: Sample, turn: Turn, engines: EngineRegistry) -> str:

@@ -45,7 +45,7 @@ from r3channel.relay.arrival.engines import EngineRegistry
 from r3channel.relay.arrival.reply import frame_bytes_of
 from r3channel.relay.arrival.rows import HeldRows
 from r3channel.relay.delivery import Delivery
-from r3channel.relay.intake import Intake, Share, Tokens, held_here
+from r3channel.relay.intake import Intake, Share, Tokens, held_here, masks_of
 from r3channel.relay.sealed import ticket_sample
 from r3channel.relay.steps import Steps
 from r3channel.relay.storage.durable import Durable
@@ -343,8 +343,13 @@ class Relay:
                 tuple(map(ticket_sample, samples)),
                 self.config.bucket_bytes,
                 peers=tuple(peers),
+                sampling_masks=self.config.sampling_masks,
             )
-            self.steps.add(ticket, {sample.name: own for sample in samples if (own := held_here(sample))})
+            self.steps.add(
+                ticket,
+                {sample.name: own for sample in samples if (own := held_here(sample))},
+                {sample.name: own for sample in samples if (own := masks_of(sample))},
+            )
             undo.pop_all()
         self._warn_of_ceiling(sum(sample.tokens for sample in samples) * self.spec.bytes_per_token)
         if start:

@@ -9,7 +9,7 @@ Nothing is copied: a receiver's rows are sent from where they lie in the store, 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -17,9 +17,11 @@ from typing import Any
 import numpy as np
 
 from r3channel.errors import PayloadCorrupt, R3Error
+from r3channel.plan.masks import brings_masks, cut_masks
 from r3channel.plan.shards import ShardKey
 from r3channel.plan.stream import Stream, serves
 from r3channel.plan.ticket import Ticket, TicketSample
+from r3channel.relay.arrival.masks import HeldMasks
 from r3channel.relay.arrival.rows import HeldRows
 from r3channel.relay.entries import Sample
 from r3channel.routing import Ids
@@ -37,6 +39,15 @@ class Outgoing:
     """Sample -> its turns that lie here."""
     digests: bytes
     bucket_bytes: int
+    masks: Mapping[str, Sequence[HeldMasks]] | None = None
+    """Sample -> its turns' sampling masks; None where this receiver gets none from this relay."""
+
+    def cut_masks(self, *, step: int) -> bytes:
+        """Its part of the sampling masks. Raises PayloadCorrupt."""
+        masks = self.masks or {}
+        names = (sample.sample_id for sample in self.stream.samples)
+        found = {name: [held.whole(name, step=step) for held in masks.get(name, ())] for name in names}
+        return cut_masks(self.stream.shard, found)
 
     def pieces(self) -> Iterator[Ids]:
         """The rows in order, each piece [rows, all MoE layers, K], a view of the store."""
@@ -96,6 +107,8 @@ class SealedStep:
     rows: dict[str, list[HeldRows]]
     """Sample -> its turns that lie at this relay, ascending."""
     relay: int
+    masks: Mapping[str, Sequence[HeldMasks]]
+    """Sample -> its turns' sampling masks; at relay 0, which the replies come to."""
     sealed_s: float = field(default_factory=time.monotonic)
     acknowledged: set[ShardKey] = field(default_factory=set)
     had: set[ShardKey] = field(default_factory=set)
@@ -153,6 +166,7 @@ class SealedStep:
                 self.rows,
                 engine_SL.tobytes() + self._own(stream, parts[key[2]]),
                 self.ticket.bucket_bytes,
+                self.masks if brings_masks(self.ticket, stream.shard, relay=self.relay) else None,
             )
             for key, stream in streams.items()
         }

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from queue import Empty, SimpleQueue
+from types import MappingProxyType
 from typing import Any
 
 from r3channel.errors import R3Error, StepError, TicketMismatch
@@ -17,6 +18,7 @@ from r3channel.metrics import StageClock
 from r3channel.plan.shards import ShardKey
 from r3channel.plan.ticket import Ticket
 from r3channel.recording import Recorder
+from r3channel.relay.arrival.masks import HeldMasks
 from r3channel.relay.arrival.rows import HeldRows
 from r3channel.relay.entries import Sample
 from r3channel.relay.intake import Intake
@@ -66,9 +68,14 @@ class Steps:
                 f"step {step} is not newer than step {self.newest}; was it sealed twice?", step=step
             )
 
-    def add(self, ticket: Ticket, rows: dict[str, list[HeldRows]]) -> None:
+    def add(
+        self,
+        ticket: Ticket,
+        rows: dict[str, list[HeldRows]],
+        masks: Mapping[str, Sequence[HeldMasks]] = MappingProxyType({}),
+    ) -> None:
         """Receivers may ask for it from here on; they wait until it is started."""
-        sealed = SealedStep(ticket, rows, self._relay)
+        sealed = SealedStep(ticket, rows, self._relay, masks)
         sealed.had |= self.acked_before.pop(ticket.step, set())
         if self._durable is not None:
             self._durable.sealed(ticket.step, ticket.to_bytes())

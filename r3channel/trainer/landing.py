@@ -31,6 +31,8 @@ class LandedShard:
         self._engine_SL = np.zeros((len(self._stream.samples), ticket.spec.num_moe_layers), np.uint64)
         self.digests_CSL = self._placement.new_digests()
         """[TP slot, sample of the DP rank, layer]: of the rows that the slot holds."""
+        self.masks_N = np.zeros(0, np.uint8)
+        """The sampling masks as they came (see `plan.masks`), where the ticket brings any."""
         self.done: set[int] = set()
         """Relays whose rows are in it."""
 
@@ -75,6 +77,9 @@ class RelaySink:
 
     def rows(self, ids_TCK: Ids, *, begin: int) -> None:
         self._placement.rows(self._stream, ids_TCK, self._digests_CSL, begin=begin)
+
+    def masks(self, data: bytes) -> None:
+        self._landed.masks_N = np.frombuffer(bytearray(data), np.uint8)
 
     def verify(self, digests: bytes) -> list[str]:
         """Rows are held against what the relay announced, and that against what the engines hashed."""

@@ -18,6 +18,7 @@ from r3channel.config import ChannelConfig
 from r3channel.errors import BucketCorrupt, TransportError
 from r3channel.metrics import Metrics, StageClock
 from r3channel.plan.layout import RankCoords
+from r3channel.plan.masks import brings_masks, mask_rows
 from r3channel.plan.stream import Stream
 from r3channel.plan.ticket import Ticket
 from r3channel.routing import Ids
@@ -26,6 +27,7 @@ from r3channel.transport.joining import gpu_of, join
 from r3channel.transport.link import Link
 from r3channel.transport.listener import connect
 from r3channel.wire import delivery as wire
+from r3channel.wire.masks import MOST_IDS
 
 _ACK_S = 10.0
 _PLACE = tuple(field.name for field in fields(Rendezvous))
@@ -50,6 +52,10 @@ class Sink(Protocol):
 
     def verify(self, digests: bytes) -> list[str]:
         """The samples whose rows are not what the engines hashed. Raises TicketMismatch for whole rows of other samples."""
+        ...
+
+    def masks(self, data: bytes) -> None:
+        """Take the sampling masks, before `verify`."""
         ...
 
 
@@ -145,6 +151,8 @@ class Member:
         self._recv(memoryview(table), deadline_s)
         if xxh3_64_intdigest(table) != announced["hash"]:
             raise BucketCorrupt(f"step {step}: the digests came damaged from relay {self._relay}", step=step)
+        if brings_masks(ticket, stream.shard, relay=self._relay):
+            sink.masks(self._receive_masks(announced, stream, deadline_s, step=step))
         with clock.span("verify", step=step):
             damaged = sink.verify(bytes(table))
         if damaged:
@@ -155,6 +163,23 @@ class Member:
                 samples=damaged,
                 step=step,
             )
+
+    def _receive_masks(
+        self, announced: dict[str, Any], stream: Stream, deadline_s: float, *, step: int
+    ) -> bytes:
+        nbytes, rows = announced.get("masks", -1), mask_rows(stream.shard)
+        if not (isinstance(nbytes, int) and 2 * rows <= nbytes <= (2 + 4 * MOST_IDS) * rows):
+            raise BucketCorrupt(
+                f"step {step}: relay {self._relay} announces {nbytes} bytes of sampling masks for {rows} tokens",
+                step=step,
+            )
+        table = bytearray(nbytes)
+        self._recv(memoryview(table), deadline_s)
+        if xxh3_64_intdigest(table) != announced.get("masks_hash"):
+            raise BucketCorrupt(
+                f"step {step}: the sampling masks came damaged from relay {self._relay}", step=step
+            )
+        return bytes(table)
 
     def _receive_rows(
         self, ticket: Ticket, stream: Stream, sink: Sink, *, group: bool, deadline_s: float

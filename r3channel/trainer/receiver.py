@@ -17,6 +17,7 @@ from r3channel.config import ChannelConfig
 from r3channel.errors import ConfigError, R3Error, TicketMismatch, UsageError
 from r3channel.metrics import Metrics, StageClock
 from r3channel.plan.layout import RankCoords, TrainerLayout
+from r3channel.plan.masks import brings_masks
 from r3channel.plan.place import warm
 from r3channel.plan.shards import Shard
 from r3channel.plan.stream import Stream, serves
@@ -133,6 +134,7 @@ class Receiver:
             assert shard is not None and part_N is not None  # else the vote has raised
             with self.clock.span("rebroadcast", step=ticket.step):
                 digests_N = self._hand_on(shard, whole_N, part_N, digests)
+                masks_N = self._hand_on_masks(ticket, shard, landed[0] if landed else None)
         self._last = (ticket.run, ticket.step)
         self.metrics.inc("r3channel_bytes_total", len(part_N), leg="landed")
         return RankShard(
@@ -142,6 +144,7 @@ class Receiver:
             tp=self._coords.tp,
             invalid_rows=self._config.policy,
             digests_SL=digests_N.view(torch.int64).view(_samples(shard), len(shard.layers)),
+            masks_N=masks_N,
         )
 
     def prefetch(self, ticket: Ticket) -> None:
@@ -281,6 +284,18 @@ class Receiver:
         own_N = torch.empty_like(digests[0])
         self._fanout.scatter(None if whole_N is None else digests, own_N)
         return own_N
+
+    def _hand_on_masks(self, ticket: Ticket, shard: Shard, landed: LandedShard | None) -> torch.Tensor | None:
+        """The sampling masks on every rank of the last stage, as bytes in host memory."""
+        if not brings_masks(ticket, shard, relay=0):
+            return None
+        size = torch.tensor([0 if landed is None else len(landed.masks_N)], device=self._device)
+        self._fanout.rebroadcast(size.view(torch.uint8))
+        masks_N = torch.empty(int(size), dtype=torch.uint8, device=self._device)
+        if landed is not None:
+            masks_N.copy_(torch.from_numpy(landed.masks_N))
+        self._fanout.rebroadcast(masks_N)
+        return masks_N.cpu()
 
     def _to_device(self, whole_N: torch.Tensor) -> torch.Tensor:
         if whole_N.device == self._device:

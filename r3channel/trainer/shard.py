@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from r3channel.errors import RowsInvalid, UsageError
+from r3channel.plan.masks import read_masks
 from r3channel.plan.shards import Shard
 from r3channel.plan.ticket import Ticket
 from r3channel.routing import Ids
@@ -23,7 +24,7 @@ class RankShard:
     `data_N` is uint8 with `shard.slot_bytes` bytes: this TP rank's part, `[micro-batch][layer][row][k]`. It may be reused
     once the step is over. `digests_SL` [sample of the DP rank, layer]: what its rows must have. `invalid_rows` is the policy for
     rows without engine routing: `error`, `native` (the live router chooses for them) or `mask` (it does, and `loss_mask` takes
-    those tokens out of the loss).
+    those tokens out of the loss). `masks_N`: the step's sampling masks as they travel (`plan.masks`), in host memory.
 
     Raises:
         RowsInvalid: the ticket names such rows and the policy is `error`.
@@ -38,6 +39,7 @@ class RankShard:
         tp: int,
         invalid_rows: str = "error",
         digests_SL: torch.Tensor | None = None,
+        masks_N: torch.Tensor | None = None,
     ) -> None:
         if len(data_N) != shard.slot_bytes:
             raise UsageError(
@@ -52,6 +54,7 @@ class RankShard:
         self._counted: dict[int, torch.Tensor] = {}
         self._padding: dict[int, torch.Tensor] = {}
         self._views = list(self._cut())
+        self._masks = [] if masks_N is None else list(read_masks(shard, masks_N.numpy()))
 
     @classmethod
     def from_whole(
@@ -114,6 +117,21 @@ class RankShard:
             keep &= ~self._by_row(microbatch, sample, position, self.staleness.stale, outside=False)
         return torch.from_numpy(keep)
 
+    def sampling_mask(self, microbatch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(offsets [b x s / cp + 1] int64, token ids int32) on the routers' device, as rows of a CSR matrix.
+
+        `ids[offsets[i] : offsets[i + 1]]` are the tokens from which sampling could choose the one after token i of the flattened
+        model input, [b, s / cp] or [1, t / cp]; none where no engine chose: prompts, last tokens, padding. UsageError where the
+        step has none (`sampling_masks` is off) or this is not the last pipeline stage.
+        """
+        if not self._masks:
+            raise UsageError(
+                f"step {self.ticket.step}: no sampling masks on pp {self.shard.pp} of {self.ticket.layout.pp}; they travel to "
+                "the last stage, where sampling_masks is set on the relay"
+            )
+        offsets, ids = self._masks[microbatch]
+        return self._to_device(offsets), self._to_device(ids)
+
     def lags(self, microbatch: int) -> torch.Tensor:
         """[b, s / cp] int64: weight updates between each token's row and the trainer; `staleness.UNKNOWN` on padding, on a
         sample's last token and where the engine recorded nothing. UsageError where the loop named no version."""
@@ -175,9 +193,9 @@ class RankShard:
             live_R = live_R | (sample_R < 0)
         return self._to_device(live_R) if live_R.any() else None
 
-    def _to_device(self, flags_R: Ids) -> torch.Tensor:
+    def _to_device(self, values: Ids) -> torch.Tensor:
         """Without waiting: a copy from pageable memory has read it when it returns."""
-        return torch.from_numpy(flags_R).to(self.data_N.device, non_blocking=True)
+        return torch.from_numpy(values).to(self.data_N.device, non_blocking=True)
 
     def _invalid(self, microbatch: int, sample: Ids, position: Ids) -> Ids:
         """Where (sample, position) lies in a range without routing; any shape."""

@@ -5,6 +5,8 @@
                                                      receiver's own, where that is NCCL's
                                <- GROUP {...}        where to join it; once per connection
                                <- ROWS  {nbytes, digests, hash}    then the rows, then the digests (see below)
+                                                          masks, masks_hash beside them where the ticket says so: then the
+                                                          sampling masks (see `plan.masks`), and their xxh3_64
     DAMAGED {step}             ->                    rows that do not have their digests
                                <- AGAIN              they are whole here: say READY again
     DONE   {step}              ->                    whole and verified

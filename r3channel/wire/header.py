@@ -19,8 +19,13 @@ from r3channel.wire.codec import CODECS
 
 WIRE_VERSION = 2
 FRAME_MAGIC = b"R3F" + bytes([WIRE_VERSION])
-KIND_EXPERT_IDS, KIND_PREFIX, KIND_ERROR = 1, 2, 255
-_KINDS = {KIND_EXPERT_IDS: "expert_ids", KIND_PREFIX: "prefix", KIND_ERROR: "error"}
+KIND_EXPERT_IDS, KIND_PREFIX, KIND_SAMPLING_MASKS, KIND_ERROR = 1, 2, 3, 255
+_KINDS = {
+    KIND_EXPERT_IDS: "expert_ids",
+    KIND_PREFIX: "prefix",
+    KIND_SAMPLING_MASKS: "sampling_masks",
+    KIND_ERROR: "error",
+}
 FLAG_VALIDITY, FLAG_PREFIX, FLAG_UNORDERED = 1, 4, 8
 _FLAGS = {
     KIND_EXPERT_IDS: FLAG_VALIDITY | FLAG_PREFIX | FLAG_UNORDERED,
@@ -109,8 +114,9 @@ def read_header(view: memoryview, *, where: str) -> Header:
     header = _header_in(view, where=where)
     size = HEADER_BYTES + header.sections_bytes + header.wire_bytes
     if len(view) != size:
+        more = "; are those behind it sampling masks, and sampling_masks off?" if len(view) > size else ""
         raise errors.FrameTruncated(
-            f"{where}: {len(view)} bytes, expected the {size} that the header announces"
+            f"{where}: {len(view)} bytes, expected the {size} that the header announces{more}"
         )
     return header
 

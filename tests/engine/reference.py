@@ -38,6 +38,8 @@ class Expected(NamedTuple):
     """Best first."""
     gaps_TL: np.ndarray[Any, Any]
     """The smallest distance between neighbours among the k + 1 best logits."""
+    logits_TV: np.ndarray[Any, Any]
+    """Of the token after each row's."""
 
     def differing_rows(self, ids_TLK: np.ndarray[Any, Any]) -> list[tuple[int, int]]:
         """(row, moe index) whose ids, order included, are others for no near tie, nor because of one that changed the set."""
@@ -65,7 +67,10 @@ def reference_ids(model: Path, token_lists: list[list[int]], *, folder: Path) ->
     child.stdin.flush()
     _wait_for_answer(child)
     arrays = np.load(out)
-    return [Expected(arrays[f"ids{index}"], arrays[f"gaps{index}"]) for index in range(len(token_lists))]
+    return [
+        Expected(*(arrays[f"{name}{index}"] for name in ("ids", "gaps", "logits")))
+        for index in range(len(token_lists))
+    ]
 
 
 @functools.cache
@@ -121,7 +126,7 @@ def main() -> None:
         for index, tokens in enumerate(jobs["token_lists"]):
             logits.clear()
             with torch.no_grad():
-                model(torch.tensor([tokens]))
+                results[f"logits{index}"] = model(torch.tensor([tokens])).logits[0].numpy()
             top = [layer.topk(top_k + 1, -1) for layer in logits]
             results[f"ids{index}"] = torch.stack([layer.indices[:, :top_k] for layer in top], 1).numpy()
             gaps = [-layer.values.diff(dim=-1).max(dim=-1).values for layer in top]

@@ -143,11 +143,14 @@ class Sink:
         self.damaged = damaged
         self.begins: list[int] = []
         self.data = b""
-        self.digests = b""
+        self.digests = self.taken = b""
 
     def rows(self, ids_TCK: Ids, *, begin: int) -> None:
         self.begins.append(begin)
         self.data += ids_TCK.tobytes()
+
+    def masks(self, data: bytes) -> None:
+        self.taken = data
 
     def verify(self, digests: bytes) -> list[str]:
         self.digests = digests
@@ -262,6 +265,36 @@ def test_samples_that_always_come_damaged_are_all_named(play: Callable[..., Stag
     with pytest.raises(BucketCorrupt, match="rows of 300 samples came damaged") as told:
         receive(stage, damaged=(names,))
     assert told.value.samples == tuple(names) and stage.played == 3
+
+
+MASKED = replace(TICKET, sampling_masks=True)
+MASKS = bytes(2 * 9)  # a length of nothing for each token
+
+
+def masked(relay: Played, sent: bytes = MASKS, **changes: Any) -> None:
+    relay.announce(**{"masks": len(MASKS), "masks_hash": xxh3_64_intdigest(MASKS)} | changes)
+    relay.rows()
+    relay.link.send([sent], timeout_s=LIMIT_S)
+
+
+def test_masks_that_come_damaged_are_asked_for_again(play: Callable[..., Stage]) -> None:
+    def good(relay: Played) -> None:
+        masked(relay)
+        relay.hear(wire.DONE, step=3)
+        relay.say(wire.THANKS)
+
+    stage = play(lambda relay: masked(relay, bytes([1]) + MASKS[1:]), good)
+    first, second = receive(stage, ticket=MASKED)
+    assert (first.taken, second.taken) == (b"", MASKS)
+
+
+@pytest.mark.parametrize("announced", [-1, 0, 1 << 50, "18", None])
+def test_masks_of_a_size_that_cannot_be_are_refused_before_memory_is_taken(
+    play: Callable[..., Stage], announced: Any
+) -> None:
+    stage = play(lambda relay: masked(relay, masks=announced))
+    with pytest.raises(BucketCorrupt, match="bytes of sampling masks for 9 tokens"):
+        receive(stage, ticket=MASKED, max_group_failures=1)
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,96 @@
+"""Sampling masks of the real SGLang, through the relay to trainers of another layout, against the logits of transformers."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from r3channel.config import ChannelConfig
+from r3channel.embedded.sglang import EngineOptions, EngineServer
+from r3channel.errors import EngineUnavailable
+from r3channel.plan.assignment import Assignment
+from r3channel.plan.layout import TrainerLayout
+from r3channel.relay.relay import Relay
+from tests.conftest import READY_TIMEOUT_S
+from tests.delivery import receive, receivers_of
+from tests.engine.client import Reply, generate
+from tests.engine.reference import NEAR_TIE, Expected, reference_ids
+from tests.samples import SPEC
+
+pytestmark = [pytest.mark.engine, pytest.mark.full]
+
+TOP_K = 8
+NEW_TOKENS = 70  # SGLang streams, also what is not asked to stream, every 50
+
+
+def sampled(url: str, length: int, *, top_k: int = TOP_K) -> Reply:
+    prompt = np.random.default_rng(length).integers(4, 512, length).tolist()
+    sampling = {"temperature": 1.0, "top_k": top_k, "ignore_eos": True, "max_new_tokens": NEW_TOKENS}
+    extra = {"return_sampling_mask": True, "sampling_params": sampling}
+    return generate(url, prompt, new_tokens=NEW_TOKENS, **extra)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("delivery", ["inband", "direct"])
+def test_the_tokens_that_could_be_chosen_reach_the_logits_that_chose_them(
+    delivery: str, model_dir: Path, tmp_path: Path
+) -> None:
+    relay = Relay(SPEC, TrainerLayout.parse("tp=2,cp=2"), ChannelConfig(sampling_masks=True))
+    env = {
+        "R3CHANNEL_SAMPLING_MASKS": "1",
+        "R3CHANNEL_DELIVERY": delivery,
+        "R3CHANNEL_RELAY_URL": relay.serve(token_file=tmp_path / "token"),
+        "R3CHANNEL_TOKEN_FILE": str(tmp_path / "token"),
+    }
+    options = EngineOptions(model=model_dir, chunked_prefill_size=128, env=env)
+    with EngineServer(options) as server, ThreadPoolExecutor(4) as pool:
+        server.wait_ready(READY_TIMEOUT_S)
+        replies = list(pool.map(lambda length: sampled(server.url, length), (3, 40, 150)))
+        replies.append(sampled(server.url, 20, top_k=1))
+        plain = generate(server.url, [5, 6, 7], new_tokens=2)  # no masks asked for: none behind the frame
+        names = [f"s{number}" for number in range(len(replies))]
+        for name, reply in zip(names, replies, strict=True):
+            relay.add(name, {"meta_info": reply.meta}, reply.tokens, engine=server.url)
+            assert not any(reply.meta["output_token_sampling_mask"])
+        ticket = relay.seal(0, Assignment.round_robin(names, dp=1, microbatch_size=2))
+    assert len(plain.raw) < 2000
+    shards = receive(receivers_of(relay), ticket)
+    expected = reference_ids(model_dir, [reply.tokens for reply in replies], folder=tmp_path)
+    seen = 0
+    for shard in shards:
+        for number, batch in enumerate(shard.shard.microbatches):
+            offsets, ids = (tensor.tolist() for tensor in shard.sampling_mask(number))
+            sample, position = (part.ravel().tolist() for part in shard.shard.token_map(number))
+            for place, (index, at) in enumerate(zip(sample, position, strict=True)):
+                which = names.index(batch.sample_ids[index])
+                got = set(ids[offsets[place] : offsets[place + 1]])
+                seen += check(got, replies[which], expected[which], at, top_k=1 if which == 3 else TOP_K)
+    relay.close()
+    assert seen == 2 * len(replies) * NEW_TOKENS  # on both TP ranks
+
+
+def check(got: set[int], reply: Reply, expected: Expected, at: int, *, top_k: int) -> int:
+    """The mask at one position against the best logits there; 1 where a token was made from it."""
+    made = range(len(reply.prompt) - 1, len(reply.tokens) - 1)
+    if at not in made:
+        assert not got, f"position {at} of {len(reply.tokens)} made no token"
+        return 0
+    assert reply.tokens[at + 1] in got
+    ordered = np.argsort(-expected.logits_TV[at], kind="stable")
+    best, after = expected.logits_TV[at][ordered[[top_k - 1, top_k]]]
+    assert got == set(ordered[:top_k].tolist()) or best - after <= NEAR_TIE
+    return 1
+
+
+def test_an_engine_that_could_not_frame_its_masks_does_not_start(model_dir: Path) -> None:
+    options = EngineOptions(
+        model=model_dir,
+        env={"R3CHANNEL_SAMPLING_MASKS": "1"},
+        extra_args=["--sampling-mask-max-tokens", "70000"],
+    )
+    with EngineServer(options) as server, pytest.raises(EngineUnavailable) as refused:
+        server.wait_ready(READY_TIMEOUT_S)
+    assert "--sampling-mask-max-tokens 70000; expected null and at most 65535" in str(refused.value)

@@ -1,0 +1,257 @@
+"""Sampling masks: on the wire, through the relay, and at each trainer's tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from r3channel.config import ChannelConfig
+from r3channel.errors import (
+    ConfigError,
+    FrameError,
+    FrameTruncated,
+    PayloadCorrupt,
+    RoutingError,
+    RoutingMissing,
+    RowCountMismatch,
+    UsageError,
+)
+from r3channel.plan.assignment import Assignment
+from r3channel.relay.relay import Relay
+from r3channel.trainer.shard import RankShard
+from r3channel.wire.frame import sample_key
+from r3channel.wire.masks import MOST_IDS, encode_masks, parse_masks, split_masks
+from r3channel.wire.receipt import Receipt
+from tests.delivery import MakeRelay, receive, receivers_of, relays
+from tests.samples import frame_of, reply_of
+
+PROMPT, VOCAB = 4, 500
+TOKENS = {f"s{i}": n for i, n in enumerate((9, 30, 17, 6))}
+Rows = list[list[int]]
+
+
+@pytest.fixture
+def make_relay() -> Any:
+    with relays(sampling_masks=True) as make:
+        yield make
+
+
+def random_rows(count: int, *, seed: int) -> Rows:
+    """Half of them of one token, as measured."""
+    rng = np.random.default_rng(seed)
+    lengths = np.where(rng.random(count) < 0.5, 1, rng.integers(1, 20, count))
+    return [rng.choice(VOCAB, size, replace=False).tolist() for size in lengths]
+
+
+def masks_of(rows: Rows, *, first_row: int, request: str) -> bytes:
+    return encode_masks(
+        first_row=first_row,
+        lengths_T=np.array([len(row) for row in rows], np.int32),
+        token_ids_N=np.array([number for row in rows for number in row], np.int32),
+        sample_key=sample_key(request),
+    )
+
+
+def reply_with(name: str, tokens: int, rows: Rows, **changes: Any) -> dict[str, Any]:
+    """A frame, and behind it the masks of the last tokens."""
+    frame = frame_of(tokens, seed=tokens, sample_key=sample_key(name), **changes)
+    masks = masks_of(rows, first_row=tokens - 1 - len(rows), request=name)
+    return reply_of(frame + masks, request_id=name)
+
+
+def fill(relay: Relay) -> dict[str, list[Rows]]:
+    """The step's samples -> what must be at each position but the last."""
+    expected = {}
+    for seed, (name, tokens) in enumerate(TOKENS.items()):
+        rows = random_rows(tokens - PROMPT, seed=seed)
+        relay.add(name, reply_with(name, tokens, rows), range(tokens))
+        expected[name] = [[]] * (PROMPT - 1) + rows
+    return expected
+
+
+def seen_at(shard: RankShard) -> dict[tuple[str, int], list[int]]:
+    """(sample, position) -> the tokens of its mask, of all positions of the shard's model input."""
+    found: dict[tuple[str, int], list[int]] = {}
+    for number, batch in enumerate(shard.shard.microbatches):
+        offsets, ids = (tensor.tolist() for tensor in shard.sampling_mask(number))
+        sample, position = (part.ravel().tolist() for part in shard.shard.token_map(number))
+        assert len(offsets) == len(sample) + 1
+        for place, (index, at) in enumerate(zip(sample, position, strict=True)):
+            name = batch.sample_ids[index] if index >= 0 else "tail"
+            found[name, at] = ids[offsets[place] : offsets[place + 1]]
+    return found
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "",
+        "dp=2",
+        "tp=2",
+        "tp=2,sp=1",
+        "cp=2",
+        "dp=2,cp=2,packing=thd",
+        "pp=2",
+        "dp=2,tp=2,pp=2,cp=2",
+    ],
+)
+def test_each_token_of_the_last_stage_gets_the_mask_that_its_engine_gave(
+    make_relay: MakeRelay, layout: str
+) -> None:
+    relay = make_relay(layout)
+    expected = fill(relay)
+    dp = relay.layout.dp
+    ticket = relay.seal(0, Assignment.round_robin(list(TOKENS), dp=dp, microbatch_size=4 // dp))
+    receivers = receivers_of(relay)
+    seen: dict[tuple[str, int], list[int]] = {}
+    for shard in receive(receivers, ticket):
+        if shard.shard.pp < relay.layout.pp - 1:
+            with pytest.raises(UsageError, match="last stage"):
+                shard.sampling_mask(0)
+            continue
+        for place, row in seen_at(shard).items():
+            assert seen.setdefault(place, row) == row  # TP ranks have the same
+    for (name, position), row in seen.items():
+        whole = expected.get(name, [])
+        assert row == (whole[position] if position < len(whole) else []), (name, position)
+    assert {(name, at) for name, rows in expected.items() for at in range(len(rows))} <= seen.keys()
+    relay.join_previous()
+    assert relay.status()["store"] == {"frames": 0, "bytes": 0}
+    for receiver in receivers:
+        receiver.close()
+
+
+def test_turns_bring_their_own_masks_and_what_lies_between_has_none(make_relay: MakeRelay) -> None:
+    relay = make_relay("")
+    first, second = random_rows(5, seed=1), random_rows(4, seed=2)
+    relay.add("s", reply_with("s", 9, first), range(9))
+    later = frame_of(6, first_row=8, sample_key=sample_key("t"), provenance=None)
+    relay.add(
+        "s",
+        reply_of(later + masks_of(second, first_row=9, request="t"), request_id="t"),
+        range(14),
+        append=True,
+    )
+    ticket = relay.seal(0, Assignment.round_robin(["s"], dp=1, microbatch_size=1))
+    (shard,) = receive(receivers_of(relay), ticket)
+    rows = [seen_at(shard)["s", at] for at in range(14)]
+    assert rows == [*[[]] * 3, *first, [], *second, []]
+
+
+def test_masks_follow_a_receipt_too(make_relay: MakeRelay) -> None:
+    relay = make_relay("")
+    receipt = Receipt(sample_key=sample_key("s"), boot_id=1, serial=1, first_row=0, rows=8)
+    rows = random_rows(5, seed=0)
+    data = receipt.to_bytes() + masks_of(rows, first_row=3, request="s")
+    relay.add("s", reply_of(data, request_id="s"), range(9))
+    held = relay.intake.landing.keep(
+        frame_of(9, sample_key=sample_key("s")), sample_id="s", engine="e", max_rows=9, room_s=0.0
+    )
+    relay.intake.arrive(receipt.name, held)
+    ticket = relay.seal(0, Assignment.round_robin(["s"], dp=1, microbatch_size=1))
+    (shard,) = receive(receivers_of(relay), ticket)
+    assert [seen_at(shard)["s", at] for at in range(3, 8)] == rows
+
+
+def test_an_abandoned_step_keeps_its_masks_and_a_discarded_sample_frees_them(make_relay: MakeRelay) -> None:
+    relay = make_relay("")
+    expected = fill(relay)
+    whole = Assignment.round_robin(list(TOKENS), dp=1, microbatch_size=4)
+    relay.seal(0, whole)
+    assert relay.abandon(0) == 4
+    (shard,) = receive(receivers_of(relay), relay.seal(1, whole))
+    assert seen_at(shard)["s1", 20] == expected["s1"][20]
+    relay.join_previous()
+    fill(relay)
+    assert relay.discard(TOKENS) == 4
+    assert relay.status()["store"] == {"frames": 0, "bytes": 0}
+
+
+def test_a_mask_that_changed_at_rest_reaches_no_trainer(make_relay: MakeRelay) -> None:
+    relay = make_relay("")
+    relay.add("s", reply_with("s", 3000, [list(range(20))] * 2000), range(3000))
+    ((_, turn),) = relay.intake.turns_of(["s"])
+    assert turn.masks is not None
+    np.frombuffer(turn.masks.block.view, np.uint8)[-1] ^= 1
+    ticket = relay.seal(0, Assignment.round_robin(["s"], dp=1, microbatch_size=1))
+    with pytest.raises(PayloadCorrupt, match="sampling masks of sample s at rest"):
+        receive(receivers_of(relay), ticket)
+
+
+@pytest.mark.parametrize(
+    ("tail", "error"),
+    [
+        (b"", RoutingMissing),
+        (masks_of([[1]] * 5, first_row=3, request="other"), RowCountMismatch),
+        (masks_of([[1]] * 4, first_row=3, request="s"), RowCountMismatch),
+        (masks_of([[1]] * 5, first_row=3, request="s")[:-1], FrameTruncated),
+        (frame_of(9, sample_key=sample_key("s")), RoutingError),
+    ],
+)
+def test_masks_that_do_not_fit_their_reply_are_refused_by_name_and_nothing_is_kept(
+    make_relay: MakeRelay, tail: bytes, error: type[Exception]
+) -> None:
+    relay = make_relay("")
+    frame = frame_of(9, sample_key=sample_key("s"))
+    with pytest.raises(error, match="sample s from engine e"):
+        relay.add("s", reply_of(frame + tail, request_id="s"), range(9), engine="e")
+    assert relay.status()["store"] == {"frames": 0, "bytes": 0}
+    assert relay.status()["pending"] == []
+
+
+def test_masks_that_nobody_asked_for_are_refused() -> None:
+    with relays() as make, pytest.raises(FrameTruncated, match="sampling_masks off"):
+        make("").add("s", reply_with("s", 9, [[1]]), range(9))
+
+
+def test_masks_and_durability_are_not_had_together() -> None:
+    with pytest.raises(ConfigError, match="store_dir"):
+        ChannelConfig(sampling_masks=True, store_dir="anywhere")
+
+
+# -- on the wire -------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.lists(st.integers(0, 2**32 - 1), max_size=9), max_size=9), st.integers(0, 1 << 24))
+def test_what_is_written_is_read(rows: Rows, first_row: int) -> None:
+    ids = np.array([number for row in rows for number in row], np.uint32)
+    data = encode_masks(
+        first_row=first_row,
+        lengths_T=np.array([len(row) for row in rows], np.int64),
+        token_ids_N=ids,
+        sample_key=7,
+    )
+    found = parse_masks(data, where="x")
+    assert (found.first_row, found.end_row, found.sample_key) == (first_row, first_row + len(rows), 7)
+    assert (
+        found.lengths_T.tolist() == [len(row) for row in rows] and found.token_ids_N.tolist() == ids.tolist()
+    )
+
+
+def test_every_bit_that_flips_is_noticed() -> None:
+    data = masks_of([[5, 6], [], [7]], first_row=3, request="s")
+    for bit in range(8 * len(data)):
+        changed = bytearray(data)
+        changed[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(FrameError):
+            parse_masks(bytes(changed), where="x")
+
+
+def test_a_mask_longer_than_its_length_can_say_is_refused() -> None:
+    with pytest.raises(RoutingError, match=str(MOST_IDS)):
+        encode_masks(
+            first_row=0, lengths_T=np.array([MOST_IDS + 1]), token_ids_N=np.zeros(MOST_IDS + 1, np.int32)
+        )
+
+
+def test_what_is_in_front_of_masks_is_found_whatever_it_is() -> None:
+    masks = masks_of([[5]], first_row=0, request="s")
+    receipt = Receipt(sample_key=1, boot_id=2, serial=3, first_row=0, rows=4).to_bytes()
+    for front in (frame_of(9), receipt, b"", b"no frame"):
+        assert split_masks(front, where="x") == (front, b"")
+    for front in (frame_of(9), receipt):
+        assert split_masks(front + masks, where="x") == (front, masks)
