@@ -28,8 +28,8 @@ from r3channel.spec import RoutingSpec
 
 Column = np.ndarray[Any, np.dtype[Any]]
 
-_MAGIC = b"R3K\x05"
-"""The last byte is the format; 3 was JSON, 4 knew no sampling masks."""
+_MAGIC = b"R3K\x04"
+"""The last byte is the format; 3 was JSON."""
 _HEAD = Struct("<4s9I")
 """Magic, plan version, DP ranks, micro-batches of each, bytes of JSON, bytes of names, and the four lengths of columns."""
 _HASH_BYTES = 16
@@ -298,8 +298,7 @@ class Ticket:
             "steps": self.assignment.steps,
             "bucket_bytes": int(self.bucket_bytes),
             "peers": self.peers,
-            "sampling_masks": self.sampling_masks,
-        }
+        } | ({"sampling_masks": True} if self.sampling_masks else {})  # tickets of recordings have not got it
         text = json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
         names = columns.text.encode("utf-8", "surrogatepass")
         ranks = self.assignment.ranks
@@ -373,7 +372,7 @@ class Ticket:
             assignment=_assignment(samples, widths, dp=dp, steps=[_a(int, size) for size in values["steps"]]),
             samples=samples,
             bucket_bytes=_a(int, values["bucket_bytes"]),
-            sampling_masks=_a(bool, values["sampling_masks"]),
+            sampling_masks=_a(bool, values.get("sampling_masks", False)),
             peers=tuple(_a(str, run) for run in values["peers"]),
         )
 
