@@ -112,7 +112,7 @@ class SlotRows:
     """
 
     def __init__(self, spec: RoutingSpec, ids: torch.Tensor) -> None:
-        """`ids` is the host memory to keep ids in, [slots, L, K] in the id dtype, pinned where there is a GPU."""
+        """`ids` is the host memory to keep ids in, [slots, L, K] in the id dtype."""
         self.spec, self.ids = spec, ids
         prepare(spec)
         self._stamps = torch.zeros((len(ids),), dtype=torch.int16)

@@ -87,8 +87,6 @@ _COMMON: tuple[Name, ...] = (
 _SINCE_BAGS: tuple[Name, ...] = (
     Name(f"{CAPTURER}.create", ("model", "model_config")),
     Name(f"{_BASE}.BaseHostCache.destroy"),
-    Name(f"{_BASE}.ALLOC_MEMORY_FUNCS"),
-    Name(f"{_BASE}.HostTensorAllocator"),
     Name(f"{_CONTEXT}.get_serving"),
     Name(f"{_FIELDS}.serving.Serving.weight_version"),
     Name(f"{_FIELDS}.exec_.ExecFeatures.enable_return_routed_experts"),

@@ -145,26 +145,14 @@ def _streams_replies() -> bool:
 class NarrowHostCache(base.BaseHostCache):
     """Ids by KV slot, [slots, L, K] in the id dtype, and what made each slot's row."""
 
-    def __init__(self, slots: int, *, spec: RoutingSpec, device: str) -> None:
-        # BaseHostCache.__init__ is not called: it would allocate int32 for all layers.
-        self.buffer = _host_memory(
-            (slots, spec.num_moe_layers, spec.top_k), torch_id_dtype(spec), device=device
-        )
+    def __init__(self, slots: int, *, spec: RoutingSpec) -> None:
+        # BaseHostCache.__init__ is not called: it would allocate int32 for all layers, pinned. No device copies into this: ids
+        # come through the pinned memory of SGLang's own result, and `finalize` writes them here.
+        self.buffer = torch.zeros((slots, spec.num_moe_layers, spec.top_k), dtype=torch_id_dtype(spec))
         self.num_tokens, self.num_layers, self.topk_size = slots, spec.num_moe_layers, spec.top_k
         self.name = "r3channel"
         self.rows = SlotRows(spec, self.buffer)
         self._log_allocation()
-
-
-def _host_memory(shape: tuple[int, ...], dtype: torch.dtype, *, device: str) -> torch.Tensor:
-    """Zeroed host memory that copies from `device` may go to without a detour."""
-    functions: Any = getattr(base, "ALLOC_MEMORY_FUNCS", None)
-    if functions is None:
-        return torch.zeros(shape, dtype=dtype, pin_memory=device != "cpu")
-    buffer = functions[device](
-        shape, dtype=dtype, device="cpu", pin_memory=True, allocator=base.HostTensorAllocator()
-    )
-    return buffer.zero_()
 
 
 @dataclasses.dataclass
@@ -199,7 +187,7 @@ class FrameCapturer(RoutedExpertsCapturer):
             self.host_cache.destroy()
         self.spec = engine_spec(model_config)
         replies = _streams_replies()
-        self.host_cache = NarrowHostCache(num_tokens if replies else 1, spec=self.spec, device=device)
+        self.host_cache = NarrowHostCache(num_tokens if replies else 1, spec=self.spec)
         hello = engine_hello(self.spec, context=getattr(model_config, "context_len", None) or 0)
         self.outlet = Outlet(_config, hello) if replies else None
         self._selection = LayerSelection(self.spec, device=device)
