@@ -154,6 +154,10 @@ class NarrowHostCache(base.BaseHostCache):
         self.rows = SlotRows(spec, self.buffer)
         self._log_allocation()
 
+    def destroy(self) -> None:
+        """SGLang's takes the memory for pinned and unregisters it."""
+        self.buffer = None
+
 
 @dataclasses.dataclass
 class StampedOutput(base.TopkCaptureOutput):
@@ -341,9 +345,21 @@ def keep_masks(
         req.sampling_mask_rows = KeptMasks(req.sampling_mask_rows)
     original(processor, i, req, *rest, **more)
     if framed and req.finished() and req.routed_experts is not None:
-        tail = req.sampling_mask_rows.frame(prompt_tokens=len(req.origin_input_ids), request_id=str(req.rid))
-        both = [req.routed_experts, torch.frombuffer(bytearray(tail), dtype=torch.uint8)]
-        req.routed_experts = torch.cat(both)
+        tail = bytearray(_masks_frame(req))  # torch wants memory that may be written
+        req.routed_experts = torch.cat([req.routed_experts, torch.frombuffer(tail, dtype=torch.uint8)])
+
+
+def _masks_frame(req: Any) -> bytes:
+    request_id = str(req.rid)
+    try:
+        return req.sampling_mask_rows.frame(
+            prompt_tokens=len(req.origin_input_ids),
+            new_tokens=len(req.output_ids_through_stop),
+            request_id=request_id,
+        )
+    except Exception as error:
+        log.exception("r3channel: no sampling masks for request %s", request_id)
+        return report(error, request_id=request_id)
 
 
 def refuse_masks(values: dict[str, Any]) -> None:

@@ -69,6 +69,8 @@ def create_capturer(
     config = EngineConfig.from_environment()
     if not config.engine:
         return None
+    if config.sampling_masks:
+        raise ConfigError("R3CHANNEL_SAMPLING_MASKS=1: SGLang 0.5.9 returns no sampling masks")
     check_codec(config.codec)  # an unknown one ends the start, not the first request
     spec = RoutingSpec.from_hf_config(model_config.hf_text_config)
     values = vars(server_args)

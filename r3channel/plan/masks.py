@@ -70,7 +70,7 @@ def read_masks(shard: Shard, data_N: _Numbers) -> Iterator[tuple[_Numbers, _Numb
         )
     for first, last in pairwise(accumulate(sizes, initial=0)):
         own = offsets_N[first : last + 1]
-        yield own - own[0], ids_N[own[0] : own[-1]]
+        yield own - own[0], ids_N[own[0] : own[-1]].copy()  # aligned, and the caller's own
 
 
 def _spread(turns: Sequence[Masks], tokens: int, begins: Iterator[int]) -> tuple[_Numbers, _Numbers]:

@@ -204,8 +204,12 @@ class _Served:
             self._say(wire.ROWS, nbytes=stream.nbytes, digests=len(out.digests), hash=found, **extra)
             with delivery._clock.span("send", step=step):
                 (self._send_staged if group else self._send_plain)(out)
-                self._link.send([out.digests, masks], timeout_s=self._config.send_timeout_s)
-        delivery._metrics.inc("r3channel_bytes_total", stream.nbytes, leg="wire_sent")
+                self._link.send([out.digests], timeout_s=self._config.send_timeout_s)
+                for at in range(0, len(masks), out.bucket_bytes):
+                    self._link.send(
+                        [masks[at : at + out.bucket_bytes]], timeout_s=self._config.send_timeout_s
+                    )
+        delivery._metrics.inc("r3channel_bytes_total", stream.nbytes + len(masks), leg="wire_sent")
         delivery._metrics.inc("r3channel_buckets_total", -(-stream.nbytes // out.bucket_bytes))
 
     def _send_plain(self, out: Outgoing) -> None:

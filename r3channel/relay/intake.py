@@ -245,12 +245,12 @@ class Intake:
                 data, sample_id=sample_id, engine=engine, max_rows=len(tokens_T), room_s=room_s
             )
         try:
-            if self.config.sampling_masks:
+            if self.config.sampling_masks and data:
                 masks = keep_masks(
                     tail,
                     self._store,
                     where=where,
-                    key=key,
+                    key=rows.sample_key if rows else reply.receipt and reply.receipt.sample_key,
                     tokens=len(tokens_T),
                     held_rows=held,
                     room_s=room_s,

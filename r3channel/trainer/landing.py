@@ -78,8 +78,8 @@ class RelaySink:
     def rows(self, ids_TCK: Ids, *, begin: int) -> None:
         self._placement.rows(self._stream, ids_TCK, self._digests_CSL, begin=begin)
 
-    def masks(self, data: bytes) -> None:
-        self._landed.masks_N = np.frombuffer(bytearray(data), np.uint8)
+    def masks(self, data: bytearray) -> None:
+        self._landed.masks_N = np.frombuffer(data, np.uint8)
 
     def verify(self, digests: bytes) -> list[str]:
         """Rows are held against what the relay announced, and that against what the engines hashed."""

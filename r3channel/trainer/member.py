@@ -27,7 +27,6 @@ from r3channel.transport.joining import gpu_of, join
 from r3channel.transport.link import Link
 from r3channel.transport.listener import connect
 from r3channel.wire import delivery as wire
-from r3channel.wire.masks import MOST_IDS
 
 _ACK_S = 10.0
 _PLACE = tuple(field.name for field in fields(Rendezvous))
@@ -54,7 +53,7 @@ class Sink(Protocol):
         """The samples whose rows are not what the engines hashed. Raises TicketMismatch for whole rows of other samples."""
         ...
 
-    def masks(self, data: bytes) -> None:
+    def masks(self, data: bytearray) -> None:
         """Take the sampling masks, before `verify`."""
         ...
 
@@ -152,7 +151,7 @@ class Member:
         if xxh3_64_intdigest(table) != announced["hash"]:
             raise BucketCorrupt(f"step {step}: the digests came damaged from relay {self._relay}", step=step)
         if brings_masks(ticket, stream.shard, relay=self._relay):
-            sink.masks(self._receive_masks(announced, stream, deadline_s, step=step))
+            sink.masks(self._receive_masks(announced, stream, deadline_s, ticket))
         with clock.span("verify", step=step):
             damaged = sink.verify(bytes(table))
         if damaged:
@@ -165,21 +164,29 @@ class Member:
             )
 
     def _receive_masks(
-        self, announced: dict[str, Any], stream: Stream, deadline_s: float, *, step: int
-    ) -> bytes:
-        nbytes, rows = announced.get("masks", -1), mask_rows(stream.shard)
-        if not (isinstance(nbytes, int) and 2 * rows <= nbytes <= (2 + 4 * MOST_IDS) * rows):
+        self, announced: dict[str, Any], stream: Stream, deadline_s: float, ticket: Ticket
+    ) -> bytearray:
+        """Lengths first: they must add up to what was announced before memory is taken for the ids."""
+        table, where = bytearray(2 * mask_rows(stream.shard)), f"step {ticket.step}: relay {self._relay}"
+        self._recv_all(table, 0, ticket.bucket_bytes, deadline_s)
+        rows_end, ids = len(table), int(np.frombuffer(table, "<u2").sum(dtype=np.int64))
+        if announced.get("masks") != rows_end + 4 * ids:
             raise BucketCorrupt(
-                f"step {step}: relay {self._relay} announces {nbytes} bytes of sampling masks for {rows} tokens",
-                step=step,
+                f"{where} announces {announced.get('masks')} bytes of sampling masks, their lengths say {rows_end + 4 * ids} for "
+                f"{rows_end // 2} tokens",
+                step=ticket.step,
             )
-        table = bytearray(nbytes)
-        self._recv(memoryview(table), deadline_s)
+        table += bytes(4 * ids)
+        self._recv_all(table, rows_end, ticket.bucket_bytes, deadline_s)
         if xxh3_64_intdigest(table) != announced.get("masks_hash"):
-            raise BucketCorrupt(
-                f"step {step}: the sampling masks came damaged from relay {self._relay}", step=step
-            )
-        return bytes(table)
+            raise BucketCorrupt(f"{where}: the sampling masks came damaged", step=ticket.step)
+        self._metrics.inc("r3channel_bytes_total", len(table), leg="wire_received")
+        return table
+
+    def _recv_all(self, out: bytearray, begin: int, bucket_bytes: int, deadline_s: float) -> None:
+        """From `begin` on, each piece within the deadline of a bucket."""
+        for at in range(begin, len(out), bucket_bytes):
+            self._recv(memoryview(out)[at : at + bucket_bytes], deadline_s)
 
     def _receive_rows(
         self, ticket: Ticket, stream: Stream, sink: Sink, *, group: bool, deadline_s: float

@@ -291,9 +291,17 @@ class Receiver:
             return None
         size = torch.tensor([0 if landed is None else len(landed.masks_N)], device=self._device)
         self._fanout.rebroadcast(size.view(torch.uint8))
-        masks_N = torch.empty(int(size), dtype=torch.uint8, device=self._device)
-        if landed is not None:
-            masks_N.copy_(torch.from_numpy(landed.masks_N))
+        masks_N, failure = torch.empty(0), None
+        try:
+            masks_N = torch.empty(int(size), dtype=torch.uint8, device=self._device)
+            if landed is not None:
+                masks_N.copy_(torch.from_numpy(landed.masks_N))
+        except Exception as error:  # as before the rows: the other ranks of the group must learn it
+            failure = error
+        try:
+            self._fanout.vote(failure, what=f"step {ticket.step}, {self._coords}: sampling masks")
+        finally:
+            failure = None
         self._fanout.rebroadcast(masks_N)
         return masks_N.cpu()
 

@@ -57,6 +57,7 @@ from r3channel.wire.header import (
     assemble,
     check_fields,
     check_kind,
+    check_reported,
     check_sections,
     padding,
     read_header,
@@ -230,10 +231,7 @@ def parse_frame(
     view = memoryview(data).cast("B")
     header = read_header(view, where=where)
     body = view[HEADER_BYTES:]
-    if header.kind == KIND_ERROR:
-        check_sections(header, body, where=where)
-        text = bytes(body[:MAX_ERROR_BYTES]).decode(errors="replace")
-        raise errors.EngineReported(f"{where}: expected a frame; the engine could not build it: {text}")
+    check_reported(header, body, where=where)
     check_kind(header, kind=KIND_EXPERT_IDS, where=where)
     check_fields(header, spec=spec, max_rows=max_rows, where=where)
     check_sections(header, body, where=where)

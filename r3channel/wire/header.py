@@ -153,6 +153,14 @@ def check_kind(header: Header, *, kind: int, where: str) -> None:
         )
 
 
+def check_reported(header: Header, body: memoryview, *, where: str) -> None:
+    """EngineReported for the frame of an engine that could not build another one."""
+    if header.kind == KIND_ERROR:
+        check_sections(header, body, where=where)
+        text = bytes(body[:MAX_ERROR_BYTES]).decode(errors="replace")
+        raise errors.EngineReported(f"{where}: expected a frame; the engine could not build it: {text}")
+
+
 def check_fields(header: Header, *, spec: RoutingSpec, max_rows: int, where: str) -> None:
     """Every number against the local spec and the caller's bound, before any of them sizes anything."""
     if (header.num_experts, header.top_k, header.num_moe_layers, header.id_width, header.spec_digest) != (

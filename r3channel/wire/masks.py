@@ -23,6 +23,7 @@ from r3channel.wire.header import (
     announced_bytes,
     assemble,
     check_kind,
+    check_reported,
     check_sections,
     read_header,
 )
@@ -75,6 +76,7 @@ def parse_masks(data: bytes | memoryview, *, where: str) -> Masks:
     """Raises what `parse_frame` raises for a frame that is damaged, or of another kind."""
     view = memoryview(data).cast("B")
     header = read_header(view, where=where)
+    check_reported(header, view[HEADER_BYTES:], where=where)
     check_kind(header, kind=KIND_SAMPLING_MASKS, where=where)
     sizes = (header.raw_bytes + header.rows * _LENGTH_BYTES, 0)
     if (header.sections_bytes, header.wire_bytes) != sizes or header.raw_bytes % _ID_BYTES:

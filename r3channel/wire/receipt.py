@@ -65,8 +65,13 @@ class Receipt:
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> Receipt:
         if len(data) != RECEIPT_BYTES or bytes(data[:4]) != RECEIPT_MAGIC:
+            more = (
+                "; are those behind it sampling masks, and sampling_masks off?"
+                if len(data) > RECEIPT_BYTES
+                else ""
+            )
             raise ReceiptInvalid(
-                f"{len(data)} bytes beginning with {bytes(data[:4])!r}, expected {RECEIPT_BYTES} with {RECEIPT_MAGIC!r}"
+                f"{len(data)} bytes beginning with {bytes(data[:4])!r}, expected {RECEIPT_BYTES} with {RECEIPT_MAGIC!r}{more}"
             )
         _, first_row, rows, sample_key, boot_id, serial = _RECEIPT.unpack(data)
         return cls(sample_key=sample_key, boot_id=boot_id, serial=serial, first_row=first_row, rows=rows)

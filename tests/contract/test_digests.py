@@ -441,8 +441,8 @@ def mixed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tu
         swapped = tuple(1 - part if at == axis else part for at, part in enumerate(key))
         return outgoing(steps, step, swapped, run)  # type: ignore[arg-type]
 
-    def mislaid(steps: Steps, ticket: Ticket, rows: dict[str, Any]) -> None:
-        add(steps, ticket, rows | {"a": rows["b"], "b": rows["a"]})
+    def mislaid(steps: Steps, ticket: Ticket, rows: dict[str, Any], *masks: Any) -> None:
+        add(steps, ticket, rows | {"a": rows["b"], "b": rows["a"]}, *masks)
 
     if axis is None:
         monkeypatch.setattr(Steps, "add", mislaid)
