@@ -1,6 +1,6 @@
 """Where receivers connect: one connection each, served by one thread, from `READY` to the acknowledgement.
 
-    connected -> READY -> (its rows are prepared) -> rows and digests -> DONE -> READY ...
+    connected (-> GROUP: both join one) -> READY -> (its rows are prepared) -> rows and digests -> DONE -> READY ...
                                 \\-> the receiver is gone, or silent beyond a deadline: its connection ends, nobody else notices
 
 Rows stay in the store until every receiver has acknowledged, so a receiver that comes back gets the same bytes again.
@@ -171,11 +171,16 @@ class _Served:
     def _answer(self, kind: int, body: bytes) -> None:
         try:
             if kind == wire.READY:
-                values = wire.unpack(kind, body, expected=wire.READY, names=("run", "step", "group", "gpu"))
+                values = wire.unpack(kind, body, expected=wire.READY, names=("run", "step", "group"))
                 out = self._delivery._outgoing(int(values["step"]), self.key, str(values["run"]))
                 if values["group"] and self._group is None:
-                    self._join_group(str(values["gpu"]))
+                    raise TicketMismatch(
+                        f"receiver {self.key} wants rows over a process group and never asked for one"
+                    )
                 self._send(out, int(values["step"]), group=bool(values["group"]))
+            elif kind == wire.GROUP:
+                values = wire.unpack(kind, body, expected=wire.GROUP, names=("gpu",))
+                self._join_group(str(values["gpu"]))
             elif kind == wire.DAMAGED:
                 values = wire.unpack(kind, body, expected=wire.DAMAGED, names=("step",))
                 self._delivery._verify(int(values["step"]), self.key)
@@ -268,4 +273,5 @@ class _Served:
             port=store.port,
         )
         self._say(wire.GROUP, **replace(ours, rank=1).to_dict())
-        self._group = join(ours, timeout_s=config.join_timeout_s)
+        with (self._delivery.staging or self._staging).placed():
+            self._group = join(ours, timeout_s=config.join_timeout_s)

@@ -24,6 +24,11 @@ class HostStaging:
         self._tensors: list[torch.Tensor] = []
 
     @contextmanager
+    def placed(self) -> Iterator[None]:
+        """On the device from which is sent: that is where a group makes its communicator."""
+        yield
+
+    @contextmanager
     def turn(self) -> Iterator[None]:
         """Held around the sending of one receiver's rows."""
         yield
@@ -65,8 +70,13 @@ class DeviceStaging(HostStaging):
         self._on_device: list[torch.Tensor] = []
 
     @contextmanager
+    def placed(self) -> Iterator[None]:
+        with torch.cuda.device(self._device):
+            yield
+
+    @contextmanager
     def turn(self) -> Iterator[None]:
-        with self._turn, torch.cuda.device(self._device):
+        with self._turn, self.placed():
             self._stream = self._stream or torch.cuda.Stream(self._device)
             with torch.cuda.stream(self._stream):
                 yield

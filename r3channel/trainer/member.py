@@ -15,7 +15,7 @@ import torch
 from xxhash import xxh3_64_intdigest
 
 from r3channel.config import ChannelConfig
-from r3channel.errors import BucketCorrupt, TransportError
+from r3channel.errors import BucketCorrupt, R3Error, TransportError
 from r3channel.metrics import Metrics, StageClock
 from r3channel.plan.layout import RankCoords
 from r3channel.plan.masks import brings_masks, mask_rows
@@ -82,7 +82,20 @@ class Member:
         self._buckets: list[torch.Tensor] = []
 
     def join(self, *, timeout_s: float) -> None:
-        """Connect. Raises `TransportError`, or what the relay says of this receiver."""
+        """Connect, and make the process group where there is one, so that no step waits for it.
+
+        Raises `TransportError`, or what the relay says of this receiver.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        self._connect(timeout_s=timeout_s)
+        if self._config.backend != "tcp":
+            try:
+                self._join_group(deadline_s)
+            except R3Error:
+                self._leave()
+                raise
+
+    def _connect(self, *, timeout_s: float) -> None:
         where = self._control.hello(dp=self._coords.dp, pp=self._coords.pp, cp=self._coords.cp)
         self._link = connect(
             where["host"],
@@ -132,13 +145,16 @@ class Member:
     # -- one attempt -------------------------------------------------------------------------------------------------
 
     def _attempt(self, ticket: Ticket, stream: Stream, sink: Sink, *, group: bool, deadline_s: float) -> None:
+        join_by_s = min(time.monotonic() + self._config.join_timeout_s, deadline_s)
         if self._link is None:
-            self.join(timeout_s=min(self._config.join_timeout_s, _left(deadline_s)))
+            self._connect(timeout_s=_left(join_by_s))
         step, clock = ticket.step, self._clock
+        if group and self._group is None:
+            with clock.span("wait_join", step=step):
+                self._join_group(join_by_s)
         with clock.span("wait_relay", step=step):
-            gpu = gpu_of() if group and self._config.backend == "nccl" else ""
-            self._say(wire.READY, run=ticket.runs[self._relay], step=step, group=group, gpu=gpu)
-            announced = self._hear(wire.ROWS, deadline_s, names=("nbytes", "digests", "hash"), step=step)
+            self._say(wire.READY, run=ticket.runs[self._relay], step=step, group=group)
+            announced = self._hear(wire.ROWS, deadline_s, names=("nbytes", "digests", "hash"))
         expected = _table_bytes(stream)
         if (announced["nbytes"], announced["digests"]) != (stream.nbytes, expected):
             raise BucketCorrupt(
@@ -157,7 +173,7 @@ class Member:
             damaged = sink.verify(bytes(table))
         if damaged:
             self._say(wire.DAMAGED, step=step)
-            self._hear(wire.AGAIN, deadline_s, step=step)  # or the relay's own error: damaged there
+            self._hear(wire.AGAIN, deadline_s)  # or the relay's own error: damaged there
             raise BucketCorrupt(
                 f"step {step}: rows of {len(damaged)} samples came damaged from relay {self._relay}: {damaged[:5]}",
                 samples=damaged,
@@ -224,9 +240,9 @@ class Member:
         for attempt in (1, 2, 3):
             try:
                 if self._link is None:
-                    self.join(timeout_s=min(self._config.join_timeout_s, _left(deadline_s)))
+                    self._connect(timeout_s=min(self._config.join_timeout_s, _left(deadline_s)))
                 self._say(wire.DONE, step=step)
-                self._hear(wire.THANKS, deadline_s, step=step)
+                self._hear(wire.THANKS, deadline_s)
                 return
             except TransportError as error:
                 self._leave()
@@ -245,19 +261,17 @@ class Member:
         assert self._link is not None
         self._link.send_record(kind, wire.pack(**values), timeout_s=self._config.send_timeout_s)
 
-    def _hear(
-        self, expected: int, deadline_s: float, *, names: tuple[str, ...] = (), step: int
-    ) -> dict[str, Any]:
+    def _hear(self, expected: int, deadline_s: float, *, names: tuple[str, ...] = ()) -> dict[str, Any]:
         assert self._link is not None
         kind, body = self._link.recv_record(timeout_s=_left(deadline_s))
-        if kind == wire.GROUP:
-            values = wire.unpack(kind, bytes(body), expected=wire.GROUP, names=_PLACE)
-            self._group = join(
-                Rendezvous(**{name: values[name] for name in _PLACE}),
-                timeout_s=min(self._config.join_timeout_s, _left(deadline_s)),
-            )
-            return self._hear(expected, deadline_s, names=names, step=step)
         return wire.unpack(kind, bytes(body), expected=expected, names=names)
+
+    def _join_group(self, deadline_s: float) -> None:
+        """On this connection, with the relay alone."""
+        self._say(wire.GROUP, gpu=gpu_of() if self._config.backend == "nccl" else "")
+        values = self._hear(wire.GROUP, deadline_s, names=_PLACE)
+        rendezvous = Rendezvous(**{name: values[name] for name in _PLACE})
+        self._group = join(rendezvous, timeout_s=_left(deadline_s))
 
     def _recv(self, out_N: memoryview, deadline_s: float) -> None:
         assert self._link is not None

@@ -37,7 +37,7 @@ class Cable:
         start_send, send = ProcessGroupTransport.start_send, Link.send
 
         def group(transport: ProcessGroupTransport, dst: int, data_N: torch.Tensor) -> Pending:
-            if self._cuts(transport):
+            if len(data_N) > 1 and self._cuts(transport):  # not the byte of a join
                 transport.abort()  # gloo closes its sockets; the peer is in the middle of its receives
             return start_send(transport, dst, data_N)
 
@@ -233,14 +233,48 @@ def test_a_relay_without_the_device_that_it_is_to_use_is_refused_at_once(make_re
         make_relay("dp=1", device=99, backend="nccl")
 
 
+def test_a_group_is_made_when_a_receiver_joins_and_its_first_step_makes_none(
+    make_relay: MakeRelay, staged: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    relay = make_relay("dp=1")
+    (receiver,) = receivers_of(relay)
+    receiver.join(timeout_s=LIMIT_S)
+    monkeypatch.setattr("r3channel.trainer.member.join", None)  # whoever joins now fails
+    for step, prefix in enumerate("ab"):
+        check_rows(receiver.receive(sealed(relay, step, prefix=prefix)), prefix=prefix)
+    assert staged == ["0-0-0"] * 2 and lives(relay) == [1] and fallbacks(receiver) == 0
+
+
+def test_a_group_that_is_not_there_by_the_joins_deadline_fails_the_join(
+    make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    relay, ended = make_relay("dp=1"), threading.Event()
+
+    def hangs(*_: Any, **__: Any) -> Any:
+        ended.wait(LIMIT_S)
+        raise errors.TransportError("the relay's end was given up")
+
+    monkeypatch.setattr("r3channel.relay.delivery.join", hangs)
+    (receiver,) = receivers_of(relay)
+    begin = time.monotonic()
+    with pytest.raises(errors.DeadlineExceeded, match=r"rank 1 of 2 could not join"):
+        receiver.join(timeout_s=0.5)
+    assert time.monotonic() - begin < 5
+    ended.set()
+    monkeypatch.undo()
+    check_rows(receiver.receive(sealed(relay)))
+
+
 def test_a_receiver_on_the_relays_own_gpu_is_refused_by_name(
     make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NCCL itself would fail in the middle of the step, on both sides, without naming either."""
+    """NCCL itself would fail on both sides, without naming either."""
     monkeypatch.setattr("r3channel.relay.delivery.DeviceStaging", lambda device: HostStaging())
     monkeypatch.setattr("r3channel.relay.delivery.gpu_of", lambda device: f"GPU-{device}")
     monkeypatch.setattr("r3channel.trainer.member.gpu_of", lambda: "GPU-3")
     relay = make_relay("dp=1", backend="nccl", device=3)
-    with pytest.raises(errors.ConfigError, match=r"\(0, 0, 0\) uses GPU GPU-3.*backend='tcp'") as told:
-        receivers_of(relay)[0].receive(sealed(relay))
-    assert told.value.ranks == ((0, 0, 0),)
+    (receiver,) = receivers_of(relay)
+    for call in (lambda: receiver.join(timeout_s=LIMIT_S), lambda: receiver.receive(sealed(relay))):
+        with pytest.raises(errors.ConfigError, match=r"\(0, 0, 0\) uses GPU GPU-3.*backend='tcp'") as told:
+            call()
+        assert told.value.ranks == ((0, 0, 0),)
