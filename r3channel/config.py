@@ -60,6 +60,9 @@ class ChannelConfig:
     `gloo`, its stand-in in tests. Control messages go over TCP in any case."""
     bucket_bytes: int = 8 * _MIB
     """Largest slice of a receiver's rows that is sent, staged and placed at once; over `nccl` two are under way."""
+    expected_shard_bytes: int = 0
+    """What a trainer rank receives per step at most (`r3channel plan` says it): its host memory, pinned where it feeds a GPU, is
+    made when it joins. A larger step makes more in its slot; 0: every new maximum does."""
     prefetch: bool = False
     """Allow `TrainerChannel.prefetch`: the next step's shard arrives in host memory while this step trains. Not with `nccl`."""
     fallback: str = "tcp"
@@ -142,6 +145,10 @@ class ChannelConfig:
             raise ConfigError(f"max_staleness {self.max_staleness}, expected -1 (no bound) or more")
         if self.audit_microbatches < 0:
             raise ConfigError(f"audit_microbatches {self.audit_microbatches}, expected 0 or more")
+        if self.expected_shard_bytes < 0:
+            raise ConfigError(
+                f"expected_shard_bytes {self.expected_shard_bytes}, expected 0 (not known) or more"
+            )
         if self.bucket_bytes < 1024:
             raise ConfigError(f"bucket_bytes {self.bucket_bytes}, expected at least 1024")
         for name in (

@@ -87,6 +87,7 @@ class Member:
         Raises `TransportError`, or what the relay says of this receiver.
         """
         deadline_s = time.monotonic() + timeout_s
+        self._memory(self._config.bucket_bytes, count=2 if self._config.backend != "tcp" else 1)
         self._connect(timeout_s=timeout_s)
         if self._config.backend != "tcp":
             try:
