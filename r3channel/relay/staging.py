@@ -60,7 +60,7 @@ class DeviceStaging(HostStaging):
         found = torch.cuda.device_count()
         if not 0 <= device < found:
             raise ConfigError(
-                f"device {device} for backend nccl: this process sees {found} CUDA devices (CUDA_VISIBLE_DEVICES is "
+                f"device {device} for transport nccl: this process sees {found} CUDA devices (CUDA_VISIBLE_DEVICES is "
                 f"{os.environ.get('CUDA_VISIBLE_DEVICES')!r}). A relay in a Ray actor gets its own by num_gpus; count within "
                 "those"
             )

@@ -39,7 +39,7 @@ class Control(Protocol):
     """The trainer's call to its relay; `relay.Relay` itself in one process, `relay.actor.RayRelay` over Ray."""
 
     def hello(self, *, dp: int, pp: int, cp: int) -> dict[str, Any]:
-        """Where this receiver connects: {host, port, token, run}."""
+        """Where this receiver connects, and how its rows can travel: {host, port, token, run, transport, gpu}."""
         ...
 
 
@@ -78,6 +78,7 @@ class Member:
         self._pinned, self._clock, self._metrics = pinned, clock, metrics
         self._link: Link | None = None
         self._group: Transport | None = None
+        self._transport = "host" if config.transport == "auto" else config.transport
         self._lives = 0
         self._buckets: list[torch.Tensor] = []
 
@@ -87,9 +88,9 @@ class Member:
         Raises `TransportError`, or what the relay says of this receiver.
         """
         deadline_s = time.monotonic() + timeout_s
-        self._memory(self._config.bucket_bytes, count=2 if self._config.backend != "tcp" else 1)
         self._connect(timeout_s=timeout_s)
-        if self._config.backend != "tcp":
+        self._memory(self._config.bucket_bytes, count=2 if self._grouped else 1)
+        if self._grouped:
             try:
                 self._join_group(deadline_s)
             except R3Error:
@@ -98,6 +99,7 @@ class Member:
 
     def _connect(self, *, timeout_s: float) -> None:
         where = self._control.hello(dp=self._coords.dp, pp=self._coords.pp, cp=self._coords.cp)
+        self._transport = self._chosen(where)
         self._link = connect(
             where["host"],
             where["port"],
@@ -107,6 +109,18 @@ class Member:
         )
         self._lives += 1
         self._metrics.set("r3channel_epoch", self._lives)
+
+    def _chosen(self, where: dict[str, Any]) -> str:
+        """`auto` is what the relay has, where this process can have it too: on a GPU that is not the relay's."""
+        if self._config.transport != "auto" or where["transport"] != "nccl":
+            return where["transport"] if self._config.transport == "auto" else self._config.transport
+        usable = gpu_of() not in ("", where["gpu"]) and not self._config.prefetch
+        return "nccl" if usable else "host"
+
+    @property
+    def _grouped(self) -> bool:
+        """Do rows come over a process group?"""
+        return self._transport != "host"
 
     def receive(self, ticket: Ticket, stream: Stream, sink: Callable[[], Sink]) -> None:
         """This relay's rows of a step, verified and acknowledged, in the sink of the last attempt.
@@ -118,17 +132,17 @@ class Member:
         config, failures = self._config, 0
         deadline_s = time.monotonic() + config.step_timeout_s
         while True:
-            group = config.backend != "tcp" and failures < config.max_group_failures
-            if not group and config.backend != "tcp":
+            if failures == config.max_group_failures and self._grouped:
                 self._metrics.inc("r3channel_fallback_shards_total")
             try:
+                group = failures < config.max_group_failures
                 self._attempt(ticket, stream, sink(), group=group, deadline_s=deadline_s)
                 break
             except TransportError as error:
                 self._leave()
                 self._metrics.inc("r3channel_group_resets_total")
                 failures += 1
-                extra = _FALLBACK_LIVES if config.backend != "tcp" and config.fallback else 0
+                extra = _FALLBACK_LIVES if self._grouped and config.fallback else 0
                 if failures >= config.max_group_failures + extra or time.monotonic() > deadline_s:
                     raise self._of_step(error, ticket.step) from error
         with self._clock.span("wait_relay", step=ticket.step):
@@ -150,6 +164,7 @@ class Member:
         if self._link is None:
             self._connect(timeout_s=_left(join_by_s))
         step, clock = ticket.step, self._clock
+        group = group and self._grouped
         if group and self._group is None:
             with clock.span("wait_join", step=step):
                 self._join_group(join_by_s)
@@ -269,7 +284,7 @@ class Member:
 
     def _join_group(self, deadline_s: float) -> None:
         """On this connection, with the relay alone."""
-        self._say(wire.GROUP, gpu=gpu_of() if self._config.backend == "nccl" else "")
+        self._say(wire.GROUP, gpu=gpu_of() if self._transport == "nccl" else "")
         values = self._hear(wire.GROUP, deadline_s, names=_PLACE)
         rendezvous = Rendezvous(**{name: values[name] for name in _PLACE})
         self._group = join(rendezvous, timeout_s=_left(deadline_s))

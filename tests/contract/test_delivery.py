@@ -49,9 +49,9 @@ from tests.samples import SPEC, random_ids, reply_for
 ROWS = 3 * sum(n - 1 for n in TOKENS.values())
 
 
-@pytest.fixture(params=["tcp", "gloo"])
+@pytest.fixture(params=["host", "gloo"])
 def make_relay(request: pytest.FixtureRequest) -> Iterator[MakeRelay]:
-    with relays(backend=request.param) as make:
+    with relays(transport=request.param) as make:
         yield make
 
 

@@ -302,7 +302,7 @@ def test_closing_ends_every_wait_and_lets_memory_go(
 def test_closing_ends_a_group_whose_receiver_asked_for_it_and_never_joined(
     make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    relay = make_relay(backend="gloo", join_timeout_s=10 * LIMIT_S)
+    relay = make_relay(transport="gloo", join_timeout_s=10 * LIMIT_S)
     add(relay, "a")
     receiver = receivers_of(relay)[0]
     relay.seal(0, each("a"))

@@ -70,6 +70,7 @@ CHECKS = (
     Check(name="group", about="our group beside the default one"),
     Check(name="host_path", about="host to pinned to device"),
     Check(name="staging", about="one staging object", only_on="cuda"),
+    Check(name="pair", about="relay and receiver, a GPU each", gpus=2),
 )
 NOT_WRITTEN = {
     "actor": "the relay as a Ray actor that owns the GPU, with a trainer on the same one",

@@ -87,7 +87,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> OneDevice:
 def test_rows_arrive_through_two_buckets_and_a_router_on_the_device_may_use_them(
     group: OneDevice, layout: str
 ) -> None:
-    config = ChannelConfig(backend="nccl", bucket_bytes=BUCKET_BYTES, step_timeout_s=LIMIT_S)
+    config = ChannelConfig(transport="nccl", bucket_bytes=BUCKET_BYTES, step_timeout_s=LIMIT_S)
     relay = Relay(SPEC, TrainerLayout.parse(layout), config)
     at, device = relay.layout.coords(0), torch.device("cuda", 0)
     receiver = Receiver(relay, spec=SPEC, layout=relay.layout, coords=at, config=config, device=device)
