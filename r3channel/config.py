@@ -56,8 +56,8 @@ class ChannelConfig:
     """Relay and trainer side of the channel."""
 
     transport: str = "auto"
-    """How rows travel from relay to trainers: `host`, over TCP, then to a trainer's GPU in one copy; `nccl`, where the relay has a
-    GPU that no trainer uses; `gloo`, its stand-in in tests; `auto`, NCCL where it has been seen to work on the relay's machine
+    """How rows travel from relay to trainers: `host`, over TCP, then to a trainer's GPU in one copy; `nccl`, where the relay owns
+    a GPU that no trainer uses; `gloo`, its stand-in in tests; `auto`, NCCL where it has been seen to work on the relay's machine
     (`make gpu`), else `host`. A trainer with `auto` takes what its relay has. Control messages go over TCP in any case."""
     bucket_bytes: int = 8 * _MIB
     """Largest slice of a receiver's rows that is sent, staged and placed at once; over `nccl` two are under way."""
