@@ -3,6 +3,7 @@
 #   make demo          the main job: real SGLang, Ray and Megatron-core on this machine's CPU
 #   make test          what a newcomer runs       make quick   unit and contract tests only
 #   make test-full     everything                 make lint    ruff and pyright
+#   make gpu           every check of the GPU paths, nine minutes at most, with this machine's own python3 and torch
 #
 # Variables: PYTHON (3.11 or newer), ARGS (passed on to the demo or to pytest), and TORCH_PIP_ARGS. PyPI serves the CUDA
 # build of torch on Linux, which works here too but is large; for the small one give the index of CPU wheels:
@@ -25,10 +26,10 @@ READY := $(VENV)/ready-$(KEY)
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full test-rest quick lint format dashboard clean distclean
+.PHONY: help setup demo test test-full test-rest quick gpu gpu-wheels lint format dashboard clean distclean
 
 help:
-	@sed -n '3,5s/^# *//p' Makefile
+	@sed -n '3,6s/^# *//p' Makefile
 
 setup: $(READY)
 	@:
@@ -67,6 +68,16 @@ test-rest: setup
 
 quick: setup
 	$(BIN)/python -m pytest -m "not full and not engine and not dist and not e2e" tests/unit $(wildcard tests/contract) $(ARGS)
+
+# DEVICE=cpu runs the same checks in small, in .venv. WHEELS: a folder that gpu-wheels filled, for what the machine lacks.
+DEVICE ?= cuda
+WHEELS ?=
+gpu: $(if $(filter cpu,$(DEVICE)),setup)
+	$(if $(filter cpu,$(DEVICE)),$(BIN)/python,$(PYTHON)) -m tests.gpu.run --device $(DEVICE) $(if $(WHEELS),--wheels $(WHEELS)) $(ARGS)
+
+gpu-wheels:
+	@test -n "$(DEST)" || { echo "where to? make gpu-wheels DEST=/path/to/folder" >&2; exit 1; }
+	$(PYTHON) -m tests.gpu.wheels $(DEST)
 
 lint: setup
 	$(BIN)/python -m ruff format --check .

@@ -55,15 +55,19 @@ REFUSALS = {
 class ChannelConfig:
     """Relay and trainer side of the channel."""
 
-    backend: str = "tcp"
-    """How rows travel from relay to trainers: `tcp`, the host transport; `nccl`, where the relay owns a GPU that no trainer uses;
-    `gloo`, its stand-in in tests. Control messages go over TCP in any case."""
+    transport: str = "auto"
+    """How rows travel from relay to trainers: `host`, over TCP, then to a trainer's GPU in one copy; `nccl`, where the relay owns
+    a GPU that no trainer uses; `gloo`, its stand-in in tests; `auto`, NCCL where it has been seen to work on the relay's machine
+    (`make gpu`), else `host`. A trainer with `auto` takes what its relay has. Control messages go over TCP in any case."""
     bucket_bytes: int = 8 * _MIB
     """Largest slice of a receiver's rows that is sent, staged and placed at once; over `nccl` two are under way."""
+    expected_shard_bytes: int = 0
+    """What a trainer rank receives per step at most (`r3channel plan` says it): its host memory, pinned where it feeds a GPU, is
+    made when it joins. A larger step makes more in its slot; 0: every new maximum does."""
     prefetch: bool = False
     """Allow `TrainerChannel.prefetch`: the next step's shard arrives in host memory while this step trains. Not with `nccl`."""
-    fallback: str = "tcp"
-    """How a step travels once a receiver's process group failed `max_group_failures` times: `tcp`, or empty for not at all."""
+    fallback: str = "host"
+    """How a step travels once a receiver's process group failed `max_group_failures` times: `host`, or empty for not at all."""
     max_group_failures: int = 3
     """Connections that one receiver may use up for one step before it falls back, or fails."""
     device: int = 0
@@ -121,18 +125,18 @@ class ChannelConfig:
 
     def __post_init__(self) -> None:
         for name, allowed in (
-            ("backend", ("tcp", "gloo", "nccl")),
-            ("fallback", ("", "tcp")),
+            ("transport", ("auto", "host", "nccl", "gloo")),
+            ("fallback", ("", "host")),
             ("invalid_rows", ("error", "native", "mask")),
             ("on_missing", ("error", "live")),
             ("on_stale", ("accept", "mask", "reject")),
         ):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} {getattr(self, name)!r}, expected one of {allowed}")
-        if self.prefetch and self.backend == "nccl":
+        if self.prefetch and self.transport == "nccl":
             raise ConfigError(
-                "prefetch with backend nccl: a receive that is pending on a trainer's GPU can deadlock with the framework's own "
-                "communicators; use tcp, or receive in the step's slot"
+                "prefetch with transport nccl: a receive that is pending on a trainer's GPU can deadlock with the framework's "
+                "own communicators; use host, or receive in the step's slot"
             )
         if self.sampling_masks and self.store_dir:
             raise ConfigError(
@@ -142,6 +146,10 @@ class ChannelConfig:
             raise ConfigError(f"max_staleness {self.max_staleness}, expected -1 (no bound) or more")
         if self.audit_microbatches < 0:
             raise ConfigError(f"audit_microbatches {self.audit_microbatches}, expected 0 or more")
+        if self.expected_shard_bytes < 0:
+            raise ConfigError(
+                f"expected_shard_bytes {self.expected_shard_bytes}, expected 0 (not known) or more"
+            )
         if self.bucket_bytes < 1024:
             raise ConfigError(f"bucket_bytes {self.bucket_bytes}, expected at least 1024")
         for name in (

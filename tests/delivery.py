@@ -150,7 +150,7 @@ def compare(shard: RankShard, originals: dict[str, np.ndarray]) -> tuple[int, in
     for number, batch in enumerate(shard.shard.microbatches):
         sample_R, position_R = shard.shard.row_map(number, tp=shard.tp)
         for layer in shard.shard.layers:
-            rows = shard.layer_ids(number, layer).numpy()
+            rows = shard.layer_ids(number, layer).cpu().numpy()
             for row in np.flatnonzero(sample_R >= 0):
                 own_TLK = originals[batch.sample_ids[sample_R[row]]]
                 expected_K = own_TLK[position_R[row], shard.ticket.spec.moe_index(layer)]

@@ -1,6 +1,6 @@
 """Where receivers connect: one connection each, served by one thread, from `READY` to the acknowledgement.
 
-    connected -> READY -> (its rows are prepared) -> rows and digests -> DONE -> READY ...
+    connected (-> GROUP: both join one) -> READY -> (its rows are prepared) -> rows and digests -> DONE -> READY ...
                                 \\-> the receiver is gone, or silent beyond a deadline: its connection ends, nobody else notices
 
 Rows stay in the store until every receiver has acknowledged, so a receiver that comes back gets the same bytes again.
@@ -9,6 +9,7 @@ What is said is `wire.delivery`; knows no sample's turns and no engine.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 from collections import Counter
@@ -24,12 +25,15 @@ from r3channel.errors import ConfigError, R3Error, TicketMismatch, TransportErro
 from r3channel.metrics import Metrics, StageClock
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.shards import ShardKey
+from r3channel.relay import proof
 from r3channel.relay.sealed import Outgoing
 from r3channel.relay.staging import DeviceStaging, HostStaging
 from r3channel.transport.base import Pending, Rendezvous, Transport
 from r3channel.transport.joining import gpu_of, join, open_store
 from r3channel.transport.tcp import Link, Listener
 from r3channel.wire import delivery as wire
+
+log = logging.getLogger(__name__)
 
 
 class Delivery:
@@ -59,12 +63,18 @@ class Delivery:
         self.peak_staging_bytes = 0
         """The most that one receiver has had staged at once: nothing where rows go from where they lie, else one bucket (two over
         a process group), whatever the tokens."""
-        self._store = open_store(config.interface) if config.backend in ("gloo", "nccl") else None
-        self.staging = DeviceStaging(config.device) if config.backend == "nccl" else None
+        self.transport = _chosen(config)
+        """`host`, `nccl` or `gloo`."""
+        self._store = open_store(config.interface) if self.transport != "host" else None
+        self.staging = DeviceStaging(config.device) if self.transport == "nccl" else None
+        self._gpu = gpu_of(config.device) if self.transport == "nccl" else ""
         self._listener = Listener(config.interface, token=self._token, on_link=self._admit)
 
     def hello(self, key: ShardKey) -> dict[str, Any]:
-        """Where and with what token this receiver connects. Raises `TicketMismatch` for one that the layout has not."""
+        """Where and with what token this receiver connects, and how its rows can travel.
+
+        Raises `TicketMismatch` for one that the layout has not.
+        """
         dp, pp, cp = key
         layout = self._layout
         if not (0 <= dp < layout.dp and 0 <= pp < layout.pp and 0 <= cp < layout.cp):
@@ -76,6 +86,8 @@ class Delivery:
             "port": self._listener.port,
             "token": self._token.hex(),
             "run": self._run,
+            "transport": self.transport,
+            "gpu": self._gpu,
         }
 
     def status(self) -> dict[str, Any]:
@@ -136,6 +148,16 @@ class Delivery:
                 del self._serving[served.key]
 
 
+def _chosen(config: ChannelConfig) -> str:
+    """`auto` as this machine allows it."""
+    if config.transport != "auto":
+        return config.transport
+    why_not = "prefetch is on" if config.prefetch else proof.why_not(config.device)
+    if why_not:
+        log.info("rows travel over TCP: no NCCL, because %s", why_not)
+    return "host" if why_not else "nccl"
+
+
 class _Served:
     """One connection of one receiver, and the thread that serves it."""
 
@@ -171,11 +193,16 @@ class _Served:
     def _answer(self, kind: int, body: bytes) -> None:
         try:
             if kind == wire.READY:
-                values = wire.unpack(kind, body, expected=wire.READY, names=("run", "step", "group", "gpu"))
+                values = wire.unpack(kind, body, expected=wire.READY, names=("run", "step", "group"))
                 out = self._delivery._outgoing(int(values["step"]), self.key, str(values["run"]))
                 if values["group"] and self._group is None:
-                    self._join_group(str(values["gpu"]))
+                    raise TicketMismatch(
+                        f"receiver {self.key} wants rows over a process group and never asked for one"
+                    )
                 self._send(out, int(values["step"]), group=bool(values["group"]))
+            elif kind == wire.GROUP:
+                values = wire.unpack(kind, body, expected=wire.GROUP, names=("gpu",))
+                self._join_group(str(values["gpu"]))
             elif kind == wire.DAMAGED:
                 values = wire.unpack(kind, body, expected=wire.DAMAGED, names=("step",))
                 self._delivery._verify(int(values["step"]), self.key)
@@ -253,17 +280,17 @@ class _Served:
         store, config = self._delivery._store, self._config
         if store is None:
             raise TicketMismatch(
-                f"a receiver asks for a process group; this relay's backend is {config.backend}"
+                f"a receiver asks for a process group; this relay's transport is {self._delivery.transport}"
             )
-        if config.backend == "nccl" and gpu and gpu == gpu_of(config.device):
+        if gpu and gpu == self._delivery._gpu:
             raise ConfigError(
                 f"receiver (dp, pp, cp) {self.key} uses GPU {gpu}, and so does this relay: NCCL refuses two ranks on one. Give "
-                "the relay a GPU of its own, or set backend='tcp', which colocated jobs use",
+                "the relay a GPU of its own, or set transport='host', which colocated jobs use",
                 ranks=[self.key],
             )
         name = f"{self._delivery._run}/{'-'.join(map(str, self.key))}/life{self.life}"
         ours = Rendezvous(
-            backend=config.backend,
+            backend=self._delivery.transport,
             name=name,
             epoch=self.life,
             rank=0,
@@ -272,4 +299,5 @@ class _Served:
             port=store.port,
         )
         self._say(wire.GROUP, **replace(ours, rank=1).to_dict())
-        self._group = join(ours, timeout_s=config.join_timeout_s)
+        with (self._delivery.staging or self._staging).placed():
+            self._group = join(ours, timeout_s=config.join_timeout_s)

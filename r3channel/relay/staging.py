@@ -24,6 +24,11 @@ class HostStaging:
         self._tensors: list[torch.Tensor] = []
 
     @contextmanager
+    def placed(self) -> Iterator[None]:
+        """On the device from which is sent: that is where a group makes its communicator."""
+        yield
+
+    @contextmanager
     def turn(self) -> Iterator[None]:
         """Held around the sending of one receiver's rows."""
         yield
@@ -55,7 +60,7 @@ class DeviceStaging(HostStaging):
         found = torch.cuda.device_count()
         if not 0 <= device < found:
             raise ConfigError(
-                f"device {device} for backend nccl: this process sees {found} CUDA devices (CUDA_VISIBLE_DEVICES is "
+                f"device {device} for transport nccl: this process sees {found} CUDA devices (CUDA_VISIBLE_DEVICES is "
                 f"{os.environ.get('CUDA_VISIBLE_DEVICES')!r}). A relay in a Ray actor gets its own by num_gpus; count within "
                 "those"
             )
@@ -65,8 +70,13 @@ class DeviceStaging(HostStaging):
         self._on_device: list[torch.Tensor] = []
 
     @contextmanager
+    def placed(self) -> Iterator[None]:
+        with torch.cuda.device(self._device):
+            yield
+
+    @contextmanager
     def turn(self) -> Iterator[None]:
-        with self._turn, torch.cuda.device(self._device):
+        with self._turn, self.placed():
             self._stream = self._stream or torch.cuda.Stream(self._device)
             with torch.cuda.stream(self._stream):
                 yield

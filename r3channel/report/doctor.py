@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from r3channel.config import ChannelConfig
+from r3channel.relay import proof
 from r3channel.report.check import Check
 from r3channel.report.engine import ask_engine
 from r3channel.report.network import check_network
@@ -79,6 +80,7 @@ def checks(
     for port in (0, *ports):
         yield check_port(port)
     yield check_temporary(channel)
+    yield check_transport(channel)
     yield from check_network(channel, os.environ, nodes=nodes)
     gpu = has_gpu()
     yield ask("SGLang hooks", _HOOKS, env=_engine_environment(gpu=gpu), timeout_s=timeout_s)
@@ -128,6 +130,16 @@ def check_port(port: int) -> Check:
             found=f"cannot be bound on {LOOPBACK} ({error})",
             remedy="stop what listens there (ss -ltnp shows it), or choose another port",
         )
+
+
+def check_transport(channel: ChannelConfig) -> Check:
+    """How rows travel to trainers, and whether that was ever run here. Told, never a fault: trainers may be elsewhere."""
+    note = proof.read()
+    ran = "NCCL between two GPUs never ran on this machine (make gpu runs it where there are two)"
+    if note is not None:
+        ran = f"NCCL ran between two GPUs of this machine with torch {note['torch']} and NCCL {note['nccl']}"
+    says = {"auto": "auto, which is the host transport without it", "host": "host, over TCP"}
+    return Check(name="transport", ok=True, found=f"{says.get(channel.transport, channel.transport)}; {ran}")
 
 
 def check_temporary(

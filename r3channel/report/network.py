@@ -208,7 +208,7 @@ def check_network(
         state = "active" if hca.active else "not active"
         yield Check(name=f"RDMA {hca.name}", ok=True, found=f"{hca.link}, {hca.rate}, {state}")
     yield check_gloo(config, found, nodes=nodes)
-    yield check_nccl(found, adapters, nccl_settings(environment), needed=config.backend == "nccl")
+    yield check_nccl(found, adapters, nccl_settings(environment), needed=config.transport == "nccl")
 
 
 def check_gloo(config: ChannelConfig, found: Sequence[Interface], *, nodes: int) -> Check:

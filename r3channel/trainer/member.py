@@ -15,7 +15,7 @@ import torch
 from xxhash import xxh3_64_intdigest
 
 from r3channel.config import ChannelConfig
-from r3channel.errors import BucketCorrupt, TransportError
+from r3channel.errors import BucketCorrupt, R3Error, TransportError
 from r3channel.metrics import Metrics, StageClock
 from r3channel.plan.layout import RankCoords
 from r3channel.plan.masks import brings_masks, mask_rows
@@ -38,7 +38,7 @@ class Control(Protocol):
     """The trainer's call to its relay; `relay.Relay` itself in one process, `relay.actor.RayRelay` over Ray."""
 
     def hello(self, *, dp: int, pp: int, cp: int) -> dict[str, Any]:
-        """Where this receiver connects: {host, port, token, run}."""
+        """Where this receiver connects, and how its rows can travel: {host, port, token, run, transport, gpu}."""
         ...
 
 
@@ -77,12 +77,28 @@ class Member:
         self._pinned, self._clock, self._metrics = pinned, clock, metrics
         self._link: Link | None = None
         self._group: Transport | None = None
+        self._transport = "host" if config.transport == "auto" else config.transport
         self._lives = 0
         self._buckets: list[torch.Tensor] = []
 
     def join(self, *, timeout_s: float) -> None:
-        """Connect. Raises `TransportError`, or what the relay says of this receiver."""
+        """Connect, and make the process group where there is one, so that no step waits for it.
+
+        Raises `TransportError`, or what the relay says of this receiver.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        self._connect(timeout_s=timeout_s)
+        self._memory(self._config.bucket_bytes, count=2 if self._grouped else 1)
+        if self._grouped:
+            try:
+                self._join_group(deadline_s)
+            except R3Error:
+                self._leave()
+                raise
+
+    def _connect(self, *, timeout_s: float) -> None:
         where = self._control.hello(dp=self._coords.dp, pp=self._coords.pp, cp=self._coords.cp)
+        self._transport = self._chosen(where)
         self._link = connect(
             where["host"],
             where["port"],
@@ -92,6 +108,18 @@ class Member:
         )
         self._lives += 1
         self._metrics.set("r3channel_epoch", self._lives)
+
+    def _chosen(self, where: dict[str, Any]) -> str:
+        """`auto` is what the relay has, where this process can have it too: on a GPU that is not the relay's."""
+        if self._config.transport != "auto" or where["transport"] != "nccl":
+            return where["transport"] if self._config.transport == "auto" else self._config.transport
+        usable = gpu_of() not in ("", where["gpu"]) and not self._config.prefetch
+        return "nccl" if usable else "host"
+
+    @property
+    def _grouped(self) -> bool:
+        """Do rows come over a process group?"""
+        return self._transport != "host"
 
     def receive(self, ticket: Ticket, stream: Stream, sink: Callable[[], Sink]) -> None:
         """This relay's rows of a step, verified and acknowledged, in the sink of the last attempt.
@@ -103,17 +131,17 @@ class Member:
         config, failures = self._config, 0
         deadline_s = time.monotonic() + config.step_timeout_s
         while True:
-            group = config.backend != "tcp" and failures < config.max_group_failures
-            if not group and config.backend != "tcp":
+            if failures == config.max_group_failures and self._grouped:
                 self._metrics.inc("r3channel_fallback_shards_total")
             try:
+                group = failures < config.max_group_failures
                 self._attempt(ticket, stream, sink(), group=group, deadline_s=deadline_s)
                 break
             except TransportError as error:
                 self._leave()
                 self._metrics.inc("r3channel_group_resets_total")
                 failures += 1
-                extra = _FALLBACK_LIVES if config.backend != "tcp" and config.fallback else 0
+                extra = _FALLBACK_LIVES if self._grouped and config.fallback else 0
                 if failures >= config.max_group_failures + extra or time.monotonic() > deadline_s:
                     raise self._of_step(error, ticket.step) from error
         with self._clock.span("wait_relay", step=ticket.step):
@@ -131,13 +159,17 @@ class Member:
     # -- one attempt -------------------------------------------------------------------------------------------------
 
     def _attempt(self, ticket: Ticket, stream: Stream, sink: Sink, *, group: bool, deadline_s: float) -> None:
+        join_by_s = min(time.monotonic() + self._config.join_timeout_s, deadline_s)
         if self._link is None:
-            self.join(timeout_s=min(self._config.join_timeout_s, _left(deadline_s)))
+            self._connect(timeout_s=_left(join_by_s))
         step, clock = ticket.step, self._clock
+        group = group and self._grouped
+        if group and self._group is None:
+            with clock.span("wait_join", step=step):
+                self._join_group(join_by_s)
         with clock.span("wait_relay", step=step):
-            gpu = gpu_of() if group and self._config.backend == "nccl" else ""
-            self._say(wire.READY, run=ticket.runs[self._relay], step=step, group=group, gpu=gpu)
-            announced = self._hear(wire.ROWS, deadline_s, names=("nbytes", "digests", "hash"), step=step)
+            self._say(wire.READY, run=ticket.runs[self._relay], step=step, group=group)
+            announced = self._hear(wire.ROWS, deadline_s, names=("nbytes", "digests", "hash"))
         expected = _table_bytes(stream)
         if (announced["nbytes"], announced["digests"]) != (stream.nbytes, expected):
             raise BucketCorrupt(
@@ -156,7 +188,7 @@ class Member:
             damaged = sink.verify(bytes(table))
         if damaged:
             self._say(wire.DAMAGED, step=step)
-            self._hear(wire.AGAIN, deadline_s, step=step)  # or the relay's own error: damaged there
+            self._hear(wire.AGAIN, deadline_s)  # or the relay's own error: damaged there
             raise BucketCorrupt(
                 f"step {step}: rows of {len(damaged)} samples came damaged from relay {self._relay}: {damaged[:5]}",
                 samples=damaged,
@@ -231,9 +263,9 @@ class Member:
         for attempt in (1, 2, 3):
             try:
                 if self._link is None:
-                    self.join(timeout_s=min(self._config.join_timeout_s, _left(deadline_s)))
+                    self._connect(timeout_s=min(self._config.join_timeout_s, _left(deadline_s)))
                 self._say(wire.DONE, step=step)
-                self._hear(wire.THANKS, deadline_s, step=step)
+                self._hear(wire.THANKS, deadline_s)
                 return
             except TransportError as error:
                 self._leave()
@@ -252,19 +284,17 @@ class Member:
         assert self._link is not None
         self._link.send_record(kind, wire.pack(**values), timeout_s=self._config.send_timeout_s)
 
-    def _hear(
-        self, expected: int, deadline_s: float, *, names: tuple[str, ...] = (), step: int
-    ) -> dict[str, Any]:
+    def _hear(self, expected: int, deadline_s: float, *, names: tuple[str, ...] = ()) -> dict[str, Any]:
         assert self._link is not None
         kind, body = self._link.recv_record(timeout_s=_left(deadline_s))
-        if kind == wire.GROUP:
-            values = wire.unpack(kind, bytes(body), expected=wire.GROUP, names=_PLACE)
-            self._group = join(
-                Rendezvous(**{name: values[name] for name in _PLACE}),
-                timeout_s=min(self._config.join_timeout_s, _left(deadline_s)),
-            )
-            return self._hear(expected, deadline_s, names=names, step=step)
         return wire.unpack(kind, bytes(body), expected=expected, names=names)
+
+    def _join_group(self, deadline_s: float) -> None:
+        """On this connection, with the relay alone."""
+        self._say(wire.GROUP, gpu=gpu_of() if self._transport == "nccl" else "")
+        values = self._hear(wire.GROUP, deadline_s, names=_PLACE)
+        rendezvous = Rendezvous(**{name: values[name] for name in _PLACE})
+        self._group = join(rendezvous, timeout_s=_left(deadline_s))
 
     def _recv(self, out_N: memoryview, deadline_s: float) -> None:
         assert self._link is not None

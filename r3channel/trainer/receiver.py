@@ -83,13 +83,23 @@ class Receiver:
         )
 
     def join(self, *, timeout_s: float | None = None) -> None:
-        """TP0 connects to its relays; the other ranks only make ready."""
+        """TP0 makes its memory and connects to its relays; the other ranks only make ready."""
         with _WARMING:
             warm(self._spec)
         if self._coords.tp == 0:
+            self._reserve()
             for number, member in enumerate(self._members):
                 with self._named(number):
                     member.join(timeout_s=self._config.join_timeout_s if timeout_s is None else timeout_s)
+
+    def _reserve(self) -> None:
+        """A gigabyte takes a third of a second to pin: now, and not in a step's slot."""
+        nbytes = self._config.expected_shard_bytes
+        if nbytes:
+            for turn in range(2 if self._config.prefetch else 1):
+                self._whole(nbytes, turn)
+            if self._device.type != "cpu":
+                self._buffer("device", nbytes)
 
     def receive(
         self,
@@ -185,7 +195,7 @@ class Receiver:
                 step=ticket.step,
             )
         turn = 1 - self._turn if self._config.prefetch else 0
-        whole_N = self._whole(shard, turn)
+        whole_N = self._whole(shard.nbytes, turn)
         landed = self._landed
         if landed is None or (landed.ticket.run, landed.ticket.step) != (ticket.run, ticket.step):
             with self.clock.span("place", step=ticket.step):
@@ -248,11 +258,9 @@ class Receiver:
 
     # -- over the TP group -------------------------------------------------------------------------------------------
 
-    def _whole(self, shard: Shard, turn: int) -> torch.Tensor:
-        """Where a shard arrives, on the host: where it stays, if that is possible, so that nothing is copied."""
-        stays = shard.tp_slots == 1 and self._device.type == "cpu"
-        name = "part" if stays else "whole"
-        return self._buffer(f"{name}{turn}", shard.nbytes, device=torch.device("cpu"))
+    def _whole(self, nbytes: int, turn: int) -> torch.Tensor:
+        """Where a shard arrives, on the host: with all rows for each rank and no GPU it stays there."""
+        return self._buffer(f"whole{turn}", nbytes, device=torch.device("cpu"))
 
     def _digests(self, shard: Shard, landed: LandedShard | None) -> list[torch.Tensor]:
         """Per TP slot the digests of its rows as bytes, TP0's; elsewhere memory for this rank's."""
@@ -320,13 +328,14 @@ class Receiver:
 
     def _buffer(self, name: str, nbytes: int, *, device: torch.device | None = None) -> torch.Tensor:
         """A reused uint8 buffer of at least `nbytes`, cut to size; on the routers' device unless said. Host memory that feeds a
-        GPU is pinned."""
+        GPU is pinned, with an eighth to spare: steps that grow a little then pin nothing."""
         device = device or self._device
         key = f"{name}-{device.type}"
         held = self._buffers.get(key)
         if held is None or len(held) < nbytes:
             pinned = self._device.type == "cuda" and device.type == "cpu"
-            held = torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
+            size = nbytes + nbytes // 8 if pinned and held is not None else nbytes
+            held = torch.empty(size, dtype=torch.uint8, device=device, pin_memory=pinned)
             self._buffers[key] = held
         return held[:nbytes]
 

@@ -14,9 +14,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,8 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from r3channel.errors import DeadlineExceeded, TransportError, UsageError
 from r3channel.transport.base import Collective, Pending, Rendezvous
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 _OURS = {
@@ -34,9 +37,25 @@ _OURS = {
 _ENVIRONMENT = threading.Lock()
 UNLIMITED = timedelta(days=365)
 """Of a group's own watchdog: every wait here has a deadline of its own, and ends in `abort`."""
+_PAIR_CTAS = 4
+"""Of the GPU's, for one pair's sends: rows need a small part of a link, and the model runs beside them."""
 _CLOSE_S = 5.0
 _POLL_S = 0.0005
 """NCCL completion is polled: its `wait` only orders streams, so a deadline needs a host-side check."""
+
+
+def in_background(call: Callable[[], T], *, name: str) -> Future[T]:
+    """Run `call` in a daemon thread: a call that hangs keeps neither its caller nor the process's exit waiting."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=f"r3channel-{name}", daemon=True).start()
+    return future
 
 
 class RendezvousStore:
@@ -88,17 +107,21 @@ class ProcessGroupTransport(Collective):
         self._name, self._nccl = rendezvous.name, rendezvous.backend == "nccl"
         self._dead = False
         self._started: list[_Operation] = []
+        self._group: Any = None
         if self._nccl:
             _refuse_engine_process()
-        limit = timedelta(seconds=timeout_s)
+        self._device = _device_of(rendezvous.backend)
+        limit, deadline_s = timedelta(seconds=timeout_s), time.monotonic() + timeout_s
         try:
             store = TCPStore(
                 rendezvous.host, rendezvous.port, is_master=False, wait_for_workers=False, timeout=limit
             )
             prefixed = PrefixStore(rendezvous.name, store)
             prefixed.set_timeout(limit)
-            self._group: Any = self._open(prefixed, rendezvous, limit)
-        except (RuntimeError, dist.DistError) as error:
+            self._group = self._open(prefixed, rendezvous, limit)
+            self._connect(deadline_s)
+        except (RuntimeError, dist.DistError, TransportError) as error:
+            self.abort()
             raise DeadlineExceeded(
                 f"{self._name}: rank {self.rank} of {self.world_size} could not join within {timeout_s:.1f} s: {error}"
             ) from error
@@ -114,11 +137,41 @@ class ProcessGroupTransport(Collective):
 
     def _open_nccl(self, store: Store, limit: timedelta) -> Any:
         """The constructor does not wait for anybody, so a counter in the store does."""
-        group = nccl_group(store, self.rank, self.world_size)
+        ctas = _PAIR_CTAS if self.world_size <= 2 else None
+        group = nccl_group(store, self.rank, self.world_size, blocking=False, most_ctas=ctas)
         if store.add("joined", 1) == self.world_size:
             store.set("all", "1")
         store.wait(["all"], limit)
         return group
+
+    def _connect(self, deadline_s: float) -> None:
+        """Communicators are made now, not inside a step. NCCL makes them in calls that nothing can end: on another thread."""
+        if not self._nccl:
+            self._warm(deadline_s)
+            return
+        connecting = in_background(lambda: self._connect_nccl(deadline_s), name="nccl-connect")
+        if not wait([connecting], timeout=_left(deadline_s)).done:
+            raise RuntimeError(
+                "timed out: NCCL is still making its communicators; is a peer gone, or on this device too?"
+            )
+        connecting.result()
+
+    def _connect_nccl(self, deadline_s: float) -> None:
+        """One communicator carries all of a pair. With more ranks all would share its stream, where a send to one waits for what
+        another has not posted; there torch makes one for each pair, at its first byte, and one for all."""
+        with _using(self._device):
+            if self.world_size <= 2:
+                self._group.eager_connect_single_device(self._device)
+            self._warm(deadline_s)
+
+    def _warm(self, deadline_s: float) -> None:
+        """A byte each way with every peer, the lower rank's first, so that no two ranks wait for each other in a circle."""
+        byte_N = torch.zeros(1, dtype=torch.uint8)
+        for peer in range(self.world_size):
+            for sends in (self.rank < peer, self.rank > peer) if peer != self.rank else ():
+                (self.send if sends else self.recv)(peer, byte_N, timeout_s=_left(deadline_s))
+        if self.world_size > 2:
+            self.largest(0, timeout_s=_left(deadline_s))
 
     def start_send(self, dst: int, data_N: torch.Tensor) -> Pending:
         what = f"send {len(data_N)} bytes to rank {dst}"
@@ -146,7 +199,7 @@ class ProcessGroupTransport(Collective):
         started.wait(timeout_s=timeout_s)
 
     def largest(self, value: int, *, timeout_s: float) -> int:
-        word = torch.tensor([value], device="cuda" if self._nccl else "cpu")
+        word = torch.tensor([value], device=self._device)
         options: Any = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX
         options.timeout = UNLIMITED if self._nccl else timedelta(seconds=timeout_s)
@@ -156,7 +209,7 @@ class ProcessGroupTransport(Collective):
 
     def _reachable(self, data_N: torch.Tensor) -> torch.Tensor:
         """The tensor itself where the backend can move it, else as much memory of the device."""
-        return torch.empty_like(data_N, device="cuda") if self._nccl and not data_N.is_cuda else data_N
+        return data_N if data_N.device == self._device else torch.empty_like(data_N, device=self._device)
 
     def _start(
         self,
@@ -210,20 +263,27 @@ class ProcessGroupTransport(Collective):
         """Dropping the group and all works closes gloo's sockets: a peer that waits gets its error at once."""
         if not self._dead:
             self._dead = True
-            try:
-                if self._nccl:
-                    self._group.abort()
-            except (RuntimeError, dist.DistError) as error:  # it is given up all the same
-                log.warning("%s: %s", self._name, error)
-            finally:
-                self._drop()
+            group = self._group
+            if self._nccl and group is not None:
+                self._end(group.abort)  # it is given up all the same
+            del group  # an error's traceback would keep its sockets open
+            self._drop()
 
     def close(self) -> None:
-        """Ends within five seconds: an NCCL group that does not shut down is aborted."""
-        if self._nccl and not self._dead and not _shut_down(self._group):
+        """Ends within ten seconds: an NCCL group that does not shut down is aborted."""
+        if self._nccl and not self._dead and not self._end(self._group.shutdown):
             self.abort()
         self._dead = True
         self._drop()
+
+    def _end(self, call: Callable[[], None]) -> bool:
+        """Did it end, without an error and in time? NCCL waits for its kernels, and for a lock that a call under way may hold."""
+        ending = in_background(call, name="nccl-end")
+        ended = bool(wait([ending], timeout=_CLOSE_S).done)
+        error = ending.exception() if ended else f"no end within {_CLOSE_S} s"
+        if error is not None:
+            log.warning("%s: %s", self._name, error)
+        return error is None
 
     def _drop(self) -> None:
         self._group = None
@@ -256,25 +316,19 @@ class _Operation:
             self._lands_in.copy_(self._data_N)
 
 
-def _shut_down(group: Any) -> bool:
-    """Did it, in time and without an error?"""
-    done = threading.Event()
+def nccl_group(
+    store: Store, rank: int, world_size: int, *, blocking: bool = True, most_ctas: int | None = None
+) -> Any:
+    """A raw NCCL group whose errors do not end this process, as torch's default would have it.
 
-    def shutdown() -> None:
-        with suppress(RuntimeError, dist.DistError):
-            group.shutdown()
-            done.set()
-
-    thread = threading.Thread(target=shutdown, name="r3channel-shutdown", daemon=True)
-    thread.start()
-    thread.join(_CLOSE_S)
-    return done.is_set()
-
-
-def nccl_group(store: Store, rank: int, world_size: int) -> Any:
-    """A raw NCCL group whose errors do not end this process, as torch's default would have it."""
+    Without `blocking`, making its communicator is a call that returns at once, and the first operation waits for it.
+    """
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = UNLIMITED
+    if not blocking:
+        options.config.blocking = 0
+    if most_ctas is not None:
+        options.config.max_ctas = most_ctas
     with _quiet_errors():
         return dist.ProcessGroupNCCL(store, rank, world_size, options)
 
@@ -295,6 +349,19 @@ def _refuse_engine_process() -> None:
             "this process runs an SGLang engine and asked to join a routing group over NCCL; run the relay in a process (and on "
             "a device) of its own"
         )
+
+
+def _device_of(backend: str) -> torch.device:
+    """Where its tensors lie. Threads have a current device each, so it is asked once, on the thread that joins."""
+    return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+
+
+def _using(device: torch.device) -> AbstractContextManager[Any]:
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _left(deadline_s: float) -> float:
+    return max(0.001, deadline_s - time.monotonic())
 
 
 def _local_address(host: str) -> str:

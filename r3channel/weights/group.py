@@ -12,9 +12,8 @@ another constructor; it has not been run.
 from __future__ import annotations
 
 import socket
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,27 +24,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from r3channel.errors import ConfigError, DeadlineExceeded, TransportError, UsageError
-from r3channel.transport.process_group import UNLIMITED, nccl_group, wait_nccl
+from r3channel.transport.process_group import UNLIMITED, in_background, nccl_group, wait_nccl
 
 T = TypeVar("T")
 
 BACKENDS = ("gloo", "nccl")
 _WILDCARDS = ("", "0.0.0.0", "::")
 _CLOSE_GRACE_S = 5.0  # gloo notices a closed peer within 0.1 s
-
-
-def in_background(call: Callable[[], T], *, name: str) -> Future[T]:
-    """Run `call` in a daemon thread: a call that hangs keeps neither its caller nor the process's exit waiting."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name=f"r3channel-{name}", daemon=True).start()
-    return future
 
 
 @dataclass(slots=True)

@@ -1,9 +1,9 @@
 """What relay and receiver say to each other on the connection that carries the rows. Plain values in JSON; no I/O here.
 
     receiver                      relay
-    READY  {run, step, group, gpu}  ->               group: rows are to come over the process group of this connection; gpu: the
-                                                     receiver's own, where that is NCCL's
-                               <- GROUP {...}        where to join it; once per connection
+    GROUP  {gpu}               ->                    asks for a process group; gpu: the receiver's own, where that is NCCL's
+                               <- GROUP {...}        where both join it, at once; once per connection
+    READY  {run, step, group}  ->                    group: rows are to come over that process group
                                <- ROWS  {nbytes, digests, hash}    then the rows, then the digests (see below)
                                                           masks, masks_hash beside them where the ticket says so: then the
                                                           sampling masks (see `plan.masks`), and their xxh3_64

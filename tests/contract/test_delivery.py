@@ -49,9 +49,9 @@ from tests.samples import SPEC, random_ids, reply_for
 ROWS = 3 * sum(n - 1 for n in TOKENS.values())
 
 
-@pytest.fixture(params=["tcp", "gloo"])
+@pytest.fixture(params=["host", "gloo"])
 def make_relay(request: pytest.FixtureRequest) -> Iterator[MakeRelay]:
-    with relays(backend=request.param) as make:
+    with relays(transport=request.param) as make:
         yield make
 
 
@@ -62,9 +62,30 @@ def make_plain() -> Iterator[MakeRelay]:
         yield make
 
 
+def memory_of(receiver: Receiver) -> list[int]:
+    """Where everything lies that a step received so far."""
+    buckets = [bucket for member in receiver._members for bucket in member._buckets]
+    return sorted(tensor.data_ptr() for tensor in [*receiver._buffers.values(), *buckets])
+
+
 def lives(relay: Relay) -> list[int]:
     """Connections of each receiver."""
     return [count for _, count in sorted(relay.status()["receivers"]["lives"].items())]
+
+
+def test_a_receiver_that_was_told_its_largest_step_makes_all_memory_when_it_joins(
+    make_relay: MakeRelay,
+) -> None:
+    """On a GPU that memory is pinned, which would take its time in the step's slot at each new maximum."""
+    for expected in (1 << 16, 0):
+        relay = make_relay("dp=1", expected_shard_bytes=expected)
+        (receiver,) = receivers_of(relay)
+        receiver.join(timeout_s=LIMIT_S)
+        before = memory_of(receiver)
+        for step, rows in enumerate((8, 90, 200)):
+            relay.add(f"s{rows}", reply_for(f"s{rows}", rows + 1), range(rows + 1))
+            receiver.receive(relay.seal(step, Assignment.given([[[f"s{rows}"]]])))
+        assert (memory_of(receiver) == before) is bool(expected)
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,7 +22,8 @@ from r3channel.relay.relay import Relay
 from r3channel.relay.staging import HostStaging
 from r3channel.trainer.member import Member
 from r3channel.trainer.receiver import Receiver
-from r3channel.transport.base import Pending
+from r3channel.transport.base import Pending, Rendezvous, Transport
+from r3channel.transport.joining import join
 from r3channel.transport.link import Link
 from r3channel.transport.process_group import ProcessGroupTransport
 from tests.delivery import LIMIT_S, MakeRelay, check_rows, receive, receivers_of, relays, sealed, until
@@ -37,7 +39,7 @@ class Cable:
         start_send, send = ProcessGroupTransport.start_send, Link.send
 
         def group(transport: ProcessGroupTransport, dst: int, data_N: torch.Tensor) -> Pending:
-            if self._cuts(transport):
+            if len(data_N) > 1 and self._cuts(transport):  # not the byte of a join
                 transport.abort()  # gloo closes its sockets; the peer is in the middle of its receives
             return start_send(transport, dst, data_N)
 
@@ -65,7 +67,7 @@ def cable(monkeypatch: pytest.MonkeyPatch) -> Cable:
 
 @pytest.fixture
 def make_relay() -> Iterator[MakeRelay]:
-    with relays(backend="gloo") as make:
+    with relays(transport="gloo") as make:
         yield make
 
 
@@ -112,14 +114,14 @@ def test_after_enough_failed_groups_the_step_goes_over_tcp_and_the_next_tries_th
     assert relay.metrics.value("r3channel_samples_total", outcome="delivered") == 8
 
 
-@pytest.mark.parametrize("backend", ["gloo", "tcp"])
+@pytest.mark.parametrize("transport", ["gloo", "host"])
 def test_without_a_fallback_the_step_fails_by_name_after_as_many_connections_and_is_kept(
-    make_relay: MakeRelay, cable: Cable, backend: str
+    make_relay: MakeRelay, cable: Cable, transport: str
 ) -> None:
-    relay = make_relay("dp=1", backend=backend, max_group_failures=2, fallback="")
+    relay = make_relay("dp=1", transport=transport, max_group_failures=2, fallback="")
     ticket, receiver = sealed(relay), receivers_of(relay)[0]
     cable.cuts = 2
-    with pytest.raises(errors.TransportError, match="rank" if backend == "gloo" else "left"):
+    with pytest.raises(errors.TransportError, match="rank" if transport == "gloo" else "left"):
         receiver.receive(ticket)
     assert len(cable.cut) == 2 and relay.status()["steps"][0]["missing"] == [(0, 0, 0)]
     check_rows(receiver.receive(ticket))
@@ -129,7 +131,7 @@ def test_without_a_fallback_the_step_fails_by_name_after_as_many_connections_and
 def test_a_connection_that_ends_in_the_middle_is_made_again_as_often_as_is_allowed(
     make_relay: MakeRelay, cable: Cable
 ) -> None:
-    relay = make_relay("dp=1", backend="tcp", max_group_failures=3)
+    relay = make_relay("dp=1", transport="host", max_group_failures=3)
     cable.cuts = 2
     receiver = receivers_of(relay)[0]
     check_rows(receiver.receive(sealed(relay)))
@@ -137,23 +139,23 @@ def test_a_connection_that_ends_in_the_middle_is_made_again_as_often_as_is_allow
     assert fallbacks(receiver) == 0
 
 
-@pytest.mark.parametrize("backend", ["gloo", "tcp"])
+@pytest.mark.parametrize("transport", ["gloo", "host"])
 @pytest.mark.parametrize("text", ["dp=2", "dp=1,pp=2", "dp=1,cp=2"])
 def test_the_failure_of_one_receiver_touches_no_other(
-    make_relay: MakeRelay, cable: Cable, staged: list[str], backend: str, text: str
+    make_relay: MakeRelay, cable: Cable, staged: list[str], transport: str, text: str
 ) -> None:
-    relay = make_relay(text, backend=backend, max_group_failures=2)
+    relay = make_relay(text, transport=transport, max_group_failures=2)
     receivers = receivers_of(relay)
     for step in range(2):
-        cable.cuts, cable.only = (2 if backend == "gloo" else 1) * (step == 0), "r3channel-send-0-0-0"
+        cable.cuts, cable.only = (2 if transport == "gloo" else 1) * (step == 0), "r3channel-send-0-0-0"
         for shard in receive(receivers, sealed(relay, step, prefix=f"{step}-")):
             check_rows(shard, prefix=f"{step}-")
         relay.join_previous(timeout_s=LIMIT_S)
-    assert len(cable.cut) == (2 if backend == "gloo" else 1)
-    assert lives(relay) == ([3, 1] if backend == "gloo" else [2, 1])
-    assert [fallbacks(receiver) for receiver in receivers] == [float(backend == "gloo"), 0]
+    assert len(cable.cut) == (2 if transport == "gloo" else 1)
+    assert lives(relay) == ([3, 1] if transport == "gloo" else [2, 1])
+    assert [fallbacks(receiver) for receiver in receivers] == [float(transport == "gloo"), 0]
     others = [key for key in staged if key != "0-0-0"]
-    assert len(others) == (2 if backend == "gloo" else 0), "the other one never left its group"
+    assert len(others) == (2 if transport == "gloo" else 0), "the other one never left its group"
 
 
 def test_receivers_that_are_done_are_not_asked_again_when_another_fails(
@@ -219,28 +221,121 @@ def test_two_buckets_are_staged_for_a_group_at_any_number_of_tokens(make_relay: 
 
 
 def test_a_receiver_that_wants_a_group_of_a_relay_without_one_is_refused(make_relay: MakeRelay) -> None:
-    relay = make_relay("dp=1", backend="tcp")
+    relay = make_relay("dp=1", transport="host")
     other = make_relay("dp=1")
     receiver = Receiver(
         relay, spec=relay.spec, layout=relay.layout, coords=relay.layout.coords(0), config=other.config
     )
-    with pytest.raises(errors.TicketMismatch, match="asks for a process group; this relay's backend is tcp"):
+    with pytest.raises(
+        errors.TicketMismatch, match="asks for a process group; this relay's transport is host"
+    ):
         receiver.receive(sealed(relay))
 
 
 def test_a_relay_without_the_device_that_it_is_to_use_is_refused_at_once(make_relay: MakeRelay) -> None:
     with pytest.raises(errors.ConfigError, match=r"device 99.*sees \d+ CUDA devices.*num_gpus"):
-        make_relay("dp=1", device=99, backend="nccl")
+        make_relay("dp=1", device=99, transport="nccl")
+
+
+def test_a_group_is_made_when_a_receiver_joins_and_its_first_step_makes_none(
+    make_relay: MakeRelay, staged: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    relay = make_relay("dp=1")
+    (receiver,) = receivers_of(relay)
+    receiver.join(timeout_s=LIMIT_S)
+    monkeypatch.setattr("r3channel.trainer.member.join", None)  # whoever joins now fails
+    for step, prefix in enumerate("ab"):
+        check_rows(receiver.receive(sealed(relay, step, prefix=prefix)), prefix=prefix)
+    assert staged == ["0-0-0"] * 2 and lives(relay) == [1] and fallbacks(receiver) == 0
+
+
+def test_a_group_that_is_not_there_by_the_joins_deadline_fails_the_join(
+    make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    relay, ended = make_relay("dp=1"), threading.Event()
+
+    def hangs(*_: Any, **__: Any) -> Any:
+        ended.wait(LIMIT_S)
+        raise errors.TransportError("the relay's end was given up")
+
+    monkeypatch.setattr("r3channel.relay.delivery.join", hangs)
+    (receiver,) = receivers_of(relay)
+    begin = time.monotonic()
+    with pytest.raises(errors.DeadlineExceeded, match=r"rank 1 of 2 could not join"):
+        receiver.join(timeout_s=0.5)
+    assert time.monotonic() - begin < 5
+    ended.set()
+    monkeypatch.undo()
+    check_rows(receiver.receive(sealed(relay)))
+
+
+@pytest.fixture
+def proven(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """NCCL ran here; gloo carries what it would. Gives the backend of each group that is joined."""
+    joined: list[str] = []
+
+    def over_gloo(rendezvous: Rendezvous, *, timeout_s: float) -> Transport:
+        joined.append(rendezvous.backend)
+        return join(replace(rendezvous, backend="gloo"), timeout_s=timeout_s)
+
+    monkeypatch.setattr("r3channel.relay.delivery.proof.why_not", lambda device: "")
+    monkeypatch.setattr("r3channel.relay.delivery.DeviceStaging", lambda device: HostStaging())
+    monkeypatch.setattr("r3channel.relay.delivery.gpu_of", lambda device: "the relay's")
+    monkeypatch.setattr("r3channel.relay.delivery.join", over_gloo)
+    monkeypatch.setattr("r3channel.trainer.member.join", over_gloo)
+    return joined
+
+
+@pytest.mark.parametrize(
+    ("gpu", "options", "taken"),
+    [
+        ("its own", {}, "nccl"),
+        ("the relay's", {}, "host"),
+        ("", {}, "host"),
+        ("its own", {"prefetch": True}, "host"),
+        ("its own", {"transport": "host"}, "host"),
+    ],
+)
+def test_auto_is_nccl_where_it_has_run_and_both_ends_have_a_gpu_of_their_own(
+    make_relay: MakeRelay,
+    proven: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    gpu: str,
+    options: Any,
+    taken: str,
+) -> None:
+    monkeypatch.setattr("r3channel.trainer.member.gpu_of", lambda: gpu)
+    relay = make_relay("dp=1", transport="auto")
+    config = replace(relay.config, **options)
+    receiver = Receiver(
+        relay, spec=relay.spec, layout=relay.layout, coords=relay.layout.coords(0), config=config
+    )
+    receiver.join(timeout_s=LIMIT_S)
+    check_rows(receiver.receive(sealed(relay)))
+    assert proven == (["nccl"] * 2 if taken == "nccl" else []) and fallbacks(receiver) == 0
+
+
+@pytest.mark.parametrize("options", [{}, {"prefetch": True}])
+def test_auto_is_the_host_transport_where_nccl_never_ran(
+    make_relay: MakeRelay, caplog: pytest.LogCaptureFixture, options: dict[str, Any]
+) -> None:
+    with caplog.at_level("INFO", logger="r3channel.relay.delivery"):
+        relay = make_relay("dp=1", transport="auto", **options)
+    assert relay.hello(dp=0, pp=0)["transport"] == "host"
+    assert ("prefetch is on" if options else "no CUDA device 0") in caplog.text
+    check_rows(receivers_of(relay)[0].receive(sealed(relay)))
 
 
 def test_a_receiver_on_the_relays_own_gpu_is_refused_by_name(
     make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NCCL itself would fail in the middle of the step, on both sides, without naming either."""
+    """NCCL itself would fail on both sides, without naming either."""
     monkeypatch.setattr("r3channel.relay.delivery.DeviceStaging", lambda device: HostStaging())
     monkeypatch.setattr("r3channel.relay.delivery.gpu_of", lambda device: f"GPU-{device}")
     monkeypatch.setattr("r3channel.trainer.member.gpu_of", lambda: "GPU-3")
-    relay = make_relay("dp=1", backend="nccl", device=3)
-    with pytest.raises(errors.ConfigError, match=r"\(0, 0, 0\) uses GPU GPU-3.*backend='tcp'") as told:
-        receivers_of(relay)[0].receive(sealed(relay))
-    assert told.value.ranks == ((0, 0, 0),)
+    relay = make_relay("dp=1", transport="nccl", device=3)
+    (receiver,) = receivers_of(relay)
+    for call in (lambda: receiver.join(timeout_s=LIMIT_S), lambda: receiver.receive(sealed(relay))):
+        with pytest.raises(errors.ConfigError, match=r"\(0, 0, 0\) uses GPU GPU-3.*transport='host'") as told:
+            call()
+        assert told.value.ranks == ((0, 0, 0),)

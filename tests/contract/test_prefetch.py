@@ -16,9 +16,9 @@ from tests.delivery import sealed as sealed_with
 from tests.samples import SPEC
 
 
-@pytest.fixture(params=["tcp", "gloo"])
+@pytest.fixture(params=["host", "gloo"])
 def relay(request: pytest.FixtureRequest) -> Iterator[Relay]:
-    with relays(backend=request.param, prefetch=True) as make:
+    with relays(transport=request.param, prefetch=True) as make:
         yield make("dp=1")
 
 
@@ -70,4 +70,4 @@ def test_prefetch_is_off_unless_asked_for_and_refused_for_nccl(relay: Relay) -> 
     with pytest.raises(errors.ConfigError, match="prefetch is off"):
         plain.prefetch(sealed(relay, 0))
     with pytest.raises(errors.ConfigError, match="deadlock"):
-        ChannelConfig(backend="nccl", prefetch=True)
+        ChannelConfig(transport="nccl", prefetch=True)

@@ -161,12 +161,12 @@ def relays_of(ticket: Ticket) -> set[int]:
 
 
 @pytest.mark.parametrize("relays", [1, 2, 3])
-@pytest.mark.parametrize("backend", ["tcp", "gloo"])
+@pytest.mark.parametrize("transport", ["host", "gloo"])
 @pytest.mark.parametrize("layout", ["dp=2,pp=2", "dp=2,cp=2,packing=thd"])
 def test_every_rank_holds_what_one_relay_would_have_sent(
-    make_place: MakePlace, relays: int, layout: str, backend: str
+    make_place: MakePlace, relays: int, layout: str, transport: str
 ) -> None:
-    place = make_place(relays, layout, backend=backend)
+    place = make_place(relays, layout, transport=transport)
     receivers = place.receivers()
     for step in range(2):
         place.add(f"{step}-", number_of=lambda index: index // 2)

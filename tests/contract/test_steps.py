@@ -302,12 +302,13 @@ def test_closing_ends_every_wait_and_lets_memory_go(
 def test_closing_ends_a_group_whose_receiver_asked_for_it_and_never_joined(
     make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    relay = make_relay(backend="gloo", join_timeout_s=10 * LIMIT_S)
+    relay = make_relay(transport="gloo", join_timeout_s=10 * LIMIT_S)
     add(relay, "a")
-    receiver, ticket = receivers_of(relay)[0], relay.seal(0, each("a"))
-    receiver.join(timeout_s=LIMIT_S)
+    receiver = receivers_of(relay)[0]
+    relay.seal(0, each("a"))
     (member,) = receiver._members
-    member._say(wire.READY, run=ticket.run, step=0, group=True, gpu="")
+    member._connect(timeout_s=LIMIT_S)
+    member._say(wire.GROUP, gpu="")
     assert member._link is not None
     assert member._link.recv_record(timeout_s=LIMIT_S)[0] == wire.GROUP, "and nobody comes"
     store: Any = relay._delivery._store

@@ -426,22 +426,88 @@ def test_the_rendezvous_store_listens_on_loopback_only() -> None:
     assert hosts == {socket.inet_aton("127.0.0.1")[::-1].hex().upper()}
 
 
+def rendezvous_of(store: RendezvousStore, rank: int, size: int, *, name: str) -> Rendezvous:
+    return Rendezvous(
+        backend="gloo", name=name, epoch=1, rank=rank, world_size=size, host=store.host, port=store.port
+    )
+
+
+class HeardFrom:
+    """The bytes of each (from, to) that came before `join` returned; over gloo, NCCL's stand-in."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.pairs: list[tuple[int, int]] = []
+        recv = ProcessGroupTransport.recv
+
+        def heard(
+            transport: ProcessGroupTransport, src: int, out_N: torch.Tensor, *, timeout_s: float
+        ) -> None:
+            recv(transport, src, out_N, timeout_s=timeout_s)
+            self.pairs.append((src, transport.rank))
+
+        monkeypatch.setattr(ProcessGroupTransport, "recv", heard)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_joining_a_process_group_brings_a_first_byte_to_and_from_every_peer(
+    monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """What connects at a first byte would else connect inside a step, out of reach of its deadlines."""
+    store, heard, name = RendezvousStore("127.0.0.1"), HeardFrom(monkeypatch), uuid.uuid4().hex
+    joins = [
+        in_thread(lambda rank=rank: join(rendezvous_of(store, rank, size, name=name), timeout_s=TIMEOUT_S))
+        for rank in range(size)
+    ]
+    ranks = [joined() for joined in joins]
+    assert sorted(heard.pairs) == [(a, b) for a in range(size) for b in range(size) if a != b]
+    for transport in ranks:
+        transport.close()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_peer_that_joins_and_never_says_a_byte_ends_the_join_by_its_deadline(
+    monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    store, name, begin = RendezvousStore("127.0.0.1"), uuid.uuid4().hex, time.monotonic()
+    warm = ProcessGroupTransport._warm
+    monkeypatch.setattr(
+        ProcessGroupTransport,
+        "_warm",
+        lambda transport, limit: warm(transport, limit) if transport.rank == rank else None,
+    )
+    silent = in_thread(lambda: join(rendezvous_of(store, 1 - rank, 2, name=name), timeout_s=TIMEOUT_S))
+    with pytest.raises(DeadlineExceeded, match=rf"rank {rank} of 2 could not join within 1\.0 s"):
+        join(rendezvous_of(store, rank, 2, name=name), timeout_s=1.0)
+    assert time.monotonic() - begin < 5
+    silent().close()
+
+
 class NcclGroup:
     """As torch 2.13's `ProcessGroupNCCL`, as far as its failures reach others: settings are read from the environment when one
     is made, an operation beyond the group's timeout is an error for its watchdog, and a watchdog that may dump sets a flag that
     the monitor of the default group looks at, and then aborts the process."""
 
-    Options = types.SimpleNamespace
+    @staticmethod
+    def Options() -> Any:
+        return types.SimpleNamespace(config=types.SimpleNamespace(blocking=None, max_ctas=None))
+
     monitors_abort = False
     made: ClassVar[list[NcclGroup]] = []
     shuts_down = True
+    peer_comes = True
 
     def __init__(self, _store: object, _rank: int, _size: int, options: Any) -> None:
         time.sleep(0.05)
         self.ends_process = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3") != "0"
         self.dumps = os.environ.get("TORCH_NCCL_DUMP_ON_TIMEOUT", "1") != "0"
         self.timeout, self.aborted, self.ended = options._timeout, 0, threading.Event()
+        self.config, self.connected = options.config, list[tuple[torch.device, str]]()
         NcclGroup.made.append(self)
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        """Waits for the peer as long as NCCL itself does; nobody can end it."""
+        self.connected.append((device, threading.current_thread().name))
+        assert self.peer_comes or self.ended.wait(TIMEOUT_S)
 
     def broadcast(self, _tensors: list[torch.Tensor], options: Any) -> Any:
         """Its peer is gone: the operation never ends."""
@@ -468,7 +534,7 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Any]]:
     for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", NcclGroup, raising=False)
-    monkeypatch.setattr(ProcessGroupTransport, "_reachable", lambda _, data_N: data_N)
+    monkeypatch.setattr("r3channel.transport.process_group._device_of", lambda _: torch.device("cpu"))
     monkeypatch.setattr(NcclGroup, "monitors_abort", False)
     monkeypatch.setattr(NcclGroup, "made", [])
     store = RendezvousStore("127.0.0.1")
@@ -481,6 +547,23 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Any]]:
 
     yield form
     assert not {"TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT"} & set(os.environ)
+
+
+def test_an_nccl_communicator_is_made_at_join_small_and_without_blocking(nccl: Callable[[], Any]) -> None:
+    nccl().close()
+    (group,) = NcclGroup.made
+    assert group.connected == [(torch.device("cpu"), "r3channel-nccl-connect")]
+    assert (group.config.blocking, group.config.max_ctas) == (0, 4)
+
+
+def test_an_nccl_communicator_whose_peer_does_not_come_ends_the_join_by_its_deadline(
+    nccl: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(NcclGroup, "peer_comes", False)
+    begin = time.monotonic()
+    with pytest.raises(DeadlineExceeded, match=r"within 0\.5 s: .*still making its communicators"):
+        nccl(timeout_s=0.5)
+    assert time.monotonic() - begin < 3 and NcclGroup.made[0].aborted == 1
 
 
 def test_nccl_groups_that_form_at_once_all_leave_their_errors_to_us(nccl: Callable[[], Any]) -> None:
@@ -499,7 +582,7 @@ def test_an_error_of_our_nccl_group_leaves_the_default_groups_monitor_alone(nccl
     transport = nccl()
     NcclGroup.made[0].watchdog_finds_an_error()
     assert not NcclGroup.monitors_abort
-    default = NcclGroup(None, 0, 1, types.SimpleNamespace(_timeout=UNLIMITED))
+    default = NcclGroup(None, 0, 1, types.SimpleNamespace(_timeout=UNLIMITED, config=None))
     assert default.dumps and default.ends_process, "what others make is as they want it"
     transport.close()
 
@@ -567,10 +650,12 @@ def test_host_tensors_cross_nccl_through_memory_of_the_device(monkeypatch: pytes
     done = types.SimpleNamespace(is_completed=lambda: True, wait=lambda: None)
 
     class Group:
-        Options = types.SimpleNamespace
+        Options = staticmethod(NcclGroup.Options)
 
         def __init__(self, _store: object, rank: int, *_: object) -> None:
             self.rank = rank
+
+        def eager_connect_single_device(self, _device: object) -> None: ...
 
         def send(self, tensors: list[torch.Tensor], dst: int, _tag: int) -> object:
             assert tensors[0].data_ptr() in on_device
@@ -591,6 +676,7 @@ def test_host_tensors_cross_nccl_through_memory_of_the_device(monkeypatch: pytes
 
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Group, raising=False)
     monkeypatch.setattr(ProcessGroupTransport, "_reachable", reachable)
+    monkeypatch.setattr("r3channel.transport.process_group._device_of", lambda _: torch.device("cpu"))
     store, name = RendezvousStore("127.0.0.1"), uuid.uuid4().hex
 
     def side(rank: int) -> int:

@@ -189,12 +189,12 @@ def be_relay(pipe: Connection, folder: Path, point: str) -> None:
         pipe.send("closed")
 
 
-def be_receiver(pipe: Connection, rank: int, point: str, backend: str = "tcp") -> None:
+def be_receiver(pipe: Connection, rank: int, point: str, transport: str = "host") -> None:
     """Receives what it is told to, from whatever relay there is."""
     if point in AT_RECEIVER:
         AT_RECEIVER[point]()
     control = Moved()
-    own = ChannelConfig(backend=backend, **CONFIG)
+    own = ChannelConfig(transport=transport, **CONFIG)
     receiver = Receiver(control, spec=SPEC, layout=LAYOUT, coords=LAYOUT.coords(rank), config=own)
     with suppress(EOFError):
         while True:

@@ -29,9 +29,9 @@ from tests.samples import SPEC
 pytestmark = pytest.mark.dist
 
 
-@pytest.fixture(params=["tcp", "gloo"])
+@pytest.fixture(params=["host", "gloo"])
 def relay(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Relay]:
-    relay = Relay(SPEC, LAYOUT, ChannelConfig(backend=request.param, store_dir=str(tmp_path), **CONFIG))
+    relay = Relay(SPEC, LAYOUT, ChannelConfig(transport=request.param, store_dir=str(tmp_path), **CONFIG))
     fill(relay)
     yield relay
     relay.close()
@@ -43,7 +43,7 @@ def test_a_killed_member_gets_the_same_bytes_and_other_ranks_are_undisturbed(rel
         server = stack.enter_context(ControlServer(relay))
 
         def start(rank: int, point: str = "") -> Child:
-            child = Child(be_receiver, rank, point, relay.config.backend)
+            child = Child(be_receiver, rank, point, relay.config.transport)
             stack.callback(child.end)
             child.tell(server.port, ticket.to_bytes())
             return child

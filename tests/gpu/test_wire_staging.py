@@ -79,6 +79,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> OneDevice:
 
     monkeypatch.setattr(delivery, "join", join)
     monkeypatch.setattr(member, "join", join)
+    monkeypatch.setattr(member, "gpu_of", lambda: "one of its own")  # else it is refused: it is the relay's
     return group
 
 
@@ -86,7 +87,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> OneDevice:
 def test_rows_arrive_through_two_buckets_and_a_router_on_the_device_may_use_them(
     group: OneDevice, layout: str
 ) -> None:
-    config = ChannelConfig(backend="nccl", bucket_bytes=BUCKET_BYTES, step_timeout_s=LIMIT_S)
+    config = ChannelConfig(transport="nccl", bucket_bytes=BUCKET_BYTES, step_timeout_s=LIMIT_S)
     relay = Relay(SPEC, TrainerLayout.parse(layout), config)
     at, device = relay.layout.coords(0), torch.device("cuda", 0)
     receiver = Receiver(relay, spec=SPEC, layout=relay.layout, coords=at, config=config, device=device)
@@ -118,6 +119,9 @@ def test_rows_arrive_through_two_buckets_and_a_router_on_the_device_may_use_them
 def test_the_host_stages_the_next_bucket_while_one_is_being_sent(group: OneDevice) -> None:
     staging, size = DeviceStaging(device=0), 1 << 20
     with staging.turn():
+        warming = group.start_send(1, staging.staged(0, len(staging.buffers(size)[0])))
+        warming.wait(timeout_s=LIMIT_S)
+        group.sent.get(timeout=LIMIT_S)
         for slot, buffer_N in enumerate(staging.buffers(size)):
             buffer_N[:] = slot + 1
             staging.staged(slot, size)

@@ -91,8 +91,8 @@ def test_a_variable_of_another_kind_is_named() -> None:
 @pytest.mark.parametrize(
     "values",
     [
-        {"backend": "mpi"},
-        {"backend": "loopback"},
+        {"transport": "mpi"},
+        {"transport": "tcp"},
         {"fallback": "object_store"},
         {"invalid_rows": "drop"},
         {"on_missing": "drop"},
@@ -110,7 +110,7 @@ def test_a_variable_of_another_kind_is_named() -> None:
         {"device": -1},
         {"relays": 0},
         {"relay": 1},
-        {"prefetch": True, "backend": "nccl"},
+        {"prefetch": True, "transport": "nccl"},
     ],
     ids=str,
 )

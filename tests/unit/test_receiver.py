@@ -111,6 +111,24 @@ def test_all_samples_whose_tokens_differ_are_named_and_no_other() -> None:
     assert told.value.samples == tuple(names[1::2]) and told.value.ranks == ((0, 0, 0),)
 
 
+def test_pinned_memory_that_was_too_small_is_made_with_room_to_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[int, bool]] = []
+    empty = torch.empty
+
+    def noted(nbytes: int, *, pin_memory: bool, **_: Any) -> torch.Tensor:
+        made.append((nbytes, pin_memory))
+        return empty(nbytes, dtype=torch.uint8)
+
+    monkeypatch.setattr(torch, "empty", noted)
+    receiver = Receiver(
+        NOBODY, spec=SPEC, layout=TrainerLayout(), coords=TrainerLayout().coords(0), device=torch.device("cuda"),
+        fanout=Group(),
+    )  # fmt: skip
+    sizes = [len(receiver._whole(nbytes, 0)) for nbytes in range(800, 1600, 20)]
+    assert sizes == list(range(800, 1600, 20)), "each step gets its own size"
+    assert made[0] == (800, True) and len(made) < 10
+
+
 # -- several relays, of which some have delivered ----------------------------------------------------------------------
 
 

@@ -213,7 +213,8 @@ class Nowhere:
     def hello(self, **_where: int) -> dict[str, Any]:
         with socket.socket() as gone:
             gone.bind(("127.0.0.1", 0))
-            return {"host": "127.0.0.1", "port": gone.getsockname()[1], "token": "00" * 32, "run": "run"}
+            port = gone.getsockname()[1]
+            return {"host": "127.0.0.1", "port": port, "token": "00" * 32, "run": "run", "transport": "host"}
 
 
 def test_an_attach_that_cannot_join_leaves_no_hook(monkeypatch: pytest.MonkeyPatch) -> None:

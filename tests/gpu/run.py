@@ -1,0 +1,237 @@
+"""`make gpu`: every check of the GPU paths on this machine, one line each, all of it in gpu.json; nine minutes at most.
+
+    python -m tests.gpu.run --device cuda [--wheels FOLDER] [--out gpu.json] [NAME ...]
+
+Each check is a process of its own, so that one that hangs, aborts or patches takes nothing with it. With `--device cpu` the same
+checks run in small, so that the command works when a GPU is at hand. Nothing but Python is needed to start: what is missing is
+named. The exit status is 1 where a check failed, or could not run here for want of a package or of any GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.gpu.facts import ANSWER
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 540.0
+PACKAGE = ("numpy", "xxhash", "lz4", "torch")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """A module of `tests.gpu.checks`, or the tests of this folder."""
+
+    name: str
+    about: str
+    needs: tuple[str, ...] = PACKAGE
+    """Modules that must be installed."""
+    only_on: str = ""
+    """The device without which it says nothing."""
+    gpus: int = 1
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    name: str
+    about: str
+    status: str
+    """passed, failed, not run, not written."""
+    why: str = ""
+    unfit: bool = False
+    """This machine lacks what each machine for this command must have."""
+    seconds: float = 0.0
+    figures: dict[str, Any] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+
+    def line(self) -> str:
+        figures = ", ".join(f"{name}: {value}" for name, value in self.figures.items())
+        parts = [self.why, figures if len(figures) <= 300 else f"{len(self.figures)} figures", *self.left_out]
+        told = "; ".join(part for part in parts if part)
+        return f"{self.name:<9} {self.status:<11} {self.seconds:5.1f} s  {self.about}: {told}"
+
+
+CHECKS = (
+    Check(name="tests", about="tests/gpu", needs=(*PACKAGE, "pytest", "pytest_timeout")),
+    Check(name="replay", about="Megatron, world of one", needs=(*PACKAGE, "megatron.core")),
+    Check(name="capture", about="FrameCapturer under SGLang's TopK", needs=(*PACKAGE, "sglang", "h11")),
+    Check(name="staged", about="capturer for SGLang 0.5.9"),
+    Check(name="group", about="our group beside the default one"),
+    Check(name="host_path", about="host to pinned to device"),
+    Check(name="staging", about="one staging object", only_on="cuda"),
+    Check(name="pair", about="relay and receiver, a GPU each", gpus=2),
+)
+NOT_WRITTEN = {
+    "actor": "the relay as a Ray actor that owns the GPU, with a trainer on the same one",
+    "formats": "routers of format BYPASSED and TRITON_KERNEL; the prefill graph under DP attention of one rank",
+    "profiled": "capture while a prefill graph runs, and the whole FrameCapturer as an engine makes it",
+}
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="make gpu", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument(
+        "--wheels", type=Path, help="folder of wheels for what this machine lacks (make gpu-wheels)"
+    )
+    parser.add_argument("--out", type=Path, default=Path("gpu.json"))
+    parser.add_argument(
+        "names", nargs="*", choices=[[], *(check.name for check in CHECKS)], help="some checks only"
+    )
+    options = parser.parse_args(arguments)
+    end_s = time.monotonic() + LIMIT_S
+    with tempfile.TemporaryDirectory(prefix="r3channel-gpu-") as site:
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join((str(ROOT), site)),
+            "PYTHONUNBUFFERED": "1",
+        }
+        if options.wheels is not None:
+            install(options.wheels, Path(site))
+        machine = look_at(environment)
+        print(f"on {', '.join(f'{name} {value}' for name, value in machine.items())}", flush=True)
+        outcomes = []
+        for check in CHECKS:
+            if not options.names or check.name in options.names:
+                outcomes.append(run(check, options.device, environment, machine, end_s))
+                print(outcomes[-1].line(), flush=True)
+    for name, about in NOT_WRITTEN.items() if not options.names else ():
+        outcomes.append(Outcome(name=name, about=about, status="not written"))
+        print(outcomes[-1].line(), flush=True)
+    result = {
+        "device": options.device,
+        "machine": machine,
+        "checks": [asdict(outcome) for outcome in outcomes],
+    }
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    return int(any(one.status == "failed" or one.unfit for one in outcomes))
+
+
+def install(wheels: Path, site: Path) -> None:
+    """Only what this Python lacks, without the network and outside of its own packages."""
+    found = sorted(map(str, wheels.glob("*.whl")))
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-compile"]
+    subprocess.run([*command, "--target", str(site), *found], check=True, timeout=300)
+
+
+_LOOK = """
+import importlib.util, json, sys
+def there(name):
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ImportError:
+        return False
+missing = [name for name in sys.argv[1:] if not there(name)]
+found = {"missing": missing, "GPUs": 0}
+if there("torch"):
+    import torch
+    found.update(torch=torch.__version__, CUDA=str(torch.version.cuda), GPUs=torch.cuda.device_count())
+    if found["GPUs"]:
+        found["GPU"] = torch.cuda.get_device_name(0)
+print(json.dumps(found))
+"""
+
+
+def look_at(environment: Mapping[str, str]) -> dict[str, Any]:
+    """Versions and devices, seen by the Python that runs the checks."""
+    names = sorted({name for check in CHECKS for name in check.needs})
+    child = subprocess.run(
+        [sys.executable, "-c", _LOOK, *names],
+        env=dict(environment),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    return {
+        "Python": platform.python_version(),
+        "driver": driver(),
+        **json.loads(child.stdout.splitlines()[-1]),
+    }
+
+
+def driver() -> str:
+    try:
+        return Path("/proc/driver/nvidia/version").read_text().splitlines()[0].split("  ")[1].strip()
+    except (OSError, IndexError):
+        return "none"
+
+
+def run(
+    check: Check, device: str, environment: Mapping[str, str], machine: Mapping[str, Any], end_s: float
+) -> Outcome:
+    outcome = Outcome(name=check.name, about=check.about, status="not run")
+    missing = [name for name in check.needs if name in machine["missing"]]
+    left_s = end_s - time.monotonic()
+    outcome.unfit = bool(missing) or (device == "cuda" and not machine["GPUs"])
+    if missing:
+        outcome.why = f"{', '.join(missing)} not installed (WHEELS=, see make gpu-wheels)"
+    elif check.only_on and check.only_on != device:
+        outcome.why = "needs a CUDA device: it would say nothing on a CPU"
+    elif device == "cuda" and machine["GPUs"] < check.gpus:
+        outcome.why = f"needs {check.gpus} GPU(s), torch sees {machine['GPUs']}"
+    elif left_s < 1:
+        outcome.why = f"the {LIMIT_S:.0f} s were over"
+    else:
+        begin = time.monotonic()
+        told(outcome, child(check, device, environment, timeout_s=left_s))
+        outcome.seconds = round(time.monotonic() - begin, 1)
+    return outcome
+
+
+def child(
+    check: Check, device: str, environment: Mapping[str, str], *, timeout_s: float
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", f"tests.gpu.checks.{check.name}", device]
+    if check.name == "capture":
+        environment = engine_environment(device, environment)
+    try:
+        return subprocess.run(
+            command,
+            cwd=ROOT,
+            env=dict(environment),
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(command, -1, "", f"still running after {timeout_s:.0f} s")
+
+
+def engine_environment(device: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """SGLang's binaries are not needed: our stand-in for them is found first."""
+    if device == "cpu":
+        from r3channel.embedded.sglang import environment as embedded
+
+        return embedded(environment)
+    shims = str(ROOT / "r3channel/embedded/shims")
+    return {**environment, "PYTHONPATH": os.pathsep.join((shims, environment["PYTHONPATH"]))}
+
+
+def told(outcome: Outcome, ended: subprocess.CompletedProcess[str]) -> None:
+    """What a check's last line says; a check that says nothing has failed."""
+    answers = [line for line in ended.stdout.splitlines() if line.startswith(ANSWER)]
+    if ended.returncode or not answers:
+        last = [line.strip() for line in ended.stderr.splitlines() if line.strip()][-1:]
+        outcome.status, outcome.why = "failed", f"ended with {ended.returncode}: {''.join(last)[:500]}"
+        return
+    facts = json.loads(answers[-1].removeprefix(ANSWER))
+    outcome.figures, outcome.left_out = facts["figures"], facts["left_out"]
+    outcome.status = "failed" if facts["wrong"] else "not run" if facts["not_run"] else "passed"
+    outcome.why = "; ".join(facts["wrong"]) or facts["not_run"]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
