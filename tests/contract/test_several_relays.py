@@ -5,6 +5,7 @@ Real frames over real sockets; trainers are threads. With one relay the same cod
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
@@ -28,6 +29,8 @@ from r3channel.relay.relay import Relay
 from r3channel.relay.several import Coordinator, LocalPeer
 from r3channel.trainer.receiver import Receiver
 from r3channel.trainer.shard import RankShard
+from r3channel.wire.frame import sample_key
+from r3channel.wire.masks import encode_masks
 from tests.direct import LIMIT_S, Engine, deliver, draft_of, hello_of, receipt_reply, until
 from tests.samples import SPEC, frame_of, random_ids, reply_for, reply_of
 
@@ -193,6 +196,27 @@ def test_a_dp_rank_whose_samples_are_at_one_relay_needs_no_other(make_place: Mak
     first._members[1].receive = None  # type: ignore[assignment]
     check(place, ticket, [future.result(LIMIT_S) for future in start([first, second], ticket)])
     place.front.join_previous(timeout_s=LIMIT_S)
+
+
+def test_sampling_masks_come_with_the_first_relays_rows_wherever_the_others_lie(
+    make_place: MakePlace,
+) -> None:
+    place = make_place(2, "dp=2", sampling_masks=True)
+    ids = {name: np.arange(tokens - 1) + 100 * seed for seed, (name, tokens) in enumerate(TOKENS.items())}
+    for index, (name, tokens) in enumerate(TOKENS.items()):
+        engine, ones = place.engines[index // 2 % 2], np.ones(tokens - 1, int)
+        reply = engine.finish(name, tokens, seed=index)
+        masks = encode_masks(first_row=0, lengths_T=ones, token_ids_N=ids[name], sample_key=sample_key(name))
+        data = base64.b64decode(reply["meta_info"]["routed_experts"]) + masks
+        place.front.add(name, reply_of(data, request_id=name), range(tokens), engine=engine.hello.engine)
+    ticket = place.front.seal(0, assignment())
+    assert relays_of(ticket) == {0, 1}
+    shards = receive(place, ticket)
+    check(place, ticket, shards)
+    for shard in shards:
+        for number, batch in enumerate(shard.shard.microbatches):
+            expected = np.concatenate([ids[name] for name in batch.sample_ids])
+            assert shard.sampling_mask(number)[1].tolist() == expected.tolist()
 
 
 # -- turns at several relays ---------------------------------------------------------------------------------------------

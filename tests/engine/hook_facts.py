@@ -204,6 +204,36 @@ def routers_of_a_model() -> list[list[Any]]:
     return [list(router) for router in room._routers(torch.nn.ModuleList(routers))]
 
 
+@case
+def kept_masks() -> Any:
+    """What is streamed of two rows and of none more, what is framed, and the frame of a request for no token."""
+    import numpy as np
+    from sglang.srt.sampling.sampling_mask import SamplingMaskRows
+
+    from r3channel.engine.masks import KeptMasks
+    from r3channel.wire.masks import parse_masks
+
+    kept, streamed = KeptMasks(SamplingMaskRows()), list[Any]()
+    for ids in ([5, 6, 7], [8]):
+        kept.append(np.array(ids, np.int32), np.array([-0.5], np.float32))
+        streamed.append(kept.take().to_lists(False))
+    streamed.append(kept.take().to_lists(False))
+    frames = [kept.frame(prompt_tokens=4, new_tokens=new, request_id="r") for new in (2, 0)]
+    found = [parse_masks(frame, where="x") for frame in frames]
+    rows = [[masks.first_row, masks.lengths_T.tolist(), masks.token_ids_N.tolist()] for masks in found]
+    return {"streamed": streamed, "rows": rows}
+
+
+@case
+def plain_cache() -> bool:
+    """SGLang's `destroy` unregisters pinned memory."""
+    from sglang.srt.state_capturer.base import BaseHostCache
+
+    from r3channel.engine.sglang import NarrowHostCache
+
+    return NarrowHostCache.destroy is not BaseHostCache.destroy
+
+
 def answer(function: Callable[[], Any], pipe: Connection) -> None:
     pipe.send_bytes(json.dumps(function()).encode())
 

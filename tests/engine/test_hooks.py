@@ -91,3 +91,14 @@ def test_a_blocking_copy_would_be_noticed(facts: dict[str, Any]) -> None:
     stock = facts["stock_forward_end_without_overlap"]
     assert stock["blocking"] == ["_to_copy"]
     assert "meta" in stock["error"]
+
+
+def test_masks_are_kept_and_framed_while_their_log_probabilities_are_streamed(facts: dict[str, Any]) -> None:
+    assert facts["kept_masks"] == {
+        "streamed": [[[], [-0.5]], [[], [-0.5]], [[], []]],
+        "rows": [[3, [3, 1], [5, 6, 7, 8]], [3, [], []]],
+    }
+
+
+def test_the_host_cache_is_not_unregistered_as_pinned_memory_is(facts: dict[str, Any]) -> None:
+    assert facts["plain_cache"]

@@ -55,6 +55,7 @@ def test_the_tokens_that_could_be_chosen_reach_the_logits_that_chose_them(
         for name, reply in zip(names, replies, strict=True):
             relay.add(name, {"meta_info": reply.meta}, reply.tokens, engine=server.url)
             assert not any(reply.meta["output_token_sampling_mask"])
+            assert len(reply.meta["output_token_sampling_logprobs"]) == NEW_TOKENS
         ticket = relay.seal(0, Assignment.round_robin(names, dp=1, microbatch_size=2))
     assert len(plain.raw) < 2000
     shards = receive(receivers_of(relay), ticket)

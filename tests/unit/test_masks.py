@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from r3channel.config import ChannelConfig
 from r3channel.errors import (
     ConfigError,
+    EngineReported,
     FrameError,
     FrameTruncated,
     PayloadCorrupt,
+    PeerFailed,
     RoutingError,
     RoutingMissing,
     RowCountMismatch,
     UsageError,
 )
 from r3channel.plan.assignment import Assignment
+from r3channel.plan.masks import cut_masks
 from r3channel.relay.relay import Relay
+from r3channel.trainer.receiver import Receiver
 from r3channel.trainer.shard import RankShard
-from r3channel.wire.frame import sample_key
-from r3channel.wire.masks import MOST_IDS, encode_masks, parse_masks, split_masks
+from r3channel.wire.frame import encode_error, sample_key
+from r3channel.wire.masks import MOST_IDS, Masks, encode_masks, parse_masks, split_masks
 from r3channel.wire.receipt import Receipt
-from tests.delivery import MakeRelay, receive, receivers_of, relays
+from tests.delivery import LIMIT_S, MakeRelay, receive, receivers_of, relays
 from tests.samples import frame_of, reply_of
 
 PROMPT, VOCAB = 4, 500
@@ -71,6 +77,15 @@ def fill(relay: Relay) -> dict[str, list[Rows]]:
         relay.add(name, reply_with(name, tokens, rows), range(tokens))
         expected[name] = [[]] * (PROMPT - 1) + rows
     return expected
+
+
+def masks_at(relay: Relay) -> dict[str, list[Masks]]:
+    """What lies at the relay."""
+    found: dict[str, list[Masks]] = {}
+    for sample, turn in relay.intake.turns_of(TOKENS):
+        assert turn.masks is not None
+        found.setdefault(sample.name, []).append(turn.masks.masks)
+    return found
 
 
 def seen_at(shard: RankShard) -> dict[tuple[str, int], list[int]]:
@@ -203,9 +218,69 @@ def test_masks_that_do_not_fit_their_reply_are_refused_by_name_and_nothing_is_ke
     assert relay.status()["pending"] == []
 
 
-def test_masks_that_nobody_asked_for_are_refused() -> None:
-    with relays() as make, pytest.raises(FrameTruncated, match="sampling_masks off"):
-        make("").add("s", reply_with("s", 9, [[1]]), range(9))
+RECEIPT = Receipt(sample_key=sample_key("s"), boot_id=1, serial=1, first_row=0, rows=8)
+
+
+@pytest.mark.parametrize("front", [frame_of(9, sample_key=sample_key("s")), RECEIPT.to_bytes()])
+def test_masks_that_nobody_asked_for_are_refused(front: bytes) -> None:
+    reply = reply_of(front + masks_of([[1]] * 5, first_row=3, request="s"), request_id="s")
+    with relays() as make, pytest.raises(RoutingError, match="sampling_masks off"):
+        make("").add("s", reply, range(9))
+
+
+def test_a_reply_that_is_left_to_the_live_router_needs_no_masks(make_relay: MakeRelay) -> None:
+    relay = make_relay("", on_missing="live")
+    relay.add("s", {"meta_info": {"id": "s"}}, range(9))
+    ticket = relay.seal(0, Assignment.round_robin(["s"], dp=1, microbatch_size=1))
+    (shard,) = receive(receivers_of(relay), ticket)
+    assert not any(seen_at(shard).values())
+
+
+def test_masks_of_another_request_than_their_frame_are_refused_also_without_a_reply(
+    make_relay: MakeRelay,
+) -> None:
+    data = frame_of(9, sample_key=sample_key("a")) + masks_of([[1]] * 5, first_row=3, request="b")
+    with pytest.raises(RowCountMismatch, match="replies swapped"):
+        make_relay("").add_frame("s", data, range(9))
+
+
+def test_an_engine_that_has_no_masks_says_why(make_relay: MakeRelay) -> None:
+    data = frame_of(9, sample_key=sample_key("s")) + encode_error("out of ids", sample_key=sample_key("s"))
+    with pytest.raises(EngineReported, match="out of ids"):
+        make_relay("").add("s", reply_of(data, request_id="s"), range(9))
+
+
+def test_a_rank_without_memory_for_masks_is_told_to_its_group(
+    make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    relay = make_relay("tp=2")
+    fill(relay)
+    ticket = relay.seal(0, Assignment.round_robin(list(TOKENS), dp=1, microbatch_size=4))
+    nbytes, empty = len(cut_masks(ticket.plan.shard(dp=0, pp=0), masks_at(relay))), torch.empty
+
+    def full(*size: Any, **options: Any) -> torch.Tensor:
+        if threading.current_thread().name == "1" and size == (nbytes,):
+            raise MemoryError("no room for masks")
+        return empty(*size, **options)
+
+    monkeypatch.setattr(torch, "empty", full)
+    failed: dict[int, BaseException] = {}
+
+    def run(rank: int, receiver: Receiver) -> None:
+        try:
+            receiver.receive(ticket)
+        except BaseException as error:
+            failed[rank] = error
+
+    threads = [
+        threading.Thread(target=run, args=(rank, one), name=str(rank))
+        for rank, one in enumerate(receivers_of(relay))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_S)
+    assert isinstance(failed[1], MemoryError) and isinstance(failed[0], PeerFailed)
 
 
 def test_masks_and_durability_are_not_had_together() -> None:

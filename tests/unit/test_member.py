@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from xxhash import xxh3_64_intdigest
 
@@ -151,8 +152,8 @@ class Sink:
         self.begins.append(begin)
         self.data += ids_TCK.tobytes()
 
-    def masks(self, data: bytes) -> None:
-        self.taken = data
+    def masks(self, data: bytearray) -> None:
+        self.taken = bytes(data)
 
     def verify(self, digests: bytes) -> list[str]:
         self.digests = digests
@@ -290,12 +291,28 @@ def test_masks_that_come_damaged_are_asked_for_again(play: Callable[..., Stage])
     assert (first.taken, second.taken) == (b"", MASKS)
 
 
-@pytest.mark.parametrize("announced", [-1, 0, 1 << 50, "18", None])
+def test_masks_come_in_pieces_of_a_bucket(play: Callable[..., Stage]) -> None:
+    lengths = np.array([300, *[0] * 8], "<u2").tobytes()
+    masks = lengths + np.arange(300, dtype="<u4").tobytes()
+
+    def pieces(relay: Played) -> None:
+        relay.announce(masks=len(masks), masks_hash=xxh3_64_intdigest(masks))
+        relay.rows()
+        for part in (masks[:18], masks[18:1000], masks[1000:]):
+            relay.link.send([part], timeout_s=LIMIT_S)
+        relay.hear(wire.DONE, step=3)
+        relay.say(wire.THANKS)
+
+    (sink,) = receive(play(pieces), ticket=MASKED)
+    assert sink.taken == masks
+
+
+@pytest.mark.parametrize("announced", [-1, 0, 17, 22, 1 << 50, "18", None])
 def test_masks_of_a_size_that_cannot_be_are_refused_before_memory_is_taken(
     play: Callable[..., Stage], announced: Any
 ) -> None:
     stage = play(lambda relay: masked(relay, masks=announced))
-    with pytest.raises(BucketCorrupt, match="bytes of sampling masks for 9 tokens"):
+    with pytest.raises(BucketCorrupt, match="lengths say 18 for 9 tokens"):
         receive(stage, ticket=MASKED, max_group_failures=1)
 
 
