@@ -42,12 +42,20 @@ def gather_rows(indices: Any, *buffers: Any) -> tuple[Any, ...]:
 
 
 def extend_by_chain(
-    original: Callable[..., Any], backend: Any, q: Any, k: Any, v: Any, layer: Any, batch: Any, **options: Any
+    original: Callable[..., Any],
+    backend: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    layer: Any,
+    batch: Any,
+    *rest: Any,
+    **options: Any,
 ) -> Any:
     """AROUND `forward_extend`: a chain to verify is an extend by its length. Each drafted token sees those before it."""
     if batch.forward_mode.is_target_verify():
         batch = verified_as_extend(batch)
-    return original(backend, q, k, v, layer, batch, **options)
+    return original(backend, q, k, v, layer, batch, *rest, **options)
 
 
 def verified_as_extend(batch: Any) -> Any:

@@ -126,6 +126,10 @@ class SlotRows:
         self.ids[slots_T] = expert_ids_TLK
         self._stamps[slots_T] = self._stamp((weight_version, int(kind)))
 
+    def forget(self, slots_T: torch.Tensor) -> None:
+        """What lies in these slots now was not computed here: the rows that they held are no longer theirs."""
+        self._stamps[slots_T] = self._stamp_of[MISSING_MAKER]
+
     def draft(self, slots_T: torch.Tensor, *, first_row: int, sample_key: int) -> FrameDraft:
         """Gather a request's rows, once, into the memory that becomes its frame."""
         draft = FrameDraft(

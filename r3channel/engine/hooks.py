@@ -26,6 +26,10 @@ MASKS = (
     ".SchedulerBatchResultProcessor.add_sampling_mask_return_values"
 )
 INIT_BATCH = f"{_SRT}.model_executor.forward_batch_info.ForwardBatch.init_new"
+TRANSFERRED = (
+    f"{_SRT}.disaggregation.decode_schedule_batch_mixin"
+    ".ScheduleBatchDisaggregationDecodeMixin.prepare_for_prebuilt"
+)
 INIT_CAPTURER = f"{_SRT}.model_executor.model_runner.ModelRunner.init_routed_experts_capturer"
 UPDATER = f"{_SRT}.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 UPDATES = tuple(
@@ -50,6 +54,7 @@ _COMMON: tuple[Name, ...] = (
     Name(COLLECT, ("self", "req")),
     Name(INIT_BATCH, ("batch",)),
     Name(f"{_SRT}.managers.schedule_batch.ScheduleBatch.decoding_reqs"),
+    Name(TRANSFERRED, ("self",)),
     Name(INIT_CAPTURER, ("self",)),
     Name(f"{_SRT}.plugins.hook_registry.HookRegistry.register", ("target", "hook", "hook_type")),
     Name(f"{_SRT}.plugins.hook_registry.HookType.AROUND"),
@@ -155,7 +160,14 @@ def installed_version() -> str:
 
 def hooked(table: str) -> tuple[str, ...]:
     """What is replaced or wrapped under a table of `TABLES`."""
-    return (CAPTURER, COLLECT, INIT_BATCH, INIT_CAPTURER, *(UPDATES if table == "0.5.15.post1" else ()))
+    return (
+        CAPTURER,
+        COLLECT,
+        INIT_BATCH,
+        TRANSFERRED,
+        INIT_CAPTURER,
+        *(UPDATES if table == "0.5.15.post1" else ()),
+    )
 
 
 def matching_table() -> str | None:

@@ -49,20 +49,12 @@ def refusals(
 
 
 def _refused_chains(values: Mapping[str, Any]) -> Iterator[Refusal]:
-    """Of speculation that is taken by itself: with what it is not."""
+    """Speculation before 0.5.23, whose settings have no `attn_dp_size`."""
     algorithm = values.get("speculative_algorithm")
-    if algorithm in (None, "NONE"):
-        return
-    if "attn_dp_size" not in values:
+    if algorithm not in (None, "NONE") and "attn_dp_size" not in values:
         yield (
             "speculative",
             f"--speculative-algorithm {algorithm}: this release was not read for it, only 0.5.23",
-        )
-    elif (values["attn_dp_size"] or 1) > 1:
-        yield (
-            "speculative",
-            f"--speculative-algorithm {algorithm} with DP attention: a graph that verifies has several rows of a request, and a "
-            "rank's are looked for as if it had one",
         )
 
 

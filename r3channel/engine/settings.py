@@ -41,6 +41,16 @@ class Setting(NamedTuple):
         return any(fnmatchcase(name, pattern) for pattern in self.names.split()) and self.covers(value)
 
 
+class Together(NamedTuple):
+    """Settings that are taken one by one and refused together."""
+
+    names: str
+    """For the reader."""
+    word: str
+    why: str
+    covers: Callable[[Mapping[str, Any]], bool]
+
+
 def _among(*values: Any) -> Callable[[Any], bool]:
     return lambda value: value in values
 
@@ -61,7 +71,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "speculative_algorithm",
         REFUSED,
-        "all but EAGLE, EAGLE3, STANDALONE; those too with DP attention, and before 0.5.23",
+        "all but EAGLE, EAGLE3, STANDALONE; those too before 0.5.23",
         "speculative",
         lambda value: value not in (None, "NONE", "EAGLE", "EAGLE3", "STANDALONE"),
     ),
@@ -116,6 +126,13 @@ SETTINGS: tuple[Setting, ...] = (
         "EAGLE, STANDALONE; 1",
         "greedy, with and without overlap, in-band and direct, with retraction: `test_speculative`",
         _among("EAGLE", "STANDALONE", 1),
+    ),
+    Setting(
+        "mamba_radix_cache_strategy",
+        TESTED,
+        "no_buffer",
+        "linear attention, with a second turn: `test_families`",
+        _among("no_buffer"),
     ),
     Setting("device", TESTED, "cpu", "every test of `tests/engine`", _among("cpu")),
     Setting("attention_backend", TESTED, "torch_native", "every test of `tests/engine`", _among("torch_native")),
@@ -175,6 +192,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "max_running_requests max_queued_requests max_total_tokens max_prefill_tokens mem_fraction_static "
         "page_size disable_radix_cache radix_eviction_policy* disable_chunked_prefix_cache "
+        "swa_full_tokens_ratio disable_hybrid_swa_memory "
         "prefill_m* prefill_d* schedule_* *priority* retraction_policy num_continuous_decode_steps scheduler_recv_interval "
         "enable_prefill_delayer enable_dynamic_chunking min_free_slots_delay load_balance_method",
         READ,
@@ -189,7 +207,7 @@ SETTINGS: tuple[Setting, ...] = (
         READ,
         "any; of model_impl: auto, sglang",
         _ASIDE + ": weights, where they come from and lie",
-        lambda value: value != "transformers",
+        lambda value: value not in ("transformers", "mindspore"),
     ),
     Setting(
         "host port nccl_port nnodes node_rank dist_* gated_launch_port base_gpu_id gpu_id_step random_seed "
@@ -218,13 +236,42 @@ SETTINGS: tuple[Setting, ...] = (
         _ASIDE + ": logs, metrics, traces",
     ),
     Setting(
-        "speculative_* disaggregation_* hicache_* lmcache_config_file flexkv_config_file *external_linker* cp_strategy "
+        "speculative_*",
+        READ,
+        "any",
+        _ASIDE + ": what drafts a chain, its length, what of it is accepted; its rows are those of the pass that verified it",
+    ),
+    Setting(
+        "disaggregation_* hicache_* lmcache_config_file flexkv_config_file *external_linker* cp_strategy "
         "pdmux_config_path sm_group_num tbo_token_distribution_threshold pp_*",
         READ,
         "any",
         _ASIDE + ", or it belongs to what is refused itself",
     ),
 )  # fmt: skip
+
+
+def _has_dp_attention(values: Mapping[str, Any]) -> bool:
+    return bool(values.get("enable_dp_attention")) or (values.get("attn_dp_size") or 1) > 1
+
+
+TOGETHER: tuple[Together, ...] = (
+    Together(
+        "speculative_algorithm with DP attention",
+        "speculative",
+        "a graph that verifies has several rows of a request, and a rank's are looked for as if it had one",
+        lambda values: (
+            values.get("speculative_algorithm") not in (None, "NONE") and _has_dp_attention(values)
+        ),
+    ),
+    Together(
+        "moe_runner_backend flashinfer_cutlass with DP attention",
+        "a2a",
+        "with FP4 experts each rank routes its own tokens before they are gathered, and its rows are looked for where they would "
+        "lie behind those of the ranks before it",
+        lambda values: values.get("moe_runner_backend") == "flashinfer_cutlass" and _has_dp_attention(values),
+    ),
+)
 
 
 def judged(name: str, value: Any) -> Setting | None:
@@ -245,9 +292,10 @@ def judgements(values: Mapping[str, Any], verdict: Verdict) -> Iterator[tuple[st
 
 
 def refused(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(word, reason) of each value that is refused."""
+    """(word, reason) of each value that is refused, and of those that are refused together."""
     for name, value, setting in judgements(values, Verdict.REFUSED):
         yield setting.why, f"{flag(name, value)}: {REFUSALS[setting.why]}"
+    yield from ((pair.word, f"{pair.names}: {pair.why}") for pair in TOGETHER if pair.covers(values))
 
 
 def flag(name: str, value: Any) -> str:
@@ -272,6 +320,7 @@ def table() -> str:
         "| settings | values | | why; of what is refused also the word that overrides |",
         "|---|---|---|---|",
     ]
+    lines += [f"| `{pair.names}` | | {REFUSED} | {pair.why} (`{pair.word}`) |" for pair in TOGETHER]
     for setting in SETTINGS:
         refusal = setting.verdict is REFUSED
         why = f"{REFUSALS[setting.why]} (`{setting.why}`)" if refusal else setting.why

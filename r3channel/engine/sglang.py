@@ -40,6 +40,7 @@ from r3channel.engine.hooks import (
     INIT_BATCH,
     INIT_CAPTURER,
     MASKS,
+    TRANSFERRED,
     UPDATES,
     check_hooks,
     hooked,
@@ -77,6 +78,7 @@ def apply(config: EngineConfig) -> None:
     HookRegistry.register(CAPTURER, FrameCapturer, HookType.REPLACE)
     HookRegistry.register(COLLECT, collect_frame, HookType.AROUND)
     HookRegistry.register(INIT_BATCH, note_mixed, HookType.AFTER)
+    HookRegistry.register(TRANSFERRED, note_transferred, HookType.AFTER)
     HookRegistry.register(INIT_CAPTURER, refuse_engine, HookType.BEFORE)
     if config.sampling_masks:
         if not _has_bags():
@@ -183,9 +185,9 @@ class FrameCapturer(RoutedExpertsCapturer):
     def __init__(
         self, model_config: Any, *, num_tokens: int, max_running_requests: int, device: str, **kwargs: Any
     ) -> None:
-        # One slot: SGLang's int32 host cache for all layers is given back at once. Its device buffer is made for one token of
-        # each request, but a pass that verifies drafts has all of theirs, and more rows than the buffer's end the engine.
-        most = max_running_requests * _verified_tokens()
+        # One slot: SGLang's int32 host cache for all layers is given back at once. Its device buffer is made for a chunk, and for
+        # one token of each request; more rows than the buffer's end the engine.
+        most = max(max_running_requests * _verified_tokens(), _unchunked_tokens(model_config))
         super().__init__(model_config, num_tokens=1, max_running_requests=most, device=device, **kwargs)
         if hasattr(self.host_cache, "destroy"):  # not in 0.5.15.post1
             self.host_cache.destroy()
@@ -197,6 +199,8 @@ class FrameCapturer(RoutedExpertsCapturer):
         self._selection = LayerSelection(self.spec, device=device)
         self._version = (weight_version(), parse_weight_version(weight_version()))
         self._draft: FrameDraft | None = None
+        self.transferred = slice(0)
+        """Of the request that `get_topk` is asked for next: the tokens whose keys another engine computed."""
 
     def destroy(self) -> None:
         if self.outlet is not None:
@@ -252,8 +256,10 @@ class FrameCapturer(RoutedExpertsCapturer):
         if start_len < 0:
             raise ValueError(f"start_len is {start_len}, expected >= 0")
         first_row = min(start_len, seqlen - 1)
-        slots_T = req_to_token_pool.req_to_token[req_pool_idx][first_row : seqlen - 1].cpu()
-        self._draft = self.host_cache.rows.draft(slots_T, first_row=first_row, sample_key=0)
+        slots_T = req_to_token_pool.req_to_token[req_pool_idx][: seqlen - 1].cpu()
+        # Not when they were transferred: an older request's last pass may write its row only then.
+        self.host_cache.rows.forget(slots_T[self.transferred])
+        self._draft = self.host_cache.rows.draft(slots_T[first_row:], first_row=first_row, sample_key=0)
         return torch.from_numpy(self._draft.ids_TLK)
 
     def take_draft(self, req: Any) -> FrameDraft:
@@ -281,9 +287,25 @@ def _verified_tokens() -> int:
     return runtime_context.max_speculative_num_draft_tokens() or 1
 
 
+def _unchunked_tokens(model_config: Any) -> int:
+    """How many tokens one prefill has at most where prompts are not chunked: several prompts' up to a budget, or one prompt's."""
+    values = settings()
+    if values["chunked_prefill_size"] > 0:
+        return 0
+    return max(values["max_prefill_tokens"], model_config.context_len)
+
+
 def note_mixed(made: Any, _class: Any, batch: Any, *_rest: Any, **_more: Any) -> None:
     """AFTER `ForwardBatch.init_new`: a runner turns a pass that also decodes into a prefill before it ends."""
     made.r3channel_mixed = bool(batch.decoding_reqs)
+
+
+def note_transferred(result: Any, batch: Any) -> None:
+    """AFTER a decode engine has taken requests over: their keys so far came from a prefill engine, or back from the host after
+    a retraction, into slots that hold other requests' rows."""
+    del result
+    for req, start, count in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True):
+        req.r3channel_transferred = slice(start, start + count)
 
 
 def _kind_of(forward_batch: Any) -> RowKind:
@@ -321,6 +343,7 @@ def collect_frame(original: Callable[..., None], processor: Any, req: Any) -> No
         return None
     request_id = str(req.rid)
     try:
+        capturer.transferred = getattr(req, "r3channel_transferred", slice(0))
         original(processor, req)
         reply = capturer.outlet.reply(capturer.take_draft(req), request_id=request_id)
     except Exception as error:

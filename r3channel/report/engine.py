@@ -10,7 +10,7 @@ import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
-from r3channel.engine.settings import Verdict, flag, judgements
+from r3channel.engine.settings import Verdict, flag, judgements, refused
 from r3channel.errors import R3Error
 from r3channel.report.check import Check
 from r3channel.spec import RoutingSpec
@@ -80,11 +80,11 @@ def _settings(url: str, hello: Hello, *, timeout_s: float) -> Iterator[Check]:
     for verdict in (Verdict.TESTED, Verdict.READ):
         shown = [flag(name, value) for name, value, _ in judgements(values, verdict) if value not in _UNSET]
         yield Check(name=f"settings {verdict}", ok=True, found=", ".join(shown) or "none")
-    refused = list(judgements(values, Verdict.REFUSED))
+    wrong = list(refused(values))
     yield Check(
         name="settings refused",
-        ok=all(setting.why in hello.allowed for _, _, setting in refused),
-        found=", ".join(flag(name, value) for name, value, _ in refused) or "none",
+        ok=all(word in hello.allowed for word, _ in wrong),
+        found=", ".join(reason.split(": ")[0] for _, reason in wrong) or "none",
         remedy="its rows may be wrong; its r3channel is older than this one, which would not start it",
     )
     yield Check(name="settings not read", ok=True, found=", ".join(hello.unread) or "none")

@@ -237,17 +237,16 @@ def test_padding_stays_out_of_expert_bias_counts_in_every_kind_of_recompute() ->
                 assert handle.counts is not None and torch.equal(handle.counts, wanted), layer
 
 
-def test_padding_stays_out_of_auxiliary_losses_where_the_model_is_told() -> None:
+def test_padding_stays_out_of_auxiliary_and_z_losses_where_the_model_is_told() -> None:
     """Without `padding_mask` Megatron counts padding; with it, gradients are those of the batch without padding."""
-    kind = {
-        "moe_router_enable_expert_bias": False,
-        "moe_router_load_balancing_type": "aux_loss",
-        "moe_aux_loss_coeff": 0.5,
-    }
     plain = {"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None}
+    kinds = (
+        {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.5},
+        {"moe_router_load_balancing_type": "none", "moe_z_loss_coeff": 0.5},
+    )
 
-    def gradient(pads: int, *, told: bool) -> torch.Tensor:
-        with bench(mtp_num_layers=None, **kind, **plain) as own:
+    def gradient(kind: dict[str, Any], pads: int, *, told: bool) -> torch.Tensor:
+        with bench(mtp_num_layers=None, moe_router_enable_expert_bias=False, **kind, **plain) as own:
             spread = torch.arange(pads * SAMPLES * 4, dtype=torch.uint8).view(-1, 4) % 16
             own.routing.whole = {key: torch.cat([ids, spread]) for key, ids in own.routing.whole.items()}
             mask = (torch.arange(LENGTH + pads) >= LENGTH).expand(SAMPLES, -1)
@@ -264,9 +263,24 @@ def test_padding_stays_out_of_auxiliary_losses_where_the_model_is_told() -> None
                     losses[:, :LENGTH].mean().backward()
             return torch.cat([h.module.weight.grad.flatten() for h in own.driver.handles.values()])  # type: ignore[union-attr]
 
-    wanted = gradient(0, told=False)
-    assert torch.allclose(gradient(4, told=True), wanted, atol=1e-6)
-    assert not torch.allclose(gradient(4, told=False), wanted, atol=1e-4)
+    for kind in kinds:
+        wanted = gradient(kind, 0, told=False)
+        assert torch.allclose(gradient(kind, 4, told=True), wanted, atol=1e-6), kind
+        assert not torch.allclose(gradient(kind, 4, told=False), wanted, atol=1e-4), kind
+
+
+def test_a_padding_mask_beside_an_expert_bias_is_an_error_of_megatrons() -> None:
+    """Of this release: `_apply_expert_bias` lays a mask of [rows] over counts of [rows, experts]."""
+    plain = {"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None}
+    tokens = torch.ones(SAMPLES, LENGTH, dtype=torch.long)
+    positions = torch.arange(LENGTH).expand_as(tokens)
+    with bench(mtp_num_layers=None, **plain) as own, own.driver.off(microbatch=0):
+        try:
+            own.model(tokens, positions, None, labels=tokens, padding_mask=torch.zeros_like(tokens).bool())
+        except RuntimeError as error:
+            assert f"({ROWS}) at non-singleton dimension 1" in str(error), error
+        else:
+            raise AssertionError("this Megatron can: then the trainer room's README says too little")
 
 
 def test_auxiliary_losses_count_the_natural_choice_and_not_the_replayed_one() -> None:

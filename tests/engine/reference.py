@@ -98,21 +98,38 @@ def _wait_for_answer(child: subprocess.Popen[str]) -> None:
 
 @functools.cache
 def _loaded(folder: str) -> tuple[Any, list[Any]]:
-    """A model, and the list into which its routers write their logits, one tensor for each MoE layer of a pass."""
+    """A model, and the list into which its routers write what they take the best of, one tensor for each MoE layer of a pass."""
     import torch
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    logits: list[torch.Tensor] = []
+    scores: list[torch.Tensor] = []
     for block in model.modules():
         if hasattr(block, "experts"):
             router = block.gate if hasattr(block, "gate") else block.router
             router.register_forward_hook(
-                lambda router, inputs, _: logits.append(
-                    inputs[0].reshape(-1, router.weight.shape[1]) @ router.weight.T
-                )
+                lambda router, inputs, _: scores.append(_scores(router, inputs[0], model.config))
             )
-    return model, logits
+    return model, scores
+
+
+def _scores(router: Any, hidden: Any, config: Any) -> Any:
+    """[T, E]: logits, or what a router with groups or a bias makes of them. Groups that are out lie far below all others."""
+    scores_TE = hidden.reshape(-1, router.weight.shape[1]) @ router.weight.T
+    if getattr(router, "bias", None) is not None:
+        scores_TE = scores_TE + router.bias
+    if hasattr(router, "e_score_correction_bias"):
+        scores_TE = scores_TE.sigmoid() + router.e_score_correction_bias
+    groups, best = (
+        getattr(config, "n_group", None) or 1,
+        2 if hasattr(router, "e_score_correction_bias") else 1,
+    )
+    if groups == 1:
+        return scores_TE
+    scores_TGE = scores_TE.unflatten(1, (groups, -1))
+    chosen_TG = scores_TGE.topk(best, -1).values.sum(-1).topk(config.topk_group, -1).indices
+    out_TG = scores_TE.new_ones(len(scores_TE), groups).scatter(1, chosen_TG, 0)
+    return (scores_TGE - 1e6 * out_TG.unsqueeze(-1)).flatten(1)
 
 
 def main() -> None:
@@ -121,13 +138,13 @@ def main() -> None:
 
     for line in sys.stdin:
         jobs, results = json.loads(line), {}
-        model, logits = _loaded(jobs["model"])
+        model, scores = _loaded(jobs["model"])
         top_k = model.config.num_experts_per_tok
         for index, tokens in enumerate(jobs["token_lists"]):
-            logits.clear()
+            scores.clear()
             with torch.no_grad():
                 results[f"logits{index}"] = model(torch.tensor([tokens])).logits[0].numpy()
-            top = [layer.topk(top_k + 1, -1) for layer in logits]
+            top = [layer.topk(top_k + 1, -1) for layer in scores]
             results[f"ids{index}"] = torch.stack([layer.indices[:, :top_k] for layer in top], 1).numpy()
             gaps = [-layer.values.diff(dim=-1).max(dim=-1).values for layer in top]
             results[f"gaps{index}"] = torch.stack(gaps, 1).numpy()

@@ -195,6 +195,17 @@ def test_provenance_follows_the_slot_and_not_the_request() -> None:
     assert np.array_equal(frame.decode(), ids[[1, 0, 4, 3]].numpy())
 
 
+def test_rows_of_slots_that_another_engine_filled_are_missing_until_they_are_written_again() -> None:
+    rows, buffer = slot_rows(SPEC, 8), device_buffer(SPEC, 4)
+    ids = narrowed(SPEC, buffer)
+    rows.write(torch.arange(4), ids, weight_version=5, kind=RowKind.DECODED)
+    rows.forget(torch.tensor([1, 2]))
+    rows.write(torch.tensor([2]), ids[:1], weight_version=6, kind=RowKind.DECODED)
+    frame = parse_frame(rows.draft(torch.arange(4), first_row=0, sample_key=0).encode().tobytes(), spec=SPEC)
+    assert frame.valid_T.tolist() == [True, False, True, True]
+    assert [span.weight_version for span in frame.provenance] == [5, NO_VERSION, 6, 5]
+
+
 def test_rows_without_usable_ids_become_missing_rows_of_no_version() -> None:
     rows, buffer = slot_rows(SPEC, 8), device_buffer(SPEC, 3)
     buffer[2] = -1

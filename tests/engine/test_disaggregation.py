@@ -27,6 +27,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.full, pytest.mark.timeout(400)]
 
 SPEC = RoutingSpec(num_layers=4, moe_layers=(1, 2, 3), num_experts=128, top_k=8)
 LENGTHS, NEW_TOKENS = (3, 40, 200, 130, 17), 12
+SLOTS, EARLIER_TOKENS, ROUNDS = 1024, 60, 3
+"""Of the decode engine; tokens of the rounds before the last; rounds, of which the last takes slots that others decoded in."""
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +48,7 @@ def urls(model_dir: Path, bootstrap_port: int) -> Iterator[tuple[str, str]]:
                     EngineOptions(
                         model=model_dir,
                         chunked_prefill_size=128,
+                        max_total_tokens=SLOTS if mode == "decode" else 16384,
                         overlap=mode == "decode",  # else a chunk's transfer waits for an event of a GPU
                         env=env,
                         extra_args=(
@@ -64,19 +67,24 @@ def urls(model_dir: Path, bootstrap_port: int) -> Iterator[tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def halves(urls: tuple[str, str], bootstrap_port: int) -> list[tuple[Reply, Reply]]:
-    """The replies of both engines to requests of several lengths at once, as a router of SGLang sends them."""
+    """The replies of both engines to requests of several lengths at once, as a router of SGLang sends them, in the last round."""
 
-    def ask(url: str, room: int, length: int) -> Reply:
-        prompt = np.random.default_rng(length).integers(4, 512, length).tolist()
+    def ask(url: str, room: int, length: int, new_tokens: int) -> Reply:
+        prompt = np.random.default_rng(room).integers(4, 512, length).tolist()
         where = {"bootstrap_host": "127.0.0.1", "bootstrap_port": bootstrap_port, "bootstrap_room": room}
-        return generate(url, prompt, new_tokens=NEW_TOKENS, **where)
+        return generate(url, prompt, new_tokens=new_tokens, **where)
 
-    with ThreadPoolExecutor(2 * len(LENGTHS)) as pool:
+    def a_round(first_room: int, new_tokens: int) -> list[tuple[Reply, Reply]]:
         both = [
-            tuple(pool.submit(ask, url, room, length) for url in urls)
-            for room, length in enumerate(LENGTHS, 1)
+            tuple(pool.submit(ask, url, room, length, new_tokens) for url in urls)
+            for room, length in enumerate(LENGTHS, first_room)
         ]
         return [(prefill.result(), decode.result()) for prefill, decode in both]
+
+    with ThreadPoolExecutor(2 * len(LENGTHS)) as pool:
+        for earlier in range(1, ROUNDS):
+            a_round(100 * earlier, EARLIER_TOKENS)
+        return a_round(100 * ROUNDS, NEW_TOKENS)
 
 
 def test_neither_engine_has_all_rows_and_says_so(halves: list[tuple[Reply, Reply]]) -> None:

@@ -62,6 +62,10 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """In the words of the checkpoints' own config.json; the numbers are those of `models`, where their status is told."""
 
+DEEPSEEK_V2 = {
+    "model_type": "deepseek_v2", "num_hidden_layers": 60, "n_routed_experts": 160, "num_experts_per_tok": 6,
+    "n_shared_experts": 2, "moe_layer_freq": 1, "first_k_dense_replace": 1, "n_group": 8, "topk_group": 3,
+}  # fmt: skip
 PLAIN = {"num_hidden_layers": 4, "num_experts": 8, "num_experts_per_tok": 2}
 
 
@@ -73,6 +77,11 @@ def test_a_published_configuration_gives_the_models_routing(name: str) -> None:
 def test_maverick_has_24_moe_layers_of_48() -> None:
     spec = RoutingSpec.from_hf_config(PUBLISHED["llama-4-maverick"])
     assert spec.moe_layers == tuple(range(1, 48, 2)) and spec.num_experts == 128
+
+
+def test_deepseek_v2_starts_dense_and_its_shared_experts_are_no_ids() -> None:
+    spec = RoutingSpec.from_hf_config(DEEPSEEK_V2)
+    assert spec == RoutingSpec(num_layers=60, moe_layers=tuple(range(1, 60)), num_experts=160, top_k=6)
 
 
 def test_nemotrons_pattern_is_its_layers() -> None:

@@ -1,0 +1,9 @@
+"""Models of a server on a CPU with what SGLang 0.5.23 lacks there for them, in torch; the engine room's README has the list.
+
+SGLANG_EXTERNAL_MODEL_PACKAGE names this package. Routers, top-k and capture are SGLang's own.
+"""
+
+from __future__ import annotations
+
+# The experts of the embedded engine, for all of these.
+from r3channel.embedded.sglang_models import qwen3_moe as qwen3_moe
