@@ -41,7 +41,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "env": ON_CPU, "overlap": False, "extra_args": ("--mamba-radix-cache-strategy", "no_buffer"),
     },
 }  # fmt: skip
-"""What a family's server needs beside the others' options; SGLang would not start it otherwise."""
+"""Other options of a family's server: what it cannot start without on a CPU, and prompts that are not chunked once."""
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 from r3channel.config import REFUSALS
 from r3channel.engine import settings
 from r3channel.engine.refusals import Router, refusals, refuse, refused_unread, unread
-from r3channel.engine.settings import SETTINGS, Verdict, flag, judged
+from r3channel.engine.settings import SETTINGS, TOGETHER, Verdict, flag, judged
 from r3channel.errors import ConfigError
 from r3channel.spec import RoutingSpec
 
@@ -121,7 +121,8 @@ def test_the_rooms_readme_has_the_table_that_engines_are_judged_by() -> None:
 def test_every_refusal_of_the_table_has_a_reason_and_comes_before_what_is_taken() -> None:
     kinds = [setting.verdict is Verdict.REFUSED for setting in SETTINGS]
     assert kinds == sorted(kinds, reverse=True)
-    assert {setting.why for setting in SETTINGS if setting.verdict is Verdict.REFUSED} <= set(REFUSALS)
+    words = {setting.why for setting in SETTINGS if setting.verdict is Verdict.REFUSED}
+    assert words | {pair.word for pair in TOGETHER} <= set(REFUSALS)
 
 
 def test_a_value_is_judged_by_the_first_line_that_is_about_it() -> None:
