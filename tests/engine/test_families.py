@@ -32,7 +32,7 @@ ON_CPU = {
     "TORCHDYNAMO_DISABLE": "1",  # Llama 4 and gpt-oss compile what a few lines of torch do
 }
 OPTIONS: dict[str, dict[str, Any]] = {
-    "mixtral": {"chunked_prefill_size": -1},
+    "mixtral": {"chunked_prefill_size": -1, "extra_args": ("--mem-fraction-static", "0.5")},
     "deepseek_v2": {"env": ON_CPU},
     "deepseek_v3": {"env": ON_CPU},
     "gpt_oss": {"env": ON_CPU, "extra_args": ("--attention-backend", "intel_amx")},  # on this CPU it becomes torch_native
