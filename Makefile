@@ -16,6 +16,8 @@ ARGS ?=
 
 LOCK := r3channel/embedded/requirements.txt
 VENV := .venv
+HEAVY := (engine or dist or e2e)
+SHARED := -n 2 --dist loadfile
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 # The stamp's name is a hash of all that setup depends on: when nothing changed, setup is one look at a file.
@@ -56,18 +58,20 @@ $(READY):
 demo: setup
 	$(BIN)/r3channel demo $(ARGS)
 
+# Tests in one process share the cores with another worker's; engines, trainers and whole runs need all of them.
 test: setup
-	$(BIN)/python -m pytest -m "not full" $(ARGS)
+	$(BIN)/python -m pytest -m "not full and not $(HEAVY)" $(SHARED) $(ARGS)
+	$(BIN)/python -m pytest -m "not full and $(HEAVY)" $(ARGS)
 
-test-full: setup
-	$(BIN)/python -m pytest $(ARGS)
+test-full: test test-rest
 
-# What test-full runs beyond test. pytest ends with 5 when nothing is marked.
+# What test-full runs beyond test.
 test-rest: setup
-	$(BIN)/python -m pytest -m full $(ARGS) || { code=$$?; [ $$code -eq 5 ] || exit $$code; }
+	$(BIN)/python -m pytest -m "full and not $(HEAVY)" $(SHARED) $(ARGS)
+	$(BIN)/python -m pytest -m "full and $(HEAVY)" $(ARGS)
 
 quick: setup
-	$(BIN)/python -m pytest -m "not full and not engine and not dist and not e2e" tests/unit $(wildcard tests/contract) $(ARGS)
+	$(BIN)/python -m pytest -m "not full and not $(HEAVY)" tests/unit $(wildcard tests/contract) $(SHARED) $(ARGS)
 
 # DEVICE=cpu runs the same checks in small, in .venv. WHEELS: a folder that gpu-wheels filled, for what the machine lacks.
 DEVICE ?= cuda
