@@ -258,7 +258,8 @@ class FrameCapturer(RoutedExpertsCapturer):
         first_row = min(start_len, seqlen - 1)
         slots_T = req_to_token_pool.req_to_token[req_pool_idx][: seqlen - 1].cpu()
         # Not when they were transferred: an older request's last pass may write its row only then.
-        self.host_cache.rows.forget(slots_T[self.transferred])
+        if self.transferred.stop:
+            self.host_cache.rows.forget(slots_T[self.transferred])
         self._draft = self.host_cache.rows.draft(slots_T[first_row:], first_row=first_row, sample_key=0)
         return torch.from_numpy(self._draft.ids_TLK)
 
