@@ -388,10 +388,6 @@ def _masks_frame(req: Any) -> bytes:
 
 def refuse_masks(values: dict[str, Any]) -> None:
     """End the start where sampling masks could not follow their frames."""
-    if not _has_bags():
-        raise ConfigError(
-            f"R3CHANNEL_SAMPLING_MASKS=1: SGLang {installed_version()} returns no sampling masks"
-        )
     mode, most = values["disaggregation_mode"], values["sampling_mask_max_tokens"]
     if mode != "null" or most > MOST_IDS:
         raise ConfigError(
