@@ -18,9 +18,9 @@ _WRITE_LIMIT_S = 2.0
 """Between the creation of a token's file and its content, on a slow shared folder."""
 
 
-def create_token(path: str | Path) -> str:
-    """Write a fresh token of 256 bits into a new file of mode 0600 and return it; an existing file is refused."""
-    token = secrets.token_hex(32)
+def create_token(path: str | Path, *, token: str = "") -> str:
+    """Write a token, by default a fresh one of 256 bits, into a new file of mode 0600; an existing file is refused."""
+    token = token or secrets.token_hex(32)
     try:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError as error:

@@ -1,0 +1,249 @@
+"""What every process of a run without a GPU needs changed; `setup` is Ray's worker_process_setup_hook. No file is edited.
+
+Each change is made when the module concerned is imported, so that processes that need none of it pay nothing. Lines are of
+slime 624b824a.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.abc
+import importlib.util
+import os
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Calls a function with a module right after its code has run, before the importer sees it."""
+
+    def __init__(self) -> None:
+        self.callbacks: dict[str, Callable[[Any], None]] = {}
+        self._inside: set[str] = set()
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name not in self.callbacks or name in self._inside:
+            return None
+        self._inside.add(name)
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._inside.discard(name)
+        if spec is None or spec.loader is None:
+            return spec
+        run, callback = spec.loader.exec_module, self.callbacks[name]
+
+        def exec_module(module: Any) -> None:
+            run(module)
+            callback(module)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+_FINDER = _AfterImport()
+
+
+def after_import(name: str, callback: Callable[[Any], None]) -> None:
+    if name in sys.modules:
+        callback(sys.modules[name])
+    else:
+        _FINDER.callbacks[name] = callback
+
+
+def _cpu_accelerator(module: Any) -> None:
+    """slime's own extension point: register_accelerator, SLIME_ACCELERATOR."""
+    import torch
+    from slime.utils.accelerator.base import Accelerator  # pyright: ignore[reportMissingImports]
+
+    device = torch.device("cpu")
+    answers: dict[str, Any] = {
+        "is_available": True,
+        "device": device,
+        "device_name": "cpu",
+        "set_device": None,
+        "current_device": "cpu",
+        "device_count": 1,
+        "synchronize": None,
+        "current_stream": None,
+        "empty_cache": None,
+        "mem_get_info": (64 << 30, 128 << 30),  # below 3 GiB slime collects garbage at every collective
+        "memory_allocated": 0,
+        "memory_reserved": 0,
+        "distributed_device_id": None,
+    }
+    methods = {name: (lambda *_args, _answer=answer, **_options: _answer) for name, answer in answers.items()}
+    names = {"name": "cpu", "device_type": "cpu", "communication_backend_name": "gloo"}
+    kind = type("CPUAccelerator", (Accelerator,), {**names, **methods})
+    module.register_accelerator("cpu", kind, lambda: True, communication_backends=("gloo",))
+
+
+class _NumpyOne(types.ModuleType):
+    """numpy under the version that initialize.py:66 asserts."""
+
+    __version__ = "1.26.4"
+
+    def __getattr__(self, name: str) -> Any:
+        import numpy
+
+        return getattr(numpy, name)
+
+
+def _numpy_assert(module: Any) -> None:
+    module.np = _NumpyOne("numpy")
+
+
+def _newer_sglang(module: Any) -> None:
+    """sglang_engine.py:575: ServerArgs is a msgspec Struct since 0.5.2x. :423,430: it takes broadcasts only between two calls."""
+
+    def fields(kind: Any) -> Any:
+        if dataclasses.is_dataclass(kind):
+            return dataclasses.fields(kind)
+        import msgspec
+
+        return msgspec.structs.fields(kind)
+
+    module.dataclasses = types.SimpleNamespace(**{**vars(dataclasses), "fields": fields})
+
+
+def _newer_collectives(module: Any) -> None:
+    """reloadable_process_group.py:285 forwards each method by name; torch 2.13 calls new ones, which then find no backend."""
+    group = module.ReloadableProcessGroup
+
+    def forward(name: str) -> Callable[..., Any]:
+        return lambda self, *args, **options: self._fwd(name, *args, **options)
+
+    for kind in ("all_gather_single", "reduce_scatter_single", "all_to_all_single"):
+        for name in (kind, f"{kind}_coalesced"):
+            if hasattr(group, name) and name not in vars(group):
+                setattr(group, name, forward(name))
+
+
+def _te_names(module: Any) -> None:
+    """update_weight/common.py:130 and hf_to_megatron know parameter names of the Transformer Engine spec only."""
+    from r3channel.weights.convert import te_name
+
+    class Named:
+        def __init__(self, chunk: Any) -> None:
+            self._chunk = chunk
+
+        def named_parameters(self) -> Any:
+            return ((te_name(name), value) for name, value in self._chunk.named_parameters())
+
+        def named_buffers(self) -> Any:
+            return ((te_name(name), value) for name, value in self._chunk.named_buffers())
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._chunk, name)
+
+    inner = module.named_params_and_buffers
+
+    def named_params_and_buffers(args: Any, model: Any, *rest: Any, **options: Any) -> Any:
+        return inner(args, [Named(chunk) for chunk in model], *rest, **options)
+
+    module.named_params_and_buffers = named_params_and_buffers
+
+
+def _unpinned() -> None:
+    """tensor_backper.py:61 and routing_replay.py:101 ask for pinned memory with empty_like."""
+    import torch
+
+    inner = torch.empty_like
+    torch.empty_like = lambda *args, pin_memory=False, **options: inner(*args, **options)  # type: ignore[assignment]
+
+
+def _device_properties(torch: Any) -> None:
+    """Megatron's validate_args asks for the compute capability."""
+    found = types.SimpleNamespace(major=9, minor=0, multi_processor_count=1, total_memory=1 << 30, name="cpu")
+    torch.cuda.get_device_properties = lambda *_args, **_options: found
+
+
+def _timed_manager(module: Any) -> None:
+    """What the rollout manager spends on routing and on its ordinary data; both ways have the same ends."""
+    from examples.slime.cpu import witness
+
+    manager = module.RolloutManager.__ray_metadata__.modified_class
+    witness.timed(manager, "_convert_samples_to_train_data", "split")
+    split = manager._split_train_data_by_dp
+
+    def split_train_data_by_dp(self: Any, data: Any) -> Any:
+        import pickle
+
+        with witness.spent("split"):
+            boxes = split(self, data)
+        import ray
+
+        sizes = [len(pickle.dumps(ray.get(box.inner), protocol=5)) for box in boxes]
+        tokens = sum(len(one) for one in data["tokens"])
+        _TOLD["store_bytes"] = _TOLD.get("store_bytes", 0) + sum(sizes)
+        _TOLD["tokens"] = _TOLD.get("tokens", 0) + tokens
+        return boxes
+
+    dispose = manager.dispose
+
+    def disposed(self: Any) -> None:
+        witness.tell("manager", **_TOLD)
+        dispose(self)
+
+    manager._split_train_data_by_dp, manager.dispose = split_train_data_by_dp, disposed
+
+
+_TOLD: dict[str, float] = {}
+
+
+def _timed_replies(module: Any) -> None:
+    """slime decodes int32 here; with the channel the field is gone by then."""
+    from examples.slime.cpu import witness
+
+    _count_bytes(module.Sample, "_apply_meta_info", meta_info_at=2)
+    witness.timed(module.Sample, "_apply_meta_info", "reply")
+
+
+def _timed_rows(module: Any) -> None:
+    from examples.slime.cpu import witness
+
+    _count_bytes(module.SampleRows, "take", meta_info_at=2)
+    witness.timed(module.SampleRows, "take", "reply")
+    witness.timed(module.SampleRows, "seal", "split")
+
+
+def _count_bytes(owner: Any, name: str, *, meta_info_at: int) -> None:
+    inner = getattr(owner, name)
+
+    def counted(*args: Any, **options: Any) -> Any:
+        field = args[meta_info_at].get("routed_experts")
+        _TOLD["reply_bytes"] = _TOLD.get("reply_bytes", 0) + (len(field) if isinstance(field, str) else 0)
+        return inner(*args, **options)
+
+    setattr(owner, name, counted)
+
+
+def setup() -> None:
+    """Install in this process. Ray calls it in each worker; the driver calls it itself."""
+    if _FINDER in sys.meta_path:
+        return
+    sys.meta_path.insert(0, _FINDER)
+    after_import("slime.utils.accelerator", _cpu_accelerator)
+    after_import("slime.utils.reloadable_process_group", _newer_collectives)
+    after_import("slime.backends.sglang_utils.sglang_engine", _newer_sglang)
+    after_import("slime.backends.megatron_utils.initialize", _numpy_assert)
+    after_import("slime.backends.megatron_utils.update_weight.common", _te_names)
+    after_import("torch", _device_properties)
+    witnessed = bool(os.environ.get("SLIME_CPU_WITNESS"))
+    if os.environ.get("SLIME_CPU_TRAINER") == "1":
+        from r3channel.embedded import megatron_shim
+
+        megatron_shim.install()
+        _unpinned()
+        if witnessed:
+            from examples.slime.cpu import witness
+
+            after_import("r3channel.integrations.slime_trainer", witness.watch_channel)
+            after_import("slime.utils.routing_replay", witness.watch_replay)
+            after_import("slime.backends.megatron_utils.actor", witness.watch_actor)
+    elif witnessed:
+        after_import("slime.utils.types", _timed_replies)
+        after_import("r3channel.integrations.samples", _timed_rows)
+        after_import("slime.ray.rollout", _timed_manager)

@@ -1,0 +1,229 @@
+"""slime's train_async.py on a CPU, with the channel or as it is: a checkpoint, real SGLang servers, prompts, then the driver.
+
+    R3CHANNEL_UPSTREAM=FOLDER python -m examples.slime.cpu.run --work DIR [--tp 2] [--dp 2] ... [--stock] [-- slime's arguments]
+
+Prints one JSON object: what routers used beside what engines said, bytes, seconds, memory, and slime's own numbers of each step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from examples.slime.cpu.router import Router
+from examples.slime.cpu.sources import Sources, ready
+from examples.slime.cpu.witness import compare, said_by_dump, said_by_recording
+from r3channel.bearer import create_token
+from r3channel.embedded.model import VOCAB_SIZE, write_model
+from r3channel.embedded.sglang import EngineOptions, EngineServer, environment, kill_family
+from r3channel.spec import RoutingSpec
+
+_ROOT = Path(__file__).resolve().parents[3]
+_HERE = "examples.slime.cpu"
+_LOG_TAIL = 3000
+
+
+def options_of(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=f"python -m {_HERE}.run", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--work", type=lambda text: Path(text).resolve(), required=True)
+    parser.add_argument("--sources", type=lambda text: Path(text).resolve(), help="where they are made ready; default: in --work")
+    parser.add_argument("--steps", type=int, default=2)
+    for name in ("tp", "dp", "cp", "ep", "pp", "engines"):
+        parser.add_argument(f"--{name}", type=int, default=1)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--experts", type=int, default=16)
+    parser.add_argument("--top-k", type=int, default=4)
+    parser.add_argument("--response-length", type=int, default=24)
+    parser.add_argument("--delivery", choices=("inband", "direct"), default="inband")
+    parser.add_argument("--stock", action="store_true", help="slime's own --use-rollout-routing-replay instead of the channel")
+    parser.add_argument("--script", default="train_async.py")
+    parser.add_argument("--corrupt", action="store_true", help="one wrong id in a trainer's memory: the run must fail")
+    parser.add_argument("--timeout-s", type=float, default=420)
+    parser.add_argument("more", nargs="*", help="after --: further arguments of slime")
+    options = parser.parse_args(argv)
+    options.world = options.tp * options.dp * options.cp * options.pp
+    return options
+
+
+def main(argv: list[str] | None = None) -> int:
+    result = run(options_of(argv))
+    print(json.dumps(result, indent=1))
+    return int(result["exit"])
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """One job from nothing; `exit` is that of the process that ran slime's script."""
+    sources = ready(options.sources or options.work / "sources")
+    for name in ("routers", "rollouts", "recording", "weights"):
+        shutil.rmtree(options.work / name, ignore_errors=True)
+    options.work.mkdir(parents=True, exist_ok=True)
+    shape = {"layers": options.layers, "experts": options.experts, "top_k": options.top_k}
+    model = write_model(options.work / "model", dtype="bfloat16", **shape)
+    prompts = _write_prompts(options.work / "prompts.jsonl")
+    started = time.monotonic()
+    with ExitStack() as stack:
+        router = stack.enter_context(Router())
+        ray_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="r3-"))  # short: sockets lie below it
+        options.port, options.token = _free_port(), Path(ray_dir, "token")
+        create_token(options.token)
+        servers = [
+            stack.enter_context(EngineServer(_engine(options, model), log_path=options.work / f"engine-{index}.log"))
+            for index in range(options.engines)
+        ]
+        for server in servers:
+            server.wait_ready()
+        arguments = _slime_arguments(options, model, prompts, [server.url for server in servers], router.port)
+        command = [sys.executable, "-m", f"{_HERE}.driver", str(sources.slime / options.script), *arguments]
+        with open(options.work / "driver.log", "w") as log:
+            child = subprocess.Popen(
+                command, env=_environment(options, sources, ray_dir), cwd=options.work, stdout=log, stderr=subprocess.STDOUT
+            )
+            try:
+                code = child.wait(options.timeout_s)
+            except subprocess.TimeoutExpired:
+                code = 124
+            finally:
+                kill_family(child)
+    return {
+        "exit": code,
+        "seconds": round(time.monotonic() - started, 1),
+        "rows": _compared(options, model),
+        "processes": {path.stem: json.loads(path.read_text()) for path in sorted((options.work / "routers").glob("*.json"))},
+        "steps": _steps(options.work / "driver.log"),
+        "tail": "" if code == 0 else (options.work / "driver.log").read_text(errors="replace")[-_LOG_TAIL:],
+    }
+
+
+def _engine(options: argparse.Namespace, model: Path) -> EngineOptions:
+    direct = {
+        "R3CHANNEL_DELIVERY": "direct",
+        "R3CHANNEL_RELAY_URL": f"http://127.0.0.1:{options.port}",
+        "R3CHANNEL_TOKEN_FILE": str(options.token),
+    }
+    env = direct if options.delivery == "direct" else {}
+    return EngineOptions(model=model, r3channel=not options.stock, dtype="bfloat16", env=env)
+
+
+def _slime_arguments(
+    options: argparse.Namespace, model: Path, prompts: Path, engines: list[str], router_port: int
+) -> list[str]:
+    config = json.loads((model / "config.json").read_text())
+    dense = set(config["mlp_only_layers"])
+    pattern = [int(layer not in dense) for layer in range(config["num_hidden_layers"])]
+    trainer = {"SLIME_CPU_TRAINER": "1"}
+    text = f"""
+    --hf-checkpoint {model} --load {model}
+    --num-layers {config["num_hidden_layers"]} --hidden-size {config["hidden_size"]}
+    --ffn-hidden-size {config["intermediate_size"]} --num-attention-heads {config["num_attention_heads"]}
+    --group-query-attention --num-query-groups {config["num_key_value_heads"]} --kv-channels {config["head_dim"]}
+    --qk-layernorm --normalization RMSNorm --norm-epsilon {config["rms_norm_eps"]} --swiglu --disable-bias-linear
+    --position-embedding-type rope --use-rotary-position-embeddings --rotary-base {int(config["rope_theta"])}
+    --untie-embeddings-and-output-weights --vocab-size {config["vocab_size"]} --make-vocab-size-divisible-by 1
+    --max-position-embeddings {config["max_position_embeddings"]} --seq-length 256
+    --num-experts {config["num_experts"]} --moe-router-topk {config["num_experts_per_tok"]}
+    --moe-ffn-hidden-size {config["moe_intermediate_size"]} --moe-layer-freq {json.dumps(pattern).replace(" ", "")}
+    --moe-router-load-balancing-type none --moe-aux-loss-coeff 0 --moe-router-score-function softmax
+    --moe-token-dispatcher-type alltoall --moe-router-dtype fp32
+    --attention-dropout 0 --hidden-dropout 0
+    --spec {_HERE}.functions layers --transformer-impl local --use-cpu-initialization --distributed-backend gloo
+    --no-gradient-accumulation-fusion --no-persist-layer-norm --no-masked-softmax-fusion --no-bias-swiglu-fusion
+    --no-bias-dropout-fusion --no-rope-fusion --attention-backend unfused
+    --accumulate-allreduce-grads-in-fp32
+    --tensor-model-parallel-size {options.tp} --pipeline-model-parallel-size {options.pp}
+    --context-parallel-size {options.cp} --expert-model-parallel-size {options.ep} --expert-tensor-parallel-size 1
+    --optimizer adam --lr 1e-4 --lr-decay-style constant --weight-decay 0 --clip-grad 1.0
+    --actor-num-nodes 1 --actor-num-gpus-per-node {options.world} --num-gpus-per-node {options.world}
+    --train-env-vars {json.dumps(trainer, separators=(",", ":"))}
+    --save-debug-rollout-data {options.work}/rollouts/{{rollout_id}}.pt
+    --rollout-external-engine-addrs {" ".join(engines)}
+    --update-weight-mode full --update-weight-transport disk --update-weight-disk-dir {options.work / "weights"}
+    --prompt-data {prompts} --input-key text --label-key label --custom-rm-path {_HERE}.functions.reward
+    --num-rollout {options.steps} --rollout-batch-size 2 --n-samples-per-prompt 4 --global-batch-size 8
+    --micro-batch-size 1 --rollout-max-response-len {options.response_length} --rollout-temperature 1.0
+    --advantage-estimator grpo --eps-clip 0.2
+    --use-dynamic-batch-size --max-tokens-per-gpu 256
+    --sglang-router-ip 127.0.0.1 --sglang-router-port {router_port}
+    """
+    arguments = text.split()
+    arguments += ["--sequence-parallel"] if options.tp > 1 else []
+    arguments += ["--cp-comm-type", "all_gather"] if options.cp > 1 else []  # what Megatron allows without Transformer Engine
+    if options.stock:
+        arguments.append("--use-rollout-routing-replay")
+    else:
+        arguments += ["--use-r3-channel", "--r3-record", str(options.work / "recording")]
+        arguments += ["--r3-delivery", options.delivery]
+    if options.delivery == "direct":
+        arguments += ["--r3-ingest-port", str(options.port), "--r3-token-file", str(options.token)]
+    return [*arguments, *options.more]
+
+
+def _environment(options: argparse.Namespace, sources: Sources, ray_dir: str) -> dict[str, str]:
+    env = environment()
+    names = ("R3CHANNEL_EMBEDDED", "SGLANG_USE_CPU_ENGINE", "GLOO_SOCKET_IFNAME", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+    megatron, slime, extra = sources.path
+    inherited = {
+        "SLIME_ACCELERATOR": "cpu",
+        "SLIME_HOST_IP": "127.0.0.1",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "WANDB_MODE": "disabled",
+        "no_proxy": "127.0.0.1,localhost",
+        "NO_PROXY": "127.0.0.1,localhost",
+        "PYTHONPATH": os.pathsep.join([str(_ROOT), megatron, slime, env["PYTHONPATH"], extra]),
+        "SLIME_CPU_WITNESS": str(options.work / "routers"),
+        "SLIME_CPU_CORRUPT": str(int(options.corrupt)),
+        "OMP_NUM_THREADS": env["OMP_NUM_THREADS"],
+        **{name: env[name] for name in names},
+    }
+    return {
+        **env,
+        **inherited,
+        "SLIME_CPU_WORKER_ENV": json.dumps(inherited),
+        "SLIME_CPU_GPUS": str(options.world),
+        "SLIME_CPU_RAY_DIR": ray_dir,
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    }
+
+
+def _compared(options: argparse.Namespace, model: Path) -> dict[str, int]:
+    spec = RoutingSpec.from_hf_config(json.loads((model / "config.json").read_text()))
+    said = said_by_dump(options.work / "rollouts", spec.moe_layers) if options.stock else said_by_recording(options.work / "recording")
+    return compare(options.work / "routers", said, spec.moe_layers)
+
+
+def _steps(log: Path) -> list[dict[str, float]]:
+    """slime's own line of each optimizer step: `step N: {...}`."""
+    lines = re.findall(r"step \d+: (\{'train/[^}]*\})", log.read_text(errors="replace"))
+    return [{name: value for name, value in ast.literal_eval(line).items() if isinstance(value, int | float)} for line in lines]
+
+
+def _write_prompts(path: Path, *, count: int = 64) -> Path:
+    lines = [
+        {"text": " ".join(f"t{4 + (7 * row + 13 * word) % (VOCAB_SIZE - 4)}" for word in range(6 + row % 5)), "label": ""}
+        for row in range(count)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

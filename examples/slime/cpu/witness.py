@@ -1,0 +1,258 @@
+"""What each trainer's routers used, beside what the engines said. SLIME_CPU_WITNESS=FOLDER in the trainers' environment.
+
+FOLDER/router-STEP-RANK.npz: equally long arrays sample, position, layer (0-based decoder layer) and ids [N, top-k]; rows that
+slime pads are left out, and the last token of a sample, which no engine computed. Also what was timed and how large the process grew.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from r3channel.recording import Recording
+
+_EXPECTED: list[tuple[Any, Any]] = []  # (samples, positions) of each micro-batch, as this rank's routers see the rows
+_SEEN: list[tuple[Any, Any, Any, Any]] = []
+_STEP = [0]
+_SPENT: dict[str, float] = {}
+
+
+@contextmanager
+def spent(what: str) -> Iterator[None]:
+    begin = time.perf_counter()
+    try:
+        yield
+    finally:
+        _SPENT[what] = _SPENT.get(what, 0.0) + time.perf_counter() - begin
+
+
+def timed(owner: Any, name: str, what: str) -> None:
+    """Wrap a function of a module or class."""
+    inner = getattr(owner, name)
+
+    def run(*args: Any, **options: Any) -> Any:
+        with spent(what):
+            return inner(*args, **options)
+
+    setattr(owner, name, run)
+
+
+def tell(who: str, **more: Any) -> None:
+    """This process's figures so far."""
+    found = {"peak_rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "seconds": _SPENT, **more}
+    (_folder() / f"{who}.json").write_text(json.dumps(found))
+
+
+def _folder() -> Path:
+    folder = Path(os.environ["SLIME_CPU_WITNESS"])
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+# -- with the channel ----------------------------------------------------------------------------------------------------
+
+
+def watch_channel(module: Any) -> None:
+    """r3channel.integrations.slime_trainer: a tap on the routers around each step."""
+    from r3channel.trainer.audit import Consumed, ConsumptionTap
+
+    actor, inner = module.ChannelActor, module.ChannelActor.train_actor
+
+    def train_actor(self: Any, rollout_id: int, rollout_data: Any, external_data: Any = None) -> None:
+        calls: list[Consumed] = []
+        shards: list[Any] = []
+        channel = self._attach()
+        receive = channel.receiver.receive
+        corrupt = os.environ.get("SLIME_CPU_CORRUPT") == "1"
+
+        def received(*args: Any, **options: Any) -> Any:
+            with spent("routing"):
+                shard = receive(*args, **options)
+            shards.append(shard)
+            if corrupt and shard.shard.layers:
+                _corrupt(shard.layer_ids(0, shard.shard.layers[0]))
+            return shard
+
+        channel.receiver.receive = received
+        try:
+            with ConsumptionTap(channel.driver, on_call=calls.append):
+                inner(self, rollout_id, rollout_data, external_data=external_data)
+        finally:
+            channel.receiver.receive = receive
+        for call in calls:
+            if call.microbatch < 0:
+                continue
+            batch = shards[0].shard
+            samples, positions = batch.row_map(call.microbatch, tp=shards[0].tp)
+            real = samples >= 0
+            names = np.asarray([int(name.partition(".")[0]) for name in batch.microbatches[call.microbatch].sample_ids])
+            _SEEN.append((names[samples[real]], positions[real], call.layer, call.ids_RK[real]))
+        _write(rollout_id)
+
+    actor.train_actor = train_actor
+
+
+def _corrupt(ids_RK: Any) -> None:
+    """One wrong but valid id in the first row of the placed shard."""
+    ids_RK[0, 0] = min(set(range(ids_RK.shape[1] + 1)) - set(ids_RK[0].tolist()))
+
+
+# -- slime's own way -----------------------------------------------------------------------------------------------------
+
+
+def watch_actor(module: Any) -> None:
+    """slime/backends/megatron_utils/actor.py:308: which rows each micro-batch holds on this rank."""
+    actor = module.MegatronTrainRayActor
+    fill = actor.fill_routing_replay
+
+    def fill_routing_replay(self: Any, data_iterator: Any, num_microbatches: Any, rollout_data: Any) -> Any:
+        _EXPECTED.clear()
+        pattern = self.model[0].module.config.moe_layer_freq
+        _LAYERS[:] = _own_moe_layers(self, pattern)
+        for indices in rollout_data["micro_batch_indices"]:
+            _EXPECTED.append(_rows(self.args, rollout_data, indices))
+        with spent("routing"):
+            return fill(self, data_iterator, num_microbatches, rollout_data)
+
+    actor.fill_routing_replay = fill_routing_replay
+
+
+_LAYERS: list[int] = []
+
+
+def _own_moe_layers(actor: Any, pattern: Any) -> list[int]:
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    layers: list[int] = []
+    for stage, chunk in enumerate(actor.model):
+        config = chunk.module.config
+        first = get_transformer_layer_offset(config, vp_stage=stage)
+        layers += [i for i in range(first, first + get_num_layers_to_build(config, vp_stage=stage)) if pattern[i]]
+    return layers
+
+
+def _rows(args: Any, rollout_data: Any, indices: Any) -> tuple[Any, Any]:
+    """Sample and position of each row, -1 where slime pads; the steps of prepare_routed_experts_for_routing_replay."""
+    import torch
+    from megatron.core import mpu
+    from slime.backends.megatron_utils.cp_utils import slice_with_cp  # pyright: ignore[reportMissingImports]
+
+    samples, positions = [], []
+    for index in indices:
+        length = len(rollout_data["tokens"][index])
+        place = torch.arange(length)
+        place[-1] = -1
+        label = torch.full((length,), int(rollout_data["sample_indices"][index]))
+        positions.append(slice_with_cp(place, -1))
+        samples.append(slice_with_cp(label, -1))
+    sample, position = torch.cat(samples), torch.cat(positions)
+    pad = -len(sample) % (mpu.get_tensor_model_parallel_world_size() * args.data_pad_size_multiplier)
+    sample, position = (torch.nn.functional.pad(rows, (0, pad), value=-1) for rows in (sample, position))
+    if args.sequence_parallel:
+        size, rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
+        sample, position = sample.chunk(size)[rank], position.chunk(size)[rank]
+    return sample.numpy(), position.numpy()
+
+
+def watch_replay(module: Any) -> None:
+    """slime/utils/routing_replay.py:168 (what compute_topk returns) and :146 (clear_all, the end of a step)."""
+    make, clear = module.get_routing_replay_compute_topk, module.RoutingReplay.clear_all
+
+    def get_routing_replay_compute_topk(old: Any) -> Any:
+        compute = make(old)
+
+        def compute_topk(scores: Any, topk: int, *rest: Any, **options: Any) -> Any:
+            replay, stage = module.ROUTING_REPLAY, os.environ.get("ROUTING_REPLAY_STAGE", "")
+            index = -1
+            if replay is not None and stage.startswith("replay_"):
+                index = replay.forward_index if stage == "replay_forward" else replay.backward_index
+            probs, ids = compute(scores, topk, *rest, **options)
+            if index >= 0:
+                sample, position = _EXPECTED[index]
+                real = position >= 0
+                layer = _LAYERS[module.RoutingReplay.all_routing_replays.index(replay)]
+                _SEEN.append((sample[real], position[real], layer, ids.detach().numpy()[real].copy()))
+            return probs, ids
+
+        return compute_topk
+
+    def clear_all() -> None:
+        if _SEEN:
+            _write(_STEP[0])
+            _STEP[0] += 1
+        clear()
+
+    module.get_routing_replay_compute_topk = get_routing_replay_compute_topk
+    module.RoutingReplay.clear_all = staticmethod(clear_all)
+
+
+def _write(step: int) -> None:
+    import torch.distributed as dist
+
+    columns = {
+        "sample": [call[0] for call in _SEEN],
+        "position": [call[1] for call in _SEEN],
+        "layer": [np.full(len(call[0]), call[2]) for call in _SEEN],
+        "ids": [call[3] for call in _SEEN],
+    }
+    _SEEN.clear()
+    if columns["ids"]:
+        found = {name: np.concatenate(parts) for name, parts in columns.items()}
+        np.savez(_folder() / f"router-{step}-{dist.get_rank()}.npz", **found)
+    tell(f"trainer-{dist.get_rank()}")
+
+
+# -- both ----------------------------------------------------------------------------------------------------------------
+
+
+def compare(routers: Path, said: Mapping[int, Mapping[int, np.ndarray]], moe_layers: tuple[int, ...]) -> dict[str, int]:
+    """`said[step][sample]` is [rows, MoE layers, K]. Uses of rows in all passes and ranks; those with other ids than the engine
+    said; (sample, position, layer) that no rank used."""
+    total = {"steps": 0, "rows": 0, "differ": 0, "missing": 0}
+    place = {layer: index for index, layer in enumerate(moe_layers)}
+    for step, samples in said.items():
+        used: set[tuple[int, int, int]] = set()
+        for file in routers.glob(f"router-{step}-*.npz"):
+            data = np.load(file)
+            places = list(zip(data["sample"].tolist(), data["position"].tolist(), data["layer"].tolist(), strict=True))
+            want = np.stack([samples[s][p, place[layer]] for s, p, layer in places])
+            total["rows"] += len(want)
+            total["differ"] += int((want != data["ids"]).any(1).sum())
+            used |= set(places)
+        every = {(s, p, layer) for s, rows in samples.items() for p in range(len(rows)) for layer in moe_layers}
+        total["missing"] += len(every - used)
+        total["steps"] += 1
+    return total
+
+
+def said_by_recording(folder: Path) -> dict[int, dict[int, np.ndarray]]:
+    """What engines said, from frames as `--r3-record` kept them."""
+    found = {}
+    for path in sorted(folder.glob("step-*")):
+        recording = Recording.load(path)
+        found[recording.ticket.step] = {
+            int(sample.sample_id.partition(".")[0]): recording.rows(sample.sample_id) for sample in recording.ticket.samples
+        }
+    return found
+
+
+def said_by_dump(folder: Path, moe_layers: tuple[int, ...]) -> dict[int, dict[int, np.ndarray]]:
+    """What engines said, from slime's own --save-debug-rollout-data."""
+    import torch
+
+    found = {}
+    for path in sorted(folder.glob("*.pt"), key=lambda path: int(path.stem)):
+        samples = torch.load(path, weights_only=False)["samples"]  # slime's own dump of this very run
+        found[int(path.stem)] = {
+            s["index"]: np.asarray(s["rollout_routed_experts"])[:, list(moe_layers)] for s in samples
+        }
+    return found

@@ -1,0 +1,80 @@
+"""The names of a framework that the integration relies on, looked up in its sources without importing it.
+
+`seams.json` holds names and signatures only, by file.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+from argparse import Namespace
+from functools import cache
+from pathlib import Path
+
+KNOWN = "slime 624b824a (0.3.1)"
+_NEW_SLIME = "slime/data/batch_builder.py"
+
+
+def moved(root: Path, *, framework: str = "slime") -> list[str]:
+    """One line per name that a checkout lacks or has with other parameters: what was found, what was expected."""
+    if framework == "slime" and (root / _NEW_SLIME).is_file():
+        return [f"{_NEW_SLIME} is there: slime 0.4.0 splits in BatchBuilder, which was not read and is not supported"]
+    expected = json.loads(Path(__file__).with_name("seams.json").read_text())[framework]
+    return [
+        line
+        for file, names in expected.items()
+        for name, parameters in names.items()
+        if (line := _difference(root / file, file, name, parameters))
+    ]
+
+
+def _difference(path: Path, file: str, name: str, parameters: list[str]) -> str:
+    if not path.is_file():
+        return f"{file} is not there"
+    found = signatures(path).get(name)
+    if found is None:
+        return f"{file} has no {name}"
+    return "" if found == parameters else f"{file}: {name}({', '.join(found)}), expected ({', '.join(parameters)})"
+
+
+@cache
+def signatures(path: Path) -> dict[str, list[str]]:
+    """Function or Class.method -> its parameters, `*args` and `**kwargs` included; classes have none."""
+    found: dict[str, list[str]] = {}
+
+    def visit(body: list[ast.stmt], before: str) -> None:
+        for node in body:
+            if isinstance(node, ast.ClassDef):
+                found[before + node.name] = []
+                visit(node.body, f"{before}{node.name}.")
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                found[before + node.name] = _parameters(node.args)
+
+    visit(ast.parse(path.read_text()).body, "")
+    return found
+
+
+def _parameters(args: ast.arguments) -> list[str]:
+    named = [arg.arg for arg in (*args.posonlyargs, *args.args)]
+    named += [f"*{args.vararg.arg}"] if args.vararg else []
+    named += [arg.arg for arg in args.kwonlyargs]
+    return named + ([f"**{args.kwarg.arg}"] if args.kwarg else [])
+
+
+def weights_problem(args: Namespace) -> str:
+    """slime's broadcast updater calls neither begin_ nor end_weight_update, and an SGLang that has them refuses broadcasts
+    without; slime then waits in the broadcast for ever. Empty where that cannot happen."""
+    transport = getattr(args, "update_weight_transport", "")
+    if args.colocate or args.debug_train_only or args.debug_rollout_only or transport != "nccl":
+        return ""
+    found = importlib.util.find_spec("sglang")
+    if found is None or not found.submodule_search_locations:
+        return ""
+    server = Path(found.submodule_search_locations[0], "srt/entrypoints/http_server.py")
+    if not server.is_file() or "begin_weight_update" not in server.read_text():
+        return ""
+    return (
+        "this SGLang takes broadcast weights only between begin_weight_update and end_weight_update, which slime's updater does not "
+        "call: the run would hang in its first update. Give --update-weight-transport disk, or use the SGLang of slime's image"
+    )

@@ -1,0 +1,206 @@
+"""slime's rollout side: its manager with a relay in it, its engines with the plug-in on. Imported where slime is.
+
+slime gives every seam: `RolloutManager` is subclassed, `Sample._apply_meta_info` sees each reply before slime decodes it as
+int32, `_split_train_data_by_dp` has slime's own split. `slime_launch` puts these classes in their places.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import ray
+import slime.ray.rollout  # pyright: ignore[reportMissingImports]
+from slime.utils.types import Sample  # pyright: ignore[reportMissingImports]
+
+from r3channel.bearer import create_token
+from r3channel.config import ChannelConfig, EngineConfig
+from r3channel.errors import ConfigError, R3Error, RoutingMissing
+from r3channel.integrations.samples import SampleRows
+from r3channel.metrics import Metrics, StageClock
+from r3channel.plan.layout import TrainerLayout
+from r3channel.recording import Recorder
+from r3channel.relay.actor import RelayHost
+from r3channel.relay.relay import Relay
+from r3channel.spec import RoutingSpec
+from r3channel.unproxied import urlopen
+from r3channel.wire.hello import probe_body
+
+_LOOPBACK = "127.0.0.1"
+_PROBE_TOKENS = 3
+_PROBE_S = 120.0
+"""An engine's first request may compile."""
+
+
+def layout_of(args: Namespace) -> TrainerLayout:
+    """slime's rows: packs; each sequence cut zigzag over CP, or the whole pack (`--allgather-cp`); the tail padded per rank."""
+    model = (
+        args.tensor_model_parallel_size
+        * args.pipeline_model_parallel_size
+        * args.context_parallel_size
+    )
+    return TrainerLayout(
+        dp=args.actor_num_nodes * args.actor_num_gpus_per_node // model,
+        pp=args.pipeline_model_parallel_size,
+        vpp=args.virtual_pipeline_model_parallel_size or 1,
+        cp=args.context_parallel_size,
+        tp=args.tensor_model_parallel_size,
+        ep=args.expert_model_parallel_size,
+        sp=bool(args.sequence_parallel),
+        packing="thd",
+        cp_split="contiguous" if args.allgather_cp else "zigzag",
+        pad_multiple=args.data_pad_size_multiplier,
+        uniform=False,
+        first_layers=args.decoder_first_pipeline_num_layers,
+        last_layers=args.decoder_last_pipeline_num_layers,
+    )
+
+
+def spec_of(args: Namespace) -> RoutingSpec:
+    path = Path(args.hf_checkpoint, "config.json")
+    try:
+        return RoutingSpec.from_hf_config(json.loads(path.read_text()))
+    except OSError as error:
+        raise ConfigError(f"--hf-checkpoint {args.hf_checkpoint}: expected a folder with a config.json: {error}") from error
+
+
+class ChannelManager(RelayHost, slime.ray.rollout.RolloutManager.__ray_metadata__.modified_class):
+    """The rollout manager. The relay is here before the engines start, so that they know where to deliver."""
+
+    def __init__(self, args: Namespace, pg: Any) -> None:
+        config = ChannelConfig(**{**args.r3_channel, "interface": _interface(args)})
+        clock = StageClock("relay")
+        metrics = Metrics("relay", clock=clock)
+        if config.metrics_port >= 0:
+            metrics.serve(config.interface, config.metrics_port)
+        recorder = Recorder(Path(args.r3_record)) if args.r3_record else None
+        self.relay = Relay(
+            spec_of(args), layout_of(args), config, clock=clock, metrics=metrics, recorder=recorder
+        )
+        self.rows = SampleRows(self.relay)
+        args.r3_engine = self._for_engines(args)
+        _watch_replies(self.rows)
+        slime.ray.rollout.SGLangEngine = ChannelEngine
+        super().__init__(args, pg)
+
+    @ray.method(concurrency_group="r3channel")  # answered while generate() runs
+    def r3channel_control(self, call: str, arguments: dict[str, Any]) -> Any:
+        return RelayHost.r3channel_control(self, call, arguments)
+
+    def r3channel_start(self) -> None:
+        """Ask every engine, and the router, for one token with its routing: what would be missing is missed now."""
+        if self.args.debug_train_only or self.args.load_debug_rollout_data:
+            return
+        for url in filter(None, ray.get([engine.get_url.remote() for engine in self.rollout_engines])):
+            self.relay.check_engine(_probed(url), engine=url, tokens=_PROBE_TOKENS)
+        router = f"http://{self.args.sglang_router_ip}:{self.args.sglang_router_port}"
+        if not (_probed(router).get("meta_info") or {}).get("routed_experts"):
+            raise RoutingMissing(
+                f"the engines send routing, and the router at {router} does not pass it on: it drops return_routed_experts from "
+                "requests (sgl-project/sglang#20696). Use the router of slime's image, or --use-slime-router where there is one"
+            )
+
+    def recover_updatable_engines(self) -> None:
+        super().recover_updatable_engines()
+        if self.args.use_fault_tolerance and not self.args.offload_rollout and self.rollout_id >= 0:
+            self.r3channel_start()  # a restarted engine says hello, or is refused, before it is asked for samples
+
+    def _convert_samples_to_train_data(self, samples: Sequence[Any]) -> Any:
+        self._converted = list(samples)
+        return super()._convert_samples_to_train_data(samples)
+
+    def _split_train_data_by_dp(self, data: Any) -> list[Any]:
+        """slime's own split, then the seal of just that. The ticket travels beside each rank's data."""
+        boxes = super()._split_train_data_by_dp(data)
+        samples, self._converted = self._converted, []
+        if len(samples) != len(data["tokens"]):
+            raise ConfigError(
+                f"--custom-convert-samples-to-train-data-path made {len(data['tokens'])} of {len(samples)} samples; the channel "
+                "needs one for each, in order"
+            )
+        parts = ray.get([box.inner for box in boxes])
+        ranks = [
+            [[int(part["partition"][index]) for index in batch] for batch in part["micro_batch_indices"]]
+            for part in parts
+        ]
+        ticket = self.rows.seal(
+            self.rollout_id, samples, ranks, steps=[int(count) for count in parts[0]["num_microbatches"]]
+        )
+        sealed = ray.put(ticket.to_bytes())
+        for box in boxes:
+            box.r3_ticket = sealed
+        return boxes
+
+    def dispose(self) -> None:
+        super().dispose()
+        self.relay.close()
+
+    def _for_engines(self, args: Namespace) -> dict[str, str]:
+        """The environment of the engines that slime starts; external ones were given theirs by who started them."""
+        if args.r3_delivery == "inband":
+            return EngineConfig(engine=True).to_environment()
+        path = args.r3_channel["token_file"] or f"{tempfile.mkdtemp(prefix='r3channel-')}/token"
+        url = self.relay.serve(token_file=path)
+        environment = EngineConfig(engine=True, delivery="direct", relay_url=url, token_file=path).to_environment()
+        return environment | {_TOKEN: Path(path).read_text()}
+
+
+_TOKEN = "R3CHANNEL_TOKEN"
+"""Not an option: on its way to an engine's node, where it becomes a file again."""
+
+
+class ChannelEngine(slime.ray.rollout.SGLangEngine):
+    """slime hands its engines a fixed list of variables; ours reach the server's process through this actor's environment."""
+
+    def init(self, *args: Any, **options: Any) -> Any:
+        environment: Mapping[str, str] = self.args.r3_engine
+        os.environ.update({name: value for name, value in environment.items() if name != _TOKEN})
+        if _TOKEN in environment:
+            path = Path(tempfile.mkdtemp(prefix="r3channel-"), "token")
+            create_token(path, token=environment[_TOKEN].strip())
+            os.environ["R3CHANNEL_TOKEN_FILE"] = str(path)
+        return super().init(*args, **options)
+
+
+def remote_manager() -> Any:
+    """What `slime.ray.rollout.RolloutManager` becomes."""
+    return ray.remote(concurrency_groups={"r3channel": 8})(ChannelManager)
+
+
+def _watch_replies(rows: SampleRows) -> None:
+    """Every reply passes `_apply_meta_info` with its sample, whatever generate function asked for it."""
+    inner = Sample._apply_meta_info
+
+    @wraps(inner)
+    def apply(self: Any, args: Any, meta_info: dict[str, Any], **options: Any) -> None:
+        if meta_info.get("routed_experts") is not None or meta_info.get("finish_reason"):
+            meta_info = rows.take(self, meta_info)
+        inner(self, args, meta_info, **options)
+
+    Sample._apply_meta_info = apply
+
+
+def _interface(args: Namespace) -> str:
+    """Loopback reaches no other node: with several, Ray's own address of this one."""
+    if args.r3_channel["interface"] != _LOOPBACK or sum(node["Alive"] for node in ray.nodes()) == 1:
+        return args.r3_channel["interface"]
+    return ray.util.get_node_ip_address()
+
+
+def _probed(url: str) -> dict[str, Any]:
+    import urllib.request
+
+    request = urllib.request.Request(
+        url + "/generate", json.dumps(probe_body()).encode(), {"Content-Type": "application/json"}
+    )
+    try:
+        with urlopen(request, timeout_s=_PROBE_S) as reply:
+            return json.loads(reply.read())
+    except (OSError, ValueError) as error:
+        raise R3Error(f"{url} did not answer a request of one token: {error}") from error

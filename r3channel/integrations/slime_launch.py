@@ -1,0 +1,163 @@
+"""`r3channel slime train_async.py ARGUMENTS... --use-r3-channel`: slime's own script, with the channel's classes in place.
+
+Nothing of slime is edited: its script imports three names late enough to be replaced, and takes the arguments that
+`parse_args(add_custom_arguments=...)` offers. Without the flag the script runs as it is.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import runpy
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+from r3channel import config
+from r3channel.errors import ConfigError, R3Error, UsageError
+from r3channel.integrations import bare, seams
+
+WEIGHTS = ("off",)
+_HELP = f"""usage: r3channel slime SCRIPT [ARGUMENTS of slime ...] {bare.FLAG} [--r3-... ]
+
+  r3channel slime train_async.py $MODEL_ARGS $ROLLOUT_ARGS {bare.FLAG}
+  r3channel slime train.py $MODEL_ARGS $ROLLOUT_ARGS {bare.FLAG} --r3-delivery direct
+
+SCRIPT is slime's own train_async.py or train.py, or yours that imports what they import. Under `ray job submit` this
+command stands where `python train_async.py` stood. Without {bare.FLAG} the script runs as it is.
+"""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run slime's script in this process. 2, with one line, for what is wrong before or while it runs; else its own status."""
+    if not argv or argv[0] in ("-h", "--help"):
+        parser = add_arguments(ArgumentParser(prog="r3channel slime SCRIPT", usage="", add_help=False))
+        print(_HELP + "\n" + parser.format_help().removeprefix("usage: \n\n"))
+        return 0 if argv else 2
+    script = Path(argv[0])
+    if not script.is_file():
+        raise UsageError(f"{script} is no file; expected slime's train_async.py, train.py or a script like them")
+    sys.argv = [str(script), *argv[1:]]
+    sys.path.insert(0, str(script.parent.resolve()))
+    if bare.FLAG not in argv:
+        runpy.run_path(str(script), run_name="__main__")
+        return 0
+    hook()
+    _run_hooked(script)
+    return 0
+
+
+def _run_hooked(script: Path) -> None:
+    import ray
+
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, R3Error):
+            raise error.cause from error  # of a relay or a trainer: its own words, not Ray's
+        raise
+
+
+def hook() -> None:
+    """Put the channel's classes where slime's script will look for its own. Refuses a slime whose seams have moved."""
+    found = importlib.util.find_spec("slime")
+    if found is None or not found.submodule_search_locations:
+        raise UsageError("slime cannot be imported here; expected it installed, or its checkout on PYTHONPATH")
+    if moved := seams.moved(Path(found.submodule_search_locations[0]).parent):
+        raise ConfigError(
+            f"this slime is not one that r3channel knows: {'; '.join(moved[:4])}"
+            f"{f' and {len(moved) - 4} more' if len(moved) > 4 else ''}. Known: {seams.KNOWN}; nothing was started"
+        )
+    bare.allow()
+    import ray
+    import slime.ray.placement_group as placement  # pyright: ignore[reportMissingImports]
+    import slime.ray.rollout  # pyright: ignore[reportMissingImports]
+    import slime.utils.arguments as arguments  # pyright: ignore[reportMissingImports]
+
+    from r3channel.integrations.slime import remote_manager
+
+    parse, make_manager, make_models = (
+        arguments.parse_args,
+        placement.create_rollout_manager,
+        placement.create_training_models,
+    )
+
+    @wraps(parse)
+    def parse_args(add_custom_arguments: Callable[[Any], Any] | None = None) -> Namespace:
+        return prepared(parse(add_custom_arguments=lambda parser: add_arguments(_with(parser, add_custom_arguments))))
+
+    @wraps(make_manager)
+    def create_rollout_manager(args: Namespace, pg: Any) -> Any:
+        made = make_manager(args, pg)
+        ray.get(made[0].r3channel_start.remote())
+        return made
+
+    @wraps(make_models)
+    def create_training_models(args: Namespace, pgs: Any, rollout_manager: Any, actor_cls: Any = None) -> Any:
+        if actor_cls is not None:
+            raise ConfigError(f"the script brings an actor class of its own, {actor_cls}; derive it from ChannelActor")
+        from r3channel.integrations.slime_trainer import ChannelActor
+
+        return make_models(args, pgs, rollout_manager, actor_cls=ChannelActor)
+
+    arguments.parse_args = parse_args
+    placement.create_rollout_manager = create_rollout_manager
+    placement.create_training_models = create_training_models
+    slime.ray.rollout.RolloutManager = remote_manager()
+
+
+def add_arguments(parser: Any) -> Any:
+    config.add_arguments(parser)
+    group = parser.add_argument_group("r3channel in slime")
+    group.add_argument(
+        "--r3-delivery",
+        choices=("inband", "direct"),
+        default="inband",
+        help="how engines that slime starts send frames: in the reply, or straight to the relay with a receipt in the reply",
+    )
+    group.add_argument("--r3-record", metavar="DIR", help="keep every step's frames and ticket there, for offline replay")
+    group.add_argument(
+        "--r3-weights",
+        choices=WEIGHTS,
+        default="off",
+        help="who updates the engines' weights: `off`, slime's own updater",
+    )
+    return parser
+
+
+def _with(parser: Any, add: Callable[[Any], Any] | None) -> Any:
+    return parser if add is None else add(parser)
+
+
+def prepared(args: Namespace) -> Namespace:
+    """slime's parsed arguments, checked and with what the channel needs set. Raises `ConfigError` with the argument to change.
+
+    Engines and requests are to give routing, so `use_rollout_routing_replay` is on; slime's own replay, which
+    `use_routing_replay` turns on, is off: Megatron's routers replay.
+    """
+    if not args.num_experts:
+        raise ConfigError(f"{bare.FLAG} with a model without experts (--num-experts is not set): there is no routing to replay")
+    if args.use_routing_replay and not args.use_rollout_routing_replay:
+        raise ConfigError(
+            f"--use-routing-replay replays what the trainer itself chose; {bare.FLAG} replays the engines' choices. Give one of them"
+        )
+    channel = config.ChannelConfig.from_args(args)
+    for name, value in (("invalid_rows", channel.invalid_rows), ("on_stale", channel.on_stale)):
+        if value == "mask":
+            raise ConfigError(f"--r3-{name.replace('_', '-')} mask: slime's loss masks are not reached; give another policy")
+    if channel.transport not in ("auto", "host"):
+        raise ConfigError(f"--r3-transport {channel.transport}: slime's rollout manager owns no GPU; expected auto or host")
+    if channel.relays != 1:
+        raise ConfigError(f"--r3-relays {channel.relays}: the rollout manager holds one relay")
+    if channel.sampling_masks:
+        raise ConfigError("--r3-sampling-masks: slime carries its own (--rollout-top-p); expected it off")
+    if args.r3_weights == "off" and (problem := seams.weights_problem(args)):
+        raise ConfigError(problem)
+    args.r3_channel = asdict(channel)
+    args.use_rollout_routing_replay = True
+    args.use_routing_replay = False
+    args.moe_enable_routing_replay = True
+    return args
