@@ -83,16 +83,21 @@ class SampleRows:
             self._give(sample, name)
         return rest
 
-    def seal(self, step: int, samples: Sequence[Any], ranks: Sequence[Sequence[Sequence[int]]], *, steps: Sequence[int]) -> Ticket:
+    def seal(
+        self,
+        step: int,
+        samples: Sequence[Any],
+        ranks: Sequence[Sequence[Sequence[int]]],
+        *,
+        steps: Sequence[int],
+    ) -> Ticket:
         """Seal a step. `ranks[dp][microbatch]` are places in `samples`, `steps` the micro-batches of each optimizer step.
 
         Raises `RoutingMissing` for a sample that came without rows (unless `on_missing` is `live`), `SampleChanged` for one whose
         tokens are not those of its rows, and what `Relay.seal` raises.
         """
         self.tidy()
-        names = {
-            place: self._checked(samples[place]) for rank in ranks for batch in rank for place in batch
-        }
+        names = {place: self._checked(samples[place]) for rank in ranks for batch in rank for place in batch}
         assignment = Assignment.given(
             [[[names[place] for place in batch] for batch in rank] for rank in ranks], steps=steps
         )

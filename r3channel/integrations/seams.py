@@ -19,7 +19,9 @@ _NEW_SLIME = "slime/data/batch_builder.py"
 def moved(root: Path, *, framework: str = "slime") -> list[str]:
     """One line per name that a checkout lacks or has with other parameters: what was found, what was expected."""
     if framework == "slime" and (root / _NEW_SLIME).is_file():
-        return [f"{_NEW_SLIME} is there: slime 0.4.0 splits in BatchBuilder, which was not read and is not supported"]
+        return [
+            f"{_NEW_SLIME} is there: slime 0.4.0 splits in BatchBuilder, which was not read and is not supported"
+        ]
     expected = json.loads(Path(__file__).with_name("seams.json").read_text())[framework]
     return [
         line
@@ -35,7 +37,11 @@ def _difference(path: Path, file: str, name: str, parameters: list[str]) -> str:
     found = signatures(path).get(name)
     if found is None:
         return f"{file} has no {name}"
-    return "" if found == parameters else f"{file}: {name}({', '.join(found)}), expected ({', '.join(parameters)})"
+    return (
+        ""
+        if found == parameters
+        else f"{file}: {name}({', '.join(found)}), expected ({', '.join(parameters)})"
+    )
 
 
 @cache

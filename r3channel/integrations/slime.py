@@ -40,11 +40,7 @@ _PROBE_S = 120.0
 
 def layout_of(args: Namespace) -> TrainerLayout:
     """slime's rows: packs; each sequence cut zigzag over CP, or the whole pack (`--allgather-cp`); the tail padded per rank."""
-    model = (
-        args.tensor_model_parallel_size
-        * args.pipeline_model_parallel_size
-        * args.context_parallel_size
-    )
+    model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
     return TrainerLayout(
         dp=args.actor_num_nodes * args.actor_num_gpus_per_node // model,
         pp=args.pipeline_model_parallel_size,
@@ -67,7 +63,9 @@ def spec_of(args: Namespace) -> RoutingSpec:
     try:
         return RoutingSpec.from_hf_config(json.loads(path.read_text()))
     except OSError as error:
-        raise ConfigError(f"--hf-checkpoint {args.hf_checkpoint}: expected a folder with a config.json: {error}") from error
+        raise ConfigError(
+            f"--hf-checkpoint {args.hf_checkpoint}: expected a folder with a config.json: {error}"
+        ) from error
 
 
 class ChannelManager(RelayHost, slime.ray.rollout.RolloutManager.__ray_metadata__.modified_class):
@@ -147,7 +145,9 @@ class ChannelManager(RelayHost, slime.ray.rollout.RolloutManager.__ray_metadata_
             return EngineConfig(engine=True).to_environment()
         path = args.r3_channel["token_file"] or f"{tempfile.mkdtemp(prefix='r3channel-')}/token"
         url = self.relay.serve(token_file=path)
-        environment = EngineConfig(engine=True, delivery="direct", relay_url=url, token_file=path).to_environment()
+        environment = EngineConfig(
+            engine=True, delivery="direct", relay_url=url, token_file=path
+        ).to_environment()
         return environment | {_TOKEN: Path(path).read_text()}
 
 

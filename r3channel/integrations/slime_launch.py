@@ -39,7 +39,9 @@ def run(argv: Sequence[str]) -> int:
         return 0 if argv else 2
     script = Path(argv[0])
     if not script.is_file():
-        raise UsageError(f"{script} is no file; expected slime's train_async.py, train.py or a script like them")
+        raise UsageError(
+            f"{script} is no file; expected slime's train_async.py, train.py or a script like them"
+        )
     sys.argv = [str(script), *argv[1:]]
     sys.path.insert(0, str(script.parent.resolve()))
     if bare.FLAG not in argv:
@@ -65,7 +67,9 @@ def hook() -> None:
     """Put the channel's classes where slime's script will look for its own. Refuses a slime whose seams have moved."""
     found = importlib.util.find_spec("slime")
     if found is None or not found.submodule_search_locations:
-        raise UsageError("slime cannot be imported here; expected it installed, or its checkout on PYTHONPATH")
+        raise UsageError(
+            "slime cannot be imported here; expected it installed, or its checkout on PYTHONPATH"
+        )
     if moved := seams.moved(Path(found.submodule_search_locations[0]).parent):
         raise ConfigError(
             f"this slime is not one that r3channel knows: {'; '.join(moved[:4])}"
@@ -87,7 +91,9 @@ def hook() -> None:
 
     @wraps(parse)
     def parse_args(add_custom_arguments: Callable[[Any], Any] | None = None) -> Namespace:
-        return prepared(parse(add_custom_arguments=lambda parser: add_arguments(_with(parser, add_custom_arguments))))
+        return prepared(
+            parse(add_custom_arguments=lambda parser: add_arguments(_with(parser, add_custom_arguments)))
+        )
 
     @wraps(make_manager)
     def create_rollout_manager(args: Namespace, pg: Any) -> Any:
@@ -98,7 +104,9 @@ def hook() -> None:
     @wraps(make_models)
     def create_training_models(args: Namespace, pgs: Any, rollout_manager: Any, actor_cls: Any = None) -> Any:
         if actor_cls is not None:
-            raise ConfigError(f"the script brings an actor class of its own, {actor_cls}; derive it from ChannelActor")
+            raise ConfigError(
+                f"the script brings an actor class of its own, {actor_cls}; derive it from ChannelActor"
+            )
         from r3channel.integrations.slime_trainer import ChannelActor
 
         return make_models(args, pgs, rollout_manager, actor_cls=ChannelActor)
@@ -118,7 +126,9 @@ def add_arguments(parser: Any) -> Any:
         default="inband",
         help="how engines that slime starts send frames: in the reply, or straight to the relay with a receipt in the reply",
     )
-    group.add_argument("--r3-record", metavar="DIR", help="keep every step's frames and ticket there, for offline replay")
+    group.add_argument(
+        "--r3-record", metavar="DIR", help="keep every step's frames and ticket there, for offline replay"
+    )
     group.add_argument(
         "--r3-weights",
         choices=WEIGHTS,
@@ -139,7 +149,9 @@ def prepared(args: Namespace) -> Namespace:
     `use_routing_replay` turns on, is off: Megatron's routers replay.
     """
     if not args.num_experts:
-        raise ConfigError(f"{bare.FLAG} with a model without experts (--num-experts is not set): there is no routing to replay")
+        raise ConfigError(
+            f"{bare.FLAG} with a model without experts (--num-experts is not set): there is no routing to replay"
+        )
     if args.use_routing_replay and not args.use_rollout_routing_replay:
         raise ConfigError(
             f"--use-routing-replay replays what the trainer itself chose; {bare.FLAG} replays the engines' choices. Give one of them"
@@ -147,9 +159,13 @@ def prepared(args: Namespace) -> Namespace:
     channel = config.ChannelConfig.from_args(args)
     for name, value in (("invalid_rows", channel.invalid_rows), ("on_stale", channel.on_stale)):
         if value == "mask":
-            raise ConfigError(f"--r3-{name.replace('_', '-')} mask: slime's loss masks are not reached; give another policy")
+            raise ConfigError(
+                f"--r3-{name.replace('_', '-')} mask: slime's loss masks are not reached; give another policy"
+            )
     if channel.transport not in ("auto", "host"):
-        raise ConfigError(f"--r3-transport {channel.transport}: slime's rollout manager owns no GPU; expected auto or host")
+        raise ConfigError(
+            f"--r3-transport {channel.transport}: slime's rollout manager owns no GPU; expected auto or host"
+        )
     if channel.relays != 1:
         raise ConfigError(f"--r3-relays {channel.relays}: the rollout manager holds one relay")
     if channel.sampling_masks:

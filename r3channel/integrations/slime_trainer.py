@@ -113,14 +113,18 @@ def _watch_schedule(step_of: Callable[[], ReplayStep | None]) -> None:
     def get_forward_backward_func() -> Callable[..., Any]:
         run = real()
 
-        def schedule(*, forward_step_func: Callable[..., Any], forward_only: bool = False, **options: Any) -> Any:
+        def schedule(
+            *, forward_step_func: Callable[..., Any], forward_only: bool = False, **options: Any
+        ) -> Any:
             step = step_of()
             if step is None:
                 return run(forward_step_func=forward_step_func, forward_only=forward_only, **options)
 
             def forward_step(iterator: Any, chunk: Any, *rest: Any) -> Any:
                 # slime's iterators count through all optimizer steps of a rollout, also where the schedule is called per step.
-                with step.microbatch(iterator.offset, mode="logprob" if forward_only else "train", chunk=chunk):
+                with step.microbatch(
+                    iterator.offset, mode="logprob" if forward_only else "train", chunk=chunk
+                ):
                     return forward_step_func(iterator, chunk, *rest)
 
             result = run(forward_step_func=forward_step, forward_only=forward_only, **options)

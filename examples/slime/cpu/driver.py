@@ -1,6 +1,6 @@
 """The process that runs slime's script: a Ray of its own, then `r3channel slime SCRIPT ...` as a user types it.
 
-    python -m examples.slime.cpu.driver SCRIPT SLIME_ARGUMENTS...         started by run.py, which sets the environment
+python -m examples.slime.cpu.driver SCRIPT SLIME_ARGUMENTS...         started by run.py, which sets the environment
 """
 
 from __future__ import annotations

@@ -36,9 +36,15 @@ _LOG_TAIL = 3000
 
 
 def options_of(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog=f"python -m {_HERE}.run", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {_HERE}.run", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument("--work", type=lambda text: Path(text).resolve(), required=True)
-    parser.add_argument("--sources", type=lambda text: Path(text).resolve(), help="where they are made ready; default: in --work")
+    parser.add_argument(
+        "--sources",
+        type=lambda text: Path(text).resolve(),
+        help="where they are made ready; default: in --work",
+    )
     parser.add_argument("--steps", type=int, default=2)
     for name in ("tp", "dp", "cp", "ep", "pp", "engines"):
         parser.add_argument(f"--{name}", type=int, default=1)
@@ -47,9 +53,13 @@ def options_of(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--top-k", type=int, default=4)
     parser.add_argument("--response-length", type=int, default=24)
     parser.add_argument("--delivery", choices=("inband", "direct"), default="inband")
-    parser.add_argument("--stock", action="store_true", help="slime's own --use-rollout-routing-replay instead of the channel")
+    parser.add_argument(
+        "--stock", action="store_true", help="slime's own --use-rollout-routing-replay instead of the channel"
+    )
     parser.add_argument("--script", default="train_async.py")
-    parser.add_argument("--corrupt", action="store_true", help="one wrong id in a trainer's memory: the run must fail")
+    parser.add_argument(
+        "--corrupt", action="store_true", help="one wrong id in a trainer's memory: the run must fail"
+    )
     parser.add_argument("--timeout-s", type=float, default=420)
     parser.add_argument("more", nargs="*", help="after --: further arguments of slime")
     options = parser.parse_args(argv)
@@ -75,11 +85,15 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     started = time.monotonic()
     with ExitStack() as stack:
         router = stack.enter_context(Router())
-        ray_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="r3-"))  # short: sockets lie below it
+        ray_dir = stack.enter_context(
+            tempfile.TemporaryDirectory(prefix="r3-")
+        )  # short: sockets lie below it
         options.port, options.token = _free_port(), Path(ray_dir, "token")
         create_token(options.token)
         servers = [
-            stack.enter_context(EngineServer(_engine(options, model), log_path=options.work / f"engine-{index}.log"))
+            stack.enter_context(
+                EngineServer(_engine(options, model), log_path=options.work / f"engine-{index}.log")
+            )
             for index in range(options.engines)
         ]
         for server in servers:
@@ -88,7 +102,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         command = [sys.executable, "-m", f"{_HERE}.driver", str(sources.slime / options.script), *arguments]
         with open(options.work / "driver.log", "w") as log:
             child = subprocess.Popen(
-                command, env=_environment(options, sources, ray_dir), cwd=options.work, stdout=log, stderr=subprocess.STDOUT
+                command,
+                env=_environment(options, sources, ray_dir),
+                cwd=options.work,
+                stdout=log,
+                stderr=subprocess.STDOUT,
             )
             try:
                 code = child.wait(options.timeout_s)
@@ -100,7 +118,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "exit": code,
         "seconds": round(time.monotonic() - started, 1),
         "rows": _compared(options, model),
-        "processes": {path.stem: json.loads(path.read_text()) for path in sorted((options.work / "routers").glob("*.json"))},
+        "processes": {
+            path.stem: json.loads(path.read_text())
+            for path in sorted((options.work / "routers").glob("*.json"))
+        },
         "steps": _steps(options.work / "driver.log"),
         "tail": "" if code == 0 else (options.work / "driver.log").read_text(errors="replace")[-_LOG_TAIL:],
     }
@@ -158,7 +179,9 @@ def _slime_arguments(
     """
     arguments = text.split()
     arguments += ["--sequence-parallel"] if options.tp > 1 else []
-    arguments += ["--cp-comm-type", "all_gather"] if options.cp > 1 else []  # what Megatron allows without Transformer Engine
+    arguments += (
+        ["--cp-comm-type", "all_gather"] if options.cp > 1 else []
+    )  # what Megatron allows without Transformer Engine
     if options.stock:
         arguments.append("--use-rollout-routing-replay")
     else:
@@ -171,7 +194,13 @@ def _slime_arguments(
 
 def _environment(options: argparse.Namespace, sources: Sources, ray_dir: str) -> dict[str, str]:
     env = environment()
-    names = ("R3CHANNEL_EMBEDDED", "SGLANG_USE_CPU_ENGINE", "GLOO_SOCKET_IFNAME", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+    names = (
+        "R3CHANNEL_EMBEDDED",
+        "SGLANG_USE_CPU_ENGINE",
+        "GLOO_SOCKET_IFNAME",
+        "HF_HUB_OFFLINE",
+        "TRANSFORMERS_OFFLINE",
+    )
     megatron, slime, extra = sources.path
     inherited = {
         "SLIME_ACCELERATOR": "cpu",
@@ -200,19 +229,31 @@ def _environment(options: argparse.Namespace, sources: Sources, ray_dir: str) ->
 
 def _compared(options: argparse.Namespace, model: Path) -> dict[str, int]:
     spec = RoutingSpec.from_hf_config(json.loads((model / "config.json").read_text()))
-    said = said_by_dump(options.work / "rollouts", spec.moe_layers) if options.stock else said_by_recording(options.work / "recording")
+    said = (
+        said_by_dump(options.work / "rollouts", spec.moe_layers)
+        if options.stock
+        else said_by_recording(options.work / "recording")
+    )
     return compare(options.work / "routers", said, spec.moe_layers)
 
 
 def _steps(log: Path) -> list[dict[str, float]]:
     """slime's own line of each optimizer step: `step N: {...}`."""
     lines = re.findall(r"step \d+: (\{'train/[^}]*\})", log.read_text(errors="replace"))
-    return [{name: value for name, value in ast.literal_eval(line).items() if isinstance(value, int | float)} for line in lines]
+    return [
+        {name: value for name, value in ast.literal_eval(line).items() if isinstance(value, int | float)}
+        for line in lines
+    ]
 
 
 def _write_prompts(path: Path, *, count: int = 64) -> Path:
     lines = [
-        {"text": " ".join(f"t{4 + (7 * row + 13 * word) % (VOCAB_SIZE - 4)}" for word in range(6 + row % 5)), "label": ""}
+        {
+            "text": " ".join(
+                f"t{4 + (7 * row + 13 * word) % (VOCAB_SIZE - 4)}" for word in range(6 + row % 5)
+            ),
+            "label": "",
+        }
         for row in range(count)
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))

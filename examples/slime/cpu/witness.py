@@ -19,7 +19,9 @@ import numpy as np
 
 from r3channel.recording import Recording
 
-_EXPECTED: list[tuple[Any, Any]] = []  # (samples, positions) of each micro-batch, as this rank's routers see the rows
+_EXPECTED: list[
+    tuple[Any, Any]
+] = []  # (samples, positions) of each micro-batch, as this rank's routers see the rows
 _SEEN: list[tuple[Any, Any, Any, Any]] = []
 _STEP = [0]
 _SPENT: dict[str, float] = {}
@@ -93,7 +95,9 @@ def watch_channel(module: Any) -> None:
             batch = shards[0].shard
             samples, positions = batch.row_map(call.microbatch, tp=shards[0].tp)
             real = samples >= 0
-            names = np.asarray([int(name.partition(".")[0]) for name in batch.microbatches[call.microbatch].sample_ids])
+            names = np.asarray(
+                [int(name.partition(".")[0]) for name in batch.microbatches[call.microbatch].sample_ids]
+            )
             _SEEN.append((names[samples[real]], positions[real], call.layer, call.ids_RK[real]))
         _write(rollout_id)
 
@@ -136,7 +140,9 @@ def _own_moe_layers(actor: Any, pattern: Any) -> list[int]:
     for stage, chunk in enumerate(actor.model):
         config = chunk.module.config
         first = get_transformer_layer_offset(config, vp_stage=stage)
-        layers += [i for i in range(first, first + get_num_layers_to_build(config, vp_stage=stage)) if pattern[i]]
+        layers += [
+            i for i in range(first, first + get_num_layers_to_build(config, vp_stage=stage)) if pattern[i]
+        ]
     return layers
 
 
@@ -214,7 +220,9 @@ def _write(step: int) -> None:
 # -- both ----------------------------------------------------------------------------------------------------------------
 
 
-def compare(routers: Path, said: Mapping[int, Mapping[int, np.ndarray]], moe_layers: tuple[int, ...]) -> dict[str, int]:
+def compare(
+    routers: Path, said: Mapping[int, Mapping[int, np.ndarray]], moe_layers: tuple[int, ...]
+) -> dict[str, int]:
     """`said[step][sample]` is [rows, MoE layers, K]. Uses of rows in all passes and ranks; those with other ids than the engine
     said; (sample, position, layer) that no rank used."""
     total = {"steps": 0, "rows": 0, "differ": 0, "missing": 0}
@@ -223,12 +231,16 @@ def compare(routers: Path, said: Mapping[int, Mapping[int, np.ndarray]], moe_lay
         used: set[tuple[int, int, int]] = set()
         for file in routers.glob(f"router-{step}-*.npz"):
             data = np.load(file)
-            places = list(zip(data["sample"].tolist(), data["position"].tolist(), data["layer"].tolist(), strict=True))
+            places = list(
+                zip(data["sample"].tolist(), data["position"].tolist(), data["layer"].tolist(), strict=True)
+            )
             want = np.stack([samples[s][p, place[layer]] for s, p, layer in places])
             total["rows"] += len(want)
             total["differ"] += int((want != data["ids"]).any(1).sum())
             used |= set(places)
-        every = {(s, p, layer) for s, rows in samples.items() for p in range(len(rows)) for layer in moe_layers}
+        every = {
+            (s, p, layer) for s, rows in samples.items() for p in range(len(rows)) for layer in moe_layers
+        }
         total["missing"] += len(every - used)
         total["steps"] += 1
     return total
@@ -240,7 +252,8 @@ def said_by_recording(folder: Path) -> dict[int, dict[int, np.ndarray]]:
     for path in sorted(folder.glob("step-*")):
         recording = Recording.load(path)
         found[recording.ticket.step] = {
-            int(sample.sample_id.partition(".")[0]): recording.rows(sample.sample_id) for sample in recording.ticket.samples
+            int(sample.sample_id.partition(".")[0]): recording.rows(sample.sample_id)
+            for sample in recording.ticket.samples
         }
     return found
 

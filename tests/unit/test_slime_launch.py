@@ -1,0 +1,169 @@
+"""`r3channel slime`: what is refused before anything starts, and a bare flag that would do nothing."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from r3channel.errors import ConfigError, UsageError
+from r3channel.integrations import bare, seams, slime_launch
+
+ROOT = Path(__file__).parents[2]
+PTH = ROOT / "r3channel/integrations/r3channel.pth"
+
+
+def parsed(*given: str, **slime: Any) -> argparse.Namespace:
+    """What slime's parser would leave, with our arguments among them."""
+    args = slime_launch.add_arguments(argparse.ArgumentParser()).parse_args(["--use-r3-channel", *given])
+    known = {"num_experts": 8, "use_routing_replay": False, "use_rollout_routing_replay": False}
+    known |= {"update_weight_transport": "disk", "colocate": False}
+    known |= {"debug_train_only": False, "debug_rollout_only": False}
+    return argparse.Namespace(**vars(args) | known | slime)
+
+
+def test_engines_and_requests_give_routing_and_slimes_own_replay_is_off() -> None:
+    args = slime_launch.prepared(
+        parsed("--r3-bucket-bytes", "65536", use_rollout_routing_replay=True, use_routing_replay=True)
+    )
+    assert (args.use_rollout_routing_replay, args.use_routing_replay, args.moe_enable_routing_replay) == (
+        True,
+        False,
+        True,
+    )
+    assert args.r3_channel["bucket_bytes"] == 65536
+
+
+@pytest.mark.parametrize(
+    "given, slime, words",
+    [
+        ((), {"num_experts": None}, "without experts"),
+        ((), {"use_routing_replay": True}, "--use-routing-replay"),
+        (("--r3-invalid-rows", "mask"), {}, "--r3-invalid-rows mask"),
+        (("--r3-max-staleness", "1", "--r3-on-stale", "mask"), {}, "--r3-on-stale mask"),
+        (("--r3-transport", "nccl"), {}, "--r3-transport nccl"),
+        (("--r3-relays", "2"), {}, "--r3-relays 2"),
+        (("--r3-sampling-masks",), {}, "--r3-sampling-masks"),
+        ((), {"update_weight_transport": "nccl"}, "--update-weight-transport disk"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_argument_to_change(
+    given: tuple[str, ...], slime: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        slime_launch.prepared(parsed(*given, **slime))
+
+
+def test_a_colocated_run_updates_by_memory_and_is_not_refused() -> None:
+    assert slime_launch.prepared(parsed(colocate=True, update_weight_transport="nccl"))
+
+
+def test_a_script_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"none\.py is no file"):
+        slime_launch.run([str(tmp_path / "none.py"), "--use-r3-channel"])
+
+
+# -- seams ---------------------------------------------------------------------------------------------------------------
+
+
+def a_slime(folder: Path) -> Path:
+    """Files with all names that we rely on and nothing else, made from the list."""
+    listed = json.loads((ROOT / "r3channel/integrations/seams.json").read_text())["slime"]
+    for file, names in listed.items():
+        path = folder / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        classes: dict[str, list[str]] = {}
+        lines = []
+        for name, parameters in names.items():
+            owner, _, method = name.rpartition(".")
+            signature = f"def {method}({', '.join(p if p[0] != '*' else p for p in parameters)}): ..."
+            if not owner and not parameters:
+                classes.setdefault(name, [])
+            elif owner:
+                classes.setdefault(owner, []).append(signature)
+            else:
+                lines.append(signature)
+        for name, methods in classes.items():
+            lines += [f"class {name}:", *(f"    {method}" for method in methods or ["pass"])]
+        path.write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def test_a_slime_with_all_names_is_known(tmp_path: Path) -> None:
+    assert seams.moved(a_slime(tmp_path)) == []
+
+
+def test_what_moved_is_said_exactly(tmp_path: Path) -> None:
+    root = a_slime(tmp_path)
+    file = root / "slime/ray/placement_group.py"
+    file.write_text(
+        file.read_text().replace("def create_rollout_manager(args, pg)", "def create_rollout_manager(args)")
+    )
+    (root / "slime/utils/misc.py").write_text("")
+    (root / "slime/utils/types.py").unlink()
+    found = seams.moved(root)
+    assert "slime/ray/placement_group.py: create_rollout_manager(args), expected (args, pg)" in found
+    assert "slime/utils/misc.py has no Box" in found and "slime/utils/types.py is not there" in found
+
+
+def test_the_newer_slime_is_refused_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "slime/data").mkdir(parents=True)
+    (tmp_path / "slime/data/batch_builder.py").write_text("")
+    (line,) = seams.moved(tmp_path)
+    assert "0.4.0" in line and "not supported" in line
+
+
+# -- a bare flag ---------------------------------------------------------------------------------------------------------
+
+
+def bare_run(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A script that imports slime's parser, started as if r3channel were installed: its .pth first."""
+    (tmp_path / "slime/utils").mkdir(parents=True)
+    for name in ("__init__.py", "utils/__init__.py", "utils/arguments.py"):
+        (tmp_path / "slime" / name).write_text("")
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/r3channel.pth").write_text(PTH.read_text())
+    (tmp_path / "sitecustomize.py").write_text(f"import site; site.addsitedir({str(tmp_path / 'site')!r})")
+    script = tmp_path / "train_async.py"
+    script.write_text("import sys, slime.utils.arguments\nprint('r3channel' in sys.modules, 'trained')\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))}
+    return subprocess.run(
+        [sys.executable, str(script), *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_slime_with_the_flag_and_without_the_hooks_ends_with_2_and_the_command(tmp_path: Path) -> None:
+    child = bare_run(tmp_path, "--num-rollout", "3", "--use-r3-channel")
+    assert child.returncode == 2 and child.stdout == ""
+    assert "r3channel slime train_async.py" in child.stderr and len(child.stderr.splitlines()) == 1
+
+
+def test_without_the_flag_nothing_of_ours_is_imported(tmp_path: Path) -> None:
+    child = bare_run(tmp_path, "--num-rollout", "3")
+    assert (child.returncode, child.stdout) == (0, "False trained\n"), child.stderr
+
+
+def test_the_launcher_lifts_the_refusal() -> None:
+    refusal = type(bare.refusal)()
+    with pytest.raises(SystemExit):
+        refusal.find_spec("slime.utils.arguments")
+    refusal.hooked = True
+    assert refusal.find_spec("slime.utils.arguments") is None
+
+
+def test_the_line_is_installed_beside_the_package() -> None:
+    import importlib.metadata
+
+    files = [str(file) for file in importlib.metadata.files("r3channel") or []]
+    assert "r3channel.pth" in files
