@@ -114,7 +114,8 @@ class SampleRows:
         held = rows_of(sample) or self._without_reply(sample)
         if held.tokens != len(sample.tokens):
             raise SampleChanged(
-                f"sample {sample.index} has {len(sample.tokens)} tokens, and the routing of {held.tokens} came with its last reply. "
+                f"sample {sample.index} has {len(sample.tokens)} tokens, and the routing of {held.tokens} came with its last "
+                "reply. "
                 "Was it cut, or did tokens follow the last reply? Replay needs the engine's rows for every token but the last",
                 samples=[str(sample.index)],
             )

@@ -81,6 +81,6 @@ def weights_problem(args: Namespace) -> str:
     if not server.is_file() or "begin_weight_update" not in server.read_text():
         return ""
     return (
-        "this SGLang takes broadcast weights only between begin_weight_update and end_weight_update, which slime's updater does not "
-        "call: the run would hang in its first update. Give --update-weight-transport disk, or use the SGLang of slime's image"
+        "this SGLang takes broadcast weights only between begin_weight_update and end_weight_update, which slime's updater "
+        "does not call: the run would hang in its first update. Give --r3-weights broadcast, or --update-weight-transport disk"
     )

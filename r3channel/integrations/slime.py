@@ -72,7 +72,7 @@ class ChannelManager(RelayHost, slime.ray.rollout.RolloutManager.__ray_metadata_
     """The rollout manager. The relay is here before the engines start, so that they know where to deliver."""
 
     def __init__(self, args: Namespace, pg: Any) -> None:
-        config = ChannelConfig(**{**args.r3_channel, "interface": _interface(args)})
+        config = ChannelConfig(**{**args.r3_channel, "interface": interface_of(args)})
         clock = StageClock("relay")
         metrics = Metrics("relay", clock=clock)
         if config.metrics_port >= 0:
@@ -186,7 +186,7 @@ def _watch_replies(rows: SampleRows) -> None:
     Sample._apply_meta_info = apply
 
 
-def _interface(args: Namespace) -> str:
+def interface_of(args: Namespace) -> str:
     """Loopback reaches no other node: with several, Ray's own address of this one."""
     if args.r3_channel["interface"] != _LOOPBACK or sum(node["Alive"] for node in ray.nodes()) == 1:
         return args.r3_channel["interface"]

@@ -20,7 +20,7 @@ from r3channel import config
 from r3channel.errors import ConfigError, R3Error, UsageError
 from r3channel.integrations import bare, seams
 
-WEIGHTS = ("off",)
+WEIGHTS = ("off", "broadcast")
 _HELP = f"""usage: r3channel slime SCRIPT [ARGUMENTS of slime ...] {bare.FLAG} [--r3-... ]
 
   r3channel slime train_async.py $MODEL_ARGS $ROLLOUT_ARGS {bare.FLAG}
@@ -133,7 +133,7 @@ def add_arguments(parser: Any) -> Any:
         "--r3-weights",
         choices=WEIGHTS,
         default="off",
-        help="who updates the engines' weights: `off`, slime's own updater",
+        help="who updates the engines' weights: `off`, slime's own updater; `broadcast`, r3channel's WeightSync, all or none",
     )
     return parser
 
@@ -154,7 +154,7 @@ def prepared(args: Namespace) -> Namespace:
         )
     if args.use_routing_replay and not args.use_rollout_routing_replay:
         raise ConfigError(
-            f"--use-routing-replay replays what the trainer itself chose; {bare.FLAG} replays the engines' choices. Give one of them"
+            f"--use-routing-replay replays what the trainer itself chose, {bare.FLAG} what the engines chose. Give one of them"
         )
     channel = config.ChannelConfig.from_args(args)
     for name, value in (("invalid_rows", channel.invalid_rows), ("on_stale", channel.on_stale)):
@@ -172,6 +172,13 @@ def prepared(args: Namespace) -> Namespace:
         raise ConfigError("--r3-sampling-masks: slime carries its own (--rollout-top-p); expected it off")
     if args.r3_weights == "off" and (problem := seams.weights_problem(args)):
         raise ConfigError(problem)
+    if args.r3_weights != "off":
+        if args.colocate or args.release_train or args.update_weight_mode != "full":
+            raise ConfigError(
+                f"--r3-weights {args.r3_weights} sends whole weights to engines with GPUs of their own; expected neither --colocate "
+                "nor --release-train, and --update-weight-mode full"
+            )
+        args.update_weight_transport = "nccl"  # of slime's ways the one whose updater does it all
     args.r3_channel = asdict(channel)
     args.use_rollout_routing_replay = True
     args.use_routing_replay = False

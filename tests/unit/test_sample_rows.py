@@ -107,7 +107,7 @@ def test_a_dumped_sample_holds_no_rows(rows: SampleRows) -> None:
     rows.take(sample, meta("a", 9))
     loaded = pickle.loads(pickle.dumps(sample))  # noqa: S301 - what torch.save of a framework's samples does
     assert rows_of(loaded) is None and isinstance(rows_of(sample), Rows)
-    with pytest.raises(RoutingMissing, match="sample 0.1"):
+    with pytest.raises(RoutingMissing, match=r"sample 0\.1"):
         rows.seal(0, [loaded], [[[0]]], steps=[1])
 
 

@@ -24,6 +24,7 @@ def parsed(*given: str, **slime: Any) -> argparse.Namespace:
     args = slime_launch.add_arguments(argparse.ArgumentParser()).parse_args(["--use-r3-channel", *given])
     known = {"num_experts": 8, "use_routing_replay": False, "use_rollout_routing_replay": False}
     known |= {"update_weight_transport": "disk", "colocate": False}
+    known |= {"release_train": False, "update_weight_mode": "full"}
     known |= {"debug_train_only": False, "debug_rollout_only": False}
     return argparse.Namespace(**vars(args) | known | slime)
 
@@ -51,6 +52,8 @@ def test_engines_and_requests_give_routing_and_slimes_own_replay_is_off() -> Non
         (("--r3-relays", "2"), {}, "--r3-relays 2"),
         (("--r3-sampling-masks",), {}, "--r3-sampling-masks"),
         ((), {"update_weight_transport": "nccl"}, "--update-weight-transport disk"),
+        (("--r3-weights", "broadcast"), {"colocate": True}, "--colocate"),
+        (("--r3-weights", "broadcast"), {"update_weight_mode": "delta"}, "--update-weight-mode full"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_argument_to_change(
@@ -82,7 +85,7 @@ def a_slime(folder: Path) -> Path:
         lines = []
         for name, parameters in names.items():
             owner, _, method = name.rpartition(".")
-            signature = f"def {method}({', '.join(p if p[0] != '*' else p for p in parameters)}): ..."
+            signature = f"def {method}({', '.join(parameters)}): ..."
             if not owner and not parameters:
                 classes.setdefault(name, [])
             elif owner:

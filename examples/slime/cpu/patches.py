@@ -56,6 +56,7 @@ def after_import(name: str, callback: Callable[[Any], None]) -> None:
 def _cpu_accelerator(module: Any) -> None:
     """slime's own extension point: register_accelerator, SLIME_ACCELERATOR."""
     import torch
+
     from slime.utils.accelerator.base import Accelerator  # pyright: ignore[reportMissingImports]
 
     device = torch.device("cpu")

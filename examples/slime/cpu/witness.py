@@ -1,7 +1,7 @@
 """What each trainer's routers used, beside what the engines said. SLIME_CPU_WITNESS=FOLDER in the trainers' environment.
 
 FOLDER/router-STEP-RANK.npz: equally long arrays sample, position, layer (0-based decoder layer) and ids [N, top-k]; rows that
-slime pads are left out, and the last token of a sample, which no engine computed. Also what was timed and how large the process grew.
+slime pads are left out, and the last token of a sample, which no engine computed. Also seconds, and how large the process grew.
 """
 
 from __future__ import annotations
@@ -150,6 +150,7 @@ def _rows(args: Any, rollout_data: Any, indices: Any) -> tuple[Any, Any]:
     """Sample and position of each row, -1 where slime pads; the steps of prepare_routed_experts_for_routing_replay."""
     import torch
     from megatron.core import mpu
+
     from slime.backends.megatron_utils.cp_utils import slice_with_cp  # pyright: ignore[reportMissingImports]
 
     samples, positions = [], []
