@@ -65,6 +65,8 @@ def _dispatch(arguments: list[str]) -> int:
         timeout_s=options.timeout_s,
         nodes=options.nodes,
         config=options.config,
+        slime=options.slime,
+        arguments=options.arguments,
     )
 
 
@@ -88,6 +90,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     doctor.add_argument(
         "--nodes", type=int, default=1, help="machines of the run: with several, loopback is a fault"
+    )
+    doctor.add_argument(
+        "--slime", metavar="DIR", help="a checkout of slime: is it one that is known, what would be hooked"
+    )
+    doctor.add_argument(
+        "arguments", nargs="*", help="with --slime, after --: those of the job, to be looked through"
     )
     doctor.add_argument("--config", metavar="FILE", help="channel options, as --r3-config")
     doctor.add_argument(

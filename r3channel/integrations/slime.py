@@ -22,12 +22,12 @@ from slime.utils.types import Sample  # pyright: ignore[reportMissingImports]
 from r3channel.bearer import create_token
 from r3channel.config import ChannelConfig, EngineConfig
 from r3channel.errors import ConfigError, R3Error, RoutingMissing
-from r3channel.integrations.samples import SampleRows
 from r3channel.metrics import Metrics, StageClock
 from r3channel.plan.layout import TrainerLayout
 from r3channel.recording import Recorder
 from r3channel.relay.actor import RelayHost
 from r3channel.relay.relay import Relay
+from r3channel.relay.samples import SampleRows
 from r3channel.spec import RoutingSpec
 from r3channel.unproxied import urlopen
 from r3channel.wire.hello import probe_body
@@ -68,7 +68,7 @@ def spec_of(args: Namespace) -> RoutingSpec:
         ) from error
 
 
-class ChannelManager(RelayHost, slime.ray.rollout.RolloutManager.__ray_metadata__.modified_class):
+class ChannelManager(slime.ray.rollout.RolloutManager.__ray_metadata__.modified_class, RelayHost):
     """The rollout manager. The relay is here before the engines start, so that they know where to deliver."""
 
     def __init__(self, args: Namespace, pg: Any) -> None:
@@ -81,19 +81,19 @@ class ChannelManager(RelayHost, slime.ray.rollout.RolloutManager.__ray_metadata_
         self.relay = Relay(
             spec_of(args), layout_of(args), config, clock=clock, metrics=metrics, recorder=recorder
         )
-        self.rows = SampleRows(self.relay)
+        self.rows, self._started = SampleRows(self.relay), False
         args.r3_engine = self._for_engines(args)
         _watch_replies(self.rows)
         slime.ray.rollout.SGLangEngine = ChannelEngine
         super().__init__(args, pg)
 
     @ray.method(concurrency_group="r3channel")  # answered while generate() runs
-    def r3channel_control(self, call: str, arguments: dict[str, Any]) -> Any:
+    def r3channel_control(self, call: str, arguments: dict[str, Any]) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         return RelayHost.r3channel_control(self, call, arguments)
 
     def r3channel_start(self) -> None:
         """Ask every engine, and the router, for one token with its routing: what would be missing is missed now."""
-        if self.args.debug_train_only or self.args.load_debug_rollout_data:
+        if self._started or self.args.debug_train_only or self.args.load_debug_rollout_data:
             return
         for url in filter(None, ray.get([engine.get_url.remote() for engine in self.rollout_engines])):
             self.relay.check_engine(_probed(url), engine=url, tokens=_PROBE_TOKENS)
@@ -101,12 +101,18 @@ class ChannelManager(RelayHost, slime.ray.rollout.RolloutManager.__ray_metadata_
         if not (_probed(router).get("meta_info") or {}).get("routed_experts"):
             raise RoutingMissing(
                 f"the engines send routing, and the router at {router} does not pass it on: it drops return_routed_experts from "
-                "requests (sgl-project/sglang#20696). Use the router of slime's image, or --use-slime-router where there is one"
+                "requests (sgl-project/sglang#20696). Use the router of slime's image"
             )
+        self._started = True
+
+    def offload(self) -> Any:
+        self.r3channel_start()  # engines that sleep from the start on answer nothing later
+        return super().offload()
 
     def recover_updatable_engines(self) -> None:
         super().recover_updatable_engines()
         if self.args.use_fault_tolerance and not self.args.offload_rollout and self.rollout_id >= 0:
+            self._started = False
             self.r3channel_start()  # a restarted engine says hello, or is refused, before it is asked for samples
 
     def _convert_samples_to_train_data(self, samples: Sequence[Any]) -> Any:
@@ -170,7 +176,8 @@ class ChannelEngine(slime.ray.rollout.SGLangEngine):
 
 def remote_manager() -> Any:
     """What `slime.ray.rollout.RolloutManager` becomes."""
-    return ray.remote(concurrency_groups={"r3channel": 8})(ChannelManager)
+    made: Any = ray.remote
+    return made(concurrency_groups={"r3channel": 8})(ChannelManager)
 
 
 def _watch_replies(rows: SampleRows) -> None:

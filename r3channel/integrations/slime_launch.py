@@ -16,9 +16,9 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from r3channel import config
+from r3channel import bare, config
 from r3channel.errors import ConfigError, R3Error, UsageError
-from r3channel.integrations import bare, seams
+from r3channel.report import seams
 
 WEIGHTS = ("off", "broadcast")
 _HELP = f"""usage: r3channel slime SCRIPT [ARGUMENTS of slime ...] {bare.FLAG} [--r3-... ]
@@ -53,11 +53,11 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _run_hooked(script: Path) -> None:
-    import ray
+    from ray.exceptions import RayTaskError
 
     try:
         runpy.run_path(str(script), run_name="__main__")
-    except ray.exceptions.RayTaskError as error:
+    except RayTaskError as error:
         if isinstance(error.cause, R3Error):
             raise error.cause from error  # of a relay or a trainer: its own words, not Ray's
         raise
@@ -142,6 +142,19 @@ def _with(parser: Any, add: Callable[[Any], Any] | None) -> Any:
     return parser if add is None else add(parser)
 
 
+def judged(arguments: Sequence[str]) -> None:
+    """Raise as `prepared` would, for the text of a job's arguments. Knows of slime's own only those that matter here."""
+    parser = add_arguments(ArgumentParser(add_help=False, allow_abbrev=False))
+    for name in ("use-routing-replay", "use-rollout-routing-replay", "colocate", "release-train"):
+        parser.add_argument(f"--{name}", action="store_true")
+    for name in ("debug-train-only", "debug-rollout-only"):
+        parser.add_argument(f"--{name}", action="store_true")
+    parser.add_argument("--num-experts", type=int)
+    parser.add_argument("--update-weight-mode", default="full")
+    parser.add_argument("--update-weight-transport", default="nccl")
+    prepared(parser.parse_known_args(list(arguments))[0])
+
+
 def prepared(args: Namespace) -> Namespace:
     """slime's parsed arguments, checked and with what the channel needs set. Raises `ConfigError` with the argument to change.
 
@@ -175,8 +188,8 @@ def prepared(args: Namespace) -> Namespace:
     if args.r3_weights != "off":
         if args.colocate or args.release_train or args.update_weight_mode != "full":
             raise ConfigError(
-                f"--r3-weights {args.r3_weights} sends whole weights to engines with GPUs of their own; expected neither --colocate "
-                "nor --release-train, and --update-weight-mode full"
+                f"--r3-weights {args.r3_weights} sends whole weights to engines with GPUs of their own; expected neither "
+                "--colocate nor --release-train, and --update-weight-mode full"
             )
         args.update_weight_transport = "nccl"  # of slime's ways the one whose updater does it all
     args.r3_channel = asdict(channel)

@@ -17,9 +17,12 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from r3channel.config import ChannelConfig
+from r3channel.errors import ConfigError
 from r3channel.relay import proof
+from r3channel.report import seams
 from r3channel.report.check import Check
 from r3channel.report.engine import ask_engine
 from r3channel.report.network import check_network
@@ -54,16 +57,23 @@ def run(
     timeout_s: float = 120.0,
     nodes: int = 1,
     config: str | None = None,
+    slime: str | None = None,
+    arguments: Sequence[str] = (),
 ) -> int:
     """Print every finding as soon as it is known; 1 if anything is missing, else 0.
 
     With `engines` only those running engines are asked: whoever has them need not have their packages.
-    `nodes`: machines of the run; `config`: a file of channel options, beside those in the environment.
+    `slime`: a checkout to look at instead. `nodes`: machines of the run; `config`: a file of channel options, beside those in the
+    environment.
     """
     well = True
-    found = (check for url in engines for check in ask_engine(url, timeout_s=timeout_s))
     channel = ChannelConfig.load(file=config)
-    for check in found if engines else checks(ports=ports, timeout_s=timeout_s, channel=channel, nodes=nodes):
+    found = checks(ports=ports, timeout_s=timeout_s, channel=channel, nodes=nodes)
+    if engines:
+        found = (check for url in engines for check in ask_engine(url, timeout_s=timeout_s))
+    elif slime is not None:
+        found = check_slime(Path(slime), arguments)
+    for check in found:
         print(check.line(), flush=True)
         well = well and check.ok
     return 0 if well else 1
@@ -86,6 +96,34 @@ def checks(
     yield ask("SGLang hooks", _HOOKS, env=_engine_environment(gpu=gpu), timeout_s=timeout_s)
     names = _NAMES if gpu else f"{_SHIM}; {_NAMES}"
     yield ask("Megatron names", names, env=os.environ, timeout_s=timeout_s)
+
+
+def check_slime(root: Path, arguments: Sequence[str] = ()) -> Iterator[Check]:
+    """Whether a checkout has every name that the integration uses, which these are, and what is not supported in a job's
+    arguments. Nothing of it is imported."""
+    moved = seams.moved(root)
+    remedy = f"use {seams.KNOWN}; to adapt: r3channel/integrations"
+    yield Check(
+        name=f"slime {root}",
+        ok=not moved,
+        found="; ".join(moved) or f"all names of {seams.KNOWN}",
+        remedy=remedy,
+    )
+    for line in () if moved else seams.used():
+        yield Check(name="used", ok=True, found=line)
+    if arguments:
+        yield Check(name="arguments", **_judged(arguments))
+
+
+def _judged(arguments: Sequence[str]) -> dict[str, Any]:
+    """What the launcher would say of a job's arguments."""
+    from r3channel.integrations.slime_launch import judged
+
+    try:
+        judged(arguments)
+    except ConfigError as error:
+        return {"ok": False, "found": str(error), "remedy": "change them"}
+    return {"ok": True, "found": "nothing that is refused at start"}
 
 
 def check_python(version: tuple[int, int, int]) -> Check:

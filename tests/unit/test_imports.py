@@ -38,7 +38,7 @@ LEVELS = {
     "plan": 2,
     **dict.fromkeys(("transport", "recording", "unproxied", "versions"), 3),
     **dict.fromkeys(("engine", "relay", "trainer", "weights"), 4),
-    **dict.fromkeys(("cli", "demo", "plugin", "bench", "report", "integrations", "embedded"), 5),
+    **dict.fromkeys(("bare", "cli", "demo", "plugin", "bench", "report", "integrations", "embedded"), 5),
 }
 """Level of each room, as DESIGN.md draws them. A room imports itself and lower levels only; words (level 0) and
 hands (level 5) may also import their own level."""

@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 
+from r3channel import bare
 from r3channel.errors import ConfigError, UsageError
-from r3channel.integrations import bare, seams, slime_launch
+from r3channel.integrations import slime_launch
+from r3channel.report import seams
 
 ROOT = Path(__file__).parents[2]
-PTH = ROOT / "r3channel/integrations/r3channel.pth"
+PTH = ROOT / "r3channel/r3channel.pth"
 
 
 def parsed(*given: str, **slime: Any) -> argparse.Namespace:
@@ -77,7 +79,7 @@ def test_a_script_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 def a_slime(folder: Path) -> Path:
     """Files with all names that we rely on and nothing else, made from the list."""
-    listed = json.loads((ROOT / "r3channel/integrations/seams.json").read_text())["slime"]
+    listed = json.loads((ROOT / "r3channel/report/seams.json").read_text())["slime"]
     for file, names in listed.items():
         path = folder / file
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -246,5 +246,5 @@ def setup() -> None:
             after_import("slime.backends.megatron_utils.actor", witness.watch_actor)
     elif witnessed:
         after_import("slime.utils.types", _timed_replies)
-        after_import("r3channel.integrations.samples", _timed_rows)
+        after_import("r3channel.relay.samples", _timed_rows)
         after_import("slime.ray.rollout", _timed_manager)

@@ -213,7 +213,7 @@ def _write(step: int) -> None:
     }
     _SEEN.clear()
     if columns["ids"]:
-        found = {name: np.concatenate(parts) for name, parts in columns.items()}
+        found: dict[str, Any] = {name: np.concatenate(parts) for name, parts in columns.items()}
         np.savez(_folder() / f"router-{step}-{dist.get_rank()}.npz", **found)
     tell(f"trainer-{dist.get_rank()}")
 

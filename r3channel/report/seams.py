@@ -23,17 +23,16 @@ def moved(root: Path, *, framework: str = "slime") -> list[str]:
             f"{_NEW_SLIME} is there: slime 0.4.0 splits in BatchBuilder, which was not read and is not supported"
         ]
     expected = json.loads(Path(__file__).with_name("seams.json").read_text())[framework]
-    return [
-        line
-        for file, names in expected.items()
-        for name, parameters in names.items()
-        if (line := _difference(root / file, file, name, parameters))
-    ]
+    lines: list[str] = []
+    for file, names in expected.items():
+        if not (root / file).is_file():
+            lines.append(f"{file} is not there")
+            continue
+        lines += filter(None, (_difference(root / file, file, *named) for named in names.items()))
+    return lines
 
 
 def _difference(path: Path, file: str, name: str, parameters: list[str]) -> str:
-    if not path.is_file():
-        return f"{file} is not there"
     found = signatures(path).get(name)
     if found is None:
         return f"{file} has no {name}"
@@ -66,6 +65,15 @@ def _parameters(args: ast.arguments) -> list[str]:
     named += [f"*{args.vararg.arg}"] if args.vararg else []
     named += [arg.arg for arg in args.kwonlyargs]
     return named + ([f"**{args.kwarg.arg}"] if args.kwarg else [])
+
+
+def used(*, framework: str = "slime") -> list[str]:
+    """What is replaced, watched or called, by file."""
+    listed = json.loads(Path(__file__).with_name("seams.json").read_text())[framework]
+    return [
+        f"{file}: {', '.join(name for name, parameters in names.items() if parameters)}"
+        for file, names in listed.items()
+    ]
 
 
 def weights_problem(args: Namespace) -> str:
