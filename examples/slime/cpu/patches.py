@@ -185,6 +185,9 @@ def _timed_manager(module: Any) -> None:
     dispose = manager.dispose
 
     def disposed(self: Any) -> None:
+        if hasattr(self, "relay"):
+            self.rows.tidy()
+            _TOLD["discarded"] = self.relay.metrics.value("r3channel_samples_total", outcome="discarded")
         witness.tell("manager", **_TOLD)
         dispose(self)
 

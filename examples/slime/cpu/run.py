@@ -60,6 +60,9 @@ def options_of(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--corrupt", action="store_true", help="one wrong id in a trainer's memory: the run must fail"
     )
+    parser.add_argument(
+        "--no-engine", action="store_true", help="slime loads its rollouts (-- --load-debug-rollout-data)"
+    )
     parser.add_argument("--timeout-s", type=float, default=420)
     parser.add_argument("more", nargs="*", help="after --: further arguments of slime")
     options = parser.parse_args(argv)
@@ -82,6 +85,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     shape = {"layers": options.layers, "experts": options.experts, "top_k": options.top_k}
     model = write_model(options.work / "model", dtype="bfloat16", **shape)
     prompts = _write_prompts(options.work / "prompts.jsonl")
+    _write_prompts(options.work / "held.jsonl", count=4)
     started = time.monotonic()
     with ExitStack() as stack:
         router = stack.enter_context(Router())
@@ -94,7 +98,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             stack.enter_context(
                 EngineServer(_engine(options, model), log_path=options.work / f"engine-{index}.log")
             )
-            for index in range(options.engines)
+            for index in range(0 if options.no_engine else options.engines)
         ]
         for server in servers:
             server.wait_ready()
@@ -168,7 +172,6 @@ def _slime_arguments(
     --actor-num-nodes 1 --actor-num-gpus-per-node {options.world} --num-gpus-per-node {options.world}
     --train-env-vars {json.dumps(trainer, separators=(",", ":"))}
     --save-debug-rollout-data {options.work}/rollouts/{{rollout_id}}.pt
-    --rollout-external-engine-addrs {" ".join(engines)}
     --update-weight-mode full --update-weight-transport disk --update-weight-disk-dir {options.work / "weights"}
     --prompt-data {prompts} --input-key text --label-key label --custom-rm-path {_HERE}.functions.reward
     --num-rollout {options.steps} --rollout-batch-size 2 --n-samples-per-prompt 4 --global-batch-size 8
@@ -178,6 +181,7 @@ def _slime_arguments(
     --sglang-router-ip 127.0.0.1 --sglang-router-port {router_port}
     """
     arguments = text.split()
+    arguments += ["--rollout-external-engine-addrs", *engines] if engines else []
     arguments += ["--sequence-parallel"] if options.tp > 1 else []
     arguments += (
         ["--cp-comm-type", "all_gather"] if options.cp > 1 else []

@@ -264,7 +264,7 @@ def said_by_dump(folder: Path, moe_layers: tuple[int, ...]) -> dict[int, dict[in
     import torch
 
     found = {}
-    for path in sorted(folder.glob("*.pt"), key=lambda path: int(path.stem)):
+    for path in sorted(folder.glob("[0-9]*.pt"), key=lambda path: int(path.stem)):
         samples = torch.load(path, weights_only=False)["samples"]  # slime's own dump of this very run
         found[int(path.stem)] = {
             s["index"]: np.asarray(s["rollout_routed_experts"])[:, list(moe_layers)] for s in samples

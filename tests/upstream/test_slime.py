@@ -1,0 +1,177 @@
+"""slime's own loop with the channel: its script, its actors, its Megatron, a real SGLang server; no file of theirs is edited.
+
+Needs the sources that slime's image pins (R3CHANNEL_UPSTREAM: archives or checkouts). Jobs run two at a time, all started by
+the first test that wants one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from examples.slime.cpu import run as slime_cpu
+from examples.slime.cpu.sources import SLIME, Sources, ready, upstream
+from r3channel.report import seams
+
+pytestmark = [
+    pytest.mark.skipif(
+        not os.environ.get("R3CHANNEL_UPSTREAM"),
+        reason="R3CHANNEL_UPSTREAM names no folder with slime's sources",
+    ),
+    pytest.mark.timeout(1200),
+]
+full = [pytest.mark.full, pytest.mark.e2e]
+
+_HERE = "examples.slime.cpu.functions"
+_TWICE = ["--global-batch-size", "4"]
+_RECOMPUTE = [
+    "--recompute-granularity",
+    "full",
+    "--recompute-method",
+    "uniform",
+    "--recompute-num-layers",
+    "1",
+]
+_REFERENCE = ["--use-kl-loss", "--kl-loss-coef", "0.001", "--ref-load", "{work}/model"]
+_SAMPLES = ["--custom-generate-function-path", f"{_HERE}.turns"]
+_SAMPLES += [
+    "--dynamic-sampling-filter-path",
+    f"{_HERE}.every_third_group_goes",
+    "--over-sampling-batch-size",
+    "3",
+]
+_SAMPLES += ["--partial-rollout"]
+_EVALUATION = [
+    "--eval-prompt-data",
+    "held",
+    "{work}/held.jsonl",
+    "--eval-interval",
+    "1",
+    "--eval-input-key",
+    "text",
+]
+_EVALUATION += [
+    "--n-samples-per-eval-prompt",
+    "1",
+    "--eval-max-response-len",
+    "8",
+    "--eval-label-key",
+    "label",
+]
+
+JOBS: dict[str, tuple[list[str], list[str]]] = {
+    "stock": (["--stock"], []),
+    "ours": ([], []),
+    "tensor_parallel": (
+        ["--tp", "2", "--engines", "2", "--delivery", "direct"],
+        ["--r3-weights", "broadcast"],
+    ),
+    "experts": (["--dp", "2", "--ep", "2"], [*_TWICE, *_RECOMPUTE, *_REFERENCE]),
+    "pipeline": (["--cp", "2", "--pp", "2"], ["--num-layers-per-virtual-pipeline-stage", "1"]),
+    "samples": (
+        ["--steps", "3"],
+        [*_SAMPLES, *_EVALUATION, "--save", "{work}/saved", "--save-interval", "2"],
+    ),
+    "synchronous": (["--script", "train.py", "--corrupt"], []),
+}
+"""Name -> arguments of the run, arguments of slime."""
+AFTER: dict[str, tuple[str, list[str], list[str]]] = {
+    "replayed": (
+        "stock",
+        ["--no-engine"],
+        ["--load-debug-rollout-data", "{before}/rollouts/{{rollout_id}}.pt"],
+    ),
+    "resumed": ("samples", ["--steps", "4"], ["--load", "{before}/saved"]),
+}
+"""The same, of jobs that go on where another ended."""
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Sources:
+    return ready(tmp_path_factory.mktemp("sources"))
+
+
+@pytest.fixture(scope="module")
+def jobs(
+    sources: Sources, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Future[dict[str, Any]]]]:
+    root = tmp_path_factory.mktemp("slime")
+
+    def start(name: str, own: list[str], slime: list[str], before: str = "") -> dict[str, Any]:
+        words = {"work": root / name, "before": root / before}
+        more = [word.format(**words) for word in slime]
+        argv = ["--work", str(root / name), "--sources", str(sources.slime.parent), *own, "--", *more]
+        return slime_cpu.run(slime_cpu.options_of(argv))
+
+    def follow(name: str, before: str, own: list[str], slime: list[str]) -> dict[str, Any]:
+        done[before].result()
+        return start(name, own, slime, before)
+
+    with ThreadPoolExecutor(2) as pool:
+        done = {name: pool.submit(start, name, *job) for name, job in JOBS.items()}
+        done |= {name: pool.submit(follow, name, *job) for name, job in AFTER.items()}
+        yield done
+
+
+def checked(result: dict[str, Any], *, steps: int, rows_at_least: int = 600) -> dict[str, Any]:
+    """It ended well, and routers used in every pass what the engines said."""
+    assert result["exit"] == 0, result["tail"]
+    rows = result["rows"]
+    assert (rows["differ"], rows["missing"], rows["steps"]) == (0, 0, steps), rows
+    assert rows["rows"] >= rows_at_least, "the witness saw too little to say anything"
+    return result
+
+
+def test_the_names_that_we_rely_on_are_those_of_this_slime() -> None:
+    folder = upstream()
+    assert folder is not None
+    if (folder / SLIME).is_dir():
+        assert seams.moved(folder / SLIME) == []
+
+
+class TestJobs:
+    pytestmark = full
+
+    def test_names(self, sources: Sources) -> None:
+        assert seams.moved(sources.slime) == []
+
+    def test_slimes_own_way_is_seen_by_the_same_witness(self, jobs: Any) -> None:
+        checked(jobs["stock"].result(), steps=2)
+
+    def test_one_rank(self, jobs: Any) -> None:
+        checked(jobs["ours"].result(), steps=2)
+
+    def test_tensor_parallel_with_two_engines_direct_delivery_and_our_weights(self, jobs: Any) -> None:
+        result = checked(jobs["tensor_parallel"].result(), steps=2)
+        assert result["processes"]["manager"]["reply_bytes"] < 16 * 130, "receipts, not frames"
+
+    def test_experts_two_optimizer_steps_logprob_and_reference_passes_and_recompute(self, jobs: Any) -> None:
+        result = checked(jobs["experts"].result(), steps=2, rows_at_least=3000)
+        assert len(result["steps"]) == 4
+
+    def test_context_and_interleaved_pipeline(self, jobs: Any) -> None:
+        checked(jobs["pipeline"].result(), steps=2)
+
+    def test_turns_filtered_and_unfinished_samples_and_evaluation_between(self, jobs: Any) -> None:
+        result = checked(jobs["samples"].result(), steps=3)
+        assert result["processes"]["manager"]["discarded"] >= 8, (
+            "groups were filtered, and evaluated samples belong to no step"
+        )
+
+    def test_resumed(self, jobs: Any) -> None:
+        checked(jobs["resumed"].result(), steps=1, rows_at_least=300)
+
+    def test_the_same_rollouts_give_the_same_numbers_as_slimes_own_way(self, jobs: Any) -> None:
+        ours = checked(jobs["replayed"].result(), steps=2)["steps"][0]
+        theirs = jobs["stock"].result()["steps"][0]
+        same = ("train/loss", "train/grad_norm", "train/train_rollout_logprob_abs_diff", "train/entropy_loss")
+        assert {name: ours[name] for name in same} == {name: theirs[name] for name in same}
+
+    def test_one_wrong_id_ends_the_run_in_one_line_before_anything_is_trained(self, jobs: Any) -> None:
+        result = jobs["synchronous"].result()
+        assert result["exit"] == 2 and result["steps"] == []
+        assert "r3channel: DigestMismatch: step 0" in result["tail"]
