@@ -11,12 +11,14 @@ import os
 import tempfile
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import ray
 import slime.ray.rollout  # pyright: ignore[reportMissingImports]
+import slime.rollout.sglang_rollout as sglang_rollout  # pyright: ignore[reportMissingImports]
 from slime.utils.types import Sample  # pyright: ignore[reportMissingImports]
 
 from r3channel.bearer import create_token
@@ -123,6 +125,8 @@ class ChannelManager(slime.ray.rollout.RolloutManager.__ray_metadata__.modified_
         """slime's own split, then the seal of just that. The ticket travels beside each rank's data."""
         boxes = super()._split_train_data_by_dp(data)
         samples, self._converted = self._converted, []
+        if self.args.use_critic and self.rollout_id < self.args.num_critic_only_steps:
+            return boxes  # only the critic trains, on what its own router chooses
         if len(samples) != len(data["tokens"]):
             raise ConfigError(
                 f"--custom-convert-samples-to-train-data-path made {len(data['tokens'])} of {len(samples)} samples; the channel "
@@ -157,6 +161,7 @@ class ChannelManager(slime.ray.rollout.RolloutManager.__ray_metadata__.modified_
         return environment | {_TOKEN: Path(path).read_text()}
 
 
+_EVALUATION: ContextVar[bool] = ContextVar("evaluation", default=False)
 _TOKEN = "R3CHANNEL_TOKEN"
 """Not an option: on its way to an engine's node, where it becomes a file again."""
 
@@ -187,10 +192,18 @@ def _watch_replies(rows: SampleRows) -> None:
     @wraps(inner)
     def apply(self: Any, args: Any, meta_info: dict[str, Any], **options: Any) -> None:
         if meta_info.get("routed_experts") is not None or meta_info.get("finish_reason"):
-            meta_info = rows.take(self, meta_info)
+            meta_info = rows.take(self, meta_info, trained=not _EVALUATION.get())
         inner(self, args, meta_info, **options)
 
     Sample._apply_meta_info = apply
+    generate = sglang_rollout.generate_and_rm
+
+    @wraps(generate)
+    async def generate_and_rm(args: Any, sample: Any, sampling_params: Any, evaluation: bool = False) -> Any:
+        _EVALUATION.set(evaluation)  # of this task and those that it starts
+        return await generate(args, sample, sampling_params, evaluation=evaluation)
+
+    sglang_rollout.generate_and_rm = generate_and_rm
 
 
 def interface_of(args: Namespace) -> str:

@@ -52,11 +52,12 @@ class SampleRows:
         self._serial = itertools.count()
         self._gone: deque[str] = deque()
 
-    def take(self, sample: Any, meta_info: Mapping[str, Any]) -> dict[str, Any]:
+    def take(self, sample: Any, meta_info: Mapping[str, Any], *, trained: bool = True) -> dict[str, Any]:
         """Keep what a reply says of a sample's routing, and give the rest of `meta_info`.
 
         `sample.tokens` is the whole sequence, this reply's tokens included. A reply replaces the rows of the one before, because
-        it holds those of all tokens; with `routed_experts_start_len` it adds to them.
+        it holds those of all tokens; with `routed_experts_start_len` it adds to them. Rows of a sample that is not `trained` on
+        (an evaluation) are discarded at once, also those that are still on their way here.
 
         Raises:
             RoutingError: named by sample. What an aborted request brought may be unusable: the sample is then without rows
@@ -73,11 +74,17 @@ class SampleRows:
         try:
             self.relay.add(name, {"meta_info": meta_info}, sample.tokens, append=more)
         except RoutingError as error:
-            if not aborted:
+            if trained and not aborted:
                 raise
-            log.info("r3channel: sample %s was aborted, and its rows are of no use: %s", sample.index, error)
+            log.info(
+                "r3channel: rows of sample %s, which ended early or is not trained on: %s",
+                sample.index,
+                error,
+            )
             return rest
-        if held is not None and more:
+        if not trained:
+            self.relay.discard([name])
+        elif held is not None and more:
             held.tokens = len(sample.tokens)
         else:
             self._give(sample, name)
@@ -101,7 +108,6 @@ class SampleRows:
         assignment = Assignment.given(
             [[[names[place] for place in batch] for batch in rank] for rank in ranks], steps=steps
         )
-        self.relay.join_previous()
         return self.relay.seal(step, assignment)
 
     def tidy(self) -> None:

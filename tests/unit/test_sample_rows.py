@@ -132,6 +132,26 @@ def test_a_finished_reply_with_other_rows_or_none_is_refused_by_name(rows: Sampl
         rows.take(Sample(1, list(range(9))), {"finish_reason": {"type": "stop"}})
 
 
+def test_an_evaluated_sample_holds_nothing_and_is_counted(rows: SampleRows) -> None:
+    sample = Sample(0, list(range(9)))
+    assert "routed_experts" not in rows.take(sample, meta("a", 9), trained=False)
+    assert rows_of(sample) is None and waiting(rows) == set()
+    assert rows.relay.metrics.value("r3channel_samples_total", outcome="discarded") == 1
+    rows.take(
+        sample, {"finish_reason": {"type": "stop"}}, trained=False
+    )  # without routing it is no fault either
+
+
+def test_a_step_is_sealed_while_the_one_before_waits_for_its_trainers(rows: SampleRows) -> None:
+    for step in range(3):
+        sample = Sample(step, list(range(9)))
+        rows.take(sample, meta(str(step), 9, seed=step))
+        assert rows.seal(step, [sample], [[[0]]], steps=[1]).step == step
+    assert set(rows.relay.undelivered(wait_s=0)) == {0, 1, 2}
+    for step in range(3):
+        rows.relay.abandon(step)
+
+
 def test_tokens_after_the_last_reply_are_refused_at_the_seal(rows: SampleRows) -> None:
     sample = Sample(0, list(range(9)))
     rows.take(sample, meta("a", 9))
