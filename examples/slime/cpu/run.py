@@ -60,6 +60,7 @@ def options_of(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--corrupt", action="store_true", help="one wrong id in a trainer's memory: the run must fail"
     )
+    parser.add_argument("--own-engines", action="store_true", help="slime starts the servers itself")
     parser.add_argument(
         "--no-engine", action="store_true", help="slime loads its rollouts (-- --load-debug-rollout-data)"
     )
@@ -98,7 +99,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             stack.enter_context(
                 EngineServer(_engine(options, model), log_path=options.work / f"engine-{index}.log")
             )
-            for index in range(0 if options.no_engine else options.engines)
+            for index in range(0 if options.no_engine or options.own_engines else options.engines)
         ]
         for server in servers:
             server.wait_ready()
@@ -182,6 +183,9 @@ def _slime_arguments(
     """
     arguments = text.split()
     arguments += ["--rollout-external-engine-addrs", *engines] if engines else []
+    if options.own_engines:
+        arguments += ["--rollout-num-gpus", str(options.engines), "--rollout-num-gpus-per-engine", "1"]
+        arguments += _engine_arguments(_engine(options, model))
     arguments += ["--sequence-parallel"] if options.tp > 1 else []
     arguments += (
         ["--cp-comm-type", "all_gather"] if options.cp > 1 else []
@@ -194,6 +198,26 @@ def _slime_arguments(
     if options.delivery == "direct":
         arguments += ["--r3-ingest-port", str(options.port), "--r3-token-file", str(options.token)]
     return [*arguments, *options.more]
+
+
+_SLIMES_OWN = {
+    "--model-path",
+    "--host",
+    "--port",
+    "--random-seed",
+    "--enable-return-routed-experts",
+    "--skip-server-warmup",
+}
+
+
+def _engine_arguments(engine: EngineOptions) -> list[str]:
+    """A CPU server's arguments as slime takes them, but for those that it gives its servers itself."""
+    found: list[str] = []
+    kept = True
+    for word in engine.arguments(port=0):
+        kept = word not in _SLIMES_OWN if word.startswith("--") else kept
+        found += [word.replace("--", "--sglang-", 1) if word.startswith("--") else word] if kept else []
+    return found
 
 
 def _environment(options: argparse.Namespace, sources: Sources, ray_dir: str) -> dict[str, str]:
@@ -218,13 +242,13 @@ def _environment(options: argparse.Namespace, sources: Sources, ray_dir: str) ->
         "SLIME_CPU_WITNESS": str(options.work / "routers"),
         "SLIME_CPU_CORRUPT": str(int(options.corrupt)),
         "OMP_NUM_THREADS": env["OMP_NUM_THREADS"],
-        **{name: env[name] for name in names},
+        **{name: value for name, value in env.items() if name.startswith("SGLANG_") or name in names},
     }
     return {
         **env,
         **inherited,
         "SLIME_CPU_WORKER_ENV": json.dumps(inherited),
-        "SLIME_CPU_GPUS": str(options.world),
+        "SLIME_CPU_GPUS": str(options.world + (options.engines if options.own_engines else 0)),
         "SLIME_CPU_RAY_DIR": ray_dir,
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
