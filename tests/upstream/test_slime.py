@@ -76,6 +76,7 @@ JOBS: dict[str, tuple[list[str], list[str]]] = {
         ["--steps", "3"],
         [*_SAMPLES, *_EVALUATION, "--save", "{work}/saved", "--save-interval", "2"],
     ),
+    "dropped": (["--dropping-router"], []),
     "synchronous": (["--script", "train.py", "--corrupt"], []),
 }
 """Name -> arguments of the run, arguments of slime."""
@@ -175,3 +176,10 @@ class TestJobs:
         result = jobs["synchronous"].result()
         assert result["exit"] == 2 and result["steps"] == []
         assert "r3channel: DigestMismatch: step 0" in result["tail"]
+
+    def test_a_router_that_drops_the_field_ends_the_run_in_one_line_before_trainers_are_made(
+        self, jobs: Any
+    ) -> None:
+        result = jobs["dropped"].result()
+        assert result["exit"] == 2 and not any(name.startswith("trainer") for name in result["processes"])
+        assert "r3channel: RoutingMissing: the engines send routing, and the router at" in result["tail"]

@@ -64,6 +64,9 @@ def options_of(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--no-engine", action="store_true", help="slime loads its rollouts (-- --load-debug-rollout-data)"
     )
+    parser.add_argument(
+        "--dropping-router", action="store_true", help="requests lose return_routed_experts: the run must end"
+    )
     parser.add_argument("--timeout-s", type=float, default=420)
     parser.add_argument("more", nargs="*", help="after --: further arguments of slime")
     options = parser.parse_args(argv)
@@ -89,7 +92,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     _write_prompts(options.work / "held.jsonl", count=4)
     started = time.monotonic()
     with ExitStack() as stack:
-        router = stack.enter_context(Router())
+        router = stack.enter_context(Router(drops="return_routed_experts" if options.dropping_router else ""))
         ray_dir = stack.enter_context(
             tempfile.TemporaryDirectory(prefix="r3-")
         )  # short: sockets lie below it
