@@ -6,11 +6,10 @@ int32, `_split_train_data_by_dp` has slime's own split. `slime_launch` puts thes
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextvars import ContextVar
 from functools import wraps
 from pathlib import Path
@@ -21,18 +20,17 @@ import slime.ray.rollout  # pyright: ignore[reportMissingImports]
 import slime.rollout.sglang_rollout as sglang_rollout  # pyright: ignore[reportMissingImports]
 from slime.utils.types import Sample  # pyright: ignore[reportMissingImports]
 
-from r3channel.bearer import create_token
-from r3channel.config import ChannelConfig, EngineConfig
-from r3channel.errors import ConfigError, R3Error, RoutingMissing
+from r3channel.bearer import create_token, read_token
+from r3channel.config import ChannelConfig
+from r3channel.errors import ConfigError, RoutingMissing
 from r3channel.metrics import Metrics, StageClock
 from r3channel.plan.layout import TrainerLayout
 from r3channel.recording import Recorder
 from r3channel.relay.actor import RelayHost
 from r3channel.relay.relay import Relay
 from r3channel.relay.samples import SampleRows
+from r3channel.report.engine import probe
 from r3channel.spec import RoutingSpec
-from r3channel.unproxied import urlopen
-from r3channel.wire.hello import probe_body
 
 _LOOPBACK = "127.0.0.1"
 _PROBE_TOKENS = 3
@@ -42,32 +40,14 @@ _PROBE_S = 120.0
 
 def layout_of(args: Namespace) -> TrainerLayout:
     """slime's rows: packs; each sequence cut zigzag over CP, or the whole pack (`--allgather-cp`); the tail padded per rank."""
-    model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
-    return TrainerLayout(
-        dp=args.actor_num_nodes * args.actor_num_gpus_per_node // model,
-        pp=args.pipeline_model_parallel_size,
-        vpp=args.virtual_pipeline_model_parallel_size or 1,
-        cp=args.context_parallel_size,
-        tp=args.tensor_model_parallel_size,
-        ep=args.expert_model_parallel_size,
-        sp=bool(args.sequence_parallel),
+    return TrainerLayout.from_megatron_args(
+        args,
+        world_size=args.actor_num_nodes * args.actor_num_gpus_per_node,
         packing="thd",
         cp_split="contiguous" if args.allgather_cp else "zigzag",
         pad_multiple=args.data_pad_size_multiplier,
         uniform=False,
-        first_layers=args.decoder_first_pipeline_num_layers,
-        last_layers=args.decoder_last_pipeline_num_layers,
     )
-
-
-def spec_of(args: Namespace) -> RoutingSpec:
-    path = Path(args.hf_checkpoint, "config.json")
-    try:
-        return RoutingSpec.from_hf_config(json.loads(path.read_text()))
-    except OSError as error:
-        raise ConfigError(
-            f"--hf-checkpoint {args.hf_checkpoint}: expected a folder with a config.json: {error}"
-        ) from error
 
 
 class ChannelManager(slime.ray.rollout.RolloutManager.__ray_metadata__.modified_class, RelayHost):
@@ -79,9 +59,13 @@ class ChannelManager(slime.ray.rollout.RolloutManager.__ray_metadata__.modified_
         metrics = Metrics("relay", clock=clock)
         if config.metrics_port >= 0:
             metrics.serve(config.interface, config.metrics_port)
-        recorder = Recorder(Path(args.r3_record)) if args.r3_record else None
         self.relay = Relay(
-            spec_of(args), layout_of(args), config, clock=clock, metrics=metrics, recorder=recorder
+            RoutingSpec.from_hf_config(args.hf_checkpoint),
+            layout_of(args),
+            config,
+            clock=clock,
+            metrics=metrics,
+            recorder=Recorder(Path(args.r3_record)) if args.r3_record else None,
         )
         self.rows, self._started = SampleRows(self.relay), False
         args.r3_engine = self._for_engines(args)
@@ -98,9 +82,9 @@ class ChannelManager(slime.ray.rollout.RolloutManager.__ray_metadata__.modified_
         if self._started or self.args.debug_train_only or self.args.load_debug_rollout_data:
             return
         for url in filter(None, ray.get([engine.get_url.remote() for engine in self.rollout_engines])):
-            self.relay.check_engine(_probed(url), engine=url, tokens=_PROBE_TOKENS)
+            self.relay.check_engine(probe(url, timeout_s=_PROBE_S), engine=url, tokens=_PROBE_TOKENS)
         router = f"http://{self.args.sglang_router_ip}:{self.args.sglang_router_port}"
-        if not (_probed(router).get("meta_info") or {}).get("routed_experts"):
+        if not (probe(router, timeout_s=_PROBE_S).get("meta_info") or {}).get("routed_experts"):
             raise RoutingMissing(
                 f"the engines send routing, and the router at {router} does not pass it on: it drops return_routed_experts from "
                 "requests (sgl-project/sglang#20696). Use the router of slime's image"
@@ -150,15 +134,13 @@ class ChannelManager(slime.ray.rollout.RolloutManager.__ray_metadata__.modified_
         self.relay.close()
 
     def _for_engines(self, args: Namespace) -> dict[str, str]:
-        """The environment of the engines that slime starts; external ones were given theirs by who started them."""
+        """What engines that slime starts get beside the job's environment; external ones have theirs from who started them."""
         if args.r3_delivery == "inband":
-            return EngineConfig(engine=True).to_environment()
+            return {"R3CHANNEL_ENGINE": "1"}
         path = args.r3_channel["token_file"] or f"{tempfile.mkdtemp(prefix='r3channel-')}/token"
         url = self.relay.serve(token_file=path)
-        environment = EngineConfig(
-            engine=True, delivery="direct", relay_url=url, token_file=path
-        ).to_environment()
-        return environment | {_TOKEN: Path(path).read_text()}
+        direct = {"R3CHANNEL_DELIVERY": "direct", "R3CHANNEL_RELAY_URL": url, _TOKEN: read_token(path)}
+        return {"R3CHANNEL_ENGINE": "1"} | direct
 
 
 _EVALUATION: ContextVar[bool] = ContextVar("evaluation", default=False)
@@ -170,12 +152,11 @@ class ChannelEngine(slime.ray.rollout.SGLangEngine):
     """slime hands its engines a fixed list of variables; ours reach the server's process through this actor's environment."""
 
     def init(self, *args: Any, **options: Any) -> Any:
-        environment: Mapping[str, str] = self.args.r3_engine
-        os.environ.update({name: value for name, value in environment.items() if name != _TOKEN})
-        if _TOKEN in environment:
-            path = Path(tempfile.mkdtemp(prefix="r3channel-"), "token")
-            create_token(path, token=environment[_TOKEN].strip())
-            os.environ["R3CHANNEL_TOKEN_FILE"] = str(path)
+        environment = dict(self.args.r3_engine)
+        if token := environment.pop(_TOKEN, ""):
+            environment["R3CHANNEL_TOKEN_FILE"] = f"{tempfile.mkdtemp(prefix='r3channel-')}/token"
+            create_token(environment["R3CHANNEL_TOKEN_FILE"], token=token)
+        os.environ.update(environment)
         return super().init(*args, **options)
 
 
@@ -211,16 +192,3 @@ def interface_of(args: Namespace) -> str:
     if args.r3_channel["interface"] != _LOOPBACK or sum(node["Alive"] for node in ray.nodes()) == 1:
         return args.r3_channel["interface"]
     return ray.util.get_node_ip_address()
-
-
-def _probed(url: str) -> dict[str, Any]:
-    import urllib.request
-
-    request = urllib.request.Request(
-        url + "/generate", json.dumps(probe_body()).encode(), {"Content-Type": "application/json"}
-    )
-    try:
-        with urlopen(request, timeout_s=_PROBE_S) as reply:
-            return json.loads(reply.read())
-    except (OSError, ValueError) as error:
-        raise R3Error(f"{url} did not answer a request of one token: {error}") from error

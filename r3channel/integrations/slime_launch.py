@@ -11,16 +11,15 @@ import runpy
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from r3channel import bare, config
+from r3channel import bare
 from r3channel.errors import ConfigError, R3Error, UsageError
 from r3channel.report import seams
+from r3channel.report.slime_arguments import add_arguments, prepared
 
-WEIGHTS = ("off", "broadcast")
 _HELP = f"""usage: r3channel slime SCRIPT [ARGUMENTS of slime ...] {bare.FLAG} [--r3-... ]
 
   r3channel slime train_async.py $MODEL_ARGS $ROLLOUT_ARGS {bare.FLAG}
@@ -117,83 +116,5 @@ def hook() -> None:
     slime.ray.rollout.RolloutManager = remote_manager()
 
 
-def add_arguments(parser: Any) -> Any:
-    config.add_arguments(parser)
-    group = parser.add_argument_group("r3channel in slime")
-    group.add_argument(
-        "--r3-delivery",
-        choices=("inband", "direct"),
-        default="inband",
-        help="how engines that slime starts send frames: in the reply, or straight to the relay with a receipt in the reply",
-    )
-    group.add_argument(
-        "--r3-record", metavar="DIR", help="keep every step's frames and ticket there, for offline replay"
-    )
-    group.add_argument(
-        "--r3-weights",
-        choices=WEIGHTS,
-        default="off",
-        help="who updates the engines' weights: `off`, slime's own updater; `broadcast`, r3channel's WeightSync, all or none",
-    )
-    return parser
-
-
 def _with(parser: Any, add: Callable[[Any], Any] | None) -> Any:
     return parser if add is None else add(parser)
-
-
-def judged(arguments: Sequence[str]) -> None:
-    """Raise as `prepared` would, for the text of a job's arguments. Knows of slime's own only those that matter here."""
-    parser = add_arguments(ArgumentParser(add_help=False, allow_abbrev=False))
-    for name in ("use-routing-replay", "use-rollout-routing-replay", "colocate", "release-train"):
-        parser.add_argument(f"--{name}", action="store_true")
-    for name in ("debug-train-only", "debug-rollout-only"):
-        parser.add_argument(f"--{name}", action="store_true")
-    parser.add_argument("--num-experts", type=int)
-    parser.add_argument("--update-weight-mode", default="full")
-    parser.add_argument("--update-weight-transport", default="nccl")
-    prepared(parser.parse_known_args(list(arguments))[0])
-
-
-def prepared(args: Namespace) -> Namespace:
-    """slime's parsed arguments, checked and with what the channel needs set. Raises `ConfigError` with the argument to change.
-
-    Engines and requests are to give routing, so `use_rollout_routing_replay` is on; slime's own replay, which
-    `use_routing_replay` turns on, is off: Megatron's routers replay.
-    """
-    if not args.num_experts:
-        raise ConfigError(
-            f"{bare.FLAG} with a model without experts (--num-experts is not set): there is no routing to replay"
-        )
-    if args.use_routing_replay and not args.use_rollout_routing_replay:
-        raise ConfigError(
-            f"--use-routing-replay replays what the trainer itself chose, {bare.FLAG} what the engines chose. Give one of them"
-        )
-    channel = config.ChannelConfig.from_args(args)
-    for name, value in (("invalid_rows", channel.invalid_rows), ("on_stale", channel.on_stale)):
-        if value == "mask":
-            raise ConfigError(
-                f"--r3-{name.replace('_', '-')} mask: slime's loss masks are not reached; give another policy"
-            )
-    if channel.transport not in ("auto", "host"):
-        raise ConfigError(
-            f"--r3-transport {channel.transport}: slime's rollout manager owns no GPU; expected auto or host"
-        )
-    if channel.relays != 1:
-        raise ConfigError(f"--r3-relays {channel.relays}: the rollout manager holds one relay")
-    if channel.sampling_masks:
-        raise ConfigError("--r3-sampling-masks: slime carries its own (--rollout-top-p); expected it off")
-    if args.r3_weights == "off" and (problem := seams.weights_problem(args)):
-        raise ConfigError(problem)
-    if args.r3_weights != "off":
-        if args.colocate or args.release_train or args.update_weight_mode != "full":
-            raise ConfigError(
-                f"--r3-weights {args.r3_weights} sends whole weights to engines with GPUs of their own; expected neither "
-                "--colocate nor --release-train, and --update-weight-mode full"
-            )
-        args.update_weight_transport = "nccl"  # of slime's ways the one whose updater does it all
-    args.r3_channel = asdict(channel)
-    args.use_rollout_routing_replay = True
-    args.use_routing_replay = False
-    args.moe_enable_routing_replay = True
-    return args

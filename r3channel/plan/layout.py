@@ -195,6 +195,24 @@ class TrainerLayout:
         return cls(**{**values, "mtp": tuple(values.get("mtp", ()))})
 
     @classmethod
+    def from_megatron_args(cls, args: Any, *, world_size: int, **rest: Any) -> TrainerLayout:
+        """From the names of Megatron's command line; `rest` is what it does not say (packing, padding). Imports nothing."""
+        tp, cp = args.tensor_model_parallel_size, args.context_parallel_size
+        pp = args.pipeline_model_parallel_size
+        return cls(
+            dp=world_size // (tp * pp * cp),
+            pp=pp,
+            vpp=args.virtual_pipeline_model_parallel_size or 1,
+            cp=cp,
+            tp=tp,
+            ep=args.expert_model_parallel_size,
+            sp=bool(args.sequence_parallel),
+            first_layers=args.decoder_first_pipeline_num_layers,
+            last_layers=args.decoder_last_pipeline_num_layers,
+            **rest,
+        )
+
+    @classmethod
     def parse(cls, text: str) -> TrainerLayout:
         """From `dp=2,tp=2,pp=1,cp=1`; every field is a key, flags are 0/1, `mtp=3+3` maps two MTP layers to layer 3."""
         values: dict[str, Any] = {}

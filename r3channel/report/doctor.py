@@ -26,6 +26,7 @@ from r3channel.report import seams
 from r3channel.report.check import Check
 from r3channel.report.engine import ask_engine
 from r3channel.report.network import check_network
+from r3channel.report.slime_arguments import judged
 
 LOOPBACK = "127.0.0.1"
 _PLUGIN_GROUP = "sglang.srt.plugins"
@@ -117,8 +118,6 @@ def check_slime(root: Path, arguments: Sequence[str] = ()) -> Iterator[Check]:
 
 def _judged(arguments: Sequence[str]) -> dict[str, Any]:
     """What the launcher would say of a job's arguments."""
-    from r3channel.integrations.slime_launch import judged
-
     try:
         judged(arguments)
     except ConfigError as error:

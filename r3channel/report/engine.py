@@ -30,7 +30,7 @@ _UNSET = (None, False, "", "auto", "none", "null", [], {})
 def ask_engine(url: str, *, timeout_s: float) -> Iterator[Check]:
     """Send a probe of two tokens; one line for the engine, its hooks, its model's routing and its frame."""
     try:
-        reply = _probe(url.rstrip("/"), timeout_s=timeout_s)
+        reply = probe(url.rstrip("/"), timeout_s=timeout_s)
         data = base64.b64decode(reply["meta_info"]["routed_experts"], validate=True)
     except (OSError, ValueError, urllib.error.URLError) as error:
         yield _failed(
@@ -105,7 +105,8 @@ def _failed(url: str, found: str, remedy: str) -> Check:
     return Check(name=f"engine {url}", ok=False, found=found, remedy=remedy)
 
 
-def _probe(url: str, *, timeout_s: float) -> dict[str, Any]:
+def probe(url: str, *, timeout_s: float) -> dict[str, Any]:
+    """What an engine answers to a request of two tokens that asks for its hello and their routing."""
     body = json.dumps(probe_body()).encode()
     request = urllib.request.Request(url + "/generate", body, {"Content-Type": "application/json"})
     return _fetched(request, timeout_s=timeout_s)

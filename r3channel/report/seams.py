@@ -6,9 +6,7 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import json
-from argparse import Namespace
 from functools import cache
 from pathlib import Path
 
@@ -74,21 +72,3 @@ def used(*, framework: str = "slime") -> list[str]:
         f"{file}: {', '.join(name for name, parameters in names.items() if parameters)}"
         for file, names in listed.items()
     ]
-
-
-def weights_problem(args: Namespace) -> str:
-    """slime's broadcast updater calls neither begin_ nor end_weight_update, and an SGLang that has them refuses broadcasts
-    without; slime then waits in the broadcast for ever. Empty where that cannot happen."""
-    transport = getattr(args, "update_weight_transport", "")
-    if args.colocate or args.debug_train_only or args.debug_rollout_only or transport != "nccl":
-        return ""
-    found = importlib.util.find_spec("sglang")
-    if found is None or not found.submodule_search_locations:
-        return ""
-    server = Path(found.submodule_search_locations[0], "srt/entrypoints/http_server.py")
-    if not server.is_file() or "begin_weight_update" not in server.read_text():
-        return ""
-    return (
-        "this SGLang takes broadcast weights only between begin_weight_update and end_weight_update, which slime's updater "
-        "does not call: the run would hang in its first update. Give --r3-weights broadcast, or --update-weight-transport disk"
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from typing import Any
 
 import numpy as np
@@ -125,3 +126,20 @@ def test_an_interleaved_pipeline_of_which_megatron_cannot_compute_the_middle_is_
 def test_a_middle_stage_without_layers_is_refused() -> None:
     with pytest.raises(UnsupportedLayout, match="0 layers remain for 1 equal stages"):
         TrainerLayout(pp=3, first_layers=4, last_layers=4).stage_sizes(8)
+
+
+def test_megatrons_own_arguments_give_the_layout() -> None:
+    args = argparse.Namespace(
+        tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=None,
+        context_parallel_size=2,
+        expert_model_parallel_size=4,
+        sequence_parallel=True,
+        decoder_first_pipeline_num_layers=3,
+        decoder_last_pipeline_num_layers=None,
+    )
+    made = TrainerLayout.from_megatron_args(args, world_size=16, packing="thd", pad_multiple=128)
+    assert made == TrainerLayout.parse(
+        "dp=2,tp=2,pp=2,cp=2,ep=4,sp=1,packing=thd,pad_multiple=128,first_layers=3"
+    )

@@ -15,7 +15,7 @@ import pytest
 from r3channel import bare
 from r3channel.errors import ConfigError, UsageError
 from r3channel.integrations import slime_launch
-from r3channel.report import seams
+from r3channel.report import seams, slime_arguments
 
 ROOT = Path(__file__).parents[2]
 PTH = ROOT / "r3channel/r3channel.pth"
@@ -23,7 +23,7 @@ PTH = ROOT / "r3channel/r3channel.pth"
 
 def parsed(*given: str, **slime: Any) -> argparse.Namespace:
     """What slime's parser would leave, with our arguments among them."""
-    args = slime_launch.add_arguments(argparse.ArgumentParser()).parse_args(["--use-r3-channel", *given])
+    args = slime_arguments.add_arguments(argparse.ArgumentParser()).parse_args(["--use-r3-channel", *given])
     known = {"num_experts": 8, "use_routing_replay": False, "use_rollout_routing_replay": False}
     known |= {"update_weight_transport": "disk", "colocate": False}
     known |= {"release_train": False, "update_weight_mode": "full"}
@@ -32,7 +32,7 @@ def parsed(*given: str, **slime: Any) -> argparse.Namespace:
 
 
 def test_engines_and_requests_give_routing_and_slimes_own_replay_is_off() -> None:
-    args = slime_launch.prepared(
+    args = slime_arguments.prepared(
         parsed("--r3-bucket-bytes", "65536", use_rollout_routing_replay=True, use_routing_replay=True)
     )
     assert (args.use_rollout_routing_replay, args.use_routing_replay, args.moe_enable_routing_replay) == (
@@ -62,11 +62,11 @@ def test_what_does_not_fit_is_refused_with_the_argument_to_change(
     given: tuple[str, ...], slime: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
-        slime_launch.prepared(parsed(*given, **slime))
+        slime_arguments.prepared(parsed(*given, **slime))
 
 
 def test_a_colocated_run_updates_by_memory_and_is_not_refused() -> None:
-    assert slime_launch.prepared(parsed(colocate=True, update_weight_transport="nccl"))
+    assert slime_arguments.prepared(parsed(colocate=True, update_weight_transport="nccl"))
 
 
 def test_a_script_that_is_not_there_is_named(tmp_path: Path) -> None:

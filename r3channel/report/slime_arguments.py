@@ -1,0 +1,117 @@
+"""The channel's arguments in slime's command line: which there are, and what of slime's does not go with them.
+
+The launcher asks with what slime has parsed, the doctor with a text.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from r3channel import bare, config
+from r3channel.errors import ConfigError
+
+_WEIGHTS = ("off", "broadcast")
+
+
+def add_arguments(parser: Any) -> Any:
+    config.add_arguments(parser)
+    group = parser.add_argument_group("r3channel in slime")
+    group.add_argument(
+        "--r3-delivery",
+        choices=("inband", "direct"),
+        default="inband",
+        help="how engines that slime starts send frames: in the reply, or straight to the relay with a receipt in the reply",
+    )
+    group.add_argument(
+        "--r3-record", metavar="DIR", help="keep every step's frames and ticket there, for offline replay"
+    )
+    group.add_argument(
+        "--r3-weights",
+        choices=_WEIGHTS,
+        default="off",
+        help="who updates the engines' weights: `off`, slime's own updater; `broadcast`, r3channel's WeightSync, all or none",
+    )
+    return parser
+
+
+def judged(arguments: Sequence[str]) -> None:
+    """Raise as `prepared` would, for the text of a job's arguments. Knows of slime's own only those that matter here."""
+    parser = add_arguments(ArgumentParser(add_help=False, allow_abbrev=False))
+    for name in ("use-routing-replay", "use-rollout-routing-replay", "colocate", "release-train"):
+        parser.add_argument(f"--{name}", action="store_true")
+    for name in ("debug-train-only", "debug-rollout-only"):
+        parser.add_argument(f"--{name}", action="store_true")
+    parser.add_argument("--num-experts", type=int)
+    parser.add_argument("--update-weight-mode", default="full")
+    parser.add_argument("--update-weight-transport", default="nccl")
+    prepared(parser.parse_known_args(list(arguments))[0])
+
+
+def prepared(args: Namespace) -> Namespace:
+    """slime's parsed arguments, checked and with what the channel needs set. Raises `ConfigError` with the argument to change.
+
+    Engines and requests are to give routing, so `use_rollout_routing_replay` is on; slime's own replay, which
+    `use_routing_replay` turns on, is off: Megatron's routers replay.
+    """
+    channel = config.ChannelConfig.from_args(args)
+    own_gpus = not args.colocate and not args.release_train and args.update_weight_mode == "full"
+    refusals = (
+        (not args.num_experts, "--num-experts is not set: a model without experts has no routing to replay"),
+        (
+            args.use_routing_replay and not args.use_rollout_routing_replay,
+            f"--use-routing-replay replays what the trainer itself chose, {bare.FLAG} what the engines chose. Give one of them",
+        ),
+        (
+            "mask" in (channel.invalid_rows, channel.on_stale),
+            "--r3-invalid-rows mask and --r3-on-stale mask: slime's loss masks are not reached; give another policy",
+        ),
+        (
+            channel.transport not in ("auto", "host"),
+            f"--r3-transport {channel.transport}: slime's rollout manager owns no GPU; expected auto or host",
+        ),
+        (channel.relays != 1, f"--r3-relays {channel.relays}: the rollout manager holds one relay"),
+        (
+            channel.sampling_masks,
+            "--r3-sampling-masks: slime carries its own (--rollout-top-p); expected it off",
+        ),
+        (
+            args.r3_weights != "off" and not own_gpus,
+            f"--r3-weights {args.r3_weights} sends whole weights to engines with GPUs of their own; expected neither --colocate "
+            "nor --release-train, and --update-weight-mode full",
+        ),
+    )
+    for wrong, text in refusals:
+        if wrong:
+            raise ConfigError(text)
+    if args.r3_weights == "off" and (problem := _weights_problem(args)):
+        raise ConfigError(problem)
+    if args.r3_weights != "off":
+        args.update_weight_transport = "nccl"  # of slime's ways the one whose updater does it all
+    args.r3_channel = asdict(channel)
+    args.use_rollout_routing_replay = True
+    args.use_routing_replay = False
+    args.moe_enable_routing_replay = True
+    return args
+
+
+def _weights_problem(args: Namespace) -> str:
+    """slime's broadcast updater calls neither begin_ nor end_weight_update, and an SGLang that has them refuses broadcasts
+    without; slime then waits in the broadcast for ever. Empty where that cannot happen."""
+    transport = getattr(args, "update_weight_transport", "")
+    if args.colocate or args.debug_train_only or args.debug_rollout_only or transport != "nccl":
+        return ""
+    found = importlib.util.find_spec("sglang")
+    if found is None or not found.submodule_search_locations:
+        return ""
+    server = Path(found.submodule_search_locations[0], "srt/entrypoints/http_server.py")
+    if not server.is_file() or "begin_weight_update" not in server.read_text():
+        return ""
+    return (
+        "this SGLang takes broadcast weights only between begin_weight_update and end_weight_update, which slime's updater "
+        "does not call: the run would hang in its first update. Give --r3-weights broadcast, or --update-weight-transport disk"
+    )
