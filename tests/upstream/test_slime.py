@@ -62,6 +62,9 @@ _EVALUATION += [
     "--eval-label-key",
     "label",
 ]
+_NO_OPTIMIZER = [
+    "--no-save-optim"
+]  # distrib_optimizer.py:648: Megatron does not load the state of torch's own Adam
 
 JOBS: dict[str, tuple[list[str], list[str]]] = {
     "stock": (["--stock"], []),
@@ -74,7 +77,7 @@ JOBS: dict[str, tuple[list[str], list[str]]] = {
     "pipeline": (["--cp", "2", "--pp", "2"], ["--num-layers-per-virtual-pipeline-stage", "1"]),
     "samples": (
         ["--steps", "3"],
-        [*_SAMPLES, *_EVALUATION, "--save", "{work}/saved", "--save-interval", "2"],
+        [*_SAMPLES, *_EVALUATION, "--save", "{work}/saved", "--save-interval", "2", *_NO_OPTIMIZER],
     ),
     "dropped": (["--dropping-router"], []),
     "synchronous": (["--script", "train.py", "--corrupt"], []),
@@ -86,7 +89,11 @@ AFTER: dict[str, tuple[str, list[str], list[str]]] = {
         ["--no-engine"],
         ["--load-debug-rollout-data", "{before}/rollouts/{{rollout_id}}.pt"],
     ),
-    "resumed": ("samples", ["--steps", "4"], ["--load", "{before}/saved"]),
+    "resumed": (
+        "samples",
+        ["--steps", "4"],
+        ["--load", "{before}/saved", "--no-load-optim", "--no-load-rng"],
+    ),
 }
 """The same, of jobs that go on where another ended."""
 
