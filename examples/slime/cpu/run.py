@@ -225,6 +225,13 @@ def _engine_arguments(engine: EngineOptions) -> list[str]:
 
 def _environment(options: argparse.Namespace, sources: Sources, ray_dir: str) -> dict[str, str]:
     env = environment()
+    if (
+        options.own_engines
+    ):  # slime numbers its engines behind the trainers, and SGLang takes the number for a NUMA node's
+        cores = sorted(os.sched_getaffinity(0))
+        env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(
+            str(cores[rank % len(cores)]) for rank in range(options.world + options.engines)
+        )
     names = (
         "R3CHANNEL_EMBEDDED",
         "SGLANG_USE_CPU_ENGINE",
