@@ -68,7 +68,7 @@ _NO_OPTIMIZER = [
 
 JOBS: dict[str, tuple[list[str], list[str]]] = {
     "stock": (["--stock"], []),
-    "ours": ([], []),
+    "ours": (["--own-engines"], ["--use-fault-tolerance"]),
     "tensor_parallel": (
         ["--tp", "2", "--engines", "2", "--delivery", "direct"],
         ["--r3-weights", "broadcast"],
@@ -150,7 +150,7 @@ class TestJobs:
     def test_slimes_own_way_is_seen_by_the_same_witness(self, jobs: Any) -> None:
         checked(jobs["stock"].result(), steps=2)
 
-    def test_one_rank(self, jobs: Any) -> None:
+    def test_one_rank_and_an_engine_that_slime_starts(self, jobs: Any) -> None:
         checked(jobs["ours"].result(), steps=2)
 
     def test_tensor_parallel_with_two_engines_direct_delivery_and_our_weights(self, jobs: Any) -> None:
