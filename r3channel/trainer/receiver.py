@@ -328,13 +328,14 @@ class Receiver:
 
     def _buffer(self, name: str, nbytes: int, *, device: torch.device | None = None) -> torch.Tensor:
         """A reused uint8 buffer of at least `nbytes`, cut to size; on the routers' device unless said. Host memory that feeds a
-        GPU is pinned, with an eighth to spare: steps that grow a little then pin nothing."""
+        GPU is pinned."""
         device = device or self._device
         key = f"{name}-{device.type}"
         held = self._buffers.get(key)
         if held is None or len(held) < nbytes:
             pinned = self._device.type == "cuda" and device.type == "cpu"
-            size = nbytes + nbytes // 8 if pinned and held is not None else nbytes
+            # torch pins a power of two in any case; a step that grows a little then pins nothing
+            size = 1 << (nbytes - 1).bit_length() if pinned else nbytes
             held = torch.empty(size, dtype=torch.uint8, device=device, pin_memory=pinned)
             self._buffers[key] = held
         return held[:nbytes]

@@ -1,10 +1,10 @@
-"""What a check found, as its last line of output; `tests.gpu.run` reads it. Each check is a program: `python -m NAME cuda`."""
+"""What a check found, as its last line of output; `tests.gpu.run` reads it. `python -m tests.gpu.facts NAME cuda` runs one."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 ANSWER = "R3CHANNEL-GPU "
@@ -26,8 +26,11 @@ class Facts:
         if not holds:
             self.wrong.append(f"{name} is {value}, expected {wanted}")
 
+    def line(self) -> str:
+        return ANSWER + json.dumps(vars(self))
 
-def main(check: Callable[[str, Facts], None]) -> None:
+
+if __name__ == "__main__":
     facts = Facts()
-    check(sys.argv[1], facts)
-    print(ANSWER + json.dumps(vars(facts)), flush=True)
+    import_module(f"tests.gpu.checks.{sys.argv[1]}").check(sys.argv[2], facts)
+    print(facts.line(), flush=True)

@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ class Outcome:
     name: str
     about: str
     status: str
-    """passed, failed, not run, not written."""
+    """passed, failed, not run."""
     why: str = ""
     unfit: bool = False
     """This machine lacks what each machine for this command must have."""
@@ -64,39 +65,29 @@ class Outcome:
 
 CHECKS = (
     Check(name="tests", about="tests/gpu", needs=(*PACKAGE, "pytest", "pytest_timeout")),
-    Check(name="replay", about="Megatron, world of one", needs=(*PACKAGE, "megatron.core")),
-    Check(name="capture", about="FrameCapturer under SGLang's TopK", needs=(*PACKAGE, "sglang", "h11")),
     Check(name="staged", about="capturer for SGLang 0.5.9"),
-    Check(name="group", about="our group beside the default one"),
-    Check(name="host_path", about="host to pinned to device"),
     Check(name="staging", about="one staging object", only_on="cuda"),
+    Check(name="actor", about="relay and trainer on one GPU"),
+    Check(name="group", about="our group beside the default one"),
     Check(name="pair", about="relay and receiver, a GPU each", gpus=2),
+    Check(name="capture", about="FrameCapturer under SGLang's TopK", needs=(*PACKAGE, "sglang", "h11")),
+    Check(name="host_path", about="host to pinned to device"),
+    Check(name="replay", about="Megatron, world of one", needs=(*PACKAGE, "megatron.core")),
 )
-NOT_WRITTEN = {
-    "actor": "the relay as a Ray actor that owns the GPU, with a trainer on the same one",
-    "formats": "routers of format BYPASSED and TRITON_KERNEL; the prefill graph under DP attention of one rank",
-    "profiled": "capture while a prefill graph runs, and the whole FrameCapturer as an engine makes it",
-}
+"""The long ones last: what is over the limit is theirs."""
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="make gpu", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument(
-        "--wheels", type=Path, help="folder of wheels for what this machine lacks (make gpu-wheels)"
-    )
+    parser.add_argument("--wheels", type=Path, help="folder of wheels for what this machine lacks")
     parser.add_argument("--out", type=Path, default=Path("gpu.json"))
-    parser.add_argument(
-        "names", nargs="*", choices=[[], *(check.name for check in CHECKS)], help="some checks only"
-    )
+    parser.add_argument("names", nargs="*", choices=[[], *(check.name for check in CHECKS)])
     options = parser.parse_args(arguments)
     end_s = time.monotonic() + LIMIT_S
     with tempfile.TemporaryDirectory(prefix="r3channel-gpu-") as site:
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join((str(ROOT), site)),
-            "PYTHONUNBUFFERED": "1",
-        }
+        path = os.pathsep.join((str(ROOT), site))
+        environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
         if options.wheels is not None:
             install(options.wheels, Path(site))
         machine = look_at(environment)
@@ -106,23 +97,24 @@ def main(arguments: Sequence[str]) -> int:
             if not options.names or check.name in options.names:
                 outcomes.append(run(check, options.device, environment, machine, end_s))
                 print(outcomes[-1].line(), flush=True)
-    for name, about in NOT_WRITTEN.items() if not options.names else ():
-        outcomes.append(Outcome(name=name, about=about, status="not written"))
-        print(outcomes[-1].line(), flush=True)
-    result = {
-        "device": options.device,
-        "machine": machine,
-        "checks": [asdict(outcome) for outcome in outcomes],
-    }
+    result = {"device": options.device, "machine": machine, "checks": [*map(asdict, outcomes)]}
     options.out.write_text(json.dumps(result, indent=1) + "\n")
     return int(any(one.status == "failed" or one.unfit for one in outcomes))
 
 
 def install(wheels: Path, site: Path) -> None:
     """Only what this Python lacks, without the network and outside of its own packages."""
-    found = sorted(map(str, wheels.glob("*.whl")))
+    found = [str(wheel) for wheel in sorted(wheels.glob("*.whl")) if lacks(wheel.name.split("-")[0])]
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-compile"]
-    subprocess.run([*command, "--target", str(site), *found], check=True, timeout=300)
+    if found:
+        subprocess.run([*command, "--target", str(site), *found], check=True, timeout=300)
+
+
+def lacks(distribution: str) -> bool:
+    try:
+        return not version(distribution)
+    except PackageNotFoundError:
+        return True
 
 
 _LOOK = """
@@ -146,19 +138,14 @@ print(json.dumps(found))
 def look_at(environment: Mapping[str, str]) -> dict[str, Any]:
     """Versions and devices, seen by the Python that runs the checks."""
     names = sorted({name for check in CHECKS for name in check.needs})
-    child = subprocess.run(
-        [sys.executable, "-c", _LOOK, *names],
-        env=dict(environment),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    return {
-        "Python": platform.python_version(),
-        "driver": driver(),
-        **json.loads(child.stdout.splitlines()[-1]),
-    }
+    command = [sys.executable, "-c", _LOOK, *names]
+    child = subprocess.run(command, **_read(environment), timeout=120, check=True)
+    seen = json.loads(child.stdout.splitlines()[-1])
+    return {"Python": platform.python_version(), "driver": driver(), **seen}
+
+
+def _read(environment: Mapping[str, str]) -> dict[str, Any]:
+    return {"env": dict(environment), "cwd": ROOT, "capture_output": True, "text": True}
 
 
 def driver() -> str:
@@ -193,19 +180,11 @@ def run(
 def child(
     check: Check, device: str, environment: Mapping[str, str], *, timeout_s: float
 ) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", f"tests.gpu.checks.{check.name}", device]
-    if check.name == "capture":
+    command = [sys.executable, "-m", "tests.gpu.facts", check.name, device]
+    if "sglang" in check.needs:
         environment = engine_environment(device, environment)
     try:
-        return subprocess.run(
-            command,
-            cwd=ROOT,
-            env=dict(environment),
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-        )
+        return subprocess.run(command, **_read(environment), timeout=timeout_s, check=False)
     except subprocess.TimeoutExpired:
         return subprocess.CompletedProcess(command, -1, "", f"still running after {timeout_s:.0f} s")
 

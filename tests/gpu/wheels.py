@@ -21,11 +21,8 @@ NAMES = (
     "pybase64", "pycparser", "pydantic", "pydantic-core", "python-multipart", "pyzmq", "sniffio", "soundfile", "starlette",
     "torch-memory-saver", "traitlets", "typing-inspection", "zstandard",
 )  # fmt: skip
-PLATFORMS = (
-    *tuple(f"manylinux_2_{minor}" for minor in (34, 31, 28, 27, 24, 17, 12)),
-    "manylinux2014",
-    "manylinux1",
-)
+PLATFORMS = ["_2_34", "_2_31", "_2_28", "_2_27", "_2_24", "_2_17", "_2_12", "2014", "1"]
+"""Of glibc, newest first."""
 BINARY = (".so", ".cubin", ".a", ".bin", ".png", ".gif", ".jpg", ".mp4", ".wav", ".jsonl")
 LIMIT_BYTES = 60_000_000
 
@@ -34,27 +31,11 @@ def main(folder: str) -> int:
     dest = Path(folder)
     dest.mkdir(parents=True, exist_ok=True)
     pins = pinned(LOCK.read_text())
-    platforms = [word for name in PLATFORMS for word in ("--platform", f"{name}_x86_64")]
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "-q",
-        "--no-deps",
-        "--only-binary=:all:",
-        "-d",
-        str(dest),
-    ]
-    command += [
-        "--disable-pip-version-check",
-        "--python-version",
-        "3.12",
-        "--implementation",
-        "cp",
-        *platforms,
-    ]
-    subprocess.run([*command, *(f"{name}=={pins[name]}" for name in NAMES)], check=True)
+    platforms = [f"--platform=manylinux{name}_x86_64" for name in PLATFORMS]
+    target = ["--python-version=3.12", "--implementation=cp", "--only-binary=:all:", *platforms]
+    quiet = ["-q", "--disable-pip-version-check", "--no-deps", f"--dest={dest}"]
+    wanted = [f"{name}=={pins[name]}" for name in NAMES]
+    subprocess.run([sys.executable, "-m", "pip", "download", *quiet, *target, *wanted], check=True)
     repack(next(dest.glob("sglang-*.whl")))
     sizes = {path.name: path.stat().st_size for path in sorted(dest.glob("*.whl"))}
     for name, nbytes in sizes.items():
@@ -76,11 +57,8 @@ def pinned(lock: str) -> dict[str, str]:
 
 def repack(wheel: Path) -> None:
     """In place, without binaries."""
-    small = wheel.with_suffix(".small")
-    with (
-        zipfile.ZipFile(wheel) as whole,
-        zipfile.ZipFile(small, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as kept,
-    ):
+    small, packed = wheel.with_suffix(".small"), zipfile.ZIP_DEFLATED
+    with zipfile.ZipFile(wheel) as whole, zipfile.ZipFile(small, "w", packed, compresslevel=9) as kept:
         for member in whole.infolist():
             if not member.filename.endswith(BINARY):
                 kept.writestr(member.filename, whole.read(member))

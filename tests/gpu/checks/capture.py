@@ -1,5 +1,5 @@
-"""The real FrameCapturer under SGLang's real TopK: passes that overlap, padded and replayed from a CUDA graph, against a copy
-that waits. Sync-debug mode stays silent; what capture costs a loop of small MoE layers."""
+"""The FrameCapturer that an engine makes, under SGLang's TopK in padded decode and prefill graphs, while passes overlap: from logits
+to frames. Formats that it cannot see are refused; sync-debug mode stays silent; what capture costs a loop of MoE layers."""
 
 from __future__ import annotations
 
@@ -11,145 +11,205 @@ from typing import Any
 import numpy as np
 import torch
 
+from r3channel.errors import ConfigError
+from r3channel.routing import RowKind
 from r3channel.spec import RoutingSpec
-from tests.gpu.facts import Facts, main
+from r3channel.wire.frame import parse_frame
+from tests.gpu.facts import Facts
+from tests.gpu.silence import silence
 
 SPEC = RoutingSpec(num_layers=6, moe_layers=tuple(range(6)), num_experts=128, top_k=8)
-ROWS, PADDED, HIDDEN = 12, 16, 256
+DECODED, DECODE_SIZE, PREFILL_SIZES, MOST = 12, 16, (16, 64), 64
+"""Rows of a decode pass; those that its graph, and prefill graphs, are padded to."""
+HIDDEN, READ = 2048, 80 * 3 * 768
+"""Of a decode pass through Qwen3-30B-A3B: it reads about 80 of a layer's experts."""
 IN_FLIGHT = 2
 
 
 class Engine:
-    """As much of a model runner as capture sees: routers, the capturer, a pass, its copy to the host."""
+    """As much of one as capture sees: settings, routers, the model runner that refuses or serves, the capturer, passes."""
 
     def __init__(self, device: str) -> None:
         from sglang.srt import runtime_context, server_args
         from sglang.srt.layers.moe import topk
-        from sglang.srt.layers.moe.utils import MoeRunnerBackend
         from sglang.srt.state_capturer import routed_experts
+        from transformers import Qwen3MoeConfig
 
+        if device == "cpu":
+            on_a_cpu()
         from r3channel.engine import sglang as room
-        from r3channel.engine.capture import LayerSelection, SlotRows
 
-        self.device = device
+        self.device, self.room, self._experts = device, room, routed_experts
         make: Any = server_args.ServerArgs  # its fields are made at run time
-        arguments = make(model_path="dummy", device=device, weight_version="0")
-        runtime_context.publish(arguments, role="scheduler", ranks=None)
-        room.weight_version = lambda: "0"
-        self._experts: Any = routed_experts
+        set_to = {"weight_version": "0", "chunked_prefill_size": MOST, "enable_return_routed_experts": True}
+        ranks = runtime_context.SpawnRanks(world_rank=0)
+        runtime_context.publish(
+            make(model_path="dummy", device=device, **set_to), role="scheduler", ranks=ranks
+        )
+        alone: Any = SimpleNamespace(world_size=1)
+        runtime_context.get_parallel().override_permanently(tp_group=alone)
+        self.attention: Any = runtime_context.get_flags().dp
         shared = topk.SharedExpertsConfig()  # no model is served here that would say
         topk.get_model = lambda: SimpleNamespace(shared_experts=shared)
-        self.routers: list[Any] = [topk.TopK(SPEC.top_k, layer_id=layer) for layer in range(SPEC.num_layers)]
-        for router in self.routers:
-            router.bind_runner_backend(MoeRunnerBackend("triton"))
-        self.capturer: Any = object.__new__(room.FrameCapturer)
-        buffer = torch.zeros((PADDED, SPEC.num_layers, SPEC.top_k), dtype=torch.int32, device=device)
-        self.capturer.device_cache = SimpleNamespace(
-            buffer=buffer, capture=lambda layer, ids: buffer[: len(ids), layer].copy_(ids)
+        experts: dict[str, Any] = {"num_experts": SPEC.num_experts, "num_experts_per_tok": SPEC.top_k}
+        text = Qwen3MoeConfig(num_hidden_layers=SPEC.num_layers, mlp_only_layers=[], **experts)
+        config = SimpleNamespace(hf_text_config=text, context_len=4096)
+        self.runner = SimpleNamespace(is_draft_worker=False, model_config=config, model=routers("triton"))
+        self.runner.prefill_cuda_graph_runner = SimpleNamespace(capture_num_tokens=PREFILL_SIZES)
+        room.refuse_engine(self.runner)
+        # What the hook does; to apply SGLang's hooks imports the whole engine.
+        setattr(routed_experts, "RoutedExpertsCapturer", room.FrameCapturer)  # noqa: B010
+        rows: dict[str, Any] = {"num_tokens": IN_FLIGHT * MOST, "max_running_requests": DECODED}
+        served = SimpleNamespace(shared_experts_config=shared)
+        self.capturer: Any = room.FrameCapturer.create(
+            model=served, model_config=config, device=device, **rows
         )
-        self.capturer.topk_size, self.capturer.num_fused_shared_experts = SPEC.top_k, 0
-        self.capturer._selection = LayerSelection(SPEC, device=device)
-        self.capturer._version, self.capturer.outlet = ("0", 0), "one that replies"
-        slots = torch.zeros((PADDED * 4, SPEC.num_moe_layers, SPEC.top_k), dtype=torch.uint8)
-        self.capturer.host_cache = SimpleNamespace(rows=SlotRows(SPEC, slots))
-        self.hidden = torch.zeros((PADDED, HIDDEN), device=device)
-        self.logits = torch.zeros((SPEC.num_layers, PADDED, SPEC.num_experts), device=device)
-        self.weight = torch.randn((HIDDEN, HIDDEN), device=device) / HIDDEN**0.5
-        self.batches = [self._batch(number) for number in range(IN_FLIGHT)]
-        self.chosen: list[torch.Tensor] = []
+        self.slots = torch.arange(IN_FLIGHT * MOST, device=device).view(IN_FLIGHT, MOST)
+        self.pool = SimpleNamespace(req_to_token=self.slots.cpu().int())
+        self.logits = torch.zeros((SPEC.num_layers, MOST, SPEC.num_experts), device=device)
+        hidden, read, dtype = (HIDDEN, READ, torch.bfloat16) if device == "cuda" else (64, 64, torch.float32)
+        self.hidden = torch.zeros((MOST, hidden), device=device, dtype=dtype)
+        self.weight = torch.randn((hidden, read), device=device, dtype=dtype) / hidden**0.5
 
-    def _batch(self, number: int) -> Any:
-        slots_T = torch.arange(number * ROWS, (number + 1) * ROWS, device=self.device)
-        mode = SimpleNamespace(is_decode=lambda: True, is_target_verify=lambda: False)
-        return SimpleNamespace(
-            out_cache_loc=slots_T, out_cache_loc_virtual=None, forward_mode=mode, _original_batch_size=None
-        )
+    def refusal(self, backend: str) -> str:
+        """Of an engine whose experts run on it."""
+        try:
+            self.room.refuse_engine(SimpleNamespace(**{**vars(self.runner), "model": routers(backend)}))
+        except ConfigError as error:
+            return str(error)
+        finally:
+            self.room.refuse_engine(self.runner)
+        return ""
 
     def capturing(self, on: bool) -> None:
         self._experts.set_global_experts_capturer(self.capturer if on else None)
 
-    def forward(self) -> None:
-        """One padded pass: every router, and a dense product in the place of the experts."""
-        hidden = self.hidden
-        for router, logits in zip(self.routers, self.logits, strict=True):
-            call = router.forward_cuda if self.device == "cuda" else router.forward_native
-            output = call(hidden, logits)
-            hidden = torch.tanh(hidden @ self.weight) + output.topk_weights.sum()
+    def fill(self, rows: int, generator: torch.Generator) -> torch.Tensor:
+        """Other logits, no two of a row alike; [rows, L, K] of what their top-k must be."""
+        self.logits.copy_(torch.rand(self.logits.shape, generator=generator, device=self.device).argsort(-1))
+        self.logits.mul_(0.05)
+        return self.logits[:, :rows].topk(SPEC.top_k, -1).indices.sort(-1).values.transpose(0, 1)
 
-    def fill(self, generator: torch.Generator) -> torch.Tensor:
-        """Other logits; what their top-k must be."""
-        self.logits.copy_(torch.rand(self.logits.shape, generator=generator, device=self.device))
-        return self.logits[:, :ROWS].topk(SPEC.top_k, -1).indices.sort(-1).values.to(torch.uint8)
+    def forward(self, size: int) -> None:
+        """One padded pass: for each layer where a prefill graph breaks, the router, and a product that reads as experts do."""
+        from sglang.srt.model_executor.runner_backend_utils import breakable_cuda_graph as breakable
+
+        hidden, pause = self.hidden[:size], getattr(breakable, "break_graph")  # noqa: B009 its type is lost
+        for router, logits in zip(self.runner.model, self.logits, strict=True):
+            pause()
+            weights = router.forward_cuda(hidden, logits[:size]).topk_weights
+            hidden = torch.tanh((hidden @ self.weight)[:, : hidden.shape[1]]) + weights.sum().to(hidden.dtype)
+
+    def graph(self, size: int, *, prefill: bool = False) -> Any:
+        """A pass as SGLang's graph for it; itself on a CPU."""
+        from sglang.srt.model_executor.runner_backend_utils import breakable_cuda_graph as breakable
+
+        for _ in range(3):
+            self.forward(size)
+        if self.device == "cpu":
+            return SimpleNamespace(replay=lambda: self.forward(size))
+        torch.cuda.synchronize()
+        graph: Any = breakable.BreakableCUDAGraph() if prefill else torch.cuda.CUDAGraph()
+        recording: Any = breakable.BreakableCUDAGraphCapture if prefill else torch.cuda.graph
+        with recording(graph, pool=torch.cuda.graph_pool_handle(), stream=torch.cuda.Stream()):
+            self.forward(size)
+        return graph
+
+    def end(self, number: int, *, rows: int = DECODED, prefill: bool = False) -> Any:
+        """The end of a pass of so many rows that a graph ran."""
+        batch = SimpleNamespace(
+            out_cache_loc=self.slots[number % IN_FLIGHT, :rows],
+            forward_mode=SimpleNamespace(is_decode=lambda: not prefill, is_target_verify=lambda: False),
+            _original_batch_size=1 if prefill else None,
+            global_num_tokens_cpu=[rows],
+        )
+        return self.capturer.on_forward_end(batch, True, DECODE_SIZE, no_copy_to_cpu=True)
+
+    def frame(self, number: int, rows: int) -> Any:
+        """Of a finished request that has the pass's slots."""
+        told = {"rid": str(number), "return_routed_experts": True, "origin_input_ids": [0] * rows}
+        request: Any = SimpleNamespace(**told)
+        slots, collect = number % IN_FLIGHT, self.capturer.get_topk
+        self.room.collect_frame(lambda *_: collect(slots, rows + 1, self.pool), None, request)
+        return parse_frame(request.routed_experts.numpy().tobytes(), spec=SPEC)
 
 
-def graph_of(engine: Engine) -> Any:
-    """The pass as a decode graph; itself on a CPU."""
-    for _ in range(3):
-        engine.forward()
-    if engine.device == "cpu":
-        return SimpleNamespace(replay=engine.forward)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        engine.forward()
-    return graph
+def on_a_cpu() -> None:
+    """Plain memory for pinned, and torch's arithmetic for the kernel."""
+    from sglang.srt.layers.moe import topk
+
+    from r3channel.embedded import sglang_host
+
+    def fused_topk(hidden_states: Any, gating_output: Any, topk: int, renormalize: bool, **_: Any) -> Any:
+        return native(hidden_states, gating_output, topk, renormalize)
+
+    native: Any = topk.fused_topk_torch_native
+    sglang_host.register()
+    setattr(topk, "fused_topk", fused_topk)  # noqa: B010
 
 
-def passes(engine: Engine, graph: Any, count: int) -> tuple[int, list[float]]:
-    """(ids that differ, microseconds of each on_forward_end). The next pass is launched before the copy of one is looked at."""
+def routers(backend: str) -> torch.nn.ModuleList:
+    """Of a model whose experts run on it."""
+    from sglang.srt.layers.moe import topk
+    from sglang.srt.layers.moe.utils import MoeRunnerBackend, RoutingMethodType
+
+    made: list[Any] = [topk.TopK(SPEC.top_k, layer_id=layer) for layer in SPEC.moe_layers]
+    for router in made:
+        method = RoutingMethodType.Renormalize  # one that trtllm's kernel can do itself
+        router.bind_runner_backend(MoeRunnerBackend(backend), routing_method_type=method)
+    return torch.nn.ModuleList(made)
+
+
+def passes(engine: Engine, *, count: int, prefill: bool) -> tuple[int, list[float]]:
+    """(ids and kinds that differ, microseconds of each on_forward_end). The next pass is launched before one's copy is looked at,
+    and nothing else waits for the device."""
+    sizes = PREFILL_SIZES if prefill else (DECODE_SIZE,)
+    graphs = {size: engine.graph(size, prefill=prefill) for size in sizes}
     generator = torch.Generator(engine.device).manual_seed(0)
-    copy_stream = torch.cuda.Stream() if engine.device == "cuda" else None
-    waiting: list[tuple[Any, Any, torch.Tensor]] = []
-    different, spent_us = 0, list[float]()
-    for number in range(count + IN_FLIGHT):
-        if number < count:
-            wanted = engine.fill(generator)
-            graph.replay()
-            begin = time.perf_counter()
-            output = engine.capturer.on_forward_end(
-                engine.batches[number % IN_FLIGHT], True, PADDED, no_copy_to_cpu=True
-            )
-            spent_us.append((time.perf_counter() - begin) * 1e6)
-            waiting.append((output, to_host(output, copy_stream), wanted))
-        if number >= IN_FLIGHT:
-            output, copied, wanted = waiting.pop(0)
-            if copied is not None:
-                copied.synchronize()
-            output.finalize()
-            slots = engine.batches[(number - IN_FLIGHT) % IN_FLIGHT].out_cache_loc.cpu()
-            found = output.rows.ids[slots].sort(-1).values.transpose(0, 1)
-            different += int((found != wanted.cpu()).sum())
-    return different, spent_us
+    stream = torch.cuda.Stream() if engine.device == "cuda" else None
+    waiting, different, spent_us = list[tuple[Any, ...]](), 0, list[float]()
+    for number in range(count):
+        rows = 1 + 7 * number % MOST if prefill else DECODED
+        wanted_TLK = engine.fill(rows, generator)
+        graphs[min(size for size in sizes if size >= rows)].replay()
+        begin = time.perf_counter()
+        output = engine.end(number, rows=rows, prefill=prefill)
+        spent_us.append((time.perf_counter() - begin) * 1e6)
+        waiting.append((number, output, *to_host(output, wanted_TLK, stream)))
+        if len(waiting) == IN_FLIGHT:
+            different += judged(engine, *waiting.pop(0), prefill=prefill)
+    return different + sum(judged(engine, *one, prefill=prefill) for one in waiting), spent_us
 
 
-def to_host(output: Any, stream: Any) -> Any:
+def to_host(output: Any, wanted_TLK: torch.Tensor, stream: Any) -> tuple[torch.Tensor, Any]:
     """As SGLang's result copy: on a stream of its own, into pinned memory."""
     if stream is None:
-        return None
+        return wanted_TLK, SimpleNamespace(synchronize=lambda: None)
+
+    def copy(there: torch.Tensor) -> torch.Tensor:
+        there.record_stream(stream)  # else the next pass may get its memory before it has been read
+        return torch.empty(there.shape, dtype=there.dtype, pin_memory=True).copy_(there, non_blocking=True)
+
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        output.map_device_tensors(
-            lambda device_tensor: torch.empty(
-                device_tensor.shape, dtype=device_tensor.dtype, pin_memory=True
-            ).copy_(device_tensor, non_blocking=True)
-        )
-        return stream.record_event()
+        output.map_device_tensors(copy)
+        return copy(wanted_TLK), stream.record_event()
 
 
-def ends_silently(engine: Engine) -> str:
-    """What torch says of a synchronisation in `on_forward_end`; empty for none."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        engine.capturer.on_forward_end(engine.batches[0], True, PADDED, no_copy_to_cpu=True)
-    except RuntimeError as error:
-        return str(error)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    return ""
+def judged(
+    engine: Engine, number: int, output: Any, wanted_TLK: torch.Tensor, done: Any, *, prefill: bool
+) -> int:
+    done.synchronize()
+    output.finalize()
+    frame = engine.frame(number, len(wanted_TLK))
+    kind = RowKind.PREFILLED if prefill else RowKind.DECODED
+    differing = int((np.sort(frame.decode(), -1) != wanted_TLK.numpy()).sum())
+    return differing + sum(span.kind != kind for span in frame.provenance)
 
 
 def throughput(engine: Engine, graphs: dict[bool, Any]) -> float:
     """Passes per second with capture, of without: the median of interleaved pairs."""
+    stream, nothing = torch.cuda.Stream(), torch.empty(0, device="cuda")
 
     def seconds(on: bool) -> float:
         torch.cuda.synchronize()
@@ -157,38 +217,45 @@ def throughput(engine: Engine, graphs: dict[bool, Any]) -> float:
         for number in range(200):
             graphs[on].replay()
             if on:
-                output = engine.capturer.on_forward_end(
-                    engine.batches[number % 2], True, PADDED, no_copy_to_cpu=True
-                )
-                to_host(output, stream)
+                to_host(engine.end(number), nothing, stream)
         torch.cuda.synchronize()
         return time.perf_counter() - begin
 
-    stream = torch.cuda.Stream()
     return statistics.median(seconds(False) / seconds(True) for _ in range(20))
+
+
+def costs(engine: Engine, graphs: dict[bool, Any], ends_us: dict[str, list[float]], facts: Facts) -> None:
+    told = ""
+    try:
+        with silence():
+            engine.end(0)
+    except RuntimeError as error:
+        told = str(error)
+    facts.expect("synchronisations in on_forward_end", told, not told, "none")
+    for name, spent_us in ends_us.items():
+        p99_us = float(np.percentile(spent_us[100:], 99))
+        facts.expect(f"{name}: on_forward_end p99, us", p99_us, p99_us <= 100, "at most 100")
+    share = throughput(engine, graphs)
+    facts.expect("throughput with capture, of without", share, share >= 0.99, "at least 0.99")
 
 
 def check(device: str, facts: Facts) -> None:
     torch.manual_seed(0)
-    engine = Engine(device)
-    engine.capturing(False)
-    plain = graph_of(engine)
-    engine.capturing(True)
-    captured = graph_of(engine)
+    engine, count = Engine(device), 10_000 if device == "cuda" else 200
+    for backend, name in (("triton_kernel", "TRITON_KERNEL"), ("flashinfer_trtllm", "BYPASSED")):
+        told = engine.refusal(backend)
+        facts.expect(f"{name} refused", told[:40], f"layer 5: {name}" in told, "by name at start")
+    graphs, ends_us = {}, dict[str, list[float]]()
     with torch.inference_mode():
-        different, spent_us = passes(engine, captured, 10_000 if device == "cuda" else 200)
-    facts.figures["passes"] = len(spent_us)
-    facts.expect("ids that differ", different, different == 0, "0")
+        for on in (False, True):
+            engine.capturing(on)
+            graphs[on] = engine.graph(DECODE_SIZE)
+        for name, prefill in (("decode", False), ("prefill", True)):
+            engine.attention.enabled = prefill  # DP attention of one rank
+            different, ends_us[name] = passes(engine, count=count, prefill=prefill)
+            facts.expect(f"{name}: ids that differ in {count} passes", different, different == 0, "0")
+        engine.attention.enabled = False
+        if device == "cuda":
+            costs(engine, graphs, ends_us, facts)
     if device == "cpu":
         facts.left_out.append("synchronisations, graphs and times of capture: there are no streams on a CPU")
-        return
-    told = ends_silently(engine)
-    facts.expect("synchronisations in on_forward_end", told, not told, "none")
-    p99_us = float(np.percentile(spent_us[100:], 99))
-    facts.expect("on_forward_end p99, us", p99_us, p99_us <= 100, "at most 100")
-    share = throughput(engine, {False: plain, True: captured})
-    facts.expect("throughput with capture, of without", share, share >= 0.99, "at least 0.99")
-
-
-if __name__ == "__main__":
-    main(check)

@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -26,15 +27,15 @@ from r3channel.trainer.replay import ReplayDriver
 from r3channel.trainer.shard import RankShard
 from r3channel.trainer.step import index_dtype
 from r3channel.wire.frame import encode_frame
-from tests.gpu.facts import Facts, main
+from tests.gpu.facts import Facts
 from tests.samples import random_ids
 
 MICROBATCHES, SAMPLES, VOCAB = 2, 2, 512
-LAYOUT = TrainerLayout.parse(
-    "dp=1,pad_policy=native"
-)  # the live router chooses where no engine did, as without replay
+LAYOUT = TrainerLayout.parse("dp=1,pad_policy=native")
+"""The live router chooses where no engine did, as without replay."""
 NAMES = [[f"m{i}s{j}" for j in range(SAMPLES)] for i in range(MICROBATCHES)]
 SAMPLE_IDS = [name for names in NAMES for name in names]
+DTYPES = torch.float32, torch.bfloat16
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
@@ -49,26 +50,15 @@ class Trainer:
 
     def __init__(self, device: str, *, dtype: torch.dtype, recompute: str) -> None:
         on_gpu = device == "cuda"
-        layers, experts, self.length = (48, 128, 512) if on_gpu else (3, 16, 8)
-        self.spec = RoutingSpec(
-            num_layers=layers,
-            moe_layers=tuple(range(1, layers)),
-            num_experts=experts,
-            top_k=8 if on_gpu else 4,
-        )
+        layers, experts, top_k, self.length = (48, 32, 8, 512) if on_gpu else (3, 16, 4, 8)
+        moe_layers = tuple(range(1, layers))
+        self.spec = RoutingSpec(num_layers=layers, moe_layers=moe_layers, num_experts=experts, top_k=top_k)
         self.device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
         self.model = build(self.spec, self.device, dtype=dtype, length=self.length, **RECOMPUTE[recompute])
         self.driver = ReplayDriver.attach([self.model], spec=self.spec, layout=LAYOUT)
-        config = ChannelConfig()
-        self.relay = Relay(self.spec, LAYOUT, config)
-        self.receiver = Receiver(
-            self.relay,
-            spec=self.spec,
-            layout=LAYOUT,
-            coords=LAYOUT.coords(0),
-            config=config,
-            device=self.device,
-        )
+        self.relay = Relay(self.spec, LAYOUT, ChannelConfig())
+        at: dict[str, Any] = {"layout": LAYOUT, "coords": LAYOUT.coords(0), "device": self.device}
+        self.receiver = Receiver(self.relay, spec=self.spec, config=self.relay.config, **at)
         self.batches = [self._batch(index) for index in range(MICROBATCHES)]
         self.steps = 0
 
@@ -131,40 +121,33 @@ def build(spec: RoutingSpec, device: torch.device, *, dtype: torch.dtype, length
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     on_gpu = device.type == "cuda"
-    config = TransformerConfig(
-        **embedded.LOCAL_CONFIG,
-        num_layers=spec.num_layers,
-        hidden_size=1024 if on_gpu else 32,
-        num_attention_heads=8 if on_gpu else 4,
-        ffn_hidden_size=2048 if on_gpu else 64,
-        num_moe_experts=spec.num_experts,
-        moe_router_topk=spec.top_k,
-        moe_ffn_hidden_size=128 if on_gpu else 32,
-        moe_layer_freq=[0] + [1] * spec.num_moe_layers,
-        moe_router_load_balancing_type="none",
-        moe_aux_loss_coeff=0.0,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        normalization="RMSNorm",
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        params_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
-        **changes,
-    )
+    hidden, heads, wide, expert = (1024, 8, 2048, 128) if on_gpu else (32, 4, 64, 32)
+    sizes: dict[str, Any] = {"hidden_size": hidden, "num_attention_heads": heads, "ffn_hidden_size": wide}
+    routing: dict[str, Any] = {
+        "num_moe_experts": spec.num_experts,
+        "moe_router_topk": spec.top_k,
+        "moe_ffn_hidden_size": expert,
+        "moe_layer_freq": [0] + [1] * spec.num_moe_layers,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+    }
+    plain: dict[str, Any] = {"add_bias_linear": False, "hidden_dropout": 0.0, "attention_dropout": 0.0}
+    gated: dict[str, Any] = {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
+    kind: dict[str, Any] = {
+        "params_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "normalization": "RMSNorm",
+    }
+    own = embedded.LOCAL_CONFIG | sizes | routing | plain | gated | kind | changes
+    config = TransformerConfig(num_layers=spec.num_layers, **own)
     block: Any = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
     if not on_gpu:
         from r3channel.embedded.megatron_modules import use_local_modules
 
         block = use_local_modules(block)
     torch.manual_seed(3)
-    kind: dict[str, Any] = {
-        "vocab_size": VOCAB,
-        "max_sequence_length": length,
-        "position_embedding_type": "rope",
-    }
-    return GPTModel(config, block, **kind).to(device=device, dtype=dtype).train()
+    model: Any = GPTModel(config, block, VOCAB, length, position_embedding_type="rope")
+    return model.to(device=device, dtype=dtype).train()
 
 
 def set_up(device: str, folder: str) -> None:
@@ -182,9 +165,7 @@ def ids_and_gradients(own: Trainer, name: str, facts: Facts, *, exact: bool) -> 
     """Random ids through the channel to the routers; then the ids that the routers choose themselves, with their gradients."""
     with ConsumptionTap(own.driver) as tap:
         own.natural()
-        chosen = [
-            record for record in tap.records if record.microbatch >= 0
-        ]  # a recompute is outside of its block
+        chosen = [one for one in tap.records if one.microbatch >= 0]  # a recompute is outside of its block
     wanted = own.gradients()
     given = {n: random_ids(own.length - 1, spec=own.spec, seed=i) for i, n in enumerate(SAMPLE_IDS)}
     shard = own.received(given)
@@ -210,7 +191,7 @@ def ids_and_gradients(own: Trainer, name: str, facts: Facts, *, exact: bool) -> 
         facts.expect(f"{name}: gradients, relative", worst, worst <= 1e-6, "at most 1e-6")
 
 
-def waits_of(run: Callable[[], None], device: str) -> int:
+def waits_of(run: Callable[[], object], device: str) -> int:
     """How often the host waited for the device."""
     if device == "cpu":
         from tests.unit.test_host_reads import watched
@@ -219,7 +200,7 @@ def waits_of(run: Callable[[], None], device: str) -> int:
             run()
         return len(seen)
     torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile() as profile:  # of every activity: runtime calls are the device's
         run()
     return sum(event.count for event in profile.key_averages() if event.key in WAITS)
 
@@ -231,6 +212,8 @@ def audit(own: Trainer, device: str, facts: Facts) -> None:
         shard._handed._host_SL = (
             None  # as where rows lie on a device: what is found is read at the step's end
         )
+    seen = waits_of(lambda: own.forward(0).item(), device) - waits_of(lambda: own.forward(0), device)
+    facts.expect("waits that are seen of one read", seen, seen > 0, "some")
     natural = waits_of(own.natural, device)
     for count in (0, 1):
         look = RoutingAudit(step=0, microbatches=MICROBATCHES, count=count, counted_rows=shard.counted_rows)
@@ -263,25 +246,17 @@ def check(device: str, facts: Facts) -> None:
     with tempfile.TemporaryDirectory() as folder:
         set_up(device, folder)
         facts.figures["index dtype"] = str(index_dtype(torch.device(device)))
-        for dtype in (torch.float32, torch.bfloat16):
-            for recompute in RECOMPUTE:
-                for deterministic in (False, True):
-                    torch.use_deterministic_algorithms(deterministic, warn_only=True)
-                    own = Trainer(device, dtype=dtype, recompute=recompute)
-                    name = f"{dtype}, recompute {recompute}, deterministic {deterministic}".removeprefix(
-                        "torch."
-                    )
-                    ids_and_gradients(own, name, facts, exact=dtype == torch.float32)
-                    if (dtype, recompute, deterministic) == (torch.bfloat16, "none", False):
-                        audit(own, device, facts)
-                        if device == "cuda":
-                            cost(own, facts)
-                    own.close()
-                    del own
+        for dtype, recompute, deterministic in product(DTYPES, RECOMPUTE, (False, True)):
+            torch.use_deterministic_algorithms(deterministic, warn_only=True)
+            own = Trainer(device, dtype=dtype, recompute=recompute)
+            name = f"{dtype}, recompute {recompute}, deterministic {deterministic}"
+            ids_and_gradients(own, name, facts, exact=dtype == torch.float32)
+            if (dtype, recompute, deterministic) == (torch.bfloat16, "none", False):
+                audit(own, device, facts)
+                if device == "cuda":
+                    cost(own, facts)
+            own.close()
+            del own
         if device == "cpu":
             facts.left_out.append("cost of replay: `r3channel bench replay` measures it on a CPU")
         embedded.close_distributed()
-
-
-if __name__ == "__main__":
-    main(check)

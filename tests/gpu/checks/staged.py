@@ -14,7 +14,7 @@ from r3channel.engine.delivery import Outlet
 from r3channel.engine.staging import StagedCapturer
 from r3channel.wire.frame import parse_frame
 from r3channel.wire.hello import Hello
-from tests.gpu.facts import Facts, main
+from tests.gpu.facts import Facts
 from tests.samples import SPEC
 
 ROWS, REQUEST = 8, 32
@@ -38,41 +38,50 @@ def capturer(device: str) -> StagedCapturer:
     )
 
 
+def batch_at(slots_T: torch.Tensor) -> Any:
+    mode = SimpleNamespace(is_decode=lambda: True, is_mixed=lambda: False)
+    return SimpleNamespace(out_cache_loc=slots_T, forward_mode=mode)
+
+
+def capture(target: StagedCapturer, ids_TLK: torch.Tensor) -> None:
+    """What the routers of a pass do."""
+    for moe_index, layer in enumerate(SPEC.moe_layers):
+        target.capture(layer, ids_TLK[:, moe_index].int())
+
+
+def rows_of(target: StagedCapturer, slots_T: torch.Tensor) -> np.ndarray:
+    """Of a request that is finished."""
+    request: Any = SimpleNamespace(
+        rid="r", req_pool_idx=0, seqlen=len(slots_T) + 1, return_routed_experts=True, origin_input_ids=[1]
+    )
+    table = torch.nn.functional.pad(slots_T, (0, 1))[None].int()
+    data = target.collect(request, SimpleNamespace(req_to_token=table))
+    assert data is not None
+    return parse_frame(data.numpy().tobytes(), spec=SPEC).decode()
+
+
 def check(device: str, facts: Facts) -> None:
     target, requests = capturer(device), (10_000 if device == "cuda" else 320) // REQUEST
     generator = torch.Generator(device).manual_seed(0)
-    ends_us: list[float] = []
-    different = 0
-    mode = SimpleNamespace(is_decode=lambda: True, is_mixed=lambda: False)
-    batches = [
-        SimpleNamespace(
-            out_cache_loc=torch.arange(at * ROWS, (at + 1) * ROWS, device=device), forward_mode=mode
-        )
-        for at in range(REQUEST)
-    ]
-    table = torch.arange(ROWS * REQUEST + 1, dtype=torch.int32, device=device)[None]
-    request: Any = SimpleNamespace(
-        rid="r", req_pool_idx=0, seqlen=ROWS * REQUEST + 1, return_routed_experts=True, origin_input_ids=[1]
-    )
+    slots_T = torch.arange(ROWS * REQUEST, device=device)
+    batches = [batch_at(own) for own in slots_T.split(ROWS)]
+    ends_us, different = list[float](), 0
     for _ in range(requests):
         synchronous = []
         for batch in batches:
-            scores = torch.rand((SPEC.num_layers, ROWS, SPEC.num_experts), device=device, generator=generator)
-            ids = scores.topk(SPEC.top_k, -1).indices.to(torch.int32)
-            for layer in SPEC.moe_layers:
-                target.capture(layer, ids[layer])
-            synchronous.append(ids[list(SPEC.moe_layers)])
+            scores = torch.rand(
+                (ROWS, SPEC.num_moe_layers, SPEC.num_experts), device=device, generator=generator
+            )
+            synchronous.append(scores.topk(SPEC.top_k, -1).indices)
+            capture(target, synchronous[-1])
             begin = time.perf_counter()
             target.on_forward_end(batch, False, None)
             ends_us.append((time.perf_counter() - begin) * 1e6)
             target.device_ids_TAK.zero_()  # the next pass
         if device == "cuda":
             torch.cuda.current_stream().synchronize()  # SGLang handles a result after its pass has ended
-        data = target.collect(request, SimpleNamespace(req_to_token=table))
-        assert data is not None
-        found = parse_frame(data.numpy().tobytes(), spec=SPEC).decode()
-        wanted = torch.cat(synchronous, 1).transpose(0, 1).cpu().numpy()
-        different += int((found != wanted).sum())
+        found = rows_of(target, slots_T)
+        different += int((found != torch.cat(synchronous).cpu().numpy()).sum())
     p99_us = float(np.percentile(ends_us[REQUEST:], 99))
     facts.expect("ids that differ", different, different == 0, "0")
     facts.figures["passes"] = requests * REQUEST
@@ -80,7 +89,3 @@ def check(device: str, facts: Facts) -> None:
         facts.expect("on_forward_end p99, us", p99_us, p99_us <= 100, "at most 100")
     else:
         facts.left_out.append("the time of on_forward_end: no stream is waited for on a CPU")
-
-
-if __name__ == "__main__":
-    main(check)

@@ -9,7 +9,7 @@ import torch
 from xxhash import xxh3_64_intdigest
 
 from r3channel.relay.staging import BUCKETS_ALIVE, DeviceStaging
-from tests.gpu.facts import Facts, main
+from tests.gpu.facts import Facts
 
 THREADS, BUCKETS, NBYTES = 8, 1000, 1 << 20
 LATE_CYCLES = 200_000
@@ -38,7 +38,3 @@ def check(device: str, facts: Facts) -> None:
         wrong = sum(pool.map(lambda thread: send(staging, thread), range(THREADS)))
     facts.expect("buckets with another hash", wrong, wrong == 0, "0")
     facts.expect("pinned buckets", len(staging._tensors), len(staging._tensors) == BUCKETS_ALIVE, "2")
-
-
-if __name__ == "__main__":
-    main(check)

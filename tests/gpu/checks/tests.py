@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.facts import Facts, main
+from tests.gpu.facts import Facts
 
 
 class Counted:
@@ -38,7 +38,3 @@ def check(device: str, facts: Facts) -> None:
         return
     passed = counted.outcomes == {"passed": counted.collected}
     facts.expect("outcomes", counted.outcomes, passed, "all passed")
-
-
-if __name__ == "__main__":
-    main(check)
