@@ -137,8 +137,7 @@ print(json.dumps(found))
 
 def look_at(environment: Mapping[str, str]) -> dict[str, Any]:
     """Versions and devices, seen by the Python that runs the checks."""
-    names = sorted({name for check in CHECKS for name in check.needs})
-    command = [sys.executable, "-c", _LOOK, *names]
+    command = [sys.executable, "-c", _LOOK, *sorted({name for check in CHECKS for name in check.needs})]
     child = subprocess.run(command, **_read(environment), timeout=120, check=True)
     seen = json.loads(child.stdout.splitlines()[-1])
     return {"Python": platform.python_version(), "driver": driver(), **seen}

@@ -12,7 +12,7 @@ import torch
 from r3channel.engine.capture import LayerSelection
 from r3channel.engine.staging import StagedCapturer
 from tests.gpu.checks.staged import batch_at, capture, capturer, rows_of
-from tests.gpu.silence import silence
+from tests.gpu.facts import silence
 from tests.samples import SPEC, random_ids
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, torch sees none")

@@ -24,7 +24,7 @@ from r3channel.trainer.receiver import Receiver
 from r3channel.transport.base import Deferred, Pending, Rendezvous, Transport
 from r3channel.wire.digest import HostRuns, TorchRuns, column_digests, column_digests_torch
 from tests.delivery import check_rows, sealed
-from tests.gpu.silence import silence
+from tests.gpu.facts import silence
 from tests.samples import SPEC, random_ids
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, torch sees none")

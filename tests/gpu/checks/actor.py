@@ -1,28 +1,128 @@
-"""The relay as a Ray actor that owns the GPU on which the trainer runs too: rows over the host transport; NCCL is refused."""
+"""The relay as a Ray actor that owns the GPU on which the trainer runs too: rows over the host transport; NCCL is refused.
+
+Where there is no Ray, in a process of Python's.
+"""
 
 from __future__ import annotations
 
+import logging
+import multiprocessing
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
+from multiprocessing.managers import BaseManager
+from typing import Any
 
 import torch
 
+from r3channel.config import ChannelConfig
 from r3channel.errors import ConfigError
+from r3channel.plan.layout import TrainerLayout
+from r3channel.plan.ticket import Ticket
+from r3channel.relay import delivery
+from r3channel.relay.actor import RayRelay, RelayHost
+from r3channel.relay.relay import Relay
+from r3channel.relay.staging import HostStaging
 from r3channel.trainer import member
+from r3channel.trainer.receiver import Receiver
 from r3channel.transport.joining import gpu_of
-from tests.gpu.apart import receiver_of, relay_in, steps
+from tests.delivery import check_rows, sealed
 from tests.gpu.facts import Facts
+from tests.samples import SPEC
+
+LAYOUT, STEPS, LIMIT_S = TrainerLayout(), 20, 60.0
+
+
+def config_of(transport: str) -> ChannelConfig:
+    limits: dict[str, Any] = dict.fromkeys(("join_timeout_s", "send_timeout_s", "step_timeout_s"), LIMIT_S)
+    return ChannelConfig(transport=transport, bucket_bytes=1024, fallback="", **limits)
+
+
+class Owner(RelayHost):
+    """The relay's process."""
+
+    def __init__(self, transport: str, stand_in: str = "") -> None:
+        """`stand_in`: the GPU that it is to think it has, where it has none."""
+        if stand_in:
+            setattr(delivery, "DeviceStaging", lambda device: HostStaging())  # noqa: B010
+            setattr(delivery, "gpu_of", lambda device: stand_in)  # noqa: B010
+        self.relay = Relay(SPEC, LAYOUT, config_of(transport))
+
+    def hello(self, **at: int) -> dict[str, Any]:
+        return self.relay.hello(**at)
+
+    def device(self) -> tuple[str, str]:
+        """(the devices that it was given, the first one's uuid)."""
+        return os.environ.get("CUDA_VISIBLE_DEVICES", "all"), gpu_of(0)
+
+    def seal(self, step: int) -> Ticket:
+        return sealed(self.relay, step, prefix=f"{step}-")
+
+    def join_previous(self) -> None:
+        self.relay.join_previous(timeout_s=LIMIT_S)
+
+    def close(self) -> None:
+        self.relay.close()
+
+
+BaseManager.register("Owner", Owner)
+
+
+class Actor:
+    """Calls an actor's methods."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    def __getattr__(self, name: str) -> Any:
+        import ray
+
+        return lambda *args: ray.get(getattr(self._actor, name).remote(*args), timeout=LIMIT_S)
+
+
+@contextmanager
+def relay_in(how: str, *given: str) -> Iterator[tuple[Any, Any]]:
+    """(its owner, a trainer's control of it); `how` is `ray` or `python`."""
+    if how == "python":
+        with BaseManager(ctx=multiprocessing.get_context("spawn")) as processes:
+            owner = getattr(processes, "Owner")(*given)  # noqa: B009 made at run time
+            yield owner, owner
+            owner.close()
+        return
+    import ray
+
+    if not ray.is_initialized():
+        os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+        ray.init("local", num_cpus=2, num_gpus=1, include_dashboard=False, logging_level=logging.ERROR)
+    remote: Any = ray.remote
+    actor = remote(num_gpus=1, max_concurrency=8)(Owner).remote(*given)
+    yield Actor(actor), RayRelay(actor, timeout_s=LIMIT_S)
+    ray.kill(actor)  # the next one waits for its GPU
+
+
+def receiver_of(control: Any, transport: str, device: torch.device) -> Receiver:
+    at: dict[str, Any] = {"layout": LAYOUT, "coords": LAYOUT.coords(0), "device": device}
+    return Receiver(control, spec=SPEC, config=config_of(transport), **at)
+
+
+def steps(owner: Any, receiver: Receiver, facts: Facts) -> None:
+    rows = []
+    for step in range(STEPS):
+        rows.append(check_rows(receiver.receive(owner.seal(step)), prefix=f"{step}-"))
+        owner.join_previous()
+    receiver.close()
+    facts.expect("rows that are right, by step", rows, len({*rows}) == 1 and rows[0] > 0, "all of each")
 
 
 def check(device: str, facts: Facts) -> None:
     where = torch.device(device, 0) if device == "cuda" else torch.device("cpu")
     how = facts.figures["the relay is in a process of"] = "ray" if find_spec("ray") else "python"
     with relay_in(how, "host") as (owner, control):
-        given, gpu = owner.device()
-        facts.figures["CUDA_VISIBLE_DEVICES there"] = given
+        facts.figures["CUDA_VISIBLE_DEVICES there"], gpu = owner.device()
         own = gpu_of(0) if device == "cuda" else ""
         facts.expect("its GPU", gpu, gpu == own, f"the trainer's, {own}")
-        rows = steps(owner, receiver_of(control, "host", where))
-        facts.expect("rows that are right, by step", rows, len({*rows}) == 1 and rows[0] > 0, "all of each")
+        steps(owner, receiver_of(control, "host", where), facts)
     stand_in = [] if device == "cuda" else ["GPU-0"]
     if stand_in:
         setattr(member, "gpu_of", lambda: stand_in[0])  # noqa: B010

@@ -1,5 +1,5 @@
-"""The FrameCapturer that an engine makes, under SGLang's TopK in padded decode and prefill graphs, while passes overlap: from logits
-to frames. Formats that it cannot see are refused; sync-debug mode stays silent; what capture costs a loop of MoE layers."""
+"""The FrameCapturer that an engine makes, under SGLang's TopK in padded decode and prefill graphs: from logits to frames.
+Passes overlap. Formats that it cannot see are refused; sync-debug mode stays silent; what capture costs a loop of MoE layers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from r3channel.errors import ConfigError
 from r3channel.routing import RowKind
 from r3channel.spec import RoutingSpec
 from r3channel.wire.frame import parse_frame
-from tests.gpu.facts import Facts
-from tests.gpu.silence import silence
+from tests.gpu.facts import Facts, silence
 
 SPEC = RoutingSpec(num_layers=6, moe_layers=tuple(range(6)), num_experts=128, top_k=8)
 DECODED, DECODE_SIZE, PREFILL_SIZES, MOST = 12, 16, (16, 64), 64
@@ -77,8 +76,6 @@ class Engine:
             self.room.refuse_engine(SimpleNamespace(**{**vars(self.runner), "model": routers(backend)}))
         except ConfigError as error:
             return str(error)
-        finally:
-            self.room.refuse_engine(self.runner)
         return ""
 
     def capturing(self, on: bool) -> None:

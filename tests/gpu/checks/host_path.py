@@ -78,30 +78,25 @@ def replay(shard: Any, *, late: bool) -> list[torch.Tensor]:
     ]
 
 
-def host_to_device_s(path: Path, nbytes: int) -> float:
-    """The copy alone, between the receiver's own buffers."""
-    host_N, device_N = (path.receiver._buffers[name][:nbytes] for name in ("whole0-cpu", "device-cuda"))
-    times = []
-    for _ in range(10):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        device_N.copy_(host_N, non_blocking=True)
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times)
-
-
 def pinned_bytes(device: str) -> int:
     """As torch has taken them from the system, in powers of two."""
     return torch.cuda.host_memory_stats()["active_bytes.current"] if device == "cuda" else 0
 
 
-def legs(path: Path, nbytes: int, times: list[tuple[float, float]], facts: Facts, name: str) -> None:
-    """What a step takes, held against the copy alone and all but the copy; `times` are of receives whose stream was idle."""
-    copy_s, whole_s = host_to_device_s(path, nbytes), statistics.median(whole_s for whole_s, _ in times)
+def legs(path: Path, nbytes: int, steps: list[tuple[float, float]], facts: Facts, name: str) -> None:
+    """What a step takes, held against the copy alone and all but the copy; `steps` are of receives whose stream was idle."""
+    host_N, device_N = (path.receiver._buffers[name][:nbytes] for name in ("whole0-cpu", "device-cuda"))
+    copies = []
+    for _ in range(10):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        device_N.copy_(host_N, non_blocking=True)
+        torch.cuda.synchronize()
+        copies.append(time.perf_counter() - begin)
+    copy_s, whole_s = statistics.median(copies), statistics.median(spent_s for spent_s, _ in steps)
     rate = nbytes / copy_s / 1e9
     facts.expect(f"{name}: host to device, GB/s", rate, rate >= 40, "at least 40")
-    share = statistics.median(max(whole_s - own_s, copy_s) / whole_s for whole_s, own_s in times)
+    share = statistics.median(max(spent_s - own_s, copy_s) / spent_s for spent_s, own_s in steps)
     facts.expect(f"{name}: slower leg, of the whole path", share, share >= 0.9, "at least 0.9")
     facts.figures[f"{name}: whole path, GB/s"] = nbytes / whole_s / 1e9
 

@@ -63,15 +63,13 @@ class Trainer:
         self.steps = 0
 
     def _batch(self, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        tokens = torch.randint(
-            0, VOCAB, (SAMPLES, self.length), generator=torch.Generator().manual_seed(index)
-        ).to(self.device)
+        seed = torch.Generator().manual_seed(index)
+        tokens = torch.randint(0, VOCAB, (SAMPLES, self.length), generator=seed).to(self.device)
         return tokens, torch.arange(self.length, device=self.device).expand_as(tokens), tokens.roll(-1, 1)
 
     def close(self) -> None:
-        self.driver.close()
-        self.receiver.close()
-        self.relay.close()
+        for part in (self.driver, self.receiver, self.relay):
+            part.close()
 
     def received(self, ids: dict[str, np.ndarray]) -> RankShard:
         for name, ids_TLK in ids.items():

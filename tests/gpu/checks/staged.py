@@ -13,16 +13,12 @@ from r3channel.config import EngineConfig
 from r3channel.engine.delivery import Outlet
 from r3channel.engine.staging import StagedCapturer
 from r3channel.wire.frame import parse_frame
-from r3channel.wire.hello import Hello
+from tests.direct import hello_of
 from tests.gpu.facts import Facts
 from tests.samples import SPEC
 
 ROWS, REQUEST = 8, 32
 """Rows of a pass, a request's passes."""
-HELLO = Hello(
-    engine="e", boot_id=1, spec_digest=SPEC.digest, spec=SPEC.to_dict(), sglang="0.5.9", r3channel="0", hooks=(),
-    delivery="inband", codec="auto",
-)  # fmt: skip
 
 
 def capturer(device: str) -> StagedCapturer:
@@ -34,7 +30,7 @@ def capturer(device: str) -> StagedCapturer:
         device=device,
         weight_version="0",
         local_range=lambda batch, graph, size: (0, batch.out_cache_loc.shape[0]),
-        outlet=Outlet(EngineConfig(), HELLO),
+        outlet=Outlet(EngineConfig(), hello_of()),
     )
 
 
