@@ -48,7 +48,15 @@ from r3channel.engine.hooks import (
     matching_table,
 )
 from r3channel.engine.masks import KeptMasks
-from r3channel.engine.refusals import KERNEL_ROUTING, Router, refusals, refuse, refused_unread, unread
+from r3channel.engine.refusals import (
+    KERNEL_ROUTING,
+    Refusal,
+    Router,
+    refusals,
+    refuse,
+    refused_unread,
+    unread,
+)
 from r3channel.errors import ConfigError, R3Error
 from r3channel.routing import RowKind
 from r3channel.spec import RoutingSpec
@@ -386,13 +394,14 @@ def _masks_frame(req: Any) -> bytes:
         return report(error, request_id=request_id)
 
 
-def refuse_masks(values: dict[str, Any]) -> None:
-    """End the start where sampling masks could not follow their frames."""
+def refused_masks(values: dict[str, Any]) -> Iterator[Refusal]:
+    """Where sampling masks could not follow their frames."""
     mode, most = values["disaggregation_mode"], values["sampling_mask_max_tokens"]
     if mode != "null" or most > MOST_IDS:
-        raise ConfigError(
+        yield (
+            "",
             f"R3CHANNEL_SAMPLING_MASKS=1 with --disaggregation-mode {mode} and --sampling-mask-max-tokens {most}; expected null "
-            f"and at most {MOST_IDS}"
+            f"and at most {MOST_IDS}",
         )
 
 
@@ -435,13 +444,13 @@ def refuse_engine(runner: Any) -> None:
             "r3channel is on, but the engine was started without --enable-return-routed-experts: no routing"
         )
         return
-    if _config.sampling_masks:
-        refuse_masks(settings())
     if not _has_bags():
         log.warning(
             "r3channel: this SGLang does not tell which settings were asked for; it is refused for known ones only"
         )
-    found = refusals(settings(), spec=engine_spec(runner.model_config), routers=_routers(runner.model))
+    values = settings()
+    found = [*refusals(values, spec=engine_spec(runner.model_config), routers=_routers(runner.model))]
+    found += refused_masks(values) if _config.sampling_masks else ()
     refuse([*found, *refused_unread(unread(asked_for()))], allowed=_config.allowed)
 
 

@@ -69,13 +69,12 @@ def test_whichever_rank_ran_a_request_its_rows_are_its_own(
     assert ranks == ({0, 1} if "--dp-size" in engine.options.extra_args else {None})
 
 
-@pytest.mark.parametrize("delivery", ["inband", "direct"])
 def test_of_two_tensor_parallel_ranks_one_sends_each_requests_frame_and_keeps_the_rows(
-    delivery: str, model_dir: Path, tmp_path: Path
+    model_dir: Path, tmp_path: Path
 ) -> None:
     relay = Relay(SPEC, TrainerLayout(), ChannelConfig(frame_timeout_s=30.0))
     env = {
-        "R3CHANNEL_DELIVERY": delivery,
+        "R3CHANNEL_DELIVERY": "direct",
         "R3CHANNEL_RELAY_URL": relay.serve(token_file=tmp_path / "token"),
         "R3CHANNEL_TOKEN_FILE": str(tmp_path / "token"),
     }
@@ -100,10 +99,13 @@ def test_of_two_tensor_parallel_ranks_one_sends_each_requests_frame_and_keeps_th
     assert sorted(map(int, caches))[0] == 1 and len(caches) == 2
 
 
-def test_context_parallel_prefill_is_refused_by_name(model_dir: Path) -> None:
+def test_context_parallel_prefill_and_masks_too_long_to_frame_are_refused_by_name(model_dir: Path) -> None:
     arguments = ["--tp-size", "2", "--attn-cp-size", "2", "--enable-prefill-cp", "--cp-strategy", "zigzag"]
-    options = EngineOptions(model=model_dir, extra_args=arguments, env=TWO_CORES)
+    arguments += ["--sampling-mask-max-tokens", "70000"]
+    env = {**TWO_CORES, "R3CHANNEL_SAMPLING_MASKS": "1"}
+    options = EngineOptions(model=model_dir, extra_args=arguments, env=env)
     with EngineServer(options) as server, pytest.raises(EngineUnavailable) as refused:
         server.wait_ready(READY_TIMEOUT_S)
     assert "r3channel refuses this engine: --attn-cp-size 2: " in str(refused.value)
     assert "--enable-prefill-cp: " in str(refused.value)
+    assert "--sampling-mask-max-tokens 70000; expected null and at most 65535" in str(refused.value)
