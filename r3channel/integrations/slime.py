@@ -104,7 +104,9 @@ class ChannelManager(slime.ray.rollout.RolloutManager.__ray_metadata__.modified_
     def _convert_samples_to_train_data(self, samples: Sequence[Any]) -> Any:
         self._converted = list(samples)
         data = super()._convert_samples_to_train_data(samples)
-        data.pop("rollout_routed_experts", None)  # of rollouts that slime loaded: they go the channel's way too
+        data.pop(
+            "rollout_routed_experts", None
+        )  # of rollouts that slime loaded: they go the channel's way too
         return data
 
     def _split_train_data_by_dp(self, data: Any) -> list[Any]:
