@@ -24,7 +24,7 @@ _EXPECTED: list[
 ] = []  # (samples, positions) of each micro-batch, as this rank's routers see the rows
 _SEEN: list[tuple[Any, Any, Any, Any]] = []
 _STEP = [0]
-_SPENT: dict[str, float] = {}
+_SPENT: dict[str, list[float]] = {}
 
 
 @contextmanager
@@ -33,7 +33,7 @@ def spent(what: str) -> Iterator[None]:
     try:
         yield
     finally:
-        _SPENT[what] = _SPENT.get(what, 0.0) + time.perf_counter() - begin
+        _SPENT.setdefault(what, []).append(round(time.perf_counter() - begin, 6))
 
 
 def timed(owner: Any, name: str, what: str) -> None:
