@@ -52,6 +52,10 @@ def _dispatch(arguments: list[str]) -> int:
         from r3channel.report import weights
 
         return weights.run(arguments[1:])
+    if arguments[:1] == ["patch"]:
+        from r3channel.report import patch
+
+        return patch.run(arguments[1:])
     if arguments[:1] == ["slime"]:
         from r3channel.integrations import slime_launch
 
@@ -80,6 +84,9 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("bench", help="measurements beside their peers: r3channel bench NAME", add_help=False)
     commands.add_parser("plan", help="bytes, memory and times of a step before it is run", add_help=False)
     commands.add_parser("weights", help="r3channel weights verify: what engines hold", add_help=False)
+    commands.add_parser(
+        "patch", help="hooks for an upstream that has none: check, apply, reverse", add_help=False
+    )
     commands.add_parser("slime", help="slime's own script with the channel in it", add_help=False)
     doctor = commands.add_parser(
         "doctor", help="what is installed, and whether everything would work together"

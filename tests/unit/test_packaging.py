@@ -91,6 +91,8 @@ def test_every_file_of_the_package_is_in_the_wheel(wheel: Path) -> None:
     assert len(ours) > 20
     assert ours - packed == set()
     assert {name for name in packed if not name.startswith("r3channel")} == set()
+    patches = {f"r3channel/patches/{path.name}" for path in (ROOT / "patches").iterdir()}
+    assert patches and patches <= packed, "`r3channel patch` looks for them there"
 
 
 @pytest.mark.full

@@ -1,0 +1,118 @@
+"""The channel in a slime that has `patches/slime-624b824a.patch`: by arguments of slime's own, under slime's own command.
+
+    --rollout-data-transport r3channel.integrations.slime_patched.ChannelTransport
+    --rollout-routed-experts-decoder-path r3channel.integrations.slime_patched.decode
+    --train-actor-path r3channel.integrations.slime_patched_trainer.PatchedActor
+
+Options are read from `R3CHANNEL_*` in the job's environment, or as `r3_...` from slime's `--custom-config-path`.
+"""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import ray
+import slime.ray.rollout  # pyright: ignore[reportMissingImports]
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from slime.utils.misc import Box  # pyright: ignore[reportMissingImports]
+
+from r3channel.config import ChannelConfig
+from r3channel.errors import UsageError
+from r3channel.integrations import slime as adapter
+from r3channel.integrations.samples import SampleRows
+from r3channel.integrations.slime_launch import add_arguments, prepared
+from r3channel.metrics import Metrics, StageClock
+from r3channel.recording import Recorder
+from r3channel.relay.actor import RelayHost, ask
+from r3channel.relay.relay import Relay
+from r3channel.spec import RoutingSpec
+
+RELAY = "r3channel-relay"
+_SPARE_CALLS = 8
+"""Of the manager, beside one long poll of every trainer."""
+_ANSWER_S = 120.0
+
+
+def with_channel(args: Namespace) -> Namespace:
+    """`prepared` for a process whose arguments slime parsed alone: what they do not say of the channel has its default."""
+    vars(args).update(vars(add_arguments(ArgumentParser()).parse_args([])) | vars(args))
+    return prepared(args)
+
+
+class RelayOfRun(RelayHost):
+    """In an actor of its own beside the manager, whose one thread is generate()'s."""
+
+    def __init__(self, args: Namespace) -> None:
+        config = ChannelConfig(**{**args.r3_channel, "interface": adapter.interface_of(args)})
+        clock = StageClock("relay")
+        metrics = Metrics("relay", clock=clock)
+        if config.metrics_port >= 0:
+            metrics.serve(config.interface, config.metrics_port)
+        told = {"clock": clock, "metrics": metrics}
+        told |= {"recorder": Recorder(Path(args.r3_record))} if args.r3_record else {}
+        self.relay = Relay(adapter.spec_of(args), adapter.layout_of(args), config, **told)
+
+    def r3channel_rows(self, call: str, arguments: dict[str, Any]) -> Any:
+        return getattr(self.relay, call)(*arguments["given"], **arguments["named"])
+
+
+class FarRelay:
+    """What the manager asks of a relay, asked of `RelayOfRun`."""
+
+    def __init__(self, actor: Any, spec: RoutingSpec) -> None:
+        self._actor, self.spec = actor, spec
+
+    def __getattr__(self, call: str) -> Callable[..., Any]:
+        return partial(self._ask, call)
+
+    def _ask(self, call: str, *given: Any, **named: Any) -> Any:
+        arguments = {"given": given, "named": named}
+        return ask(self._actor.r3channel_rows, call, arguments, timeout_s=_ANSWER_S)
+
+
+class ChannelTransport:
+    """--rollout-data-transport: the relay before the engines; then a ticket beside each rank's data, which slime itself split."""
+
+    rows: SampleRows | None = None
+
+    def __init__(self, args: Namespace) -> None:
+        with_channel(args)
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        calls = args.actor_num_nodes * args.actor_num_gpus_per_node + _SPARE_CALLS
+        remote = ray.remote(RelayOfRun).options(
+            name=RELAY, num_cpus=0, max_concurrency=calls, scheduling_strategy=here
+        )
+        actor = remote.remote(args)
+        self.relay = cast(Relay, FarRelay(actor, adapter.spec_of(args)))
+        ChannelTransport.rows = SampleRows(self.relay)
+        args.r3_engine = adapter.ChannelManager._for_engines(self, args)
+        slime.ray.rollout.SGLangEngine = adapter.ChannelEngine
+
+    def put(
+        self, rollout_id: int, samples: Sequence[Any], rollout_data: Sequence[dict[str, Any]]
+    ) -> list[Any]:
+        assert self.rows is not None
+        ranks = [
+            [[int(part["partition"][index]) for index in batch] for batch in part["micro_batch_indices"]]
+            for part in rollout_data
+        ]
+        steps = [int(count) for count in rollout_data[0]["num_microbatches"]]
+        ticket = ray.put(self.rows.seal(rollout_id, samples, ranks, steps=steps).to_bytes())
+        boxes = [Box(ray.put(part)) for part in rollout_data]
+        for box in boxes:
+            box.r3_ticket = ticket
+        return boxes
+
+
+def decode(_args: Namespace, sample: Any, meta_info: dict[str, Any]) -> None:
+    """--rollout-routed-experts-decoder-path: the rows go to the relay, and none of them into the sample."""
+    if ChannelTransport.rows is None:
+        raise UsageError(
+            "the decoder without its transport: --rollout-data-transport is not ChannelTransport"
+        )
+    if meta_info.get("routed_experts") is not None or meta_info.get("finish_reason"):
+        ChannelTransport.rows.take(sample, meta_info)

@@ -1,0 +1,25 @@
+"""--train-actor-path in a patched slime (`slime_patched`). Imported where slime and Megatron are."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+import ray
+
+from r3channel.integrations.slime_patched import RELAY, with_channel
+from r3channel.integrations.slime_trainer import ChannelActor
+from r3channel.trainer.channel import TrainerChannel
+
+
+class PatchedActor(ChannelActor):
+    def init(self, args: Namespace, role: str, *rest: Any, **options: Any) -> Any:
+        return super().init(with_channel(args), role, *rest, **options)
+
+    def _attach(self) -> TrainerChannel:
+        """The relay is in an actor of its own, and not in the manager."""
+        manager, self.rollout_manager = self.rollout_manager, ray.get_actor(RELAY)
+        try:
+            return super()._attach()
+        finally:
+            self.rollout_manager = manager

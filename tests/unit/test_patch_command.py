@@ -1,0 +1,197 @@
+"""`r3channel patch` on an upstream of two files: known by hashes, all or nothing. Real ones: tests/upstream/test_patch.py."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from r3channel.cli import main
+from r3channel.report import patch as command
+
+BEFORE = {"lib/one.py": "x = 1\n", "lib/two.py": "y = 1\n"}
+AFTER = {"lib/one.py": "x = 2\n", "lib/two.py": "y = 2\n"}
+
+
+def write(folder: Path, files: dict[str, str]) -> Path:
+    for file, text in files.items():
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).write_text(text)
+    return folder
+
+
+def files_of(folder: Path) -> dict[str, str]:
+    """Everything that is there, so that nothing can be left beside."""
+    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+
+
+def diff(repository: Path, before: dict[str, str], after: dict[str, str]) -> str:
+    """As the patches of this project are made."""
+
+    def git(*words: str) -> str:
+        command = ["git", "-c", "user.name=t", "-c", "user.email=t@t", *words]
+        return subprocess.run(command, cwd=repository, check=True, capture_output=True, text=True).stdout
+
+    write(repository, before)
+    git("init", "-q")
+    git("add", "-A")
+    git("commit", "-qm", "before")
+    write(repository, after)
+    return git("diff", "--full-index")
+
+
+@pytest.fixture
+def patches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of patches in the place of ours, with one."""
+    (tmp_path / "repository").mkdir()
+    folder = tmp_path / "installed/patches"
+    write(folder, {"lib-1.patch": f"lib 1: x and y\n\n{diff(tmp_path / 'repository', BEFORE, AFTER)}"})
+    monkeypatch.setattr(command.r3channel, "__file__", str(folder.parent / "__init__.py"))
+    return folder
+
+
+@pytest.fixture
+def target(tmp_path: Path, patches: Path) -> Path:
+    return write(tmp_path / "target", BEFORE)
+
+
+def run(action: str, target: Path, *more: str) -> int:
+    return main(["patch", action, "--target", str(target), *more])
+
+
+def refusal(capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line on stderr."""
+    out, err = capsys.readouterr()
+    assert out == "" and len(err.splitlines()) == 1
+    return err
+
+
+def test_applied_and_reversed_the_files_are_those_of_before(
+    target: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (target / "lib/one.py").chmod(0o755)
+    said = []
+    for action in ("check", "apply", "check", "apply", "reverse", "check", "reverse"):
+        assert run(action, target) == 0
+        said.append(capsys.readouterr().out.partition(":")[0])
+        expected = AFTER if "is applied" in said[-1] else BEFORE
+        assert files_of(target) == expected and (target / "lib/one.py").stat().st_mode & 0o777 == 0o755
+    again = ", and was; nothing was changed"
+    assert said == [
+        f"lib-1 is {word}"
+        for word in (
+            "applicable",
+            "applied",
+            "applied",
+            f"applied{again}",
+            "applicable",
+            "applicable",
+            f"applicable{again}",
+        )
+    ]
+
+
+@pytest.mark.parametrize("action", ["check", "apply", "reverse"])
+def test_a_file_of_another_version_is_named_and_nothing_is_touched(
+    target: Path, action: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = BEFORE | {"lib/two.py": "y = 1  # mine\n"}
+    write(target, found)
+    assert run(action, target) == 2 and files_of(target) == found
+    told = refusal(capsys)
+    assert "changed: lib/two.py" in told and "lib 1: x and y" in told
+
+
+def test_a_file_that_is_not_there_is_named(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (target / "lib/two.py").unlink()
+    assert run("apply", target) == 2
+    assert "missing: lib/two.py" in refusal(capsys)
+
+
+@pytest.mark.parametrize("action", ["check", "apply", "reverse"])
+def test_half_a_patch_is_told(target: Path, action: str, capsys: pytest.CaptureFixture[str]) -> None:
+    half = BEFORE | {"lib/one.py": AFTER["lib/one.py"]}
+    write(target, half)
+    assert run(action, target) == 2 and files_of(target) == half
+    assert "half applied" in (told := refusal(capsys))
+    assert "clean: lib/two.py; patched: lib/one.py" in told
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_a_failure_in_the_middle_leaves_the_files_of_before(
+    target: Path, failing: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real, calls = os.replace, []
+
+    def replace(source: Path, to: Path) -> None:
+        calls.append(to)
+        if len(calls) == failing:
+            raise OSError(28, "No space left on device")
+        real(source, to)
+
+    monkeypatch.setattr(os, "replace", replace)
+    assert run("apply", target) == 2 and len(calls) == failing
+    assert files_of(target) == BEFORE
+    assert "No space left" in refusal(capsys)
+
+
+def test_a_result_that_is_not_the_one_expected_is_not_used(
+    target: Path, patches: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = patches / "lib-1.patch"
+    path.write_text(path.read_text().replace("+y = 2", "+y = 3"))
+    assert run("apply", target) == 2 and files_of(target) == BEFORE
+    assert "lib/two.py, expected" in refusal(capsys)
+
+
+def test_a_result_that_does_not_compile_is_not_used(
+    target: Path, patches: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "other").mkdir()
+    broken = diff(tmp_path / "other", BEFORE, AFTER | {"lib/two.py": "y = = 2\n"})
+    (patches / "lib-1.patch").write_text(broken)
+    assert run("apply", target) == 2 and files_of(target) == BEFORE
+    assert "lib/two.py would not compile" in refusal(capsys)
+
+
+def test_what_cannot_be_meant_is_told(
+    target: Path, patches: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("apply", target, "--patch", "lib-9") == 2
+    assert "expected one of lib-1" in refusal(capsys)
+    assert run("check", target.parent / "nowhere") == 2
+    assert "none of the files that lib-1 change" in refusal(capsys)
+    write(patches, {"lib-1b.patch": (patches / "lib-1.patch").read_text()})
+    assert run("apply", target) == 2 and files_of(target) == BEFORE
+    assert "lib-1 and lib-1b" in refusal(capsys)
+    assert run("apply", target, "--patch", "lib-1b") == 0 and files_of(target) == AFTER
+
+
+def test_of_two_patches_the_one_whose_version_lies_there_is_meant(
+    target: Path, patches: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "newer").mkdir()
+    newer = diff(tmp_path / "newer", BEFORE | {"lib/two.py": "y = 5\n"}, AFTER)
+    write(patches, {"lib-2.patch": newer})
+    assert run("apply", target) == 0 and files_of(target) == AFTER
+
+
+def test_a_checkout_around_the_target_and_gits_variables_have_no_say(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subprocess.run(["git", "init", "-q"], cwd=target.parent, check=True)
+    monkeypatch.setenv("GIT_DIR", str(target.parent / ".git"))
+    monkeypatch.setenv("GIT_WORK_TREE", str(target.parent))
+    monkeypatch.setattr(tempfile, "tempdir", str(target.parent))
+    assert run("apply", target) == 0 and files_of(target) == AFTER
+
+
+def test_each_patch_of_this_project_names_every_file_with_both_hashes() -> None:
+    patches = command.known()
+    assert {patch.name for patch in patches} >= {"sglang-0.5.9", "slime-624b824a", "miles-31f1ca96"}
+    for patch in patches:
+        assert len(patch.changes) == patch.path.read_text().count("\n+++ b/") > 0, patch.name
+        assert patch.title.endswith((".", "path")) and "diff --git" not in patch.title
