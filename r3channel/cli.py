@@ -60,6 +60,10 @@ def _dispatch(arguments: list[str]) -> int:
         from r3channel.integrations import slime_launch
 
         return slime_launch.run(arguments[1:])
+    if arguments[:1] == ["miles"]:
+        from r3channel.integrations import miles
+
+        return miles.run(arguments[1:])
     options = _parser().parse_args(arguments)
     from r3channel.report import doctor
 
@@ -88,6 +92,7 @@ def _parser() -> argparse.ArgumentParser:
         "patch", help="hooks for an upstream that has none: check, apply, reverse", add_help=False
     )
     commands.add_parser("slime", help="slime's own script with the channel in it", add_help=False)
+    commands.add_parser("miles", help="why miles has no adapter yet", add_help=False)
     doctor = commands.add_parser(
         "doctor", help="what is installed, and whether everything would work together"
     )

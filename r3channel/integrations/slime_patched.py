@@ -57,7 +57,8 @@ class RelayOfRun(RelayHost):
         self.relay = Relay(adapter.spec_of(args), adapter.layout_of(args), config, **told)
 
     def r3channel_rows(self, call: str, arguments: dict[str, Any]) -> Any:
-        return getattr(self.relay, call)(*arguments["given"], **arguments["named"])
+        answer = getattr(self.relay, call)(*arguments["given"], **arguments["named"])
+        return answer if call in ("seal", "serve") else None  # held rows stay here, where their locks are
 
 
 class FarRelay:
@@ -88,8 +89,9 @@ class ChannelTransport:
         )
         actor = remote.remote(args)
         self.relay = cast(Relay, FarRelay(actor, adapter.spec_of(args)))
+        self.relay.status()  # what is wrong with its start is raised here
         ChannelTransport.rows = SampleRows(self.relay)
-        args.r3_engine = adapter.ChannelManager._for_engines(self, args)
+        args.r3_engine = adapter.ChannelManager._for_engines(cast(Any, self), args)
         slime.ray.rollout.SGLangEngine = adapter.ChannelEngine
 
     def put(

@@ -1,11 +1,9 @@
-"""patches/sglang-0.5.9.patch applies to that wheel, compiles, and its capture path gives exact frames (CPU tensors)."""
+"""`r3channel patch` on the upstreams that our patches are for; sglang-0.5.9.patch also gives exact frames (CPU tensors)."""
 
 from __future__ import annotations
 
-import compileall
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -15,24 +13,89 @@ from typing import Any
 import numpy as np
 import pytest
 
+from r3channel.cli import main
+from r3channel.integrations import seams
+from r3channel.report.patch import known
 from r3channel.routing import RowKind
 from r3channel.spec import RoutingSpec
 from r3channel.wire.frame import parse_frame, sample_key
-from tests.upstream.wheels import unpacked
+from tests.upstream.wheels import sources, unpacked
 
 ROOT = Path(__file__).parents[2]
-PATCH = ROOT / "patches/sglang-0.5.9.patch"
 SPEC = RoutingSpec(num_layers=4, moe_layers=(1, 2, 3), num_experts=128, top_k=8)
 
 
-def touched() -> list[str]:
-    return re.findall(r"^\+\+\+ b/(\S+)$", PATCH.read_text(), re.MULTILINE)
+SOURCE = {
+    "sglang-0.5.9": lambda: unpacked("sglang==0.5.9"),
+    "slime-624b824a": lambda: sources("slime-624b824a"),
+    "miles-31f1ca96": lambda: sources("miles-31f1ca96"),
+}
+
+
+def touched(name: str) -> list[str]:
+    (patch,) = (patch for patch in known() if patch.name == name)
+    return [change.file for change in patch.changes]
+
+
+def copied(name: str, folder: Path) -> Path:
+    """The files that a patch touches, in a folder that may be changed."""
+    for file in touched(name):
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(SOURCE[name]() / file, folder / file)
+    return folder
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def run(action: str, folder: Path) -> int:
+    return main(["patch", action, "--target", str(folder)])
+
+
+@pytest.mark.parametrize("name", SOURCE)
+def test_a_patch_is_found_applied_and_reversed_to_the_same_bytes(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = content(copied(name, tmp_path))
+    for action, says in (
+        ("check", "applicable"),
+        ("apply", "applied"),
+        ("check", "applied"),
+        ("reverse", "applicable"),
+    ):
+        assert run(action, tmp_path) == 0
+        assert f"{name} is {says}:" in capsys.readouterr().out
+        now = content(tmp_path)
+        assert now.keys() == before.keys()
+        different = {file for file in now if now[file] != before[file]}
+        assert different == (set(touched(name)) if says == "applied" else set())
+
+
+@pytest.mark.parametrize("name", SOURCE)
+def test_one_changed_or_half_patched_file_is_refused_and_nothing_touched(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copied(name, tmp_path)
+    first, *_, last = touched(name)
+    clean = (tmp_path / last).read_bytes()
+    (tmp_path / last).write_bytes(clean + b"# another release\n")
+    found = content(tmp_path)
+    assert [run(action, tmp_path) for action in ("check", "apply", "reverse")] == [2, 2, 2]
+    assert content(tmp_path) == found and f"changed: {last}" in capsys.readouterr().err
+    (tmp_path / last).write_bytes(clean)
+    assert run("apply", tmp_path) == 0
+    (tmp_path / last).write_bytes(clean)
+    capsys.readouterr()
+    assert run("apply", tmp_path) == 2
+    told = capsys.readouterr().err
+    assert "half applied" in told and f"clean: {last}; patched: {first}" in told
 
 
 @pytest.fixture(scope="module")
 def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The files that the patch touches, out of the wheel, patched."""
-    folder = copied(unpacked("sglang==0.5.9"), tmp_path_factory.mktemp("patched"), "sglang-0.5.9")
+    folder = copied("sglang-0.5.9", tmp_path_factory.mktemp("patched"))
     assert main(["patch", "apply", "--target", str(folder)]) == 0
     return folder
 
@@ -50,11 +113,6 @@ def facts(patched: Path) -> dict[str, Any]:
     lines = [line for line in child.stdout.splitlines() if line.startswith("FACTS ")]
     assert lines, f"the child gave no facts:\n{child.stderr[-3000:]}"
     return json.loads(lines[0].removeprefix("FACTS "))
-
-
-def test_the_patched_files_compile(patched: Path) -> None:
-    assert len(touched()) == 3
-    assert compileall.compile_dir(patched, quiet=1, force=True)
 
 
 def test_the_patched_create_gives_our_capturer(facts: dict[str, Any]) -> None:
@@ -79,3 +137,8 @@ def test_a_request_that_did_not_ask_costs_no_gather(facts: dict[str, Any]) -> No
 
 def test_a_patched_engine_with_r3channel_off_is_sglangs_own(facts: dict[str, Any]) -> None:
     assert facts["off"] == "SGLang's own"
+
+
+@pytest.mark.parametrize("name", ["slime-624b824a", "miles-31f1ca96"])
+def test_the_names_that_an_integration_relies_on_are_in_the_sources(name: str) -> None:
+    assert seams.moved(sources(name), framework=name.partition("-")[0]) == []

@@ -1,4 +1,4 @@
-"""Published wheels, downloaded once per test run and unpacked; nothing of them is installed or imported."""
+"""Upstreams, unpacked once per test run: published wheels, and the sources in R3CHANNEL_UPSTREAM. Nothing is installed."""
 
 from __future__ import annotations
 
@@ -6,9 +6,14 @@ import functools
 import importlib.metadata
 import subprocess
 import sys
+import tarfile
 import tempfile
 import zipfile
 from pathlib import Path
+
+import pytest
+
+from examples.slime.cpu.sources import upstream
 
 DOWNLOAD_TIMEOUT_S = 120
 
@@ -36,6 +41,22 @@ def unpacked(requirement: str) -> Path:
         archive.extractall(folder / "site")
     wheel.unlink()
     return folder / "site"
+
+
+@functools.cache
+def sources(name: str) -> Path:
+    """The checkout or unpacked archive `name` of R3CHANNEL_UPSTREAM. Skips where there is none."""
+    given = upstream()
+    if given is None:
+        pytest.skip(f"R3CHANNEL_UPSTREAM is not set: a folder with {name}, a checkout or a .tar.gz")
+    if (given / name).is_dir():
+        return given / name
+    if not (given / f"{name}.tar.gz").is_file():
+        pytest.skip(f"R3CHANNEL_UPSTREAM has neither {name}/ nor {name}.tar.gz")
+    with tarfile.open(given / f"{name}.tar.gz") as archive:
+        archive.extractall(Path(_folder().name) / name, filter="data")
+    (inner,) = (Path(_folder().name) / name).iterdir()
+    return inner
 
 
 def _installed(name: str) -> str | None:
