@@ -7,10 +7,15 @@ import sys
 from collections.abc import Sequence
 
 from r3channel import __version__
-from r3channel.errors import R3Error
+from r3channel.errors import R3Error, UsageError
 
 _DESCRIPTION = "Rollout routing replay: expert choices from SGLang engines to Megatron routers, exactly."
 _EPILOG = "r3channel COMMAND --help tells each command's options."
+_NO_MILES = (
+    "miles has no adapter yet: its samples hold the decoded ids as arrays, which it cuts and joins in places that no hook "
+    "reaches, and its replay lives in its own fork of Megatron (patches/README.md says where). Give Relay and TrainerChannel "
+    "a loop of your own, or use `r3channel slime`"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,9 +66,7 @@ def _dispatch(arguments: list[str]) -> int:
 
         return slime_launch.run(arguments[1:])
     if arguments[:1] == ["miles"]:
-        from r3channel.integrations import miles
-
-        return miles.run(arguments[1:])
+        raise UsageError(_NO_MILES)
     options = _parser().parse_args(arguments)
     from r3channel.report import doctor
 

@@ -21,15 +21,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from slime.utils.misc import Box  # pyright: ignore[reportMissingImports]
 
 from r3channel.config import ChannelConfig
-from r3channel.errors import UsageError
+from r3channel.errors import ConfigError, UsageError
 from r3channel.integrations import slime as adapter
-from r3channel.integrations.samples import SampleRows
 from r3channel.integrations.slime_launch import add_arguments, prepared
-from r3channel.metrics import Metrics, StageClock
 from r3channel.recording import Recorder
 from r3channel.relay.actor import RelayHost, ask
 from r3channel.relay.relay import Relay
-from r3channel.spec import RoutingSpec
+from r3channel.relay.samples import SampleRows
 
 RELAY = "r3channel-relay"
 _SPARE_CALLS = 8
@@ -38,8 +36,10 @@ _ANSWER_S = 120.0
 
 
 def with_channel(args: Namespace) -> Namespace:
-    """`prepared` for a process whose arguments slime parsed alone: what they do not say of the channel has its default."""
+    """`prepared` where slime parsed alone: what its arguments do not say of the channel has its default."""
     vars(args).update(vars(add_arguments(ArgumentParser()).parse_args([])) | vars(args))
+    if ChannelConfig.from_args(args).metrics_port >= 0:
+        raise ConfigError("metrics_port: the relay of a patched slime serves no page; expected -1")
     return prepared(args)
 
 
@@ -48,13 +48,8 @@ class RelayOfRun(RelayHost):
 
     def __init__(self, args: Namespace) -> None:
         config = ChannelConfig(**{**args.r3_channel, "interface": adapter.interface_of(args)})
-        clock = StageClock("relay")
-        metrics = Metrics("relay", clock=clock)
-        if config.metrics_port >= 0:
-            metrics.serve(config.interface, config.metrics_port)
-        told = {"clock": clock, "metrics": metrics}
-        told |= {"recorder": Recorder(Path(args.r3_record))} if args.r3_record else {}
-        self.relay = Relay(adapter.spec_of(args), adapter.layout_of(args), config, **told)
+        recorder = Recorder(Path(args.r3_record)) if args.r3_record else None
+        self.relay = Relay(adapter.spec_of(args), adapter.layout_of(args), config, recorder=recorder)
 
     def r3channel_rows(self, call: str, arguments: dict[str, Any]) -> Any:
         answer = getattr(self.relay, call)(*arguments["given"], **arguments["named"])
@@ -64,8 +59,8 @@ class RelayOfRun(RelayHost):
 class FarRelay:
     """What the manager asks of a relay, asked of `RelayOfRun`."""
 
-    def __init__(self, actor: Any, spec: RoutingSpec) -> None:
-        self._actor, self.spec = actor, spec
+    def __init__(self, actor: Any, args: Namespace) -> None:
+        self._actor, self.spec = actor, adapter.spec_of(args)
 
     def __getattr__(self, call: str) -> Callable[..., Any]:
         return partial(self._ask, call)
@@ -81,14 +76,12 @@ class ChannelTransport:
     rows: SampleRows | None = None
 
     def __init__(self, args: Namespace) -> None:
-        with_channel(args)
+        self.args = with_channel(args)
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         calls = args.actor_num_nodes * args.actor_num_gpus_per_node + _SPARE_CALLS
-        remote = ray.remote(RelayOfRun).options(
-            name=RELAY, num_cpus=0, max_concurrency=calls, scheduling_strategy=here
-        )
-        actor = remote.remote(args)
-        self.relay = cast(Relay, FarRelay(actor, adapter.spec_of(args)))
+        made: Any = ray.remote(RelayOfRun)
+        made = made.options(name=RELAY, num_cpus=0, max_concurrency=calls, scheduling_strategy=here)
+        self.relay = cast(Relay, FarRelay(made.remote(args), args))
         self.relay.status()  # what is wrong with its start is raised here
         ChannelTransport.rows = SampleRows(self.relay)
         args.r3_engine = adapter.ChannelManager._for_engines(cast(Any, self), args)
@@ -97,14 +90,20 @@ class ChannelTransport:
     def put(
         self, rollout_id: int, samples: Sequence[Any], rollout_data: Sequence[dict[str, Any]]
     ) -> list[Any]:
-        assert self.rows is not None
+        boxes = [Box(ray.put(part)) for part in rollout_data]
+        if self.args.use_critic and rollout_id < self.args.num_critic_only_steps:
+            return boxes  # only the critic trains, on what its own router chooses
+        if len(samples) != (made := len(rollout_data[0]["total_lengths"])):
+            raise ConfigError(
+                f"{made} samples were made of {len(samples)}; the channel needs one for each, in order"
+            )
         ranks = [
             [[int(part["partition"][index]) for index in batch] for batch in part["micro_batch_indices"]]
             for part in rollout_data
         ]
+        assert self.rows is not None
         steps = [int(count) for count in rollout_data[0]["num_microbatches"]]
         ticket = ray.put(self.rows.seal(rollout_id, samples, ranks, steps=steps).to_bytes())
-        boxes = [Box(ray.put(part)) for part in rollout_data]
         for box in boxes:
             box.r3_ticket = ticket
         return boxes

@@ -38,7 +38,10 @@ def said_by(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         ([*PLAN, "--layout", "dp=1", "--tokens", "16384", "--microbatch-size", "0"], "at least 1"),
         ([*PLAN, "--layout", "dp=1", "--tokens", "16384", "--max-tokens", "0"], "budget of 0"),
         (["miles", "train_async.py", "--use-r3-channel"], "its replay lives in its own fork of Megatron"),
-        (["patch", "check", "--target", "nowhere"], "expected the folder that holds sglang/, slime/ or miles/"),
+        (
+            ["patch", "check", "--target", "nowhere"],
+            "expected the folder that holds sglang/, slime/ or miles/",
+        ),
         (["weights", "verify", "--engine", "http://127.0.0.1:1"], "is it up, and is this its address?"),
         (["weights", "verify", "--engine", "http://127.0.0.1:x"], "expected http://host:port"),
         (["weights", "verify", "--engine", "127.0.0.1"], "expected http://host:port"),

@@ -31,9 +31,9 @@ MEGATRON = {
     "actor_num_nodes": 1, "actor_num_gpus_per_node": 2, "num_gpus_per_node": 2, "rollout_num_gpus": 2,
     "global_batch_size": 4, "micro_batch_size": 1, "debug_rollout_only": False, "debug_train_only": True,
     "load_debug_rollout_data": None, "use_critic": False, "seq_length": 64, "wandb_run_id": None, "world_size": 2,
-    "data_pad_size_multiplier": 128, "kl_coef": 0.0,
+    "data_pad_size_multiplier": 128, "kl_coef": 0.0, "sglang_server_concurrency": 8,
 }  # fmt: skip
-"""What Megatron's parser would leave, as far as it is read here. debug_train_only: no engines are started."""
+"""What Megatron's and SGLang's parsers would leave, as far as it is read here. debug_train_only: no engines are started."""
 BUILT: list[str] = []
 
 
@@ -144,6 +144,29 @@ def actor_classes() -> dict[str, Any]:
     }
 
 
+def plain_transport() -> tuple[list[str], Any]:
+    """What is built in which order, and what generate() gives. Engines are only noted."""
+    module: Any = importlib.import_module("slime.ray.rollout")
+    built = importlib.import_module(HERE).BUILT  # not this module's: this one is __main__
+    start, module.start_rollout_servers = (
+        module.start_rollout_servers,
+        lambda *_: (built.append("engines") or {}, []),
+    )
+    hooks = (
+        "--rollout-data-transport",
+        f"{HERE}.Transport",
+        "--rollout-routed-experts-decoder-path",
+        f"{HERE}.no_ids",
+    )
+    args = parse(*hooks)
+    args.debug_train_only = False
+    try:
+        put = manager_of(args).generate(7)
+        return list(built), put
+    finally:
+        module.start_rollout_servers = start
+
+
 def channel(model: str) -> dict[str, Any]:
     """A whole rollout through slime's manager: the decoder, the relay in its actor, the split, the ticket."""
     args = parse("--rollout-data-transport", f"{GLUE}.ChannelTransport", "--hf-checkpoint", model)
@@ -193,16 +216,7 @@ def main(model: str) -> None:
         "decoders": decoders(),
         "actors": actor_classes(),
     }
-    plain = manager_of(
-        parse(
-            "--rollout-data-transport",
-            f"{HERE}.Transport",
-            "--rollout-routed-experts-decoder-path",
-            f"{HERE}.no_ids",
-        )
-    )
-    facts["built"] = list(BUILT)
-    facts["put"] = plain.generate(7)
+    facts["built"], facts["put"] = plain_transport()
     facts["channel"] = channel(model)
     print("FACTS " + json.dumps(facts))
 

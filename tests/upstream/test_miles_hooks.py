@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from r3channel.cli import main
-from r3channel.integrations import seams
+from r3channel.report import seams
 from tests.upstream.wheels import sources
 
 pytestmark = pytest.mark.full

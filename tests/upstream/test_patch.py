@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from r3channel.cli import main
-from r3channel.integrations import seams
+from r3channel.report import seams
 from r3channel.report.patch import known
 from r3channel.routing import RowKind
 from r3channel.spec import RoutingSpec

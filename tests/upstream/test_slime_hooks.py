@@ -14,7 +14,7 @@ import pytest
 from examples.slime.cpu import sources
 from r3channel.cli import main
 from r3channel.embedded.sglang import environment
-from r3channel.integrations import seams
+from r3channel.report import seams
 from tests.samples import SPEC
 
 pytestmark = [
@@ -70,7 +70,7 @@ def test_a_transport_is_a_known_name_or_a_path(facts: dict[str, Any]) -> None:
 
 
 def test_the_transport_is_built_before_the_engines_and_gets_every_ranks_data(facts: dict[str, Any]) -> None:
-    assert facts["built"] == ["transport", "source"]
+    assert facts["built"] == ["transport", "engines", "source"]
     rollout_id, samples, partitions = facts["put"]
     assert (rollout_id, samples) == (7, len(facts["tokens"]))
     assert len(partitions) == 2
