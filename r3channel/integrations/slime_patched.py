@@ -10,9 +10,7 @@ Options are read from `R3CHANNEL_*` in the job's environment, or as `r3_...` fro
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Sequence
-from functools import partial
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, cast
 
 import ray
@@ -23,16 +21,16 @@ from slime.utils.misc import Box  # pyright: ignore[reportMissingImports]
 from r3channel.config import ChannelConfig
 from r3channel.errors import ConfigError, UsageError
 from r3channel.integrations import slime as adapter
-from r3channel.integrations.slime_launch import add_arguments, prepared
-from r3channel.recording import Recorder
-from r3channel.relay.actor import RelayHost, ask
+from r3channel.relay.actor import FarRelay
+from r3channel.relay.placement import RelayActor
 from r3channel.relay.relay import Relay
 from r3channel.relay.samples import SampleRows
+from r3channel.report.slime_arguments import add_arguments, prepared
+from r3channel.spec import RoutingSpec
 
 RELAY = "r3channel-relay"
 _SPARE_CALLS = 8
 """Of the manager, beside one long poll of every trainer."""
-_ANSWER_S = 120.0
 
 
 def with_channel(args: Namespace) -> Namespace:
@@ -43,45 +41,23 @@ def with_channel(args: Namespace) -> Namespace:
     return prepared(args)
 
 
-class RelayOfRun(RelayHost):
-    """In an actor of its own beside the manager, whose one thread is generate()'s."""
-
-    def __init__(self, args: Namespace) -> None:
-        config = ChannelConfig(**{**args.r3_channel, "interface": adapter.interface_of(args)})
-        recorder = Recorder(Path(args.r3_record)) if args.r3_record else None
-        self.relay = Relay(adapter.spec_of(args), adapter.layout_of(args), config, recorder=recorder)
-
-    def r3channel_rows(self, call: str, arguments: dict[str, Any]) -> Any:
-        answer = getattr(self.relay, call)(*arguments["given"], **arguments["named"])
-        return answer if call in ("seal", "serve") else None  # held rows stay here, where their locks are
-
-
-class FarRelay:
-    """What the manager asks of a relay, asked of `RelayOfRun`."""
-
-    def __init__(self, actor: Any, args: Namespace) -> None:
-        self._actor, self.spec = actor, adapter.spec_of(args)
-
-    def __getattr__(self, call: str) -> Callable[..., Any]:
-        return partial(self._ask, call)
-
-    def _ask(self, call: str, *given: Any, **named: Any) -> Any:
-        arguments = {"given": given, "named": named}
-        return ask(self._actor.r3channel_rows, call, arguments, timeout_s=_ANSWER_S)
-
-
 class ChannelTransport:
-    """--rollout-data-transport: the relay before the engines; then a ticket beside each rank's data, which slime itself split."""
+    """--rollout-data-transport: a ticket beside each rank's data, which slime itself split.
+
+    The relay is in an actor of its own, started before the engines: the manager's one thread is generate()'s.
+    """
 
     rows: SampleRows | None = None
 
     def __init__(self, args: Namespace) -> None:
-        self.args = with_channel(args)
+        self.args, spec = with_channel(args), RoutingSpec.from_hf_config(args.hf_checkpoint)
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         calls = args.actor_num_nodes * args.actor_num_gpus_per_node + _SPARE_CALLS
-        made: Any = ray.remote(RelayOfRun)
+        made: Any = ray.remote(RelayActor)
         made = made.options(name=RELAY, num_cpus=0, max_concurrency=calls, scheduling_strategy=here)
-        self.relay = cast(Relay, FarRelay(made.remote(args), args))
+        channel = {**args.r3_channel, "interface": adapter.interface_of(args)}
+        actor = made.remote(spec.to_dict(), adapter.layout_of(args).to_dict(), channel, args.r3_record)
+        self.relay = cast(Relay, FarRelay(actor, spec))
         self.relay.status()  # what is wrong with its start is raised here
         ChannelTransport.rows = SampleRows(self.relay)
         args.r3_engine = adapter.ChannelManager._for_engines(cast(Any, self), args)
@@ -90,6 +66,8 @@ class ChannelTransport:
     def put(
         self, rollout_id: int, samples: Sequence[Any], rollout_data: Sequence[dict[str, Any]]
     ) -> list[Any]:
+        for part in rollout_data:
+            part.pop("rollout_routed_experts", None)  # of rollouts that slime loaded
         boxes = [Box(ray.put(part)) for part in rollout_data]
         if self.args.use_critic and rollout_id < self.args.num_critic_only_steps:
             return boxes  # only the critic trains, on what its own router chooses

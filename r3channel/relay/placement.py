@@ -14,11 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, cast
 
 from r3channel.config import ChannelConfig
 from r3channel.errors import ConfigError, RelayLost
 from r3channel.plan.layout import TrainerLayout
+from r3channel.recording import Recorder
 from r3channel.relay.actor import RayRelay, RelayHost
 from r3channel.relay.relay import Relay
 from r3channel.relay.several import Peer
@@ -31,14 +33,24 @@ _SPARE_CALLS = 8
 class RelayActor(RelayHost):
     """A relay alone in its process, with its ingest open."""
 
-    def __init__(self, spec: dict[str, Any], layout: dict[str, Any], config: dict[str, Any]) -> None:
+    def __init__(
+        self, spec: dict[str, Any], layout: dict[str, Any], config: dict[str, Any], record: str | None = None
+    ) -> None:
         self.relay = Relay(
-            RoutingSpec.from_dict(spec), TrainerLayout.from_dict(layout), ChannelConfig(**config)
+            RoutingSpec.from_dict(spec),
+            TrainerLayout.from_dict(layout),
+            ChannelConfig(**config),
+            recorder=Recorder(Path(record)) if record else None,
         )
 
     def serve(self, token_file: str) -> str:
         """`Relay.serve`."""
         return self.relay.serve(token_file=token_file)
+
+    def r3channel_samples(self, call: str, arguments: dict[str, Any]) -> Any:
+        """One call of a `FarRelay`."""
+        answer = getattr(self.relay, call)(*arguments["given"], **arguments["named"])
+        return answer if call in ("seal", "serve") else None  # held rows stay here, where their locks are
 
 
 @dataclass(frozen=True)

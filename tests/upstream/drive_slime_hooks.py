@@ -9,6 +9,7 @@ import argparse
 import importlib
 import json
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -171,7 +172,7 @@ def channel(model: str) -> dict[str, Any]:
     """A whole rollout through slime's manager: the decoder, the relay in its actor, the split, the ticket."""
     args = parse("--rollout-data-transport", f"{GLUE}.ChannelTransport", "--hf-checkpoint", model)
     args.rollout_routed_experts_decoder_path = f"{GLUE}.decode"
-    args.r3_transport = "host"
+    args.r3_transport, args.r3_record = "host", f"{model}/recording"
     manager = manager_of(args)
     boxes = manager.generate(0)
     parts = ray.get([box.inner for box in boxes])
@@ -185,6 +186,7 @@ def channel(model: str) -> dict[str, Any]:
         "tokens": {sample.sample_id: sample.tokens for sample in ticket.samples},
         "ranks": [[sample for batch in rank for sample in batch] for rank in ticket.assignment.ranks],
         "hello": sorted(hello),
+        "recorded": any(Path(args.r3_record).iterdir()),
         "engine": importlib.import_module("slime.ray.rollout").SGLangEngine.__name__,
     }
 
