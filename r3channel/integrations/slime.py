@@ -68,9 +68,8 @@ class ChannelManager(slime.ray.rollout.RolloutManager.__ray_metadata__.modified_
             recorder=Recorder(Path(args.r3_record)) if args.r3_record else None,
         )
         self.rows, self._started = SampleRows(self.relay), False
-        args.r3_engine = self._for_engines(args)
+        tell_engines(self.relay, args)
         _watch_replies(self.rows)
-        slime.ray.rollout.SGLangEngine = ChannelEngine
         super().__init__(args, pg)
 
     @ray.method(concurrency_group="r3channel")  # answered while generate() runs
@@ -110,41 +109,57 @@ class ChannelManager(slime.ray.rollout.RolloutManager.__ray_metadata__.modified_
         return data
 
     def _split_train_data_by_dp(self, data: Any) -> list[Any]:
-        """slime's own split, then the seal of just that. The ticket travels beside each rank's data."""
         boxes = super()._split_train_data_by_dp(data)
         samples, self._converted = self._converted, []
-        if self.args.use_critic and self.rollout_id < self.args.num_critic_only_steps:
-            return boxes  # only the critic trains, on what its own router chooses
-        if len(samples) != len(data["tokens"]):
-            raise ConfigError(
-                f"--custom-convert-samples-to-train-data-path made {len(data['tokens'])} of {len(samples)} samples; the channel "
-                "needs one for each, in order"
-            )
         parts = ray.get([box.inner for box in boxes])
-        ranks = [
-            [[int(part["partition"][index]) for index in batch] for batch in part["micro_batch_indices"]]
-            for part in parts
-        ]
-        ticket = self.rows.seal(
-            self.rollout_id, samples, ranks, steps=[int(count) for count in parts[0]["num_microbatches"]]
-        )
-        sealed = ray.put(ticket.to_bytes())
-        for box in boxes:
-            box.r3_ticket = sealed
-        return boxes
+        return with_ticket(boxes, parts, samples, self.rows, self.args, self.rollout_id)
 
     def dispose(self) -> None:
         super().dispose()
         self.relay.close()
 
-    def _for_engines(self, args: Namespace) -> dict[str, str]:
-        """What engines that slime starts get beside the job's environment; external ones have theirs from who started them."""
-        if args.r3_delivery == "inband":
-            return {"R3CHANNEL_ENGINE": "1"}
+
+def with_ticket(
+    boxes: list[Any],
+    parts: Sequence[Any],
+    samples: Sequence[Any],
+    rows: SampleRows,
+    args: Namespace,
+    rollout_id: int,
+) -> list[Any]:
+    """Seal slime's own split, and nothing else; the ticket travels beside each rank's data. `parts` is what the boxes hold."""
+    if args.use_critic and rollout_id < args.num_critic_only_steps:
+        return boxes  # only the critic trains, on what its own router chooses
+    if len(samples) != (made := len(parts[0]["total_lengths"])):
+        raise ConfigError(
+            f"{made} samples were made of {len(samples)}; the channel needs one for each, in order"
+        )
+    ranks = [
+        [[int(part["partition"][at]) for at in batch] for batch in part["micro_batch_indices"]]
+        for part in parts
+    ]
+    ticket = rows.seal(
+        rollout_id, samples, ranks, steps=[int(count) for count in parts[0]["num_microbatches"]]
+    )
+    sealed = ray.put(ticket.to_bytes())
+    for box in boxes:
+        box.r3_ticket = sealed
+    return boxes
+
+
+def tell_engines(relay: Any, args: Namespace) -> None:
+    """Open the relay's ingest, and say to engines that slime starts what they need beside the job's environment; external ones
+    were told by who started them."""
+    args.r3_engine = {"R3CHANNEL_ENGINE": "1"}
+    slime.ray.rollout.SGLangEngine = ChannelEngine
+    if args.r3_delivery == "direct":
         path = args.r3_channel["token_file"] or f"{tempfile.mkdtemp(prefix='r3channel-')}/token"
-        url = self.relay.serve(token_file=path)
-        direct = {"R3CHANNEL_DELIVERY": "direct", "R3CHANNEL_RELAY_URL": url, _TOKEN: read_token(path)}
-        return {"R3CHANNEL_ENGINE": "1"} | direct
+        url = relay.serve(token_file=path)
+        args.r3_engine |= {
+            "R3CHANNEL_DELIVERY": "direct",
+            "R3CHANNEL_RELAY_URL": url,
+            _TOKEN: read_token(path),
+        }
 
 
 _EVALUATION: ContextVar[bool] = ContextVar("evaluation", default=False)

@@ -1,7 +1,6 @@
 """`r3channel slime train_async.py ARGUMENTS... --use-r3-channel`: slime's own script, with the channel's classes in place.
 
-Nothing of slime is edited: its script imports three names late enough to be replaced, and takes the arguments that
-`parse_args(add_custom_arguments=...)` offers. Without the flag the script runs as it is.
+Nothing of slime is edited: its script imports three names late enough to be replaced. Without the flag it runs as it is.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ from r3channel.report.slime_arguments import add_arguments, prepared
 
 _HELP = f"""usage: r3channel slime SCRIPT [ARGUMENTS of slime ...] {bare.FLAG} [--r3-... ]
 
-  r3channel slime train_async.py $MODEL_ARGS $ROLLOUT_ARGS {bare.FLAG}
-  r3channel slime train.py $MODEL_ARGS $ROLLOUT_ARGS {bare.FLAG} --r3-delivery direct
+  r3channel slime train_async.py $MODEL_ARGS $ROLLOUT_ARGS {bare.FLAG} --r3-delivery direct
 
 SCRIPT is slime's own train_async.py or train.py, or yours that imports what they import. Under `ray job submit` this
 command stands where `python train_async.py` stood. Without {bare.FLAG} the script runs as it is.

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import ray
-import slime.ray.rollout  # pyright: ignore[reportMissingImports]
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from slime.utils.misc import Box  # pyright: ignore[reportMissingImports]
 
@@ -60,8 +59,7 @@ class ChannelTransport:
         self.relay = cast(Relay, FarRelay(actor, spec))
         self.relay.status()  # what is wrong with its start is raised here
         ChannelTransport.rows = SampleRows(self.relay)
-        args.r3_engine = adapter.ChannelManager._for_engines(cast(Any, self), args)
-        slime.ray.rollout.SGLangEngine = adapter.ChannelEngine
+        adapter.tell_engines(self.relay, args)
 
     def put(
         self, rollout_id: int, samples: Sequence[Any], rollout_data: Sequence[dict[str, Any]]
@@ -69,22 +67,8 @@ class ChannelTransport:
         for part in rollout_data:
             part.pop("rollout_routed_experts", None)  # of rollouts that slime loaded
         boxes = [Box(ray.put(part)) for part in rollout_data]
-        if self.args.use_critic and rollout_id < self.args.num_critic_only_steps:
-            return boxes  # only the critic trains, on what its own router chooses
-        if len(samples) != (made := len(rollout_data[0]["total_lengths"])):
-            raise ConfigError(
-                f"{made} samples were made of {len(samples)}; the channel needs one for each, in order"
-            )
-        ranks = [
-            [[int(part["partition"][index]) for index in batch] for batch in part["micro_batch_indices"]]
-            for part in rollout_data
-        ]
         assert self.rows is not None
-        steps = [int(count) for count in rollout_data[0]["num_microbatches"]]
-        ticket = ray.put(self.rows.seal(rollout_id, samples, ranks, steps=steps).to_bytes())
-        for box in boxes:
-            box.r3_ticket = ticket
-        return boxes
+        return adapter.with_ticket(boxes, rollout_data, samples, self.rows, self.args, rollout_id)
 
 
 def decode(_args: Namespace, sample: Any, meta_info: dict[str, Any]) -> None:

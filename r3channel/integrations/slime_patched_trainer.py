@@ -9,17 +9,11 @@ import ray
 
 from r3channel.integrations.slime_patched import RELAY, with_channel
 from r3channel.integrations.slime_trainer import ChannelActor
-from r3channel.trainer.channel import TrainerChannel
 
 
 class PatchedActor(ChannelActor):
     def init(self, args: Namespace, role: str, *rest: Any, **options: Any) -> Any:
         return super().init(with_channel(args), role, *rest, **options)
 
-    def _attach(self) -> TrainerChannel:
-        """The relay is in an actor of its own, and not in the manager."""
-        manager, self.rollout_manager = self.rollout_manager, ray.get_actor(RELAY)
-        try:
-            return super()._attach()
-        finally:
-            self.rollout_manager = manager
+    def _relay_actor(self) -> Any:
+        return ray.get_actor(RELAY)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -28,6 +28,7 @@ from r3channel.plan.ticket import Ticket
 from r3channel.relay.actor import RayRelay
 from r3channel.trainer.channel import TrainerChannel
 from r3channel.trainer.replay import ReplayStep
+from r3channel.trainer.schedule import replayed
 from r3channel.weights.session import WeightSync
 from r3channel.weights.sglang import EngineClient
 
@@ -41,7 +42,8 @@ class ChannelActor(MegatronTrainRayActor):
     _ticket: Any = None
 
     def init(self, args: Namespace, role: str, *rest: Any, **options: Any) -> Any:
-        _watch_schedule(lambda: self._step)
+        schedule_of = slime_model.get_forward_backward_func
+        slime_model.get_forward_backward_func = lambda: replayed(schedule_of(), lambda: self._step)
         start = super().init(args, role, *rest, **options)
         if args.r3_weights != "off" and not args.debug_rollout_only:
             self.weight_updater = ChannelUpdater(self.weight_updater, self.weights_backuper, rank=self._rank)
@@ -51,6 +53,9 @@ class ChannelActor(MegatronTrainRayActor):
         super().set_rollout_manager(rollout_manager)
         if not (self.args.debug_rollout_only or self.args.offload_train):
             self._attach()
+
+    def _relay_actor(self) -> Any:
+        return self.rollout_manager
 
     def _attach(self) -> TrainerChannel:
         """At the start, or in the first step where the model sleeps until then."""
@@ -62,7 +67,7 @@ class ChannelActor(MegatronTrainRayActor):
                 metrics.serve(config.interface)
             self.channel = TrainerChannel.attach(
                 self.model,
-                RayRelay(self.rollout_manager),
+                RayRelay(self._relay_actor()),
                 layout=layout_of(self.args),
                 config=config,
                 clock=clock,
@@ -150,8 +155,7 @@ class ChannelUpdater:
             self._sync.update(tensors, version=self.weight_version + 1, timeout_s=timeout_s)
         self.weight_version += 1
 
-    def pop_metrics(self) -> dict[str, float]:
-        return {}
+    pop_metrics = staticmethod(dict)
 
 
 def _tokens(rollout_data: dict[str, Any]) -> list[list[list[int]]]:
@@ -161,33 +165,3 @@ def _tokens(rollout_data: dict[str, Any]) -> list[list[list[int]]]:
     ends = torch.tensor([len(one) for one in tokens]).cumsum(0).tolist()
     each = [flat[end - len(one) : end] for one, end in zip(tokens, ends, strict=True)]
     return [[each[index] for index in batch] for batch in rollout_data["micro_batch_indices"]]
-
-
-def _watch_schedule(step_of: Callable[[], ReplayStep | None]) -> None:
-    """Each forward pass of a micro-batch runs in the step's context, whichever schedule Megatron picks."""
-    real = slime_model.get_forward_backward_func
-
-    def get_forward_backward_func() -> Callable[..., Any]:
-        run = real()
-
-        def schedule(
-            *, forward_step_func: Callable[..., Any], forward_only: bool = False, **options: Any
-        ) -> Any:
-            step = step_of()
-            if step is None:
-                return run(forward_step_func=forward_step_func, forward_only=forward_only, **options)
-
-            def forward_step(iterator: Any, chunk: Any, *rest: Any) -> Any:
-                # slime's iterators count through all optimizer steps of a rollout, also where the schedule is called per step.
-                with step.microbatch(
-                    iterator.offset, mode="logprob" if forward_only else "train", chunk=chunk
-                ):
-                    return forward_step_func(iterator, chunk, *rest)
-
-            result = run(forward_step_func=forward_step, forward_only=forward_only, **options)
-            step.verified()  # before the optimizer uses the gradients
-            return result
-
-        return schedule
-
-    slime_model.get_forward_backward_func = get_forward_backward_func

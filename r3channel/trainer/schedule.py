@@ -1,0 +1,49 @@
+"""Megatron's schedules with a step's replay in them: each forward pass of a micro-batch runs in its own context.
+
+    forward_backward = replayed(get_forward_backward_func(), lambda: step)
+
+Knows Megatron's calling convention (keywords `forward_step_func`, `forward_only`), and imports nothing of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from r3channel.trainer.step import ReplayStep
+
+
+def _offset(iterator: Any) -> int:
+    """slime's iterators count through all optimizer steps of a rollout, also where the schedule is called once for each."""
+    return iterator.offset
+
+
+def replayed(
+    run: Callable[..., Any],
+    step_of: Callable[[], ReplayStep | None],
+    *,
+    index_of: Callable[[Any], int] = _offset,
+) -> Callable[..., Any]:
+    """`run` as it is where `step_of` gives None. `index_of` says from a chunk's data iterator which micro-batch comes next; the
+    number of calls would not do where a schedule interleaves chunks or runs several times in a step.
+
+    On leaving, what routers were handed is known to be what engines hashed, so that no optimizer uses other gradients
+    (`ReplayStep.verified`). The trainer's main thread.
+    """
+
+    def schedule(*, forward_step_func: Callable[..., Any], forward_only: bool = False, **options: Any) -> Any:
+        step = step_of()
+        if step is None:
+            return run(forward_step_func=forward_step_func, forward_only=forward_only, **options)
+
+        def forward_step(iterator: Any, chunk: Any, *rest: Any) -> Any:
+            with step.microbatch(
+                index_of(iterator), mode="logprob" if forward_only else "train", chunk=chunk
+            ):
+                return forward_step_func(iterator, chunk, *rest)
+
+        result = run(forward_step_func=forward_step, forward_only=forward_only, **options)
+        step.verified()
+        return result
+
+    return schedule
