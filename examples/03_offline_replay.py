@@ -1,7 +1,7 @@
 """Replay a recorded step through a real Megatron-core model, without an engine, Ray or a relay.
 
-r3channel demo --record rec                              writes rec/step-000000, ...
-python examples/03_offline_replay.py rec/step-000000     (default: the recording that the tests keep)
+r3channel demo --record rec
+python examples/03_offline_replay.py rec 0     folder and step (default: the recording that the tests keep)
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ import torch
 from r3channel import TrainerLayout
 from r3channel.embedded import megatron
 from r3channel.embedded.model import write_model
-from r3channel.recording import Recording
+from r3channel.recordings.recording import Recording
 from r3channel.trainer.audit import ConsumptionTap
 from r3channel.trainer.replay import ReplayDriver
 from r3channel.trainer.shard import RankShard
 
-GOLDEN = Path(__file__).parents[1] / "tests" / "golden" / "recording" / "step-000002"
+GOLDEN = Path(__file__).parents[1] / "tests" / "golden" / "recording"
 LAYOUT = TrainerLayout()
 
 
-def main(folder: Path, scratch: str) -> int:
-    recording = Recording.load(folder).replan(LAYOUT, microbatch_size=4)
-    ticket = recording.ticket
+def main(folder: Path, number: int, scratch: str) -> int:
+    recorded = Recording.open(folder).step(number).replan(LAYOUT, microbatch_size=4)
+    ticket = recorded.ticket
     shard = ticket.plan.shard(dp=0, pp=0)
-    routing = RankShard.from_whole(ticket, shard, torch.from_numpy(recording.shards(dp=0)[0, 0, 0]), tp=0)
+    routing = RankShard.from_whole(ticket, shard, torch.from_numpy(recorded.shards(dp=0)[0, 0, 0]), tp=0)
 
     megatron.init_distributed(rank=0, world_size=1, init_method=f"file://{scratch}/rendezvous", layout=LAYOUT)
     model = megatron.build(write_model(f"{scratch}/model"), LAYOUT, dtype="float32", lr=1e-4)
@@ -41,7 +41,7 @@ def main(folder: Path, scratch: str) -> int:
             tokens = torch.zeros(len(batch.sample_ids), batch.seq_len, dtype=torch.int64)
             for row, sample_id in enumerate(batch.sample_ids):
                 tokens[row, : batch.tokens[row]] = torch.from_numpy(
-                    recording.tokens[sample_id].astype(np.int64)
+                    recorded.tokens[sample_id].astype(np.int64)
                 )
             positions = torch.arange(batch.seq_len).expand_as(tokens)
             with step.microbatch(index):
@@ -51,7 +51,7 @@ def main(folder: Path, scratch: str) -> int:
         samples, positions = shard.row_map(call.microbatch, tp=0)
         for index, sample_id in enumerate(shard.microbatches[call.microbatch].sample_ids):
             rows = samples == index
-            expected = recording.rows(sample_id)[positions[rows], ticket.spec.moe_index(call.layer)]
+            expected = recorded.rows(sample_id)[positions[rows], ticket.spec.moe_index(call.layer)]
             different += int((call.ids_RK[rows] != expected).sum())
             compared += expected.size
     megatron.close_distributed()
@@ -61,4 +61,5 @@ def main(folder: Path, scratch: str) -> int:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as work:
-        sys.exit(main(Path(sys.argv[1]) if len(sys.argv) > 1 else GOLDEN, work))
+        folder, number = (Path(sys.argv[1]), int(sys.argv[2])) if len(sys.argv) > 2 else (GOLDEN, 2)
+        sys.exit(main(folder, number, work))

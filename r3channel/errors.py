@@ -251,6 +251,12 @@ class BackgroundFailed(StepError):
     reason = "background"
 
 
+class RecordingInvalid(StepError):
+    """What lies on disk is no recording that can be used, or not the one that is needed."""
+
+    reason = "recording"
+
+
 # -- moving bytes ------------------------------------------------------------------------------------------------------
 
 

@@ -109,6 +109,7 @@ _TABLE = (
     _counter("buckets_total", "buckets", "bytes", _BOTH, "Buckets sent by a relay or received by a trainer."),
     _gauge("frames_in_store", "frames", "store", _RELAY, "Frames that the relay holds."),
     _gauge("store_bytes", "bytes", "store", _RELAY, "Bytes of rows that the relay holds."),
+    _gauge("recording_lost_steps", "steps", "store", _RELAY, "Steps that a recording could not keep."),
     _gauge(
         "oldest_in_flight_seconds",
         "seconds",

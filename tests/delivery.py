@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,9 @@ from r3channel.errors import PeerFailed, StepError
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.ticket import Ticket
-from r3channel.recording import Recorder
+from r3channel.recordings.recorder import Recorder
+from r3channel.recordings.recording import Recording
+from r3channel.recordings.step import RecordedStep
 from r3channel.relay.relay import Relay
 from r3channel.spec import RoutingSpec
 from r3channel.trainer.receiver import Receiver
@@ -165,6 +168,18 @@ def hand(shard: RankShard) -> None:
         for layer in shard.shard.layers:
             shard.handed(microbatch, layer, shard.layer_ids(microbatch, layer))
     shard.verified()
+
+
+def recorded(root: Path, step: int = 0, *, relays: int = 1) -> RecordedStep:
+    """A step, once the background of every relay has written it."""
+
+    def written() -> bool:
+        found = Recording.open(root)
+        segments = found.segments(step) if step in found.steps else []
+        return [segment.ended for segment in segments] == [True] * relays
+
+    until(written)
+    return Recording.open(root).step(step)
 
 
 def until(condition: Callable[[], object]) -> None:

@@ -24,7 +24,7 @@ from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import RankCoords, TrainerLayout
 from r3channel.plan.shards import Shard
 from r3channel.plan.ticket import Ticket
-from r3channel.recording import Recorder
+from r3channel.recordings.options import recorder_of
 from r3channel.relay.actor import RayRelay, RelayHost
 from r3channel.relay.relay import Relay
 from r3channel.spec import RoutingSpec
@@ -44,8 +44,9 @@ class ChannelRouting(RelayHost):
         config = ChannelConfig.from_args(args)
         self.spec, self.layout = spec, layout
         self.metrics = Metrics("relay", clock=clock)
-        recorder = Recorder(args.record) if args.record else None
-        self.relay = Relay(spec, layout, config, clock=clock, metrics=self.metrics, recorder=recorder)
+        self.relay = Relay(
+            spec, layout, config, clock=clock, metrics=self.metrics, recorder=recorder_of(args)
+        )
         self.port = (
             self.metrics.serve(config.interface, config.metrics_port) if config.metrics_port >= 0 else 0
         )

@@ -30,6 +30,7 @@ from examples.async_grpo.rays import actor_class, fetch
 from r3channel.config import ChannelConfig, add_arguments
 from r3channel.errors import R3Error
 from r3channel.plan.layout import TrainerLayout
+from r3channel.recordings.options import add_options
 from r3channel.spec import RoutingSpec
 
 GENERATE_TIMEOUT_S = 300.0
@@ -64,7 +65,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
     parser.add_argument("--report", metavar="DIR", help="write report.json, table.txt and endpoints.json")
     parser.add_argument("--dump", metavar="DIR", help="write engine.npz, router.npz and bytes.json")
-    parser.add_argument("--record", metavar="DIR", help="write each step's frames, ticket and tokens")
+    add_options(parser)
     parser.add_argument(
         "--weights-manifest", metavar="FILE", help="write what the engines hold after each update"
     )

@@ -12,7 +12,6 @@ from argparse import Namespace
 from collections.abc import Sequence
 from contextvars import ContextVar
 from functools import wraps
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -25,7 +24,7 @@ from r3channel.config import ChannelConfig
 from r3channel.errors import ConfigError, RoutingMissing
 from r3channel.metrics import Metrics, StageClock
 from r3channel.plan.layout import TrainerLayout
-from r3channel.recording import Recorder
+from r3channel.recordings.options import recorder_of
 from r3channel.relay.actor import RelayHost
 from r3channel.relay.relay import Relay
 from r3channel.relay.samples import SampleRows
@@ -65,7 +64,7 @@ class ChannelManager(slime.ray.rollout.RolloutManager.__ray_metadata__.modified_
             config,
             clock=clock,
             metrics=metrics,
-            recorder=Recorder(Path(args.r3_record)) if args.r3_record else None,
+            recorder=recorder_of(args, prefix="r3_"),
         )
         self.rows, self._started = SampleRows(self.relay), False
         tell_engines(self.relay, args)

@@ -17,7 +17,7 @@ from r3channel.config import ChannelConfig
 from r3channel.errors import FrameMissing, R3Error, RoutingMissing, StoreFull
 from r3channel.metrics import Metrics, StageClock
 from r3channel.plan.ticket import Ticket
-from r3channel.recording import Recorder
+from r3channel.recordings.recorder import Recorder
 from r3channel.relay.arrival.engines import EngineRegistry
 from r3channel.relay.arrival.masks import HeldMasks, keep_masks
 from r3channel.relay.arrival.reply import frame_bytes_of, key_of, receipt_in, split_reply

@@ -39,7 +39,7 @@ from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.shards import ShardKey
 from r3channel.plan.ticket import Ticket
-from r3channel.recording import Recorder
+from r3channel.recordings.recorder import Recorder
 from r3channel.relay.arrival.door import Door
 from r3channel.relay.arrival.engines import EngineRegistry
 from r3channel.relay.arrival.reply import frame_bytes_of
@@ -78,11 +78,11 @@ class Relay:
     ) -> None:
         self.spec, self.layout, self.config = spec, layout, config or ChannelConfig()
         config = self.config
-        if config.relays > 1 and recorder is not None:
-            raise UsageError("a recording holds whole steps; with several relays none of them has one")
+        if recorder is not None:
+            recorder.open(spec, layout, relay=config.relay)
         self.clock = clock or StageClock("relay")
         self.metrics = metrics or Metrics("relay", clock=self.clock)
-        self.run = uuid.uuid4().hex[:12]
+        self.run, self._recorder = uuid.uuid4().hex[:12], recorder
         self._changed = threading.Condition()
         self._closed = self._warned = False
         self._door: Door | None = None
@@ -470,6 +470,8 @@ class Relay:
         watch("r3channel_store_bytes", lambda: self._store.live_bytes)
         watch("r3channel_oldest_in_flight_seconds", self.steps.oldest_s)
         watch("r3channel_background_thread_alive", lambda: float(self.steps.error is None))
+        if (recorder := self._recorder) is not None:
+            watch("r3channel_recording_lost_steps", lambda: recorder.lost)
         watch("r3channel_epoch", lambda: self._delivery.epoch)
 
 

@@ -17,7 +17,7 @@ from r3channel.errors import R3Error, StepError, TicketMismatch
 from r3channel.metrics import StageClock
 from r3channel.plan.shards import ShardKey
 from r3channel.plan.ticket import Ticket
-from r3channel.recording import Recorder
+from r3channel.recordings.recorder import Recorder
 from r3channel.relay.arrival.masks import HeldMasks
 from r3channel.relay.arrival.rows import HeldRows
 from r3channel.relay.entries import Sample

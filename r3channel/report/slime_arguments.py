@@ -14,6 +14,7 @@ from typing import Any
 
 from r3channel import bare, config
 from r3channel.errors import ConfigError
+from r3channel.recordings.options import add_options
 
 _WEIGHTS = ("off", "broadcast")
 
@@ -27,9 +28,7 @@ def add_arguments(parser: Any) -> Any:
         default="inband",
         help="how engines that slime starts send frames: in the reply, or straight to the relay with a receipt in the reply",
     )
-    group.add_argument(
-        "--r3-record", metavar="DIR", help="keep every step's frames and ticket there, for offline replay"
-    )
+    add_options(group, prefix="r3-")
     group.add_argument(
         "--r3-weights",
         choices=_WEIGHTS,

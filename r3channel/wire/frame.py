@@ -32,12 +32,14 @@ from r3channel.spec import RoutingSpec
 from r3channel.wire.chunks import (
     CHUNK_ROWS,
     Chunk,
+    chunk_count,
     decode_chunk,
     encode_chunks,
     read_chunks,
+    stored_table,
     table_of,
 )
-from r3channel.wire.codec import CODECS, check_codec
+from r3channel.wire.codec import CODECS, STORED, check_codec
 from r3channel.wire.digest import layer_digests
 from r3channel.wire.header import (
     FLAG_PREFIX,
@@ -159,15 +161,59 @@ def encode_frame(
 
 def stored_copy(frame: Frame) -> bytes:
     """The same rows as a frame that carries all of them as they are: without codec, without a prefix. Decodes; does not judge."""
-    return encode_frame(
+    head = stored_head(
         frame.spec,
-        expert_ids_TLK=frame.ids(),
+        rows=frame.rows,
         first_row=frame.first_row,
         valid_T=frame.valid_T,
         provenance=frame.provenance,
+        digests_L=frame.digests_L,
         sample_key=frame.sample_key,
-        codec="stored",
     )
+    return b"".join((head, np.ascontiguousarray(frame.ids()).data))
+
+
+def stored_head(
+    spec: RoutingSpec,
+    *,
+    rows: int,
+    first_row: int,
+    valid_T: np.ndarray[Any, np.dtype[np.bool_]],
+    provenance: Sequence[ProvenanceSpan],
+    digests_L: Ids,
+    sample_key: int,
+) -> bytes:
+    """A stored frame up to its ids, which follow as they lie in memory; of rows whose digests are known, so none is read."""
+    flags, sections = 0, bytearray()
+    if not valid_T.all():
+        flags |= FLAG_VALIDITY
+        sections += np.packbits(valid_T, bitorder="little").tobytes()
+    for span in provenance:
+        sections += pack_span(span.start, span.end, span.weight_version, span.kind)
+    sections += np.ascontiguousarray(digests_L, "<u8").tobytes()
+    sections += stored_table(rows, layers=spec.num_moe_layers, row_bytes=spec.bytes_per_token)
+    sections += bytes(padding(len(sections)))
+    size = rows * spec.bytes_per_token
+    header = Header(
+        codec=STORED.codec_id,
+        flags=flags,
+        spec_digest=spec.digest,
+        num_experts=spec.num_experts,
+        top_k=spec.top_k,
+        num_moe_layers=spec.num_moe_layers,
+        id_width=spec.id_dtype.itemsize,
+        layers_per_chunk=spec.num_moe_layers,
+        rows=rows,
+        first_row=first_row,
+        chunks=chunk_count(rows, layers=1, layers_per_chunk=1),
+        spans=len(provenance),
+        sections_bytes=len(sections),
+        raw_bytes=size,
+        wire_bytes=size,
+        sample_key=sample_key,
+        weight_version=max((span.weight_version for span in provenance), default=-1),
+    )
+    return assemble(header, sections)
 
 
 def encode_error(message: str, *, sample_key: int = 0) -> bytes:

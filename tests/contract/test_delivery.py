@@ -21,7 +21,7 @@ import torch
 from r3channel import errors
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.ticket import Ticket
-from r3channel.recording import Recorder, Recording, step_folder
+from r3channel.recordings.recorder import Recorder
 from r3channel.relay.delivery import _Served
 from r3channel.relay.relay import Relay
 from r3channel.relay.sealed import SealedStep
@@ -39,6 +39,7 @@ from tests.delivery import (
     fill,
     receive,
     receivers_of,
+    recorded,
     relays,
     sealed,
     start,
@@ -468,12 +469,6 @@ def test_an_engine_without_the_plug_in_is_noticed_at_start(make_plain: MakeRelay
 # -- recordings --------------------------------------------------------------------------------------------------------
 
 
-def recorded(root: Path) -> Recording:
-    """Step 0, once the background has written it."""
-    until(step_folder(root, 0).is_dir)
-    return Recording.load(step_folder(root, 0))
-
-
 def test_a_recording_holds_the_step_as_it_was_sent(make_plain: MakeRelay, tmp_path: Path) -> None:
     relay = make_plain("dp=2", recorder=Recorder(tmp_path))
     ticket = sealed(relay)
@@ -492,7 +487,7 @@ def test_a_step_is_recorded_before_its_rows_may_be_given_away(
 ) -> None:
     relay, write, released = make_plain(recorder=Recorder(tmp_path)), Recorder.write, threading.Event()
 
-    def slow(*arguments: Any) -> Path | None:
+    def slow(*arguments: Any) -> None:
         relay.undelivered(wait_s=0.5)  # as long as it takes to deliver, if nothing prevents it
         if not relay.steps._steps:
             released.set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
 import threading
@@ -18,7 +19,8 @@ from r3channel import errors
 from r3channel.config import ChannelConfig
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.ticket import Ticket
-from r3channel.recording import Recorder, Recording, step_folder
+from r3channel.recordings.recorder import Recorder
+from r3channel.recordings.recording import Recording
 from r3channel.relay.relay import Relay
 from r3channel.relay.sealed import SealedStep
 from r3channel.spec import RoutingSpec
@@ -282,22 +284,25 @@ def test_a_receiver_makes_one_call_in_its_life_however_long_it_waits(make_relay:
 # -- the recorder ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_full_disk_costs_the_recording_its_step_and_the_relay_nothing(
+def test_a_full_disk_ends_the_recording_and_costs_the_relay_nothing(
     make_relay: MakeRelay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recorder, write = Recorder(tmp_path), Path.write_bytes
+    recorder, write, written = Recorder(tmp_path), os.writev, [0]
 
-    def full(path: Path, data: Any) -> int:
-        if "step-000000" in str(path):
+    def full(file: int, views: Any) -> int:
+        written[0] += 1
+        if written[0] == 4:
             raise OSError(28, "No space left on device")
-        return write(path, data)
+        return write(file, views)
 
-    monkeypatch.setattr(Path, "write_bytes", full)
     relay = make_relay("dp=2", recorder=recorder)
-    for step, prefix in ((0, ""), (1, "n-")):
+    for step, prefix in ((0, ""), (1, "n-"), (2, "m-")):
         for shard in receive(receivers_of(relay), sealed(relay, step, prefix=prefix)):
             check_rows(shard, prefix=prefix)
+        monkeypatch.setattr(os, "writev", full)
     relay.join_previous(timeout_s=LIMIT_S)
     relay.add("x", reply_for("x", 9), range(9))
-    assert recorder.lost == 1 and [path.name for path in tmp_path.iterdir()] == ["step-000001"]
-    assert len(Recording.load(step_folder(tmp_path, 1)).rows("n-s1")) == 29
+    assert recorder.lost == 2 and "No space left" in recorder.stopped and recorder._kept == {}
+    assert relay.metrics.value("r3channel_recording_lost_steps") == 2
+    recording = Recording.open(tmp_path)
+    assert recording.steps == (0,) and len(recording.step(0).rows("s1")) == 29

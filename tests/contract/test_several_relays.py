@@ -24,13 +24,15 @@ from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.place import place_samples
 from r3channel.plan.stream import serves
 from r3channel.plan.ticket import Ticket
-from r3channel.recording import Recorder
+from r3channel.recordings.recorder import Recorder, segment_name
+from r3channel.recordings.recording import Recording
 from r3channel.relay.relay import Relay
 from r3channel.relay.several import Coordinator, LocalPeer
 from r3channel.trainer.receiver import Receiver
 from r3channel.trainer.shard import RankShard
 from r3channel.wire.frame import sample_key
 from r3channel.wire.masks import encode_masks
+from tests.delivery import recorded
 from tests.direct import LIMIT_S, Engine, deliver, draft_of, hello_of, receipt_reply, until
 from tests.samples import SPEC, frame_of, random_ids, reply_for, reply_of
 
@@ -103,14 +105,16 @@ MakePlace = Callable[..., Place]
 def make_place(tmp_path: Path) -> Iterator[MakePlace]:
     made: list[Place] = []
 
-    def make(relays: int, layout: str = "dp=2,pp=2", **changes: Any) -> Place:
+    def make(
+        relays: int, layout: str = "dp=2,pp=2", *, recording: Path | None = None, **changes: Any
+    ) -> Place:
         config = ChannelConfig(
             **{
                 "bucket_bytes": 1024, "relays": relays, "frame_timeout_s": LIMIT_S,
                 "join_timeout_s": LIMIT_S, "send_timeout_s": LIMIT_S, "step_timeout_s": LIMIT_S, **changes,
             }
         )  # fmt: skip
-        made.append(open_place(config, TrainerLayout.parse(layout), tmp_path / "token"))
+        made.append(open_place(config, TrainerLayout.parse(layout), tmp_path / "token", recording))
         return made[-1]
 
     yield make
@@ -118,8 +122,15 @@ def make_place(tmp_path: Path) -> Iterator[MakePlace]:
         place.close()
 
 
-def open_place(config: ChannelConfig, layout: TrainerLayout, token: Path) -> Place:
-    relays = [Relay(SPEC, layout, replace(config, relay=number)) for number in range(config.relays)]
+def open_place(
+    config: ChannelConfig, layout: TrainerLayout, token: Path, recording: Path | None = None
+) -> Place:
+    relays = [
+        Relay(
+            SPEC, layout, replace(config, relay=number), recorder=Recorder(recording) if recording else None
+        )
+        for number in range(config.relays)
+    ]
     urls = [relay.serve(token_file=token) for relay in relays]
     hellos = [hello_of(f"http://e{number}:1", boot_id=100 + number) for number in range(len(relays))]
     engines = [Engine(url, token, hello=hello) for url, hello in zip(urls, hellos, strict=True)]
@@ -184,6 +195,22 @@ def test_every_rank_holds_what_one_relay_would_have_sent(
         assert place.lives(number) == {1}
     for receiver in receivers:
         receiver.close()
+
+
+def test_every_relay_records_its_part_and_together_they_are_the_step(
+    make_place: MakePlace, tmp_path: Path
+) -> None:
+    folder, ids = tmp_path / "recording", random_ids(49, seed=3)
+    place = make_place(3, "dp=1,cp=2,packing=thd", recording=folder)
+    place.front.add("s", in_band("r", ids[:4]), range(5), engine="http://e0:1")
+    for end, engine in ((19, place.engines[2]), (29, place.engines[0]), (49, place.engines[1])):
+        first = place.front.rows_held("s")
+        place.add_one("s", end + 1, engine, first_row=first, ids_TLK=ids[first:end], append=True)
+    receive(place, seal(place, "s"))
+    step = recorded(folder, relays=3)
+    assert np.array_equal(step.rows("s"), ids) and step.tokens["s"].tolist() == list(range(50))
+    (folder / segment_name(0, 2)).unlink()  # a node's disk is gone
+    assert Recording.open(folder).step(0).cut == ("s",)
 
 
 @pytest.mark.parametrize("relays", [2, 3])
@@ -587,7 +614,7 @@ def test_the_join_names_relay_step_and_rank(two: Place) -> None:
 # -- who is who ----------------------------------------------------------------------------------------------------------
 
 
-def test_relays_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
+def test_relays_that_do_not_fit_together_are_refused() -> None:
     config = ChannelConfig(relays=2)
     zero, same = Relay(SPEC, TrainerLayout(), config), Relay(SPEC, TrainerLayout(), config)
     other = Relay(SPEC, TrainerLayout(dp=2), replace(config, relay=1))
@@ -598,8 +625,6 @@ def test_relays_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
             Coordinator(zero, [LocalPeer(other)])
         with pytest.raises(errors.UsageError, match="relay 0 of 2 is asked to seal alone"):
             zero.seal(0, Assignment.given([[["s"]]]))
-        with pytest.raises(errors.UsageError, match="recording"):
-            Relay(SPEC, TrainerLayout(), config, recorder=Recorder(tmp_path))
         with pytest.raises(errors.UsageError, match="no coordinator"):
             Coordinator(zero, [])
     finally:

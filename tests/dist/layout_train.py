@@ -22,7 +22,7 @@ from r3channel.embedded import megatron as embedded
 from r3channel.metrics import Metrics
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.shards import Shard
-from r3channel.recording import Recording, step_folder
+from r3channel.recordings.recording import Recording
 from r3channel.trainer import megatron
 from r3channel.trainer.audit import Consumed, ConsumptionTap
 from r3channel.trainer.channel import TrainerChannel
@@ -38,7 +38,7 @@ class Rank:
 
     def __init__(self, job: dict[str, Any], run: dict[str, Any]) -> None:
         self.layout = TrainerLayout.parse(run["layout"])
-        self.recording = Recording.load(step_folder(run["recording"], 0))
+        self.recording = Recording.open(run["recording"]).step(0)
         self.plan, self.at = self.recording.ticket.plan, megatron.parallel_coords()
         self.model = embedded.build(
             job["model"], self.layout, dtype="float32", config_changes=NO_AUX_LOSS | run.get("changes", {})

@@ -20,12 +20,12 @@ import pytest
 from r3channel.config import ChannelConfig
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
-from r3channel.recording import Recorder, step_folder
+from r3channel.recordings.recorder import Recorder
 from r3channel.relay.relay import Relay
 from r3channel.report.layouts import PROVEN, WHEN
 from r3channel.spec import RoutingSpec
 from r3channel.wire.frame import encode_frame
-from tests.delivery import until
+from tests.delivery import recorded
 from tests.dist.control import ControlServer
 from tests.dist.ranks import ROOT, run_ranks
 from tests.samples import random_ids
@@ -72,7 +72,7 @@ def sealed(layout: TrainerLayout, folder: Path) -> Relay:
     steps = 2 if layout == TrainerLayout(pp=2) else 1
     size = 2 if layout.dp == 1 else 1
     relay.seal(0, Assignment.balanced(names, dp=layout.dp, microbatch_size=size, steps=steps))
-    until(step_folder(folder / "recording", 0).is_dir)  # the ranks read their tokens there
+    recorded(folder / "recording")  # the ranks read their tokens there
     return relay
 
 

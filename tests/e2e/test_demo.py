@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from r3channel.embedded.sglang import environment
 from r3channel.metrics import METRICS
-from r3channel.recording import Recording
+from r3channel.recordings.recording import Recording
 from r3channel.weights.digests import EngineChecksums
 from r3channel.weights.held import HeldWeights
 from tests.e2e.conftest import Run, RunDemo
@@ -89,7 +89,7 @@ def test_bytes_that_landed_are_the_rows_that_each_rank_used(demo: Run) -> None:
 
 def test_rows_carry_the_weight_version_that_made_them(demo: Run) -> None:
     def versions(step: int) -> set[int]:
-        return set(Recording.load(demo.folder / "record" / f"step-{step:06d}").ticket.weight_versions)
+        return set(Recording.open(demo.folder / "record").step(step).ticket.weight_versions)
 
     assert demo.result["weight_versions"] == [0, 1, 2, 3] and demo.result["weights_verified"] >= 4
     everyone = demo.result["engines"]

@@ -36,7 +36,7 @@ LEVELS = {
     ),
     "wire": 1,
     "plan": 2,
-    **dict.fromkeys(("transport", "recording", "unproxied", "versions"), 3),
+    **dict.fromkeys(("transport", "recordings", "unproxied", "versions"), 3),
     **dict.fromkeys(("engine", "relay", "trainer", "weights"), 4),
     **dict.fromkeys(("bare", "cli", "demo", "plugin", "bench", "report", "integrations", "embedded"), 5),
 }

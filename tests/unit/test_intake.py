@@ -17,14 +17,14 @@ from r3channel import errors
 from r3channel.config import ChannelConfig
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
-from r3channel.recording import Recorder, Recording, step_folder
+from r3channel.recordings.recorder import Recorder
 from r3channel.relay.relay import Relay
 from r3channel.routing import ProvenanceSpan, RowKind
 from r3channel.spec import RoutingSpec
 from r3channel.wire import received
 from r3channel.wire.digest import fold, layer_digests
 from r3channel.wire.frame import encode_error, encode_frame, sample_key
-from tests.delivery import receivers_of, start
+from tests.delivery import receivers_of, recorded, start
 from tests.direct import LIMIT_S, rows_here, turns_here
 from tests.samples import SPEC, frame_of, random_ids, reply_for, reply_of
 
@@ -325,7 +325,7 @@ def test_a_step_records_the_rows_of_all_turns(tmp_path: Path) -> None:
     relay.add("s", turn(10, 40), TOKENS, append=True)
     start(receivers_of(relay), sealed(relay, "s"))[0].result(LIMIT_S)
     relay.join_previous(timeout_s=LIMIT_S)
-    recording = Recording.load(step_folder(tmp_path, 0))
+    recording = recorded(tmp_path)
     assert np.array_equal(recording.rows("s"), IDS) and len(recording.frames["s"]) == 2
     relay.close()
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from r3channel.recording import Recording
+from r3channel.recordings.recording import Recording
 
 _EXPECTED: list[
     tuple[Any, Any]
@@ -250,11 +250,10 @@ def compare(
 def said_by_recording(folder: Path) -> dict[int, dict[int, np.ndarray]]:
     """What engines said, from frames as `--r3-record` kept them."""
     found = {}
-    for path in sorted(folder.glob("step-*")):
-        recording = Recording.load(path)
-        found[recording.ticket.step] = {
-            int(sample.sample_id.partition(".")[0]): recording.rows(sample.sample_id)
-            for sample in recording.ticket.samples
+    recording = Recording.open(folder)
+    for step in map(recording.step, recording.steps):
+        found[step.number] = {
+            int(sample.sample_id.partition(".")[0]): step.rows(sample.sample_id) for sample in step.samples
         }
     return found
 

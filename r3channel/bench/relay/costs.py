@@ -7,6 +7,7 @@
     turns            30 turns of one sample, appended one by one, tokens as an array
     seal_ms          of the calling thread: `seal`, the ticket's bytes, and a receiver's own plan out of them; nobody receives
     step_memory      what relay and receiver hold of a step that was sealed and received: rows in the store, buckets, the shard
+    recording        what a recorder adds to the whole way, in interleaved pairs; what the disk does later is not in it
     digest           what engine, relay, placing and routers pay for the digest. Each kernel runs alone here; relay and placing
                      have it in a pass over the same bytes, where it costs less
 
@@ -15,10 +16,12 @@ Samples have about 4,096 tokens. A step's bodies, rows and shard are larger than
 
 from __future__ import annotations
 
+import tempfile
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from statistics import median
+from pathlib import Path
+from statistics import median, quantiles
 from typing import Any
 
 import numpy as np
@@ -32,6 +35,7 @@ from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import RankCoords, TrainerLayout
 from r3channel.plan.stream import Stream
 from r3channel.plan.ticket import Ticket
+from r3channel.recordings.recorder import Recorder, segment_name
 from r3channel.relay.arrival.reply import decode_base64
 from r3channel.relay.relay import Relay
 from r3channel.trainer.landing import LandedShard
@@ -65,6 +69,7 @@ def measure(effort: Effort) -> dict[str, Any]:
         "seal_ms": {
             str(samples): _seal_ms(samples, layout, effort.rounds) for samples, layout in SEALS.items()
         },
+        "recording_cpu_us_per_token": _recording(_work(MODELS[0], effort.tokens), effort.rounds),
         **_received(_work(MODELS[0], effort.tokens), effort.rounds),
     }
 
@@ -101,6 +106,27 @@ def _body_to_placed(work: Workload, rounds: int) -> tuple[float, float]:
             seen.append(time.process_time() - begin_s)
     assert ticket is not None
     return _us(median(seen[1:]), work), _floor(work, ticket, rows_N, rounds)
+
+
+def _recording(work: Workload, rounds: int) -> dict[str, float]:
+    """Median and quartiles of (with - without a recorder), each pair in another order than the one before."""
+    rows_N, seen = None, []
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        relays = [
+            stack.enter_context(closing(Relay(work.spec, work.case.trainer, recorder=recorder)))
+            for recorder in (None, Recorder(Path(folder)))
+        ]
+        for step in range(rounds + 1):
+            spent_s = [0.0, 0.0]
+            for which in (0, 1) if step % 2 else (1, 0):
+                begin_s = time.process_time()
+                _add(relays[which], work.bodies)
+                rows_N = receive(relays[which], relays[which].seal(step, work.assignment), rows_N)
+                spent_s[which] = time.process_time() - begin_s
+            (Path(folder) / segment_name(step, 0)).unlink(missing_ok=True)  # who prunes pays, not who records
+            seen.append(_us(spent_s[1] - spent_s[0], work))
+    low, middle, high = quantiles(seen[1:], n=4)
+    return {"low": low, "median": middle, "high": high}
 
 
 def _add(relay: Relay, bodies: dict[str, bytes]) -> None:

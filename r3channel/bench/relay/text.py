@@ -41,6 +41,7 @@ def _costs(report: dict[str, Any]) -> list[str]:
         "  of these base64, checks and placing alone: "
         + _listed(report["body_to_placed_floor_us_per_token"]),
         f"  {report['turns_us_per_token']:.2f} appending 30 turns of 2,000 rows",
+        "  recording, with - without, quartiles: " + _listed(report["recording_cpu_us_per_token"]),
         f"  {report['digest_cpu_us_per_token']:.2f} for digests: engine, relay, placing and routers, each kernel alone",
         f"seal, ticket there and back, CPU ms of one thread: {seals}; memory of a step with {ids:.0f} MB of ids: "
         f"{report['step_memory_bytes'] / 1e6:.0f} MB",

@@ -1,0 +1,181 @@
+"""Writes the steps that a relay seals: a segment for each, within limits. Knows no connection; a disk that is full costs the
+recording only.
+
+Tokens come with the replies and wait until their step is sealed; rows go to disk from where they lie in the store.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from r3channel.errors import ConfigError
+from r3channel.plan.layout import TrainerLayout
+from r3channel.plan.ticket import Ticket
+from r3channel.recordings.manifest import Manifest
+from r3channel.recordings.segment import Kind, append, pack
+from r3channel.routing import Ids, ProvenanceSpan
+from r3channel.spec import RoutingSpec
+from r3channel.wire.frame import stored_head
+
+log = logging.getLogger(__name__)
+
+_NO_TOKENS: Ids = np.empty(0, np.int32)
+
+
+def segment_name(step: int, relay: int) -> str:
+    return f"step-{step:06d}.relay-{relay}.r3s"
+
+
+class TurnRows(Protocol):
+    """Rows of one turn, as `relay.arrival.rows.HeldRows` has them."""
+
+    @property
+    def ids_TLK(self) -> Ids: ...
+    @property
+    def first_row(self) -> int: ...
+    @property
+    def sample_key(self) -> int: ...
+    @property
+    def digests_L(self) -> Ids: ...
+    @property
+    def provenance(self) -> tuple[ProvenanceSpan, ...]: ...
+    @property
+    def invalid(self) -> tuple[tuple[int, int], ...]: ...
+
+
+@dataclass
+class Recorder:
+    """NEW -> open -> (keep* -> write)* -> stopped by a limit or a full disk. Called by one relay, from any of its threads."""
+
+    root: Path
+    steps: int = 0
+    """Steps that are kept at most; 0: any number."""
+    max_bytes: int = 0
+    """Bytes of all segments at most; 0: any number."""
+    ring: bool = False
+    """At a limit the oldest step goes; else the recording ends there."""
+    tokens: bool = True
+    """Write token ids, too."""
+    lost: int = 0
+    """Steps that could not be written: the disk was full, or one is larger than `max_bytes`."""
+    stopped: str = ""
+    """Why nothing more is written."""
+    _relay: int = 0
+    _kept: dict[str, Ids] = field(default_factory=dict)
+    _written: dict[Path, int] = field(default_factory=dict)
+    """Segments and their bytes, the oldest first."""
+
+    def __post_init__(self) -> None:
+        self.root = Path(self.root)
+        if min(self.steps, self.max_bytes) < 0 or (self.ring and not self.steps + self.max_bytes):
+            raise ConfigError(
+                f"recording: steps={self.steps}, bytes={self.max_bytes}, ring={self.ring}; expected limits of 0 or more, and a "
+                "ring only with one"
+            )
+
+    def open(self, spec: RoutingSpec, layout: TrainerLayout, *, relay: int) -> None:
+        """Raises RecordingInvalid where another model's or layout's recording lies in the folder."""
+        self._relay = relay
+        try:
+            Manifest(spec=spec, layout=layout, tokens=self.tokens).write(self.root)
+            found = sorted(self.root.glob(f"step-*.relay-{relay}.r3s"), key=lambda path: path.stat().st_mtime)
+            self._written = {path: path.stat().st_size for path in found}
+        except OSError as error:
+            self._stop(f"cannot write to {self.root}: {error}")
+
+    def keep(self, sample_id: str, tokens: Ids) -> None:
+        if self.tokens and not self.stopped:
+            self._kept[sample_id] = tokens
+
+    def forget(self, sample_id: str) -> None:
+        self._kept.pop(sample_id, None)
+
+    def write(self, ticket: Ticket, rows: Mapping[str, Sequence[TurnRows]]) -> None:
+        """Append a sealed step, with what lies at this relay of it, and forget its tokens."""
+        tokens = [self._kept.pop(sample.sample_id, _NO_TOKENS) for sample in ticket.samples]
+        head = ticket.to_bytes()
+        nbytes = len(head) + sum(own.nbytes for own in tokens)
+        nbytes += sum(turn.ids_TLK.nbytes for turns in rows.values() for turn in turns)
+        path = self.root / segment_name(ticket.step, self._relay)
+        if self._is_room(path, nbytes):
+            try:
+                self._written[path] = write_segment(
+                    path, [pack(Kind.TICKET, head, sample=self._relay), *_of_samples(ticket, rows, tokens)]
+                )
+            except OSError as error:
+                path.unlink(missing_ok=True)
+                self._stop(f"cannot write {path.name}: {error}")
+        self.lost += bool(self.stopped) and not self.stopped.startswith("limit")
+
+    def _is_room(self, path: Path, nbytes: int) -> bool:
+        """Whether the step may be written; makes room for it in a ring."""
+        if self.stopped:
+            return False
+        self._written.pop(path, None)
+        if self.max_bytes and nbytes > self.max_bytes and self.ring:
+            self.lost += 1
+            log.warning(
+                "r3channel: %s of %d bytes is over the limit of %d alone", path.name, nbytes, self.max_bytes
+            )
+            return False
+        while self._is_full(nbytes):
+            if not self.ring:
+                self._stop(f"limit: {len(self._written)} steps, {sum(self._written.values())} bytes")
+                return False
+            oldest = next(iter(self._written))
+            oldest.unlink(missing_ok=True)
+            del self._written[oldest]
+        return True
+
+    def _is_full(self, nbytes: int) -> bool:
+        return bool(self._written or not self.ring) and (
+            bool(self.steps and len(self._written) >= self.steps)
+            or bool(self.max_bytes and sum(self._written.values()) + nbytes > self.max_bytes)
+        )
+
+    def _stop(self, why: str) -> None:
+        self.stopped = why
+        self._kept.clear()
+        log.warning("r3channel: the recording ends, the channel goes on: %s", why)
+
+
+def write_segment(path: Path, records: Sequence[list[bytes | memoryview]]) -> int:
+    """All records and the end, in a new file; its bytes. Raises OSError."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
+    try:
+        return sum(append(file, pieces) for pieces in [*records, pack(Kind.END)])
+    finally:
+        os.close(file)
+
+
+def _of_samples(
+    ticket: Ticket, rows: Mapping[str, Sequence[TurnRows]], tokens: Sequence[Ids]
+) -> Iterator[list[bytes | memoryview]]:
+    """Sample by sample, so that a torn segment has whole ones."""
+    for place, (sample, own) in enumerate(zip(ticket.samples, tokens, strict=True)):
+        if len(own):
+            yield pack(Kind.TOKENS, np.ascontiguousarray(own, "<i4").data, sample=place)
+        for number, turn in enumerate(rows.get(sample.sample_id, ())):
+            yield pack(Kind.FRAME, _head_of(turn, ticket), turn.ids_TLK.data, sample=place, turn=number)
+
+
+def _head_of(turn: TurnRows, ticket: Ticket) -> bytes:
+    valid_T = np.ones(len(turn.ids_TLK), bool)
+    for start, end in turn.invalid:
+        valid_T[start - turn.first_row : end - turn.first_row] = False
+    return stored_head(
+        ticket.spec,
+        rows=len(turn.ids_TLK),
+        first_row=turn.first_row,
+        valid_T=valid_T,
+        provenance=turn.provenance,
+        digests_L=turn.digests_L,
+        sample_key=turn.sample_key,
+    )

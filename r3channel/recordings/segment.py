@@ -1,0 +1,119 @@
+"""The bytes of one relay's part of one recorded step: records, one after another. Knows files, no steps and no relays.
+
+    record    head (32 bytes, little endian), payload, zeros to a multiple of 16 bytes
+    head      {magic "R3R\\x01", kind u8, part u8, 2 zero, sample u32, turn u32, payload bytes u64, xxh3_64 of these 24 bytes}
+
+The file grows at its end and nowhere else. Whatever ends the writer leaves whole records and a torn one, which is cut. Payloads
+bring their own hashes; memory is taken from no number that was not compared with the file's size.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from enum import IntEnum
+from pathlib import Path
+from struct import Struct
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+
+from r3channel.errors import RecordingInvalid
+
+_HEAD = Struct("<4sBB2xIIQ")
+_MAGIC = b"R3R\x01"
+"""The last byte is the format."""
+HEAD_BYTES = _HEAD.size + 8
+_ALIGNMENT = 16
+
+
+class Kind(IntEnum):
+    """What a record's payload is."""
+
+    TICKET = 1
+    """The first record: the step's ticket. `sample` is the relay that writes."""
+    TOKENS = 2
+    """int32 ids of a sample's whole sequence; `sample` is its place in the ticket."""
+    FRAME = 3
+    """Rows of a sample, as one frame; `turn` counts its turns at this relay."""
+    END = 4
+    """The last record, empty: all that the relay had is there."""
+
+
+class Record(NamedTuple):
+    """`part` says which pass consumed the ids of a frame, on the routers' side; 0 on the engines'."""
+
+    kind: Kind
+    payload: memoryview
+    sample: int = 0
+    turn: int = 0
+    part: int = 0
+
+
+def pack(
+    kind: Kind, *payload: bytes | memoryview, sample: int = 0, turn: int = 0, part: int = 0
+) -> list[bytes | memoryview]:
+    """A record as the pieces to write; the payload's are not copied."""
+    size = sum(memoryview(piece).nbytes for piece in payload)
+    head = _HEAD.pack(_MAGIC, kind, part, sample, turn, size)
+    return [head + _hash(head), *payload, bytes(-size % _ALIGNMENT)]
+
+
+def append(file: int, pieces: list[bytes | memoryview]) -> int:
+    """Write all of them at the file's end, as few calls as there can be. Raises OSError."""
+    views = [memoryview(piece).cast("B") for piece in pieces if memoryview(piece).nbytes]
+    total = sum(view.nbytes for view in views)
+    while views:
+        written = os.writev(file, views[:_MOST_PIECES])
+        while views and written >= views[0].nbytes:
+            written -= views.pop(0).nbytes
+        if views:
+            views[0] = views[0][written:]
+    return total
+
+
+_MOST_PIECES = 64
+
+
+def read(path: Path) -> tuple[list[Record], int]:
+    """(the whole records, bytes of a torn one behind them). Payloads are views of the mapped file, each at a multiple of 16.
+
+    Raises RecordingInvalid for what is no segment, and for a record that was changed: only the last may be torn.
+    """
+    try:
+        size = path.stat().st_size
+        data = np.memmap(path, np.uint8, "r").data if size else memoryview(b"")
+    except OSError as error:
+        raise RecordingInvalid(f"{path}: expected a segment of a recording: {error}") from error
+    records = list(_records(data, path))
+    used = sum(HEAD_BYTES + _padded(record.payload.nbytes) for record in records)
+    return records, size - used
+
+
+def _records(data: memoryview, path: Path) -> Iterator[Record]:
+    at = 0
+    while at + HEAD_BYTES <= len(data):
+        head, found = data[at : at + _HEAD.size], data[at + _HEAD.size : at + HEAD_BYTES]
+        magic, kind, part, sample, turn, size = _HEAD.unpack(head)
+        if magic[:3] == _MAGIC[:3] and magic != _MAGIC:
+            raise RecordingInvalid(
+                f"{path}: segment format {magic[3]}, expected {_MAGIC[3]}: written by another r3channel; read it with that one"
+            )
+        if bytes(found) != _hash(head) or kind not in set(Kind):
+            raise RecordingInvalid(
+                f"{path}: byte {at}: expected the head of a record, its hash differs; damaged, or no segment? Record it again"
+            )
+        begin = at + HEAD_BYTES
+        if begin + _padded(size) > len(data):
+            return
+        yield Record(Kind(kind), data[begin : begin + size], sample, turn, part)
+        at = begin + _padded(size)
+
+
+def _hash(head: bytes | memoryview) -> bytes:
+    return xxhash.xxh3_64_intdigest(head).to_bytes(8, "little")
+
+
+def _padded(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,125 @@
+"""One recorded step: its ticket, frames and tokens, to be verified, replayed and cut for other trainers. Knows no files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from r3channel.errors import RecordingInvalid, SampleUnknown, TicketMismatch
+from r3channel.plan.assignment import Assignment
+from r3channel.plan.layout import TrainerLayout
+from r3channel.plan.place import place_samples, spread_ids
+from r3channel.plan.shards import ShardKey
+from r3channel.plan.ticket import Ticket, TicketSample
+from r3channel.routing import Ids
+from r3channel.spec import RoutingSpec
+from r3channel.tokens import hash_tokens
+from r3channel.wire.digest import fold
+from r3channel.wire.frame import Frame, parse_frame
+
+Bytes = bytes | memoryview
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """Nothing here is unpickled; frames are verified again when their rows are asked for."""
+
+    ticket: Ticket
+    frames: Mapping[str, Sequence[Bytes]]
+    """Those of a sample's turns, by sample id."""
+    tokens: Mapping[str, Ids]
+    """int32 [tokens] by sample id; only of samples whose tokens were written."""
+    spec: RoutingSpec
+    """Of the ids: on the routers' side that of the trainer's model, which may have more layers or columns."""
+    side: str = "engine"
+    cut: tuple[str, ...] = ()
+    """Samples that are not whole: the recorder ended, or a relay's segment is not there."""
+    passes: Mapping[tuple[str, str], Sequence[Bytes]] = field(default_factory=dict)
+    """(pass, sample) -> frames, on the routers' side; `frames` are those of `forward`."""
+
+    @property
+    def number(self) -> int:
+        return self.ticket.step
+
+    @property
+    def samples(self) -> tuple[TicketSample, ...]:
+        """Those that are whole, in the ticket's order."""
+        return tuple(sample for sample in self.ticket.samples if sample.sample_id not in set(self.cut))
+
+    def parsed(self, sample_id: str, *, of_pass: str = "forward") -> list[Frame]:
+        """The frames of a sample, all but their ids verified. Raises SampleUnknown, RecordingInvalid and FrameError."""
+        known = self.ticket.sample(sample_id)
+        if sample_id in self.cut:
+            raise RecordingInvalid(
+                f"sample {sample_id} of step {self.number} was cut off when the recording ended, or a relay's segment is not "
+                f"here; {len(self.samples)} other samples are whole",
+                samples=[sample_id],
+                step=self.number,
+            )
+        frames = self.passes.get((of_pass, sample_id), self.frames.get(sample_id))
+        if frames is None:
+            raise SampleUnknown(f"sample {sample_id} is not in the recording of step {self.number}")
+        return [
+            parse_frame(data, spec=self.spec, sample_id=sample_id, engine="recording", max_rows=known.tokens)
+            for data in frames
+        ]
+
+    def rows(self, sample_id: str) -> Ids:
+        """[tokens - 1, L, K] of a sample, every id checked and, on the engines' side, held against the ticket; rows without
+        routing hold pad ids.
+
+        Raises `TicketMismatch` for another sample's bytes, and as `Frame.verify`.
+        """
+        frames = self.parsed(sample_id)
+        rows_TLK = self._padded(sample_id)
+        digest_L = np.zeros(self.spec.num_moe_layers, np.uint64)
+        for frame in frames:
+            own_TLK = rows_TLK[frame.first_row : frame.first_row + frame.rows]
+            own_TLK[frame.valid_T] = frame.verify()[frame.valid_T]
+            digest_L += frame.digests_L
+        if self.side == "engine":
+            self._hold(sample_id, fold(digest_L) if frames else 0)
+        return rows_TLK
+
+    def ids(self, sample_id: str, *, of_pass: str = "forward") -> tuple[Ids, Ids]:
+        """([tokens - 1, L, K], [tokens - 1] bool where there are rows), as they lie on disk: not judged."""
+        rows = self.ticket.sample(sample_id).tokens - 1
+        found_TLK = np.zeros((rows, self.spec.num_moe_layers, self.spec.top_k), self.spec.id_dtype)
+        there_T = np.zeros(rows, bool)
+        for frame in self.parsed(sample_id, of_pass=of_pass):
+            if frame.first_row == 0 and frame.rows == rows and frame.valid_T.all():
+                return frame.ids(), frame.valid_T
+            own = slice(frame.first_row, frame.first_row + frame.rows)
+            found_TLK[own], there_T[own] = frame.ids(), frame.valid_T
+        return found_TLK, there_T
+
+    def _padded(self, sample_id: str) -> Ids:
+        rows = self.ticket.sample(sample_id).tokens - 1
+        pads_TK = spread_ids(self.spec, positions_T=np.arange(rows))
+        return np.repeat(pads_TK[:, None], self.spec.num_moe_layers, axis=1)
+
+    def _hold(self, sample_id: str, digest: int) -> None:
+        known = self.ticket.sample(sample_id)
+        own = self.tokens.get(sample_id)
+        tokens_hash = known.tokens_hash if own is None else hash_tokens(own)
+        if (digest, tokens_hash) != (known.digest, known.tokens_hash):
+            raise TicketMismatch(
+                f"sample {sample_id}: (digest, hash of the tokens) in the recording are {(digest, tokens_hash)}, the ticket says "
+                f"{(known.digest, known.tokens_hash)}. Were files of two recordings mixed?"
+            )
+
+    def replan(self, layout: TrainerLayout, *, microbatch_size: int) -> RecordedStep:
+        """The whole samples cut for another trainer: balanced over its DP ranks."""
+        by_id = {sample.sample_id: sample for sample in self.samples}
+        lengths = {name: sample.tokens for name, sample in by_id.items()}
+        assignment = Assignment.balanced(lengths, dp=layout.dp, microbatch_size=microbatch_size)
+        samples = tuple(by_id[name] for name in assignment.sample_ids)
+        return replace(
+            self, ticket=replace(self.ticket, layout=layout, assignment=assignment, samples=samples), cut=()
+        )
+
+    def shards(self, *, dp: int) -> dict[ShardKey, Ids]:
+        """The uint8 shards of all pipeline stages and CP ranks of one DP rank, by (dp, pp, cp): what receivers end with."""
+        return place_samples(self.ticket.plan, dp=dp, ids_of=self.rows)

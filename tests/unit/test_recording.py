@@ -1,0 +1,250 @@
+"""The recording on disk: bytes, torn ends, limits, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+
+from r3channel.errors import ConfigError, FrameError, R3Error, RecordingInvalid, TicketMismatch
+from r3channel.plan.assignment import Assignment
+from r3channel.plan.layout import TrainerLayout
+from r3channel.plan.ticket import Ticket, TicketSample
+from r3channel.recordings.recorder import Recorder, segment_name
+from r3channel.recordings.recording import Recording
+from r3channel.recordings.segment import HEAD_BYTES, Kind, read
+from r3channel.routing import ProvenanceSpan, RowKind
+from r3channel.tokens import as_tokens, hash_tokens
+from r3channel.wire.digest import fold, layer_digests
+from tests.samples import SPEC, WIDE, random_ids
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "recording"
+TOKENS = {"a": 9, "b": 30, "c": 5}
+
+
+def held(name: str, step: int = 0) -> Any:
+    """Rows as a relay holds them."""
+    rows = TOKENS[name] - 1
+    ids = random_ids(rows, seed=step * 10 + ord(name))
+    span = ProvenanceSpan(start=0, end=rows, weight_version=step, kind=RowKind.DECODED)
+    return SimpleNamespace(
+        ids_TLK=ids, first_row=0, sample_key=1, digests_L=layer_digests(ids, first_row=0), provenance=(span,), invalid=()
+    )  # fmt: skip
+
+
+def ticket_of(step: int) -> Ticket:
+    samples = tuple(
+        TicketSample(
+            name, tokens, hash_tokens(as_tokens(range(tokens))), fold(held(name, step).digests_L),
+            held(name, step).provenance, (), ((tokens - 1, 0),),
+        )
+        for name, tokens in TOKENS.items()
+    )  # fmt: skip
+    assignment = Assignment.given([[["a", "b", "c"]]])
+    return Ticket("run", step, SPEC, TrainerLayout(), assignment, samples, 1024)
+
+
+def record(recorder: Recorder, *steps: int) -> None:
+    recorder.open(SPEC, TrainerLayout(), relay=0)
+    for step in steps:
+        for name, tokens in TOKENS.items():
+            recorder.keep(name, as_tokens(range(tokens)))
+        recorder.write(ticket_of(step), {name: [held(name, step)] for name in TOKENS})
+
+
+def check(folder: Path, step: int) -> None:
+    found = Recording.open(folder).step(step)
+    assert found.ticket == ticket_of(step) and found.cut == ()
+    for name, tokens in TOKENS.items():
+        assert np.array_equal(found.rows(name), held(name, step).ids_TLK)
+        assert found.tokens[name].tolist() == list(range(tokens))
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    record(Recorder(tmp_path), 0, 3)
+    assert Recording.open(tmp_path).steps == (0, 3)
+    for step in (0, 3):
+        check(tmp_path, step)
+
+
+def test_a_segments_bytes_are_as_its_description_says(tmp_path: Path) -> None:
+    record(Recorder(tmp_path), 0)
+    data, kinds = (tmp_path / segment_name(0, 0)).read_bytes(), []
+    at = 0
+    while at < len(data):
+        head = data[at : at + 24]
+        assert head[:4] == b"R3R\x01" and data[at + 24 : at + 32] == xxhash.xxh3_64_intdigest(head).to_bytes(
+            8, "little"
+        )
+        kind, sample, size = (
+            head[4],
+            *np.frombuffer(head, "<u4", 1, 8),
+            int(np.frombuffer(head, "<u8", 1, 16)[0]),
+        )
+        kinds.append((kind, int(sample), data[at + 32 : at + 35]))
+        at += 32 + -(-size // 16) * 16
+    assert [pair[:2] for pair in kinds] == [(1, 0), (2, 0), (3, 0), (2, 1), (3, 1), (2, 2), (3, 2), (4, 0)]
+    assert [text for kind, _, text in kinds if kind in (1, 3)] == [b"R3K", b"R3F", b"R3F", b"R3F"]
+
+
+def test_the_golden_recording_is_read_and_every_digest_holds() -> None:
+    step = Recording.open(GOLDEN).step(2)
+    assert len(step.samples) == 16 and step.ticket.layout.tp == 2
+    rows = {sample.sample_id: step.rows(sample.sample_id) for sample in step.samples}
+    assert sum(map(len, rows.values())) == sum(sample.tokens - 1 for sample in step.samples) > 0
+
+
+@pytest.mark.parametrize("cut", range(40))
+def test_a_torn_end_is_cut_at_the_last_whole_record_and_said(tmp_path: Path, cut: int) -> None:
+    record(Recorder(tmp_path), 0)
+    path = tmp_path / segment_name(0, 0)
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) * cut // 40])
+    try:
+        step = Recording.open(tmp_path).step(0)
+    except RecordingInvalid as error:
+        assert "before its ticket does" in str(error) and cut < 20
+        return
+    whole = [sample.sample_id for sample in step.samples]
+    assert whole == list(TOKENS)[: len(whole)] and step.cut == tuple(TOKENS)[len(whole) :] and len(whole) < 4
+    for name in whole:
+        assert np.array_equal(step.rows(name), held(name).ids_TLK)
+    for name in step.cut:
+        with pytest.raises(RecordingInvalid, match=f"sample {name}.*cut off"):
+            step.rows(name)
+
+
+def test_a_recorder_that_is_killed_leaves_whole_samples_and_a_torn_one(tmp_path: Path) -> None:
+    """Killed in the middle of its third frame's bytes; a signal that nothing can handle."""
+    program = (
+        "import os, signal, sys\nfrom pathlib import Path\nfrom tests.unit import test_recording as own\n"
+        "from r3channel.recordings.recorder import Recorder\nwritev, calls = os.writev, [0]\n"
+        "def some(file, views):\n"
+        "    calls[0] += 1\n"
+        "    if calls[0] == 7:\n"
+        "        os.write(file, b''.join(views)[:200]); os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return writev(file, views)\n"
+        "os.writev = some\nown.record(Recorder(Path(sys.argv[1])), 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, timeout=60)
+    assert done.returncode == -9, done.stderr
+    (segment,) = Recording.open(tmp_path).segments(0)
+    assert segment.torn_bytes == 200 and not segment.ended
+    step = Recording.open(tmp_path).step(0)
+    assert [sample.sample_id for sample in step.samples] == ["a", "b"] and step.cut == ("c",)
+    assert np.array_equal(step.rows("b"), held("b").ids_TLK)
+
+
+def test_a_limit_of_steps_ends_the_recording_and_a_ring_keeps_the_newest(tmp_path: Path) -> None:
+    ends, ring = Recorder(tmp_path / "ends", steps=2), Recorder(tmp_path / "ring", steps=2, ring=True)
+    for recorder in (ends, ring):
+        record(recorder, 0, 1, 2, 3)
+    assert Recording.open(ends.root).steps == (0, 1) and ends.stopped and ends.lost == 0
+    assert Recording.open(ring.root).steps == (2, 3) and not ring.stopped
+    check(ring.root, 3)
+    again = Recorder(ring.root, steps=2, ring=True)  # a restarted relay goes on with what is there
+    record(again, 4)
+    assert Recording.open(ring.root).steps == (3, 4)
+
+
+def test_a_limit_of_bytes_holds(tmp_path: Path) -> None:
+    record(Recorder(tmp_path / "one"), 0)
+    size = Recording.open(tmp_path / "one").nbytes(0)
+    ends = Recorder(tmp_path / "ends", max_bytes=size * 5 // 2)
+    ring = Recorder(tmp_path / "ring", max_bytes=size * 5 // 2, ring=True)
+    for recorder in (ends, ring):
+        record(recorder, 0, 1, 2)
+    assert Recording.open(ends.root).steps == (0, 1)
+    assert Recording.open(ring.root).steps == (1, 2)
+    small = Recorder(tmp_path / "small", max_bytes=100, ring=True)
+    record(small, 0, 1)
+    assert Recording.open(small.root).steps == () and small.lost == 2
+
+
+def test_limits_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    for values in ({"steps": -1}, {"ring": True}):
+        with pytest.raises(ConfigError, match="recording"):
+            Recorder(tmp_path, **values)  # pyright: ignore[reportArgumentType]
+
+
+def test_tokens_may_be_left_out(tmp_path: Path) -> None:
+    record(Recorder(tmp_path, tokens=False), 0)
+    step = Recording.open(tmp_path).step(0)
+    assert step.tokens == {} and step.cut == () and np.array_equal(step.rows("b"), held("b").ids_TLK)
+    assert Kind.TOKENS not in {record.kind for record in read(tmp_path / segment_name(0, 0))[0]}
+
+
+def test_a_folder_of_another_model_is_not_recorded_into(tmp_path: Path) -> None:
+    record(Recorder(tmp_path), 0)
+    with pytest.raises(RecordingInvalid, match=r"spec.*give another folder"):
+        Recorder(tmp_path).open(WIDE, TrainerLayout(), relay=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["manifest.json", segment_name(0, 0)]
+
+
+def changed(folder: Path, name: str, change: Any) -> Path:
+    path = folder / name
+    path.write_bytes(change(path.read_bytes()))
+    return folder
+
+
+def flipped(at: int) -> Any:
+    return lambda data: data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+def with_version(data: bytes) -> bytes:
+    return json.dumps(json.loads(data) | {"version": 9}).encode()
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "error", "said"),
+    [
+        ("manifest.json", with_version, RecordingInvalid, "version 9; expected 'r3channel-recording', 1"),
+        ("manifest.json", lambda data: data[:50], RecordingInvalid, "expected a recording's folder"),
+        ("manifest.json", lambda data: data.replace(b'"spec"', b'"spek"'), RecordingInvalid, "damaged"),
+        ("manifest.json", lambda data: data.replace(b'"num_experts": 128', b'"num_experts": 64'), RecordingInvalid, "of spec"),
+        (segment_name(0, 0), flipped(5), RecordingInvalid, "head of a record"),
+        (segment_name(0, 0), lambda data: b"R3R\x02" + data[4:], RecordingInvalid, "segment format 2, expected 1"),
+        (segment_name(0, 0), flipped(HEAD_BYTES + 60), TicketMismatch, "damaged"),
+        (segment_name(0, 0), lambda data: b"what is this, it is no segment at all", RecordingInvalid, "head of a record"),
+        (segment_name(0, 0), flipped(-700), FrameError, "sample c|sample b"),
+    ],
+)  # fmt: skip
+def test_damage_is_named(tmp_path: Path, name: str, change: Any, error: type[R3Error], said: str) -> None:
+    record(Recorder(tmp_path), 0)
+    with pytest.raises(error, match=said):
+        step = Recording.open(changed(tmp_path, name, change)).step(0)
+        for sample in step.samples:
+            step.rows(sample.sample_id)
+
+
+def test_segments_of_two_runs_are_not_mixed(tmp_path: Path) -> None:
+    record(Recorder(tmp_path), 0)
+    record(Recorder(tmp_path / "other"), 1)
+    shutil.copy(tmp_path / "other" / segment_name(1, 0), tmp_path / segment_name(0, 1))
+    with pytest.raises(RecordingInvalid, match="another ticket"):
+        Recording.open(tmp_path).step(0)
+
+
+def test_two_samples_that_were_exchanged_are_noticed() -> None:
+    step = Recording.open(GOLDEN).step(2)
+    first, second = step.ticket.assignment.sample_ids[:2]
+    swapped = replace(step, frames={**step.frames, first: step.frames[second], second: step.frames[first]})
+    with pytest.raises((FrameError, TicketMismatch), match="step2/sample"):
+        swapped.rows(first)
+
+
+def test_a_manifest_has_no_path_and_names_versions(tmp_path: Path) -> None:
+    record(Recorder(tmp_path), 0)
+    text = (tmp_path / "manifest.json").read_text()
+    assert str(tmp_path) not in text and os.sep + "tmp" not in text
+    assert json.loads(text)["versions"]["numpy"] == np.__version__
