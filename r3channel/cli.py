@@ -10,6 +10,14 @@ from r3channel import __version__
 from r3channel.errors import R3Error, UsageError
 
 _DESCRIPTION = "Rollout routing replay: expert choices from SGLang engines to Megatron routers, exactly."
+_ON_RECORDINGS = {
+    "inspect": "a recording (--record): steps, rows, versions, expert load",
+    "diff": "two recordings: the first difference, and how much of each layer",
+    "replay": "the trainer's side of a recording under any layout",
+    "check": "silent misalignments, by name, in one recording or between two sides",
+    "import": "a recording out of .npz files",
+    "export": "a recording as .npz files",
+}
 _EPILOG = "r3channel COMMAND --help tells each command's options."
 _NO_MILES = (
     "miles has no adapter yet: its samples hold the decoded ids as arrays, which it cuts and joins in places that no hook "
@@ -67,6 +75,10 @@ def _dispatch(arguments: list[str]) -> int:
         return slime_launch.run(arguments[1:])
     if arguments[:1] == ["miles"]:
         raise UsageError(_NO_MILES)
+    if arguments[:1] and arguments[0] in _ON_RECORDINGS:
+        from r3channel.report import recordings
+
+        return recordings.run(arguments)
     options = _parser().parse_args(arguments)
     from r3channel.report import doctor
 
@@ -96,6 +108,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands.add_parser("slime", help="slime's own script with the channel in it", add_help=False)
     commands.add_parser("miles", help="why miles has no adapter yet", add_help=False)
+    for name, what in _ON_RECORDINGS.items():
+        commands.add_parser(name, help=what, add_help=False)
     doctor = commands.add_parser(
         "doctor", help="what is installed, and whether everything would work together"
     )

@@ -38,7 +38,21 @@ LEVELS = {
     "plan": 2,
     **dict.fromkeys(("transport", "recordings", "unproxied", "versions"), 3),
     **dict.fromkeys(("engine", "relay", "trainer", "weights"), 4),
-    **dict.fromkeys(("bare", "cli", "demo", "plugin", "bench", "report", "integrations", "embedded"), 5),
+    **dict.fromkeys(
+        (
+            "bare",
+            "cli",
+            "pytest_plugin",
+            "ranks",
+            "demo",
+            "plugin",
+            "bench",
+            "report",
+            "integrations",
+            "embedded",
+        ),
+        5,
+    ),
 }
 """Level of each room, as DESIGN.md draws them. A room imports itself and lower levels only; words (level 0) and
 hands (level 5) may also import their own level."""
@@ -59,6 +73,7 @@ PLACES = {
         "embedded/",
         "bench/relay/tensor_groups.py",
         "bench/weight_receiver.py",
+        "ranks.py",
     ),
     "prometheus_client": ("metrics.py",),
 }

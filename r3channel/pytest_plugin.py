@@ -1,0 +1,151 @@
+"""pytest's plug-in: a user's own test fails when their model code stops consuming recorded routing exactly, and says why.
+
+    @pytest.mark.r3_layouts("dp=1", "tp=2", "cp=2,packing=thd")
+    def test_my_model(r3_step):
+        for rank in r3_step.ranks():
+            my_model.run(rank)                  # calls rank.used(microbatch, layer, ids) at each router
+        r3_step.check()
+
+    pytest --r3-recording rec
+
+Nothing of r3channel but this file is imported before a test asks for a fixture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from r3channel.ranks import Rank
+    from r3channel.recordings.consumed import ConsumedRows
+    from r3channel.recordings.recording import Recording
+    from r3channel.recordings.step import RecordedStep
+
+_TOLD = 5
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("r3channel", "recorded routing")
+    group.addoption(
+        "--r3-recording", metavar="PATH", help="a recording (--record) that r3_recording and r3_step read"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "r3_layouts(*layouts): run with the recorded step cut for each of these trainers"
+    )
+    config.addinivalue_line(
+        "markers", "r3_recording(path, step=None): the recording and its step, instead of --r3-recording"
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    marker = metafunc.definition.get_closest_marker("r3_layouts")
+    if marker is not None and "r3_layout" in metafunc.fixturenames:
+        metafunc.parametrize("r3_layout", marker.args, indirect=True)
+
+
+@pytest.fixture
+def r3_layout(request: pytest.FixtureRequest) -> str | None:
+    """The layout of this run of the test; None: the recorded one."""
+    return getattr(request, "param", None)
+
+
+@pytest.fixture
+def r3_recording(request: pytest.FixtureRequest) -> Recording:
+    """The recording of the marker, or of --r3-recording; a test is skipped where neither is given."""
+    from r3channel.recordings.recording import Recording
+
+    marker = request.node.get_closest_marker("r3_recording")
+    path = marker.args[0] if marker is not None else request.config.getoption("--r3-recording")
+    if path is None:
+        pytest.skip(
+            "no recording: give --r3-recording PATH (a folder that --record wrote), or mark it r3_recording(PATH)"
+        )
+    return Recording.open(path)
+
+
+@pytest.fixture
+def r3_step(r3_recording: Recording, r3_layout: str | None, request: pytest.FixtureRequest) -> StepUnderTest:
+    """A step of the recording (the newest, unless the marker names one), cut for the layout of the matrix."""
+    from r3channel.plan.layout import TrainerLayout
+    from r3channel.recordings.replayed import fitted
+
+    marker = request.node.get_closest_marker("r3_recording")
+    named = marker.kwargs.get("step") if marker is not None else None
+    step = r3_recording.step(r3_recording.steps[-1] if named is None else named)
+    return StepUnderTest(fitted(step, TrainerLayout.parse(r3_layout) if r3_layout is not None else None))
+
+
+@pytest.fixture
+def r3_ranks(r3_recording: Recording, r3_step: StepUnderTest) -> Callable[..., None]:
+    """`r3_ranks(function)`: call it in a real gloo process for each rank, with its `r3channel.ranks.Rank`, then `check`."""
+    from r3channel.ranks import run_ranks
+
+    def run(function: Callable[[Rank], object], *, timeout_s: float = 120.0) -> None:
+        r3_step.check(run_ranks(function, r3_step.recorded, Path(r3_recording.folder), timeout_s=timeout_s))
+
+    return run
+
+
+@dataclass
+class StepUnderTest:
+    """A recorded step, the ranks that consume it, and the judgement of what they used."""
+
+    recorded: RecordedStep
+    _ranks: list[Rank] = field(default_factory=list)
+
+    def ranks(self) -> list[Rank]:
+        """Every rank of the layout, in this process."""
+        from r3channel.ranks import all_ranks
+
+        self._ranks = self._ranks or all_ranks(self.recorded)
+        return self._ranks
+
+    def check(self, consumed: ConsumedRows | None = None) -> None:
+        """Fail with each mistake by name, unless every recorded row of every layer was used as the engine chose it."""
+        __tracebackhide__ = True
+        from r3channel.recordings.catalogue import NOTES, judge
+        from r3channel.recordings.sides import Sides
+
+        found = consumed if consumed is not None else self._joined()
+        if unused := _unused(self.recorded, found):
+            pytest.fail(unused, pytrace=False)
+        findings = [one for sides in Sides.of(self.recorded, found.step()) for one in judge(sides)]
+        faults = [str(one) for one in findings if one.name not in NOTES]
+        if faults:
+            pytest.fail(
+                "\n".join(["recorded routing was not consumed exactly", *faults[:_TOLD]]), pytrace=False
+            )
+
+    def _joined(self) -> ConsumedRows:
+        from r3channel.recordings.consumed import ConsumedRows
+
+        total = ConsumedRows(self.recorded.ticket, self.recorded.ticket.spec)
+        for rank in self._ranks:
+            total.merge(rank.consumed)
+        return total
+
+
+def _unused(step: RecordedStep, found: ConsumedRows) -> str:
+    """Which routers were never heard of, if some were not."""
+    layers = step.ticket.spec.moe_layers
+    silent: dict[str, list[Any]] = {}
+    for sample in step.samples:
+        there_TL = found.there.get(("forward", sample.sample_id))
+        used = [False] * len(layers) if there_TL is None else there_TL.any(0).tolist()
+        if lacking := [layer for layer, one in zip(layers, used, strict=True) if not one]:
+            silent[sample.sample_id] = lacking
+    if not silent:
+        return ""
+    name, lacking = next(iter(silent.items()))
+    return (
+        f"no router used rows of {len(silent)} of {len(step.samples)} samples: the first is {name}, layers {lacking[:20]}; expected "
+        f"all of {list(layers)[:20]}. Did the model call rank.used at each router, in every micro-batch, on every rank?"
+    )

@@ -1,0 +1,137 @@
+"""What routers used, sample by sample: gathered call by call on each rank, added up over ranks, written as a routers' side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from r3channel.errors import RecordingInvalid
+from r3channel.plan.shards import Shard
+from r3channel.plan.ticket import Ticket, TicketSample
+from r3channel.recordings.manifest import Manifest
+from r3channel.recordings.recorder import segment_name, write_segment
+from r3channel.recordings.recording import PASSES
+from r3channel.recordings.segment import Kind, pack
+from r3channel.recordings.step import RecordedStep
+from r3channel.routing import Ids, ProvenanceSpan
+from r3channel.spec import RoutingSpec
+from r3channel.wire.frame import encode_frame
+
+SampleKey = tuple[str, str]
+"""(pass, sample)."""
+
+
+@dataclass
+class ConsumedRows:
+    """Fills while routers run. `add_call` once for each router call; ranks' own are joined by `merge`."""
+
+    ticket: Ticket
+    spec: RoutingSpec
+    """Of the ids: the engines', or one with the routers' more layers or columns."""
+    ids: dict[SampleKey, Ids] = field(default_factory=dict)
+    """[tokens - 1, L, K]."""
+    there: dict[SampleKey, Ids] = field(default_factory=dict)
+    """[tokens - 1, L] bool: which of them some router used."""
+
+    def add_call(
+        self, shard: Shard, ids_RK: Ids, *, microbatch: int, layer: int, tp: int = 0, of_pass: str = "forward"
+    ) -> None:
+        """`ids_RK` [rows, K] as the router of a global layer used them, in its row order."""
+        sample_R, position_R = shard.row_map(microbatch, tp=tp)
+        if len(ids_RK) != len(sample_R):
+            raise RecordingInvalid(
+                f"layer {layer}, micro-batch {microbatch}: the router used {len(ids_RK)} rows, the layout says {len(sample_R)}; "
+                "is the model run with the layout, packing and padding of the recording?"
+            )
+        for index, name in enumerate(shard.microbatches[microbatch].sample_ids):
+            rows = np.flatnonzero(sample_R == index)
+            self.add_rows(name, position_R[rows], np.asarray(ids_RK)[rows], layer=layer, of_pass=of_pass)
+
+    def add_rows(
+        self, sample_id: str, positions_T: Ids, ids_TK: Ids, *, layer: int, of_pass: str = "forward"
+    ) -> None:
+        ids_TLK, there_TL = self._of((of_pass, sample_id))
+        place = self.spec.moe_index(layer)
+        ids_TLK[positions_T, place], there_TL[positions_T, place] = ids_TK, True
+
+    def _of(self, key: SampleKey) -> tuple[Ids, Ids]:
+        if key not in self.ids:
+            rows = self.ticket.sample(key[1]).tokens - 1
+            shape = (rows, self.spec.num_moe_layers)
+            self.ids[key] = np.zeros((*shape, self.spec.top_k), self.spec.id_dtype)
+            self.there[key] = np.zeros(shape, bool)
+        return self.ids[key], self.there[key]
+
+    def merge(self, other: ConsumedRows) -> None:
+        """The rows and layers of another rank."""
+        for key, there_TL in other.there.items():
+            ids_TLK, own_TL = self._of(key)
+            ids_TLK[there_TL] = other.ids[key][there_TL]
+            own_TL |= there_TL
+
+    def step(self, tokens: Mapping[str, Ids] | None = None) -> RecordedStep:
+        """As if it had been written and read again."""
+        frames = {key: [self._frame(key)] for key in self.ids}
+        return RecordedStep(
+            ticket=self.ticket,
+            frames={
+                sample.sample_id: frames.get(("forward", sample.sample_id), [])
+                for sample in self.ticket.samples
+            },
+            tokens=tokens or {},
+            spec=self.spec,
+            side="router",
+            passes=frames,
+        )
+
+    def write(self, folder: Path) -> Path:
+        """A routers' side in a folder of its own. Raises RecordingInvalid, OSError."""
+        Manifest(spec=self.spec, layout=self.ticket.layout, side="router", tokens=False).write(folder)
+        path = folder / segment_name(self.ticket.step, 0)
+        write_segment(path, [pack(Kind.TICKET, self.ticket.to_bytes()), *self._records()])
+        return path
+
+    def _records(self) -> Iterator[list[bytes | memoryview]]:
+        places = {sample.sample_id: place for place, sample in enumerate(self.ticket.samples)}
+        for of_pass, name in self.ids:
+            frame = self._frame((of_pass, name))
+            yield pack(Kind.FRAME, frame, sample=places[name], part=PASSES.index(of_pass))
+
+    def _frame(self, key: SampleKey) -> bytes:
+        sample = self.ticket.sample(key[1])
+        there_T = self.there[key].all(1)
+        spans = tuple(_within(sample, rows=sample.tokens - 1))
+        return encode_frame(
+            self.spec,
+            expert_ids_TLK=self.ids[key],
+            valid_T=there_T,
+            provenance=spans or None,
+            codec="stored",
+        )
+
+
+def _within(sample: TicketSample, *, rows: int) -> Iterable[ProvenanceSpan]:
+    """The ticket's spans, where they tile the rows."""
+    ends = [0, *(span.end for span in sample.provenance)]
+    if [span.start for span in sample.provenance] == ends[:-1] and ends[-1] == rows:
+        yield from sample.provenance
+
+
+def consumed_by(tap_records: Iterable[Any], shard: Shard, *, ticket: Ticket, tp: int) -> ConsumedRows:
+    """From `trainer.audit.ConsumptionTap.records` of one rank."""
+    found = ConsumedRows(ticket, ticket.spec)
+    for call in tap_records:
+        if call.pass_name in PASSES and call.microbatch >= 0 and call.layer in ticket.spec.moe_layers:
+            found.add_call(
+                shard,
+                call.ids_RK,
+                microbatch=call.microbatch,
+                layer=call.layer,
+                tp=tp,
+                of_pass=call.pass_name,
+            )
+    return found

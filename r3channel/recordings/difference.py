@@ -1,0 +1,89 @@
+"""Where two recordings of the same samples are not the same: the first place, and how much of each layer. Judges nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from r3channel.recordings.recording import Recording
+from r3channel.recordings.sides import Sides
+
+
+def compare(first: Recording, second: Recording) -> dict[str, Any]:
+    """As `r3channel diff --json` prints it. Raises what reading does."""
+    shared = sorted(set(first.steps) & set(second.steps))
+    steps = [_step(sides) for number in shared for sides in Sides.of(first.step(number), second.step(number))]
+    return {
+        "only_first": sorted(set(first.steps) - set(second.steps)),
+        "only_second": sorted(set(second.steps) - set(first.steps)),
+        "steps": steps,
+        "equal": bool(steps)
+        and first.steps == second.steps
+        and not any(step["different"] or step["order_only"] or step["missing"] for step in steps),
+    }
+
+
+def _step(sides: Sides) -> dict[str, Any]:
+    differs_RL, moe_layers = sides.differs_RL, sides.spec.moe_layers
+    sorted_RL = np.zeros_like(differs_RL)
+    rows, places = np.nonzero(differs_RL)
+    if len(rows) and sides.seen_RLK.shape[2] == sides.spec.top_k:
+        want, seen = sides.want_RLK[rows, places], sides.seen_RLK[rows, places]
+        same = (np.sort(want, -1) == np.sort(seen, -1)).all(-1)
+        sorted_RL[rows[same], places[same]] = True
+    real_RL = differs_RL & ~sorted_RL
+    missing = sides.valid_R & ~sides.there_R
+    found: dict[str, Any] = {
+        "step": sides.ticket.step,
+        "pass": sides.of_pass,
+        "rows": int(sides.both_R.sum()),
+        "different": int(real_RL.sum()),
+        "order_only": int(sorted_RL.sum()),
+        "missing": int(missing.sum()),
+        "layers": {
+            str(layer): {
+                "different": int(real_RL[:, place].sum()),
+                "order_only": int(sorted_RL[:, place].sum()),
+            }
+            for place, layer in enumerate(moe_layers)
+            if differs_RL[:, place].any()
+        },
+    }
+    for what, cells in (("first", real_RL), ("first_order_only", sorted_RL)):
+        if cells.any():
+            row, place = (int(index[0]) for index in np.nonzero(cells))
+            sample, position = sides.place(row)
+            found[what] = {
+                "sample": sample,
+                "position": position,
+                "layer": moe_layers[place],
+                "expected": sides.want_RLK[row, place].tolist(),
+                "seen": sides.seen_RLK[row, place].tolist(),
+            }
+    return found
+
+
+def text(found: dict[str, Any]) -> str:
+    """For a terminal."""
+    lines = []
+    for step in found["steps"]:
+        passed = f", {step['pass']}" if step["pass"] != "forward" else ""
+        lines.append(
+            f"step {step['step']}{passed}: {step['rows']:,} rows compared, {step['different']:,} rows of layers differ, "
+            f"{step['order_only']:,} in their order only, {step['missing']:,} rows missing"
+        )
+        for what, name in (("first", "first difference"), ("first_order_only", "first other order")):
+            if one := step.get(what):
+                lines.append(
+                    f"  {name}: sample {one['sample']}, position {one['position']}, layer {one['layer']}: "
+                    f"{one['expected']} and {one['seen']}"
+                )
+        lines += [
+            f"  layer {layer:>4}: {counts['different']:,} different, {counts['order_only']:,} in their order only"
+            for layer, counts in step["layers"].items()
+        ]
+    for name in ("first", "second"):
+        if only := found[f"only_{name}"]:
+            lines.append(f"only in the {name}: steps {only}")
+    return "\n".join([*lines, "equal" if found["equal"] else "not equal"])

@@ -1,0 +1,97 @@
+"""A recording at a glance: what each step holds, and which experts it loads. Plain values."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+from r3channel.recordings.recording import Recording
+from r3channel.routing import Ids, RowKind
+
+
+def summarize(recording: Recording) -> dict[str, Any]:
+    """As `r3channel inspect --json` prints it. Raises what reading does."""
+    manifest, spec = recording.manifest, recording.manifest.spec
+    load_LE = np.zeros((spec.num_moe_layers, spec.num_experts), np.int64)
+    steps = [_step(recording, number, load_LE) for number in recording.steps]
+    return {
+        "side": manifest.side,
+        "spec": spec.to_dict(),
+        "layout": str(manifest.layout),
+        "tokens": manifest.tokens,
+        "versions": dict(manifest.versions),
+        "steps": steps,
+        "samples": sum(step["samples"] for step in steps),
+        "rows": sum(step["rows"] for step in steps),
+        "bytes": sum(step["bytes"] for step in steps),
+        "load": [_load(layer, load_E) for layer, load_E in zip(spec.moe_layers, load_LE, strict=True)],
+    }
+
+
+def _step(recording: Recording, number: int, load_LE: Ids) -> dict[str, Any]:
+    segments, step = recording.segments(number), recording.step(number)
+    kinds, rows = Counter[str](), 0
+    for sample in step.samples:
+        ids_TLK, there_T = step.ids(sample.sample_id)
+        rows += int(there_T.sum())
+        _count(load_LE, ids_TLK[there_T])
+        for span in sample.provenance:
+            kinds[RowKind(span.kind).name.lower()] += span.end - span.start
+    return {
+        "step": number,
+        "samples": len(step.samples),
+        "cut": list(step.cut),
+        "rows": rows,
+        "turns": sum(map(len, step.frames.values())),
+        "weight_versions": list(step.ticket.weight_versions),
+        "kinds": dict(kinds),
+        "relays": [segment.relay for segment in segments],
+        "torn_bytes": sum(segment.torn_bytes for segment in segments),
+        "bytes": recording.nbytes(number),
+    }
+
+
+def _count(load_LE: Ids, ids_TLK: Ids) -> None:
+    layers, experts = load_LE.shape
+    for place in range(layers):
+        found = np.bincount(ids_TLK[:, place].ravel().astype(np.int64).clip(0), minlength=experts)
+        load_LE[place] += found[:experts]
+
+
+def _load(layer: int, load_E: Ids) -> dict[str, Any]:
+    total = int(load_E.sum())
+    mean = total / len(load_E)
+    return {
+        "layer": layer,
+        "busiest": int(load_E.argmax()),
+        "busiest_over_mean": round(float(load_E.max()) / mean, 3) if total else 0.0,
+        "idle_experts": int((load_E == 0).sum()),
+    }
+
+
+def table(found: dict[str, Any]) -> str:
+    """For a terminal."""
+    spec = found["spec"]
+    lines = [
+        f"{found['side']} side: {len(found['steps'])} steps, {found['samples']:,} samples, {found['rows']:,} rows, "
+        f"{found['bytes'] / 1e6:,.1f} MB; {len(spec['moe_layers'])} MoE layers, top-{spec['top_k']} of {spec['num_experts']}; "
+        f"{found['layout']}",
+        "written with " + ", ".join(f"{name} {version}" for name, version in found["versions"].items()),
+        f"{'step':>6} {'samples':>8} {'rows':>10} {'MB':>9}  {'versions':12} {'kinds':34} relays",
+    ]
+    for step in found["steps"]:
+        kinds = " ".join(f"{name} {count}" for name, count in step["kinds"].items())
+        versions = ",".join(map(str, step["weight_versions"]))
+        cut = f"  CUT: {len(step['cut'])} samples" if step["cut"] else ""
+        lines.append(
+            f"{step['step']:>6} {step['samples']:>8,} {step['rows']:>10,} {step['bytes'] / 1e6:>9.2f}  {versions:12} {kinds:34} "
+            f"{','.join(map(str, step['relays']))}{cut}"
+        )
+    lines.append(f"{'layer':>6} {'busiest expert':>15} {'of mean load':>13} {'idle experts':>13}")
+    lines += [
+        f"{one['layer']:>6} {one['busiest']:>15} {one['busiest_over_mean']:>13.2f} {one['idle_experts']:>13}"
+        for one in found["load"]
+    ]
+    return "\n".join(lines)

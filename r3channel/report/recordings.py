@@ -1,0 +1,163 @@
+"""`r3channel inspect | diff | replay | check | import | export`: what one does with a recording. No engine, relay, GPU or Ray.
+
+Exit status: 0 clean, 1 something was found, 2 it could not be read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from r3channel.errors import ConfigError
+from r3channel.plan.layout import TrainerLayout
+from r3channel.recordings import difference, npz, summary
+from r3channel.recordings.alone import CANNOT, judge_alone
+from r3channel.recordings.catalogue import NOTES, judge
+from r3channel.recordings.finding import Finding
+from r3channel.recordings.recording import Recording
+from r3channel.recordings.replayed import consumed, described, fitted
+from r3channel.recordings.sides import Sides
+
+FORMATS = ("npz",)
+"""Others are refused by name: their sources were not read, and a guess would be wrong in silence."""
+
+
+def run(argv: Sequence[str]) -> int:
+    """A command's name, then its arguments."""
+    options = _parser(argv[0]).parse_args(argv[1:])
+    return _RUN[argv[0]](options)
+
+
+def _parser(command: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"r3channel {command}")
+    if command == "import":
+        parser.add_argument("source", nargs="+", type=Path, metavar="FILE")
+        parser.add_argument("--out", type=Path, required=True, metavar="REC")
+    else:
+        parser.add_argument("recording", type=Path, metavar="REC")
+    if command == "export":
+        parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    if command in ("import", "export"):
+        parser.add_argument("--format", required=True, help=f"one of {', '.join(FORMATS)}")
+    if command == "diff":
+        parser.add_argument("other", type=Path, metavar="REC")
+    if command == "check":
+        parser.add_argument(
+            "router", type=Path, nargs="?", metavar="ROUTER_REC", help="what routers used, as a recording"
+        )
+        parser.add_argument("--strict", action="store_true", help="a suspicion is exit 1, too")
+    if command in ("replay", "import"):
+        parser.add_argument(
+            "--layout", type=TrainerLayout.parse, help="dp=2,tp=2,...; default: the recorded one"
+        )
+    if command in ("inspect", "diff", "replay", "check"):
+        parser.add_argument("--json", action="store_true", help="one JSON object")
+    return parser
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    found = summary.summarize(Recording.open(options.recording))
+    _print(options, found, summary.table)
+    return int(any(step["cut"] for step in found["steps"]))
+
+
+def _diff(options: argparse.Namespace) -> int:
+    found = difference.compare(Recording.open(options.recording), Recording.open(options.other))
+    _print(options, found, difference.text)
+    return int(not found["equal"])
+
+
+def _replay(options: argparse.Namespace) -> int:
+    recording, told, found = Recording.open(options.recording), [], list[Finding]()
+    for number in recording.steps:
+        step = fitted(recording.step(number), options.layout)
+        rows = consumed(step)
+        told.append(described(step, rows))
+        found += [one for sides in Sides.of(step, rows.step()) for one in judge(sides)]
+    _print(options, {"steps": told, "findings": [one.to_dict() for one in found]}, _replayed)
+    return int(bool(found))
+
+
+def _replayed(found: dict[str, Any]) -> str:
+    lines = [
+        f"step {one['step']}: {one['ranks']} ranks of {one['layout']}: {one['rows_of_layers']:,} rows of layers, expected "
+        f"{one['expected_rows_of_layers']:,}"
+        for one in found["steps"]
+    ]
+    return "\n".join([*lines, *(str(Finding(**one)) for one in found["findings"])])
+
+
+def _check(options: argparse.Namespace) -> int:
+    engine = Recording.open(options.recording)
+    router = Recording.open(options.router) if options.router else None
+    found = list(_alone(engine) if router is None else _pair(engine, router))
+    values = {
+        "findings": [one.to_dict() for one in found],
+        "steps": list(engine.steps),
+        "cannot_know": CANNOT if router is None else "",
+    }
+    _print(options, values, _checked)
+    verdicts = [one for one in found if (one.verdict or options.strict) and one.name not in NOTES]
+    return int(bool(verdicts))
+
+
+def _alone(recording: Recording) -> Iterator[Finding]:
+    for number in recording.steps:
+        yield from judge_alone(recording.step(number))
+
+
+def _pair(engine: Recording, router: Recording) -> Iterator[Finding]:
+    shared = sorted(set(engine.steps) & set(router.steps))
+    if not shared:
+        raise ConfigError(
+            f"the engines' side has steps {list(engine.steps)[:10]}, the routers' {list(router.steps)[:10]}: expected one in both"
+        )
+    for number in shared:
+        for sides in Sides.of(engine.step(number), router.step(number)):
+            yield from judge(sides)
+
+
+def _checked(values: dict[str, Any]) -> str:
+    lines = [str(Finding(**one)) for one in values["findings"]]
+    clean = f"{len(values['steps'])} steps: nothing found"
+    return "\n".join([*(lines or [clean]), *filter(None, [values["cannot_know"]])])
+
+
+def _import(options: argparse.Namespace) -> int:
+    _check_format(options.format)
+    npz.import_npz(options.source, options.out, layout=options.layout)
+    return 0
+
+
+def _export(options: argparse.Namespace) -> int:
+    _check_format(options.format)
+    for path in npz.export_npz(Recording.open(options.recording), options.out):
+        print(path)
+    return 0
+
+
+def _check_format(name: str) -> None:
+    if name not in FORMATS:
+        raise ConfigError(
+            f"format {name!r}, expected one of {FORMATS}: the sources of other dumps were not read, and what they mean is not guessed. "
+            "Write .npz files; r3channel.recordings.npz says which arrays"
+        )
+
+
+def _print(
+    options: argparse.Namespace, found: dict[str, Any], as_text: Callable[[dict[str, Any]], str]
+) -> None:
+    print(json.dumps(found) if options.json else as_text(found))
+
+
+_RUN: dict[str, Callable[[argparse.Namespace], int]] = {
+    "inspect": _inspect,
+    "diff": _diff,
+    "replay": _replay,
+    "check": _check,
+    "import": _import,
+    "export": _export,
+}

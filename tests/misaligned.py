@@ -1,0 +1,299 @@
+"""An engine's side of a small step under any layout, and the routers' side with one known mistake in it.
+
+Each mistake is made where a framework makes it: in the order of a rank's routers, in layers, in ids. `CASES` has them by
+their name in `r3channel.recordings.catalogue`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from r3channel.plan.assignment import Assignment
+from r3channel.plan.layout import TrainerLayout
+from r3channel.plan.place import spread_ids
+from r3channel.plan.ticket import Ticket, TicketSample
+from r3channel.recordings.consumed import ConsumedRows
+from r3channel.recordings.moves import Moves
+from r3channel.recordings.sides import Sides
+from r3channel.recordings.step import RecordedStep
+from r3channel.routing import Ids, ProvenanceSpan, RowKind
+from r3channel.spec import RoutingSpec
+from r3channel.tokens import as_tokens, hash_tokens
+from r3channel.wire.digest import fold, layer_digests
+from r3channel.wire.frame import encode_frame
+
+PLAIN = RoutingSpec(num_layers=6, moe_layers=tuple(range(6)), num_experts=64, top_k=4)
+DENSE = RoutingSpec(num_layers=6, moe_layers=(1, 2, 3, 4, 5), num_experts=64, top_k=4)
+WIDE = RoutingSpec(num_layers=6, moe_layers=tuple(range(6)), num_experts=384, top_k=4)
+Rows = dict[str, Ids]
+
+
+def engine_step(
+    spec: RoutingSpec = PLAIN,
+    layout: str = "",
+    *,
+    seed: int = 0,
+    lengths: tuple[int, ...] = (33, 25, 33, 25),
+    shared: int = 0,
+) -> RecordedStep:
+    """Two micro-batches on each DP rank; with `shared`, all samples begin with the same so many tokens and rows. Two weight
+    versions in each sample: an early part, prefilled, and a later one."""
+    rng, cut = np.random.default_rng(seed), TrainerLayout.parse(layout)
+    names = [f"s{index}" for index in range(len(lengths) * cut.dp)]
+    of = dict(zip(names, lengths * cut.dp, strict=True))
+    common = distinct(rng, shared, spec)
+    prompt = rng.integers(4, 512, max(shared, 1))[:shared].astype(np.int32)
+    samples, frames, tokens = {}, {}, {}
+    for name, count in of.items():
+        ids = distinct(rng, count - 1, spec)
+        ids[:shared] = common[: count - 1]
+        own = rng.integers(4, 512, count).astype(np.int32)
+        own[:shared] = prompt[:count]
+        middle = (count - 1) // 2
+        parts = ((0, middle, 3, RowKind.PREFILLED), (middle, count - 1, 4, RowKind.DECODED))
+        spans = tuple(
+            ProvenanceSpan(start=start, end=end, weight_version=version, kind=kind)
+            for start, end, version, kind in parts
+            if end > start
+        )
+        digest = fold(layer_digests(ids, first_row=0))
+        tokens[name] = as_tokens(own)
+        samples[name] = TicketSample(
+            name, count, hash_tokens(tokens[name]), digest, spans, (), ((count - 1, 0),)
+        )
+        frames[name] = [encode_frame(spec, expert_ids_TLK=ids, provenance=spans, codec="stored")]
+    ranks = [
+        [
+            names[dp * len(lengths) :][: len(lengths) // 2],
+            names[dp * len(lengths) :][len(lengths) // 2 : len(lengths)],
+        ]
+        for dp in range(cut.dp)
+    ]
+    assignment = Assignment.given(ranks)
+    ordered = tuple(samples[name] for name in assignment.sample_ids)
+    return RecordedStep(Ticket("run", 7, spec, cut, assignment, ordered, 1024), frames, tokens, spec)
+
+
+def distinct(rng: np.random.Generator, rows: int, spec: RoutingSpec) -> Ids:
+    scores = rng.random((rows, spec.num_moe_layers, spec.num_experts))
+    return scores.argsort(-1)[..., : spec.top_k].astype(spec.id_dtype)
+
+
+def rows_of(step: RecordedStep) -> Rows:
+    return {sample.sample_id: np.array(step.ids(sample.sample_id)[0]) for sample in step.samples}
+
+
+def router_step(
+    step: RecordedStep,
+    rows: Rows,
+    *,
+    spec: RoutingSpec | None = None,
+    of_pass: str = "forward",
+    beside: Rows | None = None,
+) -> RecordedStep:
+    """`rows` as what routers used; `beside` is the forward pass where `rows` are another one's."""
+    found = ConsumedRows(step.ticket, spec or step.spec)
+    for name, ids in rows.items():
+        found.ids[of_pass, name], found.there[of_pass, name] = (
+            ids.astype(found.spec.id_dtype),
+            np.ones(ids.shape[:2], bool),
+        )
+    for name, ids in (beside or {}).items():
+        found.ids["forward", name], found.there["forward", name] = ids, np.ones(ids.shape[:2], bool)
+    return found.step()
+
+
+def moved(step: RecordedStep, source_R: Ids) -> RecordedStep:
+    """Each row has the ids of another; where none is named it has padding's."""
+    rows = rows_of(step)
+    all_RLK = np.concatenate(list(rows.values()))
+    pads = np.repeat(spread_ids(step.spec, positions_T=np.arange(len(all_RLK)))[:, None], all_RLK.shape[1], 1)
+    taken = np.where((source_R >= 0)[:, None, None], all_RLK[source_R], pads)
+    ends = np.cumsum([len(ids) for ids in rows.values()])[:-1]
+    return router_step(step, dict(zip(rows, np.split(taken, ends), strict=True)))
+
+
+def moves_of(step: RecordedStep) -> Moves:
+    (sides,) = Sides.of(step, router_step(step, rows_of(step)))
+    return Moves(sides)
+
+
+def changed(step: RecordedStep, change: Callable[[str, Ids], Ids], **options: Any) -> RecordedStep:
+    return router_step(step, {name: change(name, ids) for name, ids in rows_of(step).items()}, **options)
+
+
+def of_one(name: str, change: Callable[[Ids], Any]) -> Callable[[str, Ids], Ids]:
+    def apply(own: str, ids: Ids) -> Ids:
+        if own == name:
+            change(ids)
+        return ids
+
+    return apply
+
+
+def zero_rows(step: RecordedStep) -> RecordedStep:
+    return changed(step, of_one("s1", lambda ids: ids.__setitem__(slice(5, 9), 0)))
+
+
+def duplicated_ids(step: RecordedStep) -> RecordedStep:
+    return changed(step, of_one("s1", lambda ids: ids.__setitem__((slice(5, 9), 2, 1), ids[5:9, 2, 0])))
+
+
+def padding_rows(step: RecordedStep) -> RecordedStep:
+    pads = spread_ids(step.spec, positions_T=np.arange(40))
+    return changed(step, of_one("s1", lambda ids: ids.__setitem__(slice(20, 24), pads[20:24, None])))
+
+
+def shifted_layer(step: RecordedStep) -> RecordedStep:
+    return changed(step, lambda _, ids: np.roll(ids, 1, axis=1))
+
+
+def dense_layer_counted(step: RecordedStep) -> RecordedStep:
+    """Layer l reads column l of a buffer that has one for MoE layers only."""
+    layers = [min(layer, step.spec.num_moe_layers - 1) for layer in step.spec.moe_layers]
+    return changed(step, lambda _, ids: ids[:, layers])
+
+
+def mtp_shift(step: RecordedStep) -> RecordedStep:
+    """The MTP layer's router takes the last decoder layer's ids."""
+    count = step.spec.num_layers
+    more = replace(step.spec, num_layers=count + 1, moe_layers=(*step.spec.moe_layers, count))
+    return changed(step, lambda _, ids: np.concatenate([ids, ids[:, -1:]], axis=1), spec=more)
+
+
+def retraction_overwrite(step: RecordedStep) -> RecordedStep:
+    """Decoded rows 20..30 of one sample come back prefilled, with other ids in half of them."""
+    rows, sample = rows_of(step), step.ticket.sample("s0")
+    rows["s0"][20:30:2] = distinct(np.random.default_rng(99), 5, step.spec)
+    spans = (
+        sample.provenance[0],
+        replace(sample.provenance[1], end=20),
+        ProvenanceSpan(start=20, end=30, weight_version=4, kind=RowKind.PREFILLED),
+        replace(sample.provenance[1], start=30),
+    )
+    return with_spans(step, router_step(step, rows), {"s0": spans})
+
+
+def with_spans(
+    step: RecordedStep, router: RecordedStep, spans: dict[str, tuple[ProvenanceSpan, ...]]
+) -> RecordedStep:
+    passes = dict(router.passes)
+    for name, own in spans.items():
+        ids = router.ids(name)[0]
+        passes["forward", name] = [
+            encode_frame(step.spec, expert_ids_TLK=ids, provenance=own, codec="stored")
+        ]
+    return replace(router, passes=passes)
+
+
+def mixed_versions(step: RecordedStep) -> RecordedStep:
+    one = {
+        s.sample_id: (ProvenanceSpan(start=0, end=s.tokens - 1, weight_version=4, kind=RowKind.DECODED),)
+        for s in step.samples
+    }
+    return with_spans(step, router_step(step, rows_of(step)), one)
+
+
+def version_off_by_one(step: RecordedStep) -> RecordedStep:
+    later = {
+        s.sample_id: tuple(replace(span, weight_version=span.weight_version + 1) for span in s.provenance)
+        for s in step.samples
+    }
+    return with_spans(step, router_step(step, rows_of(step)), later)
+
+
+def stale_row(step: RecordedStep) -> RecordedStep:
+    rows = rows_of(step)
+    rows["s2"][:7] = rows["s0"][:7]
+    return router_step(step, rows)
+
+
+def swapped_samples(step: RecordedStep) -> RecordedStep:
+    rows = rows_of(step)
+    rows["s0"], rows["s2"] = rows["s2"], rows["s0"]
+    return router_step(step, rows)
+
+
+def cp_chunks_swapped(step: RecordedStep) -> RecordedStep:
+    rows, size = rows_of(step), moves_of(step).chunk_S[0]
+    one, other = rows["s0"][size : 2 * size].copy(), rows["s2"][size : 2 * size].copy()
+    rows["s0"][size : 2 * size], rows["s2"][size : 2 * size] = other, one
+    return router_step(step, rows)
+
+
+def stage_reversed(step: RecordedStep) -> RecordedStep:
+    source = next(iter(moves_of(step).stage_reversed()))
+    return changed(step, lambda _, ids: ids[:, source])
+
+
+def physical_ids(step: RecordedStep) -> RecordedStep:
+    table = np.random.default_rng(5).permuted(
+        np.tile(np.arange(step.spec.num_experts), (step.spec.num_moe_layers, 1)), axis=1
+    )
+    return changed(step, lambda _, ids: table[np.arange(step.spec.num_moe_layers)[None, :, None], ids])
+
+
+def fused_shared_expert(step: RecordedStep) -> RecordedStep:
+    more = replace(step.spec, top_k=step.spec.top_k + 1, num_experts=step.spec.num_experts + 1)
+    return changed(
+        step,
+        lambda _, ids: np.concatenate([ids, np.full_like(ids[..., :1], step.spec.num_experts)], axis=-1),
+        spec=more,
+    )
+
+
+def recompute_other_microbatch(step: RecordedStep) -> RecordedStep:
+    other = moved(step, moves_of(step).other_microbatch(1))
+    return router_step(step, rows_of(other), of_pass="recompute", beside=rows_of(step))
+
+
+def int16_as_uint8(step: RecordedStep) -> RecordedStep:
+    half = lambda ids: ids.astype("<i2").view(np.uint8)[..., : step.spec.top_k]  # noqa: E731
+    return changed(step, lambda _, ids: np.ascontiguousarray(half(np.ascontiguousarray(ids))))
+
+
+def missing_prefix(step: RecordedStep) -> RecordedStep:
+    return moved(step, moves_of(step).shifted(6))
+
+
+CASES: dict[str, list[tuple[RoutingSpec, str, Callable[[RecordedStep], RecordedStep]]]] = {
+    "zero_rows": [(PLAIN, "", zero_rows)],
+    "duplicated_ids": [(PLAIN, "", duplicated_ids)],
+    "padding_rows": [(PLAIN, "", padding_rows)],
+    "off_by_one_row": [
+        (PLAIN, "dp=2", lambda step: moved(step, moves_of(step).shifted(1))),
+        (DENSE, "tp=2", lambda step: moved(step, moves_of(step).shifted(-1))),
+    ],
+    "missing_prefix": [(PLAIN, "", missing_prefix)],
+    "shifted_layer": [(PLAIN, "", shifted_layer)],
+    "dense_layer_counted": [(DENSE, "", dense_layer_counted)],
+    "mtp_shift": [(DENSE, "", mtp_shift)],
+    "retraction_overwrite": [(PLAIN, "", retraction_overwrite)],
+    "mixed_versions": [(PLAIN, "", mixed_versions)],
+    "version_off_by_one": [(PLAIN, "", version_off_by_one)],
+    "stale_row": [(PLAIN, "", stale_row)],
+    "swapped_samples": [(PLAIN, "", swapped_samples), (PLAIN, "cp=2", swapped_samples)],
+    "cp_chunks_swapped": [(PLAIN, "cp=2,packing=thd", cp_chunks_swapped)],
+    "zigzag_order": [
+        (PLAIN, "cp=2", lambda step: moved(step, next(iter(moves_of(step).zigzag())))),
+        (DENSE, "cp=4,packing=thd", lambda step: moved(step, list(moves_of(step).zigzag())[1])),
+    ],
+    "sp_halves_swapped": [
+        (PLAIN, "tp=2", lambda step: moved(step, next(iter(moves_of(step).slots_exchanged()))))
+    ],
+    "stage_reversed": [(PLAIN, "pp=2", stage_reversed), (PLAIN, "", stage_reversed)],
+    "rotated_rows": [
+        (PLAIN, "packing=thd", lambda step: moved(step, moves_of(step).rotated(3))),
+        (PLAIN, "", lambda step: moved(step, moves_of(step).rotated(5))),
+    ],
+    "physical_ids": [(PLAIN, "", physical_ids), (WIDE, "", physical_ids)],
+    "fused_shared_expert": [(PLAIN, "", fused_shared_expert)],
+    "recompute_other_microbatch": [(PLAIN, "", recompute_other_microbatch)],
+    "int16_as_uint8": [(WIDE, "", int16_as_uint8)],
+    "other_microbatch": [(PLAIN, "", lambda step: moved(step, moves_of(step).other_microbatch(1)))],
+}
+"""Name in the catalogue -> (spec, layout, mistake) of each case."""
