@@ -139,13 +139,13 @@ def _unused(step: RecordedStep, found: ConsumedRows) -> str:
     silent: dict[str, list[Any]] = {}
     for sample in step.samples:
         there_TL = found.there.get(("forward", sample.sample_id))
-        used = [False] * len(layers) if there_TL is None else there_TL.any(0).tolist()
+        used = [there_TL is not None and bool(there_TL[:, place].any()) for place in range(len(layers))]
         if lacking := [layer for layer, one in zip(layers, used, strict=True) if not one]:
             silent[sample.sample_id] = lacking
     if not silent:
         return ""
     name, lacking = next(iter(silent.items()))
     return (
-        f"no router used rows of {len(silent)} of {len(step.samples)} samples: the first is {name}, layers {lacking[:20]}; expected "
-        f"all of {list(layers)[:20]}. Did the model call rank.used at each router, in every micro-batch, on every rank?"
+        f"no router used rows of {len(silent)} of {len(step.samples)} samples: the first is {name}, layers {lacking[:20]}; "
+        f"expected all of {list(layers)[:20]}. Is rank.used called at each router, in every micro-batch, on every rank?"
     )

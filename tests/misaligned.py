@@ -39,20 +39,27 @@ def engine_step(
     seed: int = 0,
     lengths: tuple[int, ...] = (33, 25, 33, 25),
     shared: int = 0,
+    real: RecordedStep | None = None,
 ) -> RecordedStep:
     """Two micro-batches on each DP rank; with `shared`, all samples begin with the same so many tokens and rows. Two weight
-    versions in each sample: an early part, prefilled, and a later one."""
+    versions in each sample: an early part, prefilled, and a later one. With
+    `real`, rows and tokens are beginnings of its samples'."""
     rng, cut = np.random.default_rng(seed), TrainerLayout.parse(layout)
     names = [f"s{index}" for index in range(len(lengths) * cut.dp)]
     of = dict(zip(names, lengths * cut.dp, strict=True))
     common = distinct(rng, shared, spec)
     prompt = rng.integers(4, 512, max(shared, 1))[:shared].astype(np.int32)
     samples, frames, tokens = {}, {}, {}
+    taken = set[str]()
     for name, count in of.items():
         ids = distinct(rng, count - 1, spec)
         ids[:shared] = common[: count - 1]
         own = rng.integers(4, 512, count).astype(np.int32)
         own[:shared] = prompt[:count]
+        if real is not None:
+            sample = next(one for one in real.samples if one.tokens >= count and one.sample_id not in taken)
+            taken.add(sample.sample_id)
+            ids, own = real.rows(sample.sample_id)[: count - 1], real.tokens[sample.sample_id][:count]
         middle = (count - 1) // 2
         parts = ((0, middle, 3, RowKind.PREFILLED), (middle, count - 1, 4, RowKind.DECODED))
         spans = tuple(

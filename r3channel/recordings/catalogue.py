@@ -154,12 +154,18 @@ class _Case:
         spec = self.sides.spec
         yield "row_order", lambda want, seen, _r, _l: _same(np.sort(want, -1), np.sort(seen, -1))
         yield "int16_as_uint8", self._as_bytes
-        yield "zero_rows", lambda _w, seen, _r, _l: (seen == 0).all(-1) if spec.top_k > 1 else seen[:, 0] == 0
+        yield "zero_rows", lambda _w, seen, _r, _l: np.all(seen == 0, axis=-1)
         yield "padding_rows", self._padding
         yield "fused_shared_expert", self._shared
         yield "physical_ids", self._physical
-        yield "duplicated_ids", lambda _w, seen, _r, _l: (np.diff(np.sort(seen, -1), axis=-1) == 0).any(-1)
-        yield "out_of_range", lambda _w, seen, _r, _l: (seen >= spec.num_experts).any(-1) | (seen < 0).any(-1)
+        yield (
+            "duplicated_ids",
+            lambda _w, seen, _r, _l: np.any(np.diff(np.sort(seen, -1), axis=-1) == 0, axis=-1),
+        )
+        yield (
+            "out_of_range",
+            lambda _w, seen, _r, _l: np.any((seen >= spec.num_experts) | (seen < 0), axis=-1),
+        )
 
     def _hits(self, left_RL: Bools, test: Callable[[Ids, Ids, Ints, Ints], Bools]) -> Bools:
         rows, layers = np.nonzero(left_RL)
@@ -283,9 +289,8 @@ class _Case:
         """Samples that have another one's rows at the same positions: exchanged whole, by chunks, or stale in one direction."""
         pairs = {
             (int(self.sides.sample_R[row]), int(self.sides.sample_R[target]))
-            for row, target in self._origins(rows, layers)
+            for row, target in self._origins(rows, layers, in_place=True)
             if not self._same_sample(row, target)
-            and self.sides.position_R[row] == self.sides.position_R[target]
         }
         hits: dict[tuple[int, int], Bools] = {}
         for sample, other in sorted(pairs):
@@ -306,24 +311,43 @@ class _Case:
         begin, end = self.sides.begin_S[sample : sample + 2]
         return bool(hit_RL[begin:end].any(1).mean() > 0.9) or self.sides.ticket.layout.cp == 1
 
-    def _origins(self, rows: Ints, layers: Ints) -> list[tuple[int, int]]:
-        """(row, the row whose ids it has) of some that differ, layer by layer; rows whose ids are not unique are left out."""
-        known = self._known
+    def _origins(self, rows: Ints, layers: Ints, *, in_place: bool = False) -> list[tuple[int, int]]:
+        """(row, a row whose ids it has in some layer) of some that differ. `in_place`: at the same position of another sample, of
+        which there may be several; else rows whose ids are not unique are left out."""
         pick = np.unique(np.linspace(0, len(rows) - 1, min(len(rows), _LOOKED_UP)).astype(np.int64))
-        words = row_words(items_of(np.ascontiguousarray(self.sides.seen_RLK[rows[pick], layers[pick]])))
-        keys = _keyed(words, layers[pick])
-        at = np.minimum(np.searchsorted(known[0], keys), len(known[0]) - 1)
-        hit = known[0][at] == keys
-        return list(zip(rows[pick][hit].tolist(), known[1][at[hit]].tolist(), strict=True))
+        keys = self._keys(self.sides.seen_RLK[rows[pick], layers[pick]], rows[pick], layers[pick], in_place)
+        known, row_of = self._known_in_place if in_place else self._known
+        if not len(known):
+            return []
+        at = np.minimum(np.searchsorted(known, keys), len(known) - 1)
+        hit = known[at] == keys
+        return list(zip(rows[pick][hit].tolist(), row_of[at[hit]].tolist(), strict=True))
+
+    def _keys(self, ids_NK: Ids, rows: Ints, layers: Ints, in_place: bool) -> Ids:
+        place = layers + (self.sides.position_R[rows] + 1) * self.sides.spec.num_moe_layers * in_place
+        words = row_words(items_of(np.ascontiguousarray(ids_NK))).astype(np.uint64)
+        return words * np.uint64(0x9E3779B97F4A7C15) + place.astype(np.uint64)
 
     @cached_property
-    def _known(self) -> tuple[Ints, Ints]:
+    def _known(self) -> tuple[Ids, Ints]:
         """Sorted keys of all (layer, ids) that stand in one row only, and that row."""
+        found, row_of, times = self._looked_up(in_place=False)
+        return found[times == 1], row_of[times == 1]
+
+    @cached_property
+    def _known_in_place(self) -> tuple[Ids, Ints]:
+        """Sorted keys of all (layer, position, ids), and the first row that has them."""
+        found, row_of, _ = self._looked_up(in_place=True)
+        return found, row_of
+
+    def _looked_up(self, *, in_place: bool) -> tuple[Ids, Ints, Ints]:
         rows, layers = self.sides.want_RLK.shape[:2]
-        words = row_words(items_of(np.ascontiguousarray(self.sides.want_RLK).reshape(rows * layers, -1)))
-        keys = _keyed(words, np.tile(np.arange(layers), rows))
+        flat_NK = np.ascontiguousarray(self.sides.want_RLK).reshape(rows * layers, -1)
+        keys = self._keys(
+            flat_NK, np.repeat(np.arange(rows), layers), np.tile(np.arange(layers), rows), in_place
+        )
         found, first, times = np.unique(keys, return_index=True, return_counts=True)
-        return found[times == 1], first[times == 1] // layers
+        return found, first // layers, times
 
     # -- telling ----------------------------------------------------------------------------------------------------------
 
@@ -350,13 +374,9 @@ def finding(name: str, sides: Sides, *, sample: str, cells: int = 0, position: i
     )  # fmt: skip
 
 
-def _keyed(words: Ids, layers: Ints) -> Ids:
-    return words.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + layers.astype(np.uint64)
-
-
 def _same(want: Ids, seen: Ids) -> Bools:
     """Row by row."""
-    return (want == seen).all(-1)
+    return np.all(want == seen, axis=-1)
 
 
 # -- versions -----------------------------------------------------------------------------------------------------------------

@@ -103,7 +103,7 @@ class ConsumedRows:
 
     def _frame(self, key: SampleKey) -> bytes:
         sample = self.ticket.sample(key[1])
-        there_T = self.there[key].all(1)
+        there_T = np.all(self.there[key], axis=1)
         spans = tuple(_within(sample, rows=sample.tokens - 1))
         return encode_frame(
             self.spec,

@@ -142,8 +142,8 @@ def _export(options: argparse.Namespace) -> int:
 def _check_format(name: str) -> None:
     if name not in FORMATS:
         raise ConfigError(
-            f"format {name!r}, expected one of {FORMATS}: the sources of other dumps were not read, and what they mean is not guessed. "
-            "Write .npz files; r3channel.recordings.npz says which arrays"
+            f"format {name!r}, expected one of {FORMATS}: the sources of other dumps were not read, and what they mean is not "
+            "guessed. Write .npz files; r3channel.recordings.npz says which arrays"
         )
 
 

@@ -1,4 +1,4 @@
-"""The plug-in as a user has it: a five-line test is green on the example's model, and red, with the reason, on each sabotaged one.
+"""The plug-in as a user has it: a five-line test is green on the example's model, and red, with the reason, on sabotaged ones.
 
 One child runs all of them, and it can import numpy, xxhash, lz4, torch (with what torch needs) and pytest only.
 """
@@ -16,8 +16,8 @@ BARE = """
 import sys
 from importlib.abc import MetaPathFinder
 class Only(MetaPathFinder):
-    names = {"numpy", "xxhash", "lz4", "torch", "torchgen", "pytest", "r3channel", "typing_extensions", "sympy", "mpmath", "networkx",
-             "jinja2", "markupsafe", "filelock", "fsspec", "setuptools", "pkg_resources", "_distutils_hack",
+    names = {"numpy", "xxhash", "lz4", "torch", "torchgen", "pytest", "r3channel", "typing_extensions", "sympy", "mpmath",
+             "networkx", "jinja2", "markupsafe", "filelock", "fsspec", "setuptools", "pkg_resources", "_distutils_hack",
              "_pytest", "pluggy", "iniconfig", "packaging", "pygments", "py", "functorch", "optree"}
     def find_spec(self, name, path=None, target=None):
         top = name.partition(".")[0]
@@ -30,7 +30,12 @@ sys.exit(pytest.main(sys.argv[1:]))
 """
 SABOTAGES = {
     "rows": ("replay(router.layer))", "replay(router.layer).roll(-1, 0))", "dp=1", "off_by_one_row"),
-    "layers": ("for router in self.routers:", "for router, other in zip(self.routers, reversed(self.routers)):", "dp=1", "stage_reversed"),
+    "layers": (
+        "for router in self.routers:",
+        "for router, other in zip(self.routers, reversed(self.routers)):",
+        "dp=1",
+        "stage_reversed",
+    ),
     "zeros": ("replay_RK.long()", "replay_RK.long() * (torch.arange(len(replay_RK)) % 7 > 0)[:, None]", "dp=1", "zero_rows"),
     "halves": (
         "rank.rows(m, layer)",
@@ -39,7 +44,12 @@ SABOTAGES = {
         "sp_halves_swapped",
     ),
     "ids": ("replay_RK.long()", "(replay_RK.long() * 5 + 3) % 128", "dp=2,cp=2,packing=thd", "physical_ids"),
-    "silent": ("rank.used(m, layer, ids)", "layer == 3 or rank.used(m, layer, ids)", "dp=1", "no router used rows of 16 of 16 samples"),
+    "silent": (
+        "rank.used(m, layer, ids)",
+        "layer == 3 or rank.used(m, layer, ids)",
+        "dp=1",
+        "no router used rows of 16 of 16 samples",
+    ),
 }  # fmt: skip
 """Name -> (what stands in the example's model, what is put there, layout, what the failure says)."""
 USERS = """

@@ -20,6 +20,7 @@ from r3channel.errors import ConfigError, FrameError, R3Error, RecordingInvalid,
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.ticket import Ticket, TicketSample
+from r3channel.recordings.logprobs import read_logprobs, write_logprobs
 from r3channel.recordings.recorder import Recorder, segment_name
 from r3channel.recordings.recording import Recording
 from r3channel.recordings.segment import HEAD_BYTES, Kind, read
@@ -248,3 +249,26 @@ def test_a_manifest_has_no_path_and_names_versions(tmp_path: Path) -> None:
     text = (tmp_path / "manifest.json").read_text()
     assert str(tmp_path) not in text and os.sep + "tmp" not in text
     assert json.loads(text)["versions"]["numpy"] == np.__version__
+
+
+def test_log_probs_lie_beside_their_step_as_safetensors(tmp_path: Path) -> None:
+    values = {"a": np.arange(8, dtype=np.float32) / -3, "b": np.zeros(29, np.float32)}
+    path = write_logprobs(tmp_path, 0, "router", values)
+    size = int.from_bytes(path.read_bytes()[:8], "little")
+    assert json.loads(path.read_bytes()[8 : 8 + size])["b"] == {
+        "dtype": "F32",
+        "shape": [29],
+        "data_offsets": [32, 148],
+    }
+    found = read_logprobs(tmp_path, 0, "router")
+    assert all(np.array_equal(found[name], values[name]) for name in values)
+    for damage in (
+        path.read_bytes()[:60],
+        (1 << 60).to_bytes(8, "little"),
+        path.read_bytes().replace(b"148", b"999"),
+    ):
+        path.write_bytes(damage)
+        with pytest.raises(RecordingInvalid, match="safetensors"):
+            read_logprobs(tmp_path, 0, "router")
+    with pytest.raises(RecordingInvalid, match="expected one of"):
+        write_logprobs(tmp_path, 0, "trainer", values)

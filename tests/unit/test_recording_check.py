@@ -26,6 +26,7 @@ from r3channel.recordings.step import RecordedStep
 from r3channel.spec import RoutingSpec
 from r3channel.wire.digest import fold, layer_digests
 from r3channel.wire.frame import encode_frame
+from tests.golden import faulty
 from tests.misaligned import CASES, DENSE, PLAIN, WIDE, changed, engine_step, router_step, rows_of
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "recording"
@@ -152,6 +153,24 @@ def test_one_side_raises_a_suspicion_and_no_verdict_where_only_statistics_speak(
     rows["s1"][40:60] = rows["s0"][100:120]
     (stale,) = judge_alone(with_rows(step, rows))
     assert (stale.name, stale.verdict, stale.sample, stale.position) == ("stale_row", False, "s1", 40)
+
+
+# -- recordings of a real engine, on disk --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*faulty.NAMES, *faulty.CLEAN])
+def test_the_faulty_recordings_are_named_and_the_clean_ones_are_clean(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = faulty.FAULTY / name
+    status = main(["check", str(folder / "engine"), str(folder / "router"), "--json"])
+    named = {one["name"] for one in json.loads(capsys.readouterr().out)["findings"]}
+    assert (status, named) == ((1, {name}) if name in faulty.NAMES else (0, set()))
+
+
+def test_the_corpus_is_small_and_every_folder_of_it_is_named() -> None:
+    assert {path.name for path in faulty.FAULTY.iterdir()} == {*faulty.NAMES, *faulty.CLEAN}
+    assert sum(path.stat().st_size for path in faulty.FAULTY.rglob("*") if path.is_file()) < 300_000
 
 
 # -- the commands ------------------------------------------------------------------------------------------------------------
