@@ -20,6 +20,7 @@ from slime.utils.misc import Box  # pyright: ignore[reportMissingImports]
 from r3channel.config import ChannelConfig
 from r3channel.errors import ConfigError, UsageError
 from r3channel.integrations import slime as adapter
+from r3channel.recordings.options import values_of
 from r3channel.relay.actor import FarRelay
 from r3channel.relay.placement import RelayActor
 from r3channel.relay.relay import Relay
@@ -55,7 +56,9 @@ class ChannelTransport:
         made: Any = ray.remote(RelayActor)
         made = made.options(name=RELAY, num_cpus=0, max_concurrency=calls, scheduling_strategy=here)
         channel = {**args.r3_channel, "interface": adapter.interface_of(args)}
-        actor = made.remote(spec.to_dict(), adapter.layout_of(args).to_dict(), channel, args.r3_record)
+        actor = made.remote(
+            spec.to_dict(), adapter.layout_of(args).to_dict(), channel, values_of(args, prefix="r3_")
+        )
         self.relay = cast(Relay, FarRelay(actor, spec))
         self.relay.status()  # what is wrong with its start is raised here
         ChannelTransport.rows = SampleRows(self.relay)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace, _ArgumentGroup
-from pathlib import Path
+from typing import Any
 
 from r3channel.recordings.recorder import Recorder
 
@@ -31,15 +31,21 @@ def add_options(parser: ArgumentParser | _ArgumentGroup, *, prefix: str = "") ->
     )
 
 
-def recorder_of(args: Namespace, *, prefix: str = "") -> Recorder | None:
-    """None where nothing is to be recorded. Raises ConfigError."""
+def values_of(args: Namespace, *, prefix: str = "") -> dict[str, Any] | None:
+    """What `Recorder` is made of, as plain values for another process; None where nothing is to be recorded."""
     given = {name.removeprefix(prefix): value for name, value in vars(args).items()}
     if not given["record"]:
         return None
-    return Recorder(
-        Path(given["record"]),
-        steps=given["record_steps"],
-        max_bytes=given["record_bytes"],
-        ring=given["record_ring"],
-        tokens=not given["record_no_tokens"],
-    )
+    return {
+        "root": given["record"],
+        "steps": given["record_steps"],
+        "max_bytes": given["record_bytes"],
+        "ring": given["record_ring"],
+        "tokens": not given["record_no_tokens"],
+    }
+
+
+def recorder_of(args: Namespace, *, prefix: str = "") -> Recorder | None:
+    """Raises ConfigError."""
+    values = values_of(args, prefix=prefix)
+    return Recorder(**values) if values else None

@@ -54,7 +54,8 @@ class TurnRows(Protocol):
 class Recorder:
     """NEW -> open -> (keep* -> write)* -> stopped by a limit or a full disk. Called by one relay, from any of its threads."""
 
-    root: Path
+    root: str | Path
+    """The recording's folder."""
     steps: int = 0
     """Steps that are kept at most; 0: any number."""
     max_bytes: int = 0
@@ -73,22 +74,27 @@ class Recorder:
     """Segments and their bytes, the oldest first."""
 
     def __post_init__(self) -> None:
-        self.root = Path(self.root)
         if min(self.steps, self.max_bytes) < 0 or (self.ring and not self.steps + self.max_bytes):
             raise ConfigError(
                 f"recording: steps={self.steps}, bytes={self.max_bytes}, ring={self.ring}; expected limits of 0 or more, and a "
                 "ring only with one"
             )
 
+    @property
+    def folder(self) -> Path:
+        return Path(self.root)
+
     def open(self, spec: RoutingSpec, layout: TrainerLayout, *, relay: int) -> None:
         """Raises RecordingInvalid where another model's or layout's recording lies in the folder."""
         self._relay = relay
         try:
-            Manifest(spec=spec, layout=layout, tokens=self.tokens).write(self.root)
-            found = sorted(self.root.glob(f"step-*.relay-{relay}.r3s"), key=lambda path: path.stat().st_mtime)
+            Manifest(spec=spec, layout=layout, tokens=self.tokens).write(self.folder)
+            found = sorted(
+                self.folder.glob(f"step-*.relay-{relay}.r3s"), key=lambda path: path.stat().st_mtime
+            )
             self._written = {path: path.stat().st_size for path in found}
         except OSError as error:
-            self._stop(f"cannot write to {self.root}: {error}")
+            self._stop(f"cannot write to {self.folder}: {error}")
 
     def keep(self, sample_id: str, tokens: Ids) -> None:
         if self.tokens and not self.stopped:
@@ -103,7 +109,7 @@ class Recorder:
         head = ticket.to_bytes()
         nbytes = len(head) + sum(own.nbytes for own in tokens)
         nbytes += sum(turn.ids_TLK.nbytes for turns in rows.values() for turn in turns)
-        path = self.root / segment_name(ticket.step, self._relay)
+        path = self.folder / segment_name(ticket.step, self._relay)
         if self._is_room(path, nbytes):
             try:
                 self._written[path] = write_segment(

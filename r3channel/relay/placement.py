@@ -14,13 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, cast
 
 from r3channel.config import ChannelConfig
 from r3channel.errors import ConfigError, RelayLost
 from r3channel.plan.layout import TrainerLayout
-from r3channel.recording import Recorder
+from r3channel.recordings.recorder import Recorder
 from r3channel.relay.actor import RayRelay, RelayHost
 from r3channel.relay.relay import Relay
 from r3channel.relay.several import Peer
@@ -34,13 +33,17 @@ class RelayActor(RelayHost):
     """A relay alone in its process, with its ingest open."""
 
     def __init__(
-        self, spec: dict[str, Any], layout: dict[str, Any], config: dict[str, Any], record: str | None = None
+        self,
+        spec: dict[str, Any],
+        layout: dict[str, Any],
+        config: dict[str, Any],
+        record: dict[str, Any] | None = None,
     ) -> None:
         self.relay = Relay(
             RoutingSpec.from_dict(spec),
             TrainerLayout.from_dict(layout),
             ChannelConfig(**config),
-            recorder=Recorder(Path(record)) if record else None,
+            recorder=Recorder(**record) if record else None,
         )
 
     def serve(self, token_file: str) -> str:

@@ -150,12 +150,12 @@ def test_a_limit_of_steps_ends_the_recording_and_a_ring_keeps_the_newest(tmp_pat
     ends, ring = Recorder(tmp_path / "ends", steps=2), Recorder(tmp_path / "ring", steps=2, ring=True)
     for recorder in (ends, ring):
         record(recorder, 0, 1, 2, 3)
-    assert Recording.open(ends.root).steps == (0, 1) and ends.stopped and ends.lost == 0
-    assert Recording.open(ring.root).steps == (2, 3) and not ring.stopped
-    check(ring.root, 3)
-    again = Recorder(ring.root, steps=2, ring=True)  # a restarted relay goes on with what is there
+    assert Recording.open(ends.folder).steps == (0, 1) and ends.stopped and ends.lost == 0
+    assert Recording.open(ring.folder).steps == (2, 3) and not ring.stopped
+    check(ring.folder, 3)
+    again = Recorder(ring.folder, steps=2, ring=True)  # a restarted relay goes on with what is there
     record(again, 4)
-    assert Recording.open(ring.root).steps == (3, 4)
+    assert Recording.open(ring.folder).steps == (3, 4)
 
 
 def test_a_limit_of_bytes_holds(tmp_path: Path) -> None:
@@ -165,11 +165,11 @@ def test_a_limit_of_bytes_holds(tmp_path: Path) -> None:
     ring = Recorder(tmp_path / "ring", max_bytes=size * 5 // 2, ring=True)
     for recorder in (ends, ring):
         record(recorder, 0, 1, 2)
-    assert Recording.open(ends.root).steps == (0, 1)
-    assert Recording.open(ring.root).steps == (1, 2)
+    assert Recording.open(ends.folder).steps == (0, 1)
+    assert Recording.open(ring.folder).steps == (1, 2)
     small = Recorder(tmp_path / "small", max_bytes=100, ring=True)
     record(small, 0, 1)
-    assert Recording.open(small.root).steps == () and small.lost == 2
+    assert Recording.open(small.folder).steps == () and small.lost == 2
 
 
 def test_limits_that_cannot_be_are_refused(tmp_path: Path) -> None:

@@ -186,7 +186,7 @@ def channel(model: str) -> dict[str, Any]:
         "tokens": {sample.sample_id: sample.tokens for sample in ticket.samples},
         "ranks": [[sample for batch in rank for sample in batch] for rank in ticket.assignment.ranks],
         "hello": sorted(hello),
-        "recorded": any(Path(args.r3_record).iterdir()),
+        "recorded": any(Path(args.r3_record).glob("step-*.r3s")),
         "engine": importlib.import_module("slime.ray.rollout").SGLangEngine.__name__,
     }
 
