@@ -32,17 +32,21 @@ class Contents:
         packer: Packer,
         *,
         bucket_bytes: int,
-        expected: Mapping[str, tuple[int, ...]] | None,
+        expected: Mapping[str, tuple[int, ...]] | str | None,
         checksums: bool,
     ) -> None:
         """`checksums`: also compute what an engine must report of its parameters (digests.py)."""
+        self.checksums: dict[str, str] = {}
+        """Of the last update that was packed whole."""
         self.manifest: Manifest | None = None
         """What every update must give from now on; set by the caller once an update counts."""
-        self._packer, self._bucket_bytes, self._checksums = packer, bucket_bytes, checksums
-        self._expected = None if expected is None else Expected(expected)
+        self.packer, self._bucket_bytes, self._checksums = packer, bucket_bytes, checksums
+        self._expected = Expected(expected) if isinstance(expected, Mapping) else None
+        self._named = expected is not None
+        """Whether a name that an engine does not have is noticed by somebody."""
 
-    def pack(self, stream: Stream, push: Push, run: Run) -> tuple[Manifest, dict[str, str]]:
-        """Cut, check and pack the stream bucket by bucket; return what it was, and an engine's checksums of it.
+    def pack(self, stream: Stream, push: Push, run: Run) -> Manifest:
+        """Cut, check and pack the stream bucket by bucket; return what it was.
 
         Raises ManifestMismatch (also for a scale that neither `expected` nor checksums would miss at an engine),
         NonFiniteWeights, and whatever `push` and the stream raise.
@@ -53,11 +57,13 @@ class Contents:
         while (filled := run.timed_next("fill", filling)) is not None:
             self._check_scales(filled.bucket)
             bucket = self._agreed(filled.bucket, len(run.buckets))
-            payload = self._packer.pack(bucket, filled, run, checksums)
+            payload = self.packer.pack(bucket, filled, run, checksums)
             push(bucket, payload, last=filled.last)
             run.buckets.append(bucket)
         with run.stage("plan"):
-            return self._complete(run.buckets), {} if checksums is None else checksums.result()
+            manifest = self._complete(run.buckets)
+            self.checksums = {} if checksums is None else checksums.result()
+            return manifest
 
     def _complete(self, buckets: Sequence[Bucket]) -> Manifest:
         if not buckets:
@@ -72,7 +78,7 @@ class Contents:
     def _check_scales(self, bucket: Bucket) -> None:
         """SGLang skips a name that it does not have, so an engine of plain weights would serve float8 ones without scales."""
         scale = next((name for name in bucket.names if is_scale(name)), None)
-        if scale is not None and self._expected is None and not self._checksums:
+        if scale is not None and not self._named and not self._checksums:
             raise ManifestMismatch(
                 f"tensor {scale} is the scale of a float8 weight; expected `expected` or `verify`, which notice an engine that "
                 "has no such parameter"

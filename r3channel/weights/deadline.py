@@ -9,8 +9,8 @@ from typing import Any
 
 from r3channel.errors import DeadlineExceeded, R3Error
 
-GRACE_S = 2.0  # a call's own deadline comes first; this one guards against a stuck thread
-_LAST_WORD_S = 0.5  # after the first failure of several calls: time for the one at fault to answer too
+GRACE_S = 0.3  # a call's own deadline comes first; this one guards against a stuck thread
+_LAST_WORD_S = 0.3  # after the first failure of several calls: time for the one at fault to answer too
 
 
 class Deadline:
@@ -24,6 +24,11 @@ class Deadline:
     @property
     def elapsed_s(self) -> float:
         return time.monotonic() - self._begun_s
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds left; 0 when there are none."""
+        return max(0.0, self._timeout_s - self.elapsed_s)
 
     def left_s(self) -> float:
         """Seconds left, more than 0; DeadlineExceeded when there are none."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,6 +68,25 @@ def fused_place(name: str) -> tuple[str, int] | None:
         return None
     fused, position = _FUSED[member["module"]]
     return f"{member['head']}{fused}.{member['tail']}", position
+
+
+def engine_names(names: Iterable[str]) -> frozenset[str]:
+    """The engine's own parameters that tensors of these names fill.
+
+    >>> sorted(engine_names(["a.q_proj.weight", "a.k_proj.weight", "b.q_proj.weight", "norm.weight"]))
+    ['a.qkv_proj.weight', 'b.q_proj.weight', 'norm.weight']
+    """
+    whole, fused = set[str](), dict[str, list[str]]()
+    for name in names:
+        place = fused_place(name)
+        if place is None:
+            whole.add(name)
+        else:
+            fused.setdefault(place[0], []).append(name)
+    for parameter, parts in fused.items():  # a part without its fellows keeps its own name
+        alone = len(parts) == 1 and not parameter.endswith(("w13_weight", "w2_weight"))
+        whole.add(parts[0] if alone else parameter)
+    return frozenset(whole)
 
 
 @dataclass(slots=True)

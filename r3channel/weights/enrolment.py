@@ -29,7 +29,6 @@ class Enrolment:
 
     def __init__(self, registry: WeightRegistry) -> None:
         self.registry = registry
-        self._epoch = 0
         self._held: dict[str, int] = {}
         self._leaving = threading.Lock()
 
@@ -68,11 +67,13 @@ class Enrolment:
             self.registry.quarantine(member.url, member.boot_id, now_s=now_s)
             self.registry.renew(member.url, member.boot_id, now_s=now_s, for_s=for_s)
             self._held[member.url] = known[member.url].committed_version
-        self._epoch = self.registry.members(now_s=now_s).epoch
 
-    def check(self) -> None:
-        """Raises StaleEpoch when an engine has joined, left or expired since `open`."""
-        self.registry.check_epoch(self._epoch, now_s=time.monotonic())
+    def quarantine(self, members: Iterable[Member]) -> None:
+        """Nothing is routed to these until they hold the version again."""
+        for member in members:
+            self._held.pop(member.url, None)
+            with contextlib.suppress(RegistryRefused):
+                self.registry.quarantine(member.url, member.boot_id, now_s=time.monotonic())
 
     def check_lives(self, members: Iterable[Member]) -> None:
         """Raises RegistryRefused when one of these has left or lives another life; who else comes and goes is the same to it."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 from r3channel.errors import ManifestMismatch
 from r3channel.weights.buckets import Manifest
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +26,22 @@ class HeldWeights:
     manifest_digest: int
     tensors: tuple[tuple[str, str, tuple[int, ...]], ...]
     """(Hugging Face name, dtype, shape) of each tensor sent, in order."""
-    engine: Mapping[str, str]
-    """The engine's own parameter name -> checksum, 16 hex digits of SHA-256 (digests.py); fused parameters included."""
+    engine: Mapping[str, Sequence[Mapping[str, str]]]
+    """By an engine's number of ranks, then by rank: its own parameter name -> checksum, 16 hex digits of SHA-256 (digests.py);
+    fused parameters included."""
+
+    def of_ranks(self, ranks: int) -> Sequence[Mapping[str, str]]:
+        """By rank, of an engine with so many; ManifestMismatch where no such one took part."""
+        if str(ranks) not in self.engine:
+            raise ManifestMismatch(
+                f"the file tells of engines with {', '.join(self.engine)} ranks, this one has {ranks}"
+            )
+        return self.engine[str(ranks)]
 
     @classmethod
-    def of(cls, manifest: Manifest, *, version: int, engine: Mapping[str, str]) -> HeldWeights:
+    def of(
+        cls, manifest: Manifest, *, version: int, engine: Mapping[str, Sequence[Mapping[str, str]]]
+    ) -> HeldWeights:
         metas = (meta for bucket in manifest.buckets for meta in bucket.tensors)
         tensors = tuple((meta.name, meta.dtype_name, meta.shape) for meta in metas)
         return cls(version, manifest.digest, tensors, dict(engine))
@@ -43,7 +54,7 @@ class HeldWeights:
             "version": self.version,
             "manifest_digest": f"{self.manifest_digest:016x}",
             "tensors": [{"name": n, "dtype": d, "shape": list(s)} for n, d, s in self.tensors],
-            "engine": [{"name": name, "checksum": checksum} for name, checksum in self.engine.items()],
+            "engine": {ranks: [dict(sums) for sums in held] for ranks, held in self.engine.items()},
         }
         new.write_text(json.dumps(values, indent=0) + "\n")
         new.replace(path)
@@ -61,7 +72,10 @@ class HeldWeights:
                 tuple(
                     (str(t["name"]), str(t["dtype"]), tuple(map(int, t["shape"]))) for t in values["tensors"]
                 ),
-                {str(row["name"]): str(row["checksum"]) for row in values["engine"]},
+                {
+                    str(ranks): [{str(n): str(c) for n, c in sums.items()} for sums in held]
+                    for ranks, held in values["engine"].items()
+                },
             )
         except (ValueError, KeyError, TypeError, OSError) as error:
             raise ManifestMismatch(

@@ -38,6 +38,10 @@ class HostCopy:
         self._committed, self._coming = self._coming, self._committed
         self.version, self.manifest, self.digests = version, manifest, digests
 
+    def coming(self) -> list[torch.Tensor]:
+        """The buckets of the coming version as far as they are packed."""
+        return self._coming
+
     def read(self) -> Iterator[tuple[Bucket, torch.Tensor]]:
         """Every committed bucket with its bytes, in order.
 

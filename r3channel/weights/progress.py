@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -29,6 +29,14 @@ class UpdateReport:
     verified: int
     """Parameters of the engine whose checksum every engine confirmed; 0 without verification."""
     manifest_digest: int
+    way: str
+    """`staged`, or `broadcast: why not staged`."""
+    evicted: Mapping[str, str]
+    """Engines that were lost during this update, and why: it was made without them. `update_one` brings one back."""
+    rounded: Mapping[str, str]
+    """Tensors that engines keep in another dtype: name -> `float32 -> bfloat16`. Known of staged updates only."""
+    skipped: tuple[str, ...]
+    """Tensors that no rank of any engine has a place for. Known of staged updates only."""
     expired: tuple[str, ...]
     """Engines whose lease ran out before this update: it was made without them, and they belong to the session no more."""
     wall_s: float
@@ -45,6 +53,10 @@ class UpdateReport:
             payload_bytes=manifest.payload_bytes,
             verified=run.verified,
             manifest_digest=manifest.digest,
+            way=run.way,
+            evicted=dict(run.evicted),
+            rounded=dict(run.rounded),
+            skipped=run.skipped,
             expired=run.expired,
             wall_s=run.deadline.elapsed_s,
             seconds=run.seconds,
@@ -62,6 +74,12 @@ class Run:
     """xxh3 of each bucket's bytes, where a host copy is kept."""
     verified: int = 0
     expired: tuple[str, ...] = ()
+    evicted: dict[str, str] = field(default_factory=dict)
+    way: str = ""
+    rounded: Mapping[str, str] = field(default_factory=dict)
+    skipped: tuple[str, ...] = ()
+    checksums: Mapping[str, Sequence[Mapping[str, str]]] = field(default_factory=dict)
+    """What the engines' own checksums will be: by number of ranks, then by rank."""
 
     def add(self, stage: str, seconds: float) -> None:
         self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
@@ -84,7 +102,7 @@ class Stream:
 
     def __init__(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         self._iterator = iter(named_tensors)
-        self._ended = False
+        self.ended = False
         self.seconds = 0.0
 
     def __iter__(self) -> Iterator[tuple[TensorMeta, torch.Tensor]]:
@@ -94,14 +112,14 @@ class Stream:
 
     def _next(self) -> tuple[str, torch.Tensor] | None:
         begun_s = time.monotonic()
-        self._ended = True  # unless it gives one: it may raise
+        self.ended = True  # unless it gives one: it may raise
         named = next(self._iterator, None)
-        self._ended = named is None
+        self.ended = named is None
         self.seconds += time.monotonic() - begun_s
         return named
 
     def drain(self) -> None:
         """Read to the end, keeping nothing; an error of the iterator is dropped, since one is already under way."""
         with contextlib.suppress(Exception):
-            while not self._ended:
+            while not self.ended:
                 self._next()
