@@ -115,7 +115,7 @@ class _Recorder(TorchDispatchMode):
         self._starts = list(itertools.accumulate((_room(meta) for meta in tensors), initial=0))
         self._source = torch.empty(self._starts.pop(), dtype=torch.uint8, device="meta")
         self._storage = _storage(self._source)
-        self._params = list(params.values())
+        self._params, self._names = list(params.values()), list(params)
         self._index: dict[int, int] = {}
         for index, (name, param) in enumerate(params.items()):
             if self._index.setdefault(_storage(param), index) != index:
@@ -123,8 +123,8 @@ class _Recorder(TorchDispatchMode):
             if not param.is_contiguous():
                 raise NotReplayable(f"{name} is not contiguous")
         self.parts: list[Part] = []
-        self.padding: list[tuple[int, torch.Tensor, float]] = []
-        """Parameter, view of it, constant: what a loader fills itself."""
+        self.padding: list[tuple[int, torch.Tensor, float | None]] = []
+        """Parameter, view of it, constant: what a loader fills itself. None: it was seen to hold it."""
 
     def sources(self) -> Iterator[tuple[str, torch.Tensor]]:
         for meta, start in zip(self._tensors, self._starts, strict=True):
@@ -138,14 +138,28 @@ class _Recorder(TorchDispatchMode):
         if func is _COPY and _storage(args[1]) == self._storage:
             self._note(args[0], args[1])
             return args[0]
+        if func is _COPY and self._is_padding(args[0], args[1]):
+            return args[0]
         if func in _FILLS and _storage(args[0]) in self._index:
             self.padding.append(
                 (self._index[_storage(args[0])], args[0], float(args[1]) if len(args) > 1 else 0.0)
             )
             return args[0]
         if any(_storage(value) in self._index for value in _written(func, args)):
-            raise NotReplayable(f"{func} writes a parameter from something that is not the checkpoint")
+            raise NotReplayable(f"{func} writes {self._name(args[0])} from something that is not the checkpoint")
         return func(*args, **(kwargs or {}))
+
+    def _is_padding(self, dst: torch.Tensor, src: torch.Tensor) -> bool:
+        """A copy into a parameter of what it holds already, as loaders pad: noted as covered, and not done."""
+        index = self._index.get(_storage(dst))
+        if index is None or src.is_meta or not bool((dst == src).all()):
+            return False
+        self.padding.append((index, dst, None))
+        return True
+
+    def _name(self, view: torch.Tensor) -> str:
+        index = self._index.get(_storage(view))
+        return "a parameter" if index is None else self._names[index]
 
     def _note(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         param = self._index.get(_storage(dst))
@@ -216,7 +230,7 @@ def _uncovered(recorder: _Recorder, params: Mapping[str, torch.Tensor]) -> tuple
     for part in recorder.parts:
         part.view(written[part.param]).add_(1)
     for index, view, constant in recorder.padding:
-        if view.numel() and bool((view == constant).all()):
+        if view.numel() and (constant is None or bool((view == constant).all())):
             base = recorder.base(index)
             torch.as_strided(written[index], view.shape, view.stride(), view.storage_offset() - base).fill_(1)
     twice = next((n for n, counts in zip(params, written, strict=True) if bool((counts > 1).any())), None)

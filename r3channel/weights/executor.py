@@ -13,7 +13,7 @@ import contextlib
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
@@ -38,7 +38,7 @@ from r3channel.weights.manifest import Bucket, Manifest
 from r3channel.weights.member import EngineState, Member, told
 from r3channel.weights.progress import Run
 from r3channel.weights.sglang import PauseMode
-from r3channel.weights.stage import WholeStages
+from r3channel.weights.stage import Stages
 
 T = TypeVar("T")
 _Sums = list[tuple[dict[str, str], dict[str, str]]]
@@ -295,7 +295,7 @@ class Staged(Work):
         rules: Rules,
         run: Run,
         *,
-        stages: WholeStages,
+        stages: Stages,
         version: int,
         alone: bool = False,
     ) -> None:
@@ -307,31 +307,39 @@ class Staged(Work):
         with self._run.stage("join"):
             self.meet()
             self._stages.plan(manifest)
-            fresh = [member for member in self.members if not member.staged]
-            if fresh:
-                self._open(fresh)
-            ranks = [rank for member in self.members for rank in member.ranks]
-            self._run.rounded, self._run.skipped = self._stages.check(ranks, names=self._rules.check_names)
+            self.take(self.ask(()))
 
-    def _open(self, fresh: Sequence[Member]) -> None:
-        only = Crew(fresh, self._enrolment, self._rules, self._run, alone=True)
-        deadline = self._run.deadline
-        only.each(
-            lambda m, left_s: m.open(self._stages.order(m.url), left_s), within_s=self._rules.engine_timeout_s
-        )
-        links = self._stages.accept({m.url: m.client.ranks for m in only.members}, deadline)
-        for member in only.members:
-            member.ranks = links[member.url]
+    def ask(self, without: Collection[str]) -> list[Member]:
+        """Have engines connect that have no links, or are named as such; those that did."""
+        self.meet()
+        fresh = [member for member in self.members if not member.staged or member.url in without]
+        if fresh:
+            only = Crew(fresh, self._enrolment, self._rules, self._run, alone=True)
+            orders = {member: self._stages.order(member.url) for member in fresh}
+            only.each(lambda m, left_s: m.open(orders[m], left_s), within_s=self._rules.engine_timeout_s)
+        return fresh
+
+    def take(self, fresh: Sequence[Member]) -> None:
+        """Accept their links. ManifestMismatch where parameters are not given."""
+        if fresh:
+            links = self._stages.accept({m.url: m.client.ranks for m in fresh}, self._run.deadline)
+            for member in fresh:
+                member.ranks = links[member.url]
+        ranks = [rank for member in self.members for rank in member.ranks]
+        self._run.rounded, self._run.skipped = self._stages.check(ranks, names=self._rules.check_names)
+        self._run.loaded = next((rank.whole for rank in ranks if rank.whole), "")
 
     def close(self, checksums: Mapping[str, str]) -> None:
-        """Wait until every rank of every engine holds all bytes, and has digested its parameters as they would be.
-
-        Engines of equal ranks must agree.
-        """
+        """Wait until every rank of every engine holds all bytes, and has digested its parameters as they would be."""
         del checksums  # those of tensors; here each rank computes its own parameters'
         self._finish()
-        with self._run.stage("verify"):
+        with self._run.stage("end"):
             self.each(lambda m, left_s: [rank.end(timeout_s=left_s) for rank in m.ranks])
+        self.verify()
+
+    def verify(self) -> None:
+        """Every trainer has sent everything, and every rank has placed it. Engines of equal ranks must agree."""
+        with self._run.stage("verify"):
             found = self.each(self._verified)
         first: dict[int, tuple[Member, _Sums]] = {}
         for member, sums in found.items():
@@ -341,7 +349,7 @@ class Staged(Work):
                     f"engines {other.url} and {member.url} staged other bytes than each other"
                 )
         self._run.verified = sum(len(digests) for digests, _ in next(iter(found.values())))
-        if self._rules.verify:
+        if self._rules.verify and not self._run.loaded:
             self._run.checksums = {str(n): [own for _, own in sums] for n, (_, sums) in first.items()}
 
     def _verified(self, member: Member, left_s: float) -> _Sums:

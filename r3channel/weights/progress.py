@@ -29,8 +29,12 @@ class UpdateReport:
     verified: int
     """Parameters of the engine whose checksum every engine confirmed; 0 without verification."""
     manifest_digest: int
+    sent_bytes: int
+    """By this trainer rank to all engines, of an exact update."""
     way: str
     """`staged`, or `broadcast: why not staged`."""
+    loaded: str
+    """Why staged tensors were placed by the model's own loader instead of ours, which no commit can undo; mostly empty."""
     evicted: Mapping[str, str]
     """Engines that were lost during this update, and why: it was made without them. `update_one` brings one back."""
     rounded: Mapping[str, str]
@@ -53,7 +57,9 @@ class UpdateReport:
             payload_bytes=manifest.payload_bytes,
             verified=run.verified,
             manifest_digest=manifest.digest,
+            sent_bytes=run.sent_bytes,
             way=run.way,
+            loaded=run.loaded,
             evicted=dict(run.evicted),
             rounded=dict(run.rounded),
             skipped=run.skipped,
@@ -78,6 +84,9 @@ class Run:
     way: str = ""
     rounded: Mapping[str, str] = field(default_factory=dict)
     skipped: tuple[str, ...] = ()
+    loaded: str = ""
+    sent_bytes: int = 0
+    """By this trainer rank, of an exact update."""
     checksums: Mapping[str, Sequence[Mapping[str, str]]] = field(default_factory=dict)
     """What the engines' own checksums will be: by number of ranks, then by rank."""
 

@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal
@@ -41,8 +42,10 @@ from r3channel.errors import (
 from r3channel.slot import PROCESS_SLOT
 from r3channel.weights.checkpoint import checkpoint_tensors
 from r3channel.weights.contents import Contents, Push
+from r3channel.weights.convert import Shard
 from r3channel.weights.deadline import GRACE_S, Deadline
 from r3channel.weights.enrolment import Enrolment, own_registry
+from r3channel.weights.exact import ExactStages, TrainerRanks
 from r3channel.weights.executor import (
     REPAIR_S,
     Broadcast,
@@ -54,10 +57,12 @@ from r3channel.weights.executor import (
     background,
     dissolve,
 )
+from r3channel.weights.geometry import Box
 from r3channel.weights.group import group_device
 from r3channel.weights.held import HeldWeights
+from r3channel.weights.joint import JointUpdate
 from r3channel.weights.kept import HostCopy
-from r3channel.weights.manifest import Bucket, Manifest
+from r3channel.weights.manifest import Bucket, Manifest, TensorMeta
 from r3channel.weights.member import EngineState, Member, told
 from r3channel.weights.packer import OnNonfinite, Packer
 from r3channel.weights.progress import Run, Stream, UpdateReport
@@ -68,6 +73,7 @@ from r3channel.weights.stage import WholeStages
 
 DEFAULT_BUCKET_BYTES = 256 << 20
 RESTORE_S = 30.0
+Plan = Literal["broadcast", "exact"]
 Staging = Literal["auto"] | bool
 
 
@@ -103,6 +109,8 @@ class WeightSync:
         engine_timeout_s: float = 30.0,
         token_file: str = "",
         registry: WeightRegistry | None = None,
+        plan: Plan = "broadcast",
+        group: Any = None,
     ) -> None:
         """
         Args:
@@ -127,7 +135,14 @@ class WeightSync:
             engine_timeout_s: how long one engine may take for one bucket before it counts as lost.
             token_file: the run's token, where the engines were started with R3CHANNEL_TOKEN_FILE.
             registry: where the engines join and what they hold is recorded; None makes one without leases.
+            plan: `broadcast`: one trainer rank has whole tensors. `exact`: all ranks of `group` make the same session and the
+                same calls, each `update` is given `hf_shards`, and every rank sends its own part, staged.
+            group: a torch process group, `torch.distributed.group.WORLD` for all; with `exact` only.
         """
+        if (plan == "exact") != (group is not None) or (plan == "exact" and staged is False):
+            raise ConfigError(
+                "plan='exact' goes with group=... and staged engines; plan='broadcast' with neither group"
+            )
         clients = [EngineClient(engine) if isinstance(engine, str) else engine for engine in engines]
         if depth not in (1, 2):
             raise UsageError(f"depth {depth}: expected 1 or 2 buckets")
@@ -159,6 +174,14 @@ class WeightSync:
             expected=expected,
             checksums=verify,
         )
+        self._ranks = None if group is None else TrainerRanks(group)
+        self._exact = (
+            None
+            if self._ranks is None
+            else ExactStages(self._door, self._ranks, staged, bucket_bytes=bucket_bytes)
+        )
+        self._kept: list[Shard] = []
+        """This rank's part of the committed weights, with `exact` and `keep_copy`."""
         self._version: int | None = None
         self._held: HeldWeights | None = None
         self._phase = "new"
@@ -219,12 +242,21 @@ class WeightSync:
         if self._phase != "new":
             raise UsageError(f"WeightSync.connect() on a session that is {self._phase}")
         run = Run(Deadline(timeout_s, "connect"))
-        Crew(self._members, self._enrolment, self._rules, run, alone=True).meet()
+        if self._exact is not None:
+            self._exact.connect(run.deadline)
+            self._rules = replace(self._rules, name=self._door.session)
+        if self._leads:
+            Crew(self._members, self._enrolment, self._rules, run, alone=True).meet()
         self._phase = "ready"
+
+    @property
+    def _leads(self) -> bool:
+        """Whether this rank speaks to engines."""
+        return self._ranks is None or self._ranks.rank == 0
 
     def update(
         self,
-        named_tensors: Iterable[tuple[str, torch.Tensor]],
+        named_tensors: Iterable[tuple[str, torch.Tensor]] | Iterable[Shard],
         *,
         version: int,
         timeout_s: float,
@@ -246,7 +278,12 @@ class WeightSync:
         (committed, but not by the engines named), StaleEpoch, RegistryRefused (no engine is left), WeightVersionRegressed,
         SlotBusy, UsageError. Ends within `timeout_s`, after a failure within some 10 s more for cleaning up.
         """
-        stream, run = Stream(named_tensors), Run(Deadline(timeout_s, f"update to version {version}"))
+        run = Run(Deadline(timeout_s, f"update to version {version}"))
+        if self._exact is not None:
+            with self._alone("update", f"the update to weight version {version}", timeout_s):
+                self._check_version(version)
+                return self._update_exact([_shard(one) for one in named_tensors], version, run)
+        stream = Stream(_pair(one) for one in named_tensors)
         try:
             with self._alone("update", f"the update to weight version {version}", timeout_s):
                 self._check_version(version)
@@ -283,6 +320,8 @@ class WeightSync:
         """
         deadline = Deadline(timeout_s, f"update of {engine}")
         with self._alone("update_one", f"the weight update of {engine}", timeout_s):
+            if self._exact is not None:
+                return self._update_exact(self._kept, self._version, Run(deadline), only=self._member(engine))
             return self._bring_up(self._member(engine), deadline)
 
     def add_engine(self, engine: EngineClient | str, *, timeout_s: float) -> UpdateReport | None:
@@ -446,6 +485,54 @@ class WeightSync:
         run.add("plan", run.seconds.pop("fill") - stream.seconds)
         return UpdateReport.of(version, manifest, run)
 
+    def _update_exact(
+        self, shards: Sequence[Shard], version: int | None, run: Run, *, only: Member | None = None
+    ) -> UpdateReport:
+        """All trainer ranks together; of all engines, or of one from what was kept."""
+        assert self._exact is not None and self._ranks is not None
+        if version is None or not shards:
+            raise UsageError(
+                "one engine is updated from kept shards: keep_copy=True, and a first update() of all"
+            )
+        members = [only] if only else [member for member in self._members if not member.evicted]
+        if only is not None:
+            only.unlink()
+            only.boot_id = ""
+        work = Staged(
+            members,
+            self._enrolment,
+            self._rules,
+            run,
+            stages=self._exact,
+            version=version,
+            alone=only is not None,
+        )
+        run.way = "staged"
+        joint = JointUpdate(work, self._exact, self._ranks, run, version)
+        try:
+            manifest = joint.run(shards, finite=self._on_nonfinite == "error")
+        except BaseException as error:
+            if joint.leads:
+                work.abort()
+            if not isinstance(error, Exception):
+                raise
+            raise WeightUpdateFailed(
+                f"weight version {version} was not committed, version {self._version} stays: {error} "
+                f"[engines now: {told(self._members)}]"
+            ) from error
+        if only is None:
+            self._version = version
+            if self._copy is not None:
+                self._kept = [Shard(s.meta, s.box, s.tensor.to(s.meta.dtype, copy=True)) for s in shards]
+            self._held = (
+                HeldWeights.of(manifest, version=version, engine=run.checksums) if run.checksums else None
+            )
+        else:
+            only.evicted = ""
+        if joint.leads:
+            work.resume(version, manifest)
+        return UpdateReport.of(version, manifest, run)
+
     def _bring_up(self, member: Member, deadline: Deadline) -> UpdateReport:
         """One engine to the committed version, from the copy."""
         copy = self._copy
@@ -525,6 +612,22 @@ class WeightSync:
         )
         if self._copy is not None:
             self._copy.commit(version, manifest, tuple(run.digests))
+
+
+def _pair(one: tuple[str, torch.Tensor] | Shard) -> tuple[str, torch.Tensor]:
+    if isinstance(one, Shard):
+        raise UsageError(
+            "shards were given to a session with plan='broadcast'; give hf_weights, or plan='exact'"
+        )
+    return one
+
+
+def _shard(one: tuple[str, torch.Tensor] | Shard) -> Shard:
+    """With `exact` a whole tensor is a shard too."""
+    if isinstance(one, Shard):
+        return one
+    name, tensor = one
+    return Shard(TensorMeta.of(name, tensor), Box.whole(tensor.shape), tensor)
 
 
 def _send(work: Work, buckets: Iterable[tuple[Bucket, torch.Tensor]], run: Run) -> None:

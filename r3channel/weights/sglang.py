@@ -77,6 +77,11 @@ class EngineClient:
         """1 until the engine was asked or somebody said otherwise."""
         return self._ranks or 1
 
+    @ranks.setter
+    def ranks(self, ranks: int) -> None:
+        """As a trainer rank was told that does not ask itself."""
+        self._ranks = ranks
+
     def learn_versions(self, *, timeout_s: float) -> None:
         """Ask the engine's plug-in which torch and NCCL it runs, by a request of two tokens; of an engine without it they stay
         unknown. To be called before the handshake (`WeightSync.connect`); the requests of a paused engine wait."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -21,6 +21,22 @@ from r3channel.weights.ranklink import Door, RankLink
 from r3channel.weights.staging import Entry
 
 _SHOWN = 3
+
+
+class Stages(Protocol):
+    """What goes over the links of a session."""
+
+    def plan(self, manifest: Manifest) -> None: ...
+
+    def order(self, engine: str) -> dict[str, Any]: ...
+
+    def accept(self, wanted: Mapping[str, int], deadline: Deadline) -> dict[str, list[RankLink]]: ...
+
+    def check(self, ranks: Sequence[RankLink], *, names: bool) -> tuple[dict[str, str], tuple[str, ...]]: ...
+
+    def send(
+        self, rank: RankLink, number: int, named: Mapping[str, torch.Tensor], version: int, left_s: float
+    ) -> None: ...
 
 
 class WholeStages:

@@ -1,0 +1,219 @@
+"""The exact way: every trainer rank sends what engines' ranks need of its own shards, and no rank holds the whole model.
+
+All trainer ranks make the same calls. The first speaks to engines over HTTP; bytes go from each trainer straight to each
+engine rank. Steps of one update, with what the ranks tell one another between them:
+
+    what changed (first: what each holds) -> rank 0 opens engines -> who takes part -> plan, send -> how it went
+    -> rank 0 verifies and commits -> the outcome
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+
+from r3channel.errors import DeadlineExceeded, PeerFailed, PlanInvalid, PlanMismatch
+from r3channel.weights.convert import Shard
+from r3channel.weights.deadline import Deadline
+from r3channel.weights.dryrun import Part
+from r3channel.weights.finite import check_finite
+from r3channel.weights.geometry import Box, Layout
+from r3channel.weights.manifest import Manifest, TensorMeta
+from r3channel.weights.ranklink import Door, RankLink
+from r3channel.weights.reshard import RankPlan, plan_reshard
+from r3channel.weights.shardmap import ShardMap
+from r3channel.weights.stage import check_complete
+from r3channel.weights.staging import Entry
+
+
+class TrainerRanks:
+    """The trainer ranks of one torch process group, which tell one another bytes."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        nccl = dist.get_backend(group) == "nccl"
+        self._device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+
+    def exchange(self, value: Any, deadline: Deadline) -> list[Any]:
+        """Every rank's value (plain, as JSON), by rank. DeadlineExceeded, or PeerFailed when a rank has died."""
+        data = torch.frombuffer(
+            bytearray(json.dumps(value, separators=(",", ":")).encode()), dtype=torch.uint8
+        )
+        lengths = [torch.zeros(1, dtype=torch.int64, device=self._device) for _ in range(self.size)]
+        self._gather(lengths, torch.tensor([len(data)], device=self._device), deadline)
+        longest = max(int(length) for length in lengths)
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: len(data)] = data
+        rows = [torch.zeros(longest, dtype=torch.uint8, device=self._device) for _ in range(self.size)]
+        self._gather(rows, padded.to(self._device), deadline)
+        return [
+            json.loads(row.cpu().numpy()[: int(n)].tobytes()) for row, n in zip(rows, lengths, strict=True)
+        ]
+
+    def _gather(self, out: list[torch.Tensor], mine: torch.Tensor, deadline: Deadline) -> None:
+        left_s, begun_s = deadline.left_s(), time.monotonic()
+        try:
+            work: Any = dist.all_gather(out, mine, group=self._group, async_op=True)
+            work.wait(timedelta(seconds=left_s))
+        except RuntimeError as error:
+            if time.monotonic() - begun_s >= left_s:
+                raise DeadlineExceeded(f"a trainer rank did not come along within {left_s:.1f} s") from error
+            raise PeerFailed(f"a trainer rank is gone: {str(error).splitlines()[0]}") from error
+
+
+class ExactStages:
+    """One trainer rank's part of all updates of a session. Threads may send to different ranks at once."""
+
+    def __init__(self, door: Door, ranks: TrainerRanks, staged: bool | str, *, bucket_bytes: int) -> None:
+        self._door, self._ranks, self._bucket_bytes = door, ranks, bucket_bytes
+        self._staged = "auto" if staged == "auto" else "yes"
+        self._trainers: list[tuple[str, int]] = []
+        self._source: ShardMap | None = None
+        self._digest = ""
+        self._shards: dict[str, list[Shard]] = {}
+        self.rank_plan: RankPlan | None = None
+        """The last plan; None before the first update."""
+        self._pieces: dict[RankLink, list[Shard]] = {}
+        """What each entry of a link's table is cut from."""
+
+    def connect(self, deadline: Deadline) -> None:
+        """All ranks listen, with the first one's secret, and know one another's addresses."""
+        if self._ranks.rank == 0:
+            self._door.listen()
+        session, nonce = self._ranks.exchange([self._door.session, self._door.nonce], deadline)[0]
+        self._door.session = session
+        self._trainers = [tuple(where) for where in self._ranks.exchange(self._door.listen(nonce), deadline)]
+
+    @property
+    def metas(self) -> tuple[TensorMeta, ...]:
+        return () if self._source is None else self._source.metas
+
+    def survey(self, shards: Sequence[Shard], deadline: Deadline) -> bool:
+        """Tell what this rank holds and learn what all hold; whether that changed since the last call."""
+        rows = [[*s.meta.row(), list(s.box.start), list(s.box.stop)] for s in shards]
+        digest = xxhash.xxh3_64_hexdigest(json.dumps(rows).encode())
+        self._shards = {}
+        for shard in shards:
+            self._shards.setdefault(shard.meta.name, []).append(shard)
+        changed = any(self._ranks.exchange(digest != self._digest, deadline))
+        if changed:
+            told = self._ranks.exchange(rows, deadline)
+            reports = {
+                rank: [(TensorMeta.from_row(row[:3]), Box(tuple(row[3]), tuple(row[4]))) for row in report]
+                for rank, report in enumerate(told)
+            }
+            self._source, self._digest = ShardMap.gathered(reports), digest
+        return changed
+
+    def plan(self, manifest: Manifest) -> None:
+        raise NotImplementedError("shards are surveyed, not listed")
+
+    def send(
+        self, rank: RankLink, number: int, named: Mapping[str, torch.Tensor], version: int, left_s: float
+    ) -> None:
+        raise NotImplementedError("shards are sent by `send_all`")
+
+    def order(self, engine: str) -> dict[str, Any]:
+        return self._door.order(
+            "open", engine=engine, tensors=self.metas, trainers=self._trainers, staged=self._staged
+        )
+
+    def accept(self, wanted: Mapping[str, int], deadline: Deadline) -> dict[str, list[RankLink]]:
+        return self._door.accept(wanted, deadline)
+
+    def check(self, ranks: Sequence[RankLink], *, names: bool) -> tuple[dict[str, str], tuple[str, ...]]:
+        return check_complete(ranks, self.metas, names=names)
+
+    def aim(self, links: Sequence[RankLink], deadline: Deadline) -> str:
+        """Plan for these engine ranks (the same order on every trainer) and tell each what will come; the plan's hash."""
+        assert self._source is not None
+        held = [link.needs.parts for link in links]
+        plan = plan_reshard(
+            self._source,
+            _target_map(self.metas, links, first=self._ranks.size),
+            rank=self._ranks.rank,
+            world_size=self._ranks.size + len(links),
+        )
+        sends = plan.sends()
+        self._pieces = {}
+        index_of = {meta.name: index for index, meta in enumerate(self.metas)}
+        for number, link in enumerate(links):
+            by_tensor: dict[int, list[tuple[int, Part]]] = {}
+            for at, part in enumerate(held[number]):
+                by_tensor.setdefault(part.tensor, []).append((at, part))
+            entries, pieces = [], []
+            for op in sends.get(self._ranks.size + number, []):
+                name = plan.tensors[op.tensor].name
+                shard = self._holder(name, op.box)
+                for at, part in by_tensor[index_of[name]]:
+                    if part.box.intersect(op.box) == op.box:
+                        entries.append(Entry(at, op.box))
+                        pieces.append(shard)
+            link.tell(entries, timeout_s=deadline.left_s())
+            self._pieces[link] = pieces
+        self.rank_plan = plan
+        return plan.hash
+
+    def send_all(self, link: RankLink, version: int, left_s: float) -> int:
+        """Everything this trainer has for one engine rank, bucket by bucket; returns the bytes."""
+        deadline, sent, first = Deadline(left_s, f"sending to {link.engine}"), 0, 0
+        pieces = self._current(link)
+        while first < len(pieces):
+            end, nbytes = first, 0
+            while end < len(pieces) and (end == first or nbytes + pieces[end].nbytes <= self._bucket_bytes):
+                nbytes += pieces[end].nbytes
+                end += 1
+            sent += link.send(version, first, pieces[first:end], timeout_s=deadline.left_s())
+            first = end
+        return sent
+
+    def check_finite(self) -> None:
+        named = [(shard.meta.name, shard.tensor) for shards in self._shards.values() for shard in shards]
+        check_finite(named, where="this rank's shards")
+
+    def _current(self, link: RankLink) -> list[torch.Tensor]:
+        """The pieces of this update, in the dtype that is sent: shards may be other memory than when the plan was made."""
+        found = []
+        for entry, planned in zip(link.entries, self._pieces[link], strict=True):
+            shard = self._holder(planned.meta.name, entry.box)
+            found.append(shard.tensor[entry.box.within(shard.box)].to(shard.meta.dtype))
+        return found
+
+    def _holder(self, name: str, box: Box) -> Shard:
+        for shard in self._shards.get(name, ()):
+            if shard.box.intersect(box) == box:
+                return shard
+        raise PlanInvalid(f"tensor {name}: the plan needs {box} of this rank, which does not hold it")
+
+
+def same_plan(hashes: Sequence[str]) -> None:
+    """PlanMismatch with both hashes unless every rank planned the same."""
+    other = next((rank for rank, seen in enumerate(hashes) if seen != hashes[0]), None)
+    if other is not None:
+        raise PlanMismatch(
+            f"weights were not sent: rank {other} planned {hashes[other]}, rank 0 planned {hashes[0]}"
+        )
+
+
+def _target_map(metas: Sequence[TensorMeta], links: Sequence[RankLink], *, first: int) -> ShardMap:
+    """What the engines' ranks need, numbered after the trainers, in the dtypes that they keep."""
+    held: dict[int, dict[tuple[int, Box], None]] = {}
+    dtypes: dict[int, torch.dtype] = {}
+    for number, link in enumerate(links):
+        for part in link.needs.parts:
+            if part.box.numel:
+                held.setdefault(part.tensor, {})[first + number, part.box] = None
+                dtypes.setdefault(part.tensor, link.needs.params[part.param].dtype)
+    rows = []
+    for tensor in sorted(held):
+        meta = TensorMeta(name=metas[tensor].name, dtype=dtypes[tensor], shape=metas[tensor].shape)
+        rows.append((meta, Layout.of(meta.shape, held[tensor])))
+    return ShardMap(rows)
