@@ -51,4 +51,6 @@ def _receive_weights(config: EngineConfig) -> None:
     if hook.available():
         hook.apply(read_token(config.token_file) if config.token_file else "")
     elif config.weights:
-        raise PluginNotApplied("R3CHANNEL_WEIGHTS: this SGLang has no WeightUpdater to receive with; 0.5.23 has")
+        raise PluginNotApplied(
+            "R3CHANNEL_WEIGHTS: this SGLang has no WeightUpdater to receive with; 0.5.23 has"
+        )

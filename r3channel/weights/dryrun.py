@@ -146,7 +146,9 @@ class _Recorder(TorchDispatchMode):
             )
             return args[0]
         if any(_storage(value) in self._index for value in _written(func, args)):
-            raise NotReplayable(f"{func} writes {self._name(args[0])} from something that is not the checkpoint")
+            raise NotReplayable(
+                f"{func} writes {self._name(args[0])} from something that is not the checkpoint"
+            )
         return func(*args, **(kwargs or {}))
 
     def _is_padding(self, dst: torch.Tensor, src: torch.Tensor) -> bool:

@@ -60,13 +60,21 @@ class Enrolment:
         known = self._records()
         return [m for m in members if m.url in known and known[m.url].boot_id != m.boot_id]
 
+    def cover(self, members: Sequence[Member], *, for_s: float) -> None:
+        """An update of these begins: leases last as long as it may."""
+        now_s, known = time.monotonic(), self._records()
+        for member in members:
+            if member.boot_id and member.url in known:
+                self.registry.renew(member.url, member.boot_id, now_s=now_s, for_s=for_s)
+                self._held[member.url] = known[member.url].committed_version
+
     def open(self, members: Sequence[Member], *, for_s: float) -> None:
-        """An update of these begins: leases cover it, pauses included, and nothing is routed to them."""
+        """These are paused from now on: leases cover it, and nothing is routed to them."""
         now_s, known = time.monotonic(), self._records()
         for member in members:
             self.registry.quarantine(member.url, member.boot_id, now_s=now_s)
             self.registry.renew(member.url, member.boot_id, now_s=now_s, for_s=for_s)
-            self._held[member.url] = known[member.url].committed_version
+            self._held.setdefault(member.url, known[member.url].committed_version)
 
     def quarantine(self, members: Iterable[Member]) -> None:
         """Nothing is routed to these until they hold the version again."""

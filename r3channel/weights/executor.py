@@ -241,9 +241,8 @@ class Broadcast(Work):
     def abort(self) -> None:
         """Free everything that waits, then let the engines serve that still hold whole weights."""
         self._settle()
-        for member in self._all:
-            if member.state is EngineState.DIRTY:
-                background(partial(dissolve, member))
+        broken = [member for member in self._all if member.state is EngineState.DIRTY]
+        wait([background(partial(dissolve, member)) for member in broken], timeout=2 * REPAIR_S)
         self.roll_back()
 
     def _link(self, member: Member, left_s: float) -> None:

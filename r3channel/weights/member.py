@@ -52,6 +52,8 @@ class Member:
     """Why updates go on without it, until `update_one` brings it back."""
     bracketed: bool = True
     """Whether this SGLang wants begin and end around an update; 0.5.15.post1 has neither."""
+    names: frozenset[str] = frozenset()
+    """What this life was found to take, and nothing else."""
     foreign: bool = False
     """Whether the bracket that is open was found so: another session's, or of one that died."""
 
@@ -86,6 +88,7 @@ class Member:
 
     def unlink(self) -> None:
         """Forget what reaches it, without a call to it."""
+        self.names = frozenset()
         for rank in self.ranks:
             rank.link.close()
         self.ranks = []
@@ -138,6 +141,8 @@ class Member:
 
     def check_names(self, names: frozenset[str], timeout_s: float) -> None:
         """ManifestMismatch unless an update of these names (the engine's own) fills every parameter and has no other."""
+        if names == self.names:
+            return
         held = {name for sums in self.client.weight_checksums(timeout_s=timeout_s) for name in sums}
         missing, unknown = sorted(held - names), sorted(names - held)
         if held and (missing or unknown):
@@ -146,6 +151,7 @@ class Member:
                 f"{len(unknown)} of the update have no place there, first {unknown[:_SHOWN]}. Is a name misspelt, or the model "
                 "given in part? expected=None does not look"
             )
+        self.names = names
 
     def load(self, bucket: Bucket, flush_cache: bool, timeout_s: float) -> None:
         """Receive one broadcast of its group and load it."""

@@ -82,6 +82,11 @@ class Receiver:
         """Whose engine this is: the name of the session that lives, or nothing."""
         return "" if self._session is None or self._session.ended else self._session.name
 
+    def leave(self) -> None:
+        """End the session's links, as the end of this process would."""
+        if self._session is not None:
+            self._session.close()
+
     def _together(self, step: Callable[[], None]) -> None:
         """All ranks do the step, or all raise."""
         word = ""

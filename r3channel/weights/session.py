@@ -183,6 +183,8 @@ class WeightSync:
         self._kept: list[Shard] = []
         """This rank's part of the committed weights, with `exact` and `keep_copy`."""
         self._version: int | None = None
+        self._checksums: Mapping[str, str] = {}
+        """What an engine of one rank reports of the committed weights."""
         self._held: HeldWeights | None = None
         self._phase = "new"
         self._busy = threading.Lock()
@@ -310,7 +312,7 @@ class WeightSync:
         self._contents.packer = Packer(torch.device("cpu"), self._copy, self._on_nonfinite)
         manifest = self._contents.pack(Stream(checkpoint_tensors(folder)), _in_time(run), run)
         self._copy.commit(version, manifest, tuple(run.digests))
-        self._version = version
+        self._version, self._checksums = version, self._contents.checksums
 
     def update_one(self, engine: str, *, timeout_s: float) -> UpdateReport:
         """Bring one engine, restarted, evicted or quarantined, to the committed version from the host copy (`keep_copy`).
@@ -455,6 +457,7 @@ class WeightSync:
         members = [member for member in self._members if not member.evicted]
         if not members:
             raise RegistryRefused(f"no engine is left to update: {self.evicted}; update_one brings one back")
+        self._enrolment.cover(members, for_s=run.deadline.left_s())
         work: Work | None = None
         try:
             manifest, copy = self._contents.manifest, None
@@ -466,13 +469,18 @@ class WeightSync:
             if copy is None:
                 self._read(stream, work.push, run)
             else:
-                _send(work, zip(manifest.buckets, copy.coming(), strict=True), run)
-            self._finish(work, version)
+                _send(
+                    work, zip(manifest.buckets, copy.coming(), strict=True), run, count=len(manifest.buckets)
+                )
+            work.close(self._contents.checksums)
+            work.commit(version)
         except BaseException as error:
             self._drain(stream)
             if work is not None:
                 work.abort()
                 self._restore(members)
+            else:
+                self._enrolment.aborted(members)
             if not isinstance(error, Exception):
                 raise
             raise WeightUpdateFailed(
@@ -546,8 +554,9 @@ class WeightSync:
         work: Work | None = None
         try:
             work = self._work([member], manifest, version, run, alone=True)
-            _send(work, copy.read(), run)
-            self._finish(work, version)
+            _send(work, copy.read(), run, count=len(manifest.buckets))
+            work.close(self._checksums)
+            work.commit(version)
             work.resume(version, manifest)
         except BaseException as error:
             if work is not None:
@@ -585,10 +594,6 @@ class WeightSync:
             raise
         return work
 
-    def _finish(self, work: Work, version: int) -> None:
-        work.close(self._contents.checksums)
-        work.commit(version)
-
     def _restore(self, members: Sequence[Member]) -> None:
         """Give the old version back to engines that hold parts of a new one, each by itself. One that fails stays paused."""
         if self._copy is None or self._copy.version is None:
@@ -606,7 +611,7 @@ class WeightSync:
             self._contents.manifest = manifest
             device = torch.device("cpu") if run.way == "staged" else self._device
             self._contents.packer = Packer(device, self._copy, self._on_nonfinite)
-        self._version = version
+        self._version, self._checksums = version, self._contents.checksums
         self._held = (
             HeldWeights.of(manifest, version=version, engine=run.checksums) if run.checksums else None
         )
@@ -630,12 +635,11 @@ def _shard(one: tuple[str, torch.Tensor] | Shard) -> Shard:
     return Shard(TensorMeta.of(name, tensor), Box.whole(tensor.shape), tensor)
 
 
-def _send(work: Work, buckets: Iterable[tuple[Bucket, torch.Tensor]], run: Run) -> None:
+def _send(work: Work, buckets: Iterable[tuple[Bucket, torch.Tensor]], run: Run, *, count: int) -> None:
     """From a host copy."""
     run.buckets.clear()
-    pairs = list(buckets)
-    for number, (bucket, payload) in enumerate(pairs):
-        work.push(bucket, payload, last=number == len(pairs) - 1)
+    for bucket, payload in buckets:
+        work.push(bucket, payload, last=len(run.buckets) == count - 1)
         run.buckets.append(bucket)
 
 

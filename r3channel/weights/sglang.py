@@ -193,7 +193,7 @@ class EngineClient:
         return _boot_id(told)
 
     def order(self, order: Mapping[str, Any], *, flush_cache: bool = False, timeout_s: float) -> None:
-        """An order to the plug-in in the engine (`receiver`), inside begin and end. EngineRefused tells its reason."""
+        """An order to the plug-in in the engine (receiver), inside begin and end. EngineRefused tells its reason."""
         body = {"names": [json.dumps(order)], "dtypes": [], "shapes": [], "group_name": LOAD_FORMAT}
         body |= {"load_format": LOAD_FORMAT, "flush_cache": flush_cache}
         self._command("/update_weights_from_distributed", body, timeout_s=timeout_s)
@@ -215,7 +215,7 @@ class EngineClient:
         try:
             ranks = [rank["checksums"] for rank in reply["ranks"]]
             return [{str(name): str(checksum) for name, checksum in sums.items()} for sums in ranks]
-        except (KeyError, IndexError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError) as error:
             raise EngineRefused(
                 f"engine {self.url} /weights_checker: no checksums in {_shown(reply)}"
             ) from error

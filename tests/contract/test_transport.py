@@ -23,13 +23,13 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from r3channel.weights.agreement import agree_on_plan, agree_on_smallest
 
 from r3channel.errors import ConfigError, DeadlineExceeded, TransportError, UsageError
 from r3channel.transport import shared_memory
 from r3channel.transport.base import Rendezvous, Transport
 from r3channel.transport.joining import join
 from r3channel.transport.process_group import UNLIMITED, ProcessGroupTransport, RendezvousStore
-from r3channel.weights.agreement import agree_on_plan, agree_on_smallest
 
 BACKENDS = ("tcp", "loopback", "gloo", "shm", pytest.param("nixl", marks=pytest.mark.full))
 CANNOT_WAKE = {
