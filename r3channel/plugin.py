@@ -46,10 +46,10 @@ def _receive_weights(config: EngineConfig) -> None:
     """The receiving half of weight updates; a release without the place that it hooks into goes without, unless asked."""
     from r3channel.bearer import read_token
     from r3channel.errors import PluginNotApplied
-    from r3channel.weights import hook
+    from r3channel.weights import receiver
 
-    if hook.available():
-        hook.apply(read_token(config.token_file) if config.token_file else "")
+    if receiver.available():
+        receiver.apply(read_token(config.token_file) if config.token_file else "")
     elif config.weights:
         raise PluginNotApplied(
             "R3CHANNEL_WEIGHTS: this SGLang has no WeightUpdater to receive with; 0.5.23 has"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from r3channel.unproxied import urlopen
-from r3channel.weights.checkpoint import checkpoint_shapes
+from r3channel.weights.store import checkpoint_shapes
 from r3channel.weights.session import UpdateReport, WeightSync
 from r3channel.weights.sglang import EngineClient
 

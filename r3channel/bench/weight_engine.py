@@ -17,10 +17,10 @@ import torch
 from r3channel.embedded.model import write_model
 from r3channel.embedded.sglang import EngineOptions, EngineServer
 from r3channel.unproxied import urlopen
-from r3channel.weights.buckets import TensorMeta
-from r3channel.weights.group import WeightGroup, in_background
+from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.session import WeightSync
 from r3channel.weights.sglang import EngineClient
+from r3channel.weights.wires import WeightGroup, in_background
 
 _TIMEOUT_S = 120.0
 _READY_TIMEOUT_S = 240.0

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from r3channel.errors import ConfigError
-from r3channel.weights.held import HeldWeights
 from r3channel.weights.sglang import EngineClient
+from r3channel.weights.store import HeldWeights
 
 _SHOWN = 20
 

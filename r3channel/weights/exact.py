@@ -9,28 +9,38 @@ engine rank. Steps of one update, with what the ranks tell one another between t
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import wait
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import xxhash
 
-from r3channel.errors import DeadlineExceeded, PeerFailed, PlanInvalid, PlanMismatch
+from r3channel.errors import (
+    DeadlineExceeded,
+    EngineUnavailable,
+    NonFiniteWeights,
+    PeerFailed,
+    PlanInvalid,
+    PlanMismatch,
+    R3Error,
+    TransportError,
+    WeightsError,
+)
 from r3channel.weights.convert import Shard
-from r3channel.weights.deadline import Deadline
 from r3channel.weights.dryrun import Part
-from r3channel.weights.finite import check_finite
-from r3channel.weights.geometry import Box, Layout
-from r3channel.weights.manifest import Manifest, TensorMeta
-from r3channel.weights.ranklink import Door, RankLink
-from r3channel.weights.reshard import RankPlan, plan_reshard
-from r3channel.weights.shardmap import ShardMap
-from r3channel.weights.stage import check_complete
-from r3channel.weights.staging import Entry
+from r3channel.weights.executor import Staged, background
+from r3channel.weights.geometry import Box, Layout, ShardMap, report_of
+from r3channel.weights.manifest import Bucket, Manifest, TensorMeta
+from r3channel.weights.pack import check_finite
+from r3channel.weights.plan import RankPlan, plan_reshard
+from r3channel.weights.progress import GRACE_S, Deadline, Run
+from r3channel.weights.wires import Door, Entry, RankLink, Wire, check_complete
 
 
 class TrainerRanks:
@@ -44,19 +54,16 @@ class TrainerRanks:
 
     def exchange(self, value: Any, deadline: Deadline) -> list[Any]:
         """Every rank's value (plain, as JSON), by rank. DeadlineExceeded, or PeerFailed when a rank has died."""
-        data = torch.frombuffer(
-            bytearray(json.dumps(value, separators=(",", ":")).encode()), dtype=torch.uint8
-        )
+        return [json.loads(raw) for raw in self.exchange_bytes(json.dumps(value).encode(), deadline)]
+
+    def exchange_bytes(self, raw: bytes, deadline: Deadline) -> list[bytes]:
         lengths = [torch.zeros(1, dtype=torch.int64, device=self._device) for _ in range(self.size)]
-        self._gather(lengths, torch.tensor([len(data)], device=self._device), deadline)
+        self._gather(lengths, torch.tensor([len(raw)], device=self._device), deadline)
         longest = max(int(length) for length in lengths)
-        padded = torch.zeros(longest, dtype=torch.uint8)
-        padded[: len(data)] = data
-        rows = [torch.zeros(longest, dtype=torch.uint8, device=self._device) for _ in range(self.size)]
-        self._gather(rows, padded.to(self._device), deadline)
-        return [
-            json.loads(row.cpu().numpy()[: int(n)].tobytes()) for row, n in zip(rows, lengths, strict=True)
-        ]
+        mine = torch.frombuffer(bytearray(raw.ljust(longest)), dtype=torch.uint8).to(self._device)
+        rows = [torch.zeros_like(mine) for _ in range(self.size)]
+        self._gather(rows, mine, deadline)
+        return [row.cpu().numpy()[: int(n)].tobytes() for row, n in zip(rows, lengths, strict=True)]
 
     def _gather(self, out: list[torch.Tensor], mine: torch.Tensor, deadline: Deadline) -> None:
         left_s, begun_s = deadline.left_s(), time.monotonic()
@@ -72,12 +79,15 @@ class TrainerRanks:
 class ExactStages:
     """One trainer rank's part of all updates of a session. Threads may send to different ranks at once."""
 
-    def __init__(self, door: Door, ranks: TrainerRanks, staged: bool | str, *, bucket_bytes: int) -> None:
+    def __init__(
+        self, door: Door, ranks: TrainerRanks, staged: bool | str, wire: Wire, *, bucket_bytes: int
+    ) -> None:
         self._door, self._ranks, self._bucket_bytes = door, ranks, bucket_bytes
+        self._wire: Wire = wire
         self._staged = "auto" if staged == "auto" else "yes"
         self._trainers: list[tuple[str, int]] = []
         self._source: ShardMap | None = None
-        self._digest = ""
+        self._report = b""
         self._shards: dict[str, list[Shard]] = {}
         self.rank_plan: RankPlan | None = None
         """The last plan; None before the first update."""
@@ -98,19 +108,14 @@ class ExactStages:
 
     def survey(self, shards: Sequence[Shard], deadline: Deadline) -> bool:
         """Tell what this rank holds and learn what all hold; whether that changed since the last call."""
-        rows = [[*s.meta.row(), list(s.box.start), list(s.box.stop)] for s in shards]
-        digest = xxhash.xxh3_64_hexdigest(json.dumps(rows).encode())
+        report = report_of((shard.meta, shard.box) for shard in shards)
         self._shards = {}
         for shard in shards:
             self._shards.setdefault(shard.meta.name, []).append(shard)
-        changed = any(self._ranks.exchange(digest != self._digest, deadline))
+        changed = any(self._ranks.exchange(report != self._report, deadline))
         if changed:
-            told = self._ranks.exchange(rows, deadline)
-            reports = {
-                rank: [(TensorMeta.from_row(row[:3]), Box(tuple(row[3]), tuple(row[4]))) for row in report]
-                for rank, report in enumerate(told)
-            }
-            self._source, self._digest = ShardMap.gathered(reports), digest
+            self._source = ShardMap.gathered(self._ranks.exchange_bytes(report, deadline))
+            self._report = report
         return changed
 
     def plan(self, manifest: Manifest) -> None:
@@ -123,7 +128,12 @@ class ExactStages:
 
     def order(self, engine: str) -> dict[str, Any]:
         return self._door.order(
-            "open", engine=engine, tensors=self.metas, trainers=self._trainers, staged=self._staged
+            "open",
+            engine=engine,
+            tensors=self.metas,
+            trainers=self._trainers,
+            staged=self._staged,
+            wire=self._wire,
         )
 
     def accept(self, wanted: Mapping[str, int], deadline: Deadline) -> dict[str, list[RankLink]]:
@@ -217,3 +227,133 @@ def _target_map(metas: Sequence[TensorMeta], links: Sequence[RankLink], *, first
         meta = TensorMeta(name=metas[tensor].name, dtype=dtypes[tensor], shape=metas[tensor].shape)
         rows.append((meta, Layout.of(meta.shape, held[tensor])))
     return ShardMap(rows)
+
+
+class JointUpdate:
+    """One update, on one rank. Every rank makes the same calls; each failure becomes everybody's."""
+
+    def __init__(
+        self, work: Staged, stages: ExactStages, ranks: TrainerRanks, run: Run, version: int
+    ) -> None:
+        self._work, self._stages, self._ranks, self._run, self._version = work, stages, ranks, run, version
+
+    @property
+    def leads(self) -> bool:
+        return self._ranks.rank == 0
+
+    def run(self, shards: Sequence[Shard], *, finite: bool) -> Manifest:
+        """Up to the commit, on every rank. Raises on every rank."""
+        run = self._run
+        with run.stage("plan"):
+            changed = self._together(
+                lambda: self._stages.check_finite() if finite else None, self._survey(shards)
+            )
+        with run.stage("join"):
+            changed |= self._open()
+        with run.stage("plan"):
+            links = list(itertools.chain(*(member.ranks for member in self._work.members)))
+            if changed:
+                same_plan(self._ranks.exchange(self._stages.aim(links, run.deadline), run.deadline))
+        with run.stage("wait_send"):
+            self._send()
+        self._lead(self._commit)
+        return Manifest.of([Bucket.of(self._stages.metas)])
+
+    def _survey(self, shards: Sequence[Shard]) -> bool:
+        return self._stages.survey(shards, self._run.deadline)
+
+    def _together(self, step: Callable[[], None], result: bool) -> bool:
+        """All ranks do the step, or all raise."""
+        error: Exception | None = None
+        try:
+            step()
+        except R3Error as failure:
+            error = failure
+        words = self._ranks.exchange(
+            "" if error is None else f"{type(error).__name__}: {error}", self._run.deadline
+        )
+        if error is not None:
+            raise error
+        self._raise([f"trainer rank {rank}: {word}" for rank, word in enumerate(words) if word])
+        return result
+
+    def _raise(self, words: Sequence[str]) -> None:
+        if words:
+            kind = NonFiniteWeights if "NonFiniteWeights" in words[0] else WeightsError
+            raise kind("; ".join(words))
+
+    def _lead(self, call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What the first rank alone does, and tells the others; its failure is everybody's."""
+        told: dict[str, Any] = {}
+        error: BaseException | None = None
+        if self.leads:
+            try:
+                told = call()
+            except Exception as failure:
+                error = failure
+                told = {"error": f"{type(failure).__name__}: {failure}"}
+        told = self._ranks.exchange(told, self._run.deadline.at_least(GRACE_S * 10))[0]
+        if error is not None:
+            raise error
+        self._raise([told["error"]] if "error" in told else [])
+        return told
+
+    def _open(self) -> bool:
+        """Links to every engine that takes part; whether any of them is new."""
+        work, deadline = self._work, self._run.deadline
+        mine = [member.url for member in work.members if not member.staged]
+        without = set(itertools.chain(*self._ranks.exchange(mine, deadline)))
+
+        def ask() -> dict[str, Any]:
+            fresh = work.ask(without)
+            return {"all": {m.url: m.client.ranks for m in work.members}, "fresh": [m.url for m in fresh]}
+
+        before = list(work.members)
+        told = self._lead(ask)
+        work.members = [member for member in before if member.url in told["all"]]
+        for member in work.members:
+            member.client.ranks = told["all"][member.url]
+        fresh = [member for member in work.members if member.url in told["fresh"]]
+        for member in fresh:
+            if not self.leads:
+                member.unlink()
+        self._together(lambda: work.take(fresh), True)
+        return bool(fresh) or len(work.members) != len(before)
+
+    def _send(self) -> None:
+        """This rank's shards to every engine rank; engines that a trainer could not reach are lost to all."""
+        left_s = self._run.deadline.left_s()
+        calls = {
+            background(partial(self._to, link, left_s)): (member, link)
+            for member in self._work.members
+            for link in member.ranks
+        }
+        wait(calls, timeout=left_s + GRACE_S)
+        lost: dict[str, str] = {}
+        failed = ""
+        for future, (member, link) in calls.items():
+            error = future.exception() if future.done() else TimeoutError(f"no end within {left_s:.1f} s")
+            if isinstance(error, (TransportError, TimeoutError)):
+                lost[member.url] = f"rank {link.rank}: {error}"
+            elif error is not None:
+                failed = f"{type(error).__name__}: {error}"
+        self._run.sent_bytes = sum(f.result() for f in calls if f.done() and f.exception() is None)
+        told = self._ranks.exchange(
+            {"lost": lost, "failed": failed}, self._run.deadline.at_least(GRACE_S * 10)
+        )
+        self._raise(
+            [f"trainer rank {rank}: {one['failed']}" for rank, one in enumerate(told) if one["failed"]]
+        )
+        gone = {url: why for one in told for url, why in one["lost"].items()}
+        for member in [m for m in self._work.members if m.url in gone]:
+            self._work.lose(member, EngineUnavailable(f"engine {member.url} {gone[member.url]}"))
+
+    def _to(self, link: RankLink, left_s: float) -> int:
+        sent = self._stages.send_all(link, self._version, left_s)
+        link.end(timeout_s=left_s)
+        return sent
+
+    def _commit(self) -> dict[str, Any]:
+        self._work.verify()
+        self._work.commit(self._version)
+        return {}

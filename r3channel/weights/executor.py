@@ -30,15 +30,13 @@ from r3channel.errors import (
     TransportError,
     WeightsDiffer,
 )
-from r3channel.weights.deadline import GRACE_S, wait_all
-from r3channel.weights.digests import engine_names
-from r3channel.weights.enrolment import Enrolment
-from r3channel.weights.group import WeightGroup, in_background
 from r3channel.weights.manifest import Bucket, Manifest
 from r3channel.weights.member import EngineState, Member, told
-from r3channel.weights.progress import Run
+from r3channel.weights.pack import engine_names
+from r3channel.weights.progress import GRACE_S, Run, wait_all
+from r3channel.weights.registry import Enrolment
 from r3channel.weights.sglang import PauseMode
-from r3channel.weights.stage import Stages
+from r3channel.weights.wires import Stages, WeightGroup, in_background
 
 T = TypeVar("T")
 _Sums = list[tuple[dict[str, str], dict[str, str]]]

@@ -13,10 +13,9 @@ from enum import Enum
 from typing import Any
 
 from r3channel.errors import CannotStage, EngineRefused, ManifestMismatch, WeightsDiffer
-from r3channel.weights.group import WeightGroup
 from r3channel.weights.manifest import Bucket
-from r3channel.weights.ranklink import RankLink
 from r3channel.weights.sglang import EngineClient, PauseMode
+from r3channel.weights.wires import RankLink, WeightGroup
 
 _SHOWN = 3
 _FLUSH_REFUSED = "cache was not flushed"

@@ -12,7 +12,10 @@ a rank connects to its trainers. SGLang itself is not imported here.
 from __future__ import annotations
 
 import hashlib
+import importlib
+import inspect
 import json
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -29,12 +32,14 @@ from r3channel.transport.listener import connect
 from r3channel.weights.dryrun import Needs, Part, dry_run
 from r3channel.weights.geometry import Box
 from r3channel.weights.manifest import TensorMeta
-from r3channel.weights.staging import (
+from r3channel.weights.sglang import LOAD_FORMAT
+from r3channel.weights.wires import (
     ASK,
     DATA,
     END,
     HEAD,
     NEEDS,
+    PLACED,
     TABLE,
     VERIFY,
     Entry,
@@ -42,6 +47,7 @@ from r3channel.weights.staging import (
     receive_blob,
     send_blob,
     session_token,
+    shared_memory,
     staged_layout,
 )
 
@@ -151,7 +157,10 @@ class Session:
         self._stage = _Stage()
         self._whole = False
         """Whether whole tensors are staged and the model's own loader places them at the commit."""
-        told = self._learn(model, order["staged"])
+        self._path = ""
+        """Of shared memory that not every trainer has mapped yet."""
+        self._mapped = set[int]()
+        told = self._learn(model, order["staged"], order["wire"])
         token = session_token(run_token, order["nonce"])
         hello = json.dumps({"engine": order["engine"], "rank": rank}).encode()
         self._links = [
@@ -167,10 +176,18 @@ class Session:
         return not any(link.alive for link in self._links)
 
     def close(self) -> None:
+        self._unlink()
         for link in self._links:
             link.close()
 
-    def _learn(self, model: torch.nn.Module, wanted: str) -> dict[str, Any]:
+    def _unlink(self) -> None:
+        """A path that is gone leaves nothing behind a crash."""
+        with self._lock:
+            if self._path:
+                os.unlink(self._path)
+                self._path = ""
+
+    def _learn(self, model: torch.nn.Module, wanted: str, wire: str) -> dict[str, Any]:
         refused = ""
         try:
             self._needs = dry_run(model, self._tensors)
@@ -181,13 +198,16 @@ class Session:
         layout = staged_layout(self._needs.params)
         if wanted == "auto" and layout.nbytes > _spare_bytes():
             return {"error": f"{layout.nbytes} bytes for a staged copy, {_spare_bytes()} are free"}
-        self._flat = torch.empty(layout.nbytes, dtype=torch.uint8)
+        if wire == "shared_memory":
+            self._path, self._flat = shared_memory(layout.nbytes)
+        else:
+            self._flat = torch.empty(layout.nbytes, dtype=torch.uint8)
         self._staged = layout.views(self._flat)
         if not self._whole:
             for view, param in zip(self._staged, dict(model.named_parameters()).values(), strict=True):
                 view.copy_(param.detach().flatten())  # padding that no tensor covers keeps its values
         self._items = sum(part.box.numel for part in self._needs.parts)
-        return {"needs": self._needs.to_dict(), "whole": refused}
+        return {"needs": self._needs.to_dict(), "whole": refused, "shared": self._path}
 
     # -- a link's thread -----------------------------------------------------------------------------------------------
 
@@ -200,9 +220,12 @@ class Session:
                 kind, body = link.recv_record(timeout_s=None)
                 try:
                     if kind == TABLE:
+                        self._mapped.add(number)
+                        if len(self._mapped) == len(self._links):
+                            self._unlink()
                         table, failure = read_table(receive_blob(link, body), self._needs.parts), ""
-                    elif kind == DATA:
-                        self._place(number, link, table, body)
+                    elif kind in (DATA, PLACED):
+                        self._place(number, link if kind == DATA else None, table, body)
                     elif kind == END:
                         word, failure = failure, ""
                         link.send_record(END, word.encode()[:_WORD_BYTES], timeout_s=_CONNECT_S)
@@ -216,7 +239,7 @@ class Session:
                         raise TransportError(str(error)) from error
                     failure = failure or f"{type(error).__name__}: {error}"
 
-    def _place(self, number: int, link: Link, table: Sequence[Entry], body: bytes) -> None:
+    def _place(self, number: int, link: Link | None, table: Sequence[Entry], body: bytes) -> None:
         version, first, count, digest = HEAD.unpack(body)
         self._begin(version, number, first)
         entries = table[first : first + count]
@@ -226,6 +249,9 @@ class Session:
         for entry in entries:
             part = self._needs.parts[entry.part]
             view = part.view(self._staged[part.param], entry.box)
+            if link is None:  # the trainer has put it there
+                seen.update(view.contiguous().flatten().view(torch.uint8).numpy().data)
+                continue
             landing = view if view.is_contiguous() else torch.empty(view.shape, dtype=view.dtype)
             data = landing.flatten().view(torch.uint8).numpy().data
             link.recv_into(data, timeout_s=None)
@@ -349,3 +375,58 @@ def _spare_bytes() -> int:
     import psutil
 
     return int(psutil.virtual_memory().available * 0.8)
+
+
+_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
+_RECEIVE = "WeightUpdater.receive_weights_from_distributed"
+_PARAMETERS = {"names", "dtypes", "shapes", "group_name", "load_format"}
+
+_run_token = ""
+_receiver: Receiver | None = None
+
+
+def available() -> bool:
+    """Whether this SGLang has what is hooked; 0.5.15.post1 has not."""
+    try:
+        updater: Any = importlib.import_module(_UPDATER)
+        receive = updater.WeightUpdater.receive_weights_from_distributed
+    except (ImportError, AttributeError):
+        return False
+    return set(inspect.signature(receive).parameters) >= _PARAMETERS
+
+
+def apply(run_token: str) -> None:
+    """Register the hook. `run_token`: the run's secret, which a trainer must know too; empty: the session's own is enough."""
+    global _run_token
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    _run_token = run_token
+    HookRegistry.register(f"{_UPDATER}.{_RECEIVE}", receive, HookType.AROUND)
+
+
+def receive(
+    original: Any, updater: Any, *, names: Any, group_name: str, load_format: Any = None, **rest: Any
+) -> Any:
+    """An order of ours is carried out; other updates pass, unless a session holds this engine."""
+    receiver = _own()
+    if load_format != LOAD_FORMAT:
+        holder = receiver.holder()
+        if holder and not group_name.startswith(holder):
+            raise WeightsError(f"the engine is held by weight session {holder}, whose trainer lives")
+        return original(updater, names=names, group_name=group_name, load_format=load_format, **rest)
+    receiver.order(updater.get_model(), json.loads(names[0]))
+    return []
+
+
+def _own() -> Receiver:
+    global _receiver
+    if _receiver is None:
+        from sglang.srt.runtime_context import get_parallel
+
+        parallel = get_parallel()
+
+        def agree(word: str) -> list[str]:
+            return gathered_words(word, parallel.tp_group.cpu_group, parallel.tp_size)
+
+        _receiver = Receiver(rank=parallel.tp_rank, run_token=_run_token, agree=agree)
+    return _receiver

@@ -40,12 +40,8 @@ from r3channel.errors import (
     WeightVersionRegressed,
 )
 from r3channel.slot import PROCESS_SLOT
-from r3channel.weights.checkpoint import checkpoint_tensors
-from r3channel.weights.contents import Contents, Push
 from r3channel.weights.convert import Shard
-from r3channel.weights.deadline import GRACE_S, Deadline
-from r3channel.weights.enrolment import Enrolment, own_registry
-from r3channel.weights.exact import ExactStages, TrainerRanks
+from r3channel.weights.exact import ExactStages, JointUpdate, TrainerRanks
 from r3channel.weights.executor import (
     REPAIR_S,
     Broadcast,
@@ -58,18 +54,14 @@ from r3channel.weights.executor import (
     dissolve,
 )
 from r3channel.weights.geometry import Box
-from r3channel.weights.group import group_device
-from r3channel.weights.held import HeldWeights
-from r3channel.weights.joint import JointUpdate
-from r3channel.weights.kept import HostCopy
 from r3channel.weights.manifest import Bucket, Manifest, TensorMeta
 from r3channel.weights.member import EngineState, Member, told
-from r3channel.weights.packer import OnNonfinite, Packer
-from r3channel.weights.progress import Run, Stream, UpdateReport
-from r3channel.weights.ranklink import Door
-from r3channel.weights.registry import WeightRegistry
+from r3channel.weights.pack import Contents, OnNonfinite, Packer, Push
+from r3channel.weights.progress import GRACE_S, Deadline, Run, Stream, UpdateReport
+from r3channel.weights.registry import Enrolment, WeightRegistry, own_registry
 from r3channel.weights.sglang import EngineClient, PauseMode
-from r3channel.weights.stage import WholeStages
+from r3channel.weights.store import HeldWeights, HostCopy, checkpoint_tensors
+from r3channel.weights.wires import Door, WholeStages, Wire, group_device
 
 DEFAULT_BUCKET_BYTES = 256 << 20
 RESTORE_S = 30.0
@@ -110,6 +102,7 @@ class WeightSync:
         token_file: str = "",
         registry: WeightRegistry | None = None,
         plan: Plan = "broadcast",
+        wire: Wire = "tcp",
         group: Any = None,
     ) -> None:
         """
@@ -137,6 +130,8 @@ class WeightSync:
             registry: where the engines join and what they hold is recorded; None makes one without leases.
             plan: `broadcast`: one trainer rank has whole tensors. `exact`: all ranks of `group` make the same session and the
                 same calls, each `update` is given `hf_shards`, and every rank sends its own part, staged.
+            wire: how staged bytes reach an engine's ranks: over `tcp`, or put into `shared_memory` by trainers on its machine
+                (colocated), so that none travels.
             group: a torch process group, `torch.distributed.group.WORLD` for all; with `exact` only.
         """
         if (plan == "exact") != (group is not None) or (plan == "exact" and staged is False):
@@ -164,7 +159,7 @@ class WeightSync:
         self._staging: Staging = staged
         self._way = "" if staged else "broadcast: not wanted"
         self._door = Door(host=host, session=name, run_token=read_token(token_file) if token_file else "")
-        self._stages = WholeStages(self._door, staged)
+        self._stages = WholeStages(self._door, staged, wire)
         self._copy = HostCopy() if keep_copy else None
         self._device = group_device(backend)
         self._on_nonfinite: OnNonfinite = on_nonfinite
@@ -178,7 +173,7 @@ class WeightSync:
         self._exact = (
             None
             if self._ranks is None
-            else ExactStages(self._door, self._ranks, staged, bucket_bytes=bucket_bytes)
+            else ExactStages(self._door, self._ranks, staged, wire, bucket_bytes=bucket_bytes)
         )
         self._kept: list[Shard] = []
         """This rank's part of the committed weights, with `exact` and `keep_copy`."""

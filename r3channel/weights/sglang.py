@@ -20,7 +20,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from r3channel.errors import ConfigError, DeadlineExceeded, EngineRefused, EngineUnavailable, PayloadCorrupt
-from r3channel.weights.buckets import Bucket, TensorMeta
+from r3channel.weights.manifest import Bucket, TensorMeta
 from r3channel.wire.hello import Hello, probe_body
 
 PauseMode = Literal["retract", "in_place", "abort"]

@@ -19,7 +19,7 @@ from r3channel.errors import (
     WeightsDiffer,
     WeightUpdateFailed,
 )
-from r3channel.weights.buckets import Bucket
+from r3channel.weights.manifest import Bucket
 from r3channel.weights.member import EngineState
 from r3channel.weights.session import WeightSync
 from tests.fake_engine import UPDATE, FakeEngine

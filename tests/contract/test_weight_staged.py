@@ -18,7 +18,7 @@ from r3channel.errors import (
 )
 from r3channel.weights.member import EngineState
 from r3channel.weights.session import WeightSync
-from r3channel.weights.staging import HEAD
+from r3channel.weights.wires import HEAD
 from tests.fake_engine import FakeEngine
 
 Weights = dict[str, torch.Tensor]
@@ -207,7 +207,7 @@ def test_bytes_that_are_damaged_on_the_way_are_not_committed(
     engine = serving()
     with session(engine) as sync:
         sync.update(weights(1).items(), version=1, timeout_s=20)
-        monkeypatch.setattr("r3channel.weights.ranklink.HEAD", _Damaging())
+        monkeypatch.setattr("r3channel.weights.wires.HEAD", _Damaging())
         with pytest.raises(WeightUpdateFailed, match=NAMES[0]) as failure:
             sync.update(weights(2).items(), version=2, timeout_s=20)
         assert isinstance(failure.value.__cause__, WeightsCorrupt) and holds(engine, 1)

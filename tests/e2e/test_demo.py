@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from r3channel.embedded.sglang import environment
 from r3channel.metrics import METRICS
 from r3channel.recording import Recording
-from r3channel.weights.digests import EngineChecksums
-from r3channel.weights.held import HeldWeights
+from r3channel.weights.pack import EngineChecksums
+from r3channel.weights.store import HeldWeights
 from tests.e2e.conftest import Run, RunDemo
 
 pytestmark = pytest.mark.e2e

@@ -17,9 +17,8 @@ from r3channel.errors import (
     UsageError,
     WeightVersionRegressed,
 )
-from r3channel.weights.checkpoint import checkpoint_shapes, checkpoint_tensors
-from r3channel.weights.digests import payload_digest
 from r3channel.weights.session import WeightSync
+from r3channel.weights.store import checkpoint_shapes, checkpoint_tensors, payload_digest
 
 ATTENTION = "model.layers.0.self_attn"
 NOBODY = "http://127.0.0.1:9"
