@@ -110,7 +110,9 @@ class FakeEngine:
         """A new life at the same address, with other weights."""
         self.die()
         self._serving.join(10)  # its poll keeps the port for a moment
-        receives = None if self.receiver is None else {n: torch.zeros_like(t) for n, t in self.tensors.items()}
+        receives = (
+            None if self.receiver is None else {n: torch.zeros_like(t) for n, t in self.tensors.items()}
+        )
         return FakeEngine(port=self.port, receives=receives)
 
     def checksums(self) -> dict[str, str]:

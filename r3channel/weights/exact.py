@@ -126,9 +126,9 @@ class ExactStages:
     ) -> None:
         raise NotImplementedError("shards are sent by `send_all`")
 
-    def order(self, engine: str) -> dict[str, Any]:
+    def order(self, engine: str, *, op: str = "open") -> dict[str, Any]:
         return self._door.order(
-            "open",
+            op,
             engine=engine,
             tensors=self.metas,
             trainers=self._trainers,

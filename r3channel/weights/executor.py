@@ -22,6 +22,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from r3channel.errors import (
+    ConfigError,
     DeadlineExceeded,
     EngineLeftBehind,
     EngineRefused,
@@ -116,7 +117,21 @@ class Crew:
 class Work(Crew, ABC):
     """What both ways share. NEW -> open -> ... -> resumed or aborted. One thread."""
 
-    _sending: Future[None] | None = None
+    def __init__(
+        self,
+        members: Sequence[Member],
+        enrolment: Enrolment,
+        rules: Rules,
+        run: Run,
+        *,
+        stages: Stages,
+        version: int,
+        alone: bool = False,
+    ) -> None:
+        """`stages` say what goes over which link."""
+        super().__init__(members, enrolment, rules, run, alone=alone)
+        self._stages, self._version = stages, version
+        self._sending: Future[None] | None = None
 
     def push(self, bucket: Bucket, payload: torch.Tensor, *, last: bool) -> None:
         """Wait for the bucket before, then send this one; its memory may be reused after the next `push` or `close`.
@@ -212,12 +227,31 @@ class Broadcast(Work):
         """Groups, handshake, pause; from here on nothing is routed to these engines."""
         with self._run.stage("join"):
             self.meet()
+            shared = [member.url for member in self.members if member.client.ranks != 1]
+            if self._rules.verify and shared:
+                raise ConfigError(
+                    f"engines {shared} share tensors over ranks: a broadcast cannot foresee their checksums; stage instead"
+                )
             self.each(self._link)
         self.pause()
+        self._hold()
         self.each(Member.take_over, within_s=CONTROL_S)
         if self._rules.check_names:
             names = engine_names(name for bucket in manifest.buckets for name in bucket.names)
             self.each(lambda member, left_s: member.check_names(names, left_s))
+
+    def _hold(self) -> None:
+        """Links without needs: as long as they stand, our half lets nobody else's weights in."""
+        fresh = [member for member in self.members if not member.staged and not member.unheld]
+        orders = {m: self._stages.order(m.url, op="hold") for m in fresh}
+        held = Crew(fresh, self._enrolment, self._rules, self._run, alone=True).each(
+            lambda m, left_s: m.hold(orders[m], left_s), within_s=CONTROL_S
+        )
+        wanted = {member.url: member.client.ranks for member, could in held.items() if could}
+        links = self._stages.accept(wanted, self._run.deadline) if wanted else {}
+        for member in fresh:
+            member.ranks = links.get(member.url, [])
+            member.unheld = member.url not in links
 
     def close(self, checksums: Mapping[str, str]) -> None:
         """Wait for the last bucket, and compare what the engines report with `checksums`."""
@@ -283,21 +317,7 @@ class Broadcast(Work):
 
 
 class Staged(Work):
-    """Through our half in the engine; `stages` say what goes over which link."""
-
-    def __init__(
-        self,
-        members: Sequence[Member],
-        enrolment: Enrolment,
-        rules: Rules,
-        run: Run,
-        *,
-        stages: Stages,
-        version: int,
-        alone: bool = False,
-    ) -> None:
-        super().__init__(members, enrolment, rules, run, alone=alone)
-        self._stages, self._version = stages, version
+    """Through our half in the engine."""
 
     def open(self, manifest: Manifest) -> None:
         """Links to every rank, where some are missing: a pause of the dry run's length. CannotStage: nothing has changed."""

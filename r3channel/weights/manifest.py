@@ -36,6 +36,8 @@ _DTYPES: Mapping[str, torch.dtype] = {
             torch.bfloat16,
             torch.float8_e4m3fn,
             torch.float8_e5m2,
+            torch.float8_e4m3fnuz,
+            torch.float8_e5m2fnuz,
         ),
         *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
     )

@@ -53,6 +53,8 @@ class Member:
     """Whether this SGLang wants begin and end around an update; 0.5.15.post1 has neither."""
     names: frozenset[str] = frozenset()
     """What this life was found to take, and nothing else."""
+    unheld: bool = False
+    """Whether our half is not there to keep others from it."""
     foreign: bool = False
     """Whether the bracket that is open was found so: another session's, or of one that died."""
 
@@ -87,7 +89,7 @@ class Member:
 
     def unlink(self) -> None:
         """Forget what reaches it, without a call to it."""
-        self.names = frozenset()
+        self.names, self.unheld = frozenset(), False
         for rank in self.ranks:
             rank.link.close()
         self.ranks = []
@@ -137,6 +139,16 @@ class Member:
         finally:
             if not self.foreign:  # else it was paused, and stays so, by whom the bracket belongs to
                 self.undo(timeout_s)
+
+    def hold(self, order: Mapping[str, Any], timeout_s: float) -> bool:
+        """Keep other sessions from this engine, where our half can; whether it could. EngineRefused while another holds it."""
+        try:
+            self.client.order(order, timeout_s=timeout_s)
+        except EngineRefused as error:
+            if "session" in str(error):
+                raise
+            return False
+        return True
 
     def check_names(self, names: frozenset[str], timeout_s: float) -> None:
         """ManifestMismatch unless an update of these names (the engine's own) fills every parameter and has no other."""

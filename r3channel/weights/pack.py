@@ -31,7 +31,12 @@ from r3channel.weights.store import HostCopy
 OnNonfinite = Literal["error", "allow"]
 """What to do with a tensor that holds NaN or Inf."""
 
-_WIDENED = {torch.float8_e4m3fn: torch.float16, torch.float8_e5m2: torch.float32}
+_WIDENED = {
+    torch.float8_e4m3fn: torch.float16,
+    torch.float8_e5m2: torch.float32,
+    torch.float8_e4m3fnuz: torch.float32,
+    torch.float8_e5m2fnuz: torch.float32,
+}
 """Types without `aminmax`, and one that holds all their values."""
 
 _FIRST_NOT_FINITE: Mapping[torch.dtype, int] = {
@@ -110,6 +115,8 @@ def _finite_on_host(values: torch.Tensor) -> bool:
     """
     if values.numel() == 0:
         return True
+    if values.dtype not in _FIRST_NOT_FINITE:  # float8 of AMD's, whose only NaN is minus zero
+        return bool(torch.isfinite(values.detach().float()).all())
     first, size = _FIRST_NOT_FINITE[values.dtype], values.dtype.itemsize
     signed = values.detach().view(_SIGNED[size]).numpy()
     unsigned_limit = first + (1 << (8 * size - 1))

@@ -77,9 +77,13 @@ class Receiver:
 
     def order(self, model: torch.nn.Module, order: Mapping[str, Any]) -> None:
         """Raises WeightsError with every rank's reason unless all ranks did it."""
-        act = {"open": self._open, "commit": self._commit, "undo": self._undo, "close": self._close}[
-            order["op"]
-        ]
+        act = {
+            "open": self._open,
+            "hold": self._open,
+            "commit": self._commit,
+            "undo": self._undo,
+            "close": self._close,
+        }[order["op"]]
         steps = act(model, order)
         for step in steps:
             self._together(step)
@@ -160,12 +164,16 @@ class Session:
         self._path = ""
         """Of shared memory that not every trainer has mapped yet."""
         self._mapped = set[int]()
-        told = self._learn(model, order["staged"], order["wire"])
+        told = self._learn(model, order["staged"], order["wire"]) if order["op"] == "open" else {"held": True}
         token = session_token(run_token, order["nonce"])
         hello = json.dumps({"engine": order["engine"], "rank": rank}).encode()
-        self._links = [
-            connect(host, port, token, timeout_s=_CONNECT_S, hello=hello) for host, port in order["trainers"]
-        ]
+        self._links: list[Link] = []
+        try:
+            for host, port in order["trainers"]:
+                self._links.append(connect(host, port, token, timeout_s=_CONNECT_S, hello=hello))
+        except BaseException:
+            self.close()
+            raise
         for number, link in enumerate(self._links):
             name = f"r3channel-stage-{number}"
             threading.Thread(target=self._serve, args=(number, link, told), name=name, daemon=True).start()

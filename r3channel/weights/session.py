@@ -580,7 +580,9 @@ class WeightSync:
                 if self._staging is True:
                     raise
                 self._way = f"broadcast: {error}"
-        work = Broadcast(members, self._enrolment, self._rules, run, alone=alone)
+        work = Broadcast(
+            members, self._enrolment, self._rules, run, stages=self._stages, version=version, alone=alone
+        )
         run.way = self._way
         try:
             work.open(manifest)

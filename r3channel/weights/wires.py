@@ -501,7 +501,7 @@ class Door:
                 link.close()  # of an attempt that was given up
                 continue
             refused = refused or told.get("error", "")
-            needs = Needs((), (), ()) if "error" in told else Needs.from_dict(told["needs"])
+            needs = Needs.from_dict(told["needs"]) if "needs" in told else Needs((), (), ())
             shared = shared_views(needs.params, told["shared"]) if told.get("shared") else []
             found[hello["engine"]].append(
                 RankLink(hello["engine"], hello["rank"], link, needs, told.get("whole", ""), shared)
@@ -523,7 +523,7 @@ class Stages(Protocol):
 
     def plan(self, manifest: Manifest) -> None: ...
 
-    def order(self, engine: str) -> dict[str, Any]: ...
+    def order(self, engine: str, *, op: str = "open") -> dict[str, Any]: ...
 
     def accept(self, wanted: Mapping[str, int], deadline: Deadline) -> dict[str, list[RankLink]]: ...
 
@@ -550,11 +550,11 @@ class WholeStages:
         self._metas = tuple(meta for bucket in manifest.buckets for meta in bucket.tensors)
         self._ends = list(itertools.accumulate(len(bucket.tensors) for bucket in manifest.buckets))
 
-    def order(self, engine: str) -> dict[str, Any]:
-        """To an engine that is to open its links."""
+    def order(self, engine: str, *, op: str = "open") -> dict[str, Any]:
+        """To an engine that is to open its links, or to be held."""
         trainers = [self._door.listen()]
         return self._door.order(
-            "open",
+            op,
             engine=engine,
             tensors=self._metas,
             trainers=trainers,

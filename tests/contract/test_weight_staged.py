@@ -252,3 +252,16 @@ def test_a_stranger_who_knows_no_token_is_not_taken_for_a_rank(serving: Serving)
             connect(host, port, b"x" * 32, timeout_s=5, hello=b'{"engine": "http://x", "rank": 0}')
         sync.update(weights(2).items(), version=2, timeout_s=20)
         assert holds(engine, 2) and host == "127.0.0.1"
+
+
+def test_a_broadcasting_session_keeps_others_from_an_engine_with_our_half(serving: Serving) -> None:
+    engine = serving()
+    with session(engine, staged=False) as first:
+        first.update(weights(1).items(), version=1, timeout_s=20)
+        for staged in (False, True):
+            with session(engine, staged=staged) as second:
+                with pytest.raises(WeightUpdateFailed, match="held by session"):
+                    second.update(weights(5).items(), version=5, timeout_s=20)
+                assert holds(engine, 1)
+        first.update(weights(2).items(), version=2, timeout_s=20)
+        assert holds(engine, 2)

@@ -58,6 +58,7 @@ PLACES = {
         "weights/",
         "embedded/",
         "bench/relay/tensor_groups.py",
+        "bench/weight_engine.py",
     ),
     "prometheus_client": ("metrics.py",),
 }
