@@ -81,11 +81,18 @@ class Crew:
         self._all, self._alone = list(members), alone
         self._enrolment, self._rules, self._run = enrolment, rules, run
 
-    def each(self, call: Callable[[Member, float], T], *, within_s: float = math.inf) -> dict[Member, T]:
-        """Make a call to all engines at once. One that is lost is left out from now on; another failure is raised when all
+    def each(
+        self,
+        call: Callable[[Member, float], T],
+        *,
+        within_s: float = math.inf,
+        among: Sequence[Member] | None = None,
+    ) -> dict[Member, T]:
+        """Make a call to all engines, or to some, at once. One that is lost is left out; another failure is raised when all
         have answered, so that the states are exact."""
         left_s = min(self._run.deadline.left_s(), within_s)
-        calls = {background(partial(call, member, left_s)): member for member in self.members}
+        asked = self.members if among is None else among
+        calls = {background(partial(call, member, left_s)): member for member in asked}
         wait(calls, timeout=left_s + GRACE_S)
         failed = {
             m: error for future, m in calls.items() if (error := _failure(future, m, left_s)) is not None
@@ -108,10 +115,8 @@ class Crew:
     def meet(self) -> None:
         """Let engines that have not joined in this life do so. Raises VersionsDiffer, RegistryRefused."""
         fresh = [member for member in self.members if not member.boot_id]
-        if fresh:
-            only = Crew(fresh, self._enrolment, self._rules, self._run, alone=self._alone)
-            only.each(Member.meet, within_s=CONTROL_S)
-            self._enrolment.admit([member for member in fresh if member.boot_id])
+        met = self.each(Member.meet, within_s=CONTROL_S, among=fresh)
+        self._enrolment.admit(met)
 
 
 class Work(Crew, ABC):
@@ -242,11 +247,9 @@ class Broadcast(Work):
 
     def _hold(self) -> None:
         """Links without needs: as long as they stand, our half lets nobody else's weights in."""
-        fresh = [member for member in self.members if not member.staged and not member.unheld]
+        fresh = [m for m in self.members if m.bracketed and not m.staged and not m.unheld]
         orders = {m: self._stages.order(m.url, op="hold") for m in fresh}
-        held = Crew(fresh, self._enrolment, self._rules, self._run, alone=True).each(
-            lambda m, left_s: m.hold(orders[m], left_s), within_s=CONTROL_S
-        )
+        held = self.each(lambda m, left_s: m.hold(orders[m], left_s), within_s=CONTROL_S, among=fresh)
         wanted = {member.url: member.client.ranks for member, could in held.items() if could}
         links = self._stages.accept(wanted, self._run.deadline) if wanted else {}
         for member in fresh:
@@ -330,11 +333,13 @@ class Staged(Work):
         """Have engines connect that have no links, or are named as such; those that did."""
         self.meet()
         fresh = [member for member in self.members if not member.staged or member.url in without]
-        if fresh:
-            only = Crew(fresh, self._enrolment, self._rules, self._run, alone=True)
-            orders = {member: self._stages.order(member.url) for member in fresh}
-            only.each(lambda m, left_s: m.open(orders[m], left_s), within_s=self._rules.engine_timeout_s)
-        return fresh
+        orders = {member: self._stages.order(member.url) for member in fresh}
+        opened = self.each(
+            lambda m, left_s: m.open(orders[m], left_s),
+            within_s=self._rules.engine_timeout_s,
+            among=fresh,
+        )
+        return list(opened)
 
     def take(self, fresh: Sequence[Member]) -> None:
         """Accept their links. ManifestMismatch where parameters are not given."""

@@ -129,6 +129,8 @@ class Member:
         self.pause("in_place", timeout_s)
         try:
             self.begin(timeout_s)
+            if not self.bracketed:  # before 0.5.23 what an order raises would end the engine
+                raise CannotStage(f"engine {self.url} has no begin and end: an SGLang before 0.5.23")
             self.client.order(order, timeout_s=timeout_s)
         except EngineRefused as error:
             if _NO_PLUGIN in str(error):

@@ -164,6 +164,7 @@ class Session:
         self._path = ""
         """Of shared memory that not every trainer has mapped yet."""
         self._mapped = set[int]()
+        self._needs, self._items = Needs((), (), ()), 0
         told = self._learn(model, order["staged"], order["wire"]) if order["op"] == "open" else {"held": True}
         token = session_token(run_token, order["nonce"])
         hello = json.dumps({"engine": order["engine"], "rank": rank}).encode()
@@ -220,32 +221,41 @@ class Session:
     # -- a link's thread -----------------------------------------------------------------------------------------------
 
     def _serve(self, number: int, link: Link, told: dict[str, Any]) -> None:
+        """Until the trainer leaves, or dies: what was staged is never committed then."""
+        try:
+            with suppress(TransportError):
+                self._listen(number, link, told)
+        finally:
+            link.abort(
+                "the rank has ended it"
+            )  # also where we are at fault: nobody holds an engine by a dead thread
+
+    def _listen(self, number: int, link: Link, told: dict[str, Any]) -> None:
         table: list[Entry] = []
         failure = ""
-        with suppress(TransportError):  # the trainer left, or died: what was staged is never committed
-            send_blob(link, NEEDS, told, timeout_s=None)
-            while True:
-                kind, body = link.recv_record(timeout_s=None)
-                try:
-                    if kind == TABLE:
-                        self._mapped.add(number)
-                        if len(self._mapped) == len(self._links):
-                            self._unlink()
-                        table, failure = read_table(receive_blob(link, body), self._needs.parts), ""
-                    elif kind in (DATA, PLACED):
-                        self._place(number, link if kind == DATA else None, table, body)
-                    elif kind == END:
-                        word, failure = failure, ""
-                        link.send_record(END, word.encode()[:_WORD_BYTES], timeout_s=_CONNECT_S)
-                    elif kind == VERIFY:
-                        send_blob(link, VERIFY, self._verify(*ASK.unpack(body)), timeout_s=_CONNECT_S)
-                except TransportError:
-                    raise
-                except (R3Error, ValueError, IndexError) as error:
-                    if not isinstance(error, WeightsCorrupt):  # no byte can be told from another any more
-                        link.abort(f"{type(error).__name__}: {error}")
-                        raise TransportError(str(error)) from error
-                    failure = failure or f"{type(error).__name__}: {error}"
+        send_blob(link, NEEDS, told, timeout_s=None)
+        while True:
+            kind, body = link.recv_record(timeout_s=None)
+            try:
+                if kind == TABLE:
+                    self._mapped.add(number)
+                    if len(self._mapped) == len(self._links):
+                        self._unlink()
+                    table, failure = read_table(receive_blob(link, body), self._needs.parts), ""
+                elif kind in (DATA, PLACED):
+                    self._place(number, link if kind == DATA else None, table, body)
+                elif kind == END:
+                    word, failure = failure, ""
+                    link.send_record(END, word.encode()[:_WORD_BYTES], timeout_s=_CONNECT_S)
+                elif kind == VERIFY:
+                    send_blob(link, VERIFY, self._verify(*ASK.unpack(body)), timeout_s=_CONNECT_S)
+            except TransportError:
+                raise
+            except (R3Error, ValueError, IndexError) as error:
+                if not isinstance(error, WeightsCorrupt):  # no byte can be told from another any more
+                    link.abort(f"{type(error).__name__}: {error}")
+                    raise TransportError(str(error)) from error
+                failure = failure or f"{type(error).__name__}: {error}"
 
     def _place(self, number: int, link: Link | None, table: Sequence[Entry], body: bytes) -> None:
         version, first, count, digest = HEAD.unpack(body)

@@ -271,6 +271,65 @@ def test_a_version_that_no_engine_takes_is_not_committed(start: Start) -> None:
         assert sync.version == 1 and holds(only, 1)
 
 
+def test_a_release_without_begin_and_end_is_updated_without_them(start: Start) -> None:
+    old = start()
+    routes = old._routes
+
+    def without() -> dict[str, Callable]:
+        missing = {"success": False, "detail": "Not Found"}
+        return {
+            **routes(),
+            "/begin_weight_update": lambda _: missing,
+            "/end_weight_update": lambda _: missing,
+        }
+
+    old._routes = without
+    with session(old, staged="auto") as sync:
+        for version in (1, 2):
+            report = sync.update(weights(version).items(), version=version, timeout_s=20)
+            assert holds(old, version) and "before 0.5.23" in report.way
+        assert not any(call.startswith("order/") for call in old.calls)
+
+
+def test_an_engine_that_is_gone_when_the_first_update_begins_is_left_out(start: Start) -> None:
+    good, gone = start(), start()
+    with session(good, gone) as sync:
+        gone.die()
+        for version in (1, 2, 3):
+            sync.update(weights(version).items(), version=version, timeout_s=20)
+        assert sync.evicted.keys() == {gone.url} and holds(good, 3) and sync.routable() == (good.url,)
+
+
+def test_a_cache_that_is_not_flushed_because_requests_wait_fails_no_update(start: Start) -> None:
+    engine = start()
+    load = engine._update
+
+    def unflushed(body: dict[str, object]) -> dict[str, object] | None:
+        answer = load(body)
+        if body["flush_cache"]:
+            return {
+                "success": False,
+                "message": "Weights were updated, but the cache was not flushed because ...",
+            }
+        return answer
+
+    engine._update = unflushed
+    with session(engine) as sync:
+        sync.update(weights(1).items(), version=1, timeout_s=20)
+    assert holds(engine, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fnuz, torch.float8_e5m2fnuz])
+def test_float8_of_another_maker_is_sent_and_looked_through(start: Start, dtype: torch.dtype) -> None:
+    engine, named = start(), {NAMES[0]: torch.ones(8, 8).to(dtype)}
+    with session(engine, verify=False) as sync:
+        sync.update(named.items(), version=1, timeout_s=20)
+        assert torch.equal(engine.tensors[NAMES[0]].float(), torch.ones(8, 8))
+        bad = {NAMES[0]: torch.full((8, 8), float("nan")).to(dtype)}
+        with pytest.raises(WeightUpdateFailed, match="NaN"):
+            sync.update(bad.items(), version=2, timeout_s=20)
+
+
 def test_an_open_bracket_of_a_dead_trainer_is_never_served_again_without_a_whole_update(start: Start) -> None:
     left = start()
     left.paused = left.open = True

@@ -265,3 +265,6 @@ def test_a_broadcasting_session_keeps_others_from_an_engine_with_our_half(servin
                 assert holds(engine, 1)
         first.update(weights(2).items(), version=2, timeout_s=20)
         assert holds(engine, 2)
+    with session(engine, staged=True) as third:
+        third.update(weights(5).items(), version=5, timeout_s=20)
+        assert holds(engine, 5)
