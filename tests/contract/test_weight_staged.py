@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 
 import pytest
 import torch
 
 from r3channel.errors import (
     CannotStage,
+    ConfigError,
     EngineRefused,
     ManifestMismatch,
     NonFiniteWeights,
@@ -18,8 +20,9 @@ from r3channel.errors import (
 )
 from r3channel.weights.member import EngineState
 from r3channel.weights.session import WeightSync
+from r3channel.weights.sglang import EngineClient
 from r3channel.weights.wires import HEAD
-from tests.fake_engine import FakeEngine
+from tests.fake_engine import UPDATE, FakeEngine
 
 Weights = dict[str, torch.Tensor]
 Serving = Callable[[], FakeEngine]
@@ -268,3 +271,60 @@ def test_a_broadcasting_session_keeps_others_from_an_engine_with_our_half(servin
     with session(engine, staged=True) as third:
         third.update(weights(5).items(), version=5, timeout_s=20)
         assert holds(engine, 5)
+
+
+def test_a_hung_engine_keeps_the_others_paused_for_one_step_and_no_longer(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good, hung = serving(), serving()
+    with session(good, hung) as sync:
+        sync.update(weights(1).items(), version=1, timeout_s=30)
+        monkeypatch.setattr("r3channel.weights.executor.CONTROL_S", 1.0)
+        hung.script["/pause_generation", hung._counts["/pause_generation"] + 1] = "hang"
+        begun_s = time.monotonic()
+        report = sync.update(weights(2).items(), version=2, timeout_s=30)
+        assert time.monotonic() - begun_s < 3 and report.evicted.keys() == {hung.url} and holds(good, 2)
+
+
+def test_data_parallel_replicas_and_other_ranks_than_were_said_are_refused_by_name(serving: Serving) -> None:
+    engine = serving()
+    routes = engine._routes
+    engine._routes = lambda: {**routes(), "/server_info": lambda _: {"tp_size": 2, "dp_size": 2}}
+    with pytest.raises(ConfigError, match=f"{engine.url} has 2 data-parallel replicas"):
+        session(engine)
+    engine._routes = lambda: {**routes(), "/server_info": lambda _: {"tp_size": 2}}
+    with (
+        WeightSync([EngineClient(engine.url, ranks=1)]) as sync,
+        pytest.raises(ConfigError, match="has 2 tensor-parallel ranks; 1 were named"),
+    ):
+        sync.connect(timeout_s=20)
+
+
+def test_other_trainer_ranks_wait_neither_for_a_hung_engine_nor_for_the_repair() -> None:
+    slow, bad = FakeEngine(), FakeEngine()
+    load = slow._update
+    stamps: list[float] = []
+
+    def slowly(body: dict[str, object]) -> dict[str, object] | None:
+        time.sleep(0.5)
+        return load(body)
+
+    def collective() -> Iterator[tuple[str, torch.Tensor]]:
+        for named in weights(2).items():
+            stamps.append(time.monotonic())
+            yield named
+        stamps.append(time.monotonic())
+
+    try:
+        with session(slow, bad, staged=False, keep_copy=True, on_engine_loss="abort") as sync:
+            sync.update(weights(1).items(), version=1, timeout_s=20)
+            slow._update = slowly
+            bad.script[UPDATE, 4] = "die"
+            with pytest.raises(WeightUpdateFailed):
+                sync.update(collective(), version=2, timeout_s=20)
+            gaps = [later - sooner for sooner, later in pairwise(stamps)]
+            assert len(stamps) == len(NAMES) + 1 and max(gaps) < 1.3
+            assert holds(slow, 1)
+    finally:
+        slow.die()
+        bad.die()

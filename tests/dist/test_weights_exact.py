@@ -92,3 +92,12 @@ def check_results(results: list[dict[str, Any]], model_bytes: int, *, engines: i
         1.0 <= sent / (engines * model_bytes) < 1.1
     )  # norms, routers and the like go to both ranks of an engine
     assert all("NonFiniteWeights" in result["refused"] or "NaN" in result["refused"] for result in results)
+
+
+@pytest.mark.full
+def test_tied_embeddings_over_two_stages_are_given_once(tmp_path: Path) -> None:
+    worker = Path(__file__).with_name("tied_rank.py")
+    one, other = run_ranks(worker, tmp_path, world_size=2, job={"layout": "pp=2"}, timeout_s=120)
+    assert one["names"] == other["names"] and len(set(one["names"])) == len(one["names"])
+    assert one["names"].count("model.embed_tokens.weight") == 1
+    assert set(one["shards"]) | set(other["shards"]) == set(one["names"])
