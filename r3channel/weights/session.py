@@ -418,7 +418,13 @@ class WeightSync:
 
     def _read(self, stream: Stream, push: Push, run: Run) -> Manifest:
         """Pack the caller's tensors in a thread, so that a stalled iterator keeps nobody waiting past the deadline."""
-        reading = background(lambda: self._contents.pack(stream, push, run))
+        grad = torch.is_grad_enabled()  # of a thread, as the device is, and the iterator is the caller's code
+
+        def read() -> Manifest:
+            with torch.set_grad_enabled(grad):
+                return self._contents.pack(stream, push, run)
+
+        reading = background(read)
         self._reading = reading
         wait([reading], timeout=run.deadline.left_s())
         if not reading.done():
@@ -429,12 +435,13 @@ class WeightSync:
 
     def _drain(self, stream: Stream) -> None:
         """Read the iterator to its end, in a thread: the other trainer ranks are in step with it, whatever becomes of ours."""
-        before = self._reading
+        before, grad = self._reading, torch.is_grad_enabled()
 
         def drain() -> None:
             if before is not None:
                 wait([before])
-            stream.drain()
+            with torch.set_grad_enabled(grad):
+                stream.drain()
 
         self._reading = background(drain)
 

@@ -25,9 +25,14 @@ def build(layout: TrainerLayout) -> tuple[Any, torch.nn.Module]:
 
     from r3channel.embedded.megatron_modules import use_local_modules
 
-    shape = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    hf = Qwen3Config(**shape, **heads, tie_word_embeddings=True, architectures=["Qwen3ForCausalLM"])
+    shape: dict[str, Any] = {
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+    }
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    hf: Any = Qwen3Config(**shape, **heads, tie_word_embeddings=True, architectures=["Qwen3ForCausalLM"])
     values = {key: value for key, value in megatron.LOCAL_CONFIG.items() if not key.startswith("moe")}
     own = TransformerConfig(
         **values,
