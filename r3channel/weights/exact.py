@@ -126,6 +126,11 @@ class ExactStages:
     ) -> None:
         raise NotImplementedError("shards are sent by `send_all`")
 
+    @property
+    def attempts(self) -> dict[str, int]:
+        """By engine, as `Door` counts them: only the first rank's door makes orders."""
+        return self._door.attempts
+
     def order(self, engine: str, *, op: str = "open") -> dict[str, Any]:
         return self._door.order(
             op,
@@ -306,7 +311,8 @@ class JointUpdate:
 
         def ask() -> dict[str, Any]:
             fresh = work.ask(without)
-            return {"all": {m.url: m.client.ranks for m in work.members}, "fresh": [m.url for m in fresh]}
+            attempts = {member.url: self._stages.attempts[member.url] for member in fresh}
+            return {"all": {m.url: m.client.ranks for m in work.members}, "fresh": attempts}
 
         before = list(work.members)
         told = self._lead(ask)
@@ -314,6 +320,7 @@ class JointUpdate:
         for member in work.members:
             member.client.ranks = told["all"][member.url]
         fresh = [member for member in work.members if member.url in told["fresh"]]
+        self._stages.attempts.update(told["fresh"])
         for member in fresh:
             if not self.leads:
                 member.unlink()

@@ -167,7 +167,7 @@ class Session:
         self._needs, self._items = Needs((), (), ()), 0
         told = self._learn(model, order["staged"], order["wire"]) if order["op"] == "open" else {"held": True}
         token = session_token(run_token, order["nonce"])
-        hello = json.dumps({"engine": order["engine"], "rank": rank}).encode()
+        hello = json.dumps({key: order[key] for key in ("engine", "attempt")} | {"rank": rank}).encode()
         self._links: list[Link] = []
         try:
             for host, port in order["trainers"]:

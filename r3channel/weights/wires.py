@@ -459,6 +459,8 @@ class Door:
         self.session, self.nonce = session, ""
         self._host, self._run_token = host, run_token
         self._listener: Listener | None = None
+        self.attempts: dict[str, int] = {}
+        """By engine: the last order to connect. Links of one that was given up may still come."""
 
     def listen(self, nonce: str = "") -> tuple[str, int]:
         """Begin to listen, where nobody did; the address. `nonce`: the session's own secret, made by its first trainer."""
@@ -479,7 +481,14 @@ class Door:
         wire: Wire = "tcp",
     ) -> dict[str, Any]:
         """The order that makes every rank of `engine` connect to all trainers."""
-        where = {"session": self.session, "nonce": self.nonce, "engine": engine, "trainers": list(trainers)}
+        self.attempts[engine] = self.attempts.get(engine, 0) + 1
+        where = {
+            "session": self.session,
+            "nonce": self.nonce,
+            "engine": engine,
+            "attempt": self.attempts[engine],
+            "trainers": list(trainers),
+        }
         return {
             "op": op,
             **where,
@@ -496,10 +505,10 @@ class Door:
         while any(len(found[url]) < ranks for url, ranks in wanted.items()):
             link = self._listener.accept(deadline.left_s())
             hello = json.loads(link.hello)
-            told = expect_json(link, NEEDS, timeout_s=deadline.left_s())
-            if hello["engine"] not in found:
+            if hello["engine"] not in found or hello["attempt"] != self.attempts[hello["engine"]]:
                 link.close()  # of an attempt that was given up
                 continue
+            told = expect_json(link, NEEDS, timeout_s=deadline.left_s())
             refused = refused or told.get("error", "")
             needs = Needs.from_dict(told["needs"]) if "needs" in told else Needs((), (), ())
             shared = shared_views(needs.params, told["shared"]) if told.get("shared") else []

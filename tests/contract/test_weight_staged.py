@@ -328,3 +328,14 @@ def test_other_trainer_ranks_wait_neither_for_a_hung_engine_nor_for_the_repair()
     finally:
         slow.die()
         bad.die()
+
+
+def test_one_engine_without_our_half_makes_the_session_broadcast_to_all(serving: Serving) -> None:
+    with_half, plain = serving(), FakeEngine()
+    try:
+        with session(with_half, plain, staged="auto") as sync:
+            for version in (1, 2):
+                report = sync.update(weights(version).items(), version=version, timeout_s=20)
+                assert plain.url in report.way and holds(with_half, version) and holds(plain, version)
+    finally:
+        plain.die()
