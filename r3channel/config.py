@@ -210,6 +210,8 @@ class EngineConfig:
 
     engine: bool = False
     """R3CHANNEL_ENGINE=1 turns the plug-in on. Off means nothing is imported or patched."""
+    weights: bool = False
+    """R3CHANNEL_WEIGHTS=1 turns on the receiving half of weight updates alone; R3CHANNEL_ENGINE=1 has it too."""
     codec: str = "auto"
     """How ids are written: `auto`, or one of `wire.codec.CODEC_NAMES`; those of `COSTLY_CODECS` need direct delivery."""
     delivery: str = "inband"

@@ -383,6 +383,18 @@ class WeightsCorrupt(WeightsError):
     reason = "weights_corrupt"
 
 
+class NotReplayable(WeightsError):
+    """A model's own loader does something that copies cannot repeat, so its dry run shows no map. Says what."""
+
+    reason = "not_replayable"
+
+
+class CannotStage(WeightsError):
+    """An engine has not our half, or no room for a staged copy; nothing was changed. Says which."""
+
+    reason = "cannot_stage"
+
+
 class RegistryRefused(WeightsError):
     """The registry of engines does not accept a call. Says what it knows."""
 

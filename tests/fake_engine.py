@@ -17,8 +17,10 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from r3channel.weights.buckets import Bucket, TensorMeta
-from r3channel.weights.digests import EngineChecksums
+from r3channel.weights.manifest import Bucket, TensorMeta
+from r3channel.weights.pack import EngineChecksums
+from r3channel.weights.receiver import Receiver
+from r3channel.weights.sglang import LOAD_FORMAT
 
 Answer = dict[str, Any]
 UPDATE = "/update_weights_from_distributed"
@@ -52,14 +54,34 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
 
+class Model(torch.nn.Module):
+    """Parameters by checkpoint name, loaded as they come."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.held = tensors
+
+    def named_parameters(self, *_: Any, **__: Any) -> Any:
+        return iter(self.held.items())
+
+    def load_weights(self, weights: Any) -> None:
+        for name, tensor in weights:
+            if name in self.held:
+                self.held[name].copy_(tensor)
+
+
 class FakeEngine:
     """One engine. `script[route, n]` says what the n-th call (from 0) of a route does: refuse, die, hang, or be dropped
     (the connection ends, the engine never saw the call)."""
 
-    def __init__(self, *, port: int = 0) -> None:
+    def __init__(self, *, port: int = 0, receives: dict[str, torch.Tensor] | None = None) -> None:
+        """`receives`: with our half in it, and these parameters."""
         self.script: dict[tuple[str, int], str] = {}
         self.calls: list[str] = []
-        self.tensors: dict[str, torch.Tensor] = {}
+        self.tensors: dict[str, torch.Tensor] = receives or {}
+        self.receiver = None
+        if receives is not None:
+            self.receiver = Receiver(rank=0, run_token="", agree=lambda word: [word])
         self.version, self.paused, self.open, self.flushed = "0", False, False, 0
         self.life = next(_lives)
         self.dead = threading.Event()
@@ -79,6 +101,8 @@ class FakeEngine:
         if not self.dead.is_set():
             self.dead.set()
             self._groups.clear()
+            if self.receiver is not None:
+                self.receiver.leave()
             self._server.server_close()
             threading.Thread(target=self._server.shutdown, daemon=True).start()
 
@@ -86,7 +110,10 @@ class FakeEngine:
         """A new life at the same address, with other weights."""
         self.die()
         self._serving.join(10)  # its poll keeps the port for a moment
-        return FakeEngine(port=self.port)
+        receives = (
+            None if self.receiver is None else {n: torch.zeros_like(t) for n, t in self.tensors.items()}
+        )
+        return FakeEngine(port=self.port, receives=receives)
 
     def checksums(self) -> dict[str, str]:
         sums = EngineChecksums()
@@ -99,6 +126,8 @@ class FakeEngine:
     def answer(self, route: str, body: Answer) -> Answer | None:
         if self.dead.is_set():
             return None
+        if body.get("load_format") == LOAD_FORMAT:
+            route = "order/" + json.loads(body["names"][0])["op"]
         count = self._counts[route] = self._counts.get(route, -1) + 1
         self.calls.append(route)
         what = self.script.pop((route, count), "")
@@ -112,6 +141,8 @@ class FakeEngine:
         if what == "hang":
             self.dead.wait(60)
             return None
+        if route.startswith("order/"):
+            return self._order(json.loads(body["names"][0]))
         return self._routes().get(route, lambda _: {"success": True})(body)
 
     def _routes(self) -> dict[str, Callable[[Answer], Answer | None]]:
@@ -145,6 +176,18 @@ class FakeEngine:
         options._threads = 1
         options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         self._groups[name] = dist.ProcessGroupGloo(store, body["rank_offset"], body["world_size"], options)
+        return {"success": True}
+
+    def _order(self, order: Answer) -> Answer:
+        if self.receiver is None:
+            message = "Group r3channel not in []. Please call `init_weights_update_group` first."
+            return {"success": False, "message": message}
+        if not self.open:
+            return {"success": False, "message": "must run between begin and end"}
+        try:
+            self.receiver.order(Model(self.tensors), order)
+        except Exception as error:
+            return {"success": False, "message": f"Failed to receive weights: {error}"}
         return {"success": True}
 
     def _leave(self, body: Answer) -> Answer:

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import math
-import uuid
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 import torch
 from hypothesis import strategies as st
 
-from r3channel.transport.base import Rendezvous, Transport
-from r3channel.transport.joining import join
-from r3channel.weights.geometry import Box, Layout, grid_boxes
+from r3channel.weights.geometry import Box, Layout, ShardMap, grid_boxes
 from r3channel.weights.manifest import TensorMeta
-from r3channel.weights.shardmap import ShardMap
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.float16)
 TIMEOUT_S = 20.0
@@ -73,41 +67,6 @@ def cases(draw: st.DrawFn, *, world_sizes: st.SearchStrategy[int]) -> tuple[Shar
     return ShardMap(source), ShardMap(target), world_size
 
 
-def whole_tensor(meta: TensorMeta, seed: int = 0) -> torch.Tensor:
-    """Finite values that bfloat16 and fp8 hold exactly, different from element to element where the type allows."""
-    count = math.prod(meta.shape)
-    values = (torch.arange(count) * 7 + seed * 13 + sum(map(ord, meta.name))) % 15 - 7
-    return values.to(torch.float32).to(meta.dtype).view(meta.shape)
-
-
-def held(shards: ShardMap, rank: int, *, seed: int | None) -> Held:
-    """The rank's tensors: cut from the whole one, or (no seed) filled with a value that no whole tensor has."""
-    found: Held = {}
-    for name, boxes in shards.held_by(rank).items():
-        meta = shards.metas[shards.index_of[name]]
-        whole = whole_tensor(meta, seed or 0)
-        if seed is None:
-            whole = torch.full(meta.shape, 100.0).to(meta.dtype)
-        found[name] = [(box, whole[box.within(Box.whole(meta.shape))].clone()) for box in boxes]
-    return found
-
-
-def equals_oracle(
-    shards: ShardMap, found: Mapping[str, Sequence[tuple[Box, torch.Tensor]]], seed: int
-) -> bool:
-    """Whether every tensor is the part of the whole one that its box says, bit by bit."""
-    for name, parts in found.items():
-        meta = shards.metas[shards.index_of[name]]
-        whole = whole_tensor(meta, seed)
-        for box, tensor in parts:
-            part = whole[box.within(Box.whole(meta.shape))].contiguous()
-            if not torch.equal(
-                part.flatten().view(torch.uint8), tensor.contiguous().flatten().view(torch.uint8)
-            ):
-                return False
-    return True
-
-
 def side(
     tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], ranks: Sequence[int], *, axis: int
 ) -> ShardMap:
@@ -122,21 +81,3 @@ def side(
         parts[axis] = len(ranks)
         rows.append((meta, Layout.of(shape, zip(ranks, grid_boxes(shape, parts), strict=True))))
     return ShardMap(rows)
-
-
-def on_threads(world_size: int, work: Callable[[Transport], Any]) -> list[Any]:
-    """`work` on every rank of a loopback group; an error is returned in its rank's place."""
-    name = uuid.uuid4().hex
-
-    def rank_main(rank: int) -> Any:
-        rendezvous = Rendezvous(backend="loopback", name=name, epoch=1, rank=rank, world_size=world_size)
-        transport = join(rendezvous, timeout_s=TIMEOUT_S)
-        try:
-            return work(transport)
-        except Exception as error:
-            return error
-        finally:
-            transport.close()
-
-    with ThreadPoolExecutor(world_size) as pool:
-        return list(pool.map(rank_main, range(world_size)))

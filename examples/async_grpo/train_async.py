@@ -45,6 +45,8 @@ _QUIET = {  # where the user has not said otherwise; ray has read RAY_AUTH_MODE 
     "PYTHONWARNINGS": "ignore",
 }
 
+WEIGHTS = ("broadcast", "exact", "colocated")
+
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="r3channel demo", description=(__doc__ or "").splitlines()[0])
@@ -62,6 +64,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--trainer-dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--weight-bucket-bytes", type=int, default=8 << 20)
+    parser.add_argument(
+        "--weights",
+        choices=WEIGHTS,
+        default="exact",
+        help="how they reach the engines: SGLang loads a broadcast; each trainer sends its own part; through shared memory",
+    )
     parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
     parser.add_argument("--report", metavar="DIR", help="write report.json, table.txt and endpoints.json")
     parser.add_argument("--dump", metavar="DIR", help="write engine.npz, router.npz and bytes.json")
@@ -87,6 +95,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         args.weights_manifest = os.path.abspath(
             args.weights_manifest
         )  # a trainer in another folder writes it
+    if not args.use_r3_channel:
+        args.weights = "broadcast"  # engines run without our half
     for name in ("steps", "engines", "engine_tp", "samples", "micro_batch_size"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}, expected at least 1")

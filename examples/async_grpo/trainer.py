@@ -20,7 +20,7 @@ from r3channel.embedded import megatron
 from r3channel.metrics import Span, StageClock
 from r3channel.plan.layout import RankCoords, TrainerLayout
 from r3channel.plan.shards import Shard
-from r3channel.weights.convert import hf_weights
+from r3channel.weights.convert import hf_shards, hf_weights
 
 
 class TrainerRouting(Protocol):
@@ -92,14 +92,15 @@ class Trainer:
         return Replay(self.args, self.model.chunks, manager, self.layout, self.clock)
 
     def connect_engines(self, urls: list[str]) -> None:
-        """The first rank opens the weight group with the engines."""
-        if self.first:
+        """The first rank speaks to the engines; where each rank sends its own part, all take part."""
+        if self.first or self.args.weights == "exact":
             self.publisher = Publisher(
                 urls,
                 model=self.args.model,
                 bucket_bytes=self.args.weight_bucket_bytes,
                 manifest=self.args.weights_manifest,
-                verify=self.args.engine_tp == 1,
+                weights=self.args.weights,
+                engine_tp=self.args.engine_tp,
             )
 
     def begin(self) -> None:
@@ -127,7 +128,7 @@ class Trainer:
         """Gather, convert and push; every rank of the first replica takes part in the gathering. The first rank tells."""
         self._waited()
         with self.clock.span("weights"):
-            pushed = self._gathered(lambda weights: self._publisher().push(weights, version))
+            pushed = self._pushed(version)
         self.version = version
         self.routing.weight_version(version)
         self._idle_since = time.monotonic()
@@ -224,6 +225,13 @@ class Trainer:
             forward_only=forward_only,
             data=range(len(batches)),
         )
+
+    def _pushed(self, version: int) -> Pushed | None:
+        if self.args.weights != "exact":
+            return self._gathered(lambda weights: self._publisher().push(weights, version))
+        shards = hf_shards(self.model.bridge, self.model.chunks, dtype=torch.float32)
+        pushed = self._publisher().push(shards, version)
+        return pushed if self.first else None
 
     def _gathered(self, use: Callable[[Iterator[tuple[str, torch.Tensor]]], Any]) -> Any:
         """The first rank uses the gathered weights, the others of its replica take part in the gathering."""

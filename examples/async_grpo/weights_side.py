@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from r3channel.unproxied import urlopen
-from r3channel.weights.checkpoint import checkpoint_shapes
+from r3channel.weights.convert import Shard
 from r3channel.weights.session import UpdateReport, WeightSync
 from r3channel.weights.sglang import EngineClient
+from r3channel.weights.store import checkpoint_shapes
 
 WEIGHT_TIMEOUT_S = 120.0
 GREEDY_PROMPTS = ([5, 6, 7, 8, 9, 10, 11, 12], [301, 17, 44, 260, 8, 99], [400, 401, 402])
@@ -34,29 +36,41 @@ class Pushed:
 
 
 class Publisher:
-    """What the first trainer rank holds. A push is verified by the engines' own checksums before it is committed."""
+    """Of the first trainer rank, or of all where each sends its part. A push is verified before it is committed."""
 
     def __init__(
-        self, urls: list[str], *, model: str, bucket_bytes: int, manifest: str | None, verify: bool
+        self,
+        urls: list[str],
+        *,
+        model: str,
+        bucket_bytes: int,
+        manifest: str | None,
+        weights: str,
+        engine_tp: int,
     ) -> None:
         """`model`: the checkpoint that the engines were started from. `manifest`: file that tells what was committed.
 
-        `verify`: not where ranks share a tensor, since each has the checksum of its part only.
+        `weights`: `broadcast` (verified where an engine has one rank), `exact` or `colocated`.
         """
         self._manifest = manifest
         engines = [EngineClient(url) for url in urls]
         for engine in engines:
             engine.learn_versions(timeout_s=WEIGHT_TIMEOUT_S)  # they are compared with ours when it joins
+        exact = weights == "exact"
         self._sync = WeightSync(
             engines,
+            staged=weights != "broadcast",
+            plan="exact" if exact else "broadcast",
+            group=dist.group.WORLD if exact else None,
+            wire="shared_memory" if weights == "colocated" else "tcp",
             bucket_bytes=bucket_bytes,
-            verify=verify,
+            verify=weights != "broadcast" or engine_tp == 1,
             keep_copy=True,
-            expected=checkpoint_shapes(model),
+            expected="engine" if exact else checkpoint_shapes(model),
         )
         self._sync.connect(timeout_s=WEIGHT_TIMEOUT_S)
 
-    def push(self, weights: Weights, version: int) -> Pushed:
+    def push(self, weights: Weights | list[Shard], version: int) -> Pushed:
         report = self._sync.update(weights, version=version, timeout_s=WEIGHT_TIMEOUT_S)
         if self._manifest is not None and self._sync.held is not None:
             self._sync.held.write(self._manifest)

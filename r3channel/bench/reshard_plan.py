@@ -17,10 +17,9 @@ from typing import Any
 
 import torch
 
-from r3channel.weights.geometry import Layout
+from r3channel.weights.geometry import Layout, ShardMap, report_of
 from r3channel.weights.manifest import TensorMeta
-from r3channel.weights.reshard import RankPlan, forget_geometries, plan_reshard
-from r3channel.weights.shardmap import ShardMap
+from r3channel.weights.plan import RankPlan, forget_geometries, plan_reshard
 
 HIDDEN, LAYERS, DENSE_LAYERS, EXPERTS, VOCABULARY = 7168, 61, 3, 256, 129_280
 ROWS, COLUMNS = 0, 1
@@ -96,15 +95,25 @@ def measure(*, stages: int = 1, rank: int = 0) -> dict[str, Any]:
     """Plan one rank of 256 -> 256 from scratch and say what it cost; the maps themselves are built outside the time."""
     source = side(ranks=256, tp=8, ep=256 // stages if stages > 4 else 64, stages=stages)
     target = side(ranks=256, tp=32, ep=32).shifted(256)
+    told = [_report(source, held) for held in range(256)]
     forget_geometries()
     begin_s = time.process_time()
-    plan = plan_reshard(source, target, rank=rank)
-    seconds = time.process_time() - begin_s
+    gathered = ShardMap.gathered(told)
+    gathered_s = time.process_time()
+    plan = plan_reshard(gathered, target, rank=rank)
+    seconds = time.process_time() - gathered_s
     return figures(plan) | {
         "seconds": seconds,
+        "seconds_with_gathering": time.process_time() - begin_s,
+        "report_mb": sum(map(len, told)) / 1e6,
         "stages": stages,
         "planning_mib": _peak_mib(source, target, rank),
     }
+
+
+def _report(shards: ShardMap, rank: int) -> bytes:
+    boxes = shards.held_by(rank)
+    return report_of([(meta, box) for meta in shards.metas for box in boxes.get(meta.name, ())])
 
 
 def figures(plan: RankPlan) -> dict[str, Any]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import statistics
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 import urllib.request
@@ -17,10 +20,11 @@ import torch
 from r3channel.embedded.model import write_model
 from r3channel.embedded.sglang import EngineOptions, EngineServer
 from r3channel.unproxied import urlopen
-from r3channel.weights.buckets import TensorMeta
-from r3channel.weights.group import WeightGroup, in_background
+from r3channel.weights.manifest import TensorMeta
+from r3channel.weights.progress import UpdateReport
 from r3channel.weights.session import WeightSync
 from r3channel.weights.sglang import EngineClient
+from r3channel.weights.wires import WeightGroup, in_background
 
 _TIMEOUT_S = 120.0
 _READY_TIMEOUT_S = 240.0
@@ -31,32 +35,118 @@ Named = list[tuple[str, torch.Tensor]]
 
 
 def measure(folder: Path, *, pairs: int) -> dict[str, Any]:
-    """Interleaved whole updates (pause to continue) of one engine: SGLang's own format, ours, ours in one bucket per MB."""
+    """Interleaved whole updates of one engine: SGLang's own formats, and ours over TCP and in shared memory."""
     model = write_model(folder / "model")  # 1,193 tensors
     named = _tensors(model)
     with (
-        _engines(model, 1) as (url,),
+        _engines(model, 1, receiving=True) as (url,),
         _PerTensor(EngineClient(url), named) as peer,
-        WeightSync([url]) as flat,
-        WeightSync([url], bucket_bytes=1 << 20) as small,
     ):
-        flat.connect(timeout_s=_TIMEOUT_S)
-        small.connect(timeout_s=_TIMEOUT_S)
-        calls: dict[str, Callable[[], object]] = {
-            "per_tensor": peer.update,
-            "flattened": lambda: flat.update(iter(named), version=1, timeout_s=_TIMEOUT_S),
-            "flattened_1_mb_buckets": lambda: small.update(iter(named), version=1, timeout_s=_TIMEOUT_S),
-        }
-        seen = _interleaved(calls, rounds=pairs)
-    ratios = [slow / fast for slow, fast in zip(seen["per_tensor"], seen["flattened"], strict=True)]
+        seen: dict[str, list[float]] = {"per_tensor": _timed(peer.update, pairs)}
+        pauses: dict[str, list[float]] = {}
+        verified = 0
+        for name, options in _WAYS.items():  # one after another: a session holds its engine
+            with WeightSync([url], **options) as sync:
+                sync.connect(timeout_s=_TIMEOUT_S)
+                sync.update(iter(named), version=1, timeout_s=_TIMEOUT_S)
+                reports = [sync.update(iter(named), version=1, timeout_s=_TIMEOUT_S) for _ in range(pairs)]
+            seen[name] = [report.wall_s for report in reports]
+            pauses[name] = [_pause_s(report) for report in reports]
+            verified = max(verified, reports[-1].verified)
+    wall_s = {name: statistics.median(values) for name, values in seen.items()}
+    pause_s = {name: statistics.median(values) for name, values in pauses.items()}
     return {
         "tensors": len(named),
         "bytes": sum(tensor.nbytes for _, tensor in named),
-        "pairs": pairs,
-        "wall_s": {name: statistics.median(values) for name, values in seen.items()},
-        "vs_per_tensor": statistics.median(ratios),
-        "vs_per_tensor_range": [min(ratios), max(ratios)],
+        "rounds": pairs,
+        "parameters_compared": verified,
+        "wall_s": wall_s,
+        "pause_s": pause_s,
+        "ratio": {
+            "own_loader_vs_per_tensor": wall_s["per_tensor"] / wall_s["staged"],
+            "own_loader_vs_flattened": wall_s["flattened"] / wall_s["staged"],
+            "colocated_vs_flattened": pause_s["flattened"] / pause_s["colocated"],
+            "pause_of_flattened": pause_s["staged"] / pause_s["flattened"],
+        },
     }
+
+
+_WAYS: dict[str, dict[str, Any]] = {
+    "flattened": {"staged": False},
+    "staged": {"staged": True},
+    "colocated": {"staged": True, "wire": "shared_memory"},
+}
+
+
+def _pause_s(report: UpdateReport) -> float:
+    """From the pause to the engine's serving again. Staged bytes are packed and moved before it."""
+    stages = ("pause", "begin", "commit", "end", "resume")
+    if report.way != "staged":
+        stages = (*stages, "pack", "digest", "wait_send", "convert", "plan", "verify")
+    return sum(report.seconds.get(stage, 0.0) for stage in stages)
+
+
+def _timed(call: Callable[[], object], rounds: int) -> list[float]:
+    call()
+    found = []
+    for _ in range(rounds):
+        begun_s = time.monotonic()
+        call()
+        found.append(time.monotonic() - begun_s)
+    return found
+
+
+def measure_large(folder: Path, *, hidden: int, rounds: int) -> dict[str, Any]:
+    """One large model to a real engine, staged and its digests compared there, beside raw gloo of as many bytes."""
+    model = write_model(folder / f"model-{hidden}", hidden=hidden)
+    named = _tensors(model)
+    nbytes = sum(tensor.nbytes for _, tensor in named)
+    with _engines(model, 1, receiving=True) as (url,), WeightSync([url], staged=True) as sync:
+        sync.connect(timeout_s=_TIMEOUT_S)
+        sync.update(iter(named), version=1, timeout_s=_TIMEOUT_S)
+        reports = [sync.update(iter(named), version=1, timeout_s=_TIMEOUT_S) for _ in range(rounds)]
+    raw = _raw_gloo(nbytes, rounds)
+    staged_s = statistics.median(report.wall_s for report in reports)
+    return {
+        "bytes": nbytes,
+        "tensors": len(named),
+        "parameters_compared": reports[-1].verified,
+        "staged_s": staged_s,
+        "pause_s": statistics.median(map(_pause_s, reports)),
+        "raw_s": statistics.median(raw),
+    }
+
+
+_PEER = """
+import sys
+from datetime import timedelta
+import torch, torch.distributed as dist
+dist.init_process_group("gloo", init_method=sys.argv[1], rank=1, world_size=2)
+payload = torch.empty(int(sys.argv[2]), dtype=torch.uint8)
+for _ in range(int(sys.argv[3])):
+    dist.broadcast(payload, 0)
+    dist.barrier()
+"""
+
+
+def _raw_gloo(nbytes: int, rounds: int) -> list[float]:
+    """Seconds of each broadcast of one reused buffer to another process, until it has it."""
+    import torch.distributed as dist
+
+    with tempfile.TemporaryDirectory() as folder:
+        where = f"file://{folder}/rendezvous"
+        command = [sys.executable, "-c", _PEER, where, str(nbytes), str(rounds + 1)]
+        with subprocess.Popen(command):
+            dist.init_process_group("gloo", init_method=where, rank=0, world_size=2)
+            payload = torch.ones(nbytes, dtype=torch.uint8)
+
+            def once() -> None:
+                dist.broadcast(payload, 0)
+                dist.barrier()
+
+            found = _timed(once, rounds)
+            dist.destroy_process_group()
+    return found
 
 
 def measure_surgical(folder: Path) -> dict[str, Any]:
@@ -90,8 +180,10 @@ def measure_surgical(folder: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def _engines(model: Path, count: int) -> Iterator[list[str]]:
-    servers = [EngineServer(EngineOptions(model=model, r3channel=False)) for _ in range(count)]
+def _engines(model: Path, count: int, *, receiving: bool = False) -> Iterator[list[str]]:
+    env = {"R3CHANNEL_WEIGHTS": "1"} if receiving else {}
+    options = EngineOptions(model=model, r3channel=False, env=env)
+    servers = [EngineServer(options) for _ in range(count)]
     try:
         for server in servers:
             server.start()
@@ -148,18 +240,6 @@ class _PerTensor:
 
     def __exit__(self, *_: object) -> None:
         self._group.close()
-
-
-def _interleaved(calls: dict[str, Callable[[], object]], *, rounds: int) -> dict[str, list[float]]:
-    for call in calls.values():
-        call()
-    seen: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            begun_s = time.monotonic()
-            call()
-            seen[name].append(time.monotonic() - begun_s)
-    return seen
 
 
 def _latencies(url: str, *, seconds: float) -> list[float]:

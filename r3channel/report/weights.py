@@ -2,7 +2,7 @@
 
     r3channel weights verify --engine http://127.0.0.1:30000 --manifest committed.json
 
-Exit status: 0 equal, 1 different, 2 could not look. Only asks; changes nothing. The digests are those of CPU engines of one rank.
+Exit status: 0 equal, 1 different, 2 could not look. Only asks; changes nothing. The digests are those of CPU engines.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from r3channel.errors import ConfigError
-from r3channel.weights.held import HeldWeights
 from r3channel.weights.sglang import EngineClient
+from r3channel.weights.store import HeldWeights
 
 _SHOWN = 20
 
@@ -47,18 +47,34 @@ def run(argv: Sequence[str]) -> int:
         raise ConfigError(
             "one engine without --manifest: there is nothing to compare with. Give a second --engine"
         )
-    wanted = engines[0][1] if held is None else dict(held.engine)
+    wanted = [engines[0][1] if held is None else held.of_ranks(len(sums)) for _, sums in engines]
     version = engines[0][0] if held is None else str(held.version)
     found = [
-        d for c, (_, sums) in zip(clients, engines, strict=True) for d in compare(wanted, sums, engine=c.url)
+        d
+        for client, (_, sums), own in zip(clients, engines, wanted, strict=True)
+        for d in compare_ranks(own, sums, engine=client.url)
     ]
     versions = {client.url: answer[0] for client, answer in zip(clients, engines, strict=True)}
     stale = [url for url, other in versions.items() if other != version]
     if options.json:
-        print(json.dumps(_result(wanted, version, versions, found)))
+        print(json.dumps(_result(_count(wanted[0]), version, versions, found)))
     else:
-        print(_text(wanted, version, versions, found))
+        print(_text([_count(own) for own in wanted], version, versions, found))
     return 1 if found or stale else 0
+
+
+def compare_ranks(
+    wanted: Sequence[Mapping[str, str]], found: Sequence[Mapping[str, str]], *, engine: str
+) -> list[Difference]:
+    """Rank by rank; ConfigError for engines of other numbers of ranks, whose parts cannot be compared."""
+    if len(wanted) != len(found):
+        raise ConfigError(f"{engine} has {len(found)} ranks, expected {len(wanted)}: their parts differ")
+    names = [engine if len(found) == 1 else f"{engine} rank {rank}" for rank in range(len(found))]
+    return [d for name, a, b in zip(names, wanted, found, strict=True) for d in compare(a, b, engine=name)]
+
+
+def _count(ranks: Sequence[Mapping[str, str]]) -> int:
+    return sum(map(len, ranks))
 
 
 def compare(wanted: Mapping[str, str], found: Mapping[str, str], *, engine: str) -> list[Difference]:
@@ -82,15 +98,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _ask(client: EngineClient, timeout_s: float) -> tuple[str, dict[str, str]]:
+def _ask(client: EngineClient, timeout_s: float) -> tuple[str, list[dict[str, str]]]:
     return client.weight_version(timeout_s=timeout_s), client.weight_checksums(timeout_s=timeout_s)
 
 
 def _result(
-    wanted: Mapping[str, str], version: str, versions: Mapping[str, str], found: Sequence[Difference]
+    parameters: int, version: str, versions: Mapping[str, str], found: Sequence[Difference]
 ) -> dict[str, Any]:
     return {
-        "parameters": len(wanted),
+        "parameters": parameters,
         "version": version,
         "engine_versions": dict(versions),
         "different": [asdict(difference) for difference in found],
@@ -98,14 +114,14 @@ def _result(
 
 
 def _text(
-    wanted: Mapping[str, str], version: str, versions: Mapping[str, str], found: Sequence[Difference]
+    counts: Sequence[int], version: str, versions: Mapping[str, str], found: Sequence[Difference]
 ) -> str:
     lines = []
-    for url, own in versions.items():
-        mine = [difference for difference in found if difference.engine == url]
+    for (url, own), count in zip(versions.items(), counts, strict=True):
+        mine = [difference for difference in found if difference.engine.split(" ")[0] == url]
         said = "equal" if not mine else f"{len(mine)} differ"
         note = "" if own == version else f", but it says version {own}"
-        lines.append(f"{url}: {len(wanted)} parameters of version {version}: {said}{note}")
+        lines.append(f"{url}: {count} parameters of version {version}: {said}{note}")
         lines += [f"  {difference}" for difference in mine[:_SHOWN]]
         lines += [f"  and {len(mine) - _SHOWN} more"] if len(mine) > _SHOWN else []
     return "\n".join(lines)

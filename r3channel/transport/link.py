@@ -63,6 +63,11 @@ class Link:
         self._calls = 0
         self._closed = False
 
+    @property
+    def alive(self) -> bool:
+        """Whether nobody has ended it, as far as a call on this side has seen."""
+        return not self._end
+
     # -- bytes -----------------------------------------------------------------------------------------------------------
 
     def send(self, parts: Sequence[memoryview | bytes], *, timeout_s: float | None) -> None:

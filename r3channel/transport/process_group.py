@@ -47,9 +47,13 @@ _POLL_S = 0.0005
 def in_background(call: Callable[[], T], *, name: str) -> Future[T]:
     """Run `call` in a daemon thread: a call that hangs keeps neither its caller nor the process's exit waiting."""
     future: Future[T] = Future()
+    # A thread begins on the first GPU, of whatever rank it is, and a first use would allocate there.
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def run() -> None:
         try:
+            if device is not None:
+                torch.cuda.set_device(device)
             future.set_result(call())
         except BaseException as error:
             future.set_exception(error)

@@ -9,15 +9,19 @@ refuses expert tensor parallelism 1 under tensor parallelism. Nothing here knows
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from r3channel.errors import ConfigError
+from r3channel.weights.geometry import Box
+from r3channel.weights.manifest import TensorMeta
 
 _LOCAL_EXPERT = re.compile(r"experts\.local_experts\.(\d+)\.(linear_fc\d)\.weight")
 _LOCAL_NORM = re.compile(r"(layers\.\d+)\.input_layernorm\.weight")
@@ -114,10 +118,13 @@ def hf_weights(
     with torch.no_grad():
         local = _local_shards(bridge, views)
         device = local[0][1].device
+        given = set[str]()
         for shard in _all_stages(bridge, [shard for shard, _ in local], device=device):
             weight = _from_stage(bridge, shard, _next_local(local, shard, bridge.mpu.pp_rank), device=device)
             for name, tensor in _converted(bridge, shard, weight):
-                yield name, tensor.to(_sent_dtype(shard.name, tensor.dtype, dtype))
+                if name not in given:  # the last stage has tied embeddings too
+                    given.add(name)
+                    yield name, tensor.to(_sent_dtype(shard.name, tensor.dtype, dtype))
 
 
 def _sent_dtype(name: str, own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
@@ -207,20 +214,30 @@ def _experts(bridge: Any, shard: _Shard, weight: torch.Tensor) -> list[tuple[str
     mpu = bridge.mpu
     if mpu.ep_size == 1:
         return [(shard.name, weight)]
-    prefix, number = shard.name.split(".weight")
-    per_rank = bridge.config.num_moe_experts // mpu.ep_size
     gathered = _gathered(weight, group=mpu.ep_group, size=mpu.ep_size)
-    return [(f"{prefix}.weight{rank * per_rank + int(number)}", part) for rank, part in enumerate(gathered)]
+    return [(_global_expert(bridge, shard.name, rank), part) for rank, part in enumerate(gathered)]
+
+
+def _global_expert(bridge: Any, name: str, ep_rank: int) -> str:
+    """The name of an expert with its number in the model instead of that on its EP rank."""
+    prefix, number = name.split(".weight")
+    per_rank = bridge.config.num_moe_experts // bridge.mpu.ep_size
+    return f"{prefix}.weight{ep_rank * per_rank + int(number)}"
 
 
 def _merged(bridge: Any, shard: _Shard, weight: torch.Tensor, *, group: Any, size: int) -> torch.Tensor:
     if size == 1 or shard.partition_dim < 0:
         return weight
     parts = _gathered(weight, group=group, size=size)
-    marked = torch.empty(0)  # mbridge reads the split from attributes of the parameter
+    return bridge._weight_merge_across_tp(shard.name, parts, _marked(shard.partition_dim))
+
+
+def _marked(partition_dim: int) -> torch.Tensor:
+    """mbridge reads the split from attributes of the parameter."""
+    marked = torch.empty(0)
     setattr(marked, "tensor_model_parallel", True)  # noqa: B010
-    setattr(marked, "partition_dim", shard.partition_dim)  # noqa: B010
-    return bridge._weight_merge_across_tp(shard.name, parts, marked)
+    setattr(marked, "partition_dim", partition_dim)  # noqa: B010
+    return marked
 
 
 def _gathered(weight: torch.Tensor, *, group: Any, size: int) -> list[torch.Tensor]:
@@ -232,3 +249,137 @@ def _gathered(weight: torch.Tensor, *, group: Any, size: int) -> list[torch.Tens
 def _named(bridge: Any, name: str, whole: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     names, tensors = bridge._weight_to_hf_format(name, whole)
     yield from zip(names, tensors, strict=True)
+
+
+# -- what a rank holds, without gathering ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A box of a whole checkpoint tensor, as a view of this rank's own memory."""
+
+    meta: TensorMeta
+    """Of the whole tensor, in the dtype that is sent."""
+    box: Box
+    tensor: torch.Tensor
+
+
+def hf_shards(
+    bridge: Any, chunks: Sequence[torch.nn.Module], *, dtype: torch.dtype | None = None
+) -> list[Shard]:
+    """This rank's part of every checkpoint tensor, for `WeightSync(plan="exact")`. No communication, no copy.
+
+    Where a parameter's elements go is learned from the bridge itself: it merges and renames index tensors once per kind of
+    parameter. Arguments as of `hf_weights`. Raises ConfigError where a bridge computes instead of moving.
+    """
+    known: dict[Any, list[_Place]] = {}
+    shards: list[Shard] = []
+    with torch.no_grad():
+        for shard, weight in _local_shards(bridge, [NamedView(chunk) for chunk in chunks]):
+            shards += _shards(bridge, shard, weight.contiguous(), known, dtype)
+    return shards
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A box of one of the tensors that a parameter becomes, and its place in the parameter."""
+
+    tensor: int
+    shape: tuple[int, ...]
+    box: Box
+    offset: int
+    strides: tuple[int, ...]
+
+
+def _shards(
+    bridge: Any,
+    shard: _Shard,
+    weight: torch.Tensor,
+    known: dict[Any, list[_Place]],
+    dtype: torch.dtype | None,
+) -> Iterator[Shard]:
+    mpu, name = bridge.mpu, shard.name
+    rank, size = mpu.tp_rank, mpu.tp_size
+    if _EXPERT in name:
+        rank, size = mpu.etp_rank, mpu.etp_size
+        name = _global_expert(bridge, name, mpu.ep_rank)
+    if shard.partition_dim < 0:
+        rank, size = 0, 1
+    kind = (re.sub(r"\d+", "#", name), shard.shape, shard.partition_dim)
+    if kind not in known:
+        known[kind] = _places(bridge, name, shard, rank=rank, size=size)
+    names, _ = bridge._weight_to_hf_format(
+        name, _merged_indexes(bridge, name, shard, size=size, device="meta")
+    )
+    sent = _sent_dtype(shard.name, weight.dtype, dtype)
+    for place in known[kind]:
+        meta = TensorMeta(name=names[place.tensor], dtype=sent, shape=place.shape)
+        offset = weight.storage_offset() + place.offset
+        yield Shard(meta, place.box, torch.as_strided(weight, place.box.shape, place.strides, offset))
+
+
+def _merged_indexes(bridge: Any, name: str, shard: _Shard, *, size: int, device: str) -> torch.Tensor:
+    """The whole parameter with every element's number instead of its value: rank by rank, in memory order."""
+    items = math.prod(shard.shape)
+    parts = [
+        torch.arange(rank * items, (rank + 1) * items, device=device).view(shard.shape)
+        for rank in range(size)
+    ]
+    if size == 1:
+        return parts[0]
+    return bridge._weight_merge_across_tp(name, parts, _marked(shard.partition_dim))
+
+
+def _places(bridge: Any, name: str, shard: _Shard, *, rank: int, size: int) -> list[_Place]:
+    items, found = math.prod(shard.shape), []
+    whole = _merged_indexes(bridge, name, shard, size=size, device="cpu")
+    _, tensors = bridge._weight_to_hf_format(name, whole)
+    for number, indexes in enumerate(tensors):
+        if indexes.dtype != torch.int64 or indexes.unique().numel() != indexes.numel():
+            raise ConfigError(
+                f"{type(bridge).__name__} computes {name} instead of moving it; use plan='broadcast'"
+            )
+        own = torch.where(indexes // items == rank, indexes - rank * items, -1).numpy()
+        found += [_Place(number, tuple(indexes.shape), *box) for box in _affine_boxes(own, name)]
+    return found
+
+
+def _affine_boxes(own: np.ndarray, name: str) -> Iterator[tuple[Box, int, tuple[int, ...]]]:
+    """Boxes of the elements that are ours (>= 0), such that each steps evenly through memory: (box, offset, strides)."""
+    shape = own.shape
+    if own.ndim == 0 or own.size == 0:
+        yield Box.whole(shape), 0, (1,) * own.ndim
+        return
+    rows = own.reshape(shape[0], -1)
+    held = rows >= 0
+    counts, firsts = held.sum(axis=1), held.argmax(axis=1)
+    starts = np.take_along_axis(rows, firsts[:, None], axis=1)[:, 0]
+    row = 0
+    while row < len(rows):
+        end, step = row + 1, 0
+        if counts[row]:
+            if end < len(rows) and counts[end] == counts[row] and firsts[end] == firsts[row]:
+                step = int(starts[end] - starts[row])
+                same = (np.diff(starts[row:]) == step) & (counts[row + 1 :] == counts[row])
+                same &= firsts[row + 1 :] == firsts[row]
+                end = row + 1 + (int(np.argmin(same)) if not same.all() else len(same))
+            yield _box(own, rows, row, end, int(firsts[row]), int(counts[row]), step, name)
+        row = end
+
+
+def _box(
+    own: np.ndarray, rows: np.ndarray, row: int, end: int, first: int, count: int, step: int, name: str
+) -> tuple[Box, int, tuple[int, ...]]:
+    offset = int(rows[row, first])
+    across = int(rows[row, first + 1]) - offset if count > 1 else 1
+    wanted = offset + step * np.arange(end - row)[:, None] + across * np.arange(count)[None]
+    rest = own.shape[1:]
+    if not np.array_equal(rows[row:end, first : first + count], wanted) or (
+        len(rest) > 1 and count != rows.shape[1]
+    ):
+        raise ConfigError(f"{name} is regrouped in a way that boxes cannot express; use plan='broadcast'")
+    inner = [across * math.prod(rest[axis + 1 :]) for axis in range(len(rest))]
+    starts, stops = [row, *[0] * len(rest)], [end, *rest]
+    if len(rest) == 1:
+        starts[1], stops[1] = first, first + count
+    return Box(tuple(starts), tuple(stops)), offset, (step or 1, *inner)

@@ -6,15 +6,18 @@ that hold the same box are replicas. Splits follow `torch.chunk`: parts of ceil(
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterable, Sequence
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import xxhash
 
 from r3channel.errors import PlanInvalid
+from r3channel.weights.manifest import TensorMeta
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,24 +72,6 @@ def grid_boxes(shape: Sequence[int], parts: Sequence[int]) -> list[Box]:
         bounds = chunk_bounds(size, count)
         corners = [Box((*b.start, lo), (*b.stop, hi)) for b in corners for lo, hi in bounds]
     return corners
-
-
-def split_box(box: Box, *, max_numel: int) -> list[Box]:
-    """Cut a box into boxes of at most `max_numel` (>= 1) elements, along the earliest axes, in memory order."""
-    if box.numel <= max_numel:
-        return [box]
-    axis = next(i for i, size in enumerate(box.shape) if size > 1)
-    row = math.prod(box.shape[axis + 1 :])
-    step = max(1, max_numel // row)
-    cuts = [*range(box.start[axis], box.stop[axis], step), box.stop[axis]]
-    parts = [_with_axis(box, axis, lo, hi) for lo, hi in pairwise(cuts)]
-    return [small for part in parts for small in split_box(part, max_numel=max_numel)]
-
-
-def _with_axis(box: Box, axis: int, lo: int, hi: int) -> Box:
-    start, stop = list(box.start), list(box.stop)
-    start[axis], stop[axis] = lo, hi
-    return Box(tuple(start), tuple(stop))
 
 
 class Layout:
@@ -162,3 +147,103 @@ class Layout:
 
     def __repr__(self) -> str:
         return f"Layout(shape={self.shape}, boxes={len(self.ranks_N)})"
+
+
+class ShardMap:
+    """Tensors in order, each with its layout. Immutable.
+
+    >>> import torch
+    >>> weight = TensorMeta(name="w", dtype=torch.bfloat16, shape=(4, 2))
+    >>> shards = ShardMap([(weight, Layout.chunked((4, 2), 0, [[0], [1]]))])
+    >>> shards.held_by(1)
+    {'w': [Box(start=(2, 0), stop=(4, 2))]}
+    """
+
+    def __init__(self, tensors: Iterable[tuple[TensorMeta, Layout]]) -> None:
+        """Raises PlanInvalid for a name given twice, and for a layout of another shape than its tensor's."""
+        metas: list[TensorMeta] = []
+        interned: dict[Layout, int] = {}
+        indexes: list[int] = []
+        for meta, layout in tensors:
+            if layout.shape != meta.shape:
+                raise PlanInvalid(f"tensor {meta}: its layout is of shape {list(layout.shape)}")
+            metas.append(meta)
+            indexes.append(interned.setdefault(layout, len(interned)))
+        self.metas: tuple[TensorMeta, ...] = tuple(metas)
+        self.layouts: tuple[Layout, ...] = tuple(interned)
+        self.layout_of: tuple[int, ...] = tuple(indexes)
+        """Index into `layouts`, per tensor."""
+        self.index_of: Mapping[str, int] = {meta.name: i for i, meta in enumerate(metas)}
+        if len(self.index_of) != len(metas):
+            raise PlanInvalid(f"tensor {_repeated(metas)} is given twice")
+        self.digest: str = self._digest()
+
+    @classmethod
+    def gathered(cls, reports: Sequence[bytes]) -> ShardMap:
+        """From what each rank says it holds (`report_of`), by rank. The first rank that has a tensor decides its place.
+
+        Raises PlanInvalid when two ranks disagree about a tensor, with both values.
+        """
+        held: dict[str, list[tuple[int, int]]] = {}
+        kinds: dict[str, int] = {}
+        for rank, report in enumerate(reports):
+            for row, names in json.loads(zlib.decompress(report)):
+                kind = kinds.setdefault(json.dumps(row), len(kinds))
+                for name in names.split("\n"):
+                    held.setdefault(name, []).append((rank, kind))
+        rows: list[Any] = [json.loads(kind) for kind in kinds]
+        known: dict[tuple[tuple[int, int], ...], Layout] = {}
+        tensors = []
+        for name, pairs in held.items():
+            dtype, shape, *_ = rows[pairs[0][1]]
+            key = tuple(pairs)
+            if key not in known:
+                other = next(((r, rows[k]) for r, k in pairs if rows[k][:2] != [dtype, shape]), None)
+                if other is not None:
+                    raise PlanInvalid(
+                        f"rank {other[0]} holds a part of {name} {other[1][0]}{other[1][1]}, "
+                        f"earlier ranks of {name} {dtype}{shape}"
+                    )
+                boxes = ((rank, Box(tuple(rows[k][2]), tuple(rows[k][3]))) for rank, k in pairs)
+                known[key] = Layout.of(shape, boxes)
+            tensors.append((TensorMeta.from_row([name, dtype, shape]), known[key]))
+        return cls(tensors)
+
+    def shifted(self, offset: int) -> ShardMap:
+        """The same shards with ranks numbered `offset` higher: engines after the trainer's ranks in a joint group."""
+        layouts = [layout.shifted(offset) for layout in self.layouts]
+        return ShardMap(
+            (meta, layouts[index]) for meta, index in zip(self.metas, self.layout_of, strict=True)
+        )
+
+    def held_by(self, rank: int) -> dict[str, list[Box]]:
+        """The boxes of one rank, by tensor; tensors of which it holds nothing are left out."""
+        boxes = [layout.boxes(rank) for layout in self.layouts]
+        pairs = zip(self.metas, self.layout_of, strict=True)
+        return {meta.name: boxes[index] for meta, index in pairs if boxes[index]}
+
+    @property
+    def world_size(self) -> int:
+        """One more than the highest rank that holds anything."""
+        return 1 + max((int(lay.ranks_N.max()) for lay in self.layouts if len(lay.ranks_N)), default=-1)
+
+    def _digest(self) -> str:
+        rows = [[*meta.row(), index] for meta, index in zip(self.metas, self.layout_of, strict=True)]
+        digest = xxhash.xxh3_128(json.dumps(rows, separators=(",", ":")).encode())
+        for layout in self.layouts:
+            digest.update(layout.digest)
+        return digest.hexdigest()
+
+
+def _repeated(metas: Sequence[TensorMeta]) -> str:
+    seen: set[str] = set()
+    return next(meta.name for meta in metas if meta.name in seen or seen.add(meta.name))
+
+
+def report_of(held: Iterable[tuple[TensorMeta, Box]]) -> bytes:
+    """What a rank holds, for `ShardMap.gathered`: names by kind, since a model has thousands of one kind; packed."""
+    kinds: dict[tuple[Any, ...], list[str]] = {}
+    for meta, box in held:
+        kinds.setdefault((meta.dtype_name, meta.shape, box.start, box.stop), []).append(meta.name)
+    rows = [(kind, "\n".join(names)) for kind, names in kinds.items()]
+    return zlib.compress(json.dumps(rows, separators=(",", ":")).encode(), 1)

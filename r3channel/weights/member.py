@@ -1,24 +1,27 @@
-"""One engine of a session: what it holds and does, which group reaches it, and each call that an update makes to it.
+"""One engine of a session: what it holds and does, what reaches it, and each call that an update makes to it.
 
 A call enters the state that it may cause before it is made, so that a lost answer leaves the more careful one. Knows one
-engine only; several at once are the fleet's.
+engine only.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from r3channel.errors import EngineRefused, WeightsDiffer
-from r3channel.weights.buckets import Bucket
-from r3channel.weights.group import WeightGroup, in_background
+from r3channel.errors import CannotStage, EngineRefused, ManifestMismatch, WeightsDiffer
+from r3channel.weights.manifest import Bucket
 from r3channel.weights.sglang import EngineClient, PauseMode
+from r3channel.weights.wires import RankLink, WeightGroup
 
 _SHOWN = 3
+_FLUSH_REFUSED = "cache was not flushed"
+_NO_PLUGIN = "init_weights_update_group"
+"""SGLang knows no group of our order's name, and says what to call first."""
+_NO_BRACKET = ("HTTP 404", "Not Found")
 
 
 class EngineState(Enum):
@@ -28,22 +31,8 @@ class EngineState(Enum):
     PAUSED = "paused, weights untouched"
     OPEN = "paused, update begun, weights untouched"
     DIRTY = "paused, holding parts of an update"
+    CHANGED = "paused, holding the new weights"
     COMMITTED = "paused, holding the new weights and version"
-
-
-@dataclass(slots=True, eq=False)
-class Link:
-    """A group with the engines that it reaches: the trainer is rank 0, theirs follow in order."""
-
-    group: WeightGroup
-    members: tuple[Member, ...]
-    calls: list[Future[Any]] = field(default_factory=list)
-    """The bucket under way: its broadcast, and each member's loading."""
-
-    def usable(self, *, timeout_s: float) -> bool:
-        """Whether the last bucket went well everywhere, after waiting up to `timeout_s` for its end."""
-        wait(self.calls, timeout=timeout_s, return_when=FIRST_EXCEPTION)
-        return all(call.done() and call.exception() is None for call in self.calls)
 
 
 @dataclass(slots=True, eq=False)
@@ -52,65 +41,160 @@ class Member:
 
     client: EngineClient
     state: EngineState = EngineState.SERVING
-    link: Link | None = None
+    group: WeightGroup | None = None
+    """For broadcasts."""
+    ranks: list[RankLink] = field(default_factory=list)
+    """For staged updates."""
     boot_id: str = ""
     """Of the life that joined; empty before, and once it has left."""
+    evicted: str = ""
+    """Why updates go on without it, until `update_one` brings it back."""
+    bracketed: bool = True
+    """Whether this SGLang wants begin and end around an update; 0.5.15.post1 has neither."""
+    names: frozenset[str] = frozenset()
+    """What this life was found to take, and nothing else."""
+    unheld: bool = False
+    """Whether our half is not there to keep others from it."""
+    foreign: bool = False
+    """Whether the bracket that is open was found so: another session's, or of one that died."""
 
     @property
     def url(self) -> str:
         return self.client.url
 
+    @property
+    def staged(self) -> bool:
+        """Whether links to all of its ranks stand."""
+        return bool(self.ranks) and all(rank.link.alive for rank in self.ranks)
+
     def enter(self, state: EngineState) -> None:
         """Change state; a DIRTY engine becomes clean only by a commit."""
-        if self.state is not EngineState.DIRTY or state is EngineState.COMMITTED:
+        if self.state is not EngineState.DIRTY or state in (EngineState.COMMITTED, EngineState.CHANGED):
             self.state = state
 
     def meet(self, timeout_s: float) -> None:
-        """Find out that the engine is there, and which life of it."""
-        self.boot_id = self.client.boot_id(timeout_s=timeout_s)
+        """Find out that the engine is there, how many ranks it has, and which life of it this is."""
+        self.boot_id = self.client.meet(timeout_s=timeout_s)
 
-    def join(self, group: WeightGroup, first_rank: int, timeout_s: float) -> None:
+    def join(self, group: WeightGroup, timeout_s: float) -> None:
         self.client.init_group(
             host=group.host,
             port=group.port,
             group_name=group.name,
             backend=group.backend,
-            rank_offset=first_rank,
+            rank_offset=1,
             world_size=group.world_size,
             timeout_s=timeout_s,
         )
 
-    def leave(self, group_name: str, timeout_s: float) -> None:
-        self.client.destroy_group(group_name, timeout_s=timeout_s)
+    def unlink(self) -> None:
+        """Forget what reaches it, without a call to it."""
+        self.names, self.unheld = frozenset(), False
+        for rank in self.ranks:
+            rank.link.close()
+        self.ranks = []
+        if self.group is not None:
+            self.group.close()
+        self.group = None
 
     def pause(self, mode: PauseMode, timeout_s: float) -> None:
         self.enter(EngineState.PAUSED)
         self.client.pause(mode, timeout_s=timeout_s)
 
     def begin(self, timeout_s: float) -> None:
-        """Open the bracket. One that is open already was left by somebody who failed or died: nothing is known of these
-        weights, so the engine counts as dirty and only a whole update lets it serve again."""
+        """Open the bracket. One that is open already was left by somebody who failed or died, or belongs to another session:
+        nothing is known of these weights, so the engine counts as dirty and only a whole update lets it serve again."""
         self.enter(EngineState.OPEN)
+        self.foreign = False
         try:
             self.client.begin(timeout_s=timeout_s)
-        except EngineRefused:
+        except EngineRefused as error:
+            if any(word in str(error) for word in _NO_BRACKET):
+                self.bracketed = False
+                return
+            self.foreign = True
             self.enter(EngineState.DIRTY)
-            self.client.end(timeout_s=timeout_s)
+
+    def take_over(self, timeout_s: float) -> None:
+        """Close a bracket that was found open and open our own."""
+        if self.foreign:
+            with contextlib.suppress(EngineRefused):
+                self.client.end(timeout_s=timeout_s)
             self.client.begin(timeout_s=timeout_s)
+            self.foreign = False
+
+    def open(self, order: Mapping[str, Any], timeout_s: float) -> None:
+        """Have its ranks connect to us, under a short pause that keeps every request's cache. CannotStage without our half."""
+        self.unlink()
+        self.pause("in_place", timeout_s)
+        try:
+            self.begin(timeout_s)
+            if not self.bracketed:  # before 0.5.23 what an order raises would end the engine
+                raise CannotStage(f"engine {self.url} has no begin and end: an SGLang before 0.5.23")
+            self.client.order(order, timeout_s=timeout_s)
+        except EngineRefused as error:
+            if _NO_PLUGIN in str(error):
+                raise CannotStage(
+                    f"engine {self.url} runs without our half; start it with R3CHANNEL_WEIGHTS=1"
+                ) from error
+            raise
+        finally:
+            if not self.foreign:  # else it was paused, and stays so, by whom the bracket belongs to
+                self.undo(timeout_s)
+
+    def hold(self, order: Mapping[str, Any], timeout_s: float) -> bool:
+        """Keep other sessions from this engine, where our half can; whether it could. EngineRefused while another holds it."""
+        try:
+            self.client.order(order, timeout_s=timeout_s)
+        except EngineRefused as error:
+            if "session" in str(error):
+                raise
+            return False
+        return True
+
+    def check_names(self, names: frozenset[str], timeout_s: float) -> None:
+        """ManifestMismatch unless an update of these names (the engine's own) fills every parameter and has no other."""
+        if names == self.names:
+            return
+        held = {name for sums in self.client.weight_checksums(timeout_s=timeout_s) for name in sums}
+        missing, unknown = sorted(held - names), sorted(names - held)
+        if held and (missing or unknown):
+            raise ManifestMismatch(
+                f"engine {self.url}: {len(missing)} parameters would keep their old values, first {missing[:_SHOWN]}; "
+                f"{len(unknown)} of the update have no place there, first {unknown[:_SHOWN]}. Is a name misspelt, or the model "
+                "given in part? expected=None does not look"
+            )
+        self.names = names
 
     def load(self, bucket: Bucket, flush_cache: bool, timeout_s: float) -> None:
-        """Receive one broadcast of its link and load it."""
-        assert self.link is not None
+        """Receive one broadcast of its group and load it."""
+        assert self.group is not None
         self.enter(EngineState.DIRTY)
-        name = self.link.group.name
-        self.client.update_bucket(bucket, group_name=name, flush_cache=flush_cache, timeout_s=timeout_s)
+        with self._flush_may_be_refused():
+            self.client.update_bucket(
+                bucket, group_name=self.group.name, flush_cache=flush_cache, timeout_s=timeout_s
+            )
+
+    def change_over(self, order: Mapping[str, Any], flush_cache: bool, timeout_s: float) -> None:
+        """Let staged weights and parameters change places."""
+        before = self.state
+        self.enter(EngineState.DIRTY)
+        try:
+            with self._flush_may_be_refused():
+                self.client.order(order, flush_cache=flush_cache, timeout_s=timeout_s)
+        except EngineRefused:
+            if before is EngineState.OPEN:  # its ranks agreed before they touched anything
+                self.state = before
+            raise
+        self.state = EngineState.CHANGED
 
     def end(self, timeout_s: float) -> None:
-        self.client.end(timeout_s=timeout_s)
+        if self.bracketed:
+            self.client.end(timeout_s=timeout_s)
 
     def verify(self, checksums: Mapping[str, str], timeout_s: float) -> int:
         """Compare what was sent, under the engine's names, with the engine's own checksums; return how many are equal."""
-        held = self.client.weight_checksums(timeout_s=timeout_s)
+        (held, *_) = self.client.weight_checksums(timeout_s=timeout_s)
         wrong = [name for name in checksums if held.get(name) != checksums[name]]
         if wrong or not checksums:
             missing = [name for name in wrong if name not in held]
@@ -133,17 +217,21 @@ class Member:
         """Serve again if no byte of an update came, or all of them and the version; stay paused otherwise."""
         if self.state is EngineState.OPEN:
             with contextlib.suppress(EngineRefused):  # none is open: it never got our begin
-                self.client.end(timeout_s=timeout_s)
+                self.end(timeout_s)
             self.enter(EngineState.PAUSED)
         if self.state in (EngineState.PAUSED, EngineState.COMMITTED):
             self.resume(timeout_s)
 
+    @contextlib.contextmanager
+    def _flush_may_be_refused(self) -> Any:
+        """The weights are in all the same; SGLang refuses to flush while requests wait for their grammar."""
+        try:
+            yield
+        except EngineRefused as error:
+            if _FLUSH_REFUSED not in str(error):
+                raise
 
-def told(members: list[Member]) -> str:
+
+def told(members: Sequence[Member]) -> str:
     """Each engine's state, for an error."""
     return ", ".join(f"{member.url}: {member.state.value}" for member in members)
-
-
-def background(call: Any) -> Future[Any]:
-    """`call` in a thread of its own."""
-    return in_background(call, name="weights-call")

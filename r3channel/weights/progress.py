@@ -1,18 +1,69 @@
-"""One update under way: the caller's tensors as they are read, the seconds of each stage, what was sent. No engine here."""
+"""One limit for everything that a public call waits for, and the wait for several calls at once. Knows no engine."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-from r3channel.weights.buckets import Bucket, TensorMeta
-from r3channel.weights.deadline import Deadline
-from r3channel.weights.manifest import Manifest
+from r3channel.errors import DeadlineExceeded, R3Error
+from r3channel.weights.manifest import Bucket, Manifest, TensorMeta
+
+GRACE_S = 0.3  # a call's own deadline comes first; this one guards against a stuck thread
+_LAST_WORD_S = 0.3  # after the first failure of several calls: time for the one at fault to answer too
+
+
+class Deadline:
+    """Counts from its creation."""
+
+    def __init__(self, timeout_s: float, what: str) -> None:
+        self._begun_s = time.monotonic()
+        self._timeout_s = timeout_s
+        self._what = what
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self._begun_s
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds left; 0 when there are none."""
+        return max(0.0, self._timeout_s - self.elapsed_s)
+
+    def left_s(self) -> float:
+        """Seconds left, more than 0; DeadlineExceeded when there are none."""
+        left = self._timeout_s - self.elapsed_s
+        if left <= 0:
+            raise DeadlineExceeded(f"{self._what} did not end within {self._timeout_s:.1f} s")
+        return left
+
+    def at_least(self, seconds: float) -> Deadline:
+        """This one, or where less is left one that ends in `seconds`: for what must not stay undone for want of time."""
+        enough = self._timeout_s - self.elapsed_s >= seconds
+        return self if enough else Deadline(seconds, self._what)
+
+
+def wait_all(calls: Mapping[Future[Any], str], what: str, timeout_s: float) -> None:
+    """Wait for all; raise the error of the first that failed, in the order given, as soon as one has.
+
+    Calls of which one fails can leave the others waiting for it, so those are not waited for.
+    """
+    wait(calls, timeout=timeout_s + GRACE_S, return_when=FIRST_EXCEPTION)
+    if any(call.done() and call.exception() for call in calls):
+        wait(calls, timeout=_LAST_WORD_S)
+    failed = [error for call in calls if call.done() and (error := call.exception())]
+    if failed:
+        kind = type(failed[0]) if isinstance(failed[0], R3Error) else R3Error
+        raise kind(f"{what}: {failed[0]}") from failed[0]
+    late = [name for call, name in calls.items() if not call.done()]
+    if late:
+        raise DeadlineExceeded(f"{what}: no answer from {', '.join(late)} within {timeout_s:.1f} s")
+
 
 T = TypeVar("T")
 
@@ -29,6 +80,18 @@ class UpdateReport:
     verified: int
     """Parameters of the engine whose checksum every engine confirmed; 0 without verification."""
     manifest_digest: int
+    sent_bytes: int
+    """By this trainer rank to all engines, of an exact update."""
+    way: str
+    """`staged`, or `broadcast: why not staged`."""
+    loaded: str
+    """Why staged tensors were placed by the model's own loader instead of ours, which no commit can undo; mostly empty."""
+    evicted: Mapping[str, str]
+    """Engines that were lost during this update, and why: it was made without them. `update_one` brings one back."""
+    rounded: Mapping[str, str]
+    """Tensors that engines keep in another dtype: name -> `float32 -> bfloat16`. Known of staged updates only."""
+    skipped: tuple[str, ...]
+    """Tensors that no rank of any engine has a place for. Known of staged updates only."""
     expired: tuple[str, ...]
     """Engines whose lease ran out before this update: it was made without them, and they belong to the session no more."""
     wall_s: float
@@ -45,6 +108,12 @@ class UpdateReport:
             payload_bytes=manifest.payload_bytes,
             verified=run.verified,
             manifest_digest=manifest.digest,
+            sent_bytes=run.sent_bytes,
+            way=run.way,
+            loaded=run.loaded,
+            evicted=dict(run.evicted),
+            rounded=dict(run.rounded),
+            skipped=run.skipped,
             expired=run.expired,
             wall_s=run.deadline.elapsed_s,
             seconds=run.seconds,
@@ -62,6 +131,15 @@ class Run:
     """xxh3 of each bucket's bytes, where a host copy is kept."""
     verified: int = 0
     expired: tuple[str, ...] = ()
+    evicted: dict[str, str] = field(default_factory=dict)
+    way: str = ""
+    rounded: Mapping[str, str] = field(default_factory=dict)
+    skipped: tuple[str, ...] = ()
+    loaded: str = ""
+    sent_bytes: int = 0
+    """By this trainer rank, of an exact update."""
+    checksums: Mapping[str, Sequence[Mapping[str, str]]] = field(default_factory=dict)
+    """What the engines' own checksums will be: by number of ranks, then by rank."""
 
     def add(self, stage: str, seconds: float) -> None:
         self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
@@ -84,7 +162,7 @@ class Stream:
 
     def __init__(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         self._iterator = iter(named_tensors)
-        self._ended = False
+        self.ended = False
         self.seconds = 0.0
 
     def __iter__(self) -> Iterator[tuple[TensorMeta, torch.Tensor]]:
@@ -94,14 +172,14 @@ class Stream:
 
     def _next(self) -> tuple[str, torch.Tensor] | None:
         begun_s = time.monotonic()
-        self._ended = True  # unless it gives one: it may raise
+        self.ended = True  # unless it gives one: it may raise
         named = next(self._iterator, None)
-        self._ended = named is None
+        self.ended = named is None
         self.seconds += time.monotonic() - begun_s
         return named
 
     def drain(self) -> None:
         """Read to the end, keeping nothing; an error of the iterator is dropped, since one is already under way."""
         with contextlib.suppress(Exception):
-            while not self._ended:
+            while not self.ended:
                 self._next()

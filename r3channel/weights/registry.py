@@ -13,14 +13,18 @@ The relay has a list of engines too (`relay/engines.py`): who has said hello the
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from r3channel.errors import PlanInvalid, RegistryRefused, StaleEpoch, VersionsDiffer, WeightVersionRegressed
-from r3channel.weights.shardmap import ShardMap
+from r3channel.errors import RegistryRefused, StaleEpoch, VersionsDiffer, WeightVersionRegressed
+from r3channel.versions import nccl_version, torch_version
+from r3channel.weights.manifest import Manifest
+from r3channel.weights.member import EngineState, Member
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -38,8 +42,6 @@ class EngineRecord:
     boot_id: str
     """Of this life of the engine; a restart has another."""
     ranks: int
-    layout: str = ""
-    """Digest of its shard map; empty for an engine that gets whole tensors and cuts them itself."""
     manifest_id: str = ""
     """Of the last manifest that it was sent; empty for an engine that knows none."""
     committed_version: int = -1
@@ -81,10 +83,10 @@ def _locked(
 
 
 class WeightRegistry:
-    """Engines with leases and epochs, the shard maps of both sides, and the version that counts.
+    """Engines with leases and epochs, and the version that counts.
 
     >>> registry = WeightRegistry(torch="2.13.0", nccl="", lease_s=10.0)
-    >>> record = EngineRecord(engine="http://a", boot_id="1", ranks=1, layout="x", torch="2.13.0")
+    >>> record = EngineRecord(engine="http://a", boot_id="1", ranks=1, torch="2.13.0")
     >>> epoch = registry.join(record, now_s=0.0)
     >>> registry.commit("http://a", "1", version=3, now_s=1.0)
     >>> registry.routable(now_s=2.0)
@@ -99,7 +101,6 @@ class WeightRegistry:
         self._ours: Mapping[str, str] = {"torch": torch, "nccl": nccl}
         self._lease_s = lease_s
         self._leases: dict[str, _Lease] = {}
-        self._maps: dict[str, ShardMap] = {}
         self._epoch = 0
         self._version = -1
 
@@ -112,14 +113,13 @@ class WeightRegistry:
     def join(self, record: EngineRecord, *, now_s: float) -> int:
         """Add an engine, or its next life; returns the epoch that begins. The same record again only renews the lease.
 
-        Raises VersionsDiffer, with both values, and RegistryRefused when another layout is known for the engines.
+        Raises VersionsDiffer, with both values.
         """
         self._expire(now_s)
         self._check_versions(record)
         known = self._leases.get(record.engine)
         if known is not None and known.record.boot_id == record.boot_id:
             return self.renew(record.engine, record.boot_id, now_s=now_s)
-        self._check_layout(record)
         self._leases[record.engine] = _Lease(record, now_s + self._lease_s)
         return self._next_epoch()
 
@@ -206,32 +206,6 @@ class WeightRegistry:
         ready = set(self.routable(now_s=now_s))
         return tuple(r.engine for r in self.members(now_s=now_s).engines if r.engine not in ready)
 
-    # -- shard maps ----------------------------------------------------------------------------------------------------
-
-    @_locked
-    def report_map(self, side: str, shards: ShardMap) -> None:
-        """Keep the map of a side (`trainer` or `engine`); one instance reports for all. The same map again is fine.
-
-        Raises RegistryRefused for another map than the one known (other instances would plan differently), and
-        PlanInvalid when the engines' tensors are not among the trainer's, naming the first that differs.
-        """
-        known = self._maps.get(side)
-        if known is not None and known.digest != shards.digest:
-            raise RegistryRefused(
-                f"{side} map {shards.digest} was reported, {known.digest} is known; do all instances run one layout?"
-            )
-        both = {**self._maps, side: shards}
-        if len(both) == 2:
-            check_maps(both["trainer"], both["engine"])
-        self._maps[side] = shards
-
-    @_locked
-    def map_of(self, side: str) -> ShardMap:
-        """The map of a side; RegistryRefused until it is reported."""
-        if side not in self._maps:
-            raise RegistryRefused(f"no shard map of the {side} side was reported yet")
-        return self._maps[side]
-
     def _check_versions(self, record: EngineRecord) -> None:
         for name in CHECKED_VERSIONS:
             theirs, ours = getattr(record, name), self._ours[name]
@@ -239,13 +213,6 @@ class WeightRegistry:
                 raise VersionsDiffer(
                     f"engine {record.engine} runs {name} {theirs}, the trainer {ours}; expected equal versions"
                 )
-
-    def _check_layout(self, record: EngineRecord) -> None:
-        known = self._maps.get("engine")
-        if known is not None and record.layout and record.layout != known.digest:
-            raise RegistryRefused(
-                f"engine {record.engine} has layout {record.layout}, the engines' shard map is {known.digest}"
-            )
 
     def _lease(self, engine: str, boot_id: str) -> _Lease:
         if engine not in self._leases:
@@ -271,13 +238,111 @@ class WeightRegistry:
         return self._epoch
 
 
-def check_maps(trainer: ShardMap, engine: ShardMap) -> None:
-    """Every engine tensor is a trainer tensor of the same whole shape; PlanInvalid names the first that is not."""
-    for meta in engine.metas:
-        index = trainer.index_of.get(meta.name)
-        if index is None:
-            raise PlanInvalid(
-                f"engine tensor {meta}: the trainer has none of this name; is a converter missing?"
-            )
-        if trainer.metas[index].shape != meta.shape:
-            raise PlanInvalid(f"engine tensor {meta}: the trainer's is {trainer.metas[index]}")
+def own_registry(backend: str) -> WeightRegistry:
+    """One that a session makes for itself: this process's versions, leases that never run out."""
+    nccl = nccl_version() if backend == "nccl" else ""
+    return WeightRegistry(torch=torch_version(), nccl=nccl, lease_s=float("inf"))
+
+
+class Enrolment:
+    """Some members in one registry. One thread, but for `renew`."""
+
+    def __init__(self, registry: WeightRegistry) -> None:
+        self.registry = registry
+        self._held: dict[str, int] = {}
+        self._leaving = threading.Lock()
+
+    def admit(self, members: Iterable[Member]) -> None:
+        """The handshake, once each has told its life. Raises VersionsDiffer with both values, RegistryRefused."""
+        for member in members:
+            self.registry.join(_record(member, member.boot_id), now_s=time.monotonic())
+
+    def leave(self, member: Member) -> None:
+        with self._leaving:
+            self.registry.leave(member.url, member.boot_id, now_s=time.monotonic())
+            member.boot_id = ""
+
+    def renew(self, boot_ids: Mapping[Member, str]) -> None:
+        """These engines have answered, with these lives: the same one renews its lease, another begins in quarantine. One
+        that has left meanwhile, or has not joined yet, stays out."""
+        for member, boot_id in boot_ids.items():
+            with self._leaving:
+                if member.boot_id:
+                    self.registry.join(_record(member, boot_id), now_s=time.monotonic())
+
+    def expired(self, members: Iterable[Member]) -> list[Member]:
+        """Those that had joined and that the registry does not know any more."""
+        known = self._records()
+        return [member for member in members if member.boot_id and member.url not in known]
+
+    def reborn(self, members: Iterable[Member]) -> list[Member]:
+        """Those that have joined again in another life, whoever told: their old groups are gone."""
+        known = self._records()
+        return [m for m in members if m.url in known and known[m.url].boot_id != m.boot_id]
+
+    def cover(self, members: Sequence[Member], *, for_s: float) -> None:
+        """An update of these begins: leases last as long as it may."""
+        now_s, known = time.monotonic(), self._records()
+        for member in members:
+            if member.boot_id and member.url in known:
+                self.registry.renew(member.url, member.boot_id, now_s=now_s, for_s=for_s)
+                self._held[member.url] = known[member.url].committed_version
+
+    def open(self, members: Sequence[Member], *, for_s: float) -> None:
+        """These are paused from now on: leases cover it, and nothing is routed to them."""
+        now_s, known = time.monotonic(), self._records()
+        for member in members:
+            self.registry.quarantine(member.url, member.boot_id, now_s=now_s)
+            self.registry.renew(member.url, member.boot_id, now_s=now_s, for_s=for_s)
+            self._held.setdefault(member.url, known[member.url].committed_version)
+
+    def quarantine(self, members: Iterable[Member]) -> None:
+        """Nothing is routed to these until they hold the version again."""
+        for member in members:
+            self._held.pop(member.url, None)
+            with contextlib.suppress(RegistryRefused):
+                self.registry.quarantine(member.url, member.boot_id, now_s=time.monotonic())
+
+    def check_lives(self, members: Iterable[Member]) -> None:
+        """Raises RegistryRefused when one of these has left or lives another life; who else comes and goes is the same to it."""
+        for member in members:
+            self.registry.renew(member.url, member.boot_id, now_s=time.monotonic())
+
+    def committed(self, members: Iterable[Member], version: int, manifest: Manifest) -> None:
+        """Record the version for those that serve; the others stay in quarantine."""
+        for member in members:
+            self._held.pop(member.url, None)
+            self._settle(member, version, manifest.id)
+
+    def aborted(self, members: Iterable[Member]) -> None:
+        """Record for those that serve the version that they had before `open`; the others stay in quarantine."""
+        for member in members:
+            if member.url in self._held:
+                self._settle(member, self._held.pop(member.url), None)
+
+    def _settle(self, member: Member, version: int, manifest_id: str | None) -> None:
+        """The lease that covered the update ends either way."""
+        registry, now_s = self.registry, time.monotonic()
+        url, life = member.url, member.boot_id
+        with contextlib.suppress(
+            RegistryRefused
+        ):  # another life has joined meanwhile: it begins in quarantine
+            if member.state is EngineState.SERVING and version >= 0:
+                registry.commit(url, life, version=version, now_s=now_s, manifest_id=manifest_id)
+            else:
+                registry.quarantine(url, life, now_s=now_s)
+
+    def _records(self) -> dict[str, EngineRecord]:
+        members = self.registry.members(now_s=time.monotonic())
+        return {record.engine: record for record in members.engines}
+
+
+def _record(member: Member, boot_id: str) -> EngineRecord:
+    client = member.client
+    return EngineRecord(
+        engine=member.url,
+        boot_id=boot_id,
+        ranks=client.ranks,
+        torch=client.torch,
+        nccl=client.nccl,
+    )

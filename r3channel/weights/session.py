@@ -1,11 +1,11 @@
 """One weight update as a transaction over all engines. Knows order, states and deadlines; bytes and routes lie elsewhere.
 
-    pause -> begin -> buckets -> end -> (verify) -> version -> resume
+    all tensors packed or staged and verified -> pause -> change over (or load) -> version -> resume
 
-The version is set once, at the commit, so no reply ever carries a version that is only half loaded. SGLang writes weights
-in place: an update that fails after its first bucket cannot be undone by the engine. It stays paused (quarantined) until
-it has got whole weights: the committed version again where a host copy is kept, else the next update. An engine that no
-bucket reached goes on serving what it had.
+The version is set once, at the commit, so no reply ever carries a version that is only half loaded. With our half in the
+engine (`staged`) nothing touches a parameter before every rank of every engine holds verified bytes, and a commit that one
+engine refuses is undone at the others. Without it SGLang loads in place, and an engine that holds parts of an update stays
+paused (quarantined) until it has whole weights: the committed version where a host copy is kept, else the next update.
 
 The decision falls with the first engine that has taken the version. Before it, a failure aborts: the old version stays.
 After it the update counts, and an engine that did not take it is left behind in quarantine.
@@ -14,17 +14,25 @@ After it the update counts, and an engine that did not take it is left behind in
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import secrets
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import replace
+from functools import partial
 from types import TracebackType
+from typing import Any, Literal
 
 import torch
 
+from r3channel.bearer import read_token
 from r3channel.errors import (
+    CannotStage,
     ConfigError,
+    DeadlineExceeded,
     R3Error,
     RegistryRefused,
     UsageError,
@@ -32,24 +40,33 @@ from r3channel.errors import (
     WeightVersionRegressed,
 )
 from r3channel.slot import PROCESS_SLOT
-from r3channel.weights.buckets import Bucket, Manifest
-from r3channel.weights.checkpoint import checkpoint_tensors
-from r3channel.weights.contents import Contents
-from r3channel.weights.deadline import Deadline
-from r3channel.weights.enrolment import Enrolment, own_registry
-from r3channel.weights.fleet import REPAIR_S, Fleet, GroupOptions, Links
-from r3channel.weights.group import group_device
-from r3channel.weights.held import HeldWeights
-from r3channel.weights.kept import HostCopy
+from r3channel.weights.convert import Shard
+from r3channel.weights.exact import ExactStages, JointUpdate, TrainerRanks
+from r3channel.weights.executor import (
+    REPAIR_S,
+    Broadcast,
+    Crew,
+    OnEngineLoss,
+    Rules,
+    Staged,
+    Work,
+    background,
+    dissolve,
+)
+from r3channel.weights.geometry import Box
+from r3channel.weights.manifest import Bucket, Manifest, TensorMeta
 from r3channel.weights.member import EngineState, Member, told
-from r3channel.weights.packer import OnNonfinite, Packer
-from r3channel.weights.progress import Run, Stream, UpdateReport
-from r3channel.weights.registry import WeightRegistry
+from r3channel.weights.pack import Contents, OnNonfinite, Packer, Push
+from r3channel.weights.progress import GRACE_S, Deadline, Run, Stream, UpdateReport
+from r3channel.weights.registry import Enrolment, WeightRegistry, own_registry
 from r3channel.weights.sglang import EngineClient, PauseMode
-from r3channel.weights.transaction import Rules, Transaction
+from r3channel.weights.store import HeldWeights, HostCopy, checkpoint_tensors
+from r3channel.weights.wires import Door, WholeStages, Wire, group_device
 
 DEFAULT_BUCKET_BYTES = 256 << 20
-RESTORE_TIMEOUT_S = 60.0
+RESTORE_S = 30.0
+Plan = Literal["broadcast", "exact"]
+Staging = Literal["auto"] | bool
 
 
 class WeightSync:
@@ -70,53 +87,103 @@ class WeightSync:
         self,
         engines: Sequence[EngineClient | str],
         *,
+        staged: Staging = "auto",
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         host: str = "127.0.0.1",
         backend: str = "gloo",
         pause: PauseMode = "retract",
         verify: bool = False,
         keep_copy: bool = False,
-        links: Links = "each",
         on_nonfinite: OnNonfinite = "error",
-        expected: Mapping[str, tuple[int, ...]] | None = None,
+        on_engine_loss: OnEngineLoss = "evict",
+        expected: Mapping[str, tuple[int, ...]] | Literal["engine"] | None = "engine",
         depth: int = 2,
+        engine_timeout_s: float = 30.0,
+        token_file: str = "",
         registry: WeightRegistry | None = None,
+        plan: Plan = "broadcast",
+        wire: Wire = "tcp",
+        group: Any = None,
     ) -> None:
         """
         Args:
-            engines: addresses, or clients where an engine has several ranks or a key.
-            bucket_bytes: cap of one bucket; two buffers of this size are held, on the device of `backend`.
-            host: this machine's address that the engines reach; the groups' stores listen there and nowhere else.
+            engines: addresses, or clients where an engine has a key. Their ranks are asked of them.
+            staged: receive in our half in the engine (R3CHANNEL_ENGINE=1 or R3CHANNEL_WEIGHTS=1), beside the parameters, and
+                change over under a short pause. `auto`: where every engine has it and memory for one more copy; else, and with
+                False, SGLang itself loads flattened buckets in place.
+            bucket_bytes: cap of one bucket; two buffers of this size are held.
+            host: this machine's address that the engines reach; we listen there and nowhere else.
+            backend: of broadcasts.
             pause: what happens to running requests. `in_place` keeps the KV cache of the old weights and never flushes it.
-            verify: before the commit, compare each engine's own checksum of each parameter with that of the bytes sent
-                (fused parameters too). CPU engines of one rank only.
+            verify: also compute what the engine's own checksum of each parameter must be (`held`), and compare it before the
+                commit of a broadcast (one rank, on the CPU). Staged bytes are always verified, on every rank.
             keep_copy: keep the committed weights packed in host memory (the model's bytes, twice during an update), for
-                `update_one` and for giving a failed update's engines the old version back.
-            links: `each` engine has a group of its own, or engines that have none form a `shared` one (see fleet.py).
+                `update_one` and for giving a failed broadcast's engines the old version back.
             on_nonfinite: `error` refuses NaN and Inf by tensor before their bucket leaves; `allow` does not look.
-            expected: name -> shape that every update must give; `checkpoint_shapes` reads them from a folder.
+            on_engine_loss: an engine that dies or falls silent during an update is left out by name (`evict`) until `update_one`
+                brings it back, or fails the update (`abort`).
+            expected: what every update must give: what the `engine` has parameters for, or name -> shape, as
+                `checkpoint_shapes` reads them from a folder; None does not look.
             depth: buckets in work; 1 packs the next only when the one before is loaded.
+            engine_timeout_s: how long one engine may take for one bucket before it counts as lost.
+            token_file: the run's token, where the engines were started with R3CHANNEL_TOKEN_FILE.
             registry: where the engines join and what they hold is recorded; None makes one without leases.
+            plan: `broadcast`: one trainer rank has whole tensors. `exact`: all ranks of `group` make the same session and the
+                same calls, each `update` is given `hf_shards`, and every rank sends its own part, staged.
+            wire: how staged bytes reach an engine's ranks: over `tcp`, or put into `shared_memory` by trainers on its machine
+                (colocated), so that none travels.
+            group: a torch process group, `torch.distributed.group.WORLD` for all; with `exact` only.
         """
-        clients = [EngineClient(engine) if isinstance(engine, str) else engine for engine in engines]
-        if verify and (backend != "gloo" or any(client.ranks != 1 for client in clients)):
+        if (plan == "exact") != (group is not None) or (plan == "exact" and staged is False):
             raise ConfigError(
-                "verify compares whole tensors on the CPU: it needs gloo and engines of one rank"
+                "plan='exact' goes with group=... and staged engines; plan='broadcast' with neither group"
             )
+        clients = [EngineClient(engine) if isinstance(engine, str) else engine for engine in engines]
+        if depth not in (1, 2):
+            raise UsageError(f"depth {depth}: expected 1 or 2 buckets")
+        self._members = _distinct([Member(client) for client in clients])
         name = f"r3channel-weights-{secrets.token_hex(4)}"
-        options = GroupOptions(name=name, host=host, backend=backend, links=links)
-        self._fleet = Fleet([Member(client) for client in clients], options)
         self._enrolment = Enrolment(registry or own_registry(backend))
-        self._rules = Rules(pause=pause, verify=verify, depth=depth)
-        self._copy = HostCopy() if keep_copy else None
-        self._packer = Packer(group_device(backend), self._copy, on_nonfinite)
-        self._contents = Contents(
-            self._packer, bucket_bytes=bucket_bytes, expected=expected, checksums=verify
+        self._rules = Rules(
+            pause=pause,
+            verify=verify,
+            depth=depth,
+            on_engine_loss=on_engine_loss,
+            engine_timeout_s=engine_timeout_s,
+            name=name,
+            host=host,
+            backend=backend,
+            epochs=itertools.count(1),
+            check_names=expected is not None,
         )
+        self._staging: Staging = staged
+        self._way = "" if staged else "broadcast: not wanted"
+        self._door = Door(host=host, session=name, run_token=read_token(token_file) if token_file else "")
+        self._stages = WholeStages(self._door, staged, wire)
+        self._copy = HostCopy() if keep_copy else None
+        self._device = group_device(backend)
+        self._on_nonfinite: OnNonfinite = on_nonfinite
+        self._contents = Contents(
+            Packer(torch.device("cpu"), HostCopy(), on_nonfinite),
+            bucket_bytes=bucket_bytes,
+            expected=expected,
+            checksums=verify,
+        )
+        self._ranks = None if group is None else TrainerRanks(group)
+        self._exact = (
+            None
+            if self._ranks is None
+            else ExactStages(self._door, self._ranks, staged, wire, bucket_bytes=bucket_bytes)
+        )
+        self._kept: list[Shard] = []
+        """This rank's part of the committed weights, with `exact` and `keep_copy`."""
         self._version: int | None = None
+        self._checksums: Mapping[str, str] = {}
+        """What an engine of one rank reports of the committed weights."""
         self._held: HeldWeights | None = None
         self._phase = "new"
         self._busy = threading.Lock()
+        self._reading: Future[Any] | None = None
 
     @property
     def version(self) -> int | None:
@@ -126,7 +193,12 @@ class WeightSync:
     @property
     def engine_states(self) -> dict[str, EngineState]:
         """What each engine holds and does, as far as this object knows."""
-        return self._fleet.states
+        return {member.url: member.state for member in self._members}
+
+    @property
+    def evicted(self) -> dict[str, str]:
+        """Engines that updates go on without, and why."""
+        return {member.url: member.evicted for member in self._members if member.evicted}
 
     @property
     def held(self) -> HeldWeights | None:
@@ -146,7 +218,7 @@ class WeightSync:
     def routable(self) -> tuple[str, ...]:
         """The gate: engines that may get requests, as they hold the newest committed version. Any thread, no call.
 
-        An engine that an update is under way to is not among them.
+        While a broadcast is under way its engines are not among them; engines that serve beside a staged copy are.
         """
         return self.registry.routable(now_s=time.monotonic())
 
@@ -156,22 +228,32 @@ class WeightSync:
         One that does not answer keeps its lease until it runs out. One that was restarted holds unknown weights: it is
         not routable until `update_one` or the next `update`.
         """
-        self._enrolment.renew(self._fleet.boot_ids(timeout_s))
+        self._enrolment.renew(self._boot_ids(timeout_s))
         return self.routable()
 
     def connect(self, *, timeout_s: float) -> None:
-        """Let all engines join and form the groups.
+        """Let all engines join.
 
         Raises VersionsDiffer with both values, the engine's error, or DeadlineExceeded after `timeout_s`.
         """
         if self._phase != "new":
             raise UsageError(f"WeightSync.connect() on a session that is {self._phase}")
-        self._fleet.ensure_links(Deadline(timeout_s, "connect"), self._enrolment.admit)
+        run = Run(Deadline(timeout_s, "connect"))
+        if self._exact is not None:
+            self._exact.connect(run.deadline)
+            self._rules = replace(self._rules, name=self._door.session)
+        if self._leads:
+            Crew(self._members, self._enrolment, self._rules, run, alone=True).meet()
         self._phase = "ready"
+
+    @property
+    def _leads(self) -> bool:
+        """Whether this rank speaks to engines."""
+        return self._ranks is None or self._ranks.rank == 0
 
     def update(
         self,
-        named_tensors: Iterable[tuple[str, torch.Tensor]],
+        named_tensors: Iterable[tuple[str, torch.Tensor]] | Iterable[Shard],
         *,
         version: int,
         timeout_s: float,
@@ -179,32 +261,37 @@ class WeightSync:
     ) -> UpdateReport:
         """Bring all engines to these weights under `version`, or raise with the old version still in place.
 
-        The tensors are read once, packed while they come; none may change before this returns. Whatever happens, the
-        iterator is exhausted (unless it raises itself), because other ranks may be in step with it. The first update
-        fixes the manifest: later ones must give the same names, dtypes and shapes in the same order.
+        The tensors are read once, in a thread, and packed while they come; none may change before this returns. Whatever
+        happens, the iterator is exhausted (unless it raises itself), because other ranks may be in step with it. The first
+        update fixes the manifest: later ones must give the same names, dtypes and shapes in the same order. It is packed whole
+        before any engine is asked.
 
-        Engines whose lease ran out are left out and named in the report. `epoch`: of the registry, where the caller has
-        acted on its members; another one is refused. So is a commit when members have changed since the update began.
+        Engines whose lease ran out, and those lost on the way, are left out and named in the report. `epoch`: of the registry,
+        where the caller has acted on its members; another one is refused.
 
         Waits while a step's routing is being received in this process, and keeps it waiting (`slot.py`).
 
         Raises WeightUpdateFailed (naming bucket, tensor and engine, and the state of each engine), EngineLeftBehind
         (committed, but not by the engines named), StaleEpoch, RegistryRefused (no engine is left), WeightVersionRegressed,
-        SlotBusy, UsageError. Ends within `timeout_s`, after a
-        failure within some 15 s more for cleaning up, and RESTORE_TIMEOUT_S for each engine that is given the old version
-        back, those that answer first.
+        SlotBusy, UsageError. Ends within `timeout_s`, after a failure within some 10 s more for cleaning up.
         """
-        stream = Stream(named_tensors)
+        run = Run(Deadline(timeout_s, f"update to version {version}"))
+        if self._exact is not None:
+            with self._alone("update", f"the update to weight version {version}", timeout_s):
+                self._check_version(version)
+                return self._update_exact([_shard(one) for one in named_tensors], version, run)
+        stream = Stream(_pair(one) for one in named_tensors)
         try:
-            deadline = Deadline(timeout_s, f"update to version {version}")
             with self._alone("update", f"the update to weight version {version}", timeout_s):
                 self._check_version(version)
                 if epoch is not None:
                     self.registry.check_epoch(epoch, now_s=time.monotonic())
-                return self._update(stream, version, Run(deadline, expired=self._part_with_the_lost()))
-        except Exception:
-            stream.drain()
-            raise
+                return self._update(stream, version, run)
+        finally:
+            if not stream.ended:
+                self._drain(stream)
+            if self._reading is not None:
+                wait([self._reading], timeout=run.deadline.remaining_s)
 
     def load_checkpoint(self, folder: str | os.PathLike[str], *, version: int, timeout_s: float) -> None:
         """Read a Hugging Face folder into the host copy as `version`, so that `update_one` and `add_engine` fill from it.
@@ -217,56 +304,55 @@ class WeightSync:
             raise UsageError("load_checkpoint() needs keep_copy=True, and comes before the first update()")
         self._check_version(version)
         run = Run(Deadline(timeout_s, f"reading of {os.fspath(folder)}"))
-
-        def in_time(_: Bucket, __: torch.Tensor, *, last: bool) -> None:
-            run.deadline.left_s()
-
-        manifest, checksums = self._contents.pack(Stream(checkpoint_tensors(folder)), in_time, run)
-        self._record(version, manifest, checksums, run)
+        self._contents.packer = Packer(torch.device("cpu"), self._copy, self._on_nonfinite)
+        manifest = self._contents.pack(Stream(checkpoint_tensors(folder)), _in_time(run), run)
+        self._copy.commit(version, manifest, tuple(run.digests))
+        self._version, self._checksums = version, self._contents.checksums
 
     def update_one(self, engine: str, *, timeout_s: float) -> UpdateReport:
-        """Bring one engine, restarted or quarantined, to the committed version from the host copy (`keep_copy`).
+        """Bring one engine, restarted, evicted or quarantined, to the committed version from the host copy (`keep_copy`).
 
         No other engine gets a call, allocates or pauses. Raises WeightUpdateFailed with that engine in quarantine, or
         UsageError without a copy.
         """
         deadline = Deadline(timeout_s, f"update of {engine}")
         with self._alone("update_one", f"the weight update of {engine}", timeout_s):
-            return self._bring_up(self._fleet.member(engine), deadline)
+            if self._exact is not None:
+                return self._update_exact(self._kept, self._version, Run(deadline), only=self._member(engine))
+            return self._bring_up(self._member(engine), deadline)
 
     def add_engine(self, engine: EngineClient | str, *, timeout_s: float) -> UpdateReport | None:
         """Take one more engine in. With a host copy it gets the committed version now, else with the next update."""
         client = EngineClient(engine) if isinstance(engine, str) else engine
-        if self._rules.verify and client.ranks != 1:
-            raise ConfigError(f"engine {client.url}: verify needs engines of one rank")
         deadline = Deadline(timeout_s, f"joining of {client.url}")
         with self._alone("add_engine", f"the joining of {client.url}", timeout_s):
             member = Member(client)
-            self._fleet = self._fleet.only([*self._fleet.members, member])
+            self._members = _distinct([*self._members, member])
             try:
                 if self._copy is not None and self._copy.version is not None:
                     return self._bring_up(member, deadline)
-                self._fleet.only([member]).ensure_links(deadline, self._enrolment.admit)
+                Crew([member], self._enrolment, self._rules, Run(deadline), alone=True).meet()
                 return None
             except BaseException:
                 self._drop(member)
                 raise
 
     def remove_engine(self, engine: str) -> None:
-        """Leave this engine's group and forget it, dead or alive. It serves, or stays paused, as it was.
+        """Leave this engine and forget it, dead or alive. It serves, or stays paused, as it was.
 
         ConfigError for the last one, and for one that is not there.
         """
         with self._alone("remove_engine", f"the leaving of {engine}", REPAIR_S):
-            self._drop(self._fleet.member(engine))
+            self._drop(self._member(engine))
 
     def close(self) -> None:
-        """Leave the groups. Engines that are not SERVING stay paused: they hold no weights worth serving."""
+        """Leave all engines. Those that are not SERVING stay paused: they hold no weights worth serving."""
         if self._phase != "closed":
             self._phase = "closed"
             self._copy = None
-            del self._packer, self._contents  # frees the buffers
-            self._fleet.leave()
+            del self._contents  # frees the buffers
+            wait([background(partial(_leave, member)) for member in self._members], timeout=2 * REPAIR_S)
+            self._door.close()
 
     def __enter__(self) -> WeightSync:
         return self
@@ -296,91 +382,288 @@ class WeightSync:
         if version < max(last, 0):
             raise WeightVersionRegressed(f"version {version} after {last}; versions only grow")
 
+    # -- members -------------------------------------------------------------------------------------------------------
+
+    def _member(self, url: str) -> Member:
+        for member in self._members:
+            if member.url == url.rstrip("/"):
+                return member
+        raise ConfigError(f"engine {url} is not one of {[member.url for member in self._members]}")
+
     def _drop(self, member: Member) -> None:
-        rest = [other for other in self._fleet.members if other is not member]
-        fleet = self._fleet.only(rest)  # refuses to be empty
-        self._fleet.only([member]).unlink()
+        rest = _distinct([other for other in self._members if other is not member])  # refuses to be empty
+        _leave(member)
         self._enrolment.leave(member)
-        self._fleet = fleet
+        self._members = rest
+
+    def _boot_ids(self, timeout_s: float) -> dict[Member, str]:
+        """The life of each engine that answers within `timeout_s`. Any thread."""
+        calls = {m: background(partial(m.client.boot_id, timeout_s=timeout_s)) for m in self._members}
+        wait(calls.values(), timeout=timeout_s + GRACE_S)
+        return {m: call.result() for m, call in calls.items() if call.done() and call.exception() is None}
 
     def _part_with_the_lost(self) -> tuple[str, ...]:
-        """Forget engines whose lease ran out; leave the groups of those that live another life. Names the former."""
-        for member in self._enrolment.reborn(self._fleet.members):
-            self._fleet.only([member]).unlink()
-        expired = self._enrolment.expired(self._fleet.members)
-        if len(expired) == len(self._fleet.members):
+        """Forget engines whose lease ran out, and what reached those that live another life. Names the former."""
+        for member in self._enrolment.reborn(self._members):
+            member.unlink()
+            member.boot_id = ""
+        expired = self._enrolment.expired(self._members)
+        if len(expired) == len(self._members):
             raise RegistryRefused(f"no engine is left to update: leases ran out; {told(expired)}")
         for member in expired:
             self._drop(member)
         return tuple(member.url for member in expired)
 
+    # -- the caller's tensors ------------------------------------------------------------------------------------------
+
+    def _read(self, stream: Stream, push: Push, run: Run) -> Manifest:
+        """Pack the caller's tensors in a thread, so that a stalled iterator keeps nobody waiting past the deadline."""
+        grad = torch.is_grad_enabled()  # of a thread, as the device is, and the iterator is the caller's code
+
+        def read() -> Manifest:
+            with torch.set_grad_enabled(grad):
+                return self._contents.pack(stream, push, run)
+
+        reading = background(read)
+        self._reading = reading
+        wait([reading], timeout=run.deadline.left_s())
+        if not reading.done():
+            raise DeadlineExceeded(
+                f"the tensors did not come within {run.deadline.elapsed_s:.1f} s: is their iterator stuck?"
+            )
+        return reading.result()
+
+    def _drain(self, stream: Stream) -> None:
+        """Read the iterator to its end, in a thread: the other trainer ranks are in step with it, whatever becomes of ours."""
+        before, grad = self._reading, torch.is_grad_enabled()
+
+        def drain() -> None:
+            if before is not None:
+                wait([before])
+            with torch.set_grad_enabled(grad):
+                stream.drain()
+
+        self._reading = background(drain)
+
+    def _await_reading(self, deadline: Deadline) -> None:
+        if self._reading is not None and not wait([self._reading], timeout=deadline.left_s()).done:
+            raise UsageError(
+                "the iterator of the update before is still being read: its other ranks have not come along"
+            )
+
     # -- updates -------------------------------------------------------------------------------------------------------
 
     def _update(self, stream: Stream, version: int, run: Run) -> UpdateReport:
-        fleet = self._fleet
-        work = Transaction(fleet, self._enrolment, self._rules, run)
+        self._await_reading(run.deadline)
+        run.expired = self._part_with_the_lost()
+        members = [member for member in self._members if not member.evicted]
+        if not members:
+            raise RegistryRefused(f"no engine is left to update: {self.evicted}; update_one brings one back")
+        self._enrolment.cover(members, for_s=run.deadline.left_s())
+        work: Work | None = None
         try:
-            work.open()
-            manifest, checksums = self._contents.pack(stream, work.push, run)
-            work.close(checksums)
+            manifest, copy = self._contents.manifest, None
+            if manifest is None:
+                copy = self._copy or HostCopy()
+                self._contents.packer = Packer(torch.device("cpu"), copy, self._on_nonfinite)
+                manifest = self._read(stream, _in_time(run), run)
+            work = self._work(members, manifest, version, run)
+            if copy is None:
+                self._read(stream, work.push, run)
+            else:
+                _send(
+                    work, zip(manifest.buckets, copy.coming(), strict=True), run, count=len(manifest.buckets)
+                )
+            work.close(self._contents.checksums)
             work.commit(version)
         except BaseException as error:
-            work.abort()
-            self._restore(fleet)
+            self._drain(stream)
+            if work is not None:
+                work.abort()
+                self._restore(members)
+            else:
+                self._enrolment.aborted(members)
             if not isinstance(error, Exception):
                 raise
             raise WeightUpdateFailed(
                 f"weight version {version} was not committed, version {self._version} stays: {error} "
-                f"[engines now: {told(fleet.members)}]"
+                f"[engines now: {told(self._members)}]"
             ) from error
-        self._contents.manifest = manifest
-        self._record(version, manifest, checksums, run)
+        self._record(version, manifest, run)
         work.resume(version, manifest)
         run.add("convert", stream.seconds)
         run.add("plan", run.seconds.pop("fill") - stream.seconds)
         return UpdateReport.of(version, manifest, run)
 
-    def _bring_up(self, member: Member, deadline: Deadline) -> UpdateReport:
-        """One engine to the committed version, from the copy."""
-        if self._copy is None or self._copy.version is None or self._copy.manifest is None:
+    def _update_exact(
+        self, shards: Sequence[Shard], version: int | None, run: Run, *, only: Member | None = None
+    ) -> UpdateReport:
+        """All trainer ranks together; of all engines, or of one from what was kept."""
+        assert self._exact is not None and self._ranks is not None
+        if version is None or not shards:
             raise UsageError(
-                "one engine is updated from the host copy: keep_copy=True, and a first update() of all or load_checkpoint()"
+                "one engine is updated from kept shards: keep_copy=True, and a first update() of all"
             )
-        run, version, manifest = Run(deadline), self._copy.version, self._copy.manifest
-        one = self._fleet.only([member])
-        work = Transaction(one, self._enrolment, self._rules, run, alone=True)
+        members = [only] if only else [member for member in self._members if not member.evicted]
+        if only is not None:
+            only.unlink()
+            only.boot_id = ""
+        work = Staged(
+            members,
+            self._enrolment,
+            self._rules,
+            run,
+            stages=self._exact,
+            version=version,
+            alone=only is not None,
+        )
+        run.way = "staged"
+        joint = JointUpdate(work, self._exact, self._ranks, run, version)
         try:
-            with run.stage("join"):
-                one.unlink()
-            work.open()
-            for bucket, payload in self._packer.committed():
-                work.push(bucket, payload, last=bucket is manifest.buckets[-1])
-            work.close({} if self._held is None else self._held.engine)
-            work.commit(version)
-            work.resume(version, manifest)
+            manifest = joint.run(shards, finite=self._on_nonfinite == "error")
         except BaseException as error:
-            work.abort()
+            if joint.leads:
+                work.abort()
             if not isinstance(error, Exception):
                 raise
             raise WeightUpdateFailed(
-                f"engine {member.url} was not brought to version {version}: {error} [engine now: {told(one.members)}]"
+                f"weight version {version} was not committed, version {self._version} stays: {error} "
+                f"[engines now: {told(self._members)}]"
             ) from error
+        if only is None:
+            self._version = version
+            if self._copy is not None:
+                self._kept = [Shard(s.meta, s.box, s.tensor.to(s.meta.dtype, copy=True)) for s in shards]
+            self._held = (
+                HeldWeights.of(manifest, version=version, engine=run.checksums) if run.checksums else None
+            )
+        else:
+            only.evicted = ""
+        if joint.leads:
+            work.resume(version, manifest)
         return UpdateReport.of(version, manifest, run)
 
-    def _restore(self, fleet: Fleet) -> None:
-        """Give the old version back to engines that hold parts of a new one. One that fails stays in quarantine."""
+    def _bring_up(self, member: Member, deadline: Deadline) -> UpdateReport:
+        """One engine to the committed version, from the copy."""
+        copy = self._copy
+        if copy is None or copy.version is None or copy.manifest is None:
+            raise UsageError(
+                "one engine is updated from the host copy: keep_copy=True, and a first update() of all or load_checkpoint()"
+            )
+        run, version, manifest = Run(deadline), copy.version, copy.manifest
+        member.unlink()
+        member.boot_id = ""
+        work: Work | None = None
+        try:
+            work = self._work([member], manifest, version, run, alone=True)
+            _send(work, copy.read(), run, count=len(manifest.buckets))
+            work.close(self._checksums)
+            work.commit(version)
+            work.resume(version, manifest)
+        except BaseException as error:
+            if work is not None:
+                work.abort()
+            if not isinstance(error, Exception):
+                raise
+            raise WeightUpdateFailed(
+                f"engine {member.url} was not brought to version {version}: {error} [engine now: {told([member])}]"
+            ) from error
+        member.evicted = ""
+        return UpdateReport.of(version, manifest, run)
+
+    def _work(
+        self, members: Sequence[Member], manifest: Manifest, version: int, run: Run, *, alone: bool = False
+    ) -> Work:
+        """Opened: staged where that is wanted and can be, else a broadcast."""
+        if not self._way:
+            staged = Staged(
+                members, self._enrolment, self._rules, run, stages=self._stages, version=version, alone=alone
+            )
+            try:
+                staged.open(manifest)
+                run.way = "staged"
+                return staged
+            except CannotStage as error:
+                if self._staging is True:
+                    raise
+                self._way = f"broadcast: {error}"
+        work = Broadcast(
+            members, self._enrolment, self._rules, run, stages=self._stages, version=version, alone=alone
+        )
+        run.way = self._way
+        try:
+            work.open(manifest)
+        except BaseException:
+            work.abort()
+            raise
+        return work
+
+    def _restore(self, members: Sequence[Member]) -> None:
+        """Give the old version back to engines that hold parts of a new one, each by itself. One that fails stays paused."""
         if self._copy is None or self._copy.version is None:
             return
-        dirty = [member for member in fleet.members if member.state is EngineState.DIRTY]
-        alive = fleet.only(dirty).boot_ids(REPAIR_S) if len(dirty) > 1 else {}
-        for member in sorted(
-            dirty, key=lambda member: member not in alive
-        ):  # a hung one keeps no other waiting
-            with contextlib.suppress(R3Error):  # the caller is told the states
-                self._bring_up(member, Deadline(RESTORE_TIMEOUT_S, f"restoring {member.url}"))
 
-    def _record(self, version: int, manifest: Manifest, checksums: Mapping[str, str], run: Run) -> None:
-        self._version = version
-        self._held = HeldWeights.of(manifest, version=version, engine=checksums) if checksums else None
+        def one(member: Member) -> None:
+            with contextlib.suppress(R3Error):  # the caller is told the states
+                self._bring_up(member, Deadline(RESTORE_S, f"restoring {member.url}"))
+
+        dirty = [member for member in members if member.state is EngineState.DIRTY and not member.evicted]
+        wait([background(partial(one, member)) for member in dirty], timeout=RESTORE_S + GRACE_S)
+
+    def _record(self, version: int, manifest: Manifest, run: Run) -> None:
+        if self._contents.manifest is None:
+            self._contents.manifest = manifest
+            device = torch.device("cpu") if run.way == "staged" else self._device
+            self._contents.packer = Packer(device, self._copy, self._on_nonfinite)
+        self._version, self._checksums = version, self._contents.checksums
+        self._held = (
+            HeldWeights.of(manifest, version=version, engine=run.checksums) if run.checksums else None
+        )
         if self._copy is not None:
             self._copy.commit(version, manifest, tuple(run.digests))
+
+
+def _pair(one: tuple[str, torch.Tensor] | Shard) -> tuple[str, torch.Tensor]:
+    if isinstance(one, Shard):
+        raise UsageError(
+            "shards were given to a session with plan='broadcast'; give hf_weights, or plan='exact'"
+        )
+    return one
+
+
+def _shard(one: tuple[str, torch.Tensor] | Shard) -> Shard:
+    """With `exact` a whole tensor is a shard too."""
+    if isinstance(one, Shard):
+        return one
+    name, tensor = one
+    return Shard(TensorMeta.of(name, tensor), Box.whole(tensor.shape), tensor)
+
+
+def _send(work: Work, buckets: Iterable[tuple[Bucket, torch.Tensor]], run: Run, *, count: int) -> None:
+    """From a host copy."""
+    run.buckets.clear()
+    for bucket, payload in buckets:
+        work.push(bucket, payload, last=len(run.buckets) == count - 1)
+        run.buckets.append(bucket)
+
+
+def _in_time(run: Run) -> Push:
+    """Takes buckets that stay where they were packed."""
+
+    def push(bucket: Bucket, payload: torch.Tensor, /, *, last: bool) -> None:
+        run.deadline.left_s()
+
+    return push
+
+
+def _leave(member: Member) -> None:
+    """Our hold on it and its group end; nothing else changes there."""
+    dissolve(member)
+    member.unlink()
+
+
+def _distinct(members: list[Member]) -> list[Member]:
+    urls = [member.url for member in members]
+    if not members or len(set(urls)) != len(urls):
+        raise ConfigError(f"engines {urls}: expected at least one, each once")
+    return members

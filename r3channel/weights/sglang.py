@@ -20,11 +20,13 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from r3channel.errors import ConfigError, DeadlineExceeded, EngineRefused, EngineUnavailable, PayloadCorrupt
-from r3channel.weights.buckets import Bucket, TensorMeta
+from r3channel.weights.manifest import Bucket, TensorMeta
 from r3channel.wire.hello import Hello, probe_body
 
 PauseMode = Literal["retract", "in_place", "abort"]
 
+LOAD_FORMAT = "r3channel"
+"""Of `/update_weights_from_distributed`: its one name is an order in JSON for our half in the engine."""
 _MAX_REPLY_BYTES = 64 << 20
 _READ_BYTES = 1 << 20
 _SHOWN_CHARS = 500
@@ -38,9 +40,15 @@ class EngineClient:
     """
 
     def __init__(
-        self, url: str, *, ranks: int = 1, api_key: str | None = None, torch: str = "", nccl: str = ""
+        self,
+        url: str,
+        *,
+        ranks: int | None = None,
+        api_key: str | None = None,
+        torch: str = "",
+        nccl: str = "",
     ) -> None:
-        """`ranks` is the engine's tensor-parallel size: so many members of it join the weight group.
+        """`ranks` is the engine's tensor-parallel size: so many members of it join. None: asked of the engine (`meet`).
 
         `torch`, `nccl`: the versions that the engine runs, as whoever started it knows them; empty is unknown and not
         compared. SGLang 0.5.23 tells neither over HTTP, our plug-in both (`learn_versions`).
@@ -52,17 +60,27 @@ class EngineClient:
             raise ConfigError(f"engine address {url!r}: expected http://host:port ({error})") from error
         if parts.scheme not in ("http", "https") or not self._host:
             raise ConfigError(f"engine address {url!r}: expected http://host:port")
-        if ranks < 1:
+        if ranks is not None and ranks < 1:
             raise ConfigError(f"engine {url}: {ranks} ranks; expected at least 1")
         self.url = url.rstrip("/")
-        self.ranks = ranks
+        self._ranks = ranks
         self.torch, self.nccl = torch, nccl
         self._secure = parts.scheme == "https"
         self._path = parts.path.rstrip("/")
         self._api_key = api_key
 
     def __repr__(self) -> str:
-        return f"EngineClient({self.url!r}, ranks={self.ranks})"
+        return f"EngineClient({self.url!r}, ranks={self._ranks})"
+
+    @property
+    def ranks(self) -> int:
+        """1 until the engine was asked or somebody said otherwise."""
+        return self._ranks or 1
+
+    @ranks.setter
+    def ranks(self, ranks: int) -> None:
+        """As a trainer rank was told that does not ask itself."""
+        self._ranks = ranks
 
     def learn_versions(self, *, timeout_s: float) -> None:
         """Ask the engine's plug-in which torch and NCCL it runs, by a request of two tokens; of an engine without it they stay
@@ -159,26 +177,45 @@ class EngineClient:
             )
         return version
 
+    def meet(self, *, timeout_s: float) -> str:
+        """Learn the engine's ranks and its `boot_id`. ConfigError where it has others than was said, or DP replicas."""
+        told = self._call("GET", "/server_info", None, timeout_s=timeout_s)
+        ranks, replicas = int(told.get("tp_size") or 1), int(told.get("dp_size") or 1)
+        if replicas != 1:
+            raise ConfigError(
+                f"engine {self.url} has {replicas} data-parallel replicas; SGLang takes weights with --dp-size 1 only"
+            )
+        if self._ranks not in (None, ranks):
+            raise ConfigError(
+                f"engine {self.url} has {ranks} tensor-parallel ranks; {self._ranks} were named"
+            )
+        self._ranks = ranks
+        return _boot_id(told)
+
+    def order(self, order: Mapping[str, Any], *, flush_cache: bool = False, timeout_s: float) -> None:
+        """An order to the plug-in in the engine (receiver), inside begin and end. EngineRefused tells its reason."""
+        body = {"names": [json.dumps(order)], "dtypes": [], "shapes": [], "group_name": LOAD_FORMAT}
+        body |= {"load_format": LOAD_FORMAT, "flush_cache": flush_cache}
+        self._command("/update_weights_from_distributed", body, timeout_s=timeout_s)
+
     def boot_id(self, *, timeout_s: float) -> str:
         """Names this life of the engine: a digest of what `/server_info` says of its start, which took its own time.
 
         SGLang has no such name itself. Of the stages' seconds (`startup_time`) and the random seed at least one differs
         after a restart, unless somebody fixed the seed and every stage took as many microseconds as before.
         """
-        told = self._call("GET", "/server_info", None, timeout_s=timeout_s)
-        start = [told.get(key) for key in ("startup_time", "random_seed")]
-        return hashlib.sha256(json.dumps(start, sort_keys=True).encode()).hexdigest()[:16]
+        return _boot_id(self._call("GET", "/server_info", None, timeout_s=timeout_s))
 
-    def weight_checksums(self, *, timeout_s: float) -> dict[str, str]:
-        """The engine's own checksum of each of its parameters, by its own names (fused ones included), of rank 0.
+    def weight_checksums(self, *, timeout_s: float) -> list[dict[str, str]]:
+        """By rank the engine's own checksum of each of its parameters, by its own names (fused ones included).
 
         On a CPU engine it equals `digests.tensor_checksum` of the bytes; on CUDA the engine uses another hash.
         """
         reply = self._command("/weights_checker", {"action": "checksum"}, timeout_s=timeout_s)
         try:
-            checksums = reply["ranks"][0]["checksums"]
-            return {str(name): str(checksum) for name, checksum in checksums.items()}
-        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            ranks = [rank["checksums"] for rank in reply["ranks"]]
+            return [{str(name): str(checksum) for name, checksum in sums.items()} for sums in ranks]
+        except (KeyError, TypeError, AttributeError) as error:
             raise EngineRefused(
                 f"engine {self.url} /weights_checker: no checksums in {_shown(reply)}"
             ) from error
@@ -256,6 +293,11 @@ class EngineClient:
     def _headers(self) -> dict[str, str]:
         headers = {"Content-Type": "application/json"}
         return headers if self._api_key is None else {**headers, "Authorization": f"Bearer {self._api_key}"}
+
+
+def _boot_id(told: Mapping[str, Any]) -> str:
+    start = [told.get(key) for key in ("startup_time", "random_seed")]
+    return hashlib.sha256(json.dumps(start, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _shown(reply: Any) -> str:

@@ -29,7 +29,6 @@ from r3channel.transport import shared_memory
 from r3channel.transport.base import Rendezvous, Transport
 from r3channel.transport.joining import join
 from r3channel.transport.process_group import UNLIMITED, ProcessGroupTransport, RendezvousStore
-from r3channel.weights.agreement import agree_on_plan, agree_on_smallest
 
 BACKENDS = ("tcp", "loopback", "gloo", "shm", pytest.param("nixl", marks=pytest.mark.full))
 CANNOT_WAKE = {
@@ -685,8 +684,13 @@ def test_host_tensors_cross_nccl_through_memory_of_the_device(monkeypatch: pytes
         )
         transport = join(where, timeout_s=TIMEOUT_S)
         try:
-            agree_on_plan(transport, "the same", timeout_s=TIMEOUT_S)
-            return agree_on_smallest(transport, 7 - rank, timeout_s=TIMEOUT_S)
+            mine_N, theirs_N = torch.tensor([7 - rank], dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
+            if rank == 0:
+                transport.send(1, mine_N, timeout_s=TIMEOUT_S)
+            transport.recv(1 - rank, theirs_N, timeout_s=TIMEOUT_S)
+            if rank == 1:
+                transport.send(0, mine_N, timeout_s=TIMEOUT_S)
+            return min(int(mine_N), int(theirs_N))
         finally:
             transport.close()
 

@@ -72,7 +72,7 @@ def test_an_error_status_is_a_refusal(serve: Serve) -> None:
 
 def test_checksums_of_another_form_are_a_refusal(serve: Serve) -> None:
     with pytest.raises(EngineRefused, match="no checksums"):
-        serve(200, b'{"success": true, "ranks": []}').weight_checksums(timeout_s=5)
+        serve(200, b'{"success": true, "ranks": [{}]}').weight_checksums(timeout_s=5)
 
 
 def test_a_silent_engine_ends_at_the_deadline() -> None:

@@ -37,7 +37,7 @@ def registry(lease_s: float = 1000.0) -> WeightRegistry:
 
 
 def session(*engines: FakeEngine | EngineClient, **options: object) -> WeightSync:
-    values = {"bucket_bytes": 512, "verify": True, "keep_copy": True, **options}
+    values = {"staged": False, "bucket_bytes": 512, "verify": True, "keep_copy": True, **options}
     clients = [e if isinstance(e, EngineClient) else EngineClient(e.url) for e in engines]
     return WeightSync(clients, **values)  # pyright: ignore[reportArgumentType]
 
@@ -110,9 +110,8 @@ def test_a_dirty_engine_is_in_quarantine_until_it_is_repaired(start: Start) -> N
     with opened(good, bad) as sync:
         sync.update(weights(1).items(), version=1, timeout_s=20)
         bad.script[UPDATE, 3] = "die"
-        with pytest.raises(WeightUpdateFailed):
-            sync.update(weights(2).items(), version=2, timeout_s=20)
-        assert sync.routable() == (good.url,) and sync.registry.current_version == 1
+        sync.update(weights(2).items(), version=2, timeout_s=20)
+        assert sync.routable() == (good.url,) and sync.registry.current_version == 2
         again = bad.restarted()
         try:
             assert sync.registry.behind(now_s=time.monotonic()) == (bad.url,)
@@ -135,14 +134,12 @@ def test_an_engine_left_behind_is_not_routable(start: Start) -> None:
 
 def test_a_failure_before_the_first_byte_costs_nobody_the_gate(start: Start) -> None:
     pair = start(), start()
-    with opened(*pair) as sync:
+    with opened(*pair, on_engine_loss="abort") as sync:
         for version in (1, 2):
             sync.update(weights(version).items(), version=version, timeout_s=20)
-        for route, count in (("/pause_generation", 2), ("/begin_weight_update", 2)):
-            pair[1].script[route, count] = "refuse"
-            with pytest.raises(WeightUpdateFailed, match=pair[1].url):
-                sync.update(weights(3).items(), version=3, timeout_s=20)
-        # SGLang refuses a second begin, so one that is refused is taken for half an update: repaired from the copy.
+        pair[1].script["/pause_generation", 2] = "refuse"
+        with pytest.raises(WeightUpdateFailed, match=pair[1].url):
+            sync.update(weights(3).items(), version=3, timeout_s=20)
         assert sync.routable() == urls(*pair) and sync.registry.current_version == 2
 
 
@@ -166,14 +163,14 @@ def test_an_engine_that_is_removed_while_it_is_asked_whether_it_lives_stays_out(
     good, gone = start(), start()
     with opened(good, gone) as sync:
         sync.update(weights(1).items(), version=1, timeout_s=20)
-        asked = sync._fleet.boot_ids
+        asked = sync._boot_ids
 
         def removed_meanwhile(timeout_s: float) -> object:
             lives = asked(timeout_s)
             sync.remove_engine(gone.url)
             return lives
 
-        monkeypatch.setattr(sync._fleet, "boot_ids", removed_meanwhile)
+        monkeypatch.setattr(sync, "_boot_ids", removed_meanwhile)
         assert sync.renew(timeout_s=5) == (good.url,)
         members = sync.registry.members(now_s=time.monotonic()).engines
         assert [record.engine for record in members] == [good.url]
@@ -234,8 +231,7 @@ def test_an_engine_that_does_not_answer_to_the_pause_is_not_routable(start: Star
     with opened(good, hung) as sync:
         sync.update(weights(1).items(), version=1, timeout_s=20)
         hung.script["/pause_generation", 1] = "die"
-        with pytest.raises(WeightUpdateFailed, match=hung.url):
-            sync.update(weights(2).items(), version=2, timeout_s=20)
+        assert sync.update(weights(2).items(), version=2, timeout_s=20).evicted.keys() == {hung.url}
         assert sync.routable() == (good.url,)
 
 
@@ -252,7 +248,9 @@ def test_an_update_for_another_epoch_is_refused_before_a_call(start: Start) -> N
         assert sync.routable() == (engine.url,)
 
 
-def test_members_that_change_during_an_update_keep_it_from_being_committed(start: Start) -> None:
+def test_an_engine_that_joins_the_registry_during_an_update_changes_nothing_for_the_others(
+    start: Start,
+) -> None:
     engine, shared = start(), registry()
 
     def joined_by_another() -> Iterator[tuple[str, torch.Tensor]]:
@@ -263,12 +261,8 @@ def test_members_that_change_during_an_update_keep_it_from_being_committed(start
 
     with opened(engine, registry=shared) as sync:
         sync.update(weights(1).items(), version=1, timeout_s=20)
-        with pytest.raises(WeightUpdateFailed, match="an engine joined, left") as failure:
-            sync.update(joined_by_another(), version=2, timeout_s=20)
-        assert isinstance(failure.value.__cause__, StaleEpoch)
-        assert engine.version == "1" and sync.routable() == (engine.url,)
-        assert torch.equal(engine.tensors[NAMES[0]], weights(1)[NAMES[0]])
-        sync.update(weights(2).items(), version=2, timeout_s=20)
+        sync.update(joined_by_another(), version=2, timeout_s=20)
+        assert engine.version == "2" and sync.routable() == (engine.url,)
 
 
 def test_an_engine_is_given_the_old_version_back_while_the_lease_of_a_dead_one_runs_out(start: Start) -> None:
@@ -279,7 +273,7 @@ def test_an_engine_is_given_the_old_version_back_while_the_lease_of_a_dead_one_r
         time.sleep(0.6)
         return load(body)
 
-    with opened(dead, good, registry=registry(lease_s=1.0)) as sync:
+    with opened(dead, good, registry=registry(lease_s=1.0), on_engine_loss="abort") as sync:
         sync.update(weights(1).items(), version=1, timeout_s=20)
         dead.script[UPDATE, 3] = "die"
         good._update = slowly

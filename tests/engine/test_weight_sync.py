@@ -25,11 +25,12 @@ from r3channel.errors import (
 )
 from r3channel.routing import RowKind
 from r3channel.spec import RoutingSpec
-from r3channel.weights.digests import tensor_checksum
 from r3channel.weights.member import EngineState
+from r3channel.weights.pack import tensor_checksum
 from r3channel.weights.registry import WeightRegistry
 from r3channel.weights.session import WeightSync
 from r3channel.weights.sglang import EngineClient, PauseMode
+from r3channel.weights.wires import Wire
 from r3channel.wire.frame import parse_frame
 from tests.engine.client import generate
 
@@ -61,16 +62,28 @@ def client(engine_url: str) -> EngineClient:
     return EngineClient(engine_url)
 
 
-@pytest.fixture
-def sync(engine_url: str, client: EngineClient, original: Weights) -> Iterator[WeightSync]:
+@pytest.fixture(params=["staged", "shared_memory", "broadcast"])
+def sync(
+    request: pytest.FixtureRequest, engine_url: str, client: EngineClient, original: Weights
+) -> Iterator[WeightSync]:
     """A connected session. Afterwards the shared engine serves its first weights and version again, however left."""
+    yield from opened(engine_url, client, original, request.param)
+
+
+@pytest.fixture
+def broadcasting(engine_url: str, client: EngineClient, original: Weights) -> Iterator[WeightSync]:
+    yield from opened(engine_url, client, original, "broadcast")
+
+
+def opened(engine_url: str, client: EngineClient, original: Weights, way: str) -> Iterator[WeightSync]:
     before = int(client.weight_version(timeout_s=10))
-    with WeightSync([engine_url], bucket_bytes=BUCKET_BYTES) as session:
+    wire: Wire = "shared_memory" if way == "shared_memory" else "tcp"
+    with WeightSync([engine_url], bucket_bytes=BUCKET_BYTES, staged=way != "broadcast", wire=wire) as session:
         session.connect(timeout_s=30)
         yield session
     with WeightSync([engine_url], verify=True) as repair:
         repair.connect(timeout_s=30)
-        repair.update(original.items(), version=before, timeout_s=30)
+        repair.update(original.items(), version=before, timeout_s=60)
 
 
 def greedy(url: str, new_tokens: int = 8) -> tuple[list[int], str]:
@@ -123,9 +136,9 @@ def _numbers(name: str) -> list[tuple[int, str]]:
 def test_every_parameter_of_the_engine_equals_the_trainers_bit_for_bit(
     sync: WeightSync, client: EngineClient, original: Weights, changed: Weights
 ) -> None:
-    before = client.weight_checksums(timeout_s=30)
+    (before,) = client.weight_checksums(timeout_s=30)
     sync.update(changed.items(), version=1, timeout_s=60)
-    after = client.weight_checksums(timeout_s=30)
+    (after,) = client.weight_checksums(timeout_s=30)
 
     assert before == {name: tensor_checksum(w) for name, w in as_engine_keeps(original).items()}
     assert after == {name: tensor_checksum(w) for name, w in as_engine_keeps(changed).items()}
@@ -149,8 +162,9 @@ def test_answers_and_version_change_with_an_update_and_come_back(
 
 
 def test_the_report_counts_every_byte_and_its_stages_add_up(sync: WeightSync, changed: Weights) -> None:
-    report = sync.update(changed.items(), version=1, timeout_s=60)
     in_sender = ("wire", "apply")
+    sync.update(changed.items(), version=1, timeout_s=60)
+    report = sync.update(changed.items(), version=1, timeout_s=60)
     stages_s = sum(seconds for stage, seconds in report.seconds.items() if stage not in in_sender)
 
     assert report.payload_bytes == sum(w.nbytes for w in changed.values())
@@ -159,8 +173,9 @@ def test_the_report_counts_every_byte_and_its_stages_add_up(sync: WeightSync, ch
 
 
 def test_a_wrong_shape_keeps_the_version_pauses_the_engine_and_the_next_update_repairs(
-    sync: WeightSync, client: EngineClient, engine_url: str, original: Weights, changed: Weights
+    broadcasting: WeightSync, client: EngineClient, engine_url: str, original: Weights, changed: Weights
 ) -> None:
+    sync = broadcasting
     tokens, _ = greedy(engine_url)
     wrong = {**changed, GATE: torch.zeros(64, 64)}
     with pytest.raises(
@@ -182,10 +197,13 @@ def test_a_wrong_shape_keeps_the_version_pauses_the_engine_and_the_next_update_r
 
 
 def test_an_engine_that_refuses_fails_the_update_fast_and_exhausts_the_iterator(
-    sync: WeightSync, client: EngineClient, original: Weights, changed: Weights
+    broadcasting: WeightSync, client: EngineClient, original: Weights, changed: Weights
 ) -> None:
+    sync = broadcasting
     sync.update(changed.items(), version=1, timeout_s=60)
-    client.destroy_group(sync._fleet.links[0].group.name, timeout_s=10)  # the engine left behind our back
+    group = sync._members[0].group
+    assert group is not None
+    client.destroy_group(group.name, timeout_s=10)  # the engine left behind our back
     read = []
 
     def stream() -> Iterator[tuple[str, torch.Tensor]]:
@@ -213,15 +231,21 @@ def test_a_conversion_that_fails_before_the_first_bucket_leaves_the_engine_servi
 
 
 def test_a_conversion_that_fails_half_way_is_repaired_by_the_next_update(
-    sync: WeightSync, client: EngineClient, engine_url: str, changed: Weights
+    sync: WeightSync, client: EngineClient, engine_url: str, original: Weights, changed: Weights
 ) -> None:
-    with pytest.raises(WeightUpdateFailed, match="not committed, version None stays: gather failed"):
-        sync.update(_failing(changed, after=1000), version=1, timeout_s=60)
-    assert sync.engine_states == {engine_url: EngineState.DIRTY}
+    sync.update(original.items(), version=1, timeout_s=60)
+    before = client.weight_checksums(timeout_s=30)
+    with pytest.raises(WeightUpdateFailed, match="not committed, version 1 stays: gather failed"):
+        sync.update(_failing(changed, after=1000), version=2, timeout_s=60)
+    if sync._staging:  # bit for bit what it was, and serving
+        assert client.weight_checksums(timeout_s=30) == before
+        assert sync.engine_states == {engine_url: EngineState.SERVING}
+    else:
+        assert sync.engine_states == {engine_url: EngineState.DIRTY}
 
-    sync.update(changed.items(), version=1, timeout_s=60)
+    sync.update(changed.items(), version=2, timeout_s=60)
     kept = {name: tensor_checksum(w) for name, w in as_engine_keeps(changed).items()}
-    assert client.weight_checksums(timeout_s=30) == kept
+    assert client.weight_checksums(timeout_s=30) == [kept]
 
 
 def _failing(weights: Weights, *, after: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -239,11 +263,16 @@ def test_a_changed_manifest_is_refused_by_tensor(sync: WeightSync, changed: Weig
     assert isinstance(failure.value.__cause__, ManifestMismatch)
 
 
-def test_verification_finds_bytes_that_differ(sync: WeightSync, engine_url: str, changed: Weights) -> None:
-    with WeightSync([engine_url], verify=True) as verifying:
+def test_a_router_that_an_engine_keeps_in_another_dtype_is_reported_or_found(
+    broadcasting: WeightSync, engine_url: str, changed: Weights
+) -> None:
+    lossy = {name: w.bfloat16() if name == GATE else w for name, w in changed.items()}
+    with WeightSync([engine_url], staged=True) as staged:
+        staged.connect(timeout_s=30)
+        assert staged.update(lossy.items(), version=1, timeout_s=60).rounded == {GATE: "bfloat16 -> float32"}
+    with WeightSync([engine_url], verify=True, staged=False) as verifying:
         verifying.connect(timeout_s=30)
         # The engine loads into float32 whatever comes, so the bytes that it holds are not those sent.
-        lossy = {name: w.bfloat16() if name == GATE else w for name, w in changed.items()}
         with pytest.raises(WeightUpdateFailed, match=rf"1 of 38 .*{GATE}") as failure:
             verifying.update(lossy.items(), version=1, timeout_s=60)
         assert isinstance(failure.value.__cause__, WeightsDiffer)
@@ -254,7 +283,7 @@ def test_a_running_request_survives_an_update_with_all_its_rows(
     sync: WeightSync, engine_url: str, model_dir: Path, changed: Weights, mode: PauseMode
 ) -> None:
     new_tokens = 300
-    with WeightSync([engine_url], pause=mode) as session, ThreadPoolExecutor(1) as pool:
+    with WeightSync([engine_url], pause=mode, staged=sync._staging) as session, ThreadPoolExecutor(1) as pool:
         session.connect(timeout_s=30)
         running = pool.submit(generate, engine_url, PROMPT, new_tokens=new_tokens)
         time.sleep(0.5)
@@ -282,7 +311,9 @@ def test_a_bracket_left_open_by_a_trainer_that_died_is_taken_over(
     assert client.weight_version(timeout_s=10) == "1"
 
 
-def test_an_engine_that_is_not_there_leaves_the_others_serving(sync: WeightSync, engine_url: str) -> None:
+def test_an_engine_that_is_not_there_leaves_the_others_serving(
+    broadcasting: WeightSync, engine_url: str
+) -> None:
     with (
         WeightSync([engine_url, "http://127.0.0.1:9"]) as pair,
         pytest.raises(EngineUnavailable, match=r"127\.0\.0\.1:9"),
@@ -291,7 +322,8 @@ def test_an_engine_that_is_not_there_leaves_the_others_serving(sync: WeightSync,
     assert greedy(engine_url)[1] == "0"
 
 
-def test_misuse_is_named(sync: WeightSync, changed: Weights) -> None:
+def test_misuse_is_named(broadcasting: WeightSync, changed: Weights) -> None:
+    sync = broadcasting
     with pytest.raises(UsageError, match="is ready"):
         sync.connect(timeout_s=10)
     sync.update(changed.items(), version=3, timeout_s=60)
@@ -304,8 +336,10 @@ def test_misuse_is_named(sync: WeightSync, changed: Weights) -> None:
 
 @pytest.mark.full
 def test_a_hung_engine_ends_the_update_at_its_deadline_and_is_repaired_when_it_wakes(
-    sync: WeightSync, engine_server: EngineServer, engine_url: str, changed: Weights
+    broadcasting: WeightSync, engine_server: EngineServer, engine_url: str, changed: Weights
 ) -> None:
+    sync = broadcasting
+    sync.update(changed.items(), version=0, timeout_s=60)
     family = psutil.Process(engine_server.pid).children(recursive=True)
     scheduler = next(process for process in family if "scheduler" in " ".join(process.cmdline()))
 

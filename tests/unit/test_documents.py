@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "r3channel"
 README = (ROOT / "README.md").read_text()
 DESIGN = (PACKAGE / "DESIGN.md").read_text()
+WEIGHTS = (PACKAGE / "weights" / "README.md").read_text()
 HOUSE = DESIGN.split("## The house")[1].split("## ")[0]
 SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
@@ -44,8 +45,8 @@ def known_tests() -> Iterator[tuple[str, bool]]:
                 yield node.name, any("mark.full" in text for text in texts)
 
 
-def test_every_test_that_the_readme_names_is_there_and_starred_where_it_is_long() -> None:
-    named = {name: bool(star) for name, star in re.findall(r"`(test_\w+)`(\*?)", README)}
+def test_every_test_that_the_readmes_name_is_there_and_starred_where_it_is_long() -> None:
+    named = {name: bool(star) for name, star in re.findall(r"`(test_\w+)`(\*?)", README + WEIGHTS)}
     known = dict(known_tests())
     assert named and {name: known.get(name) for name in named} == named
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -14,14 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3channel.errors import ConfigError, ManifestMismatch
-from r3channel.weights.buckets import (
+from r3channel.weights.manifest import (
     Bucket,
     Manifest,
     StagingPair,
     TensorMeta,
     fill_buckets,
     pack,
-    plan_buckets,
     unit_of,
 )
 
@@ -29,6 +28,11 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint8, torch
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 Model = tuple[list[TensorMeta], int]
 FAMILIES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("o_proj",), ("gate",))
+
+
+def plan_buckets(metas: Iterable[TensorMeta], *, cap_bytes: int) -> list[Bucket]:
+    """The buckets of tensors with these names, dtypes and shapes in this order."""
+    return [filled.bucket for filled in fill_buckets(((meta, None) for meta in metas), cap_bytes=cap_bytes)]
 
 
 def meta(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> TensorMeta:

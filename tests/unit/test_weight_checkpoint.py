@@ -17,9 +17,8 @@ from r3channel.errors import (
     UsageError,
     WeightVersionRegressed,
 )
-from r3channel.weights.checkpoint import checkpoint_shapes, checkpoint_tensors
-from r3channel.weights.digests import payload_digest
 from r3channel.weights.session import WeightSync
+from r3channel.weights.store import checkpoint_shapes, checkpoint_tensors, payload_digest
 
 ATTENTION = "model.layers.0.self_attn"
 NOBODY = "http://127.0.0.1:9"
@@ -78,13 +77,13 @@ def test_a_scale_is_taken_only_where_an_engine_without_it_would_be_noticed(tmp_p
     tensors = {weight: torch.ones(4, 4).to(torch.float8_e4m3fn), scale: torch.ones(1, 1)}
     save_file(tensors, str(tmp_path / "model.safetensors"))
     with (
-        session() as sync,
+        session(expected=None) as sync,
         pytest.raises(ManifestMismatch, match=r"down_proj\.weight_scale_inv is the scale"),
     ):
         sync.load_checkpoint(tmp_path, version=0, timeout_s=20)
     with session(expected={weight: (4, 4)}) as sync, pytest.raises(ManifestMismatch, match="no such name"):
         sync.load_checkpoint(tmp_path, version=0, timeout_s=20)
-    for guard in ({"expected": {weight: (4, 4), scale: (1, 1)}}, {"verify": True}):
+    for guard in ({"expected": {weight: (4, 4), scale: (1, 1)}}, {"verify": True}, {"expected": "engine"}):
         with session(**guard) as sync:
             sync.load_checkpoint(tmp_path, version=0, timeout_s=20)
             assert sync.version == 0

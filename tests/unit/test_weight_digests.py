@@ -13,13 +13,10 @@ from safetensors.torch import save_file
 from r3channel.cli import main
 from r3channel.errors import ConfigError, ManifestMismatch, UsageError, WeightsDiffer
 from r3channel.report.weights import compare
-from r3channel.weights.buckets import Bucket, Manifest, TensorMeta, pack
-from r3channel.weights.checkpoint import checkpoint_shapes
 from r3channel.weights.convert import te_name
-from r3channel.weights.digests import EngineChecksums, payload_digest, tensor_checksum
-from r3channel.weights.finite import first_nonfinite
-from r3channel.weights.held import HeldWeights
-from r3channel.weights.kept import HostCopy
+from r3channel.weights.manifest import Bucket, Manifest, TensorMeta, pack
+from r3channel.weights.pack import EngineChecksums, first_nonfinite, tensor_checksum
+from r3channel.weights.store import HeldWeights, HostCopy, checkpoint_shapes, payload_digest
 
 Named = dict[str, torch.Tensor]
 
@@ -130,11 +127,11 @@ def test_names_and_shapes_of_a_checkpoint_come_from_its_headers(tmp_path: Path) 
 
 def test_the_file_of_committed_weights_comes_back_and_nothing_else_is_taken_for_one(tmp_path: Path) -> None:
     bucket, _ = packed({"a": torch.zeros(2, 3), "b": torch.zeros(4).bfloat16()})
-    held = HeldWeights.of(Manifest.of([bucket]), version=7, engine={"a": "0123456789abcdef"})
+    held = HeldWeights.of(Manifest.of([bucket]), version=7, engine={"1": [{"a": "0123456789abcdef"}]})
     path = tmp_path / "committed.json"
     held.write(path)
     assert HeldWeights.read(path) == held and not path.with_suffix(".json.new").exists()
-    for text in ("", "[]", "{}", json.dumps({**json.loads(path.read_text()), "r3channel_weights": 2})):
+    for text in ("", "[]", "{}", json.dumps({**json.loads(path.read_text()), "r3channel_weights": 1})):
         path.write_text(text)
         with pytest.raises(ManifestMismatch, match="no manifest"):
             HeldWeights.read(path)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from r3channel.errors import NonFiniteWeights
-from r3channel.weights.finite import _finite_on_device, check_finite
+from r3channel.weights.pack import _finite_on_device, check_finite
 
 FLOATS = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),

@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import r3channel.weights.group as group_module
+import r3channel.weights.wires as group_module
 from r3channel.errors import DeadlineExceeded
-from r3channel.weights.group import WeightGroup
+from r3channel.weights.wires import WeightGroup
 
 HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 

@@ -5,12 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from r3channel.weights.buckets import fill_buckets
-from r3channel.weights.deadline import Deadline
-from r3channel.weights.finite import OnNonfinite
-from r3channel.weights.manifest import TensorMeta
-from r3channel.weights.packer import Packer
-from r3channel.weights.progress import Run
+from r3channel.weights.manifest import TensorMeta, fill_buckets
+from r3channel.weights.pack import OnNonfinite, Packer
+from r3channel.weights.progress import Deadline, Run
 
 
 class OnDevice(torch.Tensor):

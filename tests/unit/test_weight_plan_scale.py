@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from r3channel.bench.reshard_plan import side
-from r3channel.weights.reshard import plan_reshard
-from r3channel.weights.shardmap import ShardMap
+from r3channel.weights.geometry import ShardMap
+from r3channel.weights.plan import plan_reshard
 
 
 @pytest.fixture(scope="module")

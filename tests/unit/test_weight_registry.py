@@ -7,10 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from r3channel.errors import PlanInvalid, RegistryRefused, StaleEpoch, VersionsDiffer, WeightVersionRegressed
+from r3channel.errors import RegistryRefused, StaleEpoch, VersionsDiffer, WeightVersionRegressed
 from r3channel.weights.registry import EngineRecord, WeightRegistry
-from r3channel.weights.shardmap import ShardMap
-from tests.reshard_cases import side
 
 TENSORS = [("w", torch.bfloat16, (8, 4)), ("norm.rep", torch.bfloat16, (4,))]
 
@@ -19,8 +17,8 @@ def registry() -> WeightRegistry:
     return WeightRegistry(torch="2.13.0", nccl="2.27.3", lease_s=10.0)
 
 
-def record(engine: str = "a", boot_id: str = "1", layout: str = "") -> EngineRecord:
-    return EngineRecord(engine=engine, boot_id=boot_id, ranks=2, layout=layout, torch="2.13.0", nccl="2.27.3")
+def record(engine: str = "a", boot_id: str = "1") -> EngineRecord:
+    return EngineRecord(engine=engine, boot_id=boot_id, ranks=2, torch="2.13.0", nccl="2.27.3")
 
 
 def test_join_leave_and_expiry_each_start_an_epoch() -> None:
@@ -112,7 +110,7 @@ def test_a_version_does_not_go_back() -> None:
 
 
 @pytest.mark.parametrize(("field", "value"), [("torch", "2.12.1"), ("nccl", "2.26.2")])
-def test_awex_handshake_refuses_other_versions_with_both_values(field: str, value: str) -> None:
+def test_a_handshake_refuses_other_versions_with_both_values(field: str, value: str) -> None:
     ours = {"torch": "2.13.0", "nccl": "2.27.3"}[field]
     with pytest.raises(VersionsDiffer, match=f"{field} {value}, the trainer {ours}"):
         registry().join(replace(record(), **{field: value}), now_s=0)
@@ -120,31 +118,3 @@ def test_awex_handshake_refuses_other_versions_with_both_values(field: str, valu
 
 def test_a_cpu_engine_without_nccl_may_join() -> None:
     assert registry().join(replace(record(), nccl=""), now_s=0) == 1
-
-
-def test_awex_one_instance_reports_the_global_metadata_and_others_are_checked() -> None:
-    engines = registry()
-    shards = side(TENSORS, [0, 1], axis=0)
-    with pytest.raises(RegistryRefused, match="no shard map of the engine side"):
-        engines.map_of("engine")
-    engines.report_map("engine", shards)
-    engines.report_map("engine", ShardMap.from_dict(shards.to_dict()))
-    assert engines.map_of("engine") is not None
-    other = side(TENSORS, [0, 1], axis=1)
-    with pytest.raises(RegistryRefused, match=other.digest):
-        engines.report_map("engine", other)
-    with pytest.raises(RegistryRefused, match="has layout x"):
-        engines.join(record(layout="x"), now_s=0)
-    assert engines.join(record(layout=shards.digest), now_s=0) == 1
-
-
-def test_awex_metadata_of_both_sides_is_validated_against_each_other() -> None:
-    engines = registry()
-    engines.report_map("trainer", side(TENSORS, [0], axis=0))
-    for wrong, message in (
-        ([("v", torch.bfloat16, (8, 4))], "v bfloat16.*none of this name"),
-        ([("w", torch.bfloat16, (8, 5))], r"w bfloat16\[8, 5\].*w bfloat16\[8, 4\]"),
-    ):
-        with pytest.raises(PlanInvalid, match=message):
-            engines.report_map("engine", side(wrong, [0], axis=0))
-    engines.report_map("engine", side(TENSORS, [0, 1], axis=1))

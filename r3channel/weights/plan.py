@@ -1,16 +1,14 @@
-"""The exact plan: which part of which tensor goes from which rank to which, so that every byte is written once.
+"""Which holder sends what, balanced by bytes. Decisions only: integers in, integers out, the same on every rank.
 
-Pure and deterministic. Each rank computes it by itself from the two shard maps and keeps only the operations that it takes
-part in; the hash covers all of them, so equal hashes mean equal plans. Work is done once per *geometry* (source layout,
-target layout), of which a model with 45,000 tensors has some hundreds. Nothing here sends anything.
-
-Where several ranks hold the same part, the least loaded sends it; a rank that holds what it needs copies it for itself.
-Bytes are those of the receiver's dtype: the sender casts.
+Largest first, each to the holder with the fewest bytes so far, ties to the lowest rank (Graham's LPT rule). Real models
+have thousands of items of one size with the same holders, so these are dealt out at once, with the result that one by one
+would give. With holders that may serve anything the busiest sender stays within the mean plus the largest item; where
+only some ranks hold an item no rule can promise that, and `Table.floor_bytes` says what was possible.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -18,10 +16,59 @@ import numpy as np
 import xxhash
 
 from r3channel.errors import PlanInvalid
-from r3channel.weights.geometry import Box, Layout
+from r3channel.weights.geometry import Box, Layout, ShardMap
 from r3channel.weights.manifest import TensorMeta
-from r3channel.weights.senders import deal, floor_bytes
-from r3channel.weights.shardmap import ShardMap
+
+
+def deal(loads_R: np.ndarray, holders_H: np.ndarray, *, count: int, nbytes: int) -> np.ndarray:
+    """Give `count` items of `nbytes` each to the least loaded of `holders_H` (ascending ranks), one after the other.
+
+    Returns the sender of each item and adds to `loads_R` (int64, bytes per rank). The items fill the holders like water:
+    everybody below the final level is raised to it in whole items, and what is left goes to the lowest.
+    """
+    if len(holders_H) == 1 or nbytes == 0:
+        loads_R[holders_H[0]] += count * nbytes
+        return np.full(count, holders_H[0])
+    held_H = loads_R[holders_H]
+    if count == 1:
+        chosen = holders_H[int(np.argmin(held_H))]
+        loads_R[chosen] += nbytes
+        return np.array([chosen])
+    items_H = _whole_items(held_H, count, nbytes)
+    who = np.repeat(np.arange(len(holders_H)), items_H)
+    nth = np.arange(len(who)) - np.repeat(np.cumsum(items_H) - items_H, items_H)
+    levels = held_H[who] + nth * nbytes
+    order = np.lexsort((who, levels))[:count]
+    senders = who[order]
+    loads_R[holders_H] += np.bincount(senders, minlength=len(holders_H)) * nbytes
+    return holders_H[senders]
+
+
+def _whole_items(held_H: np.ndarray, count: int, nbytes: int) -> np.ndarray:
+    """How many items each holder takes at most: those below the common level, and one more."""
+    rising = np.sort(held_H)
+    width = np.arange(1, len(rising) + 1)
+    volume = count * nbytes + np.cumsum(rising)
+    active = int(np.flatnonzero(rising * width < volume)[-1]) + 1  # holders whose load is below the level
+    below = (int(volume[active - 1]) - active * held_H) // (active * nbytes)
+    return np.maximum(below, -1) + 1
+
+
+def floor_bytes(sizes: Sequence[tuple[tuple[int, ...], int]]) -> int:
+    """A lower bound of the busiest sender, over the holder sets that occur and their union.
+
+    Items whose holders all lie in a set must be sent from within it, so the set's mean is a bound.
+    """
+    totals: dict[frozenset[int], int] = {}
+    for ranks, nbytes in sizes:
+        key = frozenset(ranks)
+        totals[key] = totals.get(key, 0) + nbytes
+    sets = [*totals, frozenset().union(*totals)] if totals else []
+    means = [
+        -(-sum(nbytes for ranks, nbytes in totals.items() if ranks <= outer) // len(outer)) for outer in sets
+    ]
+    return max(means, default=0)
+
 
 _RULES = b"r3channel reshard 1"
 """Goes into the hash: processes with other rules must not agree."""

@@ -1,0 +1,276 @@
+"""Which part of which checkpoint tensor goes where in a rank's parameters: learned by a dry run of the model's own loader.
+
+`load_weights` runs once on meta tensors that share one storage: nothing is read, and a copy from them is noted instead of
+done, so nothing is written. What a loader does beyond views and copies (arithmetic, `.item()`, tensors that it derives or
+replaces, a copy from another thread) fails on a meta tensor or is refused here as `NotReplayable`, never half understood.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from r3channel.errors import NotReplayable
+from r3channel.weights.geometry import Box
+from r3channel.weights.manifest import TensorMeta
+
+_COPY = torch.ops.aten.copy_.default
+_FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
+_MOST_PIECES = 4096
+"""Of one copy. A loader that takes every second row of a large tensor is loaded as it is instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A box of a checkpoint tensor and its place in one parameter; offset and strides (by the tensor's axes) in items."""
+
+    tensor: int
+    box: Box
+    param: int
+    offset: int
+    strides: tuple[int, ...]
+
+    def row(self) -> list[Any]:
+        """Plain values for JSON."""
+        return [
+            self.tensor,
+            list(self.box.start),
+            list(self.box.stop),
+            self.param,
+            self.offset,
+            list(self.strides),
+        ]
+
+    @classmethod
+    def from_row(cls, row: Sequence[Any]) -> Part:
+        tensor, start, stop, param, offset, strides = row
+        return cls(tensor, Box(tuple(start), tuple(stop)), param, offset, tuple(strides))
+
+    def view(self, flat: torch.Tensor, box: Box | None = None) -> torch.Tensor:
+        """The part (or a box within it) inside the parameter's memory, given as a flat tensor of its dtype."""
+        box = box or self.box
+        steps = zip(box.start, self.box.start, self.strides, strict=True)
+        offset = self.offset + sum((start - base) * stride for start, base, stride in steps)
+        return torch.as_strided(flat, box.shape, self.strides, flat.storage_offset() + offset)
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What one rank takes of a checkpoint."""
+
+    params: tuple[TensorMeta, ...]
+    parts: tuple[Part, ...]
+    """By tensor."""
+    skipped: tuple[str, ...]
+    """Tensors of which this rank takes nothing."""
+    missing: tuple[str, ...] = ()
+    """Parameters that the tensors do not fill, or not whole."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        parts, params = [part.row() for part in self.parts], [meta.row() for meta in self.params]
+        return {"params": params, "parts": parts, "skipped": self.skipped, "missing": self.missing}
+
+    @classmethod
+    def from_dict(cls, value: dict[str, Any]) -> Needs:
+        params = tuple(TensorMeta.from_row(row) for row in value["params"])
+        parts = tuple(Part.from_row(row) for row in value["parts"])
+        return cls(params, parts, tuple(value["skipped"]), tuple(value["missing"]))
+
+
+def dry_run(model: torch.nn.Module, tensors: Sequence[TensorMeta]) -> Needs:
+    """Raises NotReplayable, naming what; the model is as before in any case."""
+    params = dict(model.named_parameters())
+    before, attributes = _memory(params), _tensor_attributes(model)
+    recorder = _Recorder(tensors, params)
+    try:
+        with torch.no_grad(), recorder:
+            model.load_weights(recorder.sources())  # pyright: ignore[reportCallIssue]
+    except NotReplayable:
+        raise
+    except Exception as error:  # whatever a loader raises on a tensor without values
+        raise NotReplayable(f"load_weights does more than copy: {type(error).__name__}: {error}") from error
+    if _memory(dict(model.named_parameters())) != before:
+        raise NotReplayable("load_weights replaces parameters")
+    if _tensor_attributes(model) != attributes:
+        raise NotReplayable("load_weights derives other tensors from the checkpoint")
+    missing = _uncovered(recorder, params)
+    metas = tuple(TensorMeta.of(name, param) for name, param in params.items())
+    parts = sorted(recorder.parts, key=lambda part: (part.tensor, part.param, part.offset))
+    used = {part.tensor for part in parts}
+    return Needs(metas, tuple(parts), tuple(m.name for i, m in enumerate(tensors) if i not in used), missing)
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, tensors: Sequence[TensorMeta], params: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        self._tensors = tensors
+        self._starts = list(itertools.accumulate((_room(meta) for meta in tensors), initial=0))
+        self._source = torch.empty(self._starts.pop(), dtype=torch.uint8, device="meta")
+        self._storage = _storage(self._source)
+        self._params, self._names = list(params.values()), list(params)
+        self._index: dict[int, int] = {}
+        for index, (name, param) in enumerate(params.items()):
+            if self._index.setdefault(_storage(param), index) != index:
+                raise NotReplayable(f"{name} shares its memory with another parameter")
+            if not param.is_contiguous():
+                raise NotReplayable(f"{name} is not contiguous")
+        self.parts: list[Part] = []
+        self.padding: list[tuple[int, torch.Tensor, float | None]] = []
+        """Parameter, view of it, constant: what a loader fills itself. None: it was seen to hold it."""
+
+    def sources(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for meta, start in zip(self._tensors, self._starts, strict=True):
+            yield meta.name, self._source[start : start + meta.nbytes].view(meta.dtype).view(meta.shape)
+
+    def base(self, index: int) -> int:
+        """First item of a parameter in its storage."""
+        return int(self._params[index].storage_offset())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _COPY and _storage(args[1]) == self._storage:
+            self._note(args[0], args[1])
+            return args[0]
+        if func is _COPY and self._is_padding(args[0], args[1]):
+            return args[0]
+        if func in _FILLS and _storage(args[0]) in self._index:
+            self.padding.append(
+                (self._index[_storage(args[0])], args[0], float(args[1]) if len(args) > 1 else 0.0)
+            )
+            return args[0]
+        if any(_storage(value) in self._index for value in _written(func, args)):
+            raise NotReplayable(
+                f"{func} writes {self._name(args[0])} from something that is not the checkpoint"
+            )
+        return func(*args, **(kwargs or {}))
+
+    def _is_padding(self, dst: torch.Tensor, src: torch.Tensor) -> bool:
+        """A copy into a parameter of what it holds already, as loaders pad: noted as covered, and not done."""
+        index = self._index.get(_storage(dst))
+        if index is None or src.is_meta or not bool((dst == src).all()):
+            return False
+        self.padding.append((index, dst, None))
+        return True
+
+    def _name(self, view: torch.Tensor) -> str:
+        index = self._index.get(_storage(view))
+        return "a parameter" if index is None else self._names[index]
+
+    def _note(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        param = self._index.get(_storage(dst))
+        if param is None:
+            raise NotReplayable(f"a copy into memory that is no parameter, of shape {list(dst.shape)}")
+        byte = src.storage_offset() * src.dtype.itemsize
+        tensor = bisect_right(self._starts, byte) - 1
+        meta, src = self._tensors[tensor], src.expand(dst.shape)
+        if src.dtype != meta.dtype:
+            raise NotReplayable(f"{meta.name} is read as {src.dtype}")
+        first = (byte - self._starts[tensor]) // meta.dtype.itemsize
+        offset = int(dst.storage_offset()) - self.base(param)
+        dims = list(zip(dst.shape, src.stride(), dst.stride(), strict=True))
+        pieces = _boxes(meta, dims, first, offset)
+        self.parts += [Part(tensor, box, param, at, strides) for box, at, strides in pieces]
+
+
+_Dims = list[tuple[int, int, int]]
+"""(size, stride in the tensor, stride in the parameter) of each dimension of a copy."""
+
+
+def _boxes(meta: TensorMeta, dims: _Dims, first: int, offset: int) -> list[tuple[Box, int, tuple[int, ...]]]:
+    """A strided copy as boxes of the tensor: (box, offset in the parameter, strides in it by the tensor's axes)."""
+    steps = _steps(meta.shape)
+    kept, outer = _by_axis(meta, [dim for dim in dims if dim[0] != 1], steps)
+    if math.prod(size for size, _, _ in outer) > _MOST_PIECES:
+        raise NotReplayable(f"{meta.name} is taken in too many pieces")
+    boxes = []
+    for at in itertools.product(*(range(size) for size, _, _ in outer)):
+        source = first + sum(i * src for i, (_, src, _) in zip(at, outer, strict=True))
+        target = offset + sum(i * dst for i, (_, _, dst) in zip(at, outer, strict=True))
+        start = tuple(source // step % size for step, size in zip(steps, meta.shape, strict=True))
+        spans = [kept.get(axis, (1, 0))[0] for axis in range(len(meta.shape))]
+        stop = tuple(a + n for a, n in zip(start, spans, strict=True))
+        if any(end > size for end, size in zip(stop, meta.shape, strict=True)):
+            raise NotReplayable(f"{meta.name} is taken across its rows' ends")
+        boxes.append(
+            (Box(start, stop), target, tuple(kept.get(a, (1, 0))[1] for a in range(len(meta.shape))))
+        )
+    return boxes
+
+
+def _by_axis(meta: TensorMeta, dims: _Dims, steps: Sequence[int]) -> tuple[dict[int, tuple[int, int]], _Dims]:
+    """Dimensions that walk one axis of the tensor item by item (axis -> size, stride), and those that jump."""
+    kept: dict[int, tuple[int, int]] = {}
+    outer: _Dims = []
+    work = list(dims)
+    while work:
+        size, src, dst = work.pop()
+        axis = next((a for a, step in enumerate(steps) if src == step and meta.shape[a] > 1), None)
+        if src <= 0:
+            raise NotReplayable(f"{meta.name} is repeated by the loader")
+        if axis is not None and size > meta.shape[axis]:  # rows that were read as one line
+            if size % meta.shape[axis]:
+                raise NotReplayable(f"{meta.name} is read across its rows' ends")
+            length = meta.shape[axis]
+            work += [(length, src, dst), (size // length, src * length, dst * length)]
+        elif axis is None or axis in kept:
+            outer.append((size, src, dst))
+        else:
+            kept[axis] = (size, dst)
+    return kept, outer
+
+
+def _uncovered(recorder: _Recorder, params: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
+    """Parameters with items that no tensor fills, and that are no padding which holds its constant already."""
+    written = [torch.zeros(param.numel(), dtype=torch.uint8) for param in params.values()]
+    for part in recorder.parts:
+        part.view(written[part.param]).add_(1)
+    for index, view, constant in recorder.padding:
+        if view.numel() and (constant is None or bool((view == constant).all())):
+            base = recorder.base(index)
+            torch.as_strided(written[index], view.shape, view.stride(), view.storage_offset() - base).fill_(1)
+    twice = next((n for n, counts in zip(params, written, strict=True) if bool((counts > 1).any())), None)
+    if twice is not None:
+        raise NotReplayable(f"{twice} is written more than once")
+    return tuple(n for n, counts in zip(params, written, strict=True) if bool((counts == 0).any()))
+
+
+def _written(func: Any, args: Any) -> Iterator[torch.Tensor]:
+    for schema, value in zip(func._schema.arguments, args, strict=False):
+        if schema.alias_info is not None and schema.alias_info.is_write:
+            values = value if isinstance(value, (list, tuple)) else (value,)
+            yield from (one for one in values if isinstance(one, torch.Tensor))
+
+
+def _memory(params: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    return {name: (param.data_ptr(), tuple(param.shape), param.dtype) for name, param in params.items()}
+
+
+def _tensor_attributes(model: torch.nn.Module) -> dict[str, tuple[int, int]]:
+    """Every tensor that a module holds as a buffer or a plain attribute: (address, version)."""
+    return {
+        f"{path}.{name}": (value.data_ptr(), 0 if value.is_inference() else value._version)
+        for path, module in model.named_modules()
+        for name, value in [*vars(module).items(), *module._buffers.items()]
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _room(meta: TensorMeta) -> int:
+    """Bytes, such that the next tensor is aligned for any dtype; never none, so that offsets tell tensors apart."""
+    return max(16, -(-meta.nbytes // 16) * 16)
+
+
+def _steps(shape: Sequence[int]) -> list[int]:
+    """Items between neighbours along each axis."""
+    return [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]

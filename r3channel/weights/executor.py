@@ -1,0 +1,449 @@
+"""One update of some engines, by either way, and what a failure at any step of it leaves behind.
+
+    open -> push, bucket by bucket -> close (all came, verified) -> commit -> resume         else abort
+
+`Staged`: bytes go beside the parameters of serving engines; the commit is a change-over under a pause of milliseconds, so a
+failure before it touches nothing and one in it is undone. `Broadcast`: engines are paused, and load each bucket in place;
+it needs no plug-in. Knows members' states and the registry; not where a bucket comes from, or which version comes next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+import torch
+
+from r3channel.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    EngineLeftBehind,
+    EngineRefused,
+    EngineUnavailable,
+    R3Error,
+    TransportError,
+    WeightsDiffer,
+)
+from r3channel.weights.manifest import Bucket, Manifest
+from r3channel.weights.member import EngineState, Member, told
+from r3channel.weights.pack import engine_names
+from r3channel.weights.progress import GRACE_S, Run, wait_all
+from r3channel.weights.registry import Enrolment
+from r3channel.weights.sglang import PauseMode
+from r3channel.weights.wires import Stages, WeightGroup, in_background
+
+T = TypeVar("T")
+_Sums = list[tuple[dict[str, str], dict[str, str]]]
+"""By rank: digests and checksums by parameter."""
+OnEngineLoss = Literal["evict", "abort"]
+
+REPAIR_S = 5.0
+"""For each clean-up call after a failure, beyond the update's own deadline."""
+CONTROL_S = 10.0
+"""For a pause, a begin, a change-over, a version, a resume: an engine that takes longer keeps no other paused."""
+_LOSSES = (EngineUnavailable, TransportError)  # which DeadlineExceeded is one of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """The same for all updates of a session; what they mean says `WeightSync`."""
+
+    pause: PauseMode
+    verify: bool
+    depth: int
+    on_engine_loss: OnEngineLoss
+    engine_timeout_s: float
+    name: str
+    """Of the session; begins the names of its groups."""
+    host: str
+    backend: str
+    epochs: itertools.count[int]
+    """SGLang refuses a group name that it has seen."""
+    check_names: bool
+    """Whether what an engine has no place for, or is not given, fails an update."""
+
+
+class Crew:
+    """Some engines that are asked at the same time. One thread."""
+
+    def __init__(
+        self, members: Sequence[Member], enrolment: Enrolment, rules: Rules, run: Run, *, alone: bool = False
+    ) -> None:
+        """`alone`: of engines that are brought to a version which counts already, so that none of them is left out."""
+        self.members = list(members)
+        self._all, self._alone = list(members), alone
+        self._enrolment, self._rules, self._run = enrolment, rules, run
+
+    def each(
+        self,
+        call: Callable[[Member, float], T],
+        *,
+        within_s: float = math.inf,
+        among: Sequence[Member] | None = None,
+    ) -> dict[Member, T]:
+        """Make a call to all engines, or to some, at once. One that is lost is left out; another failure is raised when all
+        have answered, so that the states are exact."""
+        left_s = min(self._run.deadline.left_s(), within_s)
+        asked = self.members if among is None else among
+        calls = {background(partial(call, member, left_s)): member for member in asked}
+        wait(calls, timeout=left_s + GRACE_S)
+        failed = {
+            m: error for future, m in calls.items() if (error := _failure(future, m, left_s)) is not None
+        }
+        for member, error in failed.items():
+            self.lose(member, error)
+        return {member: future.result() for future, member in calls.items() if member not in failed}
+
+    def lose(self, member: Member, error: BaseException) -> None:
+        """Go on without it, or raise: where the rules say so, where it answered with a refusal, where it is the last."""
+        last = len(self.members) == 1
+        if self._alone or last or self._rules.on_engine_loss == "abort" or not isinstance(error, _LOSSES):
+            raise error
+        self.members.remove(member)
+        member.evicted = f"{type(error).__name__}: {error}"
+        self._run.evicted[member.url] = member.evicted
+        self._enrolment.quarantine([member])
+        background(member.unlink)
+
+    def meet(self) -> None:
+        """Let engines that have not joined in this life do so. Raises VersionsDiffer, RegistryRefused."""
+        fresh = [member for member in self.members if not member.boot_id]
+        met = self.each(Member.meet, within_s=CONTROL_S, among=fresh)
+        self._enrolment.admit(met)
+
+
+class Work(Crew, ABC):
+    """What both ways share. NEW -> open -> ... -> resumed or aborted. One thread."""
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        enrolment: Enrolment,
+        rules: Rules,
+        run: Run,
+        *,
+        stages: Stages,
+        version: int,
+        alone: bool = False,
+    ) -> None:
+        """`stages` say what goes over which link."""
+        super().__init__(members, enrolment, rules, run, alone=alone)
+        self._stages, self._version = stages, version
+        self._sending: Future[None] | None = None
+
+    def push(self, bucket: Bucket, payload: torch.Tensor, *, last: bool) -> None:
+        """Wait for the bucket before, then send this one; its memory may be reused after the next `push` or `close`.
+
+        Raises the error of the bucket before, or with depth 1 of this one.
+        """
+        self._finish()
+        number = len(self._run.buckets)
+        with self._run.stage("wait_send"):  # a new thread may have to wait for the interpreter
+            self._sending = background(partial(self._send, number, bucket, payload, last))
+        if self._rules.depth == 1:
+            self._finish()
+
+    @abstractmethod
+    def _send(self, number: int, bucket: Bucket, payload: torch.Tensor, last: bool) -> None: ...
+
+    @abstractmethod
+    def open(self, manifest: Manifest) -> None: ...
+
+    @abstractmethod
+    def close(self, checksums: Mapping[str, str]) -> None: ...
+
+    @abstractmethod
+    def commit(self, version: int) -> None: ...
+
+    @abstractmethod
+    def abort(self) -> None: ...
+
+    def _finish(self) -> None:
+        """Wait for the bucket under way, which has its own deadline, and raise its error."""
+        if self._sending is not None:
+            with self._run.stage("wait_send"):
+                sending, self._sending = self._sending, None
+                sending.result()
+
+    def _settle(self) -> None:
+        """After a failure: give a healthy bucket the time to end."""
+        if self._sending is not None:
+            wait([self._sending], timeout=REPAIR_S)
+
+    def pause(self) -> None:
+        with self._run.stage("pause"):
+            self._enrolment.open(self.members, for_s=self._run.deadline.left_s())
+            self.each(lambda member, left_s: member.pause(self._rules.pause, left_s), within_s=CONTROL_S)
+        with self._run.stage("begin"):
+            self.each(Member.begin, within_s=CONTROL_S)
+
+    @property
+    def flush(self) -> bool:
+        """Whether the engines drop their KV cache with the new weights."""
+        return self._rules.pause != "in_place"
+
+    def resume(self, version: int, manifest: Manifest) -> None:
+        """Let those that have the version serve, and record them. Raises EngineLeftBehind naming the others.
+
+        They get time for it also when an engine that did not answer has used up the update's.
+        """
+        took = [member for member in self.members if member.state is EngineState.COMMITTED]
+        failure: R3Error | None = None
+        with self._run.stage("resume"):
+            calls = {background(partial(member.resume, CONTROL_S)): member for member in took}
+            wait(calls, timeout=CONTROL_S + GRACE_S)
+            for future, member in calls.items():
+                error = _failure(future, member, CONTROL_S)
+                failure = error if isinstance(error, R3Error) else failure
+        self._enrolment.committed(self._all, version, manifest)
+        left = [member for member in self.members if member.state is not EngineState.SERVING]
+        if left:
+            raise EngineLeftBehind(
+                f"weight version {version} is committed, but {len(left)} of {len(self.members)} engines are left behind, "
+                f"paused: {told(left)}; {failure or 'they did not take the version'}. Repair them one by one, or update all"
+            ) from failure
+
+    def _set_version(self, version: int) -> None:
+        """The first engine that takes the version decides for all: a failure is raised only if none has taken it."""
+        try:
+            self.each(lambda member, left_s: member.commit(version, left_s), within_s=CONTROL_S)
+        except Exception:
+            if not any(member.state is EngineState.COMMITTED for member in self.members):
+                raise
+
+    def roll_back(self) -> None:
+        """Let every engine that no byte reached, or that committed, serve again; DIRTY ones stay paused."""
+        calls = [background(partial(member.undo, REPAIR_S)) for member in self._all if not member.foreign]
+        wait(calls, timeout=2 * REPAIR_S)
+        self._enrolment.aborted(self._all)
+
+
+class Broadcast(Work):
+    """Flattened buckets through a process group with each engine, loaded in place by SGLang itself."""
+
+    def open(self, manifest: Manifest) -> None:
+        """Groups, handshake, pause; from here on nothing is routed to these engines."""
+        with self._run.stage("join"):
+            self.meet()
+            shared = [member.url for member in self.members if member.client.ranks != 1]
+            if self._rules.verify and shared:
+                raise ConfigError(
+                    f"engines {shared} share tensors over ranks: a broadcast cannot foresee their checksums; stage instead"
+                )
+            self.each(self._link)
+        self.pause()
+        self._hold()
+        self.each(Member.take_over, within_s=CONTROL_S)
+        if self._rules.check_names:
+            names = engine_names(name for bucket in manifest.buckets for name in bucket.names)
+            self.each(lambda member, left_s: member.check_names(names, left_s))
+
+    def _hold(self) -> None:
+        """Links without needs: as long as they stand, our half lets nobody else's weights in."""
+        fresh = [m for m in self.members if m.bracketed and not m.staged and not m.unheld]
+        orders = {m: self._stages.order(m.url, op="hold") for m in fresh}
+        held = self.each(lambda m, left_s: m.hold(orders[m], left_s), within_s=CONTROL_S, among=fresh)
+        wanted = {member.url: member.client.ranks for member, could in held.items() if could}
+        links = self._stages.accept(wanted, self._run.deadline) if wanted else {}
+        for member in fresh:
+            member.ranks = links.get(member.url, [])
+            member.unheld = member.url not in links
+
+    def close(self, checksums: Mapping[str, str]) -> None:
+        """Wait for the last bucket, and compare what the engines report with `checksums`."""
+        self._finish()
+        with self._run.stage("end"):
+            self.each(Member.end, within_s=self._rules.engine_timeout_s)
+        with self._run.stage("verify"):
+            if self._rules.verify:
+                found = self.each(lambda member, left_s: member.verify(checksums, left_s))
+                self._run.verified = min(found.values())
+                self._run.checksums = {"1": [checksums]}
+
+    def commit(self, version: int) -> None:
+        """Returns when the first engine has taken the version: it decides."""
+        with self._run.stage("commit"):
+            self._enrolment.check_lives(self.members)
+            self._set_version(version)
+
+    def abort(self) -> None:
+        """Free everything that waits, then let the engines serve that still hold whole weights."""
+        self._settle()
+        broken = [member for member in self._all if member.state is EngineState.DIRTY]
+        wait([background(partial(dissolve, member)) for member in broken], timeout=2 * REPAIR_S)
+        self.roll_back()
+
+    def _link(self, member: Member, left_s: float) -> None:
+        if member.group is not None:
+            return
+        rules = self._rules
+        group = WeightGroup(
+            f"{rules.name}-{next(rules.epochs)}",
+            world_size=1 + member.client.ranks,
+            timeout_s=left_s,
+            host=rules.host,
+            backend=rules.backend,
+        )
+        calls = {
+            background(partial(member.join, group, left_s)): member.url,
+            in_background(partial(group.join, timeout_s=left_s), name="weights-join"): "rank 0",
+        }
+        try:
+            wait_all(calls, f"join of weight group {group.name} with {member.url}", left_s)
+        except BaseException:
+            group.close()  # its store goes with it, so engines that still wait there fail at once
+            raise
+        member.group = group
+
+    def _send(self, number: int, bucket: Bucket, payload: torch.Tensor, last: bool) -> None:
+        begun_s, wires = self._run.deadline.elapsed_s, []
+
+        def one(member: Member, left_s: float) -> None:
+            group = member.group
+            assert group is not None
+            load = background(partial(member.load, bucket, last and self.flush, left_s))
+            wire = in_background(partial(group.broadcast, payload, timeout_s=left_s), name="weights-send")
+            what = {load: member.url, wire: f"the broadcast to {member.url}"}
+            wait_all(what, f"bucket {number} ({bucket})", left_s)
+            wires.append(wire.result())
+
+        self.each(one, within_s=self._rules.engine_timeout_s)
+        self._run.add("wire", max(wires))
+        self._run.add("apply", max(self._run.deadline.elapsed_s - begun_s - max(wires), 0.0))
+
+
+class Staged(Work):
+    """Through our half in the engine."""
+
+    def open(self, manifest: Manifest) -> None:
+        """Links to every rank, where some are missing: a pause of the dry run's length. CannotStage: nothing has changed."""
+        with self._run.stage("join"):
+            self.meet()
+            self._stages.plan(manifest)
+            self.take(self.ask(()))
+
+    def ask(self, without: Collection[str]) -> list[Member]:
+        """Have engines connect that have no links, or are named as such; those that did."""
+        self.meet()
+        fresh = [member for member in self.members if not member.staged or member.url in without]
+        orders = {member: self._stages.order(member.url) for member in fresh}
+        opened = self.each(
+            lambda m, left_s: m.open(orders[m], left_s),
+            within_s=self._rules.engine_timeout_s,
+            among=fresh,
+        )
+        return list(opened)
+
+    def take(self, fresh: Sequence[Member]) -> None:
+        """Accept their links. ManifestMismatch where parameters are not given."""
+        if fresh:
+            links = self._stages.accept({m.url: m.client.ranks for m in fresh}, self._run.deadline)
+            for member in fresh:
+                member.ranks = links[member.url]
+        ranks = [rank for member in self.members for rank in member.ranks]
+        self._run.rounded, self._run.skipped = self._stages.check(ranks, names=self._rules.check_names)
+        self._run.loaded = next((rank.whole for rank in ranks if rank.whole), "")
+
+    def close(self, checksums: Mapping[str, str]) -> None:
+        """Wait until every rank of every engine holds all bytes, and has digested its parameters as they would be."""
+        del checksums  # those of tensors; here each rank computes its own parameters'
+        self._finish()
+        with self._run.stage("end"):
+            self.each(lambda m, left_s: [rank.end(timeout_s=left_s) for rank in m.ranks])
+        self.verify()
+
+    def verify(self) -> None:
+        """Every trainer has sent everything, and every rank has placed it. Engines of equal ranks must agree."""
+        with self._run.stage("verify"):
+            found = self.each(self._verified)
+        first: dict[int, tuple[Member, _Sums]] = {}
+        for member, sums in found.items():
+            other, wanted = first.setdefault(len(sums), (member, sums))
+            if sums != wanted:
+                raise WeightsDiffer(
+                    f"engines {other.url} and {member.url} staged other bytes than each other"
+                )
+        self._run.verified = sum(len(digests) for digests, _ in next(iter(found.values())))
+        if self._rules.verify and not self._run.loaded:
+            self._run.checksums = {str(n): [own for _, own in sums] for n, (_, sums) in first.items()}
+
+    def _verified(self, member: Member, left_s: float) -> _Sums:
+        wanted = self._rules.verify
+        return [rank.verify(self._version, checksums=wanted, timeout_s=left_s) for rank in member.ranks]
+
+    def commit(self, version: int) -> None:
+        """Pause, change over everywhere, or undo everywhere. Returns when the first engine has taken the version."""
+        self.pause()
+        with self._run.stage("commit"):
+            self._enrolment.check_lives(self.members)
+            order = {"op": "commit", "session": self._rules.name, "version": version}
+            self.each(lambda m, left_s: m.change_over(order, self.flush, left_s), within_s=CONTROL_S)
+        with self._run.stage("end"):
+            self.each(Member.end, within_s=CONTROL_S)
+        with self._run.stage("commit"):
+            self._set_version(version)
+
+    def abort(self) -> None:
+        """The old weights, bit for bit: they lie beside the new ones."""
+        self._settle()
+        undo = {"op": "undo", "session": self._rules.name, "version": self._version}
+
+        def one(member: Member) -> None:
+            with contextlib.suppress(EngineRefused):  # `end` has closed the bracket already
+                member.client.begin(timeout_s=REPAIR_S)
+            member.client.order(undo, flush_cache=self.flush, timeout_s=REPAIR_S)
+            member.state = EngineState.OPEN
+
+        changed = [m for m in self._all if m.state in (EngineState.CHANGED, EngineState.DIRTY) and m.staged]
+        wait([background(partial(one, member)) for member in changed], timeout=2 * REPAIR_S)
+        self.roll_back()
+
+    def _send(self, number: int, bucket: Bucket, payload: torch.Tensor, last: bool) -> None:
+        named = dict(zip(bucket.names, bucket.views(payload), strict=True))
+        begun_s = self._run.deadline.elapsed_s
+
+        def one(member: Member, left_s: float) -> None:
+            wait_all(
+                {
+                    background(
+                        partial(self._stages.send, rank, number, named, self._version, left_s)
+                    ): member.url
+                    for rank in member.ranks
+                },
+                f"bucket {number} ({bucket})",
+                left_s,
+            )
+
+        self.each(one, within_s=self._rules.engine_timeout_s)
+        self._run.add("wire", self._run.deadline.elapsed_s - begun_s)
+
+
+def dissolve(member: Member) -> None:
+    """Leave its group on both sides, also when it is stuck in a broadcast.
+
+    An engine that leaves closes its sockets, which ends our broadcast; dropping our end then frees one that waits in its.
+    """
+    group = member.group
+    if group is not None:
+        leaving = background(partial(member.client.destroy_group, group.name, timeout_s=REPAIR_S))
+        group.wait_quiet(1.0)
+        member.unlink()
+        wait([leaving], timeout=REPAIR_S)
+
+
+def background(call: Callable[[], T]) -> Future[T]:
+    """`call` in a thread of its own."""
+    return in_background(call, name="weights-call")
+
+
+def _failure(future: Future[Any], member: Member, left_s: float) -> BaseException | None:
+    if not future.done():
+        return DeadlineExceeded(f"engine {member.url}: a call did not end within {left_s:.1f} s")
+    return future.exception()

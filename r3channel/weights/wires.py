@@ -1,0 +1,628 @@
+"""The process group that carries weight buckets: the trainer is rank 0, the engines' ranks follow.
+
+The group is a raw gloo or NCCL object outside torch's global registry, so that neither the trainer's default group nor a
+framework's bare `destroy_process_group()` touches it. It knows nothing of buckets or HTTP.
+
+Read against torch 2.13.0 and SGLang 0.5.23. SGLang joins with `init_custom_process_group` (`srt/utils/common.py`), which
+puts the store behind the prefixes `<group name>`, `<group name>/` and `<device>/`; ours must be the same. Relied on in
+torch: `ProcessGroupGloo._Options`, `BroadcastOptions.timeout`, `TCPStore(master_listen_fd=)`. NCCL is the same code with
+another constructor; it has not been run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import mmap
+import os
+import secrets
+import socket
+import struct
+import time
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Literal, Protocol, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import xxhash
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from r3channel.errors import (
+    CannotStage,
+    ConfigError,
+    DeadlineExceeded,
+    ManifestMismatch,
+    TransportError,
+    UsageError,
+    WeightsCorrupt,
+    WeightsError,
+)
+from r3channel.transport.link import Link
+from r3channel.transport.listener import Listener
+from r3channel.transport.process_group import UNLIMITED, in_background, nccl_group, wait_nccl
+from r3channel.weights.dryrun import Needs, Part
+from r3channel.weights.geometry import Box
+from r3channel.weights.manifest import ALIGNMENT, Manifest, TensorMeta
+from r3channel.weights.progress import Deadline
+
+T = TypeVar("T")
+
+Wire = Literal["tcp", "shared_memory"]
+BACKENDS = ("gloo", "nccl")
+_WILDCARDS = ("", "0.0.0.0", "::")
+_CLOSE_GRACE_S = 5.0  # gloo notices a closed peer within 0.1 s
+
+
+@dataclass(slots=True)
+class _Raw:
+    """The objects that own sockets, held here alone.
+
+    No frame keeps them in a variable, because the traceback of an error would then keep the sockets open.
+    """
+
+    store: Store | None
+    polled: bool
+    """Whether the host must look whether an operation has ended."""
+    group: Any = None
+
+
+class WeightGroup:
+    """Rank 0 of one group. LISTENING -> JOINED (`join`) -> CLOSED (`close`, any number of times).
+
+    >>> group = WeightGroup("doc-1", world_size=1, timeout_s=20.0)
+    >>> group.join(timeout_s=20.0)
+    >>> group.broadcast(torch.zeros(4, dtype=torch.uint8), timeout_s=5.0)
+    >>> group.close()
+
+    One thread at a time calls `join` and `broadcast`; any thread may close.
+    """
+
+    def __init__(
+        self, name: str, *, world_size: int, timeout_s: float, host: str = "127.0.0.1", backend: str = "gloo"
+    ) -> None:
+        """Listen on `host` (an address of this machine that the engines reach) at a port given by the system.
+
+        `timeout_s` bounds the life of the store's own waits. Raises ConfigError for an unknown backend or a wildcard host:
+        the store and gloo have no authentication, so only the configured interface may see them.
+        """
+        self.device = group_device(backend)
+        if host in _WILDCARDS:
+            raise ConfigError(f"weight group host {host!r} listens on every interface; name one address")
+        self.name = name
+        self.host = host
+        self.world_size = world_size
+        self.backend = backend
+        listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self.port: int = listener.getsockname()[1]
+        self._raw = _Raw(
+            _serve(listener, host, self.port, world_size, timeout_s=timeout_s), polled=backend == "nccl"
+        )
+        self._joining: Future[None] | None = None
+        self._sending: Future[Any] | None = None
+        self._closed = False
+
+    def join(self, *, timeout_s: float) -> None:
+        """Wait until all members have joined. Raises DeadlineExceeded after `timeout_s`, TransportError if it fails."""
+        if self._closed or self._joining is not None:
+            raise UsageError(f"weight group {self.name}: join() came twice or after close()")
+        raw = self._raw
+        self._joining = joining = in_background(lambda: self._build(raw, timeout_s), name="weights-join")
+        self._finish(joining, f"join of {self.world_size} members at {self.host}:{self.port}", timeout_s)
+
+    def broadcast(self, payload: torch.Tensor, *, timeout_s: float) -> float:
+        """Send `payload` (uint8, contiguous, on `self.device`) to every member; its memory may be reused on return.
+
+        Returns the seconds that took.
+        The members must expect exactly as many bytes: gloo aborts the process of a smaller receiver. After an error the
+        group is dead on every side. Raises DeadlineExceeded after `timeout_s`, TransportError if a member is gone.
+        """
+        raw = self._raw
+        if raw.group is None or self._closed:
+            raise UsageError(f"weight group {self.name} is not joined, or is closed")
+        if payload.dtype != torch.uint8 or not payload.is_contiguous():
+            raise UsageError(
+                f"payload of {payload.dtype}, contiguous {payload.is_contiguous()}: expected flat uint8"
+            )
+        begun_s = time.monotonic()
+        self._sending = sending = in_background(
+            lambda: _broadcast(raw, payload, timeout_s=timeout_s), name="weights-wire"
+        )
+        what = f"broadcast of {payload.numel()} bytes to {self.world_size - 1} members"
+        self._finish(sending, what, timeout_s + _CLOSE_GRACE_S)  # the operation's own deadline comes first
+        return time.monotonic() - begun_s
+
+    def broadcast_each(self, tensors: Sequence[torch.Tensor], *, timeout_s: float) -> None:
+        """One broadcast per tensor, in its own dtype, all posted before the first is waited for: SGLang's own format."""
+        raw = self._raw
+        if raw.group is None or self._closed:
+            raise UsageError(f"weight group {self.name} is not joined, or is closed")
+        sending = in_background(
+            lambda: _broadcast_each(raw, tensors, timeout_s=timeout_s), name="weights-wire"
+        )
+        self._sending = sending
+        self._finish(sending, f"broadcasts of {len(tensors)} tensors", timeout_s + _CLOSE_GRACE_S)
+
+    def wait_quiet(self, timeout_s: float) -> bool:
+        """Whether no broadcast is under way, after waiting up to `timeout_s` for that."""
+        return self._sending is None or bool(wait([self._sending], timeout=timeout_s).done)
+
+    def close(self) -> None:
+        """Leave the group: members that wait in a broadcast fail at once. Never blocks on a broadcast under way."""
+        if self._closed:
+            return
+        self._closed = True
+        group, store = self._raw.group, self._raw.store
+        self._raw.group = self._raw.store = None
+        if self.backend == "nccl" and group is not None:
+            # Its kernel would wait on the device for ever for a member that is gone.
+            in_background(group.abort, name="weights-abort")
+        if self.wait_quiet(0.0):
+            del group, store  # the sockets close with the last reference
+        else:
+            # Dropping the object would wait for the operation, which ends by its own deadline.
+            sending = self._sending
+            in_background(lambda: _outlive(sending, (group, store)), name="weights-bury")
+
+    def _build(self, raw: _Raw, timeout_s: float) -> None:
+        store = raw.store
+        assert store is not None
+        for prefix in (self.name, f"{self.name}/", f"{self.device.type}/"):
+            store = PrefixStore(prefix, store)
+        group = _raw_group(self.backend, store, self.host, self.world_size, timeout_s=timeout_s)
+        if not self._closed:
+            raw.group = group
+
+    def _finish(self, future: Future[None], what: str, timeout_s: float) -> None:
+        """Wait for `future`; its failure becomes ours, told as `what`."""
+        if not wait([future], timeout=timeout_s).done:
+            raise self._late(what, timeout_s)
+        error = future.exception()
+        if error is None:
+            return
+        if _is_timeout(error):
+            raise self._late(what, timeout_s) from error
+        raise TransportError(f"weight group {self.name}: {what} failed: {_first_line(error)}") from error
+
+    def _late(self, what: str, timeout_s: float) -> DeadlineExceeded:
+        return DeadlineExceeded(
+            f"weight group {self.name}: {what} did not end within {timeout_s:.1f} s; "
+            "is an engine hung, or can it not reach this address?"
+        )
+
+
+def group_device(backend: str) -> torch.device:
+    """Where a payload must lie: the current CUDA device for NCCL. ConfigError for an unknown backend."""
+    if backend not in BACKENDS:
+        raise ConfigError(f"weight group backend {backend!r}: expected one of {BACKENDS}")
+    return torch.device("cpu") if backend == "gloo" else torch.device("cuda", torch.cuda.current_device())
+
+
+def _serve(listener: socket.socket, host: str, port: int, world_size: int, *, timeout_s: float) -> TCPStore:
+    """A store on our own socket: TCPStore would bind every interface."""
+    return TCPStore(
+        host,
+        port,
+        world_size,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+        master_listen_fd=listener.detach(),
+    )
+
+
+def _raw_group(backend: str, store: Store, host: str, world_size: int, *, timeout_s: float) -> Any:
+    if backend == "nccl":
+        return nccl_group(store, 0, world_size)
+    options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
+    options._timeout = timedelta(seconds=timeout_s)
+    options._threads = 1
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+    return dist.ProcessGroupGloo(store, 0, world_size, options)
+
+
+def _options(raw: _Raw, timeout_s: float) -> dist.BroadcastOptions:
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    options.rootTensor = 0
+    options.timeout = UNLIMITED if raw.polled else timedelta(seconds=timeout_s)
+    return options
+
+
+def _broadcast_each(raw: _Raw, tensors: Sequence[torch.Tensor], *, timeout_s: float) -> None:
+    limit, options = time.monotonic() + timeout_s, _options(raw, timeout_s)
+    for work in [raw.group.broadcast([tensor], options) for tensor in tensors]:
+        if raw.polled:
+            wait_nccl(work, limit)
+        else:
+            work.wait()
+
+
+def _broadcast(raw: _Raw, payload: torch.Tensor, *, timeout_s: float) -> None:
+    """gloo keeps the deadline that it was given; of NCCL the host must find out itself that the bytes have left."""
+    limit = time.monotonic() + timeout_s
+    if raw.polled:
+        wait_nccl(raw.group.broadcast([payload], _options(raw, timeout_s)), limit)
+    else:
+        raw.group.broadcast([payload], _options(raw, timeout_s)).wait()
+
+
+def _outlive(sending: Future[None] | None, kept: tuple[Any, ...]) -> None:
+    if sending is not None:
+        sending.exception()
+    del kept
+
+
+def _is_timeout(error: BaseException) -> bool:
+    """gloo and the store raise plain RuntimeErrors; only their text tells a timeout."""
+    text = str(error).lower()
+    return "timed out" in text or "timeout" in text
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+NEEDS, TABLE, DATA, END, VERIFY, PLACED = range(1, 7)
+HEAD = struct.Struct("<qIIQ")
+"""Of DATA: version, first entry of the table, entries, xxh3 of the bytes that follow."""
+ASK = struct.Struct("<q?")
+"""Of VERIFY: version, and whether checksums as SGLang's own are wanted too."""
+_MOST_BYTES = 256 << 20
+"""Of a blob: needs of 100,000 tensors are 15 MB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One piece that a trainer sends: a box within a part."""
+
+    part: int
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class StagedLayout:
+    """Where each parameter lies in the staged copy."""
+
+    params: tuple[TensorMeta, ...]
+    offsets: tuple[int, ...]
+    nbytes: int
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Each parameter's memory, flat, in its dtype."""
+        pairs = zip(self.params, self.offsets, strict=True)
+        return [flat[at : at + meta.nbytes].view(meta.dtype) for meta, at in pairs]
+
+
+def staged_layout(params: Sequence[TensorMeta]) -> StagedLayout:
+    offsets, end = [], 0
+    for meta in params:
+        offsets.append(end)
+        end += -(-meta.nbytes // ALIGNMENT) * ALIGNMENT
+    return StagedLayout(tuple(params), tuple(offsets), end)
+
+
+def shared_memory(nbytes: int) -> tuple[str, torch.Tensor]:
+    """New memory that another process of this machine and user can map by its path."""
+    path = f"/dev/shm/r3channel-weights-{secrets.token_hex(16)}"
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    os.ftruncate(handle, max(nbytes, 1))
+    return path, _mapped(handle, nbytes)
+
+
+def shared_views(params: Sequence[TensorMeta], path: str) -> list[torch.Tensor]:
+    """A rank's staged copy by parameter. The rank takes the path away once all trainers have it."""
+    layout = staged_layout(params)
+    handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+    return layout.views(_mapped(handle, layout.nbytes))
+
+
+def _mapped(handle: int, nbytes: int) -> torch.Tensor:
+    try:
+        return torch.from_numpy(np.frombuffer(mmap.mmap(handle, max(nbytes, 1)), dtype=np.uint8)[:nbytes])
+    finally:
+        os.close(handle)
+
+
+def session_token(run_token: str, nonce: str) -> bytes:
+    """What both ends of a link prove to know: the run's secret, where there is one, and the session's own."""
+    return hashlib.sha256(f"{run_token} {nonce}".encode()).digest()
+
+
+def table_bytes(entries: Sequence[Entry]) -> np.ndarray:
+    rows = [[e.part, len(e.box.start), *e.box.start, *e.box.stop] for e in entries]
+    return np.array([value for row in rows for value in row], dtype=np.int64)
+
+
+def read_table(blob: bytes, parts: Sequence[Part]) -> list[Entry]:
+    """WeightsCorrupt for an entry that lies outside its part."""
+    values = np.frombuffer(blob, dtype=np.int64).tolist()
+    entries, at = [], 0
+    while at < len(values):
+        part, axes = values[at], values[at + 1]
+        box = Box(tuple(values[at + 2 : at + 2 + axes]), tuple(values[at + 2 + axes : at + 2 + 2 * axes]))
+        if not 0 <= part < len(parts) or len(box.stop) != len(parts[part].box.start):
+            raise ValueError(f"entry {len(entries)} names part {part} of {len(parts)}")
+        if box.numel and parts[part].box.intersect(box) != box:
+            raise ValueError(f"entry {len(entries)}: {box} is outside {parts[part].box}")
+        entries.append(Entry(part, box))
+        at += 2 + 2 * axes
+    return entries
+
+
+def send_blob(link: Link, kind: int, value: Any, *, timeout_s: float | None) -> None:
+    """Bytes, or plain values as JSON, of any length."""
+    data = (
+        value.tobytes()
+        if isinstance(value, np.ndarray)
+        else json.dumps(value, separators=(",", ":")).encode()
+    )
+    link.send_record(kind, len(data).to_bytes(8, "little"), timeout_s=timeout_s)
+    link.send([data], timeout_s=timeout_s)
+
+
+def receive_blob(link: Link, body: bytes, *, timeout_s: float | None = None) -> bytes:
+    """The blob that a record's `body` announced."""
+    length = int.from_bytes(body, "little")
+    if length > _MOST_BYTES:
+        raise TransportError(f"{length} bytes are announced, at most {_MOST_BYTES} are taken")
+    data = bytearray(length)
+    link.recv_into(memoryview(data), timeout_s=timeout_s)
+    return bytes(data)
+
+
+def expect_json(link: Link, kind: int, *, timeout_s: float) -> Any:
+    """The next record, which must be a blob of this kind."""
+    found, body = link.recv_record(timeout_s=timeout_s)
+    if found != kind:
+        raise WeightsCorrupt(f"{link.peer} sent record {found}, expected {kind}")
+    return json.loads(receive_blob(link, body, timeout_s=timeout_s))
+
+
+@dataclass(slots=True, eq=False)
+class RankLink:
+    """One rank of an engine. One thread at a time."""
+
+    engine: str
+    rank: int
+    link: Link
+    needs: Needs
+    whole: str
+    """Why the rank stages whole tensors and lets the model's own loader place them; empty where parts are placed."""
+    shared: list[torch.Tensor] = field(default_factory=list)
+    """The rank's staged copy itself, by parameter, where both are on one machine: bytes are put there, none is sent."""
+    entries: Sequence[Entry] = field(default_factory=tuple)
+
+    def tell(self, entries: Sequence[Entry], *, timeout_s: float) -> None:
+        """What will be sent from now on, in order."""
+        self.entries = entries
+        send_blob(self.link, TABLE, table_bytes(entries), timeout_s=timeout_s)
+
+    def dtype(self, entry: Entry) -> torch.dtype:
+        return self.needs.params[self.needs.parts[entry.part].param].dtype
+
+    def send(self, version: int, first: int, pieces: Sequence[torch.Tensor], *, timeout_s: float) -> int:
+        """The pieces of entries `first` ..., each of its entry's shape; returns the bytes. Cast to the rank's dtypes here."""
+        flats = [
+            piece.detach().to("cpu", self.dtype(entry)).contiguous().flatten().view(torch.uint8)
+            for entry, piece in zip(self.entries[first : first + len(pieces)], pieces, strict=True)
+        ]
+        digest = xxhash.xxh3_64()
+        for flat in flats:
+            digest.update(flat.numpy().data)
+        head = HEAD.pack(version, first, len(pieces), digest.intdigest())
+        limit = time.monotonic() + timeout_s
+        if self.shared:
+            self._place(first, flats)
+            self.link.send_record(PLACED, head, timeout_s=timeout_s)
+        else:
+            self.link.send_record(DATA, head, timeout_s=timeout_s)
+            parts = [flat.numpy().data for flat in flats]
+            self.link.send(parts, timeout_s=max(0.001, limit - time.monotonic()))
+        return sum(map(len, flats))
+
+    def _place(self, first: int, flats: Sequence[torch.Tensor]) -> None:
+        targets, values = [], []
+        for entry, flat in zip(self.entries[first : first + len(flats)], flats, strict=True):
+            part = self.needs.parts[entry.part]
+            targets.append(part.view(self.shared[part.param], entry.box))
+            values.append(flat.view(self.dtype(entry)).view(entry.box.shape))
+        torch._foreach_copy_(targets, values)  # pyright: ignore[reportPrivateImportUsage]
+
+    def end(self, *, timeout_s: float) -> None:
+        """Wait until the rank has placed everything; WeightsCorrupt with its reason if not."""
+        self.link.send_record(END, timeout_s=timeout_s)
+        kind, word = self.link.recv_record(timeout_s=timeout_s)
+        if kind != END or word:
+            raise WeightsCorrupt(f"engine {self.engine} rank {self.rank}: {word.decode(errors='replace')}")
+
+    def verify(
+        self, version: int, *, checksums: bool, timeout_s: float
+    ) -> tuple[dict[str, str], dict[str, str]]:
+        """Digests, and checksums as SGLang's own if asked, by parameter, of what the rank would hold."""
+        self.link.send_record(VERIFY, ASK.pack(version, checksums), timeout_s=timeout_s)
+        told = expect_json(self.link, VERIFY, timeout_s=timeout_s)
+        if "error" in told:
+            raise WeightsError(f"engine {self.engine} rank {self.rank}: {told['error']}")
+        return told["digests"], told["checksums"]
+
+
+class Door:
+    """Where engines' ranks connect to this trainer. OPEN -> CLOSED."""
+
+    def __init__(self, *, host: str, session: str, run_token: str) -> None:
+        self.session, self.nonce = session, ""
+        self._host, self._run_token = host, run_token
+        self._listener: Listener | None = None
+        self.attempts: dict[str, int] = {}
+        """By engine: the last order to connect. Links of one that was given up may still come."""
+
+    def listen(self, nonce: str = "") -> tuple[str, int]:
+        """Begin to listen, where nobody did; the address. `nonce`: the session's own secret, made by its first trainer."""
+        if self._listener is None:
+            self.nonce = nonce or secrets.token_hex(16)
+            token = session_token(self._run_token, self.nonce)
+            self._listener = Listener(self._host, token=token)
+        return self._host, self._listener.port
+
+    def order(
+        self,
+        op: str,
+        *,
+        engine: str,
+        tensors: Sequence[TensorMeta],
+        trainers: Sequence[tuple[str, int]],
+        staged: str,
+        wire: Wire = "tcp",
+    ) -> dict[str, Any]:
+        """The order that makes every rank of `engine` connect to all trainers."""
+        self.attempts[engine] = self.attempts.get(engine, 0) + 1
+        where = {
+            "session": self.session,
+            "nonce": self.nonce,
+            "engine": engine,
+            "attempt": self.attempts[engine],
+            "trainers": list(trainers),
+        }
+        return {
+            "op": op,
+            **where,
+            "tensors": [meta.row() for meta in tensors],
+            "staged": staged,
+            "wire": wire,
+        }
+
+    def accept(self, wanted: Mapping[str, int], deadline: Deadline) -> dict[str, list[RankLink]]:
+        """The links of these engines (url -> ranks). WeightsError with a rank's reason where one cannot receive."""
+        assert self._listener is not None
+        found: dict[str, list[RankLink]] = {url: [] for url in wanted}
+        refused = ""
+        while any(len(found[url]) < ranks for url, ranks in wanted.items()):
+            link = self._listener.accept(deadline.left_s())
+            hello = json.loads(link.hello)
+            if hello["engine"] not in found or hello["attempt"] != self.attempts[hello["engine"]]:
+                link.close()  # of an attempt that was given up
+                continue
+            told = expect_json(link, NEEDS, timeout_s=deadline.left_s())
+            refused = refused or told.get("error", "")
+            needs = Needs.from_dict(told["needs"]) if "needs" in told else Needs((), (), ())
+            shared = shared_views(needs.params, told["shared"]) if told.get("shared") else []
+            found[hello["engine"]].append(
+                RankLink(hello["engine"], hello["rank"], link, needs, told.get("whole", ""), shared)
+            )
+        if refused:
+            raise CannotStage(refused)
+        return {url: sorted(ranks, key=lambda rank: rank.rank) for url, ranks in found.items()}
+
+    def close(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+
+
+_SHOWN = 3
+
+
+class Stages(Protocol):
+    """What goes over the links of a session."""
+
+    def plan(self, manifest: Manifest) -> None: ...
+
+    def order(self, engine: str, *, op: str = "open") -> dict[str, Any]: ...
+
+    def accept(self, wanted: Mapping[str, int], deadline: Deadline) -> dict[str, list[RankLink]]: ...
+
+    def check(self, ranks: Sequence[RankLink], *, names: bool) -> tuple[dict[str, str], tuple[str, ...]]: ...
+
+    def send(
+        self, rank: RankLink, number: int, named: Mapping[str, torch.Tensor], version: int, left_s: float
+    ) -> None: ...
+
+
+class WholeStages:
+    """Of one session. Threads may send to different ranks at once."""
+
+    def __init__(self, door: Door, staged: bool | str, wire: Wire) -> None:
+        self._wire: Wire = wire
+        self._door, self._staged = door, "auto" if staged == "auto" else "yes"
+        self._metas: tuple[TensorMeta, ...] = ()
+        self._ends: list[int] = []
+        """Of each bucket: tensors up to its end."""
+        self._firsts: dict[RankLink, list[int]] = {}
+
+    def plan(self, manifest: Manifest) -> None:
+        """What will be sent; equal to the last plan in all but the first call."""
+        self._metas = tuple(meta for bucket in manifest.buckets for meta in bucket.tensors)
+        self._ends = list(itertools.accumulate(len(bucket.tensors) for bucket in manifest.buckets))
+
+    def order(self, engine: str, *, op: str = "open") -> dict[str, Any]:
+        """To an engine that is to open its links, or to be held."""
+        trainers = [self._door.listen()]
+        return self._door.order(
+            op,
+            engine=engine,
+            tensors=self._metas,
+            trainers=trainers,
+            staged=self._staged,
+            wire=self._wire,
+        )
+
+    def accept(self, wanted: Mapping[str, int], deadline: Deadline) -> dict[str, list[RankLink]]:
+        """The links of engines (url -> ranks) that have opened; each has been told the pieces that will come."""
+        found = self._door.accept(wanted, deadline)
+        for rank in itertools.chain(*found.values()):
+            self._tell(rank, timeout_s=deadline.left_s())
+        return found
+
+    def check(self, ranks: Sequence[RankLink], *, names: bool) -> tuple[dict[str, str], tuple[str, ...]]:
+        """(tensors kept in another dtype, tensors without a place); ManifestMismatch when `names` and parameters are missing."""
+        return check_complete(ranks, self._metas, names=names)
+
+    def _tell(self, rank: RankLink, *, timeout_s: float) -> None:
+        """Announce the pieces, bucket by bucket, each part whole and in the order of the tensors."""
+        parts = rank.needs.parts
+        rank.tell([Entry(index, part.box) for index, part in enumerate(parts)], timeout_s=timeout_s)
+        tensors = [part.tensor for part in parts]
+        self._firsts[rank] = [0, *(bisect_left(tensors, end) for end in self._ends)]
+
+    def send(
+        self, rank: RankLink, number: int, named: Mapping[str, torch.Tensor], version: int, left_s: float
+    ) -> None:
+        """The part of bucket `number` that the rank needs."""
+        first, end = self._firsts[rank][number : number + 2]
+        parts = rank.needs.parts[first:end]
+        pieces = [_cut(named[self._metas[part.tensor].name], part) for part in parts]
+        if pieces:
+            rank.send(version, first, pieces, timeout_s=left_s)
+
+
+def _cut(tensor: torch.Tensor, part: Part) -> torch.Tensor:
+    return tensor[part.box.within(Box.whole(tensor.shape))]
+
+
+def check_complete(
+    ranks: Sequence[RankLink], metas: Sequence[TensorMeta], *, names: bool
+) -> tuple[dict[str, str], tuple[str, ...]]:
+    """ManifestMismatch, naming what, unless these tensors fill every parameter of every rank.
+
+    Returns what the engines keep in another dtype (tensor -> `float32 -> bfloat16`), and what has no place there.
+    """
+    missing = sorted({name for rank in ranks for name in rank.needs.missing})
+    used = {part.tensor for rank in ranks for part in rank.needs.parts}
+    unknown = [meta.name for index, meta in enumerate(metas) if index not in used]
+    if missing and names:
+        raise ManifestMismatch(
+            f"{len(missing)} parameters of the engine would keep their old values, first {missing[:_SHOWN]}; of the tensors "
+            f"{len(unknown)} have no place there: {unknown[:_SHOWN]}. Is one misspelt, or the model given in part?"
+        )
+    rounded = {}
+    for rank in ranks:
+        for part in rank.needs.parts:
+            own, kept = metas[part.tensor].dtype_name, rank.needs.params[part.param].dtype_name
+            if own != kept:
+                rounded[metas[part.tensor].name] = f"{own} -> {kept}"
+    return rounded, tuple(unknown)

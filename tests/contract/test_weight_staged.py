@@ -1,0 +1,341 @@
+"""Updates through our half in the engine: staged beside what is served, changed over at the commit, undone bit for bit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+
+import pytest
+import torch
+
+from r3channel.errors import (
+    CannotStage,
+    ConfigError,
+    EngineRefused,
+    ManifestMismatch,
+    NonFiniteWeights,
+    WeightsCorrupt,
+    WeightUpdateFailed,
+)
+from r3channel.weights.member import EngineState
+from r3channel.weights.session import WeightSync
+from r3channel.weights.sglang import EngineClient
+from r3channel.weights.wires import HEAD
+from tests.fake_engine import UPDATE, FakeEngine
+
+Weights = dict[str, torch.Tensor]
+Serving = Callable[[], FakeEngine]
+
+NAMES = [f"model.layers.{index}.mlp.gate.weight" for index in range(8)]
+COMMIT = ["/pause_generation", "/begin_weight_update", "order/commit", "/end_weight_update"]
+COMMIT += ["/update_weight_version", "/continue_generation"]
+
+
+def weights(version: int) -> Weights:
+    return {name: torch.full((16, 16), float(10 * version + index)) for index, name in enumerate(NAMES)}
+
+
+@pytest.fixture
+def serving() -> Iterator[Serving]:
+    """Starts engines with our half in them and the weights of version 0."""
+    started: list[FakeEngine] = []
+
+    def start() -> FakeEngine:
+        started.append(FakeEngine(receives=weights(0)))
+        return started[-1]
+
+    yield start
+    for engine in started:
+        engine.die()
+
+
+def session(*engines: FakeEngine, **options: object) -> WeightSync:
+    values = {"bucket_bytes": 2048, "staged": True, **options}
+    opened = WeightSync([engine.url for engine in engines], **values)  # pyright: ignore[reportArgumentType]
+    opened.connect(timeout_s=20)
+    return opened
+
+
+def holds(engine: FakeEngine, version: int) -> bool:
+    equal = all(torch.equal(engine.tensors[name], tensor) for name, tensor in weights(version).items())
+    return equal and engine.version == str(version) and not engine.paused and not engine.open
+
+
+def test_an_update_reaches_every_engine_and_pauses_it_for_the_change_over_alone(serving: Serving) -> None:
+    pair = serving(), serving()
+    during: list[bool] = []
+
+    def watched(version: int) -> Iterator[tuple[str, torch.Tensor]]:
+        for named in weights(version).items():
+            during.append(any(engine.paused for engine in pair))
+            yield named
+
+    with session(*pair) as sync:
+        report = sync.update(watched(1), version=1, timeout_s=20)
+        assert report.way == "staged" and report.verified == len(NAMES) and report.skipped == ()
+        for engine in pair:
+            engine.calls.clear()
+        sync.update(watched(2), version=2, timeout_s=20)
+        assert [engine.calls for engine in pair] == [COMMIT, COMMIT]
+        assert all(holds(engine, 2) and engine.version == "2" for engine in pair) and not any(during)
+
+
+@pytest.mark.parametrize(
+    "route", ["/pause_generation", "order/commit", "/end_weight_update", "/update_weight_version"]
+)
+def test_a_refusal_in_any_phase_leaves_every_parameter_as_it_was(serving: Serving, route: str) -> None:
+    good, bad = serving(), serving()
+    with session(good, bad) as sync:
+        sync.update(weights(1).items(), version=1, timeout_s=20)
+        refusing = (good, bad) if route == "/update_weight_version" else (bad,)  # one that takes it decides
+        for engine in refusing:
+            engine.script[route, engine._counts[route] + 1] = "refuse"
+        with pytest.raises(WeightUpdateFailed, match=f"{route.split('/')[1].split('_')[0]}.*refused"):
+            sync.update(weights(2).items(), version=2, timeout_s=20)
+        assert holds(good, 1) and holds(bad, 1), sync.engine_states
+        assert sync.version == 1 and set(sync.routable()) == {good.url, bad.url}
+        sync.update(weights(2).items(), version=2, timeout_s=20)
+        assert holds(good, 2) and holds(bad, 2)
+
+
+@pytest.mark.parametrize("order", [NAMES[3], "nan", "raise"])
+def test_weights_that_are_wrong_before_the_commit_touch_no_engine(serving: Serving, order: str) -> None:
+    engine = serving()
+
+    def wrong() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights(2).items():
+            if name == NAMES[5] and order == "raise":
+                raise ValueError("gather failed")
+            if name == NAMES[5] and order == "nan":
+                tensor = torch.full_like(tensor, float("nan"))
+            if name != order:
+                yield name, tensor
+
+    with session(engine) as sync:
+        sync.update(weights(1).items(), version=1, timeout_s=20)
+        engine.calls.clear()
+        with pytest.raises(WeightUpdateFailed) as failure:
+            sync.update(wrong(), version=2, timeout_s=20)
+        wanted = {NAMES[3]: ManifestMismatch, "nan": NonFiniteWeights, "raise": ValueError}
+        assert isinstance(failure.value.__cause__, wanted[order])
+        assert engine.calls == [] and holds(engine, 1) and sync.routable() == (engine.url,)
+
+
+@pytest.mark.parametrize("given", ["half", "misspelt"])
+def test_a_first_update_with_half_of_the_tensors_or_a_misspelt_name_is_refused(
+    serving: Serving, given: str
+) -> None:
+    engine = serving()
+    half = dict(list(weights(1).items())[:4])
+    misspelt = {name.replace("layers.3.mlp.gate", "layers.3.mlp.gaet"): t for name, t in weights(1).items()}
+    with session(engine) as sync:
+        named = half if given == "half" else misspelt
+        with pytest.raises(WeightUpdateFailed, match="would keep their old values") as failure:
+            sync.update(named.items(), version=1, timeout_s=20)
+        assert isinstance(failure.value.__cause__, ManifestMismatch)
+        assert (NAMES[4] if given == "half" else "gaet") in str(failure.value)
+        assert holds(engine, 0)
+    with session(engine, expected=None) as sync:
+        sync.update(half.items(), version=1, timeout_s=20)
+        assert torch.equal(engine.tensors[NAMES[0]], half[NAMES[0]])
+        assert torch.equal(engine.tensors[NAMES[7]], weights(0)[NAMES[7]])
+
+
+def test_two_sessions_never_mix_on_one_engine(serving: Serving) -> None:
+    engine = serving()
+    with session(engine) as first:
+        first.update(weights(1).items(), version=1, timeout_s=20)
+        with session(engine) as second:
+            with pytest.raises(WeightUpdateFailed, match="held by session r3channel-weights-") as failure:
+                second.update(weights(5).items(), version=5, timeout_s=20)
+            assert isinstance(failure.value.__cause__, EngineRefused) and holds(engine, 1)
+            first.update(weights(2).items(), version=2, timeout_s=20)
+            assert holds(engine, 2)
+            first.close()
+            second.update(weights(5).items(), version=5, timeout_s=20)
+            assert holds(engine, 5)
+
+
+def test_an_engine_that_dies_while_bytes_are_staged_is_left_out_and_comes_back_alone(
+    serving: Serving,
+) -> None:
+    pair = [serving() for _ in range(3)]
+
+    def dying(victim: FakeEngine) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights(2).items():
+            if name == NAMES[4]:
+                victim.die()
+            yield name, tensor
+
+    with session(*pair, keep_copy=True) as sync:
+        sync.update(weights(1).items(), version=1, timeout_s=20)
+        begun_s = time.monotonic()
+        report = sync.update(dying(pair[1]), version=2, timeout_s=20)
+        assert time.monotonic() - begun_s < 3 and report.evicted.keys() == {pair[1].url}
+        assert holds(pair[0], 2) and holds(pair[2], 2)
+        again = pair[1].restarted()
+        try:
+            pair[0].calls.clear()
+            sync.update_one(again.url, timeout_s=20)
+            assert holds(again, 2) and pair[0].calls == [] and len(sync.routable()) == 3
+        finally:
+            again.die()
+
+
+def test_a_stalled_iterator_ends_at_the_deadline_and_the_engine_serves_on(serving: Serving) -> None:
+    engine = serving()
+
+    def stalled() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights(2).items():
+            if name == NAMES[4]:
+                time.sleep(3)
+            yield name, tensor
+
+    with session(engine) as sync:
+        sync.update(weights(1).items(), version=1, timeout_s=20)
+        begun_s = time.monotonic()
+        with pytest.raises(WeightUpdateFailed, match="is their iterator stuck"):
+            sync.update(stalled(), version=2, timeout_s=1)
+        assert time.monotonic() - begun_s < 1.5 and holds(engine, 1)
+        sync.update(
+            weights(3).items(), version=3, timeout_s=20
+        )  # waits until the old iterator has come to its end
+        assert holds(engine, 3) and time.monotonic() - begun_s > 2.5
+
+
+def test_bytes_that_are_damaged_on_the_way_are_not_committed(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = serving()
+    with session(engine) as sync:
+        sync.update(weights(1).items(), version=1, timeout_s=20)
+        monkeypatch.setattr("r3channel.weights.wires.HEAD", _Damaging())
+        with pytest.raises(WeightUpdateFailed, match=NAMES[0]) as failure:
+            sync.update(weights(2).items(), version=2, timeout_s=20)
+        assert isinstance(failure.value.__cause__, WeightsCorrupt) and holds(engine, 1)
+        monkeypatch.undo()
+        sync.update(weights(2).items(), version=2, timeout_s=20)
+        assert holds(engine, 2)
+
+
+class _Damaging:
+    """Announces another hash than that of the bytes."""
+
+    def pack(self, version: int, first: int, count: int, digest: int) -> bytes:
+        return HEAD.pack(version, first, count, digest ^ 1)
+
+
+def test_without_our_half_staging_is_refused_or_falls_back_by_name() -> None:
+    plain = FakeEngine()
+    try:
+        with (
+            session(plain) as sync,
+            pytest.raises(WeightUpdateFailed, match="R3CHANNEL_WEIGHTS=1") as failure,
+        ):
+            sync.update(weights(1).items(), version=1, timeout_s=20)
+        assert isinstance(failure.value.__cause__, CannotStage) and not plain.paused and not plain.open
+        with session(plain, staged="auto") as sync:
+            report = sync.update(weights(1).items(), version=1, timeout_s=20)
+            assert report.way.startswith("broadcast: engine http://127.0.0.1") and holds(plain, 1)
+            assert sync.engine_states == {plain.url: EngineState.SERVING}
+    finally:
+        plain.die()
+
+
+def test_a_stranger_who_knows_no_token_is_not_taken_for_a_rank(serving: Serving) -> None:
+    from r3channel.errors import TransportError
+    from r3channel.transport.listener import connect
+
+    engine = serving()
+    with session(engine) as sync:
+        sync.update(weights(1).items(), version=1, timeout_s=20)
+        host, port = sync._door.listen()
+        with pytest.raises(TransportError):
+            connect(host, port, b"x" * 32, timeout_s=5, hello=b'{"engine": "http://x", "rank": 0}')
+        sync.update(weights(2).items(), version=2, timeout_s=20)
+        assert holds(engine, 2) and host == "127.0.0.1"
+
+
+def test_a_broadcasting_session_keeps_others_from_an_engine_with_our_half(serving: Serving) -> None:
+    engine = serving()
+    with session(engine, staged=False) as first:
+        first.update(weights(1).items(), version=1, timeout_s=20)
+        for staged in (False, True):
+            with session(engine, staged=staged) as second:
+                with pytest.raises(WeightUpdateFailed, match="held by session"):
+                    second.update(weights(5).items(), version=5, timeout_s=20)
+                assert holds(engine, 1)
+        first.update(weights(2).items(), version=2, timeout_s=20)
+        assert holds(engine, 2)
+    with session(engine, staged=True) as third:
+        third.update(weights(5).items(), version=5, timeout_s=20)
+        assert holds(engine, 5)
+
+
+def test_a_hung_engine_keeps_the_others_paused_for_one_step_and_no_longer(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good, hung = serving(), serving()
+    with session(good, hung) as sync:
+        sync.update(weights(1).items(), version=1, timeout_s=30)
+        monkeypatch.setattr("r3channel.weights.executor.CONTROL_S", 1.0)
+        hung.script["/pause_generation", hung._counts["/pause_generation"] + 1] = "hang"
+        begun_s = time.monotonic()
+        report = sync.update(weights(2).items(), version=2, timeout_s=30)
+        assert time.monotonic() - begun_s < 3 and report.evicted.keys() == {hung.url} and holds(good, 2)
+
+
+def test_data_parallel_replicas_and_other_ranks_than_were_said_are_refused_by_name(serving: Serving) -> None:
+    engine = serving()
+    routes = engine._routes
+    engine._routes = lambda: {**routes(), "/server_info": lambda _: {"tp_size": 2, "dp_size": 2}}
+    with pytest.raises(ConfigError, match=f"{engine.url} has 2 data-parallel replicas"):
+        session(engine)
+    engine._routes = lambda: {**routes(), "/server_info": lambda _: {"tp_size": 2}}
+    with (
+        WeightSync([EngineClient(engine.url, ranks=1)]) as sync,
+        pytest.raises(ConfigError, match="has 2 tensor-parallel ranks; 1 were named"),
+    ):
+        sync.connect(timeout_s=20)
+
+
+def test_other_trainer_ranks_wait_neither_for_a_hung_engine_nor_for_the_repair() -> None:
+    slow, bad = FakeEngine(), FakeEngine()
+    load = slow._update
+    stamps: list[float] = []
+
+    def slowly(body: dict[str, object]) -> dict[str, object] | None:
+        time.sleep(0.5)
+        return load(body)
+
+    def collective() -> Iterator[tuple[str, torch.Tensor]]:
+        for named in weights(2).items():
+            stamps.append(time.monotonic())
+            yield named
+        stamps.append(time.monotonic())
+
+    try:
+        with session(slow, bad, staged=False, keep_copy=True, on_engine_loss="abort") as sync:
+            sync.update(weights(1).items(), version=1, timeout_s=20)
+            slow._update = slowly
+            bad.script[UPDATE, 4] = "die"
+            with pytest.raises(WeightUpdateFailed):
+                sync.update(collective(), version=2, timeout_s=20)
+            gaps = [later - sooner for sooner, later in pairwise(stamps)]
+            assert len(stamps) == len(NAMES) + 1 and max(gaps) < 1.3
+            assert holds(slow, 1)
+    finally:
+        slow.die()
+        bad.die()
+
+
+def test_one_engine_without_our_half_makes_the_session_broadcast_to_all(serving: Serving) -> None:
+    with_half, plain = serving(), FakeEngine()
+    try:
+        with session(with_half, plain, staged="auto") as sync:
+            for version in (1, 2):
+                report = sync.update(weights(version).items(), version=version, timeout_s=20)
+                assert plain.url in report.way and holds(with_half, version) and holds(plain, version)
+    finally:
+        plain.die()

@@ -1,0 +1,103 @@
+"""The exact plan end to end: real Megatron ranks send their own shards to every rank of real SGLang engines of two ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from r3channel.cli import main
+from r3channel.embedded.sglang import EngineOptions, EngineServer
+from r3channel.weights.session import WeightSync
+from r3channel.weights.sglang import EngineClient
+from tests.dist.ranks import run_ranks
+
+pytestmark = [pytest.mark.dist, pytest.mark.engine, pytest.mark.timeout(600)]
+
+WORKER = Path(__file__).with_name("weights_exact_rank.py")
+PARAMETERS = 38
+"""Of each rank of an engine."""
+
+
+@pytest.fixture(scope="module")
+def engines(model_dir: Path) -> Iterator[list[str]]:
+    """Two engines of two ranks each, with our half."""
+    options = EngineOptions(
+        model=model_dir, tp=2, capture=False, r3channel=False, env={"R3CHANNEL_WEIGHTS": "1"}
+    )
+    with EngineServer(options) as one, EngineServer(options) as other:
+        for server in (one, other):
+            server.wait_ready(300)
+        yield [one.url, other.url]
+
+
+def checksums(urls: list[str]) -> list[list[dict[str, str]]]:
+    return [EngineClient(url).weight_checksums(timeout_s=60) for url in urls]
+
+
+LAYOUTS = [
+    pytest.param("tp=2,dp=2,ep=2", 4, "float32", id="tp2-ep2"),
+    pytest.param("tp=2", 2, "float32", marks=pytest.mark.full, id="tp2"),
+    pytest.param("dp=2,ep=2", 2, "bfloat16", marks=pytest.mark.full, id="ep2-bfloat16"),
+    pytest.param("pp=2", 2, "float32", marks=pytest.mark.full, id="pp2"),
+    pytest.param("tp=2,pp=2", 4, "bfloat16", marks=pytest.mark.full, id="tp2-pp2-bfloat16"),
+]
+
+
+@pytest.mark.parametrize(("layout", "ranks", "dtype"), LAYOUTS)
+def test_every_parameter_of_every_rank_equals_what_sglang_loads_itself(
+    engines: list[str],
+    model_dir: Path,
+    tmp_path: Path,
+    layout: str,
+    ranks: int,
+    dtype: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    manifest = str(tmp_path / "committed.json")
+    job = {"layout": layout, "dtype": dtype, "model": str(model_dir), "engines": engines}
+    results = run_ranks(
+        WORKER,
+        tmp_path / "ranks",
+        world_size=ranks,
+        job=job | {"manifest": manifest, "spoil": True},
+        timeout_s=400,
+    )
+    whole = load_file(model_dir / "model.safetensors")
+    check_results(results, sum(tensor.nbytes for tensor in whole.values()), engines=len(engines))
+
+    verify = ["weights", "verify", *(word for url in engines for word in ("--engine", url))]
+    assert main([*verify, "--manifest", manifest]) == 0
+    assert capsys.readouterr().out.count(f"{2 * PARAMETERS} parameters of version 2: equal") == 2
+    got = checksums(engines)
+
+    expected = {n: 4 * (t if dtype == "float32" else t.to(torch.bfloat16).float()) for n, t in whole.items()}
+    with WeightSync(engines, staged=False) as sync:  # ranks are asked of the engines
+        sync.connect(timeout_s=60)
+        sync.update(expected.items(), version=3, timeout_s=120)
+    assert got == checksums(engines) and len(got[0]) == 2
+
+
+def check_results(results: list[dict[str, Any]], model_bytes: int, *, engines: int) -> None:
+    """The lead's reports; every byte sent once per engine; and a NaN of the last rank is everybody's."""
+    first = results[0]
+    assert [report[:2] for report in first["reports"]] == [[1, 2 * PARAMETERS], [2, 2 * PARAMETERS]]
+    assert first["one"] == [2, 2 * PARAMETERS]
+    sent = sum(result["reports"][1][2] for result in results)
+    assert (
+        1.0 <= sent / (engines * model_bytes) < 1.1
+    )  # norms, routers and the like go to both ranks of an engine
+    assert all("NonFiniteWeights" in result["refused"] or "NaN" in result["refused"] for result in results)
+
+
+@pytest.mark.full
+def test_tied_embeddings_over_two_stages_are_given_once(tmp_path: Path) -> None:
+    worker = Path(__file__).with_name("tied_rank.py")
+    one, other = run_ranks(worker, tmp_path, world_size=2, job={"layout": "pp=2"}, timeout_s=120)
+    assert one["names"] == other["names"] and len(set(one["names"])) == len(one["names"])
+    assert one["names"].count("model.embed_tokens.weight") == 1
+    assert set(one["shards"]) | set(other["shards"]) == set(one["names"])
