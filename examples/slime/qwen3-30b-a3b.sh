@@ -6,7 +6,7 @@
 # r3channel must be installed in the image of every node (engines load it as a plug-in):   pip install "r3channel[direct]"
 set -euo pipefail
 : "${SLIME:?the checkout of slime}" "${MEGATRON:?that of its Megatron}" "${MODEL:?the Hugging Face folder}"
-: "${LOAD:?the same in Megatron's format}" "${PROMPTS:?prompts in JSON lines}"
+: "${LOAD:?the same as Megatron checkpoint}" "${PROMPTS:?prompts in JSON lines}"
 source "$SLIME/scripts/models/qwen3-30B-A3B.sh" # MODEL_ARGS
 
 PARALLEL=(
