@@ -17,7 +17,7 @@ ARGS ?=
 LOCK := r3channel/embedded/requirements.txt
 VENV := .venv
 HEAVY := (engine or dist or e2e)
-SHARED := -n 2 --dist loadfile
+SHARED := -n 2 --dist loadfile --max-worker-restart 0
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 # The stamp's name is a hash of all that setup depends on: when nothing changed, setup is one look at a file.
@@ -58,6 +58,7 @@ $(READY):
 demo: setup
 	$(BIN)/r3channel demo $(ARGS)
 
+# After a crash pytest-xdist waits for ever for the tests that the worker had: the run ends at once, and names the test.
 # Tests in one process share the cores with another worker's; engines, trainers and whole runs need all of them.
 test: setup
 	$(BIN)/python -m pytest -m "not full and not $(HEAVY)" $(SHARED) $(ARGS)

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from hashlib import sha256
 from typing import Any
 
 import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
+from numba.core.registry import cpu_target
 from numba.extending import intrinsic as _numba_intrinsic
 
 from r3channel.errors import UsageError
@@ -35,12 +37,25 @@ with 64 rows, 0.047 with 512, against 0.033 for memcpy of the same bytes)."""
 
 def _jit(*signature: Any) -> Callable[[Callable[..., Any]], Any]:
     def compiled(function: Callable[..., Any]) -> Any:
+        function.__qualname__ += _form(function, signature)
         try:
             return numba.njit(*signature, nogil=True, cache=True)(function)
         except (RuntimeError, OSError):  # neither the package nor the user's cache folder can be written
             return numba.njit(*signature, nogil=True)(function)
 
     return compiled
+
+
+def _form(function: Callable[..., Any], signature: tuple[Any, ...]) -> str:
+    """What tells this form of a loop from all others: a name of its own in the cache.
+
+    numba keeps the forms of one name in one index and numbers them without a lock. Two processes that compile different forms
+    at once take the same number, and later ones run one form's code on the other's rows.
+    """
+    fixed = [cell.cell_contents for cell in function.__closure__ or ()]
+    context: Any = cpu_target.target_context
+    target = (numba.__version__, *context.codegen().magic_tuple())
+    return "-" + sha256(repr((fixed, signature, target)).encode()).hexdigest()[:16]
 
 
 def _inlined(function: Callable[..., Any]) -> Any:

@@ -5,9 +5,8 @@
 # Start Ray first, as slime's own scripts do:   ray start --head ...   and on the other node   ray start --address ...
 # r3channel must be installed in the image of every node (engines load it as a plug-in):   pip install "r3channel[direct]"
 set -euo pipefail
-SLIME="${SLIME:-/root/slime}"
-MODEL="${MODEL:-/root/models/Qwen3-30B-A3B}"
-LOAD="${LOAD:-/root/Qwen3-30B-A3B_torch_dist}"
+: "${SLIME:?the checkout of slime}" "${MEGATRON:?that of its Megatron}" "${MODEL:?the Hugging Face folder}"
+: "${LOAD:?the same as Megatron checkpoint}" "${PROMPTS:?prompts in JSON lines}"
 source "$SLIME/scripts/models/qwen3-30B-A3B.sh" # MODEL_ARGS
 
 PARALLEL=(
@@ -21,7 +20,7 @@ PARALLEL=(
 )
 ROLLOUT=(
   --hf-checkpoint "$MODEL" --load "$LOAD"
-  --prompt-data /root/datasets/dapo-math-17k/dapo-math-17k.jsonl --input-key prompt --label-key label
+  --prompt-data "$PROMPTS" --input-key prompt --label-key label
   --apply-chat-template --rollout-shuffle --rm-type deepscaler
   --num-rollout 100 --rollout-batch-size 32 --n-samples-per-prompt 8 --global-batch-size 256
   --rollout-max-response-len 8192 --rollout-temperature 1
@@ -47,7 +46,7 @@ CHANNEL=(
 
 cd "$SLIME"
 ray job submit --address "http://127.0.0.1:8265" \
-  --runtime-env-json '{"env_vars": {"PYTHONPATH": "/root/Megatron-LM", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}}' \
+  --runtime-env-json '{"env_vars": {"PYTHONPATH": "'"$MEGATRON"'", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}}' \
   -- r3channel slime train_async.py "${MODEL_ARGS[@]}" "${PARALLEL[@]}" "${ROLLOUT[@]}" "${CHANNEL[@]}" \
   --optimizer adam --lr 1e-6 --lr-decay-style constant --weight-decay 0.1 \
   --advantage-estimator grpo --eps-clip 0.2 --use-tis \

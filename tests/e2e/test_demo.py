@@ -188,11 +188,12 @@ def test_without_the_flag_the_rooms_of_the_channel_are_never_entered(run_small: 
 
 @pytest.mark.full
 @pytest.mark.timeout(400)
-def test_another_layout_and_several_engines_show_no_difference(tmp_path: Path) -> None:
-    """Pipeline stages without tensor parallelism; each engine has samples of both DP ranks."""
+@pytest.mark.parametrize("layout", ["dp=2,tp=1,pp=2,cp=1", "dp=2,tp=2,pp=1,cp=1"])
+def test_other_layouts_and_several_engines_show_no_difference(tmp_path: Path, layout: str) -> None:
+    """Each engine has samples of both DP ranks."""
     from tests.e2e.conftest import run
 
-    done = run(tmp_path, "--steps", "3", "--layout", "dp=2,tp=1,pp=2,cp=1", "--engines", "2")
+    done = run(tmp_path, "--steps", "3", "--layout", layout, "--engines", "2")
     assert done.code == 0 and done.result["ids_different"] == 0 and done.result["ids_compared"] >= 100_000
     assert done.result["stage_coverage"] >= 0.95
 

@@ -83,10 +83,25 @@ assert distinct.kernels() is not None
 print(distinct.__file__, distinct.checked(ids, num_experts=128, first_row=0))
 """
 
+FORMS = """
+import numpy as np
+from r3channel import distinct
+for slots in (8, 24):
+    ids = np.arange(slots, dtype=np.uint8)[None, None].repeat(3, 1).repeat(50, 0)
+    print(slots, distinct.checked(ids, num_experts=100, first_row=0))
+"""
+TOGETHER = """
+from numba.core.caching import IndexDataCacheFile as Cache
+written, save = [], Cache._save_data
+Cache._load_index = lambda self: {}
+Cache._save_data = lambda *entry: written.append(entry)
+"""
+"""As two processes that began at once: neither saw the other's entry in the index, and who came first writes last."""
 
-def run_program(package: Path, **environment: str) -> str:
+
+def run_program(package: Path, program: str = PROGRAM, **environment: str) -> str:
     child = subprocess.run(
-        [sys.executable, "-c", PROGRAM], cwd=package, env=os.environ | {"PYTHONPATH": str(package)} | environment,
+        [sys.executable, "-c", program], cwd=package, env=os.environ | {"PYTHONPATH": str(package)} | environment,
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert child.returncode == 0, child.stderr
@@ -111,3 +126,11 @@ def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
     assert files
     assert run_program(package, NUMBA_CACHE_DIR=str(tmp_path)) == first
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.nb?")} == files
+
+
+def test_processes_that_compile_two_forms_at_once_leave_no_form_under_the_others_name(tmp_path: Path) -> None:
+    package = Path(r3channel.__file__).parent.parent
+    late = "for entry in reversed(written): save(*entry)"
+    right = run_program(package, TOGETHER + FORMS + late, NUMBA_CACHE_DIR=str(tmp_path))
+    assert list(tmp_path.rglob("*.nbc"))
+    assert run_program(package, FORMS, NUMBA_CACHE_DIR=str(tmp_path)) == right

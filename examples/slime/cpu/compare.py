@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
 
 
 def _figures(result: dict[str, Any], *, steps: int) -> dict[str, float]:
-    """The first step is left out of seconds: it compiles, and joins."""
+    """The first step is left out of trainers' waits: they join in it. The manager's times are means over all steps."""
     manager = result["processes"]["manager"]
     trainers = [each for name, each in result["processes"].items() if name.startswith("trainer")]
     tokens = manager["tokens"]

@@ -178,8 +178,8 @@ def _timed_manager(module: Any) -> None:
 
         sizes = [len(pickle.dumps(ray.get(box.inner), protocol=5)) for box in boxes]
         tokens = sum(len(one) for one in data["tokens"])
-        _TOLD["store_bytes"] = _TOLD.get("store_bytes", 0) + sum(sizes)
-        _TOLD["tokens"] = _TOLD.get("tokens", 0) + tokens
+        witness.TOLD["store_bytes"] = witness.TOLD.get("store_bytes", 0) + sum(sizes)
+        witness.TOLD["tokens"] = witness.TOLD.get("tokens", 0) + tokens
         return boxes
 
     dispose = manager.dispose
@@ -187,14 +187,13 @@ def _timed_manager(module: Any) -> None:
     def disposed(self: Any) -> None:
         if hasattr(self, "relay"):
             self.rows.tidy()
-            _TOLD["discarded"] = self.relay.metrics.value("r3channel_samples_total", outcome="discarded")
-        witness.tell("manager", **_TOLD)
+            witness.TOLD["discarded"] = self.relay.metrics.value(
+                "r3channel_samples_total", outcome="discarded"
+            )
+        witness.tell("manager", **witness.TOLD)
         dispose(self)
 
     manager._split_train_data_by_dp, manager.dispose = split_train_data_by_dp, disposed
-
-
-_TOLD: dict[str, float] = {}
 
 
 def _timed_replies(module: Any) -> None:
@@ -214,11 +213,15 @@ def _timed_rows(module: Any) -> None:
 
 
 def _count_bytes(owner: Any, name: str, *, meta_info_at: int) -> None:
+    from examples.slime.cpu import witness
+
     inner = getattr(owner, name)
 
     def counted(*args: Any, **options: Any) -> Any:
         field = args[meta_info_at].get("routed_experts")
-        _TOLD["reply_bytes"] = _TOLD.get("reply_bytes", 0) + (len(field) if isinstance(field, str) else 0)
+        witness.TOLD["reply_bytes"] = witness.TOLD.get("reply_bytes", 0) + (
+            len(field) if isinstance(field, str) else 0
+        )
         return inner(*args, **options)
 
     setattr(owner, name, counted)

@@ -25,6 +25,8 @@ _EXPECTED: list[
 _SEEN: list[tuple[Any, Any, Any, Any]] = []
 _STEP = [0]
 _SPENT: dict[str, list[float]] = {}
+TOLD: dict[str, float] = {}
+"""Of the rollout manager. Read through the module: what Ray pickles with a patched class would be a copy."""
 
 
 @contextmanager

@@ -85,10 +85,14 @@ class Actor:
 def relay_in(how: str, *given: str) -> Iterator[tuple[Any, Any]]:
     """(its owner, a trainer's control of it); `how` is `ray` or `python`."""
     if how == "python":
-        with BaseManager(ctx=multiprocessing.get_context("spawn")) as processes:
+        context = multiprocessing.get_context("spawn")
+        with BaseManager(ctx=context, shutdown_timeout=LIMIT_S) as processes:
+            child = vars(processes)["_process"]
             owner = getattr(processes, "Owner")(*given)  # noqa: B009 made at run time
             yield owner, owner
             owner.close()
+        if child.exitcode != 0:
+            raise RuntimeError(f"the relay's process ended with {child.exitcode}, expected 0")
         return
     import ray
 
