@@ -16,7 +16,7 @@ from r3channel import bare, config
 from r3channel.errors import ConfigError
 from r3channel.recordings.options import add_options
 
-_WEIGHTS = ("off", "broadcast")
+_WEIGHTS = ("off", "broadcast", "exact", "colocated")
 
 
 def add_arguments(parser: Any) -> Any:
@@ -33,7 +33,9 @@ def add_arguments(parser: Any) -> Any:
         "--r3-weights",
         choices=_WEIGHTS,
         default="off",
-        help="who updates the engines' weights: `off`, slime's own updater; `broadcast`, r3channel's WeightSync, all or none",
+        help="who updates the engines' weights: `off`, slime's own updater; `broadcast`, r3channel's WeightSync, all or none, "
+        "from rank 0; `exact`, the same from every rank, each part once; `colocated`, as `exact`, through the shared memory of "
+        "the one machine that engines and trainers are on",
     )
     return parser
 
@@ -41,7 +43,13 @@ def add_arguments(parser: Any) -> Any:
 def judged(arguments: Sequence[str]) -> None:
     """Raise as `prepared` would, for the text of a job's arguments. Knows of slime's own only those that matter here."""
     parser = add_arguments(ArgumentParser(add_help=False, allow_abbrev=False))
-    for name in ("use-routing-replay", "use-rollout-routing-replay", "colocate", "release-train"):
+    for name in (
+        "use-routing-replay",
+        "use-rollout-routing-replay",
+        "colocate",
+        "release-train",
+        "offload-train",
+    ):
         parser.add_argument(f"--{name}", action="store_true")
     for name in ("debug-train-only", "debug-rollout-only"):
         parser.add_argument(f"--{name}", action="store_true")
@@ -82,6 +90,16 @@ def prepared(args: Namespace) -> Namespace:
             args.r3_weights != "off" and not own_gpus,
             f"--r3-weights {args.r3_weights} sends whole weights to engines with GPUs of their own; expected neither --colocate "
             "nor --release-train, and --update-weight-mode full",
+        ),
+        (
+            args.r3_weights in ("exact", "colocated") and getattr(args, "offload_train", False),
+            f"--r3-weights {args.r3_weights} sends parameters from where they lie, and --offload-train puts them to sleep; "
+            "expected --r3-weights broadcast",
+        ),
+        (
+            args.r3_weights != "off" and args.r3_delivery == "direct" and not channel.token_file,
+            f"--r3-weights {args.r3_weights} and --r3-delivery direct: engines ask who sends weights for the run's token; "
+            "expected --r3-token-file, a path that every node can read",
         ),
     )
     for wrong, text in refusals:
