@@ -17,11 +17,11 @@ from slime.backends.megatron_utils.actor import MegatronTrainRayActor  # pyright
 
 from r3channel.config import ChannelConfig
 from r3channel.errors import StepError
-from r3channel.integrations.slime import layout_of
 from r3channel.integrations.slime_weights import ChannelUpdater
 from r3channel.metrics import Metrics, StageClock
 from r3channel.plan.ticket import Ticket
 from r3channel.relay.actor import RayRelay
+from r3channel.report.slime_arguments import layout_of
 from r3channel.trainer.channel import TrainerChannel
 from r3channel.trainer.replay import ReplayStep
 from r3channel.trainer.schedule import replayed

@@ -14,9 +14,24 @@ from typing import Any
 
 from r3channel import bare, config
 from r3channel.errors import ConfigError
+from r3channel.plan.layout import TrainerLayout
 from r3channel.recordings.options import add_options
 
 _WEIGHTS = ("off", "broadcast", "exact", "colocated")
+
+
+_HELP = f"""usage: r3channel slime SCRIPT [ARGUMENTS of slime ...] {bare.FLAG} [--r3-... ]
+
+  r3channel slime train_async.py $MODEL_ARGS $ROLLOUT_ARGS {bare.FLAG} --r3-delivery direct
+
+SCRIPT is slime's own train_async.py or train.py, or yours that imports what they import. Under `ray job submit` this
+command stands where `python train_async.py` stood. Without {bare.FLAG} the script runs as it is.
+"""
+
+
+def help_text() -> str:
+    parser = add_arguments(ArgumentParser(prog="r3channel slime SCRIPT", usage="", add_help=False))
+    return _HELP + "\n" + parser.format_help().removeprefix("usage: \n\n")
 
 
 def add_arguments(parser: Any) -> Any:
@@ -114,6 +129,26 @@ def prepared(args: Namespace) -> Namespace:
     args.use_routing_replay = False
     args.moe_enable_routing_replay = True
     return args
+
+
+def with_channel(args: Namespace) -> Namespace:
+    """`prepared` where slime parsed alone: what its arguments do not say of the channel has its default."""
+    vars(args).update(vars(add_arguments(ArgumentParser()).parse_args([])) | vars(args))
+    if config.ChannelConfig.from_args(args).metrics_port >= 0:
+        raise ConfigError("metrics_port: the relay of a patched slime serves no page; expected -1")
+    return prepared(args)
+
+
+def layout_of(args: Namespace) -> TrainerLayout:
+    """slime's rows: packs; each sequence cut zigzag over CP, or the whole pack (`--allgather-cp`); the tail padded per rank."""
+    return TrainerLayout.from_megatron_args(
+        args,
+        world_size=args.actor_num_nodes * args.actor_num_gpus_per_node,
+        packing="thd",
+        cp_split="contiguous" if args.allgather_cp else "zigzag",
+        pad_multiple=args.data_pad_size_multiplier,
+        uniform=False,
+    )
 
 
 def _weights_problem(args: Namespace) -> str:

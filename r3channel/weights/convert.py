@@ -152,11 +152,14 @@ def _local_shards(bridge: Any, views: Sequence[NamedView]) -> list[tuple[_Shard,
                 raise ConfigError(
                     f"parameter {name}: not known to {type(bridge).__name__}; is it this model's bridge?"
                 )
-            split = getattr(weight, "tensor_model_parallel", False)
-            dim = getattr(weight, "partition_dim", -1) if split else -1
+            dim = _partition_dim(weight)
             shard = _Shard(bridge.mpu.pp_rank, names[name], tuple(weight.shape), str(weight.dtype), dim)
             shards.append((shard, weight.detach()))
     return shards
+
+
+def _partition_dim(weight: torch.Tensor) -> int:
+    return getattr(weight, "partition_dim", -1) if getattr(weight, "tensor_model_parallel", False) else -1
 
 
 def _tensors(view: NamedView) -> list[tuple[str, torch.Tensor]]:
@@ -279,6 +282,27 @@ class Part:
     def ranks(self) -> tuple[int, int]:
         """(rank, size) in the group whose ranks hold other parts of it."""
         return (0, 1) if self.partition_dim < 0 else (self.rank, self.size)
+
+
+def parts_of(
+    named: Iterable[tuple[str, torch.Tensor]], *, dense: tuple[int, int], expert: tuple[int, int]
+) -> Iterator[Part]:
+    """Megatron's parameters under their names in the whole model, as parts.
+
+    `dense` and `expert` are (rank, size) in the groups that split all others and the experts.
+    """
+    for name, weight in named:
+        dim = _partition_dim(weight) if getattr(weight, "parallel_mode", "") != "duplicated" else -1
+        yield Part(name, weight, dim, *(expert if ".experts." in name else dense))
+
+
+def merged_tp(name: str, parts: list[torch.Tensor], dim: int) -> torch.Tensor:
+    """Megatron's parts as one: each rank has a part of the gate and one of the up projection; grouped experts name the wrong
+    dimension of the down projection."""
+    if "linear_fc1." in name:
+        halves = [part.chunk(2) for part in parts]
+        return torch.cat([gate for gate, _ in halves] + [up for _, up in halves], dim)
+    return torch.cat(parts, 1 if "linear_fc2.weight" in name else dim)
 
 
 Merge = Callable[[str, list[torch.Tensor], int], torch.Tensor]

@@ -70,7 +70,7 @@ JOBS: dict[str, tuple[list[str], list[str]]] = {
     "stock": (["--stock"], []),
     "ours": (["--own-engines"], ["--use-fault-tolerance"]),
     "tensor_parallel": (
-        ["--tp", "2", "--engines", "2", "--delivery", "direct"],
+        ["--tp", "2", "--ep", "2", "--engines", "2", "--delivery", "direct"],
         ["--r3-weights", "exact"],
     ),
     "experts": (
