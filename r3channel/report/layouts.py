@@ -1,6 +1,6 @@
 """The table of supported layouts. Its rows are the parameters of tests/dist/test_layouts.py, so each one has a proof.
 
-python -m r3channel.report.layouts README.md      # puts the table between the markers
+python -m r3channel.report.layouts r3channel/plan/README.md      # puts the table between the markers
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ NOTES = (
 
 
 def table() -> str:
-    """Markdown; the README holds this text between `BEGIN` and `END`, and a test holds them together."""
+    """Markdown; the plan room's README holds this text between `BEGIN` and `END`, and a test holds them together."""
     lines = ["| layout | a router's rows on one rank | proven by |", "|---|---|---|"]
     lines += [f"| `{layout.text}` | {layout.rows} | `{layout.when}` |" for layout in LAYOUTS]
     return "\n".join([*lines, "", *NOTES]) + "\n"

@@ -17,8 +17,8 @@ ASKED = (
 
 
 def test_the_committed_table_is_the_generated_one() -> None:
-    text = (ROOT / "README.md").read_text()
-    assert text == put_into(text), "run: python -m r3channel.report.layouts README.md"
+    text = (ROOT / "r3channel" / "plan" / "README.md").read_text()
+    assert text == put_into(text), "run: python -m r3channel.report.layouts r3channel/plan/README.md"
 
 
 def test_the_tests_on_real_megatron_take_their_layouts_from_the_table() -> None:
