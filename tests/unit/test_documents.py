@@ -130,3 +130,18 @@ def test_the_pages_calls_fit_their_signatures() -> None:
         inspect.signature(target).bind(*arguments, **{str(word.arg): None for word in call.keywords})
         checked += 1
     assert checked >= 14
+
+
+def test_every_decision_is_on_the_page_that_the_table_says() -> None:
+    def numbers(text: str) -> list[int]:
+        return [int(number) for number in re.findall(r"\d+", text)]
+
+    there = {
+        page: numbers(" ".join(re.findall(r"^- \*\*(\d+)\. ", PAGES[page], re.MULTILINE))) for page in PAGES
+    }
+    table = dict(re.findall(r"^\| (?:`(.*?)`|this one) \| ([\d, ]+) \|$", DESIGN, re.MULTILINE))
+    told = {page or "r3channel/DESIGN.md": sorted(numbers(text)) for page, text in table.items()}
+    assert told == {page: sorted(found) for page, found in there.items() if found}
+    replaced = re.findall(r"([\d, ]+) by \d+", DESIGN.split("| replaced |")[1])
+    every = sorted([*numbers(" ".join(replaced)), *(number for found in there.values() for number in found)])
+    assert every == sorted(set(every)) and set(every) >= set(range(1, 96))
