@@ -445,5 +445,5 @@ def background(call: Callable[[], T]) -> Future[T]:
 
 def _failure(future: Future[Any], member: Member, left_s: float) -> BaseException | None:
     if not future.done():
-        return DeadlineExceeded(f"engine {member.url}: a call did not end within {left_s:.1f} s")
+        return DeadlineExceeded(f"engine {member.url}: no answer within {left_s:.1f} s")
     return future.exception()
