@@ -272,7 +272,7 @@ def hf_shards(
     Where a parameter's elements go is learned from the bridge itself: it merges and renames index tensors once per kind of
     parameter. Arguments as of `hf_weights`. Raises ConfigError where a bridge computes instead of moving.
     """
-    known: dict[Any, list[_Place]] = {}
+    known: dict[Any, tuple[torch.Tensor, list[_Place]]] = {}
     shards: list[Shard] = []
     with torch.no_grad():
         for shard, weight in _local_shards(bridge, [NamedView(chunk) for chunk in chunks]):
@@ -295,7 +295,7 @@ def _shards(
     bridge: Any,
     shard: _Shard,
     weight: torch.Tensor,
-    known: dict[Any, list[_Place]],
+    known: dict[Any, tuple[torch.Tensor, list[_Place]]],
     dtype: torch.dtype | None,
 ) -> Iterator[Shard]:
     mpu, name = bridge.mpu, shard.name
@@ -308,31 +308,30 @@ def _shards(
     kind = (re.sub(r"\d+", "#", name), shard.shape, shard.partition_dim)
     if kind not in known:
         known[kind] = _places(bridge, name, shard, rank=rank, size=size)
-    names, _ = bridge._weight_to_hf_format(
-        name, _merged_indexes(bridge, name, shard, size=size, device="meta")
-    )
+    whole, places = known[kind]
+    names, _ = bridge._weight_to_hf_format(name, whole)
     sent = _sent_dtype(shard.name, weight.dtype, dtype)
-    for place in known[kind]:
+    for place in places:
         meta = TensorMeta(name=names[place.tensor], dtype=sent, shape=place.shape)
         offset = weight.storage_offset() + place.offset
         yield Shard(meta, place.box, torch.as_strided(weight, place.box.shape, place.strides, offset))
 
 
-def _merged_indexes(bridge: Any, name: str, shard: _Shard, *, size: int, device: str) -> torch.Tensor:
+def _merged_indexes(bridge: Any, name: str, shard: _Shard, *, size: int) -> torch.Tensor:
     """The whole parameter with every element's number instead of its value: rank by rank, in memory order."""
     items = math.prod(shard.shape)
-    parts = [
-        torch.arange(rank * items, (rank + 1) * items, device=device).view(shard.shape)
-        for rank in range(size)
-    ]
+    parts = [torch.arange(rank * items, (rank + 1) * items).view(shard.shape) for rank in range(size)]
     if size == 1:
         return parts[0]
     return bridge._weight_merge_across_tp(name, parts, _marked(shard.partition_dim))
 
 
-def _places(bridge: Any, name: str, shard: _Shard, *, rank: int, size: int) -> list[_Place]:
+def _places(
+    bridge: Any, name: str, shard: _Shard, *, rank: int, size: int
+) -> tuple[torch.Tensor, list[_Place]]:
+    """Where a parameter's elements go, and a whole one without values, of which a bridge tells the names."""
     items, found = math.prod(shard.shape), []
-    whole = _merged_indexes(bridge, name, shard, size=size, device="cpu")
+    whole = _merged_indexes(bridge, name, shard, size=size)
     _, tensors = bridge._weight_to_hf_format(name, whole)
     for number, indexes in enumerate(tensors):
         if indexes.dtype != torch.int64 or indexes.unique().numel() != indexes.numel():
@@ -341,7 +340,7 @@ def _places(bridge: Any, name: str, shard: _Shard, *, rank: int, size: int) -> l
             )
         own = torch.where(indexes // items == rank, indexes - rank * items, -1).numpy()
         found += [_Place(number, tuple(indexes.shape), *box) for box in _affine_boxes(own, name)]
-    return found
+    return torch.empty_like(whole, device="meta"), found
 
 
 def _affine_boxes(own: np.ndarray, name: str) -> Iterator[tuple[Box, int, tuple[int, ...]]]:

@@ -33,6 +33,7 @@ from r3channel.errors import (
     CannotStage,
     ConfigError,
     DeadlineExceeded,
+    EngineLeftBehind,
     R3Error,
     RegistryRefused,
     UsageError,
@@ -543,8 +544,8 @@ class WeightSync:
             )
         else:
             only.evicted = ""
-        if joint.leads:
-            work.resume(version, manifest)
+        if joint.left_behind:
+            raise EngineLeftBehind(joint.left_behind)
         return UpdateReport.of(version, manifest, run)
 
     def _bring_up(self, member: Member, deadline: Deadline) -> UpdateReport:
