@@ -60,6 +60,7 @@ from r3channel.errors.peers import (
     AuditMismatch,
     BackgroundFailed,
     BucketCorrupt,
+    CannotStage,
     DeadlineExceeded,
     DigestMismatch,
     NotReplayable,

@@ -354,7 +354,7 @@ def shards_of(
     Where a parameter's elements go is learned from `merge` and `convert` themselves: they move index tensors once per kind of
     parameter. Raises ConfigError where they compute instead of moving.
     """
-    known: dict[Any, list[_Place]] = {}
+    known: dict[Any, tuple[torch.Tensor, list[_Place]]] = {}
     shards: list[Shard] = []
     with torch.no_grad():
         for part in parts:
@@ -363,37 +363,44 @@ def shards_of(
 
 
 def _shards(
-    part: Part, merge: Merge, convert: Convert, known: dict[Any, list[_Place]], dtype: torch.dtype | None
+    part: Part,
+    merge: Merge,
+    convert: Convert,
+    known: dict[Any, tuple[torch.Tensor, list[_Place]]],
+    dtype: torch.dtype | None,
 ) -> Iterator[Shard]:
     weight, name = part.tensor.detach().contiguous(), part.name
     kind = (re.sub(r"\d+", "#", name), weight.shape, part.partition_dim)
     if kind not in known:
         known[kind] = _places(part, merge, convert)
-    names = [named for named, _ in convert(name, _merged_indexes(part, merge, device="meta"))]
+    whole, places = known[kind]
+    names = [named for named, _ in convert(name, whole)]
     sent = _sent_dtype(name, weight.dtype, dtype)
-    for place in known[kind]:
+    for place in places:
         meta = TensorMeta(name=names[place.tensor], dtype=sent, shape=place.shape)
         offset = weight.storage_offset() + place.offset
         yield Shard(meta, place.box, torch.as_strided(weight, place.box.shape, place.strides, offset))
 
 
-def _merged_indexes(part: Part, merge: Merge, *, device: str) -> torch.Tensor:
+def _merged_indexes(part: Part, merge: Merge) -> torch.Tensor:
     """The whole parameter with every element's number instead of its value: rank by rank, in memory order."""
     items, (_, size) = part.tensor.numel(), part.ranks
-    numbers = torch.arange(size * items, device=device).view(size, *part.tensor.shape)
+    numbers = torch.arange(size * items).view(size, *part.tensor.shape)
     return numbers[0] if size == 1 else merge(part.name, list(numbers), part.partition_dim)
 
 
-def _places(part: Part, merge: Merge, convert: Convert) -> list[_Place]:
+def _places(part: Part, merge: Merge, convert: Convert) -> tuple[torch.Tensor, list[_Place]]:
+    """Where a parameter's elements go, and a whole one without values, of which `convert` tells the names."""
     items, (rank, _), found = part.tensor.numel(), part.ranks, list[_Place]()
-    for number, (_, indexes) in enumerate(convert(part.name, _merged_indexes(part, merge, device="cpu"))):
+    whole = _merged_indexes(part, merge)
+    for number, (_, indexes) in enumerate(convert(part.name, whole)):
         if indexes.dtype != torch.int64 or indexes.unique().numel() != indexes.numel():
             raise ConfigError(
                 f"{part.name} is computed on its way to the checkpoint, not moved; use plan='broadcast'"
             )
         own = torch.where(indexes // items == rank, indexes - rank * items, -1).numpy()
         found += [_Place(number, tuple(indexes.shape), *box) for box in _affine_boxes(own, part.name)]
-    return found
+    return torch.empty_like(whole, device="meta"), found
 
 
 def _affine_boxes(own: np.ndarray, name: str) -> Iterator[tuple[Box, int, tuple[int, ...]]]:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from r3channel.errors import (
     DeadlineExceeded,
+    EngineLeftBehind,
     EngineUnavailable,
     NonFiniteWeights,
     PeerFailed,
@@ -147,6 +148,10 @@ class ExactStages:
     def check(self, ranks: Sequence[RankLink], *, names: bool) -> tuple[dict[str, str], tuple[str, ...]]:
         return check_complete(ranks, self.metas, names=names)
 
+    def aimed_at(self, links: Sequence[RankLink]) -> bool:
+        """Whether the last plan is for these engine ranks: all of the engines, or one that is brought back alone."""
+        return self._pieces.keys() == set(links)
+
     def aim(self, links: Sequence[RankLink], deadline: Deadline) -> str:
         """Plan for these engine ranks (the same order on every trainer) and tell each what will come; the plan's hash."""
         assert self._source is not None
@@ -241,6 +246,9 @@ class JointUpdate:
         self, work: Staged, stages: ExactStages, ranks: TrainerRanks, run: Run, version: int
     ) -> None:
         self._work, self._stages, self._ranks, self._run, self._version = work, stages, ranks, run, version
+        self._manifest = Manifest.of(())
+        self.left_behind = ""
+        """What `EngineLeftBehind` says, where the update counts and some engines did not take it."""
 
     @property
     def leads(self) -> bool:
@@ -254,15 +262,16 @@ class JointUpdate:
                 lambda: self._stages.check_finite() if finite else None, self._survey(shards)
             )
         with run.stage("join"):
-            changed |= self._open()
+            self._open()
         with run.stage("plan"):
             links = list(itertools.chain(*(member.ranks for member in self._work.members)))
-            if changed:
+            if changed or not self._stages.aimed_at(links):
                 same_plan(self._ranks.exchange(self._stages.aim(links, run.deadline), run.deadline))
+            self._manifest = Manifest.of([Bucket.of(self._stages.metas)])
         with run.stage("wait_send"):
             self._send()
-        self._lead(self._commit)
-        return Manifest.of([Bucket.of(self._stages.metas)])
+        self.left_behind = self._lead(self._commit).get("left", "")
+        return self._manifest
 
     def _survey(self, shards: Sequence[Shard]) -> bool:
         return self._stages.survey(shards, self._run.deadline)
@@ -297,14 +306,17 @@ class JointUpdate:
             except Exception as failure:
                 error = failure
                 told = {"error": f"{type(failure).__name__}: {failure}"}
+            told["evicted"] = self._run.evicted
         told = self._ranks.exchange(told, self._run.deadline.at_least(GRACE_S * 10))[0]
         if error is not None:
             raise error
+        for member in [m for m in self._work.members if m.url in told["evicted"]]:
+            self._work.leave_out(member, told["evicted"][member.url])
         self._raise([told["error"]] if "error" in told else [])
         return told
 
-    def _open(self) -> bool:
-        """Links to every engine that takes part; whether any of them is new."""
+    def _open(self) -> None:
+        """Links to every engine that takes part."""
         work, deadline = self._work, self._run.deadline
         mine = [member.url for member in work.members if not member.staged]
         without = set(itertools.chain(*self._ranks.exchange(mine, deadline)))
@@ -314,9 +326,7 @@ class JointUpdate:
             attempts = {member.url: self._stages.attempts[member.url] for member in fresh}
             return {"all": {m.url: m.client.ranks for m in work.members}, "fresh": attempts}
 
-        before = list(work.members)
         told = self._lead(ask)
-        work.members = [member for member in before if member.url in told["all"]]
         for member in work.members:
             member.client.ranks = told["all"][member.url]
         fresh = [member for member in work.members if member.url in told["fresh"]]
@@ -325,7 +335,6 @@ class JointUpdate:
             if not self.leads:
                 member.unlink()
         self._together(lambda: work.take(fresh), True)
-        return bool(fresh) or len(work.members) != len(before)
 
     def _send(self) -> None:
         """This rank's shards to every engine rank; engines that a trainer could not reach are lost to all."""
@@ -363,4 +372,8 @@ class JointUpdate:
     def _commit(self) -> dict[str, Any]:
         self._work.verify()
         self._work.commit(self._version)
+        try:
+            self._work.resume(self._version, self._manifest)
+        except EngineLeftBehind as error:
+            return {"left": str(error)}
         return {}

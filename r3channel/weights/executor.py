@@ -106,9 +106,12 @@ class Crew:
         last = len(self.members) == 1
         if self._alone or last or self._rules.on_engine_loss == "abort" or not isinstance(error, _LOSSES):
             raise error
+        self.leave_out(member, f"{type(error).__name__}: {error}")
+
+    def leave_out(self, member: Member, why: str) -> None:
+        """Go on without it, until `update_one`."""
         self.members.remove(member)
-        member.evicted = f"{type(error).__name__}: {error}"
-        self._run.evicted[member.url] = member.evicted
+        member.evicted = self._run.evicted[member.url] = why
         self._enrolment.quarantine([member])
         background(member.unlink)
 
@@ -447,5 +450,5 @@ def background(call: Callable[[], T]) -> Future[T]:
 
 def _failure(future: Future[Any], member: Member, left_s: float) -> BaseException | None:
     if not future.done():
-        return DeadlineExceeded(f"engine {member.url}: a call did not end within {left_s:.1f} s")
+        return DeadlineExceeded(f"engine {member.url}: no answer within {left_s:.1f} s")
     return future.exception()

@@ -14,8 +14,12 @@ import torch
 from r3channel.errors import DeadlineExceeded, R3Error
 from r3channel.weights.manifest import Bucket, Manifest, TensorMeta
 
-GRACE_S = 0.3  # a call's own deadline comes first; this one guards against a stuck thread
-_LAST_WORD_S = 0.3  # after the first failure of several calls: time for the one at fault to answer too
+# Waits within waits: each has the same deadline, and the innermost must speak first, because it knows who is late.
+_ANSWER_S = (
+    0.15  # of several calls: for one that ends by its own deadline, and for the one at fault to answer too
+)
+GRACE_S = 2 * _ANSWER_S  # of one call in a thread, which may make several
+LAST_WORD_S = GRACE_S + _ANSWER_S  # of the thread that waits for those
 
 
 class Deadline:
@@ -53,9 +57,9 @@ def wait_all(calls: Mapping[Future[Any], str], what: str, timeout_s: float) -> N
 
     Calls of which one fails can leave the others waiting for it, so those are not waited for.
     """
-    wait(calls, timeout=timeout_s + GRACE_S, return_when=FIRST_EXCEPTION)
+    wait(calls, timeout=timeout_s + _ANSWER_S, return_when=FIRST_EXCEPTION)
     if any(call.done() and call.exception() for call in calls):
-        wait(calls, timeout=_LAST_WORD_S)
+        wait(calls, timeout=_ANSWER_S)
     failed = [error for call in calls if call.done() and (error := call.exception())]
     if failed:
         kind = type(failed[0]) if isinstance(failed[0], R3Error) else R3Error
@@ -163,6 +167,8 @@ class Stream:
     def __init__(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         self._iterator = iter(named_tensors)
         self.ended = False
+        self.asking = False
+        """Whether the caller's own code runs."""
         self.seconds = 0.0
 
     def __iter__(self) -> Iterator[tuple[TensorMeta, torch.Tensor]]:
@@ -172,8 +178,11 @@ class Stream:
 
     def _next(self) -> tuple[str, torch.Tensor] | None:
         begun_s = time.monotonic()
-        self.ended = True  # unless it gives one: it may raise
-        named = next(self._iterator, None)
+        self.ended = self.asking = True  # unless it gives one: it may raise
+        try:
+            named = next(self._iterator, None)
+        finally:
+            self.asking = False
         self.ended = named is None
         self.seconds += time.monotonic() - begun_s
         return named

@@ -33,6 +33,7 @@ from r3channel.errors import (
     CannotStage,
     ConfigError,
     DeadlineExceeded,
+    EngineLeftBehind,
     R3Error,
     RegistryRefused,
     UsageError,
@@ -57,7 +58,7 @@ from r3channel.weights.geometry import Box
 from r3channel.weights.manifest import Bucket, Manifest, TensorMeta
 from r3channel.weights.member import EngineState, Member, told
 from r3channel.weights.pack import Contents, OnNonfinite, Packer, Push
-from r3channel.weights.progress import GRACE_S, Deadline, Run, Stream, UpdateReport
+from r3channel.weights.progress import GRACE_S, LAST_WORD_S, Deadline, Run, Stream, UpdateReport
 from r3channel.weights.registry import Enrolment, WeightRegistry, own_registry
 from r3channel.weights.sglang import EngineClient, PauseMode
 from r3channel.weights.store import HeldWeights, HostCopy, checkpoint_tensors
@@ -427,10 +428,14 @@ class WeightSync:
         reading = background(read)
         self._reading = reading
         wait([reading], timeout=run.deadline.left_s())
+        if (
+            not stream.asking
+        ):  # a call of ours is under way, which has the same deadline and can name who is late
+            wait([reading], timeout=LAST_WORD_S)
         if not reading.done():
-            raise DeadlineExceeded(
-                f"the tensors did not come within {run.deadline.elapsed_s:.1f} s: is their iterator stuck?"
-            )
+            late = "the tensors did not come" if stream.asking else "the tensors were not packed and sent"
+            why = ": is their iterator stuck?" if stream.asking else ""
+            raise DeadlineExceeded(f"{late} within {run.deadline.elapsed_s:.1f} s{why}")
         return reading.result()
 
     def _drain(self, stream: Stream) -> None:
@@ -539,8 +544,8 @@ class WeightSync:
             )
         else:
             only.evicted = ""
-        if joint.leads:
-            work.resume(version, manifest)
+        if joint.left_behind:
+            raise EngineLeftBehind(joint.left_behind)
         return UpdateReport.of(version, manifest, run)
 
     def _bring_up(self, member: Member, deadline: Deadline) -> UpdateReport:

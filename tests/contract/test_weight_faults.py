@@ -251,6 +251,21 @@ def test_one_engine_that_took_the_version_decides_and_the_other_is_left_behind(
     assert holds(bad, 2) and good.calls == []
 
 
+def test_an_engine_that_hangs_in_a_bucket_is_named_at_the_deadline_and_no_other_is_to_blame(
+    start: Start,
+) -> None:
+    hung = start()
+    with session(hung, keep_copy=False) as sync:
+        sync.update(weights(1).items(), version=1, timeout_s=20)
+        hung.script[UPDATE, BUCKETS + 1] = "hang"
+        begun_s = time.monotonic()
+        with pytest.raises(
+            WeightUpdateFailed, match=f"version 1 stays: bucket 1 .*{hung.url}.*no answer within"
+        ):
+            sync.update(weights(2).items(), version=2, timeout_s=1)
+        assert 1 <= time.monotonic() - begun_s < 17 and sync.engine_states == {hung.url: EngineState.DIRTY}
+
+
 def test_an_engine_that_hangs_at_the_commit_does_not_keep_the_other_paused(
     sync: WeightSync, pair: tuple[FakeEngine, FakeEngine]
 ) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from r3channel.cli import main
 from r3channel.embedded.sglang import EngineOptions, EngineServer
 from r3channel.weights.session import WeightSync
 from r3channel.weights.sglang import EngineClient
+from r3channel.weights.wires import in_background
 from tests.dist.ranks import run_ranks
 
 pytestmark = [pytest.mark.dist, pytest.mark.engine, pytest.mark.timeout(600)]
@@ -24,7 +27,7 @@ PARAMETERS = 38
 
 
 @pytest.fixture(scope="module")
-def engines(model_dir: Path) -> Iterator[list[str]]:
+def servers(model_dir: Path) -> Iterator[list[EngineServer]]:
     """Two engines of two ranks each, with our half."""
     options = EngineOptions(
         model=model_dir, tp=2, capture=False, r3channel=False, env={"R3CHANNEL_WEIGHTS": "1"}
@@ -32,7 +35,12 @@ def engines(model_dir: Path) -> Iterator[list[str]]:
     with EngineServer(options) as one, EngineServer(options) as other:
         for server in (one, other):
             server.wait_ready(300)
-        yield [one.url, other.url]
+        yield [one, other]
+
+
+@pytest.fixture(scope="module")
+def engines(servers: list[EngineServer]) -> list[str]:
+    return [server.url for server in servers]
 
 
 def checksums(urls: list[str]) -> list[list[dict[str, str]]]:
@@ -101,3 +109,43 @@ def test_tied_embeddings_over_two_stages_are_given_once(tmp_path: Path) -> None:
     assert one["names"] == other["names"] and len(set(one["names"])) == len(one["names"])
     assert one["names"].count("model.embed_tokens.weight") == 1
     assert set(one["shards"]) | set(other["shards"]) == set(one["names"])
+
+
+@pytest.mark.full
+def test_the_lines_of_the_readme_update_two_engines_and_bring_a_killed_one_back(
+    servers: list[EngineServer],
+    engines: list[str],
+    model_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Last of this file: it leaves another life of the second engine at its address, and ends it."""
+    folder = tmp_path / "ranks"
+    folder.mkdir()
+    again = EngineServer(servers[1].options)
+    port = urlsplit(engines[1]).port
+    monkeypatch.setattr("r3channel.embedded.sglang.free_port", lambda: port)
+
+    def kill_and_start_again() -> None:
+        while not (folder / "kill").exists():
+            time.sleep(0.1)
+        servers[1].close()
+        (folder / "killed").touch()
+        again.start().wait_ready(300)
+
+    restarting = in_background(kill_and_start_again, name="test-restart")
+    try:
+        job = {"layout": "tp=2,dp=2,ep=2", "model": str(model_dir), "engines": engines}
+        worker = Path(__file__).with_name("weights_readme_rank.py")
+        results = run_ranks(worker, folder, world_size=4, job=job, timeout_s=500)
+        restarting.result(timeout=10)
+        assert results == [{"version": 3, "evicted": {}, "states": 2}] * 4
+        said = (folder / "log.0").read_text()
+        assert f"2: {2 * PARAMETERS} parameters of each engine compared; lost: {{'{engines[1]}'" in said
+        assert f"3: {2 * PARAMETERS} parameters of each engine compared; lost: {{}}" in said
+        verify = ["weights", "verify", "--engine", engines[0], "--engine", engines[1]]
+        assert main([*verify, "--manifest", str(folder / "committed.json")]) == 0
+        assert capsys.readouterr().out.count(f"{2 * PARAMETERS} parameters of version 3: equal") == 2
+    finally:
+        again.close()

@@ -249,26 +249,47 @@ def slowly(weights):
             time.sleep(60)
         yield named
 
-with WeightSync([sys.argv[1]], bucket_bytes=1 << 20) as sync:
+url, path, way = sys.argv[1:]
+weights = load_file(path)
+with WeightSync([url], bucket_bytes=1 << 20, staged=way == "staged") as sync:
     sync.connect(timeout_s=30)
-    sync.update(slowly(load_file(sys.argv[2])), version=7, timeout_s=100)
+    sync.update(weights.items(), version=7, timeout_s=60)
+    sync.update(slowly({name: weight + 1 for name, weight in weights.items()}), version=8, timeout_s=100)
 """
 
 
-@pytest.mark.full
-def test_a_trainer_that_dies_leaves_an_engine_that_serves_nothing_until_the_next_trainer_comes(
-    restored: None, engine_url: str, model_dir: Path, original: Weights, changed: Weights
-) -> None:
-    path = model_dir / "model.safetensors"
-    child = subprocess.Popen(
-        [sys.executable, "-c", TRAINER, engine_url, str(path)], stdout=subprocess.PIPE, text=True, cwd=ROOT
-    )
+def trainer_that_dies(url: str, model_dir: Path, way: str) -> None:
+    """It gives the checkpoint as version 7, and half of version 8."""
+    command = [sys.executable, "-c", TRAINER, url, str(model_dir / "model.safetensors"), way]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     try:
         assert child.stdout is not None and child.stdout.readline() == "half\n"
     finally:
         kill_family(child)
+
+
+@pytest.mark.full
+def test_a_trainer_that_dies_while_it_stages_leaves_an_engine_that_serves_as_before(
+    restored: None, engine_url: str, model_dir: Path, changed: Weights
+) -> None:
+    client, (tokens, _) = EngineClient(engine_url), greedy(engine_url)
+    before = client.weight_checksums(timeout_s=30)
+    trainer_that_dies(engine_url, model_dir, "staged")
+    assert greedy(engine_url) == (tokens, "7") and client.weight_checksums(timeout_s=30) == before
+
+    with WeightSync([engine_url], verify=True, staged=True) as sync:
+        sync.connect(timeout_s=30)
+        assert sync.update(changed.items(), version=9, timeout_s=60).verified == 38
+        assert greedy(engine_url)[1] == "9" and greedy(engine_url)[0] != tokens
+
+
+@pytest.mark.full
+def test_a_trainer_that_dies_while_it_broadcasts_leaves_an_engine_that_serves_nothing_until_the_next_comes(
+    restored: None, engine_url: str, model_dir: Path, changed: Weights
+) -> None:
+    trainer_that_dies(engine_url, model_dir, "broadcast")
     client = EngineClient(engine_url)
-    assert client.weight_version(timeout_s=10) == "0"
+    assert client.weight_version(timeout_s=10) == "7"
     waiting: list[tuple[list[int], str]] = []
     asked = threading.Thread(target=lambda: waiting.append(greedy(engine_url)))
     asked.start()
@@ -277,9 +298,9 @@ def test_a_trainer_that_dies_leaves_an_engine_that_serves_nothing_until_the_next
 
     with WeightSync([engine_url], verify=True) as sync:
         sync.connect(timeout_s=30)
-        sync.update(changed.items(), version=1, timeout_s=60)
+        sync.update(changed.items(), version=8, timeout_s=60)
         asked.join(60)
-        assert waiting == [greedy(engine_url)] and waiting[0][1] == "1"
+        assert waiting == [greedy(engine_url)] and waiting[0][1] == "8"
 
 
 @pytest.mark.full

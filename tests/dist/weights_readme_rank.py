@@ -1,0 +1,55 @@
+"""Worker of test_weights_exact.py: runs the lines of the room's README as one of several real Megatron ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from r3channel.embedded import megatron
+from r3channel.plan.layout import TrainerLayout
+from tests.dist.ranks import write_result
+from tests.dist.weights_exact_rank import scale
+
+README = Path(__file__).parents[2] / "r3channel" / "weights" / "README.md"
+
+
+def my_job(model: Any, job: dict[str, Any]) -> ModuleType:
+    """What the README leaves to its reader. Before the second update one engine is killed."""
+
+    def train(version: int) -> None:
+        scale(model.chunks, 2.0)
+        if version == 2:
+            Path("kill").touch()
+            while not Path("killed").exists():
+                time.sleep(0.1)
+
+    module = ModuleType("my_job")
+    vars(module).update(bridge=model.bridge, chunks=model.chunks, engines=job["engines"], train=train)
+    return module
+
+
+def main(job: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    os.chdir(job["out"])
+    layout = TrainerLayout.parse(job["layout"])
+    megatron.init_distributed(
+        rank=job["rank"], world_size=job["world_size"], init_method=job["init_method"], layout=layout
+    )
+    sys.modules["my_job"] = my_job(megatron.build(job["model"], layout, dtype="float32"), job)
+    script = Path(f"readme_{job['rank']}.py")
+    script.write_text(README.read_text().split("```python\n")[1].split("```")[0])
+    sync = runpy.run_path(str(script))["sync"]
+    megatron.close_distributed()
+    write_result(job, {"version": sync.version, "evicted": sync.evicted, "states": len(sync.engine_states)})
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
