@@ -105,8 +105,8 @@ class ChannelConfig:
     on_stale: str = "accept"
     """Rows beyond `max_staleness`: `accept` counts them, `mask` takes their tokens out of the loss, `reject` refuses the step."""
     sampling_masks: bool = False
-    """Carry the token ids that sampling could choose, beside the routing; engines need R3CHANNEL_SAMPLING_MASKS=1 and requests
-    `return_sampling_mask`. Not with `store_dir`: a relay that is killed loses them."""
+    """Carry the token ids that sampling could choose, beside the routing and not in JSON; set it for relay and engines, and
+    `return_sampling_mask` in requests. Not with `store_dir`: a relay that is killed loses them."""
     audit_microbatches: int = 1
     """Micro-batches per step whose replayed ids are compared with what the live router would choose; 0: none."""
 
@@ -116,7 +116,7 @@ class ChannelConfig:
     """File, mode 0600, that holds the bearer token of direct delivery; both ends read it."""
     frame_timeout_s: float = 30.0
     """How long `seal` waits for frames whose receipts came; what is missing then is named."""
-    prefix_bytes: int = 256 * _MIB
+    kept_prefix_bytes: int = 256 * _MIB
     """Ceiling of shared prompts' rows that are kept for later frames to refer to; what was evicted is asked for again."""
     relays: int = 1
     """Relays that share the work, each for the engines of its node; with more than one, engines deliver directly."""
@@ -160,7 +160,7 @@ class ChannelConfig:
             "memory_bytes",
             "room_timeout_s",
             "frame_timeout_s",
-            "prefix_bytes",
+            "kept_prefix_bytes",
             "max_group_failures",
         ):
             # A deadline of nan or inf never ends.
@@ -213,25 +213,26 @@ class EngineConfig:
     weights: bool = False
     """R3CHANNEL_WEIGHTS=1 turns on the receiving half of weight updates alone; R3CHANNEL_ENGINE=1 has it too."""
     codec: str = "auto"
-    """How ids are written: `auto`, or one of `wire.codec.CODEC_NAMES`; those of `COSTLY_CODECS` need direct delivery."""
+    """How ids are written: `auto`, `stored`, `lz4`, `packed9` or `set`, which drops the order of a row and
+    needs direct delivery."""
     delivery: str = "inband"
     """`inband`: the frame is in the reply. `direct`: it goes to the relay's ingest and the reply holds a receipt."""
     relay_url: str = ""
     """Where direct frames go: what `Relay.serve` returned."""
     token_file: str = ""
-    """File, mode 0600, that holds the relay's bearer token."""
+    """As the relay's."""
     queue_bytes: int = 256 * _MIB
     """Ceiling of frames that wait to be sent; a request that would exceed it is answered in-band."""
-    prefix_bytes: int = 64 * _MIB
+    sent_prefix_bytes: int = 64 * _MIB
     """With direct delivery: ceiling of the rows of prompts that were sent, so that equal ones are sent once; 0: all in full."""
     deliver_timeout_s: float = 60.0
     """How long a frame is offered to the relay before it is given up; the relay then names it when it seals."""
     name: str = ""
     """What the engine calls itself in its hello; its own address by default."""
     sampling_masks: bool = False
-    """R3CHANNEL_SAMPLING_MASKS=1: the masks of a request with `return_sampling_mask` follow its frame, and not in JSON."""
+    """As the relay's; both ends must have it."""
     allow: str = ""
-    """Refusals at start to override, comma separated: see `REFUSALS`. The rows concerned may be wrong without a sign."""
+    """Refusals at start to override, by word, with commas (`r3channel/engine/README.md`). Rows may be wrong without a sign."""
 
     def __post_init__(self) -> None:
         if self.delivery not in ("inband", "direct"):
@@ -248,8 +249,10 @@ class EngineConfig:
         for name in ("queue_bytes", "deliver_timeout_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} is {getattr(self, name)}, expected a positive, finite number")
-        if self.prefix_bytes < 0:
-            raise ConfigError(f"prefix_bytes is {self.prefix_bytes}, expected 0 (all in full) or more")
+        if self.sent_prefix_bytes < 0:
+            raise ConfigError(
+                f"sent_prefix_bytes is {self.sent_prefix_bytes}, expected 0 (all in full) or more"
+            )
         unknown = self.allowed - set(REFUSALS)
         if unknown:
             raise ConfigError(f"R3CHANNEL_ALLOW names {sorted(unknown)}, expected some of {sorted(REFUSALS)}")
@@ -337,7 +340,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument("--r3-config", metavar="FILE", help="TOML file with the options below")
     for f in fields(ChannelConfig):
         name = f"--r3-{f.name.replace('_', '-')}"
-        text = _field_texts(ChannelConfig).get(f.name, "").replace("%", "%%")
+        text = field_texts(ChannelConfig).get(f.name, "").replace("%", "%%")
         if isinstance(f.default, bool):
             group.add_argument(name, action="store_true", default=None, help=text)
         else:
@@ -351,7 +354,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 @functools.cache
-def _field_texts(cls: type[Any]) -> dict[str, str]:
+def field_texts(cls: type[Any]) -> dict[str, str]:
     """Field -> the text under it in the source, so that `--help` and the code say the same. Empty where no source is kept."""
     try:
         (body,) = ast.parse(inspect.getsource(cls)).body

@@ -7,7 +7,8 @@ their name in `r3channel.recordings.catalogue`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -39,50 +40,116 @@ def engine_step(
     seed: int = 0,
     lengths: tuple[int, ...] = (33, 25, 33, 25),
     shared: int = 0,
-    real: RecordedStep | None = None,
 ) -> RecordedStep:
     """Two micro-batches on each DP rank; with `shared`, all samples begin with the same so many tokens and rows. Two weight
-    versions in each sample: an early part, prefilled, and a later one. With
-    `real`, rows and tokens are beginnings of its samples'."""
+    versions in each sample: an early part, prefilled, and a later one."""
     rng, cut = np.random.default_rng(seed), TrainerLayout.parse(layout)
-    names = [f"s{index}" for index in range(len(lengths) * cut.dp)]
-    of = dict(zip(names, lengths * cut.dp, strict=True))
     common = distinct(rng, shared, spec)
     prompt = rng.integers(4, 512, max(shared, 1))[:shared].astype(np.int32)
-    samples, frames, tokens = {}, {}, {}
-    taken = set[str]()
-    for name, count in of.items():
+    parts = []
+    for count in lengths * cut.dp:
         ids = distinct(rng, count - 1, spec)
         ids[:shared] = common[: count - 1]
         own = rng.integers(4, 512, count).astype(np.int32)
         own[:shared] = prompt[:count]
-        if real is not None:
-            sample = next(one for one in real.samples if one.tokens >= count and one.sample_id not in taken)
-            taken.add(sample.sample_id)
-            ids, own = real.rows(sample.sample_id)[: count - 1], real.tokens[sample.sample_id][:count]
         middle = (count - 1) // 2
-        parts = ((0, middle, 3, RowKind.PREFILLED), (middle, count - 1, 4, RowKind.DECODED))
-        spans = tuple(
-            ProvenanceSpan(start=start, end=end, weight_version=version, kind=kind)
-            for start, end, version, kind in parts
-            if end > start
-        )
-        digest = fold(layer_digests(ids, first_row=0))
-        tokens[name] = as_tokens(own)
-        samples[name] = TicketSample(
-            name, count, hash_tokens(tokens[name]), digest, spans, (), ((count - 1, 0),)
-        )
-        frames[name] = [encode_frame(spec, expert_ids_TLK=ids, provenance=spans, codec="stored")]
-    ranks = [
-        [
-            names[dp * len(lengths) :][: len(lengths) // 2],
-            names[dp * len(lengths) :][len(lengths) // 2 : len(lengths)],
+        spans = _spans((0, middle, 3, RowKind.PREFILLED), (middle, count - 1, 4, RowKind.DECODED))
+        parts.append(_Part(ids, own, [spans]))
+    return _step_of(spec, cut, parts)
+
+
+def variation(real: RecordedStep, layout: str = "", *, seed: int = 0) -> RecordedStep:
+    """A clean step out of a real one's rows and tokens: beginnings of its samples, in several turns under several versions; some
+    go on after a retraction, some share a prompt, of some the engine has no rows for a stretch."""
+    rng, cut = np.random.default_rng(seed), TrainerLayout.parse(layout)
+    parts = []
+    for index in range(4 * cut.dp):
+        source = real.samples[int(rng.integers(len(real.samples)))]
+        ids, own = np.array(real.rows(source.sample_id)), np.array(real.tokens[source.sample_id])
+        count = int(rng.integers(2, len(own) + 1))
+        ids, own = ids[: count - 1], own[:count]
+        if index and seed % 3 == 1:
+            common = min(int(rng.integers(1, 9)), count - 1, len(parts[-1].ids))
+            ids[:common], own[:common] = parts[-1].ids[:common], parts[-1].tokens[:common]
+        cuts = sorted({0, *rng.integers(0, count - 1, seed % 4).tolist()})
+        turns = [
+            _turn(rng, start, end, version)
+            for version, (start, end) in enumerate(pairwise([*cuts, count - 1]))
         ]
-        for dp in range(cut.dp)
-    ]
-    assignment = Assignment.given(ranks)
-    ordered = tuple(samples[name] for name in assignment.sample_ids)
-    return RecordedStep(Ticket("run", 7, spec, cut, assignment, ordered, 1024), frames, tokens, spec)
+        start = int(rng.integers(count - 1))
+        gone = ((start, min(start + 3, count - 1)),) if seed % 5 == 4 and index % 2 else ()
+        parts.append(_Part(ids, own, turns, gone))
+    return _step_of(real.spec, cut, parts)
+
+
+def _turn(rng: np.random.Generator, start: int, end: int, version: int) -> tuple[ProvenanceSpan, ...]:
+    """Prefilled, decoded, and for some prefilled again and decoded on: a retraction."""
+    edges = [start, *sorted(rng.integers(start, end + 1, int(rng.integers(0, 4))).tolist()), end]
+    kinds = [RowKind.PREFILLED, RowKind.DECODED] * 2
+    return _spans(*((a, b, version, kind) for (a, b), kind in zip(pairwise(edges), kinds, strict=False)))
+
+
+def _spans(*parts: tuple[int, int, int, RowKind]) -> tuple[ProvenanceSpan, ...]:
+    return tuple(
+        ProvenanceSpan(start=start, end=end, weight_version=version, kind=kind)
+        for start, end, version, kind in parts
+        if end > start
+    )
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One sample's rows, tokens, and the spans of each of its turns."""
+
+    ids: Ids
+    tokens: Ids
+    turns: list[tuple[ProvenanceSpan, ...]]
+    invalid: tuple[tuple[int, int], ...] = ()
+
+    def sample(self, name: str) -> TicketSample:
+        spans, count = tuple(chain(*self.turns)), len(self.tokens)
+        digest = fold(layer_digests(self.ids, first_row=0, valid_T=self._valid))
+        tokens_hash = hash_tokens(as_tokens(self.tokens))
+        return TicketSample(name, count, tokens_hash, digest, spans, self.invalid, ((count - 1, 0),))
+
+    def frames(self, spec: RoutingSpec) -> list[bytes]:
+        valid_T, frames = self._valid, []
+        for spans in filter(None, self.turns):
+            own = slice(spans[0].start, spans[-1].end)
+            frames.append(
+                encode_frame(
+                    spec,
+                    expert_ids_TLK=np.ascontiguousarray(self.ids[own]),
+                    first_row=own.start,
+                    valid_T=None if valid_T is None else valid_T[own],
+                    provenance=spans,
+                    codec="stored",
+                )
+            )
+        return frames
+
+    @property
+    def _valid(self) -> Ids | None:
+        valid_T = np.ones(len(self.ids), bool)
+        for start, end in self.invalid:
+            valid_T[start:end] = False
+        return valid_T if self.invalid else None
+
+
+def _step_of(spec: RoutingSpec, layout: TrainerLayout, parts: list[_Part]) -> RecordedStep:
+    named = {f"s{index}": part for index, part in enumerate(parts)}
+    assignment = given(list(named), dp=layout.dp)
+    samples = tuple(named[name].sample(name) for name in assignment.sample_ids)
+    frames = {name: part.frames(spec) for name, part in named.items()}
+    tokens = {name: as_tokens(part.tokens) for name, part in named.items()}
+    return RecordedStep(Ticket("run", 7, spec, layout, assignment, samples, 1024), frames, tokens, spec)
+
+
+def given(names: list[str], *, dp: int) -> Assignment:
+    """Two micro-batches on each rank, samples in their order."""
+    size = len(names) // (2 * dp)
+    batches = [names[begin : begin + size] for begin in range(0, len(names), size)]
+    return Assignment.given([batches[2 * rank : 2 * rank + 2] for rank in range(dp)])
 
 
 def distinct(rng: np.random.Generator, rows: int, spec: RoutingSpec) -> Ids:
@@ -198,8 +265,9 @@ def with_spans(
 
 
 def mixed_versions(step: RecordedStep) -> RecordedStep:
+    """The whole sample is said to be of the version that its last row has."""
     one = {
-        s.sample_id: (ProvenanceSpan(start=0, end=s.tokens - 1, weight_version=4, kind=RowKind.DECODED),)
+        s.sample_id: _spans((0, s.tokens - 1, s.provenance[-1].weight_version, RowKind.DECODED))
         for s in step.samples
     }
     return with_spans(step, router_step(step, rows_of(step)), one)

@@ -111,7 +111,7 @@ class Sender:
         self._closed = threading.Event()
         self._greeted = False
         self._refusal = ""
-        self._prefixes = PrefixCache(RoutingSpec.from_dict(hello.spec), max_bytes=config.prefix_bytes)
+        self._prefixes = PrefixCache(RoutingSpec.from_dict(hello.spec), max_bytes=config.sent_prefix_bytes)
         self._connection: http.client.HTTPConnection | None = None
         self.given_up = 0
         """Frames that the relay did not take in time."""
@@ -185,7 +185,7 @@ class Sender:
         rows, config = draft.shared_rows, self._config
         # A prefix keeps the order of its rows; a codec that drops it must drop it for the whole sample.
         keeps_order = config.codec not in COSTLY_CODECS
-        if rows < MIN_ROWS or not config.prefix_bytes or not keeps_order or not draft.complete():
+        if rows < MIN_ROWS or not config.sent_prefix_bytes or not keeps_order or not draft.complete():
             return Shared(None)
         return self._prefixes.share(
             draft.ids_TLK[:rows], token_ids=draft.prompt[:rows], weight_version=draft.weight_version

@@ -66,7 +66,7 @@ class Intake:
             durable,
             clock=clock,
             invalid_rows=config.invalid_rows,
-            prefix_bytes=config.prefix_bytes,
+            prefix_bytes=config.kept_prefix_bytes,
         )
         self._store, self._durable, self._recorder, self._changed = store, durable, recorder, changed
         self._expired: list[str] = []

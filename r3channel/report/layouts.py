@@ -1,13 +1,8 @@
-"""The table of supported layouts. Its rows are the parameters of tests/dist/test_layouts.py, so each one has a proof.
-
-python -m r3channel.report.layouts README.md      # puts the table between the markers
-"""
+"""The table of supported layouts. Its rows are the parameters of tests/dist/test_layouts.py, so each one has a proof."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,22 +52,7 @@ NOTES = (
 )
 
 
-def table() -> str:
-    """Markdown; the README holds this text between `BEGIN` and `END`, and a test holds them together."""
-    lines = ["| layout | a router's rows on one rank | proven by |", "|---|---|---|"]
-    lines += [f"| `{layout.text}` | {layout.rows} | `{layout.when}` |" for layout in LAYOUTS]
-    return "\n".join([*lines, "", *NOTES]) + "\n"
-
-
-BEGIN, END = "<!-- layouts: generated -->\n", "<!-- /layouts -->\n"
-
-
-def put_into(text: str) -> str:
-    """The text with what lies between the markers replaced by the table."""
-    before, rest = text.split(BEGIN)
-    return before + BEGIN + table() + END + rest.split(END)[1]
-
-
-if __name__ == "__main__":
-    path = Path(sys.argv[1])
-    path.write_text(put_into(path.read_text()))
+def lines() -> list[str]:
+    """Markdown for `pages`."""
+    rows = [f"| `{layout.text}` | {layout.rows} | `{layout.when}` |" for layout in LAYOUTS]
+    return ["| layout | a router's rows on one rank | proven by |", "|---|---|---|", *rows, "", *NOTES]

@@ -27,7 +27,7 @@ PROMPT = list(range(65))
 
 @pytest.fixture
 def relay() -> Iterator[Relay]:
-    relay = Relay(SPEC, TrainerLayout(), ChannelConfig(prefix_bytes=1 << 20))
+    relay = Relay(SPEC, TrainerLayout(), ChannelConfig(kept_prefix_bytes=1 << 20))
     yield relay
     with suppress(errors.StepError):
         relay.close()
@@ -60,7 +60,7 @@ def test_equal_rows_of_a_prompt_are_sent_once(relay: Relay, tmp_path: Path) -> N
     url = relay.serve(token_file=tmp_path / "token")
     with Engine(url, tmp_path / "token") as engine:
         sent = finish_all(relay, engine, {f"s{number}": sibling(number) for number in range(8)})
-    with Engine(url, tmp_path / "token", hello=hello_of(boot_id=12), prefix_bytes=0) as engine:
+    with Engine(url, tmp_path / "token", hello=hello_of(boot_id=12), sent_prefix_bytes=0) as engine:
         full = finish_all(relay, engine, {f"f{number}": sibling(number) for number in range(8)})
     saved_rows = 7 * 64
     assert sent == pytest.approx(full - saved_rows * SPEC.bytes_per_token, abs=8 * 160)
@@ -98,7 +98,9 @@ def test_a_relay_that_restarts_gets_shared_rows_again(tmp_path: Path) -> None:
 
 
 def test_a_prefix_needs_no_more_memory_than_allowed(relay: Relay, tmp_path: Path) -> None:
-    with Engine(relay.serve(token_file=tmp_path / "token"), tmp_path / "token", prefix_bytes=4000) as engine:
+    with Engine(
+        relay.serve(token_file=tmp_path / "token"), tmp_path / "token", sent_prefix_bytes=4000
+    ) as engine:
         for number in range(5):
             prompt_rows = np.concatenate([random_ids(64, seed=number), random_ids(30, seed=50 + number)])
             reply = engine.finish(f"r{number}", 95, prompt=[number, *PROMPT[1:]], ids_TLK=prompt_rows)
@@ -112,7 +114,7 @@ def prompt_of(number: int) -> list[int]:
 
 
 def test_prompts_that_the_relay_has_no_room_for_at_once_are_sent_in_full(tmp_path: Path) -> None:
-    config = ChannelConfig(prefix_bytes=64 * SPEC.bytes_per_token)
+    config = ChannelConfig(kept_prefix_bytes=64 * SPEC.bytes_per_token)
     relay = Relay(SPEC, TrainerLayout(), config)
     with Engine(relay.serve(token_file=tmp_path / "token"), tmp_path / "token") as engine:
         with engine.sender._changed:  # the sender takes all of them as one parcel

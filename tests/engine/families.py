@@ -1,6 +1,6 @@
 """Tiny random checkpoints of other MoE families, made by transformers itself in a process of its own.
 
-python families.py FOLDER        writes each into FOLDER/FAMILY
+python families.py FOLDER [FAMILY ...]        writes each, or those named, into FOLDER/FAMILY
 """
 
 from __future__ import annotations
@@ -87,23 +87,28 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "linear_key_head_dim": 16, "linear_value_head_dim": 32,
     },
 }  # fmt: skip
-
-
+ON_CPU = {
+    "SGLANG_EXTERNAL_MODEL_PACKAGE": "tests.engine.on_cpu",
+    "SGLANG_MAMBA_CONV_DTYPE": "float32",
+    "TORCHDYNAMO_DISABLE": "1",  # Llama 4 and gpt-oss compile what a few lines of torch do
+}
+"""What some families' servers cannot start without on a CPU."""
 _WHOLE = {"llama4": "Llama4ForConditionalGeneration"}
 """SGLang loads these by the configuration of the whole model, of which only the language model's weights are there."""
 
 
-def write_families(folder: Path) -> None:
+def write_families(folder: Path, *names: str) -> None:
     """One process for all: importing transformers takes most of the time."""
-    command = [sys.executable, __file__, str(folder)]
+    command = [sys.executable, __file__, str(folder), *names]
     subprocess.run(command, env=environment(r3channel=False), check=True, timeout=120)
 
 
-def main(folder: str) -> None:
+def main(folder: str, *names: str) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    for family, sizes in FAMILIES.items():
+    for family in names or FAMILIES:
+        sizes = FAMILIES[family]
         torch.manual_seed(0)
         config = AutoConfig.for_model(family, **_COMMON | sizes)
         model: Any = AutoModelForCausalLM.from_config(config).to(torch.float32)

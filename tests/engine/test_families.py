@@ -16,7 +16,7 @@ from r3channel.routing import Ids
 from r3channel.spec import RoutingSpec
 from tests.conftest import READY_TIMEOUT_S
 from tests.engine.client import Reply, generate, generate_together
-from tests.engine.families import FAMILIES, write_families
+from tests.engine.families import FAMILIES, ON_CPU, write_families
 from tests.engine.reference import reference_ids
 from tests.engine.test_semantics import ids_in, random_prompt
 
@@ -26,11 +26,6 @@ PROMPTS = (5, 40, 200)
 """Tokens; the last is prefilled in two chunks, and begins a second turn."""
 UNORDERED = {"glm4_moe", "deepseek_v2", "deepseek_v3"}
 """Both sides take the best k unsorted here (`topk(..., sorted=False)`), so that a row is a set."""
-ON_CPU = {
-    "SGLANG_EXTERNAL_MODEL_PACKAGE": "tests.engine.on_cpu",
-    "SGLANG_MAMBA_CONV_DTYPE": "float32",
-    "TORCHDYNAMO_DISABLE": "1",  # Llama 4 and gpt-oss compile what a few lines of torch do
-}
 OPTIONS: dict[str, dict[str, Any]] = {
     "mixtral": {"chunked_prefill_size": -1, "extra_args": ("--mem-fraction-static", "0.5")},
     "deepseek_v2": {"env": ON_CPU},

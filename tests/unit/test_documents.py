@@ -1,4 +1,4 @@
-"""README and DESIGN name what is there: tests, files, modules, calls with their parameters."""
+"""READMEs and DESIGN name what is there: tests, files, modules, calls with their parameters. The first one is short."""
 
 from __future__ import annotations
 
@@ -14,11 +14,17 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "r3channel"
-README = (ROOT / "README.md").read_text()
-DESIGN = (PACKAGE / "DESIGN.md").read_text()
-WEIGHTS = (PACKAGE / "weights" / "README.md").read_text()
+PAGES = {
+    path.relative_to(ROOT).as_posix(): path.read_text()
+    for top in (ROOT, PACKAGE, ROOT / "examples", ROOT / "patches")
+    for path in (top.glob("*.md") if top == ROOT else top.rglob("*.md"))
+    if path.name in ("README.md", "DESIGN.md")
+}
+DESIGN = PAGES["r3channel/DESIGN.md"]
 HOUSE = DESIGN.split("## The house")[1].split("## ")[0]
-SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+SNIPPETS = [
+    (page, text) for page in PAGES for text in re.findall(r"```python\n(.*?)```", PAGES[page], re.DOTALL)
+]
 
 RESULTS = {
     "relay": "Relay",
@@ -29,7 +35,7 @@ RESULTS = {
     "WeightSync": "WeightSync",
     "TrainerChannel": "TrainerChannel",
 }
-"""What the names in the README's code hold."""
+"""What the names in the pages' code hold."""
 
 
 def known_tests() -> Iterator[tuple[str, bool]]:
@@ -45,17 +51,40 @@ def known_tests() -> Iterator[tuple[str, bool]]:
                 yield node.name, any("mark.full" in text for text in texts)
 
 
-def test_every_test_that_the_readmes_name_is_there_and_starred_where_it_is_long() -> None:
-    named = {name: bool(star) for name, star in re.findall(r"`(test_\w+)`(\*?)", README + WEIGHTS)}
-    known = dict(known_tests())
+def test_every_test_that_a_page_names_is_there_and_starred_where_it_is_long() -> None:
+    """A test's own name, or its file's."""
+    named = {
+        name: bool(star) for page in PAGES.values() for name, star in re.findall(r"`(test_\w+)`(\*?)", page)
+    }
+    files = {path.stem: False for path in (ROOT / "tests").rglob("test_*.py")}
+    known = files | dict(known_tests())
     assert named and {name: known.get(name) for name in named} == named
 
 
-@pytest.mark.parametrize("text", [README, DESIGN], ids=["README", "DESIGN"])
-def test_every_file_that_is_named_with_its_folder_is_there(text: str) -> None:
-    named = set(re.findall(r"`([\w-]+/[\w/.-]*)`", text))
-    assert named
-    assert {name for name in named if not any((at / name).exists() for at in (ROOT, PACKAGE))} == set()
+def test_the_first_page_is_read_in_minutes() -> None:
+    assert len(PAGES["README.md"].splitlines()) <= 150
+
+
+def test_every_room_has_a_page() -> None:
+    rooms = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert {f"r3channel/{room}/README.md" for room in rooms} <= set(PAGES)
+
+
+SGLANGS = {"sglang/srt", "models/qwen2_moe.py"}
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page != "patches/README.md"]
+)  # files of upstreams
+def test_every_file_that_is_named_with_its_folder_is_there(page: str) -> None:
+    """From the repository's root, the package, or the page's own folder."""
+    named = set(re.findall(r"(?:`|\]\()([\w-]+/[\w/.-]*)[`)]", PAGES[page])) - SGLANGS
+    places = (ROOT, PACKAGE, (ROOT / page).parent)
+    assert {
+        name
+        for name in named
+        if not any((at / name).exists() or (at / f"{name}.py").exists() for at in places)
+    } == set()
 
 
 def test_the_house_names_every_module_of_its_lower_rooms() -> None:
@@ -69,9 +98,9 @@ def test_the_house_names_every_module_of_its_lower_rooms() -> None:
 
 
 def _namespace() -> dict[str, Any]:
-    """What the README imports."""
+    """What the pages import."""
     found: dict[str, Any] = {}
-    for node in (node for text in SNIPPETS for node in ast.parse(text).body):
+    for node in (node for _, text in SNIPPETS for node in ast.parse(text).body):
         if isinstance(node, ast.ImportFrom):
             assert node.module is not None
             for alias in node.names:
@@ -80,10 +109,10 @@ def _namespace() -> dict[str, Any]:
     return found
 
 
-def test_the_readmes_calls_fit_their_signatures() -> None:
+def test_the_pages_calls_fit_their_signatures() -> None:
     names, checked = _namespace(), 0
     for call in (
-        node for text in SNIPPETS for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)
+        node for _, text in SNIPPETS for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)
     ):
         bound = 0
         match call.func:
@@ -100,3 +129,18 @@ def test_the_readmes_calls_fit_their_signatures() -> None:
         inspect.signature(target).bind(*arguments, **{str(word.arg): None for word in call.keywords})
         checked += 1
     assert checked >= 14
+
+
+def test_every_decision_is_on_the_page_that_the_table_says() -> None:
+    def numbers(text: str) -> list[int]:
+        return [int(number) for number in re.findall(r"\d+", text)]
+
+    there = {
+        page: numbers(" ".join(re.findall(r"^- \*\*(\d+)\. ", PAGES[page], re.MULTILINE))) for page in PAGES
+    }
+    table = dict(re.findall(r"^\| (?:`(.*?)`|this one) \| ([\d, ]+) \|$", DESIGN, re.MULTILINE))
+    told = {page or "r3channel/DESIGN.md": sorted(numbers(text)) for page, text in table.items()}
+    assert told == {page: sorted(found) for page, found in there.items() if found}
+    replaced = re.findall(r"([\d, ]+) by \d+", DESIGN.split("| replaced |")[1])
+    every = sorted([*numbers(" ".join(replaced)), *(number for found in there.values() for number in found)])
+    assert every == sorted(set(every)) and set(every) >= set(range(1, 96))

@@ -1,6 +1,7 @@
-"""The plug-in as a user has it: a five-line test is green on the example's model, and red, with the reason, on sabotaged ones.
+"""The plug-in as a user has it: the example's test is green on the example's model, and red, with the reason, on sabotaged ones.
 
-One child runs all of them, and it can import numpy, xxhash, lz4, torch (with what torch needs) and pytest only.
+All of it runs in a fresh virtual environment: the built wheel, numpy, xxhash, lz4, torch and pytest (with what these need, linked
+from here, as torch is large), found by pytest through the wheel's entry point.
 """
 
 from __future__ import annotations
@@ -8,26 +9,27 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import venv
+from importlib import metadata
 from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE, GOLDEN = ROOT / "examples" / "04_pytest", ROOT / "tests" / "golden" / "recording"
-BARE = """
-import sys
-from importlib.abc import MetaPathFinder
-class Only(MetaPathFinder):
-    names = {"numpy", "xxhash", "lz4", "torch", "torchgen", "pytest", "r3channel", "typing_extensions", "sympy", "mpmath",
-             "networkx", "jinja2", "markupsafe", "filelock", "fsspec", "setuptools", "pkg_resources", "_distutils_hack",
-             "_pytest", "pluggy", "iniconfig", "packaging", "pygments", "py", "functorch", "optree"}
-    def find_spec(self, name, path=None, target=None):
-        top = name.partition(".")[0]
-        if top in sys.stdlib_module_names or top in self.names or top.startswith(("model", "test_", "_")):
-            return None
-        raise ModuleNotFoundError(f"No module named {name!r} (a bare environment)", name=name)
-sys.meta_path.insert(0, Only())
-import pytest
-sys.exit(pytest.main(sys.argv[1:]))
-"""
+NEEDED = ("numpy", "xxhash", "lz4", "torch", "pytest")
+ABSENT = (
+    "sglang",
+    "ray",
+    "megatron",
+    "transformers",
+    "numba",
+    "prometheus_client",
+    "safetensors",
+    "pydantic",
+)
 SABOTAGES = {
     "rows": ("replay(router.layer))", "replay(router.layer).roll(-1, 0))", "dp=1", "off_by_one_row"),
     "layers": (
@@ -52,77 +54,112 @@ SABOTAGES = {
     ),
 }  # fmt: skip
 """Name -> (what stands in the example's model, what is put there, layout, what the failure says)."""
-USERS = """
-import pytest
-from model_{name} import train
-
-@pytest.mark.r3_layouts("{layout}")
-def test_{name}(r3_step):
-    for rank in r3_step.ranks():
-        train(rank)
-    r3_step.check()
-"""
 
 
-def bare_pytest(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {
-        **os.environ,
-        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [
-        sys.executable,
-        "-c",
-        BARE,
-        "-p",
-        "r3channel.pytest_plugin",
-        "-c",
-        os.devnull,
-        "-q",
-        "-rA",
-        *arguments,
-    ]
-    return subprocess.run(command, capture_output=True, text=True, timeout=150, env=environment, check=False)
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of that environment."""
+    folder = tmp_path_factory.mktemp("bare")
+    venv.create(folder, with_pip=False)
+    found, site = folder / "bin" / "python", next((folder / "lib").glob("python3*")) / "site-packages"
+    pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
+    plain = ["--no-deps", "--no-index"]
+    run([*pip, "wheel", *plain, "--no-build-isolation", "-w", str(folder), str(ROOT)])
+    (wheel,) = folder.glob("r3channel-*.whl")
+    run([*pip, "--python", str(found), "install", *plain, str(wheel)])
+    for name in closure(NEEDED):
+        link(metadata.distribution(name), site)
+    return found
 
 
-def test_a_users_test_fails_for_each_sabotaged_model_and_says_why(tmp_path: Path) -> None:
-    model = (EXAMPLE / "model.py").read_text()
-    for name, (old, new, layout, _) in SABOTAGES.items():
+def run(command: list[str]) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=170,
+        env={**environment, "OMP_NUM_THREADS": "1"},
+        cwd=Path(sys.executable).parent,  # the checkout must not be imported for being where one stands
+        check=False,
+    )
+    return done.stdout + done.stderr
+
+
+def closure(names: tuple[str, ...]) -> set[str]:
+    """With all that they need."""
+    found, left = set[str](), list(names)
+    while left:
+        name = left.pop()
+        if name not in found:
+            found.add(name)
+            wanted = [Requirement(text) for text in metadata.requires(name) or ()]
+            left += [one.name for one in wanted if one.marker is None or one.marker.evaluate({"extra": ""})]
+    return found
+
+
+def link(distribution: metadata.Distribution, site: Path) -> None:
+    for top in {path.parts[0] for path in distribution.files or ()} - {"..", "__pycache__"}:
+        if not (site / top).exists():
+            (site / top).symlink_to(Path(str(distribution.locate_file(top))))
+
+
+def pytested(python: Path, *arguments: str) -> str:
+    return run(
+        [str(python), "-m", "pytest", "-c", os.devnull, "-p", "no:cacheprovider", "-q", "-rA", *arguments]
+    )
+
+
+def test_the_environment_has_the_wheel_and_no_upstream(python: Path) -> None:
+    program = (
+        "import importlib.util as u, r3channel, torch, numpy\n"
+        f"print([name for name in {ABSENT} if u.find_spec(name)], r3channel.__file__)"
+    )
+    said = run([str(python), "-c", program])
+    assert said.startswith(f"[] {python.parents[1]}"), said
+
+
+def test_the_examples_test_fails_for_each_sabotaged_model_and_says_why(python: Path, tmp_path: Path) -> None:
+    model, users = (EXAMPLE / "model.py").read_text(), (EXAMPLE / "test_my_model.py").read_text()
+    for name, (old, new, *_) in {**SABOTAGES, "good": ("", "")}.items():
         assert old in model, name
         changed = model.replace(old, new, 1)
         if name == "layers":
             changed = changed.replace("replay(router.layer))", "replay(other.layer))", 1)
         (tmp_path / f"model_{name}.py").write_text(changed)
-        (tmp_path / f"test_{name}.py").write_text(USERS.format(name=name, layout=layout))
-    (tmp_path / "model_good.py").write_text(model)
-    (tmp_path / "test_good.py").write_text(USERS.format(name="good", layout="tp=2"))
-    done = bare_pytest("--rootdir", str(tmp_path), "--r3-recording", str(GOLDEN), str(tmp_path))
-    assert f"{len(SABOTAGES)} failed, 1 passed" in done.stdout, done.stdout[-4000:] + done.stderr
-    for name, (_, _, layout, said) in SABOTAGES.items():
-        (line,) = [
-            line for line in done.stdout.splitlines() if line.startswith("FAILED") and f"test_{name}[" in line
-        ]
-        assert layout in line
-        told = done.stdout.split(f"test_{name}[{layout}] ___")[1].split("\n____")[0]
-        assert said in told, told
-        if name not in ("silent",):
-            assert (
-                "sample step2/sample" in told
-                and "position" in told
-                and "expected [" in told
-                and "seen [" in told
-            )
+        (tmp_path / f"test_{name}.py").write_text(
+            users.replace("from model import", f"from model_{name} import")
+        )
+    report = tmp_path / "report.xml"
+    said = pytested(
+        python, "--rootdir", str(tmp_path), "--r3-recording", str(GOLDEN), "-k", "consumes", f"--junitxml={report}",
+        str(tmp_path),
+    )  # fmt: skip
+    assert report.is_file(), said
+    failures = {
+        (case.attrib["classname"], case.attrib["name"].partition("[")[2].rstrip("]")): one.attrib["message"]
+        for case in ElementTree.parse(report).iter("testcase")
+        for one in [*case.iter("failure"), *case.iter("error")]
+    }
+    assert not [failed for failed in failures if failed[0] == "test_good"] and " 0 passed" not in said
+    for name, (_, _, layout, named) in SABOTAGES.items():
+        told = failures[f"test_{name}", layout]
+        assert named in told, told
+        if name != "silent":
+            assert all(
+                word in told for word in ("sample step2/sample", "position", "expected [", "seen [")
+            ), told
 
 
 def test_the_example_passes_in_real_processes_and_without_a_recording_says_what_is_missing(
-    tmp_path: Path,
+    python: Path,
 ) -> None:
-    test = "test_my_model.py::test_the_same_in_real_processes"
-    done = bare_pytest("--rootdir", str(EXAMPLE), "--r3-recording", str(GOLDEN), str(EXAMPLE / test))
-    assert "1 passed" in done.stdout, done.stdout[-3000:] + done.stderr
-    without = bare_pytest("--rootdir", str(EXAMPLE), str(EXAMPLE / test))
-    assert "1 skipped" in without.stdout and "give --r3-recording PATH" in without.stdout
+    test = str(EXAMPLE / "test_my_model.py::test_the_same_in_real_processes")
+    assert "1 passed" in (
+        said := pytested(python, "--rootdir", str(EXAMPLE), "--r3-recording", str(GOLDEN), test)
+    ), said
+    without = pytested(python, "--rootdir", str(EXAMPLE), test)
+    assert "1 skipped" in without and "give --r3-recording PATH" in without
 
 
 def test_loading_the_plugin_imports_nothing_of_it() -> None:
@@ -131,8 +168,3 @@ def test_loading_the_plugin_imports_nothing_of_it() -> None:
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert child.stdout.strip() == "[]", child.stderr
-
-
-def test_the_entry_point_is_declared() -> None:
-    text = (ROOT / "pyproject.toml").read_text()
-    assert '[project.entry-points.pytest11]\nr3channel = "r3channel.pytest_plugin"' in text

@@ -26,8 +26,18 @@ from r3channel.recordings.step import RecordedStep
 from r3channel.spec import RoutingSpec
 from r3channel.wire.digest import fold, layer_digests
 from r3channel.wire.frame import encode_frame
-from tests.golden import faulty
-from tests.misaligned import CASES, DENSE, PLAIN, WIDE, changed, engine_step, router_step, rows_of
+from tests.golden import corpus
+from tests.misaligned import (
+    CASES,
+    DENSE,
+    PLAIN,
+    WIDE,
+    changed,
+    engine_step,
+    router_step,
+    rows_of,
+    variation,
+)
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "recording"
 
@@ -58,7 +68,7 @@ def test_every_name_of_the_catalogue_has_a_case_or_is_a_remainder() -> None:
     assert set(FAULTS) - set(CASES) == {"row_order", "unexplained", "out_of_range"}
 
 
-CLEAN = (
+LAYOUTS = (
     "",
     "dp=2",
     "tp=2",
@@ -72,11 +82,11 @@ CLEAN = (
 )
 
 
-@pytest.mark.parametrize("layout", CLEAN)
-def test_no_false_alarm_on_clean_variations(layout: str) -> None:
-    """Twenty of each layout: other seeds, models, lengths, shared prompts; the routers' side cut as ranks get it."""
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_no_false_alarm_on_clean_random_steps(layout: str) -> None:
+    """Ten of each layout: other seeds, models, lengths, shared prompts; the routers' side cut as ranks get it."""
     specs = [PLAIN, DENSE, WIDE] if "vpp" not in layout else [PLAIN, WIDE]
-    for seed in range(20):
+    for seed in range(10):
         rng = np.random.default_rng(seed)
         lengths = tuple(rng.integers(2, 40, 4).tolist()) if "pp" not in layout else (17, 17, 9, 9)
         want = engine_step(
@@ -84,6 +94,26 @@ def test_no_false_alarm_on_clean_variations(layout: str) -> None:
         )
         assert found(want, consumed(want).step()) == []
         assert judge_alone(want) == []
+
+
+def real_steps() -> dict[str, RecordedStep]:
+    """Of four models that real engines served."""
+    steps = {name: Recording.open(corpus.FOLDER / name / "engine").step(corpus.STEP) for name in corpus.CLEAN}
+    return {"clean_qwen3": Recording.open(GOLDEN).step(2), **steps}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_no_false_alarm_on_200_clean_variations_of_real_recordings(layout: str) -> None:
+    """Six of each of four models under each of ten layouts that cut its layers evenly: `variation` says in what they vary."""
+    cut = TrainerLayout.parse(layout)
+    for name, real in real_steps().items():
+        if real.spec.num_layers % (cut.pp * cut.vpp):
+            continue
+        for number in range(6):
+            seed = LAYOUTS.index(layout) * 6 + number
+            want = variation(real, layout, seed=seed)
+            assert found(want, consumed(want).step()) == [], (name, seed)
+            assert judge_alone(want) == [], (name, seed)
 
 
 def test_other_order_of_the_same_experts_is_told_apart_from_other_experts() -> None:
@@ -158,19 +188,55 @@ def test_one_side_raises_a_suspicion_and_no_verdict_where_only_statistics_speak(
 # -- recordings of a real engine, on disk --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [*faulty.NAMES, *faulty.CLEAN])
+@pytest.mark.parametrize("name", [*corpus.FAULTY, *corpus.CLEAN])
 def test_the_faulty_recordings_are_named_and_the_clean_ones_are_clean(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = faulty.FAULTY / name
+    folder = corpus.FOLDER / name
     status = main(["check", str(folder / "engine"), str(folder / "router"), "--json"])
     named = {one["name"] for one in json.loads(capsys.readouterr().out)["findings"]}
-    assert (status, named) == ((1, {name}) if name in faulty.NAMES else (0, set()))
+    assert (status, named) == ((1, {name}) if name in corpus.FAULTY else (0, set()))
+
+
+SAME = {
+    "clean_all_sparse": {
+        "dense_layer_counted": "no dense layer",
+        "zigzag_order": "no context parallelism",
+        "cp_chunks_swapped": "no context parallelism",
+        "int16_as_uint8": "ids of one byte",
+    },
+    "clean_deepseek": {
+        "duplicated_ids": "made in a third layer",
+        "shifted_layer": "of two layers, the same as reversed ones",
+        "sp_halves_swapped": "no sequence parallelism",
+        "int16_as_uint8": "ids of one byte",
+    },
+    "clean_wide": {
+        "shifted_layer": "the same as counting the dense layer",
+        "sp_halves_swapped": "no sequence parallelism",
+        "zigzag_order": "no context parallelism",
+        "cp_chunks_swapped": "no context parallelism",
+    },
+}
+"""Mistakes that cannot be made there, or that are another one there, by name."""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_mistake_is_named_in_every_real_recording_where_it_can_be_made(name: str) -> None:
+    steps = real_steps()
+    for clean in (clean for clean, same in SAME.items() if name not in same):
+        told = {one.name for one in found(steps[clean], CASES[name][0][2](steps[clean]))} - NOTES
+        assert told == {name}, clean
 
 
 def test_the_corpus_is_small_and_every_folder_of_it_is_named() -> None:
-    assert {path.name for path in faulty.FAULTY.iterdir()} == {*faulty.NAMES, *faulty.CLEAN}
-    assert sum(path.stat().st_size for path in faulty.FAULTY.rglob("*") if path.is_file()) < 300_000
+    assert {path.name for path in corpus.FOLDER.iterdir()} == {*corpus.FAULTY, *corpus.CLEAN}
+    golden = [
+        path for path in corpus.FOLDER.parent.rglob("*") if path.is_file() and "__pycache__" not in path.parts
+    ]
+    assert sum(path.stat().st_size for path in golden) < 300_000
+    specs = {name: real.spec for name, real in real_steps().items()}
+    assert len({(s.num_experts, s.top_k, s.moe_layers) for s in specs.values()}) == 4
 
 
 # -- the commands ------------------------------------------------------------------------------------------------------------

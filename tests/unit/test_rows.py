@@ -235,7 +235,7 @@ def test_frames_of_an_engine_that_says_nothing_of_its_context_fit_the_store_or_a
 
 
 def test_a_shared_prompt_larger_than_the_shelf_is_not_decoded_and_honest_ones_go_on() -> None:
-    relay = opened(prefix_bytes=64 * SPEC.bytes_per_token)
+    relay = opened(kept_prefix_bytes=64 * SPEC.bytes_per_token)
     warm(relay)
     data = bomb(MOST_ROWS, codec=LZ4, kind=KIND_PREFIX)
 

@@ -1,0 +1,115 @@
+"""Errors of others: another process of ours, the network, the machine, an upstream; or of us."""
+
+from __future__ import annotations
+
+from r3channel.errors.root import R3Error, ReplayError, StepError, TransportError, WeightsError
+
+
+class StoreFull(StepError):
+    """The frame store reached its configured ceiling."""
+
+    reason = "store_full"
+    remedy = "Raise `store_bytes` to twice a step's rows (`r3channel plan`), or discard samples that nobody will train on."
+
+
+class StoreBusy(StepError):
+    """A frame store's folder belongs to a process that lives."""
+
+    reason = "store_busy"
+    remedy = "End the relay that owns the folder, or choose another `store_dir`."
+
+
+class BackgroundFailed(StepError):
+    """A background thread died; its first exception is the cause."""
+
+    reason = "background"
+    remedy = "Read the cause below it; restart the relay. If the cause is ours, please report it."
+
+
+class DeadlineExceeded(TransportError):
+    """A wait ended by its deadline. Names what was waited for and for how long."""
+
+    reason = "deadline"
+    remedy = "Look at whom the message names: has it entered the step, is it alive? Then raise the limit that is named."
+
+
+class BucketCorrupt(TransportError):
+    """A bucket's header or hash does not match what the ticket announced."""
+
+    reason = "bucket"
+    remedy = "The bytes are asked for again. If it happens again, install one r3channel on both sides and look at the network."
+
+
+class PeerFailed(TransportError):
+    """TP0 failed to receive; the other ranks of the TP group learn it here."""
+
+    reason = "peer"
+    remedy = "Look at TP rank 0 of this group: its own error is the cause."
+
+
+class SlotBusy(R3Error):
+    """A step's routing waited for a weight update of the same process, or the other way round, for too long. Names it."""
+
+    reason = "slot_busy"
+    remedy = "Do not update weights while a step's routing is received in the same process."
+
+
+class WeightUpdateFailed(WeightsError):
+    """An update was not committed. Says where it stopped and in which state it left each engine."""
+
+    reason = "update_failed"
+    remedy = "The message says where it stopped and in which state each engine is. Send the update again."
+
+
+class WeightsCorrupt(WeightsError):
+    """Bytes that arrived are not those that were sent. Names tensor and bucket."""
+
+    reason = "weights_corrupt"
+    remedy = (
+        "Send the update again. If it happens again, look at the network between the ranks that are named."
+    )
+
+
+class RegistryRefused(WeightsError):
+    """The registry of engines does not accept a call. Says what it knows."""
+
+    reason = "registry"
+    remedy = "Read the members again; an engine may have joined, left or let its lease end."
+
+
+class StaleEpoch(RegistryRefused):
+    """The caller acts on an older membership; it must read the registry again. Names both epochs."""
+
+    reason = "stale_epoch"
+    remedy = "Read the members again, and plan again."
+
+
+class VersionsDiffer(RegistryRefused):
+    """Trainer and engine run other versions of torch or NCCL than each other. Names both values."""
+
+    reason = "versions_differ"
+    remedy = "Install the same torch and NCCL on both sides, or leave the group to gloo."
+
+
+class DigestMismatch(ReplayError):
+    """Rows that a router is handed are not those that the engine hashed. Carries the samples, and the rank."""
+
+    reason = "digest"
+    remedy = (
+        "Receive the step again. If it happens again, look at that machine's memory; rows changed after they were "
+        "checked."
+    )
+
+
+class AuditMismatch(ReplayError):
+    """The experts that a router's map holds are not the ids that it was handed."""
+
+    reason = "audit"
+    remedy = "Do not train on: Megatron chose other experts than it was given. Please report it with Megatron's version."
+
+
+class RelayLost(StepError):
+    """One of several relays does not answer. Names it and carries the samples that it holds; the others go on."""
+
+    reason = "relay_lost"
+    remedy = "Discard the samples that the error carries, and restart that relay; with `store_dir` use `Relay.recover`."

@@ -1,0 +1,169 @@
+"""Writes the corpus that `check` is held against, both sides of a step in each folder: `python -m tests.golden.corpus`.
+
+With `--engines` the clean recordings are made anew by real SGLang servers, each of another model and layout, through a relay
+and its recorder. The faulty ones come from them: the engines' side as it is, and a routers' side with one known mistake.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from r3channel.config import ChannelConfig
+from r3channel.embedded.model import write_model
+from r3channel.embedded.sglang import EngineOptions, EngineServer
+from r3channel.plan.layout import TrainerLayout
+from r3channel.recordings.manifest import Manifest
+from r3channel.recordings.recorder import Recorder, segment_name, write_segment
+from r3channel.recordings.recording import PASSES, Recording
+from r3channel.recordings.replayed import consumed
+from r3channel.recordings.segment import Kind, pack
+from r3channel.recordings.step import RecordedStep
+from r3channel.relay.relay import Relay
+from r3channel.spec import RoutingSpec
+from tests.engine.client import generate, set_weight_version
+from tests.engine.families import ON_CPU, write_families
+from tests.misaligned import CASES, given
+
+FOLDER = Path(__file__).parent / "corpus"
+STEP = 7
+LENGTHS = (33, 25, 33, 25)
+"""Tokens of the samples of one DP rank."""
+_READY_S, _PROMPT, _SHARED = 300.0, 10, 8
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model that a real engine served, and the trainer that its step was sealed for."""
+
+    layout: str
+    write: Callable[[Path], Path]
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def _deepseek(folder: Path) -> Path:
+    write_families(folder, "deepseek_v3")
+    return folder / "deepseek_v3"
+
+
+CLEAN = {
+    "clean_all_sparse": Source(
+        "dp=2,tp=2", lambda folder: write_model(folder, layers=6, dense_layers=(), experts=16, top_k=2)
+    ),
+    "clean_deepseek": Source("cp=2,packing=thd", _deepseek, {"env": ON_CPU}),
+    "clean_wide": Source("pp=2", lambda folder: write_model(folder, layers=6, experts=384, top_k=4)),
+}
+FAULTY = {
+    "off_by_one_row": "clean_all_sparse",
+    "sp_halves_swapped": "clean_all_sparse",
+    "shifted_layer": "clean_all_sparse",
+    "zero_rows": "clean_deepseek",
+    "version_off_by_one": "clean_deepseek",
+    "mixed_versions": "clean_deepseek",
+    "swapped_samples": "clean_deepseek",
+    "stale_row": "clean_deepseek",
+    "dense_layer_counted": "clean_deepseek",
+    "mtp_shift": "clean_deepseek",
+    "fused_shared_expert": "clean_deepseek",
+    "zigzag_order": "clean_deepseek",
+    "cp_chunks_swapped": "clean_deepseek",
+    "missing_prefix": "clean_deepseek",
+    "recompute_other_microbatch": "clean_deepseek",
+    "int16_as_uint8": "clean_wide",
+    "physical_ids": "clean_wide",
+    "stage_reversed": "clean_wide",
+}
+"""Mistake -> the clean recording in which it is made."""
+
+
+# -- clean: real engines -------------------------------------------------------------------------------------------------
+
+
+def record(source: Source, folder: Path) -> None:
+    with tempfile.TemporaryDirectory() as work:
+        model = source.write(Path(work) / "model")
+        layout = TrainerLayout.parse(source.layout)
+        recorder = Recorder(folder / "engine")
+        with (
+            EngineServer(EngineOptions(model=model, weight_version="3", **source.options)) as server,
+            closing(
+                Relay(RoutingSpec.from_hf_config(model), layout, ChannelConfig(), recorder=recorder)
+            ) as relay,
+        ):
+            server.wait_ready(_READY_S)
+            lengths = _generate(server.url, relay, layout)
+            relay.seal(STEP, given(list(lengths), dp=layout.dp))
+            _wait_for(folder / "engine" / segment_name(STEP, 0))
+            relay.abandon(STEP)  # nobody receives it
+    consumed(Recording.open(folder / "engine").step(STEP)).write(folder / "router")
+
+
+def _generate(url: str, relay: Relay, layout: TrainerLayout) -> list[str]:
+    """Samples s0, s1, ...: every second one goes on under new weights, and every fourth begins as the one before it did."""
+    rng, names, prompt = np.random.default_rng(0), list[str](), list[int]()
+    for index, length in enumerate(LENGTHS * layout.dp):
+        name, shared = f"s{index}", prompt[:_SHARED] if index % 4 == 3 else []
+        prompt = [*shared, *rng.integers(4, 512, _PROMPT - len(shared)).tolist()]
+        set_weight_version(url, "3")
+        new = length - _PROMPT
+        first = generate(url, prompt, new_tokens=new // 2 if index % 2 else new)
+        relay.add(name, {"meta_info": first.meta}, first.tokens)
+        if index % 2:
+            set_weight_version(url, "4")
+            held = relay.rows_held(name)
+            rest = generate(
+                url, first.tokens, new_tokens=length - len(first.tokens), routed_experts_start_len=held
+            )
+            relay.add(name, {"meta_info": rest.meta}, rest.tokens, append=True)
+        names.append(name)
+    return names
+
+
+def _wait_for(segment: Path) -> None:
+    deadline_s = time.monotonic() + 60.0
+    while not (segment.exists() and Recording.open(segment.parent).segments(STEP)[0].ended):
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"{segment} was not written in 60 s")
+        time.sleep(0.05)
+
+
+# -- faulty ---------------------------------------------------------------------------------------------------------------
+
+
+def write_router(step: RecordedStep, folder: Path) -> None:
+    Manifest(spec=step.spec, layout=step.ticket.layout, side="router", tokens=False).write(folder)
+    places = {sample.sample_id: place for place, sample in enumerate(step.ticket.samples)}
+    frames = [
+        pack(Kind.FRAME, frame, sample=places[name], part=PASSES.index(of_pass))
+        for (of_pass, name), own in step.passes.items()
+        for frame in own
+    ]
+    write_segment(folder / segment_name(step.number, 0), [pack(Kind.TICKET, step.ticket.to_bytes()), *frames])
+
+
+def main() -> None:
+    if "--engines" in sys.argv:
+        shutil.rmtree(FOLDER, ignore_errors=True)
+        for name, source in CLEAN.items():
+            record(source, FOLDER / name)
+            print(name, flush=True)
+    for path in FOLDER.iterdir():
+        if path.name not in CLEAN:
+            shutil.rmtree(path)
+    for name, clean in FAULTY.items():
+        shutil.copytree(FOLDER / clean / "engine", FOLDER / name / "engine")
+        want = Recording.open(FOLDER / clean / "engine").step(STEP)
+        write_router(CASES[name][0][2](want), FOLDER / name / "router")
+
+
+if __name__ == "__main__":
+    main()

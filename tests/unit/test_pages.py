@@ -1,0 +1,39 @@
+"""Generated tables are the committed ones; options and errors are complete, and each name means one thing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import fields
+
+import pytest
+
+from r3channel import errors
+from r3channel.config import ChannelConfig, EngineConfig
+from r3channel.report.pages import TABLES, every_error, happened, options, put_into
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_the_committed_table_is_the_generated_one(name: str) -> None:
+    text = TABLES[name].page.read_text()
+    assert text == put_into(text, name), "run: python -m r3channel.report.pages"
+
+
+def test_every_error_says_what_to_do_and_has_a_reason_of_its_own() -> None:
+    found = every_error()
+    assert {error.__name__ for error in found} == set(errors.__all__)
+    assert [
+        error for error in found if not {"reason", "remedy"} <= set(vars(error)) or not happened(error)
+    ] == []
+    assert [word for word, times in Counter(error.reason for error in found).items() if times > 1] == []
+
+
+def test_an_option_that_relay_and_engines_share_means_the_same_to_both() -> None:
+    shared = {f.name for f in fields(ChannelConfig)} & {f.name for f in fields(EngineConfig)}
+    assert shared == {"token_file", "sampling_masks"}
+
+
+def test_every_option_is_in_the_table_once_and_is_explained() -> None:
+    found = list(options())
+    variables = [option.variable for option in found if option.variable]
+    assert len(set(variables)) == len(variables) == len(fields(ChannelConfig)) + len(fields(EngineConfig)) - 2
+    assert [option for option in found if not option.meaning] == []
