@@ -36,6 +36,7 @@ from r3channel.errors.caller import (
     WeightVersionRegressed,
 )
 from r3channel.errors.engine import (
+    CannotStage,
     DuplicateExpertId,
     EngineLeftBehind,
     EngineRefused,
@@ -48,6 +49,7 @@ from r3channel.errors.engine import (
     FrameTruncated,
     FrameVersionMismatch,
     HeaderCorrupt,
+    NotReplayable,
     PayloadCorrupt,
     PluginNotApplied,
     PrefixMissing,
@@ -60,10 +62,8 @@ from r3channel.errors.peers import (
     AuditMismatch,
     BackgroundFailed,
     BucketCorrupt,
-    CannotStage,
     DeadlineExceeded,
     DigestMismatch,
-    NotReplayable,
     PeerFailed,
     RegistryRefused,
     RelayLost,

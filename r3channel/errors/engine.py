@@ -147,6 +147,23 @@ class WeightsDiffer(WeightsError):
     )
 
 
+class CannotStage(WeightsError):
+    """An engine has not our half, or no room for a staged copy; nothing was changed. Says which."""
+
+    reason = "cannot_stage"
+    remedy = (
+        "Start the engine with `R3CHANNEL_WEIGHTS=1`, give it memory for one more copy of its weights, or use "
+        "`staged=False`."
+    )
+
+
+class NotReplayable(WeightsError):
+    """A model's own loader does something that copies cannot repeat, so its dry run shows no map. Says what."""
+
+    reason = "not_replayable"
+    remedy = "Nothing: whole tensors are staged then, and the model's own loader places them. `report.loaded` says so."
+
+
 class EngineLeftBehind(WeightUpdateFailed):
     """An update is committed, but engines did not take it or do not serve it; they are paused. Names them."""
 

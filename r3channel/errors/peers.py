@@ -70,23 +70,6 @@ class WeightsCorrupt(WeightsError):
     )
 
 
-class NotReplayable(WeightsError):
-    """A model's own loader does something that copies cannot repeat, so its dry run shows no map. Says what."""
-
-    reason = "not_replayable"
-    remedy = 'Leave `staged="auto"`: the engine loads these tensors itself. With `plan="exact"` there is no such way.'
-
-
-class CannotStage(WeightsError):
-    """An engine has not our half, or no room for a staged copy; nothing was changed. Says which."""
-
-    reason = "cannot_stage"
-    remedy = (
-        "Start the engine with `R3CHANNEL_ENGINE=1` or `R3CHANNEL_WEIGHTS=1`, and leave memory for one more copy of its "
-        "parameters; or give `staged=False`."
-    )
-
-
 class RegistryRefused(WeightsError):
     """The registry of engines does not accept a call. Says what it knows."""
 

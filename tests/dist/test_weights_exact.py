@@ -142,8 +142,8 @@ def test_the_lines_of_the_readme_update_two_engines_and_bring_a_killed_one_back(
         restarting.result(timeout=10)
         assert results == [{"version": 3, "evicted": {}, "states": 2}] * 4
         said = (folder / "log.0").read_text()
-        assert f"2: {2 * PARAMETERS} parameters of each engine compared; lost: {{'{engines[1]}'" in said
-        assert f"3: {2 * PARAMETERS} parameters of each engine compared; lost: {{}}" in said
+        assert f"2: {2 * PARAMETERS} parameters compared at each engine; lost: {{'{engines[1]}'" in said
+        assert f"3: {2 * PARAMETERS} parameters compared at each engine; lost: {{}}" in said
         verify = ["weights", "verify", "--engine", engines[0], "--engine", engines[1]]
         assert main([*verify, "--manifest", str(folder / "committed.json")]) == 0
         assert capsys.readouterr().out.count(f"{2 * PARAMETERS} parameters of version 3: equal") == 2

@@ -8,7 +8,6 @@ import runpy
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from tests.dist.weights_exact_rank import scale
 README = Path(__file__).parents[2] / "r3channel" / "weights" / "README.md"
 
 
-def my_job(model: Any, job: dict[str, Any]) -> ModuleType:
+def own(model: Any, job: dict[str, Any]) -> dict[str, Any]:
     """What the README leaves to its reader. Before the second update one engine is killed."""
 
     def train(version: int) -> None:
@@ -31,9 +30,7 @@ def my_job(model: Any, job: dict[str, Any]) -> ModuleType:
             while not Path("killed").exists():
                 time.sleep(0.1)
 
-    module = ModuleType("my_job")
-    vars(module).update(bridge=model.bridge, chunks=model.chunks, engines=job["engines"], train=train)
-    return module
+    return {"bridge": model.bridge, "chunks": model.chunks, "engines": job["engines"], "train": train}
 
 
 def main(job: dict[str, Any]) -> None:
@@ -43,10 +40,10 @@ def main(job: dict[str, Any]) -> None:
     megatron.init_distributed(
         rank=job["rank"], world_size=job["world_size"], init_method=job["init_method"], layout=layout
     )
-    sys.modules["my_job"] = my_job(megatron.build(job["model"], layout, dtype="float32"), job)
+    names = own(megatron.build(job["model"], layout, dtype="float32"), job)
     script = Path(f"readme_{job['rank']}.py")
     script.write_text(README.read_text().split("```python\n")[1].split("```")[0])
-    sync = runpy.run_path(str(script))["sync"]
+    sync = runpy.run_path(str(script), names)["sync"]
     megatron.close_distributed()
     write_result(job, {"version": sync.version, "evicted": sync.evicted, "states": len(sync.engine_states)})
 
