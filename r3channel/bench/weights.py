@@ -5,7 +5,6 @@ Each part adds its keys to one result, so that a path that another module measur
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ from r3channel.bench import (
     weight_reshard,
     weight_wire,
 )
+from r3channel.report import commands
 from r3channel.weights.refit import MODES
 
 TARGETS = {
@@ -36,7 +36,7 @@ Part = Callable[[Path, bool], Result]
 
 
 def run(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="r3channel bench weights", description=__doc__)
+    parser = commands.parser("bench", prog="bench weights", description=__doc__)
     parser.add_argument(
         "--quick", action="store_true", help="64 MB and few rounds: shows that it runs, not how fast"
     )
