@@ -20,9 +20,9 @@ from r3channel.recordings.options import add_options
 _WEIGHTS = ("off", "broadcast", "exact", "colocated")
 
 
-_HELP = f"""usage: r3channel slime SCRIPT [ARGUMENTS of slime ...] {bare.FLAG} [--r3-... ]
+_HELP = f"""  r3channel slime train_async.py $MODEL_ARGS $ROLLOUT_ARGS {bare.FLAG} --r3-delivery direct
 
-  r3channel slime train_async.py $MODEL_ARGS $ROLLOUT_ARGS {bare.FLAG} --r3-delivery direct
+usage: r3channel slime SCRIPT [ARGUMENTS of slime ...] {bare.FLAG} [--r3-... ]
 
 SCRIPT is slime's own train_async.py or train.py, or yours that imports what they import. Under `ray job submit` this
 command stands where `python train_async.py` stood. Without {bare.FLAG} the script runs as it is.
