@@ -75,6 +75,10 @@ def _dispatch(arguments: list[str]) -> int:
         return slime_launch.run(arguments[1:])
     if arguments[:1] == ["miles"]:
         raise UsageError(_NO_MILES)
+    if arguments[:1] == ["record"]:
+        from r3channel.report import record
+
+        return record.run(arguments[1:])
     if arguments[:1] and arguments[0] in _ON_RECORDINGS:
         from r3channel.report import recordings
 
@@ -108,6 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands.add_parser("slime", help="slime's own script with the channel in it", add_help=False)
     commands.add_parser("miles", help="why miles has no adapter yet", add_help=False)
+    commands.add_parser("record", help="record steps of a running channel", add_help=False)
     for name, what in _ON_RECORDINGS.items():
         commands.add_parser(name, help=what, add_help=False)
     doctor = commands.add_parser(
