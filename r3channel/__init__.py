@@ -1,18 +1,23 @@
 """r3channel: the experts an inference engine chose, carried exactly to the routers of the trainers.
 
 Importing this package imports none of torch, ray, sglang or megatron: each upstream is imported by the one
-room that talks to it, when that room is entered.
+room that talks to it, when that room is entered. Its names are imported when they are asked for: engines, pytest and the
+command line enter by other doors, and would wait for numpy.
 """
 
 from __future__ import annotations
 
-from r3channel.config import ChannelConfig, add_arguments
-from r3channel.errors import R3Error
-from r3channel.plan.assignment import Assignment
-from r3channel.plan.layout import TrainerLayout
-from r3channel.plan.ticket import Ticket
-from r3channel.routing import ProvenanceSpan, RowKind, SampleRouting
-from r3channel.spec import RoutingSpec
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from r3channel.config import ChannelConfig, add_arguments
+    from r3channel.errors import R3Error
+    from r3channel.plan.assignment import Assignment
+    from r3channel.plan.layout import TrainerLayout
+    from r3channel.plan.ticket import Ticket
+    from r3channel.routing import ProvenanceSpan, RowKind, SampleRouting
+    from r3channel.spec import RoutingSpec
 
 __version__ = "0.1.0"
 
@@ -29,3 +34,22 @@ __all__ = [
     "__version__",
     "add_arguments",
 ]
+_HOMES = {
+    "Assignment": "plan.assignment",
+    "ChannelConfig": "config",
+    "ProvenanceSpan": "routing",
+    "R3Error": "errors",
+    "RoutingSpec": "spec",
+    "RowKind": "routing",
+    "SampleRouting": "routing",
+    "Ticket": "plan.ticket",
+    "TrainerLayout": "plan.layout",
+    "add_arguments": "config",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'r3channel' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"r3channel.{_HOMES[name]}"), name)
+    return value

@@ -12,7 +12,6 @@ import functools
 import inspect
 import math
 import os
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -304,6 +303,8 @@ def load_values(
 
 
 def _read_toml(file: str | Path) -> dict[str, Any]:
+    import tomllib  # a tenth of this module's import, for a file that few give
+
     try:
         return tomllib.loads(Path(file).read_text())
     except (OSError, ValueError) as error:

@@ -89,7 +89,8 @@ def r3_ranks(r3_recording: Recording, r3_step: StepUnderTest) -> Callable[..., N
     from r3channel.ranks import run_ranks
 
     def run(function: Callable[[Rank], object], *, timeout_s: float = 120.0) -> None:
-        r3_step.check(run_ranks(function, r3_step.recorded, Path(r3_recording.folder), timeout_s=timeout_s))
+        ran = run_ranks(function, r3_step.recorded, Path(r3_recording.folder), timeout_s=timeout_s)
+        r3_step.check(ran.consumed)
 
     return run
 

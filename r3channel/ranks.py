@@ -20,8 +20,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -38,22 +40,26 @@ from r3channel.routing import Ids
 
 
 class Rank:
-    """One process of the step's layout. Its shard is placed when it is made."""
+    """One process of the step's layout. Its shard is placed when it is first asked for."""
 
-    def __init__(self, step: RecordedStep, coords: RankCoords) -> None:
-        self.step, self.coords = step, coords
+    def __init__(self, step: RecordedStep, coords: RankCoords, *, tp_group: Any = None) -> None:
+        self.step, self.coords, self.tp_group = step, coords, tp_group
+        """`tp_group`: this rank's gloo group in `run_ranks`; None in one process, and where tp is 1."""
         self.shard = step.ticket.plan.shard(dp=coords.dp, pp=coords.pp, cp=coords.cp)
         self.layers = self.shard.layers
         """Global decoder layers of its routers."""
         self.microbatches = range(len(self.shard.microbatches))
         self.consumed = ConsumedRows(step.ticket, step.ticket.spec)
+
+    @cached_property
+    def data_N(self) -> Ids:
+        """The shard's bytes, of all TP slots: what `RankShard.from_whole` takes, as a tensor."""
         samples = [
             TicketSample(name, tokens, 0, 0, (), (), ((tokens - 1, 0),))
             for batch in self.shard.microbatches
             for name, tokens in zip(batch.sample_ids, batch.tokens, strict=True)
         ]
-        self.data_N = place_shard(Stream(self.shard, samples), ids_of=step.rows)
-        """The shard's bytes, of all TP slots: what `RankShard.from_whole` takes, as a tensor."""
+        return place_shard(Stream(self.shard, samples), ids_of=self.step.rows)
 
     def tokens(self, microbatch: int) -> Ids:
         """[b, s / cp] int64 ([1, t / cp] for a pack): this rank's model input. 0 where padding is."""
@@ -80,9 +86,16 @@ def all_ranks(step: RecordedStep) -> list[Rank]:
     return [Rank(step, layout.coords(rank)) for rank in range(layout.world_size)]
 
 
+class Ran(NamedTuple):
+    """What all ranks used, and how long the slowest took: its shard and the function, without the start of the process."""
+
+    consumed: ConsumedRows
+    seconds: float
+
+
 def run_ranks(
     function: Callable[[Rank], object], step: RecordedStep, folder: Path, *, timeout_s: float
-) -> ConsumedRows:
+) -> Ran:
     """Call a function of a module in one gloo process for each rank of the layout, and add up what their routers used.
 
     `folder` is the recording that `step` was read from. Raises UsageError for a function that no other process can find, and
@@ -93,17 +106,19 @@ def run_ranks(
         raise UsageError(
             f"{name} lies inside of something: expected a function of a module, which a process can load"
         )
-    total = ConsumedRows(step.ticket, step.ticket.spec)
+    total, seconds = ConsumedRows(step.ticket, step.ticket.spec), 0.0
     with tempfile.TemporaryDirectory(prefix="r3channel-") as work:
         job = {
-            "file": inspect.getfile(function), "function": name, "recording": str(Path(folder).absolute()),
-            "step": step.number, "layout": step.ticket.layout.to_dict(), "work": work,
+            "module": function.__module__, "file": inspect.getfile(function), "function": name,
+            "recording": str(Path(folder).absolute()), "step": step.number, "layout": step.ticket.layout.to_dict(), "work": work,
         }  # fmt: skip
         (Path(work) / "job.json").write_text(json.dumps(job))
         _run(Path(work), step.ticket.layout.world_size, timeout_s)
         for rank in range(step.ticket.layout.world_size):
-            total.merge(_load(Path(work) / f"rank-{rank}.npz", total))
-    return total
+            one = _load(Path(work) / f"rank-{rank}.npz", total)
+            total.merge(one.consumed)
+            seconds = max(seconds, one.seconds)
+    return Ran(total, seconds)
 
 
 def _run(work: Path, world_size: int, timeout_s: float) -> None:
@@ -137,14 +152,15 @@ def _run(work: Path, world_size: int, timeout_s: float) -> None:
             child.wait()
 
 
-def _save(path: Path, found: ConsumedRows) -> None:
-    arrays: dict[str, Any] = {"keys": np.asarray([json.dumps(key) for key in found.ids] or [""])}
+def _save(path: Path, found: ConsumedRows, seconds: float) -> None:
+    keys = [json.dumps(key) for key in found.ids]
+    arrays: dict[str, Any] = {"keys": np.asarray(keys or [""]), "seconds": np.asarray(seconds)}
     for index, key in enumerate(found.ids):
         arrays |= {f"ids{index}": found.ids[key], f"there{index}": found.there[key]}
     np.savez(path, **arrays)
 
 
-def _load(path: Path, like: ConsumedRows) -> ConsumedRows:
+def _load(path: Path, like: ConsumedRows) -> Ran:
     found = ConsumedRows(like.ticket, like.spec)
     with np.load(path, allow_pickle=False) as arrays:
         for index, text in enumerate(filter(None, arrays["keys"].tolist())):
@@ -153,7 +169,7 @@ def _load(path: Path, like: ConsumedRows) -> ConsumedRows:
                 arrays[f"ids{index}"],
                 arrays[f"there{index}"],
             )
-    return found
+        return Ran(found, float(arrays["seconds"]))
 
 
 def _child(work: Path, number: int) -> None:
@@ -161,20 +177,44 @@ def _child(work: Path, number: int) -> None:
 
     job = json.loads((work / "job.json").read_text())
     layout = TrainerLayout.from_dict(job["layout"])
-    recorded = Recording.open(job["recording"]).step(job["step"])
-    rank = Rank(fitted(recorded, layout), layout.coords(number))
-    spec = importlib.util.spec_from_file_location("r3channel_users_test", job["file"])
-    assert spec is not None and spec.loader is not None, job["file"]
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(Path(job["file"]).parent))
-    spec.loader.exec_module(module)
+    function = getattr(_module(job["module"], Path(job["file"])), job["function"])
     dist.init_process_group(
         "gloo", init_method=f"file://{work}/rendezvous", rank=number, world_size=layout.world_size
     )
-    getattr(module, job["function"])(rank)
+    group = _tp_group(dist, layout, number)
+    dist.barrier()
+    begin_s = time.monotonic()
+    recorded = Recording.open(job["recording"]).step(job["step"])
+    rank = Rank(fitted(recorded, layout), layout.coords(number), tp_group=group)
+    function(rank)
+    seconds = time.monotonic() - begin_s
     dist.barrier()
     dist.destroy_process_group()
-    _save(work / f"rank-{number}.npz", rank.consumed)
+    _save(work / f"rank-{number}.npz", rank.consumed, seconds)
+
+
+def _module(name: str, file: Path) -> ModuleType:
+    """A user's is loaded by its file: tests are not importable by a name."""
+    if name.startswith("r3channel."):
+        return importlib.import_module(name)
+    spec = importlib.util.spec_from_file_location("r3channel_users_test", file)
+    assert spec is not None and spec.loader is not None, file
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(file.parent))
+    spec.loader.exec_module(module)
+    return module
+
+
+def _tp_group(dist: Any, layout: TrainerLayout, number: int) -> Any:
+    """The gloo group of the ranks that share this one's (DP, PP, CP); all processes make all groups, in one order."""
+    members: dict[tuple[int, int, int], list[int]] = {}
+    for rank in range(layout.world_size):
+        at = layout.coords(rank)
+        members.setdefault((at.dp, at.pp, at.cp), []).append(rank)
+    groups = [dist.new_group(ranks) for ranks in members.values()] if layout.tp > 1 else []
+    return next(
+        (group for group, ranks in zip(groups, members.values(), strict=False) if number in ranks), None
+    )
 
 
 if __name__ == "__main__":

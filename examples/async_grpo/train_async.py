@@ -341,7 +341,7 @@ def _actors(
 ) -> tuple[Any, list[Any]]:
     """Trainers build their model while the engines start; the manager needs running engines."""
     size = TrainerLayout.parse(args.layout).world_size
-    manager_class = actor_class(parts.manager, num_cpus=1, max_concurrency=64)
+    manager_class = actor_class(parts.manager, num_cpus=1, max_concurrency=64, name="r3channel-relay")
     trainer_class = actor_class(parts.trainer, num_cpus=1)
     trainers = [trainer_class.remote(args, rank) for rank in range(size)]
     manager = manager_class.remote(args, spec.to_dict())

@@ -20,14 +20,13 @@ from slime.utils.misc import Box  # pyright: ignore[reportMissingImports]
 from r3channel.errors import UsageError
 from r3channel.integrations import slime as adapter
 from r3channel.recordings.options import values_of
-from r3channel.relay.actor import FarRelay
+from r3channel.relay.actor import NAME, FarRelay
 from r3channel.relay.placement import RelayActor
 from r3channel.relay.relay import Relay
 from r3channel.relay.samples import SampleRows
 from r3channel.report.slime_arguments import layout_of, with_channel
 from r3channel.spec import RoutingSpec
 
-RELAY = "r3channel-relay"
 _SPARE_CALLS = 8
 """Of the manager, beside one long poll of every trainer."""
 
@@ -45,7 +44,7 @@ class ChannelTransport:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         calls = args.actor_num_nodes * args.actor_num_gpus_per_node + _SPARE_CALLS
         made: Any = ray.remote(RelayActor)
-        made = made.options(name=RELAY, num_cpus=0, max_concurrency=calls, scheduling_strategy=here)
+        made = made.options(name=NAME, num_cpus=0, max_concurrency=calls, scheduling_strategy=here)
         channel = {**args.r3_channel, "interface": adapter.interface_of(args)}
         actor = made.remote(spec.to_dict(), layout_of(args).to_dict(), channel, values_of(args, prefix="r3_"))
         self.relay = cast(Relay, FarRelay(actor, spec))

@@ -7,8 +7,8 @@ from typing import Any
 
 import ray
 
-from r3channel.integrations.slime_patched import RELAY
 from r3channel.integrations.slime_trainer import ChannelActor
+from r3channel.relay.actor import NAME
 from r3channel.report.slime_arguments import with_channel
 
 
@@ -17,4 +17,4 @@ class PatchedActor(ChannelActor):
         return super().init(with_channel(args), role, *rest, **options)
 
     def _relay_actor(self) -> Any:
-        return ray.get_actor(RELAY)
+        return ray.get_actor(NAME)

@@ -15,6 +15,10 @@ def add_options(parser: ArgumentParser | _ArgumentGroup, *, prefix: str = "") ->
         metavar="DIR",
         help="keep every step's frames, ticket and tokens there, for offline replay",
     )
+    add_limits(parser, prefix=prefix)
+
+
+def add_limits(parser: ArgumentParser | _ArgumentGroup, *, prefix: str = "") -> None:
     parser.add_argument(
         f"--{prefix}record-steps", metavar="N", type=int, default=0, help="record so many steps at most"
     )

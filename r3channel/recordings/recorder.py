@@ -19,7 +19,7 @@ from r3channel.errors import ConfigError
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.ticket import Ticket
 from r3channel.recordings.manifest import Manifest
-from r3channel.recordings.segment import Kind, append, pack
+from r3channel.recordings.segment import Kind, append, nbytes_of, pack, reserve
 from r3channel.routing import Ids, ProvenanceSpan
 from r3channel.spec import RoutingSpec
 from r3channel.wire.frame import stored_head
@@ -154,9 +154,11 @@ class Recorder:
 
 def write_segment(path: Path, records: Sequence[list[bytes | memoryview]]) -> int:
     """All records and the end, in a new file; its bytes. Raises OSError."""
+    records = [*records, pack(Kind.END)]
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
     try:
-        return sum(append(file, pieces) for pieces in [*records, pack(Kind.END)])
+        reserve(file, nbytes_of(records))
+        return sum(append(file, pieces) for pieces in records)
     finally:
         os.close(file)
 

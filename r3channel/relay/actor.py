@@ -12,10 +12,13 @@ from functools import partial
 from typing import Any
 
 from r3channel.errors import DeadlineExceeded, TransportError, UsageError
+from r3channel.recordings.recorder import Recorder
 from r3channel.relay.relay import Relay
 from r3channel.relay.several import PEER_CALLS, LocalPeer
 from r3channel.spec import RoutingSpec
 
+NAME = "r3channel-relay"
+"""Of the actor that holds the relay, in the demo and in a patched slime: `r3channel record` asks for it."""
 _CONTROL_CALLS = frozenset({"hello", "status"})
 
 
@@ -28,6 +31,8 @@ class RelayHost:
         """One call of a receiver, or of the coordinator of several relays."""
         if call in _CONTROL_CALLS:
             return getattr(self.relay, call)(**arguments)
+        if call == "record":
+            return self.relay.record(Recorder(**arguments) if arguments else None)
         if call in PEER_CALLS:
             return getattr(LocalPeer(self.relay), call)(**arguments)
         raise UsageError(f"control call {call!r}, expected one of {sorted(_CONTROL_CALLS | PEER_CALLS)}")
@@ -42,6 +47,28 @@ class RayRelay:
 
     def hello(self, *, dp: int, pp: int, cp: int) -> dict[str, Any]:
         return self._ask("hello", dp=dp, pp=pp, cp=cp)
+
+    @classmethod
+    def named(cls, name: str, *, address: str) -> RayRelay:
+        """Of a running Ray, in whatever namespace. Raises TransportError where there is none, or none of that name."""
+        import ray
+        from ray.util import list_named_actors
+
+        try:
+            ray.init(address=address, ignore_reinit_error=True, log_to_driver=False)
+        except ConnectionError as error:
+            raise TransportError(f"no Ray answers at {address!r}: {error}") from error
+        found: list[dict[str, str]] = list_named_actors(all_namespaces=True)  # pyright: ignore[reportAssignmentType]
+        spaces = [actor["namespace"] for actor in found if actor["name"] == name]
+        if len(spaces) != 1:
+            raise TransportError(
+                f"{len(spaces)} actors are called {name!r}, expected one; named are {sorted({one['name'] for one in found})}"
+            )
+        return cls(ray.get_actor(name, namespace=spaces[0]))
+
+    def record(self, values: dict[str, Any]) -> None:
+        """Begin a recording with what `Recorder` is made of, as plain values; with none, end it."""
+        self._ask("record", **values)
 
     def __getattr__(self, call: str) -> Any:
         if call not in _CONTROL_CALLS | PEER_CALLS:

@@ -68,7 +68,9 @@ class Intake:
             invalid_rows=config.invalid_rows,
             prefix_bytes=config.kept_prefix_bytes,
         )
-        self._store, self._durable, self._recorder, self._changed = store, durable, recorder, changed
+        self._store, self._durable, self._changed = store, durable, changed
+        self.recorder = recorder
+        """May be given, exchanged and taken while the relay runs."""
         self._expired: list[str] = []
         self._bound: dict[int, Hello] = {}
 
@@ -265,8 +267,8 @@ class Intake:
             if masks is not None:
                 masks.block.free()
             raise
-        if self._recorder is not None:
-            self._recorder.keep(sample_id, tokens_T)
+        if (recorder := self.recorder) is not None:
+            recorder.keep(sample_id, tokens_T)
         self.metrics.inc("r3channel_samples_total", outcome="received" if data else "live")
         self.metrics.inc("r3channel_rows_total", turn.end_row - turn.first_row)
         if rows is not None:
@@ -338,9 +340,9 @@ class Intake:
         self.free([rows for sample in samples for rows in held_here(sample)])
         for masks in (masks for sample in samples for masks in masks_of(sample)):
             masks.block.free()
-        if self._recorder is not None:
+        if (recorder := self.recorder) is not None:
             for sample in samples:
-                self._recorder.forget(sample.name)
+                recorder.forget(sample.name)
         self.metrics.inc("r3channel_samples_total", len(samples), outcome=outcome)
 
     def free(self, rows: Sequence[HeldRows]) -> None:

@@ -28,6 +28,7 @@ from r3channel.config import ChannelConfig
 from r3channel.distinct import warm
 from r3channel.errors import (
     BackgroundFailed,
+    ConfigError,
     DeadlineExceeded,
     PluginNotApplied,
     RoutingError,
@@ -84,7 +85,7 @@ class Relay:
             recorder.open(spec, layout, relay=config.relay)
         self.clock = clock or StageClock("relay")
         self.metrics = metrics or Metrics("relay", clock=self.clock)
-        self.run, self._recorder = uuid.uuid4().hex[:12], recorder
+        self.run = uuid.uuid4().hex[:12]
         self._changed = threading.Condition()
         self._closed = self._warned = False
         self._door: Door | None = None
@@ -108,7 +109,6 @@ class Relay:
                 run=self.run,
                 relay=config.relay,
                 durable=self._durable,
-                recorder=recorder,
                 changed=self._changed,
                 clock=self.clock,
                 idle=partial(self._store.trim, idle_s=60.0),
@@ -387,6 +387,20 @@ class Relay:
         """
         return self.steps.abandon(step)
 
+    def record(self, recorder: Recorder | None) -> None:
+        """Record the steps that are prepared from now on; None ends it. Token ids are those of samples that come from now on.
+
+        Raises RecordingInvalid where another recording lies in the folder, ConfigError where nothing can be written.
+        """
+        self._check_open()
+        if recorder is not None:
+            recorder.open(self.spec, self.layout, relay=self.config.relay)
+            if recorder.stopped:
+                raise ConfigError(
+                    f"recording: {recorder.stopped}; expected a folder that this relay may write"
+                )
+        self.intake.recorder = recorder
+
     def undelivered(self, *, wait_s: float) -> dict[int, tuple[ShardKey, ...]]:
         """Step -> receivers that have not acknowledged it, after `wait_s`; early, and empty, when all have."""
         steps = self.steps.undelivered(wait_s=wait_s)
@@ -474,8 +488,9 @@ class Relay:
         watch("r3channel_store_bytes", lambda: self._store.live_bytes)
         watch("r3channel_oldest_in_flight_seconds", self.steps.oldest_s)
         watch("r3channel_background_thread_alive", lambda: float(self.steps.error is None))
-        if (recorder := self._recorder) is not None:
-            watch("r3channel_recording_lost_steps", lambda: recorder.lost)
+        watch(
+            "r3channel_recording_lost_steps", lambda: self.intake.recorder.lost if self.intake.recorder else 0
+        )
         watch("r3channel_epoch", lambda: self._delivery.epoch)
 
 

@@ -17,7 +17,6 @@ from r3channel.errors import R3Error, StepError, TicketMismatch
 from r3channel.metrics import StageClock
 from r3channel.plan.shards import ShardKey
 from r3channel.plan.ticket import Ticket
-from r3channel.recordings.recorder import Recorder
 from r3channel.relay.arrival.masks import HeldMasks
 from r3channel.relay.arrival.rows import HeldRows
 from r3channel.relay.entries import Sample
@@ -39,7 +38,6 @@ class Steps:
         run: str,
         relay: int,
         durable: Durable | None,
-        recorder: Recorder | None,
         changed: threading.Condition,
         clock: StageClock,
         idle: Callable[[], None],
@@ -48,7 +46,7 @@ class Steps:
         """`changed` guards the steps as it does the table. `idle` is called once in a while when nothing is to be done;
         `timeout_s` bounds how long a receiver waits for its rows to be prepared."""
         self._intake, self._run, self._relay = intake, run, relay
-        self._durable, self._recorder, self._changed = durable, recorder, changed
+        self._durable, self._changed = durable, changed
         self._clock, self._idle, self._timeout_s = clock, idle, timeout_s
         self._steps: dict[int, SealedStep] = {}
         self.newest = -1
@@ -225,8 +223,9 @@ class Steps:
                     sealed.error = error
                     self._changed.notify_all()
                 return
-            if self._recorder is not None and dp == sealed.ticket.layout.dp - 1:
-                self._recorder.write(sealed.ticket, sealed.rows)  # once all have acknowledged, rows are gone
+            recorder = self._intake.recorder
+            if recorder is not None and dp == sealed.ticket.layout.dp - 1:
+                recorder.write(sealed.ticket, sealed.rows)  # once all have acknowledged, rows are gone
             with self._changed:
                 sealed.outgoing.update(outgoing)
                 self._changed.notify_all()

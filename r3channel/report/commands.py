@@ -47,6 +47,11 @@ COMMANDS = {
         "slime's own script with the channel in it",
         ("slime train_async.py $ARGUMENTS --use-r3-channel --r3-delivery direct",),
     ),
+    "record": Command(
+        _REPORT + "record",
+        "record steps of a running channel",
+        ("record /data/rec --record-steps 3", "record --stop"),
+    ),
     "inspect": Command(
         _REPORT + "recordings", "a recording (--record): steps, rows, versions, expert load", ("inspect rec",)
     ),
@@ -58,7 +63,7 @@ COMMANDS = {
     "replay": Command(
         _REPORT + "recordings",
         "the trainer's side of a recording under any layout",
-        ("replay rec", "replay rec --layout dp=1,tp=2"),
+        ("replay rec", "replay rec --layout dp=1,tp=2 --gloo"),
     ),
     "diff": Command(
         _REPORT + "recordings",

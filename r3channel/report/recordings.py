@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,18 @@ from r3channel.plan.layout import TrainerLayout
 from r3channel.recordings import difference, npz, summary
 from r3channel.recordings.alone import CANNOT, judge_alone
 from r3channel.recordings.catalogue import NOTES, judge
+from r3channel.recordings.consumed import ConsumedRows
 from r3channel.recordings.finding import Finding
 from r3channel.recordings.recording import Recording
 from r3channel.recordings.replayed import consumed, described, fitted
 from r3channel.recordings.sides import Sides
+from r3channel.recordings.step import RecordedStep
 from r3channel.report import commands
 
 FORMATS = ("npz",)
 """Others are refused by name: their sources were not read, and a guess would be wrong in silence."""
+
+_RANKS_S = 600.0
 
 
 def run(argv: Sequence[str]) -> int:
@@ -54,6 +59,12 @@ def _parser(command: str) -> argparse.ArgumentParser:
         parser.add_argument(
             "--layout", type=TrainerLayout.parse, help="dp=2,tp=2,...; default: the recorded one"
         )
+    if command == "replay":
+        parser.add_argument(
+            "--gloo",
+            action="store_true",
+            help="a gloo process for each rank; default: all ranks in this process",
+        )
     if command in ("inspect", "diff", "replay", "check"):
         parser.add_argument("--json", action="store_true", help="one JSON object")
     return parser
@@ -75,17 +86,29 @@ def _replay(options: argparse.Namespace) -> int:
     recording, told, found = Recording.open(options.recording), [], list[Finding]()
     for number in recording.steps:
         step = fitted(recording.step(number), options.layout)
-        rows = consumed(step)
-        told.append(described(step, rows))
+        rows, seconds = _consumed(options, step)
+        told.append(described(step, rows) | {"seconds": round(seconds, 3)})
         found += [one for sides in Sides.of(step, rows.step()) for one in judge(sides)]
     _print(options, {"steps": told, "findings": [one.to_dict() for one in found]}, _replayed)
-    return int(bool(found))
+    lost = any(one["rows_of_layers"] != one["expected_rows_of_layers"] for one in told)
+    return int(bool(found) or lost)
+
+
+def _consumed(options: argparse.Namespace, step: RecordedStep) -> tuple[ConsumedRows, float]:
+    """What the routers of all ranks used, and the seconds of it."""
+    if options.gloo:
+        from r3channel.ranks import run_ranks  # torch, which replay in one process does without
+        from r3channel.report.replay_rank import consume
+
+        return run_ranks(consume, step, options.recording, timeout_s=_RANKS_S)
+    begin_s = time.monotonic()
+    return consumed(step), time.monotonic() - begin_s
 
 
 def _replayed(found: dict[str, Any]) -> str:
     lines = [
         f"step {one['step']}: {one['ranks']} ranks of {one['layout']}: {one['rows_of_layers']:,} rows of layers, expected "
-        f"{one['expected_rows_of_layers']:,}"
+        f"{one['expected_rows_of_layers']:,}; {one['seconds']:.2f} s"
         for one in found["steps"]
     ]
     return "\n".join([*lines, *(str(Finding(**one)) for one in found["findings"])])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,6 +20,8 @@ from r3channel import errors
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.place import place_samples
 from r3channel.plan.ticket import Ticket
+from r3channel.recordings.recording import Recording
+from r3channel.relay.actor import NAME
 from tests.samples import SPEC, random_ids
 
 pytestmark = [pytest.mark.dist, pytest.mark.full]
@@ -87,7 +91,7 @@ def places(nodes: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterat
     placed = place_relays(
         nodes[1:], spec=SPEC, layout=LAYOUT, config=config_of(), token_file=token, timeout_s=LIMIT_S
     )
-    manager = pinned(Manager, nodes[0], max_concurrency=32).remote(LAYOUT.to_dict(), placed, token)
+    manager = pinned(Manager, nodes[0], max_concurrency=32, name=NAME).remote(LAYOUT.to_dict(), placed, token)
     engines = [pinned(Node, node).remote(number) for number, node in enumerate(nodes)]
     urls = {nodes[0]: ray.get(manager.address.remote(), timeout=LIMIT_S), **placed.urls}
     assert len(set(urls.values())) == 3
@@ -152,6 +156,46 @@ def test_a_relay_on_each_node_sends_its_part(places: Places, nodes: list[str]) -
     assert all(report["steps"] == {} and report["pending"] == [] for report in relays.values())
 
 
+def test_a_recording_begins_and_ends_while_the_channel_runs(places: Places, tmp_path: Path) -> None:
+    import ray
+
+    folder, address = tmp_path / "rec", ray.get_runtime_context().gcs_address
+    others = places.placed.controls(places.manager)[1:]
+    assert "records into" in recorded("record", str(folder), "--record-steps", "5", "--address", address)
+    for relay in others:
+        relay.record({"root": str(folder), "steps": 5})
+    roll_out(places)
+    receive(places, Ticket.from_bytes(places.call("seal", 1, ranks_of(list(TOKENS)))))
+    assert "records no more" in recorded("record", "--stop", "--address", address)
+    for relay in others:
+        relay.record({})
+    roll_out(places)
+    receive(places, Ticket.from_bytes(places.call("seal", 2, ranks_of(list(TOKENS)))))
+    places.call("join_previous", LIMIT_S)
+    recording = Recording.open(folder)
+    assert recording.steps == (1,)
+    step = recording.step(1)
+    assert step.cut == () and {segment.relay for segment in recording.segments(1)} == {0, 1, 2}
+    for index, (name, tokens) in enumerate(TOKENS.items()):
+        assert np.array_equal(step.rows(name), random_ids(tokens - 1, seed=index))
+        assert step.tokens[name].tolist() == list(range(tokens))
+    assert "0 actors are called 'nobody'" in recorded(
+        "record", "x", "--actor", "nobody", "--address", address
+    )
+
+
+def recorded(*arguments: str) -> str:
+    """What `r3channel` said."""
+    done = subprocess.run(
+        [sys.executable, "-m", "r3channel.cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    return done.stdout + done.stderr
+
+
 def test_a_relay_that_ray_cannot_place_is_named(nodes: list[str], tmp_path: Path) -> None:
     from r3channel.relay.placement import place_relays
     from tests.dist.ray_places import config_of
@@ -179,9 +223,9 @@ def test_a_relay_whose_process_died_is_named_and_the_others_go_on(places: Places
     ray.kill(places.placed.actors[1])
     names = list(TOKENS)
     with pytest.raises(errors.RelayLost, match=r"relay 2 of 3 does not answer; it holds 4 samples: .*'s4'"):
-        places.call("seal", 1, ranks_of(names))
+        places.call("seal", 3, ranks_of(names))
     rest = [name for index, name in enumerate(names) if index // 2 % 3 != 2]
-    ticket = Ticket.from_bytes(places.call("seal", 1, ranks_of(rest)))
+    ticket = Ticket.from_bytes(places.call("seal", 3, ranks_of(rest)))
     assert {relay for sample in ticket.samples for _, relay in sample.segments} == {0, 1}
     receive(places, ticket)
     places.call("join_previous", LIMIT_S)

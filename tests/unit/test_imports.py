@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import ast
 import json
+import statistics
 import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+import pytest
+
+import r3channel
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "r3channel"
@@ -259,11 +264,32 @@ def is_dangerous(called: str) -> bool:
 
 
 def test_importing_the_package_pulls_in_no_upstream() -> None:
-    program = f"import sys, json, r3channel; print(json.dumps([m for m in {HEAVY!r} if m in sys.modules]))"
+    program = (
+        "import sys, json\nfrom r3channel import *\nRoutingSpec, Ticket, add_arguments\n"
+        f"print(json.dumps([m for m in {HEAVY!r} if m in sys.modules]))"
+    )
     child = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
     )
     assert json.loads(child.stdout) == []
+
+
+def test_the_package_is_imported_within_a_fifth_of_a_second_of_cpu() -> None:
+    program = "import time; begin = time.process_time(); import r3channel; print(time.process_time() - begin)"
+    seen = [
+        float(
+            subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, check=True).stdout
+        )
+        for _ in range(5)
+    ]
+    assert statistics.median(seen) <= 0.2, seen
+
+
+def test_every_public_name_is_there_and_has_one_home() -> None:
+    assert {*r3channel._HOMES, "__version__"} == set(r3channel.__all__)
+    assert all(getattr(r3channel, name) is not None for name in r3channel.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'Tickets'"):
+        _ = r3channel.Tickets  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_the_command_starts_without_upstreams() -> None:

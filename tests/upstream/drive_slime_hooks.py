@@ -18,7 +18,7 @@ import ray
 
 from examples.slime.cpu import patches
 from r3channel.plan.ticket import Ticket
-from r3channel.relay.actor import RayRelay
+from r3channel.relay.actor import NAME, RayRelay
 from tests.samples import SPEC, reply_for
 
 GLUE = "r3channel.integrations.slime_patched"
@@ -177,7 +177,7 @@ def channel(model: str) -> dict[str, Any]:
     boxes = manager.generate(0)
     parts = ray.get([box.inner for box in boxes])
     ticket = Ticket.from_bytes(ray.get(boxes[0].r3_ticket))
-    relay = RayRelay(ray.get_actor(importlib.import_module(GLUE).RELAY))
+    relay = RayRelay(ray.get_actor(NAME))
     hello = relay.hello(dp=0, pp=0, cp=0)
     return {
         "asks engines for routing": manager.args.use_rollout_routing_replay,
