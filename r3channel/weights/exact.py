@@ -39,7 +39,7 @@ from r3channel.weights.executor import Staged, background
 from r3channel.weights.geometry import Box, Layout, ShardMap, report_of
 from r3channel.weights.manifest import Bucket, Manifest, TensorMeta
 from r3channel.weights.pack import check_finite
-from r3channel.weights.plan import RankPlan, plan_reshard
+from r3channel.weights.plan import plan_reshard
 from r3channel.weights.progress import GRACE_S, Deadline, Run
 from r3channel.weights.wires import Door, Entry, RankLink, Wire, check_complete
 
@@ -90,8 +90,6 @@ class ExactStages:
         self._source: ShardMap | None = None
         self._report = b""
         self._shards: dict[str, list[Shard]] = {}
-        self.rank_plan: RankPlan | None = None
-        """The last plan; None before the first update."""
         self._pieces: dict[RankLink, list[Shard]] = {}
         """What each entry of a link's table is cut from."""
 
@@ -179,7 +177,6 @@ class ExactStages:
                         pieces.append(shard)
             link.tell(entries, timeout_s=deadline.left_s())
             self._pieces[link] = pieces
-        self.rank_plan = plan
         return plan.hash
 
     def send_all(self, link: RankLink, version: int, left_s: float) -> int:
