@@ -37,7 +37,7 @@ from r3channel.weights.pack import engine_names
 from r3channel.weights.progress import GRACE_S, Run, wait_all
 from r3channel.weights.registry import Enrolment
 from r3channel.weights.sglang import PauseMode
-from r3channel.weights.wires import Stages, WeightGroup, in_background
+from r3channel.weights.wires import Stages, WeightGroup, WholeStages, check_complete, in_background
 
 T = TypeVar("T")
 _Sums = list[tuple[dict[str, str], dict[str, str]]]
@@ -323,13 +323,18 @@ class Broadcast(Work):
 
 
 class Staged(Work):
-    """Through our half in the engine."""
+    """Through our half in the engine. Buckets of whole tensors are pushed; an exact update sends shards itself (exact.py)."""
+
+    @property
+    def _whole(self) -> WholeStages:
+        assert isinstance(self._stages, WholeStages)
+        return self._stages
 
     def open(self, manifest: Manifest) -> None:
         """Links to every rank, where some are missing: a pause of the dry run's length. CannotStage: nothing has changed."""
         with self._run.stage("join"):
             self.meet()
-            self._stages.plan(manifest)
+            self._whole.plan(manifest)
             self.take(self.ask(()))
 
     def ask(self, without: Collection[str]) -> list[Member]:
@@ -351,7 +356,8 @@ class Staged(Work):
             for member in fresh:
                 member.ranks = links[member.url]
         ranks = [rank for member in self.members for rank in member.ranks]
-        self._run.rounded, self._run.skipped = self._stages.check(ranks, names=self._rules.check_names)
+        metas, names = self._stages.metas, self._rules.check_names
+        self._run.rounded, self._run.skipped = check_complete(ranks, metas, names=names)
         self._run.loaded = next((rank.whole for rank in ranks if rank.whole), "")
 
     def close(self, checksums: Mapping[str, str]) -> None:
@@ -416,7 +422,7 @@ class Staged(Work):
             wait_all(
                 {
                     background(
-                        partial(self._stages.send, rank, number, named, self._version, left_s)
+                        partial(self._whole.send, rank, number, named, self._version, left_s)
                     ): member.url
                     for rank in member.ranks
                 },
