@@ -278,7 +278,7 @@ class JointUpdate:
     def _open(self) -> None:
         """Links to every engine that takes part."""
         work, deadline = self._work, self._run.deadline
-        mine = [member.url for member in work.members if not member.staged]
+        mine = [member.url for member in work.members if not member.staged(self._stages.metas)]
         without = set(itertools.chain(*self._ranks.exchange(mine, deadline)))
 
         def ask() -> dict[str, Any]:

@@ -250,7 +250,7 @@ class Broadcast(Work):
 
     def _hold(self) -> None:
         """Links without needs: as long as they stand, our half lets nobody else's weights in."""
-        fresh = [m for m in self.members if m.bracketed and not m.staged and not m.unheld]
+        fresh = [m for m in self.members if m.bracketed and not m.staged(()) and not m.unheld]
         orders = {m: self._stages.order(m.url, op="hold") for m in fresh}
         held = self.each(lambda m, left_s: m.hold(orders[m], left_s), within_s=CONTROL_S, among=fresh)
         wanted = {member.url: member.client.ranks for member, could in held.items() if could}
@@ -340,7 +340,7 @@ class Staged(Work):
     def ask(self, without: Collection[str]) -> list[Member]:
         """Have engines connect that have no links, or are named as such; those that did."""
         self.meet()
-        fresh = [member for member in self.members if not member.staged or member.url in without]
+        fresh = [m for m in self.members if not m.staged(self._stages.metas) or m.url in without]
         orders = {member: self._stages.order(member.url) for member in fresh}
         opened = self.each(
             lambda m, left_s: m.open(orders[m], left_s),
@@ -354,7 +354,7 @@ class Staged(Work):
         if fresh:
             links = self._stages.accept({m.url: m.client.ranks for m in fresh}, self._run.deadline)
             for member in fresh:
-                member.ranks = links[member.url]
+                member.ranks, member.metas = links[member.url], self._stages.metas
         ranks = [rank for member in self.members for rank in member.ranks]
         metas, names = self._stages.metas, self._rules.check_names
         self._run.rounded, self._run.skipped = check_complete(ranks, metas, names=names)
@@ -410,7 +410,11 @@ class Staged(Work):
             member.client.order(undo, flush_cache=self.flush, timeout_s=REPAIR_S)
             member.state = EngineState.OPEN
 
-        changed = [m for m in self._all if m.state in (EngineState.CHANGED, EngineState.DIRTY) and m.staged]
+        changed = [
+            m
+            for m in self._all
+            if m.state in (EngineState.CHANGED, EngineState.DIRTY) and m.staged(self._stages.metas)
+        ]
         wait([background(partial(one, member)) for member in changed], timeout=2 * REPAIR_S)
         self.roll_back()
 

@@ -590,6 +590,7 @@ def check_complete(
 
     Returns what the engines keep in another dtype (tensor -> `float32 -> bfloat16`), and what has no place there.
     """
+    rounded = _cast(ranks, metas)
     missing = sorted({name for rank in ranks for name in rank.needs.missing})
     used = {part.tensor for rank in ranks for part in rank.needs.parts}
     unknown = [meta.name for index, meta in enumerate(metas) if index not in used]
@@ -598,10 +599,21 @@ def check_complete(
             f"{len(missing)} parameters of the engine would keep their old values, first {missing[:_SHOWN]}; of the tensors "
             f"{len(unknown)} have no place there: {unknown[:_SHOWN]}. Is one misspelt, or the model given in part?"
         )
-    rounded = {}
+    return rounded, tuple(unknown)
+
+
+def _cast(ranks: Sequence[RankLink], metas: Sequence[TensorMeta]) -> dict[str, str]:
+    """Tensors that engines keep in another dtype. ManifestMismatch where that is float8: a cast alone lands under old scales."""
+    found = {}
     for rank in ranks:
         for part in rank.needs.parts:
-            own, kept = metas[part.tensor].dtype_name, rank.needs.params[part.param].dtype_name
-            if own != kept:
-                rounded[metas[part.tensor].name] = f"{own} -> {kept}"
-    return rounded, tuple(unknown)
+            own, kept = metas[part.tensor], rank.needs.params[part.param]
+            if own.dtype == kept.dtype:
+                continue
+            if kept.dtype_name.startswith("float8"):
+                raise ManifestMismatch(
+                    f"engine {rank.engine} keeps {own.name} in {kept.dtype_name}, the trainer gives {own.dtype_name}: it is not "
+                    "quantised on the way. Give float8 tensors with their scales, or start the engine without --quantization"
+                )
+            found[own.name] = f"{own.dtype_name} -> {kept.dtype_name}"
+    return found
