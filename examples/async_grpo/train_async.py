@@ -31,6 +31,7 @@ from r3channel.config import ChannelConfig, add_arguments
 from r3channel.errors import R3Error
 from r3channel.plan.layout import TrainerLayout
 from r3channel.recordings.options import add_options
+from r3channel.report import commands
 from r3channel.spec import RoutingSpec
 
 GENERATE_TIMEOUT_S = 300.0
@@ -49,7 +50,7 @@ WEIGHTS = ("broadcast", "exact", "colocated")
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="r3channel demo", description=(__doc__ or "").splitlines()[0])
+    parser = commands.parser("demo", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument(
         "--layout",

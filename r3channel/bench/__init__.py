@@ -30,7 +30,7 @@ def at_least_one(text: str) -> int:
 def run(argv: Sequence[str]) -> int:
     """Run the benchmark named first, with the options behind it."""
     if not argv or argv[0] in ("-h", "--help"):
-        print("usage: r3channel bench NAME [options]\n")
+        print("  r3channel bench wire --quick\n\nusage: r3channel bench NAME [options]\n")
         print("\n".join(f"  {name:10s} {text}" for name, text in BENCHES.items()))
         return 0
     if argv[0] not in BENCHES:

@@ -7,7 +7,6 @@ bound for large models; the scheduler's figures are those of its own functions a
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -19,13 +18,14 @@ from typing import Any
 from r3channel.bench import engine_rounds, relay_rounds
 from r3channel.bench.scheduler_calls import ANSWER, ROWS
 from r3channel.errors import EngineUnavailable
+from r3channel.report import commands
 
 _CHILD_TIMEOUT_S = 900.0
 
 
 def run(argv: Sequence[str]) -> int:
     """Measure and print; exit status 0."""
-    parser = argparse.ArgumentParser(prog="r3channel bench capture", description=__doc__)
+    parser = commands.parser("bench", prog="bench capture", description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     parser.add_argument("--quick", action="store_true", help="few rounds: the shape of the result only")
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="ranks of each engine (1)")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
@@ -19,6 +18,7 @@ from r3channel.plan.place import Placement
 from r3channel.plan.shards import plan_shards
 from r3channel.plan.stream import Stream
 from r3channel.plan.ticket import TicketSample
+from r3channel.report import commands
 
 CASES = {
     "1024x16k on 64 ranks": (1024, "dp=4,tp=4,cp=2,pp=2,packing=thd"),
@@ -28,7 +28,7 @@ TARGETS_MS = {"1024x16k on 64 ranks": 20.0, "8192x16k on 512 ranks": 100.0, "ass
 
 
 def run(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="r3channel bench plan", description=__doc__)
+    parser = commands.parser("bench", prog="bench plan", description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     parser.add_argument("--quick", action="store_true", help="few rounds: the shape of the result only")
     parser.add_argument("--rounds", type=at_least_one, help="of each case")

@@ -6,7 +6,6 @@ is the same; their steps are interleaved. A step is forward, full recompute, bac
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import tempfile
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from r3channel.bench import at_least_one
+from r3channel.report import commands
 
 if TYPE_CHECKING:
     import torch
@@ -33,9 +33,7 @@ TARGET_PERCENT = 2.0
 
 
 def run(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="r3channel bench replay", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = commands.parser("bench", prog="bench replay", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     parser.add_argument("--quick", action="store_true", help="few rounds: the shape of the result only")
     parser.add_argument("--rounds", type=at_least_one, help="interleaved rounds")

@@ -5,7 +5,6 @@ Each part adds its keys to one result.
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from r3channel.bench import reshard_plan, weight_engine
+from r3channel.report import commands
 
 TARGETS = {
     "own_loader_vs_per_tensor": 7.0,
@@ -30,7 +30,7 @@ Part = Callable[[Path, bool], Result]
 
 
 def run(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="r3channel bench weights", description=__doc__)
+    parser = commands.parser("bench", prog="bench weights", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few rounds: shows that it runs, not how fast")
     parser.add_argument("--only", choices=sorted(PARTS), action="append", help="repeatable; all by default")
     parser.add_argument("--json", action="store_true")

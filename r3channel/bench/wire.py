@@ -6,7 +6,6 @@ CPU times of one core. Nothing here is a recorded trace: see `bench.routing_data
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -24,6 +23,7 @@ from r3channel.plan.place import Placement
 from r3channel.plan.shards import plan_shards
 from r3channel.plan.stream import Stream
 from r3channel.plan.ticket import TicketSample
+from r3channel.report import commands
 from r3channel.routing import Ids
 from r3channel.spec import RoutingSpec
 from r3channel.wire.frame import encode_frame, parse_frame
@@ -77,7 +77,7 @@ class Chain:
 
 def run(argv: Sequence[str]) -> int:
     """Measure and print; exit status 0."""
-    parser = argparse.ArgumentParser(prog="r3channel bench wire", description=__doc__)
+    parser = commands.parser("bench", prog="bench wire", description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     parser.add_argument(
         "--quick", action="store_true", help="small data and few rounds: the shape of the result only"

@@ -23,30 +23,18 @@ from r3channel.bearer import create_token, read_token
 from r3channel.config import ChannelConfig
 from r3channel.errors import ConfigError, RoutingMissing
 from r3channel.metrics import Metrics, StageClock
-from r3channel.plan.layout import TrainerLayout
 from r3channel.recordings.options import recorder_of
 from r3channel.relay.actor import RelayHost
 from r3channel.relay.relay import Relay
 from r3channel.relay.samples import SampleRows
 from r3channel.report.engine import probe
+from r3channel.report.slime_arguments import layout_of
 from r3channel.spec import RoutingSpec
 
 _LOOPBACK = "127.0.0.1"
 _PROBE_TOKENS = 3
 _PROBE_S = 120.0
 """An engine's first request may compile."""
-
-
-def layout_of(args: Namespace) -> TrainerLayout:
-    """slime's rows: packs; each sequence cut zigzag over CP, or the whole pack (`--allgather-cp`); the tail padded per rank."""
-    return TrainerLayout.from_megatron_args(
-        args,
-        world_size=args.actor_num_nodes * args.actor_num_gpus_per_node,
-        packing="thd",
-        cp_split="contiguous" if args.allgather_cp else "zigzag",
-        pad_multiple=args.data_pad_size_multiplier,
-        uniform=False,
-    )
 
 
 class ChannelManager(slime.ray.rollout.RolloutManager.__ray_metadata__.modified_class, RelayHost):

@@ -5,10 +5,9 @@ Nothing of slime is edited: its script imports three names late enough to be rep
 
 from __future__ import annotations
 
-import importlib.util
 import runpy
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
@@ -17,22 +16,13 @@ from typing import Any
 from r3channel import bare
 from r3channel.errors import ConfigError, R3Error, UsageError
 from r3channel.report import seams
-from r3channel.report.slime_arguments import add_arguments, prepared
-
-_HELP = f"""usage: r3channel slime SCRIPT [ARGUMENTS of slime ...] {bare.FLAG} [--r3-... ]
-
-  r3channel slime train_async.py $MODEL_ARGS $ROLLOUT_ARGS {bare.FLAG} --r3-delivery direct
-
-SCRIPT is slime's own train_async.py or train.py, or yours that imports what they import. Under `ray job submit` this
-command stands where `python train_async.py` stood. Without {bare.FLAG} the script runs as it is.
-"""
+from r3channel.report.slime_arguments import add_arguments, help_text, prepared
 
 
 def run(argv: Sequence[str]) -> int:
     """Run slime's script in this process. 2, with one line, for what is wrong before or while it runs; else its own status."""
     if not argv or argv[0] in ("-h", "--help"):
-        parser = add_arguments(ArgumentParser(prog="r3channel slime SCRIPT", usage="", add_help=False))
-        print(_HELP + "\n" + parser.format_help().removeprefix("usage: \n\n"))
+        print(help_text())
         return 0 if argv else 2
     script = Path(argv[0])
     if not script.is_file():
@@ -62,16 +52,7 @@ def _run_hooked(script: Path) -> None:
 
 def hook() -> None:
     """Put the channel's classes where slime's script will look for its own. Refuses a slime whose seams have moved."""
-    found = importlib.util.find_spec("slime")
-    if found is None or not found.submodule_search_locations:
-        raise UsageError(
-            "slime cannot be imported here; expected it installed, or its checkout on PYTHONPATH"
-        )
-    if moved := seams.moved(Path(found.submodule_search_locations[0]).parent):
-        raise ConfigError(
-            f"this slime is not one that r3channel knows: {'; '.join(moved[:4])}"
-            f"{f' and {len(moved) - 4} more' if len(moved) > 4 else ''}. Known: {seams.KNOWN}; nothing was started"
-        )
+    seams.check_importable()
     bare.allow()
     import ray
     import slime.ray.placement_group as placement  # pyright: ignore[reportMissingImports]

@@ -9,7 +9,7 @@ Options are read from `R3CHANNEL_*` in the job's environment, or as `r3_...` fro
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -17,28 +17,19 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from slime.utils.misc import Box  # pyright: ignore[reportMissingImports]
 
-from r3channel.config import ChannelConfig
-from r3channel.errors import ConfigError, UsageError
+from r3channel.errors import UsageError
 from r3channel.integrations import slime as adapter
 from r3channel.recordings.options import values_of
 from r3channel.relay.actor import FarRelay
 from r3channel.relay.placement import RelayActor
 from r3channel.relay.relay import Relay
 from r3channel.relay.samples import SampleRows
-from r3channel.report.slime_arguments import add_arguments, prepared
+from r3channel.report.slime_arguments import layout_of, with_channel
 from r3channel.spec import RoutingSpec
 
 RELAY = "r3channel-relay"
 _SPARE_CALLS = 8
 """Of the manager, beside one long poll of every trainer."""
-
-
-def with_channel(args: Namespace) -> Namespace:
-    """`prepared` where slime parsed alone: what its arguments do not say of the channel has its default."""
-    vars(args).update(vars(add_arguments(ArgumentParser()).parse_args([])) | vars(args))
-    if ChannelConfig.from_args(args).metrics_port >= 0:
-        raise ConfigError("metrics_port: the relay of a patched slime serves no page; expected -1")
-    return prepared(args)
 
 
 class ChannelTransport:
@@ -56,9 +47,7 @@ class ChannelTransport:
         made: Any = ray.remote(RelayActor)
         made = made.options(name=RELAY, num_cpus=0, max_concurrency=calls, scheduling_strategy=here)
         channel = {**args.r3_channel, "interface": adapter.interface_of(args)}
-        actor = made.remote(
-            spec.to_dict(), adapter.layout_of(args).to_dict(), channel, values_of(args, prefix="r3_")
-        )
+        actor = made.remote(spec.to_dict(), layout_of(args).to_dict(), channel, values_of(args, prefix="r3_"))
         self.relay = cast(Relay, FarRelay(actor, spec))
         self.relay.status()  # what is wrong with its start is raised here
         ChannelTransport.rows = SampleRows(self.relay)

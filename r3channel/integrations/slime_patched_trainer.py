@@ -7,8 +7,9 @@ from typing import Any
 
 import ray
 
-from r3channel.integrations.slime_patched import RELAY, with_channel
+from r3channel.integrations.slime_patched import RELAY
 from r3channel.integrations.slime_trainer import ChannelActor
+from r3channel.report.slime_arguments import with_channel
 
 
 class PatchedActor(ChannelActor):

@@ -6,31 +6,25 @@ Routers are Megatron's own, with their RouterReplay; slime's `RoutingReplay` sta
 from __future__ import annotations
 
 from argparse import Namespace
-from collections import deque
 from collections.abc import Sequence
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any
 
 import ray
 import slime.backends.megatron_utils.model as slime_model  # pyright: ignore[reportMissingImports]
 import torch
 from slime.backends.megatron_utils.actor import MegatronTrainRayActor  # pyright: ignore[reportMissingImports]
-from slime.backends.megatron_utils.update_weight.hf_weight_iterator_base import (  # pyright: ignore[reportMissingImports]
-    HfWeightIteratorBase,
-)
 
 from r3channel.config import ChannelConfig
 from r3channel.errors import StepError
-from r3channel.integrations.slime import interface_of, layout_of
+from r3channel.integrations.slime_weights import ChannelUpdater
 from r3channel.metrics import Metrics, StageClock
 from r3channel.plan.ticket import Ticket
 from r3channel.relay.actor import RayRelay
+from r3channel.report.slime_arguments import layout_of
 from r3channel.trainer.channel import TrainerChannel
 from r3channel.trainer.replay import ReplayStep
 from r3channel.trainer.schedule import replayed
-from r3channel.weights.session import WeightSync
-from r3channel.weights.sglang import EngineClient
 
 _LIVE = ("ref_", "teacher_")
 """Log-prob passes of other models: what the engines chose is not theirs."""
@@ -110,52 +104,6 @@ class ChannelActor(MegatronTrainRayActor):
                 return super().compute_log_prob(data_iterator, num_microbatches, store_prefix=store_prefix)
         finally:
             self._step = step
-
-
-class ChannelUpdater:
-    """slime's updater's place: the tensors that slime's own conversion gives, over `WeightSync`. Every rank calls, one sends."""
-
-    def __init__(self, replaced: Any, backup: Any, *, rank: int) -> None:
-        self.args, self.weight_version = replaced.args, replaced.weight_version
-        self._weights, self._rank = lambda: backup.get("actor"), rank
-        self._chunks = HfWeightIteratorBase.create(
-            args=replaced.args,
-            model=replaced.model,
-            model_name=replaced.model_name,
-            quantization_config=replaced.quantization_config,
-        )
-        self._sync: WeightSync | None = None
-
-    def connect_rollout_engines(
-        self, rollout_engines: Sequence[Any], _lock: Any, engine_gpu_counts: Sequence[int], **_options: Any
-    ) -> None:
-        """Anew whenever slime has started engines: one that came back has the weights of its checkpoint."""
-        if self._rank:
-            return
-        self.disconnect_rollout_engines()
-        urls = ray.get([engine.get_url.remote() for engine in rollout_engines])
-        engines = [EngineClient(url, ranks=ranks) for url, ranks in zip(urls, engine_gpu_counts, strict=True)]
-        self._sync = WeightSync(
-            engines, host=interface_of(self.args), backend="nccl" if torch.cuda.is_available() else "gloo"
-        )
-        self._sync.connect(timeout_s=self.args.r3_channel["join_timeout_s"])
-
-    def disconnect_rollout_engines(self) -> None:
-        if self._sync is not None:
-            self._sync.close()
-            self._sync = None
-
-    @torch.no_grad()
-    def update_weights(self) -> None:
-        tensors = chain.from_iterable(self._chunks.get_hf_weight_chunks(self._weights()))
-        if self._sync is None:
-            deque(tensors, maxlen=0)  # collective: slime's conversion needs every rank
-        else:
-            timeout_s = self.args.r3_channel["step_timeout_s"]
-            self._sync.update(tensors, version=self.weight_version + 1, timeout_s=timeout_s)
-        self.weight_version += 1
-
-    pop_metrics = staticmethod(dict)
 
 
 def _tokens(rollout_data: dict[str, Any]) -> list[list[list[int]]]:

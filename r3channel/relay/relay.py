@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from r3channel.bearer import obtain_token
 from r3channel.config import ChannelConfig
@@ -40,7 +40,6 @@ from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.shards import ShardKey
 from r3channel.plan.ticket import Ticket
 from r3channel.recordings.recorder import Recorder
-from r3channel.relay.arrival.door import Door
 from r3channel.relay.arrival.engines import EngineRegistry
 from r3channel.relay.arrival.reply import frame_bytes_of
 from r3channel.relay.arrival.rows import HeldRows
@@ -54,6 +53,9 @@ from r3channel.relay.storage.store import Store
 from r3channel.spec import RoutingSpec
 from r3channel.wire.header import FRAME_MAGIC
 from r3channel.wire.hello import Hello
+
+if TYPE_CHECKING:
+    from r3channel.relay.arrival.door import Door
 
 log = logging.getLogger(__name__)
 
@@ -188,6 +190,8 @@ class Relay:
             raise UsageError(
                 "direct delivery needs a token: give serve a token_file, or set R3CHANNEL_TOKEN_FILE"
             )
+        from r3channel.relay.arrival.door import Door  # needs the extra `direct`
+
         self._door = Door(
             self.intake,
             token=obtain_token(path),

@@ -22,7 +22,7 @@ from typing import Any
 from r3channel.config import ChannelConfig
 from r3channel.errors import ConfigError
 from r3channel.relay import proof
-from r3channel.report import seams
+from r3channel.report import commands, extras, seams
 from r3channel.report.check import Check
 from r3channel.report.engine import ask_engine
 from r3channel.report.network import check_network
@@ -34,25 +34,56 @@ _RAM_DISKS = ("tmpfs", "ramfs")
 _ANSWER = "R3CHANNEL-DOCTOR "
 """Marks the answer among whatever an upstream prints on import."""
 
-_EMBEDDED = "make setup, or pip install --no-deps -r r3channel/embedded/requirements.txt"
-_DISTRIBUTIONS: tuple[tuple[str, str], ...] = (
-    ("torch", "install the build for this machine's accelerator: pip install torch==2.13.0"),
-    ("sglang", f'pip install "r3channel[sglang]" on a machine with a GPU; without one: {_EMBEDDED}'),
-    ("megatron-core", f'pip install "r3channel[megatron]"; without a GPU: {_EMBEDDED}'),
-    ("mbridge", f'pip install "r3channel[megatron]"; without a GPU: {_EMBEDDED}'),
-    ("ray", 'pip install "r3channel[ray]"'),
-    ("lz4", "pip install lz4"),
-    ("xxhash", "pip install xxhash"),
-    ("prometheus_client", 'pip install "r3channel[metrics]"'),
-)
-
 _HOOKS = "from r3channel.engine.hooks import check_hooks as check"
 _NAMES = "from r3channel.trainer.megatron import check_names as check"
 _SHIM = "from r3channel.embedded import megatron_shim; megatron_shim.install()"
 
 
-def run(
+def run(argv: Sequence[str]) -> int:
+    options = _parser().parse_args(list(argv))
+    return examine(
+        role=options.role,
+        ports=options.port,
+        engines=options.engine,
+        timeout_s=options.timeout_s,
+        nodes=options.nodes,
+        config=options.config,
+        slime=options.slime,
+        arguments=options.arguments,
+    )
+
+
+def _parser() -> commands.Parser:
+    parser = commands.parser("doctor")
+    parser.add_argument(
+        "--role",
+        choices=tuple(extras.ROLES),
+        default="all",
+        help="what this machine is to run: only what that place needs is looked at",
+    )
+    parser.add_argument("--port", type=int, action="append", default=[], help="must be free; repeatable")
+    parser.add_argument(
+        "--engine", metavar="URL", action="append", default=[], help="a running engine to ask; repeatable"
+    )
+    parser.add_argument(
+        "--nodes", type=int, default=1, help="machines of the run: with several, loopback is a fault"
+    )
+    parser.add_argument(
+        "--slime", metavar="DIR", help="a checkout of slime: is it one that is known, what would be hooked"
+    )
+    parser.add_argument(
+        "arguments", nargs="*", help="with --slime, after --: those of the job, to be looked through"
+    )
+    parser.add_argument("--config", metavar="FILE", help="channel options, as --r3-config")
+    parser.add_argument(
+        "--timeout-s", type=float, default=120.0, help="deadline of each check that imports an upstream"
+    )
+    return parser
+
+
+def examine(
     *,
+    role: str = "all",
     ports: Sequence[int] = (),
     engines: Sequence[str] = (),
     timeout_s: float = 120.0,
@@ -69,7 +100,7 @@ def run(
     """
     well = True
     channel = ChannelConfig.load(file=config)
-    found = checks(ports=ports, timeout_s=timeout_s, channel=channel, nodes=nodes)
+    found = checks(role=role, ports=ports, timeout_s=timeout_s, channel=channel, nodes=nodes)
     if engines:
         found = (check for url in engines for check in ask_engine(url, timeout_s=timeout_s))
     elif slime is not None:
@@ -81,22 +112,33 @@ def run(
 
 
 def checks(
-    *, ports: Sequence[int], timeout_s: float, channel: ChannelConfig, nodes: int = 1
+    *, role: str, ports: Sequence[int], timeout_s: float, channel: ChannelConfig, nodes: int = 1
 ) -> Iterator[Check]:
-    """All findings, the cheap ones first. `timeout_s` is the deadline of each child process."""
+    """All findings about a place of a run, the cheap ones first. `timeout_s` is the deadline of each child process."""
     yield check_python(sys.version_info[:3])
-    for name, remedy in _DISTRIBUTIONS:
-        yield check_distribution(name, remedy=remedy)
-    yield check_plugin()
-    for port in (0, *ports):
+    needed = extras.ROLES[role]
+    for name in needed.needs:
+        yield check_distribution(name, remedy=extras.remedy(name))
+    for name, loss in needed.helps.items():
+        yield check_helper(name, loss=loss)
+    if role in ("engine", "all"):
+        yield check_plugin()
+    for port in (0, *ports) if role != "engine" else ports:
         yield check_port(port)
-    yield check_temporary(channel)
-    yield check_transport(channel)
+    if role in ("relay", "all"):
+        yield check_temporary(channel)
+        yield check_store(channel)
+        yield check_transport(channel)
     yield from check_network(channel, os.environ, nodes=nodes)
-    gpu = has_gpu()
-    yield ask("SGLang hooks", _HOOKS, env=_engine_environment(gpu=gpu), timeout_s=timeout_s)
-    names = _NAMES if gpu else f"{_SHIM}; {_NAMES}"
-    yield ask("Megatron names", names, env=os.environ, timeout_s=timeout_s)
+    yield from _check_upstreams(role, gpu=has_gpu(), timeout_s=timeout_s)
+
+
+def _check_upstreams(role: str, *, gpu: bool, timeout_s: float) -> Iterator[Check]:
+    if role in ("engine", "all"):
+        yield ask("SGLang hooks", _HOOKS, env=_engine_environment(gpu=gpu), timeout_s=timeout_s)
+    if role in ("trainer", "all"):
+        names = _NAMES if gpu else f"{_SHIM}; {_NAMES}"
+        yield ask("Megatron names", names, env=os.environ, timeout_s=timeout_s)
 
 
 def check_slime(root: Path, arguments: Sequence[str] = ()) -> Iterator[Check]:
@@ -140,6 +182,31 @@ def check_distribution(name: str, *, remedy: str) -> Check:
         return Check(name=name, ok=True, found=importlib.metadata.version(name))
     except importlib.metadata.PackageNotFoundError:
         return Check(name=name, ok=False, found="not installed", remedy=remedy)
+
+
+def check_helper(name: str, *, loss: str) -> Check:
+    """Told, never a fault: the channel works without it."""
+    found = check_distribution(name, remedy=extras.remedy(name))
+    return found if found.ok else Check(name=name, ok=True, found=f"not installed: {loss}; {found.remedy}")
+
+
+def check_store(channel: ChannelConfig) -> Check:
+    """Can `store_dir` take what a killed relay would leave; a fault where it cannot be written or has no room."""
+    if not channel.store_dir:
+        return Check(name="store_dir", ok=True, found="not set: what a killed relay holds is lost")
+    at = Path(channel.store_dir).absolute()
+    there = next(folder for folder in (at, *at.parents) if folder.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        return Check(
+            name="store_dir", ok=False, found=f"{there} cannot be written", remedy="choose another store_dir"
+        )
+    free = shutil.disk_usage(there).free
+    return Check(
+        name="store_dir",
+        ok=free >= channel.store_bytes,
+        found=f"{at}, {free / 1e9:.1f} GB free; takes up to {channel.store_bytes / 1e9:.1f} GB of rows (store_bytes)",
+        remedy="choose a folder with more room, or lower store_bytes",
+    )
 
 
 def check_plugin() -> Check:

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import r3channel
 from r3channel.errors import UsageError
+from r3channel.report import commands
 
 _FILE = re.compile(r"^diff --git a/(\S+) b/\1\nindex ([0-9a-f]{40})\.\.([0-9a-f]{40})", re.MULTILINE)
 _APPLY_TIMEOUT_S = 60
@@ -101,7 +102,7 @@ def run(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     names = ", ".join(patch.name for patch in known())
-    parser = argparse.ArgumentParser(prog="r3channel patch", description=(__doc__ or "").splitlines()[0])
+    parser = commands.parser("patch", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("action", choices=("check", "apply", "reverse"))
     parser.add_argument(
         "--target", type=Path, required=True, metavar="DIR", help="a checkout, or site-packages"

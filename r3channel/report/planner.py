@@ -14,7 +14,8 @@ from r3channel.errors import ConfigError
 from r3channel.models import model_named
 from r3channel.plan.capacity import Capacity, Machines, add_up, lognormal_lengths, plan_of
 from r3channel.plan.layout import TrainerLayout
-from r3channel.report.seed_table import seed_table
+from r3channel.report import commands
+from r3channel.report.published_table import published_table
 from r3channel.spec import RoutingSpec
 
 SIMULATED = {
@@ -27,7 +28,7 @@ SIMULATED = {
 def run(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     if options.preset:
-        result, text = seed_table(), _seed_text
+        result, text = published_table(), _published_text
     elif options.simulate:
         result, text = simulate(options), _plan_text
     else:
@@ -37,13 +38,13 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="r3channel plan", description=__doc__)
+    parser = commands.parser("plan", description=__doc__)
     parser.add_argument(
         "--model", help="a name of the built-in table, a checkpoint folder, or its config.json"
     )
     parser.add_argument("--layout", help="as in the demo, for example dp=4,tp=4,cp=2,pp=4")
     parser.add_argument("--tokens", type=int, help="of one step, over all samples")
-    parser.add_argument("--sequence", type=int, default=16384, help="tokens of each sample")
+    parser.add_argument("--sequence", type=int, default=16384, help="tokens of a sample, about (%(default)s)")
     parser.add_argument(
         "--lengths", metavar="FILE", help="JSON list of the samples' tokens, instead of the two above"
     )
@@ -53,7 +54,9 @@ def _parser() -> argparse.ArgumentParser:
         name = f"--{field.name.replace('_', '-')}"
         parser.add_argument(name, type=type(field.default), help=f"default {field.default}")
     parser.add_argument(
-        "--preset", choices=("seed-003",), help="the table of the post this package began with"
+        "--preset",
+        choices=("published",),
+        help='the scaling table of the post "The Infrastructure Cost of MoE Routing Replay", and where it is off',
     )
     parser.add_argument("--simulate", action="store_true", help="run the planner at 128M tokens on 512 ranks")
     parser.add_argument("--json", action="store_true")
@@ -71,7 +74,8 @@ def spec_of(model: str) -> RoutingSpec:
 def planned(options: argparse.Namespace) -> dict[str, Any]:
     if not options.model or not options.layout:
         raise ConfigError("plan needs --model and --layout (or --preset, or --simulate)")
-    return _plan(options, spec_of(options.model), TrainerLayout.parse(options.layout), _lengths(options))
+    layout = TrainerLayout.parse(options.layout)
+    return _plan(options, spec_of(options.model), layout, _lengths(options, layout))
 
 
 def simulate(options: argparse.Namespace) -> dict[str, Any]:
@@ -108,14 +112,20 @@ def _plan(
     return {"model": options.model or SIMULATED["model"], **found.to_dict(), **extra}
 
 
-def _lengths(options: argparse.Namespace) -> list[int]:
+def _lengths(options: argparse.Namespace, layout: TrainerLayout) -> list[int]:
+    """Whole micro-batches on every DP rank, of samples that are about as long as asked for."""
     if options.lengths:
         return _read_lengths(Path(options.lengths))
-    if options.sequence < 1 or not options.tokens or options.tokens % options.sequence:
+    if not options.tokens:
+        raise ConfigError("plan needs --tokens (all tokens of one step), or --lengths")
+    if min(options.sequence, options.microbatch_size, options.tokens) < 1:
         raise ConfigError(
-            f"--tokens {options.tokens} is not a multiple of --sequence {options.sequence}; give both, or --lengths"
+            f"--tokens {options.tokens}, --sequence {options.sequence}, --microbatch-size {options.microbatch_size}: expected at "
+            "least 1 of each"
         )
-    return [options.sequence] * (options.tokens // options.sequence)
+    unit = layout.dp * (1 if options.max_tokens else options.microbatch_size)
+    count = max(1, round(options.tokens / options.sequence / unit)) * unit
+    return [(options.tokens + index) // count for index in range(count)]
 
 
 def _read_lengths(file: Path) -> list[int]:
@@ -176,7 +186,7 @@ def _store_text(result: dict[str, Any]) -> str:
     return f"{said}, all in memory"
 
 
-def _seed_text(result: dict[str, Any]) -> str:
+def _published_text(result: dict[str, Any]) -> str:
     lines = [f"{'':34s}{'payload GB':>12s}{'at 50 GB/s':>12s}{'DP 4 share':>12s}{'r3channel':>12s}"]
     for row in result["rows"]:
         lines.append(

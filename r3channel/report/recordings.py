@@ -20,6 +20,7 @@ from r3channel.recordings.finding import Finding
 from r3channel.recordings.recording import Recording
 from r3channel.recordings.replayed import consumed, described, fitted
 from r3channel.recordings.sides import Sides
+from r3channel.report import commands
 
 FORMATS = ("npz",)
 """Others are refused by name: their sources were not read, and a guess would be wrong in silence."""
@@ -32,7 +33,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _parser(command: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=f"r3channel {command}")
+    parser = commands.parser(command)
     if command == "import":
         parser.add_argument("source", nargs="+", type=Path, metavar="FILE")
         parser.add_argument("--out", type=Path, required=True, metavar="REC")

@@ -6,12 +6,29 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
 from functools import cache
 from pathlib import Path
 
+from r3channel.errors import ConfigError, UsageError
+
 KNOWN = "slime 624b824a (0.3.1)"
 _NEW_SLIME = "slime/data/batch_builder.py"
+
+
+def check_importable() -> None:
+    """Refuse to start where slime is missing, or is one whose names have moved."""
+    found = importlib.util.find_spec("slime")
+    if found is None or not found.submodule_search_locations:
+        raise UsageError(
+            "slime cannot be imported here; expected it installed, or its checkout on PYTHONPATH"
+        )
+    if lines := moved(Path(found.submodule_search_locations[0]).parent):
+        more = f" and {len(lines) - 4} more" if len(lines) > 4 else ""
+        raise ConfigError(
+            f"this slime is not one that r3channel knows: {'; '.join(lines[:4])}{more}. Known: {KNOWN}; nothing was started"
+        )
 
 
 def moved(root: Path, *, framework: str = "slime") -> list[str]:

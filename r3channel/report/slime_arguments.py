@@ -14,9 +14,24 @@ from typing import Any
 
 from r3channel import bare, config
 from r3channel.errors import ConfigError
+from r3channel.plan.layout import TrainerLayout
 from r3channel.recordings.options import add_options
 
-_WEIGHTS = ("off", "broadcast")
+_WEIGHTS = ("off", "broadcast", "exact", "colocated")
+
+
+_HELP = f"""  r3channel slime train_async.py $MODEL_ARGS $ROLLOUT_ARGS {bare.FLAG} --r3-delivery direct
+
+usage: r3channel slime SCRIPT [ARGUMENTS of slime ...] {bare.FLAG} [--r3-... ]
+
+SCRIPT is slime's own train_async.py or train.py, or yours that imports what they import. Under `ray job submit` this
+command stands where `python train_async.py` stood. Without {bare.FLAG} the script runs as it is.
+"""
+
+
+def help_text() -> str:
+    parser = add_arguments(ArgumentParser(prog="r3channel slime SCRIPT", usage="", add_help=False))
+    return _HELP + "\n" + parser.format_help().removeprefix("usage: \n\n")
 
 
 def add_arguments(parser: Any) -> Any:
@@ -33,7 +48,9 @@ def add_arguments(parser: Any) -> Any:
         "--r3-weights",
         choices=_WEIGHTS,
         default="off",
-        help="who updates the engines' weights: `off`, slime's own updater; `broadcast`, r3channel's WeightSync, all or none",
+        help="who updates the engines' weights: `off`, slime's own updater; `broadcast`, r3channel's WeightSync, all or none, "
+        "from rank 0; `exact`, the same from every rank, each part once; `colocated`, as `exact`, through the shared memory of "
+        "the one machine that engines and trainers are on",
     )
     return parser
 
@@ -41,7 +58,13 @@ def add_arguments(parser: Any) -> Any:
 def judged(arguments: Sequence[str]) -> None:
     """Raise as `prepared` would, for the text of a job's arguments. Knows of slime's own only those that matter here."""
     parser = add_arguments(ArgumentParser(add_help=False, allow_abbrev=False))
-    for name in ("use-routing-replay", "use-rollout-routing-replay", "colocate", "release-train"):
+    for name in (
+        "use-routing-replay",
+        "use-rollout-routing-replay",
+        "colocate",
+        "release-train",
+        "offload-train",
+    ):
         parser.add_argument(f"--{name}", action="store_true")
     for name in ("debug-train-only", "debug-rollout-only"):
         parser.add_argument(f"--{name}", action="store_true")
@@ -83,6 +106,16 @@ def prepared(args: Namespace) -> Namespace:
             f"--r3-weights {args.r3_weights} sends whole weights to engines with GPUs of their own; expected neither --colocate "
             "nor --release-train, and --update-weight-mode full",
         ),
+        (
+            args.r3_weights in ("exact", "colocated") and getattr(args, "offload_train", False),
+            f"--r3-weights {args.r3_weights} sends parameters from where they lie, and --offload-train puts them to sleep; "
+            "expected --r3-weights broadcast",
+        ),
+        (
+            args.r3_weights != "off" and args.r3_delivery == "direct" and not channel.token_file,
+            f"--r3-weights {args.r3_weights} and --r3-delivery direct: engines ask who sends weights for the run's token; "
+            "expected --r3-token-file, a path that every node can read",
+        ),
     )
     for wrong, text in refusals:
         if wrong:
@@ -96,6 +129,26 @@ def prepared(args: Namespace) -> Namespace:
     args.use_routing_replay = False
     args.moe_enable_routing_replay = True
     return args
+
+
+def with_channel(args: Namespace) -> Namespace:
+    """`prepared` where slime parsed alone: what its arguments do not say of the channel has its default."""
+    vars(args).update(vars(add_arguments(ArgumentParser()).parse_args([])) | vars(args))
+    if config.ChannelConfig.from_args(args).metrics_port >= 0:
+        raise ConfigError("metrics_port: the relay of a patched slime serves no page; expected -1")
+    return prepared(args)
+
+
+def layout_of(args: Namespace) -> TrainerLayout:
+    """slime's rows: packs; each sequence cut zigzag over CP, or the whole pack (`--allgather-cp`); the tail padded per rank."""
+    return TrainerLayout.from_megatron_args(
+        args,
+        world_size=args.actor_num_nodes * args.actor_num_gpus_per_node,
+        packing="thd",
+        cp_split="contiguous" if args.allgather_cp else "zigzag",
+        pad_multiple=args.data_pad_size_multiplier,
+        uniform=False,
+    )
 
 
 def _weights_problem(args: Namespace) -> str:

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from r3channel.errors import ConfigError
+from r3channel.report import commands
 from r3channel.weights.sglang import EngineClient
 from r3channel.weights.store import HeldWeights
 
@@ -84,11 +85,9 @@ def compare(wanted: Mapping[str, str], found: Mapping[str, str], *, engine: str)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="r3channel weights", description="Look at the weights that engines hold."
-    )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    verify = commands.add_parser("verify", help="digests of what engines hold against the trainer's manifest")
+    parser = commands.parser("weights")
+    verbs = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    verify = verbs.add_parser("verify", help="digests of what engines hold against the trainer's manifest")
     verify.add_argument("--engine", metavar="URL", action="append", required=True, help="repeatable")
     verify.add_argument(
         "--manifest", metavar="FILE", help="what the trainer wrote; without it engines are compared"

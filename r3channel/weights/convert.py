@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -152,11 +152,14 @@ def _local_shards(bridge: Any, views: Sequence[NamedView]) -> list[tuple[_Shard,
                 raise ConfigError(
                     f"parameter {name}: not known to {type(bridge).__name__}; is it this model's bridge?"
                 )
-            split = getattr(weight, "tensor_model_parallel", False)
-            dim = getattr(weight, "partition_dim", -1) if split else -1
+            dim = _partition_dim(weight)
             shard = _Shard(bridge.mpu.pp_rank, names[name], tuple(weight.shape), str(weight.dtype), dim)
             shards.append((shard, weight.detach()))
     return shards
+
+
+def _partition_dim(weight: torch.Tensor) -> int:
+    return getattr(weight, "partition_dim", -1) if getattr(weight, "tensor_model_parallel", False) else -1
 
 
 def _tensors(view: NamedView) -> list[tuple[str, torch.Tensor]]:
@@ -264,20 +267,72 @@ class Shard:
     tensor: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A parameter as one tensor-parallel rank holds it."""
+
+    name: str
+    """Megatron's, with the numbers that layer and expert have in the whole model."""
+    tensor: torch.Tensor
+    partition_dim: int  # -1: replicated over TP
+    rank: int
+    size: int
+
+    @property
+    def ranks(self) -> tuple[int, int]:
+        """(rank, size) in the group whose ranks hold other parts of it."""
+        return (0, 1) if self.partition_dim < 0 else (self.rank, self.size)
+
+
+def parts_of(
+    named: Iterable[tuple[str, torch.Tensor]], *, dense: tuple[int, int], expert: tuple[int, int]
+) -> Iterator[Part]:
+    """Megatron's parameters under their names in the whole model, as parts.
+
+    `dense` and `expert` are (rank, size) in the groups that split all others and the experts.
+    """
+    for name, weight in named:
+        dim = _partition_dim(weight) if getattr(weight, "parallel_mode", "") != "duplicated" else -1
+        yield Part(name, weight, dim, *(expert if ".experts." in name else dense))
+
+
+def merged_tp(name: str, parts: list[torch.Tensor], dim: int) -> torch.Tensor:
+    """Megatron's parts as one: each rank has a part of the gate and one of the up projection; grouped experts name the wrong
+    dimension of the down projection."""
+    if "linear_fc1." in name:
+        halves = [part.chunk(2) for part in parts]
+        return torch.cat([gate for gate, _ in halves] + [up for _, up in halves], dim)
+    return torch.cat(parts, 1 if "linear_fc2.weight" in name else dim)
+
+
+Merge = Callable[[str, list[torch.Tensor], int], torch.Tensor]
+"""(name, the parts of all ranks, the dimension that is split) -> the whole parameter."""
+Convert = Callable[[str, torch.Tensor], Iterable[tuple[str, torch.Tensor]]]
+"""(name, whole parameter) -> checkpoint tensors by name."""
+
+
 def hf_shards(
     bridge: Any, chunks: Sequence[torch.nn.Module], *, dtype: torch.dtype | None = None
 ) -> list[Shard]:
     """This rank's part of every checkpoint tensor, for `WeightSync(plan="exact")`. No communication, no copy.
 
-    Where a parameter's elements go is learned from the bridge itself: it merges and renames index tensors once per kind of
-    parameter. Arguments as of `hf_weights`. Raises ConfigError where a bridge computes instead of moving.
+    Arguments as of `hf_weights`; see `shards_of`.
     """
-    known: dict[Any, tuple[torch.Tensor, list[_Place]]] = {}
-    shards: list[Shard] = []
-    with torch.no_grad():
-        for shard, weight in _local_shards(bridge, [NamedView(chunk) for chunk in chunks]):
-            shards += _shards(bridge, shard, weight.contiguous(), known, dtype)
-    return shards
+
+    def merge(name: str, parts: list[torch.Tensor], dim: int) -> torch.Tensor:
+        return bridge._weight_merge_across_tp(name, parts, _marked(dim))
+
+    views = [NamedView(chunk) for chunk in chunks]
+    parts = [_part(bridge, shard, weight) for shard, weight in _local_shards(bridge, views)]
+    return shards_of(parts, merge, lambda name, whole: _named(bridge, name, whole), dtype=dtype)
+
+
+def _part(bridge: Any, shard: _Shard, weight: torch.Tensor) -> Part:
+    mpu = bridge.mpu
+    if _EXPERT in shard.name:
+        name = _global_expert(bridge, shard.name, mpu.ep_rank)
+        return Part(name, weight, shard.partition_dim, mpu.etp_rank, mpu.etp_size)
+    return Part(shard.name, weight, shard.partition_dim, mpu.tp_rank, mpu.tp_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,55 +346,60 @@ class _Place:
     strides: tuple[int, ...]
 
 
+def shards_of(
+    parts: Iterable[Part], merge: Merge, convert: Convert, *, dtype: torch.dtype | None = None
+) -> list[Shard]:
+    """What parts become in the checkpoint, as views of them.
+
+    Where a parameter's elements go is learned from `merge` and `convert` themselves: they move index tensors once per kind of
+    parameter. Raises ConfigError where they compute instead of moving.
+    """
+    known: dict[Any, tuple[torch.Tensor, list[_Place]]] = {}
+    shards: list[Shard] = []
+    with torch.no_grad():
+        for part in parts:
+            shards += _shards(part, merge, convert, known, dtype)
+    return shards
+
+
 def _shards(
-    bridge: Any,
-    shard: _Shard,
-    weight: torch.Tensor,
+    part: Part,
+    merge: Merge,
+    convert: Convert,
     known: dict[Any, tuple[torch.Tensor, list[_Place]]],
     dtype: torch.dtype | None,
 ) -> Iterator[Shard]:
-    mpu, name = bridge.mpu, shard.name
-    rank, size = mpu.tp_rank, mpu.tp_size
-    if _EXPERT in name:
-        rank, size = mpu.etp_rank, mpu.etp_size
-        name = _global_expert(bridge, name, mpu.ep_rank)
-    if shard.partition_dim < 0:
-        rank, size = 0, 1
-    kind = (re.sub(r"\d+", "#", name), shard.shape, shard.partition_dim)
+    weight, name = part.tensor.detach().contiguous(), part.name
+    kind = (re.sub(r"\d+", "#", name), weight.shape, part.partition_dim)
     if kind not in known:
-        known[kind] = _places(bridge, name, shard, rank=rank, size=size)
+        known[kind] = _places(part, merge, convert)
     whole, places = known[kind]
-    names, _ = bridge._weight_to_hf_format(name, whole)
-    sent = _sent_dtype(shard.name, weight.dtype, dtype)
+    names = [named for named, _ in convert(name, whole)]
+    sent = _sent_dtype(name, weight.dtype, dtype)
     for place in places:
         meta = TensorMeta(name=names[place.tensor], dtype=sent, shape=place.shape)
         offset = weight.storage_offset() + place.offset
         yield Shard(meta, place.box, torch.as_strided(weight, place.box.shape, place.strides, offset))
 
 
-def _merged_indexes(bridge: Any, name: str, shard: _Shard, *, size: int) -> torch.Tensor:
+def _merged_indexes(part: Part, merge: Merge) -> torch.Tensor:
     """The whole parameter with every element's number instead of its value: rank by rank, in memory order."""
-    items = math.prod(shard.shape)
-    parts = [torch.arange(rank * items, (rank + 1) * items).view(shard.shape) for rank in range(size)]
-    if size == 1:
-        return parts[0]
-    return bridge._weight_merge_across_tp(name, parts, _marked(shard.partition_dim))
+    items, (_, size) = part.tensor.numel(), part.ranks
+    numbers = torch.arange(size * items).view(size, *part.tensor.shape)
+    return numbers[0] if size == 1 else merge(part.name, list(numbers), part.partition_dim)
 
 
-def _places(
-    bridge: Any, name: str, shard: _Shard, *, rank: int, size: int
-) -> tuple[torch.Tensor, list[_Place]]:
-    """Where a parameter's elements go, and a whole one without values, of which a bridge tells the names."""
-    items, found = math.prod(shard.shape), []
-    whole = _merged_indexes(bridge, name, shard, size=size)
-    _, tensors = bridge._weight_to_hf_format(name, whole)
-    for number, indexes in enumerate(tensors):
+def _places(part: Part, merge: Merge, convert: Convert) -> tuple[torch.Tensor, list[_Place]]:
+    """Where a parameter's elements go, and a whole one without values, of which `convert` tells the names."""
+    items, (rank, _), found = part.tensor.numel(), part.ranks, list[_Place]()
+    whole = _merged_indexes(part, merge)
+    for number, (_, indexes) in enumerate(convert(part.name, whole)):
         if indexes.dtype != torch.int64 or indexes.unique().numel() != indexes.numel():
             raise ConfigError(
-                f"{type(bridge).__name__} computes {name} instead of moving it; use plan='broadcast'"
+                f"{part.name} is computed on its way to the checkpoint, not moved; use plan='broadcast'"
             )
         own = torch.where(indexes // items == rank, indexes - rank * items, -1).numpy()
-        found += [_Place(number, tuple(indexes.shape), *box) for box in _affine_boxes(own, name)]
+        found += [_Place(number, tuple(indexes.shape), *box) for box in _affine_boxes(own, part.name)]
     return torch.empty_like(whole, device="meta"), found
 
 

@@ -377,7 +377,9 @@ class Staged(Work):
             other, wanted = first.setdefault(len(sums), (member, sums))
             if sums != wanted:
                 raise WeightsDiffer(
-                    f"engines {other.url} and {member.url} staged other bytes than each other"
+                    f"engines {other.url} and {member.url} staged other bytes than each other: trainer ranks that hold the same "
+                    "parameter hold other values. Their replicas drift apart where gradients are not reduced between them, as "
+                    "those of experts under TP > 1 with expert parallel sizes of 1 (Megatron's `allreduce` mark)"
                 )
         self._run.verified = sum(len(digests) for digests, _ in next(iter(found.values())))
         if self._rules.verify and not self._run.loaded:

@@ -1,4 +1,4 @@
-"""The planner's sums: the issue's figures, the seed's table, and what cannot be planned."""
+"""The planner's sums: the issue's figures, the published table, and what cannot be planned."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.shards import Shard
 from r3channel.plan.stream import Stream
 from r3channel.plan.ticket import TicketSample
-from r3channel.report.seed_table import ROWS, seed_table
+from r3channel.report.published_table import ROWS, published_table
 
 QWEN = model_named("qwen3-30b-a3b").spec
 
@@ -104,26 +104,26 @@ def digits(value: float, like: float) -> float:
 
 
 @pytest.mark.parametrize("index", range(len(ROWS)))
-def test_every_column_of_the_seeds_table_is_reproduced(index: int) -> None:
-    row, seed = seed_table()["rows"][index], ROWS[index]
-    assert row["payload_gb"] == seed.payload_gb == row["seed_payload_gb"]
-    assert row["staging_coalesced_gb"] == seed.staging_gb
-    assert digits(row["transfer_s"], seed.transfer_s) == seed.transfer_s
+def test_every_column_of_the_published_table_is_reproduced(index: int) -> None:
+    row, theirs = published_table()["rows"][index], ROWS[index]
+    assert row["payload_gb"] == theirs.payload_gb == row["published_payload_gb"]
+    assert row["staging_coalesced_gb"] == theirs.staging_gb
+    assert digits(row["transfer_s"], theirs.transfer_s) == theirs.transfer_s
     assert row["r3channel_staging_gb"] == 2 * ChannelConfig().bucket_bytes / 1e9
 
 
-def test_the_seeds_text_is_reproduced() -> None:
-    text = seed_table()["text"]
-    assert text["http_gb"] == pytest.approx(text["seed_http_gb"], rel=0.02)
-    assert text["http_s"] == pytest.approx(text["seed_http_s"], rel=0.02)
-    assert text["ordinary_mib_per_dp"]["dp8"] == pytest.approx(text["seed_ordinary_mb_per_dp"], rel=0.02)
-    assert text["payload_per_dp_gb"] == pytest.approx(text["seed_payload_per_dp_gb"], rel=0.03)
+def test_the_published_text_is_reproduced() -> None:
+    text = published_table()["text"]
+    assert text["http_gb"] == pytest.approx(text["published_http_gb"], rel=0.02)
+    assert text["http_s"] == pytest.approx(text["published_http_s"], rel=0.02)
+    assert text["ordinary_mib_per_dp"]["dp8"] == pytest.approx(text["published_ordinary_mb_per_dp"], rel=0.02)
+    assert text["payload_per_dp_gb"] == pytest.approx(text["published_payload_per_dp_gb"], rel=0.03)
     assert text["routing_share"] == pytest.approx(0.97, abs=0.001) and text["routing_over_rest"] == 32
     assert text["rest_gb"]["together"] == pytest.approx(0.4, abs=0.02)
 
 
-def test_the_seeds_faults_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    corrections = " ".join(run(capsys, "--preset", "seed-003")["corrections"])
+def test_the_published_faults_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    corrections = " ".join(run(capsys, "--preset", "published")["corrections"])
     for words in (
         "58 MoE layers of 61",
         "118.8 GB",
@@ -156,7 +156,7 @@ def test_a_checkpoint_is_a_model(name: str, tmp_path: Path, capsys: pytest.Captu
     [
         (["--model", "qwen3-30b-a3b"], "--layout"),
         (["--model", "nobody", "--layout", "dp=1", "--tokens", "16384"], "built-in table"),
-        (["--model", "qwen3-30b-a3b", "--layout", "dp=1", "--tokens", "5"], "not a multiple"),
+        (["--model", "qwen3-30b-a3b", "--layout", "dp=1", "--tokens", "-5"], "expected at least 1"),
         (["--model", "deepseek-r1", "--layout", "pp=4", "--tokens", "16384"], "61 layers do not divide"),
         (["--model", "/no/such", "--layout", "dp=1", "--tokens", "16384"], "not a checkpoint folder"),
         (["--model", "missing.json", "--layout", "dp=1", "--tokens", "16384"], "config.json"),

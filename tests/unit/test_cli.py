@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from r3channel import cli
 from r3channel.bench import BENCHES
+from r3channel.report.commands import COMMANDS
 
 PLAN = ["plan", "--model", "qwen3-30b-a3b"]
 
@@ -33,7 +36,7 @@ def said_by(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         (["bench", "relay", "--scale", "--plot", "a.png"], "leave out --plot"),
         ([*PLAN], "needs --model and --layout"),
         ([*PLAN, "--layout", "dp=2,dp=3", "--tokens", "32768"], "'dp' stands twice"),
-        ([*PLAN, "--layout", "dp=1", "--tokens", "100"], "--tokens 100 is not a multiple"),
+        ([*PLAN, "--layout", "dp=1"], "plan needs --tokens (all tokens of one step), or --lengths"),
         ([*PLAN, "--layout", "dp=1", "--tokens", "100", "--sequence", "0"], "--sequence 0"),
         ([*PLAN, "--layout", "dp=1", "--tokens", "16384", "--microbatch-size", "0"], "at least 1"),
         ([*PLAN, "--layout", "dp=1", "--tokens", "16384", "--max-tokens", "0"], "budget of 0"),
@@ -99,3 +102,54 @@ def test_every_benchmark_is_quick_and_prints_json_when_asked(
         cli.main(["bench", name, "--help"])
     assert ended.value.code == 0
     assert {"[--quick]", "[--json]"} <= set(capsys.readouterr().out.split())
+
+
+def helped(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """What `--help` prints."""
+    try:
+        assert cli.main([*argv, "--help"]) == 0
+    except SystemExit as ended:
+        assert ended.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", [*COMMANDS, *(f"bench {name}" for name in BENCHES)])
+def test_a_help_begins_with_how_the_command_is_typed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    if name == "miles":
+        return  # says why there is none
+    if name == "demo":  # becomes another process
+        from examples.async_grpo import train_async
+
+        monkeypatch.setattr("r3channel.demo.run", lambda argv: train_async.parse(argv))
+    first, *rest = helped(capsys, *name.split()).splitlines()
+    assert first.startswith(f"  r3channel {name} ") or first == f"  r3channel {name}"
+    assert any("usage:" in line for line in rest)
+
+
+def test_the_overview_has_every_command_and_examples_first(capsys: pytest.CaptureFixture[str]) -> None:
+    text = helped(capsys)
+    assert text.startswith("  r3channel demo\n") and all(f"\n  {name} " in text for name in COMMANDS)
+    assert cli.main([]) == 2 and "commands:" in capsys.readouterr().err
+    assert "command 'sel', expected one of: demo" in said_by(capsys, "sel")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "dp", "sizes"), [("16000000", 4, {16394, 16393}), ("100", 1, {100}), ("64", 2, {32})]
+)
+def test_a_round_number_of_tokens_is_planned(tokens: str, dp: int, sizes: set[int]) -> None:
+    from r3channel.plan.layout import TrainerLayout
+    from r3channel.report import planner
+
+    options = planner._parser().parse_args(["--tokens", tokens])
+    lengths = planner._lengths(options, TrainerLayout(dp=dp))
+    assert sum(lengths) == int(tokens) and len(lengths) % dp == 0 and set(lengths) == sizes
+
+
+def test_a_relay_needs_no_package_of_direct_delivery() -> None:
+    program = (
+        "import sys; sys.modules['h11'] = None\nfrom r3channel.relay import Relay; print(Relay.__name__)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "Relay\n", done.stderr

@@ -116,3 +116,53 @@ def test_the_wheel_imports_elsewhere(wheel: Path, tmp_path: Path) -> None:
         [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=150
     )
     assert child.returncode == 0, child.stderr
+
+
+LACKING = {
+    "bench e2e --quick": "torch",
+    "bench replay --quick": "torch",
+    "bench weights --quick": "torch",
+    "bench relay --quick": "pybase64",
+    "bench capture --quick": "torch",
+    "weights verify --engine http://127.0.0.1:1": "torch",
+}
+
+
+@pytest.mark.full
+def test_a_wheel_in_a_bare_environment_says_what_each_command_lacks(wheel: Path, tmp_path: Path) -> None:
+    """Only numpy, xxhash and lz4 beside it, as an installation without extras has them."""
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+    bare = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "class Bare:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name in {MISSING!r}: raise ModuleNotFoundError(f'No module named {{name!r}}', name=name)\n"
+        "sys.meta_path.insert(0, Bare())\n"
+        "from r3channel.cli import main\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    for command, package in LACKING.items():
+        done = subprocess.run(
+            [sys.executable, "-c", bare, *command.split()],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        (said,) = done.stderr.splitlines()
+        assert done.returncode == 2 and f"needs the package {package}, which is not installed: " in said, (
+            command
+        )
+        assert "pip install" in said
+    light = "plan --model qwen3-30b-a3b --layout dp=4 --tokens 1000000"
+    done = subprocess.run(
+        [sys.executable, "-c", bare, *light.split()], cwd=tmp_path, capture_output=True, timeout=60
+    )
+    assert done.returncode == 0
+
+
+MISSING = (
+    "torch", "ray", "sglang", "megatron", "mbridge", "transformers", "numba", "orjson", "pybase64", "h11", "zstandard",
+    "prometheus_client", "matplotlib", "safetensors",
+)  # fmt: skip

@@ -70,11 +70,17 @@ JOBS: dict[str, tuple[list[str], list[str]]] = {
     "stock": (["--stock"], []),
     "ours": (["--own-engines"], ["--use-fault-tolerance"]),
     "tensor_parallel": (
-        ["--tp", "2", "--engines", "2", "--delivery", "direct"],
-        ["--r3-weights", "broadcast"],
+        ["--tp", "2", "--ep", "2", "--engines", "2", "--delivery", "direct"],
+        ["--r3-weights", "exact"],
     ),
-    "experts": (["--dp", "2", "--ep", "2"], [*_TWICE, *_RECOMPUTE, *_REFERENCE]),
-    "pipeline": (["--cp", "2", "--pp", "2"], ["--num-layers-per-virtual-pipeline-stage", "1"]),
+    "experts": (
+        ["--dp", "2", "--ep", "2"],
+        [*_TWICE, *_RECOMPUTE, *_REFERENCE, "--r3-weights", "broadcast"],
+    ),
+    "pipeline": (
+        ["--cp", "2", "--pp", "2"],
+        ["--num-layers-per-virtual-pipeline-stage", "1", "--r3-weights", "colocated"],
+    ),
     "samples": (
         ["--steps", "3"],
         [*_SAMPLES, *_EVALUATION, "--save", "{work}/saved", "--save-interval", "2", *_NO_OPTIMIZER],
@@ -134,6 +140,13 @@ def checked(result: dict[str, Any], *, steps: int, rows_at_least: int = 600) -> 
     return result
 
 
+def same_weights(result: dict[str, Any], *, ranks: int) -> None:
+    """What each rank gave of the checkpoint's tensors is what slime's own updater would have sent of them."""
+    for rank in range(ranks):
+        seen = result["processes"][f"weights-{rank}"]
+        assert seen["differ"] == 0 and seen["compared"] >= 50, seen
+
+
 def test_the_names_that_we_rely_on_are_those_of_this_slime() -> None:
     folder = upstream()
     assert folder is not None
@@ -156,13 +169,14 @@ class TestJobs:
     def test_tensor_parallel_with_two_engines_direct_delivery_and_our_weights(self, jobs: Any) -> None:
         result = checked(jobs["tensor_parallel"].result(), steps=2)
         assert result["processes"]["manager"]["reply_bytes"] < 16 * 130, "receipts, not frames"
+        same_weights(result, ranks=2)
 
     def test_experts_two_optimizer_steps_logprob_and_reference_passes_and_recompute(self, jobs: Any) -> None:
         result = checked(jobs["experts"].result(), steps=2, rows_at_least=3000)
         assert len(result["steps"]) == 4
 
     def test_context_and_interleaved_pipeline(self, jobs: Any) -> None:
-        checked(jobs["pipeline"].result(), steps=2)
+        same_weights(checked(jobs["pipeline"].result(), steps=2), ranks=4)
 
     def test_turns_filtered_and_unfinished_samples_and_evaluation_between(self, jobs: Any) -> None:
         result = checked(jobs["samples"].result(), steps=3)

@@ -248,6 +248,7 @@ def setup() -> None:
             from examples.slime.cpu import witness
 
             after_import("r3channel.integrations.slime_trainer", witness.watch_channel)
+            after_import("r3channel.integrations.slime_weights", witness.watch_weights)
             after_import("slime.utils.routing_replay", witness.watch_replay)
             after_import("slime.backends.megatron_utils.actor", witness.watch_actor)
     elif witnessed:

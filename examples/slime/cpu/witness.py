@@ -111,6 +111,34 @@ def _corrupt(ids_RK: Any) -> None:
     ids_RK[0, 0] = min(set(range(ids_RK.shape[1] + 1)) - set(ids_RK[0].tolist()))
 
 
+def watch_weights(module: Any) -> None:
+    """r3channel.integrations.slime_weights: each rank's parts beside the whole tensors that slime would have sent."""
+    inner, seen = module.shards, {"compared": 0, "differ": 0}
+
+    def shards(args: Any, model: Any, model_name: str) -> Any:
+        import torch.distributed as dist
+
+        found, named = (
+            inner(args, model, model_name),
+            dict(module.common.named_params_and_buffers(args, model)),
+        )
+        own = module.HfWeightIteratorBase.create(
+            args=args, model=model, model_name=model_name, quantization_config=None
+        )
+        whole = {name: value.clone() for chunk in own.get_hf_weight_chunks(named) for name, value in chunk}
+        for shard in found:
+            place = tuple(slice(*ends) for ends in zip(shard.box.start, shard.box.stop, strict=True))
+            tensor = whole[shard.meta.name]
+            seen["differ"] += int(
+                tuple(tensor.shape) != shard.meta.shape or not shard.tensor.equal(tensor[place])
+            )
+        seen["compared"] += len(found)
+        tell(f"weights-{dist.get_rank()}", **seen)
+        return found
+
+    module.shards = shards
+
+
 # -- slime's own way -----------------------------------------------------------------------------------------------------
 
 

@@ -6,18 +6,18 @@ in interleaved pairs of the same step with and without the channel.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 from collections.abc import Sequence
 from typing import Any
 
 from r3channel.bench import at_least_one
+from r3channel.report import commands
 
 
 def run(argv: Sequence[str]) -> int:
     """Measure and print; exit status 0."""
-    parser = argparse.ArgumentParser(prog="r3channel bench e2e", description=(__doc__ or "").splitlines()[0])
+    parser = commands.parser("bench", prog="bench e2e", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     parser.add_argument("--quick", action="store_true", help="one short run of each, few pairs")
     parser.add_argument("--pairs", type=at_least_one, help="interleaved pairs of train steps")

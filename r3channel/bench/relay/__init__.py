@@ -8,7 +8,6 @@ section ends there too, and begins with verified rows about to be sealed (peers:
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,13 +15,12 @@ from pathlib import Path
 from r3channel.bench import at_least_one
 from r3channel.bench.relay import plot
 from r3channel.models import model_named
+from r3channel.report import commands
 
 
 def run(argv: Sequence[str]) -> int:
     """Measure and print; exit status 0."""
-    parser = argparse.ArgumentParser(
-        prog="r3channel bench relay", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = commands.parser("bench", prog="bench relay", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     parser.add_argument("--quick", action="store_true", help="few rounds and sizes, under a minute")
     parser.add_argument("--model", default="qwen3-30b-a3b", help="routing shape by model name")

@@ -1,6 +1,6 @@
 """The scaling table and text of the post "The Infrastructure Cost of MoE Routing Replay", computed anew.
 
-`r3channel plan --preset seed-003`. Its unit is M = 10**6 tokens and GB = 10**9 bytes; its assumptions are int16 ids, 60
+`r3channel plan --preset published`. Its unit is M = 10**6 tokens and GB = 10**9 bytes; its assumptions are int16 ids, 60
 MoE layers for R1, 50 GB/s of NCCL, HTTP at 10 Gbit/s with data compressed five times. What it got wrong is said beside it.
 """
 
@@ -19,7 +19,7 @@ _DP = 4
 
 
 @dataclass(frozen=True, slots=True)
-class SeedRow:
+class PublishedRow:
     """One row of the post."""
 
     config: str
@@ -36,25 +36,25 @@ class SeedRow:
 
 
 ROWS = (
-    SeedRow("Qwen3-30B-A3B (48L, 1024 x 16k)", "qwen3-30b-a3b", 48, 1024, 16384, 16, 12.3, 0.25, 12.3),
-    SeedRow("R1 (60L, 1024 x 16k)", "deepseek-r1", 60, 1024, 16384, 16, 15.4, 0.3, 15.4),
-    SeedRow("R1 (60L, 512 x 32k)", "deepseek-r1", 60, 512, 32768, 16, 15.4, 0.3, 15.4),
-    SeedRow("R1 (60L, 512 x 128k)", "deepseek-r1", 60, 512, 131072, 64, 61.4, 1.2, 61.4),
-    SeedRow("R1 (60L, 1024 x 128k)", "deepseek-r1", 60, 1024, 131072, 128, 122.9, 2.5, 122.9),
+    PublishedRow("Qwen3-30B-A3B (48L, 1024 x 16k)", "qwen3-30b-a3b", 48, 1024, 16384, 16, 12.3, 0.25, 12.3),
+    PublishedRow("R1 (60L, 1024 x 16k)", "deepseek-r1", 60, 1024, 16384, 16, 15.4, 0.3, 15.4),
+    PublishedRow("R1 (60L, 512 x 32k)", "deepseek-r1", 60, 512, 32768, 16, 15.4, 0.3, 15.4),
+    PublishedRow("R1 (60L, 512 x 128k)", "deepseek-r1", 60, 512, 131072, 64, 61.4, 1.2, 61.4),
+    PublishedRow("R1 (60L, 1024 x 128k)", "deepseek-r1", 60, 1024, 131072, 128, 122.9, 2.5, 122.9),
 )
 
 
-def seed_table() -> dict[str, Any]:
+def published_table() -> dict[str, Any]:
     """Rows with the post's figure, the same computed, and this package's; the text's figures; the corrections."""
     return {
-        "preset": "seed-003",
+        "preset": "published",
         "rows": [_row(row) for row in ROWS],
         "text": _text(),
         "corrections": _corrections(),
     }
 
 
-def _row(row: SeedRow) -> dict[str, Any]:
+def _row(row: PublishedRow) -> dict[str, Any]:
     machines, spec = Machines(), model_named(row.model).spec
     tokens = row.million_tokens * 10**6
     payload = tokens * row.layers * _TOP_K * _INT16
@@ -65,11 +65,11 @@ def _row(row: SeedRow) -> dict[str, Any]:
         "tokens": tokens,
         "bytes_per_token": row.layers * _TOP_K * _INT16,
         "payload_gb": round(payload / _GB, 1),
-        "seed_payload_gb": row.payload_gb,
+        "published_payload_gb": row.payload_gb,
         "transfer_s": payload / (machines.wire_gbyte_s * _GB),
-        "seed_transfer_s": row.transfer_s,
+        "published_transfer_s": row.transfer_s,
         "staging_coalesced_gb": round(payload / _GB, 1),
-        "seed_staging_gb": row.staging_gb,
+        "published_staging_gb": row.staging_gb,
         "staging_bucketed_gb": {f"dp{dp}": round(payload / dp / _GB, 2) for dp in (_DP, 8, 32)},
         "exact_tokens": exact,
         "moe_layers": spec.num_moe_layers,
@@ -87,24 +87,24 @@ def _text() -> dict[str, Any]:
     ordinary = ORDINARY_BYTES_PER_TOKEN
     return {
         "http_gb": compressed / _GB,
-        "seed_http_gb": 25,
+        "published_http_gb": 25,
         "http_s": compressed * 8 / (_HTTP_GBIT_S * _GB),
-        "seed_http_s": 20,
+        "published_http_s": 20,
         "ordinary_mb_per_dp": {f"dp{dp}": large * ordinary / dp / 1e6 for dp in (_DP, 8)},
         "ordinary_mib_per_dp": {f"dp{dp}": large * ordinary / dp / 2**20 for dp in (_DP, 8)},
-        "seed_ordinary_mb_per_dp": 370,
+        "published_ordinary_mb_per_dp": 370,
         "manager_host_gb": {
             "int16 before partitioning": payload / _GB,
             "int32 of all 61 layers as SGLang sends it": large * 61 * _TOP_K * 4 / _GB,
         },
         "routing_share": 768 / (768 + ordinary),
-        "seed_routing_share": 0.97,
+        "published_routing_share": 0.97,
         "routing_over_rest": 768 / ordinary,
-        "seed_routing_over_rest": 32,
+        "published_routing_over_rest": 32,
         "rest_gb": {"per field": small * 8 / _GB, "together": small * ordinary / _GB},
-        "seed_rest_gb": {"per field": 0.12, "together": 0.4},
+        "published_rest_gb": {"per field": 0.12, "together": 0.4},
         "payload_per_dp_gb": small * 768 / _DP / _GB,
-        "seed_payload_per_dp_gb": 3,
+        "published_payload_per_dp_gb": 3,
     }
 
 

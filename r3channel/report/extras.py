@@ -1,0 +1,69 @@
+"""What is to be installed for a package that is missing. Data, and which place of a run needs which."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+_EMBEDDED = "make setup, or pip install --no-deps -r r3channel/embedded/requirements.txt"
+EXTRAS = {
+    "sglang": ("sglang",),
+    "megatron": ("megatron", "mbridge"),
+    "ray": ("ray",),
+    "metrics": ("prometheus_client",),
+    "fast": ("numba", "orjson", "pybase64"),
+    "dense": ("zstandard",),
+    "direct": ("h11",),
+    "onesided": ("nixl",),
+    "plot": ("matplotlib",),
+}
+"""Extra of r3channel -> the modules that it brings."""
+_OF_MODULE = {module: extra for extra, modules in EXTRAS.items() for module in modules}
+_MODULES = {"megatron-core": "megatron"}
+"""Distribution -> its module, where they differ."""
+
+
+def remedy(name: str) -> str:
+    """How to get a module or distribution.
+
+    >>> remedy("h11"), remedy("lz4")
+    ('pip install "r3channel[direct]"', 'pip install lz4')
+    """
+    if name == "torch":
+        return "install the build for this machine's accelerator: pip install torch==2.13.0"
+    extra = _OF_MODULE.get(_MODULES.get(name, name))
+    if extra is None:
+        return f"pip install {name}"
+    without = f"; without a GPU: {_EMBEDDED}" if extra in ("sglang", "megatron") else ""
+    return f'pip install "r3channel[{extra}]"{without}'
+
+
+class Role(NamedTuple):
+    """What one place of a run needs."""
+
+    needs: tuple[str, ...]
+    helps: dict[str, str]
+    """Distribution -> what goes without it."""
+
+
+_FAST = {
+    "numba": "checks and placement are slower",
+    "orjson": "replies are parsed slower",
+    "pybase64": "frames in replies are decoded slower",
+}
+_RAY = {"ray": "no relay in a Ray actor"}
+_METRICS = {"prometheus_client": "no /metrics"}
+_DENSE = {"zstandard": "no codec `set`"}
+ROLES = {
+    "relay": Role(
+        ("torch", "lz4", "xxhash"), _RAY | _FAST | {"h11": "no direct delivery"} | _DENSE | _METRICS
+    ),
+    "engine": Role(("torch", "sglang", "lz4", "xxhash"), _DENSE),
+    "trainer": Role(
+        ("torch", "megatron-core", "xxhash"),
+        {"mbridge": "no weights to engines"} | _RAY | {"numba": _FAST["numba"]} | _METRICS,
+    ),
+    "all": Role(
+        ("torch", "sglang", "megatron-core", "mbridge", "ray", "lz4", "xxhash", "prometheus_client"),
+        _FAST | {"h11": "no direct delivery"} | _DENSE,
+    ),
+}
