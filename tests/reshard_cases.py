@@ -9,12 +9,11 @@ from itertools import pairwise
 import torch
 from hypothesis import strategies as st
 
-from r3channel.weights.geometry import Box, Layout, ShardMap, grid_boxes
+from r3channel.bench.reshard_plan import chunked, replicated
+from r3channel.weights.geometry import Box, Layout, ShardMap
 from r3channel.weights.manifest import TensorMeta
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.float16)
-TIMEOUT_S = 20.0
-Held = dict[str, list[tuple[Box, torch.Tensor]]]
 
 
 @st.composite
@@ -39,13 +38,11 @@ def layouts(draw: st.DrawFn, shape: Sequence[int], ranks: Sequence[int], *, comp
 
 @st.composite
 def cases(draw: st.DrawFn, *, world_sizes: st.SearchStrategy[int]) -> tuple[ShardMap, ShardMap, int]:
-    """(source, target, world size): separated, overlapping or colocated ranks; dtypes may change on the way."""
+    """(source, target, world size): trainers, then engines' ranks; dtypes may change on the way."""
     world_size = draw(world_sizes)
     everyone = list(range(world_size))
     cut = draw(st.integers(1, world_size - 1))
-    sides = draw(
-        st.sampled_from([(everyone[:cut], everyone[cut:]), (everyone, everyone), (everyone[:cut], everyone)])
-    )
+    sides = everyone[:cut], everyone[cut:]
     source, target = [], []
     for number in range(draw(st.integers(1, 3))):
         shape = tuple(draw(st.lists(st.integers(0, 7), max_size=3)))
@@ -73,11 +70,7 @@ def side(
     """A plain tensor-parallel side: scalars, empty and odd-shaped tensors replicated, the others cut along `axis`."""
     rows = []
     for name, dtype, shape in tensors:
-        meta = TensorMeta(name=name, dtype=dtype, shape=shape)
-        if len(shape) <= axis or not math.prod(shape) or "rep" in name:
-            rows.append((meta, Layout.replicated(shape, ranks)))
-            continue
-        parts = [1] * len(shape)
-        parts[axis] = len(ranks)
-        rows.append((meta, Layout.of(shape, zip(ranks, grid_boxes(shape, parts), strict=True))))
+        whole = len(shape) <= axis or not math.prod(shape) or "rep" in name
+        layout = replicated(shape, ranks) if whole else chunked(shape, axis, [[rank] for rank in ranks])
+        rows.append((TensorMeta(name=name, dtype=dtype, shape=shape), layout))
     return ShardMap(rows)

@@ -12,12 +12,12 @@ from __future__ import annotations
 import json
 import time
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from r3channel.weights.geometry import Layout, ShardMap, report_of
+from r3channel.weights.geometry import Box, Layout, ShardMap, report_of
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.plan import RankPlan, forget_geometries, plan_reshard
 
@@ -65,15 +65,42 @@ def _mlp(width: int) -> tuple[tuple[str, tuple[int, ...], Cut], ...]:
     )
 
 
-def side(*, ranks: int, tp: int, ep: int, stages: int = 1) -> ShardMap:
-    """A side of `ranks` ranks: stage by stage, then TP or EP fastest, replicas for the rest."""
+def replicated(shape: Sequence[int], ranks: Iterable[int]) -> Layout:
+    """Every rank holds the whole tensor."""
+    return Layout.of(shape, [(rank, Box.whole(shape)) for rank in ranks])
+
+
+def chunked(shape: Sequence[int], axis: int, ranks: Sequence[Iterable[int]]) -> Layout:
+    """`ranks[i]` all hold part i of the axis, cut as `torch.chunk` cuts; late parts may be empty."""
+    size, step = shape[axis], -(-shape[axis] // len(ranks))
+    held = []
+    for part, holders in enumerate(ranks):
+        start, stop = [0] * len(shape), list(shape)
+        start[axis], stop[axis] = min(part * step, size), min((part + 1) * step, size)
+        held += [(rank, Box(tuple(start), tuple(stop))) for rank in holders]
+    return Layout.of(shape, held)
+
+
+def held_by(shards: ShardMap, rank: int) -> dict[str, list[Box]]:
+    """The boxes of one rank, by tensor; tensors of which it holds nothing are left out."""
+    boxes = []
+    for layout in shards.layouts:
+        corners = layout.ranks_N == rank
+        pairs = zip(layout.starts_ND[corners].tolist(), layout.stops_ND[corners].tolist(), strict=True)
+        boxes.append([Box(tuple(start), tuple(stop)) for start, stop in pairs])
+    named = zip(shards.metas, shards.layout_of, strict=True)
+    return {meta.name: boxes[index] for meta, index in named if boxes[index]}
+
+
+def side(*, ranks: int, tp: int, ep: int, stages: int = 1, first: int = 0) -> ShardMap:
+    """A side of `ranks` ranks from number `first`: stage by stage, then TP or EP fastest, replicas for the rest."""
     known: dict[tuple[Any, ...], Layout] = {}
 
     def layout(shape: tuple[int, ...], cut: Cut, expert: int | None, layer: int) -> Layout:
         stage = layer * stages // LAYERS
         key = shape, cut, None if expert is None else expert * ep // EXPERTS, stage
         if key not in known:
-            mine = range(stage * ranks // stages, (stage + 1) * ranks // stages)
+            mine = range(first + stage * ranks // stages, first + (stage + 1) * ranks // stages)
             known[key] = _layout(shape, cut, key[2], mine, tp=tp, ep=ep)
         return known[key]
 
@@ -85,16 +112,16 @@ def side(*, ranks: int, tp: int, ep: int, stages: int = 1) -> ShardMap:
 
 def _layout(shape: tuple[int, ...], cut: Cut, slot: int | None, ranks: range, *, tp: int, ep: int) -> Layout:
     if slot is not None:
-        return Layout.replicated(shape, [rank for rank in ranks if rank % ep == slot])
+        return replicated(shape, [rank for rank in ranks if rank % ep == slot])
     if cut is None:
-        return Layout.replicated(shape, ranks)
-    return Layout.chunked(shape, cut, [[rank for rank in ranks if rank % tp == part] for part in range(tp)])
+        return replicated(shape, ranks)
+    return chunked(shape, cut, [[rank for rank in ranks if rank % tp == part] for part in range(tp)])
 
 
 def measure(*, stages: int = 1, rank: int = 0) -> dict[str, Any]:
     """Plan one rank of 256 -> 256 from scratch and say what it cost; the maps themselves are built outside the time."""
     source = side(ranks=256, tp=8, ep=256 // stages if stages > 4 else 64, stages=stages)
-    target = side(ranks=256, tp=32, ep=32).shifted(256)
+    target = side(ranks=256, tp=32, ep=32, first=256)
     told = [_report(source, held) for held in range(256)]
     forget_geometries()
     begin_s = time.process_time()
@@ -112,7 +139,7 @@ def measure(*, stages: int = 1, rank: int = 0) -> dict[str, Any]:
 
 
 def _report(shards: ShardMap, rank: int) -> bytes:
-    boxes = shards.held_by(rank)
+    boxes = held_by(shards, rank)
     return report_of([(meta, box) for meta in shards.metas for box in boxes.get(meta.name, ())])
 
 

@@ -183,6 +183,10 @@ _Dims = list[tuple[int, int, int]]
 """(size, stride in the tensor, stride in the parameter) of each dimension of a copy."""
 
 
+_ONE = (1, 1)
+"""Size and stride of an axis of one item: any stride would do, but of a view without a step torch gives no bytes."""
+
+
 def _boxes(meta: TensorMeta, dims: _Dims, first: int, offset: int) -> list[tuple[Box, int, tuple[int, ...]]]:
     """A strided copy as boxes of the tensor: (box, offset in the parameter, strides in it by the tensor's axes)."""
     steps = _steps(meta.shape)
@@ -194,13 +198,11 @@ def _boxes(meta: TensorMeta, dims: _Dims, first: int, offset: int) -> list[tuple
         source = first + sum(i * src for i, (_, src, _) in zip(at, outer, strict=True))
         target = offset + sum(i * dst for i, (_, _, dst) in zip(at, outer, strict=True))
         start = tuple(source // step % size for step, size in zip(steps, meta.shape, strict=True))
-        spans = [kept.get(axis, (1, 0))[0] for axis in range(len(meta.shape))]
-        stop = tuple(a + n for a, n in zip(start, spans, strict=True))
+        spans = [kept.get(axis, _ONE) for axis in range(len(meta.shape))]
+        stop = tuple(a + n for a, (n, _) in zip(start, spans, strict=True))
         if any(end > size for end, size in zip(stop, meta.shape, strict=True)):
             raise NotReplayable(f"{meta.name} is taken across its rows' ends")
-        boxes.append(
-            (Box(start, stop), target, tuple(kept.get(a, (1, 0))[1] for a in range(len(meta.shape))))
-        )
+        boxes.append((Box(start, stop), target, tuple(stride for _, stride in spans)))
     return boxes
 
 

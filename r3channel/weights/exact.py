@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from datetime import timedelta
 from functools import partial
@@ -39,9 +39,9 @@ from r3channel.weights.executor import Staged, background
 from r3channel.weights.geometry import Box, Layout, ShardMap, report_of
 from r3channel.weights.manifest import Bucket, Manifest, TensorMeta
 from r3channel.weights.pack import check_finite
-from r3channel.weights.plan import RankPlan, plan_reshard
+from r3channel.weights.plan import plan_reshard
 from r3channel.weights.progress import GRACE_S, Deadline, Run
-from r3channel.weights.wires import Door, Entry, RankLink, Wire, check_complete
+from r3channel.weights.wires import Door, Entry, RankLink, Stages
 
 
 class TrainerRanks:
@@ -77,35 +77,24 @@ class TrainerRanks:
             raise PeerFailed(f"a trainer rank is gone: {str(error).splitlines()[0]}") from error
 
 
-class ExactStages:
-    """One trainer rank's part of all updates of a session. Threads may send to different ranks at once."""
+class ExactStages(Stages):
+    """One trainer rank's part of all updates of a session."""
 
-    def __init__(
-        self, door: Door, ranks: TrainerRanks, staged: bool | str, wire: Wire, *, bucket_bytes: int
-    ) -> None:
-        self._door, self._ranks, self._bucket_bytes = door, ranks, bucket_bytes
-        self._wire: Wire = wire
-        self._staged = "auto" if staged == "auto" else "yes"
-        self._trainers: list[tuple[str, int]] = []
+    def __init__(self, door: Door, ranks: TrainerRanks, *, bucket_bytes: int) -> None:
+        super().__init__(door)
+        self._ranks, self._bucket_bytes = ranks, bucket_bytes
         self._source: ShardMap | None = None
         self._report = b""
         self._shards: dict[str, list[Shard]] = {}
-        self.rank_plan: RankPlan | None = None
-        """The last plan; None before the first update."""
         self._pieces: dict[RankLink, list[Shard]] = {}
         """What each entry of a link's table is cut from."""
 
     def connect(self, deadline: Deadline) -> None:
         """All ranks listen, with the first one's secret, and know one another's addresses."""
         if self._ranks.rank == 0:
-            self._door.listen()
-        session, nonce = self._ranks.exchange([self._door.session, self._door.nonce], deadline)[0]
-        self._door.session = session
-        self._trainers = [tuple(where) for where in self._ranks.exchange(self._door.listen(nonce), deadline)]
-
-    @property
-    def metas(self) -> tuple[TensorMeta, ...]:
-        return () if self._source is None else self._source.metas
+            self.door.listen()
+        self.door.session, nonce = self._ranks.exchange([self.door.session, self.door.nonce], deadline)[0]
+        self.trainers = [tuple(where) for where in self._ranks.exchange(self.door.listen(nonce), deadline)]
 
     def survey(self, shards: Sequence[Shard], deadline: Deadline) -> bool:
         """Tell what this rank holds and learn what all hold; whether that changed since the last call."""
@@ -116,37 +105,9 @@ class ExactStages:
         changed = any(self._ranks.exchange(report != self._report, deadline))
         if changed:
             self._source = ShardMap.gathered(self._ranks.exchange_bytes(report, deadline))
+            self.metas = self._source.metas
             self._report = report
         return changed
-
-    def plan(self, manifest: Manifest) -> None:
-        raise NotImplementedError("shards are surveyed, not listed")
-
-    def send(
-        self, rank: RankLink, number: int, named: Mapping[str, torch.Tensor], version: int, left_s: float
-    ) -> None:
-        raise NotImplementedError("shards are sent by `send_all`")
-
-    @property
-    def attempts(self) -> dict[str, int]:
-        """By engine, as `Door` counts them: only the first rank's door makes orders."""
-        return self._door.attempts
-
-    def order(self, engine: str, *, op: str = "open") -> dict[str, Any]:
-        return self._door.order(
-            op,
-            engine=engine,
-            tensors=self.metas,
-            trainers=self._trainers,
-            staged=self._staged,
-            wire=self._wire,
-        )
-
-    def accept(self, wanted: Mapping[str, int], deadline: Deadline) -> dict[str, list[RankLink]]:
-        return self._door.accept(wanted, deadline)
-
-    def check(self, ranks: Sequence[RankLink], *, names: bool) -> tuple[dict[str, str], tuple[str, ...]]:
-        return check_complete(ranks, self.metas, names=names)
 
     def aimed_at(self, links: Sequence[RankLink]) -> bool:
         """Whether the last plan is for these engine ranks: all of the engines, or one that is brought back alone."""
@@ -179,7 +140,6 @@ class ExactStages:
                         pieces.append(shard)
             link.tell(entries, timeout_s=deadline.left_s())
             self._pieces[link] = pieces
-        self.rank_plan = plan
         return plan.hash
 
     def send_all(self, link: RankLink, version: int, left_s: float) -> int:
@@ -318,19 +278,19 @@ class JointUpdate:
     def _open(self) -> None:
         """Links to every engine that takes part."""
         work, deadline = self._work, self._run.deadline
-        mine = [member.url for member in work.members if not member.staged]
+        mine = [member.url for member in work.members if not member.staged(self._stages.metas)]
         without = set(itertools.chain(*self._ranks.exchange(mine, deadline)))
 
         def ask() -> dict[str, Any]:
             fresh = work.ask(without)
-            attempts = {member.url: self._stages.attempts[member.url] for member in fresh}
+            attempts = {member.url: self._stages.door.attempts[member.url] for member in fresh}
             return {"all": {m.url: m.client.ranks for m in work.members}, "fresh": attempts}
 
         told = self._lead(ask)
         for member in work.members:
             member.client.ranks = told["all"][member.url]
         fresh = [member for member in work.members if member.url in told["fresh"]]
-        self._stages.attempts.update(told["fresh"])
+        self._stages.door.attempts.update(told["fresh"])
         for member in fresh:
             if not self.leads:
                 member.unlink()

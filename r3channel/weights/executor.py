@@ -37,7 +37,7 @@ from r3channel.weights.pack import engine_names
 from r3channel.weights.progress import GRACE_S, Run, wait_all
 from r3channel.weights.registry import Enrolment
 from r3channel.weights.sglang import PauseMode
-from r3channel.weights.wires import Stages, WeightGroup, in_background
+from r3channel.weights.wires import Stages, WeightGroup, WholeStages, check_complete, in_background
 
 T = TypeVar("T")
 _Sums = list[tuple[dict[str, str], dict[str, str]]]
@@ -250,7 +250,7 @@ class Broadcast(Work):
 
     def _hold(self) -> None:
         """Links without needs: as long as they stand, our half lets nobody else's weights in."""
-        fresh = [m for m in self.members if m.bracketed and not m.staged and not m.unheld]
+        fresh = [m for m in self.members if m.bracketed and not m.staged(()) and not m.unheld]
         orders = {m: self._stages.order(m.url, op="hold") for m in fresh}
         held = self.each(lambda m, left_s: m.hold(orders[m], left_s), within_s=CONTROL_S, among=fresh)
         wanted = {member.url: member.client.ranks for member, could in held.items() if could}
@@ -323,19 +323,24 @@ class Broadcast(Work):
 
 
 class Staged(Work):
-    """Through our half in the engine."""
+    """Through our half in the engine. Buckets of whole tensors are pushed; an exact update sends shards itself (exact.py)."""
+
+    @property
+    def _whole(self) -> WholeStages:
+        assert isinstance(self._stages, WholeStages)
+        return self._stages
 
     def open(self, manifest: Manifest) -> None:
         """Links to every rank, where some are missing: a pause of the dry run's length. CannotStage: nothing has changed."""
         with self._run.stage("join"):
             self.meet()
-            self._stages.plan(manifest)
+            self._whole.plan(manifest)
             self.take(self.ask(()))
 
     def ask(self, without: Collection[str]) -> list[Member]:
         """Have engines connect that have no links, or are named as such; those that did."""
         self.meet()
-        fresh = [member for member in self.members if not member.staged or member.url in without]
+        fresh = [m for m in self.members if not m.staged(self._stages.metas) or m.url in without]
         orders = {member: self._stages.order(member.url) for member in fresh}
         opened = self.each(
             lambda m, left_s: m.open(orders[m], left_s),
@@ -349,9 +354,10 @@ class Staged(Work):
         if fresh:
             links = self._stages.accept({m.url: m.client.ranks for m in fresh}, self._run.deadline)
             for member in fresh:
-                member.ranks = links[member.url]
+                member.ranks, member.metas = links[member.url], self._stages.metas
         ranks = [rank for member in self.members for rank in member.ranks]
-        self._run.rounded, self._run.skipped = self._stages.check(ranks, names=self._rules.check_names)
+        metas, names = self._stages.metas, self._rules.check_names
+        self._run.rounded, self._run.skipped = check_complete(ranks, metas, names=names)
         self._run.loaded = next((rank.whole for rank in ranks if rank.whole), "")
 
     def close(self, checksums: Mapping[str, str]) -> None:
@@ -406,7 +412,11 @@ class Staged(Work):
             member.client.order(undo, flush_cache=self.flush, timeout_s=REPAIR_S)
             member.state = EngineState.OPEN
 
-        changed = [m for m in self._all if m.state in (EngineState.CHANGED, EngineState.DIRTY) and m.staged]
+        changed = [
+            m
+            for m in self._all
+            if m.state in (EngineState.CHANGED, EngineState.DIRTY) and m.staged(self._stages.metas)
+        ]
         wait([background(partial(one, member)) for member in changed], timeout=2 * REPAIR_S)
         self.roll_back()
 
@@ -418,7 +428,7 @@ class Staged(Work):
             wait_all(
                 {
                     background(
-                        partial(self._stages.send, rank, number, named, self._version, left_s)
+                        partial(self._whole.send, rank, number, named, self._version, left_s)
                     ): member.url
                     for rank in member.ranks
                 },

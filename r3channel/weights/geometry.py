@@ -1,7 +1,7 @@
 """Boxes of a tensor and who holds them. Arithmetic only: no tensor values, no dtypes, no network.
 
 A *box* is a half-open cuboid of a tensor, one start and stop per axis. A *layout* says which rank holds which box; ranks
-that hold the same box are replicas. Splits follow `torch.chunk`: parts of ceil(n / parts), the last ones shorter or empty.
+that hold the same box are replicas.
 """
 
 from __future__ import annotations
@@ -55,25 +55,6 @@ class Box:
         return tuple(slice(start - base, stop - base) for start, stop, base in spans)
 
 
-def chunk_bounds(size: int, parts: int) -> list[tuple[int, int]]:
-    """(start, stop) of each of `parts` parts of an axis, as `torch.chunk` cuts it; late parts may be empty.
-
-    >>> chunk_bounds(10, 4)
-    [(0, 3), (3, 6), (6, 9), (9, 10)]
-    """
-    step = -(-size // parts)
-    return [(min(i * step, size), min((i + 1) * step, size)) for i in range(parts)]
-
-
-def grid_boxes(shape: Sequence[int], parts: Sequence[int]) -> list[Box]:
-    """The boxes of a tensor cut into `parts[axis]` chunks along each axis, last axis fastest."""
-    corners: list[Box] = [Box((), ())]
-    for size, count in zip(shape, parts, strict=True):
-        bounds = chunk_bounds(size, count)
-        corners = [Box((*b.start, lo), (*b.stop, hi)) for b in corners for lo, hi in bounds]
-    return corners
-
-
 class Layout:
     """Which rank holds which box of a tensor of this shape. Immutable; equal content compares and hashes equal.
 
@@ -114,31 +95,6 @@ class Layout:
             np.array([box.stop for _, box in pairs], dtype=np.int64).reshape(corners),
         )
 
-    @classmethod
-    def replicated(cls, shape: Sequence[int], ranks: Iterable[int]) -> Layout:
-        """Every rank holds the whole tensor."""
-        whole = Box.whole(shape)
-        return cls.of(shape, [(rank, whole) for rank in ranks])
-
-    @classmethod
-    def chunked(cls, shape: Sequence[int], axis: int, ranks: Sequence[Iterable[int]]) -> Layout:
-        """`ranks[i]` all hold part i of the axis, cut as `torch.chunk` cuts."""
-        parts = [1] * len(shape)
-        parts[axis] = len(ranks)
-        boxes = grid_boxes(shape, parts)
-        return cls.of(
-            shape, [(rank, box) for box, holders in zip(boxes, ranks, strict=True) for rank in holders]
-        )
-
-    def shifted(self, offset: int) -> Layout:
-        """The same boxes, held by ranks that are numbered `offset` higher."""
-        return Layout(self.shape, self.ranks_N + offset, self.starts_ND, self.stops_ND)
-
-    def boxes(self, rank: int) -> list[Box]:
-        """The boxes of one rank, in the order given."""
-        mine = np.flatnonzero(self.ranks_N == rank)
-        return [Box(tuple(self.starts_ND[i].tolist()), tuple(self.stops_ND[i].tolist())) for i in mine]
-
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Layout) and self.digest == other.digest
 
@@ -150,14 +106,7 @@ class Layout:
 
 
 class ShardMap:
-    """Tensors in order, each with its layout. Immutable.
-
-    >>> import torch
-    >>> weight = TensorMeta(name="w", dtype=torch.bfloat16, shape=(4, 2))
-    >>> shards = ShardMap([(weight, Layout.chunked((4, 2), 0, [[0], [1]]))])
-    >>> shards.held_by(1)
-    {'w': [Box(start=(2, 0), stop=(4, 2))]}
-    """
+    """Tensors in order, each with its layout. Immutable."""
 
     def __init__(self, tensors: Iterable[tuple[TensorMeta, Layout]]) -> None:
         """Raises PlanInvalid for a name given twice, and for a layout of another shape than its tensor's."""
@@ -208,19 +157,6 @@ class ShardMap:
                 known[key] = Layout.of(shape, boxes)
             tensors.append((TensorMeta.from_row([name, dtype, shape]), known[key]))
         return cls(tensors)
-
-    def shifted(self, offset: int) -> ShardMap:
-        """The same shards with ranks numbered `offset` higher: engines after the trainer's ranks in a joint group."""
-        layouts = [layout.shifted(offset) for layout in self.layouts]
-        return ShardMap(
-            (meta, layouts[index]) for meta, index in zip(self.metas, self.layout_of, strict=True)
-        )
-
-    def held_by(self, rank: int) -> dict[str, list[Box]]:
-        """The boxes of one rank, by tensor; tensors of which it holds nothing are left out."""
-        boxes = [layout.boxes(rank) for layout in self.layouts]
-        pairs = zip(self.metas, self.layout_of, strict=True)
-        return {meta.name: boxes[index] for meta, index in pairs if boxes[index]}
 
     @property
     def world_size(self) -> int:

@@ -1,8 +1,7 @@
 """What travels: names, dtypes and shapes of tensors, their places in flat buckets, and one digest of it all.
 
-Built once. Both ends compute offsets from it by the same rule, so no offset ever travels. Two rules exist, because the
-layout belongs to the receiver: SGLang's flattened bucket (0.5.23, `srt/weight_sync/tensor_bucket.py`) knows no gaps, our
-own receivers want every tensor on a 256-byte border. Nothing here knows a tensor's values, a rank or an engine.
+Built once. Both ends compute offsets from it by the same rule, so no offset ever travels: SGLang's flattened bucket
+(0.5.23, `srt/weight_sync/tensor_bucket.py`) knows no gaps. Nothing here knows a tensor's values, a rank or an engine.
 """
 
 from __future__ import annotations
@@ -21,10 +20,7 @@ import xxhash
 from r3channel.errors import ConfigError, ManifestMismatch
 
 ALIGNMENT = 256
-"""Bytes. What checkpoint-engine uses; a multiple of every vector width and of CUDA's own coalescing unit."""
-
-PACKED = 1
-"""No gaps: tensors sorted by item size instead."""
+"""Bytes, of a parameter in a staged copy. What checkpoint-engine uses; a multiple of every vector width."""
 
 _DTYPES: Mapping[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
@@ -100,10 +96,8 @@ class Bucket:
 
     tensors: tuple[TensorMeta, ...]
     offsets: tuple[int, ...]
-    """First byte of each tensor; a multiple of its item size and of `alignment`."""
+    """First byte of each tensor; a multiple of its item size."""
     payload_bytes: int
-    """From the first byte to the end of the last tensor, gaps included."""
-    alignment: int = PACKED
 
     @classmethod
     def of(cls, tensors: Sequence[TensorMeta]) -> Bucket:
@@ -114,15 +108,6 @@ class Bucket:
             offsets.append(end)
             end += meta.nbytes
         return cls(ordered, tuple(offsets), end)
-
-    @classmethod
-    def aligned(cls, tensors: Sequence[TensorMeta], *, alignment: int = ALIGNMENT) -> Bucket:
-        """Lay the tensors out in the order given, each on a multiple of `alignment` bytes."""
-        offsets, end = [], 0
-        for meta in tensors:
-            offsets.append(-(-end // alignment) * alignment)
-            end = offsets[-1] + meta.nbytes
-        return cls(tuple(tensors), tuple(offsets), end, alignment)
 
     @property
     def placed(self) -> Iterator[tuple[TensorMeta, int]]:
@@ -154,11 +139,11 @@ class Manifest:
 
     buckets: tuple[Bucket, ...]
     digest: int
-    """xxh3 over alignment, names, dtypes, shapes and bucket borders in canonical JSON."""
+    """xxh3 over names, dtypes, shapes and bucket borders in canonical JSON."""
 
     @classmethod
     def of(cls, buckets: Sequence[Bucket]) -> Manifest:
-        rows = [[bucket.alignment, [meta.row() for meta in bucket.tensors]] for bucket in buckets]
+        rows = [[meta.row() for meta in bucket.tensors] for bucket in buckets]
         return cls(tuple(buckets), xxhash.xxh3_64_intdigest(json.dumps(rows, separators=(",", ":")).encode()))
 
     @property
@@ -243,9 +228,9 @@ class _Unit(Generic[T]):
     unscaled: int = 0
     """Float8 weights less scales."""
 
-    def add(self, meta: TensorMeta, item: T, *, nbytes: int) -> None:
+    def add(self, meta: TensorMeta, item: T) -> None:
         self.members.append((meta, item))
-        self.nbytes += nbytes
+        self.nbytes += meta.nbytes
         if is_scale(meta.name):
             self.unscaled -= 1
         else:
@@ -257,15 +242,12 @@ class _Unit(Generic[T]):
         return self.missing == 0 and self.unscaled <= 0
 
 
-def fill_buckets(
-    items: Iterable[tuple[TensorMeta, T]], *, cap_bytes: int, alignment: int = PACKED
-) -> Iterator[Filled[T]]:
+def fill_buckets(items: Iterable[tuple[TensorMeta, T]], *, cap_bytes: int) -> Iterator[Filled[T]]:
     """Group a stream of tensors into buckets of at most `cap_bytes`, yielding each as soon as it is full.
 
     The order of the stream decides, so equal streams give equal buckets. A unit larger than the cap gets a bucket of its
     own. Members of a unit may arrive apart; they are held until it is complete, at most `cap_bytes` beside the unit
-    that is arriving. So at most two caps of items, and one unit, are referenced at a time. With `alignment` tensors are counted
-    with the gaps that `Bucket.aligned` leaves.
+    that is arriving. So at most two caps of items, and one unit, are referenced at a time.
 
     Raises ConfigError for a cap < 1, and ManifestMismatch for a name given twice, for a tensor of a packed format (GPTQ, AWQ),
     and for a unit whose members lie further apart than the cap allows.
@@ -274,7 +256,7 @@ def fill_buckets(
         raise ConfigError(f"bucket size of {cap_bytes} bytes: expected at least 1")
     current: list[tuple[TensorMeta, T]] = []
     current_bytes = 0
-    for unit in _units(items, hold_bytes=cap_bytes, alignment=alignment):
+    for unit in _units(items, hold_bytes=cap_bytes):
         if current and current_bytes + unit.nbytes > cap_bytes:
             yield _filled(current, last=False)
             current, current_bytes = [], 0
@@ -313,7 +295,7 @@ def unit_of(name: str) -> tuple[str, int]:
     return f"{match['head']}{{{family}}}.{match['tail']}", len(UNIT_FAMILIES[family])
 
 
-def _units(items: Iterable[tuple[TensorMeta, T]], *, hold_bytes: int, alignment: int) -> Iterator[_Unit[T]]:
+def _units(items: Iterable[tuple[TensorMeta, T]], *, hold_bytes: int) -> Iterator[_Unit[T]]:
     """Complete units in the order of completion; at the end, and past `hold_bytes`, incomplete ones as they are.
 
     Some models have only a part of a family (DeepSeek-V2-Lite has q_proj without k_proj), so an incomplete unit is
@@ -326,9 +308,8 @@ def _units(items: Iterable[tuple[TensorMeta, T]], *, hold_bytes: int, alignment:
     for meta, item in items:
         key, weights = _check_name(meta.name, seen, gone)
         unit = held.setdefault(key, _Unit(weights))
-        nbytes = -(-meta.nbytes // alignment) * alignment
-        unit.add(meta, item, nbytes=nbytes)
-        held_bytes += nbytes
+        unit.add(meta, item)
+        held_bytes += meta.nbytes
         due = [key] if unit.complete else []
         while due or (held_bytes > hold_bytes and len(held) > 1):
             out = due.pop() if due else next(k for k in held if k != key)

@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Any
 
 from r3channel.errors import CannotStage, EngineRefused, ManifestMismatch, WeightsDiffer
-from r3channel.weights.manifest import Bucket
+from r3channel.weights.manifest import Bucket, TensorMeta
 from r3channel.weights.sglang import EngineClient, PauseMode
 from r3channel.weights.wires import RankLink, WeightGroup
 
@@ -45,6 +45,8 @@ class Member:
     """For broadcasts."""
     ranks: list[RankLink] = field(default_factory=list)
     """For staged updates."""
+    metas: tuple[TensorMeta, ...] = ()
+    """The tensors of which its ranks were told when they linked; what they need is counted by these."""
     boot_id: str = ""
     """Of the life that joined; empty before, and once it has left."""
     evicted: str = ""
@@ -62,10 +64,9 @@ class Member:
     def url(self) -> str:
         return self.client.url
 
-    @property
-    def staged(self) -> bool:
-        """Whether links to all of its ranks stand."""
-        return bool(self.ranks) and all(rank.link.alive for rank in self.ranks)
+    def staged(self, metas: tuple[TensorMeta, ...]) -> bool:
+        """Whether links to all of its ranks stand, for these tensors."""
+        return self.metas == metas and bool(self.ranks) and all(rank.link.alive for rank in self.ranks)
 
     def enter(self, state: EngineState) -> None:
         """Change state; a DIRTY engine becomes clean only by a commit."""
@@ -92,7 +93,7 @@ class Member:
         self.names, self.unheld = frozenset(), False
         for rank in self.ranks:
             rank.link.close()
-        self.ranks = []
+        self.ranks, self.metas = [], ()
         if self.group is not None:
             self.group.close()
         self.group = None

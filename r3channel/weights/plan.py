@@ -3,12 +3,12 @@
 Largest first, each to the holder with the fewest bytes so far, ties to the lowest rank (Graham's LPT rule). Real models
 have thousands of items of one size with the same holders, so these are dealt out at once, with the result that one by one
 would give. With holders that may serve anything the busiest sender stays within the mean plus the largest item; where
-only some ranks hold an item no rule can promise that, and `Table.floor_bytes` says what was possible.
+only some ranks hold an item no rule can promise that, and `floor_bytes` says what was possible.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -89,7 +89,7 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """What one rank sends, receives and copies, and what is known of the others' load."""
+    """What one rank sends, and what is known of the others' load."""
 
     rank: int
     world_size: int
@@ -98,13 +98,13 @@ class RankPlan:
     hash: str
     """Over every operation of every rank, in order."""
     ops: tuple[Op, ...]
-    """Those of this rank, ordered by (tensor, start of the box, src, dst)."""
+    """Those that this rank sends, ordered by (tensor, start of the box, dst)."""
     sent_bytes_R: tuple[int, ...]
-    """Of every rank, local copies not counted."""
+    """Of every rank."""
     senders: int
     """Ranks that hold anything another rank needs."""
     largest_bytes: int
-    """The largest single operation that crosses ranks."""
+    """The largest single operation."""
     floor_bytes: int
     """The busiest sender of any plan sends at least this."""
 
@@ -122,20 +122,15 @@ class RankPlan:
         return self.busiest_bytes / self.mean_bytes if self.mean_bytes else 1.0
 
     def sends(self) -> dict[int, list[Op]]:
-        """By receiver; local copies left out."""
-        return _by_peer((op.dst, op) for op in self.ops if op.src == self.rank != op.dst)
-
-    def receives(self) -> dict[int, list[Op]]:
-        """By sender; local copies left out."""
-        return _by_peer((op.src, op) for op in self.ops if op.dst == self.rank != op.src)
-
-    def copies(self) -> list[Op]:
-        """What this rank holds itself."""
-        return [op for op in self.ops if op.src == op.dst]
+        """By receiver."""
+        grouped: dict[int, list[Op]] = {}
+        for op in self.ops:
+            grouped.setdefault(op.dst, []).append(op)
+        return grouped
 
 
 def plan_reshard(source: ShardMap, target: ShardMap, *, rank: int, world_size: int | None = None) -> RankPlan:
-    """The plan of one rank. Ranks of both maps are numbers of one joint group.
+    """The plan of one rank. Ranks of both maps are numbers of one joint group, and no rank is in both.
 
     Every tensor of `target` must be in `source` with the same whole shape and be held completely, each element by one box
     or by replicas of that box; tensors that only `source` has are not sent. Raises PlanInvalid, naming the tensor.
@@ -149,9 +144,7 @@ def plan_reshard(source: ShardMap, target: ShardMap, *, rank: int, world_size: i
     batches = _batches(groups)
     for batch in batches:
         mine += _deal_batch(batch, loads_R, digest, rank)
-    for group in groups:
-        mine += group.local_ops(rank)
-    mine.sort(key=lambda op: (op.tensor, op.box.start, op.src, op.dst))
+    mine.sort(key=lambda op: (op.tensor, op.box.start, op.dst))
     return RankPlan(
         rank=rank,
         world_size=world_size,
@@ -163,13 +156,6 @@ def plan_reshard(source: ShardMap, target: ShardMap, *, rank: int, world_size: i
         largest_bytes=max((batch.nbytes for batch in batches), default=0),
         floor_bytes=floor_bytes([(batch.holders, batch.nbytes * batch.count) for batch in batches]),
     )
-
-
-def _by_peer(pairs: Iterable[tuple[int, Op]]) -> dict[int, list[Op]]:
-    grouped: dict[int, list[Op]] = {}
-    for peer, op in pairs:
-        grouped.setdefault(peer, []).append(op)
-    return grouped
 
 
 # -- one pair of layouts -----------------------------------------------------------------------------------------------
@@ -202,7 +188,7 @@ def _one(corners: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass(frozen=True, slots=True)
 class _Geometry:
-    """What a pair of layouts means for any tensor cut so: items that cross ranks, and local ones."""
+    """What a pair of layouts means for any tensor cut so."""
 
     starts_ID: np.ndarray
     stops_ID: np.ndarray
@@ -210,8 +196,6 @@ class _Geometry:
     dst_I: np.ndarray
     part_I: np.ndarray
     """Index into `holders`."""
-    local_I: np.ndarray
-    """Whether the receiver holds the part itself."""
     holders: tuple[tuple[int, ...], ...]
     digest: bytes
 
@@ -237,8 +221,6 @@ def _geometry(source: Layout, target: Layout) -> _Geometry | str:
     dst_I = np.array([rank for box in box_P for rank in dst.ranks[box]], dtype=np.int64)
     part_I = part_P[piece_I]
     at = part_I, box_P[piece_I]
-    held = [set(ranks) for ranks in src.ranks]
-    local = [receiver in held[part] for receiver, part in zip(dst_I.tolist(), part_I.tolist(), strict=True)]
     digest = xxhash.xxh3_128(source.digest + target.digest)
     for array in (starts[at], stops[at], dst_I, part_I):
         digest.update(np.ascontiguousarray(array).data)
@@ -248,7 +230,6 @@ def _geometry(source: Layout, target: Layout) -> _Geometry | str:
         numel_SD[at],
         dst_I,
         part_I,
-        np.array(local, dtype=bool),
         src.ranks,
         digest.digest(),
     )
@@ -292,11 +273,6 @@ class _Group:
     geometry: _Geometry
     itemsize: int
     tensors_T: np.ndarray
-
-    def local_ops(self, rank: int) -> list[Op]:
-        geometry = self.geometry
-        items = np.flatnonzero(geometry.local_I & (geometry.dst_I == rank))
-        return [self.op(int(t), int(item), rank) for t in self.tensors_T for item in items]
 
     def op(self, tensor: int, item: int, src: int) -> Op:
         geometry = self.geometry
@@ -346,14 +322,12 @@ def _batches(groups: list[_Group]) -> list[_Batch]:
     batches = []
     for group in groups:
         geometry = group.geometry
-        keys = np.stack([geometry.part_I, geometry.numel_I])[:, ~geometry.local_I]
-        items = np.flatnonzero(~geometry.local_I)
-        if not len(items):
+        if not len(geometry.part_I):
             continue
+        keys = np.stack([geometry.part_I, geometry.numel_I])
         kinds, kind_I = np.unique(keys, axis=1, return_inverse=True)
-        kind_I = kind_I.reshape(-1)
         for kind, (part, numel) in enumerate(kinds.T.tolist()):
-            chosen = items[kind_I == kind]
+            chosen = np.flatnonzero(kind_I.reshape(-1) == kind)
             batches.append(_Batch(group, chosen, geometry.holders[part], numel * group.itemsize))
     return sorted(batches, key=lambda batch: -batch.nbytes)
 
@@ -366,8 +340,7 @@ def _deal_batch(batch: _Batch, loads_R: np.ndarray, digest: xxhash.xxh3_128, ran
     for array in (group.tensors_T, batch.items_B, senders.astype(np.int64)):
         digest.update(np.ascontiguousarray(array).data)
     per_tensor = len(batch.items_B)
-    is_mine = (senders == rank) | np.tile(group.geometry.dst_I[batch.items_B] == rank, len(group.tensors_T))
     return [
         group.op(int(group.tensors_T[i // per_tensor]), int(batch.items_B[i % per_tensor]), int(senders[i]))
-        for i in np.flatnonzero(is_mine).tolist()
+        for i in np.flatnonzero(senders == rank).tolist()
     ]

@@ -159,8 +159,9 @@ class WeightSync:
         )
         self._staging: Staging = staged
         self._way = "" if staged else "broadcast: not wanted"
-        self._door = Door(host=host, session=name, run_token=read_token(token_file) if token_file else "")
-        self._stages = WholeStages(self._door, staged, wire)
+        run_token = read_token(token_file) if token_file else ""
+        self._door = Door(host=host, session=name, run_token=run_token, staged=staged, wire=wire)
+        self._stages = WholeStages(self._door)
         self._copy = HostCopy() if keep_copy else None
         self._device = group_device(backend)
         self._on_nonfinite: OnNonfinite = on_nonfinite
@@ -171,11 +172,7 @@ class WeightSync:
             checksums=verify,
         )
         self._ranks = None if group is None else TrainerRanks(group)
-        self._exact = (
-            None
-            if self._ranks is None
-            else ExactStages(self._door, self._ranks, staged, wire, bucket_bytes=bucket_bytes)
-        )
+        self._exact = self._ranks and ExactStages(self._door, self._ranks, bucket_bytes=bucket_bytes)
         self._kept: list[Shard] = []
         """This rank's part of the committed weights, with `exact` and `keep_copy`."""
         self._version: int | None = None

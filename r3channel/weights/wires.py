@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -455,9 +455,13 @@ class RankLink:
 class Door:
     """Where engines' ranks connect to this trainer. OPEN -> CLOSED."""
 
-    def __init__(self, *, host: str, session: str, run_token: str) -> None:
+    def __init__(
+        self, *, host: str, session: str, run_token: str, staged: bool | str = True, wire: Wire = "tcp"
+    ) -> None:
+        """`staged`: `auto` lets a rank without memory for a staged copy refuse."""
         self.session, self.nonce = session, ""
         self._host, self._run_token = host, run_token
+        self._how = {"staged": "auto" if staged == "auto" else "yes", "wire": wire}
         self._listener: Listener | None = None
         self.attempts: dict[str, int] = {}
         """By engine: the last order to connect. Links of one that was given up may still come."""
@@ -471,30 +475,19 @@ class Door:
         return self._host, self._listener.port
 
     def order(
-        self,
-        op: str,
-        *,
-        engine: str,
-        tensors: Sequence[TensorMeta],
-        trainers: Sequence[tuple[str, int]],
-        staged: str,
-        wire: Wire = "tcp",
+        self, op: str, *, engine: str, tensors: Sequence[TensorMeta], trainers: Sequence[tuple[str, int]]
     ) -> dict[str, Any]:
         """The order that makes every rank of `engine` connect to all trainers."""
         self.attempts[engine] = self.attempts.get(engine, 0) + 1
-        where = {
+        return {
+            "op": op,
             "session": self.session,
             "nonce": self.nonce,
             "engine": engine,
             "attempt": self.attempts[engine],
             "trainers": list(trainers),
-        }
-        return {
-            "op": op,
-            **where,
             "tensors": [meta.row() for meta in tensors],
-            "staged": staged,
-            "wire": wire,
+            **self._how,
         }
 
     def accept(self, wanted: Mapping[str, int], deadline: Deadline) -> dict[str, list[RankLink]]:
@@ -527,60 +520,46 @@ class Door:
 _SHOWN = 3
 
 
-class Stages(Protocol):
-    """What goes over the links of a session."""
+class Stages:
+    """What goes over the links of a session: the tensors that engines are told of, and who sends. Threads may send to
+    different ranks at once."""
 
-    def plan(self, manifest: Manifest) -> None: ...
+    def __init__(self, door: Door) -> None:
+        self.door = door
+        self.metas: tuple[TensorMeta, ...] = ()
+        self.trainers: list[tuple[str, int]] = []
+        """Where all listen; empty where this trainer is the only one."""
 
-    def order(self, engine: str, *, op: str = "open") -> dict[str, Any]: ...
+    def order(self, engine: str, *, op: str = "open") -> dict[str, Any]:
+        """To an engine that is to open its links, or to be held."""
+        trainers = self.trainers or [self.door.listen()]
+        return self.door.order(op, engine=engine, tensors=self.metas, trainers=trainers)
 
-    def accept(self, wanted: Mapping[str, int], deadline: Deadline) -> dict[str, list[RankLink]]: ...
-
-    def check(self, ranks: Sequence[RankLink], *, names: bool) -> tuple[dict[str, str], tuple[str, ...]]: ...
-
-    def send(
-        self, rank: RankLink, number: int, named: Mapping[str, torch.Tensor], version: int, left_s: float
-    ) -> None: ...
+    def accept(self, wanted: Mapping[str, int], deadline: Deadline) -> dict[str, list[RankLink]]:
+        """The links of engines (url -> ranks) that have opened."""
+        return self.door.accept(wanted, deadline)
 
 
-class WholeStages:
-    """Of one session. Threads may send to different ranks at once."""
+class WholeStages(Stages):
+    """One trainer has whole tensors, bucket by bucket."""
 
-    def __init__(self, door: Door, staged: bool | str, wire: Wire) -> None:
-        self._wire: Wire = wire
-        self._door, self._staged = door, "auto" if staged == "auto" else "yes"
-        self._metas: tuple[TensorMeta, ...] = ()
+    def __init__(self, door: Door) -> None:
+        super().__init__(door)
         self._ends: list[int] = []
         """Of each bucket: tensors up to its end."""
         self._firsts: dict[RankLink, list[int]] = {}
 
     def plan(self, manifest: Manifest) -> None:
         """What will be sent; equal to the last plan in all but the first call."""
-        self._metas = tuple(meta for bucket in manifest.buckets for meta in bucket.tensors)
+        self.metas = tuple(meta for bucket in manifest.buckets for meta in bucket.tensors)
         self._ends = list(itertools.accumulate(len(bucket.tensors) for bucket in manifest.buckets))
 
-    def order(self, engine: str, *, op: str = "open") -> dict[str, Any]:
-        """To an engine that is to open its links, or to be held."""
-        trainers = [self._door.listen()]
-        return self._door.order(
-            op,
-            engine=engine,
-            tensors=self._metas,
-            trainers=trainers,
-            staged=self._staged,
-            wire=self._wire,
-        )
-
     def accept(self, wanted: Mapping[str, int], deadline: Deadline) -> dict[str, list[RankLink]]:
-        """The links of engines (url -> ranks) that have opened; each has been told the pieces that will come."""
-        found = self._door.accept(wanted, deadline)
+        """Each has been told the pieces that will come."""
+        found = super().accept(wanted, deadline)
         for rank in itertools.chain(*found.values()):
             self._tell(rank, timeout_s=deadline.left_s())
         return found
-
-    def check(self, ranks: Sequence[RankLink], *, names: bool) -> tuple[dict[str, str], tuple[str, ...]]:
-        """(tensors kept in another dtype, tensors without a place); ManifestMismatch when `names` and parameters are missing."""
-        return check_complete(ranks, self._metas, names=names)
 
     def _tell(self, rank: RankLink, *, timeout_s: float) -> None:
         """Announce the pieces, bucket by bucket, each part whole and in the order of the tensors."""
@@ -595,7 +574,7 @@ class WholeStages:
         """The part of bucket `number` that the rank needs."""
         first, end = self._firsts[rank][number : number + 2]
         parts = rank.needs.parts[first:end]
-        pieces = [_cut(named[self._metas[part.tensor].name], part) for part in parts]
+        pieces = [_cut(named[self.metas[part.tensor].name], part) for part in parts]
         if pieces:
             rank.send(version, first, pieces, timeout_s=left_s)
 
@@ -611,6 +590,7 @@ def check_complete(
 
     Returns what the engines keep in another dtype (tensor -> `float32 -> bfloat16`), and what has no place there.
     """
+    rounded = _cast(ranks, metas)
     missing = sorted({name for rank in ranks for name in rank.needs.missing})
     used = {part.tensor for rank in ranks for part in rank.needs.parts}
     unknown = [meta.name for index, meta in enumerate(metas) if index not in used]
@@ -619,10 +599,21 @@ def check_complete(
             f"{len(missing)} parameters of the engine would keep their old values, first {missing[:_SHOWN]}; of the tensors "
             f"{len(unknown)} have no place there: {unknown[:_SHOWN]}. Is one misspelt, or the model given in part?"
         )
-    rounded = {}
+    return rounded, tuple(unknown)
+
+
+def _cast(ranks: Sequence[RankLink], metas: Sequence[TensorMeta]) -> dict[str, str]:
+    """Tensors that engines keep in another dtype. ManifestMismatch where that is float8: a cast alone lands under old scales."""
+    found = {}
     for rank in ranks:
         for part in rank.needs.parts:
-            own, kept = metas[part.tensor].dtype_name, rank.needs.params[part.param].dtype_name
-            if own != kept:
-                rounded[metas[part.tensor].name] = f"{own} -> {kept}"
-    return rounded, tuple(unknown)
+            own, kept = metas[part.tensor], rank.needs.params[part.param]
+            if own.dtype == kept.dtype:
+                continue
+            if kept.dtype_name.startswith("float8"):
+                raise ManifestMismatch(
+                    f"engine {rank.engine} keeps {own.name} in {kept.dtype_name}, the trainer gives {own.dtype_name}: it is not "
+                    "quantised on the way. Give float8 tensors with their scales, or start the engine without --quantization"
+                )
+            found[own.name] = f"{own.dtype_name} -> {kept.dtype_name}"
+    return found

@@ -122,6 +122,43 @@ def test_weights_that_are_wrong_before_the_commit_touch_no_engine(serving: Servi
         assert engine.calls == [] and holds(engine, 1) and sync.routable() == (engine.url,)
 
 
+@pytest.mark.parametrize("route", ["order/open", "order/commit"])
+def test_a_first_update_that_is_refused_leaves_both_engines_with_what_they_had(
+    serving: Serving, route: str
+) -> None:
+    good, bad = serving(), serving()
+    bad.script[route, 0] = "refuse"
+    with session(good, bad, keep_copy=True) as sync:
+        with pytest.raises(WeightUpdateFailed, match=f"{bad.url}.*refused"):
+            sync.update(weights(1).items(), version=1, timeout_s=20)
+        assert holds(good, 0) and holds(bad, 0)
+        assert set(sync.engine_states.values()) == {EngineState.SERVING}
+        other_order = dict(reversed(weights(1).items()))
+        sync.update(other_order.items(), version=1, timeout_s=20)
+        assert holds(good, 1) and holds(bad, 1)
+
+
+@pytest.mark.parametrize("expected", ["engine", None])
+def test_an_engine_of_float8_weights_refuses_others_by_name(expected: str | None) -> None:
+    name = "model.layers.0.mlp.down_proj.weight"
+    held = {name: torch.ones(8, 8).to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(1, 1)}
+    engine = FakeEngine(receives={key: tensor.clone() for key, tensor in held.items()})
+    try:
+        with session(engine, expected=expected) as sync:
+            with pytest.raises(WeightUpdateFailed, match=f"keeps {name} in float8_e4m3fn.*gives bfloat16"):
+                sync.update([(name, torch.full((8, 8), 0.5).bfloat16())], version=1, timeout_s=20)
+            assert torch.equal(engine.tensors[name].float(), held[name].float()) and not engine.paused
+            scaled = {
+                name: torch.full((8, 8), 2.0).to(torch.float8_e4m3fn),
+                f"{name}_scale_inv": torch.ones(1, 1),
+            }
+            if expected:  # without, nobody would miss a scale that an engine has no place for
+                sync.update(scaled.items(), version=1, timeout_s=20)
+                assert all(torch.equal(engine.tensors[key].float(), scaled[key].float()) for key in scaled)
+    finally:
+        engine.die()
+
+
 @pytest.mark.parametrize("given", ["half", "misspelt"])
 def test_a_first_update_with_half_of_the_tensors_or_a_misspelt_name_is_refused(
     serving: Serving, given: str

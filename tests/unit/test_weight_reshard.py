@@ -1,4 +1,4 @@
-"""The exact plan, on every rank alike, and its execution between threads: each destination byte written exactly once."""
+"""The exact plan, on every rank alike: each destination element written exactly once."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3channel.errors import (
-    PlanInvalid,
-)
+from r3channel.bench.reshard_plan import held_by, replicated
+from r3channel.errors import PlanInvalid
 from r3channel.weights.geometry import Box, Layout, ShardMap, report_of
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.plan import RankPlan, plan_reshard
@@ -36,39 +35,34 @@ def plans(case: Case) -> list[RankPlan]:
 
 @settings(max_examples=150, deadline=None)
 @given(cases(world_sizes=st.integers(2, 13)))
-def test_every_destination_element_is_written_exactly_once(case: Case) -> None:
-    _, target, world_size = case
-    for plan in plans(case):
-        written = {
+def test_every_destination_element_is_written_exactly_once_by_one_that_holds_it(case: Case) -> None:
+    source, target, world_size = case
+    holders = [held_by(source, rank) for rank in range(world_size)]
+    written = [
+        {
             name: [(box, torch.zeros(box.shape, dtype=torch.int32)) for box in boxes]
-            for name, boxes in target.held_by(plan.rank).items()
+            for name, boxes in held_by(target, rank).items()
         }
+        for rank in range(world_size)
+    ]
+    for plan in plans(case):
         for op in plan.ops:
-            if op.dst == plan.rank:
-                for outer, count in written[plan.tensors[op.tensor].name]:
-                    if outer.intersect(op.box) == op.box:
-                        count[op.box.within(outer)] += 1
-        assert all(bool((count == 1).all()) for parts in written.values() for _, count in parts)
-        assert all(op.src < world_size for op in plan.ops)
+            name = plan.tensors[op.tensor].name
+            assert any(box.intersect(op.box) == op.box for box in holders[op.src][name])
+            for outer, count in written[op.dst][name]:
+                if outer.intersect(op.box) == op.box:
+                    count[op.box.within(outer)] += 1
+    boxes = [parts for held in written for parts in held.values()]
+    assert all(bool((count == 1).all()) for parts in boxes for _, count in parts)
 
 
 @settings(max_examples=100, deadline=None)
 @given(cases(world_sizes=st.integers(2, 13)))
-def test_all_ranks_plan_the_same_and_each_keeps_only_its_part(case: Case) -> None:
-    source, _, world_size = case
+def test_all_ranks_plan_the_same_and_each_keeps_only_what_it_sends(case: Case) -> None:
     all_plans = plans(case)
     assert len({(plan.hash, plan.sent_bytes_R) for plan in all_plans}) == 1
-    everything = {op for plan in all_plans for op in plan.ops}
-    for plan in all_plans:
-        mine = {op for op in everything if plan.rank in (op.src, op.dst)}
-        assert set(plan.ops) == mine and len(plan.ops) == len(mine)
-    holders = [source.held_by(rank) for rank in range(world_size)]
-    for op in everything:
-        name = all_plans[0].tensors[op.tensor].name
-        assert any(box.intersect(op.box) == op.box for box in holders[op.src][name])
-    sent = [0] * world_size
-    for op in everything:
-        sent[op.src] += op.nbytes * (op.src != op.dst)
+    assert all(op.src == plan.rank for plan in all_plans for op in plan.ops)
+    sent = [sum(op.nbytes for op in plan.ops) for plan in all_plans]
     assert tuple(sent) == all_plans[0].sent_bytes_R
 
 
@@ -88,8 +82,8 @@ def test_the_hash_depends_on_layout_dtype_and_world_but_not_on_the_rank() -> Non
 def test_replicas_of_a_tensor_take_turns_over_the_engines(replicas: int, engines: int) -> None:
     metas = [TensorMeta(name=f"w{n}", dtype=torch.float32, shape=(8, 4)) for n in range(12)]
     trainers, targets = list(range(replicas)), list(range(replicas, replicas + engines))
-    source = ShardMap([(meta, Layout.replicated(meta.shape, trainers)) for meta in metas])
-    target = ShardMap([(meta, Layout.replicated(meta.shape, targets)) for meta in metas])
+    source = ShardMap([(meta, replicated(meta.shape, trainers)) for meta in metas])
+    target = ShardMap([(meta, replicated(meta.shape, targets)) for meta in metas])
     found = [plan_reshard(source, target, rank=rank) for rank in trainers]
     assert set(found[0].sent_bytes_R[:replicas]) == {12 * engines * 128 // replicas}
     for plan in found:
@@ -106,9 +100,7 @@ def test_replicas_of_a_tensor_take_turns_over_the_engines(replicas: int, engines
 )
 def test_maps_that_do_not_fit_are_refused_by_name(source: Any, target: Any, message: str) -> None:
     maps = [
-        ShardMap(
-            (TensorMeta(name=n, dtype=torch.float32, shape=s), Layout.replicated(s, [rank])) for n, s in rows
-        )
+        ShardMap((TensorMeta(name=n, dtype=torch.float32, shape=s), replicated(s, [rank])) for n, s in rows)
         for rank, rows in enumerate((source, target))
     ]
     with pytest.raises(PlanInvalid, match=message):
@@ -126,7 +118,7 @@ def test_overlap_and_gap_of_the_sources_are_refused_by_name(boxes: Any, message:
     meta = TensorMeta(name="w", dtype=torch.float32, shape=(8,))
     source = ShardMap([(meta, Layout.of((8,), boxes))])
     with pytest.raises(PlanInvalid, match=message):
-        plan_reshard(source, ShardMap([(meta, Layout.replicated((8,), [2]))]), rank=2)
+        plan_reshard(source, ShardMap([(meta, replicated((8,), [2]))]), rank=2)
 
 
 def test_ranks_that_disagree_about_a_tensor_are_told_both_values() -> None:
@@ -140,8 +132,8 @@ def test_what_ranks_report_is_gathered_to_the_map_that_they_have() -> None:
     shards = side(MODEL, [0, 1, 2], axis=0)
     reports = []
     for rank in range(3):
-        boxes = shards.held_by(rank)
+        boxes = held_by(shards, rank)
         reports.append(report_of((meta, box) for meta in shards.metas for box in boxes.get(meta.name, ())))
     gathered = ShardMap.gathered(reports)
     assert gathered.metas == shards.metas
-    assert all(gathered.held_by(rank) == shards.held_by(rank) for rank in range(3))
+    assert all(held_by(gathered, rank) == held_by(shards, rank) for rank in range(3))
