@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from r3channel import cli
 from r3channel.bench import BENCHES
 from r3channel.report.commands import COMMANDS
+from tests.unit.test_documents import PAGES
 
 PLAN = ["plan", "--model", "qwen3-30b-a3b"]
 
@@ -153,3 +155,35 @@ def test_a_relay_needs_no_package_of_direct_delivery() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.stdout == "Relay\n", done.stderr
+
+
+def typed_commands() -> dict[str, set[str]]:
+    """Command -> the options that any page shows with it, in a code span or a block of commands."""
+    found: dict[str, set[str]] = {}
+    for page in PAGES.values():
+        prose, blocks = "\n".join(page.split("```")[::2]), "\n".join(page.split("```")[1::2])
+        texts = re.findall(r"`r3channel ([^`\n]+)`", prose)
+        for text in [*texts, *re.findall(r"^\s*r3channel (.+?)(?:\s#.*)?$", blocks, re.MULTILINE)]:
+            words = text.split()
+            name = " ".join(
+                words[: 1 + (words[0] == "bench" and words[-1] != words[0] and words[1] in BENCHES)]
+            )
+            found.setdefault(name, set()).update(re.findall(r"--[a-z][\w-]*", text.split(" -- ")[0]))
+    return {
+        name: found[name] for name in found if re.fullmatch(r"[a-z]+( [a-z0-9]+)?", name) and name != "miles"
+    }
+
+
+def test_every_command_on_a_page_is_there_with_its_options(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from examples.async_grpo import train_async
+
+    monkeypatch.setattr("r3channel.demo.run", lambda argv: train_async.parse(argv))
+    typed = typed_commands()
+    assert {"demo", "doctor", "slime", "plan", "bench relay", "check"} <= set(typed)
+    slimes = {"--use-r3-channel", "--update-weight-transport", "--use-rollout-routing-replay"}
+    for name, options in typed.items():
+        asked = name.split() + {"weights": ["verify"], "bench": ["plan"]}.get(name, [])
+        known = set(re.findall(r"--[a-z][\w-]*", helped(capsys, *asked)))
+        assert options - known - slimes == set(), name
