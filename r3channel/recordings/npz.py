@@ -63,14 +63,17 @@ def export_npz(recording: Recording, folder: Path) -> list[Path]:
 def import_npz(files: list[Path], folder: Path, *, layout: TrainerLayout | None = None) -> None:
     """Write a recording of these files. Raises RecordingInvalid for a dump that lacks what is needed."""
     for path in files:
-        arrays = _read(path)
-        try:
-            ticket, records = _records(arrays, layout)
-        except (R3Error, ValueError, TypeError, KeyError, IndexError) as error:
-            raise RecordingInvalid(f"{path}: the arrays do not fit together: {error}") from error
-        has_tokens = "token_ids" in arrays
-        Manifest(spec=ticket.spec, layout=ticket.layout, tokens=has_tokens).write(folder)
-        write_segment(folder / segment_name(ticket.step, 0), [pack(Kind.TICKET, ticket.to_bytes()), *records])
+        write_arrays(path, _read(path), folder, layout=layout)
+
+
+def write_arrays(path: Path, arrays: dict[str, Any], folder: Path, *, layout: TrainerLayout | None) -> None:
+    """A step of a recording; `path` is where the arrays came from. Raises RecordingInvalid."""
+    try:
+        ticket, records = _records(arrays, layout)
+    except (R3Error, ValueError, TypeError, KeyError, IndexError) as error:
+        raise RecordingInvalid(f"{path}: the arrays do not fit together: {error}") from error
+    Manifest(spec=ticket.spec, layout=ticket.layout, tokens="token_ids" in arrays).write(folder)
+    write_segment(folder / segment_name(ticket.step, 0), [pack(Kind.TICKET, ticket.to_bytes()), *records])
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -71,7 +71,12 @@ COMMANDS = {
         ("diff rec other",),
     ),
     "import": Command(
-        _REPORT + "recordings", "a recording out of .npz files", ("import engine.npz --format npz --out rec",)
+        _REPORT + "recordings",
+        "a recording out of .npz files, or of slime's or miles's debug dumps",
+        (
+            "import engine.npz --format npz --out rec",
+            "import 3.pt --format slime-debug --model ~/checkpoint --out rec",
+        ),
     ),
     "export": Command(
         _REPORT + "recordings", "a recording as .npz files", ("export rec --format npz --out folder",)

@@ -18,15 +18,18 @@ from r3channel.recordings import difference, npz, summary
 from r3channel.recordings.alone import CANNOT, judge_alone
 from r3channel.recordings.catalogue import NOTES, judge
 from r3channel.recordings.consumed import ConsumedRows
+from r3channel.recordings.dumps import DUMPS, import_dumps
 from r3channel.recordings.finding import Finding
 from r3channel.recordings.recording import Recording
 from r3channel.recordings.replayed import consumed, described, fitted
 from r3channel.recordings.sides import Sides
 from r3channel.recordings.step import RecordedStep
 from r3channel.report import commands
+from r3channel.spec import RoutingSpec
 
-FORMATS = ("npz",)
-"""Others are refused by name: their sources were not read, and a guess would be wrong in silence."""
+FORMATS = ("npz", *DUMPS)
+"""Of `import`; `export` writes npz. Others are refused by name: their sources were not read, and a guess would be silently
+wrong."""
 
 _RANKS_S = 600.0
 
@@ -42,12 +45,18 @@ def _parser(command: str) -> argparse.ArgumentParser:
     if command == "import":
         parser.add_argument("source", nargs="+", type=Path, metavar="FILE")
         parser.add_argument("--out", type=Path, required=True, metavar="REC")
+        parser.add_argument(
+            "--model",
+            metavar="FOLDER",
+            help="the checkpoint of a dump, which does not say where its experts are",
+        )
     else:
         parser.add_argument("recording", type=Path, metavar="REC")
     if command == "export":
         parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     if command in ("import", "export"):
-        parser.add_argument("--format", required=True, help=f"one of {', '.join(FORMATS)}")
+        formats = FORMATS if command == "import" else ("npz",)
+        parser.add_argument("--format", required=True, help=f"one of {', '.join(formats)}")
     if command == "diff":
         parser.add_argument("other", type=Path, metavar="REC")
     if command == "check":
@@ -151,23 +160,27 @@ def _checked(values: dict[str, Any]) -> str:
 
 
 def _import(options: argparse.Namespace) -> int:
-    _check_format(options.format)
-    npz.import_npz(options.source, options.out, layout=options.layout)
+    _check_format(options.format, FORMATS)
+    if options.format == "npz":
+        npz.import_npz(options.source, options.out, layout=options.layout)
+    else:
+        spec = RoutingSpec.from_hf_config(options.model) if options.model else None
+        import_dumps(options.source, options.out, spec=spec, layout=options.layout)
     return 0
 
 
 def _export(options: argparse.Namespace) -> int:
-    _check_format(options.format)
+    _check_format(options.format, ("npz",))
     for path in npz.export_npz(Recording.open(options.recording), options.out):
         print(path)
     return 0
 
 
-def _check_format(name: str) -> None:
-    if name not in FORMATS:
+def _check_format(name: str, formats: Sequence[str]) -> None:
+    if name not in formats:
         raise ConfigError(
-            f"format {name!r}, expected one of {FORMATS}: the sources of other dumps were not read, and what they mean is not "
-            "guessed. Write .npz files; r3channel.recordings.npz says which arrays"
+            f"format {name!r}, expected one of {tuple(formats)}: the sources of other dumps were not read, and what they "
+            "mean is not guessed. Write .npz files; r3channel.recordings.npz says which arrays"
         )
 
 
