@@ -92,7 +92,11 @@ class ChannelConfig:
     expiry_s: float = 3600.0
     """Frames that no assignment names are dropped this long after they arrived, and counted."""
     metrics_port: int = -1
-    """-1: no /metrics; 0: a free port; else this port."""
+    """-1: no /metrics; 0: a free port, which the log names; else this port for the relay, and for trainer rank r this + 1 + r."""
+    metrics_dir: str = ""
+    """Folder in which each process that serves /metrics leaves a file for Prometheus's file_sd_configs."""
+    run_name: str = ""
+    """Label `run` of every metric, to tell training runs apart; give relay, trainers and engines the same."""
     invalid_rows: str = "error"
     """Rows that the engine could not record: `error` refuses the sample, `native` lets the live router choose for them, `mask`
     also takes those tokens out of the loss."""
@@ -228,6 +232,14 @@ class EngineConfig:
     """How long a frame is offered to the relay before it is given up; the relay then names it when it seals."""
     name: str = ""
     """What the engine calls itself in its hello; its own address by default."""
+    metrics_port: int = -1
+    """-1: no /metrics of the plug-in; 0: a free port, which the log names; else this port + the rank within DP attention."""
+    metrics_dir: str = ""
+    """As the channel's: where a file tells Prometheus of the page."""
+    run_name: str = ""
+    """As the channel's: label `run` of every metric."""
+    interface: str = "127.0.0.1"
+    """Address that the page binds."""
     sampling_masks: bool = False
     """As the relay's; both ends must have it."""
     allow: str = ""
@@ -248,6 +260,8 @@ class EngineConfig:
         for name in ("queue_bytes", "deliver_timeout_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} is {getattr(self, name)}, expected a positive, finite number")
+        if not -1 <= self.metrics_port <= _LAST_PORT:
+            raise ConfigError(f"metrics_port {self.metrics_port}, expected -1..{_LAST_PORT}")
         if self.sent_prefix_bytes < 0:
             raise ConfigError(
                 f"sent_prefix_bytes is {self.sent_prefix_bytes}, expected 0 (all in full) or more"

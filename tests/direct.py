@@ -106,6 +106,10 @@ class Engine:
         assert self.outlet._sender is not None
         return self.outlet._sender
 
+    def frames(self, way: str) -> int:
+        """How many left this way."""
+        return int(self.outlet.metrics.value("r3channel_engine_frames_total", way=way))
+
     def finish(
         self, request_id: str, tokens: int, *, first_row: int = 0, seed: int = 0, prompt: Sequence[int] = (),
         ids_TLK: Ids | None = None,

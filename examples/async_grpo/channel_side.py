@@ -19,7 +19,7 @@ import torch
 from examples.async_grpo.batch import MicrobatchData, lengths_of
 from examples.async_grpo.grpo import Request
 from r3channel.config import ChannelConfig
-from r3channel.metrics import LABELS, Metrics, StageClock
+from r3channel.metrics import LABELS, StageClock
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import RankCoords, TrainerLayout
 from r3channel.plan.shards import Shard
@@ -43,13 +43,9 @@ class ChannelRouting(RelayHost):
     ) -> None:
         config = ChannelConfig.from_args(args)
         self.spec, self.layout = spec, layout
-        self.metrics = Metrics("relay", clock=clock)
-        self.relay = Relay(
-            spec, layout, config, clock=clock, metrics=self.metrics, recorder=recorder_of(args)
-        )
-        self.port = (
-            self.metrics.serve(config.interface, config.metrics_port) if config.metrics_port >= 0 else 0
-        )
+        self.relay = Relay(spec, layout, config, clock=clock, recorder=recorder_of(args))
+        self.metrics = self.relay.metrics
+        self.metrics.measure("r3channel_bytes_total", leg="engine_http")
         self._replied: dict[str, tuple[np.ndarray, np.ndarray | None]] = {}
         self._sealed: dict[int, dict[str, tuple[np.ndarray, np.ndarray | None]]] = {}
         self._rows = 0
@@ -89,7 +85,7 @@ class ChannelRouting(RelayHost):
     def report(self) -> dict[str, Any]:
         legs = ("engine_frame", "engine_http", "wire_sent")
         return {
-            "metrics_port": self.port,
+            "metrics_url": self.metrics.url,
             "rows": self._rows,
             "bytes": {leg: self.metrics.value("r3channel_bytes_total", leg=leg) for leg in legs},
             "status": self.relay.status(),
@@ -113,11 +109,13 @@ class ChannelReplay:
         self.args, self.clock = args, clock
         self._dp = parallel_coords().dp
         config = ChannelConfig.from_args(args)
-        self.metrics = Metrics("trainer", clock=clock)
-        self.port = self.metrics.serve(config.interface) if config.metrics_port >= 0 else 0
         self.channel = TrainerChannel.attach(
-            chunks, RayRelay(manager), layout=layout, config=config, clock=clock, metrics=self.metrics
+            chunks, RayRelay(manager), layout=layout, config=config, clock=clock
         )
+        self.metrics = self.channel.metrics
+        if layout.rank(parallel_coords()) == 0:  # the only one that is told of the comparison
+            for name in ("r3channel_ids_compared_total", "r3channel_ids_different_total"):
+                self.metrics.measure(name)
         self._tap = ConsumptionTap(self.channel.driver, on_call=self._keep)
         self._calls: list[Consumed] = []
         self._consumed: dict[int, dict[str, Any]] = {}
@@ -169,7 +167,7 @@ class ChannelReplay:
             lag: self.metrics.value("r3channel_rows_by_staleness_total", lag=lag) for lag in LABELS["lag"]
         }
         return {
-            "metrics_port": self.port,
+            "metrics_url": self.metrics.url,
             "landed": landed,
             "wire_received": received,
             "rows_by_staleness": lags,
@@ -188,7 +186,6 @@ class ChannelReplay:
 
     def close(self) -> None:
         self.channel.close()
-        self.metrics.close()
 
     def _keep(self, call: Consumed) -> None:
         if call.microbatch >= 0:  # the comparison pass with replay off is not part of the audit

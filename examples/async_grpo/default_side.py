@@ -70,7 +70,7 @@ class DefaultRouting:
         raise RuntimeError(f"control call {call} without --use-r3-channel")
 
     def report(self) -> dict[str, Any]:
-        return {"rows": self._rows, "bytes": self._bytes, "metrics_port": 0, "status": {}}
+        return {"rows": self._rows, "bytes": self._bytes, "metrics_url": "", "status": {}}
 
     def close(self) -> None:
         self._ids.clear()
@@ -160,7 +160,9 @@ class DefaultReplay:
         """No audit without the channel."""
 
     def report(self) -> dict[str, Any]:
-        return {"metrics_port": 0, "landed": self._landed, "wire_received": 0}
+        return {"metrics_url": "", "landed": self._landed, "wire_received": 0}
+
+    metrics = None
 
     def audited(self, compared: int, different: int) -> None:
         """No audit without the channel."""

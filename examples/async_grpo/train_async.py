@@ -27,7 +27,7 @@ import numpy as np
 
 from examples.async_grpo.compare import Comparison, compare_digests, compare_step, dump, engine_rows, join
 from examples.async_grpo.rays import actor_class, fetch
-from r3channel.config import ChannelConfig, add_arguments
+from r3channel.config import ChannelConfig, EngineConfig, add_arguments
 from r3channel.errors import R3Error
 from r3channel.plan.layout import TrainerLayout
 from r3channel.recordings.options import add_options
@@ -38,6 +38,7 @@ GENERATE_TIMEOUT_S = 300.0
 STEP_TIMEOUT_S = 300.0
 START_TIMEOUT_S = 240.0
 OBJECT_STORE_BYTES = 256 << 20
+_PAGE = ("METRICS_PORT", "METRICS_DIR", "RUN_NAME")
 _QUIET = {  # where the user has not said otherwise; ray has read RAY_AUTH_MODE when it was imported
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DEDUP_LOGS": "0",
@@ -114,8 +115,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(
             "Megatron-core refuses to train MoE with tp > 1 without sequence parallelism; leave sp on"
         )
-    if args.use_r3_channel and args.r3_metrics_port is None:
-        args.r3_metrics_port = 0
+    if args.use_r3_channel:
+        args.r3_metrics_port = 0 if args.r3_metrics_port is None else args.r3_metrics_port
+        args.r3_run_name = args.r3_run_name or "demo"
+        if args.report and args.r3_metrics_dir is None:
+            args.r3_metrics_dir = str(Path(args.report, "targets").absolute())
     if not args.use_r3_channel and (args.dump or args.record or args.no_replay or args.fault):
         parser.error("--dump, --record, --no-replay and --fault need --use-r3-channel")
     return args
@@ -302,7 +306,13 @@ def start_cluster(args: argparse.Namespace, folder: Path, parts: Parts) -> Itera
 def _engine_options(args: argparse.Namespace, model: Path) -> Any:
     from r3channel.embedded.sglang import EngineOptions
 
-    return EngineOptions(model=model, r3channel=args.use_r3_channel, random_seed=args.seed, tp=args.engine_tp)
+    env = {}
+    if args.use_r3_channel:  # each engine takes a free port: those of one machine share an environment
+        page = EngineConfig(metrics_port=0, metrics_dir=args.r3_metrics_dir or "", run_name=args.r3_run_name)
+        env = {f"R3CHANNEL_{name}": page.to_environment()[f"R3CHANNEL_{name}"] for name in _PAGE}
+    return EngineOptions(
+        model=model, r3channel=args.use_r3_channel, random_seed=args.seed, tp=args.engine_tp, env=env
+    )
 
 
 @contextlib.contextmanager
@@ -362,10 +372,12 @@ def _write_endpoints(
     """Where to look while it runs."""
     if args.report:
         Path(args.report).mkdir(parents=True, exist_ok=True)
-        ports = {"relay": manager["metrics_port"]} | {
-            f"trainer{i}": t["metrics_port"] for i, t in enumerate(trainers)
+        served = {"relay": manager["metrics_url"]} | {
+            f"trainer{i}": t["metrics_url"] for i, t in enumerate(trainers)
         }
-        pages = {name: f"http://127.0.0.1:{port}/metrics" for name, port in ports.items() if port}
+        pages = {name: url for name, url in served.items() if url}
+        for number, file in enumerate(sorted(Path(args.r3_metrics_dir or args.report).glob("engine-*.json"))):
+            pages[f"engine{number}"] = f"http://{json.loads(file.read_text())[0]['targets'][0]}/metrics"
         path = Path(args.report, "endpoints.json")
         path.with_suffix(".new").write_text(json.dumps({"engines": urls, "metrics": pages}))
         path.with_suffix(".new").rename(path)

@@ -17,7 +17,7 @@ from examples.async_grpo.modules import channel_modules
 from examples.async_grpo.rays import fetch
 from examples.async_grpo.weights_side import Publisher, Pushed, export
 from r3channel.embedded import megatron
-from r3channel.metrics import Span, StageClock
+from r3channel.metrics import Metrics, Span, StageClock
 from r3channel.plan.layout import RankCoords, TrainerLayout
 from r3channel.plan.shards import Shard
 from r3channel.weights.convert import hf_shards, hf_weights
@@ -44,6 +44,11 @@ class TrainerRouting(Protocol):
 
     def compare_logprobs(self, ours: list[torch.Tensor], batches: list[MicrobatchData]) -> None:
         """For the audit; [] off the last pipeline stage."""
+        ...
+
+    @property
+    def metrics(self) -> Metrics | None:
+        """Of this process."""
         ...
 
     def report(self) -> dict[str, Any]: ...
@@ -101,6 +106,7 @@ class Trainer:
                 manifest=self.args.weights_manifest,
                 weights=self.args.weights,
                 engine_tp=self.args.engine_tp,
+                metrics=self.routing.metrics,
             )
 
     def begin(self) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from r3channel.metrics import Metrics
 from r3channel.unproxied import urlopen
 from r3channel.weights.convert import Shard
 from r3channel.weights.session import UpdateReport, WeightSync
@@ -47,6 +48,7 @@ class Publisher:
         manifest: str | None,
         weights: str,
         engine_tp: int,
+        metrics: Metrics | None,
     ) -> None:
         """`model`: the checkpoint that the engines were started from. `manifest`: file that tells what was committed.
 
@@ -67,6 +69,7 @@ class Publisher:
             verify=weights != "broadcast" or engine_tp == 1,
             keep_copy=True,
             expected="engine" if exact else checkpoint_shapes(model),
+            metrics=metrics,
         )
         self._sync.connect(timeout_s=WEIGHT_TIMEOUT_S)
 

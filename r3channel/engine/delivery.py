@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -26,6 +27,7 @@ from r3channel.bearer import read_token
 from r3channel.config import COSTLY_CODECS, EngineConfig
 from r3channel.engine.capture import FrameDraft
 from r3channel.errors import ConfigError
+from r3channel.metrics import Metrics, StageClock
 from r3channel.spec import RoutingSpec
 from r3channel.wire.frame import encode_error, sample_key
 from r3channel.wire.hello import PROBE_PREFIX, Hello
@@ -48,13 +50,17 @@ _MADE_ANEW = (Status.HELLO_FIRST, Status.PREFIX_MISSING, Status.NO_PARCEL, Statu
 class Outlet:
     """What the reply of a finished request carries. One thread calls `reply`: the scheduler's."""
 
-    def __init__(self, config: EngineConfig, hello: Hello) -> None:
+    def __init__(self, config: EngineConfig, hello: Hello, *, replica: int = 0) -> None:
+        """`replica`: which of an engine's processes that reply this is; each has a page of its own."""
         self._codec, self._hello = config.codec, hello
+        clock = StageClock("engine", max_spans=0)
+        self.metrics = Metrics.of("engine", config, clock=clock, offset=replica)
+        self.metrics.measure("r3channel_engine_frames_total", way="inband")
         # In-band the scheduler's thread pays, so a costly codec is for the sender only.
         self._inband_codec = "auto" if config.codec in COSTLY_CODECS else config.codec
         self._sender = None
         if config.delivery == "direct":
-            self._sender = Sender.start(config, hello)
+            self._sender = Sender.start(config, hello, metrics=self.metrics)
 
     def reply(self, draft: FrameDraft, *, request_id: str) -> np.ndarray | bytes:
         """A frame, a receipt, or (for a probe) a hello with its frame. What cannot be framed says so itself."""
@@ -64,11 +70,17 @@ class Outlet:
             receipt = self._sender.offer(draft)
             if receipt is not None:
                 return receipt.to_bytes()
+        self.metrics.inc("r3channel_engine_frames_total", way="overflowed" if self._sender else "inband")
         return draft.encode(codec=self._inband_codec)
+
+    def stage(self, name: str) -> AbstractContextManager[None]:
+        """Times what an engine does for us; the scheduler's thread pays nothing where nobody reads it."""
+        return self.metrics.clock.span(name) if self.metrics.url else nullcontext()
 
     def close(self) -> None:
         if self._sender is not None:
             self._sender.close()
+        self.metrics.close()
 
 
 def report(error: Exception, *, request_id: str) -> bytes:
@@ -95,7 +107,7 @@ class _Waiting:
 class Sender:
     """RUNNING -> CLOSED. `offer` from one thread; the sender's own thread does the rest."""
 
-    def __init__(self, config: EngineConfig, hello: Hello, *, token: str) -> None:
+    def __init__(self, config: EngineConfig, hello: Hello, *, token: str, metrics: Metrics) -> None:
         parts = urlsplit(config.relay_url)
         try:
             usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
@@ -113,16 +125,18 @@ class Sender:
         self._refusal = ""
         self._prefixes = PrefixCache(RoutingSpec.from_dict(hello.spec), max_bytes=config.sent_prefix_bytes)
         self._connection: http.client.HTTPConnection | None = None
-        self.given_up = 0
-        """Frames that the relay did not take in time."""
-        self.overflowed = 0
-        """Requests answered in-band because the queue was full."""
+        self._metrics = metrics
+        for way in ("overflowed", "direct", "given_up"):
+            metrics.measure("r3channel_engine_frames_total", way=way)
+        metrics.set("r3channel_engine_queue_limit_bytes", config.queue_bytes)
+        metrics.watch("r3channel_engine_queue_bytes", lambda: self._bytes)
+        metrics.watch("r3channel_engine_greeted", lambda: self._greeted)
         self._thread = threading.Thread(target=self._run, name="r3channel-deliver", daemon=True)
 
     @classmethod
-    def start(cls, config: EngineConfig, hello: Hello) -> Sender:
+    def start(cls, config: EngineConfig, hello: Hello, *, metrics: Metrics) -> Sender:
         """Read the token and start the thread; the relay need not be up yet."""
-        sender = cls(config, hello, token=read_token(config.token_file))
+        sender = cls(config, hello, token=read_token(config.token_file), metrics=metrics)
         sender._thread.start()
         atexit.register(sender.close)
         return sender
@@ -131,7 +145,6 @@ class Sender:
         """Queue a draft and return its receipt at once; None when the queue is full and the reply must carry the frame."""
         with self._changed:
             if self._closed.is_set() or self._bytes + draft.nbytes > self._config.queue_bytes:
-                self.overflowed += 1
                 return None
             self._serial += 1
             self._bytes += draft.nbytes
@@ -201,11 +214,14 @@ class Sender:
             return batch or None
 
     def _deliver(self, batch: Sequence[_Waiting], *, deadline_s: float) -> None:
-        parts, pause_s = self._encode(batch), _BACKOFF_S[0]
+        with self._metrics.clock.span("frame"):
+            parts, pause_s = self._encode(batch), _BACKOFF_S[0]
         asked = in_full = False
         while True:
-            status, reason = self._offer_parcel(parts)
+            with self._metrics.clock.span("http"):
+                status, reason = self._offer_parcel(parts)
             if status == Status.TAKEN:
+                self._metrics.inc("r3channel_engine_frames_total", len(batch), way="direct")
                 return
             if status == Status.TOO_LARGE or (status == Status.NO_PARCEL and in_full):
                 break
@@ -219,7 +235,7 @@ class Sender:
                 break
             self._closed.wait(pause_s)
             pause_s = min(2 * pause_s, _BACKOFF_S[1])
-        self.given_up += len(batch)
+        self._metrics.inc("r3channel_engine_frames_total", len(batch), way="given_up")
         log.error(
             "r3channel: %d frames (serials %d to %d) were not taken by the relay at %s: %s",
             len(batch), batch[0].serial, batch[-1].serial, self._config.relay_url, reason,

@@ -13,6 +13,7 @@ import dataclasses
 import logging
 import secrets
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -149,6 +150,12 @@ def _streams_replies() -> bool:
     return parallel.attn_tp_rank == 0 and parallel.attn_cp_rank == 0
 
 
+def _replica() -> int:
+    """Which of the engine's processes that reply this is: data-parallel copies, or groups of DP attention."""
+    parallel: Any = runtime_context.get_parallel()
+    return getattr(parallel, "dp_rank", None) or getattr(parallel, "attn_dp_rank", None) or 0
+
+
 # -- capture ---------------------------------------------------------------------------------------------------------------
 
 
@@ -176,10 +183,12 @@ class StampedOutput(base.TopkCaptureOutput):
     rows: SlotRows
     weight_version: int
     kind: RowKind
+    stage: Callable[[str], AbstractContextManager[None]]
 
     def finalize(self) -> None:
         """Write ids and provenance by slot. SGLang calls it after the copy has completed."""
-        self.rows.write(self.out_cache_loc, self.topk, weight_version=self.weight_version, kind=self.kind)
+        with self.stage("capture"):
+            self.rows.write(self.out_cache_loc, self.topk, weight_version=self.weight_version, kind=self.kind)
 
 
 class FrameCapturer(RoutedExpertsCapturer):
@@ -203,7 +212,11 @@ class FrameCapturer(RoutedExpertsCapturer):
         replies = _streams_replies()
         self.host_cache = NarrowHostCache(num_tokens if replies else 1, spec=self.spec)
         hello = engine_hello(self.spec, context=getattr(model_config, "context_len", None) or 0)
-        self.outlet = Outlet(_config, hello) if replies else None
+        self.outlet = Outlet(_config, hello, replica=_replica()) if replies else None
+        if self.outlet is not None:
+            self.outlet.metrics.watch(
+                "r3channel_weight_version", lambda: parse_weight_version(weight_version())
+            )
         self._selection = LayerSelection(self.spec, device=device)
         self._version = (weight_version(), parse_weight_version(weight_version()))
         self._draft: FrameDraft | None = None
@@ -239,6 +252,7 @@ class FrameCapturer(RoutedExpertsCapturer):
             topk=self._selection.narrow(local_TAK[: len(slots_T)]),
             host_cache=self.host_cache,
             rows=self.host_cache.rows,
+            stage=self.outlet.stage,
             weight_version=self._current_version(),
             kind=_kind_of(forward_batch),
         )
@@ -353,8 +367,9 @@ def collect_frame(original: Callable[..., None], processor: Any, req: Any) -> No
     request_id = str(req.rid)
     try:
         capturer.transferred = getattr(req, "r3channel_transferred", slice(0))
-        original(processor, req)
-        reply = capturer.outlet.reply(capturer.take_draft(req), request_id=request_id)
+        with capturer.outlet.stage("frame"):
+            original(processor, req)
+            reply = capturer.outlet.reply(capturer.take_draft(req), request_id=request_id)
     except Exception as error:
         log.exception("r3channel: no frame for request %s", request_id)
         reply = report(error, request_id=request_id)

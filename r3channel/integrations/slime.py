@@ -22,7 +22,6 @@ from slime.utils.types import Sample  # pyright: ignore[reportMissingImports]
 from r3channel.bearer import create_token, read_token
 from r3channel.config import ChannelConfig
 from r3channel.errors import ConfigError, RoutingMissing
-from r3channel.metrics import Metrics, StageClock
 from r3channel.recordings.options import recorder_of
 from r3channel.relay.actor import RelayHost
 from r3channel.relay.relay import Relay
@@ -42,16 +41,10 @@ class ChannelManager(slime.ray.rollout.RolloutManager.__ray_metadata__.modified_
 
     def __init__(self, args: Namespace, pg: Any) -> None:
         config = ChannelConfig(**{**args.r3_channel, "interface": interface_of(args)})
-        clock = StageClock("relay")
-        metrics = Metrics("relay", clock=clock)
-        if config.metrics_port >= 0:
-            metrics.serve(config.interface, config.metrics_port)
         self.relay = Relay(
             RoutingSpec.from_hf_config(args.hf_checkpoint),
             layout_of(args),
             config,
-            clock=clock,
-            metrics=metrics,
             recorder=recorder_of(args, prefix="r3_"),
         )
         self.rows, self._started = SampleRows(self.relay), False

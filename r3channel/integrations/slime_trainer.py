@@ -18,7 +18,6 @@ from slime.backends.megatron_utils.actor import MegatronTrainRayActor  # pyright
 from r3channel.config import ChannelConfig
 from r3channel.errors import StepError
 from r3channel.integrations.slime_weights import ChannelUpdater
-from r3channel.metrics import Metrics, StageClock
 from r3channel.plan.ticket import Ticket
 from r3channel.relay.actor import RayRelay
 from r3channel.report.slime_arguments import layout_of
@@ -40,7 +39,12 @@ class ChannelActor(MegatronTrainRayActor):
         slime_model.get_forward_backward_func = lambda: replayed(schedule_of(), lambda: self._step)
         start = super().init(args, role, *rest, **options)
         if args.r3_weights != "off" and not args.debug_rollout_only:
-            self.weight_updater = ChannelUpdater(self.weight_updater, self.weights_backuper, rank=self._rank)
+            self.weight_updater = ChannelUpdater(
+                self.weight_updater,
+                self.weights_backuper,
+                rank=self._rank,
+                metrics=lambda: self.channel and self.channel.metrics,
+            )
         return start
 
     def set_rollout_manager(self, rollout_manager: Any) -> None:
@@ -55,17 +59,11 @@ class ChannelActor(MegatronTrainRayActor):
         """At the start, or in the first step where the model sleeps until then."""
         if self.channel is None:
             config = ChannelConfig(**self.args.r3_channel)
-            clock = StageClock("trainer")
-            metrics = Metrics("trainer", clock=clock)
-            if config.metrics_port >= 0:
-                metrics.serve(config.interface)
             self.channel = TrainerChannel.attach(
                 self.model,
                 RayRelay(self._relay_actor()),
                 layout=layout_of(self.args),
                 config=config,
-                clock=clock,
-                metrics=metrics,
             )
         return self.channel
 

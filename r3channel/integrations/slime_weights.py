@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -19,6 +19,7 @@ from slime.utils.distributed_utils import get_gloo_group  # pyright: ignore[repo
 
 from r3channel.errors import ConfigError
 from r3channel.integrations.slime import interface_of
+from r3channel.metrics import Metrics
 from r3channel.weights.convert import Shard, merged_tp, parts_of, shards_of
 from r3channel.weights.session import WeightSync
 
@@ -26,11 +27,14 @@ from r3channel.weights.session import WeightSync
 class ChannelUpdater:
     """Tensors that slime's own conversion gives: whole ones from rank 0, or every rank's part of them. Every rank calls."""
 
-    def __init__(self, replaced: Any, backup: Any, *, rank: int) -> None:
+    def __init__(
+        self, replaced: Any, backup: Any, *, rank: int, metrics: Callable[[], Metrics | None]
+    ) -> None:
         args, model, model_name = replaced.args, replaced.model, replaced.model_name
         quantised = replaced.quantization_config
         self.args, self.weight_version = args, replaced.weight_version
         self._sync: WeightSync | None = None
+        self._metrics = metrics
         self._exact, self._rank = args.r3_weights != "broadcast", rank
         if not self._exact:
             whole = HfWeightIteratorBase.create(
@@ -58,6 +62,7 @@ class ChannelUpdater:
             backend="nccl" if torch.cuda.is_available() else "gloo",
             wire="shared_memory" if self.args.r3_weights == "colocated" else "tcp",
             token_file=self.args.r3_channel["token_file"],
+            metrics=self._metrics(),
             **exact,
         )
         self._sync.connect(timeout_s=self.args.r3_channel["join_timeout_s"])

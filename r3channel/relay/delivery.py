@@ -55,6 +55,9 @@ class Delivery:
         self._layout, self._config, self._run = layout, config, run
         self._outgoing, self._acknowledge, self._verify = outgoing, acknowledge, verify
         self._clock, self._metrics = clock, metrics
+        for name in ("r3channel_buckets_total", "r3channel_group_resets_total"):
+            metrics.measure(name)
+        metrics.measure("r3channel_bytes_total", leg="wire_sent")
         self._token = secrets.token_bytes(32)
         self._lock = threading.Lock()
         self._serving: dict[ShardKey, _Served] = {}

@@ -80,6 +80,11 @@ class Sample:
         return next((turn.error for turn in self.turns if turn.error), None)
 
     @property
+    def is_live(self) -> bool:
+        """Has it rows that are left to the live router?"""
+        return any(turn.live for turn in self.turns)
+
+    @property
     def awaited(self) -> list[Turn]:
         return [turn for turn in self.turns if turn.state == EXPECTED]
 

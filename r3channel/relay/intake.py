@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from r3channel.config import ChannelConfig
-from r3channel.errors import FrameMissing, R3Error, RoutingMissing, StoreFull
+from r3channel.errors import FrameMissing, R3Error, RoutingMissing, SampleTwice, StoreFull
 from r3channel.metrics import Metrics, StageClock
 from r3channel.plan.ticket import Ticket
 from r3channel.recordings.recorder import Recorder
@@ -71,6 +71,10 @@ class Intake:
         self._store, self._durable, self._changed = store, durable, changed
         self.recorder = recorder
         """May be given, exchanged and taken while the relay runs."""
+        for name in ("r3channel_samples_total", "r3channel_rejected_total", "r3channel_rows_total"):
+            metrics.measure(name)
+        for leg in ("engine_frame", "engine_direct"):
+            metrics.measure("r3channel_bytes_total", leg=leg)
         self._expired: list[str] = []
         self._bound: dict[int, Hello] = {}
 
@@ -140,7 +144,8 @@ class Intake:
         self, sample_id: str, reply: Mapping[str, Any], tokens: Tokens, *, engine: str, append: bool
     ) -> HeldRows | None:
         """See `Relay.add`."""
-        with self._rejections(sample_id, engine):
+        with self._judged(sample_id, engine, new=not append):
+            self.engines.check(engine)
             found = self._routing_in(reply, sample_id=sample_id, engine=engine)
             return self._add(sample_id, found, key_of(reply), tokens, engine=engine, append=append)
 
@@ -154,7 +159,8 @@ class Intake:
         append: bool,
     ) -> Any:
         """See `Relay.add_body`."""
-        with self._rejections(sample_id, engine):
+        with self._judged(sample_id, engine, new=not append):
+            self.engines.check(engine)
             try:
                 reply, data = split_reply(body)
             except ValueError as error:
@@ -172,12 +178,13 @@ class Intake:
         self, sample_id: str, data: bytes, tokens: Tokens, *, engine: str, append: bool
     ) -> HeldRows | None:
         """See `Relay.add_frame`."""
-        with self._rejections(sample_id, engine):
+        with self._judged(sample_id, engine, new=not append):
             return self._add(sample_id, data, None, tokens, engine=engine, append=append)
 
     def restore(self, saved: SavedSample) -> int:
         """A sample as another relay left it -> its tokens. Raises as `add`; then nothing of it is kept."""
         number = 0
+        self._became("received")
         try:
             for number, turn in enumerate(saved.turns):
                 rows = self.landing.keep(
@@ -203,7 +210,8 @@ class Intake:
                     self.free([rows])
                     raise
         except R3Error:
-            self.drop([saved.sample_id] if number else [], outcome="rejected")
+            if not self.drop([saved.sample_id] if number else [], outcome="rejected"):
+                self._became("rejected")
             raise
         return self.rows_held(saved.sample_id) + 1
 
@@ -269,7 +277,6 @@ class Intake:
             raise
         if (recorder := self.recorder) is not None:
             recorder.keep(sample_id, tokens_T)
-        self.metrics.inc("r3channel_samples_total", outcome="received" if data else "live")
         self.metrics.inc("r3channel_rows_total", turn.end_row - turn.first_row)
         if rows is not None:
             self.metrics.inc("r3channel_bytes_total", len(data), leg="engine_frame")
@@ -305,7 +312,6 @@ class Intake:
                 late = self.entries.still(late)
             if late and self.config.on_missing == "live":
                 self.entries.leave_live(late)
-                self.metrics.inc("r3channel_samples_total", len({s.name for s, _ in late}), outcome="live")
                 late = []
         if late:
             raise self._missing(late, step=step, timeout_s=timeout_s)
@@ -340,10 +346,12 @@ class Intake:
         self.free([rows for sample in samples for rows in held_here(sample)])
         for masks in (masks for sample in samples for masks in masks_of(sample)):
             masks.block.free()
+        delivered = outcome == "delivered"
         if (recorder := self.recorder) is not None:
             for sample in samples:
                 recorder.forget(sample.name)
-        self.metrics.inc("r3channel_samples_total", len(samples), outcome=outcome)
+        for sample in samples:
+            self._became("rejected" if sample.error else "live" if sample.is_live and delivered else outcome)
 
     def free(self, rows: Sequence[HeldRows]) -> None:
         """What survives goes first: nothing may be found after a kill whose memory was given away."""
@@ -368,17 +376,39 @@ class Intake:
             )  # fmt: skip
 
     @contextmanager
-    def _rejections(self, sample_id: str, engine: str) -> Iterator[None]:
+    def _judged(self, sample_id: str, engine: str, *, new: bool) -> Iterator[None]:
+        """A reply counts as received at once, so that whatever becomes of it the outcomes add up. `new`: of a sample, and not
+        another turn of one that is in flight."""
+        if new:
+            self._became("received")
         try:
             yield
         except R3Error as error:  # a frame's own errors know their names as text only
             error.samples, error.engines = error.samples or (sample_id,), error.engines or (engine,)
             self.reject(error)
+            if new:
+                self._became("duplicate" if isinstance(error, SampleTwice) else "rejected")
+            raise
+        except BaseException:  # of the caller's `tokens`, or memory that is not to be had
+            if new:
+                self._became("rejected")
             raise
 
     def reject(self, error: R3Error) -> None:
-        self.metrics.inc("r3channel_samples_total", outcome="rejected")
+        """A reply, a frame or a step was refused."""
         self.metrics.inc("r3channel_rejected_total", reason=error.reason)
+
+    def _became(self, outcome: str, samples: int = 1) -> None:
+        self.metrics.inc("r3channel_samples_total", samples, outcome=outcome)
+
+    def expiry_in_s(self) -> float:
+        """Seconds until the oldest sample that no step has taken is dropped. LookupError where there is none."""
+        with self._changed:
+            waiting = (s.since_s for s in self.entries.samples.values() if s.step is None)
+            oldest_s = next(waiting, None)
+        if oldest_s is None:
+            raise LookupError("no sample waits for a step")
+        return oldest_s + self.config.expiry_s - time.monotonic()
 
     # -- for `relay.several` ---------------------------------------------------------------------------------------
 
@@ -415,6 +445,7 @@ class Intake:
                 before = self.entries.samples.get(name)
                 noted = len(before.turns) if before is not None else 0
                 sample = self.entries.adopt(name, number, tokens=told.tokens, now_s=time.monotonic())
+                self._became("received", int(before is None))
                 sample.tokens, sample.tokens_hash, sample.prefix_hash = (
                     told.tokens,
                     told.tokens_hash,

@@ -84,12 +84,13 @@ class Relay:
         if recorder is not None:
             recorder.open(spec, layout, relay=config.relay)
         self.clock = clock or StageClock("relay")
-        self.metrics = metrics or Metrics("relay", clock=self.clock)
+        self.metrics = metrics or Metrics.of("relay", config, clock=self.clock)
         self.run = uuid.uuid4().hex[:12]
         self._changed = threading.Condition()
         self._closed = self._warned = False
         self._door: Door | None = None
         with ExitStack() as undo:  # a constructor that fails leaves no folder, port or thread behind
+            undo.callback(self.metrics.close)
             self._store = Store(config.store_bytes, config.memory_bytes)
             undo.callback(self._store.close)
             self._durable = Durable(config.store_dir) if config.store_dir else None
@@ -255,7 +256,7 @@ class Relay:
         `routed_experts_start_len = rows_held`. `tokens` is the whole sequence again; gaps, overlaps and changed tokens
         are refused, and the rows that are held stay.
         """
-        self._check_add(sample_id, engine)
+        self._check_add(sample_id)
         return self.intake.add(sample_id, reply, tokens, engine=engine, append=append)
 
     def add_body(
@@ -276,7 +277,7 @@ class Relay:
             body = await response.read()
             reply = await relay.add_body_async(name, body, lambda reply: prompt + reply["output_ids"], engine=url)
         """
-        self._check_add(sample_id, engine)
+        self._check_add(sample_id)
         return self.intake.add_body(sample_id, body, tokens, engine=engine, append=append)
 
     async def add_body_async(
@@ -297,7 +298,7 @@ class Relay:
         self, sample_id: str, data: bytes, tokens: Tokens, *, engine: str = "?", append: bool = False
     ) -> HeldRows | None:
         """As `add`, for a frame that is already in hand (a recording, another transport, `splice.merged_frame`)."""
-        self._check_add(sample_id, "")
+        self._check_add(sample_id)
         return self.intake.add_frame(sample_id, data, tokens, engine=engine, append=append)
 
     def rows_held(self, sample_id: str) -> int:
@@ -355,6 +356,7 @@ class Relay:
                 {sample.name: own for sample in samples if (own := masks_of(sample))},
             )
             undo.pop_all()
+        self.metrics.inc("r3channel_steps_total")
         self._warn_of_ceiling(sum(sample.tokens for sample in samples) * self.spec.bytes_per_token)
         if start:
             self.steps.start(step)
@@ -475,15 +477,23 @@ class Relay:
         if error is not None:
             raise BackgroundFailed(f"a background thread of the relay died: {error!r}") from error
 
-    def _check_add(self, sample_id: str, engine: str) -> None:
+    def _check_add(self, sample_id: str) -> None:
         self._check_open()
         if not isinstance(sample_id, str):
             raise UsageError(f"sample id {sample_id!r} is a {type(sample_id).__name__}, expected a string")
-        if engine:
-            self.engines.check(engine)
 
     def _watch(self) -> None:
         watch = self.metrics.watch
+        intake, registry = self.intake, self.engines
+        self.metrics.measure("r3channel_steps_total")
+        self.metrics.set("r3channel_store_limit_bytes", self.config.store_bytes)
+        watch("r3channel_samples_in_flight", lambda: len(intake.entries.samples))
+        watch("r3channel_frames_unclaimed", lambda: intake.entries.unclaimed)
+        watch("r3channel_expiry_in_seconds", intake.expiry_in_s)
+        watch("r3channel_steps_in_flight", lambda: len(self.steps.undelivered(wait_s=0)))
+        watch("r3channel_staging_peak_bytes", lambda: self.peak_staging_bytes)
+        watch("r3channel_engines_silent", lambda: registry.counts()[1])
+        watch("r3channel_engines_greeted", lambda: registry.counts()[0])
         watch("r3channel_frames_in_store", lambda: len(self._store))
         watch("r3channel_store_bytes", lambda: self._store.live_bytes)
         watch("r3channel_oldest_in_flight_seconds", self.steps.oldest_s)

@@ -28,6 +28,7 @@ _GROUP_TITLES = {
     "health": "Health of the transport",
     "weights": "Weights: the reverse path",
     "audit": "Audit: engine against router",
+    "engine": "Engines",
 }
 _GAUGE_UNITS = {"seconds": "s", "bytes": "bytes", "bool": "bool_yes_no"}
 _RATE_UNITS = {"bytes": "Bps"}

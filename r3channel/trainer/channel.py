@@ -23,7 +23,7 @@ from r3channel.metrics import Metrics, StageClock
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.ticket import Ticket
 from r3channel.trainer import megatron
-from r3channel.trainer.mismatch import MismatchReport, RoutingAudit, publish
+from r3channel.trainer.mismatch import MismatchReport, RoutingAudit, measure, publish
 from r3channel.trainer.receiver import Control, Receiver
 from r3channel.trainer.replay import ReplayDriver, ReplayStep
 from r3channel.trainer.shard import RankShard
@@ -40,6 +40,9 @@ class TrainerChannel:
 
     def __init__(self, driver: ReplayDriver, receiver: Receiver, config: ChannelConfig) -> None:
         self.driver, self.receiver, self.config = driver, receiver, config
+        receiver.metrics.measure("r3channel_live_rows_total")
+        if config.audit_microbatches:
+            measure(receiver.metrics)
         self.report: MismatchReport | None = None
         """The audit of the newest finished step; None where `audit_microbatches` is 0."""
         self.shard: RankShard | None = None
@@ -128,11 +131,15 @@ class TrainerChannel:
     def _hold_against(self, shard: RankShard, version: int) -> None:
         config, metrics = self.config, self.receiver.metrics
         staleness = shard.set_version(version, max_staleness=config.max_staleness, on_stale=config.on_stale)
+        metrics.measure("r3channel_rows_by_staleness_total")
+        metrics.set("r3channel_weight_version", version)
         for lag, rows in staleness.counts(shard.sample_ids).items():
-            metrics.inc("rows_by_staleness_total", rows, lag=lag)
+            metrics.inc("r3channel_rows_by_staleness_total", rows, lag=lag)
+        if config.on_stale == "mask":
+            metrics.measure("r3channel_rows_masked_stale_total")
         if staleness.masks:
             masked = sum(staleness.stale_samples.get(name, 0) for name in shard.sample_ids)
-            metrics.inc("rows_masked_stale_total", masked)
+            metrics.inc("r3channel_rows_masked_stale_total", masked)
 
     def prefetch(self, ticket: Ticket | bytes) -> None:
         """Begin to receive a later step, whose ticket is known already, while this one trains; see `Receiver.prefetch`."""
@@ -141,7 +148,7 @@ class TrainerChannel:
     def _publish(self, shard: RankShard, audit: RoutingAudit) -> None:
         metrics = self.receiver.metrics
         for cause, rows in shard.live_counts().items():
-            metrics.inc("live_rows_total", rows, cause=cause)
+            metrics.inc("r3channel_live_rows_total", rows, cause=cause)
         if audit.chosen:
             self.report = audit.report()
             publish(self.report, metrics)
@@ -153,6 +160,11 @@ class TrainerChannel:
                     "chance %.3f). Are samples in the ticket's order, and are these the engine's weights?",
                     self.report.step, self.report.mean_overlap, chance,
                 )  # fmt: skip
+
+    @property
+    def metrics(self) -> Metrics:
+        """This rank's; a `WeightSync` of the same process counts into them too."""
+        return self.receiver.metrics
 
     def close(self) -> None:
         """Leave the group and unbind from the routers; idempotent."""

@@ -79,6 +79,9 @@ class Member:
         self._group: Transport | None = None
         self._transport = "host" if config.transport == "auto" else config.transport
         self._lives = 0
+        for name in ("r3channel_buckets_total", "r3channel_group_resets_total"):
+            metrics.measure(name)
+        metrics.measure("r3channel_bytes_total", leg="wire_received")
         self._buckets: list[torch.Tensor] = []
 
     def join(self, *, timeout_s: float) -> None:
@@ -99,6 +102,8 @@ class Member:
     def _connect(self, *, timeout_s: float) -> None:
         where = self._control.hello(dp=self._coords.dp, pp=self._coords.pp, cp=self._coords.cp)
         self._transport = self._chosen(where)
+        if self._grouped and self._config.fallback:
+            self._metrics.measure("r3channel_fallback_shards_total")
         self._link = connect(
             where["host"],
             where["port"],

@@ -17,6 +17,13 @@ import torch
 from r3channel.metrics import Metrics
 from r3channel.trainer.router import Seen
 
+_WORST_LAYERS = 8
+"""As gauges; a hundred layers would be most of a process's series."""
+_COUNTED = tuple(
+    f"r3channel_audit_{name}_total"
+    for name in ("pairs", "pairs_different", "pairs_disjoint", "tokens", "tokens_different")
+)
+
 
 @dataclass(slots=True)
 class LayerMismatch:
@@ -156,19 +163,29 @@ def _read(sums: Sequence[torch.Tensor]) -> list[list[float]]:
     return [joined[begin:end] for begin, end in itertools.pairwise(ends)]
 
 
+def measure(metrics: Metrics) -> None:
+    """This rank audits."""
+    for name in _COUNTED:
+        metrics.measure(name)
+
+
 def publish(report: MismatchReport, metrics: Metrics) -> None:
-    """Put one rank's report into its metrics."""
-    metrics.inc("audit_pairs_total", report.pairs)
-    metrics.inc("audit_pairs_different_total", sum(layer.different for layer in report.layers))
-    metrics.inc("audit_pairs_disjoint_total", sum(layer.disjoint for layer in report.layers))
-    metrics.inc("audit_tokens_total", report.tokens)
-    metrics.inc("audit_tokens_different_total", report.tokens_different)
-    for layer in report.layers:
-        metrics.set("audit_layer_overlap", layer.overlap / max(layer.rows, 1), layer=str(layer.layer))
-        metrics.set("audit_layer_different", layer.different / max(layer.rows, 1), layer=str(layer.layer))
+    """Put one rank's report into its metrics, which `measure` has prepared."""
+    metrics.inc("r3channel_audit_pairs_total", report.pairs)
+    metrics.inc("r3channel_audit_pairs_different_total", sum(layer.different for layer in report.layers))
+    metrics.inc("r3channel_audit_pairs_disjoint_total", sum(layer.disjoint for layer in report.layers))
+    metrics.inc("r3channel_audit_tokens_total", report.tokens)
+    metrics.inc("r3channel_audit_tokens_different_total", report.tokens_different)
+    for name, field_name, worst in (
+        ("r3channel_audit_layer_overlap", "overlap", 1),
+        ("r3channel_audit_layer_different", "different", -1),
+    ):
+        shares = {str(one.layer): getattr(one, field_name) / max(one.rows, 1) for one in report.layers}
+        kept = sorted(shares.items(), key=lambda item: worst * item[1])[:_WORST_LAYERS]
+        metrics.replace(name, "layer", dict(kept))
     if report.logprobs.tokens:
-        metrics.set("audit_logprob_abs_diff", report.logprobs.absolute / report.logprobs.tokens)
-        metrics.set("audit_logprob_k3", report.logprobs.k3 / report.logprobs.tokens)
+        metrics.set("r3channel_audit_logprob_abs_diff", report.logprobs.absolute / report.logprobs.tokens)
+        metrics.set("r3channel_audit_logprob_k3", report.logprobs.k3 / report.logprobs.tokens)
 
 
 def merged(reports: Sequence[MismatchReport]) -> MismatchReport:

@@ -60,7 +60,12 @@ class Receiver:
         self._device = device or torch.device("cpu")
         self._fanout = fanout or TensorParallelFanout(None, device=self._device)
         self.clock = clock or StageClock("trainer")
-        self.metrics = metrics or Metrics("trainer", clock=self.clock)
+        self._own_page = metrics is None
+        self.metrics = metrics or Metrics.of(
+            "trainer", self._config, clock=self.clock, offset=1 + layout.rank(coords)
+        )
+        self.metrics.measure("r3channel_steps_total")
+        self.metrics.measure("r3channel_bytes_total", leg="landed")
         controls = control if isinstance(control, Sequence) else (control,)
         self._members = [self._member_of(one, number) for number, one in enumerate(controls)]
         self._buffers: dict[str, torch.Tensor] = {}
@@ -147,6 +152,8 @@ class Receiver:
                 masks_N = self._hand_on_masks(ticket, shard, landed[0] if landed else None)
         self._last = (ticket.run, ticket.step)
         self.metrics.inc("r3channel_bytes_total", len(part_N), leg="landed")
+        self.metrics.inc("r3channel_steps_total")
+        self.metrics.set("r3channel_shard_bytes", len(part_N))
         return RankShard(
             ticket,
             shard,
@@ -220,9 +227,11 @@ class Receiver:
             raise error.within(f"{self._coords}: relay {number} of {len(self._members)}") from error
 
     def close(self) -> None:
-        """Leave the relays; idempotent."""
+        """Leave the relays, and stop serving /metrics; idempotent."""
         for member in self._members:
             member.close()
+        if self._own_page:
+            self.metrics.close()
 
     # -- before a byte moves -----------------------------------------------------------------------------------------
 

@@ -40,6 +40,7 @@ from r3channel.errors import (
     WeightUpdateFailed,
     WeightVersionRegressed,
 )
+from r3channel.metrics import Metrics
 from r3channel.slot import PROCESS_SLOT
 from r3channel.weights.convert import Shard
 from r3channel.weights.exact import ExactStages, JointUpdate, TrainerRanks
@@ -105,6 +106,8 @@ class WeightSync:
         plan: Plan = "broadcast",
         wire: Wire = "tcp",
         group: Any = None,
+        metrics: Metrics | None = None,
+        metrics_port: int = -1,
     ) -> None:
         """
         Args:
@@ -134,6 +137,8 @@ class WeightSync:
             wire: how staged bytes reach an engine's ranks: over `tcp`, or put into `shared_memory` by trainers on its machine
                 (colocated), so that none travels.
             group: a torch process group, `torch.distributed.group.WORLD` for all; with `exact` only.
+            metrics: what updates count into, `TrainerChannel.metrics` where both are in one process.
+            metrics_port: without `metrics`, a page of its own at this port of `host`; 0 takes a free one, -1 serves none.
         """
         if (plan == "exact") != (group is not None) or (plan == "exact" and staged is False):
             raise ConfigError(
@@ -175,6 +180,12 @@ class WeightSync:
         self._exact = self._ranks and ExactStages(self._door, self._ranks, bucket_bytes=bucket_bytes)
         self._kept: list[Shard] = []
         """This rank's part of the committed weights, with `exact` and `keep_copy`."""
+        self._own_page = metrics is None
+        self.metrics = metrics or Metrics("trainer")
+        if metrics is None and metrics_port >= 0:
+            self.metrics.serve(host, metrics_port)
+        self.metrics.measure("r3channel_weight_updates_total")
+        self.metrics.watch("r3channel_engines_routable", lambda: len(self.routable()))
         self._version: int | None = None
         self._checksums: Mapping[str, str] = {}
         """What an engine of one rank reports of the committed weights."""
@@ -275,12 +286,18 @@ class WeightSync:
         """
         run = Run(Deadline(timeout_s, f"update to version {version}"))
         if self._exact is not None:
-            with self._alone("update", f"the update to weight version {version}", timeout_s):
+            with (
+                self._alone("update", f"the update to weight version {version}", timeout_s),
+                self._counted(version),
+            ):
                 self._check_version(version)
                 return self._update_exact([_shard(one) for one in named_tensors], version, run)
         stream = Stream(_pair(one) for one in named_tensors)
         try:
-            with self._alone("update", f"the update to weight version {version}", timeout_s):
+            with (
+                self._alone("update", f"the update to weight version {version}", timeout_s),
+                self._counted(version),
+            ):
                 self._check_version(version)
                 if epoch is not None:
                     self.registry.check_epoch(epoch, now_s=time.monotonic())
@@ -351,6 +368,8 @@ class WeightSync:
             del self._contents  # frees the buffers
             wait([background(partial(_leave, member)) for member in self._members], timeout=2 * REPAIR_S)
             self._door.close()
+            if self._own_page:
+                self.metrics.close()
 
     def __enter__(self) -> WeightSync:
         return self
@@ -374,6 +393,23 @@ class WeightSync:
                 yield
             finally:
                 self._busy.release()
+
+    @contextlib.contextmanager
+    def _counted(self, version: int) -> Iterator[None]:
+        """One update of all engines, in the metrics."""
+        result = "committed"
+        try:
+            with self.metrics.clock.span("weights"):
+                yield
+        except EngineLeftBehind:  # committed, but not by all
+            raise
+        except BaseException:
+            result = "failed"
+            raise
+        finally:
+            self.metrics.inc("r3channel_weight_updates_total", result=result)
+            if result == "committed":
+                self.metrics.set("r3channel_weight_version", version)
 
     def _check_version(self, version: int) -> None:
         last = max(self.registry.current_version, -1 if self._version is None else self._version)

@@ -410,7 +410,7 @@ def test_a_frame_of_an_engine_that_never_said_hello_is_named_with_the_reason(ope
 def test_what_the_relay_does_not_take_in_time_is_given_up(place: Place) -> None:
     with Engine("http://127.0.0.1:9", place.token_file, deliver_timeout_s=0.1) as engine:
         engine.finish("r1", 9)
-        until(lambda: engine.sender.given_up == 1, "the frame is given up")
+        until(lambda: engine.frames("given_up") == 1, "the frame is given up")
 
 
 def test_a_full_queue_sends_the_frame_in_the_reply(place: Place) -> None:
@@ -419,7 +419,7 @@ def test_a_full_queue_sends_the_frame_in_the_reply(place: Place) -> None:
             base64.b64decode(engine.finish(f"r{i}", 99)["meta_info"]["routed_experts"]) for i in range(4)
         ]
         assert [reply[:4] for reply in replies] == [RECEIPT_MAGIC, RECEIPT_MAGIC, FRAME_MAGIC, FRAME_MAGIC]
-        assert engine.sender.overflowed == 2
+        assert engine.frames("overflowed") == 2
 
 
 # -- the frame is damaged, or another one --------------------------------------------------------------------------------
@@ -465,7 +465,7 @@ def test_the_engine_sends_a_frame_again_that_came_damaged_and_the_good_copy_is_u
         until(lambda: 200 in statuses, "the good copy was taken")
         if not reply_first:
             place.add("s1", reply, 40)
-        assert statuses == [425, 200] and engine.sender.given_up == 0
+        assert statuses == [425, 200] and engine.frames("given_up") == 0
         place.seal("s1")
     assert np.array_equal(rows_here(place.relay, "s1"), random_ids(39, seed=3))
     assert place.relay.status()["failed"] == {}
@@ -553,7 +553,7 @@ def test_frames_that_no_reply_claims_fill_no_more_than_the_store(place: Place) -
         assert place.relay.discard(["s0"]) == 1
         until(lambda: not place.relay.status()["waiting"], "the fourth came once there was room")
         until(lambda: statuses[-1] == 200, "and its engine is told, a little later")
-        assert engine.sender.given_up == 0
+        assert engine.frames("given_up") == 0
         place.seal("s1", "s2", "s3")
 
 

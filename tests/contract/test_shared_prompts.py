@@ -79,7 +79,7 @@ def test_rows_that_the_relay_has_lost_are_asked_for_again(relay: Relay, tmp_path
         finish_all(relay, engine, {"s1": sibling(1), "s2": sibling(2)})
         forget_prompts(relay)
         finish_all(relay, engine, {"s3": sibling(3)})
-        assert engine.sender.given_up == 0
+        assert engine.frames("given_up") == 0
 
 
 def test_a_relay_that_restarts_gets_shared_rows_again(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_a_shared_prompt_that_is_refused_costs_its_own_samples_only(relay: Relay
             with suppress(errors.DuplicateExpertId):  # where it has arrived before
                 relay.add(name, reply, range(200))
         relay.intake.await_frames(["good"], timeout_s=LIMIT_S, step=0)
-        assert engine.sender.given_up == 0
+        assert engine.frames("given_up") == 0
     relay.discard(["good", "bad"])
 
 

@@ -147,7 +147,7 @@ def whole_gradients(rank: Rank) -> dict[str, torch.Tensor]:
 
 def received(rank: Rank) -> dict[str, float]:
     """Bytes counted by this rank's receiver beside the plan's: on the wire the rows that engines made, and nothing else."""
-    count = {leg: rank.metrics.value("bytes_total", leg=leg) for leg in ("wire_received", "landed")}
+    count = {leg: rank.metrics.value("r3channel_bytes_total", leg=leg) for leg in ("wire_received", "landed")}
     shard, spec = rank.shard, rank.plan.spec
     slots = range(shard.tp_slots) if rank.at.tp == 0 else ()
     rows = sum(int((shard.row_map(i, tp=tp)[0] >= 0).sum()) for i in range(len(rank.batches)) for tp in slots)

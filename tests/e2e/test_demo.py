@@ -140,18 +140,28 @@ def test_a_bound_on_staleness_refuses_a_loop_that_runs_ahead(tmp_path: Path, bou
 
 def samples_of(page: str) -> dict[str, float]:
     lines = [line.rsplit(" ", 1) for line in page.splitlines() if line and not line.startswith("#")]
-    return {name: float(value) for name, value in lines}
+    return {_without_run(name): float(value) for name, value in lines}
+
+
+def _without_run(name: str) -> str:
+    return name.replace(',run="demo"', "").replace('run="demo",', "").replace('{run="demo"}', "")
 
 
 def test_metrics_were_served_while_it_ran(demo: Run) -> None:
-    assert set(demo.pages) == {"relay", "trainer0", "trainer1", "trainer2", "trainer3"}
+    assert set(demo.pages) == {"engine0", "relay", "trainer0", "trainer1", "trainer2", "trainer3"}
+    lines = [line for line in demo.pages["engine0"][-1].splitlines() if line.startswith("r3channel_")]
+    assert lines and all('run="demo"' in line for line in lines)
     for pages in demo.pages.values():
         names = {name.split("{")[0] for name in samples_of(pages[-1])}
         bare = {name.removesuffix("_bucket").removesuffix("_count").removesuffix("_sum") for name in names}
         assert {name for name in bare if name.startswith("r3channel_")} <= set(METRICS)
     relay, trainer = samples_of(demo.pages["relay"][-1]), samples_of(demo.pages["trainer0"][-1])
+    engine = samples_of(demo.pages["engine0"][-1])
     assert relay['r3channel_samples_total{outcome="received"}'] > 0
     assert relay['r3channel_samples_total{outcome="discarded"}'] > 0
+    assert engine['r3channel_engine_frames_total{way="inband"}'] >= 3 * 20
+    for stage in ("capture", "frame"):
+        assert engine[f'r3channel_stage_seconds_sum{{role="engine",stage="{stage}"}}'] > 0
     for stage in ("verify", "plan", "place", "send"):
         assert relay[f'r3channel_stage_seconds_count{{role="relay",stage="{stage}"}}'] > 0
     for stage in ("wait_wire", "forward", "backward", "optimizer", "rebroadcast"):

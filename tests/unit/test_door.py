@@ -497,7 +497,7 @@ def test_a_parcel_that_came_damaged_is_sent_again_without_shared_rows(
     assert intake.tried == [[PREFIX_SERIAL, 1], [1], [1], [1]]
     [[(_, frame)]] = intake.taken
     assert np.array_equal(parse_frame(frame, spec=SPEC).decode(), ids_TLK)
-    assert engine.sender.given_up == 0
+    assert engine.frames("given_up") == 0
 
 
 def test_a_parcel_that_always_comes_damaged_is_given_up(
@@ -509,7 +509,7 @@ def test_a_parcel_that_always_comes_damaged_is_given_up(
         engine.finish("r1", 9)
         for _ in range(3):
             assert intake.begun.acquire(timeout=LIMIT_S)
-    assert set(map(tuple, intake.tried)) == {(1,)} and engine.sender.given_up == 1
+    assert set(map(tuple, intake.tried)) == {(1,)} and engine.frames("given_up") == 1
     assert "425" in caplog.text and "damaged on the way" in caplog.text
 
 
@@ -521,7 +521,7 @@ def test_a_parcel_whose_names_came_damaged_is_sent_again(
     with Engine(door.url, token_file) as engine:
         engine.finish("r1", 9)
         assert intake.ended.acquire(timeout=LIMIT_S)
-    assert intake.tried == [[1], [1]] and engine.sender.given_up == 0
+    assert intake.tried == [[1], [1]] and engine.frames("given_up") == 0
 
 
 def test_a_parcel_that_found_no_room_is_offered_again(
@@ -532,7 +532,7 @@ def test_a_parcel_that_found_no_room_is_offered_again(
     with Engine(door.url, token_file) as engine:
         engine.finish("r1", 9)
         assert intake.ended.acquire(timeout=LIMIT_S)
-    assert intake.tried == [[1]] * 4 and engine.sender.given_up == 0
+    assert intake.tried == [[1]] * 4 and engine.frames("given_up") == 0
 
 
 def test_a_refused_hello_is_given_as_the_reason_for_frames_that_were_not_taken(
@@ -542,7 +542,7 @@ def test_a_refused_hello_is_given_as_the_reason_for_frames_that_were_not_taken(
     intake.refusal = "num_experts 64, expected 128"
     with Engine(door.url, token_file, deliver_timeout_s=0.1) as engine:
         engine.finish("r1", 9)
-    assert engine.sender.given_up == 1 and intake.tried == []
+    assert engine.frames("given_up") == 1 and intake.tried == []
     assert "1 frames (serials 1 to 1)" in caplog.messages[-1] and "num_experts 64" in caplog.messages[-1]
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
+import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -13,8 +16,10 @@ from pathlib import Path
 import pytest
 
 from r3channel.clock import merge_intervals
-from r3channel.errors import HeaderCorrupt, UsageError
+from r3channel.config import ChannelConfig
+from r3channel.errors import ConfigError, HeaderCorrupt, UsageError
 from r3channel.metrics import LABELS, METRICS, STAGES, WAITS, Metrics, Span, StageClock
+from r3channel.trainer.mismatch import LayerMismatch, MismatchReport, publish
 
 ROOT = Path(__file__).parents[2]
 
@@ -159,17 +164,18 @@ def test_every_sample_error_is_a_reason() -> None:
 # -- counting ----------------------------------------------------------------------------------------------------------
 
 
-def test_counters_count_with_and_without_the_prefix() -> None:
+def test_names_carry_their_prefix_so_that_grep_finds_them() -> None:
     metrics = Metrics("relay")
-    metrics.inc("r3channel_samples_total", outcome="received")
-    metrics.inc("samples_total", 2, outcome="received")
-    assert metrics.value("samples_total", outcome="received") == 3
+    metrics.inc("r3channel_samples_total", 3, outcome="received")
+    assert metrics.value("r3channel_samples_total", outcome="received") == 3
+    with pytest.raises(UsageError, match="'samples_total' is no counter"):
+        metrics.inc("samples_total", outcome="received")
 
 
 def test_a_new_reason_counts_as_other() -> None:
     metrics = Metrics("relay")
-    metrics.inc("rejected_total", reason="never heard of")
-    assert metrics.value("rejected_total", reason="other") == 1
+    metrics.inc("r3channel_rejected_total", reason="never heard of")
+    assert metrics.value("r3channel_rejected_total", reason="other") == 1
 
 
 @pytest.mark.parametrize(
@@ -189,13 +195,13 @@ def test_what_the_table_does_not_know_is_refused(name: str, labels: dict[str, st
 
 def test_a_counter_cannot_fall() -> None:
     with pytest.raises(UsageError, match="fall"):
-        Metrics("relay").inc("rows_total", -1)
+        Metrics("relay").inc("r3channel_rows_total", -1)
 
 
 def test_a_role_label_is_filled_in() -> None:
     metrics = Metrics("trainer")
-    metrics.set("weight_version", 7)
-    assert metrics.value("weight_version", role="trainer") == 7
+    metrics.set("r3channel_weight_version", 7)
+    assert metrics.value("r3channel_weight_version", role="trainer") == 7
 
 
 def test_threads_lose_no_count() -> None:
@@ -203,38 +209,134 @@ def test_threads_lose_no_count() -> None:
 
     def count() -> None:
         for _ in range(1_000):
-            metrics.inc("rows_total")
+            metrics.inc("r3channel_rows_total")
 
     threads = [threading.Thread(target=count) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(timeout=30)
-    assert metrics.value("rows_total") == 8_000
+    assert metrics.value("r3channel_rows_total") == 8_000
 
 
 # -- the served page ---------------------------------------------------------------------------------------------------
 
 
-def test_labelled_counters_are_born_at_zero() -> None:
+def test_what_is_measured_is_born_at_zero_and_what_nobody_measures_is_absent() -> None:
     with Metrics("relay") as metrics:
+        metrics.measure("r3channel_rejected_total")
+        metrics.measure("r3channel_bytes_total", leg="wire_sent")
         text = page(metrics.serve())
     for reason in LABELS["reason"]:
         assert f'r3channel_rejected_total{{reason="{reason}"}} 0.0' in text
+    assert 'r3channel_bytes_total{leg="wire_sent"} 0.0' in text
+    assert "landed" not in text and "r3channel_samples_total" not in text
+
+
+def test_measuring_again_keeps_the_count() -> None:
+    metrics = Metrics("trainer")
+    metrics.inc("r3channel_ids_compared_total", 5)
+    metrics.measure("r3channel_ids_compared_total")
+    assert metrics.value("r3channel_ids_compared_total") == 5
+
+
+def test_a_process_measures_what_the_table_says_of_its_role() -> None:
+    with pytest.raises(UsageError, match="ids_compared_total is measured by trainer, not by relay"):
+        Metrics("relay").measure("r3channel_ids_compared_total")
+
+
+def test_the_run_is_a_label_of_every_series() -> None:
+    with Metrics("relay", run="qwen 7") as metrics:
+        metrics.measure("r3channel_samples_total")
+        metrics.set("r3channel_store_bytes", 3)
+        metrics.clock.record("send", 0.0, 1.0)
+        lines = [line for line in page(metrics.serve()).splitlines() if not line.startswith("#")]
+    assert len(lines) > len(LABELS["outcome"]) and all('run="qwen 7"' in line for line in lines)
+
+
+def test_a_gauge_of_the_worst_forgets_the_others() -> None:
+    metrics = Metrics("trainer")
+    metrics.replace("r3channel_audit_layer_overlap", "layer", {"1": 0.5, "2": 0.25})
+    metrics.replace("r3channel_audit_layer_overlap", "layer", {"3": 0.75})
+    assert metrics.value("r3channel_audit_layer_overlap", layer="3") == 0.75
+    assert metrics.value("r3channel_audit_layer_overlap", layer="1") == 0.0
+
+
+def everything(role: str) -> Metrics:
+    """All that a process of this role can ever export: each label at all its values, a hundred audited layers."""
+    metrics = Metrics(role, run="all")
+    for metric in METRICS.values():
+        if role not in metric.roles:
+            continue
+        if metric.kind == "counter":
+            metrics.measure(metric.name)
+        elif metric.labels in ((), ("role",)):
+            metrics.set(metric.name, 1)
+    for stage in STAGES:
+        metrics.clock.record(stage, 0.0, 1.0)
+    if role == "trainer":
+        publish(MismatchReport(1, (0,), [LayerMismatch(n, 10, n, 5.0, 0) for n in range(100)]), metrics)
+    return metrics
+
+
+@pytest.mark.parametrize("role", LABELS["role"])
+def test_a_process_has_at_most_800_series_whatever_happens(role: str) -> None:
+    with everything(role) as metrics:
+        series = [line for line in page(metrics.serve()).splitlines() if not line.startswith("#")]
+    assert len(STAGES) * 14 < len(series) <= 800
+    assert sum("audit_layer_" in line for line in series) == (16 if role == "trainer" else 0)
+    assert not re.search(r'(step|sample)="', "".join(series))
+
+
+@pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="promtool (Debian package prometheus) is not there"
+)
+@pytest.mark.parametrize("role", LABELS["role"])
+def test_promtool_finds_no_fault_in_a_page(role: str) -> None:
+    with everything(role) as metrics:
+        text = page(metrics.serve())
+    done = subprocess.run(
+        ["promtool", "check", "metrics"], input=text, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_prometheus_is_told_of_a_page_while_it_is_served(tmp_path: Path) -> None:
+    config = ChannelConfig(metrics_port=0, metrics_dir=str(tmp_path / "targets"), run_name="r")
+    metrics = Metrics.of("relay", config)
+    (file,) = (tmp_path / "targets").iterdir()
+    ((found,)) = json.loads(file.read_text())
+    assert file.suffix == ".json" and found["labels"] == {"job": "r3channel"}
+    assert f"http://{found['targets'][0]}/metrics" == metrics.url
+    metrics.close()
+    assert not list((tmp_path / "targets").iterdir())
+
+
+def test_a_page_is_served_where_the_configuration_names_a_port_only() -> None:
+    assert Metrics.of("relay", ChannelConfig()).url == ""
+    with Metrics.of("relay", ChannelConfig(metrics_port=0)) as first:
+        port = int(first.url.split(":")[2].split("/")[0])
+        with pytest.raises(ConfigError, match=f"port {port}.*already in use.*metrics_port 0"):
+            Metrics.of("trainer", ChannelConfig(metrics_port=port - 3), offset=3)
+
+
+def test_where_the_page_is_stands_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"), Metrics.of("relay", ChannelConfig(metrics_port=0)) as metrics:
+        assert f"metrics of this relay: {metrics.url}" in caplog.text
 
 
 def test_gauges_are_absent_until_set() -> None:
     with Metrics("relay") as metrics:
         port = metrics.serve()
         assert "r3channel_background_thread_alive" not in page(port)
-        metrics.set("background_thread_alive", 1)
+        metrics.set("r3channel_background_thread_alive", 1)
         assert "r3channel_background_thread_alive 1.0" in page(port)
 
 
 def test_a_watched_gauge_is_read_at_each_scrape() -> None:
     ages = iter([1.5, 2.5])
     with Metrics("relay") as metrics:
-        metrics.watch("oldest_in_flight_seconds", lambda: next(ages))
+        metrics.watch("r3channel_oldest_in_flight_seconds", lambda: next(ages))
         port = metrics.serve()
         assert "r3channel_oldest_in_flight_seconds 1.5" in page(port)
         assert "r3channel_oldest_in_flight_seconds 2.5" in page(port)
@@ -263,7 +365,7 @@ def test_a_paused_span_is_one_observation() -> None:
 
 def test_two_objects_in_one_process_do_not_meet() -> None:
     with Metrics("relay") as relay, Metrics("trainer") as trainer:
-        relay.inc("rows_total", 5)
+        relay.inc("r3channel_rows_total", 5)
         assert "r3channel_rows_total 5.0" in page(relay.serve())
         assert "r3channel_rows_total" not in page(trainer.serve())
 
@@ -292,8 +394,8 @@ def test_counting_works_without_prometheus_client() -> None:
     program = (
         "import sys; sys.modules['prometheus_client'] = None\n"
         "from r3channel.metrics import Metrics\n"
-        "m = Metrics('relay'); m.inc('rows_total', 4); port = m.serve(); m.close()\n"
-        "print(port, m.value('rows_total'))"
+        "m = Metrics('relay'); m.inc('r3channel_rows_total', 4); port = m.serve(); m.close()\n"
+        "print(port, m.value('r3channel_rows_total'))"
     )
     child = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True

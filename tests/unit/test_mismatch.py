@@ -72,9 +72,12 @@ def test_the_report_reaches_the_metrics_by_layer() -> None:
     found = report()
     found.logprobs = LogprobDifference(tokens=1, absolute=0.5, k1=-0.5, k3=0.15)
     publish(found, metrics)
-    assert metrics.value("audit_pairs_total") == 6 and metrics.value("audit_pairs_different_total") == 2
-    assert metrics.value("audit_pairs_disjoint_total") == 1
-    assert metrics.value("audit_tokens_different_total") == 2
-    assert metrics.value("audit_layer_overlap", layer="3") == 0.5
-    assert metrics.value("audit_layer_different", layer="5") == 0.0
-    assert metrics.value("audit_logprob_abs_diff") == 0.5
+    assert (
+        metrics.value("r3channel_audit_pairs_total") == 6
+        and metrics.value("r3channel_audit_pairs_different_total") == 2
+    )
+    assert metrics.value("r3channel_audit_pairs_disjoint_total") == 1
+    assert metrics.value("r3channel_audit_tokens_different_total") == 2
+    assert metrics.value("r3channel_audit_layer_overlap", layer="3") == 0.5
+    assert metrics.value("r3channel_audit_layer_different", layer="5") == 0.0
+    assert metrics.value("r3channel_audit_logprob_abs_diff") == 0.5

@@ -96,6 +96,12 @@ class EngineRegistry:
     def name_of(self, boot_id: int, *, otherwise: str = "?") -> str:
         return self._names.get(boot_id, otherwise)
 
+    def counts(self) -> tuple[int, int]:
+        """Engines that have said hello, and those that were expected and have not or whose hello was refused."""
+        with self._changed:
+            silent = {*self._deadlines_s, *self._refused} - self._greeted.keys()
+            return len(self._greeted), len(silent)
+
     def reports(self) -> dict[str, str]:
         """Engine -> what is known about it, in words."""
         with self._changed:

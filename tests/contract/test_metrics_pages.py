@@ -1,0 +1,212 @@
+"""Pages that can be believed: served by the library itself, without fault; every sample that was received is somewhere."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import shutil
+import subprocess
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from r3channel import errors
+from r3channel.metrics import LABELS, METRICS
+from r3channel.plan.assignment import Assignment
+from r3channel.relay.relay import Relay
+from r3channel.trainer.receiver import Receiver
+from r3channel.unproxied import urlopen
+from tests.delivery import MakeRelay, receivers_of, relays, until
+from tests.direct import Engine, deliver, draft_of, hello_of, receipt_reply
+from tests.samples import reply_for
+
+ENDS = [outcome for outcome in LABELS["outcome"] if outcome != "received"]
+
+
+@pytest.fixture
+def make_relay() -> Iterator[MakeRelay]:
+    with relays(on_missing="live", frame_timeout_s=0.05) as make:
+        yield make
+
+
+def counts(relay: Relay) -> dict[str, int]:
+    found = {
+        name: int(relay.metrics.value("r3channel_samples_total", outcome=name)) for name in LABELS["outcome"]
+    }
+    return found | {"in_flight": int(relay.metrics.value("r3channel_samples_in_flight"))}
+
+
+def balance(relay: Relay) -> int:
+    """What was received and is nowhere."""
+    found = counts(relay)
+    return found["received"] - found["in_flight"] - sum(found[end] for end in ENDS)
+
+
+class Chaos:
+    """One caller of a relay that does, at random, all that a rollout manager, an engine or a fault can do to a sample."""
+
+    def __init__(self, relay: Relay, seed: int) -> None:
+        self.relay, self.seed, self.random = relay, seed, random.Random(seed)
+        self.usable: list[str] = []
+        self.numbers = itertools.count()
+        self.did: Counter[str] = Counter()
+
+    def run(self, samples: int) -> None:
+        for number in itertools.islice(self.numbers, samples):
+            name = f"{self.seed}-{number}"
+            what = self.random.choice(
+                (
+                    "whole",
+                    "whole",
+                    "short",
+                    "twice",
+                    "raises",
+                    "empty",
+                    "lost",
+                    "late",
+                    "damaged",
+                    "gap",
+                    "discard",
+                )
+            )
+            self.did[what] += 1
+            try:
+                if getattr(self, "_" + what)(name, 9 + number % 20, number + 1):
+                    self.usable.append(name)
+            except (errors.R3Error, ZeroDivisionError):
+                self.did["refused"] += 1
+
+    def _whole(self, name: str, tokens: int, _: int) -> bool:
+        self.relay.add(name, reply_for(name, tokens), range(tokens))
+        return True
+
+    def _short(self, name: str, tokens: int, _: int) -> bool:
+        self.relay.add(name, reply_for(name, tokens), range(tokens + 1))
+        return True
+
+    def _twice(self, name: str, tokens: int, serial: int) -> bool:
+        self._whole(name, tokens, serial)
+        self.usable.append(name)
+        return self._whole(name, tokens, serial)
+
+    def _raises(self, name: str, tokens: int, _: int) -> bool:
+        self.relay.add_body(name, b'{"meta_info": {"id": "r"}}', lambda _reply: [1 // 0] * tokens)
+        return True
+
+    def _empty(self, name: str, tokens: int, _: int) -> bool:
+        self.relay.add(name, {"meta_info": {"id": name}}, range(tokens))
+        return True
+
+    def _lost(self, name: str, tokens: int, serial: int) -> bool:
+        self.relay.add(name, receipt_reply(name, tokens, serial=serial, boot_id=self.seed), range(tokens))
+        return True
+
+    def _late(self, name: str, tokens: int, serial: int) -> bool:
+        self._lost(name, tokens, serial)
+        frame = draft_of(name, tokens - 1).encode().tobytes()
+        deliver(self.relay, (serial, frame), boot_id=self.seed)
+        return True
+
+    def _damaged(self, name: str, tokens: int, serial: int) -> bool:
+        """The frame has a row less than its receipt says: its sample cannot be used, and is given up."""
+        self._lost(name, tokens, serial)
+        frame = draft_of(name, tokens - 2).encode().tobytes()
+        deliver(self.relay, (serial, frame), boot_id=self.seed)
+        self.relay.discard([name])
+        return False
+
+    def _gap(self, name: str, tokens: int, serial: int) -> bool:
+        """A turn that is refused leaves the sample as it was."""
+        self._whole(name, tokens, serial)
+        self.usable.append(name)
+        self.relay.add(name, reply_for(name, tokens + 4), range(tokens + 4), append=True)
+        return False
+
+    def _discard(self, name: str, tokens: int, serial: int) -> bool:
+        self._whole(name, tokens, serial)
+        self.relay.discard([name, "never seen"])
+        return False
+
+
+def test_what_was_received_is_delivered_rejected_duplicate_live_dropped_or_in_flight(
+    make_relay: MakeRelay,
+) -> None:
+    relay = make_relay()
+    callers = [Chaos(relay, seed) for seed in range(1, 5)]
+    for caller in callers:
+        relay.intake.greet(hello_of(f"http://e:{caller.seed}", boot_id=caller.seed))
+    (receiver,) = receivers_of(relay)
+    for step in range(0, 6, 2):
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda caller: caller.run(60), callers))
+        assert balance(relay) == 0, counts(relay)
+        names = [caller.usable.pop() for caller in callers for _ in range(len(caller.usable) // 2)]
+        relay.seal(step, Assignment.given([[names]]))
+        relay.abandon(step)  # its samples wait for the next one
+        assert balance(relay) == 0, counts(relay)
+        receiver.receive(relay.seal(step + 1, Assignment.given([[names]])))
+        relay.join_previous(timeout_s=20.0)
+        until(lambda: balance(relay) == 0)
+    relay.intake.config = replace(relay.config, expiry_s=1e-9)
+    relay.intake.expire()
+    found, did = counts(relay), sum((caller.did for caller in callers), Counter[str]())
+    assert balance(relay) == 0 and found["in_flight"] == 0, found
+    assert all(found[end] > 0 for end in ENDS), found
+    assert found["received"] == 4 * 3 * 60 + did["twice"]
+    assert (found["duplicate"], found["rejected"]) == (
+        did["twice"],
+        did["short"] + did["raises"] + did["damaged"],
+    )
+    receiver.close()
+
+
+def pages(relay: Relay, receiver: Receiver, engine: Engine) -> dict[str, str]:
+    served = {part.metrics.role: part.metrics for part in (relay, receiver, engine.outlet)}
+    return {role: urlopen(metrics.url, timeout_s=10.0).read().decode() for role, metrics in served.items()}
+
+
+def test_relay_trainer_and_engine_serve_what_they_measure(make_relay: MakeRelay, tmp_path: Path) -> None:
+    """By the library: nothing here serves or counts. The audit, which nobody made, is absent and not 0."""
+    options = {"metrics_port": 0, "metrics_dir": str(tmp_path / "targets"), "run_name": "seven"}
+    relay = make_relay(**options)
+    url = relay.serve(token_file=tmp_path / "token")
+    (receiver,) = receivers_of(relay)
+    with Engine(url, tmp_path / "token", **options) as engine:
+        for name in ("a", "b"):
+            relay.add(name, engine.finish(name, 20), range(20))
+        until(lambda: engine.frames("direct") == 2)
+        receiver.receive(relay.seal(0, Assignment.given([[["a", "b"]]])))
+        relay.join_previous(timeout_s=20.0)
+        until(lambda: balance(relay) == 0)
+        found = pages(relay, receiver, engine)
+        assert len(list((tmp_path / "targets").glob("*.json"))) == 3
+        receiver.close()
+    for text in found.values():
+        check(text)
+        lines = [line for line in text.splitlines() if not line.startswith("#")]
+        assert len(lines) < 800 and all('run="seven"' in line for line in lines)
+    assert 'r3channel_samples_total{outcome="delivered",run="seven"} 2.0' in found["relay"]
+    assert 'r3channel_samples_in_flight{run="seven"} 0.0' in found["relay"]
+    assert 'r3channel_engines_greeted{run="seven"} 1.0' in found["relay"]
+    assert 'r3channel_steps_total{run="seven"} 1.0' in found["trainer"]
+    assert "audit" not in found["trainer"] and "ids_compared" not in "".join(found.values())
+    assert 'r3channel_engine_frames_total{run="seven",way="direct"} 2.0' in found["engine"]
+    assert 'role="engine",run="seven",stage="http"' in found["engine"]
+    assert not list((tmp_path / "targets").glob("trainer*"))
+
+
+def check(text: str) -> None:
+    """As Prometheus's own linter judges; without it, that the page can be read."""
+    if shutil.which("promtool"):
+        done = subprocess.run(
+            ["promtool", "check", "metrics"], input=text, capture_output=True, text=True, timeout=60
+        )
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert {family.name for family in text_string_to_metric_families(text)} <= {
+        name.removesuffix("_total") for name in METRICS
+    }
