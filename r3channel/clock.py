@@ -121,7 +121,13 @@ class StageClock:
     def span(self, stage: str, *, step: int | None = None) -> _OpenSpan:
         """A context manager; the time inside belongs to `stage`. Without a step, the outer span's is taken."""
         _check_stage(stage)
+        if stage in WAITS and getattr(self._local, "ahead", False):
+            stage = "recv"
         return _OpenSpan(self, stage, step)
+
+    def ahead(self) -> None:
+        """The calling thread works ahead of whoever needs it: what it waits for keeps nobody waiting, and counts as `recv`."""
+        self._local.ahead = True
 
     def record(self, stage: str, start_s: float, end_s: float, *, step: int | None = None) -> None:
         """Add a span measured elsewhere, as the calling thread's. It must not overlap this thread's open spans."""

@@ -42,7 +42,7 @@ class ChannelRouting(RelayHost):
         self, args: argparse.Namespace, spec: RoutingSpec, layout: TrainerLayout, clock: StageClock
     ) -> None:
         config = ChannelConfig.from_args(args)
-        self.spec, self.layout = spec, layout
+        self.spec, self.layout, self.clock = spec, layout, clock
         self.relay = Relay(spec, layout, config, clock=clock, recorder=recorder_of(args))
         self.metrics = self.relay.metrics
         self.metrics.measure("r3channel_bytes_total", leg="engine_http")
@@ -62,9 +62,10 @@ class ChannelRouting(RelayHost):
         self.metrics.inc("r3channel_bytes_total", len(body), leg="engine_http")
         self._rows += len(prompt) + len(reply["output_ids"]) - 1
         # The tap at the engine's end: the reply's own bytes, before anything of the relay has touched them.
-        text = json.loads(body)["meta_info"]["routed_experts"]
-        frame = parse_frame(base64.b64decode(text), spec=self.spec)
-        self._replied[name] = (frame.decode(), frame.digests_L)
+        with self.clock.span("audit"):
+            text = json.loads(body)["meta_info"]["routed_experts"]
+            frame = parse_frame(base64.b64decode(text), spec=self.spec)
+            self._replied[name] = (frame.decode(), frame.digests_L)
         return reply
 
     def discard(self, sample_ids: list[str]) -> None:

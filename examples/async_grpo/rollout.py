@@ -12,6 +12,8 @@ import json
 import math
 import pickle
 import sys
+import threading
+import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -65,6 +67,8 @@ class RolloutManager:
         self.put_bytes, self.tokens, self.samples = 0, 0, 0
         self.rewards: list[float] = []
         self.lost: list[str] = []
+        self._calls: list[tuple[float, float, str]] = []
+        """Begin, end and thread of each `generate`."""
 
     def _make_routing(self) -> ManagerRouting:
         if self.args.use_r3_channel:
@@ -94,6 +98,13 @@ class RolloutManager:
 
     def generate(self, step: int) -> list[Any]:
         """One rollout. Returns one object reference per DP rank; routing is still on its way when it does."""
+        begin_s = time.monotonic()
+        try:
+            return self._generate(step)
+        finally:
+            self._calls.append((begin_s, time.monotonic(), threading.current_thread().name))
+
+    def _generate(self, step: int) -> list[Any]:
         requests = make_requests(step, samples=self.args.samples, seed=self.args.seed, vocab=self.args.vocab)
         extra = make_requests(step, samples=4, seed=self.args.seed, vocab=self.args.vocab, evaluation=True)
         samples = self._collect(step, requests + extra)
@@ -128,6 +139,7 @@ class RolloutManager:
         return self.routing.report() | {
             "spans": self.clock.spans(),
             "totals": self.clock.totals(),
+            "coverage": self._coverage(),
             "put_bytes": self.put_bytes,
             "tokens": self.tokens,
             "samples": self.samples,
@@ -136,6 +148,14 @@ class RolloutManager:
             "routed": self.routed,
             "modules": channel_modules(),
         }
+
+    def _coverage(self) -> float:
+        """The share of `generate` that its threads' spans explain. Between two calls nobody works here."""
+        wall_s = sum(end - begin for begin, end, _ in self._calls)
+        explained = (
+            (end - begin) * self.clock.coverage(begin, end, thread=name) for begin, end, name in self._calls
+        )
+        return sum(explained) / wall_s if wall_s else 0.0
 
     def close(self) -> None:
         self.routing.join_previous()

@@ -8,24 +8,22 @@ from typing import Any
 
 from examples.async_grpo.compare import Comparison
 from examples.async_grpo.modules import channel_modules
-from r3channel.clock import WAITS, Span
 from r3channel.plan.layout import TrainerLayout
-from r3channel.report.stages import hidden_share, stage_table
+from r3channel.report.stages import hidden_share, stage_table, waits_of
 from r3channel.spec import RoutingSpec
-
-BACKGROUND = ("place", "send")
-"""What the relay does between `seal` and the last acknowledgement."""
 
 
 def summarise(
     *, args: Any, spec: RoutingSpec, manager: dict[str, Any], trainers: list[dict[str, Any]], steps: list[dict[str, Any]],
-    total: Comparison, reports: list[Any], wall_s: float,
+    total: Comparison, reports: list[Any], wall_s: float, engines: dict[str, dict[str, float]],
 ) -> dict[str, Any]:  # fmt: skip
     """The JSON object of the run."""
     slowest = min(trainers, key=lambda trainer: trainer["coverage"])
-    totals = {f"trainer{trainer['rank']}": trainer["totals"] for trainer in trainers} | {
-        "relay": manager["totals"]
-    }
+    totals = (
+        {f"trainer{trainer['rank']}": trainer["totals"] for trainer in trainers}
+        | {"relay": manager["totals"]}
+        | engines
+    )
     return {
         "steps": len(steps),
         "rows": manager["tokens"] - manager["samples"],
@@ -38,8 +36,14 @@ def summarise(
         "stages_s": _widest(totals.values()),
         "stages_by_process_s": totals,
         "stage_coverage": slowest["coverage"],
-        "hidden_send_fraction": _hidden(manager["spans"], trainers, ("send",)),
-        "hidden_background_fraction": _hidden(manager["spans"], trainers, BACKGROUND),
+        "coverage_by_process": {
+            name: part["coverage"] for name, part in _processes(manager, trainers).items()
+        },
+        "hidden_fraction": hidden_share(
+            manager["spans"], [one for trainer in trainers for one in trainer["spans"]]
+        ),
+        "wait_s_by_step": (waits := _waits(trainers)),
+        "wait_fraction": sum(waits.values()) / max(trainer["wall_s"] for trainer in trainers),
         "samples_lost": manager["lost"],
         "bytes_per_token": bytes_per_token(manager, trainers),
         "logprob_abs_diff": {name: _mean(steps, name) for name in ("replay_on", "replay_off")},
@@ -112,8 +116,8 @@ def table(result: dict[str, Any], trainers: list[dict[str, Any]]) -> str:
         )
     if result["channel"]:
         lines.append(
-            f"hidden from every trainer: {result['hidden_background_fraction']:.1%} of the relay's work after seal, "
-            f"{result['hidden_send_fraction']:.1%} of the send alone"
+            f"hidden: {result['hidden_fraction']:.1%} of the relay's work was waited for by no trainer; the slowest waited "
+            f"{_mean_of(result['wait_s_by_step'].values()):.3f} s a step for its routing, {result['wait_fraction']:.1%} of a step"
         )
         lines.append(
             f"{result['ids_compared']:,} ids compared between engine and routers, {result['ids_different']} different; "
@@ -140,15 +144,19 @@ def _widest(totals: Iterable[dict[str, float]]) -> dict[str, float]:
     return widest
 
 
-def _hidden(spans: list[Span], trainers: list[dict[str, Any]], stages: tuple[str, ...]) -> float:
-    """Share of those stages that lies outside every wait for routing; waiting for generation is not waiting for bytes."""
-    waits = [
-        span
-        for trainer in trainers
-        for span in trainer["spans"]
-        if span.stage in WAITS and span.stage != "wait_generation"
-    ]
-    return hidden_share([span for span in spans if span.stage in stages], waits)
+def _processes(manager: dict[str, Any], trainers: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {"relay": manager} | {f"trainer{trainer['rank']}": trainer for trainer in trainers}
+
+
+def _waits(trainers: list[dict[str, Any]]) -> dict[int, float]:
+    """Step -> seconds that the slowest trainer waited for routing."""
+    each = [waits_of(trainer["spans"]) for trainer in trainers]
+    return {step: max(waits.get(step, 0.0) for waits in each) for step in sorted(set().union(*each))}
+
+
+def _mean_of(values: Iterable[float]) -> float:
+    found = list(values)
+    return sum(found) / max(len(found), 1)
 
 
 def _mean(steps: list[dict[str, Any]], name: str) -> float:

@@ -194,7 +194,7 @@ def _train(args: argparse.Namespace, cluster: Cluster, begin: float) -> tuple[di
     manager = fetch(cluster.manager.report.remote())
     result = summary.summarise(
         args=args, spec=cluster.spec, manager=manager, trainers=trainers, steps=steps, total=total, reports=reports,
-        wall_s=time.monotonic() - begin,
+        wall_s=time.monotonic() - begin, engines=_engine_stages(args),
     )  # fmt: skip
     if args.dump:
         dump(Path(args.dump), total)
@@ -293,6 +293,8 @@ def start_cluster(args: argparse.Namespace, folder: Path, parts: Parts) -> Itera
     if args.use_r3_channel and args.r3_store_dir is None:
         args.r3_store_dir = str(folder / "store")
     args.model, args.vocab = str(model), json.loads((model / "config.json").read_text())["vocab_size"]
+    if args.use_r3_channel and args.r3_metrics_dir is None:
+        args.r3_metrics_dir = str(folder / "targets")
     with _engines(args, model, parts) as engines, _ray():
         manager, trainers = _actors(args, spec, folder, engines, parts)
         cluster = Cluster(spec, manager, trainers, [engine.url for engine in engines])
@@ -308,7 +310,7 @@ def _engine_options(args: argparse.Namespace, model: Path) -> Any:
 
     env = {}
     if args.use_r3_channel:  # each engine takes a free port: those of one machine share an environment
-        page = EngineConfig(metrics_port=0, metrics_dir=args.r3_metrics_dir or "", run_name=args.r3_run_name)
+        page = EngineConfig(metrics_port=0, metrics_dir=args.r3_metrics_dir, run_name=args.r3_run_name)
         env = {f"R3CHANNEL_{name}": page.to_environment()[f"R3CHANNEL_{name}"] for name in _PAGE}
     return EngineOptions(
         model=model, r3channel=args.use_r3_channel, random_seed=args.seed, tp=args.engine_tp, env=env
@@ -376,11 +378,23 @@ def _write_endpoints(
             f"trainer{i}": t["metrics_url"] for i, t in enumerate(trainers)
         }
         pages = {name: url for name, url in served.items() if url}
-        for number, file in enumerate(sorted(Path(args.r3_metrics_dir or args.report).glob("engine-*.json"))):
-            pages[f"engine{number}"] = f"http://{json.loads(file.read_text())[0]['targets'][0]}/metrics"
+        pages |= _engine_pages(args)
         path = Path(args.report, "endpoints.json")
         path.with_suffix(".new").write_text(json.dumps({"engines": urls, "metrics": pages}))
         path.with_suffix(".new").rename(path)
+
+
+def _engine_pages(args: argparse.Namespace) -> dict[str, str]:
+    """Engine -> its page, by what each has left in the folder of targets."""
+    files = sorted(Path(args.r3_metrics_dir).glob("engine-*.json")) if args.use_r3_channel else []
+    found = [json.loads(file.read_text())[0]["targets"][0] for file in files]
+    return {f"engine{number}": f"http://{target}/metrics" for number, target in enumerate(found)}
+
+
+def _engine_stages(args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    from r3channel.report.pages import read_page, stage_seconds
+
+    return {name: stage_seconds(read_page(url, timeout_s=10.0)) for name, url in _engine_pages(args).items()}
 
 
 def _close(cluster: Cluster) -> None:

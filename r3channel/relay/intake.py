@@ -266,7 +266,7 @@ class Intake:
                     room_s=room_s,
                 )
                 reply = replace(reply, masks=masks)
-            with self._changed, self.clock.span("ingest"):
+            with self._changed:
                 turn = self.entries.reply(reply, rows, append=append, now_s=time.monotonic(), live=not data)
                 self._note(self.entries.samples[sample_id], turn)
                 self._changed.notify_all()
@@ -382,7 +382,8 @@ class Intake:
         if new:
             self._became("received")
         try:
-            yield
+            with self.clock.span("ingest"):
+                yield
         except R3Error as error:  # a frame's own errors know their names as text only
             error.samples, error.engines = error.samples or (sample_id,), error.engines or (engine,)
             self.reject(error)

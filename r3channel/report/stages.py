@@ -1,10 +1,14 @@
-"""The per-stage table and the hidden share of send time, from finished measurements. Pure; prints nothing."""
+"""The per-stage table, and what of the relay's work was hidden, from finished measurements. Pure; prints nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from r3channel.clock import STAGES, Span, merge_intervals
+from r3channel.clock import STAGES, WAITS, Span, merge_intervals
+
+WORK = ("place", "send")
+"""What the relay does for a step after it was sealed."""
+ROUTING_WAITS = tuple(stage for stage in WAITS if stage != "wait_generation")
 
 
 def stage_table(
@@ -28,18 +32,31 @@ def stage_table(
     return _align(rows)
 
 
-def hidden_share(send_spans: Iterable[Span], wait_spans: Iterable[Span]) -> float:
-    """Share of the send time that lies outside every wait; 0.0 without sends: nothing was shown to be hidden."""
-    waits = merge_intervals((wait.start_s, wait.end_s) for wait in wait_spans)
+def hidden_share(relay: Iterable[Span], trainers: Iterable[Span]) -> float:
+    """The share of the relay's work for its steps that no trainer waited for; 0.0 without work: nothing was shown to be hidden.
+
+    Work is what the relay does between `seal` and the last acknowledgement (`WORK`). To wait is to wait for routing
+    (`ROUTING_WAITS`): a trainer that waits for the next rollout waits for no relay.
+    """
+    waits = merge_intervals((one.start_s, one.end_s) for one in trainers if one.stage in ROUTING_WAITS)
     total_s = exposed_s = 0.0
-    for send in send_spans:
-        total_s += send.seconds
+    for work in (one for one in relay if one.stage in WORK):
+        total_s += work.seconds
         exposed_s += sum(
-            max(0.0, min(send.end_s, end) - max(send.start_s, start))
+            max(0.0, min(work.end_s, end) - max(work.start_s, start))
             for start, end in waits
-            if start < send.end_s and end > send.start_s
+            if start < work.end_s and end > work.start_s
         )
     return 1.0 - exposed_s / total_s if total_s > 0 else 0.0
+
+
+def waits_of(spans: Iterable[Span]) -> dict[int, float]:
+    """Step -> seconds that one trainer stood still for its routing."""
+    seconds: dict[int, float] = {}
+    for one in spans:
+        if one.stage in ROUTING_WAITS and one.step is not None:
+            seconds[one.step] = seconds.get(one.step, 0.0) + one.seconds
+    return seconds
 
 
 def _cell(seconds: float | None) -> str:

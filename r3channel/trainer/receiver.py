@@ -181,7 +181,7 @@ class Receiver:
                 raise UsageError(
                     f"prefetch of step {ticket.step} while step {self._ahead.ticket.step} is; receive that one first"
                 )
-            self._ahead = Ahead(ticket, partial(self._receive_now, ticket, shard))
+            self._ahead = Ahead(ticket, partial(self._receive_ahead, ticket, shard))
 
     def _receive_whole(self, ticket: Ticket, shard: Shard) -> tuple[LandedShard, torch.Tensor]:
         ahead = self._ahead
@@ -193,6 +193,10 @@ class Receiver:
         finally:
             if ahead.spent:  # else it goes on, or has what was acknowledged: it is asked for again
                 self._ahead = None
+
+    def _receive_ahead(self, ticket: Ticket, shard: Shard) -> tuple[LandedShard, torch.Tensor]:
+        self.clock.ahead()
+        return self._receive_now(ticket, shard)
 
     def _receive_now(self, ticket: Ticket, shard: Shard) -> tuple[LandedShard, torch.Tensor]:
         if len(ticket.runs) != len(self._members):

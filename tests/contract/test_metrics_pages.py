@@ -6,11 +6,13 @@ import itertools
 import random
 import shutil
 import subprocess
+import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -18,7 +20,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from r3channel import errors
 from r3channel.metrics import LABELS, METRICS
 from r3channel.plan.assignment import Assignment
+from r3channel.relay.arrival import rows
+from r3channel.relay.delivery import _Served
+from r3channel.relay.entries import Entries
 from r3channel.relay.relay import Relay
+from r3channel.relay.sealed import SealedStep
+from r3channel.relay.steps import Steps
+from r3channel.trainer.landing import RelaySink
 from r3channel.trainer.receiver import Receiver
 from r3channel.unproxied import urlopen
 from tests.delivery import MakeRelay, receivers_of, relays, until
@@ -210,3 +218,56 @@ def check(text: str) -> None:
     assert {family.name for family in text_string_to_metric_families(text)} <= {
         name.removesuffix("_total") for name in METRICS
     }
+
+
+SLOW_S = 0.2
+SLOW = {
+    ("relay", "ingest"): (Entries, "reply"),
+    ("relay", "verify"): (rows, "parse_frame"),
+    ("relay", "place"): (SealedStep, "prepare"),
+    ("relay", "send"): (_Served, "_send_plain"),
+    ("trainer", "place"): (RelaySink, "rows"),
+    ("trainer", "verify"): (RelaySink, "verify"),
+    ("trainer", "wait_relay"): (Steps, "outgoing"),
+}
+"""(role, stage) -> the call that is made slow."""
+
+
+@pytest.mark.parametrize(("role", "stage"), SLOW)
+def test_a_stage_that_is_slow_is_found_in_its_own_time(
+    make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch, role: str, stage: str
+) -> None:
+    relay = make_relay()
+    (receiver,) = receivers_of(relay)
+    clocks = {"relay": relay.clock, "trainer": receiver.clock}
+    one_step(relay, receiver, 0)  # what is compiled is compiled
+    before = clocks[role].totals()
+    slept = make_slow(monkeypatch, relay, *SLOW[role, stage])
+    one_step(relay, receiver, 1)
+    grown = {name: seconds - before.get(name, 0.0) for name, seconds in clocks[role].totals().items()}
+    assert slept and grown[stage] >= SLOW_S * len(slept)
+    others = {name: s for name, s in grown.items() if name != stage and not name.startswith("wait_")}
+    assert max(others.values(), default=0.0) < SLOW_S * len(slept), grown
+    receiver.close()
+
+
+def one_step(relay: Relay, receiver: Receiver, step: int) -> None:
+    relay.add(f"s{step}", reply_for(f"s{step}", 20), range(20))
+    receiver.receive(relay.seal(step, Assignment.given([[[f"s{step}"]]])))
+    relay.join_previous(timeout_s=20.0)
+
+
+def make_slow(patch: pytest.MonkeyPatch, relay: Relay, place: Any, name: str) -> list[str]:
+    """Sleeps before each call; what it returns has an entry for each."""
+    slept: list[str] = []
+    if place is Steps:  # bound when the relay was made
+        place, name = relay._delivery, "_outgoing"
+    inner = getattr(place, name)
+
+    def slow(*args: Any, **options: Any) -> Any:
+        slept.append(name)
+        time.sleep(SLOW_S)
+        return inner(*args, **options)
+
+    patch.setattr(place, name, slow)
+    return slept

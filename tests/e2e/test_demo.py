@@ -38,10 +38,11 @@ def test_the_demo_reports_no_difference_and_every_promised_number(demo: Run) -> 
     assert result["bytes_per_token"]["object_store"] <= 32
     assert result["bytes_per_token"]["engine_frame"] < 32 and result["bytes_per_token"]["engine_http"] < 100
     assert len(result["bytes_per_token"]["landed_per_rank"]) == 4
-    assert (
-        result["hidden_background_fraction"] > result["hidden_send_fraction"] >= 0
-        and not result["samples_lost"]
-    )
+    assert 0 < result["hidden_fraction"] < 1 and not result["samples_lost"]
+    assert set(result["wait_s_by_step"]) == {"0", "1", "2"} and 0 < result["wait_fraction"] < 0.5
+    assert set(result["coverage_by_process"]) == {"relay", "trainer0", "trainer1", "trainer2", "trainer3"}
+    assert min(result["coverage_by_process"].values()) >= 0.95, result["coverage_by_process"]
+    assert set(result["stages_by_process_s"]["engine0"]) == {"capture", "frame"}
     assert result["logprob_abs_diff"]["replay_on"] < result["logprob_abs_diff"]["replay_off"]
     assert (result["sglang_version"], result["megatron_version"]) == ("0.5.23", "0.16.1")
     for key in ("steps", "stages_s", "ray_version", "layout", "wall_s"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from r3channel.clock import Span
-from r3channel.report.stages import hidden_share, stage_table
+from r3channel.report.stages import hidden_share, stage_table, waits_of
 
 
 def spans(stage: str, *intervals: tuple[float, float]) -> list[Span]:
@@ -28,6 +28,26 @@ def test_the_table_says_what_share_of_wall_the_stages_explain() -> None:
 
 def test_a_send_outside_every_wait_is_hidden() -> None:
     assert hidden_share(spans("send", (0, 1), (2, 4)), spans("wait_relay", (1, 2), (4, 5))) == 1.0
+
+
+def test_work_is_what_follows_the_seal_and_a_wait_is_one_for_routing() -> None:
+    relay = spans("place", (0, 3)) + spans("send", (3, 4)) + spans("verify", (0, 9))
+    trainer = spans("wait_wire", (3, 4)) + spans("wait_generation", (0, 4)) + spans("forward", (0, 4))
+    assert hidden_share(relay, trainer) == 0.75
+
+
+def test_a_trainers_waits_are_added_up_by_step() -> None:
+    waits = [
+        Span("wait_relay", 3, "t", 0, 1),
+        Span("wait_wire", 3, "t", 1, 1.5),
+        Span("wait_relay", 4, "t", 2, 3),
+    ]
+    others = [
+        Span("wait_generation", 3, "t", 5, 9),
+        Span("forward", 4, "t", 9, 10),
+        Span("wait_join", None, "t", 0, 1),
+    ]
+    assert waits_of(waits + others) == {3: 1.5, 4: 1.0}
 
 
 def test_overlapping_waits_of_several_trainers_expose_a_moment_once() -> None:
