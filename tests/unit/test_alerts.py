@@ -1,0 +1,147 @@
+"""The alert rules: known names, a page in the runbook each, and each fires and stays silent as promtool judges."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from r3channel.metrics import LABELS, METRICS
+from tests.unit.test_dashboard import names_in
+
+FOLDER = Path(__file__).parents[2] / "dashboards"
+RULES: dict[str, dict[str, Any]] = {
+    rule["alert"]: rule for rule in yaml.safe_load((FOLDER / "alerts.yml").read_text())["groups"][0]["rules"]
+}
+needs_promtool = pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="promtool (Debian package prometheus) is not there"
+)
+
+SENT, OLD = 'r3channel_bytes_total{leg="wire_sent"}', "r3channel_oldest_in_flight_seconds"
+LIVE, EXPIRED = (f'r3channel_samples_total{{outcome="{one}"}}' for one in ("live", "expired"))
+RECEIVED, DELIVERED = (f'r3channel_samples_total{{outcome="{one}"}}' for one in ("received", "delivered"))
+PAIRS, DIFFERENT = "r3channel_audit_pairs_total", "r3channel_audit_pairs_different_total"
+WAIT = 'r3channel_stage_seconds_sum{role="trainer",stage="wait_wire"}'
+IDLE = 'r3channel_stage_seconds_sum{role="trainer",stage="wait_generation"}'
+TRAINER, ENGINE = (f'r3channel_weight_version{{role="{one}"}}' for one in ("trainer", "engine"))
+
+CASES: dict[str, list[tuple[dict[str, str], bool]]] = {
+    "R3ChannelStalled": [
+        ({OLD: "0+60x60", SENT: "500x60"}, True),
+        ({OLD: "0+60x60", SENT: "0+9x60"}, False),  # a long step, and bytes move
+        ({OLD: "90x60", SENT: "500x60"}, False),
+    ],
+    "R3ChannelThreadDead": [
+        ({"r3channel_background_thread_alive": "1x5 0x55"}, True),
+        ({"r3channel_background_thread_alive": "1x60"}, False),
+    ],
+    "R3ChannelFallbackActive": [
+        ({"r3channel_fallback_shards_total": "0x55 1x5"}, True),
+        ({LIVE: "0x55 4x5"}, True),
+        ({"r3channel_fallback_shards_total": "3x60", LIVE: "2x60"}, False),
+    ],
+    "R3ChannelRejected": [
+        ({'r3channel_rejected_total{reason="rows"}': "0x55 1x5"}, True),
+        ({'r3channel_rejected_total{reason="rows"}': "7x60"}, False),
+    ],
+    "R3ChannelNearCeiling": [
+        ({"r3channel_store_bytes": "95x60", "r3channel_store_limit_bytes": "100x60"}, True),
+        ({"r3channel_store_bytes": "50x57 95x3", "r3channel_store_limit_bytes": "100x60"}, False),
+    ],
+    "R3ChannelNotHidden": [
+        ({WAIT: "0+6x60"}, True),  # a tenth of each minute
+        ({WAIT: "0+1x60", IDLE: "0+50x60"}, False),
+    ],
+    "R3ChannelMismatch": [
+        ({"r3channel_ids_different_total": "0x55 8x5"}, True),
+        ({"r3channel_ids_different_total": "0x60"}, False),
+    ],
+    "R3ChannelMismatchJumped": [
+        ({PAIRS: "0+100x60", DIFFERENT: "0+10x45 450+95x15"}, True),
+        ({PAIRS: "0+100x60", DIFFERENT: "0+35x60"}, False),  # high, and as it was
+    ],
+    "R3ChannelVersionSkew": [
+        ({TRAINER: "9x60", ENGINE: "6x60"}, True),
+        ({TRAINER: "9x60", ENGINE: "8x60"}, False),
+    ],
+    "R3ChannelEngineSilent": [
+        ({"r3channel_engines_silent": "1x60"}, True),
+        ({"r3channel_engine_greeted": "0x60"}, True),
+        ({"r3channel_engines_silent": "0x60", "r3channel_engine_greeted": "1x60"}, False),
+    ],
+    "R3ChannelSamplesExpired": [
+        ({EXPIRED: "0x50 3x10"}, True),
+        ({EXPIRED: "3x60"}, False),
+    ],
+    "R3ChannelUnbalanced": [
+        ({RECEIVED: "9x60", DELIVERED: "6x60", "r3channel_samples_in_flight": "2x60"}, True),
+        ({RECEIVED: "9x60", DELIVERED: "6x60", "r3channel_samples_in_flight": "3x60"}, False),
+    ],
+    "R3ChannelPageGone": [
+        ({'up{job="r3channel"}': "1x10 0x50"}, True),
+        ({'up{job="r3channel"}': "1x60"}, False),
+    ],
+}
+"""Alert -> series of an hour, a sample a minute, and whether it fires at the end."""
+
+
+def test_every_alert_has_a_case_that_fires_and_one_that_does_not() -> None:
+    assert CASES.keys() == RULES.keys()
+    assert all({fires for _, fires in cases} == {True, False} for cases in CASES.values())
+
+
+@pytest.mark.parametrize("alert", RULES)
+def test_an_alert_asks_for_known_names_and_has_its_page_in_the_runbook(alert: str) -> None:
+    rule, runbook = RULES[alert], (FOLDER / "RUNBOOK.md").read_text()
+    assert not {name for name in names_in(rule["expr"]) if name.startswith("r3channel_")} - METRICS.keys()
+    for label, value in re.findall(r'(\w+)!?="([^"]+)"', rule["expr"]):
+        assert label == "job" or value in LABELS[label], f"{label}={value}"
+    assert rule["annotations"]["runbook_url"] == f"dashboards/RUNBOOK.md#{alert.lower()}"
+    assert f"\n## {alert}\n" in runbook
+
+
+@needs_promtool
+def test_promtool_takes_the_rules() -> None:
+    done = promtool("check", "rules", str(FOLDER / "alerts.yml"))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@needs_promtool
+def test_every_alert_fires_where_it_must_and_nowhere_else(tmp_path: Path) -> None:
+    """Judged over ALERTS as a whole: an alert of another name that fires on these series is a fault, too."""
+    tests = [judged(alert, series, fires) for alert, cases in CASES.items() for series, fires in cases]
+    assert len(tests) >= 2 * len(RULES)
+    written = {"rule_files": [str(FOLDER / "alerts.yml")], "evaluation_interval": "1m", "tests": tests}
+    (tmp_path / "test.yml").write_text(json.dumps(written))
+    done = promtool("test", "rules", str(tmp_path / "test.yml"))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def judged(alert: str, series: dict[str, str], fires: bool) -> dict[str, Any]:
+    expected = [{"labels": f'{{alertname="{alert}"}}', "value": 1}] if fires else []
+    return {
+        "interval": "1m",
+        "input_series": [{"series": _of_a_run(name), "values": values} for name, values in series.items()],
+        "promql_expr_test": [
+            {
+                "expr": 'max by (alertname) (ALERTS{alertstate="firing"})',
+                "eval_time": "59m",
+                "exp_samples": expected,
+            }
+        ],
+    }
+
+
+def _of_a_run(series: str) -> str:
+    name, _, labels = series.partition("{")
+    return f'{name}{{run="r",instance="h:1"{"," + labels if labels else "}"}'
+
+
+def promtool(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["promtool", *arguments], capture_output=True, text=True, timeout=60)
