@@ -9,13 +9,14 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from r3channel.embedded.sglang import kill_family
+from tests.e2e.scraper import scraped
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 240.0
@@ -32,6 +33,8 @@ class Run:
     folder: Path
     pages: dict[str, list[str]] = field(default_factory=dict)
     """/metrics of each process, scraped while it ran."""
+    panels: dict[str, int] = field(default_factory=dict)
+    """The dashboard's expressions -> how many series each gave in a real Prometheus; empty without one."""
 
 
 RunDemo = Callable[..., Run]
@@ -79,7 +82,9 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The default run: DP2 x TP2 with sequence parallelism, three steps, everything written."""
     folder = tmp_path_factory.mktemp("demo")
     written = ("--report", "report", "--dump", "dump", "--record", "record", "--export", "export")
-    return run(folder, "--steps", "3", *written, "--weights-manifest", "committed.json")
+    with scraped(folder) as panels:
+        found = run(folder, "--steps", "3", *written, "--weights-manifest", "committed.json")
+    return replace(found, panels=panels)
 
 
 @pytest.fixture(scope="session")

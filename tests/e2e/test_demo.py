@@ -18,6 +18,7 @@ from r3channel.recordings.recording import Recording
 from r3channel.weights.pack import EngineChecksums
 from r3channel.weights.store import HeldWeights
 from tests.e2e.conftest import Run, RunDemo
+from tests.e2e.scraper import PROMETHEUS
 
 pytestmark = pytest.mark.e2e
 TOP_K, LAYERS = 8, (1, 2, 3)
@@ -168,6 +169,18 @@ def test_metrics_were_served_while_it_ran(demo: Run) -> None:
     for stage in ("wait_wire", "forward", "backward", "optimizer", "rebroadcast"):
         assert trainer[f'r3channel_stage_seconds_sum{{role="trainer",stage="{stage}"}}'] > 0
     assert trainer["r3channel_ids_different_total"] == 0
+
+
+NOT_MEASURED = {"fallback_shards", "rows_masked_stale", "engine_queue", "engine_greeted"}
+"""By this run: rows go over TCP in the first place, stale ones are accepted, and frames go in the replies."""
+
+
+@pytest.mark.skipif(PROMETHEUS is None, reason="prometheus (Debian package) is not there")
+def test_every_panel_of_the_dashboard_shows_something_in_a_real_prometheus(demo: Run) -> None:
+    empty = {expr for expr, series in demo.panels.items() if not series}
+    assert len(demo.panels) > 40
+    assert not {expr for expr in empty if not any(name in expr for name in NOT_MEASURED)}
+    assert len(empty) == 5
 
 
 @pytest.mark.timeout(300)
