@@ -90,6 +90,12 @@ class ChannelRouting(RelayHost):
             "rows": self._rows,
             "bytes": {leg: self.metrics.value("r3channel_bytes_total", leg=leg) for leg in legs},
             "status": self.relay.status(),
+            "samples": {
+                one: self.metrics.value("r3channel_samples_total", outcome=one) for one in LABELS["outcome"]
+            },
+            "rejected": {
+                one: self.metrics.value("r3channel_rejected_total", reason=one) for one in LABELS["reason"]
+            },
         }
 
     def close(self) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from importlib.metadata import version
 from typing import Any
 
+import numpy as np
+
 from examples.async_grpo.compare import Comparison
 from examples.async_grpo.modules import channel_modules
 from r3channel.plan.layout import TrainerLayout
@@ -45,6 +47,10 @@ def summarise(
         "wait_s_by_step": (waits := _waits(trainers)),
         "wait_fraction": sum(waits.values()) / max(trainer["wall_s"] for trainer in trainers),
         "samples_lost": manager["lost"],
+        "samples_by_outcome": manager.get("samples", {}),
+        "rejected_by_reason": {why: count for why, count in manager.get("rejected", {}).items() if count},
+        "default_bytes_per_token": 4 * spec.num_layers * spec.top_k,
+        "expert_load": _expert_load(total, spec),
         "bytes_per_token": bytes_per_token(manager, trainers),
         "logprob_abs_diff": {name: _mean(steps, name) for name in ("replay_on", "replay_off")},
         "routing_mismatch": [step["routing_mismatch"] for step in steps],
@@ -146,6 +152,15 @@ def _widest(totals: Iterable[dict[str, float]]) -> dict[str, float]:
 
 def _processes(manager: dict[str, Any], trainers: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return {"relay": manager} | {f"trainer{trainer['rank']}": trainer for trainer in trainers}
+
+
+def _expert_load(total: Comparison, spec: RoutingSpec) -> dict[str, list[int]]:
+    """Layer -> how often the engines chose each of its experts."""
+    load = {layer: np.zeros(spec.num_experts, np.int64) for layer in spec.moe_layers}
+    for step in total.engine:
+        for layer, counts in load.items():
+            counts += np.bincount(step["ids"][step["layer"] == layer].ravel(), minlength=spec.num_experts)
+    return {str(layer): counts.tolist() for layer, counts in load.items()}
 
 
 def _waits(trainers: list[dict[str, Any]]) -> dict[int, float]:

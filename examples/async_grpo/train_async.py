@@ -32,6 +32,8 @@ from r3channel.errors import R3Error
 from r3channel.plan.layout import TrainerLayout
 from r3channel.recordings.options import add_options
 from r3channel.report import commands
+from r3channel.report.run_page import write_page
+from r3channel.report.trace import trace_of
 from r3channel.spec import RoutingSpec
 
 GENERATE_TIMEOUT_S = 300.0
@@ -73,7 +75,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         help="how they reach the engines: SGLang loads a broadcast; each trainer sends its own part; through shared memory",
     )
     parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
-    parser.add_argument("--report", metavar="DIR", help="write report.json, table.txt and endpoints.json")
+    parser.add_argument(
+        "--report",
+        metavar="DIR",
+        help="write report.html and .json, trace.json, table.txt, endpoints.json",
+    )
+    parser.add_argument("--trace", metavar="FILE", help="write all spans, for Perfetto (ui.perfetto.dev)")
     parser.add_argument("--dump", metavar="DIR", help="write engine.npz, router.npz and bytes.json")
     add_options(parser)
     parser.add_argument(
@@ -149,6 +156,8 @@ def main(argv: list[str] | None = None) -> int:
     if args.report:
         Path(args.report, "report.json").write_text(json.dumps(result, indent=1))
         Path(args.report, "table.txt").write_text(text + "\n")
+        if args.use_r3_channel:
+            _say(f"the run as a page: {write_page(Path(args.report).absolute())}")
     if args.json:
         print(json.dumps(result))
     nothing = args.use_r3_channel and not result["ids_compared"]  # then nothing was shown
@@ -196,12 +205,23 @@ def _train(args: argparse.Namespace, cluster: Cluster, begin: float) -> tuple[di
         args=args, spec=cluster.spec, manager=manager, trainers=trainers, steps=steps, total=total, reports=reports,
         wall_s=time.monotonic() - begin, engines=_engine_stages(args),
     )  # fmt: skip
+    for file in _traces(args):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(
+            json.dumps(
+                trace_of({"relay": manager["spans"]} | {f"trainer{t['rank']}": t["spans"] for t in trainers})
+            )
+        )
     if args.dump:
         dump(Path(args.dump), total)
         Path(args.dump, "bytes.json").write_text(
             json.dumps(summary.bytes_by_leg(manager, trainers), indent=1)
         )
     return result, summary.table(result, trainers)
+
+
+def _traces(args: argparse.Namespace) -> list[Path]:
+    return [Path(file) for file in (args.trace, args.report and Path(args.report, "trace.json")) if file]
 
 
 def update_weights(cluster: Cluster, version: int, reports: list[Any]) -> None:

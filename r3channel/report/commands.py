@@ -42,6 +42,11 @@ COMMANDS = {
         "measurements beside their peers",
         ("bench wire --quick", "bench relay --quick --json"),
     ),
+    "report": Command(
+        _REPORT + "run_page",
+        "a run as one HTML page, from the folder of its --report",
+        ("report run", "report run other-run"),
+    ),
     "slime": Command(
         "r3channel.integrations.slime_launch",
         "slime's own script with the channel in it",

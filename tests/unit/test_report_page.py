@@ -1,0 +1,188 @@
+"""The page of a run: whole without a network, readable in both themes and on a phone, and right about what was slow."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("matplotlib", reason="the page needs matplotlib (extra plot)")
+
+from r3channel.cli import main
+from r3channel.clock import Span
+from r3channel.report.page import page, verdict_of
+from r3channel.report.stages import hidden_share
+from r3channel.report.trace import spans_of, trace_of
+
+CHROMIUM = shutil.which("chromium")
+LAYERS, STEPS = (1, 2, 3), 4
+PROBE = """<script>addEventListener("load", () => {
+  const css = (element, name) => getComputedStyle(element)[name];
+  const light = colour => {
+    const [r, g, b] = colour.match(/[\\d.]+/g).map(v => (v /= 255) <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4);
+    return .2126 * r + .7152 * g + .0722 * b;
+  };
+  const ratio = (a, b) => (Math.max(a, b) + .05) / (Math.min(a, b) + .05);
+  const body = light(css(document.body, "backgroundColor"));
+  const card = light(css(document.querySelector("section"), "backgroundColor"));
+  const found = [...document.querySelectorAll("h1, h2, p, svg text")].map(e => [
+    ratio(light(css(e, e.tagName == "text" ? "fill" : "color")), e.closest("section") ? card : body), e.textContent]);
+  found.sort((a, b) => a[0] - b[0]);
+  const wide = document.documentElement.scrollWidth - innerWidth;
+  document.title = JSON.stringify({worst: found[0], wide, dark: body < .5});
+});</script>"""
+"""Says in the title how well the faintest letters stand out, and how much wider the page is than its window."""
+
+
+def spans(*, slow: str = "", extra_s: float = 0.0) -> dict[str, list[Span]]:
+    """Four steps of three seconds: generation beside training, and the relay's stages between."""
+    found: dict[str, list[Span]] = {"relay": [], "trainer0": [], "trainer1": []}
+
+    def put(process: str, stage: str, step: int, at_s: float, seconds: float) -> float:
+        seconds += extra_s if stage == slow else 0.0
+        found[process].append(Span(stage, step, "MainThread", at_s, at_s + seconds))
+        return at_s + seconds
+
+    for step in range(STEPS):
+        at_s = put("relay", "http", step, 3.0 * step, 2.0)
+        for stage, seconds in (("ingest", 0.05), ("verify", 0.08), ("plan", 0.02), ("place", 0.1)):
+            at_s = put("relay", stage, step, at_s, seconds)
+        put("relay", "send", step, 3.0 * step + 2.9, 0.05)
+        for name in ("trainer0", "trainer1"):
+            at_s = put(
+                name, "wait_relay", step, 3.0 * step + 2.85, 0.05 + (extra_s if slow == "place" else 0)
+            )
+            at_s = put(name, "rebroadcast", step, at_s, 0.02)
+            for stage, seconds in (("logprob", 0.7), ("forward", 0.5), ("backward", 0.9), ("optimizer", 0.1)):
+                at_s = put(name, stage, step, at_s, seconds)
+    return found
+
+
+def result(own: dict[str, list[Span]], **changes: Any) -> dict[str, Any]:
+    """As the demo writes it."""
+    seconds: dict[str, dict[str, float]] = {name: {} for name in own}
+    for name, of in own.items():
+        for one in of:
+            seconds[name][one.stage] = seconds[name].get(one.stage, 0.0) + one.seconds
+    audit = [
+        {
+            "step": step,
+            "layers": [{"layer": layer, "rows": 100, "different": 7 * layer + step} for layer in LAYERS],
+        }
+        for step in range(STEPS)
+    ]
+    return {
+        "steps": STEPS, "layout": "dp=2,tp=1", "sglang_version": "0.5.23", "megatron_version": "0.16.1", "wall_s": 12.3,
+        "hidden_fraction": hidden_share(own["relay"], own["trainer0"]), "wait_fraction": 0.017, "ids_compared": 189_648,
+        "ids_different": 0, "digests_different": 0, "stages_by_process_s": seconds,
+        "wait_s_by_step": {str(step): 0.05 for step in range(STEPS)}, "routing_mismatch": audit, "default_bytes_per_token": 128,
+        "bytes_per_token": {
+            "engine_http": 71.3, "engine_frame": 27.7, "object_store": 11.7, "wire": 26.7, "landed_per_rank": {"0": 6.7},
+        },
+        "expert_load": {str(layer): [(expert * 7 + layer) % 23 for expert in range(128)] for layer in LAYERS},
+        "logprob_abs_diff": {"replay_on": 0.01322, "replay_off": 0.02084},
+        "rows_by_staleness": {"0": 1200.0, "1": 2400.0, "4_or_more": 0.0},
+        "samples_by_outcome": {"received": 80.0, "delivered": 62.0, "rejected": 2.0, "duplicate": 0.0, "discarded": 16.0},
+        "rejected_by_reason": {"rows": 2.0},
+    } | changes  # fmt: skip
+
+
+def text_of(page: str) -> str:
+    return re.sub(r"<[^>]+>", " ", re.sub(r"<style.*?</style>", "", page, flags=re.DOTALL))
+
+
+def test_the_page_loads_nothing_and_shows_every_part_of_the_run() -> None:
+    made = page(result(spans()), spans())
+    foreign = re.findall(r'(?:src|href|url)\s*[=(]\s*["\']?(?!#|data:)([a-z]+:[^"\')\s]+)', made)
+    assert not foreign and "<script" not in made and "@import" not in made
+    assert made.count("<svg") == 8 and len(made) < 2_000_000
+    for words in ("All 189,648 ids", "refused: rows", "stock int32 through Ray", "trainer1", "Expert load"):
+        assert words in text_of(made), words
+    ids = re.findall(r' id="([^"]+)"', made)
+    assert len(ids) == len(set(ids)), "two pictures share a name"
+
+
+def test_ink_is_the_themes_own() -> None:
+    made = page(result(spans()), spans())
+    pictures = "".join(re.findall(r"<svg.*?</svg>", made, re.DOTALL))
+    assert "var(--ink)" in pictures and "#123456" not in made and "#654321" not in made
+    assert not re.search(r"(fill|stroke): #0{6}\b", pictures), "black ink vanishes on a dark page"
+
+
+@pytest.mark.parametrize("stage", ["verify", "plan", "place", "send"])
+def test_a_slow_stage_is_named_by_the_page_alone(stage: str) -> None:
+    slow = spans(slow=stage, extra_s=0.6)
+    assert f"longest stage was {stage} (" in text_of(page(result(slow), slow))
+
+
+def test_a_run_with_a_difference_is_not_well() -> None:
+    good, verdict = verdict_of(result(spans(), ids_different=3))
+    assert not good and "3 of 189,648" in verdict
+    assert not verdict_of(result(spans(), ids_compared=0))[0]
+
+
+def test_a_trace_is_read_back_as_it_was_written() -> None:
+    trace = trace_of(spans())
+    assert {event["ph"] for event in trace["traceEvents"]} == {"M", "X"}
+    found = spans_of(json.loads(json.dumps(trace)))
+    for name, own in spans().items():
+        assert [(one.stage, one.step, one.thread) for one in found[name]] == [
+            (one.stage, one.step, one.thread) for one in own
+        ]
+        assert all(
+            abs(one.start_s - other.start_s) < 1e-6 and abs(one.seconds - other.seconds) < 1e-6
+            for one, other in zip(found[name], own, strict=True)
+        )
+
+
+def test_the_command_writes_the_page_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "report.json").write_text(json.dumps(result(spans())))
+    assert main(["report", str(tmp_path)]) == 2 and "trace.json" in capsys.readouterr().err
+    (tmp_path / "trace.json").write_text(json.dumps(trace_of(spans())))
+    assert main(["report", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "report.html")
+    assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium (Debian package) is not there")
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, True)], ids=["laptop", "phone, dark"])
+def test_a_real_browser_shows_it_without_a_word_on_its_console(
+    tmp_path: Path, width: int, dark: bool
+) -> None:
+    """Nothing is wider than the window (pictures scroll within their cards), and letters stand out from the paper."""
+    file = tmp_path / "page.html"
+    file.write_text(page(result(spans()), spans()).replace("</head>", PROBE + "</head>"))
+    found = browse(file, width=width, dark=dark, folder=tmp_path)
+    seen = json.loads(re.search(r"<title>(.*?)</title>", found.stdout, re.DOTALL)[1].replace("&quot;", '"'))  # pyright: ignore[reportOptionalSubscript]
+    assert seen["dark"] == dark and seen["wide"] <= 0 and seen["worst"][0] >= 4.0, seen
+    assert "CONSOLE" not in found.stderr, found.stderr
+
+
+def browse(
+    file: Path, *, width: int, dark: bool, folder: Path, screenshot: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    assert CHROMIUM is not None
+    command = [
+        CHROMIUM,
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={folder}/profile",
+    ]
+    command += [
+        f"--window-size={width},2400",
+        "--enable-logging=stderr",
+        "--hide-scrollbars",
+        "--virtual-time-budget=3000",
+    ]
+    command += (
+        ["--blink-settings=preferredColorScheme=0"] if dark else ["--blink-settings=preferredColorScheme=1"]
+    )
+    return subprocess.run(
+        [*command, "--dump-dom", f"file://{file}"], capture_output=True, text=True, timeout=120
+    )
