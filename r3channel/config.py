@@ -92,7 +92,8 @@ class ChannelConfig:
     expiry_s: float = 3600.0
     """Frames that no assignment names are dropped this long after they arrived, and counted."""
     metrics_port: int = -1
-    """-1: no /metrics; 0: a free port, which the log names; else this port for the relay, and for trainer rank r this + 1 + r."""
+    """-1: no /metrics; 0: a free port, which the log names; else this port for the relay, this + 1 + r for trainer rank r, and this +
+    the replica for an engine, whose environment is its own."""
     metrics_dir: str = ""
     """Folder in which each process that serves /metrics leaves a file for Prometheus's file_sd_configs."""
     run_name: str = ""
@@ -233,7 +234,7 @@ class EngineConfig:
     name: str = ""
     """What the engine calls itself in its hello; its own address by default."""
     metrics_port: int = -1
-    """-1: no /metrics of the plug-in; 0: a free port, which the log names; else this port + the rank within DP attention."""
+    """As the channel's; an engine that replies from several processes adds their number."""
     metrics_dir: str = ""
     """As the channel's: where a file tells Prometheus of the page."""
     run_name: str = ""
