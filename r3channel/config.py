@@ -92,8 +92,8 @@ class ChannelConfig:
     expiry_s: float = 3600.0
     """Frames that no assignment names are dropped this long after they arrived, and counted."""
     metrics_port: int = -1
-    """-1: no /metrics; 0: a free port, which the log names; else this port for the relay, this + 1 + r for trainer rank r, and this +
-    the replica for an engine, whose environment is its own."""
+    """-1: no /metrics; 0: a free port, which the log names; else this port for the relay, this + 1 + r for trainer rank r, and
+    this + its replica for an engine, whose environment is its own."""
     metrics_dir: str = ""
     """Folder in which each process that serves /metrics leaves a file for Prometheus's file_sd_configs."""
     run_name: str = ""
