@@ -498,10 +498,14 @@ class Relay:
         watch("r3channel_store_bytes", lambda: self._store.live_bytes)
         watch("r3channel_oldest_in_flight_seconds", self.steps.oldest_s)
         watch("r3channel_background_thread_alive", lambda: float(self.steps.error is None))
-        watch(
-            "r3channel_recording_lost_steps", lambda: self.intake.recorder.lost if self.intake.recorder else 0
-        )
+        watch("r3channel_recording_lost_steps", self._lost_steps)
         watch("r3channel_epoch", lambda: self._delivery.epoch)
+
+    def _lost_steps(self) -> float:
+        """LookupError where nothing is recorded: then the gauge is absent."""
+        if (recorder := self.intake.recorder) is None:
+            raise LookupError("nothing is recorded")
+        return recorder.lost
 
 
 def _listed(missing: Mapping[int, Sequence[ShardKey]]) -> dict[int, list[ShardKey]]:
