@@ -54,16 +54,14 @@ class LoopbackTransport(Transport):
         return Deferred(lambda timeout_s: self._recv(src, out_N, timeout_s))
 
     def _send(self, dst: int, data_N: torch.Tensor, timeout_s: float) -> None:
-        deadline, key = time.monotonic() + timeout_s, (self.rank, dst)
+        begin, key = time.monotonic(), (self.rank, dst)
         self._wait(
             lambda: key not in self._group.slots, timeout_s, f"rank {dst} to take the previous message"
         )
         with self._group.changed:
             self._group.slots[key] = data_N.clone()
             self._group.changed.notify_all()
-        self._wait(
-            lambda: key not in self._group.slots, deadline - time.monotonic(), f"rank {dst} to receive"
-        )
+        self._wait(lambda: key not in self._group.slots, timeout_s, f"rank {dst} to receive", begin)
 
     def _recv(self, src: int, out_N: torch.Tensor, timeout_s: float) -> None:
         key = (src, self.rank)
@@ -92,10 +90,14 @@ class LoopbackTransport(Transport):
             with _groups_lock:
                 _groups.pop(self._name, None)
 
-    def _wait(self, ready: Callable[[], bool], timeout_s: float, what: str) -> None:
+    def _wait(
+        self, ready: Callable[[], bool], timeout_s: float, what: str, begin: float | None = None
+    ) -> None:
+        """`timeout_s` counts from `begin` (time.monotonic), or from now."""
+        left_s = timeout_s if begin is None else begin + timeout_s - time.monotonic()
         with self._group.changed:
             done = self._group.changed.wait_for(
-                lambda: self._group.aborted or ready(), timeout=max(0.0, timeout_s)
+                lambda: self._group.aborted or ready(), timeout=max(0.0, left_s)
             )
             if self._group.aborted:
                 raise TransportError(f"{self._name}: aborted while rank {self.rank} waited for {what}")
