@@ -90,7 +90,7 @@ class ChannelRouting(RelayHost):
             "rows": self._rows,
             "bytes": {leg: self.metrics.value("r3channel_bytes_total", leg=leg) for leg in legs},
             "status": self.relay.status(),
-            "samples": {
+            "outcomes": {
                 one: self.metrics.value("r3channel_samples_total", outcome=one) for one in LABELS["outcome"]
             },
             "rejected": {

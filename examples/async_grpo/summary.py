@@ -47,7 +47,7 @@ def summarise(
         "wait_s_by_step": (waits := _waits(trainers)),
         "wait_fraction": sum(waits.values()) / max(trainer["wall_s"] for trainer in trainers),
         "samples_lost": manager["lost"],
-        "samples_by_outcome": manager.get("samples", {}),
+        "samples_by_outcome": manager.get("outcomes", {}),
         "rejected_by_reason": {why: count for why, count in manager.get("rejected", {}).items() if count},
         "default_bytes_per_token": 4 * spec.num_layers * spec.top_k,
         "expert_load": _expert_load(total, spec),
