@@ -173,11 +173,13 @@ def test_metrics_were_served_while_it_ran(demo: Run) -> None:
 
 NOT_MEASURED = {"fallback_shards", "rows_masked_stale", "engine_queue", "engine_greeted"}
 """By this run: rows go over TCP in the first place, stale ones are accepted, and frames go in the replies."""
+MOMENTARY = "r3channel_expiry_in_seconds"
+"""There only while a sample waits for its step, which may end between two looks."""
 
 
 @pytest.mark.skipif(PROMETHEUS is None, reason="prometheus (Debian package) is not there")
 def test_every_panel_of_the_dashboard_shows_something_in_a_real_prometheus(demo: Run) -> None:
-    empty = {expr for expr, series in demo.panels.items() if not series}
+    empty = {expr for expr, series in demo.panels.items() if not series and MOMENTARY not in expr}
     assert len(demo.panels) > 40
     assert not {expr for expr in empty if not any(name in expr for name in NOT_MEASURED)}
     assert len(empty) == 5
@@ -190,7 +192,7 @@ def test_one_id_that_was_changed_in_a_trainers_memory_is_refused_by_its_router(t
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path)
     assert done.returncode == 1 and not done.stdout.strip()
     said = next(
-        line for line in done.stderr.splitlines() if line.startswith("r3channel.errors.DigestMismatch")
+        line for line in done.stderr.splitlines() if line.startswith("r3channel.errors.peers.DigestMismatch")
     )
     assert f"layer {LAYERS[0]}" in said and "step0/sample/" in said and "(1 in all)" in said
 
