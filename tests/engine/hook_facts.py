@@ -151,7 +151,7 @@ def our_forward_end() -> dict[str, Any]:
         room.FrameCapturer,
         _selection=LayerSelection(spec, device="meta"),
         host_cache=SimpleNamespace(rows=None),
-        outlet="one that replies",
+        outlet=SimpleNamespace(stage=None),  # one that replies
         _version=("0", 0),
     )
     room.weight_version = lambda: "0"
