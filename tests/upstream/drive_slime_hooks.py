@@ -9,6 +9,7 @@ import argparse
 import importlib
 import json
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -168,6 +169,14 @@ def plain_transport() -> tuple[list[str], Any]:
         module.start_rollout_servers = start
 
 
+def _comes(folder: Path) -> bool:
+    """Whether a step is recorded: behind the seal, by the relay's own thread."""
+    end_s = time.monotonic() + 20
+    while not (found := any(folder.glob("step-*.r3s"))) and time.monotonic() < end_s:
+        time.sleep(0.1)
+    return found
+
+
 def channel(model: str) -> dict[str, Any]:
     """A whole rollout through slime's manager: the decoder, the relay in its actor, the split, the ticket."""
     args = parse("--rollout-data-transport", f"{GLUE}.ChannelTransport", "--hf-checkpoint", model)
@@ -186,7 +195,7 @@ def channel(model: str) -> dict[str, Any]:
         "tokens": {sample.sample_id: sample.tokens for sample in ticket.samples},
         "ranks": [[sample for batch in rank for sample in batch] for rank in ticket.assignment.ranks],
         "hello": sorted(hello),
-        "recorded": any(Path(args.r3_record).glob("step-*.r3s")),
+        "recorded": _comes(Path(args.r3_record)),
         "engine": importlib.import_module("slime.ray.rollout").SGLangEngine.__name__,
     }
 
