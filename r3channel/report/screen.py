@@ -42,7 +42,7 @@ def screen(processes: Sequence[Between], *, height: int = 0) -> Group:
     head = [_title(processes), *_down(processes), *_samples(up)]
     tables = [_processes(role, [one for one in up if one.now.role == role]) for role in _ROLES]
     shown = [table for table in tables if table.row_count]
-    faults = _faults(up)
+    faults = _faults(processes)
     used = len(head) + sum(table.row_count + 2 for table in shown) + len(faults) + 3
     return Group(*head, "", *_spaced([*shown, _stages(up, max(height - used, 3) if height else 0)]), *faults)
 
@@ -173,9 +173,10 @@ def _stage_cells(one: Between | None, stage: str) -> tuple[str, str]:
     return f"{_share(one, stage):.1%}", f"{1000 * one.grew(f'{_STAGE}_sum', stage=stage) / spans:,.1f}"
 
 
-def _faults(up: Sequence[Between]) -> list[Text]:
-    found = [Text(fault, style="red") for fault in faults_of(up)]
-    return found or [Text("no fault", style="green")]
+def _faults(processes: Sequence[Between]) -> list[Text]:
+    if not any(faults_of(processes)):
+        return [Text("no fault", style="green")]
+    return [Text(fault, style="red") for fault in faults_of(one for one in processes if not one.now.fault)]
 
 
 def _table(first: str, *titles: str) -> Table:

@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from r3channel import errors
 from r3channel.cli import main
-from r3channel.metrics import LABELS, METRICS
+from r3channel.metrics import LABELS, METRICS, WAITS
 from r3channel.plan.assignment import Assignment
 from r3channel.relay.arrival import rows
 from r3channel.relay.delivery import _Served
@@ -28,12 +28,14 @@ from r3channel.relay.entries import Entries
 from r3channel.relay.relay import Relay
 from r3channel.relay.sealed import SealedStep
 from r3channel.relay.steps import Steps
+from r3channel.report.page import verdict_of
 from r3channel.trainer.landing import RelaySink
 from r3channel.trainer.receiver import Receiver
 from r3channel.unproxied import urlopen
 from tests.delivery import MakeRelay, receivers_of, relays, until
 from tests.direct import Engine, deliver, draft_of, hello_of, receipt_reply
 from tests.samples import reply_for
+from tests.unit.test_report_page import result
 
 ENDS = [outcome for outcome in LABELS["outcome"] if outcome != "received"]
 
@@ -278,14 +280,31 @@ def test_a_stage_that_is_slow_is_found_in_its_own_time(
     (receiver,) = receivers_of(relay)
     clocks = {"relay": relay.clock, "trainer": receiver.clock}
     one_step(relay, receiver, 0)  # what is compiled is compiled
-    before = clocks[role].totals()
+    before, begin_s = clocks[role].totals(), time.monotonic()
     slept = make_slow(monkeypatch, relay, *SLOW[role, stage])
     one_step(relay, receiver, 1)
     grown = {name: seconds - before.get(name, 0.0) for name, seconds in clocks[role].totals().items()}
     assert slept and grown[stage] >= SLOW_S * len(slept)
     others = {name: s for name, s in grown.items() if name != stage and not name.startswith("wait_")}
     assert max(others.values(), default=0.0) < SLOW_S * len(slept), grown
+    assert diagnosis(stage, role) in verdict_since(begin_s, relay, receiver)
     receiver.close()
+
+
+def diagnosis(stage: str, role: str) -> str:
+    return (
+        f"longest in {stage}"
+        if stage in WAITS
+        else f"way was {stage} at {role.replace('trainer', 'trainer0')} ("
+    )
+
+
+def verdict_since(begin_s: float, relay: Relay, receiver: Receiver) -> str:
+    """What the page of a run with these spans says in its first lines."""
+    spans = {"relay": relay.clock.spans(), "trainer0": receiver.clock.spans(), "trainer1": []}
+    return verdict_of(
+        result({name: [one for one in own if one.start_s >= begin_s] for name, own in spans.items()})
+    )[1]
 
 
 def one_step(relay: Relay, receiver: Receiver, step: int) -> None:
