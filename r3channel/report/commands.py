@@ -47,6 +47,11 @@ COMMANDS = {
         "a run as one HTML page, from the folder of its --report",
         ("report run", "report run other-run"),
     ),
+    "top": Command(
+        _REPORT + "top",
+        "a running channel on one screen, from its metrics pages",
+        ("top report", "top http://10.0.0.5:9100/metrics http://10.0.0.5:9101/metrics", "top targets --once"),
+    ),
     "slime": Command(
         "r3channel.integrations.slime_launch",
         "slime's own script with the channel in it",

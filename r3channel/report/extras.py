@@ -9,7 +9,7 @@ EXTRAS = {
     "sglang": ("sglang",),
     "megatron": ("megatron", "mbridge"),
     "ray": ("ray",),
-    "metrics": ("prometheus_client",),
+    "metrics": ("prometheus_client", "rich"),
     "fast": ("numba", "orjson", "pybase64"),
     "dense": ("zstandard",),
     "direct": ("h11",),

@@ -29,6 +29,8 @@ _KINDS = {
     "waits for routing": (_RED, ROUTING_WAITS),
 }
 """What a span is shown as: colour, stages. Waits for the next rollout stay blank."""
+_WAY = ("capture", "frame", "http", "ingest", "verify", "plan", "decode", *WORK, "h2d", "rebroadcast", "bind")
+"""Stages that move or judge a row; `recv` is the time until its sender's `send`."""
 
 _STYLE = """
 :root { --ink: #1c2330; --faint: #667085; --paper: #ffffff; --card: #f5f7fa;
@@ -69,11 +71,13 @@ def page(result: Mapping[str, Any], spans: Mapping[str, Sequence[Span]]) -> str:
 
 
 def verdict_of(result: Mapping[str, Any]) -> tuple[bool, str]:
-    """Was it well, in a sentence; and which stage of the relay's took longest."""
-    stage, seconds = slowest_stage(result)
+    """Was it well, in a sentence; what trainers waited for, and which stage of a row's way took longest."""
+    (process, stage), seconds = _longest(result, _WAY)
+    (_, wait), _ = _longest(result, ROUTING_WAITS)
     time = (
         f"{result['hidden_fraction']:.0%} of the relay's work was hidden; the slowest trainer waited "
-        f"{result['wait_fraction']:.1%} of its time for routing; the relay's longest stage was {stage} ({seconds:.1f} s)."
+        f"{result['wait_fraction']:.1%} of its time for routing, longest in {wait}; the longest stage of a row's way was "
+        f"{stage} at {process} ({seconds:.1f} s)."
     )
     different = result["ids_different"] + result["digests_different"]
     if different or not result["ids_compared"]:
@@ -81,14 +85,15 @@ def verdict_of(result: Mapping[str, Any]) -> tuple[bool, str]:
     return True, f"All {result['ids_compared']:,} ids at the routers are those that the engines chose. {time}"
 
 
-def slowest_stage(result: Mapping[str, Any]) -> tuple[str, float]:
-    """Of the relay's own: not its waits, and not the time that engines take to answer."""
-    own = {
-        stage: seconds
-        for stage, seconds in result["stages_by_process_s"]["relay"].items()
-        if stage in _KINDS["relay"][1]
+def _longest(result: Mapping[str, Any], stages: Sequence[str]) -> tuple[tuple[str, str], float]:
+    """(process, stage) and seconds of the longest of these at any process. A relay's `http` is the engines' time to answer."""
+    found = {
+        (process, stage): seconds
+        for process, own in result["stages_by_process_s"].items()
+        for stage, seconds in own.items()
+        if stage in stages and (process, stage) != ("relay", "http")
     }
-    return max(own.items(), key=lambda item: item[1], default=("none", 0.0))
+    return max(found.items(), key=lambda item: item[1], default=(("any process", "none"), 0.0))
 
 
 def _timeline(result: Mapping[str, Any], spans: Mapping[str, Sequence[Span]]) -> Figure:

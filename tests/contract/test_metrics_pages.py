@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 import shutil
 import subprocess
@@ -18,7 +19,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from r3channel import errors
-from r3channel.metrics import LABELS, METRICS
+from r3channel.cli import main
+from r3channel.metrics import LABELS, METRICS, WAITS
 from r3channel.plan.assignment import Assignment
 from r3channel.relay.arrival import rows
 from r3channel.relay.delivery import _Served
@@ -26,12 +28,14 @@ from r3channel.relay.entries import Entries
 from r3channel.relay.relay import Relay
 from r3channel.relay.sealed import SealedStep
 from r3channel.relay.steps import Steps
+from r3channel.report.page import verdict_of
 from r3channel.trainer.landing import RelaySink
 from r3channel.trainer.receiver import Receiver
 from r3channel.unproxied import urlopen
 from tests.delivery import MakeRelay, receivers_of, relays, until
 from tests.direct import Engine, deliver, draft_of, hello_of, receipt_reply
 from tests.samples import reply_for
+from tests.unit.test_report_page import result
 
 ENDS = [outcome for outcome in LABELS["outcome"] if outcome != "received"]
 
@@ -178,7 +182,9 @@ def pages(relay: Relay, receiver: Receiver, engine: Engine) -> dict[str, str]:
     return {role: urlopen(metrics.url, timeout_s=10.0).read().decode() for role, metrics in served.items()}
 
 
-def test_relay_trainer_and_engine_serve_what_they_measure(make_relay: MakeRelay, tmp_path: Path) -> None:
+def test_relay_trainer_and_engine_serve_what_they_measure(
+    make_relay: MakeRelay, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """By the library: nothing here serves or counts. The audit, which nobody made, is absent and not 0."""
     options = {"metrics_port": 0, "metrics_dir": str(tmp_path / "targets"), "run_name": "seven"}
     relay = make_relay(**options)
@@ -193,6 +199,7 @@ def test_relay_trainer_and_engine_serve_what_they_measure(make_relay: MakeRelay,
         until(lambda: balance(relay) == 0)
         found = pages(relay, receiver, engine)
         assert len(list((tmp_path / "targets").glob("*.json"))) == 3
+        look_at_the_top(tmp_path / "targets", relay, capsys)
         receiver.close()
     for text in found.values():
         check(text)
@@ -206,6 +213,38 @@ def test_relay_trainer_and_engine_serve_what_they_measure(make_relay: MakeRelay,
     assert 'r3channel_engine_frames_total{run="seven",way="direct"} 2.0' in found["engine"]
     assert 'role="engine",run="seven",stage="http"' in found["engine"]
     assert not list((tmp_path / "targets").glob("trainer*"))
+
+
+def look_at_the_top(targets: Path, relay: Relay, capsys: pytest.CaptureFixture[str]) -> None:
+    """`r3channel top` says what the pages say; a process that was killed, and a fault, are a line each and the exit status."""
+
+    def top() -> tuple[int, list[list[str]]]:
+        status = main(["top", str(targets), "--once", "--every", "0.1"])
+        return status, [line.split() for line in capsys.readouterr().out.splitlines() if line.strip()]
+
+    def line(first: str) -> list[str]:
+        return next(words[1:] for words in lines if words[0] == first)
+
+    def place(role: str) -> str:
+        (file,) = targets.glob(f"{role}-*.json")
+        return json.loads(file.read_text())[0]["targets"][0]
+
+    status, lines = top()
+    assert status == 0 and lines[-1] == ["no", "fault"], lines
+    assert lines[0] == ["r3channel", "seven", "-", "3", "page(s)"]
+    assert lines[1][1:] == ["2", "received", "=", "2", "delivered;", "0.0/s", "in,", "0.0/s", "delivered"]
+    samples, steps, *_, engines = line(place("relay"))
+    assert (samples, steps, engines) == ("0", "0", "1")
+    assert line(place("trainer"))[:2] == ["-", "1"] and line(place("engine"))[0] == "-"
+    with pytest.raises(errors.RoutingError):
+        relay.add("c", reply_for("c", 9), range(12))
+    (targets / "killed.json").write_text('[{"targets": ["127.0.0.1:9"]}]')
+    status, lines = top()
+    said = [" ".join(words) for words in lines]
+    assert status == 1 and said[0] == "r3channel seven - 4 page(s), 1 down"
+    assert "127.0.0.1:9 does not answer" in said[1] and "refused" in said[1]
+    assert said[-1] == f"relay {place('relay')}: 1 replies, frames or steps refused, reason rows (+0)"
+    (targets / "killed.json").unlink()
 
 
 def check(text: str) -> None:
@@ -241,14 +280,31 @@ def test_a_stage_that_is_slow_is_found_in_its_own_time(
     (receiver,) = receivers_of(relay)
     clocks = {"relay": relay.clock, "trainer": receiver.clock}
     one_step(relay, receiver, 0)  # what is compiled is compiled
-    before = clocks[role].totals()
+    before, begin_s = clocks[role].totals(), time.monotonic()
     slept = make_slow(monkeypatch, relay, *SLOW[role, stage])
     one_step(relay, receiver, 1)
     grown = {name: seconds - before.get(name, 0.0) for name, seconds in clocks[role].totals().items()}
     assert slept and grown[stage] >= SLOW_S * len(slept)
     others = {name: s for name, s in grown.items() if name != stage and not name.startswith("wait_")}
     assert max(others.values(), default=0.0) < SLOW_S * len(slept), grown
+    assert diagnosis(stage, role) in verdict_since(begin_s, relay, receiver)
     receiver.close()
+
+
+def diagnosis(stage: str, role: str) -> str:
+    return (
+        f"longest in {stage}"
+        if stage in WAITS
+        else f"way was {stage} at {role.replace('trainer', 'trainer0')} ("
+    )
+
+
+def verdict_since(begin_s: float, relay: Relay, receiver: Receiver) -> str:
+    """What the page of a run with these spans says in its first lines."""
+    spans = {"relay": relay.clock.spans(), "trainer0": receiver.clock.spans(), "trainer1": []}
+    return verdict_of(
+        result({name: [one for one in own if one.start_s >= begin_s] for name, own in spans.items()})
+    )[1]
 
 
 def one_step(relay: Relay, receiver: Receiver, step: int) -> None:

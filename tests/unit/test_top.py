@@ -1,0 +1,105 @@
+"""`r3channel top`: what is between two looks at real pages, on one screen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("rich", reason="the screen needs rich (extra metrics)")
+
+from prometheus_client import CollectorRegistry, generate_latest
+from rich.console import Console
+
+from r3channel.errors import ConfigError
+from r3channel.metrics import STAGES, Metrics, StageClock
+from r3channel.report.metrics_page import Between, Look, parse_page
+from r3channel.report.screen import faults_of, screen
+from r3channel.report.top import urls_of
+
+
+def look(metrics: Metrics, at_s: float) -> Look:
+    registry = CollectorRegistry()
+    registry.register(metrics)  # pyright: ignore[reportArgumentType]
+    return Look(f"http://h:{id(metrics)}/metrics", at_s, list(parse_page(generate_latest(registry).decode())))
+
+
+def between(metrics: Metrics, act: Callable[[], object]) -> Between:
+    """A look, what is done, and a look two seconds later."""
+    before = look(metrics, 10.0)
+    act()
+    return Between(before, look(metrics, 12.0))
+
+
+def lines_of(*processes: Between, height: int = 0) -> list[str]:
+    console = Console(width=120)
+    with console.capture() as capture:
+        console.print(screen(processes, height=height))
+    return capture.get().splitlines()
+
+
+def test_rates_and_stages_are_those_of_the_time_between_two_looks() -> None:
+    relay = Metrics("relay", run="seven")
+    relay.clock.record("send", 0.0, 100.0)
+    relay.inc("r3channel_samples_total", 30, outcome="received")
+
+    def act() -> None:
+        for _ in range(4):
+            relay.clock.record("send", 0.0, 0.125)
+        relay.inc("r3channel_samples_total", 5, outcome="received")
+        relay.inc("r3channel_bytes_total", 6 << 20, leg="wire_sent")
+
+    lines = lines_of(between(relay, act))
+    assert "35 received" in lines[1] and "2.5/s in" in lines[1]
+    assert row_of("send", lines) == ["send", "25.0%", "125.0"]
+    assert "3.0" in row_of("h:", lines), "6 MiB in two seconds"
+
+
+def row_of(first: str, lines: list[str]) -> list[str]:
+    (row,) = (line.split() for line in lines if line.startswith(first))
+    return row
+
+
+def test_a_process_that_began_anew_has_no_negative_rate() -> None:
+    before, now = Metrics("trainer"), Metrics("trainer")
+    before.inc("r3channel_steps_total", 9)
+    now.inc("r3channel_steps_total", 2)
+    assert Between(look(before, 1.0), look(now, 2.0)).rate("r3channel_steps_total") == 2.0
+
+
+def test_it_stays_one_screen_and_shows_those_that_wait_longest() -> None:
+    found = []
+    for number in range(12):
+        trainer = Metrics("trainer")
+
+        def act(clock: StageClock = trainer.clock, number: int = number) -> None:
+            for at, stage in enumerate(STAGES, 1):
+                clock.record(stage, 0.0, 0.001 * at)
+            clock.record("wait_wire", 0.0, 0.1 * number)
+
+        found.append(between(trainer, act))
+    lines = lines_of(*found, height=24)
+    assert len(lines) <= 24 and "and 4 more" in "".join(lines)
+    assert next(line for line in lines if line.startswith("h:")).startswith(found[-1].now.place)
+    assert any(line.startswith("wait_wire") for line in lines)
+    assert not any(line.startswith("capture") for line in lines), "the shortest stages make room"
+
+
+def test_a_dead_thread_and_a_fault_are_said_with_what_is_new_of_it() -> None:
+    relay = Metrics("relay")
+    relay.set("r3channel_background_thread_alive", 0)
+    relay.inc("r3channel_rejected_total", 3, reason="rows")
+    found = between(relay, lambda: relay.inc("r3channel_rejected_total", 2, reason="rows"))
+    faults = list(faults_of([found]))
+    assert len(faults) == 2 and faults[0].endswith("5 replies, frames or steps refused, reason rows (+2)")
+    assert faults[1].endswith("its thread has ended")
+
+
+def test_what_is_no_folder_of_targets_is_refused(tmp_path: Path) -> None:
+    assert urls_of("http://h:1/metrics") == ["http://h:1/metrics"]
+    with pytest.raises(ConfigError, match="neither a URL nor a folder"):
+        urls_of(str(tmp_path / "missing"))
+    (tmp_path / "report.json").write_text('{"steps": 3}')
+    with pytest.raises(ConfigError, match=r"report.json: expected a list of file_sd groups"):
+        urls_of(str(tmp_path))
