@@ -1,24 +1,115 @@
-"""`r3channel demo`: the complete loop of examples/async_grpo with the channel on. Knows only where the script lies."""
+"""`r3channel demo`: the complete loop of examples/async_grpo with the channel on, in a family of processes that ends as one.
+
+The run is a child of this process. Its engine, Ray and trainers start dozens more, some of which outlive their parents or catch
+signals: a signal to the command ends them all at once, from outside. Knows only where the script lies.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
+import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any
 
 from r3channel.errors import ConfigError
+from r3channel.scratch import remove_leftovers, scratch
+
+if TYPE_CHECKING:
+    import psutil
 
 SCRIPT = Path(__file__).parents[1] / "examples" / "async_grpo" / "train_async.py"
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_PDEATHSIG, _CHILD_SUBREAPER = 1, 36
+_END_S = 10.0
+"""A process that does not end by then waits for a device or a file system, and no signal helps."""
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
-def run(argv: Sequence[str]) -> NoReturn:
-    """Become the example with `--use-r3-channel` and the given options."""
+class _Stopped(BaseException):
+    """A signal came."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the example with `--use-r3-channel` and the given options, in a temporary folder of its own."""
     if not SCRIPT.is_file():
         raise ConfigError(
             "the demo runs examples/async_grpo/train_async.py, which is part of the repository and not of the wheel; "
             "clone the repository and type `make demo`"
         )
-    # In place of this process, so that a signal to the command reaches the run itself.
-    os.execv(sys.executable, [sys.executable, str(SCRIPT), "--use-r3-channel", *argv])
+    for left in remove_leftovers():
+        _say(f"removed {left}, which a run that was killed had left")
+    with scratch() as folder:
+        command = [sys.executable, str(SCRIPT), "--use-r3-channel", *argv]
+        return family(command, environment={**os.environ, "TMPDIR": str(folder)})
+
+
+def family(command: Sequence[str], *, environment: Mapping[str, str]) -> int:
+    """Run a command and return its exit status; all that it started is gone by then. A signal ends it: 128 + its number."""
+    from psutil import Process  # of the demo's own environment
+
+    _libc.prctl(_CHILD_SUBREAPER, 1)  # whose parent ends becomes our child, and is not lost
+    try:
+        _listen(_stop)
+        # A session of its own: Ctrl-C reaches this process alone, and no part of the run prints how it was interrupted.
+        child = subprocess.Popen(
+            command, env=environment, start_new_session=True, stdin=subprocess.DEVNULL, preexec_fn=_follow
+        )
+        code = child.wait()
+        return code if code >= 0 else 128 - code
+    except _Stopped as stopped:
+        _listen(signal.SIG_IGN)
+        name = signal.Signals(stopped.number).name
+        _say(
+            f"stopped by {name}: the run, its engines, Ray and trainers, {end_descendants(Process())} processes"
+        )
+        return 128 + stopped.number
+    finally:
+        end_descendants(Process())
+
+
+def _listen(handler: Any) -> None:
+    for number in _SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN or handler == signal.SIG_IGN:  # nohup stays nohup
+            signal.signal(number, handler)
+
+
+def _stop(number: int, _frame: object) -> None:
+    raise _Stopped(number)
+
+
+def _follow() -> None:
+    """In the child: it ends with this process, also when that is killed."""
+    _libc.prctl(_PDEATHSIG, signal.SIGKILL)
+
+
+def end_descendants(own: psutil.Process) -> int:
+    """Kill and reap every process below this one; how many there were."""
+    ended: set[int] = set()
+    deadline_s = time.monotonic() + _END_S
+    while (family := own.children(recursive=True)) and time.monotonic() < deadline_s:
+        for pid in (pids := {process.pid for process in family}):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        ended |= pids
+        _reap()
+        time.sleep(0.01)
+    return len(ended)
+
+
+def _reap() -> None:
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def _say(text: str) -> None:
+    print(f"r3channel demo: {text}", file=sys.stderr, flush=True)

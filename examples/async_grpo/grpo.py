@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
+
+if TYPE_CHECKING:
+    import torch
 
 GROUP = 4
 """Samples per prompt; an advantage is relative to its group."""
@@ -52,6 +55,6 @@ def policy_loss(
     logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, *, responses: int
 ) -> torch.Tensor:
     """This rank's part of the clipped policy-gradient loss, a mean over `responses` tokens of all CP ranks. All [b, s]."""
-    ratio = torch.exp(logprobs - old)
-    gain = torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
+    ratio = (logprobs - old).exp()
+    gain = (ratio * advantages).minimum(ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
     return -(gain * mask).sum() / max(responses, 1)

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from examples.async_grpo import measured_sides as sides
+from examples.async_grpo.options import parse
 from examples.async_grpo.rays import fetch
 from examples.async_grpo.train_async import (
     GENERATE_TIMEOUT_S,
     Cluster,
     Parts,
-    parse,
     start_cluster,
     update_weights,
 )

@@ -13,25 +13,24 @@ import argparse
 import contextlib
 import json
 import logging
-import math
 import os
 import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from examples.async_grpo.compare import Comparison, compare_digests, compare_step, dump, engine_rows, join
-from examples.async_grpo.rays import actor_class, fetch
-from r3channel.config import ChannelConfig, EngineConfig, add_arguments
-from r3channel.errors import R3Error
+from examples.async_grpo.options import model_layers, parse
+from examples.async_grpo.progress import await_parts, say
+from examples.async_grpo.rays import actor_class, fetch, is_done
+from r3channel.config import EngineConfig
 from r3channel.plan.layout import TrainerLayout
-from r3channel.recordings.options import add_options
-from r3channel.report import commands
 from r3channel.report.run_page import write_page
 from r3channel.report.trace import trace_of
 from r3channel.spec import RoutingSpec
@@ -49,99 +48,6 @@ _QUIET = {  # where the user has not said otherwise; ray has read RAY_AUTH_MODE 
     "PYTHONWARNINGS": "ignore",
 }
 
-WEIGHTS = ("broadcast", "exact", "colocated")
-
-
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = commands.parser("demo", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument(
-        "--layout",
-        default="dp=2,tp=2,pp=1,cp=1",
-        help="keys dp, tp, pp, cp, vpp, ep, packing (padded or thd), pad_policy (spread or native), ...",
-    )
-    parser.add_argument("--engines", type=int, default=1, help="SGLang servers")
-    parser.add_argument("--engine-tp", type=int, default=1, help="ranks of each server that share a request")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--samples", type=int, default=16, help="per step, in groups of 4")
-    parser.add_argument("--micro-batch-size", type=int, default=4)
-    parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--trainer-dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--weight-bucket-bytes", type=int, default=8 << 20)
-    parser.add_argument(
-        "--weights",
-        choices=WEIGHTS,
-        default="exact",
-        help="how they reach the engines: SGLang loads a broadcast; each trainer sends its own part; through shared memory",
-    )
-    parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
-    parser.add_argument(
-        "--report",
-        metavar="DIR",
-        help="write report.html and .json, trace.json, table.txt, endpoints.json",
-    )
-    parser.add_argument("--trace", metavar="FILE", help="write all spans, for Perfetto (ui.perfetto.dev)")
-    parser.add_argument("--dump", metavar="DIR", help="write engine.npz, router.npz and bytes.json")
-    add_options(parser)
-    parser.add_argument(
-        "--weights-manifest", metavar="FILE", help="write what the engines hold after each update"
-    )
-    parser.add_argument(
-        "--export", metavar="DIR", help="at the end write the trainer's weights, and the engines' answers"
-    )
-    parser.add_argument(
-        "--no-replay",
-        action="store_true",
-        help="carry routing but let the routers choose; differences follow",
-    )
-    parser.add_argument(
-        "--fault",
-        choices=("corrupt-id",),
-        help="damage one id in a trainer's memory; its router refuses it, and the run ends with an error",
-    )
-    args = add_arguments(parser).parse_args(argv)
-    if args.weights_manifest:
-        args.weights_manifest = os.path.abspath(
-            args.weights_manifest
-        )  # a trainer in another folder writes it
-    if not args.use_r3_channel:
-        args.weights = "broadcast"  # engines run without our half
-    for name in ("steps", "engines", "engine_tp", "samples", "micro_batch_size"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}, expected at least 1")
-    # Said here, and not by an actor when engines and Ray are up.
-    try:
-        layout = TrainerLayout.parse(args.layout)
-        config = ChannelConfig.from_args(args) if args.use_r3_channel else None
-    except R3Error as error:
-        parser.error(str(error))
-    if config is not None and config.relays > 1:
-        parser.error(f"{config.relays} relay(s): the demo has one")
-    _check_samples(parser, args, layout)
-    if layout.tp > 1 and not layout.sequence_parallel:
-        parser.error(
-            "Megatron-core refuses to train MoE with tp > 1 without sequence parallelism; leave sp on"
-        )
-    if args.use_r3_channel:
-        args.r3_metrics_port = 0 if args.r3_metrics_port is None else args.r3_metrics_port
-        args.r3_run_name = args.r3_run_name or "demo"
-        if args.report and args.r3_metrics_dir is None:
-            args.r3_metrics_dir = str(Path(args.report, "targets").absolute())
-    if not args.use_r3_channel and (args.dump or args.record or args.no_replay or args.fault):
-        parser.error("--dump, --record, --no-replay and --fault need --use-r3-channel")
-    return args
-
-
-def _check_samples(parser: argparse.ArgumentParser, args: argparse.Namespace, layout: TrainerLayout) -> None:
-    from examples.async_grpo.grpo import GROUP  # imports torch, which --help does not need
-
-    unit = math.lcm(GROUP, layout.dp * args.micro_batch_size)
-    if args.samples < unit:  # more than that is cut to a multiple of it
-        parser.error(
-            f"--samples {args.samples}, expected at least {unit}: whole groups of {GROUP} that fill micro-batches of "
-            f"{args.micro_batch_size} on {layout.dp} DP rank(s)"
-        )
-
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
@@ -157,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
         Path(args.report, "report.json").write_text(json.dumps(result, indent=1))
         Path(args.report, "table.txt").write_text(text + "\n")
         if args.use_r3_channel:
-            _say(f"the run as a page: {write_page(Path(args.report).absolute())}")
+            say(f"the run as a page: {write_page(Path(args.report).absolute())}")
     if args.json:
         print(json.dumps(result))
     nothing = args.use_r3_channel and not result["ids_compared"]  # then nothing was shown
@@ -179,7 +85,7 @@ def _train(args: argparse.Namespace, cluster: Cluster, begin: float) -> tuple[di
     """The loop itself: generate / async_train / update_weights."""
     from examples.async_grpo import summary
 
-    _say(f"all parts are up after {time.monotonic() - begin:.0f} s")
+    say(f"all parts are up after {time.monotonic() - begin:.0f} s")
     total, steps, reports = Comparison(), [], []
     update_weights(cluster, 0, reports)
     coming = cluster.manager.generate.remote(0)
@@ -191,7 +97,7 @@ def _train(args: argparse.Namespace, cluster: Cluster, begin: float) -> tuple[di
         steps.append(_merge(cluster.all("train", step, box)))
         compared, mismatch = _audit(args, cluster, step, total)
         steps[-1]["routing_mismatch"] = mismatch
-        _say(
+        say(
             f"step {step}: loss {_mean(steps[-1]['loss']):+.4f}, {compared[0]:,} ids compared, {compared[1]} different"
         )
         if step + 1 < args.steps:
@@ -307,8 +213,7 @@ def start_cluster(args: argparse.Namespace, folder: Path, parts: Parts) -> Itera
     from r3channel.embedded.model import write_model
 
     layout = TrainerLayout.parse(args.layout)
-    layers = max(4, 2 * layout.pp * layout.vpp)  # at least two layers in every chunk; layer 0 is dense
-    model = write_model(folder / "model", seed=args.seed, layers=layers)
+    model = write_model(folder / "model", seed=args.seed, layers=model_layers(layout))
     spec = RoutingSpec.from_hf_config(model)
     if args.use_r3_channel and args.r3_store_dir is None:
         args.r3_store_dir = str(folder / "store")
@@ -316,6 +221,7 @@ def start_cluster(args: argparse.Namespace, folder: Path, parts: Parts) -> Itera
     if args.use_r3_channel and args.r3_metrics_dir is None:
         args.r3_metrics_dir = str(folder / "targets")
     with _engines(args, model, parts) as engines, _ray():
+        say(f"model written and Ray up; engines and trainers start: {args.engines} and {layout.world_size}")
         manager, trainers = _actors(args, spec, folder, engines, parts)
         cluster = Cluster(spec, manager, trainers, [engine.url for engine in engines])
         try:
@@ -371,18 +277,20 @@ def _ray() -> Iterator[None]:
 def _actors(
     args: argparse.Namespace, spec: RoutingSpec, folder: Path, engines: list[Any], parts: Parts
 ) -> tuple[Any, list[Any]]:
-    """Trainers build their model while the engines start; the manager needs running engines."""
+    """Trainers build their model while the engines start; the manager asks running engines."""
     size = TrainerLayout.parse(args.layout).world_size
     manager_class = actor_class(parts.manager, num_cpus=1, max_concurrency=64, name="r3channel-relay")
     trainer_class = actor_class(parts.trainer, num_cpus=1)
     trainers = [trainer_class.remote(args, rank) for rank in range(size)]
     manager = manager_class.remote(args, spec.to_dict())
     building = [trainer.init.remote(f"file://{folder}/rendezvous", manager) for trainer in trainers]
-    for engine in engines:
-        engine.wait_ready(START_TIMEOUT_S)
-    urls = [engine.url for engine in engines]
+    await_parts(
+        {f"engine {number}": engine.is_ready for number, engine in enumerate(engines)}
+        | {f"trainer {rank}": partial(is_done, built) for rank, built in enumerate(building)},
+        timeout_s=START_TIMEOUT_S,
+    )
+    urls, built = [engine.url for engine in engines], fetch(building)
     started = fetch(manager.start.remote(urls), timeout_s=START_TIMEOUT_S)
-    built = fetch(building, timeout_s=START_TIMEOUT_S)
     fetch([trainer.connect_engines.remote(urls) for trainer in trainers], timeout_s=START_TIMEOUT_S)
     _write_endpoints(args, urls, started, built)
     return manager, trainers
@@ -432,10 +340,6 @@ def _kill(actors: list[Any]) -> None:
 
 def _mean(values: list[float]) -> float:
     return sum(values) / max(len(values), 1)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

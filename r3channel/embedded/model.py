@@ -66,7 +66,7 @@ def write_model(
     path.mkdir(parents=True, exist_ok=True)
     mark.unlink(missing_ok=True)
     _write_weights(path, shape)
-    _write_json(path / "config.json", _config(shape))
+    _write_json(path / "config.json", config_of(shape))
     write_tokenizer(path)
     _write_json(mark, key)  # last: a folder with the mark is complete
     return path
@@ -76,7 +76,8 @@ def _write_json(path: Path, values: dict[str, Any]) -> None:
     path.write_text(json.dumps(values, indent=1) + "\n")
 
 
-def _config(shape: ModelShape) -> dict[str, Any]:
+def config_of(shape: ModelShape) -> dict[str, Any]:
+    """Its `config.json`."""
     return {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",

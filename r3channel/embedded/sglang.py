@@ -159,13 +159,19 @@ class EngineServer:
         is then closed.
         """
         deadline_s = time.monotonic() + timeout_s
-        while not self._answers():
-            if self._running().poll() is not None and not self._retry_other_port():
-                self._give_up(f"ended with exit code {self._running().returncode} before it was ready")
+        while not self.is_ready():
             if time.monotonic() > deadline_s:
                 self._give_up(f"was not ready within {timeout_s:g} s")
             time.sleep(_POLL_S)
         return time.monotonic() - self._started_s
+
+    def is_ready(self) -> bool:
+        """Whether it answers now. Raises EngineUnavailable, as `wait_ready` does, when it has ended."""
+        if self._answers():
+            return True
+        if self._running().poll() is not None and not self._retry_other_port():
+            self._give_up(f"ended with exit code {self._running().returncode} before it was ready")
+        return False
 
     @property
     def url(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 
 class Command(NamedTuple):
@@ -118,6 +118,10 @@ class Parser(argparse.ArgumentParser):
     def format_help(self) -> str:
         lines = [f"  r3channel {example}" for example in self.examples]
         return "\n".join([*lines, "", super().format_help()]) if lines else super().format_help()
+
+    def error(self, message: str) -> NoReturn:
+        """Without the usage, which for some commands fills a screen."""
+        self.exit(2, f"{self.prog}: {message}\n{self.prog} --help tells the options\n")
 
 
 def parser(command: str, *, prog: str = "", description: str | None = None) -> Parser:

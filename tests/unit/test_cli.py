@@ -122,9 +122,9 @@ def test_a_help_begins_with_how_the_command_is_typed(
     if name == "miles":
         return  # says why there is none
     if name == "demo":  # becomes another process
-        from examples.async_grpo import train_async
+        from examples.async_grpo import options as demo_options
 
-        monkeypatch.setattr("r3channel.demo.run", lambda argv: train_async.parse(argv))
+        monkeypatch.setattr("r3channel.demo.run", demo_options.parse)
     first, *rest = helped(capsys, *name.split()).splitlines()
     assert first.startswith(f"  r3channel {name} ") or first == f"  r3channel {name}"
     assert any("usage:" in line for line in rest)
@@ -177,9 +177,9 @@ def typed_commands() -> dict[str, set[str]]:
 def test_every_command_on_a_page_is_there_with_its_options(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from examples.async_grpo import train_async
+    from examples.async_grpo import options as demo_options
 
-    monkeypatch.setattr("r3channel.demo.run", lambda argv: train_async.parse(argv))
+    monkeypatch.setattr("r3channel.demo.run", demo_options.parse)
     typed = typed_commands()
     assert {"demo", "doctor", "slime", "plan", "bench relay", "check"} <= set(typed)
     slimes = {"--use-r3-channel", "--update-weight-transport", "--use-rollout-routing-replay"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from examples.async_grpo.train_async import parse
+from examples.async_grpo.options import parse
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,156 @@
+"""The demo's options, and what is refused before any part of it is started."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from examples.async_grpo.grpo import GROUP
+from r3channel.config import ChannelConfig, add_arguments
+from r3channel.embedded.model import ModelShape, config_of
+from r3channel.errors import R3Error
+from r3channel.plan.layout import TrainerLayout
+from r3channel.recordings.options import add_options, recorder_of
+from r3channel.report import commands, preflight
+from r3channel.report.extras import ROLES
+
+VERSIONS = {"sglang": ("0.5.15.post1", "0.5.23"), "megatron-core": ("0.16.1",)}
+"""With which the demo was run."""
+_FOLDERS = ("report", "dump", "record", "export")
+_FILES = ("trace", "weights_manifest")
+_TEMPORARY_BYTES = 500_000_000
+_LONGEST_BASE = 107 - len("/ray/session_2026-11-22_21-26-44_187123_1234567/sockets/plasma_store")
+"""A Unix socket's path has 107 letters at most."""
+_RAY_BYTES, _ENGINE_BYTES, _TRAINER_BYTES = 800 << 20, 1200 << 20, 450 << 20
+
+WEIGHTS = ("broadcast", "exact", "colocated")
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = commands.parser("demo")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument(
+        "--layout",
+        default="dp=2,tp=2,pp=1,cp=1",
+        help="keys dp, tp, pp, cp, vpp, ep, packing (padded or thd), pad_policy (spread or native), ...",
+    )
+    parser.add_argument("--engines", type=int, default=1, help="SGLang servers")
+    parser.add_argument("--engine-tp", type=int, default=1, help="ranks of each server that share a request")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--samples", type=int, default=16, help="per step, in groups of 4")
+    parser.add_argument("--micro-batch-size", type=int, default=4)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--trainer-dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--weight-bucket-bytes", type=int, default=8 << 20)
+    parser.add_argument(
+        "--weights",
+        choices=WEIGHTS,
+        default="exact",
+        help="how they reach the engines: SGLang loads a broadcast; each trainer sends its own part; through shared memory",
+    )
+    parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
+    parser.add_argument(
+        "--report",
+        metavar="DIR",
+        help="write report.html and .json, trace.json, table.txt, endpoints.json",
+    )
+    parser.add_argument("--trace", metavar="FILE", help="write all spans, for Perfetto (ui.perfetto.dev)")
+    parser.add_argument("--dump", metavar="DIR", help="write engine.npz, router.npz and bytes.json")
+    add_options(parser)
+    parser.add_argument(
+        "--weights-manifest", metavar="FILE", help="write what the engines hold after each update"
+    )
+    parser.add_argument(
+        "--export", metavar="DIR", help="at the end write the trainer's weights, and the engines' answers"
+    )
+    parser.add_argument(
+        "--no-replay",
+        action="store_true",
+        help="carry routing but let the routers choose; differences follow",
+    )
+    parser.add_argument(
+        "--fault",
+        choices=("corrupt-id",),
+        help="damage one id in a trainer's memory; its router refuses it, and the run ends with an error",
+    )
+    args = add_arguments(parser).parse_args(argv)
+    for name in _FILES + _FOLDERS:  # a trainer in another folder writes some of them
+        if getattr(args, name):
+            setattr(args, name, os.path.abspath(getattr(args, name)))
+    if not args.use_r3_channel:
+        args.weights = "broadcast"  # engines run without our half
+    try:
+        preflight.refuse(_faults(args))
+    except R3Error as error:
+        parser.error(str(error))
+    if args.use_r3_channel:
+        args.r3_metrics_port = 0 if args.r3_metrics_port is None else args.r3_metrics_port
+        args.r3_run_name = args.r3_run_name or "demo"
+        if args.report and args.r3_metrics_dir is None:
+            args.r3_metrics_dir = str(Path(args.report, "targets"))
+    return args
+
+
+def model_layers(layout: TrainerLayout) -> int:
+    """Of the model that is made for it: at least two layers in every chunk; layer 0 is dense."""
+    return max(4, 2 * layout.pp * layout.vpp)
+
+
+def _faults(args: argparse.Namespace) -> Iterator[str]:
+    """Said here, and not by a part when the others are up. Raises ConfigError for what cannot even be read."""
+    layout = TrainerLayout.parse(args.layout)
+    for name in ("steps", "engines", "engine_tp", "samples", "micro_batch_size"):
+        if getattr(args, name) < 1:
+            yield f"{_flag(name)} {getattr(args, name)}, expected at least 1"
+            return
+    yield _samples(args, layout)
+    if layout.tp > 1 and not layout.sequence_parallel:
+        yield "--layout: Megatron-core refuses to train MoE with tp > 1 without sequence parallelism; leave sp on"
+    yield preflight.layout(
+        f"--layout {args.layout}", layout, config_of(ModelShape(layers=model_layers(layout)))
+    )
+    if args.use_r3_channel:
+        config = ChannelConfig.from_args(args)
+        if config.relays > 1:
+            yield f"--r3-relays: {config.relays} relay(s): the demo has one"
+        recorder_of(args)  # raises for limits that do not go together
+        yield from preflight.of_channel(config, ranks=layout.world_size)
+    elif args.dump or args.record or args.no_replay or args.fault:
+        yield "--dump, --record, --no-replay and --fault need --use-r3-channel"
+    yield from _machine(args, layout)
+
+
+def _machine(args: argparse.Namespace, layout: TrainerLayout) -> Iterator[str]:
+    for name in _FOLDERS:
+        yield preflight.folder(_flag(name), getattr(args, name) or "")
+    for name in _FILES:
+        yield preflight.folder(_flag(name), (getattr(args, name) and Path(getattr(args, name)).parent) or "")
+    yield from preflight.packages(ROLES["all"].needs, VERSIONS)
+    base = tempfile.gettempdir()
+    yield preflight.folder("TMPDIR", base, room_bytes=_TEMPORARY_BYTES)
+    if len(base) > _LONGEST_BASE:
+        yield f"TMPDIR: {base} has {len(base)} letters, and Ray's sockets below it leave {_LONGEST_BASE}; give a shorter path"
+    engines, trainers = args.engines * args.engine_tp, layout.world_size
+    needed = _RAY_BYTES + engines * _ENGINE_BYTES + trainers * _TRAINER_BYTES
+    yield preflight.memory(
+        needed,
+        remedy=f"{engines} engine(s) and {trainers} trainer(s) of --engines and --layout; give smaller ones",
+    )
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _samples(args: argparse.Namespace, layout: TrainerLayout) -> str:
+    unit = math.lcm(GROUP, layout.dp * args.micro_batch_size)
+    if args.samples >= unit:  # more than that is cut to a multiple of it
+        return ""
+    return (
+        f"--samples {args.samples}, expected at least {unit}: whole groups of {GROUP} that fill micro-batches of "
+        f"{args.micro_batch_size} on {layout.dp} DP rank(s)"
+    )
