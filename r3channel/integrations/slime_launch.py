@@ -15,8 +15,8 @@ from typing import Any
 
 from r3channel import bare
 from r3channel.errors import ConfigError, R3Error, UsageError
-from r3channel.report import seams
-from r3channel.report.slime_arguments import add_arguments, help_text, prepared
+from r3channel.report import preflight, seams
+from r3channel.report.slime_arguments import add_arguments, faults, help_text, prepared
 
 
 def run(argv: Sequence[str]) -> int:
@@ -69,9 +69,11 @@ def hook() -> None:
 
     @wraps(parse)
     def parse_args(add_custom_arguments: Callable[[Any], Any] | None = None) -> Namespace:
-        return prepared(
+        args = prepared(
             parse(add_custom_arguments=lambda parser: add_arguments(_with(parser, add_custom_arguments)))
         )
+        preflight.refuse(faults(args))
+        return args
 
     @wraps(make_manager)
     def create_rollout_manager(args: Namespace, pg: Any) -> Any:

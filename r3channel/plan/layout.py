@@ -199,6 +199,8 @@ class TrainerLayout:
         """From the names of Megatron's command line; `rest` is what it does not say (packing, padding). Imports nothing."""
         tp, cp = args.tensor_model_parallel_size, args.context_parallel_size
         pp = args.pipeline_model_parallel_size
+        if world_size < 1 or world_size % (tp * pp * cp):
+            raise ConfigError(f"{world_size} trainer ranks do not divide by tp={tp} x pp={pp} x cp={cp}")
         return cls(
             dp=world_size // (tp * pp * cp),
             pp=pp,

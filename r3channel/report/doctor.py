@@ -11,7 +11,6 @@ import json
 import os
 import platform
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from typing import Any
 from r3channel.config import ChannelConfig
 from r3channel.errors import ConfigError
 from r3channel.relay import proof
-from r3channel.report import commands, extras, seams
+from r3channel.report import commands, extras, preflight, seams
 from r3channel.report.check import Check
 from r3channel.report.engine import ask_engine
 from r3channel.report.network import check_network
@@ -194,19 +193,9 @@ def check_store(channel: ChannelConfig) -> Check:
     """Can `store_dir` take what a killed relay would leave; a fault where it cannot be written or has no room."""
     if not channel.store_dir:
         return Check(name="store_dir", ok=True, found="not set: what a killed relay holds is lost")
-    at = Path(channel.store_dir).absolute()
-    there = next(folder for folder in (at, *at.parents) if folder.exists())
-    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-        return Check(
-            name="store_dir", ok=False, found=f"{there} cannot be written", remedy="choose another store_dir"
-        )
-    free = shutil.disk_usage(there).free
-    return Check(
-        name="store_dir",
-        ok=free >= channel.store_bytes,
-        found=f"{at}, {free / 1e9:.1f} GB free; takes up to {channel.store_bytes / 1e9:.1f} GB of rows (store_bytes)",
-        remedy="choose a folder with more room, or lower store_bytes",
-    )
+    fault = preflight.folder("store_dir", channel.store_dir, room_bytes=channel.store_bytes)
+    takes = f"{channel.store_dir} takes up to {channel.store_bytes / 1e9:.1f} GB of rows (store_bytes), and so much is free"
+    return Check(name="store_dir", ok=not fault, found=fault or takes, remedy="or lower store_bytes")
 
 
 def check_plugin() -> Check:
@@ -223,17 +212,8 @@ def check_plugin() -> Check:
 def check_port(port: int) -> Check:
     """Can `port` be bound on loopback now; 0 asks for any."""
     name = f"port {port}" if port else "a free port"
-    try:
-        with socket.socket() as probe:
-            probe.bind((LOOPBACK, port))
-            return Check(name=name, ok=True, found=f"free on {LOOPBACK}")
-    except (OSError, OverflowError) as error:
-        return Check(
-            name=name,
-            ok=False,
-            found=f"cannot be bound on {LOOPBACK} ({error})",
-            remedy="stop what listens there (ss -ltnp shows it), or choose another port",
-        )
+    fault = preflight.port(name, port, host=LOOPBACK)
+    return Check(name=name, ok=not fault, found=fault or f"free on {LOOPBACK}")
 
 
 def check_transport(channel: ChannelConfig) -> Check:

@@ -37,11 +37,9 @@ def of_channel(config: ChannelConfig, *, ranks: int) -> Iterator[str]:
     pages = {"the relay": 0} | {f"trainer rank {rank}": 1 + rank for rank in range(ranks)}
     for whose, offset in pages.items() if config.metrics_port > 0 else ():
         at = config.metrics_port + offset
-        yield port(_named("metrics_port"), at, host=config.interface, whose=f"/metrics of {whose}")
+        yield port(f"{_named('metrics_port')}, of {whose}", at, host=config.interface)
     if config.ingest_port:
-        yield port(
-            _named("ingest_port"), config.ingest_port, host=config.interface, whose="the relay's ingest"
-        )
+        yield port(_named("ingest_port"), config.ingest_port, host=config.interface)
     for name in ("store_dir", "metrics_dir"):
         yield folder(_named(name), getattr(config, name))
     if config.token_file and not Path(config.token_file).is_file():
@@ -56,7 +54,7 @@ def _named(field: str) -> str:
     return f"--r3-{field.replace('_', '-')} ({ENV_PREFIX}{field.upper()})"
 
 
-def port(option: str, number: int, *, host: str, whose: str) -> str:
+def port(option: str, number: int, *, host: str) -> str:
     """Can it be bound now; 0 asks for any."""
     try:
         if number > _LAST_PORT:  # the C library would count on from 0
@@ -64,7 +62,7 @@ def port(option: str, number: int, *, host: str, whose: str) -> str:
         family, *_, address = socket.getaddrinfo(host, number, type=socket.SOCK_STREAM)[0]
         socket.create_server(address, family=family).close()
     except (OSError, OverflowError) as error:
-        wrong = f"{option}: port {number}, for {whose}, cannot be bound on {host} ({error})"
+        wrong = f"{option}: port {number} cannot be bound on {host} ({error})"
         return (
             f"{wrong}; stop what listens there (ss -ltnp shows it), or give another port: 0 takes a free one"
         )

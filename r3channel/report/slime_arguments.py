@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from r3channel import bare, config
 from r3channel.errors import ConfigError
 from r3channel.plan.layout import TrainerLayout
 from r3channel.recordings.options import add_options
+from r3channel.report import preflight
 
 _WEIGHTS = ("off", "broadcast", "exact", "colocated")
 
@@ -129,6 +130,17 @@ def prepared(args: Namespace) -> Namespace:
     args.use_routing_replay = False
     args.moe_enable_routing_replay = True
     return args
+
+
+def faults(args: Namespace) -> Iterator[str]:
+    """Of `prepared` arguments: what would end the run later. Raises ConfigError for a layout that its ranks do not fill.
+
+    Ports and folders are this machine's only where all that speak to the relay are on it, as loopback says.
+    """
+    layout, channel = layout_of(args), config.ChannelConfig(**args.r3_channel)
+    if channel.interface in ("127.0.0.1", "::1", "localhost"):
+        yield from preflight.of_channel(channel, ranks=layout.world_size)
+        yield preflight.folder("--r3-record", args.r3_record or "")
 
 
 def with_channel(args: Namespace) -> Namespace:

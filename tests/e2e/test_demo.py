@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import tempfile
+import time
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from safetensors.torch import load_file
 
-from r3channel.embedded.sglang import environment
+from r3channel.embedded.sglang import environment, kill_family
 from r3channel.metrics import METRICS
 from r3channel.recordings.recording import Recording
 from r3channel.weights.pack import EngineChecksums
@@ -127,6 +132,28 @@ def test_the_trainer_knows_how_stale_each_row_was(demo: Run) -> None:
     rows = demo.result["rows_by_staleness"]
     assert rows["0"] > 0 and rows["1"] > rows["0"] and sum(rows.values()) == rows["0"] + rows["1"]
     assert sum(rows.values()) == 2 * demo.result["rows"]  # both TP ranks of each DP rank see its samples
+
+
+def test_ctrl_c_while_parts_start_gives_the_prompt_back_and_leaves_nothing() -> None:
+    with tempfile.TemporaryDirectory(prefix="t-") as folder:  # short: Ray's sockets lie below it
+        command = [sys.executable, "-m", "r3channel.cli", "demo"]
+        child = subprocess.Popen(
+            command, stderr=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": folder}
+        )
+        try:
+            assert child.stderr is not None
+            assert "engines and trainers start" in child.stderr.readline()
+            parts = psutil.Process(child.pid).children(recursive=True)
+            (scratch,) = Path(folder).iterdir()
+            assert len(parts) >= 6 and {"ray", "lock"} <= {path.name for path in scratch.iterdir()}
+            begin_s = time.monotonic()
+            child.send_signal(signal.SIGINT)
+            _, said = child.communicate(timeout=10)
+        finally:
+            kill_family(child)
+        assert time.monotonic() - begin_s < 2 and child.returncode == 130
+        assert "stopped by SIGINT" in said and "Traceback" not in said and len(said.splitlines()) <= 3
+        assert not psutil.wait_procs(parts, timeout=1)[1] and not list(Path(folder).iterdir())
 
 
 @pytest.mark.full

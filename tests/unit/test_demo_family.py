@@ -26,15 +26,17 @@ for _ in range(3):
     os.waitpid(between, 0)
 open(tempfile.mkstemp()[1], "w").write("left")
 os.write(1, b"%d\n" % os.getpid())
-time.sleep(float(sys.argv[1]))
+time.sleep(float(sys.argv[2]))
 sys.exit(7)
 """
 
 
 def start(folder: Path, *, seconds: float) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
     """`r3channel demo` with another script; the processes that its run is made of, the daemons first."""
-    (folder / "run.py").write_text(RUN.replace("sys.argv[1]", "sys.argv[2]"))
-    program = f"import sys; from pathlib import Path; from r3channel import demo; demo.SCRIPT = Path({str(folder / 'run.py')!r})\n"
+    (script := folder / "run.py").write_text(RUN)
+    program = (
+        f"import pathlib, sys; from r3channel import demo; demo.SCRIPT = pathlib.Path({str(script)!r})\n"
+    )
     program += f"sys.exit(demo.run([{str(seconds)!r}]))"
     child = subprocess.Popen(
         [sys.executable, "-c", program],

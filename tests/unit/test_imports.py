@@ -50,6 +50,7 @@ LEVELS = {
             "pytest_plugin",
             "ranks",
             "demo",
+            "scratch",
             "plugin",
             "bench",
             "report",

@@ -65,6 +65,28 @@ def test_what_does_not_fit_is_refused_with_the_argument_to_change(
         slime_arguments.prepared(parsed(*given, **slime))
 
 
+MEGATRON = {
+    "actor_num_nodes": 1, "actor_num_gpus_per_node": 8, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 1,
+    "context_parallel_size": 1, "virtual_pipeline_model_parallel_size": None, "expert_model_parallel_size": 4,
+    "sequence_parallel": True, "decoder_first_pipeline_num_layers": None, "decoder_last_pipeline_num_layers": None,
+    "allgather_cp": False, "data_pad_size_multiplier": 128,
+}  # fmt: skip
+
+
+def test_this_machine_and_the_layout_are_looked_at_before_slime_starts_a_part(tmp_path: Path) -> None:
+    (file := tmp_path / "file").touch()
+    given = ("--r3-store-dir", f"{file}/store", "--r3-record", f"{file}/record")
+
+    def faults(*more: str, **slime: Any) -> list[str]:
+        args = slime_arguments.prepared(parsed(*given, *more, **MEGATRON | slime))
+        return [fault.split()[0] for fault in slime_arguments.faults(args) if fault]
+
+    assert faults() == ["--r3-store-dir", "--r3-record:"]
+    assert faults("--r3-interface", "10.0.0.5") == []  # the relay may be on any node
+    with pytest.raises(ConfigError, match="8 trainer ranks do not divide by tp=3 x pp=1 x cp=1"):
+        faults(tensor_model_parallel_size=3)
+
+
 def test_a_colocated_run_updates_by_memory_and_is_not_refused() -> None:
     assert slime_arguments.prepared(parsed(colocate=True, update_weight_transport="nccl"))
 

@@ -1,0 +1,131 @@
+"""What is wrong on this machine is said before any process starts: the option, what was seen, what to give instead."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from r3channel.config import ChannelConfig
+from r3channel.embedded.model import ModelShape, config_of
+from r3channel.errors import ConfigError
+from r3channel.plan.layout import TrainerLayout
+from r3channel.report import preflight
+
+
+def faults_of(config: ChannelConfig, *, ranks: int = 4) -> str:
+    return "\n".join(filter(None, preflight.of_channel(config, ranks=ranks)))
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        yield held.getsockname()[1]
+
+
+def test_the_demo_says_all_that_is_wrong_at_once_and_starts_nothing(tmp_path: Path, taken: int) -> None:
+    (file := tmp_path / "file").touch()
+    options = [
+        *("--layout", "dp=3,tp=5", "--samples", "12", "--report", f"{file}/report", "--record", f"{file}/record"),
+        *("--trace", f"{file}/trace.json", "--r3-metrics-port", str(taken - 2), "--r3-store-dir", f"{file}/store"),
+    ]  # fmt: skip
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, "-m", "r3channel.cli", "demo", *options],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 2 and not done.stdout and "Traceback" not in done.stderr
+    said = done.stderr
+    assert "--layout dp=3,tp=5: tp=5 does not divide the model's 4 attention heads" in said
+    assert (
+        f"--r3-metrics-port (R3CHANNEL_METRICS_PORT), of trainer rank 1: port {taken} cannot be bound" in said
+    )
+    assert f"--r3-store-dir (R3CHANNEL_STORE_DIR): {file} cannot be written (Not a directory)" in said
+    for option in ("--report", "--record", "--trace"):
+        assert f"{option}: {file} cannot be written (Not a directory); give a folder that can" in said
+    assert list(tmp_path.iterdir()) == [file]
+    # Of processor time, which a busy machine does not stretch: Ray, torch and SGLang take several seconds to import.
+    assert after.ru_utime - before.ru_utime < 2.0
+
+
+def test_a_port_is_bound_in_earnest(taken: int) -> None:
+    assert preflight.port("--port", 0, host="127.0.0.1") == ""
+    for number in (taken, 65_536):
+        said = preflight.port("--port", number, host="127.0.0.1")
+        assert (
+            said.startswith(f"--port: port {number} cannot be bound on 127.0.0.1")
+            and "0 takes a free one" in said
+        )
+    assert "nowhere.invalid" in preflight.port("--port", 0, host="nowhere.invalid")
+
+
+def test_every_process_that_serves_a_page_needs_its_port(taken: int) -> None:
+    said = faults_of(ChannelConfig(metrics_port=taken - 4))
+    assert "of trainer rank 3: port" in said and said.count("cannot be bound") == 1
+    assert faults_of(ChannelConfig(metrics_port=taken - 4), ranks=3) == ""
+    assert "--r3-ingest-port (R3CHANNEL_INGEST_PORT): port" in faults_of(ChannelConfig(ingest_port=taken))
+
+
+def test_a_folder_is_written_in_earnest_and_nothing_stays(tmp_path: Path) -> None:
+    (file := tmp_path / "file").touch()
+    new = tmp_path / "new" / "deeper"
+    assert preflight.folder("--report", new) == "" == preflight.folder("--report", "")
+    assert "cannot be written" in preflight.folder("--report", file / "below")
+    assert "cannot be written" in preflight.folder(
+        "--report", "/proc/1/x"
+    )  # though a superuser may be told that it can
+    assert "needed; give a folder with more room" in preflight.folder("--report", new, room_bytes=1 << 60)
+    assert list(tmp_path.iterdir()) == [file]
+    config = ChannelConfig(store_dir=str(file), metrics_dir=f"{file}/a", token_file=f"{file}/b/token")
+    assert [line.split()[0] for line in faults_of(config).splitlines()] == [
+        "--r3-store-dir",
+        "--r3-metrics-dir",
+        "--r3-token-file",
+    ]
+
+
+def test_memory_that_is_not_there_is_missed(tmp_path: Path) -> None:
+    (meminfo := tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:   2097152 kB\n")
+    assert preflight.memory(2 << 30, remedy="take less", meminfo=meminfo) == ""
+    said = preflight.memory(3 << 30, remedy="take less", meminfo=meminfo)
+    assert said == "2.0 GiB of memory are free, and 3.0 GiB are needed; take less"
+    assert preflight.memory(1 << 60, remedy="", meminfo=tmp_path / "none") == ""
+
+
+def test_a_package_in_a_version_that_was_not_read_is_named() -> None:
+    assert list(preflight.packages(["numpy"], {})) == []
+    (said,) = preflight.packages(["numpy"], {"numpy": ("0.1",)})
+    assert said.startswith("numpy ") and said.endswith("was not read, only 0.1; pip install numpy==0.1")
+    (said,) = preflight.packages(["r3channel-not-there"], {})
+    assert said == "r3channel-not-there is not installed; pip install r3channel-not-there"
+
+
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        ("dp=2,tp=2", ""),
+        ("tp=4", ""),
+        ("tp=3", "tp=3 does not divide the model's 4 attention heads in 2 groups; give a tp that does"),
+        ("dp=3,ep=3", "ep=3 does not divide the model's 128 experts"),
+        ("pp=3", "4 layers do not divide into pp=3 stages"),
+    ],
+)
+def test_a_layout_is_held_against_its_model(layout: str, said: str) -> None:
+    found = preflight.layout("--layout", TrainerLayout.parse(layout), config_of(ModelShape()))
+    assert found.startswith(f"--layout: {said}" if said else "") and bool(found) == bool(said)
+
+
+def test_faults_are_one_error_a_line_each() -> None:
+    preflight.refuse(["", ""])
+    with pytest.raises(ConfigError, match=r"^a\n  b$"):
+        preflight.refuse(["a", "", "b"])
