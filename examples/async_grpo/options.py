@@ -25,7 +25,7 @@ _FILES = ("trace", "weights_manifest")
 _TEMPORARY_BYTES = 500_000_000
 _LONGEST_BASE = 107 - len("/ray/session_2026-11-22_21-26-44_187123_1234567/sockets/plasma_store")
 """A Unix socket's path has 107 letters at most."""
-_RAY_BYTES, _ENGINE_BYTES, _TRAINER_BYTES = 800 << 20, 1200 << 20, 450 << 20
+_RAY_BYTES, _ENGINE_BYTES, _TRAINER_BYTES = 850 << 20, 900 << 20, 520 << 20
 
 WEIGHTS = ("broadcast", "exact", "colocated")
 
