@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from r3channel.embedded.sglang import unlink_segments
 from r3channel.errors import ConfigError
 from r3channel.scratch import remove_leftovers, scratch
 
@@ -102,6 +103,7 @@ def end_descendants(own: psutil.Process) -> int:
         ended |= pids
         _reap()
         time.sleep(0.01)
+    unlink_segments(ended)
     return len(ended)
 
 

@@ -14,7 +14,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -283,3 +283,11 @@ def kill_family(child: subprocess.Popen[Any], *, timeout_s: float = 10.0) -> Non
             process.kill()
     child.wait(timeout_s)
     psutil.wait_procs(family, timeout=timeout_s)
+    unlink_segments(process.pid for process in family)
+
+
+def unlink_segments(pids: Iterable[int]) -> None:
+    """Shared memory that SGLang names by the process that made it, 24 MiB for an engine; nobody else unlinks a killed one's."""
+    for pid in pids:
+        for segment in Path("/dev/shm").glob(f"sgl_shm_*_{pid}_*"):
+            segment.unlink(missing_ok=True)

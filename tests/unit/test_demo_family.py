@@ -12,6 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from r3channel.embedded.sglang import unlink_segments
+
 RUN = r"""
 import os, signal, subprocess, sys, tempfile, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -20,6 +22,7 @@ for _ in range(3):
     if (between := os.fork()) == 0:  # a daemon: no parent, no group, no signal but one
         os.setsid()
         if os.fork() == 0:
+            open(f"/dev/shm/sgl_shm_mq_{os.getpid()}_test", "w").close()  # as SGLang names its own
             os.write(1, b"%d\n" % os.getpid())
             time.sleep(600)
         os._exit(0)
@@ -67,6 +70,7 @@ def test_a_signal_ends_everything_with_one_line(tmp_path: Path, number: signal.S
         == f"r3channel demo: stopped by {number.name}: the run, its engines, Ray and trainers, 4 processes\n"
     )
     assert not any(part.is_running() for part in parts) and not folder.exists()
+    assert not any(Path(f"/dev/shm/sgl_shm_mq_{part.pid}_test").exists() for part in parts)
 
 
 def test_a_run_that_ends_leaves_nothing_and_its_status_is_the_commands(tmp_path: Path) -> None:
@@ -84,6 +88,7 @@ def test_after_kill_9_the_run_ends_and_the_next_one_removes_what_was_left(tmp_pa
     parts[-1].wait(2)  # SGLang's and Ray's own processes follow it; these daemons do not
     for daemon in parts[:-1]:
         daemon.kill()
+    unlink_segments(daemon.pid for daemon in parts[:-1])
     assert folder.exists()
     again, _ = start(tmp_path, seconds=0.2)
     _, said = again.communicate(timeout=10)
