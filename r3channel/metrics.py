@@ -61,7 +61,7 @@ LABELS: dict[str, tuple[str, ...]] = {
     "layer": tuple(str(layer) for layer in range(256)),
     "leg": ("engine_frame", "engine_http", "engine_direct", "wire_sent", "wire_received", "landed"),
     "way": ("inband", "overflowed", "direct", "given_up"),
-    "result": ("committed", "failed"),
+    "result": ("committed", "failed", "unknown"),
 }
 """Every label and the closed set of its values. A reason that is not listed is counted as `other`."""
 
@@ -232,7 +232,7 @@ _TABLE = (
         "updates",
         "weights",
         _TRAINER,
-        "Weight updates of all engines, by result; a failed one leaves the old version.",
+        "Weight updates of all engines, by result; a failed one leaves the old version; unknown: a trainer rank was lost at the commit.",
         "result",
     ),
     _gauge(
