@@ -232,7 +232,7 @@ _TABLE = (
         "updates",
         "weights",
         _TRAINER,
-        "Weight updates of all engines, by result; a failed one leaves the old version; unknown: a trainer rank was lost at the commit.",
+        "Weight updates of all engines, by result; a failed one leaves the old version.",
         "result",
     ),
     _gauge(
