@@ -61,7 +61,7 @@ LABELS: dict[str, tuple[str, ...]] = {
     "layer": tuple(str(layer) for layer in range(256)),
     "leg": ("engine_frame", "engine_http", "engine_direct", "wire_sent", "wire_received", "landed"),
     "way": ("inband", "overflowed", "direct", "given_up"),
-    "result": ("committed", "failed"),
+    "result": ("committed", "failed", "unknown"),
 }
 """Every label and the closed set of its values. A reason that is not listed is counted as `other`."""
 

@@ -61,6 +61,13 @@ class WeightUpdateFailed(WeightsError):
     remedy = "The message says where it stopped and in which state each engine is. Send the update again."
 
 
+class TrainerRankLost(WeightsError):
+    """A trainer rank is gone after a commit began. Says of each engine what it holds, where that is known."""
+
+    reason = "trainer_rank"
+    remedy = "Read which version each engine holds; start the trainer ranks again, and open a new session."
+
+
 class WeightsCorrupt(WeightsError):
     """Bytes that arrived are not those that were sent. Names tensor and bucket."""
 

@@ -30,6 +30,7 @@ from r3channel.errors import (
     PlanInvalid,
     PlanMismatch,
     R3Error,
+    TrainerRankLost,
     TransportError,
     WeightsError,
 )
@@ -38,6 +39,7 @@ from r3channel.weights.dryrun import Part
 from r3channel.weights.executor import Staged, background
 from r3channel.weights.geometry import Box, Layout, ShardMap, report_of
 from r3channel.weights.manifest import Bucket, Manifest, TensorMeta
+from r3channel.weights.member import told
 from r3channel.weights.pack import check_finite
 from r3channel.weights.plan import plan_reshard
 from r3channel.weights.progress import GRACE_S, Deadline, Run
@@ -206,7 +208,9 @@ class JointUpdate:
         self, work: Staged, stages: ExactStages, ranks: TrainerRanks, run: Run, version: int
     ) -> None:
         self._work, self._stages, self._ranks, self._run, self._version = work, stages, ranks, run, version
-        self._manifest = Manifest.of(())
+        self.manifest = Manifest.of(())
+        self._deciding = False
+        """Whether engines may hold the new version already."""
         self.left_behind = ""
         """What `EngineLeftBehind` says, where the update counts and some engines did not take it."""
 
@@ -227,11 +231,12 @@ class JointUpdate:
             links = list(itertools.chain(*(member.ranks for member in self._work.members)))
             if changed or not self._stages.aimed_at(links):
                 same_plan(self._ranks.exchange(self._stages.aim(links, run.deadline), run.deadline))
-            self._manifest = Manifest.of([Bucket.of(self._stages.metas)])
+            self.manifest = Manifest.of([Bucket.of(self._stages.metas)])
         with run.stage("wait_send"):
             self._send()
+        self._deciding = True
         self.left_behind = self._lead(self._commit).get("left", "")
-        return self._manifest
+        return self.manifest
 
     def _survey(self, shards: Sequence[Shard]) -> bool:
         return self._stages.survey(shards, self._run.deadline)
@@ -267,13 +272,29 @@ class JointUpdate:
                 error = failure
                 told = {"error": f"{type(failure).__name__}: {failure}"}
             told["evicted"] = self._run.evicted
-        told = self._ranks.exchange(told, self._run.deadline.at_least(GRACE_S * 10))[0]
+        try:
+            told = self._ranks.exchange(told, self._run.deadline.at_least(GRACE_S * 10))[0]
+        except TransportError as gone:
+            if self._deciding and error is None:
+                raise TrainerRankLost(self._known(str(gone))) from gone
+            error = error or gone
         if error is not None:
             raise error
         for member in [m for m in self._work.members if m.url in told["evicted"]]:
             self._work.leave_out(member, told["evicted"][member.url])
         self._raise([told["error"]] if "error" in told else [])
         return told
+
+    def _known(self, gone: str) -> str:
+        """What engines hold, for an error: known to the rank that commits; the others ask."""
+        version, members = self._version, self._work.members
+        if self.leads:
+            states = f"[engines now: {told(members)}]"
+            return (
+                f"weight version {version} is committed, but not every trainer rank was told: {gone} {states}"
+            )
+        asked = ", ".join(f"{member.url}: {member.version_now()}" for member in members)
+        return f"rank 0 was committing weight version {version}, and did not say how it went: {gone} [engines say: {asked}]"
 
     def _open(self) -> None:
         """Links to every engine that takes part."""
@@ -333,7 +354,7 @@ class JointUpdate:
         self._work.verify()
         self._work.commit(self._version)
         try:
-            self._work.resume(self._version, self._manifest)
+            self._work.resume(self._version, self.manifest)
         except EngineLeftBehind as error:
             return {"left": str(error)}
         return {}

@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from r3channel.errors import CannotStage, EngineRefused, ManifestMismatch, WeightsDiffer
+from r3channel.errors import CannotStage, EngineRefused, ManifestMismatch, R3Error, WeightsDiffer
 from r3channel.weights.manifest import Bucket, TensorMeta
 from r3channel.weights.sglang import EngineClient, PauseMode
 from r3channel.weights.wires import RankLink, WeightGroup
 
 _SHOWN = 3
+_ASK_S = 1.0
 _FLUSH_REFUSED = "cache was not flushed"
 _NO_PLUGIN = "init_weights_update_group"
 """SGLang knows no group of our order's name, and says what to call first."""
@@ -222,6 +223,13 @@ class Member:
             self.enter(EngineState.PAUSED)
         if self.state in (EngineState.PAUSED, EngineState.COMMITTED):
             self.resume(timeout_s)
+
+    def version_now(self) -> str:
+        """For an error: the version that it serves, asked just now."""
+        try:
+            return f"version {self.client.weight_version(timeout_s=_ASK_S)}"
+        except R3Error as error:
+            return f"unknown ({type(error).__name__})"
 
     @contextlib.contextmanager
     def _flush_may_be_refused(self) -> Any:

@@ -36,6 +36,7 @@ from r3channel.errors import (
     EngineLeftBehind,
     R3Error,
     RegistryRefused,
+    TrainerRankLost,
     UsageError,
     WeightUpdateFailed,
     WeightVersionRegressed,
@@ -281,7 +282,8 @@ class WeightSync:
         Waits while a step's routing is being received in this process, and keeps it waiting (`slot.py`).
 
         Raises WeightUpdateFailed (naming bucket, tensor and engine, and the state of each engine), EngineLeftBehind
-        (committed, but not by the engines named), StaleEpoch, RegistryRefused (no engine is left), WeightVersionRegressed,
+        (committed, but not by the engines named), TrainerRankLost (`exact`: says what engines hold), StaleEpoch,
+        RegistryRefused (no engine is left), WeightVersionRegressed,
         SlotBusy, UsageError. Ends within `timeout_s`, after a failure within some 10 s more for cleaning up.
         """
         run = Run(Deadline(timeout_s, f"update to version {version}"))
@@ -402,6 +404,9 @@ class WeightSync:
             with self.metrics.clock.span("weights"):
                 yield
         except EngineLeftBehind:  # committed, but not by all
+            raise
+        except TrainerRankLost:
+            result = "committed" if self._leads else "unknown"
             raise
         except BaseException:
             result = "failed"
@@ -556,9 +561,13 @@ class WeightSync:
             alone=only is not None,
         )
         run.way = "staged"
-        joint = JointUpdate(work, self._exact, self._ranks, run, version)
+        joint, lost = JointUpdate(work, self._exact, self._ranks, run, version), None
         try:
-            manifest = joint.run(shards, finite=self._on_nonfinite == "error")
+            joint.run(shards, finite=self._on_nonfinite == "error")
+        except TrainerRankLost as error:
+            lost = error  # the update counts all the same where it is known to
+            if not joint.leads:
+                raise
         except BaseException as error:
             if joint.leads:
                 work.abort()
@@ -568,6 +577,7 @@ class WeightSync:
                 f"weight version {version} was not committed, version {self._version} stays: {error} "
                 f"[engines now: {told(self._members)}]"
             ) from error
+        manifest = joint.manifest
         if only is None:
             self._version = version
             if self._copy is not None:
@@ -577,6 +587,8 @@ class WeightSync:
             )
         else:
             only.evicted = ""
+        if lost is not None:
+            raise lost
         if joint.left_behind:
             raise EngineLeftBehind(joint.left_behind)
         return UpdateReport.of(version, manifest, run)

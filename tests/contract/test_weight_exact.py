@@ -1,0 +1,50 @@
+"""The exact plan on two trainer processes: each sends its own rows, and what one of them suffers the other one is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from r3channel.weights.dryrun import dry_run
+from r3channel.weights.manifest import TensorMeta
+from tests.contract.exact_rank import weights
+from tests.dist.ranks import run_ranks
+from tests.fake_engine import FakeEngine, Model
+
+WORKER = Path(__file__).with_name("exact_rank.py")
+
+
+@pytest.mark.parametrize("dies", [1, 0])
+def test_an_error_of_either_trainer_rank_says_which_version_the_engines_hold(
+    tmp_path: Path, dies: int
+) -> None:
+    tensors = weights(1)
+    metas = [TensorMeta.of(*named) for named in tensors.items()]
+    dry_run(
+        Model(tensors), metas
+    )  # what torch imports for a first one takes its time, which an engine has not
+    pair = [FakeEngine(receives={n: torch.zeros_like(t) for n, t in tensors.items()}) for _ in range(2)]
+    urls = [engine.url for engine in pair]
+    try:
+        job = {"engines": urls, "dies": dies}
+        results = run_ranks(WORKER, tmp_path, world_size=2, job=job, timeout_s=240)
+        for engine in pair:
+            assert all(torch.equal(engine.tensors[name], tensor) for name, tensor in weights(2).items())
+            assert engine.version == "2" and not engine.paused
+    finally:
+        for engine in pair:
+            engine.die()
+    left = results[1 - dies]
+    assert left["sent"] == len(pair) * sum(tensor.nbytes for tensor in weights(1).values()) / 2
+    kind, spoiled = left["spoiled"]
+    assert kind == "WeightUpdateFailed" and "holds NaN" in spoiled and left["version"] == 1
+    kind, lost = left["lost"]
+    assert kind == "TrainerRankLost"
+    if dies:
+        assert "weight version 2 is committed" in lost and left["after"] == left["held"] == 2
+        assert all(f"{url}: serving the committed weights" in lost for url in urls)
+    else:
+        assert "rank 0 was committing weight version 2" in lost and left["after"] == 1
+        assert all(f"{url}: version 2" in lost for url in urls)
