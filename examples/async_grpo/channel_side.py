@@ -119,6 +119,7 @@ class ChannelReplay:
         self.channel = TrainerChannel.attach(
             chunks, RayRelay(manager), layout=layout, config=config, clock=clock
         )
+        self.channel.recording = args.record
         self.metrics = self.channel.metrics
         if layout.rank(parallel_coords()) == 0:  # the only one that is told of the comparison
             for name in ("r3channel_ids_compared_total", "r3channel_ids_different_total"):
@@ -160,12 +161,13 @@ class ChannelReplay:
     def loss_mask(self, index: int) -> torch.Tensor | None:
         return None if self.channel.shard is None else self.channel.shard.loss_mask(index)
 
-    def compare_logprobs(self, ours: list[torch.Tensor], batches: list[MicrobatchData]) -> None:
+    def compare_logprobs(
+        self, ours: list[torch.Tensor], off: list[torch.Tensor], batches: list[MicrobatchData]
+    ) -> None:
         if self._step is not None:
-            for index, found in enumerate(ours):
-                self._step.compare_logprobs(
-                    index, found, batches[index].rollout_logprobs, batches[index].mask
-                )
+            for index, (found, batch) in enumerate(zip(ours, batches, strict=False)):
+                natural = off[index] if off else None
+                self._step.compare_logprobs(index, found, batch.rollout_logprobs, batch.mask, natural=natural)
 
     def report(self) -> dict[str, Any]:
         landed = self.metrics.value("r3channel_bytes_total", leg="landed")

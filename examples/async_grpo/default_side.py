@@ -156,7 +156,7 @@ class DefaultReplay:
     def loss_mask(self, index: int) -> None:
         """Rows carry no provenance here."""
 
-    def compare_logprobs(self, ours: list[torch.Tensor], batches: list[Any]) -> None:
+    def compare_logprobs(self, ours: list[torch.Tensor], off: Any, batches: list[Any]) -> None:
         """No audit without the channel."""
 
     def report(self) -> dict[str, Any]:

@@ -42,8 +42,10 @@ class TrainerRouting(Protocol):
         """`mode`: train, logprob, or natural (replay off)."""
         ...
 
-    def compare_logprobs(self, ours: list[torch.Tensor], batches: list[MicrobatchData]) -> None:
-        """For the audit; [] off the last pipeline stage."""
+    def compare_logprobs(
+        self, ours: list[torch.Tensor], off: list[torch.Tensor], batches: list[MicrobatchData]
+    ) -> None:
+        """For audit and recording; [] off the last pipeline stage. `off`: with replay off, or []."""
         ...
 
     @property
@@ -124,7 +126,7 @@ class Trainer:
             with self.clock.span("logprob", step=step):
                 old = self._logprobs(batches, "logprob")
                 off = self._logprobs(batches, "natural") if step == 0 else []
-            self.routing.compare_logprobs(old, batches)
+            self.routing.compare_logprobs(old, off, batches)
             result = self._update(step, batches, old)
         result |= {"replay_on": _difference(old, batches), "replay_off": _difference(off, batches)}
         self._idle_since = time.monotonic()

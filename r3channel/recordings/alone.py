@@ -2,7 +2,7 @@
 
 Verdicts: rows of zeros, ids that repeat or do not exist, padding's ids, rows that are missing, bytes that are not the ticket's.
 Suspicions: rows that stand twice although their tokens differ; a first layer that knows a neighbour's token better than its
-own. Whether rows belong to their token, layer or rank, one side cannot know for sure.
+own; log-probs that replay makes worse. Whether rows belong to their token, layer or rank, one side cannot know for sure.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from r3channel.errors import R3Error
 from r3channel.plan.place import spread_ids
 from r3channel.recordings.catalogue import FAULTS
 from r3channel.recordings.finding import Finding
+from r3channel.recordings.logprobs import SIDES
 from r3channel.recordings.step import RecordedStep
 from r3channel.routing import Ids
 
@@ -24,6 +25,8 @@ _STRETCH = 4
 """Rows that must stand twice, one after another, before it is said."""
 _PAIRS = 200
 """Rows with a token that stood before, under which the first layer's agreement says nothing."""
+_SURE = 4.0
+"""Standard errors of a mean that are no chance."""
 _CLEARER = 0.1
 """By how much another token must explain the first layer's experts better than the row's own."""
 CANNOT = (
@@ -40,7 +43,7 @@ def judge_alone(step: RecordedStep) -> list[Finding]:
         found += _plain(step, sample.sample_id, ids_TLK, there_T)
         if not found and step.side == "engine":
             found += _held(step, sample.sample_id)
-    return [*_grouped(found), *_suspicions(step)]
+    return [*_grouped(found), *_suspicions(step), *log_probs_suspect(step)]
 
 
 def _plain(step: RecordedStep, name: str, ids_TLK: Ids, there_T: Ids) -> Iterator[Finding]:
@@ -110,6 +113,19 @@ def _suspicions(step: RecordedStep) -> Iterator[Finding]:
         rows = [step.ids(name)[0] for name in names]
         yield from _twice(step, names, rows)
         yield from _neighbours(step, names, rows)
+
+
+def log_probs_suspect(step: RecordedStep) -> Iterator[Finding]:
+    """Replay brings the trainer nearer to the engine; further away, by more than chance, it replays what is not the engine's."""
+    if not set(SIDES) <= step.logprobs.keys() or len(step.logprobs["engine"]) < _PAIRS:
+        return
+    engine, on, off = (step.logprobs[name].astype(np.float64) for name in SIDES)
+    worse = np.abs(on - engine) - np.abs(off - engine)
+    if worse.mean() > _SURE * worse.std() / len(worse) ** 0.5:
+        sample = int(np.bincount(step.logprobs["sample"], worse).argmax())
+        what = f"mean |trainer - engine| {np.abs(on - engine).mean():.3g}, {np.abs(off - engine).mean():.3g} with replay off: "
+        name = step.ticket.samples[sample].sample_id
+        yield _finding(step, "replay_hurts", name, verdict=False, what=what + FAULTS["replay_hurts"])
 
 
 def _twice(step: RecordedStep, names: Sequence[str], rows: Sequence[Ids]) -> Iterator[Finding]:

@@ -44,6 +44,7 @@ FAULTS = {
     "retraction_overwrite": "rows that were decoded came back prefilled: a retracted request was computed again over its own",
     "mixed_versions": "one range of rows is said to be of one weight version, and is of several",
     "version_off_by_one": "weight versions are one off: stamped before instead of after the update",
+    "replay_hurts": "log-probs are further from the engine's with replay than without: rows of other tokens or layers",
     "row_order": "the same experts in another order: nothing is lost unless weights travel in that order",
     "unexplained": "rows differ, and no known mistake explains them",
 }

@@ -6,22 +6,49 @@ from typing import Any
 
 import numpy as np
 
+from r3channel.recordings.logprobs import SIDES
 from r3channel.recordings.recording import Recording
 from r3channel.recordings.sides import Sides
+from r3channel.recordings.step import RecordedStep
+from r3channel.routing import Ids
 
 
 def compare(first: Recording, second: Recording) -> dict[str, Any]:
     """As `r3channel diff --json` prints it. Raises what reading does."""
     shared = sorted(set(first.steps) & set(second.steps))
-    steps = [_step(sides) for number in shared for sides in Sides.of(first.step(number), second.step(number))]
+    pairs = [(first.step(number), second.step(number)) for number in shared]
+    steps = [_step(sides) | _logprobs(*pair) for pair in pairs for sides in Sides.of(*pair)]
     return {
         "only_first": sorted(set(first.steps) - set(second.steps)),
         "only_second": sorted(set(second.steps) - set(first.steps)),
         "steps": steps,
         "equal": bool(steps)
         and first.steps == second.steps
-        and not any(step["different"] or step["order_only"] or step["missing"] for step in steps),
+        and not any(
+            step["different"] or step["order_only"] or step["missing"] or any(step["logprobs"].values())
+            for step in steps
+        ),
     }
+
+
+def _logprobs(first: RecordedStep, second: RecordedStep) -> dict[str, Any]:
+    """Of each side the largest difference, where both recordings have it."""
+    if not (first.logprobs and second.logprobs):
+        return {"logprobs": {}}
+    _, here, there = np.intersect1d(_places(first), _places(second), return_indices=True)
+    sides = [name for name in SIDES if name in first.logprobs and name in second.logprobs]
+    return {
+        "logprobs": {
+            name: float(np.abs(first.logprobs[name][here] - second.logprobs[name][there]).max(initial=0))
+            for name in sides
+        }
+    }
+
+
+def _places(step: RecordedStep) -> Ids:
+    """One number for each (sample, position), the same in any order of the samples."""
+    order = np.argsort(np.argsort([sample.sample_id for sample in step.ticket.samples]))
+    return (order[step.logprobs["sample"]] << 32) + step.logprobs["position"]
 
 
 def _step(sides: Sides) -> dict[str, Any]:
@@ -73,6 +100,9 @@ def text(found: dict[str, Any]) -> str:
             f"step {step['step']}{passed}: {step['rows']:,} rows compared, {step['different']:,} rows of layers differ, "
             f"{step['order_only']:,} in their order only, {step['missing']:,} rows missing"
         )
+        if step["logprobs"]:
+            largest = ", ".join(f"{name} {value:g}" for name, value in step["logprobs"].items())
+            lines.append(f"  log-probs, largest difference: {largest}")
         for what, name in (("first", "first difference"), ("first_order_only", "first other order")):
             if one := step.get(what):
                 lines.append(

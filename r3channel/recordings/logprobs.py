@@ -1,6 +1,7 @@
-"""Log-probs of a recorded step, of one side: a safetensors file beside its segments, whole or not there.
+"""Log-probs of a recorded step: a safetensors file of each trainer rank that computes them, whole or not there.
 
-u64 bytes of JSON, JSON {"sample": {"dtype": "F32", "shape": [n], "data_offsets": [begin, end]}, ...}, the numbers
+u64 bytes of JSON, JSON {"engine": {"dtype": "F32", "shape": [n], "data_offsets": [begin, end]}, ...}, the numbers. Where each
+belongs say `sample`, its place in the ticket, and `position`, the model input whose output it is: it is of the token after that.
 """
 
 from __future__ import annotations
@@ -12,55 +13,63 @@ from pathlib import Path
 import numpy as np
 
 from r3channel.errors import RecordingInvalid
-from r3channel.recordings.manifest import SIDES
 from r3channel.routing import Ids
 
-_MOST_JSON = 1 << 28
+PLACES = ("sample", "position")
+SIDES = ("engine", "trainer", "natural")
+"""`natural` is the trainer's with replay off; in few steps, or in none."""
+_DTYPES = {**dict.fromkeys(PLACES, ("I32", "<i4")), **dict.fromkeys(SIDES, ("F32", "<f4"))}
+_MOST_JSON = 1 << 16
 
 
-def logprobs_name(step: int, side: str) -> str:
-    if side not in SIDES:
-        raise RecordingInvalid(f"log-probs of side {side!r}, expected one of {SIDES}")
-    return f"step-{step:06d}.logprobs-{side}.safetensors"
+def logprobs_glob(step: int) -> str:
+    return f"step-{step:06d}.logprobs-*.safetensors"
 
 
-def write_logprobs(folder: Path, step: int, side: str, values: Mapping[str, Ids]) -> Path:
-    """One value per token of each sample. Raises OSError."""
-    path, head, at = folder / logprobs_name(step, side), dict[str, object](), 0
-    arrays = {name: np.ascontiguousarray(own, "<f4") for name, own in values.items()}
+def write_logprobs(folder: Path, step: int, rank: int, columns: Mapping[str, Ids]) -> Path | None:
+    """Nothing where the folder has no segment of the step: the recording is over, or is another node's. Raises OSError."""
+    if next(folder.glob(f"step-{step:06d}.relay-*"), None) is None:
+        return None
+    head, at = dict[str, object](), 0
+    arrays = {name: np.ascontiguousarray(own, _DTYPES[name][1]) for name, own in columns.items()}
     for name, own in arrays.items():
-        head[name] = {"dtype": "F32", "shape": list(own.shape), "data_offsets": [at, at + own.nbytes]}
-        at += own.nbytes
+        end = at + own.nbytes
+        head[name] = {"dtype": _DTYPES[name][0], "shape": list(own.shape), "data_offsets": [at, end]}
+        at = end
     text = json.dumps(head).encode()
     text += b" " * (-len(text) % 8)
+    path = folder / logprobs_glob(step).replace("*", str(rank))
     scratch = path.with_name(f".{path.name}")
     scratch.write_bytes(
-        b"".join([len(text).to_bytes(8, "little"), text, *(own.data for own in arrays.values())])
+        b"".join([len(text).to_bytes(8, "little"), text, *(a.tobytes() for a in arrays.values())])
     )
     return scratch.rename(path)
 
 
-def read_logprobs(folder: Path, step: int, side: str) -> dict[str, Ids]:
-    """By sample. Raises RecordingInvalid for a file that is not there or damaged."""
-    path = folder / logprobs_name(step, side)
+def read_logprobs(folder: Path, step: int) -> dict[str, Ids]:
+    """Of all ranks, one after another; empty where there are none. Raises RecordingInvalid for a damaged file."""
+    ranks = [_read(path) for path in sorted(folder.glob(logprobs_glob(step)))]
+    shared = [name for name in _DTYPES if all(name in columns for columns in ranks)]
+    return {name: np.concatenate([columns[name] for columns in ranks]) for name in shared if ranks}
+
+
+def _read(path: Path) -> dict[str, Ids]:
     try:
         data = path.read_bytes()
         size = int.from_bytes(data[:8], "little")
         if not 8 <= size + 8 <= min(len(data), _MOST_JSON):
             raise ValueError(f"{size} bytes of JSON in a file of {len(data)}")
-        body = memoryview(data)[8 + size :]
-        head = {
-            name: _view(body, one)
-            for name, one in json.loads(data[8 : 8 + size]).items()
-            if name != "__metadata__"
-        }
+        body, head = memoryview(data)[8 + size :], json.loads(data[8 : 8 + size])
+        found = {name: _view(body, name, head[name]) for name in _DTYPES if name in head}
+        if not {*PLACES, "trainer"} <= found.keys() or len({own.shape for own in found.values()}) > 1:
+            raise ValueError(f"columns { ({name: own.shape for name, own in found.items()}) }")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RecordingInvalid(f"{path}: expected a safetensors file of F32 log-probs: {error!r}") from error
-    return head
+        raise RecordingInvalid(f"{path}: expected a safetensors file of log-probs: {error!r}") from error
+    return found
 
 
-def _view(body: memoryview, one: Mapping[str, object]) -> Ids:
+def _view(body: memoryview, name: str, one: Mapping[str, object]) -> Ids:
     begin, end = one["data_offsets"]  # type: ignore[misc]
-    if one["dtype"] != "F32" or not 0 <= begin <= end <= len(body):
-        raise ValueError(f"a tensor of {one['dtype']} at {begin}..{end} of {len(body)} bytes")
-    return np.frombuffer(body[begin:end], "<f4").reshape(one["shape"])  # type: ignore[call-overload]
+    if one["dtype"] != _DTYPES[name][0] or not 0 <= begin <= end <= len(body):
+        raise ValueError(f"{name} of {one['dtype']} at {begin}..{end} of {len(body)} bytes")
+    return np.frombuffer(body[begin:end], _DTYPES[name][1]).reshape(one["shape"])  # type: ignore[call-overload]

@@ -18,6 +18,7 @@ import numpy as np
 from r3channel.errors import ConfigError
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.ticket import Ticket
+from r3channel.recordings.logprobs import logprobs_glob
 from r3channel.recordings.manifest import Manifest
 from r3channel.recordings.segment import Kind, append, nbytes_of, pack, reserve
 from r3channel.routing import Ids, ProvenanceSpan
@@ -136,7 +137,8 @@ class Recorder:
                 self._stop(f"limit: {len(self._written)} steps, {sum(self._written.values())} bytes")
                 return False
             oldest = next(iter(self._written))
-            oldest.unlink(missing_ok=True)
+            for path in (oldest, *self.folder.glob(logprobs_glob(int(oldest.name[5:11])))):
+                path.unlink(missing_ok=True)
             del self._written[oldest]
         return True
 

@@ -2,7 +2,7 @@
 
 REC/manifest.json
     step-000003.relay-0.r3s       a segment of each relay that had rows (`segment`)
-    step-000003.logprobs-trainer.safetensors
+    step-000003.logprobs-5.safetensors    of each trainer rank that computed them (`logprobs`)
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 
 from r3channel.errors import FrameError, RecordingInvalid
 from r3channel.plan.ticket import Ticket
+from r3channel.recordings.logprobs import read_logprobs
 from r3channel.recordings.manifest import Manifest
 from r3channel.recordings.segment import Kind, Record, read
 from r3channel.recordings.step import Bytes, RecordedStep
@@ -104,12 +105,27 @@ class Recording:
             spec=self.manifest.spec,
             side=self.manifest.side,
             passes=frames if self.manifest.side == "router" else {},
+            logprobs=self._logprobs(ticket),
         )
         relays = {relay for sample in ticket.samples for _, relay in sample.segments} | {0}
         if relays <= {segment.relay for segment in segments if segment.ended}:
             return found
         cut = tuple(s.sample_id for s in ticket.samples if not self._is_whole(found, s.sample_id))
         return RecordedStep(**{**vars(found), "cut": cut})
+
+    def _logprobs(self, ticket: Ticket) -> dict[str, Ids]:
+        found = read_logprobs(self.folder, ticket.step)
+        if found:
+            sample, position = found["sample"], found["position"]
+            tokens = np.asarray([one.tokens for one in ticket.samples])
+            if (
+                not ((sample >= 0) & (sample < len(tokens)) & (position >= 0)).all()
+                or (position >= tokens[sample] - 1).any()
+            ):
+                raise RecordingInvalid(
+                    f"{self.folder}: log-probs of step {ticket.step} are of places that its ticket does not have: of another run?"
+                )
+        return found
 
     def _check(self, segment: Segment, ticket: Ticket, first: bytes, step: int) -> None:
         if segment.ticket and (segment.records[0].kind is not Kind.TICKET or segment.ticket != first):

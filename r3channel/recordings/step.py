@@ -38,6 +38,8 @@ class RecordedStep:
     """Samples that are not whole: the recorder ended, or a relay's segment is not there."""
     passes: Mapping[tuple[str, str], Sequence[Bytes]] = field(default_factory=dict)
     """(pass, sample) -> frames, on the routers' side; `frames` are those of `forward`."""
+    logprobs: Mapping[str, Ids] = field(default_factory=dict)
+    """Columns, as `logprobs` has them; empty where nobody wrote any."""
 
     @property
     def number(self) -> int:
@@ -117,7 +119,10 @@ class RecordedStep:
         assignment = Assignment.balanced(lengths, dp=layout.dp, microbatch_size=microbatch_size)
         samples = tuple(by_id[name] for name in assignment.sample_ids)
         return replace(
-            self, ticket=replace(self.ticket, layout=layout, assignment=assignment, samples=samples), cut=()
+            self,
+            ticket=replace(self.ticket, layout=layout, assignment=assignment, samples=samples),
+            cut=(),
+            logprobs={},  # of the places that samples had
         )
 
     def shards(self, *, dp: int) -> dict[ShardKey, Ids]:

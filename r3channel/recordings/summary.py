@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,18 @@ def _step(recording: Recording, number: int, load_LE: Ids) -> dict[str, Any]:
         "relays": [segment.relay for segment in segments],
         "torn_bytes": sum(segment.torn_bytes for segment in segments),
         "bytes": recording.nbytes(number),
+        "logprobs": _logprobs(step.logprobs),
+    }
+
+
+def _logprobs(columns: Mapping[str, Ids]) -> dict[str, float]:
+    """Their number, and how far the trainer's are from the engine's; nothing where there are none."""
+    names = {"abs_diff": "trainer", "abs_diff_replay_off": "natural"} if "engine" in columns else {}
+    found = {"tokens": len(columns["trainer"])} if columns else {}
+    return found | {
+        name: float(np.abs(columns[side] - columns["engine"]).mean())
+        for name, side in names.items()
+        if side in columns and len(columns[side])
     }
 
 
@@ -89,6 +102,10 @@ def table(found: dict[str, Any]) -> str:
             f"{step['step']:>6} {step['samples']:>8,} {step['rows']:>10,} {step['bytes'] / 1e6:>9.2f}  {versions:12} {kinds:34} "
             f"{','.join(map(str, step['relays']))}{cut}"
         )
+        if told := step["logprobs"]:
+            lines.append(
+                f"{'':>6} log-probs: " + ", ".join(f"{name} {value:g}" for name, value in told.items())
+            )
     lines.append(f"{'layer':>6} {'busiest expert':>15} {'of mean load':>13} {'idle experts':>13}")
     lines += [
         f"{one['layer']:>6} {one['busiest']:>15} {one['busiest_over_mean']:>13.2f} {one['idle_experts']:>13}"

@@ -15,7 +15,7 @@ from typing import Any
 from r3channel.errors import ConfigError
 from r3channel.plan.layout import TrainerLayout
 from r3channel.recordings import difference, npz, summary
-from r3channel.recordings.alone import CANNOT, judge_alone
+from r3channel.recordings.alone import CANNOT, judge_alone, log_probs_suspect
 from r3channel.recordings.catalogue import NOTES, judge
 from r3channel.recordings.consumed import ConsumedRows
 from r3channel.recordings.dumps import DUMPS, import_dumps
@@ -149,8 +149,10 @@ def _pair(engine: Recording, router: Recording) -> Iterator[Finding]:
             f"the engines' side has steps {list(engine.steps)[:10]}, the routers' {list(router.steps)[:10]}: expected one in both"
         )
     for number in shared:
-        for sides in Sides.of(engine.step(number), router.step(number)):
+        step = engine.step(number)
+        for sides in Sides.of(step, router.step(number)):
             yield from judge(sides)
+        yield from log_probs_suspect(step)
 
 
 def _checked(values: dict[str, Any]) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
@@ -23,6 +24,7 @@ from r3channel.metrics import Metrics, StageClock
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.ticket import Ticket
 from r3channel.trainer import megatron
+from r3channel.trainer.logprobs import KeptLogprobs
 from r3channel.trainer.mismatch import MismatchReport, RoutingAudit, measure, publish
 from r3channel.trainer.receiver import Control, Receiver
 from r3channel.trainer.replay import ReplayDriver, ReplayStep
@@ -47,6 +49,8 @@ class TrainerChannel:
         """The audit of the newest finished step; None where `audit_microbatches` is 0."""
         self.shard: RankShard | None = None
         """The step under way."""
+        self.recording: str | Path | None = None
+        """A recording's folder: log-probs that `step.compare_logprobs` is given lie beside its segments."""
 
     @classmethod
     def attach(
@@ -123,8 +127,11 @@ class TrainerChannel:
         )
         try:
             with self.driver.step(shard, step=ticket.step, audit=audit) as step:
+                if self.recording is not None and shard.tp == 0:  # the others of its TP group have the same
+                    step.logprobs = KeptLogprobs(ticket, shard.shard)
                 yield step
             self._publish(shard, audit)
+            self._record(step.logprobs)
         finally:
             self.shard = None
 
@@ -160,6 +167,10 @@ class TrainerChannel:
                     "chance %.3f). Are samples in the ticket's order, and are these the engine's weights?",
                     self.report.step, self.report.mean_overlap, chance,
                 )  # fmt: skip
+
+    def _record(self, kept: KeptLogprobs | None) -> None:
+        if kept is not None and not kept.write(Path(self.recording or "")):
+            self.recording = None
 
     @property
     def metrics(self) -> Metrics:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from r3channel.errors import ReplayCountMismatch, ReplayError, ReplayRowMismatch, UsageError
+from r3channel.trainer.logprobs import KeptLogprobs
 from r3channel.trainer.mismatch import RoutingAudit
 from r3channel.trainer.router import Mode, Natural, RouterCall, RouterHandle, StepRouting, name_of
 
@@ -53,6 +54,8 @@ class ReplayStep:
     ) -> None:
         self.number = number
         self.audit = audit
+        self.logprobs: KeptLogprobs | None = None
+        """Where the step is recorded."""
         self.active: RouterCall | None = None
         """The micro-batch whose block is open."""
         self._handles, self._chunks, self._routing = tuple(handles), tuple(chunks), routing
@@ -106,14 +109,23 @@ class ReplayStep:
             self._running.pop(number, None)
 
     def compare_logprobs(
-        self, microbatch: int, ours: torch.Tensor, engine: torch.Tensor, mask: torch.Tensor
+        self,
+        microbatch: int,
+        ours: torch.Tensor,
+        engine: torch.Tensor,
+        mask: torch.Tensor,
+        *,
+        natural: torch.Tensor | None = None,
     ) -> None:
-        """Hand the audit both sides' log-probs of a micro-batch, equal shapes, `mask` > 0 on response tokens.
+        """Hand audit and recording both sides' log-probs of a micro-batch, equal shapes, `mask` > 0 where the output is of a
+        response token; `natural`: ours with replay off, where a loop has them.
 
-        Does nothing for micro-batches that are not audited, so call it wherever log-probs are at hand.
+        Does nothing for micro-batches that are neither audited nor recorded, so call it wherever log-probs are at hand.
         """
         if self.audit is not None and self.audit.wants(microbatch):
             self.audit.add_logprobs(ours, engine, mask)
+        if self.logprobs is not None:
+            self.logprobs.add(microbatch, mask, engine=engine, trainer=ours, natural=natural)
 
     @contextmanager
     def optimizer_step(self, microbatches: Sequence[int]) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from safetensors.torch import load_file
 from r3channel.embedded.sglang import environment, kill_family
 from r3channel.metrics import METRICS
 from r3channel.recordings.recording import Recording
+from r3channel.recordings.summary import summarize
 from r3channel.weights.pack import EngineChecksums
 from r3channel.weights.store import HeldWeights
 from tests.e2e.conftest import Run, RunDemo
@@ -103,6 +105,14 @@ def test_rows_carry_the_weight_version_that_made_them(demo: Run) -> None:
     assert demo.result["engines_routable"] == [[version, everyone] for version in range(4)]
     # The loop is one step off: step 1 was generated beside the training of step 0, so before its update.
     assert [versions(step) for step in range(3)] == [{0}, {0}, {1}]
+
+
+def test_log_probs_of_both_sides_are_in_the_recording(demo: Run) -> None:
+    """As far apart as the run itself says; in the first step with replay off, too."""
+    first, *later = [step["logprobs"] for step in summarize(Recording.open(demo.folder / "record"))["steps"]]
+    assert all(one["tokens"] > 100 and one["abs_diff"] > 0 for one in later) and len(later) == 2
+    for name, own in {"replay_on": "abs_diff", "replay_off": "abs_diff_replay_off"}.items():
+        assert math.isclose(first[own], demo.result["logprob_abs_diff"][name], rel_tol=1e-4)
 
 
 def test_the_engine_answers_as_the_trainers_weights_do(demo: Run) -> None:

@@ -14,19 +14,24 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import xxhash
+from safetensors.numpy import load_file
 
-from r3channel.errors import ConfigError, FrameError, R3Error, RecordingInvalid, TicketMismatch
+from r3channel.cli import main
+from r3channel.errors import ConfigError, FrameError, R3Error, RecordingInvalid, TicketMismatch, UsageError
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.ticket import Ticket, TicketSample
-from r3channel.recordings.logprobs import read_logprobs, write_logprobs
-from r3channel.recordings.recorder import Recorder, segment_name
+from r3channel.recordings.logprobs import SIDES, read_logprobs, write_logprobs
+from r3channel.recordings.recorder import Recorder, segment_name, write_segment
 from r3channel.recordings.recording import Recording
-from r3channel.recordings.segment import HEAD_BYTES, Kind, read, reserve
+from r3channel.recordings.segment import HEAD_BYTES, Kind, pack, read, reserve
 from r3channel.routing import ProvenanceSpan, RowKind
 from r3channel.tokens import as_tokens, hash_tokens
+from r3channel.trainer.logprobs import KeptLogprobs
 from r3channel.wire.digest import fold, layer_digests
+from tests.misaligned import engine_step
 from tests.samples import SPEC, WIDE, random_ids
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "recording"
@@ -270,24 +275,105 @@ def test_a_manifest_has_no_path_and_names_versions(tmp_path: Path) -> None:
     assert json.loads(text)["versions"]["numpy"] == np.__version__
 
 
+def logprobs_of(step: Ticket, kept: tuple[str, ...] = SIDES) -> dict[str, np.ndarray]:
+    """Of every output that is a token's: known by its place."""
+    rows = [one.tokens - 1 for one in step.samples]
+    sample, position = np.repeat(range(len(rows)), rows), np.concatenate([np.arange(count) for count in rows])
+    value = -(sample * 100 + position).astype(np.float32)
+    return {"sample": sample, "position": position} | {name: value - SIDES.index(name) / 4 for name in kept}
+
+
 def test_log_probs_lie_beside_their_step_as_safetensors(tmp_path: Path) -> None:
-    values = {"a": np.arange(8, dtype=np.float32) / -3, "b": np.zeros(29, np.float32)}
-    path = write_logprobs(tmp_path, 0, "router", values)
-    size = int.from_bytes(path.read_bytes()[:8], "little")
-    assert json.loads(path.read_bytes()[8 : 8 + size])["b"] == {
-        "dtype": "F32",
-        "shape": [29],
-        "data_offsets": [32, 148],
+    record(Recorder(tmp_path, steps=2, ring=True), 0)
+    given = logprobs_of(ticket_of(0))
+    path = write_logprobs(tmp_path, 0, 3, given)
+    assert path is not None and path.name == "step-000000.logprobs-3.safetensors"
+    assert {name: own.dtype for name, own in load_file(path).items()} == dict(
+        zip(given, ["int32", "int32", "float32", "float32", "float32"], strict=True)
+    )
+    found = Recording.open(tmp_path).step(0).logprobs
+    assert found.keys() == given.keys() and all(np.array_equal(found[name], given[name]) for name in given)
+    assert write_logprobs(tmp_path, 1, 3, given) is None  # a step that nobody records
+    record(Recorder(tmp_path, steps=2, ring=True), 1, 2)
+    assert sorted(one.name[:11] for one in tmp_path.glob("step*")) == ["step-000001", "step-000002"]
+
+
+@pytest.mark.parametrize("damage", ["short", "size", "end", "of another step"])
+def test_damaged_log_probs_are_named(tmp_path: Path, damage: str) -> None:
+    record(Recorder(tmp_path), 0)
+    given = logprobs_of(ticket_of(0))
+    given["position"][-1] += damage == "of another step"
+    path = write_logprobs(tmp_path, 0, 0, given)
+    assert path is not None
+    data = path.read_bytes()
+    changes = {
+        "short": data[:60],
+        "size": (1 << 60).to_bytes(8, "little"),
+        "end": data.replace(b"[0, ", b"[9, "),
     }
-    found = read_logprobs(tmp_path, 0, "router")
-    assert all(np.array_equal(found[name], values[name]) for name in values)
-    for damage in (
-        path.read_bytes()[:60],
-        (1 << 60).to_bytes(8, "little"),
-        path.read_bytes().replace(b"148", b"999"),
-    ):
-        path.write_bytes(damage)
-        with pytest.raises(RecordingInvalid, match="safetensors"):
-            read_logprobs(tmp_path, 0, "router")
-    with pytest.raises(RecordingInvalid, match="expected one of"):
-        write_logprobs(tmp_path, 0, "trainer", values)
+    path.write_bytes(changes.get(damage, data))
+    with pytest.raises(RecordingInvalid, match=r"safetensors|does not have"):
+        Recording.open(tmp_path).step(0)
+
+
+@pytest.mark.parametrize("layout", ["dp=2", "tp=2,cp=2", "pp=2,cp=2,packing=thd"])
+def test_each_rank_places_what_its_model_puts_out(tmp_path: Path, layout: str) -> None:
+    """In the layout of each rank's output, prompts masked; the engine's side may be missing."""
+    step = replace(engine_step(layout=layout).ticket, step=0)
+    write_segment(tmp_path / segment_name(0, 0), [pack(Kind.TICKET, step.to_bytes())])
+    given, places = logprobs_of(step, ("trainer",)), {one.sample_id: n for n, one in enumerate(step.samples)}
+    for shard in (one for one in step.plan.shards if one.pp == step.layout.pp - 1):
+        kept = KeptLogprobs(step, shard)
+        for index, batch in enumerate(shard.microbatches):
+            own = [given["trainer"][given["sample"] == places[name]] for name in batch.sample_ids]
+            outputs = torch.from_numpy(shard.lay_out(index, own))
+            prompt = [(np.arange(tokens) >= 4).astype(np.float32) for tokens in batch.tokens]
+            kept.add(index, torch.from_numpy(shard.lay_out(index, prompt)), trainer=outputs, natural=None)
+        assert kept.write(tmp_path)
+    found = read_logprobs(tmp_path, 0)
+    order = np.lexsort((found["position"], found["sample"]))
+    answer = given["position"] >= 4
+    assert all(np.array_equal(found[name][order], own[answer]) for name, own in given.items())
+    assert len(list(tmp_path.glob("*.logprobs-*"))) == step.layout.dp * step.layout.cp
+    with pytest.raises(UsageError, match="a recording can place"):
+        KeptLogprobs(step, step.plan.shards[-1]).add(0, torch.ones(3), trainer=torch.ones(3))
+
+
+def test_a_disk_that_is_full_ends_the_log_probs_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record(Recorder(tmp_path), 0)
+    shard = ticket_of(0).plan.shard(dp=0, pp=0)
+    kept, ones = KeptLogprobs(ticket_of(0), shard), torch.ones(shard.token_map(0)[0].shape)
+    kept.add(0, ones, trainer=ones)
+    monkeypatch.setattr(Path, "write_bytes", raised(OSError(28, "No space left on device")))
+    assert not kept.write(tmp_path) and Recording.open(tmp_path).step(0).logprobs == {}
+
+
+def raised(error: Exception) -> Any:
+    def fail(*_: Any) -> None:
+        raise error
+
+    return fail
+
+
+def test_inspect_diff_and_check_use_log_probs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, further in (("a", 0.0), ("b", 3.0)):
+        shutil.copytree(GOLDEN, tmp_path / name)
+        given = logprobs_of(Recording.open(GOLDEN).step(2).ticket)
+        given["trainer"] -= further
+        write_logprobs(tmp_path / name, 2, 0, given)
+    assert main(["inspect", str(tmp_path / "a"), "--json"]) == 0
+    (told,) = json.loads(capsys.readouterr().out)["steps"]
+    tokens = len(given["sample"])
+    assert told["logprobs"] == {"tokens": tokens, "abs_diff": 0.25, "abs_diff_replay_off": 0.5}
+    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "a")]) == 0
+    assert main(["diff", str(tmp_path / "a"), str(GOLDEN)]) == 0  # one side has none
+    capsys.readouterr()
+    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b"), "--json"]) == 1
+    (step,) = json.loads(capsys.readouterr().out)["steps"]
+    assert step["logprobs"] == {"engine": 0.0, "trainer": 3.0, "natural": 0.0}
+    assert main(["check", str(tmp_path / "a")]) == 0 and "suspicion" not in capsys.readouterr().out
+    for name, strict, code in (("b", "--json", 0), ("b", "--strict", 1)):
+        assert main(["check", str(tmp_path / name), strict]) == code
+        assert "replay_hurts" in capsys.readouterr().out
