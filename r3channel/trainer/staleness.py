@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from functools import cached_property
 
@@ -10,6 +11,8 @@ import numpy as np
 from r3channel.errors import ConfigError, RowsStale, UsageError
 from r3channel.plan.ticket import Ticket
 from r3channel.routing import Ids, RowKind
+
+log = logging.getLogger(__name__)
 
 POLICIES = ("accept", "mask", "reject")
 UNKNOWN = np.iinfo(np.int64).min
@@ -71,7 +74,13 @@ class Staleness:
         return {name: count for name, count in counts.items() if count}
 
     def check(self) -> None:
-        """RowsStale, naming samples, if there are stale rows and the policy is `reject`."""
+        """RowsStale, naming samples, if there are stale rows and the policy is `reject`; a line in the log for rows ahead."""
+        if max(self._ticket.weight_versions, default=0) > self.version:
+            log.warning(
+                "r3channel: step %d: its rows say weight versions %s, the trainer committed %d: versions one off, stamped before "
+                "their update? Or was the trainer restarted from an older checkpoint?",
+                self._ticket.step, list(self._ticket.weight_versions), self.version,
+            )  # fmt: skip
         if self.on_stale != "reject" or not self.stale_samples:
             return
         first = ", ".join(f"{name} ({count} rows)" for name, count in list(self.stale_samples.items())[:4])

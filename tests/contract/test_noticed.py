@@ -1,5 +1,5 @@
-"""Which known misalignments the channel itself notices, without a recording: at the relay's door, and where a router is handed
-its rows. What it cannot notice is listed here by name, as the recordings' README lists it.
+"""Which known misalignments the channel itself notices, without a recording: at the relay's door, where the trainer says its own
+version, and where a router is handed its rows. What it cannot notice is listed here by name, as the recordings' README lists it.
 """
 
 from __future__ import annotations
@@ -11,25 +11,26 @@ import pytest
 import torch
 
 from r3channel.config import ChannelConfig
-from r3channel.errors import DigestMismatch, R3Error
+from r3channel.errors import DigestMismatch, R3Error, RowsStale
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.place import place_samples
 from r3channel.recordings.catalogue import FAULTS
 from r3channel.recordings.step import RecordedStep
 from r3channel.relay.relay import Relay
 from r3channel.trainer.shard import RankShard
+from r3channel.trainer.staleness import Staleness
 from r3channel.wire.digest import layer_digests
 from r3channel.wire.frame import encode_frame
 from tests.misaligned import CASES, DENSE, PLAIN, WIDE, Rows, engine_step, rows_of
 
 NOT_HANDED = {
-    "mixed_versions": "the ids are right; versions come with the ticket and nothing beside it says another",
-    "version_off_by_one": "as before",
+    "mixed_versions": "the ids are right; the ticket is the only one that says versions",
+    "version_off_by_one": "the ids are right; the trainer's own version is another witness",
     "mtp_shift": "the channel hands MTP routers nothing, unless the layout maps one",
     "fused_shared_expert": "a row that is handed out has top-k columns",
 }
 """What no digest of rows at the routers' end can show, and why."""
-AT_THE_DOOR = {"zero_rows", "duplicated_ids", "out_of_range"}
+AT_THE_DOOR = {"zero_rows", "duplicated_ids", "out_of_range", "mtp_shift", "fused_shared_expert"}
 """What an engine's own frame is refused for; everything else that an engine gets wrong before it hashes is hashed wrong."""
 
 
@@ -74,21 +75,36 @@ def _of_layers(digests_SL: np.ndarray, want: RecordedStep, layers: tuple[int, ..
     return np.ascontiguousarray(digests_SL[:, [want.spec.moe_index(layer) for layer in layers]])
 
 
+def test_versions_that_are_one_off_are_ahead_of_the_trainers(caplog: pytest.LogCaptureFixture) -> None:
+    """By default a line in the log, with a bound an error. One too low is stale by one, of which only a bound knows."""
+    want = engine_step()
+    newest = max(want.ticket.weight_versions)
+    Staleness(want.ticket, version=newest).check()
+    assert not caplog.records
+    Staleness(want.ticket, version=newest - 1).check()  # what engines said is one more than what they had
+    assert "stamped before their update" in caplog.text
+    for version, bound in ((newest - 1, 1), (newest + 1, 1)):
+        with pytest.raises(RowsStale):
+            Staleness(want.ticket, version=version, max_staleness=bound, on_stale="reject").check()
+
+
 @pytest.mark.parametrize(
     "name", sorted({name for name, cases in CASES.items() if cases[0][0] == PLAIN} | AT_THE_DOOR)
 )
 def test_what_an_engine_itself_says_wrongly_is_refused_where_its_bytes_show_it(name: str) -> None:
-    want = engine_step()
+    """Also as more layers or columns than the model has, which is another spec than the relay's."""
+    want, spec = engine_step(), PLAIN
     rows = rows_of(want)
     if name == "out_of_range":
         rows["s1"][3, 2, 0] = PLAIN.num_experts
-    elif (seen := CASES[name][0][2](engine_step(PLAIN, CASES[name][0][1]))).spec == PLAIN:
-        rows |= {own: ids for own, ids in rows_of(seen).items() if own in rows}
+    else:
+        seen = CASES[name][0][2](engine_step(PLAIN, CASES[name][0][1]))
+        spec, rows = seen.spec, rows | {own: ids for own, ids in rows_of(seen).items() if own in rows}
     refused = 0
     with closing(Relay(PLAIN, TrainerLayout(), ChannelConfig())) as relay:
         for own, ids in rows.items():
             try:
-                relay.add_frame(own, encode_frame(PLAIN, expert_ids_TLK=ids), want.tokens[own])
+                relay.add_frame(own, encode_frame(spec, expert_ids_TLK=ids), want.tokens[own])
             except R3Error:
                 refused += 1
         relay.discard(list(rows))
