@@ -83,9 +83,12 @@ class Cluster:
 
 def _train(args: argparse.Namespace, cluster: Cluster, begin: float) -> tuple[dict[str, Any], str]:
     """The loop itself: generate / async_train / update_weights."""
+    import ray
+
     from examples.async_grpo import summary
 
-    say(f"all parts are up after {time.monotonic() - begin:.0f} s")
+    where = ray.get_runtime_context().gcs_address
+    say(f"all parts are up after {time.monotonic() - begin:.0f} s; Ray is at {where}")
     total, steps, reports = Comparison(), [], []
     update_weights(cluster, 0, reports)
     coming = cluster.manager.generate.remote(0)

@@ -62,7 +62,8 @@ class RayRelay:
         spaces = [actor["namespace"] for actor in found if actor["name"] == name]
         if len(spaces) != 1:
             raise TransportError(
-                f"{len(spaces)} actors are called {name!r}, expected one; named are {sorted({one['name'] for one in found})}"
+                f"{len(spaces)} actors are called {name!r} in the Ray at {ray.get_runtime_context().gcs_address}, expected one; "
+                f"named are {sorted({one['name'] for one in found})}. Is another Ray on this machine? Say which: --address"
             )
         return cls(ray.get_actor(name, namespace=spaces[0]))
 

@@ -179,7 +179,7 @@ def test_a_recording_begins_and_ends_while_the_channel_runs(places: Places, tmp_
     for index, (name, tokens) in enumerate(TOKENS.items()):
         assert np.array_equal(step.rows(name), random_ids(tokens - 1, seed=index))
         assert step.tokens[name].tolist() == list(range(tokens))
-    assert "0 actors are called 'nobody'" in recorded(
+    assert f"0 actors are called 'nobody' in the Ray at {address}" in recorded(
         "record", "x", "--actor", "nobody", "--address", address
     )
 

@@ -36,6 +36,7 @@ def said_by(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         (["bench", "plan", "--rounds", "0"], "'0', expected a whole number of at least 1"),
         (["bench", "relay", "--model", "nothing"], "model 'nothing'"),
         (["bench", "relay", "--scale", "--plot", "a.png"], "leave out --plot"),
+        (["bench", "relay", "--recording", "--rounds", "1"], "leave out --plot, --scale, --rounds 1"),
         ([*PLAN], "needs --model and --layout"),
         ([*PLAN, "--layout", "dp=2,dp=3", "--tokens", "32768"], "'dp' stands twice"),
         ([*PLAN, "--layout", "dp=1"], "plan needs --tokens (all tokens of one step), or --lengths"),

@@ -17,6 +17,8 @@ from r3channel.bench.relay import plot
 from r3channel.models import model_named
 from r3channel.report import commands
 
+_PAIRS = 20
+
 
 def run(argv: Sequence[str]) -> int:
     """Measure and print; exit status 0."""
@@ -29,16 +31,28 @@ def run(argv: Sequence[str]) -> int:
         "--scale", action="store_true", help="instead: how our cost grows with tokens, layers and ranks"
     )
     parser.add_argument(
+        "--recording",
+        action="store_true",
+        help="instead: what recording adds, in interleaved pairs (--rounds)",
+    )
+    parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="stages side by side, as a PNG (extra: plot)"
     )
     options = parser.parse_args(list(argv))
     if options.scale and (options.plot or options.rounds):
         parser.error("--scale draws nothing and has rounds of its own: leave out --plot and --rounds")
+    if options.recording and (options.plot or options.scale or options.rounds == 1):
+        parser.error("--recording is measured alone, with quartiles: leave out --plot, --scale, --rounds 1")
     model_named(options.model)  # said now, and not by an actor
     if options.plot:
         plot.check_drawing()
-    from r3channel.bench.relay import measure, scale, text
+    from r3channel.bench.relay import costs, measure, scale, text
 
+    if options.recording:
+        effort = costs.Effort(tokens=measure.TOKENS, rounds=options.rounds or _PAIRS)
+        added = costs.recording(effort, model=options.model)
+        print(json.dumps(added) if options.json else text.recording_line(added))
+        return 0
     if options.scale:
         found = scale.measure(model=options.model, quick=options.quick)
         print(json.dumps(found) if options.json else text.scale_table(found))

@@ -69,7 +69,7 @@ def measure(effort: Effort) -> dict[str, Any]:
         "seal_ms": {
             str(samples): _seal_ms(samples, layout, effort.rounds) for samples, layout in SEALS.items()
         },
-        "recording_cpu_us_per_token": _recording(_work(MODELS[0], effort.tokens), effort.rounds),
+        "recording_cpu_us_per_token": recording(effort, model=MODELS[0]),
         **_received(_work(MODELS[0], effort.tokens), effort.rounds),
     }
 
@@ -108,15 +108,15 @@ def _body_to_placed(work: Workload, rounds: int) -> tuple[float, float]:
     return _us(median(seen[1:]), work), _floor(work, ticket, rows_N, rounds)
 
 
-def _recording(work: Workload, rounds: int) -> dict[str, float]:
+def recording(effort: Effort, *, model: str) -> dict[str, float]:
     """Median and quartiles of (with - without a recorder), each pair in another order than the one before."""
-    rows_N, seen = None, []
+    work, rows_N, seen = _work(model, effort.tokens), None, []
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         relays = [
             stack.enter_context(closing(Relay(work.spec, work.case.trainer, recorder=recorder)))
             for recorder in (None, Recorder(Path(folder)))
         ]
-        for step in range(rounds + 1):
+        for step in range(effort.rounds + 1):
             spent_s = [0.0, 0.0]
             for which in (0, 1) if step % 2 else (1, 0):
                 begin_s = time.process_time()
@@ -126,7 +126,7 @@ def _recording(work: Workload, rounds: int) -> dict[str, float]:
             (Path(folder) / segment_name(step, 0)).unlink(missing_ok=True)  # who prunes pays, not who records
             seen.append(_us(spent_s[1] - spent_s[0], work))
     low, middle, high = quantiles(seen[1:], n=4)
-    return {"low": low, "median": middle, "high": high}
+    return {"low": low, "median": middle, "high": high, "pairs": effort.rounds}
 
 
 def _add(relay: Relay, bodies: dict[str, bytes]) -> None:

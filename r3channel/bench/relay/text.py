@@ -41,11 +41,18 @@ def _costs(report: dict[str, Any]) -> list[str]:
         "  of these base64, checks and placing alone: "
         + _listed(report["body_to_placed_floor_us_per_token"]),
         f"  {report['turns_us_per_token']:.2f} appending 30 turns of 2,000 rows",
-        "  recording, with - without, quartiles: " + _listed(report["recording_cpu_us_per_token"]),
+        "  " + recording_line(report["recording_cpu_us_per_token"]),
         f"  {report['digest_cpu_us_per_token']:.2f} for digests: engine, relay, placing and routers, each kernel alone",
         f"seal, ticket there and back, CPU ms of one thread: {seals}; memory of a step with {ids:.0f} MB of ids: "
         f"{report['step_memory_bytes'] / 1e6:.0f} MB",
     ]
+
+
+def recording_line(added: dict[str, float]) -> str:
+    return (
+        f"recording adds {added['median']:.3f} CPU us/token ({added['low']:.3f} .. {added['high']:.3f}; median and quartiles of "
+        f"{added['pairs']} pairs)"
+    )
 
 
 def _listed(costs: dict[str, float]) -> str:
