@@ -8,6 +8,7 @@ and a CUDA context of its own, never an engine's. Ray carries hellos, small reco
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from typing import Any
 
@@ -55,7 +56,9 @@ class RayRelay:
         from ray.util import list_named_actors
 
         try:
-            ray.init(address=address, ignore_reinit_error=True, log_to_driver=False)
+            ray.init(
+                address=address, ignore_reinit_error=True, log_to_driver=False, logging_level=logging.ERROR
+            )
         except ConnectionError as error:
             raise TransportError(f"no Ray answers at {address!r}: {error}") from error
         found: list[dict[str, str]] = list_named_actors(all_namespaces=True)  # pyright: ignore[reportAssignmentType]
