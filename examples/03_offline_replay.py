@@ -6,6 +6,7 @@ python examples/03_offline_replay.py rec 0     folder and step (default: the rec
 
 from __future__ import annotations
 
+import itertools
 import sys
 import tempfile
 from pathlib import Path
@@ -16,7 +17,10 @@ import torch
 from r3channel import TrainerLayout
 from r3channel.embedded import megatron
 from r3channel.embedded.model import write_model
+from r3channel.recordings.catalogue import judge
+from r3channel.recordings.consumed import consumed_by
 from r3channel.recordings.recording import Recording
+from r3channel.recordings.sides import Sides
 from r3channel.trainer.audit import ConsumptionTap
 from r3channel.trainer.replay import ReplayDriver
 from r3channel.trainer.shard import RankShard
@@ -35,7 +39,6 @@ def main(folder: Path, number: int, scratch: str) -> int:
     model = megatron.build(write_model(f"{scratch}/model"), LAYOUT, dtype="float32", lr=1e-4)
     driver = ReplayDriver.attach(model.chunks, spec=ticket.spec, layout=LAYOUT)
 
-    compared = different = 0
     with ConsumptionTap(driver) as tap, driver.step(routing, step=ticket.step) as step:
         for index, batch in enumerate(shard.microbatches):
             tokens = torch.zeros(len(batch.sample_ids), batch.seq_len, dtype=torch.int64)
@@ -47,15 +50,14 @@ def main(folder: Path, number: int, scratch: str) -> int:
             with step.microbatch(index):
                 loss = model.chunks[0](tokens, positions, None, labels=tokens.roll(-1, 1))
             loss.mean().backward()
-    for call in tap.records:
-        samples, positions = shard.row_map(call.microbatch, tp=0)
-        for index, sample_id in enumerate(shard.microbatches[call.microbatch].sample_ids):
-            rows = samples == index
-            expected = recorded.rows(sample_id)[positions[rows], ticket.spec.moe_index(call.layer)]
-            different += int((call.ids_RK[rows] != expected).sum())
-            compared += expected.size
     megatron.close_distributed()
+    used = consumed_by(tap.records, shard, ticket=ticket, tp=0)
+    passes = list(Sides.of(recorded, used.step()))
+    compared = sum(int(there.sum()) for there in used.there.values()) * ticket.spec.top_k
+    different = sum(int(sides.differs_RL.sum()) for sides in passes)
     print(f"step {ticket.step}: {compared:,} ids of forward and recompute compared, {different} different")
+    for finding in itertools.chain.from_iterable(map(judge, passes)):
+        print(finding)
     return 1 if different else 0
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,10 +18,7 @@ from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.place import spread_ids
 from r3channel.plan.ticket import Ticket, TicketSample
 from r3channel.recordings.consumed import ConsumedRows
-from r3channel.recordings.manifest import Manifest
 from r3channel.recordings.moves import Moves
-from r3channel.recordings.recorder import segment_name, write_segment
-from r3channel.recordings.segment import Kind, pack
 from r3channel.recordings.sides import Sides
 from r3channel.recordings.step import RecordedStep
 from r3channel.routing import Ids, ProvenanceSpan, RowKind
@@ -147,19 +143,6 @@ def _step_of(spec: RoutingSpec, layout: TrainerLayout, parts: list[_Part]) -> Re
     frames = {name: part.frames(spec) for name, part in named.items()}
     tokens = {name: as_tokens(part.tokens) for name, part in named.items()}
     return RecordedStep(Ticket("run", 7, spec, layout, assignment, samples, 1024), frames, tokens, spec)
-
-
-def write_engine(step: RecordedStep, folder: Path) -> Path:
-    """As a relay's recorder does; without tokens."""
-    Manifest(spec=step.spec, layout=step.ticket.layout, tokens=False).write(folder)
-    places = {sample.sample_id: place for place, sample in enumerate(step.ticket.samples)}
-    frames = [
-        pack(Kind.FRAME, frame, sample=places[name], turn=turn)
-        for name, own in step.frames.items()
-        for turn, frame in enumerate(own)
-    ]
-    write_segment(folder / segment_name(step.number, 0), [pack(Kind.TICKET, step.ticket.to_bytes()), *frames])
-    return folder
 
 
 def given(names: list[str], *, dp: int) -> Assignment:

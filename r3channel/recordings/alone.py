@@ -8,6 +8,7 @@ own; log-probs that replay makes worse. Whether rows belong to their token, laye
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -97,11 +98,7 @@ def _grouped(found: Sequence[Finding]) -> list[Finding]:
     for one in found:
         first.setdefault(one.name, one)
         cells[one.name] = cells.get(one.name, 0) + one.cells
-    return [_with_cells(one, cells[name]) for name, one in first.items()]
-
-
-def _with_cells(one: Finding, cells: int) -> Finding:
-    return Finding(**{**one.to_dict(), "cells": cells})
+    return [replace(one, cells=cells[name]) for name, one in first.items()]
 
 
 # -- statistics ---------------------------------------------------------------------------------------------------------------

@@ -385,30 +385,32 @@ def _same(want: Ids, seen: Ids) -> Bools:
 
 def _versions(sides: Sides) -> Iterator[Finding]:
     """What the two sides say about who made a row."""
-    for name, want, seen in zip(sides.names, sides.want_spans, sides.seen_spans, strict=True):
-        if not want or not seen or want == seen:
-            continue
-        rows = min(want[-1].end, seen[-1].end)
-        (want_T, made_T), (seen_T, told_T) = (spread(spans, rows) for spans in (want, seen))
+    for name, _, (want_T, made_T), (seen_T, told_T) in _said(sides):
         again_T = (made_T == RowKind.DECODED) & (told_T == RowKind.PREFILLED)
         off = np.flatnonzero((want_T != seen_T) & ~again_T)
-        if len(off) and len(np.unique(want_T)) > len(np.unique(seen_T)):
-            yield finding("mixed_versions", sides, sample=name, position=int(off[0]))
-        elif len(off) and np.unique(np.abs(seen_T[off] - want_T[off])).tolist() == [1]:
-            yield finding("version_off_by_one", sides, sample=name, position=int(off[0]))
-        elif len(off):
-            yield finding("mixed_versions", sides, sample=name, position=int(off[0]))
+        if len(off):
+            fewer = len(np.unique(want_T)) > len(np.unique(seen_T))
+            by_one = np.unique(np.abs(seen_T[off] - want_T[off])).tolist() == [1]
+            fault = "version_off_by_one" if by_one and not fewer else "mixed_versions"
+            yield finding(fault, sides, sample=name, position=int(off[0]))
 
 
 def _decoded_again(sides: Sides) -> Bools:
     """Rows that were decoded by the engines' side and prefilled by the routers'."""
     again_R = np.zeros(len(sides.sample_R), bool)
-    for begin, want, seen in zip(sides.begin_S, sides.want_spans, sides.seen_spans, strict=False):
+    for _, begin, (_, made_T), (_, told_T) in _said(sides):
+        again_R[begin : begin + len(made_T)] = (made_T == RowKind.DECODED) & (told_T == RowKind.PREFILLED)
+    return again_R
+
+
+def _said(sides: Sides) -> Iterator[tuple[str, int, tuple[Ints, Ints], tuple[Ints, Ints]]]:
+    """(sample, its first row, what the engines' side says of its rows, what the routers') where they do not say the same."""
+    for name, begin, want, seen in zip(
+        sides.names, sides.begin_S, sides.want_spans, sides.seen_spans, strict=False
+    ):
         if want and seen and want != seen:
             rows = min(want[-1].end, seen[-1].end)
-            made_T, told_T = spread(want, rows)[1], spread(seen, rows)[1]
-            again_R[begin : begin + rows] = (made_T == RowKind.DECODED) & (told_T == RowKind.PREFILLED)
-    return again_R
+            yield name, int(begin), spread(want, rows), spread(seen, rows)
 
 
 def spread(spans: Sequence[ProvenanceSpan], rows: int) -> tuple[Ints, Ints]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,9 @@ import numpy as np
 from r3channel.errors import RecordingInvalid
 from r3channel.plan.shards import Shard
 from r3channel.plan.ticket import Ticket, TicketSample
-from r3channel.recordings.manifest import Manifest
-from r3channel.recordings.recorder import segment_name, write_segment
-from r3channel.recordings.recording import PASSES
-from r3channel.recordings.segment import Kind, pack
-from r3channel.recordings.step import RecordedStep
-from r3channel.routing import Ids, ProvenanceSpan
+from r3channel.recordings.recorder import write_step
+from r3channel.recordings.step import PASSES, RecordedStep
+from r3channel.routing import Ids
 from r3channel.spec import RoutingSpec
 from r3channel.wire.frame import encode_frame
 
@@ -90,35 +88,20 @@ class ConsumedRows:
 
     def write(self, folder: Path) -> Path:
         """A routers' side in a folder of its own. Raises RecordingInvalid, OSError."""
-        Manifest(spec=self.spec, layout=self.ticket.layout, side="router", tokens=False).write(folder)
-        path = folder / segment_name(self.ticket.step, 0)
-        write_segment(path, [pack(Kind.TICKET, self.ticket.to_bytes()), *self._records()])
-        return path
-
-    def _records(self) -> Iterator[list[bytes | memoryview]]:
-        places = {sample.sample_id: place for place, sample in enumerate(self.ticket.samples)}
-        for of_pass, name in self.ids:
-            frame = self._frame((of_pass, name))
-            yield pack(Kind.FRAME, frame, sample=places[name], part=PASSES.index(of_pass))
+        return write_step(folder, self.step())
 
     def _frame(self, key: SampleKey) -> bytes:
         sample = self.ticket.sample(key[1])
-        there_T = np.all(self.there[key], axis=1)
-        spans = tuple(_within(sample, rows=sample.tokens - 1))
+        there_T, spans = np.all(self.there[key], axis=1), sample.provenance if _tiled(sample) else None
         return encode_frame(
-            self.spec,
-            expert_ids_TLK=self.ids[key],
-            valid_T=there_T,
-            provenance=spans or None,
-            codec="stored",
+            self.spec, expert_ids_TLK=self.ids[key], valid_T=there_T, provenance=spans, codec="stored"
         )
 
 
-def _within(sample: TicketSample, *, rows: int) -> Iterable[ProvenanceSpan]:
-    """The ticket's spans, where they tile the rows."""
+def _tiled(sample: TicketSample) -> bool:
+    """Whether the ticket's spans say of each row who made it."""
     ends = [0, *(span.end for span in sample.provenance)]
-    if [span.start for span in sample.provenance] == ends[:-1] and ends[-1] == rows:
-        yield from sample.provenance
+    return [span.start for span in sample.provenance] == ends[:-1] and ends[-1] == sample.tokens - 1
 
 
 def consumed_by(tap_records: Iterable[Any], shard: Shard, *, ticket: Ticket, tp: int) -> ConsumedRows:
@@ -126,12 +109,6 @@ def consumed_by(tap_records: Iterable[Any], shard: Shard, *, ticket: Ticket, tp:
     found = ConsumedRows(ticket, ticket.spec)
     for call in tap_records:
         if call.pass_name in PASSES and call.microbatch >= 0 and call.layer in ticket.spec.moe_layers:
-            found.add_call(
-                shard,
-                call.ids_RK,
-                microbatch=call.microbatch,
-                layer=call.layer,
-                tp=tp,
-                of_pass=call.pass_name,
-            )
+            add = partial(found.add_call, tp=tp, of_pass=call.pass_name)
+            add(shard, call.ids_RK, microbatch=call.microbatch, layer=call.layer)
     return found

@@ -19,10 +19,9 @@ from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.ticket import Ticket, TicketSample
 from r3channel.recordings.catalogue import spread
-from r3channel.recordings.manifest import Manifest
-from r3channel.recordings.recorder import segment_name, write_segment
+from r3channel.recordings.recorder import write_step
 from r3channel.recordings.recording import Recording
-from r3channel.recordings.segment import Kind, pack
+from r3channel.recordings.step import RecordedStep
 from r3channel.routing import Ids, ProvenanceSpan, RowKind, check_shape
 from r3channel.spec import RoutingSpec
 from r3channel.tokens import hash_tokens
@@ -69,11 +68,10 @@ def import_npz(files: list[Path], folder: Path, *, layout: TrainerLayout | None 
 def write_arrays(path: Path, arrays: dict[str, Any], folder: Path, *, layout: TrainerLayout | None) -> None:
     """A step of a recording; `path` is where the arrays came from. Raises RecordingInvalid."""
     try:
-        ticket, records = _records(arrays, layout)
+        step = _step(arrays, layout)
     except (R3Error, ValueError, TypeError, KeyError, IndexError) as error:
         raise RecordingInvalid(f"{path}: the arrays do not fit together: {error}") from error
-    Manifest(spec=ticket.spec, layout=ticket.layout, tokens="token_ids" in arrays).write(folder)
-    write_segment(folder / segment_name(ticket.step, 0), [pack(Kind.TICKET, ticket.to_bytes()), *records])
+    write_step(folder, step)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -90,9 +88,7 @@ def _read(path: Path) -> dict[str, Any]:
     return found
 
 
-def _records(
-    arrays: dict[str, Any], layout: TrainerLayout | None
-) -> tuple[Ticket, list[list[bytes | memoryview]]]:
+def _step(arrays: dict[str, Any], layout: TrainerLayout | None) -> RecordedStep:
     spec = RoutingSpec.from_dict(json.loads(str(arrays["spec"])))
     cut = layout or TrainerLayout.from_dict(json.loads(str(arrays["layout"])) if "layout" in arrays else {})
     ids_RLK = np.ascontiguousarray(arrays["ids"])
@@ -102,35 +98,18 @@ def _records(
         raise ValueError(
             f"{len(ids_RLK)} rows of ids, expected {sum(lengths) - len(lengths)}: a row per token but the last"
         )
-    samples, frames, at, token_at = {}, {}, 0, 0
+    samples, frames, tokens, at, token_at = {}, dict[str, list[bytes]](), dict[str, Ids](), 0, 0
     for name, length in zip(names, lengths, strict=True):
         own = slice(at, at + length - 1)
-        tokens = (
-            arrays["token_ids"][token_at : token_at + length].astype(np.int32)
-            if "token_ids" in arrays
-            else None
-        )
-        samples[name], frames[name] = _sample(arrays, name, own, tokens, spec)
-        frames[name] = (tokens, frames[name])
+        if "token_ids" in arrays:
+            tokens[name] = arrays["token_ids"][token_at : token_at + length].astype(np.int32)
+        samples[name], frame = _sample(arrays, name, own, tokens.get(name), spec)
+        frames[name] = [frame]
         at, token_at = own.stop, token_at + length
     assignment = Assignment.balanced(dict(zip(names, lengths, strict=True)), dp=cut.dp, microbatch_size=1)
-    ordered = assignment.sample_ids
-    ticket = Ticket(
-        "imported",
-        int(arrays["step"]),
-        spec,
-        cut,
-        assignment,
-        tuple(samples[name] for name in ordered),
-        1 << 20,
-    )
-    records = []
-    for place, name in enumerate(ordered):
-        tokens, frame = frames[name]
-        if tokens is not None:
-            records.append(pack(Kind.TOKENS, np.ascontiguousarray(tokens, "<i4").data, sample=place))
-        records.append(pack(Kind.FRAME, frame, sample=place))
-    return ticket, records
+    ordered = tuple(samples[name] for name in assignment.sample_ids)
+    ticket = Ticket("imported", int(arrays["step"]), spec, cut, assignment, ordered, 1 << 20)
+    return RecordedStep(ticket, frames, tokens, spec)
 
 
 def _sample(

@@ -21,6 +21,7 @@ from r3channel.plan.ticket import Ticket
 from r3channel.recordings.logprobs import logprobs_glob
 from r3channel.recordings.manifest import Manifest
 from r3channel.recordings.segment import Kind, append, nbytes_of, pack, reserve
+from r3channel.recordings.step import PASSES, RecordedStep
 from r3channel.routing import Ids, ProvenanceSpan
 from r3channel.spec import RoutingSpec
 from r3channel.wire.frame import stored_head
@@ -163,6 +164,27 @@ def write_segment(path: Path, records: Sequence[list[bytes | memoryview]]) -> in
         return sum(append(file, pieces) for pieces in records)
     finally:
         os.close(file)
+
+
+def write_step(folder: Path, step: RecordedStep) -> Path:
+    """A whole step at once, of either side. Raises RecordingInvalid, OSError."""
+    Manifest(spec=step.spec, layout=step.ticket.layout, side=step.side, tokens=bool(step.tokens)).write(
+        folder
+    )
+    path, records = folder / segment_name(step.number, 0), [pack(Kind.TICKET, step.ticket.to_bytes())]
+    for place, sample in enumerate(step.ticket.samples):
+        name = sample.sample_id
+        if name in step.tokens:
+            records.append(
+                pack(Kind.TOKENS, np.ascontiguousarray(step.tokens[name], "<i4").data, sample=place)
+            )
+        for part, of_pass in enumerate(PASSES):
+            frames = step.passes.get((of_pass, name), ()) if step.passes or part else step.frames[name]
+            records += [
+                pack(Kind.FRAME, one, sample=place, turn=turn, part=part) for turn, one in enumerate(frames)
+            ]
+    write_segment(path, records)
+    return path
 
 
 def _of_samples(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -20,12 +20,10 @@ from r3channel.plan.ticket import Ticket
 from r3channel.recordings.logprobs import read_logprobs
 from r3channel.recordings.manifest import Manifest
 from r3channel.recordings.segment import Kind, Record, read
-from r3channel.recordings.step import Bytes, RecordedStep
+from r3channel.recordings.step import PASSES, Bytes, RecordedStep
 from r3channel.routing import Ids
 from r3channel.wire.frame import parse_frame
 
-PASSES = ("engine", "forward", "recompute", "logprob")
-"""By the `part` of a record."""
 _SEGMENT = re.compile(r"step-(\d+)\.relay-(\d+)\.r3s")
 
 
@@ -111,7 +109,7 @@ class Recording:
         if relays <= {segment.relay for segment in segments if segment.ended}:
             return found
         cut = tuple(s.sample_id for s in ticket.samples if not self._is_whole(found, s.sample_id))
-        return RecordedStep(**{**vars(found), "cut": cut})
+        return replace(found, cut=cut)
 
     def _logprobs(self, ticket: Ticket) -> dict[str, Ids]:
         found = read_logprobs(self.folder, ticket.step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from r3channel.plan.layout import RankCoords, TrainerLayout
@@ -18,7 +19,7 @@ def fitted(step: RecordedStep, layout: TrainerLayout | None) -> RecordedStep:
     count = len(samples) // layout.dp * layout.dp
     kept = {sample.sample_id for sample in samples[:count]}
     cut = tuple(s.sample_id for s in step.ticket.samples if s.sample_id not in kept)
-    return RecordedStep(**{**vars(step), "cut": cut}).replan(layout, microbatch_size=1)
+    return replace(step, cut=cut).replan(layout, microbatch_size=1)
 
 
 def consumed(step: RecordedStep) -> ConsumedRows:

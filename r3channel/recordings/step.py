@@ -20,6 +20,8 @@ from r3channel.wire.digest import fold
 from r3channel.wire.frame import Frame, parse_frame
 
 Bytes = bytes | memoryview
+PASSES = ("engine", "forward", "recompute", "logprob")
+"""By the `part` of a record."""
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,13 @@ import pytest
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.ticket import Ticket, TicketSample
+from r3channel.recordings.recorder import write_step
 from r3channel.recordings.recording import Recording
 from r3channel.recordings.replayed import consumed
 from r3channel.recordings.step import RecordedStep
 from r3channel.spec import RoutingSpec
 from r3channel.wire.digest import fold, layer_digests
 from r3channel.wire.frame import encode_frame
-from tests.misaligned import write_engine
 
 pytestmark = pytest.mark.dist
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -84,7 +84,7 @@ def large_step() -> RecordedStep:
 
 def test_replay_on_two_gloo_ranks_and_check_of_a_large_step_take_seconds(tmp_path: Path) -> None:
     """The limit of each is 5 s on a quiet machine; twice that here, for what runs beside it."""
-    folder = write_engine(large_step(), tmp_path / "engine")
+    folder = write_step(tmp_path / "engine", large_step()).parent
     told, _ = command("replay", str(folder), "--layout", "tp=2", "--gloo", "--json")
     (step,) = told["steps"]
     assert told["findings"] == [] and step["ranks"] == 2

@@ -22,12 +22,9 @@ from r3channel.config import ChannelConfig
 from r3channel.embedded.model import write_model
 from r3channel.embedded.sglang import EngineOptions, EngineServer
 from r3channel.plan.layout import TrainerLayout
-from r3channel.recordings.manifest import Manifest
-from r3channel.recordings.recorder import Recorder, segment_name, write_segment
-from r3channel.recordings.recording import PASSES, Recording
+from r3channel.recordings.recorder import Recorder, segment_name, write_step
+from r3channel.recordings.recording import Recording
 from r3channel.recordings.replayed import consumed
-from r3channel.recordings.segment import Kind, pack
-from r3channel.recordings.step import RecordedStep
 from r3channel.relay.relay import Relay
 from r3channel.spec import RoutingSpec
 from tests.engine.client import generate, set_weight_version
@@ -139,17 +136,6 @@ def _wait_for(segment: Path) -> None:
 # -- faulty ---------------------------------------------------------------------------------------------------------------
 
 
-def write_router(step: RecordedStep, folder: Path) -> None:
-    Manifest(spec=step.spec, layout=step.ticket.layout, side="router", tokens=False).write(folder)
-    places = {sample.sample_id: place for place, sample in enumerate(step.ticket.samples)}
-    frames = [
-        pack(Kind.FRAME, frame, sample=places[name], part=PASSES.index(of_pass))
-        for (of_pass, name), own in step.passes.items()
-        for frame in own
-    ]
-    write_segment(folder / segment_name(step.number, 0), [pack(Kind.TICKET, step.ticket.to_bytes()), *frames])
-
-
 def main() -> None:
     if "--engines" in sys.argv:
         shutil.rmtree(FOLDER, ignore_errors=True)
@@ -162,7 +148,7 @@ def main() -> None:
     for name, clean in FAULTY.items():
         shutil.copytree(FOLDER / clean / "engine", FOLDER / name / "engine")
         want = Recording.open(FOLDER / clean / "engine").step(STEP)
-        write_router(CASES[name][0][2](want), FOLDER / name / "router")
+        write_step(FOLDER / name / "router", CASES[name][0][2](want))
 
 
 if __name__ == "__main__":

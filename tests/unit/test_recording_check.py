@@ -315,19 +315,8 @@ def test_replay_hands_every_row_of_every_layer_to_its_router_under_any_layout(la
 
 def test_a_recording_goes_out_as_arrays_and_comes_back_the_same(tmp_path: Path) -> None:
     assert main(["export", str(GOLDEN), "--format", "npz", "--out", str(tmp_path / "npz")]) == 0
-    assert (
-        main(
-            [
-                "import",
-                str(tmp_path / "npz" / "step-000002.npz"),
-                "--format",
-                "npz",
-                "--out",
-                str(tmp_path / "r"),
-            ]
-        )
-        == 0
-    )
+    exported, rec = str(tmp_path / "npz" / "step-000002.npz"), str(tmp_path / "r")
+    assert main(["import", exported, "--format", "npz", "--out", rec]) == 0
     first, second = Recording.open(GOLDEN).step(2), Recording.open(tmp_path / "r").step(2)
     for sample in first.samples:
         assert np.array_equal(first.rows(sample.sample_id), second.rows(sample.sample_id))
