@@ -64,15 +64,8 @@ def _plain(step: RecordedStep, name: str, ids_TLK: Ids, there_T: Ids) -> Iterato
         hit_TL = hit_TL & there_T[:, None]
         if hit_TL.any():
             row, place = (int(index[0]) for index in np.nonzero(hit_TL))
-            yield _finding(
-                step,
-                fault,
-                name,
-                position=row,
-                layer=spec.moe_layers[place],
-                seen=ids_TLK[row, place],
-                cells=int(hit_TL.sum()),
-            )
+            at = {"position": row, "layer": spec.moe_layers[place], "seen": ids_TLK[row, place]}
+            yield _finding(step, fault, name, **at, cells=int(hit_TL.sum()))
     invalid = step.ticket.sample(name).invalid if step.side == "engine" else ()
     gone_T = ~there_T
     for start, end in invalid:

@@ -123,15 +123,8 @@ def _sample(
     digests_L = layer_digests(ids_TLK, first_row=0, valid_T=None if valid_T.all() else valid_T)
     edges = np.flatnonzero(np.diff(np.concatenate([[True], valid_T, [True]]).astype(np.int8))).tolist()
     invalid = tuple(zip(edges[::2], edges[1::2], strict=True))
-    sample = TicketSample(
-        name,
-        rows + 1,
-        0 if tokens is None else hash_tokens(tokens),
-        fold(digests_L),
-        spans,
-        invalid,
-        ((rows, 0),),
-    )
+    tokens_hash = 0 if tokens is None else hash_tokens(tokens)
+    sample = TicketSample(name, rows + 1, tokens_hash, fold(digests_L), spans, invalid, ((rows, 0),))
     frame = encode_frame(spec, expert_ids_TLK=ids_TLK, valid_T=valid_T, provenance=spans, codec="stored")
     return sample, frame
 

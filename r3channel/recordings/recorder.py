@@ -20,7 +20,7 @@ from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.ticket import Ticket
 from r3channel.recordings.logprobs import logprobs_glob
 from r3channel.recordings.manifest import Manifest
-from r3channel.recordings.segment import Kind, append, nbytes_of, pack, reserve
+from r3channel.recordings.segment import Kind, append, check_room, nbytes_of, pack
 from r3channel.recordings.step import PASSES, RecordedStep
 from r3channel.routing import Ids, ProvenanceSpan
 from r3channel.spec import RoutingSpec
@@ -160,7 +160,7 @@ def write_segment(path: Path, records: Sequence[list[bytes | memoryview]]) -> in
     records = [*records, pack(Kind.END)]
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
     try:
-        reserve(file, nbytes_of(records))
+        check_room(file, nbytes_of(records))
         return sum(append(file, pieces) for pieces in records)
     finally:
         os.close(file)

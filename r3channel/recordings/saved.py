@@ -8,6 +8,7 @@ import pickletools
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,10 @@ import numpy as np
 from r3channel.errors import RecordingInvalid
 
 _STORAGES = {
-    "torch ByteStorage": "u1",
-    "torch CharStorage": "i1",
-    "torch ShortStorage": "<i2",
-    "torch IntStorage": "<i4",
-    "torch LongStorage": "<i8",
-    "torch HalfStorage": "<f2",
-    "torch FloatStorage": "<f4",
-    "torch DoubleStorage": "<f8",
-    "torch BoolStorage": "?",
-}
+    "Byte": "u1", "Char": "i1", "Short": "<i2", "Int": "<i4", "Long": "<i8", "Half": "<f2", "Float": "<f4",
+    "Double": "<f8", "Bool": "?",
+}  # fmt: skip
+"""`torch ByteStorage` and so on -> numpy's type."""
 _NUMBERS = "?iuf"
 """Kinds of numpy's dtypes that are read."""
 
@@ -81,9 +76,8 @@ class _Machine:
             elif name in _ARGUMENTS:
                 self._stack.append(argument)
             elif name not in ("PROTO", "FRAME"):
-                getattr(self, f"_{name.lower()}")(
-                    argument
-                )  # an unknown one is an AttributeError: damaged, or another protocol
+                # An unknown one is an AttributeError: damaged, or another protocol.
+                getattr(self, f"_{name.lower()}")(argument)
         raise ValueError("the pickle has no end")
 
     def _global(self, name: str) -> None:
@@ -110,14 +104,12 @@ class _Machine:
         values = tuple(self._marked())
         self._stack.append(values)
 
-    def _tuple1(self, _: Any) -> None:
-        self._stack[-1:] = [tuple(self._stack[-1:])]
+    def _last(self, _: Any, *, count: int) -> None:
+        self._stack[-count:] = [tuple(self._stack[-count:])]
 
-    def _tuple2(self, _: Any) -> None:
-        self._stack[-2:] = [tuple(self._stack[-2:])]
-
-    def _tuple3(self, _: Any) -> None:
-        self._stack[-3:] = [tuple(self._stack[-3:])]
+    _tuple1 = partialmethod(_last, count=1)
+    _tuple2 = partialmethod(_last, count=2)
+    _tuple3 = partialmethod(_last, count=3)
 
     def _append(self, _: Any) -> None:
         value = self._stack.pop()
@@ -143,7 +135,7 @@ class _Machine:
 
     def _binpersid(self, _: Any) -> None:
         _, kind, key, _, count = self._stack.pop()
-        found = np.frombuffer(self._storage(key), _STORAGES[kind.name])
+        found = np.frombuffer(self._storage(key), _STORAGES[kind.name[6:-7]])
         if len(found) != count:
             raise ValueError(f"storage {key} has {len(found)} numbers, expected {count}")
         self._stack.append(found)
@@ -201,15 +193,11 @@ def _plain(value: Any) -> Any:
 
 
 _CONSTANTS: dict[str, Callable[[], Any]] = {
-    "NONE": lambda: None,
-    "NEWTRUE": lambda: True,
-    "NEWFALSE": lambda: False,
-    "EMPTY_DICT": dict,
-    "EMPTY_LIST": list,
-    "EMPTY_TUPLE": tuple,
-}
+    "NONE": lambda: None, "NEWTRUE": lambda: True, "NEWFALSE": lambda: False,
+    "EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_TUPLE": tuple,
+}  # fmt: skip
 _ARGUMENTS = frozenset(
-    (
+    [
         "BININT",
         "BININT1",
         "BININT2",
@@ -220,5 +208,5 @@ _ARGUMENTS = frozenset(
         "SHORT_BINUNICODE",
         "BINBYTES",
         "SHORT_BINBYTES",
-    )
+    ]
 )

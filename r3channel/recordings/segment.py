@@ -9,7 +9,6 @@ bring their own hashes; memory is taken from no number that was not compared wit
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 from collections.abc import Iterable, Iterator
@@ -66,23 +65,11 @@ def nbytes_of(records: Iterable[list[bytes | memoryview]]) -> int:
     return sum(memoryview(piece).nbytes for pieces in records for piece in pieces)
 
 
-def reserve(file: int, nbytes: int) -> None:
-    """Blocks for what will be appended; the file's size stays, so that a torn end stays one. A fifth less CPU for the appending.
-
-    Nothing where the file system or the C library cannot. Raises OSError on a disk without room, before any of it is taken.
-    """
+def check_room(file: int, nbytes: int) -> None:
+    """Raises OSError before any of a disk is taken that has no room: the relay's store may lie on it, too."""
     disk = os.fstatvfs(file)
-    if disk.f_blocks and disk.f_bavail * disk.f_frsize < nbytes:  # ext4 takes all there is before it says so
+    if disk.f_blocks and disk.f_bavail * disk.f_frsize < nbytes:  # some file systems count no blocks
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    found = getattr(ctypes.CDLL(None, use_errno=True), "fallocate64", None)
-    if found is None or found(file, _KEEP_SIZE, ctypes.c_int64(0), ctypes.c_int64(nbytes)) == 0:
-        return
-    if (number := ctypes.get_errno()) == errno.ENOSPC:
-        raise OSError(number, os.strerror(number))
-
-
-_KEEP_SIZE = 1
-"""FALLOC_FL_KEEP_SIZE of <linux/falloc.h>."""
 
 
 def append(file: int, pieces: list[bytes | memoryview]) -> int:

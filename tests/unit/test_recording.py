@@ -26,7 +26,7 @@ from r3channel.plan.ticket import Ticket, TicketSample
 from r3channel.recordings.logprobs import SIDES, read_logprobs, write_logprobs
 from r3channel.recordings.recorder import Recorder, segment_name, write_segment
 from r3channel.recordings.recording import Recording
-from r3channel.recordings.segment import HEAD_BYTES, Kind, pack, read, reserve
+from r3channel.recordings.segment import HEAD_BYTES, Kind, check_room, pack, read
 from r3channel.routing import ProvenanceSpan, RowKind
 from r3channel.tokens import as_tokens, hash_tokens
 from r3channel.trainer.logprobs import KeptLogprobs
@@ -151,22 +151,13 @@ def test_a_recorder_that_is_killed_leaves_whole_samples_and_a_torn_one(tmp_path:
     assert np.array_equal(step.rows("b"), held("b").ids_TLK)
 
 
-def test_blocks_are_reserved_and_the_size_is_not(tmp_path: Path) -> None:
-    file = os.open(tmp_path / "x", os.O_WRONLY | os.O_CREAT)
-    reserve(file, 1 << 20)
-    reserved = os.fstat(file)
-    os.close(file)
-    assert reserved.st_size == 0 and reserved.st_blocks * 512 >= 1 << 20
-
-
 def test_a_disk_without_room_is_known_before_any_of_it_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = os.open(tmp_path / "x", os.O_WRONLY | os.O_CREAT)
     monkeypatch.setattr(os, "fstatvfs", lambda _: SimpleNamespace(f_blocks=1, f_bavail=255, f_frsize=4096))
     with pytest.raises(OSError, match="No space left"):
-        reserve(file, 1 << 20)
-    assert os.fstat(file).st_blocks == 0
+        check_room(file, 1 << 20)
     os.close(file)
 
 
