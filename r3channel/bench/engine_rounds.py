@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from r3channel.bench.timing import rounds_of
 from r3channel.config import ChannelConfig
 from r3channel.embedded.model import write_model
 from r3channel.embedded.sglang import EngineOptions, EngineServer
@@ -73,7 +74,7 @@ def measure(load: Load, *, tp: int = 1) -> dict[str, dict[str, Any]]:
         stack.callback(relay.close)
         servers = _start(load, folder, relay_url=relay.serve(token_file=folder / "token"), stack=stack, tp=tp)
         seen = {name: Seen() for name in servers}
-        for number in range(load.rounds + 1):
+        for number in rounds_of(load.rounds + 1, "engines"):
             prompts = _prompts(load, number)
             for name in sorted(servers, key=lambda name: (number + VARIANTS.index(name)) % len(VARIANTS)):
                 _round(servers[name], prompts, load, relay=relay, seen=seen[name] if number else Seen())

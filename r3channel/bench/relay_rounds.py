@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from r3channel.bench.relay.costs import receive
+from r3channel.bench.timing import rounds_of
 from r3channel.config import EngineConfig
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
@@ -60,7 +61,7 @@ async def _rounds(
     seen: dict[str, list[float]] = {way: [] for way in WAYS}
     rows_N = None
     async with aiohttp.ClientSession(read_bufsize=1 << 20) as session:
-        for number in range(rounds + 1):
+        for number in rounds_of(rounds + 1, "relay"):
             for way in WAYS:
                 names = [f"{way}-{number}-{index}" for index in range(samples)]
                 start_s = time.process_time()

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from r3channel.bench import at_least_one
+from r3channel.bench.timing import rounds_of
 from r3channel.report import commands
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def measure(*, rounds: int) -> dict[str, Any]:
             step()
             step()
         seen: dict[str, list[float]] = {name: [] for name in steps}
-        for index in range(rounds):
+        for index in rounds_of(rounds, "replay"):
             names = list(steps)
             for name in names[index % len(names) :] + names[: index % len(names)]:
                 seen[name].append(_cpu_s(steps[name]))

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+
+
+def rounds_of(count: int, what: str) -> Iterator[int]:
+    """0 .. count-1; on a terminal with a bar and the time that is left, where tqdm is installed."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return iter(range(count))
+    return iter(tqdm(range(count), desc=what, disable=None, leave=False))
 
 
 def cpu_seconds(call: Callable[[], object], *, rounds: int, min_s: float = 0.02) -> float:

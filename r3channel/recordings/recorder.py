@@ -87,7 +87,8 @@ class Recorder:
         return Path(self.root)
 
     def open(self, spec: RoutingSpec, layout: TrainerLayout, *, relay: int) -> None:
-        """Raises RecordingInvalid where another model's or layout's recording lies in the folder."""
+        """Raises RecordingInvalid where another model's or layout's recording lies in the folder, ConfigError where nothing can
+        be written."""
         self._relay = relay
         try:
             Manifest(spec=spec, layout=layout, tokens=self.tokens).write(self.folder)
@@ -96,7 +97,9 @@ class Recorder:
             )
             self._written = {path: path.stat().st_size for path in found}
         except OSError as error:
-            self._stop(f"cannot write to {self.folder}: {error}")
+            raise ConfigError(
+                f"recording: {self.folder} cannot be written: {error}; expected a folder that this relay may write"
+            ) from error
 
     def keep(self, sample_id: str, tokens: Ids) -> None:
         if self.tokens and not self.stopped:

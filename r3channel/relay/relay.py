@@ -28,7 +28,6 @@ from r3channel.config import ChannelConfig
 from r3channel.distinct import warm
 from r3channel.errors import (
     BackgroundFailed,
-    ConfigError,
     DeadlineExceeded,
     PluginNotApplied,
     RoutingError,
@@ -397,10 +396,6 @@ class Relay:
         self._check_open()
         if recorder is not None:
             recorder.open(self.spec, self.layout, relay=self.config.relay)
-            if recorder.stopped:
-                raise ConfigError(
-                    f"recording: {recorder.stopped}; expected a folder that this relay may write"
-                )
         self.intake.recorder = recorder
 
     def undelivered(self, *, wait_s: float) -> dict[int, tuple[ShardKey, ...]]:

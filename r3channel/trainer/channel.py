@@ -130,6 +130,12 @@ class TrainerChannel:
                 if self.recording is not None and shard.tp == 0:  # the others of its TP group have the same
                     step.logprobs = KeptLogprobs(ticket, shard.shard)
                 yield step
+            if shard.loss_mask_missed:
+                log.warning(
+                    "r3channel: step %d: tokens were to leave the loss, and shard.loss_mask(i) was never read; multiply your "
+                    "loss by it: nothing else does",
+                    ticket.step,
+                )
             self._publish(shard, audit)
             self._record(step.logprobs)
         finally:

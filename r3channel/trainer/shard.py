@@ -50,6 +50,7 @@ class RankShard:
         self._check_policy(invalid_rows)
         self.staleness: Staleness | None = None
         """Against the trainer's version; None where the loop names none."""
+        self._loss_mask_read = False
         self._live: dict[int, torch.Tensor | None] = {}
         self._counted: dict[int, torch.Tensor] = {}
         self._padding: dict[int, torch.Tensor] = {}
@@ -109,6 +110,7 @@ class RankShard:
     def loss_mask(self, microbatch: int) -> torch.Tensor:
         """[b, s / cp] bool ([1, t / cp] for a pack): False on padding and, with policy `mask`, on tokens without engine
         routing. A sample's last token is True: it has no row, and nothing is wrong with it."""
+        self._loss_mask_read = True
         sample, position = self.shard.token_map(microbatch)
         keep = ~self.padding_mask(microbatch).numpy()
         if self.invalid_rows == "mask":
@@ -116,6 +118,13 @@ class RankShard:
         if self.staleness is not None and self.staleness.masks:
             keep &= ~self._by_row(microbatch, sample, position, self.staleness.stale, outside=False)
         return torch.from_numpy(keep)
+
+    @property
+    def loss_mask_missed(self) -> bool:
+        """Tokens were to leave the loss and nobody has asked which. Only the last pipeline stage has a loss."""
+        invalid = self.invalid_rows == "mask" and any(sample.invalid for sample in self.ticket.samples)
+        stale = self.staleness is not None and self.staleness.masks
+        return (invalid or stale) and not self._loss_mask_read and self.shard.pp == self.ticket.layout.pp - 1
 
     def sampling_mask(self, microbatch: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(offsets [b x s / cp + 1] int64, token ids int32) on the routers' device, as rows of a CSR matrix.

@@ -19,6 +19,7 @@ from r3channel import errors
 from r3channel.config import ChannelConfig
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
+from r3channel.recordings.recorder import Recorder
 from r3channel.relay.relay import Relay
 from r3channel.trainer.receiver import Receiver
 from r3channel.trainer.shard import RankShard
@@ -69,6 +70,16 @@ def ids_in(shard: RankShard, name: str) -> np.ndarray:
 
 def threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name.startswith("r3channel-")}
+
+
+def test_a_folder_that_a_relay_cannot_write_is_named_when_it_is_made(tmp_path: Path) -> None:
+    (file := tmp_path / "file").touch()
+    before = threads()
+    with pytest.raises(errors.ConfigError, match=rf"^store_dir {file}/store cannot be written"):
+        Relay(SPEC, TrainerLayout(), ChannelConfig(store_dir=f"{file}/store"))
+    with pytest.raises(errors.ConfigError, match=rf"^recording: {file}/rec cannot be written"):
+        Relay(SPEC, TrainerLayout(), recorder=Recorder(f"{file}/rec"))
+    until(lambda: threads() <= before, "its threads have ended")
 
 
 @pytest.mark.parametrize("interface", ["203.0.113.7", "0.0.0.0", "no such host"])

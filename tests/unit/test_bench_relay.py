@@ -155,6 +155,8 @@ def test_the_report_has_the_keys_and_prints(tmp_path: Path) -> None:
     printed = text.table(report)
     assert all(name in printed for name in ALL) and "target 8.0" in printed
     assert "they wait 625.0 ms" in printed
+    report["ratio"]["vs_best_peer"] = None  # a quick run has no peer
+    assert "vs_best_peer: not measured" in text.table(report)
     plot.plot(report, tmp_path / "stages.png")
     assert (tmp_path / "stages.png").read_bytes()[:4] == b"\x89PNG"
 

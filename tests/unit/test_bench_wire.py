@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -38,6 +39,17 @@ def test_the_json_has_every_codec_regime_and_bound(
     }
     assert all(set(result) == fields for result in results)
     assert {chain["codec"] for chain in report["verify_decode_place"]} == {"stored", "lz4"}
+
+
+def test_without_zstandard_its_codec_is_left_out(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "QUICK", wire.Effort(rows=32, rounds=1, chain_bytes=1 << 16))
+    monkeypatch.setattr(wire, "REGIMES", ("U",))
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    assert main(["bench", "wire", "--json", "--quick", "--model", "qwen3-30b-a3b"]) == 0
+    codecs = {result["codec"] for result in json.loads(capsys.readouterr().out)["results"]}
+    assert "lz4" in codecs and not codecs & {"set", "int16-zstd-1"}
 
 
 def test_an_unknown_benchmark_lists_the_known(capsys: pytest.CaptureFixture[str]) -> None:

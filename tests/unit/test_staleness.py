@@ -65,7 +65,9 @@ def test_rows_are_counted_by_lag_and_missing_ones_are_not() -> None:
 def test_the_mask_policy_takes_stale_tokens_out_of_the_loss_and_no_others() -> None:
     shard = make()
     shard.set_version(7, max_staleness=2, on_stale="mask")
+    assert shard.loss_mask_missed  # until somebody asks for it
     keep = shard.loss_mask(0)
+    assert not shard.loss_mask_missed
     assert keep[0].tolist() == [False] * 3 + [True] * 6
     assert keep[1].tolist() == [True] * 5 + [False] * 4  # padding, as before
 
@@ -88,8 +90,9 @@ def test_with_context_parallelism_each_rank_masks_its_own_tokens() -> None:
 
 def test_accept_changes_nothing() -> None:
     shard = make()
-    before = shard.loss_mask(0)
     shard.set_version(7, max_staleness=0)
+    assert not shard.loss_mask_missed
+    before = make().loss_mask(0)
     assert torch.equal(shard.loss_mask(0), before)
 
 

@@ -23,6 +23,7 @@ from r3channel.bench.relay.paths import DIRECT, LIMIT, ONE_RAYLET, OURS
 from r3channel.bench.relay.rank import Rank
 from r3channel.bench.relay.stages import cpu_seconds_of
 from r3channel.bench.relay.workload import Case
+from r3channel.bench.timing import rounds_of
 from r3channel.errors import R3Error
 
 
@@ -149,7 +150,7 @@ class Rounds:
 
     def _rounds(self, paths: list[str], ranks: Sequence[Any], *, rounds: int, whole: int) -> dict[str, Seen]:
         seen = {path: Seen() for path in paths}
-        for index in range(rounds):
+        for index in rounds_of(rounds, "rounds"):
             for path in paths[index % len(paths) :] + paths[: index % len(paths)]:
                 self._round(path, ranks, seen[path], whole=index < whole)
         for path in paths:

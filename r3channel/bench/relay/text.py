@@ -98,7 +98,8 @@ def _ratios(ratios: dict[str, Any]) -> list[str]:
     lines = []
     for name, value in ratios.items():
         target = f" (target {_TARGETS[name]})" if name in _TARGETS else ""
-        lines.append(f"{name}: {value:.2f}{target}" if isinstance(value, float) else f"{name}: {value}")
+        said = "not measured" if value is None else value
+        lines.append(f"{name}: {value:.2f}{target}" if isinstance(value, float) else f"{name}: {said}")
     return lines
 
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import xxhash
 
-from r3channel.errors import FrameError, StoreBusy, StoreFull
+from r3channel.errors import ConfigError, FrameError, StoreBusy, StoreFull
 from r3channel.wire.header import announced_bytes
 
 log = logging.getLogger(__name__)
@@ -39,9 +39,14 @@ class Durable:
     """OPEN -> CLOSED. Any thread: each call touches files of its own, and there is no lock."""
 
     def __init__(self, root: str) -> None:
-        """Makes a folder of its own in `root`, which is created. Raises OSError; then nothing is left."""
+        """Makes a folder of its own in `root`, which is created. Raises ConfigError."""
         self.folder = Path(root) / f"{_PREFIX}{uuid.uuid4().hex[:12]}"
-        self.folder.mkdir(parents=True)
+        try:
+            self.folder.mkdir(parents=True)
+        except OSError as error:
+            raise ConfigError(
+                f"store_dir {root} cannot be written: {error}; give a folder that can"
+            ) from error
         self._lock = os.open(self.folder / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
