@@ -73,7 +73,7 @@ def run(text: str, names: Names) -> Names:
         for begins, act in BEFORE.items():
             if ast.unparse(statement).startswith(begins):
                 act(names)
-        exec(compile(ast.Module([statement], []), "README.md", "exec"), names)  # noqa: S102: our own pages
+        exec(compile(ast.Module([statement], []), "README.md", "exec"), names)  # noqa: S102  our own pages
     return names
 
 
@@ -108,7 +108,8 @@ def test_a_request_and_its_reply_run_as_the_relays_page_has_them(relay: Relay) -
 def test_the_door_opens_as_the_relays_page_has_it(relay: Relay, tmp_path: Path) -> None:
     text = snippet("relay.serve(").replace("/run/r3channel.token", str(tmp_path / "token"))
     names = run(text, {"relay": relay, "engine_urls": ["http://e"]})
-    assert names["url"] == relay._door.url and (tmp_path / "token").stat().st_mode & 0o777 == 0o600
+    assert relay._door is not None and names["url"] == relay._door.url
+    assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
 
 
 def test_prefill_and_decode_are_merged_as_the_relays_page_has_it(relay: Relay) -> None:
