@@ -7,15 +7,12 @@ python examples/05_own_loop.py MODEL URL URL        asks servers that run
 import json
 import sys
 import tempfile
-from contextlib import ExitStack, closing
 from urllib.request import Request
-
-import torch
 
 from r3channel import Assignment, RoutingSpec, Ticket, TrainerLayout
 from r3channel.embedded import megatron
 from r3channel.embedded.model import write_model
-from r3channel.embedded.sglang import EngineOptions, EngineServer
+from r3channel.embedded.sglang import EngineOptions, engines
 from r3channel.relay import Relay
 from r3channel.trainer import TrainerChannel
 from r3channel.unproxied import urlopen
@@ -23,16 +20,14 @@ from r3channel.unproxied import urlopen
 LAYOUT = TrainerLayout()
 
 
-def turn(relay: Relay, url: str, name: str, prompt: list[int]) -> list[int]:
-    """One request. The relay takes the reply's bytes; of a later turn only the rows that it has not."""
-    held = relay.rows_held(name)
-    sampling = {"max_new_tokens": 8, "temperature": 1.0, "ignore_eos": True}
-    body = {"input_ids": prompt, "sampling_params": sampling, "return_routed_experts": True}
-    body |= {"routed_experts_start_len": held} if held else {}
-    request = Request(url + "/generate", json.dumps(body).encode(), {"Content-Type": "application/json"})
+def turn(relay: Relay, url: str, name: str, prompt: list[int], *, later: bool = False) -> list[int]:
+    """One request. The relay takes the reply's bytes, and asks of a later turn only the rows that it has not."""
+    body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 8, "ignore_eos": True}}
+    data = json.dumps(body | relay.asks(name)).encode()
+    request = Request(url + "/generate", data, {"Content-Type": "application/json"})
     with urlopen(request, timeout_s=120) as answer:
         raw = answer.read()
-    reply = relay.add_body(name, raw, lambda reply: prompt + reply["output_ids"], engine=url, append=held > 0)
+    reply = relay.add_body(name, raw, lambda reply: prompt + reply["output_ids"], engine=url, append=later)
     return prompt + reply["output_ids"]
 
 
@@ -40,33 +35,28 @@ def train(model: megatron.TrainerModel, channel: TrainerChannel, ticket: Ticket,
     batches = [[samples[name] for name in batch] for batch in ticket.assignment.ranks[0]]
     model.zero_grad()
     with channel.step(ticket, tokens=batches) as step:  # other tokens than the ticket's are refused here
-        assert channel.shard is not None  # this step's rows
+        shard = channel.shard  # this step's rows
+        assert shard is not None
         for number, batch in enumerate(batches):
-            longest = ticket.plan.shard(dp=0, pp=0).microbatches[number].seq_len
-            ids = torch.tensor([tokens + [0] * (longest - len(tokens)) for tokens in batch])
-            mask = channel.shard.loss_mask(number)  # False on padding: multiplying by it is the loop's part
+            ids, positions = shard.model_input(number, batch)
             with step.microbatch(number):
-                loss = model.chunks[0](
-                    ids, torch.arange(longest).expand_as(ids), None, labels=ids.roll(-1, 1)
-                )
-            (loss * mask).sum().backward()
+                loss = model.chunks[0](ids, positions, None, labels=ids.roll(-1, 1))
+            (loss * shard.loss_mask(number)).sum().backward()  # multiplying by the mask is the loop's part
     model.optimizer.step()
 
 
-def main(checkpoint: str, urls: list[str], scratch: str) -> None:
+def main(checkpoint: str, *urls: str) -> None:
     spec = RoutingSpec.from_hf_config(checkpoint)
-    megatron.init_distributed(rank=0, world_size=1, init_method=f"file://{scratch}/rendezvous", layout=LAYOUT)
+    megatron.init_distributed(layout=LAYOUT)
     model = megatron.build(checkpoint, LAYOUT, dtype="float32")
-    with (
-        closing(Relay(spec, LAYOUT)) as relay,
-        closing(TrainerChannel.attach(model.chunks, relay, layout=LAYOUT)) as channel,
-    ):
+    with Relay(spec, LAYOUT) as relay, TrainerChannel.attach(model.chunks, relay, layout=LAYOUT) as channel:
         for number in range(2):
             samples = {}
             for i in range(5):
                 name, url = f"step{number}-sample{i}", urls[i % len(urls)]
                 first = turn(relay, url, name, [7, 11 + i, 13, 17 + number])
-                samples[name] = turn(relay, url, name, [*first, 23, 29])  # 23, 29: what a tool said
+                said = [*first, 23, 29]  # 23, 29: what a tool said
+                samples[name] = turn(relay, url, name, said, later=True)
             relay.discard([dropped := f"step{number}-sample2"])  # filtered: no assignment will name it
             del samples[dropped]
             lengths = {name: len(tokens) for name, tokens in samples.items()}
@@ -81,13 +71,11 @@ def main(checkpoint: str, urls: list[str], scratch: str) -> None:
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as work, ExitStack() as stack:
-        if len(sys.argv) > 1:
-            checkpoint, *urls = sys.argv[1:]
-        else:
-            checkpoint = str(write_model(f"{work}/model"))
-            servers = [stack.enter_context(EngineServer(EngineOptions(model=checkpoint))) for _ in range(2)]
-            for server in servers:
-                server.wait_ready()
-            urls = [server.url for server in servers]
-        main(checkpoint, urls, work)
+    if sys.argv[1:]:
+        main(*sys.argv[1:])
+    else:
+        with (
+            tempfile.TemporaryDirectory() as work,
+            engines(EngineOptions(model=write_model(work)), 2) as urls,
+        ):
+            main(work, *urls)

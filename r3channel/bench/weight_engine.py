@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from r3channel.embedded.model import write_model
-from r3channel.embedded.sglang import EngineOptions, EngineServer
+from r3channel.embedded.sglang import EngineOptions, engines
 from r3channel.unproxied import urlopen
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.progress import UpdateReport
@@ -183,16 +183,8 @@ def measure_surgical(folder: Path) -> dict[str, Any]:
 def _engines(model: Path, count: int, *, receiving: bool = False) -> Iterator[list[str]]:
     env = {"R3CHANNEL_WEIGHTS": "1"} if receiving else {}
     options = EngineOptions(model=model, r3channel=False, env=env)
-    servers = [EngineServer(options) for _ in range(count)]
-    try:
-        for server in servers:
-            server.start()
-        for server in servers:
-            server.wait_ready(_READY_TIMEOUT_S)
-        yield [server.url for server in servers]
-    finally:
-        for server in servers:
-            server.close()
+    with engines(options, count, timeout_s=_READY_TIMEOUT_S) as urls:
+        yield urls
 
 
 def _tensors(model: Path) -> Named:

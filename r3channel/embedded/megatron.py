@@ -101,9 +101,9 @@ class TrainerModel:
 
 def init_distributed(
     *,
-    rank: int,
-    world_size: int,
-    init_method: str,
+    rank: int = 0,
+    world_size: int = 1,
+    init_method: str = "",
     layout: TrainerLayout,
     seed: int = 1234,
     timeout_s: float = 300.0,
@@ -111,7 +111,7 @@ def init_distributed(
     """Install the CPU shim, join the default gloo group and make Megatron's groups.
 
     Args:
-        init_method: `file:///path` (an absent file on a shared disk) or `tcp://127.0.0.1:port`.
+        init_method: `file:///path` (an absent file on a shared disk) or `tcp://127.0.0.1:port`; empty for one process.
         timeout_s: deadline of the rendezvous and of each collective.
 
     Raises:
@@ -124,9 +124,10 @@ def init_distributed(
     # gloo binds to the address of the host name by default, which need not exist on a machine without a network.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     timeout = timedelta(seconds=timeout_s)
-    dist.init_process_group(
-        "gloo", init_method=init_method, rank=rank, world_size=world_size, timeout=timeout
-    )
+    from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
+
+    meeting: dict[str, Any] = {"init_method": init_method} if init_method else {"store": HashStore()}
+    dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=timeout, **meeting)
     _init_megatron(layout, seed=seed, timeout_s=timeout_s)
 
 

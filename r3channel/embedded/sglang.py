@@ -14,7 +14,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -239,6 +239,16 @@ class EngineServer:
         tail = self.log_tail()
         self.close()
         raise EngineUnavailable(f"the SGLang server at {self.url} {what}. The end of its log:\n{tail}")
+
+
+@contextlib.contextmanager
+def engines(options: EngineOptions, count: int, *, timeout_s: float = 180.0) -> Iterator[list[str]]:
+    """Addresses of `count` servers that are ready, started beside one another; they end with the block."""
+    with contextlib.ExitStack() as stack:
+        servers = [stack.enter_context(EngineServer(options)) for _ in range(count)]
+        for server in servers:
+            server.wait_ready(timeout_s)
+        yield [server.url for server in servers]
 
 
 def _new_log() -> str:

@@ -304,6 +304,11 @@ class Relay:
         """Rows of a sample that are here or on their way: `routed_experts_start_len` of its next turn."""
         return self.intake.rows_held(sample_id)
 
+    def asks(self, sample_id: str) -> dict[str, Any]:
+        """Fields of a sample's next request: SGLang is to return routing, of a later turn only the rows that are not here."""
+        held = self.rows_held(sample_id)
+        return {"return_routed_experts": True} | ({"routed_experts_start_len": held} if held else {})
+
     def discard(self, sample_ids: Iterable[str]) -> int:
         """Drop samples that no assignment will name (filtered, over-sampled, aborted, evaluation); unknown ids and samples of a
         sealed step are ignored."""
@@ -440,6 +445,12 @@ class Relay:
     def peak_staging_bytes(self) -> int:
         """See `Delivery.peak_staging_bytes`."""
         return self._delivery.peak_staging_bytes
+
+    def __enter__(self) -> Relay:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self, *, timeout_s: float = 10.0) -> None:
         """Stop the background and delete the store. Raises `StepError` naming undelivered steps; idempotent."""

@@ -183,6 +183,12 @@ class TrainerChannel:
         """This rank's; a `WeightSync` of the same process counts into them too."""
         return self.receiver.metrics
 
+    def __enter__(self) -> TrainerChannel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
         """Leave the group and unbind from the routers; idempotent."""
         self.receiver.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -106,6 +106,15 @@ class RankShard:
         sample, position = self.shard.token_map(microbatch)
         tokens = np.asarray([*self.shard.microbatches[microbatch].tokens, 0])
         return torch.from_numpy((sample < 0) | (position >= tokens[sample]))
+
+    def model_input(
+        self, microbatch: int, tokens: Sequence[Sequence[int]]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(token ids, positions) of this CP rank, each [b, s / cp] int64 ([1, t / cp] for a pack), padded and cut as the ticket
+        says; `tokens` are those of the micro-batch's samples, in its order."""
+        ids = self.shard.lay_out(microbatch, [np.asarray(own, np.int64) for own in tokens])
+        positions = self.shard.token_map(microbatch)[1]
+        return torch.from_numpy(ids), torch.from_numpy(np.ascontiguousarray(positions))
 
     def loss_mask(self, microbatch: int) -> torch.Tensor:
         """[b, s / cp] bool ([1, t / cp] for a pack): False on padding and, with policy `mask`, on tokens without engine

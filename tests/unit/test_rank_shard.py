@@ -199,3 +199,19 @@ def test_exchanged_layers_micro_batches_and_rows_are_noticed() -> None:
     for other in (rank.layer_ids(0, 1), rank.layer_ids(1, 0), turned):
         with pytest.raises(DigestMismatch, match=r"of samples \['a'\]"):
             rank.handed(0, 0, other)
+
+
+@pytest.mark.parametrize(
+    ("layout", "ids", "positions"),
+    [
+        ("", [[*range(10, 19)], [*range(20, 25), 0, 0, 0, 0]], [[*range(9)], [*range(9)]]),
+        ("packing=thd", [[*range(10, 19), *range(20, 25)]], [[*range(9), *range(5)]]),
+    ],
+)
+def test_the_models_input_is_laid_out_as_the_ticket_says(
+    layout: str, ids: list[list[int]], positions: list[list[int]]
+) -> None:
+    shard = make(TrainerLayout.parse(layout), policy="native")
+    found = shard.model_input(0, [range(10, 19), range(20, 25)])
+    assert [part.tolist() for part in found] == [ids, positions]
+    assert {part.dtype for part in found} == {torch.int64}

@@ -102,6 +102,8 @@ def test_a_request_and_its_reply_run_as_the_relays_page_has_them(relay: Relay) -
     assert json.loads(json.dumps(names["request"]))["return_routed_experts"] is True
     names |= {"relay": relay, "body": body_of("sample12", 9), "url": "http://e"}
     run(snippet('relay.add_body("sample12"'), names)
+    assert relay.asks("other") == {"return_routed_experts": True}
+    assert relay.asks("sample12") == {"return_routed_experts": True, "routed_experts_start_len": 8}
     assert relay.rows_held("sample12") == 8 and names["reply"]["output_ids"] == [7] * 7
 
 
