@@ -97,10 +97,10 @@ def end_descendants(own: psutil.Process) -> int:
     ended: set[int] = set()
     deadline_s = time.monotonic() + _END_S
     while (family := own.children(recursive=True)) and time.monotonic() < deadline_s:
-        for pid in (pids := {process.pid for process in family}):
+        for process in family:  # the run first: Ray in it would print the log of whatever ends before it
             with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        ended |= pids
+                os.kill(process.pid, signal.SIGKILL)
+        ended |= {process.pid for process in family}
         _reap()
         time.sleep(0.01)
     unlink_segments(ended)

@@ -1,4 +1,4 @@
-"""pytest examples/04_pytest --r3-recording tests/golden/recording"""
+"""pytest examples/04_pytest --r3-recording=tests/golden/recording"""
 
 import pytest
 from model import train

@@ -162,6 +162,21 @@ def test_the_example_passes_in_real_processes_and_without_a_recording_says_what_
     assert "1 skipped" in without and "give --r3-recording PATH" in without
 
 
+def test_the_examples_own_command_finds_its_tests() -> None:
+    """From the checkout, whose own settings would not find the module beside the test."""
+    words = (EXAMPLE / "test_my_model.py").read_text().splitlines()[0].strip('"').split()
+    done = subprocess.run(
+        [sys.executable, "-m", *words, "--collect-only", "-q"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0 and "test_my_model_consumes_what_the_engine_chose[dp=1" in done.stdout, (
+        done.stdout
+    )
+
+
 def test_loading_the_plugin_imports_nothing_of_it() -> None:
     program = "import sys, r3channel.pytest_plugin; print([m for m in ('torch', 'r3channel.recordings') if m in sys.modules])"
     child = subprocess.run(
