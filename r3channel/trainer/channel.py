@@ -33,9 +33,6 @@ from r3channel.transport.tensor_parallel import TensorParallelFanout
 
 log = logging.getLogger(__name__)
 
-_ENOUGH_PAIRS = 1000
-"""Below it the mean overlap of unrelated choices scatters."""
-
 
 class TrainerChannel:
     """ATTACHED -> step* -> CLOSED."""
@@ -167,7 +164,7 @@ class TrainerChannel:
             publish(self.report, metrics)
             spec = self.driver.spec
             chance = spec.top_k / spec.num_experts
-            if self.report.pairs >= _ENOUGH_PAIRS and self.report.mean_overlap < 1.5 * chance < 0.5:
+            if self.report.is_at(chance):
                 log.warning(
                     "r3channel: step %d: what was replayed agrees with the live router at chance level (mean overlap %.3f, "
                     "chance %.3f). Are samples in the ticket's order, and are these the engine's weights?",

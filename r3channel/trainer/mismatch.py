@@ -17,6 +17,9 @@ import torch
 from r3channel.metrics import Metrics
 from r3channel.trainer.router import Seen
 
+_ENOUGH_PAIRS = 1000
+"""Below it the mean overlap of unrelated choices scatters."""
+
 _WORST_LAYERS = 8
 """As gauges; a hundred layers would be most of a process's series."""
 _COUNTED = tuple(
@@ -75,6 +78,10 @@ class MismatchReport:
     @property
     def mean_overlap(self) -> float:
         return sum(layer.overlap for layer in self.layers) / max(self.pairs, 1)
+
+    def is_at(self, chance: float) -> bool:
+        """Whether what was replayed has as much in common with the live router's choices as unrelated ones have."""
+        return self.pairs >= _ENOUGH_PAIRS and self.mean_overlap < 1.5 * chance < 0.5
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"pairs": self.pairs, "different_fraction": self.different_fraction}

@@ -24,6 +24,25 @@ def report(step: int = 0, *, layers: tuple[int, ...] = (3, 5)) -> MismatchReport
     return audit.report()
 
 
+def test_choices_that_have_nothing_to_do_with_each_other_are_at_chance() -> None:
+    def audited(rows: int, replayed_RK: torch.Tensor) -> MismatchReport:
+        audit = RoutingAudit(
+            step=0, microbatches=1, count=1, counted_rows=lambda _: torch.ones(rows, dtype=torch.bool)
+        )
+        observer = audit.observer(3, 0)
+        assert observer is not None
+        observer(choices[:rows], replayed_RK[:rows])
+        return audit.report()
+
+    torch.manual_seed(0)
+    choices, others = (torch.rand(1200, 128).topk(8).indices for _ in range(2))
+    assert audited(1200, others).is_at(8 / 128)
+    assert not audited(900, others).is_at(8 / 128)  # too few to tell
+    half = torch.where(torch.arange(1200)[:, None] % 4 == 0, choices, others)
+    assert not audited(1200, half).is_at(8 / 128)
+    assert not audited(1200, others).is_at(0.5)  # of 16 experts 8: chance itself is agreement
+
+
 def test_order_within_a_row_is_no_difference_and_padding_is_not_counted() -> None:
     found = report(layers=(3,)).layers[0]
     assert (found.rows, found.different, found.overlap, found.disjoint) == (3, 2, 1.5, 1)
