@@ -207,7 +207,7 @@ class _PerTensor:
     def __init__(self, client: EngineClient, named: Named) -> None:
         self._client, self._tensors = client, [tensor for _, tensor in named]
         self._metas = [TensorMeta.of(name, tensor) for name, tensor in named]
-        self._group = WeightGroup("r3channel-bench-per-tensor", world_size=2, timeout_s=_TIMEOUT_S)
+        self._group = WeightGroup("r3channel-bench-per-tensor", world_size=2)
         where = {"host": self._group.host, "port": self._group.port, "group_name": self._group.name}
         joining = in_background(
             lambda: client.init_group(
@@ -225,11 +225,15 @@ class _PerTensor:
         name = self._group.name
         loading = in_background(
             lambda: client.update_tensors(
-                self._metas, group_name=name, flush_cache=True, timeout_s=_TIMEOUT_S
+                self._metas, group_name=name, flush_cache=True, load_format=None, timeout_s=_TIMEOUT_S
             ),
             name="bench",
         )
-        self._group.broadcast_each(self._tensors, timeout_s=_TIMEOUT_S)
+        wire = self._group.wire
+        assert wire is not None
+        flats = [tensor.view(-1).view(torch.uint8) for tensor in self._tensors]
+        for sending in [wire.start_broadcast(0, flat, timeout_s=_TIMEOUT_S) for flat in flats]:
+            sending.wait(timeout_s=_TIMEOUT_S)
         loading.result(_TIMEOUT_S)
         client.end(timeout_s=_TIMEOUT_S)
         client.set_version(1, timeout_s=_TIMEOUT_S)

@@ -43,7 +43,7 @@ from r3channel.weights.member import told
 from r3channel.weights.pack import check_finite
 from r3channel.weights.plan import plan_reshard
 from r3channel.weights.progress import GRACE_S, Deadline, Run
-from r3channel.weights.wires import Door, Entry, RankLink, Stages
+from r3channel.weights.wires import Entry, RankLink, Stages
 
 
 class TrainerRanks:
@@ -82,8 +82,8 @@ class TrainerRanks:
 class ExactStages(Stages):
     """One trainer rank's part of all updates of a session."""
 
-    def __init__(self, door: Door, ranks: TrainerRanks, *, bucket_bytes: int) -> None:
-        super().__init__(door)
+    def __init__(self, ranks: TrainerRanks, *, bucket_bytes: int, **options: Any) -> None:
+        super().__init__(**options)
         self._ranks, self._bucket_bytes = ranks, bucket_bytes
         self._source: ShardMap | None = None
         self._report = b""
@@ -94,9 +94,9 @@ class ExactStages(Stages):
     def connect(self, deadline: Deadline) -> None:
         """All ranks listen, with the first one's secret, and know one another's addresses."""
         if self._ranks.rank == 0:
-            self.door.listen()
-        self.door.session, nonce = self._ranks.exchange([self.door.session, self.door.nonce], deadline)[0]
-        self.trainers = [tuple(where) for where in self._ranks.exchange(self.door.listen(nonce), deadline)]
+            self.listen()
+        self.session, nonce = self._ranks.exchange([self.session, self.nonce], deadline)[0]
+        self.trainers = [tuple(where) for where in self._ranks.exchange(self.listen(nonce), deadline)]
 
     def survey(self, shards: Sequence[Shard], deadline: Deadline) -> bool:
         """Tell what this rank holds and learn what all hold; whether that changed since the last call."""
@@ -208,11 +208,10 @@ class JointUpdate:
         self, work: Staged, stages: ExactStages, ranks: TrainerRanks, run: Run, version: int
     ) -> None:
         self._work, self._stages, self._ranks, self._run, self._version = work, stages, ranks, run, version
-        self.manifest = Manifest.of(())
         self._deciding = False
         """Whether engines may hold the new version already."""
-        self.left_behind = ""
-        """What `EngineLeftBehind` says, where the update counts and some engines did not take it."""
+        self.outcome: R3Error | None = None
+        """What is to be raised although the update counts: EngineLeftBehind, TrainerRankLost."""
 
     @property
     def leads(self) -> bool:
@@ -231,12 +230,13 @@ class JointUpdate:
             links = list(itertools.chain(*(member.ranks for member in self._work.members)))
             if changed or not self._stages.aimed_at(links):
                 same_plan(self._ranks.exchange(self._stages.aim(links, run.deadline), run.deadline))
-            self.manifest = Manifest.of([Bucket.of(self._stages.metas)])
         with run.stage("wait_send"):
             self._send()
+        manifest = Manifest.of([Bucket.of(self._stages.metas)])
         self._deciding = True
-        self.left_behind = self._lead(self._commit).get("left", "")
-        return self.manifest
+        left = self._lead(lambda: self._commit(manifest)).get("left")
+        self.outcome = EngineLeftBehind(left) if left else self.outcome
+        return manifest
 
     def _survey(self, shards: Sequence[Shard]) -> bool:
         return self._stages.survey(shards, self._run.deadline)
@@ -275,9 +275,11 @@ class JointUpdate:
         try:
             told = self._ranks.exchange(told, self._run.deadline.at_least(GRACE_S * 10))[0]
         except TransportError as gone:
-            if self._deciding and error is None:
-                raise TrainerRankLost(self._known(str(gone))) from gone
             error = error or gone
+            if self._deciding and error is gone:
+                self.outcome = error = TrainerRankLost(self._known(str(gone)))
+                if self.leads:
+                    return told
         if error is not None:
             raise error
         for member in [m for m in self._work.members if m.url in told["evicted"]]:
@@ -304,14 +306,14 @@ class JointUpdate:
 
         def ask() -> dict[str, Any]:
             fresh = work.ask(without)
-            attempts = {member.url: self._stages.door.attempts[member.url] for member in fresh}
+            attempts = {member.url: self._stages.attempts[member.url] for member in fresh}
             return {"all": {m.url: m.client.ranks for m in work.members}, "fresh": attempts}
 
         told = self._lead(ask)
         for member in work.members:
             member.client.ranks = told["all"][member.url]
         fresh = [member for member in work.members if member.url in told["fresh"]]
-        self._stages.door.attempts.update(told["fresh"])
+        self._stages.attempts.update(told["fresh"])
         for member in fresh:
             if not self.leads:
                 member.unlink()
@@ -350,11 +352,11 @@ class JointUpdate:
         link.end(timeout_s=left_s)
         return sent
 
-    def _commit(self) -> dict[str, Any]:
+    def _commit(self, manifest: Manifest) -> dict[str, Any]:
         self._work.verify()
         self._work.commit(self._version)
         try:
-            self._work.resume(self._version, self.manifest)
+            self._work.resume(self._version, manifest)
         except EngineLeftBehind as error:
             return {"left": str(error)}
         return {}
