@@ -44,7 +44,6 @@ def _start(job: dict[str, Any]) -> subprocess.Popen[str]:
 def main(job: dict[str, Any]) -> dict[str, Any]:
     """One trainer rank."""
     import torch
-    import torch.distributed as dist
 
     from r3channel.embedded import megatron
     from r3channel.plan.layout import TrainerLayout
@@ -55,7 +54,7 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
     layout = TrainerLayout.parse("tp=2")
     megatron.init_distributed(rank=job["rank"], world_size=RANKS, init_method=job["meet"], layout=layout)
     trained = megatron.build(job["model"], layout, dtype="float32")
-    with WeightSync([job["url"]], plan="exact", group=dist.group.WORLD) as sync:
+    with WeightSync([job["url"]], plan="exact", group=torch.distributed.group.WORLD) as sync:
         sync.connect(timeout_s=_TIMEOUT_S)
         shards = hf_shards(trained.bridge, trained.chunks)
         reports = [sync.update(shards, version=n, timeout_s=_TIMEOUT_S) for n in range(1, job["rounds"] + 2)]

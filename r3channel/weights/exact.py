@@ -14,7 +14,6 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -34,7 +33,7 @@ from r3channel.errors import (
     TransportError,
     WeightsError,
 )
-from r3channel.weights.convert import Shard
+from r3channel.weights.convert import Shard, gathered_bytes
 from r3channel.weights.dryrun import Part
 from r3channel.weights.executor import Staged, background
 from r3channel.weights.geometry import Box, Layout, ShardMap, report_of
@@ -60,19 +59,9 @@ class TrainerRanks:
         return [json.loads(raw) for raw in self.exchange_bytes(json.dumps(value).encode(), deadline)]
 
     def exchange_bytes(self, raw: bytes, deadline: Deadline) -> list[bytes]:
-        lengths = [torch.zeros(1, dtype=torch.int64, device=self._device) for _ in range(self.size)]
-        self._gather(lengths, torch.tensor([len(raw)], device=self._device), deadline)
-        longest = max(int(length) for length in lengths)
-        mine = torch.frombuffer(bytearray(raw.ljust(longest)), dtype=torch.uint8).to(self._device)
-        rows = [torch.zeros_like(mine) for _ in range(self.size)]
-        self._gather(rows, mine, deadline)
-        return [row.cpu().numpy()[: int(n)].tobytes() for row, n in zip(rows, lengths, strict=True)]
-
-    def _gather(self, out: list[torch.Tensor], mine: torch.Tensor, deadline: Deadline) -> None:
         left_s, begun_s = deadline.left_s(), time.monotonic()
         try:
-            work: Any = dist.all_gather(out, mine, group=self._group, async_op=True)
-            work.wait(timedelta(seconds=left_s))
+            return gathered_bytes(raw, group=self._group, device=self._device, until_s=begun_s + left_s)
         except RuntimeError as error:
             if time.monotonic() - begun_s >= left_s:
                 raise DeadlineExceeded(f"a trainer rank did not come along within {left_s:.1f} s") from error
@@ -232,11 +221,10 @@ class JointUpdate:
                 same_plan(self._ranks.exchange(self._stages.aim(links, run.deadline), run.deadline))
         with run.stage("wait_send"):
             self._send()
-        manifest = Manifest.of([Bucket.of(self._stages.metas)])
         self._deciding = True
-        left = self._lead(lambda: self._commit(manifest)).get("left")
+        left = self._lead(self._commit).get("left")
         self.outcome = EngineLeftBehind(left) if left else self.outcome
-        return manifest
+        return Manifest.of([Bucket.of(self._stages.metas)])
 
     def _survey(self, shards: Sequence[Shard]) -> bool:
         return self._stages.survey(shards, self._run.deadline)
@@ -352,11 +340,11 @@ class JointUpdate:
         link.end(timeout_s=left_s)
         return sent
 
-    def _commit(self, manifest: Manifest) -> dict[str, Any]:
+    def _commit(self) -> dict[str, Any]:
         self._work.verify()
         self._work.commit(self._version)
         try:
-            self._work.resume(self._version, manifest)
+            self._work.resume(self._version)
         except EngineLeftBehind as error:
             return {"left": str(error)}
         return {}

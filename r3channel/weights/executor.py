@@ -189,7 +189,7 @@ class Work(Crew, ABC):
         """Whether the engines drop their KV cache with the new weights."""
         return self._rules.pause != "in_place"
 
-    def resume(self, version: int, manifest: Manifest) -> None:
+    def resume(self, version: int) -> None:
         """Let those that have the version serve, and record them. Raises EngineLeftBehind naming the others.
 
         They get time for it also when an engine that did not answer has used up the update's.
@@ -202,7 +202,7 @@ class Work(Crew, ABC):
             for future, member in calls.items():
                 error = _failure(future, member, CONTROL_S)
                 failure = error if isinstance(error, R3Error) else failure
-        self._enrolment.committed(self._all, version, manifest)
+        self._enrolment.committed(self._all, version)
         left = [member for member in self.members if member.state is not EngineState.SERVING]
         if left:
             raise EngineLeftBehind(

@@ -228,27 +228,73 @@ _IN_CACHE_BYTES = 512 << 10
 """Half of a common level-2 cache. Small tensors are looked through together: one by one cost 16 us each."""
 
 
-class Packer:
-    """Fills buffers, and looks at what it fills them with. One thread."""
+class Push(Protocol):
+    """Takes a bucket and its bytes, which may be overwritten once the next call has returned."""
 
-    def __init__(self, buffers: Buffers, on_nonfinite: OnNonfinite) -> None:
+    def __call__(self, bucket: Bucket, payload: torch.Tensor, /, *, last: bool) -> None: ...
+
+
+class Packer:
+    """Packs updates of one model, and looks at what it packs. One thread."""
+
+    def __init__(self, *, bucket_bytes: int, on_nonfinite: OnNonfinite, named: bool, checksums: bool) -> None:
+        """`named`: whether a name that an engine does not have is noticed by somebody. `checksums`: also compute what an engine
+        of one rank must report of its parameters."""
         if on_nonfinite not in ("error", "allow"):
             raise ConfigError(f"on_nonfinite {on_nonfinite!r}: expected error or allow")
-        self._buffers, self._refuse = buffers, on_nonfinite == "error"
+        self.checksums: dict[str, str] = {}
+        """Of the last update that was packed whole."""
+        self.manifest: Manifest | None = None
+        """What every update must give from now on; set by the caller once an update counts."""
+        self.buffers = Buffers(keep=False)
+        """Where to; set by the caller."""
+        self._bucket_bytes, self._refuse = bucket_bytes, on_nonfinite == "error"
+        self._named, self._checksums = named, checksums
 
-    def pack(
+    def pack(self, stream: Stream, push: Push, run: Run) -> Manifest:
+        """Cut, check and pack the stream bucket by bucket; return what it was.
+
+        Raises ManifestMismatch (also for a scale that nobody would miss at an engine), NonFiniteWeights, naming bucket and
+        tensor, and whatever `push` and the stream raise.
+        """
+        checksums = EngineChecksums() if self._checksums else None
+        filling = fill_buckets(stream, cap_bytes=self._bucket_bytes)
+        while (filled := run.timed_next("fill", filling)) is not None:
+            self._check_scales(filled.bucket)
+            known, bucket = self.manifest, filled.bucket
+            bucket = bucket if known is None else known.check(len(run.buckets), bucket)
+            payload = self._packed(bucket, filled, run, checksums)
+            push(bucket, payload, last=filled.last)
+            run.buckets.append(bucket)
+        with run.stage("plan"):
+            manifest = self._complete(run.buckets)
+            self.checksums = {} if checksums is None else checksums.result()
+            return manifest
+
+    def _complete(self, buckets: Sequence[Bucket]) -> Manifest:
+        if not buckets:
+            raise ManifestMismatch("the update gives no tensors at all")
+        if self.manifest is None:
+            return Manifest.of(buckets)
+        self.manifest.check_complete(len(buckets))
+        return self.manifest
+
+    def _check_scales(self, bucket: Bucket) -> None:
+        """SGLang skips a name that it does not have, so an engine of plain weights would serve float8 ones without scales."""
+        scale = next((name for name in bucket.names if is_scale(name)), None)
+        if scale is not None and not self._named and not self._checksums:
+            raise ManifestMismatch(
+                f"tensor {scale} is the scale of a float8 weight; expected `expected` or `verify`, which notice an engine that "
+                "has no such parameter"
+            )
+
+    def _packed(
         self, bucket: Bucket, filled: Filled[torch.Tensor], run: Run, checksums: EngineChecksums | None
     ) -> torch.Tensor:
-        """The bucket's bytes, flat uint8, in the buffers' next memory.
-
-        Raises NonFiniteWeights, naming bucket and tensor, and ManifestMismatch for another dtype or shape.
-        """
-        index = len(run.buckets)
-        out_N = self._buffers.take(index, bucket.payload_bytes)
-        if out_N.device.type == "cpu":
-            self._pack_on_host(bucket, filled.items, out_N, run)
-        else:
-            self._pack_on_device(bucket, filled.items, out_N, run)
+        """The bucket's bytes, flat uint8, in the buffers' next memory."""
+        out_N = self.buffers.take(len(run.buckets), bucket.payload_bytes)
+        on_host = out_N.device.type == "cpu"
+        (self._pack_on_host if on_host else self._pack_on_device)(bucket, filled.items, out_N, run)
         if checksums is not None:
             with run.stage("digest"):
                 for name, tensor in zip(bucket.names, filled.items, strict=True):
@@ -266,12 +312,12 @@ class Packer:
                 bad = first_nonfinite(placed, out_N) if self._refuse else None
                 if bad is not None:
                     raise self._nonfinite(bad, len(run.buckets))
-                if self._buffers.keep:
+                if self.buffers.keep:
                     meta, offset = placed[-1]
                     end = offset + meta.nbytes
                     digest.update(bytes_N[hashed_N:end].data)
                     hashed_N = end
-        if self._buffers.keep:
+        if self.buffers.keep:
             run.digests.append(digest.intdigest())
 
     def _pack_on_device(
@@ -280,9 +326,7 @@ class Packer:
         """Looked through once per dtype, because each look waits for the device. Without a host copy nothing is hashed."""
         with run.stage("pack"):
             payload_N = pack(bucket, tensors, out_N)
-            if (
-                payload_N.is_cuda
-            ):  # another thread sends it, and that thread's current stream is the default one
+            if payload_N.is_cuda:  # another thread sends it, whose current stream is the default one
                 torch.cuda.current_stream(payload_N.device).synchronize()
         with run.stage("digest"):
             bad = first_nonfinite(bucket.placed, payload_N) if self._refuse else None
@@ -308,69 +352,3 @@ def _in_cache(packed: Iterator[tuple[TensorMeta, int]]) -> Iterator[list[tuple[T
             placed, nbytes = [], 0
     if placed:
         yield placed
-
-
-class Push(Protocol):
-    """Takes a bucket and its bytes, which may be overwritten once the next call has returned."""
-
-    def __call__(self, bucket: Bucket, payload: torch.Tensor, /, *, last: bool) -> None: ...
-
-
-class Contents:
-    """Packs updates of one model. One thread."""
-
-    def __init__(
-        self,
-        packer: Packer,
-        *,
-        bucket_bytes: int,
-        named: bool,
-        checksums: bool,
-    ) -> None:
-        """`named`: whether a name that an engine does not have is noticed by somebody. `checksums`: also compute what an engine
-        of one rank must report of its parameters."""
-        self.checksums: dict[str, str] = {}
-        """Of the last update that was packed whole."""
-        self.manifest: Manifest | None = None
-        """What every update must give from now on; set by the caller once an update counts."""
-        self.packer, self._bucket_bytes, self._checksums = packer, bucket_bytes, checksums
-        self._named = named
-
-    def pack(self, stream: Stream, push: Push, run: Run) -> Manifest:
-        """Cut, check and pack the stream bucket by bucket; return what it was.
-
-        Raises ManifestMismatch (also for a scale that nobody would miss at an engine),
-        NonFiniteWeights, and whatever `push` and the stream raise.
-        """
-        checksums = EngineChecksums() if self._checksums else None
-        filling = fill_buckets(stream, cap_bytes=self._bucket_bytes)
-        while (filled := run.timed_next("fill", filling)) is not None:
-            self._check_scales(filled.bucket)
-            bucket = self._agreed(filled.bucket, len(run.buckets))
-            payload = self.packer.pack(bucket, filled, run, checksums)
-            push(bucket, payload, last=filled.last)
-            run.buckets.append(bucket)
-        with run.stage("plan"):
-            manifest = self._complete(run.buckets)
-            self.checksums = {} if checksums is None else checksums.result()
-            return manifest
-
-    def _complete(self, buckets: Sequence[Bucket]) -> Manifest:
-        if not buckets:
-            raise ManifestMismatch("the update gives no tensors at all")
-        if self.manifest is None:
-            return Manifest.of(buckets)
-        self.manifest.check_complete(len(buckets))
-        return self.manifest
-
-    def _check_scales(self, bucket: Bucket) -> None:
-        """SGLang skips a name that it does not have, so an engine of plain weights would serve float8 ones without scales."""
-        scale = next((name for name in bucket.names if is_scale(name)), None)
-        if scale is not None and not self._named and not self._checksums:
-            raise ManifestMismatch(
-                f"tensor {scale} is the scale of a float8 weight; expected `expected` or `verify`, which notice an engine that "
-                "has no such parameter"
-            )
-
-    def _agreed(self, bucket: Bucket, index: int) -> Bucket:
-        return bucket if self.manifest is None else self.manifest.check(index, bucket)

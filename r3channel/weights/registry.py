@@ -22,7 +22,6 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from r3channel.errors import RegistryRefused, VersionsDiffer, WeightVersionRegressed
 from r3channel.versions import nccl_version, torch_version
-from r3channel.weights.manifest import Manifest
 from r3channel.weights.member import EngineState, Member
 
 P = ParamSpec("P")
@@ -38,8 +37,6 @@ class EngineRecord:
     boot_id: str
     """Of this life of the engine; a restart has another."""
     ranks: int
-    manifest_id: str = ""
-    """Of the last manifest that it was sent; empty for an engine that knows none."""
     committed_version: int = -1
     """-1: dummy or unknown weights."""
     torch: str = ""
@@ -128,9 +125,7 @@ class WeightRegistry:
         return tuple(self._leases[engine].record for engine in sorted(self._leases))
 
     @_locked
-    def commit(
-        self, engine: str, boot_id: str, *, version: int, now_s: float, manifest_id: str | None = None
-    ) -> None:
+    def commit(self, engine: str, boot_id: str, *, version: int, now_s: float) -> None:
         """This life of the engine holds `version` whole and verified; a lease of the usual length begins.
 
         Raises RegistryRefused for an engine that is no member or lives another life, and WeightVersionRegressed for a
@@ -142,8 +137,7 @@ class WeightRegistry:
             raise WeightVersionRegressed(
                 f"engine {engine}: version {version} after {lease.record.committed_version}; versions only grow"
             )
-        known = lease.record.manifest_id if manifest_id is None else manifest_id
-        record = replace(lease.record, committed_version=version, manifest_id=known)
+        record = replace(lease.record, committed_version=version)
         self._leases[engine] = _Lease(record, now_s + self._lease_s)
         self._version = max(self._version, version)
 
@@ -260,27 +254,25 @@ class Enrolment:
         for member in members:
             self.registry.renew(member.url, member.boot_id, now_s=time.monotonic())
 
-    def committed(self, members: Iterable[Member], version: int, manifest: Manifest) -> None:
+    def committed(self, members: Iterable[Member], version: int) -> None:
         """Record the version for those that serve; the others stay in quarantine."""
         for member in members:
             self._held.pop(member.url, None)
-            self._settle(member, version, manifest.id)
+            self._settle(member, version)
 
     def aborted(self, members: Iterable[Member]) -> None:
         """Record for those that serve the version that they had before `open`; the others stay in quarantine."""
         for member in members:
             if member.url in self._held:
-                self._settle(member, self._held.pop(member.url), None)
+                self._settle(member, self._held.pop(member.url))
 
-    def _settle(self, member: Member, version: int, manifest_id: str | None) -> None:
+    def _settle(self, member: Member, version: int) -> None:
         """The lease that covered the update ends either way."""
         registry, now_s = self.registry, time.monotonic()
         url, life = member.url, member.boot_id
-        with contextlib.suppress(
-            RegistryRefused
-        ):  # another life has joined meanwhile: it begins in quarantine
+        with contextlib.suppress(RegistryRefused):  # another life has joined meanwhile, in quarantine
             if member.state is EngineState.SERVING and version >= 0:
-                registry.commit(url, life, version=version, now_s=now_s, manifest_id=manifest_id)
+                registry.commit(url, life, version=version, now_s=now_s)
             else:
                 registry.quarantine(url, life, now_s=now_s)
 
@@ -290,10 +282,5 @@ class Enrolment:
 
 def _record(member: Member, boot_id: str) -> EngineRecord:
     client = member.client
-    return EngineRecord(
-        engine=member.url,
-        boot_id=boot_id,
-        ranks=client.ranks,
-        torch=client.torch,
-        nccl=client.nccl,
-    )
+    versions = {"torch": client.torch, "nccl": client.nccl}
+    return EngineRecord(engine=member.url, boot_id=boot_id, ranks=client.ranks, **versions)

@@ -59,7 +59,7 @@ from r3channel.weights.executor import (
 from r3channel.weights.geometry import Box
 from r3channel.weights.manifest import Bucket, Manifest, TensorMeta
 from r3channel.weights.member import EngineState, Member, told
-from r3channel.weights.pack import Contents, OnNonfinite, Packer, Push
+from r3channel.weights.pack import OnNonfinite, Packer, Push
 from r3channel.weights.progress import GRACE_S, LAST_WORD_S, Deadline, Run, Stream, UpdateReport
 from r3channel.weights.registry import Enrolment, WeightRegistry, own_registry
 from r3channel.weights.sglang import EngineClient, PauseMode
@@ -168,9 +168,9 @@ class WeightSync:
         self._copy = Buffers(keep=True) if keep_copy else None
         self._device = group_device(backend)
         self._on_nonfinite: OnNonfinite = on_nonfinite
-        self._contents = Contents(
-            Packer(Buffers(keep=True), on_nonfinite),
+        self._packer = Packer(
             bucket_bytes=bucket_bytes,
+            on_nonfinite=on_nonfinite,
             named=expected is not None,
             checksums=verify,
         )
@@ -307,10 +307,10 @@ class WeightSync:
             raise UsageError("load_checkpoint() needs keep_copy=True, and comes before the first update()")
         self._check_version(version)
         run = Run(Deadline(timeout_s, f"reading of {os.fspath(folder)}"))
-        self._contents.packer = Packer(self._copy, self._on_nonfinite)
-        manifest = self._contents.pack(Stream(checkpoint_tensors(folder)), _in_time(run), run)
+        self._packer.buffers = self._copy
+        manifest = self._packer.pack(Stream(checkpoint_tensors(folder)), _in_time(run), run)
         self._copy.commit(version, manifest, tuple(run.digests))
-        self._version, self._checksums = version, self._contents.checksums
+        self._version, self._checksums = version, self._packer.checksums
 
     def update_one(self, engine: str, *, timeout_s: float) -> UpdateReport:
         """Bring one engine, restarted, evicted or quarantined, to the committed version from the host copy (`keep_copy`).
@@ -353,7 +353,7 @@ class WeightSync:
         if self._phase != "closed":
             self._phase = "closed"
             self._copy = None
-            del self._contents  # frees the buffers
+            del self._packer  # frees the buffers
             wait([background(partial(_leave, member)) for member in self._members], timeout=2 * REPAIR_S)
             self._stages.close()
             if self._own_page:
@@ -443,7 +443,7 @@ class WeightSync:
 
     def _read(self, stream: Stream, push: Push, run: Run) -> Manifest:
         """Pack the caller's tensors in a thread, so that a stalled iterator keeps nobody waiting past the deadline."""
-        reading = self._aside(lambda: self._contents.pack(stream, push, run))
+        reading = self._aside(lambda: self._packer.pack(stream, push, run))
         wait([reading], timeout=run.deadline.left_s())
         if (
             not stream.asking
@@ -523,10 +523,10 @@ class WeightSync:
         self._await_reading(run.deadline)
         members = self._taking_part(run)
         with self._undone(self._stays(version), members, stream) as begun:
-            manifest, copy = self._contents.manifest, None
+            manifest, copy = self._packer.manifest, None
             if manifest is None:
                 copy = self._copy or Buffers(keep=True)
-                self._contents.packer = Packer(copy, self._on_nonfinite)
+                self._packer.buffers = copy
                 manifest = self._read(stream, _in_time(run), run)
             work = self._work(begun, members, manifest, version, run)
             if copy is None:
@@ -534,10 +534,10 @@ class WeightSync:
             else:
                 ready = zip(manifest.buckets, copy.coming(), strict=True)
                 _send(work, ready, run, count=len(manifest.buckets))
-            work.close(self._contents.checksums)
+            work.close(self._packer.checksums)
             work.commit(version)
         self._record(version, manifest, run)
-        work.resume(version, manifest)
+        work.resume(version)
         run.add("convert", stream.seconds)
         run.add("plan", run.seconds.pop("fill") - stream.seconds)
         return UpdateReport.of(version, manifest, run)
@@ -582,7 +582,7 @@ class WeightSync:
             _send(work, copy.read(), run, count=len(manifest.buckets))
             work.close(self._checksums)
             work.commit(version)
-            work.resume(version, manifest)
+            work.resume(version)
         member.evicted = ""
         return UpdateReport.of(version, manifest, run)
 
@@ -638,12 +638,11 @@ class WeightSync:
         wait([background(partial(one, member)) for member in dirty], timeout=RESTORE_S + GRACE_S)
 
     def _record(self, version: int, manifest: Manifest, run: Run) -> None:
-        if self._contents.manifest is None:
-            self._contents.manifest = manifest
+        if self._packer.manifest is None:
+            self._packer.manifest = manifest
             device = torch.device("cpu") if run.way == "staged" else self._device
-            buffers = self._copy or Buffers(keep=False, device=device)
-            self._contents.packer = Packer(buffers, self._on_nonfinite)
-        self._version, self._checksums = version, self._contents.checksums
+            self._packer.buffers = self._copy or Buffers(keep=False, device=device)
+        self._version, self._checksums = version, self._packer.checksums
         self._hold(version, manifest, run)
         if self._copy is not None:
             self._copy.commit(version, manifest, tuple(run.digests))

@@ -50,7 +50,7 @@ def die_after_the_commit(job: dict[str, Any], version: int) -> None:
     if job["rank"]:
         JointUpdate._lead = lambda self, call: dying() if self._deciding else lead(self, call)
     else:
-        JointUpdate._commit = lambda self, manifest: (commit(self, manifest), dying())[1]
+        JointUpdate._commit = lambda self: (commit(self), dying())[1]
 
 
 def main(job: dict[str, Any]) -> None:
