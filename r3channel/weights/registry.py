@@ -282,5 +282,6 @@ class Enrolment:
 
 def _record(member: Member, boot_id: str) -> EngineRecord:
     client = member.client
-    versions = {"torch": client.torch, "nccl": client.nccl}
-    return EngineRecord(engine=member.url, boot_id=boot_id, ranks=client.ranks, **versions)
+    return EngineRecord(
+        engine=member.url, boot_id=boot_id, ranks=client.ranks, torch=client.torch, nccl=client.nccl
+    )
