@@ -231,20 +231,17 @@ class EngineClient:
     def _call(
         self, method: str, route: str, body: Mapping[str, Any] | None, *, timeout_s: float
     ) -> dict[str, Any]:
-        reply = self._request(method, route, body, timeout_s=timeout_s)
-        if not isinstance(reply, dict):
-            raise EngineRefused(f"engine {self.url} {route} answered {_shown(reply)}; expected a JSON object")
-        return reply
-
-    def _request(self, method: str, route: str, body: Mapping[str, Any] | None, *, timeout_s: float) -> Any:
         status, data = self._exchange(method, route, body, timeout_s=timeout_s)
         text = data.decode("utf-8", "replace")
         if status != 200:
             raise EngineRefused(f"engine {self.url} {route} answered HTTP {status}: {_shown(text)}")
         try:
-            return json.loads(text)
+            reply = json.loads(text)
         except ValueError as error:
             raise EngineRefused(f"engine {self.url} {route} answered no JSON: {_shown(text)}") from error
+        if not isinstance(reply, dict):
+            raise EngineRefused(f"engine {self.url} {route} answered {_shown(reply)}; expected a JSON object")
+        return reply
 
     def _exchange(
         self, method: str, route: str, body: Mapping[str, Any] | None, *, timeout_s: float
