@@ -18,7 +18,6 @@ from r3channel.unproxied import urlopen
 from r3channel.weights.convert import Shard
 from r3channel.weights.session import UpdateReport, WeightSync
 from r3channel.weights.sglang import EngineClient
-from r3channel.weights.store import checkpoint_shapes
 
 WEIGHT_TIMEOUT_S = 120.0
 GREEDY_PROMPTS = ([5, 6, 7, 8, 9, 10, 11, 12], [301, 17, 44, 260, 8, 99], [400, 401, 402])
@@ -68,7 +67,6 @@ class Publisher:
             bucket_bytes=bucket_bytes,
             verify=weights != "broadcast" or engine_tp == 1,
             keep_copy=True,
-            expected="engine" if exact else checkpoint_shapes(model),
             metrics=metrics,
         )
         self._sync.connect(timeout_s=WEIGHT_TIMEOUT_S)

@@ -145,14 +145,41 @@ def _report(shards: ShardMap, rank: int) -> bytes:
 
 def figures(plan: RankPlan) -> dict[str, Any]:
     """The keys `plan.*` of `r3channel bench weights`."""
+    busiest, mean = max(plan.sent_bytes_R), mean_bytes(plan)
     return {
         "tensors": len(plan.tensors),
         "ops_of_rank": len(plan.ops),
-        "imbalance": plan.imbalance,
-        "busiest_gb": plan.busiest_bytes / 1e9,
-        "bound_gb": (1.02 * plan.mean_bytes + plan.largest_bytes) / 1e9,
-        "floor_gb": plan.floor_bytes / 1e9,
+        "imbalance": busiest / mean,
+        "busiest_gb": busiest / 1e9,
+        "bound_gb": (1.02 * mean + largest_bytes(plan)) / 1e9,
+        "floor_gb": floor_bytes([(holders, nbytes * count) for holders, nbytes, count in plan.shares]) / 1e9,
     }
+
+
+def mean_bytes(plan: RankPlan) -> float:
+    """Of the ranks that hold anything another rank needs."""
+    return sum(plan.sent_bytes_R) / len({rank for holders, _, _ in plan.shares for rank in holders})
+
+
+def largest_bytes(plan: RankPlan) -> int:
+    """The largest single operation."""
+    return max(nbytes for _, nbytes, _ in plan.shares)
+
+
+def floor_bytes(sizes: Sequence[tuple[tuple[int, ...], int]]) -> int:
+    """A lower bound of the busiest sender, over the holder sets that occur and their union.
+
+    Items whose holders all lie in a set must be sent from within it, so the set's mean is a bound.
+    """
+    totals: dict[frozenset[int], int] = {}
+    for ranks, nbytes in sizes:
+        key = frozenset(ranks)
+        totals[key] = totals.get(key, 0) + nbytes
+    sets = [*totals, frozenset().union(*totals)] if totals else []
+    means = [
+        -(-sum(nbytes for ranks, nbytes in totals.items() if ranks <= outer) // len(outer)) for outer in sets
+    ]
+    return max(means, default=0)
 
 
 def _peak_mib(source: ShardMap, target: ShardMap, rank: int) -> float:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from r3channel.bench import reshard_ranks
 from r3channel.embedded.model import write_model
 from r3channel.embedded.sglang import EngineOptions, engines
 from r3channel.unproxied import urlopen
@@ -158,18 +159,8 @@ def measure_surgical(folder: Path) -> dict[str, Any]:
         sync.update(iter(named), version=1, timeout_s=_TIMEOUT_S)
         _latencies(healthy, seconds=1.0)
         before = _latencies(healthy, seconds=LATENCY_S)
-        fills: list[float] = []
-        stop = threading.Event()
-
-        def fill() -> None:
-            while not stop.is_set():
-                fills.append(sync.update_one(other, timeout_s=_TIMEOUT_S).wall_s)
-
-        thread = threading.Thread(target=fill)
-        thread.start()
-        during = _latencies(healthy, seconds=LATENCY_S)
-        stop.set()
-        thread.join(_TIMEOUT_S)
+        with _repeated(lambda: sync.update_one(other, timeout_s=_TIMEOUT_S).wall_s, every_s=0.0) as fills:
+            during = _latencies(healthy, seconds=LATENCY_S)
         after = _latencies(healthy, seconds=LATENCY_S)
     return {
         "update_one_s": statistics.median(fills),
@@ -179,10 +170,63 @@ def measure_surgical(folder: Path) -> dict[str, Any]:
     }
 
 
+def measure_serving(folder: Path, *, hidden: int, seconds: float) -> dict[str, Any]:
+    """Latency of an engine's requests while it is updated twice a second, staged, and while nothing happens."""
+    model = write_model(folder / f"model-{hidden}", hidden=hidden)
+    named = _tensors(model)
+
+    def update() -> float:
+        return sync.update(iter(named), version=1, timeout_s=_TIMEOUT_S).wall_s
+
+    with _engines(model, 1, receiving=True) as (url,), WeightSync([url], staged=True) as sync:
+        sync.connect(timeout_s=_TIMEOUT_S)
+        update()
+        _latencies(url, seconds=1.0)
+        before = _latencies(url, seconds=seconds)
+        with _repeated(update, every_s=0.5) as walls:
+            during = _latencies(url, seconds=seconds)
+        after = _latencies(url, seconds=seconds)
+    return {
+        "bytes": sum(tensor.nbytes for _, tensor in named),
+        "update_s": statistics.median(walls),
+        "updates_per_s": len(walls) / seconds,
+        "undisturbed": _spread(before + after),
+        "while_it_is_updated": _spread(during),
+    }
+
+
 @contextmanager
-def _engines(model: Path, count: int, *, receiving: bool = False) -> Iterator[list[str]]:
+def _repeated(call: Callable[[], float], *, every_s: float) -> Iterator[list[float]]:
+    """Inside, a thread makes the call again and again, from start to start at least `every_s`; what it returned."""
+    found: list[float] = []
+    stop = threading.Event()
+
+    def repeat() -> None:
+        while not stop.is_set():
+            begun_s = time.monotonic()
+            found.append(call())
+            stop.wait(every_s - (time.monotonic() - begun_s))
+
+    thread = threading.Thread(target=repeat)
+    thread.start()
+    try:
+        yield found
+    finally:
+        stop.set()
+        thread.join(_TIMEOUT_S)
+
+
+def measure_reshard(folder: Path, *, rounds: int) -> dict[str, Any]:
+    """Two Megatron ranks fill one engine of two ranks."""
+    model = write_model(folder / "model")
+    with _engines(model, 1, receiving=True, tp=2) as (url,):
+        return reshard_ranks.measure(model, url, folder=folder, rounds=rounds)
+
+
+@contextmanager
+def _engines(model: Path, count: int, *, receiving: bool = False, tp: int = 1) -> Iterator[list[str]]:
     env = {"R3CHANNEL_WEIGHTS": "1"} if receiving else {}
-    options = EngineOptions(model=model, r3channel=False, env=env)
+    options = EngineOptions(model=model, r3channel=False, env=env, tp=tp, capture=tp == 1)
     with engines(options, count, timeout_s=_READY_TIMEOUT_S) as urls:
         yield urls
 
@@ -199,7 +243,7 @@ class _PerTensor:
     def __init__(self, client: EngineClient, named: Named) -> None:
         self._client, self._tensors = client, [tensor for _, tensor in named]
         self._metas = [TensorMeta.of(name, tensor) for name, tensor in named]
-        self._group = WeightGroup("r3channel-bench-per-tensor", world_size=2, timeout_s=_TIMEOUT_S)
+        self._group = WeightGroup("r3channel-bench-per-tensor", world_size=2)
         where = {"host": self._group.host, "port": self._group.port, "group_name": self._group.name}
         joining = in_background(
             lambda: client.init_group(
@@ -217,11 +261,15 @@ class _PerTensor:
         name = self._group.name
         loading = in_background(
             lambda: client.update_tensors(
-                self._metas, group_name=name, flush_cache=True, timeout_s=_TIMEOUT_S
+                self._metas, group_name=name, flush_cache=True, load_format=None, timeout_s=_TIMEOUT_S
             ),
             name="bench",
         )
-        self._group.broadcast_each(self._tensors, timeout_s=_TIMEOUT_S)
+        wire = self._group.wire
+        assert wire is not None
+        flats = [tensor.view(-1).view(torch.uint8) for tensor in self._tensors]
+        for sending in [wire.start_broadcast(0, flat, timeout_s=_TIMEOUT_S) for flat in flats]:
+            sending.wait(timeout_s=_TIMEOUT_S)
         loading.result(_TIMEOUT_S)
         client.end(timeout_s=_TIMEOUT_S)
         client.set_version(1, timeout_s=_TIMEOUT_S)

@@ -84,13 +84,6 @@ class RegistryRefused(WeightsError):
     remedy = "Read the members again; an engine may have joined, left or let its lease end."
 
 
-class StaleEpoch(RegistryRefused):
-    """The caller acts on an older membership; it must read the registry again. Names both epochs."""
-
-    reason = "stale_epoch"
-    remedy = "Read the members again, and plan again."
-
-
 class VersionsDiffer(RegistryRefused):
     """Trainer and engine run other versions of torch or NCCL than each other. Names both values."""
 

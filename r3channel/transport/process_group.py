@@ -69,7 +69,8 @@ class RendezvousStore:
     """
 
     def __init__(self, interface: str) -> None:
-        listener = socket.create_server((interface, 0))
+        family = socket.AF_INET6 if ":" in interface else socket.AF_INET
+        listener = socket.create_server((interface, 0), family=family)
         self.host, self.port = interface, listener.getsockname()[1]
         self._store: TCPStore | None = TCPStore(
             interface,
@@ -106,7 +107,9 @@ class ProcessGroupTransport(Collective):
     Host tensors cross NCCL through memory of that device: for what is made on the host (votes, maps, reshard messages).
     """
 
-    def __init__(self, rendezvous: Rendezvous, *, timeout_s: float) -> None:
+    def __init__(self, rendezvous: Rendezvous, *, timeout_s: float, foreign: bool = False) -> None:
+        """`foreign`: the other ranks join as SGLang 0.5.23 does (`init_custom_process_group`, `srt/utils/common.py`): behind two
+        prefixes more, and without a byte that both ends have not asked for."""
         self.epoch, self.rank, self.world_size = rendezvous.epoch, rendezvous.rank, rendezvous.world_size
         self._name, self._nccl = rendezvous.name, rendezvous.backend == "nccl"
         self._dead = False
@@ -114,23 +117,28 @@ class ProcessGroupTransport(Collective):
         self._group: Any = None
         if self._nccl:
             _refuse_engine_process()
-        self._device = _device_of(rendezvous.backend)
+        self._device = device_of(rendezvous.backend)
         limit, deadline_s = timedelta(seconds=timeout_s), time.monotonic() + timeout_s
         try:
             store = TCPStore(
                 rendezvous.host, rendezvous.port, is_master=False, wait_for_workers=False, timeout=limit
             )
             prefixed = PrefixStore(rendezvous.name, store)
+            for prefix in (f"{rendezvous.name}/", f"{self._device.type}/") if foreign else ():
+                prefixed = PrefixStore(prefix, prefixed)
             prefixed.set_timeout(limit)
-            self._group = self._open(prefixed, rendezvous, limit)
-            self._connect(deadline_s)
+            self._group = self._open(prefixed, rendezvous, limit, foreign=foreign)
+            if not foreign:
+                self._connect(deadline_s)
         except (RuntimeError, dist.DistError, TransportError) as error:
             self.abort()
             raise DeadlineExceeded(
                 f"{self._name}: rank {self.rank} of {self.world_size} could not join within {timeout_s:.1f} s: {error}"
             ) from error
 
-    def _open(self, store: Store, rendezvous: Rendezvous, limit: timedelta) -> Any:
+    def _open(self, store: Store, rendezvous: Rendezvous, limit: timedelta, *, foreign: bool) -> Any:
+        if self._nccl and foreign:
+            return nccl_group(store, self.rank, self.world_size)
         if self._nccl:
             return self._open_nccl(store, limit)
         gloo: Any = dist.ProcessGroupGloo  # the stubs lack its options
@@ -190,6 +198,9 @@ class ProcessGroupTransport(Collective):
         return self._start(lambda group: group.recv([there_N], src, 0), what, there_N, lands_in=out_N)
 
     def broadcast(self, root: int, data_N: torch.Tensor, *, timeout_s: float) -> None:
+        self.start_broadcast(root, data_N, timeout_s=timeout_s).wait(timeout_s=timeout_s)
+
+    def start_broadcast(self, root: int, data_N: torch.Tensor, *, timeout_s: float) -> Pending:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
         options.timeout = UNLIMITED if self._nccl else timedelta(seconds=timeout_s)
@@ -197,10 +208,7 @@ class ProcessGroupTransport(Collective):
         there_N = self._reachable(data_N)
         if there_N is not data_N and root == self.rank:
             there_N.copy_(data_N)
-        started = self._start(
-            lambda group: group.broadcast([there_N], options), what, there_N, lands_in=data_N
-        )
-        started.wait(timeout_s=timeout_s)
+        return self._start(lambda group: group.broadcast([there_N], options), what, there_N, lands_in=data_N)
 
     def largest(self, value: int, *, timeout_s: float) -> int:
         word = torch.tensor([value], device=self._device)
@@ -355,7 +363,7 @@ def _refuse_engine_process() -> None:
         )
 
 
-def _device_of(backend: str) -> torch.device:
+def device_of(backend: str) -> torch.device:
     """Where its tensors lie. Threads have a current device each, so it is asked once, on the thread that joins."""
     return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
 
@@ -370,6 +378,7 @@ def _left(deadline_s: float) -> float:
 
 def _local_address(host: str) -> str:
     """This machine's address on the route to `host`; gloo listens there and nowhere else."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 1))
         return str(probe.getsockname()[0])

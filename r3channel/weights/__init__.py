@@ -3,7 +3,7 @@
     convert    Megatron's shards -> checkpoint tensors: gathered (`hf_weights`) or each rank's own (`hf_shards`)
     manifest   names, dtypes, shapes; units; flat buckets          pack       a bucket's bytes: NaN, digests, names checked
     geometry   boxes, layouts, who holds what                      plan       the exact plan, byte-balanced
-    wires      process group; links to engines' ranks; shared memory
+    wires      the broadcasts' group; links to engines' ranks; shared memory
     dryrun, receiver   the half inside the engine                  sglang     the HTTP contract of one engine
     member     one engine's states and calls                       executor   one update, either way
     exact      one update by all trainer ranks together            session    `WeightSync`

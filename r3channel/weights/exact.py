@@ -14,7 +14,6 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -34,7 +33,7 @@ from r3channel.errors import (
     TransportError,
     WeightsError,
 )
-from r3channel.weights.convert import Shard
+from r3channel.weights.convert import Shard, gathered_bytes
 from r3channel.weights.dryrun import Part
 from r3channel.weights.executor import Staged, background
 from r3channel.weights.geometry import Box, Layout, ShardMap, report_of
@@ -43,7 +42,7 @@ from r3channel.weights.member import told
 from r3channel.weights.pack import check_finite
 from r3channel.weights.plan import plan_reshard
 from r3channel.weights.progress import GRACE_S, Deadline, Run
-from r3channel.weights.wires import Door, Entry, RankLink, Stages
+from r3channel.weights.wires import Entry, RankLink, Stages
 
 
 class TrainerRanks:
@@ -60,19 +59,9 @@ class TrainerRanks:
         return [json.loads(raw) for raw in self.exchange_bytes(json.dumps(value).encode(), deadline)]
 
     def exchange_bytes(self, raw: bytes, deadline: Deadline) -> list[bytes]:
-        lengths = [torch.zeros(1, dtype=torch.int64, device=self._device) for _ in range(self.size)]
-        self._gather(lengths, torch.tensor([len(raw)], device=self._device), deadline)
-        longest = max(int(length) for length in lengths)
-        mine = torch.frombuffer(bytearray(raw.ljust(longest)), dtype=torch.uint8).to(self._device)
-        rows = [torch.zeros_like(mine) for _ in range(self.size)]
-        self._gather(rows, mine, deadline)
-        return [row.cpu().numpy()[: int(n)].tobytes() for row, n in zip(rows, lengths, strict=True)]
-
-    def _gather(self, out: list[torch.Tensor], mine: torch.Tensor, deadline: Deadline) -> None:
         left_s, begun_s = deadline.left_s(), time.monotonic()
         try:
-            work: Any = dist.all_gather(out, mine, group=self._group, async_op=True)
-            work.wait(timedelta(seconds=left_s))
+            return gathered_bytes(raw, group=self._group, device=self._device, until_s=begun_s + left_s)
         except RuntimeError as error:
             if time.monotonic() - begun_s >= left_s:
                 raise DeadlineExceeded(f"a trainer rank did not come along within {left_s:.1f} s") from error
@@ -82,8 +71,8 @@ class TrainerRanks:
 class ExactStages(Stages):
     """One trainer rank's part of all updates of a session."""
 
-    def __init__(self, door: Door, ranks: TrainerRanks, *, bucket_bytes: int) -> None:
-        super().__init__(door)
+    def __init__(self, ranks: TrainerRanks, *, bucket_bytes: int, **options: Any) -> None:
+        super().__init__(**options)
         self._ranks, self._bucket_bytes = ranks, bucket_bytes
         self._source: ShardMap | None = None
         self._report = b""
@@ -94,9 +83,9 @@ class ExactStages(Stages):
     def connect(self, deadline: Deadline) -> None:
         """All ranks listen, with the first one's secret, and know one another's addresses."""
         if self._ranks.rank == 0:
-            self.door.listen()
-        self.door.session, nonce = self._ranks.exchange([self.door.session, self.door.nonce], deadline)[0]
-        self.trainers = [tuple(where) for where in self._ranks.exchange(self.door.listen(nonce), deadline)]
+            self.listen()
+        self.session, nonce = self._ranks.exchange([self.session, self.nonce], deadline)[0]
+        self.trainers = [tuple(where) for where in self._ranks.exchange(self.listen(nonce), deadline)]
 
     def survey(self, shards: Sequence[Shard], deadline: Deadline) -> bool:
         """Tell what this rank holds and learn what all hold; whether that changed since the last call."""
@@ -208,11 +197,10 @@ class JointUpdate:
         self, work: Staged, stages: ExactStages, ranks: TrainerRanks, run: Run, version: int
     ) -> None:
         self._work, self._stages, self._ranks, self._run, self._version = work, stages, ranks, run, version
-        self.manifest = Manifest.of(())
         self._deciding = False
         """Whether engines may hold the new version already."""
-        self.left_behind = ""
-        """What `EngineLeftBehind` says, where the update counts and some engines did not take it."""
+        self.outcome: R3Error | None = None
+        """What is to be raised although the update counts: EngineLeftBehind, TrainerRankLost."""
 
     @property
     def leads(self) -> bool:
@@ -231,12 +219,12 @@ class JointUpdate:
             links = list(itertools.chain(*(member.ranks for member in self._work.members)))
             if changed or not self._stages.aimed_at(links):
                 same_plan(self._ranks.exchange(self._stages.aim(links, run.deadline), run.deadline))
-            self.manifest = Manifest.of([Bucket.of(self._stages.metas)])
         with run.stage("wait_send"):
             self._send()
         self._deciding = True
-        self.left_behind = self._lead(self._commit).get("left", "")
-        return self.manifest
+        left = self._lead(self._commit).get("left")
+        self.outcome = EngineLeftBehind(left) if left else self.outcome
+        return Manifest.of([Bucket.of(self._stages.metas)])
 
     def _survey(self, shards: Sequence[Shard]) -> bool:
         return self._stages.survey(shards, self._run.deadline)
@@ -275,9 +263,11 @@ class JointUpdate:
         try:
             told = self._ranks.exchange(told, self._run.deadline.at_least(GRACE_S * 10))[0]
         except TransportError as gone:
-            if self._deciding and error is None:
-                raise TrainerRankLost(self._known(str(gone))) from gone
             error = error or gone
+            if self._deciding and error is gone:
+                self.outcome = error = TrainerRankLost(self._known(str(gone)))
+                if self.leads:
+                    return told
         if error is not None:
             raise error
         for member in [m for m in self._work.members if m.url in told["evicted"]]:
@@ -304,14 +294,14 @@ class JointUpdate:
 
         def ask() -> dict[str, Any]:
             fresh = work.ask(without)
-            attempts = {member.url: self._stages.door.attempts[member.url] for member in fresh}
+            attempts = {member.url: self._stages.attempts[member.url] for member in fresh}
             return {"all": {m.url: m.client.ranks for m in work.members}, "fresh": attempts}
 
         told = self._lead(ask)
         for member in work.members:
             member.client.ranks = told["all"][member.url]
         fresh = [member for member in work.members if member.url in told["fresh"]]
-        self._stages.door.attempts.update(told["fresh"])
+        self._stages.attempts.update(told["fresh"])
         for member in fresh:
             if not self.leads:
                 member.unlink()
@@ -354,7 +344,7 @@ class JointUpdate:
         self._work.verify()
         self._work.commit(self._version)
         try:
-            self._work.resume(self._version, self.manifest)
+            self._work.resume(self._version)
         except EngineLeftBehind as error:
             return {"left": str(error)}
         return {}

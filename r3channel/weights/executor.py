@@ -57,14 +57,13 @@ class Rules:
 
     pause: PauseMode
     verify: bool
-    depth: int
     on_engine_loss: OnEngineLoss
     engine_timeout_s: float
     name: str
     """Of the session; begins the names of its groups."""
     host: str
     backend: str
-    epochs: itertools.count[int]
+    numbers: itertools.count[int]
     """SGLang refuses a group name that it has seen."""
     check_names: bool
     """Whether what an engine has no place for, or is not given, fails an update."""
@@ -144,14 +143,12 @@ class Work(Crew, ABC):
     def push(self, bucket: Bucket, payload: torch.Tensor, *, last: bool) -> None:
         """Wait for the bucket before, then send this one; its memory may be reused after the next `push` or `close`.
 
-        Raises the error of the bucket before, or with depth 1 of this one.
+        Raises the error of the bucket before.
         """
         self._finish()
         number = len(self._run.buckets)
         with self._run.stage("wait_send"):  # a new thread may have to wait for the interpreter
             self._sending = background(partial(self._send, number, bucket, payload, last))
-        if self._rules.depth == 1:
-            self._finish()
 
     @abstractmethod
     def _send(self, number: int, bucket: Bucket, payload: torch.Tensor, last: bool) -> None: ...
@@ -192,7 +189,7 @@ class Work(Crew, ABC):
         """Whether the engines drop their KV cache with the new weights."""
         return self._rules.pause != "in_place"
 
-    def resume(self, version: int, manifest: Manifest) -> None:
+    def resume(self, version: int) -> None:
         """Let those that have the version serve, and record them. Raises EngineLeftBehind naming the others.
 
         They get time for it also when an engine that did not answer has used up the update's.
@@ -205,7 +202,7 @@ class Work(Crew, ABC):
             for future, member in calls.items():
                 error = _failure(future, member, CONTROL_S)
                 failure = error if isinstance(error, R3Error) else failure
-        self._enrolment.committed(self._all, version, manifest)
+        self._enrolment.committed(self._all, version)
         left = [member for member in self.members if member.state is not EngineState.SERVING]
         if left:
             raise EngineLeftBehind(
@@ -288,9 +285,8 @@ class Broadcast(Work):
             return
         rules = self._rules
         group = WeightGroup(
-            f"{rules.name}-{next(rules.epochs)}",
+            f"{rules.name}-{next(rules.numbers)}",
             world_size=1 + member.client.ranks,
-            timeout_s=left_s,
             host=rules.host,
             backend=rules.backend,
         )

@@ -192,15 +192,15 @@ def _first_difference(known: Bucket, seen: Bucket) -> str:
 T = TypeVar("T")
 
 
-UNIT_FAMILIES: Mapping[str, tuple[str, ...]] = {
-    "qkv": ("q_proj", "k_proj", "v_proj"),
-    "gate_up": ("gate_proj", "up_proj"),
-    "qkv_a": ("q_a_proj", "kv_a_proj_with_mqa"),
+_FUSED: Mapping[str, tuple[str, ...]] = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),
 }
-"""Modules that a receiver fuses into one parameter: all members go into one bucket."""
+"""What a receiver fuses into one parameter, in its order: all members go into one bucket."""
 
-_FAMILY_OF = {member: family for family, members in UNIT_FAMILIES.items() for member in members}
-_UNIT_NAME = re.compile(rf"^(?P<head>(?:.*\.)?)(?P<member>{'|'.join(_FAMILY_OF)})\.(?P<tail>[^.]+)$")
+FUSED_INTO = {member: (fused, at) for fused, members in _FUSED.items() for at, member in enumerate(members)}
+UNIT_NAME = re.compile(rf"^(?P<head>(?:.*\.)?)(?P<member>{'|'.join(FUSED_INTO)})\.(?P<tail>[^.]+)$")
 _SCALE_NAMES = (".weight_scale", ".weight_scale_inv")
 """Of a float8 weight: a number, a column or blocks (`weight_scale_inv` of DeepSeek-V3)."""
 _PACKED_NAME = re.compile(r"\.(input_scale|qweight|qzeros|scales|weight_packed)$")
@@ -280,7 +280,7 @@ def unit_of(name: str) -> tuple[str, int]:
     """(key of the unit that this tensor belongs to, how many weights complete it).
 
     >>> unit_of("model.layers.3.self_attn.k_proj.weight")
-    ('model.layers.3.self_attn.{qkv}.weight', 3)
+    ('model.layers.3.self_attn.{qkv_proj}.weight', 3)
     >>> unit_of("model.norm.weight")
     ('model.norm.weight', 1)
     >>> unit_of("model.layers.3.mlp.down_proj.weight_scale_inv")
@@ -288,11 +288,11 @@ def unit_of(name: str) -> tuple[str, int]:
     """
     if is_scale(name):
         name = name[: name.rindex(".")] + ".weight"
-    match = _UNIT_NAME.match(name)
+    match = UNIT_NAME.match(name)
     if match is None:
         return name, 1
-    family = _FAMILY_OF[match["member"]]
-    return f"{match['head']}{{{family}}}.{match['tail']}", len(UNIT_FAMILIES[family])
+    fused, _ = FUSED_INTO[match["member"]]
+    return f"{match['head']}{{{fused}}}.{match['tail']}", len(_FUSED[fused])
 
 
 def _units(items: Iterable[tuple[TensorMeta, T]], *, hold_bytes: int) -> Iterator[_Unit[T]]:
@@ -364,23 +364,3 @@ def new_buffer(nbytes: int, device: torch.device) -> torch.Tensor:
     if device.type == "cpu":
         return torch.from_numpy(np.empty(nbytes, dtype=np.uint8))
     return torch.empty(nbytes, dtype=torch.uint8, device=device)
-
-
-class StagingPair:
-    """Two flat buffers that are used in turn. Both are kept, and grow to the largest bucket that they have held.
-
-    The memory that `take` returned is written again at the second `take` after it: the caller waits until that bucket
-    has left before it packs another.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._buffers = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
-        self._next = 0
-
-    def take(self, payload_bytes: int) -> torch.Tensor:
-        """The next buffer, at least `payload_bytes` long."""
-        index, self._next = self._next, 1 - self._next
-        if self._buffers[index].numel() < payload_bytes:
-            self._buffers[index] = new_buffer(payload_bytes, self._device)
-        return self._buffers[index]

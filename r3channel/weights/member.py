@@ -99,6 +99,12 @@ class Member:
             self.group.close()
         self.group = None
 
+    def afresh(self) -> Member:
+        """Itself, of which nothing is known any more: it will be met again."""
+        self.unlink()
+        self.boot_id = ""
+        return self
+
     def pause(self, mode: PauseMode, timeout_s: float) -> None:
         self.enter(EngineState.PAUSED)
         self.client.pause(mode, timeout_s=timeout_s)
@@ -173,8 +179,8 @@ class Member:
         assert self.group is not None
         self.enter(EngineState.DIRTY)
         with self._flush_may_be_refused():
-            self.client.update_bucket(
-                bucket, group_name=self.group.name, flush_cache=flush_cache, timeout_s=timeout_s
+            self.client.update_tensors(
+                bucket.tensors, group_name=self.group.name, flush_cache=flush_cache, timeout_s=timeout_s
             )
 
     def change_over(self, order: Mapping[str, Any], flush_cache: bool, timeout_s: float) -> None:

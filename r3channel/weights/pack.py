@@ -1,4 +1,4 @@
-"""NaN and Inf in weights: found with few synchronisations, whatever the number of tensors. No network."""
+"""A bucket's bytes: packed, searched for NaN and Inf with few synchronisations, hashed, its names checked. No network."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ import xxhash
 
 from r3channel.errors import ConfigError, ManifestMismatch, NonFiniteWeights
 from r3channel.weights.manifest import (
+    FUSED_INTO,
+    UNIT_NAME,
     Bucket,
     Filled,
     Manifest,
-    StagingPair,
     TensorMeta,
     fill_buckets,
     is_scale,
@@ -26,7 +27,7 @@ from r3channel.weights.manifest import (
     pack_each,
 )
 from r3channel.weights.progress import Run, Stream
-from r3channel.weights.store import HostCopy
+from r3channel.weights.store import Buffers
 
 OnNonfinite = Literal["error", "allow"]
 """What to do with a tensor that holds NaN or Inf."""
@@ -125,18 +126,6 @@ def _finite_on_host(values: torch.Tensor) -> bool:
 
 _CHARS = 16
 _EXPERT = re.compile(r"^(?P<head>.*\.experts)\.(?P<number>\d+)\.(?P<module>gate|up|down)_proj\.weight$")
-_MEMBER = re.compile(
-    r"^(?P<head>(?:.*\.)?)(?P<module>q_proj|k_proj|v_proj|gate_proj|up_proj|q_a_proj|kv_a_proj_with_mqa)\.(?P<tail>[^.]+)$"
-)
-_FUSED: Mapping[str, tuple[str, int]] = {
-    "q_proj": ("qkv_proj", 0),
-    "k_proj": ("qkv_proj", 1),
-    "v_proj": ("qkv_proj", 2),
-    "gate_proj": ("gate_up_proj", 0),
-    "up_proj": ("gate_up_proj", 1),
-    "q_a_proj": ("fused_qkv_a_proj_with_mqa", 0),
-    "kv_a_proj_with_mqa": ("fused_qkv_a_proj_with_mqa", 1),
-}
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
@@ -164,10 +153,10 @@ def fused_place(name: str) -> tuple[str, int] | None:
         if expert["module"] == "down":
             return f"{expert['head']}.w2_weight", number
         return f"{expert['head']}.w13_weight", 2 * number + (expert["module"] == "up")
-    member = _MEMBER.match(name)
+    member = UNIT_NAME.match(name)
     if member is None:
         return None
-    fused, position = _FUSED[member["module"]]
+    fused, position = FUSED_INTO[member["member"]]
     return f"{member['head']}{fused}.{member['tail']}", position
 
 
@@ -239,34 +228,78 @@ _IN_CACHE_BYTES = 512 << 10
 """Half of a common level-2 cache. Small tensors are looked through together: one by one cost 16 us each."""
 
 
-class Packer:
-    """One session's buffers: a staging pair on `device`, and the host copy where one is kept. One thread."""
+class Push(Protocol):
+    """Takes a bucket and its bytes, which may be overwritten once the next call has returned."""
 
-    def __init__(self, device: torch.device, copy: HostCopy | None, on_nonfinite: OnNonfinite) -> None:
+    def __call__(self, bucket: Bucket, payload: torch.Tensor, /, *, last: bool) -> None: ...
+
+
+class Packer:
+    """Packs updates of one model, and looks at what it packs. One thread."""
+
+    def __init__(self, *, bucket_bytes: int, on_nonfinite: OnNonfinite, named: bool, checksums: bool) -> None:
+        """`named`: whether a name that an engine does not have is noticed by somebody. `checksums`: also compute what an engine
+        of one rank must report of its parameters."""
         if on_nonfinite not in ("error", "allow"):
             raise ConfigError(f"on_nonfinite {on_nonfinite!r}: expected error or allow")
-        self._copy, self._refuse = copy, on_nonfinite == "error"
-        self._staging = StagingPair(device)
-        self._direct = copy is None or device.type == "cpu"
+        self.checksums: dict[str, str] = {}
+        """Of the last update that was packed whole."""
+        self.manifest: Manifest | None = None
+        """What every update must give from now on; set by the caller once an update counts."""
+        self.buffers = Buffers(keep=False)
+        """Where to; set by the caller."""
+        self._bucket_bytes, self._refuse = bucket_bytes, on_nonfinite == "error"
+        self._named, self._checksums = named, checksums
 
-    def pack(
+    def pack(self, stream: Stream, push: Push, run: Run) -> Manifest:
+        """Cut, check and pack the stream bucket by bucket; return what it was.
+
+        Raises ManifestMismatch (also for a scale that nobody would miss at an engine), NonFiniteWeights, naming bucket and
+        tensor, and whatever `push` and the stream raise.
+        """
+        checksums = EngineChecksums() if self._checksums else None
+        filling = fill_buckets(stream, cap_bytes=self._bucket_bytes)
+        while (filled := run.timed_next("fill", filling)) is not None:
+            self._check_scales(filled.bucket)
+            known, bucket = self.manifest, filled.bucket
+            bucket = bucket if known is None else known.check(len(run.buckets), bucket)
+            payload = self._packed(bucket, filled, run, checksums)
+            push(bucket, payload, last=filled.last)
+            run.buckets.append(bucket)
+        with run.stage("plan"):
+            manifest = self._complete(run.buckets)
+            self.checksums = {} if checksums is None else checksums.result()
+            return manifest
+
+    def _complete(self, buckets: Sequence[Bucket]) -> Manifest:
+        if not buckets:
+            raise ManifestMismatch("the update gives no tensors at all")
+        if self.manifest is None:
+            return Manifest.of(buckets)
+        self.manifest.check_complete(len(buckets))
+        return self.manifest
+
+    def _check_scales(self, bucket: Bucket) -> None:
+        """SGLang skips a name that it does not have, so an engine of plain weights would serve float8 ones without scales."""
+        scale = next((name for name in bucket.names if is_scale(name)), None)
+        if scale is not None and not self._named and not self._checksums:
+            raise ManifestMismatch(
+                f"tensor {scale} is the scale of a float8 weight; expected `expected` or `verify`, which notice an engine that "
+                "has no such parameter"
+            )
+
+    def _packed(
         self, bucket: Bucket, filled: Filled[torch.Tensor], run: Run, checksums: EngineChecksums | None
     ) -> torch.Tensor:
-        """The bucket's bytes, flat uint8. The memory is written again by the second call after this one.
-
-        Raises NonFiniteWeights, naming bucket and tensor, and ManifestMismatch for another dtype or shape.
-        """
-        index = len(run.buckets)
-        out_N = self._room(index, bucket.payload_bytes)
-        if out_N.device.type == "cpu":
-            self._pack_on_host(bucket, filled.items, out_N, run)
-        else:
-            self._pack_on_device(bucket, filled.items, out_N, run)
+        """The bucket's bytes, flat uint8, in the buffers' next memory."""
+        out_N = self.buffers.take(len(run.buckets), bucket.payload_bytes)
+        on_host = out_N.device.type == "cpu"
+        (self._pack_on_host if on_host else self._pack_on_device)(bucket, filled.items, out_N, run)
         if checksums is not None:
             with run.stage("digest"):
                 for name, tensor in zip(bucket.names, filled.items, strict=True):
                     checksums.add(name, tensor)
-        return self._on_device(out_N[: bucket.payload_bytes])
+        return out_N[: bucket.payload_bytes]
 
     def _pack_on_host(
         self, bucket: Bucket, tensors: Sequence[torch.Tensor], out_N: torch.Tensor, run: Run
@@ -279,12 +312,12 @@ class Packer:
                 bad = first_nonfinite(placed, out_N) if self._refuse else None
                 if bad is not None:
                     raise self._nonfinite(bad, len(run.buckets))
-                if self._copy is not None:
+                if self.buffers.keep:
                     meta, offset = placed[-1]
                     end = offset + meta.nbytes
                     digest.update(bytes_N[hashed_N:end].data)
                     hashed_N = end
-        if self._copy is not None:
+        if self.buffers.keep:
             run.digests.append(digest.intdigest())
 
     def _pack_on_device(
@@ -293,30 +326,12 @@ class Packer:
         """Looked through once per dtype, because each look waits for the device. Without a host copy nothing is hashed."""
         with run.stage("pack"):
             payload_N = pack(bucket, tensors, out_N)
-            if (
-                payload_N.is_cuda
-            ):  # another thread sends it, and that thread's current stream is the default one
+            if payload_N.is_cuda:  # another thread sends it, whose current stream is the default one
                 torch.cuda.current_stream(payload_N.device).synchronize()
         with run.stage("digest"):
             bad = first_nonfinite(bucket.placed, payload_N) if self._refuse else None
         if bad is not None:
             raise self._nonfinite(bad, len(run.buckets))
-
-    def committed(self) -> Iterator[tuple[Bucket, torch.Tensor]]:
-        """The host copy's buckets, each where the group sends from."""
-        if self._copy is not None:
-            for bucket, payload in self._copy.read():
-                yield bucket, self._on_device(payload)
-
-    def _room(self, index: int, payload_bytes: int) -> torch.Tensor:
-        if self._copy is not None:
-            return self._copy.take(index, payload_bytes)
-        return self._staging.take(payload_bytes)
-
-    def _on_device(self, payload: torch.Tensor) -> torch.Tensor:
-        if self._direct:
-            return payload
-        return self._staging.take(len(payload))[: len(payload)].copy_(payload)
 
     @staticmethod
     def _nonfinite(meta: TensorMeta, index: int) -> NonFiniteWeights:
@@ -337,110 +352,3 @@ def _in_cache(packed: Iterator[tuple[TensorMeta, int]]) -> Iterator[list[tuple[T
             placed, nbytes = [], 0
     if placed:
         yield placed
-
-
-class Expected:
-    """Names and shapes that one update must give, each once."""
-
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self._shapes = dict(shapes)
-        self._given: set[str] = set()
-
-    def checked(
-        self, stream: Iterable[tuple[TensorMeta, torch.Tensor]], run: Run
-    ) -> Iterator[tuple[TensorMeta, torch.Tensor]]:
-        """The tensors of a new update as they come; ManifestMismatch, naming tensor and bucket, for one that is not expected."""
-        self._given.clear()
-        for meta, tensor in stream:
-            self._check(meta, bucket=len(run.buckets))
-            yield meta, tensor
-
-    def _check(self, meta: TensorMeta, *, bucket: int) -> None:
-        shape = self._shapes.get(meta.name)
-        if shape is None:
-            raise ManifestMismatch(
-                f"bucket {bucket}: tensor {meta}: the engine's checkpoint has no such name, and it would skip it silently"
-            )
-        if shape != meta.shape:
-            raise ManifestMismatch(
-                f"bucket {bucket}: tensor {meta}: the engine's checkpoint has shape {list(shape)}"
-            )
-        self._given.add(meta.name)
-
-    def check_complete(self) -> None:
-        """ManifestMismatch if a tensor of the checkpoint was not given."""
-        missing = sorted(self._shapes.keys() - self._given)
-        if missing:
-            raise ManifestMismatch(
-                f"{len(missing)} tensors of the engine's checkpoint were not given, first {missing[0]}"
-            )
-
-
-class Push(Protocol):
-    """Takes a bucket and its bytes, which may be overwritten once the next call has returned."""
-
-    def __call__(self, bucket: Bucket, payload: torch.Tensor, /, *, last: bool) -> None: ...
-
-
-class Contents:
-    """Packs updates of one model. One thread."""
-
-    def __init__(
-        self,
-        packer: Packer,
-        *,
-        bucket_bytes: int,
-        expected: Mapping[str, tuple[int, ...]] | str | None,
-        checksums: bool,
-    ) -> None:
-        """`checksums`: also compute what an engine must report of its parameters (digests.py)."""
-        self.checksums: dict[str, str] = {}
-        """Of the last update that was packed whole."""
-        self.manifest: Manifest | None = None
-        """What every update must give from now on; set by the caller once an update counts."""
-        self.packer, self._bucket_bytes, self._checksums = packer, bucket_bytes, checksums
-        self._expected = Expected(expected) if isinstance(expected, Mapping) else None
-        self._named = expected is not None
-        """Whether a name that an engine does not have is noticed by somebody."""
-
-    def pack(self, stream: Stream, push: Push, run: Run) -> Manifest:
-        """Cut, check and pack the stream bucket by bucket; return what it was.
-
-        Raises ManifestMismatch (also for a scale that neither `expected` nor checksums would miss at an engine),
-        NonFiniteWeights, and whatever `push` and the stream raise.
-        """
-        checksums = EngineChecksums() if self._checksums else None
-        given = stream if self._expected is None else self._expected.checked(stream, run)
-        filling = fill_buckets(given, cap_bytes=self._bucket_bytes)
-        while (filled := run.timed_next("fill", filling)) is not None:
-            self._check_scales(filled.bucket)
-            bucket = self._agreed(filled.bucket, len(run.buckets))
-            payload = self.packer.pack(bucket, filled, run, checksums)
-            push(bucket, payload, last=filled.last)
-            run.buckets.append(bucket)
-        with run.stage("plan"):
-            manifest = self._complete(run.buckets)
-            self.checksums = {} if checksums is None else checksums.result()
-            return manifest
-
-    def _complete(self, buckets: Sequence[Bucket]) -> Manifest:
-        if not buckets:
-            raise ManifestMismatch("the update gives no tensors at all")
-        if self._expected is not None:
-            self._expected.check_complete()
-        if self.manifest is None:
-            return Manifest.of(buckets)
-        self.manifest.check_complete(len(buckets))
-        return self.manifest
-
-    def _check_scales(self, bucket: Bucket) -> None:
-        """SGLang skips a name that it does not have, so an engine of plain weights would serve float8 ones without scales."""
-        scale = next((name for name in bucket.names if is_scale(name)), None)
-        if scale is not None and not self._named and not self._checksums:
-            raise ManifestMismatch(
-                f"tensor {scale} is the scale of a float8 weight; expected `expected` or `verify`, which notice an engine that "
-                "has no such parameter"
-            )
-
-    def _agreed(self, bucket: Bucket, index: int) -> Bucket:
-        return bucket if self.manifest is None else self.manifest.check(index, bucket)

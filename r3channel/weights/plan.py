@@ -3,12 +3,11 @@
 Largest first, each to the holder with the fewest bytes so far, ties to the lowest rank (Graham's LPT rule). Real models
 have thousands of items of one size with the same holders, so these are dealt out at once, with the result that one by one
 would give. With holders that may serve anything the busiest sender stays within the mean plus the largest item; where
-only some ranks hold an item no rule can promise that, and `floor_bytes` says what was possible.
+only some ranks hold an item no rule can promise that, and the benchmark tells what was possible.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -54,22 +53,6 @@ def _whole_items(held_H: np.ndarray, count: int, nbytes: int) -> np.ndarray:
     return np.maximum(below, -1) + 1
 
 
-def floor_bytes(sizes: Sequence[tuple[tuple[int, ...], int]]) -> int:
-    """A lower bound of the busiest sender, over the holder sets that occur and their union.
-
-    Items whose holders all lie in a set must be sent from within it, so the set's mean is a bound.
-    """
-    totals: dict[frozenset[int], int] = {}
-    for ranks, nbytes in sizes:
-        key = frozenset(ranks)
-        totals[key] = totals.get(key, 0) + nbytes
-    sets = [*totals, frozenset().union(*totals)] if totals else []
-    means = [
-        -(-sum(nbytes for ranks, nbytes in totals.items() if ranks <= outer) // len(outer)) for outer in sets
-    ]
-    return max(means, default=0)
-
-
 _RULES = b"r3channel reshard 1"
 """Goes into the hash: processes with other rules must not agree."""
 
@@ -101,25 +84,8 @@ class RankPlan:
     """Those that this rank sends, ordered by (tensor, start of the box, dst)."""
     sent_bytes_R: tuple[int, ...]
     """Of every rank."""
-    senders: int
-    """Ranks that hold anything another rank needs."""
-    largest_bytes: int
-    """The largest single operation."""
-    floor_bytes: int
-    """The busiest sender of any plan sends at least this."""
-
-    @property
-    def mean_bytes(self) -> float:
-        return sum(self.sent_bytes_R) / max(1, self.senders)
-
-    @property
-    def busiest_bytes(self) -> int:
-        return max(self.sent_bytes_R, default=0)
-
-    @property
-    def imbalance(self) -> float:
-        """Busiest sender over the mean of the senders; 1.0 is perfect."""
-        return self.busiest_bytes / self.mean_bytes if self.mean_bytes else 1.0
+    shares: tuple[tuple[tuple[int, ...], int, int], ...]
+    """(holders, bytes of one item, number of items) of all that is dealt out."""
 
     def sends(self) -> dict[int, list[Op]]:
         """By receiver."""
@@ -152,9 +118,7 @@ def plan_reshard(source: ShardMap, target: ShardMap, *, rank: int, world_size: i
         hash=digest.hexdigest(),
         ops=tuple(mine),
         sent_bytes_R=tuple(loads_R.tolist()),
-        senders=len({holder for batch in batches for holder in batch.holders}),
-        largest_bytes=max((batch.nbytes for batch in batches), default=0),
-        floor_bytes=floor_bytes([(batch.holders, batch.nbytes * batch.count) for batch in batches]),
+        shares=tuple((batch.holders, batch.nbytes, batch.count) for batch in batches),
     )
 
 

@@ -110,18 +110,14 @@ class UpdateReport:
             tensors=manifest.tensor_count,
             buckets=len(manifest.buckets),
             payload_bytes=manifest.payload_bytes,
-            verified=run.verified,
             manifest_digest=manifest.digest,
-            sent_bytes=run.sent_bytes,
-            way=run.way,
-            loaded=run.loaded,
-            evicted=dict(run.evicted),
-            rounded=dict(run.rounded),
-            skipped=run.skipped,
-            expired=run.expired,
+            **{name: getattr(run, name) for name in _OF_RUN},
             wall_s=run.deadline.elapsed_s,
             seconds=run.seconds,
         )
+
+
+_OF_RUN = ("verified", "sent_bytes", "way", "loaded", "evicted", "rounded", "skipped", "expired")
 
 
 @dataclass(slots=True)

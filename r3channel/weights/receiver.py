@@ -77,15 +77,16 @@ class Receiver:
 
     def order(self, model: torch.nn.Module, order: Mapping[str, Any]) -> None:
         """Raises WeightsError with every rank's reason unless all ranks did it."""
-        act = {
-            "open": self._open,
-            "hold": self._open,
-            "commit": self._commit,
-            "undo": self._undo,
-            "close": self._close,
-        }[order["op"]]
-        steps = act(model, order)
-        for step in steps:
+        version = order.get("version", -1)
+        acts: dict[str, tuple[Callable[[], None], ...]] = {
+            "open": (lambda: self._free_for(order["session"]), lambda: self._open(model, order)),
+            "commit": (
+                lambda: self._mine(order).check(model, version),
+                lambda: self._mine(order).change_over(model),
+            ),
+            "undo": (lambda: self._mine(order).undo(model, version),),
+        }
+        for step in acts["open" if order["op"] == "hold" else order["op"]]:
             self._together(step)
 
     def holder(self) -> str:
@@ -108,39 +109,16 @@ class Receiver:
         if found:
             raise WeightsError("; ".join(f"rank {rank}: {text}" for rank, text in found.items()))
 
-    def _open(self, model: torch.nn.Module, order: Mapping[str, Any]) -> list[Callable[[], None]]:
-        def free() -> None:
-            held = self.holder()
-            if held and held != order["session"]:
-                raise WeightsError(
-                    f"the engine is held by session {held}, whose trainer lives; close that one first"
-                )
+    def _free_for(self, session: str) -> None:
+        held = self.holder()
+        if held and held != session:
+            raise WeightsError(
+                f"the engine is held by session {held}, whose trainer lives; close that one first"
+            )
 
-        def make() -> None:
-            if self._session is not None:
-                self._session.close()
-            self._session = Session(model, order, rank=self._rank, run_token=self._run_token)
-
-        return [free, make]
-
-    def _commit(self, model: torch.nn.Module, order: Mapping[str, Any]) -> list[Callable[[], None]]:
-        return [
-            lambda: self._mine(order).check(model, order["version"]),
-            lambda: self._mine(order).change_over(model),
-        ]
-
-    def _undo(self, model: torch.nn.Module, order: Mapping[str, Any]) -> list[Callable[[], None]]:
-        return [lambda: self._mine(order).undo(model, order["version"])]
-
-    def _close(self, model: torch.nn.Module, order: Mapping[str, Any]) -> list[Callable[[], None]]:
-        del model
-
-        def close() -> None:
-            if self._session is not None and self._session.name == order["session"]:
-                self._session.close()
-                self._session = None
-
-        return [close]
+    def _open(self, model: torch.nn.Module, order: Mapping[str, Any]) -> None:
+        self.leave()
+        self._session = Session(model, order, rank=self._rank, run_token=self._run_token)
 
     def _mine(self, order: Mapping[str, Any]) -> Session:
         if self._session is None or self._session.name != order["session"]:
@@ -226,9 +204,7 @@ class Session:
             with suppress(TransportError):
                 self._listen(number, link, told)
         finally:
-            link.abort(
-                "the rank has ended it"
-            )  # also where we are at fault: nobody holds an engine by a dead thread
+            link.abort("the rank has ended it")  # also where we are at fault: no dead thread holds an engine
 
     def _listen(self, number: int, link: Link, told: dict[str, Any]) -> None:
         table: list[Entry] = []

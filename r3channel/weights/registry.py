@@ -5,8 +5,7 @@ it (the relay's Ray actor, an HTTP route of the framework); no network of our ow
 
     JOINED (lease renewed) -> LEFT (`leave`, or the lease expired); a restarted engine joins again under a new boot id
 
-Each join, leave or expiry starts the next epoch. An update that was begun in an older epoch is refused, because it was
-made for other members. An engine is routable only while its committed version is the current one.
+An engine is routable only while its committed version is the current one.
 
 The relay has a list of engines too (`relay/engines.py`): who has said hello there. It knows no weights.
 """
@@ -17,20 +16,16 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
-from r3channel.errors import RegistryRefused, StaleEpoch, VersionsDiffer, WeightVersionRegressed
+from r3channel.errors import RegistryRefused, VersionsDiffer, WeightVersionRegressed
 from r3channel.versions import nccl_version, torch_version
-from r3channel.weights.manifest import Manifest
 from r3channel.weights.member import EngineState, Member
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-CHECKED_VERSIONS = ("torch", "nccl")
-"""Compared at the handshake: NCCL hangs or fails between versions, and torch's wire formats follow its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,25 +37,11 @@ class EngineRecord:
     boot_id: str
     """Of this life of the engine; a restart has another."""
     ranks: int
-    manifest_id: str = ""
-    """Of the last manifest that it was sent; empty for an engine that knows none."""
     committed_version: int = -1
     """-1: dummy or unknown weights."""
     torch: str = ""
     nccl: str = ""
     """Empty where there is none, as on CPU engines."""
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-@dataclass(frozen=True, slots=True)
-class Membership:
-    """One epoch: who belongs to it."""
-
-    epoch: int
-    engines: tuple[EngineRecord, ...]
-    """By address."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +64,11 @@ def _locked(
 
 
 class WeightRegistry:
-    """Engines with leases and epochs, and the version that counts.
+    """Engines with leases, and the version that counts.
 
     >>> registry = WeightRegistry(torch="2.13.0", nccl="", lease_s=10.0)
     >>> record = EngineRecord(engine="http://a", boot_id="1", ranks=1, torch="2.13.0")
-    >>> epoch = registry.join(record, now_s=0.0)
+    >>> registry.join(record, now_s=0.0)
     >>> registry.commit("http://a", "1", version=3, now_s=1.0)
     >>> registry.routable(now_s=2.0)
     ('http://a',)
@@ -101,7 +82,6 @@ class WeightRegistry:
         self._ours: Mapping[str, str] = {"torch": torch, "nccl": nccl}
         self._lease_s = lease_s
         self._leases: dict[str, _Lease] = {}
-        self._epoch = 0
         self._version = -1
 
     @property
@@ -110,22 +90,19 @@ class WeightRegistry:
         return self._version
 
     @_locked
-    def join(self, record: EngineRecord, *, now_s: float) -> int:
-        """Add an engine, or its next life; returns the epoch that begins. The same record again only renews the lease.
-
-        Raises VersionsDiffer, with both values.
-        """
+    def join(self, record: EngineRecord, *, now_s: float) -> None:
+        """Add an engine, or its next life; the same life again renews its lease. Raises VersionsDiffer, with both values."""
         self._expire(now_s)
         self._check_versions(record)
         known = self._leases.get(record.engine)
         if known is not None and known.record.boot_id == record.boot_id:
-            return self.renew(record.engine, record.boot_id, now_s=now_s)
-        self._leases[record.engine] = _Lease(record, now_s + self._lease_s)
-        return self._next_epoch()
+            self.renew(record.engine, record.boot_id, now_s=now_s)
+        else:
+            self._leases[record.engine] = _Lease(record, now_s + self._lease_s)
 
     @_locked
-    def renew(self, engine: str, boot_id: str, *, now_s: float, for_s: float = 0.0) -> int:
-        """The engine lives, and belongs for `for_s` more seconds at least; returns the epoch.
+    def renew(self, engine: str, boot_id: str, *, now_s: float, for_s: float = 0.0) -> None:
+        """The engine lives, and belongs for `for_s` more seconds at least.
 
         Raises RegistryRefused after an expiry or for an older life: join again.
         """
@@ -133,38 +110,22 @@ class WeightRegistry:
         lease = self._lease(engine, boot_id)
         until_s = max(lease.until_s, now_s + max(self._lease_s, for_s))
         self._leases[engine] = replace(lease, until_s=until_s)
-        return self._epoch
 
     @_locked
-    def leave(self, engine: str, boot_id: str, *, now_s: float) -> int:
-        """Take an engine out; returns the epoch that begins. One that is not there, or another life, changes nothing."""
-        self._expire(now_s)
+    def leave(self, engine: str, boot_id: str) -> None:
+        """Take an engine out. One that is not there, or another life, changes nothing."""
         lease = self._leases.get(engine)
-        if lease is None or lease.record.boot_id != boot_id:
-            return self._epoch
-        del self._leases[engine]
-        return self._next_epoch()
+        if lease is not None and lease.record.boot_id == boot_id:
+            del self._leases[engine]
 
     @_locked
-    def members(self, *, now_s: float) -> Membership:
-        """The epoch and its engines, with expired ones taken out."""
+    def members(self, *, now_s: float) -> tuple[EngineRecord, ...]:
+        """Engines that belong, by address."""
         self._expire(now_s)
-        return Membership(self._epoch, tuple(self._leases[engine].record for engine in sorted(self._leases)))
+        return tuple(self._leases[engine].record for engine in sorted(self._leases))
 
     @_locked
-    def check_epoch(self, epoch: int, *, now_s: float) -> None:
-        """Raises StaleEpoch unless `epoch` is the current one."""
-        self._expire(now_s)
-        if epoch != self._epoch:
-            raise StaleEpoch(
-                f"epoch {epoch} was given, {self._epoch} is current: an engine joined, left or fell silent meanwhile; "
-                "read the members and plan again"
-            )
-
-    @_locked
-    def commit(
-        self, engine: str, boot_id: str, *, version: int, now_s: float, manifest_id: str | None = None
-    ) -> None:
+    def commit(self, engine: str, boot_id: str, *, version: int, now_s: float) -> None:
         """This life of the engine holds `version` whole and verified; a lease of the usual length begins.
 
         Raises RegistryRefused for an engine that is no member or lives another life, and WeightVersionRegressed for a
@@ -176,8 +137,7 @@ class WeightRegistry:
             raise WeightVersionRegressed(
                 f"engine {engine}: version {version} after {lease.record.committed_version}; versions only grow"
             )
-        known = lease.record.manifest_id if manifest_id is None else manifest_id
-        record = replace(lease.record, committed_version=version, manifest_id=known)
+        record = replace(lease.record, committed_version=version)
         self._leases[engine] = _Lease(record, now_s + self._lease_s)
         self._version = max(self._version, version)
 
@@ -197,18 +157,12 @@ class WeightRegistry:
         """Engines that may get requests: alive, with the current version."""
         if self._version < 0:
             return ()
-        records = self.members(now_s=now_s).engines
-        return tuple(record.engine for record in records if record.committed_version == self._version)
-
-    @_locked
-    def behind(self, *, now_s: float) -> tuple[str, ...]:
-        """Engines that live and need a surgical update."""
-        ready = set(self.routable(now_s=now_s))
-        return tuple(r.engine for r in self.members(now_s=now_s).engines if r.engine not in ready)
+        return tuple(r.engine for r in self.members(now_s=now_s) if r.committed_version == self._version)
 
     def _check_versions(self, record: EngineRecord) -> None:
-        for name in CHECKED_VERSIONS:
-            theirs, ours = getattr(record, name), self._ours[name]
+        """NCCL hangs or fails between versions, and torch's wire formats follow its own."""
+        for name, ours in self._ours.items():
+            theirs = getattr(record, name)
             if theirs and ours and theirs != ours:
                 raise VersionsDiffer(
                     f"engine {record.engine} runs {name} {theirs}, the trainer {ours}; expected equal versions"
@@ -217,7 +171,7 @@ class WeightRegistry:
     def _lease(self, engine: str, boot_id: str) -> _Lease:
         if engine not in self._leases:
             raise RegistryRefused(
-                f"engine {engine} is not a member (epoch {self._epoch}); did its lease expire? It must join first"
+                f"engine {engine} is not a member; did its lease expire? It must join first"
             )
         lease = self._leases[engine]
         if lease.record.boot_id != boot_id:
@@ -227,15 +181,7 @@ class WeightRegistry:
         return lease
 
     def _expire(self, now_s: float) -> None:
-        late = [engine for engine, lease in self._leases.items() if lease.until_s <= now_s]
-        for engine in late:
-            del self._leases[engine]
-        if late:
-            self._next_epoch()
-
-    def _next_epoch(self) -> int:
-        self._epoch += 1
-        return self._epoch
+        self._leases = {engine: lease for engine, lease in self._leases.items() if lease.until_s > now_s}
 
 
 def own_registry(backend: str) -> WeightRegistry:
@@ -259,7 +205,7 @@ class Enrolment:
 
     def leave(self, member: Member) -> None:
         with self._leaving:
-            self.registry.leave(member.url, member.boot_id, now_s=time.monotonic())
+            self.registry.leave(member.url, member.boot_id)
             member.boot_id = ""
 
     def renew(self, boot_ids: Mapping[Member, str]) -> None:
@@ -308,41 +254,34 @@ class Enrolment:
         for member in members:
             self.registry.renew(member.url, member.boot_id, now_s=time.monotonic())
 
-    def committed(self, members: Iterable[Member], version: int, manifest: Manifest) -> None:
+    def committed(self, members: Iterable[Member], version: int) -> None:
         """Record the version for those that serve; the others stay in quarantine."""
         for member in members:
             self._held.pop(member.url, None)
-            self._settle(member, version, manifest.id)
+            self._settle(member, version)
 
     def aborted(self, members: Iterable[Member]) -> None:
         """Record for those that serve the version that they had before `open`; the others stay in quarantine."""
         for member in members:
             if member.url in self._held:
-                self._settle(member, self._held.pop(member.url), None)
+                self._settle(member, self._held.pop(member.url))
 
-    def _settle(self, member: Member, version: int, manifest_id: str | None) -> None:
+    def _settle(self, member: Member, version: int) -> None:
         """The lease that covered the update ends either way."""
         registry, now_s = self.registry, time.monotonic()
         url, life = member.url, member.boot_id
-        with contextlib.suppress(
-            RegistryRefused
-        ):  # another life has joined meanwhile: it begins in quarantine
+        with contextlib.suppress(RegistryRefused):  # another life has joined meanwhile, in quarantine
             if member.state is EngineState.SERVING and version >= 0:
-                registry.commit(url, life, version=version, now_s=now_s, manifest_id=manifest_id)
+                registry.commit(url, life, version=version, now_s=now_s)
             else:
                 registry.quarantine(url, life, now_s=now_s)
 
     def _records(self) -> dict[str, EngineRecord]:
-        members = self.registry.members(now_s=time.monotonic())
-        return {record.engine: record for record in members.engines}
+        return {record.engine: record for record in self.registry.members(now_s=time.monotonic())}
 
 
 def _record(member: Member, boot_id: str) -> EngineRecord:
     client = member.client
     return EngineRecord(
-        engine=member.url,
-        boot_id=boot_id,
-        ranks=client.ranks,
-        torch=client.torch,
-        nccl=client.nccl,
+        engine=member.url, boot_id=boot_id, ranks=client.ranks, torch=client.torch, nccl=client.nccl
     )

@@ -19,12 +19,12 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -59,17 +59,18 @@ from r3channel.weights.executor import (
 from r3channel.weights.geometry import Box
 from r3channel.weights.manifest import Bucket, Manifest, TensorMeta
 from r3channel.weights.member import EngineState, Member, told
-from r3channel.weights.pack import Contents, OnNonfinite, Packer, Push
+from r3channel.weights.pack import OnNonfinite, Packer, Push
 from r3channel.weights.progress import GRACE_S, LAST_WORD_S, Deadline, Run, Stream, UpdateReport
 from r3channel.weights.registry import Enrolment, WeightRegistry, own_registry
 from r3channel.weights.sglang import EngineClient, PauseMode
-from r3channel.weights.store import HeldWeights, HostCopy, checkpoint_tensors
-from r3channel.weights.wires import Door, WholeStages, Wire, group_device
+from r3channel.weights.store import Buffers, HeldWeights, checkpoint_tensors
+from r3channel.weights.wires import WholeStages, Wire, group_device
 
 DEFAULT_BUCKET_BYTES = 256 << 20
 RESTORE_S = 30.0
 Plan = Literal["broadcast", "exact"]
 Staging = Literal["auto"] | bool
+T = TypeVar("T")
 
 
 class WeightSync:
@@ -99,8 +100,7 @@ class WeightSync:
         keep_copy: bool = False,
         on_nonfinite: OnNonfinite = "error",
         on_engine_loss: OnEngineLoss = "evict",
-        expected: Mapping[str, tuple[int, ...]] | Literal["engine"] | None = "engine",
-        depth: int = 2,
+        expected: Literal["engine"] | None = "engine",
         engine_timeout_s: float = 30.0,
         token_file: str = "",
         registry: WeightRegistry | None = None,
@@ -127,9 +127,7 @@ class WeightSync:
             on_nonfinite: `error` refuses NaN and Inf by tensor before their bucket leaves; `allow` does not look.
             on_engine_loss: an engine that dies or falls silent during an update is left out by name (`evict`) until `update_one`
                 brings it back, or fails the update (`abort`).
-            expected: what every update must give: what the `engine` has parameters for, or name -> shape, as
-                `checkpoint_shapes` reads them from a folder; None does not look.
-            depth: buckets in work; 1 packs the next only when the one before is loaded.
+            expected: what every update must give: what the `engine` has parameters for; None does not look.
             engine_timeout_s: how long one engine may take for one bucket before it counts as lost.
             token_file: the run's token, where the engines were started with R3CHANNEL_TOKEN_FILE.
             registry: where the engines join and what they hold is recorded; None makes one without leases.
@@ -146,39 +144,36 @@ class WeightSync:
                 "plan='exact' goes with group=... and staged engines; plan='broadcast' with neither group"
             )
         clients = [EngineClient(engine) if isinstance(engine, str) else engine for engine in engines]
-        if depth not in (1, 2):
-            raise UsageError(f"depth {depth}: expected 1 or 2 buckets")
         self._members = _distinct([Member(client) for client in clients])
         name = f"r3channel-weights-{secrets.token_hex(4)}"
         self._enrolment = Enrolment(registry or own_registry(backend))
         self._rules = Rules(
             pause=pause,
             verify=verify,
-            depth=depth,
             on_engine_loss=on_engine_loss,
             engine_timeout_s=engine_timeout_s,
             name=name,
             host=host,
             backend=backend,
-            epochs=itertools.count(1),
+            numbers=itertools.count(1),
             check_names=expected is not None,
         )
         self._staging: Staging = staged
         self._way = "" if staged else "broadcast: not wanted"
         run_token = read_token(token_file) if token_file else ""
-        self._door = Door(host=host, session=name, run_token=run_token, staged=staged, wire=wire)
-        self._stages = WholeStages(self._door)
-        self._copy = HostCopy() if keep_copy else None
+        links = {"host": host, "session": name, "run_token": run_token, "staged": staged, "wire": wire}
+        self._ranks = None if group is None else TrainerRanks(group)
+        self._exact = self._ranks and ExactStages(self._ranks, bucket_bytes=bucket_bytes, **links)
+        self._stages = self._exact or WholeStages(**links)
+        self._copy = Buffers(keep=True) if keep_copy else None
         self._device = group_device(backend)
         self._on_nonfinite: OnNonfinite = on_nonfinite
-        self._contents = Contents(
-            Packer(torch.device("cpu"), HostCopy(), on_nonfinite),
+        self._packer = Packer(
             bucket_bytes=bucket_bytes,
-            expected=expected,
+            on_nonfinite=on_nonfinite,
+            named=expected is not None,
             checksums=verify,
         )
-        self._ranks = None if group is None else TrainerRanks(group)
-        self._exact = self._ranks and ExactStages(self._door, self._ranks, bucket_bytes=bucket_bytes)
         self._kept: list[Shard] = []
         """This rank's part of the committed weights, with `exact` and `keep_copy`."""
         self._own_page = metrics is None
@@ -222,7 +217,7 @@ class WeightSync:
 
     @property
     def registry(self) -> WeightRegistry:
-        """Who belongs, in which epoch, with which version."""
+        """Who belongs, and with which version."""
         return self._enrolment.registry
 
     def routable(self) -> tuple[str, ...]:
@@ -251,7 +246,7 @@ class WeightSync:
         run = Run(Deadline(timeout_s, "connect"))
         if self._exact is not None:
             self._exact.connect(run.deadline)
-            self._rules = replace(self._rules, name=self._door.session)
+            self._rules = replace(self._rules, name=self._exact.session)
         if self._leads:
             Crew(self._members, self._enrolment, self._rules, run, alone=True).meet()
         self._phase = "ready"
@@ -267,7 +262,6 @@ class WeightSync:
         *,
         version: int,
         timeout_s: float,
-        epoch: int | None = None,
     ) -> UpdateReport:
         """Bring all engines to these weights under `version`, or raise with the old version still in place.
 
@@ -276,24 +270,16 @@ class WeightSync:
         update fixes the manifest: later ones must give the same names, dtypes and shapes in the same order. It is packed whole
         before any engine is asked.
 
-        Engines whose lease ran out, and those lost on the way, are left out and named in the report. `epoch`: of the registry,
-        where the caller has acted on its members; another one is refused.
+        Engines whose lease ran out, and those lost on the way, are left out and named in the report.
 
         Waits while a step's routing is being received in this process, and keeps it waiting (`slot.py`).
 
         Raises WeightUpdateFailed (naming bucket, tensor and engine, and the state of each engine), EngineLeftBehind
-        (committed, but not by the engines named), TrainerRankLost (`exact`: says what engines hold), StaleEpoch,
+        (committed, but not by the engines named), TrainerRankLost (`exact`: says what engines hold),
         RegistryRefused (no engine is left), WeightVersionRegressed,
         SlotBusy, UsageError. Ends within `timeout_s`, after a failure within some 10 s more for cleaning up.
         """
         run = Run(Deadline(timeout_s, f"update to version {version}"))
-        if self._exact is not None:
-            with (
-                self._alone("update", f"the update to weight version {version}", timeout_s),
-                self._counted(version),
-            ):
-                self._check_version(version)
-                return self._update_exact([_shard(one) for one in named_tensors], version, run)
         stream = Stream(_pair(one) for one in named_tensors)
         try:
             with (
@@ -301,11 +287,11 @@ class WeightSync:
                 self._counted(version),
             ):
                 self._check_version(version)
-                if epoch is not None:
-                    self.registry.check_epoch(epoch, now_s=time.monotonic())
+                if self._exact is not None:
+                    return self._update_exact([_shard(one) for one in named_tensors], version, run)
                 return self._update(stream, version, run)
         finally:
-            if not stream.ended:
+            if self._exact is None and not stream.ended:
                 self._drain(stream)
             if self._reading is not None:
                 wait([self._reading], timeout=run.deadline.remaining_s)
@@ -321,10 +307,10 @@ class WeightSync:
             raise UsageError("load_checkpoint() needs keep_copy=True, and comes before the first update()")
         self._check_version(version)
         run = Run(Deadline(timeout_s, f"reading of {os.fspath(folder)}"))
-        self._contents.packer = Packer(torch.device("cpu"), self._copy, self._on_nonfinite)
-        manifest = self._contents.pack(Stream(checkpoint_tensors(folder)), _in_time(run), run)
+        self._packer.buffers = self._copy
+        manifest = self._packer.pack(Stream(checkpoint_tensors(folder)), _in_time(run), run)
         self._copy.commit(version, manifest, tuple(run.digests))
-        self._version, self._checksums = version, self._contents.checksums
+        self._version, self._checksums = version, self._packer.checksums
 
     def update_one(self, engine: str, *, timeout_s: float) -> UpdateReport:
         """Bring one engine, restarted, evicted or quarantined, to the committed version from the host copy (`keep_copy`).
@@ -367,9 +353,9 @@ class WeightSync:
         if self._phase != "closed":
             self._phase = "closed"
             self._copy = None
-            del self._contents  # frees the buffers
+            del self._packer  # frees the buffers
             wait([background(partial(_leave, member)) for member in self._members], timeout=2 * REPAIR_S)
-            self._door.close()
+            self._stages.close()
             if self._own_page:
                 self.metrics.close()
 
@@ -457,18 +443,11 @@ class WeightSync:
 
     def _read(self, stream: Stream, push: Push, run: Run) -> Manifest:
         """Pack the caller's tensors in a thread, so that a stalled iterator keeps nobody waiting past the deadline."""
-        grad = torch.is_grad_enabled()  # of a thread, as the device is, and the iterator is the caller's code
-
-        def read() -> Manifest:
-            with torch.set_grad_enabled(grad):
-                return self._contents.pack(stream, push, run)
-
-        reading = background(read)
-        self._reading = reading
+        reading = self._aside(lambda: self._packer.pack(stream, push, run))
         wait([reading], timeout=run.deadline.left_s())
         if (
             not stream.asking
-        ):  # a call of ours is under way, which has the same deadline and can name who is late
+        ):  # a call of ours is under way: it has the same deadline, and can name who is late
             wait([reading], timeout=LAST_WORD_S)
         if not reading.done():
             late = "the tensors did not come" if stream.asking else "the tensors were not packed and sent"
@@ -478,15 +457,25 @@ class WeightSync:
 
     def _drain(self, stream: Stream) -> None:
         """Read the iterator to its end, in a thread: the other trainer ranks are in step with it, whatever becomes of ours."""
-        before, grad = self._reading, torch.is_grad_enabled()
+        before = self._reading
 
         def drain() -> None:
             if before is not None:
                 wait([before])
-            with torch.set_grad_enabled(grad):
-                stream.drain()
+            stream.drain()
 
-        self._reading = background(drain)
+        self._aside(drain)
+
+    def _aside(self, call: Callable[[], T]) -> Future[T]:
+        """The caller's code in a thread, with the caller's setting of gradients, which each thread has its own of."""
+        grad = torch.is_grad_enabled()
+
+        def run() -> T:
+            with torch.set_grad_enabled(grad):
+                return call()
+
+        self._reading = reading = background(run)
+        return reading
 
     def _await_reading(self, deadline: Deadline) -> None:
         if self._reading is not None and not wait([self._reading], timeout=deadline.left_s()).done:
@@ -496,44 +485,59 @@ class WeightSync:
 
     # -- updates -------------------------------------------------------------------------------------------------------
 
-    def _update(self, stream: Stream, version: int, run: Run) -> UpdateReport:
-        self._await_reading(run.deadline)
-        run.expired = self._part_with_the_lost()
+    @contextlib.contextmanager
+    def _undone(
+        self, what: str, members: Sequence[Member], stream: Stream | None = None
+    ) -> Iterator[list[Work]]:
+        """A failure inside aborts the work that was put into the list, and says which state that left engines in."""
+        begun: list[Work] = []
+        try:
+            yield begun
+        except TrainerRankLost:  # after the commit
+            raise
+        except BaseException as error:
+            if stream is not None:
+                self._drain(stream)
+            for work in begun:
+                work.abort()
+            self._enrolment.aborted(members)
+            if stream is not None and begun:
+                self._restore(members)
+            if not isinstance(error, Exception):
+                raise
+            raise WeightUpdateFailed(f"{what}: {error} [engines now: {told(members)}]") from error
+
+    def _taking_part(self, run: Run) -> list[Member]:
+        if self._exact is None:  # whose other ranks know no leases
+            run.expired = self._part_with_the_lost()
         members = [member for member in self._members if not member.evicted]
         if not members:
             raise RegistryRefused(f"no engine is left to update: {self.evicted}; update_one brings one back")
         self._enrolment.cover(members, for_s=run.deadline.left_s())
-        work: Work | None = None
-        try:
-            manifest, copy = self._contents.manifest, None
+        return members
+
+    def _stays(self, version: int) -> str:
+        return f"weight version {version} was not committed, version {self._version} stays"
+
+    def _update(self, stream: Stream, version: int, run: Run) -> UpdateReport:
+        self._await_reading(run.deadline)
+        members = self._taking_part(run)
+        with self._undone(self._stays(version), members, stream) as begun:
+            manifest, copy = self._packer.manifest, None
             if manifest is None:
-                copy = self._copy or HostCopy()
-                self._contents.packer = Packer(torch.device("cpu"), copy, self._on_nonfinite)
+                copy = self._copy or Buffers(keep=True)
+                self._packer.buffers = copy
                 manifest = self._read(stream, _in_time(run), run)
-            work = self._work(members, manifest, version, run)
+            work = self._work(begun, members, manifest, version, run)
             if copy is None:
                 self._read(stream, work.push, run)
             else:
-                _send(
-                    work, zip(manifest.buckets, copy.coming(), strict=True), run, count=len(manifest.buckets)
-                )
-            work.close(self._contents.checksums)
+                ready = zip(manifest.buckets, copy.coming(), strict=True)
+                _send(work, ready, run, count=len(manifest.buckets))
+            work.close(self._packer.checksums)
             work.commit(version)
-        except BaseException as error:
-            self._drain(stream)
-            if work is not None:
-                work.abort()
-                self._restore(members)
-            else:
-                self._enrolment.aborted(members)
-            if not isinstance(error, Exception):
-                raise
-            raise WeightUpdateFailed(
-                f"weight version {version} was not committed, version {self._version} stays: {error} "
-                f"[engines now: {told(self._members)}]"
-            ) from error
         self._record(version, manifest, run)
-        work.resume(version, manifest)
+        work.resume(version)
         run.add("convert", stream.seconds)
         run.add("plan", run.seconds.pop("fill") - stream.seconds)
         return UpdateReport.of(version, manifest, run)
@@ -547,50 +551,22 @@ class WeightSync:
             raise UsageError(
                 "one engine is updated from kept shards: keep_copy=True, and a first update() of all"
             )
-        members = [only] if only else [member for member in self._members if not member.evicted]
-        if only is not None:
-            only.unlink()
-            only.boot_id = ""
-        work = Staged(
-            members,
-            self._enrolment,
-            self._rules,
-            run,
-            stages=self._exact,
-            version=version,
-            alone=only is not None,
-        )
+        members = [only.afresh()] if only else self._taking_part(run)
         run.way = "staged"
-        joint, lost = JointUpdate(work, self._exact, self._ranks, run, version), None
-        try:
-            joint.run(shards, finite=self._on_nonfinite == "error")
-        except TrainerRankLost as error:
-            lost = error  # the update counts all the same where it is known to
-            if not joint.leads:
-                raise
-        except BaseException as error:
-            if joint.leads:
-                work.abort()
-            if not isinstance(error, Exception):
-                raise
-            raise WeightUpdateFailed(
-                f"weight version {version} was not committed, version {self._version} stays: {error} "
-                f"[engines now: {told(self._members)}]"
-            ) from error
-        manifest = joint.manifest
+        work = self._staged(members, version, run, alone=only is not None)
+        joint = JointUpdate(work, self._exact, self._ranks, run, version)
+        with self._undone(self._stays(version), members) as begun:
+            begun += [work] if joint.leads else []
+            manifest = joint.run(shards, finite=self._on_nonfinite == "error")
         if only is None:
             self._version = version
             if self._copy is not None:
                 self._kept = [Shard(s.meta, s.box, s.tensor.to(s.meta.dtype, copy=True)) for s in shards]
-            self._held = (
-                HeldWeights.of(manifest, version=version, engine=run.checksums) if run.checksums else None
-            )
+            self._hold(version, manifest, run)
         else:
             only.evicted = ""
-        if lost is not None:
-            raise lost
-        if joint.left_behind:
-            raise EngineLeftBehind(joint.left_behind)
+        if joint.outcome is not None:
+            raise joint.outcome
         return UpdateReport.of(version, manifest, run)
 
     def _bring_up(self, member: Member, deadline: Deadline) -> UpdateReport:
@@ -600,38 +576,38 @@ class WeightSync:
             raise UsageError(
                 "one engine is updated from the host copy: keep_copy=True, and a first update() of all or load_checkpoint()"
             )
-        run, version, manifest = Run(deadline), copy.version, copy.manifest
-        member.unlink()
-        member.boot_id = ""
-        work: Work | None = None
-        try:
-            work = self._work([member], manifest, version, run, alone=True)
+        run, version, manifest, members = Run(deadline), copy.version, copy.manifest, [member.afresh()]
+        with self._undone(f"engine {member.url} was not brought to version {version}", members) as begun:
+            work = self._work(begun, members, manifest, version, run, alone=True)
             _send(work, copy.read(), run, count=len(manifest.buckets))
             work.close(self._checksums)
             work.commit(version)
-            work.resume(version, manifest)
-        except BaseException as error:
-            if work is not None:
-                work.abort()
-            if not isinstance(error, Exception):
-                raise
-            raise WeightUpdateFailed(
-                f"engine {member.url} was not brought to version {version}: {error} [engine now: {told([member])}]"
-            ) from error
+            work.resume(version)
         member.evicted = ""
         return UpdateReport.of(version, manifest, run)
 
+    def _staged(self, members: Sequence[Member], version: int, run: Run, *, alone: bool) -> Staged:
+        return Staged(
+            members, self._enrolment, self._rules, run, stages=self._stages, version=version, alone=alone
+        )
+
     def _work(
-        self, members: Sequence[Member], manifest: Manifest, version: int, run: Run, *, alone: bool = False
+        self,
+        begun: list[Work],
+        members: Sequence[Member],
+        manifest: Manifest,
+        version: int,
+        run: Run,
+        *,
+        alone: bool = False,
     ) -> Work:
-        """Opened: staged where that is wanted and can be, else a broadcast."""
+        """Opened, and put into `begun`: staged where that is wanted and can be, else a broadcast."""
         if not self._way:
-            staged = Staged(
-                members, self._enrolment, self._rules, run, stages=self._stages, version=version, alone=alone
-            )
+            staged = self._staged(members, version, run, alone=alone)
             try:
                 staged.open(manifest)
                 run.way = "staged"
+                begun.append(staged)
                 return staged
             except CannotStage as error:
                 if self._staging is True:
@@ -643,9 +619,10 @@ class WeightSync:
         run.way = self._way
         try:
             work.open(manifest)
-        except BaseException:
+        except BaseException:  # nothing has been loaded: there is nothing to restore
             work.abort()
             raise
+        begun.append(work)
         return work
 
     def _restore(self, members: Sequence[Member]) -> None:
@@ -661,16 +638,18 @@ class WeightSync:
         wait([background(partial(one, member)) for member in dirty], timeout=RESTORE_S + GRACE_S)
 
     def _record(self, version: int, manifest: Manifest, run: Run) -> None:
-        if self._contents.manifest is None:
-            self._contents.manifest = manifest
+        if self._packer.manifest is None:
+            self._packer.manifest = manifest
             device = torch.device("cpu") if run.way == "staged" else self._device
-            self._contents.packer = Packer(device, self._copy, self._on_nonfinite)
-        self._version, self._checksums = version, self._contents.checksums
-        self._held = (
-            HeldWeights.of(manifest, version=version, engine=run.checksums) if run.checksums else None
-        )
+            self._packer.buffers = self._copy or Buffers(keep=False, device=device)
+        self._version, self._checksums = version, self._packer.checksums
+        self._hold(version, manifest, run)
         if self._copy is not None:
             self._copy.commit(version, manifest, tuple(run.digests))
+
+    def _hold(self, version: int, manifest: Manifest, run: Run) -> None:
+        told = HeldWeights.of(manifest, version=version, engine=run.checksums)
+        self._held = told if run.checksums else None
 
 
 def _pair(one: tuple[str, torch.Tensor] | Shard) -> tuple[str, torch.Tensor]:

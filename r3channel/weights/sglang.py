@@ -3,7 +3,7 @@
 Read against SGLang 0.5.23 (`srt/entrypoints/http_server.py`, `srt/managers/io_struct.py`, `srt/utils/weight_checker.py`).
 SGLang itself is not imported. Nothing here knows about several engines, groups or transactions.
 
-What the contract demands of a caller: init_group while rank 0 joins; then pause, begin, update_bucket beside the
+What the contract demands of a caller: init_group while rank 0 joins; then pause, begin, update_tensors beside the
 broadcast of exactly these bytes, end, set_version, resume. A refused bucket leaves begin open, and the engine then holds
 neither the old nor the new weights.
 """
@@ -20,7 +20,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from r3channel.errors import ConfigError, DeadlineExceeded, EngineRefused, EngineUnavailable, PayloadCorrupt
-from r3channel.weights.manifest import Bucket, TensorMeta
+from r3channel.weights.manifest import TensorMeta
 from r3channel.wire.hello import Hello, probe_body
 
 PauseMode = Literal["retract", "in_place", "abort"]
@@ -131,34 +131,27 @@ class EngineClient:
         """Close the bracket. Refused when none is open."""
         self._command("/end_weight_update", {}, timeout_s=timeout_s)
 
-    def update_bucket(self, bucket: Bucket, *, group_name: str, flush_cache: bool, timeout_s: float) -> None:
-        """Receive one broadcast of the bucket's bytes from rank 0 and load it; returns when it is loaded.
-
-        No version travels here: SGLang would record it as soon as this bucket is in. `flush_cache` drops the KV cache of
-        the old weights and is refused, with the weights already changed, while requests run.
-        """
-        self._update(bucket.tensors, group_name, flush_cache, "flattened_bucket", timeout_s)
-
     def update_tensors(
-        self, tensors: Sequence[TensorMeta], *, group_name: str, flush_cache: bool, timeout_s: float
-    ) -> None:
-        """SGLang's own format, for comparison: one broadcast per tensor, in this order, each in its dtype."""
-        self._update(tensors, group_name, flush_cache, None, timeout_s)
-
-    def _update(
         self,
         tensors: Sequence[TensorMeta],
+        *,
         group_name: str,
-        flush: bool,
-        load_format: str | None,
+        flush_cache: bool,
         timeout_s: float,
+        load_format: str | None = "flattened_bucket",
     ) -> None:
+        """Receive one broadcast of the flat bytes of a bucket's tensors from rank 0 and load them; returns when they are loaded.
+
+        No version travels here: SGLang would record it as soon as this bucket is in. `flush_cache` drops the KV cache of
+        the old weights and is refused, with the weights already changed, while requests run. Without `load_format` one
+        broadcast per tensor is expected, each in its dtype.
+        """
         body: dict[str, Any] = {
             "names": [meta.name for meta in tensors],
             "dtypes": [meta.dtype_name for meta in tensors],
             "shapes": [list(meta.shape) for meta in tensors],
             "group_name": group_name,
-            "flush_cache": flush,
+            "flush_cache": flush_cache,
         }
         body |= {} if load_format is None else {"load_format": load_format}
         self._command("/update_weights_from_distributed", body, timeout_s=timeout_s)
@@ -238,20 +231,17 @@ class EngineClient:
     def _call(
         self, method: str, route: str, body: Mapping[str, Any] | None, *, timeout_s: float
     ) -> dict[str, Any]:
-        reply = self._request(method, route, body, timeout_s=timeout_s)
-        if not isinstance(reply, dict):
-            raise EngineRefused(f"engine {self.url} {route} answered {_shown(reply)}; expected a JSON object")
-        return reply
-
-    def _request(self, method: str, route: str, body: Mapping[str, Any] | None, *, timeout_s: float) -> Any:
         status, data = self._exchange(method, route, body, timeout_s=timeout_s)
         text = data.decode("utf-8", "replace")
         if status != 200:
             raise EngineRefused(f"engine {self.url} {route} answered HTTP {status}: {_shown(text)}")
         try:
-            return json.loads(text)
+            reply = json.loads(text)
         except ValueError as error:
             raise EngineRefused(f"engine {self.url} {route} answered no JSON: {_shown(text)}") from error
+        if not isinstance(reply, dict):
+            raise EngineRefused(f"engine {self.url} {route} answered {_shown(reply)}; expected a JSON object")
+        return reply
 
     def _exchange(
         self, method: str, route: str, body: Mapping[str, Any] | None, *, timeout_s: float

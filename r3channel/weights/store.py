@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 import xxhash
@@ -20,16 +20,21 @@ import xxhash
 from r3channel.errors import ConfigError, ManifestMismatch, UsageError, WeightsDiffer
 from r3channel.weights.manifest import Bucket, Manifest, new_buffer, unit_of
 
+_HOST = torch.device("cpu")
+
 
 def payload_digest(payload: torch.Tensor) -> int:
     """xxh3 of a flat uint8 tensor on the CPU: 64 bits, some 10 GB/s."""
     return xxhash.xxh3_64_intdigest(payload.numpy().data)
 
 
-class HostCopy:
-    """Two sets of buffers that change places at each commit. One thread."""
+class Buffers:
+    """The memory that updates are packed into: a copy of the coming version beside the committed one (`keep`), or two buffers in
+    turn, of which one leaves while the other is packed. One thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, keep: bool, device: torch.device = _HOST) -> None:
+        """A copy is kept on the host."""
+        self.keep, self._device = keep, _HOST if keep else device
         self.version: int | None = None
         self.manifest: Manifest | None = None
         self.digests: tuple[int, ...] = ()
@@ -37,12 +42,16 @@ class HostCopy:
         self._coming: list[torch.Tensor] = []
 
     def take(self, index: int, payload_bytes: int) -> torch.Tensor:
-        """Room for bucket `index` of the coming version: uint8, exactly that long, kept until the commit after the next."""
-        if index < len(self._coming) and len(self._coming[index]) == payload_bytes:
-            return self._coming[index]
-        del self._coming[index:]
-        self._coming.append(new_buffer(payload_bytes, torch.device("cpu")))
-        return self._coming[index]
+        """Flat uint8 room for bucket `index`, at least that long. `take(index + 2)` gives it again, or with `keep` the second
+        update after this."""
+        at = index if self.keep else index % 2
+        if at < len(self._coming):
+            held = len(self._coming[at])
+            if held == payload_bytes or (held > payload_bytes and not self.keep):
+                return self._coming[at]
+        del self._coming[at:]
+        self._coming.append(new_buffer(payload_bytes, self._device))
+        return self._coming[-1]
 
     def commit(self, version: int, manifest: Manifest, digests: tuple[int, ...]) -> None:
         """What was taken since the last commit is now the committed version."""
@@ -68,19 +77,6 @@ class HostCopy:
                     "send a whole update instead"
                 )
             yield bucket, payload
-
-
-_MAX_HEADER_BYTES = 256 << 20
-
-
-def checkpoint_shapes(folder: str | os.PathLike[str]) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of all tensors of a Hugging Face folder, from the headers of its safetensors files; no data is read."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for path in _files(folder):
-        with path.open("rb") as file:
-            header = _header(file, path)
-        shapes |= {name: tuple(row["shape"]) for name, row in header.items() if name != "__metadata__"}
-    return shapes
 
 
 def checkpoint_tensors(folder: str | os.PathLike[str]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -111,16 +107,6 @@ def _files(folder: str | os.PathLike[str]) -> list[Path]:
     if not files:
         raise ConfigError(f"{os.fspath(folder)} holds no .safetensors file")
     return files
-
-
-def _header(file: BinaryIO, path: Path) -> dict[str, dict[str, list[int]]]:
-    size = int.from_bytes(file.read(8), "little")
-    if size > _MAX_HEADER_BYTES:
-        raise ConfigError(f"{path}: header of {size} bytes; is it a safetensors file?")
-    try:
-        return json.loads(file.read(size))
-    except ValueError as error:
-        raise ConfigError(f"{path}: its header is no JSON; is it a safetensors file?") from error
 
 
 _FORMAT = 2

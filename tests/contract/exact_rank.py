@@ -46,11 +46,10 @@ def die_after_the_commit(job: dict[str, Any], version: int) -> None:
         write_result(job, {})
         os._exit(0)
 
+    lead, commit = JointUpdate._lead, JointUpdate._commit
     if job["rank"]:
-        lead = JointUpdate._lead
-        JointUpdate._lead = lambda self, call: dying() if call.__name__ == "_commit" else lead(self, call)
+        JointUpdate._lead = lambda self, call: dying() if self._deciding else lead(self, call)
     else:
-        commit = JointUpdate._commit
         JointUpdate._commit = lambda self: (commit(self), dying())[1]
 
 

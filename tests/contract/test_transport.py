@@ -533,7 +533,7 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Any]]:
     for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", NcclGroup, raising=False)
-    monkeypatch.setattr("r3channel.transport.process_group._device_of", lambda _: torch.device("cpu"))
+    monkeypatch.setattr("r3channel.transport.process_group.device_of", lambda _: torch.device("cpu"))
     monkeypatch.setattr(NcclGroup, "monitors_abort", False)
     monkeypatch.setattr(NcclGroup, "made", [])
     store = RendezvousStore("127.0.0.1")
@@ -675,7 +675,7 @@ def test_host_tensors_cross_nccl_through_memory_of_the_device(monkeypatch: pytes
 
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Group, raising=False)
     monkeypatch.setattr(ProcessGroupTransport, "_reachable", reachable)
-    monkeypatch.setattr("r3channel.transport.process_group._device_of", lambda _: torch.device("cpu"))
+    monkeypatch.setattr("r3channel.transport.process_group.device_of", lambda _: torch.device("cpu"))
     store, name = RendezvousStore("127.0.0.1"), uuid.uuid4().hex
 
     def side(rank: int) -> int:

@@ -13,7 +13,6 @@ from r3channel.errors import (
     ConfigError,
     DeadlineExceeded,
     EngineLeftBehind,
-    ManifestMismatch,
     NonFiniteWeights,
     UsageError,
     WeightsDiffer,
@@ -441,32 +440,6 @@ def test_such_numbers_pass_where_they_are_allowed(start: Start) -> None:
     with session(engine, on_nonfinite="allow") as sync:
         sync.update(given.items(), version=1, timeout_s=20)
     assert engine.tensors[NAMES[0]].isnan().sum() == 1 and engine.version == "1"
-
-
-def test_names_and_shapes_are_held_against_the_checkpoint(start: Start) -> None:
-    engine, shapes = start(), dict.fromkeys(NAMES, (256,))
-    wrong = {
-        r"bucket 1: tensor model.other .* no such name": {
-            **weights(1),
-            NAMES[3]: None,
-            "model.other": torch.zeros(3),
-        },
-        rf"bucket 1: tensor {NAMES[3]} .*has shape \[256\]": {**weights(1), NAMES[3]: torch.zeros(255)},
-        rf"1 tensors of the engine's checkpoint were not given, first {NAMES[3]}": {
-            **weights(1),
-            NAMES[3]: None,
-        },
-    }
-    with session(engine, expected=shapes) as sync:
-        for message, given in wrong.items():
-            named = [(name, tensor) for name, tensor in given.items() if tensor is not None]
-            if "model.other" in message:
-                named.insert(3, named.pop())
-            with pytest.raises(WeightUpdateFailed, match=message) as failure:
-                sync.update(named, version=1, timeout_s=20)
-            assert isinstance(failure.value.__cause__, ManifestMismatch)
-        sync.update(weights(1).items(), version=1, timeout_s=20)
-    assert holds(engine, 1)
 
 
 def test_a_damaged_host_copy_is_not_sent(sync: WeightSync, pair: tuple[FakeEngine, FakeEngine]) -> None:

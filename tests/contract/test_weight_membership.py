@@ -12,7 +12,6 @@ import torch
 from r3channel.errors import (
     EngineLeftBehind,
     RegistryRefused,
-    StaleEpoch,
     VersionsDiffer,
     WeightUpdateFailed,
     WeightVersionRegressed,
@@ -52,9 +51,9 @@ def urls(*engines: FakeEngine) -> tuple[str, ...]:
     return tuple(sorted(engine.url for engine in engines))
 
 
-def stranger(registry: WeightRegistry, url: str = "http://127.0.0.1:9", boot_id: str = "x") -> int:
+def stranger(registry: WeightRegistry, url: str = "http://127.0.0.1:9", boot_id: str = "x") -> None:
     """Somebody else registers an engine, as a rollout manager does."""
-    return registry.join(EngineRecord(engine=url, boot_id=boot_id, ranks=1), now_s=time.monotonic())
+    registry.join(EngineRecord(engine=url, boot_id=boot_id, ranks=1), now_s=time.monotonic())
 
 
 @pytest.mark.parametrize(("what", "theirs", "ours"), [("torch", "2.1.0", OURS), ("nccl", "2.26.2", "2.27.3")])
@@ -98,9 +97,9 @@ def test_awex_engines_are_routable_from_their_commit_on_and_not_while_an_update_
         newcomer = start()
         sync.add_engine(newcomer.url, timeout_s=20)
         assert sync.routable() == urls(*pair, newcomer)
-        members = sync.registry.members(now_s=time.monotonic()).engines
+        members = sync.registry.members(now_s=time.monotonic())
         assert {record.committed_version for record in members} == {1}
-        assert len({record.boot_id for record in members}) == 3 and all(r.manifest_id for r in members)
+        assert len({record.boot_id for record in members}) == 3
         sync.remove_engine(newcomer.url)
         assert sync.routable() == urls(*pair)
 
@@ -114,7 +113,7 @@ def test_a_dirty_engine_is_in_quarantine_until_it_is_repaired(start: Start) -> N
         assert sync.routable() == (good.url,) and sync.registry.current_version == 2
         again = bad.restarted()
         try:
-            assert sync.registry.behind(now_s=time.monotonic()) == (bad.url,)
+            assert sync.routable() == (good.url,)
             sync.update_one(again.url, timeout_s=20)
             assert sync.routable() == urls(good, again)
         finally:
@@ -172,7 +171,7 @@ def test_an_engine_that_is_removed_while_it_is_asked_whether_it_lives_stays_out(
 
         monkeypatch.setattr(sync, "_boot_ids", removed_meanwhile)
         assert sync.renew(timeout_s=5) == (good.url,)
-        members = sync.registry.members(now_s=time.monotonic()).engines
+        members = sync.registry.members(now_s=time.monotonic())
         assert [record.engine for record in members] == [good.url]
 
 
@@ -233,19 +232,6 @@ def test_an_engine_that_does_not_answer_to_the_pause_is_not_routable(start: Star
         hung.script["/pause_generation", 1] = "die"
         assert sync.update(weights(2).items(), version=2, timeout_s=20).evicted.keys() == {hung.url}
         assert sync.routable() == (good.url,)
-
-
-def test_an_update_for_another_epoch_is_refused_before_a_call(start: Start) -> None:
-    engine, shared = start(), registry()
-    with opened(engine, registry=shared) as sync:
-        epoch = shared.members(now_s=time.monotonic()).epoch
-        stranger(shared)
-        engine.calls.clear()
-        with pytest.raises(StaleEpoch, match=f"epoch {epoch} was given, {epoch + 1} is current"):
-            sync.update(weights(1).items(), version=1, timeout_s=20, epoch=epoch)
-        assert engine.calls == []
-        sync.update(weights(1).items(), version=1, timeout_s=20, epoch=epoch + 1)
-        assert sync.routable() == (engine.url,)
 
 
 def test_an_engine_that_joins_the_registry_during_an_update_changes_nothing_for_the_others(

@@ -53,7 +53,7 @@ class Peer:
 
 @pytest.fixture
 def pair() -> Iterator[tuple[WeightGroup, Peer]]:
-    group = WeightGroup("test-weights-1", world_size=2, timeout_s=60)
+    group = WeightGroup("test-weights-1", world_size=2)
     peer = Peer(group)
     try:
         group.join(timeout_s=60)
@@ -91,7 +91,7 @@ def test_a_peer_that_does_not_receive_ends_at_the_deadline_and_can_be_left(
     try:
         group.broadcast(payload, timeout_s=0.5)
     except DeadlineExceeded as error:
-        assert "broadcast of 10 bytes to 1 members" in str(error)
+        assert "could not broadcast 10 bytes" in str(error)
         group.close()  # while the error, and with it every frame of the broadcast, is still held
     else:
         pytest.fail("the broadcast ended without a receiver")
@@ -103,25 +103,25 @@ def test_a_peer_that_dies_ends_the_broadcast_at_once(pair: tuple[WeightGroup, Pe
     group, peer = pair
     threading.Timer(0.3, peer.process.kill).start()
     begun_s = time.monotonic()
-    with pytest.raises(TransportError, match="broadcast of 10 bytes"):
+    with pytest.raises(TransportError, match="could not broadcast 10 bytes"):
         group.broadcast(torch.zeros(10, dtype=torch.uint8), timeout_s=30)
     assert time.monotonic() - begun_s < 5
 
 
 def test_a_join_without_the_other_member_ends_at_the_deadline() -> None:
-    group = WeightGroup("test-weights-2", world_size=2, timeout_s=1)
-    with pytest.raises(DeadlineExceeded, match=rf"join of 2 members at 127\.0\.0\.1:{group.port}"):
+    group = WeightGroup("test-weights-2", world_size=2)
+    with pytest.raises(DeadlineExceeded, match=r"rank 0 of 2 could not join within 0\.5 s"):
         group.join(timeout_s=0.5)
     group.close()
 
 
 def test_a_wildcard_host_is_refused() -> None:
     with pytest.raises(ConfigError, match="every interface"):
-        WeightGroup("test-weights-3", world_size=1, timeout_s=1, host="0.0.0.0")
+        WeightGroup("test-weights-3", world_size=1, host="0.0.0.0")
 
 
 def test_use_after_close_is_refused() -> None:
-    group = WeightGroup("test-weights-4", world_size=1, timeout_s=5)
+    group = WeightGroup("test-weights-4", world_size=1)
     group.join(timeout_s=5)
     group.close()
     with pytest.raises(UsageError, match="closed"):

@@ -79,6 +79,7 @@ PLACES = {
         "embedded/",
         "bench/relay/tensor_groups.py",
         "ranks.py",
+        "bench/reshard_ranks.py",
         "bench/weight_engine.py",
     ),
     "prometheus_client": ("metrics.py",),

@@ -17,12 +17,12 @@ from r3channel.errors import ConfigError, ManifestMismatch
 from r3channel.weights.manifest import (
     Bucket,
     Manifest,
-    StagingPair,
     TensorMeta,
     fill_buckets,
     pack,
     unit_of,
 )
+from r3channel.weights.store import Buffers
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint8, torch.float64, torch.bool)
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
@@ -135,9 +135,9 @@ def test_the_real_receiver_reads_back_every_byte(receiver: ModuleType, model: Mo
     metas, cap_bytes = model
     sent = {m.name: filled_tensor(m, seed + i) for i, m in enumerate(metas)}
     received: dict[str, torch.Tensor] = {}
-    staging = StagingPair(torch.device("cpu"))
-    for filled in fill_buckets(((m, sent[m.name]) for m in metas), cap_bytes=cap_bytes):
-        payload = pack(filled.bucket, filled.items, staging.take(filled.bucket.payload_bytes))
+    staging = Buffers(keep=False)
+    for index, filled in enumerate(fill_buckets(((m, sent[m.name]) for m in metas), cap_bytes=cap_bytes)):
+        payload = pack(filled.bucket, filled.items, staging.take(index, filled.bucket.payload_bytes))
         tensors = filled.bucket.tensors
         shapes = [list(m.shape) for m in tensors]
         theirs = receiver.FlattenedTensorBucket.empty(
@@ -242,8 +242,8 @@ def test_packing_takes_parameters_and_any_strides() -> None:
 
 
 def test_staging_reuses_two_buffers() -> None:
-    staging = StagingPair(torch.device("cpu"))
-    addresses = [staging.take(size).data_ptr() for size in (64, 64, 10, 64)]
+    staging = Buffers(keep=False)
+    addresses = [staging.take(at, size).data_ptr() for at, size in enumerate((64, 64, 10, 64))]
     assert addresses[0] == addresses[2] != addresses[1] == addresses[3]
 
 

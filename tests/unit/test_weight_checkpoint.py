@@ -18,7 +18,7 @@ from r3channel.errors import (
     WeightVersionRegressed,
 )
 from r3channel.weights.session import WeightSync
-from r3channel.weights.store import checkpoint_shapes, checkpoint_tensors, payload_digest
+from r3channel.weights.store import checkpoint_tensors, payload_digest
 
 ATTENTION = "model.layers.0.self_attn"
 NOBODY = "http://127.0.0.1:9"
@@ -45,7 +45,7 @@ def test_tensors_that_an_engine_fuses_follow_one_another_whatever_file_they_lie_
     names = [name for name, _ in found]
     at = names.index(f"{ATTENTION}.k_proj.weight")
     assert {name.rpartition("_proj")[0][-1] for name in names[at : at + 3]} == set("qkv")
-    assert {name: tuple(tensor.shape) for name, tensor in found} == checkpoint_shapes(folder)
+    assert len(names) == len(set(names)) == 6
     assert dict(found)["model.norm.weight"].dtype == torch.bfloat16
 
 
@@ -81,20 +81,13 @@ def test_a_scale_is_taken_only_where_an_engine_without_it_would_be_noticed(tmp_p
         pytest.raises(ManifestMismatch, match=r"down_proj\.weight_scale_inv is the scale"),
     ):
         sync.load_checkpoint(tmp_path, version=0, timeout_s=20)
-    with session(expected={weight: (4, 4)}) as sync, pytest.raises(ManifestMismatch, match="no such name"):
-        sync.load_checkpoint(tmp_path, version=0, timeout_s=20)
-    for guard in ({"expected": {weight: (4, 4), scale: (1, 1)}}, {"verify": True}, {"expected": "engine"}):
+    for guard in ({"verify": True, "expected": None}, {"expected": "engine"}):
         with session(**guard) as sync:
             sync.load_checkpoint(tmp_path, version=0, timeout_s=20)
             assert sync.version == 0
 
 
 def test_what_does_not_fit_is_refused_by_name(folder: Path) -> None:
-    with (
-        session(expected={"model.norm.weight": (4,)}) as sync,
-        pytest.raises(ManifestMismatch, match="no such name"),
-    ):
-        sync.load_checkpoint(folder, version=0, timeout_s=20)
     with session() as sync, pytest.raises(DeadlineExceeded, match="reading of"):
         sync.load_checkpoint(folder, version=0, timeout_s=1e-9)
     with session(keep_copy=False) as sync, pytest.raises(UsageError, match="keep_copy"):

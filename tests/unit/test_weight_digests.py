@@ -8,15 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from r3channel.cli import main
-from r3channel.errors import ConfigError, ManifestMismatch, UsageError, WeightsDiffer
+from r3channel.errors import ManifestMismatch, UsageError, WeightsDiffer
 from r3channel.report.weights import compare
 from r3channel.weights.convert import te_name
 from r3channel.weights.manifest import Bucket, Manifest, TensorMeta, pack
 from r3channel.weights.pack import EngineChecksums, first_nonfinite, tensor_checksum
-from r3channel.weights.store import HeldWeights, HostCopy, checkpoint_shapes, payload_digest
+from r3channel.weights.store import Buffers, HeldWeights, payload_digest
 
 Named = dict[str, torch.Tensor]
 
@@ -94,7 +93,7 @@ def test_large_finite_numbers_are_no_infinity() -> None:
 
 
 def test_the_host_copy_gives_the_committed_bytes_while_the_next_version_is_packed() -> None:
-    copy = HostCopy()
+    copy = Buffers(keep=True)
     with pytest.raises(UsageError, match="nothing was committed"):
         next(copy.read())
     for version in (1, 2):
@@ -108,21 +107,6 @@ def test_the_host_copy_gives_the_committed_bytes_while_the_next_version_is_packe
     held[3] += 1
     with pytest.raises(WeightsDiffer, match=r"bucket 0 \(1 tensors, 16 bytes, first a\)"):
         next(copy.read())
-
-
-def test_names_and_shapes_of_a_checkpoint_come_from_its_headers(tmp_path: Path) -> None:
-    save_file(
-        {"a": torch.zeros(2, 3), "s": torch.tensor(1.0)},
-        tmp_path / "one.safetensors",
-        metadata={"format": "pt"},
-    )
-    save_file({"b": torch.zeros(0, 4)}, tmp_path / "two.safetensors")
-    assert checkpoint_shapes(tmp_path) == {"a": (2, 3), "s": (), "b": (0, 4)}
-    (tmp_path / "two.safetensors").write_bytes(b"\xff" * 64)
-    with pytest.raises(ConfigError, match=r"two\.safetensors"):
-        checkpoint_shapes(tmp_path)
-    with pytest.raises(ConfigError, match="holds no"):
-        checkpoint_shapes(tmp_path / "nowhere")
 
 
 def test_the_file_of_committed_weights_comes_back_and_nothing_else_is_taken_for_one(tmp_path: Path) -> None:

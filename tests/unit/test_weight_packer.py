@@ -34,6 +34,6 @@ def test_a_bucket_packed_on_a_device_is_whole_when_it_is_handed_over(
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream())
     tensor = torch.arange(4).to(dtype)
     (filled,) = fill_buckets([(TensorMeta.of("w", tensor), tensor)], cap_bytes=64)
-    packer = Packer(torch.device("cpu"), None, on_nonfinite)
+    packer = Packer(bucket_bytes=64, on_nonfinite=on_nonfinite, named=True, checksums=False)
     packer._pack_on_device(filled.bucket, filled.items, out_N, Run(Deadline(20, "test")))
     assert [held.view(dtype).tolist() for held in waited] == [tensor.tolist()]

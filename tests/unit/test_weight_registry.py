@@ -1,4 +1,4 @@
-"""Engines come and go: leases, epochs, versions, and who may serve. Time is a number here."""
+"""Engines come and go: leases, versions, and who may serve. Time is a number here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from r3channel.errors import RegistryRefused, StaleEpoch, VersionsDiffer, WeightVersionRegressed
+from r3channel.errors import RegistryRefused, VersionsDiffer, WeightVersionRegressed
 from r3channel.weights.registry import EngineRecord, WeightRegistry
 
 TENSORS = [("w", torch.bfloat16, (8, 4)), ("norm.rep", torch.bfloat16, (4,))]
@@ -21,28 +21,32 @@ def record(engine: str = "a", boot_id: str = "1") -> EngineRecord:
     return EngineRecord(engine=engine, boot_id=boot_id, ranks=2, torch="2.13.0", nccl="2.27.3")
 
 
-def test_join_leave_and_expiry_each_start_an_epoch() -> None:
+def named(engines: WeightRegistry, now_s: float) -> list[str]:
+    return [record.engine for record in engines.members(now_s=now_s)]
+
+
+def test_engines_join_leave_and_expire() -> None:
     engines = registry()
-    assert engines.join(record("a"), now_s=0) == 1
-    assert engines.join(record("b"), now_s=1) == 2
-    assert engines.leave("a", "1", now_s=2) == 3
-    assert engines.members(now_s=10.9).epoch == 3
-    expired = engines.members(now_s=11)
-    assert expired.epoch == 4 and expired.engines == ()
+    engines.join(record("a"), now_s=0)
+    engines.join(record("b"), now_s=1)
+    engines.leave("a", "1")
+    assert named(engines, 10.9) == ["b"] and named(engines, 11) == []
 
 
-def test_a_renewed_lease_keeps_the_epoch() -> None:
+def test_a_renewed_lease_and_the_same_life_again_keep_an_engine_in() -> None:
     engines = registry()
-    epoch = engines.join(record(), now_s=0)
-    assert [engines.renew("a", "1", now_s=t) for t in (5, 14, 23)] == [epoch] * 3
-    assert engines.join(record(), now_s=30) == epoch
+    engines.join(record(), now_s=0)
+    for now_s in (5, 14, 23):
+        engines.renew("a", "1", now_s=now_s)
+    engines.join(record(), now_s=30)
+    assert named(engines, 39.9) == ["a"] and named(engines, 40) == []
 
 
-def test_a_restarted_engine_begins_an_epoch_and_its_old_life_is_refused() -> None:
+def test_the_old_life_of_a_restarted_engine_is_refused() -> None:
     engines = registry()
     engines.join(record(), now_s=0)
     engines.commit("a", "1", version=4, now_s=0)
-    assert engines.join(record(boot_id="2"), now_s=1) == 2
+    engines.join(record(boot_id="2"), now_s=1)
     with pytest.raises(RegistryRefused, match="boot id 1 acts, 2 has joined"):
         engines.renew("a", "1", now_s=2)
     for act in (
@@ -51,24 +55,14 @@ def test_a_restarted_engine_begins_an_epoch_and_its_old_life_is_refused() -> Non
     ):
         with pytest.raises(RegistryRefused, match="boot id 1 acts"):
             act()
-    assert engines.leave("a", "1", now_s=2) == 2
-    assert engines.routable(now_s=2) == () and engines.behind(now_s=2) == ("a",)
+    engines.leave("a", "1")
+    assert engines.routable(now_s=2) == () and named(engines, 2) == ["a"]
 
 
-def test_an_older_epoch_is_refused_with_both_numbers() -> None:
-    engines = registry()
-    old = engines.join(record("a"), now_s=0)
-    engines.join(record("b"), now_s=0)
-    with pytest.raises(StaleEpoch, match="epoch 1 was given, 2 is current"):
-        engines.check_epoch(old, now_s=1)
-
-
-def test_a_silent_engine_makes_the_epoch_of_a_running_update_stale() -> None:
+def test_a_silent_engine_belongs_no_more() -> None:
     engines = registry()
     engines.join(record("a"), now_s=0)
-    epoch = engines.join(record("b"), now_s=5)
-    with pytest.raises(StaleEpoch):
-        engines.check_epoch(epoch, now_s=12)
+    engines.join(record("b"), now_s=5)
     engines.commit("b", "1", version=1, now_s=12)
     with pytest.raises(RegistryRefused, match="a is not a member"):
         engines.commit("a", "1", version=1, now_s=12)
@@ -76,15 +70,14 @@ def test_a_silent_engine_makes_the_epoch_of_a_running_update_stale() -> None:
 
 def test_a_lease_can_be_held_for_the_length_of_an_update() -> None:
     engines = registry()
-    epoch = engines.join(record(), now_s=0)
+    engines.join(record(), now_s=0)
     engines.renew("a", "1", now_s=1, for_s=100)
-    engines.check_epoch(epoch, now_s=100)
     engines.commit("a", "1", version=1, now_s=100.5)
     assert engines.routable(now_s=110) == ("a",) and engines.routable(now_s=111) == ()
     engines.join(record(), now_s=200)
     engines.renew("a", "1", now_s=200, for_s=100)
     engines.quarantine("a", "1", now_s=201)
-    assert engines.behind(now_s=210) == ("a",) and engines.behind(now_s=211) == ()
+    assert named(engines, 210) == ["a"] and named(engines, 211) == []
 
 
 def test_an_engine_is_routable_only_with_the_current_version() -> None:
@@ -94,11 +87,10 @@ def test_an_engine_is_routable_only_with_the_current_version() -> None:
     assert engines.routable(now_s=0) == ()
     for version, holders, routable in ((1, "ab", ("a", "b")), (2, "b", ("b",)), (2, "a", ("a", "b"))):
         for engine in holders:
-            engines.commit(engine, "1", version=version, now_s=1, manifest_id="m1")
+            engines.commit(engine, "1", version=version, now_s=1)
         assert engines.routable(now_s=1) == routable
     engines.quarantine("a", "1", now_s=2)
-    assert engines.routable(now_s=2) == ("b",) and engines.behind(now_s=2) == ("a",)
-    assert {r.manifest_id for r in engines.members(now_s=2).engines} == {"m1"}
+    assert engines.routable(now_s=2) == ("b",)
 
 
 def test_a_version_does_not_go_back() -> None:
@@ -117,4 +109,6 @@ def test_a_handshake_refuses_other_versions_with_both_values(field: str, value: 
 
 
 def test_a_cpu_engine_without_nccl_may_join() -> None:
-    assert registry().join(replace(record(), nccl=""), now_s=0) == 1
+    engines = registry()
+    engines.join(replace(record(), nccl=""), now_s=0)
+    assert named(engines, 0) == ["a"]
