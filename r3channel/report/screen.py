@@ -101,7 +101,11 @@ def _rate(name: str, unit: float = 1, **labels: str) -> _Cell:
 
 
 def _of(part: str, whole: str) -> _Cell:
-    return lambda one: f"{one.now.sum(part) / 2**20:,.1f} of {one.now.sum(whole) / 2**20:,.0f}"
+    return lambda one: (
+        f"{one.now.sum(part) / 2**20:,.1f} of {one.now.sum(whole) / 2**20:,.0f}"
+        if one.now.found(whole)
+        else "-"
+    )
 
 
 def _waits(*stages: str) -> _Cell:

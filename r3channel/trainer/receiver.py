@@ -60,6 +60,8 @@ class Receiver:
         self._device = device or torch.device("cpu")
         self._fanout = fanout or TensorParallelFanout(None, device=self._device)
         self.clock = clock or StageClock("trainer")
+        if self._device.type == "cuda":
+            self.clock.mark(torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop)
         self._own_page = metrics is None
         self.metrics = metrics or Metrics.of(
             "trainer", self._config, clock=self.clock, offset=1 + layout.rank(coords)

@@ -62,6 +62,15 @@ def test_an_inner_span_takes_the_step_of_the_outer() -> None:
     assert clock.totals(step=4) == {}
 
 
+def test_a_profilers_ranges_nest_as_the_spans_do() -> None:
+    clock, ranges = StageClock("trainer"), list[str]()
+    with clock.span("ingest"):  # began before anybody looked, so it ends unseen
+        clock.mark(ranges.append, lambda: ranges.append("end"))
+        with pytest.raises(ZeroDivisionError), clock.span("place"), clock.span("h2d"):
+            _ = 1 / 0
+    assert ranges == ["place", "h2d", "end", "end"]
+
+
 def test_a_span_ends_when_its_body_raises() -> None:
     clock = StageClock("relay")
     with pytest.raises(ZeroDivisionError), clock.span("ingest"):
