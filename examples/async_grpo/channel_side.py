@@ -19,8 +19,9 @@ import torch
 
 from examples.async_grpo.batch import MicrobatchData, lengths_of
 from examples.async_grpo.grpo import Request
+from r3channel.clock import StageClock
 from r3channel.config import ChannelConfig
-from r3channel.metrics import LABELS, StageClock
+from r3channel.metric_table import LABELS
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import RankCoords, TrainerLayout
 from r3channel.plan.shards import Shard

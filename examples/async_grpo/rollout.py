@@ -23,8 +23,8 @@ from examples.async_grpo.batch import Sample, pack
 from examples.async_grpo.client import ask
 from examples.async_grpo.grpo import GROUP, Request, group_advantages, make_requests, reward
 from examples.async_grpo.modules import channel_modules
+from r3channel.clock import Span, StageClock
 from r3channel.errors import R3Error
-from r3channel.metrics import Span, StageClock
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.report.stages import seconds_by_stage

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from r3channel.clock import STAGES
-from r3channel.metrics import LABELS
+from r3channel.metric_table import LABELS
 from r3channel.report.metrics_page import Between
 from r3channel.report.stages import ROUTING_WAITS
 

@@ -13,9 +13,10 @@ from functools import partial
 
 import torch
 
+from r3channel.clock import StageClock
 from r3channel.config import ChannelConfig
 from r3channel.errors import ConfigError, R3Error, TicketMismatch, UsageError
-from r3channel.metrics import Metrics, StageClock
+from r3channel.metrics import Metrics
 from r3channel.plan.layout import RankCoords, TrainerLayout
 from r3channel.plan.masks import brings_masks
 from r3channel.plan.place import warm

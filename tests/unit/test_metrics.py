@@ -15,10 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from r3channel.clock import merge_intervals
+from r3channel.clock import STAGES, WAITS, Span, StageClock, merge_intervals
 from r3channel.config import ChannelConfig
 from r3channel.errors import ConfigError, HeaderCorrupt, UsageError
-from r3channel.metrics import LABELS, METRICS, STAGES, WAITS, Metrics, Span, StageClock
+from r3channel.metric_table import LABELS, METRICS
+from r3channel.metrics import Metrics
 from r3channel.trainer.mismatch import LayerMismatch, MismatchReport, publish
 
 ROOT = Path(__file__).parents[2]
