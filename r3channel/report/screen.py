@@ -25,6 +25,7 @@ _FAULTS: tuple[tuple[str, dict[str, str], str], ...] = (
     ("r3channel_group_resets_total", {}, "connections given up"),
     ("r3channel_fallback_shards_total", {}, "shards over the fallback transport"),
     ("r3channel_weight_updates_total", {"result": "failed"}, "weight updates failed"),
+    ("r3channel_weight_updates_total", {"result": "unknown"}, "weight updates that may have been committed"),
     ("r3channel_engine_frames_total", {"way": "given_up"}, "frames given up"),
     ("r3channel_recording_lost_steps", {}, "steps that a recording could not keep"),
     ("r3channel_engines_silent", {}, "engines without hello"),
