@@ -69,7 +69,7 @@ def merge_intervals(intervals: Iterable[tuple[float, float]]) -> list[tuple[floa
 class _OpenSpan:
     """A span under way. While an inner span of the same thread runs, this one stands still."""
 
-    __slots__ = ("_clock", "_own_s", "_resumed_s", "_stage", "_step")
+    __slots__ = ("_clock", "_marked", "_own_s", "_resumed_s", "_stage", "_step")
 
     def __init__(self, clock: StageClock, stage: str, step: int | None) -> None:
         self._clock = clock
@@ -85,6 +85,9 @@ class _OpenSpan:
             stack[-1]._pause(now)
             self._step = stack[-1]._step if self._step is None else self._step
         stack.append(self)
+        self._marked = self._clock._marks
+        if self._marked is not None:
+            self._marked[0](self._stage)
         self._resumed_s = now
 
     def __exit__(
@@ -94,6 +97,8 @@ class _OpenSpan:
         now = time.monotonic()
         self._pause(now)
         stack.pop()
+        if self._marked is not None:
+            self._marked[1]()
         if stack:
             stack[-1]._resumed_s = now
         self._clock._observe(self._stage, self._own_s)
@@ -115,6 +120,7 @@ class StageClock:
         self._spans: deque[Span] = deque(maxlen=max_spans)
         self._totals: defaultdict[str, float] = defaultdict(float)
         self._observers: list[Callable[[str, float], None]] = []
+        self._marks: tuple[Callable[[str], object], Callable[[], object]] | None = None
         self._lock = threading.Lock()
         self._local = threading.local()
 
@@ -167,6 +173,10 @@ class StageClock:
     def subscribe(self, observer: Callable[[str, float], None]) -> None:
         """Call `observer(stage, seconds)` at each span's end, on the span's own thread. It must be quick."""
         self._observers.append(observer)
+
+    def mark(self, push: Callable[[str], object], pop: Callable[[], object]) -> None:
+        """Call these where a span begins and ends, on its thread. NVTX's: a GPU's profiler then shows stages beside kernels."""
+        self._marks = push, pop
 
     def _stack(self) -> list[_OpenSpan]:
         try:

@@ -1,8 +1,7 @@
-"""The one table of metric names, and the counters of a process. Knows no other part of the package.
+"""The counters of a process, and the page that serves them. Knows the table of names and no other part of the package.
 
 A `StageClock` (clock.py) measures what each thread is doing; a `Metrics` counts, and can serve what Prometheus reads.
 Counting is plain Python; prometheus_client is imported only to serve, and its absence costs nothing but the page.
-The table is the contract with dashboards and alerts. A name is written in full wherever it is used.
 
     clock = StageClock("relay")
     metrics = Metrics("relay", clock=clock)     # each span's seconds reach r3channel_stage_seconds
@@ -19,339 +18,18 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
-from r3channel.clock import STAGES, WAITS, Span, StageClock, merge_intervals
-from r3channel.errors import ConfigError, RoutingError, SampleTwice, UsageError
-
-__all__ = [
-    "LABELS",
-    "METRICS",
-    "STAGES",
-    "WAITS",
-    "Metric",
-    "Metrics",
-    "Span",
-    "StageClock",
-    "merge_intervals",
-]
+from r3channel.clock import StageClock
+from r3channel.errors import ConfigError, UsageError
+from r3channel.metric_table import LABELS, METRICS, Metric
 
 STAGE_BUCKETS_S = (0.0005, 0.002, 0.005, 0.02, 0.05, 0.2, 0.5, 2.0, 5.0, 20.0, 60.0)
 """From a frame's hash (about 1 ms) to the longest wait that is still healthy."""
 
 log = logging.getLogger(__name__)
-
-
-def _reasons(error: type[RoutingError]) -> Iterator[str]:
-    yield error.reason
-    for narrower in error.__subclasses__():
-        yield from _reasons(narrower)
-
-
-LABELS: dict[str, tuple[str, ...]] = {
-    "role": ("engine", "relay", "trainer", "manager"),
-    "stage": STAGES,
-    "outcome": ("received", "delivered", "rejected", "duplicate", "live", "discarded", "expired"),
-    "reason": (*sorted({*_reasons(RoutingError), SampleTwice.reason}), "other"),
-    "cause": ("invalid", "padding"),
-    "lag": ("ahead", "0", "1", "2", "3", "4_or_more"),
-    "layer": tuple(str(layer) for layer in range(256)),
-    "leg": ("engine_frame", "engine_http", "engine_direct", "wire_sent", "wire_received", "landed"),
-    "way": ("inband", "overflowed", "direct", "given_up"),
-    "result": ("committed", "failed", "unknown"),
-}
-"""Every label and the closed set of its values. A reason that is not listed is counted as `other`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Metric:
-    """One line of the table. Counters are born at 0 when somebody says that he measures them, gauges when they are first set."""
-
-    name: str
-    kind: Literal["counter", "gauge", "histogram"]
-    unit: str
-    """Base unit of the value: seconds, bytes, or what is counted."""
-    labels: tuple[str, ...] = ()
-    group: str
-    """The dashboard row it belongs to."""
-    roles: tuple[str, ...]
-    """The processes that feed it."""
-    help: str
-
-
-def _counter(name: str, unit: str, group: str, roles: tuple[str, ...], help: str, *labels: str) -> Metric:
-    return Metric(name=name, kind="counter", unit=unit, labels=labels, group=group, roles=roles, help=help)
-
-
-def _gauge(name: str, unit: str, group: str, roles: tuple[str, ...], help: str, *labels: str) -> Metric:
-    return Metric(name=name, kind="gauge", unit=unit, labels=labels, group=group, roles=roles, help=help)
-
-
-_RELAY, _TRAINER, _BOTH, _ENGINE = ("relay",), ("trainer",), ("relay", "trainer"), ("engine",)
-
-_TABLE = (
-    Metric(
-        name="r3channel_stage_seconds",
-        kind="histogram",
-        unit="seconds",
-        labels=("role", "stage"),
-        group="stages",
-        roles=LABELS["role"],
-        help="Time of one span of a stage, inner spans taken out; wait_* is time a thread stood still.",
-    ),
-    _counter(
-        "r3channel_samples_total",
-        "samples",
-        "samples",
-        _RELAY,
-        "Samples by what became of them: received is the sum of all other outcomes and of those in flight.",
-        "outcome",
-    ),
-    _gauge(
-        "r3channel_samples_in_flight",
-        "samples",
-        "samples",
-        _RELAY,
-        "Samples that wait for a step or are in one.",
-    ),
-    _counter(
-        "r3channel_rejected_total",
-        "errors",
-        "samples",
-        _RELAY,
-        "Refused replies, frames and steps by reason; a sample can be refused more than once.",
-        "reason",
-    ),
-    _counter(
-        "r3channel_rows_total",
-        "rows",
-        "samples",
-        _RELAY,
-        "Rows of accepted samples; bytes / rows is B/token.",
-    ),
-    _counter(
-        "r3channel_steps_total",
-        "steps",
-        "samples",
-        _BOTH,
-        "Steps sealed by a relay or received by a trainer.",
-    ),
-    _gauge(
-        "r3channel_steps_in_flight",
-        "steps",
-        "samples",
-        _RELAY,
-        "Sealed steps that a trainer has not acknowledged.",
-    ),
-    _gauge(
-        "r3channel_frames_unclaimed",
-        "frames",
-        "samples",
-        _RELAY,
-        "Frames that came directly and whose replies have not come.",
-    ),
-    _gauge(
-        "r3channel_expiry_in_seconds",
-        "seconds",
-        "samples",
-        _RELAY,
-        "Time until the oldest sample that no step has taken expires; absent when there is none.",
-    ),
-    _counter(
-        "r3channel_bytes_total",
-        "bytes",
-        "bytes",
-        _BOTH,
-        "Routing bytes by the leg that they travelled.",
-        "leg",
-    ),
-    _counter(
-        "r3channel_buckets_total",
-        "buckets",
-        "bytes",
-        _BOTH,
-        "Buckets sent by a relay or received by a trainer.",
-    ),
-    _gauge("r3channel_frames_in_store", "frames", "store", _RELAY, "Frames that the relay holds."),
-    _gauge("r3channel_store_bytes", "bytes", "store", _RELAY, "Bytes of rows that the relay holds."),
-    _gauge("r3channel_store_limit_bytes", "bytes", "store", _RELAY, "Ceiling of these; at it, replies wait."),
-    _gauge(
-        "r3channel_staging_peak_bytes",
-        "bytes",
-        "store",
-        _RELAY,
-        "The most that was staged at once for one receiver.",
-    ),
-    _gauge(
-        "r3channel_shard_bytes", "bytes", "store", _TRAINER, "Rows that this rank's routers use, last step."
-    ),
-    _gauge(
-        "r3channel_recording_lost_steps", "steps", "store", _RELAY, "Steps that a recording could not keep."
-    ),
-    _gauge(
-        "r3channel_oldest_in_flight_seconds",
-        "seconds",
-        "store",
-        _RELAY,
-        "Age of the oldest sealed step that a trainer has not acknowledged; 0 when there is none.",
-    ),
-    _gauge("r3channel_background_thread_alive", "bool", "health", _RELAY, "1 while the relay's thread runs."),
-    _gauge(
-        "r3channel_epoch",
-        "epoch",
-        "health",
-        _BOTH,
-        "Connections that one receiver has had; a failure starts the next.",
-    ),
-    _gauge(
-        "r3channel_engines_silent",
-        "engines",
-        "health",
-        _RELAY,
-        "Engines that were expected and have said no hello, or whose hello was refused.",
-    ),
-    _gauge("r3channel_engines_greeted", "engines", "health", _RELAY, "Engines that have said hello."),
-    _counter(
-        "r3channel_group_resets_total", "resets", "health", _BOTH, "Connections that had to be given up."
-    ),
-    _counter(
-        "r3channel_fallback_shards_total",
-        "shards",
-        "health",
-        _TRAINER,
-        "Shards received over the host transport because their process group failed.",
-    ),
-    _gauge(
-        "r3channel_weight_version", "version", "weights", LABELS["role"], "Committed weight version.", "role"
-    ),
-    _counter(
-        "r3channel_weight_updates_total",
-        "updates",
-        "weights",
-        _TRAINER,
-        "Weight updates of all engines, by result; a failed one leaves the old version.",
-        "result",
-    ),
-    _gauge(
-        "r3channel_engines_routable", "engines", "weights", _TRAINER, "Engines with the committed version."
-    ),
-    _counter(
-        "r3channel_rows_by_staleness_total",
-        "rows",
-        "weights",
-        _TRAINER,
-        "Rows of a rank's samples by how many weight updates lie between them and the trainer.",
-        "lag",
-    ),
-    _counter(
-        "r3channel_rows_masked_stale_total",
-        "rows",
-        "weights",
-        _TRAINER,
-        "Rows of a rank's samples that left the loss because they were too stale.",
-    ),
-    _counter(
-        "r3channel_ids_compared_total", "ids", "audit", _TRAINER, "Ids compared: engine against router."
-    ),
-    _counter(
-        "r3channel_ids_different_total",
-        "ids",
-        "audit",
-        _TRAINER,
-        "Ids that the router did not get; must stay 0.",
-    ),
-    _counter(
-        "r3channel_live_rows_total",
-        "rows",
-        "audit",
-        _TRAINER,
-        "Rows that the live router chose for, by cause: no engine routing, or padding under the native policy.",
-        "cause",
-    ),
-    _counter(
-        "r3channel_audit_pairs_total",
-        "pairs",
-        "audit",
-        _TRAINER,
-        "(token, layer) pairs compared: live router, replay.",
-    ),
-    _counter(
-        "r3channel_audit_pairs_different_total",
-        "pairs",
-        "audit",
-        _TRAINER,
-        "Pairs in which the live router would choose other experts; a jump means a shift by a layer or token.",
-    ),
-    _counter(
-        "r3channel_audit_pairs_disjoint_total",
-        "pairs",
-        "audit",
-        _TRAINER,
-        "Pairs that share no expert at all.",
-    ),
-    _counter(
-        "r3channel_audit_tokens_total", "tokens", "audit", _TRAINER, "Tokens whose routing was audited."
-    ),
-    _counter(
-        "r3channel_audit_tokens_different_total",
-        "tokens",
-        "audit",
-        _TRAINER,
-        "Audited tokens with at least one differing layer.",
-    ),
-    _gauge(
-        "r3channel_audit_layer_overlap",
-        "ratio",
-        "audit",
-        _TRAINER,
-        "Mean share of experts that live router and replay have in common, last audited step, the worst eight layers.",
-        "layer",
-    ),
-    _gauge(
-        "r3channel_audit_layer_different",
-        "ratio",
-        "audit",
-        _TRAINER,
-        "Share of rows whose experts differ, last audited step, the worst eight layers.",
-        "layer",
-    ),
-    _gauge(
-        "r3channel_audit_logprob_abs_diff",
-        "nats",
-        "audit",
-        _TRAINER,
-        "Mean |trainer - engine| log-prob of the last audited step.",
-    ),
-    _gauge("r3channel_audit_logprob_k3", "nats", "audit", _TRAINER, "Mean exp(d) - 1 - d of the same."),
-    _counter(
-        "r3channel_engine_frames_total",
-        "frames",
-        "engine",
-        _ENGINE,
-        "Frames by how they left: in the reply, in the reply as the queue was full, directly, or given up.",
-        "way",
-    ),
-    _gauge(
-        "r3channel_engine_queue_bytes",
-        "bytes",
-        "engine",
-        _ENGINE,
-        "Frames that wait to be sent to the relay.",
-    ),
-    _gauge("r3channel_engine_queue_limit_bytes", "bytes", "engine", _ENGINE, "Ceiling of these."),
-    _gauge(
-        "r3channel_engine_greeted",
-        "bool",
-        "engine",
-        _ENGINE,
-        "1 once the relay has taken this engine's hello.",
-    ),
-)
-METRICS: dict[str, Metric] = {metric.name: metric for metric in _TABLE}
-"""All names that this package exports, by full name."""
 
 
 class _Histogram:
@@ -576,7 +254,9 @@ def _metric(name: str, *kinds: str) -> Metric:
     metric = METRICS.get(name)
     if metric is None or metric.kind not in kinds:
         known = ", ".join(m.name for m in METRICS.values() if m.kind in kinds)
-        raise UsageError(f"{name!r} is no {' or '.join(kinds)} of the table in metrics.py; there are {known}")
+        raise UsageError(
+            f"{name!r} is no {' or '.join(kinds)} of the table in metric_table.py; there are {known}"
+        )
     return metric
 
 

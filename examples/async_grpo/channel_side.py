@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import base64
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -18,8 +19,9 @@ import torch
 
 from examples.async_grpo.batch import MicrobatchData, lengths_of
 from examples.async_grpo.grpo import Request
+from r3channel.clock import StageClock
 from r3channel.config import ChannelConfig
-from r3channel.metrics import LABELS, StageClock
+from r3channel.metric_table import LABELS
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import RankCoords, TrainerLayout
 from r3channel.plan.shards import Shard
@@ -49,6 +51,9 @@ class ChannelRouting(RelayHost):
         self._replied: dict[str, tuple[np.ndarray, np.ndarray | None]] = {}
         self._sealed: dict[int, dict[str, tuple[np.ndarray, np.ndarray | None]]] = {}
         self._rows = 0
+        self._versions: dict[str, Counter[int]] = {}
+        self._rows_by_version: dict[int, Counter[int]] = {}
+        """Step -> weight version -> rows."""
 
     def check_engine(self, url: str, reply: Mapping[str, Any], tokens: int) -> None:
         self.relay.check_engine(reply, engine=url, tokens=tokens)
@@ -66,15 +71,22 @@ class ChannelRouting(RelayHost):
             text = json.loads(body)["meta_info"]["routed_experts"]
             frame = parse_frame(base64.b64decode(text), spec=self.spec)
             self._replied[name] = (frame.decode(), frame.digests_L)
+            self._versions[name] = Counter()
+            for span in frame.provenance:
+                self._versions[name][span.weight_version] += span.end - span.start
         return reply
 
     def discard(self, sample_ids: list[str]) -> None:
         self.relay.discard(sample_ids)
         for sample_id in sample_ids:
             self._replied.pop(sample_id, None)
+            self._versions.pop(sample_id, None)
 
     def seal(self, step: int, assignment: Assignment, lengths: dict[str, int]) -> list[dict[str, Any]]:
         ticket = self.relay.seal(step, assignment)
+        self._rows_by_version[step] = sum(
+            (self._versions.pop(n) for n in assignment.sample_ids), Counter[int]()
+        )
         self._sealed[step] = {name: self._replied.pop(name) for name in assignment.sample_ids}
         return [{"ticket": ticket.to_bytes()} for _ in range(self.layout.dp)]
 
@@ -90,6 +102,7 @@ class ChannelRouting(RelayHost):
             "rows": self._rows,
             "bytes": {leg: self.metrics.value("r3channel_bytes_total", leg=leg) for leg in legs},
             "status": self.relay.status(),
+            "rows_by_version": self._rows_by_version,
             "outcomes": {
                 one: self.metrics.value("r3channel_samples_total", outcome=one) for one in LABELS["outcome"]
             },

@@ -12,15 +12,20 @@ from examples.async_grpo.grpo import Request
 REQUEST_TIMEOUT_S = 120.0
 
 
-async def ask(requests: list[Request], urls: list[str]) -> list[bytes | BaseException]:
-    """Send all at once; for each the body of its reply, or what went wrong."""
+async def ask(
+    requests: list[Request], urls: list[str], times: dict[str, tuple[float, float]] | None = None
+) -> list[bytes | BaseException]:
+    """Send all at once; for each the body of its reply, or what went wrong. `times` gets begin and end of what was answered."""
+    times = {} if times is None else times
     timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
     async with aiohttp.ClientSession(timeout=timeout) as session:
-        asked = [_post(session, url, request) for request, url in zip(requests, urls, strict=True)]
+        asked = [_post(session, url, request, times) for request, url in zip(requests, urls, strict=True)]
         return await asyncio.gather(*asked, return_exceptions=True)
 
 
-async def _post(session: aiohttp.ClientSession, url: str, request: Request) -> bytes:
+async def _post(
+    session: aiohttp.ClientSession, url: str, request: Request, times: dict[str, tuple[float, float]]
+) -> bytes:
     body = {
         "input_ids": request.prompt,
         "sampling_params": {"temperature": 1.0, "max_new_tokens": request.new_tokens, "ignore_eos": True},
@@ -35,4 +40,5 @@ async def _post(session: aiohttp.ClientSession, url: str, request: Request) -> b
             raise RuntimeError(
                 f"{url} answered {response.status} after {waited:.1f} s for {request.sample_id}: {raw[:300]!r}"
             )
+        times[request.sample_id] = begin, time.monotonic()
         return raw

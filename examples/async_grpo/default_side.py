@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from examples.async_grpo.grpo import Request
-from r3channel.metrics import StageClock
+from r3channel.clock import StageClock
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import RankCoords, TrainerLayout
 from r3channel.plan.shards import Shard, plan_shards

@@ -23,10 +23,12 @@ from examples.async_grpo.batch import Sample, pack
 from examples.async_grpo.client import ask
 from examples.async_grpo.grpo import GROUP, Request, group_advantages, make_requests, reward
 from examples.async_grpo.modules import channel_modules
+from r3channel.clock import Span, StageClock
 from r3channel.errors import R3Error
-from r3channel.metrics import StageClock
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
+from r3channel.report.stages import seconds_by_stage
+from r3channel.report.trace import Point, in_slots
 from r3channel.spec import RoutingSpec
 
 
@@ -69,6 +71,9 @@ class RolloutManager:
         self.lost: list[str] = []
         self._calls: list[tuple[float, float, str]] = []
         """Begin, end and thread of each `generate`."""
+        self._engines: dict[str, list[Span]] = {}
+        self._ways: dict[str, list[Point]] = {}
+        """Sample -> where it was: the engine that generated it, then here."""
 
     def _make_routing(self) -> ManagerRouting:
         if self.args.use_r3_channel:
@@ -136,9 +141,12 @@ class RolloutManager:
 
     def report(self) -> dict[str, Any]:
         """Everything that the summary needs from this side."""
+        begin_s = self._calls[0][0]  # what was compiled for the probe is no part of the run
         return self.routing.report() | {
-            "spans": self.clock.spans(),
-            "totals": self.clock.totals(),
+            "spans": (spans := [span for span in self.clock.spans() if span.start_s >= begin_s]),
+            "engine_spans": {f"engine{number}": spans for number, spans in enumerate(self._engines.values())},
+            "ways": self._ways,
+            "totals": seconds_by_stage(spans),
             "coverage": self._coverage(),
             "put_bytes": self.put_bytes,
             "tokens": self.tokens,
@@ -166,8 +174,12 @@ class RolloutManager:
     def _collect(self, step: int, requests: list[Request]) -> dict[str, Sample]:
         """Ask for all; what fails is named, counted and left out: it is never trained on guessed ids."""
         urls = [self.routable[index % len(self.routable)] for index in range(len(requests))]
+        times: dict[str, tuple[float, float]] = {}
         with self.clock.span("http", step=step):
-            answers = asyncio.run(ask(requests, urls))
+            answers = asyncio.run(ask(requests, urls, times))
+        self._generated(
+            step, dict(zip([request.sample_id for request in requests], urls, strict=True)), times
+        )
         samples = {}
         for request, url, answer in zip(requests, urls, answers, strict=True):
             try:
@@ -180,10 +192,26 @@ class RolloutManager:
         return samples
 
     def _add(self, request: Request, url: str, body: bytes) -> Sample:
+        begin_s = time.monotonic()
         reply = self.routing.add(request, body, engine=url)
+        at_s = (begin_s + time.monotonic()) / 2
+        self._ways[request.sample_id].append(Point("relay", threading.current_thread().name, at_s))
         tokens = request.prompt + reply["output_ids"]
         logprobs = [entry[0] for entry in reply["meta_info"]["output_token_logprobs"]]
         return Sample(request.sample_id, tokens, len(request.prompt), logprobs, reward(reply["output_ids"]))
+
+    def _generated(self, step: int, urls: dict[str, str], times: dict[str, tuple[float, float]]) -> None:
+        """An engine's lane: the requests that it answered, side by side."""
+        for url in dict.fromkeys(urls.values()):
+            names = [name for name in times if urls[name] == url]
+            spans = in_slots([times[name] for name in names], stage="generation", step=step)
+            engine = self._engines.setdefault(url, [])
+            engine += spans
+            process = f"engine{list(self._engines).index(url)}"
+            self._ways |= {
+                name: [Point(process, span.thread, span.end_s)]
+                for name, span in zip(names, spans, strict=True)
+            }
 
     def _usable(self, requests: list[Request], samples: dict[str, Sample]) -> dict[str, Sample]:
         """Whole groups only, and as many as fill the micro-batches of all DP ranks."""

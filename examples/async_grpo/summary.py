@@ -14,6 +14,9 @@ from r3channel.plan.layout import TrainerLayout
 from r3channel.report.stages import hidden_share, stage_table, waits_of
 from r3channel.spec import RoutingSpec
 
+_POINTS = 400
+"""Tokens whose log-probs are drawn."""
+
 
 def summarise(
     *, args: Any, spec: RoutingSpec, manager: dict[str, Any], trainers: list[dict[str, Any]], steps: list[dict[str, Any]],
@@ -53,6 +56,8 @@ def summarise(
         "expert_load": _expert_load(total, spec),
         "bytes_per_token": bytes_per_token(manager, trainers),
         "logprob_abs_diff": {name: _mean(steps, name) for name in ("replay_on", "replay_off")},
+        "logprobs": _spread(steps[0]["logprobs"] if steps else []),
+        "rows_by_version": manager.get("rows_by_version", {}),
         "routing_mismatch": [step["routing_mismatch"] for step in steps],
         "trainer_dtype": args.trainer_dtype,
         "rewards": manager["rewards"],
@@ -172,6 +177,11 @@ def _waits(trainers: list[dict[str, Any]]) -> dict[int, float]:
 def _mean_of(values: Iterable[float]) -> float:
     found = list(values)
     return sum(found) / max(len(found), 1)
+
+
+def _spread(tokens: list[list[float]]) -> list[list[float]]:
+    """[engine, replay on, replay off] of at most so many tokens, from all over the step."""
+    return [[round(value, 4) for value in token] for token in tokens[:: len(tokens) // _POINTS + 1]]
 
 
 def _mean(steps: list[dict[str, Any]], name: str) -> float:

@@ -32,7 +32,7 @@ from examples.async_grpo.rays import actor_class, fetch, is_done
 from r3channel.config import EngineConfig
 from r3channel.plan.layout import TrainerLayout
 from r3channel.report.run_page import write_page
-from r3channel.report.trace import trace_of
+from r3channel.report.trace import Point, trace_of
 from r3channel.spec import RoutingSpec
 
 GENERATE_TIMEOUT_S = 300.0
@@ -118,7 +118,12 @@ def _train(args: argparse.Namespace, cluster: Cluster, begin: float) -> tuple[di
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(
             json.dumps(
-                trace_of({"relay": manager["spans"]} | {f"trainer{t['rank']}": t["spans"] for t in trainers})
+                trace_of(
+                    manager["engine_spans"]
+                    | {"relay": manager["spans"]}
+                    | {f"trainer{t['rank']}": t["spans"] for t in trainers},
+                    _ways(manager, trainers),
+                )
             )
         )
     if args.dump:
@@ -127,6 +132,12 @@ def _train(args: argparse.Namespace, cluster: Cluster, begin: float) -> tuple[di
             json.dumps(summary.bytes_by_leg(manager, trainers), indent=1)
         )
     return result, summary.table(result, trainers)
+
+
+def _ways(manager: dict[str, Any], trainers: list[dict[str, Any]]) -> dict[str, list[Point]]:
+    """Trained samples only: from engine over relay to the lowest rank that used it."""
+    used = {name: point for trainer in reversed(trainers) for name, point in trainer["used"].items()}
+    return {name: [*manager["ways"][name], point] for name, point in used.items()}
 
 
 def _traces(args: argparse.Namespace) -> list[Path]:
@@ -188,6 +199,7 @@ def _merge(results: list[dict[str, Any]]) -> dict[str, Any]:
         "loss": [loss for result in results for loss in result["loss"]],
         "replay_on": [result["replay_on"] for result in results],
         "replay_off": [result["replay_off"] for result in results],
+        "logprobs": [token for result in results for token in result["logprobs"]],
     }
 
 

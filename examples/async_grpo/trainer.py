@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -16,10 +17,13 @@ from examples.async_grpo.grpo import policy_loss
 from examples.async_grpo.modules import channel_modules
 from examples.async_grpo.rays import fetch
 from examples.async_grpo.weights_side import Publisher, Pushed, export
+from r3channel.clock import StageClock
 from r3channel.embedded import megatron
-from r3channel.metrics import Metrics, Span, StageClock
+from r3channel.metrics import Metrics
 from r3channel.plan.layout import RankCoords, TrainerLayout
 from r3channel.plan.shards import Shard
+from r3channel.report.stages import seconds_by_stage
+from r3channel.report.trace import Point
 from r3channel.weights.convert import hf_shards, hf_weights
 
 
@@ -78,6 +82,8 @@ class Trainer:
         self.version = -1
         self._idle_since = 0.0
         self._begin_s = self._end_s = 0.0
+        self._used: dict[str, Point] = {}
+        """Sample -> when the first training pass over it began."""
 
     def init(self, init_method: str, manager: Any) -> dict[str, Any]:
         """Process groups, model, optimizer, routing."""
@@ -129,6 +135,7 @@ class Trainer:
             self.routing.compare_logprobs(old, off, batches)
             result = self._update(step, batches, old)
         result |= {"replay_on": _difference(old, batches), "replay_off": _difference(off, batches)}
+        result["logprobs"] = _logprob_columns(old, off, batches) if self.coords.tp == 0 else []
         self._idle_since = time.monotonic()
         return result
 
@@ -164,7 +171,8 @@ class Trainer:
         return self.routing.report() | {
             "rank": self.rank,
             "spans": (spans := [span for span in self.clock.spans() if span.start_s >= self._begin_s]),
-            "totals": _by_stage(spans),
+            "totals": seconds_by_stage(spans),
+            "used": self._used,
             "wall_s": wall,
             "modules": channel_modules(),
             "coverage": self.clock.coverage(self._begin_s, self._end_s),
@@ -219,6 +227,9 @@ class Trainer:
                 self.clock.span("logprob" if forward_only else "forward"),
                 self.routing.microbatch(index, mode, chunk),
             ):
+                if not forward_only:
+                    at = Point(f"trainer{self.rank}", threading.current_thread().name, time.monotonic())
+                    self._used |= {name: at for name in batch.plan.sample_ids if name not in self._used}
                 packed = megatron.packed_params(batch.plan)
                 output = chunk(
                     batch.tokens, batch.positions, None, labels=batch.labels, packed_seq_params=packed
@@ -270,11 +281,16 @@ class Trainer:
             self.clock.record("wait_generation", self._idle_since, time.monotonic())
 
 
-def _by_stage(spans: list[Span]) -> dict[str, float]:
-    return {
-        stage: sum(s.seconds for s in spans if s.stage == stage)
-        for stage in dict.fromkeys(s.stage for s in spans)
-    }
+def _logprob_columns(
+    on: list[torch.Tensor], off: list[torch.Tensor], batches: list[MicrobatchData]
+) -> list[list[float]]:
+    """[engine, replay on, replay off] of each response token; [] where there is no pass without replay."""
+    found = []
+    for with_replay, without, batch in zip(on, off, batches, strict=False):
+        chosen = batch.mask > 0
+        columns = torch.stack([batch.rollout_logprobs[chosen], with_replay[chosen], without[chosen]], dim=1)
+        found += columns.tolist()
+    return found
 
 
 def _difference(logprobs: list[torch.Tensor], batches: list[MicrobatchData]) -> tuple[float, float]:

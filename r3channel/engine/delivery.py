@@ -24,10 +24,11 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from r3channel.bearer import read_token
+from r3channel.clock import StageClock
 from r3channel.config import COSTLY_CODECS, EngineConfig
 from r3channel.engine.capture import FrameDraft
 from r3channel.errors import ConfigError
-from r3channel.metrics import Metrics, StageClock
+from r3channel.metrics import Metrics
 from r3channel.spec import RoutingSpec
 from r3channel.wire.frame import encode_error, sample_key
 from r3channel.wire.hello import PROBE_PREFIX, Hello

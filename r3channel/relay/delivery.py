@@ -20,9 +20,10 @@ from typing import Any
 
 from xxhash import xxh3_64_intdigest
 
+from r3channel.clock import StageClock
 from r3channel.config import ChannelConfig
 from r3channel.errors import ConfigError, R3Error, TicketMismatch, TransportError
-from r3channel.metrics import Metrics, StageClock
+from r3channel.metrics import Metrics
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.shards import ShardKey
 from r3channel.relay import proof

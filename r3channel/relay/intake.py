@@ -13,9 +13,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from r3channel.clock import StageClock
 from r3channel.config import ChannelConfig
 from r3channel.errors import FrameMissing, R3Error, RoutingMissing, SampleTwice, StoreFull
-from r3channel.metrics import Metrics, StageClock
+from r3channel.metrics import Metrics
 from r3channel.plan.ticket import Ticket
 from r3channel.recordings.recorder import Recorder
 from r3channel.relay.arrival.engines import EngineRegistry

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from r3channel.bearer import obtain_token
+from r3channel.clock import StageClock
 from r3channel.config import ChannelConfig
 from r3channel.distinct import warm
 from r3channel.errors import (
@@ -34,7 +35,7 @@ from r3channel.errors import (
     StepError,
     UsageError,
 )
-from r3channel.metrics import Metrics, StageClock
+from r3channel.metrics import Metrics
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.shards import ShardKey

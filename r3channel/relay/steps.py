@@ -13,8 +13,8 @@ from queue import Empty, SimpleQueue
 from types import MappingProxyType
 from typing import Any
 
+from r3channel.clock import StageClock
 from r3channel.errors import R3Error, StepError, TicketMismatch
-from r3channel.metrics import StageClock
 from r3channel.plan.shards import ShardKey
 from r3channel.plan.ticket import Ticket
 from r3channel.relay.arrival.masks import HeldMasks

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from r3channel.metrics import METRICS, Metric
+from r3channel.metric_table import METRICS, Metric
 
 _DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 _WINDOW = "[$__rate_interval]"

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from r3channel.metrics import METRICS
+from r3channel.metric_table import METRICS
 from r3channel.unproxied import urlopen
 
 _SERIES = re.compile(r"(\w+)(?:\{(.*)\})? (\S+)$")

@@ -21,8 +21,9 @@ from r3channel.report.stages import ROUTING_WAITS, WORK
 _INK, _FAINT = "#123456", "#654321"
 """Placeholders that become the page's own colours."""
 _BLUE, _ORANGE, _GREEN, _RED = "#4c8dd6", "#e08a1e", "#3fa66b", "#d2504b"
+_SHADES = (_BLUE, _GREEN, _ORANGE, "#8f6fc9")
 _KINDS = {
-    "generation": (_GREEN, ("http", "capture", "frame")),
+    "generation": (_GREEN, ("generation", "http", "capture", "frame")),
     "relay": (_BLUE, ("ingest", "verify", "plan", *WORK, "assemble", "serialize")),
     "training": (_ORANGE, ("logprob", "forward", "backward", "optimizer", "weights", "audit", "bind")),
     "routing at the trainer": ("#8f6fc9", ("recv", "rebroadcast", "h2d")),
@@ -41,7 +42,7 @@ _STYLE = """
 * { box-sizing: border-box; }
 body { margin: 0 auto; max-width: 1100px; padding: 24px 16px 48px; background: var(--paper); color: var(--ink);
   font: 16px/1.5 system-ui, sans-serif; }
-h1 { font-size: 1.4rem; margin: 0 0 4px; } h2 { font-size: 1.05rem; margin: 0 0 4px; }
+h1 { font-size: 1.4rem; margin: 0 0 4px; overflow-wrap: anywhere; } h2 { font-size: 1.05rem; margin: 0 0 4px; }
 p { margin: 0 0 8px; } .faint { color: var(--faint); font-size: .9rem; }
 .verdict { font-size: 1.1rem; font-weight: 600; margin: 12px 0 20px; } .good { color: var(--good); } .bad { color: var(--bad); }
 .cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 440px), 1fr)); gap: 16px; }
@@ -97,7 +98,7 @@ def _longest(result: Mapping[str, Any], stages: Sequence[str]) -> tuple[tuple[st
 
 
 def _timeline(result: Mapping[str, Any], spans: Mapping[str, Sequence[Span]]) -> Figure:
-    lanes = [name for name in (*sorted(set(spans) - {"relay"}, reverse=True), "relay") if name in spans]
+    lanes = sorted(spans, key=lambda name: ("trainer" in name, "relay" in name, name), reverse=True)
     figure, axes = _axes(11, 0.55 * len(lanes) + 1.4)
     for lane, name in enumerate(lanes):
         for colour, stages in _KINDS.values():
@@ -165,19 +166,53 @@ def _load(result: Mapping[str, Any], _: Any) -> Figure:
     return figure
 
 
-def _staleness(result: Mapping[str, Any], _: Any) -> Figure:
-    rows = {lag.replace("_", " "): count for lag, count in result["rows_by_staleness"].items() if count}
-    return _bars(rows or {"none": 0.0}, "rows")
+def _versions(result: Mapping[str, Any], _: Any) -> Figure:
+    """Stacked: of each step, the rows that each version made."""
+    steps = {
+        int(step): {int(key): rows for key, rows in own.items()}
+        for step, own in result["rows_by_version"].items()
+    }
+    versions = sorted({version for own in steps.values() for version in own})
+    figure, axes = _axes(5.4, 3.0)
+    below = dict.fromkeys(steps, 0)
+    for number, version in enumerate(versions):
+        rows = [own.get(version, 0) for own in steps.values()]
+        bottom = list(below.values())
+        axes.bar(
+            [str(step) for step in steps],
+            rows,
+            bottom=bottom,
+            width=0.6,
+            label=f"version {version}",
+            color=_SHADES[number % len(_SHADES)],
+        )
+        below = {step: height + count for (step, height), count in zip(below.items(), rows, strict=True)}
+    axes.set_xlabel("step")
+    axes.set_ylabel("rows")
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4, frameon=False)
+    return figure
 
 
 def _logprobs(result: Mapping[str, Any], _: Any) -> Figure:
-    found = result["logprob_abs_diff"]
-    return _bars({"replay on": found["replay_on"], "replay off": found["replay_off"]}, "nats a token")
+    """A point for each token; at 0 both sides agree."""
+    found, tokens = result["logprob_abs_diff"], result["logprobs"]
+    figure, axes = _axes(5.4, 3.2)
+    engine = [token[0] for token in tokens]
+    for name, column, colour in (("replay_off", 2, _ORANGE), ("replay_on", 1, _BLUE)):
+        label = f"{name.replace('_', ' ')}: {found[name]:.4f} nats apart"
+        apart = [token[column] - token[0] for token in tokens]
+        axes.scatter(engine, apart, s=9, color=colour, linewidths=0, label=label)
+    axes.axhline(0, color=_FAINT, linewidth=0.8)
+    axes.set_xlabel("engine's log-prob, nats")
+    axes.set_ylabel("trainer's less engine's")
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False, markerscale=2)
+    return figure
 
 
 def _outcomes(result: Mapping[str, Any], _: Any) -> Figure:
     rejected = {f"refused: {why}": count for why, count in result["rejected_by_reason"].items()}
-    return _bars({**result["samples_by_outcome"], **rejected}, "samples")
+    known = {name: count for name, count in result["samples_by_outcome"].items() if count}
+    return _bars({**known, **rejected} or {"received": 0.0}, "samples")
 
 
 _Draw = Callable[[Mapping[str, Any], Mapping[str, Sequence[Span]]], Figure]
@@ -187,8 +222,8 @@ _CARDS: tuple[tuple[str, str, _Draw, bool], ...] = (
     ("The slowest trainer's wait for routing", "In each step; the rest of the relay's work is hidden.", _waits, False),
     ("Mismatch by layer and step", "Rows for which the live router would have chosen other experts.", _mismatch, False),
     ("Samples", "What became of those that the relay received, and why some were refused.", _outcomes, False),
-    ("Log-probs", "Mean difference between engine and trainer, the same batch and weights.", _logprobs, False),
-    ("How old rows were", "Weight updates between a row's engine and its trainer.", _staleness, False),
+    ("Log-probs", "Of each token of the first step, by engine and by trainer, the same weights.", _logprobs, False),
+    ("Rows by weight version", "With which weights the engines made the rows of each step.", _versions, False),
     ("Expert load", "Choices of each expert, over the whole run.", _load, True),
 )  # fmt: skip
 

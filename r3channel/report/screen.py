@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from r3channel.clock import STAGES
-from r3channel.metrics import LABELS
+from r3channel.metric_table import LABELS
 from r3channel.report.metrics_page import Between
 from r3channel.report.stages import ROUTING_WAITS
 
@@ -25,6 +25,7 @@ _FAULTS: tuple[tuple[str, dict[str, str], str], ...] = (
     ("r3channel_group_resets_total", {}, "connections given up"),
     ("r3channel_fallback_shards_total", {}, "shards over the fallback transport"),
     ("r3channel_weight_updates_total", {"result": "failed"}, "weight updates failed"),
+    ("r3channel_weight_updates_total", {"result": "unknown"}, "weight updates that may have been committed"),
     ("r3channel_engine_frames_total", {"way": "given_up"}, "frames given up"),
     ("r3channel_recording_lost_steps", {}, "steps that a recording could not keep"),
     ("r3channel_engines_silent", {}, "engines without hello"),
@@ -101,7 +102,11 @@ def _rate(name: str, unit: float = 1, **labels: str) -> _Cell:
 
 
 def _of(part: str, whole: str) -> _Cell:
-    return lambda one: f"{one.now.sum(part) / 2**20:,.1f} of {one.now.sum(whole) / 2**20:,.0f}"
+    return lambda one: (
+        f"{one.now.sum(part) / 2**20:,.1f} of {one.now.sum(whole) / 2**20:,.0f}"
+        if one.now.found(whole)
+        else "-"
+    )
 
 
 def _waits(*stages: str) -> _Cell:

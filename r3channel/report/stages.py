@@ -50,6 +50,14 @@ def hidden_share(relay: Iterable[Span], trainers: Iterable[Span]) -> float:
     return 1.0 - exposed_s / total_s if total_s > 0 else 0.0
 
 
+def seconds_by_stage(spans: Iterable[Span]) -> dict[str, float]:
+    """In the order in which each was first entered."""
+    seconds: dict[str, float] = {}
+    for one in spans:
+        seconds[one.stage] = seconds.get(one.stage, 0.0) + one.seconds
+    return seconds
+
+
 def waits_of(spans: Iterable[Span]) -> dict[int, float]:
     """Step -> seconds that one trainer stood still for its routing."""
     seconds: dict[int, float] = {}

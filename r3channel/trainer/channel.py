@@ -18,9 +18,10 @@ from pathlib import Path
 
 import torch
 
+from r3channel.clock import StageClock
 from r3channel.config import ChannelConfig
 from r3channel.errors import UsageError
-from r3channel.metrics import Metrics, StageClock
+from r3channel.metrics import Metrics
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.ticket import Ticket
 from r3channel.trainer import megatron

@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from xxhash import xxh3_64_intdigest
 
+from r3channel.clock import StageClock
 from r3channel.config import ChannelConfig
 from r3channel.errors import BucketCorrupt, R3Error, TransportError
-from r3channel.metrics import Metrics, StageClock
+from r3channel.metrics import Metrics
 from r3channel.plan.layout import RankCoords
 from r3channel.plan.masks import brings_masks, mask_rows
 from r3channel.plan.stream import Stream

@@ -13,9 +13,10 @@ from functools import partial
 
 import torch
 
+from r3channel.clock import StageClock
 from r3channel.config import ChannelConfig
 from r3channel.errors import ConfigError, R3Error, TicketMismatch, UsageError
-from r3channel.metrics import Metrics, StageClock
+from r3channel.metrics import Metrics
 from r3channel.plan.layout import RankCoords, TrainerLayout
 from r3channel.plan.masks import brings_masks
 from r3channel.plan.place import warm
@@ -60,6 +61,8 @@ class Receiver:
         self._device = device or torch.device("cpu")
         self._fanout = fanout or TensorParallelFanout(None, device=self._device)
         self.clock = clock or StageClock("trainer")
+        if self._device.type == "cuda":
+            self.clock.mark(torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop)
         self._own_page = metrics is None
         self.metrics = metrics or Metrics.of(
             "trainer", self._config, clock=self.clock, offset=1 + layout.rank(coords)

@@ -20,7 +20,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from r3channel import errors
 from r3channel.cli import main
-from r3channel.metrics import LABELS, METRICS, WAITS
+from r3channel.clock import WAITS
+from r3channel.metric_table import LABELS, METRICS
 from r3channel.plan.assignment import Assignment
 from r3channel.relay.arrival import rows
 from r3channel.relay.delivery import _Served

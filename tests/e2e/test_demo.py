@@ -19,7 +19,7 @@ import pytest
 from safetensors.torch import load_file
 
 from r3channel.embedded.sglang import environment, kill_family
-from r3channel.metrics import METRICS
+from r3channel.metric_table import METRICS
 from r3channel.recordings.recording import Recording
 from r3channel.recordings.summary import summarize
 from r3channel.weights.pack import EngineChecksums
@@ -166,6 +166,25 @@ def test_ctrl_c_while_parts_start_gives_the_prompt_back_and_leaves_nothing() -> 
         assert not psutil.wait_procs(parts, timeout=1)[1] and not list(Path(folder).iterdir())
 
 
+def test_the_run_is_a_page_and_a_trace_with_an_arrow_for_each_sample(demo: Run) -> None:
+    """From the engine that generated it over the relay to the first rank that trained on it."""
+    assert (demo.folder / "report" / "report.html").read_text().count("<svg") == 8
+    events = json.loads((demo.folder / "report" / "trace.json").read_text())["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    ways: dict[str, list[str]] = {}
+    for event in events:
+        if event["ph"] in "stf":
+            ways.setdefault(event["name"], []).append(names[event["pid"]])
+    assert len(ways) == 3 * 16
+    assert {tuple(way) for way in ways.values()} == {
+        ("engine0", "relay", f"trainer{rank}") for rank in (0, 2)
+    }
+    versions = {step: set(rows) for step, rows in demo.result["rows_by_version"].items()}
+    assert versions == {"0": {"0"}, "1": {"0"}, "2": {"1"}}
+    assert sum(sum(rows.values()) for rows in demo.result["rows_by_version"].values()) == demo.result["rows"]
+    assert len(demo.result["logprobs"]) > 100 and all(len(token) == 3 for token in demo.result["logprobs"])
+
+
 @pytest.mark.full
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("bound", "code"), [("1", 0), ("0", 1)])
@@ -236,9 +255,13 @@ def test_one_id_that_was_changed_in_a_trainers_memory_is_refused_by_its_router(t
 
 @pytest.mark.timeout(300)
 def test_routing_that_is_not_replayed_is_seen(run_small: RunDemo) -> None:
-    run = run_small("--no-replay", "--layout", "dp=2,tp=1,pp=1,cp=1", "--engines", "2")
+    run = run_small("--no-replay", "--layout", "dp=2,tp=1,pp=1,cp=1", "--engines", "2", "--report", "report")
     assert run.code == 1 and run.result["ids_different"] > 100 and run.result["digests_different"] > 10
     assert run.result["engines"] == 2
+    page = samples_of(
+        run.pages["trainer0"][-1]
+    )  # fires R3ChannelMismatch: tests/contract/test_alerts_fire.py
+    assert page["r3channel_ids_different_total"] > 100
 
 
 @pytest.mark.timeout(300)

@@ -157,8 +157,19 @@ def test_the_report_has_the_keys_and_prints(tmp_path: Path) -> None:
     assert "they wait 625.0 ms" in printed
     report["ratio"]["vs_best_peer"] = None  # a quick run has no peer
     assert "vs_best_peer: not measured" in text.table(report)
-    plot.plot(report, tmp_path / "stages.png")
-    assert (tmp_path / "stages.png").read_bytes()[:4] == b"\x89PNG"
+    plot.plot(report, tmp_path / "paths.png")
+    assert (tmp_path / "paths.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_picture_has_the_fastest_path_on_top_and_each_total_at_its_end() -> None:
+    report = _report()
+    (axes,) = plot.figure_of(report).axes
+    ours = report["paths"]["r3channel"]
+    bars = zip(*(part.patches for part in axes.containers), strict=True)
+    totals = [sum(bar.get_width() for bar in parts) for parts in bars]
+    assert totals == sorted(totals) and len(axes.containers) == 3 and len(totals) == len(ALL)
+    said = {text.get_text() for text in axes.texts}
+    assert f"{1e3 * ours['whole_wall_s']:,.0f} ms" in said and "500 ms, from placed rows on" in said
 
 
 def _samples(work: Workload, path: str, dp: int) -> list[Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from r3channel.metrics import LABELS, METRICS
+from r3channel.metric_table import LABELS, METRICS
 from r3channel.report.dashboard import dashboard, text
 
 FILE = Path(__file__).parents[2] / "dashboards" / "r3channel.json"

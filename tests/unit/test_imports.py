@@ -33,6 +33,7 @@ LEVELS = {
             "config",
             "bearer",
             "clock",
+            "metric_table",
             "metrics",
             "slot",
             "tokens",

@@ -15,10 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from r3channel.clock import merge_intervals
+from r3channel.clock import STAGES, WAITS, Span, StageClock, merge_intervals
 from r3channel.config import ChannelConfig
 from r3channel.errors import ConfigError, HeaderCorrupt, UsageError
-from r3channel.metrics import LABELS, METRICS, STAGES, WAITS, Metrics, Span, StageClock
+from r3channel.metric_table import LABELS, METRICS
+from r3channel.metrics import Metrics
 from r3channel.trainer.mismatch import LayerMismatch, MismatchReport, publish
 
 ROOT = Path(__file__).parents[2]
@@ -60,6 +61,15 @@ def test_an_inner_span_takes_the_step_of_the_outer() -> None:
         time.sleep(0.001)
     assert clock.totals(step=3).keys() == {"ingest", "verify"}
     assert clock.totals(step=4) == {}
+
+
+def test_a_profilers_ranges_nest_as_the_spans_do() -> None:
+    clock, ranges = StageClock("trainer"), list[str]()
+    with clock.span("ingest"):  # began before anybody looked, so it ends unseen
+        clock.mark(ranges.append, lambda: ranges.append("end"))
+        with pytest.raises(ZeroDivisionError), clock.span("place"), clock.span("h2d"):
+            _ = 1 / 0
+    assert ranges == ["place", "h2d", "end", "end"]
 
 
 def test_a_span_ends_when_its_body_raises() -> None:

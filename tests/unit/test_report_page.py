@@ -17,7 +17,7 @@ from r3channel.cli import main
 from r3channel.clock import Span
 from r3channel.report.page import page, verdict_of
 from r3channel.report.stages import hidden_share
-from r3channel.report.trace import spans_of, trace_of
+from r3channel.report.trace import Point, in_slots, spans_of, trace_of
 
 CHROMIUM = shutil.which("chromium")
 LAYERS, STEPS = (1, 2, 3), 4
@@ -77,7 +77,8 @@ def result(own: dict[str, list[Span]], **changes: Any) -> dict[str, Any]:
         for step in range(STEPS)
     ]
     return {
-        "steps": STEPS, "layout": "dp=2,tp=1", "sglang_version": "0.5.23", "megatron_version": "0.16.1", "wall_s": 12.3,
+        "steps": STEPS, "layout": "dp=2,tp=2,pp=1,cp=1,ep=1,vpp=1,sp=1,packing=padded",
+        "sglang_version": "0.5.23", "megatron_version": "0.16.1", "wall_s": 12.3,
         "hidden_fraction": hidden_share(own["relay"], own["trainer0"]), "wait_fraction": 0.017, "ids_compared": 189_648,
         "ids_different": 0, "digests_different": 0, "stages_by_process_s": seconds,
         "wait_s_by_step": {str(step): 0.05 for step in range(STEPS)}, "routing_mismatch": audit, "default_bytes_per_token": 128,
@@ -86,7 +87,8 @@ def result(own: dict[str, list[Span]], **changes: Any) -> dict[str, Any]:
         },
         "expert_load": {str(layer): [(expert * 7 + layer) % 23 for expert in range(128)] for layer in LAYERS},
         "logprob_abs_diff": {"replay_on": 0.01322, "replay_off": 0.02084},
-        "rows_by_staleness": {"0": 1200.0, "1": 2400.0, "4_or_more": 0.0},
+        "logprobs": [[-0.1 * n, -0.1 * n - 0.01, -0.1 * n + 0.05] for n in range(40)],
+        "rows_by_version": {"0": {"0": 1200}, "1": {"0": 1100, "1": 90}},
         "samples_by_outcome": {"received": 80.0, "delivered": 62.0, "rejected": 2.0, "duplicate": 0.0, "discarded": 16.0},
         "rejected_by_reason": {"rows": 2.0},
     } | changes  # fmt: skip
@@ -101,7 +103,15 @@ def test_the_page_loads_nothing_and_shows_every_part_of_the_run() -> None:
     foreign = re.findall(r'(?:src|href|url)\s*[=(]\s*["\']?(?!#|data:)([a-z]+:[^"\')\s]+)', made)
     assert not foreign and "<script" not in made and "@import" not in made
     assert made.count("<svg") == 8 and len(made) < 2_000_000
-    for words in ("All 189,648 ids", "refused: rows", "stock int32 through Ray", "trainer1", "Expert load"):
+    for words in (
+        "replay off: 0.0208 nats apart",
+        "version 1",
+        "All 189,648 ids",
+        "refused: rows",
+        "stock int32 through Ray",
+        "trainer1",
+        "Expert load",
+    ):
         assert words in text_of(made), words
     ids = re.findall(r' id="([^"]+)"', made)
     assert len(ids) == len(set(ids)), "two pictures share a name"
@@ -128,7 +138,6 @@ def test_a_run_with_a_difference_is_not_well() -> None:
 
 def test_a_trace_is_read_back_as_it_was_written() -> None:
     trace = trace_of(spans())
-    assert {event["ph"] for event in trace["traceEvents"]} == {"M", "X"}
     found = spans_of(json.loads(json.dumps(trace)))
     for name, own in spans().items():
         assert [(one.stage, one.step, one.thread) for one in found[name]] == [
@@ -138,6 +147,31 @@ def test_a_trace_is_read_back_as_it_was_written() -> None:
             abs(one.start_s - other.start_s) < 1e-6 and abs(one.seconds - other.seconds) < 1e-6
             for one, other in zip(found[name], own, strict=True)
         )
+
+
+def test_a_sample_is_an_arrow_from_engine_over_relay_to_router() -> None:
+    """Each end lies within a span of its thread, as Perfetto wants it; requests that overlap have threads of their own."""
+    engine = in_slots([(0.0, 1.9), (0.5, 1.0), (1.1, 1.5)], stage="generation", step=0)
+    assert [one.thread for one in engine] == ["slot 0", "slot 1", "slot 1"]
+    ways = {
+        name: [
+            Point("engine0", one.thread, one.end_s),
+            Point("relay", "MainThread", 2.04),
+            Point("trainer1", "MainThread", 99.0),
+        ]
+        for name, one in zip("abc", engine, strict=True)
+    }
+    events = trace_of({"engine0": engine} | spans(), ways)["traceEvents"]
+    slices = [event for event in events if event["ph"] == "X"]
+    arrows = [event for event in events if event["ph"] in "stf"]
+    assert [(event["name"], event["ph"]) for event in arrows] == [(n, kind) for n in "abc" for kind in "stf"]
+    assert len({event["id"] for event in arrows}) == 3
+    for arrow in arrows:
+        assert any(
+            one["ts"] - 1 <= arrow["ts"] <= one["ts"] + one["dur"] + 1
+            for one in slices
+            if (one["pid"], one["tid"]) == (arrow["pid"], arrow["tid"])
+        ), arrow
 
 
 def test_the_command_writes_the_page_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

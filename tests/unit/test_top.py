@@ -12,8 +12,9 @@ pytest.importorskip("rich", reason="the screen needs rich (extra metrics)")
 from prometheus_client import CollectorRegistry, generate_latest
 from rich.console import Console
 
+from r3channel.clock import STAGES, StageClock
 from r3channel.errors import ConfigError
-from r3channel.metrics import STAGES, Metrics, StageClock
+from r3channel.metrics import Metrics
 from r3channel.report.metrics_page import Between, Look, parse_page
 from r3channel.report.screen import faults_of, screen
 from r3channel.report.top import urls_of

@@ -35,9 +35,7 @@ def run(argv: Sequence[str]) -> int:
         action="store_true",
         help="instead: what recording adds, in interleaved pairs (--rounds)",
     )
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="stages side by side, as a PNG (extra: plot)"
-    )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="every path's time, as a PNG (extra: plot)")
     options = parser.parse_args(list(argv))
     if options.scale and (options.plot or options.rounds):
         parser.error("--scale draws nothing and has rounds of its own: leave out --plot and --rounds")

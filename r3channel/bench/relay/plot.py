@@ -1,12 +1,16 @@
-"""Stages side by side, as a picture. Needs matplotlib (extra `plot`)."""
+"""Every path's time from replies to routers, as a picture. Needs matplotlib (extra `plot`)."""
 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from r3channel.errors import ConfigError
+
+_PARTS = {"replies read": "#b9c4d3", "until rows are held": "#3d7cc9", "widened for routers": "#e08a1e"}
+"""What adds up to a path's time, in its order, and its colour."""
 
 
 def check_drawing() -> None:
@@ -15,40 +19,40 @@ def check_drawing() -> None:
         raise ConfigError("--plot needs matplotlib: pip install 'r3channel[plot]'")
 
 
-def plot(report: dict[str, Any], file: Path) -> None:
-    """One bar per path, its stages in the order in which they begin, and a mark at the wall time of the timed section."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+def plot(report: Mapping[str, Any], file: Path) -> None:
+    figure_of(report).savefig(file, dpi=120)
+
+
+def figure_of(report: Mapping[str, Any]) -> Any:
+    """A bar per path, the fastest on top; its parts add up to the time that is written at its end."""
     from matplotlib.figure import Figure
 
-    paths = report["paths"]
-    figure = Figure(figsize=(11, 0.45 * len(paths) + 1.8), layout="constrained")
-    FigureCanvasAgg(figure)
+    parts = {path: _parts_ms(values) for path, values in report["paths"].items()}
+    paths = sorted(parts, key=lambda path: sum(parts[path]))
+    figure = Figure(figsize=(10, 0.42 * len(paths) + 1.6), layout="constrained")
     axes = figure.add_subplot()
-    colours = _colours(paths)
-    for row, values in enumerate(paths.values()):
-        _bar(axes, row, values, colours)
-    axes.set_yticks(range(len(paths)), list(paths))
+    left, drawn = [0.0] * len(paths), []
+    for number, (part, colour) in enumerate(_PARTS.items()):
+        widths = [parts[path][number] for path in paths]
+        drawn.append(axes.barh(paths, widths, left=left, color=colour, height=0.68, label=part))
+        left = [at + width for at, width in zip(left, widths, strict=True)]
+    labels = [
+        f"{total:,.0f} ms" + ("" if report["paths"][path]["whole_wall_s"] else ", from placed rows on")
+        for path, total in zip(paths, left, strict=True)
+    ]
+    axes.bar_label(drawn[-1], labels, padding=4)
+    axes.set_xlim(0, 1.2 * max(left))
     axes.invert_yaxis()
-    axes.set_xlabel(
-        "ms; stages run beside each other, so a bar may be longer than the wall time (black mark)"
-    )
-    axes.set_title(f"{report['model']}, {report['tokens']:,} tokens, {report['layout']}")
-    axes.legend(
-        handles=[axes.barh(0, 0, color=colour, label=name) for name, colour in colours.items()], ncols=2
-    )
-    figure.savefig(file, dpi=120)
+    for label in axes.get_yticklabels():
+        label.set_fontweight("bold" if label.get_text().startswith("r3channel") else "normal")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xlabel("ms from engines' replies to routers, median")
+    axes.set_title(f"{report['model']}, {report['tokens']:,} tokens, {report['layout']}", loc="left")
+    axes.legend(loc="upper right", frameon=False)  # where the fastest leave room
+    return figure
 
 
-def _bar(axes: Any, row: int, values: dict[str, Any], colours: dict[str, Any]) -> None:
-    at = 0.0
-    for name, seconds in values["stages_s"].items():
-        axes.barh(row, seconds * 1e3, left=at, color=colours[name], height=0.7)
-        at += seconds * 1e3
-    axes.plot([values["wall_s"] * 1e3] * 2, [row - 0.45, row + 0.45], color="black", linewidth=2)
-
-
-def _colours(paths: dict[str, Any]) -> dict[str, Any]:
-    from matplotlib import colormaps
-
-    names = list(dict.fromkeys(name for values in paths.values() for name in values["stages_s"]))
-    return {name: colormaps["tab20"](index % 20) for index, name in enumerate(names)}
+def _parts_ms(values: Mapping[str, Any]) -> tuple[float, ...]:
+    wall_s, held_s = values["wall_s"], values["held_wall_s"]
+    before_s = (values["whole_wall_s"] or wall_s) - wall_s
+    return tuple(1e3 * max(seconds, 0.0) for seconds in (before_s, held_s, wall_s - held_s))

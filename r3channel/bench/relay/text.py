@@ -11,7 +11,7 @@ _TARGETS = {"vs_ray_numpy_int32": 8.0, "vs_best_peer": 2.5, "of_raw_gloo": 0.7}
 
 
 def table(report: dict[str, Any]) -> str:
-    """All of the report but the stages, which `--json` and `--plot` show."""
+    """All of the report but the stages, which `--json` shows."""
     lines = [
         f"{report['model']}, {report['tokens']:,} tokens, {report['layout']}, {report['rounds']} rounds; {report['machine']}",
         "",

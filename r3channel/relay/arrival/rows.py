@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from r3channel.clock import StageClock
 from r3channel.errors import (
     FrameMagicMismatch,
     FrameTruncated,
@@ -21,7 +22,6 @@ from r3channel.errors import (
     RoutingError,
     RowsInvalid,
 )
-from r3channel.metrics import StageClock
 from r3channel.relay.arrival.prefixes import PrefixShelf, is_prefix, refers_to_prefix
 from r3channel.relay.storage.durable import Durable
 from r3channel.relay.storage.store import Block, Store

@@ -1,0 +1,259 @@
+"""Each alert fires over what a real fault leaves on real pages, and no other does: faults take seconds, promtool has hours.
+
+Three looks at the pages: at the start, after a step as it should be, after the fault. Then time passes: steps of `STEP_S`
+count as the one between two looks did; the fault counts once, but the seconds that stages take in it go on; gauges stay.
+tests/unit/test_alerts.py draws the bounds with series of its own making; here names, labels and signs are real.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from r3channel import config, errors
+from r3channel.metrics import Metrics
+from r3channel.plan.assignment import Assignment
+from r3channel.relay.sealed import SealedStep
+from r3channel.report.metrics_page import Look, Series
+from r3channel.trainer.mismatch import RoutingAudit, measure, publish
+from tests.delivery import MakeRelay, receivers_of, relays, until
+from tests.direct import Engine
+from tests.samples import random_ids, reply_for
+from tests.unit.test_alerts import FOLDER, RULES, needs_promtool, promtool
+
+BEFORE, AFTER, STEP_S = 45, 30, 10.0
+"""Minutes of what should be, and of the fault; what a step takes."""
+SMALL_STORE = 8192
+pytestmark = needs_promtool
+
+
+@dataclass
+class Place:
+    """A relay and its trainer, as served; whoever joins them has a page too."""
+
+    make_relay: MakeRelay
+    folder: Path
+    patch: pytest.MonkeyPatch
+    stack: ExitStack
+    served: list[Metrics] = field(default_factory=list)
+    urls: list[str] = field(default_factory=list)
+    looks: list[dict[str, Look]] = field(default_factory=list)
+    number: int = 0
+
+    def start(self, **options: Any) -> None:
+        self.relay = self.make_relay(metrics_port=0, run_name="r", **options)
+        (self.receiver,) = receivers_of(self.relay)
+        self.stack.callback(self.receiver.close)
+        self.served += [self.relay.metrics, self.receiver.metrics]
+        measure(self.receiver.metrics)
+        self.work()
+
+    def work(self) -> None:
+        """A step as it should be."""
+        name, self.number = f"s{self.number}", self.number + 1
+        self.relay.add(name, reply_for(name, 20), range(20))
+        self.receiver.receive(self.relay.seal(self.number, Assignment.given([[[name]]])))
+        self.relay.join_previous(timeout_s=20.0)
+        audited(self, shift=0)
+        until(
+            lambda: not self.relay.metrics.value("r3channel_samples_in_flight") and not len(self.relay._store)
+        )
+
+    def look(self) -> None:
+        """At every page that there was, as Prometheus does."""
+        self.urls = list(dict.fromkeys([*self.urls, *(m.url for m in self.served if m.url)]))
+        self.looks.append({url: Look.at(url, timeout_s=10.0) for url in self.urls})
+
+
+def refused(place: Place) -> None:
+    with pytest.raises(errors.RoutingError):
+        place.relay.add("x", reply_for("x", 9), range(12))
+
+
+def left_to_the_live_router(place: Place) -> None:
+    place.relay.add("x", {"meta_info": {"id": "x"}}, range(9))
+    place.receiver.receive(place.relay.seal(99, Assignment.given([[["x"]]])))
+    place.relay.join_previous(timeout_s=20.0)
+
+
+def never_asked_for(place: Place) -> None:
+    place.relay.add("x", reply_for("x", 9), range(9))
+    place.relay.intake.config = replace(place.relay.config, expiry_s=1e-9)
+    place.relay.intake.expire()
+
+
+def no_trainer_comes(place: Place) -> None:
+    place.relay.add("x", reply_for("x", 9), range(9))
+    place.relay.seal(99, Assignment.given([[["x"]]]))
+    (sealed,) = place.relay.steps._steps.values()
+    sealed.sealed_s -= 1200  # twenty minutes ago
+
+
+def thread_ends(place: Place) -> None:
+    place.patch.setattr(SealedStep, "prepare", lambda *_: 1 // 0)
+    place.relay.add("x", reply_for("x", 9), range(9))
+    place.relay.seal(99, Assignment.given([[["x"]]]))
+    until(lambda: place.relay.steps.error is not None)
+
+
+def store_fills(place: Place) -> None:
+    limit = place.relay.config.store_bytes
+    for number in range(99):
+        if place.relay._store.live_bytes > 0.92 * limit:
+            return
+        place.relay.add(f"x{number}", reply_for(f"x{number}", 20), range(20))
+
+
+def relay_is_slow(place: Place) -> None:
+    inner = place.relay._delivery._outgoing
+    place.patch.setattr(
+        place.relay._delivery, "_outgoing", lambda *a, **o: (time.sleep(1.5), inner(*a, **o))[1]
+    )
+    place.work()
+
+
+def engine_cannot_greet(place: Place) -> None:
+    place.relay.expect_engines(["http://e:1"], timeout_s=60.0)
+    (place.folder / "wrong").write_text("not_the_token_" * 4)
+    (place.folder / "wrong").chmod(0o600)
+    url = place.relay.serve(token_file=place.folder / "token")
+    engine = Engine(url, place.folder / "wrong", metrics_port=0, run_name="r")
+    place.stack.callback(engine.close)
+    place.served.append(engine.outlet.metrics)
+
+
+def sample_is_nowhere(place: Place) -> None:
+    place.relay.add("x", reply_for("x", 9), range(9))
+    place.relay.intake.entries.samples.pop("x")
+
+
+def process_is_killed(place: Place) -> None:
+    place.receiver.metrics.close()
+
+
+def audited(place: Place, *, shift: int) -> None:
+    """The audit of a trainer whose routers nearly agree with the engine, whose rows are `shift` rows off."""
+    natural = torch.from_numpy(random_ids(64)[:, 0].astype("int64"))
+    replayed = natural.roll(shift, 0)
+    replayed[:2, 0] = 255
+    audit = RoutingAudit(
+        step=0, microbatches=1, count=1, counted_rows=lambda _: torch.ones(64, dtype=torch.bool)
+    )
+    observer = audit.observer(1, 0)
+    assert observer is not None
+    observer(natural, replayed)
+    publish(audit.report(), place.receiver.metrics)
+
+
+def rows_are_shifted(place: Place) -> None:
+    audited(place, shift=1)
+
+
+Fault = Callable[[Place], None]
+FAULTS: dict[str, tuple[Fault, dict[str, Any]]] = {
+    "R3ChannelRejected": (refused, {}),
+    "R3ChannelFallbackActive": (left_to_the_live_router, {"on_missing": "live"}),
+    "R3ChannelSamplesExpired": (never_asked_for, {}),
+    "R3ChannelStalled": (no_trainer_comes, {}),
+    "R3ChannelThreadDead": (thread_ends, {}),
+    "R3ChannelNearCeiling": (store_fills, {"store_bytes": SMALL_STORE}),
+    "R3ChannelNotHidden": (relay_is_slow, {}),
+    "R3ChannelEngineSilent": (engine_cannot_greet, {}),
+    "R3ChannelUnbalanced": (sample_is_nowhere, {}),
+    "R3ChannelPageGone": (process_is_killed, {}),
+    "R3ChannelMismatchJumped": (rows_are_shifted, {}),
+}
+ELSEWHERE = {
+    "R3ChannelMismatch": "ids are compared by a loop of one's own; tests/e2e/test_demo.py, a run without replay",
+    "R3ChannelVersionSkew": "an engine's version is on the page of a real SGLang only",
+}
+
+
+def test_every_alert_has_a_real_fault_or_a_reason() -> None:
+    assert {**FAULTS, **ELSEWHERE}.keys() == RULES.keys()
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    monkeypatch.setattr(config, "_MIB", SMALL_STORE // 64)  # of the least that a store may be
+    with relays() as make_relay, ExitStack() as stack:
+        yield Place(make_relay, tmp_path, monkeypatch, stack)
+
+
+@pytest.mark.parametrize("alert", FAULTS)
+def test_a_real_fault_fires_its_alert_and_no_other(alert: str, place: Place) -> None:
+    fault, options = FAULTS[alert]
+    place.start(**options)
+    for act in (lambda _: None, Place.work, fault):
+        act(place)
+        place.look()
+    written = {
+        "rule_files": [str(FOLDER / "alerts.yml")],
+        "evaluation_interval": "1m",
+        "tests": [judged(place.looks, alert)],
+    }
+    (place.folder / "test.yml").write_text(json.dumps(written))
+    done = promtool("test", "rules", str(place.folder / "test.yml"))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def judged(looks: list[dict[str, Look]], alert: str) -> dict[str, Any]:
+    """As promtool wants it: silent while all is well, then this alert alone."""
+
+    def fired(minutes: int) -> str:
+        return f'max by (alertname) (max_over_time(ALERTS{{alertstate="firing"}}[{minutes}m]))'
+
+    fires = [{"labels": f'{{alertname="{alert}"}}', "value": 1}]
+    return {
+        "interval": "1m",
+        "input_series": [
+            {"series": name, "values": values}
+            for url in looks[-1]
+            for name, values in series_of([look.get(url) for look in looks])
+        ],
+        "promql_expr_test": [
+            {"expr": fired(BEFORE), "eval_time": f"{BEFORE - 1}m", "exp_samples": []},
+            {"expr": fired(AFTER), "eval_time": f"{BEFORE + AFTER - 1}m", "exp_samples": fires},
+        ],
+    }
+
+
+def series_of(looks: list[Look | None]) -> Iterator[tuple[str, str]]:
+    """Name with labels, and a value for each minute, of one page."""
+    looked = [look for look in looks if look]
+    place = f'instance="{looked[-1].place}"'
+    up = [look and float(not look.fault) for look in looks]
+    yield f'up{{job="r3channel",{place}}}', written([up[1]] * BEFORE + [up[2]] * AFTER)
+    found = [{name_of(one, place): one.value for one in look.page} if look else {} for look in looks]
+    for name in dict.fromkeys(name for page in found for name in page):
+        values = [page.get(name) for page in found]
+        yield name, written(minutes(name.split("{")[0], *values))
+
+
+def written(values: list[float | None]) -> str:
+    return " ".join("_" if value is None else f"{value:.9g}" for value in values)
+
+
+def name_of(one: Series, place: str) -> str:
+    labels = [place, *(f'{key}="{value}"' for key, value in one.labels.items())]
+    return f"{one.name}{{{','.join(labels)}}}"
+
+
+def minutes(name: str, start: float | None, well: float | None, fault: float | None) -> list[float | None]:
+    """Of a series. A page that was not there at first says nothing until it is."""
+    if well is None or fault is None or not name.endswith(("_total", "_sum", "_count")):
+        return [well] * BEFORE + [fault] * AFTER
+    steps = 60 / STEP_S
+    grew, grows = steps * (well - (start or 0)), steps * (fault - well)
+    before = [well + grew * minute for minute in range(BEFORE)]
+    if name.endswith("_total"):
+        return [*before, *[before[-1] + fault - well] * AFTER]
+    return [*before, *(before[-1] + grows * minute for minute in range(1, AFTER + 1))]
