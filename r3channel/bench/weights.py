@@ -63,8 +63,8 @@ def engine(folder: Path, quick: bool) -> Result:
 
 
 def large(folder: Path, quick: bool) -> Result:
-    """A model of hundreds of MB to a real engine, its digests compared there, beside a raw gloo broadcast of as many bytes."""
-    found = weight_engine.measure_large(folder, hidden=320 if quick else 1280, rounds=2 if quick else 8)
+    """A model of 540 MB (512 MiB) to a real engine, its digests compared there, beside a raw gloo broadcast of as many bytes."""
+    found = weight_engine.measure_large(folder, hidden=160 if quick else 480, rounds=2 if quick else 8)
     return {
         "limit": {"raw_gloo_gbps": found["bytes"] / 1e9 / found["raw_s"]},
         "ratio": {"engine_digests_of_raw_gloo": found["raw_s"] / found["staged_s"]},
@@ -78,8 +78,8 @@ def surgical(folder: Path, quick: bool) -> Result:
 
 
 def serving(folder: Path, quick: bool) -> Result:
-    """Requests of one real engine of 66 MB that is updated twice a second, beside those of an undisturbed one."""
-    found = weight_engine.measure_serving(folder, hidden=320, seconds=2.0 if quick else 12.0)
+    """Requests of one real engine of 61 MB that is updated twice a second, beside those of an undisturbed one."""
+    found = weight_engine.measure_serving(folder, hidden=160, seconds=2.0 if quick else 12.0)
     busy, quiet = found["while_it_is_updated"]["p95_s"], found["undisturbed"]["p95_s"]
     return {"ratio": {"p95_at_two_updates_a_second": busy / quiet}, "serving": found}
 
