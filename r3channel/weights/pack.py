@@ -292,7 +292,8 @@ class Packer:
         self, bucket: Bucket, filled: Filled[torch.Tensor], run: Run, checksums: EngineChecksums | None
     ) -> torch.Tensor:
         """The bucket's bytes, flat uint8, in the buffers' next memory."""
-        out_N = self.buffers.take(len(run.buckets), bucket.payload_bytes)
+        with run.stage("pack"):
+            out_N = self.buffers.take(len(run.buckets), bucket.payload_bytes)
         on_host = out_N.device.type == "cpu"
         (self._pack_on_host if on_host else self._pack_on_device)(bucket, filled.items, out_N, run)
         if checksums is not None:

@@ -648,8 +648,8 @@ class WeightSync:
             self._copy.commit(version, manifest, tuple(run.digests))
 
     def _hold(self, version: int, manifest: Manifest, run: Run) -> None:
-        told = HeldWeights.of(manifest, version=version, engine=run.checksums)
-        self._held = told if run.checksums else None
+        sums = run.checksums
+        self._held = HeldWeights.of(manifest, version=version, engine=sums) if sums else None
 
 
 def _pair(one: tuple[str, torch.Tensor] | Shard) -> tuple[str, torch.Tensor]:
