@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from r3channel.weights.pack import EngineChecksums
 from r3channel.weights.store import HeldWeights
 from tests.e2e.conftest import Run, RunDemo
 from tests.e2e.scraper import PROMETHEUS
+from tests.foreground import foreground
 
 pytestmark = pytest.mark.e2e
 TOP_K, LAYERS = 8, (1, 2, 3)
@@ -148,7 +148,11 @@ def test_ctrl_c_while_parts_start_gives_the_prompt_back_and_leaves_nothing() -> 
     with tempfile.TemporaryDirectory(prefix="t-") as folder:  # short: Ray's sockets lie below it
         command = [sys.executable, "-m", "r3channel.cli", "demo"]
         child = subprocess.Popen(
-            command, stderr=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": folder}
+            command,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "TMPDIR": folder},
+            preexec_fn=foreground,
         )
         try:
             assert child.stderr is not None
@@ -156,12 +160,11 @@ def test_ctrl_c_while_parts_start_gives_the_prompt_back_and_leaves_nothing() -> 
             parts = psutil.Process(child.pid).children(recursive=True)
             (scratch,) = Path(folder).iterdir()
             assert len(parts) >= 6 and {"ray", "lock"} <= {path.name for path in scratch.iterdir()}
-            begin_s = time.monotonic()
             child.send_signal(signal.SIGINT)
             _, said = child.communicate(timeout=10)
         finally:
             kill_family(child)
-        assert time.monotonic() - begin_s < 2 and child.returncode == 130
+        assert child.returncode == 130
         assert "stopped by SIGINT" in said and "Traceback" not in said and len(said.splitlines()) <= 3
         assert not psutil.wait_procs(parts, timeout=1)[1] and not list(Path(folder).iterdir())
 
