@@ -195,7 +195,7 @@ def test_a_bound_on_staleness_refuses_a_loop_that_runs_ahead(tmp_path: Path, bou
     command = [sys.executable, "-m", "r3channel.cli", "demo", "--steps", "2", "--samples", "8", "--json"]
     command += ["--layout", "dp=1,tp=1,pp=1,cp=1", "--r3-max-staleness", bound, "--r3-on-stale", "reject"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path)
-    assert bool(done.returncode) == bool(code)
+    assert bool(done.returncode) == bool(code), done.stderr[-2000:]
     assert ("RowsStale" in done.stderr) == bool(code)
 
 
