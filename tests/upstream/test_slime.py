@@ -1,7 +1,7 @@
 """slime's own loop with the channel: its script, its actors, its Megatron, a real SGLang server; no file of theirs is edited.
 
-Needs the sources that slime's image pins (R3CHANNEL_UPSTREAM: archives or checkouts). Jobs run two at a time, all started by
-the first test that wants one.
+Needs the sources that slime's image pins (R3CHANNEL_UPSTREAM: archives or checkouts). Jobs run one after another
+beside another worker's tests, all queued by the first test that wants one.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def jobs(
         done[before].result()
         return start(name, own, slime, before)
 
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(1) as pool:
         done = {name: pool.submit(start, name, *job) for name, job in JOBS.items()}
         done |= {name: pool.submit(follow, name, *job) for name, job in AFTER.items()}
         yield done
