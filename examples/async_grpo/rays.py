@@ -5,6 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 
+def start(**options: Any) -> None:
+    """`ray.init`, again where a busy machine lets the new node's first 30 s pass: Ray has no option for that limit."""
+    import ray
+
+    for attempts_left in (2, 1, 0):
+        try:
+            ray.init(**options)
+            return
+        except Exception as error:
+            if "timed out during startup" not in str(error) or not attempts_left:
+                raise
+            ray.shutdown()
+
+
 def fetch(references: Any, *, timeout_s: float = 300.0) -> Any:
     """`ray.get` that ends by its deadline."""
     import ray

@@ -28,7 +28,7 @@ import numpy as np
 from examples.async_grpo.compare import Comparison, compare_digests, compare_step, dump, engine_rows, join
 from examples.async_grpo.options import model_layers, parse
 from examples.async_grpo.progress import await_parts, say
-from examples.async_grpo.rays import actor_class, fetch, is_done
+from examples.async_grpo.rays import actor_class, fetch, is_done, start
 from r3channel.config import EngineConfig
 from r3channel.plan.layout import TrainerLayout
 from r3channel.report.run_page import write_page
@@ -274,7 +274,7 @@ def _ray() -> Iterator[None]:
     os.environ.update({"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "GLOO_SOCKET_IFNAME": "lo"})
     import ray
 
-    ray.init(
+    start(
         address="local",
         num_cpus=16,  # processes here share the cores; Ray only counts them
         include_dashboard=False,

@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 
+from examples.async_grpo.rays import start
 from examples.slime.cpu import patches
 from r3channel.cli import main
 from r3channel.embedded.sglang_main import follow_parent
@@ -21,7 +22,7 @@ def run() -> int:
     patches.setup()
     import ray
 
-    ray.init(
+    start(
         address="local",  # a cluster of its own, ended with this process
         num_cpus=16,  # logical: slime asks for one a bundle, one for the manager, one for the lock
         num_gpus=int(os.environ["SLIME_CPU_GPUS"]),  # logical
