@@ -23,7 +23,7 @@ def test_the_text_names_every_path_and_ratio() -> None:
 
 @pytest.mark.full
 @pytest.mark.engine
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_the_whole_benchmark_gives_every_key_that_the_targets_name(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
