@@ -12,6 +12,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -88,16 +89,17 @@ class Needs:
 def dry_run(model: torch.nn.Module, tensors: Sequence[TensorMeta]) -> Needs:
     """Raises NotReplayable, naming what; the model is as before in any case."""
     params = dict(model.named_parameters())
-    before, attributes = _memory(params), _tensor_attributes(model)
+    before, attributes = addresses(params), _tensor_attributes(model)
     recorder = _Recorder(tensors, params)
     try:
+        sources = list(recorder.sources())  # before it watches: that doubles what making them costs
         with torch.no_grad(), recorder:
-            model.load_weights(recorder.sources())  # pyright: ignore[reportCallIssue]
+            model.load_weights(iter(sources))  # pyright: ignore[reportCallIssue]
     except NotReplayable:
         raise
     except Exception as error:  # whatever a loader raises on a tensor without values
         raise NotReplayable(f"load_weights does more than copy: {type(error).__name__}: {error}") from error
-    if _memory(dict(model.named_parameters())) != before:
+    if addresses(dict(model.named_parameters())) != before:
         raise NotReplayable("load_weights replaces parameters")
     if _tensor_attributes(model) != attributes:
         raise NotReplayable("load_weights derives other tensors from the checkpoint")
@@ -145,11 +147,13 @@ class _Recorder(TorchDispatchMode):
                 (self._index[_storage(args[0])], args[0], float(args[1]) if len(args) > 1 else 0.0)
             )
             return args[0]
-        if any(_storage(value) in self._index for value in _written(func, args)):
-            raise NotReplayable(
-                f"{func} writes {self._name(args[0])} from something that is not the checkpoint"
-            )
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        for value in _written(func, args, kwargs):
+            if _storage(value) in self._index:
+                raise NotReplayable(
+                    f"{func} writes {self._name(value)} from something that is not the checkpoint"
+                )
+        return func(*args, **kwargs)
 
     def _is_padding(self, dst: torch.Tensor, src: torch.Tensor) -> bool:
         """A copy into a parameter of what it holds already, as loaders pad: noted as covered, and not done."""
@@ -243,14 +247,22 @@ def _uncovered(recorder: _Recorder, params: Mapping[str, torch.Tensor]) -> tuple
     return tuple(n for n, counts in zip(params, written, strict=True) if bool((counts == 0).any()))
 
 
-def _written(func: Any, args: Any) -> Iterator[torch.Tensor]:
-    for schema, value in zip(func._schema.arguments, args, strict=False):
-        if schema.alias_info is not None and schema.alias_info.is_write:
-            values = value if isinstance(value, (list, tuple)) else (value,)
-            yield from (one for one in values if isinstance(one, torch.Tensor))
+def _written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    for index, name in _outputs(func):
+        value = args[index] if index < len(args) else kwargs.get(name, ())
+        values = value if isinstance(value, (list, tuple)) else (value,)
+        yield from (one for one in values if isinstance(one, torch.Tensor))
 
 
-def _memory(params: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+@cache
+def _outputs(func: Any) -> tuple[tuple[int, str], ...]:
+    """Place and name of the arguments that an operator writes to."""
+    arguments = enumerate(func._schema.arguments)
+    return tuple((at, one.name) for at, one in arguments if one.alias_info and one.alias_info.is_write)
+
+
+def addresses(params: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """What tells whether parameters are still those of a dry run."""
     return {name: (param.data_ptr(), tuple(param.shape), param.dtype) for name, param in params.items()}
 
 

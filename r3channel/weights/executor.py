@@ -34,7 +34,7 @@ from r3channel.errors import (
 from r3channel.weights.manifest import Bucket, Manifest
 from r3channel.weights.member import EngineState, Member, told
 from r3channel.weights.pack import engine_names
-from r3channel.weights.progress import GRACE_S, Run, wait_all
+from r3channel.weights.progress import CONTROL_S, GRACE_S, Run, wait_all
 from r3channel.weights.registry import Enrolment
 from r3channel.weights.sglang import PauseMode
 from r3channel.weights.wires import Stages, WeightGroup, WholeStages, check_complete, in_background
@@ -46,8 +46,6 @@ OnEngineLoss = Literal["evict", "abort"]
 
 REPAIR_S = 5.0
 """For each clean-up call after a failure, beyond the update's own deadline."""
-CONTROL_S = 10.0
-"""For a pause, a begin, a change-over, a version, a resume: an engine that takes longer keeps no other paused."""
 _LOSSES = (EngineUnavailable, TransportError)  # which DeadlineExceeded is one of
 
 
@@ -338,12 +336,8 @@ class Staged(Work):
         self.meet()
         fresh = [m for m in self.members if not m.staged(self._stages.metas) or m.url in without]
         orders = {member: self._stages.order(member.url) for member in fresh}
-        opened = self.each(
-            lambda m, left_s: m.open(orders[m], left_s),
-            within_s=self._rules.engine_timeout_s,
-            among=fresh,
-        )
-        return list(opened)
+        # A dry run may take all the time there is: engine_timeout_s is meant for a bucket, and it grows with the tensors.
+        return list(self.each(lambda m, left_s: m.open(orders[m], left_s), among=fresh))
 
     def take(self, fresh: Sequence[Member]) -> None:
         """Accept their links. ManifestMismatch where parameters are not given."""

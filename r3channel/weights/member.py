@@ -14,6 +14,7 @@ from typing import Any
 
 from r3channel.errors import CannotStage, EngineRefused, ManifestMismatch, R3Error, WeightsDiffer
 from r3channel.weights.manifest import Bucket, TensorMeta
+from r3channel.weights.progress import CONTROL_S
 from r3channel.weights.sglang import EngineClient, PauseMode
 from r3channel.weights.wires import RankLink, WeightGroup
 
@@ -134,9 +135,10 @@ class Member:
     def open(self, order: Mapping[str, Any], timeout_s: float) -> None:
         """Have its ranks connect to us, under a short pause that keeps every request's cache. CannotStage without our half."""
         self.unlink()
-        self.pause("in_place", timeout_s)
+        control_s = min(CONTROL_S, timeout_s)  # one that hangs is found here, not by the order
+        self.pause("in_place", control_s)
         try:
-            self.begin(timeout_s)
+            self.begin(control_s)
             if not self.bracketed:  # before 0.5.23 what an order raises would end the engine
                 raise CannotStage(f"engine {self.url} has no begin and end: an SGLang before 0.5.23")
             self.client.order(order, timeout_s=timeout_s)
@@ -148,7 +150,7 @@ class Member:
             raise
         finally:
             if not self.foreign:  # else it was paused, and stays so, by whom the bracket belongs to
-                self.undo(timeout_s)
+                self.undo(control_s)
 
     def hold(self, order: Mapping[str, Any], timeout_s: float) -> bool:
         """Keep other sessions from this engine, where our half can; whether it could. EngineRefused while another holds it."""

@@ -21,6 +21,9 @@ _ANSWER_S = (
 GRACE_S = 2 * _ANSWER_S  # of one call in a thread, which may make several
 LAST_WORD_S = GRACE_S + _ANSWER_S  # of the thread that waits for those
 
+CONTROL_S = 10.0
+"""For a pause, a begin, a change-over, a version, a resume: an engine that takes longer keeps no other paused."""
+
 
 class Deadline:
     """Counts from its creation."""

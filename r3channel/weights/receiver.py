@@ -29,7 +29,7 @@ import xxhash
 from r3channel.errors import NotReplayable, R3Error, TransportError, WeightsCorrupt, WeightsError
 from r3channel.transport.link import Link
 from r3channel.transport.listener import connect
-from r3channel.weights.dryrun import Needs, Part, dry_run
+from r3channel.weights.dryrun import Needs, Part, addresses, dry_run
 from r3channel.weights.geometry import Box
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.sglang import LOAD_FORMAT
@@ -67,6 +67,28 @@ class _Stage:
     committed: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class _Learned:
+    """What a dry run found, for as long as tensors and parameters are the same."""
+
+    tensors: tuple[TensorMeta, ...]
+    params: Mapping[str, Any]
+    needs: Needs
+    refused: str
+    """Why whole tensors are staged and the model's own loader places them at the commit; empty where parts are placed."""
+
+
+def _learn(model: torch.nn.Module, tensors: tuple[TensorMeta, ...], before: _Learned | None) -> _Learned:
+    # A dry run takes the loader's own time, some 0.7 ms a tensor with the engine paused: a trainer that comes again pays none.
+    params = addresses(dict(model.named_parameters()))
+    if before is not None and (before.tensors, before.params) == (tensors, params):
+        return before
+    try:
+        return _Learned(tensors, params, dry_run(model, tensors), "")
+    except NotReplayable as error:
+        return _Learned(tensors, params, _whole_tensors(tensors), str(error))
+
+
 class Receiver:
     """Of one rank. Orders come from one thread."""
 
@@ -74,6 +96,7 @@ class Receiver:
         """`agree` gathers every rank's word, which is empty where all is well."""
         self._rank, self._run_token, self._agree = rank, run_token, agree
         self._session: Session | None = None
+        self._learned: _Learned | None = None
 
     def order(self, model: torch.nn.Module, order: Mapping[str, Any]) -> None:
         """Raises WeightsError with every rank's reason unless all ranks did it."""
@@ -118,7 +141,11 @@ class Receiver:
 
     def _open(self, model: torch.nn.Module, order: Mapping[str, Any]) -> None:
         self.leave()
-        self._session = Session(model, order, rank=self._rank, run_token=self._run_token)
+        learned = None
+        if order["op"] == "open":
+            tensors = tuple(TensorMeta.from_row(row) for row in order["tensors"])
+            self._learned = learned = _learn(model, tensors, self._learned)
+        self._session = Session(model, order, learned, rank=self._rank, run_token=self._run_token)
 
     def _mine(self, order: Mapping[str, Any]) -> Session:
         if self._session is None or self._session.name != order["session"]:
@@ -130,20 +157,27 @@ class Session:
     """One trainer's hold on this rank: its links, and the staged copy."""
 
     def __init__(
-        self, model: torch.nn.Module, order: Mapping[str, Any], *, rank: int, run_token: str
+        self,
+        model: torch.nn.Module,
+        order: Mapping[str, Any],
+        learned: _Learned | None,
+        *,
+        rank: int,
+        run_token: str,
     ) -> None:
-        """The dry run, the memory, the links. A model that cannot be replayed is told over the first link, not raised."""
+        """The memory, the links. A model that cannot be replayed is told over the first link, not raised.
+
+        Without `learned` the links only keep other sessions out.
+        """
         self.name: str = order["session"]
-        self._tensors = [TensorMeta.from_row(row) for row in order["tensors"]]
+        self._learned = learned or _Learned((), {}, Needs((), (), ()), "")
         self._lock = threading.Lock()
         self._stage = _Stage()
-        self._whole = False
-        """Whether whole tensors are staged and the model's own loader places them at the commit."""
         self._path = ""
         """Of shared memory that not every trainer has mapped yet."""
         self._mapped = set[int]()
-        self._needs, self._items = Needs((), (), ()), 0
-        told = self._learn(model, order["staged"], order["wire"]) if order["op"] == "open" else {"held": True}
+        self._items = sum(part.box.numel for part in self._needs.parts)
+        told = self._allocate(model, order["staged"], order["wire"]) if learned else {"held": True}
         token = session_token(run_token, order["nonce"])
         hello = json.dumps({key: order[key] for key in ("engine", "attempt")} | {"rank": rank}).encode()
         self._links: list[Link] = []
@@ -174,14 +208,16 @@ class Session:
                 os.unlink(self._path)
                 self._path = ""
 
-    def _learn(self, model: torch.nn.Module, wanted: str, wire: str) -> dict[str, Any]:
-        refused = ""
-        try:
-            self._needs = dry_run(model, self._tensors)
-        except NotReplayable as error:
-            refused = str(error)
-            self._needs = _whole_tensors(self._tensors)
-            self._whole = True
+    @property
+    def _needs(self) -> Needs:
+        return self._learned.needs
+
+    @property
+    def _whole(self) -> bool:
+        return bool(self._learned.refused)
+
+    def _allocate(self, model: torch.nn.Module, wanted: str, wire: str) -> dict[str, Any]:
+        """The staged copy; what the trainer is told of it."""
         layout = staged_layout(self._needs.params)
         if wanted == "auto" and layout.nbytes > _spare_bytes():
             return {"error": f"{layout.nbytes} bytes for a staged copy, {_spare_bytes()} are free"}
@@ -193,8 +229,7 @@ class Session:
         if not self._whole:
             for view, param in zip(self._staged, dict(model.named_parameters()).values(), strict=True):
                 view.copy_(param.detach().flatten())  # padding that no tensor covers keeps its values
-        self._items = sum(part.box.numel for part in self._needs.parts)
-        return {"needs": self._needs.to_dict(), "whole": refused, "shared": self._path}
+        return {"needs": self._needs.to_dict(), "whole": self._learned.refused, "shared": self._path}
 
     # -- a link's thread -----------------------------------------------------------------------------------------------
 
@@ -253,7 +288,7 @@ class Session:
             if landing is not view:
                 view.copy_(landing)
         if seen.intdigest() != digest:
-            name = self._tensors[self._needs.parts[entries[0].part].tensor].name
+            name = self._learned.tensors[self._needs.parts[entries[0].part].tensor].name
             raise WeightsCorrupt(f"version {version}: {count} pieces from {name} on came damaged")
         with self._lock:
             self._stage.came[number] += sum(entry.box.numel for entry in entries)
@@ -297,7 +332,7 @@ class Session:
     def change_over(self, model: torch.nn.Module) -> None:
         """Parameters and staged copy change places, so that `undo` can bring the old version back bit for bit."""
         if self._whole:
-            named = zip(self._tensors, self._staged, strict=True)
+            named = zip(self._learned.tensors, self._staged, strict=True)
             model.load_weights((m.name, v.view(m.shape)) for m, v in named)  # pyright: ignore[reportCallIssue]
         else:
             targets = self._targets(model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
 import pytest
@@ -18,6 +18,8 @@ from r3channel.errors import (
     WeightsCorrupt,
     WeightUpdateFailed,
 )
+from r3channel.weights.dryrun import Needs, dry_run
+from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.member import EngineState
 from r3channel.weights.session import WeightSync
 from r3channel.weights.sglang import EngineClient
@@ -292,6 +294,47 @@ def test_a_stranger_who_knows_no_token_is_not_taken_for_a_rank(serving: Serving)
             connect(host, port, b"x" * 32, timeout_s=5, hello=b'{"engine": "http://x", "rank": 0}')
         sync.update(weights(2).items(), version=2, timeout_s=20)
         assert holds(engine, 2) and host == "127.0.0.1"
+
+
+def test_a_trainer_that_comes_again_costs_the_engine_no_second_dry_run(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = serving()
+    runs: list[int] = []
+
+    def counted(model: torch.nn.Module, tensors: Sequence[TensorMeta]) -> Needs:
+        runs.append(len(tensors))
+        return dry_run(model, tensors)
+
+    monkeypatch.setattr("r3channel.weights.receiver.dry_run", counted)
+    for version in (1, 2):
+        with session(engine) as sync:
+            sync.update(weights(version).items(), version=version, timeout_s=20)
+            assert holds(engine, version)
+    assert runs == [len(weights(1))]
+
+    name = next(iter(engine.tensors))
+    engine.tensors[name] = torch.zeros_like(
+        engine.tensors[name]
+    )  # as if the engine had made its parameters anew
+    with session(engine) as sync:
+        sync.update(weights(3).items(), version=3, timeout_s=20)
+        assert holds(engine, 3) and len(runs) == 2
+
+
+def test_an_engine_whose_dry_run_takes_longer_than_a_bucket_may_is_not_lost(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = serving()
+
+    def slow(model: torch.nn.Module, tensors: Sequence[TensorMeta]) -> Needs:
+        time.sleep(2.5)
+        return dry_run(model, tensors)
+
+    monkeypatch.setattr("r3channel.weights.receiver.dry_run", slow)
+    with session(engine, engine_timeout_s=1.0) as sync:
+        assert sync.update(weights(1).items(), version=1, timeout_s=30).way == "staged"
+        assert holds(engine, 1)
 
 
 def test_a_broadcasting_session_keeps_others_from_an_engine_with_our_half(serving: Serving) -> None:

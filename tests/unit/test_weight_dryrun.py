@@ -1,0 +1,96 @@
+"""What a loader may do and be replayed: views and copies. All else is refused by name, and nothing was written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import pytest
+import torch
+
+from r3channel.errors import NotReplayable
+from r3channel.weights.dryrun import dry_run
+from r3channel.weights.manifest import TensorMeta
+
+Load = Callable[["Fused", Iterable[tuple[str, torch.Tensor]]], None]
+HIDDEN = 4
+
+
+class Fused(torch.nn.Module):
+    """Gate and up in one parameter, as engines keep them."""
+
+    def __init__(self, load: Load) -> None:
+        super().__init__()
+        self.w13 = torch.nn.Parameter(torch.arange(2.0 * HIDDEN * HIDDEN).view(2 * HIDDEN, HIDDEN))
+        self.scale = torch.ones(1)
+        self._load = load
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._load(self, weights)
+
+
+def place(model: Fused, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    for name, tensor in weights:
+        model.w13.data.narrow(0, HIDDEN * (name == "up"), HIDDEN).copy_(tensor)
+
+
+def doubled(model: Fused, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    place(model, ((name, 2 * tensor) for name, tensor in weights))
+
+
+def written_in_place(model: Fused, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    place(model, weights)
+    model.w13.data.mul_(2)
+
+
+def written_as_output(model: Fused, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    place(model, weights)
+    torch.add(torch.zeros_like(model.w13), 1.0, out=model.w13.data)
+
+
+def replaced(model: Fused, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    place(model, weights)
+    model.w13 = torch.nn.Parameter(torch.zeros(2 * HIDDEN, HIDDEN))
+
+
+def derived(model: Fused, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    place(model, weights)
+    model.scale = torch.full((1,), 3.0)
+
+
+def looked_at(model: Fused, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    place(model, ((name, tensor) for name, tensor in weights if tensor.sum().item()))
+
+
+METAS = [TensorMeta.of(name, torch.empty(HIDDEN, HIDDEN)) for name in ("gate", "up")]
+
+
+def test_views_and_copies_become_parts_and_nothing_is_written() -> None:
+    model = Fused(place)
+    before = model.w13.detach().clone()
+    needs = dry_run(model, METAS)
+    assert [(part.tensor, part.offset) for part in needs.parts] == [(0, 0), (1, HIDDEN * HIDDEN)]
+    assert not needs.missing and torch.equal(model.w13, before)
+
+
+def test_a_tensor_that_is_not_given_leaves_its_parameter_missing() -> None:
+    assert dry_run(Fused(place), METAS[:1]).missing == ("w13",)
+
+
+@pytest.mark.parametrize(
+    ("load", "why"),
+    [
+        (doubled, "from something that is not the checkpoint|no parameter"),
+        (written_in_place, "writes w13 from something that is not the checkpoint"),
+        (written_as_output, "writes w13 from something that is not the checkpoint"),
+        (replaced, "replaces parameters"),
+        (derived, "derives other tensors"),
+        (looked_at, "does more than copy"),
+    ],
+)
+def test_a_loader_that_does_more_is_refused_and_nothing_is_written(load: Load, why: str) -> None:
+    model = Fused(load)
+    kept = model.w13
+    before = kept.detach().clone()
+    with pytest.raises(NotReplayable, match=why):
+        dry_run(model, METAS)
+    assert torch.equal(kept, before)
