@@ -52,6 +52,9 @@ from r3channel.weights.wires import (
 )
 
 _CONNECT_S = 10.0
+_BLOCK_BYTES = 256 << 10
+"""Two of them and a third for the exchange fit a core's second cache."""
+_DEVICE_BLOCK_BYTES = 64 << 20
 _WORD_BYTES = 1024
 
 
@@ -335,10 +338,9 @@ class Session:
             named = zip(self._learned.tensors, self._staged, strict=True)
             model.load_weights((m.name, v.view(m.shape)) for m, v in named)  # pyright: ignore[reportCallIssue]
         else:
-            targets = self._targets(model)
-            _swap(targets, self._staged)
-            for meta, target in zip(self._needs.params, targets, strict=True):
-                if _digest(target) != self._stage.digests[meta.name]:
+            digests = _swap(self._targets(model), self._staged)
+            for meta, digest in zip(self._needs.params, digests, strict=True):
+                if digest != self._stage.digests[meta.name]:
                     raise WeightsError(f"{meta.name} holds other bytes than were staged")
         self._stage.committed = True
 
@@ -371,12 +373,23 @@ def gathered_words(word: str, group: Any, size: int) -> list[str]:
     return [one.numpy().tobytes().rstrip(b"\0").decode(errors="replace") for one in words]
 
 
-def _swap(targets: Sequence[torch.Tensor], staged: Sequence[torch.Tensor]) -> None:
+def _swap(targets: Sequence[torch.Tensor], staged: Sequence[torch.Tensor]) -> list[str]:
+    """Parameters and staged copy change places; the digests of what the parameters hold then.
+
+    By blocks that stay in a core's cache: each byte comes from memory and goes there once, for three copies and a digest.
+    """
+    found = []
     with torch.no_grad():
         for target, view in zip(targets, staged, strict=True):
-            old = target.clone()
-            target.copy_(view)
-            view.copy_(old)
+            seen = xxhash.xxh3_64()
+            items = (_DEVICE_BLOCK_BYTES if target.is_cuda else _BLOCK_BYTES) // target.itemsize
+            for new, kept in zip(target.split(items), view.split(items), strict=True):
+                old = new.clone()
+                new.copy_(kept)
+                kept.copy_(old)
+                seen.update(_bytes(new))
+            found.append(seen.hexdigest())
+    return found
 
 
 def _whole_tensors(tensors: Sequence[TensorMeta]) -> Needs:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,6 +85,20 @@ def checkpoint_tensors(folder: str | os.PathLike[str]) -> Iterator[tuple[str, to
     Tensors that an engine fuses follow one another, also when they lie in different files. Raises ConfigError for a
     folder without safetensors files, a file that is none, and a name in two files.
     """
+    with _opened(folder) as place:
+        for name in sorted(place, key=lambda name: (unit_of(name)[0], name)):
+            yield name, place[name].get_tensor(name)
+
+
+def checkpoint_names(folder: str | os.PathLike[str]) -> list[str]:
+    """The names of all tensors of the folder; raises as `checkpoint_tensors`."""
+    with _opened(folder) as place:
+        return list(place)
+
+
+@contextmanager
+def _opened(folder: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+    """The file of each tensor."""
     from safetensors import SafetensorError, safe_open
 
     with ExitStack() as opened:
@@ -98,8 +112,7 @@ def checkpoint_tensors(folder: str | os.PathLike[str]) -> Iterator[tuple[str, to
             if twice:
                 raise ConfigError(f"{path}: tensor {twice[0]} lies in another file of the folder too")
             place |= dict.fromkeys(file.keys(), file)
-        for name in sorted(place, key=lambda name: (unit_of(name)[0], name)):
-            yield name, place[name].get_tensor(name)
+        yield place
 
 
 def _files(folder: str | os.PathLike[str]) -> list[Path]:

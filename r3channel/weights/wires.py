@@ -452,7 +452,8 @@ def _cast(ranks: Sequence[RankLink], metas: Sequence[TensorMeta]) -> dict[str, s
             if kept.dtype_name.startswith("float8"):
                 raise ManifestMismatch(
                     f"engine {rank.engine} keeps {own.name} in {kept.dtype_name}, the trainer gives {own.dtype_name}: it is not "
-                    "quantised on the way. Give float8 tensors with their scales, or start the engine without --quantization"
+                    "quantised on the way. Give float8 tensors with their scales (`float8_blocks`), or start the engine without "
+                    "--quantization"
                 )
             found[own.name] = f"{own.dtype_name} -> {kept.dtype_name}"
     return found

@@ -1,0 +1,98 @@
+"""Float8 by blocks: what the format promises, whole or by shards, into an engine's own parameters."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from r3channel.errors import ConfigError, WeightUpdateFailed
+from r3channel.weights.convert import Shard
+from r3channel.weights.geometry import Box
+from r3channel.weights.manifest import TensorMeta
+from r3channel.weights.quantise import float8_blocks, quantise
+from r3channel.weights.session import WeightSync
+from tests.fake_engine import FakeEngine
+
+BLOCK = (128, 128)
+WEIGHT, ROUTER = "model.layers.0.mlp.experts.0.down_proj.weight", "model.layers.0.mlp.gate.weight"
+SHAPE = (320, 200)  # neither side is a multiple of a block
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Values over many orders of magnitude."""
+    noise = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=noise) * 10.0 ** torch.randint(-3, 3, shape, generator=noise)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": list(BLOCK)}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    values, scales = quantise(random(*SHAPE), BLOCK)
+    save_file(
+        {WEIGHT: values, f"{WEIGHT}_scale_inv": scales, ROUTER: torch.zeros(4, 4)},
+        tmp_path / "model.safetensors",
+    )
+    return tmp_path
+
+
+def test_every_value_comes_back_within_e4m3s_rounding() -> None:
+    weight = random(*SHAPE)
+    weight[128:256, :128] = 0.0
+    values, scales = quantise(weight, BLOCK)
+    assert values.dtype == torch.float8_e4m3fn and values.shape == SHAPE and scales.shape == (3, 2)
+    assert scales[1, 0] == 1.0
+    spread = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[: SHAPE[0], : SHAPE[1]]
+    off = (values.float() * spread - weight).abs()
+    # three bits after the point: half of the last is 2^-4 of the value; below 2^-6 steps are 2^-9 (OCP 8-bit floating point)
+    assert bool((off <= torch.maximum(weight.abs() * 2**-4, spread * 2**-10) * 1.0001).all())
+    assert values.float().abs().max() == torch.finfo(torch.float8_e4m3fn).max
+
+
+def test_shards_that_end_with_blocks_give_what_the_whole_tensor_gives(checkpoint: Path) -> None:
+    weight = random(*SHAPE)
+    meta = TensorMeta.of(WEIGHT, weight)
+    (_, whole), (_, scales) = float8_blocks([(WEIGHT, weight)], like=checkpoint)
+    cuts = [Box((0, 0), (256, 200)), Box((256, 0), (320, 200))]
+    found = list(
+        float8_blocks((Shard(meta, box, weight[box.start[0] : box.stop[0]]) for box in cuts), like=checkpoint)
+    )
+    for name, wanted in ((WEIGHT, whole), (f"{WEIGHT}_scale_inv", scales)):
+        parts = [shard for shard in found if shard.meta.name == name]
+        assert all(shard.meta == TensorMeta.of(name, wanted) for shard in parts)
+        assert torch.equal(torch.cat([shard.tensor for shard in parts]).float(), wanted.float())
+        assert [shard.box.start[0] for shard in parts] == ([0, 256] if wanted is whole else [0, 2])
+    with pytest.raises(ConfigError, match="cuts blocks of"):
+        list(float8_blocks([Shard(meta, Box((0, 0), (100, 200)), weight[:100])], like=checkpoint))
+
+
+def test_an_engine_of_float8_weights_is_filled_from_float32_ones(checkpoint: Path) -> None:
+    values, scales = quantise(random(*SHAPE), BLOCK)
+    held = {WEIGHT: values, f"{WEIGHT}_scale_inv": scales, ROUTER: torch.zeros(4, 4)}
+    engine = FakeEngine(receives={name: tensor.clone() for name, tensor in held.items()})
+    new = {WEIGHT: random(*SHAPE, seed=9), ROUTER: torch.ones(4, 4)}
+    try:
+        with WeightSync([engine.url], staged=True) as sync:
+            sync.connect(timeout_s=20)
+            with pytest.raises(WeightUpdateFailed, match="Give float8 tensors"):
+                sync.update(new.items(), version=1, timeout_s=20)
+        with WeightSync([engine.url], staged=True) as sync:
+            sync.connect(timeout_s=20)
+            report = sync.update(float8_blocks(new.items(), like=checkpoint), version=1, timeout_s=20)
+        assert report.tensors == 3 and not report.skipped
+        wanted_values, wanted_scales = quantise(new[WEIGHT], BLOCK)
+        assert torch.equal(engine.tensors[WEIGHT].float(), wanted_values.float())
+        assert torch.equal(engine.tensors[f"{WEIGHT}_scale_inv"], wanted_scales)
+        assert torch.equal(engine.tensors[ROUTER], new[ROUTER])
+    finally:
+        engine.die()
+
+
+def test_another_float8_format_is_refused_by_what_the_folder_says(checkpoint: Path) -> None:
+    (checkpoint / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(ConfigError, match=r"weight_block_size \[\]; expected 'fp8' and two numbers"):
+        list(float8_blocks([(WEIGHT, random(*SHAPE))], like=checkpoint))
