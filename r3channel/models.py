@@ -43,16 +43,6 @@ class Model:
             top_k=self.top_k,
         )
 
-    @property
-    def packed_bits_per_token(self) -> int:
-        """Bits of one row over all MoE layers at the fixed width of one id: the least without an entropy coder."""
-        return self.spec.num_moe_layers * self.top_k * (self.num_experts - 1).bit_length()
-
-    @property
-    def stock_bytes_per_token(self) -> int:
-        """What SGLang sends by itself: int32 over all layers, dense ones included, before base64."""
-        return self.num_layers * self.top_k * 4
-
 
 def _model(
     name: str, layers: int, experts: int, top_k: int, status: str, *, first_dense: int = 0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,26 @@ from r3channel.routing import Ids, RowKind
 from r3channel.spec import RoutingSpec
 from r3channel.wire.frame import sample_key
 from r3channel.wire.hello import Hello
-from r3channel.wire.receipt import InMemory, Receipt, open_parcel, pack_parcel
+from r3channel.wire.receipt import Receipt, open_parcel, pack_parcel
 from tests.samples import SPEC, random_ids, reply_of
 
 LIMIT_S = 20.0
+
+
+@dataclass
+class InMemory:
+    """A `Source` of bytes that are here."""
+
+    data: bytes | bytearray
+    left: int = 0
+
+    def __post_init__(self) -> None:
+        self.left = len(self.data)
+
+    def fill(self, out_N: memoryview) -> None:
+        at = len(self.data) - self.left
+        out_N[:] = memoryview(self.data)[at : at + len(out_N)]
+        self.left -= len(out_N)
 
 
 def hello_of(

@@ -53,7 +53,7 @@ class Outlet:
 
     def __init__(self, config: EngineConfig, hello: Hello, *, replica: int = 0) -> None:
         """`replica`: which of an engine's processes that reply this is; each has a page of its own."""
-        self._codec, self._hello = config.codec, hello
+        self._hello = hello
         clock = StageClock("engine", max_spans=0)
         self.metrics = Metrics.of("engine", config, clock=clock, offset=replica)
         self.metrics.measure("r3channel_engine_frames_total", way="inband")

@@ -106,20 +106,6 @@ class Capacity:
         return asdict(self)
 
 
-def capacity(
-    lengths: Sequence[int],
-    *,
-    spec: RoutingSpec,
-    layout: TrainerLayout,
-    machines: Machines | None = None,
-    microbatch_size: int = 1,
-    max_tokens: int | None = None,
-) -> Capacity:
-    """Plan a step of samples of these lengths and add it up. `max_tokens`: token budget instead of a micro-batch size."""
-    plan = plan_of(lengths, spec=spec, layout=layout, microbatch_size=microbatch_size, max_tokens=max_tokens)
-    return add_up(plan, machines=machines or Machines())
-
-
 def plan_of(
     lengths: Sequence[int],
     *,

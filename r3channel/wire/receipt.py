@@ -96,27 +96,6 @@ class Source(Protocol):
         """The next `len(out_N)` of them, at most `left`."""
 
 
-@dataclass
-class InMemory:
-    """A `Source` of bytes that are here.
-
-    >>> boot_id, count = open_parcel(source := InMemory(b"".join(pack_parcel(5, [(1, b"abc"), (2, b"")]))))
-    >>> boot_id, [(serial, bytes(frame)) for serial, frame in read_frames(source, count, boot_id=5, place=new_memory)]
-    (5, [(1, b'abc'), (2, b'')])
-    """
-
-    data: bytes | bytearray | memoryview
-    left: int = 0
-
-    def __post_init__(self) -> None:
-        self.left = len(self.data)
-
-    def fill(self, out_N: memoryview) -> None:
-        at = len(self.data) - self.left
-        out_N[:] = memoryview(self.data)[at : at + len(out_N)]
-        self.left -= len(out_N)
-
-
 def open_parcel(source: Source) -> tuple[int, int]:
     """(boot_id, number of frames) from the beginning of a parcel. Raises `ReceiptInvalid`."""
     size = source.left

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from r3channel.bench.plan import measure
 from r3channel.cli import main
 from r3channel.config import ChannelConfig
 from r3channel.models import model_named
-from r3channel.plan.capacity import capacity, lognormal_lengths, plan_of
+from r3channel.plan.capacity import Capacity, Machines, add_up, lognormal_lengths, plan_of
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.shards import Shard
 from r3channel.plan.stream import Stream
@@ -19,6 +20,11 @@ from r3channel.plan.ticket import TicketSample
 from r3channel.report.published_table import ROWS, published_table
 
 QWEN = model_named("qwen3-30b-a3b").spec
+
+
+def capacity(lengths: Sequence[int], layout: TrainerLayout, *, microbatch_size: int = 1) -> Capacity:
+    plan = plan_of(lengths, spec=QWEN, layout=layout, microbatch_size=microbatch_size)
+    return add_up(plan, machines=Machines())
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> dict:
@@ -52,7 +58,7 @@ def _sent(shard: Shard) -> int:
 def test_sums_are_those_of_the_shards(text: str) -> None:
     layout, lengths = TrainerLayout.parse(text), lognormal_lengths(samples=16, tokens=16000)
     plan = plan_of(lengths, spec=QWEN, layout=layout, microbatch_size=2)
-    found = capacity(lengths, spec=QWEN, layout=layout, microbatch_size=2)
+    found = capacity(lengths, layout, microbatch_size=2)
     assert found.tokens == 16000 and found.samples == 16
     assert sum(shard.nbytes for shard in plan.shards) == found.padded_tokens * 384
     assert found.frame_bytes == found.wire_bytes == (16000 - 16) * 384
@@ -63,9 +69,7 @@ def test_sums_are_those_of_the_shards(text: str) -> None:
 
 
 def test_an_mtp_layer_is_kept_and_costs_nothing_on_the_wire() -> None:
-    plain, mapped = (
-        capacity([100] * 4, spec=QWEN, layout=TrainerLayout.parse(text)) for text in ("pp=2", "pp=2,mtp=47")
-    )
+    plain, mapped = (capacity([100] * 4, TrainerLayout.parse(text)) for text in ("pp=2", "pp=2,mtp=47"))
     assert mapped.wire_bytes == plain.wire_bytes
     assert mapped.landed_bytes_per_rank == plain.landed_bytes_per_rank * 25 // 24
 
@@ -93,9 +97,7 @@ def test_one_step_off_needs_the_rows_of_two_steps_in_the_store(
 
 def test_staging_does_not_grow_with_tokens() -> None:
     layout = TrainerLayout(dp=4)
-    sizes = [
-        capacity([length] * 8, spec=QWEN, layout=layout).relay_staging_bytes for length in (100, 100_000)
-    ]
+    sizes = [capacity([length] * 8, layout).relay_staging_bytes for length in (100, 100_000)]
     assert sizes[0] == sizes[1]
 
 

@@ -12,7 +12,8 @@ import pytest
 
 from r3channel.errors import PayloadCorrupt, R3Error, ReceiptInvalid
 from r3channel.wire.hello import PROBE_PREFIX, Hello, probe_body
-from r3channel.wire.receipt import InMemory, Receipt, new_memory, open_parcel, pack_parcel, read_frames
+from r3channel.wire.receipt import Receipt, new_memory, open_parcel, pack_parcel, read_frames
+from tests.direct import InMemory
 from tests.samples import SPEC
 
 RECEIPT = Receipt(sample_key=2**64 - 1, boot_id=2**63, serial=2**40, first_row=2**24, rows=2**24)
