@@ -39,9 +39,8 @@ async def turns(args: Namespace, sample: Any, sampling_params: dict[str, Any]) -
     """--custom-generate-function-path: the model speaks, a tool answers (loss mask 0), the model speaks again."""
     from slime.rollout.sglang_rollout import generate  # pyright: ignore[reportMissingImports]
 
-    for turn in range(
-        sample.metadata.get("turn", 0), _TURNS
-    ):  # one that was aborted comes back in the turn it was in
+    # One that was aborted comes back, in the turn it was in.
+    for turn in range(sample.metadata.get("turn", 0), _TURNS):
         sample.metadata["turn"] = turn
         sample.status = type(sample).Status.PENDING
         budget = sampling_params["max_new_tokens"] * (turn + 1) // _TURNS
