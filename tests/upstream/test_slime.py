@@ -68,21 +68,20 @@ _NO_OPTIMIZER = [
 
 JOBS: dict[str, tuple[list[str], list[str]]] = {
     "stock": (["--stock"], []),
-    "tensor_parallel": (
-        ["--tp", "2", "--ep", "2", "--engines", "2", "--delivery", "direct"],
-        ["--r3-weights", "exact"],
-    ),
     "experts": (
         ["--dp", "2", "--ep", "2", "--own-engines"],
         [*_TWICE, *_RECOMPUTE, *_REFERENCE, "--r3-weights", "broadcast", "--use-fault-tolerance"],
     ),
     "pipeline": (
-        ["--cp", "2", "--pp", "2"],
-        ["--num-layers-per-virtual-pipeline-stage", "1", "--r3-weights", "colocated"],
+        ["--tp", "2", "--pp", "2", "--ep", "2", "--engines", "2", "--delivery", "direct"],
+        ["--num-layers-per-virtual-pipeline-stage", "1", "--r3-weights", "exact"],
     ),
     "samples": (
-        ["--steps", "3"],
-        [*_SAMPLES, *_EVALUATION, "--save", "{work}/saved", "--save-interval", "2", *_NO_OPTIMIZER],
+        ["--steps", "3", "--cp", "2"],
+        [
+            *(*_SAMPLES, *_EVALUATION, "--save", "{work}/saved", "--save-interval", "2", *_NO_OPTIMIZER),
+            *("--r3-weights", "colocated"),
+        ],
     ),
     "dropped": (["--dropping-router"], []),
     "synchronous": (["--script", "train.py", "--corrupt"], []),
@@ -96,7 +95,7 @@ AFTER: dict[str, tuple[str, list[str], list[str]]] = {
     ),
     "resumed": (
         "samples",
-        ["--steps", "4"],
+        ["--steps", "4", "--cp", "2"],
         ["--load", "{before}/saved", "--no-load-optim", "--no-load-rng"],
     ),
 }
@@ -163,22 +162,24 @@ class TestJobs:
     def test_slimes_own_way_is_seen_by_the_same_witness(self, jobs: Any) -> None:
         checked(jobs["stock"].result(), steps=2)
 
-    def test_tensor_parallel_with_two_engines_direct_delivery_and_our_weights(self, jobs: Any) -> None:
-        result = checked(jobs["tensor_parallel"].result(), steps=2)
-        assert result["processes"]["manager"]["reply_bytes"] < 16 * 130, "receipts, not frames"
-        same_weights(result, ranks=2)
-
     def test_experts_two_optimizer_steps_more_passes_recompute_and_an_engine_that_slime_starts(
         self, jobs: Any
     ) -> None:
         result = checked(jobs["experts"].result(), steps=2, rows_at_least=3000)
         assert len(result["steps"]) == 4
 
-    def test_context_and_interleaved_pipeline(self, jobs: Any) -> None:
-        same_weights(checked(jobs["pipeline"].result(), steps=2), ranks=4)
+    def test_tensor_and_interleaved_pipeline_parallel_two_engines_direct_delivery_and_exact_weights(
+        self, jobs: Any
+    ) -> None:
+        result = checked(jobs["pipeline"].result(), steps=2)
+        assert result["processes"]["manager"]["reply_bytes"] < 16 * 130, "receipts, not frames"
+        same_weights(result, ranks=4)
 
-    def test_turns_filtered_and_unfinished_samples_and_evaluation_between(self, jobs: Any) -> None:
+    def test_turns_filtered_and_unfinished_samples_evaluation_and_weights_in_shared_memory_over_context_parallel(
+        self, jobs: Any
+    ) -> None:
         result = checked(jobs["samples"].result(), steps=3)
+        same_weights(result, ranks=2)
         assert result["processes"]["manager"]["discarded"] >= 8, (
             "groups were filtered, and evaluated samples belong to no step"
         )
