@@ -19,13 +19,17 @@ import pytest
 import torch
 
 from r3channel import config, errors
+from r3channel.config import EngineConfig
+from r3channel.engine.delivery import Outlet
 from r3channel.metrics import Metrics
 from r3channel.plan.assignment import Assignment
 from r3channel.relay.sealed import SealedStep
 from r3channel.report.metrics_page import Look, Series
 from r3channel.trainer.mismatch import RoutingAudit, measure, publish
+from r3channel.weights.session import WeightSync
 from tests.delivery import MakeRelay, receivers_of, relays, until
-from tests.direct import Engine
+from tests.direct import Engine, hello_of
+from tests.fake_engine import FakeEngine
 from tests.samples import random_ids, reply_for
 from tests.unit.test_alerts import FOLDER, RULES, needs_promtool, promtool
 
@@ -157,6 +161,29 @@ def rows_are_shifted(place: Place) -> None:
     audited(place, shift=1)
 
 
+def engine_hangs_while_others_are_updated(place: Place) -> None:
+    place.patch.setattr("r3channel.weights.executor.CONTROL_S", 1.0)
+    weight = {"model.layers.0.mlp.gate.weight": torch.zeros(4, 4)}
+    engines = [
+        FakeEngine(receives={name: tensor.clone() for name, tensor in weight.items()}) for _ in range(2)
+    ]
+    for engine in engines:
+        place.stack.callback(engine.die)
+        outlet = Outlet(EngineConfig(metrics_port=0, run_name="r"), hello_of(engine.url))
+        outlet.metrics.watch("r3channel_weight_version", lambda engine=engine: int(engine.version))
+        place.stack.callback(outlet.close)
+        place.served.append(outlet.metrics)
+    sync = place.stack.enter_context(
+        WeightSync([engine.url for engine in engines], metrics=place.receiver.metrics)
+    )
+    sync.connect(timeout_s=20)
+    hung = engines[1]
+    for version in (1, 2, 3):
+        sync.update(weight.items(), version=version, timeout_s=20)
+        hung.script["/pause_generation", hung._counts["/pause_generation"] + 1] = "hang"
+    assert sync.evicted.keys() == {hung.url} and hung.version == "1"
+
+
 Fault = Callable[[Place], None]
 FAULTS: dict[str, tuple[Fault, dict[str, Any]]] = {
     "R3ChannelRejected": (refused, {}),
@@ -170,10 +197,10 @@ FAULTS: dict[str, tuple[Fault, dict[str, Any]]] = {
     "R3ChannelUnbalanced": (sample_is_nowhere, {}),
     "R3ChannelPageGone": (process_is_killed, {}),
     "R3ChannelMismatchJumped": (rows_are_shifted, {}),
+    "R3ChannelVersionSkew": (engine_hangs_while_others_are_updated, {}),
 }
 ELSEWHERE = {
     "R3ChannelMismatch": "ids are compared by a loop of one's own; tests/e2e/test_demo.py, a run without replay",
-    "R3ChannelVersionSkew": "an engine's version is on the page of a real SGLang only",
 }
 
 

@@ -95,7 +95,7 @@ AFTER: dict[str, tuple[str, list[str], list[str]]] = {
     ),
     "resumed": (
         "samples",
-        ["--steps", "4", "--cp", "2"],
+        ["--steps", "4"],  # on one rank: Megatron's parallel loading over two allocates on CUDA
         ["--load", "{before}/saved", "--no-load-optim", "--no-load-rng"],
     ),
 }
