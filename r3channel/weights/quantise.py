@@ -32,7 +32,8 @@ def float8_blocks(tensors: Iterable[_Pair], *, like: str | os.PathLike[str]) -> 
 @overload
 def float8_blocks(tensors: Iterable[Shard], *, like: str | os.PathLike[str]) -> Iterator[Shard]: ...
 def float8_blocks(tensors: Iterable[Any], *, like: str | os.PathLike[str]) -> Iterator[Any]:
-    """Of `hf_weights` or `hf_shards`, what `WeightSync.update` gives to a float8 engine. Lazy, on the tensors' own device.
+    """Of `hf_weights` or `hf_shards`, what `WeightSync.update` gives to a float8 engine. Lazy, on the tensors' own device; only
+    the folder is looked at now, as a rank that fails later leaves the others of a collective iterator waiting.
 
     Where the Hugging Face folder `like` has a scale: the tensor's float8 values, then its scales. Else the tensor as it is.
 
@@ -40,6 +41,10 @@ def float8_blocks(tensors: Iterable[Any], *, like: str | os.PathLike[str]) -> It
     """
     block = _block_size(like)
     scaled = {name.removesuffix(_SCALE) for name in checkpoint_names(like) if name.endswith(_SCALE)}
+    return _quantised(tensors, scaled, block)
+
+
+def _quantised(tensors: Iterable[Any], scaled: set[str], block: Block) -> Iterator[Any]:
     for one in tensors:
         name = one.meta.name if isinstance(one, Shard) else one[0]
         if name not in scaled:
