@@ -26,11 +26,10 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from r3channel.errors import NotReplayable, R3Error, TransportError, WeightsCorrupt, WeightsError
+from r3channel.errors import R3Error, TransportError, WeightsCorrupt, WeightsError
 from r3channel.transport.link import Link
 from r3channel.transport.listener import connect
-from r3channel.weights.dryrun import Needs, Part, addresses, dry_run
-from r3channel.weights.geometry import Box
+from r3channel.weights.dryrun import Learned, Needs, learn
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.sglang import LOAD_FORMAT
 from r3channel.weights.wires import (
@@ -70,28 +69,6 @@ class _Stage:
     committed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _Learned:
-    """What a dry run found, for as long as tensors and parameters are the same."""
-
-    tensors: tuple[TensorMeta, ...]
-    params: Mapping[str, Any]
-    needs: Needs
-    refused: str
-    """Why whole tensors are staged and the model's own loader places them at the commit; empty where parts are placed."""
-
-
-def _learn(model: torch.nn.Module, tensors: tuple[TensorMeta, ...], before: _Learned | None) -> _Learned:
-    # A dry run takes the loader's own time, some 0.7 ms a tensor with the engine paused: a trainer that comes again pays none.
-    params = addresses(dict(model.named_parameters()))
-    if before is not None and (before.tensors, before.params) == (tensors, params):
-        return before
-    try:
-        return _Learned(tensors, params, dry_run(model, tensors), "")
-    except NotReplayable as error:
-        return _Learned(tensors, params, _whole_tensors(tensors), str(error))
-
-
 class Receiver:
     """Of one rank. Orders come from one thread."""
 
@@ -99,7 +76,7 @@ class Receiver:
         """`agree` gathers every rank's word, which is empty where all is well."""
         self._rank, self._run_token, self._agree = rank, run_token, agree
         self._session: Session | None = None
-        self._learned: _Learned | None = None
+        self._learned: Learned | None = None
 
     def order(self, model: torch.nn.Module, order: Mapping[str, Any]) -> None:
         """Raises WeightsError with every rank's reason unless all ranks did it."""
@@ -147,7 +124,7 @@ class Receiver:
         learned = None
         if order["op"] == "open":
             tensors = tuple(TensorMeta.from_row(row) for row in order["tensors"])
-            self._learned = learned = _learn(model, tensors, self._learned)
+            self._learned = learned = learn(model, tensors, self._learned)
         self._session = Session(model, order, learned, rank=self._rank, run_token=self._run_token)
 
     def _mine(self, order: Mapping[str, Any]) -> Session:
@@ -163,7 +140,7 @@ class Session:
         self,
         model: torch.nn.Module,
         order: Mapping[str, Any],
-        learned: _Learned | None,
+        learned: Learned | None,
         *,
         rank: int,
         run_token: str,
@@ -173,7 +150,7 @@ class Session:
         Without `learned` the links only keep other sessions out.
         """
         self.name: str = order["session"]
-        self._learned = learned or _Learned((), {}, Needs((), (), ()), "")
+        self._learned = learned or Learned((), {}, Needs((), (), ()), "")
         self._lock = threading.Lock()
         self._stage = _Stage()
         self._path = ""
@@ -390,14 +367,6 @@ def _swap(targets: Sequence[torch.Tensor], staged: Sequence[torch.Tensor]) -> li
                 seen.update(_bytes(new))
             found.append(seen.hexdigest())
     return found
-
-
-def _whole_tensors(tensors: Sequence[TensorMeta]) -> Needs:
-    parts = []
-    for index, meta in enumerate(tensors):
-        strides = tuple(torch.empty(meta.shape, device="meta").stride())
-        parts.append(Part(index, Box.whole(meta.shape), index, 0, strides))
-    return Needs(tuple(tensors), tuple(parts), ())
 
 
 def _digest(flat: torch.Tensor) -> str:

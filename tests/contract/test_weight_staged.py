@@ -306,7 +306,7 @@ def test_a_trainer_that_comes_again_costs_the_engine_no_second_dry_run(
         runs.append(len(tensors))
         return dry_run(model, tensors)
 
-    monkeypatch.setattr("r3channel.weights.receiver.dry_run", counted)
+    monkeypatch.setattr("r3channel.weights.dryrun.dry_run", counted)
     for version in (1, 2):
         with session(engine) as sync:
             sync.update(weights(version).items(), version=version, timeout_s=20)
@@ -331,7 +331,7 @@ def test_an_engine_whose_dry_run_takes_longer_than_a_bucket_may_is_not_lost(
         time.sleep(2.5)
         return dry_run(model, tensors)
 
-    monkeypatch.setattr("r3channel.weights.receiver.dry_run", slow)
+    monkeypatch.setattr("r3channel.weights.dryrun.dry_run", slow)
     with session(engine, engine_timeout_s=1.0) as sync:
         assert sync.update(weights(1).items(), version=1, timeout_s=30).way == "staged"
         assert holds(engine, 1)
