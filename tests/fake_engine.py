@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from r3channel.weights.checksums import EngineChecksums
 from r3channel.weights.manifest import Bucket, TensorMeta
-from r3channel.weights.pack import EngineChecksums
 from r3channel.weights.receiver import Receiver
 from r3channel.weights.sglang import LOAD_FORMAT
 

@@ -20,12 +20,13 @@ import torch
 from r3channel.bench import reshard_ranks
 from r3channel.embedded.model import write_model
 from r3channel.embedded.sglang import EngineOptions, engines
+from r3channel.transport.process_group import in_background
 from r3channel.unproxied import urlopen
+from r3channel.weights.group import WeightGroup
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.progress import UpdateReport
 from r3channel.weights.session import WeightSync
 from r3channel.weights.sglang import EngineClient
-from r3channel.weights.wires import WeightGroup, in_background
 
 _TIMEOUT_S = 120.0
 _READY_TIMEOUT_S = 240.0

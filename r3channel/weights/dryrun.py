@@ -54,12 +54,24 @@ class Part:
         tensor, start, stop, param, offset, strides = row
         return cls(tensor, Box(tuple(start), tuple(stop)), param, offset, tuple(strides))
 
+    def start(self, box: Box) -> int:
+        """The first item of a box within the part, in the parameter."""
+        steps = zip(box.start, self.box.start, self.strides, strict=True)
+        return self.offset + sum((start - base) * stride for start, base, stride in steps)
+
+    def gaps(self, box: Box) -> bool:
+        """Whether the box's items do not lie one after the other in the parameter."""
+        step = 1
+        for size, stride in zip(reversed(box.shape), reversed(self.strides), strict=True):
+            if size != 1 and stride != step:
+                return True
+            step *= size
+        return False
+
     def view(self, flat: torch.Tensor, box: Box | None = None) -> torch.Tensor:
         """The part (or a box within it) inside the parameter's memory, given as a flat tensor of its dtype."""
         box = box or self.box
-        steps = zip(box.start, self.box.start, self.strides, strict=True)
-        offset = self.offset + sum((start - base) * stride for start, base, stride in steps)
-        return torch.as_strided(flat, box.shape, self.strides, flat.storage_offset() + offset)
+        return torch.as_strided(flat, box.shape, self.strides, flat.storage_offset() + self.start(box))
 
 
 @dataclass(frozen=True, slots=True)

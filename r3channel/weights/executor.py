@@ -1,10 +1,8 @@
-"""One update of some engines, by either way, and what a failure at any step of it leaves behind.
-
-    open -> push, bucket by bucket -> close (all came, verified) -> commit -> resume         else abort
+"""What an update asks of engines, by either way, and what a failure at any step of it leaves behind.
 
 `Staged`: bytes go beside the parameters of serving engines; the commit is a change-over under a pause of milliseconds, so a
-failure before it touches nothing and one in it is undone. `Broadcast`: engines are paused, and load each bucket in place;
-it needs no plug-in. Knows members' states and the registry; not where a bucket comes from, or which version comes next.
+failure before it touches nothing and one in it is undone. The other way is `broadcast`. Knows members' states and the
+registry; not where weights come from, or which version comes next.
 """
 
 from __future__ import annotations
@@ -13,16 +11,13 @@ import contextlib
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeVar
 
-import torch
-
 from r3channel.errors import (
-    ConfigError,
     DeadlineExceeded,
     EngineLeftBehind,
     EngineRefused,
@@ -31,13 +26,12 @@ from r3channel.errors import (
     TransportError,
     WeightsDiffer,
 )
-from r3channel.weights.manifest import Bucket, Manifest
+from r3channel.transport.process_group import in_background
 from r3channel.weights.member import EngineState, Member, told
-from r3channel.weights.pack import engine_names
-from r3channel.weights.progress import CONTROL_S, GRACE_S, Run, wait_all
+from r3channel.weights.progress import CONTROL_S, GRACE_S, Run
 from r3channel.weights.registry import Enrolment
 from r3channel.weights.sglang import PauseMode
-from r3channel.weights.wires import Stages, WeightGroup, WholeStages, check_complete, in_background
+from r3channel.weights.stages import Stages, check_complete
 
 T = TypeVar("T")
 _Sums = list[tuple[dict[str, str], dict[str, str]]]
@@ -136,44 +130,10 @@ class Work(Crew, ABC):
         """`stages` say what goes over which link."""
         super().__init__(members, enrolment, rules, run, alone=alone)
         self._stages, self._version = stages, version
-        self._sending: Future[None] | None = None
-
-    def push(self, bucket: Bucket, payload: torch.Tensor, *, last: bool) -> None:
-        """Wait for the bucket before, then send this one; its memory may be reused after the next `push` or `close`.
-
-        Raises the error of the bucket before.
-        """
-        self._finish()
-        number = len(self._run.buckets)
-        with self._run.stage("wait_send"):  # a new thread may have to wait for the interpreter
-            self._sending = background(partial(self._send, number, bucket, payload, last))
 
     @abstractmethod
-    def _send(self, number: int, bucket: Bucket, payload: torch.Tensor, last: bool) -> None: ...
-
-    @abstractmethod
-    def open(self, manifest: Manifest) -> None: ...
-
-    @abstractmethod
-    def close(self, checksums: Mapping[str, str]) -> None: ...
-
-    @abstractmethod
-    def commit(self, version: int) -> None: ...
-
-    @abstractmethod
-    def abort(self) -> None: ...
-
-    def _finish(self) -> None:
-        """Wait for the bucket under way, which has its own deadline, and raise its error."""
-        if self._sending is not None:
-            with self._run.stage("wait_send"):
-                sending, self._sending = self._sending, None
-                sending.result()
-
-    def _settle(self) -> None:
-        """After a failure: give a healthy bucket the time to end."""
-        if self._sending is not None:
-            wait([self._sending], timeout=REPAIR_S)
+    def abort(self) -> None:
+        """After a failure: every engine that holds whole weights serves again."""
 
     def pause(self) -> None:
         with self._run.stage("pause"):
@@ -223,113 +183,8 @@ class Work(Crew, ABC):
         self._enrolment.aborted(self._all)
 
 
-class Broadcast(Work):
-    """Flattened buckets through a process group with each engine, loaded in place by SGLang itself."""
-
-    def open(self, manifest: Manifest) -> None:
-        """Groups, handshake, pause; from here on nothing is routed to these engines."""
-        with self._run.stage("join"):
-            self.meet()
-            shared = [member.url for member in self.members if member.client.ranks != 1]
-            if self._rules.verify and shared:
-                raise ConfigError(
-                    f"engines {shared} share tensors over ranks: a broadcast cannot foresee their checksums; stage instead"
-                )
-            self.each(self._link)
-        self.pause()
-        self._hold()
-        self.each(Member.take_over, within_s=CONTROL_S)
-        if self._rules.check_names:
-            names = engine_names(name for bucket in manifest.buckets for name in bucket.names)
-            self.each(lambda member, left_s: member.check_names(names, left_s))
-
-    def _hold(self) -> None:
-        """Links without needs: as long as they stand, our half lets nobody else's weights in."""
-        fresh = [m for m in self.members if m.bracketed and not m.staged(()) and not m.unheld]
-        orders = {m: self._stages.order(m.url, op="hold") for m in fresh}
-        held = self.each(lambda m, left_s: m.hold(orders[m], left_s), within_s=CONTROL_S, among=fresh)
-        wanted = {member.url: member.client.ranks for member, could in held.items() if could}
-        links = self._stages.accept(wanted, self._run.deadline) if wanted else {}
-        for member in fresh:
-            member.ranks = links.get(member.url, [])
-            member.unheld = member.url not in links
-
-    def close(self, checksums: Mapping[str, str]) -> None:
-        """Wait for the last bucket, and compare what the engines report with `checksums`."""
-        self._finish()
-        with self._run.stage("end"):
-            self.each(Member.end, within_s=self._rules.engine_timeout_s)
-        with self._run.stage("verify"):
-            if self._rules.verify:
-                found = self.each(lambda member, left_s: member.verify(checksums, left_s))
-                self._run.verified = min(found.values())
-                self._run.checksums = {"1": [checksums]}
-
-    def commit(self, version: int) -> None:
-        """Returns when the first engine has taken the version: it decides."""
-        with self._run.stage("commit"):
-            self._enrolment.check_lives(self.members)
-            self._set_version(version)
-
-    def abort(self) -> None:
-        """Free everything that waits, then let the engines serve that still hold whole weights."""
-        self._settle()
-        broken = [member for member in self._all if member.state is EngineState.DIRTY]
-        wait([background(partial(dissolve, member)) for member in broken], timeout=2 * REPAIR_S)
-        self.roll_back()
-
-    def _link(self, member: Member, left_s: float) -> None:
-        if member.group is not None:
-            return
-        rules = self._rules
-        group = WeightGroup(
-            f"{rules.name}-{next(rules.numbers)}",
-            world_size=1 + member.client.ranks,
-            host=rules.host,
-            backend=rules.backend,
-        )
-        calls = {
-            background(partial(member.join, group, left_s)): member.url,
-            in_background(partial(group.join, timeout_s=left_s), name="weights-join"): "rank 0",
-        }
-        try:
-            wait_all(calls, f"join of weight group {group.name} with {member.url}", left_s)
-        except BaseException:
-            group.close()  # its store goes with it, so engines that still wait there fail at once
-            raise
-        member.group = group
-
-    def _send(self, number: int, bucket: Bucket, payload: torch.Tensor, last: bool) -> None:
-        begun_s, wires = self._run.deadline.elapsed_s, []
-
-        def one(member: Member, left_s: float) -> None:
-            group = member.group
-            assert group is not None
-            load = background(partial(member.load, bucket, last and self.flush, left_s))
-            wire = in_background(partial(group.broadcast, payload, timeout_s=left_s), name="weights-send")
-            what = {load: member.url, wire: f"the broadcast to {member.url}"}
-            wait_all(what, f"bucket {number} ({bucket})", left_s)
-            wires.append(wire.result())
-
-        self.each(one, within_s=self._rules.engine_timeout_s)
-        self._run.add("wire", max(wires))
-        self._run.add("apply", max(self._run.deadline.elapsed_s - begun_s - max(wires), 0.0))
-
-
 class Staged(Work):
-    """Through our half in the engine. Buckets of whole tensors are pushed; an exact update sends shards itself (exact.py)."""
-
-    @property
-    def _whole(self) -> WholeStages:
-        assert isinstance(self._stages, WholeStages)
-        return self._stages
-
-    def open(self, manifest: Manifest) -> None:
-        """Links to every rank, where some are missing: a pause of the dry run's length. CannotStage: nothing has changed."""
-        with self._run.stage("join"):
-            self.meet()
-            self._whole.plan(manifest)
-            self.take(self.ask(()))
+    """Through our half in the engine: what rank 0 of the trainers does there. What is sent is the matter of `joint`."""
 
     def ask(self, without: Collection[str]) -> list[Member]:
         """Have engines connect that have no links, or are named as such; those that did."""
@@ -349,14 +204,6 @@ class Staged(Work):
         metas, names = self._stages.metas, self._rules.check_names
         self._run.rounded, self._run.skipped = check_complete(ranks, metas, names=names)
         self._run.loaded = next((rank.whole for rank in ranks if rank.whole), "")
-
-    def close(self, checksums: Mapping[str, str]) -> None:
-        """Wait until every rank of every engine holds all bytes, and has digested its parameters as they would be."""
-        del checksums  # those of tensors; here each rank computes its own parameters'
-        self._finish()
-        with self._run.stage("end"):
-            self.each(lambda m, left_s: [rank.end(timeout_s=left_s) for rank in m.ranks])
-        self.verify()
 
     def verify(self) -> None:
         """Every trainer has sent everything, and every rank has placed it. Engines of equal ranks must agree."""
@@ -393,7 +240,6 @@ class Staged(Work):
 
     def abort(self) -> None:
         """The old weights, bit for bit: they lie beside the new ones."""
-        self._settle()
         undo = {"op": "undo", "session": self._rules.name, "version": self._version}
 
         def one(member: Member) -> None:
@@ -409,25 +255,6 @@ class Staged(Work):
         ]
         wait([background(partial(one, member)) for member in changed], timeout=2 * REPAIR_S)
         self.roll_back()
-
-    def _send(self, number: int, bucket: Bucket, payload: torch.Tensor, last: bool) -> None:
-        named = dict(zip(bucket.names, bucket.views(payload), strict=True))
-        begun_s = self._run.deadline.elapsed_s
-
-        def one(member: Member, left_s: float) -> None:
-            wait_all(
-                {
-                    background(
-                        partial(self._whole.send, rank, number, named, self._version, left_s)
-                    ): member.url
-                    for rank in member.ranks
-                },
-                f"bucket {number} ({bucket})",
-                left_s,
-            )
-
-        self.each(one, within_s=self._rules.engine_timeout_s)
-        self._run.add("wire", self._run.deadline.elapsed_s - begun_s)
 
 
 def dissolve(member: Member) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,10 +49,26 @@ class Box:
         stop = tuple(map(min, self.stop, other.stop))
         return None if any(a >= b for a, b in zip(start, stop, strict=True)) else Box(start, stop)
 
+    def cut(self, most: int) -> Iterator[Box]:
+        """Boxes of at most `most` items, in C order, or of one item where that is less."""
+        axis = next((axis for axis, size in enumerate(self.shape) if size > 1), None)
+        if axis is None or self.numel <= most:
+            yield self
+            return
+        lines = max(1, most * self.shape[axis] // self.numel)
+        for start in range(self.start[axis], self.stop[axis], lines):
+            stop = min(start + lines, self.stop[axis])
+            part = Box(_with(self.start, axis, start), _with(self.stop, axis, stop))
+            yield from part.cut(most) if lines == 1 else (part,)
+
     def within(self, outer: Box) -> tuple[slice, ...]:
         """Slices that cut this box out of a tensor that holds exactly `outer`."""
         spans = zip(self.start, self.stop, outer.start, strict=True)
         return tuple(slice(start - base, stop - base) for start, stop, base in spans)
+
+
+def _with(corner: tuple[int, ...], axis: int, value: int) -> tuple[int, ...]:
+    return (*corner[:axis], value, *corner[axis + 1 :])
 
 
 class Layout:

@@ -140,11 +140,19 @@ class Manifest:
     buckets: tuple[Bucket, ...]
     digest: int
     """xxh3 over names, dtypes, shapes and bucket borders in canonical JSON."""
+    arrivals: tuple[tuple[TensorMeta, int, int], ...]
+    """In the caller's order: each tensor, its bucket, its place in there."""
 
     @classmethod
-    def of(cls, buckets: Sequence[Bucket]) -> Manifest:
+    def of(cls, buckets: Sequence[Bucket], arrivals: Sequence[Sequence[int]] | None = None) -> Manifest:
+        """`arrivals`: by bucket, the number of each tensor in the caller's order; without, as they lie in the buckets."""
         rows = [[meta.row() for meta in bucket.tensors] for bucket in buckets]
-        return cls(tuple(buckets), xxhash.xxh3_64_intdigest(json.dumps(rows, separators=(",", ":")).encode()))
+        digest = xxhash.xxh3_64_intdigest(json.dumps(rows, separators=(",", ":")).encode())
+        placed = [(meta, b, at) for b, bucket in enumerate(buckets) for at, meta in enumerate(bucket.tensors)]
+        if arrivals is not None:
+            numbers = (number for bucket in arrivals for number in bucket)
+            placed = [one for _, one in sorted(zip(numbers, placed, strict=True), key=lambda pair: pair[0])]
+        return cls(tuple(buckets), digest, tuple(placed))
 
     @property
     def id(self) -> str:
@@ -158,35 +166,6 @@ class Manifest:
     @property
     def tensor_count(self) -> int:
         return sum(len(bucket.tensors) for bucket in self.buckets)
-
-    def check(self, index: int, bucket: Bucket) -> Bucket:
-        """Return our bucket number `index`, which equals `bucket`; ManifestMismatch names the first difference."""
-        if index >= len(self.buckets):
-            raise ManifestMismatch(
-                f"bucket {index} ({bucket}): the manifest has only {len(self.buckets)} buckets, "
-                "so this update gives more tensors than the first one did"
-            )
-        known = self.buckets[index]
-        if known != bucket:
-            raise ManifestMismatch(f"bucket {index}: {_first_difference(known, bucket)}")
-        return known
-
-    def check_complete(self, count: int) -> None:
-        """ManifestMismatch unless `count` buckets are all of them."""
-        if count != len(self.buckets):
-            raise ManifestMismatch(
-                f"the update ended after {count} of {len(self.buckets)} buckets; "
-                f"the next tensor expected is {self.buckets[count].tensors[0]}"
-            )
-
-
-def _first_difference(known: Bucket, seen: Bucket) -> str:
-    for expected, got in zip(known.tensors, seen.tensors, strict=False):
-        if expected != got:
-            return f"expected {expected}, got {got}; did the model, its layout or the cast change between updates?"
-    return (
-        f"expected {len(known.tensors)} tensors, got {len(seen.tensors)}; the first update gave other tensors"
-    )
 
 
 T = TypeVar("T")

@@ -13,10 +13,11 @@ from enum import Enum
 from typing import Any
 
 from r3channel.errors import CannotStage, EngineRefused, ManifestMismatch, R3Error, WeightsDiffer
+from r3channel.weights.group import WeightGroup
 from r3channel.weights.manifest import Bucket, TensorMeta
 from r3channel.weights.progress import CONTROL_S
 from r3channel.weights.sglang import EngineClient, PauseMode
-from r3channel.weights.wires import RankLink, WeightGroup
+from r3channel.weights.wires import RankLink
 
 _SHOWN = 3
 _ASK_S = 1.0

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import torch
-
 from r3channel.errors import DeadlineExceeded, R3Error
-from r3channel.weights.manifest import Bucket, Manifest, TensorMeta
+from r3channel.weights.manifest import Manifest
 
 # Waits within waits: each has the same deadline, and the innermost must speak first, because it knows who is late.
 _ANSWER_S = (
@@ -103,8 +101,8 @@ class UpdateReport:
     """Engines whose lease ran out before this update: it was made without them, and they belong to the session no more."""
     wall_s: float
     seconds: Mapping[str, float]
-    """Caller's thread, adding up to the wall: join pause begin convert plan pack digest wait_send end verify commit resume.
-    Beside it, in the sender's thread: wire (slowest broadcast) and apply (from there to the slowest engine's answer)."""
+    """Adding up to the wall: join pause begin convert plan pack digest wait_send end verify commit resume. `convert` is the
+    caller's iterator. Beside it, of a broadcast's sender: wire (slowest), apply (from there to the slowest answer)."""
 
     @classmethod
     def of(cls, version: int, manifest: Manifest, run: Run) -> UpdateReport:
@@ -129,7 +127,6 @@ class Run:
 
     deadline: Deadline
     seconds: dict[str, float] = field(default_factory=dict)
-    buckets: list[Bucket] = field(default_factory=list)
     digests: list[int] = field(default_factory=list)
     """xxh3 of each bucket's bytes, where a host copy is kept."""
     verified: int = 0
@@ -158,36 +155,3 @@ class Run:
     def timed_next(self, name: str, items: Iterator[T]) -> T | None:
         with self.stage(name):
             return next(items, None)
-
-
-class Stream:
-    """The caller's tensors, read once, and the seconds spent waiting for them."""
-
-    def __init__(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self._iterator = iter(named_tensors)
-        self.ended = False
-        self.asking = False
-        """Whether the caller's own code runs."""
-        self.seconds = 0.0
-
-    def __iter__(self) -> Iterator[tuple[TensorMeta, torch.Tensor]]:
-        while (named := self._next()) is not None:
-            name, tensor = named
-            yield TensorMeta.of(name, tensor), tensor
-
-    def _next(self) -> tuple[str, torch.Tensor] | None:
-        begun_s = time.monotonic()
-        self.ended = self.asking = True  # unless it gives one: it may raise
-        try:
-            named = next(self._iterator, None)
-        finally:
-            self.asking = False
-        self.ended = named is None
-        self.seconds += time.monotonic() - begun_s
-        return named
-
-    def drain(self) -> None:
-        """Read to the end, keeping nothing; an error of the iterator is dropped, since one is already under way."""
-        with contextlib.suppress(Exception):
-            while not self.ended:
-                self._next()

@@ -42,8 +42,11 @@ from r3channel.weights.wires import (
     TABLE,
     VERIFY,
     Entry,
+    Run,
+    host_bytes,
     read_table,
     receive_blob,
+    runs_of,
     send_blob,
     session_token,
     shared_memory,
@@ -67,6 +70,23 @@ class _Stage:
     came: dict[int, int] = field(default_factory=dict)
     """By link: items placed."""
     committed: bool = False
+
+
+class _Table:
+    """What a trainer sends, in order, and where each record of it lies: the same at every update."""
+
+    def __init__(self, entries: Sequence[Entry]) -> None:
+        self.entries = entries
+        self._runs: dict[tuple[int, int], list[Run]] = {}
+
+    def runs(self, first: int, count: int, needs: Needs, staged: Sequence[torch.Tensor]) -> list[Run]:
+        """ValueError for entries that are not in the table."""
+        if (first, count) not in self._runs:
+            entries = self.entries[first : first + count]
+            if len(entries) != count:
+                raise ValueError(f"entries {first} to {first + count} of {len(self.entries)}")
+            self._runs[first, count] = runs_of(entries, needs, staged)
+        return self._runs[first, count]
 
 
 class Receiver:
@@ -222,8 +242,7 @@ class Session:
             link.abort("the rank has ended it")  # also where we are at fault: no dead thread holds an engine
 
     def _listen(self, number: int, link: Link, told: dict[str, Any]) -> None:
-        table: list[Entry] = []
-        failure = ""
+        table, failure = _Table(()), ""
         send_blob(link, NEEDS, told, timeout_s=None)
         while True:
             kind, body = link.recv_record(timeout_s=None)
@@ -232,7 +251,7 @@ class Session:
                     self._mapped.add(number)
                     if len(self._mapped) == len(self._links):
                         self._unlink()
-                    table, failure = read_table(receive_blob(link, body), self._needs.parts), ""
+                    table, failure = _Table(read_table(receive_blob(link, body), self._needs.parts)), ""
                 elif kind in (DATA, PLACED):
                     self._place(number, link if kind == DATA else None, table, body)
                 elif kind == END:
@@ -248,25 +267,20 @@ class Session:
                     raise TransportError(str(error)) from error
                 failure = failure or f"{type(error).__name__}: {error}"
 
-    def _place(self, number: int, link: Link | None, table: Sequence[Entry], body: bytes) -> None:
+    def _place(self, number: int, link: Link | None, table: _Table, body: bytes) -> None:
         version, first, count, digest = HEAD.unpack(body)
         self._begin(version, number, first)
-        entries = table[first : first + count]
-        if len(entries) != count:
-            raise ValueError(f"entries {first} to {first + count} of {len(table)}")
         seen = xxhash.xxh3_64()
-        for entry in entries:
-            part = self._needs.parts[entry.part]
-            view = part.view(self._staged[part.param], entry.box)
-            if link is None:  # the trainer has put it there
-                seen.update(view.contiguous().flatten().view(torch.uint8).numpy().data)
-                continue
-            landing = view if view.is_contiguous() else torch.empty(view.shape, dtype=view.dtype)
-            data = landing.flatten().view(torch.uint8).numpy().data
-            link.recv_into(data, timeout_s=None)
+        for run in table.runs(first, count, self._needs, self._staged):
+            flat = run.view.is_contiguous()
+            landing = run.view if flat or link is None else torch.empty(run.view.shape, dtype=run.view.dtype)
+            data = host_bytes(landing.contiguous())
+            if link is not None:  # else the trainer has put it there
+                link.recv_into(data, timeout_s=None)
             seen.update(data)
-            if landing is not view:
-                view.copy_(landing)
+            if landing is not run.view:
+                run.view.copy_(landing)
+        entries = table.entries[first : first + count]
         if seen.intdigest() != digest:
             name = self._learned.tensors[self._needs.parts[entries[0].part].tensor].name
             raise WeightsCorrupt(f"version {version}: {count} pieces from {name} on came damaged")
@@ -364,22 +378,18 @@ def _swap(targets: Sequence[torch.Tensor], staged: Sequence[torch.Tensor]) -> li
                 old = new.clone()
                 new.copy_(kept)
                 kept.copy_(old)
-                seen.update(_bytes(new))
+                seen.update(host_bytes(new))
             found.append(seen.hexdigest())
     return found
 
 
 def _digest(flat: torch.Tensor) -> str:
-    return xxhash.xxh3_64_hexdigest(_bytes(flat))
+    return xxhash.xxh3_64_hexdigest(host_bytes(flat))
 
 
 def _checksum(flat: torch.Tensor) -> str:
     """As SGLang's own `/weights_checker` computes it on a CPU."""
-    return hashlib.sha256(_bytes(flat)).hexdigest()[:16]
-
-
-def _bytes(flat: torch.Tensor) -> memoryview:
-    return flat.detach().cpu().view(torch.uint8).numpy().data
+    return hashlib.sha256(host_bytes(flat)).hexdigest()[:16]
 
 
 def _spare_bytes() -> int:

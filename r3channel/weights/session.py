@@ -19,12 +19,12 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import wait
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 
@@ -32,8 +32,8 @@ from r3channel.bearer import read_token
 from r3channel.errors import (
     CannotStage,
     ConfigError,
-    DeadlineExceeded,
     EngineLeftBehind,
+    ManifestMismatch,
     R3Error,
     RegistryRefused,
     TrainerRankLost,
@@ -43,34 +43,28 @@ from r3channel.errors import (
 )
 from r3channel.metrics import Metrics
 from r3channel.slot import PROCESS_SLOT
+from r3channel.weights.broadcast import Broadcast
 from r3channel.weights.convert import Shard
-from r3channel.weights.exact import ExactStages, JointUpdate, TrainerRanks
-from r3channel.weights.executor import (
-    REPAIR_S,
-    Broadcast,
-    Crew,
-    OnEngineLoss,
-    Rules,
-    Staged,
-    Work,
-    background,
-    dissolve,
-)
+from r3channel.weights.executor import REPAIR_S, Crew, OnEngineLoss, Rules, Staged, Work, background, dissolve
 from r3channel.weights.geometry import Box
-from r3channel.weights.manifest import Bucket, Manifest, TensorMeta
+from r3channel.weights.group import group_device
+from r3channel.weights.joint import JointUpdate
+from r3channel.weights.manifest import Bucket, Manifest, TensorMeta, is_scale
 from r3channel.weights.member import EngineState, Member, told
-from r3channel.weights.pack import OnNonfinite, Packer, Push
-from r3channel.weights.progress import GRACE_S, LAST_WORD_S, Deadline, Run, Stream, UpdateReport
+from r3channel.weights.pack import OnNonfinite, Packer
+from r3channel.weights.progress import GRACE_S, Deadline, Run, UpdateReport
+from r3channel.weights.reader import Reader
 from r3channel.weights.registry import Enrolment, WeightRegistry, own_registry
 from r3channel.weights.sglang import EngineClient, PauseMode
+from r3channel.weights.stages import Held, Push, Source, Stages
 from r3channel.weights.store import Buffers, HeldWeights, checkpoint_tensors
-from r3channel.weights.wires import WholeStages, Wire, group_device
+from r3channel.weights.trainers import TrainerRanks
+from r3channel.weights.wires import Wire
 
 DEFAULT_BUCKET_BYTES = 256 << 20
 RESTORE_S = 30.0
 Plan = Literal["broadcast", "exact"]
 Staging = Literal["auto"] | bool
-T = TypeVar("T")
 
 
 class WeightSync:
@@ -160,22 +154,32 @@ class WeightSync:
         )
         self._staging: Staging = staged
         self._way = "" if staged else "broadcast: not wanted"
-        run_token = read_token(token_file) if token_file else ""
-        links = {"host": host, "session": name, "run_token": run_token, "staged": staged, "wire": wire}
-        self._ranks = None if group is None else TrainerRanks(group)
-        self._exact = self._ranks and ExactStages(self._ranks, bucket_bytes=bucket_bytes, **links)
-        self._stages = self._exact or WholeStages(**links)
-        self._copy = Buffers(keep=True) if keep_copy else None
-        self._device = group_device(backend)
-        self._on_nonfinite: OnNonfinite = on_nonfinite
-        self._packer = Packer(
-            bucket_bytes=bucket_bytes,
-            on_nonfinite=on_nonfinite,
-            named=expected is not None,
-            checksums=verify,
+        self._exact = group is not None
+        self._ranks = TrainerRanks(group)
+        self._stages = Stages(
+            self._ranks,
+            host=host,
+            session=name,
+            run_token=read_token(token_file) if token_file else "",
+            staged=staged,
+            wire=wire,
+            look=on_nonfinite == "error"
+            and (self._exact or not keep_copy),  # a copy was looked at when it was made
+            record_timeout_s=engine_timeout_s,
         )
-        self._kept: list[Shard] = []
-        """This rank's part of the committed weights, with `exact` and `keep_copy`."""
+        self._bucket_bytes = bucket_bytes
+        self._keep = keep_copy
+        self._copy = Buffers(keep=True) if keep_copy and not self._exact else None
+        """The committed weights, of whole tensors."""
+        self._kept: tuple[Shard, ...] = ()
+        """This rank's part of them, with `exact`."""
+        self._on_nonfinite: OnNonfinite = on_nonfinite
+        self._packer = Packer(Buffers(keep=False, device=group_device(backend)), on_nonfinite)
+        """For broadcasts."""
+        self._manifest: Manifest | None = None
+        """What every update must give, once one counts."""
+        self._whole: tuple[Manifest | None, Held, tuple[int, ...]] = (None, (), ())
+        self._reader: Reader | None = None
         self._own_page = metrics is None
         self.metrics = metrics or Metrics("trainer")
         if metrics is None and metrics_port >= 0:
@@ -183,12 +187,9 @@ class WeightSync:
         self.metrics.measure("r3channel_weight_updates_total")
         self.metrics.watch("r3channel_engines_routable", lambda: len(self.routable()))
         self._version: int | None = None
-        self._checksums: Mapping[str, str] = {}
-        """What an engine of one rank reports of the committed weights."""
         self._held: HeldWeights | None = None
         self._phase = "new"
         self._busy = threading.Lock()
-        self._reading: Future[Any] | None = None
 
     @property
     def version(self) -> int | None:
@@ -244,17 +245,11 @@ class WeightSync:
         if self._phase != "new":
             raise UsageError(f"WeightSync.connect() on a session that is {self._phase}")
         run = Run(Deadline(timeout_s, "connect"))
-        if self._exact is not None:
-            self._exact.connect(run.deadline)
-            self._rules = replace(self._rules, name=self._exact.session)
-        if self._leads:
+        self._stages.connect(run.deadline)
+        self._rules = replace(self._rules, name=self._stages.session)
+        if self._ranks.leads:
             Crew(self._members, self._enrolment, self._rules, run, alone=True).meet()
         self._phase = "ready"
-
-    @property
-    def _leads(self) -> bool:
-        """Whether this rank speaks to engines."""
-        return self._ranks is None or self._ranks.rank == 0
 
     def update(
         self,
@@ -280,21 +275,28 @@ class WeightSync:
         SlotBusy, UsageError. Ends within `timeout_s`, after a failure within some 10 s more for cleaning up.
         """
         run = Run(Deadline(timeout_s, f"update to version {version}"))
-        stream = Stream(_pair(one) for one in named_tensors)
+        reader = None if self._exact else Reader((_pair(one) for one in named_tensors), run)
         try:
             with (
                 self._alone("update", f"the update to weight version {version}", timeout_s),
                 self._counted(version),
             ):
                 self._check_version(version)
-                if self._exact is not None:
-                    return self._update_exact([_shard(one) for one in named_tensors], version, run)
-                return self._update(stream, version, run)
+                if reader is None:
+                    return self._update(tuple(map(_shard, named_tensors)), version, run)
+                if self._reader is not None and not self._reader.wait(run.deadline.left_s()):
+                    raise UsageError(
+                        "the iterator of the update before is still being read: its other ranks have not come along"
+                    )
+                self._reader = reader
+                return self._update(reader, version, run)
+        except BaseException:
+            if reader is not None:
+                reader.drain()
+            raise
         finally:
-            if self._exact is None and not stream.ended:
-                self._drain(stream)
-            if self._reading is not None:
-                wait([self._reading], timeout=run.deadline.remaining_s)
+            if reader is not None:
+                reader.wait(run.deadline.remaining_s)
 
     def load_checkpoint(self, folder: str | os.PathLike[str], *, version: int, timeout_s: float) -> None:
         """Read a Hugging Face folder into the host copy as `version`, so that `update_one` and `add_engine` fill from it.
@@ -307,10 +309,9 @@ class WeightSync:
             raise UsageError("load_checkpoint() needs keep_copy=True, and comes before the first update()")
         self._check_version(version)
         run = Run(Deadline(timeout_s, f"reading of {os.fspath(folder)}"))
-        self._packer.buffers = self._copy
-        manifest = self._packer.pack(Stream(checkpoint_tensors(folder)), _in_time(run), run)
+        manifest = self._read_first(Reader(checkpoint_tensors(folder), run), self._copy)
         self._copy.commit(version, manifest, tuple(run.digests))
-        self._version, self._checksums = version, self._packer.checksums
+        self._version = version
 
     def update_one(self, engine: str, *, timeout_s: float) -> UpdateReport:
         """Bring one engine, restarted, evicted or quarantined, to the committed version from the host copy (`keep_copy`).
@@ -320,8 +321,6 @@ class WeightSync:
         """
         deadline = Deadline(timeout_s, f"update of {engine}")
         with self._alone("update_one", f"the weight update of {engine}", timeout_s):
-            if self._exact is not None:
-                return self._update_exact(self._kept, self._version, Run(deadline), only=self._member(engine))
             return self._bring_up(self._member(engine), deadline)
 
     def add_engine(self, engine: EngineClient | str, *, timeout_s: float) -> UpdateReport | None:
@@ -392,7 +391,7 @@ class WeightSync:
         except EngineLeftBehind:  # committed, but not by all
             raise
         except TrainerRankLost:
-            result = "committed" if self._leads else "unknown"
+            result = "committed" if self._ranks.leads else "unknown"
             raise
         except BaseException:
             result = "failed"
@@ -439,55 +438,63 @@ class WeightSync:
             self._drop(member)
         return tuple(member.url for member in expired)
 
-    # -- the caller's tensors ------------------------------------------------------------------------------------------
+    # -- what is given -------------------------------------------------------------------------------------------------
 
-    def _read(self, stream: Stream, push: Push, run: Run) -> Manifest:
-        """Pack the caller's tensors in a thread, so that a stalled iterator keeps nobody waiting past the deadline."""
-        reading = self._aside(lambda: self._packer.pack(stream, push, run))
-        wait([reading], timeout=run.deadline.left_s())
-        if (
-            not stream.asking
-        ):  # a call of ours is under way: it has the same deadline, and can name who is late
-            wait([reading], timeout=LAST_WORD_S)
-        if not reading.done():
-            late = "the tensors did not come" if stream.asking else "the tensors were not packed and sent"
-            why = ": is their iterator stuck?" if stream.asking else ""
-            raise DeadlineExceeded(f"{late} within {run.deadline.elapsed_s:.1f} s{why}")
-        return reading.result()
+    def _read_first(self, reader: Reader, copy: Buffers) -> Manifest:
+        packer = Packer(copy, self._on_nonfinite)
+        return reader.first(packer, cap_bytes=self._bucket_bytes, check=self._check_scales)
 
-    def _drain(self, stream: Stream) -> None:
-        """Read the iterator to its end, in a thread: the other trainer ranks are in step with it, whatever becomes of ours."""
-        before = self._reading
-
-        def drain() -> None:
-            if before is not None:
-                wait([before])
-            stream.drain()
-
-        self._aside(drain)
-
-    def _aside(self, call: Callable[[], T]) -> Future[T]:
-        """The caller's code in a thread, with the caller's setting of gradients, which each thread has its own of."""
-        grad = torch.is_grad_enabled()
-
-        def run() -> T:
-            with torch.set_grad_enabled(grad):
-                return call()
-
-        self._reading = reading = background(run)
-        return reading
-
-    def _await_reading(self, deadline: Deadline) -> None:
-        if self._reading is not None and not wait([self._reading], timeout=deadline.left_s()).done:
-            raise UsageError(
-                "the iterator of the update before is still being read: its other ranks have not come along"
+    def _check_scales(self, bucket: Bucket) -> None:
+        """SGLang skips a name that it does not have, so an engine of plain weights would serve float8 ones without scales."""
+        scale = next((name for name in bucket.names if is_scale(name)), None)
+        if scale is not None and not self._rules.check_names and not self._rules.verify:
+            raise ManifestMismatch(
+                f"tensor {scale} is the scale of a float8 weight; expected `expected` or `verify`, which notice an engine that "
+                "has no such parameter"
             )
+
+    def _given(self, what: Reader | Sequence[Shard], run: Run) -> tuple[Source, Manifest | None]:
+        """What an update gives. The first one's whole tensors are packed before any engine is asked: nobody knows them sooner."""
+        if not isinstance(what, Reader):
+            return _source_of(what), None
+        if self._manifest is None:
+            copy = self._copy or Buffers(keep=True)
+            manifest = self._read_first(what, copy)
+            return self._source(manifest, lambda push: _each(manifest, copy.coming(), push)), manifest
+        manifest = self._manifest
+
+        def feed(push: Push) -> None:
+            if self._copy is None:
+                return what.again(manifest, lambda tensors: push(tensors, None))
+            numbers, packer = itertools.count(), Packer(self._copy, self._on_nonfinite)
+
+            def keep(tensors: Sequence[torch.Tensor]) -> None:
+                number = next(numbers)
+                bucket = manifest.buckets[number]
+                payload = packer.pack(number, bucket, tensors, run)
+                push(bucket.views(payload), payload)
+
+            return what.again(manifest, keep)
+
+        return self._source(manifest, feed), manifest
+
+    def _source(self, manifest: Manifest, feed: Callable[[Push], None]) -> Source:
+        """Of whole tensors."""
+        if self._whole[0] is not manifest:
+            held = tuple((meta, Box.whole(meta.shape)) for b in manifest.buckets for meta in b.tensors)
+            self._whole = (
+                manifest,
+                held,
+                tuple(itertools.accumulate(len(b.tensors) for b in manifest.buckets)),
+            )
+        _, held, ends = self._whole
+        return Source(held, ends, feed)
 
     # -- updates -------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _undone(
-        self, what: str, members: Sequence[Member], stream: Stream | None = None
+        self, what: str, members: Sequence[Member], reader: Reader | None = None
     ) -> Iterator[list[Work]]:
         """A failure inside aborts the work that was put into the list, and says which state that left engines in."""
         begun: list[Work] = []
@@ -496,19 +503,19 @@ class WeightSync:
         except TrainerRankLost:  # after the commit
             raise
         except BaseException as error:
-            if stream is not None:
-                self._drain(stream)
+            if reader is not None:
+                reader.drain()
             for work in begun:
                 work.abort()
             self._enrolment.aborted(members)
-            if stream is not None and begun:
+            if reader is not None and begun:
                 self._restore(members)
             if not isinstance(error, Exception):
                 raise
             raise WeightUpdateFailed(f"{what}: {error} [engines now: {told(members)}]") from error
 
     def _taking_part(self, run: Run) -> list[Member]:
-        if self._exact is None:  # whose other ranks know no leases
+        if not self._exact:  # whose other ranks know no leases
             run.expired = self._part_with_the_lost()
         members = [member for member in self._members if not member.evicted]
         if not members:
@@ -516,114 +523,87 @@ class WeightSync:
         self._enrolment.cover(members, for_s=run.deadline.left_s())
         return members
 
-    def _stays(self, version: int) -> str:
-        return f"weight version {version} was not committed, version {self._version} stays"
-
-    def _update(self, stream: Stream, version: int, run: Run) -> UpdateReport:
-        self._await_reading(run.deadline)
+    def _update(self, what: Reader | Sequence[Shard], version: int, run: Run) -> UpdateReport:
+        """All engines, from what the caller gives."""
         members = self._taking_part(run)
-        with self._undone(self._stays(version), members, stream) as begun:
-            manifest, copy = self._packer.manifest, None
-            if manifest is None:
-                copy = self._copy or Buffers(keep=True)
-                self._packer.buffers = copy
-                manifest = self._read(stream, _in_time(run), run)
-            work = self._work(begun, members, manifest, version, run)
-            if copy is None:
-                self._read(stream, work.push, run)
-            else:
-                ready = zip(manifest.buckets, copy.coming(), strict=True)
-                _send(work, ready, run, count=len(manifest.buckets))
-            work.close(self._packer.checksums)
-            work.commit(version)
-        self._record(version, manifest, run)
-        work.resume(version)
-        run.add("convert", stream.seconds)
-        run.add("plan", run.seconds.pop("fill") - stream.seconds)
-        return UpdateReport.of(version, manifest, run)
-
-    def _update_exact(
-        self, shards: Sequence[Shard], version: int | None, run: Run, *, only: Member | None = None
-    ) -> UpdateReport:
-        """All trainer ranks together; of all engines, or of one from what was kept."""
-        assert self._exact is not None and self._ranks is not None
-        if version is None or not shards:
-            raise UsageError(
-                "one engine is updated from kept shards: keep_copy=True, and a first update() of all"
-            )
-        members = [only.afresh()] if only else self._taking_part(run)
-        run.way = "staged"
-        work = self._staged(members, version, run, alone=only is not None)
-        joint = JointUpdate(work, self._exact, self._ranks, run, version)
-        with self._undone(self._stays(version), members) as begun:
-            begun += [work] if joint.leads else []
-            manifest = joint.run(shards, finite=self._on_nonfinite == "error")
-        if only is None:
-            self._version = version
-            if self._copy is not None:
-                self._kept = [Shard(s.meta, s.box, s.tensor.to(s.meta.dtype, copy=True)) for s in shards]
-            self._hold(version, manifest, run)
-        else:
-            only.evicted = ""
-        if joint.outcome is not None:
-            raise joint.outcome
+        reader = what if isinstance(what, Reader) else None
+        stays = f"weight version {version} was not committed, version {self._version} stays"
+        with self._undone(stays, members, reader) as begun:
+            source, manifest = self._given(what, run)
+            outcome = self._deliver(begun, members, source, manifest, version, run)
+        manifest = self._record(version, manifest, what, run)
+        if outcome is not None:
+            raise outcome
+        if reader is not None:
+            run.add("convert", reader.seconds)
         return UpdateReport.of(version, manifest, run)
 
     def _bring_up(self, member: Member, deadline: Deadline) -> UpdateReport:
-        """One engine to the committed version, from the copy."""
-        copy = self._copy
-        if copy is None or copy.version is None or copy.manifest is None:
+        """One engine to the committed version, from what was kept."""
+        copy, version = self._copy, self._version
+        manifest = None if copy is None else copy.manifest
+        if version is None or (manifest is None and not self._kept):
             raise UsageError(
                 "one engine is updated from the host copy: keep_copy=True, and a first update() of all or load_checkpoint()"
             )
-        run, version, manifest, members = Run(deadline), copy.version, copy.manifest, [member.afresh()]
+        if copy is None or manifest is None:
+            source = _source_of(self._kept)
+        else:
+            payloads = (payload for _, payload in copy.read())
+            source = self._source(manifest, lambda push: _each(manifest, payloads, push))
+        run, members = Run(deadline), [member.afresh()]
         with self._undone(f"engine {member.url} was not brought to version {version}", members) as begun:
-            work = self._work(begun, members, manifest, version, run, alone=True)
-            _send(work, copy.read(), run, count=len(manifest.buckets))
-            work.close(self._checksums)
-            work.commit(version)
-            work.resume(version)
+            outcome = self._deliver(begun, members, source, manifest, version, run, alone=True)
+            if outcome is not None:
+                raise outcome
         member.evicted = ""
-        return UpdateReport.of(version, manifest, run)
+        return UpdateReport.of(version, manifest or self._sent(), run)
 
-    def _staged(self, members: Sequence[Member], version: int, run: Run, *, alone: bool) -> Staged:
-        return Staged(
-            members, self._enrolment, self._rules, run, stages=self._stages, version=version, alone=alone
-        )
-
-    def _work(
+    def _deliver(
         self,
         begun: list[Work],
         members: Sequence[Member],
-        manifest: Manifest,
+        source: Source,
+        manifest: Manifest | None,
         version: int,
         run: Run,
         *,
         alone: bool = False,
-    ) -> Work:
-        """Opened, and put into `begun`: staged where that is wanted and can be, else a broadcast."""
+    ) -> R3Error | None:
+        """Staged where that is wanted and can be, else a broadcast. What is to be raised although the update counts."""
+        parts = members, self._enrolment, self._rules, run
         if not self._way:
-            staged = self._staged(members, version, run, alone=alone)
+            work = Staged(*parts, stages=self._stages, version=version, alone=alone)
+            joint = JointUpdate(work, self._stages, self._ranks, run, version)
+            begun += [work] if self._ranks.leads else []
+            run.way = "staged"
             try:
-                staged.open(manifest)
-                run.way = "staged"
-                begun.append(staged)
-                return staged
+                joint.open(source)
             except CannotStage as error:
-                if self._staging is True:
+                if self._exact or self._staging is True:
                     raise
                 self._way = f"broadcast: {error}"
-        work = Broadcast(
-            members, self._enrolment, self._rules, run, stages=self._stages, version=version, alone=alone
-        )
+                begun.clear()
+            else:
+                joint.deliver(source)
+                return joint.outcome
+        assert manifest is not None
         run.way = self._way
+        work = Broadcast(*parts, stages=self._stages, version=version, alone=alone, packer=self._packer)
         try:
             work.open(manifest)
         except BaseException:  # nothing has been loaded: there is nothing to restore
             work.abort()
             raise
         begun.append(work)
-        return work
+        source.feed(work.push)
+        work.close()
+        work.commit(version)
+        try:
+            work.resume(version)
+        except EngineLeftBehind as error:
+            return error
+        return None
 
     def _restore(self, members: Sequence[Member]) -> None:
         """Give the old version back to engines that hold parts of a new one, each by itself. One that fails stays paused."""
@@ -637,19 +617,25 @@ class WeightSync:
         dirty = [member for member in members if member.state is EngineState.DIRTY and not member.evicted]
         wait([background(partial(one, member)) for member in dirty], timeout=RESTORE_S + GRACE_S)
 
-    def _record(self, version: int, manifest: Manifest, run: Run) -> None:
-        if self._packer.manifest is None:
-            self._packer.manifest = manifest
-            device = torch.device("cpu") if run.way == "staged" else self._device
-            self._packer.buffers = self._copy or Buffers(keep=False, device=device)
-        self._version, self._checksums = version, self._packer.checksums
-        self._hold(version, manifest, run)
-        if self._copy is not None:
-            self._copy.commit(version, manifest, tuple(run.digests))
-
-    def _hold(self, version: int, manifest: Manifest, run: Run) -> None:
+    def _record(
+        self, version: int, manifest: Manifest | None, what: Reader | Sequence[Shard], run: Run
+    ) -> Manifest:
+        """The update counts."""
+        self._version = version
+        if manifest is not None:
+            self._manifest = manifest
+            if self._copy is not None:
+                self._copy.commit(version, manifest, tuple(run.digests))
+        elif self._keep and not isinstance(what, Reader):
+            self._kept = tuple(Shard(s.meta, s.box, s.tensor.to(s.meta.dtype, copy=True)) for s in what)
+        sent = manifest or self._sent()
         sums = run.checksums
-        self._held = HeldWeights.of(manifest, version=version, engine=sums) if sums else None
+        self._held = HeldWeights.of(sent, version=version, engine=sums) if sums else None
+        return sent
+
+    def _sent(self) -> Manifest:
+        """With `exact`: all tensors that trainers hold together."""
+        return Manifest.of([Bucket.of(self._stages.metas)])
 
 
 def _pair(one: tuple[str, torch.Tensor] | Shard) -> tuple[str, torch.Tensor]:
@@ -668,21 +654,17 @@ def _shard(one: tuple[str, torch.Tensor] | Shard) -> Shard:
     return Shard(TensorMeta.of(name, tensor), Box.whole(tensor.shape), tensor)
 
 
-def _send(work: Work, buckets: Iterable[tuple[Bucket, torch.Tensor]], run: Run, *, count: int) -> None:
+def _source_of(shards: Sequence[Shard]) -> Source:
+    """Of one bucket."""
+    tensors = [shard.tensor for shard in shards]
+    held = tuple((shard.meta, shard.box) for shard in shards)
+    return Source(held, (len(held),), lambda push: push(tensors, None))
+
+
+def _each(manifest: Manifest, payloads: Iterable[torch.Tensor], push: Push) -> None:
     """From a host copy."""
-    run.buckets.clear()
-    for bucket, payload in buckets:
-        work.push(bucket, payload, last=len(run.buckets) == count - 1)
-        run.buckets.append(bucket)
-
-
-def _in_time(run: Run) -> Push:
-    """Takes buckets that stay where they were packed."""
-
-    def push(bucket: Bucket, payload: torch.Tensor, /, *, last: bool) -> None:
-        run.deadline.left_s()
-
-    return push
+    for bucket, payload in zip(manifest.buckets, payloads, strict=True):
+        push(bucket.views(payload), payload)
 
 
 def _leave(member: Member) -> None:

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from r3channel.errors import R3Error
 from r3channel.weights.convert import Shard
-from r3channel.weights.exact import JointUpdate
 from r3channel.weights.geometry import Box
+from r3channel.weights.joint import JointUpdate
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.session import WeightSync
 from r3channel.weights.sglang import EngineClient

@@ -289,7 +289,7 @@ def test_a_stranger_who_knows_no_token_is_not_taken_for_a_rank(serving: Serving)
     engine = serving()
     with session(engine) as sync:
         sync.update(weights(1).items(), version=1, timeout_s=20)
-        host, port = sync._stages.listen()
+        ((host, port),) = sync._stages._trainers
         with pytest.raises(TransportError):
             connect(host, port, b"x" * 32, timeout_s=5, hello=b'{"engine": "http://x", "rank": 0}')
         sync.update(weights(2).items(), version=2, timeout_s=20)

@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 
 from r3channel.embedded import megatron as embedded
 from r3channel.plan.layout import TrainerLayout
+from r3channel.weights.checksums import tensor_checksum
 from r3channel.weights.convert import hf_weights
-from r3channel.weights.pack import tensor_checksum
 from tests.dist import deepseek
 from tests.dist.ranks import write_result
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from r3channel.errors import ConfigError, DeadlineExceeded, TransportError, UsageError
-from r3channel.weights.wires import WeightGroup
+from r3channel.weights.group import WeightGroup
 
 pytestmark = pytest.mark.dist
 

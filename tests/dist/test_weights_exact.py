@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 
 from r3channel.cli import main
 from r3channel.embedded.sglang import EngineOptions, EngineServer
+from r3channel.transport.process_group import in_background
 from r3channel.weights.session import WeightSync
 from r3channel.weights.sglang import EngineClient
-from r3channel.weights.wires import in_background
 from tests.dist.ranks import run_ranks
 
 pytestmark = [pytest.mark.dist, pytest.mark.engine, pytest.mark.timeout(600)]

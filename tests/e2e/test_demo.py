@@ -21,7 +21,7 @@ from r3channel.embedded.sglang import environment, kill_family
 from r3channel.metric_table import METRICS
 from r3channel.recordings.recording import Recording
 from r3channel.recordings.summary import summarize
-from r3channel.weights.pack import EngineChecksums
+from r3channel.weights.checksums import EngineChecksums
 from r3channel.weights.store import HeldWeights
 from tests.e2e.conftest import Run, RunDemo
 from tests.e2e.scraper import PROMETHEUS

@@ -18,10 +18,10 @@ from safetensors.torch import load_file
 
 from r3channel.cli import main
 from r3channel.embedded.sglang import EngineOptions, EngineServer, kill_family
+from r3channel.transport.process_group import in_background
 from r3channel.weights.member import EngineState
 from r3channel.weights.session import WeightSync
 from r3channel.weights.sglang import EngineClient
-from r3channel.weights.wires import in_background
 from tests.engine.client import generate
 
 pytestmark = pytest.mark.engine

@@ -25,8 +25,8 @@ from r3channel.errors import (
 )
 from r3channel.routing import RowKind
 from r3channel.spec import RoutingSpec
+from r3channel.weights.checksums import tensor_checksum
 from r3channel.weights.member import EngineState
-from r3channel.weights.pack import tensor_checksum
 from r3channel.weights.registry import WeightRegistry
 from r3channel.weights.session import WeightSync
 from r3channel.weights.sglang import EngineClient, PauseMode

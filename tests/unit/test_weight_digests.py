@@ -12,9 +12,10 @@ import torch
 from r3channel.cli import main
 from r3channel.errors import ManifestMismatch, UsageError, WeightsDiffer
 from r3channel.report.weights import compare
+from r3channel.weights.checksums import EngineChecksums, tensor_checksum
 from r3channel.weights.convert import te_name
 from r3channel.weights.manifest import Bucket, Manifest, TensorMeta, pack
-from r3channel.weights.pack import EngineChecksums, first_nonfinite, tensor_checksum
+from r3channel.weights.pack import first_nonfinite
 from r3channel.weights.store import Buffers, HeldWeights, payload_digest
 
 Named = dict[str, torch.Tensor]

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from r3channel.errors import DeadlineExceeded
-from r3channel.weights.wires import WeightGroup
+from r3channel.weights.group import WeightGroup
 
 HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 

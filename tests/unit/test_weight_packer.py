@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from r3channel.weights.manifest import TensorMeta, fill_buckets
+from r3channel.weights.manifest import Bucket, TensorMeta
 from r3channel.weights.pack import OnNonfinite, Packer
 from r3channel.weights.progress import Deadline, Run
+from r3channel.weights.store import Buffers
 
 
 class OnDevice(torch.Tensor):
@@ -33,7 +34,7 @@ def test_a_bucket_packed_on_a_device_is_whole_when_it_is_handed_over(
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream())
     tensor = torch.arange(4).to(dtype)
-    (filled,) = fill_buckets([(TensorMeta.of("w", tensor), tensor)], cap_bytes=64)
-    packer = Packer(bucket_bytes=64, on_nonfinite=on_nonfinite, named=True, checksums=False)
-    packer._pack_on_device(filled.bucket, filled.items, out_N, Run(Deadline(20, "test")))
+    bucket = Bucket.of([TensorMeta.of("w", tensor)])
+    packer = Packer(Buffers(keep=False), on_nonfinite)
+    packer._pack_on_device(0, bucket, [tensor], out_N, Run(Deadline(20, "test")))
     assert [held.view(dtype).tolist() for held in waited] == [tensor.tolist()]

@@ -1,0 +1,152 @@
+"""The way that needs no half of ours in the engine: flattened buckets, which SGLang itself loads in place while it is paused.
+
+A failure between two buckets leaves an engine with parts of both versions: it stays paused until it gets whole weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
+from functools import partial
+from typing import Any
+
+import torch
+
+from r3channel.errors import ConfigError
+from r3channel.transport.process_group import in_background
+from r3channel.weights.checksums import EngineChecksums, engine_names
+from r3channel.weights.executor import REPAIR_S, Work, background, dissolve
+from r3channel.weights.group import WeightGroup
+from r3channel.weights.manifest import Bucket, Manifest
+from r3channel.weights.member import EngineState, Member
+from r3channel.weights.pack import Packer
+from r3channel.weights.progress import CONTROL_S, wait_all
+
+
+class Broadcast(Work):
+    """One update. A bucket leaves in a thread while the next one is packed."""
+
+    def __init__(self, *args: Any, packer: Packer, **options: Any) -> None:
+        """As `Work`. `packer` makes buckets flat that are not."""
+        super().__init__(*args, **options)
+        self._packer = packer
+        self._sums = EngineChecksums()
+        self._buckets: Sequence[Bucket] = ()
+        self._number = 0
+        self._sending: Future[None] | None = None
+
+    def open(self, manifest: Manifest) -> None:
+        """Groups, handshake, pause; from here on nothing is routed to these engines."""
+        self._buckets = manifest.buckets
+        with self._run.stage("join"):
+            self.meet()
+            shared = [member.url for member in self.members if member.client.ranks != 1]
+            if self._rules.verify and shared:
+                raise ConfigError(
+                    f"engines {shared} share tensors over ranks: a broadcast cannot foresee their checksums; stage instead"
+                )
+            self.each(self._link)
+        self.pause()
+        self._hold()
+        self.each(Member.take_over, within_s=CONTROL_S)
+        if self._rules.check_names:
+            names = engine_names(name for bucket in manifest.buckets for name in bucket.names)
+            self.each(lambda member, left_s: member.check_names(names, left_s))
+
+    def _hold(self) -> None:
+        """Links without needs: as long as they stand, our half lets nobody else's weights in."""
+        fresh = [m for m in self.members if m.bracketed and not m.staged(()) and not m.unheld]
+        orders = {m: self._stages.order(m.url, op="hold") for m in fresh}
+        held = self.each(lambda m, left_s: m.hold(orders[m], left_s), within_s=CONTROL_S, among=fresh)
+        wanted = {member.url: member.client.ranks for member, could in held.items() if could}
+        links = self._stages.accept(wanted, self._run.deadline) if wanted else {}
+        for member in fresh:
+            member.ranks = links.get(member.url, [])
+            member.unheld = member.url not in links
+
+    def push(self, tensors: Sequence[torch.Tensor], payload: torch.Tensor | None) -> None:
+        """Pack the next bucket where it is not, wait for the one before, then send it; raises the error of the one before.
+
+        Its memory may be overwritten after the next call but one, or `close`."""
+        number, bucket = self._number, self._buckets[self._number]
+        if payload is None:
+            payload = self._packer.pack(number, bucket, tensors, self._run)
+        if self._rules.verify:
+            with self._run.stage("digest"):
+                for name, tensor in zip(bucket.names, tensors, strict=True):
+                    self._sums.add(name, tensor)
+        self._number += 1
+        with self._run.stage("wait_send"):  # a new thread may have to wait for the interpreter
+            self._finish()
+            self._sending = background(partial(self._send, number, bucket, payload))
+
+    def close(self) -> None:
+        """Wait for the last bucket, and compare what the engines report with what it must be."""
+        with self._run.stage("wait_send"):
+            self._finish()
+        with self._run.stage("end"):
+            self.each(Member.end, within_s=self._rules.engine_timeout_s)
+        with self._run.stage("verify"):
+            if self._rules.verify:
+                sums = self._sums.result()
+                found = self.each(lambda member, left_s: member.verify(sums, left_s))
+                self._run.verified = min(found.values())
+                self._run.checksums = {"1": [sums]}
+
+    def commit(self, version: int) -> None:
+        """Returns when the first engine has taken the version: it decides."""
+        with self._run.stage("commit"):
+            self._enrolment.check_lives(self.members)
+            self._set_version(version)
+
+    def abort(self) -> None:
+        """Free everything that waits, then let the engines serve that still hold whole weights."""
+        if self._sending is not None:  # a healthy bucket has the time to end
+            wait([self._sending], timeout=REPAIR_S)
+        broken = [member for member in self._all if member.state is EngineState.DIRTY]
+        wait([background(partial(dissolve, member)) for member in broken], timeout=2 * REPAIR_S)
+        self.roll_back()
+
+    def _finish(self) -> None:
+        """Wait for the bucket under way, which has its own deadline, and raise its error."""
+        sending, self._sending = self._sending, None
+        if sending is not None:
+            sending.result()
+
+    def _link(self, member: Member, left_s: float) -> None:
+        if member.group is not None:
+            return
+        rules = self._rules
+        group = WeightGroup(
+            f"{rules.name}-{next(rules.numbers)}",
+            world_size=1 + member.client.ranks,
+            host=rules.host,
+            backend=rules.backend,
+        )
+        calls = {
+            background(partial(member.join, group, left_s)): member.url,
+            in_background(partial(group.join, timeout_s=left_s), name="weights-join"): "rank 0",
+        }
+        try:
+            wait_all(calls, f"join of weight group {group.name} with {member.url}", left_s)
+        except BaseException:
+            group.close()  # its store goes with it, so engines that still wait there fail at once
+            raise
+        member.group = group
+
+    def _send(self, number: int, bucket: Bucket, payload: torch.Tensor) -> None:
+        begun_s, wires = self._run.deadline.elapsed_s, []
+        flush = number == len(self._buckets) - 1 and self.flush
+
+        def one(member: Member, left_s: float) -> None:
+            group = member.group
+            assert group is not None
+            load = background(partial(member.load, bucket, flush, left_s))
+            wire = in_background(partial(group.broadcast, payload, timeout_s=left_s), name="weights-send")
+            what = {load: member.url, wire: f"the broadcast to {member.url}"}
+            wait_all(what, f"bucket {number} ({bucket})", left_s)
+            wires.append(wire.result())
+
+        self.each(one, within_s=self._rules.engine_timeout_s)
+        self._run.add("wire", max(wires))
+        self._run.add("apply", max(self._run.deadline.elapsed_s - begun_s - max(wires), 0.0))

@@ -1,0 +1,112 @@
+"""What an engine of one rank must report of its parameters, foreseen from tensors as they are sent: SGLang's own checksums."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from r3channel.weights.manifest import FUSED_INTO, UNIT_NAME
+
+_CHARS = 16
+_EXPERT = re.compile(r"^(?P<head>.*\.experts)\.(?P<number>\d+)\.(?P<module>gate|up|down)_proj\.weight$")
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """The tensor's bytes in C order; a copy only if it is not contiguous on the CPU."""
+    flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return flat.numpy().data
+
+
+def tensor_checksum(tensor: torch.Tensor) -> str:
+    """What a CPU engine's `/weights_checker` reports for a parameter with these bytes: 16 hex digits of SHA-256."""
+    return hashlib.sha256(tensor_bytes(tensor)).hexdigest()[:_CHARS]
+
+
+def fused_place(name: str) -> tuple[str, int] | None:
+    """(the engine's parameter, position in it) of a tensor that it fuses with others; None for one that it keeps as it is.
+
+    >>> fused_place("model.layers.3.mlp.experts.7.up_proj.weight")
+    ('model.layers.3.mlp.experts.w13_weight', 15)
+    >>> fused_place("model.layers.3.self_attn.k_proj.weight")
+    ('model.layers.3.self_attn.qkv_proj.weight', 1)
+    """
+    expert = _EXPERT.match(name)
+    if expert is not None:
+        number = int(expert["number"])
+        if expert["module"] == "down":
+            return f"{expert['head']}.w2_weight", number
+        return f"{expert['head']}.w13_weight", 2 * number + (expert["module"] == "up")
+    member = UNIT_NAME.match(name)
+    if member is None:
+        return None
+    fused, position = FUSED_INTO[member["member"]]
+    return f"{member['head']}{fused}.{member['tail']}", position
+
+
+def engine_names(names: Iterable[str]) -> frozenset[str]:
+    """The engine's own parameters that tensors of these names fill.
+
+    >>> sorted(engine_names(["a.q_proj.weight", "a.k_proj.weight", "b.q_proj.weight", "norm.weight"]))
+    ['a.qkv_proj.weight', 'b.q_proj.weight', 'norm.weight']
+    """
+    whole, fused = set[str](), dict[str, list[str]]()
+    for name in names:
+        place = fused_place(name)
+        if place is None:
+            whole.add(name)
+        else:
+            fused.setdefault(place[0], []).append(name)
+    for parameter, parts in fused.items():  # a part without its fellows keeps its own name
+        alone = len(parts) == 1 and not parameter.endswith(("w13_weight", "w2_weight"))
+        whole.add(parts[0] if alone else parameter)
+    return frozenset(whole)
+
+
+@dataclass(slots=True)
+class _Fused:
+    """One parameter that comes in parts; those that come before their turn are held."""
+
+    digest: Any = field(default_factory=hashlib.sha256)
+    next: int = 0
+    first: str = ""
+    waiting: dict[int, tuple[str, torch.Tensor]] = field(default_factory=dict)
+
+    def add(self, position: int, name: str, tensor: torch.Tensor) -> None:
+        self.first = name if position == 0 else self.first
+        self.waiting[position] = (name, tensor)
+        while self.next in self.waiting:
+            self.digest.update(tensor_bytes(self.waiting.pop(self.next)[1]))
+            self.next += 1
+
+
+class EngineChecksums:
+    """What an engine of one rank must report once it holds all tensors that were added. One thread.
+
+    Parts that come out of order are held by reference until those before them have come: at most the experts of a layer.
+    """
+
+    def __init__(self) -> None:
+        self._whole: dict[str, str] = {}
+        self._fused: dict[str, _Fused] = {}
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        place = fused_place(name)
+        if place is None:
+            self._whole[name] = tensor_checksum(tensor)
+        else:
+            self._fused.setdefault(place[0], _Fused()).add(place[1], name, tensor)
+
+    def result(self) -> dict[str, str]:
+        """Engine's name -> checksum. A part without its fellows keeps its own name, as in models that do not fuse it."""
+        found = dict(self._whole)
+        for name, fused in self._fused.items():
+            if fused.next:
+                alone = fused.next == 1 and not name.endswith(("w13_weight", "w2_weight"))
+                found[fused.first if alone else name] = fused.digest.hexdigest()[:_CHARS]
+            found |= {part: tensor_checksum(tensor) for part, tensor in fused.waiting.values()}
+        return found

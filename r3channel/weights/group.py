@@ -1,0 +1,95 @@
+"""A group that broadcasts to SGLang's own ranks: the way that needs no half of ours in the engine."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import torch
+
+from r3channel.errors import ConfigError, UsageError
+from r3channel.transport.base import Rendezvous
+from r3channel.transport.process_group import ProcessGroupTransport, RendezvousStore, device_of, in_background
+
+BACKENDS = ("gloo", "nccl")
+_WILDCARDS = ("", "0.0.0.0", "::")
+
+
+class WeightGroup:
+    """Rank 0 of a group that broadcasts to SGLang's own ranks. LISTENING -> JOINED (`join`) -> CLOSED (`close`, often).
+
+    >>> group = WeightGroup("doc-1", world_size=1)
+    >>> group.join(timeout_s=20.0)
+    >>> _ = group.broadcast(torch.zeros(4, dtype=torch.uint8), timeout_s=5.0)
+    >>> group.close()
+
+    One thread at a time calls `join` and `broadcast`; any thread may close.
+    """
+
+    def __init__(self, name: str, *, world_size: int, host: str = "127.0.0.1", backend: str = "gloo") -> None:
+        """Listen on `host` (an address of this machine that the engines reach) at a port given by the system.
+
+        ConfigError for a wildcard host: store and gloo have no authentication, so only the configured interface may see them.
+        """
+        if host in _WILDCARDS:
+            raise ConfigError(f"weight group host {host!r} listens on every interface; name one address")
+        self.name, self.host, self.world_size, self.backend = name, host, world_size, backend
+        self._store = RendezvousStore(host)
+        self.port = self._store.port
+        self._sending = threading.Lock()
+        self.wire: ProcessGroupTransport | None = None
+        self._closed = False
+
+    def join(self, *, timeout_s: float) -> None:
+        """Wait until all members have joined. Raises DeadlineExceeded."""
+        where = Rendezvous(
+            backend=self.backend,
+            name=self.name,
+            epoch=0,
+            rank=0,
+            world_size=self.world_size,
+            host=self.host,
+            port=self.port,
+        )
+        self.wire = ProcessGroupTransport(where, timeout_s=timeout_s, foreign=True)
+        if self._closed:  # meanwhile
+            self.close()
+
+    def broadcast(self, payload: torch.Tensor, *, timeout_s: float) -> float:
+        """Send `payload` (uint8, contiguous) to every member; its memory may be reused on return. Returns the seconds.
+
+        The members must expect exactly as many bytes: gloo aborts the process of a smaller receiver. After an error the
+        group is dead on every side. Raises DeadlineExceeded after `timeout_s`, TransportError if a member is gone.
+        """
+        if self.wire is None:
+            raise UsageError(f"weight group {self.name} is not joined, or is closed")
+        begun_s = time.monotonic()
+        with self._sending:
+            self.wire.broadcast(0, payload, timeout_s=timeout_s)
+        return time.monotonic() - begun_s
+
+    def wait_quiet(self, timeout_s: float) -> bool:
+        """Whether no broadcast is under way, after waiting up to `timeout_s` for that."""
+        quiet = self._sending.acquire(timeout=timeout_s)
+        if quiet:
+            self._sending.release()
+        return quiet
+
+    def close(self) -> None:
+        """Leave the group: members that wait in a broadcast fail at once. Never blocks on a broadcast under way."""
+        self._closed = True
+        wire, self.wire = self.wire, None
+        self._store.close()
+        if wire is None:
+            return
+        if self.backend == "gloo" and self.wait_quiet(0.0):
+            wire.abort()
+        else:  # gloo's group ends with the operation under way, by its deadline; NCCL's kernel waits on the device
+            in_background(wire.abort, name="weights-bury")
+
+
+def group_device(backend: str) -> torch.device:
+    """Where a payload is best: the current CUDA device for NCCL. ConfigError for an unknown backend."""
+    if backend not in BACKENDS:
+        raise ConfigError(f"weight group backend {backend!r}: expected one of {BACKENDS}")
+    return device_of(backend)

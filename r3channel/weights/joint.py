@@ -1,0 +1,218 @@
+"""One staged update, made by all trainer ranks together; one rank alone is the smallest case. No rank needs the whole model.
+
+All trainer ranks make the same calls. The first speaks to engines over HTTP; bytes go from each trainer straight to each
+engine rank. Steps of one update, with what the ranks tell one another between them:
+
+    what changed (first: what each holds) -> rank 0 opens engines -> who takes part -> plan, send -> how it went
+    -> rank 0 verifies and commits -> the outcome
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from functools import partial
+from typing import Any
+
+import torch
+
+from r3channel.errors import (
+    CannotStage,
+    EngineLeftBehind,
+    EngineUnavailable,
+    NonFiniteWeights,
+    R3Error,
+    TrainerRankLost,
+    TransportError,
+    WeightsError,
+)
+from r3channel.weights.executor import Staged, background
+from r3channel.weights.member import Member, told
+from r3channel.weights.progress import GRACE_S, Run
+from r3channel.weights.stages import Source, Stages
+from r3channel.weights.trainers import TrainerRanks
+from r3channel.weights.wires import RankLink
+
+_TOLD = {kind.__name__: kind for kind in (NonFiniteWeights, CannotStage)}
+"""Failures of another rank that are raised as what they are."""
+
+
+class JointUpdate:
+    """On one rank. Every rank makes the same calls; each failure becomes everybody's. One thread, but for `_push`."""
+
+    def __init__(self, work: Staged, stages: Stages, ranks: TrainerRanks, run: Run, version: int) -> None:
+        self._work, self._stages, self._ranks, self._run, self._version = work, stages, ranks, run, version
+        self._deciding = False
+        """Whether engines may hold the new version already."""
+        self.outcome: R3Error | None = None
+        """What is to be raised although the update counts: EngineLeftBehind, TrainerRankLost."""
+        self._bucket = 0
+        self._sending: dict[Future[int], Member] = {}
+        self._lost: dict[str, str] = {}
+        """Engines that this trainer could not reach."""
+
+    @property
+    def leads(self) -> bool:
+        return self._ranks.leads
+
+    def open(self, source: Source) -> None:
+        """Links to all engines, and each told what will come. Raises on every rank; CannotStage: nothing has changed."""
+        run = self._run
+        with run.stage("plan"):
+            changed = self._stages.survey(source.held, run.deadline)
+        with run.stage("join"):
+            self._open()
+        with run.stage("plan"):
+            links = [link for _, link in self._links()]
+            if changed or not self._stages.aimed_at(links, source.ends):
+                self._stages.aim(links, source.ends, run.deadline)
+
+    def deliver(self, source: Source) -> None:
+        """Everything sent, verified and committed: the update counts. Raises on every rank."""
+        failure: Exception | None = None
+        try:
+            source.feed(self._push)
+            self._landed()
+            with self._run.stage("wait_send"):
+                left_s = self._run.deadline.left_s()
+                self._start(lambda link: link.end(timeout_s=left_s) or 0)
+            self._landed()
+        except Exception as error:
+            failure = error
+        self._together(failure)
+        self._leave_out_the_lost()
+        self._deciding = True
+        left = self._lead(self._commit).get("left")
+        self.outcome = EngineLeftBehind(left) if left else self.outcome
+
+    # -- bytes ---------------------------------------------------------------------------------------------------------
+
+    def _links(self) -> Iterator[tuple[Member, RankLink]]:
+        for member in self._work.members:
+            if member.url not in self._lost:
+                yield from ((member, link) for link in member.ranks)
+
+    def _push(self, tensors: Sequence[torch.Tensor], payload: torch.Tensor | None) -> None:
+        """Send this bucket while the caller makes the next one ready."""
+        del payload
+        self._landed()
+        number, version, deadline = self._bucket, self._version, self._run.deadline
+        self._bucket += 1
+        self._start(lambda link: self._stages.send(link, version, number, tensors, deadline))
+
+    def _start(self, call: Callable[[RankLink], int]) -> None:
+        self._sending = {background(partial(call, link)): member for member, link in self._links()}
+
+    def _landed(self) -> None:
+        """Wait for the bucket under way. An engine that did not take it gets no more; another failure is raised."""
+        sending, self._sending = self._sending, {}
+        if not sending:
+            return
+        left_s = self._run.deadline.left_s()
+        with self._run.stage("wait_send"):
+            wait(sending, timeout=left_s + GRACE_S)
+        for call, member in sending.items():
+            error = call.exception() if call.done() else TimeoutError(f"no end within {left_s:.1f} s")
+            if isinstance(error, (TransportError, TimeoutError)):
+                self._lost.setdefault(member.url, str(error))
+            elif error is not None:
+                raise error
+            else:
+                self._run.sent_bytes += call.result()
+        if not any(True for _ in self._links()):
+            raise EngineUnavailable("; ".join(f"engine {url}: {why}" for url, why in self._lost.items()))
+
+    def _leave_out_the_lost(self) -> None:
+        """Engines that any trainer could not reach are lost to all."""
+        words = self._ranks.exchange(self._lost, self._run.deadline.at_least(GRACE_S * 10))
+        gone = {url: why for lost in words for url, why in lost.items()}
+        for member in [m for m in self._work.members if m.url in gone]:
+            self._work.lose(member, EngineUnavailable(f"engine {member.url}: {gone[member.url]}"))
+
+    # -- all ranks together --------------------------------------------------------------------------------------------
+
+    def _together(self, error: Exception | None) -> None:
+        """All ranks did their step, or all raise."""
+        word = "" if error is None else f"{type(error).__name__}: {error}"
+        words = self._ranks.exchange(word, self._run.deadline.at_least(GRACE_S * 10))
+        if error is not None:
+            raise error
+        self._raise([f"trainer rank {rank}: {word}" for rank, word in enumerate(words) if word])
+
+    def _raise(self, words: Sequence[str]) -> None:
+        if words:
+            kind = next((kind for name, kind in _TOLD.items() if f"{name}:" in words[0]), WeightsError)
+            raise kind("; ".join(words))
+
+    def _lead(self, call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What the first rank alone does, and tells the others; its failure is everybody's."""
+        told: dict[str, Any] = {}
+        error: BaseException | None = None
+        if self.leads:
+            try:
+                told = call()
+            except Exception as failure:
+                error = failure
+                told = {"error": f"{type(failure).__name__}: {failure}"}
+            told["evicted"] = self._run.evicted
+        try:
+            told = self._ranks.exchange(told, self._run.deadline.at_least(GRACE_S * 10))[0]
+        except TransportError as gone:
+            error = error or gone
+            if self._deciding and error is gone:
+                self.outcome = error = TrainerRankLost(self._known(str(gone)))
+                if self.leads:
+                    return told
+        if error is not None:
+            raise error
+        for member in [m for m in self._work.members if m.url in told["evicted"]]:
+            self._work.leave_out(member, told["evicted"][member.url])
+        self._raise([told["error"]] if "error" in told else [])
+        return told
+
+    def _known(self, gone: str) -> str:
+        """What engines hold, for an error: known to the rank that commits; the others ask."""
+        version, members = self._version, self._work.members
+        if self.leads:
+            states = f"[engines now: {told(members)}]"
+            return (
+                f"weight version {version} is committed, but not every trainer rank was told: {gone} {states}"
+            )
+        asked = ", ".join(f"{member.url}: {member.version_now()}" for member in members)
+        return f"rank 0 was committing weight version {version}, and did not say how it went: {gone} [engines say: {asked}]"
+
+    def _open(self) -> None:
+        """Links to every engine that takes part."""
+        work, deadline = self._work, self._run.deadline
+        mine = [member.url for member in work.members if not member.staged(self._stages.metas)]
+        without = set(itertools.chain(*self._ranks.exchange(mine, deadline)))
+
+        def ask() -> dict[str, Any]:
+            fresh = work.ask(without)
+            attempts = {member.url: self._stages.attempts[member.url] for member in fresh}
+            return {"all": {m.url: m.client.ranks for m in work.members}, "fresh": attempts}
+
+        told = self._lead(ask)
+        for member in work.members:
+            member.client.ranks = told["all"][member.url]
+        fresh = [member for member in work.members if member.url in told["fresh"]]
+        self._stages.attempts.update(told["fresh"])
+        for member in fresh:
+            if not self.leads:
+                member.unlink()
+        failure: Exception | None = None
+        try:
+            work.take(fresh)
+        except R3Error as error:
+            failure = error
+        self._together(failure)
+
+    def _commit(self) -> dict[str, Any]:
+        self._work.verify()
+        self._work.commit(self._version)
+        try:
+            self._work.resume(self._version)
+        except EngineLeftBehind as error:
+            return {"left": str(error)}
+        return {}

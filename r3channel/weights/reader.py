@@ -1,0 +1,141 @@
+"""The caller's tensors of one update, read once, in a thread: an iterator that stalls keeps nobody waiting past the deadline.
+
+Whatever becomes of the update, the iterator is read to its end: it may be collective, and other ranks in step with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from typing import Any, TypeVar
+
+import torch
+
+from r3channel.errors import DeadlineExceeded, ManifestMismatch
+from r3channel.transport.process_group import in_background
+from r3channel.weights.manifest import Bucket, Manifest, TensorMeta, fill_buckets
+from r3channel.weights.pack import Packer
+from r3channel.weights.progress import LAST_WORD_S, Run
+
+T = TypeVar("T")
+Named = tuple[str, torch.Tensor]
+
+
+class Reader:
+    """NEW -> read once, by `first` or `again` -> ENDED, at the latest by `drain`. One thread, beside its own."""
+
+    def __init__(self, named_tensors: Iterable[Named], run: Run) -> None:
+        self._iterator, self._run = iter(named_tensors), run
+        self._ended = self._asking = False
+        """Whether there is no more to read; whether the caller's own code runs."""
+        self._reading: Future[Any] | None = None
+        self.seconds = 0.0
+        """Spent in the caller's own code."""
+
+    def first(self, packer: Packer, *, cap_bytes: int, check: Callable[[Bucket], None]) -> Manifest:
+        """Cut into buckets what comes, and pack all of it. `check` may refuse a bucket.
+
+        Raises ManifestMismatch, NonFiniteWeights, and what the iterator raises."""
+
+        def read() -> Manifest:
+            buckets: list[Bucket] = []
+            arrivals: list[Sequence[int]] = []
+            come = ((TensorMeta.of(*named), (at, named[1])) for at, named in enumerate(self))
+            for filled in fill_buckets(come, cap_bytes=cap_bytes):
+                check(filled.bucket)
+                packer.pack(len(buckets), filled.bucket, [tensor for _, tensor in filled.items], self._run)
+                buckets.append(filled.bucket)
+                arrivals.append([at for at, _ in filled.items])
+            if not buckets:
+                raise ManifestMismatch("the update gives no tensors at all")
+            return Manifest.of(buckets, arrivals)
+
+        return self._in_time(read)
+
+    def again(self, manifest: Manifest, push: Callable[[Sequence[torch.Tensor]], None]) -> None:
+        """Give `push` each bucket's tensors, in its order, once all have come. ManifestMismatch names what came otherwise."""
+
+        def read() -> None:
+            for tensors in self._by_bucket(manifest):
+                push(tensors)
+
+        self._in_time(read)
+
+    def _by_bucket(self, manifest: Manifest) -> Iterator[list[torch.Tensor]]:
+        rows: list[dict[int, torch.Tensor]] = [{} for _ in manifest.buckets]
+        due, come = 0, 0
+        for come, (name, tensor) in enumerate(self, start=1):
+            if come > len(manifest.arrivals):
+                raise ManifestMismatch(f"the update gives more tensors than the first one did: {name}")
+            meta, bucket, slot = manifest.arrivals[come - 1]
+            if name != meta.name or tensor.dtype != meta.dtype or tensor.shape != meta.shape:
+                raise ManifestMismatch(
+                    f"tensor {come}: expected {meta}, got {TensorMeta.of(name, tensor)}; did the model, its layout or the cast "
+                    "change between updates?"
+                )
+            rows[bucket][slot] = tensor
+            while due < len(rows) and len(rows[due]) == len(manifest.buckets[due].tensors):
+                full, rows[due] = rows[due], {}
+                due += 1
+                yield [full[slot] for slot in range(len(full))]
+        if come < len(manifest.arrivals):
+            missing = manifest.arrivals[come][0]
+            raise ManifestMismatch(
+                f"the update ended after {come} of {len(manifest.arrivals)} tensors; the next one expected is {missing}"
+            )
+
+    def __iter__(self) -> Iterator[Named]:
+        while (named := self._next()) is not None:
+            yield named
+
+    def _next(self) -> Named | None:
+        begun_s = time.monotonic()
+        self._ended = self._asking = True  # unless it gives one: it may raise
+        try:
+            named = next(self._iterator, None)
+        finally:
+            self._asking = False
+        self._ended = named is None
+        self.seconds += time.monotonic() - begun_s
+        return named
+
+    def _in_time(self, read: Callable[[], T]) -> T:
+        """In a thread, with the caller's setting of gradients, which each thread has its own of."""
+        grad, deadline = torch.is_grad_enabled(), self._run.deadline
+
+        def reading() -> T:
+            with torch.set_grad_enabled(grad):
+                return read()
+
+        self._reading = future = in_background(reading, name="weights-read")
+        wait([future], timeout=deadline.left_s())
+        if (
+            not self._asking
+        ):  # a call of ours is under way: it has the same deadline, and can name who is late
+            wait([future], timeout=LAST_WORD_S)
+        if not future.done():
+            late = "the tensors did not come" if self._asking else "the tensors were not packed and sent"
+            why = ": is their iterator stuck?" if self._asking else ""
+            raise DeadlineExceeded(f"{late} within {deadline.elapsed_s:.1f} s{why}")
+        return future.result()
+
+    def drain(self) -> None:
+        """Read to the end in a thread, keeping nothing; an error of the iterator is dropped, since one is already under way."""
+        before = self._reading
+        if self._ended:
+            return
+
+        def rest() -> None:
+            if before is not None:
+                wait([before])
+            with contextlib.suppress(Exception):
+                while not self._ended:
+                    self._next()
+
+        self._reading = in_background(rest, name="weights-drain")
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether nothing is read any more, after waiting up to `timeout_s` for that."""
+        return self._reading is None or bool(wait([self._reading], timeout=timeout_s).done)

@@ -1,0 +1,263 @@
+"""One trainer rank's end of the links to engines' ranks, over all updates of a session: who connects, what is sent to whom."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from r3channel.errors import CannotStage, ManifestMismatch, PlanInvalid, PlanMismatch
+from r3channel.transport.listener import Listener
+from r3channel.weights.dryrun import Needs, Part
+from r3channel.weights.geometry import Box, Layout, ShardMap, report_of
+from r3channel.weights.manifest import TensorMeta
+from r3channel.weights.plan import plan_reshard
+from r3channel.weights.progress import Deadline
+from r3channel.weights.trainers import TrainerRanks
+from r3channel.weights.wires import (
+    NEEDS,
+    RECORD_BYTES,
+    Entry,
+    Piece,
+    RankLink,
+    Wire,
+    expect_json,
+    session_token,
+    shared_views,
+)
+
+_SHOWN = 3
+Held = tuple[tuple[TensorMeta, Box], ...]
+Push = Callable[[Sequence[torch.Tensor], torch.Tensor | None], None]
+"""Takes the next bucket: its tensors in order, and their flat bytes where they are packed already. Both may be overwritten once
+the next call but one has returned."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What one trainer rank gives in an update."""
+
+    held: Held
+    """Boxes of tensors, each in the dtype that is sent."""
+    ends: Sequence[int]
+    """Of each bucket: those up to its end."""
+    feed: Callable[[Push], None]
+    """Gives their values, bucket by bucket."""
+
+
+class Stages:
+    """OPEN -> CLOSED. One thread; but for `send`, which threads may call for different links at once."""
+
+    def __init__(
+        self,
+        ranks: TrainerRanks,
+        *,
+        host: str,
+        session: str,
+        run_token: str,
+        staged: bool | str,
+        wire: Wire,
+        look: bool,
+        record_timeout_s: float,
+    ) -> None:
+        """`staged`: `auto` lets a rank without memory for a staged copy refuse. `look`: refuse NaN and Inf."""
+        self.session, self.nonce = session, ""
+        self._ranks, self._host, self._run_token = ranks, host, run_token
+        self._how = {"staged": "auto" if staged == "auto" else "yes", "wire": wire}
+        self._look, self._record_timeout_s = look, record_timeout_s
+        self._listener: Listener | None = None
+        self.attempts: dict[str, int] = {}
+        """By engine: the last order to connect. Links of one that was given up may still come."""
+        self.metas: tuple[TensorMeta, ...] = ()
+        """The tensors that engines are told of."""
+        self._trainers: list[tuple[str, int]] = []
+        self._held: Held = ()
+        self._source: ShardMap | None = None
+        self._planned: tuple[set[RankLink], Sequence[int]] = (set(), ())
+
+    # -- links ---------------------------------------------------------------------------------------------------------
+
+    def connect(self, deadline: Deadline) -> None:
+        """All trainers listen, with the first one's secret, and know one another's addresses."""
+        told = [self.session, secrets.token_hex(16)]
+        self.session, self.nonce = self._ranks.exchange(told, deadline)[0]
+        token = session_token(self._run_token, self.nonce)
+        self._listener = Listener(self._host, token=token)
+        mine = (self._host, self._listener.port)
+        self._trainers = [tuple(where) for where in self._ranks.exchange(mine, deadline)]
+
+    def order(self, engine: str, *, op: str = "open") -> dict[str, Any]:
+        """The order that makes every rank of `engine` connect to all trainers, or be held by them."""
+        self.attempts[engine] = self.attempts.get(engine, 0) + 1
+        return {
+            "op": op,
+            "session": self.session,
+            "nonce": self.nonce,
+            "engine": engine,
+            "attempt": self.attempts[engine],
+            "trainers": self._trainers,
+            "tensors": [meta.row() for meta in self.metas],
+            **self._how,
+        }
+
+    def accept(self, wanted: Mapping[str, int], deadline: Deadline) -> dict[str, list[RankLink]]:
+        """The links of these engines (url -> ranks) that have opened. CannotStage, with why a rank cannot receive."""
+        assert self._listener is not None
+        found: dict[str, list[RankLink]] = {url: [] for url in wanted}
+        refused = ""
+        while any(len(found[url]) < ranks for url, ranks in wanted.items()):
+            link = self._listener.accept(deadline.left_s())
+            hello = json.loads(link.hello)
+            if hello["engine"] not in found or hello["attempt"] != self.attempts[hello["engine"]]:
+                link.close()  # of an attempt that was given up
+                continue
+            told = expect_json(link, NEEDS, timeout_s=deadline.left_s())
+            refused = refused or told.get("error", "")
+            needs = Needs.from_dict(told["needs"]) if "needs" in told else Needs((), (), ())
+            shared = shared_views(needs.params, told["shared"]) if told.get("shared") else []
+            found[hello["engine"]].append(
+                RankLink(hello["engine"], hello["rank"], link, needs, told.get("whole", ""), shared)
+            )
+        if refused:
+            raise CannotStage(refused)
+        return {url: sorted(ranks, key=lambda rank: rank.rank) for url, ranks in found.items()}
+
+    def close(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+
+    # -- what is sent --------------------------------------------------------------------------------------------------
+
+    def survey(self, held: Held, deadline: Deadline) -> bool:
+        """Tell what this rank holds and learn what all hold; whether that changed since the last call."""
+        changed = any(self._ranks.exchange(held != self._held, deadline))
+        if changed:
+            self._source = ShardMap.gathered(self._ranks.exchange_bytes(report_of(held), deadline))
+            self.metas, self._held = self._source.metas, held
+        return changed
+
+    def aimed_at(self, links: Sequence[RankLink], ends: Sequence[int]) -> bool:
+        """Whether the last plan is for these engine ranks: all of the engines, or one that is brought back alone."""
+        return self._planned == (set(links), ends)
+
+    def aim(self, links: Sequence[RankLink], ends: Sequence[int], deadline: Deadline) -> None:
+        """Plan for these engine ranks (the same order on every trainer) and tell each what will come, by bucket.
+
+        PlanMismatch with both hashes unless every trainer planned the same."""
+        assert self._source is not None
+        plan = plan_reshard(
+            self._source,
+            _target_map(self.metas, links, first=self._ranks.size),
+            rank=self._ranks.rank,
+            world_size=self._ranks.size + len(links),
+        )
+        sends = plan.sends()
+        index_of = {meta.name: index for index, meta in enumerate(self.metas)}
+        shards: dict[str, list[int]] = {}
+        for index, (meta, _) in enumerate(self._held):
+            shards.setdefault(meta.name, []).append(index)
+        for at_rank, link in enumerate(links):
+            by_tensor: dict[int, list[tuple[int, Part]]] = {}
+            for at, part in enumerate(link.needs.parts):
+                by_tensor.setdefault(part.tensor, []).append((at, part))
+            buckets: list[list[Piece]] = [[] for _ in ends]
+            for op in sends.get(self._ranks.size + at_rank, []):
+                name = plan.tensors[op.tensor].name
+                shard = self._holder(shards.get(name, ()), name, op.box)
+                number = bisect_right(ends, shard)
+                inside = shard - (ends[number - 1] if number else 0)
+                for at, part in by_tensor[index_of[name]]:
+                    if part.box.intersect(op.box) == op.box:
+                        whole, kept = self._held[shard], link.dtype(Entry(at, op.box))
+                        buckets[number] += _pieces(at, op.box, *whole, inside, RECORD_BYTES // kept.itemsize)
+            link.tell(buckets, timeout_s=deadline.left_s())
+        same_plan(self._ranks.exchange(plan.hash, deadline))
+        self._planned = set(links), ends
+
+    def send(
+        self, link: RankLink, version: int, bucket: int, tensors: Sequence[torch.Tensor], deadline: Deadline
+    ) -> int:
+        """One bucket of what this trainer has for one engine rank; returns the bytes."""
+        limit_s = self._record_timeout_s
+        return link.send(
+            version, bucket, tensors, look=self._look, deadline=deadline, record_timeout_s=limit_s
+        )
+
+    def _holder(self, shards: Sequence[int], name: str, box: Box) -> int:
+        for index in shards:
+            if self._held[index][1].intersect(box) == box:
+                return index
+        raise PlanInvalid(f"tensor {name}: the plan needs {box} of this rank, which does not hold it")
+
+
+def _pieces(part: int, box: Box, meta: TensorMeta, held: Box, shard: int, most: int) -> Iterator[Piece]:
+    """A box of a part, in pieces of at most so many items, cut from what is held."""
+    for one in box.cut(most):
+        yield Piece(Entry(part, one), meta, shard, None if one == held else one.within(held))
+
+
+def same_plan(hashes: Sequence[str]) -> None:
+    """PlanMismatch with both hashes unless every rank planned the same."""
+    other = next((rank for rank, seen in enumerate(hashes) if seen != hashes[0]), None)
+    if other is not None:
+        raise PlanMismatch(
+            f"weights were not sent: rank {other} planned {hashes[other]}, rank 0 planned {hashes[0]}"
+        )
+
+
+def _target_map(metas: Sequence[TensorMeta], links: Sequence[RankLink], *, first: int) -> ShardMap:
+    """What the engines' ranks need, numbered after the trainers, in the dtypes that they keep."""
+    held: dict[int, dict[tuple[int, Box], None]] = {}
+    dtypes: dict[int, torch.dtype] = {}
+    for number, link in enumerate(links):
+        for part in link.needs.parts:
+            if part.box.numel:
+                held.setdefault(part.tensor, {})[first + number, part.box] = None
+                dtypes.setdefault(part.tensor, link.needs.params[part.param].dtype)
+    rows = []
+    for tensor in sorted(held):
+        meta = TensorMeta(name=metas[tensor].name, dtype=dtypes[tensor], shape=metas[tensor].shape)
+        rows.append((meta, Layout.of(meta.shape, held[tensor])))
+    return ShardMap(rows)
+
+
+def check_complete(
+    ranks: Sequence[RankLink], metas: Sequence[TensorMeta], *, names: bool
+) -> tuple[dict[str, str], tuple[str, ...]]:
+    """ManifestMismatch, naming what, unless these tensors fill every parameter of every rank.
+
+    Returns what the engines keep in another dtype (tensor -> `float32 -> bfloat16`), and what has no place there.
+    """
+    rounded = _cast(ranks, metas)
+    missing = sorted({name for rank in ranks for name in rank.needs.missing})
+    used = {part.tensor for rank in ranks for part in rank.needs.parts}
+    unknown = [meta.name for index, meta in enumerate(metas) if index not in used]
+    if missing and names:
+        raise ManifestMismatch(
+            f"{len(missing)} parameters of the engine would keep their old values, first {missing[:_SHOWN]}; of the tensors "
+            f"{len(unknown)} have no place there: {unknown[:_SHOWN]}. Is one misspelt, or the model given in part?"
+        )
+    return rounded, tuple(unknown)
+
+
+def _cast(ranks: Sequence[RankLink], metas: Sequence[TensorMeta]) -> dict[str, str]:
+    """Tensors that engines keep in another dtype. ManifestMismatch where that is float8: a cast alone lands under old scales."""
+    found = {}
+    for rank in ranks:
+        for part in rank.needs.parts:
+            own, kept = metas[part.tensor], rank.needs.params[part.param]
+            if own.dtype == kept.dtype:
+                continue
+            if kept.dtype_name.startswith("float8"):
+                raise ManifestMismatch(
+                    f"engine {rank.engine} keeps {own.name} in {kept.dtype_name}, the trainer gives {own.dtype_name}: it is not "
+                    "quantised on the way. Give float8 tensors with their scales (`float8_blocks`), or start the engine without "
+                    "--quantization"
+                )
+            found[own.name] = f"{own.dtype_name} -> {kept.dtype_name}"
+    return found
