@@ -22,6 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import xxhash
@@ -176,6 +177,8 @@ class Session:
         self._path = ""
         """Of shared memory that not every trainer has mapped yet."""
         self._mapped = set[int]()
+        self._ready: list[torch.Tensor] = []
+        """Parameters that were looked at just before they change."""
         self._items = sum(part.box.numel for part in self._needs.parts)
         told = self._allocate(model, order["staged"], order["wire"]) if learned else {"held": True}
         token = session_token(run_token, order["nonce"])
@@ -320,8 +323,7 @@ class Session:
             raise WeightsError(
                 f"version {version} is not staged and verified here; staged is {stage.version}"
             )
-        if not self._whole:
-            self._targets(model)
+        self._ready = [] if self._whole else self._targets(model)
 
     def change_over(self, model: torch.nn.Module) -> None:
         """Parameters and staged copy change places, so that `undo` can bring the old version back bit for bit."""
@@ -329,10 +331,11 @@ class Session:
             named = zip(self._learned.tensors, self._staged, strict=True)
             model.load_weights((m.name, v.view(m.shape)) for m, v in named)  # pyright: ignore[reportCallIssue]
         else:
-            digests = _swap(self._targets(model), self._staged)
+            digests = _swap(self._ready, self._staged)
             for meta, digest in zip(self._needs.params, digests, strict=True):
                 if digest != self._stage.digests[meta.name]:
                     raise WeightsError(f"{meta.name} holds other bytes than were staged")
+        self._ready = []
         self._stage.committed = True
 
     def undo(self, model: torch.nn.Module, version: int) -> None:
@@ -373,14 +376,29 @@ def _swap(targets: Sequence[torch.Tensor], staged: Sequence[torch.Tensor]) -> li
     with torch.no_grad():
         for target, view in zip(targets, staged, strict=True):
             seen = xxhash.xxh3_64()
-            items = (_DEVICE_BLOCK_BYTES if target.is_cuda else _BLOCK_BYTES) // target.itemsize
-            for new, kept in zip(target.split(items), view.split(items), strict=True):
-                old = new.clone()
-                new.copy_(kept)
-                kept.copy_(old)
-                seen.update(host_bytes(new))
+            if target.is_cuda:
+                items = _DEVICE_BLOCK_BYTES // target.itemsize
+                for new, kept in zip(target.split(items), view.split(items), strict=True):
+                    old = new.clone()
+                    new.copy_(kept)
+                    kept.copy_(old)
+                    seen.update(host_bytes(new))
+            else:
+                _swap_on_host(*(one.view(torch.uint8).numpy() for one in (target, view)), seen)
             found.append(seen.hexdigest())
     return found
+
+
+def _swap_on_host(new_N: np.ndarray, kept_N: np.ndarray, seen: xxhash.xxh3_64) -> None:
+    """By numpy, whose copies of blocks this small took two thirds of torch's time (AMD EPYC, torch 2.13, numpy 2.4)."""
+    room_N = np.empty(_BLOCK_BYTES, dtype=np.uint8)
+    for at in range(0, len(new_N), _BLOCK_BYTES):
+        new, kept = new_N[at : at + _BLOCK_BYTES], kept_N[at : at + _BLOCK_BYTES]
+        old = room_N[: len(new)]
+        np.copyto(old, new)
+        np.copyto(new, kept)
+        np.copyto(kept, old)
+        seen.update(new.data)
 
 
 def _digest(flat: torch.Tensor) -> str:

@@ -36,7 +36,7 @@ HEAD = struct.Struct("<qIIQ")
 """Of DATA: version, first entry of the table, entries, xxh3 of the bytes that follow."""
 ASK = struct.Struct("<q?")
 """Of VERIFY: version, and whether checksums as SGLang's own are wanted too."""
-RECORD_BYTES = 512 << 10
+RECORD_BYTES = 1 << 20
 """Of a record at most, unless one row of a tensor is larger. Half of a common second-level cache."""
 _MOST_BYTES = 256 << 20
 """Of a blob: needs of 100,000 tensors are 15 MB."""
