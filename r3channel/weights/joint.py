@@ -30,8 +30,7 @@ from r3channel.errors import (
 from r3channel.weights.executor import Staged, background
 from r3channel.weights.member import Member, told
 from r3channel.weights.progress import GRACE_S, Run
-from r3channel.weights.stages import Source, Stages
-from r3channel.weights.trainers import TrainerRanks
+from r3channel.weights.stages import Source, Stages, TrainerRanks
 from r3channel.weights.wires import RankLink
 
 _TOLD = {kind.__name__: kind for kind in (NonFiniteWeights, CannotStage)}
@@ -74,9 +73,8 @@ class JointUpdate:
         try:
             source.feed(self._push)
             self._landed()
-            with self._run.stage("wait_send"):
-                left_s = self._run.deadline.left_s()
-                self._start(lambda link: link.end(timeout_s=left_s) or 0)
+            left_s = self._run.deadline.left_s()
+            self._start(lambda link: link.end(timeout_s=left_s) or 0)
             self._landed()
         except Exception as error:
             failure = error
@@ -102,7 +100,8 @@ class JointUpdate:
         self._start(lambda link: self._stages.send(link, version, number, tensors, deadline))
 
     def _start(self, call: Callable[[RankLink], int]) -> None:
-        self._sending = {background(partial(call, link)): member for member, link in self._links()}
+        with self._run.stage("wait_send"):  # a new thread may have to wait for the interpreter
+            self._sending = {background(partial(call, link)): member for member, link in self._links()}
 
     def _landed(self) -> None:
         """Wait for the bucket under way. An engine that did not take it gets no more; another failure is raised."""

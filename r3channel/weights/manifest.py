@@ -193,7 +193,6 @@ class Filled(Generic[T]):
 
     bucket: Bucket
     items: tuple[T, ...]
-    last: bool
 
 
 @dataclass(slots=True)
@@ -237,17 +236,17 @@ def fill_buckets(items: Iterable[tuple[TensorMeta, T]], *, cap_bytes: int) -> It
     current_bytes = 0
     for unit in _units(items, hold_bytes=cap_bytes):
         if current and current_bytes + unit.nbytes > cap_bytes:
-            yield _filled(current, last=False)
+            yield _filled(current)
             current, current_bytes = [], 0
         current += unit.members
         current_bytes += unit.nbytes
     if current:
-        yield _filled(current, last=True)
+        yield _filled(current)
 
 
-def _filled(members: Sequence[tuple[TensorMeta, T]], *, last: bool) -> Filled[T]:
+def _filled(members: Sequence[tuple[TensorMeta, T]]) -> Filled[T]:
     ordered = sorted(members, key=lambda member: wire_order(member[0]))
-    return Filled(Bucket.of([meta for meta, _ in members]), tuple(item for _, item in ordered), last)
+    return Filled(Bucket.of([meta for meta, _ in members]), tuple(item for _, item in ordered))
 
 
 def is_scale(name: str) -> bool:
@@ -320,21 +319,12 @@ def pack(bucket: Bucket, tensors: Sequence[torch.Tensor], out: torch.Tensor) -> 
     Returns the view `out[:payload_bytes]`. `out` is uint8, contiguous and at least that long. Nothing is cast: another
     dtype or shape than the bucket's raises ManifestMismatch before a byte is written.
     """
-    for _ in pack_each(bucket, tensors, out):
-        pass
-    return out[: bucket.payload_bytes]
-
-
-def pack_each(
-    bucket: Bucket, tensors: Sequence[torch.Tensor], out: torch.Tensor
-) -> Iterator[tuple[TensorMeta, int]]:
-    """As `pack`, tensor by tensor: yields each one's meta and first byte as soon as it lies in `out`, still in cache."""
     for meta, tensor in zip(bucket.tensors, tensors, strict=True):
         if tensor.dtype != meta.dtype or tensor.shape != meta.shape:
             raise ManifestMismatch(f"expected {meta}, got {TensorMeta.of(meta.name, tensor)}")
-    for meta, offset, tensor in zip(bucket.tensors, bucket.offsets, tensors, strict=True):
-        out[offset : offset + meta.nbytes].view(meta.dtype).view(meta.shape).copy_(tensor.detach())
-        yield meta, offset
+    for view, tensor in zip(bucket.views(out), tensors, strict=True):
+        view.copy_(tensor.detach())
+    return out[: bucket.payload_bytes]
 
 
 def new_buffer(nbytes: int, device: torch.device) -> torch.Tensor:

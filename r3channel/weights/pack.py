@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Literal
 
 import numpy as np
 import torch
-import xxhash
 
 from r3channel.errors import ConfigError, NonFiniteWeights
-from r3channel.weights.manifest import Bucket, TensorMeta, pack, pack_each
+from r3channel.weights.manifest import Bucket, TensorMeta, pack
 from r3channel.weights.progress import Run
-from r3channel.weights.store import Buffers
+from r3channel.weights.store import Buffers, payload_digest
 
 OnNonfinite = Literal["error", "allow"]
 """What to do with a tensor that holds NaN or Inf."""
@@ -43,26 +42,18 @@ _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 def first_nonfinite(placed: Iterable[tuple[TensorMeta, int]], payload: torch.Tensor) -> TensorMeta | None:
     """The first of some tensors that holds NaN or Inf; None if all numbers are finite. Any device.
 
-    `placed`: neighbours in a packed bucket with their offsets in its `payload`. On a GPU this waits for the device once per
-    dtype; tensors are looked at one by one only to name one.
+    `placed`: neighbours in a packed bucket with their offsets in its `payload`; equal dtypes lie without a gap. Those are
+    looked at together, for a look waits for a device and costs 16 us; one by one only to name one.
     """
-    for dtype, run in _runs(placed):
-        start, end = run[0][1], run[-1][1] + run[-1][0].nbytes
+    for dtype, run in groupby(placed, key=lambda pair: pair[0].dtype):
+        metas = list(run)
+        start, end = metas[0][1], metas[-1][1] + metas[-1][0].nbytes
         if finite(payload[start:end].view(dtype)):
             continue
-        for meta, offset in run:
+        for meta, offset in metas:
             if not finite(payload[offset : offset + meta.nbytes].view(dtype)):
                 return meta
     return None
-
-
-def _runs(
-    placed: Iterable[tuple[TensorMeta, int]],
-) -> Iterator[tuple[torch.dtype, list[tuple[TensorMeta, int]]]]:
-    """Neighbours of equal floating dtype with their offsets; equal dtypes lie without a gap."""
-    for dtype, run in groupby(placed, key=lambda pair: pair[0].dtype):
-        if dtype.is_floating_point:
-            yield dtype, list(run)
 
 
 def finite(values: torch.Tensor) -> bool:
@@ -91,57 +82,27 @@ def _finite_on_host(values: torch.Tensor) -> bool:
     return int(signed.max()) < first and int(signed.view(_UNSIGNED[size]).max()) < unsigned_limit
 
 
-_IN_CACHE_BYTES = 512 << 10
-"""Half of a common level-2 cache. Small tensors are looked through together: one by one cost 16 us each."""
-
-
 class Packer:
     """Packs buckets into `buffers`, and looks at what it packs. One thread."""
 
     def __init__(self, buffers: Buffers, on_nonfinite: OnNonfinite) -> None:
         if on_nonfinite not in ("error", "allow"):
             raise ConfigError(f"on_nonfinite {on_nonfinite!r}: expected error or allow")
-        self.buffers, self._refuse = buffers, on_nonfinite == "error"
+        self._buffers, self._refuse = buffers, on_nonfinite == "error"
 
     def pack(self, number: int, bucket: Bucket, tensors: Sequence[torch.Tensor], run: Run) -> torch.Tensor:
         """Flat uint8, in the buffers' memory for bucket `number`. Raises NonFiniteWeights, naming bucket and tensor."""
         with run.stage("pack"):
-            out_N = self.buffers.take(number, bucket.payload_bytes)
-        on_host = out_N.device.type == "cpu"
-        (self._pack_on_host if on_host else self._pack_on_device)(number, bucket, tensors, out_N, run)
-        return out_N[: bucket.payload_bytes]
-
-    def _pack_on_host(
-        self, number: int, bucket: Bucket, tensors: Sequence[torch.Tensor], out_N: torch.Tensor, run: Run
-    ) -> None:
-        """What was just packed is looked through and hashed while it is still in cache: a third less time for all three."""
-        digest, hashed_N, bytes_N = xxhash.xxh3_64(), 0, out_N.numpy()
-        packed = _in_cache(pack_each(bucket, tensors, out_N))
-        while (placed := run.timed_next("pack", packed)) is not None:
-            with run.stage("digest"):
-                self._check(number, first_nonfinite(placed, out_N) if self._refuse else None)
-                if self.buffers.keep:
-                    meta, offset = placed[-1]
-                    end = offset + meta.nbytes
-                    digest.update(bytes_N[hashed_N:end].data)
-                    hashed_N = end
-        if self.buffers.keep:
-            run.digests.append(digest.intdigest())
-
-    def _pack_on_device(
-        self, number: int, bucket: Bucket, tensors: Sequence[torch.Tensor], out_N: torch.Tensor, run: Run
-    ) -> None:
-        """Looked through once per dtype, because each look waits for the device. Without a host copy nothing is hashed."""
-        with run.stage("pack"):
-            payload_N = pack(bucket, tensors, out_N)
+            payload_N = pack(bucket, tensors, self._buffers.take(number, bucket.payload_bytes))
             if payload_N.is_cuda:  # another thread sends it, whose current stream is the default one
                 torch.cuda.current_stream(payload_N.device).synchronize()
         with run.stage("digest"):
-            self._check(number, first_nonfinite(bucket.placed, payload_N) if self._refuse else None)
-
-    def _check(self, number: int, bad: TensorMeta | None) -> None:
-        if bad is not None:
-            raise nonfinite(number, bad)
+            bad = first_nonfinite(bucket.placed, payload_N) if self._refuse else None
+            if bad is not None:
+                raise nonfinite(number, bad)
+            if self._buffers.keep:
+                run.digests.append(payload_digest(payload_N))
+        return payload_N
 
 
 def nonfinite(number: int, meta: TensorMeta) -> NonFiniteWeights:
@@ -149,16 +110,3 @@ def nonfinite(number: int, meta: TensorMeta) -> NonFiniteWeights:
     return NonFiniteWeights(
         f"bucket {number}: tensor {meta} holds NaN or Inf. Did the last train step diverge? on_nonfinite='allow' sends them"
     )
-
-
-def _in_cache(packed: Iterator[tuple[TensorMeta, int]]) -> Iterator[list[tuple[TensorMeta, int]]]:
-    """Neighbours of together `_IN_CACHE_BYTES`, as soon as they are packed."""
-    placed, nbytes = [], 0
-    for one in packed:
-        placed.append(one)
-        nbytes += one[0].nbytes
-        if nbytes >= _IN_CACHE_BYTES:
-            yield placed
-            placed, nbytes = [], 0
-    if placed:
-        yield placed

@@ -31,7 +31,7 @@ class Reader:
         self._ended = self._asking = False
         """Whether there is no more to read; whether the caller's own code runs."""
         self._reading: Future[Any] | None = None
-        self.seconds = 0.0
+        self._seconds = 0.0
         """Spent in the caller's own code."""
 
     def first(self, packer: Packer, *, cap_bytes: int, check: Callable[[Bucket], None]) -> Manifest:
@@ -43,7 +43,8 @@ class Reader:
             buckets: list[Bucket] = []
             arrivals: list[Sequence[int]] = []
             come = ((TensorMeta.of(*named), (at, named[1])) for at, named in enumerate(self))
-            for filled in fill_buckets(come, cap_bytes=cap_bytes):
+            filling = fill_buckets(come, cap_bytes=cap_bytes)
+            while (filled := self._run.timed_next("read", filling)) is not None:
                 check(filled.bucket)
                 packer.pack(len(buckets), filled.bucket, [tensor for _, tensor in filled.items], self._run)
                 buckets.append(filled.bucket)
@@ -58,7 +59,8 @@ class Reader:
         """Give `push` each bucket's tensors, in its order, once all have come. ManifestMismatch names what came otherwise."""
 
         def read() -> None:
-            for tensors in self._by_bucket(manifest):
+            rows = self._by_bucket(manifest)
+            while (tensors := self._run.timed_next("read", rows)) is not None:
                 push(tensors)
 
         self._in_time(read)
@@ -98,16 +100,20 @@ class Reader:
         finally:
             self._asking = False
         self._ended = named is None
-        self.seconds += time.monotonic() - begun_s
+        self._seconds += time.monotonic() - begun_s
         return named
 
     def _in_time(self, read: Callable[[], T]) -> T:
         """In a thread, with the caller's setting of gradients, which each thread has its own of."""
-        grad, deadline = torch.is_grad_enabled(), self._run.deadline
+        grad, deadline, begun_s, inside_s = torch.is_grad_enabled(), self._run.deadline, time.monotonic(), 0.0
 
         def reading() -> T:
+            nonlocal inside_s
+            read_s = time.monotonic()
             with torch.set_grad_enabled(grad):
-                return read()
+                found = read()
+            inside_s = time.monotonic() - read_s
+            return found
 
         self._reading = future = in_background(reading, name="weights-read")
         wait([future], timeout=deadline.left_s())
@@ -119,7 +125,9 @@ class Reader:
             late = "the tensors did not come" if self._asking else "the tensors were not packed and sent"
             why = ": is their iterator stuck?" if self._asking else ""
             raise DeadlineExceeded(f"{late} within {deadline.elapsed_s:.1f} s{why}")
-        return future.result()
+        found = future.result()
+        self._run.add("wait_send", time.monotonic() - begun_s - inside_s)  # threads wait for the interpreter
+        return found
 
     def drain(self) -> None:
         """Read to the end in a thread, keeping nothing; an error of the iterator is dropped, since one is already under way."""
@@ -135,6 +143,11 @@ class Reader:
                     self._next()
 
         self._reading = in_background(rest, name="weights-drain")
+
+    def account(self) -> None:
+        """Tell the run's stages what was the caller's own time, and what ours."""
+        self._run.add("convert", self._seconds)
+        self._run.add("plan", self._run.seconds.pop("read", 0.0) - self._seconds)
 
     def wait(self, timeout_s: float) -> bool:
         """Whether nothing is read any more, after waiting up to `timeout_s` for that."""

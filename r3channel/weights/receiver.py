@@ -51,7 +51,8 @@ from r3channel.weights.wires import (
     send_blob,
     session_token,
     shared_memory,
-    staged_layout,
+    staged_bytes,
+    staged_views,
 )
 
 _CONNECT_S = 10.0
@@ -221,14 +222,14 @@ class Session:
 
     def _allocate(self, model: torch.nn.Module, wanted: str, wire: str) -> dict[str, Any]:
         """The staged copy; what the trainer is told of it."""
-        layout = staged_layout(self._needs.params)
-        if wanted == "auto" and layout.nbytes > _spare_bytes():
-            return {"error": f"{layout.nbytes} bytes for a staged copy, {_spare_bytes()} are free"}
+        nbytes = staged_bytes(self._needs.params)
+        if wanted == "auto" and nbytes > _spare_bytes():
+            return {"error": f"{nbytes} bytes for a staged copy, {_spare_bytes()} are free"}
         if wire == "shared_memory":
-            self._path, self._flat = shared_memory(layout.nbytes)
+            self._path, flat = shared_memory(nbytes)
         else:
-            self._flat = torch.empty(layout.nbytes, dtype=torch.uint8)
-        self._staged = layout.views(self._flat)
+            flat = torch.empty(nbytes, dtype=torch.uint8)
+        self._staged = staged_views(self._needs.params, flat)
         if not self._whole:
             for view, param in zip(self._staged, dict(model.named_parameters()).values(), strict=True):
                 view.copy_(param.detach().flatten())  # padding that no tensor covers keeps its values
@@ -384,7 +385,7 @@ def _swap(targets: Sequence[torch.Tensor], staged: Sequence[torch.Tensor]) -> li
                     kept.copy_(old)
                     seen.update(host_bytes(new))
             else:
-                _swap_on_host(*(one.view(torch.uint8).numpy() for one in (target, view)), seen)
+                _swap_on_host(target.view(torch.uint8).numpy(), view.view(torch.uint8).numpy(), seen)
             found.append(seen.hexdigest())
     return found
 

@@ -56,9 +56,8 @@ from r3channel.weights.progress import GRACE_S, Deadline, Run, UpdateReport
 from r3channel.weights.reader import Reader
 from r3channel.weights.registry import Enrolment, WeightRegistry, own_registry
 from r3channel.weights.sglang import EngineClient, PauseMode
-from r3channel.weights.stages import Held, Push, Source, Stages
+from r3channel.weights.stages import Held, Push, Source, Stages, TrainerRanks
 from r3channel.weights.store import Buffers, HeldWeights, checkpoint_tensors
-from r3channel.weights.trainers import TrainerRanks
 from r3channel.weights.wires import Wire
 
 DEFAULT_BUCKET_BYTES = 256 << 20
@@ -306,7 +305,9 @@ class WeightSync:
         `keep_copy` or after an update; ConfigError, ManifestMismatch and NonFiniteWeights for a folder that does not fit.
         """
         if self._copy is None or self._phase == "closed" or self._version is not None:
-            raise UsageError("load_checkpoint() needs keep_copy=True, and comes before the first update()")
+            raise UsageError(
+                "load_checkpoint() needs keep_copy=True without plan='exact', and comes before the first update()"
+            )
         self._check_version(version)
         run = Run(Deadline(timeout_s, f"reading of {os.fspath(folder)}"))
         manifest = self._read_first(Reader(checkpoint_tensors(folder), run), self._copy)
@@ -324,16 +325,17 @@ class WeightSync:
             return self._bring_up(self._member(engine), deadline)
 
     def add_engine(self, engine: EngineClient | str, *, timeout_s: float) -> UpdateReport | None:
-        """Take one more engine in. With a host copy it gets the committed version now, else with the next update."""
+        """Take one more engine in. Where weights are kept it gets the committed version now, else with the next update."""
         client = EngineClient(engine) if isinstance(engine, str) else engine
         deadline = Deadline(timeout_s, f"joining of {client.url}")
         with self._alone("add_engine", f"the joining of {client.url}", timeout_s):
             member = Member(client)
             self._members = _distinct([*self._members, member])
             try:
-                if self._copy is not None and self._copy.version is not None:
+                if self._keep and self._version is not None:
                     return self._bring_up(member, deadline)
-                Crew([member], self._enrolment, self._rules, Run(deadline), alone=True).meet()
+                if self._ranks.leads:
+                    Crew([member], self._enrolment, self._rules, Run(deadline), alone=True).meet()
                 return None
             except BaseException:
                 self._drop(member)
@@ -535,7 +537,7 @@ class WeightSync:
         if outcome is not None:
             raise outcome
         if reader is not None:
-            run.add("convert", reader.seconds)
+            reader.account()
         return UpdateReport.of(version, manifest, run)
 
     def _bring_up(self, member: Member, deadline: Deadline) -> UpdateReport:

@@ -15,6 +15,7 @@ import secrets
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
@@ -113,26 +114,19 @@ def runs_of(entries: Sequence[Entry], needs: Needs, staged: Sequence[torch.Tenso
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class StagedLayout:
-    """Where each parameter lies in the staged copy."""
-
-    params: tuple[TensorMeta, ...]
-    offsets: tuple[int, ...]
-    nbytes: int
-
-    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Each parameter's memory, flat, in its dtype."""
-        pairs = zip(self.params, self.offsets, strict=True)
-        return [flat[at : at + meta.nbytes].view(meta.dtype) for meta, at in pairs]
+def staged_bytes(params: Sequence[TensorMeta]) -> int:
+    """Of a staged copy of these parameters."""
+    return sum(map(_aligned, params))
 
 
-def staged_layout(params: Sequence[TensorMeta]) -> StagedLayout:
-    offsets, end = [], 0
-    for meta in params:
-        offsets.append(end)
-        end += -(-meta.nbytes // ALIGNMENT) * ALIGNMENT
-    return StagedLayout(tuple(params), tuple(offsets), end)
+def staged_views(params: Sequence[TensorMeta], flat: torch.Tensor) -> list[torch.Tensor]:
+    """Each parameter's memory in a staged copy, flat, in its dtype."""
+    starts = accumulate(map(_aligned, params), initial=0)
+    return [flat[at : at + meta.nbytes].view(meta.dtype) for meta, at in zip(params, starts, strict=False)]
+
+
+def _aligned(meta: TensorMeta) -> int:
+    return -(-meta.nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def shared_memory(nbytes: int) -> tuple[str, torch.Tensor]:
@@ -145,9 +139,8 @@ def shared_memory(nbytes: int) -> tuple[str, torch.Tensor]:
 
 def shared_views(params: Sequence[TensorMeta], path: str) -> list[torch.Tensor]:
     """A rank's staged copy by parameter. The rank takes the path away once all trainers have it."""
-    layout = staged_layout(params)
     handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
-    return layout.views(_mapped(handle, layout.nbytes))
+    return staged_views(params, _mapped(handle, staged_bytes(params)))
 
 
 def _mapped(handle: int, nbytes: int) -> torch.Tensor:

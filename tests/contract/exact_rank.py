@@ -17,6 +17,7 @@ from r3channel.weights.convert import Shard
 from r3channel.weights.geometry import Box
 from r3channel.weights.joint import JointUpdate
 from r3channel.weights.manifest import TensorMeta
+from r3channel.weights.quantise import float8_blocks
 from r3channel.weights.session import WeightSync
 from r3channel.weights.sglang import EngineClient
 from tests.dist.ranks import write_result
@@ -26,6 +27,14 @@ NAMES = [f"model.layers.{index}.mlp.gate.weight" for index in range(4)]
 
 def weights(version: int) -> dict[str, torch.Tensor]:
     return {n: torch.arange(64.0).view(8, 8) + 100 * version + at for at, n in enumerate(NAMES)}
+
+
+FLOAT8 = "model.layers.0.mlp.down_proj.weight"
+
+
+def plain() -> torch.Tensor:
+    """What becomes float8."""
+    return torch.randn(512, 200, generator=torch.Generator().manual_seed(3))
 
 
 def shards(rank: int, version: int) -> list[Shard]:
@@ -57,7 +66,12 @@ def main(job: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     rank = job["rank"]
     dist.init_process_group("gloo", init_method=job["init_method"], rank=rank, world_size=job["world_size"])
-    result: dict[str, Any] = {}
+    write_result(job, float8(job) if "like" in job else plain_weights(job))
+
+
+def plain_weights(job: dict[str, Any]) -> dict[str, Any]:
+    """Updates that succeed, that fail, and one in which a rank dies."""
+    rank, result = job["rank"], dict[str, Any]()
     with WeightSync(
         job["engines"], plan="exact", group=dist.group.WORLD, verify=True, keep_copy=True
     ) as sync:
@@ -74,7 +88,22 @@ def main(job: dict[str, Any]) -> None:
             die_after_the_commit(job, 2)
         result["lost"] = failure(lambda: sync.update(shards(rank, 2), version=2, timeout_s=60))
         result |= {"after": sync.version, "held": sync.held.version if sync.held else None}
-    write_result(job, result)
+    return result
+
+
+def float8(job: dict[str, Any]) -> dict[str, Any]:
+    """An update of an engine of float8 weights, from this rank's rows; then the joining of a second one."""
+    half = Box((256 * job["rank"], 0), (256 * job["rank"] + 256, 200))
+    given = Shard(TensorMeta.of(FLOAT8, plain()), half, plain()[half.within(Box.whole((512, 200)))])
+    with WeightSync(job["engines"], plan="exact", group=dist.group.WORLD, keep_copy=True) as sync:
+        sync.connect(timeout_s=60)
+        report = sync.update(float8_blocks([given], like=job["like"]), version=1, timeout_s=60)
+        joined = sync.add_engine(job["joins"], timeout_s=60)
+        return {
+            "tensors": report.tensors,
+            "joined": joined and joined.version,
+            "routable": list(sync.routable()),
+        }
 
 
 def failure(call: Callable[[], object]) -> list[str]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from r3channel.weights.dryrun import dry_run
 from r3channel.weights.manifest import TensorMeta
-from tests.contract.exact_rank import weights
+from r3channel.weights.quantise import quantise
+from tests.contract.exact_rank import FLOAT8, plain, weights
 from tests.dist.ranks import run_ranks
 from tests.fake_engine import FakeEngine, Model
 
@@ -48,3 +51,25 @@ def test_an_error_of_either_trainer_rank_says_which_version_the_engines_hold(
     else:
         assert "rank 0 was committing weight version 2" in lost and left["after"] == 1
         assert all(f"{url}: version 2" in lost for url in urls)
+
+
+def test_shards_of_two_trainer_ranks_become_float8_at_an_engine_and_at_one_that_joins(tmp_path: Path) -> None:
+    values, scales = quantise(plain(), (128, 128))
+    wanted = {FLOAT8: values, f"{FLOAT8}_scale_inv": scales}
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.mkdir()
+    save_file(wanted, checkpoint / "model.safetensors")
+    quantised = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (checkpoint / "config.json").write_text(json.dumps({"quantization_config": quantised}))
+    pair = [FakeEngine(receives={n: torch.zeros_like(t) for n, t in wanted.items()}) for _ in range(2)]
+    try:
+        job = {"engines": [pair[0].url], "joins": pair[1].url, "like": str(checkpoint)}
+        results = run_ranks(WORKER, tmp_path, world_size=2, job=job, timeout_s=240)
+        assert [(found["tensors"], found["joined"]) for found in results] == [(2, 1), (2, 1)]
+        assert results[0]["routable"] == sorted(engine.url for engine in pair)
+        for engine in pair:
+            assert all(torch.equal(engine.tensors[n].float(), t.float()) for n, t in wanted.items())
+            assert engine.version == "1" and not engine.paused
+    finally:
+        for engine in pair:
+            engine.die()

@@ -172,11 +172,6 @@ def test_a_model_with_half_a_family_is_no_error() -> None:
     assert [name for bucket in buckets for name in bucket.names] == names
 
 
-def test_only_the_final_bucket_is_marked_last() -> None:
-    filled = fill_buckets(((meta(f"w{i}", 10), i) for i in range(7)), cap_bytes=80)
-    assert [f.last for f in filled] == [False, False, False, True]
-
-
 def test_a_bucket_leaves_before_the_stream_has_ended() -> None:
     read = []
 

@@ -35,6 +35,7 @@ def test_a_bucket_packed_on_a_device_is_whole_when_it_is_handed_over(
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream())
     tensor = torch.arange(4).to(dtype)
     bucket = Bucket.of([TensorMeta.of("w", tensor)])
-    packer = Packer(Buffers(keep=False), on_nonfinite)
-    packer._pack_on_device(0, bucket, [tensor], out_N, Run(Deadline(20, "test")))
+    buffers = Buffers(keep=False)
+    monkeypatch.setattr(buffers, "take", lambda *_: out_N)
+    Packer(buffers, on_nonfinite).pack(0, bucket, [tensor], Run(Deadline(20, "test")))
     assert [held.view(dtype).tolist() for held in waited] == [tensor.tolist()]
