@@ -5,22 +5,24 @@ A failure between two buckets leaves an engine with parts of both versions: it s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any
 
 import torch
 
-from r3channel.errors import ConfigError
+from r3channel.errors import ConfigError, ManifestMismatch, WeightsDiffer
 from r3channel.transport.process_group import in_background
 from r3channel.weights.checksums import EngineChecksums, engine_names
-from r3channel.weights.executor import REPAIR_S, Work, background, dissolve
+from r3channel.weights.executor import Work
 from r3channel.weights.group import WeightGroup
 from r3channel.weights.manifest import Bucket, Manifest
 from r3channel.weights.member import EngineState, Member
 from r3channel.weights.pack import Packer
-from r3channel.weights.progress import CONTROL_S, wait_all
+from r3channel.weights.progress import CONTROL_S, REPAIR_S, background, wait_all
+
+_SHOWN = 3
 
 
 class Broadcast(Work):
@@ -51,7 +53,7 @@ class Broadcast(Work):
         self.each(Member.take_over, within_s=CONTROL_S)
         if self._rules.check_names:
             names = engine_names(name for bucket in manifest.buckets for name in bucket.names)
-            self.each(lambda member, left_s: member.check_names(names, left_s))
+            self.each(lambda member, left_s: _check_names(member, names, left_s))
 
     def _hold(self) -> None:
         """Links without needs: as long as they stand, our half lets nobody else's weights in."""
@@ -89,14 +91,14 @@ class Broadcast(Work):
         with self._run.stage("verify"):
             if self._rules.verify:
                 sums = self._sums.result()
-                found = self.each(lambda member, left_s: member.verify(sums, left_s))
+                found = self.each(lambda member, left_s: _verify(member, sums, left_s))
                 self._run.verified = min(found.values())
                 self._run.checksums = {"1": [sums]}
 
     def commit(self, version: int) -> None:
         """Returns when the first engine has taken the version: it decides."""
         with self._run.stage("commit"):
-            self._enrolment.check_lives(self.members)
+            self._fleet.check_lives(self.members)
             self._set_version(version)
 
     def abort(self) -> None:
@@ -104,7 +106,7 @@ class Broadcast(Work):
         if self._sending is not None:  # a healthy bucket has the time to end
             wait([self._sending], timeout=REPAIR_S)
         broken = [member for member in self._all if member.state is EngineState.DIRTY]
-        wait([background(partial(dissolve, member)) for member in broken], timeout=2 * REPAIR_S)
+        wait([background(member.leave) for member in broken], timeout=2 * REPAIR_S)
         self.roll_back()
 
     def _finish(self) -> None:
@@ -124,7 +126,7 @@ class Broadcast(Work):
             backend=rules.backend,
         )
         calls = {
-            background(partial(member.join, group, left_s)): member.url,
+            background(partial(self._join, member, group, left_s)): member.url,
             in_background(partial(group.join, timeout_s=left_s), name="weights-join"): "rank 0",
         }
         try:
@@ -141,7 +143,7 @@ class Broadcast(Work):
         def one(member: Member, left_s: float) -> None:
             group = member.group
             assert group is not None
-            load = background(partial(member.load, bucket, flush, left_s))
+            load = background(partial(self._load, member, bucket, flush, left_s))
             wire = in_background(partial(group.broadcast, payload, timeout_s=left_s), name="weights-send")
             what = {load: member.url, wire: f"the broadcast to {member.url}"}
             wait_all(what, f"bucket {number} ({bucket})", left_s)
@@ -150,3 +152,54 @@ class Broadcast(Work):
         self.each(one, within_s=self._rules.engine_timeout_s)
         self._run.add("wire", max(wires))
         self._run.add("apply", max(self._run.deadline.elapsed_s - begun_s - max(wires), 0.0))
+
+    @staticmethod
+    def _join(member: Member, group: WeightGroup, timeout_s: float) -> None:
+        member.client.init_group(
+            host=group.host,
+            port=group.port,
+            group_name=group.name,
+            backend=group.backend,
+            rank_offset=1,
+            world_size=group.world_size,
+            timeout_s=timeout_s,
+        )
+
+    @staticmethod
+    def _load(member: Member, bucket: Bucket, flush_cache: bool, timeout_s: float) -> None:
+        """Receive one broadcast of its group and load it."""
+        assert member.group is not None
+        member.enter(EngineState.DIRTY)
+        with member.flush_may_be_refused():
+            member.client.update_tensors(
+                bucket.tensors, group_name=member.group.name, flush_cache=flush_cache, timeout_s=timeout_s
+            )
+
+
+def _check_names(member: Member, names: frozenset[str], timeout_s: float) -> None:
+    """ManifestMismatch unless an update of these names (the engine's own) fills every parameter and has no other."""
+    if names == member.names:
+        return
+    held = {name for sums in member.client.weight_checksums(timeout_s=timeout_s) for name in sums}
+    missing, unknown = sorted(held - names), sorted(names - held)
+    if held and (missing or unknown):
+        raise ManifestMismatch(
+            f"engine {member.url}: {len(missing)} parameters would keep their old values, first {missing[:_SHOWN]}; "
+            f"{len(unknown)} of the update have no place there, first {unknown[:_SHOWN]}. Is a name misspelt, or the model "
+            "given in part? expected=None does not look"
+        )
+    member.names = names
+
+
+def _verify(member: Member, checksums: Mapping[str, str], timeout_s: float) -> int:
+    """Compare what was sent, under the engine's names, with the engine's own checksums; return how many are equal."""
+    (held, *_) = member.client.weight_checksums(timeout_s=timeout_s)
+    wrong = [name for name in checksums if held.get(name) != checksums[name]]
+    if wrong or not checksums:
+        missing = [name for name in wrong if name not in held]
+        raise WeightsDiffer(
+            f"engine {member.url}: {len(wrong)} of {len(checksums)} tensors compared hold other bytes than were sent, first "
+            f"{wrong[:_SHOWN]}; {len(missing)} of them it does not have at all. Does it keep another dtype, name or a "
+            "packed form?"
+        )
+    return len(checksums)

@@ -26,10 +26,9 @@ from r3channel.errors import (
     TransportError,
     WeightsDiffer,
 )
-from r3channel.transport.process_group import in_background
+from r3channel.weights.fleet import Fleet
 from r3channel.weights.member import EngineState, Member, told
-from r3channel.weights.progress import CONTROL_S, GRACE_S, Run
-from r3channel.weights.registry import Enrolment
+from r3channel.weights.progress import CONTROL_S, GRACE_S, REPAIR_S, Run, background
 from r3channel.weights.sglang import PauseMode
 from r3channel.weights.stages import Stages, check_complete
 
@@ -38,8 +37,6 @@ _Sums = list[tuple[dict[str, str], dict[str, str]]]
 """By rank: digests and checksums by parameter."""
 OnEngineLoss = Literal["evict", "abort"]
 
-REPAIR_S = 5.0
-"""For each clean-up call after a failure, beyond the update's own deadline."""
 _LOSSES = (EngineUnavailable, TransportError)  # which DeadlineExceeded is one of
 
 
@@ -65,12 +62,12 @@ class Crew:
     """Some engines that are asked at the same time. One thread."""
 
     def __init__(
-        self, members: Sequence[Member], enrolment: Enrolment, rules: Rules, run: Run, *, alone: bool = False
+        self, members: Sequence[Member], fleet: Fleet, rules: Rules, run: Run, *, alone: bool = False
     ) -> None:
         """`alone`: of engines that are brought to a version which counts already, so that none of them is left out."""
         self.members = list(members)
         self._all, self._alone = list(members), alone
-        self._enrolment, self._rules, self._run = enrolment, rules, run
+        self._fleet, self._rules, self._run = fleet, rules, run
 
     def each(
         self,
@@ -103,14 +100,14 @@ class Crew:
         """Go on without it, until `update_one`."""
         self.members.remove(member)
         member.evicted = self._run.evicted[member.url] = why
-        self._enrolment.quarantine([member])
+        self._fleet.quarantine([member])
         background(member.unlink)
 
     def meet(self) -> None:
         """Let engines that have not joined in this life do so. Raises VersionsDiffer, RegistryRefused."""
         fresh = [member for member in self.members if not member.boot_id]
         met = self.each(Member.meet, within_s=CONTROL_S, among=fresh)
-        self._enrolment.admit(met)
+        self._fleet.admit(met)
 
 
 class Work(Crew, ABC):
@@ -119,7 +116,7 @@ class Work(Crew, ABC):
     def __init__(
         self,
         members: Sequence[Member],
-        enrolment: Enrolment,
+        fleet: Fleet,
         rules: Rules,
         run: Run,
         *,
@@ -128,7 +125,7 @@ class Work(Crew, ABC):
         alone: bool = False,
     ) -> None:
         """`stages` say what goes over which link."""
-        super().__init__(members, enrolment, rules, run, alone=alone)
+        super().__init__(members, fleet, rules, run, alone=alone)
         self._stages, self._version = stages, version
 
     @abstractmethod
@@ -137,7 +134,7 @@ class Work(Crew, ABC):
 
     def pause(self) -> None:
         with self._run.stage("pause"):
-            self._enrolment.open(self.members, for_s=self._run.deadline.left_s())
+            self._fleet.open(self.members, for_s=self._run.deadline.left_s())
             self.each(lambda member, left_s: member.pause(self._rules.pause, left_s), within_s=CONTROL_S)
         with self._run.stage("begin"):
             self.each(Member.begin, within_s=CONTROL_S)
@@ -160,7 +157,7 @@ class Work(Crew, ABC):
             for future, member in calls.items():
                 error = _failure(future, member, CONTROL_S)
                 failure = error if isinstance(error, R3Error) else failure
-        self._enrolment.committed(self._all, version)
+        self._fleet.committed(self._all, version)
         left = [member for member in self.members if member.state is not EngineState.SERVING]
         if left:
             raise EngineLeftBehind(
@@ -180,7 +177,7 @@ class Work(Crew, ABC):
         """Let every engine that no byte reached, or that committed, serve again; DIRTY ones stay paused."""
         calls = [background(partial(member.undo, REPAIR_S)) for member in self._all if not member.foreign]
         wait(calls, timeout=2 * REPAIR_S)
-        self._enrolment.aborted(self._all)
+        self._fleet.aborted(self._all)
 
 
 class Staged(Work):
@@ -230,7 +227,7 @@ class Staged(Work):
         """Pause, change over everywhere, or undo everywhere. Returns when the first engine has taken the version."""
         self.pause()
         with self._run.stage("commit"):
-            self._enrolment.check_lives(self.members)
+            self._fleet.check_lives(self.members)
             order = {"op": "commit", "session": self._rules.name, "version": version}
             self.each(lambda m, left_s: m.change_over(order, self.flush, left_s), within_s=CONTROL_S)
         with self._run.stage("end"):
@@ -255,24 +252,6 @@ class Staged(Work):
         ]
         wait([background(partial(one, member)) for member in changed], timeout=2 * REPAIR_S)
         self.roll_back()
-
-
-def dissolve(member: Member) -> None:
-    """Leave its group on both sides, also when it is stuck in a broadcast.
-
-    An engine that leaves closes its sockets, which ends our broadcast; dropping our end then frees one that waits in its.
-    """
-    group = member.group
-    if group is not None:
-        leaving = background(partial(member.client.destroy_group, group.name, timeout_s=REPAIR_S))
-        group.wait_quiet(1.0)
-        member.unlink()
-        wait([leaving], timeout=REPAIR_S)
-
-
-def background(call: Callable[[], T]) -> Future[T]:
-    """`call` in a thread of its own."""
-    return in_background(call, name="weights-call")
 
 
 def _failure(future: Future[Any], member: Member, left_s: float) -> BaseException | None:

@@ -27,9 +27,9 @@ from r3channel.errors import (
     TransportError,
     WeightsError,
 )
-from r3channel.weights.executor import Staged, background
+from r3channel.weights.executor import Staged
 from r3channel.weights.member import Member, told
-from r3channel.weights.progress import GRACE_S, Run
+from r3channel.weights.progress import GRACE_S, Run, background
 from r3channel.weights.stages import Source, Stages, TrainerRanks
 from r3channel.weights.wires import RankLink
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import Any
 
-from r3channel.errors import CannotStage, EngineRefused, ManifestMismatch, R3Error, WeightsDiffer
+from r3channel.errors import CannotStage, EngineRefused, R3Error
 from r3channel.weights.group import WeightGroup
-from r3channel.weights.manifest import Bucket, TensorMeta
-from r3channel.weights.progress import CONTROL_S
+from r3channel.weights.manifest import TensorMeta
+from r3channel.weights.progress import CONTROL_S, REPAIR_S, background
 from r3channel.weights.sglang import EngineClient, PauseMode
 from r3channel.weights.wires import RankLink
 
@@ -80,17 +82,6 @@ class Member:
         """Find out that the engine is there, how many ranks it has, and which life of it this is."""
         self.boot_id = self.client.meet(timeout_s=timeout_s)
 
-    def join(self, group: WeightGroup, timeout_s: float) -> None:
-        self.client.init_group(
-            host=group.host,
-            port=group.port,
-            group_name=group.name,
-            backend=group.backend,
-            rank_offset=1,
-            world_size=group.world_size,
-            timeout_s=timeout_s,
-        )
-
     def unlink(self) -> None:
         """Forget what reaches it, without a call to it."""
         self.names, self.unheld = frozenset(), False
@@ -100,6 +91,19 @@ class Member:
         if self.group is not None:
             self.group.close()
         self.group = None
+
+    def leave(self) -> None:
+        """Our hold on it ends on both sides, also when it is stuck in a broadcast; nothing else changes there.
+
+        An engine that leaves closes its sockets, which ends our broadcast; dropping our end then frees one that waits in its.
+        """
+        leaving = []
+        if self.group is not None:
+            leave = partial(self.client.destroy_group, self.group.name, timeout_s=REPAIR_S)
+            leaving = [background(leave)]
+            self.group.wait_quiet(1.0)
+        self.unlink()
+        wait(leaving, timeout=REPAIR_S)
 
     def afresh(self) -> Member:
         """Itself, of which nothing is known any more: it will be met again."""
@@ -163,35 +167,12 @@ class Member:
             return False
         return True
 
-    def check_names(self, names: frozenset[str], timeout_s: float) -> None:
-        """ManifestMismatch unless an update of these names (the engine's own) fills every parameter and has no other."""
-        if names == self.names:
-            return
-        held = {name for sums in self.client.weight_checksums(timeout_s=timeout_s) for name in sums}
-        missing, unknown = sorted(held - names), sorted(names - held)
-        if held and (missing or unknown):
-            raise ManifestMismatch(
-                f"engine {self.url}: {len(missing)} parameters would keep their old values, first {missing[:_SHOWN]}; "
-                f"{len(unknown)} of the update have no place there, first {unknown[:_SHOWN]}. Is a name misspelt, or the model "
-                "given in part? expected=None does not look"
-            )
-        self.names = names
-
-    def load(self, bucket: Bucket, flush_cache: bool, timeout_s: float) -> None:
-        """Receive one broadcast of its group and load it."""
-        assert self.group is not None
-        self.enter(EngineState.DIRTY)
-        with self._flush_may_be_refused():
-            self.client.update_tensors(
-                bucket.tensors, group_name=self.group.name, flush_cache=flush_cache, timeout_s=timeout_s
-            )
-
     def change_over(self, order: Mapping[str, Any], flush_cache: bool, timeout_s: float) -> None:
         """Let staged weights and parameters change places."""
         before = self.state
         self.enter(EngineState.DIRTY)
         try:
-            with self._flush_may_be_refused():
+            with self.flush_may_be_refused():
                 self.client.order(order, flush_cache=flush_cache, timeout_s=timeout_s)
         except EngineRefused:
             if before is EngineState.OPEN:  # its ranks agreed before they touched anything
@@ -202,19 +183,6 @@ class Member:
     def end(self, timeout_s: float) -> None:
         if self.bracketed:
             self.client.end(timeout_s=timeout_s)
-
-    def verify(self, checksums: Mapping[str, str], timeout_s: float) -> int:
-        """Compare what was sent, under the engine's names, with the engine's own checksums; return how many are equal."""
-        (held, *_) = self.client.weight_checksums(timeout_s=timeout_s)
-        wrong = [name for name in checksums if held.get(name) != checksums[name]]
-        if wrong or not checksums:
-            missing = [name for name in wrong if name not in held]
-            raise WeightsDiffer(
-                f"engine {self.url}: {len(wrong)} of {len(checksums)} tensors compared hold other bytes than were sent, first "
-                f"{wrong[:_SHOWN]}; {len(missing)} of them it does not have at all. Does it keep another dtype, name or a "
-                "packed form?"
-            )
-        return len(checksums)
 
     def commit(self, version: int, timeout_s: float) -> None:
         self.client.set_version(version, timeout_s=timeout_s)
@@ -241,7 +209,7 @@ class Member:
             return f"unknown ({type(error).__name__})"
 
     @contextlib.contextmanager
-    def _flush_may_be_refused(self) -> Any:
+    def flush_may_be_refused(self) -> Any:
         """The weights are in all the same; SGLang refuses to flush while requests wait for their grammar."""
         try:
             yield

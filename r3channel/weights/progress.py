@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from r3channel.errors import DeadlineExceeded, R3Error
+from r3channel.transport.process_group import in_background
 from r3channel.weights.manifest import Manifest
 
 # Waits within waits: each has the same deadline, and the innermost must speak first, because it knows who is late.
@@ -21,6 +22,17 @@ LAST_WORD_S = GRACE_S + _ANSWER_S  # of the thread that waits for those
 
 CONTROL_S = 10.0
 """For a pause, a begin, a change-over, a version, a resume: an engine that takes longer keeps no other paused."""
+
+
+REPAIR_S = 5.0
+"""For each clean-up call after a failure, beyond the update's own deadline."""
+
+T = TypeVar("T")
+
+
+def background(call: Callable[[], T]) -> Future[T]:
+    """`call` in a thread of its own."""
+    return in_background(call, name="weights-call")
 
 
 class Deadline:
@@ -68,9 +80,6 @@ def wait_all(calls: Mapping[Future[Any], str], what: str, timeout_s: float) -> N
     late = [name for call, name in calls.items() if not call.done()]
     if late:
         raise DeadlineExceeded(f"{what}: no answer from {', '.join(late)} within {timeout_s:.1f} s")
-
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

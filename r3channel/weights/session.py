@@ -45,16 +45,17 @@ from r3channel.metrics import Metrics
 from r3channel.slot import PROCESS_SLOT
 from r3channel.weights.broadcast import Broadcast
 from r3channel.weights.convert import Shard
-from r3channel.weights.executor import REPAIR_S, Crew, OnEngineLoss, Rules, Staged, Work, background, dissolve
+from r3channel.weights.executor import Crew, OnEngineLoss, Rules, Staged, Work
+from r3channel.weights.fleet import Fleet
 from r3channel.weights.geometry import Box
 from r3channel.weights.group import group_device
 from r3channel.weights.joint import JointUpdate
 from r3channel.weights.manifest import Bucket, Manifest, TensorMeta, is_scale
 from r3channel.weights.member import EngineState, Member, told
 from r3channel.weights.pack import OnNonfinite, Packer
-from r3channel.weights.progress import GRACE_S, Deadline, Run, UpdateReport
+from r3channel.weights.progress import GRACE_S, REPAIR_S, Deadline, Run, UpdateReport, background
 from r3channel.weights.reader import Reader
-from r3channel.weights.registry import Enrolment, WeightRegistry, own_registry
+from r3channel.weights.registry import WeightRegistry, own_registry
 from r3channel.weights.sglang import EngineClient, PauseMode
 from r3channel.weights.stages import Held, Push, Source, Stages, TrainerRanks
 from r3channel.weights.store import Buffers, HeldWeights, checkpoint_tensors
@@ -137,9 +138,8 @@ class WeightSync:
                 "plan='exact' goes with group=... and staged engines; plan='broadcast' with neither group"
             )
         clients = [EngineClient(engine) if isinstance(engine, str) else engine for engine in engines]
-        self._members = _distinct([Member(client) for client in clients])
+        self._fleet = Fleet(clients, registry or own_registry(backend))
         name = f"r3channel-weights-{secrets.token_hex(4)}"
-        self._enrolment = Enrolment(registry or own_registry(backend))
         self._rules = Rules(
             pause=pause,
             verify=verify,
@@ -198,12 +198,12 @@ class WeightSync:
     @property
     def engine_states(self) -> dict[str, EngineState]:
         """What each engine holds and does, as far as this object knows."""
-        return {member.url: member.state for member in self._members}
+        return {member.url: member.state for member in self._fleet.members}
 
     @property
     def evicted(self) -> dict[str, str]:
         """Engines that updates go on without, and why."""
-        return {member.url: member.evicted for member in self._members if member.evicted}
+        return self._fleet.evicted
 
     @property
     def held(self) -> HeldWeights | None:
@@ -218,7 +218,7 @@ class WeightSync:
     @property
     def registry(self) -> WeightRegistry:
         """Who belongs, and with which version."""
-        return self._enrolment.registry
+        return self._fleet.registry
 
     def routable(self) -> tuple[str, ...]:
         """The gate: engines that may get requests, as they hold the newest committed version. Any thread, no call.
@@ -233,7 +233,7 @@ class WeightSync:
         One that does not answer keeps its lease until it runs out. One that was restarted holds unknown weights: it is
         not routable until `update_one` or the next `update`.
         """
-        self._enrolment.renew(self._boot_ids(timeout_s))
+        self._fleet.renew(timeout_s)
         return self.routable()
 
     def connect(self, *, timeout_s: float) -> None:
@@ -247,7 +247,7 @@ class WeightSync:
         self._stages.connect(run.deadline)
         self._rules = replace(self._rules, name=self._stages.session)
         if self._ranks.leads:
-            Crew(self._members, self._enrolment, self._rules, run, alone=True).meet()
+            Crew(self._fleet.members, self._fleet, self._rules, run, alone=True).meet()
         self._phase = "ready"
 
     def update(
@@ -322,23 +322,22 @@ class WeightSync:
         """
         deadline = Deadline(timeout_s, f"update of {engine}")
         with self._alone("update_one", f"the weight update of {engine}", timeout_s):
-            return self._bring_up(self._member(engine), deadline)
+            return self._bring_up(self._fleet.member(engine), deadline)
 
     def add_engine(self, engine: EngineClient | str, *, timeout_s: float) -> UpdateReport | None:
         """Take one more engine in. Where weights are kept it gets the committed version now, else with the next update."""
         client = EngineClient(engine) if isinstance(engine, str) else engine
         deadline = Deadline(timeout_s, f"joining of {client.url}")
         with self._alone("add_engine", f"the joining of {client.url}", timeout_s):
-            member = Member(client)
-            self._members = _distinct([*self._members, member])
+            member = self._fleet.add(client)
             try:
                 if self._keep and self._version is not None:
                     return self._bring_up(member, deadline)
                 if self._ranks.leads:
-                    Crew([member], self._enrolment, self._rules, Run(deadline), alone=True).meet()
+                    Crew([member], self._fleet, self._rules, Run(deadline), alone=True).meet()
                 return None
             except BaseException:
-                self._drop(member)
+                self._fleet.drop(member)
                 raise
 
     def remove_engine(self, engine: str) -> None:
@@ -347,7 +346,7 @@ class WeightSync:
         ConfigError for the last one, and for one that is not there.
         """
         with self._alone("remove_engine", f"the leaving of {engine}", REPAIR_S):
-            self._drop(self._member(engine))
+            self._fleet.drop(self._fleet.member(engine))
 
     def close(self) -> None:
         """Leave all engines. Those that are not SERVING stay paused: they hold no weights worth serving."""
@@ -355,7 +354,7 @@ class WeightSync:
             self._phase = "closed"
             self._copy = None
             del self._packer  # frees the buffers
-            wait([background(partial(_leave, member)) for member in self._members], timeout=2 * REPAIR_S)
+            wait([background(member.leave) for member in self._fleet.members], timeout=2 * REPAIR_S)
             self._stages.close()
             if self._own_page:
                 self.metrics.close()
@@ -407,38 +406,6 @@ class WeightSync:
         last = max(self.registry.current_version, -1 if self._version is None else self._version)
         if version < max(last, 0):
             raise WeightVersionRegressed(f"version {version} after {last}; versions only grow")
-
-    # -- members -------------------------------------------------------------------------------------------------------
-
-    def _member(self, url: str) -> Member:
-        for member in self._members:
-            if member.url == url.rstrip("/"):
-                return member
-        raise ConfigError(f"engine {url} is not one of {[member.url for member in self._members]}")
-
-    def _drop(self, member: Member) -> None:
-        rest = _distinct([other for other in self._members if other is not member])  # refuses to be empty
-        _leave(member)
-        self._enrolment.leave(member)
-        self._members = rest
-
-    def _boot_ids(self, timeout_s: float) -> dict[Member, str]:
-        """The life of each engine that answers within `timeout_s`. Any thread."""
-        calls = {m: background(partial(m.client.boot_id, timeout_s=timeout_s)) for m in self._members}
-        wait(calls.values(), timeout=timeout_s + GRACE_S)
-        return {m: call.result() for m, call in calls.items() if call.done() and call.exception() is None}
-
-    def _part_with_the_lost(self) -> tuple[str, ...]:
-        """Forget engines whose lease ran out, and what reached those that live another life. Names the former."""
-        for member in self._enrolment.reborn(self._members):
-            member.unlink()
-            member.boot_id = ""
-        expired = self._enrolment.expired(self._members)
-        if len(expired) == len(self._members):
-            raise RegistryRefused(f"no engine is left to update: leases ran out; {told(expired)}")
-        for member in expired:
-            self._drop(member)
-        return tuple(member.url for member in expired)
 
     # -- what is given -------------------------------------------------------------------------------------------------
 
@@ -509,7 +476,7 @@ class WeightSync:
                 reader.drain()
             for work in begun:
                 work.abort()
-            self._enrolment.aborted(members)
+            self._fleet.aborted(members)
             if reader is not None and begun:
                 self._restore(members)
             if not isinstance(error, Exception):
@@ -518,11 +485,11 @@ class WeightSync:
 
     def _taking_part(self, run: Run) -> list[Member]:
         if not self._exact:  # whose other ranks know no leases
-            run.expired = self._part_with_the_lost()
-        members = [member for member in self._members if not member.evicted]
+            run.expired = self._fleet.part_with_the_lost()
+        members = [member for member in self._fleet.members if not member.evicted]
         if not members:
             raise RegistryRefused(f"no engine is left to update: {self.evicted}; update_one brings one back")
-        self._enrolment.cover(members, for_s=run.deadline.left_s())
+        self._fleet.cover(members, for_s=run.deadline.left_s())
         return members
 
     def _update(self, what: Reader | Sequence[Shard], version: int, run: Run) -> UpdateReport:
@@ -573,7 +540,7 @@ class WeightSync:
         alone: bool = False,
     ) -> R3Error | None:
         """Staged where that is wanted and can be, else a broadcast. What is to be raised although the update counts."""
-        parts = members, self._enrolment, self._rules, run
+        parts = members, self._fleet, self._rules, run
         if not self._way:
             work = Staged(*parts, stages=self._stages, version=version, alone=alone)
             joint = JointUpdate(work, self._stages, self._ranks, run, version)
@@ -667,16 +634,3 @@ def _each(manifest: Manifest, payloads: Iterable[torch.Tensor], push: Push) -> N
     """From a host copy."""
     for bucket, payload in zip(manifest.buckets, payloads, strict=True):
         push(bucket.views(payload), payload)
-
-
-def _leave(member: Member) -> None:
-    """Our hold on it and its group end; nothing else changes there."""
-    dissolve(member)
-    member.unlink()
-
-
-def _distinct(members: list[Member]) -> list[Member]:
-    urls = [member.url for member in members]
-    if not members or len(set(urls)) != len(urls):
-        raise ConfigError(f"engines {urls}: expected at least one, each once")
-    return members

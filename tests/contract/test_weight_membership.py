@@ -162,14 +162,14 @@ def test_an_engine_that_is_removed_while_it_is_asked_whether_it_lives_stays_out(
     good, gone = start(), start()
     with opened(good, gone) as sync:
         sync.update(weights(1).items(), version=1, timeout_s=20)
-        asked = sync._boot_ids
+        asked = sync._fleet.boot_ids
 
         def removed_meanwhile(timeout_s: float) -> object:
             lives = asked(timeout_s)
             sync.remove_engine(gone.url)
             return lives
 
-        monkeypatch.setattr(sync, "_boot_ids", removed_meanwhile)
+        monkeypatch.setattr(sync._fleet, "boot_ids", removed_meanwhile)
         assert sync.renew(timeout_s=5) == (good.url,)
         members = sync.registry.members(now_s=time.monotonic())
         assert [record.engine for record in members] == [good.url]

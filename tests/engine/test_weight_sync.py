@@ -201,7 +201,7 @@ def test_an_engine_that_refuses_fails_the_update_fast_and_exhausts_the_iterator(
 ) -> None:
     sync = broadcasting
     sync.update(changed.items(), version=1, timeout_s=60)
-    group = sync._members[0].group
+    group = sync._fleet.members[0].group
     assert group is not None
     client.destroy_group(group.name, timeout_s=10)  # the engine left behind our back
     read = []
