@@ -37,40 +37,55 @@ Named = list[tuple[str, torch.Tensor]]
 
 
 def measure(folder: Path, *, pairs: int) -> dict[str, Any]:
-    """Interleaved whole updates of one engine: SGLang's own formats, and ours over TCP and in shared memory."""
+    """Whole updates of one engine: SGLang's own formats, and ours over TCP and in shared memory."""
     model = write_model(folder / "model")  # 1,193 tensors
     named = _tensors(model)
     with (
         _engines(model, 1, receiving=True) as (url,),
         _PerTensor(EngineClient(url), named) as peer,
     ):
-        seen: dict[str, list[float]] = {"per_tensor": _timed(peer.update, pairs)}
-        pauses: dict[str, list[float]] = {}
-        verified = 0
-        for name, options in _WAYS.items():  # one after another: a session holds its engine
-            with WeightSync([url], **options) as sync:
-                sync.connect(timeout_s=_TIMEOUT_S)
-                sync.update(iter(named), version=1, timeout_s=_TIMEOUT_S)
-                reports = [sync.update(iter(named), version=1, timeout_s=_TIMEOUT_S) for _ in range(pairs)]
-            seen[name] = [report.wall_s for report in reports]
-            pauses[name] = [_pause_s(report) for report in reports]
-            verified = max(verified, reports[-1].verified)
-    wall_s = {name: statistics.median(values) for name, values in seen.items()}
-    pause_s = {name: statistics.median(values) for name, values in pauses.items()}
+        per_tensor_s = statistics.median(_timed(peer.update, pairs))
+        reports = _updates(url, named, pairs)
+    wall_s = {name: statistics.median(one.wall_s for one in found) for name, found in reports.items()}
     return {
         "tensors": len(named),
         "bytes": sum(tensor.nbytes for _, tensor in named),
         "rounds": pairs,
-        "parameters_compared": verified,
-        "wall_s": wall_s,
+        "parameters_compared": reports["staged"][-1].verified,
+        "wall_s": {"per_tensor": per_tensor_s, **wall_s},
+        "ratio": {
+            "own_loader_vs_per_tensor": per_tensor_s / wall_s["staged"],
+            "own_loader_vs_flattened": wall_s["flattened"] / wall_s["staged"],
+        },
+    }
+
+
+def measure_pauses(folder: Path, *, hidden: int, rounds: int) -> dict[str, Any]:
+    """How long one engine is paused for an update, by way."""
+    model = write_model(folder / f"model-{hidden}", hidden=hidden)
+    named = _tensors(model)
+    with _engines(model, 1, receiving=True) as (url,):
+        reports = _updates(url, named, rounds)
+    pause_s = {name: statistics.median(map(_pause_s, found)) for name, found in reports.items()}
+    return {
+        "bytes": sum(tensor.nbytes for _, tensor in named),
         "pause_s": pause_s,
         "ratio": {
-            "own_loader_vs_per_tensor": wall_s["per_tensor"] / wall_s["staged"],
-            "own_loader_vs_flattened": wall_s["flattened"] / wall_s["staged"],
             "colocated_vs_flattened": pause_s["flattened"] / pause_s["colocated"],
             "pause_of_flattened": pause_s["staged"] / pause_s["flattened"],
         },
     }
+
+
+def _updates(url: str, named: Named, rounds: int) -> dict[str, list[UpdateReport]]:
+    """By way, one after another: a session holds its engine."""
+    found = {}
+    for name, options in _WAYS.items():
+        with WeightSync([url], **options) as sync:
+            sync.connect(timeout_s=_TIMEOUT_S)
+            sync.update(iter(named), version=1, timeout_s=_TIMEOUT_S)
+            found[name] = [sync.update(iter(named), version=1, timeout_s=_TIMEOUT_S) for _ in range(rounds)]
+    return found
 
 
 _WAYS: dict[str, dict[str, Any]] = {

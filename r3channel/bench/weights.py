@@ -62,6 +62,12 @@ def engine(folder: Path, quick: bool) -> Result:
     }
 
 
+def pauses(folder: Path, quick: bool) -> Result:
+    """The pause of one real engine of 61 MB: SGLang flattened, staged, staged in shared memory."""
+    found = weight_engine.measure_pauses(folder, hidden=160, rounds=3 if quick else 12)
+    return {"ratio": found["ratio"], "pauses": found}
+
+
 def large(folder: Path, quick: bool) -> Result:
     """A model of 540 MB (512 MiB) to a real engine, its digests compared there, beside a raw gloo broadcast of as many bytes."""
     found = weight_engine.measure_large(folder, hidden=160 if quick else 480, rounds=2 if quick else 8)
@@ -97,7 +103,7 @@ def plan(folder: Path, quick: bool) -> Result:
     return {"plan": {key: found[1][key] for key in keys} | {"busiest_of_bound": busiest, "by_stages": found}}
 
 
-PARTS: dict[str, Part] = {p.__name__: p for p in (engine, large, surgical, serving, reshard, plan)}
+PARTS: dict[str, Part] = {p.__name__: p for p in (engine, pauses, large, surgical, serving, reshard, plan)}
 """Name -> what measures it. Each returns keys of the result; dictionaries of equal name are joined."""
 
 

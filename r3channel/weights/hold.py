@@ -1,0 +1,333 @@
+"""One trainer session's hold on an engine's rank: its links, the staged copy beside the parameters, and their change of places.
+
+Each link has a thread of its own that writes staged memory only; parameters are touched from the scheduler's thread alone. What
+is allocated follows from the parameters and never from what a trainer says.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from r3channel.errors import R3Error, TransportError, WeightsCorrupt, WeightsError
+from r3channel.transport.link import Link
+from r3channel.transport.listener import connect
+from r3channel.weights.dryrun import Learned, Needs
+from r3channel.weights.manifest import TensorMeta
+from r3channel.weights.wires import (
+    ASK,
+    DATA,
+    END,
+    HEAD,
+    NEEDS,
+    PLACED,
+    TABLE,
+    VERIFY,
+    Entry,
+    Run,
+    host_bytes,
+    read_table,
+    receive_blob,
+    runs_of,
+    send_blob,
+    session_token,
+    shared_memory,
+    staged_bytes,
+    staged_views,
+)
+
+_CONNECT_S = 10.0
+_BLOCK_BYTES = 256 << 10
+"""Two of them and a third for the exchange fit a core's second cache."""
+_DEVICE_BLOCK_BYTES = 64 << 20
+WORD_BYTES = 1024
+"""Of a reason that is told."""
+
+
+@dataclass(slots=True)
+class _Stage:
+    """One version on its way, over all links."""
+
+    version: int = -1
+    digests: dict[str, str] = field(default_factory=dict)
+    """By parameter, once everything has come."""
+    came: dict[int, int] = field(default_factory=dict)
+    """By link: items placed."""
+    committed: bool = False
+
+
+class _Table:
+    """What a trainer sends, in order, and where each record of it lies: the same at every update."""
+
+    def __init__(self, entries: Sequence[Entry]) -> None:
+        self.entries = entries
+        self._runs: dict[tuple[int, int], list[Run]] = {}
+
+    def runs(self, first: int, count: int, needs: Needs, staged: Sequence[torch.Tensor]) -> list[Run]:
+        """ValueError for entries that are not in the table."""
+        if (first, count) not in self._runs:
+            entries = self.entries[first : first + count]
+            if len(entries) != count:
+                raise ValueError(f"entries {first} to {first + count} of {len(self.entries)}")
+            self._runs[first, count] = runs_of(entries, needs, staged)
+        return self._runs[first, count]
+
+
+class Hold:
+    """One trainer's hold on this rank: its links, and the staged copy."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        order: Mapping[str, Any],
+        learned: Learned | None,
+        *,
+        rank: int,
+        run_token: str,
+    ) -> None:
+        """The memory, the links. A model that cannot be replayed is told over the first link, not raised.
+
+        Without `learned` the links only keep other sessions out.
+        """
+        self.name: str = order["session"]
+        self._learned = learned or Learned((), {}, Needs((), (), ()), "")
+        self._lock = threading.Lock()
+        self._stage = _Stage()
+        self._path = ""
+        """Of shared memory that not every trainer has mapped yet."""
+        self._mapped = set[int]()
+        self._ready: list[torch.Tensor] = []
+        """Parameters that were looked at just before they change."""
+        self._items = sum(part.box.numel for part in self._needs.parts)
+        told = self._allocate(model, order["staged"], order["wire"]) if learned else {"held": True}
+        token = session_token(run_token, order["nonce"])
+        hello = json.dumps({key: order[key] for key in ("engine", "attempt")} | {"rank": rank}).encode()
+        self._links: list[Link] = []
+        try:
+            for host, port in order["trainers"]:
+                self._links.append(connect(host, port, token, timeout_s=_CONNECT_S, hello=hello))
+        except BaseException:
+            self.close()
+            raise
+        for number, link in enumerate(self._links):
+            name = f"r3channel-stage-{number}"
+            threading.Thread(target=self._serve, args=(number, link, told), name=name, daemon=True).start()
+
+    @property
+    def ended(self) -> bool:
+        """The trainers are gone: nobody holds the engine."""
+        return not any(link.alive for link in self._links)
+
+    def close(self) -> None:
+        self._unlink()
+        for link in self._links:
+            link.close()
+
+    def _unlink(self) -> None:
+        """A path that is gone leaves nothing behind a crash."""
+        with self._lock:
+            if self._path:
+                os.unlink(self._path)
+                self._path = ""
+
+    @property
+    def _needs(self) -> Needs:
+        return self._learned.needs
+
+    @property
+    def _whole(self) -> bool:
+        return bool(self._learned.refused)
+
+    def _allocate(self, model: torch.nn.Module, wanted: str, wire: str) -> dict[str, Any]:
+        """The staged copy; what the trainer is told of it."""
+        nbytes = staged_bytes(self._needs.params)
+        if wanted == "auto" and nbytes > _spare_bytes():
+            return {"error": f"{nbytes} bytes for a staged copy, {_spare_bytes()} are free"}
+        if wire == "shared_memory":
+            self._path, flat = shared_memory(nbytes)
+        else:
+            flat = torch.empty(nbytes, dtype=torch.uint8)
+        self._staged = staged_views(self._needs.params, flat)
+        if not self._whole:
+            for view, param in zip(self._staged, dict(model.named_parameters()).values(), strict=True):
+                view.copy_(param.detach().flatten())  # padding that no tensor covers keeps its values
+        return {"needs": self._needs.to_dict(), "whole": self._learned.refused, "shared": self._path}
+
+    # -- a link's thread -----------------------------------------------------------------------------------------------
+
+    def _serve(self, number: int, link: Link, told: dict[str, Any]) -> None:
+        """Until the trainer leaves, or dies: what was staged is never committed then."""
+        try:
+            with suppress(TransportError):
+                self._listen(number, link, told)
+        finally:
+            link.abort("the rank has ended it")  # also where we are at fault: no dead thread holds an engine
+
+    def _listen(self, number: int, link: Link, told: dict[str, Any]) -> None:
+        table, failure = _Table(()), ""
+        send_blob(link, NEEDS, told, timeout_s=None)
+        while True:
+            kind, body = link.recv_record(timeout_s=None)
+            try:
+                if kind == TABLE:
+                    self._mapped.add(number)
+                    if len(self._mapped) == len(self._links):
+                        self._unlink()
+                    table, failure = _Table(read_table(receive_blob(link, body), self._needs.parts)), ""
+                elif kind in (DATA, PLACED):
+                    self._place(number, link if kind == DATA else None, table, body)
+                elif kind == END:
+                    word, failure = failure, ""
+                    link.send_record(END, word.encode()[:WORD_BYTES], timeout_s=_CONNECT_S)
+                elif kind == VERIFY:
+                    send_blob(link, VERIFY, self._verify(*ASK.unpack(body)), timeout_s=_CONNECT_S)
+            except TransportError:
+                raise
+            except (R3Error, ValueError, IndexError) as error:
+                if not isinstance(error, WeightsCorrupt):  # no byte can be told from another any more
+                    link.abort(f"{type(error).__name__}: {error}")
+                    raise TransportError(str(error)) from error
+                failure = failure or f"{type(error).__name__}: {error}"
+
+    def _place(self, number: int, link: Link | None, table: _Table, body: bytes) -> None:
+        version, first, count, digest = HEAD.unpack(body)
+        self._begin(version, number, first)
+        seen = xxhash.xxh3_64()
+        for run in table.runs(first, count, self._needs, self._staged):
+            flat = run.view.is_contiguous()
+            landing = run.view if flat or link is None else torch.empty(run.view.shape, dtype=run.view.dtype)
+            data = host_bytes(landing.contiguous())
+            if link is not None:  # else the trainer has put it there
+                link.recv_into(data, timeout_s=None)
+            seen.update(data)
+            if landing is not run.view:
+                run.view.copy_(landing)
+        entries = table.entries[first : first + count]
+        if seen.intdigest() != digest:
+            name = self._learned.tensors[self._needs.parts[entries[0].part].tensor].name
+            raise WeightsCorrupt(f"version {version}: {count} pieces from {name} on came damaged")
+        with self._lock:
+            self._stage.came[number] += sum(entry.box.numel for entry in entries)
+
+    def _begin(self, version: int, number: int, first: int) -> None:
+        """A link's first piece of a version: whatever was staged before is void."""
+        with self._lock:
+            if self._stage.version != version or self._stage.digests:
+                self._stage = _Stage(version)
+            if first == 0:
+                self._stage.came[number] = 0
+            self._stage.came.setdefault(number, 0)
+
+    def _verify(self, version: int, checksums: bool) -> dict[str, Any]:
+        """Digests of the parameters as they will be; asked when every trainer has sent everything."""
+        with self._lock:
+            stage = self._stage
+            came = sum(stage.came.values())
+            if stage.version != version or came != self._items:
+                return {
+                    "error": f"{came} of {self._items} items of version {stage.version} are staged, asked for {version}"
+                }
+        named = list(zip(self._needs.params, self._staged, strict=True))
+        stage.digests = {meta.name: _digest(view) for meta, view in named}
+        wanted = named if checksums and not self._whole else []
+        sums = {meta.name: _checksum(view) for meta, view in wanted}
+        return {"digests": stage.digests, "checksums": sums}
+
+    # -- the scheduler's thread ----------------------------------------------------------------------------------------
+
+    def check(self, model: torch.nn.Module, version: int) -> None:
+        """The version is staged and verified, and the parameters are those of the dry run. Nothing is touched yet."""
+        stage = self._stage
+        if stage.version != version or not stage.digests or stage.committed:
+            raise WeightsError(
+                f"version {version} is not staged and verified here; staged is {stage.version}"
+            )
+        self._ready = [] if self._whole else self._targets(model)
+
+    def change_over(self, model: torch.nn.Module) -> None:
+        """Parameters and staged copy change places, so that `undo` can bring the old version back bit for bit."""
+        if self._whole:
+            named = zip(self._learned.tensors, self._staged, strict=True)
+            model.load_weights((m.name, v.view(m.shape)) for m, v in named)  # pyright: ignore[reportCallIssue]
+        else:
+            digests = _swap(self._ready, self._staged)
+            for meta, digest in zip(self._needs.params, digests, strict=True):
+                if digest != self._stage.digests[meta.name]:
+                    raise WeightsError(f"{meta.name} holds other bytes than were staged")
+        self._ready = []
+        self._stage.committed = True
+
+    def undo(self, model: torch.nn.Module, version: int) -> None:
+        """The parameters as they were before the commit of `version`; nothing to do where it was not committed."""
+        if self._stage.version != version or not self._stage.committed:
+            return
+        if self._whole:
+            raise WeightsError("the model's own loader placed these weights: the old ones are gone")
+        _swap(self._targets(model), self._staged)
+        self._stage = _Stage()
+
+    def _targets(self, model: torch.nn.Module) -> list[torch.Tensor]:
+        params = dict(model.named_parameters())
+        for meta in self._needs.params:
+            if meta.name not in params or TensorMeta.of(meta.name, params[meta.name]) != meta:
+                raise WeightsError(f"parameter {meta} is not what it was when the session opened")
+        return [params[meta.name].detach().view(-1) for meta in self._needs.params]
+
+
+def _swap(targets: Sequence[torch.Tensor], staged: Sequence[torch.Tensor]) -> list[str]:
+    """Parameters and staged copy change places; the digests of what the parameters hold then.
+
+    By blocks that stay in a core's cache: each byte comes from memory and goes there once, for three copies and a digest.
+    """
+    found = []
+    with torch.no_grad():
+        for target, view in zip(targets, staged, strict=True):
+            seen = xxhash.xxh3_64()
+            if target.is_cuda:
+                items = _DEVICE_BLOCK_BYTES // target.itemsize
+                for new, kept in zip(target.split(items), view.split(items), strict=True):
+                    old = new.clone()
+                    new.copy_(kept)
+                    kept.copy_(old)
+                    seen.update(host_bytes(new))
+            else:
+                _swap_on_host(target.view(torch.uint8).numpy(), view.view(torch.uint8).numpy(), seen)
+            found.append(seen.hexdigest())
+    return found
+
+
+def _swap_on_host(new_N: np.ndarray, kept_N: np.ndarray, seen: xxhash.xxh3_64) -> None:
+    """By numpy, whose copies of blocks this small took two thirds of torch's time (AMD EPYC, torch 2.13, numpy 2.4)."""
+    room_N = np.empty(_BLOCK_BYTES, dtype=np.uint8)
+    for at in range(0, len(new_N), _BLOCK_BYTES):
+        new, kept = new_N[at : at + _BLOCK_BYTES], kept_N[at : at + _BLOCK_BYTES]
+        old = room_N[: len(new)]
+        np.copyto(old, new)
+        np.copyto(new, kept)
+        np.copyto(kept, old)
+        seen.update(new.data)
+
+
+def _digest(flat: torch.Tensor) -> str:
+    return xxhash.xxh3_64_hexdigest(host_bytes(flat))
+
+
+def _checksum(flat: torch.Tensor) -> str:
+    """As SGLang's own `/weights_checker` computes it on a CPU."""
+    return hashlib.sha256(host_bytes(flat)).hexdigest()[:16]
+
+
+def _spare_bytes() -> int:
+    import psutil
+
+    return int(psutil.virtual_memory().available * 0.8)
