@@ -2,14 +2,15 @@
 
     convert    Megatron's shards -> checkpoint tensors: gathered (`hf_weights`) or each rank's own (`hf_shards`)
     quantise   float8 by blocks, as the engine's checkpoint has them
-    manifest   names, dtypes, shapes; units; flat buckets          pack       a bucket's bytes: NaN, digests, names checked
+    manifest   names, dtypes, shapes; units; flat buckets          reader     the caller's tensors, bucket by bucket
+    pack       a bucket's bytes: NaN, digests                      store      host copy, checkpoint, the file of what is held
     geometry   boxes, layouts, who holds what                      plan       the exact plan, byte-balanced
-    wires      the broadcasts' group; links to engines' ranks; shared memory
-    dryrun, receiver   the half inside the engine                  sglang     the HTTP contract of one engine
-    member     one engine's states and calls                       executor   one update, either way
-    exact      one update by all trainer ranks together            session    `WeightSync`
-    store      host copy, checkpoint, the file of what is held     registry   engines, leases, versions; who may serve
-    progress   deadlines, stages, reports
+    wires      a link to an engine's rank; shared memory           stages     all links: who connects, what is sent to whom
+    dryrun, hold, receiver   the half inside the engine            sglang     the HTTP contract of one engine
+    member     one engine's states and calls                       fleet      a session's engines, and the registry's view of them
+    executor   what an update asks of engines                      joint      one staged update by all trainer ranks together
+    broadcast, group, checksums   without our half                 session    `WeightSync`
+    registry   engines, leases, versions; who may serve            progress   deadlines, stages, reports
 
 Nothing is imported here, so that each place loads only what it uses.
 """

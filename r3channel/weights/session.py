@@ -122,7 +122,8 @@ class WeightSync:
             on_engine_loss: an engine that dies or falls silent during an update is left out by name (`evict`) until `update_one`
                 brings it back, or fails the update (`abort`).
             expected: what every update must give: what the `engine` has parameters for; None does not look.
-            engine_timeout_s: how long one engine may take for one bucket before it counts as lost.
+            engine_timeout_s: how long one engine may take for one bucket of a broadcast, or one record (1 MiB) of staged bytes,
+                before it counts as lost.
             token_file: the run's token, where the engines were started with R3CHANNEL_TOKEN_FILE.
             registry: where the engines join and what they hold is recorded; None makes one without leases.
             plan: `broadcast`: one trainer rank has whole tensors. `exact`: all ranks of `group` make the same session and the
@@ -207,7 +208,7 @@ class WeightSync:
 
     @property
     def held(self) -> HeldWeights | None:
-        """What the engines hold since the last commit, to be written to a file and held against any engine (held.py)."""
+        """What the engines hold since the last commit, to be written to a file and held against any engine (store.py)."""
         return self._held
 
     @property
@@ -259,7 +260,7 @@ class WeightSync:
     ) -> UpdateReport:
         """Bring all engines to these weights under `version`, or raise with the old version still in place.
 
-        The tensors are read once, in a thread, and packed while they come; none may change before this returns. Whatever
+        The tensors are read once, in a thread, and sent while they come; none may change before this returns. Whatever
         happens, the iterator is exhausted (unless it raises itself), because other ranks may be in step with it. The first
         update fixes the manifest: later ones must give the same names, dtypes and shapes in the same order. It is packed whole
         before any engine is asked.

@@ -202,7 +202,7 @@ class EngineClient:
     def weight_checksums(self, *, timeout_s: float) -> list[dict[str, str]]:
         """By rank the engine's own checksum of each of its parameters, by its own names (fused ones included).
 
-        On a CPU engine it equals `digests.tensor_checksum` of the bytes; on CUDA the engine uses another hash.
+        On a CPU engine it equals `checksums.tensor_checksum` of the bytes; on CUDA the engine uses another hash.
         """
         reply = self._command("/weights_checker", {"action": "checksum"}, timeout_s=timeout_s)
         try:

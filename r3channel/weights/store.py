@@ -134,7 +134,7 @@ class HeldWeights:
     tensors: tuple[tuple[str, str, tuple[int, ...]], ...]
     """(Hugging Face name, dtype, shape) of each tensor sent, in order."""
     engine: Mapping[str, Sequence[Mapping[str, str]]]
-    """By an engine's number of ranks, then by rank: its own parameter name -> checksum, 16 hex digits of SHA-256 (digests.py);
+    """By an engine's number of ranks, then by rank: its own parameter name -> checksum, 16 hex digits of SHA-256 (checksums.py);
     fused parameters included."""
 
     def of_ranks(self, ranks: int) -> Sequence[Mapping[str, str]]:
