@@ -25,11 +25,12 @@ from r3channel.errors import (
     R3Error,
     TrainerRankLost,
     TransportError,
+    UsageError,
     WeightsError,
 )
 from r3channel.weights.executor import Staged
 from r3channel.weights.member import Member, told
-from r3channel.weights.progress import GRACE_S, Run, background
+from r3channel.weights.progress import GRACE_S, REPAIR_S, Run, background
 from r3channel.weights.stages import Source, Stages, TrainerRanks
 from r3channel.weights.wires import RankLink
 
@@ -48,6 +49,7 @@ class JointUpdate:
         """What is to be raised although the update counts: EngineLeftBehind, TrainerRankLost."""
         self._bucket = 0
         self._sending: dict[Future[int], Member] = {}
+        self._over = False
         self._lost: dict[str, str] = {}
         """Engines that this trainer could not reach."""
 
@@ -76,7 +78,10 @@ class JointUpdate:
             left_s = self._run.deadline.left_s()
             self._start(lambda link: link.end(timeout_s=left_s) or 0)
             self._landed()
-        except Exception as error:
+        except BaseException as error:
+            self._settle()
+            if not isinstance(error, Exception):
+                raise
             failure = error
         self._together(failure)
         self._leave_out_the_lost()
@@ -94,6 +99,8 @@ class JointUpdate:
     def _push(self, tensors: Sequence[torch.Tensor], payload: torch.Tensor | None) -> None:
         """Send this bucket while the caller makes the next one ready."""
         del payload
+        if self._over:
+            raise UsageError("the update has ended")
         self._landed()
         number, version, deadline = self._bucket, self._version, self._run.deadline
         self._bucket += 1
@@ -113,6 +120,8 @@ class JointUpdate:
             wait(sending, timeout=left_s + GRACE_S)
         for call, member in sending.items():
             error = call.exception() if call.done() else TimeoutError(f"no end within {left_s:.1f} s")
+            if not call.done():
+                member.unlink()  # the call ends with it
             if isinstance(error, (TransportError, TimeoutError)):
                 self._lost.setdefault(member.url, str(error))
             elif error is not None:
@@ -121,6 +130,14 @@ class JointUpdate:
                 self._run.sent_bytes += call.result()
         if not any(True for _ in self._links()):
             raise EngineUnavailable("; ".join(f"engine {url}: {why}" for url, why in self._lost.items()))
+
+    def _settle(self) -> None:
+        """After a failure nobody sends any more: links that are still in use are given up."""
+        self._over = True
+        wait(self._sending, timeout=REPAIR_S)
+        for call, member in self._sending.items():
+            if not call.done():
+                member.unlink()
 
     def _leave_out_the_lost(self) -> None:
         """Engines that any trainer could not reach are lost to all."""

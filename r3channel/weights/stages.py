@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import secrets
+import threading
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +23,7 @@ from r3channel.errors import (
     PlanInvalid,
     PlanMismatch,
 )
+from r3channel.transport.link import Link
 from r3channel.transport.listener import Listener
 from r3channel.weights.convert import gathered_bytes
 from r3channel.weights.dryrun import Needs, Part
@@ -41,6 +44,8 @@ from r3channel.weights.wires import (
 )
 
 _SHOWN = 3
+_TURN_S = 0.1
+"""Of one of several threads that wait for links."""
 Held = tuple[tuple[TensorMeta, Box], ...]
 Push = Callable[[Sequence[torch.Tensor], torch.Tensor | None], None]
 """Takes the next bucket: its tensors in order, and their flat bytes where they are packed already. Both may be overwritten once
@@ -93,7 +98,7 @@ class Source:
 
 
 class Stages:
-    """OPEN -> CLOSED. One thread; but for `send`, which threads may call for different links at once."""
+    """OPEN -> CLOSED. One thread; but for `send` and `accept`, which threads may call for different engines at once."""
 
     def __init__(
         self,
@@ -115,6 +120,8 @@ class Stages:
         self._listener: Listener | None = None
         self.attempts: dict[str, int] = {}
         """By engine: the last order to connect. Links of one that was given up may still come."""
+        self._accepting = threading.Lock()
+        self._arrived: list[tuple[dict[str, Any], Link]] = []
         self.metas: tuple[TensorMeta, ...] = ()
         """The tensors that engines are told of."""
         self._trainers: list[tuple[str, int]] = []
@@ -149,15 +156,10 @@ class Stages:
 
     def accept(self, wanted: Mapping[str, int], deadline: Deadline) -> dict[str, list[RankLink]]:
         """The links of these engines (url -> ranks) that have opened. CannotStage, with why a rank cannot receive."""
-        assert self._listener is not None
         found: dict[str, list[RankLink]] = {url: [] for url in wanted}
         refused = ""
         while any(len(found[url]) < ranks for url, ranks in wanted.items()):
-            link = self._listener.accept(deadline.left_s())
-            hello = json.loads(link.hello)
-            if hello["engine"] not in found or hello["attempt"] != self.attempts[hello["engine"]]:
-                link.close()  # of an attempt that was given up
-                continue
+            hello, link = self._next(wanted, deadline)
             told = expect_json(link, NEEDS, timeout_s=deadline.left_s())
             refused = refused or told.get("error", "")
             needs = Needs.from_dict(told["needs"]) if "needs" in told else Needs((), (), ())
@@ -168,6 +170,24 @@ class Stages:
         if refused:
             raise CannotStage(refused)
         return {url: sorted(ranks, key=lambda rank: rank.rank) for url, ranks in found.items()}
+
+    def _next(self, wanted: Mapping[str, int], deadline: Deadline) -> tuple[dict[str, Any], Link]:
+        """The next link of one of these engines; a thread that waits for others may have taken it from the listener."""
+        assert self._listener is not None
+        while True:
+            left_s = deadline.left_s()
+            with self._accepting:
+                for at, (hello, link) in enumerate(self._arrived):
+                    if hello["engine"] in wanted:
+                        del self._arrived[at]
+                        if hello["attempt"] == self.attempts[hello["engine"]]:
+                            return hello, link
+                        link.close()  # of an attempt that was given up
+                        break
+                else:
+                    with suppress(DeadlineExceeded):
+                        link = self._listener.accept(min(left_s, _TURN_S))
+                        self._arrived.append((json.loads(link.hello), link))
 
     def close(self) -> None:
         if self._listener is not None:

@@ -21,6 +21,7 @@ from r3channel.errors import (
 from r3channel.weights.dryrun import Needs, dry_run
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.member import EngineState
+from r3channel.weights.progress import Deadline
 from r3channel.weights.session import WeightSync
 from r3channel.weights.sglang import EngineClient
 from r3channel.weights.wires import HEAD
@@ -122,6 +123,8 @@ def test_weights_that_are_wrong_before_the_commit_touch_no_engine(serving: Servi
         wanted = {NAMES[3]: ManifestMismatch, "nan": NonFiniteWeights, "raise": ValueError}
         assert isinstance(failure.value.__cause__, wanted[order])
         assert engine.calls == [] and holds(engine, 1) and sync.routable() == (engine.url,)
+        sync.update(weights(2).items(), version=2, timeout_s=20)  # over the links that are there
+        assert holds(engine, 2) and engine.calls == COMMIT
 
 
 @pytest.mark.parametrize("route", ["order/open", "order/commit"])
@@ -294,6 +297,18 @@ def test_a_stranger_who_knows_no_token_is_not_taken_for_a_rank(serving: Serving)
             connect(host, port, b"x" * 32, timeout_s=5, hello=b'{"engine": "http://x", "rank": 0}')
         sync.update(weights(2).items(), version=2, timeout_s=20)
         assert holds(engine, 2) and host == "127.0.0.1"
+
+
+def test_links_that_came_sooner_than_those_waited_for_are_kept(serving: Serving) -> None:
+    """Engines that are given the old version back are waited for by a thread each."""
+    pair = serving(), serving()
+    with session(*pair) as sync:
+        stages, members = sync._stages, sync._fleet.members
+        for member in members:
+            member.open(stages.order(member.url), 20)
+        for member in reversed(members):
+            (link,) = stages.accept({member.url: 1}, Deadline(5, "links"))[member.url]
+            assert link.engine == member.url and link.link.alive
 
 
 def test_a_trainer_that_comes_again_costs_the_engine_no_second_dry_run(
