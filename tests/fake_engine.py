@@ -142,7 +142,10 @@ class FakeEngine:
             self.dead.wait(60)
             return None
         if route.startswith("order/"):
-            return self._order(json.loads(body["names"][0]))
+            answer = self._order(json.loads(body["names"][0]))
+            if answer["success"] and body["weight_version"] is not None:
+                self.version = body["weight_version"]
+            return answer
         return self._routes().get(route, lambda _: {"success": True})(body)
 
     def _routes(self) -> dict[str, Callable[[Answer], Answer | None]]:

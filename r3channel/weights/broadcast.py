@@ -115,6 +115,14 @@ class Broadcast(Work):
         if sending is not None:
             sending.result()
 
+    def _set_version(self, version: int) -> None:
+        """The first engine that takes the version decides for all: a failure is raised only if none has taken it."""
+        try:
+            self.each(lambda member, left_s: member.commit(version, left_s), within_s=CONTROL_S)
+        except Exception:
+            if not any(member.state is EngineState.COMMITTED for member in self.members):
+                raise
+
     def _link(self, member: Member, left_s: float) -> None:
         if member.group is not None:
             return

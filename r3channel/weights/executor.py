@@ -7,7 +7,6 @@ registry; not where weights come from, or which version comes next.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 from abc import ABC, abstractmethod
@@ -20,7 +19,6 @@ from typing import Any, Literal, TypeVar
 from r3channel.errors import (
     DeadlineExceeded,
     EngineLeftBehind,
-    EngineRefused,
     EngineUnavailable,
     R3Error,
     TransportError,
@@ -165,14 +163,6 @@ class Work(Crew, ABC):
                 f"paused: {told(left)}; {failure or 'they did not take the version'}. Repair them one by one, or update all"
             ) from failure
 
-    def _set_version(self, version: int) -> None:
-        """The first engine that takes the version decides for all: a failure is raised only if none has taken it."""
-        try:
-            self.each(lambda member, left_s: member.commit(version, left_s), within_s=CONTROL_S)
-        except Exception:
-            if not any(member.state is EngineState.COMMITTED for member in self.members):
-                raise
-
     def roll_back(self) -> None:
         """Let every engine that no byte reached, or that committed, serve again; DIRTY ones stay paused."""
         calls = [background(partial(member.undo, REPAIR_S)) for member in self._all if not member.foreign]
@@ -224,33 +214,24 @@ class Staged(Work):
         return [rank.verify(self._version, checksums=wanted, timeout_s=left_s) for rank in member.ranks]
 
     def commit(self, version: int) -> None:
-        """Pause, change over everywhere, or undo everywhere. Returns when the first engine has taken the version."""
+        """Pause, and change over everywhere, or undo everywhere."""
         self.pause()
         with self._run.stage("commit"):
             self._fleet.check_lives(self.members)
             order = {"op": "commit", "session": self._rules.name, "version": version}
-            self.each(lambda m, left_s: m.change_over(order, self.flush, left_s), within_s=CONTROL_S)
+            self.each(lambda m, left_s: m.change_over(order, version, self.flush, left_s), within_s=CONTROL_S)
         with self._run.stage("end"):
             self.each(Member.end, within_s=CONTROL_S)
-        with self._run.stage("commit"):
-            self._set_version(version)
+        for member in self.members:
+            member.take(version)
 
     def abort(self) -> None:
         """The old weights, bit for bit: they lie beside the new ones."""
         undo = {"op": "undo", "session": self._rules.name, "version": self._version}
-
-        def one(member: Member) -> None:
-            with contextlib.suppress(EngineRefused):  # `end` has closed the bracket already
-                member.client.begin(timeout_s=REPAIR_S)
-            member.client.order(undo, flush_cache=self.flush, timeout_s=REPAIR_S)
-            member.state = EngineState.OPEN
-
-        changed = [
-            m
-            for m in self._all
-            if m.state in (EngineState.CHANGED, EngineState.DIRTY) and m.staged(self._stages.metas)
-        ]
-        wait([background(partial(one, member)) for member in changed], timeout=2 * REPAIR_S)
+        states = (EngineState.CHANGED, EngineState.DIRTY)
+        changed = [m for m in self._all if m.state in states and m.staged(self._stages.metas)]
+        calls = [background(partial(member.change_back, undo, self.flush, REPAIR_S)) for member in changed]
+        wait(calls, timeout=2 * REPAIR_S)
         self.roll_back()
 
 

@@ -260,11 +260,11 @@ class Hold:
             named = zip(self._learned.tensors, self._staged, strict=True)
             model.load_weights((m.name, v.view(m.shape)) for m, v in named)  # pyright: ignore[reportCallIssue]
         else:
-            digests = _swap(self._ready, self._staged)
+            digests, self._ready = _swap(self._ready, self._staged), []
+            self._stage.committed = True  # so that `undo` takes it back, also if a digest is wrong
             for meta, digest in zip(self._needs.params, digests, strict=True):
                 if digest != self._stage.digests[meta.name]:
                     raise WeightsError(f"{meta.name} holds other bytes than were staged")
-        self._ready = []
         self._stage.committed = True
 
     def undo(self, model: torch.nn.Module, version: int) -> None:

@@ -7,7 +7,7 @@ engine only.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, field
 from enum import Enum
@@ -18,7 +18,7 @@ from r3channel.errors import CannotStage, EngineRefused, R3Error
 from r3channel.weights.group import WeightGroup
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.progress import CONTROL_S, REPAIR_S, background
-from r3channel.weights.sglang import EngineClient, PauseMode
+from r3channel.weights.sglang import TOUCHED, EngineClient, PauseMode
 from r3channel.weights.wires import RankLink
 
 _SHOWN = 3
@@ -52,6 +52,8 @@ class Member:
     """For staged updates."""
     metas: tuple[TensorMeta, ...] = ()
     """The tensors of which its ranks were told when they linked; what they need is counted by these."""
+    serves: str = ""
+    """The version that it names in replies, known once it was linked."""
     boot_id: str = ""
     """Of the life that joined; empty before, and once it has left."""
     evicted: str = ""
@@ -141,6 +143,7 @@ class Member:
         """Have its ranks connect to us, under a short pause that keeps every request's cache. CannotStage without our half."""
         self.unlink()
         control_s = min(CONTROL_S, timeout_s)  # one that hangs is found here, not by the order
+        self.serves = self.client.weight_version(timeout_s=control_s)
         self.pause("in_place", control_s)
         try:
             self.begin(control_s)
@@ -167,18 +170,32 @@ class Member:
             return False
         return True
 
-    def change_over(self, order: Mapping[str, Any], flush_cache: bool, timeout_s: float) -> None:
-        """Let staged weights and parameters change places."""
+    def change_over(
+        self, order: Mapping[str, Any], version: int, flush_cache: bool, timeout_s: float
+    ) -> None:
+        """Let staged weights and parameters change places, under the new version."""
         before = self.state
         self.enter(EngineState.DIRTY)
         try:
-            with self.flush_may_be_refused():
-                self.client.order(order, flush_cache=flush_cache, timeout_s=timeout_s)
-        except EngineRefused:
-            if before is EngineState.OPEN:  # its ranks agreed before they touched anything
+            self._order(order, str(version), flush_cache, timeout_s)
+        except EngineRefused as error:
+            if before is EngineState.OPEN and TOUCHED not in str(error):
                 self.state = before
             raise
         self.state = EngineState.CHANGED
+
+    def change_back(self, order: Mapping[str, Any], flush_cache: bool, timeout_s: float) -> None:
+        """Undo a change-over; EngineRefused where that cannot be."""
+        with contextlib.suppress(EngineRefused):  # `end` has closed the bracket already
+            self.client.begin(timeout_s=timeout_s)
+        self._order(order, self.serves, flush_cache, timeout_s)
+        self.state = EngineState.OPEN
+
+    def _order(self, order: Mapping[str, Any], version: str, flush_cache: bool, timeout_s: float) -> None:
+        with self.flush_may_be_refused() as refused:
+            self.client.order(order, flush_cache=flush_cache, weight_version=version, timeout_s=timeout_s)
+        if refused:  # then SGLang has not told its front of the version
+            self.client.set_version(version, timeout_s=timeout_s)
 
     def end(self, timeout_s: float) -> None:
         if self.bracketed:
@@ -186,6 +203,11 @@ class Member:
 
     def commit(self, version: int, timeout_s: float) -> None:
         self.client.set_version(version, timeout_s=timeout_s)
+        self.take(version)
+
+    def take(self, version: int) -> None:
+        """It holds this version, and its name."""
+        self.serves = str(version)
         self.enter(EngineState.COMMITTED)
 
     def resume(self, timeout_s: float) -> None:
@@ -209,13 +231,15 @@ class Member:
             return f"unknown ({type(error).__name__})"
 
     @contextlib.contextmanager
-    def flush_may_be_refused(self) -> Any:
-        """The weights are in all the same; SGLang refuses to flush while requests wait for their grammar."""
+    def flush_may_be_refused(self) -> Iterator[list[EngineRefused]]:
+        """The weights are in all the same; SGLang refuses to flush while requests wait for their grammar. What it said."""
+        refused: list[EngineRefused] = []
         try:
-            yield
+            yield refused
         except EngineRefused as error:
             if _FLUSH_REFUSED not in str(error):
                 raise
+            refused.append(error)
 
 
 def told(members: Sequence[Member]) -> str:

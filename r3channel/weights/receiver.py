@@ -23,7 +23,7 @@ from r3channel.errors import WeightsError
 from r3channel.weights.dryrun import Learned, learn
 from r3channel.weights.hold import WORD_BYTES, Hold
 from r3channel.weights.manifest import TensorMeta
-from r3channel.weights.sglang import LOAD_FORMAT
+from r3channel.weights.sglang import LOAD_FORMAT, TOUCHED
 
 
 class Receiver:
@@ -46,8 +46,8 @@ class Receiver:
             ),
             "undo": (lambda: self._mine(order).undo(model, version),),
         }
-        for step in acts["open" if order["op"] == "hold" else order["op"]]:
-            self._together(step)
+        for number, step in enumerate(acts["open" if order["op"] == "hold" else order["op"]]):
+            self._together(step, TOUCHED if order["op"] == "commit" and number else "")
 
     def holder(self) -> str:
         """Whose engine this is: the name of the session that lives, or nothing."""
@@ -58,8 +58,8 @@ class Receiver:
         if self._hold is not None:
             self._hold.close()
 
-    def _together(self, step: Callable[[], None]) -> None:
-        """All ranks do the step, or all raise."""
+    def _together(self, step: Callable[[], None], failing: str = "") -> None:
+        """All ranks do the step, or all raise; `failing` says what that means."""
         word = ""
         try:
             step()
@@ -67,7 +67,7 @@ class Receiver:
             word = f"{type(error).__name__}: {error}"
         found = {rank: text for rank, text in enumerate(self._agree(word)) if text}
         if found:
-            raise WeightsError("; ".join(f"rank {rank}: {text}" for rank, text in found.items()))
+            raise WeightsError(failing + "; ".join(f"rank {rank}: {text}" for rank, text in found.items()))
 
     def _free_for(self, session: str) -> None:
         held = self.holder()

@@ -27,6 +27,8 @@ PauseMode = Literal["retract", "in_place", "abort"]
 
 LOAD_FORMAT = "r3channel"
 """Of `/update_weights_from_distributed`: its one name is an order in JSON for our half in the engine."""
+TOUCHED = "parameters were touched: "
+"""Begins the reason of an order that failed after that; before it all ranks have agreed, and nothing has changed."""
 _MAX_REPLY_BYTES = 64 << 20
 _READ_BYTES = 1 << 20
 _SHOWN_CHARS = 500
@@ -156,7 +158,7 @@ class EngineClient:
         body |= {} if load_format is None else {"load_format": load_format}
         self._command("/update_weights_from_distributed", body, timeout_s=timeout_s)
 
-    def set_version(self, version: int, *, timeout_s: float) -> None:
+    def set_version(self, version: int | str, *, timeout_s: float) -> None:
         """Name the weights that are now served; running requests go on (SGLang's default would abort them)."""
         body = {"new_version": str(version), "abort_all_requests": False}
         self._command("/update_weight_version", body, timeout_s=timeout_s)
@@ -185,10 +187,19 @@ class EngineClient:
         self._ranks = ranks
         return _boot_id(told)
 
-    def order(self, order: Mapping[str, Any], *, flush_cache: bool = False, timeout_s: float) -> None:
-        """An order to the plug-in in the engine (receiver), inside begin and end. EngineRefused tells its reason."""
+    def order(
+        self,
+        order: Mapping[str, Any],
+        *,
+        flush_cache: bool = False,
+        weight_version: str | None = None,
+        timeout_s: float,
+    ) -> None:
+        """An order to the plug-in in the engine (receiver), inside begin and end. EngineRefused tells its reason.
+
+        `weight_version` names the weights that are served once it is carried out, as `set_version` would."""
         body = {"names": [json.dumps(order)], "dtypes": [], "shapes": [], "group_name": LOAD_FORMAT}
-        body |= {"load_format": LOAD_FORMAT, "flush_cache": flush_cache}
+        body |= {"load_format": LOAD_FORMAT, "flush_cache": flush_cache, "weight_version": weight_version}
         self._command("/update_weights_from_distributed", body, timeout_s=timeout_s)
 
     def boot_id(self, *, timeout_s: float) -> str:

@@ -18,6 +18,7 @@ from r3channel.errors import (
     WeightsCorrupt,
     WeightUpdateFailed,
 )
+from r3channel.weights import hold
 from r3channel.weights.dryrun import Needs, dry_run
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.member import EngineState
@@ -31,8 +32,13 @@ Weights = dict[str, torch.Tensor]
 Serving = Callable[[], FakeEngine]
 
 NAMES = [f"model.layers.{index}.mlp.gate.weight" for index in range(8)]
-COMMIT = ["/pause_generation", "/begin_weight_update", "order/commit", "/end_weight_update"]
-COMMIT += ["/update_weight_version", "/continue_generation"]
+COMMIT = [
+    "/pause_generation",
+    "/begin_weight_update",
+    "order/commit",
+    "/end_weight_update",
+    "/continue_generation",
+]
 
 
 def weights(version: int) -> Weights:
@@ -84,16 +90,12 @@ def test_an_update_reaches_every_engine_and_pauses_it_for_the_change_over_alone(
         assert all(holds(engine, 2) and engine.version == "2" for engine in pair) and not any(during)
 
 
-@pytest.mark.parametrize(
-    "route", ["/pause_generation", "order/commit", "/end_weight_update", "/update_weight_version"]
-)
+@pytest.mark.parametrize("route", ["/pause_generation", "order/commit", "/end_weight_update"])
 def test_a_refusal_in_any_phase_leaves_every_parameter_as_it_was(serving: Serving, route: str) -> None:
     good, bad = serving(), serving()
     with session(good, bad) as sync:
         sync.update(weights(1).items(), version=1, timeout_s=20)
-        refusing = (good, bad) if route == "/update_weight_version" else (bad,)  # one that takes it decides
-        for engine in refusing:
-            engine.script[route, engine._counts[route] + 1] = "refuse"
+        bad.script[route, bad._counts[route] + 1] = "refuse"
         with pytest.raises(WeightUpdateFailed, match=f"{route.split('/')[1].split('_')[0]}.*refused"):
             sync.update(weights(2).items(), version=2, timeout_s=20)
         assert holds(good, 1) and holds(bad, 1), sync.engine_states
@@ -297,6 +299,27 @@ def test_a_stranger_who_knows_no_token_is_not_taken_for_a_rank(serving: Serving)
             connect(host, port, b"x" * 32, timeout_s=5, hello=b'{"engine": "http://x", "rank": 0}')
         sync.update(weights(2).items(), version=2, timeout_s=20)
         assert holds(engine, 2) and host == "127.0.0.1"
+
+
+def test_an_engine_that_finds_other_bytes_in_its_parameters_takes_the_old_ones_back(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = serving(), serving()
+    swap, spoiled = hold._swap, list[int]()
+
+    def wrong(targets: Sequence[torch.Tensor], staged: Sequence[torch.Tensor]) -> list[str]:
+        digests = swap(targets, staged)
+        spoiled.append(len(digests))
+        return ["0" * 16, *digests[1:]] if len(spoiled) == 1 else digests
+
+    with session(*pair) as sync:
+        sync.update(weights(1).items(), version=1, timeout_s=20)
+        monkeypatch.setattr(hold, "_swap", wrong)
+        with pytest.raises(WeightUpdateFailed, match=f"{NAMES[0]} holds other bytes than were staged"):
+            sync.update(weights(2).items(), version=2, timeout_s=20)
+        assert all(holds(engine, 1) for engine in pair) and len(sync.routable()) == 2
+        sync.update(weights(2).items(), version=2, timeout_s=20)
+        assert all(holds(engine, 2) for engine in pair)
 
 
 def test_links_that_came_sooner_than_those_waited_for_are_kept(serving: Serving) -> None:
