@@ -1,14 +1,15 @@
 """One weight update as a transaction over all engines. Knows order, states and deadlines; bytes and routes lie elsewhere.
 
-    all tensors packed or staged and verified -> pause -> change over (or load) -> version -> resume
+    staged:     all bytes beside the parameters, verified -> pause -> change over, under the new version -> resume
+    broadcast:  pause -> load bucket by bucket -> version -> resume
 
-The version is set once, at the commit, so no reply ever carries a version that is only half loaded. With our half in the
-engine (`staged`) nothing touches a parameter before every rank of every engine holds verified bytes, and a commit that one
-engine refuses is undone at the others. Without it SGLang loads in place, and an engine that holds parts of an update stays
-paused (quarantined) until it has whole weights: the committed version where a host copy is kept, else the next update.
+With our half in the engine (`staged`) nothing touches a parameter before every rank of every engine holds verified bytes, and
+a change-over that one engine refuses is undone at the others. Without it SGLang loads in place, and an engine that holds parts
+of an update stays paused (quarantined) until it has whole weights: the committed version where a host copy is kept, else the
+next update.
 
-The decision falls with the first engine that has taken the version. Before it, a failure aborts: the old version stays.
-After it the update counts, and an engine that did not take it is left behind in quarantine.
+The update counts once all engines have changed over, or with the first that took a broadcast's version. Before, a failure
+aborts: the old version stays. After it, an engine that does not serve the version is left behind in quarantine.
 """
 
 from __future__ import annotations
