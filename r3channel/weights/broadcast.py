@@ -29,7 +29,7 @@ class Broadcast(Work):
     """One update. A bucket leaves in a thread while the next one is packed."""
 
     def __init__(self, *args: Any, packer: Packer, **options: Any) -> None:
-        """As `Work`. `packer` makes buckets flat that are not."""
+        """As `Work`. `packer` makes buckets flat."""
         super().__init__(*args, **options)
         self._packer = packer
         self._sums = EngineChecksums()
@@ -66,13 +66,10 @@ class Broadcast(Work):
             member.ranks = links.get(member.url, [])
             member.unheld = member.url not in links
 
-    def push(self, tensors: Sequence[torch.Tensor], payload: torch.Tensor | None) -> None:
-        """Pack the next bucket where it is not, wait for the one before, then send it; raises the error of the one before.
-
-        Its memory may be overwritten after the next call but one, or `close`."""
+    def push(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Pack the next bucket, wait for the one before, then send it; raises the error of the one before."""
         number, bucket = self._number, self._buckets[self._number]
-        if payload is None:
-            payload = self._packer.pack(number, bucket, tensors, self._run)
+        payload = self._packer.pack(number, bucket, tensors, self._run)
         if self._rules.verify:
             with self._run.stage("digest"):
                 for name, tensor in zip(bucket.names, tensors, strict=True):

@@ -31,7 +31,7 @@ from r3channel.errors import (
 from r3channel.weights.executor import Staged
 from r3channel.weights.member import Member, told
 from r3channel.weights.progress import GRACE_S, REPAIR_S, Run, background
-from r3channel.weights.stages import Source, Stages, TrainerRanks
+from r3channel.weights.stages import Given, Push, Stages, TrainerRanks
 from r3channel.weights.wires import RankLink
 
 _TOLD = {kind.__name__: kind for kind in (NonFiniteWeights, CannotStage)}
@@ -57,23 +57,23 @@ class JointUpdate:
     def leads(self) -> bool:
         return self._ranks.leads
 
-    def open(self, source: Source) -> None:
+    def open(self, given: Given) -> None:
         """Links to all engines, and each told what will come. Raises on every rank; CannotStage: nothing has changed."""
         run = self._run
         with run.stage("plan"):
-            changed = self._stages.survey(source.held, run.deadline)
+            changed = self._stages.survey(given.held, run.deadline)
         with run.stage("join"):
             self._open()
         with run.stage("plan"):
             links = [link for _, link in self._links()]
-            if changed or not self._stages.aimed_at(links, source.ends):
-                self._stages.aim(links, source.ends, run.deadline)
+            if changed or not self._stages.aimed_at(links, given.ends):
+                self._stages.aim(links, given.ends, run.deadline)
 
-    def deliver(self, source: Source) -> None:
+    def deliver(self, feed: Callable[[Push], None]) -> None:
         """Everything sent, verified and committed: the update counts. Raises on every rank."""
         failure: Exception | None = None
         try:
-            source.feed(self._push)
+            feed(self._push)
             self._landed()
             left_s = self._run.deadline.left_s()
             self._start(lambda link: link.end(timeout_s=left_s) or 0)
@@ -96,9 +96,8 @@ class JointUpdate:
             if member.url not in self._lost:
                 yield from ((member, link) for link in member.ranks)
 
-    def _push(self, tensors: Sequence[torch.Tensor], payload: torch.Tensor | None) -> None:
+    def _push(self, tensors: Sequence[torch.Tensor]) -> None:
         """Send this bucket while the caller makes the next one ready."""
-        del payload
         if self._over:
             raise UsageError("the update has ended")
         self._landed()

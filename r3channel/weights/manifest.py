@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -144,14 +144,13 @@ class Manifest:
     """In the caller's order: each tensor, its bucket, its place in there."""
 
     @classmethod
-    def of(cls, buckets: Sequence[Bucket], arrivals: Sequence[Sequence[int]] | None = None) -> Manifest:
-        """`arrivals`: by bucket, the number of each tensor in the caller's order; without, as they lie in the buckets."""
+    def of(cls, buckets: Sequence[Bucket], arrivals: Sequence[int] = ()) -> Manifest:
+        """`arrivals`: the number of each tensor, bucket by bucket, in the caller's order; as they lie in the buckets without."""
         rows = [[meta.row() for meta in bucket.tensors] for bucket in buckets]
         digest = xxhash.xxh3_64_intdigest(json.dumps(rows, separators=(",", ":")).encode())
         placed = [(meta, b, at) for b, bucket in enumerate(buckets) for at, meta in enumerate(bucket.tensors)]
-        if arrivals is not None:
-            numbers = (number for bucket in arrivals for number in bucket)
-            placed = [one for _, one in sorted(zip(numbers, placed, strict=True), key=lambda pair: pair[0])]
+        if arrivals:
+            placed = [placed[at] for at in np.argsort(arrivals).tolist()]
         return cls(tuple(buckets), digest, tuple(placed))
 
     @property
@@ -166,9 +165,6 @@ class Manifest:
     @property
     def tensor_count(self) -> int:
         return sum(len(bucket.tensors) for bucket in self.buckets)
-
-
-T = TypeVar("T")
 
 
 _FUSED: Mapping[str, tuple[str, ...]] = {
@@ -187,27 +183,20 @@ _SCALED = frozenset({torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5
 """A weight of such a dtype is held for its scale as long as there is room; it may have none."""
 
 
-@dataclass(frozen=True, slots=True)
-class Filled(Generic[T]):
-    """A bucket with what was given for each of its tensors, in the bucket's order."""
-
-    bucket: Bucket
-    items: tuple[T, ...]
-
-
 @dataclass(slots=True)
-class _Unit(Generic[T]):
+class _Unit:
     """Tensors that stay together."""
 
     missing: int
     """Weights that it still needs."""
-    members: list[tuple[TensorMeta, T]] = field(default_factory=list)
+    members: list[tuple[TensorMeta, int]] = field(default_factory=list)
+    """With their numbers in the caller's order."""
     nbytes: int = 0
     unscaled: int = 0
     """Float8 weights less scales."""
 
-    def add(self, meta: TensorMeta, item: T) -> None:
-        self.members.append((meta, item))
+    def add(self, meta: TensorMeta, number: int) -> None:
+        self.members.append((meta, number))
         self.nbytes += meta.nbytes
         if is_scale(meta.name):
             self.unscaled -= 1
@@ -220,33 +209,32 @@ class _Unit(Generic[T]):
         return self.missing == 0 and self.unscaled <= 0
 
 
-def fill_buckets(items: Iterable[tuple[TensorMeta, T]], *, cap_bytes: int) -> Iterator[Filled[T]]:
-    """Group a stream of tensors into buckets of at most `cap_bytes`, yielding each as soon as it is full.
+def fill_buckets(metas: Iterable[TensorMeta], *, cap_bytes: int) -> Manifest:
+    """Group tensors, in the order in which they come, into buckets of at most `cap_bytes`.
 
-    The order of the stream decides, so equal streams give equal buckets. A unit larger than the cap gets a bucket of its
-    own. Members of a unit may arrive apart; they are held until it is complete, at most `cap_bytes` beside the unit
-    that is arriving. So at most two caps of items, and one unit, are referenced at a time.
+    A unit larger than the cap gets a bucket of its own. Members of a unit may come apart: whoever fills buckets from a stream in
+    this order holds at most two caps of tensors, and one unit, at a time.
 
-    Raises ConfigError for a cap < 1, and ManifestMismatch for a name given twice, for a tensor of a packed format (GPTQ, AWQ),
-    and for a unit whose members lie further apart than the cap allows.
+    Raises ConfigError for a cap < 1, and ManifestMismatch for no tensors, for a name given twice, for a tensor of a packed format
+    (GPTQ, AWQ), and for a unit whose members lie further apart than the cap allows.
     """
     if cap_bytes < 1:
         raise ConfigError(f"bucket size of {cap_bytes} bytes: expected at least 1")
-    current: list[tuple[TensorMeta, T]] = []
-    current_bytes = 0
-    for unit in _units(items, hold_bytes=cap_bytes):
-        if current and current_bytes + unit.nbytes > cap_bytes:
-            yield _filled(current)
-            current, current_bytes = [], 0
-        current += unit.members
-        current_bytes += unit.nbytes
-    if current:
-        yield _filled(current)
-
-
-def _filled(members: Sequence[tuple[TensorMeta, T]]) -> Filled[T]:
-    ordered = sorted(members, key=lambda member: wire_order(member[0]))
-    return Filled(Bucket.of([meta for meta, _ in members]), tuple(item for _, item in ordered))
+    filled: list[list[tuple[TensorMeta, int]]] = []
+    room = 0
+    for unit in _units(metas, hold_bytes=cap_bytes):
+        if not filled or unit.nbytes > room:
+            filled.append([])
+            room = cap_bytes
+        filled[-1] += unit.members
+        room -= unit.nbytes
+    if not filled:
+        raise ManifestMismatch("the update gives no tensors at all")
+    ordered = [sorted(members, key=lambda member: wire_order(member[0])) for members in filled]
+    return Manifest.of(
+        [Bucket.of([meta for meta, _ in members]) for members in ordered],
+        [number for members in ordered for _, number in members],
+    )
 
 
 def is_scale(name: str) -> bool:
@@ -273,20 +261,20 @@ def unit_of(name: str) -> tuple[str, int]:
     return f"{match['head']}{{{fused}}}.{match['tail']}", len(_FUSED[fused])
 
 
-def _units(items: Iterable[tuple[TensorMeta, T]], *, hold_bytes: int) -> Iterator[_Unit[T]]:
+def _units(metas: Iterable[TensorMeta], *, hold_bytes: int) -> Iterator[_Unit]:
     """Complete units in the order of completion; at the end, and past `hold_bytes`, incomplete ones as they are.
 
     Some models have only a part of a family (DeepSeek-V2-Lite has q_proj without k_proj), so an incomplete unit is
     no error by itself; a member that arrives after its unit went out is.
     """
-    held: dict[str, _Unit[T]] = {}
+    held: dict[str, _Unit] = {}
     held_bytes = 0
     gone: set[str] = set()
     seen: set[str] = set()
-    for meta, item in items:
+    for number, meta in enumerate(metas):
         key, weights = _check_name(meta.name, seen, gone)
         unit = held.setdefault(key, _Unit(weights))
-        unit.add(meta, item)
+        unit.add(meta, number)
         held_bytes += meta.nbytes
         due = [key] if unit.complete else []
         while due or (held_bytes > hold_bytes and len(held) > 1):

@@ -9,10 +9,9 @@ from typing import Literal
 import numpy as np
 import torch
 
-from r3channel.errors import ConfigError, NonFiniteWeights
-from r3channel.weights.manifest import Bucket, TensorMeta, pack
+from r3channel.errors import NonFiniteWeights
+from r3channel.weights.manifest import Bucket, TensorMeta, new_buffer, pack
 from r3channel.weights.progress import Run
-from r3channel.weights.store import Buffers, payload_digest
 
 OnNonfinite = Literal["error", "allow"]
 """What to do with a tensor that holds NaN or Inf."""
@@ -83,30 +82,33 @@ def _finite_on_host(values: torch.Tensor) -> bool:
 
 
 class Packer:
-    """Packs buckets into `buffers`, and looks at what it packs. One thread."""
+    """Packs buckets into two buffers in turn, one of which leaves meanwhile, and looks at what it packs. One thread."""
 
-    def __init__(self, buffers: Buffers, on_nonfinite: OnNonfinite) -> None:
-        if on_nonfinite not in ("error", "allow"):
-            raise ConfigError(f"on_nonfinite {on_nonfinite!r}: expected error or allow")
-        self._buffers, self._refuse = buffers, on_nonfinite == "error"
+    def __init__(self, device: torch.device, *, look: bool) -> None:
+        """`look`: refuse NaN and Inf."""
+        self._device, self._look = device, look
+        self._rooms = [new_buffer(0, device), new_buffer(0, device)]
 
     def pack(self, number: int, bucket: Bucket, tensors: Sequence[torch.Tensor], run: Run) -> torch.Tensor:
-        """Flat uint8, in the buffers' memory for bucket `number`. Raises NonFiniteWeights, naming bucket and tensor."""
+        """Flat uint8, valid until bucket `number + 2` is packed. Raises NonFiniteWeights, naming bucket and tensor."""
         with run.stage("pack"):
-            payload_N = pack(bucket, tensors, self._buffers.take(number, bucket.payload_bytes))
+            payload_N = pack(bucket, tensors, self._room(number, bucket.payload_bytes))
             if payload_N.is_cuda:  # another thread sends it, whose current stream is the default one
                 torch.cuda.current_stream(payload_N.device).synchronize()
         with run.stage("digest"):
-            bad = first_nonfinite(bucket.placed, payload_N) if self._refuse else None
+            bad = first_nonfinite(bucket.placed, payload_N) if self._look else None
             if bad is not None:
-                raise nonfinite(number, bad)
-            if self._buffers.keep:
-                run.digests.append(payload_digest(payload_N))
+                raise nonfinite(f"bucket {number}", bad)
         return payload_N
 
+    def _room(self, number: int, nbytes: int) -> torch.Tensor:
+        if len(self._rooms[number % 2]) < nbytes:
+            self._rooms[number % 2] = new_buffer(nbytes, self._device)
+        return self._rooms[number % 2]
 
-def nonfinite(number: int, meta: TensorMeta) -> NonFiniteWeights:
-    """The error for a tensor of bucket `number`."""
+
+def nonfinite(where: str, meta: TensorMeta) -> NonFiniteWeights:
+    """The error for a tensor of a bucket, or of what it says."""
     return NonFiniteWeights(
-        f"bucket {number}: tensor {meta} holds NaN or Inf. Did the last train step diverge? on_nonfinite='allow' sends them"
+        f"{where}: tensor {meta} holds NaN or Inf. Did the last train step diverge? on_nonfinite='allow' sends them"
     )

@@ -136,8 +136,6 @@ class Run:
 
     deadline: Deadline
     seconds: dict[str, float] = field(default_factory=dict)
-    digests: list[int] = field(default_factory=list)
-    """xxh3 of each bucket's bytes, where a host copy is kept."""
     verified: int = 0
     expired: tuple[str, ...] = ()
     evicted: dict[str, str] = field(default_factory=dict)

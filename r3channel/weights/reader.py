@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
@@ -15,9 +15,11 @@ import torch
 
 from r3channel.errors import DeadlineExceeded, ManifestMismatch
 from r3channel.transport.process_group import in_background
-from r3channel.weights.manifest import Bucket, Manifest, TensorMeta, fill_buckets
-from r3channel.weights.pack import Packer
+from r3channel.weights.manifest import Manifest, TensorMeta, fill_buckets
+from r3channel.weights.pack import finite, nonfinite
 from r3channel.weights.progress import LAST_WORD_S, Run
+from r3channel.weights.stages import Push
+from r3channel.weights.store import HostCopy
 
 T = TypeVar("T")
 Named = tuple[str, torch.Tensor]
@@ -34,28 +36,28 @@ class Reader:
         self._seconds = 0.0
         """Spent in the caller's own code."""
 
-    def first(self, packer: Packer, *, cap_bytes: int, check: Callable[[Bucket], None]) -> Manifest:
-        """Cut into buckets what comes, and pack all of it. `check` may refuse a bucket.
-
-        Raises ManifestMismatch, NonFiniteWeights, and what the iterator raises."""
+    def first(self, copy: HostCopy, *, cap_bytes: int, look: bool) -> Manifest:
+        """Copy all that comes, cut into buckets. Raises ManifestMismatch, NonFiniteWeights, and what the iterator raises."""
 
         def read() -> Manifest:
-            buckets: list[Bucket] = []
-            arrivals: list[Sequence[int]] = []
-            come = ((TensorMeta.of(*named), (at, named[1])) for at, named in enumerate(self))
-            filling = fill_buckets(come, cap_bytes=cap_bytes)
-            while (filled := self._run.timed_next("read", filling)) is not None:
-                check(filled.bucket)
-                packer.pack(len(buckets), filled.bucket, [tensor for _, tensor in filled.items], self._run)
-                buckets.append(filled.bucket)
-                arrivals.append([at for at, _ in filled.items])
-            if not buckets:
-                raise ManifestMismatch("the update gives no tensors at all")
-            return Manifest.of(buckets, arrivals)
+            named, metas = iter(self), list[TensorMeta]()
+            while (one := self._run.timed_next("read", named)) is not None:
+                meta = TensorMeta.of(*one)
+                with self._run.stage("pack"):
+                    held = copy.put(len(metas), one[1])
+                with self._run.stage("digest"):
+                    if look and not finite(held):
+                        raise nonfinite(f"number {len(metas)}", meta)
+                metas.append(meta)
+            with self._run.stage("read"):
+                manifest = fill_buckets(metas, cap_bytes=cap_bytes)
+            numbers = {meta.name: number for number, meta in enumerate(metas)}
+            copy.coming = [copy.coming[numbers[n]] for bucket in manifest.buckets for n in bucket.names]
+            return manifest
 
         return self._in_time(read)
 
-    def again(self, manifest: Manifest, push: Callable[[Sequence[torch.Tensor]], None]) -> None:
+    def again(self, manifest: Manifest, push: Push) -> None:
         """Give `push` each bucket's tensors, in its order, once all have come. ManifestMismatch names what came otherwise."""
 
         def read() -> None:

@@ -58,14 +58,16 @@ from r3channel.weights.progress import GRACE_S, REPAIR_S, Deadline, Run, UpdateR
 from r3channel.weights.reader import Reader
 from r3channel.weights.registry import WeightRegistry, own_registry
 from r3channel.weights.sglang import EngineClient, PauseMode
-from r3channel.weights.stages import Held, Push, Source, Stages, TrainerRanks
-from r3channel.weights.store import Buffers, HeldWeights, checkpoint_tensors
+from r3channel.weights.stages import Given, Push, Stages, TrainerRanks
+from r3channel.weights.store import HeldWeights, HostCopy, by_bucket, checkpoint_tensors
 from r3channel.weights.wires import Wire
 
 DEFAULT_BUCKET_BYTES = 256 << 20
 RESTORE_S = 30.0
 Plan = Literal["broadcast", "exact"]
 Staging = Literal["auto"] | bool
+Feed = Callable[[Push], None]
+"""Gives an update's values, bucket by bucket."""
 
 
 class WeightSync:
@@ -155,6 +157,9 @@ class WeightSync:
         )
         self._staging: Staging = staged
         self._way = "" if staged else "broadcast: not wanted"
+        if on_nonfinite not in ("error", "allow"):
+            raise ConfigError(f"on_nonfinite {on_nonfinite!r}: expected error or allow")
+        self._look = on_nonfinite == "error"
         self._exact = group is not None
         self._ranks = TrainerRanks(group)
         self._stages = Stages(
@@ -164,22 +169,16 @@ class WeightSync:
             run_token=read_token(token_file) if token_file else "",
             staged=staged,
             wire=wire,
-            look=on_nonfinite == "error"
-            and (self._exact or not keep_copy),  # a copy was looked at when it was made
+            look=self._look,
             record_timeout_s=engine_timeout_s,
         )
         self._bucket_bytes = bucket_bytes
-        self._keep = keep_copy
-        self._copy = Buffers(keep=True) if keep_copy and not self._exact else None
-        """The committed weights, of whole tensors."""
-        self._kept: tuple[Shard, ...] = ()
-        """This rank's part of them, with `exact`."""
-        self._on_nonfinite: OnNonfinite = on_nonfinite
-        self._packer = Packer(Buffers(keep=False, device=group_device(backend)), on_nonfinite)
+        self._copy = HostCopy() if keep_copy else None
+        self._device = group_device(backend)
+        self._packer = Packer(self._device, look=self._look)
         """For broadcasts."""
-        self._manifest: Manifest | None = None
-        """What every update must give, once one counts."""
-        self._whole: tuple[Manifest | None, Held, tuple[int, ...]] = (None, (), ())
+        self._given: Given | None = None
+        """What every update must give, of whole tensors, once one counts."""
         self._reader: Reader | None = None
         self._own_page = metrics is None
         self.metrics = metrics or Metrics("trainer")
@@ -211,11 +210,6 @@ class WeightSync:
     def held(self) -> HeldWeights | None:
         """What the engines hold since the last commit, to be written to a file and held against any engine (store.py)."""
         return self._held
-
-    @property
-    def digests(self) -> tuple[int, ...]:
-        """xxh3 of each committed bucket, in order; () without a host copy."""
-        return () if self._copy is None else self._copy.digests
 
     @property
     def registry(self) -> WeightRegistry:
@@ -306,14 +300,13 @@ class WeightSync:
         the copy, and two buckets. The first `update` still fixes order and dtypes of its own. UsageError without
         `keep_copy` or after an update; ConfigError, ManifestMismatch and NonFiniteWeights for a folder that does not fit.
         """
-        if self._copy is None or self._phase == "closed" or self._version is not None:
+        if self._exact or self._copy is None or self._phase == "closed" or self._version is not None:
             raise UsageError(
                 "load_checkpoint() needs keep_copy=True without plan='exact', and comes before the first update()"
             )
         self._check_version(version)
         run = Run(Deadline(timeout_s, f"reading of {os.fspath(folder)}"))
-        manifest = self._read_first(Reader(checkpoint_tensors(folder), run), self._copy)
-        self._copy.commit(version, manifest, tuple(run.digests))
+        self._copy.commit(version, self._read_first(Reader(checkpoint_tensors(folder), run), self._copy))
         self._version = version
 
     def update_one(self, engine: str, *, timeout_s: float) -> UpdateReport:
@@ -333,7 +326,7 @@ class WeightSync:
         with self._alone("add_engine", f"the joining of {client.url}", timeout_s):
             member = self._fleet.add(client)
             try:
-                if self._keep and self._version is not None:
+                if self._copy is not None and self._copy.version is not None:
                     return self._bring_up(member, deadline)
                 if self._ranks.leads:
                     Crew([member], self._fleet, self._rules, Run(deadline), alone=True).meet()
@@ -411,55 +404,40 @@ class WeightSync:
 
     # -- what is given -------------------------------------------------------------------------------------------------
 
-    def _read_first(self, reader: Reader, copy: Buffers) -> Manifest:
-        packer = Packer(copy, self._on_nonfinite)
-        return reader.first(packer, cap_bytes=self._bucket_bytes, check=self._check_scales)
-
-    def _check_scales(self, bucket: Bucket) -> None:
-        """SGLang skips a name that it does not have, so an engine of plain weights would serve float8 ones without scales."""
-        scale = next((name for name in bucket.names if is_scale(name)), None)
+    def _read_first(self, reader: Reader, copy: HostCopy) -> Given:
+        """Whole tensors, copied before any engine is asked: nobody knows their names sooner."""
+        manifest = reader.first(copy, cap_bytes=self._bucket_bytes, look=self._look)
+        scale = next((meta.name for meta, _, _ in manifest.arrivals if is_scale(meta.name)), None)
         if scale is not None and not self._rules.check_names and not self._rules.verify:
+            # SGLang skips a name that it does not have, so an engine of plain weights would serve float8 ones without scales
             raise ManifestMismatch(
                 f"tensor {scale} is the scale of a float8 weight; expected `expected` or `verify`, which notice an engine that "
                 "has no such parameter"
             )
+        return Given.whole(manifest)
 
-    def _given(self, what: Reader | Sequence[Shard], run: Run) -> tuple[Source, Manifest | None]:
-        """What an update gives. The first one's whole tensors are packed before any engine is asked: nobody knows them sooner."""
+    def _what(self, what: Reader | Sequence[Shard], run: Run) -> tuple[Given, Feed]:
+        """What an update gives, and how its values come."""
         if not isinstance(what, Reader):
-            return _source_of(what), None
-        if self._manifest is None:
-            copy = self._copy or Buffers(keep=True)
-            manifest = self._read_first(what, copy)
-            return self._source(manifest, lambda push: _each(manifest, copy.coming(), push)), manifest
-        manifest = self._manifest
+            tensors = [shard.tensor for shard in what]
+            held = tuple((shard.meta, shard.box) for shard in what)
+            return Given(held, (len(held),), None), lambda push: push(tensors)
+        given, copy = self._given, self._copy
+        if given is None:
+            first = copy or HostCopy()
+            given = self._read_first(what, first)
+            return given, lambda push: _each(by_bucket(first.coming, given.ends), push)
+        assert given.manifest is not None
+        manifest = given.manifest
+        if copy is None:
+            return given, lambda push: what.again(manifest, push)
+        numbers = itertools.count()
 
-        def feed(push: Push) -> None:
-            if self._copy is None:
-                return what.again(manifest, lambda tensors: push(tensors, None))
-            numbers, packer = itertools.count(), Packer(self._copy, self._on_nonfinite)
+        def kept(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            with run.stage("pack"):
+                return [copy.put(next(numbers), tensor) for tensor in tensors]
 
-            def keep(tensors: Sequence[torch.Tensor]) -> None:
-                number = next(numbers)
-                bucket = manifest.buckets[number]
-                payload = packer.pack(number, bucket, tensors, run)
-                push(bucket.views(payload), payload)
-
-            return what.again(manifest, keep)
-
-        return self._source(manifest, feed), manifest
-
-    def _source(self, manifest: Manifest, feed: Callable[[Push], None]) -> Source:
-        """Of whole tensors."""
-        if self._whole[0] is not manifest:
-            held = tuple((meta, Box.whole(meta.shape)) for b in manifest.buckets for meta in b.tensors)
-            self._whole = (
-                manifest,
-                held,
-                tuple(itertools.accumulate(len(b.tensors) for b in manifest.buckets)),
-            )
-        _, held, ends = self._whole
-        return Source(held, ends, feed)
+        return given, lambda push: what.again(manifest, lambda tensors: push(kept(tensors)))
 
     # -- updates -------------------------------------------------------------------------------------------------------
 
@@ -500,42 +478,46 @@ class WeightSync:
         reader = what if isinstance(what, Reader) else None
         stays = f"weight version {version} was not committed, version {self._version} stays"
         with self._undone(stays, members, reader) as begun:
-            source, manifest = self._given(what, run)
-            outcome = self._deliver(begun, members, source, manifest, version, run)
-        manifest = self._record(version, manifest, what, run)
+            given, feed = self._what(what, run)
+            outcome = self._deliver(begun, members, given, feed, version, run)
+        self._version = version
+        if isinstance(what, Reader):
+            self._given = given
+            what.account()
+        elif self._copy is not None:
+            for index, shard in enumerate(what):
+                self._copy.put(index, shard.tensor.to(shard.meta.dtype))
+        if self._copy is not None:
+            self._copy.commit(version, given)
+        sent, sums = self._sent(given), run.checksums
+        self._held = HeldWeights.of(sent, version=version, engine=sums) if sums else None
         if outcome is not None:
             raise outcome
-        if reader is not None:
-            reader.account()
-        return UpdateReport.of(version, manifest, run)
+        return UpdateReport.of(version, sent, run)
 
     def _bring_up(self, member: Member, deadline: Deadline) -> UpdateReport:
-        """One engine to the committed version, from what was kept."""
-        copy, version = self._copy, self._version
-        manifest = None if copy is None else copy.manifest
-        if version is None or (manifest is None and not self._kept):
+        """One engine to the committed version, from the copy."""
+        copy = self._copy
+        if copy is None or copy.version is None:
             raise UsageError(
                 "one engine is updated from the host copy: keep_copy=True, and a first update() of all or load_checkpoint()"
             )
-        if copy is None or manifest is None:
-            source = _source_of(self._kept)
-        else:
-            payloads = (payload for _, payload in copy.read())
-            source = self._source(manifest, lambda push: _each(manifest, payloads, push))
-        run, members = Run(deadline), [member.afresh()]
+        run, version, members = Run(deadline), copy.version, [member.afresh()]
         with self._undone(f"engine {member.url} was not brought to version {version}", members) as begun:
-            outcome = self._deliver(begun, members, source, manifest, version, run, alone=True)
+            outcome = self._deliver(
+                begun, members, copy.given, lambda push: _each(copy.read(), push), version, run, alone=True
+            )
             if outcome is not None:
                 raise outcome
         member.evicted = ""
-        return UpdateReport.of(version, manifest or self._sent(), run)
+        return UpdateReport.of(version, self._sent(copy.given), run)
 
     def _deliver(
         self,
         begun: list[Work],
         members: Sequence[Member],
-        source: Source,
-        manifest: Manifest | None,
+        given: Given,
+        feed: Feed,
         version: int,
         run: Run,
         *,
@@ -549,25 +531,27 @@ class WeightSync:
             begun += [work] if self._ranks.leads else []
             run.way = "staged"
             try:
-                joint.open(source)
+                joint.open(given)
             except CannotStage as error:
                 if self._exact or self._staging is True:
                     raise
                 self._way = f"broadcast: {error}"
                 begun.clear()
             else:
-                joint.deliver(source)
+                joint.deliver(feed)
                 return joint.outcome
-        assert manifest is not None
+        assert given.manifest is not None
         run.way = self._way
-        work = Broadcast(*parts, stages=self._stages, version=version, alone=alone, packer=self._packer)
+        # engines that are restored are so side by side, each from memory of its own
+        packer = Packer(self._device, look=False) if alone else self._packer
+        work = Broadcast(*parts, stages=self._stages, version=version, alone=alone, packer=packer)
         try:
-            work.open(manifest)
+            work.open(given.manifest)
         except BaseException:  # nothing has been loaded: there is nothing to restore
             work.abort()
             raise
         begun.append(work)
-        source.feed(work.push)
+        feed(work.push)
         work.close()
         work.commit(version)
         try:
@@ -588,25 +572,9 @@ class WeightSync:
         dirty = [member for member in members if member.state is EngineState.DIRTY and not member.evicted]
         wait([background(partial(one, member)) for member in dirty], timeout=RESTORE_S + GRACE_S)
 
-    def _record(
-        self, version: int, manifest: Manifest | None, what: Reader | Sequence[Shard], run: Run
-    ) -> Manifest:
-        """The update counts."""
-        self._version = version
-        if manifest is not None:
-            self._manifest = manifest
-            if self._copy is not None:
-                self._copy.commit(version, manifest, tuple(run.digests))
-        elif self._keep and not isinstance(what, Reader):
-            self._kept = tuple(Shard(s.meta, s.box, s.tensor.to(s.meta.dtype, copy=True)) for s in what)
-        sent = manifest or self._sent()
-        sums = run.checksums
-        self._held = HeldWeights.of(sent, version=version, engine=sums) if sums else None
-        return sent
-
-    def _sent(self) -> Manifest:
+    def _sent(self, given: Given) -> Manifest:
         """With `exact`: all tensors that trainers hold together."""
-        return Manifest.of([Bucket.of(self._stages.metas)])
+        return given.manifest or Manifest.of([Bucket.of(self._stages.metas)])
 
 
 def _pair(one: tuple[str, torch.Tensor] | Shard) -> tuple[str, torch.Tensor]:
@@ -625,14 +593,6 @@ def _shard(one: tuple[str, torch.Tensor] | Shard) -> Shard:
     return Shard(TensorMeta.of(name, tensor), Box.whole(tensor.shape), tensor)
 
 
-def _source_of(shards: Sequence[Shard]) -> Source:
-    """Of one bucket."""
-    tensors = [shard.tensor for shard in shards]
-    held = tuple((shard.meta, shard.box) for shard in shards)
-    return Source(held, (len(held),), lambda push: push(tensors, None))
-
-
-def _each(manifest: Manifest, payloads: Iterable[torch.Tensor], push: Push) -> None:
-    """From a host copy."""
-    for bucket, payload in zip(manifest.buckets, payloads, strict=True):
-        push(bucket.views(payload), payload)
+def _each(buckets: Iterable[Sequence[torch.Tensor]], push: Push) -> None:
+    for tensors in buckets:
+        push(tensors)

@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from r3channel.transport.listener import Listener
 from r3channel.weights.convert import gathered_bytes
 from r3channel.weights.dryrun import Needs, Part
 from r3channel.weights.geometry import Box, Layout, ShardMap, report_of
-from r3channel.weights.manifest import TensorMeta
+from r3channel.weights.manifest import Manifest, TensorMeta
 from r3channel.weights.plan import plan_reshard
 from r3channel.weights.progress import Deadline
 from r3channel.weights.wires import (
@@ -47,9 +48,25 @@ _SHOWN = 3
 _TURN_S = 0.1
 """Of one of several threads that wait for links."""
 Held = tuple[tuple[TensorMeta, Box], ...]
-Push = Callable[[Sequence[torch.Tensor], torch.Tensor | None], None]
-"""Takes the next bucket: its tensors in order, and their flat bytes where they are packed already. Both may be overwritten once
-the next call but one has returned."""
+Push = Callable[[Sequence[torch.Tensor]], None]
+"""Takes the next bucket's tensors, in order. They may be overwritten once the next call but one has returned."""
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What one trainer rank gives in an update, without its values."""
+
+    held: Held
+    """Boxes of tensors, each in the dtype that is sent."""
+    ends: tuple[int, ...]
+    """Of each bucket: those up to its end."""
+    manifest: Manifest | None
+    """Of whole tensors."""
+
+    @classmethod
+    def whole(cls, manifest: Manifest) -> Given:
+        held = tuple((meta, Box.whole(meta.shape)) for bucket in manifest.buckets for meta in bucket.tensors)
+        return cls(held, tuple(accumulate(len(bucket.tensors) for bucket in manifest.buckets)), manifest)
 
 
 class TrainerRanks:
@@ -83,18 +100,6 @@ class TrainerRanks:
             if time.monotonic() - begun_s >= left_s:
                 raise DeadlineExceeded(f"a trainer rank did not come along within {left_s:.1f} s") from error
             raise PeerFailed(f"a trainer rank is gone: {str(error).splitlines()[0]}") from error
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """What one trainer rank gives in an update."""
-
-    held: Held
-    """Boxes of tensors, each in the dtype that is sent."""
-    ends: Sequence[int]
-    """Of each bucket: those up to its end."""
-    feed: Callable[[Push], None]
-    """Gives their values, bucket by bucket."""
 
 
 class Stages:

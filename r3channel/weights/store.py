@@ -1,7 +1,6 @@
-"""The last committed weights, packed, in the trainer's host memory: what one engine is repaired from, alone.
+"""The last committed weights in the trainer's host memory, to repair one engine from; checkpoints; the file of what is held.
 
-Twice the model's bytes at most: what was committed, and the room into which the next version is packed. Nothing here
-knows an engine.
+A copy is twice the bytes that this rank gave: what was committed, and room for the next version. Nothing here knows an engine.
 """
 
 from __future__ import annotations
@@ -11,72 +10,68 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 import xxhash
 
-from r3channel.errors import ConfigError, ManifestMismatch, UsageError, WeightsDiffer
-from r3channel.weights.manifest import Bucket, Manifest, new_buffer, unit_of
-
-_HOST = torch.device("cpu")
-
-
-def payload_digest(payload: torch.Tensor) -> int:
-    """xxh3 of a flat uint8 tensor on the CPU: 64 bits, some 10 GB/s."""
-    return xxhash.xxh3_64_intdigest(payload.numpy().data)
+from r3channel.errors import ConfigError, ManifestMismatch, WeightsDiffer
+from r3channel.weights.manifest import Manifest, unit_of
+from r3channel.weights.stages import Given
+from r3channel.weights.wires import host_bytes
 
 
-class Buffers:
-    """The memory that updates are packed into: a copy of the coming version beside the committed one (`keep`), or two buffers in
-    turn, of which one leaves while the other is packed. One thread."""
+class HostCopy:
+    """What a trainer rank gave: the committed version, and the memory into which the next one is copied. One thread."""
 
-    def __init__(self, *, keep: bool, device: torch.device = _HOST) -> None:
-        """A copy is kept on the host."""
-        self.keep, self._device = keep, _HOST if keep else device
+    def __init__(self) -> None:
         self.version: int | None = None
-        self.manifest: Manifest | None = None
-        self.digests: tuple[int, ...] = ()
+        self.given = Given((), (), None)
+        """Of the committed version."""
+        self.coming: list[torch.Tensor] = []
         self._committed: list[torch.Tensor] = []
-        self._coming: list[torch.Tensor] = []
+        self._digests: list[int] = []
 
-    def take(self, index: int, payload_bytes: int) -> torch.Tensor:
-        """Flat uint8 room for bucket `index`, at least that long. `take(index + 2)` gives it again, or with `keep` the second
-        update after this."""
-        at = index if self.keep else index % 2
-        if at < len(self._coming):
-            held = len(self._coming[at])
-            if held == payload_bytes or (held > payload_bytes and not self.keep):
-                return self._coming[at]
-        del self._coming[at:]
-        self._coming.append(new_buffer(payload_bytes, self._device))
-        return self._coming[-1]
+    def put(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
+        """The coming version's tensor number `index`, copied, by rising numbers; into what the committed version left."""
+        if index < len(self.coming):
+            held = self.coming[index]
+            if (held.dtype, held.shape) == (tensor.dtype, tensor.shape):
+                return held.copy_(tensor.detach())
+        del self.coming[index:]
+        copy = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        self.coming.append(copy)
+        return copy
 
-    def commit(self, version: int, manifest: Manifest, digests: tuple[int, ...]) -> None:
-        """What was taken since the last commit is now the committed version."""
-        self._committed, self._coming = self._coming, self._committed
-        self.version, self.manifest, self.digests = version, manifest, digests
+    def commit(self, version: int, given: Given) -> None:
+        """What was put since the last commit is the committed version now."""
+        del self.coming[len(given.held) :]
+        self._committed, self.coming = self.coming, self._committed
+        self._digests = [tensor_digest(tensor) for tensor in self._committed]
+        self.version, self.given = version, given
 
-    def coming(self) -> list[torch.Tensor]:
-        """The buckets of the coming version as far as they are packed."""
-        return self._coming
-
-    def read(self) -> Iterator[tuple[Bucket, torch.Tensor]]:
-        """Every committed bucket with its bytes, in order.
-
-        WeightsDiffer if bytes changed since they were packed; UsageError without a committed version.
-        """
-        if self.manifest is None:
-            raise UsageError("nothing was committed yet, so there is no copy to repair an engine from")
-        for index, (bucket, digest) in enumerate(zip(self.manifest.buckets, self.digests, strict=True)):
-            payload = self._committed[index]
-            if payload_digest(payload) != digest:
+    def read(self) -> Iterator[list[torch.Tensor]]:
+        """The committed tensors by bucket. WeightsDiffer, naming one, if its bytes changed since they were committed."""
+        for index, (meta, _) in enumerate(self.given.held):
+            if tensor_digest(self._committed[index]) != self._digests[index]:
                 raise WeightsDiffer(
-                    f"bucket {index} ({bucket}) of the host copy of version {self.version} changed since it was packed; "
-                    "send a whole update instead"
+                    f"tensor {meta} of the host copy of version {self.version} changed since it was committed; send a whole "
+                    "update instead"
                 )
-            yield bucket, payload
+        yield from by_bucket(self._committed, self.given.ends)
+
+
+def by_bucket(tensors: Sequence[torch.Tensor], ends: Sequence[int]) -> Iterator[list[torch.Tensor]]:
+    """Tensors up to each end."""
+    for start, end in pairwise((0, *ends)):
+        yield list(tensors[start:end])
+
+
+def tensor_digest(tensor: torch.Tensor) -> int:
+    """xxh3 of a contiguous tensor's bytes on the CPU: 64 bits, some 10 GB/s."""
+    return xxhash.xxh3_64_intdigest(host_bytes(tensor))
 
 
 def checkpoint_tensors(folder: str | os.PathLike[str]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -334,7 +334,7 @@ class RankLink:
         bad = next(
             p for p in record.pieces if not finite(p.of(shards, record.dtype).detach().cpu().flatten())
         )
-        return nonfinite(bucket, bad.meta)
+        return nonfinite(f"bucket {bucket}", bad.meta)
 
 
 def _joined(pieces: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -22,7 +22,8 @@ from r3channel.weights.manifest import (
     pack,
     unit_of,
 )
-from r3channel.weights.store import Buffers
+from r3channel.weights.pack import Packer
+from r3channel.weights.progress import Deadline, Run
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint8, torch.float64, torch.bool)
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
@@ -32,7 +33,7 @@ FAMILIES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("o_proj",
 
 def plan_buckets(metas: Iterable[TensorMeta], *, cap_bytes: int) -> list[Bucket]:
     """The buckets of tensors with these names, dtypes and shapes in this order."""
-    return [filled.bucket for filled in fill_buckets(((meta, None) for meta in metas), cap_bytes=cap_bytes)]
+    return list(fill_buckets(metas, cap_bytes=cap_bytes).buckets)
 
 
 def meta(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> TensorMeta:
@@ -135,10 +136,10 @@ def test_the_real_receiver_reads_back_every_byte(receiver: ModuleType, model: Mo
     metas, cap_bytes = model
     sent = {m.name: filled_tensor(m, seed + i) for i, m in enumerate(metas)}
     received: dict[str, torch.Tensor] = {}
-    staging = Buffers(keep=False)
-    for index, filled in enumerate(fill_buckets(((m, sent[m.name]) for m in metas), cap_bytes=cap_bytes)):
-        payload = pack(filled.bucket, filled.items, staging.take(index, filled.bucket.payload_bytes))
-        tensors = filled.bucket.tensors
+    packer, run = Packer(torch.device("cpu"), look=False), Run(Deadline(20, "test"))
+    for number, bucket in enumerate(fill_buckets(metas, cap_bytes=cap_bytes).buckets):
+        payload = packer.pack(number, bucket, [sent[name] for name in bucket.names], run)
+        tensors = bucket.tensors
         shapes = [list(m.shape) for m in tensors]
         theirs = receiver.FlattenedTensorBucket.empty(
             [m.name for m in tensors], [m.dtype_name for m in tensors], shapes, "cpu"
@@ -172,16 +173,18 @@ def test_a_model_with_half_a_family_is_no_error() -> None:
     assert [name for bucket in buckets for name in bucket.names] == names
 
 
-def test_a_bucket_leaves_before_the_stream_has_ended() -> None:
-    read = []
+@given(model=models())
+@settings(deadline=None, max_examples=60)
+def test_the_manifest_says_where_each_tensor_of_the_callers_order_lies(model: Model) -> None:
+    metas, cap_bytes = model
+    manifest = fill_buckets(metas, cap_bytes=cap_bytes)
+    assert [meta for meta, _, _ in manifest.arrivals] == metas
+    assert all(manifest.buckets[bucket].tensors[at] == meta for meta, bucket, at in manifest.arrivals)
 
-    def stream() -> Iterator[tuple[TensorMeta, int]]:
-        for i in range(100):
-            read.append(i)
-            yield meta(f"w{i}", 10), i
 
-    first = next(fill_buckets(stream(), cap_bytes=80))
-    assert first.items == (0, 1) and len(read) == 3
+def test_no_tensors_are_refused() -> None:
+    with pytest.raises(ManifestMismatch, match="no tensors at all"):
+        plan_buckets([], cap_bytes=80)
 
 
 @pytest.mark.parametrize("name", ["a.input_scale", "a.q_proj.qweight"])
@@ -236,10 +239,15 @@ def test_packing_takes_parameters_and_any_strides() -> None:
     assert torch.equal(packed.view(torch.float32).view(3, 2), weight) and not out.requires_grad
 
 
-def test_staging_reuses_two_buffers() -> None:
-    staging = Buffers(keep=False)
-    addresses = [staging.take(at, size).data_ptr() for at, size in enumerate((64, 64, 10, 64))]
+def test_packing_reuses_two_buffers() -> None:
+    packer, run = Packer(torch.device("cpu"), look=False), Run(Deadline(20, "test"))
+    packed = []
+    for number, size in enumerate((64, 64, 10, 64)):
+        tensor = torch.zeros(size, dtype=torch.uint8)
+        packed.append(packer.pack(number, Bucket.of([TensorMeta.of("a", tensor)]), [tensor], run))
+    addresses = [payload.data_ptr() for payload in packed]
     assert addresses[0] == addresses[2] != addresses[1] == addresses[3]
+    assert [len(payload) for payload in packed] == [64, 64, 10, 64]
 
 
 def manifest(metas: Sequence[TensorMeta]) -> Manifest:

@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from r3channel.cli import main
-from r3channel.errors import ManifestMismatch, UsageError, WeightsDiffer
+from r3channel.errors import ManifestMismatch, WeightsDiffer
 from r3channel.report.weights import compare
 from r3channel.weights.checksums import EngineChecksums, tensor_checksum
 from r3channel.weights.convert import te_name
-from r3channel.weights.manifest import Bucket, Manifest, TensorMeta, pack
+from r3channel.weights.manifest import Bucket, Manifest, TensorMeta, fill_buckets, pack
 from r3channel.weights.pack import first_nonfinite
-from r3channel.weights.store import Buffers, HeldWeights, payload_digest
+from r3channel.weights.stages import Given
+from r3channel.weights.store import HeldWeights, HostCopy
 
 Named = dict[str, torch.Tensor]
 
@@ -93,20 +94,19 @@ def test_large_finite_numbers_are_no_infinity() -> None:
     assert nonfinite({"a": torch.full((1000,), torch.finfo(torch.bfloat16).max).bfloat16()}) is None
 
 
-def test_the_host_copy_gives_the_committed_bytes_while_the_next_version_is_packed() -> None:
-    copy = Buffers(keep=True)
-    with pytest.raises(UsageError, match="nothing was committed"):
-        next(copy.read())
+def test_the_host_copy_gives_the_committed_bytes_while_the_next_version_is_copied() -> None:
+    copy, given = HostCopy(), Given.whole(fill_buckets([TensorMeta.of("a", torch.zeros(4))], cap_bytes=64))
+    assert copy.version is None and list(copy.read()) == []
     for version in (1, 2):
-        bucket, payload = packed({"a": torch.full((4,), float(version))})
-        room = copy.take(0, bucket.payload_bytes)
-        room.copy_(payload)
+        put = copy.put(0, torch.full((4,), float(version)))
         if version == 1:
-            copy.commit(1, Manifest.of([bucket]), (payload_digest(room),))
-    ((_, held),) = copy.read()
-    assert held.view(torch.float32).tolist() == [1.0] * 4
+            copy.commit(1, given)
+    ((held,),) = copy.read()
+    assert held.tolist() == [1.0] * 4 and put.tolist() == [2.0] * 4
+    assert copy.put(0, torch.zeros(4)) is put  # the memory is used again
+    assert copy.put(0, torch.zeros(5)) is not put
     held[3] += 1
-    with pytest.raises(WeightsDiffer, match=r"bucket 0 \(1 tensors, 16 bytes, first a\)"):
+    with pytest.raises(WeightsDiffer, match=r"tensor a float32\[4\] of the host copy of version 1 changed"):
         next(copy.read())
 
 

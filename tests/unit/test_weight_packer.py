@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from r3channel.weights.manifest import Bucket, TensorMeta
-from r3channel.weights.pack import OnNonfinite, Packer
+from r3channel.weights.pack import Packer
 from r3channel.weights.progress import Deadline, Run
-from r3channel.weights.store import Buffers
 
 
 class OnDevice(torch.Tensor):
@@ -19,10 +18,10 @@ class OnDevice(torch.Tensor):
         return True
 
 
-@pytest.mark.parametrize("on_nonfinite", ["error", "allow"])
+@pytest.mark.parametrize("look", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int32])
 def test_a_bucket_packed_on_a_device_is_whole_when_it_is_handed_over(
-    monkeypatch: pytest.MonkeyPatch, on_nonfinite: OnNonfinite, dtype: torch.dtype
+    monkeypatch: pytest.MonkeyPatch, look: bool, dtype: torch.dtype
 ) -> None:
     """The group sends from a thread of its own, whose current stream is not the one on which the trainer packs."""
     waited: list[torch.Tensor] = []
@@ -35,7 +34,7 @@ def test_a_bucket_packed_on_a_device_is_whole_when_it_is_handed_over(
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream())
     tensor = torch.arange(4).to(dtype)
     bucket = Bucket.of([TensorMeta.of("w", tensor)])
-    buffers = Buffers(keep=False)
-    monkeypatch.setattr(buffers, "take", lambda *_: out_N)
-    Packer(buffers, on_nonfinite).pack(0, bucket, [tensor], Run(Deadline(20, "test")))
+    packer = Packer(torch.device("cpu"), look=look)
+    monkeypatch.setattr(packer, "_room", lambda *_: out_N)
+    packer.pack(0, bucket, [tensor], Run(Deadline(20, "test")))
     assert [held.view(dtype).tolist() for held in waited] == [tensor.tolist()]
