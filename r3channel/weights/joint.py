@@ -53,10 +53,6 @@ class JointUpdate:
         self._lost: dict[str, str] = {}
         """Engines that this trainer could not reach."""
 
-    @property
-    def leads(self) -> bool:
-        return self._ranks.leads
-
     def open(self, given: Given) -> None:
         """Links to all engines, and each told what will come. Raises on every rank; CannotStage: nothing has changed."""
         run = self._run
@@ -164,7 +160,7 @@ class JointUpdate:
         """What the first rank alone does, and tells the others; its failure is everybody's."""
         told: dict[str, Any] = {}
         error: BaseException | None = None
-        if self.leads:
+        if self._ranks.leads:
             try:
                 told = call()
             except Exception as failure:
@@ -177,7 +173,7 @@ class JointUpdate:
             error = error or gone
             if self._deciding and error is gone:
                 self.outcome = error = TrainerRankLost(self._known(str(gone)))
-                if self.leads:
+                if self._ranks.leads:
                     return told
         if error is not None:
             raise error
@@ -189,7 +185,7 @@ class JointUpdate:
     def _known(self, gone: str) -> str:
         """What engines hold, for an error: known to the rank that commits; the others ask."""
         version, members = self._version, self._work.members
-        if self.leads:
+        if self._ranks.leads:
             states = f"[engines now: {told(members)}]"
             return (
                 f"weight version {version} is committed, but not every trainer rank was told: {gone} {states}"
@@ -214,7 +210,7 @@ class JointUpdate:
         fresh = [member for member in work.members if member.url in told["fresh"]]
         self._stages.attempts.update(told["fresh"])
         for member in fresh:
-            if not self.leads:
+            if not self._ranks.leads:
                 member.unlink()
         failure: Exception | None = None
         try:

@@ -108,7 +108,7 @@ class Packer:
 
 
 def nonfinite(where: str, meta: TensorMeta) -> NonFiniteWeights:
-    """The error for a tensor of a bucket, or of what it says."""
+    """The error for a tensor, and where it was."""
     return NonFiniteWeights(
         f"{where}: tensor {meta} holds NaN or Inf. Did the last train step diverge? on_nonfinite='allow' sends them"
     )

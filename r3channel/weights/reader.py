@@ -47,7 +47,7 @@ class Reader:
                     held = copy.put(len(metas), one[1])
                 with self._run.stage("digest"):
                     if look and not finite(held):
-                        raise nonfinite(f"number {len(metas)}", meta)
+                        raise nonfinite(f"after {len(metas)} tensors", meta)
                 metas.append(meta)
             with self._run.stage("read"):
                 manifest = fill_buckets(metas, cap_bytes=cap_bytes)
