@@ -113,15 +113,15 @@ class WeightSync:
             staged: receive in our half in the engine (R3CHANNEL_ENGINE=1 or R3CHANNEL_WEIGHTS=1), beside the parameters, and
                 change over under a short pause. `auto`: where every engine has it and memory for one more copy; else, and with
                 False, SGLang itself loads flattened buckets in place.
-            bucket_bytes: cap of one bucket; two buffers of this size are held.
+            bucket_bytes: cap of one bucket: one leaves while the next is read. A broadcast holds two buffers of this size.
             host: this machine's address that the engines reach; we listen there and nowhere else.
             backend: of broadcasts.
             pause: what happens to running requests. `in_place` keeps the KV cache of the old weights and never flushes it.
             verify: also compute what the engine's own checksum of each parameter must be (`held`), and compare it before the
                 commit of a broadcast (one rank, on the CPU). Staged bytes are always verified, on every rank.
-            keep_copy: keep the committed weights packed in host memory (the model's bytes, twice during an update), for
+            keep_copy: keep what this rank gave in host memory (its bytes, twice during an update and after it), for
                 `update_one` and for giving a failed broadcast's engines the old version back.
-            on_nonfinite: `error` refuses NaN and Inf by tensor before their bucket leaves; `allow` does not look.
+            on_nonfinite: `error` refuses NaN and Inf by tensor before their bucket or record leaves; `allow` does not look.
             on_engine_loss: an engine that dies or falls silent during an update is left out by name (`evict`) until `update_one`
                 brings it back, or fails the update (`abort`).
             expected: what every update must give: what the `engine` has parameters for; None does not look.

@@ -206,6 +206,7 @@ class Stages:
         if changed:
             self._source = ShardMap.gathered(self._ranks.exchange_bytes(report_of(held), deadline))
             self.metas, self._held = self._source.metas, held
+            self._planned = set(), ()
         return changed
 
     def aimed_at(self, links: Sequence[RankLink], ends: Sequence[int]) -> bool:
