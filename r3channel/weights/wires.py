@@ -1,8 +1,8 @@
 """Links to our half in engines' ranks: what is told over one, and how pieces of weights cross it.
 
 A trainer sends pieces in the order in which they lie in the rank's staged copy, so that the rank receives neighbours at once
-(47 runs in 10 records, instead of 1,193 copies, of a small Qwen3-MoE) and both ends do little work in Python. They go in records small enough
-to be gathered, searched for NaN, hashed and sent while they are in a core's cache.
+(of a small Qwen3-MoE 47 runs in 10 records, instead of 1,193 copies) and both ends do little work in Python. Records are small
+enough to be gathered, searched for NaN, hashed and sent while they are in a core's cache.
 """
 
 from __future__ import annotations
