@@ -40,12 +40,14 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _run_hooked(script: Path) -> None:
+    import ray
     from ray.exceptions import RayTaskError
 
     try:
         runpy.run_path(str(script), run_name="__main__")
     except RayTaskError as error:
         if isinstance(error.cause, R3Error):
+            ray.shutdown()  # it goes on printing what workers said: the reason is to be the last line
             raise error.cause from error  # of a relay or a trainer: its own words, not Ray's
         raise
 
