@@ -63,6 +63,8 @@ class _Stage:
     """By parameter, once everything has come."""
     came: dict[int, int] = field(default_factory=dict)
     """By link: items placed."""
+    changing: bool = False
+    """From the first parameter that is touched to the last."""
     committed: bool = False
 
 
@@ -256,21 +258,28 @@ class Hold:
 
     def change_over(self, model: torch.nn.Module) -> None:
         """Parameters and staged copy change places, so that `undo` can bring the old version back bit for bit."""
+        self._stage.changing = True
+        digests: list[str] = []
         if self._whole:
             named = zip(self._learned.tensors, self._staged, strict=True)
             model.load_weights((m.name, v.view(m.shape)) for m, v in named)  # pyright: ignore[reportCallIssue]
         else:
             digests, self._ready = _swap(self._ready, self._staged), []
-            self._stage.committed = True  # so that `undo` takes it back, also if a digest is wrong
-            for meta, digest in zip(self._needs.params, digests, strict=True):
-                if digest != self._stage.digests[meta.name]:
-                    raise WeightsError(f"{meta.name} holds other bytes than were staged")
-        self._stage.committed = True
+        self._stage.changing, self._stage.committed = (
+            False,
+            True,
+        )  # `undo` takes it back, also if a digest is wrong
+        for meta, digest in zip(self._needs.params, digests, strict=not self._whole):
+            if digest != self._stage.digests[meta.name]:
+                raise WeightsError(f"{meta.name} holds other bytes than were staged")
 
     def undo(self, model: torch.nn.Module, version: int) -> None:
-        """The parameters as they were before the commit of `version`; nothing to do where it was not committed."""
-        if self._stage.version != version or not self._stage.committed:
+        """The parameters as they were before the commit of `version`; nothing to do where they were not touched."""
+        stage = self._stage
+        if stage.version != version or not (stage.changing or stage.committed):
             return
+        if stage.changing:
+            raise WeightsError("the change-over ended half-way: parameters hold parts of both versions")
         if self._whole:
             raise WeightsError("the model's own loader placed these weights: the old ones are gone")
         _swap(self._targets(model), self._staged)

@@ -21,7 +21,6 @@ from r3channel.weights.progress import CONTROL_S, REPAIR_S, background
 from r3channel.weights.sglang import TOUCHED, EngineClient, PauseMode
 from r3channel.weights.wires import RankLink
 
-_SHOWN = 3
 _ASK_S = 1.0
 _FLUSH_REFUSED = "cache was not flushed"
 _NO_PLUGIN = "init_weights_update_group"

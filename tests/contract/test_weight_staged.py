@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 
 import pytest
@@ -26,7 +26,7 @@ from r3channel.weights.progress import Deadline
 from r3channel.weights.session import WeightSync
 from r3channel.weights.sglang import EngineClient
 from r3channel.weights.wires import HEAD
-from tests.fake_engine import UPDATE, FakeEngine
+from tests.fake_engine import UPDATE, FakeEngine, Model
 
 Weights = dict[str, torch.Tensor]
 Serving = Callable[[], FakeEngine]
@@ -320,6 +320,34 @@ def test_an_engine_that_finds_other_bytes_in_its_parameters_takes_the_old_ones_b
         assert all(holds(engine, 1) for engine in pair) and len(sync.routable()) == 2
         sync.update(weights(2).items(), version=2, timeout_s=20)
         assert all(holds(engine, 2) for engine in pair)
+
+
+def test_an_engine_whose_own_loader_fails_half_way_serves_nothing_until_it_has_whole_weights(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, placed = serving(), list[str]()
+
+    def load(model: Model, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in named:
+            if tensor.is_meta:
+                raise ValueError(
+                    "it looks at values"
+                )  # so it is no plain copy, and places whole tensors at the commit
+            placed.append(name)
+            if len(placed) == 2 * len(NAMES) - 3:
+                raise ValueError(f"{name} does not fit")
+            model.held[name].copy_(tensor)
+
+    monkeypatch.setattr(Model, "load_weights", load)
+    with session(engine) as sync:
+        assert "it looks at values" in sync.update(weights(1).items(), version=1, timeout_s=20).loaded
+        assert holds(engine, 1)
+        with pytest.raises(WeightUpdateFailed, match=f"{NAMES[4]} does not fit"):
+            sync.update(weights(2).items(), version=2, timeout_s=20)
+        assert sync.engine_states == {engine.url: EngineState.DIRTY} and sync.routable() == ()
+        assert engine.paused and torch.equal(engine.tensors[NAMES[0]], weights(2)[NAMES[0]])
+        sync.update(weights(2).items(), version=2, timeout_s=20)
+        assert holds(engine, 2) and sync.routable() == (engine.url,)
 
 
 def test_links_that_came_sooner_than_those_waited_for_are_kept(serving: Serving) -> None:
