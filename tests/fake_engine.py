@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from r3channel.weights.checksums import EngineChecksums
 from r3channel.weights.manifest import Bucket, TensorMeta
 from r3channel.weights.receiver import Receiver
-from r3channel.weights.sglang import LOAD_FORMAT
+from r3channel.weights.sglang import LOAD_FORMAT, TOUCHING
 
 Answer = dict[str, Any]
 UPDATE = "/update_weights_from_distributed"
@@ -185,12 +185,14 @@ class FakeEngine:
         if self.receiver is None:
             message = "Group r3channel not in []. Please call `init_weights_update_group` first."
             return {"success": False, "message": message}
-        if not self.open:
+        if not self.open and order["op"] not in TOUCHING:
             return {"success": False, "message": "must run between begin and end"}
         try:
             self.receiver.order(Model(self.tensors), order)
         except Exception as error:
             return {"success": False, "message": f"Failed to receive weights: {error}"}
+        finally:
+            self.open = self.open and order["op"] not in TOUCHING
         return {"success": True}
 
     def _leave(self, body: Answer) -> Answer:

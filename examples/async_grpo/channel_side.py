@@ -84,10 +84,10 @@ class ChannelRouting(RelayHost):
 
     def seal(self, step: int, assignment: Assignment, lengths: dict[str, int]) -> list[dict[str, Any]]:
         ticket = self.relay.seal(step, assignment)
-        self._rows_by_version[step] = sum(
-            (self._versions.pop(n) for n in assignment.sample_ids), Counter[int]()
-        )
-        self._sealed[step] = {name: self._replied.pop(name) for name in assignment.sample_ids}
+        with self.clock.span("audit", step=step):
+            names = assignment.sample_ids
+            self._rows_by_version[step] = sum((self._versions.pop(n) for n in names), Counter[int]())
+            self._sealed[step] = {name: self._replied.pop(name) for name in names}
         return [{"ticket": ticket.to_bytes()} for _ in range(self.layout.dp)]
 
     def control(self, call: str, arguments: dict[str, Any]) -> Any:

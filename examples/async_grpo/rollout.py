@@ -110,10 +110,14 @@ class RolloutManager:
             self._calls.append((begin_s, time.monotonic(), threading.current_thread().name))
 
     def _generate(self, step: int) -> list[Any]:
-        requests = make_requests(step, samples=self.args.samples, seed=self.args.seed, vocab=self.args.vocab)
-        extra = make_requests(step, samples=4, seed=self.args.seed, vocab=self.args.vocab, evaluation=True)
-        samples = self._collect(step, requests + extra)
-        with self.clock.span("assemble", step=step):
+        with self.clock.span("assemble", step=step):  # which stands still in the stages of what it calls
+            requests = make_requests(
+                step, samples=self.args.samples, seed=self.args.seed, vocab=self.args.vocab
+            )
+            extra = make_requests(
+                step, samples=4, seed=self.args.seed, vocab=self.args.vocab, evaluation=True
+            )
+            samples = self._collect(step, requests + extra)
             chosen = self._usable(requests, samples)
             lengths = {name: len(sample.tokens) for name, sample in chosen.items()}
             gains = group_advantages([sample.reward for sample in chosen.values()])
@@ -121,8 +125,8 @@ class RolloutManager:
             assignment = Assignment.balanced(
                 lengths, dp=self.layout.dp, microbatch_size=self.args.micro_batch_size
             )
-        # Evaluation is never trained on, nor is a sample whose group lost a member.
-        self.routing.discard([name for name in samples if name not in chosen])
+            # Evaluation is never trained on, nor is a sample whose group lost a member.
+            self.routing.discard([name for name in samples if name not in chosen])
         self.routing.join_previous()
         travelling = self.routing.seal(step, assignment, lengths)
         with self.clock.span("serialize", step=step):

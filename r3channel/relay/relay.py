@@ -361,10 +361,10 @@ class Relay:
                 {sample.name: own for sample in samples if (own := masks_of(sample))},
             )
             undo.pop_all()
-        self.metrics.inc("r3channel_steps_total")
-        self._warn_of_ceiling(sum(sample.tokens for sample in samples) * self.spec.bytes_per_token)
-        if start:
-            self.steps.start(step)
+            self.metrics.inc("r3channel_steps_total")
+            self._warn_of_ceiling(sum(sample.tokens for sample in samples) * self.spec.bytes_per_token)
+            if start:
+                self.steps.start(step)
         return ticket
 
     def _warn_of_ceiling(self, nbytes: int) -> None:

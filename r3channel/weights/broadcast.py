@@ -15,12 +15,13 @@ import torch
 from r3channel.errors import ConfigError, ManifestMismatch, WeightsDiffer
 from r3channel.transport.process_group import in_background
 from r3channel.weights.checksums import EngineChecksums, engine_names
-from r3channel.weights.executor import Work
+from r3channel.weights.executor import Feed, Work
 from r3channel.weights.group import WeightGroup
-from r3channel.weights.manifest import Bucket, Manifest
+from r3channel.weights.manifest import Bucket
 from r3channel.weights.member import EngineState, Member
 from r3channel.weights.pack import Packer
 from r3channel.weights.progress import CONTROL_S, REPAIR_S, background, wait_all
+from r3channel.weights.stages import Given
 
 _SHOWN = 3
 
@@ -37,9 +38,10 @@ class Broadcast(Work):
         self._number = 0
         self._sending: Future[None] | None = None
 
-    def open(self, manifest: Manifest) -> None:
+    def open(self, given: Given) -> None:
         """Groups, handshake, pause; from here on nothing is routed to these engines."""
-        self._buckets = manifest.buckets
+        assert given.manifest is not None
+        self._buckets = given.manifest.buckets
         with self._run.stage("join"):
             self.meet()
             shared = [member.url for member in self.members if member.client.ranks != 1]
@@ -49,10 +51,12 @@ class Broadcast(Work):
                 )
             self.each(self._link)
         self.pause()
+        with self._run.stage("begin"):
+            self.each(Member.begin, within_s=CONTROL_S)
         self._hold()
         self.each(Member.take_over, within_s=CONTROL_S)
         if self._rules.check_names:
-            names = engine_names(name for bucket in manifest.buckets for name in bucket.names)
+            names = engine_names(name for bucket in self._buckets for name in bucket.names)
             self.each(lambda member, left_s: _check_names(member, names, left_s))
 
     def _hold(self) -> None:
@@ -66,7 +70,16 @@ class Broadcast(Work):
             member.ranks = links.get(member.url, [])
             member.unheld = member.url not in links
 
-    def push(self, tensors: Sequence[torch.Tensor]) -> None:
+    def deliver(self, feed: Feed) -> None:
+        """Counts once the first engine has taken the version: it decides."""
+        feed(self._push)
+        self._close()
+        with self._run.stage("commit"):
+            self._fleet.check_lives(self.members)
+            self._set_version()
+        self.outcome = self.resume()
+
+    def _push(self, tensors: Sequence[torch.Tensor]) -> None:
         """Pack the next bucket, wait for the one before, then send it; raises the error of the one before."""
         number, bucket = self._number, self._buckets[self._number]
         payload = self._packer.pack(number, bucket, tensors, self._run)
@@ -79,7 +92,7 @@ class Broadcast(Work):
             self._finish()
             self._sending = background(partial(self._send, number, bucket, payload))
 
-    def close(self) -> None:
+    def _close(self) -> None:
         """Wait for the last bucket, and compare what the engines report with what it must be."""
         with self._run.stage("wait_send"):
             self._finish()
@@ -91,12 +104,6 @@ class Broadcast(Work):
                 found = self.each(lambda member, left_s: _verify(member, sums, left_s))
                 self._run.verified = min(found.values())
                 self._run.checksums = {"1": [sums]}
-
-    def commit(self, version: int) -> None:
-        """Returns when the first engine has taken the version: it decides."""
-        with self._run.stage("commit"):
-            self._fleet.check_lives(self.members)
-            self._set_version(version)
 
     def abort(self) -> None:
         """Free everything that waits, then let the engines serve that still hold whole weights."""
@@ -112,10 +119,10 @@ class Broadcast(Work):
         if sending is not None:
             sending.result()
 
-    def _set_version(self, version: int) -> None:
+    def _set_version(self) -> None:
         """The first engine that takes the version decides for all: a failure is raised only if none has taken it."""
         try:
-            self.each(lambda member, left_s: member.commit(version, left_s), within_s=CONTROL_S)
+            self.each(lambda member, left_s: member.commit(self._version, left_s), within_s=CONTROL_S)
         except Exception:
             if not any(member.state is EngineState.COMMITTED for member in self.members):
                 raise

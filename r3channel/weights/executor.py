@@ -1,8 +1,6 @@
-"""What an update asks of engines, by either way, and what a failure at any step of it leaves behind.
+"""What an update asks of engines, by either way (`joint`, `broadcast`), and what a failure at any step of it leaves behind.
 
-`Staged`: bytes go beside the parameters of serving engines; the commit is a change-over under a pause of milliseconds, so a
-failure before it touches nothing and one in it is undone. The other way is `broadcast`. Knows members' states and the
-registry; not where weights come from, or which version comes next.
+Knows members' states and the registry; not where weights come from, or which version comes next.
 """
 
 from __future__ import annotations
@@ -10,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
@@ -22,17 +20,16 @@ from r3channel.errors import (
     EngineUnavailable,
     R3Error,
     TransportError,
-    WeightsDiffer,
 )
 from r3channel.weights.fleet import Fleet
 from r3channel.weights.member import EngineState, Member, told
 from r3channel.weights.progress import CONTROL_S, GRACE_S, REPAIR_S, Run, background
 from r3channel.weights.sglang import PauseMode
-from r3channel.weights.stages import Stages, check_complete
+from r3channel.weights.stages import Given, Push, Stages
 
 T = TypeVar("T")
-_Sums = list[tuple[dict[str, str], dict[str, str]]]
-"""By rank: digests and checksums by parameter."""
+Feed = Callable[[Push], None]
+"""Gives an update's values, bucket by bucket."""
 OnEngineLoss = Literal["evict", "abort"]
 
 _LOSSES = (EngineUnavailable, TransportError)  # which DeadlineExceeded is one of
@@ -109,22 +106,22 @@ class Crew:
 
 
 class Work(Crew, ABC):
-    """What both ways share. NEW -> open -> ... -> resumed or aborted. One thread."""
+    """One update of some engines. NEW -> `open` -> `deliver` (committed), or `abort` at any time. One thread."""
 
-    def __init__(
-        self,
-        members: Sequence[Member],
-        fleet: Fleet,
-        rules: Rules,
-        run: Run,
-        *,
-        stages: Stages,
-        version: int,
-        alone: bool = False,
-    ) -> None:
-        """`stages` say what goes over which link."""
-        super().__init__(members, fleet, rules, run, alone=alone)
+    def __init__(self, *crew: Any, stages: Stages, version: int, alone: bool = False) -> None:
+        """As `Crew`; `stages` say what goes over which link."""
+        super().__init__(*crew, alone=alone)
         self._stages, self._version = stages, version
+        self.outcome: R3Error | None = None
+        """What is to be raised although the update counts: EngineLeftBehind, TrainerRankLost."""
+
+    @abstractmethod
+    def open(self, given: Given) -> None:
+        """The engines are told what will come."""
+
+    @abstractmethod
+    def deliver(self, feed: Feed) -> None:
+        """Everything sent, verified and committed: the update counts."""
 
     @abstractmethod
     def abort(self) -> None:
@@ -134,105 +131,38 @@ class Work(Crew, ABC):
         with self._run.stage("pause"):
             self._fleet.open(self.members, for_s=self._run.deadline.left_s())
             self.each(lambda member, left_s: member.pause(self._rules.pause, left_s), within_s=CONTROL_S)
-        with self._run.stage("begin"):
-            self.each(Member.begin, within_s=CONTROL_S)
 
     @property
     def flush(self) -> bool:
         """Whether the engines drop their KV cache with the new weights."""
         return self._rules.pause != "in_place"
 
-    def resume(self, version: int) -> None:
-        """Let those that have the version serve, and record them. Raises EngineLeftBehind naming the others.
+    def resume(self) -> EngineLeftBehind | None:
+        """Let those that have the version serve, and record them. Returns what names the others.
 
         They get time for it also when an engine that did not answer has used up the update's.
         """
         took = [member for member in self.members if member.state is EngineState.COMMITTED]
-        failure: R3Error | None = None
+        failure: BaseException | None = None
         with self._run.stage("resume"):
             calls = {background(partial(member.resume, CONTROL_S)): member for member in took}
             wait(calls, timeout=CONTROL_S + GRACE_S)
             for future, member in calls.items():
-                error = _failure(future, member, CONTROL_S)
-                failure = error if isinstance(error, R3Error) else failure
-        self._fleet.committed(self._all, version)
+                failure = _failure(future, member, CONTROL_S) or failure
+        self._fleet.committed(self._all, self._version)
         left = [member for member in self.members if member.state is not EngineState.SERVING]
-        if left:
-            raise EngineLeftBehind(
-                f"weight version {version} is committed, but {len(left)} of {len(self.members)} engines are left behind, "
-                f"paused: {told(left)}; {failure or 'they did not take the version'}. Repair them one by one, or update all"
-            ) from failure
+        if not left:
+            return None
+        return EngineLeftBehind(
+            f"weight version {self._version} is committed, but {len(left)} of {len(self.members)} engines are left behind, "
+            f"paused: {told(left)}; {failure or 'they did not take the version'}. Repair them one by one, or update all"
+        )
 
     def roll_back(self) -> None:
         """Let every engine that no byte reached, or that committed, serve again; DIRTY ones stay paused."""
         calls = [background(partial(member.undo, REPAIR_S)) for member in self._all if not member.foreign]
         wait(calls, timeout=2 * REPAIR_S)
         self._fleet.aborted(self._all)
-
-
-class Staged(Work):
-    """Through our half in the engine: what rank 0 of the trainers does there. What is sent is the matter of `joint`."""
-
-    def ask(self, without: Collection[str]) -> list[Member]:
-        """Have engines connect that have no links, or are named as such; those that did."""
-        self.meet()
-        fresh = [m for m in self.members if not m.staged(self._stages.metas) or m.url in without]
-        orders = {member: self._stages.order(member.url) for member in fresh}
-        # A dry run may take all the time there is: engine_timeout_s is meant for a bucket, and it grows with the tensors.
-        return list(self.each(lambda m, left_s: m.open(orders[m], left_s), among=fresh))
-
-    def take(self, fresh: Sequence[Member]) -> None:
-        """Accept their links. ManifestMismatch where parameters are not given."""
-        if fresh:
-            links = self._stages.accept({m.url: m.client.ranks for m in fresh}, self._run.deadline)
-            for member in fresh:
-                member.ranks, member.metas = links[member.url], self._stages.metas
-        ranks = [rank for member in self.members for rank in member.ranks]
-        metas, names = self._stages.metas, self._rules.check_names
-        self._run.rounded, self._run.skipped = check_complete(ranks, metas, names=names)
-        self._run.loaded = next((rank.whole for rank in ranks if rank.whole), "")
-
-    def verify(self) -> None:
-        """Every trainer has sent everything, and every rank has placed it. Engines of equal ranks must agree."""
-        with self._run.stage("verify"):
-            found = self.each(self._verified)
-        first: dict[int, tuple[Member, _Sums]] = {}
-        for member, sums in found.items():
-            other, wanted = first.setdefault(len(sums), (member, sums))
-            if sums != wanted:
-                raise WeightsDiffer(
-                    f"engines {other.url} and {member.url} staged other bytes than each other: trainer ranks that hold the same "
-                    "parameter hold other values. Their replicas drift apart where gradients are not reduced between them, as "
-                    "those of experts under TP > 1 with expert parallel sizes of 1 (Megatron's `allreduce` mark)"
-                )
-        self._run.verified = sum(len(digests) for digests, _ in next(iter(found.values())))
-        if self._rules.verify and not self._run.loaded:
-            self._run.checksums = {str(n): [own for _, own in sums] for n, (_, sums) in first.items()}
-
-    def _verified(self, member: Member, left_s: float) -> _Sums:
-        wanted = self._rules.verify
-        return [rank.verify(self._version, checksums=wanted, timeout_s=left_s) for rank in member.ranks]
-
-    def commit(self, version: int) -> None:
-        """Pause, and change over everywhere, or undo everywhere."""
-        self.pause()
-        with self._run.stage("commit"):
-            self._fleet.check_lives(self.members)
-            order = {"op": "commit", "session": self._rules.name, "version": version}
-            self.each(lambda m, left_s: m.change_over(order, version, self.flush, left_s), within_s=CONTROL_S)
-        with self._run.stage("end"):
-            self.each(Member.end, within_s=CONTROL_S)
-        for member in self.members:
-            member.take(version)
-
-    def abort(self) -> None:
-        """The old weights, bit for bit: they lie beside the new ones."""
-        undo = {"op": "undo", "session": self._rules.name, "version": self._version}
-        states = (EngineState.CHANGED, EngineState.DIRTY)
-        changed = [m for m in self._all if m.state in states and m.staged(self._stages.metas)]
-        calls = [background(partial(member.change_back, undo, self.flush, REPAIR_S)) for member in changed]
-        wait(calls, timeout=2 * REPAIR_S)
-        self.roll_back()
 
 
 def _failure(future: Future[Any], member: Member, left_s: float) -> BaseException | None:

@@ -1,5 +1,8 @@
 """One staged update, made by all trainer ranks together; one rank alone is the smallest case. No rank needs the whole model.
 
+Bytes go beside the parameters of serving engines; the commit is a change-over under a pause of milliseconds, so that a failure
+before it touches nothing and one in it is undone.
+
 All trainer ranks make the same calls. The first speaks to engines over HTTP; bytes go from each trainer straight to each
 engine rank. Steps of one update, with what the ranks tell one another between them:
 
@@ -10,7 +13,7 @@ engine rank. Steps of one update, with what the ranks tell one another between t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any
@@ -26,27 +29,29 @@ from r3channel.errors import (
     TrainerRankLost,
     TransportError,
     UsageError,
+    WeightsDiffer,
     WeightsError,
 )
-from r3channel.weights.executor import Staged
-from r3channel.weights.member import Member, told
-from r3channel.weights.progress import GRACE_S, REPAIR_S, Run, background
-from r3channel.weights.stages import Given, Push, Stages, TrainerRanks
+from r3channel.weights.executor import Feed, Work
+from r3channel.weights.member import EngineState, Member, told
+from r3channel.weights.progress import CONTROL_S, GRACE_S, REPAIR_S, background
+from r3channel.weights.stages import Given, check_complete
 from r3channel.weights.wires import RankLink
 
 _TOLD = {kind.__name__: kind for kind in (NonFiniteWeights, CannotStage)}
 """Failures of another rank that are raised as what they are."""
+_Sums = list[tuple[dict[str, str], dict[str, str]]]
+"""By rank: digests and checksums by parameter."""
 
 
-class JointUpdate:
+class Staged(Work):
     """On one rank. Every rank makes the same calls; each failure becomes everybody's. One thread, but for `_push`."""
 
-    def __init__(self, work: Staged, stages: Stages, ranks: TrainerRanks, run: Run, version: int) -> None:
-        self._work, self._stages, self._ranks, self._run, self._version = work, stages, ranks, run, version
+    def __init__(self, *crew: Any, **options: Any) -> None:
+        super().__init__(*crew, **options)
+        self._ranks = self._stages.ranks
         self._deciding = False
         """Whether engines may hold the new version already."""
-        self.outcome: R3Error | None = None
-        """What is to be raised although the update counts: EngineLeftBehind, TrainerRankLost."""
         self._bucket = 0
         self._sending: dict[Future[int], Member] = {}
         self._over = False
@@ -55,18 +60,18 @@ class JointUpdate:
 
     def open(self, given: Given) -> None:
         """Links to all engines, and each told what will come. Raises on every rank; CannotStage: nothing has changed."""
-        run = self._run
+        run, stages = self._run, self._stages
         with run.stage("plan"):
-            changed = self._stages.survey(given.held, run.deadline)
+            changed = stages.survey(given.held, run.deadline)
         with run.stage("join"):
-            self._open()
+            self._link()
         with run.stage("plan"):
             links = [link for _, link in self._links()]
-            if changed or not self._stages.aimed_at(links, given.ends):
-                self._stages.aim(links, given.ends, run.deadline)
+            if changed or not stages.aimed_at(links, given.ends):
+                stages.aim(links, given.ends, run.deadline)
 
-    def deliver(self, feed: Callable[[Push], None]) -> None:
-        """Everything sent, verified and committed: the update counts. Raises on every rank."""
+    def deliver(self, feed: Feed) -> None:
+        """Raises on every rank."""
         failure: Exception | None = None
         try:
             feed(self._push)
@@ -85,10 +90,62 @@ class JointUpdate:
         left = self._lead(self._commit).get("left")
         self.outcome = EngineLeftBehind(left) if left else self.outcome
 
+    def abort(self) -> None:
+        """The old weights, bit for bit: they lie beside the new ones."""
+        undo = self._order("undo")
+        states = (EngineState.CHANGED, EngineState.DIRTY)
+        changed = [m for m in self._all if m.state in states and m.staged(self._stages.metas)]
+        calls = [background(partial(member.change_back, undo, self.flush, REPAIR_S)) for member in changed]
+        wait(calls, timeout=2 * REPAIR_S)
+        self.roll_back()
+
+    # -- links ---------------------------------------------------------------------------------------------------------
+
+    def _link(self) -> None:
+        """Links to every engine that takes part."""
+        deadline = self._run.deadline
+        mine = [member.url for member in self.members if not member.staged(self._stages.metas)]
+        without = set(itertools.chain(*self._ranks.exchange(mine, deadline)))
+        told = self._lead(lambda: self._ask(without))
+        for member in self.members:
+            member.client.ranks = told["all"][member.url]
+        fresh = [member for member in self.members if member.url in told["fresh"]]
+        self._stages.attempts.update(told["fresh"])
+        for member in fresh:
+            if not self._ranks.leads:
+                member.unlink()
+        failure: Exception | None = None
+        try:
+            self._take(fresh)
+        except R3Error as error:
+            failure = error
+        self._together(failure)
+
+    def _ask(self, without: Collection[str]) -> dict[str, Any]:
+        """Have engines connect that have no links, or are named as such."""
+        self.meet()
+        unlinked = [m for m in self.members if not m.staged(self._stages.metas) or m.url in without]
+        orders = {member: self._stages.order(member.url) for member in unlinked}
+        # A dry run may take all the time there is: engine_timeout_s is meant for a bucket, and it grows with the tensors.
+        fresh = self.each(lambda m, left_s: m.open(orders[m], left_s), among=unlinked)
+        attempts = {member.url: self._stages.attempts[member.url] for member in fresh}
+        return {"all": {m.url: m.client.ranks for m in self.members}, "fresh": attempts}
+
+    def _take(self, fresh: Sequence[Member]) -> None:
+        """Accept their links. ManifestMismatch where parameters are not given."""
+        if fresh:
+            links = self._stages.accept({m.url: m.client.ranks for m in fresh}, self._run.deadline)
+            for member in fresh:
+                member.ranks, member.metas = links[member.url], self._stages.metas
+        ranks = [rank for member in self.members for rank in member.ranks]
+        metas, names = self._stages.metas, self._rules.check_names
+        self._run.rounded, self._run.skipped = check_complete(ranks, metas, names=names)
+        self._run.loaded = next((rank.whole for rank in ranks if rank.whole), "")
+
     # -- bytes ---------------------------------------------------------------------------------------------------------
 
     def _links(self) -> Iterator[tuple[Member, RankLink]]:
-        for member in self._work.members:
+        for member in self.members:
             if member.url not in self._lost:
                 yield from ((member, link) for link in member.ranks)
 
@@ -138,8 +195,8 @@ class JointUpdate:
         """Engines that any trainer could not reach are lost to all."""
         words = self._ranks.exchange(self._lost, self._run.deadline.at_least(GRACE_S * 10))
         gone = {url: why for lost in words for url, why in lost.items()}
-        for member in [m for m in self._work.members if m.url in gone]:
-            self._work.lose(member, EngineUnavailable(f"engine {member.url}: {gone[member.url]}"))
+        for member in [m for m in self.members if m.url in gone]:
+            self.lose(member, EngineUnavailable(f"engine {member.url}: {gone[member.url]}"))
 
     # -- all ranks together --------------------------------------------------------------------------------------------
 
@@ -177,14 +234,14 @@ class JointUpdate:
                     return told
         if error is not None:
             raise error
-        for member in [m for m in self._work.members if m.url in told["evicted"]]:
-            self._work.leave_out(member, told["evicted"][member.url])
+        for member in [m for m in self.members if m.url in told["evicted"]]:
+            self.leave_out(member, told["evicted"][member.url])
         self._raise([told["error"]] if "error" in told else [])
         return told
 
     def _known(self, gone: str) -> str:
         """What engines hold, for an error: known to the rank that commits; the others ask."""
-        version, members = self._version, self._work.members
+        version, members = self._version, self.members
         if self._ranks.leads:
             states = f"[engines now: {told(members)}]"
             return (
@@ -193,37 +250,41 @@ class JointUpdate:
         asked = ", ".join(f"{member.url}: {member.version_now()}" for member in members)
         return f"rank 0 was committing weight version {version}, and did not say how it went: {gone} [engines say: {asked}]"
 
-    def _open(self) -> None:
-        """Links to every engine that takes part."""
-        work, deadline = self._work, self._run.deadline
-        mine = [member.url for member in work.members if not member.staged(self._stages.metas)]
-        without = set(itertools.chain(*self._ranks.exchange(mine, deadline)))
-
-        def ask() -> dict[str, Any]:
-            fresh = work.ask(without)
-            attempts = {member.url: self._stages.attempts[member.url] for member in fresh}
-            return {"all": {m.url: m.client.ranks for m in work.members}, "fresh": attempts}
-
-        told = self._lead(ask)
-        for member in work.members:
-            member.client.ranks = told["all"][member.url]
-        fresh = [member for member in work.members if member.url in told["fresh"]]
-        self._stages.attempts.update(told["fresh"])
-        for member in fresh:
-            if not self._ranks.leads:
-                member.unlink()
-        failure: Exception | None = None
-        try:
-            work.take(fresh)
-        except R3Error as error:
-            failure = error
-        self._together(failure)
+    # -- rank 0 alone --------------------------------------------------------------------------------------------------
 
     def _commit(self) -> dict[str, Any]:
-        self._work.verify()
-        self._work.commit(self._version)
-        try:
-            self._work.resume(self._version)
-        except EngineLeftBehind as error:
-            return {"left": str(error)}
-        return {}
+        """Verify, pause, and change over everywhere; a failure is undone everywhere (`abort`)."""
+        self._verify()
+        self.pause()
+        with self._run.stage("commit"):
+            self._fleet.check_lives(self.members)
+            order, version = self._order("commit"), self._version
+            self.each(lambda m, left_s: m.change_over(order, version, self.flush, left_s), within_s=CONTROL_S)
+        for member in self.members:
+            member.take(version)
+        left = self.resume()
+        return {} if left is None else {"left": str(left)}
+
+    def _verify(self) -> None:
+        """Every trainer has sent everything, and every rank has placed it. Engines of equal ranks must agree."""
+        with self._run.stage("verify"):
+            found = self.each(self._verified)
+        first: dict[int, tuple[Member, _Sums]] = {}
+        for member, sums in found.items():
+            other, wanted = first.setdefault(len(sums), (member, sums))
+            if sums != wanted:
+                raise WeightsDiffer(
+                    f"engines {other.url} and {member.url} staged other bytes than each other: trainer ranks that hold the same "
+                    "parameter hold other values. Their replicas drift apart where gradients are not reduced between them, as "
+                    "those of experts under TP > 1 with expert parallel sizes of 1 (Megatron's `allreduce` mark)"
+                )
+        self._run.verified = sum(len(digests) for digests, _ in next(iter(found.values())))
+        if self._rules.verify and not self._run.loaded:
+            self._run.checksums = {str(n): [own for _, own in sums] for n, (_, sums) in first.items()}
+
+    def _verified(self, member: Member, left_s: float) -> _Sums:
+        wanted = self._rules.verify
+        return [rank.verify(self._version, checksums=wanted, timeout_s=left_s) for rank in member.ranks]
+
+    def _order(self, op: str) -> dict[str, Any]:
+        return {"op": op, "session": self._rules.name, "version": self._version}

@@ -178,17 +178,15 @@ class Member:
         try:
             self._order(order, str(version), flush_cache, timeout_s)
         except EngineRefused as error:
-            if before is EngineState.OPEN and TOUCHED not in str(error):
+            if before is EngineState.PAUSED and TOUCHED not in str(error):
                 self.state = before
             raise
         self.state = EngineState.CHANGED
 
     def change_back(self, order: Mapping[str, Any], flush_cache: bool, timeout_s: float) -> None:
         """Undo a change-over; EngineRefused where that cannot be."""
-        with contextlib.suppress(EngineRefused):  # `end` has closed the bracket already
-            self.client.begin(timeout_s=timeout_s)
         self._order(order, self.serves, flush_cache, timeout_s)
-        self.state = EngineState.OPEN
+        self.state = EngineState.PAUSED
 
     def _order(self, order: Mapping[str, Any], version: str, flush_cache: bool, timeout_s: float) -> None:
         with self.flush_may_be_refused() as refused:
@@ -205,8 +203,8 @@ class Member:
         self.take(version)
 
     def take(self, version: int) -> None:
-        """It holds this version, and its name."""
-        self.serves = str(version)
+        """It holds this version, and its name; a bracket that was found open is closed."""
+        self.serves, self.foreign = str(version), False
         self.enter(EngineState.COMMITTED)
 
     def resume(self, timeout_s: float) -> None:

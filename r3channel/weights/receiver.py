@@ -6,6 +6,9 @@
 An order comes from the scheduler's thread and may read and write parameters. A rank answers it after all ranks of its engine
 have agreed, because SGLang passes on the word of the first rank alone. No pickle, no port: a rank connects to its trainers.
 SGLang itself is not imported here.
+
+SGLang takes an update between two calls, begin and end. Orders that touch parameters come without them, and get them here: each
+call lengthens the pause.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import importlib
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -23,7 +27,7 @@ from r3channel.errors import WeightsError
 from r3channel.weights.dryrun import Learned, learn
 from r3channel.weights.hold import WORD_BYTES, Hold
 from r3channel.weights.manifest import TensorMeta
-from r3channel.weights.sglang import LOAD_FORMAT, TOUCHED
+from r3channel.weights.sglang import LOAD_FORMAT, TOUCHED, TOUCHING
 
 
 class Receiver:
@@ -102,9 +106,19 @@ def gathered_words(word: str, group: Any, size: int) -> list[str]:
     return [one.numpy().tobytes().rstrip(b"\0").decode(errors="replace") for one in words]
 
 
-_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
-_RECEIVE = "WeightUpdater.receive_weights_from_distributed"
-_PARAMETERS = {"names", "dtypes", "shapes", "group_name", "load_format"}
+_HOOKED = {
+    "receive": (
+        "sglang.srt.model_executor.model_runner_components.weight_updater",
+        "WeightUpdater.receive_weights_from_distributed",
+        {"names", "dtypes", "shapes", "group_name", "load_format"},
+    ),
+    "update": (
+        "sglang.srt.managers.scheduler_components.weight_updater",
+        "SchedulerWeightUpdaterManager.update_weights_from_distributed",
+        {"recv_req"},
+    ),
+}
+"""By the function here: module, method, parameters."""
 
 _run_token = ""
 _receiver: Receiver | None = None
@@ -113,26 +127,44 @@ _receiver: Receiver | None = None
 def available() -> bool:
     """Whether this SGLang has what is hooked; 0.5.15.post1 has not."""
     try:
-        updater: Any = importlib.import_module(_UPDATER)
-        receive = updater.WeightUpdater.receive_weights_from_distributed
+        for module, method, parameters in _HOOKED.values():
+            found = attrgetter(method)(importlib.import_module(module))
+            if not parameters <= set(inspect.signature(found).parameters):
+                return False
     except (ImportError, AttributeError):
         return False
-    return set(inspect.signature(receive).parameters) >= _PARAMETERS
+    return True
 
 
 def apply(run_token: str) -> None:
-    """Register the hook. `run_token`: the run's secret, which a trainer must know too; empty: the session's own is enough."""
+    """Register the hooks. `run_token`: the run's secret, which a trainer must know too; empty: the session's own is enough."""
     global _run_token
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     _run_token = run_token
-    HookRegistry.register(f"{_UPDATER}.{_RECEIVE}", receive, HookType.AROUND)
+    for (module, method, _), hook in zip(_HOOKED.values(), (receive, update), strict=True):
+        HookRegistry.register(f"{module}.{method}", hook, HookType.AROUND)
+
+
+def update(original: Any, manager: Any, recv_req: Any) -> Any:
+    """Of the scheduler. Between begin and end, where an order touches parameters; other updates pass."""
+    if recv_req.load_format != LOAD_FORMAT or json.loads(recv_req.names[0])["op"] not in TOUCHING:
+        return original(manager, recv_req)
+    from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput, EndWeightUpdateReqInput
+
+    manager.begin_weight_update(
+        BeginWeightUpdateReqInput()
+    )  # refused where another session left it open: as good
+    try:
+        return original(manager, recv_req)
+    finally:
+        manager.end_weight_update(EndWeightUpdateReqInput())
 
 
 def receive(
     original: Any, updater: Any, *, names: Any, group_name: str, load_format: Any = None, **rest: Any
 ) -> Any:
-    """An order of ours is carried out; other updates pass, unless a session holds this engine."""
+    """Of a rank's model. An order of ours is carried out; other updates pass, unless a session holds this engine."""
     receiver = _own()
     if load_format != LOAD_FORMAT:
         holder = receiver.holder()

@@ -20,7 +20,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import wait
 from dataclasses import replace
 from functools import partial
@@ -46,11 +46,11 @@ from r3channel.metrics import Metrics
 from r3channel.slot import PROCESS_SLOT
 from r3channel.weights.broadcast import Broadcast
 from r3channel.weights.convert import Shard
-from r3channel.weights.executor import Crew, OnEngineLoss, Rules, Staged, Work
+from r3channel.weights.executor import Crew, Feed, OnEngineLoss, Rules, Work
 from r3channel.weights.fleet import Fleet
 from r3channel.weights.geometry import Box
 from r3channel.weights.group import group_device
-from r3channel.weights.joint import JointUpdate
+from r3channel.weights.joint import Staged
 from r3channel.weights.manifest import Bucket, Manifest, TensorMeta, is_scale
 from r3channel.weights.member import EngineState, Member, told
 from r3channel.weights.pack import OnNonfinite, Packer
@@ -66,8 +66,6 @@ DEFAULT_BUCKET_BYTES = 256 << 20
 RESTORE_S = 30.0
 Plan = Literal["broadcast", "exact"]
 Staging = Literal["auto"] | bool
-Feed = Callable[[Push], None]
-"""Gives an update's values, bucket by bucket."""
 
 
 class WeightSync:
@@ -525,40 +523,33 @@ class WeightSync:
     ) -> R3Error | None:
         """Staged where that is wanted and can be, else a broadcast. What is to be raised although the update counts."""
         parts = members, self._fleet, self._rules, run
+        work: Work
         if not self._way:
             work = Staged(*parts, stages=self._stages, version=version, alone=alone)
-            joint = JointUpdate(work, self._stages, self._ranks, run, version)
             begun += [work] if self._ranks.leads else []
             run.way = "staged"
             try:
-                joint.open(given)
+                work.open(given)
             except CannotStage as error:
                 if self._exact or self._staging is True:
                     raise
                 self._way = f"broadcast: {error}"
                 begun.clear()
             else:
-                joint.deliver(feed)
-                return joint.outcome
-        assert given.manifest is not None
+                work.deliver(feed)
+                return work.outcome
         run.way = self._way
         # engines that are restored are so side by side, each from memory of its own
         packer = Packer(self._device, look=False) if alone else self._packer
         work = Broadcast(*parts, stages=self._stages, version=version, alone=alone, packer=packer)
         try:
-            work.open(given.manifest)
+            work.open(given)
         except BaseException:  # nothing has been loaded: there is nothing to restore
             work.abort()
             raise
         begun.append(work)
-        feed(work.push)
-        work.close()
-        work.commit(version)
-        try:
-            work.resume(version)
-        except EngineLeftBehind as error:
-            return error
-        return None
+        work.deliver(feed)
+        return work.outcome
 
     def _restore(self, members: Sequence[Member]) -> None:
         """Give the old version back to engines that hold parts of a new one, each by itself. One that fails stays paused."""

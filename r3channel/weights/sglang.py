@@ -27,6 +27,8 @@ PauseMode = Literal["retract", "in_place", "abort"]
 
 LOAD_FORMAT = "r3channel"
 """Of `/update_weights_from_distributed`: its one name is an order in JSON for our half in the engine."""
+TOUCHING = ("commit", "undo")
+"""Orders that touch parameters: our half sets begin and end around them itself."""
 TOUCHED = "parameters were touched: "
 """Begins the reason of an order that failed after that; before it all ranks have agreed, and nothing has changed."""
 _MAX_REPLY_BYTES = 64 << 20
@@ -195,7 +197,8 @@ class EngineClient:
         weight_version: str | None = None,
         timeout_s: float,
     ) -> None:
-        """An order to the plug-in in the engine (receiver), inside begin and end. EngineRefused tells its reason.
+        """An order to our half in the engine: inside begin and end, unless it is one of `TOUCHING`. EngineRefused tells
+        its reason.
 
         `weight_version` names the weights that are served once it is carried out, as `set_version` would."""
         body = {"names": [json.dumps(order)], "dtypes": [], "shapes": [], "group_name": LOAD_FORMAT}

@@ -119,7 +119,7 @@ class Stages:
     ) -> None:
         """`staged`: `auto` lets a rank without memory for a staged copy refuse. `look`: refuse NaN and Inf."""
         self.session, self.nonce = session, ""
-        self._ranks, self._host, self._run_token = ranks, host, run_token
+        self.ranks, self._host, self._run_token = ranks, host, run_token
         self._how = {"staged": "auto" if staged == "auto" else "yes", "wire": wire}
         self._look, self._record_timeout_s = look, record_timeout_s
         self._listener: Listener | None = None
@@ -139,11 +139,11 @@ class Stages:
     def connect(self, deadline: Deadline) -> None:
         """All trainers listen, with the first one's secret, and know one another's addresses."""
         told = [self.session, secrets.token_hex(16)]
-        self.session, self.nonce = self._ranks.exchange(told, deadline)[0]
+        self.session, self.nonce = self.ranks.exchange(told, deadline)[0]
         token = session_token(self._run_token, self.nonce)
         self._listener = Listener(self._host, token=token)
         mine = (self._host, self._listener.port)
-        self._trainers = [tuple(where) for where in self._ranks.exchange(mine, deadline)]
+        self._trainers = [tuple(where) for where in self.ranks.exchange(mine, deadline)]
 
     def order(self, engine: str, *, op: str = "open") -> dict[str, Any]:
         """The order that makes every rank of `engine` connect to all trainers, or be held by them."""
@@ -202,9 +202,9 @@ class Stages:
 
     def survey(self, held: Held, deadline: Deadline) -> bool:
         """Tell what this rank holds and learn what all hold; whether that changed since the last call."""
-        changed = any(self._ranks.exchange(held != self._held, deadline))
+        changed = any(self.ranks.exchange(held != self._held, deadline))
         if changed:
-            self._source = ShardMap.gathered(self._ranks.exchange_bytes(report_of(held), deadline))
+            self._source = ShardMap.gathered(self.ranks.exchange_bytes(report_of(held), deadline))
             self.metas, self._held = self._source.metas, held
             self._planned = set(), ()
         return changed
@@ -220,9 +220,9 @@ class Stages:
         assert self._source is not None
         plan = plan_reshard(
             self._source,
-            _target_map(self.metas, links, first=self._ranks.size),
-            rank=self._ranks.rank,
-            world_size=self._ranks.size + len(links),
+            _target_map(self.metas, links, first=self.ranks.size),
+            rank=self.ranks.rank,
+            world_size=self.ranks.size + len(links),
         )
         sends = plan.sends()
         index_of = {meta.name: index for index, meta in enumerate(self.metas)}
@@ -234,7 +234,7 @@ class Stages:
             for at, part in enumerate(link.needs.parts):
                 by_tensor.setdefault(part.tensor, []).append((at, part))
             buckets: list[list[Piece]] = [[] for _ in ends]
-            for op in sends.get(self._ranks.size + at_rank, []):
+            for op in sends.get(self.ranks.size + at_rank, []):
                 name = plan.tensors[op.tensor].name
                 shard = self._holder(shards.get(name, ()), name, op.box)
                 number = bisect_right(ends, shard)
@@ -244,7 +244,7 @@ class Stages:
                         whole, kept = self._held[shard], link.dtype(Entry(at, op.box))
                         buckets[number] += _pieces(at, op.box, *whole, inside, RECORD_BYTES // kept.itemsize)
             link.tell(buckets, timeout_s=deadline.left_s())
-        same_plan(self._ranks.exchange(plan.hash, deadline))
+        same_plan(self.ranks.exchange(plan.hash, deadline))
         self._planned = set(links), ends
 
     def send(

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from r3channel.errors import R3Error
 from r3channel.weights.convert import Shard
 from r3channel.weights.geometry import Box
-from r3channel.weights.joint import JointUpdate
+from r3channel.weights.joint import Staged
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.quantise import float8_blocks
 from r3channel.weights.session import WeightSync
@@ -55,11 +55,11 @@ def die_after_the_commit(job: dict[str, Any], version: int) -> None:
         write_result(job, {})
         os._exit(0)
 
-    lead, commit = JointUpdate._lead, JointUpdate._commit
+    lead, commit = Staged._lead, Staged._commit
     if job["rank"]:
-        JointUpdate._lead = lambda self, call: dying() if self._deciding else lead(self, call)
+        Staged._lead = lambda self, call: dying() if self._deciding else lead(self, call)
     else:
-        JointUpdate._commit = lambda self: (commit(self), dying())[1]
+        Staged._commit = lambda self: (commit(self), dying())[1]
 
 
 def main(job: dict[str, Any]) -> None:
@@ -82,6 +82,8 @@ def plain_weights(job: dict[str, Any]) -> dict[str, Any]:
         if rank:
             spoiled[0].tensor[0, 0] = float("nan")
         result["spoiled"] = failure(lambda: sync.update(spoiled, version=2, timeout_s=60))
+        short = shards(rank, 2)[rank:]  # nobody has the lower half of the first tensor
+        result["short"] = [failure(lambda: sync.update(short, version=2, timeout_s=60)) for _ in range(2)]
         result["version"] = sync.version
         sync.update_one(job["engines"][0], timeout_s=60)
         if rank == job["dies"]:

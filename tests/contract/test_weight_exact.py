@@ -43,6 +43,8 @@ def test_an_error_of_either_trainer_rank_says_which_version_the_engines_hold(
     assert left["sent"] == len(pair) * sum(tensor.nbytes for tensor in weights(1).values()) / 2
     kind, spoiled = left["spoiled"]
     assert kind == "WeightUpdateFailed" and "holds NaN" in spoiled and left["version"] == 1
+    # The second time all hold what they held the time before, and no plan was made for that.
+    assert all("(64 elements), of which the sources hold 32" in said for _, said in left["short"])
     kind, lost = left["lost"]
     assert kind == "TrainerRankLost"
     if dies:

@@ -32,13 +32,7 @@ Weights = dict[str, torch.Tensor]
 Serving = Callable[[], FakeEngine]
 
 NAMES = [f"model.layers.{index}.mlp.gate.weight" for index in range(8)]
-COMMIT = [
-    "/pause_generation",
-    "/begin_weight_update",
-    "order/commit",
-    "/end_weight_update",
-    "/continue_generation",
-]
+COMMIT = ["/pause_generation", "order/commit", "/continue_generation"]
 
 
 def weights(version: int) -> Weights:
@@ -90,7 +84,7 @@ def test_an_update_reaches_every_engine_and_pauses_it_for_the_change_over_alone(
         assert all(holds(engine, 2) and engine.version == "2" for engine in pair) and not any(during)
 
 
-@pytest.mark.parametrize("route", ["/pause_generation", "order/commit", "/end_weight_update"])
+@pytest.mark.parametrize("route", ["/pause_generation", "order/commit"])
 def test_a_refusal_in_any_phase_leaves_every_parameter_as_it_was(serving: Serving, route: str) -> None:
     good, bad = serving(), serving()
     with session(good, bad) as sync:

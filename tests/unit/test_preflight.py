@@ -70,7 +70,9 @@ def test_a_port_is_bound_in_earnest(taken: int) -> None:
 
 
 def test_every_process_that_serves_a_page_needs_its_port(taken: int) -> None:
-    config = ChannelConfig(metrics_port=taken - 4)  # its neighbours may be held by others: only ours is asked for
+    config = ChannelConfig(
+        metrics_port=taken - 4
+    )  # its neighbours may be held by others: only ours is asked for
     named = f"of trainer rank 3: port {taken} cannot be bound"
     assert faults_of(config).count(named) == 1 == faults_of(config).count(f"port {taken} ")
     assert f"port {taken} " not in faults_of(config, ranks=3)
