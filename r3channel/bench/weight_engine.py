@@ -114,22 +114,20 @@ def _timed(call: Callable[[], object], rounds: int) -> list[float]:
 
 
 def measure_large(folder: Path, *, hidden: int, rounds: int) -> dict[str, Any]:
-    """One large model to a real engine, staged and its digests compared there, beside raw gloo of as many bytes."""
+    """One large model to a real engine, by way, beside raw gloo of as many bytes. Staged bytes are compared there."""
     model = write_model(folder / f"model-{hidden}", hidden=hidden)
     named = _tensors(model)
     nbytes = sum(tensor.nbytes for _, tensor in named)
-    with _engines(model, 1, receiving=True) as (url,), WeightSync([url], staged=True) as sync:
-        sync.connect(timeout_s=_TIMEOUT_S)
-        sync.update(iter(named), version=1, timeout_s=_TIMEOUT_S)
-        reports = [sync.update(iter(named), version=1, timeout_s=_TIMEOUT_S) for _ in range(rounds)]
+    with _engines(model, 1, receiving=True) as (url,):
+        reports = _updates(url, named, rounds)
     raw = _raw_gloo(nbytes, rounds)
-    staged_s = statistics.median(report.wall_s for report in reports)
+    wall_s = {name: statistics.median(report.wall_s for report in found) for name, found in reports.items()}
     return {
         "bytes": nbytes,
         "tensors": len(named),
-        "parameters_compared": reports[-1].verified,
-        "staged_s": staged_s,
-        "pause_s": statistics.median(map(_pause_s, reports)),
+        "parameters_compared": reports["staged"][-1].verified,
+        **{f"{name}_s": seconds for name, seconds in wall_s.items()},
+        "pause_s": statistics.median(map(_pause_s, reports["staged"])),
         "raw_s": statistics.median(raw),
     }
 
