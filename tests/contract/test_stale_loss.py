@@ -17,12 +17,13 @@ TOKENS = 9
 
 @pytest.mark.parametrize("reads", [False, True])
 def test_a_mask_that_nobody_reads_is_warned_of(caplog: pytest.LogCaptureFixture, reads: bool) -> None:
-    routers = torch.nn.ModuleList(Router(SPEC.num_experts, SPEC.top_k) for _ in SPEC.moe_layers)
+    routers = [Router(SPEC.num_experts, SPEC.top_k) for _ in SPEC.moe_layers]
+    chunk = torch.nn.ModuleList(routers)
     handles = {layer: Handle(router, layer) for layer, router in zip(SPEC.moe_layers, routers, strict=True)}
     with relays() as make:
         relay = make(max_staleness=1, on_stale="mask")
         (receiver,) = receivers_of(relay)
-        channel = TrainerChannel(ReplayDriver(handles, [routers], spec=SPEC), receiver, relay.config)
+        channel = TrainerChannel(ReplayDriver(handles, [chunk], spec=SPEC), receiver, relay.config)
         relay.add("a", reply_for("a", TOKENS, version=3), range(TOKENS))
         ticket = relay.seal(1, Assignment.given([[["a"]]]))
         with channel.step(ticket, version=5) as step, torch.no_grad(), step.microbatch(0, mode="logprob"):
