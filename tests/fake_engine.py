@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,8 +20,8 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from r3channel.weights.checksums import EngineChecksums
 from r3channel.weights.manifest import Bucket, TensorMeta
-from r3channel.weights.receiver import Receiver
-from r3channel.weights.sglang import LOAD_FORMAT, TOUCHING
+from r3channel.weights.receiver import Receiver, update
+from r3channel.weights.sglang import COMMIT_FORMAT, LOAD_FORMAT
 
 Answer = dict[str, Any]
 UPDATE = "/update_weights_from_distributed"
@@ -126,7 +127,7 @@ class FakeEngine:
     def answer(self, route: str, body: Answer) -> Answer | None:
         if self.dead.is_set():
             return None
-        if body.get("load_format") == LOAD_FORMAT:
+        if body.get("load_format") in (LOAD_FORMAT, COMMIT_FORMAT):
             route = "order/" + json.loads(body["names"][0])["op"]
         count = self._counts[route] = self._counts.get(route, -1) + 1
         self.calls.append(route)
@@ -142,7 +143,7 @@ class FakeEngine:
             self.dead.wait(60)
             return None
         if route.startswith("order/"):
-            answer = self._order(json.loads(body["names"][0]))
+            answer = vars(update(FakeEngine._order, self, SimpleNamespace(**body)))
             if answer["success"] and body["weight_version"] is not None:
                 self.version = body["weight_version"]
             return answer
@@ -181,19 +182,24 @@ class FakeEngine:
         self._groups[name] = dist.ProcessGroupGloo(store, body["rank_offset"], body["world_size"], options)
         return {"success": True}
 
-    def _order(self, order: Answer) -> Answer:
+    def _order(self, request: SimpleNamespace) -> SimpleNamespace:
+        """As SGLang's scheduler answers an update, which our hook is around."""
         if self.receiver is None:
             message = "Group r3channel not in []. Please call `init_weights_update_group` first."
-            return {"success": False, "message": message}
-        if not self.open and order["op"] not in TOUCHING:
-            return {"success": False, "message": "must run between begin and end"}
+            return SimpleNamespace(success=False, message=message)
+        if not self.open:
+            return SimpleNamespace(success=False, message="must run between begin and end")
         try:
-            self.receiver.order(Model(self.tensors), order)
+            self.receiver.order(Model(self.tensors), json.loads(request.names[0]))
         except Exception as error:
-            return {"success": False, "message": f"Failed to receive weights: {error}"}
-        finally:
-            self.open = self.open and order["op"] not in TOUCHING
-        return {"success": True}
+            return SimpleNamespace(success=False, message=f"Failed to receive weights: {error}")
+        return SimpleNamespace(success=True, message="")
+
+    def begin_weight_update(self, _request: object) -> SimpleNamespace:
+        return SimpleNamespace(**self._bracket(True))
+
+    def end_weight_update(self, _request: object) -> SimpleNamespace:
+        return SimpleNamespace(**self._bracket(False))
 
     def _leave(self, body: Answer) -> Answer:
         found = self._groups.pop(body["group_name"], None)

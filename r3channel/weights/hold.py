@@ -277,15 +277,17 @@ class Hold:
                 raise WeightsError(f"{meta.name} holds other bytes than were staged")
 
     def undo(self, model: torch.nn.Module, version: int) -> None:
-        """The parameters as they were before the commit of `version`; nothing to do where they were not touched."""
+        """The parameters as they were before the commit of `version`, which cannot be committed any more, should its order come
+        late. Nothing else to do where they were not touched."""
         stage = self._stage
-        if stage.version != version or not (stage.changing or stage.committed):
+        if stage.version != version:
             return
         if stage.changing:
             raise WeightsError("the change-over ended half-way: parameters hold parts of both versions")
-        if self._whole:
+        if stage.committed and self._whole:
             raise WeightsError("the model's own loader placed these weights: the old ones are gone")
-        _swap(self._targets(model), self._staged)
+        if stage.committed:
+            _swap(self._targets(model), self._staged)
         self._stage = _Stage()
 
     def _targets(self, model: torch.nn.Module) -> list[torch.Tensor]:

@@ -57,6 +57,8 @@ class Staged(Work):
         self._over = False
         self._lost: dict[str, str] = {}
         """Engines that this trainer could not reach."""
+        self._before: dict[Member, EngineState] = {}
+        """Of those that were told to change over: what they were."""
 
     def open(self, given: Given) -> None:
         """Links to all engines, and each told what will come. Raises on every rank; CannotStage: nothing has changed."""
@@ -92,10 +94,10 @@ class Staged(Work):
 
     def abort(self) -> None:
         """The old weights, bit for bit: they lie beside the new ones."""
-        undo = self._order("undo")
-        states = (EngineState.CHANGED, EngineState.DIRTY)
-        changed = [m for m in self._all if m.state in states and m.staged(self._stages.metas)]
-        calls = [background(partial(member.change_back, undo, self.flush, REPAIR_S)) for member in changed]
+        undo, calls = self._order("undo"), list[Future[None]]()
+        for member, before in self._before.items():
+            if member.state in (EngineState.CHANGED, EngineState.DIRTY):
+                calls.append(background(partial(member.change_back, undo, before, self.flush, REPAIR_S)))
         wait(calls, timeout=2 * REPAIR_S)
         self.roll_back()
 
@@ -259,6 +261,7 @@ class Staged(Work):
         with self._run.stage("commit"):
             self._fleet.check_lives(self.members)
             order, version = self._order("commit"), self._version
+            self._before = {member: member.state for member in self.members}
             self.each(lambda m, left_s: m.change_over(order, version, self.flush, left_s), within_s=CONTROL_S)
         for member in self.members:
             member.take(version)

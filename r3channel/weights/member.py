@@ -18,11 +18,10 @@ from r3channel.errors import CannotStage, EngineRefused, R3Error
 from r3channel.weights.group import WeightGroup
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.progress import CONTROL_S, REPAIR_S, background
-from r3channel.weights.sglang import TOUCHED, EngineClient, PauseMode
+from r3channel.weights.sglang import FLUSH_REFUSED, UNTOUCHED, EngineClient, PauseMode
 from r3channel.weights.wires import RankLink
 
 _ASK_S = 1.0
-_FLUSH_REFUSED = "cache was not flushed"
 _NO_PLUGIN = "init_weights_update_group"
 """SGLang knows no group of our order's name, and says what to call first."""
 _NO_BRACKET = ("HTTP 404", "Not Found")
@@ -178,15 +177,19 @@ class Member:
         try:
             self._order(order, str(version), flush_cache, timeout_s)
         except EngineRefused as error:
-            if before is EngineState.PAUSED and TOUCHED not in str(error):
+            if UNTOUCHED in str(error):
                 self.state = before
             raise
         self.state = EngineState.CHANGED
 
-    def change_back(self, order: Mapping[str, Any], flush_cache: bool, timeout_s: float) -> None:
-        """Undo a change-over; EngineRefused where that cannot be."""
+    def change_back(
+        self, order: Mapping[str, Any], before: EngineState, flush_cache: bool, timeout_s: float
+    ) -> None:
+        """Undo a change-over; EngineRefused where that cannot be. Who was DIRTY `before` is again, and its bracket stays open."""
+        with contextlib.suppress(EngineRefused):  # a commit that ended half-way has left it open
+            self.client.begin(timeout_s=timeout_s)
         self._order(order, self.serves, flush_cache, timeout_s)
-        self.state = EngineState.PAUSED
+        self.state = EngineState.DIRTY if before is EngineState.DIRTY else EngineState.OPEN
 
     def _order(self, order: Mapping[str, Any], version: str, flush_cache: bool, timeout_s: float) -> None:
         with self.flush_may_be_refused() as refused:
@@ -234,7 +237,7 @@ class Member:
         try:
             yield refused
         except EngineRefused as error:
-            if _FLUSH_REFUSED not in str(error):
+            if FLUSH_REFUSED not in str(error):
                 raise
             refused.append(error)
 

@@ -7,8 +7,8 @@ An order comes from the scheduler's thread and may read and write parameters. A 
 have agreed, because SGLang passes on the word of the first rank alone. No pickle, no port: a rank connects to its trainers.
 SGLang itself is not imported here.
 
-SGLang takes an update between two calls, begin and end. Orders that touch parameters come without them, and get them here: each
-call lengthens the pause.
+SGLang takes an update between two calls, begin and end. A commit comes without them and gets them here, since each call lengthens
+the pause. A bracket that stays open is the mark of an engine whose weights nobody knows.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from r3channel.errors import WeightsError
 from r3channel.weights.dryrun import Learned, learn
 from r3channel.weights.hold import WORD_BYTES, Hold
 from r3channel.weights.manifest import TensorMeta
-from r3channel.weights.sglang import LOAD_FORMAT, TOUCHED, TOUCHING
+from r3channel.weights.sglang import COMMIT_FORMAT, FLUSH_REFUSED, LOAD_FORMAT, UNTOUCHED
 
 
 class Receiver:
@@ -51,7 +51,7 @@ class Receiver:
             "undo": (lambda: self._mine(order).undo(model, version),),
         }
         for number, step in enumerate(acts["open" if order["op"] == "hold" else order["op"]]):
-            self._together(step, TOUCHED if order["op"] == "commit" and number else "")
+            self._together(step, UNTOUCHED if order["op"] == "commit" and not number else "")
 
     def holder(self) -> str:
         """Whose engine this is: the name of the session that lives, or nothing."""
@@ -147,18 +147,16 @@ def apply(run_token: str) -> None:
 
 
 def update(original: Any, manager: Any, recv_req: Any) -> Any:
-    """Of the scheduler. Between begin and end, where an order touches parameters; other updates pass."""
-    if recv_req.load_format != LOAD_FORMAT or json.loads(recv_req.names[0])["op"] not in TOUCHING:
+    """Of the scheduler. A commit between begin and end; other updates pass."""
+    if recv_req.load_format != COMMIT_FORMAT:
         return original(manager, recv_req)
-    from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput, EndWeightUpdateReqInput
-
-    manager.begin_weight_update(
-        BeginWeightUpdateReqInput()
-    )  # refused where another session left it open: as good
-    try:
-        return original(manager, recv_req)
-    finally:
-        manager.end_weight_update(EndWeightUpdateReqInput())
+    own = manager.begin_weight_update(recv_req).success  # of the request only `selector` is read
+    done = original(manager, recv_req)
+    if done.success or FLUSH_REFUSED in done.message or (own and UNTOUCHED in done.message):
+        manager.end_weight_update(
+            recv_req
+        )  # on all ranks or on none: it is collective, and they agree on their words
+    return done
 
 
 def receive(
@@ -166,7 +164,7 @@ def receive(
 ) -> Any:
     """Of a rank's model. An order of ours is carried out; other updates pass, unless a session holds this engine."""
     receiver = _own()
-    if load_format != LOAD_FORMAT:
+    if load_format not in (LOAD_FORMAT, COMMIT_FORMAT):
         holder = receiver.holder()
         if holder and not group_name.startswith(holder):
             raise WeightsError(f"the engine is held by weight session {holder}, whose trainer lives")

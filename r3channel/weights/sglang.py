@@ -27,10 +27,12 @@ PauseMode = Literal["retract", "in_place", "abort"]
 
 LOAD_FORMAT = "r3channel"
 """Of `/update_weights_from_distributed`: its one name is an order in JSON for our half in the engine."""
-TOUCHING = ("commit", "undo")
-"""Orders that touch parameters: our half sets begin and end around them itself."""
-TOUCHED = "parameters were touched: "
-"""Begins the reason of an order that failed after that; before it all ranks have agreed, and nothing has changed."""
+COMMIT_FORMAT = "r3channel-commit"
+"""The same of an order that needs no begin and end around it: our half makes them there."""
+UNTOUCHED = "nothing was touched: "
+"""Begins the reason of a commit that all ranks refused before the first parameter changed; without it any may have changed."""
+FLUSH_REFUSED = "cache was not flushed"
+"""What SGLang says when requests wait for their grammar; the weights are in all the same."""
 _MAX_REPLY_BYTES = 64 << 20
 _READ_BYTES = 1 << 20
 _SHOWN_CHARS = 500
@@ -197,12 +199,12 @@ class EngineClient:
         weight_version: str | None = None,
         timeout_s: float,
     ) -> None:
-        """An order to our half in the engine: inside begin and end, unless it is one of `TOUCHING`. EngineRefused tells
-        its reason.
+        """An order to our half in the engine, inside begin and end unless it is a commit. EngineRefused tells its reason.
 
         `weight_version` names the weights that are served once it is carried out, as `set_version` would."""
+        form = COMMIT_FORMAT if order["op"] == "commit" else LOAD_FORMAT
         body = {"names": [json.dumps(order)], "dtypes": [], "shapes": [], "group_name": LOAD_FORMAT}
-        body |= {"load_format": LOAD_FORMAT, "flush_cache": flush_cache, "weight_version": weight_version}
+        body |= {"load_format": form, "flush_cache": flush_cache, "weight_version": weight_version}
         self._command("/update_weights_from_distributed", body, timeout_s=timeout_s)
 
     def boot_id(self, *, timeout_s: float) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.member import EngineState
 from r3channel.weights.progress import Deadline
 from r3channel.weights.session import WeightSync
-from r3channel.weights.sglang import EngineClient
+from r3channel.weights.sglang import COMMIT_FORMAT, UNTOUCHED, EngineClient
 from r3channel.weights.wires import HEAD
 from tests.fake_engine import UPDATE, FakeEngine, Model
 
@@ -316,32 +317,132 @@ def test_an_engine_that_finds_other_bytes_in_its_parameters_takes_the_old_ones_b
         assert all(holds(engine, 2) for engine in pair)
 
 
-def test_an_engine_whose_own_loader_fails_half_way_serves_nothing_until_it_has_whole_weights(
-    serving: Serving, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine, placed = serving(), list[str]()
+@pytest.fixture
+def loading(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """A model that looks at values, so that its own loader places whole tensors at the commit; it refuses the tensor `wrong`."""
+    told = {"wrong": ""}
 
     def load(model: Model, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in named:
             if tensor.is_meta:
-                raise ValueError(
-                    "it looks at values"
-                )  # so it is no plain copy, and places whole tensors at the commit
-            placed.append(name)
-            if len(placed) == 2 * len(NAMES) - 3:
+                raise ValueError("it looks at values")
+            if name == told["wrong"]:
                 raise ValueError(f"{name} does not fit")
             model.held[name].copy_(tensor)
 
     monkeypatch.setattr(Model, "load_weights", load)
-    with session(engine) as sync:
-        assert "it looks at values" in sync.update(weights(1).items(), version=1, timeout_s=20).loaded
-        assert holds(engine, 1)
-        with pytest.raises(WeightUpdateFailed, match=f"{NAMES[4]} does not fit"):
-            sync.update(weights(2).items(), version=2, timeout_s=20)
-        assert sync.engine_states == {engine.url: EngineState.DIRTY} and sync.routable() == ()
-        assert engine.paused and torch.equal(engine.tensors[NAMES[0]], weights(2)[NAMES[0]])
+    return told
+
+
+def mixed(engine: FakeEngine) -> bool:
+    """Half of the tensors are of version 2, the others of version 1, and nobody is answered."""
+    equal = [torch.equal(engine.tensors[n], weights(2 if n < NAMES[4] else 1)[n]) for n in NAMES]
+    return all(equal) and engine.paused
+
+
+def half_way(sync: WeightSync, engine: FakeEngine, loading: dict[str, str]) -> None:
+    """A commit that ends in the midst of the parameters."""
+    assert "it looks at values" in sync.update(weights(1).items(), version=1, timeout_s=20).loaded
+    assert holds(engine, 1)
+    loading["wrong"] = NAMES[4]
+    with pytest.raises(WeightUpdateFailed, match=f"{NAMES[4]} does not fit"):
         sync.update(weights(2).items(), version=2, timeout_s=20)
-        assert holds(engine, 2) and sync.routable() == (engine.url,)
+    assert sync.engine_states == {engine.url: EngineState.DIRTY} and sync.routable() == ()
+    assert mixed(engine)
+    loading["wrong"] = ""
+
+
+def spoiled(version: int) -> Weights:
+    return weights(version) | {NAMES[5]: torch.full((16, 16), float("nan"))}
+
+
+@pytest.mark.parametrize("then", ["nan", "refused", "another trainer"])
+def test_an_engine_whose_own_loader_fails_half_way_serves_nothing_until_it_has_whole_weights(
+    serving: Serving, loading: dict[str, str], then: str
+) -> None:
+    engine = serving()
+    first = session(engine)
+    half_way(first, engine, loading)
+    if then == "another trainer":
+        first.close()
+        first = session(engine)
+    if then != "nan":
+        engine.script["order/commit", engine._counts["order/commit"] + 1] = "refuse"
+    given = spoiled(3) if then == "nan" else weights(3)
+    with first as sync:
+        with pytest.raises(WeightUpdateFailed, match=f"(refused|holds NaN).*{EngineState.DIRTY.value}"):
+            sync.update(given.items(), version=3, timeout_s=20)
+        assert mixed(engine) and sync.engine_states == {engine.url: EngineState.DIRTY}
+        sync.update(weights(4).items(), version=4, timeout_s=20)
+        assert holds(engine, 4) and sync.routable() == (engine.url,)
+
+
+@pytest.mark.parametrize("then", ["nan", "refused"])
+def test_an_engine_whose_bracket_was_found_open_stays_paused_until_it_has_whole_weights(
+    serving: Serving, then: str
+) -> None:
+    engine, good = serving(), serving()
+    engine.paused = engine.open = True  # by a trainer that died, whose parts of version 2 it has
+    for name in NAMES:
+        engine.tensors[name].copy_(weights(2 if name < NAMES[4] else 1)[name])
+    for attempt in range(2):
+        with session(engine, good) as sync:
+            if then == "refused":
+                good.script["order/commit", attempt] = "refuse"
+            given = weights(3) if then == "refused" else spoiled(3)
+            with pytest.raises(WeightUpdateFailed, match=r"refused|holds NaN"):
+                sync.update(given.items(), version=3, timeout_s=20)
+            assert mixed(engine) and engine.open and holds(good, 0)
+    with session(engine, good) as sync:
+        sync.update(weights(3).items(), version=3, timeout_s=20)
+        assert holds(engine, 3) and holds(good, 3)
+
+
+def test_a_commit_whose_answer_and_undoing_are_lost_is_not_served(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, answer = serving(), FakeEngine.answer
+
+    def lossy(self: FakeEngine, route: str, body: dict[str, Any]) -> dict[str, Any] | None:
+        """The engine changes over, and its answer is lost."""
+        given = answer(self, route, body)
+        return None if self.calls[-1] == "order/commit" and self.version == "2" else given
+
+    with session(engine) as sync:
+        sync.update(weights(1).items(), version=1, timeout_s=20)
+        monkeypatch.setattr(FakeEngine, "answer", lossy)
+        engine.script["order/undo", 0] = "drop"
+        engine.script["order/commit", 2] = "refuse"
+        for version in (2, 3):
+            with pytest.raises(WeightUpdateFailed, match=EngineState.DIRTY.value):
+                sync.update(weights(version).items(), version=version, timeout_s=20)
+            assert engine.paused and sync.routable() == ()
+            assert all(torch.equal(engine.tensors[name], weights(2)[name]) for name in NAMES)
+        sync.update(weights(4).items(), version=4, timeout_s=20)
+        assert holds(engine, 4)
+
+
+def test_a_commit_that_comes_after_its_undoing_changes_nothing(serving: Serving) -> None:
+    engine, bad = serving(), serving()
+    late: list[tuple[str, dict[str, Any]]] = []
+    answer = engine.answer
+
+    def holding(route: str, body: dict[str, Any]) -> dict[str, Any] | None:
+        if body.get("load_format") == COMMIT_FORMAT and not late:
+            late.append((route, body))
+            return None  # it lies in a queue
+        return answer(route, body)
+
+    with session(engine, bad, on_engine_loss="abort") as sync:
+        sync.update(weights(1).items(), version=1, timeout_s=20)
+        engine.answer = holding
+        with pytest.raises(WeightUpdateFailed):
+            sync.update(weights(2).items(), version=2, timeout_s=20)
+        assert holds(engine, 1) and holds(bad, 1)
+        told = answer(*late[0])
+        assert told is not None and UNTOUCHED in told["message"] and holds(engine, 1)
+        sync.update(weights(3).items(), version=3, timeout_s=20)
+        assert holds(engine, 3)
 
 
 def test_links_that_came_sooner_than_those_waited_for_are_kept(serving: Serving) -> None:
