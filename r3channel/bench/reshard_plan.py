@@ -19,7 +19,7 @@ import torch
 
 from r3channel.weights.geometry import Box, Layout, ShardMap, report_of
 from r3channel.weights.manifest import TensorMeta
-from r3channel.weights.plan import RankPlan, forget_geometries, plan_reshard
+from r3channel.weights.plan import RankPlan, plan_reshard
 
 HIDDEN, LAYERS, DENSE_LAYERS, EXPERTS, VOCABULARY = 7168, 61, 3, 256, 129_280
 ROWS, COLUMNS = 0, 1
@@ -123,11 +123,10 @@ def measure(*, stages: int = 1, rank: int = 0) -> dict[str, Any]:
     source = side(ranks=256, tp=8, ep=256 // stages if stages > 4 else 64, stages=stages)
     target = side(ranks=256, tp=32, ep=32, first=256)
     told = [_report(source, held) for held in range(256)]
-    forget_geometries()
     begin_s = time.process_time()
     gathered = ShardMap.gathered(told)
     gathered_s = time.process_time()
-    plan = plan_reshard(gathered, target, rank=rank)
+    plan = plan_reshard(gathered, target, rank=rank, world_size=512)
     seconds = time.process_time() - gathered_s
     return figures(plan) | {
         "seconds": seconds,
@@ -183,10 +182,9 @@ def floor_bytes(sizes: Sequence[tuple[tuple[int, ...], int]]) -> int:
 
 
 def _peak_mib(source: ShardMap, target: ShardMap, rank: int) -> float:
-    forget_geometries()
     tracemalloc.start()
     try:
-        plan_reshard(source, target, rank=rank)
+        plan_reshard(source, target, rank=rank, world_size=512)
         return tracemalloc.get_traced_memory()[1] / 2**20
     finally:
         tracemalloc.stop()

@@ -260,9 +260,7 @@ class _PerTensor:
         self._group = WeightGroup("r3channel-bench-per-tensor", world_size=2)
         where = {"host": self._group.host, "port": self._group.port, "group_name": self._group.name}
         joining = in_background(
-            lambda: client.init_group(
-                **where, backend="gloo", rank_offset=1, world_size=2, timeout_s=_TIMEOUT_S
-            ),
+            lambda: client.init_group(**where, backend="gloo", world_size=2, timeout_s=_TIMEOUT_S),
             name="bench",
         )
         self._group.join(timeout_s=_TIMEOUT_S)

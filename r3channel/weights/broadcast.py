@@ -1,10 +1,8 @@
-"""The way that needs no half of ours in the engine: flattened buckets, which SGLang itself loads in place while it is paused.
-
-A failure between two buckets leaves an engine with parts of both versions: it stays paused until it gets whole weights.
-"""
+"""The way that needs no half of ours in the engine: flattened buckets, which SGLang itself loads in place while it is paused."""
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
@@ -102,7 +100,7 @@ class Broadcast(Work):
             if self._rules.verify:
                 sums = self._sums.result()
                 found = self.each(lambda member, left_s: _verify(member, sums, left_s))
-                self._run.verified = min(found.values())
+                self._run.report.verified = min(found.values())
                 self._run.checksums = {"1": [sums]}
 
     def abort(self) -> None:
@@ -132,13 +130,22 @@ class Broadcast(Work):
             return
         rules = self._rules
         group = WeightGroup(
-            f"{rules.name}-{next(rules.numbers)}",
+            f"{self._stages.session}-{secrets.token_hex(4)}",  # SGLang refuses a name that it has seen
             world_size=1 + member.client.ranks,
             host=rules.host,
             backend=rules.backend,
         )
+        join = partial(
+            member.client.init_group,
+            host=group.host,
+            port=group.port,
+            group_name=group.name,
+            backend=group.backend,
+            world_size=group.world_size,
+            timeout_s=left_s,
+        )
         calls = {
-            background(partial(self._join, member, group, left_s)): member.url,
+            background(join): member.url,
             in_background(partial(group.join, timeout_s=left_s), name="weights-join"): "rank 0",
         }
         try:
@@ -164,18 +171,6 @@ class Broadcast(Work):
         self.each(one, within_s=self._rules.engine_timeout_s)
         self._run.add("wire", max(wires))
         self._run.add("apply", max(self._run.deadline.elapsed_s - begun_s - max(wires), 0.0))
-
-    @staticmethod
-    def _join(member: Member, group: WeightGroup, timeout_s: float) -> None:
-        member.client.init_group(
-            host=group.host,
-            port=group.port,
-            group_name=group.name,
-            backend=group.backend,
-            rank_offset=1,
-            world_size=group.world_size,
-            timeout_s=timeout_s,
-        )
 
     @staticmethod
     def _load(member: Member, bucket: Bucket, flush_cache: bool, timeout_s: float) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import xxhash
 
 from r3channel.weights.manifest import FUSED_INTO, UNIT_NAME
 
@@ -16,15 +17,19 @@ _CHARS = 16
 _EXPERT = re.compile(r"^(?P<head>.*\.experts)\.(?P<number>\d+)\.(?P<module>gate|up|down)_proj\.weight$")
 
 
-def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+def host_bytes(tensor: torch.Tensor) -> memoryview:
     """The tensor's bytes in C order; a copy only if it is not contiguous on the CPU."""
-    flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return flat.numpy().data
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def tensor_digest(tensor: torch.Tensor) -> str:
+    """xxh3 of a tensor's bytes: 64 bits, some 10 GB/s."""
+    return xxhash.xxh3_64_hexdigest(host_bytes(tensor))
 
 
 def tensor_checksum(tensor: torch.Tensor) -> str:
     """What a CPU engine's `/weights_checker` reports for a parameter with these bytes: 16 hex digits of SHA-256."""
-    return hashlib.sha256(tensor_bytes(tensor)).hexdigest()[:_CHARS]
+    return hashlib.sha256(host_bytes(tensor)).hexdigest()[:_CHARS]
 
 
 def fused_place(name: str) -> tuple[str, int] | None:
@@ -80,7 +85,7 @@ class _Fused:
         self.first = name if position == 0 else self.first
         self.waiting[position] = (name, tensor)
         while self.next in self.waiting:
-            self.digest.update(tensor_bytes(self.waiting.pop(self.next)[1]))
+            self.digest.update(host_bytes(self.waiting.pop(self.next)[1]))
             self.next += 1
 
 

@@ -122,7 +122,9 @@ def hf_weights(
         device = local[0][1].device
         given = set[str]()
         for shard in _all_stages(bridge, [shard for shard, _ in local], device=device):
-            weight = _from_stage(bridge, shard, _next_local(local, shard, bridge.mpu.pp_rank), device=device)
+            # Those of a stage come in the order in which it told of them.
+            own = local.pop(0)[1] if shard.stage == bridge.mpu.pp_rank else None
+            weight = _from_stage(bridge, shard, own, device=device)
             for name, tensor in _converted(bridge, shard, weight):
                 if name not in given:  # the last stage has tied embeddings too
                     given.add(name)
@@ -134,15 +136,6 @@ def _sent_dtype(name: str, own: torch.dtype, wanted: torch.dtype | None) -> torc
     if wanted is None or (_ROUTER in name and wanted.itemsize < own.itemsize):
         return own
     return wanted
-
-
-def _next_local(local: list[tuple[_Shard, torch.Tensor]], shard: _Shard, stage: int) -> torch.Tensor | None:
-    """This rank's own tensor when `shard` is of its stage: shards of one stage come in list order."""
-    if shard.stage != stage:
-        return None
-    mine, weight = local.pop(0)
-    assert mine == shard, (mine, shard)
-    return weight
 
 
 def _local_shards(bridge: Any, views: Sequence[NamedView]) -> list[tuple[_Shard, torch.Tensor]]:
@@ -395,17 +388,12 @@ def _shards(
         yield Shard(meta, place.box, torch.as_strided(weight, place.box.shape, place.strides, offset))
 
 
-def _merged_indexes(part: Part, merge: Merge) -> torch.Tensor:
-    """The whole parameter with every element's number instead of its value: rank by rank, in memory order."""
-    items, (_, size) = part.tensor.numel(), part.ranks
-    numbers = torch.arange(size * items).view(size, *part.tensor.shape)
-    return numbers[0] if size == 1 else merge(part.name, list(numbers), part.partition_dim)
-
-
 def _places(part: Part, merge: Merge, convert: Convert) -> tuple[torch.Tensor, list[_Place]]:
     """Where a parameter's elements go, and a whole one without values, of which `convert` tells the names."""
-    items, (rank, _), found = part.tensor.numel(), part.ranks, list[_Place]()
-    whole = _merged_indexes(part, merge)
+    items, (rank, size), found = part.tensor.numel(), part.ranks, list[_Place]()
+    # The whole parameter with every element's number instead of its value: rank by rank, in memory order.
+    numbers = torch.arange(size * items).view(size, *part.tensor.shape)
+    whole = numbers[0] if size == 1 else merge(part.name, list(numbers), part.partition_dim)
     for number, (_, indexes) in enumerate(convert(part.name, whole)):
         if indexes.dtype != torch.int64 or indexes.unique().numel() != indexes.numel():
             raise ConfigError(

@@ -40,14 +40,7 @@ class Part:
 
     def row(self) -> list[Any]:
         """Plain values for JSON."""
-        return [
-            self.tensor,
-            list(self.box.start),
-            list(self.box.stop),
-            self.param,
-            self.offset,
-            list(self.strides),
-        ]
+        return [self.tensor, self.box.start, self.box.stop, self.param, self.offset, self.strides]
 
     @classmethod
     def from_row(cls, row: Sequence[Any]) -> Part:
@@ -81,21 +74,19 @@ class Needs:
     params: tuple[TensorMeta, ...]
     parts: tuple[Part, ...]
     """By tensor."""
-    skipped: tuple[str, ...]
-    """Tensors of which this rank takes nothing."""
     missing: tuple[str, ...] = ()
     """Parameters that the tensors do not fill, or not whole."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
         parts, params = [part.row() for part in self.parts], [meta.row() for meta in self.params]
-        return {"params": params, "parts": parts, "skipped": self.skipped, "missing": self.missing}
+        return {"params": params, "parts": parts, "missing": self.missing}
 
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> Needs:
         params = tuple(TensorMeta.from_row(row) for row in value["params"])
         parts = tuple(Part.from_row(row) for row in value["parts"])
-        return cls(params, parts, tuple(value["skipped"]), tuple(value["missing"]))
+        return cls(params, parts, tuple(value["missing"]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,11 +112,9 @@ def learn(model: torch.nn.Module, tensors: tuple[TensorMeta, ...], before: Learn
 
 
 def _whole_tensors(tensors: Sequence[TensorMeta]) -> Needs:
-    parts = []
-    for index, meta in enumerate(tensors):
-        strides = tuple(torch.empty(meta.shape, device="meta").stride())
-        parts.append(Part(index, Box.whole(meta.shape), index, 0, strides))
-    return Needs(tuple(tensors), tuple(parts), ())
+    numbered = enumerate(tensors)
+    parts = (Part(at, Box.whole(meta.shape), at, 0, tuple(_steps(meta.shape))) for at, meta in numbered)
+    return Needs(tuple(tensors), tuple(parts))
 
 
 def dry_run(model: torch.nn.Module, tensors: Sequence[TensorMeta]) -> Needs:
@@ -148,8 +137,7 @@ def dry_run(model: torch.nn.Module, tensors: Sequence[TensorMeta]) -> Needs:
     missing = _uncovered(recorder, params)
     metas = tuple(TensorMeta.of(name, param) for name, param in params.items())
     parts = sorted(recorder.parts, key=lambda part: (part.tensor, part.param, part.offset))
-    used = {part.tensor for part in parts}
-    return Needs(metas, tuple(parts), tuple(m.name for i, m in enumerate(tensors) if i not in used), missing)
+    return Needs(metas, tuple(parts), missing)
 
 
 class _Recorder(TorchDispatchMode):
@@ -191,9 +179,9 @@ class _Recorder(TorchDispatchMode):
             return args[0]
         kwargs = kwargs or {}
         for value in _written(func, args, kwargs):
-            if _storage(value) in self._index:
+            if (index := self._index.get(_storage(value))) is not None:
                 raise NotReplayable(
-                    f"{func} writes {self._name(value)} from something that is not the checkpoint"
+                    f"{func} writes {self._names[index]} from something that is not the checkpoint"
                 )
         return func(*args, **kwargs)
 
@@ -204,10 +192,6 @@ class _Recorder(TorchDispatchMode):
             return False
         self.padding.append((index, dst, None))
         return True
-
-    def _name(self, view: torch.Tensor) -> str:
-        index = self._index.get(_storage(view))
-        return "a parameter" if index is None else self._names[index]
 
     def _note(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         param = self._index.get(_storage(dst))

@@ -5,7 +5,6 @@ Knows members' states and the registry; not where weights come from, or which ve
 
 from __future__ import annotations
 
-import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -41,14 +40,12 @@ class Rules:
 
     pause: PauseMode
     verify: bool
+    look: bool
+    """Whether NaN and Inf are refused."""
     on_engine_loss: OnEngineLoss
     engine_timeout_s: float
-    name: str
-    """Of the session; begins the names of its groups."""
     host: str
     backend: str
-    numbers: itertools.count[int]
-    """SGLang refuses a group name that it has seen."""
     check_names: bool
     """Whether what an engine has no place for, or is not given, fails an update."""
 
@@ -94,7 +91,7 @@ class Crew:
     def leave_out(self, member: Member, why: str) -> None:
         """Go on without it, until `update_one`."""
         self.members.remove(member)
-        member.evicted = self._run.evicted[member.url] = why
+        member.evicted = self._run.report.evicted[member.url] = why
         self._fleet.quarantine([member])
         background(member.unlink)
 
@@ -149,7 +146,7 @@ class Work(Crew, ABC):
             wait(calls, timeout=CONTROL_S + GRACE_S)
             for future, member in calls.items():
                 failure = _failure(future, member, CONTROL_S) or failure
-        self._fleet.committed(self._all, self._version)
+        self._fleet.ended(self._all, self._version)
         left = [member for member in self.members if member.state is not EngineState.SERVING]
         if not left:
             return None
@@ -162,7 +159,6 @@ class Work(Crew, ABC):
         """Let every engine that no byte reached, or that committed, serve again; DIRTY ones stay paused."""
         calls = [background(partial(member.undo, REPAIR_S)) for member in self._all if not member.foreign]
         wait(calls, timeout=2 * REPAIR_S)
-        self._fleet.aborted(self._all)
 
 
 def _failure(future: Future[Any], member: Member, left_s: float) -> BaseException | None:

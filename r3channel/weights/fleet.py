@@ -113,27 +113,18 @@ class Fleet:
         for member in members:
             self.registry.renew(member.url, member.boot_id, now_s=time.monotonic())
 
-    def committed(self, members: Iterable[Member], version: int) -> None:
-        """Record the version for those that serve; the others stay in quarantine."""
+    def ended(self, members: Iterable[Member], version: int | None = None) -> None:
+        """Record for those that serve the version, or without one that which they had before `open`; the others stay in
+        quarantine. Leases that covered the update end."""
+        now_s = time.monotonic()
         for member in members:
-            self._held.pop(member.url, None)
-            self._settle(member, version)
-
-    def aborted(self, members: Iterable[Member]) -> None:
-        """Record for those that serve the version that they had before `open`; the others stay in quarantine."""
-        for member in members:
-            if member.url in self._held:
-                self._settle(member, self._held.pop(member.url))
-
-    def _settle(self, member: Member, version: int) -> None:
-        """The lease that covered the update ends either way."""
-        registry, now_s = self.registry, time.monotonic()
-        url, life = member.url, member.boot_id
-        with contextlib.suppress(RegistryRefused):  # another life has joined meanwhile, in quarantine
-            if member.state is EngineState.SERVING and version >= 0:
-                registry.commit(url, life, version=version, now_s=now_s)
-            else:
-                registry.quarantine(url, life, now_s=now_s)
+            before = self._held.pop(member.url, None)
+            held = before if version is None else version
+            with contextlib.suppress(RegistryRefused):  # another life has joined meanwhile, in quarantine
+                if member.state is EngineState.SERVING and held is not None and held >= 0:
+                    self.registry.commit(member.url, member.boot_id, version=held, now_s=now_s)
+                elif held is not None:
+                    self.registry.quarantine(member.url, member.boot_id, now_s=now_s)
 
     def _records(self) -> dict[str, EngineRecord]:
         return {record.engine: record for record in self.registry.members(now_s=time.monotonic())}

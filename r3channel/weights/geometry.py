@@ -117,21 +117,15 @@ class Layout:
     def __hash__(self) -> int:
         return hash(self.digest)
 
-    def __repr__(self) -> str:
-        return f"Layout(shape={self.shape}, boxes={len(self.ranks_N)})"
-
 
 class ShardMap:
     """Tensors in order, each with its layout. Immutable."""
 
     def __init__(self, tensors: Iterable[tuple[TensorMeta, Layout]]) -> None:
-        """Raises PlanInvalid for a name given twice, and for a layout of another shape than its tensor's."""
         metas: list[TensorMeta] = []
         interned: dict[Layout, int] = {}
         indexes: list[int] = []
         for meta, layout in tensors:
-            if layout.shape != meta.shape:
-                raise PlanInvalid(f"tensor {meta}: its layout is of shape {list(layout.shape)}")
             metas.append(meta)
             indexes.append(interned.setdefault(layout, len(interned)))
         self.metas: tuple[TensorMeta, ...] = tuple(metas)
@@ -139,8 +133,6 @@ class ShardMap:
         self.layout_of: tuple[int, ...] = tuple(indexes)
         """Index into `layouts`, per tensor."""
         self.index_of: Mapping[str, int] = {meta.name: i for i, meta in enumerate(metas)}
-        if len(self.index_of) != len(metas):
-            raise PlanInvalid(f"tensor {_repeated(metas)} is given twice")
         self.digest: str = self._digest()
 
     @classmethod
@@ -174,22 +166,12 @@ class ShardMap:
             tensors.append((TensorMeta.from_row([name, dtype, shape]), known[key]))
         return cls(tensors)
 
-    @property
-    def world_size(self) -> int:
-        """One more than the highest rank that holds anything."""
-        return 1 + max((int(lay.ranks_N.max()) for lay in self.layouts if len(lay.ranks_N)), default=-1)
-
     def _digest(self) -> str:
         rows = [[*meta.row(), index] for meta, index in zip(self.metas, self.layout_of, strict=True)]
         digest = xxhash.xxh3_128(json.dumps(rows, separators=(",", ":")).encode())
         for layout in self.layouts:
             digest.update(layout.digest)
         return digest.hexdigest()
-
-
-def _repeated(metas: Sequence[TensorMeta]) -> str:
-    seen: set[str] = set()
-    return next(meta.name for meta in metas if meta.name in seen or seen.add(meta.name))
 
 
 def report_of(held: Iterable[tuple[TensorMeta, Box]]) -> bytes:

@@ -6,7 +6,6 @@ is allocated follows from the parameters and never from what a trainer says.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import threading
@@ -23,6 +22,7 @@ import xxhash
 from r3channel.errors import R3Error, TransportError, WeightsCorrupt, WeightsError
 from r3channel.transport.link import Link
 from r3channel.transport.listener import connect
+from r3channel.weights.checksums import host_bytes, tensor_checksum, tensor_digest
 from r3channel.weights.dryrun import Learned, Needs
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.wires import (
@@ -36,7 +36,6 @@ from r3channel.weights.wires import (
     VERIFY,
     Entry,
     Run,
-    host_bytes,
     read_table,
     receive_blob,
     runs_of,
@@ -57,6 +56,10 @@ WORD_BYTES = 1024
 """Of a reason that is told."""
 
 
+_Runs = dict[tuple[int, int], list[Run]]
+"""Where each record of a trainer's table lies (by first entry and number of them): the same at every update."""
+
+
 @dataclass(slots=True)
 class _Stage:
     """One version on its way, over all links."""
@@ -69,23 +72,6 @@ class _Stage:
     changing: bool = False
     """From the first parameter that is touched to the last."""
     committed: bool = False
-
-
-class _Table:
-    """What a trainer sends, in order, and where each record of it lies: the same at every update."""
-
-    def __init__(self, entries: Sequence[Entry]) -> None:
-        self.entries = entries
-        self._runs: dict[tuple[int, int], list[Run]] = {}
-
-    def runs(self, first: int, count: int, needs: Needs, staged: Sequence[torch.Tensor]) -> list[Run]:
-        """ValueError for entries that are not in the table."""
-        if (first, count) not in self._runs:
-            entries = self.entries[first : first + count]
-            if len(entries) != count:
-                raise ValueError(f"entries {first} to {first + count} of {len(self.entries)}")
-            self._runs[first, count] = runs_of(entries, needs, staged)
-        return self._runs[first, count]
 
 
 class Hold:
@@ -105,7 +91,7 @@ class Hold:
         Without `learned` the links only keep other sessions out.
         """
         self.name: str = order["session"]
-        self._learned = learned or Learned((), {}, Needs((), (), ()), "")
+        self._learned = learned or Learned((), {}, Needs((), ()), "")
         self._lock = threading.Lock()
         self._stage = _Stage()
         self._path = ""
@@ -179,7 +165,7 @@ class Hold:
             link.abort("the rank has ended it")  # also where we are at fault: no dead thread holds an engine
 
     def _listen(self, number: int, link: Link, told: dict[str, Any]) -> None:
-        table, failure = _Table(()), ""
+        table, runs, failure = list[Entry](), _Runs(), ""
         send_blob(link, NEEDS, told, timeout_s=None)
         while True:
             kind, body = link.recv_record(timeout_s=None)
@@ -188,9 +174,10 @@ class Hold:
                     self._mapped.add(number)
                     if len(self._mapped) == len(self._links):
                         self._unlink()
-                    table, failure = _Table(read_table(receive_blob(link, body), self._needs.parts)), ""
+                    table, runs = read_table(receive_blob(link, body), self._needs.parts), _Runs()
+                    failure = ""
                 elif kind in (DATA, PLACED):
-                    self._place(number, link if kind == DATA else None, table, body)
+                    self._place(number, link if kind == DATA else None, table, runs, body)
                 elif kind == END:
                     word, failure = failure, ""
                     link.send_record(END, word.encode()[:WORD_BYTES], timeout_s=_CONNECT_S)
@@ -204,11 +191,17 @@ class Hold:
                     raise TransportError(str(error)) from error
                 failure = failure or f"{type(error).__name__}: {error}"
 
-    def _place(self, number: int, link: Link | None, table: _Table, body: bytes) -> None:
+    def _place(
+        self, number: int, link: Link | None, table: Sequence[Entry], runs: _Runs, body: bytes
+    ) -> None:
         version, first, count, digest = HEAD.unpack(body)
         self._begin(version, number, first)
-        seen = xxhash.xxh3_64()
-        for run in table.runs(first, count, self._needs, self._staged):
+        entries, seen = table[first : first + count], xxhash.xxh3_64()
+        if len(entries) != count:
+            raise ValueError(f"entries {first} to {first + count} of {len(table)}")
+        if (first, count) not in runs:
+            runs[first, count] = runs_of(entries, self._needs, self._staged)
+        for run in runs[first, count]:
             flat = run.view.is_contiguous()
             landing = run.view if flat or link is None else torch.empty(run.view.shape, dtype=run.view.dtype)
             data = host_bytes(landing.contiguous())
@@ -217,7 +210,6 @@ class Hold:
             seen.update(data)
             if landing is not run.view:
                 run.view.copy_(landing)
-        entries = table.entries[first : first + count]
         if seen.intdigest() != digest:
             name = self._learned.tensors[self._needs.parts[entries[0].part].tensor].name
             raise WeightsCorrupt(f"version {version}: {count} pieces from {name} on came damaged")
@@ -243,9 +235,9 @@ class Hold:
                     "error": f"{came} of {self._items} items of version {stage.version} are staged, asked for {version}"
                 }
         named = list(zip(self._needs.params, self._staged, strict=True))
-        stage.digests = {meta.name: _digest(view) for meta, view in named}
+        stage.digests = {meta.name: tensor_digest(view) for meta, view in named}
         wanted = named if checksums and not self._whole else []
-        sums = {meta.name: _checksum(view) for meta, view in wanted}
+        sums = {meta.name: tensor_checksum(view) for meta, view in wanted}
         return {"digests": stage.digests, "checksums": sums}
 
     # -- the scheduler's thread ----------------------------------------------------------------------------------------
@@ -333,15 +325,6 @@ def _swap_on_host(target: torch.Tensor, view: torch.Tensor) -> str:
         np.copyto(kept, old)
         seen.update(new.data)
     return seen.hexdigest()
-
-
-def _digest(flat: torch.Tensor) -> str:
-    return xxhash.xxh3_64_hexdigest(host_bytes(flat))
-
-
-def _checksum(flat: torch.Tensor) -> str:
-    """As SGLang's own `/weights_checker` computes it on a CPU."""
-    return hashlib.sha256(host_bytes(flat)).hexdigest()[:16]
 
 
 def _spare_bytes() -> int:

@@ -1,8 +1,5 @@
 """One staged update, made by all trainer ranks together; one rank alone is the smallest case. No rank needs the whole model.
 
-Bytes go beside the parameters of serving engines; the commit is a change-over under a pause of milliseconds, so that a failure
-before it touches nothing and one in it is undone.
-
 All trainer ranks make the same calls. The first speaks to engines over HTTP; bytes go from each trainer straight to each
 engine rank. Steps of one update, with what the ranks tell one another between them:
 
@@ -73,7 +70,6 @@ class Staged(Work):
                 stages.aim(links, given.ends, run.deadline)
 
     def deliver(self, feed: Feed) -> None:
-        """Raises on every rank."""
         failure: Exception | None = None
         try:
             feed(self._push)
@@ -141,8 +137,8 @@ class Staged(Work):
                 member.ranks, member.metas = links[member.url], self._stages.metas
         ranks = [rank for member in self.members for rank in member.ranks]
         metas, names = self._stages.metas, self._rules.check_names
-        self._run.rounded, self._run.skipped = check_complete(ranks, metas, names=names)
-        self._run.loaded = next((rank.whole for rank in ranks if rank.whole), "")
+        self._run.report.rounded, self._run.report.skipped = check_complete(ranks, metas, names=names)
+        self._run.report.loaded = next((rank.whole for rank in ranks if rank.whole), "")
 
     # -- bytes ---------------------------------------------------------------------------------------------------------
 
@@ -156,9 +152,10 @@ class Staged(Work):
         if self._over:
             raise UsageError("the update has ended")
         self._landed()
-        number, version, deadline = self._bucket, self._version, self._run.deadline
+        number, rules = self._bucket, self._rules
+        how = {"look": rules.look, "deadline": self._run.deadline, "record_timeout_s": rules.engine_timeout_s}
         self._bucket += 1
-        self._start(lambda link: self._stages.send(link, version, number, tensors, deadline))
+        self._start(lambda link: link.send(self._version, number, tensors, **how))
 
     def _start(self, call: Callable[[RankLink], int]) -> None:
         with self._run.stage("wait_send"):  # a new thread may have to wait for the interpreter
@@ -181,7 +178,7 @@ class Staged(Work):
             elif error is not None:
                 raise error
             else:
-                self._run.sent_bytes += call.result()
+                self._run.report.sent_bytes += call.result()
         if not any(True for _ in self._links()):
             raise EngineUnavailable("; ".join(f"engine {url}: {why}" for url, why in self._lost.items()))
 
@@ -225,7 +222,7 @@ class Staged(Work):
             except Exception as failure:
                 error = failure
                 told = {"error": f"{type(failure).__name__}: {failure}"}
-            told["evicted"] = self._run.evicted
+            told["evicted"] = self._run.report.evicted
         try:
             told = self._ranks.exchange(told, self._run.deadline.at_least(GRACE_S * 10))[0]
         except TransportError as gone:
@@ -281,8 +278,8 @@ class Staged(Work):
                     "parameter hold other values. Their replicas drift apart where gradients are not reduced between them, as "
                     "those of experts under TP > 1 with expert parallel sizes of 1 (Megatron's `allreduce` mark)"
                 )
-        self._run.verified = sum(len(digests) for digests, _ in next(iter(found.values())))
-        if self._rules.verify and not self._run.loaded:
+        self._run.report.verified = sum(len(digests) for digests, _ in next(iter(found.values())))
+        if self._rules.verify and not self._run.report.loaded:
             self._run.checksums = {str(n): [own for _, own in sums] for n, (_, sums) in first.items()}
 
     def _verified(self, member: Member, left_s: float) -> _Sums:
@@ -290,4 +287,4 @@ class Staged(Work):
         return [rank.verify(self._version, checksums=wanted, timeout_s=left_s) for rank in member.ranks]
 
     def _order(self, op: str) -> dict[str, Any]:
-        return {"op": op, "session": self._rules.name, "version": self._version}
+        return {"op": op, "session": self._stages.session, "version": self._version}

@@ -9,7 +9,6 @@ only some ranks hold an item no rule can promise that, and the benchmark tells w
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 import xxhash
@@ -59,29 +58,24 @@ _RULES = b"r3channel reshard 1"
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One box of one tensor, from one rank to one rank."""
+    """One box of one tensor, to one rank."""
 
     tensor: int
     """Index into the plan's tensors."""
-    src: int
     dst: int
     box: Box
-    nbytes: int
-    """In the receiver's dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
     """What one rank sends, and what is known of the others' load."""
 
-    rank: int
-    world_size: int
     tensors: tuple[TensorMeta, ...]
     """The receivers' metas, in the target map's order."""
     hash: str
     """Over every operation of every rank, in order."""
     ops: tuple[Op, ...]
-    """Those that this rank sends, ordered by (tensor, start of the box, dst)."""
+    """Those that this rank sends."""
     sent_bytes_R: tuple[int, ...]
     """Of every rank."""
     shares: tuple[tuple[tuple[int, ...], int, int], ...]
@@ -95,14 +89,13 @@ class RankPlan:
         return grouped
 
 
-def plan_reshard(source: ShardMap, target: ShardMap, *, rank: int, world_size: int | None = None) -> RankPlan:
+def plan_reshard(source: ShardMap, target: ShardMap, *, rank: int, world_size: int) -> RankPlan:
     """The plan of one rank. Ranks of both maps are numbers of one joint group, and no rank is in both.
 
     Every tensor of `target` must be in `source` with the same whole shape and be held completely, each element by one box
     or by replicas of that box; tensors that only `source` has are not sent. Raises PlanInvalid, naming the tensor.
     Memory: this rank's operations, one geometry per pair of layouts, and one batch of equal items at a time.
     """
-    world_size = world_size or max(source.world_size, target.world_size)
     groups = _groups(source, target)
     loads_R = np.zeros(world_size, dtype=np.int64)
     digest = xxhash.xxh3_128(_RULES + f"{source.digest} {target.digest} {world_size}".encode())
@@ -110,10 +103,7 @@ def plan_reshard(source: ShardMap, target: ShardMap, *, rank: int, world_size: i
     batches = _batches(groups)
     for batch in batches:
         mine += _deal_batch(batch, loads_R, digest, rank)
-    mine.sort(key=lambda op: (op.tensor, op.box.start, op.dst))
     return RankPlan(
-        rank=rank,
-        world_size=world_size,
         tensors=target.metas,
         hash=digest.hexdigest(),
         ops=tuple(mine),
@@ -136,18 +126,14 @@ class _Parts:
     @classmethod
     def of(cls, layout: Layout) -> _Parts:
         filled = (layout.stops_ND > layout.starts_ND).all(axis=1)
-        corners = np.concatenate([layout.starts_ND, layout.stops_ND], axis=1)[filled]
-        # unique() of a scalar's lines, which have no columns, is not defined
-        unique, index = np.unique(corners, axis=0, return_inverse=True) if corners.shape[1] else _one(corners)
+        # The last column is for unique(), which is not defined for lines without one: those of a scalar.
+        columns = layout.starts_ND, layout.stops_ND, np.zeros_like(layout.ranks_N)[:, None]
+        unique, index = np.unique(np.concatenate(columns, axis=1)[filled], axis=0, return_inverse=True)
         index = index.reshape(-1)
         ranks_F = layout.ranks_N[filled]
         axes = len(layout.shape)
         held = tuple(tuple(np.unique(ranks_F[index == part]).tolist()) for part in range(len(unique)))
-        return cls(unique[:, :axes], unique[:, axes:], held)
-
-
-def _one(corners: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    return corners[:1], np.zeros(len(corners), dtype=np.int64)
+        return cls(unique[:, :axes], unique[:, axes:-1], held)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,12 +150,6 @@ class _Geometry:
     digest: bytes
 
 
-def forget_geometries() -> None:
-    """Empty the cache of geometries, which otherwise lives as long as the process: for measurements."""
-    _geometry.cache_clear()
-
-
-@lru_cache(maxsize=8192)
 def _geometry(source: Layout, target: Layout) -> _Geometry | str:
     """The items, or what is wrong (told by the caller, who knows a tensor's name)."""
     src, dst = _Parts.of(source), _Parts.of(target)
@@ -238,11 +218,10 @@ class _Group:
     itemsize: int
     tensors_T: np.ndarray
 
-    def op(self, tensor: int, item: int, src: int) -> Op:
+    def op(self, tensor: int, item: int) -> Op:
         geometry = self.geometry
         box = Box(tuple(geometry.starts_ID[item].tolist()), tuple(geometry.stops_ID[item].tolist()))
-        nbytes = int(geometry.numel_I[item]) * self.itemsize
-        return Op(tensor, src, int(geometry.dst_I[item]), box, nbytes)
+        return Op(tensor, int(geometry.dst_I[item]), box)
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,6 +284,6 @@ def _deal_batch(batch: _Batch, loads_R: np.ndarray, digest: xxhash.xxh3_128, ran
         digest.update(np.ascontiguousarray(array).data)
     per_tensor = len(batch.items_B)
     return [
-        group.op(int(group.tensors_T[i // per_tensor]), int(batch.items_B[i % per_tensor]), int(senders[i]))
+        group.op(int(group.tensors_T[i // per_tensor]), int(batch.items_B[i % per_tensor]))
         for i in np.flatnonzero(senders == rank).tolist()
     ]

@@ -82,83 +82,64 @@ def wait_all(calls: Mapping[Future[Any], str], what: str, timeout_s: float) -> N
         raise DeadlineExceeded(f"{what}: no answer from {', '.join(late)} within {timeout_s:.1f} s")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class UpdateReport:
     """What one committed update did."""
 
-    version: int
-    tensors: int
-    buckets: int
-    payload_bytes: int
+    version: int = -1
+    tensors: int = 0
+    buckets: int = 0
+    payload_bytes: int = 0
     """Of the model, however many engines received it."""
-    verified: int
+    verified: int = 0
     """Parameters of the engine whose checksum every engine confirmed; 0 without verification."""
-    manifest_digest: int
-    sent_bytes: int
+    sent_bytes: int = 0
     """By this trainer rank to all engines, of an exact update."""
-    way: str
+    way: str = ""
     """`staged`, or `broadcast: why not staged`."""
-    loaded: str
+    loaded: str = ""
     """Why staged tensors were placed by the model's own loader instead of ours, which no commit can undo; mostly empty."""
-    evicted: Mapping[str, str]
+    evicted: dict[str, str] = field(default_factory=dict)
     """Engines that were lost during this update, and why: it was made without them. `update_one` brings one back."""
-    rounded: Mapping[str, str]
+    rounded: Mapping[str, str] = field(default_factory=dict)
     """Tensors that engines keep in another dtype: name -> `float32 -> bfloat16`. Known of staged updates only."""
-    skipped: tuple[str, ...]
+    skipped: tuple[str, ...] = ()
     """Tensors that no rank of any engine has a place for. Known of staged updates only."""
-    expired: tuple[str, ...]
+    expired: tuple[str, ...] = ()
     """Engines whose lease ran out before this update: it was made without them, and they belong to the session no more."""
-    wall_s: float
-    seconds: Mapping[str, float]
+    wall_s: float = 0.0
+    seconds: dict[str, float] = field(default_factory=dict)
     """Adding up to the wall: join pause begin convert plan pack digest wait_send end verify commit resume. `convert` is the
     caller's iterator. Beside it, of a broadcast's sender: wire (slowest), apply (from there to the slowest answer)."""
-
-    @classmethod
-    def of(cls, version: int, manifest: Manifest, run: Run) -> UpdateReport:
-        return cls(
-            version=version,
-            tensors=manifest.tensor_count,
-            buckets=len(manifest.buckets),
-            payload_bytes=manifest.payload_bytes,
-            manifest_digest=manifest.digest,
-            **{name: getattr(run, name) for name in _OF_RUN},
-            wall_s=run.deadline.elapsed_s,
-            seconds=run.seconds,
-        )
-
-
-_OF_RUN = ("verified", "sent_bytes", "way", "loaded", "evicted", "rounded", "skipped", "expired")
 
 
 @dataclass(slots=True)
 class Run:
-    """The state of one update."""
+    """One update under way."""
 
     deadline: Deadline
-    seconds: dict[str, float] = field(default_factory=dict)
-    verified: int = 0
-    expired: tuple[str, ...] = ()
-    evicted: dict[str, str] = field(default_factory=dict)
-    way: str = ""
-    rounded: Mapping[str, str] = field(default_factory=dict)
-    skipped: tuple[str, ...] = ()
-    loaded: str = ""
-    sent_bytes: int = 0
-    """By this trainer rank, of an exact update."""
+    report: UpdateReport = field(default_factory=UpdateReport)
     checksums: Mapping[str, Sequence[Mapping[str, str]]] = field(default_factory=dict)
     """What the engines' own checksums will be: by number of ranks, then by rank."""
+    _inner_s: float = 0.0
 
     def add(self, stage: str, seconds: float) -> None:
-        self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
+        self.report.seconds[stage] = self.report.seconds.get(stage, 0.0) + seconds
+
+    def ended(self, version: int, manifest: Manifest) -> UpdateReport:
+        report = self.report
+        report.version, report.wall_s = version, self.deadline.elapsed_s
+        report.tensors, report.buckets = len(manifest.arrivals), len(manifest.buckets)
+        report.payload_bytes = sum(bucket.payload_bytes for bucket in manifest.buckets)
+        return report
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        begun_s = time.monotonic()
+        """The time of the block, less that of stages inside it: also of a thread for which it waits."""
+        begun_s, outer_s, self._inner_s = time.monotonic(), self._inner_s, 0.0
         try:
             yield
         finally:
-            self.add(name, time.monotonic() - begun_s)
-
-    def timed_next(self, name: str, items: Iterator[T]) -> T | None:
-        with self.stage(name):
-            return next(items, None)
+            spent_s = time.monotonic() - begun_s
+            self.add(name, spent_s - self._inner_s)
+            self._inner_s = outer_s + spent_s

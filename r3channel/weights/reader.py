@@ -6,7 +6,6 @@ Whatever becomes of the update, the iterator is read to its end: it may be colle
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
@@ -33,24 +32,21 @@ class Reader:
         self._ended = self._asking = False
         """Whether there is no more to read; whether the caller's own code runs."""
         self._reading: Future[Any] | None = None
-        self._seconds = 0.0
-        """Spent in the caller's own code."""
 
     def first(self, copy: HostCopy, *, cap_bytes: int, look: bool) -> Manifest:
         """Copy all that comes, cut into buckets. Raises ManifestMismatch, NonFiniteWeights, and what the iterator raises."""
 
         def read() -> Manifest:
-            named, metas = iter(self), list[TensorMeta]()
-            while (one := self._run.timed_next("read", named)) is not None:
-                meta = TensorMeta.of(*one)
+            metas = list[TensorMeta]()
+            for name, tensor in self:
+                meta = TensorMeta.of(name, tensor)
                 with self._run.stage("pack"):
-                    held = copy.put(len(metas), one[1])
+                    held = copy.put(len(metas), tensor)
                 with self._run.stage("digest"):
                     if look and not finite(held):
                         raise nonfinite(f"after {len(metas)} tensors", meta)
                 metas.append(meta)
-            with self._run.stage("read"):
-                manifest = fill_buckets(metas, cap_bytes=cap_bytes)
+            manifest = fill_buckets(metas, cap_bytes=cap_bytes)
             numbers = {meta.name: number for number, meta in enumerate(metas)}
             copy.coming = [copy.coming[numbers[n]] for bucket in manifest.buckets for n in bucket.names]
             return manifest
@@ -59,15 +55,9 @@ class Reader:
 
     def again(self, manifest: Manifest, push: Push) -> None:
         """Give `push` each bucket's tensors, in its order, once all have come. ManifestMismatch names what came otherwise."""
+        self._in_time(lambda: self._by_bucket(manifest, push))
 
-        def read() -> None:
-            rows = self._by_bucket(manifest)
-            while (tensors := self._run.timed_next("read", rows)) is not None:
-                push(tensors)
-
-        self._in_time(read)
-
-    def _by_bucket(self, manifest: Manifest) -> Iterator[list[torch.Tensor]]:
+    def _by_bucket(self, manifest: Manifest, push: Push) -> None:
         rows: list[dict[int, torch.Tensor]] = [{} for _ in manifest.buckets]
         due, come = 0, 0
         for come, (name, tensor) in enumerate(self, start=1):
@@ -83,7 +73,7 @@ class Reader:
             while due < len(rows) and len(rows[due]) == len(manifest.buckets[due].tensors):
                 full, rows[due] = rows[due], {}
                 due += 1
-                yield [full[slot] for slot in range(len(full))]
+                push([full[slot] for slot in range(len(full))])
         if come < len(manifest.arrivals):
             missing = manifest.arrivals[come][0]
             raise ManifestMismatch(
@@ -95,41 +85,35 @@ class Reader:
             yield named
 
     def _next(self) -> Named | None:
-        begun_s = time.monotonic()
         self._ended = self._asking = True  # unless it gives one: it may raise
         try:
-            named = next(self._iterator, None)
+            with self._run.stage("convert"):
+                named = next(self._iterator, None)
         finally:
             self._asking = False
         self._ended = named is None
-        self._seconds += time.monotonic() - begun_s
         return named
 
     def _in_time(self, read: Callable[[], T]) -> T:
         """In a thread, with the caller's setting of gradients, which each thread has its own of."""
-        grad, deadline, begun_s, inside_s = torch.is_grad_enabled(), self._run.deadline, time.monotonic(), 0.0
+        grad, run, deadline = torch.is_grad_enabled(), self._run, self._run.deadline
 
         def reading() -> T:
-            nonlocal inside_s
-            read_s = time.monotonic()
-            with torch.set_grad_enabled(grad):
-                found = read()
-            inside_s = time.monotonic() - read_s
-            return found
+            with torch.set_grad_enabled(grad), run.stage("plan"):
+                return read()
 
-        self._reading = future = in_background(reading, name="weights-read")
-        wait([future], timeout=deadline.left_s())
-        if (
-            not self._asking
-        ):  # a call of ours is under way: it has the same deadline, and can name who is late
-            wait([future], timeout=LAST_WORD_S)
+        with run.stage("wait_send"):  # threads wait for the interpreter
+            self._reading = future = in_background(reading, name="weights-read")
+            wait([future], timeout=deadline.left_s())
+            if (
+                not self._asking
+            ):  # a call of ours is under way, with the same deadline: it can name who is late
+                wait([future], timeout=LAST_WORD_S)
         if not future.done():
             late = "the tensors did not come" if self._asking else "the tensors were not packed and sent"
             why = ": is their iterator stuck?" if self._asking else ""
             raise DeadlineExceeded(f"{late} within {deadline.elapsed_s:.1f} s{why}")
-        found = future.result()
-        self._run.add("wait_send", time.monotonic() - begun_s - inside_s)  # threads wait for the interpreter
-        return found
+        return future.result()
 
     def drain(self) -> None:
         """Read to the end in a thread, keeping nothing; an error of the iterator is dropped, since one is already under way."""
@@ -145,11 +129,6 @@ class Reader:
                     self._next()
 
         self._reading = in_background(rest, name="weights-drain")
-
-    def account(self) -> None:
-        """Tell the run's stages what was the caller's own time, and what ours."""
-        self._run.add("convert", self._seconds)
-        self._run.add("plan", self._run.seconds.pop("read", 0.0) - self._seconds)
 
     def wait(self, timeout_s: float) -> bool:
         """Whether nothing is read any more, after waiting up to `timeout_s` for that."""

@@ -13,16 +13,11 @@ The relay has a list of engines too (`relay/engines.py`): who has said hello the
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import wraps
-from typing import Concatenate, ParamSpec, TypeVar
 
 from r3channel.errors import RegistryRefused, VersionsDiffer, WeightVersionRegressed
 from r3channel.versions import nccl_version, torch_version
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,25 +34,6 @@ class EngineRecord:
     torch: str = ""
     nccl: str = ""
     """Empty where there is none, as on CPU engines."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Lease:
-    record: EngineRecord
-    until_s: float
-
-
-def _locked(
-    method: Callable[Concatenate[WeightRegistry, P], T],
-) -> Callable[Concatenate[WeightRegistry, P], T]:
-    """One caller at a time inside the registry."""
-
-    @wraps(method)
-    def call(self: WeightRegistry, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        with self._lock:
-            return method(self, *args, **kwargs)
-
-    return call
 
 
 class WeightRegistry:
@@ -78,7 +54,8 @@ class WeightRegistry:
         self._lock = threading.RLock()
         self._ours: Mapping[str, str] = {"torch": torch, "nccl": nccl}
         self._lease_s = lease_s
-        self._leases: dict[str, _Lease] = {}
+        self._leases: dict[str, tuple[EngineRecord, float]] = {}
+        """With the time at which each runs out."""
         self._version = -1
 
     @property
@@ -86,75 +63,71 @@ class WeightRegistry:
         """The newest version that was committed anywhere; -1 before the first."""
         return self._version
 
-    @_locked
     def join(self, record: EngineRecord, *, now_s: float) -> None:
         """Add an engine, or its next life; the same life again renews its lease. Raises VersionsDiffer, with both values."""
-        self._expire(now_s)
-        self._check_versions(record)
-        known = self._leases.get(record.engine)
-        if known is not None and known.record.boot_id == record.boot_id:
-            self.renew(record.engine, record.boot_id, now_s=now_s)
-        else:
-            self._leases[record.engine] = _Lease(record, now_s + self._lease_s)
+        with self._lock:
+            self._expire(now_s)
+            self._check_versions(record)
+            known = self._leases.get(record.engine)
+            if known is not None and known[0].boot_id == record.boot_id:
+                self.renew(record.engine, record.boot_id, now_s=now_s)
+            else:
+                self._leases[record.engine] = record, now_s + self._lease_s
 
-    @_locked
     def renew(self, engine: str, boot_id: str, *, now_s: float, for_s: float = 0.0) -> None:
         """The engine lives, and belongs for `for_s` more seconds at least.
 
         Raises RegistryRefused after an expiry or for an older life: join again.
         """
-        self._expire(now_s)
-        lease = self._lease(engine, boot_id)
-        until_s = max(lease.until_s, now_s + max(self._lease_s, for_s))
-        self._leases[engine] = replace(lease, until_s=until_s)
+        with self._lock:
+            record, until_s = self._lease(engine, boot_id, now_s)
+            self._leases[engine] = record, max(until_s, now_s + max(self._lease_s, for_s))
 
-    @_locked
     def leave(self, engine: str, boot_id: str) -> None:
         """Take an engine out. One that is not there, or another life, changes nothing."""
-        lease = self._leases.get(engine)
-        if lease is not None and lease.record.boot_id == boot_id:
-            del self._leases[engine]
+        with self._lock:
+            lease = self._leases.get(engine)
+            if lease is not None and lease[0].boot_id == boot_id:
+                del self._leases[engine]
 
-    @_locked
     def members(self, *, now_s: float) -> tuple[EngineRecord, ...]:
         """Engines that belong, by address."""
-        self._expire(now_s)
-        return tuple(self._leases[engine].record for engine in sorted(self._leases))
+        with self._lock:
+            self._expire(now_s)
+            return tuple(self._leases[engine][0] for engine in sorted(self._leases))
 
-    @_locked
     def commit(self, engine: str, boot_id: str, *, version: int, now_s: float) -> None:
         """This life of the engine holds `version` whole and verified; a lease of the usual length begins.
 
         Raises RegistryRefused for an engine that is no member or lives another life, and WeightVersionRegressed for a
         step back.
         """
-        self._expire(now_s)
-        lease = self._lease(engine, boot_id)
-        if version < lease.record.committed_version:
-            raise WeightVersionRegressed(
-                f"engine {engine}: version {version} after {lease.record.committed_version}; versions only grow"
-            )
-        record = replace(lease.record, committed_version=version)
-        self._leases[engine] = _Lease(record, now_s + self._lease_s)
-        self._version = max(self._version, version)
+        with self._lock:
+            record, _ = self._lease(engine, boot_id, now_s)
+            if version < record.committed_version:
+                raise WeightVersionRegressed(
+                    f"engine {engine}: version {version} after {record.committed_version}; versions only grow"
+                )
+            record = replace(record, committed_version=version)
+            self._leases[engine] = record, now_s + self._lease_s
+            self._version = max(self._version, version)
 
-    @_locked
     def quarantine(self, engine: str, boot_id: str, *, now_s: float) -> None:
         """The engine may hold no whole weights: not routable until it commits again. Raises RegistryRefused as `commit`.
 
         Its lease is not renewed; one that was held longer ends within the usual length.
         """
-        self._expire(now_s)
-        lease = self._lease(engine, boot_id)
-        until_s = min(lease.until_s, now_s + self._lease_s)
-        self._leases[engine] = _Lease(replace(lease.record, committed_version=-1), until_s)
+        with self._lock:
+            record, until_s = self._lease(engine, boot_id, now_s)
+            record = replace(record, committed_version=-1)
+            self._leases[engine] = record, min(until_s, now_s + self._lease_s)
 
-    @_locked
     def routable(self, *, now_s: float) -> tuple[str, ...]:
         """Engines that may get requests: alive, with the current version."""
-        if self._version < 0:
-            return ()
-        return tuple(r.engine for r in self.members(now_s=now_s) if r.committed_version == self._version)
+        with self._lock:
+            if self._version < 0:
+                return ()
+            return tuple(r.engine for r in self.members(now_s=now_s) if r.committed_version == self._version)
 
     def _check_versions(self, record: EngineRecord) -> None:
         """NCCL hangs or fails between versions, and torch's wire formats follow its own."""
@@ -165,20 +138,21 @@ class WeightRegistry:
                     f"engine {record.engine} runs {name} {theirs}, the trainer {ours}; expected equal versions"
                 )
 
-    def _lease(self, engine: str, boot_id: str) -> _Lease:
+    def _lease(self, engine: str, boot_id: str, now_s: float) -> tuple[EngineRecord, float]:
+        self._expire(now_s)
         if engine not in self._leases:
             raise RegistryRefused(
                 f"engine {engine} is not a member; did its lease expire? It must join first"
             )
         lease = self._leases[engine]
-        if lease.record.boot_id != boot_id:
+        if lease[0].boot_id != boot_id:
             raise RegistryRefused(
-                f"engine {engine}: boot id {boot_id} acts, {lease.record.boot_id} has joined; is an old process alive?"
+                f"engine {engine}: boot id {boot_id} acts, {lease[0].boot_id} has joined; is an old process alive?"
             )
         return lease
 
     def _expire(self, now_s: float) -> None:
-        self._leases = {engine: lease for engine, lease in self._leases.items() if lease.until_s > now_s}
+        self._leases = {engine: lease for engine, lease in self._leases.items() if lease[1] > now_s}
 
 
 def own_registry(backend: str) -> WeightRegistry:

@@ -22,7 +22,6 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import wait
-from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal
@@ -141,39 +140,34 @@ class WeightSync:
             )
         clients = [EngineClient(engine) if isinstance(engine, str) else engine for engine in engines]
         self._fleet = Fleet(clients, registry or own_registry(backend))
-        name = f"r3channel-weights-{secrets.token_hex(4)}"
         self._rules = Rules(
             pause=pause,
             verify=verify,
+            look=on_nonfinite == "error",
             on_engine_loss=on_engine_loss,
             engine_timeout_s=engine_timeout_s,
-            name=name,
             host=host,
             backend=backend,
-            numbers=itertools.count(1),
             check_names=expected is not None,
         )
         self._staging: Staging = staged
         self._way = "" if staged else "broadcast: not wanted"
         if on_nonfinite not in ("error", "allow"):
             raise ConfigError(f"on_nonfinite {on_nonfinite!r}: expected error or allow")
-        self._look = on_nonfinite == "error"
         self._exact = group is not None
         self._ranks = TrainerRanks(group)
         self._stages = Stages(
             self._ranks,
             host=host,
-            session=name,
+            session=f"r3channel-weights-{secrets.token_hex(4)}",
             run_token=read_token(token_file) if token_file else "",
             staged=staged,
             wire=wire,
-            look=self._look,
-            record_timeout_s=engine_timeout_s,
         )
         self._bucket_bytes = bucket_bytes
         self._copy = HostCopy() if keep_copy else None
         self._device = group_device(backend)
-        self._packer = Packer(self._device, look=self._look)
+        self._packer = Packer(self._device, look=self._rules.look)
         """For broadcasts."""
         self._given: Given | None = None
         """What every update must give, of whole tensors, once one counts."""
@@ -239,7 +233,6 @@ class WeightSync:
             raise UsageError(f"WeightSync.connect() on a session that is {self._phase}")
         run = Run(Deadline(timeout_s, "connect"))
         self._stages.connect(run.deadline)
-        self._rules = replace(self._rules, name=self._stages.session)
         if self._ranks.leads:
             Crew(self._fleet.members, self._fleet, self._rules, run, alone=True).meet()
         self._phase = "ready"
@@ -404,7 +397,7 @@ class WeightSync:
 
     def _read_first(self, reader: Reader, copy: HostCopy) -> Given:
         """Whole tensors, copied before any engine is asked: nobody knows their names sooner."""
-        manifest = reader.first(copy, cap_bytes=self._bucket_bytes, look=self._look)
+        manifest = reader.first(copy, cap_bytes=self._bucket_bytes, look=self._rules.look)
         scale = next((meta.name for meta, _, _ in manifest.arrivals if is_scale(meta.name)), None)
         if scale is not None and not self._rules.check_names and not self._rules.verify:
             # SGLang skips a name that it does not have, so an engine of plain weights would serve float8 ones without scales
@@ -454,7 +447,7 @@ class WeightSync:
                 reader.drain()
             for work in begun:
                 work.abort()
-            self._fleet.aborted(members)
+            self._fleet.ended(members)
             if reader is not None and begun:
                 self._restore(members)
             if not isinstance(error, Exception):
@@ -463,7 +456,7 @@ class WeightSync:
 
     def _taking_part(self, run: Run) -> list[Member]:
         if not self._exact:  # whose other ranks know no leases
-            run.expired = self._fleet.part_with_the_lost()
+            run.report.expired = self._fleet.part_with_the_lost()
         members = [member for member in self._fleet.members if not member.evicted]
         if not members:
             raise RegistryRefused(f"no engine is left to update: {self.evicted}; update_one brings one back")
@@ -481,17 +474,15 @@ class WeightSync:
         self._version = version
         if isinstance(what, Reader):
             self._given = given
-            what.account()
         elif self._copy is not None:
             for index, shard in enumerate(what):
                 self._copy.put(index, shard.tensor.to(shard.meta.dtype))
         if self._copy is not None:
             self._copy.commit(version, given)
-        sent, sums = self._sent(given), run.checksums
-        self._held = HeldWeights.of(sent, version=version, engine=sums) if sums else None
+        self._held = HeldWeights(version, run.checksums) if run.checksums else None
         if outcome is not None:
             raise outcome
-        return UpdateReport.of(version, sent, run)
+        return run.ended(version, self._sent(given))
 
     def _bring_up(self, member: Member, deadline: Deadline) -> UpdateReport:
         """One engine to the committed version, from the copy."""
@@ -508,7 +499,7 @@ class WeightSync:
             if outcome is not None:
                 raise outcome
         member.evicted = ""
-        return UpdateReport.of(version, self._sent(copy.given), run)
+        return run.ended(version, self._sent(copy.given))
 
     def _deliver(
         self,
@@ -527,7 +518,7 @@ class WeightSync:
         if not self._way:
             work = Staged(*parts, stages=self._stages, version=version, alone=alone)
             begun += [work] if self._ranks.leads else []
-            run.way = "staged"
+            run.report.way = "staged"
             try:
                 work.open(given)
             except CannotStage as error:
@@ -538,7 +529,7 @@ class WeightSync:
             else:
                 work.deliver(feed)
                 return work.outcome
-        run.way = self._way
+        run.report.way = self._way
         # engines that are restored are so side by side, each from memory of its own
         packer = Packer(self._device, look=False) if alone else self._packer
         work = Broadcast(*parts, stages=self._stages, version=version, alone=alone, packer=packer)

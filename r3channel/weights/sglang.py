@@ -69,24 +69,18 @@ class EngineClient:
         if ranks is not None and ranks < 1:
             raise ConfigError(f"engine {url}: {ranks} ranks; expected at least 1")
         self.url = url.rstrip("/")
-        self._ranks = ranks
+        self.ranks, self._known = ranks or 1, ranks
+        """1 until the engine was asked, or a trainer rank that does not ask itself was told."""
         self.torch, self.nccl = torch, nccl
-        self._secure = parts.scheme == "https"
+        # Plain http.client: unlike requests it takes no proxy from the environment.
+        https = parts.scheme == "https"
+        self._connect = http.client.HTTPSConnection if https else http.client.HTTPConnection
         self._path = parts.path.rstrip("/")
-        self._api_key = api_key
+        self._headers = {"Content-Type": "application/json"}
+        self._headers |= {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
 
     def __repr__(self) -> str:
-        return f"EngineClient({self.url!r}, ranks={self._ranks})"
-
-    @property
-    def ranks(self) -> int:
-        """1 until the engine was asked or somebody said otherwise."""
-        return self._ranks or 1
-
-    @ranks.setter
-    def ranks(self, ranks: int) -> None:
-        """As a trainer rank was told that does not ask itself."""
-        self._ranks = ranks
+        return f"EngineClient({self.url!r}, ranks={self._known})"
 
     def learn_versions(self, *, timeout_s: float) -> None:
         """Ask the engine's plug-in which torch and NCCL it runs, by a request of two tokens; of an engine without it they stay
@@ -106,13 +100,12 @@ class EngineClient:
         port: int,
         group_name: str,
         backend: str,
-        rank_offset: int,
         world_size: int,
         timeout_s: float,
     ) -> None:
-        """Join the weight group as ranks `rank_offset` .. ; returns when all members have joined."""
+        """Join the weight group as ranks 1 and following; returns when all members have joined."""
         body = {"master_address": host, "master_port": port, "group_name": group_name, "backend": backend}
-        body |= {"rank_offset": rank_offset, "world_size": world_size}
+        body |= {"rank_offset": 1, "world_size": world_size}
         self._command("/init_weights_update_group", body, timeout_s=timeout_s)
 
     def destroy_group(self, group_name: str, *, timeout_s: float) -> None:
@@ -184,11 +177,11 @@ class EngineClient:
             raise ConfigError(
                 f"engine {self.url} has {replicas} data-parallel replicas; SGLang takes weights with --dp-size 1 only"
             )
-        if self._ranks not in (None, ranks):
+        if self._known not in (None, ranks):
             raise ConfigError(
-                f"engine {self.url} has {ranks} tensor-parallel ranks; {self._ranks} were named"
+                f"engine {self.url} has {ranks} tensor-parallel ranks; {self._known} were named"
             )
-        self._ranks = ranks
+        self.ranks = self._known = ranks
         return _boot_id(told)
 
     def order(
@@ -263,10 +256,10 @@ class EngineClient:
         self, method: str, route: str, body: Mapping[str, Any] | None, *, timeout_s: float
     ) -> tuple[int, bytes]:
         limit = time.monotonic() + timeout_s
-        connection = self._connection(timeout_s)
+        connection = self._connect(self._host, self._port, timeout=timeout_s)
         try:
             payload = None if body is None else json.dumps(body).encode()
-            connection.request(method, self._path + route, body=payload, headers=self._headers())
+            connection.request(method, self._path + route, body=payload, headers=self._headers)
             response = connection.getresponse()
             return response.status, self._read(response, route, limit)
         except TimeoutError as error:
@@ -289,16 +282,6 @@ class EngineClient:
             if time.monotonic() > limit:
                 raise TimeoutError
         return bytes(data)
-
-    def _connection(self, timeout_s: float) -> http.client.HTTPConnection:
-        # Plain http.client: unlike requests it takes no proxy from the environment.
-        if self._secure:
-            return http.client.HTTPSConnection(self._host, self._port, timeout=timeout_s)
-        return http.client.HTTPConnection(self._host, self._port, timeout=timeout_s)
-
-    def _headers(self) -> dict[str, str]:
-        headers = {"Content-Type": "application/json"}
-        return headers if self._api_key is None else {**headers, "Authorization": f"Bearer {self._api_key}"}
 
 
 def _boot_id(told: Mapping[str, Any]) -> str:

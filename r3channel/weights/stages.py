@@ -103,7 +103,7 @@ class TrainerRanks:
 
 
 class Stages:
-    """OPEN -> CLOSED. One thread; but for `send` and `accept`, which threads may call for different engines at once."""
+    """OPEN -> CLOSED. One thread; but for `accept`, which threads may call for different engines at once."""
 
     def __init__(
         self,
@@ -114,14 +114,11 @@ class Stages:
         run_token: str,
         staged: bool | str,
         wire: Wire,
-        look: bool,
-        record_timeout_s: float,
     ) -> None:
-        """`staged`: `auto` lets a rank without memory for a staged copy refuse. `look`: refuse NaN and Inf."""
+        """`staged`: `auto` lets a rank without memory for a staged copy refuse."""
         self.session, self.nonce = session, ""
         self.ranks, self._host, self._run_token = ranks, host, run_token
         self._how = {"staged": "auto" if staged == "auto" else "yes", "wire": wire}
-        self._look, self._record_timeout_s = look, record_timeout_s
         self._listener: Listener | None = None
         self.attempts: dict[str, int] = {}
         """By engine: the last order to connect. Links of one that was given up may still come."""
@@ -167,7 +164,7 @@ class Stages:
             hello, link = self._next(wanted, deadline)
             told = expect_json(link, NEEDS, timeout_s=deadline.left_s())
             refused = refused or told.get("error", "")
-            needs = Needs.from_dict(told["needs"]) if "needs" in told else Needs((), (), ())
+            needs = Needs.from_dict(told["needs"]) if "needs" in told else Needs((), ())
             shared = shared_views(needs.params, told["shared"]) if told.get("shared") else []
             found[hello["engine"]].append(
                 RankLink(hello["engine"], hello["rank"], link, needs, told.get("whole", ""), shared)
@@ -244,17 +241,13 @@ class Stages:
                         whole, kept = self._held[shard], link.dtype(Entry(at, op.box))
                         buckets[number] += _pieces(at, op.box, *whole, inside, RECORD_BYTES // kept.itemsize)
             link.tell(buckets, timeout_s=deadline.left_s())
-        same_plan(self.ranks.exchange(plan.hash, deadline))
+        hashes = self.ranks.exchange(plan.hash, deadline)
+        other = next((rank for rank, seen in enumerate(hashes) if seen != hashes[0]), None)
+        if other is not None:
+            raise PlanMismatch(
+                f"weights were not sent: rank {other} planned {hashes[other]}, rank 0 planned {hashes[0]}"
+            )
         self._planned = set(links), ends
-
-    def send(
-        self, link: RankLink, version: int, bucket: int, tensors: Sequence[torch.Tensor], deadline: Deadline
-    ) -> int:
-        """One bucket of what this trainer has for one engine rank; returns the bytes."""
-        limit_s = self._record_timeout_s
-        return link.send(
-            version, bucket, tensors, look=self._look, deadline=deadline, record_timeout_s=limit_s
-        )
 
     def _holder(self, shards: Sequence[int], name: str, box: Box) -> int:
         for index in shards:
@@ -267,15 +260,6 @@ def _pieces(part: int, box: Box, meta: TensorMeta, held: Box, shard: int, most: 
     """A box of a part, in pieces of at most so many items, cut from what is held."""
     for one in box.cut(most):
         yield Piece(Entry(part, one), meta, shard, None if one == held else one.within(held))
-
-
-def same_plan(hashes: Sequence[str]) -> None:
-    """PlanMismatch with both hashes unless every rank planned the same."""
-    other = next((rank for rank, seen in enumerate(hashes) if seen != hashes[0]), None)
-    if other is not None:
-        raise PlanMismatch(
-            f"weights were not sent: rank {other} planned {hashes[other]}, rank 0 planned {hashes[0]}"
-        )
 
 
 def _target_map(metas: Sequence[TensorMeta], links: Sequence[RankLink], *, first: int) -> ShardMap:

@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 
 from r3channel.errors import ConfigError, ManifestMismatch, WeightsDiffer
-from r3channel.weights.manifest import Manifest, unit_of
+from r3channel.weights.checksums import tensor_digest
+from r3channel.weights.manifest import unit_of
 from r3channel.weights.stages import Given
-from r3channel.weights.wires import host_bytes
 
 
 class HostCopy:
@@ -32,7 +31,7 @@ class HostCopy:
         """Of the committed version."""
         self.coming: list[torch.Tensor] = []
         self._committed: list[torch.Tensor] = []
-        self._digests: list[int] = []
+        self._digests: list[str] = []
 
     def put(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
         """The coming version's tensor number `index`, copied, by rising numbers; into what the committed version left."""
@@ -69,11 +68,6 @@ def by_bucket(tensors: Sequence[torch.Tensor], ends: Sequence[int]) -> Iterator[
         yield list(tensors[start:end])
 
 
-def tensor_digest(tensor: torch.Tensor) -> int:
-    """xxh3 of a contiguous tensor's bytes on the CPU: 64 bits, some 10 GB/s."""
-    return xxhash.xxh3_64_intdigest(host_bytes(tensor))
-
-
 def checkpoint_tensors(folder: str | os.PathLike[str]) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor on the CPU) of all tensors of the folder, in its dtypes; one is read from disk at a time.
 
@@ -81,7 +75,7 @@ def checkpoint_tensors(folder: str | os.PathLike[str]) -> Iterator[tuple[str, to
     folder without safetensors files, a file that is none, and a name in two files.
     """
     with _opened(folder) as place:
-        for name in sorted(place, key=lambda name: (unit_of(name)[0], name)):
+        for name in sorted(place, key=lambda name: (unit_of(name), name)):
             yield name, place[name].get_tensor(name)
 
 
@@ -98,7 +92,10 @@ def _opened(folder: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
 
     with ExitStack() as opened:
         place: dict[str, Any] = {}
-        for path in _files(folder):
+        files = sorted(Path(folder).glob("*.safetensors"))
+        if not files:
+            raise ConfigError(f"{os.fspath(folder)} holds no .safetensors file")
+        for path in files:
             try:
                 file: Any = opened.enter_context(safe_open(str(path), framework="pt"))
             except (SafetensorError, OSError) as error:
@@ -110,14 +107,7 @@ def _opened(folder: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
         yield place
 
 
-def _files(folder: str | os.PathLike[str]) -> list[Path]:
-    files = sorted(Path(folder).glob("*.safetensors"))
-    if not files:
-        raise ConfigError(f"{os.fspath(folder)} holds no .safetensors file")
-    return files
-
-
-_FORMAT = 2
+_FORMAT = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +115,6 @@ class HeldWeights:
     """One committed version."""
 
     version: int
-    manifest_digest: int
-    tensors: tuple[tuple[str, str, tuple[int, ...]], ...]
-    """(Hugging Face name, dtype, shape) of each tensor sent, in order."""
     engine: Mapping[str, Sequence[Mapping[str, str]]]
     """By an engine's number of ranks, then by rank: its own parameter name -> checksum, 16 hex digits of SHA-256 (checksums.py);
     fused parameters included."""
@@ -140,22 +127,12 @@ class HeldWeights:
             )
         return self.engine[str(ranks)]
 
-    @classmethod
-    def of(
-        cls, manifest: Manifest, *, version: int, engine: Mapping[str, Sequence[Mapping[str, str]]]
-    ) -> HeldWeights:
-        metas = (meta for bucket in manifest.buckets for meta in bucket.tensors)
-        tensors = tuple((meta.name, meta.dtype_name, meta.shape) for meta in metas)
-        return cls(version, manifest.digest, tensors, dict(engine))
-
     def write(self, path: str | os.PathLike[str]) -> None:
         """Replace the file whole: a reader sees the old version or the new one."""
         new = Path(f"{os.fspath(path)}.new")
         values = {
             "r3channel_weights": _FORMAT,
             "version": self.version,
-            "manifest_digest": f"{self.manifest_digest:016x}",
-            "tensors": [{"name": n, "dtype": d, "shape": list(s)} for n, d, s in self.tensors],
             "engine": {ranks: [dict(sums) for sums in held] for ranks, held in self.engine.items()},
         }
         new.write_text(json.dumps(values, indent=0) + "\n")
@@ -170,10 +147,6 @@ class HeldWeights:
                 raise ValueError(f"format {values['r3channel_weights']!r}, expected {_FORMAT}")
             return cls(
                 int(values["version"]),
-                int(values["manifest_digest"], 16),
-                tuple(
-                    (str(t["name"]), str(t["dtype"]), tuple(map(int, t["shape"]))) for t in values["tensors"]
-                ),
                 {
                     str(ranks): [{str(n): str(c) for n, c in sums.items()} for sums in held]
                     for ranks, held in values["engine"].items()

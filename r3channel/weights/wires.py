@@ -24,6 +24,7 @@ import xxhash
 
 from r3channel.errors import NonFiniteWeights, TransportError, WeightsCorrupt, WeightsError
 from r3channel.transport.link import Link
+from r3channel.weights.checksums import host_bytes
 from r3channel.weights.dryrun import Needs, Part
 from r3channel.weights.geometry import Box
 from r3channel.weights.manifest import ALIGNMENT, TensorMeta
@@ -205,11 +206,6 @@ def expect_json(link: Link, kind: int, *, timeout_s: float) -> Any:
     return json.loads(receive_blob(link, body, timeout_s=timeout_s))
 
 
-def host_bytes(flat: torch.Tensor) -> memoryview:
-    """Of a contiguous tensor; a copy only if it is on a device."""
-    return flat.detach().cpu().view(-1).view(torch.uint8).numpy().data
-
-
 @dataclass(slots=True, eq=False)
 class RankLink:
     """One rank of an engine. One thread at a time."""
@@ -338,18 +334,10 @@ class RankLink:
 
 
 def _joined(pieces: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
-    """Flat, one after the other, in `out` on the host; of a device in one copy."""
-    flat = [piece.detach().reshape(-1) for piece in pieces]
-    if out.dtype.itemsize == 1:  # torch joins no float8
-        torch_bytes = [one.view(torch.uint8) for one in flat]
-        _join(torch_bytes, out.view(torch.uint8))
-    else:
-        _join(flat, out)
-    return out
-
-
-def _join(flat: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """Flat, one after the other, in `out` on the host; of a device in one copy. As bytes: torch joins no float8."""
+    flat = [piece.detach().reshape(-1).view(torch.uint8) for piece in pieces]
     if flat[0].device == out.device:
-        torch.cat(list(flat), out=out)
+        torch.cat(flat, out=out.view(torch.uint8))
     else:
-        out.copy_(torch.cat(list(flat)))
+        out.view(torch.uint8).copy_(torch.cat(flat))
+    return out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 
@@ -16,10 +16,8 @@ from hypothesis import strategies as st
 from r3channel.errors import ConfigError, ManifestMismatch
 from r3channel.weights.manifest import (
     Bucket,
-    Manifest,
     TensorMeta,
     fill_buckets,
-    pack,
     unit_of,
 )
 from r3channel.weights.pack import Packer
@@ -117,7 +115,7 @@ def test_offsets_are_aligned_and_leave_no_gap(model: Model) -> None:
 def test_a_bucket_is_above_the_cap_only_as_a_single_unit(model: Model) -> None:
     metas, cap_bytes = model
     for bucket in plan_buckets(metas, cap_bytes=cap_bytes):
-        with_bytes = {unit_of(tensor.name)[0] for tensor in bucket.tensors if tensor.nbytes}
+        with_bytes = {unit_of(tensor.name) for tensor in bucket.tensors if tensor.nbytes}
         assert bucket.payload_bytes <= cap_bytes or len(with_bytes) == 1
 
 
@@ -126,7 +124,7 @@ def test_a_bucket_is_above_the_cap_only_as_a_single_unit(model: Model) -> None:
 def test_a_unit_is_never_split(model: Model) -> None:
     metas, cap_bytes = model
     buckets = plan_buckets(metas, cap_bytes=cap_bytes)
-    where = [{unit_of(name)[0] for name in bucket.names} for bucket in buckets]
+    where = [{unit_of(name) for name in bucket.names} for bucket in buckets]
     assert sum(len(units) for units in where) == len(set().union(*where)), where
 
 
@@ -161,10 +159,12 @@ def test_alphabetical_order_keeps_q_k_v_together() -> None:
     ]
 
 
-def test_members_too_far_apart_are_refused_by_name() -> None:
-    order = ["a.q_proj.weight", "b.q_proj.weight", "c.q_proj.weight", "a.k_proj.weight"]
-    with pytest.raises(ManifestMismatch, match=r"a\.k_proj\.weight came after its unit"):
-        plan_buckets([meta(name, 10) for name in order], cap_bytes=80)
+def test_members_of_a_unit_may_be_far_apart() -> None:
+    order = ["a.q_proj.weight", *(f"{n}.o_proj.weight" for n in range(9)), "a.k_proj.weight"]
+    (last,) = [
+        b for b in plan_buckets([meta(name, 10) for name in order], cap_bytes=80) if "a.q" in str(b.names)
+    ]
+    assert last.names == ("a.q_proj.weight", "a.k_proj.weight")
 
 
 def test_a_model_with_half_a_family_is_no_error() -> None:
@@ -226,17 +226,11 @@ def test_a_cap_below_one_byte_is_refused() -> None:
         plan_buckets([meta("a", 1)], cap_bytes=0)
 
 
-def test_packing_casts_nothing() -> None:
-    bucket = Bucket.of([meta("a", 4, dtype=torch.bfloat16)])
-    with pytest.raises(ManifestMismatch, match=r"expected a bfloat16\[4\], got a float32\[4\]"):
-        pack(bucket, [torch.zeros(4)], torch.empty(8, dtype=torch.uint8))
-
-
 def test_packing_takes_parameters_and_any_strides() -> None:
     weight = torch.nn.Parameter(torch.arange(6.0).view(2, 3)).t()
-    out = torch.empty(24, dtype=torch.uint8)
-    packed = pack(Bucket.of([TensorMeta.of("a", weight)]), [weight], out)
-    assert torch.equal(packed.view(torch.float32).view(3, 2), weight) and not out.requires_grad
+    bucket, packer = Bucket.of([TensorMeta.of("a", weight)]), Packer(torch.device("cpu"), look=False)
+    packed = packer.pack(0, bucket, [weight], Run(Deadline(20, "test")))
+    assert torch.equal(packed.view(torch.float32).view(3, 2), weight) and not packed.requires_grad
 
 
 def test_packing_reuses_two_buffers() -> None:
@@ -248,14 +242,3 @@ def test_packing_reuses_two_buffers() -> None:
     addresses = [payload.data_ptr() for payload in packed]
     assert addresses[0] == addresses[2] != addresses[1] == addresses[3]
     assert [len(payload) for payload in packed] == [64, 64, 10, 64]
-
-
-def manifest(metas: Sequence[TensorMeta]) -> Manifest:
-    return Manifest.of(plan_buckets(metas, cap_bytes=80))
-
-
-def test_the_manifest_digest_depends_on_order_dtype_and_shape() -> None:
-    a, b = meta("a", 2), meta("b", 2)
-    digests = {manifest(metas).digest for metas in ([a, b], [b, a], [a, meta("b", 1, 2)], [a])}
-    digests.add(manifest([a, meta("b", 2, dtype=torch.int32)]).digest)
-    assert len(digests) == 5 and manifest([a, b]).digest in digests

@@ -14,8 +14,9 @@ from r3channel.errors import ManifestMismatch, WeightsDiffer
 from r3channel.report.weights import compare
 from r3channel.weights.checksums import EngineChecksums, tensor_checksum
 from r3channel.weights.convert import te_name
-from r3channel.weights.manifest import Bucket, Manifest, TensorMeta, fill_buckets, pack
-from r3channel.weights.pack import first_nonfinite
+from r3channel.weights.manifest import Bucket, TensorMeta, fill_buckets
+from r3channel.weights.pack import Packer, first_nonfinite
+from r3channel.weights.progress import Deadline, Run
 from r3channel.weights.stages import Given
 from r3channel.weights.store import HeldWeights, HostCopy
 
@@ -24,8 +25,9 @@ Named = dict[str, torch.Tensor]
 
 def packed(named: Named) -> tuple[Bucket, torch.Tensor]:
     bucket = Bucket.of([TensorMeta.of(name, tensor) for name, tensor in named.items()])
-    room = torch.empty(bucket.payload_bytes, dtype=torch.uint8)
-    return bucket, pack(bucket, [named[name] for name in bucket.names], room)
+    return bucket, Packer(torch.device("cpu"), look=False).pack(
+        0, bucket, [named[name] for name in bucket.names], Run(Deadline(9, ""))
+    )
 
 
 def nonfinite(named: Named) -> TensorMeta | None:
@@ -111,8 +113,7 @@ def test_the_host_copy_gives_the_committed_bytes_while_the_next_version_is_copie
 
 
 def test_the_file_of_committed_weights_comes_back_and_nothing_else_is_taken_for_one(tmp_path: Path) -> None:
-    bucket, _ = packed({"a": torch.zeros(2, 3), "b": torch.zeros(4).bfloat16()})
-    held = HeldWeights.of(Manifest.of([bucket]), version=7, engine={"1": [{"a": "0123456789abcdef"}]})
+    held = HeldWeights(7, {"1": [{"a": "0123456789abcdef"}]})
     path = tmp_path / "committed.json"
     held.write(path)
     assert HeldWeights.read(path) == held and not path.with_suffix(".json.new").exists()
