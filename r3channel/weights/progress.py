@@ -109,8 +109,9 @@ class UpdateReport:
     """Engines whose lease ran out before this update: it was made without them, and they belong to the session no more."""
     wall_s: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)
-    """Adding up to the wall: join pause begin convert plan pack digest wait_send end verify commit resume. `convert` is the
-    caller's iterator. Beside it, of a broadcast's sender: wire (slowest), apply (from there to the slowest answer)."""
+    """Adding up to the wall: join pause convert plan pack digest wait_send verify commit resume; begin and end of a broadcast.
+    `convert` is the caller's iterator. Beside it, of a broadcast's sender: wire (slowest), apply (from there to the slowest
+    answer)."""
 
 
 @dataclass(slots=True)
