@@ -128,7 +128,8 @@ class Relay:
             )
             undo.pop_all()
         self._adders = ThreadPoolExecutor(_ADDERS, thread_name_prefix="r3channel-add")
-        threading.Thread(target=warm, args=(spec,), name="r3channel-compile", daemon=True).start()
+        # No daemon: a process that ended while LLVM calls back into Python would be aborted.
+        threading.Thread(target=warm, args=(spec,), name="r3channel-compile").start()
         self._watch()
 
     @classmethod

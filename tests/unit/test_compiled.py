@@ -99,6 +99,13 @@ Cache._save_data = lambda *entry: written.append(entry)
 """As two processes that began at once: neither saw the other's entry in the index, and who came first writes last."""
 
 
+SHORT_LIVED = """
+from r3channel import RoutingSpec, TrainerLayout
+from r3channel.relay.relay import Relay
+Relay(RoutingSpec(num_layers=1, moe_layers=(0,), num_experts=16, top_k=2), TrainerLayout()).close()
+"""
+
+
 def run_program(package: Path, program: str = PROGRAM, **environment: str) -> str:
     child = subprocess.run(
         [sys.executable, "-c", program], cwd=package, env=os.environ | {"PYTHONPATH": str(package)} | environment,
@@ -134,3 +141,10 @@ def test_processes_that_compile_two_forms_at_once_leave_no_form_under_the_others
     right = run_program(package, TOGETHER + FORMS + late, NUMBA_CACHE_DIR=str(tmp_path))
     assert list(tmp_path.rglob("*.nbc"))
     assert run_program(package, FORMS, NUMBA_CACHE_DIR=str(tmp_path)) == right
+
+
+def test_a_relay_that_ends_at_once_still_ends_its_compiling(tmp_path: Path) -> None:
+    """An interpreter that goes away under LLVM's calls into Python is aborted ("terminate called"), in one run of 18."""
+    package = Path(r3channel.__file__).parent.parent
+    run_program(package, SHORT_LIVED, NUMBA_CACHE_DIR=str(tmp_path))
+    assert list(tmp_path.rglob("*.nbc"))
