@@ -141,6 +141,7 @@ payload = torch.empty(int(sys.argv[2]), dtype=torch.uint8)
 for _ in range(int(sys.argv[3])):
     dist.broadcast(payload, 0)
     dist.barrier()
+dist.destroy_process_group()
 """
 
 

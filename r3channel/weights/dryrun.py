@@ -68,6 +68,24 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
+class Padding:
+    """A view of one parameter that no tensor fills, and the constant that the loader fills it with; counted in items."""
+
+    param: int
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    constant: float
+
+    def fill(self, params: Sequence[torch.Tensor]) -> None:
+        """In parameters' memory, flat."""
+        flat = params[self.param]
+        torch.as_strided(flat, self.shape, self.strides, flat.storage_offset() + self.offset).fill_(
+            self.constant
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Needs:
     """What one rank takes of a checkpoint."""
 
@@ -76,6 +94,8 @@ class Needs:
     """By tensor."""
     missing: tuple[str, ...] = ()
     """Parameters that the tensors do not fill, or not whole."""
+    padding: tuple[Padding, ...] = ()
+    """What does not hold its constant yet, as in an engine that was started with `--load-format dummy`. The rank's own affair."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -134,10 +154,10 @@ def dry_run(model: torch.nn.Module, tensors: Sequence[TensorMeta]) -> Needs:
         raise NotReplayable("load_weights replaces parameters")
     if _tensor_attributes(model) != attributes:
         raise NotReplayable("load_weights derives other tensors from the checkpoint")
-    missing = _uncovered(recorder, params)
+    missing, padding = _uncovered(recorder, params)
     metas = tuple(TensorMeta.of(name, param) for name, param in params.items())
     parts = sorted(recorder.parts, key=lambda part: (part.tensor, part.param, part.offset))
-    return Needs(metas, tuple(parts), missing)
+    return Needs(metas, tuple(parts), missing, padding)
 
 
 class _Recorder(TorchDispatchMode):
@@ -258,19 +278,28 @@ def _by_axis(meta: TensorMeta, dims: _Dims, steps: Sequence[int]) -> tuple[dict[
     return kept, outer
 
 
-def _uncovered(recorder: _Recorder, params: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
-    """Parameters with items that no tensor fills, and that are no padding which holds its constant already."""
+def _uncovered(
+    recorder: _Recorder, params: Mapping[str, torch.Tensor]
+) -> tuple[tuple[str, ...], tuple[Padding, ...]]:
+    """Parameters with items that no tensor fills, and that are no padding; and padding that is to be filled."""
     written = [torch.zeros(param.numel(), dtype=torch.uint8) for param in params.values()]
     for part in recorder.parts:
         part.view(written[part.param]).add_(1)
-    for index, view, constant in recorder.padding:
-        if view.numel() and (constant is None or bool((view == constant).all())):
-            base = recorder.base(index)
-            torch.as_strided(written[index], view.shape, view.stride(), view.storage_offset() - base).fill_(1)
     twice = next((n for n, counts in zip(params, written, strict=True) if bool((counts > 1).any())), None)
     if twice is not None:
         raise NotReplayable(f"{twice} is written more than once")
-    return tuple(n for n, counts in zip(params, written, strict=True) if bool((counts == 0).any()))
+    padding = []
+    for index, view, constant in recorder.padding:
+        if view.numel():
+            offset = int(view.storage_offset()) - recorder.base(index)
+            counts = torch.as_strided(written[index], view.shape, view.stride(), offset)
+            if constant is not None and not bool((view == constant).all()):
+                if bool(counts.any()):  # the loader fills it first, then places a tensor there
+                    continue
+                padding.append(Padding(index, offset, tuple(view.shape), view.stride(), constant))
+            counts.fill_(1)
+    missing = tuple(n for n, counts in zip(params, written, strict=True) if bool((counts == 0).any()))
+    return missing, tuple(padding)
 
 
 def _written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:

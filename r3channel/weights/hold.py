@@ -1,6 +1,6 @@
 """One trainer session's hold on an engine's rank: its links, the staged copy beside the parameters, and their change of places.
 
-Each link has a thread of its own that writes staged memory only; parameters are touched from the scheduler's thread alone. What
+Each link has a thread of its own that writes staged memory only; parameters are written from the scheduler's thread alone. What
 is allocated follows from the parameters and never from what a trainer says.
 """
 
@@ -29,8 +29,10 @@ from r3channel.weights.wires import (
     ASK,
     DATA,
     END,
+    GIVE,
     HEAD,
     NEEDS,
+    PARAM,
     PLACED,
     TABLE,
     VERIFY,
@@ -74,6 +76,16 @@ class _Stage:
     committed: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class _Committed:
+    """A version that this rank's parameters hold."""
+
+    version: int
+    digests: Mapping[str, str]
+    params: Sequence[torch.Tensor]
+    """Flat."""
+
+
 class Hold:
     """One trainer's hold on this rank: its links, and the staged copy."""
 
@@ -99,6 +111,10 @@ class Hold:
         self._mapped = set[int]()
         self._ready: list[torch.Tensor] = []
         """Parameters that were looked at just before they change."""
+        self._serving: _Committed | None = None
+        """What a trainer may read back; None: nothing was committed over these links."""
+        self._served: _Committed | None = None
+        """What `undo` brings back."""
         self._items = sum(part.box.numel for part in self._needs.parts)
         told = self._allocate(model, order["staged"], order["wire"]) if learned else {"held": True}
         token = session_token(run_token, order["nonce"])
@@ -183,6 +199,10 @@ class Hold:
                     link.send_record(END, word.encode()[:WORD_BYTES], timeout_s=_CONNECT_S)
                 elif kind == VERIFY:
                     send_blob(link, VERIFY, self._verify(*ASK.unpack(body)), timeout_s=_CONNECT_S)
+                elif kind == GIVE:
+                    answer, data = self._given(*PARAM.unpack(body))
+                    send_blob(link, GIVE, answer, timeout_s=_CONNECT_S)
+                    link.send(data, timeout_s=None)
             except TransportError:
                 raise
             except (R3Error, ValueError, IndexError) as error:
@@ -221,6 +241,8 @@ class Hold:
         with self._lock:
             if self._stage.version != version or self._stage.digests:
                 self._stage = _Stage(version)
+                for one in self._needs.padding:  # each time: a change-over brings the parameters' own here
+                    one.fill(self._staged)
             if first == 0:
                 self._stage.came[number] = 0
             self._stage.came.setdefault(number, 0)
@@ -240,6 +262,15 @@ class Hold:
         sums = {meta.name: tensor_checksum(view) for meta, view in wanted}
         return {"digests": stage.digests, "checksums": sums}
 
+    def _given(self, version: int, param: int) -> tuple[dict[str, str], list[memoryview]]:
+        """The digest of the commit and what the parameter holds now: should they differ, the trainer finds out."""
+        serving = self._serving
+        if serving is None or serving.version != version:
+            found = "nothing" if serving is None else f"version {serving.version}"
+            return {"error": f"version {version} is asked for, {found} was committed last"}, []
+        digest = serving.digests[self._needs.params[param].name]
+        return {"digest": digest}, [host_bytes(serving.params[param])]
+
     # -- the scheduler's thread ----------------------------------------------------------------------------------------
 
     def check(self, model: torch.nn.Module, version: int) -> None:
@@ -253,19 +284,17 @@ class Hold:
 
     def change_over(self, model: torch.nn.Module) -> None:
         """Parameters and staged copy change places, so that `undo` can bring the old version back bit for bit."""
-        self._stage.changing = True
-        digests: list[str] = []
+        stage, digests = self._stage, list[str]()
+        stage.changing, self._served = True, self._serving
         if self._whole:
             named = zip(self._learned.tensors, self._staged, strict=True)
             model.load_weights((m.name, v.view(m.shape)) for m, v in named)  # pyright: ignore[reportCallIssue]
         else:
-            digests, self._ready = _swap(self._ready, self._staged), []
-        self._stage.changing, self._stage.committed = (
-            False,
-            True,
-        )  # `undo` takes it back, also if a digest is wrong
+            digests = _swap(self._ready, self._staged)
+            self._serving = _Committed(stage.version, stage.digests, self._ready)
+        stage.changing, stage.committed = False, True  # `undo` takes it back, also if a digest is wrong
         for meta, digest in zip(self._needs.params, digests, strict=not self._whole):
-            if digest != self._stage.digests[meta.name]:
+            if digest != stage.digests[meta.name]:
                 raise WeightsError(f"{meta.name} holds other bytes than were staged")
 
     def undo(self, model: torch.nn.Module, version: int) -> None:
@@ -280,6 +309,7 @@ class Hold:
             raise WeightsError("the model's own loader placed these weights: the old ones are gone")
         if stage.committed:
             _swap(self._targets(model), self._staged)
+            self._serving = self._served
         self._stage = _Stage()
 
     def _targets(self, model: torch.nn.Module) -> list[torch.Tensor]:

@@ -53,6 +53,7 @@ from r3channel.weights.joint import Staged
 from r3channel.weights.manifest import Bucket, Manifest, TensorMeta, is_scale
 from r3channel.weights.member import EngineState, Member, told
 from r3channel.weights.pack import OnNonfinite, Packer
+from r3channel.weights.peer import from_peer
 from r3channel.weights.progress import GRACE_S, REPAIR_S, Deadline, Run, UpdateReport, background
 from r3channel.weights.reader import Reader
 from r3channel.weights.registry import WeightRegistry, own_registry
@@ -117,7 +118,8 @@ class WeightSync:
             verify: also compute what the engine's own checksum of each parameter must be (`held`), and compare it before the
                 commit of a broadcast (one rank, on the CPU). Staged bytes are always verified, on every rank.
             keep_copy: keep what this rank gave in host memory (its bytes, twice during an update and after it), for
-                `update_one` and for giving a failed broadcast's engines the old version back.
+                `update_one` where no other engine holds the version staged, and for giving a failed broadcast's engines the old
+                version back.
             on_nonfinite: `error` refuses NaN and Inf by tensor before their bucket or record leaves; `allow` does not look.
             on_engine_loss: an engine that dies or falls silent during an update is left out by name (`evict`) until `update_one`
                 brings it back, or fails the update (`abort`).
@@ -301,27 +303,34 @@ class WeightSync:
         self._version = version
 
     def update_one(self, engine: str, *, timeout_s: float) -> UpdateReport:
-        """Bring one engine, restarted, evicted or quarantined, to the committed version from the host copy (`keep_copy`).
+        """Bring one engine, restarted, evicted or quarantined, to the committed version.
 
-        No other engine gets a call, allocates or pauses. Raises WeightUpdateFailed with that engine in quarantine, or
-        UsageError without a copy.
+        From the host copy (`keep_copy`), or without one from another engine's memory (`staged`), which is read while it serves.
+        No other engine gets a call or pauses. Raises WeightUpdateFailed with that engine in quarantine, or UsageError where
+        neither holds the version.
         """
         deadline = Deadline(timeout_s, f"update of {engine}")
         with self._alone("update_one", f"the weight update of {engine}", timeout_s):
-            return self._bring_up(self._fleet.member(engine), deadline)
+            report = self._bring_up(self._fleet.member(engine), deadline)
+            if report is None:
+                raise UsageError(
+                    f"nothing holds version {self._version} for engine {engine}: there is no host copy (keep_copy=True, and a "
+                    "first update() or load_checkpoint()), and no other engine took it staged and serves it"
+                )
+            return report
 
     def add_engine(self, engine: EngineClient | str, *, timeout_s: float) -> UpdateReport | None:
-        """Take one more engine in. Where weights are kept it gets the committed version now, else with the next update."""
+        """Take one more engine in. It gets the committed version now, as by `update_one`, or where nothing holds it for that the
+        next one, with the others."""
         client = EngineClient(engine) if isinstance(engine, str) else engine
         deadline = Deadline(timeout_s, f"joining of {client.url}")
         with self._alone("add_engine", f"the joining of {client.url}", timeout_s):
             member = self._fleet.add(client)
             try:
-                if self._copy is not None and self._copy.version is not None:
-                    return self._bring_up(member, deadline)
-                if self._ranks.leads:
+                report = self._bring_up(member, deadline)
+                if report is None and self._ranks.leads:
                     Crew([member], self._fleet, self._rules, Run(deadline), alone=True).meet()
-                return None
+                return report
             except BaseException:
                 self._fleet.drop(member)
                 raise
@@ -484,22 +493,25 @@ class WeightSync:
             raise outcome
         return run.ended(version, self._sent(given))
 
-    def _bring_up(self, member: Member, deadline: Deadline) -> UpdateReport:
-        """One engine to the committed version, from the copy."""
-        copy = self._copy
-        if copy is None or copy.version is None:
-            raise UsageError(
-                "one engine is updated from the host copy: keep_copy=True, and a first update() of all or load_checkpoint()"
-            )
-        run, version, members = Run(deadline), copy.version, [member.afresh()]
+    def _bring_up(self, member: Member, deadline: Deadline) -> UpdateReport | None:
+        """One engine to the committed version; None where nothing holds that for it."""
+        run, version, copy = Run(deadline), self._version, self._copy
+        if version is None:
+            return None
+        if copy is None:
+            others = [other for other in self._fleet.members if other is not member]
+            found = from_peer(others, self._stages, version, cap_bytes=self._bucket_bytes, run=run)
+        else:
+            found = copy.given, lambda push: _each(copy.read(), push)
+        if found is None:
+            return None
+        members = [member.afresh()]
         with self._undone(f"engine {member.url} was not brought to version {version}", members) as begun:
-            outcome = self._deliver(
-                begun, members, copy.given, lambda push: _each(copy.read(), push), version, run, alone=True
-            )
+            outcome = self._deliver(begun, members, *found, version, run, alone=True)
             if outcome is not None:
                 raise outcome
         member.evicted = ""
-        return run.ended(version, self._sent(copy.given))
+        return run.ended(version, self._sent(found[0]))
 
     def _deliver(
         self,
@@ -522,7 +534,7 @@ class WeightSync:
             try:
                 work.open(given)
             except CannotStage as error:
-                if self._exact or self._staging is True:
+                if given.manifest is None or self._staging is True:
                     raise
                 self._way = f"broadcast: {error}"
                 begun.clear()

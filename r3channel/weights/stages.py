@@ -202,7 +202,10 @@ class Stages:
         changed = any(self.ranks.exchange(held != self._held, deadline))
         if changed:
             self._source = ShardMap.gathered(self.ranks.exchange_bytes(report_of(held), deadline))
-            self.metas, self._held = self._source.metas, held
+            self._held = held
+            # The same in another order are what engines were told of.
+            if set(self.metas) != set(self._source.metas):
+                self.metas = self._source.metas
             self._planned = set(), ()
         return changed
 

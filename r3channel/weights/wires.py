@@ -24,7 +24,7 @@ import xxhash
 
 from r3channel.errors import NonFiniteWeights, TransportError, WeightsCorrupt, WeightsError
 from r3channel.transport.link import Link
-from r3channel.weights.checksums import host_bytes
+from r3channel.weights.checksums import host_bytes, tensor_digest
 from r3channel.weights.dryrun import Needs, Part
 from r3channel.weights.geometry import Box
 from r3channel.weights.manifest import ALIGNMENT, TensorMeta
@@ -33,11 +33,13 @@ from r3channel.weights.progress import Deadline
 
 Wire = Literal["tcp", "shared_memory"]
 
-NEEDS, TABLE, DATA, END, VERIFY, PLACED = range(1, 7)
+NEEDS, TABLE, DATA, END, VERIFY, PLACED, GIVE = range(1, 8)
 HEAD = struct.Struct("<qIIQ")
 """Of DATA: version, first entry of the table, entries, xxh3 of the bytes that follow."""
 ASK = struct.Struct("<q?")
 """Of VERIFY: version, and whether checksums as SGLang's own are wanted too."""
+PARAM = struct.Struct("<qI")
+"""Of GIVE: version, and which parameter."""
 RECORD_BYTES = 1 << 20
 """Of a record at most. Of 256 KiB to 8 MiB it took the least time (AMD EPYC with 1 MiB of second-level cache a core)."""
 _MOST_BYTES = 256 << 20
@@ -283,6 +285,21 @@ class RankLink:
         if "error" in told:
             raise WeightsError(f"engine {self.engine} rank {self.rank}: {told['error']}")
         return told["digests"], told["checksums"]
+
+    def fetch(self, version: int, param: int, *, timeout_s: float) -> torch.Tensor:
+        """A parameter of the committed version out of the rank's memory, flat, on the host."""
+        self.link.send_record(GIVE, PARAM.pack(version, param), timeout_s=timeout_s)
+        told = expect_json(self.link, GIVE, timeout_s=timeout_s)
+        where, meta = f"engine {self.engine} rank {self.rank}", self.needs.params[param]
+        if "error" in told:
+            raise WeightsError(f"{where}: {told['error']}")
+        flat = torch.empty(meta.nbytes // meta.dtype.itemsize, dtype=meta.dtype)
+        self.link.recv_into(host_bytes(flat), timeout_s=timeout_s)
+        if tensor_digest(flat) != told["digest"]:
+            raise WeightsCorrupt(
+                f"{where}: {meta.name} holds other bytes than were committed as version {version}, or they came damaged"
+            )
+        return flat
 
     def _place(self, piece: Piece) -> tuple[int, int]:
         part = self.needs.parts[piece.entry.part]

@@ -66,7 +66,9 @@ def main(job: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     rank = job["rank"]
     dist.init_process_group("gloo", init_method=job["init_method"], rank=rank, world_size=job["world_size"])
-    write_result(job, float8(job) if "like" in job else plain_weights(job))
+    result = float8(job) if "like" in job else plain_weights(job)
+    dist.destroy_process_group()  # a thread of gloo that comes for the interpreter while it ends would end the process
+    write_result(job, result)
 
 
 def plain_weights(job: dict[str, Any]) -> dict[str, Any]:
@@ -97,7 +99,7 @@ def float8(job: dict[str, Any]) -> dict[str, Any]:
     """An update of an engine of float8 weights, from this rank's rows; then the joining of a second one."""
     half = Box((256 * job["rank"], 0), (256 * job["rank"] + 256, 200))
     given = Shard(TensorMeta.of(FLOAT8, plain()), half, plain()[half.within(Box.whole((512, 200)))])
-    with WeightSync(job["engines"], plan="exact", group=dist.group.WORLD, keep_copy=True) as sync:
+    with WeightSync(job["engines"], plan="exact", group=dist.group.WORLD) as sync:  # none keeps a copy
         sync.connect(timeout_s=60)
         report = sync.update(float8_blocks([given], like=job["like"]), version=1, timeout_s=60)
         joined = sync.add_engine(job["joins"], timeout_s=60)

@@ -317,6 +317,35 @@ def test_an_engine_that_finds_other_bytes_in_its_parameters_takes_the_old_ones_b
         assert all(holds(engine, 2) for engine in pair)
 
 
+def test_padding_of_an_engine_without_weights_becomes_what_its_loader_makes_it(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that was started with `--load-format dummy`: where no tensor lies, it holds chance until its first commit."""
+    engine, rows = serving(), 12
+
+    def load(model: Model, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in named:
+            model.held[name][rows:].zero_()
+            model.held[name][:rows].copy_(tensor)
+
+    def given(version: int) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, tensor[:rows].clone()) for name, tensor in weights(version).items())
+
+    monkeypatch.setattr(Model, "load_weights", load)
+    before = {name: tensor.clone() for name, tensor in engine.tensors.items()}
+    with session(engine) as sync:
+        spoiled = [(name, tensor * float("nan")) for name, tensor in given(1)]
+        with pytest.raises(WeightUpdateFailed, match="NaN"):
+            sync.update(spoiled, version=1, timeout_s=20)
+        assert all(torch.equal(engine.tensors[name], tensor) for name, tensor in before.items())
+        for version in (1, 2, 3):  # the second one's staged copy is what the engine held at first
+            sync.update(given(version), version=version, timeout_s=20)
+            for name, tensor in given(version):
+                assert (
+                    torch.equal(engine.tensors[name][:rows], tensor) and not engine.tensors[name][rows:].any()
+                )
+
+
 @pytest.fixture
 def loading(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """A model that looks at values, so that its own loader places whole tensors at the commit; it refuses the tensor `wrong`."""

@@ -456,6 +456,7 @@ def main() -> None:
                 assert state.router_replay_action is None, name
             passed.append(name)
     bench.driver.close()
+    embedded.close_distributed()
     write_result(job, {"passed": passed})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -120,10 +121,10 @@ def test_the_lines_of_the_readme_update_two_engines_and_bring_a_killed_one_back(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Last of this file: it leaves another life of the second engine at its address, and ends it."""
+    """Last of this file: it leaves another life of the second engine at its address, with weights of chance, and ends it."""
     folder = tmp_path / "ranks"
     folder.mkdir()
-    again = EngineServer(servers[1].options)
+    again = EngineServer(replace(servers[1].options, extra_args=("--load-format", "dummy")))
     port = urlsplit(engines[1]).port
     monkeypatch.setattr("r3channel.embedded.sglang.free_port", lambda: port)
 
@@ -142,6 +143,7 @@ def test_the_lines_of_the_readme_update_two_engines_and_bring_a_killed_one_back(
         restarting.result(timeout=10)
         assert results == [{"version": 3, "evicted": {}, "states": 2}] * 4
         said = (folder / "log.0").read_text()
+        assert "the engines are equal" in said
         assert f"2: {2 * PARAMETERS} parameters compared at each engine; lost: {{'{engines[1]}'" in said
         assert f"3: {2 * PARAMETERS} parameters compared at each engine; lost: {{}}" in said
         verify = ["weights", "verify", "--engine", engines[0], "--engine", engines[1]]

@@ -76,6 +76,41 @@ def test_a_tensor_that_is_not_given_leaves_its_parameter_missing() -> None:
     assert dry_run(Fused(place), METAS[:1]).missing == ("w13",)
 
 
+def padded(model: Fused, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """The last row of each half is padding."""
+    for name, tensor in weights:
+        half = model.w13.data.narrow(0, HIDDEN * (name == "up"), HIDDEN)
+        half.narrow(0, HIDDEN - 1, 1).zero_()
+        half.narrow(0, 0, HIDDEN - 1).copy_(tensor)
+
+
+def emptied_first(model: Fused, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    model.w13.data.zero_()
+    padded(model, weights)
+
+
+SHORT = [TensorMeta.of(name, torch.empty(HIDDEN - 1, HIDDEN)) for name in ("gate", "up")]
+
+
+def test_padding_that_does_not_hold_its_constant_is_noted_and_not_filled() -> None:
+    model = Fused(padded)
+    before = model.w13.detach().clone()
+    needs = dry_run(model, SHORT)
+    assert not needs.missing and torch.equal(model.w13, before)
+    copy = before.flatten()
+    for padding in needs.padding:
+        padding.fill([copy])
+    rows = copy.view(2, HIDDEN, HIDDEN)
+    assert not rows[:, -1].any() and torch.equal(rows[:, :-1], before.view(2, HIDDEN, HIDDEN)[:, :-1])
+    model.w13.data.copy_(copy.view_as(model.w13))
+    assert dry_run(model, SHORT).padding == () and not dry_run(model, SHORT).missing
+
+
+def test_what_a_loader_empties_before_it_places_a_tensor_there_is_not_emptied_afterwards() -> None:
+    needs = dry_run(Fused(emptied_first), SHORT)
+    assert not needs.missing and len(needs.padding) == 2
+
+
 @pytest.mark.parametrize(
     ("load", "why"),
     [

@@ -1,0 +1,84 @@
+"""The committed weights out of an engine's memory, for another one that has lost its own: no copy is kept for it anywhere.
+
+The engine serves on. Trainer ranks share its ranks among them and read each one's parameters over the links that stand; what
+they read they hold as they hold shards of their own, and the exact plan sends it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from r3channel.weights.dryrun import Part
+from r3channel.weights.executor import Feed
+from r3channel.weights.geometry import Box
+from r3channel.weights.manifest import TensorMeta
+from r3channel.weights.member import EngineState, Member
+from r3channel.weights.progress import Run
+from r3channel.weights.stages import Given, Push, Stages
+from r3channel.weights.wires import RankLink
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """One parameter of one rank, and what of the checkpoint lies in it."""
+
+    rank: RankLink
+    param: int
+    parts: Sequence[Part]
+
+
+def from_peer(
+    members: Sequence[Member], stages: Stages, version: int, *, cap_bytes: int, run: Run
+) -> tuple[Given, Feed] | None:
+    """What this trainer rank gives of `version`, and its values, out of one of `members`; None where none can give it.
+
+    Every trainer rank calls. The values come bucket by bucket, of parameters of `cap_bytes` together. Raises WeightsCorrupt
+    where the engine has other bytes than were committed, TransportError where it dies.
+    """
+    peer = _chosen(members, stages, version, run)
+    if peer is None:
+        return None
+    held: list[tuple[TensorMeta, Box]] = []
+    buckets, ends, nbytes = list[list[_Read]](), list[int](), 0
+    for read in _reads(peer.ranks[stages.ranks.rank :: stages.ranks.size]):
+        size = read.rank.needs.params[read.param].nbytes
+        if not buckets or nbytes + size > cap_bytes:
+            buckets.append([])
+            ends.append(0)
+            nbytes = 0
+        buckets[-1].append(read)
+        nbytes += size
+        held += [(peer.metas[part.tensor], part.box) for part in read.parts]
+        ends[-1] = len(held)
+
+    def feed(push: Push) -> None:
+        for bucket in buckets:
+            tensors = []
+            with run.stage("convert"):
+                for read in bucket:
+                    flat = read.rank.fetch(version, read.param, timeout_s=run.deadline.left_s())
+                    tensors += [part.view(flat) for part in read.parts]
+            push(tensors)
+
+    return Given(tuple(held), tuple(ends), None), feed
+
+
+def _chosen(members: Sequence[Member], stages: Stages, version: int, run: Run) -> Member | None:
+    """The same on every trainer rank: all have links to it, and the first knows what it serves."""
+    able = [m for m in members if m.staged(stages.metas) and not any(rank.whole for rank in m.ranks)]
+    if stages.ranks.leads:
+        able = [m for m in able if m.state is EngineState.SERVING and m.serves == str(version)]
+    first, *others = stages.ranks.exchange([m.url for m in able], run.deadline)
+    url = next((url for url in first if all(url in urls for urls in others)), None)
+    return next((m for m in able if m.url == url), None)
+
+
+def _reads(ranks: Sequence[RankLink]) -> Iterator[_Read]:
+    for rank in ranks:
+        by_param: dict[int, list[Part]] = {}
+        for part in rank.needs.parts:
+            if part.box.numel:
+                by_param.setdefault(part.param, []).append(part)
+        for param, parts in sorted(by_param.items()):
+            yield _Read(rank, param, parts)
