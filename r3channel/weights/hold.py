@@ -52,8 +52,8 @@ _CONNECT_S = 10.0
 _BLOCK_BYTES = 256 << 10
 """Two of them and a third for the exchange fit a core's second cache."""
 _DEVICE_BLOCK_BYTES = 64 << 20
-_SWAPPERS = 2
-"""Threads of a change-over."""
+_THREADS = 2
+"""That go over all of a rank's memory: one core does not use all of a host's bandwidth."""
 WORD_BYTES = 1024
 """Of a reason that is told."""
 
@@ -256,10 +256,11 @@ class Hold:
                 return {
                     "error": f"{came} of {self._items} items of version {stage.version} are staged, asked for {version}"
                 }
-        named = list(zip(self._needs.params, self._staged, strict=True))
-        stage.digests = {meta.name: tensor_digest(view) for meta, view in named}
-        wanted = named if checksums and not self._whole else []
-        sums = {meta.name: tensor_checksum(view) for meta, view in wanted}
+        names = [meta.name for meta in self._needs.params]
+        with ThreadPoolExecutor(_THREADS) as pool:
+            stage.digests = dict(zip(names, pool.map(tensor_digest, self._staged), strict=True))
+            wanted = self._staged if checksums and not self._whole else []
+            sums = dict(zip(names, pool.map(tensor_checksum, wanted), strict=False))
         return {"digests": stage.digests, "checksums": sums}
 
     def _given(self, version: int, param: int) -> tuple[dict[str, str], list[memoryview]]:
@@ -323,12 +324,12 @@ class Hold:
 def _swap(targets: Sequence[torch.Tensor], staged: Sequence[torch.Tensor]) -> list[str]:
     """Parameters and staged copy change places; the digests of what the parameters hold then.
 
-    By blocks that stay in a core's cache: each byte comes from memory and goes there once, for three copies and a digest. One
-    core does not use all of a host's memory, and those of a paused engine are idle.
+    By blocks that stay in a core's cache: each byte comes from memory and goes there once, for three copies and a digest. The
+    cores of a paused engine are idle.
     """
     if any(target.is_cuda for target in targets):
         return [_swap_on_device(target, view) for target, view in zip(targets, staged, strict=True)]
-    with ThreadPoolExecutor(_SWAPPERS) as pool:
+    with ThreadPoolExecutor(_THREADS) as pool:
         return list(pool.map(_swap_on_host, targets, staged))
 
 
