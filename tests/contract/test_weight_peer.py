@@ -31,11 +31,13 @@ def backwards(version: int) -> Iterator[tuple[str, torch.Tensor]]:
     return reversed(weights(version).items())
 
 
-@pytest.fixture
-def trio(serving: Serving) -> tuple[WeightSync, FakeEngine, FakeEngine, FakeEngine]:
+@pytest.fixture(params=["tcp", "shared_memory"])
+def trio(
+    serving: Serving, request: pytest.FixtureRequest
+) -> tuple[WeightSync, FakeEngine, FakeEngine, FakeEngine]:
     """A session of three engines at version 1, none of which was called since."""
     engines = serving(), serving(), serving()
-    sync = session(*engines)
+    sync = session(*engines, wire=request.param)
     sync.update(backwards(1), version=1, timeout_s=20)
     for engine in engines:
         engine.calls.clear()

@@ -113,6 +113,33 @@ def test_tied_embeddings_over_two_stages_are_given_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+def test_an_engine_of_one_rank_is_filled_out_of_the_memory_of_one_of_two(
+    engines: list[str], model_dir: Path
+) -> None:
+    tensors = {n: 3 * tensor for n, tensor in load_file(model_dir / "model.safetensors").items()}
+    options = EngineOptions(
+        model=model_dir,
+        capture=False,
+        r3channel=False,
+        env={"R3CHANNEL_WEIGHTS": "1"},
+        extra_args=("--load-format", "dummy"),
+    )
+    with EngineServer(options) as dummy:
+        dummy.wait_ready(300)
+        with WeightSync(engines[:1], staged=True) as sync:
+            sync.connect(timeout_s=60)
+            sync.update(tensors.items(), version=5, timeout_s=120)
+            report = sync.add_engine(dummy.url, timeout_s=120)
+            assert report is not None and (report.version, report.verified) == (5, PARAMETERS)
+            assert set(sync.routable()) == {engines[0], dummy.url}
+        got = checksums([dummy.url])
+        with WeightSync([dummy.url], staged=False) as sync:
+            sync.connect(timeout_s=60)
+            sync.update(tensors.items(), version=6, timeout_s=120)
+        assert got == checksums([dummy.url])
+
+
+@pytest.mark.full
 def test_the_lines_of_the_readme_update_two_engines_and_bring_a_killed_one_back(
     servers: list[EngineServer],
     engines: list[str],
