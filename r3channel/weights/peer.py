@@ -66,7 +66,7 @@ def from_peer(
 
 def _chosen(members: Sequence[Member], stages: Stages, version: int, run: Run) -> Member | None:
     """The same on every trainer rank: all have links to it, and the first knows what it serves."""
-    able = [m for m in members if m.staged(stages.metas) and not any(rank.whole for rank in m.ranks)]
+    able = [m for m in members if m.metas and m.staged(m.metas) and not any(rank.whole for rank in m.ranks)]
     if stages.ranks.leads:
         able = [m for m in able if m.state is EngineState.SERVING and m.serves == str(version)]
     first, *others = stages.ranks.exchange([m.url for m in able], run.deadline)

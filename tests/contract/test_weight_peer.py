@@ -165,8 +165,11 @@ def test_where_nothing_holds_the_version_the_caller_is_told(
             sync.update_one(url, timeout_s=20)
 
 
-def test_without_our_half_there_is_no_memory_to_read(restarted: Restart) -> None:
-    pair = FakeEngine(), FakeEngine()
+@pytest.mark.parametrize("receives", [None, weights(0)], ids=["without our half", "held by us"])
+def test_what_sglang_loaded_itself_is_not_read_back(
+    restarted: Restart, receives: dict[str, torch.Tensor] | None
+) -> None:
+    pair = [FakeEngine(receives=receives and dict(receives)) for _ in range(2)]
     try:
         with session(*pair, staged=False) as sync:
             sync.update(weights(1).items(), version=1, timeout_s=20)
