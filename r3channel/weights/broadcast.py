@@ -65,7 +65,7 @@ class Broadcast(Work):
         wanted = {member.url: member.client.ranks for member, could in held.items() if could}
         links = self._stages.accept(wanted, self._run.deadline) if wanted else {}
         for member in fresh:
-            member.ranks = links.get(member.url, [])
+            member.ranks, member.metas, member.gives = links.get(member.url, []), (), None
             member.unheld = member.url not in links
 
     def deliver(self, feed: Feed) -> None:

@@ -21,6 +21,7 @@ from r3channel.errors import (
     CannotStage,
     EngineLeftBehind,
     EngineUnavailable,
+    ManifestMismatch,
     NonFiniteWeights,
     R3Error,
     TrainerRankLost,
@@ -61,9 +62,10 @@ class Staged(Work):
         """Links to all engines, and each told what will come. Raises on every rank; CannotStage: nothing has changed."""
         run, stages = self._run, self._stages
         with run.stage("plan"):
-            changed = stages.survey(given.held, run.deadline)
+            changed = stages.survey(given, run.deadline)
         with run.stage("join"):
             self._link()
+            self._check_rounded(given)
         with run.stage("plan"):
             links = [link for _, link in self._links()]
             if changed or not stages.aimed_at(links, given.ends):
@@ -139,6 +141,16 @@ class Staged(Work):
         metas, names = self._stages.metas, self._rules.check_names
         self._run.report.rounded, self._run.report.skipped = check_complete(ranks, metas, names=names)
         self._run.report.loaded = next((rank.whole for rank in ranks if rank.whole), "")
+
+    def _check_rounded(self, given: Given) -> None:
+        """What the engine that is read keeps rounded must be rounded alike where it goes."""
+        kept = self._run.report.rounded
+        lost = next((name for name, how in given.rounded.items() if kept.get(name) != how), None)
+        if lost is not None:
+            raise ManifestMismatch(
+                f"the engine that is read keeps {lost} rounded ({given.rounded[lost]}), the one to be filled does not; "
+                "give whole weights (`update`, or keep_copy=True)"
+            )
 
     # -- bytes ---------------------------------------------------------------------------------------------------------
 
@@ -262,6 +274,7 @@ class Staged(Work):
             self.each(lambda m, left_s: m.change_over(order, version, self.flush, left_s), within_s=CONTROL_S)
         for member in self.members:
             member.take(version)
+            member.gives = version
         left = self.resume()
         return {} if left is None else {"left": str(left)}
 

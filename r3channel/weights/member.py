@@ -50,6 +50,8 @@ class Member:
     """For staged updates."""
     metas: tuple[TensorMeta, ...] = ()
     """The tensors of which its ranks were told when they linked; what they need is counted by these."""
+    gives: int | None = None
+    """The version that was committed over these links, and can be read back; rank 0 knows."""
     serves: str = ""
     """The version that it names in replies, known once it was linked."""
     boot_id: str = ""
@@ -87,7 +89,7 @@ class Member:
         self.names, self.unheld = frozenset(), False
         for rank in self.ranks:
             rank.link.close()
-        self.ranks, self.metas = [], ()
+        self.ranks, self.metas, self.gives = [], (), None
         if self.group is not None:
             self.group.close()
         self.group = None

@@ -15,7 +15,7 @@ from r3channel.weights.geometry import Box
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.member import EngineState, Member
 from r3channel.weights.progress import Run
-from r3channel.weights.stages import Given, Push, Stages
+from r3channel.weights.stages import Given, Push, Stages, cast_by
 from r3channel.weights.wires import RankLink
 
 
@@ -33,8 +33,8 @@ def from_peer(
 ) -> tuple[Given, Feed] | None:
     """What this trainer rank gives of `version`, and its values, out of one of `members`; None where none can give it.
 
-    Every trainer rank calls. The values come bucket by bucket, of parameters of `cap_bytes` together. Raises WeightsCorrupt
-    where the engine has other bytes than were committed, TransportError where it dies.
+    Every trainer rank calls. The values come bucket by bucket, of parameters of `cap_bytes` together; giving them raises
+    WeightsCorrupt where the engine has other bytes than were committed, TransportError where it dies.
     """
     peer = _chosen(members, stages, version, run)
     if peer is None:
@@ -61,14 +61,15 @@ def from_peer(
                     tensors += [part.view(flat) for part in read.parts]
             push(tensors)
 
-    return Given(tuple(held), tuple(ends), None), feed
+    rounded = cast_by(peer.ranks, peer.metas)
+    return Given(tuple(held), tuple(ends), None, peer.metas, rounded), feed
 
 
 def _chosen(members: Sequence[Member], stages: Stages, version: int, run: Run) -> Member | None:
     """The same on every trainer rank: all have links to it, and the first knows what it serves."""
-    able = [m for m in members if m.metas and m.staged(m.metas) and not any(rank.whole for rank in m.ranks)]
+    able = [m for m in members if m.staged(m.metas) and not any(rank.whole for rank in m.ranks)]
     if stages.ranks.leads:
-        able = [m for m in able if m.state is EngineState.SERVING and m.serves == str(version)]
+        able = [m for m in able if m.state is EngineState.SERVING and m.gives == version]
     first, *others = stages.ranks.exchange([m.url for m in able], run.deadline)
     url = next((url for url in first if all(url in urls for urls in others)), None)
     return next((m for m in able if m.url == url), None)

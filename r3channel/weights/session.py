@@ -320,14 +320,14 @@ class WeightSync:
             return report
 
     def add_engine(self, engine: EngineClient | str, *, timeout_s: float) -> UpdateReport | None:
-        """Take one more engine in. It gets the committed version now, as by `update_one`, or where nothing holds it for that the
-        next one, with the others."""
+        """Take one more engine in. It gets the committed version now, as by `update_one`, or the next one with the others: where
+        nothing holds that version for it, or it cannot stage (`staged="auto"`)."""
         client = EngineClient(engine) if isinstance(engine, str) else engine
         deadline = Deadline(timeout_s, f"joining of {client.url}")
         with self._alone("add_engine", f"the joining of {client.url}", timeout_s):
             member = self._fleet.add(client)
             try:
-                report = self._bring_up(member, deadline)
+                report = self._joined(member, deadline)
                 if report is None and self._ranks.leads:
                     Crew([member], self._fleet, self._rules, Run(deadline), alone=True).meet()
                 return report
@@ -493,25 +493,38 @@ class WeightSync:
             raise outcome
         return run.ended(version, self._sent(given))
 
+    def _joined(self, member: Member, deadline: Deadline) -> UpdateReport | None:
+        """As `_bring_up`; None also where it cannot stage, and the next update may fall back for all."""
+        try:
+            return self._bring_up(member, deadline)
+        except WeightUpdateFailed as error:
+            if self._exact or self._staging is True or not isinstance(error.__cause__, CannotStage):
+                raise
+            return None
+
     def _bring_up(self, member: Member, deadline: Deadline) -> UpdateReport | None:
         """One engine to the committed version; None where nothing holds that for it."""
-        run, version, copy = Run(deadline), self._version, self._copy
-        if version is None:
-            return None
-        if copy is None:
-            others = [other for other in self._fleet.members if other is not member]
-            found = from_peer(others, self._stages, version, cap_bytes=self._bucket_bytes, run=run)
-        else:
-            found = copy.given, lambda push: _each(copy.read(), push)
-        if found is None:
-            return None
-        members = [member.afresh()]
-        with self._undone(f"engine {member.url} was not brought to version {version}", members) as begun:
-            outcome = self._deliver(begun, members, *found, version, run, alone=True)
+        run, version = Run(deadline), self._version
+        with self._undone(f"engine {member.url} was not brought to version {version}", [member]) as begun:
+            found = self._held_for(member, run)
+            if version is None or found is None:
+                return None
+            given, feed = found
+            outcome = self._deliver(begun, [member.afresh()], given, feed, version, run, alone=True)
             if outcome is not None:
                 raise outcome
         member.evicted = ""
-        return run.ended(version, self._sent(found[0]))
+        return run.ended(version, self._sent(given))
+
+    def _held_for(self, member: Member, run: Run) -> tuple[Given, Feed] | None:
+        """The committed version from the host copy, or out of another engine's memory."""
+        copy, version = self._copy, self._version
+        if version is None:
+            return None
+        if copy is not None and copy.version == version:
+            return copy.given, lambda push: _each(copy.read(), push)
+        others = [other for other in self._fleet.members if other is not member]
+        return from_peer(others, self._stages, version, cap_bytes=self._bucket_bytes, run=run)
 
     def _deliver(
         self,
@@ -527,7 +540,7 @@ class WeightSync:
         """Staged where that is wanted and can be, else a broadcast. What is to be raised although the update counts."""
         parts = members, self._fleet, self._rules, run
         work: Work
-        if not self._way:
+        if not self._way or given.manifest is None:
             work = Staged(*parts, stages=self._stages, version=version, alone=alone)
             begun += [work] if self._ranks.leads else []
             run.report.way = "staged"

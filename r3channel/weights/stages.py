@@ -9,7 +9,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -62,6 +62,10 @@ class Given:
     """Of each bucket: those up to its end."""
     manifest: Manifest | None
     """Of whole tensors."""
+    metas: tuple[TensorMeta, ...] = ()
+    """What engines are told of; (): what all trainer ranks hold together."""
+    rounded: Mapping[str, str] = field(default_factory=dict)
+    """Tensors that are held rounded: they may go only where they are rounded so."""
 
     @classmethod
     def whole(cls, manifest: Manifest) -> Given:
@@ -197,15 +201,13 @@ class Stages:
 
     # -- what is sent --------------------------------------------------------------------------------------------------
 
-    def survey(self, held: Held, deadline: Deadline) -> bool:
+    def survey(self, given: Given, deadline: Deadline) -> bool:
         """Tell what this rank holds and learn what all hold; whether that changed since the last call."""
+        held = given.held
         changed = any(self.ranks.exchange(held != self._held, deadline))
         if changed:
             self._source = ShardMap.gathered(self.ranks.exchange_bytes(report_of(held), deadline))
-            self._held = held
-            # The same in another order are what engines were told of.
-            if set(self.metas) != set(self._source.metas):
-                self.metas = self._source.metas
+            self.metas, self._held = given.metas or self._source.metas, held
             self._planned = set(), ()
         return changed
 
@@ -288,7 +290,7 @@ def check_complete(
 
     Returns what the engines keep in another dtype (tensor -> `float32 -> bfloat16`), and what has no place there.
     """
-    rounded = _cast(ranks, metas)
+    rounded = cast_by(ranks, metas)
     missing = sorted({name for rank in ranks for name in rank.needs.missing})
     used = {part.tensor for rank in ranks for part in rank.needs.parts}
     unknown = [meta.name for index, meta in enumerate(metas) if index not in used]
@@ -300,7 +302,7 @@ def check_complete(
     return rounded, tuple(unknown)
 
 
-def _cast(ranks: Sequence[RankLink], metas: Sequence[TensorMeta]) -> dict[str, str]:
+def cast_by(ranks: Sequence[RankLink], metas: Sequence[TensorMeta]) -> dict[str, str]:
     """Tensors that engines keep in another dtype. ManifestMismatch where that is float8: a cast alone lands under old scales."""
     found = {}
     for rank in ranks:

@@ -292,10 +292,12 @@ class RankLink:
         told = expect_json(self.link, GIVE, timeout_s=timeout_s)
         where, meta = f"engine {self.engine} rank {self.rank}", self.needs.params[param]
         if "error" in told:
+            self.link.abort(told["error"])  # so that the next one is asked
             raise WeightsError(f"{where}: {told['error']}")
         flat = torch.empty(meta.nbytes // meta.dtype.itemsize, dtype=meta.dtype)
         self.link.recv_into(host_bytes(flat), timeout_s=timeout_s)
         if tensor_digest(flat) != told["digest"]:
+            self.link.abort(f"{meta.name} could not be read back")
             raise WeightsCorrupt(
                 f"{where}: {meta.name} holds other bytes than were committed as version {version}, or they came damaged"
             )

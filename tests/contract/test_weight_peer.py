@@ -10,6 +10,7 @@ import torch
 
 from r3channel.errors import EngineLeftBehind, UsageError, WeightsCorrupt, WeightsError, WeightUpdateFailed
 from r3channel.weights.session import WeightSync
+from r3channel.weights.store import HostCopy
 from r3channel.weights.wires import RankLink
 from tests.contract.test_weight_staged import (
     COMMIT,
@@ -21,7 +22,7 @@ from tests.contract.test_weight_staged import (
     session,
     weights,
 )
-from tests.fake_engine import FakeEngine
+from tests.fake_engine import UPDATE, FakeEngine
 
 __all__ = ["loading", "serving"]
 
@@ -112,9 +113,20 @@ def test_weights_that_somebody_changed_are_not_passed_on(trio: Trio, restarted: 
         assert isinstance(failure.value.__cause__, WeightsCorrupt)
         assert again.version == "0" and not again.tensors[NAMES[0]].any() and not again.paused
         assert again.url not in sync.routable()
-        one.tensors[NAMES[5]][3, 3] -= 1
-        sync.update_one(again.url, timeout_s=20)
+        sync.update_one(again.url, timeout_s=20)  # from the other one
         assert holds(again, 1)
+
+
+def test_an_engine_that_lost_its_links_since_its_commit_is_not_asked(trio: Trio, restarted: Restart) -> None:
+    sync, one, other, lost = trio
+    sync._fleet.member(one.url).ranks[0].link.abort("as if the network had ended it")
+    spoiled = dict(backwards(2)) | {NAMES[0]: torch.full((16, 16), float("nan"))}
+    with sync:
+        with pytest.raises(WeightUpdateFailed, match="NaN"):  # it is linked again, and nothing committed
+            sync.update(spoiled.items(), version=2, timeout_s=20)
+        again = restarted(lost)
+        sync.update_one(again.url, timeout_s=20)
+        assert holds(again, 1) and holds(one, 1) and holds(other, 1)
 
 
 def test_an_engine_that_dies_while_it_is_read_leaves_the_other_untouched(
@@ -142,9 +154,9 @@ def test_an_engine_with_another_version_is_asked_for_nothing(trio: Trio) -> None
     sync, one, *_ = trio
     (link,) = next(member.ranks for member in sync._fleet.members if member.url == one.url)
     with sync:
+        assert torch.equal(link.fetch(1, 0, timeout_s=5).view(16, 16), weights(1)[NAMES[0]])
         with pytest.raises(WeightsError, match="version 2 is asked for, version 1 was committed last"):
             link.fetch(2, 0, timeout_s=5)
-        assert torch.equal(link.fetch(1, 0, timeout_s=5).view(16, 16), weights(1)[NAMES[0]])
 
 
 @pytest.mark.parametrize("why", ["alone", "left behind", "before any update"])
@@ -179,18 +191,100 @@ def test_what_sglang_loaded_itself_is_not_read_back(
         pair[0].die()
 
 
-def test_an_engine_that_joins_without_our_half_is_told_what_it_lacks(serving: Serving) -> None:
+@pytest.mark.parametrize("staged", [True, "auto"])
+def test_an_engine_that_joins_without_our_half_waits_for_the_next_update(
+    serving: Serving, staged: str | bool
+) -> None:
     one, plain = serving(), FakeEngine()
     try:
-        with session(one, staged="auto") as sync:
+        with session(one, staged=staged) as sync:
             sync.update(weights(1).items(), version=1, timeout_s=20)
-            with pytest.raises(WeightUpdateFailed, match=f"{plain.url} runs without our half"):
-                sync.add_engine(plain.url, timeout_s=20)
-            assert tuple(sync.engine_states) == sync.routable() == (one.url,) and not plain.paused
-            sync.update(weights(2).items(), version=2, timeout_s=20)
-            assert holds(one, 2)
+            if staged is True:
+                with pytest.raises(WeightUpdateFailed, match=f"{plain.url} runs without our half"):
+                    sync.add_engine(plain.url, timeout_s=20)
+            else:
+                assert sync.add_engine(plain.url, timeout_s=20) is None
+            assert sync.routable() == (one.url,) and not plain.paused
+            report = sync.update(weights(2).items(), version=2, timeout_s=20)
+            assert holds(one, 2) and report.way.startswith("staged" if staged is True else "broadcast")
+            if staged == "auto":
+                one.calls.clear()
+                sync.update(weights(3).items(), version=3, timeout_s=20)
+                assert (
+                    holds(plain, 3) and holds(one, 3) and "order/hold" not in one.calls
+                )  # it is held already
+                # Nobody's memory is known any more.
+                assert sync.add_engine(serving().url, timeout_s=20) is None
+                with pytest.raises(UsageError, match="nothing holds version 3"):
+                    sync.update_one(plain.url, timeout_s=20)
     finally:
         plain.die()
+
+
+@pytest.mark.parametrize("route", ["/init_weights_update_group", "/weights_checker", UPDATE])
+def test_a_broadcast_that_failed_leaves_engines_to_read_that_it_did_not_reach(
+    serving: Serving, restarted: Restart, route: str
+) -> None:
+    one, lost, plain = serving(), serving(), FakeEngine()
+    try:
+        with session(one, lost, staged="auto", on_engine_loss="abort") as sync:
+            sync.update(weights(1).items(), version=1, timeout_s=20)
+            assert sync.add_engine(plain.url, timeout_s=20) is None
+            plain.script[route, 0] = "refuse"
+            with pytest.raises(WeightUpdateFailed, match=f"{route} refused"):
+                sync.update(weights(2).items(), version=2, timeout_s=20)
+            again = restarted(lost)
+            if route != "/init_weights_update_group":  # held by other links, or with parts of another version
+                with pytest.raises(UsageError, match="nothing holds version 1"):
+                    sync.update_one(again.url, timeout_s=20)
+            else:
+                sync.update_one(again.url, timeout_s=20)
+                assert holds(again, 1) and holds(one, 1)
+    finally:
+        plain.die()
+
+
+@pytest.mark.parametrize("kept", [torch.bfloat16, torch.float32])
+def test_what_an_engine_rounded_is_not_given_to_one_that_keeps_it_whole(
+    serving: Serving, kept: torch.dtype
+) -> None:
+    whole = {name: tensor + 0.1 for name, tensor in weights(1).items()}
+    rounding = FakeEngine(receives={n: torch.zeros_like(t).bfloat16() for n, t in whole.items()})
+    joins = FakeEngine(receives={n: torch.zeros_like(t).to(kept) for n, t in whole.items()})
+    try:
+        with session(rounding) as sync:
+            assert len(sync.update(whole.items(), version=1, timeout_s=20).rounded) == len(NAMES)
+            if kept is torch.float32:
+                with pytest.raises(WeightUpdateFailed, match=r"keeps .* rounded \(float32 -> bfloat16\)"):
+                    sync.add_engine(joins.url, timeout_s=20)
+                assert joins.version == "0" and not joins.tensors[NAMES[0]].any() and not joins.paused
+            else:
+                report = sync.add_engine(joins.url, timeout_s=20)
+                assert report is not None and len(report.rounded) == len(NAMES)
+                assert all(torch.equal(joins.tensors[n], t.bfloat16()) for n, t in whole.items())
+    finally:
+        rounding.die()
+        joins.die()
+
+
+def test_a_tensor_that_the_giver_has_no_place_for_is_not_left_out_where_it_has_one(serving: Serving) -> None:
+    giver, joins = FakeEngine(receives=dict(list(weights(0).items())[:7])), serving()
+    try:
+        with session(giver, expected=None) as sync:
+            assert sync.update(weights(1).items(), version=1, timeout_s=20).skipped == (NAMES[7],)
+            with pytest.raises(WeightUpdateFailed, match=f"{NAMES[7]}.* is wanted by the engines"):
+                sync.add_engine(joins.url, timeout_s=20)
+            assert holds(joins, 0)
+            again = FakeEngine(receives={n: torch.zeros_like(t) for n, t in giver.tensors.items()})
+            report = sync.add_engine(again.url, timeout_s=20)
+            assert report is not None and report.skipped == (NAMES[7],)
+            assert all(torch.equal(again.tensors[n], weights(1)[n]) for n in NAMES[:7])
+            again.calls.clear()
+            sync.update(weights(2).items(), version=2, timeout_s=20)
+            assert again.calls == COMMIT
+            again.die()
+    finally:
+        giver.die()
 
 
 def test_parameters_that_a_loader_derives_are_not_read_back(
@@ -201,3 +295,23 @@ def test_parameters_that_a_loader_derives_are_not_read_back(
         assert sync.update(weights(1).items(), version=1, timeout_s=20).loaded
         with pytest.raises(UsageError, match="nothing holds version 1"):
             sync.update_one(pair[0].url, timeout_s=20)
+
+
+def test_a_host_copy_that_stayed_behind_is_not_given_under_the_new_version(
+    serving: Serving, restarted: Restart, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = serving(), serving()
+    with session(*pair, keep_copy=True) as sync:
+        sync.update(weights(1).items(), version=1, timeout_s=20)
+        commit = HostCopy.commit
+        monkeypatch.setattr(HostCopy, "commit", _no_memory)
+        with pytest.raises(MemoryError):
+            sync.update(weights(2).items(), version=2, timeout_s=20)
+        monkeypatch.setattr(HostCopy, "commit", commit)
+        again = restarted(pair[1])
+        sync.update_one(again.url, timeout_s=20)  # out of the other one's memory
+        assert holds(again, 2)
+
+
+def _no_memory(*_: object) -> None:
+    raise MemoryError
