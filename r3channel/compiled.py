@@ -2,7 +2,9 @@
 
 Knows items and addresses; knows no samples, frames or shards. An item is as many ids of one row as fit an unsigned word; digests
 are those that `wire.digest` defines. Callers import this module lazily, through `distinct.kernels()`, and have a numpy form of
-the same. All loops let other threads run. A loop takes about 1 s to compile, and is cached on disk where a folder can be written.
+the same. All loops let other threads run, so none of them allocates: numba takes memory through Python's raw allocator, and
+`tracemalloc.stop()` in another thread ends a process in which that happens without the GIL (CPython gh-128679, mended in 3.12.9).
+A loop takes about 1 s to compile, and is cached on disk where a folder can be written.
 """
 
 from __future__ import annotations
@@ -182,21 +184,19 @@ def _counted_until(coefficients_T: Any, first: int, most: int) -> int:
 
 @lru_cache(maxsize=4)
 def row_sums(item_bytes: int) -> Any:
-    """f(items_N, coefficients_T, multipliers_I, digests_L): the digests of rows of all layers."""
+    """f(items_N, coefficients_T, multipliers_I, sums_C, digests_L): the digests of rows of all layers. `sums_C` are zeros."""
 
-    def run(items_N: Any, coefficients_T: Any, multipliers_I: Any, digests_L: Any) -> None:
-        sums_C = np.zeros(digests_L.shape[0] * multipliers_I.shape[0], np.uint64)
+    def run(items_N: Any, coefficients_T: Any, multipliers_I: Any, sums_C: Any, digests_L: Any) -> None:
         _add_rows(items_N, coefficients_T, 0, coefficients_T.shape[0], sums_C)
         _add_up(sums_C, coefficients_T, multipliers_I, digests_L)
 
-    words = _read_only(types.uint64)
-    return _jit(types.void(_read_only(_item_type(item_bytes)), words, words, types.uint64[::1]))(run)
+    return _jit(types.void(*_summed_arguments(item_bytes)))(run)
 
 
 def checked_rows(item_bytes: int, id_bytes: int, *, items: int, num_experts: int) -> Any:
-    """f(items_N, coefficients_T, multipliers_I, digests_L, num_experts): as `row_sums`, and are all ids in range and distinct?
+    """f(items_N, coefficients_T, multipliers_I, sums_C, digests_L, last_E): as `row_sums`, and are all ids in range and distinct?
 
-    Rows of coefficient 0 count for nothing. `items` make a row of one layer.
+    Rows of coefficient 0 count for nothing. `items` make a row of one layer. `last_E`: int64, -1 for each expert.
     """
     if items > _COMPARED_ITEMS:
         return _tabled_rows(item_bytes, id_bytes, items)
@@ -216,9 +216,11 @@ def _compared_rows(item_bytes: int, id_bytes: int, items: int, low: bool) -> Any
     rest = item_of(~tops)
     limit, block_bytes = 1 << id_bits - int(low), _CHECKED_BYTES
 
-    def run(items_N: Any, coefficients_T: Any, multipliers_I: Any, digests_L: Any, num_experts: int) -> bool:
-        sums_C = np.zeros(digests_L.shape[0] * items, np.uint64)
+    def run(
+        items_N: Any, coefficients_T: Any, multipliers_I: Any, sums_C: Any, digests_L: Any, last_E: Any
+    ) -> bool:
         width, rows, first = sums_C.shape[0], coefficients_T.shape[0], 0
+        num_experts = last_E.shape[0]
         beyond, bad = item_of(item_of(limit - num_experts) * ones), item_of(0)
         while first < rows:
             end = _counted_until(coefficients_T, first, max(1, block_bytes // (width * item_bytes)))
@@ -251,7 +253,7 @@ def _compared_rows(item_bytes: int, id_bytes: int, items: int, low: bool) -> Any
         _add_up(sums_C, coefficients_T, multipliers_I, digests_L)
         return item_of(bad & tops) == item_of(0)
 
-    return _jit(types.boolean(*_checked_arguments(item_bytes)))(run)
+    return _jit(types.boolean(*_summed_arguments(item_bytes), types.int64[::1]))(run)
 
 
 @_inlined
@@ -271,9 +273,10 @@ def _tabled_rows(item_bytes: int, id_bytes: int, items: int) -> Any:
     id_of: Any = getattr(np, f"uint{8 * id_bytes}")
     slots = items * item_bytes // id_bytes
 
-    def run(items_N: Any, coefficients_T: Any, multipliers_I: Any, digests_L: Any, num_experts: int) -> bool:
+    def run(
+        items_N: Any, coefficients_T: Any, multipliers_I: Any, sums_C: Any, digests_L: Any, last_E: Any
+    ) -> bool:
         ids_N, layers, sound = items_N.view(id_of), digests_L.shape[0], True
-        last_E, sums_C = np.full(num_experts, -1, np.int64), np.zeros(layers * items, np.uint64)
         for row in range(coefficients_T.shape[0]):
             if sound and coefficients_T[row] != np.uint64(0):
                 sound = _distinct(ids_N, row * layers, (row + 1) * layers, slots, last_E)
@@ -281,12 +284,12 @@ def _tabled_rows(item_bytes: int, id_bytes: int, items: int) -> Any:
         _add_up(sums_C, coefficients_T, multipliers_I, digests_L)
         return sound
 
-    return _jit(types.boolean(*_checked_arguments(item_bytes)))(run)
+    return _jit(types.boolean(*_summed_arguments(item_bytes), types.int64[::1]))(run)
 
 
-def _checked_arguments(item_bytes: int) -> tuple[Any, ...]:
+def _summed_arguments(item_bytes: int) -> tuple[Any, ...]:
     words = _read_only(types.uint64)
-    return _read_only(_item_type(item_bytes)), words, words, types.uint64[::1], types.int64
+    return _read_only(_item_type(item_bytes)), words, words, types.uint64[::1], types.uint64[::1]
 
 
 # -- rows of one layer ------------------------------------------------------------------------------------------------------

@@ -49,10 +49,13 @@ def checked(
         valid_TLK = expert_ids_TLK if valid_T is None else expert_ids_TLK[valid_T]
         sound = not out_of_range(valid_TLK, num_experts=num_experts) and find_duplicate(valid_TLK) is None
         return sound, summed(items_TLI, coefficients_T)
-    item_bytes, id_bytes = items_TLI.itemsize, expert_ids_TLK.itemsize
-    check = compiled.checked_rows(item_bytes, id_bytes, items=items_TLI.shape[2], num_experts=num_experts)
-    digests_L, factors_I = np.empty(items_TLI.shape[1], np.uint64), multipliers(items_TLI.shape[2])
-    return check(items_TLI.reshape(-1), coefficients_T, factors_I, digests_L, num_experts), digests_L
+    (_, layers, items), id_bytes = items_TLI.shape, expert_ids_TLK.itemsize
+    check = compiled.checked_rows(items_TLI.itemsize, id_bytes, items=items, num_experts=num_experts)
+    sums_C, digests_L = np.zeros(layers * items, np.uint64), np.empty(layers, np.uint64)
+    last_E = np.full(num_experts, -1, np.int64)
+    return check(
+        items_TLI.reshape(-1), coefficients_T, multipliers(items), sums_C, digests_L, last_E
+    ), digests_L
 
 
 def warm(spec: RoutingSpec) -> None:
@@ -139,8 +142,9 @@ def summed(items_TLI: Ids, coefficients_T: Words) -> Words:
         return np.zeros(0, np.uint64)
     factors_I = multipliers(items)
     if compiled is not None:
-        digests_L = np.empty(layers, np.uint64)
-        compiled.row_sums(items_TLI.itemsize)(items_TLI.reshape(-1), coefficients_T, factors_I, digests_L)
+        sums_C, digests_L = np.zeros(layers * items, np.uint64), np.empty(layers, np.uint64)
+        sums = compiled.row_sums(items_TLI.itemsize)
+        sums(items_TLI.reshape(-1), coefficients_T, factors_I, sums_C, digests_L)
         return digests_L
     sums_LI, step = np.zeros((layers, items), np.uint64), max(1, _SUMMED_BYTES // (8 * layers * items))
     for at in range(0, rows, step):

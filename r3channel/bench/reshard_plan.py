@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import time
-import tracemalloc
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -133,7 +132,6 @@ def measure(*, stages: int = 1, rank: int = 0) -> dict[str, Any]:
         "seconds_with_gathering": time.process_time() - begin_s,
         "report_mb": sum(map(len, told)) / 1e6,
         "stages": stages,
-        "planning_mib": _peak_mib(source, target, rank),
     }
 
 
@@ -179,15 +177,6 @@ def floor_bytes(sizes: Sequence[tuple[tuple[int, ...], int]]) -> int:
         -(-sum(nbytes for ranks, nbytes in totals.items() if ranks <= outer) // len(outer)) for outer in sets
     ]
     return max(means, default=0)
-
-
-def _peak_mib(source: ShardMap, target: ShardMap, rank: int) -> float:
-    tracemalloc.start()
-    try:
-        plan_reshard(source, target, rank=rank, world_size=512)
-        return tracemalloc.get_traced_memory()[1] / 2**20
-    finally:
-        tracemalloc.stop()
 
 
 if __name__ == "__main__":

@@ -81,6 +81,9 @@ class Relay:
     ) -> None:
         self.spec, self.layout, self.config = spec, layout, config or ChannelConfig()
         config = self.config
+        warm(
+            spec
+        )  # in no thread: a fork would inherit numba's lock, and a process that ends while LLVM works is aborted
         if recorder is not None:
             recorder.open(spec, layout, relay=config.relay)
         self.clock = clock or StageClock("relay")
@@ -128,8 +131,6 @@ class Relay:
             )
             undo.pop_all()
         self._adders = ThreadPoolExecutor(_ADDERS, thread_name_prefix="r3channel-add")
-        # No daemon: a process that ended while LLVM calls back into Python would be aborted.
-        threading.Thread(target=warm, args=(spec,), name="r3channel-compile").start()
         self._watch()
 
     @classmethod

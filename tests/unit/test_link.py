@@ -6,10 +6,9 @@ import os
 import socket
 import struct
 import threading
-import tracemalloc
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from queue import SimpleQueue
 from typing import Any
 
@@ -20,6 +19,7 @@ from r3channel.errors import ConfigError, DeadlineExceeded, TransportError, Usag
 from r3channel.transport import listener as listening
 from r3channel.transport.link import MAX_RECORD_BYTES, Link
 from r3channel.transport.listener import HELLO_BYTES, MOST_STRANGERS, Listener, connect
+from tests.memory import growth_of
 
 TOKEN = bytes(range(32))
 SOON_S, TIMEOUT_S, FAR_S = 0.2, 20.0, 60.0
@@ -39,8 +39,8 @@ def pair(door: Listener) -> Iterator[tuple[Link, Link]]:
         yield one, other
 
 
-@pytest.fixture
-def half() -> Iterator[tuple[Link, socket.socket]]:
+@contextmanager
+def half_of_a_link() -> Iterator[tuple[Link, socket.socket]]:
     """A link, and the bare other end of its connection."""
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
@@ -48,6 +48,12 @@ def half() -> Iterator[tuple[Link, socket.socket]]:
         closing(Link(server.accept()[0], "the peer")) as link,
     ):
         yield link, bare
+
+
+@pytest.fixture
+def half() -> Iterator[tuple[Link, socket.socket]]:
+    with half_of_a_link() as ends:
+        yield ends
 
 
 def in_thread(function: Callable[[], Any]) -> Future[Any]:
@@ -235,18 +241,16 @@ def test_a_call_that_was_interrupted_ends_the_link(
 # -- records --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_record_that_announces_too_much_is_refused_before_room_is_made_for_it(
-    half: tuple[Link, socket.socket],
-) -> None:
-    link, bare = half
-    bare.sendall(struct.pack("<4sB3xII", b"R3L\x01", 1, 0xFFFFFFF0, 0))
-    tracemalloc.start()
-    try:
+def receiving_a_record_that_announces_too_much() -> Iterator[None]:
+    with half_of_a_link() as (link, bare):
+        bare.sendall(struct.pack("<4sB3xII", b"R3L\x01", 1, 0xFFFFFFF0, 0))
+        yield
         with pytest.raises(TransportError, match="announces 4294967280 bytes, at most 1048576"):
             link.recv_record(timeout_s=TIMEOUT_S)
-        assert tracemalloc.get_traced_memory()[1] < MIB
-    finally:
-        tracemalloc.stop()
+
+
+def test_a_record_that_announces_too_much_is_refused_before_room_is_made_for_it() -> None:
+    assert growth_of(receiving_a_record_that_announces_too_much).peak < MIB
 
 
 def test_a_changed_bit_anywhere_in_a_record_is_noticed(pair: tuple[Link, Link]) -> None:
@@ -375,10 +379,10 @@ def test_a_listener_without_the_token_gets_no_link(answer: str) -> None:
         serving.exception(TIMEOUT_S)
 
 
-def test_a_stranger_that_sends_much_makes_nobody_take_memory(door: Listener) -> None:
+def meeting_a_stranger_that_sends_much() -> Iterator[None]:
     flood = bytes(32 * MIB)
-    tracemalloc.start()
-    try:
+    with closing(Listener("127.0.0.1", token=TOKEN)) as door:
+        yield
         for opening in (b"", b"r3link\x00\x01" + b"n" * 32):
             with (
                 socket.create_connection((door.host, door.port), TIMEOUT_S) as bare,
@@ -386,9 +390,10 @@ def test_a_stranger_that_sends_much_makes_nobody_take_memory(door: Listener) -> 
             ):
                 bare.sendall(opening)
                 bare.sendall(flood)
-        assert tracemalloc.get_traced_memory()[1] < MIB
-    finally:
-        tracemalloc.stop()
+
+
+def test_a_stranger_that_sends_much_makes_nobody_take_memory() -> None:
+    assert growth_of(meeting_a_stranger_that_sends_much).peak < MIB
 
 
 def test_silent_strangers_cost_nobody_else_anything_and_the_oldest_give_way(door: Listener) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from itertools import pairwise
 from typing import Any
@@ -19,6 +18,7 @@ from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.arrival.rows import MOST_ROWS, HeldRows
 from r3channel.relay.relay import Relay
+from r3channel.routing import Ids
 from r3channel.spec import RoutingSpec
 from r3channel.wire.chunks import CHUNK_ROWS, Chunk, table_of
 from r3channel.wire.codec import CODECS
@@ -36,6 +36,7 @@ from r3channel.wire.header import (
 )
 from r3channel.wire.receipt import PREFIX_SERIAL
 from tests.direct import deliver, hello_of, receipt_reply, rows_here, turns_here
+from tests.memory import growth_of
 from tests.samples import SPEC, frame_of, random_ids, reply_of
 
 MIB = 1 << 20
@@ -160,33 +161,24 @@ def bomb(rows: int, *, codec: int, kind: int = KIND_EXPERT_IDS, spec: RoutingSpe
     return assemble(header, sections, [chunk.wire for chunk in chunks])
 
 
-def peak_of(call: Callable[[], Any]) -> int:
-    """Bytes that a call takes at most, numpy's included."""
-    tracemalloc.start()
-    try:
-        call()
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-
-
 def warm(relay: Relay) -> None:
     """What the first frame loads and compiles."""
     deliver(relay, (99, encode_frame(SPEC, expert_ids_TLK=random_ids(300), codec="lz4")))
     relay.intake.drop_frames([], [(11, 99)])
 
 
-@pytest.mark.parametrize("codec", [LZ4, SET])
-@pytest.mark.parametrize("receipt_first", [True, False])
-def test_a_frame_with_more_rows_than_its_engine_or_its_receipt_allows_is_refused_before_it_is_decoded(
-    codec: int, receipt_first: bool
-) -> None:
+def own_copy(data: bytes) -> bytes:
+    """The caller's bytes, so that they count where memory is measured."""
+    return bytes(memoryview(data))
+
+
+def delivering_many_rows(codec: int, receipt_first: bool) -> Iterator[None]:
     relay, data = opened(context=0 if receipt_first else 4096), bomb(MOST_ROWS, codec=codec)
     warm(relay)
-    assert len(data) < MOST_ROWS * SPEC.bytes_per_token / 50
     if receipt_first:
         claim(relay, "s", 4096, serial=1)
-    assert peak_of(lambda: deliver(relay, (1, data))) < 2 * len(data) + MIB
+    yield
+    deliver(relay, (1, own_copy(data)))
     assert relay.status()["store"] == {"frames": 0, "bytes": 0}
     with pytest.raises(errors.RowCountMismatch, match="1048576 rows, expected at most 409"):
         if receipt_first:
@@ -197,34 +189,52 @@ def test_a_frame_with_more_rows_than_its_engine_or_its_receipt_allows_is_refused
 
 
 @pytest.mark.parametrize("codec", [LZ4, SET])
-def test_an_in_band_frame_with_more_rows_than_its_reply_has_tokens_is_not_decoded(
-    relay: Relay, codec: int
+@pytest.mark.parametrize("receipt_first", [True, False])
+def test_a_frame_with_more_rows_than_its_engine_or_its_receipt_allows_is_refused_before_it_is_decoded(
+    codec: int, receipt_first: bool
 ) -> None:
-    data = bomb(MAX_ROWS, codec=codec)
+    size = len(bomb(MOST_ROWS, codec=codec))
+    assert size < MOST_ROWS * SPEC.bytes_per_token / 50
+    assert growth_of(delivering_many_rows, codec, receipt_first).peak < 3 * size + MIB
+
+
+def adding_many_rows(codec: int) -> Iterator[None]:
+    relay, data = opened(), bomb(MAX_ROWS, codec=codec)
     warm(relay)
+    yield
+    with pytest.raises(errors.RowCountMismatch):
+        relay.add_frame("s", own_copy(data), range(100))
+    relay.close()
 
-    def add() -> None:
-        with pytest.raises(errors.RowCountMismatch):
-            relay.add_frame("s", data, range(100))
 
-    assert peak_of(add) < MIB
+@pytest.mark.parametrize("codec", [LZ4, SET])
+def test_an_in_band_frame_with_more_rows_than_its_reply_has_tokens_is_not_decoded(codec: int) -> None:
+    assert growth_of(adding_many_rows, codec).peak < len(bomb(MAX_ROWS, codec=codec)) + MIB
+
+
+DECODED_BYTES = MOST_ROWS * SPEC.bytes_per_token
+
+
+def filling_the_store() -> Iterator[None]:
+    relay, data = opened(), bomb(MOST_ROWS, codec=SET)
+    warm(relay)
+    coefficients(0, MOST_ROWS)  # 8 MiB, once in a process
+    relay._store.ceiling_bytes = 30 * MIB
+    yield
+    own = own_copy(data)
+    for serial in (1, 2, 3):
+        with pytest.raises((errors.StoreFull, errors.PayloadCorrupt)):  # the digests are not true either
+            deliver(relay, (serial, own), (serial + 10, own))
+    relay.close()
 
 
 def test_frames_of_an_engine_that_says_nothing_of_its_context_fit_the_store_or_are_not_taken(
     relay: Relay,
 ) -> None:
     """Each of them decodes to 24 MiB; the store has room for one."""
-    data, decoded = bomb(MOST_ROWS, codec=SET), MOST_ROWS * SPEC.bytes_per_token
-    warm(relay)
-    coefficients(0, MOST_ROWS)  # 8 MiB, once in a process
-    relay._store.ceiling_bytes = 30 * MIB
-
-    def send() -> None:
-        for serial in (1, 2, 3):
-            with pytest.raises((errors.StoreFull, errors.PayloadCorrupt)):  # the digests are not true either
-                deliver(relay, (serial, data), (serial + 10, data))
-
-    assert peak_of(send) < decoded + 4 * MIB  # one at a time, and what is said of its rows
+    data = bomb(MOST_ROWS, codec=SET)
+    # One at a time, and what is said of its rows.
+    assert growth_of(filling_the_store).peak < DECODED_BYTES + 3 * len(data) + 4 * MIB
     relay._store.ceiling_bytes = 10 * MIB
     with pytest.raises(errors.StoreFull):
         deliver(relay, (9, data))
@@ -234,17 +244,23 @@ def test_frames_of_an_engine_that_says_nothing_of_its_context_fit_the_store_or_a
         claim(relay, "s", MOST_ROWS + 2, serial=8)
 
 
-def test_a_shared_prompt_larger_than_the_shelf_is_not_decoded_and_honest_ones_go_on() -> None:
-    relay = opened(kept_prefix_bytes=64 * SPEC.bytes_per_token)
+SHELF_BYTES = 64 * SPEC.bytes_per_token
+
+
+def sharing_a_long_prompt() -> Iterator[None]:
+    relay, data = opened(kept_prefix_bytes=SHELF_BYTES), bomb(MOST_ROWS, codec=LZ4, kind=KIND_PREFIX)
     warm(relay)
-    data = bomb(MOST_ROWS, codec=LZ4, kind=KIND_PREFIX)
-
-    def send() -> None:
-        with pytest.raises(errors.RowCountMismatch, match="1048576 rows, expected at most 64"):
-            deliver(relay, (PREFIX_SERIAL, data))
-
-    assert peak_of(send) < 2 * len(data) + MIB
+    yield
+    with pytest.raises(errors.RowCountMismatch, match="1048576 rows, expected at most 64"):
+        deliver(relay, (PREFIX_SERIAL, own_copy(data)))
     assert relay.intake.landing._prefixes.nbytes == 0
+    relay.close()
+
+
+def test_a_shared_prompt_larger_than_the_shelf_is_not_decoded_and_honest_ones_go_on() -> None:
+    size = len(bomb(MOST_ROWS, codec=LZ4, kind=KIND_PREFIX))
+    assert growth_of(sharing_a_long_prompt).peak < 3 * size + MIB
+    relay = opened(kept_prefix_bytes=SHELF_BYTES)
     deliver(relay, (PREFIX_SERIAL, bomb(64, codec=LZ4, kind=KIND_PREFIX)))
     deliver(relay, (PREFIX_SERIAL, bomb(63, codec=LZ4, kind=KIND_PREFIX)))
     assert relay.intake.landing._prefixes.nbytes == 63 * SPEC.bytes_per_token
@@ -252,3 +268,38 @@ def test_a_shared_prompt_larger_than_the_shelf_is_not_decoded_and_honest_ones_go
     claim(relay, "s", 50, serial=1)
     assert np.array_equal(rows_here(relay, "s"), random_ids(49, seed=4))
     relay.close()
+
+
+# -- rows lie once -------------------------------------------------------------------------------------------------------
+
+
+FRAME_ROWS, FRAMES = 40_000, 40
+FRAMES_BYTES = FRAMES * FRAME_ROWS * SPEC.bytes_per_token
+
+
+def coded_ids(rows: int) -> Ids:
+    return np.tile(random_ids(1), (rows, 1, 1))
+
+
+def adding_frames(codec: str) -> Iterator[None]:
+    """Each frame is the caller's own, as a reply's is, and goes with the call."""
+    relay, ids_TLK = opened(), random_ids(FRAME_ROWS) if codec == "stored" else coded_ids(FRAME_ROWS)
+    warm(relay)
+    relay.add_frame("first", encode_frame(SPEC, expert_ids_TLK=ids_TLK, codec=codec), range(FRAME_ROWS + 1))
+    relay.discard(["first"])
+    relay._store.trim(idle_s=0)
+    tokens = np.arange(FRAME_ROWS + 1, dtype=np.int32)
+    yield
+    for number in range(FRAMES):
+        frame = encode_frame(SPEC, expert_ids_TLK=ids_TLK, codec=codec)
+        relay.add_frame(str(number), frame, tokens)
+    assert relay.status()["store"]["bytes"] >= FRAMES_BYTES
+    yield
+    relay.close()
+
+
+@pytest.mark.parametrize("codec", ["stored", "lz4"])
+def test_rows_that_came_in_a_reply_lie_in_memory_once(codec: str) -> None:
+    growth = growth_of(adding_frames, codec)
+    assert FRAMES_BYTES < growth.kept < 1.15 * FRAMES_BYTES
+    assert growth.peak < 1.15 * FRAMES_BYTES + 4 * FRAMES_BYTES / FRAMES

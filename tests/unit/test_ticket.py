@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import random
-import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from r3channel.plan.shards import plan_shards
 from r3channel.plan.ticket import Ticket, TicketSample
 from r3channel.routing import ProvenanceSpan, RowKind
 from r3channel.spec import RoutingSpec
+from tests.memory import growth_of
 
 SPEC = RoutingSpec(num_layers=4, moe_layers=(1, 2, 3), num_experts=128, top_k=8)
 HEAD = ticket_module._HEAD
@@ -153,44 +154,48 @@ def with_json(change: Callable[[dict[str, Any]], Any], ticket: Ticket | None = N
     return signed(HEAD.pack(*head) + data[HEAD.size : begin] + text + names)
 
 
-@pytest.mark.parametrize("number", [10**4, 10**6, 10**8, 10**12, 10**30])
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda v, n: (v["spec"].update(num_layers=n), v["layout"].update(pp=n, tp=1)),
-        lambda v, n: (v["spec"].update(num_layers=2 * n), v["layout"].update(pp=2, vpp=n)),
-        lambda v, n: v["spec"].update(num_layers=n),
-        lambda v, n: v["layout"].update(cp=n),
-        lambda v, n: v["layout"].update(tp=n),
-        lambda v, n: v["layout"].update(dp=n),
-        lambda v, n: v["layout"].update(pad_multiple=n * 10**4),
-        lambda v, n: v["layout"].update(ep=n),
-        lambda v, n: v.update(steps=[n]),
-    ],
-    ids=["pp", "vpp", "layers", "cp", "tp", "dp", "pad_multiple", "ep", "steps"],
-)
-def test_large_numbers_are_refused_before_anything_is_made_of_them(change: Any, number: int) -> None:
-    data = with_json(lambda values: change(values, number))
-    tracemalloc.start()
-    try:
+LARGE_NUMBERS: dict[str, Callable[[dict[str, Any], int], Any]] = {
+    "pp": lambda v, n: (v["spec"].update(num_layers=n), v["layout"].update(pp=n, tp=1)),
+    "vpp": lambda v, n: (v["spec"].update(num_layers=2 * n), v["layout"].update(pp=2, vpp=n)),
+    "layers": lambda v, n: v["spec"].update(num_layers=n),
+    "cp": lambda v, n: v["layout"].update(cp=n),
+    "tp": lambda v, n: v["layout"].update(tp=n),
+    "dp": lambda v, n: v["layout"].update(dp=n),
+    "pad_multiple": lambda v, n: v["layout"].update(pad_multiple=n * 10**4),
+    "ep": lambda v, n: v["layout"].update(ep=n),
+    "steps": lambda v, n: v.update(steps=[n]),
+}
+
+
+def reading_large_numbers() -> Iterator[None]:
+    """All in turn: the largest of them is what is seen."""
+    Ticket.from_bytes(make_ticket().to_bytes())
+    yield
+    for change, number in product(LARGE_NUMBERS.values(), (10**4, 10**6, 10**8, 10**12, 10**30)):
         with pytest.raises(TicketMismatch):
-            Ticket.from_bytes(data)
-        assert tracemalloc.get_traced_memory()[1] < 10_000_000
-    finally:
-        tracemalloc.stop()
+            Ticket.from_bytes(with_json(lambda values, change=change, number=number: change(values, number)))
+
+
+def test_large_numbers_are_refused_before_anything_is_made_of_them() -> None:
+    assert growth_of(reading_large_numbers).peak < 10_000_000
+
+
+def largest_layout() -> Ticket:
+    spec = RoutingSpec(num_layers=4096, moe_layers=tuple(range(4096)), num_experts=8, top_k=1)
+    layout = TrainerLayout(pp=2, vpp=2048, cp=64, tp=64, pad_multiple=4096)
+    return make_ticket(WHOLE, spec=spec, layout=layout)
+
+
+def cutting_the_largest_layout() -> Iterator[None]:
+    Ticket.from_bytes(make_ticket().to_bytes()).plan.shard(dp=0, pp=0, cp=0)
+    ticket = largest_layout()
+    yield
+    shard = Ticket.from_bytes(ticket.to_bytes()).plan.shard(dp=0, pp=1, cp=63)
+    assert len(shard.layers) == 2048
 
 
 def test_the_largest_layout_that_is_read_is_cut_without_much_memory() -> None:
-    spec = RoutingSpec(num_layers=4096, moe_layers=tuple(range(4096)), num_experts=8, top_k=1)
-    layout = TrainerLayout(pp=2, vpp=2048, cp=64, tp=64, pad_multiple=4096)
-    ticket = make_ticket(WHOLE, spec=spec, layout=layout)
-    tracemalloc.start()
-    try:
-        shard = Ticket.from_bytes(ticket.to_bytes()).plan.shard(dp=0, pp=1, cp=63)
-        assert tracemalloc.get_traced_memory()[1] < 50_000_000
-    finally:
-        tracemalloc.stop()
-    assert len(shard.layers) == 2048
+    assert growth_of(cutting_the_largest_layout).peak < 50_000_000
 
 
 @pytest.mark.parametrize(
@@ -254,15 +259,17 @@ def test_mutated_tickets_with_a_true_hash_are_refused_by_type_or_are_whole() -> 
     assert read > 1000 and refused > 1000
 
 
+def reading_mutated_tickets() -> Iterator[None]:
+    good = make_ticket().to_bytes()
+    Ticket.from_bytes(good)
+    yield
+    for data in mutations(good, 2_000, seed=1):
+        with contextlib.suppress(TicketMismatch):
+            Ticket.from_bytes(data)
+
+
 def test_no_mutated_ticket_takes_much_memory() -> None:
-    tracemalloc.start()
-    try:
-        for data in mutations(make_ticket().to_bytes(), 2_000, seed=1):
-            with contextlib.suppress(TicketMismatch):
-                Ticket.from_bytes(data)
-        assert tracemalloc.get_traced_memory()[1] < 50_000_000
-    finally:
-        tracemalloc.stop()
+    assert growth_of(reading_mutated_tickets).peak < 50_000_000
 
 
 @pytest.mark.parametrize(

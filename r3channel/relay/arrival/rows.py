@@ -1,6 +1,7 @@
 """From a frame's bytes to verified rows at rest, in one pass. Knows frames, the store and shared prompts; no sample and no step.
 
-Rows that lie in the frame as they are stay where it was read; coded ones are decoded once, into the store, and stay decoded.
+Rows that lie in the frame as they are stay where the door read it; those of a reply, and coded ones, are written once, into
+the store, and stay decoded.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from r3channel.errors import (
 )
 from r3channel.relay.arrival.prefixes import PrefixShelf, is_prefix, refers_to_prefix
 from r3channel.relay.storage.durable import Durable
-from r3channel.relay.storage.store import Block, Store
+from r3channel.relay.storage.store import SMALL_BYTES, Block, Store
 from r3channel.routing import Ids, ProvenanceSpan, RowKind
 from r3channel.spec import RoutingSpec
 from r3channel.wire.digest import fold
@@ -98,7 +99,9 @@ class Landing:
     def keep(self, data: bytes, *, sample_id: str, engine: str, max_rows: int, room_s: float) -> HeldRows:
         """Verify and keep a frame that is in hand. Raises a typed `RoutingError`, or `StoreFull` after `room_s`."""
         frame = self._parsed(data, sample_id, engine, max_rows)
-        if not frame.stored:
+        if (
+            not frame.stored or len(data) >= SMALL_BYTES
+        ):  # a view of many would keep the caller's bytes beside the block
             return self._decoded(frame, data, room_s=room_s)
         return self._finish(frame, data, None, self._store.adopt(data, timeout_s=room_s, what=frame.where))
 
@@ -178,7 +181,7 @@ class Landing:
             return frame
 
     def _decoded(self, frame: Frame, data: bytes | memoryview, *, room_s: float = 0.0) -> HeldRows:
-        """Coded rows, or some that another frame brought, are decoded once, into the store."""
+        """Rows that are coded, or many, or brought by another frame, are written once, into the store, and looked at there."""
         block = self._store.allocate(frame.raw_nbytes, timeout_s=room_s, what=frame.where)
         shape = (frame.rows, self._spec.num_moe_layers, self._spec.top_k)
         out_TLK = np.frombuffer(block.view, self._spec.id_dtype).reshape(shape)

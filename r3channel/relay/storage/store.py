@@ -22,7 +22,7 @@ import numpy as np
 
 from r3channel.errors import StoreFull, UsageError
 
-_SMALL_BYTES = 1 << 17
+SMALL_BYTES = 1 << 17
 """Below it the C library keeps freed memory itself, and bytes that are adopted stay where they are."""
 _MOST_FILES = 16_000
 """Mapped files: a process may have 65,530 mappings (vm.max_map_count), and others need theirs."""
@@ -103,7 +103,7 @@ class Store:
     def adopt(self, data: bytes, *, timeout_s: float = 0.0, what: str = "") -> Block:
         """These bytes, counted like any block: as they are where they are few, else a copy in memory that was used before.
         Raises as `allocate`."""
-        if len(data) < _SMALL_BYTES and self._in_memory + len(data) <= self.memory_bytes:
+        if len(data) < SMALL_BYTES and self._in_memory + len(data) <= self.memory_bytes:
             self._take_room(len(data), timeout_s=timeout_s, what=what)
             with self._changed:
                 self._in_memory += len(data)
@@ -190,7 +190,7 @@ class Store:
                 return
             nbytes, memory = len(block.view), block._memory
             block.view, block._memory, block._freed = memoryview(b""), None, True
-            if memory is not None and len(memory) >= _SMALL_BYTES and not self._closed:
+            if memory is not None and len(memory) >= SMALL_BYTES and not self._closed:
                 self._serial += 1
                 self._idle[self._serial] = time.monotonic(), memory
                 self._of_size.setdefault(len(memory), []).append(self._serial)
@@ -225,7 +225,7 @@ def _rounded(nbytes: int) -> int:
     >>> [_rounded(n) for n in (1000, 200_000, 1_000_000)]
     [1000, 212992, 1048576]
     """
-    if nbytes < _SMALL_BYTES:
+    if nbytes < SMALL_BYTES:
         return nbytes
     step = 1 << (nbytes.bit_length() - 4)
     return -(-nbytes // step) * step
