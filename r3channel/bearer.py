@@ -18,9 +18,9 @@ _WRITE_LIMIT_S = 2.0
 """Between the creation of a token's file and its content, on a slow shared folder."""
 
 
-def create_token(path: str | Path, *, token: str = "") -> str:
-    """Write a token, by default a fresh one of 256 bits, into a new file of mode 0600; an existing file is refused."""
-    token = token or secrets.token_hex(32)
+def create_token(path: str | Path) -> str:
+    """Write a fresh token of 256 bits into a new file of mode 0600; an existing file is refused."""
+    token = secrets.token_hex(32)
     try:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError as error:
@@ -28,6 +28,15 @@ def create_token(path: str | Path, *, token: str = "") -> str:
     with os.fdopen(handle, "w") as file:
         file.write(token + "\n")
     return token
+
+
+def token_in_memory() -> str:
+    """The path of a fresh token in a file that other processes of this user and machine can read. The file is in memory and ends
+    with this process, so that one that is killed leaves no token behind. Linux only."""
+    handle = os.memfd_create("r3channel-token")  # never closed
+    os.fchmod(handle, 0o600)
+    os.write(handle, secrets.token_hex(32).encode())
+    return f"/proc/{os.getpid()}/fd/{handle}"
 
 
 def obtain_token(path: str | Path) -> str:

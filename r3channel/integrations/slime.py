@@ -7,7 +7,6 @@ int32, `_split_train_data_by_dp` has slime's own split. `slime_launch` puts thes
 from __future__ import annotations
 
 import os
-import tempfile
 from argparse import Namespace
 from collections.abc import Sequence
 from contextvars import ContextVar
@@ -19,9 +18,9 @@ import slime.ray.rollout  # pyright: ignore[reportMissingImports]
 import slime.rollout.sglang_rollout as sglang_rollout  # pyright: ignore[reportMissingImports]
 from slime.utils.types import Sample  # pyright: ignore[reportMissingImports]
 
-from r3channel.bearer import create_token, read_token
 from r3channel.config import ChannelConfig
 from r3channel.errors import ConfigError, RoutingMissing
+from r3channel.integrations.engine_variables import engine_variables
 from r3channel.recordings.options import recorder_of
 from r3channel.relay.actor import RelayHost
 from r3channel.relay.relay import Relay
@@ -130,32 +129,18 @@ def with_ticket(
 def tell_engines(relay: Any, args: Namespace) -> None:
     """Open the relay's ingest, and say to engines that slime starts what they need beside the job's environment; external ones
     were told by who started them."""
-    args.r3_engine = {"R3CHANNEL_ENGINE": "1"}
+    args.r3_engine = engine_variables(relay, args, nodes=_nodes())
     slime.ray.rollout.SGLangEngine = ChannelEngine
-    if args.r3_delivery == "direct":
-        path = args.r3_channel["token_file"] or f"{tempfile.mkdtemp(prefix='r3channel-')}/token"
-        url = relay.serve(token_file=path)
-        args.r3_engine |= {
-            "R3CHANNEL_DELIVERY": "direct",
-            "R3CHANNEL_RELAY_URL": url,
-            _TOKEN: read_token(path),
-        }
 
 
 _EVALUATION: ContextVar[bool] = ContextVar("evaluation", default=False)
-_TOKEN = "R3CHANNEL_TOKEN"
-"""Not an option: on its way to an engine's node, where it becomes a file again."""
 
 
 class ChannelEngine(slime.ray.rollout.SGLangEngine):
     """slime hands its engines a fixed list of variables; ours reach the server's process through this actor's environment."""
 
     def init(self, *args: Any, **options: Any) -> Any:
-        environment = dict(self.args.r3_engine)
-        if token := environment.pop(_TOKEN, ""):
-            environment["R3CHANNEL_TOKEN_FILE"] = f"{tempfile.mkdtemp(prefix='r3channel-')}/token"
-            create_token(environment["R3CHANNEL_TOKEN_FILE"], token=token)
-        os.environ.update(environment)
+        os.environ.update(self.args.r3_engine)
         return super().init(*args, **options)
 
 
@@ -188,6 +173,10 @@ def _watch_replies(rows: SampleRows) -> None:
 
 def interface_of(args: Namespace) -> str:
     """Loopback reaches no other node: with several, Ray's own address of this one."""
-    if args.r3_channel["interface"] != _LOOPBACK or sum(node["Alive"] for node in ray.nodes()) == 1:
+    if args.r3_channel["interface"] != _LOOPBACK or _nodes() == 1:
         return args.r3_channel["interface"]
     return ray.util.get_node_ip_address()
+
+
+def _nodes() -> int:
+    return sum(node["Alive"] for node in ray.nodes())

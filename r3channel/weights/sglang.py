@@ -68,6 +68,10 @@ class EngineClient:
             raise ConfigError(f"engine address {url!r}: expected http://host:port")
         if ranks is not None and ranks < 1:
             raise ConfigError(f"engine {url}: {ranks} ranks; expected at least 1")
+        if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+            raise ConfigError(  # http.client would show it
+                f"engine {url}: api_key has a character that no HTTP header takes; has it a line break at its end?"
+            )
         self.url = url.rstrip("/")
         self.ranks, self._known = ranks or 1, ranks
         """1 until the engine was asked, or a trainer rank that does not ask itself was told."""

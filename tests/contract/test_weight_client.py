@@ -89,6 +89,13 @@ def test_a_refused_connection_names_the_engine() -> None:
         EngineClient("http://127.0.0.1:9").resume(timeout_s=5)
 
 
+@pytest.mark.parametrize("key", ["key-of-ours\n", "key-of-ours\u20ac"])
+def test_an_api_key_that_fits_into_no_header_is_refused_and_not_shown(key: str) -> None:
+    with pytest.raises(ConfigError, match="api_key") as refused:
+        EngineClient("http://127.0.0.1:9", api_key=key)
+    assert "key-of-ours" not in str(refused.value)
+
+
 def test_a_proxy_in_the_environment_is_not_used(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     serve(200, b'{"success": true}').end(timeout_s=5)

@@ -297,6 +297,7 @@ HOSTILE = {
     "another coding": HEAD + b"Transfer-Encoding: gzip\r\n\r\nhello",
     "a null in a header": HEAD + b"A: b\0c\r\nContent-Length: 5\r\n\r\nhello",
     "a space before the colon": HEAD + b"Content-Length : 5\r\n\r\nhello",
+    "a space before the token's colon": request(head=HEAD.replace(b"ation:", b"ation :")),
     "two tokens": HEAD + f"Authorization: Bearer {TOKEN}x\r\n".encode() + b"Content-Length: 5\r\n\r\nhello",
     "a token that is no text": HEAD.replace(b"Bearer ttt", b"Bearer \xff\xfe") + b"Content-Length: 0\r\n\r\n",
     "another method": request(head=HEAD.replace(b"POST", b"PUT")),
@@ -307,10 +308,16 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_heads_are_refused_and_the_connection_ends(door: Door, intake: Kept, name: str) -> None:
-    answers = statuses(talk(door, HOSTILE[name]))
+    answer = talk(door, HOSTILE[name])
+    assert TOKEN[:8].encode() not in answer, "engines log what they are told"
+    answers = statuses(answer)
     assert len(answers) == 1 and 400 <= answers[0] < 500 and answers[0] in set(Status)
     assert intake.taken == []
     assert statuses(talk(door, request())) == [200]
+
+
+def test_a_request_does_not_print_its_token() -> None:
+    assert TOKEN not in repr(Request(b"POST", "/v1/frames", f"Bearer {TOKEN}", keep_alive=True, length=5))
 
 
 def test_without_the_token_no_body_is_waited_for(door: Door, intake: Kept) -> None:
@@ -326,7 +333,9 @@ def test_any_damaged_request_is_answered_or_dropped(door: Door) -> None:
         data = bytearray(whole[: rng.randrange(1, len(whole) + 1)])
         for _ in range(rng.randrange(1, 4)):
             data[rng.randrange(len(data))] = rng.randrange(256)
-        assert set(statuses(talk(door, bytes(data)))) <= {status for status in Status if status < 500}
+        answer = talk(door, bytes(data))
+        assert set(statuses(answer)) <= {status for status in Status if status < 500}
+        assert TOKEN[:8].encode() not in answer
     assert statuses(talk(door, request())) == [200]
 
 

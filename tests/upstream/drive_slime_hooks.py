@@ -18,6 +18,7 @@ import numpy as np
 import ray
 
 from examples.slime.cpu import patches
+from r3channel.bearer import read_token
 from r3channel.plan.ticket import Ticket
 from r3channel.relay.actor import NAME, RayRelay
 from tests.samples import SPEC, reply_for
@@ -181,7 +182,7 @@ def channel(model: str) -> dict[str, Any]:
     """A whole rollout through slime's manager: the decoder, the relay in its actor, the split, the ticket."""
     args = parse("--rollout-data-transport", f"{GLUE}.ChannelTransport", "--hf-checkpoint", model)
     args.rollout_routed_experts_decoder_path = f"{GLUE}.decode"
-    args.r3_transport, args.r3_record = "host", f"{model}/recording"
+    args.r3_transport, args.r3_record, args.r3_delivery = "host", f"{model}/recording", "direct"
     manager = manager_of(args)
     boxes = manager.generate(0)
     parts = ray.get([box.inner for box in boxes])
@@ -197,6 +198,8 @@ def channel(model: str) -> dict[str, Any]:
         "hello": sorted(hello),
         "recorded": _comes(Path(args.r3_record)),
         "engine": importlib.import_module("slime.ray.rollout").SGLangEngine.__name__,
+        "told": sorted(manager.args.r3_engine),
+        "token told": read_token(manager.args.r3_engine["R3CHANNEL_TOKEN_FILE"]) in repr(manager.args),
     }
 
 

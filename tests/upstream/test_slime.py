@@ -6,16 +6,28 @@ beside another worker's tests, all queued by the first test that wants one.
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
 import os
+import sys
+import types
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from examples.slime.cpu import run as slime_cpu
-from examples.slime.cpu.sources import SLIME, Sources, ready, upstream
+from examples.slime.cpu.sources import SLIME, Sources, ready, unpack, upstream
+from r3channel.bearer import read_token
+from r3channel.config import ChannelConfig
+from r3channel.integrations.engine_variables import engine_variables
+from r3channel.plan.layout import TrainerLayout
+from r3channel.relay.relay import Relay
 from r3channel.report import seams
+from tests.samples import SPEC
 
 pytestmark = [
     pytest.mark.skipif(
@@ -69,7 +81,7 @@ _NO_OPTIMIZER = [
 JOBS: dict[str, tuple[list[str], list[str]]] = {
     "stock": (["--stock"], []),
     "experts": (
-        ["--dp", "2", "--ep", "2", "--own-engines"],
+        ["--dp", "2", "--ep", "2", "--own-engines", "--delivery", "direct"],
         [*_TWICE, *_RECOMPUTE, *_REFERENCE, "--r3-weights", "broadcast", "--use-fault-tolerance"],
     ),
     "pipeline": (
@@ -84,7 +96,7 @@ JOBS: dict[str, tuple[list[str], list[str]]] = {
         ],
     ),
     "dropped": (["--dropping-router"], []),
-    "synchronous": (["--script", "train.py", "--corrupt"], []),
+    "synchronous": (["--script", "train.py", "--corrupt", "--delivery", "direct"], []),
 }
 """Name -> arguments of the run, arguments of slime."""
 AFTER: dict[str, tuple[str, list[str], list[str]]] = {
@@ -153,6 +165,26 @@ def test_the_names_that_we_rely_on_are_those_of_this_slime() -> None:
         assert seams.moved(folder / SLIME) == []
 
 
+def test_what_slime_sends_to_wandb_of_arguments_that_engines_were_told_by_holds_no_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, place = upstream(), tmp_path / "slime"
+    assert folder is not None
+    place.mkdir()
+    unpack(folder, SLIME, place)
+    monkeypatch.setitem(sys.modules, "wandb", types.ModuleType("wandb"))  # the function asks nothing of it
+    spec = importlib.util.spec_from_file_location("wandb_utils", place / "slime/observability/wandb_utils.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    args = argparse.Namespace(r3_delivery="direct", r3_channel={"token_file": ""})
+    with closing(Relay(SPEC, TrainerLayout(), ChannelConfig())) as relay:
+        args.r3_engine = engine_variables(relay, args, nodes=1)
+        token = read_token(args.r3_engine["R3CHANNEL_TOKEN_FILE"])
+        logged = repr(module._compute_secondary_config_for_logging(args))
+    assert "R3CHANNEL_TOKEN_FILE" in logged and token not in logged
+
+
 class TestJobs:
     pytestmark = full
 
@@ -167,6 +199,14 @@ class TestJobs:
     ) -> None:
         result = checked(jobs["experts"].result(), steps=2, rows_at_least=3000)
         assert len(result["steps"]) == 4
+
+    def test_no_token_in_what_slime_logs_nor_in_ray_nor_in_files(self, jobs: Any) -> None:
+        for name in ("experts", "pipeline", "synchronous"):
+            result = jobs[name].result()
+            assert result["token_in"] == [], name
+        told = " ".join(jobs["experts"].result()["told"])
+        for kind in ("engine", "manager", "trainer", "page-engine", "page-relay", "page-trainer", "ray"):
+            assert f"{kind}-" in told, f"nothing was looked at of the {kind}"
 
     def test_tensor_and_interleaved_pipeline_parallel_two_engines_direct_delivery_and_exact_weights(
         self, jobs: Any

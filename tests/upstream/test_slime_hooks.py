@@ -98,5 +98,9 @@ def test_the_channel_seals_slimes_own_split_and_no_rows_are_in_its_data(facts: d
     assert [sorted(rank) for rank in sealed] == [sorted(rank) for rank in found["partition"]]
 
 
+def test_engines_are_told_where_the_token_is_and_the_relays_actor_has_read_it(facts: dict[str, Any]) -> None:
+    assert "R3CHANNEL_RELAY_URL" in facts["channel"]["told"] and not facts["channel"]["token told"]
+
+
 def test_trainers_reach_the_relay_in_its_actor(facts: dict[str, Any]) -> None:
     assert facts["channel"]["hello"] and facts["channel"]["recorded"]

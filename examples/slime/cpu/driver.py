@@ -11,7 +11,7 @@ import sys
 import threading
 
 from examples.async_grpo.rays import start
-from examples.slime.cpu import patches
+from examples.slime.cpu import patches, witness
 from r3channel.cli import main
 from r3channel.embedded.sglang_main import follow_parent
 
@@ -37,6 +37,8 @@ def run() -> int:
     try:
         return main(["slime", *sys.argv[1:]])
     finally:
+        if ray.is_initialized():  # the launcher ends it where a run ends in an error
+            witness.tell_ray()
         ray.shutdown()
 
 

@@ -185,6 +185,8 @@ def _timed_manager(module: Any) -> None:
     dispose = manager.dispose
 
     def disposed(self: Any) -> None:
+        witness.tell_args("manager", self.args)
+        witness.tell_pages()
         if hasattr(self, "relay"):
             self.rows.tidy()
             witness.TOLD["discarded"] = self.relay.metrics.value(
@@ -210,6 +212,12 @@ def _timed_rows(module: Any) -> None:
     _count_bytes(module.SampleRows, "take", meta_info_at=2)
     witness.timed(module.SampleRows, "take", "reply")
     witness.timed(module.SampleRows, "seal", "split")
+
+
+def _told_engine(module: Any) -> None:
+    from examples.slime.cpu import witness
+
+    witness.watch_engine(module)
 
 
 def _count_bytes(owner: Any, name: str, *, meta_info_at: int) -> None:
@@ -252,6 +260,7 @@ def setup() -> None:
             after_import("slime.utils.routing_replay", witness.watch_replay)
             after_import("slime.backends.megatron_utils.actor", witness.watch_actor)
     elif witnessed:
+        after_import("r3channel.integrations.slime", _told_engine)
         after_import("slime.utils.types", _timed_replies)
         after_import("r3channel.relay.samples", _timed_rows)
         after_import("slime.ray.rollout", _timed_manager)

@@ -25,7 +25,7 @@ from typing import Any
 from examples.slime.cpu.router import Router
 from examples.slime.cpu.sources import Sources, ready
 from examples.slime.cpu.witness import compare, said_by_dump, said_by_recording
-from r3channel.bearer import create_token
+from r3channel.bearer import create_token, read_token
 from r3channel.embedded.model import VOCAB_SIZE, write_model
 from r3channel.embedded.sglang import EngineOptions, EngineServer, environment, kill_family
 from r3channel.spec import RoutingSpec
@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """One job from nothing; `exit` is that of the process that ran slime's script."""
     sources = ready(options.sources or options.work / "sources")
-    for name in ("routers", "rollouts", "recording", "weights"):
+    for name in ("routers", "rollouts", "recording", "weights", "told"):
         shutil.rmtree(options.work / name, ignore_errors=True)
     options.work.mkdir(parents=True, exist_ok=True)
     shape = {"layers": options.layers, "experts": options.experts, "top_k": options.top_k}
@@ -98,6 +98,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         )  # short: sockets lie below it
         options.port, options.token = _free_port(), Path(ray_dir, "token")
         create_token(options.token)
+        Path(ray_dir, "tmp").mkdir()
         servers = [
             stack.enter_context(
                 EngineServer(_engine(options, model), log_path=options.work / f"engine-{index}.log")
@@ -122,8 +123,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 code = 124
             finally:
                 kill_family(child)
+        token_in = _holding(read_token(options.token), Path(ray_dir), options.work) - {options.token}
     return {
         "exit": code,
+        "token_in": sorted(map(str, token_in)),
+        "told": sorted(path.name for path in options.work.glob("told/*.txt")),
         "seconds": round(time.monotonic() - started, 1),
         "rows": _compared(options, model),
         "processes": {
@@ -250,6 +254,10 @@ def _environment(options: argparse.Namespace, sources: Sources, ray_dir: str) ->
         "NO_PROXY": "127.0.0.1,localhost",
         "PYTHONPATH": os.pathsep.join([str(_ROOT), megatron, slime, env["PYTHONPATH"], extra]),
         "SLIME_CPU_WITNESS": str(options.work / "routers"),
+        "SLIME_CPU_TOLD": str(options.work / "told"),
+        "R3CHANNEL_METRICS_PORT": "0",
+        "R3CHANNEL_METRICS_DIR": str(options.work / "told"),
+        "TMPDIR": f"{ray_dir}/tmp",
         "SLIME_CPU_CORRUPT": str(int(options.corrupt)),
         "OMP_NUM_THREADS": env["OMP_NUM_THREADS"],
         **{name: value for name, value in env.items() if name.startswith("SGLANG_") or name in names},
@@ -263,6 +271,12 @@ def _environment(options: argparse.Namespace, sources: Sources, ray_dir: str) ->
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     }
+
+
+def _holding(token: str, *folders: Path) -> set[Path]:
+    """Files in which the token stands: logs, recordings, pages, Ray's session, and what a process left in its TMPDIR."""
+    files = (path for folder in folders for path in folder.rglob("*") if path.is_file())
+    return {path for path in files if token.encode() in path.read_bytes()}
 
 
 def _compared(options: argparse.Namespace, model: Path) -> dict[str, int]:

@@ -51,7 +51,7 @@ def ready(folder: Path) -> Sources:
         )
     key = hashlib.sha256(_REQUIREMENTS.read_bytes()).hexdigest()[:12]
     return Sources(
-        slime=_made(folder / SLIME, lambda at: _unpack(given, SLIME, at)),
+        slime=_made(folder / SLIME, lambda at: unpack(given, SLIME, at)),
         megatron=_made(folder / MEGATRON, lambda at: _patched(given, folder / SLIME / _PATCH, at)),
         extra=_made(folder / f"extra-{key}", _install),
     )
@@ -68,7 +68,7 @@ def _made(folder: Path, make) -> Path:
     return folder
 
 
-def _unpack(given: Path, name: str, at: Path) -> None:
+def unpack(given: Path, name: str, at: Path) -> None:
     if (given / name).is_dir():
         shutil.copytree(given / name, at, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".git"))
         return
@@ -83,7 +83,7 @@ def _unpack(given: Path, name: str, at: Path) -> None:
 
 
 def _patched(given: Path, patch: Path, at: Path) -> None:
-    _unpack(given, MEGATRON, at)
+    unpack(given, MEGATRON, at)
     environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(at.parent)}
     subprocess.run(["git", "apply", str(patch)], cwd=at, env=environment, check=True, timeout=60)
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from r3channel.recordings.recording import Recording
+from r3channel.unproxied import urlopen
 
 _EXPECTED: list[
     tuple[Any, Any]
@@ -49,14 +50,47 @@ def timed(owner: Any, name: str, what: str) -> None:
     setattr(owner, name, run)
 
 
+def tell_args(who: str, args: Any) -> None:
+    """What an actor has of slime's arguments, as slime itself sends them to W&B and as text, and its environment."""
+    from slime.observability import wandb_utils  # pyright: ignore[reportMissingImports]
+
+    logged = wandb_utils._compute_secondary_config_for_logging(args)
+    _keep(f"{who}-{os.getpid()}", (args, logged, dict(os.environ)))
+
+
+def tell_pages() -> None:
+    """Every /metrics page of the run."""
+    for path in _folder("SLIME_CPU_TOLD").glob("*.json"):
+        (found,) = json.loads(path.read_text())
+        with urlopen(f"http://{found['targets'][0]}/metrics", timeout_s=10) as page:
+            _keep(f"page-{path.stem}", page.read())
+
+
+def tell_ray() -> None:
+    """What Ray's head holds of the job: jobs, actors and workers with their runtime_env, task events, its internal keys."""
+    import ray
+    from ray._private import ray_constants, state
+
+    head, client = state.state._connect_and_get_accessor(), ray.get_runtime_context().worker.gcs_client
+    tables = [head.get_actor_table(None, None), head.get_job_table(), head.get_worker_table()]
+    spaces = [space for name, space in vars(ray_constants).items() if name.startswith("KV_NAMESPACE_")]
+    keys = [(key, space) for space in spaces for key in client.internal_kv_keys(b"", space)]
+    values = [(key, client.internal_kv_get(key, space)) for key, space in keys]
+    _keep("ray-head", (tables, head.get_task_events(), values))
+
+
+def _keep(name: str, value: Any) -> None:
+    _folder("SLIME_CPU_TOLD").joinpath(f"{name}.txt").write_text(repr(value))
+
+
 def tell(who: str, **more: Any) -> None:
     """This process's figures so far."""
     found = {"peak_rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "seconds": _SPENT, **more}
     (_folder() / f"{who}.json").write_text(json.dumps(found))
 
 
-def _folder() -> Path:
-    folder = Path(os.environ["SLIME_CPU_WITNESS"])
+def _folder(name: str = "SLIME_CPU_WITNESS") -> Path:
+    folder = Path(os.environ[name])
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
@@ -71,6 +105,7 @@ def watch_channel(module: Any) -> None:
     actor, inner = module.ChannelActor, module.ChannelActor.train_actor
 
     def train_actor(self: Any, rollout_id: int, rollout_data: Any, external_data: Any = None) -> None:
+        tell_args("trainer", self.args)
         calls: list[Consumed] = []
         shards: list[Any] = []
         channel = self._attach()
@@ -109,6 +144,19 @@ def watch_channel(module: Any) -> None:
 def _corrupt(ids_RK: Any) -> None:
     """One wrong but valid id in the first row of the placed shard."""
     ids_RK[0, 0] = min(set(range(ids_RK.shape[1] + 1)) - set(ids_RK[0].tolist()))
+
+
+def watch_engine(module: Any) -> None:
+    """r3channel.integrations.slime: what an engine's actor has, and its server with it."""
+    inner = module.ChannelEngine.init
+
+    def init(self: Any, *args: Any, **options: Any) -> Any:
+        try:
+            return inner(self, *args, **options)
+        finally:
+            tell_args("engine", self.args)
+
+    module.ChannelEngine.init = init
 
 
 def watch_weights(module: Any) -> None:

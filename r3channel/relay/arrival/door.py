@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from ipaddress import ip_address
 from typing import Protocol
 
@@ -122,7 +122,7 @@ class Request:
 
     method: bytes
     path: str
-    authorization: str
+    authorization: str = field(repr=False)
     keep_alive: bool
     length: int | None
     """Of the body; None when it is missing, or not known before."""
@@ -293,7 +293,8 @@ class Door:
             try:
                 request = link.next_request(timeout_s=patience_s)
             except h11.RemoteProtocolError as error:
-                link.answer(Status.NO_PARCEL, f"no HTTP that is understood here: {error}", close=True)
+                what = str(error).partition(":")[0]  # h11 shows the line behind it, which may hold a token
+                link.answer(Status.NO_PARCEL, f"no HTTP that is understood here: {what}", close=True)
                 return
             if request is None:
                 return

@@ -1,0 +1,81 @@
+"""What engines that a framework starts are told: enough to deliver, and nothing that the framework may not log."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from r3channel.bearer import create_token, read_token
+from r3channel.config import ChannelConfig
+from r3channel.errors import ConfigError
+from r3channel.integrations.engine_variables import engine_variables
+from r3channel.plan.layout import TrainerLayout
+from r3channel.relay.relay import Relay
+from tests.direct import Engine, until
+from tests.samples import SPEC
+
+
+@pytest.fixture
+def relay() -> Iterator[Relay]:
+    relay = Relay(SPEC, TrainerLayout(), ChannelConfig())
+    yield relay
+    relay.close()
+
+
+def told(relay: Relay, token_file: str = "", *, nodes: int = 1) -> Namespace:
+    """A framework's arguments behind `tell_engines`."""
+    args = Namespace(r3_delivery="direct", r3_channel={"token_file": token_file})
+    args.r3_engine = engine_variables(relay, args, nodes=nodes)
+    return args
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_an_engine_can_deliver_by_what_it_is_told_and_the_token_is_not_in_it(
+    relay: Relay, tmp_path: Path, given: bool
+) -> None:
+    path = str(tmp_path / "token") if given else ""
+    if given:
+        create_token(path)
+    args = told(relay, path)
+    token = read_token(args.r3_engine["R3CHANNEL_TOKEN_FILE"])
+    texts = repr(args), str(vars(args)), json.dumps(vars(args)), pickle.dumps(args, protocol=0).decode()
+    assert not [text for text in texts if token in text]
+    with Engine(args.r3_engine["R3CHANNEL_RELAY_URL"], Path(args.r3_engine["R3CHANNEL_TOKEN_FILE"])):
+        until(lambda: relay.bound, "the engine said hello")
+
+
+def test_in_band_nothing_is_opened(relay: Relay) -> None:
+    assert engine_variables(relay, Namespace(r3_delivery="inband"), nodes=2) == {"R3CHANNEL_ENGINE": "1"}
+
+
+def test_several_nodes_need_a_file_that_all_of_them_can_read(relay: Relay, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="on 2 nodes without --r3-token-file"):
+        told(relay, nodes=2)
+    assert told(relay, str(tmp_path / "token"), nodes=2).r3_engine["R3CHANNEL_TOKEN_FILE"]
+
+
+_HOLDER = """
+from r3channel.bearer import token_in_memory
+print(token_in_memory(), flush=True)
+input()
+"""
+
+
+def test_a_token_in_memory_is_read_by_other_processes_and_is_gone_when_its_own_is_killed() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", _HOLDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdout is not None
+        path = Path(holder.stdout.readline().strip())
+        try:
+            assert len(read_token(path)) == 64  # which refuses a mode other than 0600
+        finally:
+            holder.kill()
+    assert not path.exists()
