@@ -8,14 +8,13 @@ bound for large models; the scheduler's figures are those of its own functions a
 from __future__ import annotations
 
 import json
-import os
-import platform
 import subprocess
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 from r3channel.bench import engine_rounds, relay_rounds
+from r3channel.bench.machine import show
 from r3channel.bench.scheduler_calls import ANSWER, ROWS
 from r3channel.errors import EngineUnavailable
 from r3channel.report import commands
@@ -30,8 +29,7 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--quick", action="store_true", help="few rounds: the shape of the result only")
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="ranks of each engine (1)")
     options = parser.parse_args(list(argv))
-    report = measure(quick=options.quick, tp=options.tp)
-    print(json.dumps(report) if options.json else _text(report))
+    show(["capture", *argv], lambda: measure(quick=options.quick, tp=options.tp), _text, as_json=options.json)
     return 0
 
 
@@ -49,7 +47,6 @@ def measure(*, quick: bool, tp: int = 1) -> dict[str, Any]:
         "relay_cpu_us_per_token": relay,
         "ratios": _ratios(variants, relay),
         "tp": tp,
-        "machine": f"{os.cpu_count()} x {platform.processor() or platform.machine()}, no GPU used",
     }
 
 
@@ -95,5 +92,4 @@ def _text(report: dict[str, Any]) -> str:
     relay = report["relay_cpu_us_per_token"]
     lines.append("relay CPU, us/token: " + ", ".join(f"{way} {value:.3f}" for way, value in relay.items()))
     lines.append(f"ratios: {json.dumps(report['ratios'])}")
-    lines.append(report["machine"])
     return "\n".join(lines)

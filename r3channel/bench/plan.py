@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from r3channel.bench import at_least_one
+from r3channel.bench.machine import show
 from r3channel.models import model_named
 from r3channel.plan.assignment import Assignment, names_of
 from r3channel.plan.layout import TrainerLayout
@@ -33,8 +33,8 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--quick", action="store_true", help="few rounds: the shape of the result only")
     parser.add_argument("--rounds", type=at_least_one, help="of each case")
     options = parser.parse_args(argv)
-    result = measure(rounds=options.rounds or (2 if options.quick else 9))
-    print(json.dumps(result) if options.json else _text(result))
+    rounds = options.rounds or (2 if options.quick else 9)
+    show(["plan", *argv], lambda: measure(rounds=rounds), _text, as_json=options.json)
     return 0
 
 

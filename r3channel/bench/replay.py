@@ -6,7 +6,6 @@ is the same; their steps are interleaved. A step is forward, full recompute, bac
 
 from __future__ import annotations
 
-import json
 import statistics
 import tempfile
 import time
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from r3channel.bench import at_least_one
+from r3channel.bench.machine import show
 from r3channel.bench.timing import rounds_of
 from r3channel.report import commands
 
@@ -39,8 +39,8 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--quick", action="store_true", help="few rounds: the shape of the result only")
     parser.add_argument("--rounds", type=at_least_one, help="interleaved rounds")
     options = parser.parse_args(argv)
-    result = measure(rounds=options.rounds or (4 if options.quick else 40))
-    print(json.dumps(result) if options.json else _text(result))
+    rounds = options.rounds or (4 if options.quick else 40)
+    show(["replay", *argv], lambda: measure(rounds=rounds), _text, as_json=options.json)
     return 0
 
 

@@ -5,7 +5,6 @@ Each part adds its keys to one result.
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 
 from r3channel.bench import reshard_plan, weight_engine
+from r3channel.bench.machine import show
 from r3channel.report import commands
 
 TARGETS = {
@@ -36,8 +36,12 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--only", choices=sorted(PARTS), action="append", help="repeatable; all by default")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(argv)
-    result = measure(quick=options.quick, only=options.only)
-    print(json.dumps(result) if options.json else text(result))
+    show(
+        ["weights", *argv],
+        lambda: measure(quick=options.quick, only=options.only),
+        text,
+        as_json=options.json,
+    )
     return 0
 
 

@@ -7,13 +7,13 @@ CPU times of one core. Nothing here is a recorded trace: see `bench.routing_data
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
+from r3channel.bench.machine import show
 from r3channel.bench.peers import peers
 from r3channel.bench.routing_data import REGIMES, entropy_bytes_per_token, generate
 from r3channel.bench.timing import cpu_seconds, cpu_seconds_each
@@ -86,8 +86,9 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--model", action="append", help=f"repeatable; default {' '.join(MODELS)}")
     options = parser.parse_args(list(argv))
     effort = QUICK if options.quick else FULL
-    report = measure(options.model or MODELS, effort=effort)
-    print(json.dumps(report) if options.json else _text(report))
+    show(
+        ["wire", *argv], lambda: measure(options.model or MODELS, effort=effort), _text, as_json=options.json
+    )
     return 0
 
 

@@ -1,16 +1,19 @@
-"""Tables in pages, made of the code that they are about: layouts, options, errors. A test holds both together.
+"""Tables in pages, made of the code that they are about (layouts, options, errors) or of kept figures; a test holds them to it.
 
-python -m r3channel.report.pages      # writes the tables anew
+python -m r3channel.report.pages [RESULT.json...]     # writes the tables anew, from benchmarks' fresh results too
 """
 
 from __future__ import annotations
 
+import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from r3channel.bench import figures
 from r3channel.config import ENV_PREFIX, ChannelConfig, EngineConfig, field_texts
 from r3channel.errors import R3Error, caller, engine, peers, root
 from r3channel.report import layouts, slime_arguments
@@ -123,6 +126,8 @@ TABLES = {
     "layouts": Table(PACKAGE / "plan" / "README.md", layouts.lines),
     "options": Table(PACKAGE / "report" / "README.md", option_lines),
     "errors": Table(PACKAGE / "errors" / "README.md", error_lines),
+    "measured": Table(PACKAGE.parent / "README.md", partial(figures.lines, "measured")),
+    "capture": Table(PACKAGE / "engine" / "README.md", partial(figures.lines, "capture")),
 }
 
 
@@ -134,5 +139,7 @@ def put_into(text: str, name: str) -> str:
 
 
 if __name__ == "__main__":
+    for file in sys.argv[1:]:
+        figures.keep(Path(file))
     for name, table in TABLES.items():
         table.page.write_text(put_into(table.page.read_text(), name))

@@ -46,7 +46,7 @@ def test_all_paths_end_alike_and_every_promised_key_is_there(
     for values in report["paths"].values():
         assert values["wall_s"] > 0 and values["cpu_s"] > 0 and values["stages_s"]
         assert {"manager_cpu_us_per_token", "bytes_per_token"} <= set(values)
-    assert report["limit"]["raw_gloo_wall_s"] > 0 and report["limit"]["memcpy_gbps"] > 0
+    assert report["limit"]["raw_gloo_wall_s"] > 0
     assert all(report["ratio"][name] > 0 for name in ("vs_ray_numpy_int32", "vs_best_peer", "of_raw_gloo"))
     assert report["peak_staging_bytes"] == 0 and report["sweep"]  # whole rows go from where they lie
     assert set(report["seal_ms"]) == {"64", "8192"}

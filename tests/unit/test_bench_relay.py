@@ -212,11 +212,11 @@ def _report() -> dict[str, Any]:
     every = {name: seen.get(name, seen["r3channel"]) for name in ALL}
     sweep = {"paths": paths_of(every, tokens=10), "ratio": ratios_of(seen)}
     return {
-        "model": "m", "tokens": 10, "layout": "dp=4", "rounds": 3, "machine": "x", **sweep, "seal_ms": {"64": 2.0},
+        "model": "m", "tokens": 10, "layout": "dp=4", "rounds": 3, **sweep, "seal_ms": {"64": 2.0},
         "body_to_placed_cpu_us_per_token": {"m": 0.5}, "body_to_placed_floor_us_per_token": {"m": 0.3},
         "turns_us_per_token": 0.3, "digest_cpu_us_per_token": 0.2,
         "recording_cpu_us_per_token": {"low": 0.1, "median": 0.15, "high": 0.2, "pairs": 9},
         "step_memory_bytes": 9, "step_ids_bytes": 4,
-        "limit": {"raw_gloo_wall_s": 0.5, "memcpy_gbps": 9.0}, "peak_staging_bytes": 1, "sweep": {"small": sweep},
+        "limit": {"raw_gloo_wall_s": 0.5}, "peak_staging_bytes": 1, "sweep": {"small": sweep},
         "socket_cpu_us_per_token": {"in_band": 1.0, "direct": 0.3}, "skipped": {"ray_direct_nixl": "no module"},
     }  # fmt: skip

@@ -55,6 +55,19 @@ def test_one_version_everywhere() -> None:
     assert f"## [{r3channel.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
 
 
+def test_the_pages_install_a_wheel_that_there_is_with_extras_that_there_are() -> None:
+    known = importlib.metadata.metadata("r3channel").get_all("Provides-Extra") or []
+    pages = [(ROOT / page).read_text() for page in ("README.md", "examples/slime/README.md")]
+    asked = [found for page in pages for found in re.findall(r"([\w./-]*)\[(\w+(?:,\w+)*)\]", page)]
+    assert {extra for _, extras in asked for extra in extras.split(",")} <= set(known)
+    # An empty one is a list of extras alone.
+    assert {what for what, _ in asked} == {
+        "",
+        ".",
+        f"dist/r3channel-{r3channel.__version__}-py3-none-any.whl",
+    }
+
+
 def test_type_checkers_are_told_that_the_package_is_typed() -> None:
     assert "Typing :: Typed" in (importlib.metadata.metadata("r3channel").get_all("Classifier") or [])
     assert (ROOT / "r3channel" / "py.typed").is_file()
@@ -88,7 +101,7 @@ def test_every_file_of_the_package_is_in_the_wheel(wheel: Path) -> None:
         for path in (ROOT / "r3channel").rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    assert len(ours) > 20
+    assert len(ours) > 20 and wheel.name == f"r3channel-{r3channel.__version__}-py3-none-any.whl"
     assert ours - packed == {"r3channel/r3channel.pth"} and "r3channel.pth" in packed
     assert {name for name in packed if not name.startswith("r3channel")} == set()
     patches = {f"r3channel/patches/{path.name}" for path in (ROOT / "patches").iterdir()}

@@ -6,12 +6,11 @@ in interleaved pairs of the same step with and without the channel.
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Sequence
 from typing import Any
 
 from r3channel.bench import at_least_one
+from r3channel.bench.machine import show
 from r3channel.report import commands
 
 
@@ -23,8 +22,12 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--pairs", type=at_least_one, help="interleaved pairs of train steps")
     parser.add_argument("--no-loop", action="store_true", help="the pairs alone")
     options = parser.parse_args(list(argv))
-    report = measure(quick=options.quick, pairs=options.pairs, with_loop=not options.no_loop)
-    print(json.dumps(report) if options.json else _text(report))
+    show(
+        ["e2e", *argv],
+        lambda: measure(quick=options.quick, pairs=options.pairs, with_loop=not options.no_loop),
+        _text,
+        as_json=options.json,
+    )
     return 0
 
 
@@ -38,7 +41,6 @@ def measure(*, quick: bool, pairs: int | None = None, with_loop: bool = True) ->
         "trainer_cpu_ratio": found["trainer_cpu_ratio"],
         "exposed_wait_ms": found["exposed_wait_ms"],
         "pairs": found,
-        "machine": f"{os.cpu_count()} cores, no GPU used, load {os.getloadavg()[0]:.1f}",
     }
     if with_loop:
         report["loop"] = loop.measure(repeats=1 if quick else 2, steps=2 if quick else 6)
@@ -66,7 +68,7 @@ def _text(report: dict[str, Any]) -> str:
                 + "".join(f"{figure:9.3f}" for figure in figures)
                 + f"{values['rollout_tokens_per_s']:18.0f}"
             )
-    return "\n".join([*lines, report["machine"]])
+    return "\n".join(lines)
 
 
 def _interval(ratio: dict[str, float]) -> str:

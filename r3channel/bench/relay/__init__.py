@@ -8,11 +8,12 @@ section ends there too, and begins with verified rows about to be sealed (peers:
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from r3channel.bench import at_least_one
+from r3channel.bench.machine import show
 from r3channel.bench.relay import plot
 from r3channel.models import model_named
 from r3channel.report import commands
@@ -46,18 +47,16 @@ def run(argv: Sequence[str]) -> int:
         plot.check_drawing()
     from r3channel.bench.relay import costs, measure, scale, text
 
+    stamped = partial(show, ["relay", *argv], as_json=options.json)
     if options.recording:
         effort = costs.Effort(tokens=measure.TOKENS, rounds=options.rounds or _PAIRS)
-        added = costs.recording(effort, model=options.model)
-        print(json.dumps(added) if options.json else text.recording_line(added))
+        stamped(lambda: costs.recording(effort, model=options.model), text.recording_line)
         return 0
     if options.scale:
-        found = scale.measure(model=options.model, quick=options.quick)
-        print(json.dumps(found) if options.json else text.scale_table(found))
+        stamped(lambda: scale.measure(model=options.model, quick=options.quick), text.scale_table)
         return 0
     effort = measure.QUICK if options.quick else measure.FULL
-    report = measure.measure(effort, model=options.model, rounds=options.rounds)
-    print(json.dumps(report) if options.json else text.table(report))
+    report = stamped(lambda: measure.measure(effort, model=options.model, rounds=options.rounds), text.table)
     if options.plot:
         plot.plot(report, options.plot)
     return 0

@@ -7,7 +7,6 @@ import os
 import time
 from typing import Any
 
-import numpy as np
 import ray
 import torch
 
@@ -22,7 +21,6 @@ from r3channel.bench.relay.workload import Case, Workload
 from r3channel.relay.actor import RelayHost
 
 ROUND_S = 120.0
-_COPY_BYTES = 256 << 20
 
 
 class Manager(RelayHost):
@@ -131,12 +129,6 @@ class Manager(RelayHost):
     def peak_staging_bytes(self, path: str) -> int:
         return self._sending[path].peak_staging_bytes
 
-    def memcpy_gbps(self) -> float:
-        """Bytes copied per second of wall time between two touched buffers far larger than the cache, one thread."""
-        source, target = np.ones(_COPY_BYTES, np.uint8), np.zeros(_COPY_BYTES, np.uint8)
-        best_s = min(_seconds(source, target) for _ in range(7))
-        return source.nbytes / 1e9 / best_s
-
     def unload(self) -> None:
         for sending in self._sending.values():
             sending.close()
@@ -144,9 +136,3 @@ class Manager(RelayHost):
         self._work = None
         gc.unfreeze()
         gc.collect()
-
-
-def _seconds(source: Any, target: Any) -> float:
-    begin_s = time.monotonic()
-    np.copyto(target, source)
-    return time.monotonic() - begin_s

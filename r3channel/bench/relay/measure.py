@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import sys
 import time
 from dataclasses import dataclass
@@ -11,7 +9,7 @@ from typing import Any
 
 from r3channel.bench import relay_rounds
 from r3channel.bench.relay import costs
-from r3channel.bench.relay.cluster import call, two_nodes
+from r3channel.bench.relay.cluster import two_nodes
 from r3channel.bench.relay.paths import ALL, DIRECT, LIMIT, OURS, STORE
 from r3channel.bench.relay.results import OWN, paths_of, ratios_of
 from r3channel.bench.relay.rounds import Rounds
@@ -77,7 +75,6 @@ def measure(effort: Effort, *, model: str, rounds: int | None = None) -> dict[st
     }
     _say("part by part")
     report |= costs.measure(effort.costs)
-    report["machine"] = _machine()
     report["seconds"] = time.monotonic() - begin_s
     return report
 
@@ -94,10 +91,7 @@ def _relay(effort: Effort, model: str, rounds: int) -> dict[str, Any]:
         "rounds": rounds,
         "paths": paths_of(seen, tokens=TOKENS),
         "ratio": ratios_of(seen),
-        "limit": {
-            "raw_gloo_wall_s": _median_wall(seen, LIMIT[0]),
-            "memcpy_gbps": call(processes.manager.memcpy_gbps.remote()),
-        },
+        "limit": {"raw_gloo_wall_s": _median_wall(seen, LIMIT[0])},
         "peak_staging_bytes": processes.peak_staging_bytes.get(OWN),
         "sweep": {},
     }
@@ -147,10 +141,6 @@ def _nixl() -> dict[str, str]:
     return {
         "ray_direct_nixl": "nixl is installed; only the gloo transport of Ray Direct Transport is measured"
     }
-
-
-def _machine() -> str:
-    return f"{os.cpu_count()} x {platform.processor() or platform.machine()}, no GPU used, load {os.getloadavg()[0]:.1f}"
 
 
 def _say(text: str) -> None:

@@ -13,13 +13,13 @@ _TARGETS = {"vs_ray_numpy_int32": 8.0, "vs_best_peer": 2.5, "of_raw_gloo": 0.7}
 def table(report: dict[str, Any]) -> str:
     """All of the report but the stages, which `--json` shows."""
     lines = [
-        f"{report['model']}, {report['tokens']:,} tokens, {report['layout']}, {report['rounds']} rounds; {report['machine']}",
+        f"{report['model']}, {report['tokens']:,} tokens, {report['layout']}, {report['rounds']} rounds",
         "",
         *_paths(report["paths"]),
         "",
         *_ratios(report["ratio"]),
         "",
-        f"raw gloo {report['limit']['raw_gloo_wall_s'] * 1e3:.1f} ms, memcpy {report['limit']['memcpy_gbps']:.1f} GB/s",
+        f"raw gloo {report['limit']['raw_gloo_wall_s'] * 1e3:.1f} ms",
         f"ready before the trainers come: {_exposed(report)}",
         "from the socket, CPU us/token: " + _listed(report["socket_cpu_us_per_token"]),
         "",
