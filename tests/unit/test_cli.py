@@ -14,9 +14,11 @@ import pytest
 from r3channel import cli
 from r3channel.bench import BENCHES
 from r3channel.report.commands import COMMANDS
-from tests.unit.test_documents import PAGES
+from r3channel.report.pages import options
+from tests.unit.test_documents import PAGES, ROOT
 
 PLAN = ["plan", "--model", "qwen3-30b-a3b"]
+OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]+\w")
 
 
 def said_by(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
@@ -175,16 +177,97 @@ def typed_commands() -> dict[str, set[str]]:
     }
 
 
-def test_every_command_on_a_page_is_there_with_its_options(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+SUBCOMMANDS = {"weights": ("verify",), "patch": ("check", "apply", "reverse"), "bench": BENCHES}
+OTHERS = {
+    "slime and miles": "update-weight-transport use-rollout-routing-replay save-debug-rollout-data colocate offload-train "
+    "rollout-data-transport custom-config-path object-store-backend",
+    "our patches of them": "rollout-routed-experts-decoder-path train-actor-path",
+    "pip and git": "index-url no-deps full-index",
+}
+"""What the pages name beside our options and SGLang's."""
+
+
+def options_of_sglang() -> set[str]:
+    """Its own list of its settings; the package is not imported."""
+    (folder,) = importlib.util.find_spec("sglang").submodule_search_locations  # pyright: ignore[reportOptionalMemberAccess,reportGeneralTypeIssues]
+    text = (Path(folder) / "srt" / "arg_groups" / "field_order.py").read_text()
+    return {f"--{name.replace('_', '-')}" for name in re.findall(r'"(\w+)"', text)}
+
+
+def options_of_scripts() -> set[str]:
+    """Of programs of ours that are no commands, and of the pytest plug-in."""
+    files = (path for room in ("r3channel", "examples") for path in (ROOT / room).rglob("*.py"))
+    added = re.compile(r'add_?(?:argument|option)\(\s*"(--[\w-]+)"')
+    return {option for path in files for option in added.findall(path.read_text())}
+
+
+@pytest.fixture
+def no_demo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The demo tells its options and does not become another process."""
     from examples.async_grpo import options as demo_options
 
     monkeypatch.setattr("r3channel.demo.run", demo_options.parse)
+
+
+@pytest.mark.usefixtures("no_demo")
+def test_every_option_on_a_page_is_one_of_ours_or_of_a_known_other(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = [[name, *more] for name in COMMANDS for more in ([], *([n] for n in SUBCOMMANDS.get(name, ())))]
+    told = set(OPTION.findall("".join(helped(capsys, *argv) for argv in asked if argv != ["miles"])))
+    others = {f"--{name}" for names in OTHERS.values() for name in names.split()}
+    known = told | options_of_scripts() | options_of_sglang() | others
+    named = {(option, page) for page, text in PAGES.items() for option in OPTION.findall(text)}
+    assert {f"{page} {option}" for option, page in named if option not in known} == set()
+
+
+def test_every_variable_on_a_page_is_one_that_is_read() -> None:
+    read = {option.variable for option in options()} | {
+        "R3CHANNEL_EMBEDDED",
+        "R3CHANNEL_UPSTREAM",
+    }  # no options
+    gone = PAGES["CHANGELOG.md"].split("### Removed")[1].split("### Fixed")[0]
+    named = {
+        (name, page) for page, text in PAGES.items() for name in re.findall(r"\bR3CHANNEL_[A-Z_]+", text)
+    }
+    assert {f"{page} {name}" for name, page in named if name not in read and name not in gone} == set()
+
+
+def test_the_changelog_adds_no_option_that_is_gone() -> None:
+    """Names of more than one word, as options and functions have them, are words of our code."""
+    added = PAGES["CHANGELOG.md"].split("### Added")[1].split("### Changed")[0]
+    files = (path for room in ("r3channel", "examples") for path in (ROOT / room).rglob("*.py"))
+    words = {word for path in files for word in re.findall(r"\w+", path.read_text())}
+    named = {
+        word
+        for span in re.findall(r"`([^`]+)`", added)
+        for word in re.findall(r"\b[a-z]+(?:_[a-z]+)+\b(?!\.sh)", span)
+    }
+    assert len(named) > 20 and named - words == set()
+
+
+def test_the_page_of_the_commands_has_each_of_them() -> None:
+    (table,) = re.findall(
+        r"\| command \| what it does \|\n.*?\n\n", PAGES["r3channel/report/README.md"], re.DOTALL
+    )
+    assert set(COMMANDS) - set(re.findall(r"`(?:r3channel )?(\w+)\b", table)) == set()
+
+
+def test_every_command_on_a_page_is_there_with_its_options(
+    capsys: pytest.CaptureFixture[str], no_demo: None
+) -> None:
     typed = typed_commands()
     assert {"demo", "doctor", "slime", "plan", "bench relay", "check"} <= set(typed)
     slimes = {"--use-r3-channel", "--update-weight-transport", "--use-rollout-routing-replay"}
-    for name, options in typed.items():
+    for name, shown in typed.items():
         asked = name.split() + {"weights": ["verify"], "bench": ["plan"]}.get(name, [])
         known = set(re.findall(r"--[a-z][\w-]*", helped(capsys, *asked)))
-        assert options - known - slimes == set(), name
+        assert shown - known - slimes == set(), name
+
+
+def test_the_first_page_has_what_plan_computes(capsys: pytest.CaptureFixture[str]) -> None:
+    (command,) = re.findall(r"`r3channel (plan --model [^`]+)`", PAGES["README.md"])
+    assert cli.main([*command.split(), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    said = f"{found['default_bytes_per_rank'] / 1e9:.2f} GB of each trainer process by default and "
+    assert said + f"{found['landed_bytes_per_rank'] / 1e6:.2f} MB with r3channel" in PAGES["README.md"]

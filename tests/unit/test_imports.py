@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -66,8 +67,8 @@ hands (level 5) may also import their own level."""
 
 PLACES = {
     "sglang": ("engine/sglang.py", "weights/receiver.py", "embedded/", "bench/scheduler_calls.py"),
-    "megatron": ("trainer/megatron.py", "weights/convert.py", "embedded/"),
-    "mbridge": ("weights/convert.py", "embedded/"),
+    "megatron": ("trainer/megatron.py", "embedded/"),
+    "mbridge": ("embedded/",),
     "ray": (
         "relay/actor.py",
         "relay/placement.py",
@@ -227,6 +228,33 @@ def test_a_circle_is_noticed_however_it_is_closed() -> None:
 
 def test_each_upstream_is_imported_in_its_place_only() -> None:
     assert [str(found) for found in all_imports() if out_of_place(found)] == []
+
+
+def test_the_design_page_says_who_imports_what_and_no_place_is_left_over() -> None:
+    text = (PACKAGE / "DESIGN.md").read_text().split("Each upstream has its places: ")[1].split(".\n\n")[0]
+    spans = [re.findall(r"`([^`]+)`", part) for part in text.split(";")]
+    assert {upstream: sorted(places) for upstream, *places in spans} == {
+        upstream: sorted(place.removesuffix(".py") for place in places) for upstream, places in PLACES.items()
+    }
+    used = {
+        (upstream, place)
+        for found in all_imports()
+        for upstream, places in PLACES.items()
+        for place in places
+        if f"{found.module}.".startswith(f"{upstream}.") and found.file.startswith(place)
+    }
+    assert used == {(upstream, place) for upstream, places in PLACES.items() for place in places}
+
+
+def test_the_embedded_rooms_page_says_who_imports_it() -> None:
+    text = " ".join((PACKAGE / "embedded" / "README.md").read_text().split())
+    named = re.search(r"Imported by (.*?) only", text)
+    assert named is not None
+    importers = {found.file for found in all_imports() if found.module.startswith("r3channel.embedded")}
+    outside = {file for file in importers if not file.startswith("embedded/")}
+    assert {
+        file for file in outside if not file.startswith(tuple(re.findall(r"`([^`]+)`", named[1])))
+    } == set()
 
 
 def test_an_upstream_out_of_place_is_noticed() -> None:
