@@ -188,7 +188,7 @@ def test_a_full_disk_is_told_and_nothing_is_lost(tmp_path: Path, kept: bool) -> 
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[1] == resource.RLIM_INFINITY
     child = subprocess.run(
         [sys.executable, "-c", FULL_DISK, str(tmp_path) if kept else ""],
-        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+        cwd=ROOT, capture_output=True, text=True, timeout=150, check=False,
     )  # fmt: skip
     lines = child.stdout.splitlines()
     if kept:

@@ -252,7 +252,7 @@ def check(text: str) -> None:
     """As Prometheus's own linter judges; without it, that the page can be read."""
     if shutil.which("promtool"):
         done = subprocess.run(
-            ["promtool", "check", "metrics"], input=text, capture_output=True, text=True, timeout=60
+            ["promtool", "check", "metrics"], input=text, capture_output=True, text=True, timeout=150
         )
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert {family.name for family in text_string_to_metric_families(text)} <= {

@@ -24,7 +24,7 @@ HOOKED = "import sys; print([type(f).__name__ for f in sys.meta_path].count('_De
 
 def python(program: str, env: dict[str, str]) -> str:
     child = subprocess.run(
-        [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=150, check=True
     )
     return child.stdout
 

@@ -144,4 +144,4 @@ def _of_a_run(series: str) -> str:
 
 
 def promtool(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["promtool", *arguments], capture_output=True, text=True, timeout=60)
+    return subprocess.run(["promtool", *arguments], capture_output=True, text=True, timeout=150)

@@ -156,7 +156,7 @@ def test_a_relay_needs_no_package_of_direct_delivery() -> None:
     program = (
         "import sys; sys.modules['h11'] = None\nfrom r3channel.relay import Relay; print(Relay.__name__)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=150)
     assert done.stdout == "Relay\n", done.stderr
 
 

@@ -300,7 +300,7 @@ def test_importing_the_package_pulls_in_no_upstream() -> None:
         f"print(json.dumps([m for m in {HEAVY!r} if m in sys.modules]))"
     )
     child = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=150, check=True
     )
     assert json.loads(child.stdout) == []
 
@@ -329,7 +329,7 @@ def test_the_command_starts_without_upstreams() -> None:
         f"print(json.dumps([m for m in {HEAVY!r} if m in sys.modules]))"
     )
     child = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=150, check=True
     )
     assert json.loads(child.stdout) == []
 

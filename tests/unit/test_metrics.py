@@ -306,7 +306,7 @@ def test_promtool_finds_no_fault_in_a_page(role: str) -> None:
     with everything(role) as metrics:
         text = page(metrics.serve())
     done = subprocess.run(
-        ["promtool", "check", "metrics"], input=text, capture_output=True, text=True, timeout=60
+        ["promtool", "check", "metrics"], input=text, capture_output=True, text=True, timeout=150
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
@@ -408,7 +408,7 @@ def test_counting_works_without_prometheus_client() -> None:
         "print(port, m.value('r3channel_rows_total'))"
     )
     child = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=150, check=True
     )
     assert child.stdout.split() == ["0", "4.0"]
 

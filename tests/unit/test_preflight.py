@@ -38,7 +38,7 @@ def test_the_demo_says_all_that_is_wrong_at_once_and_starts_nothing(tmp_path: Pa
         [sys.executable, "-m", "r3channel.cli", "demo", *options],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=150,
         env={**os.environ, "TMPDIR": str(tmp_path), "PYTHONPROFILEIMPORTTIME": "1"},
     )
     assert done.returncode == 2 and not done.stdout and "Traceback" not in done.stderr

@@ -170,7 +170,7 @@ def test_the_examples_own_command_finds_its_tests() -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=150,
     )
     assert done.returncode == 0 and "test_my_model_consumes_what_the_engine_chose[dp=1" in done.stdout, (
         done.stdout
@@ -180,6 +180,6 @@ def test_the_examples_own_command_finds_its_tests() -> None:
 def test_loading_the_plugin_imports_nothing_of_it() -> None:
     program = "import sys, r3channel.pytest_plugin; print([m for m in ('torch', 'r3channel.recordings') if m in sys.modules])"
     child = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=150
     )
     assert child.stdout.strip() == "[]", child.stderr

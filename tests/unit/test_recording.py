@@ -142,7 +142,7 @@ def test_a_recorder_that_is_killed_leaves_whole_samples_and_a_torn_one(tmp_path:
         "    return writev(file, views)\n"
         "os.writev = some\nown.record(Recorder(Path(sys.argv[1])), 0)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, timeout=150)
     assert done.returncode == -9, done.stderr
     (segment,) = Recording.open(tmp_path).segments(0)
     assert segment.torn_bytes == 200 and not segment.ended

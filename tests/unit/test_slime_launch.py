@@ -165,7 +165,7 @@ def bare_run(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str
         env=environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=150,
         check=False,
     )
 
