@@ -56,6 +56,7 @@ class Link:
         # a sender whose peer's buffers are full learns from RDHUP only that the peer has shut down
         self._writable = _poller(connected, select.POLLOUT | select.POLLRDHUP)
         self._readable = _poller(connected, select.POLLIN)
+        self._left = _poller(connected, select.POLLRDHUP)
         self._wake_bytes = 1
         self._lock = threading.Lock()
         """Guards the three below."""
@@ -65,8 +66,10 @@ class Link:
 
     @property
     def alive(self) -> bool:
-        """Whether nobody has ended it, as far as a call on this side has seen."""
-        return not self._end
+        """Whether neither side has ended it, also where no call is under way that would notice. What the peer sent before it left
+        may still be there to read."""
+        with self._lock:
+            return not self._end and not self._left.poll(0)
 
     # -- bytes -----------------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ import os
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
@@ -236,6 +237,20 @@ def test_a_call_that_was_interrupted_ends_the_link(
         receive(pair[0])
     with pytest.raises(TransportError, match="interrupted"):
         pair[0].send((b"x",), timeout_s=TIMEOUT_S)
+
+
+def test_a_link_whose_peer_has_left_is_not_alive_although_nobody_waits_on_it(pair: tuple[Link, Link]) -> None:
+    """An engine's thread that a busy machine has not woken yet must not keep the engine for a trainer that is gone."""
+    here, there = pair
+    assert here.alive and there.alive
+    there.send_record(5, b"last words", timeout_s=TIMEOUT_S)
+    there.close()
+    assert not there.alive
+    end_s = time.monotonic() + TIMEOUT_S
+    while here.alive and time.monotonic() < end_s:
+        time.sleep(0.01)
+    assert not here.alive
+    assert here.recv_record(timeout_s=TIMEOUT_S) == (5, b"last words")
 
 
 # -- records --------------------------------------------------------------------------------------------------------------
