@@ -54,10 +54,9 @@ REFUSALS = {
 class ChannelConfig:
     """Relay and trainer side of the channel."""
 
-    transport: str = "auto"
-    """How rows travel from relay to trainers: `host`, over TCP, then to a trainer's GPU in one copy; `nccl`, where the relay owns
-    a GPU that no trainer uses; `gloo`, its stand-in in tests; `auto`, NCCL where it has been seen to work on the relay's machine
-    (`make gpu`), else `host`. A trainer with `auto` takes what its relay has. Control messages go over TCP in any case."""
+    transport: str = "tcp"
+    """How rows travel from relay to trainers: `tcp`, then to a trainer's GPU in one copy; `nccl`, where the relay owns a GPU that
+    no trainer uses; `gloo`, its stand-in in tests. Control messages go over TCP in any case."""
     bucket_bytes: int = 8 * _MIB
     """Largest slice of a receiver's rows that is sent, staged and placed at once; over `nccl` two are under way."""
     expected_shard_bytes: int = 0
@@ -65,8 +64,8 @@ class ChannelConfig:
     made when it joins. A larger step makes more in its slot; 0: every new maximum does."""
     prefetch: bool = False
     """Allow `TrainerChannel.prefetch`: the next step's shard arrives in host memory while this step trains. Not with `nccl`."""
-    fallback: str = "host"
-    """How a step travels once a receiver's process group failed `max_group_failures` times: `host`, or empty for not at all."""
+    fallback: str = "tcp"
+    """How a step travels once a receiver's process group failed `max_group_failures` times: `tcp`, or empty for not at all."""
     max_group_failures: int = 3
     """Connections that one receiver may use up for one step before it falls back, or fails."""
     device: int = 0
@@ -129,8 +128,8 @@ class ChannelConfig:
 
     def __post_init__(self) -> None:
         for name, allowed in (
-            ("transport", ("auto", "host", "nccl", "gloo")),
-            ("fallback", ("", "host")),
+            ("transport", ("tcp", "nccl", "gloo")),
+            ("fallback", ("", "tcp")),
             ("invalid_rows", ("error", "native", "mask")),
             ("on_missing", ("error", "live")),
             ("on_stale", ("accept", "mask", "reject")),
@@ -140,7 +139,7 @@ class ChannelConfig:
         if self.prefetch and self.transport == "nccl":
             raise ConfigError(
                 "prefetch with transport nccl: a receive that is pending on a trainer's GPU can deadlock with the framework's "
-                "own communicators; use host, or receive in the step's slot"
+                "own communicators; use tcp, or receive in the step's slot"
             )
         if self.sampling_masks and self.store_dir:
             raise ConfigError(

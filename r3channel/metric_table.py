@@ -89,7 +89,7 @@ _TABLE: tuple[Metric, ...] = tuple(Metric(*line) for line in (
     ("gauge", "r3channel_engines_greeted", "engines", "health", _RELAY, (), "Engines that have said hello."),
     ("counter", "r3channel_group_resets_total", "resets", "health", _BOTH, (), "Connections that had to be given up."),
     ("counter", "r3channel_fallback_shards_total", "shards", "health", _TRAINER, (),
-        "Shards received over the host transport because their process group failed."),
+        "Shards received over TCP because their process group failed."),
     ("gauge", "r3channel_weight_version", "version", "weights", _ALL, ("role",), "Committed weight version."),
     ("counter", "r3channel_weight_updates_total", "updates", "weights", _TRAINER, ("result",),
         "Weight updates of all engines, by result; a failed one leaves the old version."),

@@ -9,7 +9,6 @@ What is said is `wire.delivery`; knows no sample's turns and no engine.
 
 from __future__ import annotations
 
-import logging
 import secrets
 import threading
 from collections import Counter
@@ -26,15 +25,12 @@ from r3channel.errors import ConfigError, R3Error, TicketMismatch, TransportErro
 from r3channel.metrics import Metrics
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.shards import ShardKey
-from r3channel.relay import proof
 from r3channel.relay.sealed import Outgoing
 from r3channel.relay.staging import DeviceStaging, HostStaging
 from r3channel.transport.base import Pending, Rendezvous, Transport
 from r3channel.transport.joining import gpu_of, join, open_store
 from r3channel.transport.tcp import Link, Listener
 from r3channel.wire import delivery as wire
-
-log = logging.getLogger(__name__)
 
 
 class Delivery:
@@ -67,15 +63,14 @@ class Delivery:
         self.peak_staging_bytes = 0
         """The most that one receiver has had staged at once: nothing where rows go from where they lie, else one bucket (two over
         a process group), whatever the tokens."""
-        self.transport = _chosen(config)
-        """`host`, `nccl` or `gloo`."""
-        self._store = open_store(config.interface) if self.transport != "host" else None
-        self.staging = DeviceStaging(config.device) if self.transport == "nccl" else None
-        self._gpu = gpu_of(config.device) if self.transport == "nccl" else ""
+        grouped, nccl = config.transport != "tcp", config.transport == "nccl"
+        self._store = open_store(config.interface) if grouped else None
+        self.staging = DeviceStaging(config.device) if nccl else None
+        self._gpu = gpu_of(config.device) if nccl else ""
         self._listener = Listener(config.interface, token=self._token, on_link=self._admit)
 
     def hello(self, key: ShardKey) -> dict[str, Any]:
-        """Where and with what token this receiver connects, and how its rows can travel.
+        """Where and with what token this receiver connects.
 
         Raises `TicketMismatch` for one that the layout has not.
         """
@@ -90,8 +85,6 @@ class Delivery:
             "port": self._listener.port,
             "token": self._token.hex(),
             "run": self._run,
-            "transport": self.transport,
-            "gpu": self._gpu,
         }
 
     def status(self) -> dict[str, Any]:
@@ -150,16 +143,6 @@ class Delivery:
         with self._lock:
             if self._serving.get(served.key) is served:
                 del self._serving[served.key]
-
-
-def _chosen(config: ChannelConfig) -> str:
-    """`auto` as this machine allows it."""
-    if config.transport != "auto":
-        return config.transport
-    why_not = "prefetch is on" if config.prefetch else proof.why_not(config.device)
-    if why_not:
-        log.info("rows travel over TCP: no NCCL, because %s", why_not)
-    return "host" if why_not else "nccl"
 
 
 class _Served:
@@ -284,17 +267,17 @@ class _Served:
         store, config = self._delivery._store, self._config
         if store is None:
             raise TicketMismatch(
-                f"a receiver asks for a process group; this relay's transport is {self._delivery.transport}"
+                f"a receiver asks for a process group; this relay's transport is {config.transport}"
             )
         if gpu and gpu == self._delivery._gpu:
             raise ConfigError(
                 f"receiver (dp, pp, cp) {self.key} uses GPU {gpu}, and so does this relay: NCCL refuses two ranks on one. Give "
-                "the relay a GPU of its own, or set transport='host', which colocated jobs use",
+                "the relay a GPU of its own, or set transport='tcp', which colocated jobs use",
                 ranks=[self.key],
             )
         name = f"{self._delivery._run}/{'-'.join(map(str, self.key))}/life{self.life}"
         ours = Rendezvous(
-            backend=self._delivery.transport,
+            backend=config.transport,
             name=name,
             epoch=self.life,
             rank=0,

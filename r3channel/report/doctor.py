@@ -20,7 +20,6 @@ from typing import Any
 
 from r3channel.config import ChannelConfig
 from r3channel.errors import ConfigError
-from r3channel.relay import proof
 from r3channel.report import commands, extras, preflight, seams
 from r3channel.report.check import Check
 from r3channel.report.engine import ask_engine
@@ -127,7 +126,6 @@ def checks(
     if role in ("relay", "all"):
         yield check_temporary(channel)
         yield check_store(channel)
-        yield check_transport(channel)
     yield from check_network(channel, os.environ, nodes=nodes)
     yield from _check_upstreams(role, gpu=has_gpu(), timeout_s=timeout_s)
 
@@ -214,16 +212,6 @@ def check_port(port: int) -> Check:
     name = f"port {port}" if port else "a free port"
     fault = preflight.port(name, port, host=LOOPBACK)
     return Check(name=name, ok=not fault, found=fault or f"free on {LOOPBACK}")
-
-
-def check_transport(channel: ChannelConfig) -> Check:
-    """How rows travel to trainers, and whether that was ever run here. Told, never a fault: trainers may be elsewhere."""
-    note = proof.read()
-    ran = "NCCL between two GPUs never ran on this machine (make gpu runs it where there are two)"
-    if note is not None:
-        ran = f"NCCL ran between two GPUs of this machine with torch {note['torch']} and NCCL {note['nccl']}"
-    says = {"auto": "auto, which is the host transport without it", "host": "host, over TCP"}
-    return Check(name="transport", ok=True, found=f"{says.get(channel.transport, channel.transport)}; {ran}")
 
 
 def check_temporary(

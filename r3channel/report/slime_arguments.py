@@ -94,8 +94,8 @@ def prepared(args: Namespace) -> Namespace:
             "--r3-invalid-rows mask and --r3-on-stale mask: slime's loss masks are not reached; give another policy",
         ),
         (
-            channel.transport not in ("auto", "host"),
-            f"--r3-transport {channel.transport}: slime's rollout manager owns no GPU; expected auto or host",
+            channel.transport != "tcp",
+            f"--r3-transport {channel.transport}: slime's rollout manager owns no GPU; expected tcp",
         ),
         (channel.relays != 1, f"--r3-relays {channel.relays}: the rollout manager holds one relay"),
         (

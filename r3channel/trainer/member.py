@@ -32,7 +32,7 @@ from r3channel.wire import delivery as wire
 _ACK_S = 10.0
 _PLACE = tuple(field.name for field in fields(Rendezvous))
 _FALLBACK_LIVES = 2
-"""Connections that a step may use up after it fell back to the host transport."""
+"""Connections that a step may use up after it fell back to TCP."""
 
 
 class Control(Protocol):
@@ -78,7 +78,6 @@ class Member:
         self._pinned, self._clock, self._metrics = pinned, clock, metrics
         self._link: Link | None = None
         self._group: Transport | None = None
-        self._transport = "host" if config.transport == "auto" else config.transport
         self._lives = 0
         for name in ("r3channel_buckets_total", "r3channel_group_resets_total"):
             metrics.measure(name)
@@ -102,7 +101,6 @@ class Member:
 
     def _connect(self, *, timeout_s: float) -> None:
         where = self._control.hello(dp=self._coords.dp, pp=self._coords.pp, cp=self._coords.cp)
-        self._transport = self._chosen(where)
         if self._grouped and self._config.fallback:
             self._metrics.measure("r3channel_fallback_shards_total")
         self._link = connect(
@@ -115,23 +113,16 @@ class Member:
         self._lives += 1
         self._metrics.set("r3channel_epoch", self._lives)
 
-    def _chosen(self, where: dict[str, Any]) -> str:
-        """`auto` is what the relay has, where this process can have it too: on a GPU that is not the relay's."""
-        if self._config.transport != "auto" or where["transport"] != "nccl":
-            return where["transport"] if self._config.transport == "auto" else self._config.transport
-        usable = gpu_of() not in ("", where["gpu"]) and not self._config.prefetch
-        return "nccl" if usable else "host"
-
     @property
     def _grouped(self) -> bool:
         """Do rows come over a process group?"""
-        return self._transport != "host"
+        return self._config.transport != "tcp"
 
     def receive(self, ticket: Ticket, stream: Stream, sink: Callable[[], Sink]) -> None:
         """This relay's rows of a step, verified and acknowledged, in the sink of the last attempt.
 
         Ends within `step_timeout_s` plus one bucket, or ten seconds to acknowledge. Raises a `TransportError` after
-        `max_group_failures` connections, and two more of the host transport where a process group failed; and the relay's own
+        `max_group_failures` connections, and two more over TCP alone where a process group failed; and the relay's own
         error where the step cannot be delivered.
         """
         config, failures = self._config, 0
@@ -297,7 +288,7 @@ class Member:
 
     def _join_group(self, deadline_s: float) -> None:
         """On this connection, with the relay alone."""
-        self._say(wire.GROUP, gpu=gpu_of() if self._transport == "nccl" else "")
+        self._say(wire.GROUP, gpu=gpu_of() if self._config.transport == "nccl" else "")
         values = self._hear(wire.GROUP, deadline_s, names=_PLACE)
         rendezvous = Rendezvous(**{name: values[name] for name in _PLACE})
         self._group = join(rendezvous, timeout_s=_left(deadline_s))

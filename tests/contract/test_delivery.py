@@ -50,7 +50,7 @@ from tests.samples import SPEC, random_ids, reply_for
 ROWS = 3 * sum(n - 1 for n in TOKENS.values())
 
 
-@pytest.fixture(params=["host", "gloo"])
+@pytest.fixture(params=["tcp", "gloo"])
 def make_relay(request: pytest.FixtureRequest) -> Iterator[MakeRelay]:
     with relays(transport=request.param) as make:
         yield make

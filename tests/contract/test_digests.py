@@ -316,7 +316,7 @@ class Wire:
             data_N[len(data_N) // 2] ^= 16
 
 
-@pytest.mark.parametrize("transport", ["host", "gloo"])
+@pytest.mark.parametrize("transport", ["tcp", "gloo"])
 @pytest.mark.parametrize("number", [0, 1, -1], ids=["first bucket", "second bucket", "digests"])
 def test_what_is_damaged_on_the_way_is_sent_again(
     make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch, transport: str, number: int

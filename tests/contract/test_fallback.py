@@ -1,4 +1,4 @@
-"""A process group that fails: the next connection, and after enough of them the host transport; nobody else notices.
+"""A process group that fails: the next connection, and after enough of them TCP alone; nobody else notices.
 
 The other transport has no fallback: it is what the others fall back to.
 """
@@ -114,7 +114,7 @@ def test_after_enough_failed_groups_the_step_goes_over_tcp_and_the_next_tries_th
     assert relay.metrics.value("r3channel_samples_total", outcome="delivered") == 8
 
 
-@pytest.mark.parametrize("transport", ["gloo", "host"])
+@pytest.mark.parametrize("transport", ["gloo", "tcp"])
 def test_without_a_fallback_the_step_fails_by_name_after_as_many_connections_and_is_kept(
     make_relay: MakeRelay, cable: Cable, transport: str
 ) -> None:
@@ -131,7 +131,7 @@ def test_without_a_fallback_the_step_fails_by_name_after_as_many_connections_and
 def test_a_connection_that_ends_in_the_middle_is_made_again_as_often_as_is_allowed(
     make_relay: MakeRelay, cable: Cable
 ) -> None:
-    relay = make_relay("dp=1", transport="host", max_group_failures=3)
+    relay = make_relay("dp=1", transport="tcp", max_group_failures=3)
     cable.cuts = 2
     receiver = receivers_of(relay)[0]
     check_rows(receiver.receive(sealed(relay)))
@@ -139,7 +139,7 @@ def test_a_connection_that_ends_in_the_middle_is_made_again_as_often_as_is_allow
     assert fallbacks(receiver) == 0
 
 
-@pytest.mark.parametrize("transport", ["gloo", "host"])
+@pytest.mark.parametrize("transport", ["gloo", "tcp"])
 @pytest.mark.parametrize("text", ["dp=2", "dp=1,pp=2", "dp=1,cp=2"])
 def test_the_failure_of_one_receiver_touches_no_other(
     make_relay: MakeRelay, cable: Cable, staged: list[str], transport: str, text: str
@@ -221,13 +221,13 @@ def test_two_buckets_are_staged_for_a_group_at_any_number_of_tokens(make_relay: 
 
 
 def test_a_receiver_that_wants_a_group_of_a_relay_without_one_is_refused(make_relay: MakeRelay) -> None:
-    relay = make_relay("dp=1", transport="host")
+    relay = make_relay("dp=1", transport="tcp")
     other = make_relay("dp=1")
     receiver = Receiver(
         relay, spec=relay.spec, layout=relay.layout, coords=relay.layout.coords(0), config=other.config
     )
     with pytest.raises(
-        errors.TicketMismatch, match="asks for a process group; this relay's transport is host"
+        errors.TicketMismatch, match="asks for a process group; this relay's transport is tcp"
     ):
         receiver.receive(sealed(relay))
 
@@ -269,61 +269,27 @@ def test_a_group_that_is_not_there_by_the_joins_deadline_fails_the_join(
     check_rows(receiver.receive(sealed(relay)))
 
 
-@pytest.fixture
-def proven(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """NCCL ran here; gloo carries what it would. Gives the backend of each group that is joined."""
-    joined: list[str] = []
+@pytest.mark.parametrize(("transport", "joined"), [("nccl", ["nccl", "nccl"]), ("tcp", [])])
+def test_rows_go_over_nccl_where_both_ends_ask_for_it(
+    make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch, transport: str, joined: list[str]
+) -> None:
+    backends: list[str] = []
 
     def over_gloo(rendezvous: Rendezvous, *, timeout_s: float) -> Transport:
-        joined.append(rendezvous.backend)
+        backends.append(rendezvous.backend)
         return join(replace(rendezvous, backend="gloo"), timeout_s=timeout_s)
 
-    monkeypatch.setattr("r3channel.relay.delivery.proof.why_not", lambda device: "")
     monkeypatch.setattr("r3channel.relay.delivery.DeviceStaging", lambda device: HostStaging())
     monkeypatch.setattr("r3channel.relay.delivery.gpu_of", lambda device: "the relay's")
+    monkeypatch.setattr("r3channel.trainer.member.gpu_of", lambda: "its own")
     monkeypatch.setattr("r3channel.relay.delivery.join", over_gloo)
     monkeypatch.setattr("r3channel.trainer.member.join", over_gloo)
-    return joined
-
-
-@pytest.mark.parametrize(
-    ("gpu", "options", "taken"),
-    [
-        ("its own", {}, "nccl"),
-        ("the relay's", {}, "host"),
-        ("", {}, "host"),
-        ("its own", {"prefetch": True}, "host"),
-        ("its own", {"transport": "host"}, "host"),
-    ],
-)
-def test_auto_is_nccl_where_it_has_run_and_both_ends_have_a_gpu_of_their_own(
-    make_relay: MakeRelay,
-    proven: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    gpu: str,
-    options: Any,
-    taken: str,
-) -> None:
-    monkeypatch.setattr("r3channel.trainer.member.gpu_of", lambda: gpu)
-    relay = make_relay("dp=1", transport="auto")
-    config = replace(relay.config, **options)
-    receiver = Receiver(
-        relay, spec=relay.spec, layout=relay.layout, coords=relay.layout.coords(0), config=config
-    )
+    relay = make_relay("dp=1", transport="nccl")
+    at, config = relay.layout.coords(0), replace(relay.config, transport=transport)
+    receiver = Receiver(relay, spec=relay.spec, layout=relay.layout, coords=at, config=config)
     receiver.join(timeout_s=LIMIT_S)
     check_rows(receiver.receive(sealed(relay)))
-    assert proven == (["nccl"] * 2 if taken == "nccl" else []) and fallbacks(receiver) == 0
-
-
-@pytest.mark.parametrize("options", [{}, {"prefetch": True}])
-def test_auto_is_the_host_transport_where_nccl_never_ran(
-    make_relay: MakeRelay, caplog: pytest.LogCaptureFixture, options: dict[str, Any]
-) -> None:
-    with caplog.at_level("INFO", logger="r3channel.relay.delivery"):
-        relay = make_relay("dp=1", transport="auto", **options)
-    assert relay.hello(dp=0, pp=0)["transport"] == "host"
-    assert ("prefetch is on" if options else "no CUDA device 0") in caplog.text
-    check_rows(receivers_of(relay)[0].receive(sealed(relay)))
+    assert backends == joined and fallbacks(receiver) == 0
 
 
 def test_a_receiver_on_the_relays_own_gpu_is_refused_by_name(
@@ -336,6 +302,6 @@ def test_a_receiver_on_the_relays_own_gpu_is_refused_by_name(
     relay = make_relay("dp=1", transport="nccl", device=3)
     (receiver,) = receivers_of(relay)
     for call in (lambda: receiver.join(timeout_s=LIMIT_S), lambda: receiver.receive(sealed(relay))):
-        with pytest.raises(errors.ConfigError, match=r"\(0, 0, 0\) uses GPU GPU-3.*transport='host'") as told:
+        with pytest.raises(errors.ConfigError, match=r"\(0, 0, 0\) uses GPU GPU-3.*transport='tcp'") as told:
             call()
         assert told.value.ranks == ((0, 0, 0),)

@@ -16,7 +16,7 @@ from tests.delivery import sealed as sealed_with
 from tests.samples import SPEC
 
 
-@pytest.fixture(params=["host", "gloo"])
+@pytest.fixture(params=["tcp", "gloo"])
 def relay(request: pytest.FixtureRequest) -> Iterator[Relay]:
     with relays(transport=request.param, prefetch=True) as make:
         yield make("dp=1")

@@ -175,7 +175,7 @@ def relays_of(ticket: Ticket) -> set[int]:
 
 
 @pytest.mark.parametrize("relays", [1, 2, 3])
-@pytest.mark.parametrize("transport", ["host", "gloo"])
+@pytest.mark.parametrize("transport", ["tcp", "gloo"])
 @pytest.mark.parametrize("layout", ["dp=2,pp=2", "dp=2,cp=2,packing=thd"])
 def test_every_rank_holds_what_one_relay_would_have_sent(
     make_place: MakePlace, relays: int, layout: str, transport: str

@@ -189,7 +189,7 @@ def be_relay(pipe: Connection, folder: Path, point: str) -> None:
         pipe.send("closed")
 
 
-def be_receiver(pipe: Connection, rank: int, point: str, transport: str = "host") -> None:
+def be_receiver(pipe: Connection, rank: int, point: str, transport: str = "tcp") -> None:
     """Receives what it is told to, from whatever relay there is."""
     if point in AT_RECEIVER:
         AT_RECEIVER[point]()

@@ -29,7 +29,7 @@ from tests.samples import SPEC
 pytestmark = pytest.mark.dist
 
 
-@pytest.fixture(params=["host", "gloo"])
+@pytest.fixture(params=["tcp", "gloo"])
 def relay(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Relay]:
     relay = Relay(SPEC, LAYOUT, ChannelConfig(transport=request.param, store_dir=str(tmp_path), **CONFIG))
     fill(relay)

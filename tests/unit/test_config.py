@@ -92,7 +92,7 @@ def test_a_variable_of_another_kind_is_named() -> None:
     "values",
     [
         {"transport": "mpi"},
-        {"transport": "tcp"},
+        {"transport": "auto"},
         {"fallback": "object_store"},
         {"invalid_rows": "drop"},
         {"on_missing": "drop"},

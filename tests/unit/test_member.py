@@ -120,7 +120,6 @@ class Stage:
             "port": self.listener.port,
             "token": self.token.hex(),
             "run": "run",
-            "transport": "host",
             "gpu": "",
         }
 
@@ -362,7 +361,7 @@ class Nobody:
 
     def hello(self, **_: int) -> dict[str, Any]:
         host, port = self.socket.getsockname()
-        return {"host": host, "port": port, "token": "00" * 32, "run": "run", "transport": "host"}
+        return {"host": host, "port": port, "token": "00" * 32, "run": "run"}
 
 
 def test_a_join_ends_within_its_limit_where_nobody_answers() -> None:

@@ -214,7 +214,7 @@ class Nowhere:
         with socket.socket() as gone:
             gone.bind(("127.0.0.1", 0))
             port = gone.getsockname()[1]
-            return {"host": "127.0.0.1", "port": port, "token": "00" * 32, "run": "run", "transport": "host"}
+            return {"host": "127.0.0.1", "port": port, "token": "00" * 32, "run": "run"}
 
 
 def test_an_attach_that_cannot_join_leaves_no_hook(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ class Sample:
 
 @pytest.fixture
 def rows() -> Iterator[SampleRows]:
-    relay = Relay(SPEC, TrainerLayout(), ChannelConfig(transport="host", step_timeout_s=0.5))
+    relay = Relay(SPEC, TrainerLayout(), ChannelConfig(transport="tcp", step_timeout_s=0.5))
     try:
         yield SampleRows(relay)
     finally:

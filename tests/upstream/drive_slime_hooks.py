@@ -182,7 +182,7 @@ def channel(model: str) -> dict[str, Any]:
     """A whole rollout through slime's manager: the decoder, the relay in its actor, the split, the ticket."""
     args = parse("--rollout-data-transport", f"{GLUE}.ChannelTransport", "--hf-checkpoint", model)
     args.rollout_routed_experts_decoder_path = f"{GLUE}.decode"
-    args.r3_transport, args.r3_record, args.r3_delivery = "host", f"{model}/recording", "direct"
+    args.r3_transport, args.r3_record, args.r3_delivery = "tcp", f"{model}/recording", "direct"
     manager = manager_of(args)
     boxes = manager.generate(0)
     parts = ray.get([box.inner for box in boxes])
