@@ -12,7 +12,14 @@ from r3channel.plan.rows import Ints
 from r3channel.plan.shards import Shard
 from r3channel.plan.stream import Stream
 from r3channel.plan.ticket import Ticket
+from r3channel.routing import Ids
 from r3channel.wire.digest import HostRuns, TorchRuns, column_digests, column_digests_torch
+
+
+def uploaded(values: Ids, device: torch.device) -> torch.Tensor:
+    """An array on the routers' device, through pinned memory: with pageable memory CUDA waits until the copy's turn has come."""
+    host = torch.from_numpy(values)
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
 class HandedRows:
@@ -109,6 +116,6 @@ class HandedRows:
                 rows=len(ids_RK),
                 samples=samples,
                 spec=self._shard.spec,
-                tensor=lambda values: torch.from_numpy(values).to(ids_RK.device, non_blocking=True),
+                tensor=lambda values: uploaded(values, ids_RK.device),
             )
         return self._on_device[microbatch]

@@ -12,7 +12,7 @@ from r3channel.plan.masks import read_masks
 from r3channel.plan.shards import Shard
 from r3channel.plan.ticket import Ticket
 from r3channel.routing import Ids
-from r3channel.trainer.handed import HandedRows
+from r3channel.trainer.handed import HandedRows, uploaded
 from r3channel.trainer.staleness import UNKNOWN, Staleness
 
 _TORCH_DTYPES = {np.dtype(np.uint8): torch.uint8, np.dtype(np.int16): torch.int16}
@@ -92,13 +92,14 @@ class RankShard:
         if microbatch not in self._counted:
             sample_R, position_R = self.shard.row_map(microbatch, tp=self.tp)
             counted_R = (sample_R >= 0) & ~self._invalid(microbatch, sample_R, position_R)
-            self._counted[microbatch] = self._to_device(counted_R)
+            self._counted[microbatch] = uploaded(counted_R, self.data_N.device)
         return self._counted[microbatch]
 
     def padding_rows(self, microbatch: int) -> torch.Tensor:
         """[rows] bool of the rows that are no engine's: padding, and the last token of each sample."""
         if microbatch not in self._padding:
-            self._padding[microbatch] = self._to_device(self.shard.row_map(microbatch, tp=self.tp)[0] < 0)
+            padding_R = self.shard.row_map(microbatch, tp=self.tp)[0] < 0
+            self._padding[microbatch] = uploaded(padding_R, self.data_N.device)
         return self._padding[microbatch]
 
     def padding_mask(self, microbatch: int) -> torch.Tensor:
@@ -148,7 +149,7 @@ class RankShard:
                 "the last stage, where sampling_masks is set on the relay"
             )
         offsets, ids = self._masks[microbatch]
-        return self._to_device(offsets), self._to_device(ids)
+        return uploaded(offsets, self.data_N.device), uploaded(ids, self.data_N.device)
 
     def lags(self, microbatch: int) -> torch.Tensor:
         """[b, s / cp] int64: weight updates between each token's row and the trainer; `staleness.UNKNOWN` on padding, on a
@@ -209,11 +210,7 @@ class RankShard:
         live_R = self._invalid(microbatch, sample_R, position_R)
         if self.ticket.layout.pad_policy == "native":
             live_R = live_R | (sample_R < 0)
-        return self._to_device(live_R) if live_R.any() else None
-
-    def _to_device(self, values: Ids) -> torch.Tensor:
-        """Without waiting: a copy from pageable memory has read it when it returns."""
-        return torch.from_numpy(values).to(self.data_N.device, non_blocking=True)
+        return uploaded(live_R, self.data_N.device) if live_R.any() else None
 
     def _invalid(self, microbatch: int, sample: Ids, position: Ids) -> Ids:
         """Where (sample, position) lies in a range without routing; any shape."""

@@ -1,4 +1,4 @@
-"""Finds operations that make a thread wait for the device: copies that block, and reads of a value.
+"""Finds operations that make a thread wait for the device: copies that block, uploads from pageable memory, reads of a value.
 
 On `meta` tensors there is nothing to read, so what is not recorded here fails there.
 """
@@ -35,11 +35,17 @@ class HostCopies(TorchDispatchMode):
         return any(index is not None and index.dtype == torch.bool for index in indices)
 
     def _copies_and_waits(self, name: str, args: Any, kwargs: Any) -> bool:
-        """Between host and device in either direction: torch waits for both, unless it is told not to."""
+        """Between host and device in either direction: torch waits for both, unless it is told not to. CUDA waits for the stream
+        whatever it is told where the host's memory is pageable."""
         if name == "_to_copy":
             other = torch.device(kwargs.get("device") or args[0].device).type != args[0].device.type
-            return other and not kwargs.get("non_blocking", False)
+            return other and (not kwargs.get("non_blocking", False) or _is_pageable(args[0]))
         if name == "copy_":
             blocks = not (kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
-            return args[0].device.type != args[1].device.type and blocks
+            return args[0].device.type != args[1].device.type and (blocks or _is_pageable(args[1]))
         return False
+
+
+def _is_pageable(source: torch.Tensor) -> bool:
+    """Copies to the host are not judged: what they are written into is made by torch."""
+    return source.device.type == "cpu" and not source.is_pinned()

@@ -94,6 +94,26 @@ def passes(rank: RankShard, model: Layers, step: Any, device: str) -> None:
         loss.backward()
 
 
+@pytest.fixture
+def pinning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing can be pinned without a GPU: what would be is marked."""
+
+    def pinned(host: torch.Tensor) -> torch.Tensor:
+        copy = host.clone()
+        copy.is_pinned = lambda: True  # type: ignore[method-assign]
+        return copy
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pinned)
+
+
+def test_an_upload_from_pageable_memory_is_seen() -> None:
+    with watched() as waits:
+        torch.zeros(3).to("meta", non_blocking=True)
+        torch.zeros(3, device="meta").copy_(torch.zeros(3), non_blocking=True)
+    assert waits == ["_to_copy", "copy_"]
+
+
+@pytest.mark.usefixtures("pinning")
 @pytest.mark.parametrize("audited", [True, False], ids=["audit", "no audit"])
 def test_no_pass_of_a_step_waits_for_the_device(audited: bool) -> None:
     class Enough(Exception):
