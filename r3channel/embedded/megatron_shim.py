@@ -148,8 +148,9 @@ def _splits() -> None:
         _put(module, "maybe_move_tensor_to_cpu", _as_host)
 
 
-def _te_general_gemm() -> None:
-    # 0.16.1 leaves this name undefined without Transformer Engine (moe_utils.py:1192).
+def name_te_general_gemm() -> None:
+    """0.16.1 leaves this name undefined without Transformer Engine, and no setting keeps its routers from asking for it
+    (moe_utils.py:1192). None, as it is with an old engine: torch multiplies."""
     module = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     if not hasattr(module, "te_general_gemm"):
         _put(module, "te_general_gemm", None)
@@ -194,7 +195,7 @@ _PATCHES: tuple[Callable[[], None], ...] = (
     _tensor_type,
     _rng,
     _splits,
-    _te_general_gemm,
+    name_te_general_gemm,
     _engine_types,
     _model_types,
     declare_torchvision_operators,

@@ -1,4 +1,5 @@
-"""`make gpu DEVICE=cpu`: the command that is run once where a GPU is at hand must not be broken then."""
+"""`make gpu`, which is run once where a GPU is at hand and must not be broken then: in small on a CPU, and its own way as far as
+no kernel is needed, where only the packages of an image with CUDA can be imported."""
 
 from __future__ import annotations
 
@@ -7,24 +8,78 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.dist.ranks import ROOT
 from tests.gpu.run import CHECKS
 
-pytestmark = [pytest.mark.dist, pytest.mark.full, pytest.mark.timeout(600)]
-ON_A_CPU = {"tests": "not run", "staging": "not run"}
+pytestmark = [pytest.mark.dist, pytest.mark.full, pytest.mark.timeout(1800)]
+ON_A_CPU = {"tests": "not run", "staging": "not run", "host_path_cost": "not run"}
+EMULATED = ROOT / "tests/gpu/emulated"
+ENDS = {
+    "replay": "NeedsKernel: only a GPU has a profile of its own",
+    "capture": "NeedsKernel: only a GPU has Triton's kernels",
+    "capture_cost": "NeedsKernel: only a GPU has Triton's kernels",
+    "group": "only a GPU has NCCL",
+}
+"""What the checks ask for that nothing stands in for; the others pass."""
+WRONG = ("NeedsKernel", "AssertionError: on the host", "AssertionError: pageable")
+"""How tests of `tests/gpu` may end without a GPU."""
+
+
+def command(out: Path, *options: str, path: tuple[Path, ...] = (ROOT,)) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "tests.gpu.run", "--out", str(out), *options]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1700)
 
 
 def test_every_check_runs_in_small_without_a_gpu_or_says_why_not(tmp_path: Path) -> None:
-    out = tmp_path / "gpu.json"
-    command = [sys.executable, "-m", "tests.gpu.run", "--device", "cpu", "--out", str(out)]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    child = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=560)
+    child = command(out := tmp_path / "gpu.json", "--device", "cpu")
     assert child.returncode == 0, child.stdout + child.stderr
     found = json.loads(out.read_text())["checks"]
     wanted = {check.name: ON_A_CPU.get(check.name, "passed") for check in CHECKS}
     assert {one["name"]: one["status"] for one in found} == wanted
     assert all(one["why"] for one in found if one["status"] == "not run")
+    assert all(one["figures"] for one in found if one["status"] == "passed")
     assert len(child.stdout.splitlines()) == 1 + len(found), "a line each, after the machine's"
+
+
+def test_on_an_image_with_cuda_each_check_goes_on_until_it_needs_a_kernel(tmp_path: Path) -> None:
+    child = command(out := tmp_path / "gpu.json", "--device", "cuda", "--small", path=(EMULATED, ROOT))
+    assert child.returncode == 1, child.stdout + child.stderr
+    found = json.loads(out.read_text())
+    assert found["machine"]["CUDA"] == "13.0" and found["machine"]["missing"] == []
+    rows: dict[str, dict[str, Any]] = {row["name"]: row for row in found["checks"]}
+    for name, row in rows.items():
+        if name in ENDS:
+            assert row["status"] == "failed" and row["traceback"].strip().endswith(ENDS[name]), row
+    assert rows["pair"]["why"] == "needs 2 GPU(s), torch sees 1"
+    failed = rows["tests"]["figures"]["failed"]
+    assert failed and all(any(end in why for end in WRONG) for why in failed.values()), failed
+    others = rows.keys() - ENDS.keys() - {"pair", "tests"}
+    assert {name: rows[name]["why"] for name in others if rows[name]["status"] != "passed"} == {}
+    gradients = [name for name in rows["replay"]["figures"] if name.endswith("gradients, relative")]
+    assert len(gradients) == 12, "all models, before the audit asks for a profile"
+
+
+def test_the_emulated_image_has_no_package_of_ours_beyond_the_wheels() -> None:
+    ask = "import json, sys; from importlib.util import find_spec; print(json.dumps([n for n in sys.argv[1:] if find_spec(n)]))"
+    there = ["torch", "transformers", "sglang", "megatron.core", "lz4", "numba", "triton", "pytest"]
+    gone = [
+        "ray",
+        "mbridge",
+        "transformer_engine",
+        "nixl_cu12",
+        "xgrammar",
+        "fastapi",
+        "openai",
+        "flashinfer",
+        "msgpack",
+    ]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (EMULATED, ROOT)))}
+    child = subprocess.run(
+        [sys.executable, "-c", ask, *there, *gone], env=env, capture_output=True, text=True, timeout=120
+    )
+    assert json.loads(child.stdout.splitlines()[-1]) == there, child.stderr

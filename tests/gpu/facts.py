@@ -1,32 +1,58 @@
-"""What a check found, as its last line of output; `tests.gpu.run` reads it. `python -m tests.gpu.facts NAME cuda` runs one."""
+"""What a check measured. Each figure is printed at once, so that a check that raises, hangs or dies leaves those it had.
+
+`python -m tests.gpu.facts NAME DEVICE [small]` runs one; the last line that begins with ANSWER counts.
+"""
 
 from __future__ import annotations
 
+import faulthandler
 import json
+import signal
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
 ANSWER = "R3CHANNEL-GPU "
+COST = "_cost"
+"""Ends the name of a check of what something costs: a module's `cost`, beside its `check`."""
 
 
 class Facts:
-    """Collects figures, and what is not as it should be."""
+    """Figures, what is wrong, and what costs more than it should."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, small: bool = True) -> None:
+        self.small = small
+        """The sizes of a CPU; its times say nothing, so no limit is judged."""
         self.figures: dict[str, Any] = {}
         self.wrong: list[str] = []
+        """What must hold on every machine."""
+        self.missed: list[str] = []
+        """Limits of time."""
         self.left_out: list[str] = []
         """What means nothing on this device, and why."""
         self.not_run = ""
         """Why all of it means nothing here."""
+        self.traceback = ""
+
+    def note(self, name: str, value: Any) -> None:
+        self.figures[name] = value
+        self.tell()
 
     def expect(self, name: str, value: Any, holds: bool, wanted: str) -> None:
-        self.figures[name] = value
         if not holds:
             self.wrong.append(f"{name} is {value}, expected {wanted}")
+        self.note(name, value)
+
+    def limit(self, name: str, value: float, holds: bool, wanted: str) -> None:
+        if not holds and not self.small:
+            self.missed.append(f"{name} is {value:.4g}, wanted {wanted}")
+        self.note(name, value)
+
+    def tell(self) -> None:
+        print("\n" + ANSWER + json.dumps(vars(self)), flush=True)
 
 
 @contextmanager
@@ -41,7 +67,17 @@ def silence() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
+def main(name: str, device: str, *sizes: str) -> int:
+    faulthandler.register(signal.SIGUSR1)
+    facts = Facts(small=bool(sizes))
+    try:
+        module = import_module(f"tests.gpu.checks.{name.removesuffix(COST)}")
+        (module.cost if name.endswith(COST) else module.check)(device, facts)
+    except Exception:  # whatever it is: what was measured before stays
+        facts.traceback = traceback.format_exc()
+    facts.tell()
+    return int(bool(facts.traceback))
+
+
 if __name__ == "__main__":
-    facts = Facts()
-    import_module(f"tests.gpu.checks.{sys.argv[1]}").check(sys.argv[2], facts)
-    print(ANSWER + json.dumps(vars(facts)), flush=True)
+    sys.exit(main(*sys.argv[1:]))

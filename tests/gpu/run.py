@@ -4,7 +4,9 @@
 
 Each check is a process of its own, so that one that hangs, aborts or patches takes nothing with it. With `--device cpu` the same
 checks run in small, so that the command works when a GPU is at hand. Nothing but Python is needed to start: what is missing is
-named. The exit status is 1 where a check failed, or could not run here for want of a package or of any GPU.
+named. A row has what was measured, whatever its verdict: `passed`; `missed`, right but beyond a limit of time; `failed`, wrong,
+too late, or ended by an error, whose traceback it has; `not run`. The exit status is 1 where a check failed, or could not run
+here for want of a package or of any GPU; not where one is slow.
 """
 
 from __future__ import annotations
@@ -13,21 +15,25 @@ import argparse
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.facts import ANSWER
+from tests.gpu.facts import ANSWER, Facts
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 540.0
 PACKAGE = ("numpy", "xxhash", "lz4", "torch")
+_TAIL = 6000
+"""What is kept of the errors of a check that died."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +47,8 @@ class Check:
     only_on: str = ""
     """The device without which it says nothing."""
     gpus: int = 1
+    limit_s: float
+    """It has so much in any case, and what those before it left."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -48,57 +56,67 @@ class Outcome:
     name: str
     about: str
     status: str
-    """passed, failed, not run."""
+    """passed, missed, failed, not run."""
     why: str = ""
     unfit: bool = False
     """This machine lacks what each machine for this command must have."""
     seconds: float = 0.0
     figures: dict[str, Any] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
+    traceback: str = ""
 
     def line(self) -> str:
         figures = ", ".join(f"{name}: {value}" for name, value in self.figures.items())
         parts = [self.why, figures if len(figures) <= 300 else f"{len(self.figures)} figures", *self.left_out]
         told = "; ".join(part for part in parts if part)
-        return f"{self.name:<9} {self.status:<11} {self.seconds:5.1f} s  {self.about}: {told}"
+        return f"{self.name:<14} {self.status:<11} {self.seconds:5.1f} s  {self.about}: {told}"
 
 
+SGLANG, MEGATRON = (*PACKAGE, "sglang", "h11"), (*PACKAGE, "megatron.core")
 CHECKS = (
-    Check(name="tests", about="tests/gpu", needs=(*PACKAGE, "pytest", "pytest_timeout")),
-    Check(name="staged", about="capturer for SGLang 0.5.9"),
-    Check(name="staging", about="one staging object", only_on="cuda"),
-    Check(name="actor", about="relay and trainer on one GPU"),
-    Check(name="group", about="our group beside the default one"),
-    Check(name="pair", about="relay and receiver, a GPU each", gpus=2),
-    Check(name="capture", about="FrameCapturer under SGLang's TopK", needs=(*PACKAGE, "sglang", "h11")),
-    Check(name="host_path", about="host to pinned to device"),
-    Check(name="replay", about="Megatron, world of one", needs=(*PACKAGE, "megatron.core")),
+    Check(name="replay", about="Megatron, world of one", needs=MEGATRON, limit_s=110),
+    Check(name="capture", about="FrameCapturer under SGLang's TopK", needs=SGLANG, limit_s=80),
+    Check(name="host_path", about="host to pinned to device", limit_s=60),
+    Check(name="group", about="our group beside the default one", limit_s=45),
+    Check(name="actor", about="relay and trainer on one GPU", limit_s=50),
+    Check(name="pair", about="relay and receiver, a GPU each", gpus=2, limit_s=40),
+    Check(name="tests", about="tests/gpu", needs=(*PACKAGE, "pytest", "pytest_timeout"), limit_s=30),
+    Check(name="staging", about="one staging object", only_on="cuda", limit_s=15),
+    Check(name="staged", about="capturer for SGLang 0.5.9", limit_s=20),
+    Check(name="replay_cost", about="a step, of one without replay", needs=MEGATRON, limit_s=40),
+    Check(name="capture_cost", about="a pass, of one without capture", needs=SGLANG, limit_s=30),
+    Check(name="host_path_cost", about="the copy, of the whole way", only_on="cuda", limit_s=20),
 )
-"""The long ones last: what is over the limit is theirs."""
+"""What proves that rows are right comes first, what it costs last."""
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="make gpu", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument(
+        "--small", action="store_true", help="the sizes of a CPU: a first look in two minutes"
+    )
     parser.add_argument("--wheels", type=Path, help="folder of wheels for what this machine lacks")
     parser.add_argument("--out", type=Path, default=Path("gpu.json"))
     parser.add_argument("names", nargs="*", choices=[[], *(check.name for check in CHECKS)])
     options = parser.parse_args(arguments)
-    end_s = time.monotonic() + LIMIT_S
+    options.small |= options.device == "cpu"
+    slow = 4 if options.small else 1  # a CPU that others work on, too
+    chosen = [check for check in CHECKS if not options.names or check.name in options.names]
     with tempfile.TemporaryDirectory(prefix="r3channel-gpu-") as site:
-        path = os.pathsep.join((str(ROOT), site))
+        path = os.pathsep.join(filter(None, (str(ROOT), site, os.environ.get("PYTHONPATH"))))
         environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
         if options.wheels is not None:
             install(options.wheels, Path(site))
         machine = look_at(environment)
         print(f"on {', '.join(f'{name} {value}' for name, value in machine.items())}", flush=True)
-        outcomes = []
-        for check in CHECKS:
-            if not options.names or check.name in options.names:
-                outcomes.append(run(check, options.device, environment, machine, end_s))
-                print(outcomes[-1].line(), flush=True)
-    result = {"device": options.device, "machine": machine, "checks": [*map(asdict, outcomes)]}
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+        outcomes, end_s = list[Outcome](), time.monotonic() + LIMIT_S * slow
+        for number, check in enumerate(chosen, start=1):
+            kept_s = sum(later.limit_s for later in chosen[number:]) * slow
+            outcomes.append(run(check, options, environment, machine, end_s - kept_s))
+            print(outcomes[-1].line(), flush=True)
+            result = {"device": options.device, "machine": machine, "checks": [*map(asdict, outcomes)]}
+            options.out.write_text(json.dumps(result, indent=1) + "\n")
     return int(any(one.status == "failed" or one.unfit for one in outcomes))
 
 
@@ -155,8 +173,13 @@ def driver() -> str:
 
 
 def run(
-    check: Check, device: str, environment: Mapping[str, str], machine: Mapping[str, Any], end_s: float
+    check: Check,
+    options: argparse.Namespace,
+    environment: Mapping[str, str],
+    machine: Mapping[str, Any],
+    end_s: float,
 ) -> Outcome:
+    device: str = options.device
     outcome = Outcome(name=check.name, about=check.about, status="not run")
     missing = [name for name in check.needs if name in machine["missing"]]
     left_s = end_s - time.monotonic()
@@ -168,24 +191,38 @@ def run(
     elif device == "cuda" and machine["GPUs"] < check.gpus:
         outcome.why = f"needs {check.gpus} GPU(s), torch sees {machine['GPUs']}"
     elif left_s < 1:
-        outcome.why = f"the {LIMIT_S:.0f} s were over"
+        outcome.why = "the checks before it took all the time"
     else:
         begin = time.monotonic()
-        told(outcome, child(check, device, environment, timeout_s=left_s))
+        told(outcome, child(check, options, environment, timeout_s=left_s))
         outcome.seconds = round(time.monotonic() - begin, 1)
     return outcome
 
 
 def child(
-    check: Check, device: str, environment: Mapping[str, str], *, timeout_s: float
+    check: Check, options: argparse.Namespace, environment: Mapping[str, str], *, timeout_s: float
 ) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tests.gpu.facts", check.name, device]
+    """Ends with all that the check has started, by `timeout_s` at the latest."""
+    command = [sys.executable, "-m", "tests.gpu.facts", check.name, options.device]
+    command += ["small"] * options.small
     if "sglang" in check.needs:
-        environment = engine_environment(device, environment)
-    try:
-        return subprocess.run(command, **_read(environment), timeout=timeout_s, check=False)
-    except subprocess.TimeoutExpired:
-        return subprocess.CompletedProcess(command, -1, "", f"still running after {timeout_s:.0f} s")
+        environment = engine_environment(options.device, environment)
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
+        streams: dict[str, Any] = {"stdout": out, "stderr": errors, "start_new_session": True}
+        process, note = subprocess.Popen(command, env=dict(environment), cwd=ROOT, **streams), ""
+        try:
+            process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGUSR1)  # it says where each of its threads is
+            time.sleep(1)
+            note = f"\nstill running after {timeout_s:.0f} s"
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        out.seek(0)
+        errors.seek(0)
+        return subprocess.CompletedProcess(command, process.returncode, out.read(), errors.read() + note)
 
 
 def engine_environment(device: str, environment: Mapping[str, str]) -> dict[str, str]:
@@ -199,16 +236,18 @@ def engine_environment(device: str, environment: Mapping[str, str]) -> dict[str,
 
 
 def told(outcome: Outcome, ended: subprocess.CompletedProcess[str]) -> None:
-    """What a check's last line says; a check that says nothing has failed."""
+    """What a check said before it ended; one that says nothing, or ends otherwise than by itself, has failed."""
     answers = [line for line in ended.stdout.splitlines() if line.startswith(ANSWER)]
-    if ended.returncode or not answers:
-        last = [line.strip() for line in ended.stderr.splitlines() if line.strip()][-1:]
-        outcome.status, outcome.why = "failed", f"ended with {ended.returncode}: {''.join(last)[:500]}"
-        return
-    facts = json.loads(answers[-1].removeprefix(ANSWER))
+    facts = vars(Facts()) | (json.loads(answers[-1].removeprefix(ANSWER)) if answers else {})
     outcome.figures, outcome.left_out = facts["figures"], facts["left_out"]
-    outcome.status = "failed" if facts["wrong"] else "not run" if facts["not_run"] else "passed"
-    outcome.why = "; ".join(facts["wrong"]) or facts["not_run"]
+    wrong, missed = [*facts["wrong"]], facts["missed"]
+    if ended.returncode or not answers:
+        outcome.traceback = facts["traceback"] or ended.stderr[-_TAIL:]
+        last = [line.strip() for line in outcome.traceback.splitlines() if line.strip()][-1:]
+        wrong.append(f"ended with {ended.returncode}: {''.join(last)[:500]}")
+    verdicts = {"failed": wrong, "missed": missed, "not run": facts["not_run"], "passed": True}
+    outcome.status = next(verdict for verdict, holds in verdicts.items() if holds)
+    outcome.why = "; ".join([*wrong, *missed]) or facts["not_run"]
 
 
 if __name__ == "__main__":

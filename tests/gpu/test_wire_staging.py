@@ -45,7 +45,7 @@ class OneDevice(Transport):
         self.sent: queue.SimpleQueue[tuple[torch.Tensor, Any]] = queue.SimpleQueue()
 
     def start_send(self, dst: int, data_N: torch.Tensor) -> Pending:
-        assert data_N.is_cuda
+        assert data_N.is_cuda, "on the host"
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             torch.cuda._sleep(SLOW_CYCLES)
@@ -55,7 +55,7 @@ class OneDevice(Transport):
         return Deferred(lambda timeout_s: done.synchronize())
 
     def start_recv(self, src: int, out_N: torch.Tensor) -> Pending:
-        assert out_N.is_pinned()
+        assert out_N.is_pinned(), "pageable"
 
         def run(timeout_s: float) -> None:
             copied, done = self.sent.get(timeout=timeout_s)

@@ -1,11 +1,16 @@
-"""The command that checks the GPU paths: it names what it cannot run, and what fails. The checks run in tests/dist."""
+"""The command that checks the GPU paths: what a row says, and what ends the run. The checks themselves run in tests/dist."""
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import subprocess
 import time
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests.gpu import run as command
 from tests.gpu.facts import ANSWER, Facts
@@ -14,14 +19,39 @@ STAGED = next(check for check in command.CHECKS if check.name == "staged")
 MACHINE: dict[str, Any] = {"missing": [], "GPUs": 1}
 
 
+def options_of(device: str) -> argparse.Namespace:
+    return argparse.Namespace(device=device, small=True)
+
+
 def outcome_of(check: command.Check, device: str, **machine: Any) -> command.Outcome:
-    return command.run(check, device, {}, {**MACHINE, **machine}, time.monotonic() + 60)
+    return command.run(check, options_of(device), {}, {**MACHINE, **machine}, time.monotonic() + 60)
 
 
-def told(stdout: str, *, returncode: int = 0, stderr: str = "") -> command.Outcome:
+def ended(facts: Facts, *, returncode: int = 0, stderr: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.CompletedProcess([], returncode, f"noise\n{ANSWER}{json.dumps(vars(facts))}\n", stderr)
+
+
+def told(process: subprocess.CompletedProcess[str]) -> command.Outcome:
     outcome = command.Outcome(name="x", about="y", status="not run")
-    command.told(outcome, subprocess.CompletedProcess([], returncode, stdout, stderr))
+    command.told(outcome, process)
     return outcome
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Any:
+    """Runs a check of its own from its source, for so many seconds."""
+
+    def run(source: str, *, limit_s: float = 60) -> command.Outcome:
+        folder = tmp_path / "tests/gpu/checks"
+        folder.mkdir(parents=True)
+        (folder / "written.py").write_text(
+            f"import subprocess, time\ndef check(device, facts):\n    {source}\n"
+        )
+        check = command.Check(name="written", about="", limit_s=limit_s)
+        environment = {**os.environ, "PYTHONPATH": f"{command.ROOT}:{tmp_path}"}
+        return command.run(check, options_of("cpu"), environment, MACHINE, time.monotonic() + limit_s)
+
+    return run
 
 
 def test_what_is_not_installed_is_named_in_the_line_and_is_no_success() -> None:
@@ -33,22 +63,84 @@ def test_what_is_not_installed_is_named_in_the_line_and_is_no_success() -> None:
 def test_a_machine_without_a_gpu_is_no_success_and_one_gpu_too_few_is() -> None:
     none = outcome_of(STAGED, "cuda", GPUs=0)
     assert "torch sees 0" in none.line() and none.unfit
-    two = command.Check(name="staged", about="", gpus=2)
+    two = command.Check(name="staged", about="", gpus=2, limit_s=1)
     few = outcome_of(two, "cuda", GPUs=1)
     assert few.status == "not run" and "needs 2 GPU(s), torch sees 1" in few.line() and not few.unfit
 
 
-def test_no_check_begins_after_the_time_is_over() -> None:
-    outcome = command.run(STAGED, "cpu", {}, MACHINE, time.monotonic() - 1)
-    assert outcome.status == "not run" and "540 s were over" in outcome.line()
+def test_what_proves_rows_right_comes_first_and_all_fit_into_the_limit() -> None:
+    names = [check.name for check in command.CHECKS]
+    costs = [name for name in names if name.endswith("_cost")]
+    assert names[:4] == ["replay", "capture", "host_path", "group"] and names[-len(costs) :] == costs
+    assert sum(check.limit_s for check in command.CHECKS) <= command.LIMIT_S == 540
 
 
-def test_a_check_that_dies_says_nothing_or_finds_something_wrong_has_failed() -> None:
-    facts = Facts()
+def test_a_check_keeps_its_own_time_whatever_those_before_it_took(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: dict[str, float] = {}
+
+    def child(check: command.Check, *_: Any, timeout_s: float) -> subprocess.CompletedProcess[str]:
+        limits[check.name] = timeout_s
+        clock[0] += timeout_s  # each takes all that it may
+        return ended(Facts())
+
+    clock = [0.0]
+    monkeypatch.setattr(command, "child", child)
+    monkeypatch.setattr(command, "look_at", lambda environment: {**MACHINE, "GPUs": 2})
+    monkeypatch.setattr(command.time, "monotonic", lambda: clock[0])
+    assert command.main(["--out", str(tmp_path / "gpu.json")]) == 0
+    assert limits == {check.name: check.limit_s for check in command.CHECKS}
+    outcome = command.run(STAGED, options_of("cuda"), {}, MACHINE, clock[0])
+    assert outcome.status == "not run" and "took all the time" in outcome.line()
+
+
+def test_a_missed_limit_fails_its_row_and_not_the_run_and_a_wrong_one_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts, out = Facts(small=False), tmp_path / "gpu.json"
+    facts.limit("replay, percent of a step", 3.25, False, "at most 1")
+    facts.limit("copy", 0.01, True, "at most 0.1")
+    monkeypatch.setattr(command, "child", lambda *_, **__: ended(facts))
+    monkeypatch.setattr(command, "look_at", lambda environment: MACHINE)
+    assert command.main(["--out", str(out), "replay_cost"]) == 0
+    (row,) = json.loads(out.read_text())["checks"]
+    assert row["status"] == "missed" and row["why"] == "replay, percent of a step is 3.25, wanted at most 1"
+    assert row["figures"] == {"replay, percent of a step": 3.25, "copy": 0.01}
     facts.expect("ids that differ", 3, False, "0")
-    wrong = told(f"noise\n{ANSWER}{json.dumps(vars(facts))}\n")
-    assert wrong.status == "failed" and "ids that differ is 3, expected 0" in wrong.line()
-    assert told("all is well").status == "failed"
-    died = told(f"{ANSWER}{json.dumps(vars(Facts()))}", returncode=-6, stderr="terminate called\n")
+    assert command.main(["--out", str(out), "replay_cost"]) == 1
+    (row,) = json.loads(out.read_text())["checks"]
+    assert row["status"] == "failed" and "ids that differ is 3, expected 0" in row["why"]
+    assert row["figures"]["copy"] == 0.01
+
+
+def test_no_limit_is_judged_where_sizes_are_small() -> None:
+    facts = Facts(small=True)
+    facts.limit("copy", 9.0, False, "at most 0.1")
+    assert told(ended(facts)).status == "passed" and facts.figures == {"copy": 9.0}
+
+
+def test_a_check_that_raises_leaves_its_figures_and_its_traceback_in_its_row(written: Any) -> None:
+    outcome = written("facts.note('rows', 7); undefined")
+    assert outcome.status == "failed" and outcome.figures == {"rows": 7}
+    assert "NameError: name 'undefined' is not defined" in outcome.line()
+    assert outcome.traceback.startswith("Traceback") and "in check" in outcome.traceback
+
+
+def test_a_check_that_hangs_ends_at_its_limit_with_all_that_it_started(written: Any) -> None:
+    hangs = "p = subprocess.Popen(['sleep', '600']); facts.note('pid', p.pid); p.wait()"
+    outcome = written(hangs, limit_s=10)
+    assert outcome.status == "failed" and "still running after 10 s" in outcome.line()
+    assert "in check" in outcome.traceback, "where it hung"
+    state = Path(f"/proc/{outcome.figures['pid']}/stat")
+    assert not state.exists() or state.read_text().split()[2] == "Z"
+
+
+def test_a_check_that_dies_or_says_nothing_has_failed() -> None:
+    facts = Facts()
+    facts.note("rows", 7)
+    died = told(ended(facts, returncode=-6, stderr="terminate called\n"))
     assert died.status == "failed" and "ended with -6: terminate called" in died.line()
-    assert told(f"{ANSWER}{json.dumps(vars(Facts()))}").status == "passed"
+    assert died.figures == {"rows": 7} and died.traceback == "terminate called\n"
+    assert told(subprocess.CompletedProcess([], 0, "all is well", "")).status == "failed"
+    assert told(ended(Facts())).status == "passed"

@@ -1,4 +1,4 @@
-"""The relay as a Ray actor that owns the GPU on which the trainer runs too: rows over the host transport; NCCL is refused.
+"""The relay as a Ray actor that owns the GPU on which the trainer runs too: rows over TCP; NCCL is refused.
 
 Where there is no Ray, in a process of Python's.
 """
@@ -121,12 +121,14 @@ def steps(owner: Any, receiver: Receiver, facts: Facts) -> None:
 
 def check(device: str, facts: Facts) -> None:
     where = torch.device(device, 0) if device == "cuda" else torch.device("cpu")
-    how = facts.figures["the relay is in a process of"] = "ray" if find_spec("ray") else "python"
-    with relay_in(how, "host") as (owner, control):
-        facts.figures["CUDA_VISIBLE_DEVICES there"], gpu = owner.device()
+    how = "ray" if find_spec("ray") else "python"
+    facts.note("the relay is in a process of", how)
+    with relay_in(how, "tcp") as (owner, control):
+        visible, gpu = owner.device()
+        facts.note("CUDA_VISIBLE_DEVICES there", visible)
         own = gpu_of(0) if device == "cuda" else ""
         facts.expect("its GPU", gpu, gpu == own, f"the trainer's, {own}")
-        steps(owner, receiver_of(control, "host", where), facts)
+        steps(owner, receiver_of(control, "tcp", where), facts)
     stand_in = [] if device == "cuda" else ["GPU-0"]
     if stand_in:
         setattr(member, "gpu_of", lambda: stand_in[0])  # noqa: B010
@@ -137,5 +139,5 @@ def check(device: str, facts: Facts) -> None:
             told = "joined"
         except ConfigError as error:
             told = str(error)
-    named = f"uses GPU {own or stand_in[0]}" in told and "transport='host'" in told
+    named = f"uses GPU {own or stand_in[0]}" in told and "transport='tcp'" in told
     facts.expect("NCCL on one GPU", told, named, "refused by the GPU's name")

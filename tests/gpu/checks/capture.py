@@ -1,10 +1,14 @@
 """The FrameCapturer that an engine makes, under SGLang's TopK in padded decode and prefill graphs: from logits to frames.
-Passes overlap. Formats that it cannot see are refused; sync-debug mode stays silent; what capture costs a loop of MoE layers."""
+
+Passes overlap. Formats that it cannot see are refused; sync-debug mode stays silent. Costs are held against SGLang's capturer.
+"""
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +22,8 @@ from r3channel.wire.frame import parse_frame
 from tests.gpu.facts import Facts, silence
 
 SPEC = RoutingSpec(num_layers=6, moe_layers=tuple(range(6)), num_experts=128, top_k=8)
+DEEP = replace(SPEC, num_layers=48, moe_layers=tuple(range(48)))
+"""A pass takes as long as one of Qwen3-30B-A3B."""
 DECODED, DECODE_SIZE, PREFILL_SIZES, MOST = 12, 16, (16, 64), 64
 """Rows of a decode pass; those that its graph, and prefill graphs, are padded to."""
 HIDDEN, READ = 2048, 80 * 3 * 768
@@ -28,7 +34,7 @@ IN_FLIGHT = 2
 class Engine:
     """As much of one as capture sees: settings, routers, the model runner that refuses or serves, the capturer, passes."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, spec: RoutingSpec = SPEC) -> None:
         from sglang.srt import runtime_context, server_args
         from sglang.srt.layers.moe import topk
         from sglang.srt.state_capturer import routed_experts
@@ -38,7 +44,7 @@ class Engine:
             on_a_cpu()
         from r3channel.engine import sglang as room
 
-        self.device, self.room, self._experts = device, room, routed_experts
+        self.device, self.spec, self.room, self._experts = device, spec, room, routed_experts
         make: Any = server_args.ServerArgs  # its fields are made at run time
         set_to = {"weight_version": "0", "chunked_prefill_size": MOST, "enable_return_routed_experts": True}
         ranks = runtime_context.SpawnRanks(world_rank=0)
@@ -50,22 +56,23 @@ class Engine:
         self.attention: Any = runtime_context.get_flags().dp
         shared = topk.SharedExpertsConfig()  # no model is served here that would say
         topk.get_model = lambda: SimpleNamespace(shared_experts=shared)
-        experts: dict[str, Any] = {"num_experts": SPEC.num_experts, "num_experts_per_tok": SPEC.top_k}
-        text = Qwen3MoeConfig(num_hidden_layers=SPEC.num_layers, mlp_only_layers=[], **experts)
+        experts: dict[str, Any] = {"num_experts": spec.num_experts, "num_experts_per_tok": spec.top_k}
+        text = Qwen3MoeConfig(num_hidden_layers=spec.num_layers, mlp_only_layers=[], **experts)
         config = SimpleNamespace(hf_text_config=text, context_len=4096)
-        self.runner = SimpleNamespace(is_draft_worker=False, model_config=config, model=routers("triton"))
+        model = routers("triton", spec)
+        self.runner = SimpleNamespace(is_draft_worker=False, model_config=config, model=model)
         self.runner.prefill_cuda_graph_runner = SimpleNamespace(capture_num_tokens=PREFILL_SIZES)
         room.refuse_engine(self.runner)
+        rows: dict[str, Any] = {"num_tokens": IN_FLIGHT * MOST, "max_running_requests": DECODED}
+        served: Any = SimpleNamespace(shared_experts_config=shared)
+        rows |= {"model": served, "model_config": config, "device": device}
+        self.stock: Any = routed_experts.RoutedExpertsCapturer.create(**rows)
         # What the hook does; to apply SGLang's hooks imports the whole engine.
         setattr(routed_experts, "RoutedExpertsCapturer", room.FrameCapturer)  # noqa: B010
-        rows: dict[str, Any] = {"num_tokens": IN_FLIGHT * MOST, "max_running_requests": DECODED}
-        served = SimpleNamespace(shared_experts_config=shared)
-        self.capturer: Any = room.FrameCapturer.create(
-            model=served, model_config=config, device=device, **rows
-        )
+        self.capturer: Any = room.FrameCapturer.create(**rows)
         self.slots = torch.arange(IN_FLIGHT * MOST, device=device).view(IN_FLIGHT, MOST)
         self.pool = SimpleNamespace(req_to_token=self.slots.cpu().int())
-        self.logits = torch.zeros((SPEC.num_layers, MOST, SPEC.num_experts), device=device)
+        self.logits = torch.zeros((spec.num_layers, MOST, spec.num_experts), device=device)
         hidden, read, dtype = (HIDDEN, READ, torch.bfloat16) if device == "cuda" else (64, 64, torch.float32)
         self.hidden = torch.zeros((MOST, hidden), device=device, dtype=dtype)
         self.weight = torch.randn((hidden, read), device=device, dtype=dtype) / hidden**0.5
@@ -73,19 +80,22 @@ class Engine:
     def refusal(self, backend: str) -> str:
         """Of an engine whose experts run on it."""
         try:
-            self.room.refuse_engine(SimpleNamespace(**{**vars(self.runner), "model": routers(backend)}))
+            self.room.refuse_engine(
+                SimpleNamespace(**{**vars(self.runner), "model": routers(backend, self.spec)})
+            )
         except ConfigError as error:
             return str(error)
         return ""
 
-    def capturing(self, on: bool) -> None:
-        self._experts.set_global_experts_capturer(self.capturer if on else None)
+    def captured_by(self, capturer: Any) -> None:
+        """The passes from here on; None: by nobody."""
+        self._experts.set_global_experts_capturer(capturer)
 
     def fill(self, rows: int, generator: torch.Generator) -> torch.Tensor:
         """Other logits, no two of a row alike; [rows, L, K] of what their top-k must be."""
         self.logits.copy_(torch.rand(self.logits.shape, generator=generator, device=self.device).argsort(-1))
         self.logits.mul_(0.05)
-        return self.logits[:, :rows].topk(SPEC.top_k, -1).indices.sort(-1).values.transpose(0, 1)
+        return self.logits[:, :rows].topk(self.spec.top_k, -1).indices.sort(-1).values.transpose(0, 1)
 
     def forward(self, size: int) -> None:
         """One padded pass: for each layer where a prefill graph breaks, the router, and a product that reads as experts do."""
@@ -112,15 +122,16 @@ class Engine:
             self.forward(size)
         return graph
 
-    def end(self, number: int, *, rows: int = DECODED, prefill: bool = False) -> Any:
-        """The end of a pass of so many rows that a graph ran."""
+    def end(self, number: int, *, rows: int = DECODED, prefill: bool = False, by: Any = None) -> Any:
+        """The end of a pass of so many rows that a graph ran; `by` which capturer, ours unless said."""
         batch = SimpleNamespace(
             out_cache_loc=self.slots[number % IN_FLIGHT, :rows],
+            out_cache_loc_virtual=None,
             forward_mode=SimpleNamespace(is_decode=lambda: not prefill, is_target_verify=lambda: False),
             _original_batch_size=1 if prefill else None,
             global_num_tokens_cpu=[rows],
         )
-        return self.capturer.on_forward_end(batch, True, DECODE_SIZE, no_copy_to_cpu=True)
+        return (by or self.capturer).on_forward_end(batch, True, DECODE_SIZE, no_copy_to_cpu=True)
 
     def frame(self, number: int, rows: int) -> Any:
         """Of a finished request that has the pass's slots."""
@@ -128,7 +139,7 @@ class Engine:
         request: Any = SimpleNamespace(**told)
         slots, collect = number % IN_FLIGHT, self.capturer.get_topk
         self.room.collect_frame(lambda *_: collect(slots, rows + 1, self.pool), None, request)
-        return parse_frame(request.routed_experts.numpy().tobytes(), spec=SPEC)
+        return parse_frame(request.routed_experts.numpy().tobytes(), spec=self.spec)
 
 
 def on_a_cpu() -> None:
@@ -145,37 +156,34 @@ def on_a_cpu() -> None:
     setattr(topk, "fused_topk", fused_topk)  # noqa: B010
 
 
-def routers(backend: str) -> torch.nn.ModuleList:
+def routers(backend: str, spec: RoutingSpec) -> torch.nn.ModuleList:
     """Of a model whose experts run on it."""
     from sglang.srt.layers.moe import topk
     from sglang.srt.layers.moe.utils import MoeRunnerBackend, RoutingMethodType
 
-    made: list[Any] = [topk.TopK(SPEC.top_k, layer_id=layer) for layer in SPEC.moe_layers]
+    made: list[Any] = [topk.TopK(spec.top_k, layer_id=layer) for layer in spec.moe_layers]
     for router in made:
         method = RoutingMethodType.Renormalize  # one that trtllm's kernel can do itself
         router.bind_runner_backend(MoeRunnerBackend(backend), routing_method_type=method)
     return torch.nn.ModuleList(made)
 
 
-def passes(engine: Engine, *, count: int, prefill: bool) -> tuple[int, list[float]]:
-    """(ids and kinds that differ, microseconds of each on_forward_end). The next pass is launched before one's copy is looked at,
-    and nothing else waits for the device."""
+def passes(engine: Engine, *, count: int, prefill: bool) -> int:
+    """Ids and kinds that differ. The next pass is launched before a copy is looked at, and nothing else waits for the device."""
     sizes = PREFILL_SIZES if prefill else (DECODE_SIZE,)
     graphs = {size: engine.graph(size, prefill=prefill) for size in sizes}
     generator = torch.Generator(engine.device).manual_seed(0)
     stream = torch.cuda.Stream() if engine.device == "cuda" else None
-    waiting, different, spent_us = list[tuple[Any, ...]](), 0, list[float]()
+    waiting, different = list[tuple[Any, ...]](), 0
     for number in range(count):
         rows = 1 + 7 * number % MOST if prefill else DECODED
         wanted_TLK = engine.fill(rows, generator)
         graphs[min(size for size in sizes if size >= rows)].replay()
-        begin = time.perf_counter()
         output = engine.end(number, rows=rows, prefill=prefill)
-        spent_us.append((time.perf_counter() - begin) * 1e6)
         waiting.append((number, output, *to_host(output, wanted_TLK, stream)))
         if len(waiting) == IN_FLIGHT:
             different += judged(engine, *waiting.pop(0), prefill=prefill)
-    return different + sum(judged(engine, *one, prefill=prefill) for one in waiting), spent_us
+    return different + sum(judged(engine, *one, prefill=prefill) for one in waiting)
 
 
 def to_host(output: Any, wanted_TLK: torch.Tensor, stream: Any) -> tuple[torch.Tensor, Any]:
@@ -204,55 +212,76 @@ def judged(
     return differing + sum(span.kind != kind for span in frame.provenance)
 
 
-def throughput(engine: Engine, graphs: dict[bool, Any]) -> float:
-    """Passes per second with capture, of without: the median of interleaved pairs."""
-    stream, nothing = torch.cuda.Stream(), torch.empty(0, device="cuda")
+def check(device: str, facts: Facts) -> None:
+    torch.manual_seed(0)
+    engine, count = Engine(device), 200 if facts.small else 2000
+    for backend, name in (("triton_kernel", "TRITON_KERNEL"), ("flashinfer_trtllm", "BYPASSED")):
+        told = engine.refusal(backend)
+        facts.expect(f"{name} refused", told[:40], f"layer 5: {name}" in told, "by name at start")
+    engine.captured_by(engine.capturer)
+    with torch.inference_mode():
+        for name, prefill in (("decode", False), ("prefill", True)):
+            engine.attention.enabled = prefill  # DP attention of one rank
+            different = passes(engine, count=count, prefill=prefill)
+            facts.expect(f"{name}: ids that differ in {count} passes", different, different == 0, "0")
+        engine.attention.enabled = False
+        if device == "cuda":
+            told = waits(engine)
+            facts.expect("synchronisations in on_forward_end", told, not told, "none")
+        else:
+            facts.left_out.append("synchronisations and graphs: there are no streams on a CPU")
 
-    def seconds(on: bool) -> float:
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for number in range(200):
-            graphs[on].replay()
-            if on:
-                to_host(engine.end(number), nothing, stream)
-        torch.cuda.synchronize()
-        return time.perf_counter() - begin
 
-    return statistics.median(seconds(False) / seconds(True) for _ in range(20))
-
-
-def costs(engine: Engine, graphs: dict[bool, Any], ends_us: dict[str, list[float]], facts: Facts) -> None:
-    told = ""
+def waits(engine: Engine) -> str:
+    """What torch says of the first one."""
     try:
         with silence():
             engine.end(0)
     except RuntimeError as error:
-        told = str(error)
-    facts.expect("synchronisations in on_forward_end", told, not told, "none")
-    for name, spent_us in ends_us.items():
-        p99_us = float(np.percentile(spent_us[100:], 99))
-        facts.expect(f"{name}: on_forward_end p99, us", p99_us, p99_us <= 100, "at most 100")
-    share = throughput(engine, graphs)
-    facts.expect("throughput with capture, of without", share, share >= 0.99, "at least 0.99")
+        return str(error)
+    return ""
 
 
-def check(device: str, facts: Facts) -> None:
-    torch.manual_seed(0)
-    engine, count = Engine(device), 10_000 if device == "cuda" else 200
-    for backend, name in (("triton_kernel", "TRITON_KERNEL"), ("flashinfer_trtllm", "BYPASSED")):
-        told = engine.refusal(backend)
-        facts.expect(f"{name} refused", told[:40], f"layer 5: {name}" in told, "by name at start")
-    graphs, ends_us = {}, dict[str, list[float]]()
+def cost(device: str, facts: Facts) -> None:
+    """Three loops take turns: no capturer, SGLang's own and ours."""
+    engine = Engine(device, SPEC if facts.small else DEEP)
+    capturers = {"none": None, "SGLang's": engine.stock, "ours": engine.capturer}
+    rounds, count = (2, 20) if facts.small else (10, 30)
+    graphs, ends_us = {}, {name: list[float]() for name in capturers}
     with torch.inference_mode():
-        for on in (False, True):
-            engine.capturing(on)
-            graphs[on] = engine.graph(DECODE_SIZE)
-        for name, prefill in (("decode", False), ("prefill", True)):
-            engine.attention.enabled = prefill  # DP attention of one rank
-            different, ends_us[name] = passes(engine, count=count, prefill=prefill)
-            facts.expect(f"{name}: ids that differ in {count} passes", different, different == 0, "0")
-        engine.attention.enabled = False
-        if device == "cuda":
-            costs(engine, graphs, ends_us, facts)
-    if device == "cpu":
-        facts.left_out.append("synchronisations, graphs and times of capture: there are no streams on a CPU")
+        for name, capturer in capturers.items():
+            engine.captured_by(capturer)
+            graphs[name] = engine.graph(DECODE_SIZE)
+        seconds = {name: list[float]() for name in capturers}
+        for _, name in itertools.product(range(1 + rounds), capturers):
+            engine.captured_by(capturers[name])  # on a CPU a pass asks again
+            seconds[name].append(timed(engine, graphs[name], capturers[name], count, ends_us[name]))
+    facts.note("pass without capture, ms", statistics.median(seconds["none"][1:]) / count * 1e3)
+    share, p99_us = dict[str, float](), dict[str, float]()
+    for name in ("SGLang's", "ours"):
+        pairs = zip(seconds["none"][1:], seconds[name][1:], strict=True)
+        share[name] = statistics.median(off / on for off, on in pairs)
+        p99_us[name] = float(np.percentile(ends_us[name][count:], 99))
+    facts.note("throughput with capture, of without, by capturer", share)
+    facts.note("on_forward_end p99, us, by capturer", p99_us)
+    facts.limit("throughput with ours", share["ours"], share["ours"] >= 0.99, "at least 0.99 of without")
+    ratio = p99_us["ours"] / p99_us["SGLang's"]
+    facts.limit("on_forward_end p99, of SGLang's", ratio, ratio <= 2, "at most 2")
+
+
+def timed(engine: Engine, graph: Any, capturer: Any, count: int, ends_us: list[float]) -> float:
+    """Seconds of so many passes, two in flight at most; how long the end of each keeps the thread goes to `ends_us`."""
+    stream = torch.cuda.Stream() if engine.device == "cuda" else None
+    nothing, done = torch.empty(0, device=engine.device), SimpleNamespace(synchronize=lambda: None)
+    begin = time.perf_counter()
+    for number in range(count):
+        graph.replay()
+        if capturer is not None:
+            end = time.perf_counter()
+            output = engine.end(number, by=capturer)
+            ends_us.append((time.perf_counter() - end) * 1e6)
+            before, done = done, to_host(output, nothing, stream)[1]
+            before.synchronize()
+    if stream is not None:
+        torch.cuda.synchronize()
+    return time.perf_counter() - begin

@@ -1,12 +1,17 @@
-"""Real Megatron, a world of one: ids from frames through relay and receiver to every router; gradients, waits, cost."""
+"""Real Megatron, a world of one: ids from frames through relay and receiver to every router; gradients, waits, cost.
+
+What must be equal under deterministic algorithms is held, without them, against what the model's own atomics change.
+"""
 
 from __future__ import annotations
 
+import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -16,6 +21,7 @@ import torch.distributed as dist
 
 from r3channel.config import ChannelConfig
 from r3channel.embedded import megatron as embedded
+from r3channel.embedded import megatron_shim
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.relay import Relay
@@ -42,19 +48,40 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
     "moe": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
 }
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
-LIKELY_STEP_S = 0.2
+UPLOAD = "Memcpy HtoD (Pageable"
+"""How the profiler's name of one begins: an asynchronous copy by its call, and CUDA waits until its turn has come."""
+NOISE = 4
+"""Times what two runs of the model differ by."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    layers: int
+    experts: int
+    top_k: int
+    length: int
+    hidden: int
+    heads: int
+    wide: int
+    expert: int
+
+
+TINY = Sizes(3, 16, 4, 8, 32, 4, 64, 32)
+SOME = Sizes(6, 32, 8, 512, 1024, 8, 2048, 128)
+"""Enough for each kernel to work on more than a block."""
+DEEP = replace(SOME, layers=48)
+"""A step takes as long as one does."""
 
 
 class Trainer:
     """One model with its channel; a step is as in training, without an optimizer."""
 
-    def __init__(self, device: str, *, dtype: torch.dtype, recompute: str) -> None:
-        on_gpu = device == "cuda"
-        layers, experts, top_k, self.length = (48, 32, 8, 512) if on_gpu else (3, 16, 4, 8)
-        moe_layers = tuple(range(1, layers))
-        self.spec = RoutingSpec(num_layers=layers, moe_layers=moe_layers, num_experts=experts, top_k=top_k)
-        self.device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
-        self.model = build(self.spec, self.device, dtype=dtype, length=self.length, **RECOMPUTE[recompute])
+    def __init__(self, device: str, sizes: Sizes, *, dtype: torch.dtype, recompute: str) -> None:
+        routing = {"num_experts": sizes.experts, "top_k": sizes.top_k}
+        moe_layers, self.length = tuple(range(1, sizes.layers)), sizes.length
+        self.spec = RoutingSpec(num_layers=sizes.layers, moe_layers=moe_layers, **routing)
+        self.device = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
+        self.model = build(self.spec, self.device, sizes, dtype=dtype, **RECOMPUTE[recompute])
         self.driver = ReplayDriver.attach([self.model], spec=self.spec, layout=LAYOUT)
         self.relay = Relay(self.spec, LAYOUT, ChannelConfig())
         at: dict[str, Any] = {"layout": LAYOUT, "coords": LAYOUT.coords(0), "device": self.device}
@@ -70,6 +97,12 @@ class Trainer:
     def close(self) -> None:
         for part in (self.driver, self.receiver, self.relay):
             part.close()
+
+    def random_ids(self, *, seed: int = 0) -> dict[str, np.ndarray]:
+        """Of each sample."""
+        return {
+            n: random_ids(self.length - 1, spec=self.spec, seed=seed + i) for i, n in enumerate(SAMPLE_IDS)
+        }
 
     def received(self, ids: dict[str, np.ndarray]) -> RankShard:
         for name, ids_TLK in ids.items():
@@ -113,18 +146,18 @@ class Trainer:
         return found
 
 
-def build(spec: RoutingSpec, device: torch.device, *, dtype: torch.dtype, length: int, **changes: Any) -> Any:
+def build(spec: RoutingSpec, device: torch.device, own: Sizes, *, dtype: torch.dtype, **changes: Any) -> Any:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     on_gpu = device.type == "cuda"
-    hidden, heads, wide, expert = (1024, 8, 2048, 128) if on_gpu else (32, 4, 64, 32)
-    sizes: dict[str, Any] = {"hidden_size": hidden, "num_attention_heads": heads, "ffn_hidden_size": wide}
+    sizes: dict[str, Any] = {"hidden_size": own.hidden, "num_attention_heads": own.heads}
+    sizes |= {"ffn_hidden_size": own.wide, "use_cpu_initialization": not on_gpu}
     routing: dict[str, Any] = {
         "num_moe_experts": spec.num_experts,
         "moe_router_topk": spec.top_k,
-        "moe_ffn_hidden_size": expert,
+        "moe_ffn_hidden_size": own.expert,
         "moe_layer_freq": [0] + [1] * spec.num_moe_layers,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
@@ -136,36 +169,38 @@ def build(spec: RoutingSpec, device: torch.device, *, dtype: torch.dtype, length
         "bf16": dtype == torch.bfloat16,
         "normalization": "RMSNorm",
     }
-    own = embedded.LOCAL_CONFIG | sizes | routing | plain | gated | kind | changes
-    config = TransformerConfig(num_layers=spec.num_layers, **own)
+    settings = embedded.LOCAL_CONFIG | sizes | routing | plain | gated | kind | changes
+    config = TransformerConfig(num_layers=spec.num_layers, **settings)
     block: Any = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
     if not on_gpu:
         from r3channel.embedded.megatron_modules import use_local_modules
 
         block = use_local_modules(block)
     torch.manual_seed(3)
-    model: Any = GPTModel(config, block, VOCAB, length, position_embedding_type="rope")
+    model: Any = GPTModel(config, block, VOCAB, own.length, position_embedding_type="rope")
     return model.to(device=device, dtype=dtype).train()
 
 
-def set_up(device: str, folder: str) -> None:
-    where: dict[str, Any] = {"init_method": f"file://{folder}/rendezvous", "rank": 0, "world_size": 1}
-    if device == "cpu":
-        torch.set_num_threads(1)
-        embedded.init_distributed(**where, layout=TrainerLayout(), timeout_s=60)
-        return
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl", **where)
-    embedded._init_megatron(TrainerLayout(), seed=1, timeout_s=60)
+@contextmanager
+def world_of_one(device: str) -> Iterator[None]:
+    with tempfile.TemporaryDirectory() as folder:
+        where: dict[str, Any] = {"init_method": f"file://{folder}/rendezvous", "rank": 0, "world_size": 1}
+        if device == "cpu":
+            torch.set_num_threads(1)
+            embedded.init_distributed(**where, layout=TrainerLayout(), timeout_s=60)
+        else:
+            os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS is deterministic with it only
+            torch.cuda.set_device(0)
+            dist.init_process_group("nccl", **where)
+            megatron_shim.name_te_general_gemm()
+            embedded._init_megatron(TrainerLayout(), seed=1, timeout_s=60)
+        yield
+        embedded.close_distributed()
 
 
-def ids_and_gradients(own: Trainer, name: str, facts: Facts, *, exact: bool) -> None:
-    """Random ids through the channel to the routers; then the ids that the routers choose themselves, with their gradients."""
-    with ConsumptionTap(own.driver) as tap:
-        own.natural()
-        chosen = [one for one in tap.records if one.microbatch >= 0]  # a recompute is outside of its block
-    wanted = own.gradients()
-    given = {n: random_ids(own.length - 1, spec=own.spec, seed=i) for i, n in enumerate(SAMPLE_IDS)}
+def ids_reach_routers(own: Trainer, name: str, facts: Facts) -> None:
+    """Random ids through the channel."""
+    given = own.random_ids()
     shard = own.received(given)
     with ConsumptionTap(own.driver) as tap:
         with torch.no_grad(), own.driver.step(shard, step=0) as step:
@@ -180,17 +215,31 @@ def ids_and_gradients(own: Trainer, name: str, facts: Facts, *, exact: bool) -> 
         different += sum(int((used[sample] != ids_TLK).sum()) for sample, ids_TLK in given.items())
     facts.expect(f"{name}: ids that differ", different, different == 0, "0")
     facts.expect(f"{name}: passes", sorted(passes), {"forward", "logprob"} <= passes, "forward and logprob")
+
+
+def gradients_stay(own: Trainer, name: str, facts: Facts, *, exactly: bool) -> None:
+    """The ids that the routers choose themselves, replayed."""
+    with ConsumptionTap(own.driver) as tap:
+        own.natural()
+        chosen = [one for one in tap.records if one.microbatch >= 0]  # a recompute is outside of its block
+    wanted = own.gradients()
+    own.natural()
+    noise = furthest(own.gradients(), wanted)
+    shard = own.received({n: random_ids(own.length - 1, spec=own.spec) for n in SAMPLE_IDS})
     own.replay(own.received(own.by_sample(shard, chosen)))
-    worst = max(
-        float((a - b).norm() / b.norm().clamp_min(1e-30))
-        for a, b in zip(own.gradients(), wanted, strict=True)
-    )
-    if exact:
-        facts.expect(f"{name}: gradients, relative", worst, worst <= 1e-6, "at most 1e-6")
+    change = furthest(own.gradients(), wanted)
+    most = 0.0 if exactly and not noise else NOISE * max(noise, torch.finfo(wanted[0].dtype).eps)
+    facts.note(f"{name}: gradients of two own runs, relative", noise)
+    facts.expect(f"{name}: gradients, relative", change, change <= most, f"at most {most}")
+
+
+def furthest(some: list[torch.Tensor], others: list[torch.Tensor]) -> float:
+    """The norm of the difference, of the norm."""
+    return max(float((a - b).norm() / b.norm().clamp_min(1e-30)) for a, b in zip(some, others, strict=True))
 
 
 def waits_of(run: Callable[[], object], device: str) -> int:
-    """How often the host waited for the device."""
+    """How often the host waited for the device; on a CPU, how often it would."""
     if device == "cpu":
         from tests.unit.test_host_reads import watched
 
@@ -200,61 +249,61 @@ def waits_of(run: Callable[[], object], device: str) -> int:
     torch.cuda.synchronize()
     with torch.profiler.profile() as profile:  # of every activity: runtime calls are the device's
         run()
-    return sum(event.count for event in profile.key_averages() if event.key in WAITS)
+    events = profile.key_averages()
+    return sum(event.count for event in events if event.key in WAITS or event.key.startswith(UPLOAD))
 
 
 def audit(own: Trainer, device: str, facts: Facts) -> None:
     """Megatron's own dispatcher waits too, so what counts is what replay adds; the look at the step's end comes after it."""
-    shard = own.received({n: random_ids(own.length - 1, spec=own.spec, seed=7) for n in SAMPLE_IDS})
-    if device == "cpu":
-        shard._handed._host_SL = (
-            None  # as where rows lie on a device: what is found is read at the step's end
-        )
-    seen = waits_of(lambda: own.forward(0).item(), device) - waits_of(lambda: own.forward(0), device)
-    facts.expect("waits that are seen of one read", seen, seen > 0, "some")
+    somewhere = own.device if device == "cuda" else torch.device("meta")
+    for name, run in {
+        "read": lambda: torch.ones(1, device=own.device).sum().item(),
+        "upload": lambda: torch.ones(1).to(somewhere, non_blocking=True),
+    }.items():
+        seen = waits_of(run, device)
+        facts.expect(f"waits that are seen of one {name}", seen, seen > 0, "some")
     natural = waits_of(own.natural, device)
     for count in (0, 1):
+        shard = own.received(own.random_ids(seed=7 + count))
+        if device == "cpu":
+            shard._handed._host_SL = None  # as where rows lie on a device: read at the step's end
         look = RoutingAudit(step=0, microbatches=MICROBATCHES, count=count, counted_rows=shard.counted_rows)
         with own.driver.step(shard, step=0, audit=look) as step:
-            for index in range(MICROBATCHES):  # maps of rows are made once a step, before the passes
-                shard.live_rows(index)
-                shard.counted_rows(index)
             added = waits_of(lambda step=step: own.train(step.microbatch), device) - natural
         facts.expect(f"waits that replay adds, audit {'on' if count else 'off'}", added, added <= 0, "0")
 
 
-def cost(own: Trainer, facts: Facts) -> None:
-    shard = own.received({n: random_ids(own.length - 1, spec=own.spec, seed=8) for n in SAMPLE_IDS})
-    runs = {"off": own.natural, "on": lambda: own.replay(shard)}
-    seen: dict[str, list[float]] = {name: [] for name in runs}
-    for number in range(13):
-        for name, run in runs.items():
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            run()
-            torch.cuda.synchronize()
-            seen[name] += [time.perf_counter() - begin] if number >= 3 else []
-    off_s = statistics.median(seen["off"])
-    percent = statistics.median(100 * (a / b - 1) for a, b in zip(seen["on"], seen["off"], strict=True))
-    facts.expect("step without replay, s", off_s, off_s >= LIKELY_STEP_S, f"at least {LIKELY_STEP_S}")
-    facts.expect("replay, percent of a step", percent, percent <= 1.0, "at most 1")
-
-
 def check(device: str, facts: Facts) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        set_up(device, folder)
-        facts.figures["index dtype"] = str(index_dtype(torch.device(device)))
-        for dtype, recompute, deterministic in product(DTYPES, RECOMPUTE, (False, True)):
-            torch.use_deterministic_algorithms(deterministic, warn_only=True)
-            own = Trainer(device, dtype=dtype, recompute=recompute)
-            name = f"{dtype}, recompute {recompute}, deterministic {deterministic}"
-            ids_and_gradients(own, name, facts, exact=dtype == torch.float32)
-            if (dtype, recompute, deterministic) == (torch.bfloat16, "none", False):
-                audit(own, device, facts)
-                if device == "cuda":
-                    cost(own, facts)
+    sizes = TINY if facts.small else SOME
+    with world_of_one(device):
+        facts.note("index dtype", str(index_dtype(torch.device(device))))
+        for dtype, recompute, exactly in product(DTYPES, RECOMPUTE, (False, True)):
+            torch.use_deterministic_algorithms(exactly, warn_only=True)
+            own = Trainer(device, sizes, dtype=dtype, recompute=recompute)
+            name = f"{dtype}, recompute {recompute}, deterministic {exactly}"
+            ids_reach_routers(own, name, facts)
+            gradients_stay(own, name, facts, exactly=exactly)
             own.close()
-            del own
-        if device == "cpu":
-            facts.left_out.append("cost of replay: `r3channel bench replay` measures it on a CPU")
-        embedded.close_distributed()
+        torch.use_deterministic_algorithms(False)
+        own = Trainer(device, sizes, dtype=torch.bfloat16, recompute="none")
+        audit(own, device, facts)
+        own.close()
+
+
+def cost(device: str, facts: Facts) -> None:
+    with world_of_one(device):
+        own = Trainer(device, TINY if facts.small else DEEP, dtype=torch.bfloat16, recompute="none")
+        shard = own.received(own.random_ids(seed=8))
+        runs = {"off": own.natural, "on": lambda: own.replay(shard)}
+        seen: dict[str, list[float]] = {name: [] for name in runs}
+        for number in range(4 if facts.small else 13):
+            for name, run in runs.items():
+                begin = time.perf_counter()
+                run()
+                if device == "cuda":
+                    torch.cuda.synchronize()
+                seen[name] += [time.perf_counter() - begin] if number >= 3 else []
+        percent = statistics.median(100 * (a / b - 1) for a, b in zip(seen["on"], seen["off"], strict=True))
+        facts.note("step without replay, s", statistics.median(seen["off"]))
+        facts.limit("replay, percent of a step", percent, percent <= 1.0, "at most 1")
+        own.close()

@@ -57,7 +57,7 @@ def rows_of(target: StagedCapturer, slots_T: torch.Tensor) -> np.ndarray:
 
 
 def check(device: str, facts: Facts) -> None:
-    target, requests = capturer(device), (10_000 if device == "cuda" else 320) // REQUEST
+    target, requests = capturer(device), (320 if facts.small else 10_000) // REQUEST
     generator = torch.Generator(device).manual_seed(0)
     slots_T = torch.arange(ROWS * REQUEST, device=device)
     batches = [batch_at(own) for own in slots_T.split(ROWS)]
@@ -80,8 +80,8 @@ def check(device: str, facts: Facts) -> None:
         different += int((found != torch.cat(synchronous).cpu().numpy()).sum())
     p99_us = float(np.percentile(ends_us[REQUEST:], 99))
     facts.expect("ids that differ", different, different == 0, "0")
-    facts.figures["passes"] = requests * REQUEST
+    facts.note("passes", requests * REQUEST)
     if device == "cuda":
-        facts.expect("on_forward_end p99, us", p99_us, p99_us <= 100, "at most 100")
+        facts.limit("on_forward_end p99, us", p99_us, p99_us <= 100, "at most 100")
     else:
         facts.left_out.append("the time of on_forward_end: no stream is waited for on a CPU")

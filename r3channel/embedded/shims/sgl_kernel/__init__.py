@@ -1,9 +1,9 @@
-"""Stand-in for `sgl_kernel` on a machine without a GPU; found only through the PYTHONPATH of embedded children.
+"""Stand-in for `sgl_kernel`, without a kernel; found only through the PYTHONPATH of embedded children and of `make gpu`.
 
 The published wheel (sglang-kernel 0.4.10) holds CUDA libraries only. With SGLANG_USE_CPU_ENGINE=1, SGLang 0.5.23 imports ten
 names from it without a guard (kernels/ops/kvcache/cache_move.py, kernels/ops/speculative/*, mem_cache/allocation.py). One of
 them runs on every batch and is written here in torch. The others belong to speculative decoding: those that a chain (top-k 1)
-takes are in `chains`, and the rest raise when called.
+takes are in `chains`, and the rest raise when called. So do those that it imports on a GPU on the way to its TopK (`make gpu`).
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ _BEYOND_CHAINS = (
     "rotate_input_ids_cpu",  # several draft layers
 )
 
+_QUANTISED = ("int8_scaled_mm", "moe_sum", "moe_sum_reduce")
+
 
 def assign_req_to_token_pool_cpu(
     req_pool_indices: Any,
@@ -55,14 +57,15 @@ def assign_req_to_token_pool_cpu(
         taken += end - start
 
 
-def _refusing(name: str) -> Any:
+def refusing(name: str) -> Any:
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError(
-            f"sgl_kernel.{name} has no CPU stand-in; of speculative decoding only chains (--speculative-eagle-topk 1) run here"
+            f"sgl_kernel.{name} has no stand-in; of speculative decoding only chains (--speculative-eagle-topk 1) run here, and "
+            "nothing that is quantised"
         )
 
     refuse.__name__ = name
     return refuse
 
 
-globals().update({name: _refusing(name) for name in _BEYOND_CHAINS})
+globals().update({name: refusing(name) for name in (*_BEYOND_CHAINS, *_QUANTISED)})
