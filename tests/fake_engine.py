@@ -20,8 +20,8 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from r3channel.weights.checksums import EngineChecksums
 from r3channel.weights.manifest import Bucket, TensorMeta
-from r3channel.weights.receiver import Receiver, update
-from r3channel.weights.sglang import COMMIT_FORMAT, LOAD_FORMAT
+from r3channel.weights.receiver import Receiver, opened, update
+from r3channel.weights.sglang import COMMIT_FORMAT, LOAD_FORMAT, OPEN_FORMAT
 
 Answer = dict[str, Any]
 UPDATE = "/update_weights_from_distributed"
@@ -84,6 +84,11 @@ class FakeEngine:
         if receives is not None:
             self.receiver = Receiver(rank=0, run_token="", agree=lambda word: [word])
         self.version, self.paused, self.open, self.flushed = "0", False, False, 0
+        self.settings: Answer = {}
+        """What it was started with, as `/server_info` shows it."""
+        self.offload_tags: set[str] = set()
+        self.processed = 0
+        """How often an end has processed the weights that were loaded."""
         self.life = next(_lives)
         self.dead = threading.Event()
         self._groups: dict[str, Any] = {}
@@ -127,7 +132,7 @@ class FakeEngine:
     def answer(self, route: str, body: Answer) -> Answer | None:
         if self.dead.is_set():
             return None
-        if body.get("load_format") in (LOAD_FORMAT, COMMIT_FORMAT):
+        if body.get("load_format") in (LOAD_FORMAT, COMMIT_FORMAT, OPEN_FORMAT):
             route = "order/" + json.loads(body["names"][0])["op"]
         count = self._counts[route] = self._counts.get(route, -1) + 1
         self.calls.append(route)
@@ -143,7 +148,7 @@ class FakeEngine:
             self.dead.wait(60)
             return None
         if route.startswith("order/"):
-            answer = vars(update(FakeEngine._order, self, SimpleNamespace(**body)))
+            answer = self._ordered(SimpleNamespace(**body))
             if answer["success"] and body["weight_version"] is not None:
                 self.version = body["weight_version"]
             return answer
@@ -151,7 +156,7 @@ class FakeEngine:
 
     def _routes(self) -> dict[str, Callable[[Answer], Answer | None]]:
         return {
-            "/server_info": lambda _: {"startup_time": {"total": self.life}},
+            "/server_info": lambda _: {"startup_time": {"total": self.life}, **self.settings},
             "/model_info": lambda _: {"weight_version": self.version},
             "/init_weights_update_group": self._join,
             "/destroy_weights_update_group": self._leave,
@@ -182,15 +187,33 @@ class FakeEngine:
         self._groups[name] = dist.ProcessGroupGloo(store, body["rank_offset"], body["world_size"], options)
         return {"success": True}
 
+    @property
+    def _session(self) -> object | None:
+        """As SGLang's scheduler has it between begin and end."""
+        return self if self.open else None
+
+    def _ordered(self, request: SimpleNamespace) -> Answer:
+        """As our hook answers, or SGLang without it."""
+        if self.receiver is None:
+            return vars(self._order(request))
+        if request.load_format != OPEN_FORMAT:
+            return vars(update(FakeEngine._order, self, request))
+        done, told = opened(self.receiver, self, self.model(), json.loads(request.names[0]))
+        return {"success": done, "message": told}
+
+    def model(self) -> Model:
+        return Model(self.tensors)
+
     def _order(self, request: SimpleNamespace) -> SimpleNamespace:
         """As SGLang's scheduler answers an update, which our hook is around."""
+        if not self.open:
+            message = "update_weights_from_distributed must run between begin_weight_update() and end_weight_update()"
+            return SimpleNamespace(success=False, message=message)
         if self.receiver is None:
             message = "Group r3channel not in []. Please call `init_weights_update_group` first."
             return SimpleNamespace(success=False, message=message)
-        if not self.open:
-            return SimpleNamespace(success=False, message="must run between begin and end")
         try:
-            self.receiver.order(Model(self.tensors), json.loads(request.names[0]))
+            self.receiver.order(self.model(), json.loads(request.names[0]))
         except Exception as error:
             return SimpleNamespace(success=False, message=f"Failed to receive weights: {error}")
         return SimpleNamespace(success=True, message="")
@@ -213,6 +236,7 @@ class FakeEngine:
         if self.open == opening:
             return {"success": False, "message": f"the bracket is {'open' if opening else 'closed'} already"}
         self.open = opening
+        self.processed += not opening
         return {"success": True}
 
     def _update(self, body: Answer) -> Answer | None:

@@ -18,12 +18,12 @@ from r3channel.errors import CannotStage, EngineRefused, R3Error
 from r3channel.weights.group import WeightGroup
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.progress import CONTROL_S, REPAIR_S, background
-from r3channel.weights.sglang import FLUSH_REFUSED, UNTOUCHED, EngineClient, PauseMode
+from r3channel.weights.sglang import FLUSH_REFUSED, FOUND_OPEN, UNTOUCHED, EngineClient, PauseMode
 from r3channel.weights.wires import RankLink
 
 _ASK_S = 1.0
-_NO_PLUGIN = "init_weights_update_group"
-"""SGLang knows no group of our order's name, and says what to call first."""
+_NO_PLUGIN = ("must run between", "init_weights_update_group")
+"""What SGLang itself says to our order: that begin comes first, or, inside of it, that it knows no group of this name."""
 _NO_BRACKET = ("HTTP 404", "Not Found")
 
 
@@ -140,24 +140,33 @@ class Member:
             self.foreign = False
 
     def open(self, order: Mapping[str, Any], timeout_s: float) -> None:
-        """Have its ranks connect to us, under a short pause that keeps every request's cache. CannotStage without our half."""
+        """Have its ranks connect to us, under a short pause that keeps every request's cache. CannotStage without our half, and
+        where bytes beside its parameters would leave something old. An update that is found begun was left by somebody who failed
+        or died, or belongs to another session: then the engine is DIRTY (`begin`)."""
+        if self.client.unstaged:
+            raise CannotStage(f"engine {self.url} takes no staged bytes: {self.client.unstaged}")
         self.unlink()
         control_s = min(CONTROL_S, timeout_s)  # one that hangs is found here, not by the order
         self.serves = self.client.weight_version(timeout_s=control_s)
         self.pause("in_place", control_s)
+        answer = ""
         try:
-            self.begin(control_s)
-            if not self.bracketed:  # before 0.5.23 what an order raises would end the engine
-                raise CannotStage(f"engine {self.url} has no begin and end: an SGLang before 0.5.23")
-            self.client.order(order, timeout_s=timeout_s)
+            answer = self.client.order(order, timeout_s=timeout_s)
         except EngineRefused as error:
-            if _NO_PLUGIN in str(error):
+            answer = str(error)
+            if any(word in answer for word in _NO_PLUGIN):
                 raise CannotStage(
                     f"engine {self.url} runs without our half; start it with R3CHANNEL_WEIGHTS=1"
                 ) from error
             raise
         finally:
-            if not self.foreign:  # else it was paused, and stays so, by whom the bracket belongs to
+            answer = answer or self.client.order(
+                {"op": "look"}, timeout_s=control_s
+            )  # that order had no answer
+            self.foreign = FOUND_OPEN in answer
+            if self.foreign:  # it was paused, and stays so, by whom the bracket belongs to
+                self.enter(EngineState.DIRTY)
+            else:
                 self.undo(control_s)
 
     def hold(self, order: Mapping[str, Any], timeout_s: float) -> bool:

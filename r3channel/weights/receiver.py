@@ -8,7 +8,8 @@ have agreed, because SGLang passes on the word of the first rank alone. No pickl
 SGLang itself is not imported here.
 
 SGLang takes an update between two calls, begin and end. A commit comes without them and gets them here, since each call lengthens
-the pause. A bracket that stays open is the mark of an engine whose weights nobody knows.
+the pause; an order that loads nothing gets none, since end processes weights anew. A bracket that stays open is the mark of an
+engine whose weights nobody knows.
 """
 
 from __future__ import annotations
@@ -27,7 +28,15 @@ from r3channel.errors import WeightsError
 from r3channel.weights.dryrun import Learned, learn
 from r3channel.weights.hold import WORD_BYTES, Hold
 from r3channel.weights.manifest import TensorMeta
-from r3channel.weights.sglang import COMMIT_FORMAT, FLUSH_REFUSED, LOAD_FORMAT, UNTOUCHED
+from r3channel.weights.refusals import refused_model
+from r3channel.weights.sglang import (
+    COMMIT_FORMAT,
+    FLUSH_REFUSED,
+    FOUND_OPEN,
+    LOAD_FORMAT,
+    OPEN_FORMAT,
+    UNTOUCHED,
+)
 
 
 class Receiver:
@@ -43,12 +52,13 @@ class Receiver:
         """Raises WeightsError with every rank's reason unless all ranks did it."""
         version = order.get("version", -1)
         acts: dict[str, tuple[Callable[[], None], ...]] = {
-            "open": (lambda: self._free_for(order["session"]), lambda: self._open(model, order)),
+            "open": (lambda: self._free_for(order["session"], model), lambda: self._open(model, order)),
             "commit": (
                 lambda: self._mine(order).check(model, version),
                 lambda: self._mine(order).change_over(model),
             ),
             "undo": (lambda: self._mine(order).undo(model, version),),
+            "look": (),
         }
         for number, step in enumerate(acts["open" if order["op"] == "hold" else order["op"]]):
             self._together(step, UNTOUCHED if order["op"] == "commit" and not number else "")
@@ -73,12 +83,14 @@ class Receiver:
         if found:
             raise WeightsError(failing + "; ".join(f"rank {rank}: {text}" for rank, text in found.items()))
 
-    def _free_for(self, session: str) -> None:
+    def _free_for(self, session: str, model: torch.nn.Module) -> None:
         held = self.holder()
         if held and held != session:
             raise WeightsError(
                 f"the engine is held by session {held}, whose trainer lives; close that one first"
             )
+        if why := "; ".join(refused_model(model)):
+            raise WeightsError(f"an update would leave something old: {why}")
 
     def _open(self, model: torch.nn.Module, order: Mapping[str, Any]) -> None:
         self.leave()
@@ -120,6 +132,8 @@ _HOOKED = {
 }
 """By the function here: module, method, parameters."""
 
+RELEASED = "weights"
+"""SGLang's tag of memory that was released (`release_memory_occupation`)."""
 _run_token = ""
 _receiver: Receiver | None = None
 
@@ -146,8 +160,28 @@ def apply(run_token: str) -> None:
         HookRegistry.register(f"{module}.{method}", hook, HookType.AROUND)
 
 
+def opened(
+    receiver: Receiver, manager: Any, model: torch.nn.Module, order: Mapping[str, Any]
+) -> tuple[bool, str]:
+    """An order that loads nothing, without begin and end: whether it was carried out, and what is to be told."""
+    begun = FOUND_OPEN if manager._session is not None else ""
+    if RELEASED in manager.offload_tags:
+        return False, f"{begun}the engine has released the memory of its weights; resume it first"
+    try:
+        receiver.order(model, order)
+    except Exception as error:
+        return False, f"{begun}{error}"
+    return True, f"{begun}done"
+
+
 def update(original: Any, manager: Any, recv_req: Any) -> Any:
-    """Of the scheduler. A commit between begin and end; other updates pass."""
+    """Of the scheduler. A commit between begin and end, an order that loads nothing without; other updates pass."""
+    if recv_req.load_format == OPEN_FORMAT:
+        from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqOutput
+
+        model = manager.tp_worker.model_runner.weight_updater.get_model()
+        done, told = opened(_own(), manager, model, json.loads(recv_req.names[0]))
+        return UpdateWeightsFromDistributedReqOutput(success=done, message=told)
     if recv_req.load_format != COMMIT_FORMAT:
         return original(manager, recv_req)
     own = manager.begin_weight_update(recv_req).success  # of the request only `selector` is read

@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 
 from r3channel.errors import ConfigError, DeadlineExceeded, EngineRefused, EngineUnavailable, PayloadCorrupt
 from r3channel.weights.manifest import TensorMeta
+from r3channel.weights.refusals import ANY_WAY, STAGED, refused
 from r3channel.wire.hello import Hello, probe_body
 
 PauseMode = Literal["retract", "in_place", "abort"]
@@ -29,10 +30,15 @@ LOAD_FORMAT = "r3channel"
 """Of `/update_weights_from_distributed`: its one name is an order in JSON for our half in the engine."""
 COMMIT_FORMAT = "r3channel-commit"
 """The same of an order that needs no begin and end around it: our half makes them there."""
+OPEN_FORMAT = "r3channel-open"
+"""The same of an order that loads nothing: without begin and end, whose post-load processing would find nothing new to process."""
+FOUND_OPEN = "an update was begun and not ended: "
+"""Begins the answer to an order that loads nothing, where somebody's begin is without its end."""
 UNTOUCHED = "nothing was touched: "
 """Begins the reason of a commit that all ranks refused before the first parameter changed; without it any may have changed."""
 FLUSH_REFUSED = "cache was not flushed"
 """What SGLang says when requests wait for their grammar; the weights are in all the same."""
+_FORMATS = {"commit": COMMIT_FORMAT, "undo": LOAD_FORMAT}
 _MAX_REPLY_BYTES = 64 << 20
 _READ_BYTES = 1 << 20
 _SHOWN_CHARS = 500
@@ -75,6 +81,8 @@ class EngineClient:
         self.url = url.rstrip("/")
         self.ranks, self._known = ranks or 1, ranks
         """1 until the engine was asked, or a trainer rank that does not ask itself was told."""
+        self.unstaged = ""
+        """Why it takes no staged bytes, as far as its settings tell (`meet`)."""
         self.torch, self.nccl = torch, nccl
         # Plain http.client: unlike requests it takes no proxy from the environment.
         https = parts.scheme == "https"
@@ -174,13 +182,13 @@ class EngineClient:
         return version
 
     def meet(self, *, timeout_s: float) -> str:
-        """Learn the engine's ranks and its `boot_id`. ConfigError where it has others than was said, or DP replicas."""
+        """Learn the engine's ranks and its `boot_id`. ConfigError where it has others than was said, or was started with what an
+        update would leave old (`refusals`)."""
         told = self._call("GET", "/server_info", None, timeout_s=timeout_s)
-        ranks, replicas = int(told.get("tp_size") or 1), int(told.get("dp_size") or 1)
-        if replicas != 1:
-            raise ConfigError(
-                f"engine {self.url} has {replicas} data-parallel replicas; SGLang takes weights with --dp-size 1 only"
-            )
+        if why := refused(told, ANY_WAY):
+            raise ConfigError(f"engine {self.url} was started with {why}")
+        self.unstaged = refused(told, STAGED)
+        ranks = int(told.get("tp_size") or 1)
         if self._known not in (None, ranks):
             raise ConfigError(
                 f"engine {self.url} has {ranks} tensor-parallel ranks; {self._known} were named"
@@ -195,14 +203,15 @@ class EngineClient:
         flush_cache: bool = False,
         weight_version: str | None = None,
         timeout_s: float,
-    ) -> None:
-        """An order to our half in the engine, inside begin and end unless it is a commit. EngineRefused tells its reason.
+    ) -> str:
+        """An order to our half in the engine; of all only an undo needs begin and end. Its answer; EngineRefused tells its reason.
 
         `weight_version` names the weights that are served once it is carried out, as `set_version` would."""
-        form = COMMIT_FORMAT if order["op"] == "commit" else LOAD_FORMAT
+        form = _FORMATS.get(order["op"], OPEN_FORMAT)
         body = {"names": [json.dumps(order)], "dtypes": [], "shapes": [], "group_name": LOAD_FORMAT}
         body |= {"load_format": form, "flush_cache": flush_cache, "weight_version": weight_version}
-        self._command("/update_weights_from_distributed", body, timeout_s=timeout_s)
+        reply = self._command("/update_weights_from_distributed", body, timeout_s=timeout_s)
+        return str(reply.get("message", ""))
 
     def boot_id(self, *, timeout_s: float) -> str:
         """Names this life of the engine: a digest of what `/server_info` says of its start, which took its own time.
