@@ -84,7 +84,7 @@ class FakeEngine:
         if receives is not None:
             self.receiver = Receiver(rank=0, run_token="", agree=lambda word: [word])
         self.version, self.paused, self.open, self.flushed = "0", False, False, 0
-        self.settings: Answer = {}
+        self.settings: Answer = {"version": "0.5.23"}
         """What it was started with, as `/server_info` shows it."""
         self.offload_tags: set[str] = set()
         self.processed = 0

@@ -77,6 +77,16 @@ class WeightsCorrupt(WeightsError):
     )
 
 
+class GiverChanged(WeightsCorrupt):
+    """An engine that was to fill another one holds other weights than were committed. It is not routable any more."""
+
+    reason = "giver_changed"
+    remedy = (
+        "Look at who writes to that engine's weights besides this session; `r3channel weights verify` names the parameters. "
+        "`update_one` of it, or the next `update`, brings it back."
+    )
+
+
 class RegistryRefused(WeightsError):
     """The registry of engines does not accept a call. Says what it knows."""
 

@@ -49,9 +49,9 @@ class Broadcast(Work):
                 )
             self.each(self._link)
         self.pause()
+        self._hold()
         with self._run.stage("begin"):
             self.each(Member.begin, within_s=CONTROL_S)
-        self._hold()
         self.each(Member.take_over, within_s=CONTROL_S)
         if self._rules.check_names:
             names = engine_names(name for bucket in self._buckets for name in bucket.names)
@@ -59,7 +59,7 @@ class Broadcast(Work):
 
     def _hold(self) -> None:
         """Links without needs: as long as they stand, our half lets nobody else's weights in."""
-        fresh = [m for m in self.members if m.bracketed and not m.staged(()) and not m.unheld]
+        fresh = [m for m in self.members if m.client.takes_orders and not m.staged(()) and not m.unheld]
         orders = {m: self._stages.order(m.url, op="hold") for m in fresh}
         held = self.each(lambda m, left_s: m.hold(orders[m], left_s), within_s=CONTROL_S, among=fresh)
         wanted = {member.url: member.client.ranks for member, could in held.items() if could}

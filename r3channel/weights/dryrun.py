@@ -1,8 +1,9 @@
 """Which part of which checkpoint tensor goes where in a rank's parameters: learned by a dry run of the model's own loader.
 
 `load_weights` runs once on meta tensors that share one storage: nothing is read, and a copy from them is noted instead of
-done, so nothing is written. What a loader does beyond views and copies (arithmetic, `.item()`, tensors that it derives or
-replaces, a copy from another thread) fails on a meta tensor or is refused here as `NotReplayable`, never half understood.
+done, so nothing is written. What a loader does beyond views and copies (arithmetic, `.item()`, tensors that it derives) is
+refused, never half understood: whole tensors are staged then, and only which of them reach which parameters is noted. Where not
+even that can be known (tensors that it replaces, a copy from another thread), `Learned.refused` says so.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from r3channel.errors import NotReplayable
 from r3channel.weights.geometry import Box
@@ -24,6 +26,10 @@ from r3channel.weights.manifest import TensorMeta
 
 _COPY = torch.ops.aten.copy_.default
 _FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
+_TO = torch.ops.aten._to_copy.default
+_VALUE = torch.ops.aten._local_scalar_dense.default
+_POST_LOAD = "post_load_weights"
+"""SGLang's name for what a model derives from its parameters once they are loaded."""
 _MOST_PIECES = 4096
 """Of one copy. A loader that takes every second row of a large tensor is loaded as it is instead."""
 
@@ -118,46 +124,65 @@ class Learned:
     needs: Needs
     refused: str
     """Why whole tensors are staged and the model's own loader places them at the commit; empty where parts are placed."""
+    copied: tuple[Part, ...] = ()
+    """With `refused`: of parameters that this loader fills with plain copies alone, so that they can be compared afterwards."""
 
 
 def learn(model: torch.nn.Module, tensors: tuple[TensorMeta, ...], before: Learned | None) -> Learned:
-    """`before` where it still holds: a dry run takes the loader's own time, some 0.7 ms a tensor, with the engine paused."""
-    params = _memory(dict(model.named_parameters()))
-    if before is not None and (before.tensors, before.params) == (tensors, params):
+    """`before` where it still holds: a dry run takes the loader's own time, some 0.7 ms a tensor, with the engine paused.
+
+    The model is as before in any case."""
+    params = dict(model.named_parameters())
+    memory = _memory(params)
+    if before is not None and (before.tensors, before.params) == (tensors, memory):
         return before
     try:
-        return Learned(tensors, params, dry_run(model, tensors), "")
+        recorder = dry_run(model, tensors)
     except NotReplayable as error:
-        return Learned(tensors, params, _whole_tensors(tensors), str(error))
+        needs = _whole_tensors(tensors, range(len(tensors)))
+        return Learned(tensors, memory, needs, f"{error}; which names it takes is not known")
+    missing, padding, copied = _coverage(recorder, params)
+    if recorder.refused:
+        needs = _whole_tensors(tensors, sorted(recorder.used), missing)
+        return Learned(tensors, memory, needs, recorder.refused, copied)
+    metas = tuple(TensorMeta.of(name, param) for name, param in params.items())
+    parts = sorted(recorder.parts, key=lambda part: (part.tensor, part.param, part.offset))
+    return Learned(tensors, memory, Needs(metas, tuple(parts), missing, padding), "")
 
 
-def _whole_tensors(tensors: Sequence[TensorMeta]) -> Needs:
-    numbered = enumerate(tensors)
-    parts = (Part(at, Box.whole(meta.shape), at, 0, tuple(_steps(meta.shape))) for at, meta in numbered)
-    return Needs(tuple(tensors), tuple(parts))
+def _whole_tensors(
+    tensors: Sequence[TensorMeta], used: Iterable[int], missing: tuple[str, ...] = ()
+) -> Needs:
+    metas = [tensors[index] for index in used]
+    parts = (
+        Part(index, Box.whole(meta.shape), at, 0, tuple(_steps(meta.shape)))
+        for at, (index, meta) in enumerate(zip(used, metas, strict=True))
+    )
+    return Needs(tuple(metas), tuple(parts), missing)
 
 
-def dry_run(model: torch.nn.Module, tensors: Sequence[TensorMeta]) -> Needs:
-    """Raises NotReplayable, naming what; the model is as before in any case."""
+def dry_run(model: torch.nn.Module, tensors: Sequence[TensorMeta]) -> _Recorder:
+    """What the loader does; NotReplayable where not even the names that it takes can be known."""
     params = dict(model.named_parameters())
     before, attributes = _memory(params), _tensor_attributes(model)
     recorder = _Recorder(tensors, params)
+    deriving = [module for module in model.modules() if hasattr(module, _POST_LOAD)]
     try:
         sources = list(recorder.sources())  # before it watches: that doubles what making them costs
+        for module in deriving:  # it would derive from weights that are old
+            vars(module)[_POST_LOAD] = recorder.derives
         with torch.no_grad(), recorder:
             model.load_weights(iter(sources))  # pyright: ignore[reportCallIssue]
-    except NotReplayable:
-        raise
     except Exception as error:  # whatever a loader raises on a tensor without values
         raise NotReplayable(f"load_weights does more than copy: {type(error).__name__}: {error}") from error
+    finally:
+        for module in deriving:
+            vars(module).pop(_POST_LOAD, None)
     if _memory(dict(model.named_parameters())) != before:
         raise NotReplayable("load_weights replaces parameters")
     if _tensor_attributes(model) != attributes:
-        raise NotReplayable("load_weights derives other tensors from the checkpoint")
-    missing, padding = _uncovered(recorder, params)
-    metas = tuple(TensorMeta.of(name, param) for name, param in params.items())
-    parts = sorted(recorder.parts, key=lambda part: (part.tensor, part.param, part.offset))
-    return Needs(metas, tuple(parts), missing, padding)
+        recorder.derives()
+    return recorder
 
 
 class _Recorder(TorchDispatchMode):
@@ -174,7 +199,16 @@ class _Recorder(TorchDispatchMode):
                 raise NotReplayable(f"{name} shares its memory with another parameter")
             if not param.is_contiguous():
                 raise NotReplayable(f"{name} is not contiguous")
+        self.refused = ""
+        """The first thing that is more than a copy."""
         self.parts: list[Part] = []
+        self.made: list[tuple[int, torch.Tensor, bool]] = []
+        """Parameter, view of it, whether something was put there: what is not a plain copy."""
+        self._used: set[int] = set()
+        self._made_of: dict[int, set[int]] = {}
+        """By storage of what is no view of the checkpoint: the tensors that it was made of."""
+        self._alive: list[torch.Tensor] = []
+        """So that no storage gets another's number."""
         self.padding: list[tuple[int, torch.Tensor, float | None]] = []
         """Parameter, view of it, constant: what a loader fills itself. None: it was seen to hold it."""
 
@@ -186,24 +220,79 @@ class _Recorder(TorchDispatchMode):
         """First item of a parameter in its storage."""
         return int(self._params[index].storage_offset())
 
+    @property
+    def used(self) -> set[int]:
+        """Tensors whose values reach a parameter, or memory that is derived from it."""
+        return self._used | {part.tensor for part in self.parts}
+
+    def refuse(self, why: str) -> None:
+        """Parts cannot be placed; names are watched on."""
+        self.refused = self.refused or why
+
+    def derives(self, *_: Any, **__: Any) -> None:
+        self.refuse("load_weights derives other tensors from the checkpoint")
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _COPY and _storage(args[1]) == self._storage:
-            self._note(args[0], args[1])
+        kwargs = kwargs or {}
+        if func is _COPY and _storage(args[1]) == self._storage and self._noted(args[0], args[1]):
             return args[0]
-        if func is _COPY and self._is_padding(args[0], args[1]):
+        tensors = list(_tensors((*args, *kwargs.values())))
+        sources = set[int]().union(*map(self._sources, tensors))
+        if func is _COPY and not sources and self._is_padding(args[0], args[1]):
             return args[0]
         if func in _FILLS and _storage(args[0]) in self._index:
             self.padding.append(
                 (self._index[_storage(args[0])], args[0], float(args[1]) if len(args) > 1 else 0.0)
             )
             return args[0]
-        kwargs = kwargs or {}
-        for value in _written(func, args, kwargs):
-            if (index := self._index.get(_storage(value))) is not None:
-                raise NotReplayable(
-                    f"{func} writes {self._names[index]} from something that is not the checkpoint"
-                )
-        return func(*args, **kwargs)
+        if func is _VALUE and sources:
+            self._used |= sources
+            self.refuse(f"load_weights does more than copy: it looks at values of {self._named(sources)}")
+            return args[0].dtype.is_floating_point * 0.0
+        written = list(_written(func, args, kwargs))
+        if sum(self._keeps(func, one, sources) for one in written):  # of all
+            return written[0] if len(func._schema.returns) == 1 else None
+        if not sources:
+            return func(*args, **kwargs)
+        if func is _TO and "device" in kwargs:
+            kwargs = {**kwargs, "device": self._source.device}
+        if not all(one.is_meta for one in tensors):
+            args, kwargs = tree_map_only(torch.Tensor, lambda one: one.to("meta"), (args, kwargs))
+        made = func(*args, **kwargs)
+        for one in _tensors([made]):
+            self._from(one, sources)
+        return made
+
+    def _keeps(self, func: Any, value: torch.Tensor, sources: set[int]) -> bool:
+        """Whether this is written to memory of the model or of the caller, and so must not happen."""
+        param = self._index.get(_storage(value))
+        if param is None and (not sources or (value.is_meta and _storage(value) != self._storage)):
+            return False
+        what = "its own memory" if param is None else self._names[param]
+        self.refuse(f"{func} writes {what} from something that is not the checkpoint")
+        self._used |= sources
+        if param is None:
+            self._from(value, sources)
+        else:
+            self.made.append((param, value, bool(sources) or func is _COPY))
+        return True
+
+    def _sources(self, value: torch.Tensor) -> set[int]:
+        """The tensors that this was made of."""
+        if _storage(value) == self._storage:
+            return {self._tensor_at(value)}
+        return self._made_of.get(_storage(value), set())
+
+    def _from(self, value: torch.Tensor, sources: set[int]) -> None:
+        if _storage(value) != self._storage:
+            self._made_of[_storage(value)] = self._made_of.get(_storage(value), set()) | sources
+            self._alive.append(value)
+
+    def _tensor_at(self, view: torch.Tensor) -> int:
+        return bisect_right(self._starts, view.storage_offset() * view.dtype.itemsize) - 1
+
+    def _named(self, tensors: set[int]) -> str:
+        return ", ".join(self._tensors[index].name for index in sorted(tensors))
 
     def _is_padding(self, dst: torch.Tensor, src: torch.Tensor) -> bool:
         """A copy into a parameter of what it holds already, as loaders pad: noted as covered, and not done."""
@@ -213,12 +302,20 @@ class _Recorder(TorchDispatchMode):
         self.padding.append((index, dst, None))
         return True
 
+    def _noted(self, dst: torch.Tensor, src: torch.Tensor) -> bool:
+        try:
+            self._note(dst, src)
+        except NotReplayable as error:
+            self.refuse(str(error))
+            return False
+        return True
+
     def _note(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         param = self._index.get(_storage(dst))
         if param is None:
             raise NotReplayable(f"a copy into memory that is no parameter, of shape {list(dst.shape)}")
         byte = src.storage_offset() * src.dtype.itemsize
-        tensor = bisect_right(self._starts, byte) - 1
+        tensor = self._tensor_at(src)
         meta, src = self._tensors[tensor], src.expand(dst.shape)
         if src.dtype != meta.dtype:
             raise NotReplayable(f"{meta.name} is read as {src.dtype}")
@@ -278,35 +375,55 @@ def _by_axis(meta: TensorMeta, dims: _Dims, steps: Sequence[int]) -> tuple[dict[
     return kept, outer
 
 
-def _uncovered(
+def _coverage(
     recorder: _Recorder, params: Mapping[str, torch.Tensor]
-) -> tuple[tuple[str, ...], tuple[Padding, ...]]:
-    """Parameters with items that no tensor fills, and that are no padding; and padding that is to be filled."""
+) -> tuple[tuple[str, ...], tuple[Padding, ...], tuple[Part, ...]]:
+    """Parameters with items that no tensor fills, and that are no padding; padding that is to be filled; parts of parameters
+    that are made of parts alone."""
     written = [torch.zeros(param.numel(), dtype=torch.uint8) for param in params.values()]
     for part in recorder.parts:
         part.view(written[part.param]).add_(1)
     twice = next((n for n, counts in zip(params, written, strict=True) if bool((counts > 1).any())), None)
     if twice is not None:
-        raise NotReplayable(f"{twice} is written more than once")
+        recorder.refuse(f"{twice} is written more than once")
+    alone = {index for index, counts in enumerate(written) if bool((counts == 1).all())}
+    alone -= {index for index, _, _ in recorder.made}
+    for index, view, filled in recorder.made:
+        if filled:
+            _view(written[index], view, recorder.base(index)).fill_(1)
     padding = []
     for index, view, constant in recorder.padding:
         if view.numel():
-            offset = int(view.storage_offset()) - recorder.base(index)
-            counts = torch.as_strided(written[index], view.shape, view.stride(), offset)
+            counts = _view(written[index], view, recorder.base(index))
             if constant is not None and not bool((view == constant).all()):
                 if bool(counts.any()):  # the loader fills it first, then places a tensor there
                     continue
-                padding.append(Padding(index, offset, tuple(view.shape), view.stride(), constant))
+                padding.append(
+                    Padding(index, int(counts.storage_offset()), tuple(view.shape), view.stride(), constant)
+                )
             counts.fill_(1)
     missing = tuple(n for n, counts in zip(params, written, strict=True) if bool((counts == 0).any()))
-    return missing, tuple(padding)
+    return missing, tuple(padding), tuple(part for part in recorder.parts if part.param in alone)
+
+
+def _view(counts: torch.Tensor, view: torch.Tensor, base: int) -> torch.Tensor:
+    """Of a parameter's counts what `view` is of the parameter."""
+    return torch.as_strided(counts, view.shape, view.stride(), int(view.storage_offset()) - base)
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Those of an operator's arguments or results, also in lists."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from (one for one in value if isinstance(one, torch.Tensor))
 
 
 def _written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
     for index, name in _outputs(func):
         value = args[index] if index < len(args) else kwargs.get(name, ())
-        values = value if isinstance(value, (list, tuple)) else (value,)
-        yield from (one for one in values if isinstance(one, torch.Tensor))
+        yield from _tensors([value])
 
 
 @cache

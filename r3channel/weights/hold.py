@@ -24,6 +24,7 @@ from r3channel.transport.link import Link
 from r3channel.transport.listener import connect
 from r3channel.weights.checksums import host_bytes, tensor_checksum, tensor_digest
 from r3channel.weights.dryrun import Learned, Needs
+from r3channel.weights.geometry import Box
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.wires import (
     ASK,
@@ -168,7 +169,9 @@ class Hold:
         if not self._whole:
             for view, param in zip(self._staged, dict(model.named_parameters()).values(), strict=True):
                 view.copy_(param.detach().flatten())  # padding that no tensor covers keeps its values
-        return {"needs": self._needs.to_dict(), "whole": self._learned.refused, "shared": self._path}
+        compared = {part.param for part in self._learned.copied} if self._whole else self._needs.params
+        told = {"needs": self._needs.to_dict(), "whole": self._learned.refused, "compared": len(compared)}
+        return told | {"shared": self._path}
 
     # -- a link's thread -----------------------------------------------------------------------------------------------
 
@@ -288,8 +291,9 @@ class Hold:
         stage, digests = self._stage, list[str]()
         stage.changing, self._served = True, self._serving
         if self._whole:
-            named = zip(self._learned.tensors, self._staged, strict=True)
+            named = zip(self._needs.params, self._staged, strict=True)
             model.load_weights((m.name, v.view(m.shape)) for m, v in named)  # pyright: ignore[reportCallIssue]
+            self._compare(model)
         else:
             digests = _swap(self._ready, self._staged)
             self._serving = _Committed(stage.version, stage.digests, self._ready)
@@ -297,6 +301,17 @@ class Hold:
         for meta, digest in zip(self._needs.params, digests, strict=not self._whole):
             if digest != stage.digests[meta.name]:
                 raise WeightsError(f"{meta.name} holds other bytes than were staged")
+
+    def _compare(self, model: torch.nn.Module) -> None:
+        """What the model's own loader copies as it is must have arrived so."""
+        params, at = list(model.named_parameters()), {part.tensor: part.param for part in self._needs.parts}
+        for part in self._learned.copied:
+            name, param = params[part.param]
+            whole = Box.whole(self._learned.tensors[part.tensor].shape)
+            given = self._staged[at[part.tensor]].view(whole.shape)[part.box.within(whole)]
+            found = part.view(param.detach().view(-1))
+            if not torch.equal(_bytes(found), _bytes(given.to(found))):
+                raise WeightsError(f"{name} holds other values than were given for it")
 
     def undo(self, model: torch.nn.Module, version: int) -> None:
         """The parameters as they were before the commit of `version`, which cannot be committed any more, should its order come
@@ -319,6 +334,11 @@ class Hold:
             if meta.name not in params or TensorMeta.of(meta.name, params[meta.name]) != meta:
                 raise WeightsError(f"parameter {meta} is not what it was when the session opened")
         return [params[meta.name].detach().view(-1) for meta in self._needs.params]
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """So that NaN equals itself."""
+    return tensor.reshape(-1).contiguous().view(torch.uint8)
 
 
 def _swap(targets: Sequence[torch.Tensor], staged: Sequence[torch.Tensor]) -> list[str]:

@@ -21,6 +21,7 @@ from r3channel.errors import (
     CannotStage,
     EngineLeftBehind,
     EngineUnavailable,
+    GiverChanged,
     ManifestMismatch,
     NonFiniteWeights,
     R3Error,
@@ -36,7 +37,7 @@ from r3channel.weights.progress import CONTROL_S, GRACE_S, REPAIR_S, background
 from r3channel.weights.stages import Given, check_complete
 from r3channel.weights.wires import RankLink
 
-_TOLD = {kind.__name__: kind for kind in (NonFiniteWeights, CannotStage)}
+_TOLD = {kind.__name__: kind for kind in (NonFiniteWeights, CannotStage, GiverChanged)}
 """Failures of another rank that are raised as what they are."""
 _Sums = list[tuple[dict[str, str], dict[str, str]]]
 """By rank: digests and checksums by parameter."""
@@ -291,7 +292,7 @@ class Staged(Work):
                     "parameter hold other values. Their replicas drift apart where gradients are not reduced between them, as "
                     "those of experts under TP > 1 with expert parallel sizes of 1 (Megatron's `allreduce` mark)"
                 )
-        self._run.report.verified = sum(len(digests) for digests, _ in next(iter(found.values())))
+        self._run.report.verified = sum(rank.compared for rank in next(iter(found)).ranks)
         if self._rules.verify and not self._run.report.loaded:
             self._run.checksums = {str(n): [own for _, own in sums] for n, (_, sums) in first.items()}
 

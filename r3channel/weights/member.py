@@ -24,7 +24,6 @@ from r3channel.weights.wires import RankLink
 _ASK_S = 1.0
 _NO_PLUGIN = ("must run between", "init_weights_update_group")
 """What SGLang itself says to our order: that begin comes first, or, inside of it, that it knows no group of this name."""
-_NO_BRACKET = ("HTTP 404", "Not Found")
 
 
 class EngineState(Enum):
@@ -58,8 +57,6 @@ class Member:
     """Of the life that joined; empty before, and once it has left."""
     evicted: str = ""
     """Why updates go on without it, until `update_one` brings it back."""
-    bracketed: bool = True
-    """Whether this SGLang wants begin and end around an update; 0.5.15.post1 has neither."""
     names: frozenset[str] = frozenset()
     """What this life was found to take, and nothing else."""
     unheld: bool = False
@@ -122,12 +119,11 @@ class Member:
         nothing is known of these weights, so the engine counts as dirty and only a whole update lets it serve again."""
         self.enter(EngineState.OPEN)
         self.foreign = False
+        if not self.client.takes_orders:  # nor has it a begin
+            return
         try:
             self.client.begin(timeout_s=timeout_s)
-        except EngineRefused as error:
-            if any(word in str(error) for word in _NO_BRACKET):
-                self.bracketed = False
-                return
+        except EngineRefused:
             self.foreign = True
             self.enter(EngineState.DIRTY)
 
@@ -163,21 +159,26 @@ class Member:
             answer = answer or self.client.order(
                 {"op": "look"}, timeout_s=control_s
             )  # that order had no answer
-            self.foreign = FOUND_OPEN in answer
-            if self.foreign:  # it was paused, and stays so, by whom the bracket belongs to
-                self.enter(EngineState.DIRTY)
-            else:
+            self._look_for_begun(answer)
+            if not self.foreign:  # else it was paused, and stays so, by whom the bracket belongs to
                 self.undo(control_s)
 
     def hold(self, order: Mapping[str, Any], timeout_s: float) -> bool:
-        """Keep other sessions from this engine, where our half can; whether it could. EngineRefused while another holds it."""
+        """Keep other sessions from this engine, where our half can; whether it could. EngineRefused while another holds it, and
+        where an update would leave something old."""
         try:
-            self.client.order(order, timeout_s=timeout_s)
+            self._look_for_begun(self.client.order(order, timeout_s=timeout_s))
         except EngineRefused as error:
-            if "session" in str(error):
-                raise
-            return False
+            self._look_for_begun(str(error))
+            if any(word in str(error) for word in _NO_PLUGIN):
+                return False
+            raise
         return True
+
+    def _look_for_begun(self, answer: str) -> None:
+        self.foreign = FOUND_OPEN in answer
+        if self.foreign:
+            self.enter(EngineState.DIRTY)
 
     def change_over(
         self, order: Mapping[str, Any], version: int, flush_cache: bool, timeout_s: float
@@ -209,7 +210,7 @@ class Member:
             self.client.set_version(version, timeout_s=timeout_s)
 
     def end(self, timeout_s: float) -> None:
-        if self.bracketed:
+        if self.client.takes_orders:
             self.client.end(timeout_s=timeout_s)
 
     def commit(self, version: int, timeout_s: float) -> None:

@@ -34,7 +34,7 @@ def from_peer(
     """What this trainer rank gives of `version`, and its values, out of one of `members`; None where none can give it.
 
     Every trainer rank calls. The values come bucket by bucket, of parameters of `cap_bytes` together; giving them raises
-    WeightsCorrupt where the engine has other bytes than were committed, TransportError where it dies.
+    GiverChanged where the engine has other bytes than were committed, TransportError where it dies.
     """
     peer = _chosen(members, stages, version, run)
     if peer is None:
@@ -62,7 +62,7 @@ def from_peer(
             push(tensors)
 
     rounded = cast_by(peer.ranks, peer.metas)
-    return Given(tuple(held), tuple(ends), None, peer.metas, rounded), feed
+    return Given(tuple(held), tuple(ends), None, peer.metas, rounded, peer.url), feed
 
 
 def _chosen(members: Sequence[Member], stages: Stages, version: int, run: Run) -> Member | None:

@@ -14,12 +14,12 @@ import torch
 
 
 class Setting(NamedTuple):
-    """Server arguments, and values of them that an update is refused for."""
+    """A server argument, and values of it that an update is refused for."""
 
-    names: str
+    name: str
     covers: Callable[[Any], bool]
     why: str
-    remedy: str
+    remedy: str = "start it without"
 
 
 def _above(most: int) -> Callable[[Any], bool]:
@@ -30,107 +30,90 @@ def _none_of(*values: Any) -> Callable[[Any], bool]:
     return lambda value: value not in values
 
 
-_REBALANCED = "experts change their places while it serves, and the map of them that was learned when it was linked does not follow"
-_QUANTISES = (
-    "it quantises a plain checkpoint when it starts: plain weights would land under scales of the old ones"
+_MOVED = (
+    "experts change their places while it serves, and the map that was learned when it was linked does not"
 )
-_UNQUANTISED = "start it without, or from a checkpoint that holds float8 blocks, and give `float8_blocks`"
-_BROADCAST = "let SGLang load by itself (`staged=False`), or start it without"
+_QUANTISES = (
+    "it quantises a plain checkpoint at its start: plain weights would land under scales of the old ones"
+)
+_FLOAT8 = "start it without, or from a checkpoint of float8 blocks, and give `float8_blocks`"
+_DRAFT = "start it without or with NGRAM, or let SGLang load both: `staged=False, expected=None`, with the draft's tensors"
 
 ANY_WAY: tuple[Setting, ...] = (
+    Setting("dp_size", _above(1), "SGLang hands weights to one replica alone", "start one engine for each"),
     Setting(
-        "dp_size", _above(1), "SGLang hands weights to one replica alone", "start one engine for each replica"
+        "pp_size", _above(1), "only its first stage answers: others keep old layers unseen", "--pp-size 1"
     ),
     Setting(
-        "pp_size",
-        _above(1),
-        "only its first stage answers for an update, so that the others keep old layers unseen",
-        "start it with --pp-size 1 and more --tp-size",
-    ),
-    Setting(
-        "weight_cache_mode",
-        _none_of(None, "off"),
-        "the weights are shared with a daemon and with other engines, which would change unseen",
-        "start it with --weight-cache-mode off",
+        "weight_cache_mode", _none_of(None, "off"), "its weights are shared with a daemon and other engines"
     ),
     Setting(
         "offload_group_size",
         _above(0),
-        "layers are fetched ahead, so that the next pass begins with old ones",
-        "start it with --cpu-offload-gb instead",
+        "a pass begins with layers that were fetched before",
+        "--cpu-offload-gb",
     ),
     Setting(
-        "enable_elastic_expert_backup",
-        bool,
-        "experts that are restored come from the checkpoint it was started from",
-        "start it without",
+        "enable_elastic_expert_backup", bool, "experts come back as in the checkpoint it was started from"
     ),
-    Setting("modelopt_quant quantize_and_serve torchao_config", bool, _QUANTISES, _UNQUANTISED),
+    Setting("modelopt_quant", bool, _QUANTISES, _FLOAT8),
+    Setting("quantize_and_serve", bool, _QUANTISES, _FLOAT8),
+    Setting("torchao_config", bool, _QUANTISES, _FLOAT8),  # of 0.5.15.post1
 )
-"""Refused in either way. `torchao_config` is of 0.5.15.post1."""
+"""Refused in either way."""
+
+_OURSELVES = "start it without, or let SGLang load by itself: `staged=False`"
+OLD = Setting(
+    "version",
+    lambda value: _before(value, (0, 5, 23)),
+    "it has no begin and end around an update",
+    _OURSELVES,
+)
+"""No server argument. Such a release is given no order at all: what one raises would end it."""
 
 STAGED: tuple[Setting, ...] = (
+    OLD,
+    Setting("enable_eplb", bool, _MOVED, _OURSELVES),
+    Setting("elastic_ep_backend", _none_of(None, "none"), _MOVED, _OURSELVES),
+    Setting("speculative_algorithm", _none_of(None, "NONE", "NGRAM"), "the draft would stay old", _DRAFT),
     Setting(
-        "version",
-        lambda value: _before(value, (0, 5, 23)),
-        "it has no begin and end around an update, and what an order raises would end it",
-        "let SGLang load by itself (`staged=False`), or install SGLang 0.5.23",
-    ),
-    Setting("enable_eplb", bool, _REBALANCED, _BROADCAST),
-    Setting("elastic_ep_backend", _none_of(None, "none"), _REBALANCED, _BROADCAST),
-    Setting(
-        "speculative_algorithm",
-        _none_of(None, "NONE", "NGRAM"),
-        "the staged copy is the target's alone, so that the draft would stay old",
-        "start it without or with NGRAM; or let SGLang load both (`staged=False, expected=None`) and give the draft's tensors too",
+        "moe_runner_backend", lambda value: "_trtllm" in str(value), "experts are kept repacked", _OURSELVES
     ),
     Setting(
-        "moe_runner_backend",
-        lambda value: "flashinfer_trtllm" in str(value),
-        "experts are kept repacked, not as the checkpoint has them",
-        _BROADCAST,
-    ),
-    Setting(
-        "load_format", lambda value: value == "flash_rl", "its loader quantises what it is given", _BROADCAST
+        "load_format", lambda value: value == "flash_rl", "its loader quantises what it is given", _OURSELVES
     ),
 )
-"""Refused where bytes are staged beside the parameters; SGLang's own loading is right with these. `version` is no argument."""
+"""Refused where bytes are staged beside the parameters; SGLang's own loading is right with these."""
 
 
 def refused(values: Mapping[str, Any], settings: tuple[Setting, ...]) -> str:
     """Why an update of an engine with these server arguments would be wrong, and what to do; empty where it would not."""
-    return "; ".join(
-        f"{name}={values[name]}: {one.why} ({one.remedy})"
-        for one in settings
-        for name in one.names.split()
-        if one.covers(values.get(name))
-    )
+    found = ((one, values.get(one.name)) for one in settings if one.covers(values.get(one.name)))
+    return "; ".join(f"{one.name}={value}: {one.why} ({one.remedy})" for one, value in found)
 
 
 def refused_model(model: torch.nn.Module) -> Iterator[str]:
     """Of what a rank has built, whatever it was started with. Nothing is changed."""
     modules = list(model.modules())
-    configs = {id(found): found for one in modules if (found := _quantisation(one)) is not None}
-    for config in configs.values():
+    methods = [getattr(one, "quant_method", None) for one in modules]
+    for config in {
+        id(found): found for one in methods if (found := getattr(one, "quant_config", None))
+    }.values():
         kept = [value for name, value in vars(config).items() if _SERIALISED.fullmatch(name)]
         if (kept and not any(kept)) or getattr(config, "is_nvfp4_online", False):
-            yield f"online quantisation ({type(config).__name__}): {_QUANTISES} ({_UNQUANTISED})"
+            yield f"online quantisation ({type(config).__name__}): {_QUANTISES} ({_FLOAT8})"
     if any(getattr(one, "use_intel_amx_backend", False) for one in modules):
-        yield "weights are packed for AMX, which SGLang cannot undo: new ones would land in the packed form (start it on other CPUs)"
+        yield "weights are packed for AMX: new ones would land in the packed form (start it on other CPUs)"
     yield from {str(why) for one in modules if (why := getattr(one, "_derived_weight_cache_error", None))}
 
 
 _SERIALISED = re.compile(r"is_checkpoint_\w+_serialized")
 
 
-def _quantisation(module: torch.nn.Module) -> Any:
-    return getattr(getattr(module, "quant_method", None), "quant_config", None)
-
-
 def _before(version: Any, first: tuple[int, ...]) -> bool:
     """
-    >>> [_before(version, (0, 5, 23)) for version in ("0.5.15.post1", "0.5.23", "0.6.0.dev1", None)]
-    [True, False, False, False]
+    >>> [_before(version, (0, 5, 23)) for version in ("0.5.15.post1", None, "0.5.23", "0.6.0.dev1")]
+    [True, True, False, False]
     """
     found = re.match(r"(\d+)\.(\d+)\.(\d+)", str(version))
-    return found is not None and tuple(map(int, found.groups())) < first
+    return found is None or tuple(map(int, found.groups())) < first

@@ -33,6 +33,7 @@ from r3channel.errors import (
     CannotStage,
     ConfigError,
     EngineLeftBehind,
+    GiverChanged,
     ManifestMismatch,
     R3Error,
     RegistryRefused,
@@ -510,7 +511,11 @@ class WeightSync:
             if version is None or found is None:
                 return None
             given, feed = found
-            outcome = self._deliver(begun, [member.afresh()], given, feed, version, run, alone=True)
+            try:
+                outcome = self._deliver(begun, [member.afresh()], given, feed, version, run, alone=True)
+            except GiverChanged:  # what it serves is not the version
+                self._fleet.quarantine([self._fleet.member(given.giver)])
+                raise
             if outcome is not None:
                 raise outcome
         member.evicted = ""

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 from r3channel.errors import ConfigError, DeadlineExceeded, EngineRefused, EngineUnavailable, PayloadCorrupt
 from r3channel.weights.manifest import TensorMeta
-from r3channel.weights.refusals import ANY_WAY, STAGED, refused
+from r3channel.weights.refusals import ANY_WAY, OLD, STAGED, refused
 from r3channel.wire.hello import Hello, probe_body
 
 PauseMode = Literal["retract", "in_place", "abort"]
@@ -31,7 +31,7 @@ LOAD_FORMAT = "r3channel"
 COMMIT_FORMAT = "r3channel-commit"
 """The same of an order that needs no begin and end around it: our half makes them there."""
 OPEN_FORMAT = "r3channel-open"
-"""The same of an order that loads nothing: without begin and end, whose post-load processing would find nothing new to process."""
+"""The same of an order that loads nothing: without begin and end, which would process weights that are not new."""
 FOUND_OPEN = "an update was begun and not ended: "
 """Begins the answer to an order that loads nothing, where somebody's begin is without its end."""
 UNTOUCHED = "nothing was touched: "
@@ -81,8 +81,8 @@ class EngineClient:
         self.url = url.rstrip("/")
         self.ranks, self._known = ranks or 1, ranks
         """1 until the engine was asked, or a trainer rank that does not ask itself was told."""
-        self.unstaged = ""
-        """Why it takes no staged bytes, as far as its settings tell (`meet`)."""
+        self.unstaged, self.takes_orders = "", False
+        """Why it takes no staged bytes, and whether it may be given orders, as far as its settings tell (`meet`)."""
         self.torch, self.nccl = torch, nccl
         # Plain http.client: unlike requests it takes no proxy from the environment.
         https = parts.scheme == "https"
@@ -187,7 +187,7 @@ class EngineClient:
         told = self._call("GET", "/server_info", None, timeout_s=timeout_s)
         if why := refused(told, ANY_WAY):
             raise ConfigError(f"engine {self.url} was started with {why}")
-        self.unstaged = refused(told, STAGED)
+        self.unstaged, self.takes_orders = refused(told, STAGED), not refused(told, (OLD,))
         ranks = int(told.get("tp_size") or 1)
         if self._known not in (None, ranks):
             raise ConfigError(
@@ -204,7 +204,7 @@ class EngineClient:
         weight_version: str | None = None,
         timeout_s: float,
     ) -> str:
-        """An order to our half in the engine; of all only an undo needs begin and end. Its answer; EngineRefused tells its reason.
+        """An order to our half in the engine; only an undo needs begin and end. Its answer; EngineRefused tells its reason.
 
         `weight_version` names the weights that are served once it is carried out, as `set_version` would."""
         form = _FORMATS.get(order["op"], OPEN_FORMAT)

@@ -66,6 +66,8 @@ class Given:
     """What engines are told of; (): what all trainer ranks hold together."""
     rounded: Mapping[str, str] = field(default_factory=dict)
     """Tensors that are held rounded: they may go only where they are rounded so."""
+    giver: str = ""
+    """The engine whose memory it is read from."""
 
     @classmethod
     def whole(cls, manifest: Manifest) -> Given:
@@ -169,10 +171,9 @@ class Stages:
             told = expect_json(link, NEEDS, timeout_s=deadline.left_s())
             refused = refused or told.get("error", "")
             needs = Needs.from_dict(told["needs"]) if "needs" in told else Needs((), ())
+            how = told.get("whole", ""), told.get("compared", 0)
             shared = shared_views(needs.params, told["shared"]) if told.get("shared") else []
-            found[hello["engine"]].append(
-                RankLink(hello["engine"], hello["rank"], link, needs, told.get("whole", ""), shared)
-            )
+            found[hello["engine"]].append(RankLink(hello["engine"], hello["rank"], link, needs, *how, shared))
         if refused:
             raise CannotStage(refused)
         return {url: sorted(ranks, key=lambda rank: rank.rank) for url, ranks in found.items()}

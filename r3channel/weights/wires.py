@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import xxhash
 
-from r3channel.errors import NonFiniteWeights, TransportError, WeightsCorrupt, WeightsError
+from r3channel.errors import GiverChanged, NonFiniteWeights, TransportError, WeightsCorrupt, WeightsError
 from r3channel.transport.link import Link
 from r3channel.weights.checksums import host_bytes, tensor_digest
 from r3channel.weights.dryrun import Needs, Part
@@ -218,6 +218,8 @@ class RankLink:
     needs: Needs
     whole: str
     """Why the rank stages whole tensors and lets the model's own loader place them; empty where parts are placed."""
+    compared: int
+    """Parameters that the rank compares with what was given, once they hold it."""
     shared: list[torch.Tensor] = field(default_factory=list)
     """The rank's staged copy itself, by parameter, where both are on one machine: bytes are put there, none is sent."""
     buckets: list[list[Record]] = field(default_factory=list)
@@ -298,8 +300,9 @@ class RankLink:
         self.link.recv_into(host_bytes(flat), timeout_s=timeout_s)
         if tensor_digest(flat) != told["digest"]:
             self.link.abort(f"{meta.name} could not be read back")
-            raise WeightsCorrupt(
-                f"{where}: {meta.name} holds other bytes than were committed as version {version}, or they came damaged"
+            raise GiverChanged(
+                f"{where}: {meta.name} holds other bytes than were committed as version {version}, or they came damaged",
+                engines=[self.engine],
             )
         return flat
 

@@ -8,7 +8,8 @@ from functools import partial
 import pytest
 import torch
 
-from r3channel.errors import EngineLeftBehind, UsageError, WeightsCorrupt, WeightsError, WeightUpdateFailed
+from r3channel.cli import main
+from r3channel.errors import EngineLeftBehind, GiverChanged, UsageError, WeightsError, WeightUpdateFailed
 from r3channel.weights.session import WeightSync
 from r3channel.weights.store import HostCopy
 from r3channel.weights.wires import RankLink
@@ -103,18 +104,28 @@ def test_an_update_that_failed_leaves_the_version_before_it_to_be_given(
         assert all(holds(engine, 1) for engine in (one, other, again))
 
 
-def test_weights_that_somebody_changed_are_not_passed_on(trio: Trio, restarted: Restart) -> None:
+def test_weights_that_somebody_changed_are_not_passed_on_and_their_engine_is_not_routable(
+    trio: Trio, restarted: Restart, capsys: pytest.CaptureFixture[str]
+) -> None:
     sync, one, _, lost = trio
     again = restarted(lost)
     one.tensors[NAMES[5]][3, 3] += 1
     with sync:
         with pytest.raises(WeightUpdateFailed, match=f"{one.url} rank 0: {NAMES[5]} holds other") as failure:
             sync.update_one(again.url, timeout_s=20)
-        assert isinstance(failure.value.__cause__, WeightsCorrupt)
+        assert isinstance(failure.value.__cause__, GiverChanged)
+        assert failure.value.__cause__.engines == (one.url,)
         assert again.version == "0" and not again.tensors[NAMES[0]].any() and not again.paused
         assert again.url not in sync.routable()
+        assert one.url not in sync.routable() and one.url not in sync.renew(timeout_s=5), (
+            "it serves what nobody gave it"
+        )
         sync.update_one(again.url, timeout_s=20)  # from the other one
         assert holds(again, 1)
+        assert main(["weights", "verify", "--engine", one.url, "--engine", again.url]) == 1
+        assert NAMES[5] in capsys.readouterr().out
+        sync.update_one(one.url, timeout_s=20)
+        assert holds(one, 1) and len(sync.routable()) == 3
 
 
 def test_an_engine_that_lost_its_links_since_its_commit_is_not_asked(trio: Trio, restarted: Restart) -> None:

@@ -20,7 +20,7 @@ from r3channel.errors import (
     WeightUpdateFailed,
 )
 from r3channel.weights import hold
-from r3channel.weights.dryrun import Needs, dry_run
+from r3channel.weights.dryrun import dry_run
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.member import EngineState
 from r3channel.weights.progress import Deadline
@@ -494,7 +494,7 @@ def test_a_trainer_that_comes_again_costs_the_engine_no_second_dry_run(
     engine = serving()
     runs: list[int] = []
 
-    def counted(model: torch.nn.Module, tensors: Sequence[TensorMeta]) -> Needs:
+    def counted(model: torch.nn.Module, tensors: Sequence[TensorMeta]) -> object:
         runs.append(len(tensors))
         return dry_run(model, tensors)
 
@@ -519,7 +519,7 @@ def test_an_engine_whose_dry_run_takes_longer_than_a_bucket_may_is_not_lost(
 ) -> None:
     engine = serving()
 
-    def slow(model: torch.nn.Module, tensors: Sequence[TensorMeta]) -> Needs:
+    def slow(model: torch.nn.Module, tensors: Sequence[TensorMeta]) -> object:
         time.sleep(2.5)
         return dry_run(model, tensors)
 

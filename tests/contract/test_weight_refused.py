@@ -1,0 +1,297 @@
+"""What an update would leave old, committed and verified: refused by name, before anything is linked or a byte moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+
+from r3channel.errors import CannotStage, ConfigError, EngineRefused, ManifestMismatch, WeightUpdateFailed
+from r3channel.weights.refusals import ANY_WAY, STAGED
+from tests.contract.test_weight_staged import COMMIT, NAMES, Serving, holds, serving, session, weights
+from tests.fake_engine import FakeEngine, Model
+
+__all__ = ["serving"]
+
+EITHER_WAY: list[tuple[str, Any, str]] = [
+    ("dp_size", 2, "one replica alone"),
+    ("pp_size", 2, "only its first stage answers"),
+    ("weight_cache_mode", "client", "shared with a daemon"),
+    ("offload_group_size", 2, "fetched before"),
+    ("enable_elastic_expert_backup", True, "the checkpoint it was started from"),
+    ("modelopt_quant", "fp8", "quantises a plain checkpoint"),
+    ("quantize_and_serve", True, "quantises a plain checkpoint"),
+    ("torchao_config", "int8wo", "quantises a plain checkpoint"),
+]
+STAGED_ONLY: list[tuple[str, Any, str]] = [
+    ("version", "0.5.15.post1", "no begin and end around"),
+    ("enable_eplb", True, "change their places"),
+    ("elastic_ep_backend", "mooncake", "change their places"),
+    ("speculative_algorithm", "EAGLE", "the draft would stay old"),
+    ("moe_runner_backend", "flashinfer_trtllm_routed", "kept repacked"),
+    ("load_format", "flash_rl", "quantises what it is given"),
+]
+ORDINARY = {
+    "dp_size": 1,
+    "pp_size": 1,
+    "weight_cache_mode": "off",
+    "offload_group_size": -1,
+    "enable_elastic_expert_backup": False,
+    "modelopt_quant": None,
+    "quantize_and_serve": False,
+    "torchao_config": "",
+    "version": "0.5.23",
+    "enable_eplb": False,
+    "elastic_ep_backend": None,
+    "speculative_algorithm": "NGRAM",
+    "moe_runner_backend": "auto",
+    "load_format": "auto",
+}
+
+
+def test_every_setting_of_the_table_is_tried_here() -> None:
+    for table, cases in ((ANY_WAY, EITHER_WAY), (STAGED, STAGED_ONLY)):
+        assert [one.name for one in table] == [name for name, _, _ in cases]
+    assert ORDINARY.keys() == {name for name, _, _ in (*EITHER_WAY, *STAGED_ONLY)}
+
+
+def test_an_engine_of_ordinary_settings_is_updated(serving: Serving) -> None:
+    engine = serving()
+    engine.settings = ORDINARY
+    with session(engine) as sync:
+        assert sync.update(weights(1).items(), version=1, timeout_s=20).way == "staged" and holds(engine, 1)
+
+
+@pytest.mark.parametrize(("name", "value", "why"), EITHER_WAY)
+@pytest.mark.parametrize("staged", [True, False])
+def test_a_setting_with_which_no_update_is_right_is_refused_before_the_engine_gets_an_order(
+    serving: Serving, name: str, value: Any, why: str, staged: bool
+) -> None:
+    good, bad = serving(), serving()
+    good.settings, bad.settings = ORDINARY, ORDINARY | {name: value}
+    with pytest.raises(
+        ConfigError, match=rf"engine {bad.url} was started with {name}={value}: .*{why}.*\(.+\)"
+    ):
+        session(good, bad, staged=staged)
+    assert bad.calls == ["/server_info"] and holds(bad, 0) and holds(good, 0)
+
+
+@pytest.mark.parametrize(("name", "value", "why"), STAGED_ONLY)
+def test_a_setting_with_which_staged_bytes_leave_something_old_is_refused_or_loaded_by_sglang(
+    serving: Serving, name: str, value: Any, why: str
+) -> None:
+    engine = serving()
+    engine.settings = ORDINARY | {name: value}
+    with session(engine) as sync:
+        with pytest.raises(
+            WeightUpdateFailed, match=rf"engine {engine.url} .*{name}={value}: .*{why}"
+        ) as failure:
+            sync.update(weights(1).items(), version=1, timeout_s=20)
+        assert isinstance(failure.value.__cause__, CannotStage)
+        assert engine.calls == ["/server_info"] and holds(engine, 0)
+    with session(engine, staged="auto") as sync:
+        report = sync.update(weights(1).items(), version=1, timeout_s=20)
+        assert report.way.startswith("broadcast: ") and why in report.way and holds(engine, 1)
+
+
+def test_a_pipeline_parallel_engine_keeps_no_layers_of_its_second_stage(serving: Serving) -> None:
+    """Both stages carry out an order, the first one answers."""
+    stage = serving()
+    stage.settings["pp_size"] = 2
+    with pytest.raises(ConfigError, match=r"pp_size=2.*--pp-size 1"), session(stage) as sync:
+        sync.update(weights(1).items(), version=1, timeout_s=20)
+
+
+def test_linking_processes_no_weights_and_a_commit_does_once(serving: Serving) -> None:
+    engine = serving()
+    with session(engine) as sync:
+        half = dict(list(weights(1).items())[:4])
+        with pytest.raises(WeightUpdateFailed, match="would keep their old values"):
+            sync.update(half.items(), version=1, timeout_s=20)
+        assert "order/open" in engine.calls and engine.processed == 0 and holds(engine, 0)
+        sync.update(weights(1).items(), version=1, timeout_s=20)
+        assert engine.processed == 1 and engine.calls[-3:] == COMMIT
+
+
+class _Config:
+    def __init__(self, serialised: bool) -> None:
+        self.is_checkpoint_fp8_serialized = serialised
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "why"),
+    [
+        (
+            "quant_method",
+            _Config(False),
+            r"online quantisation \(_Config\).*old scales|under scales of the old",
+        ),
+        ("use_intel_amx_backend", True, "packed for AMX"),
+        ("_derived_weight_cache_error", "copies of k_norm are kept", "copies of k_norm are kept"),
+    ],
+)
+@pytest.mark.parametrize("staged", [True, False])
+def test_a_model_that_keeps_something_old_is_refused_by_our_half(
+    serving: Serving, attribute: str, value: Any, why: str, staged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, layer = serving(), torch.nn.Module()
+    if attribute == "quant_method":
+        held, value = value, torch.nn.Module()
+        value.quant_config = held
+        object.__setattr__(layer, attribute, value)
+    else:
+        setattr(layer, attribute, value)
+
+    def built(self: FakeEngine) -> Model:
+        model = Model(self.tensors)
+        model.layer = layer
+        return model
+
+    monkeypatch.setattr(FakeEngine, "model", built)
+    with session(engine, staged=staged) as sync:
+        with pytest.raises(WeightUpdateFailed, match=f"leave something old: .*({why})") as failure:
+            sync.update(weights(1).items(), version=1, timeout_s=20)
+        assert isinstance(failure.value.__cause__, EngineRefused) and holds(engine, 0)
+        if attribute == "quant_method":
+            value.quant_config = _Config(True)
+            sync.update(weights(1).items(), version=1, timeout_s=20)
+            assert holds(engine, 1)
+
+
+def test_an_engine_that_has_released_its_weights_is_refused_until_it_resumes(serving: Serving) -> None:
+    engine = serving()
+    engine.offload_tags = {"weights"}
+    with session(engine) as sync:
+        with pytest.raises(WeightUpdateFailed, match="released the memory of its weights"):
+            sync.update(weights(1).items(), version=1, timeout_s=20)
+        assert holds(engine, 0)
+        engine.offload_tags = set()
+        sync.update(weights(1).items(), version=1, timeout_s=20)
+        assert holds(engine, 1)
+
+
+# -- whole tensors, which the model's own loader places ----------------------------------------------------------------
+
+Load = Callable[[Model, Iterable[tuple[str, torch.Tensor]]], None]
+
+
+def computing(model: Model, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """As a loader that derives: of the first tensor there is arithmetic, the others are copied."""
+    for name, tensor in named:
+        if name in model.held:
+            model.held[name].copy_(tensor * 1.0 if name == NAMES[0] else tensor)
+
+
+def fusing(model: Model, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """As MLA's: two tensors become one parameter, by way of a dict of those that wait."""
+    waiting = dict(named)
+    for at in range(0, len(NAMES), 2):
+        pair = [waiting[name] for name in NAMES[at : at + 2] if name in waiting]
+        if len(pair) == 2:
+            model.held[f"fused.{at}"].copy_(torch.cat(pair))
+
+
+def valued(model: Model, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """As SGLang's default loader does with scales of one item."""
+    for name, tensor in named:
+        if name in model.held:
+            model.held[name].fill_(tensor.flatten()[0].item())
+
+
+def moved(model: Model, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """By way of memory of its own, on the parameter's device."""
+    for name, tensor in named:
+        if name in model.held:
+            room = torch.zeros(16, 16)
+            room.add_(tensor.to(room.device))
+            model.held[name].copy_(room)
+
+
+def held(load: Load) -> dict[str, torch.Tensor]:
+    if load is fusing:
+        return {f"fused.{at}": torch.zeros(32, 16) for at in range(0, len(NAMES), 2)}
+    return weights(0)
+
+
+@pytest.mark.parametrize("load", [computing, fusing, valued, moved])
+def test_an_absent_or_misspelt_tensor_fails_an_update_by_whole_tensors_before_a_byte(
+    load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Model, "load_weights", load)
+    engine = FakeEngine(receives=held(load))
+    before = {name: tensor.clone() for name, tensor in engine.tensors.items()}
+    given = weights(1)
+    given.pop(NAMES[7])
+    given["model.layers.6.mlp.gatee.weight"] = given.pop(NAMES[6])
+    keep = "fused.6" if load is fusing else NAMES[6]
+    try:
+        with session(engine) as sync:
+            with pytest.raises(WeightUpdateFailed, match="would keep their old values") as failure:
+                sync.update(given.items(), version=1, timeout_s=20)
+            assert isinstance(failure.value.__cause__, ManifestMismatch)
+            assert keep in str(failure.value) and "model.layers.6.mlp.gatee.weight" in str(failure.value)
+            assert engine.version == "0" and not engine.paused and "order/commit" not in engine.calls
+            assert all(torch.equal(engine.tensors[name], tensor) for name, tensor in before.items())
+        with session(engine) as sync:  # a tensor that no parameter has a place for keeps none from its update
+            extra = weights(1) | {"rotary_emb.inv_freq": torch.ones(4)}
+            report = sync.update(extra.items(), version=1, timeout_s=20)
+            assert report.loaded and report.skipped == ("rotary_emb.inv_freq",)
+            assert report.verified == (len(NAMES) - 1 if load is computing else 0)
+            if load is fusing:
+                wanted = {
+                    f"fused.{at}": torch.cat([weights(1)[n] for n in NAMES[at : at + 2]])
+                    for at in (0, 2, 4, 6)
+                }
+                assert all(torch.equal(engine.tensors[name], tensor) for name, tensor in wanted.items())
+            else:
+                assert holds(engine, 1)
+    finally:
+        engine.die()
+
+
+def test_what_a_loader_was_seen_to_copy_is_compared_once_it_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def forgetful(model: Model, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        computing(model, ((n, t) for n, t in named if t.is_meta or n != NAMES[3]))
+
+    monkeypatch.setattr(Model, "load_weights", forgetful)
+    engine = FakeEngine(receives=weights(0))
+    try:
+        with session(engine) as sync:
+            with pytest.raises(
+                WeightUpdateFailed, match=f"{NAMES[3]} holds other values than were given for it"
+            ):
+                sync.update(weights(1).items(), version=1, timeout_s=20)
+            assert engine.paused and sync.routable() == ()
+    finally:
+        engine.die()
+
+
+def test_experts_that_changed_their_slots_since_the_link_are_not_filled_by_the_old_map(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As EPLB's rebalancing does: names and shapes stay."""
+    place = [0, 1, 2, 3]
+
+    def load(model: Model, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in named:
+            model.held["model.experts.w"][place[int(name.split(".")[2])]].copy_(tensor)
+
+    def experts(version: int) -> dict[str, torch.Tensor]:
+        return {f"model.experts.{at}.weight": torch.full((8,), 10.0 * version + at) for at in range(4)}
+
+    monkeypatch.setattr(Model, "load_weights", load)
+    engine = FakeEngine(receives={"model.experts.w": torch.zeros(4, 8)})
+    engine.settings["enable_eplb"] = True
+    try:
+        with session(engine) as sync:
+            for version in (1, 2):
+                with pytest.raises(WeightUpdateFailed, match="enable_eplb=True"):
+                    sync.update(experts(version).items(), version=version, timeout_s=20)
+                place[:] = [2, 3, 0, 1]
+            assert not engine.tensors["model.experts.w"].any() and sync.routable() == ()
+    finally:
+        engine.die()
