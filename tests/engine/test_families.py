@@ -7,13 +7,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file
 
 from r3channel.config import ChannelConfig
 from r3channel.embedded.sglang import EngineOptions, EngineServer
+from r3channel.errors import WeightUpdateFailed
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.relay import Relay
 from r3channel.routing import Ids
 from r3channel.spec import RoutingSpec
+from r3channel.weights.session import WeightSync
+from r3channel.weights.sglang import EngineClient
 from tests.conftest import READY_TIMEOUT_S
 from tests.engine.client import Reply, generate, generate_together
 from tests.engine.families import FAMILIES, ON_CPU, write_families
@@ -37,6 +41,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """Other options of a family's server: what it cannot start without on a CPU, and prompts that are not chunked once."""
+
+FUSED = {"deepseek_v3": 3}
+"""Parameters that a loader makes of two tensors by arithmetic: nothing that was given can be compared with them."""
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +72,26 @@ def _served(model: Path, options: dict[str, Any]) -> list[Reply]:
         first = generate_together(server.url, prompts, new_tokens=24)
         second = generate(server.url, first[-1].tokens + random_prompt(9, seed=9), new_tokens=8)
         assert second.meta["cached_tokens"] > 0
+        _hold_weights_to_names(server.url, model)
         return [*first, second]
+
+
+def _hold_weights_to_names(url: str, model: Path) -> None:
+    """By parts or by whole tensors, as the family's loader is: a misspelt name is found, the right ones change nothing."""
+    client = EngineClient(url)
+    (before,) = client.weight_checksums(timeout_s=60)
+    given = {name: tensor for file in model.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    named = next(name for name in given if name.endswith("layers.1.self_attn.o_proj.weight"))
+    misspelt = {name.replace("o_proj", "o_prj") if name == named else name: t for name, t in given.items()}
+    with WeightSync([url], staged=True) as sync:
+        sync.connect(timeout_s=60)
+        with pytest.raises(
+            WeightUpdateFailed, match=r"1 parameters .*layers\.1\.self_attn\.o_proj\.weight.*o_prj"
+        ):
+            sync.update(misspelt.items(), version=1, timeout_s=100)
+        report = sync.update(given.items(), version=1, timeout_s=100)
+    assert client.weight_checksums(timeout_s=60) == [before]
+    assert report.verified == len(before) - FUSED.get(model.name, 0) and report.skipped == ()
 
 
 def _rows(spec: RoutingSpec, replies: list[Reply]) -> list[Ids]:

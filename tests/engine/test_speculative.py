@@ -8,14 +8,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file
 
 from r3channel.config import ChannelConfig
 from r3channel.embedded.sglang import EngineOptions, EngineServer
-from r3channel.errors import EngineUnavailable
+from r3channel.errors import CannotStage, EngineUnavailable, WeightUpdateFailed
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.relay import Relay
 from r3channel.routing import RowKind
 from r3channel.spec import RoutingSpec
+from r3channel.weights.session import WeightSync
+from r3channel.weights.sglang import EngineClient
 from r3channel.wire.frame import Frame, parse_frame
 from tests.conftest import READY_TIMEOUT_S
 from tests.engine.client import Reply, generate, generate_together, stream
@@ -72,6 +75,25 @@ def batch(engine_url: str) -> list[Reply]:
     prompts = [random_prompt(length, seed=1000 * turn + length) for turn in range(3) for length in LENGTHS]
     assert len(prompts) > RUNNING and RUNNING * (DRAFTED + 1) > CHUNK
     return generate_together(engine_url, prompts, new_tokens=NEW_TOKENS)
+
+
+def test_an_update_that_would_leave_the_draft_old_is_refused_before_the_engine_is_linked(
+    engine_url: str, models: Models
+) -> None:
+    client, weights = EngineClient(engine_url), load_file(models.target / "model.safetensors")
+    before = client.weight_checksums(timeout_s=60), client.weight_version(timeout_s=10)
+    assert any(name.startswith("draft.") for name in before[0][0]), "the engine holds a draft's weights"
+    with WeightSync([client], staged=True) as sync:
+        sync.connect(timeout_s=60)
+        with pytest.raises(
+            WeightUpdateFailed, match="speculative_algorithm=EAGLE: the draft would stay old"
+        ) as failure:
+            sync.update(weights.items(), version=7, timeout_s=60)
+        assert isinstance(failure.value.__cause__, CannotStage) and "without or with NGRAM" in str(
+            failure.value
+        )
+    assert (client.weight_checksums(timeout_s=60), client.weight_version(timeout_s=10)) == before
+    assert generate(engine_url, random_prompt(9, seed=9), new_tokens=2).output, "it serves on"
 
 
 def frame_of(reply: Reply) -> Frame:
