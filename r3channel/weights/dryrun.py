@@ -20,7 +20,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from r3channel.errors import NotReplayable
+from r3channel.errors import ManifestMismatch, NotReplayable
 from r3channel.weights.geometry import Box
 from r3channel.weights.manifest import TensorMeta
 
@@ -131,7 +131,7 @@ class Learned:
 def learn(model: torch.nn.Module, tensors: tuple[TensorMeta, ...], before: Learned | None) -> Learned:
     """`before` where it still holds: a dry run takes the loader's own time, some 0.7 ms a tensor, with the engine paused.
 
-    The model is as before in any case."""
+    The model is as before in any case. ManifestMismatch where its loader refuses a name."""
     params = dict(model.named_parameters())
     memory = _memory(params)
     if before is not None and (before.tensors, before.params) == (tensors, memory):
@@ -173,6 +173,8 @@ def dry_run(model: torch.nn.Module, tensors: Sequence[TensorMeta]) -> _Recorder:
             vars(module)[_POST_LOAD] = recorder.derives
         with torch.no_grad(), recorder:
             model.load_weights(iter(sources))  # pyright: ignore[reportCallIssue]
+    except KeyError as error:  # it looks names up, and would fail so at the commit
+        raise ManifestMismatch(f"load_weights has no place for {error}; is it misspelt?") from error
     except Exception as error:  # whatever a loader raises on a tensor without values
         raise NotReplayable(f"load_weights does more than copy: {type(error).__name__}: {error}") from error
     finally:

@@ -251,6 +251,24 @@ def test_an_absent_or_misspelt_tensor_fails_an_update_by_whole_tensors_before_a_
         engine.die()
 
 
+def test_a_name_that_the_loader_itself_refuses_fails_an_update_before_a_byte(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def strict(model: Model, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in named:
+            model.held[name].copy_(tensor * 1.0)
+
+    monkeypatch.setattr(Model, "load_weights", strict)
+    engine = FakeEngine(receives=weights(0))
+    try:
+        with session(engine) as sync:
+            with pytest.raises(WeightUpdateFailed, match="no place for 'model.gatee'"):
+                sync.update((weights(1) | {"model.gatee": torch.ones(2)}).items(), version=1, timeout_s=20)
+            assert holds(engine, 0) and "order/commit" not in engine.calls
+    finally:
+        engine.die()
+
+
 def test_what_a_loader_was_seen_to_copy_is_compared_once_it_is_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

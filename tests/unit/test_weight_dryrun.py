@@ -47,6 +47,10 @@ def written_as_output(model: Fused, weights: Iterable[tuple[str, torch.Tensor]])
     torch.add(torch.zeros_like(model.w13), 1.0, out=model.w13.data)
 
 
+def changed_first(model: Fused, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    place(model, ((name, tensor.mul_(2)) for name, tensor in weights))
+
+
 def replaced(model: Fused, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     place(model, weights)
     model.w13 = torch.nn.Parameter(torch.zeros(2 * HIDDEN, HIDDEN))
@@ -122,6 +126,7 @@ def test_what_a_loader_empties_before_it_places_a_tensor_there_is_not_emptied_af
         (doubled, "from something that is not the checkpoint|no parameter"),
         (written_in_place, "writes w13 from something that is not the checkpoint"),
         (written_as_output, "writes w13 from something that is not the checkpoint"),
+        (changed_first, "mul_.* writes its own memory"),
         (replaced, "replaces parameters"),
         (derived, "derives other tensors"),
         (looked_at, "does more than copy"),
