@@ -262,7 +262,7 @@ def test_a_name_that_the_loader_itself_refuses_fails_an_update_before_a_byte(
     engine = FakeEngine(receives=weights(0))
     try:
         with session(engine) as sync:
-            with pytest.raises(WeightUpdateFailed, match="no place for 'model.gatee'"):
+            with pytest.raises(WeightUpdateFailed, match=r"no place for 'model\.gatee'"):
                 sync.update((weights(1) | {"model.gatee": torch.ones(2)}).items(), version=1, timeout_s=20)
             assert holds(engine, 0) and "order/commit" not in engine.calls
     finally:
