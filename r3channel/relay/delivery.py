@@ -29,7 +29,8 @@ from r3channel.relay.sealed import Outgoing
 from r3channel.relay.staging import DeviceStaging, HostStaging
 from r3channel.transport.base import Pending, Rendezvous, Transport
 from r3channel.transport.joining import gpu_of, join, open_store
-from r3channel.transport.tcp import Link, Listener
+from r3channel.transport.link import Link
+from r3channel.transport.listener import Listener
 from r3channel.wire import delivery as wire
 
 

@@ -13,7 +13,6 @@ EXTRAS = {
     "fast": ("numba", "orjson", "pybase64"),
     "dense": ("zstandard",),
     "direct": ("h11",),
-    "onesided": ("nixl",),
     "plot": ("matplotlib",),
 }
 """Extra of r3channel -> the modules that it brings."""

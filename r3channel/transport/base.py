@@ -1,4 +1,4 @@
-"""The contract of every transport, and the record from which both sides join one group (`transport.joining`).
+"""The contract of a transport, and the record from which both sides join one group (`transport.joining`).
 
     lifecycle:  joined -> closed            (`close`: everything sent has been received)
                        -> aborted           (`abort`, or any failed call: the group is dead, open the next epoch)
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -27,17 +27,15 @@ class Rendezvous:
     """Where and as whom to join one epoch of a group. Plain values, so it can cross any control channel."""
 
     backend: str
-    """`tcp`, `gloo`, `nccl`, `shm` (one machine), `nixl` (one-sided) or `loopback`."""
+    """`gloo` or `nccl`."""
     name: str
     """Unique per run, group and epoch; prefixes every key in the store."""
     epoch: int
     rank: int
     world_size: int
-    host: str = ""
-    port: int = 0
-    """Where rank 0 listens (tcp), or the relay's store (gloo, NCCL, nixl)."""
-    token: str = field(default="", repr=False)
-    """The run's secret, 32 bytes in hex; only tcp uses it."""
+    host: str
+    port: int
+    """Where rank 0's store listens."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -91,21 +89,9 @@ class Transport(ABC):
     @abstractmethod
     def abort(self) -> None:
         """Give the group up; idempotent. What was started and is not being waited for is dropped, its memory is not written
-        to any more, and the peer learns it at once. A wait under way ends at once (tcp, loopback, shm), or, with its peer, by
-        its own deadline: gloo has no way to wake it, measured on torch 2.13.0."""
+        to any more, and the peer learns it at once. A wait of gloo that is under way on another thread ends with its peer, or
+        by its own deadline: torch 2.13.0 has no call that ends it (measured)."""
 
     @abstractmethod
     def close(self) -> None:
         """Leave in good order; idempotent. Everything that was started has been waited for."""
-
-
-class Collective(Transport):
-    """A transport whose ranks can also all do one thing at once. Every rank calls with the same arguments, in one order."""
-
-    @abstractmethod
-    def broadcast(self, root: int, data_N: torch.Tensor, *, timeout_s: float) -> None:
-        """All ranks end with the contiguous uint8 bytes of `root`, of the same size everywhere. Errors as in `send`."""
-
-    @abstractmethod
-    def largest(self, value: int, *, timeout_s: float) -> int:
-        """The largest `value` that any rank gave. Errors as in `send`."""

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def open_store(interface: str) -> RendezvousStore:
-    """The store of a relay whose groups use gloo, NCCL or nixl; listens on `interface` only until it is closed."""
+    """The store of a relay whose groups use gloo or NCCL; listens on `interface` only until it is closed."""
     from r3channel.transport.process_group import RendezvousStore
 
     return RendezvousStore(interface)
@@ -29,14 +29,6 @@ def gpu_of(device: int | None = None) -> str:
 def join(rendezvous: Rendezvous, *, timeout_s: float) -> Transport:
     """Join a group; returns when all ranks of the epoch have joined, or raises `DeadlineExceeded`."""
     match rendezvous.backend:
-        case "tcp":
-            from r3channel.transport.tcp import TcpTransport as Joined
-        case "loopback":
-            from r3channel.transport.loopback import LoopbackTransport as Joined
-        case "shm":
-            from r3channel.transport.shared_memory import SharedMemoryTransport as Joined
-        case "nixl":
-            from r3channel.transport.one_sided import OneSidedTransport as Joined
         case "gloo" | "nccl":
             from r3channel.transport.process_group import ProcessGroupTransport as Joined
         case other:

@@ -67,7 +67,6 @@ class Listener:
         interface: str,
         *,
         token: bytes,
-        port: int = 0,
         on_link: Callable[[Link], None] | None = None,
     ) -> None:
         """Bound when it returns. `on_link` gets each link on a thread that it may keep; without it, `accept` hands them out."""
@@ -79,7 +78,7 @@ class Listener:
         self._strangers: dict[Link, None] = {}
         """Links that have proved nothing yet, the oldest first."""
         self._closed = threading.Event()
-        self._socket = _bound(interface, port)
+        self._socket = _bound(interface)
         self.host, self.port = self._socket.getsockname()[:2]
         self._thread = threading.Thread(target=self._listen, name="r3channel-listener", daemon=True)
         self._thread.start()
@@ -202,14 +201,14 @@ def _check_token(token: bytes) -> None:
         raise ConfigError(f"a token of {len(token)} bytes, expected {TOKEN_BYTES} random ones")
 
 
-def _bound(interface: str, port: int) -> socket.socket:
+def _bound(interface: str) -> socket.socket:
     """A listening socket on one interface; wildcards are refused, because nobody can be told to connect to one."""
     if not interface:
         raise ConfigError("no interface to listen on: name one, 127.0.0.1 for this machine only")
     try:
-        family, _, _, _, address = socket.getaddrinfo(interface, port, type=socket.SOCK_STREAM)[0]
+        family, _, _, _, address = socket.getaddrinfo(interface, 0, type=socket.SOCK_STREAM)[0]
         if ipaddress.ip_address(str(address[0]).partition("%")[0]).is_unspecified:
             raise ConfigError(f"{interface} means every interface and cannot be advertised: name one")
         return socket.create_server(address, family=family, backlog=2 * MOST_STRANGERS)
     except OSError as error:
-        raise ConfigError(f"cannot listen on {interface}:{port}: {error}") from error
+        raise ConfigError(f"cannot listen on {interface}: {error}") from error

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from r3channel.errors import DeadlineExceeded, TransportError, UsageError
-from r3channel.transport.base import Collective, Pending, Rendezvous
+from r3channel.transport.base import Pending, Rendezvous, Transport
 
 T = TypeVar("T")
 
@@ -101,8 +101,8 @@ def _quiet_errors() -> Iterator[None]:
                     os.environ[name] = value
 
 
-class ProcessGroupTransport(Collective):
-    """See `transport.base.Collective`. gloo moves host tensors, NCCL tensors of the current CUDA device.
+class ProcessGroupTransport(Transport):
+    """See `transport.base.Transport`. gloo moves host tensors, NCCL tensors of the current CUDA device.
 
     Host tensors cross NCCL through memory of that device: for what is made on the host (votes, maps, reshard messages).
     """
@@ -183,7 +183,7 @@ class ProcessGroupTransport(Collective):
             for sends in (self.rank < peer, self.rank > peer) if peer != self.rank else ():
                 (self.send if sends else self.recv)(peer, byte_N, timeout_s=_left(deadline_s))
         if self.world_size > 2:
-            self.largest(0, timeout_s=_left(deadline_s))
+            self._reduce(timeout_s=_left(deadline_s))
 
     def start_send(self, dst: int, data_N: torch.Tensor) -> Pending:
         what = f"send {len(data_N)} bytes to rank {dst}"
@@ -198,6 +198,7 @@ class ProcessGroupTransport(Collective):
         return self._start(lambda group: group.recv([there_N], src, 0), what, there_N, lands_in=out_N)
 
     def broadcast(self, root: int, data_N: torch.Tensor, *, timeout_s: float) -> None:
+        """All ranks end with the contiguous uint8 bytes of `root`, of the same size everywhere. Errors as in `send`."""
         self.start_broadcast(root, data_N, timeout_s=timeout_s).wait(timeout_s=timeout_s)
 
     def start_broadcast(self, root: int, data_N: torch.Tensor, *, timeout_s: float) -> Pending:
@@ -210,14 +211,13 @@ class ProcessGroupTransport(Collective):
             there_N.copy_(data_N)
         return self._start(lambda group: group.broadcast([there_N], options), what, there_N, lands_in=data_N)
 
-    def largest(self, value: int, *, timeout_s: float) -> int:
-        word = torch.tensor([value], device=self._device)
+    def _reduce(self, *, timeout_s: float) -> None:
+        """One number of all ranks: makes the communicator that broadcasts use."""
+        word = torch.zeros(1, dtype=torch.int64, device=self._device)
         options: Any = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MAX
         options.timeout = UNLIMITED if self._nccl else timedelta(seconds=timeout_s)
-        what = "compare a number with all ranks"
+        what = "add a number with all ranks"
         self._start(lambda group: group.allreduce([word], options), what, word).wait(timeout_s=timeout_s)
-        return int(word)
 
     def _reachable(self, data_N: torch.Tensor) -> torch.Tensor:
         """The tensor itself where the backend can move it, else as much memory of the device."""
