@@ -23,7 +23,7 @@ from r3channel.spec import RoutingSpec
 
 _INT32 = 4
 _BASE64 = 4 / 3
-ORDINARY_BYTES_PER_TOKEN = 24
+_ORDINARY_BYTES_PER_TOKEN = 24
 """Token id, log-prob and loss mask, 8 bytes each (seed 003)."""
 _STEPS_HELD = 2
 
@@ -151,7 +151,7 @@ def add_up(plan: Plan, *, machines: Machines) -> Capacity:
         store_needed_bytes=_STEPS_HELD * frame,
         store_file_bytes=max(0, _STEPS_HELD * frame - machines.memory_bytes),
         store_fits=_STEPS_HELD * frame <= machines.store_bytes,
-        ordinary_bytes_per_dp=max(per_dp) * ORDINARY_BYTES_PER_TOKEN,
+        ordinary_bytes_per_dp=max(per_dp) * _ORDINARY_BYTES_PER_TOKEN,
         http_s=frame * _BASE64 * 8 / (machines.http_gbit_s * 1e9),
         place_s=sum(padded) * machines.relay_us_per_token * work * 1e-6,
         wire_s=sum(received) / (machines.wire_gbyte_s * 1e9),

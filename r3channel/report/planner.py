@@ -15,7 +15,6 @@ from r3channel.models import model_named
 from r3channel.plan.capacity import Capacity, Machines, add_up, lognormal_lengths, plan_of
 from r3channel.plan.layout import TrainerLayout
 from r3channel.report import commands
-from r3channel.report.published_table import published_table
 from r3channel.spec import RoutingSpec
 
 SIMULATED = {
@@ -27,13 +26,8 @@ SIMULATED = {
 
 def run(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
-    if options.preset:
-        result, text = published_table(), _published_text
-    elif options.simulate:
-        result, text = simulate(options), _plan_text
-    else:
-        result, text = planned(options), _plan_text
-    print(json.dumps(result) if options.json else text(result))
+    result = simulate(options) if options.simulate else planned(options)
+    print(json.dumps(result) if options.json else _plan_text(result))
     return 0
 
 
@@ -53,11 +47,6 @@ def _parser() -> argparse.ArgumentParser:
     for field in fields(Machines):
         name = f"--{field.name.replace('_', '-')}"
         parser.add_argument(name, type=type(field.default), help=f"default {field.default}")
-    parser.add_argument(
-        "--preset",
-        choices=("published",),
-        help='the scaling table of the post "The Infrastructure Cost of MoE Routing Replay", and where it is off',
-    )
     parser.add_argument("--simulate", action="store_true", help="run the planner at 128M tokens on 512 ranks")
     parser.add_argument("--json", action="store_true")
     return parser
@@ -73,7 +62,7 @@ def spec_of(model: str) -> RoutingSpec:
 
 def planned(options: argparse.Namespace) -> dict[str, Any]:
     if not options.model or not options.layout:
-        raise ConfigError("plan needs --model and --layout (or --preset, or --simulate)")
+        raise ConfigError("plan needs --model and --layout (or --simulate)")
     layout = TrainerLayout.parse(options.layout)
     return _plan(options, spec_of(options.model), layout, _lengths(options, layout))
 
@@ -184,19 +173,6 @@ def _store_text(result: dict[str, Any]) -> str:
     if files:
         return f"{said}, {_bytes(files)} of it in mapped files of the temporary folder; raise memory_bytes where there is memory"
     return f"{said}, all in memory"
-
-
-def _published_text(result: dict[str, Any]) -> str:
-    lines = [f"{'':34s}{'payload GB':>12s}{'at 50 GB/s':>12s}{'DP 4 share':>12s}{'r3channel':>12s}"]
-    for row in result["rows"]:
-        lines.append(
-            f"{row['config']:34s}{row['payload_gb']:>12.1f}{row['transfer_s']:>10.2f} s"
-            f"{row['staging_bucketed_gb']['dp4']:>12.2f}{row['r3channel_payload_gb']:>12.2f}"
-        )
-    text = result["text"]
-    lines += ["", f"HTTP at 5x compression: {text['http_gb']:.1f} GB, {text['http_s']:.1f} s at 10 Gbit/s"]
-    lines += ["", "Where the post is off:", *(f"- {line}" for line in result["corrections"])]
-    return "\n".join(lines)
 
 
 def _bytes(value: float) -> str:
