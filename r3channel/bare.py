@@ -1,4 +1,4 @@
-"""Refuses a slime run that has `--use-r3-channel` and not the channel: slime ignores arguments that it does not know.
+"""Refuses a run that has `--use-r3-channel` and not the channel: slime and miles ignore arguments that they do not know.
 
 `r3channel.pth`, beside the installed package, imports this in a process whose command line has the flag, and in no other.
 """
@@ -11,7 +11,11 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 FLAG = "--use-r3-channel"
-_PARSERS = ("slime.utils.arguments", "miles.utils.arguments")
+_REMEDIES = {
+    "slime.utils.arguments": f"Start it with `r3channel slime train_async.py ARGUMENTS... {FLAG}`",
+    "miles.utils.arguments": "miles has no adapter: take the flag out",
+}
+"""The module that parses a framework's arguments -> what to do instead."""
 
 
 class _Refusal:
@@ -22,11 +26,11 @@ class _Refusal:
     def find_spec(
         self, name: str, _path: Sequence[str] | None = None, _target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name in _PARSERS and not self.hooked:
+        if name in _REMEDIES and not self.hooked:
             framework = name.partition(".")[0]
             print(
-                f"r3channel: {FLAG} does nothing in this run: {framework} was started without the channel's hooks. Start it with "
-                f"`r3channel {framework} train_async.py ARGUMENTS... {FLAG}`",
+                f"r3channel: {FLAG} does nothing in this run: {framework} was started without the channel's hooks. "
+                f"{_REMEDIES[name]}",
                 file=sys.stderr,
             )
             raise SystemExit(2)
@@ -37,7 +41,7 @@ refusal = _Refusal()
 
 
 def allow() -> None:
-    """Called by the launchers, which put the hooks in."""
+    """Called by the launcher, which puts the hooks in."""
     refusal.hooked = True
 
 

@@ -52,16 +52,13 @@ class ChannelActor(MegatronTrainRayActor):
         if not (self.args.debug_rollout_only or self.args.offload_train):
             self._attach()
 
-    def _relay_actor(self) -> Any:
-        return self.rollout_manager
-
     def _attach(self) -> TrainerChannel:
         """At the start, or in the first step where the model sleeps until then."""
         if self.channel is None:
             config = ChannelConfig(**self.args.r3_channel)
             self.channel = TrainerChannel.attach(
                 self.model,
-                RayRelay(self._relay_actor()),
+                RayRelay(self.rollout_manager),
                 layout=layout_of(self.args),
                 config=config,
             )

@@ -1,9 +1,8 @@
 """The relay behind Ray: calls between its process and others. With `placement`, the places of this room that import ray.
 
 `RelayHost` is what an actor class holds (or inherits) beside its own methods; `RayRelay` is how a trainer, or the coordinator of
-several relays, calls it, and `FarRelay` how a process that takes samples calls a relay in an actor alone. The actor needs
-`max_concurrency` above 1, because receivers say hello while `generate` is running; with NCCL it needs `num_gpus=1`, for a device
-and a CUDA context of its own, never an engine's. Ray carries hellos, small records, and what `FarRelay` is given.
+several relays, calls it. The actor needs `max_concurrency` above 1, because receivers say hello while `generate` is running; with
+NCCL it needs `num_gpus=1`, for a device and a CUDA context of its own, never an engine's. Ray carries hellos and small records.
 """
 
 from __future__ import annotations
@@ -16,10 +15,9 @@ from r3channel.errors import DeadlineExceeded, TransportError, UsageError
 from r3channel.recordings.recorder import Recorder
 from r3channel.relay.relay import Relay
 from r3channel.relay.several import PEER_CALLS, LocalPeer
-from r3channel.spec import RoutingSpec
 
 NAME = "r3channel-relay"
-"""Of the actor that holds the relay, in the demo and in a patched slime: `r3channel record` asks for it."""
+"""The actor that holds the demo's relay: `r3channel record` asks for it."""
 _CONTROL_CALLS = frozenset({"hello", "status"})
 
 
@@ -82,20 +80,6 @@ class RayRelay:
     def _ask(self, call: str, **arguments: Any) -> Any:
         wait_s = arguments.get("wait_s", arguments.get("timeout_s", 0.0))
         return ask(self._actor.r3channel_control, call, arguments, timeout_s=self._timeout_s + wait_s)
-
-
-class FarRelay:
-    """What takes samples calls a relay for (`Relay.add`, `discard`, `seal`, ...), of a `placement.RelayActor`."""
-
-    def __init__(self, actor: Any, spec: RoutingSpec, *, timeout_s: float = 120.0) -> None:
-        self._actor, self.spec, self._timeout_s = actor, spec, timeout_s
-
-    def __getattr__(self, call: str) -> Any:
-        return partial(self._ask, call)
-
-    def _ask(self, call: str, *given: Any, **named: Any) -> Any:
-        arguments = {"given": given, "named": named}
-        return ask(self._actor.r3channel_samples, call, arguments, timeout_s=self._timeout_s)
 
 
 def ask(method: Any, call: str, arguments: dict[str, Any], *, timeout_s: float) -> Any:

@@ -104,7 +104,6 @@ COMMANDS = {
         "hooks for an upstream that has none: check, apply, reverse",
         ("patch check --target site-packages", "patch apply --target site-packages"),
     ),
-    "miles": Command(_REPORT + "miles", "why miles has no adapter yet", ("miles",)),
 }
 _FIRST = ("demo", "doctor", "plan", "slime", "check")
 """Those whose first example the command's own help shows."""

@@ -132,8 +132,8 @@ def chosen(target: Path, name: str | None) -> Patch:
         return fitting[0]
     if not fitting:
         raise UsageError(
-            f"{target} has none of the files that {names} change; expected the folder that holds sglang/, slime/ or miles/: a "
-            "checkout (of SGLang its python/), or the site-packages of a wheel"
+            f"{target} has none of the files that {names} change; expected the folder that holds sglang/: the python/ of a "
+            "checkout, or the site-packages of a wheel"
         )
     raise UsageError(
         f"{target} could be meant by {' and '.join(patch.name for patch in fitting)}; choose with --patch"

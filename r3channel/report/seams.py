@@ -1,4 +1,4 @@
-"""The names of a framework that the integration relies on, looked up in its sources without importing it.
+"""The names of slime that the integration relies on, looked up in its sources without importing it.
 
 `seams.json` holds names and signatures only, by file.
 """
@@ -31,15 +31,14 @@ def check_importable() -> None:
         )
 
 
-def moved(root: Path, *, framework: str = "slime") -> list[str]:
+def moved(root: Path) -> list[str]:
     """One line per name that a checkout lacks or has with other parameters: what was found, what was expected."""
-    if framework == "slime" and (root / _NEW_SLIME).is_file():
+    if (root / _NEW_SLIME).is_file():
         return [
             f"{_NEW_SLIME} is there: slime 0.4.0 splits in BatchBuilder, which was not read and is not supported"
         ]
-    expected = json.loads(Path(__file__).with_name("seams.json").read_text())[framework]
     lines: list[str] = []
-    for file, names in expected.items():
+    for file, names in _listed().items():
         if not (root / file).is_file():
             lines.append(f"{file} is not there")
             continue
@@ -82,10 +81,14 @@ def _parameters(args: ast.arguments) -> list[str]:
     return named + ([f"**{args.kwarg.arg}"] if args.kwarg else [])
 
 
-def used(*, framework: str = "slime") -> list[str]:
+def used() -> list[str]:
     """What is replaced, watched or called, by file."""
-    listed = json.loads(Path(__file__).with_name("seams.json").read_text())[framework]
     return [
         f"{file}: {', '.join(name for name, parameters in names.items() if parameters)}"
-        for file, names in listed.items()
+        for file, names in _listed().items()
     ]
+
+
+def _listed() -> dict[str, dict[str, list[str]]]:
+    """File -> name -> its parameters."""
+    return json.loads(Path(__file__).with_name("seams.json").read_text())

@@ -143,12 +143,6 @@ def faults(args: Namespace) -> Iterator[str]:
         yield preflight.folder("--r3-record", args.r3_record or "")
 
 
-def with_channel(args: Namespace) -> Namespace:
-    """`prepared` where slime parsed alone: what its arguments do not say of the channel has its default."""
-    vars(args).update(vars(add_arguments(ArgumentParser()).parse_args([])) | vars(args))
-    return prepared(args)
-
-
 def layout_of(args: Namespace) -> TrainerLayout:
     """slime's rows: packs; each sequence cut zigzag over CP, or the whole pack (`--allgather-cp`); the tail padded per rank."""
     return TrainerLayout.from_megatron_args(

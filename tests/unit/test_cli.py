@@ -45,10 +45,9 @@ def said_by(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         ([*PLAN, "--layout", "dp=1", "--tokens", "100", "--sequence", "0"], "--sequence 0"),
         ([*PLAN, "--layout", "dp=1", "--tokens", "16384", "--microbatch-size", "0"], "at least 1"),
         ([*PLAN, "--layout", "dp=1", "--tokens", "16384", "--max-tokens", "0"], "budget of 0"),
-        (["miles", "train_async.py", "--use-r3-channel"], "its replay lives in its own fork of Megatron"),
         (
             ["patch", "check", "--target", "nowhere"],
-            "expected the folder that holds sglang/, slime/ or miles/",
+            "expected the folder that holds sglang/: the python/ of a checkout",
         ),
         (["weights", "verify", "--engine", "http://127.0.0.1:1"], "is it up, and is this its address?"),
         (["weights", "verify", "--engine", "http://127.0.0.1:x"], "expected http://host:port"),
@@ -122,8 +121,6 @@ def helped(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 def test_a_help_begins_with_how_the_command_is_typed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    if name == "miles":
-        return  # says why there is none
     if name == "demo":  # becomes another process
         from examples.async_grpo import options as demo_options
 
@@ -172,16 +169,13 @@ def typed_commands() -> dict[str, set[str]]:
                 words[: 1 + (words[0] == "bench" and words[-1] != words[0] and words[1] in BENCHES)]
             )
             found.setdefault(name, set()).update(re.findall(r"--[a-z][\w-]*", text.split(" -- ")[0]))
-    return {
-        name: found[name] for name in found if re.fullmatch(r"[a-z]+( [a-z0-9]+)?", name) and name != "miles"
-    }
+    return {name: found[name] for name in found if re.fullmatch(r"[a-z]+( [a-z0-9]+)?", name)}
 
 
 SUBCOMMANDS = {"weights": ("verify",), "patch": ("check", "apply", "reverse"), "bench": BENCHES}
 OTHERS = {
     "slime and miles": "update-weight-transport use-rollout-routing-replay save-debug-rollout-data colocate offload-train "
-    "rollout-data-transport custom-config-path object-store-backend",
-    "our patches of them": "rollout-routed-experts-decoder-path train-actor-path",
+    "rollout-data-transport",
     "pip and git": "index-url no-deps full-index",
 }
 """What the pages name beside our options and SGLang's."""
@@ -214,7 +208,7 @@ def test_every_option_on_a_page_is_one_of_ours_or_of_a_known_other(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     asked = [[name, *more] for name in COMMANDS for more in ([], *([n] for n in SUBCOMMANDS.get(name, ())))]
-    told = set(OPTION.findall("".join(helped(capsys, *argv) for argv in asked if argv != ["miles"])))
+    told = set(OPTION.findall("".join(helped(capsys, *argv) for argv in asked)))
     others = {f"--{name}" for names in OTHERS.values() for name in names.split()}
     known = told | options_of_scripts() | options_of_sglang() | others
     named = {(option, page) for page, text in PAGES.items() for option in OPTION.findall(text)}

@@ -118,7 +118,7 @@ def test_the_wheel_imports_elsewhere(wheel: Path, tmp_path: Path) -> None:
         if "embedded" not in path.parts and path.name != "__main__.py"
     )
     # Upstreams that refuse to be imported without a GPU or a shim are the doctor's business.
-    in_slime = (".slime", ".slime_trainer", ".slime_weights", ".slime_patched", ".slime_patched_trainer")
+    in_slime = (".slime", ".slime_trainer", ".slime_weights")
     heavy = (".sglang", ".megatron", *in_slime)
     light = [name for name in modules if not name.endswith(heavy)]
     program = (

@@ -101,7 +101,7 @@ def test_a_script_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 def a_slime(folder: Path) -> Path:
     """Files with all names that we rely on and nothing else, made from the list."""
-    listed = json.loads((ROOT / "r3channel/report/seams.json").read_text())["slime"]
+    listed = json.loads((ROOT / "r3channel/report/seams.json").read_text())
     for file, names in listed.items():
         path = folder / file
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -179,6 +179,15 @@ def test_slime_with_the_flag_and_without_the_hooks_ends_with_2_and_the_command(t
 def test_without_the_flag_nothing_of_ours_is_imported(tmp_path: Path) -> None:
     child = bare_run(tmp_path, "--num-rollout", "3")
     assert (child.returncode, child.stdout) == (0, "False trained\n"), child.stderr
+
+
+def test_miles_with_the_flag_ends_with_2_and_no_command_that_is_not_there(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        bare.refusal.find_spec("miles.utils.arguments")
+    told = capsys.readouterr().err
+    assert ended.value.code == 2 and "take the flag out" in told and "r3channel miles" not in told
 
 
 def test_the_launcher_lifts_the_refusal() -> None:

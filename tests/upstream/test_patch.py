@@ -1,4 +1,4 @@
-"""`r3channel patch` on the upstreams that our patches are for; sglang-0.5.9.patch also gives exact frames (CPU tensors)."""
+"""`r3channel patch` on SGLang 0.5.9, which its patch is for; patched, it gives exact frames (CPU tensors)."""
 
 from __future__ import annotations
 
@@ -14,34 +14,29 @@ import numpy as np
 import pytest
 
 from r3channel.cli import main
-from r3channel.report import seams
 from r3channel.report.patch import known
 from r3channel.routing import RowKind
 from r3channel.spec import RoutingSpec
 from r3channel.wire.frame import parse_frame, sample_key
-from tests.upstream.wheels import sources, unpacked
+from tests.upstream.wheels import unpacked
 
 ROOT = Path(__file__).parents[2]
 SPEC = RoutingSpec(num_layers=4, moe_layers=(1, 2, 3), num_experts=128, top_k=8)
 
 
-SOURCE = {
-    "sglang-0.5.9": lambda: unpacked("sglang==0.5.9"),
-    "slime-624b824a": lambda: sources("slime-624b824a"),
-    "miles-31f1ca96": lambda: sources("miles-31f1ca96"),
-}
+NAME = "sglang-0.5.9"
 
 
-def touched(name: str) -> list[str]:
-    (patch,) = (patch for patch in known() if patch.name == name)
+def touched() -> list[str]:
+    (patch,) = (patch for patch in known() if patch.name == NAME)
     return [change.file for change in patch.changes]
 
 
-def copied(name: str, folder: Path) -> Path:
-    """The files that a patch touches, in a folder that may be changed."""
-    for file in touched(name):
+def copied(folder: Path) -> Path:
+    """The files that the patch touches, in a folder that may be changed."""
+    for file in touched():
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(SOURCE[name]() / file, folder / file)
+        shutil.copyfile(unpacked("sglang==0.5.9") / file, folder / file)
     return folder
 
 
@@ -53,11 +48,10 @@ def run(action: str, folder: Path) -> int:
     return main(["patch", action, "--target", str(folder)])
 
 
-@pytest.mark.parametrize("name", SOURCE)
-def test_a_patch_is_found_applied_and_reversed_to_the_same_bytes(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_the_patch_is_found_applied_and_reversed_to_the_same_bytes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = content(copied(name, tmp_path))
+    before = content(copied(tmp_path))
     for action, says in (
         ("check", "applicable"),
         ("apply", "applied"),
@@ -65,19 +59,18 @@ def test_a_patch_is_found_applied_and_reversed_to_the_same_bytes(
         ("reverse", "applicable"),
     ):
         assert run(action, tmp_path) == 0
-        assert f"{name} is {says}:" in capsys.readouterr().out
+        assert f"{NAME} is {says}:" in capsys.readouterr().out
         now = content(tmp_path)
         assert now.keys() == before.keys()
         different = {file for file in now if now[file] != before[file]}
-        assert different == (set(touched(name)) if says == "applied" else set())
+        assert different == (set(touched()) if says == "applied" else set())
 
 
-@pytest.mark.parametrize("name", SOURCE)
 def test_one_changed_or_half_patched_file_is_refused_and_nothing_touched(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    copied(name, tmp_path)
-    first, *_, last = touched(name)
+    copied(tmp_path)
+    first, *_, last = touched()
     clean = (tmp_path / last).read_bytes()
     (tmp_path / last).write_bytes(clean + b"# another release\n")
     found = content(tmp_path)
@@ -95,7 +88,7 @@ def test_one_changed_or_half_patched_file_is_refused_and_nothing_touched(
 @pytest.fixture(scope="module")
 def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The files that the patch touches, out of the wheel, patched."""
-    folder = copied("sglang-0.5.9", tmp_path_factory.mktemp("patched"))
+    folder = copied(tmp_path_factory.mktemp("patched"))
     assert main(["patch", "apply", "--target", str(folder)]) == 0
     return folder
 
@@ -137,8 +130,3 @@ def test_a_request_that_did_not_ask_costs_no_gather(facts: dict[str, Any]) -> No
 
 def test_a_patched_engine_with_r3channel_off_is_sglangs_own(facts: dict[str, Any]) -> None:
     assert facts["off"] == "SGLang's own"
-
-
-@pytest.mark.parametrize("name", ["slime-624b824a", "miles-31f1ca96"])
-def test_the_names_that_an_integration_relies_on_are_in_the_sources(name: str) -> None:
-    assert seams.moved(sources(name), framework=name.partition("-")[0]) == []
