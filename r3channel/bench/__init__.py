@@ -13,7 +13,7 @@ BENCHES = {
     "wire": "codecs: bytes per token, encode and decode speed, beside entropy and memcpy",
     "plan": "assignment, cutting and placement: CPU time at realistic sizes",
     "e2e": "the whole loop with the channel, the default path and no routing; trainer CPU in pairs",
-    "relay": "a step from the manager to every rank: ours, Ray's object store, straw, raw gloo",
+    "relay": "a step from the manager to every rank: ours, Ray's object store and Direct Transport, raw gloo",
     "weights": "the reverse path: per tensor, flattened, raw gloo; one engine filled beside another",
     "replay": "a train step of real Megatron with and without replay: CPU time, interleaved",
 }

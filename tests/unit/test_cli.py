@@ -37,8 +37,7 @@ def said_by(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         (["bench", "nothing"], "benchmark 'nothing', expected one of"),
         (["bench", "plan", "--rounds", "0"], "'0', expected a whole number of at least 1"),
         (["bench", "relay", "--model", "nothing"], "model 'nothing'"),
-        (["bench", "relay", "--scale", "--plot", "a.png"], "leave out --plot"),
-        (["bench", "relay", "--recording", "--rounds", "1"], "leave out --plot, --scale, --rounds 1"),
+        (["bench", "relay", "--recording", "--rounds", "1"], "leave out --rounds 1"),
         ([*PLAN], "needs --model and --layout"),
         ([*PLAN, "--layout", "dp=2,dp=3", "--tokens", "32768"], "'dp' stands twice"),
         ([*PLAN, "--layout", "dp=1"], "plan needs --tokens (all tokens of one step), or --lengths"),
@@ -89,13 +88,6 @@ def test_a_package_that_is_not_there_is_named(
         cli.main(["plan"])
     without("torch.cuda")
     assert "needs the package torch, which is not installed" in said_by(capsys, "plan")
-
-
-def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_measured(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "--plot needs matplotlib" in said_by(capsys, "bench", "relay", "--plot", "a.png")
 
 
 @pytest.mark.parametrize("name", BENCHES)

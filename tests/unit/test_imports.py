@@ -79,7 +79,6 @@ PLACES = {
         "transport/",
         "weights/",
         "embedded/",
-        "bench/relay/tensor_groups.py",
         "ranks.py",
         "bench/reshard_ranks.py",
         "bench/weight_engine.py",

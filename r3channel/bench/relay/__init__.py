@@ -10,11 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 from r3channel.bench import at_least_one
 from r3channel.bench.machine import show
-from r3channel.bench.relay import plot
 from r3channel.models import model_named
 from r3channel.report import commands
 
@@ -29,34 +27,21 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--model", default="qwen3-30b-a3b", help="routing shape by model name")
     parser.add_argument("--rounds", type=at_least_one, help="interleaved rounds of the main case")
     parser.add_argument(
-        "--scale", action="store_true", help="instead: how our cost grows with tokens, layers and ranks"
-    )
-    parser.add_argument(
         "--recording",
         action="store_true",
         help="instead: what recording adds, in interleaved pairs (--rounds)",
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="every path's time, as a PNG (extra: plot)")
     options = parser.parse_args(list(argv))
-    if options.scale and (options.plot or options.rounds):
-        parser.error("--scale draws nothing and has rounds of its own: leave out --plot and --rounds")
-    if options.recording and (options.plot or options.scale or options.rounds == 1):
-        parser.error("--recording is measured alone, with quartiles: leave out --plot, --scale, --rounds 1")
+    if options.recording and options.rounds == 1:
+        parser.error("--recording is measured with quartiles: leave out --rounds 1")
     model_named(options.model)  # said now, and not by an actor
-    if options.plot:
-        plot.check_drawing()
-    from r3channel.bench.relay import costs, measure, scale, text
+    from r3channel.bench.relay import costs, measure, text
 
     stamped = partial(show, ["relay", *argv], as_json=options.json)
     if options.recording:
         effort = costs.Effort(tokens=measure.TOKENS, rounds=options.rounds or _PAIRS)
         stamped(lambda: costs.recording(effort, model=options.model), text.recording_line)
         return 0
-    if options.scale:
-        stamped(lambda: scale.measure(model=options.model, quick=options.quick), text.scale_table)
-        return 0
     effort = measure.QUICK if options.quick else measure.FULL
-    report = stamped(lambda: measure.measure(effort, model=options.model, rounds=options.rounds), text.table)
-    if options.plot:
-        plot.plot(report, options.plot)
+    stamped(lambda: measure.measure(effort, model=options.model, rounds=options.rounds), text.table)
     return 0

@@ -10,12 +10,11 @@ from typing import Any
 import ray
 import torch
 
-from r3channel.bench.relay.paths import DIRECT, OURS, STRAW
+from r3channel.bench.relay.paths import DIRECT, OURS
 from r3channel.bench.relay.paths.base import Sending
 from r3channel.bench.relay.paths.channel import ChannelSending
 from r3channel.bench.relay.paths.raw import RawSending
 from r3channel.bench.relay.paths.store import StoreSending
-from r3channel.bench.relay.paths.straw import StrawSending
 from r3channel.bench.relay.stages import Stages
 from r3channel.bench.relay.workload import Case, Workload
 from r3channel.relay.actor import RelayHost
@@ -62,8 +61,6 @@ class Manager(RelayHost):
     def _new(self, path: str) -> Sending:
         if path in OURS:
             return ChannelSending(self.work, path)
-        if path in STRAW:
-            return StrawSending(self.work, path)
         if path == "raw_gloo":
             return RawSending(self.work, path)
         return StoreSending(self.work, path)

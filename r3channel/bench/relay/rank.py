@@ -9,15 +9,13 @@ from typing import Any
 import torch
 
 from r3channel.bench.relay.held import HeldRows, digest
-from r3channel.bench.relay.paths import DIRECT, OURS, STRAW
+from r3channel.bench.relay.paths import DIRECT, OURS
 from r3channel.bench.relay.paths.base import Taking
 from r3channel.bench.relay.paths.channel import ChannelTaking
 from r3channel.bench.relay.paths.direct import DirectTaking
 from r3channel.bench.relay.paths.raw import RawTaking
 from r3channel.bench.relay.paths.store import StoreTaking, held_of, is_narrow
-from r3channel.bench.relay.paths.straw import StrawTaking
 from r3channel.bench.relay.stages import Stages
-from r3channel.bench.relay.tensor_groups import tensor_group
 from r3channel.bench.relay.workload import Case
 from r3channel.relay.actor import RayRelay
 from r3channel.transport.base import Rendezvous
@@ -29,15 +27,11 @@ class Rank:
     def __init__(self, rank: int) -> None:
         torch.set_num_threads(1)
         self._rank = rank
-        self._group: Any = None
         self._taking: dict[str, Taking] = {}
         self._held: dict[bool, HeldRows] = {}
 
-    def load(self, case: Case, groups: str) -> None:
-        """`groups`: a file by which the ranks of a tensor-parallel layout find each other."""
+    def load(self, case: Case) -> None:
         self._case, self._coords = case, case.trainer.coords(self._rank)
-        if case.trainer.tp > 1:
-            self._group = tensor_group(self._rank, case.trainer, file=groups)
         gc.freeze()  # modules need no collecting: it took 0.15 s a time
 
     def open(self, path: str, manager: Any, rendezvous: dict[str, Any] | None = None) -> None:
@@ -45,12 +39,10 @@ class Rank:
 
     def _new(self, path: str, manager: Any, rendezvous: dict[str, Any] | None) -> Taking:
         if path in OURS:
-            return ChannelTaking(self._case, self._coords, RayRelay(manager), group=self._group)
+            return ChannelTaking(self._case, self._coords, RayRelay(manager))
         if rendezvous is not None:
             return RawTaking(self._rows(narrow=True), Rendezvous(**rendezvous))
         held = self._rows(narrow=is_narrow(path))
-        if path in STRAW:
-            return StrawTaking(held, path)
         return DirectTaking(held, path) if path in DIRECT else StoreTaking(held, path)
 
     def _rows(self, *, narrow: bool) -> HeldRows:

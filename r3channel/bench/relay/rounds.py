@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -19,7 +17,7 @@ from r3channel.bench.relay.cluster import (
     stop_actors,
 )
 from r3channel.bench.relay.manager import Manager
-from r3channel.bench.relay.paths import DIRECT, LIMIT, ONE_RAYLET, OURS
+from r3channel.bench.relay.paths import DIRECT, LIMIT, OURS
 from r3channel.bench.relay.rank import Rank
 from r3channel.bench.relay.stages import cpu_seconds_of
 from r3channel.bench.relay.workload import Case
@@ -65,36 +63,31 @@ class Rounds:
 
     def __init__(self, world_size: int) -> None:
         self.manager = start_actor(Manager, node=MANAGER_NODE, threads=32)
-        self.neighbour: Any = None
         self._direct = False
         self.ranks = [start_actor(Rank, rank, node=RANK_NODE) for rank in range(world_size)]
         self.skipped: dict[str, str] = {}
         self.peak_staging_bytes: dict[str, int] = {}
 
     def close(self) -> None:
-        stop_actors([*self._managers(), *self.ranks])
+        stop_actors([self.manager, *self.ranks])
 
     def run(self, case: Case, paths: Sequence[str], *, rounds: int, whole: int) -> dict[str, Seen]:
         """`whole` of the rounds of a peer begin with its replies; the others with the arrays that those give."""
         ranks = self.ranks[: case.trainer.world_size]
-        with tempfile.TemporaryDirectory(prefix="r3channel-bench-") as folder:
-            file = str(Path(folder) / "groups")
-            call([self.manager.load.remote(case, ranks), *(rank.load.remote(case, file) for rank in ranks)])
-        usable = [path for path in paths if self._open(case, path, ranks)]
+        call([self.manager.load.remote(case, ranks), *(rank.load.remote(case) for rank in ranks)])
+        usable = [path for path in paths if self._open(path, ranks)]
         try:
             self._check_ends(usable, ranks)
             return self._rounds(usable, ranks, rounds=rounds, whole=whole)
         finally:
-            call([actor.unload.remote() for actor in (*self._managers(), *ranks)])
+            call([actor.unload.remote() for actor in (self.manager, *ranks)])
 
     # -- opening -------------------------------------------------------------------------------------------------------
 
-    def _open(self, case: Case, path: str, ranks: Sequence[Any]) -> bool:
+    def _open(self, path: str, ranks: Sequence[Any]) -> bool:
         """False, with a reason kept, for a peer that does not run here."""
         try:
-            if path in ONE_RAYLET:
-                self._open_neighbour(case, path, ranks)
-            elif path in DIRECT:
+            if path in DIRECT:
                 self._open_direct(ranks)
             else:
                 call(self.manager.open.remote(path))
@@ -108,17 +101,11 @@ class Rounds:
 
     def _open_ranks(self, path: str, ranks: Sequence[Any]) -> None:
         if path not in LIMIT:
-            call([rank.open.remote(path, self._manager(path)) for rank in ranks])
+            call([rank.open.remote(path, self.manager) for rank in ranks])
             return
         where = [self.manager.rendezvous.remote(path, index) for index in range(len(ranks))]
         joins = [rank.open.remote(path, None, found) for rank, found in zip(ranks, where, strict=True)]
         call([self.manager.join.remote(path), *joins])
-
-    def _open_neighbour(self, case: Case, path: str, ranks: Sequence[Any]) -> None:
-        if self.neighbour is None:
-            self.neighbour = start_actor(Manager, node=RANK_NODE, threads=4)
-        call(self.neighbour.load.remote(case, list(ranks)))  # once per case
-        call(self.neighbour.open.remote(path))
 
     def _open_direct(self, ranks: Sequence[Any]) -> None:
         from ray.experimental.collective import create_collective_group
@@ -126,12 +113,6 @@ class Rounds:
         if not self._direct:
             create_collective_group([self.manager, *ranks], backend="gloo")
             self._direct = True
-
-    def _manager(self, path: str) -> Any:
-        return self.neighbour if path in ONE_RAYLET else self.manager
-
-    def _managers(self) -> list[Any]:
-        return [actor for actor in (self.manager, self.neighbour) if actor is not None]
 
     # -- running -------------------------------------------------------------------------------------------------------
 
@@ -154,25 +135,23 @@ class Rounds:
             for path in paths[index % len(paths) :] + paths[: index % len(paths)]:
                 self._round(path, ranks, seen[path], whole=index < whole)
         for path in paths:
-            manager = self._manager(path)
-            seen[path].bytes_sent = call(manager.bytes_sent.remote(path))
-            seen[path].reply_bytes = call(manager.reply_bytes.remote(path))
+            seen[path].bytes_sent = call(self.manager.bytes_sent.remote(path))
+            seen[path].reply_bytes = call(self.manager.reply_bytes.remote(path))
             if path in OURS:
                 self._ready(path, seen[path], rounds=rounds)
-                self.peak_staging_bytes[path] = call(manager.peak_staging_bytes.remote(path))
+                self.peak_staging_bytes[path] = call(self.manager.peak_staging_bytes.remote(path))
         return seen
 
     def _round(self, path: str, ranks: Sequence[Any], seen: Seen, *, whole: bool) -> None:
         if path in DIRECT:
             self._direct_round(path, ranks, seen)
             return
-        manager = self._manager(path)
-        before = call(manager.prepare.remote(path, whole=whole))
+        before = call(self.manager.prepare.remote(path, whole=whole))
         pids = process_ids()
         begin_s = cpu_seconds_of(pids)
-        result = call(manager.deliver.remote(path))
+        result = call(self.manager.deliver.remote(path))
         seen.cpu_s.append(cpu_seconds_of(pids) - begin_s)
-        own = call(manager.settle.remote(path))
+        own = call(self.manager.settle.remote(path))
         call([rank.settle.remote() for rank in ranks])
         _keep(seen, result["start_s"], result["ranks"], result["stages"]["wall_s"] | own)
         if before["wall_s"]:

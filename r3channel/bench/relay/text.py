@@ -25,8 +25,6 @@ def table(report: dict[str, Any]) -> str:
         "",
         *_costs(report),
     ]
-    for name, values in report["sweep"].items():
-        lines += ["", f"{name}:", *_paths(values["paths"]), *_ratios(values["ratio"])]
     lines += [f"skipped {path}: {reason}" for path, reason in report["skipped"].items()]
     return "\n".join(lines)
 
@@ -101,24 +99,6 @@ def _ratios(ratios: dict[str, Any]) -> list[str]:
         said = "not measured" if value is None else value
         lines.append(f"{name}: {value:.2f}{target}" if isinstance(value, float) else f"{name}: {said}")
     return lines
-
-
-def scale_table(found: dict[str, Any]) -> str:
-    """Points and fits of `--scale`."""
-    lines = [f"{found['model']}, ours alone, {found['rounds']} rounds per point"]
-    for name in ("tokens", "layers", "ranks"):
-        lines += ["", *aligned([[name, "wall ms", "CPU ms", "manager CPU ms"], *_points(found[name])])]
-        for cost, fit in found[name]["fit"].items():
-            flat = f"; per token flat within {fit['flat_percent']:.0f} %" if name == "tokens" else ""
-            lines.append(f"{cost} = {fit['fixed'] * 1e3:.2f} ms + {fit['slope'] * 1e6:.4f} us x {name}{flat}")
-    return "\n".join(lines)
-
-
-def _points(swept: dict[str, Any]) -> list[list[str]]:
-    costs = ("wall_s", "cpu_s", "manager_cpu_s")
-    return [
-        [f"{point['size']:,}", *(f"{point[cost] * 1e3:.1f}" for cost in costs)] for point in swept["points"]
-    ]
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -19,7 +19,6 @@ from r3channel.plan.ticket import Ticket
 from r3channel.relay.relay import Relay
 from r3channel.trainer.receiver import Control, Receiver
 from r3channel.trainer.shard import RankShard
-from r3channel.transport.tensor_parallel import TensorParallelFanout
 
 _SETTLE_S = 60.0
 _CONFIG = ChannelConfig(step_timeout_s=60, send_timeout_s=30, join_timeout_s=60)
@@ -85,11 +84,8 @@ class ChannelSending:
 class ChannelTaking:
     """A rank's half."""
 
-    def __init__(self, case: Case, coords: RankCoords, control: Control, *, group: Any) -> None:
-        fanout = TensorParallelFanout(group, device=torch.device("cpu"))
-        self._receiver = Receiver(
-            control, spec=case.spec, layout=case.trainer, coords=coords, config=_CONFIG, fanout=fanout
-        )
+    def __init__(self, case: Case, coords: RankCoords, control: Control) -> None:
+        self._receiver = Receiver(control, spec=case.spec, layout=case.trainer, coords=coords, config=_CONFIG)
         self._router = Router()
         self._shard: RankShard | None = None
         self._receiver.join()
