@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 from collections.abc import Sequence
 
 from r3channel.errors import ConfigError
 
 BENCHES = {
-    "capture": "what capture costs a real engine and the relay: off, stock, in-band, direct",
+    "capture": "what capture costs a real engine: off, stock, in-band, direct",
     "wire": "codecs: bytes per token, encode and decode speed, beside entropy and memcpy",
     "plan": "assignment, cutting and placement: CPU time at realistic sizes",
     "e2e": "the whole loop with the channel, the default path and no routing; trainer CPU in pairs",
     "relay": "a step from the manager to every rank: ours, Ray's object store and Direct Transport, raw gloo",
-    "weights": "the reverse path: per tensor, flattened, raw gloo; one engine filled beside another",
+    "weights": "the reverse path: SGLang per tensor, flattened, ours staged and in shared memory, raw gloo",
     "replay": "a train step of real Megatron with and without replay: CPU time, interleaved",
 }
-"""Name -> what it measures. `r3channel.bench.NAME` has `run(argv) -> exit status`."""
-
-
-def at_least_one(text: str) -> int:
-    """An argparse type for counts: without a round there is nothing to take a median of."""
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}, expected a whole number of at least 1")
-    return int(text)
+"""Name -> what it measures. `r3channel.bench.NAME` has `PARTS`, see `r3channel.bench.harness`."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -35,4 +27,5 @@ def run(argv: Sequence[str]) -> int:
         return 0
     if argv[0] not in BENCHES:
         raise ConfigError(f"benchmark {argv[0]!r}, expected one of {', '.join(BENCHES)}")
-    return importlib.import_module(f"r3channel.bench.{argv[0]}").run(argv[1:])
+    module = importlib.import_module(f"r3channel.bench.{argv[0]}")
+    return importlib.import_module("r3channel.bench.harness").run(argv, module.PARTS, about=module.__doc__)

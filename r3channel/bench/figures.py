@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from r3channel.bench.machine import described
+from r3channel.bench.harness import described
 from r3channel.errors import ConfigError
 
 KEPT = Path(__file__).with_name("figures.json")

@@ -1,4 +1,4 @@
-"""`r3channel bench replay`: CPU time that replay adds to a train step of real Megatron-core on this CPU.
+"""CPU time that replay adds to a train step of real Megatron-core on this CPU.
 
 Two equal models, one without replay and one that replays the very ids that the first one chooses, so that the experts' work
 is the same; their steps are interleaved. A step is forward, full recompute, backward and optimizer over four micro-batches.
@@ -6,20 +6,14 @@ is the same; their steps are interleaved. A step is forward, full recompute, bac
 
 from __future__ import annotations
 
-import statistics
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from r3channel.bench import at_least_one
-from r3channel.bench.machine import show
-from r3channel.bench.timing import rounds_of
-from r3channel.report import commands
+from r3channel.bench.harness import Effort, Parts, interleaved, ratio, timed
 
 if TYPE_CHECKING:
     import torch
@@ -33,51 +27,27 @@ SHAPE: dict[str, Any] = {"layers": 4, "experts": 16, "top_k": 4, "hidden": 64}
 TARGET_PERCENT = 2.0
 
 
-def run(argv: Sequence[str]) -> int:
-    parser = commands.parser("bench", prog="bench replay", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
-    parser.add_argument("--quick", action="store_true", help="few rounds: the shape of the result only")
-    parser.add_argument("--rounds", type=at_least_one, help="interleaved rounds")
-    options = parser.parse_args(argv)
-    rounds = options.rounds or (4 if options.quick else 40)
-    show(["replay", *argv], lambda: measure(rounds=rounds), _text, as_json=options.json)
-    return 0
-
-
-def measure(*, rounds: int) -> dict[str, Any]:
+def measure(effort: Effort) -> dict[str, Any]:
     """Overheads in percent of the step without replay: median of the pairs, with a 95 % interval of that median."""
-    with tempfile.TemporaryDirectory(prefix="r3channel-bench-") as folder, _models(Path(folder)) as steps:
-        for step in steps.values():
-            step()
-            step()
-        seen: dict[str, list[float]] = {name: [] for name in steps}
-        for index in rounds_of(rounds, "replay"):
-            names = list(steps)
-            for name in names[index % len(names) :] + names[: index % len(names)]:
-                seen[name].append(_cpu_s(steps[name]))
+    with tempfile.TemporaryDirectory(prefix="r3channel-bench-") as folder, _steps(Path(folder)) as steps:
+        calls = {name: timed(step) for name, step in steps.items()}
+        seen = interleaved(calls, rounds=effort.rounds_of(40, 4), warm_up=2)
+
+    def percent(name: str) -> dict[str, float]:
+        return {what: 100 * (value - 1) for what, value in ratio(seen[name], seen["plain"]).items()}
+
     return {
-        "rounds": rounds,
-        "step_cpu_ms": {name: statistics.median(times) * 1e3 for name, times in seen.items()},
-        "replay_percent": overhead(seen["replay"], seen["plain"]),
-        "replay_and_audit_percent": overhead(seen["replay_and_audit"], seen["plain"]),
-        "noise_percent": overhead(seen["plain_again"], seen["plain"]),
+        "rounds": len(seen["plain"]),
+        "step_cpu_ms": {name: median(times) * 1e3 for name, times in seen.items()},
+        "replay_percent": percent("replay"),
+        "replay_and_audit_percent": percent("replay_and_audit"),
+        "noise_percent": percent("plain_again"),
         "target_percent": TARGET_PERCENT,
         "shape": {**SHAPE, "microbatches": MICROBATCHES, "samples": SAMPLES, "length": LENGTH},
     }
 
 
-def overhead(ours: Sequence[float], plain: Sequence[float]) -> dict[str, float]:
-    """Percent by which `ours` is above `plain`: median over pairs, with the 95 % interval of that median (bootstrap)."""
-    percent = np.array([100 * (a / b - 1) for a, b in zip(ours, plain, strict=True)])
-    draws = np.random.default_rng(0).choice(percent, (2000, len(percent)))
-    low, high = np.percentile(np.median(draws, axis=1), [2.5, 97.5])
-    return {"median": float(np.median(percent)), "low": float(low), "high": float(high)}
-
-
-def _cpu_s(call: Callable[[], None]) -> float:
-    begin = time.process_time()
-    call()
-    return time.process_time() - begin
+PARTS: Parts = {"steps": measure}
 
 
 @contextmanager
@@ -105,7 +75,7 @@ def two_models(folder: Path) -> Iterator[tuple[TrainerModel, TrainerModel, Train
 
 
 @contextmanager
-def _models(folder: Path) -> Iterator[dict[str, Callable[[], None]]]:
+def _steps(folder: Path) -> Iterator[dict[str, Callable[[], None]]]:
     """What is timed, by name."""
     from r3channel.trainer import megatron
     from r3channel.trainer.replay import ReplayDriver
@@ -200,17 +170,3 @@ def forward(model: TrainerModel, index: int) -> torch.Tensor:
     tokens = torch.randint(0, 512, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(index))
     positions = torch.arange(LENGTH).expand_as(tokens)
     return model.chunks[0](tokens, positions, None, labels=torch.roll(tokens, -1, 1))
-
-
-def _text(result: dict[str, Any]) -> str:
-    lines = [
-        f"train step without replay: {result['step_cpu_ms']['plain']:.1f} ms of CPU, {result['rounds']} rounds"
-    ]
-    for name, text in (
-        ("replay_percent", f"replay (target {TARGET_PERCENT:.0f} %)"),
-        ("replay_and_audit_percent", "replay, one micro-batch of four audited"),
-        ("noise_percent", "the same step twice (noise)"),
-    ):
-        value = result[name]
-        lines.append(f"{text}: {value['median']:+.2f} % ({value['low']:+.2f} .. {value['high']:+.2f})")
-    return "\n".join(lines)

@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from r3channel.bench.relay.costs import MODELS
-from r3channel.bench.relay.paths import ALL
+from r3channel.bench.relay_parts import MODELS
+from r3channel.bench.relay_paths import ALL
 
 pytestmark = [pytest.mark.dist, pytest.mark.full]
 ROOT = Path(__file__).parents[2]
@@ -39,20 +39,20 @@ def test_all_paths_end_alike_and_every_promised_key_is_there(bench: subprocess.P
     stdout, stderr = bench.communicate(timeout=LIMIT_S)  # paths that end differently raise EndStatesDiffer
     assert bench.returncode == 0, stderr[-4000:]
     report = json.loads(stdout)
-    assert set(report["paths"]) == set(ALL), report["skipped"]
+    assert set(report["paths"]) == set(ALL)
     for values in report["paths"].values():
-        assert values["wall_s"] > 0 and values["cpu_s"] > 0 and values["stages_s"]
+        assert values["wall_s"] > 0 and values["cpu_s"] > 0
         assert {"manager_cpu_us_per_token", "bytes_per_token"} <= set(values)
     assert report["limit"]["raw_gloo_wall_s"] > 0
     assert all(report["ratio"][name] > 0 for name in ("vs_ray_numpy_int32", "vs_best_peer", "of_raw_gloo"))
     assert report["peak_staging_bytes"] == 0  # whole rows go from where they lie
     assert set(report["seal_ms"]) == {"64", "8192"}
-    for name in ("body_to_placed_cpu_us_per_token", "body_to_placed_floor_us_per_token"):
-        assert set(report[name]) == set(MODELS) and all(cost > 0 for cost in report[name].values())
-    for name in ("turns_us_per_token", "digest_cpu_us_per_token", "step_memory_bytes", "step_ids_bytes"):
+    placed = report["body_to_placed_cpu_us_per_token"]
+    assert set(placed) == set(MODELS) and min(placed.values()) > 0
+    for name in ("digest_cpu_us_per_token", "step_memory_bytes", "step_ids_bytes"):
         assert report[name] > 0
     assert all(report["ratio"][f"whole_{what}_vs_best_peer"] > 0 for what in ("wall", "cpu"))
-    assert all(report["socket_cpu_us_per_token"][way] > 0 for way in ("in_band", "direct"))
+    assert all(report["socket_cpu_us_per_token"][way] > 0 for way in ("in_band", "direct", "stock"))
     assert report["tokens"] == 262_144 and report["layout"] == "dp=4"
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from r3channel import bench
-from r3channel.bench import figures, machine
+from r3channel.bench import figures, harness
 from r3channel.errors import ConfigError
 
 
@@ -19,18 +19,63 @@ from r3channel.errors import ConfigError
 def test_every_result_says_on_what_it_was_measured(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    module = importlib.import_module(f"r3channel.bench.{name}" + (".measure" if name == "relay" else ""))
-    monkeypatch.setattr(module, "measure", lambda *args, **options: {"figure": 1.5})
+    module = importlib.import_module(f"r3channel.bench.{name}")
+    parts = {
+        part: lambda effort, part=part: {"rounds": {part: effort.rounds_of(9, 2)}} for part in module.PARTS
+    }
+    monkeypatch.setattr(module, "PARTS", parts)
     assert bench.run([name, "--quick", "--json"]) == 0
     result: dict[str, Any] = json.loads(capsys.readouterr().out)
     stamp = result.pop("machine")
-    assert result == {"figure": 1.5, "command": f"r3channel bench {name} --quick --json"}
+    assert result == {"rounds": dict.fromkeys(parts, 2), "command": f"r3channel bench {name} --quick --json"}
     assert stamp["cores"] >= 1 and stamp["memcpy_gbps"] > 0 and len(stamp["load"]) == 2
     assert stamp["cpu"] and {"python", "numpy", "torch", "sglang"} <= set(stamp["versions"])
 
 
 def test_a_machine_is_described_as_its_example_says() -> None:
-    assert doctest.testmod(machine) == (0, 1)
+    assert doctest.testmod(harness) == (0, 1)
+
+
+def test_every_round_makes_all_calls_begins_elsewhere_and_forgets_the_warm_up() -> None:
+    made: list[str] = []
+    calls = {name: lambda name=name: made.append(name) or len(made) for name in "abc"}
+    seen = harness.interleaved(calls, rounds=2, warm_up=1)
+    assert made == [*"abc", *"bca", *"cab"]
+    assert seen == {"a": [6, 8], "b": [4, 9], "c": [5, 7]}
+
+
+def test_a_call_that_is_shorter_than_asked_is_repeated_and_its_mean_is_returned() -> None:
+    calls, now_s = [], [0.0]
+
+    def call() -> None:
+        calls.append(1)
+        now_s[0] += 0.5
+
+    seconds = harness.timed(call, clock=lambda: now_s[0], min_s=2.0)
+    calls.clear()
+    assert seconds() == 0.5 and len(calls) == 4
+
+
+def test_a_ratio_is_that_of_the_pairs_and_its_interval_holds_it() -> None:
+    found = harness.ratio([2.0, 6.0, 20.0], [1.0, 2.0, 5.0])
+    assert found["median"] == 3.0 and 2.0 <= found["low"] <= 3.0 <= found["high"] <= 4.0
+
+
+def test_rows_of_equal_keys_are_printed_as_a_table_and_other_figures_on_their_own_lines() -> None:
+    result: dict[str, Any] = {
+        "paths": {"ours": {"wall_s": 0.25, "whole_s": None}, "theirs": {"wall_s": 2.0, "whole_s": 3.5}},
+        "ratio": {"best": 8.0},
+        "command": "r3channel bench relay",
+        "machine": harness.stamp(0.5),
+    }
+    said = harness.text(result).splitlines()
+    assert [line.split() for line in said if line][:4] == [
+        ["paths", "wall_s", "whole_s"],
+        ["ours", "0.25", "-"],
+        ["theirs", "2", "3.5"],
+        ["ratio", "best:", "8"],
+    ]
+    assert said[-1].startswith(harness.described(result["machine"]))
 
 
 def fresh(file: Path, **changes: Any) -> Path:

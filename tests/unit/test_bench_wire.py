@@ -16,40 +16,44 @@ from r3channel.distinct import find_duplicate
 from r3channel.models import model_named
 
 
-def test_the_json_has_every_codec_regime_and_bound(
+def test_the_json_has_every_codec_and_bound(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wire, "QUICK", wire.Effort(rows=32, rounds=1, chain_bytes=1 << 16))
-    assert main(["bench", "wire", "--json", "--quick", "--model", "kimi-k2"]) == 0
+    monkeypatch.setattr(wire, "MODELS", ("kimi-k2",))
+    monkeypatch.setattr(wire, "REGIMES", ("U",))
+    monkeypatch.setattr(wire, "_MIN_S", 0.0)
+    assert main(["bench", "wire", "--json", "--quick", "--rounds", "1"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["memcpy_gbps"] > 0 and report["prefix_sharing"]["ratio"] <= 0.79
-    results = report["results"]
-    assert {result["regime"] for result in results} == set(REGIMES)
-    assert {result["codec"] for result in results} >= {
+    assert report["memcpy_gbps"] > 0
+    assert {result["codec"] for result in report["results"]} == {
         "auto", "stored", "lz4", "packed9", "set", "json-base64-int32", "orjson-pybase64-int32", "int16-lz4", "int16-zstd-1",
     }  # fmt: skip
-    fields = {
-        "model",
-        "regime",
-        "codec",
-        "bytes_per_token",
-        "encode_gbps",
-        "decode_gbps",
-        "entropy_bytes_per_token",
-    }
-    assert all(set(result) == fields for result in results)
-    assert {chain["codec"] for chain in report["verify_decode_place"]} == {"stored", "lz4"}
+    figures = ("bytes_per_token", "encode_gbps", "decode_gbps", "entropy_bytes_per_token")
+    assert all(result[figure] > 0 for result in report["results"] for figure in figures)
 
 
-def test_without_zstandard_its_codec_is_left_out(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(wire, "QUICK", wire.Effort(rows=32, rounds=1, chain_bytes=1 << 16))
-    monkeypatch.setattr(wire, "REGIMES", ("U",))
+def test_every_way_gives_the_ids_again() -> None:
+    model = model_named("deepseek-v3")
+    ids_TLK = generate(model, regime="U", rows=16)
+    wide_N = ids_TLK.reshape(16, -1).astype(np.int32)
+    for name, way in wire.ways(ids_TLK, spec=model.spec).items():
+        decoded = way.decode(way.encode())
+        if "-" in name:
+            dtype = np.int32 if "int32" in name else np.int16
+            last = np.frombuffer(decoded, dtype).reshape(16, -1)[
+                :, -wide_N.shape[1] :
+            ]  # dense layers come first
+            assert np.array_equal(last, wide_N), name
+        else:
+            kept = np.sort(ids_TLK) if name == "set" else ids_TLK
+            assert np.array_equal(np.sort(decoded) if name == "set" else decoded, kept), name
+
+
+def test_without_zstandard_its_codecs_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_named("qwen3-30b-a3b")
     monkeypatch.setitem(sys.modules, "zstandard", None)
-    assert main(["bench", "wire", "--json", "--quick", "--model", "qwen3-30b-a3b"]) == 0
-    codecs = {result["codec"] for result in json.loads(capsys.readouterr().out)["results"]}
-    assert "lz4" in codecs and not codecs & {"set", "int16-zstd-1"}
+    names = set(wire.ways(generate(model, regime="U", rows=8), spec=model.spec))
+    assert "lz4" in names and not names & {"set", "int16-zstd-1"}
 
 
 def test_an_unknown_benchmark_lists_the_known(capsys: pytest.CaptureFixture[str]) -> None:

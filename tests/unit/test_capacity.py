@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from r3channel.bench.harness import Effort
 from r3channel.bench.plan import measure
 from r3channel.cli import main
 from r3channel.config import ChannelConfig
@@ -162,7 +163,7 @@ def test_what_cannot_be_planned_is_said(
 
 
 def test_the_benchmark_of_planning_has_a_figure_for_every_target() -> None:
-    found = measure(rounds=1)
+    found = measure(Effort(rounds=1))
     assert found["cut_ms_by_case"].keys() | {"assign"} == found["targets_ms"].keys()
     figures = [*found["cut_ms_by_case"].values(), found["assign_ms"]]
     assert min(*figures, found["place_us_per_token"], found["place_fresh_us_per_token"]) > 0

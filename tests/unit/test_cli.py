@@ -36,8 +36,7 @@ def said_by(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     [
         (["bench", "nothing"], "benchmark 'nothing', expected one of"),
         (["bench", "plan", "--rounds", "0"], "'0', expected a whole number of at least 1"),
-        (["bench", "relay", "--model", "nothing"], "model 'nothing'"),
-        (["bench", "relay", "--recording", "--rounds", "1"], "leave out --rounds 1"),
+        (["bench", "wire", "--only", "nothing"], "choose from 'codecs'"),
         ([*PLAN], "needs --model and --layout"),
         ([*PLAN, "--layout", "dp=2,dp=3", "--tokens", "32768"], "'dp' stands twice"),
         ([*PLAN, "--layout", "dp=1"], "plan needs --tokens (all tokens of one step), or --lengths"),

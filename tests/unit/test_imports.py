@@ -66,22 +66,22 @@ LEVELS = {
 hands (level 5) may also import their own level."""
 
 PLACES = {
-    "sglang": ("engine/sglang.py", "weights/receiver.py", "embedded/", "bench/scheduler_calls.py"),
+    "sglang": ("engine/sglang.py", "weights/receiver.py", "embedded/", "bench/capture.py"),
     "megatron": ("trainer/megatron.py", "embedded/"),
     "mbridge": ("embedded/",),
     "ray": (
         "relay/actor.py",
         "relay/placement.py",
         "integrations/",
-        "bench/relay/",
+        "bench/relay.py",
+        "bench/relay_paths.py",
     ),
     "torch.distributed": (
         "transport/",
         "weights/",
         "embedded/",
         "ranks.py",
-        "bench/reshard_ranks.py",
-        "bench/weight_engine.py",
+        "bench/weights.py",
     ),
     "prometheus_client": ("metrics.py",),
 }

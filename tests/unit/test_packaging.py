@@ -136,7 +136,7 @@ LACKING = {
     "bench e2e --quick": "torch",
     "bench replay --quick": "torch",
     "bench weights --quick": "torch",
-    "bench relay --quick": "pybase64",
+    "bench relay --quick": "ray",
     "bench capture --quick": "torch",
     "weights verify --engine http://127.0.0.1:1": "torch",
 }

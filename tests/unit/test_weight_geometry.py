@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from r3channel.bench.reshard_plan import chunked
 from r3channel.errors import PlanInvalid
 from r3channel.weights.geometry import Box, Layout
+from tests.reshard_model import chunked
 
 
 @given(st.integers(0, 40), st.integers(1, 13))

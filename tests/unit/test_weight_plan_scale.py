@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from r3channel.bench.reshard_plan import figures, side
 from r3channel.weights.geometry import ShardMap
 from r3channel.weights.plan import plan_reshard
+from tests.reshard_model import figures, side
 
 
 @pytest.fixture(scope="module")

@@ -9,12 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3channel.bench.reshard_plan import held_by, replicated
 from r3channel.errors import PlanInvalid
 from r3channel.weights.geometry import Box, Layout, ShardMap, report_of
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.plan import RankPlan, plan_reshard
 from tests.reshard_cases import cases, side
+from tests.reshard_model import held_by, replicated
 
 Case = tuple[ShardMap, ShardMap, int]
 MODEL = [

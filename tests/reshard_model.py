@@ -1,6 +1,4 @@
-"""How long the exact plan of a DeepSeek-V3-like model takes, and how evenly it loads the senders. No bytes are sent.
-
-    python -m r3channel.bench.reshard_plan        # one JSON line; CPU seconds of this process, one core
+"""The shard maps of a DeepSeek-V3-like model, and how evenly a plan of them loads the senders. No bytes are sent.
 
 45,215 tensors, 256 trainer ranks to 8 engines of 32 ranks. Trainers: dense weights cut 8 ways, experts over 64 ranks.
 Engines: dense weights cut 32 ways, experts over all 32 ranks. With pipeline stages the layers are dealt out in runs; a
@@ -9,16 +7,14 @@ stage that holds more bytes than others then bounds the busiest sender, which `f
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from r3channel.weights.geometry import Box, Layout, ShardMap, report_of
+from r3channel.weights.geometry import Box, Layout, ShardMap
 from r3channel.weights.manifest import TensorMeta
-from r3channel.weights.plan import RankPlan, plan_reshard
+from r3channel.weights.plan import RankPlan
 
 HIDDEN, LAYERS, DENSE_LAYERS, EXPERTS, VOCABULARY = 7168, 61, 3, 256, 129_280
 ROWS, COLUMNS = 0, 1
@@ -117,31 +113,8 @@ def _layout(shape: tuple[int, ...], cut: Cut, slot: int | None, ranks: range, *,
     return chunked(shape, cut, [[rank for rank in ranks if rank % tp == part] for part in range(tp)])
 
 
-def measure(*, stages: int = 1, rank: int = 0) -> dict[str, Any]:
-    """Plan one rank of 256 -> 256 from scratch and say what it cost; the maps themselves are built outside the time."""
-    source = side(ranks=256, tp=8, ep=256 // stages if stages > 4 else 64, stages=stages)
-    target = side(ranks=256, tp=32, ep=32, first=256)
-    told = [_report(source, held) for held in range(256)]
-    begin_s = time.process_time()
-    gathered = ShardMap.gathered(told)
-    gathered_s = time.process_time()
-    plan = plan_reshard(gathered, target, rank=rank, world_size=512)
-    seconds = time.process_time() - gathered_s
-    return figures(plan) | {
-        "seconds": seconds,
-        "seconds_with_gathering": time.process_time() - begin_s,
-        "report_mb": sum(map(len, told)) / 1e6,
-        "stages": stages,
-    }
-
-
-def _report(shards: ShardMap, rank: int) -> bytes:
-    boxes = held_by(shards, rank)
-    return report_of([(meta, box) for meta in shards.metas for box in boxes.get(meta.name, ())])
-
-
 def figures(plan: RankPlan) -> dict[str, Any]:
-    """The keys `plan.*` of `r3channel bench weights`."""
+    """How evenly the senders are loaded, beside what was possible."""
     busiest, mean = max(plan.sent_bytes_R), mean_bytes(plan)
     return {
         "tensors": len(plan.tensors),
@@ -177,7 +150,3 @@ def floor_bytes(sizes: Sequence[tuple[tuple[int, ...], int]]) -> int:
         -(-sum(nbytes for ranks, nbytes in totals.items() if ranks <= outer) // len(outer)) for outer in sets
     ]
     return max(means, default=0)
-
-
-if __name__ == "__main__":
-    print(json.dumps([measure(stages=stages) for stages in (1, 8)]))

@@ -1,0 +1,190 @@
+"""What all benchmarks share: options, interleaved rounds, clocks, the stamp of the machine, and how a result is printed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import shlex
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.metadata import distributions
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from r3channel.report import commands
+
+_T = TypeVar("_T")
+_COPY_BYTES = 256 << 20
+_PACKAGES = ("numpy", "torch", "sglang", "megatron-core", "ray", "numba")
+
+
+class Effort(NamedTuple):
+    """What the options ask for."""
+
+    quick: bool = False
+    rounds: int | None = None
+
+    def of(self, full: _T, quick: _T) -> _T:
+        return quick if self.quick else full
+
+    def rounds_of(self, full: int, quick: int) -> int:
+        return self.rounds or self.of(full, quick)
+
+
+Parts = Mapping[str, Callable[[Effort], dict[str, Any]]]
+"""Name -> what measures this part. Each returns keys of the result; dictionaries of equal name are joined."""
+
+
+def run(argv: Sequence[str], parts: Parts, *, about: str | None) -> int:
+    """Measure and print; exit status 0. `argv`: the benchmark's name, then its options."""
+    parser = commands.parser("bench", prog=f"bench {argv[0]}", description=(about or "").splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    parser.add_argument("--quick", action="store_true", help="little data, few rounds: the result's shape")
+    parser.add_argument("--rounds", type=at_least_one, help="interleaved rounds of each part")
+    parser.add_argument("--only", choices=sorted(parts), action="append", help="repeatable; default: all")
+    options = parser.parse_args(argv[1:])
+    load_before = os.getloadavg()[0]
+    result: dict[str, Any] = {}
+    for name in options.only or parts:
+        for key, value in parts[name](Effort(options.quick, options.rounds)).items():
+            result[key] = result.get(key, {}) | value if isinstance(value, dict) else value
+    result |= {"command": shlex.join(["r3channel", "bench", *argv]), "machine": stamp(load_before)}
+    print(json.dumps(result) if options.json else text(result))
+    return 0
+
+
+def at_least_one(text: str) -> int:
+    """An argparse type for counts: without a round there is nothing to take a median of."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}, expected a whole number of at least 1")
+    return int(text)
+
+
+# -- rounds ----------------------------------------------------------------------------------------------------------------
+
+
+def interleaved(
+    calls: Mapping[str, Callable[[], _T]], *, rounds: int, warm_up: int = 1
+) -> dict[str, list[_T]]:
+    """What each call returned, by name. Every round makes all calls, so that all see the same machine, each round
+    beginning with another one; the results of the first `warm_up` rounds are not kept."""
+    names, seen = list(calls), {name: [] for name in calls}
+    for number in _progress(rounds + warm_up):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            result = calls[name]()
+            if number >= warm_up:
+                seen[name].append(result)
+    return seen
+
+
+def timed(
+    call: Callable[[], object], *, clock: Callable[[], float] = time.process_time, min_s: float = 0.0
+) -> Callable[[], float]:
+    """A call that returns its own seconds: by default CPU of this process, which moves less than wall time on a shared machine.
+
+    `min_s`: calls that are shorter are repeated as often as it takes, and the mean is returned.
+    """
+    repeats = 1
+
+    def seconds() -> float:
+        begin_s = clock()
+        for _ in range(repeats):
+            call()
+        return (clock() - begin_s) / repeats
+
+    if min_s:
+        seconds()  # compiles, and touches the memory
+        repeats = max(1, round(min_s / max(1e-6, seconds())))
+    return seconds
+
+
+def medians_s(calls: Mapping[str, Callable[[], object]], *, rounds: int, **options: Any) -> dict[str, float]:
+    """Median seconds of each call (see `timed`) over interleaved rounds."""
+    seen = interleaved({name: timed(call, **options) for name, call in calls.items()}, rounds=rounds)
+    return {name: median(values) for name, values in seen.items()}
+
+
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
+    """`ours` over `theirs`, pair by pair: the median, with the 95 % interval of that median (bootstrap)."""
+    ratios = np.array([mine / other for mine, other in zip(ours, theirs, strict=True)])
+    draws = np.random.default_rng(0).choice(ratios, (2000, len(ratios)))
+    low, high = np.percentile(np.median(draws, axis=1), [2.5, 97.5])
+    return {"median": float(np.median(ratios)), "low": float(low), "high": float(high)}
+
+
+def _progress(count: int) -> Iterator[int]:
+    """0 .. count-1; on a terminal with a bar and the time that is left, where tqdm is installed."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return iter(range(count))
+    return iter(tqdm(range(count), disable=None, leave=False))
+
+
+# -- what is printed -------------------------------------------------------------------------------------------------------
+
+
+def stamp(load_before: float) -> dict[str, Any]:
+    """The machine, as plain values. `load` is the system's of one minute, before and after; the second counts the
+    benchmark itself. `memcpy_gbps` is that of one thread between two touched buffers far larger than the cache."""
+    versions = {found.name: found.version for found in distributions() if found.name in _PACKAGES}
+    source, target = np.ones(_COPY_BYTES, np.uint8), np.zeros(_COPY_BYTES, np.uint8)
+    copy_s = timed(lambda: np.copyto(target, source), clock=time.monotonic)
+    name = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return {
+        "cpu": name[1] if name else platform.machine(),  # the kernel does not tell the name on ARM
+        "cores": len(os.sched_getaffinity(0)),
+        "load": [round(load_before, 1), round(os.getloadavg()[0], 1)],
+        "memcpy_gbps": round(_COPY_BYTES / 1e9 / min(copy_s() for _ in range(7)), 1),
+        "versions": {"python": platform.python_version(), **versions},
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+    }
+
+
+def described(machine: dict[str, Any]) -> str:
+    """
+    >>> described({"cpu": "Intel Xeon", "cores": 2, "load": [0.3, 2.0]}), described({"cpu": "AMD EPYC", "cores": 2, "load": []})
+    ('2 x Intel Xeon, load 0.3 to 2.0', '2 x AMD EPYC, load unknown')
+    """
+    load = " to ".join(f"{value:.1f}" for value in machine["load"]) or "unknown"
+    return f"{machine['cores']} x {machine['cpu']}, load {load}"
+
+
+def text(result: Mapping[str, Any]) -> str:
+    """A result for a person: what has equal keys as a table, every other figure on a line of its own."""
+    lines = list(_lines("", {key: value for key, value in result.items() if key != "machine"}))
+    machine = result["machine"]
+    return "\n".join([*lines, "", f"{described(machine)}, memcpy {machine['memcpy_gbps']} GB/s"])
+
+
+def _lines(name: str, value: Any) -> Iterator[str]:
+    rows = dict(enumerate(value)) if isinstance(value, list) else value
+    if not isinstance(rows, Mapping):
+        yield f"{name}: {_cell(value)}"
+    elif rows and all(isinstance(row, Mapping) for row in rows.values()) and len(rows) > 1:
+        columns = list(dict.fromkeys(column for row in rows.values() for column in row))
+        cells = [[name, *columns]]
+        cells += [
+            [str(key), *(_cell(row.get(column, "")) for column in columns)] for key, row in rows.items()
+        ]
+        widths = [max(len(row[number]) for row in cells) for number in range(len(columns) + 1)]
+        yield ""
+        for row in cells:
+            yield "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        yield ""
+    else:
+        for key, inner in rows.items():
+            yield from _lines(f"{name} {key}".strip(), inner)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_cell(inner)}" for key, inner in value.items())
+    return f"{value:.4g}" if isinstance(value, float) else "-" if value is None else str(value)
