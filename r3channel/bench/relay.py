@@ -27,28 +27,9 @@ import torch
 
 import r3channel
 from r3channel.bench import relay_parts
+from r3channel.bench import relay_paths as paths
 from r3channel.bench.harness import Effort, Parts, interleaved
-from r3channel.bench.relay_paths import (
-    ALL,
-    DIRECT,
-    LIMIT,
-    OWN,
-    PEERS,
-    ArraysTaking,
-    Case,
-    ChannelSending,
-    ChannelTaking,
-    HeldRows,
-    RawSending,
-    RawTaking,
-    Seconds,
-    Sending,
-    StoreSending,
-    Taking,
-    Workload,
-    digest,
-    spent,
-)
+from r3channel.bench.relay_paths import ALL, DIRECT, LIMIT, OWN, PEERS, Case, Seconds, spent
 from r3channel.errors import R3Error
 from r3channel.relay.actor import RayRelay, RelayHost
 from r3channel.transport.base import Rendezvous
@@ -97,8 +78,8 @@ def two_nodes(*, store_bytes: int) -> Iterator[None]:
     from ray.cluster_utils import Cluster
 
     root = str(Path(r3channel.__file__).parents[1])
-    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    os.environ |= {**_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(paths)}  # inherited by Ray's processes
+    folders = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ |= {**_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(folders)}  # inherited by Ray's processes
     cluster = Cluster()
     try:
         for name in (MANAGER_NODE, RANK_NODE):
@@ -138,10 +119,10 @@ class Manager(RelayHost):
 
     def __init__(self, case: Case) -> None:
         torch.set_num_threads(1)
-        self._work, self._ranks = Workload(case), []
-        self._own, self._raw = ChannelSending(self._work), RawSending(self._work)
-        self._sending: dict[str, Sending] = {OWN: self._own, LIMIT: self._raw}
-        self._sending |= {path: StoreSending(self._work, path) for path in PEERS}
+        self._work, self._ranks = paths.Workload(case), []
+        self._own, self._raw = paths.ChannelSending(self._work), paths.RawSending(self._work)
+        self._sending: dict[str, paths.Sending] = {OWN: self._own, LIMIT: self._raw}
+        self._sending |= {path: paths.StoreSending(self._work, path) for path in PEERS}
         self.relay = self._own.relay
         gc.freeze()  # modules and the step's data need no collecting
 
@@ -205,10 +186,11 @@ class Rank:
     def __init__(self, rank: int, case: Case, manager: Any, rendezvous: dict[str, Any]) -> None:
         torch.set_num_threads(1)
         _, plan = case.plan()
-        narrow, wide = (HeldRows(plan, rank, dtype) for dtype in (case.spec.id_dtype, np.int32))
-        self._taking: dict[str, Taking] = {LIMIT: RawTaking(narrow, Rendezvous(**rendezvous))}
-        self._taking |= {path: ArraysTaking(narrow if "uint8" in path else wide, path) for path in PEERS}
-        self._taking[OWN] = self._own = ChannelTaking(case, rank, RayRelay(manager))
+        narrow, wide = (paths.HeldRows(plan, rank, dtype) for dtype in (case.spec.id_dtype, np.int32))
+        self._taking: dict[str, paths.Taking] = {LIMIT: paths.RawTaking(narrow, Rendezvous(**rendezvous))}
+        held = {path: narrow if "uint8" in path else wide for path in PEERS}
+        self._taking |= {path: paths.ArraysTaking(held[path], path) for path in PEERS}
+        self._taking[OWN] = self._own = paths.ChannelTaking(case, rank, RayRelay(manager))
         gc.freeze()
 
     def take(self, path: str, payload: Any) -> dict[str, float]:
@@ -221,7 +203,7 @@ class Rank:
 
     def digest(self, path: str) -> str:
         """Of what the last `take` left."""
-        return digest(self._taking[path].tensors())
+        return paths.digest(self._taking[path].tensors())
 
     def settle(self) -> None:
         gc.collect()
@@ -295,17 +277,17 @@ def steps(effort: Effort) -> dict[str, Any]:
         ready = [call(tree.manager.ready.remote()) for _ in range(max(2, rounds // 2))]
         sent, staging_bytes = call(tree.manager.figures.remote())
         tree.close()
-    paths = {path: path_of(path, seen, bytes_sent=sent[path]) for path in ALL}
+    found = {path: path_of(path, seen, bytes_sent=sent[path]) for path in ALL}
     prepared_s, exposed_s = (median(values) for values in zip(*ready, strict=True))
-    paths[OWN] |= {"exposed_wall_s": exposed_s, "manager_cpu_us_per_token": prepared_s / CASE.tokens * 1e6}
+    found[OWN] |= {"exposed_wall_s": exposed_s, "manager_cpu_us_per_token": prepared_s / CASE.tokens * 1e6}
     return {
         "model": CASE.model,
         "tokens": CASE.tokens,
         "layout": f"dp={CASE.dp}",
         "rounds": rounds,
-        "paths": paths,
-        "ratio": ratios_of(seen, paths),
-        "limit": {"raw_gloo_wall_s": paths[LIMIT]["wall_s"]},
+        "paths": found,
+        "ratio": ratios_of(seen, found),
+        "limit": {"raw_gloo_wall_s": found[LIMIT]["wall_s"]},
         "peak_staging_bytes": staging_bytes,
     }
 
@@ -326,7 +308,7 @@ def path_of(path: str, seen: Mapping[str, Sequence[Round]], *, bytes_sent: int) 
     }
 
 
-def ratios_of(seen: Mapping[str, Sequence[Round]], paths: Mapping[str, Any]) -> dict[str, Any]:
+def ratios_of(seen: Mapping[str, Sequence[Round]], medians: Mapping[str, Any]) -> dict[str, Any]:
     """Above 1 where ours is faster. Of the timed section: medians of per-round ratios, where a round's best peer is the fastest
     one of that round, and raw gloo ends where ours holds the bytes. Of the whole way: ratios of medians."""
     rounds = list(zip(*(seen[path] for path in ALL), strict=True))
@@ -334,11 +316,11 @@ def ratios_of(seen: Mapping[str, Sequence[Round]], paths: Mapping[str, Any]) -> 
     found: dict[str, Any] = {
         "vs_ray_numpy_int32": median(rows[BASE].wall / rows[OWN].wall for rows in walls),
         "vs_best_peer": median(min(rows[path].wall for path in PEERS) / rows[OWN].wall for rows in walls),
-        "best_peer": min(PEERS, key=lambda path: paths[path]["wall_s"]),
+        "best_peer": min(PEERS, key=lambda path: medians[path]["wall_s"]),
         "of_raw_gloo": median(rows[LIMIT].wall / rows[OWN].held for rows in walls),
     }
     for what in ("whole_wall", "whole_cpu"):
-        values = {path: paths[path][f"{what}_s"] for path in (*PEERS, OWN)}
+        values = {path: medians[path][f"{what}_s"] for path in (*PEERS, OWN)}
         found[f"{what}_vs_ray_numpy_int32"] = values[BASE] / values[OWN]
         found[f"{what}_vs_best_peer"] = min(values[path] for path in PEERS) / values[OWN]
     return found

@@ -60,9 +60,8 @@ _SHORT = 8
 
 def _work(model: str, effort: Effort) -> Workload:
     """As many tokens as have 100 MB of ids."""
-    return Workload(
-        Case(model, tokens=effort.of(100_000_000 // model_named(model).spec.bytes_per_token, 65_536))
-    )
+    tokens = effort.of(100_000_000 // model_named(model).spec.bytes_per_token, 65_536)
+    return Workload(Case(model, tokens))
 
 
 def _us(seconds: float, work: Workload) -> float:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -348,10 +348,8 @@ class StoreSending:
 
     def __init__(self, work: Workload, path: str) -> None:
         self._work, self._path = work, path
-        arrays = work.narrow if "uint8" in path else work.wide
-        self._arrays: dict[str, Any] = {
-            n: torch.from_numpy(a) if "torch" in path else a for n, a in arrays.items()
-        }
+        arrays, tensors = work.narrow if "uint8" in path else work.wide, "torch" in path
+        self._arrays = {name: torch.from_numpy(ids) if tensors else ids for name, ids in arrays.items()}
         self.bytes_sent = sum(ids.nbytes for ids in arrays.values())
         self._refs: list[Any] = []
 
@@ -359,10 +357,8 @@ class StoreSending:
         """Every fourth sample is decoded and the times are scaled by tokens: the work is per sample, the text half a gigabyte."""
         work = self._work
         names = list(work.lengths)[::_DECODED_EACH] if whole else []
-        replies = {name: work.reply(name, work.wide[name]) for name in names}
-        seconds = [
-            spent(lambda name=name: self._decode(replies[name], work.lengths[name] - 1)) for name in names
-        ]
+        replies = [(work.reply(name, work.wide[name]), work.lengths[name] - 1) for name in names]
+        seconds = [spent(partial(self._decode, *reply)) for reply in replies]
         scale = sum(work.lengths.values()) / max(1, sum(work.lengths[name] for name in names))
         return sum(wall_s for wall_s, _ in seconds) * scale, sum(cpu_s for _, cpu_s in seconds) * scale
 
@@ -394,10 +390,8 @@ class ArraysTaking:
 
     def __init__(self, held: HeldRows, path: str) -> None:
         self._held, self._path, self._router = held, path, Router()
-        copies = held.views if "torch" in path else []
-        self._packs = [
-            torch.from_numpy(view).transpose(0, 1).contiguous() for view in copies
-        ]  # pads are in them
+        views = map(torch.from_numpy, held.views if "torch" in path else [])
+        self._packs = [view.transpose(0, 1).contiguous() for view in views]  # pads are in them
 
     def take(self, payload: Any) -> float:
         return self.hold(payload if self._path == DIRECT else ray.get(payload[0], timeout=_WAIT_S))
@@ -440,11 +434,7 @@ class RawSending:
             views = [view[0].reshape(-1).view(np.uint8) for view in shard.views(placed[shard.key])]
             self._parts.append(torch.from_numpy(np.concatenate(views)))
         self.bytes_sent = sum(len(part) for part in self._parts)
-        self._store, self._groups, self._pool = (
-            open_store("127.0.0.1"),
-            [],
-            ThreadPoolExecutor(len(self._parts)),
-        )
+        self._store, self._pool = open_store("127.0.0.1"), ThreadPoolExecutor(len(self._parts))
 
     def rendezvous(self, rank: int, member: int) -> Rendezvous:
         where = {"host": self._store.host, "port": self._store.port}
