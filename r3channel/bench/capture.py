@@ -11,12 +11,12 @@ in a host cache that is larger than the processor's caches, as an engine's is.
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from r3channel.bench.harness import Effort, Parts, interleaved, timed
+from r3channel.bench.harness import Effort, Parts, generate, interleaved, timed
 from r3channel.config import ChannelConfig, EngineConfig
 from r3channel.embedded.model import write_model
 from r3channel.embedded.sglang import EngineOptions, EngineServer, environment
@@ -38,7 +38,6 @@ from r3channel.errors import EngineUnavailable
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.relay import Relay
 from r3channel.spec import RoutingSpec
-from r3channel.unproxied import urlopen
 from r3channel.wire.receipt import Receipt
 
 VARIANTS = ("off", "stock", "r3channel", "direct")
@@ -76,11 +75,9 @@ def engines(effort: Effort) -> dict[str, Any]:
         stack.callback(relay.close)
         servers = _start(load, folder, relay_url=relay.serve(token_file=folder / "token"), stack=stack)
         calls = {name: partial(_round, server, load, relay) for name, server in servers.items()}
-        for call in calls.values():
-            call(0)
-        numbers = {name: iter(range(1, 1 << 20)) for name in calls}
+        numbers = {name: itertools.count() for name in calls}
         rounds = {name: lambda name=name: calls[name](next(numbers[name])) for name in calls}
-        seen = interleaved(rounds, rounds=effort.rounds_of(12, 2), warm_up=0)
+        seen = interleaved(rounds, rounds=effort.rounds_of(12, 2))
     off_us = [cpu_us for cpu_us, _, _ in seen["off"]]
     return {"variants": {name: _summary(rows, off_us) for name, rows in seen.items()}}
 
@@ -112,10 +109,13 @@ def _round(server: EngineServer, load: Load, relay: Relay, number: int) -> tuple
     """(CPU us per token, tokens/s, bytes per row). Prompts were never seen before by an engine, so that no prefix cache helps."""
     rng = np.random.default_rng(number)
     prompts = rng.integers(4, 512, (load.requests, load.prompt_tokens)).tolist()
+    options = {"max_new_tokens": load.new_tokens, "temperature": 0, "ignore_eos": True}
+    wanted = {"sampling_params": options, "return_routed_experts": server.options.capture}
+    requests = [{"input_ids": prompt, **wanted} for prompt in prompts]
     sent = relay.metrics.value("r3channel_bytes_total", leg="engine_direct")
     cpu_s, start_s = family_cpu_s(server.pid), time.monotonic()
     with ThreadPoolExecutor(len(prompts)) as pool:
-        bodies = list(pool.map(partial(_generate, server, load), prompts))
+        bodies = list(pool.map(partial(generate, server.url), requests))
     wall_s = time.monotonic() - start_s
     if server.options.env:
         _receive(relay, prompts, [json.loads(body) for body in bodies])
@@ -134,16 +134,6 @@ def _receive(relay: Relay, prompts: list[list[int]], replies: list[dict[str, Any
     while relay.status()["waiting"] and time.monotonic() < deadline_s:
         time.sleep(0.005)
     relay.discard(names)
-
-
-def _generate(server: EngineServer, load: Load, prompt: list[int]) -> bytes:
-    sampling = {"max_new_tokens": load.new_tokens, "temperature": 0, "ignore_eos": True}
-    body = {"input_ids": prompt, "sampling_params": sampling, "return_routed_experts": server.options.capture}
-    request = urllib.request.Request(
-        server.url + "/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urlopen(request, timeout_s=_TIMEOUT_S) as reply:
-        return reply.read()
 
 
 def family_cpu_s(pid: int) -> float:

@@ -9,6 +9,7 @@ import platform
 import re
 import shlex
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import distributions
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from r3channel.report import commands
+from r3channel.unproxied import urlopen
 
 _T = TypeVar("_T")
 _COPY_BYTES = 256 << 20
@@ -117,6 +119,14 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
     draws = np.random.default_rng(0).choice(ratios, (2000, len(ratios)))
     low, high = np.percentile(np.median(draws, axis=1), [2.5, 97.5])
     return {"median": float(np.median(ratios)), "low": float(low), "high": float(high)}
+
+
+def generate(url: str, request: Mapping[str, Any], *, timeout_s: float = 300.0) -> bytes:
+    """The body of a real engine's reply."""
+    headers = {"Content-Type": "application/json"}
+    posted = urllib.request.Request(url + "/generate", json.dumps(request).encode(), headers)
+    with urlopen(posted, timeout_s=timeout_s) as reply:
+        return reply.read()
 
 
 def _progress(count: int) -> Iterator[int]:

@@ -13,8 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -22,11 +21,10 @@ from typing import Any
 
 import torch
 
-from r3channel.bench.harness import Effort, Parts, timed
+from r3channel.bench.harness import Effort, Parts, generate, timed
 from r3channel.embedded.model import write_model
 from r3channel.embedded.sglang import EngineOptions, engines
 from r3channel.transport.process_group import in_background
-from r3channel.unproxied import urlopen
 from r3channel.weights.group import WeightGroup
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.progress import UpdateReport
@@ -97,8 +95,8 @@ def _pause_s(report: UpdateReport) -> float:
 def engine(effort: Effort) -> dict[str, Any]:
     rounds = effort.rounds_of(12, 3)
     with _model() as (model, named), _engine(model) as url:
-        with _PerTensor(EngineClient(url), named) as peer:
-            update = timed(peer.update, clock=time.monotonic)
+        with _per_tensor(EngineClient(url), named) as peer:
+            update = timed(peer, clock=time.monotonic)
             per_tensor_s = median([update() for _ in range(rounds + 1)][1:])
         reports = _updates(url, named, rounds)
     wall_s, nbytes = {"per_tensor": per_tensor_s, **_walls_s(reports)}, sum(t.nbytes for _, t in named)
@@ -178,13 +176,13 @@ def serving(effort: Effort) -> dict[str, Any]:
         sync.connect(timeout_s=_TIMEOUT_S)
 
         def update() -> None:
-            begun_s = time.monotonic()
             walls_s.append(sync.update(iter(named), version=1, timeout_s=_TIMEOUT_S).wall_s)
-            stop.wait(0.5 - (time.monotonic() - begun_s))
 
         def updates() -> None:
+            """From start to start half a second, or as long as one takes."""
+            update_s = timed(update, clock=time.monotonic)
             while not stop.is_set():
-                update()
+                stop.wait(0.5 - update_s())
 
         update()
         _latencies(url, seconds=1.0)
@@ -209,13 +207,14 @@ def serving(effort: Effort) -> dict[str, Any]:
 
 def _latencies(url: str, *, seconds: float) -> list[float]:
     sampling = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
-    body = json.dumps({"input_ids": list(range(5, 25)), "sampling_params": sampling}).encode()
-    found, end_s = [], time.monotonic() + seconds
-    while (begun_s := time.monotonic()) < end_s:
-        request = urllib.request.Request(url + "/generate", body, {"Content-Type": "application/json"})
-        with urlopen(request, timeout_s=_TIMEOUT_S) as reply:
-            reply.read()
-        found.append(time.monotonic() - begun_s)
+    request = {"input_ids": list(range(5, 25)), "sampling_params": sampling}
+    answered, end_s, found = (
+        timed(lambda: generate(url, request), clock=time.monotonic),
+        time.monotonic() + seconds,
+        [],
+    )
+    while time.monotonic() < end_s:
+        found.append(answered())
     return found
 
 
@@ -225,46 +224,36 @@ def _spread(latencies_s: list[float]) -> dict[str, float]:
     return {"requests": len(ordered), "p50_s": p50_s, "p95_s": p95_s}
 
 
-class _PerTensor:
+@contextmanager
+def _per_tensor(client: EngineClient, named: Named) -> Iterator[Callable[[], None]]:
     """SGLang's distributed update at its best: one call that names all tensors, their broadcasts posted at once."""
+    metas = [TensorMeta.of(name, tensor) for name, tensor in named]
+    flats = [tensor.view(-1).view(torch.uint8) for _, tensor in named]
+    group = WeightGroup("r3channel-bench-per-tensor", world_size=2)
+    wait: dict[str, Any] = {"timeout_s": _TIMEOUT_S}
+    where = {"host": group.host, "port": group.port, "group_name": group.name, "backend": "gloo"}
+    joining = in_background(lambda: client.init_group(**where, world_size=2, **wait), name="bench")
+    group.join(**wait)
+    joining.result(_TIMEOUT_S)
+    wire = group.wire
+    assert wire is not None
+    options = {"group_name": group.name, "flush_cache": True, "load_format": None, **wait}
 
-    def __init__(self, client: EngineClient, named: Named) -> None:
-        self._client, self._tensors = client, [tensor for _, tensor in named]
-        self._metas = [TensorMeta.of(name, tensor) for name, tensor in named]
-        self._group = WeightGroup("r3channel-bench-per-tensor", world_size=2)
-        where = {"host": self._group.host, "port": self._group.port, "group_name": self._group.name}
-        joining = in_background(
-            lambda: client.init_group(**where, backend="gloo", world_size=2, timeout_s=_TIMEOUT_S),
-            name="bench",
-        )
-        self._group.join(timeout_s=_TIMEOUT_S)
-        joining.result(_TIMEOUT_S)
-
-    def update(self) -> None:
-        client, name = self._client, self._group.name
-        client.pause("retract", timeout_s=_TIMEOUT_S)
-        client.begin(timeout_s=_TIMEOUT_S)
-        loading = in_background(
-            lambda: client.update_tensors(
-                self._metas, group_name=name, flush_cache=True, load_format=None, timeout_s=_TIMEOUT_S
-            ),
-            name="bench",
-        )
-        wire = self._group.wire
-        assert wire is not None
-        flats = [tensor.view(-1).view(torch.uint8) for tensor in self._tensors]
-        for sending in [wire.start_broadcast(0, flat, timeout_s=_TIMEOUT_S) for flat in flats]:
-            sending.wait(timeout_s=_TIMEOUT_S)
+    def update() -> None:
+        client.pause("retract", **wait)
+        client.begin(**wait)
+        loading = in_background(lambda: client.update_tensors(metas, **options), name="bench")
+        for sending in [wire.start_broadcast(0, flat, **wait) for flat in flats]:
+            sending.wait(**wait)
         loading.result(_TIMEOUT_S)
-        client.end(timeout_s=_TIMEOUT_S)
-        client.set_version(1, timeout_s=_TIMEOUT_S)
-        client.resume(timeout_s=_TIMEOUT_S)
+        client.end(**wait)
+        client.set_version(1, **wait)
+        client.resume(**wait)
 
-    def __enter__(self) -> _PerTensor:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._group.close()
+    try:
+        yield update
+    finally:
+        group.close()
 
 
 def reshard(effort: Effort) -> dict[str, Any]:

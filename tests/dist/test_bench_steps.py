@@ -1,0 +1,43 @@
+"""`bench replay` and the pairs of `bench e2e` on real Megatron: every figure is there, and they fit each other."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.dist, pytest.mark.full]
+LIMIT_S = 280.0
+
+
+def measured(*words: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "r3channel.cli", "bench", *words, "--quick", "--rounds", "2", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def holds(interval: dict[str, float]) -> bool:
+    return interval["low"] <= interval["median"] <= interval["high"]
+
+
+@pytest.mark.timeout(300)
+def test_replay_says_what_it_adds_to_a_step_beside_the_same_step_twice() -> None:
+    found = measured("replay")
+    assert found["rounds"] == 2
+    assert set(found["step_cpu_ms"]) == {"plain", "plain_again", "replay", "replay_and_audit"}
+    assert min(found["step_cpu_ms"].values()) > 0
+    for name in ("replay_percent", "replay_and_audit_percent", "noise_percent"):
+        assert holds(found[name]) and found[name]["low"] > -100
+
+
+@pytest.mark.timeout(300)
+def test_a_trainers_step_through_the_channel_is_paired_with_the_same_step_without() -> None:
+    found = measured("e2e", "--only", "pairs")["pairs"]
+    assert found["pairs"] == 2 and min(found["step_cpu_ms"].values()) > 0
+    for name in ("trainer_cpu_ratio", "trainer_wall_ratio", "noise_ratio"):
+        assert holds(found[name]) and found[name]["low"] > 0
+    assert found["exposed_wait_ms"] > 0
