@@ -77,9 +77,7 @@ class ChannelConfig:
     store_dir: str = ""
     """Folder in which a copy of all rows survives a relay that is killed (`Relay.recover`); empty: none is written."""
     store_bytes: int = 16384 * _MIB
-    """Ceiling of the rows that the relay holds: of samples that wait for a step, and of steps that are not delivered."""
-    memory_bytes: int = 8192 * _MIB
-    """Of these, what is kept in memory; the rest lies in mapped files in the temporary folder."""
+    """Ceiling of the rows that the relay holds in memory: of samples that wait for a step, and of steps not yet delivered."""
     room_timeout_s: float = 30.0
     """How long `Relay.add` waits, at the ceiling of the frame store, for samples to be delivered or discarded."""
     join_timeout_s: float = 120.0
@@ -160,7 +158,6 @@ class ChannelConfig:
             "send_timeout_s",
             "step_timeout_s",
             "expiry_s",
-            "memory_bytes",
             "room_timeout_s",
             "frame_timeout_s",
             "kept_prefix_bytes",

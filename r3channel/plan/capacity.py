@@ -45,9 +45,7 @@ class Machines:
     bucket_bytes: int = ChannelConfig().bucket_bytes
     """Staged at once for a receiver, two over a process group; the channel's own default."""
     store_bytes: int = ChannelConfig().store_bytes
-    """Ceiling of the rows that the relay holds, or all relays together."""
-    memory_bytes: int = ChannelConfig().memory_bytes
-    """Of these, what is kept in memory; the rest lies in mapped temporary files."""
+    """Ceiling of the rows that the relay holds."""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -83,8 +81,6 @@ class Capacity:
     """The most that is staged for one receiver, whatever the tokens; nothing over tcp with one pipeline stage."""
     store_needed_bytes: int
     """Rows of two steps, one step off: one that receivers have not acknowledged, and the next that engines generate meanwhile."""
-    store_file_bytes: int
-    """Of these, what is beyond `memory_bytes`: mapped files in the relay's temporary folder."""
     store_fits: bool
     """Are they within `store_bytes`? Else engines wait while a step is delivered, and a larger step than that never seals."""
     ordinary_bytes_per_dp: int
@@ -149,7 +145,6 @@ def add_up(plan: Plan, *, machines: Machines) -> Capacity:
         landed_bytes_all_ranks=sum(_landed(shard, layout) for shard in plan.shards),
         relay_staging_bytes=2 * machines.bucket_bytes,
         store_needed_bytes=_STEPS_HELD * frame,
-        store_file_bytes=max(0, _STEPS_HELD * frame - machines.memory_bytes),
         store_fits=_STEPS_HELD * frame <= machines.store_bytes,
         ordinary_bytes_per_dp=max(per_dp) * _ORDINARY_BYTES_PER_TOKEN,
         http_s=frame * _BASE64 * 8 / (machines.http_gbit_s * 1e9),

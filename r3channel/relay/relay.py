@@ -94,7 +94,7 @@ class Relay:
         self._door: Door | None = None
         with ExitStack() as undo:  # a constructor that fails leaves no folder, port or thread behind
             undo.callback(self.metrics.close)
-            self._store = Store(config.store_bytes, config.memory_bytes)
+            self._store = Store(config.store_bytes)
             undo.callback(self._store.close)
             self._durable = Durable(config.store_dir) if config.store_dir else None
             undo.callback(self._durable.close if self._durable else lambda: None)

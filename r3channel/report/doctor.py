@@ -10,10 +10,8 @@ import importlib.metadata
 import json
 import os
 import platform
-import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,6 @@ from r3channel.report.slime_arguments import judged
 
 LOOPBACK = "127.0.0.1"
 _PLUGIN_GROUP = "sglang.srt.plugins"
-_RAM_DISKS = ("tmpfs", "ramfs")
 _ANSWER = "R3CHANNEL-DOCTOR "
 """Marks the answer among whatever an upstream prints on import."""
 
@@ -124,7 +121,7 @@ def checks(
     for port in (0, *ports) if role != "engine" else ports:
         yield check_port(port)
     if role in ("relay", "all"):
-        yield check_temporary(channel)
+        yield check_memory(channel)
         yield check_store(channel)
     yield from check_network(channel, os.environ, nodes=nodes)
     yield from _check_upstreams(role, gpu=has_gpu(), timeout_s=timeout_s)
@@ -214,45 +211,15 @@ def check_port(port: int) -> Check:
     return Check(name=name, ok=not fault, found=fault or f"free on {LOOPBACK}")
 
 
-def check_temporary(
-    channel: ChannelConfig, *, folder: Path | None = None, mounts: Path = Path("/proc/self/mounts")
-) -> Check:
-    """Where rows beyond `memory_bytes` go. Told, never a fault: a relay may never hold so many, or run on another machine."""
-    at, spilled = (
-        (folder or Path(tempfile.gettempdir())).resolve(),
-        channel.store_bytes - channel.memory_bytes,
+def check_memory(channel: ChannelConfig, *, meminfo: Path = preflight.MEMINFO) -> Check:
+    """Memory for the rows that `store_bytes` allows. Told, never a fault: a relay may never hold so many, or run elsewhere."""
+    lacking = preflight.memory(
+        channel.store_bytes,
+        remedy="the store may hold so many bytes of rows: lower store_bytes to twice a step (`r3channel plan` says it)",
+        meminfo=meminfo,
     )
-    kind, free = file_system(at, mounts=mounts), shutil.disk_usage(at).free
-    found = f"{at} ({kind or 'unknown'}), {free / 1e9:.1f} GB free"
-    if spilled > 0:
-        found += f"; takes up to {spilled / 1e9:.1f} GB of rows, what store_bytes allows beyond memory_bytes"
-        if kind in _RAM_DISKS:
-            found += ". It is a RAM disk: they take memory all the same. Set TMPDIR to a folder on a disk"
-        elif free < spilled:
-            found += ". It has less room: set TMPDIR to another folder, or lower store_bytes"
-    return Check(name="temporary folder", ok=True, found=found)
-
-
-def file_system(folder: Path, *, mounts: Path = Path("/proc/self/mounts")) -> str:
-    """The type of what is mounted there, such as ext4 or tmpfs; empty where the system does not say."""
-    try:
-        lines = [line.split() for line in mounts.read_text().splitlines()]
-    except OSError:
-        return ""
-    around = {str(folder), *map(str, folder.parents)}
-    found = [(_unescaped(words[1]), words[2]) for words in lines if len(words) > 2]
-    # Of mounts at one place the last one is what is seen.
-    return max(
-        ((len(point), index, kind) for index, (point, kind) in enumerate(found) if point in around),
-        default=(0, 0, ""),
-    )[2]
-
-
-def _unescaped(point: str) -> str:
-    """A mount point as it is; the system writes blanks and backslashes as octal numbers."""
-    for escaped, plain in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
-        point = point.replace(escaped, plain)
-    return point
+    found = lacking or f"room for the {channel.store_bytes / 2**30:.1f} GiB of rows that store_bytes allows"
+    return Check(name="memory of the relay", ok=True, found=found)
 
 
 def has_gpu() -> bool:

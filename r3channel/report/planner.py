@@ -162,17 +162,12 @@ def _plan_text(result: dict[str, Any]) -> str:
 
 def _store_text(result: dict[str, Any]) -> str:
     """What one step off asks of the relay's store."""
-    need, files = _bytes(result["store_needed_bytes"]), result["store_file_bytes"]
-    said = f"store: rows of two steps, one delivered while the next is generated, need {need}"
-    if not result["store_fits"]:
-        allowed = _bytes(result["store_ceiling_bytes"])
-        return (
-            f"{said}; store_bytes allows {allowed}. Raise store_bytes and memory_bytes, or let more relays share the rows; else "
-            "engines wait for room"
-        )
-    if files:
-        return f"{said}, {_bytes(files)} of it in mapped files of the temporary folder; raise memory_bytes where there is memory"
-    return f"{said}, all in memory"
+    need, allowed = _bytes(result["store_needed_bytes"]), _bytes(result["store_ceiling_bytes"])
+    said = (
+        f"store: rows of two steps, one delivered while the next is generated, need {need} of the relay's memory; "
+        f"store_bytes allows {allowed}"
+    )
+    return said if result["store_fits"] else f"{said}. Raise store_bytes; else engines wait for room"
 
 
 def _bytes(value: float) -> str:

@@ -22,7 +22,7 @@ from r3channel.plan.layout import TrainerLayout
 from r3channel.report import extras
 
 _LAST_PORT = 65535
-_MEMINFO = Path("/proc/meminfo")
+MEMINFO = Path("/proc/meminfo")
 
 
 def refuse(faults: Iterable[str]) -> None:
@@ -87,7 +87,7 @@ def folder(option: str, path: str | os.PathLike[str], *, room_bytes: int = 0) ->
     return ""
 
 
-def memory(needed_bytes: int, *, remedy: str, meminfo: Path = _MEMINFO) -> str:
+def memory(needed_bytes: int, *, remedy: str, meminfo: Path = MEMINFO) -> str:
     """Is so much to be had without swapping; well where the system does not say."""
     lines = meminfo.read_text().splitlines() if meminfo.is_file() else []
     found = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]

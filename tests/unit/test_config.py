@@ -46,7 +46,14 @@ def test_rows_that_never_came_are_live_where_the_channel_says_so_and_nobody_aske
 
 
 def test_options_that_are_gone_are_refused_by_name() -> None:
-    for name in ("staging", "shard_bytes", "shard_memory_bytes", "place_threads", "unclaimed_bytes"):
+    for name in (
+        "staging",
+        "shard_bytes",
+        "shard_memory_bytes",
+        "memory_bytes",
+        "place_threads",
+        "unclaimed_bytes",
+    ):
         with pytest.raises(ConfigError, match=f"unknown flag '{name}'"):
             ChannelConfig.load(flags={name: 1}, environment={})
 
@@ -96,7 +103,6 @@ def test_a_variable_of_another_kind_is_named() -> None:
         {"fallback": "object_store"},
         {"invalid_rows": "drop"},
         {"on_missing": "drop"},
-        {"memory_bytes": 0},
         {"store_bytes": 1024},
         {"max_group_failures": 0},
         {"on_stale": "drop"},

@@ -66,39 +66,17 @@ def test_an_impossible_port_fails() -> None:
     assert not doctor.check_port(99_999).ok
 
 
-def mounted(folder: Path, *lines: str) -> Path:
-    file = folder / "mounts"
-    file.write_text("".join(f"device {line} rw 0 0\n" for line in ("/ ext4", *lines)))
-    return file
-
-
-def test_a_temporary_folder_in_memory_is_told_and_one_on_a_disk_is_not(tmp_path: Path) -> None:
-    channel = ChannelConfig(store_bytes=2 << 30, memory_bytes=1 << 30)
-    for kind, told in (("tmpfs", True), ("xfs", False)):
-        mounts = mounted(tmp_path, f"{tmp_path} {kind}")
-        check = doctor.check_temporary(channel, folder=tmp_path, mounts=mounts)
-        assert f"({kind})" in check.found and "up to 1.1 GB of rows" in check.found
-        assert ("RAM disk" in check.found) == told
-    all_in_memory = ChannelConfig(store_bytes=1 << 30, memory_bytes=1 << 30)
-    mounts = mounted(tmp_path, f"{tmp_path} tmpfs")
-    assert "RAM disk" not in doctor.check_temporary(all_in_memory, folder=tmp_path, mounts=mounts).found
-
-
-def test_a_temporary_folder_with_less_room_than_the_store_may_ask_for_is_told(tmp_path: Path) -> None:
-    mounts = mounted(tmp_path)
-    for store_bytes, told in ((1 << 60, True), (64 << 20, False)):
-        channel = ChannelConfig(store_bytes=store_bytes, memory_bytes=1)
-        assert ("less room" in doctor.check_temporary(channel, folder=tmp_path, mounts=mounts).found) == told
-
-
-def test_a_folder_is_of_the_innermost_mount_and_of_the_last_at_one_place(tmp_path: Path) -> None:
-    inner = tmp_path / "with blank"
-    inner.mkdir()
-    mounts = mounted(tmp_path, f"{tmp_path}/with\\040blank ext2", f"{tmp_path} tmpfs", f"{tmp_path} xfs")
-    assert doctor.file_system(inner / "below", mounts=mounts) == "ext2"
-    assert doctor.file_system(tmp_path, mounts=mounts) == "xfs"
-    assert doctor.file_system(tmp_path.parent, mounts=mounts) == "ext4"
-    assert doctor.file_system(tmp_path, mounts=tmp_path / "none") == ""
+def test_a_store_that_may_outgrow_the_memory_is_told(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 9999999 kB\nMemAvailable: 2097152 kB\n")
+    enough = doctor.check_memory(ChannelConfig(store_bytes=2 << 30), meminfo=meminfo)
+    assert enough.ok and "room for the 2.0 GiB of rows" in enough.found
+    lacking = doctor.check_memory(ChannelConfig(store_bytes=3 << 30), meminfo=meminfo)
+    assert lacking.ok, "it is no fault of this machine"
+    assert (
+        "2.0 GiB of memory are free, and 3.0 GiB are needed" in lacking.found
+        and "lower store_bytes" in lacking.found
+    )
 
 
 def test_a_child_that_finds_no_problem_is_well() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import random
 import threading
@@ -16,7 +15,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from r3channel.errors import StoreFull, UsageError
-from r3channel.relay.storage import store as store_module
 from r3channel.relay.storage.store import Block, Store
 from tests.delivery import LIMIT_S, until
 
@@ -30,11 +28,9 @@ SIZES = st.one_of(
 )
 
 
-@pytest.fixture(params=["memory", "spilled", "files"])
-def store(request: pytest.FixtureRequest) -> Iterator[Store]:
-    """Of 4 MiB: in memory, half in temporary files, or all in them."""
-    memory = {"memory": 4 * MIB, "spilled": 2 * MIB, "files": 1}[request.param]
-    store = Store(4 * MIB, memory)
+@pytest.fixture
+def store() -> Iterator[Store]:
+    store = Store(4 * MIB)
     yield store
     store.close()
 
@@ -60,7 +56,7 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.store = Store(MIB, MIB // 2)
+        self.store = Store(MIB)
         self.live: list[tuple[Block, int, int]] = []
         self.waiting: list[tuple[int, threading.Thread, list[object]]] = []
         self.mark = 0
@@ -154,8 +150,8 @@ class Machine(RuleBasedStateMachine):
         )
 
     @invariant()
-    def kept_memory_is_within_its_own_ceiling(self) -> None:
-        assert self.store._in_memory + self.store._idle_bytes <= MIB // 2
+    def kept_memory_is_within_the_ceiling_too(self) -> None:
+        assert self.store.held_bytes <= MIB
         assert sum(len(numbers) for numbers in self.store._of_size.values()) == len(self.store._idle)
         assert sum(len(memory) for _, memory in self.store._idle.values()) == self.store._idle_bytes
 
@@ -222,7 +218,7 @@ def test_what_can_never_fit_is_refused_without_waiting_and_holds_up_nobody(store
 
 
 def test_memory_that_was_just_freed_is_filled_again() -> None:
-    store = Store(4 * MIB, 4 * MIB)
+    store = Store(4 * MIB)
     block = store.allocate(200 * KIB)
     place = address(block)
     block.free()
@@ -238,15 +234,15 @@ def address(block: Block) -> int:
 
 
 def test_what_was_idle_longest_makes_way_for_what_is_needed() -> None:
-    store = Store(4 * MIB, MIB)
+    store = Store(MIB)
     for size in (200 * KIB, 300 * KIB, 400 * KIB):
         store.allocate(size).free()
     assert store._idle_bytes >= 900 * KIB
     other = store.allocate(500 * KIB)
-    assert not other._on_file and store._in_memory + store._idle_bytes <= MIB
+    assert store.held_bytes <= MIB
     assert [len(memory) for _, memory in store._idle.values()] == [400 * KIB + 16 * KIB]
     few = [store.adopt(bytes(100 * KIB)) for _ in range(4)]
-    assert store._idle_bytes == 0 and store._in_memory <= MIB and not few[-1]._on_file
+    assert store._idle_bytes == 0
     for block in (other, *few):
         block.free()
     store.trim(idle_s=WAIT_S)
@@ -256,42 +252,8 @@ def test_what_was_idle_longest_makes_way_for_what_is_needed() -> None:
     store.close()
 
 
-def test_beyond_its_memory_a_block_is_a_file_that_nobody_can_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    store = Store(4 * MIB, 300 * KIB)
-    blocks = [store.allocate(100 * KIB) for _ in range(5)] + [store.adopt(b"\1" * 200 * KIB)]
-    assert [block._on_file for block in blocks] == [False] * 3 + [True] * 3
-    assert list(tmp_path.iterdir()) == []
-    opened = [os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if exists(name)]
-    assert not any(str(tmp_path) in path for path in opened), "and no descriptor stays open for it"
-    for mark, block in enumerate(blocks):
-        fill(block, mark)
-    for mark, block in enumerate(blocks):
-        check(block, mark)
-        block.free()
-    assert (store.live_bytes, len(store), store._files) == (0, 0, 0)
-    store.close()
-
-
-def exists(name: str) -> bool:
-    return os.path.lexists(f"/proc/self/fd/{name}")
-
-
-def test_mapped_files_have_a_limit_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that has no mapping left cannot even start a thread."""
-    monkeypatch.setattr(store_module, "_MOST_FILES", 3)
-    store = Store(4 * MIB, 1)
-    blocks = [store.allocate(KIB) for _ in range(5)]
-    assert [block._on_file for block in blocks] == [True] * 3 + [False] * 2
-    blocks[0].free()
-    assert store.allocate(KIB)._on_file
-    store.close()
-
-
 def test_few_bytes_are_adopted_as_they_are_and_many_are_copied_once() -> None:
-    store = Store(4 * MIB, 4 * MIB)
+    store = Store(4 * MIB)
     few, many = bytes(range(256)) * 4, bytes(range(256)) * 1024
     for data in (few, many):
         block = store.adopt(data)
@@ -309,7 +271,7 @@ def test_a_block_of_no_bytes_is_counted_and_freed_like_any_other(store: Store) -
     for block in blocks:
         block.free()
         block.free()
-    assert (len(store), store._files, store.live_bytes) == (0, 0, 0)
+    assert (len(store), store.live_bytes) == (0, 0)
 
 
 # -- waiting -----------------------------------------------------------------------------------------------------------
@@ -413,33 +375,16 @@ def test_many_threads_end_with_the_books_in_order(store: Store) -> None:
     for thread in threads:
         ended(thread)
     assert not failures
-    assert store.live_bytes == len(store) == store._files == store._in_memory == 0
+    assert store.live_bytes == len(store) == 0
     store.trim(idle_s=0)
     assert store.held_bytes == 0
 
 
-# -- the disk, and the end ---------------------------------------------------------------------------------------------
-
-
-def full(*_: object) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def test_a_full_disk_is_an_error_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = Store(4 * MIB, 1)
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "posix_fallocate", full)
-        with pytest.raises(StoreFull, match=r"sample a: no room for 10 bytes in a file in .*No space left"):
-            store.allocate(10, what="sample a")
-        with pytest.raises(StoreFull, match="No space left"):
-            store.adopt(bytes(200 * KIB))
-    assert store.live_bytes == store.held_bytes == len(store) == store._files == 0
-    fill(store.allocate(10), 1)
-    store.close()
+# -- no memory, and the end --------------------------------------------------------------------------------------------
 
 
 def test_memory_that_is_not_to_be_had_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = Store(4 * MIB, 4 * MIB)
+    store = Store(4 * MIB)
 
     def none(*_: object) -> None:
         raise MemoryError("no memory")
@@ -448,7 +393,7 @@ def test_memory_that_is_not_to_be_had_leaves_nothing(monkeypatch: pytest.MonkeyP
         patched.setattr(np, "empty", none)
         with pytest.raises(MemoryError):
             store.allocate(10)
-    assert store.live_bytes == len(store) == store._in_memory == 0
+    assert store.live_bytes == len(store) == 0
     store.close()
 
 
@@ -490,7 +435,7 @@ def test_a_store_that_closes_while_a_block_is_made_leaves_that_block_whole(
     adding.start()
     assert made.wait(20)
     store.close()
-    others = Store(4 * MIB, 4 * MIB)
+    others = Store(4 * MIB)
     fill(others.allocate(300 * KIB), 1)
     go_on.set()
     ended(adding)

@@ -2,18 +2,13 @@
 
 Blocks are allocations of their own, so what is freed is reusable whatever its neighbours do, and none is refused while live
 bytes and its own fit the ceiling. Freed ones are kept for the next of their size: the first touch of fresh memory costs more
-than filling it. Beyond `memory_bytes` a block is a mapped temporary file, which has no name.
+than filling it, and given up where live bytes need the room.
 """
 
 from __future__ import annotations
 
-import ctypes
-import mmap
-import os
-import tempfile
 import threading
 import time
-import weakref
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,13 +19,7 @@ from r3channel.errors import StoreFull, UsageError
 
 SMALL_BYTES = 1 << 17
 """Below it the C library keeps freed memory itself, and bytes that are adopted stay where they are."""
-_MOST_FILES = 16_000
-"""Mapped files: a process may have 65,530 mappings (vm.max_map_count), and others need theirs."""
 _Memory = np.ndarray[Any, np.dtype[np.uint8]]
-_libc = ctypes.CDLL(None, use_errno=True)  # Python's mmap keeps a descriptor for each
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 @dataclass(eq=False, slots=True)
@@ -41,8 +30,7 @@ class Block:
     """Exactly as many bytes as were asked for, at a multiple of 16."""
     _store: Store
     _memory: _Memory | None
-    """To be used again; None where it is the system's."""
-    _on_file: bool
+    """To be used again; None where it is somebody else's."""
     _freed: bool = False
 
     def free(self) -> None:
@@ -61,12 +49,7 @@ class Store:
     """OPEN -> CLOSED. Any thread. Its lock is a leaf: nothing else is taken or waited for under it."""
 
     ceiling_bytes: int
-    memory_bytes: int
-    """Of anonymous memory, what is kept for later use included."""
     live_bytes: int = 0
-    _in_memory: int = 0
-    """What live bytes that lie in anonymous memory take of it."""
-    _files: int = 0
     _blocks: int = 0
     _idle: OrderedDict[int, tuple[float, _Memory]] = field(default_factory=OrderedDict)
     """Freed memory by its number, with the time since when; the longest idle first."""
@@ -81,34 +64,28 @@ class Store:
     def allocate(self, nbytes: int, *, timeout_s: float = 0.0, what: str = "") -> Block:
         """Memory of any content. Waits for room in the order of arrival; what is granted is taken at once.
 
-        Raises StoreFull after `timeout_s`, or where a disk has no room for what is beyond `memory_bytes`.
+        Raises StoreFull after `timeout_s`.
         """
         self._take_room(nbytes, timeout_s=timeout_s, what=what)
         size = _rounded(nbytes)
         with self._changed:
-            on_file = self._in_memory + size > self.memory_bytes and self._files < _MOST_FILES
-            self._in_memory += 0 if on_file else size
-            self._files += on_file
-            memory = None if on_file else self._used_before(size)
+            memory = self._used_before(size)
         try:
-            if on_file:
-                return Block(_temporary(nbytes, what), self, None, True)
             if memory is None:
                 memory = np.empty(size, np.uint8)
-            return Block(memory.data[:nbytes], self, memory, False)
+            return Block(memory.data[:nbytes], self, memory)
         except BaseException:
-            self._give_back(nbytes, on_file=on_file)
+            self._give_back(nbytes)
             raise
 
     def adopt(self, data: bytes, *, timeout_s: float = 0.0, what: str = "") -> Block:
         """These bytes, counted like any block: as they are where they are few, else a copy in memory that was used before.
         Raises as `allocate`."""
-        if len(data) < SMALL_BYTES and self._in_memory + len(data) <= self.memory_bytes:
+        if len(data) < SMALL_BYTES:
             self._take_room(len(data), timeout_s=timeout_s, what=what)
             with self._changed:
-                self._in_memory += len(data)
                 self._make_way()
-            return Block(memoryview(data), self, None, False)
+            return Block(memoryview(data), self, None)
         block = self.allocate(len(data), timeout_s=timeout_s, what=what)
         np.copyto(np.frombuffer(block.view, np.uint8), np.frombuffer(data, np.uint8))  # other threads go on
         return block
@@ -174,12 +151,10 @@ class Store:
             self._blocks += 1
             self._changed.notify_all()
 
-    def _give_back(self, nbytes: int, *, on_file: bool) -> None:
+    def _give_back(self, nbytes: int) -> None:
         with self._changed:
             self.live_bytes -= nbytes
             self._blocks -= 1
-            self._in_memory -= 0 if on_file else _rounded(nbytes)
-            self._files -= on_file
             self._grant()
 
     # -- memory that is used again ---------------------------------------------------------------------------------
@@ -195,7 +170,7 @@ class Store:
                 self._idle[self._serial] = time.monotonic(), memory
                 self._of_size.setdefault(len(memory), []).append(self._serial)
                 self._idle_bytes += len(memory)
-            self._give_back(nbytes, on_file=block._on_file)  # the lock may be taken twice
+            self._give_back(nbytes)  # the lock may be taken twice
             self._make_way()
 
     def _used_before(self, size: int) -> _Memory | None:
@@ -210,7 +185,7 @@ class Store:
 
     def _make_way(self) -> None:
         """With the lock held: what is live takes the place of what is only kept."""
-        while self._idle and self._in_memory + self._idle_bytes > self.memory_bytes:
+        while self._idle and self.held_bytes > self.ceiling_bytes:
             self._drop_oldest()
 
     def _drop_oldest(self) -> None:
@@ -229,27 +204,3 @@ def _rounded(nbytes: int) -> int:
         return nbytes
     step = 1 << (nbytes.bit_length() - 4)
     return -(-nbytes // step) * step
-
-
-def _temporary(nbytes: int, what: str) -> memoryview:
-    """A mapped file that is gone with the last view. Allocated, not sparse: a write into a hole of a full disk ends us."""
-    if not nbytes:
-        return memoryview(bytearray())
-    try:
-        with tempfile.TemporaryFile(prefix="r3channel-") as file:
-            os.posix_fallocate(file.fileno(), 0, nbytes)
-            return _mapped(file.fileno(), nbytes)
-    except OSError as error:
-        raise StoreFull(
-            f"{what}: no room for {nbytes} bytes in a file in {tempfile.gettempdir()}: {error}"
-        ) from error
-
-
-def _mapped(file: int, nbytes: int) -> memoryview:
-    """Unmapped when nothing refers to it or a part of it any more."""
-    address = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, file, 0)
-    if address == ctypes.c_void_p(-1).value:
-        raise OSError(ctypes.get_errno(), f"mmap: {os.strerror(ctypes.get_errno())}")
-    memory = (ctypes.c_ubyte * nbytes).from_address(address)
-    weakref.finalize(memory, _libc.munmap, address, nbytes).atexit = False
-    return memoryview(memory).cast("B")
