@@ -130,10 +130,6 @@ class TrainerLayout:
         """Processes of one DP rank that receive: the TP0 of each pipeline stage and context-parallel rank."""
         return self.pp * self.cp
 
-    def member(self, *, pp: int, cp: int) -> int:
-        """0-based number of a receiving process within its DP rank."""
-        return inside("pp", pp, self.pp) * self.cp + inside("cp", cp, self.cp)
-
     # -- layers ---------------------------------------------------------------------------------------------------------
 
     def stage_sizes(self, num_layers: int) -> tuple[int, ...]:

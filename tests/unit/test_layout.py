@@ -57,12 +57,6 @@ def test_impossible_layouts_are_refused(text: str) -> None:
         TrainerLayout.parse(text)
 
 
-def test_members_are_the_stages_and_context_ranks_of_a_dp_rank() -> None:
-    layout = TrainerLayout(pp=2, cp=3)
-    numbers = [layout.member(pp=pp, cp=cp) for pp in range(2) for cp in range(3)]
-    assert numbers == list(range(layout.members))
-
-
 @pytest.mark.parametrize(
     "values",
     [
@@ -99,8 +93,6 @@ SPEC8 = RoutingSpec(num_layers=8, moe_layers=tuple(range(8)), num_experts=8, top
         lambda layout: layout.coords(-1),
         lambda layout: layout.coords(16),
         lambda layout: layout.rank(RankCoords(dp=0, pp=-1, cp=0, tp=0)),
-        lambda layout: layout.member(pp=2, cp=0),
-        lambda layout: layout.member(pp=0, cp=-1),
         lambda layout: layout.stage_layers(SPEC8, pp=-1),
         lambda layout: layout.chunk_layers(SPEC8, pp=0, chunk=1),
     ],

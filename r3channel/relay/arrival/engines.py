@@ -85,11 +85,6 @@ class EngineRegistry:
             "Its log names a hook or a hello that failed; `r3channel doctor --engine URL` asks it"
         )
 
-    def wait(self) -> None:
-        """Until every expected engine has said hello, or raise for the first that has not."""
-        for engine in list(self._deadlines_s):
-            self.check(engine)
-
     def knows(self, boot_id: int) -> bool:
         return boot_id in self._names and self._names[boot_id] not in self._refused
 
