@@ -119,10 +119,6 @@ class ChannelConfig:
     """How long `seal` waits for frames whose receipts came; what is missing then is named."""
     kept_prefix_bytes: int = 256 * _MIB
     """Ceiling of shared prompts' rows that are kept for later frames to refer to; what was evicted is asked for again."""
-    relays: int = 1
-    """Relays that share the work, each for the engines of its node; with more than one, engines deliver directly."""
-    relay: int = 0
-    """Which of them this one is. Relay 0 is the coordinator: it seals."""
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -171,10 +167,6 @@ class ChannelConfig:
         for name, least in (("metrics_port", -1), ("ingest_port", 0)):
             if not least <= getattr(self, name) <= _LAST_PORT:
                 raise ConfigError(f"{name} {getattr(self, name)}, expected {least}..{_LAST_PORT}")
-        if self.relays < 1:
-            raise ConfigError(f"relays {self.relays}, expected at least 1")
-        if not 0 <= self.relay < self.relays:
-            raise ConfigError(f"relay {self.relay} of {self.relays}, expected 0..{self.relays - 1}")
         if self.store_bytes < 64 * _MIB:
             raise ConfigError(f"store_bytes {self.store_bytes}, expected at least {64 * _MIB} bytes")
 

@@ -55,7 +55,7 @@ class Rank:
     def data_N(self) -> Ids:
         """The shard's bytes, of all TP slots: what `RankShard.from_whole` takes, as a tensor."""
         samples = [
-            TicketSample(name, tokens, 0, 0, (), (), ((tokens - 1, 0),))
+            TicketSample(name, tokens, 0, 0, ())
             for batch in self.shard.microbatches
             for name, tokens in zip(batch.sample_ids, batch.tokens, strict=True)
         ]

@@ -170,13 +170,12 @@ def hand(shard: RankShard) -> None:
     shard.verified()
 
 
-def recorded(root: Path, step: int = 0, *, relays: int = 1) -> RecordedStep:
-    """A step, once the background of every relay has written it."""
+def recorded(root: Path, step: int = 0) -> RecordedStep:
+    """A step, once the relay's background has written it."""
 
     def written() -> bool:
         found = Recording.open(root)
-        segments = found.segments(step) if step in found.steps else []
-        return [segment.ended for segment in segments] == [True] * relays
+        return step in found.steps and found.segment(step).ended
 
     until(written)
     return Recording.open(root).step(step)

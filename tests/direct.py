@@ -15,6 +15,7 @@ from r3channel.config import EngineConfig
 from r3channel.engine.capture import FrameDraft
 from r3channel.engine.delivery import Outlet, Sender
 from r3channel.relay.arrival.rows import HeldRows
+from r3channel.relay.intake import rows_of
 from r3channel.relay.relay import Relay
 from r3channel.routing import Ids, RowKind
 from r3channel.spec import RoutingSpec
@@ -92,7 +93,8 @@ def deliver(relay: Relay, *frames: tuple[int, bytes], boot_id: int = 11) -> None
 
 def turns_here(relay: Relay, name: str) -> list[HeldRows]:
     """What lies in a relay of a sample, turn by turn."""
-    return [turn.rows for _, turn in relay.intake.turns_of([name]) if isinstance(turn.rows, HeldRows)]
+    sample = relay.intake.entries.samples.get(name)
+    return rows_of(sample) if sample else []
 
 
 def rows_here(relay: Relay, name: str) -> Ids:

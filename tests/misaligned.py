@@ -110,7 +110,7 @@ class _Part:
         spans, count = tuple(chain(*self.turns)), len(self.tokens)
         digest = fold(layer_digests(self.ids, first_row=0, valid_T=self._valid))
         tokens_hash = hash_tokens(as_tokens(self.tokens))
-        return TicketSample(name, count, tokens_hash, digest, spans, self.invalid, ((count - 1, 0),))
+        return TicketSample(name, count, tokens_hash, digest, spans, self.invalid)
 
     def frames(self, spec: RoutingSpec) -> list[bytes]:
         valid_T, frames = self._valid, []

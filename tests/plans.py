@@ -69,12 +69,8 @@ class Step:
     def shards(self) -> list[Shard]:
         return [shard for shard in self.ticket.plan.shards if shard.dp == self.dp]
 
-    def streams(self, shard: Shard) -> list[Stream]:
-        """Of all relays."""
-        return [Stream.of(self.ticket, shard, relay) for relay in range(len(self.ticket.runs))]
-
     def source(self, stream: Stream) -> Ids:
-        """The rows that a relay sends, one after another."""
+        """The rows that the relay sends, one after another."""
         columns = list(stream.columns)
         rows = [
             self.ids[stream.samples[sample].sample_id][position : position + rows, columns]
@@ -91,50 +87,33 @@ class Step:
             valid_T[start:end] = False
         return valid_T
 
-    def holder(self, name: str) -> np.ndarray:
-        """[T]: the relay that holds each row of a sample; -1 for a row without routing."""
-        sample = self.ticket.sample(name)
-        holder_T, start = np.full(sample.tokens - 1, -1), 0
-        for end, relay in sample.segments:
-            holder_T[start:end], start = relay, end
-        return np.where(self.valid(name), holder_T, -1)
-
 
 @st.composite
 def steps(draw: st.DrawFn, *, least_samples: int = 1) -> Step:
-    """Any layout; samples of which any rows have no routing, the others in turns that lie at up to three relays."""
+    """Any layout; samples of which any rows have no routing."""
     spec = draw(specs())
     layout = draw(layouts(mtp=spec.moe_layers))
-    relays, size, seed = (
-        draw(st.integers(1, 3)),
-        draw(st.integers(least_samples, 3)),
-        draw(st.integers(0, 10**6)),
-    )
+    size, seed = draw(st.integers(least_samples, 3)), draw(st.integers(0, 10**6))
     rng = np.random.default_rng(seed)
     names = [f"s{index}" for index in range(layout.dp * size * 2)]
-    samples = [_sample(name, relays, rng) for name in names]
+    samples = [_sample(name, rng) for name in names]
     assignment = Assignment.round_robin(names, dp=layout.dp, microbatch_size=size)
     of = {sample.sample_id: sample for sample in samples}
-    ticket = Ticket(
-        "run", 1, spec, layout, assignment, [of[name] for name in assignment.sample_ids], 1 << 20,
-        tuple(f"peer{relay}" for relay in range(1, relays)),
-    )  # fmt: skip
+    ticket = Ticket("run", 1, spec, layout, assignment, [of[name] for name in assignment.sample_ids], 1 << 20)
     ids = {name: random_ids(of[name].tokens - 1, spec=spec, seed=seed + i) for i, name in enumerate(names)}
     return Step(ticket, ids, seed % layout.dp)
 
 
-def _sample(name: str, relays: int, rng: np.random.Generator) -> TicketSample:
+def _sample(name: str, rng: np.random.Generator) -> TicketSample:
     tokens = int(rng.integers(2, 40))
     rows = tokens - 1
     if rng.random() < 0.1:  # its frame never came
-        return TicketSample(name, tokens, 0, 0, (), ((0, rows),), ())
+        return TicketSample(name, tokens, 0, 0, (), ((0, rows),))
     edges = sorted(
         rng.choice(rows + 1, size=min(rows + 1, 2 * int(rng.integers(0, 4))), replace=False).tolist()
     )
     invalid = tuple(zip(edges[::2], edges[1::2], strict=False))
-    ends = [*sorted(set(rng.integers(1, rows + 1, size=int(rng.integers(0, 4))).tolist()) - {rows}), rows]
-    segments = tuple((end, int(rng.integers(0, relays))) for end in ends)
-    return TicketSample(name, tokens, 0, 0, (), invalid, segments)
+    return TicketSample(name, tokens, 0, 0, (), invalid)
 
 
 # -- the oracle ------------------------------------------------------------------------------------------------------------

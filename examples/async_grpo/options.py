@@ -115,8 +115,6 @@ def _faults(args: argparse.Namespace) -> Iterator[str]:
     )
     if args.use_r3_channel:
         config = ChannelConfig.from_args(args)
-        if config.relays > 1:
-            yield f"--r3-relays: {config.relays} relay(s): the demo has one"
         recorder_of(args)  # raises for limits that do not go together
         yield from preflight.of_channel(config, ranks=layout.world_size)
     elif args.dump or args.record or args.no_replay or args.fault:

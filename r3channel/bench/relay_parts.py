@@ -74,7 +74,7 @@ def receive(relay: Relay, ticket: Ticket, rows_N: Any = None) -> Any:
     rows_N = np.zeros(shard.nbytes, np.uint8) if rows_N is None else rows_N
     outgoing = relay.steps.outgoing(ticket.step, shard.key, ticket.run)
     landed, begin = LandedShard(ticket, shard, rows_N), 0
-    sink = landed.sink(outgoing.stream)
+    sink = landed.sink()
     for ids_TLK in outgoing.pieces():
         sink.rows(ids_TLK, begin=begin)
         begin += len(ids_TLK)
@@ -119,7 +119,7 @@ def recording(effort: Effort) -> dict[str, Any]:
 
             def spent() -> float:
                 nonlocal step
-                (Path(folder) / segment_name(step, 0)).unlink(
+                (Path(folder) / segment_name(step)).unlink(
                     missing_ok=True
                 )  # who prunes pays, not who records
                 begin_s = time.process_time()
@@ -187,7 +187,7 @@ def memory(effort: Effort) -> dict[str, Any]:
 
 
 def _bytes_of(receiver: Receiver) -> int:
-    buckets = [bucket for member in receiver._members for bucket in member._buckets]
+    buckets = receiver._member._buckets
     return sum(len(data_N) for data_N in (*receiver._buffers.values(), *buckets))
 
 

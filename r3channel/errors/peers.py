@@ -116,10 +116,3 @@ class AuditMismatch(ReplayError):
 
     reason = "audit"
     remedy = "Do not train on: Megatron chose other experts than it was given. Please report it with Megatron's version."
-
-
-class RelayLost(StepError):
-    """One of several relays does not answer. Names it and carries the samples that it holds; the others go on."""
-
-    reason = "relay_lost"
-    remedy = "Discard the samples that the error carries, and restart that relay; with `store_dir` use `Relay.recover`."

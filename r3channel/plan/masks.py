@@ -47,9 +47,9 @@ def cut_masks(shard: Shard, masks: Mapping[str, Sequence[Masks]]) -> bytes:
     return b"".join([*lengths, *ids])
 
 
-def brings_masks(ticket: Ticket, shard: Shard, *, relay: int) -> bool:
-    """Do masks come to this receiver with a relay's rows? Only the last stage has logits, and replies come to relay 0."""
-    return ticket.sampling_masks and relay == 0 and shard.pp == ticket.layout.pp - 1
+def brings_masks(ticket: Ticket, shard: Shard) -> bool:
+    """Do masks come to this receiver with its rows? Only the last stage has logits."""
+    return ticket.sampling_masks and shard.pp == ticket.layout.pp - 1
 
 
 def mask_rows(shard: Shard) -> int:

@@ -47,11 +47,11 @@ def warm(spec: RoutingSpec) -> None:
 class Placement:
     """One shard as it fills: where each run of its plan lies in the buffer. One thread.
 
-    `pads` once and every row of every stream once write each byte of the buffer exactly once.
+    `pads` once and every row of the stream once write each byte of the buffer exactly once.
     """
 
     def __init__(self, stream: Stream, buffer_N: _Bytes) -> None:
-        """`stream` is that of any relay: runs and samples are the same. `buffer_N` has `shard.nbytes` bytes of any content."""
+        """`buffer_N` has `shard.nbytes` bytes of any content."""
         self._stream, self._buffer_N = stream, buffer_N
         shard, spec = stream.shard, stream.shard.spec
         self._id_bytes = spec.top_k * spec.id_dtype.itemsize
@@ -74,9 +74,9 @@ class Placement:
         shard = self._stream.shard
         return np.zeros((shard.tp_slots, len(self._stream.samples), len(shard.layers)), np.uint64)
 
-    def rows(self, stream: Stream, source_TLK: Ids, digests_CSL: Ids, *, begin: int) -> None:
-        """Write rows [begin, begin + T) of a relay's stream, and add the digests of the source's rows. It may be reused then."""
-        piece = _slice(stream.stretches, begin, begin + len(source_TLK))
+    def rows(self, source_TLK: Ids, digests_CSL: Ids, *, begin: int) -> None:
+        """Write rows [begin, begin + T) of the stream, and add the digests of the source's rows. It may be reused then."""
+        piece = _slice(self._stream.stretches, begin, begin + len(source_TLK))
         if not self._compiled(piece, source_TLK, digests_CSL):
             self._in_numpy(piece, source_TLK, digests_CSL)
 
@@ -153,7 +153,7 @@ def place_samples(plan: Plan, *, dp: int, ids_of: Callable[[str], Ids]) -> dict[
     """
     layout, found = plan.layout, {}
     samples = [
-        TicketSample(name, tokens, 0, 0, (), (), ((tokens - 1, 0),))
+        TicketSample(name, tokens, 0, 0, ())
         for batch in plan.microbatches[dp]
         for name, tokens in zip(batch.sample_ids, batch.tokens, strict=True)
     ]
@@ -172,7 +172,7 @@ def place_shard(stream: Stream, *, ids_of: Callable[[str], Ids]) -> _Bytes:
     placement.pads()
     for sample, position, rows in stream.sends():
         ids_TLK = ids_of(stream.samples[sample].sample_id)[position : position + rows]
-        placement.rows(stream, np.ascontiguousarray(ids_TLK[:, list(stream.columns)]), digests, begin=begin)
+        placement.rows(np.ascontiguousarray(ids_TLK[:, list(stream.columns)]), digests, begin=begin)
         begin += rows
     return buffer_N
 

@@ -1,4 +1,4 @@
-"""What one relay sends to one trainer process, and where each row lands. Pure: both ends compute it from the ticket.
+"""What the relay sends to one trainer process, and where each row lands. Pure: both ends compute it from the ticket.
 
 A stream holds the rows that an engine computed, in the order (micro-batch, sample, position), each with the layers of the
 receiver's stage: `[row][layer][k]`. Padding, last tokens and rows without routing do not travel; the receiver makes them.
@@ -34,17 +34,16 @@ class Stretches:
 
 @dataclass(frozen=True)
 class Stream:
-    """The rows of one shard that come from one relay."""
+    """The rows of one shard as they travel."""
 
     shard: Shard
     samples: Sequence[TicketSample]
     """Of the DP rank, in the plan's order; indices of samples below are into this."""
-    relay: int = 0
 
     @classmethod
-    def of(cls, ticket: Ticket, shard: Shard, relay: int = 0) -> Stream:
+    def of(cls, ticket: Ticket, shard: Shard) -> Stream:
         names = (name for batch in shard.microbatches for name in batch.sample_ids)
-        return cls(shard, tuple(map(ticket.sample, names)), relay)
+        return cls(shard, tuple(map(ticket.sample, names)))
 
     @cached_property
     def columns(self) -> tuple[int, ...]:
@@ -74,17 +73,12 @@ class Stream:
 
     @cached_property
     def stretches(self) -> Stretches:
-        """What travels."""
-        return self._within([held_by(sample, self.relay) for sample in self.samples])
-
-    @cached_property
-    def computed(self) -> Stretches:
-        """What travels from all relays together: every row that an engine computed."""
+        """What travels: every row that an engine computed."""
         return self._within([list(_without(0, sample.tokens - 1, sample.invalid)) for sample in self.samples])
 
     @cached_property
     def pads(self) -> Stretches:
-        """What no relay sends: last tokens, padding, tails of packs, rows without routing."""
+        """What does not travel: last tokens, padding, tails of packs, rows without routing."""
         spans = [[*sample.invalid, (sample.tokens - 1, _FAR)] for sample in self.samples]
         return self._within(spans, tails=True)
 
@@ -123,22 +117,6 @@ class Stream:
 
 _FAR = 1 << 40
 """Beyond any position."""
-
-
-def serves(ticket: Ticket, *, dp: int, relay: int) -> bool:
-    """Do the receivers of a DP rank get anything from this relay? From relay 0 always, be it no bytes: it counts them."""
-    names = (name for batch in ticket.assignment.ranks[dp] for name in batch)
-    return relay == 0 or any(holder == relay for name in names for _, holder in ticket.sample(name).segments)
-
-
-def held_by(sample: TicketSample, relay: int) -> list[tuple[int, int]]:
-    """Row ranges [start, end) of a sample that have routing and lie at this relay, ascending."""
-    found, start = [], 0
-    for end, holder in sample.segments:
-        if holder == relay:
-            found += _without(start, end, sample.invalid)
-        start = end
-    return found
 
 
 def _without(start: int, end: int, holes: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:

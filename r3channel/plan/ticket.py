@@ -28,12 +28,12 @@ from r3channel.spec import RoutingSpec
 
 Column = np.ndarray[Any, np.dtype[Any]]
 
-_MAGIC = b"R3K\x04"
-"""The last byte is the format; 3 was JSON."""
-_HEAD = Struct("<4s9I")
-"""Magic, plan version, DP ranks, micro-batches of each, bytes of JSON, bytes of names, and the four lengths of columns."""
+_MAGIC = b"R3K\x05"
+"""The last byte is the format; 4 said which of several relays had which rows."""
+_HEAD = Struct("<4s8I")
+"""Magic, plan version, DP ranks, micro-batches of each, bytes of JSON, bytes of names, and the three lengths of columns."""
 _HASH_BYTES = 16
-_LENGTHS = ("samples", "spans", "invalid", "segments")
+_LENGTHS = ("samples", "spans", "invalid")
 _COLUMNS = {
     "tokens_hash": ("<u8", "samples", ()),
     "digest": ("<u8", "samples", ()),
@@ -42,10 +42,8 @@ _COLUMNS = {
     "name_chars": ("<u4", "samples", ()),
     "span_count": ("<u4", "samples", ()),
     "invalid_count": ("<u4", "samples", ()),
-    "segment_count": ("<u4", "samples", ()),
     "span": ("<u4", "spans", (2,)),
     "invalid": ("<u4", "invalid", (2,)),
-    "segment": ("<u4", "segments", (2,)),
     "kind": ("<u1", "spans", ()),
 }
 """Item, length and width of each column, in the order in which they lie: the widest items first, so that all are aligned."""
@@ -84,8 +82,6 @@ class TicketSample(NamedTuple):
     """Ascending; rows that no span names were made by nobody knows whom."""
     invalid: tuple[tuple[int, int], ...] = ()
     """Row ranges [start, end) without routing; ascending."""
-    segments: tuple[tuple[int, int], ...] = ()
-    """(end row, relay), ascending: the relay that holds the rows up to there. Empty when none holds any: all rows are invalid."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,9 +99,7 @@ class Samples(Sequence[TicketSample]):
             return samples
         flat: list[Any] = list(chain.from_iterable(samples))
         fields = len(TicketSample._fields)
-        names, tokens, tokens_hash, digest, provenance, invalid, segments = (
-            flat[at::fields] for at in range(fields)
-        )
+        names, tokens, tokens_hash, digest, provenance, invalid = (flat[at::fields] for at in range(fields))
         try:
             spans = _table("q", [
                 number for own in provenance for span in own
@@ -118,12 +112,10 @@ class Samples(Sequence[TicketSample]):
                 "name_chars": _table("q", map(len, names)),
                 "span_count": _table("q", map(len, provenance)),
                 "invalid_count": _table("q", map(len, invalid)),
-                "segment_count": _table("q", map(len, segments)),
                 "version": spans[:, 0],
                 "kind": spans[:, 1],
                 "span": spans[:, 2:],
                 "invalid": _table("q", _flat(invalid), width=2),
-                "segment": _table("q", _flat(segments), width=2),
             }
             columns = {name: _narrow(values[name], dtype) for name, (dtype, _, _) in _COLUMNS.items()}
         except (OverflowError, TypeError) as error:
@@ -159,7 +151,6 @@ class Samples(Sequence[TicketSample]):
             digest=int(self.columns["digest"][number]),
             provenance=self._provenance(number),
             invalid=tuple(map(tuple, self._items("invalid_count", number, "invalid"))),
-            segments=tuple(map(tuple, self._items("segment_count", number, "segment"))),
         )
 
     def _provenance(self, number: int) -> tuple[ProvenanceSpan, ...]:
@@ -195,32 +186,24 @@ class Samples(Sequence[TicketSample]):
     def __hash__(self) -> int:
         return hash(tuple(self))
 
-    def check(self, *, relays: int) -> None:
+    def check(self) -> None:
         """ValueError of the first rule that does not hold; all samples at once. Names are the assignment's matter."""
         columns, rows = self.columns, self.tokens.astype(np.int64) - 1
         _hold(len(rows) > 0 and rows.min() >= 1 and rows.max() < _MOST_TOKENS, "tokens of a sample")
         _hold(columns["kind"].max(initial=0) <= max(RowKind), "the kind of a provenance span")
-        _hold(columns["segment"][:, 1].max(initial=0) < relays, "the relay of a segment")
         start, end = columns["span"].T.astype(np.int64)
         self._check_ranges("span_count", start, end, rows)
         start, end = columns["invalid"].T.astype(np.int64)
-        missing = self._check_ranges("invalid_count", start, end, rows)
-        end, count = columns["segment"][:, 0].astype(np.int64), columns["segment_count"]
-        start = np.concatenate(([0], end))[:-1]
-        start[self._edges("segment_count")[:-1][count > 0]] = 0
-        held = self._check_ranges("segment_count", start, end, rows)
-        _hold(bool((held == np.where(count > 0, rows, 0)).all()), "the end of a sample's segments")
-        _hold(bool(((count > 0) | (missing == rows)).all()), "rows that no relay holds")
+        self._check_ranges("invalid_count", start, end, rows)
 
-    def _check_ranges(self, count: str, start: Column, end: Column, rows: Column) -> Column:
-        """Ranges of each sample ascend within its rows. The number of rows that they cover, by sample."""
+    def _check_ranges(self, count: str, start: Column, end: Column, rows: Column) -> None:
+        """Ranges of each sample ascend within its rows."""
         edges = self._edges(count)
         _hold(int(edges[-1]) == len(end), f"the sum of {count}")
         begin = np.repeat(np.cumsum(rows) - rows, self.columns[count])  # all samples on one line
         bounds = np.stack((start + begin, end + begin), axis=1).ravel()
         inside = (start >= 0) & (start < end) & (end <= np.repeat(rows, self.columns[count]))
         _hold(bool(inside.all() and (bounds[1:] >= bounds[:-1]).all()), f"the ranges that {count} counts")
-        return np.diff(np.concatenate(([0], np.cumsum(end - start)))[edges])
 
 
 @dataclass(frozen=True)
@@ -231,7 +214,7 @@ class Ticket:
     """
 
     run: str
-    """Identity of the relay's life (of relay 0's, the coordinator); a ticket of another run is refused."""
+    """Identity of the relay's life; a ticket of another run is refused."""
     step: int
     spec: RoutingSpec
     layout: TrainerLayout
@@ -240,15 +223,8 @@ class Ticket:
     samples: Sequence[TicketSample]
     """In the order of `assignment.sample_ids`."""
     bucket_bytes: int
-    peers: tuple[str, ...] = ()
-    """Runs of relays 1, 2, ...; empty with one relay."""
     sampling_masks: bool = False
     """Do they travel with this step?"""
-
-    @property
-    def runs(self) -> tuple[str, ...]:
-        """The run of each relay, in the order in which a trainer receives from them."""
-        return (self.run, *self.peers)
 
     @cached_property
     def plan(self) -> Plan:
@@ -297,7 +273,6 @@ class Ticket:
             "layout": self.layout.to_dict(),
             "steps": self.assignment.steps,
             "bucket_bytes": int(self.bucket_bytes),
-            "peers": self.peers,
         } | ({"sampling_masks": True} if self.sampling_masks else {})  # tickets of recordings have not got it
         text = json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
         names = columns.text.encode("utf-8", "surrogatepass")
@@ -373,7 +348,6 @@ class Ticket:
             samples=samples,
             bucket_bytes=_a(int, values["bucket_bytes"]),
             sampling_masks=_a(bool, values.get("sampling_masks", False)),
-            peers=tuple(_a(str, run) for run in values["peers"]),
         )
 
     def _check(self) -> None:
@@ -386,7 +360,7 @@ class Ticket:
             layout.cp * layout.tp <= _MOST_RANKS and unit <= _MOST_UNIT, "the layout's cp, tp or pad_multiple"
         )
         _hold(abs(self.step) < _MOST_STEP and 1 <= self.bucket_bytes <= _MOST_BUCKET, "step or bucket_bytes")
-        self._columns.check(relays=len(self.runs))
+        self._columns.check()
         self.plan  # noqa: B018
 
 

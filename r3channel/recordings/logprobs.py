@@ -28,7 +28,7 @@ def logprobs_glob(step: int) -> str:
 
 def write_logprobs(folder: Path, step: int, rank: int, columns: Mapping[str, Ids]) -> Path | None:
     """Nothing where the folder has no segment of the step: the recording is over, or is another node's. Raises OSError."""
-    if next(folder.glob(f"step-{step:06d}.relay-*"), None) is None:
+    if not (folder / f"step-{step:06d}.r3s").exists():
         return None
     head, at = dict[str, object](), 0
     arrays = {name: np.ascontiguousarray(own, _DTYPES[name][1]) for name, own in columns.items()}

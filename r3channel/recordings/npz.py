@@ -124,7 +124,7 @@ def _sample(
     edges = np.flatnonzero(np.diff(np.concatenate([[True], valid_T, [True]]).astype(np.int8))).tolist()
     invalid = tuple(zip(edges[::2], edges[1::2], strict=True))
     tokens_hash = 0 if tokens is None else hash_tokens(tokens)
-    sample = TicketSample(name, rows + 1, tokens_hash, fold(digests_L), spans, invalid, ((rows, 0),))
+    sample = TicketSample(name, rows + 1, tokens_hash, fold(digests_L), spans, invalid)
     frame = encode_frame(spec, expert_ids_TLK=ids_TLK, valid_T=valid_T, provenance=spans, codec="stored")
     return sample, frame
 

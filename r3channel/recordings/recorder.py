@@ -31,8 +31,8 @@ log = logging.getLogger(__name__)
 _NO_TOKENS: Ids = np.empty(0, np.int32)
 
 
-def segment_name(step: int, relay: int) -> str:
-    return f"step-{step:06d}.relay-{relay}.r3s"
+def segment_name(step: int) -> str:
+    return f"step-{step:06d}.r3s"
 
 
 class TurnRows(Protocol):
@@ -70,7 +70,6 @@ class Recorder:
     """Steps that could not be written: the disk was full, or one is larger than `max_bytes`."""
     stopped: str = ""
     """Why nothing more is written."""
-    _relay: int = 0
     _kept: dict[str, Ids] = field(default_factory=dict)
     _written: dict[Path, int] = field(default_factory=dict)
     """Segments and their bytes, the oldest first."""
@@ -86,15 +85,12 @@ class Recorder:
     def folder(self) -> Path:
         return Path(self.root)
 
-    def open(self, spec: RoutingSpec, layout: TrainerLayout, *, relay: int) -> None:
+    def open(self, spec: RoutingSpec, layout: TrainerLayout) -> None:
         """Raises RecordingInvalid where another model's or layout's recording lies in the folder, ConfigError where nothing can
         be written."""
-        self._relay = relay
         try:
             Manifest(spec=spec, layout=layout, tokens=self.tokens).write(self.folder)
-            found = sorted(
-                self.folder.glob(f"step-*.relay-{relay}.r3s"), key=lambda path: path.stat().st_mtime
-            )
+            found = sorted(self.folder.glob("step-*.r3s"), key=lambda path: path.stat().st_mtime)
             self._written = {path: path.stat().st_size for path in found}
         except OSError as error:
             raise ConfigError(
@@ -109,16 +105,16 @@ class Recorder:
         self._kept.pop(sample_id, None)
 
     def write(self, ticket: Ticket, rows: Mapping[str, Sequence[TurnRows]]) -> None:
-        """Append a sealed step, with what lies at this relay of it, and forget its tokens."""
+        """Append a sealed step, and forget its tokens."""
         tokens = [self._kept.pop(sample.sample_id, _NO_TOKENS) for sample in ticket.samples]
         head = ticket.to_bytes()
         nbytes = len(head) + sum(own.nbytes for own in tokens)
         nbytes += sum(turn.ids_TLK.nbytes for turns in rows.values() for turn in turns)
-        path = self.folder / segment_name(ticket.step, self._relay)
+        path = self.folder / segment_name(ticket.step)
         if self._is_room(path, nbytes):
             try:
                 self._written[path] = write_segment(
-                    path, [pack(Kind.TICKET, head, sample=self._relay), *_of_samples(ticket, rows, tokens)]
+                    path, [pack(Kind.TICKET, head), *_of_samples(ticket, rows, tokens)]
                 )
             except OSError as error:
                 path.unlink(missing_ok=True)
@@ -174,7 +170,7 @@ def write_step(folder: Path, step: RecordedStep) -> Path:
     Manifest(spec=step.spec, layout=step.ticket.layout, side=step.side, tokens=bool(step.tokens)).write(
         folder
     )
-    path, records = folder / segment_name(step.number, 0), [pack(Kind.TICKET, step.ticket.to_bytes())]
+    path, records = folder / segment_name(step.number), [pack(Kind.TICKET, step.ticket.to_bytes())]
     for place, sample in enumerate(step.ticket.samples):
         name = sample.sample_id
         if name in step.tokens:

@@ -1,7 +1,7 @@
-"""A recording on disk, step by step: the manifest, and for each step the segments of all relays. Reads; writes nothing.
+"""A recording on disk, step by step: the manifest, and a segment for each step. Reads; writes nothing.
 
 REC/manifest.json
-    step-000003.relay-0.r3s       a segment of each relay that had rows (`segment`)
+    step-000003.r3s                       the step as it was sealed (`segment`)
     step-000003.logprobs-5.safetensors    of each trainer rank that computed them (`logprobs`)
 """
 
@@ -24,15 +24,14 @@ from r3channel.recordings.step import PASSES, Bytes, RecordedStep
 from r3channel.routing import Ids
 from r3channel.wire.frame import parse_frame
 
-_SEGMENT = re.compile(r"step-(\d+)\.relay-(\d+)\.r3s")
+_SEGMENT = re.compile(r"step-(\d+)\.r3s")
 
 
 @dataclass(frozen=True)
 class Segment:
-    """One relay's part of a step."""
+    """The records of a step."""
 
     path: Path
-    relay: int
     records: list[Record]
     torn_bytes: int
 
@@ -59,13 +58,10 @@ class Recording:
         return cls(Path(folder), Manifest.read(Path(folder)))
 
     @cached_property
-    def _paths(self) -> dict[int, dict[int, Path]]:
-        """Step -> relay -> its segment."""
-        found: dict[int, dict[int, Path]] = defaultdict(dict)
-        for path in self.folder.glob("step-*.r3s"):
-            if match := _SEGMENT.fullmatch(path.name):
-                found[int(match[1])][int(match[2])] = path
-        return dict(found)
+    def _paths(self) -> dict[int, Path]:
+        """Step -> its segment."""
+        named = ((_SEGMENT.fullmatch(path.name), path) for path in self.folder.glob("step-*.r3s"))
+        return {int(match[1]): path for match, path in named if match}
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -73,28 +69,26 @@ class Recording:
         return tuple(sorted(self._paths))
 
     def nbytes(self, step: int) -> int:
-        return sum(path.stat().st_size for path in self._paths[step].values())
+        return self._paths[step].stat().st_size
 
-    def segments(self, step: int) -> list[Segment]:
-        """Of the relays in their order. Raises RecordingInvalid for a step that is not there."""
+    def segment(self, step: int) -> Segment:
+        """Raises RecordingInvalid for a step that is not there."""
         if step not in self._paths:
             raise RecordingInvalid(
                 f"{self.folder} has no step {step}; it has {list(self.steps)[:20]}. Does the ring of its recorder hold fewer?"
             )
-        return [Segment(path, relay, *read(path)) for relay, path in sorted(self._paths[step].items())]
+        return Segment(self._paths[step], *read(self._paths[step]))
 
     def step(self, step: int) -> RecordedStep:
         """Every whole sample of a step; `cut` names the others. Raises RecordingInvalid, TicketMismatch and FrameError."""
-        segments = self.segments(step)
-        tickets = [segment.ticket for segment in segments if segment.ticket]
-        if not tickets:
+        segment = self.segment(step)
+        if not segment.ticket:
             raise RecordingInvalid(
                 f"{self.folder}: step {step} ends before its ticket does; nothing of it can be read"
             )
-        ticket = Ticket.from_bytes(tickets[0])
-        for segment in segments:
-            self._check(segment, ticket, tickets[0], step)
-        frames, tokens = self._gathered(segments, ticket)
+        ticket = Ticket.from_bytes(segment.ticket)
+        self._check(segment, ticket, step)
+        frames, tokens = self._gathered(segment, ticket)
         plain = {name: own for (part, name), own in frames.items() if part in PASSES[:2]}
         found = RecordedStep(
             ticket=ticket,
@@ -105,8 +99,7 @@ class Recording:
             passes=frames if self.manifest.side == "router" else {},
             logprobs=self._logprobs(ticket),
         )
-        relays = {relay for sample in ticket.samples for _, relay in sample.segments} | {0}
-        if relays <= {segment.relay for segment in segments if segment.ended}:
+        if segment.ended:
             return found
         cut = tuple(s.sample_id for s in ticket.samples if not self._is_whole(found, s.sample_id))
         return replace(found, cut=cut)
@@ -125,42 +118,34 @@ class Recording:
                 )
         return found
 
-    def _check(self, segment: Segment, ticket: Ticket, first: bytes, step: int) -> None:
-        if segment.ticket and (segment.records[0].kind is not Kind.TICKET or segment.ticket != first):
-            raise RecordingInvalid(
-                f"{segment.path}: another ticket than the first relay's segment of step {step} has: of another run? Take the "
-                "segments of one run"
-            )
-        if segment.ticket and (ticket.step != step or segment.records[0].sample != segment.relay):
-            raise RecordingInvalid(
-                f"{segment.path}: it holds step {ticket.step} of relay {segment.records[0].sample}; was the file renamed?"
-            )
+    def _check(self, segment: Segment, ticket: Ticket, step: int) -> None:
+        if ticket.step != step:
+            raise RecordingInvalid(f"{segment.path}: it holds step {ticket.step}; was the file renamed?")
         if self.manifest.side == "engine" and ticket.spec != self.manifest.spec:
             raise RecordingInvalid(
                 f"{segment.path}: its ticket is of spec {ticket.spec}, the manifest of {self.manifest.spec}"
             )
 
     def _gathered(
-        self, segments: list[Segment], ticket: Ticket
+        self, segment: Segment, ticket: Ticket
     ) -> tuple[dict[tuple[str, str], list[Bytes]], dict[str, Ids]]:
         names = [sample.sample_id for sample in ticket.samples]
         frames: dict[tuple[str, str], list[Bytes]] = defaultdict(list)
         tokens: dict[str, Ids] = {}
-        for segment in segments:
-            for record in segment.records[1:]:
-                if record.sample >= len(names) or record.part >= len(PASSES):
-                    raise RecordingInvalid(
-                        f"{segment.path}: a record of sample {record.sample}, pass {record.part}; expected fewer than "
-                        f"{len(names)} and {len(PASSES)}"
-                    )
-                if record.kind is Kind.TOKENS and record.payload.nbytes % 4 == 0:
-                    tokens[names[record.sample]] = np.frombuffer(record.payload, "<i4")
-                elif record.kind is Kind.FRAME:
-                    frames[PASSES[record.part], names[record.sample]].append(record.payload)
+        for record in segment.records[1:]:
+            if record.sample >= len(names) or record.part >= len(PASSES):
+                raise RecordingInvalid(
+                    f"{segment.path}: a record of sample {record.sample}, pass {record.part}; expected fewer than "
+                    f"{len(names)} and {len(PASSES)}"
+                )
+            if record.kind is Kind.TOKENS and record.payload.nbytes % 4 == 0:
+                tokens[names[record.sample]] = np.frombuffer(record.payload, "<i4")
+            elif record.kind is Kind.FRAME:
+                frames[PASSES[record.part], names[record.sample]].append(record.payload)
         return dict(frames), tokens
 
     def _is_whole(self, step: RecordedStep, name: str) -> bool:
-        """Whether each turn that some relay held has its frame, and the tokens theirs."""
+        """Whether each turn has its frame, and the tokens theirs."""
         sample = step.ticket.sample(name)
         if self.manifest.tokens and name not in step.tokens:
             return False

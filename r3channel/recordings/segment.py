@@ -1,4 +1,4 @@
-"""The bytes of one relay's part of one recorded step: records, one after another. Knows files, no steps and no relays.
+"""The bytes of one recorded step: records, one after another. Knows files, no steps and no relays.
 
     record    head (32 bytes, little endian), payload, zeros to a multiple of 16 bytes
     head      {magic "R3R\\x01", kind u8, part u8, 2 zero, sample u32, turn u32, payload bytes u64, xxh3_64 of these 24 bytes}
@@ -33,11 +33,11 @@ class Kind(IntEnum):
     """What a record's payload is."""
 
     TICKET = 1
-    """The first record: the step's ticket. `sample` is the relay that writes."""
+    """The first record: the step's ticket."""
     TOKENS = 2
     """int32 ids of a sample's whole sequence; `sample` is its place in the ticket."""
     FRAME = 3
-    """Rows of a sample, as one frame; `turn` counts its turns at this relay."""
+    """Rows of a sample, as one frame; `turn` counts its turns."""
     END = 4
     """The last record, empty: all that the relay had is there."""
 

@@ -32,7 +32,7 @@ def summarize(recording: Recording) -> dict[str, Any]:
 
 
 def _step(recording: Recording, number: int, load_LE: Ids) -> dict[str, Any]:
-    segments, step = recording.segments(number), recording.step(number)
+    step = recording.step(number)
     kinds, rows = Counter[str](), 0
     for sample in step.samples:
         ids_TLK, there_T = step.ids(sample.sample_id)
@@ -48,8 +48,7 @@ def _step(recording: Recording, number: int, load_LE: Ids) -> dict[str, Any]:
         "turns": sum(map(len, step.frames.values())),
         "weight_versions": list(step.ticket.weight_versions),
         "kinds": dict(kinds),
-        "relays": [segment.relay for segment in segments],
-        "torn_bytes": sum(segment.torn_bytes for segment in segments),
+        "torn_bytes": recording.segment(number).torn_bytes,
         "bytes": recording.nbytes(number),
         "logprobs": _logprobs(step.logprobs),
     }
@@ -92,15 +91,15 @@ def table(found: dict[str, Any]) -> str:
         f"{found['bytes'] / 1e6:,.1f} MB; {len(spec['moe_layers'])} MoE layers, top-{spec['top_k']} of {spec['num_experts']}; "
         f"{found['layout']}",
         "written with " + ", ".join(f"{name} {version}" for name, version in found["versions"].items()),
-        f"{'step':>6} {'samples':>8} {'rows':>10} {'MB':>9}  {'versions':12} {'kinds':34} relays",
+        f"{'step':>6} {'samples':>8} {'rows':>10} {'MB':>9}  {'versions':12} kinds",
     ]
     for step in found["steps"]:
         kinds = " ".join(f"{name} {count}" for name, count in step["kinds"].items())
         versions = ",".join(map(str, step["weight_versions"]))
-        cut = f"  CUT: {len(step['cut'])} samples" if step["cut"] else ""
+        cut = f"CUT: {len(step['cut'])} samples" if step["cut"] else ""
         lines.append(
-            f"{step['step']:>6} {step['samples']:>8,} {step['rows']:>10,} {step['bytes'] / 1e6:>9.2f}  {versions:12} {kinds:34} "
-            f"{','.join(map(str, step['relays']))}{cut}"
+            f"{step['step']:>6} {step['samples']:>8,} {step['rows']:>10,} {step['bytes'] / 1e6:>9.2f}  {versions:12} "
+            f"{kinds:34} {cut}".rstrip()
         )
         if told := step["logprobs"]:
             lines.append(

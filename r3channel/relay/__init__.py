@@ -13,19 +13,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from r3channel.relay.actor import RayRelay, RelayHost
     from r3channel.relay.arrival.splice import merged_frame
-    from r3channel.relay.placement import place_relays
     from r3channel.relay.relay import Relay
-    from r3channel.relay.several import Coordinator
 
-__all__ = ["Coordinator", "RayRelay", "Relay", "RelayHost", "merged_frame", "place_relays"]
+__all__ = ["RayRelay", "Relay", "RelayHost", "merged_frame"]
 
 _PLACES = {
-    "Coordinator": "several",
     "RayRelay": "actor",
     "Relay": "relay",
     "RelayHost": "actor",
     "merged_frame": "arrival.splice",
-    "place_relays": "placement",
 }
 
 

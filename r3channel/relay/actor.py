@@ -1,20 +1,18 @@
-"""The relay behind Ray: calls between its process and others. With `placement`, the places of this room that import ray.
+"""The relay behind Ray: calls between its process and others. The place of this room that imports ray.
 
-`RelayHost` is what an actor class holds (or inherits) beside its own methods; `RayRelay` is how a trainer, or the coordinator of
-several relays, calls it. The actor needs `max_concurrency` above 1, because receivers say hello while `generate` is running; with
-NCCL it needs `num_gpus=1`, for a device and a CUDA context of its own, never an engine's. Ray carries hellos and small records.
+`RelayHost` is what an actor class holds (or inherits) beside its own methods, and `RayRelay` is how a trainer calls it. The actor
+needs `max_concurrency` above 1, because receivers say hello while `generate` is running; with NCCL it needs `num_gpus=1`, for a
+device and a CUDA context of its own, never an engine's. Ray carries hellos and small records.
 """
 
 from __future__ import annotations
 
 import logging
-from functools import partial
 from typing import Any
 
 from r3channel.errors import DeadlineExceeded, TransportError, UsageError
 from r3channel.recordings.recorder import Recorder
 from r3channel.relay.relay import Relay
-from r3channel.relay.several import PEER_CALLS, LocalPeer
 
 NAME = "r3channel-relay"
 """The actor that holds the demo's relay: `r3channel record` asks for it."""
@@ -27,25 +25,27 @@ class RelayHost:
     relay: Relay
 
     def r3channel_control(self, call: str, arguments: dict[str, Any]) -> Any:
-        """One call of a receiver, or of the coordinator of several relays."""
+        """One call of a receiver, or of whoever asks how it goes."""
         if call in _CONTROL_CALLS:
             return getattr(self.relay, call)(**arguments)
         if call == "record":
             return self.relay.record(Recorder(**arguments) if arguments else None)
-        if call in PEER_CALLS:
-            return getattr(LocalPeer(self.relay), call)(**arguments)
-        raise UsageError(f"control call {call!r}, expected one of {sorted(_CONTROL_CALLS | PEER_CALLS)}")
+        raise UsageError(f"control call {call!r}, expected record or one of {sorted(_CONTROL_CALLS)}")
 
 
 class RayRelay:
-    """The calls of a relay that lives in an actor: `trainer.member.Control` and `relay.several.Peer`."""
+    """The calls of a relay that lives in an actor: a trainer's `trainer.member.Control`, and its state."""
 
     def __init__(self, actor: Any, *, timeout_s: float = 60.0) -> None:
-        """`actor` is the handle of a `RelayHost`; `timeout_s` bounds each call, beyond what the call itself may wait."""
+        """`actor` is the handle of a `RelayHost`; `timeout_s` bounds each call."""
         self._actor, self._timeout_s = actor, timeout_s
 
     def hello(self, *, dp: int, pp: int, cp: int) -> dict[str, Any]:
         return self._ask("hello", dp=dp, pp=pp, cp=cp)
+
+    def status(self) -> dict[str, Any]:
+        """See `Relay.status`."""
+        return self._ask("status")
 
     @classmethod
     def named(cls, name: str, *, address: str) -> RayRelay:
@@ -72,14 +72,8 @@ class RayRelay:
         """Begin a recording with what `Recorder` is made of, as plain values; with none, end it."""
         self._ask("record", **values)
 
-    def __getattr__(self, call: str) -> Any:
-        if call not in _CONTROL_CALLS | PEER_CALLS:
-            raise AttributeError(call)
-        return partial(self._ask, call)
-
     def _ask(self, call: str, **arguments: Any) -> Any:
-        wait_s = arguments.get("wait_s", arguments.get("timeout_s", 0.0))
-        return ask(self._actor.r3channel_control, call, arguments, timeout_s=self._timeout_s + wait_s)
+        return ask(self._actor.r3channel_control, call, arguments, timeout_s=self._timeout_s)
 
 
 def ask(method: Any, call: str, arguments: dict[str, Any], *, timeout_s: float) -> Any:

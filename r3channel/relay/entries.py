@@ -28,7 +28,7 @@ _REMEMBERED = 1 << 16
 
 
 class Rows(Protocol):
-    """Verified rows of one frame, wherever they lie."""
+    """Verified rows of one frame."""
 
     @property
     def first_row(self) -> int: ...
@@ -272,11 +272,10 @@ class Entries:
         samples = self.samples
         return [name for name in names if name not in samples or samples[name].step is not None]
 
-    def outstanding(self, names: Iterable[str], *, failed: bool = False) -> list[tuple[Sample, Turn]]:
-        """The frames of these samples that have not come (or came and cannot be used); none of samples that are not here."""
+    def outstanding(self, names: Iterable[str]) -> list[tuple[Sample, Turn]]:
+        """The frames of these samples that have not come; none of samples that are not here."""
         late = [self._incomplete[name] for name in names if name in self._incomplete]
-        states = (EXPECTED, FAILED) if failed else (EXPECTED,)
-        return [(sample, turn) for sample in late for turn in sample.turns if turn.state in states]
+        return [(sample, turn) for sample in late for turn in sample.awaited]
 
     def still(self, late: Iterable[tuple[Sample, Turn]]) -> list[tuple[Sample, Turn]]:
         """Those of what was outstanding that are so now; samples that have gone meanwhile are not."""
@@ -349,34 +348,6 @@ class Entries:
     def unclaimed(self) -> int:
         """Frames whose replies have not come."""
         return len(self._unclaimed)
-
-    # -- for a coordinator whose table is in another process: frames by their names ---------------------------------
-
-    def arrived(self, names: Iterable[FrameName]) -> dict[FrameName, Rows | R3Error]:
-        """Those of these frames that are here and that no reply claimed."""
-        return {name: self._unclaimed[name].what for name in names if name in self._unclaimed}
-
-    def adopt(self, name: str, frames: Iterable[FrameName], *, tokens: int, now_s: float) -> Sample:
-        """A sample made of frames that are here, as the coordinator's table says. FrameMissing: nothing has changed."""
-        sample = self.samples.get(name) or Sample(name, tokens, 0, 0, now_s)
-        new = [frame for frame in frames if all(turn.name != frame for turn in sample.turns)]
-        here = self.arrived(new)
-        rows = [what for frame in new if (what := here.get(frame)) and not isinstance(what, R3Error)]
-        if len(rows) < len(new):
-            raise errors.FrameMissing(
-                f"sample {name}: frames {new} are not all here any more", samples=[name]
-            )
-        for frame, what in zip(new, rows, strict=True):
-            del self._unclaimed[frame]
-            self._use(frame)
-            sample.turns.append(Turn(what.first_row, what.end_row, "?", None, frame, what))
-        self.samples[name] = sample
-        return sample
-
-    def disclaim(self, names: Iterable[FrameName]) -> list[Rows]:
-        """Forget frames that no reply will claim."""
-        gone = [self._unclaimed.pop(name).what for name in names if name in self._unclaimed]
-        return [rows for rows in gone if not isinstance(rows, R3Error)]
 
 
 def _misfit(sample: Sample, turn: Turn, what: Rows | R3Error) -> R3Error | None:

@@ -17,13 +17,12 @@ from r3channel.clock import StageClock
 from r3channel.config import ChannelConfig
 from r3channel.errors import FrameMissing, R3Error, RoutingMissing, SampleTwice, StoreFull
 from r3channel.metrics import Metrics
-from r3channel.plan.ticket import Ticket
 from r3channel.recordings.recorder import Recorder
 from r3channel.relay.arrival.engines import EngineRegistry
 from r3channel.relay.arrival.masks import HeldMasks, keep_masks
 from r3channel.relay.arrival.reply import frame_bytes_of, key_of, receipt_in, split_reply
 from r3channel.relay.arrival.rows import MOST_ROWS, HeldRows, Landing
-from r3channel.relay.entries import Entries, Reply, Rows, Sample, Turn
+from r3channel.relay.entries import Entries, Reply, Sample, Turn
 from r3channel.relay.storage.durable import Durable, SavedSample
 from r3channel.relay.storage.store import Store
 from r3channel.routing import Ids
@@ -39,8 +38,6 @@ log = logging.getLogger(__name__)
 _NAMED = 1000
 """Expired samples that `status` still names."""
 Tokens = Sequence[int] | Ids
-Share = tuple[int, list[tuple[int, FrameName]]]
-"""What a relay has of a sample of a step that relay 0 seals: the hash of all its tokens with rows, and (turn, its frame)."""
 
 
 class Intake:
@@ -81,11 +78,6 @@ class Intake:
 
     # -- engines' frames, from the door's threads ------------------------------------------------------------------
 
-    @property
-    def bound(self) -> list[Hello]:
-        """The engines whose frames come to this relay's ingest."""
-        return list(self._bound.values())
-
     def greet(self, hello: Hello) -> None:
         """An engine says what it is. Raises EngineSilent with the reason of a refusal."""
         self.engines.greet(hello)
@@ -102,7 +94,7 @@ class Intake:
         again), and what `body` raises.
         """
         self.metrics.inc("r3channel_bytes_total", body.left, leg="engine_direct")
-        self.expire()  # of several relays, all but one see nothing else
+        self.expire()  # frames may come whose replies never do
         self.landing.read(
             body,
             count,
@@ -126,8 +118,8 @@ class Intake:
             return owner[1].end_row - owner[1].first_row
         return (hello.context if hello else 0) or MOST_ROWS
 
-    def arrive(self, name: FrameName, what: HeldRows | Rows | R3Error) -> None:
-        """A frame came, here or at another relay: its rows, or why it cannot be used."""
+    def arrive(self, name: FrameName, what: HeldRows | R3Error) -> None:
+        """A frame came: its rows, or why it cannot be used."""
         with self._changed:
             owner = self.entries.owner(name)
             taken = self.entries.frame(name, what, now_s=time.monotonic())
@@ -283,7 +275,7 @@ class Intake:
             self.metrics.inc("r3channel_bytes_total", len(data), leg="engine_frame")
         return rows
 
-    def _note(self, sample: Sample, turn: Turn, *, number: int | None = None) -> None:
+    def _note(self, sample: Sample, turn: Turn) -> None:
         """Whose frame it is, for what survives: written when both are here. The table has it, so what cannot be written is said
         in the log: after a kill that frame is nobody's."""
         if self._durable is None or not isinstance(turn.rows, HeldRows):
@@ -292,7 +284,7 @@ class Intake:
             self._durable.note(
                 turn.rows.ref,
                 sample_id=sample.name,
-                turn=sample.turns.index(turn) if number is None else number,
+                turn=sample.turns.index(turn),
                 tokens_hash=sample.tokens_hash,
                 prefix_hash=sample.prefix_hash,
                 key=turn.key,
@@ -344,7 +336,7 @@ class Intake:
 
     def let_go(self, samples: Sequence[Sample], *, outcome: str) -> None:
         """Free what samples held that are not in the table any more."""
-        self.free([rows for sample in samples for rows in held_here(sample)])
+        self.free([rows for sample in samples for rows in rows_of(sample)])
         for masks in (masks for sample in samples for masks in masks_of(sample)):
             masks.block.free()
         delivered = outcome == "delivered"
@@ -412,59 +404,6 @@ class Intake:
             raise LookupError("no sample waits for a step")
         return oldest_s + self.config.expiry_s - time.monotonic()
 
-    # -- for `relay.several` ---------------------------------------------------------------------------------------
-
-    def awaited(self, names: Iterable[str], *, failed: bool = False) -> dict[FrameName, str]:
-        """The frames of these samples that have not come (or came and cannot be used) -> their samples."""
-        with self._changed:
-            late = self.entries.outstanding(names, failed=failed)
-        return {turn.name: sample.name for sample, turn in late if turn.name}
-
-    def turns_of(self, names: Iterable[str]) -> list[tuple[Sample, Turn]]:
-        """The turns of these samples, where they are in the table."""
-        with self._changed:
-            found = [self.entries.samples[name] for name in names if name in self.entries.samples]
-            return [(sample, turn) for sample in found for turn in sample.turns]
-
-    def arrived(self, names: Iterable[FrameName]) -> dict[FrameName, Any]:
-        """Those of these frames that are here and that no reply claimed: their rows, or why they cannot be used."""
-        with self._changed:
-            return self.entries.arrived(names)
-
-    def drop_frames(self, sample_ids: Iterable[str], names: Iterable[FrameName]) -> None:
-        """Forget what no step will take."""
-        with self._changed:
-            gone = self.entries.disclaim(names)
-        self.free([rows for rows in gone if isinstance(rows, HeldRows)])
-        self.drop(sample_ids, outcome="discarded")
-
-    def adopt(self, ticket: Ticket, shares: Mapping[str, Share]) -> dict[str, list[HeldRows]]:
-        """Frames that are here -> rows of a step that relay 0 seals, by sample. Raises FrameMissing."""
-        samples: list[Sample] = []
-        with self._changed:
-            for name, (prefix_hash, frames) in shares.items():
-                told, number = ticket.sample(name), {frame: turn for turn, frame in frames}
-                before = self.entries.samples.get(name)
-                noted = len(before.turns) if before is not None else 0
-                sample = self.entries.adopt(name, number, tokens=told.tokens, now_s=time.monotonic())
-                self._became("received", int(before is None))
-                sample.tokens, sample.tokens_hash, sample.prefix_hash = (
-                    told.tokens,
-                    told.tokens_hash,
-                    prefix_hash,
-                )
-                samples.append(sample)
-                for turn in sample.turns[noted:]:
-                    self._note(sample, turn, number=number[turn.name] if turn.name else None)
-            for sample in samples:
-                sample.step = ticket.step
-        return {sample.name: held_here(sample) for sample in samples}
-
-    def give_back(self, names: Iterable[str]) -> None:
-        """They wait for a step again."""
-        with self._changed:
-            self.entries.give_back(self.entries.samples[name] for name in names)
-
     def status(self) -> dict[str, Any]:
         """Where the samples are that no step has taken. With the condition held."""
         samples = [sample for sample in self.entries.samples.values() if sample.step is None]
@@ -477,8 +416,8 @@ class Intake:
         }
 
 
-def held_here(sample: Sample) -> list[HeldRows]:
-    """A sample's rows that lie in this process, turn by turn."""
+def rows_of(sample: Sample) -> list[HeldRows]:
+    """A sample's rows, turn by turn."""
     return [rows for rows in sample.held if isinstance(rows, HeldRows)]
 
 

@@ -45,7 +45,7 @@ from r3channel.relay.arrival.engines import EngineRegistry
 from r3channel.relay.arrival.reply import frame_bytes_of
 from r3channel.relay.arrival.rows import HeldRows
 from r3channel.relay.delivery import Delivery
-from r3channel.relay.intake import Intake, Share, Tokens, held_here, masks_of
+from r3channel.relay.intake import Intake, Tokens, masks_of, rows_of
 from r3channel.relay.sealed import ticket_sample
 from r3channel.relay.steps import Steps
 from r3channel.relay.storage.durable import Durable
@@ -85,7 +85,7 @@ class Relay:
             spec
         )  # in no thread: a fork would inherit numba's lock, and a process that ends while LLVM works is aborted
         if recorder is not None:
-            recorder.open(spec, layout, relay=config.relay)
+            recorder.open(spec, layout)
         self.clock = clock or StageClock("relay")
         self.metrics = metrics or Metrics.of("relay", config, clock=self.clock)
         self.run = uuid.uuid4().hex[:12]
@@ -111,7 +111,6 @@ class Relay:
             self.steps = Steps(
                 self.intake,
                 run=self.run,
-                relay=config.relay,
                 durable=self._durable,
                 changed=self._changed,
                 clock=self.clock,
@@ -173,11 +172,6 @@ class Relay:
     def engines(self) -> EngineRegistry:
         """Which engines have said hello."""
         return self.intake.engines
-
-    @property
-    def bound(self) -> list[Hello]:
-        """The engines whose frames come to this relay's ingest."""
-        return self.intake.bound
 
     def serve(self, *, token_file: str | Path | None = None) -> str:
         """Open the ingest for directly delivered frames and return its address, for R3CHANNEL_RELAY_URL.
@@ -326,19 +320,8 @@ class Relay:
         that did not, `SampleUnknown` for an assigned sample that was never added, `StepError` for a step that is not newer. The
         error carries all the samples that it is about; then nothing is taken.
         """
-        if self.config.relays > 1:
-            raise UsageError(
-                f"relay {self.config.relay} of {self.config.relays} is asked to seal alone; relay.several.Coordinator does"
-            )
         self._check_open()
         self.intake.await_frames(assignment.sample_ids, step=step, timeout_s=self.config.frame_timeout_s)
-        return self.take(step, assignment)
-
-    def take(
-        self, step: int, assignment: Assignment, *, peers: Sequence[str] = (), start: bool = True
-    ) -> Ticket:
-        """Seal what the table has now. `peers` are the runs of the relays 1, 2, ... that hold rows of it too; without `start`
-        receivers wait until the caller starts it."""
         entries = self.intake.entries
         with self.clock.span("plan", step=step), ExitStack() as undo:
             with self._changed:
@@ -354,19 +337,16 @@ class Relay:
                 assignment,
                 tuple(map(ticket_sample, samples)),
                 self.config.bucket_bytes,
-                peers=tuple(peers),
                 sampling_masks=self.config.sampling_masks,
             )
             self.steps.add(
                 ticket,
-                {sample.name: own for sample in samples if (own := held_here(sample))},
+                {sample.name: own for sample in samples if (own := rows_of(sample))},
                 {sample.name: own for sample in samples if (own := masks_of(sample))},
             )
             undo.pop_all()
             self.metrics.inc("r3channel_steps_total")
             self._warn_of_ceiling(sum(sample.tokens for sample in samples) * self.spec.bytes_per_token)
-            if start:
-                self.steps.start(step)
         return ticket
 
     def _warn_of_ceiling(self, nbytes: int) -> None:
@@ -377,17 +357,6 @@ class Relay:
                 "r3channel: a step has %d bytes of rows and store_bytes is %d: while one step is delivered there is no room for "
                 "the next, and replies will wait. Raise store_bytes to twice a step", nbytes, self.config.store_bytes,
             )  # fmt: skip
-
-    def hold(self, ticket: Ticket, shares: Mapping[str, Share]) -> None:
-        """Take part in a step that relay 0 has sealed, with what lies here of it. Raises FrameMissing: nothing is taken."""
-        self._check_open()
-        rows = self.intake.adopt(ticket, shares)
-        try:
-            self.steps.add(ticket, rows)
-        except BaseException:
-            self.intake.give_back(shares)
-            raise
-        self.steps.start(ticket.step)
 
     def abandon(self, step: int) -> int:
         """Give a sealed step up: receivers that ask for it are told, and its samples wait for a step again (or for `discard`).
@@ -403,7 +372,7 @@ class Relay:
         """
         self._check_open()
         if recorder is not None:
-            recorder.open(self.spec, self.layout, relay=self.config.relay)
+            recorder.open(self.spec, self.layout)
         self.intake.recorder = recorder
 
     def undelivered(self, *, wait_s: float) -> dict[int, tuple[ShardKey, ...]]:

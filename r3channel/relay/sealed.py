@@ -19,7 +19,7 @@ import numpy as np
 from r3channel.errors import PayloadCorrupt, R3Error
 from r3channel.plan.masks import brings_masks, cut_masks
 from r3channel.plan.shards import ShardKey
-from r3channel.plan.stream import Stream, serves
+from r3channel.plan.stream import Stream
 from r3channel.plan.ticket import Ticket, TicketSample
 from r3channel.relay.arrival.masks import HeldMasks
 from r3channel.relay.arrival.rows import HeldRows
@@ -32,15 +32,15 @@ _Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """What one receiver gets from this relay: rows from where they lie, then the digests that they must have."""
+    """What one receiver gets: rows from where they lie, then the digests that they must have."""
 
     stream: Stream
     rows: dict[str, list[HeldRows]]
-    """Sample -> its turns that lie here."""
+    """Sample -> its turns."""
     digests: bytes
     bucket_bytes: int
     masks: Mapping[str, Sequence[HeldMasks]] | None = None
-    """Sample -> its turns' sampling masks; None where this receiver gets none from this relay."""
+    """Sample -> its turns' sampling masks; None where this receiver gets none."""
 
     def cut_masks(self, *, step: int) -> bytes:
         """Its part of the sampling masks. Raises PayloadCorrupt."""
@@ -105,10 +105,9 @@ class SealedStep:
 
     ticket: Ticket
     rows: dict[str, list[HeldRows]]
-    """Sample -> its turns that lie at this relay, ascending."""
-    relay: int
+    """Sample -> its turns with rows, ascending."""
     masks: Mapping[str, Sequence[HeldMasks]]
-    """Sample -> its turns' sampling masks; at relay 0, which the replies come to."""
+    """Sample -> its turns' sampling masks."""
     sealed_s: float = field(default_factory=time.monotonic)
     acknowledged: set[ShardKey] = field(default_factory=set)
     had: set[ShardKey] = field(default_factory=set)
@@ -119,14 +118,10 @@ class SealedStep:
 
     @cached_property
     def keys(self) -> tuple[ShardKey, ...]:
-        """The receivers that this relay serves."""
+        """All receivers."""
         layout = self.ticket.layout
         return tuple(
-            (dp, pp, cp)
-            for dp in range(layout.dp)
-            if serves(self.ticket, dp=dp, relay=self.relay)
-            for pp in range(layout.pp)
-            for cp in range(layout.cp)
+            (dp, pp, cp) for dp in range(layout.dp) for pp in range(layout.pp) for cp in range(layout.cp)
         )
 
     @property
@@ -149,11 +144,7 @@ class SealedStep:
         """What the receivers of one DP rank get. Raises PayloadCorrupt where rows are not what they were when they came."""
         keys = [key for key in self.keys if key[0] == dp]
         plan = self.ticket.plan
-        streams = {
-            key: Stream.of(self.ticket, plan.shard(dp=dp, pp=key[1], cp=key[2]), self.relay) for key in keys
-        }
-        if not streams:
-            return {}
+        streams = {key: Stream.of(self.ticket, plan.shard(dp=dp, pp=key[1], cp=key[2])) for key in keys}
         first = next(iter(streams.values()))
         engine_SL = np.stack([self._digests_of(sample.sample_id) for sample in first.samples])
         parts = {cp: engine_SL for _, _, cp in keys}
@@ -166,13 +157,13 @@ class SealedStep:
                 self.rows,
                 engine_SL.tobytes() + self._own(stream, parts[key[2]]),
                 self.ticket.bucket_bytes,
-                self.masks if brings_masks(self.ticket, stream.shard, relay=self.relay) else None,
+                self.masks if brings_masks(self.ticket, stream.shard) else None,
             )
             for key, stream in streams.items()
         }
 
     def verify(self, names: list[str]) -> None:
-        """Look again at samples, some of which a receiver found damaged. Raises PayloadCorrupt with those that are, here."""
+        """Look again at samples, some of which a receiver found damaged. Raises PayloadCorrupt with those that are."""
         looked_at = list[tuple[str, Ids]]()
         for name in names:
             for turn in self.rows.get(name, ()):
@@ -213,7 +204,7 @@ class SealedStep:
             name, layers = next(iter(wrong.items()))
             raise PayloadCorrupt(
                 f"step {self.ticket.step}: sample {name}, layers {layers} ({len(wrong)} samples in all): the ids at rest in "
-                f"relay {self.relay} are not those that the engine hashed; was memory or disk damaged? Abandon the step, discard "
+                "the relay are not those that the engine hashed; was memory or disk damaged? Abandon the step, discard "
                 "the samples and generate them again",
                 samples=wrong,
                 step=self.ticket.step,
@@ -225,13 +216,13 @@ class SealedStep:
 
 
 def ticket_sample(sample: Sample) -> TicketSample:
-    """As the ticket describes it. Turns lie at the relays that their rows name; what nobody has is invalid."""
+    """As the ticket describes it. What nobody has is invalid."""
     known: list[Any] = [(turn, turn.rows) for turn in sample.turns]
-    turn, one = known[0]
+    one = known[0][1]
     if len(known) == 1 and one is not None:  # as nearly all are
-        name, tokens = sample.name, sample.tokens
-        segments = ((turn.end_row, one.relay),)
-        return TicketSample(name, tokens, sample.tokens_hash, one.fold, one.provenance, one.invalid, segments)
+        return TicketSample(
+            sample.name, sample.tokens, sample.tokens_hash, one.fold, one.provenance, one.invalid
+        )
     tables = [rows.digests_L for _, rows in known if rows is not None]
     digest = fold(np.add.reduce(tables)) if tables else 0
     return TicketSample(
@@ -245,7 +236,6 @@ def ticket_sample(sample: Sample) -> TicketSample:
             for turn, rows in known
             for span in (((turn.first_row, turn.end_row),) if rows is None else rows.invalid)
         ),
-        tuple((turn.end_row, 0 if rows is None else rows.relay) for turn, rows in known),
     )
 
 

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from queue import Empty, SimpleQueue
-from types import MappingProxyType
 from typing import Any
 
 from r3channel.clock import StageClock
@@ -36,7 +35,6 @@ class Steps:
         intake: Intake,
         *,
         run: str,
-        relay: int,
         durable: Durable | None,
         changed: threading.Condition,
         clock: StageClock,
@@ -45,7 +43,7 @@ class Steps:
     ) -> None:
         """`changed` guards the steps as it does the table. `idle` is called once in a while when nothing is to be done;
         `timeout_s` bounds how long a receiver waits for its rows to be prepared."""
-        self._intake, self._run, self._relay = intake, run, relay
+        self._intake, self._run = intake, run
         self._durable, self._changed = durable, changed
         self._clock, self._idle, self._timeout_s = clock, idle, timeout_s
         self._steps: dict[int, SealedStep] = {}
@@ -70,10 +68,10 @@ class Steps:
         self,
         ticket: Ticket,
         rows: dict[str, list[HeldRows]],
-        masks: Mapping[str, Sequence[HeldMasks]] = MappingProxyType({}),
+        masks: Mapping[str, Sequence[HeldMasks]],
     ) -> None:
-        """Receivers may ask for it from here on; they wait until it is started."""
-        sealed = SealedStep(ticket, rows, self._relay, masks)
+        """Receivers may ask for it from here on; it is prepared in the background."""
+        sealed = SealedStep(ticket, rows, masks)
         sealed.had |= self.acked_before.pop(ticket.step, set())
         if self._durable is not None:
             self._durable.sealed(ticket.step, ticket.to_bytes())
@@ -85,10 +83,7 @@ class Steps:
             self._changed.notify_all()
         for step, samples in gone.items():
             self._let_go(step, samples)
-
-    def start(self, step: int) -> None:
-        """Prepare it, in the background."""
-        self._queue.put(step)
+        self._queue.put(ticket.step)
 
     def abandon(self, step: int) -> int:
         """Give a sealed step up: receivers that ask for it are told, and its samples wait for a step again (or for `discard`).

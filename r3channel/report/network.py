@@ -118,13 +118,11 @@ def check_interface(config: ChannelConfig, found: Sequence[Interface], *, nodes:
     remedy = "set R3CHANNEL_INTERFACE to this machine's address on the network of the trainers"
     if local is None:
         return Check(name=name, ok=False, found=f"no route to interface {config.interface}", remedy=remedy)
-    several = nodes > 1 or config.relays > 1
-    if several and ipaddress.ip_address(local).is_loopback:
-        what = f"{nodes} nodes" if nodes > 1 else f"{config.relays} relays"
+    if nodes > 1 and ipaddress.ip_address(local).is_loopback:
         return Check(
             name=name,
             ok=False,
-            found=f"{where}, which only this machine reaches; {what} are configured",
+            found=f"{where}, which only this machine reaches; {nodes} nodes are configured",
             remedy=remedy,
         )
     if local != config.interface:

@@ -97,7 +97,6 @@ def prepared(args: Namespace) -> Namespace:
             channel.transport != "tcp",
             f"--r3-transport {channel.transport}: slime's rollout manager owns no GPU; expected tcp",
         ),
-        (channel.relays != 1, f"--r3-relays {channel.relays}: the rollout manager holds one relay"),
         (
             channel.sampling_masks,
             "--r3-sampling-masks: slime carries its own (--rollout-top-p); expected it off",

@@ -54,7 +54,7 @@ class TrainerChannel:
     def attach(
         cls,
         chunks: Sequence[torch.nn.Module],
-        control: Control | Sequence[Control],
+        control: Control,
         *,
         layout: TrainerLayout,
         config: ChannelConfig | None = None,
@@ -63,8 +63,8 @@ class TrainerChannel:
     ) -> TrainerChannel:
         """Bind to the routers of Megatron model chunks and connect to the relay (TP0).
 
-        `control` is that of the relay, or of each of several relays in order. Refuses a model whose configuration ignores
-        replay, and a layout that is not Megatron's. Whatever is raised, nothing stays attached.
+        `control` is the relay's. Refuses a model whose configuration ignores replay, and a layout that is not Megatron's.
+        Whatever is raised, nothing stays attached.
         """
         config = config or ChannelConfig()
         spec = megatron.spec_from_config(chunks)

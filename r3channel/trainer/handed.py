@@ -101,7 +101,7 @@ class HandedRows:
     def _runs_of(self, microbatch: int) -> Ints:
         """[runs, 5] of what engines computed, see `wire.digest.HostRuns`; samples count within the micro-batch."""
         stream, batch = self._stream, self._shard.microbatches[microbatch]
-        found, runs = stream.computed, stream.runs
+        found, runs = stream.stretches, stream.runs
         mine = (runs.microbatch[found.run] == microbatch) & (runs.slot[found.run] == self._slot)
         run, position, rows = found.run[mine], found.position[mine], found.rows[mine]
         column = 0 if batch.packed else runs.sample[run]

@@ -1,4 +1,4 @@
-"""A shard as it lands on one process: rows of any relay written where they belong, and held against what the engines hashed.
+"""A shard as it lands on one process: rows written where they belong, and held against what the engines hashed.
 
 Knows the plan and the digests; no connection and no router.
 """
@@ -20,42 +20,34 @@ from r3channel.wire.digest import fold
 
 
 class LandedShard:
-    """FILLING (relay by relay) -> whole. One thread; kept over a receive that failed, because what was acknowledged stays."""
+    """FILLING (an attempt after another) -> whole. One thread."""
 
     def __init__(self, ticket: Ticket, shard: Shard, rows_N: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
         """`rows_N` has `shard.nbytes` bytes of any content."""
         self.ticket, self.shard = ticket, shard
-        self._stream = Stream.of(ticket, shard)
-        self._placement = Placement(self._stream, rows_N)
+        self.stream = Stream.of(ticket, shard)
+        """The rows that fill it."""
+        self._placement = Placement(self.stream, rows_N)
         self._placement.pads()
-        self._engine_SL = np.zeros((len(self._stream.samples), ticket.spec.num_moe_layers), np.uint64)
         self.digests_CSL = self._placement.new_digests()
         """[TP slot, sample of the DP rank, layer]: of the rows that the slot holds."""
         self.masks_N = np.zeros(0, np.uint8)
         """The sampling masks as they came (see `plan.masks`), where the ticket brings any."""
-        self.done: set[int] = set()
-        """Relays whose rows are in it."""
 
-    def sink(self, stream: Stream) -> RelaySink:
-        """For one attempt of one relay."""
-        return RelaySink(self, stream)
+    def sink(self) -> RelaySink:
+        """For one attempt."""
+        return RelaySink(self)
 
-    def add(self, relay: int, engine_SL: Ids, digests_CSL: Ids) -> None:
-        """A relay's rows are in it, verified. Raises TicketMismatch where they are not of the samples that the ticket names."""
-        engine_SL = self._engine_SL + engine_SL
-        self._check_samples(self.done | {relay}, engine_SL)
-        self._engine_SL = engine_SL
-        self.digests_CSL += digests_CSL
-        self.done.add(relay)
+    def add(self, engine_SL: Ids, digests_CSL: Ids) -> None:
+        """All rows are in it, verified. Raises TicketMismatch where they are not of the samples that the ticket names."""
+        self._check_samples(engine_SL)
+        self.digests_CSL = digests_CSL
 
-    def _check_samples(self, done: set[int], engine_SL: Ids) -> None:
-        """Of samples whose rows all came from these relays."""
+    def _check_samples(self, engine_SL: Ids) -> None:
         wrong = [
             sample.sample_id
-            for sample, engine_L in zip(self._stream.samples, engine_SL, strict=True)
-            if sample.digest
-            and fold(engine_L) != sample.digest
-            and done.issuperset(relay for _, relay in sample.segments)
+            for sample, engine_L in zip(self.stream.samples, engine_SL, strict=True)
+            if sample.digest and fold(engine_L) != sample.digest
         ]
         if wrong:
             raise TicketMismatch(
@@ -70,20 +62,20 @@ class LandedShard:
 class RelaySink:
     """See `trainer.member.Sink`."""
 
-    def __init__(self, landed: LandedShard, stream: Stream) -> None:
-        self._landed, self._stream = landed, stream
+    def __init__(self, landed: LandedShard) -> None:
+        self._landed = landed
         self._placement = landed._placement
         self._digests_CSL = self._placement.new_digests()
 
     def rows(self, ids_TCK: Ids, *, begin: int) -> None:
-        self._placement.rows(self._stream, ids_TCK, self._digests_CSL, begin=begin)
+        self._placement.rows(ids_TCK, self._digests_CSL, begin=begin)
 
     def masks(self, data: bytearray) -> None:
         self._landed.masks_N = np.frombuffer(data, np.uint8)
 
     def verify(self, digests: bytes) -> list[str]:
         """Rows are held against what the relay announced, and that against what the engines hashed."""
-        stream, shard = self._stream, self._stream.shard
+        stream, shard = self._landed.stream, self._landed.shard
         engine_SL, part_SC = read_tables(stream, digests)
         columns = [stream.columns.index(source) for source in shard.sources]
         wrong_S = (self._digests_CSL.sum(axis=0, dtype=np.uint64) != part_SC[:, columns]).any(axis=1)
@@ -92,5 +84,5 @@ class RelaySink:
         ):  # then this process has all rows of its layers, and needs nobody's word for them
             wrong_S |= (part_SC != engine_SL[:, list(stream.columns)]).any(axis=1)
         if not wrong_S.any():
-            self._landed.add(stream.relay, engine_SL, self._digests_CSL)
+            self._landed.add(engine_SL, self._digests_CSL)
         return [stream.samples[index].sample_id for index in np.flatnonzero(wrong_S).tolist()]

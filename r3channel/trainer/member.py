@@ -1,4 +1,4 @@
-"""One receiving process's connection to one relay: say ready, receive, verify, acknowledge; and come again where it failed.
+"""One receiving process's connection to the relay: say ready, receive, verify, acknowledge; and come again where it failed.
 
 Knows when to give a connection up and try again, not where the rows go.
 """
@@ -44,7 +44,7 @@ class Control(Protocol):
 
 
 class Sink(Protocol):
-    """Where a relay's rows go. One attempt: `rows` in order, then `verify`."""
+    """Where the rows go. One attempt: `rows` in order, then `verify`."""
 
     def rows(self, ids_TCK: Ids, *, begin: int) -> None:
         """Take rows [begin, begin + T) of the stream; the memory is reused when this returns."""
@@ -66,15 +66,14 @@ class Member:
         self,
         control: Control,
         *,
-        relay: int,
         coords: RankCoords,
         config: ChannelConfig,
         pinned: bool,
         clock: StageClock,
         metrics: Metrics,
     ) -> None:
-        """`relay` is the number of the control's relay. `pinned`: the memory in which rows arrive feeds a GPU."""
-        self._control, self._relay, self._coords, self._config = control, relay, coords, config
+        """`pinned`: the memory in which rows arrive feeds a GPU."""
+        self._control, self._coords, self._config = control, coords, config
         self._pinned, self._clock, self._metrics = pinned, clock, metrics
         self._link: Link | None = None
         self._group: Transport | None = None
@@ -119,7 +118,7 @@ class Member:
         return self._config.transport != "tcp"
 
     def receive(self, ticket: Ticket, stream: Stream, sink: Callable[[], Sink]) -> None:
-        """This relay's rows of a step, verified and acknowledged, in the sink of the last attempt.
+        """Its rows of a step, verified and acknowledged, in the sink of the last attempt.
 
         Ends within `step_timeout_s` plus one bucket, or ten seconds to acknowledge. Raises a `TransportError` after
         `max_group_failures` connections, and two more over TCP alone where a process group failed; and the relay's own
@@ -165,12 +164,12 @@ class Member:
             with clock.span("wait_join", step=step):
                 self._join_group(join_by_s)
         with clock.span("wait_relay", step=step):
-            self._say(wire.READY, run=ticket.runs[self._relay], step=step, group=group)
+            self._say(wire.READY, run=ticket.run, step=step, group=group)
             announced = self._hear(wire.ROWS, deadline_s, names=("nbytes", "digests", "hash"))
         expected = _table_bytes(stream)
         if (announced["nbytes"], announced["digests"]) != (stream.nbytes, expected):
             raise BucketCorrupt(
-                f"step {step}: relay {self._relay} announces {announced}, the ticket says {stream.nbytes} bytes of rows and "
+                f"step {step}: the relay announces {announced}, the ticket says {stream.nbytes} bytes of rows and "
                 f"{expected} of digests. Do both sides run the same r3channel version?",
                 step=step,
             )
@@ -178,8 +177,8 @@ class Member:
         table = bytearray(expected)
         self._recv(memoryview(table), deadline_s)
         if xxh3_64_intdigest(table) != announced["hash"]:
-            raise BucketCorrupt(f"step {step}: the digests came damaged from relay {self._relay}", step=step)
-        if brings_masks(ticket, stream.shard, relay=self._relay):
+            raise BucketCorrupt(f"step {step}: the digests came damaged from the relay", step=step)
+        if brings_masks(ticket, stream.shard):
             sink.masks(self._receive_masks(announced, stream, deadline_s, ticket))
         with clock.span("verify", step=step):
             damaged = sink.verify(bytes(table))
@@ -187,7 +186,7 @@ class Member:
             self._say(wire.DAMAGED, step=step)
             self._hear(wire.AGAIN, deadline_s)  # or the relay's own error: damaged there
             raise BucketCorrupt(
-                f"step {step}: rows of {len(damaged)} samples came damaged from relay {self._relay}: {damaged[:5]}",
+                f"step {step}: rows of {len(damaged)} samples came damaged from the relay: {damaged[:5]}",
                 samples=damaged,
                 step=step,
             )
@@ -196,7 +195,7 @@ class Member:
         self, announced: dict[str, Any], stream: Stream, deadline_s: float, ticket: Ticket
     ) -> bytearray:
         """Lengths first: they must add up to what was announced before memory is taken for the ids."""
-        table, where = bytearray(2 * mask_rows(stream.shard)), f"step {ticket.step}: relay {self._relay}"
+        table, where = bytearray(2 * mask_rows(stream.shard)), f"step {ticket.step}: the relay"
         self._recv_all(table, 0, ticket.bucket_bytes, deadline_s)
         rows_end, ids = len(table), int(np.frombuffer(table, "<u2").sum(dtype=np.int64))
         if announced.get("masks") != rows_end + 4 * ids:

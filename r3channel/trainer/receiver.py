@@ -1,27 +1,26 @@
-"""Receives one rank's shard: ticket checked, rows received by a `Member` from each relay, parts handed on over the TP group.
+"""Receives one rank's shard: ticket checked, rows received by a `Member`, parts handed on over the TP group.
 
-Called on the trainer's main thread in the routing slot of a step. TP0 talks to the relays; the other ranks of its TP
+Called on the trainer's main thread in the routing slot of a step. TP0 talks to the relay; the other ranks of its TP
 group only take part in the hand-on. Rows are acknowledged when they have the digests that their engines made.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 
 import torch
 
 from r3channel.clock import StageClock
 from r3channel.config import ChannelConfig
-from r3channel.errors import ConfigError, R3Error, TicketMismatch, UsageError
+from r3channel.errors import ConfigError, TicketMismatch, UsageError
 from r3channel.metrics import Metrics
 from r3channel.plan.layout import RankCoords, TrainerLayout
 from r3channel.plan.masks import brings_masks
 from r3channel.plan.place import warm
 from r3channel.plan.shards import Shard
-from r3channel.plan.stream import Stream, serves
 from r3channel.plan.ticket import Ticket
 from r3channel.slot import PROCESS_SLOT
 from r3channel.spec import RoutingSpec
@@ -41,7 +40,7 @@ class Receiver:
 
     def __init__(
         self,
-        control: Control | Sequence[Control],
+        control: Control,
         *,
         spec: RoutingSpec,
         layout: TrainerLayout,
@@ -52,10 +51,7 @@ class Receiver:
         clock: StageClock | None = None,
         metrics: Metrics | None = None,
     ) -> None:
-        """`fanout` hands the shard to the other TP ranks (None when tp = 1); `device` is where the routers run.
-
-        `control`: with several relays, that of each, relay 0's first.
-        """
+        """`fanout` hands the shard to the other TP ranks (None when tp = 1); `device` is where the routers run."""
         self._spec, self._layout, self._coords = spec, layout, coords
         self._config = config or ChannelConfig()
         self._device = device or torch.device("cpu")
@@ -69,36 +65,27 @@ class Receiver:
         )
         self.metrics.measure("r3channel_steps_total")
         self.metrics.measure("r3channel_bytes_total", leg="landed")
-        controls = control if isinstance(control, Sequence) else (control,)
-        self._members = [self._member_of(one, number) for number, one in enumerate(controls)]
-        self._buffers: dict[str, torch.Tensor] = {}
-        self._last = ("", -1)
-        """Run and step that were received last."""
-        self._landed: LandedShard | None = None
-        """Of a receive that failed: the same ticket's next one goes on from there; what is acknowledged may be gone."""
-        self._ahead: Ahead[tuple[LandedShard, torch.Tensor]] | None = None
-        self._turn = 0
-
-    def _member_of(self, control: Control, relay: int) -> Member:
-        return Member(
+        self._member = Member(
             control,
-            relay=relay,
             coords=self._coords,
             config=self._config,
             pinned=self._device.type == "cuda",
             clock=self.clock,
             metrics=self.metrics,
         )
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._last = ("", -1)
+        """Run and step that were received last."""
+        self._ahead: Ahead[tuple[LandedShard, torch.Tensor]] | None = None
+        self._turn = 0
 
     def join(self, *, timeout_s: float | None = None) -> None:
-        """TP0 makes its memory and connects to its relays; the other ranks only make ready."""
+        """TP0 makes its memory and connects to the relay; the other ranks only make ready."""
         with _WARMING:
             warm(self._spec)
         if self._coords.tp == 0:
             self._reserve()
-            for number, member in enumerate(self._members):
-                with self._named(number):
-                    member.join(timeout_s=self._config.join_timeout_s if timeout_s is None else timeout_s)
+            self._member.join(timeout_s=self._config.join_timeout_s if timeout_s is None else timeout_s)
 
     def _reserve(self) -> None:
         """A gigabyte takes a third of a second to pin: now, and not in a step's slot."""
@@ -202,41 +189,17 @@ class Receiver:
         return self._receive_now(ticket, shard)
 
     def _receive_now(self, ticket: Ticket, shard: Shard) -> tuple[LandedShard, torch.Tensor]:
-        if len(ticket.runs) != len(self._members):
-            raise TicketMismatch(
-                f"ticket of step {ticket.step}: {len(ticket.runs)} relay(s) send it, this trainer has the controls of "
-                f"{len(self._members)}",
-                step=ticket.step,
-            )
         turn = 1 - self._turn if self._config.prefetch else 0
         whole_N = self._whole(shard.nbytes, turn)
-        landed = self._landed
-        if landed is None or (landed.ticket.run, landed.ticket.step) != (ticket.run, ticket.step):
-            with self.clock.span("place", step=ticket.step):
-                landed = self._landed = LandedShard(ticket, shard, whole_N.numpy())
-        for number, member in enumerate(self._members):
-            if number not in landed.done and serves(ticket, dp=shard.dp, relay=number):
-                stream = Stream.of(ticket, shard, number)
-                with self._named(number):
-                    member.receive(ticket, stream, partial(landed.sink, stream))
-        self._landed = None
-        self._turn = turn  # now: a receive that fails goes on in the same memory when it is called again
+        with self.clock.span("place", step=ticket.step):
+            landed = LandedShard(ticket, shard, whole_N.numpy())
+        self._member.receive(ticket, landed.stream, landed.sink)
+        self._turn = turn  # now: a receive that fails begins in the same memory when it is called again
         return landed, whole_N
 
-    @contextmanager
-    def _named(self, number: int) -> Iterator[None]:
-        """Errors of one of several relays name it."""
-        try:
-            yield
-        except R3Error as error:
-            if len(self._members) == 1:
-                raise
-            raise error.within(f"{self._coords}: relay {number} of {len(self._members)}") from error
-
     def close(self) -> None:
-        """Leave the relays, and stop serving /metrics; idempotent."""
-        for member in self._members:
-            member.close()
+        """Leave the relay, and stop serving /metrics; idempotent."""
+        self._member.close()
         if self._own_page:
             self.metrics.close()
 
@@ -311,7 +274,7 @@ class Receiver:
 
     def _hand_on_masks(self, ticket: Ticket, shard: Shard, landed: LandedShard | None) -> torch.Tensor | None:
         """The sampling masks on every rank of the last stage, as bytes in host memory."""
-        if not brings_masks(ticket, shard, relay=0):
+        if not brings_masks(ticket, shard):
             return None
         size = torch.tensor([0 if landed is None else len(landed.masks_N)], device=self._device)
         self._fanout.rebroadcast(size.view(torch.uint8))

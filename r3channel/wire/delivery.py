@@ -14,7 +14,7 @@
                                <- ERROR {...}        in answer to anything: the relay's own typed error
 
 The digests are two tables of uint64: what the engines made of each sample of the DP rank, [sample][MoE layer], and what the rows
-that this receiver gets must have, [sample][travelling column]; both of the rows of this relay only, so those of several add up.
+that this receiver gets must have, [sample][travelling column].
 `digests` are their bytes, `hash` is their xxh3_64: most of the first table says nothing about the rows that travel beside it.
 """
 

@@ -65,8 +65,8 @@ def make_plain() -> Iterator[MakeRelay]:
 
 def memory_of(receiver: Receiver) -> list[int]:
     """Where everything lies that a step received so far."""
-    buckets = [bucket for member in receiver._members for bucket in member._buckets]
-    return sorted(tensor.data_ptr() for tensor in [*receiver._buffers.values(), *buckets])
+    tensors = [*receiver._buffers.values(), *receiver._member._buckets]
+    return sorted(tensor.data_ptr() for tensor in tensors)
 
 
 def lives(relay: Relay) -> list[int]:
@@ -250,7 +250,7 @@ def test_a_receiver_that_comes_twice_is_served_on_its_newest_connection(make_rel
     second.join(timeout_s=LIMIT_S)
     check_rows(second.receive(sealed(relay)))
     assert relay.status()["receivers"] == {"connected": [(0, 0, 0)], "lives": {(0, 0, 0): 2}}
-    link = first._members[0]._link
+    link = first._member._link
     assert link is not None
     with pytest.raises(errors.TransportError, match="left"):
         link.recv_record(timeout_s=LIMIT_S)

@@ -18,11 +18,12 @@ import pytest
 from r3channel import errors
 from r3channel.config import ChannelConfig
 from r3channel.plan.assignment import Assignment
+from r3channel.plan.shards import ShardKey
 from r3channel.plan.ticket import Ticket
 from r3channel.recordings.recorder import Recorder
 from r3channel.recordings.recording import Recording
 from r3channel.relay.relay import Relay
-from r3channel.relay.sealed import SealedStep
+from r3channel.relay.sealed import Outgoing, SealedStep
 from r3channel.spec import RoutingSpec
 from r3channel.trainer.receiver import Receiver
 from r3channel.trainer.shard import RankShard
@@ -261,7 +262,9 @@ class Counted:
         return self._relay.hello(dp=dp, pp=pp, cp=cp)
 
 
-def test_a_receiver_makes_one_call_in_its_life_however_long_it_waits(make_relay: MakeRelay) -> None:
+def test_a_receiver_makes_one_call_in_its_life_however_long_it_waits(
+    make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch
+) -> None:
     relay = make_relay("dp=1")
     control = Counted(relay)
     receiver = Receiver(
@@ -269,11 +272,18 @@ def test_a_receiver_makes_one_call_in_its_life_however_long_it_waits(make_relay:
     )
     receiver.join()
     fill(relay)
-    ticket = relay.take(0, assignment(dp=1), start=False)  # sealed, and nothing is prepared yet
+    prepare, gate = SealedStep.prepare, threading.Event()
+
+    def later(sealed: SealedStep, dp: int) -> dict[ShardKey, Outgoing]:
+        assert gate.wait(LIMIT_S)
+        return prepare(sealed, dp)
+
+    monkeypatch.setattr(SealedStep, "prepare", later)
+    ticket = relay.seal(0, assignment(dp=1))
     receiving = threading.Thread(target=receiver.receive, args=(ticket,))
     receiving.start()
     relay.undelivered(wait_s=0.3)
-    relay.steps.start(0)
+    gate.set()
     receiving.join(LIMIT_S)
     relay.join_previous(timeout_s=LIMIT_S)
     for step in (1, 2):

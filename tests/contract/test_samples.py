@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from r3channel import errors
 from r3channel.config import ChannelConfig
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
+from r3channel.plan.shards import ShardKey
 from r3channel.recordings.recorder import Recorder
 from r3channel.relay.relay import Relay
+from r3channel.relay.sealed import Outgoing, SealedStep
 from r3channel.trainer.receiver import Receiver
 from r3channel.trainer.shard import RankShard
 from r3channel.wire.frame import encode_frame
@@ -106,11 +109,20 @@ def test_no_port_is_opened_at_an_address_that_nobody_can_be_told(make_relay: Mak
 # -- a step that is given up ---------------------------------------------------------------------------------------------
 
 
-def test_an_abandoned_step_tells_its_receivers_and_gives_its_samples_back(make_relay: MakeRelay) -> None:
-    relay = make_relay(layout="dp=1")
+def test_an_abandoned_step_tells_its_receivers_and_gives_its_samples_back(
+    make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    relay, gate = make_relay(layout="dp=1"), threading.Event()
+    prepare = SealedStep.prepare
+
+    def later(sealed: SealedStep, dp: int) -> dict[ShardKey, Outgoing]:
+        assert gate.wait(LIMIT_S)
+        return prepare(sealed, dp)
+
+    monkeypatch.setattr(SealedStep, "prepare", later)
     for name, seed in (("a", 1), ("b", 2)):
         relay.add(name, reply_for(name, 30, seed=seed), range(30))
-    waits_for = relay.take(0, one_batch("a", "b"), start=False)  # and is never prepared
+    waits_for = relay.seal(0, one_batch("a", "b"))  # and is not prepared before it is given up
     receiver = receiver_of(relay)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(receiver.receive, waits_for)
@@ -118,6 +130,7 @@ def test_an_abandoned_step_tells_its_receivers_and_gives_its_samples_back(make_r
         assert relay.abandon(0) == 2
         with pytest.raises(errors.TicketMismatch, match="abandoned") as raised:
             waiting.result(LIMIT_S)
+    gate.set()
     assert raised.value.step == 0 and raised.value.ranks == ((0, 0, 0),)
     assert relay.status()["pending"] == ["a", "b"] and relay.status()["steps"] == {}
     assert relay.abandon(0) == 0
@@ -178,9 +191,10 @@ def test_samples_that_expire_are_counted_said_once_with_their_names_and_shown(
 def test_a_sample_of_a_step_does_not_expire_and_its_place_is_looked_at_when_it_is_given_back(
     make_relay: MakeRelay,
 ) -> None:
-    relay = make_relay(expiry_s=1e-6)
+    relay = make_relay()
     relay.add("a", reply_for("a", 9), range(9))
-    ticket = relay.take(0, one_batch("a"), start=False)
+    ticket = relay.seal(0, one_batch("a"))
+    relay.intake.config = replace(relay.config, expiry_s=1e-6)
     relay.intake.expire()
     assert relay.status()["expired"] == [] and len(ticket.samples) == 1
     relay.abandon(0)

@@ -306,7 +306,7 @@ def test_closing_ends_a_group_whose_receiver_asked_for_it_and_never_joined(
     add(relay, "a")
     receiver = receivers_of(relay)[0]
     relay.seal(0, each("a"))
-    (member,) = receiver._members
+    member = receiver._member
     member._connect(timeout_s=LIMIT_S)
     member._say(wire.GROUP, gpu="")
     assert member._link is not None

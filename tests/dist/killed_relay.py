@@ -108,7 +108,7 @@ def within_rows() -> None:
 AT_RELAY: dict[str, Callable[[], None]] = {
     "before a frame is kept": partial(before, Landing, "keep", call=3),
     "after a frame is written": partial(after, Durable, "frame", call=3),
-    "before the seal": partial(before, Relay, "take"),
+    "before the seal": partial(before, Relay, "seal"),
     "after the seal": partial(after, Durable, "sealed"),
     "before the rows are prepared": partial(before, SealedStep, "prepare"),
     "in the first bucket": within_rows,

@@ -75,7 +75,7 @@ def large_step() -> RecordedStep:
         ids = np.ascontiguousarray(np.roll(one, index, axis=0)[:4095])
         frames[f"s{index}"] = [encode_frame(spec, expert_ids_TLK=ids, codec="stored")]
         digest = fold(layer_digests(ids, first_row=0))
-        samples.append(TicketSample(f"s{index}", 4096, 1, digest, (), (), ((4095, 0),)))
+        samples.append(TicketSample(f"s{index}", 4096, 1, digest, ()))
     assignment = Assignment.given([[[sample.sample_id] for sample in samples]])
     return RecordedStep(
         Ticket("run", 0, spec, TrainerLayout(), assignment, tuple(samples), 1 << 20), frames, {}, spec

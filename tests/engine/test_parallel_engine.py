@@ -88,7 +88,7 @@ def test_of_two_tensor_parallel_ranks_one_sends_each_requests_frame_and_keeps_th
         relay.add(str(number), {"meta_info": reply.meta}, reply.tokens, engine=server.url)
     relay.intake.await_frames([str(number) for number in wanted], timeout_s=30, step=0)
     for number, (_, expected) in wanted.items():
-        ((_, turn),) = relay.intake.turns_of([str(number)])
+        (turn,) = relay.intake.entries.samples[str(number)].turns
         assert isinstance(turn.rows, HeldRows)
         assert expected.differing_rows(turn.rows.ids_TLK) == []
     assert relay.status()["store"]["frames"] == len(wanted)

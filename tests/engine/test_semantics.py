@@ -51,7 +51,8 @@ def new_relay(**changes: Any) -> Relay:
 
 def rows_in(relay: Relay, name: str) -> list[HeldRows]:
     """Turn by turn."""
-    held = [turn.rows for _, turn in relay.intake.turns_of([name])]
+    turns = relay.intake.entries.samples[name].turns
+    held = [turn.rows for turn in turns]
     assert all(isinstance(rows, HeldRows) for rows in held)
     return held  # type: ignore[return-value]
 

@@ -99,7 +99,7 @@ def record(source: Source, folder: Path) -> None:
             server.wait_ready(_READY_S)
             lengths = _generate(server.url, relay, layout)
             relay.seal(STEP, given(list(lengths), dp=layout.dp))
-            _wait_for(folder / "engine" / segment_name(STEP, 0))
+            _wait_for(folder / "engine" / segment_name(STEP))
             relay.abandon(STEP)  # nobody receives it
     consumed(Recording.open(folder / "engine").step(STEP)).write(folder / "router")
 
@@ -127,7 +127,7 @@ def _generate(url: str, relay: Relay, layout: TrainerLayout) -> list[str]:
 
 def _wait_for(segment: Path) -> None:
     deadline_s = time.monotonic() + 60.0
-    while not (segment.exists() and Recording.open(segment.parent).segments(STEP)[0].ended):
+    while not (segment.exists() and Recording.open(segment.parent).segment(STEP).ended):
         if time.monotonic() > deadline_s:
             raise TimeoutError(f"{segment} was not written in 60 s")
         time.sleep(0.05)

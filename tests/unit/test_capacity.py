@@ -48,7 +48,7 @@ def test_a_process_keeps_a_128th_of_the_default_path(capsys: pytest.CaptureFixtu
 
 def _sent(shard: Shard) -> int:
     samples = [
-        TicketSample(name, tokens, 0, 0, (), (), ((tokens - 1, 0),))
+        TicketSample(name, tokens, 0, 0, ())
         for batch in shard.microbatches
         for name, tokens in zip(batch.sample_ids, batch.tokens, strict=True)
     ]

@@ -24,11 +24,18 @@ def written(folder: Path, text: str) -> Path:
 
 
 def test_a_flag_wins_over_the_environment_and_the_environment_over_the_file(tmp_path: Path) -> None:
-    file = written(tmp_path, "relays = 5\nmax_group_failures = 5\nbucket_bytes = 5000\nexpiry_s = 5\n")
+    file = written(
+        tmp_path, "join_timeout_s = 5\nmax_group_failures = 5\nbucket_bytes = 5000\nexpiry_s = 5\n"
+    )
     environment = {"R3CHANNEL_MAX_GROUP_FAILURES": "6", "R3CHANNEL_BUCKET_BYTES": "6000"}
     environment["R3CHANNEL_ENGINE"] = "1"  # the engine's: it may stand beside the channel's
     found = ChannelConfig.load(flags={"bucket_bytes": 7000}, file=file, environment=environment)
-    assert (found.relays, found.max_group_failures, found.bucket_bytes, found.expiry_s) == (5, 6, 7000, 5.0)
+    assert (found.join_timeout_s, found.max_group_failures, found.bucket_bytes, found.expiry_s) == (
+        5.0,
+        6,
+        7000,
+        5.0,
+    )
 
 
 def test_flags_reach_the_configuration_and_unset_ones_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,6 +60,8 @@ def test_options_that_are_gone_are_refused_by_name() -> None:
         "memory_bytes",
         "place_threads",
         "unclaimed_bytes",
+        "relays",
+        "relay",
     ):
         with pytest.raises(ConfigError, match=f"unknown flag '{name}'"):
             ChannelConfig.load(flags={name: 1}, environment={})
@@ -114,8 +123,6 @@ def test_a_variable_of_another_kind_is_named() -> None:
         {"metrics_port": -2},
         {"ingest_port": -1},
         {"device": -1},
-        {"relays": 0},
-        {"relay": 1},
         {"prefetch": True, "transport": "nccl"},
     ],
     ids=str,

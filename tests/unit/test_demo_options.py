@@ -19,7 +19,6 @@ from examples.async_grpo.options import parse
         (["--samples", "5"], "--samples 5, expected at least 8"),
         (["--use-r3-channel", "--r3-transport", "mpi"], "transport 'mpi', expected one of"),
         (["--use-r3-channel", "--r3-transport", "auto"], "transport 'auto'"),
-        (["--use-r3-channel", "--r3-relays", "2"], "2 relay(s)"),
         (["--use-r3-channel", "--r3-config", "none.toml"], "none.toml: expected a readable TOML file"),
         (["--dump", "here"], "need --use-r3-channel"),
     ],

@@ -71,7 +71,6 @@ PLACES = {
     "mbridge": ("embedded/",),
     "ray": (
         "relay/actor.py",
-        "relay/placement.py",
         "integrations/",
         "bench/relay.py",
         "bench/relay_paths.py",

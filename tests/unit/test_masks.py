@@ -82,9 +82,10 @@ def fill(relay: Relay) -> dict[str, list[Rows]]:
 def masks_at(relay: Relay) -> dict[str, list[Masks]]:
     """What lies at the relay."""
     found: dict[str, list[Masks]] = {}
-    for sample, turn in relay.intake.turns_of(TOKENS):
-        assert turn.masks is not None
-        found.setdefault(sample.name, []).append(turn.masks.masks)
+    for name in TOKENS:
+        held = [turn.masks for turn in relay.intake.entries.samples[name].turns]
+        found[name] = [one.masks for one in held if one is not None]
+        assert len(found[name]) == len(held)
     return found
 
 
@@ -189,7 +190,7 @@ def test_an_abandoned_step_keeps_its_masks_and_a_discarded_sample_frees_them(mak
 def test_a_mask_that_changed_at_rest_reaches_no_trainer(make_relay: MakeRelay) -> None:
     relay = make_relay("")
     relay.add("s", reply_with("s", 3000, [list(range(20))] * 2000), range(3000))
-    ((_, turn),) = relay.intake.turns_of(["s"])
+    (turn,) = relay.intake.entries.samples["s"].turns
     assert turn.masks is not None
     np.frombuffer(turn.masks.block.view, np.uint8)[-1] ^= 1
     ticket = relay.seal(0, Assignment.round_robin(["s"], dp=1, microbatch_size=1))

@@ -40,7 +40,7 @@ TICKET = Ticket(
     SPEC,
     LAYOUT,
     Assignment.given([[["a"]]]),
-    (TicketSample("a", 9, 7, 0, (), (), ((8, 0),)),),
+    (TicketSample("a", 9, 7, 0, ()),),
     1024,
 )
 STREAM = Stream.of(TICKET, TICKET.plan.shard(dp=0, pp=0))
@@ -174,7 +174,6 @@ def receive(
     clock = StageClock("trainer")
     member = Member(
         stage,
-        relay=0,
         coords=LAYOUT.coords(0),
         config=ChannelConfig(**values),
         pinned=False,

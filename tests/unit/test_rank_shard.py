@@ -26,8 +26,8 @@ def make(
     layout: TrainerLayout, *, policy: str, tp: int = 0, invalid: tuple[tuple[int, int], ...] = ((2, 4),)
 ):
     samples = (
-        TicketSample("a", 9, 7, 7, (), invalid, ((8, 0),)),
-        TicketSample("b", 5, 7, 7, (), (), ((4, 0),)),
+        TicketSample("a", 9, 7, 7, (), invalid),
+        TicketSample("b", 5, 7, 7, ()),
     )
     ticket = Ticket("run", 3, SPEC, layout, Assignment.given([[["a", "b"]]]), samples, 1 << 20)
     shard = ticket.plan.shard(dp=0, pp=0)
@@ -113,11 +113,11 @@ def test_other_sequence_lengths_are_refused_with_both_values() -> None:
 def ranks_of(step: Step, shard: Shard) -> list[RankShard]:
     """One for each TP slot, with the digests that placement found."""
     whole_N = np.empty(shard.nbytes, np.uint8)
-    placement = Placement(Stream.of(step.ticket, shard), whole_N)
+    stream = Stream.of(step.ticket, shard)
+    placement = Placement(stream, whole_N)
     digests = placement.new_digests()
     placement.pads()
-    for stream in step.streams(shard):
-        placement.rows(stream, step.source(stream), digests, begin=0)
+    placement.rows(step.source(stream), digests, begin=0)
     parts = slot_parts(shard, torch.from_numpy(whole_N))
     return [
         RankShard(
@@ -172,7 +172,7 @@ def two_samples() -> RankShard:
     """Two micro-batches of one sample each."""
     spec = RoutingSpec(num_layers=2, moe_layers=(0, 1), num_experts=128, top_k=8)
     names = ("a", "b")
-    samples = [TicketSample(name, 9, 0, 0, (), (), ((8, 0),)) for name in names]
+    samples = [TicketSample(name, 9, 0, 0, ()) for name in names]
     assignment = Assignment.given([[[name] for name in names]])
     ticket = Ticket("run", 1, spec, TrainerLayout(), assignment, samples, 1 << 20)
     ids = {name: random_ids(8, spec=spec, seed=seed) for seed, name in enumerate(names)}

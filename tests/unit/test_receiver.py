@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import weakref
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -13,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from r3channel.errors import PayloadCorrupt, PeerFailed, TicketMismatch, TransportError, UsageError
+from r3channel.errors import PeerFailed, TicketMismatch, TransportError, UsageError
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.stream import Stream
@@ -38,20 +37,18 @@ class Group(TensorParallelFanout):
         raise PeerFailed("handed on")
 
 
-def sample(name: str, tokens: int = 9, *, seed: int = 0, relay: int = 0) -> TicketSample:
+def sample(name: str, tokens: int = 9, *, seed: int = 0) -> TicketSample:
     """Of `random_ids(tokens - 1, seed)`; its tokens are 0, 1, 2, ..."""
     digest = fold(layer_digests(random_ids(tokens - 1, seed=seed), first_row=0))
-    return TicketSample(
-        name, tokens, hash_tokens(as_tokens(range(tokens))), digest, (), (), ((tokens - 1, relay),)
-    )
+    return TicketSample(name, tokens, hash_tokens(as_tokens(range(tokens))), digest, ())
 
 
-def ticket_of(layout: TrainerLayout, *samples: TicketSample, peers: tuple[str, ...] = ()) -> Ticket:
+def ticket_of(layout: TrainerLayout, *samples: TicketSample) -> Ticket:
     batches = [[[one.sample_id]] for one in samples]
     assignment = Assignment.given(
         batches if layout.dp > 1 else [[name for batch in batches for name in batch]]
     )
-    return Ticket("run", 3, SPEC, layout, assignment, samples, 1 << 20, peers=peers)
+    return Ticket("run", 3, SPEC, layout, assignment, samples, 1 << 20)
 
 
 @pytest.mark.parametrize("sp", [True, False])
@@ -129,100 +126,75 @@ def test_pinned_memory_that_was_too_small_is_made_with_room_to_grow(monkeypatch:
     assert made == [(1024, True), (2048, True)], "what torch pins for 800 and for 1040 bytes"
 
 
-# -- several relays, of which some have delivered ----------------------------------------------------------------------
+# -- what a failed receive leaves ---------------------------------------------------------------------------------------
 
 
-class Relays:
-    """Stand for the connections to two relays: deliver, or fail as told."""
+class Wire:
+    """Stands for the connection to the relay: delivers, or fails as told."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.asked: list[int] = []
-        self.failing: dict[int, Exception] = {}
+        self.asked = 0
+        self.failing: list[Exception] = []
         self.rows = {"a": random_ids(8, seed=1), "b": random_ids(8, seed=2)}
 
         def receive(member: Member, ticket: Ticket, stream: Stream, sink: Any) -> None:
-            self.asked.append(stream.relay)
-            if stream.relay in self.failing:
-                raise self.failing.pop(stream.relay)
-            self._deliver(ticket, stream, sink())
+            self.asked += 1
+            self._deliver(stream, sink())
+            if self.failing:
+                raise self.failing.pop()
 
         monkeypatch.setattr(Member, "receive", receive)
 
-    def _deliver(self, ticket: Ticket, stream: Stream, sink: Any) -> None:
-        rows = [self.rows[stream.samples[index].sample_id] for index, _, _ in stream.sends()]
-        for number, rows_TLK in enumerate(rows):
-            sink.rows(rows_TLK, begin=8 * number)
-        engine_SL = np.zeros((len(stream.samples), SPEC.num_moe_layers), np.uint64)
-        for index, one in enumerate(stream.samples):
-            if one.segments[0][1] == stream.relay:
-                engine_SL[index] = layer_digests(self.rows[one.sample_id], first_row=0)
+    def _deliver(self, stream: Stream, sink: Any) -> None:
+        names = [sample.sample_id for sample in stream.samples]
+        for number, name in enumerate(names):
+            sink.rows(self.rows[name], begin=8 * number)
+        engine_SL = np.stack([layer_digests(self.rows[name], first_row=0) for name in names])
         assert sink.verify(engine_SL.tobytes() * 2) == []
 
 
 @pytest.fixture
-def two(monkeypatch: pytest.MonkeyPatch) -> tuple[Relays, Receiver, Ticket]:
+def two(monkeypatch: pytest.MonkeyPatch) -> tuple[Wire, Receiver, Ticket]:
     layout = TrainerLayout()
-    receiver = Receiver([NOBODY, NOBODY], spec=SPEC, layout=layout, coords=layout.coords(0))
-    ticket = ticket_of(layout, sample("a", seed=1), sample("b", seed=2, relay=1), peers=("run-1",))
-    return Relays(monkeypatch), receiver, ticket
+    receiver = Receiver(NOBODY, spec=SPEC, layout=layout, coords=layout.coords(0))
+    return Wire(monkeypatch), receiver, ticket_of(layout, sample("a", seed=1), sample("b", seed=2))
 
 
-def test_what_a_relay_has_delivered_is_not_asked_for_again_when_another_fails(
-    two: tuple[Relays, Receiver, Ticket],
+def test_a_receive_that_failed_begins_anew_and_ends_with_the_same_shard(
+    two: tuple[Wire, Receiver, Ticket],
 ) -> None:
-    relays, receiver, ticket = two
-    relays.failing[1] = TransportError("cable", samples=["b"])
-    with pytest.raises(TransportError, match="relay 1 of 2: cable") as told:
+    wire, receiver, ticket = two
+    wire.failing.append(TransportError("cable"))
+    with pytest.raises(TransportError, match="cable"):
         receiver.receive(ticket)
-    assert told.value.samples == ("b",)
     shard = receiver.receive(ticket)
-    assert relays.asked == [0, 1, 1]
+    assert wire.asked == 2
     for microbatch, name in enumerate("ab"):
         for layer in SPEC.moe_layers:
             found = shard.layer_ids(microbatch, layer)
             shard.handed(microbatch, layer, found)
-            assert found[:8].tolist() == relays.rows[name][:, SPEC.moe_index(layer)].tolist()
+            assert found[:8].tolist() == wire.rows[name][:, SPEC.moe_index(layer)].tolist()
 
 
-def test_another_step_in_between_begins_anew(two: tuple[Relays, Receiver, Ticket]) -> None:
-    relays, receiver, ticket = two
-    relays.failing[1] = PayloadCorrupt("damaged")
-    with pytest.raises(PayloadCorrupt):
-        receiver.receive(ticket)
-    later = replace(ticket, step=4)
-    receiver.receive(later)
-    assert relays.asked == [0, 1, 0, 1], "the memory of the first was given to it"
-    with pytest.raises(TicketMismatch, match="stale"):
-        receiver.receive(ticket)
-
-
-def test_rows_that_are_not_the_tickets_are_named_once_all_relays_are_done(
-    two: tuple[Relays, Receiver, Ticket],
-) -> None:
-    relays, receiver, ticket = two
-    whole, relays.rows["b"] = relays.rows["b"], random_ids(8, seed=3)  # whole, and another sample's
+def test_rows_that_are_not_the_tickets_are_named(two: tuple[Wire, Receiver, Ticket]) -> None:
+    wire, receiver, ticket = two
+    whole, wire.rows["b"] = wire.rows["b"], random_ids(8, seed=3)  # whole, and another sample's
     with pytest.raises(
         TicketMismatch, match=r"1 samples have other rows than their ticket says: \['b'\]"
     ) as told:
         receiver.receive(ticket)
     assert told.value.samples == ("b",) and told.value.ranks == ((0, 0, 0),) and told.value.step == 3
-    relays.rows["b"] = whole
+    wire.rows["b"] = whole
     receiver.receive(ticket)
-    assert relays.asked == [0, 1, 1], "what relay 0 sent was right"
-
-
-def test_a_ticket_of_more_relays_than_the_trainer_knows_is_refused() -> None:
-    layout = TrainerLayout()
-    receiver = Receiver(NOBODY, spec=SPEC, layout=layout, coords=layout.coords(0))
-    with pytest.raises(TicketMismatch, match=r"2 relay\(s\) send it, this trainer has the controls of 1"):
-        receiver.receive(ticket_of(layout, sample("a"), peers=("run-1",)))
+    with pytest.raises(TicketMismatch, match="stale"):
+        receiver.receive(ticket)
 
 
 def test_a_shard_that_is_handed_on_without_a_group_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """TP with sequence parallelism and no fan-out given."""
     layout = TrainerLayout(tp=2)
     receiver = Receiver(NOBODY, spec=SPEC, layout=layout, coords=layout.coords(0))
-    relays = Relays(monkeypatch)
+    wire = Wire(monkeypatch)
     with pytest.raises(UsageError, match="scatter over 1 TP ranks got 2 parts"):
         receiver.receive(ticket_of(layout, sample("a", seed=1)))
-    assert relays.asked == [0]
+    assert wire.asked == 1

@@ -322,7 +322,7 @@ def test_two_sides_of_different_runs_are_refused() -> None:
 def test_the_routers_side_is_written_and_read_again(tmp_path: Path) -> None:
     step = engine_step(PLAIN, "tp=2")
     rows = consumed(step)
-    assert rows.write(tmp_path).name == segment_name(7, 0)
+    assert rows.write(tmp_path).name == segment_name(7)
     again = Recording.open(tmp_path)
     assert again.manifest.side == "router" and found(step, again.step(7)) == []
 

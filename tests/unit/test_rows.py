@@ -63,7 +63,7 @@ def claim(relay: Relay, name: str, tokens: int, *, serial: int) -> None:
 
 
 def arrived(relay: Relay, *, serial: int) -> HeldRows:
-    rows = relay.intake.entries.arrived([(11, serial)])[11, serial]
+    rows = relay.intake.entries._unclaimed[11, serial].what
     assert isinstance(rows, HeldRows)
     return rows
 
@@ -124,7 +124,8 @@ def test_frames_that_are_refused_leave_no_memory_taken(relay: Relay) -> None:
     twice = random_ids(49)
     twice[3, 1, 2] = twice[3, 1, 0]
     deliver(relay, (2, encode_frame(SPEC, expert_ids_TLK=twice)))  # told to its reply
-    for kept in relay.intake.entries.arrived([(11, 1), (11, 2)]).values():
+    for serial in (1, 2):
+        kept = relay.intake.entries._unclaimed[11, serial].what
         assert isinstance(kept, errors.R3Error)
         assert kept.__traceback__ is kept.__cause__ is kept.__context__ is None  # they would hold its memory
     assert relay.status()["store"] == {"frames": 0, "bytes": 0}
@@ -163,8 +164,12 @@ def bomb(rows: int, *, codec: int, kind: int = KIND_EXPERT_IDS, spec: RoutingSpe
 
 def warm(relay: Relay) -> None:
     """What the first frame loads and compiles."""
-    deliver(relay, (99, encode_frame(SPEC, expert_ids_TLK=random_ids(300), codec="lz4")))
-    relay.intake.drop_frames([], [(11, 99)])
+    deliver(
+        relay,
+        (99, encode_frame(SPEC, expert_ids_TLK=random_ids(300), codec="lz4", sample_key=sample_key("warm"))),
+    )
+    claim(relay, "warm", 301, serial=99)
+    relay.discard(["warm"])
 
 
 def own_copy(data: bytes) -> bytes:

@@ -51,7 +51,6 @@ def test_engines_and_requests_give_routing_and_slimes_own_replay_is_off() -> Non
         (("--r3-invalid-rows", "mask"), {}, "--r3-invalid-rows mask"),
         (("--r3-max-staleness", "1", "--r3-on-stale", "mask"), {}, "--r3-on-stale mask"),
         (("--r3-transport", "nccl"), {}, "--r3-transport nccl"),
-        (("--r3-relays", "2"), {}, "--r3-relays 2"),
         (("--r3-sampling-masks",), {}, "--r3-sampling-masks"),
         ((), {"update_weight_transport": "nccl"}, "--update-weight-transport disk"),
         (("--r3-weights", "broadcast"), {"colocate": True}, "--colocate"),

@@ -23,7 +23,7 @@ def span(start: int, end: int, version: int, kind: RowKind = RowKind.DECODED) ->
 def sample(
     name: str, tokens: int, *spans: ProvenanceSpan, invalid: tuple[tuple[int, int], ...] = ()
 ) -> TicketSample:
-    return TicketSample(name, tokens, 7, 7, spans, invalid, ((tokens - 1, 0),))
+    return TicketSample(name, tokens, 7, 7, spans, invalid)
 
 
 MIXED = sample("a", 9, span(0, 3, 4, RowKind.PREFILLED), span(3, 6, 5), span(6, 8, 7))

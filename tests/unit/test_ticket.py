@@ -34,13 +34,9 @@ def span(start: int, end: int, version: int, kind: RowKind = RowKind.DECODED) ->
     return ProvenanceSpan(start=start, end=end, weight_version=version, kind=kind)
 
 
-WHOLE = TicketSample(
-    "a", 9, 2**64 - 1, 2**63, (span(0, 3, 5, RowKind.PREFILLED), span(3, 8, 6)), (), ((8, 0),)
-)
-TURNS = TicketSample(
-    "b\ud83d\ude00", 12, 0, 7, (span(0, 4, -(2**63)), span(6, 11, 9)), ((4, 6),), ((4, 0), (11, 1))
-)
-NOWHERE = TicketSample("", 5, 1, 0, (), ((0, 4),), ())
+WHOLE = TicketSample("a", 9, 2**64 - 1, 2**63, (span(0, 3, 5, RowKind.PREFILLED), span(3, 8, 6)))
+TURNS = TicketSample("b\ud83d\ude00", 12, 0, 7, (span(0, 4, -(2**63)), span(6, 11, 9)), ((4, 6),))
+NOWHERE = TicketSample("", 5, 1, 0, (), ((0, 4),))
 
 
 def make_ticket(*samples: TicketSample, **changes: Any) -> Ticket:
@@ -53,7 +49,6 @@ def make_ticket(*samples: TicketSample, **changes: Any) -> Ticket:
         "assignment": Assignment.given([[[sample.sample_id] for sample in samples]]),
         "samples": samples,
         "bucket_bytes": 1 << 20,
-        "peers": ("other",),
     }
     return Ticket(**(values | changes))
 
@@ -70,7 +65,7 @@ def test_a_ticket_survives_the_trip_and_is_small() -> None:
     assert again.to_bytes() == data and len(data) < 1000
     assert tuple(again.samples) == ticket.samples and again.samples[-1] == NOWHERE
     assert again.samples[1:] == (TURNS, NOWHERE) and len(again.samples) == 3
-    assert again.runs == ("run", "other") and again.weight_versions == (-(2**63), 5, 6, 9)
+    assert again.run == "run" and again.weight_versions == (-(2**63), 5, 6, 9)
     assert again.plan == ticket.plan and again.plan.digest == ticket.plan.digest
 
 
@@ -85,12 +80,12 @@ def test_samples_are_found_by_name() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"run": "other"}, {"step": 4}, {"bucket_bytes": 1}, {"peers": ("other", "third")}, {"layout": TrainerLayout()},
+        {"run": "other"}, {"step": 4}, {"bucket_bytes": 1}, {"sampling_masks": True}, {"layout": TrainerLayout()},
         {"spec": replace(SPEC, top_k=4)},
         {"assignment": Assignment.given([[["a", TURNS.sample_id], [""]]])},
         {"assignment": Assignment.given([[["a"], [TURNS.sample_id], [""]]], steps=[1, 2])},
         *({"samples": (WHOLE._replace(**change), TURNS, NOWHERE)} for change in (
-            {"tokens_hash": 3}, {"digest": 3}, {"provenance": ()}, {"invalid": ((0, 1),)}, {"segments": ((8, 1),)},
+            {"tokens_hash": 3}, {"digest": 3}, {"provenance": ()}, {"invalid": ((0, 1),)},
         )),
     ],
 )  # fmt: skip
@@ -102,7 +97,7 @@ def test_every_field_counts(changes: dict[str, Any]) -> None:
 
 
 def test_the_plan_is_that_of_its_assignment() -> None:
-    samples = tuple(TicketSample(f"s{i}", 5 + i, 0, 0, (), (), ((4 + i, 0),)) for i in range(8))
+    samples = tuple(TicketSample(f"s{i}", 5 + i, 0, 0, ()) for i in range(8))
     names = [sample.sample_id for sample in samples]
     assignment = Assignment.given([[names[:2], names[2:4]], [names[4:6], names[6:]]], steps=[1, 1])
     layout = TrainerLayout(dp=2, pp=2, packing="thd")
@@ -124,7 +119,7 @@ def test_any_changed_bit_is_damage() -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"x" * 15, b"{}", b'{"ticket":3}', b"[" * 100_000, signed(b""), signed(b"R3K\x04"), signed(b"x" * 39)]
+    "data", [b"", b"x" * 15, b"{}", b'{"ticket":3}', b"[" * 100_000, signed(b""), signed(b"R3K\x05"), signed(b"x" * 35)]
 )  # fmt: skip
 def test_bytes_that_are_no_ticket_are_refused(data: bytes) -> None:
     with pytest.raises(TicketMismatch, match="damaged or no ticket"):
@@ -203,10 +198,9 @@ def test_the_largest_layout_that_is_read_is_cut_without_much_memory() -> None:
     [
         lambda v: v.update(step=1.0), lambda v: v.update(step=True), lambda v: v.update(step=1 << 70),
         lambda v: v.update(bucket_bytes=float("inf")), lambda v: v.update(bucket_bytes=0), lambda v: v.update(bucket_bytes=-1),
-        lambda v: v.update(run=5), lambda v: v.update(peers=[5]), lambda v: v.update(peers=None), lambda v: v.pop("run"),
+        lambda v: v.update(run=5), lambda v: v.update(sampling_masks=1), lambda v: v.pop("run"),
         lambda v: v["layout"].update(zz=1), lambda v: v["layout"].update(dp=1.0), lambda v: v["layout"].update(mtp=[0]),
         lambda v: v["spec"].update(top_k=[]), lambda v: v.update(layout=[]), lambda v: v.update(steps=[1, 1]),
-        lambda v: v.update(peers=[]),
     ],
 )  # fmt: skip
 def test_json_of_another_shape_is_no_ticket(change: Callable[[dict[str, Any]], Any]) -> None:
@@ -288,13 +282,6 @@ def test_no_mutated_ticket_takes_much_memory() -> None:
         ({"invalid": ((3, 5), (4, 6))}, "invalid_count"),
         ({"invalid": ((5, 6), (1, 2))}, "invalid_count"),
         ({"invalid": ((7, 9),)}, "invalid_count"),
-        ({"segments": ((4, 0), (4, 1), (8, 0))}, "segment_count"),
-        ({"segments": ((4, 0), (9, 0))}, "segment_count"),
-        ({"segments": ((4, 0), (7, 0))}, "the end of a sample's segments"),
-        ({"segments": ((8, 2),)}, "the relay of a segment"),
-        ({"segments": ((8, -1),)}, "does not fit"),
-        ({"segments": ()}, "rows that no relay holds"),
-        ({"segments": (), "invalid": ((0, 7),)}, "rows that no relay holds"),
     ],
 )
 def test_samples_that_receivers_would_refuse_are_not_sealed(change: dict[str, Any], words: str) -> None:
@@ -336,7 +323,6 @@ def samples(draw: st.DrawFn) -> TicketSample:
         )
         for a, b in ranges
     ]
-    segments = [(end, draw(st.integers(0, 1))) for end in sorted({rows, *edges} - {0})]
     lost = draw(st.booleans())
     return TicketSample(
         draw(st.text(st.characters(codec=None), max_size=8)),
@@ -345,7 +331,6 @@ def samples(draw: st.DrawFn) -> TicketSample:
         draw(st.integers(0, 2**64 - 1)),
         tuple(spans),
         ((0, rows),) if lost else tuple(ranges[::-1][:1]),
-        () if lost else tuple(segments),
     )
 
 
@@ -366,7 +351,7 @@ def test_any_step_survives_the_trip(found: list[TicketSample], width: int) -> No
 
 def test_reading_a_large_ticket_makes_no_sample_and_no_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     names = [f"sample-{i}" for i in range(512)]
-    held = tuple(TicketSample(name, 9, 0, 0, (span(0, 8, 1),), (), ((8, 0),)) for name in names)
+    held = tuple(TicketSample(name, 9, 0, 0, (span(0, 8, 1),)) for name in names)
     assignment = Assignment.given([[[name] for name in names[dp::64]] for dp in range(64)])
     order = {sample.sample_id: sample for sample in held}
     ticket = make_ticket(

@@ -56,13 +56,6 @@ class EngineRegistry:
             self._refused.pop(_plain(engine), None)
             self._changed.notify_all()
 
-    def awaits(self, engine: str) -> bool:
-        """Would `check` wait? Expected, its deadline ahead, and neither greeted nor refused."""
-        name = _plain(engine)
-        with self._changed:
-            known = name in self._greeted or name in self._refused
-            return not known and self._deadlines_s.get(name, 0.0) > time.monotonic()
-
     def check(self, engine: str) -> None:
         """Return if the engine may be used; wait for its hello until its deadline, then raise EngineSilent."""
         name = _plain(engine)

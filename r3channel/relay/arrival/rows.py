@@ -57,7 +57,6 @@ class HeldRows:
     """Its number, for what survives."""
     fold: int
     """Identity of `digests_L`."""
-    relay: int = 0
 
     @property
     def end_row(self) -> int:

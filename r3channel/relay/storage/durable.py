@@ -137,7 +137,7 @@ class SavedTurn:
 
 @dataclass(slots=True)
 class SavedSample:
-    """Its turns that one relay had, in any order."""
+    """Its turns, in any order."""
 
     sample_id: str
     turns: list[SavedTurn] = field(default_factory=list)

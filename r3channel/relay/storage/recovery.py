@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import shutil
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +11,6 @@ from pathlib import Path
 from r3channel.errors import RoutingError, SampleTwice, TicketMismatch
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.shards import ShardKey
-from r3channel.plan.stream import serves
 from r3channel.plan.ticket import Ticket, TicketSample
 from r3channel.relay.storage.durable import Remains, SavedSample, SavedStep, SavedTurn, dead_relays
 
@@ -25,9 +23,6 @@ class Recovery:
     """Samples that wait for a step, those of `steps` included."""
     steps: dict[int, Assignment] = field(default_factory=dict)
     """Sealed and not delivered, with every sample here: to be sealed again, in this order."""
-    shared: dict[int, dict[int, tuple[str, ...]]] = field(default_factory=dict)
-    """Sealed over several relays: step -> relay -> its samples that are not here. No relay can seal such a step alone: recover
-    all of its relays' folders, or generate these again."""
     damaged: list[str] = field(default_factory=list)
     """What was lost, by name."""
     unclaimed: int = 0
@@ -56,7 +51,7 @@ def take_over(
                 if (ticket := _sort_in(step, saved, here, recovery)) is not None:
                     tickets[step] = ticket
         for step in recovery.steps:
-            acked[step] = _acked_whole(step, tickets[step], found)
+            acked[step] = {key for one in found if step in one.steps for key in one.steps[step].acked}
             keep_step(step, SavedStep(tickets[step].to_bytes(), acked[step]))
         for remains in found:
             shutil.rmtree(remains.folder)
@@ -64,11 +59,11 @@ def take_over(
 
 
 def _joined(found: list[Remains], recovery: Recovery) -> Iterator[SavedSample]:
-    """Every sample with its turns in order, whichever relays they lay at; from a turn on that nobody has, none."""
+    """Every sample with its turns in order; from a turn on that is not there, none."""
     samples: dict[str, dict[int, SavedTurn]] = {}
     for sample in (one for remains in found for one in remains.samples.values()):
         turns = samples.setdefault(sample.sample_id, {})
-        if turns.keys().isdisjoint(turn.turn for turn in sample.turns):
+        if not turns:
             turns.update((turn.turn, turn) for turn in sample.turns)
         elif any(turns.get(turn.turn) != turn for turn in sample.turns):  # equal ones: a recovery was killed
             recovery.damaged.append(f"sample {sample.sample_id} was left by two relays; the older is taken")
@@ -88,31 +83,12 @@ def _sort_in(step: int, saved: SavedStep, here: dict[str, int], recovery: Recove
         recovery.damaged.append(f"step {step}: {error}")
         return None
     lost = [s for s in ticket.samples if here.get(s.sample_id) != s.tokens and not _nobody_has(s)]
-    by_relay: dict[int, tuple[str, ...]] = {}
-    for sample in lost:
-        relay = sample.segments[0][1]
-        by_relay[relay] = (*by_relay.get(relay, ()), sample.sample_id)
-    whole = {
-        relay: tuple(s.sample_id for s in ticket.samples if s.segments[0][1] == relay) for relay in by_relay
-    }
-    if not lost:
-        recovery.steps[step] = ticket.assignment
-    elif by_relay == whole and len(lost) < len(ticket.samples):
-        recovery.shared[step] = by_relay
-    else:
+    if lost:
         names = [sample.sample_id for sample in lost]
         recovery.damaged.append(f"step {step}: its samples {names[:5]} are lost, {len(names)} in all")
+    else:
+        recovery.steps[step] = ticket.assignment
     return ticket
-
-
-def _acked_whole(step: int, ticket: Ticket, found: list[Remains]) -> set[ShardKey]:
-    """Who has acknowledged a step to every relay that sends it rows."""
-    acks = Counter(key for remains in found if step in remains.steps for key in remains.steps[step].acked)
-    relays = [
-        sum(serves(ticket, dp=dp, relay=relay) for relay in range(len(ticket.runs)))
-        for dp in range(ticket.layout.dp)
-    ]
-    return {key for key, count in acks.items() if key[0] < ticket.layout.dp and count >= relays[key[0]]}
 
 
 def _nobody_has(sample: TicketSample) -> bool:

@@ -105,7 +105,7 @@ def check(device: str, facts: Facts) -> None:
         assert waiting is not None
         different += path.different(*waiting)
         facts.expect(f"{name}: ids that differ", different, different == 0, "0")
-        sizes = nbytes, len(path.receiver._members[0]._buckets[0])
+        sizes = nbytes, len(path.receiver._member._buckets[0])
         most = sum(1 << (size - 1).bit_length() for size in sizes) if cuda else 0
         pinned = pinned_bytes(device) - before
         facts.expect(f"{name}: pinned bytes", pinned, pinned <= most, f"{most}, of shard and bucket {sizes}")
