@@ -61,7 +61,7 @@ def _place() -> Callable[..., None]:
     spec, layout = model_named("qwen3-30b-a3b").spec, TrainerLayout(tp=4, cp=2, pp=4)
     ids = np.random.default_rng(0).integers(0, 128, (_TOKENS - 1, 48, 8), dtype=np.uint8)
     plan = plan_shards(Assignment.given([[["a"]]]), tokens={"a": _TOKENS}, spec=spec, layout=layout)
-    sample = TicketSample("a", _TOKENS, 0, 0, (), ())
+    sample = TicketSample("a", _TOKENS, 0, 0, ())
     streams = [Stream(shard, [sample]) for shard in plan.shards]
     sources = [
         np.concatenate([ids[at : at + rows, list(stream.columns)] for _, at, rows in stream.sends()])

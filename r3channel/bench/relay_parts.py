@@ -187,8 +187,7 @@ def memory(effort: Effort) -> dict[str, Any]:
 
 
 def _bytes_of(receiver: Receiver) -> int:
-    buckets = receiver._member._buckets
-    return sum(len(data_N) for data_N in (*receiver._buffers.values(), *buckets))
+    return sum(len(data_N) for data_N in (*receiver._buffers.values(), *receiver._member._buckets))
 
 
 # -- from the socket -------------------------------------------------------------------------------------------------------
