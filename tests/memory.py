@@ -29,7 +29,6 @@ ROOT = Path(__file__).parents[1]
 LIMIT_S = 150.0
 _NO_HUGE_PAGES = 41
 """prctl's PR_SET_THP_DISABLE: a page of 2 MiB would count whole where one byte of it is used."""
-_RESET_PEAK = "5"
 
 
 class Growth(NamedTuple):
@@ -62,7 +61,7 @@ def main(module: str, name: str, arguments: str) -> None:
     next(work)
     gc.collect()
     libc.malloc_trim(0)  # free memory of the warming would hide what is taken from it
-    Path("/proc/self/clear_refs").write_text(_RESET_PEAK)
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
     before = resident("VmRSS")
     next(work, None)
     peak = resident("VmHWM") - before

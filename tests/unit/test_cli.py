@@ -207,10 +207,8 @@ def test_every_option_on_a_page_is_one_of_ours_or_of_a_known_other(
 
 
 def test_every_variable_on_a_page_is_one_that_is_read() -> None:
-    read = {option.variable for option in options()} | {
-        "R3CHANNEL_EMBEDDED",
-        "R3CHANNEL_UPSTREAM",
-    }  # no options
+    no_options = {"R3CHANNEL_EMBEDDED", "R3CHANNEL_UPSTREAM"}
+    read = {option.variable for option in options()} | no_options
     named = {
         (name, page) for page, text in PAGES.items() for name in re.findall(r"\bR3CHANNEL_[A-Z_]+", text)
     }

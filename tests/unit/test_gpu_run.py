@@ -7,11 +7,14 @@ import json
 import os
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from tests.delivery import until
 from tests.gpu import run as command
 from tests.gpu.facts import ANSWER, Facts
 
@@ -132,8 +135,8 @@ def test_a_check_that_hangs_ends_at_its_limit_with_all_that_it_started(written: 
     outcome = written(hangs, limit_s=10)
     assert outcome.status == "failed" and "still running after 10 s" in outcome.line()
     assert "in check" in outcome.traceback, "where it hung"
-    state = Path(f"/proc/{outcome.figures['pid']}/stat")
-    assert not state.exists() or state.read_text().split()[2] == "Z"
+    with suppress(psutil.NoSuchProcess):  # killed by then; a busy machine takes a moment to end it
+        until(lambda: psutil.Process(outcome.figures["pid"]).status() == psutil.STATUS_ZOMBIE)
 
 
 def test_a_check_that_dies_or_says_nothing_has_failed() -> None:
