@@ -82,7 +82,7 @@ class GiverChanged(WeightsCorrupt):
 
     reason = "giver_changed"
     remedy = (
-        "Look at who writes to that engine's weights besides this session; `r3channel weights verify` names the parameters. "
+        "Look at who writes to that engine's weights besides this trainer; `r3channel weights verify` names the parameters. "
         "`update_one` of it, or the next `update`, brings it back."
     )
 
