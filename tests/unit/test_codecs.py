@@ -6,6 +6,7 @@ import doctest
 import importlib
 import random
 import struct
+import time
 from collections.abc import Iterator
 from functools import cache
 from itertools import product
@@ -216,13 +217,10 @@ def hostile_frames() -> dict[str, bytes]:
         "short": lz4.block.compress(bytes(8000 * 24 - 1), store_size=False),
         "noise": b"\xff" * 99,
     }
-    frames = {
-        f"zstd {name}": with_payload(of_sets, spec=SPEC, codec="set", payload=payload)
-        for name, payload in zstd_payloads.items()
-    } | {
-        f"lz4 {name}": with_payload(of_lz4, spec=SPEC, codec="lz4", payload=payload)
-        for name, payload in lz4_payloads.items()
-    }
+    frames = dict[str, bytes]()
+    for codec, ids, payloads in (("set", of_sets, zstd_payloads), ("lz4", of_lz4, lz4_payloads)):
+        for name, payload in payloads.items():
+            frames[f"{codec} {name}"] = with_payload(ids, spec=SPEC, codec=codec, payload=payload)
     good = encode_frame(SPEC, expert_ids_TLK=random_ids(10))
     fields = (28, 4), (32, 4), (36, 4), (40, 4), (44, 4), (48, 8), (56, 8), (26, 2), (80, 4)
     for (at, width), value in product(fields, (2**24, 2**31 - 1, 2**32 - 1, 2**63, 2**64 - 1)):
@@ -237,13 +235,15 @@ CHEAP_BYTES = 32 << 20
 
 
 @pytest.mark.parametrize("name", hostile_frames())
-def test_bombs_and_lying_sizes_are_refused(name: str) -> None:
-    refused(hostile_frames()[name])
+def test_bombs_and_lying_sizes_are_refused_in_100_ms_of_cpu(name: str) -> None:
+    data, start = hostile_frames()[name], time.process_time()
+    refused(data)
+    assert time.process_time() - start < 0.1
 
 
 def refusing_bombs_and_lying_sizes() -> Iterator[None]:
     frames = hostile_frames()
-    refused(frames["zstd short"])
+    refused(frames["set short"])
     refused(frames["lz4 short"])
     yield
     for data in frames.values():

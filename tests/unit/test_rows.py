@@ -239,7 +239,7 @@ def test_frames_of_an_engine_that_says_nothing_of_its_context_fit_the_store_or_a
     """Each of them decodes to 24 MiB; the store has room for one."""
     data = bomb(MOST_ROWS, codec=SET)
     # One at a time, and what is said of its rows.
-    assert growth_of(filling_the_store).peak < DECODED_BYTES + 3 * len(data) + 4 * MIB
+    assert growth_of(filling_the_store).peak < DECODED_BYTES + len(data) + 4 * MIB
     relay._store.ceiling_bytes = 10 * MIB
     with pytest.raises(errors.StoreFull):
         deliver(relay, (9, data))
