@@ -17,13 +17,13 @@ import torch
 from r3channel import TrainerLayout
 from r3channel.embedded import megatron
 from r3channel.embedded.model import write_model
-from r3channel.recordings.catalogue import judge
+from r3channel.recordings.aligned_pair import Sides
 from r3channel.recordings.consumed import consumed_by
+from r3channel.recordings.diagnose import judge
 from r3channel.recordings.recording import Recording
-from r3channel.recordings.sides import Sides
-from r3channel.trainer.audit import ConsumptionTap
+from r3channel.trainer.audit import RouterTap
+from r3channel.trainer.rank_shard import RankShard
 from r3channel.trainer.replay import ReplayDriver
-from r3channel.trainer.shard import RankShard
 
 GOLDEN = Path(__file__).parents[1] / "tests" / "golden" / "recording"
 LAYOUT = TrainerLayout()
@@ -39,7 +39,7 @@ def main(folder: Path, number: int, scratch: str) -> int:
     model = megatron.build(write_model(f"{scratch}/model"), LAYOUT, dtype="float32", lr=1e-4)
     driver = ReplayDriver.attach(model.chunks, spec=ticket.spec, layout=LAYOUT)
 
-    with ConsumptionTap(driver) as tap, driver.step(routing, step=ticket.step) as step:
+    with RouterTap(driver) as tap, driver.step(routing, step=ticket.step) as step:
         for index, batch in enumerate(shard.microbatches):
             tokens = torch.zeros(len(batch.sample_ids), batch.seq_len, dtype=torch.int64)
             for row, sample_id in enumerate(batch.sample_ids):

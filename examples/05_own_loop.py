@@ -15,7 +15,7 @@ from r3channel.embedded.model import write_model
 from r3channel.embedded.sglang import EngineOptions, engines
 from r3channel.relay import Relay
 from r3channel.trainer import TrainerChannel
-from r3channel.unproxied import urlopen
+from r3channel.transport.http import urlopen
 
 LAYOUT = TrainerLayout()
 

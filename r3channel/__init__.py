@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from r3channel.config import ChannelConfig, add_arguments
     from r3channel.errors import R3Error
+    from r3channel.model.spec import RoutingSpec
     from r3channel.plan.assignment import Assignment
     from r3channel.plan.layout import TrainerLayout
     from r3channel.plan.ticket import Ticket
-    from r3channel.routing import ProvenanceSpan, RowKind, SampleRouting
-    from r3channel.spec import RoutingSpec
+    from r3channel.wire.routing import ProvenanceSpan, RowKind, SampleRouting
 
 __version__ = "0.1.0"
 

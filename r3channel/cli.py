@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from r3channel import __version__
 from r3channel.errors import R3Error
-from r3channel.report import commands, extras
+from r3channel.tools import commands, extras
 
-_BY_NAME = "r3channel.report.recordings"
+_BY_NAME = "r3channel.tools.recordings"
 """One module of several commands: it is told which."""
 
 

@@ -78,7 +78,7 @@ class ChannelConfig:
     """Folder in which a copy of all rows survives a relay that is killed (`Relay.recover`); empty: none is written."""
     store_bytes: int = 16384 * _MIB
     """Ceiling of the rows that the relay holds in memory: of samples that wait for a step, and of steps not yet delivered."""
-    room_timeout_s: float = 30.0
+    backpressure_timeout_s: float = 30.0
     """How long `Relay.add` waits, at the ceiling of the frame store, for samples to be delivered or discarded."""
     join_timeout_s: float = 120.0
     """How long a trainer waits for a connection to its relay, and for their process group."""
@@ -154,7 +154,7 @@ class ChannelConfig:
             "send_timeout_s",
             "step_timeout_s",
             "expiry_s",
-            "room_timeout_s",
+            "backpressure_timeout_s",
             "frame_timeout_s",
             "kept_prefix_bytes",
             "max_group_failures",

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from r3channel.ranks import Rank
     from r3channel.recordings.consumed import ConsumedRows
     from r3channel.recordings.recording import Recording
+    from r3channel.recordings.run_ranks import Rank
     from r3channel.recordings.step import RecordedStep
 
 _TOLD = 5
@@ -75,7 +75,7 @@ def r3_recording(request: pytest.FixtureRequest) -> Recording:
 def r3_step(r3_recording: Recording, r3_layout: str | None, request: pytest.FixtureRequest) -> StepUnderTest:
     """A step of the recording (the newest, unless the marker names one), cut for the layout of the matrix."""
     from r3channel.plan.layout import TrainerLayout
-    from r3channel.recordings.replayed import fitted
+    from r3channel.recordings.replay import fitted
 
     marker = request.node.get_closest_marker("r3_recording")
     named = marker.kwargs.get("step") if marker is not None else None
@@ -85,8 +85,8 @@ def r3_step(r3_recording: Recording, r3_layout: str | None, request: pytest.Fixt
 
 @pytest.fixture
 def r3_ranks(r3_recording: Recording, r3_step: StepUnderTest) -> Callable[..., None]:
-    """`r3_ranks(function)`: call it in a real gloo process for each rank, with its `r3channel.ranks.Rank`, then `check`."""
-    from r3channel.ranks import run_ranks
+    """`r3_ranks(function)`: call it in a real gloo process for each rank, with its `r3channel.recordings.run_ranks.Rank`, then `check`."""
+    from r3channel.recordings.run_ranks import run_ranks
 
     def run(function: Callable[[Rank], object], *, timeout_s: float = 120.0) -> None:
         ran = run_ranks(function, r3_step.recorded, Path(r3_recording.folder), timeout_s=timeout_s)
@@ -104,7 +104,7 @@ class StepUnderTest:
 
     def ranks(self) -> list[Rank]:
         """Every rank of the layout, in this process."""
-        from r3channel.ranks import all_ranks
+        from r3channel.recordings.run_ranks import all_ranks
 
         self._ranks = self._ranks or all_ranks(self.recorded)
         return self._ranks
@@ -112,8 +112,8 @@ class StepUnderTest:
     def check(self, consumed: ConsumedRows | None = None) -> None:
         """Fail with each mistake by name, unless every recorded row of every layer was used as the engine chose it."""
         __tracebackhide__ = True
-        from r3channel.recordings.catalogue import NOTES, judge
-        from r3channel.recordings.sides import Sides
+        from r3channel.recordings.aligned_pair import Sides
+        from r3channel.recordings.diagnose import NOTES, judge
 
         found = consumed if consumed is not None else self._joined()
         if unused := _unused(self.recorded, found):

@@ -15,6 +15,7 @@ import torch
 
 from r3channel.config import ChannelConfig
 from r3channel.errors import PeerFailed, StepError
+from r3channel.model.spec import RoutingSpec
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.ticket import Ticket
@@ -22,10 +23,9 @@ from r3channel.recordings.recorder import Recorder
 from r3channel.recordings.recording import Recording
 from r3channel.recordings.step import RecordedStep
 from r3channel.relay.relay import Relay
-from r3channel.spec import RoutingSpec
+from r3channel.trainer.rank_shard import RankShard
 from r3channel.trainer.receiver import Receiver
-from r3channel.trainer.shard import RankShard
-from r3channel.transport.tensor_parallel import TensorParallelFanout
+from r3channel.transport.tp_fanout import TensorParallelFanout
 from tests.samples import SPEC, random_ids, reply_for
 
 LIMIT_S = 20.0

@@ -13,15 +13,15 @@ import numpy as np
 
 from r3channel.config import EngineConfig
 from r3channel.engine.capture import FrameDraft
-from r3channel.engine.delivery import Outlet, Sender
+from r3channel.engine.frame_sender import Outlet, Sender
+from r3channel.model.spec import RoutingSpec
 from r3channel.relay.arrival.rows import HeldRows
 from r3channel.relay.intake import rows_of
 from r3channel.relay.relay import Relay
-from r3channel.routing import Ids, RowKind
-from r3channel.spec import RoutingSpec
 from r3channel.wire.frame import sample_key
 from r3channel.wire.hello import Hello
-from r3channel.wire.receipt import Receipt, open_parcel, pack_parcel
+from r3channel.wire.parcel import Receipt, open_parcel, pack_parcel
+from r3channel.wire.routing import Ids, RowKind
 from tests.samples import SPEC, random_ids, reply_of
 
 LIMIT_S = 20.0

@@ -1,7 +1,7 @@
 """An engine's side of a small step under any layout, and the routers' side with one known mistake in it.
 
 Each mistake is made where a framework makes it: in the order of a rank's routers, in layers, in ids. `CASES` has them by
-their name in `r3channel.recordings.catalogue`.
+their name in `r3channel.recordings.diagnose`.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Any
 
 import numpy as np
 
+from r3channel.model.spec import RoutingSpec
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
-from r3channel.plan.place import spread_ids
+from r3channel.plan.placement import spread_ids
 from r3channel.plan.ticket import Ticket, TicketSample
+from r3channel.recordings.aligned_pair import Sides
 from r3channel.recordings.consumed import ConsumedRows
 from r3channel.recordings.moves import Moves
-from r3channel.recordings.sides import Sides
 from r3channel.recordings.step import RecordedStep
-from r3channel.routing import Ids, ProvenanceSpan, RowKind
-from r3channel.spec import RoutingSpec
-from r3channel.tokens import as_tokens, hash_tokens
 from r3channel.wire.digest import fold, layer_digests
 from r3channel.wire.frame import encode_frame
+from r3channel.wire.routing import Ids, ProvenanceSpan, RowKind
+from r3channel.wire.tokens import as_tokens, hash_tokens
 
 PLAIN = RoutingSpec(num_layers=6, moe_layers=tuple(range(6)), num_experts=64, top_k=4)
 DENSE = RoutingSpec(num_layers=6, moe_layers=(1, 2, 3, 4, 5), num_experts=64, top_k=4)

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 import numpy as np
 from hypothesis import strategies as st
 
+from r3channel.model.spec import RoutingSpec
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.shards import Microbatch, Shard
 from r3channel.plan.stream import Stream
 from r3channel.plan.ticket import Ticket, TicketSample
-from r3channel.routing import Ids
-from r3channel.spec import RoutingSpec
+from r3channel.wire.routing import Ids
 from tests.samples import random_ids
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from r3channel.routing import Ids, ProvenanceSpan, RowKind
-from r3channel.spec import RoutingSpec
+from r3channel.model.spec import RoutingSpec
 from r3channel.wire.frame import encode_frame, sample_key
+from r3channel.wire.routing import Ids, ProvenanceSpan, RowKind
 
 SPEC = RoutingSpec(num_layers=4, moe_layers=(1, 2, 3), num_experts=128, top_k=8)
 WIDE = RoutingSpec(num_layers=4, moe_layers=(1, 2, 3), num_experts=384, top_k=8)

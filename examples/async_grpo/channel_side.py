@@ -19,9 +19,10 @@ import torch
 
 from examples.async_grpo.batch import MicrobatchData, lengths_of
 from examples.async_grpo.grpo import Request
-from r3channel.clock import StageClock
 from r3channel.config import ChannelConfig
-from r3channel.metric_table import LABELS
+from r3channel.model.spec import RoutingSpec
+from r3channel.observe.metric_table import LABELS
+from r3channel.observe.stage_clock import StageClock
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import RankCoords, TrainerLayout
 from r3channel.plan.shards import Shard
@@ -29,10 +30,9 @@ from r3channel.plan.ticket import Ticket
 from r3channel.recordings.options import recorder_of
 from r3channel.relay.actor import RayRelay, RelayHost
 from r3channel.relay.relay import Relay
-from r3channel.spec import RoutingSpec
-from r3channel.trainer.audit import Consumed, ConsumptionTap, DigestLedger
+from r3channel.trainer.adapters.megatron import parallel_coords
+from r3channel.trainer.audit import Consumed, DigestLedger, RouterTap
 from r3channel.trainer.channel import TrainerChannel
-from r3channel.trainer.megatron import parallel_coords
 from r3channel.trainer.replay import ReplayStep
 from r3channel.wire.frame import parse_frame
 
@@ -137,7 +137,7 @@ class ChannelReplay:
         if layout.rank(parallel_coords()) == 0:  # the only one that is told of the comparison
             for name in ("r3channel_ids_compared_total", "r3channel_ids_different_total"):
                 self.metrics.measure(name)
-        self._tap = ConsumptionTap(self.channel.driver, on_call=self._keep)
+        self._tap = RouterTap(self.channel.driver, on_call=self._keep)
         self._calls: list[Consumed] = []
         self._consumed: dict[int, dict[str, Any]] = {}
         self._step: ReplayStep | None = None

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from examples.async_grpo.grpo import Request
-from r3channel.clock import StageClock
+from r3channel.model.spec import RoutingSpec
+from r3channel.observe.stage_clock import StageClock
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import RankCoords, TrainerLayout
 from r3channel.plan.shards import Shard, plan_shards
-from r3channel.spec import RoutingSpec
 
 
 class DefaultRouting:

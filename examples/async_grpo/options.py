@@ -15,8 +15,8 @@ from r3channel.embedded.model import ModelShape, config_of
 from r3channel.errors import R3Error
 from r3channel.plan.layout import TrainerLayout
 from r3channel.recordings.options import add_options, recorder_of
-from r3channel.report import commands, preflight
-from r3channel.report.extras import ROLES
+from r3channel.tools import commands, preflight
+from r3channel.tools.extras import ROLES
 
 VERSIONS = {"sglang": ("0.5.15.post1", "0.5.23"), "megatron-core": ("0.16.1",)}
 """With which the demo was run."""

@@ -17,13 +17,13 @@ from examples.async_grpo.grpo import policy_loss
 from examples.async_grpo.modules import channel_modules
 from examples.async_grpo.rays import fetch
 from examples.async_grpo.weights_side import Publisher, Pushed, export
-from r3channel.clock import StageClock
 from r3channel.embedded import megatron
-from r3channel.metrics import Metrics
+from r3channel.observe.metrics import Metrics
+from r3channel.observe.stage_clock import StageClock
+from r3channel.observe.trace import Point
 from r3channel.plan.layout import RankCoords, TrainerLayout
 from r3channel.plan.shards import Shard
-from r3channel.report.stages import seconds_by_stage
-from r3channel.report.trace import Point
+from r3channel.tools.stages import seconds_by_stage
 from r3channel.weights.convert import hf_shards, hf_weights
 
 

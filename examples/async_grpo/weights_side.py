@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from r3channel.metrics import Metrics
-from r3channel.unproxied import urlopen
+from r3channel.observe.metrics import Metrics
+from r3channel.transport.http import urlopen
 from r3channel.weights.convert import Shard
 from r3channel.weights.session import UpdateReport, WeightSync
 from r3channel.weights.sglang import EngineClient

@@ -35,10 +35,10 @@ from r3channel.config import ChannelConfig, EngineConfig
 from r3channel.embedded.model import write_model
 from r3channel.embedded.sglang import EngineOptions, EngineServer, environment
 from r3channel.errors import EngineUnavailable
+from r3channel.model.spec import RoutingSpec
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.relay import Relay
-from r3channel.spec import RoutingSpec
-from r3channel.wire.receipt import Receipt
+from r3channel.wire.parcel import Receipt
 
 VARIANTS = ("off", "stock", "r3channel", "direct")
 SPEC = RoutingSpec(num_layers=48, moe_layers=tuple(range(48)), num_experts=128, top_k=8)
@@ -267,9 +267,9 @@ class Ours(Stock):
         super().__init__(1)
         from r3channel.engine import sglang as room
         from r3channel.engine.capture import LayerSelection, SlotRows
-        from r3channel.engine.delivery import Outlet
-        from r3channel.routing import RowKind
+        from r3channel.engine.frame_sender import Outlet
         from r3channel.wire.hello import Hello
+        from r3channel.wire.routing import RowKind
 
         hello = Hello(
             engine="bench", boot_id=1, spec_digest=SPEC.digest, spec=SPEC.to_dict(), sglang="", r3channel="", hooks=(),

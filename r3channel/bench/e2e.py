@@ -28,12 +28,12 @@ from r3channel.bench.replay import LENGTH, SAMPLES, natural_ids, train_step, two
 from r3channel.config import ChannelConfig
 from r3channel.embedded.sglang import kill_family
 from r3channel.errors import ConfigError, EngineUnavailable
+from r3channel.model.spec import RoutingSpec
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.actor import RayRelay, RelayHost
 from r3channel.relay.relay import Relay
-from r3channel.spec import RoutingSpec
-from r3channel.trainer import megatron
+from r3channel.trainer.adapters import megatron
 from r3channel.trainer.channel import TrainerChannel
 from r3channel.trainer.replay import ReplayDriver
 from r3channel.wire.frame import encode_frame

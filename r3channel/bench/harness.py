@@ -18,8 +18,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from r3channel.report import commands
-from r3channel.unproxied import urlopen
+from r3channel.tools import commands
+from r3channel.transport.http import urlopen
 
 _T = TypeVar("_T")
 _COPY_BYTES = 256 << 20

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from r3channel.bench.harness import Effort, Parts, medians_s
-from r3channel.models import model_named
+from r3channel.model.presets import model_named
 from r3channel.plan.assignment import Assignment, names_of
 from r3channel.plan.layout import TrainerLayout
-from r3channel.plan.place import Placement
+from r3channel.plan.placement import Placement
 from r3channel.plan.shards import plan_shards
 from r3channel.plan.stream import Stream
 from r3channel.plan.ticket import TicketSample

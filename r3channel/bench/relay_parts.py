@@ -37,14 +37,14 @@ from r3channel.bench.harness import Effort, Parts, interleaved, medians_s, timed
 from r3channel.bench.relay_paths import Case, Workload, add_bodies
 from r3channel.bench.routing_data import generate
 from r3channel.config import EngineConfig
-from r3channel.models import model_named
+from r3channel.model.presets import model_named
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import RankCoords, TrainerLayout
 from r3channel.plan.ticket import Ticket
 from r3channel.recordings.recorder import Recorder, segment_name
 from r3channel.relay.relay import Relay
-from r3channel.trainer.landing import LandedShard
 from r3channel.trainer.receiver import Receiver
+from r3channel.trainer.shard_buffer import ShardBuffer
 from r3channel.wire.digest import layer_digests
 from r3channel.wire.frame import encode_frame, sample_key
 
@@ -73,7 +73,7 @@ def receive(relay: Relay, ticket: Ticket, rows_N: Any = None) -> Any:
     shard = ticket.plan.shard(dp=0, pp=0)
     rows_N = np.zeros(shard.nbytes, np.uint8) if rows_N is None else rows_N
     outgoing = relay.steps.outgoing(ticket.step, shard.key, ticket.run)
-    landed, begin = LandedShard(ticket, shard, rows_N), 0
+    landed, begin = ShardBuffer(ticket, shard, rows_N), 0
     sink = landed.sink()
     for ids_TLK in outgoing.pieces():
         sink.rows(ids_TLK, begin=begin)
@@ -238,7 +238,7 @@ class _Replies:
     """Canned replies, for any request id."""
 
     def __init__(self, relay_url: str, token_file: str) -> None:
-        from r3channel.engine.delivery import Outlet
+        from r3channel.engine.frame_sender import Outlet
         from r3channel.wire.hello import Hello
 
         model = model_named(MODELS[0])

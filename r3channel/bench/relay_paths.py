@@ -27,20 +27,20 @@ import xxhash
 
 from r3channel.bench.routing_data import generate
 from r3channel.config import ChannelConfig
-from r3channel.models import model_named
+from r3channel.model.presets import model_named
+from r3channel.model.spec import RoutingSpec
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
-from r3channel.plan.place import place_samples
+from r3channel.plan.placement import place_samples
 from r3channel.plan.shards import Plan, plan_shards
 from r3channel.plan.ticket import Ticket
 from r3channel.relay.relay import Relay
-from r3channel.routing import Ids
-from r3channel.spec import RoutingSpec
+from r3channel.trainer.rank_shard import RankShard
 from r3channel.trainer.receiver import Control, Receiver
-from r3channel.trainer.shard import RankShard
 from r3channel.transport.base import Rendezvous, Transport
-from r3channel.transport.joining import join, open_store
+from r3channel.transport.select import join, open_store
 from r3channel.wire.frame import encode_frame, sample_key
+from r3channel.wire.routing import Ids
 
 OWN, LIMIT, DIRECT = "r3channel", "raw_gloo", "ray_direct_gloo_uint8"
 STORE = ("slime_torch_int32", "ray_numpy_int32", "ray_numpy_uint8")

@@ -77,7 +77,7 @@ def two_models(folder: Path) -> Iterator[tuple[TrainerModel, TrainerModel, Train
 @contextmanager
 def _steps(folder: Path) -> Iterator[dict[str, Callable[[], None]]]:
     """What is timed, by name."""
-    from r3channel.trainer import megatron
+    from r3channel.trainer.adapters import megatron
     from r3channel.trainer.replay import ReplayDriver
 
     with two_models(folder) as (plain, model, layout):
@@ -99,9 +99,9 @@ def natural_ids(model: TrainerModel, driver: ReplayDriver) -> dict[tuple[int, in
     """(micro-batch, layer) -> [rows, K] that the model chooses by itself, sequence-major."""
     import torch
 
-    from r3channel.trainer.audit import ConsumptionTap
+    from r3channel.trainer.audit import RouterTap
 
-    with torch.no_grad(), ConsumptionTap(driver) as tap:
+    with torch.no_grad(), RouterTap(driver) as tap:
         for index in range(MICROBATCHES):
             with driver.off(microbatch=index):
                 forward(model, index)

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from r3channel.models import Model
-from r3channel.routing import Ids
+from r3channel.model.presets import Model
+from r3channel.wire.routing import Ids
 
 _Floats = np.ndarray[Any, np.dtype[np.float32]]
 _VOCABULARY = 512

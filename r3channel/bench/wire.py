@@ -17,10 +17,10 @@ import numpy as np
 
 from r3channel.bench.harness import Effort, Parts, medians_s
 from r3channel.bench.routing_data import REGIMES, entropy_bytes_per_token, generate
-from r3channel.models import Model, model_named
-from r3channel.routing import Ids
-from r3channel.spec import RoutingSpec
+from r3channel.model.presets import Model, model_named
+from r3channel.model.spec import RoutingSpec
 from r3channel.wire.frame import encode_frame, parse_frame
+from r3channel.wire.routing import Ids
 
 MODELS = ("qwen3-30b-a3b", "deepseek-v3", "kimi-k2", "qwen3-next")
 _COPY_BYTES = 192 << 20

@@ -21,9 +21,9 @@ import torch.distributed as dist
 
 from r3channel.embedded import megatron_shim
 from r3channel.errors import ConfigError, UnsupportedLayout
+from r3channel.model.spec import RoutingSpec
 from r3channel.plan.layout import TrainerLayout
-from r3channel.plan.rows import Microbatch
-from r3channel.spec import RoutingSpec
+from r3channel.plan.row_order import Microbatch
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig

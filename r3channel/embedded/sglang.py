@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from r3channel.errors import ConfigError, EngineUnavailable, UsageError
-from r3channel.unproxied import urlopen
+from r3channel.transport.http import urlopen
 
 _SHIMS = Path(__file__).with_name("shims")
 _PACKAGE_PARENT = Path(__file__).absolute().parents[2]

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from r3channel.distinct import items_of, out_of_range
 from r3channel.errors import ConfigError, RoutingError
-from r3channel.routing import Ids, RowKind, spans_of
-from r3channel.spec import RoutingSpec
+from r3channel.model.spec import RoutingSpec
 from r3channel.wire.frame import encode_frame
+from r3channel.wire.frame_view import PrefixRef
 from r3channel.wire.inplace import Run, StoredFrame, prepare
-from r3channel.wire.received import PrefixRef
+from r3channel.wire.routing import Ids, RowKind, spans_of
+from r3channel.wire.validate import items_of, out_of_range
 
 NO_VERSION = -1
 """Weight version of a slot that was never written; its rows are MISSING."""

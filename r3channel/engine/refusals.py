@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 from r3channel.config import REFUSALS
 from r3channel.engine.capture import check_representable, parse_weight_version
-from r3channel.engine.settings import flag, judged, refused
+from r3channel.engine.sglang_settings import flag, judged, refused
 from r3channel.errors import ConfigError
-from r3channel.spec import RoutingSpec
+from r3channel.model.spec import RoutingSpec
 
 log = logging.getLogger(__name__)
 

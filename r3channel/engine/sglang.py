@@ -34,8 +34,18 @@ from r3channel.engine.capture import (
     parse_weight_version,
     torch_id_dtype,
 )
-from r3channel.engine.delivery import Outlet, report
-from r3channel.engine.hooks import (
+from r3channel.engine.frame_sender import Outlet, report
+from r3channel.engine.masks import KeptMasks
+from r3channel.engine.refusals import (
+    KERNEL_ROUTING,
+    Refusal,
+    Router,
+    refusals,
+    refuse,
+    refused_unread,
+    unread,
+)
+from r3channel.engine.sglang_hooks import (
     CAPTURER,
     COLLECT,
     INIT_BATCH,
@@ -48,24 +58,14 @@ from r3channel.engine.hooks import (
     installed_version,
     matching_table,
 )
-from r3channel.engine.masks import KeptMasks
-from r3channel.engine.refusals import (
-    KERNEL_ROUTING,
-    Refusal,
-    Router,
-    refusals,
-    refuse,
-    refused_unread,
-    unread,
-)
 from r3channel.errors import ConfigError, R3Error
-from r3channel.routing import RowKind
-from r3channel.spec import RoutingSpec
-from r3channel.versions import nccl_version, torch_version
+from r3channel.model.spec import RoutingSpec
+from r3channel.transport.versions import nccl_version, torch_version
 from r3channel.wire.codec import check_codec
 from r3channel.wire.frame import sample_key
 from r3channel.wire.hello import Hello
 from r3channel.wire.masks import MOST_IDS
+from r3channel.wire.routing import RowKind
 
 __all__ = ["FrameCapturer", "apply", "check_hooks"]
 

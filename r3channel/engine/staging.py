@@ -28,17 +28,17 @@ from r3channel.engine.capture import (
     parse_weight_version,
     torch_id_dtype,
 )
-from r3channel.engine.delivery import Outlet, report
-from r3channel.engine.hooks import installed_version
+from r3channel.engine.frame_sender import Outlet, report
 from r3channel.engine.refusals import KERNEL_ROUTING, Refusal, refusals, refuse
-from r3channel.engine.settings import flag
+from r3channel.engine.sglang_hooks import installed_version
+from r3channel.engine.sglang_settings import flag
 from r3channel.errors import ConfigError
-from r3channel.routing import RowKind
-from r3channel.spec import RoutingSpec
-from r3channel.versions import nccl_version, torch_version
+from r3channel.model.spec import RoutingSpec
+from r3channel.transport.versions import nccl_version, torch_version
 from r3channel.wire.codec import check_codec
 from r3channel.wire.frame import sample_key
 from r3channel.wire.hello import Hello
+from r3channel.wire.routing import RowKind
 
 log = logging.getLogger(__name__)
 

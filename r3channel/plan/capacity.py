@@ -16,10 +16,10 @@ import numpy as np
 
 from r3channel.config import ChannelConfig
 from r3channel.errors import ConfigError
+from r3channel.model.spec import RoutingSpec
 from r3channel.plan.assignment import Assignment, names_of
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.shards import Plan, Shard, plan_shards
-from r3channel.spec import RoutingSpec
 
 _INT32 = 4
 _BASE64 = 4 / 3

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from r3channel.errors import ConfigError, UnsupportedLayout
-from r3channel.spec import RoutingSpec
+from r3channel.model.spec import RoutingSpec
 
 _FLAGS = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
 _COUNTS = ("dp", "pp", "vpp", "cp", "tp", "ep", "pad_multiple", "first_layers", "last_layers")

@@ -17,11 +17,11 @@ import numpy as np
 import xxhash
 
 from r3channel.errors import ConfigError, SampleUnknown
+from r3channel.model.spec import RoutingSpec
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout, inside
-from r3channel.plan.rows import Ints, Microbatch, RowTable, pad_batch
-from r3channel.routing import Ids
-from r3channel.spec import RoutingSpec
+from r3channel.plan.row_order import Ints, Microbatch, RowTable, pad_batch
+from r3channel.wire.routing import Ids
 
 __all__ = ["PLAN_VERSION", "Microbatch", "Plan", "Shard", "ShardKey", "plan_shards"]
 

@@ -12,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from r3channel.plan.rows import Ints, Runs
+from r3channel.plan.row_order import Ints, Runs
 from r3channel.plan.shards import Shard
 from r3channel.plan.ticket import Ticket, TicketSample
 

@@ -20,11 +20,11 @@ import numpy as np
 import xxhash
 
 from r3channel.errors import ConfigError, R3Error, SampleUnknown, TicketMismatch
+from r3channel.model.spec import RoutingSpec
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.shards import PLAN_VERSION, Plan, check_plan
-from r3channel.routing import ProvenanceSpan, RowKind
-from r3channel.spec import RoutingSpec
+from r3channel.wire.routing import ProvenanceSpan, RowKind
 
 Column = np.ndarray[Any, np.dtype[Any]]
 

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 
 from r3channel.errors import RecordingInvalid
+from r3channel.model.spec import RoutingSpec
 from r3channel.plan.shards import Shard
 from r3channel.plan.ticket import Ticket, TicketSample
 from r3channel.recordings.recorder import write_step
 from r3channel.recordings.step import PASSES, RecordedStep
-from r3channel.routing import Ids
-from r3channel.spec import RoutingSpec
 from r3channel.wire.frame import encode_frame
+from r3channel.wire.routing import Ids
 
 SampleKey = tuple[str, str]
 """(pass, sample)."""
@@ -105,7 +105,7 @@ def _tiled(sample: TicketSample) -> bool:
 
 
 def consumed_by(tap_records: Iterable[Any], shard: Shard, *, ticket: Ticket, tp: int) -> ConsumedRows:
-    """From `trainer.audit.ConsumptionTap.records` of one rank."""
+    """From `trainer.audit.RouterTap.records` of one rank."""
     found = ConsumedRows(ticket, ticket.spec)
     for call in tap_records:
         if call.pass_name in PASSES and call.microbatch >= 0 and call.layer in ticket.spec.moe_layers:

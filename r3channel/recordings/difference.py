@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from r3channel.recordings.aligned_pair import Sides
 from r3channel.recordings.logprobs import SIDES
 from r3channel.recordings.recording import Recording
-from r3channel.recordings.sides import Sides
 from r3channel.recordings.step import RecordedStep
-from r3channel.routing import Ids
+from r3channel.wire.routing import Ids
 
 
 def compare(first: Recording, second: Recording) -> dict[str, Any]:

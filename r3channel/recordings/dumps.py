@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from r3channel.errors import RecordingInvalid
+from r3channel.model.spec import RoutingSpec
 from r3channel.plan.layout import TrainerLayout
 from r3channel.recordings.npz import write_arrays
 from r3channel.recordings.saved import read_saved
-from r3channel.routing import RowKind
-from r3channel.spec import RoutingSpec
+from r3channel.wire.routing import RowKind
 
 DUMPS = ("slime-debug", "miles-dump")
 _ROWS = "rollout_routed_experts"

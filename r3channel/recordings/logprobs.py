@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from r3channel.errors import RecordingInvalid
-from r3channel.routing import Ids
+from r3channel.wire.routing import Ids
 
 PLACES = ("sample", "position")
 SIDES = ("engine", "trainer", "natural")

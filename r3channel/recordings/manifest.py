@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from r3channel.errors import R3Error, RecordingInvalid
+from r3channel.model.spec import RoutingSpec
 from r3channel.plan.layout import TrainerLayout
-from r3channel.spec import RoutingSpec
 
 NAME = "manifest.json"
 SIDES = ("engine", "router")

@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 
 from r3channel.plan.ticket import Ticket
-from r3channel.recordings.sides import Ints, Sides
+from r3channel.recordings.aligned_pair import Ints, Sides
 
 NOTHING = -1
 

@@ -15,18 +15,18 @@ from typing import Any
 import numpy as np
 
 from r3channel.errors import R3Error, RecordingInvalid
+from r3channel.model.spec import RoutingSpec
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.ticket import Ticket, TicketSample
-from r3channel.recordings.catalogue import spread
+from r3channel.recordings.diagnose import spread
 from r3channel.recordings.recorder import write_step
 from r3channel.recordings.recording import Recording
 from r3channel.recordings.step import RecordedStep
-from r3channel.routing import Ids, ProvenanceSpan, RowKind, check_shape
-from r3channel.spec import RoutingSpec
-from r3channel.tokens import hash_tokens
 from r3channel.wire.digest import fold, layer_digests
 from r3channel.wire.frame import encode_frame
+from r3channel.wire.routing import Ids, ProvenanceSpan, RowKind, check_shape
+from r3channel.wire.tokens import hash_tokens
 
 _NEEDED = ("sample", "tokens", "ids", "spec", "step")
 

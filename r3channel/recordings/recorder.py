@@ -16,15 +16,15 @@ from typing import Protocol
 import numpy as np
 
 from r3channel.errors import ConfigError
+from r3channel.model.spec import RoutingSpec
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.ticket import Ticket
 from r3channel.recordings.logprobs import logprobs_glob
 from r3channel.recordings.manifest import Manifest
 from r3channel.recordings.segment import Kind, append, check_room, nbytes_of, pack
 from r3channel.recordings.step import PASSES, RecordedStep
-from r3channel.routing import Ids, ProvenanceSpan
-from r3channel.spec import RoutingSpec
 from r3channel.wire.frame import stored_head
+from r3channel.wire.routing import Ids, ProvenanceSpan
 
 log = logging.getLogger(__name__)
 

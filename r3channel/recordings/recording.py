@@ -21,8 +21,8 @@ from r3channel.recordings.logprobs import read_logprobs
 from r3channel.recordings.manifest import Manifest
 from r3channel.recordings.segment import Kind, Record, read
 from r3channel.recordings.step import PASSES, Bytes, RecordedStep
-from r3channel.routing import Ids
 from r3channel.wire.frame import parse_frame
+from r3channel.wire.routing import Ids
 
 _SEGMENT = re.compile(r"step-(\d+)\.r3s")
 

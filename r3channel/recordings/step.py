@@ -8,16 +8,16 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from r3channel.errors import RecordingInvalid, SampleUnknown, TicketMismatch
+from r3channel.model.spec import RoutingSpec
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
-from r3channel.plan.place import place_samples, spread_ids
+from r3channel.plan.placement import place_samples, spread_ids
 from r3channel.plan.shards import ShardKey
 from r3channel.plan.ticket import Ticket, TicketSample
-from r3channel.routing import Ids
-from r3channel.spec import RoutingSpec
-from r3channel.tokens import hash_tokens
 from r3channel.wire.digest import fold
 from r3channel.wire.frame import Frame, parse_frame
+from r3channel.wire.routing import Ids
+from r3channel.wire.tokens import hash_tokens
 
 Bytes = bytes | memoryview
 PASSES = ("engine", "forward", "recompute", "logprob")

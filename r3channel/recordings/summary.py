@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from r3channel.recordings.recording import Recording
-from r3channel.routing import Ids, RowKind
+from r3channel.wire.routing import Ids, RowKind
 
 
 def summarize(recording: Recording) -> dict[str, Any]:

@@ -34,7 +34,7 @@ class RelayHost:
 
 
 class RayRelay:
-    """The calls of a relay that lives in an actor: a trainer's `trainer.member.Control`, and its state."""
+    """The calls of a relay that lives in an actor: a trainer's `trainer.relay_connection.Control`, and its state."""
 
     def __init__(self, actor: Any, *, timeout_s: float = 60.0) -> None:
         """`actor` is the handle of a `RelayHost`; `timeout_s` bounds each call."""

@@ -4,7 +4,7 @@
                                 \\-> the receiver is gone, or silent beyond a deadline: its connection ends, nobody else notices
 
 Rows stay in the store until every receiver has acknowledged, so a receiver that comes back gets the same bytes again.
-What is said is `wire.delivery`; knows no sample's turns and no engine.
+What is said is `wire.row_protocol`; knows no sample's turns and no engine.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from typing import Any
 
 from xxhash import xxh3_64_intdigest
 
-from r3channel.clock import StageClock
 from r3channel.config import ChannelConfig
 from r3channel.errors import ConfigError, R3Error, TicketMismatch, TransportError
-from r3channel.metrics import Metrics
+from r3channel.observe.metrics import Metrics
+from r3channel.observe.stage_clock import StageClock
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.shards import ShardKey
 from r3channel.relay.sealed import Outgoing
 from r3channel.relay.staging import DeviceStaging, HostStaging
 from r3channel.transport.base import Pending, Rendezvous, Transport
-from r3channel.transport.joining import gpu_of, join, open_store
-from r3channel.transport.link import Link
+from r3channel.transport.connection import Link
 from r3channel.transport.listener import Listener
-from r3channel.wire import delivery as wire
+from r3channel.transport.select import gpu_of, join, open_store
+from r3channel.wire import row_protocol as wire
 
 
 class Delivery:

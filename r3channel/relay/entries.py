@@ -20,7 +20,7 @@ from typing import Protocol
 from r3channel import errors
 from r3channel.errors import R3Error
 from r3channel.relay.arrival.masks import HeldMasks
-from r3channel.wire.receipt import FrameName, Receipt
+from r3channel.wire.parcel import FrameName, Receipt
 
 EXPECTED, HELD, FAILED = "EXPECTED", "HELD", "FAILED"
 _REMEMBERED = 1 << 16

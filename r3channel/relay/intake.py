@@ -13,10 +13,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from r3channel.clock import StageClock
 from r3channel.config import ChannelConfig
 from r3channel.errors import FrameMissing, R3Error, RoutingMissing, SampleTwice, StoreFull
-from r3channel.metrics import Metrics
+from r3channel.model.spec import RoutingSpec
+from r3channel.observe.metrics import Metrics
+from r3channel.observe.stage_clock import StageClock
 from r3channel.recordings.recorder import Recorder
 from r3channel.relay.arrival.engines import EngineRegistry
 from r3channel.relay.arrival.masks import HeldMasks, keep_masks
@@ -25,13 +26,12 @@ from r3channel.relay.arrival.rows import MOST_ROWS, HeldRows, Landing
 from r3channel.relay.entries import Entries, Reply, Sample, Turn
 from r3channel.relay.storage.durable import Durable, SavedSample
 from r3channel.relay.storage.store import Store
-from r3channel.routing import Ids
-from r3channel.spec import RoutingSpec
-from r3channel.tokens import as_tokens, hash_tokens
 from r3channel.wire.header import MAX_ROWS
 from r3channel.wire.hello import Hello
 from r3channel.wire.masks import split_masks
-from r3channel.wire.receipt import FrameName, Source
+from r3channel.wire.parcel import FrameName, Source
+from r3channel.wire.routing import Ids
+from r3channel.wire.tokens import as_tokens, hash_tokens
 
 log = logging.getLogger(__name__)
 
@@ -241,7 +241,7 @@ class Intake:
             held_hash=hash_tokens(tokens_T[:held]) if append else None,
             receipt=receipt_in(data),
         )
-        rows, room_s = None, self.config.room_timeout_s
+        rows, room_s = None, self.config.backpressure_timeout_s
         if data and reply.receipt is None:
             self.expire()
             rows = self.landing.keep(

@@ -23,10 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from r3channel.bearer import obtain_token
-from r3channel.clock import StageClock
 from r3channel.config import ChannelConfig
-from r3channel.distinct import warm
 from r3channel.errors import (
     BackgroundFailed,
     DeadlineExceeded,
@@ -35,7 +32,9 @@ from r3channel.errors import (
     StepError,
     UsageError,
 )
-from r3channel.metrics import Metrics
+from r3channel.model.spec import RoutingSpec
+from r3channel.observe.metrics import Metrics
+from r3channel.observe.stage_clock import StageClock
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.shards import ShardKey
@@ -51,9 +50,10 @@ from r3channel.relay.steps import Steps
 from r3channel.relay.storage.durable import Durable
 from r3channel.relay.storage.recovery import Recovery, take_over
 from r3channel.relay.storage.store import Store
-from r3channel.spec import RoutingSpec
+from r3channel.transport.auth import obtain_token
 from r3channel.wire.header import FRAME_MAGIC
 from r3channel.wire.hello import Hello
+from r3channel.wire.validate import warm
 
 if TYPE_CHECKING:
     from r3channel.relay.arrival.door import Door

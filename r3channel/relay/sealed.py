@@ -24,8 +24,8 @@ from r3channel.plan.ticket import Ticket, TicketSample
 from r3channel.relay.arrival.masks import HeldMasks
 from r3channel.relay.arrival.rows import HeldRows
 from r3channel.relay.entries import Sample
-from r3channel.routing import Ids
 from r3channel.wire.digest import fold, layer_digests
+from r3channel.wire.routing import Ids
 
 _Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from r3channel.clock import StageClock
 from r3channel.errors import R3Error, StepError, TicketMismatch
+from r3channel.observe.stage_clock import StageClock
 from r3channel.plan.shards import ShardKey
 from r3channel.plan.ticket import Ticket
 from r3channel.relay.arrival.masks import HeldMasks

@@ -1,6 +1,6 @@
 """What the routers really used: the ids that RouterReplay handed out, checked against the map that the router returned.
 
-A `ConsumptionTap` reads at the far end, after everything that this package does: the return value of `get_replay_topk` of
+A `RouterTap` reads at the far end, after everything that this package does: the return value of `get_replay_topk` of
 each bound router's own RouterReplay, and the router module's output. Off until opened; nothing is wrapped while it is
 closed. It imports no Megatron and does not know what the ids should have been.
 """
@@ -40,10 +40,10 @@ class Consumed:
     """[rows, K] of the spec's id dtype, in the router's row order; an own copy on the host."""
 
 
-class ConsumptionTap:
+class RouterTap:
     """Records every call of a driver's routers while it is open. Costs a device-to-host copy per call.
 
-    with ConsumptionTap(driver) as tap:
+    with RouterTap(driver) as tap:
         ...                                     # train a step
     rows = [consumed for consumed in tap.records if consumed.pass_name == "forward"]
     """
@@ -56,7 +56,7 @@ class ConsumptionTap:
         self._handed: dict[int, torch.Tensor] = {}
         self._undo = ExitStack()
 
-    def __enter__(self) -> ConsumptionTap:
+    def __enter__(self) -> RouterTap:
         self.open()
         return self
 

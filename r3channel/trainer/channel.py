@@ -18,19 +18,19 @@ from pathlib import Path
 
 import torch
 
-from r3channel.clock import StageClock
 from r3channel.config import ChannelConfig
 from r3channel.errors import UsageError
-from r3channel.metrics import Metrics
+from r3channel.observe.metrics import Metrics
+from r3channel.observe.stage_clock import StageClock
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.ticket import Ticket
-from r3channel.trainer import megatron
+from r3channel.trainer.adapters import megatron
 from r3channel.trainer.logprobs import KeptLogprobs
 from r3channel.trainer.mismatch import MismatchReport, RoutingAudit, measure, publish
+from r3channel.trainer.rank_shard import RankShard
 from r3channel.trainer.receiver import Control, Receiver
 from r3channel.trainer.replay import ReplayDriver, ReplayStep
-from r3channel.trainer.shard import RankShard
-from r3channel.transport.tensor_parallel import TensorParallelFanout
+from r3channel.transport.tp_fanout import TensorParallelFanout
 
 log = logging.getLogger(__name__)
 

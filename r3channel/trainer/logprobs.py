@@ -14,7 +14,7 @@ from r3channel.plan.layout import RankCoords
 from r3channel.plan.shards import Shard
 from r3channel.plan.ticket import Ticket
 from r3channel.recordings.logprobs import write_logprobs
-from r3channel.routing import Ids
+from r3channel.wire.routing import Ids
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from r3channel.metrics import Metrics
+from r3channel.observe.metrics import Metrics
 from r3channel.trainer.router import Seen
 
 _ENOUGH_PAIRS = 1000

@@ -13,23 +13,23 @@ from functools import partial
 
 import torch
 
-from r3channel.clock import StageClock
 from r3channel.config import ChannelConfig
 from r3channel.errors import ConfigError, TicketMismatch, UsageError
-from r3channel.metrics import Metrics
+from r3channel.model.spec import RoutingSpec
+from r3channel.observe.metrics import Metrics
+from r3channel.observe.stage_clock import StageClock
 from r3channel.plan.layout import RankCoords, TrainerLayout
 from r3channel.plan.masks import brings_masks
-from r3channel.plan.place import warm
+from r3channel.plan.placement import warm
 from r3channel.plan.shards import Shard
 from r3channel.plan.ticket import Ticket
-from r3channel.slot import PROCESS_SLOT
-from r3channel.spec import RoutingSpec
-from r3channel.tokens import as_tokens, hash_tokens
-from r3channel.trainer.ahead import Ahead
-from r3channel.trainer.landing import LandedShard
-from r3channel.trainer.member import Control, Member
-from r3channel.trainer.shard import RankShard, slot_parts
-from r3channel.transport.tensor_parallel import TensorParallelFanout
+from r3channel.trainer.prefetch import Ahead
+from r3channel.trainer.rank_shard import RankShard, slot_parts
+from r3channel.trainer.relay_connection import Control, Member
+from r3channel.trainer.shard_buffer import ShardBuffer
+from r3channel.transport.collective_lock import PROCESS_SLOT
+from r3channel.transport.tp_fanout import TensorParallelFanout
+from r3channel.wire.tokens import as_tokens, hash_tokens
 
 _WARMING = threading.Lock()
 """Else each receiver of a process would compile the same."""
@@ -76,7 +76,7 @@ class Receiver:
         self._buffers: dict[str, torch.Tensor] = {}
         self._last = ("", -1)
         """Run and step that were received last."""
-        self._ahead: Ahead[tuple[LandedShard, torch.Tensor]] | None = None
+        self._ahead: Ahead[tuple[ShardBuffer, torch.Tensor]] | None = None
         self._turn = 0
 
     def join(self, *, timeout_s: float | None = None) -> None:
@@ -109,7 +109,7 @@ class Receiver:
         `lengths`: their numbers alone, which cannot tell samples of equal length apart.
 
         The memory is reused by the next call (with `config.prefetch` by the one after). Ends within `step_timeout_s` plus one
-        bucket. No weight update of this process runs meanwhile (`slot.py`).
+        bucket. No weight update of this process runs meanwhile (`transport/collective_lock.py`).
 
         Raises `TicketMismatch` before a byte moves, a `TransportError` when group and fallback have failed
         (`max_group_failures`), `PeerFailed` where another rank of the TP group failed, `SlotBusy` when a weight update takes
@@ -173,7 +173,7 @@ class Receiver:
                 )
             self._ahead = Ahead(ticket, partial(self._receive_ahead, ticket, shard))
 
-    def _receive_whole(self, ticket: Ticket, shard: Shard) -> tuple[LandedShard, torch.Tensor]:
+    def _receive_whole(self, ticket: Ticket, shard: Shard) -> tuple[ShardBuffer, torch.Tensor]:
         ahead = self._ahead
         if ahead is None:
             return self._receive_now(ticket, shard)
@@ -184,15 +184,15 @@ class Receiver:
             if ahead.spent:  # else it goes on, or has what was acknowledged: it is asked for again
                 self._ahead = None
 
-    def _receive_ahead(self, ticket: Ticket, shard: Shard) -> tuple[LandedShard, torch.Tensor]:
+    def _receive_ahead(self, ticket: Ticket, shard: Shard) -> tuple[ShardBuffer, torch.Tensor]:
         self.clock.ahead()
         return self._receive_now(ticket, shard)
 
-    def _receive_now(self, ticket: Ticket, shard: Shard) -> tuple[LandedShard, torch.Tensor]:
+    def _receive_now(self, ticket: Ticket, shard: Shard) -> tuple[ShardBuffer, torch.Tensor]:
         turn = 1 - self._turn if self._config.prefetch else 0
         whole_N = self._whole(shard.nbytes, turn)
         with self.clock.span("place", step=ticket.step):
-            landed = LandedShard(ticket, shard, whole_N.numpy())
+            landed = ShardBuffer(ticket, shard, whole_N.numpy())
         self._member.receive(ticket, landed.stream, landed.sink)
         self._turn = turn  # now: a receive that fails begins in the same memory when it is called again
         return landed, whole_N
@@ -241,7 +241,7 @@ class Receiver:
         """Where a shard arrives, on the host: with all rows for each rank and no GPU it stays there."""
         return self._buffer(f"whole{turn}", nbytes, device=torch.device("cpu"))
 
-    def _digests(self, shard: Shard, landed: LandedShard | None) -> list[torch.Tensor]:
+    def _digests(self, shard: Shard, landed: ShardBuffer | None) -> list[torch.Tensor]:
         """Per TP slot the digests of its rows as bytes, TP0's; elsewhere memory for this rank's."""
         if landed is None:
             return [
@@ -272,7 +272,7 @@ class Receiver:
         self._fanout.scatter(None if whole_N is None else digests, own_N)
         return own_N
 
-    def _hand_on_masks(self, ticket: Ticket, shard: Shard, landed: LandedShard | None) -> torch.Tensor | None:
+    def _hand_on_masks(self, ticket: Ticket, shard: Shard, landed: ShardBuffer | None) -> torch.Tensor | None:
         """The sampling masks on every rank of the last stage, as bytes in host memory."""
         if not brings_masks(ticket, shard):
             return None

@@ -1,6 +1,6 @@
 """Replays a step's ids in Megatron's routers: one wrapper per router, keyed by the pass that runs.
 
-Works on `RouterHandle`s (made by `r3channel.trainer.megatron`), so it imports no Megatron. Of a router's RouterReplay only
+Works on `RouterHandle`s (made by `r3channel.trainer.adapters.megatron`), so it imports no Megatron. Of a router's RouterReplay only
 `get_replay_topk` is used; its targets, actions and class-level registry are left alone, so other models in the process are not
 touched. It does not know where ids come from; what a pass may consume is the step's to say.
 
@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from r3channel.errors import LayoutMismatch, UsageError
+from r3channel.model.spec import RoutingSpec
 from r3channel.plan.layout import TrainerLayout
-from r3channel.spec import RoutingSpec
 from r3channel.trainer.mismatch import RoutingAudit
 from r3channel.trainer.router import OUTSIDE, RouterCall, RouterHandle, StepRouting, name_of
 from r3channel.trainer.step import ReplayStep
@@ -68,7 +68,7 @@ class ReplayDriver:
             RouterUnsupported: the model's config would ignore, drop or outlive replayed ids.
             LayoutMismatch: the layout or the spec is not this model's.
         """
-        from r3channel.trainer import megatron
+        from r3channel.trainer.adapters import megatron
 
         config = megatron.config_of(chunks)
         megatron.check_layout(layout, config=config)

@@ -1,6 +1,6 @@
 """A decoder layer's router as replay sees it, and what a step must bring for it.
 
-The handle is made by `r3channel.trainer.megatron`; this file imports no Megatron and knows nothing of steps.
+The handle is made by `r3channel.trainer.adapters.megatron`; this file imports no Megatron and knows nothing of steps.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import numpy as np
 
 from r3channel.errors import ConfigError, RowsStale, UsageError
 from r3channel.plan.ticket import Ticket
-from r3channel.routing import Ids, RowKind
+from r3channel.wire.routing import Ids, RowKind
 
 log = logging.getLogger(__name__)
 

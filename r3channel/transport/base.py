@@ -1,4 +1,4 @@
-"""The contract of a transport, and the record from which both sides join one group (`transport.joining`).
+"""The contract of a transport, and the record from which both sides join one group (`transport.select`).
 
     lifecycle:  joined -> closed            (`close`: everything sent has been received)
                        -> aborted           (`abort`, or any failed call: the group is dead, open the next epoch)

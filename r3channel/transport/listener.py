@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 
 from r3channel.errors import ConfigError, DeadlineExceeded, TransportError, UsageError
-from r3channel.transport.link import Link
+from r3channel.transport.connection import Link
 
 TOKEN_BYTES = 32
 HELLO_BYTES = 256

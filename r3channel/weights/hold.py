@@ -20,7 +20,7 @@ import torch
 import xxhash
 
 from r3channel.errors import R3Error, TransportError, WeightsCorrupt, WeightsError
-from r3channel.transport.link import Link
+from r3channel.transport.connection import Link
 from r3channel.transport.listener import connect
 from r3channel.weights.checksums import host_bytes, tensor_checksum, tensor_digest
 from r3channel.weights.dryrun import Learned, Needs

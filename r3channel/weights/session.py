@@ -28,7 +28,6 @@ from typing import Any, Literal
 
 import torch
 
-from r3channel.bearer import read_token
 from r3channel.errors import (
     CannotStage,
     ConfigError,
@@ -42,8 +41,9 @@ from r3channel.errors import (
     WeightUpdateFailed,
     WeightVersionRegressed,
 )
-from r3channel.metrics import Metrics
-from r3channel.slot import PROCESS_SLOT
+from r3channel.observe.metrics import Metrics
+from r3channel.transport.auth import read_token
+from r3channel.transport.collective_lock import PROCESS_SLOT
 from r3channel.weights.broadcast import Broadcast
 from r3channel.weights.convert import Shard
 from r3channel.weights.executor import Crew, Feed, OnEngineLoss, Rules, Work
@@ -256,7 +256,7 @@ class WeightSync:
 
         Engines whose lease ran out, and those lost on the way, are left out and named in the report.
 
-        Waits while a step's routing is being received in this process, and keeps it waiting (`slot.py`).
+        Waits while a step's routing is being received in this process, and keeps it waiting (`transport/collective_lock.py`).
 
         Raises WeightUpdateFailed (naming bucket, tensor and engine, and the state of each engine), EngineLeftBehind
         (committed, but not by the engines named), TrainerRankLost (`exact`: says what engines hold),

@@ -24,7 +24,7 @@ from r3channel.errors import (
     PlanInvalid,
     PlanMismatch,
 )
-from r3channel.transport.link import Link
+from r3channel.transport.connection import Link
 from r3channel.transport.listener import Listener
 from r3channel.weights.convert import gathered_bytes
 from r3channel.weights.dryrun import Needs, Part

@@ -23,7 +23,7 @@ import torch
 import xxhash
 
 from r3channel.errors import GiverChanged, NonFiniteWeights, TransportError, WeightsCorrupt, WeightsError
-from r3channel.transport.link import Link
+from r3channel.transport.connection import Link
 from r3channel.weights.checksums import host_bytes, tensor_digest
 from r3channel.weights.dryrun import Needs, Part
 from r3channel.weights.geometry import Box

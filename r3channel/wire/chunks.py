@@ -14,9 +14,9 @@ from typing import NamedTuple
 import numpy as np
 
 from r3channel import errors
-from r3channel.routing import Ids
-from r3channel.spec import RoutingSpec
+from r3channel.model.spec import RoutingSpec
 from r3channel.wire.codec import CODECS, STORED, Wire, codec_for, encode_chunk
+from r3channel.wire.routing import Ids
 
 CHUNK_ROWS = 8192
 """Rows per chunk at most: fixed-width data does not care, adaptive codecs are best at 4-8 k rows (measured)."""

@@ -24,10 +24,10 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from r3channel.distinct import counted, item_bytes, items_of, kernels, row_words, summed
 from r3channel.errors import UsageError
-from r3channel.mixing import OFFSET, Ids, Words, coefficients, multipliers
-from r3channel.spec import RoutingSpec
+from r3channel.model.spec import RoutingSpec
+from r3channel.wire.mixing import OFFSET, Ids, Words, coefficients, multipliers
+from r3channel.wire.validate import counted, item_bytes, items_of, kernels, row_words, summed
 
 __all__ = [
     "HostRuns",

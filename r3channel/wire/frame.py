@@ -27,8 +27,7 @@ import numpy as np
 import xxhash
 
 from r3channel import errors
-from r3channel.routing import Ids, ProvenanceSpan, RowKind, check_shape, check_spans
-from r3channel.spec import RoutingSpec
+from r3channel.model.spec import RoutingSpec
 from r3channel.wire.chunks import (
     CHUNK_ROWS,
     Chunk,
@@ -41,6 +40,7 @@ from r3channel.wire.chunks import (
 )
 from r3channel.wire.codec import CODECS, STORED, check_codec
 from r3channel.wire.digest import layer_digests
+from r3channel.wire.frame_view import Frame, PrefixRef
 from r3channel.wire.header import (
     FLAG_PREFIX,
     FLAG_UNORDERED,
@@ -64,7 +64,7 @@ from r3channel.wire.header import (
     padding,
     read_header,
 )
-from r3channel.wire.received import Frame, PrefixRef
+from r3channel.wire.routing import Ids, ProvenanceSpan, RowKind, check_shape, check_spans
 
 __all__ = [
     "CHUNK_ROWS",

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import xxhash
 
 from r3channel import errors
-from r3channel.spec import RoutingSpec
+from r3channel.model.spec import RoutingSpec
 from r3channel.wire.chunks import CHUNK_BYTES, chunk_count
 from r3channel.wire.codec import CODECS
 

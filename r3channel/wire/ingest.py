@@ -1,7 +1,7 @@
 """How engines talk to a relay's ingest over HTTP: paths, sizes, and what each answer means. For both ends; no I/O.
 
     POST /v1/hello     a hello (`wire.hello`)
-    POST /v1/frames    a parcel of frames (`wire.receipt`), of an engine whose hello was taken
+    POST /v1/frames    a parcel of frames (`wire.parcel`), of an engine whose hello was taken
     both               with `Authorization: Bearer TOKEN` and a Content-Length; chunked bodies are not read
 
 A connection is kept for further requests unless the answer says `Connection: close`.

@@ -15,8 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 import xxhash
 
-from r3channel.routing import Ids
-from r3channel.spec import RoutingSpec
+from r3channel.model.spec import RoutingSpec
 from r3channel.wire.chunks import CHUNK_BYTES, chunk_count, stored_table
 from r3channel.wire.codec import STORED
 from r3channel.wire.digest import layer_digests
@@ -31,6 +30,7 @@ from r3channel.wire.header import (
     header_bytes,
     padding,
 )
+from r3channel.wire.routing import Ids
 
 Run = tuple[int, int, int, int]
 """Rows [start, end) with their weight version and kind, positions absolute: a provenance span as plain numbers."""

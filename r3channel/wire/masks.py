@@ -27,7 +27,7 @@ from r3channel.wire.header import (
     check_sections,
     read_header,
 )
-from r3channel.wire.receipt import RECEIPT_BYTES, RECEIPT_MAGIC
+from r3channel.wire.parcel import RECEIPT_BYTES, RECEIPT_MAGIC
 
 Numbers = np.ndarray[Any, np.dtype[Any]]
 MOST_IDS = 0xFFFF

@@ -24,11 +24,11 @@ import numpy as np
 import xxhash
 
 from r3channel import errors
-from r3channel.routing import Ids, check_ids, check_shape
-from r3channel.spec import RoutingSpec
+from r3channel.model.spec import RoutingSpec
 from r3channel.wire.chunks import encode_chunks, table_of
 from r3channel.wire.codec import bytes_of
 from r3channel.wire.frame import read_body
+from r3channel.wire.frame_view import Frame, PrefixRef
 from r3channel.wire.header import (
     FLAG_PREFIX,
     HEADER_BYTES,
@@ -42,7 +42,7 @@ from r3channel.wire.header import (
     padding,
     read_header,
 )
-from r3channel.wire.received import Frame, PrefixRef
+from r3channel.wire.routing import Ids, check_ids, check_shape
 
 MIN_ROWS = 16
 """Fewer rows are not worth a second frame: its header and tables cost about as much as one row of a small model."""

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from r3channel.model.spec import RoutingSpec
 from r3channel.plan.assignment import Assignment
-from r3channel.spec import RoutingSpec
-from r3channel.trainer.shard import RankShard
+from r3channel.trainer.rank_shard import RankShard
 from r3channel.trainer.step import ReplayStep
 from r3channel.wire.frame import encode_frame
 from tests.delivery import receive, receivers_of, relays

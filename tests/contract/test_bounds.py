@@ -25,7 +25,7 @@ TOKENS = 1000  # 24 kB of ids
 @pytest.fixture
 def relay() -> Iterator[Relay]:
     """Room for 4 samples."""
-    with relays(room_timeout_s=0.1) as make:
+    with relays(backpressure_timeout_s=0.1) as make:
         relay = make("dp=2")
         relay._store.ceiling_bytes = 4 * frame_bytes() + 1000
         yield relay
@@ -71,7 +71,7 @@ def test_at_the_ceiling_add_says_so_by_name_and_keeps_what_it_holds(relay: Relay
 
 
 def test_add_goes_on_when_a_step_is_delivered(relay: Relay) -> None:
-    relay.intake.config = relay.config.__class__(room_timeout_s=LIMIT_S)
+    relay.intake.config = relay.config.__class__(backpressure_timeout_s=LIMIT_S)
     add(relay, "a", "b", "c", "d")
     ticket = seal(relay, 0, "a", "b")
     waiting = threading.Thread(target=add, args=(relay, "e"))
@@ -84,7 +84,7 @@ def test_add_goes_on_when_a_step_is_delivered(relay: Relay) -> None:
 
 
 def test_what_can_never_fit_is_refused_at_once_and_holds_up_nobody(relay: Relay) -> None:
-    relay.intake.config = relay.config.__class__(room_timeout_s=1e6)
+    relay.intake.config = relay.config.__class__(backpressure_timeout_s=1e6)
     with pytest.raises(errors.StoreFull, match="sample big"):
         relay.add("big", reply_for("big", 10 * TOKENS), range(10 * TOKENS))
     add(relay, "a")

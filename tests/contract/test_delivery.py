@@ -25,11 +25,11 @@ from r3channel.recordings.recorder import Recorder
 from r3channel.relay.delivery import _Served
 from r3channel.relay.relay import Relay
 from r3channel.relay.sealed import SealedStep
-from r3channel.routing import ProvenanceSpan, RowKind
+from r3channel.trainer.rank_shard import RankShard
 from r3channel.trainer.receiver import Receiver
-from r3channel.trainer.shard import RankShard
-from r3channel.wire import delivery as wire
+from r3channel.wire import row_protocol as wire
 from r3channel.wire.frame import encode_frame
+from r3channel.wire.routing import ProvenanceSpan, RowKind
 from tests.delivery import (
     LIMIT_S,
     TOKENS,

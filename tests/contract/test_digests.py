@@ -16,21 +16,21 @@ import pytest
 import torch
 
 from r3channel import errors
-from r3channel.compiled import column_sums, place_runs
+from r3channel.model.spec import RoutingSpec
 from r3channel.plan.assignment import Assignment
-from r3channel.plan.place import Placement
+from r3channel.plan.placement import Placement
 from r3channel.plan.ticket import Ticket
 from r3channel.relay.relay import Relay
 from r3channel.relay.sealed import Outgoing, SealedStep
 from r3channel.relay.steps import Steps
-from r3channel.routing import Ids
-from r3channel.spec import RoutingSpec
-from r3channel.trainer.handed import HandedRows
-from r3channel.trainer.landing import LandedShard, RelaySink
-from r3channel.trainer.member import Member
-from r3channel.trainer.shard import RankShard
+from r3channel.trainer.rank_shard import RankShard
+from r3channel.trainer.relay_connection import Member
+from r3channel.trainer.router_digests import RouterDigestCheck
+from r3channel.trainer.shard_buffer import RelaySink, ShardBuffer
 from r3channel.transport.process_group import _Operation
 from r3channel.wire.frame import encode_frame
+from r3channel.wire.kernels import column_sums, place_runs
+from r3channel.wire.routing import Ids
 from tests.delivery import Fanout, MakeRelay, compare, hand, receive, receivers_of, relays, until
 from tests.samples import SPEC, WIDE, random_ids, reply_for
 
@@ -100,9 +100,9 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
         return []
 
     monkeypatch.setattr(RelaySink, "verify", yes)
-    monkeypatch.setattr(LandedShard, "_check_samples", lambda *_: None)
+    monkeypatch.setattr(ShardBuffer, "_check_samples", lambda *_: None)
     monkeypatch.setattr(SealedStep, "_attest", lambda *_: None)
-    monkeypatch.setattr(HandedRows, "check", lambda *_: None)
+    monkeypatch.setattr(RouterDigestCheck, "check", lambda *_: None)
 
 
 # -- the way as it is --------------------------------------------------------------------------------------------------

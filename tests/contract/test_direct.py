@@ -21,15 +21,15 @@ import numpy as np
 import pytest
 
 from r3channel import errors
-from r3channel.bearer import create_token, obtain_token, read_token
 from r3channel.config import ChannelConfig, EngineConfig
+from r3channel.model.spec import RoutingSpec
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.relay import Relay
-from r3channel.spec import RoutingSpec
+from r3channel.transport.auth import create_token, obtain_token, read_token
 from r3channel.wire.frame import FRAME_MAGIC
 from r3channel.wire.ingest import FRAMES_PATH
-from r3channel.wire.receipt import RECEIPT_MAGIC
+from r3channel.wire.parcel import RECEIPT_MAGIC
 from tests.direct import (
     LIMIT_S,
     Engine,

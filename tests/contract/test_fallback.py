@@ -20,12 +20,12 @@ from r3channel import errors
 from r3channel.relay.delivery import _Served
 from r3channel.relay.relay import Relay
 from r3channel.relay.staging import HostStaging
-from r3channel.trainer.member import Member
 from r3channel.trainer.receiver import Receiver
+from r3channel.trainer.relay_connection import Member
 from r3channel.transport.base import Pending, Rendezvous, Transport
-from r3channel.transport.joining import join
-from r3channel.transport.link import Link
+from r3channel.transport.connection import Link
 from r3channel.transport.process_group import ProcessGroupTransport
+from r3channel.transport.select import join
 from tests.delivery import LIMIT_S, MakeRelay, check_rows, receive, receivers_of, relays, sealed, until
 
 
@@ -243,7 +243,7 @@ def test_a_group_is_made_when_a_receiver_joins_and_its_first_step_makes_none(
     relay = make_relay("dp=1")
     (receiver,) = receivers_of(relay)
     receiver.join(timeout_s=LIMIT_S)
-    monkeypatch.setattr("r3channel.trainer.member.join", None)  # whoever joins now fails
+    monkeypatch.setattr("r3channel.trainer.relay_connection.join", None)  # whoever joins now fails
     for step, prefix in enumerate("ab"):
         check_rows(receiver.receive(sealed(relay, step, prefix=prefix)), prefix=prefix)
     assert staged == ["0-0-0"] * 2 and lives(relay) == [1] and fallbacks(receiver) == 0
@@ -281,9 +281,9 @@ def test_rows_go_over_nccl_where_both_ends_ask_for_it(
 
     monkeypatch.setattr("r3channel.relay.delivery.DeviceStaging", lambda device: HostStaging())
     monkeypatch.setattr("r3channel.relay.delivery.gpu_of", lambda device: "the relay's")
-    monkeypatch.setattr("r3channel.trainer.member.gpu_of", lambda: "its own")
+    monkeypatch.setattr("r3channel.trainer.relay_connection.gpu_of", lambda: "its own")
     monkeypatch.setattr("r3channel.relay.delivery.join", over_gloo)
-    monkeypatch.setattr("r3channel.trainer.member.join", over_gloo)
+    monkeypatch.setattr("r3channel.trainer.relay_connection.join", over_gloo)
     relay = make_relay("dp=1", transport="nccl")
     at, config = relay.layout.coords(0), replace(relay.config, transport=transport)
     receiver = Receiver(relay, spec=relay.spec, layout=relay.layout, coords=at, config=config)
@@ -298,7 +298,7 @@ def test_a_receiver_on_the_relays_own_gpu_is_refused_by_name(
     """NCCL itself would fail on both sides, without naming either."""
     monkeypatch.setattr("r3channel.relay.delivery.DeviceStaging", lambda device: HostStaging())
     monkeypatch.setattr("r3channel.relay.delivery.gpu_of", lambda device: f"GPU-{device}")
-    monkeypatch.setattr("r3channel.trainer.member.gpu_of", lambda: "GPU-3")
+    monkeypatch.setattr("r3channel.trainer.relay_connection.gpu_of", lambda: "GPU-3")
     relay = make_relay("dp=1", transport="nccl", device=3)
     (receiver,) = receivers_of(relay)
     for call in (lambda: receiver.join(timeout_s=LIMIT_S), lambda: receiver.receive(sealed(relay))):

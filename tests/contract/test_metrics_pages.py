@@ -20,8 +20,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from r3channel import errors
 from r3channel.cli import main
-from r3channel.clock import WAITS
-from r3channel.metric_table import LABELS, METRICS
+from r3channel.observe.metric_table import LABELS, METRICS
+from r3channel.observe.stage_clock import WAITS
 from r3channel.plan.assignment import Assignment
 from r3channel.relay.arrival import rows
 from r3channel.relay.delivery import _Served
@@ -29,10 +29,10 @@ from r3channel.relay.entries import Entries
 from r3channel.relay.relay import Relay
 from r3channel.relay.sealed import SealedStep
 from r3channel.relay.steps import Steps
-from r3channel.report.page import verdict_of
-from r3channel.trainer.landing import RelaySink
+from r3channel.tools.report_page import verdict_of
 from r3channel.trainer.receiver import Receiver
-from r3channel.unproxied import urlopen
+from r3channel.trainer.shard_buffer import RelaySink
+from r3channel.transport.http import urlopen
 from tests.delivery import MakeRelay, receivers_of, relays, until
 from tests.direct import Engine, deliver, draft_of, hello_of, receipt_reply
 from tests.samples import reply_for

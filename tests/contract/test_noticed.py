@@ -13,11 +13,11 @@ import torch
 from r3channel.config import ChannelConfig
 from r3channel.errors import DigestMismatch, R3Error, RowsStale
 from r3channel.plan.layout import TrainerLayout
-from r3channel.plan.place import place_samples
-from r3channel.recordings.catalogue import FAULTS
+from r3channel.plan.placement import place_samples
+from r3channel.recordings.diagnose import FAULTS
 from r3channel.recordings.step import RecordedStep
 from r3channel.relay.relay import Relay
-from r3channel.trainer.shard import RankShard
+from r3channel.trainer.rank_shard import RankShard
 from r3channel.trainer.staleness import Staleness
 from r3channel.wire.digest import layer_digests
 from r3channel.wire.frame import encode_frame

@@ -17,6 +17,7 @@ import pytest
 
 from r3channel import errors
 from r3channel.config import ChannelConfig
+from r3channel.model.spec import RoutingSpec
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.shards import ShardKey
 from r3channel.plan.ticket import Ticket
@@ -24,12 +25,11 @@ from r3channel.recordings.recorder import Recorder
 from r3channel.recordings.recording import Recording
 from r3channel.relay.relay import Relay
 from r3channel.relay.sealed import Outgoing, SealedStep
-from r3channel.spec import RoutingSpec
+from r3channel.trainer.rank_shard import RankShard
 from r3channel.trainer.receiver import Receiver
-from r3channel.trainer.shard import RankShard
-from r3channel.transport.link import Link
+from r3channel.transport.connection import Link
 from r3channel.transport.listener import connect
-from r3channel.wire import delivery as wire
+from r3channel.wire import row_protocol as wire
 from r3channel.wire.frame import encode_frame
 from tests.delivery import (
     LIMIT_S,
@@ -252,7 +252,7 @@ def test_a_relay_that_cannot_prepare_in_time_says_so_to_its_receivers(
 
 
 class Counted:
-    """`trainer.member.Control`, counting."""
+    """`trainer.relay_connection.Control`, counting."""
 
     def __init__(self, relay: Relay) -> None:
         self._relay, self.calls = relay, 0

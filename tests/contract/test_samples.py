@@ -24,8 +24,8 @@ from r3channel.plan.shards import ShardKey
 from r3channel.recordings.recorder import Recorder
 from r3channel.relay.relay import Relay
 from r3channel.relay.sealed import Outgoing, SealedStep
+from r3channel.trainer.rank_shard import RankShard
 from r3channel.trainer.receiver import Receiver
-from r3channel.trainer.shard import RankShard
 from r3channel.wire.frame import encode_frame
 from tests.direct import LIMIT_S, deliver, draft_of, hello_of, receipt_reply, until
 from tests.samples import SPEC, frame_of, random_ids, reply_for

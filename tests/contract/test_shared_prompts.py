@@ -15,9 +15,9 @@ from r3channel.config import ChannelConfig
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.relay import Relay
 from r3channel.wire.frame import encode_frame, sample_key
+from r3channel.wire.frame_view import PrefixRef
+from r3channel.wire.parcel import PREFIX_SERIAL
 from r3channel.wire.prefix import encode_prefix, prefix_digest
-from r3channel.wire.receipt import PREFIX_SERIAL
-from r3channel.wire.received import PrefixRef
 from tests.direct import LIMIT_S, Engine, deliver, hello_of, receipt_reply, rows_here
 from tests.samples import SPEC, random_ids
 

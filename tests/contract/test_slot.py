@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from r3channel import errors
-from r3channel.slot import PROCESS_SLOT, Slot
+from r3channel.transport.collective_lock import PROCESS_SLOT, Slot
 from r3channel.weights.session import WeightSync
 from tests.delivery import LIMIT_S, check_rows, receivers_of, relays, sealed, until
 

@@ -16,12 +16,12 @@ from r3channel.plan.ticket import Ticket
 from r3channel.relay.intake import Intake
 from r3channel.relay.relay import Relay
 from r3channel.relay.sealed import SealedStep
-from r3channel.routing import ProvenanceSpan, RowKind
-from r3channel.trainer.shard import RankShard
+from r3channel.trainer.rank_shard import RankShard
 from r3channel.transport.process_group import RendezvousStore
-from r3channel.wire import delivery as wire
+from r3channel.wire import row_protocol as wire
 from r3channel.wire.frame import encode_frame, sample_key
-from r3channel.wire.receipt import Receipt
+from r3channel.wire.parcel import Receipt
+from r3channel.wire.routing import ProvenanceSpan, RowKind
 from tests.delivery import LIMIT_S, MakeRelay, check_rows, receive, receivers_of, relays, sealed, until
 from tests.samples import SPEC, random_ids, reply_for, reply_of
 

@@ -22,8 +22,8 @@ import torch
 
 from r3channel.errors import ConfigError, DeadlineExceeded, TransportError, UsageError
 from r3channel.transport.base import Rendezvous, Transport
-from r3channel.transport.joining import join
 from r3channel.transport.process_group import UNLIMITED, ProcessGroupTransport, RendezvousStore
+from r3channel.transport.select import join
 
 TIMEOUT_S = 20.0
 Joiner = Callable[..., list[Transport]]

@@ -10,7 +10,7 @@ from typing import Any
 
 from r3channel.errors import R3Error, TransportError
 from r3channel.relay.relay import Relay
-from r3channel.wire.delivery import error_of, values_of
+from r3channel.wire.row_protocol import error_of, values_of
 
 
 class ControlServer:
@@ -43,7 +43,7 @@ def answer(relay: Relay, arguments: dict[str, int]) -> dict[str, Any]:
 
 
 class TcpControl:
-    """`trainer.member.Control` over that socket: a connection for each call, as there is one call in a life."""
+    """`trainer.relay_connection.Control` over that socket: a connection for each call, as there is one call in a life."""
 
     def __init__(self, port: int) -> None:
         self._port = port

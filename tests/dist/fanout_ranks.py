@@ -14,9 +14,9 @@ from r3channel.errors import R3Error
 from r3channel.plan.layout import RankCoords, TrainerLayout
 from r3channel.plan.ticket import Ticket
 from r3channel.relay.relay import Relay
+from r3channel.trainer.rank_shard import RankShard
 from r3channel.trainer.receiver import Receiver
-from r3channel.trainer.shard import RankShard
-from r3channel.transport.tensor_parallel import TensorParallelFanout
+from r3channel.transport.tp_fanout import TensorParallelFanout
 from tests.delivery import assignment, check_rows, fill
 from tests.dist.ranks import write_result
 from tests.samples import SPEC

@@ -32,10 +32,10 @@ from r3channel.relay.relay import Relay
 from r3channel.relay.sealed import Outgoing, SealedStep
 from r3channel.relay.storage.durable import Durable
 from r3channel.relay.storage.recovery import Recovery
-from r3channel.trainer.landing import RelaySink
-from r3channel.trainer.member import Member
+from r3channel.trainer.rank_shard import RankShard
 from r3channel.trainer.receiver import Receiver
-from r3channel.trainer.shard import RankShard
+from r3channel.trainer.relay_connection import Member
+from r3channel.trainer.shard_buffer import RelaySink
 from tests.dist.control import ControlServer, TcpControl
 from tests.samples import SPEC, random_ids, reply_for
 
@@ -207,7 +207,7 @@ def be_receiver(pipe: Connection, rank: int, point: str, transport: str = "tcp")
 
 
 class Moved:
-    """`trainer.member.Control` of a relay that may have started again, as an actor's handle is."""
+    """`trainer.relay_connection.Control` of a relay that may have started again, as an actor's handle is."""
 
     port = 0
 

@@ -19,12 +19,12 @@ from safetensors.torch import save_file
 
 from r3channel.config import ChannelConfig
 from r3channel.embedded import megatron as embedded
-from r3channel.metrics import Metrics
+from r3channel.observe.metrics import Metrics
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.shards import Shard
 from r3channel.recordings.recording import Recording
-from r3channel.trainer import megatron
-from r3channel.trainer.audit import Consumed, ConsumptionTap
+from r3channel.trainer.adapters import megatron
+from r3channel.trainer.audit import Consumed, RouterTap
 from r3channel.trainer.channel import TrainerChannel
 from r3channel.weights.convert import hf_weights
 from tests.dist.control import TcpControl
@@ -160,7 +160,7 @@ def train(job: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
     rank = Rank(job, run)
     rank.model.zero_grad()
     with (
-        ConsumptionTap(rank.channel.driver) as tap,
+        RouterTap(rank.channel.driver) as tap,
         rank.channel.step(rank.recording.ticket, tokens=rank.tokens()) as step,
     ):
         with torch.no_grad():

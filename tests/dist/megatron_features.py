@@ -19,10 +19,10 @@ import torch.distributed as dist
 
 from r3channel.embedded import megatron as embedded
 from r3channel.errors import LayoutMismatch, ReplayCountMismatch
+from r3channel.model.spec import RoutingSpec
 from r3channel.plan.layout import TrainerLayout
-from r3channel.spec import RoutingSpec
-from r3channel.trainer import megatron
-from r3channel.trainer.audit import ConsumptionTap
+from r3channel.trainer.adapters import megatron
+from r3channel.trainer.audit import RouterTap
 from r3channel.trainer.mismatch import MismatchReport, RoutingAudit
 from r3channel.trainer.replay import ReplayDriver
 from tests.dist import deepseek
@@ -97,7 +97,7 @@ class Bench:
         """A whole step with the gradients of all micro-batches; gives the tap's records."""
         for weight in self.model.parameters():
             weight.grad = None
-        with ConsumptionTap(self.driver) as tap, self.driver.step(self.routing, step=0, audit=audit) as step:
+        with RouterTap(self.driver) as tap, self.driver.step(self.routing, step=0, audit=audit) as step:
             for index in range(MICROBATCHES):
                 with step.microbatch(index):
                     loss = self.forward(index)
@@ -110,7 +110,7 @@ class Bench:
 
     def natural(self) -> None:
         """Let the routing be what the live routers choose, as an engine with the same weights would record it."""
-        with torch.no_grad(), ConsumptionTap(self.driver) as tap:
+        with torch.no_grad(), RouterTap(self.driver) as tap:
             for index in range(MICROBATCHES):
                 with self.driver.off(microbatch=index):
                     self.forward(index)
@@ -413,7 +413,7 @@ def test_two_models_replay_in_one_process_at_the_same_time() -> None:
     with bench(mtp_num_layers=None) as policy, bench(mtp_num_layers=None) as critic:
         reference = deepseek.build(mtp_num_layers=None)
         critic.routing.whole = {key: (ids + 1) % 16 for key, ids in critic.routing.whole.items()}
-        taps = ConsumptionTap(policy.driver), ConsumptionTap(critic.driver)
+        taps = RouterTap(policy.driver), RouterTap(critic.driver)
         with (
             taps[0],
             taps[1],

@@ -16,10 +16,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from r3channel.embedded import megatron as embedded
+from r3channel.model.spec import RoutingSpec
 from r3channel.plan.layout import TrainerLayout
-from r3channel.spec import RoutingSpec
-from r3channel.trainer import megatron
-from r3channel.trainer.audit import Consumed, ConsumptionTap
+from r3channel.trainer.adapters import megatron
+from r3channel.trainer.audit import Consumed, RouterTap
 from r3channel.trainer.replay import ReplayDriver
 from r3channel.weights.convert import hf_weights
 from tests.dist.ranks import write_result
@@ -161,7 +161,7 @@ def whole_gradients(rank: Rank) -> dict[str, torch.Tensor]:
 
 def train(rank: Rank, out: str) -> dict[str, Any]:
     rank.model.zero_grad()
-    with ConsumptionTap(rank.driver) as tap:
+    with RouterTap(rank.driver) as tap:
         losses = replayed(rank, mode="train")
     ids = check_rows(rank, tap.records, "forward", "recompute")
     check_clean(rank)
@@ -181,7 +181,7 @@ def logprob_on_and_off(rank: Rank) -> dict[str, Any]:
         with rank.driver.off(microbatch=index):
             return rank.forward(index), reduced
 
-    with torch.no_grad(), ConsumptionTap(rank.driver) as tap:
+    with torch.no_grad(), RouterTap(rank.driver) as tap:
         on = replayed(rank, mode="logprob")
         ids = check_rows(rank, tap.records, "logprob")
         tap.records.clear()

@@ -28,9 +28,9 @@ from r3channel.errors import (
     UsageError,
 )
 from r3channel.plan.layout import TrainerLayout
-from r3channel.trainer import megatron
-from r3channel.trainer.audit import ConsumptionTap, DigestLedger
-from r3channel.trainer.refusals import REFUSALS, refuse_unsupported
+from r3channel.trainer.adapters import megatron
+from r3channel.trainer.adapters.megatron_refusals import REFUSALS, refuse_unsupported
+from r3channel.trainer.audit import DigestLedger, RouterTap
 from r3channel.trainer.replay import ReplayDriver
 from r3channel.wire.digest import layer_digests
 from tests.dist.ranks import write_result
@@ -217,7 +217,7 @@ def test_backward_passes_in_any_order_recompute_with_their_own_ids(bench: Bench)
     bench.whole_step()
     wanted = bench.gradients()
     bench.model.zero_grad()
-    with ConsumptionTap(bench.driver) as tap, bench.driver.step(bench, step=1) as step:
+    with RouterTap(bench.driver) as tap, bench.driver.step(bench, step=1) as step:
         losses = []
         for index in range(MICROBATCHES):
             with step.microbatch(index):
@@ -387,7 +387,7 @@ def test_the_tap_notices_a_router_that_does_not_use_its_ids(bench: Bench) -> Non
     try:
         with (
             refused(AuditMismatch, "decoder layer 2", "forward pass", "16 of 16 rows"),
-            ConsumptionTap(bench.driver),
+            RouterTap(bench.driver),
         ):
             bench.whole_step()
     finally:
@@ -396,8 +396,8 @@ def test_the_tap_notices_a_router_that_does_not_use_its_ids(bench: Bench) -> Non
 
 def test_only_one_tap_at_a_time_and_none_when_closed(bench: Bench) -> None:
     before = [handle.replay.get_replay_topk for handle in bench.driver.handles.values()]
-    with ConsumptionTap(bench.driver), refused(UsageError, "tapped already"):
-        ConsumptionTap(bench.driver).open()
+    with RouterTap(bench.driver), refused(UsageError, "tapped already"):
+        RouterTap(bench.driver).open()
     assert bench.driver.tap is None
     assert [handle.replay.get_replay_topk for handle in bench.driver.handles.values()] == before
 
@@ -419,7 +419,7 @@ def test_digests_of_consumed_rows_equal_those_of_the_samples(bench: Bench) -> No
     positions, samples = rows // SAMPLES, rows % SAMPLES
     samples_R = np.where(positions < LENGTH - 1, samples, -1)
     ledger = DigestLedger()
-    with ConsumptionTap(bench.driver) as tap:
+    with RouterTap(bench.driver) as tap:
         bench.whole_step()
     for record in tap.records:
         names = [f"{record.microbatch}/{sample}" for sample in range(SAMPLES)]

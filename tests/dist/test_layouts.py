@@ -18,12 +18,12 @@ import numpy as np
 import pytest
 
 from r3channel.config import ChannelConfig
+from r3channel.model.spec import RoutingSpec
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.recordings.recorder import Recorder
 from r3channel.relay.relay import Relay
-from r3channel.report.layouts import PROVEN, WHEN
-from r3channel.spec import RoutingSpec
+from r3channel.tools.layouts import PROVEN, WHEN
 from r3channel.wire.frame import encode_frame
 from tests.delivery import recorded
 from tests.dist.control import ControlServer

@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from r3channel.model.spec import RoutingSpec
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.ticket import Ticket, TicketSample
 from r3channel.recordings.recorder import write_step
 from r3channel.recordings.recording import Recording
-from r3channel.recordings.replayed import consumed
+from r3channel.recordings.replay import consumed
 from r3channel.recordings.step import RecordedStep
-from r3channel.spec import RoutingSpec
 from r3channel.wire.digest import fold, layer_digests
 from r3channel.wire.frame import encode_frame
 

@@ -18,7 +18,7 @@ import pytest
 
 from r3channel import errors
 from r3channel.plan.layout import TrainerLayout
-from r3channel.plan.place import place_samples
+from r3channel.plan.placement import place_samples
 from r3channel.plan.ticket import Ticket
 from r3channel.recordings.recording import Recording
 from r3channel.relay.actor import NAME

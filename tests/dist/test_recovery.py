@@ -11,7 +11,7 @@ from r3channel import errors
 from r3channel.relay.relay import Relay
 from r3channel.relay.storage.durable import read_remains
 from r3channel.relay.storage.recovery import Recovery
-from r3channel.routing import ProvenanceSpan, RowKind
+from r3channel.wire.routing import ProvenanceSpan, RowKind
 from tests.dist.killed_relay import LAYOUT, STEP, STEPS, TOKENS, Child, config, fill, leave
 from tests.samples import SPEC, random_ids, reply_for
 

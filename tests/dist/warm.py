@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
-from r3channel.plan.place import place_samples
+from r3channel.plan.placement import place_samples
 from r3channel.plan.shards import plan_shards
 from r3channel.wire.frame import parse_frame
 from tests.samples import SPEC, frame_of

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from r3channel.report.dashboard import dashboard
-from r3channel.unproxied import urlopen
+from r3channel.tools.dashboard import dashboard
+from r3channel.transport.http import urlopen
 
 PROMETHEUS = shutil.which("prometheus")
 LIMIT_S = 60.0

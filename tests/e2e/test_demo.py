@@ -18,7 +18,7 @@ import pytest
 from safetensors.torch import load_file
 
 from r3channel.embedded.sglang import environment, kill_family
-from r3channel.metric_table import METRICS
+from r3channel.observe.metric_table import METRICS
 from r3channel.recordings.recording import Recording
 from r3channel.recordings.summary import summarize
 from r3channel.weights.checksums import EngineChecksums

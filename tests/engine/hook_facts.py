@@ -23,7 +23,7 @@ def case(function: Callable[[], Any]) -> Callable[[], Any]:
 
 def register_with(**environment: str) -> str:
     """What `plugin.register` ends the process with, or ''."""
-    from r3channel import plugin
+    from r3channel.engine import sglang_plugin as plugin
 
     os.environ.update(environment)
     try:
@@ -35,7 +35,7 @@ def register_with(**environment: str) -> str:
 
 @case
 def installed() -> list[str]:
-    from r3channel.engine.hooks import check_hooks
+    from r3channel.engine.sglang_hooks import check_hooks
 
     return check_hooks()
 
@@ -44,7 +44,7 @@ def installed() -> list[str]:
 def collect_renamed() -> list[str]:
     from sglang.srt.managers.scheduler_components import batch_result_processor as module
 
-    from r3channel.engine.hooks import check_hooks
+    from r3channel.engine.sglang_hooks import check_hooks
 
     del module.SchedulerBatchResultProcessor._maybe_collect_routed_experts
     return check_hooks()
@@ -54,7 +54,7 @@ def collect_renamed() -> list[str]:
 def parameter_renamed() -> list[str]:
     from sglang.srt.state_capturer.routed_experts import RoutedExpertsCapturer
 
-    from r3channel.engine.hooks import check_hooks
+    from r3channel.engine.sglang_hooks import check_hooks
 
     def get_topk(self: Any, slot: int, seqlen: int, req_to_token_pool: Any, start_len: int = 0) -> None: ...
 
@@ -144,7 +144,7 @@ def our_forward_end() -> dict[str, Any]:
 
     from r3channel.engine import sglang as room
     from r3channel.engine.capture import LayerSelection
-    from r3channel.spec import RoutingSpec
+    from r3channel.model.spec import RoutingSpec
 
     spec = RoutingSpec(num_layers=4, moe_layers=(1, 2, 3), num_experts=128, top_k=8)
     capturer, batch = _device_batch(

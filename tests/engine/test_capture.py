@@ -22,10 +22,10 @@ from r3channel.engine.capture import (
     torch_id_dtype,
 )
 from r3channel.errors import ConfigError, RoutingError
-from r3channel.routing import ProvenanceSpan, RowKind, spans_of
-from r3channel.spec import RoutingSpec
+from r3channel.model.spec import RoutingSpec
 from r3channel.wire.digest import layer_digests
 from r3channel.wire.frame import encode_frame, parse_frame
+from r3channel.wire.routing import ProvenanceSpan, RowKind, spans_of
 
 SPEC = RoutingSpec(num_layers=4, moe_layers=(1, 2, 3), num_experts=128, top_k=8)
 EVERY_OTHER = RoutingSpec(num_layers=5, moe_layers=(1, 3), num_experts=128, top_k=8)

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from r3channel.embedded.sglang import EngineOptions, EngineServer
+from r3channel.model.spec import RoutingSpec
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.arrival.splice import merged_frame
 from r3channel.relay.relay import Relay
-from r3channel.routing import RowKind
-from r3channel.spec import RoutingSpec
 from r3channel.wire.frame import parse_frame
+from r3channel.wire.routing import RowKind
 from tests.conftest import READY_TIMEOUT_S
 from tests.engine.client import Reply, generate
 from tests.engine.reference import reference_ids

@@ -15,7 +15,7 @@ import pytest
 from r3channel.embedded.model import write_model
 from r3channel.embedded.sglang import EngineOptions, EngineServer, environment
 from r3channel.errors import ConfigError, UsageError
-from r3channel.spec import RoutingSpec
+from r3channel.model.spec import RoutingSpec
 from tests.engine.client import post
 
 SHIMS = Path(__file__).parents[2] / "r3channel" / "embedded" / "shims"

@@ -11,10 +11,10 @@ import pytest
 from r3channel import cli
 from r3channel.embedded.sglang import EngineOptions, EngineServer
 from r3channel.errors import EngineReported, EngineUnavailable, FrameMagicMismatch
-from r3channel.routing import RowKind, SampleRouting
-from r3channel.spec import RoutingSpec
+from r3channel.model.spec import RoutingSpec
 from r3channel.wire.digest import layer_digests
 from r3channel.wire.frame import FRAME_MAGIC, Frame, parse_frame
+from r3channel.wire.routing import RowKind, SampleRouting
 from tests.conftest import READY_TIMEOUT_S
 from tests.engine.client import Reply, generate, generate_together, set_weight_version, stream
 from tests.engine.reference import reference_ids

@@ -12,12 +12,12 @@ from safetensors.torch import load_file
 from r3channel.config import ChannelConfig
 from r3channel.embedded.sglang import EngineOptions, EngineServer
 from r3channel.errors import WeightUpdateFailed
+from r3channel.model.spec import RoutingSpec
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.relay import Relay
-from r3channel.routing import Ids
-from r3channel.spec import RoutingSpec
 from r3channel.weights.session import WeightSync
 from r3channel.weights.sglang import EngineClient
+from r3channel.wire.routing import Ids
 from tests.conftest import READY_TIMEOUT_S
 from tests.engine.client import Reply, generate, generate_together
 from tests.engine.families import FAMILIES, ON_CPU, write_families

@@ -12,10 +12,10 @@ import pytest
 from r3channel.config import ChannelConfig
 from r3channel.embedded.sglang import EngineOptions, EngineServer
 from r3channel.errors import EngineUnavailable
+from r3channel.model.spec import RoutingSpec
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.arrival.rows import HeldRows
 from r3channel.relay.relay import Relay
-from r3channel.spec import RoutingSpec
 from r3channel.wire.frame import parse_frame
 from tests.conftest import READY_TIMEOUT_S
 from tests.engine.client import Reply, generate_together

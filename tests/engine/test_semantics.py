@@ -17,16 +17,16 @@ from r3channel import cli
 from r3channel.config import ChannelConfig
 from r3channel.embedded.sglang import EngineOptions, EngineServer
 from r3channel.errors import RowGap, RowOverlap
+from r3channel.model.spec import RoutingSpec
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.arrival.rows import HeldRows
 from r3channel.relay.relay import Relay
-from r3channel.routing import Ids, RowKind
-from r3channel.spec import RoutingSpec
 from r3channel.trainer.receiver import Receiver
 from r3channel.wire.frame import parse_frame
 from r3channel.wire.hello import probe_body
-from r3channel.wire.receipt import RECEIPT_MAGIC
+from r3channel.wire.parcel import RECEIPT_MAGIC
+from r3channel.wire.routing import Ids, RowKind
 from tests.conftest import READY_TIMEOUT_S
 from tests.engine.client import Reply, generate, generate_together, post, set_weight_version, stream
 from tests.engine.reference import reference_ids

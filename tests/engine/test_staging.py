@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from r3channel.config import EngineConfig
-from r3channel.engine.delivery import Outlet
+from r3channel.engine.frame_sender import Outlet
 from r3channel.engine.staging import StagedCapturer
-from r3channel.routing import RowKind
 from r3channel.wire.frame import parse_frame
 from r3channel.wire.hello import Hello
+from r3channel.wire.routing import RowKind
 from tests.engine.host_copies import HostCopies
 from tests.samples import SPEC, random_ids
 

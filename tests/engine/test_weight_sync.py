@@ -23,8 +23,7 @@ from r3channel.errors import (
     WeightUpdateFailed,
     WeightVersionRegressed,
 )
-from r3channel.routing import RowKind
-from r3channel.spec import RoutingSpec
+from r3channel.model.spec import RoutingSpec
 from r3channel.weights.checksums import tensor_checksum
 from r3channel.weights.member import EngineState
 from r3channel.weights.registry import WeightRegistry
@@ -32,6 +31,7 @@ from r3channel.weights.session import WeightSync
 from r3channel.weights.sglang import EngineClient, PauseMode
 from r3channel.weights.wires import Wire
 from r3channel.wire.frame import parse_frame
+from r3channel.wire.routing import RowKind
 from tests.engine.client import generate
 
 pytestmark = pytest.mark.engine

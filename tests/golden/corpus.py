@@ -21,12 +21,12 @@ import numpy as np
 from r3channel.config import ChannelConfig
 from r3channel.embedded.model import write_model
 from r3channel.embedded.sglang import EngineOptions, EngineServer
+from r3channel.model.spec import RoutingSpec
 from r3channel.plan.layout import TrainerLayout
 from r3channel.recordings.recorder import Recorder, segment_name, write_step
 from r3channel.recordings.recording import Recording
-from r3channel.recordings.replayed import consumed
+from r3channel.recordings.replay import consumed
 from r3channel.relay.relay import Relay
-from r3channel.spec import RoutingSpec
 from tests.engine.client import generate, set_weight_version
 from tests.engine.families import ON_CPU, write_families
 from tests.misaligned import CASES, given

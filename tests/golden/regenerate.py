@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
-from r3channel.routing import Ids, ProvenanceSpan, RowKind
-from r3channel.spec import RoutingSpec
+from r3channel.model.spec import RoutingSpec
 from r3channel.wire.frame import PrefixRef, encode_frame
 from r3channel.wire.prefix import encode_prefix, prefix_digest
+from r3channel.wire.routing import Ids, ProvenanceSpan, RowKind
 from tests.samples import SPEC, WIDE, random_ids
 
 FOLDER = Path(__file__).parent

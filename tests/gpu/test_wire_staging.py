@@ -19,7 +19,7 @@ from r3channel.plan.layout import TrainerLayout
 from r3channel.relay import delivery
 from r3channel.relay.relay import Relay
 from r3channel.relay.staging import DeviceStaging
-from r3channel.trainer import member
+from r3channel.trainer import relay_connection as member
 from r3channel.trainer.receiver import Receiver
 from r3channel.transport.base import Deferred, Pending, Rendezvous, Transport
 from r3channel.wire.digest import HostRuns, TorchRuns, column_digests, column_digests_torch

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from r3channel.metric_table import LABELS, METRICS
+from r3channel.observe.metric_table import LABELS, METRICS
 from tests.unit.test_dashboard import names_in
 
 FOLDER = Path(__file__).parents[2] / "dashboards"

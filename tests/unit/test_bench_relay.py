@@ -29,7 +29,7 @@ from r3channel.bench.relay_paths import (
     add_bodies,
     digest,
 )
-from r3channel.plan.place import place_samples
+from r3channel.plan.placement import place_samples
 from r3channel.relay.relay import Relay
 
 SMALL = Case("qwen3-30b-a3b", tokens=1_500, dp=4)

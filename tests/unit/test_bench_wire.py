@@ -12,8 +12,8 @@ from r3channel import bench
 from r3channel.bench import wire
 from r3channel.bench.routing_data import REGIMES, entropy_bytes_per_token, generate
 from r3channel.cli import main
-from r3channel.distinct import find_duplicate
-from r3channel.models import model_named
+from r3channel.model.presets import model_named
+from r3channel.wire.validate import find_duplicate
 
 
 def test_the_json_has_every_codec_and_bound(

@@ -12,13 +12,13 @@ from r3channel.bench.harness import Effort
 from r3channel.bench.plan import measure
 from r3channel.cli import main
 from r3channel.config import ChannelConfig
-from r3channel.models import model_named
+from r3channel.model.presets import model_named
+from r3channel.model.spec import RoutingSpec
 from r3channel.plan.capacity import Capacity, Machines, add_up, lognormal_lengths, plan_of
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.shards import Shard
 from r3channel.plan.stream import Stream
 from r3channel.plan.ticket import TicketSample
-from r3channel.spec import RoutingSpec
 
 QWEN = model_named("qwen3-30b-a3b").spec
 

@@ -13,8 +13,8 @@ import pytest
 
 from r3channel import cli
 from r3channel.bench import BENCHES
-from r3channel.report.commands import COMMANDS
-from r3channel.report.pages import options
+from r3channel.tools.commands import COMMANDS
+from r3channel.tools.pages import options
 from tests.unit.test_documents import PAGES, ROOT
 
 PLAN = ["plan", "--model", "qwen3-30b-a3b"]
@@ -80,7 +80,7 @@ def test_a_package_that_is_not_there_is_named(
         def run(argv: list[str]) -> int:
             raise ModuleNotFoundError(f"No module named {module!r}", name=module)
 
-        monkeypatch.setattr("r3channel.report.planner.run", run)
+        monkeypatch.setattr("r3channel.tools.plan.run", run)
 
     without("r3channel.gone")
     with pytest.raises(ModuleNotFoundError):  # a fault of ours keeps its traceback
@@ -133,7 +133,7 @@ def test_the_overview_has_every_command_and_examples_first(capsys: pytest.Captur
 )
 def test_a_round_number_of_tokens_is_planned(tokens: str, dp: int, sizes: set[int]) -> None:
     from r3channel.plan.layout import TrainerLayout
-    from r3channel.report import planner
+    from r3channel.tools import plan as planner
 
     options = planner._parser().parse_args(["--tokens", tokens])
     lengths = planner._lengths(options, TrainerLayout(dp=dp))

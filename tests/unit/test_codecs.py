@@ -18,12 +18,12 @@ import zstandard
 
 from r3channel import errors
 from r3channel.bench.routing_data import REGIMES, generate
-from r3channel.models import model_named
-from r3channel.routing import Ids
-from r3channel.spec import RoutingSpec
+from r3channel.model.presets import model_named
+from r3channel.model.spec import RoutingSpec
 from r3channel.wire.chunks import CHUNK_ROWS
 from r3channel.wire.codec import CODECS, LZ4, PACKED9, SET, STORED, codec_for
 from r3channel.wire.frame import HEADER_BYTES, encode_frame, parse_frame
+from r3channel.wire.routing import Ids
 from tests.memory import growth_of
 from tests.samples import SPEC, WIDE, random_ids
 from tests.unit.test_mutations import rehash

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 import r3channel
-from r3channel.compiled import place_runs
 from r3channel.errors import UsageError
-from r3channel.mixing import coefficients
-from r3channel.routing import Ids
-from r3channel.spec import RoutingSpec
+from r3channel.model.spec import RoutingSpec
 from r3channel.wire.digest import item_bytes_of, layer_digests
+from r3channel.wire.kernels import place_runs
+from r3channel.wire.mixing import coefficients
+from r3channel.wire.routing import Ids
 from tests.samples import random_ids
 
 LAYERS = 5
@@ -77,7 +77,7 @@ def test_positions_beyond_the_coefficients_are_refused() -> None:
 
 PROGRAM = """
 import numpy as np
-from r3channel import distinct
+from r3channel.wire import validate as distinct
 ids = np.arange(48, dtype=np.uint8).reshape(2, 3, 8)
 assert distinct.kernels() is not None
 print(distinct.__file__, distinct.checked(ids, num_experts=128, first_row=0))
@@ -85,7 +85,7 @@ print(distinct.__file__, distinct.checked(ids, num_experts=128, first_row=0))
 
 FORMS = """
 import numpy as np
-from r3channel import distinct
+from r3channel.wire import validate as distinct
 for slots in (8, 24):
     ids = np.arange(slots, dtype=np.uint8)[None, None].repeat(3, 1).repeat(50, 0)
     print(slots, distinct.checked(ids, num_experts=100, first_row=0))
@@ -103,7 +103,7 @@ TRACED = """
 import sys, threading
 import tracemalloc  # noqa: TID251
 import numpy as np
-from r3channel import distinct
+from r3channel.wire import validate as distinct
 from r3channel.wire.digest import HostRuns, column_digests
 from tests.unit.test_compiled import placed, spec_of
 few, many = (np.arange(slots, dtype=np.uint8)[None, None].repeat(4, 1) for slots in (8, 64))

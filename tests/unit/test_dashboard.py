@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from r3channel.metric_table import LABELS, METRICS
-from r3channel.report.dashboard import dashboard, text
+from r3channel.observe.metric_table import LABELS, METRICS
+from r3channel.tools.dashboard import dashboard, text
 
 FILE = Path(__file__).parents[2] / "dashboards" / "r3channel.json"
 

@@ -10,12 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from r3channel import distinct, mixing
-from r3channel.distinct import checked
 from r3channel.errors import UsageError
-from r3channel.routing import Ids
-from r3channel.spec import RoutingSpec
-from r3channel.wire import digest
+from r3channel.model.spec import RoutingSpec
+from r3channel.wire import digest, mixing
+from r3channel.wire import validate as distinct
 from r3channel.wire.digest import (
     HostRuns,
     TorchRuns,
@@ -25,6 +23,8 @@ from r3channel.wire.digest import (
     fold,
     layer_digests,
 )
+from r3channel.wire.routing import Ids
+from r3channel.wire.validate import checked
 from tests.samples import SPEC, random_ids
 
 MASK = 2**64 - 1

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3channel import distinct
-from r3channel.distinct import checked, find_duplicate, out_of_range, sound
-from r3channel.mixing import coefficients
+from r3channel.wire import validate as distinct
+from r3channel.wire.mixing import coefficients
+from r3channel.wire.validate import checked, find_duplicate, out_of_range, sound
 
 
 def first_by_sorting(ids: np.ndarray) -> tuple[int, int] | None:

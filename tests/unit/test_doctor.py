@@ -16,9 +16,9 @@ import pytest
 
 from r3channel import cli
 from r3channel.config import ChannelConfig
-from r3channel.report import doctor
-from r3channel.report.doctor import Check
-from r3channel.spec import RoutingSpec
+from r3channel.model.spec import RoutingSpec
+from r3channel.tools import doctor
+from r3channel.tools.doctor import Check
 from r3channel.wire.frame import encode_frame
 from r3channel.wire.hello import Hello
 

@@ -18,13 +18,13 @@ import pytest
 
 import r3channel
 from r3channel import errors
-from r3channel.bearer import create_token, read_token
 from r3channel.relay.arrival import door as door_module
 from r3channel.relay.arrival.door import MAX_HEAD_BYTES, BodyLost, Door, Link, Request
+from r3channel.transport.auth import create_token, read_token
 from r3channel.wire.frame import parse_frame
 from r3channel.wire.hello import Hello
 from r3channel.wire.ingest import Status
-from r3channel.wire.receipt import PREFIX_SERIAL, Source, new_memory, pack_parcel, read_frames
+from r3channel.wire.parcel import PREFIX_SERIAL, Source, new_memory, pack_parcel, read_frames
 from tests.direct import Engine, hello_of
 from tests.samples import SPEC, random_ids
 

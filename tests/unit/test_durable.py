@@ -29,8 +29,8 @@ from r3channel.relay.relay import Relay
 from r3channel.relay.storage import durable as durable_module
 from r3channel.relay.storage.durable import Durable, Remains, dead_relays, read_remains
 from r3channel.relay.storage.recovery import Recovery
-from r3channel.routing import ProvenanceSpan, RowKind
 from r3channel.wire.frame import encode_frame
+from r3channel.wire.routing import ProvenanceSpan, RowKind
 from tests.delivery import (
     LIMIT_S,
     TOKENS,

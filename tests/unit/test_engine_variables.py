@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from r3channel.bearer import create_token, read_token
 from r3channel.config import ChannelConfig
 from r3channel.errors import ConfigError
-from r3channel.integrations.engine_variables import engine_variables
+from r3channel.integrations.slime.engine_variables import engine_variables
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.relay import Relay
+from r3channel.transport.auth import create_token, read_token
 from tests.direct import Engine, until
 from tests.samples import SPEC
 
@@ -62,7 +62,7 @@ def test_several_nodes_need_a_file_that_all_of_them_can_read(relay: Relay, tmp_p
 
 
 _HOLDER = """
-from r3channel.bearer import token_in_memory
+from r3channel.transport.auth import token_in_memory
 print(token_in_memory(), flush=True)
 input()
 """

@@ -11,7 +11,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from r3channel import errors
 from r3channel.relay.entries import Entries, Reply, Rows
-from r3channel.wire.receipt import Receipt
+from r3channel.wire.parcel import Receipt
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from r3channel.errors import ConfigError
-from r3channel.models import model_named
-from r3channel.spec import RoutingSpec
+from r3channel.model.presets import model_named
+from r3channel.model.spec import RoutingSpec
 
 QWEN = {"num_experts": 128, "num_experts_per_tok": 8, "decoder_sparse_step": 1, "mlp_only_layers": []}
 DEEPSEEK = {

@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from r3channel.trainer.mismatch import RoutingAudit
+from r3channel.trainer.rank_shard import RankShard
 from r3channel.trainer.replay import ReplayDriver
-from r3channel.trainer.shard import RankShard
 from tests.engine.host_copies import HostCopies
 from tests.unit.test_rank_shard import calls, two_samples
 from tests.unit.test_replay_step import Handle, Router

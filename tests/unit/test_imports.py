@@ -67,7 +67,7 @@ hands (level 5) may also import their own level."""
 
 PLACES = {
     "sglang": ("engine/sglang.py", "weights/receiver.py", "embedded/", "bench/capture.py"),
-    "megatron": ("trainer/megatron.py", "embedded/"),
+    "megatron": ("trainer/adapters/megatron.py", "embedded/"),
     "mbridge": ("embedded/",),
     "ray": (
         "relay/actor.py",
@@ -79,10 +79,10 @@ PLACES = {
         "transport/",
         "weights/",
         "embedded/",
-        "ranks.py",
+        "recordings/run_ranks.py",
         "bench/weights.py",
     ),
-    "prometheus_client": ("metrics.py",),
+    "prometheus_client": ("observe/metrics.py",),
 }
 
 HEAVY = ("torch", "ray", "sglang", "megatron", "mbridge", "transformers", "prometheus_client")
@@ -323,7 +323,7 @@ def test_every_public_name_is_there_and_has_one_home() -> None:
 
 def test_the_command_starts_without_upstreams() -> None:
     program = (
-        "import sys, json, r3channel.cli, r3channel.metrics, r3channel.report.doctor;"
+        "import sys, json, r3channel.cli, r3channel.observe.metrics, r3channel.tools.doctor;"
         f"print(json.dumps([m for m in {HEAVY!r} if m in sys.modules]))"
     )
     child = subprocess.run(
@@ -339,7 +339,7 @@ def test_every_module_of_the_weights_room_is_reached_by_a_user() -> None:
         if found.module.startswith("r3channel.weights"):
             inside[found.file].add("/".join(found.module.split(".")[1:3]) + ".py")
     names = {f"weights/{module}.py" for module in ("session", "convert", "quantise")}
-    doors = {*names, *inside["report/weights.py"], *inside["plugin.py"]}
+    doors = {*names, *inside["tools/weights.py"], *inside["engine/sglang_plugin.py"]}
     reached, waiting = set[str](), set(doors)
     while waiting:
         reached.add(file := waiting.pop())

@@ -15,15 +15,15 @@ import pytest
 
 from r3channel import errors
 from r3channel.config import ChannelConfig
+from r3channel.model.spec import RoutingSpec
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.recordings.recorder import Recorder
 from r3channel.relay.relay import Relay
-from r3channel.routing import ProvenanceSpan, RowKind
-from r3channel.spec import RoutingSpec
-from r3channel.wire import received
+from r3channel.wire import frame_view as received
 from r3channel.wire.digest import fold, layer_digests
 from r3channel.wire.frame import encode_error, encode_frame, sample_key
+from r3channel.wire.routing import ProvenanceSpan, RowKind
 from tests.delivery import receivers_of, recorded, start
 from tests.direct import LIMIT_S, rows_here, turns_here
 from tests.samples import SPEC, frame_of, random_ids, reply_for, reply_of

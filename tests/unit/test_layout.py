@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from r3channel.errors import ConfigError, UnsupportedLayout
+from r3channel.model.spec import RoutingSpec
 from r3channel.plan.layout import RankCoords, TrainerLayout
-from r3channel.spec import RoutingSpec
 
 
 @pytest.mark.parametrize("rank", range(16))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from r3channel.plan.layout import TrainerLayout
-from r3channel.report.layouts import LAYOUTS, PROVEN, WHEN
+from r3channel.tools.layouts import LAYOUTS, PROVEN, WHEN
 
 ROOT = Path(__file__).parents[2]
 ASKED = (

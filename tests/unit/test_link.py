@@ -18,7 +18,7 @@ import pytest
 
 from r3channel.errors import ConfigError, DeadlineExceeded, TransportError, UsageError
 from r3channel.transport import listener as listening
-from r3channel.transport.link import MAX_RECORD_BYTES, Link
+from r3channel.transport.connection import MAX_RECORD_BYTES, Link
 from r3channel.transport.listener import HELLO_BYTES, MOST_STRANGERS, Listener, connect
 from tests.memory import growth_of
 

@@ -27,11 +27,11 @@ from r3channel.errors import (
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.masks import cut_masks
 from r3channel.relay.relay import Relay
+from r3channel.trainer.rank_shard import RankShard
 from r3channel.trainer.receiver import Receiver
-from r3channel.trainer.shard import RankShard
 from r3channel.wire.frame import encode_error, sample_key
 from r3channel.wire.masks import MOST_IDS, Masks, encode_masks, parse_masks, split_masks
-from r3channel.wire.receipt import Receipt
+from r3channel.wire.parcel import Receipt
 from tests.delivery import LIMIT_S, MakeRelay, receive, receivers_of, relays
 from tests.samples import frame_of, reply_of
 

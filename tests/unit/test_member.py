@@ -15,20 +15,20 @@ import pytest
 from xxhash import xxh3_64_intdigest
 
 from r3channel import errors
-from r3channel.clock import StageClock
 from r3channel.config import ChannelConfig
 from r3channel.errors import BucketCorrupt, DeadlineExceeded, PayloadCorrupt, TicketMismatch, TransportError
-from r3channel.metrics import Metrics
+from r3channel.observe.metrics import Metrics
+from r3channel.observe.stage_clock import StageClock
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.stream import Stream
 from r3channel.plan.ticket import Ticket, TicketSample
-from r3channel.routing import Ids
-from r3channel.trainer import member as member_module
-from r3channel.trainer.member import Member
-from r3channel.transport.link import Link
+from r3channel.trainer import relay_connection as member_module
+from r3channel.trainer.relay_connection import Member
+from r3channel.transport.connection import Link
 from r3channel.transport.listener import Listener
-from r3channel.wire import delivery as wire
+from r3channel.wire import row_protocol as wire
+from r3channel.wire.routing import Ids
 from tests.samples import SPEC, random_ids
 
 LIMIT_S = 20.0

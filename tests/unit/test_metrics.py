@@ -16,12 +16,12 @@ from types import SimpleNamespace
 
 import pytest
 
-import r3channel.clock
-from r3channel.clock import STAGES, WAITS, Span, StageClock, merge_intervals
+import r3channel.observe.stage_clock
 from r3channel.config import ChannelConfig
 from r3channel.errors import ConfigError, HeaderCorrupt, UsageError
-from r3channel.metric_table import LABELS, METRICS
-from r3channel.metrics import Metrics
+from r3channel.observe.metric_table import LABELS, METRICS
+from r3channel.observe.metrics import Metrics
+from r3channel.observe.stage_clock import STAGES, WAITS, Span, StageClock, merge_intervals
 from r3channel.trainer.mismatch import LayerMismatch, MismatchReport, publish
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +37,7 @@ def page(port: int) -> str:
 
 def test_an_outer_span_pauses_while_an_inner_one_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr(r3channel.clock, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(r3channel.observe.stage_clock, "time", SimpleNamespace(monotonic=lambda: now[0]))
     clock = StageClock("relay")
     with clock.span("ingest", step=3):
         now[0] += 1
@@ -405,7 +405,7 @@ def test_close_frees_the_port_and_may_be_repeated() -> None:
 def test_counting_works_without_prometheus_client() -> None:
     program = (
         "import sys; sys.modules['prometheus_client'] = None\n"
-        "from r3channel.metrics import Metrics\n"
+        "from r3channel.observe.metrics import Metrics\n"
         "m = Metrics('relay'); m.inc('r3channel_rows_total', 4); port = m.serve(); m.close()\n"
         "print(port, m.value('r3channel_rows_total'))"
     )

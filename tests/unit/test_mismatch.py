@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from r3channel.metrics import Metrics
+from r3channel.observe.metrics import Metrics
 from r3channel.trainer.mismatch import LogprobDifference, MismatchReport, RoutingAudit, merged, publish
 
 NATURAL = torch.tensor([[0, 1], [2, 3], [4, 5], [6, 7]])

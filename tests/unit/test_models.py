@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from r3channel.errors import ConfigError
-from r3channel.models import MODELS, model_named
+from r3channel.model.presets import MODELS, model_named
 
 SURVEY = {  # name: (MoE layers, packed bytes, bytes of the id dtype, stock int32 bytes), all per token
     "qwen3-30b-a3b": (48, 336, 384, 1536),

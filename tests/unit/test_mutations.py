@@ -14,11 +14,11 @@ import pytest
 import xxhash
 
 from r3channel import errors
-from r3channel.routing import SampleRouting
-from r3channel.spec import RoutingSpec
+from r3channel.model.spec import RoutingSpec
 from r3channel.wire.digest import layer_digests
 from r3channel.wire.frame import HEADER_BYTES, PrefixRef, encode_error, encode_frame, parse_frame
 from r3channel.wire.prefix import encode_prefix, parse_prefix, prefix_digest, resolve
+from r3channel.wire.routing import SampleRouting
 from tests.oracle import read
 from tests.samples import SPEC, WIDE, frame_of, random_ids
 

@@ -8,8 +8,8 @@ import pytest
 
 from r3channel import cli
 from r3channel.config import ChannelConfig
-from r3channel.report import network
-from r3channel.report.network import Interface
+from r3channel.tools import network
+from r3channel.tools.network import Interface
 
 LO = Interface("lo", True, ("127.0.0.1",), None)
 ETH = Interface("eth0", True, ("10.0.0.5",), 100_000)
@@ -68,7 +68,7 @@ def test_another_machines_address_is_named_with_the_route_to_it(monkeypatch: pyt
 def test_the_command_prints_them_and_reads_the_configuration(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from r3channel.report import doctor
+    from r3channel.tools import doctor
 
     monkeypatch.setattr(
         doctor, "checks", lambda *, channel, nodes, **_: network.check_network(channel, {}, nodes=nodes)

@@ -9,13 +9,13 @@ import pytest
 
 from r3channel import errors
 from r3channel.config import ChannelConfig, EngineConfig
-from r3channel.report.pages import TABLES, every_error, happened, options, put_into
+from r3channel.tools.pages import TABLES, every_error, happened, options, put_into
 
 
 @pytest.mark.parametrize("name", TABLES)
 def test_the_committed_table_is_the_generated_one(name: str) -> None:
     text = TABLES[name].page.read_text()
-    assert text == put_into(text, name), "run: python -m r3channel.report.pages"
+    assert text == put_into(text, name), "run: python -m r3channel.tools.pages"
 
 
 def test_every_error_says_what_to_do_and_has_a_reason_of_its_own() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from r3channel.cli import main
-from r3channel.report import patch as command
+from r3channel.tools import patch as command
 
 BEFORE = {"lib/one.py": "x = 1\n", "lib/two.py": "y = 1\n"}
 AFTER = {"lib/one.py": "x = 2\n", "lib/two.py": "y = 2\n"}

@@ -14,18 +14,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3channel import distinct
-from r3channel.plan import place
+from r3channel.model.spec import RoutingSpec
+from r3channel.plan import placement as place
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
-from r3channel.plan.place import Placement, place_samples, place_shard, spread_ids
+from r3channel.plan.placement import Placement, place_samples, place_shard, spread_ids
 from r3channel.plan.shards import Shard
 from r3channel.plan.stream import Stream
 from r3channel.plan.ticket import Ticket, TicketSample
-from r3channel.routing import Ids
-from r3channel.spec import RoutingSpec
 from r3channel.wire import digest
+from r3channel.wire import validate as distinct
 from r3channel.wire.digest import layer_digests
+from r3channel.wire.routing import Ids
 from tests.plans import Step, oracle_rows, steps
 from tests.samples import random_ids
 

@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3channel.errors import ConfigError, SampleUnknown, UnsupportedLayout
+from r3channel.model.spec import RoutingSpec
 from r3channel.plan import shards
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
-from r3channel.plan.place import place_samples
+from r3channel.plan.placement import place_samples
 from r3channel.plan.shards import Microbatch, Plan, plan_shards
-from r3channel.spec import RoutingSpec
 from tests.plans import layouts, oracle_rows, specs
 from tests.samples import SPEC, random_ids
 
@@ -230,7 +230,7 @@ import numpy as np
 from r3channel.plan.assignment import Assignment, names_of
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.shards import plan_shards
-from r3channel.spec import RoutingSpec
+from r3channel.model.spec import RoutingSpec
 from tests.samples import SPEC
 lengths = names_of(np.frombuffer(sys.stdin.buffer.read(), np.int64))
 layout = TrainerLayout.parse("dp=4,tp=2,cp=2,pp=2,packing=thd")

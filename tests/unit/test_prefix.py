@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from r3channel import errors
-from r3channel.models import model_named
+from r3channel.model.presets import model_named
 from r3channel.wire.frame import PrefixRef, encode_frame, parse_frame
 from r3channel.wire.prefix import (
     MIN_ROWS,

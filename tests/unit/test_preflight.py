@@ -15,7 +15,7 @@ from r3channel.config import ChannelConfig
 from r3channel.embedded.model import ModelShape, config_of
 from r3channel.errors import ConfigError
 from r3channel.plan.layout import TrainerLayout
-from r3channel.report import preflight
+from r3channel.tools import preflight
 
 
 def faults_of(config: ChannelConfig, *, ranks: int = 4) -> str:
@@ -54,7 +54,7 @@ def test_the_demo_says_all_that_is_wrong_at_once_and_starts_nothing(tmp_path: Pa
     imported = {
         line.rpartition("|")[2].strip() for line in said.splitlines() if line.startswith("import time:")
     }
-    assert "r3channel.report.preflight" in imported
+    assert "r3channel.tools.preflight" in imported
     assert not imported & {"ray", "torch", "sglang"}  # they take several seconds
 
 

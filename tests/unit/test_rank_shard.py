@@ -9,15 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3channel.errors import DigestMismatch, RowsInvalid, TicketMismatch
+from r3channel.model.spec import RoutingSpec
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
-from r3channel.plan.place import Placement
+from r3channel.plan.placement import Placement
 from r3channel.plan.shards import Shard
 from r3channel.plan.stream import Stream
 from r3channel.plan.ticket import Ticket, TicketSample
-from r3channel.spec import RoutingSpec
+from r3channel.trainer.rank_shard import RankShard, slot_parts
 from r3channel.trainer.receiver import check_lengths
-from r3channel.trainer.shard import RankShard, slot_parts
 from tests.plans import Step, steps
 from tests.samples import SPEC, random_ids
 

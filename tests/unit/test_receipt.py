@@ -12,7 +12,7 @@ import pytest
 
 from r3channel.errors import PayloadCorrupt, R3Error, ReceiptInvalid
 from r3channel.wire.hello import PROBE_PREFIX, Hello, probe_body
-from r3channel.wire.receipt import Receipt, new_memory, open_parcel, pack_parcel, read_frames
+from r3channel.wire.parcel import Receipt, new_memory, open_parcel, pack_parcel, read_frames
 from tests.direct import InMemory
 from tests.samples import SPEC
 

@@ -17,11 +17,11 @@ from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.stream import Stream
 from r3channel.plan.ticket import Ticket, TicketSample
-from r3channel.tokens import as_tokens, hash_tokens
-from r3channel.trainer.member import Control, Member
 from r3channel.trainer.receiver import Receiver, check_tokens
-from r3channel.transport.tensor_parallel import TensorParallelFanout
+from r3channel.trainer.relay_connection import Control, Member
+from r3channel.transport.tp_fanout import TensorParallelFanout
 from r3channel.wire.digest import fold, layer_digests
+from r3channel.wire.tokens import as_tokens, hash_tokens
 from tests.samples import SPEC, random_ids
 
 NOBODY = cast(Control, None)

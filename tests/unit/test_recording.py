@@ -27,10 +27,10 @@ from r3channel.recordings.logprobs import SIDES, read_logprobs, write_logprobs
 from r3channel.recordings.recorder import Recorder, segment_name, write_segment
 from r3channel.recordings.recording import Recording
 from r3channel.recordings.segment import HEAD_BYTES, Kind, check_room, pack, read
-from r3channel.routing import ProvenanceSpan, RowKind
-from r3channel.tokens import as_tokens, hash_tokens
 from r3channel.trainer.logprobs import KeptLogprobs
 from r3channel.wire.digest import fold, layer_digests
+from r3channel.wire.routing import ProvenanceSpan, RowKind
+from r3channel.wire.tokens import as_tokens, hash_tokens
 from tests.misaligned import engine_step
 from tests.samples import SPEC, WIDE, random_ids
 

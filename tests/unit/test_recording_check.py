@@ -12,14 +12,14 @@ from r3channel.cli import main
 from r3channel.errors import RecordingInvalid
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.ticket import Ticket, TicketSample
-from r3channel.recordings.alone import judge_alone
-from r3channel.recordings.catalogue import FAULTS, NOTES, judge
+from r3channel.recordings.aligned_pair import Sides
 from r3channel.recordings.consumed import ConsumedRows
-from r3channel.recordings.finding import Finding
+from r3channel.recordings.diagnose import FAULTS, NOTES, judge
+from r3channel.recordings.findings import Finding
 from r3channel.recordings.recorder import segment_name
 from r3channel.recordings.recording import Recording
-from r3channel.recordings.replayed import consumed, fitted
-from r3channel.recordings.sides import Sides
+from r3channel.recordings.replay import consumed, fitted
+from r3channel.recordings.single_side import judge_alone
 from r3channel.recordings.step import RecordedStep
 from r3channel.wire.digest import fold, layer_digests
 from r3channel.wire.frame import encode_frame

@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from r3channel.config import ChannelConfig
 from r3channel.errors import DigestMismatch, TransportError, UsageError
+from r3channel.model.spec import RoutingSpec
 from r3channel.plan.layout import TrainerLayout
-from r3channel.spec import RoutingSpec
-from r3channel.trainer import megatron
+from r3channel.trainer.adapters import megatron
 from r3channel.trainer.channel import TrainerChannel
 from r3channel.trainer.replay import ReplayDriver
 

@@ -14,12 +14,11 @@ import xxhash
 from r3channel import errors
 from r3channel.config import ChannelConfig
 from r3channel.engine.capture import FrameDraft
+from r3channel.model.spec import RoutingSpec
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.arrival.rows import MOST_ROWS, HeldRows
 from r3channel.relay.relay import Relay
-from r3channel.routing import Ids
-from r3channel.spec import RoutingSpec
 from r3channel.wire.chunks import CHUNK_ROWS, Chunk, table_of
 from r3channel.wire.codec import CODECS
 from r3channel.wire.digest import coefficients, layer_digests
@@ -34,7 +33,8 @@ from r3channel.wire.header import (
     assemble,
     padding,
 )
-from r3channel.wire.receipt import PREFIX_SERIAL
+from r3channel.wire.parcel import PREFIX_SERIAL
+from r3channel.wire.routing import Ids
 from tests.direct import deliver, hello_of, receipt_reply, rows_here, turns_here
 from tests.memory import growth_of
 from tests.samples import SPEC, frame_of, random_ids, reply_of

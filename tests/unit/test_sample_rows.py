@@ -14,9 +14,9 @@ import pytest
 
 from r3channel.config import ChannelConfig
 from r3channel.errors import RoutingMissing, RowCountMismatch, SampleChanged
+from r3channel.integrations.slime.sample_rows import Rows, SampleRows, rows_of
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.relay import Relay
-from r3channel.relay.samples import Rows, SampleRows, rows_of
 from tests.samples import SPEC, random_ids, reply_for
 
 

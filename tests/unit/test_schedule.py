@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from r3channel.errors import DigestMismatch
-from r3channel.trainer.schedule import replayed
+from r3channel.trainer.adapters.megatron_schedule import replayed
 
 
 class Step:

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from r3channel import bare
 from r3channel.errors import ConfigError, UsageError
-from r3channel.integrations import slime_launch
-from r3channel.report import seams, slime_arguments
+from r3channel.integrations import guard as bare
+from r3channel.integrations.slime import api_check as seams
+from r3channel.integrations.slime import arguments as slime_arguments
+from r3channel.integrations.slime import launch as slime_launch
 
 ROOT = Path(__file__).parents[2]
 PTH = ROOT / "r3channel/r3channel.pth"
@@ -100,7 +101,7 @@ def test_a_script_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 def a_slime(folder: Path) -> Path:
     """Files with all names that we rely on and nothing else, made from the list."""
-    listed = json.loads((ROOT / "r3channel/report/seams.json").read_text())
+    listed = json.loads((ROOT / "r3channel/integrations/slime/api_check.json").read_text())
     for file, names in listed.items():
         path = folder / file
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from r3channel.errors import ConfigError
-from r3channel.spec import RoutingSpec
+from r3channel.model.spec import RoutingSpec
 
 
 @pytest.mark.parametrize(("experts", "dtype"), [(256, np.uint8), (257, np.int16), (512, np.int16)])

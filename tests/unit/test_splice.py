@@ -10,9 +10,9 @@ import pytest
 
 from r3channel.errors import FrameMagicMismatch, PayloadCorrupt, RoutingError
 from r3channel.relay.arrival.splice import merge, merged_frame
-from r3channel.routing import ProvenanceSpan, RowKind, SampleRouting, spans_of
 from r3channel.wire.frame import encode_frame, parse_frame, sample_key
-from r3channel.wire.receipt import Receipt
+from r3channel.wire.parcel import Receipt
+from r3channel.wire.routing import ProvenanceSpan, RowKind, SampleRouting, spans_of
 from tests.samples import SPEC, WIDE, random_ids, reply_of
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from r3channel.clock import Span
-from r3channel.report.stages import hidden_share, stage_table, waits_of
+from r3channel.observe.stage_clock import Span
+from r3channel.tools.stages import hidden_share, stage_table, waits_of
 
 
 def spans(stage: str, *intervals: tuple[float, float]) -> list[Span]:

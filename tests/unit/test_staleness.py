@@ -10,9 +10,9 @@ from r3channel.errors import ConfigError, RowsStale, UsageError
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.ticket import Ticket, TicketSample
-from r3channel.routing import ProvenanceSpan, RowKind
-from r3channel.trainer.shard import RankShard
+from r3channel.trainer.rank_shard import RankShard
 from r3channel.trainer.staleness import UNKNOWN
+from r3channel.wire.routing import ProvenanceSpan, RowKind
 from tests.samples import SPEC
 
 

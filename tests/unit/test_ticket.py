@@ -17,13 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3channel.errors import ConfigError, SampleUnknown, TicketMismatch, UnsupportedLayout
+from r3channel.model.spec import RoutingSpec
 from r3channel.plan import ticket as ticket_module
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.shards import plan_shards
 from r3channel.plan.ticket import Ticket, TicketSample
-from r3channel.routing import ProvenanceSpan, RowKind
-from r3channel.spec import RoutingSpec
+from r3channel.wire.routing import ProvenanceSpan, RowKind
 from tests.memory import growth_of
 
 SPEC = RoutingSpec(num_layers=4, moe_layers=(1, 2, 3), num_experts=128, top_k=8)

@@ -12,12 +12,12 @@ pytest.importorskip("rich", reason="the screen needs rich (extra metrics)")
 from prometheus_client import CollectorRegistry, generate_latest
 from rich.console import Console
 
-from r3channel.clock import STAGES, StageClock
 from r3channel.errors import ConfigError
-from r3channel.metrics import Metrics
-from r3channel.report.metrics_page import Between, Look, parse_page
-from r3channel.report.screen import faults_of, screen
-from r3channel.report.top import urls_of
+from r3channel.observe.metrics import Metrics
+from r3channel.observe.metrics_page import Between, Look, parse_page
+from r3channel.observe.stage_clock import STAGES, StageClock
+from r3channel.tools.screen import faults_of, screen
+from r3channel.tools.top import urls_of
 
 
 def look(metrics: Metrics, at_s: float) -> Look:

@@ -9,7 +9,7 @@ import pytest
 
 import r3channel.trainer
 from r3channel.errors import RouterUnsupported
-from r3channel.trainer.refusals import REFUSALS, put_into, refuse_unsupported
+from r3channel.trainer.adapters.megatron_refusals import REFUSALS, put_into, refuse_unsupported
 
 README = Path(next(iter(r3channel.trainer.__path__))) / "README.md"
 GOOD = {
@@ -21,7 +21,7 @@ GOOD = {
 
 def test_the_committed_table_is_the_generated_one() -> None:
     text = README.read_text()
-    assert text == put_into(text), f"run: python -m r3channel.trainer.refusals {README}"
+    assert text == put_into(text), f"run: python -m r3channel.trainer.adapters.megatron_refusals {README}"
 
 
 def test_settings_that_a_release_lacks_are_passed_over() -> None:

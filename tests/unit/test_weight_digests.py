@@ -11,7 +11,7 @@ import torch
 
 from r3channel.cli import main
 from r3channel.errors import ManifestMismatch, WeightsDiffer
-from r3channel.report.weights import compare
+from r3channel.tools.weights import compare
 from r3channel.weights.checksums import EngineChecksums, tensor_checksum
 from r3channel.weights.convert import te_name
 from r3channel.weights.manifest import Bucket, TensorMeta, fill_buckets

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3channel import errors
-from r3channel.routing import Ids, ProvenanceSpan, RowKind, SampleRouting
-from r3channel.spec import RoutingSpec
+from r3channel.model.spec import RoutingSpec
 from r3channel.wire.codec import LZ4
 from r3channel.wire.frame import (
     FRAME_MAGIC,
@@ -24,6 +23,7 @@ from r3channel.wire.frame import (
 )
 from r3channel.wire.inplace import StoredFrame
 from r3channel.wire.prefix import parse_prefix, resolve
+from r3channel.wire.routing import Ids, ProvenanceSpan, RowKind, SampleRouting
 from tests.golden.regenerate import golden_spec
 from tests.samples import SPEC, WIDE, frame_of, random_ids
 

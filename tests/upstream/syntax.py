@@ -7,7 +7,7 @@ import functools
 from collections.abc import Iterator
 from pathlib import Path
 
-from r3channel.engine.hooks import Name
+from r3channel.engine.sglang_hooks import Name
 
 Found = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef | ast.stmt
 

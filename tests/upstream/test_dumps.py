@@ -17,9 +17,9 @@ import torch
 
 from r3channel.cli import main
 from r3channel.embedded.model import write_model
+from r3channel.model.spec import RoutingSpec
 from r3channel.recordings.recording import Recording
 from r3channel.recordings.saved import Foreign, read_saved
-from r3channel.spec import RoutingSpec
 from tests.upstream.wheels import sources
 
 LENGTHS = (9, 14, 5, 9)

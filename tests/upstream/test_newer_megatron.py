@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from r3channel.trainer.megatron import READ_AGAINST
+from r3channel.trainer.adapters.megatron import READ_AGAINST
 from tests.dist.ranks import ROOT, run_ranks
 from tests.upstream.wheels import unpacked
 

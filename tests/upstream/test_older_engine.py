@@ -12,11 +12,11 @@ import pytest
 
 from r3channel.embedded.model import write_model
 from r3channel.embedded.sglang import EngineOptions, EngineServer, environment, free_port
+from r3channel.model.spec import RoutingSpec
 from r3channel.relay.arrival.reply import frame_bytes_of
-from r3channel.routing import RowKind
-from r3channel.spec import RoutingSpec
 from r3channel.wire.frame import parse_frame
 from r3channel.wire.hello import Hello, probe_body
+from r3channel.wire.routing import RowKind
 from tests.conftest import READY_TIMEOUT_S
 from tests.engine.client import generate, generate_together, post
 from tests.engine.reference import reference_ids

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from r3channel.cli import main
-from r3channel.report.patch import known
-from r3channel.routing import RowKind
-from r3channel.spec import RoutingSpec
+from r3channel.model.spec import RoutingSpec
+from r3channel.tools.patch import known
 from r3channel.wire.frame import parse_frame, sample_key
+from r3channel.wire.routing import RowKind
 from tests.upstream.wheels import unpacked
 
 ROOT = Path(__file__).parents[2]

@@ -21,12 +21,12 @@ import pytest
 
 from examples.slime.cpu import run as slime_cpu
 from examples.slime.cpu.sources import SLIME, Sources, ready, unpack, upstream
-from r3channel.bearer import read_token
 from r3channel.config import ChannelConfig
-from r3channel.integrations.engine_variables import engine_variables
+from r3channel.integrations.slime import api_check as seams
+from r3channel.integrations.slime.engine_variables import engine_variables
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.relay import Relay
-from r3channel.report import seams
+from r3channel.transport.auth import read_token
 from tests.samples import SPEC
 from tests.upstream.wheels import sources as unpacked_sources
 

@@ -16,9 +16,9 @@ import torch
 
 from r3channel.embedded.megatron_shim import declare_torchvision_operators
 from r3channel.errors import ConfigError
-from r3channel.hf_config import FAMILIES, PLACEMENT_KEYS
-from r3channel.models import model_named
-from r3channel.spec import RoutingSpec
+from r3channel.model.hf_config import FAMILIES, PLACEMENT_KEYS
+from r3channel.model.presets import model_named
+from r3channel.model.spec import RoutingSpec
 
 LAYERS = 8
 """Of the variants, and of what a list below covers."""

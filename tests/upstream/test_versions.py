@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from r3channel.engine.hooks import TABLES, Name
+from r3channel.engine.sglang_hooks import TABLES, Name
 from tests.upstream.syntax import Tree
 from tests.upstream.wheels import unpacked
 

@@ -255,12 +255,12 @@ def setup() -> None:
         if witnessed:
             from examples.slime.cpu import witness
 
-            after_import("r3channel.integrations.slime_trainer", witness.watch_channel)
-            after_import("r3channel.integrations.slime_weights", witness.watch_weights)
+            after_import("r3channel.integrations.slime.trainer", witness.watch_channel)
+            after_import("r3channel.integrations.slime.weights", witness.watch_weights)
             after_import("slime.utils.routing_replay", witness.watch_replay)
             after_import("slime.backends.megatron_utils.actor", witness.watch_actor)
     elif witnessed:
-        after_import("r3channel.integrations.slime", _told_engine)
+        after_import("r3channel.integrations.slime.rollout", _told_engine)
         after_import("slime.utils.types", _timed_replies)
-        after_import("r3channel.relay.samples", _timed_rows)
+        after_import("r3channel.integrations.slime.sample_rows", _timed_rows)
         after_import("slime.ray.rollout", _timed_manager)

@@ -25,10 +25,10 @@ from typing import Any
 from examples.slime.cpu.router import Router
 from examples.slime.cpu.sources import Sources, ready
 from examples.slime.cpu.witness import compare, said_by_dump, said_by_recording
-from r3channel.bearer import create_token, read_token
 from r3channel.embedded.model import VOCAB_SIZE, write_model
 from r3channel.embedded.sglang import EngineOptions, EngineServer, environment, kill_family
-from r3channel.spec import RoutingSpec
+from r3channel.model.spec import RoutingSpec
+from r3channel.transport.auth import create_token, read_token
 
 _ROOT = Path(__file__).resolve().parents[3]
 _HERE = "examples.slime.cpu"

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from r3channel.recordings.recording import Recording
-from r3channel.unproxied import urlopen
+from r3channel.transport.http import urlopen
 
 _EXPECTED: list[
     tuple[Any, Any]
@@ -99,8 +99,8 @@ def _folder(name: str = "SLIME_CPU_WITNESS") -> Path:
 
 
 def watch_channel(module: Any) -> None:
-    """r3channel.integrations.slime_trainer: a tap on the routers around each step."""
-    from r3channel.trainer.audit import Consumed, ConsumptionTap
+    """r3channel.integrations.slime.trainer: a tap on the routers around each step."""
+    from r3channel.trainer.audit import Consumed, RouterTap
 
     actor, inner = module.ChannelActor, module.ChannelActor.train_actor
 
@@ -122,7 +122,7 @@ def watch_channel(module: Any) -> None:
 
         channel.receiver.receive = received
         try:
-            with ConsumptionTap(channel.driver, on_call=calls.append):
+            with RouterTap(channel.driver, on_call=calls.append):
                 inner(self, rollout_id, rollout_data, external_data=external_data)
         finally:
             channel.receiver.receive = receive
@@ -147,7 +147,7 @@ def _corrupt(ids_RK: Any) -> None:
 
 
 def watch_engine(module: Any) -> None:
-    """r3channel.integrations.slime: what an engine's actor has, and its server with it."""
+    """r3channel.integrations.slime.rollout: what an engine's actor has, and its server with it."""
     inner = module.ChannelEngine.init
 
     def init(self: Any, *args: Any, **options: Any) -> Any:
@@ -160,7 +160,7 @@ def watch_engine(module: Any) -> None:
 
 
 def watch_weights(module: Any) -> None:
-    """r3channel.integrations.slime_weights: each rank's parts beside the whole tensors that slime would have sent."""
+    """r3channel.integrations.slime.weights: each rank's parts beside the whole tensors that slime would have sent."""
     inner, seen = module.shards, {"compared": 0, "differ": 0}
 
     def shards(args: Any, model: Any, model_name: str) -> Any:

@@ -17,10 +17,10 @@ from ipaddress import ip_address
 from typing import Protocol
 
 from r3channel import errors
-from r3channel.bearer import authorises
+from r3channel.transport.auth import is_authorized
 from r3channel.wire.hello import MAX_HELLO_BYTES, Hello
 from r3channel.wire.ingest import FRAMES_PATH, HELLO_PATH, PARCEL_BYTES, Status
-from r3channel.wire.receipt import Source, open_parcel
+from r3channel.wire.parcel import Source, open_parcel
 
 try:
     import h11
@@ -63,7 +63,7 @@ class Intake(Protocol):
     def knows(self, boot_id: int) -> bool: ...
 
     def deliver(self, boot_id: int, count: int, body: Source) -> None:
-        """Read an opened parcel with `wire.receipt.read_frames` and keep its frames; what it returned for is not dropped.
+        """Read an opened parcel with `wire.parcel.read_frames` and keep its frames; what it returned for is not dropped.
 
         Raises ReceiptInvalid for what is no parcel, PrefixMissing, StoreFull, or the error of a frame that was damaged on the way
         (the others of the parcel are kept). Lets errors of `body` pass, having kept nothing.
@@ -306,7 +306,7 @@ class Door:
 
     def _refusal(self, request: Request) -> tuple[Status, str, bool] | None:
         """Token and size are judged before a byte of the body is read, which must then not be taken for the next request."""
-        if not authorises(request.authorization, self._token):
+        if not is_authorized(request.authorization, self._token):
             return Status.NO_TOKEN, "the bearer token is missing or another one", True
         limit = self._limits.get(request.path)
         if limit is None:

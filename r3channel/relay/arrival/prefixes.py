@@ -9,10 +9,10 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 
-from r3channel.routing import Ids
-from r3channel.spec import RoutingSpec
+from r3channel.model.spec import RoutingSpec
 from r3channel.wire.header import FLAG_PREFIX, KIND_PREFIX
 from r3channel.wire.prefix import parse_prefix
+from r3channel.wire.routing import Ids
 
 _KIND_AT, _FLAGS_AT = 5, 7
 """Bytes of a frame's header, looked at before it is verified: to choose who verifies it."""

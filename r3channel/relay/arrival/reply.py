@@ -15,7 +15,7 @@ from typing import Any
 
 from r3channel.errors import PayloadCorrupt, RoutingMissing
 from r3channel.wire.frame import sample_key
-from r3channel.wire.receipt import RECEIPT_MAGIC, Receipt
+from r3channel.wire.parcel import RECEIPT_MAGIC, Receipt
 
 ROUTING_FIELD = "routed_experts"
 _KEY = b'"routed_experts"'

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from r3channel.clock import StageClock
 from r3channel.errors import (
     FrameMagicMismatch,
     FrameTruncated,
@@ -23,15 +22,16 @@ from r3channel.errors import (
     RoutingError,
     RowsInvalid,
 )
+from r3channel.model.spec import RoutingSpec
+from r3channel.observe.stage_clock import StageClock
 from r3channel.relay.arrival.prefixes import PrefixShelf, is_prefix, refers_to_prefix
 from r3channel.relay.storage.durable import Durable
 from r3channel.relay.storage.store import SMALL_BYTES, Block, Store
-from r3channel.routing import Ids, ProvenanceSpan, RowKind
-from r3channel.spec import RoutingSpec
 from r3channel.wire.digest import fold
 from r3channel.wire.frame import Frame, parse_frame, stored_copy
+from r3channel.wire.parcel import FrameName, Source, new_memory, read_frames
 from r3channel.wire.prefix import resolve
-from r3channel.wire.receipt import FrameName, Source, new_memory, read_frames
+from r3channel.wire.routing import Ids, ProvenanceSpan, RowKind
 
 DAMAGED = (PayloadCorrupt, HeaderCorrupt, FrameTruncated, FrameMagicMismatch)
 """What becomes of a frame on its way; anything else is its engine's own fault, and sending it again mends nothing."""

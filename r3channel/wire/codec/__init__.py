@@ -16,12 +16,12 @@ from __future__ import annotations
 import numpy as np
 
 from r3channel.errors import ConfigError
-from r3channel.routing import Ids
 from r3channel.wire.codec.base import Codec, Wire, bytes_of
 from r3channel.wire.codec.expert_set import ExpertSet, zstandard
 from r3channel.wire.codec.lz4 import Lz4
 from r3channel.wire.codec.packed9 import Packed9
 from r3channel.wire.codec.stored import Stored
+from r3channel.wire.routing import Ids
 
 __all__ = ["CODECS", "CODEC_NAMES", "Codec", "Wire", "bytes_of", "check_codec", "codec_for", "encode_chunk"]
 

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import numpy as np
 
-from r3channel.routing import Ids
+from r3channel.wire.routing import Ids
 
 Wire = bytes | memoryview
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from r3channel.errors import ConfigError, PayloadCorrupt
-from r3channel.routing import Ids
+from r3channel.wire.routing import Ids
 
 _LEVEL = 1
 """Higher levels find nothing more: the gain is in zstd's entropy stage (measured)."""

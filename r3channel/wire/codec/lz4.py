@@ -8,8 +8,8 @@ from __future__ import annotations
 import lz4.block
 
 from r3channel.errors import PayloadCorrupt
-from r3channel.routing import Ids
 from r3channel.wire.codec.base import bytes_of
+from r3channel.wire.routing import Ids
 
 
 class Lz4:

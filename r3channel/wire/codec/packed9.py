@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from r3channel.distinct import kernels
 from r3channel.errors import PayloadCorrupt
-from r3channel.routing import Ids
+from r3channel.wire.routing import Ids
+from r3channel.wire.validate import kernels
 
 _BLOCK_IDS = 1 << 16
 """Ids worked on at a time, so that the steps between meet in the cache; a multiple of 8."""

@@ -24,9 +24,9 @@ from r3channel.relay import delivery
 from r3channel.relay.actor import RayRelay, RelayHost
 from r3channel.relay.relay import Relay
 from r3channel.relay.staging import HostStaging
-from r3channel.trainer import member
+from r3channel.trainer import relay_connection as member
 from r3channel.trainer.receiver import Receiver
-from r3channel.transport.joining import gpu_of
+from r3channel.transport.select import gpu_of
 from tests.delivery import check_rows, sealed
 from tests.gpu.facts import Facts
 from tests.samples import SPEC

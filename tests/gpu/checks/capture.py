@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from r3channel.errors import ConfigError
-from r3channel.routing import RowKind
-from r3channel.spec import RoutingSpec
+from r3channel.model.spec import RoutingSpec
 from r3channel.wire.frame import parse_frame
+from r3channel.wire.routing import RowKind
 from tests.gpu.facts import Facts, silence
 
 SPEC = RoutingSpec(num_layers=6, moe_layers=tuple(range(6)), num_experts=128, top_k=8)

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from r3channel.errors import DeadlineExceeded
 from r3channel.transport.base import Rendezvous
-from r3channel.transport.joining import join
 from r3channel.transport.process_group import ProcessGroupTransport, RendezvousStore
+from r3channel.transport.select import join
 from tests.gpu.facts import Facts
 
 BUSY_CYCLES = 4_000_000_000

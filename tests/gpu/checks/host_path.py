@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from r3channel.config import ChannelConfig
+from r3channel.model.spec import RoutingSpec
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.relay import Relay
-from r3channel.spec import RoutingSpec
 from r3channel.trainer.receiver import Receiver
 from r3channel.wire.frame import encode_frame
 from tests.gpu.facts import Facts

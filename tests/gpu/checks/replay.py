@@ -22,15 +22,15 @@ import torch.distributed as dist
 from r3channel.config import ChannelConfig
 from r3channel.embedded import megatron as embedded
 from r3channel.embedded import megatron_shim
+from r3channel.model.spec import RoutingSpec
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.relay import Relay
-from r3channel.spec import RoutingSpec
-from r3channel.trainer.audit import Consumed, ConsumptionTap
+from r3channel.trainer.audit import Consumed, RouterTap
 from r3channel.trainer.mismatch import RoutingAudit
+from r3channel.trainer.rank_shard import RankShard
 from r3channel.trainer.receiver import Receiver
 from r3channel.trainer.replay import ReplayDriver
-from r3channel.trainer.shard import RankShard
 from r3channel.trainer.step import index_dtype
 from r3channel.wire.frame import encode_frame
 from tests.gpu.facts import Facts
@@ -202,7 +202,7 @@ def ids_reach_routers(own: Trainer, name: str, facts: Facts) -> None:
     """Random ids through the channel."""
     given = own.random_ids()
     shard = own.received(given)
-    with ConsumptionTap(own.driver) as tap:
+    with RouterTap(own.driver) as tap:
         with torch.no_grad(), own.driver.step(shard, step=0) as step:
             for index in range(MICROBATCHES):
                 with step.microbatch(index, mode="logprob"):
@@ -219,7 +219,7 @@ def ids_reach_routers(own: Trainer, name: str, facts: Facts) -> None:
 
 def gradients_stay(own: Trainer, name: str, facts: Facts, *, exactly: bool) -> None:
     """The ids that the routers choose themselves, replayed."""
-    with ConsumptionTap(own.driver) as tap:
+    with RouterTap(own.driver) as tap:
         own.natural()
         chosen = [one for one in tap.records if one.microbatch >= 0]  # a recompute is outside of its block
     wanted = own.gradients()

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from r3channel.config import EngineConfig
-from r3channel.engine.delivery import Outlet
+from r3channel.engine.frame_sender import Outlet
 from r3channel.engine.staging import StagedCapturer
 from r3channel.wire.frame import parse_frame
 from tests.direct import hello_of

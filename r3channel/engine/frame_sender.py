@@ -1,0 +1,283 @@
+"""How a finished request's frame leaves the engine: in the reply, or straight to the relay with a receipt in the reply.
+
+    scheduler's thread   Outlet.reply(draft) -> bytes for the reply; never waits
+    sender's thread      encode -> parcel -> POST, again until it is taken or `deliver_timeout_s` is over
+
+What happens when the relay does not take frames: they wait in a queue bounded by bytes; at its ceiling further requests are
+answered in-band (the relay takes both), so nothing is lost and the engine does not stand still. A parcel that came damaged is
+made and sent anew. A frame that was not taken in time is given up and logged; the relay names it when it seals. Knows no engine.
+"""
+
+from __future__ import annotations
+
+import atexit
+import http.client
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from r3channel.config import COSTLY_CODECS, EngineConfig
+from r3channel.engine.capture import FrameDraft
+from r3channel.errors import ConfigError
+from r3channel.model.spec import RoutingSpec
+from r3channel.observe.metrics import Metrics
+from r3channel.observe.stage_clock import StageClock
+from r3channel.transport.auth import read_token
+from r3channel.wire.frame import encode_error, sample_key
+from r3channel.wire.frame_view import PrefixRef
+from r3channel.wire.hello import PROBE_PREFIX, Hello
+from r3channel.wire.ingest import FRAMES_PATH, HELLO_PATH, PARCEL_BYTES, PARCEL_FRAMES, Status
+from r3channel.wire.parcel import PREFIX_SERIAL, Receipt, pack_parcel
+from r3channel.wire.prefix import MIN_ROWS, PrefixCache, Shared
+
+log = logging.getLogger(__name__)
+
+_ONE_SEND_BYTES = 1 << 16
+_ANSWER_TIMEOUT_S = 10.0
+_BACKOFF_S = (0.02, 2.0)
+"""First and longest pause between two tries."""
+_CLOSE_TIMEOUT_S = 2.0
+_MADE_ANEW = (Status.HELLO_FIRST, Status.PREFIX_MISSING, Status.NO_PARCEL, Status.FRAME_DAMAGED)
+"""After these the same parcel would not do."""
+
+
+class Outlet:
+    """What the reply of a finished request carries. One thread calls `reply`: the scheduler's."""
+
+    def __init__(self, config: EngineConfig, hello: Hello, *, replica: int = 0) -> None:
+        """`replica`: which of an engine's processes that reply this is; each has a page of its own."""
+        self._hello = hello
+        clock = StageClock("engine", max_spans=0)
+        self.metrics = Metrics.of("engine", config, clock=clock, offset=replica)
+        self.metrics.measure("r3channel_engine_frames_total", way="inband")
+        # In-band the scheduler's thread pays, so a costly codec is for the sender only.
+        self._inband_codec = "auto" if config.codec in COSTLY_CODECS else config.codec
+        self._sender = None
+        if config.delivery == "direct":
+            self._sender = Sender.start(config, hello, metrics=self.metrics)
+
+    def reply(self, draft: FrameDraft, *, request_id: str) -> np.ndarray | bytes:
+        """A frame, a receipt, or (for a probe) a hello with its frame. What cannot be framed says so itself."""
+        if request_id.startswith(PROBE_PREFIX):
+            return self._hello.to_bytes() + encode_or_report(draft, codec=self._inband_codec)
+        if self._sender is not None:
+            receipt = self._sender.offer(draft)
+            if receipt is not None:
+                return receipt.to_bytes()
+        self.metrics.inc("r3channel_engine_frames_total", way="overflowed" if self._sender else "inband")
+        return draft.encode(codec=self._inband_codec)
+
+    def stage(self, name: str) -> AbstractContextManager[None]:
+        """Times what an engine does for us; the scheduler's thread pays nothing where nobody reads it."""
+        return self.metrics.clock.span(name) if self.metrics.url else nullcontext()
+
+    def close(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
+        self.metrics.close()
+
+
+def report(error: Exception, *, request_id: str) -> bytes:
+    """The frame that tells the relay why there are no rows."""
+    return encode_error(f"{type(error).__name__}: {error}", sample_key=sample_key(request_id))
+
+
+def encode_or_report(draft: FrameDraft, *, codec: str, prefix: PrefixRef | None = None) -> bytes:
+    """The frame's bytes, or those of an error frame."""
+    try:
+        return draft.encode(codec=codec, prefix=prefix).tobytes()
+    except Exception as error:
+        log.exception("r3channel: a frame cannot be encoded")
+        return encode_error(f"{type(error).__name__}: {error}", sample_key=draft.sample_key)
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    serial: int
+    draft: FrameDraft
+    since_s: float
+
+
+class Sender:
+    """RUNNING -> CLOSED. `offer` from one thread; the sender's own thread does the rest."""
+
+    def __init__(self, config: EngineConfig, hello: Hello, *, token: str, metrics: Metrics) -> None:
+        parts = urlsplit(config.relay_url)
+        try:
+            usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError:  # of a port that is none
+            usable = False
+        if not usable:
+            raise ConfigError(f"R3CHANNEL_RELAY_URL is {config.relay_url!r}, expected http://host:port")
+        self._target, self._config, self._hello, self._token = parts, config, hello, token
+        self._waiting: deque[_Waiting] = deque()
+        self._changed = threading.Condition()
+        self._bytes = 0
+        self._serial = 0
+        self._closed = threading.Event()
+        self._greeted = False
+        self._refusal = ""
+        self._prefixes = PrefixCache(RoutingSpec.from_dict(hello.spec), max_bytes=config.sent_prefix_bytes)
+        self._connection: http.client.HTTPConnection | None = None
+        self._metrics = metrics
+        for way in ("overflowed", "direct", "given_up"):
+            metrics.measure("r3channel_engine_frames_total", way=way)
+        metrics.set("r3channel_engine_queue_limit_bytes", config.queue_bytes)
+        metrics.watch("r3channel_engine_queue_bytes", lambda: self._bytes)
+        metrics.watch("r3channel_engine_greeted", lambda: self._greeted)
+        self._thread = threading.Thread(target=self._run, name="r3channel-deliver", daemon=True)
+
+    @classmethod
+    def start(cls, config: EngineConfig, hello: Hello, *, metrics: Metrics) -> Sender:
+        """Read the token and start the thread; the relay need not be up yet."""
+        sender = cls(config, hello, token=read_token(config.token_file), metrics=metrics)
+        sender._thread.start()
+        atexit.register(sender.close)
+        return sender
+
+    def offer(self, draft: FrameDraft) -> Receipt | None:
+        """Queue a draft and return its receipt at once; None when the queue is full and the reply must carry the frame."""
+        with self._changed:
+            if self._closed.is_set() or self._bytes + draft.nbytes > self._config.queue_bytes:
+                return None
+            self._serial += 1
+            self._bytes += draft.nbytes
+            self._waiting.append(_Waiting(self._serial, draft, time.monotonic()))
+            self._changed.notify()
+            return Receipt(
+                sample_key=draft.sample_key,
+                boot_id=self._hello.boot_id,
+                serial=self._serial,
+                first_row=draft.first_row,
+                rows=draft.rows,
+            )
+
+    def close(self) -> None:
+        """Send what waits, for a moment, and stop; idempotent."""
+        with self._changed:
+            self._closed.set()
+            self._changed.notify()
+        if self._thread.is_alive():
+            self._thread.join(_CLOSE_TIMEOUT_S)
+
+    # -- the thread ------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._say_hello()
+            while (batch := self._take()) is not None:
+                self._send(batch)
+        except BaseException:
+            self._closed.set()  # from now on replies carry their frames themselves
+            log.exception("r3channel: direct delivery has ended, frames go in-band")
+
+    def _send(self, batch: Sequence[_Waiting]) -> None:
+        self._deliver(batch, deadline_s=batch[0].since_s + self._config.deliver_timeout_s)
+        with self._changed:
+            self._bytes -= sum(item.draft.nbytes for item in batch)
+
+    def _encode(self, batch: Sequence[_Waiting], *, in_full: bool = False) -> list[bytes]:
+        """The parcel of these frames, shared prompts in front of the first frame that refers to them; or no rows shared."""
+        frames: list[tuple[int, bytes]] = []
+        for item in batch:
+            shared = Shared(None) if in_full else self._share(item.draft)
+            if shared.frame is not None:
+                frames.append((PREFIX_SERIAL, shared.frame))
+            frames.append(
+                (item.serial, encode_or_report(item.draft, codec=self._config.codec, prefix=shared.ref))
+            )
+        return pack_parcel(self._hello.boot_id, frames)
+
+    def _share(self, draft: FrameDraft) -> Shared:
+        rows, config = draft.shared_rows, self._config
+        # A prefix keeps the order of its rows; a codec that drops it must drop it for the whole sample.
+        keeps_order = config.codec not in COSTLY_CODECS
+        if rows < MIN_ROWS or not config.sent_prefix_bytes or not keeps_order or not draft.complete():
+            return Shared(None)
+        return self._prefixes.share(
+            draft.ids_TLK[:rows], token_ids=draft.prompt[:rows], weight_version=draft.weight_version
+        )
+
+    def _take(self) -> list[_Waiting] | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._closed.is_set())
+            batch, size = [], 0
+            while self._waiting and size < PARCEL_BYTES and len(batch) < PARCEL_FRAMES:
+                batch.append(self._waiting.popleft())
+                size += batch[-1].draft.nbytes
+            return batch or None
+
+    def _deliver(self, batch: Sequence[_Waiting], *, deadline_s: float) -> None:
+        with self._metrics.clock.span("frame"):
+            parts, pause_s = self._encode(batch), _BACKOFF_S[0]
+        asked = in_full = False
+        while True:
+            with self._metrics.clock.span("http"):
+                status, reason = self._offer_parcel(parts)
+            if status == Status.TAKEN:
+                self._metrics.inc("r3channel_engine_frames_total", len(batch), way="direct")
+                return
+            if status == Status.TOO_LARGE or (status == Status.NO_PARCEL and in_full):
+                break
+            if status in _MADE_ANEW:
+                # Asked for twice, a prefix has no room there; damaged or refused, it must not take other samples with it.
+                in_full |= asked if status == Status.PREFIX_MISSING else status != Status.HELLO_FIRST
+                asked |= status == Status.PREFIX_MISSING
+                self._prefixes.clear()
+                parts = self._encode(batch, in_full=in_full)
+            if self._closed.is_set() or time.monotonic() + pause_s > deadline_s:
+                break
+            self._closed.wait(pause_s)
+            pause_s = min(2 * pause_s, _BACKOFF_S[1])
+        self._metrics.inc("r3channel_engine_frames_total", len(batch), way="given_up")
+        log.error(
+            "r3channel: %d frames (serials %d to %d) were not taken by the relay at %s: %s",
+            len(batch), batch[0].serial, batch[-1].serial, self._config.relay_url, reason,
+        )  # fmt: skip
+
+    def _offer_parcel(self, parts: Sequence[bytes]) -> tuple[int, str]:
+        """(HTTP status, reason); status 0 when nobody answered, or our hello was not taken."""
+        if not self._greeted and not self._say_hello():
+            return 0, self._refusal
+        status, reason = self._post(FRAMES_PATH, parts)
+        self._greeted = status != Status.HELLO_FIRST
+        return status, reason
+
+    def _say_hello(self) -> bool:
+        status, reason = self._post(HELLO_PATH, [self._hello.to_bytes()])
+        self._greeted = status == Status.TAKEN
+        if not self._greeted and reason != self._refusal:  # said once, not at every try
+            log.warning("r3channel: the relay at %s took no hello: %s", self._config.relay_url, reason)
+        self._refusal = "" if self._greeted else reason
+        return self._greeted
+
+    def _post(self, path: str, parts: Sequence[bytes]) -> tuple[int, str]:
+        """(HTTP status, reason); status 0 when nobody answered. The connection is kept for the next call."""
+        try:
+            connection = self._connection = self._connection or self._connect()
+            size = sum(map(len, parts))
+            headers = {
+                "Authorization": f"Bearer {self._token}",
+                "Content-Type": "application/octet-stream",
+                "Content-Length": str(size),
+            }
+            body = b"".join(parts) if size < _ONE_SEND_BYTES else parts
+            connection.request("POST", self._target.path.rstrip("/") + path, body=body, headers=headers)
+            reply = connection.getresponse()
+            return reply.status, f"{reply.status} {reply.read(2000).decode(errors='replace')}"
+        except (OSError, http.client.HTTPException) as error:
+            if self._connection is not None:
+                self._connection.close()
+            self._connection = None
+            return 0, f"{type(error).__name__}: {error}"
+
+    def _connect(self) -> http.client.HTTPConnection:
+        kind = http.client.HTTPSConnection if self._target.scheme == "https" else http.client.HTTPConnection
+        return kind(self._target.hostname or "", self._target.port, timeout=_ANSWER_TIMEOUT_S)

@@ -1,0 +1,117 @@
+"""`r3channel doctor --engine URL`: what a running engine says about itself, and whether its frames can be used."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+from r3channel.engine.sglang_settings import Verdict, flag, judgements, refused
+from r3channel.errors import R3Error
+from r3channel.model.spec import RoutingSpec
+from r3channel.tools.check import Check
+from r3channel.transport.http import urlopen
+from r3channel.wire.frame import FRAME_MAGIC, parse_frame
+from r3channel.wire.hello import Hello, probe_body
+
+_NOT_ON = (
+    "install r3channel in the engine's environment and start it with R3CHANNEL_ENGINE=1 and --enable-return-routed-experts; "
+    "its log names a hook that failed"
+)
+
+_UNSET = (None, False, "", "auto", "none", "null", [], {})
+"""Values with which a setting does nothing."""
+
+
+def ask_engine(url: str, *, timeout_s: float) -> Iterator[Check]:
+    """Send a probe of two tokens; one line for the engine, its hooks, its model's routing and its frame."""
+    try:
+        reply = probe(url.rstrip("/"), timeout_s=timeout_s)
+        data = base64.b64decode(reply["meta_info"]["routed_experts"], validate=True)
+    except (OSError, ValueError, urllib.error.URLError) as error:
+        yield _failed(
+            url, f"does not answer a request of two tokens: {error}", "is it up, and is this its address?"
+        )
+        return
+    except (KeyError, TypeError, binascii.Error):
+        yield _failed(url, "answers without routing", _NOT_ON)
+        return
+    try:
+        hello, frame = Hello.split(data)
+        if hello is None:
+            seen = (
+                "frames, but no hello: an older r3channel"
+                if frame[:4] == FRAME_MAGIC
+                else "stock int32 routing"
+            )
+            yield _failed(url, f"answers with {seen}", _NOT_ON)
+            return
+        yield from _told(url, hello)
+        yield _frame(hello, frame)
+        yield from _settings(url, hello, timeout_s=timeout_s)
+    except R3Error as error:
+        yield _failed(url, f"sends what cannot be read: {error}", "are both ends of one version?")
+
+
+def _told(url: str, hello: Hello) -> Iterator[Check]:
+    versions = f"SGLang {hello.sglang}, torch {hello.torch or 'unknown'}, r3channel {hello.r3channel}"
+    yield Check(name=f"engine {url}", ok=True, found=f"{versions}, calls itself {hello.engine}")
+    delivery = f"{hello.delivery}, codec {hello.codec}"
+    if hello.allowed:
+        delivery += f"; refusals overridden: {', '.join(hello.allowed)}"
+    yield Check(name="delivery", ok=True, found=delivery)
+    hooks = ", ".join(hook.rsplit(".", 2)[-1] for hook in hello.hooks)
+    yield Check(name="hooks applied", ok=bool(hello.hooks), found=hooks or "none", remedy=_NOT_ON)
+
+
+def _settings(url: str, hello: Hello, *, timeout_s: float) -> Iterator[Check]:
+    """What is known of each setting that rows can depend on, of those that SGLang's /server_info shows."""
+    try:
+        values = _fetched(urllib.request.Request(url.rstrip("/") + "/server_info"), timeout_s=timeout_s)
+    except (OSError, ValueError, urllib.error.URLError) as error:
+        yield Check(
+            name="settings", ok=False, found=f"/server_info cannot be read: {error}", remedy="ask again"
+        )
+        return
+    for verdict in (Verdict.TESTED, Verdict.READ):
+        shown = [flag(name, value) for name, value, _ in judgements(values, verdict) if value not in _UNSET]
+        yield Check(name=f"settings {verdict}", ok=True, found=", ".join(shown) or "none")
+    wrong = list(refused(values))
+    yield Check(
+        name="settings refused",
+        ok=all(word in hello.allowed for word, _ in wrong),
+        found=", ".join(reason.split(": ")[0] for _, reason in wrong) or "none",
+        remedy="its rows may be wrong; its r3channel is older than this one, which would not start it",
+    )
+    yield Check(name="settings not read", ok=True, found=", ".join(hello.unread) or "none")
+
+
+def _frame(hello: Hello, data: bytes) -> Check:
+    spec = RoutingSpec.from_dict(hello.spec)
+    frame = parse_frame(data, spec=spec, sample_id="probe", engine=hello.engine)
+    frame.routing(sample_id="probe")
+    shape = f"{spec.num_moe_layers} MoE layers of {spec.num_layers}, top-{spec.top_k} of {spec.num_experts}"
+    found = f"{shape}; a frame of {frame.rows} rows, weight version {frame.weight_version}, every id checked"
+    return Check(
+        name="routing", ok=frame.rows == 2, found=found, remedy="two rows were expected for three tokens"
+    )
+
+
+def _failed(url: str, found: str, remedy: str) -> Check:
+    return Check(name=f"engine {url}", ok=False, found=found, remedy=remedy)
+
+
+def probe(url: str, *, timeout_s: float) -> dict[str, Any]:
+    """What an engine answers to a request of two tokens that asks for its hello and their routing."""
+    body = json.dumps(probe_body()).encode()
+    request = urllib.request.Request(url + "/generate", body, {"Content-Type": "application/json"})
+    return _fetched(request, timeout_s=timeout_s)
+
+
+def _fetched(request: urllib.request.Request, *, timeout_s: float) -> dict[str, Any]:
+    with urlopen(request, timeout_s=timeout_s) as reply:
+        return json.loads(reply.read())

@@ -1,0 +1,56 @@
+"""The door that SGLang opens: entry point `r3channel` of group `sglang.srt.plugins`.
+
+SGLang calls `register` once in each of its processes. Nothing of the engine room is imported there until it is asked for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from r3channel.config import EngineConfig
+
+
+def register() -> None:
+    """Apply the engine's hooks when R3CHANNEL_ENGINE=1 or R3CHANNEL_WEIGHTS=1; otherwise do nothing at all.
+
+    SGLang only logs what a plug-in raises and serves on without it. So a plug-in that was asked for and cannot work ends the
+    process with the reason instead: an engine that starts is an engine that captures.
+    """
+    try:
+        _apply()
+    except Exception as error:
+        raise SystemExit(f"r3channel: the SGLang plug-in cannot be applied: {error}") from error
+
+
+def _apply() -> None:
+    from r3channel.config import EngineConfig
+
+    config = EngineConfig.from_environment()
+    if config.engine or config.weights:
+        _receive_weights(config)
+    if not config.engine:
+        return
+    from r3channel.engine.sglang_hooks import check_hooks
+    from r3channel.errors import PluginNotApplied
+
+    problems = check_hooks()
+    if problems:
+        raise PluginNotApplied("; ".join(problems))
+    from r3channel.engine.sglang import apply
+
+    apply(config)
+
+
+def _receive_weights(config: EngineConfig) -> None:
+    """The receiving half of weight updates; a release without the place that it hooks into goes without, unless asked."""
+    from r3channel.errors import PluginNotApplied
+    from r3channel.transport.auth import read_token
+    from r3channel.weights import receiver
+
+    if receiver.available():
+        receiver.apply(read_token(config.token_file) if config.token_file else "")
+    elif config.weights:
+        raise PluginNotApplied(
+            "R3CHANNEL_WEIGHTS: this SGLang has no WeightUpdater to receive with; 0.5.23 has"
+        )

@@ -1,0 +1,1 @@
+"""slime: its arguments, its seams, its actors with the channel in them."""

@@ -1,0 +1,104 @@
+"""`r3channel slime train_async.py ARGUMENTS... --use-r3-channel`: slime's own script, with the channel's classes in place.
+
+Nothing of slime is edited: its script imports three names late enough to be replaced. Without the flag it runs as it is.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+from r3channel.errors import ConfigError, R3Error, UsageError
+from r3channel.integrations import guard as bare
+from r3channel.integrations.slime import api_check as seams
+from r3channel.integrations.slime.arguments import add_arguments, faults, help_text, prepared
+from r3channel.tools import preflight
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run slime's script in this process. 2, with one line, for what is wrong before or while it runs; else its own status."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(help_text())
+        return 0 if argv else 2
+    script = Path(argv[0])
+    if not script.is_file():
+        raise UsageError(
+            f"{script} is no file; expected slime's train_async.py, train.py or a script like them"
+        )
+    sys.argv = [str(script), *argv[1:]]
+    sys.path.insert(0, str(script.parent.resolve()))
+    if bare.FLAG not in argv:
+        runpy.run_path(str(script), run_name="__main__")
+        return 0
+    hook()
+    _run_hooked(script)
+    return 0
+
+
+def _run_hooked(script: Path) -> None:
+    import ray
+    from ray.exceptions import RayTaskError
+
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except RayTaskError as error:
+        if isinstance(error.cause, R3Error):
+            ray.shutdown()  # it goes on printing what workers said: the reason is to be the last line
+            raise error.cause from error  # of a relay or a trainer: its own words, not Ray's
+        raise
+
+
+def hook() -> None:
+    """Put the channel's classes where slime's script will look for its own. Refuses a slime whose seams have moved."""
+    seams.check_importable()
+    bare.allow()
+    import ray
+    import slime.ray.placement_group as placement  # pyright: ignore[reportMissingImports]
+    import slime.ray.rollout  # pyright: ignore[reportMissingImports]
+    import slime.utils.arguments as arguments  # pyright: ignore[reportMissingImports]
+
+    from r3channel.integrations.slime.rollout import remote_manager
+
+    parse, make_manager, make_models = (
+        arguments.parse_args,
+        placement.create_rollout_manager,
+        placement.create_training_models,
+    )
+
+    @wraps(parse)
+    def parse_args(add_custom_arguments: Callable[[Any], Any] | None = None) -> Namespace:
+        args = prepared(
+            parse(add_custom_arguments=lambda parser: add_arguments(_with(parser, add_custom_arguments)))
+        )
+        preflight.refuse(faults(args))
+        return args
+
+    @wraps(make_manager)
+    def create_rollout_manager(args: Namespace, pg: Any) -> Any:
+        made = make_manager(args, pg)
+        ray.get(made[0].r3channel_start.remote())
+        return made
+
+    @wraps(make_models)
+    def create_training_models(args: Namespace, pgs: Any, rollout_manager: Any, actor_cls: Any = None) -> Any:
+        if actor_cls is not None:
+            raise ConfigError(
+                f"the script brings an actor class of its own, {actor_cls}; derive it from ChannelActor"
+            )
+        from r3channel.integrations.slime.trainer import ChannelActor
+
+        return make_models(args, pgs, rollout_manager, actor_cls=ChannelActor)
+
+    arguments.parse_args = parse_args
+    placement.create_rollout_manager = create_rollout_manager
+    placement.create_training_models = create_training_models
+    slime.ray.rollout.RolloutManager = remote_manager()
+
+
+def _with(parser: Any, add: Callable[[Any], Any] | None) -> Any:
+    return parser if add is None else add(parser)

@@ -1,0 +1,182 @@
+"""slime's rollout side: its manager with a relay in it, its engines with the plug-in on. Imported where slime is.
+
+slime gives every seam: `RolloutManager` is subclassed, `Sample._apply_meta_info` sees each reply before slime decodes it as
+int32, `_split_train_data_by_dp` has slime's own split. `slime_launch` puts these classes in their places.
+"""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from collections.abc import Sequence
+from contextvars import ContextVar
+from functools import wraps
+from typing import Any
+
+import ray
+import slime.ray.rollout  # pyright: ignore[reportMissingImports]
+import slime.rollout.sglang_rollout as sglang_rollout  # pyright: ignore[reportMissingImports]
+from slime.utils.types import Sample  # pyright: ignore[reportMissingImports]
+
+from r3channel.config import ChannelConfig
+from r3channel.engine.probe import probe
+from r3channel.errors import ConfigError, RoutingMissing
+from r3channel.integrations.slime.arguments import layout_of
+from r3channel.integrations.slime.engine_variables import engine_variables
+from r3channel.integrations.slime.sample_rows import SampleRows
+from r3channel.model.spec import RoutingSpec
+from r3channel.recordings.options import recorder_of
+from r3channel.relay.actor import RelayHost
+from r3channel.relay.relay import Relay
+
+_LOOPBACK = "127.0.0.1"
+_PROBE_TOKENS = 3
+_PROBE_S = 120.0
+"""An engine's first request may compile."""
+
+
+class ChannelManager(slime.ray.rollout.RolloutManager.__ray_metadata__.modified_class, RelayHost):
+    """The rollout manager. The relay is here before the engines start, so that they know where to deliver."""
+
+    def __init__(self, args: Namespace, pg: Any) -> None:
+        config = ChannelConfig(**{**args.r3_channel, "interface": interface_of(args)})
+        self.relay = Relay(
+            RoutingSpec.from_hf_config(args.hf_checkpoint),
+            layout_of(args),
+            config,
+            recorder=recorder_of(args, prefix="r3_"),
+        )
+        self.rows, self._started = SampleRows(self.relay), False
+        tell_engines(self.relay, args)
+        _watch_replies(self.rows)
+        super().__init__(args, pg)
+
+    @ray.method(concurrency_group="r3channel")  # answered while generate() runs
+    def r3channel_control(self, call: str, arguments: dict[str, Any]) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return RelayHost.r3channel_control(self, call, arguments)
+
+    def r3channel_start(self) -> None:
+        """Ask every engine, and the router, for one token with its routing: what would be missing is missed now."""
+        if self._started or self.args.debug_train_only or self.args.load_debug_rollout_data:
+            return
+        for url in filter(None, ray.get([engine.get_url.remote() for engine in self.rollout_engines])):
+            self.relay.check_engine(probe(url, timeout_s=_PROBE_S), engine=url, tokens=_PROBE_TOKENS)
+        router = f"http://{self.args.sglang_router_ip}:{self.args.sglang_router_port}"
+        if not (probe(router, timeout_s=_PROBE_S).get("meta_info") or {}).get("routed_experts"):
+            raise RoutingMissing(
+                f"the engines send routing, and the router at {router} does not pass it on: it drops return_routed_experts from "
+                "requests (sgl-project/sglang#20696). Use the router of slime's image"
+            )
+        self._started = True
+
+    def offload(self) -> Any:
+        self.r3channel_start()  # engines that sleep from the start on answer nothing later
+        return super().offload()
+
+    def recover_updatable_engines(self) -> None:
+        super().recover_updatable_engines()
+        if self.args.use_fault_tolerance and not self.args.offload_rollout and self.rollout_id >= 0:
+            self._started = False
+            self.r3channel_start()  # a restarted engine says hello, or is refused, before it is asked for samples
+
+    def _convert_samples_to_train_data(self, samples: Sequence[Any]) -> Any:
+        self._converted = list(samples)
+        data = super()._convert_samples_to_train_data(samples)
+        data.pop(
+            "rollout_routed_experts", None
+        )  # of rollouts that slime loaded: they go the channel's way too
+        return data
+
+    def _split_train_data_by_dp(self, data: Any) -> list[Any]:
+        boxes = super()._split_train_data_by_dp(data)
+        samples, self._converted = self._converted, []
+        parts = ray.get([box.inner for box in boxes])
+        return with_ticket(boxes, parts, samples, self.rows, self.args, self.rollout_id)
+
+    def dispose(self) -> None:
+        super().dispose()
+        self.relay.close()
+
+
+def with_ticket(
+    boxes: list[Any],
+    parts: Sequence[Any],
+    samples: Sequence[Any],
+    rows: SampleRows,
+    args: Namespace,
+    rollout_id: int,
+) -> list[Any]:
+    """Seal slime's own split, and nothing else; the ticket travels beside each rank's data. `parts` is what the boxes hold."""
+    if args.use_critic and rollout_id < args.num_critic_only_steps:
+        return boxes  # only the critic trains, on what its own router chooses
+    if len(samples) != (made := len(parts[0]["total_lengths"])):
+        raise ConfigError(
+            f"{made} samples were made of {len(samples)}; the channel needs one for each, in order"
+        )
+    ranks = [
+        [[int(part["partition"][at]) for at in batch] for batch in part["micro_batch_indices"]]
+        for part in parts
+    ]
+    ticket = rows.seal(
+        rollout_id, samples, ranks, steps=[int(count) for count in parts[0]["num_microbatches"]]
+    )
+    sealed = ray.put(ticket.to_bytes())
+    for box in boxes:
+        box.r3_ticket = sealed
+    return boxes
+
+
+def tell_engines(relay: Any, args: Namespace) -> None:
+    """Open the relay's ingest, and say to engines that slime starts what they need beside the job's environment; external ones
+    were told by who started them."""
+    args.r3_engine = engine_variables(relay, args, nodes=_nodes())
+    slime.ray.rollout.SGLangEngine = ChannelEngine
+
+
+_EVALUATION: ContextVar[bool] = ContextVar("evaluation", default=False)
+
+
+class ChannelEngine(slime.ray.rollout.SGLangEngine):
+    """slime hands its engines a fixed list of variables; ours reach the server's process through this actor's environment."""
+
+    def init(self, *args: Any, **options: Any) -> Any:
+        os.environ.update(self.args.r3_engine)
+        return super().init(*args, **options)
+
+
+def remote_manager() -> Any:
+    """What `slime.ray.rollout.RolloutManager` becomes."""
+    made: Any = ray.remote
+    return made(concurrency_groups={"r3channel": 8})(ChannelManager)
+
+
+def _watch_replies(rows: SampleRows) -> None:
+    """Every reply passes `_apply_meta_info` with its sample, whatever generate function asked for it."""
+    inner = Sample._apply_meta_info
+
+    @wraps(inner)
+    def apply(self: Any, args: Any, meta_info: dict[str, Any], **options: Any) -> None:
+        if meta_info.get("routed_experts") is not None or meta_info.get("finish_reason"):
+            meta_info = rows.take(self, meta_info, trained=not _EVALUATION.get())
+        inner(self, args, meta_info, **options)
+
+    Sample._apply_meta_info = apply
+    generate = sglang_rollout.generate_and_rm
+
+    @wraps(generate)
+    async def generate_and_rm(args: Any, sample: Any, sampling_params: Any, evaluation: bool = False) -> Any:
+        _EVALUATION.set(evaluation)  # of this task and those that it starts
+        return await generate(args, sample, sampling_params, evaluation=evaluation)
+
+    sglang_rollout.generate_and_rm = generate_and_rm
+
+
+def interface_of(args: Namespace) -> str:
+    """Loopback reaches no other node: with several, Ray's own address of this one."""
+    if args.r3_channel["interface"] != _LOOPBACK or _nodes() == 1:
+        return args.r3_channel["interface"]
+    return ray.util.get_node_ip_address()
+
+
+def _nodes() -> int:
+    return sum(node["Alive"] for node in ray.nodes())

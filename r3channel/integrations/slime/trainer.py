@@ -1,0 +1,110 @@
+"""slime's Megatron actor, replaying what the channel delivers. Imported where slime and Megatron are.
+
+Routers are Megatron's own, with their RouterReplay; slime's `RoutingReplay` stays off. All on the actor's main thread.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+import slime.backends.megatron_utils.model as slime_model  # pyright: ignore[reportMissingImports]
+import torch
+from slime.backends.megatron_utils.actor import MegatronTrainRayActor  # pyright: ignore[reportMissingImports]
+
+from r3channel.config import ChannelConfig
+from r3channel.errors import StepError
+from r3channel.integrations.slime.arguments import layout_of
+from r3channel.integrations.slime.weights import ChannelUpdater
+from r3channel.plan.ticket import Ticket
+from r3channel.relay.actor import RayRelay
+from r3channel.trainer.adapters.megatron_schedule import replayed
+from r3channel.trainer.channel import TrainerChannel
+from r3channel.trainer.replay import ReplayStep
+
+_LIVE = ("ref_", "teacher_")
+"""Log-prob passes of other models: what the engines chose is not theirs."""
+
+
+class ChannelActor(MegatronTrainRayActor):
+    channel: TrainerChannel | None = None
+    _step: ReplayStep | None = None
+    _ticket: Any = None
+
+    def init(self, args: Namespace, role: str, *rest: Any, **options: Any) -> Any:
+        schedule_of = slime_model.get_forward_backward_func
+        slime_model.get_forward_backward_func = lambda: replayed(schedule_of(), lambda: self._step)
+        start = super().init(args, role, *rest, **options)
+        if args.r3_weights != "off" and not args.debug_rollout_only:
+            self.weight_updater = ChannelUpdater(
+                self.weight_updater,
+                self.weights_backuper,
+                rank=self._rank,
+                metrics=lambda: self.channel and self.channel.metrics,
+            )
+        return start
+
+    def set_rollout_manager(self, rollout_manager: Any) -> None:
+        super().set_rollout_manager(rollout_manager)
+        if not (self.args.debug_rollout_only or self.args.offload_train):
+            self._attach()
+
+    def _attach(self) -> TrainerChannel:
+        """At the start, or in the first step where the model sleeps until then."""
+        if self.channel is None:
+            config = ChannelConfig(**self.args.r3_channel)
+            self.channel = TrainerChannel.attach(
+                self.model,
+                RayRelay(self.rollout_manager),
+                layout=layout_of(self.args),
+                config=config,
+            )
+        return self.channel
+
+    def train(self, rollout_id: int, rollout_data_ref: Sequence[Any], external_data: Any = None) -> Any:
+        self._ticket = getattr(rollout_data_ref[0], "r3_ticket", None)
+        return super().train(rollout_id, rollout_data_ref, external_data=external_data)
+
+    def train_actor(self, rollout_id: int, rollout_data: dict[str, Any], external_data: Any = None) -> None:
+        with self._replayed(rollout_id, rollout_data):
+            super().train_actor(rollout_id, rollout_data, external_data=external_data)
+
+    @contextmanager
+    def _replayed(self, rollout_id: int, rollout_data: dict[str, Any]):
+        if self._ticket is None:
+            raise StepError(
+                f"rollout {rollout_id} came without a ticket; expected one from r3channel's rollout manager. Was the job started "
+                "with `r3channel slime`?"
+            )
+        ticket = Ticket.from_bytes(ray.get(self._ticket))
+        version = self.weight_updater.weight_version
+        with self._attach().step(ticket, tokens=_tokens(rollout_data), version=version) as self._step:
+            try:
+                yield
+            finally:
+                self._step = None
+
+    def fill_routing_replay(self, *_args: Any, **_options: Any) -> None:
+        """slime would copy the ids into its own replay here; the step has them."""
+
+    def compute_log_prob(self, data_iterator: Any, num_microbatches: Any, store_prefix: str = "") -> Any:
+        if store_prefix not in _LIVE:
+            return super().compute_log_prob(data_iterator, num_microbatches, store_prefix=store_prefix)
+        step, self._step = self._step, None
+        try:
+            with torch.no_grad(), self._attach().driver.off():
+                return super().compute_log_prob(data_iterator, num_microbatches, store_prefix=store_prefix)
+        finally:
+            self._step = step
+
+
+def _tokens(rollout_data: dict[str, Any]) -> list[list[list[int]]]:
+    """Of each sample of each micro-batch, fetched from the device at once."""
+    tokens = rollout_data["tokens"]
+    flat = torch.cat(tokens).tolist()
+    ends = torch.tensor([len(one) for one in tokens]).cumsum(0).tolist()
+    each = [flat[end - len(one) : end] for one, end in zip(tokens, ends, strict=True)]
+    return [[each[index] for index in batch] for batch in rollout_data["micro_batch_indices"]]

@@ -1,0 +1,96 @@
+"""`--r3-weights`: `WeightSync` in the place of slime's updater. Imported where slime and Megatron are."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any
+
+import ray
+import torch
+from slime.backends.megatron_utils.megatron_to_hf import convert_to_hf  # pyright: ignore[reportMissingImports]
+from slime.backends.megatron_utils.update_weight import common  # pyright: ignore[reportMissingImports]
+from slime.backends.megatron_utils.update_weight.hf_weight_iterator_base import (  # pyright: ignore[reportMissingImports]
+    HfWeightIteratorBase,
+)
+from slime.utils.distributed_utils import get_gloo_group  # pyright: ignore[reportMissingImports]
+
+from r3channel.errors import ConfigError
+from r3channel.integrations.slime.rollout import interface_of
+from r3channel.observe.metrics import Metrics
+from r3channel.weights.convert import Shard, merged_tp, parts_of, shards_of
+from r3channel.weights.session import WeightSync
+
+
+class ChannelUpdater:
+    """Tensors that slime's own conversion gives: whole ones from rank 0, or every rank's part of them. Every rank calls."""
+
+    def __init__(
+        self, replaced: Any, backup: Any, *, rank: int, metrics: Callable[[], Metrics | None]
+    ) -> None:
+        args, model, model_name = replaced.args, replaced.model, replaced.model_name
+        quantised = replaced.quantization_config
+        self.args, self.weight_version = args, replaced.weight_version
+        self._sync: WeightSync | None = None
+        self._metrics = metrics
+        self._exact, self._rank = args.r3_weights != "broadcast", rank
+        if not self._exact:
+            whole = HfWeightIteratorBase.create(
+                args=args, model=model, model_name=model_name, quantization_config=quantised
+            )
+            self._tensors = lambda: chain.from_iterable(whole.get_hf_weight_chunks(backup.get("actor")))
+        elif quantised:
+            raise ConfigError(
+                f"--r3-weights {args.r3_weights} moves elements as they are, and this checkpoint is quantised "
+                f"({quantised.get('quant_method')}); expected --r3-weights broadcast"
+            )
+        else:
+            self._tensors = lambda: shards(args, model, model_name)
+
+    def connect_rollout_engines(self, rollout_engines: Sequence[Any], _lock: Any, **_options: Any) -> None:
+        """Anew whenever slime has started engines: one that came back has the weights of its checkpoint."""
+        if self._rank and not self._exact:
+            return
+        self.disconnect_rollout_engines()
+        urls = ray.get([engine.get_url.remote() for engine in rollout_engines])
+        exact = {"plan": "exact", "group": get_gloo_group()} if self._exact else {}
+        self._sync = WeightSync(
+            urls,
+            host=interface_of(self.args),
+            backend="nccl" if torch.cuda.is_available() else "gloo",
+            wire="shared_memory" if self.args.r3_weights == "colocated" else "tcp",
+            token_file=self.args.r3_channel["token_file"],
+            metrics=self._metrics(),
+            **exact,
+        )
+        self._sync.connect(timeout_s=self.args.r3_channel["join_timeout_s"])
+
+    def disconnect_rollout_engines(self) -> None:
+        if self._sync is not None:
+            self._sync.close()
+            self._sync = None
+
+    @torch.no_grad()
+    def update_weights(self) -> None:
+        if self._sync is None:
+            deque(self._tensors(), maxlen=0)  # collective: slime's conversion needs every rank
+        else:
+            timeout_s = self.args.r3_channel["step_timeout_s"]
+            self._sync.update(self._tensors(), version=self.weight_version + 1, timeout_s=timeout_s)
+        self.weight_version += 1
+
+    pop_metrics = staticmethod(dict)
+
+
+def shards(args: Namespace, model: Any, model_name: str) -> list[Shard]:
+    """This rank's part of every tensor of the checkpoint, by slime's names and its converter."""
+    paired = Namespace(
+        **{**vars(args), "q_lora_rank": None}
+    )  # slime keeps one tensor back until its pair comes
+    mpu = common.mpu
+    dense = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
+    expert = mpu.get_expert_tensor_parallel_rank(), mpu.get_expert_tensor_parallel_world_size() or 1
+    parts = parts_of(common.named_params_and_buffers(args, model), dense=dense, expert=expert)
+    return shards_of(parts, merged_tp, lambda name, whole: convert_to_hf(paired, model_name, name, whole))

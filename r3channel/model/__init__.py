@@ -1,0 +1,1 @@
+"""The routing shape of a model: what its config says, and presets of models that are named."""

@@ -1,0 +1,268 @@
+"""The counters of a process, and the page that serves them. Knows the table of names and no other part of the package.
+
+A `StageClock` (clock.py) measures what each thread is doing; a `Metrics` counts, and can serve what Prometheus reads.
+Counting is plain Python; prometheus_client is imported only to serve, and its absence costs nothing but the page.
+
+    clock = StageClock("relay")
+    metrics = Metrics("relay", clock=clock)     # each span's seconds reach r3channel_stage_seconds
+    metrics.measure("r3channel_samples_total")  # 0 from here on; what nobody measures is absent
+    metrics.inc("r3channel_samples_total", outcome="received")
+    port = metrics.serve()                      # http://127.0.0.1:port/metrics
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from itertools import product
+from pathlib import Path
+from typing import Any, Protocol
+
+from r3channel.errors import ConfigError, UsageError
+from r3channel.observe.metric_table import LABELS, METRICS, Metric
+from r3channel.observe.stage_clock import StageClock
+
+STAGE_BUCKETS_S = (0.0005, 0.002, 0.005, 0.02, 0.05, 0.2, 0.5, 2.0, 5.0, 20.0, 60.0)
+"""From a frame's hash (about 1 ms) to the longest wait that is still healthy."""
+
+log = logging.getLogger(__name__)
+
+
+class _Histogram:
+    """Counts per bucket (not cumulative; the last is +Inf) and the sum."""
+
+    __slots__ = ("counts", "sum")
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(STAGE_BUCKETS_S) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        bucket = next((i for i, le in enumerate(STAGE_BUCKETS_S) if value <= le), len(STAGE_BUCKETS_S))
+        self.counts[bucket] += 1
+        self.sum += value
+
+    def cumulative(self) -> list[tuple[str, float]]:
+        rows, running = [], 0
+        for le, count in zip((*map(str, STAGE_BUCKETS_S), "+Inf"), self.counts, strict=True):
+            running += count
+            rows.append((le, float(running)))
+        return rows
+
+
+_Key = tuple[str, ...]
+
+
+class Page(Protocol):
+    """What a configuration says of /metrics: `ChannelConfig` and `EngineConfig` do."""
+
+    @property
+    def interface(self) -> str: ...
+    @property
+    def metrics_port(self) -> int: ...
+    @property
+    def metrics_dir(self) -> str: ...
+    @property
+    def run_name(self) -> str: ...
+
+
+class Metrics:
+    """The numbers of one process. Any thread may count; several objects in one process do not meet.
+
+    Only names in `METRICS` exist. A `role` label that is not given is this object's; `run` is a label of every series.
+    Lifecycle: COUNTING -> serve() -> SERVING -> close() -> CLOSED; counting never stops, closing twice is fine.
+    """
+
+    def __init__(self, role: str, *, clock: StageClock | None = None, run: str = "") -> None:
+        if role not in LABELS["role"]:
+            raise UsageError(f"unknown role {role!r}; the roles are {', '.join(LABELS['role'])}")
+        self.role, self.run = role, run
+        self.url = ""
+        """Of the page, while it is served."""
+        self._lock = threading.Lock()
+        self._values: dict[str, dict[_Key, float]] = {name: {} for name in METRICS}
+        self._watched: dict[str, dict[_Key, Callable[[], float]]] = {name: {} for name in METRICS}
+        self._stages: dict[_Key, _Histogram] = {}
+        self._server: Any = None
+        self._thread: threading.Thread | None = None
+        self._target: Path | None = None
+        self.clock = clock or StageClock(role)
+        self.clock.subscribe(self._observe_stage)
+
+    @classmethod
+    def of(cls, role: str, page: Page, *, clock: StageClock | None = None, offset: int = 0) -> Metrics:
+        """As a configuration says: served where it names a port. `offset` keeps processes of one machine apart at a fixed one."""
+        metrics = cls(role, clock=clock, run=page.run_name)
+        if page.metrics_port >= 0:
+            port = page.metrics_port and page.metrics_port + offset
+            metrics.serve(page.interface, port, folder=page.metrics_dir)
+        return metrics
+
+    def measure(self, name: str, **labels: str) -> None:
+        """A counter exists from here on, at 0: a series born at 1 never raises an `increase() > 0` alert. Labels that are not
+        given take all their values."""
+        metric = _metric(name, "counter")
+        if self.role not in metric.roles:
+            raise UsageError(f"{name} is measured by {', '.join(metric.roles)}, not by {self.role}")
+        every = [[labels[label]] if label in labels else LABELS[label] for label in metric.labels]
+        with self._lock:
+            for values in product(*every):
+                key = self._key(metric, dict(zip(metric.labels, values, strict=True)))
+                self._values[name].setdefault(key, 0.0)
+
+    def inc(self, name: str, value: float = 1, **labels: str) -> None:
+        """Add `value` (not negative) to a counter."""
+        metric = _metric(name, "counter")
+        if value < 0:
+            raise UsageError(f"{metric.name}: a counter cannot fall; got {value}")
+        key = self._key(metric, labels)
+        with self._lock:
+            self._values[metric.name][key] = self._values[metric.name].get(key, 0.0) + value
+
+    def set(self, name: str, value: float, **labels: str) -> None:
+        """Set a gauge."""
+        metric = _metric(name, "gauge")
+        key = self._key(metric, labels)
+        with self._lock:
+            self._values[metric.name][key] = float(value)
+
+    def replace(self, name: str, label: str, values: Mapping[str, float]) -> None:
+        """Set a gauge for these values of its label, and forget it for all others."""
+        metric = _metric(name, "gauge")
+        found = {self._key(metric, {label: key}): float(value) for key, value in values.items()}
+        with self._lock:
+            self._values[metric.name] = found
+
+    def watch(self, name: str, read: Callable[[], float], **labels: str) -> None:
+        """Let a gauge be read when it is asked for, from any thread; a read that raises leaves the gauge out."""
+        metric = _metric(name, "gauge")
+        self._watched[metric.name][self._key(metric, labels)] = read
+
+    def value(self, name: str, **labels: str) -> float:
+        """What a counter or gauge holds now; 0.0 for one never touched."""
+        metric = _metric(name, "counter", "gauge")
+        key = self._key(metric, labels)
+        return self._read(metric).get(key, 0.0)
+
+    def serve(self, host: str = "127.0.0.1", port: int = 0, *, folder: str = "") -> int:
+        """Serve /metrics from a daemon thread, log where, and return the port; 0 means that nothing is served, as
+        prometheus_client is not installed. With a `folder`, a file in it tells Prometheus where (file_sd).
+
+        Raises ConfigError when the port is taken or the folder cannot be written.
+        """
+        if self._server is not None:
+            raise UsageError(f"already serving at {self.url}; one page per object")
+        try:
+            from prometheus_client import CollectorRegistry, start_http_server
+        except ImportError:
+            log.warning("r3channel: no /metrics: prometheus_client is not installed (extra `metrics`)")
+            return 0
+        registry = CollectorRegistry()
+        registry.register(self)
+        try:
+            self._server, self._thread = start_http_server(port, addr=host, registry=registry)
+            port = int(self._server.server_port)
+            self.url = f"http://{host}:{port}/metrics"
+            if folder:
+                self._target = self._announce(Path(folder), f"{host}:{port}")
+        except (OSError, OverflowError) as error:
+            self.close()
+            raise ConfigError(
+                f"metrics of this {self.role} at {host} port {port}, metrics_dir {folder!r}: {error}. Does another process have "
+                "that port? metrics_port 0 takes a free one, and metrics_dir tells Prometheus which"
+            ) from error
+        log.info("r3channel: metrics of this %s: %s", self.role, self.url)
+        return port
+
+    def _announce(self, folder: Path, target: str) -> Path:
+        """A file for Prometheus's file_sd_configs; renamed into place, so that it is never read half written."""
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{self.role}-{socket.gethostname()}-{target.rpartition(':')[2]}.json"
+        half = path.with_suffix(f".{os.getpid()}")
+        half.write_text(json.dumps([{"targets": [target], "labels": {"job": "r3channel"}}]))
+        half.rename(path)
+        return path
+
+    def collect(self) -> Iterator[Any]:
+        """What prometheus_client's registry asks for at each scrape: one family per metric that has a value."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+        names, run = (("run",), (self.run,)) if self.run else ((), ())
+        for metric in METRICS.values():
+            if metric.kind == "histogram":
+                family = HistogramMetricFamily(metric.name, metric.help, labels=(*metric.labels, *names))
+                for key, buckets, total_s in self._stage_rows():
+                    family.add_metric((*key, *run), buckets, total_s)
+            else:
+                kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+                family = kind(metric.name, metric.help, labels=(*metric.labels, *names))
+                for key, value in self._read(metric).items():
+                    family.add_metric((*key, *run), value)
+            if family.samples:
+                yield family
+
+    def close(self) -> None:
+        """Stop serving; the port is free when this returns."""
+        server, thread = self._server, self._thread
+        self._server, self._thread, self.url = None, None, ""
+        if self._target is not None:
+            self._target.unlink(missing_ok=True)
+        if server is not None and thread is not None:
+            server.shutdown()
+            server.server_close()
+            thread.join(timeout=5.0)
+
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _observe_stage(self, stage: str, seconds: float) -> None:
+        with self._lock:
+            self._stages.setdefault((self.role, stage), _Histogram()).observe(seconds)
+
+    def _stage_rows(self) -> list[tuple[_Key, list[tuple[str, float]], float]]:
+        with self._lock:
+            return [(key, h.cumulative(), h.sum) for key, h in self._stages.items()]
+
+    def _read(self, metric: Metric) -> dict[_Key, float]:
+        with self._lock:
+            values = dict(self._values[metric.name])
+        for key, read in list(self._watched[metric.name].items()):
+            try:
+                values[key] = float(read())
+            except Exception:  # the watched object is closing; a scrape must not fail for it
+                values.pop(key, None)
+        return values
+
+    def _key(self, metric: Metric, labels: dict[str, str]) -> _Key:
+        if not metric.labels and not labels:
+            return ()
+        if "role" in metric.labels:
+            labels.setdefault("role", self.role)
+        if labels.keys() != set(metric.labels):
+            raise UsageError(f"{metric.name}: labels {sorted(labels)} given; it has {sorted(metric.labels)}")
+        return tuple([_label_value(metric, label, labels[label]) for label in metric.labels])
+
+
+def _metric(name: str, *kinds: str) -> Metric:
+    metric = METRICS.get(name)
+    if metric is None or metric.kind not in kinds:
+        known = ", ".join(m.name for m in METRICS.values() if m.kind in kinds)
+        raise UsageError(
+            f"{name!r} is no {' or '.join(kinds)} of the table in metric_table.py; there are {known}"
+        )
+    return metric
+
+
+def _label_value(metric: Metric, label: str, value: str) -> str:
+    if value in LABELS[label]:
+        return value
+    if label == "reason":  # a new error must not stop the step that it describes
+        return "other"
+    raise UsageError(f"{metric.name}: {label}={value!r} is outside the closed set {', '.join(LABELS[label])}")

@@ -1,0 +1,225 @@
+"""Writes received rows into a shard: each row of each layer once, in the order in which its router will ask for it.
+
+With numba (extra `fast`) one compiled call writes many runs, past the caches, and sums their digests in the same pass; numpy does
+the same without it. Both give the same bytes.
+
+Rows that no engine computed (each sample's last token, padding, the tail of a pack, rows without routing) get the ids of
+`spread_ids`: distinct, in range, and loading no single expert. Where the live router chooses they are placeholders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from r3channel.model.spec import RoutingSpec
+from r3channel.plan.row_order import Ints
+from r3channel.plan.shards import Plan, ShardKey
+from r3channel.plan.stream import Stream, Stretches
+from r3channel.plan.ticket import TicketSample
+from r3channel.wire.digest import coefficients, item_bytes_of, layer_digests
+from r3channel.wire.routing import Ids
+from r3channel.wire.validate import kernels
+
+_BLOCK_BYTES = 96 << 10
+"""Transposed at once by numpy, so that both sides stay in the level-2 cache."""
+_Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+def spread_ids(spec: RoutingSpec, *, positions_T: Ids) -> Ids:
+    """[T, K] pad ids: consecutive experts, moving on by K each position, so padding loads no single expert."""
+    start = (np.asarray(positions_T, dtype=np.int64) * spec.top_k)[:, None]
+    return ((start + np.arange(spec.top_k)) % spec.num_experts).astype(spec.id_dtype)
+
+
+def warm(spec: RoutingSpec) -> None:
+    """Compile what receiving rows of this model takes, now (a second or two, once for each machine) and not in a step."""
+    compiled, item = kernels(), item_bytes_of(spec)
+    if compiled is not None:
+        compiled.place_runs(item, items=_pad_items(spec).shape[1])
+        compiled.column_sums(item)
+
+
+class Placement:
+    """One shard as it fills: where each run of its plan lies in the buffer. One thread.
+
+    `pads` once and every row of the stream once write each byte of the buffer exactly once.
+    """
+
+    def __init__(self, stream: Stream, buffer_N: _Bytes) -> None:
+        """`buffer_N` has `shard.nbytes` bytes of any content."""
+        self._stream, self._buffer_N = stream, buffer_N
+        shard, spec = stream.shard, stream.shard.spec
+        self._id_bytes = spec.top_k * spec.id_dtype.itemsize
+        columns = {column: index for index, column in enumerate(stream.columns)}
+        self._sources_L = np.asarray([columns[source] for source in shard.sources], np.int64)
+        self._coefficients_P = coefficients(
+            0, max((batch.seq_len for batch in shard.microbatches), default=1)
+        )
+
+    def pads(self) -> None:
+        """Write the rows that do not travel."""
+        pads = self._stream.pads
+        if not self._compiled(pads, None, self.new_digests()):
+            for _, position, rows, target_LP in self._targets(pads):
+                ids_PK = spread_ids(self._stream.shard.spec, positions_T=np.arange(position, position + rows))
+                target_LP[:] = _row_items(ids_PK)
+
+    def new_digests(self) -> Ids:
+        """[TP slot, sample of the DP rank, layer] uint64, all 0."""
+        shard = self._stream.shard
+        return np.zeros((shard.tp_slots, len(self._stream.samples), len(shard.layers)), np.uint64)
+
+    def rows(self, source_TLK: Ids, digests_CSL: Ids, *, begin: int) -> None:
+        """Write rows [begin, begin + T) of the stream, and add the digests of the source's rows. It may be reused then."""
+        piece = _slice(self._stream.stretches, begin, begin + len(source_TLK))
+        if not self._compiled(piece, source_TLK, digests_CSL):
+            self._in_numpy(piece, source_TLK, digests_CSL)
+
+    def _compiled(self, stretches: Stretches, source_TLK: Ids | None, digests_CSL: Ids) -> bool:
+        """One call for all; False without numba."""
+        compiled, stream = kernels(), self._stream
+        if compiled is None:
+            return False
+        item = item_bytes_of(stream.shard.spec)
+        run, rows = stretches.run, stretches.rows
+        row_bytes = len(stream.columns) * self._id_bytes
+        if source_TLK is None:
+            source, real = np.zeros_like(rows), np.zeros_like(rows)
+        else:
+            source, real = source_TLK.ctypes.data + stretches.begin[:-1] * row_bytes, rows
+        slot = stream.runs.slot[run]
+        sample = slot * len(stream.samples) + np.maximum(stream.sample_of[run], 0)
+        first, layer_bytes, step = self._layout(stretches)
+        first = first + self._buffer_N.ctypes.data
+        table = np.stack((source, real, rows, first, layer_bytes, step, stretches.position, sample), axis=1)
+        slots, samples, layers = digests_CSL.shape
+        digests = digests_CSL.reshape(slots * samples, layers)
+        pads = _pad_items(stream.shard.spec)
+        place = compiled.place_runs(item, items=pads.shape[1])
+        place(table, self._sources_L, row_bytes, pads, self._coefficients_P, digests)
+        return True
+
+    def _in_numpy(self, stretches: Stretches, source_TLK: Ids, digests_CSL: Ids) -> None:
+        stream, begin = self._stream, stretches.begin
+        source_TC = _row_items(source_TLK)
+        spans = _spans(self._sources_L.tolist())
+        for index, (run, position, rows, target_LP) in enumerate(self._targets(stretches)):
+            own = slice(int(begin[index]), int(begin[index]) + rows)
+            for here, there in spans:
+                _transpose(source_TC[own, there], target_LP[here])
+            found_C = layer_digests(source_TLK[own], first_row=position)
+            digest_L = digests_CSL[stream.runs.slot[run], stream.sample_of[run]]
+            digest_L += found_C[self._sources_L]
+
+    def _layout(self, stretches: Stretches) -> tuple[Ints, Ints, Ints]:
+        """(offset of each stretch's first row in the first layer, bytes between its layers, bytes between its rows)."""
+        shard, runs = self._stream.shard, self._stream.runs.take(stretches.run)
+        numbers = range(len(shard.microbatches))
+        begin_M = np.cumsum([0, *map(shard.microbatch_bytes, numbers)])
+        rows_M = np.asarray([*map(shard.slot_rows, numbers)], np.int64)
+        width_M = np.asarray([batch.width for batch in shard.microbatches], np.int64)
+        packed_M = np.asarray([batch.packed for batch in shard.microbatches])
+        number = runs.microbatch
+        width, layer_bytes = width_M[number], rows_M[number] * self._id_bytes
+        column = np.where(packed_M[number], 0, runs.sample)
+        slot = begin_M[number] + runs.slot * (len(shard.layers) * layer_bytes)
+        local = runs.local + stretches.position - runs.position
+        return slot + (local * width + column) * self._id_bytes, layer_bytes, width * self._id_bytes
+
+    def _targets(self, stretches: Stretches):
+        """(run, position, rows, view [layer, row] with one item per row of K ids) of each stretch."""
+        layers = len(self._stream.shard.layers)
+        places = np.stack(
+            (stretches.run, stretches.position, stretches.rows, *self._layout(stretches)), axis=1
+        )
+        for run, position, rows, offset, layer_bytes, step in places.tolist():
+            ids_LPK = np.lib.stride_tricks.as_strided(
+                self._buffer_N[offset : offset + self._id_bytes],
+                (layers, rows, self._id_bytes),
+                (layer_bytes, step, 1),
+            )
+            yield run, position, rows, _row_items(ids_LPK)
+
+
+def place_samples(plan: Plan, *, dp: int, ids_of: Callable[[str], Ids]) -> dict[ShardKey, _Bytes]:
+    """The uint8 shards of all processes of one DP rank, by (dp, pp, cp), from whole samples: what receivers end with.
+
+    `ids_of(sample_id)` gives [tokens - 1, all MoE layers, K].
+    """
+    layout, found = plan.layout, {}
+    samples = [
+        TicketSample(name, tokens, 0, 0, ())
+        for batch in plan.microbatches[dp]
+        for name, tokens in zip(batch.sample_ids, batch.tokens, strict=True)
+    ]
+    for pp in range(layout.pp):
+        for cp in range(layout.cp):
+            shard = plan.shard(dp=dp, pp=pp, cp=cp)
+            found[shard.key] = place_shard(Stream(shard, samples), ids_of=ids_of)
+    return found
+
+
+def place_shard(stream: Stream, *, ids_of: Callable[[str], Ids]) -> _Bytes:
+    """One shard from whole samples, sample by sample."""
+    buffer_N = np.empty(stream.shard.nbytes, np.uint8)
+    placement, begin = Placement(stream, buffer_N), 0
+    digests = placement.new_digests()
+    placement.pads()
+    for sample, position, rows in stream.sends():
+        ids_TLK = ids_of(stream.samples[sample].sample_id)[position : position + rows]
+        placement.rows(np.ascontiguousarray(ids_TLK[:, list(stream.columns)]), digests, begin=begin)
+        begin += rows
+    return buffer_N
+
+
+def _slice(stretches: Stretches, begin: int, end: int) -> Stretches:
+    """The part of a stream's stretches that holds its rows [begin, end)."""
+    first = stretches.begin
+    low, high = np.searchsorted(first, begin, side="right") - 1, np.searchsorted(first, end, side="left")
+    own = slice(int(low), int(high))
+    skipped = np.maximum(begin - first[:-1][own], 0)
+    rows = np.minimum(first[1:][own], end) - np.maximum(first[:-1][own], begin)
+    return Stretches(stretches.run[own], stretches.position[own] + skipped, rows)
+
+
+@lru_cache(maxsize=8)
+def _pad_items(spec: RoutingSpec) -> Ids:
+    """[E, items]: the pad ids of position p as unsigned items, in line p % E."""
+    ids_EK = spread_ids(spec, positions_T=np.arange(spec.num_experts))
+    return np.ascontiguousarray(ids_EK).view(f"u{item_bytes_of(spec)}")
+
+
+_ITEMS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
+"""Items of so many bytes that numpy copies fastest; 16 bytes go as a complex number (measured)."""
+
+
+def _row_items(ids_K: Ids) -> Any:
+    """A view in which the K ids of a row are one item: numpy then copies rows and not single ids."""
+    row_bytes = ids_K.shape[-1] * ids_K.itemsize
+    return ids_K.view(_ITEMS.get(row_bytes, f"V{row_bytes}"))[..., 0]
+
+
+def _spans(sources: list[int]) -> list[tuple[slice, slice]]:
+    """(slice of the shard's layers, slice of the source's columns) of each stretch of consecutive sources.
+
+    >>> _spans([1, 2, 5])
+    [(slice(0, 2, None), slice(1, 3, None)), (slice(2, 3, None), slice(5, 6, None))]
+    """
+    found = []
+    for _, group in groupby(enumerate(sources), key=lambda pair: pair[1] - pair[0]):
+        pairs = list(group)
+        (here, there), count = pairs[0], len(pairs)
+        found.append((slice(here, here + count), slice(there, there + count)))
+    return found
+
+
+def _transpose(source_TL: Any, target_LT: Any) -> None:
+    rows = max(1, _BLOCK_BYTES // max(1, source_TL.shape[1] * source_TL.itemsize))
+    for at in range(0, len(source_TL), rows):
+        block = slice(at, at + rows)
+        target_LT[:, block] = source_TL[block].T

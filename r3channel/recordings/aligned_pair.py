@@ -1,0 +1,133 @@
+"""A step as engines said it and as routers used it, row beside row: all samples of the ticket, one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from r3channel.errors import RecordingInvalid
+from r3channel.model.spec import RoutingSpec
+from r3channel.plan.ticket import Ticket
+from r3channel.recordings.step import RecordedStep
+from r3channel.wire.routing import Ids, ProvenanceSpan
+
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+Bools = np.ndarray[Any, np.dtype[np.bool_]]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Sides:
+    """One pass of one step. Row r of `want` and of `seen` are the same token of the same sample."""
+
+    ticket: Ticket
+    spec: RoutingSpec
+    """The engines'."""
+    seen_spec: RoutingSpec
+    names: tuple[str, ...]
+    want_RLK: Ids
+    seen_RLK: Ids
+    """Of the engines' layers; perhaps of more columns."""
+    extra_RLK: Ids
+    """Of layers that only the routers' side has: MTP."""
+    valid_R: Bools
+    """Rows with routing on the engines' side that the routers' side is to have."""
+    there_R: Bools
+    """Rows that the routers' side has."""
+    want_spans: Sequence[tuple[ProvenanceSpan, ...]]
+    seen_spans: Sequence[tuple[ProvenanceSpan, ...]]
+    of_pass: str
+
+    @classmethod
+    def of(cls, want: RecordedStep, seen: RecordedStep) -> Iterator[Sides]:
+        """Of each pass that the routers' side has. Raises RecordingInvalid where they are not of one step and model."""
+        _check_pair(want, seen)
+        names = tuple(sample.sample_id for sample in want.samples if sample.sample_id not in seen.cut)
+        passes = sorted({part for part, _ in seen.passes} or {"forward"})
+        engine = [want.ids(name) for name in names]
+        want_RLK = _joined([ids for ids, _ in engine], want.spec)
+        for of_pass in passes:
+            router = [seen.ids(name, of_pass=of_pass) for name in names]
+            seen_RLK = _joined([ids for ids, _ in router], seen.spec)
+            own = [index for index, layer in enumerate(seen.spec.moe_layers) if layer in want.spec.moe_layers]
+            more = [
+                index for index, layer in enumerate(seen.spec.moe_layers) if layer >= want.spec.num_layers
+            ]
+            plain = len(own) == seen.spec.num_moe_layers
+            yield cls(
+                ticket=want.ticket,
+                spec=want.spec,
+                seen_spec=seen.spec,
+                names=names,
+                want_RLK=want_RLK,
+                seen_RLK=seen_RLK if plain else seen_RLK[:, own],
+                extra_RLK=seen_RLK[:, more],
+                valid_R=np.concatenate([there for _, there in engine]),
+                there_R=np.concatenate([there for _, there in router]),
+                want_spans=[_spans(want, name) for name in names],
+                seen_spans=[_spans(seen, name, of_pass) for name in names],
+                of_pass=of_pass,
+            )
+
+    @cached_property
+    def begin_S(self) -> Ints:
+        """Row of each sample's first token, and the number of rows."""
+        rows = [self.ticket.sample(name).tokens - 1 for name in self.names]
+        return np.concatenate(([0], np.cumsum(rows))).astype(np.int64)
+
+    @cached_property
+    def sample_R(self) -> Ints:
+        return np.repeat(np.arange(len(self.names)), np.diff(self.begin_S))
+
+    @cached_property
+    def position_R(self) -> Ints:
+        return np.arange(len(self.sample_R)) - self.begin_S[self.sample_R]
+
+    @cached_property
+    def differs_RL(self) -> Bools:
+        """Where ids are not the same in the same order, of rows that both sides have."""
+        top_k = self.spec.top_k
+        if self.seen_RLK.shape[2] != top_k:
+            return np.ones(self.want_RLK.shape[:2], bool) & self.both_R[:, None]
+        if np.array_equal(self.want_RLK, self.seen_RLK):  # the common case, in one pass over the bytes
+            return np.zeros(self.want_RLK.shape[:2], bool)
+        return (self.want_RLK != self.seen_RLK).any(-1) & self.both_R[:, None]
+
+    @cached_property
+    def both_R(self) -> Bools:
+        return self.valid_R & self.there_R
+
+    def place(self, row: int) -> tuple[str, int]:
+        """(sample, position)."""
+        return self.names[self.sample_R[row]], int(self.position_R[row])
+
+
+def _check_pair(want: RecordedStep, seen: RecordedStep) -> None:
+    told = [{s.sample_id: (s.tokens, s.tokens_hash) for s in step.ticket.samples} for step in (want, seen)]
+    if told[0] != told[1]:
+        other = sorted(
+            name for name in told[0].keys() | told[1].keys() if told[0].get(name) != told[1].get(name)
+        )
+        raise RecordingInvalid(
+            f"step {want.number}: {len(other)} samples are not the same on both sides, the first is {other[0]}; expected two "
+            "sides of one run's step",
+            step=want.number,
+        )
+    engine, router = want.spec, seen.spec
+    if not set(engine.moe_layers) <= set(router.moe_layers):
+        raise RecordingInvalid(
+            f"the routers' side has MoE layers {router.moe_layers}, the engines' {engine.moe_layers}: another model?"
+        )
+
+
+def _joined(parts: Sequence[Ids], spec: RoutingSpec) -> Ids:
+    if not parts:
+        return np.empty((0, spec.num_moe_layers, spec.top_k), spec.id_dtype)
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _spans(step: RecordedStep, name: str, of_pass: str = "forward") -> tuple[ProvenanceSpan, ...]:
+    return tuple(span for frame in step.parsed(name, of_pass=of_pass) for span in frame.provenance)

@@ -1,0 +1,221 @@
+"""A recorded step as one trainer rank has it, for tests of a user's own code; and real gloo processes of them, from a function.
+
+    rank = Rank(step, coords)
+    for number in rank.microbatches:
+        for layer in rank.layers:
+            ids_RK = rank.rows(number, layer)             # what this rank's router is to use, in its row order
+            rank.used(number, layer, my_router(...))      # what it did use
+
+Only the processes need torch. The function's file is loaded in each by its path, so nothing of the parent is copied.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from r3channel.errors import PeerFailed, UsageError
+from r3channel.plan.layout import RankCoords, TrainerLayout
+from r3channel.plan.placement import place_shard
+from r3channel.plan.stream import Stream
+from r3channel.plan.ticket import TicketSample
+from r3channel.recordings.consumed import ConsumedRows
+from r3channel.recordings.recording import Recording
+from r3channel.recordings.replay import fitted
+from r3channel.recordings.step import RecordedStep
+from r3channel.wire.routing import Ids
+
+
+class Rank:
+    """One process of the step's layout. Its shard is placed when it is first asked for."""
+
+    def __init__(self, step: RecordedStep, coords: RankCoords, *, tp_group: Any = None) -> None:
+        self.step, self.coords, self.tp_group = step, coords, tp_group
+        """`tp_group`: this rank's gloo group in `run_ranks`; None in one process, and where tp is 1."""
+        self.shard = step.ticket.plan.shard(dp=coords.dp, pp=coords.pp, cp=coords.cp)
+        self.layers = self.shard.layers
+        """Global decoder layers of its routers."""
+        self.microbatches = range(len(self.shard.microbatches))
+        self.consumed = ConsumedRows(step.ticket, step.ticket.spec)
+
+    @cached_property
+    def data_N(self) -> Ids:
+        """The shard's bytes, of all TP slots: what `RankShard.from_whole` takes, as a tensor."""
+        samples = [
+            TicketSample(name, tokens, 0, 0, ())
+            for batch in self.shard.microbatches
+            for name, tokens in zip(batch.sample_ids, batch.tokens, strict=True)
+        ]
+        return place_shard(Stream(self.shard, samples), ids_of=self.step.rows)
+
+    def tokens(self, microbatch: int) -> Ids:
+        """[b, s / cp] int64 ([1, t / cp] for a pack): this rank's model input. 0 where padding is."""
+        names = self.shard.microbatches[microbatch].sample_ids
+        own = [self.step.tokens[name].astype(np.int64) for name in names]
+        return self.shard.lay_out(microbatch, own)
+
+    def rows(self, microbatch: int, layer: int) -> Ids:
+        """[rows, K]: the ids that the router of a global layer is to use, in its row order."""
+        slot = self.coords.tp if self.shard.tp_slots > 1 else 0
+        return self.shard.views(self.data_N)[microbatch][slot, self.layers.index(layer)]
+
+    def used(self, microbatch: int, layer: int, ids_RK: Any, *, of_pass: str = "forward") -> None:
+        """Say what a router used: a tensor or an array [rows, K]."""
+        plain = np.asarray(ids_RK.detach().cpu() if hasattr(ids_RK, "detach") else ids_RK)
+        self.consumed.add_call(
+            self.shard, plain, microbatch=microbatch, layer=layer, tp=self.coords.tp, of_pass=of_pass
+        )
+
+
+def all_ranks(step: RecordedStep) -> list[Rank]:
+    """Those of the step's layout, in its order, in this process."""
+    layout = step.ticket.layout
+    return [Rank(step, layout.coords(rank)) for rank in range(layout.world_size)]
+
+
+class Ran(NamedTuple):
+    """What all ranks used, and how long the slowest took: its shard and the function, without the start of the process."""
+
+    consumed: ConsumedRows
+    seconds: float
+
+
+def run_ranks(
+    function: Callable[[Rank], object], step: RecordedStep, folder: Path, *, timeout_s: float
+) -> Ran:
+    """Call a function of a module in one gloo process for each rank of the layout, and add up what their routers used.
+
+    `folder` is the recording that `step` was read from. Raises UsageError for a function that no other process can find, and
+    PeerFailed with the first rank's own words for one that fails or is late.
+    """
+    name = function.__qualname__
+    if "." in name or "<" in name:
+        raise UsageError(
+            f"{name} lies inside of something: expected a function of a module, which a process can load"
+        )
+    total, seconds = ConsumedRows(step.ticket, step.ticket.spec), 0.0
+    with tempfile.TemporaryDirectory(prefix="r3channel-") as work:
+        job = {
+            "module": function.__module__, "file": inspect.getfile(function), "function": name,
+            "recording": str(Path(folder).absolute()), "step": step.number, "layout": step.ticket.layout.to_dict(), "work": work,
+        }  # fmt: skip
+        (Path(work) / "job.json").write_text(json.dumps(job))
+        _run(Path(work), step.ticket.layout.world_size, timeout_s)
+        for rank in range(step.ticket.layout.world_size):
+            one = _load(Path(work) / f"rank-{rank}.npz", total)
+            total.merge(one.consumed)
+            seconds = max(seconds, one.seconds)
+    return Ran(total, seconds)
+
+
+def _run(work: Path, world_size: int, timeout_s: float) -> None:
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+    children: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(world_size):
+            command = [sys.executable, "-m", "r3channel.recordings.run_ranks", str(work), str(rank)]
+            with open(work / f"rank-{rank}.log", "wb") as log:
+                children.append(
+                    subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+                )
+        deadline_s = time.monotonic() + timeout_s
+        while (codes := [child.poll() for child in children]) != [0] * world_size:
+            failed = [rank for rank, code in enumerate(codes) if code]
+            if failed or time.monotonic() > deadline_s:
+                late = [rank for rank, code in enumerate(codes) if code is None]
+                who = failed or late
+                said = (work / f"rank-{who[0]}.log").read_text(errors="replace")[-2000:]
+                raise PeerFailed(
+                    f"ranks {failed} failed and {late} were not done after {timeout_s:.0f} s; rank {who[0]}:\n{said}"
+                )
+            time.sleep(0.01)
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+
+
+def _save(path: Path, found: ConsumedRows, seconds: float) -> None:
+    keys = [json.dumps(key) for key in found.ids]
+    arrays: dict[str, Any] = {"keys": np.asarray(keys or [""]), "seconds": np.asarray(seconds)}
+    for index, key in enumerate(found.ids):
+        arrays |= {f"ids{index}": found.ids[key], f"there{index}": found.there[key]}
+    np.savez(path, **arrays)
+
+
+def _load(path: Path, like: ConsumedRows) -> Ran:
+    found = ConsumedRows(like.ticket, like.spec)
+    with np.load(path, allow_pickle=False) as arrays:
+        for index, text in enumerate(filter(None, arrays["keys"].tolist())):
+            of_pass, sample = json.loads(text)
+            found.ids[of_pass, sample], found.there[of_pass, sample] = (
+                arrays[f"ids{index}"],
+                arrays[f"there{index}"],
+            )
+        return Ran(found, float(arrays["seconds"]))
+
+
+def _child(work: Path, number: int) -> None:
+    import torch.distributed as dist
+
+    job = json.loads((work / "job.json").read_text())
+    layout = TrainerLayout.from_dict(job["layout"])
+    function = getattr(_module(job["module"], Path(job["file"])), job["function"])
+    dist.init_process_group(
+        "gloo", init_method=f"file://{work}/rendezvous", rank=number, world_size=layout.world_size
+    )
+    group = _tp_group(dist, layout, number)
+    dist.barrier()
+    begin_s = time.monotonic()
+    recorded = Recording.open(job["recording"]).step(job["step"])
+    rank = Rank(fitted(recorded, layout), layout.coords(number), tp_group=group)
+    function(rank)
+    seconds = time.monotonic() - begin_s
+    dist.barrier()
+    dist.destroy_process_group()
+    _save(work / f"rank-{number}.npz", rank.consumed, seconds)
+
+
+def _module(name: str, file: Path) -> ModuleType:
+    """A user's is loaded by its file: tests are not importable by a name."""
+    if name.startswith("r3channel."):
+        return importlib.import_module(name)
+    spec = importlib.util.spec_from_file_location("r3channel_users_test", file)
+    assert spec is not None and spec.loader is not None, file
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(file.parent))
+    spec.loader.exec_module(module)
+    return module
+
+
+def _tp_group(dist: Any, layout: TrainerLayout, number: int) -> Any:
+    """The gloo group of the ranks that share this one's (DP, PP, CP); all processes make all groups, in one order."""
+    members: dict[tuple[int, int, int], list[int]] = {}
+    for rank in range(layout.world_size):
+        at = layout.coords(rank)
+        members.setdefault((at.dp, at.pp, at.cp), []).append(rank)
+    groups = [dist.new_group(ranks) for ranks in members.values()] if layout.tp > 1 else []
+    return next(
+        (group for group, ranks in zip(groups, members.values(), strict=False) if number in ranks), None
+    )
+
+
+if __name__ == "__main__":
+    _child(Path(sys.argv[1]), int(sys.argv[2]))

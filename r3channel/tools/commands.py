@@ -1,0 +1,149 @@
+"""The commands: where each is, what it does, how it is typed. A help begins with the examples. Imports no command."""
+
+from __future__ import annotations
+
+import argparse
+from typing import NamedTuple, NoReturn
+
+
+class Command(NamedTuple):
+    module: str
+    """Its `run(argv) -> exit status`."""
+    what: str
+    examples: tuple[str, ...]
+
+
+_REPORT = "r3channel.report."
+COMMANDS = {
+    "demo": Command(
+        "r3channel.demo",
+        "the whole loop on this machine: SGLang, Ray, Megatron-core",
+        ("demo", "demo --steps 2 --layout dp=1,tp=2", "demo --record rec --report report"),
+    ),
+    "doctor": Command(
+        _REPORT + "doctor",
+        "what is installed, and whether everything would work together",
+        (
+            "doctor --role relay",
+            "doctor --engine http://10.0.0.5:30000",
+            "doctor --slime ~/slime -- $ARGUMENTS",
+        ),
+    ),
+    "plan": Command(
+        _REPORT + "planner",
+        "bytes, memory and times of a step before it is run",
+        (
+            "plan --model qwen3-30b-a3b --layout dp=4,tp=4,cp=2,pp=4 --tokens 16000000",
+            "plan --model ~/checkpoint --layout dp=2,tp=2 --lengths lengths.json --json",
+        ),
+    ),
+    "bench": Command(
+        "r3channel.bench",
+        "measurements beside their peers",
+        ("bench wire --quick", "bench relay --quick --json"),
+    ),
+    "report": Command(
+        _REPORT + "run_page",
+        "a run as one HTML page, from the folder of its --report",
+        ("report run", "report run other-run"),
+    ),
+    "top": Command(
+        _REPORT + "top",
+        "a running channel on one screen, from its metrics pages",
+        ("top report", "top http://10.0.0.5:9100/metrics http://10.0.0.5:9101/metrics", "top targets --once"),
+    ),
+    "slime": Command(
+        "r3channel.integrations.slime.launch",
+        "slime's own script with the channel in it",
+        ("slime train_async.py $ARGUMENTS --use-r3-channel --r3-delivery direct",),
+    ),
+    "record": Command(
+        _REPORT + "record",
+        "record steps of a running channel",
+        ("record /data/rec --record-steps 3", "record --stop"),
+    ),
+    "inspect": Command(
+        _REPORT + "recordings", "a recording (--record): steps, rows, versions, expert load", ("inspect rec",)
+    ),
+    "check": Command(
+        _REPORT + "recordings",
+        "silent misalignments, by name, in one recording or between two sides",
+        ("check rec", "check rec router-rec --strict"),
+    ),
+    "replay": Command(
+        _REPORT + "recordings",
+        "the trainer's side of a recording under any layout",
+        ("replay rec", "replay rec --layout dp=1,tp=2 --gloo"),
+    ),
+    "diff": Command(
+        _REPORT + "recordings",
+        "two recordings: the first difference, and how much of each layer",
+        ("diff rec other",),
+    ),
+    "import": Command(
+        _REPORT + "recordings",
+        "a recording out of .npz files, or of slime's or miles's debug dumps",
+        (
+            "import engine.npz --format npz --out rec",
+            "import 3.pt --format slime-debug --model ~/checkpoint --out rec",
+        ),
+    ),
+    "export": Command(
+        _REPORT + "recordings", "a recording as .npz files", ("export rec --format npz --out folder",)
+    ),
+    "weights": Command(
+        _REPORT + "weights",
+        "what engines hold, tensor by tensor",
+        (
+            "weights verify --engine http://10.0.0.5:30000 --manifest committed.json",
+            "weights verify --engine http://10.0.0.5:30000 --engine http://10.0.0.6:30000",
+        ),
+    ),
+    "patch": Command(
+        _REPORT + "patch",
+        "hooks for an upstream that has none: check, apply, reverse",
+        ("patch check --target site-packages", "patch apply --target site-packages"),
+    ),
+}
+_FIRST = ("demo", "doctor", "plan", "slime", "check")
+"""Those whose first example the command's own help shows."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Its help begins with how it is typed."""
+
+    examples: tuple[str, ...] = ()
+
+    def format_help(self) -> str:
+        lines = [f"  r3channel {example}" for example in self.examples]
+        return "\n".join([*lines, "", super().format_help()]) if lines else super().format_help()
+
+    def error(self, message: str) -> NoReturn:
+        """Without the usage, which for some commands fills a screen."""
+        self.exit(2, f"{self.prog}: {message}\n{self.prog} --help tells the options\n")
+
+
+def parser(command: str, *, prog: str = "", description: str | None = None) -> Parser:
+    """The parser of a command, with its examples; `prog` where it has commands of its own."""
+    found = COMMANDS[command]
+    made = Parser(prog=f"r3channel {prog or command}", description=description or f"{found.what}.")
+    own = tuple(example for example in found.examples if example.startswith(prog or command))
+    made.examples = own or (f"{prog} --quick",)
+    return made
+
+
+def overview() -> str:
+    """What `r3channel --help` says."""
+    width = max(map(len, COMMANDS))
+    return "\n".join(
+        [
+            *(f"  r3channel {COMMANDS[name].examples[0]}" for name in _FIRST),
+            "",
+            "Rollout routing replay: expert choices from SGLang engines to Megatron routers, exactly.",
+            "",
+            "commands:",
+            *(f"  {name:{width}}  {command.what}" for name, command in COMMANDS.items()),
+            "",
+            "r3channel COMMAND --help tells each command's options; r3channel --version the version.",
+        ]
+    )

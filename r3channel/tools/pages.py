@@ -1,0 +1,146 @@
+"""Tables in pages, made of the code that they are about (layouts, options, errors) or of kept figures; a test holds them to it.
+
+python -m r3channel.tools.pages [RESULT.json...]     # writes the tables anew, from benchmarks' fresh results too
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from r3channel.bench import figures
+from r3channel.config import ENV_PREFIX, ChannelConfig, EngineConfig, field_texts
+from r3channel.errors import R3Error, caller, engine, peers, root
+from r3channel.integrations.slime import arguments as slime_arguments
+from r3channel.tools import layouts
+
+PACKAGE = Path(__file__).parents[1]
+_MIB = 1 << 20
+_UNITS = {"_s": "s", "_bytes": "bytes"}
+_FAULTS = {
+    caller: "What you gave, set or called",
+    engine: "What an engine sent, or did not",
+    peers: "Another process, the network, the machine, or us",
+    root: "Families: what several of them have in common",
+}
+
+
+class Table(NamedTuple):
+    """A table between `<!-- NAME: generated -->` and `<!-- /NAME -->`."""
+
+    page: Path
+    lines: Callable[[], list[str]]
+
+
+class Option(NamedTuple):
+    flag: str
+    """Empty for what only engines read: SGLang's parser does not take our flags."""
+    variable: str
+    side: str
+    default: Any
+    unit: str
+    meaning: str
+
+
+def options() -> Iterator[Option]:
+    """Relay's and trainers', then what only engines have, then those of `r3channel slime`."""
+    both = {f.name for f in fields(ChannelConfig)} & {f.name for f in fields(EngineConfig)}
+    for f in fields(ChannelConfig):
+        side = "relay, trainers" + (", engines" if f.name in both else "")
+        yield _option(f"--r3-{f.name.replace('_', '-')}", f.name, side, f.default, ChannelConfig)
+    for f in fields(EngineConfig):
+        if f.name not in both:
+            yield _option("", f.name, "engines", f.default, EngineConfig)
+    ours = {f"r3_{f.name}" for f in fields(ChannelConfig)} | {"help", "r3_config"}
+    for action in slime_arguments.add_arguments(ArgumentParser())._actions:
+        if action.dest not in ours and action.dest.startswith("r3_"):
+            flag = action.option_strings[0]
+            yield Option(flag, "", "slime", action.default, _unit(action.dest), action.help or "")
+
+
+def _option(flag: str, name: str, side: str, default: Any, config: type[Any]) -> Option:
+    return Option(
+        flag, ENV_PREFIX + name.upper(), side, default, _unit(name), field_texts(config).get(name, "")
+    )
+
+
+def _unit(name: str) -> str:
+    return next((unit for suffix, unit in _UNITS.items() if name.endswith(suffix)), "")
+
+
+def _value(option: Option) -> str:
+    """
+    >>> _value(Option("", "", "", 8 << 20, "bytes", "")), _value(Option("", "", "", False, "", ""))
+    ('8 MiB', 'off')
+    """
+    value = option.default
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if option.unit == "bytes" and value and value % _MIB == 0:
+        return f"{value // _MIB:,} MiB"
+    return "" if value in ("", None) else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def option_lines() -> list[str]:
+    lines = ["| option | environment | of | default | unit | meaning |", "|---|---|---|---|---|---|"]
+    return lines + [
+        f"| {_code(o.flag)} | {_code(o.variable)} | {o.side} | {_value(o)} | {o.unit} | {o.meaning} |"
+        for o in options()
+    ]
+
+
+def _code(text: str) -> str:
+    return f"`{text}`" if text else ""
+
+
+def error_lines() -> list[str]:
+    lines: list[str] = []
+    for module, title in _FAULTS.items():
+        lines += [f"### {title}", "", "| error | reason | what happened | what to do |", "|---|---|---|---|"]
+        own = [error for error in every_error() if error.__module__ == module.__name__]
+        lines += [f"| `{e.__name__}` | `{e.reason}` | {happened(e)} | {e.remedy} |" for e in own]
+        lines.append("")
+    return lines[:-1]
+
+
+def every_error() -> list[type[R3Error]]:
+    """The root and all below it that this package defines for its users, by name."""
+    found, waiting = {R3Error}, [R3Error]
+    while waiting:
+        below = [e for e in waiting.pop().__subclasses__() if e.__module__.startswith("r3channel.errors.")]
+        found.update(below)
+        waiting += below
+    return sorted(found, key=lambda error: error.__name__)
+
+
+def happened(error: type[R3Error]) -> str:
+    """The first paragraph of its docstring, on one line."""
+    return " ".join((error.__doc__ or "").split("\n\n")[0].split())
+
+
+TABLES = {
+    "layouts": Table(PACKAGE / "plan" / "README.md", layouts.lines),
+    "options": Table(PACKAGE / "report" / "README.md", option_lines),
+    "errors": Table(PACKAGE / "errors" / "README.md", error_lines),
+    "measured": Table(PACKAGE.parent / "README.md", partial(figures.lines, "measured")),
+    "capture": Table(PACKAGE / "engine" / "README.md", partial(figures.lines, "capture")),
+}
+
+
+def put_into(text: str, name: str) -> str:
+    """The text with what lies between the table's marks made anew."""
+    begin, end = f"<!-- {name}: generated -->\n", f"<!-- /{name} -->\n"
+    before, rest = text.split(begin)
+    return before + begin + "\n".join(TABLES[name].lines()) + "\n" + end + rest.split(end)[1]
+
+
+if __name__ == "__main__":
+    for file in sys.argv[1:]:
+        figures.keep(Path(file))
+    for name, table in TABLES.items():
+        table.page.write_text(put_into(table.page.read_text(), name))

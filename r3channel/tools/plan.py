@@ -1,0 +1,177 @@
+"""`r3channel plan`: bytes, memory and times of a step before it is run, beside the default path."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from r3channel.errors import ConfigError
+from r3channel.model.presets import model_named
+from r3channel.model.spec import RoutingSpec
+from r3channel.plan.capacity import Capacity, Machines, add_up, lognormal_lengths, plan_of
+from r3channel.plan.layout import TrainerLayout
+from r3channel.tools import commands
+
+SIMULATED = {
+    "model": "deepseek-r1",
+    "layout": "dp=16,tp=4,cp=2,pp=4,first_layers=14,last_layers=15,packing=thd",
+}
+"""512 ranks, 128M tokens, 8,192 uneven samples."""
+
+
+def run(argv: Sequence[str]) -> int:
+    options = _parser().parse_args(argv)
+    result = simulate(options) if options.simulate else planned(options)
+    print(json.dumps(result) if options.json else _plan_text(result))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = commands.parser("plan", description=__doc__)
+    parser.add_argument(
+        "--model", help="a name of the built-in table, a checkpoint folder, or its config.json"
+    )
+    parser.add_argument("--layout", help="as in the demo, for example dp=4,tp=4,cp=2,pp=4")
+    parser.add_argument("--tokens", type=int, help="of one step, over all samples")
+    parser.add_argument("--sequence", type=int, default=16384, help="tokens of a sample, about (%(default)s)")
+    parser.add_argument(
+        "--lengths", metavar="FILE", help="JSON list of the samples' tokens, instead of the two above"
+    )
+    parser.add_argument("--microbatch-size", type=int, default=1)
+    parser.add_argument("--max-tokens", type=int, help="token budget of a micro-batch, instead of its size")
+    for field in fields(Machines):
+        name = f"--{field.name.replace('_', '-')}"
+        parser.add_argument(name, type=type(field.default), help=f"default {field.default}")
+    parser.add_argument("--simulate", action="store_true", help="run the planner at 128M tokens on 512 ranks")
+    parser.add_argument("--json", action="store_true")
+    return parser
+
+
+def spec_of(model: str) -> RoutingSpec:
+    """A checkpoint folder, the path of a Hugging Face config, or a name of the table."""
+    path = Path(model)
+    if path.suffix == ".json" or path.is_dir() or "/" in model:
+        return RoutingSpec.from_hf_config(path)
+    return model_named(model).spec
+
+
+def planned(options: argparse.Namespace) -> dict[str, Any]:
+    if not options.model or not options.layout:
+        raise ConfigError("plan needs --model and --layout (or --simulate)")
+    layout = TrainerLayout.parse(options.layout)
+    return _plan(options, spec_of(options.model), layout, _lengths(options, layout))
+
+
+def simulate(options: argparse.Namespace) -> dict[str, Any]:
+    """The planner itself at full size; `plan_s` is what it took."""
+    layout = TrainerLayout.parse(options.layout or SIMULATED["layout"])
+    tokens = options.tokens or 128 * 10**6
+    lengths = lognormal_lengths(samples=8192, tokens=tokens)
+    options.max_tokens = options.max_tokens or 131072
+    return _plan(options, spec_of(options.model or SIMULATED["model"]), layout, lengths)
+
+
+def _plan(
+    options: argparse.Namespace, spec: RoutingSpec, layout: TrainerLayout, lengths: Sequence[int]
+) -> dict[str, Any]:
+    given = {field.name: getattr(options, field.name) for field in fields(Machines)}
+    machines = Machines(**{name: value for name, value in given.items() if value is not None})
+    begin = time.perf_counter()
+    plan = plan_of(
+        lengths,
+        spec=spec,
+        layout=layout,
+        microbatch_size=options.microbatch_size,
+        max_tokens=options.max_tokens,
+    )
+    found: Capacity = add_up(plan, machines=machines)
+    digest = plan.digest
+    seconds = time.perf_counter() - begin
+    extra = {
+        "ranks": layout.world_size,
+        "plan_digest": f"{digest:#x}",
+        "plan_s": seconds,
+        "store_ceiling_bytes": machines.store_bytes,
+    }
+    return {"model": options.model or SIMULATED["model"], **found.to_dict(), **extra}
+
+
+def _lengths(options: argparse.Namespace, layout: TrainerLayout) -> list[int]:
+    """Whole micro-batches on every DP rank, of samples that are about as long as asked for."""
+    if options.lengths:
+        return _read_lengths(Path(options.lengths))
+    if not options.tokens:
+        raise ConfigError("plan needs --tokens (all tokens of one step), or --lengths")
+    if min(options.sequence, options.microbatch_size, options.tokens) < 1:
+        raise ConfigError(
+            f"--tokens {options.tokens}, --sequence {options.sequence}, --microbatch-size {options.microbatch_size}: expected at "
+            "least 1 of each"
+        )
+    unit = layout.dp * (1 if options.max_tokens else options.microbatch_size)
+    count = max(1, round(options.tokens / options.sequence / unit)) * unit
+    return [(options.tokens + index) // count for index in range(count)]
+
+
+def _read_lengths(file: Path) -> list[int]:
+    try:
+        values = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--lengths {file}: expected a readable JSON file: {error}") from error
+    if not isinstance(values, list) or not all(type(value) is int for value in values):
+        raise ConfigError(f"--lengths {file}: expected a list of whole numbers, one for each sample")
+    return values
+
+
+_LINES = (
+    ("engine -> relay, frames", "http_bytes", "default_http_bytes"),
+    ("received by one TP0", "received_bytes_tp0", "default_bytes_per_rank"),
+    ("kept by one process", "landed_bytes_per_rank", "default_bytes_per_rank"),
+    ("kept by all processes", "landed_bytes_all_ranks", "default_bytes_all_ranks"),
+    ("a step at rest, relay or manager", "frame_bytes", "default_host_bytes"),
+    ("staged for one receiver", "relay_staging_bytes", None),
+)
+_TIMES = (
+    ("HTTP", "http_s", "default_http_s"),
+    ("CPU of all rows, one core", "place_s", "default_manager_s"),
+    ("wire, or fetch of one process", "wire_s", "default_fetch_s"),
+)
+
+
+def _plan_text(result: dict[str, Any]) -> str:
+    lines = [
+        f"{result['model']}, {result['layout']} ({result['ranks']} ranks)",
+        f"{result['samples']:,} samples, {result['tokens']:,} tokens ({result['padded_tokens']:,} padded), "
+        f"{result['bytes_per_token']} B/token, planned in {result['plan_s']:.2f} s, digest {result['plan_digest']}",
+        "",
+        f"{'':32s}{'r3channel':>14s}{'default path':>14s}",
+    ]
+    for label, ours, theirs in _LINES:
+        default = _bytes(result[theirs]) if theirs else "-"
+        lines.append(f"{label:32s}{_bytes(result[ours]):>14s}{default:>14s}")
+    for label, ours, theirs in _TIMES:
+        lines.append(f"{label:32s}{result[ours]:>12.2f} s{result[theirs]:>12.2f} s")
+    lines.append(f"kept per process: 1/{1 / result['ratio']:.0f} of the default path")
+    lines.append(_store_text(result))
+    return "\n".join(lines)
+
+
+def _store_text(result: dict[str, Any]) -> str:
+    """What one step off asks of the relay's store."""
+    need, allowed = _bytes(result["store_needed_bytes"]), _bytes(result["store_ceiling_bytes"])
+    said = (
+        f"store: rows of two steps, one delivered while the next is generated, need {need} of the relay's memory; "
+        f"store_bytes allows {allowed}"
+    )
+    return said if result["store_fits"] else f"{said}. Raise store_bytes; else engines wait for room"
+
+
+def _bytes(value: float) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if value >= size:
+            return f"{value / size:,.2f} {unit}"
+    return f"{value:.0f} B"

@@ -1,0 +1,123 @@
+"""What a run needs of this machine, looked at before any process starts: ports, folders, room, memory, packages, and a layout
+beside its model.
+
+Each look returns a fault as text, empty where all is well: the option to change, what was seen, what to give instead. Nothing
+is started, and nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from r3channel.config import ENV_PREFIX, ChannelConfig
+from r3channel.errors import ConfigError, UnsupportedLayout
+from r3channel.plan.layout import TrainerLayout
+from r3channel.tools import extras
+
+_LAST_PORT = 65535
+MEMINFO = Path("/proc/meminfo")
+
+
+def refuse(faults: Iterable[str]) -> None:
+    """Raises ConfigError with every fault, one a line."""
+    found = [fault for fault in faults if fault]
+    if found:
+        raise ConfigError("\n  ".join(found))
+
+
+def of_channel(config: ChannelConfig, *, ranks: int) -> Iterator[str]:
+    """What a relay and the trainers beside it would find wrong on this machine."""
+    pages = {"the relay": 0} | {f"trainer rank {rank}": 1 + rank for rank in range(ranks)}
+    for whose, offset in pages.items() if config.metrics_port > 0 else ():
+        at = config.metrics_port + offset
+        yield port(f"{_named('metrics_port')}, of {whose}", at, host=config.interface)
+    if config.ingest_port:
+        yield port(_named("ingest_port"), config.ingest_port, host=config.interface)
+    for name in ("store_dir", "metrics_dir"):
+        yield folder(_named(name), getattr(config, name))
+    if config.token_file and not Path(config.token_file).is_file():
+        yield folder(_named("token_file"), Path(config.token_file).parent)
+
+
+def _named(field: str) -> str:
+    """
+    >>> _named("store_dir")
+    '--r3-store-dir (R3CHANNEL_STORE_DIR)'
+    """
+    return f"--r3-{field.replace('_', '-')} ({ENV_PREFIX}{field.upper()})"
+
+
+def port(option: str, number: int, *, host: str) -> str:
+    """Can it be bound now; 0 asks for any."""
+    try:
+        if number > _LAST_PORT:  # the C library would count on from 0
+            raise OverflowError(f"expected at most {_LAST_PORT}")
+        family, *_, address = socket.getaddrinfo(host, number, type=socket.SOCK_STREAM)[0]
+        socket.create_server(address, family=family).close()
+    except (OSError, OverflowError) as error:
+        wrong = f"{option}: port {number} cannot be bound on {host} ({error})"
+        return (
+            f"{wrong}; stop what listens there (ss -ltnp shows it), or give another port: 0 takes a free one"
+        )
+    return ""
+
+
+def folder(option: str, path: str | os.PathLike[str], *, room_bytes: int = 0) -> str:
+    """Can files be made there, and is there room; an option that is not given has an empty path."""
+    if not path:
+        return ""
+    at = Path(path).absolute()
+    there = next(one for one in (at, *at.parents) if os.path.exists(one))
+    try:
+        # Tried and not asked for: a superuser is told yes of any folder.
+        tempfile.TemporaryFile(dir=there).close()
+    except OSError as error:
+        return f"{option}: {there} cannot be written ({error.strerror}); give a folder that can"
+    free = shutil.disk_usage(there).free
+    if free < room_bytes:
+        room = f"{free / 1e9:.1f} GB are free in {there}, and {room_bytes / 1e9:.1f} GB are needed"
+        return f"{option}: {room}; give a folder with more room"
+    return ""
+
+
+def memory(needed_bytes: int, *, remedy: str, meminfo: Path = MEMINFO) -> str:
+    """Is so much to be had without swapping; well where the system does not say."""
+    lines = meminfo.read_text().splitlines() if meminfo.is_file() else []
+    found = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
+    if found and found[0] < needed_bytes:
+        return f"{found[0] / 2**30:.1f} GiB of memory are free, and {needed_bytes / 2**30:.1f} GiB are needed; {remedy}"
+    return ""
+
+
+def packages(names: Iterable[str], versions: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
+    """Are they installed, and those of `versions` in one that was read."""
+    for name in names:
+        try:
+            found, read = importlib.metadata.version(name), versions.get(name, ())
+        except importlib.metadata.PackageNotFoundError:
+            yield f"{name} is not installed; {extras.remedy(name)}"
+            continue
+        if read and found not in read:
+            yield f"{name} {found} was not read, only {' and '.join(read)}; pip install {name}=={read[-1]}"
+
+
+def layout(option: str, given: TrainerLayout, model: Mapping[str, Any]) -> str:
+    """Does Megatron cut the model of a checkpoint's `config.json` so."""
+    heads, groups = model["num_attention_heads"], model["num_key_value_heads"]
+    if heads % given.tp or (groups % given.tp and given.tp % groups):
+        cut = f"the model's {heads} attention heads in {groups} groups"
+        return f"{option}: tp={given.tp} does not divide {cut}; give a tp that does"
+    if model["num_experts"] % given.ep:
+        return f"{option}: ep={given.ep} does not divide the model's {model['num_experts']} experts; give an ep that does"
+    try:
+        given.stage_sizes(model["num_hidden_layers"])
+    except UnsupportedLayout as error:
+        return f"{option}: {error}; give other pp, vpp, first_layers or last_layers"
+    return ""

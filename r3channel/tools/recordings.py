@@ -1,0 +1,204 @@
+"""`r3channel inspect | diff | replay | check | import | export`: what one does with a recording. No engine, relay, GPU or Ray.
+
+Exit status: 0 clean, 1 something was found, 2 it could not be read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from r3channel.errors import ConfigError
+from r3channel.model.spec import RoutingSpec
+from r3channel.plan.layout import TrainerLayout
+from r3channel.recordings import difference, npz, summary
+from r3channel.recordings.aligned_pair import Sides
+from r3channel.recordings.consumed import ConsumedRows
+from r3channel.recordings.diagnose import NOTES, judge
+from r3channel.recordings.dumps import DUMPS, import_dumps
+from r3channel.recordings.findings import Finding
+from r3channel.recordings.recording import Recording
+from r3channel.recordings.replay import consumed, described, fitted
+from r3channel.recordings.single_side import CANNOT, judge_alone, log_probs_suspect
+from r3channel.recordings.step import RecordedStep
+from r3channel.tools import commands
+
+FORMATS = ("npz", *DUMPS)
+"""Of `import`; `export` writes npz. Others are refused by name: their sources were not read, and a guess would be silently
+wrong."""
+
+_RANKS_S = 600.0
+
+
+def run(argv: Sequence[str]) -> int:
+    """A command's name, then its arguments."""
+    options = _parser(argv[0]).parse_args(argv[1:])
+    return _RUN[argv[0]](options)
+
+
+def _parser(command: str) -> argparse.ArgumentParser:
+    parser = commands.parser(command)
+    if command == "import":
+        parser.add_argument("source", nargs="+", type=Path, metavar="FILE")
+        parser.add_argument("--out", type=Path, required=True, metavar="REC")
+        parser.add_argument(
+            "--model",
+            metavar="FOLDER",
+            help="the checkpoint of a dump, which does not say where its experts are",
+        )
+    else:
+        parser.add_argument("recording", type=Path, metavar="REC")
+    if command == "export":
+        parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    if command in ("import", "export"):
+        formats = FORMATS if command == "import" else ("npz",)
+        parser.add_argument("--format", required=True, help=f"one of {', '.join(formats)}")
+    if command == "diff":
+        parser.add_argument("other", type=Path, metavar="REC")
+    if command == "check":
+        parser.add_argument(
+            "router", type=Path, nargs="?", metavar="ROUTER_REC", help="what routers used, as a recording"
+        )
+        parser.add_argument("--strict", action="store_true", help="a suspicion is exit 1, too")
+    if command in ("replay", "import"):
+        parser.add_argument(
+            "--layout", type=TrainerLayout.parse, help="dp=2,tp=2,...; default: the recorded one"
+        )
+    if command == "replay":
+        parser.add_argument(
+            "--gloo",
+            action="store_true",
+            help="a gloo process for each rank; default: all ranks in this process",
+        )
+    if command in ("inspect", "diff", "replay", "check"):
+        parser.add_argument("--json", action="store_true", help="one JSON object")
+    return parser
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    found = summary.summarize(Recording.open(options.recording))
+    _print(options, found, summary.table)
+    return int(any(step["cut"] for step in found["steps"]))
+
+
+def _diff(options: argparse.Namespace) -> int:
+    found = difference.compare(Recording.open(options.recording), Recording.open(options.other))
+    _print(options, found, difference.text)
+    return int(not found["equal"])
+
+
+def _replay(options: argparse.Namespace) -> int:
+    recording, told, found = Recording.open(options.recording), [], list[Finding]()
+    for number in recording.steps:
+        step = fitted(recording.step(number), options.layout)
+        rows, seconds = _consumed(options, step)
+        told.append(described(step, rows) | {"seconds": round(seconds, 3)})
+        found += [one for sides in Sides.of(step, rows.step()) for one in judge(sides)]
+    _print(options, {"steps": told, "findings": [one.to_dict() for one in found]}, _replayed)
+    lost = any(one["rows_of_layers"] != one["expected_rows_of_layers"] for one in told)
+    return int(bool(found) or lost)
+
+
+def _consumed(options: argparse.Namespace, step: RecordedStep) -> tuple[ConsumedRows, float]:
+    """What the routers of all ranks used, and the seconds of it."""
+    if options.gloo:
+        from r3channel.recordings.run_ranks import (
+            run_ranks,  # torch, which replay in one process does without
+        )
+        from r3channel.tools.replay_rank import consume
+
+        return run_ranks(consume, step, options.recording, timeout_s=_RANKS_S)
+    begin_s = time.monotonic()
+    return consumed(step), time.monotonic() - begin_s
+
+
+def _replayed(found: dict[str, Any]) -> str:
+    lines = [
+        f"step {one['step']}: {one['ranks']} ranks of {one['layout']}: {one['rows_of_layers']:,} rows of layers, expected "
+        f"{one['expected_rows_of_layers']:,}; {one['seconds']:.2f} s"
+        for one in found["steps"]
+    ]
+    return "\n".join([*lines, *(str(Finding(**one)) for one in found["findings"])])
+
+
+def _check(options: argparse.Namespace) -> int:
+    engine = Recording.open(options.recording)
+    router = Recording.open(options.router) if options.router else None
+    found = list(_alone(engine) if router is None else _pair(engine, router))
+    values = {
+        "findings": [one.to_dict() for one in found],
+        "steps": list(engine.steps),
+        "cannot_know": CANNOT if router is None else "",
+    }
+    _print(options, values, _checked)
+    verdicts = [one for one in found if (one.verdict or options.strict) and one.name not in NOTES]
+    return int(bool(verdicts))
+
+
+def _alone(recording: Recording) -> Iterator[Finding]:
+    for number in recording.steps:
+        yield from judge_alone(recording.step(number))
+
+
+def _pair(engine: Recording, router: Recording) -> Iterator[Finding]:
+    shared = sorted(set(engine.steps) & set(router.steps))
+    if not shared:
+        raise ConfigError(
+            f"the engines' side has steps {list(engine.steps)[:10]}, the routers' {list(router.steps)[:10]}: expected one in both"
+        )
+    for number in shared:
+        step = engine.step(number)
+        for sides in Sides.of(step, router.step(number)):
+            yield from judge(sides)
+        yield from log_probs_suspect(step)
+
+
+def _checked(values: dict[str, Any]) -> str:
+    lines = [str(Finding(**one)) for one in values["findings"]]
+    clean = f"{len(values['steps'])} steps: nothing found"
+    return "\n".join([*(lines or [clean]), *filter(None, [values["cannot_know"]])])
+
+
+def _import(options: argparse.Namespace) -> int:
+    _check_format(options.format, FORMATS)
+    if options.format == "npz":
+        npz.import_npz(options.source, options.out, layout=options.layout)
+    else:
+        spec = RoutingSpec.from_hf_config(options.model) if options.model else None
+        import_dumps(options.source, options.out, spec=spec, layout=options.layout)
+    return 0
+
+
+def _export(options: argparse.Namespace) -> int:
+    _check_format(options.format, ("npz",))
+    for path in npz.export_npz(Recording.open(options.recording), options.out):
+        print(path)
+    return 0
+
+
+def _check_format(name: str, formats: Sequence[str]) -> None:
+    if name not in formats:
+        raise ConfigError(
+            f"format {name!r}, expected one of {tuple(formats)}: the sources of other dumps were not read, and what they "
+            "mean is not guessed. Write .npz files; r3channel.recordings.npz says which arrays"
+        )
+
+
+def _print(
+    options: argparse.Namespace, found: dict[str, Any], as_text: Callable[[dict[str, Any]], str]
+) -> None:
+    print(json.dumps(found) if options.json else as_text(found))
+
+
+_RUN: dict[str, Callable[[argparse.Namespace], int]] = {
+    "inspect": _inspect,
+    "diff": _diff,
+    "replay": _replay,
+    "check": _check,
+    "import": _import,
+    "export": _export,
+}

@@ -1,0 +1,126 @@
+"""`r3channel weights verify`: what running engines hold, against the trainer's file of committed weights, or one another.
+
+    r3channel weights verify --engine http://127.0.0.1:30000 --manifest committed.json
+
+Exit status: 0 equal, 1 different, 2 could not look. Only asks; changes nothing. The digests are those of CPU engines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from r3channel.errors import ConfigError
+from r3channel.tools import commands
+from r3channel.weights.sglang import EngineClient
+from r3channel.weights.store import HeldWeights
+
+_SHOWN = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One parameter that is not as expected; None where a side does not have it."""
+
+    engine: str
+    name: str
+    expected: str | None
+    found: str | None
+
+    def __str__(self) -> str:
+        if self.found is None:
+            return f"{self.name}: expected {self.expected}, the engine has no such parameter"
+        if self.expected is None:
+            return f"{self.name}: the engine holds {self.found}, the manifest does not name it"
+        return f"{self.name}: expected {self.expected}, the engine holds {self.found}"
+
+
+def run(argv: Sequence[str]) -> int:
+    """The command; see the module."""
+    options = _parser().parse_args(argv)
+    clients = [EngineClient(url) for url in options.engine]
+    held = None if options.manifest is None else HeldWeights.read(options.manifest)
+    engines = [_ask(client, options.timeout_s) for client in clients]
+    if held is None and len(engines) < 2:
+        raise ConfigError(
+            "one engine without --manifest: there is nothing to compare with. Give a second --engine"
+        )
+    wanted = [engines[0][1] if held is None else held.of_ranks(len(sums)) for _, sums in engines]
+    version = engines[0][0] if held is None else str(held.version)
+    found = [
+        d
+        for client, (_, sums), own in zip(clients, engines, wanted, strict=True)
+        for d in compare_ranks(own, sums, engine=client.url)
+    ]
+    versions = {client.url: answer[0] for client, answer in zip(clients, engines, strict=True)}
+    stale = [url for url, other in versions.items() if other != version]
+    if options.json:
+        print(json.dumps(_result(_count(wanted[0]), version, versions, found)))
+    else:
+        print(_text([_count(own) for own in wanted], version, versions, found))
+    return 1 if found or stale else 0
+
+
+def compare_ranks(
+    wanted: Sequence[Mapping[str, str]], found: Sequence[Mapping[str, str]], *, engine: str
+) -> list[Difference]:
+    """Rank by rank; ConfigError for engines of other numbers of ranks, whose parts cannot be compared."""
+    if len(wanted) != len(found):
+        raise ConfigError(f"{engine} has {len(found)} ranks, expected {len(wanted)}: their parts differ")
+    names = [engine if len(found) == 1 else f"{engine} rank {rank}" for rank in range(len(found))]
+    return [d for name, a, b in zip(names, wanted, found, strict=True) for d in compare(a, b, engine=name)]
+
+
+def _count(ranks: Sequence[Mapping[str, str]]) -> int:
+    return sum(map(len, ranks))
+
+
+def compare(wanted: Mapping[str, str], found: Mapping[str, str], *, engine: str) -> list[Difference]:
+    """All parameters whose checksum is not the same on both sides, by name."""
+    names = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
+    return [Difference(engine, name, wanted.get(name), found.get(name)) for name in names]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = commands.parser("weights")
+    verbs = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    verify = verbs.add_parser("verify", help="digests of what engines hold against the trainer's manifest")
+    verify.add_argument("--engine", metavar="URL", action="append", required=True, help="repeatable")
+    verify.add_argument(
+        "--manifest", metavar="FILE", help="what the trainer wrote; without it engines are compared"
+    )
+    verify.add_argument("--timeout-s", type=float, default=120.0, help="deadline of each engine's answer")
+    verify.add_argument("--json", action="store_true")
+    return parser
+
+
+def _ask(client: EngineClient, timeout_s: float) -> tuple[str, list[dict[str, str]]]:
+    return client.weight_version(timeout_s=timeout_s), client.weight_checksums(timeout_s=timeout_s)
+
+
+def _result(
+    parameters: int, version: str, versions: Mapping[str, str], found: Sequence[Difference]
+) -> dict[str, Any]:
+    return {
+        "parameters": parameters,
+        "version": version,
+        "engine_versions": dict(versions),
+        "different": [asdict(difference) for difference in found],
+    }
+
+
+def _text(
+    counts: Sequence[int], version: str, versions: Mapping[str, str], found: Sequence[Difference]
+) -> str:
+    lines = []
+    for (url, own), count in zip(versions.items(), counts, strict=True):
+        mine = [difference for difference in found if difference.engine.split(" ")[0] == url]
+        said = "equal" if not mine else f"{len(mine)} differ"
+        note = "" if own == version else f", but it says version {own}"
+        lines.append(f"{url}: {count} parameters of version {version}: {said}{note}")
+        lines += [f"  {difference}" for difference in mine[:_SHOWN]]
+        lines += [f"  and {len(mine) - _SHOWN} more"] if len(mine) > _SHOWN else []
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""The frameworks whose routers replay: one adapter each."""

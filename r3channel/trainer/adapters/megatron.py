@@ -1,0 +1,287 @@
+"""The one place of the trainer room that touches Megatron: routers, parallel state, and the names we rely on.
+
+Read against the releases in `READ_AGAINST` (`NAMES` lists what is used; `check_names()` says what has gone). It binds routers by
+`layer_number`, never by construction order or through the class-level registry of `RouterReplay`. Megatron is imported
+inside the functions, so that a missing name is reported and not an ImportError. Nothing here knows about steps or ids.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from r3channel.errors import LayoutMismatch, RouterUnsupported
+from r3channel.model.spec import RoutingSpec
+from r3channel.plan.layout import RankCoords, TrainerLayout
+from r3channel.trainer.adapters.megatron_refusals import refuse_unsupported
+
+READ_AGAINST = ("0.16.1", "0.17.1", "0.18.2", "0.19.2")
+
+NAMES: tuple[tuple[str, str], ...] = (
+    ("megatron.core.transformer.moe.router_replay", "RouterReplay.get_replay_topk"),
+    ("megatron.core.transformer.moe.router", "TopKRouter"),
+    ("megatron.core.transformer", "TransformerConfig.moe_enable_routing_replay"),
+    ("megatron.core.transformer.transformer_block", "get_num_layers_to_build"),
+    ("megatron.core.parallel_state", "get_tensor_model_parallel_group"),
+    ("megatron.core.parallel_state", "get_tensor_model_parallel_src_rank"),
+    ("megatron.core.parallel_state", "get_data_parallel_rank"),
+    ("megatron.core.parallel_state", "get_pipeline_model_parallel_rank"),
+    ("megatron.core.parallel_state", "get_context_parallel_rank"),
+    ("megatron.core.parallel_state", "get_context_parallel_group"),
+)
+"""(module, dotted name) of each thing that this room uses."""
+
+
+def version() -> str:
+    """The installed megatron-core."""
+    return str(importlib.import_module("megatron.core").__version__)
+
+
+def check_names() -> list[str]:
+    """One line per name that the installed Megatron lacks; [] when all are there. Imports Megatron."""
+    return [f"{module}.{name} is missing" for module, name in NAMES if not _exists(module, name)]
+
+
+def _exists(module: str, name: str) -> bool:
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MegatronRouter:
+    """One decoder layer's router: a `RouterHandle` for the replay driver."""
+
+    layer: int
+    """Global 0-based decoder layer."""
+    chunk: int
+    """Index of the model chunk that holds it."""
+    module: torch.nn.Module
+    """The TopKRouter."""
+    replay: Any
+    """Its own RouterReplay."""
+    top_k: int
+    num_experts: int
+    recomputed: bool
+    """Whether the config makes this router run again in the backward pass."""
+
+    @property
+    def counts(self) -> torch.Tensor | None:
+        """Of tokens per expert, for the update of the expert bias."""
+        return self.module.local_tokens_per_expert  # type: ignore[return-value]
+
+
+def routers_by_layer(chunks: Sequence[torch.nn.Module], *, mtp_layers: int = 0) -> dict[int, MegatronRouter]:
+    """This rank's routers by global 0-based layer, ascending.
+
+    Routers of MTP layers are left out and choose for themselves, unless `mtp_layers` says how many there are to bind: MTP
+    layer i is then layer num_layers + i. They are bound by their place: their `layer_number` differs between versions.
+
+    Raises:
+        RouterUnsupported: the config would make a router ignore or drop replayed ids, or two routers claim one layer.
+    """
+    found: dict[int, MegatronRouter] = {}
+    refuse_unsupported(config_of(chunks))
+    for chunk, model in enumerate(chunks):
+        own = _language_model(model)
+        for router in (*_chunk_routers(chunk, own), *_mtp_routers(chunk, own, mtp_layers)):
+            if router.layer in found:
+                raise RouterUnsupported(
+                    f"decoder layer {router.layer}: routers in chunks {found[router.layer].chunk} and {chunk}; "
+                    "expected one. Were chunks of two models passed?"
+                )
+            found[router.layer] = router
+    return dict(sorted(found.items()))
+
+
+def _unwrap(chunk: torch.nn.Module) -> Any:
+    while isinstance(inner := getattr(chunk, "module", None), torch.nn.Module):
+        chunk = inner
+    return chunk
+
+
+def _language_model(chunk: torch.nn.Module) -> Any:
+    """The module with the decoder. A wrapper of several models is refused: which tokens its decoder sees is for it to say."""
+    model = _unwrap(chunk)
+    if hasattr(model, "decoder"):
+        return model
+    inner = [name for name, child in model.named_modules() if name and hasattr(child, "decoder")]
+    raise RouterUnsupported(
+        f"a {type(model).__name__} has no decoder of its own; looked at `.decoder` of the chunk without its `.module` wrappers. "
+        f"Modules with a decoder inside: {inner[:3] or 'none'}. Is it a vision-language wrapper? Then attach to its language "
+        "model, and let the plan count the tokens that the decoder sees"
+    )
+
+
+def _chunk_routers(chunk: int, model: Any) -> Iterator[MegatronRouter]:
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    for index, layer in enumerate(model.decoder.layers):
+        for module in layer.modules():
+            if isinstance(module, TopKRouter):
+                yield _bind(chunk, index, layer, module)
+
+
+def _mtp_routers(chunk: int, model: Any, wanted: int) -> Iterator[MegatronRouter]:
+    block = getattr(model, "mtp", None)
+    if not wanted or block is None:
+        return
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    if len(block.layers) != wanted:
+        raise LayoutMismatch(f"the layout maps {wanted} MTP layers; the model has {len(block.layers)}")
+    for index, layer in enumerate(block.layers):
+        for module in layer.modules():
+            if isinstance(module, TopKRouter):
+                config = module.config
+                uniform = config.recompute_granularity == "full" and config.recompute_method == "uniform"
+                recomputed = uniform or _recomputes_moe(config)  # "block" leaves MTP layers out
+                yield _handle(chunk, config.num_layers + index, module, recomputed=recomputed)
+
+
+def _bind(chunk: int, index: int, layer: Any, module: Any) -> MegatronRouter:
+    number = module.layer_number
+    if number is None or number != layer.layer_number:
+        raise RouterUnsupported(
+            f"router in decoder layer {layer.layer_number} (1-based) says layer_number {number}; expected the same"
+        )
+    return _handle(chunk, number - 1, module, recomputed=_is_recomputed(module.config, index))
+
+
+def _handle(chunk: int, layer: int, module: Any, *, recomputed: bool) -> MegatronRouter:
+    if module.router_replay is None:
+        raise RouterUnsupported(
+            f"decoder layer {layer}: the router has no RouterReplay; "
+            "was moe_enable_routing_replay set after the model was built?"
+        )
+    return MegatronRouter(
+        layer=layer,
+        chunk=chunk,
+        module=module,
+        replay=module.router_replay,
+        top_k=module.topk,
+        num_experts=module.config.num_moe_experts,
+        recomputed=recomputed,
+    )
+
+
+def _is_recomputed(config: Any, index: int) -> bool:
+    """Whether full or selective recompute runs the router of the chunk's layer `index` a second time."""
+    if config.recompute_granularity == "full":
+        return config.recompute_method == "uniform" or index < config.recompute_num_layers
+    return _recomputes_moe(config)
+
+
+def _recomputes_moe(config: Any) -> bool:
+    """Of the modules that selective recompute knows, only `moe` runs the router again (not moe_act, mlp, layernorm)."""
+    return config.recompute_granularity == "selective" and "moe" in (config.recompute_modules or ())
+
+
+def config_of(chunks: Sequence[torch.nn.Module]) -> Any:
+    """The TransformerConfig of the model that the chunks belong to."""
+    return _language_model(chunks[0]).config
+
+
+def spec_from_config(chunks: Sequence[torch.nn.Module]) -> RoutingSpec:
+    """The routing shape of the model that the chunks belong to."""
+    return RoutingSpec.from_megatron(config_of(chunks))
+
+
+def parallel_coords() -> RankCoords:
+    """Where Megatron placed this process."""
+    from megatron.core import parallel_state
+
+    return RankCoords(
+        dp=parallel_state.get_data_parallel_rank(),
+        pp=parallel_state.get_pipeline_model_parallel_rank(),
+        cp=parallel_state.get_context_parallel_rank(),
+        tp=parallel_state.get_tensor_model_parallel_rank(),
+    )
+
+
+def tp_group() -> Any:
+    """Megatron's tensor-parallel process group of this rank."""
+    from megatron.core import parallel_state
+
+    return parallel_state.get_tensor_model_parallel_group()
+
+
+def check_layout(layout: TrainerLayout, *, config: Any | None = None) -> None:
+    """Compare `layout` with Megatron's parallel state (and with the model's config, when given).
+
+    Raises:
+        LayoutMismatch: names each size that differs, with both values, or a rank order that is not Megatron's default.
+    """
+    theirs = _sizes(config)
+    ours = {name: getattr(layout, name) for name in theirs}
+    different = [
+        f"{name}: layout {ours[name]}, Megatron {theirs[name]}"
+        for name in theirs
+        if ours[name] != theirs[name]
+    ]
+    if different:
+        raise LayoutMismatch("the layout is not what Megatron was started with: " + "; ".join(different))
+    _check_rank_order(layout)
+    if config is not None:
+        _check_stages(layout, config)
+
+
+def _check_stages(layout: TrainerLayout, config: Any) -> None:
+    """Every rank looks at every stage: a rank whose own layers fit would otherwise wait for one that raised."""
+    planned = [size // layout.vpp for size in layout.stage_sizes(config.num_layers)]
+    for stage, chunk in itertools.product(range(layout.pp), range(layout.vpp)):
+        theirs = _decoder_layers(config, stage, chunk if layout.vpp > 1 else None)
+        if theirs != planned[stage]:
+            custom = getattr(config, "pipeline_model_parallel_layout", None)
+            raise LayoutMismatch(
+                f"pipeline stage {stage}, chunk {chunk}: Megatron builds {theirs} decoder layers, the layout plans "
+                f"{planned[stage]} (pipeline_model_parallel_layout={custom!r}). The plan gives all stages but the first and the "
+                "last, and all chunks of a stage, equal parts"
+            )
+
+
+def _decoder_layers(config: Any, stage: int, chunk: int | None) -> int:
+    custom = getattr(config, "pipeline_model_parallel_layout", None)
+    if custom is not None:
+        return sum(kind.name == "decoder" for kind in custom.layout[stage][chunk or 0])
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+
+    return get_num_layers_to_build(config, vp_stage=chunk, pp_rank=stage)
+
+
+def _sizes(config: Any | None) -> dict[str, Any]:
+    from megatron.core import parallel_state
+
+    sizes: dict[str, Any] = {
+        "dp": parallel_state.get_data_parallel_world_size(),
+        "pp": parallel_state.get_pipeline_model_parallel_world_size(),
+        "vpp": parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
+        "cp": parallel_state.get_context_parallel_world_size(),
+        "tp": parallel_state.get_tensor_model_parallel_world_size(),
+        "ep": parallel_state.get_expert_model_parallel_world_size(),
+    }
+    if config is not None:
+        sizes["sequence_parallel"] = bool(config.sequence_parallel)
+    return sizes
+
+
+def _check_rank_order(layout: TrainerLayout) -> None:
+    from megatron.core import parallel_state
+
+    coords = parallel_coords()
+    ours = layout.rank(RankCoords(dp=coords.dp, pp=coords.pp, cp=coords.cp, tp=0))
+    theirs = parallel_state.get_tensor_model_parallel_src_rank()
+    if ours != theirs:
+        raise LayoutMismatch(
+            f"first rank of the TP group at {coords}: layout {ours}, Megatron {theirs}. "
+            "Expected Megatron's default order tp-cp-ep-dp-pp."
+        )

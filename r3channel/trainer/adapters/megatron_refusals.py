@@ -1,0 +1,105 @@
+"""What routing replay cannot work with in a Megatron config: the settings as data, and the one check that walks them.
+
+`python -m r3channel.trainer.adapters.megatron_refusals README.md` puts the table between its markers. Reads attributes; imports no Megatron.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from r3channel.errors import RouterUnsupported
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """One setting of Megatron's `TransformerConfig`."""
+
+    setting: str
+    when: str
+    """The values that are refused, in words."""
+    why: str
+    since: str
+    """The first release of megatron-core, from 0.16.1 on, that has it."""
+    refused: Callable[[Any], bool]
+
+
+def _is_on(value: Any) -> bool:
+    return bool(value)
+
+
+def _is_given(value: Any) -> bool:
+    return value is not None
+
+
+def _holds(kind: str) -> Callable[[Any], bool]:
+    """The setting is a word or a list of words."""
+    return lambda value: kind in value
+
+
+_RANDOM = "the router's logits are random, and so are the weights of the replayed experts"
+_GRAPH = "a captured router keeps the ids of the capture: static buffers of 0.17 to 0.19 record, none replays"
+_DROPS = "drops tokens after the replay"
+
+REFUSALS = (
+    Refusal("moe_enable_routing_replay", "off", "routers have no RouterReplay", "0.16.1", lambda value: not value),
+    Refusal("moe_router_fusion", "on", "the fused router returns before the replay", "0.16.1", _is_on),
+    Refusal("moe_router_load_balancing_type", "sinkhorn", "chooses without asking for ids", "0.16.1", _holds("sinkhorn")),
+    Refusal(
+        "moe_router_load_balancing_type", "quantile_balancing", "chooses without asking for ids", "0.19.2",
+        _holds("quantile_balancing"),
+    ),
+    Refusal("moe_router_force_load_balancing", "on", _RANDOM, "0.16.1", _is_on),
+    Refusal("moe_router_force_biased", "given", _RANDOM, "0.17.1", _is_given),
+    Refusal(
+        "moe_input_jitter_eps", "given", "noise in the router's input: the engine's weights had none", "0.16.1", _is_given
+    ),
+    Refusal("moe_expert_capacity_factor", "given", _DROPS, "0.16.1", _is_given),
+    Refusal("moe_expert_rank_capacity_factor", "given", _DROPS, "0.18.2", _is_given),
+    Refusal(
+        "overlap_moe_expert_parallel_comm", "on", "runs a layer's parts by a schedule of its own, the forward pass of one "
+        "micro-batch inside the backward pass of another", "0.16.1", _is_on,
+    ),
+    Refusal(
+        "hybrid_context_parallel", "on", "cuts every micro-batch over other ranks; the plan has one cut for a step", "0.16.1",
+        _is_on,
+    ),
+    Refusal("cuda_graph_impl", "not none", _GRAPH, "0.16.1", lambda value: value != "none"),
+    Refusal("enable_cuda_graph", "on", _GRAPH, "0.16.1", _is_on),
+    Refusal("external_cuda_graph", "on", _GRAPH, "0.16.1", _is_on),
+)  # fmt: skip
+
+
+def refuse_unsupported(config: Any) -> None:
+    """Raise `RouterUnsupported` that names every setting under which replayed ids are ignored, dropped, stale or blurred.
+
+    A setting that the installed release lacks is passed over.
+    """
+    bad = [
+        f"{row.setting}={value!r} ({row.why})"
+        for row in REFUSALS
+        if hasattr(config, row.setting) and row.refused(value := getattr(config, row.setting))
+    ]
+    if bad:
+        raise RouterUnsupported("routing replay cannot work with this Megatron config: " + "; ".join(bad))
+
+
+def table() -> str:
+    """The rows as Markdown."""
+    lines = [f"| `{row.setting}` | {row.when} | {row.why} | {row.since} |" for row in REFUSALS]
+    return "\n".join(["| setting | refused where | why | since |", "|---|---|---|---|", *lines])
+
+
+def put_into(text: str) -> str:
+    """`text` with the table between its markers."""
+    begin, end = "<!-- refusals: generated -->\n", "\n<!-- /refusals -->"
+    head, _, rest = text.partition(begin)
+    return head + begin + table() + end + rest.partition(end)[2]
+
+
+if __name__ == "__main__":
+    file = Path(sys.argv[1])
+    file.write_text(put_into(file.read_text()))

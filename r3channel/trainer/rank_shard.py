@@ -1,0 +1,254 @@
+"""A received shard as one rank's routers consume it: views, no copies. Knows no transport and no Megatron."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from r3channel.errors import RowsInvalid, UsageError
+from r3channel.plan.masks import read_masks
+from r3channel.plan.shards import Shard
+from r3channel.plan.ticket import Ticket
+from r3channel.trainer.router_digests import RouterDigestCheck, uploaded
+from r3channel.trainer.staleness import UNKNOWN, Staleness
+from r3channel.wire.routing import Ids
+
+_TORCH_DTYPES = {np.dtype(np.uint8): torch.uint8, np.dtype(np.int16): torch.int16}
+
+
+class RankShard:
+    """The ids of one process for one step; implements `trainer.replay.StepRouting`.
+
+    `data_N` is uint8 with `shard.slot_bytes` bytes: this TP rank's part, `[micro-batch][layer][row][k]`. It may be reused
+    once the step is over. `digests_SL` [sample of the DP rank, layer]: what its rows must have. `invalid_rows` is the policy for
+    rows without engine routing: `error`, `native` (the live router chooses for them) or `mask` (it does, and `loss_mask` takes
+    those tokens out of the loss). `masks_N`: the step's sampling masks as they travel (`plan.masks`), in host memory.
+
+    Raises:
+        RowsInvalid: the ticket names such rows and the policy is `error`.
+    """
+
+    def __init__(
+        self,
+        ticket: Ticket,
+        shard: Shard,
+        data_N: torch.Tensor,
+        *,
+        tp: int,
+        invalid_rows: str = "error",
+        digests_SL: torch.Tensor | None = None,
+        masks_N: torch.Tensor | None = None,
+    ) -> None:
+        if len(data_N) != shard.slot_bytes:
+            raise UsageError(
+                f"step {ticket.step}: {len(data_N)} bytes for a shard part of {shard.slot_bytes}"
+            )
+        self.ticket, self.shard, self.data_N, self.tp = ticket, shard, data_N, tp
+        self._handed = RouterDigestCheck(ticket, shard, tp=tp, digests_SL=digests_SL)
+        self._check_policy(invalid_rows)
+        self.staleness: Staleness | None = None
+        """Against the trainer's version; None where the loop names none."""
+        self._loss_mask_read = False
+        self._live: dict[int, torch.Tensor | None] = {}
+        self._counted: dict[int, torch.Tensor] = {}
+        self._padding: dict[int, torch.Tensor] = {}
+        self._views = list(self._cut())
+        self._masks = [] if masks_N is None else list(read_masks(shard, masks_N.numpy()))
+
+    @classmethod
+    def from_whole(
+        cls, ticket: Ticket, shard: Shard, data_N: torch.Tensor, *, tp: int, invalid_rows: str = "error"
+    ) -> RankShard:
+        """From the bytes of all TP slots (a recording, or a shard that was not scattered)."""
+        slot = tp if shard.tp_slots > 1 else 0
+        parts = [parts[slot] for parts in slot_parts(shard, data_N)]
+        return cls(ticket, shard, torch.cat(parts) if parts else data_N[:0], tp=tp, invalid_rows=invalid_rows)
+
+    def handed(self, microbatch: int, layer: int, ids_RK: torch.Tensor) -> None:
+        """See `trainer.router.StepRouting`. Nothing where the shard came without digests."""
+        self._handed.check(microbatch, layer, ids_RK)
+
+    def verified(self) -> None:
+        self._handed.verified()
+
+    @property
+    def num_microbatches(self) -> int:
+        return len(self.shard.microbatches)
+
+    def layer_ids(self, microbatch: int, layer: int) -> torch.Tensor:
+        """[rows, K] in `id_dtype`: a contiguous view, in the order in which the router of that global layer sees tokens."""
+        return self._views[microbatch][self.shard.layers.index(layer)]
+
+    def live_rows(self, microbatch: int) -> torch.Tensor | None:
+        """[rows] bool of the rows for which the live router chooses; None where there are none."""
+        if microbatch not in self._live:
+            self._live[microbatch] = self._find_live(microbatch)
+        return self._live[microbatch]
+
+    def counted_rows(self, microbatch: int) -> torch.Tensor:
+        """[rows] bool of the rows that an engine computed and this rank replays."""
+        if microbatch not in self._counted:
+            sample_R, position_R = self.shard.row_map(microbatch, tp=self.tp)
+            counted_R = (sample_R >= 0) & ~self._invalid(microbatch, sample_R, position_R)
+            self._counted[microbatch] = uploaded(counted_R, self.data_N.device)
+        return self._counted[microbatch]
+
+    def padding_rows(self, microbatch: int) -> torch.Tensor:
+        """[rows] bool of the rows that are no engine's: padding, and the last token of each sample."""
+        if microbatch not in self._padding:
+            padding_R = self.shard.row_map(microbatch, tp=self.tp)[0] < 0
+            self._padding[microbatch] = uploaded(padding_R, self.data_N.device)
+        return self._padding[microbatch]
+
+    def padding_mask(self, microbatch: int) -> torch.Tensor:
+        """[b, s / cp] bool ([1, t / cp] for a pack): True where no token is, as Megatron's `padding_mask` has it."""
+        sample, position = self.shard.token_map(microbatch)
+        tokens = np.asarray([*self.shard.microbatches[microbatch].tokens, 0])
+        return torch.from_numpy((sample < 0) | (position >= tokens[sample]))
+
+    def model_input(
+        self, microbatch: int, tokens: Sequence[Sequence[int]]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(token ids, positions) of this CP rank, each [b, s / cp] int64 ([1, t / cp] for a pack), padded and cut as the ticket
+        says; `tokens` are those of the micro-batch's samples, in its order."""
+        ids = self.shard.lay_out(microbatch, [np.asarray(own, np.int64) for own in tokens])
+        positions = self.shard.token_map(microbatch)[1]
+        return torch.from_numpy(ids), torch.from_numpy(np.ascontiguousarray(positions))
+
+    def loss_mask(self, microbatch: int) -> torch.Tensor:
+        """[b, s / cp] bool ([1, t / cp] for a pack): False on padding and, with policy `mask`, on tokens without engine
+        routing. A sample's last token is True: it has no row, and nothing is wrong with it."""
+        self._loss_mask_read = True
+        sample, position = self.shard.token_map(microbatch)
+        keep = ~self.padding_mask(microbatch).numpy()
+        if self.invalid_rows == "mask":
+            keep &= ~self._invalid(microbatch, sample, position)
+        if self.staleness is not None and self.staleness.masks:
+            keep &= ~self._by_row(microbatch, sample, position, self.staleness.stale, outside=False)
+        return torch.from_numpy(keep)
+
+    @property
+    def loss_mask_missed(self) -> bool:
+        """Tokens were to leave the loss and nobody has asked which. Only the last pipeline stage has a loss."""
+        invalid = self.invalid_rows == "mask" and any(sample.invalid for sample in self.ticket.samples)
+        stale = self.staleness is not None and self.staleness.masks
+        return (invalid or stale) and not self._loss_mask_read and self.shard.pp == self.ticket.layout.pp - 1
+
+    def sampling_mask(self, microbatch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(offsets [b x s / cp + 1] int64, token ids int32) on the routers' device, as rows of a CSR matrix.
+
+        `ids[offsets[i] : offsets[i + 1]]` are the tokens from which sampling could choose the one after token i of the flattened
+        model input, [b, s / cp] or [1, t / cp]; none where no engine chose: prompts, last tokens, padding. UsageError where the
+        step has none (`sampling_masks` is off) or this is not the last pipeline stage.
+        """
+        if not self._masks:
+            raise UsageError(
+                f"step {self.ticket.step}: no sampling masks on pp {self.shard.pp} of {self.ticket.layout.pp}; they travel to "
+                "the last stage, where sampling_masks is set on the relay"
+            )
+        offsets, ids = self._masks[microbatch]
+        return uploaded(offsets, self.data_N.device), uploaded(ids, self.data_N.device)
+
+    def lags(self, microbatch: int) -> torch.Tensor:
+        """[b, s / cp] int64: weight updates between each token's row and the trainer; `staleness.UNKNOWN` on padding, on a
+        sample's last token and where the engine recorded nothing. UsageError where the loop named no version."""
+        if self.staleness is None:
+            raise UsageError("staleness is known only where channel.step() was given the trainer's version")
+        sample, position = self.shard.token_map(microbatch)
+        return torch.from_numpy(
+            self._by_row(microbatch, sample, position, self.staleness.lags, outside=UNKNOWN)
+        )
+
+    def set_version(self, version: int, *, max_staleness: int = -1, on_stale: str = "accept") -> Staleness:
+        """Hold the rows against the trainer's committed version. RowsStale if the policy refuses them."""
+        self.staleness = Staleness(
+            self.ticket, version=version, max_staleness=max_staleness, on_stale=on_stale
+        )
+        self.staleness.check()
+        return self.staleness
+
+    @property
+    def sample_ids(self) -> tuple[str, ...]:
+        """Of all micro-batches."""
+        return tuple(name for batch in self.shard.microbatches for name in batch.sample_ids)
+
+    def live_counts(self) -> dict[str, int]:
+        """Rows of the step left to the live router, by cause; on this TP rank."""
+        counts = {"invalid": 0, "padding": 0}
+        for index in range(self.num_microbatches):
+            if not self._may_live(index):
+                continue
+            sample_R, position_R = self.shard.row_map(index, tp=self.tp)
+            counts["invalid"] += int(self._invalid(index, sample_R, position_R).sum())
+            if self.ticket.layout.pad_policy == "native":
+                counts["padding"] += int((sample_R < 0).sum())
+        return counts
+
+    def _check_policy(self, policy: str) -> None:
+        self.invalid_rows = policy
+        named = [sample for sample in self.ticket.samples if sample.invalid]
+        if named and policy == "error":
+            first = named[0]
+            raise RowsInvalid(
+                f"step {self.ticket.step}: {len(named)} samples have rows without routing, the first is {first.sample_id} with "
+                f"rows {list(first.invalid)}; expected none (policy: error). Relay and trainer need the same invalid_rows",
+                samples=[sample.sample_id for sample in named],
+                step=self.ticket.step,
+            )
+
+    def _may_live(self, microbatch: int) -> bool:
+        """Without this look every step would map all its rows, to find nothing."""
+        samples = map(self.ticket.sample, self.shard.microbatches[microbatch].sample_ids)
+        return self.ticket.layout.pad_policy == "native" or any(sample.invalid for sample in samples)
+
+    def _find_live(self, microbatch: int) -> torch.Tensor | None:
+        if not self._may_live(microbatch):
+            return None
+        sample_R, position_R = self.shard.row_map(microbatch, tp=self.tp)
+        live_R = self._invalid(microbatch, sample_R, position_R)
+        if self.ticket.layout.pad_policy == "native":
+            live_R = live_R | (sample_R < 0)
+        return uploaded(live_R, self.data_N.device) if live_R.any() else None
+
+    def _invalid(self, microbatch: int, sample: Ids, position: Ids) -> Ids:
+        """Where (sample, position) lies in a range without routing; any shape."""
+        found = np.zeros(sample.shape, dtype=bool)
+        for index, name in enumerate(self.shard.microbatches[microbatch].sample_ids):
+            for start, end in self.ticket.sample(name).invalid:
+                found |= (sample == index) & (position >= start) & (position < end)
+        return found
+
+    def _by_row(
+        self, microbatch: int, sample: Ids, position: Ids, of_sample: Callable[[str], Ids], *, outside: int
+    ) -> Ids:
+        """A per-row value of each sample, spread over (sample, position) of any shape; `outside` where there is no row."""
+        names = self.shard.microbatches[microbatch].sample_ids
+        parts = [of_sample(name) for name in names]
+        found = np.full(sample.shape, outside, dtype=parts[0].dtype if parts else np.int64)
+        for index, values_T in enumerate(parts):
+            here = (sample == index) & (position >= 0) & (position < len(values_T))
+            found[here] = values_T[position[here]]
+        return found
+
+    def _cut(self):
+        at, spec = 0, self.shard.spec
+        dtype = _TORCH_DTYPES[spec.id_dtype]
+        for index in range(self.num_microbatches):
+            size = self.shard.microbatch_bytes(index) // self.shard.tp_slots
+            part = self.data_N[at : at + size].view(dtype)
+            yield part.view(len(self.shard.layers), self.shard.slot_rows(index), spec.top_k)
+            at += size
+
+
+def slot_parts(shard: Shard, data_N: torch.Tensor) -> list[list[torch.Tensor]]:
+    """Per micro-batch, the uint8 part of each TP slot: contiguous views into a whole shard."""
+    parts, at = [], 0
+    for index in range(len(shard.microbatches)):
+        size = shard.microbatch_bytes(index)
+        parts.append(
+            list(data_N[at : at + size].chunk(shard.tp_slots)) if size else [data_N[:0]] * shard.tp_slots
+        )
+        at += size
+    return parts

@@ -1,0 +1,327 @@
+"""One receiving process's connection to the relay: say ready, receive, verify, acknowledge; and come again where it failed.
+
+Knows when to give a connection up and try again, not where the rows go.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from xxhash import xxh3_64_intdigest
+
+from r3channel.config import ChannelConfig
+from r3channel.errors import BucketCorrupt, R3Error, TransportError
+from r3channel.observe.metrics import Metrics
+from r3channel.observe.stage_clock import StageClock
+from r3channel.plan.layout import RankCoords
+from r3channel.plan.masks import brings_masks, mask_rows
+from r3channel.plan.stream import Stream
+from r3channel.plan.ticket import Ticket
+from r3channel.transport.base import RELAY_RANK, Pending, Rendezvous, Transport
+from r3channel.transport.connection import Link
+from r3channel.transport.listener import connect
+from r3channel.transport.select import gpu_of, join
+from r3channel.wire import row_protocol as wire
+from r3channel.wire.routing import Ids
+
+_ACK_S = 10.0
+_PLACE = tuple(field.name for field in fields(Rendezvous))
+_FALLBACK_LIVES = 2
+"""Connections that a step may use up after it fell back to TCP."""
+
+
+class Control(Protocol):
+    """The trainer's call to its relay; `relay.Relay` itself in one process, `relay.actor.RayRelay` over Ray."""
+
+    def hello(self, *, dp: int, pp: int, cp: int) -> dict[str, Any]:
+        """Where this receiver connects, and how its rows can travel: {host, port, token, run, transport, gpu}."""
+        ...
+
+
+class Sink(Protocol):
+    """Where the rows go. One attempt: `rows` in order, then `verify`."""
+
+    def rows(self, ids_TCK: Ids, *, begin: int) -> None:
+        """Take rows [begin, begin + T) of the stream; the memory is reused when this returns."""
+        ...
+
+    def verify(self, digests: bytes) -> list[str]:
+        """The samples whose rows are not what the engines hashed. Raises TicketMismatch for whole rows of other samples."""
+        ...
+
+    def masks(self, data: bytearray) -> None:
+        """Take the sampling masks, before `verify`."""
+        ...
+
+
+class Member:
+    """CREATED -> join -> receive* -> close. One thread at a time."""
+
+    def __init__(
+        self,
+        control: Control,
+        *,
+        coords: RankCoords,
+        config: ChannelConfig,
+        pinned: bool,
+        clock: StageClock,
+        metrics: Metrics,
+    ) -> None:
+        """`pinned`: the memory in which rows arrive feeds a GPU."""
+        self._control, self._coords, self._config = control, coords, config
+        self._pinned, self._clock, self._metrics = pinned, clock, metrics
+        self._link: Link | None = None
+        self._group: Transport | None = None
+        self._lives = 0
+        for name in ("r3channel_buckets_total", "r3channel_group_resets_total"):
+            metrics.measure(name)
+        metrics.measure("r3channel_bytes_total", leg="wire_received")
+        self._buckets: list[torch.Tensor] = []
+
+    def join(self, *, timeout_s: float) -> None:
+        """Connect, and make the process group where there is one, so that no step waits for it.
+
+        Raises `TransportError`, or what the relay says of this receiver.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        self._connect(timeout_s=timeout_s)
+        self._memory(self._config.bucket_bytes, count=2 if self._grouped else 1)
+        if self._grouped:
+            try:
+                self._join_group(deadline_s)
+            except R3Error:
+                self._leave()
+                raise
+
+    def _connect(self, *, timeout_s: float) -> None:
+        where = self._control.hello(dp=self._coords.dp, pp=self._coords.pp, cp=self._coords.cp)
+        if self._grouped and self._config.fallback:
+            self._metrics.measure("r3channel_fallback_shards_total")
+        self._link = connect(
+            where["host"],
+            where["port"],
+            bytes.fromhex(where["token"]),
+            timeout_s=timeout_s,
+            hello=wire.pack(dp=self._coords.dp, pp=self._coords.pp, cp=self._coords.cp),
+        )
+        self._lives += 1
+        self._metrics.set("r3channel_epoch", self._lives)
+
+    @property
+    def _grouped(self) -> bool:
+        """Do rows come over a process group?"""
+        return self._config.transport != "tcp"
+
+    def receive(self, ticket: Ticket, stream: Stream, sink: Callable[[], Sink]) -> None:
+        """Its rows of a step, verified and acknowledged, in the sink of the last attempt.
+
+        Ends within `step_timeout_s` plus one bucket, or ten seconds to acknowledge. Raises a `TransportError` after
+        `max_group_failures` connections, and two more over TCP alone where a process group failed; and the relay's own
+        error where the step cannot be delivered.
+        """
+        config, failures = self._config, 0
+        deadline_s = time.monotonic() + config.step_timeout_s
+        while True:
+            if failures == config.max_group_failures and self._grouped:
+                self._metrics.inc("r3channel_fallback_shards_total")
+            try:
+                group = failures < config.max_group_failures
+                self._attempt(ticket, stream, sink(), group=group, deadline_s=deadline_s)
+                break
+            except TransportError as error:
+                self._leave()
+                self._metrics.inc("r3channel_group_resets_total")
+                failures += 1
+                extra = _FALLBACK_LIVES if self._grouped and config.fallback else 0
+                if failures >= config.max_group_failures + extra or time.monotonic() > deadline_s:
+                    raise self._of_step(error, ticket.step) from error
+        with self._clock.span("wait_relay", step=ticket.step):
+            self._acknowledge(ticket.step, deadline_s)
+
+    def close(self) -> None:
+        """Leave; idempotent."""
+        link, self._link = self._link, None
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+        if link is not None:
+            link.close()
+
+    # -- one attempt -------------------------------------------------------------------------------------------------
+
+    def _attempt(self, ticket: Ticket, stream: Stream, sink: Sink, *, group: bool, deadline_s: float) -> None:
+        join_by_s = min(time.monotonic() + self._config.join_timeout_s, deadline_s)
+        if self._link is None:
+            self._connect(timeout_s=_left(join_by_s))
+        step, clock = ticket.step, self._clock
+        group = group and self._grouped
+        if group and self._group is None:
+            with clock.span("wait_join", step=step):
+                self._join_group(join_by_s)
+        with clock.span("wait_relay", step=step):
+            self._say(wire.READY, run=ticket.run, step=step, group=group)
+            announced = self._hear(wire.ROWS, deadline_s, names=("nbytes", "digests", "hash"))
+        expected = _table_bytes(stream)
+        if (announced["nbytes"], announced["digests"]) != (stream.nbytes, expected):
+            raise BucketCorrupt(
+                f"step {step}: the relay announces {announced}, the ticket says {stream.nbytes} bytes of rows and "
+                f"{expected} of digests. Do both sides run the same r3channel version?",
+                step=step,
+            )
+        self._receive_rows(ticket, stream, sink, group=group, deadline_s=deadline_s)
+        table = bytearray(expected)
+        self._recv(memoryview(table), deadline_s)
+        if xxh3_64_intdigest(table) != announced["hash"]:
+            raise BucketCorrupt(f"step {step}: the digests came damaged from the relay", step=step)
+        if brings_masks(ticket, stream.shard):
+            sink.masks(self._receive_masks(announced, stream, deadline_s, ticket))
+        with clock.span("verify", step=step):
+            damaged = sink.verify(bytes(table))
+        if damaged:
+            self._say(wire.DAMAGED, step=step)
+            self._hear(wire.AGAIN, deadline_s)  # or the relay's own error: damaged there
+            raise BucketCorrupt(
+                f"step {step}: rows of {len(damaged)} samples came damaged from the relay: {damaged[:5]}",
+                samples=damaged,
+                step=step,
+            )
+
+    def _receive_masks(
+        self, announced: dict[str, Any], stream: Stream, deadline_s: float, ticket: Ticket
+    ) -> bytearray:
+        """Lengths first: they must add up to what was announced before memory is taken for the ids."""
+        table, where = bytearray(2 * mask_rows(stream.shard)), f"step {ticket.step}: the relay"
+        self._recv_all(table, 0, ticket.bucket_bytes, deadline_s)
+        rows_end, ids = len(table), int(np.frombuffer(table, "<u2").sum(dtype=np.int64))
+        if announced.get("masks") != rows_end + 4 * ids:
+            raise BucketCorrupt(
+                f"{where} announces {announced.get('masks')} bytes of sampling masks, their lengths say {rows_end + 4 * ids} for "
+                f"{rows_end // 2} tokens",
+                step=ticket.step,
+            )
+        table += bytes(4 * ids)
+        self._recv_all(table, rows_end, ticket.bucket_bytes, deadline_s)
+        if xxh3_64_intdigest(table) != announced.get("masks_hash"):
+            raise BucketCorrupt(f"{where}: the sampling masks came damaged", step=ticket.step)
+        self._metrics.inc("r3channel_bytes_total", len(table), leg="wire_received")
+        return table
+
+    def _recv_all(self, out: bytearray, begin: int, bucket_bytes: int, deadline_s: float) -> None:
+        """From `begin` on, each piece within the deadline of a bucket."""
+        for at in range(begin, len(out), bucket_bytes):
+            self._recv(memoryview(out)[at : at + bucket_bytes], deadline_s)
+
+    def _receive_rows(
+        self, ticket: Ticket, stream: Stream, sink: Sink, *, group: bool, deadline_s: float
+    ) -> None:
+        """Bucket by bucket: each is written where it belongs while it is in the cache."""
+        step = ticket.step
+        spec, row_bytes = stream.shard.spec, max(stream.row_bytes, 1)
+        rows, total = max(ticket.bucket_bytes // row_bytes, 1), stream.nbytes // row_bytes
+        buckets = self._memory(min(rows, total) * row_bytes, count=2 if group else 1)
+        spans = [(at, min(at + rows, total)) for at in range(0, total, rows)]
+        pending = self._post(buckets, spans, 0, row_bytes) if group else None
+        for number, (begin, end) in enumerate(spans):
+            data_N = buckets[number % len(buckets)][: (end - begin) * row_bytes]
+            with self._clock.span("recv" if number else "wait_wire", step=step):
+                if pending is not None:
+                    pending.wait(timeout_s=min(self._config.send_timeout_s, _left(deadline_s)))
+                    pending = self._post(buckets, spans, number + 1, row_bytes)
+                else:
+                    self._recv(data_N.numpy().data, deadline_s)
+            ids_TCK = data_N.numpy().view(spec.id_dtype).reshape(end - begin, len(stream.columns), spec.top_k)
+            with self._clock.span("place", step=step):
+                sink.rows(ids_TCK, begin=begin)
+        self._metrics.inc("r3channel_buckets_total", len(spans))
+        self._metrics.inc("r3channel_bytes_total", stream.nbytes, leg="wire_received")
+
+    def _post(
+        self, buckets: list[torch.Tensor], spans: list[tuple[int, int]], number: int, row_bytes: int
+    ) -> Pending | None:
+        """Over a process group: the next bucket's receive is under way while one is written."""
+        if number >= len(spans):
+            return None
+        assert self._group is not None
+        begin, end = spans[number]
+        data_N = buckets[number % len(buckets)][: (end - begin) * row_bytes]
+        return self._group.start_recv(RELAY_RANK, data_N)
+
+    # -- the connection ----------------------------------------------------------------------------------------------
+
+    def _acknowledge(self, step: int, deadline_s: float) -> None:
+        """The rows are here and verified, whatever becomes of the connection: repeat the acknowledgement, never the transfer."""
+        deadline_s = max(deadline_s, time.monotonic() + _ACK_S)
+        for attempt in (1, 2, 3):
+            try:
+                if self._link is None:
+                    self._connect(timeout_s=min(self._config.join_timeout_s, _left(deadline_s)))
+                self._say(wire.DONE, step=step)
+                self._hear(wire.THANKS, deadline_s)
+                return
+            except TransportError as error:
+                self._leave()
+                if attempt == 3:
+                    raise self._of_step(error, step) from error
+
+    def _of_step(self, error: TransportError, step: int) -> TransportError:
+        """A link knows neither step nor rank."""
+        if error.step is not None:
+            return error
+        at = self._coords
+        ranks = error.ranks or [(at.dp, at.pp, at.cp)]
+        return type(error)(f"step {step}, {at}: {error}", samples=error.samples, ranks=ranks, step=step)
+
+    def _say(self, kind: int, **values: Any) -> None:
+        assert self._link is not None
+        self._link.send_record(kind, wire.pack(**values), timeout_s=self._config.send_timeout_s)
+
+    def _hear(self, expected: int, deadline_s: float, *, names: tuple[str, ...] = ()) -> dict[str, Any]:
+        assert self._link is not None
+        kind, body = self._link.recv_record(timeout_s=_left(deadline_s))
+        return wire.unpack(kind, bytes(body), expected=expected, names=names)
+
+    def _join_group(self, deadline_s: float) -> None:
+        """On this connection, with the relay alone."""
+        self._say(wire.GROUP, gpu=gpu_of() if self._config.transport == "nccl" else "")
+        values = self._hear(wire.GROUP, deadline_s, names=_PLACE)
+        rendezvous = Rendezvous(**{name: values[name] for name in _PLACE})
+        self._group = join(rendezvous, timeout_s=_left(deadline_s))
+
+    def _recv(self, out_N: memoryview, deadline_s: float) -> None:
+        assert self._link is not None
+        self._link.recv_into(out_N, timeout_s=min(self._config.send_timeout_s, _left(deadline_s)))
+
+    def _leave(self) -> None:
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+        if self._group is not None:
+            self._group.abort()
+            self._group = None
+
+    def _memory(self, nbytes: int, *, count: int) -> list[torch.Tensor]:
+        if len(self._buckets) < count or len(self._buckets[0]) < nbytes:
+            self._buckets = [
+                torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned) for _ in range(count)
+            ]
+        return self._buckets[:count]
+
+
+def _left(deadline_s: float) -> float:
+    return max(0.1, deadline_s - time.monotonic())
+
+
+def _table_bytes(stream: Stream) -> int:
+    return 8 * len(stream.samples) * (stream.shard.spec.num_moe_layers + len(stream.columns))
+
+
+def read_tables(stream: Stream, digests: bytes) -> tuple[Ids, Ids]:
+    """(what the engines made of each sample [S, L], what the rows that travel must have [S, columns]), both uint64."""
+    samples, layers = len(stream.samples), stream.shard.spec.num_moe_layers
+    both = np.frombuffer(digests, "<u8")
+    return both[: samples * layers].reshape(samples, layers), both[samples * layers :].reshape(samples, -1)

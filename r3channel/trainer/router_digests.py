@@ -1,0 +1,121 @@
+"""Rows as a router is handed them, held against the digests that came with them. Knows no transport and no Megatron."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from r3channel.errors import DigestMismatch
+from r3channel.plan.row_order import Ints
+from r3channel.plan.shards import Shard
+from r3channel.plan.stream import Stream
+from r3channel.plan.ticket import Ticket
+from r3channel.wire.digest import HostRuns, TorchRuns, column_digests, column_digests_torch
+from r3channel.wire.routing import Ids
+
+
+def uploaded(values: Ids, device: torch.device) -> torch.Tensor:
+    """An array on the routers' device, through pinned memory: with pageable memory CUDA waits until the copy's turn has come."""
+    host = torch.from_numpy(values)
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+
+
+class RouterDigestCheck:
+    """One step of one rank. On a CPU a difference is raised before the router goes on; on a GPU it is noted, and read once."""
+
+    def __init__(self, ticket: Ticket, shard: Shard, *, tp: int, digests_SL: torch.Tensor | None) -> None:
+        """`digests_SL` int64 [sample of the DP rank, layer], on the routers' device; None: nothing is checked."""
+        self._ticket, self._shard, self._expected_SL = ticket, shard, digests_SL
+        self._slot = tp if shard.tp_slots > 1 else 0
+        self._on_host: dict[int, tuple[HostRuns, list[bytes]]] = {}
+        """Micro-batch -> whose its rows are, and the digests of each layer."""
+        self._on_device: dict[int, TorchRuns] = {}
+        self._differs: dict[tuple[int, int], torch.Tensor] = {}
+        self._first = np.cumsum([0, *(len(batch.sample_ids) for batch in shard.microbatches)])
+        self._host_SL = (
+            digests_SL.numpy().view(np.uint64)
+            if digests_SL is not None and digests_SL.device.type == "cpu"
+            else None
+        )
+
+    def check(self, microbatch: int, layer: int, ids_RK: torch.Tensor) -> None:
+        """A router of this layer is about to use these ids. Raises `DigestMismatch`, or notes it on the GPU."""
+        if self._expected_SL is None:
+            return
+        index = self._shard.layers.index(layer)
+        if self._host_SL is not None:
+            runs, expected_L = self._on_host.get(microbatch) or self._host_runs_of(microbatch)
+            found_S = column_digests(ids_RK.numpy(), runs)
+            if found_S.tobytes() != expected_L[index]:
+                wrong_S = found_S != np.frombuffer(expected_L[index], np.uint64)
+                raise self._mismatch(microbatch, layer, np.flatnonzero(wrong_S).tolist())
+            return
+        found = column_digests_torch(ids_RK, self._torch_runs_of(microbatch, ids_RK))
+        differs, before = (
+            found != self._expected_SL[self._own(microbatch), index],
+            self._differs.get((microbatch, layer)),
+        )
+        # A recompute asks again: what its forward pass found stays.
+        self._differs[microbatch, layer] = differs if before is None else before | differs
+
+    def verified(self) -> None:
+        """The step's one look at what the GPU noted."""
+        if not self._differs:
+            return
+        noted, self._differs = self._differs, {}
+        if not bool(torch.stack([differs.any() for differs in noted.values()]).any()):
+            return
+        for (microbatch, layer), differs in noted.items():
+            wrong = differs.nonzero().flatten().tolist()
+            if wrong:
+                raise self._mismatch(microbatch, layer, wrong)
+
+    def _mismatch(self, microbatch: int, layer: int, wrong: list[int]) -> DigestMismatch:
+        names = [self._shard.microbatches[microbatch].sample_ids[index] for index in wrong]
+        return DigestMismatch(
+            f"step {self._ticket.step}, (dp, pp, cp) {self._shard.key}, TP slot {self._slot}: the router of decoder layer "
+            f"{layer} is handed rows of micro-batch {microbatch} that are not those that the engine hashed, of samples "
+            f"{names[:5]} ({len(names)} in all). Was memory damaged, or were rows, layers or ranks exchanged on the way?",
+            samples=names,
+            ranks=[self._shard.key],
+            step=self._ticket.step,
+        )
+
+    @cached_property
+    def _stream(self) -> Stream:
+        return Stream.of(self._ticket, self._shard)
+
+    def _own(self, microbatch: int) -> slice:
+        """The samples of a micro-batch among those of the DP rank."""
+        return slice(int(self._first[microbatch]), int(self._first[microbatch + 1]))
+
+    def _host_runs_of(self, microbatch: int) -> tuple[HostRuns, list[bytes]]:
+        assert self._host_SL is not None
+        own = self._own(microbatch)
+        runs = HostRuns.of(self._runs_of(microbatch), samples=own.stop - own.start, spec=self._shard.spec)
+        self._on_host[microbatch] = runs, [digests_S.tobytes() for digests_S in self._host_SL[own].T]
+        return self._on_host[microbatch]
+
+    def _runs_of(self, microbatch: int) -> Ints:
+        """[runs, 5] of what engines computed, see `wire.digest.HostRuns`; samples count within the micro-batch."""
+        stream, batch = self._stream, self._shard.microbatches[microbatch]
+        found, runs = stream.stretches, stream.runs
+        mine = (runs.microbatch[found.run] == microbatch) & (runs.slot[found.run] == self._slot)
+        run, position, rows = found.run[mine], found.position[mine], found.rows[mine]
+        column = 0 if batch.packed else runs.sample[run]
+        first = (runs.local[run] + position - runs.position[run]) * batch.width + column
+        return np.stack((runs.sample[run], position, first, np.full_like(rows, batch.width), rows), axis=1)
+
+    def _torch_runs_of(self, microbatch: int, ids_RK: torch.Tensor) -> TorchRuns:
+        if microbatch not in self._on_device:
+            samples = len(self._shard.microbatches[microbatch].sample_ids)
+            self._on_device[microbatch] = TorchRuns.of(
+                self._runs_of(microbatch),
+                rows=len(ids_RK),
+                samples=samples,
+                spec=self._shard.spec,
+                tensor=lambda values: uploaded(values, ids_RK.device),
+            )
+        return self._on_device[microbatch]

@@ -1,0 +1,88 @@
+"""A shard as it lands on one process: rows written where they belong, and held against what the engines hashed.
+
+Knows the plan and the digests; no connection and no router.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from r3channel.errors import TicketMismatch
+from r3channel.plan.placement import Placement
+from r3channel.plan.shards import Shard
+from r3channel.plan.stream import Stream
+from r3channel.plan.ticket import Ticket
+from r3channel.trainer.relay_connection import read_tables
+from r3channel.wire.digest import fold
+from r3channel.wire.routing import Ids
+
+
+class ShardBuffer:
+    """FILLING (an attempt after another) -> whole. One thread."""
+
+    def __init__(self, ticket: Ticket, shard: Shard, rows_N: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+        """`rows_N` has `shard.nbytes` bytes of any content."""
+        self.ticket, self.shard = ticket, shard
+        self.stream = Stream.of(ticket, shard)
+        """The rows that fill it."""
+        self._placement = Placement(self.stream, rows_N)
+        self._placement.pads()
+        self.digests_CSL = self._placement.new_digests()
+        """[TP slot, sample of the DP rank, layer]: of the rows that the slot holds."""
+        self.masks_N = np.zeros(0, np.uint8)
+        """The sampling masks as they came (see `plan.masks`), where the ticket brings any."""
+
+    def sink(self) -> RelaySink:
+        """For one attempt."""
+        return RelaySink(self)
+
+    def add(self, engine_SL: Ids, digests_CSL: Ids) -> None:
+        """All rows are in it, verified. Raises TicketMismatch where they are not of the samples that the ticket names."""
+        self._check_samples(engine_SL)
+        self.digests_CSL = digests_CSL
+
+    def _check_samples(self, engine_SL: Ids) -> None:
+        wrong = [
+            sample.sample_id
+            for sample, engine_L in zip(self.stream.samples, engine_SL, strict=True)
+            if sample.digest and fold(engine_L) != sample.digest
+        ]
+        if wrong:
+            raise TicketMismatch(
+                f"step {self.ticket.step}: {len(wrong)} samples have other rows than their ticket says: {wrong[:5]}. Did the "
+                "relay send another rank's, or another step's?",
+                samples=wrong,
+                step=self.ticket.step,
+                ranks=[self.shard.key],
+            )
+
+
+class RelaySink:
+    """See `trainer.relay_connection.Sink`."""
+
+    def __init__(self, landed: ShardBuffer) -> None:
+        self._landed = landed
+        self._placement = landed._placement
+        self._digests_CSL = self._placement.new_digests()
+
+    def rows(self, ids_TCK: Ids, *, begin: int) -> None:
+        self._placement.rows(ids_TCK, self._digests_CSL, begin=begin)
+
+    def masks(self, data: bytearray) -> None:
+        self._landed.masks_N = np.frombuffer(data, np.uint8)
+
+    def verify(self, digests: bytes) -> list[str]:
+        """Rows are held against what the relay announced, and that against what the engines hashed."""
+        stream, shard = self._landed.stream, self._landed.shard
+        engine_SL, part_SC = read_tables(stream, digests)
+        columns = [stream.columns.index(source) for source in shard.sources]
+        wrong_S = (self._digests_CSL.sum(axis=0, dtype=np.uint64) != part_SC[:, columns]).any(axis=1)
+        if (
+            shard.cp_size == 1
+        ):  # then this process has all rows of its layers, and needs nobody's word for them
+            wrong_S |= (part_SC != engine_SL[:, list(stream.columns)]).any(axis=1)
+        if not wrong_S.any():
+            self._landed.add(engine_SL, self._digests_CSL)
+        return [stream.samples[index].sample_id for index in np.flatnonzero(wrong_S).tolist()]

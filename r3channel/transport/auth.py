@@ -1,0 +1,88 @@
+"""The bearer token of direct delivery: where it lies, how it is read, how it is compared. Knows no protocol."""
+
+from __future__ import annotations
+
+import hmac
+import os
+import re
+import secrets
+import stat
+import time
+from pathlib import Path
+
+from r3channel.errors import TokenError
+
+_WELL_FORMED = re.compile(r"[A-Za-z0-9_.~-]{32,512}")
+"""32 characters: 128 bits in hex."""
+_WRITE_LIMIT_S = 2.0
+"""Between the creation of a token's file and its content, on a slow shared folder."""
+
+
+def create_token(path: str | Path) -> str:
+    """Write a fresh token of 256 bits into a new file of mode 0600; an existing file is refused."""
+    token = secrets.token_hex(32)
+    try:
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except OSError as error:
+        raise TokenError(f"token file {path} cannot be created: {error}") from error
+    with os.fdopen(handle, "w") as file:
+        file.write(token + "\n")
+    return token
+
+
+def token_in_memory() -> str:
+    """The path of a fresh token in a file that other processes of this user and machine can read. The file is in memory and ends
+    with this process, so that one that is killed leaves no token behind. Linux only."""
+    handle = os.memfd_create("r3channel-token")  # never closed
+    os.fchmod(handle, 0o600)
+    os.write(handle, secrets.token_hex(32).encode())
+    return f"/proc/{os.getpid()}/fd/{handle}"
+
+
+def obtain_token(path: str | Path) -> str:
+    """The token in a file, which is created where it does not exist; several processes may ask for one file at once."""
+    path = Path(path)
+    if not path.exists():
+        try:
+            return create_token(path)
+        except TokenError as error:
+            if not isinstance(error.__cause__, FileExistsError):
+                raise
+    deadline_s = time.monotonic() + _WRITE_LIMIT_S
+    while path.exists() and not path.stat().st_size and time.monotonic() < deadline_s:
+        time.sleep(0.01)  # who created it is about to write
+    return read_token(path)
+
+
+def read_token(path: str | Path) -> str:
+    """The token in a file that nobody else can read. Raises TokenError otherwise; the token is never in the message."""
+    try:
+        with open(path) as file:
+            status = os.fstat(file.fileno())
+            text = file.read(1024).strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise TokenError(f"token file {path} cannot be read: {error}") from error
+    if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o077:
+        raise TokenError(
+            f"token file {path} has mode {stat.S_IMODE(status.st_mode):04o}, expected 0600: others could read it"
+        )
+    return check_token(text, where=f"token file {path}")
+
+
+def check_token(token: str, *, where: str) -> str:
+    """The token itself if it is long enough and fits into a header."""
+    if not _WELL_FORMED.fullmatch(token):
+        raise TokenError(
+            f"{where} holds {len(token)} characters; expected 32 to 512 letters and digits (128 bits or more)"
+        )
+    return token
+
+
+def is_authorized(header: str | None, token: str) -> bool:
+    """Does an Authorization header carry the token. Takes the same time wherever they differ.
+
+    >>> is_authorized("Bearer abc", "abc"), is_authorized("Bearer abd", "abc"), is_authorized(None, "abc")
+    (True, False, False)
+    """
+    expected = f"Bearer {token}".encode()
+    return hmac.compare_digest((header or "").encode("utf-8", "surrogateescape"), expected)

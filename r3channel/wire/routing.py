@@ -1,0 +1,155 @@
+"""The routing of one sample, as plain checked values. Knows nothing about wires, ranks or engines.
+
+Shape legend, for the whole package: S samples, T rows, L MoE layers, K top-k, E experts, N bytes.
+A row is one token with routing; a sample of n tokens has n-1 rows, because the last sampled token never enters the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import InitVar, dataclass
+from enum import IntEnum
+from itertools import pairwise
+from typing import Any, NoReturn
+
+import numpy as np
+
+from r3channel.errors import (
+    DuplicateExpertId,
+    ExpertIdOutOfRange,
+    LayerMismatch,
+    RoutingError,
+    RowCountMismatch,
+    TopKMismatch,
+)
+from r3channel.model.spec import RoutingSpec
+from r3channel.wire.validate import find_duplicate, out_of_range, sound
+
+Ids = np.ndarray[Any, np.dtype[Any]]
+
+
+class RowKind(IntEnum):
+    """What made a row."""
+
+    DECODED = 0
+    PREFILLED = 1
+    MISSING = 2
+    UNKNOWN = 3
+    """Decoded or prefilled, in a pass that had rows of both."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProvenanceSpan:
+    """Rows [start, end) of a sample were made by this weight version, in this way."""
+
+    start: int
+    end: int
+    weight_version: int
+    kind: RowKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleRouting:
+    """Expert ids of one sample's rows; checks itself when built.
+
+    The arrays are not copied; whoever built the object keeps them unchanged.
+    """
+
+    spec: RoutingSpec
+    sample_id: str
+    tokens: int
+    """Tokens of the whole sample; `first_row + T` is `tokens - 1`."""
+    expert_ids_TLK: Ids
+    """[T, L, K], dtype `spec.id_dtype`, the engine's order within a row."""
+    valid_T: np.ndarray[Any, np.dtype[np.bool_]]
+    """False where the engine holds no routing for the row; such ids are meaningless."""
+    provenance: tuple[ProvenanceSpan, ...]
+    """Tiles [first_row, first_row + T) in order. Positions are absolute."""
+    first_row: int = 0
+    checked: InitVar[bool] = False
+    """The ids have been checked by whoever builds this."""
+
+    def __post_init__(self, checked: bool) -> None:
+        check_shape(self.expert_ids_TLK, spec=self.spec, where=f"sample {self.sample_id}")
+        rows = len(self.expert_ids_TLK)
+        if self.first_row + rows != self.tokens - 1:
+            raise RowCountMismatch(
+                f"sample {self.sample_id}: rows {self.first_row}..{self.first_row + rows} for {self.tokens} tokens; "
+                f"expected to end at row {self.tokens - 1}. The last token has no row; was a start offset set?"
+            )
+        if self.valid_T.shape != (rows,) or self.valid_T.dtype != np.bool_:
+            raise RoutingError(
+                f"sample {self.sample_id}: valid_T is {self.valid_T.shape}, expected ({rows},) bool"
+            )
+        check_spans(self.provenance, first_row=self.first_row, rows=rows, where=f"sample {self.sample_id}")
+        if not checked:
+            valid_T = None if self.valid_T.all() else self.valid_T
+            check_ids(self.expert_ids_TLK, spec=self.spec, where=f"sample {self.sample_id}", valid_T=valid_T)
+
+
+def check_shape(expert_ids_TLK: Ids, *, spec: RoutingSpec, where: str) -> None:
+    """Raise the typed error of the first axis that does not fit the spec."""
+    if expert_ids_TLK.ndim != 3 or expert_ids_TLK.dtype != spec.id_dtype:
+        raise RoutingError(
+            f"{where}: ids are {expert_ids_TLK.dtype}{list(expert_ids_TLK.shape)}, expected {spec.id_dtype}[rows, "
+            f"{spec.num_moe_layers}, {spec.top_k}]"
+        )
+    _, layers, top_k = expert_ids_TLK.shape
+    if layers != spec.num_moe_layers:
+        raise LayerMismatch(
+            f"{where}: {layers} layers per row, expected the {spec.num_moe_layers} MoE layers"
+        )
+    if top_k != spec.top_k:
+        raise TopKMismatch(f"{where}: top-k {top_k}, expected {spec.top_k}")
+
+
+def check_ids(expert_ids_TLK: Ids, *, spec: RoutingSpec, where: str, valid_T: Ids | None = None) -> None:
+    """Every id of a valid row in [0, E) and distinct within its row of one layer; names the first row that is not."""
+    if not sound(expert_ids_TLK, num_experts=spec.num_experts, valid_T=valid_T):
+        raise_unsound(expert_ids_TLK, spec=spec, where=where, valid_T=valid_T)
+
+
+def raise_unsound(expert_ids_TLK: Ids, *, spec: RoutingSpec, where: str, valid_T: Ids | None) -> NoReturn:
+    """The error of the first valid row that is not sound, of ids of which some are not."""
+    rows_V = np.arange(len(expert_ids_TLK)) if valid_T is None else np.flatnonzero(valid_T)
+    ids_VLK = expert_ids_TLK if valid_T is None else expert_ids_TLK[valid_T]
+    if out_of_range(ids_VLK, num_experts=spec.num_experts):
+        bad = np.argwhere((ids_VLK >= spec.num_experts) | (ids_VLK < 0))[0]
+        row, moe_index, slot = (int(axis) for axis in bad)
+        raise ExpertIdOutOfRange(
+            f"{where}: row {rows_V[row]}, layer {spec.moe_layers[moe_index]}, slot {slot} has id "
+            f"{int(ids_VLK[row, moe_index, slot])}; expected 0..{spec.num_experts - 1}"
+        )
+    row, moe_index = find_duplicate(ids_VLK) or (0, 0)
+    raise DuplicateExpertId(
+        f"{where}: row {rows_V[row]}, layer {spec.moe_layers[moe_index]} repeats an expert: "
+        f"{ids_VLK[row, moe_index].tolist()}; expected {spec.top_k} distinct ids. A zero-filled row looks like this"
+    )
+
+
+def check_spans(spans: Iterable[ProvenanceSpan], *, first_row: int, rows: int, where: str) -> None:
+    """Spans tile [first_row, first_row + rows) in order, none empty."""
+    at = first_row
+    for span in spans:
+        if span.start != at or span.end <= span.start:
+            raise RoutingError(f"{where}: provenance span {span} does not start at row {at} or is empty")
+        at = span.end
+    if at != first_row + rows:
+        raise RoutingError(f"{where}: provenance ends at row {at}, expected {first_row + rows}")
+
+
+def spans_of(versions_T: Ids, kinds_T: Ids, *, first_row: int = 0) -> tuple[ProvenanceSpan, ...]:
+    """Run-length form of per-row weight versions (int64) and kinds (uint8)."""
+    if not len(versions_T):
+        return ()
+    change = np.flatnonzero((np.diff(versions_T) != 0) | (np.diff(kinds_T.astype(np.int16)) != 0)) + 1
+    edges = [0, *change.tolist(), len(versions_T)]
+    return tuple(
+        ProvenanceSpan(
+            start=first_row + a,
+            end=first_row + b,
+            weight_version=int(versions_T[a]),
+            kind=RowKind(int(kinds_T[a])),
+        )
+        for a, b in pairwise(edges)
+    )
