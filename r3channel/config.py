@@ -96,7 +96,7 @@ class ChannelConfig:
     run_name: str = ""
     """Label `run` of every metric, to tell training runs apart; give relay, trainers and engines the same."""
     invalid_rows: str = "error"
-    """Rows that the engine could not record: `error` refuses the sample, `native` lets the live router choose for them, `mask`
+    """Rows that the engine could not record: `error` refuses the sample, `live` lets the live router choose for them, `mask`
     also takes those tokens out of the loss."""
     on_missing: str = "error"
     """A reply without routing, or a frame that never came: `error` refuses it by name, `live` leaves its rows to the live router
@@ -124,7 +124,7 @@ class ChannelConfig:
         for name, allowed in (
             ("transport", ("tcp", "nccl", "gloo")),
             ("fallback", ("", "tcp")),
-            ("invalid_rows", ("error", "native", "mask")),
+            ("invalid_rows", ("error", "live", "mask")),
             ("on_missing", ("error", "live")),
             ("on_stale", ("accept", "mask", "reject")),
         ):
@@ -173,7 +173,7 @@ class ChannelConfig:
     @property
     def policy(self) -> str:
         """What trainers do with rows without routing: as `invalid_rows` says, or live where `on_missing` says so."""
-        return "native" if self.invalid_rows == "error" and self.on_missing == "live" else self.invalid_rows
+        return "live" if self.invalid_rows == "error" and self.on_missing == "live" else self.invalid_rows
 
     @classmethod
     def load(

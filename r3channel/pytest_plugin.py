@@ -85,7 +85,7 @@ def r3_step(r3_recording: Recording, r3_layout: str | None, request: pytest.Fixt
 
 @pytest.fixture
 def r3_ranks(r3_recording: Recording, r3_step: StepUnderTest) -> Callable[..., None]:
-    """`r3_ranks(function)`: call it in a real gloo process for each rank, with its `r3channel.recordings.run_ranks.Rank`, then `check`."""
+    """`r3_ranks(function)`: call it with a `recordings.run_ranks.Rank` in a real gloo process for each rank, then `check`."""
     from r3channel.recordings.run_ranks import run_ranks
 
     def run(function: Callable[[Rank], object], *, timeout_s: float = 120.0) -> None:

@@ -166,7 +166,7 @@ def hand(shard: RankShard) -> None:
     """What a step of the trainer does: every router of every micro-batch is handed its rows."""
     for microbatch in range(shard.num_microbatches):
         for layer in shard.shard.layers:
-            shard.handed(microbatch, layer, shard.layer_ids(microbatch, layer))
+            shard.check_digest(microbatch, layer, shard.layer_ids(microbatch, layer))
     shard.verified()
 
 

@@ -13,9 +13,10 @@ from examples.async_grpo.grpo import GROUP
 from r3channel.config import ChannelConfig, add_arguments
 from r3channel.embedded.model import ModelShape, config_of
 from r3channel.errors import R3Error
+from r3channel.integrations import preflight
 from r3channel.plan.layout import TrainerLayout
 from r3channel.recordings.options import add_options, recorder_of
-from r3channel.tools import commands, preflight
+from r3channel.tools import commands, extras
 from r3channel.tools.extras import ROLES
 
 VERSIONS = {"sglang": ("0.5.15.post1", "0.5.23"), "megatron-core": ("0.16.1",)}
@@ -36,7 +37,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--layout",
         default="dp=2,tp=2,pp=1,cp=1",
-        help="keys dp, tp, pp, cp, vpp, ep, packing (padded or thd), pad_policy (spread or native), ...",
+        help="keys dp, tp, pp, cp, vpp, ep, packing (padded or thd), pad_policy (spread or live), ...",
     )
     parser.add_argument("--engines", type=int, default=1, help="SGLang servers")
     parser.add_argument("--engine-tp", type=int, default=1, help="ranks of each server that share a request")
@@ -127,7 +128,7 @@ def _machine(args: argparse.Namespace, layout: TrainerLayout) -> Iterator[str]:
         yield preflight.folder(_flag(name), getattr(args, name) or "")
     for name in _FILES:
         yield preflight.folder(_flag(name), (getattr(args, name) and Path(getattr(args, name)).parent) or "")
-    yield from preflight.packages(ROLES["all"].needs, VERSIONS)
+    yield from extras.packages(ROLES["all"].needs, VERSIONS)
     base = tempfile.gettempdir()
     yield preflight.folder("TMPDIR", base, room_bytes=_TEMPORARY_BYTES)
     if len(base) > _LONGEST_BASE:

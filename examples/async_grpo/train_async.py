@@ -335,7 +335,7 @@ def _engine_pages(args: argparse.Namespace) -> dict[str, str]:
 
 
 def _engine_stages(args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    from r3channel.observe.metrics_page import read_page, stage_seconds
+    from r3channel.tools.metrics_page import read_page, stage_seconds
 
     return {name: stage_seconds(read_page(url, timeout_s=10.0)) for name, url in _engine_pages(args).items()}
 

@@ -176,7 +176,7 @@ def memory(effort: Effort) -> dict[str, Any]:
     each = [(n, layer, shard.layer_ids(n, layer)) for n in range(shard.num_microbatches) for layer in layers]
     calls = {
         "rows": lambda: [layer_digests(ids_TLK, first_row=0) for ids_TLK in ids],
-        "handed": lambda: [shard.handed(*one) for one in each],
+        "handed": lambda: [shard.check_digest(*one) for one in each],
     }
     seen = medians_s(calls, rounds=effort.rounds_of(9, 3))
     return {

@@ -326,7 +326,7 @@ class ChannelTaking:
         held_s = time.monotonic()
         for number, layer in _each(shard):
             ids_RK = shard.layer_ids(number, layer)
-            shard.handed(number, layer, ids_RK)
+            shard.check_digest(number, layer, ids_RK)
             self._router.take(ids_RK)
         return held_s
 

@@ -129,7 +129,7 @@ class _Recorded:
     def padding_rows(self, microbatch: int) -> torch.Tensor:
         return ~self._counted
 
-    def handed(self, microbatch: int, layer: int, ids_RK: torch.Tensor) -> None:
+    def check_digest(self, microbatch: int, layer: int, ids_RK: torch.Tensor) -> None:
         """Nothing to hold the ids against: they never travelled."""
 
     def verified(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from r3channel.engine.sglang_settings import Verdict, flag, judgements, refused
 from r3channel.errors import R3Error
 from r3channel.model.spec import RoutingSpec
-from r3channel.tools.check import Check
+from r3channel.observe.check import Check
 from r3channel.transport.http import urlopen
 from r3channel.wire.frame import FRAME_MAGIC, parse_frame
 from r3channel.wire.hello import Hello, probe_body

@@ -9,7 +9,7 @@ class ConfigError(R3Error):
     """A value of the configuration, a layout or an assignment cannot be used."""
 
     reason = "config"
-    remedy = "Set what the message names; `r3channel/report/README.md` has every option."
+    remedy = "Set what the message names; `r3channel/tools/README.md` has every option."
 
 
 class UsageError(R3Error):

@@ -40,7 +40,7 @@ class RowsInvalid(RoutingError):
     """Rows are marked invalid by the engine and the policy is to refuse them."""
 
     reason = "rows_invalid"
-    remedy = "Drop the sample, or set `invalid_rows` to `native` or `mask`."
+    remedy = "Drop the sample, or set `invalid_rows` to `live` or `mask`."
 
 
 class FrameTruncated(FrameError):

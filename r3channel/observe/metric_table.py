@@ -101,7 +101,7 @@ _TABLE: tuple[Metric, ...] = tuple(Metric(*line) for line in (
     ("counter", "r3channel_ids_compared_total", "ids", "audit", _TRAINER, (), "Ids compared: engine against router."),
     ("counter", "r3channel_ids_different_total", "ids", "audit", _TRAINER, (), "Ids that the router did not get; must stay 0."),
     ("counter", "r3channel_live_rows_total", "rows", "audit", _TRAINER, ("cause",),
-        "Rows that the live router chose for, by cause: no engine routing, or padding under the native policy."),
+        "Rows that the live router chose for, by cause: no engine routing, or padding under the live policy."),
     ("counter", "r3channel_audit_pairs_total", "pairs", "audit", _TRAINER, (),
         "(token, layer) pairs compared: live router, replay."),
     ("counter", "r3channel_audit_pairs_different_total", "pairs", "audit", _TRAINER, (),

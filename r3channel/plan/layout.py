@@ -16,7 +16,7 @@ _COUNTS = ("dp", "pp", "vpp", "cp", "tp", "ep", "pad_multiple", "first_layers", 
 _CHOICES = {
     "packing": ("padded", "thd"),
     "cp_split": ("zigzag", "contiguous"),
-    "pad_policy": ("spread", "native"),
+    "pad_policy": ("spread", "live"),
 }
 
 
@@ -56,7 +56,7 @@ class TrainerLayout:
     pad_multiple: int = 1
     """Tokens that one CP and TP rank holds of a micro-batch are a multiple of this."""
     pad_policy: str = "spread"
-    """Experts of rows that no engine computed (the last token, padding): `spread` cycles through the experts, `native`
+    """Experts of rows that no engine computed (the last token, padding): `spread` cycles through the experts, `live`
     lets the live router choose."""
     uniform: bool | None = None
     """All micro-batches of an optimizer step have one padded length; None means where pp > 1, because Megatron's schedules

@@ -28,7 +28,7 @@ from r3channel.plan.shards import ShardKey
 from r3channel.relay.sealed import Outgoing
 from r3channel.relay.staging import DeviceStaging, HostStaging
 from r3channel.transport.base import Pending, Rendezvous, Transport
-from r3channel.transport.connection import Link
+from r3channel.transport.connection import Connection
 from r3channel.transport.listener import Listener
 from r3channel.transport.select import gpu_of, join, open_store
 from r3channel.wire import row_protocol as wire
@@ -113,7 +113,7 @@ class Delivery:
             served.thread.join(timeout_s)
         return [served.thread.name for served in serving if served.thread.is_alive()]
 
-    def _admit(self, link: Link) -> None:
+    def _admit(self, link: Connection) -> None:
         """A receiver has shown the token. A newer connection of the same one ends the older: it was restarted, or gave it up."""
         try:
             values = wire.unpack(wire.READY, link.hello, expected=wire.READY, names=("dp", "pp", "cp"))
@@ -149,7 +149,7 @@ class Delivery:
 class _Served:
     """One connection of one receiver, and the thread that serves it."""
 
-    def __init__(self, delivery: Delivery, key: ShardKey, link: Link) -> None:
+    def __init__(self, delivery: Delivery, key: ShardKey, link: Connection) -> None:
         self.key, self.life = key, 0
         self._delivery, self._link = delivery, link
         self._config = delivery._config

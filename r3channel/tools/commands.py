@@ -13,7 +13,7 @@ class Command(NamedTuple):
     examples: tuple[str, ...]
 
 
-_REPORT = "r3channel.report."
+_TOOLS = "r3channel.tools."
 COMMANDS = {
     "demo": Command(
         "r3channel.demo",
@@ -21,7 +21,7 @@ COMMANDS = {
         ("demo", "demo --steps 2 --layout dp=1,tp=2", "demo --record rec --report report"),
     ),
     "doctor": Command(
-        _REPORT + "doctor",
+        _TOOLS + "doctor",
         "what is installed, and whether everything would work together",
         (
             "doctor --role relay",
@@ -30,7 +30,7 @@ COMMANDS = {
         ),
     ),
     "plan": Command(
-        _REPORT + "planner",
+        _TOOLS + "plan",
         "bytes, memory and times of a step before it is run",
         (
             "plan --model qwen3-30b-a3b --layout dp=4,tp=4,cp=2,pp=4 --tokens 16000000",
@@ -43,12 +43,12 @@ COMMANDS = {
         ("bench wire --quick", "bench relay --quick --json"),
     ),
     "report": Command(
-        _REPORT + "run_page",
+        _TOOLS + "run_page",
         "a run as one HTML page, from the folder of its --report",
         ("report run", "report run other-run"),
     ),
     "top": Command(
-        _REPORT + "top",
+        _TOOLS + "top",
         "a running channel on one screen, from its metrics pages",
         ("top report", "top http://10.0.0.5:9100/metrics http://10.0.0.5:9101/metrics", "top targets --once"),
     ),
@@ -58,30 +58,30 @@ COMMANDS = {
         ("slime train_async.py $ARGUMENTS --use-r3-channel --r3-delivery direct",),
     ),
     "record": Command(
-        _REPORT + "record",
+        _TOOLS + "record",
         "record steps of a running channel",
         ("record /data/rec --record-steps 3", "record --stop"),
     ),
     "inspect": Command(
-        _REPORT + "recordings", "a recording (--record): steps, rows, versions, expert load", ("inspect rec",)
+        _TOOLS + "recordings", "a recording (--record): steps, rows, versions, expert load", ("inspect rec",)
     ),
     "check": Command(
-        _REPORT + "recordings",
+        _TOOLS + "recordings",
         "silent misalignments, by name, in one recording or between two sides",
         ("check rec", "check rec router-rec --strict"),
     ),
     "replay": Command(
-        _REPORT + "recordings",
+        _TOOLS + "recordings",
         "the trainer's side of a recording under any layout",
         ("replay rec", "replay rec --layout dp=1,tp=2 --gloo"),
     ),
     "diff": Command(
-        _REPORT + "recordings",
+        _TOOLS + "recordings",
         "two recordings: the first difference, and how much of each layer",
         ("diff rec other",),
     ),
     "import": Command(
-        _REPORT + "recordings",
+        _TOOLS + "recordings",
         "a recording out of .npz files, or of slime's or miles's debug dumps",
         (
             "import engine.npz --format npz --out rec",
@@ -89,10 +89,10 @@ COMMANDS = {
         ),
     ),
     "export": Command(
-        _REPORT + "recordings", "a recording as .npz files", ("export rec --format npz --out folder",)
+        _TOOLS + "recordings", "a recording as .npz files", ("export rec --format npz --out folder",)
     ),
     "weights": Command(
-        _REPORT + "weights",
+        _TOOLS + "weights",
         "what engines hold, tensor by tensor",
         (
             "weights verify --engine http://10.0.0.5:30000 --manifest committed.json",
@@ -100,7 +100,7 @@ COMMANDS = {
         ),
     ),
     "patch": Command(
-        _REPORT + "patch",
+        _TOOLS + "patch",
         "hooks for an upstream that has none: check, apply, reverse",
         ("patch check --target site-packages", "patch apply --target site-packages"),
     ),

@@ -19,10 +19,11 @@ from typing import Any
 from r3channel.config import ChannelConfig
 from r3channel.engine.probe import ask_engine
 from r3channel.errors import ConfigError
-from r3channel.integrations.slime import api_check as seams
+from r3channel.integrations import preflight
+from r3channel.integrations.slime import api_check
 from r3channel.integrations.slime.arguments import judged
-from r3channel.tools import commands, extras, preflight
-from r3channel.tools.check import Check
+from r3channel.observe.check import Check
+from r3channel.tools import commands, extras
 from r3channel.tools.network import check_network
 
 LOOPBACK = "127.0.0.1"
@@ -139,15 +140,15 @@ def _check_upstreams(role: str, *, gpu: bool, timeout_s: float) -> Iterator[Chec
 def check_slime(root: Path, arguments: Sequence[str] = ()) -> Iterator[Check]:
     """Whether a checkout has every name that the integration uses, which these are, and what is not supported in a job's
     arguments. Nothing of it is imported."""
-    moved = seams.moved(root)
-    remedy = f"use {seams.KNOWN}; to adapt: r3channel/integrations"
+    moved = api_check.moved(root)
+    remedy = f"use {api_check.KNOWN}; to adapt: r3channel/integrations"
     yield Check(
         name=f"slime {root}",
         ok=not moved,
-        found="; ".join(moved) or f"all names of {seams.KNOWN}",
+        found="; ".join(moved) or f"all names of {api_check.KNOWN}",
         remedy=remedy,
     )
-    for line in () if moved else seams.used():
+    for line in () if moved else api_check.used():
         yield Check(name="used", ok=True, found=line)
     if arguments:
         yield Check(name="arguments", **_judged(arguments))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 _EMBEDDED = "make setup, or pip install --no-deps -r r3channel/embedded/requirements.txt"
@@ -66,3 +68,15 @@ ROLES = {
         _FAST | {"h11": "no direct delivery"} | _DENSE,
     ),
 }
+
+
+def packages(names: Iterable[str], versions: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
+    """A fault for each distribution that is not installed, or not in a version of `versions`; a fault is a line of text."""
+    for name in names:
+        try:
+            found, read = importlib.metadata.version(name), versions.get(name, ())
+        except importlib.metadata.PackageNotFoundError:
+            yield f"{name} is not installed; {remedy(name)}"
+            continue
+        if read and found not in read:
+            yield f"{name} {found} was not read, only {' and '.join(read)}; pip install {name}=={read[-1]}"

@@ -36,7 +36,7 @@ LAYOUTS = (
     Layout("dp=2,cp=2", "the DP rank's rows, then zigzag", _FULL),
     Layout("dp=2,pp=2,vpp=2", "the DP rank's rows of the layers of both chunks", _FULL),
     Layout("tp=2,pp=2", "the contiguous half of the stage's layers", _FULL),
-    Layout("cp=2,pad_policy=native", "as cp=2; the live router chooses for padding and last tokens", _FULL),
+    Layout("cp=2,pad_policy=live", "as cp=2; the live router chooses for padding and last tokens", _FULL),
     Layout("pp=2,cp=2,packing=thd", "zigzag of each packed sequence, the stage's layers", _FULL),
 )
 PROVEN = tuple(layout.text for layout in LAYOUTS)

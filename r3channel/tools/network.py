@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from r3channel.config import ChannelConfig
-from r3channel.tools.check import Check
+from r3channel.observe.check import Check
 
 _NET = Path("/sys/class/net")
 _INET6 = Path("/proc/net/if_inet6")

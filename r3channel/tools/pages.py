@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from r3channel.bench import figures
 from r3channel.config import ENV_PREFIX, ChannelConfig, EngineConfig, field_texts
 from r3channel.errors import R3Error, caller, engine, peers, root
-from r3channel.integrations.slime import arguments as slime_arguments
+from r3channel.integrations.slime import arguments
 from r3channel.tools import layouts
 
 PACKAGE = Path(__file__).parents[1]
@@ -57,7 +57,7 @@ def options() -> Iterator[Option]:
         if f.name not in both:
             yield _option("", f.name, "engines", f.default, EngineConfig)
     ours = {f"r3_{f.name}" for f in fields(ChannelConfig)} | {"help", "r3_config"}
-    for action in slime_arguments.add_arguments(ArgumentParser())._actions:
+    for action in arguments.add_arguments(ArgumentParser())._actions:
         if action.dest not in ours and action.dest.startswith("r3_"):
             flag = action.option_strings[0]
             yield Option(flag, "", "slime", action.default, _unit(action.dest), action.help or "")
@@ -125,7 +125,7 @@ def happened(error: type[R3Error]) -> str:
 
 TABLES = {
     "layouts": Table(PACKAGE / "plan" / "README.md", layouts.lines),
-    "options": Table(PACKAGE / "report" / "README.md", option_lines),
+    "options": Table(PACKAGE / "tools" / "README.md", option_lines),
     "errors": Table(PACKAGE / "errors" / "README.md", error_lines),
     "measured": Table(PACKAGE.parent / "README.md", partial(figures.lines, "measured")),
     "capture": Table(PACKAGE / "engine" / "README.md", partial(figures.lines, "capture")),

@@ -11,9 +11,7 @@ from r3channel.transport.tp_fanout import TensorParallelFanout
 
 def consume(rank: Rank) -> None:
     shard, fanout = rank.shard, TensorParallelFanout(rank.tp_group, device=torch.device("cpu"))
-    own = RankShard(
-        rank.step.ticket, shard, _handed_on(rank, fanout), tp=rank.coords.tp, invalid_rows="native"
-    )
+    own = RankShard(rank.step.ticket, shard, _handed_on(rank, fanout), tp=rank.coords.tp, invalid_rows="live")
     for microbatch in rank.microbatches:
         for layer in rank.layers:
             if layer in rank.consumed.spec.moe_layers:

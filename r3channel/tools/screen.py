@@ -9,8 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from r3channel.observe.metric_table import LABELS
-from r3channel.observe.metrics_page import Between
 from r3channel.observe.stage_clock import STAGES
+from r3channel.tools.metrics_page import Between
 from r3channel.tools.stages import ROUTING_WAITS
 
 _SAMPLES, _BYTES, _STAGE = "r3channel_samples_total", "r3channel_bytes_total", "r3channel_stage_seconds"

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.live import Live
 
 from r3channel.errors import ConfigError
-from r3channel.observe.metrics_page import Between, Look
 from r3channel.tools import commands
+from r3channel.tools.metrics_page import Between, Look
 from r3channel.tools.screen import faults_of, screen
 
 _TIMEOUT_S = 5.0

@@ -14,7 +14,7 @@ from r3channel.plan.ticket import Ticket
 _Shard = TypeVar("_Shard")
 
 
-class Ahead(Generic[_Shard]):
+class Prefetch(Generic[_Shard]):
     """Started when built; joined until it is spent. A daemon thread: a trainer that ends does not wait for it."""
 
     def __init__(self, ticket: Ticket, receive: Callable[[], _Shard]) -> None:

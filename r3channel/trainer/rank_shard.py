@@ -23,7 +23,7 @@ class RankShard:
 
     `data_N` is uint8 with `shard.slot_bytes` bytes: this TP rank's part, `[micro-batch][layer][row][k]`. It may be reused
     once the step is over. `digests_SL` [sample of the DP rank, layer]: what its rows must have. `invalid_rows` is the policy for
-    rows without engine routing: `error`, `native` (the live router chooses for them) or `mask` (it does, and `loss_mask` takes
+    rows without engine routing: `error`, `live` (the live router chooses for them) or `mask` (it does, and `loss_mask` takes
     those tokens out of the loss). `masks_N`: the step's sampling masks as they travel (`plan.masks`), in host memory.
 
     Raises:
@@ -66,7 +66,7 @@ class RankShard:
         parts = [parts[slot] for parts in slot_parts(shard, data_N)]
         return cls(ticket, shard, torch.cat(parts) if parts else data_N[:0], tp=tp, invalid_rows=invalid_rows)
 
-    def handed(self, microbatch: int, layer: int, ids_RK: torch.Tensor) -> None:
+    def check_digest(self, microbatch: int, layer: int, ids_RK: torch.Tensor) -> None:
         """See `trainer.router.StepRouting`. Nothing where the shard came without digests."""
         self._handed.check(microbatch, layer, ids_RK)
 
@@ -182,7 +182,7 @@ class RankShard:
                 continue
             sample_R, position_R = self.shard.row_map(index, tp=self.tp)
             counts["invalid"] += int(self._invalid(index, sample_R, position_R).sum())
-            if self.ticket.layout.pad_policy == "native":
+            if self.ticket.layout.pad_policy == "live":
                 counts["padding"] += int((sample_R < 0).sum())
         return counts
 
@@ -201,14 +201,14 @@ class RankShard:
     def _may_live(self, microbatch: int) -> bool:
         """Without this look every step would map all its rows, to find nothing."""
         samples = map(self.ticket.sample, self.shard.microbatches[microbatch].sample_ids)
-        return self.ticket.layout.pad_policy == "native" or any(sample.invalid for sample in samples)
+        return self.ticket.layout.pad_policy == "live" or any(sample.invalid for sample in samples)
 
     def _find_live(self, microbatch: int) -> torch.Tensor | None:
         if not self._may_live(microbatch):
             return None
         sample_R, position_R = self.shard.row_map(microbatch, tp=self.tp)
         live_R = self._invalid(microbatch, sample_R, position_R)
-        if self.ticket.layout.pad_policy == "native":
+        if self.ticket.layout.pad_policy == "live":
             live_R = live_R | (sample_R < 0)
         return uploaded(live_R, self.data_N.device) if live_R.any() else None
 

@@ -1,4 +1,4 @@
-"""Receives one rank's shard: ticket checked, rows received by a `Member`, parts handed on over the TP group.
+"""Receives one rank's shard: ticket checked, rows received by a `RelayConnection`, parts handed on over the TP group.
 
 Called on the trainer's main thread in the routing slot of a step. TP0 talks to the relay; the other ranks of its TP
 group only take part in the hand-on. Rows are acknowledged when they have the digests that their engines made.
@@ -23,9 +23,9 @@ from r3channel.plan.masks import brings_masks
 from r3channel.plan.placement import warm
 from r3channel.plan.shards import Shard
 from r3channel.plan.ticket import Ticket
-from r3channel.trainer.prefetch import Ahead
+from r3channel.trainer.prefetch import Prefetch
 from r3channel.trainer.rank_shard import RankShard, slot_parts
-from r3channel.trainer.relay_connection import Control, Member
+from r3channel.trainer.relay_connection import Control, RelayConnection
 from r3channel.trainer.shard_buffer import ShardBuffer
 from r3channel.transport.collective_lock import PROCESS_SLOT
 from r3channel.transport.tp_fanout import TensorParallelFanout
@@ -65,7 +65,7 @@ class Receiver:
         )
         self.metrics.measure("r3channel_steps_total")
         self.metrics.measure("r3channel_bytes_total", leg="landed")
-        self._member = Member(
+        self._member = RelayConnection(
             control,
             coords=self._coords,
             config=self._config,
@@ -76,7 +76,7 @@ class Receiver:
         self._buffers: dict[str, torch.Tensor] = {}
         self._last = ("", -1)
         """Run and step that were received last."""
-        self._ahead: Ahead[tuple[ShardBuffer, torch.Tensor]] | None = None
+        self._ahead: Prefetch[tuple[ShardBuffer, torch.Tensor]] | None = None
         self._turn = 0
 
     def join(self, *, timeout_s: float | None = None) -> None:
@@ -171,7 +171,7 @@ class Receiver:
                 raise UsageError(
                     f"prefetch of step {ticket.step} while step {self._ahead.ticket.step} is; receive that one first"
                 )
-            self._ahead = Ahead(ticket, partial(self._receive_ahead, ticket, shard))
+            self._ahead = Prefetch(ticket, partial(self._receive_ahead, ticket, shard))
 
     def _receive_whole(self, ticket: Ticket, shard: Shard) -> tuple[ShardBuffer, torch.Tensor]:
         ahead = self._ahead

@@ -23,7 +23,7 @@ from r3channel.plan.masks import brings_masks, mask_rows
 from r3channel.plan.stream import Stream
 from r3channel.plan.ticket import Ticket
 from r3channel.transport.base import RELAY_RANK, Pending, Rendezvous, Transport
-from r3channel.transport.connection import Link
+from r3channel.transport.connection import Connection
 from r3channel.transport.listener import connect
 from r3channel.transport.select import gpu_of, join
 from r3channel.wire import row_protocol as wire
@@ -59,7 +59,7 @@ class Sink(Protocol):
         ...
 
 
-class Member:
+class RelayConnection:
     """CREATED -> join -> receive* -> close. One thread at a time."""
 
     def __init__(
@@ -75,7 +75,7 @@ class Member:
         """`pinned`: the memory in which rows arrive feeds a GPU."""
         self._control, self._coords, self._config = control, coords, config
         self._pinned, self._clock, self._metrics = pinned, clock, metrics
-        self._link: Link | None = None
+        self._link: Connection | None = None
         self._group: Transport | None = None
         self._lives = 0
         for name in ("r3channel_buckets_total", "r3channel_group_resets_total"):

@@ -1,7 +1,7 @@
 """Replays a step's ids in Megatron's routers: one wrapper per router, keyed by the pass that runs.
 
-Works on `RouterHandle`s (made by `r3channel.trainer.adapters.megatron`), so it imports no Megatron. Of a router's RouterReplay only
-`get_replay_topk` is used; its targets, actions and class-level registry are left alone, so other models in the process are not
+Works on `RouterHandle`s (made by `trainer.adapters.megatron`), so it imports no Megatron. It uses `get_replay_topk` alone of a
+router's RouterReplay; its targets, actions and class-level registry are left alone, so other models in the process are not
 touched. It does not know where ids come from; what a pass may consume is the step's to say.
 
 Megatron's own replay keeps action and ids as state of each router and leaves the order of recomputes to the caller: there, right
@@ -147,11 +147,11 @@ class ReplayDriver:
                 self._calls[handle.layer] = self._off or OUTSIDE
                 return inner(scores, topk, num_groups, group_topk, default_compute_topk)
 
-            def natural() -> torch.Tensor:
+            def live_topk() -> torch.Tensor:
                 with torch.no_grad():
                     return default_compute_topk(scores, topk, num_groups, group_topk)[1]
 
-            self._calls[handle.layer], ids_RK = self._step.take(handle, len(scores), natural)
+            self._calls[handle.layer], ids_RK = self._step.router_ids(handle, len(scores), live_topk)
             return scores.gather(1, ids_RK), ids_RK
 
         return replayed

@@ -35,7 +35,7 @@ class StepRouting(Protocol):
         """[rows] bool, True where no engine row is: padding, and the last token of each sample."""
         ...
 
-    def handed(self, microbatch: int, layer: int, ids_RK: torch.Tensor) -> None:
+    def check_digest(self, microbatch: int, layer: int, ids_RK: torch.Tensor) -> None:
         """A router is about to use these ids. Raises `DigestMismatch` where they are not those that the engine hashed, on a GPU
         at the latest in `verified`."""
         ...
@@ -85,7 +85,7 @@ def name_of(handle: RouterHandle) -> str:
     return f"router of decoder layer {handle.layer} (chunk {handle.chunk})"
 
 
-Natural = Callable[[], torch.Tensor]
+LiveTopk = Callable[[], torch.Tensor]
 """What the live router chooses for the rows of its call, [rows, K]."""
 
 Seen = Callable[[torch.Tensor, torch.Tensor], None]

@@ -18,7 +18,7 @@ import torch
 from r3channel.errors import ReplayCountMismatch, ReplayError, ReplayRowMismatch, UsageError
 from r3channel.trainer.logprobs import KeptLogprobs
 from r3channel.trainer.mismatch import RoutingAudit
-from r3channel.trainer.router import Mode, Natural, RouterCall, RouterHandle, StepRouting, name_of
+from r3channel.trainer.router import LiveTopk, Mode, RouterCall, RouterHandle, StepRouting, name_of
 
 _Key = tuple[str, int, int]
 """Pass, layer, micro-batch."""
@@ -250,7 +250,9 @@ class ReplayStep:
 
     # -- inside a router's call ----------------------------------------------------------------------------------------
 
-    def take(self, handle: RouterHandle, tokens: int, natural: Natural) -> tuple[RouterCall, torch.Tensor]:
+    def router_ids(
+        self, handle: RouterHandle, tokens: int, live_topk: LiveTopk
+    ) -> tuple[RouterCall, torch.Tensor]:
         """The pass that a router runs now and its ids [rows, K], widened; the call is counted.
 
         Raises:
@@ -263,13 +265,13 @@ class ReplayStep:
         )
         ids_RK = self._routing.layer_ids(call.microbatch, handle.layer) if kept is None else kept
         _check_rows(handle, call, ids_RK, tokens)
-        self._routing.handed(call.microbatch, handle.layer, ids_RK)
+        self._routing.check_digest(call.microbatch, handle.layer, ids_RK)
         self._calls[call.pass_name, handle.layer, call.microbatch] += 1
         self._rows[call.pass_name] += tokens
         if call.pass_name == "recompute":
             wide_RK = ids_RK.to(index_dtype(ids_RK.device))
         else:
-            wide_RK = self._beside_live(handle, call, ids_RK, natural)
+            wide_RK = self._beside_live(handle, call, ids_RK, live_topk)
         if handle.counts is not None and torch.is_grad_enabled():  # the call in which the router counts
             _uncount(handle.counts, wide_RK, self._routing.padding_rows(call.microbatch))
         return call, wide_RK
@@ -293,7 +295,7 @@ class ReplayStep:
         return call
 
     def _beside_live(
-        self, handle: RouterHandle, call: RouterCall, ids_RK: torch.Tensor, natural: Natural
+        self, handle: RouterHandle, call: RouterCall, ids_RK: torch.Tensor, live_topk: LiveTopk
     ) -> torch.Tensor:
         """The ids widened, live choices in the rows that have none; the audit sees both."""
         wide_RK = ids_RK.to(index_dtype(ids_RK.device))  # only the running layer is ever widened
@@ -301,12 +303,12 @@ class ReplayStep:
         seen = self.audit.observer(handle.layer, call.microbatch) if self.audit is not None else None
         if live_R is None and seen is None:
             return wide_RK
-        natural_RK = natural()
+        live_RK = live_topk()
         if seen is not None:
-            seen(natural_RK, wide_RK)
+            seen(live_RK, wide_RK)
         if live_R is None:
             return wide_RK
-        mixed_RK = torch.where(live_R[:, None], natural_RK, wide_RK)
+        mixed_RK = torch.where(live_R[:, None], live_RK, wide_RK)
         if call.pass_name == "forward" and _is_recomputed(handle):
             self._kept[call.microbatch, handle.layer] = mixed_RK.to(ids_RK.dtype)
         return mixed_RK

@@ -39,7 +39,7 @@ alone, for it also ends the link to a peer that lives and only reads nothing for
 So are the buffers: a size that is set ends the kernel's own tuning, and 4 MiB were no faster."""
 
 
-class Link:
+class Connection:
     """One thread at a time sends, one receives or waits; `abort` and `close` may come from any other.
 
     `timeout_s` bounds a whole call; None leaves it to the peer, or to `abort`. Any failure ends the link, for half

@@ -1,4 +1,4 @@
-"""Who may open a `Link`: those who hold the run's token. Both sides prove it to each other before anything else is read.
+"""Who may open a `Connection`: those who hold the run's token. Both sides prove it to each other before anything else is read.
 
     connector -> listener   preface, nonce
     listener  -> connector  nonce
@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 
 from r3channel.errors import ConfigError, DeadlineExceeded, TransportError, UsageError
-from r3channel.transport.connection import Link
+from r3channel.transport.connection import Connection
 
 TOKEN_BYTES = 32
 HELLO_BYTES = 256
@@ -39,14 +39,14 @@ _HELLO = struct.Struct(f"<H{HELLO_BYTES}s")
 log = logging.getLogger(__name__)
 
 
-def connect(host: str, port: int, token: bytes, *, timeout_s: float, hello: bytes = b"") -> Link:
+def connect(host: str, port: int, token: bytes, *, timeout_s: float, hello: bytes = b"") -> Connection:
     """A link to the listener at `host`, which gets `hello` with it. Raises `TransportError`, or `DeadlineExceeded`."""
     _check_token(token)
     if len(hello) > HELLO_BYTES:
         raise UsageError(f"a hello of {len(hello)} bytes, at most {HELLO_BYTES} fit")
     where, limit = f"{host}:{port}", time.monotonic() + timeout_s
     try:
-        link = Link(socket.create_connection((host, port), max(0.001, timeout_s)), where)
+        link = Connection(socket.create_connection((host, port), max(0.001, timeout_s)), where)
     except TimeoutError as error:
         raise DeadlineExceeded(f"{where} did not answer within {timeout_s:.1f} s") from error
     except OSError as error:
@@ -67,15 +67,15 @@ class Listener:
         interface: str,
         *,
         token: bytes,
-        on_link: Callable[[Link], None] | None = None,
+        on_link: Callable[[Connection], None] | None = None,
     ) -> None:
         """Bound when it returns. `on_link` gets each link on a thread that it may keep; without it, `accept` hands them out."""
         _check_token(token)
         self._token = token
-        self._links: queue.SimpleQueue[Link | None] = queue.SimpleQueue()
+        self._links: queue.SimpleQueue[Connection | None] = queue.SimpleQueue()
         self._on_link = on_link or self._links.put
         self._lock = threading.Lock()
-        self._strangers: dict[Link, None] = {}
+        self._strangers: dict[Connection, None] = {}
         """Links that have proved nothing yet, the oldest first."""
         self._closed = threading.Event()
         self._socket = _bound(interface)
@@ -83,7 +83,7 @@ class Listener:
         self._thread = threading.Thread(target=self._listen, name="r3channel-listener", daemon=True)
         self._thread.start()
 
-    def accept(self, timeout_s: float) -> Link:
+    def accept(self, timeout_s: float) -> Connection:
         """The next link; `DeadlineExceeded` when none comes, `TransportError` once the listener is closed."""
         try:
             link = self._links.get(timeout=max(0.0, timeout_s))
@@ -115,7 +115,7 @@ class Listener:
         while not self._closed.is_set():
             try:
                 connected, address = self._socket.accept()
-                self._receive(Link(connected, f"{address[0]}:{address[1]}"))
+                self._receive(Connection(connected, f"{address[0]}:{address[1]}"))
             except (
                 OSError,
                 RuntimeError,
@@ -123,7 +123,7 @@ class Listener:
                 if not self._closed.wait(0.1):
                     log.warning("%s:%d could not accept a connection: %s", self.host, self.port, error)
 
-    def _receive(self, link: Link) -> None:
+    def _receive(self, link: Connection) -> None:
         """When too many strangers wait the oldest gives way: who holds the token needs no longer than a round trip."""
         with self._lock:
             if len(self._strangers) >= MOST_STRANGERS:
@@ -133,7 +133,7 @@ class Listener:
             self._strangers[link] = None
         threading.Thread(target=self._greet, args=(link,), name="r3channel-link", daemon=True).start()
 
-    def _greet(self, link: Link) -> None:
+    def _greet(self, link: Connection) -> None:
         try:
             _admit(link, self._token, time.monotonic() + GREETING_S)
             with self._lock:
@@ -153,7 +153,7 @@ class Listener:
             raise
 
 
-def _introduce(link: Link, token: bytes, hello: bytes, limit: float) -> None:
+def _introduce(link: Connection, token: bytes, hello: bytes, limit: float) -> None:
     mine = secrets.token_bytes(_NONCE_BYTES)
     try:
         link.send((_PREFACE, mine), timeout_s=limit - time.monotonic())
@@ -170,7 +170,7 @@ def _introduce(link: Link, token: bytes, hello: bytes, limit: float) -> None:
         raise TransportError(f"{link.peer} does not hold this run's token")
 
 
-def _admit(link: Link, token: bytes, limit: float) -> None:
+def _admit(link: Connection, token: bytes, limit: float) -> None:
     opening = _read(link, len(_PREFACE) + _NONCE_BYTES, limit)
     if opening[: len(_PREFACE)] != _PREFACE:
         raise TransportError(f"link to {link.peer}: it speaks another protocol")
@@ -186,7 +186,7 @@ def _admit(link: Link, token: bytes, limit: float) -> None:
     link.hello = padded[:nbytes]
 
 
-def _read(link: Link, nbytes: int, limit: float) -> bytes:
+def _read(link: Connection, nbytes: int, limit: float) -> bytes:
     data = bytearray(nbytes)
     link.recv_into(memoryview(data), timeout_s=limit - time.monotonic())
     return bytes(data)

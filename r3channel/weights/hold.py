@@ -20,7 +20,7 @@ import torch
 import xxhash
 
 from r3channel.errors import R3Error, TransportError, WeightsCorrupt, WeightsError
-from r3channel.transport.connection import Link
+from r3channel.transport.connection import Connection
 from r3channel.transport.listener import connect
 from r3channel.weights.checksums import host_bytes, tensor_checksum, tensor_digest
 from r3channel.weights.dryrun import Learned, Needs
@@ -120,7 +120,7 @@ class Hold:
         told = self._allocate(model, order["staged"], order["wire"]) if learned else {"held": True}
         token = session_token(run_token, order["nonce"])
         hello = json.dumps({key: order[key] for key in ("engine", "attempt")} | {"rank": rank}).encode()
-        self._links: list[Link] = []
+        self._links: list[Connection] = []
         try:
             for host, port in order["trainers"]:
                 self._links.append(connect(host, port, token, timeout_s=_CONNECT_S, hello=hello))
@@ -175,7 +175,7 @@ class Hold:
 
     # -- a link's thread -----------------------------------------------------------------------------------------------
 
-    def _serve(self, number: int, link: Link, told: dict[str, Any]) -> None:
+    def _serve(self, number: int, link: Connection, told: dict[str, Any]) -> None:
         """Until the trainer leaves, or dies: what was staged is never committed then."""
         try:
             with suppress(TransportError):
@@ -183,7 +183,7 @@ class Hold:
         finally:
             link.abort("the rank has ended it")  # also where we are at fault: no dead thread holds an engine
 
-    def _listen(self, number: int, link: Link, told: dict[str, Any]) -> None:
+    def _listen(self, number: int, link: Connection, told: dict[str, Any]) -> None:
         table, runs, failure = list[Entry](), _Runs(), ""
         send_blob(link, NEEDS, told, timeout_s=None)
         while True:
@@ -215,7 +215,7 @@ class Hold:
                 failure = failure or f"{type(error).__name__}: {error}"
 
     def _place(
-        self, number: int, link: Link | None, table: Sequence[Entry], runs: _Runs, body: bytes
+        self, number: int, link: Connection | None, table: Sequence[Entry], runs: _Runs, body: bytes
     ) -> None:
         version, first, count, digest = HEAD.unpack(body)
         self._begin(version, number, first)

@@ -24,7 +24,7 @@ from r3channel.errors import (
     PlanInvalid,
     PlanMismatch,
 )
-from r3channel.transport.connection import Link
+from r3channel.transport.connection import Connection
 from r3channel.transport.listener import Listener
 from r3channel.weights.convert import gathered_bytes
 from r3channel.weights.dryrun import Needs, Part
@@ -129,7 +129,7 @@ class Stages:
         self.attempts: dict[str, int] = {}
         """By engine: the last order to connect. Links of one that was given up may still come."""
         self._accepting = threading.Lock()
-        self._arrived: list[tuple[dict[str, Any], Link]] = []
+        self._arrived: list[tuple[dict[str, Any], Connection]] = []
         self.metas: tuple[TensorMeta, ...] = ()
         """The tensors that engines are told of."""
         self._trainers: list[tuple[str, int]] = []
@@ -178,7 +178,7 @@ class Stages:
             raise CannotStage(refused)
         return {url: sorted(ranks, key=lambda rank: rank.rank) for url, ranks in found.items()}
 
-    def _next(self, wanted: Mapping[str, int], deadline: Deadline) -> tuple[dict[str, Any], Link]:
+    def _next(self, wanted: Mapping[str, int], deadline: Deadline) -> tuple[dict[str, Any], Connection]:
         """The next link of one of these engines; a thread that waits for others may have taken it from the listener."""
         assert self._listener is not None
         while True:

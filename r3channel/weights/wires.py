@@ -23,7 +23,7 @@ import torch
 import xxhash
 
 from r3channel.errors import GiverChanged, NonFiniteWeights, TransportError, WeightsCorrupt, WeightsError
-from r3channel.transport.connection import Link
+from r3channel.transport.connection import Connection
 from r3channel.weights.checksums import host_bytes, tensor_digest
 from r3channel.weights.dryrun import Needs, Part
 from r3channel.weights.geometry import Box
@@ -179,7 +179,7 @@ def read_table(blob: bytes, parts: Sequence[Part]) -> list[Entry]:
     return entries
 
 
-def send_blob(link: Link, kind: int, value: Any, *, timeout_s: float | None) -> None:
+def send_blob(link: Connection, kind: int, value: Any, *, timeout_s: float | None) -> None:
     """Bytes, or plain values as JSON, of any length."""
     data = (
         value.tobytes()
@@ -190,7 +190,7 @@ def send_blob(link: Link, kind: int, value: Any, *, timeout_s: float | None) -> 
     link.send([data], timeout_s=timeout_s)
 
 
-def receive_blob(link: Link, body: bytes, *, timeout_s: float | None = None) -> bytes:
+def receive_blob(link: Connection, body: bytes, *, timeout_s: float | None = None) -> bytes:
     """The blob that a record's `body` announced."""
     length = int.from_bytes(body, "little")
     if length > _MOST_BYTES:
@@ -200,7 +200,7 @@ def receive_blob(link: Link, body: bytes, *, timeout_s: float | None = None) -> 
     return bytes(data)
 
 
-def expect_json(link: Link, kind: int, *, timeout_s: float) -> Any:
+def expect_json(link: Connection, kind: int, *, timeout_s: float) -> Any:
     """The next record, which must be a blob of this kind."""
     found, body = link.recv_record(timeout_s=timeout_s)
     if found != kind:
@@ -214,7 +214,7 @@ class RankLink:
 
     engine: str
     rank: int
-    link: Link
+    link: Connection
     needs: Needs
     whole: str
     """Why the rank stages whole tensors and lets the model's own loader place them; empty where parts are placed."""

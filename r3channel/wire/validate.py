@@ -26,10 +26,10 @@ _SUMMED_BYTES = 256 << 10
 def kernels() -> ModuleType | None:
     """`r3channel.wire.kernels`, or None without numba. The first call imports it."""
     try:
-        from r3channel.wire import kernels as compiled
+        from r3channel.wire import kernels as compiled_kernels
     except ImportError:
         return None
-    return compiled
+    return compiled_kernels
 
 
 def checked(

@@ -83,7 +83,7 @@ def replay(shard: RankShard, offsets_TL: np.ndarray) -> tuple[int, int]:
     for mode in ("logprob", "train"):
         with torch.set_grad_enabled(mode == "train"), step.microbatch(0, mode=mode):
             for handle in handles:
-                _, ids_RK = step.take(handle, len(sample_R), unwanted)
+                _, ids_RK = step.router_ids(handle, len(sample_R), unwanted)
                 wanted_RK = ids_of(offsets_TL[position_R[real_R], handle.layer])
                 same = int((ids_RK.numpy()[real_R] == wanted_RK).all(axis=1).sum())
                 right, wrong = right + same, wrong + len(wanted_RK) - same

@@ -135,7 +135,7 @@ def test_several_steps_use_one_connection(make_relay: MakeRelay) -> None:
 def test_rows_without_routing_travel_by_name_when_the_policy_allows_them(make_plain: MakeRelay) -> None:
     valid = np.ones(29, dtype=bool)
     valid[[3, 4, 20]] = False
-    relay = make_plain("dp=2", invalid_rows="native")
+    relay = make_plain("dp=2", invalid_rows="live")
     for index, (name, tokens) in enumerate(TOKENS.items()):
         own = {"valid_T": valid} if name == "s1" else {}
         relay.add(name, reply_for(name, tokens, seed=index, **own), range(tokens))

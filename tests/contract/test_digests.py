@@ -24,7 +24,7 @@ from r3channel.relay.relay import Relay
 from r3channel.relay.sealed import Outgoing, SealedStep
 from r3channel.relay.steps import Steps
 from r3channel.trainer.rank_shard import RankShard
-from r3channel.trainer.relay_connection import Member
+from r3channel.trainer.relay_connection import RelayConnection
 from r3channel.trainer.router_digests import RouterDigestCheck
 from r3channel.trainer.shard_buffer import RelaySink, ShardBuffer
 from r3channel.transport.process_group import _Operation
@@ -232,7 +232,7 @@ def add_turns(relay: Relay) -> None:
 def test_a_byte_at_rest_in_a_later_turn_beside_rows_without_routing_counts(
     make_relay: MakeRelay, spec: RoutingSpec, layout: str
 ) -> None:
-    relay = make_relay(layout, spec=spec, invalid_rows="native")
+    relay = make_relay(layout, spec=spec, invalid_rows="live")
     add_turns(relay)
     ticket = relay.seal(0, Assignment.given([[["s"]]]))
     for shard in receive(receivers_of(relay), ticket):
@@ -294,9 +294,9 @@ class Wire:
     ) -> None:
         self.seen = self.changed = 0
         self._number, self._times, self._at_least = number, times, at_least
-        recv, land = Member._recv, _Operation.land
+        recv, land = RelayConnection._recv, _Operation.land
 
-        def over_tcp(member: Member, out_N: memoryview, deadline_s: float) -> None:
+        def over_tcp(member: RelayConnection, out_N: memoryview, deadline_s: float) -> None:
             recv(member, out_N, deadline_s)
             self.look(np.frombuffer(out_N, np.uint8))
 
@@ -305,7 +305,7 @@ class Wire:
             if operation._lands_in is not None:
                 self.look(operation._lands_in.numpy())
 
-        monkeypatch.setattr(Member, "_recv", over_tcp)
+        monkeypatch.setattr(RelayConnection, "_recv", over_tcp)
         monkeypatch.setattr(_Operation, "land", over_group)
 
     def look(self, data_N: Ids) -> None:
@@ -602,10 +602,10 @@ def test_every_real_row_of_a_shard_counts_and_padding_does_not(
         for row, sample in enumerate(sample_R.tolist()):
             ids_RK[row, row % spec.top_k] ^= 1
             if sample < 0:
-                shard.handed(0, layer, ids_RK)
+                shard.check_digest(0, layer, ids_RK)
             else:
                 with pytest.raises(errors.DigestMismatch) as told:
-                    shard.handed(0, layer, ids_RK)
+                    shard.check_digest(0, layer, ids_RK)
                 assert told.value.samples == (NAMES[sample],)
             ids_RK[row, row % spec.top_k] ^= 1
     hand(shard)
@@ -617,11 +617,11 @@ def test_rows_of_another_layer_or_micro_batch_are_not_what_a_router_is_due(make_
         relay.add(name, reply_for(name, 33, seed=seed), range(33))
     (shard,) = receive(receivers_of(relay), relay.seal(0, Assignment.given([[["a"], ["b"]]])))
     first, second, _ = shard.shard.layers
-    shard.handed(0, first, shard.layer_ids(0, first))
+    shard.check_digest(0, first, shard.layer_ids(0, first))
     with pytest.raises(errors.DigestMismatch, match=f"layer {first}"):
-        shard.handed(0, first, shard.layer_ids(0, second))
+        shard.check_digest(0, first, shard.layer_ids(0, second))
     with pytest.raises(errors.DigestMismatch, match="micro-batch 0"):
-        shard.handed(0, first, shard.layer_ids(1, first))
+        shard.check_digest(0, first, shard.layer_ids(1, first))
 
 
 # -- (d) after the scatter over tensor ranks ---------------------------------------------------------------------------

@@ -21,9 +21,9 @@ from r3channel.relay.delivery import _Served
 from r3channel.relay.relay import Relay
 from r3channel.relay.staging import HostStaging
 from r3channel.trainer.receiver import Receiver
-from r3channel.trainer.relay_connection import Member
+from r3channel.trainer.relay_connection import RelayConnection
 from r3channel.transport.base import Pending, Rendezvous, Transport
-from r3channel.transport.connection import Link
+from r3channel.transport.connection import Connection
 from r3channel.transport.process_group import ProcessGroupTransport
 from r3channel.transport.select import join
 from tests.delivery import LIMIT_S, MakeRelay, check_rows, receive, receivers_of, relays, sealed, until
@@ -36,20 +36,20 @@ class Cable:
         self.cuts, self.only = 0, ""
         """`only`: the thread of one receiver's connection, else whichever sends first."""
         self.cut: list[object] = []
-        start_send, send = ProcessGroupTransport.start_send, Link.send
+        start_send, send = ProcessGroupTransport.start_send, Connection.send
 
         def group(transport: ProcessGroupTransport, dst: int, data_N: torch.Tensor) -> Pending:
             if len(data_N) > 1 and self._cuts(transport):  # not the byte of a join
                 transport.abort()  # gloo closes its sockets; the peer is in the middle of its receives
             return start_send(transport, dst, data_N)
 
-        def link(link: Link, parts: Any, *, timeout_s: float | None) -> None:
+        def link(link: Connection, parts: Any, *, timeout_s: float | None) -> None:
             if any(isinstance(part, memoryview) for part in parts) and self._cuts(link):  # rows
                 link.abort()
             send(link, parts, timeout_s=timeout_s)
 
         monkeypatch.setattr(ProcessGroupTransport, "start_send", group)
-        monkeypatch.setattr(Link, "send", link)
+        monkeypatch.setattr(Connection, "send", link)
 
     def _cuts(self, connection: object) -> bool:
         ours = threading.current_thread().name.startswith(self.only or "r3channel-send")
@@ -187,14 +187,14 @@ def test_a_receiver_that_has_no_turn_yet_is_not_told_to_post_its_receives(
 
     relay = make_relay("dp=2")
     relay._delivery.staging = OneAtATime()  # type: ignore[assignment]
-    go_on, told, inner = threading.Event(), list[int](), Member._receive_rows
+    go_on, told, inner = threading.Event(), list[int](), RelayConnection._receive_rows
 
-    def slow(member: Member, *args: Any, **kwargs: Any) -> None:
+    def slow(member: RelayConnection, *args: Any, **kwargs: Any) -> None:
         told.append(member._coords.dp)
         assert go_on.wait(LIMIT_S)
         inner(member, *args, **kwargs)
 
-    monkeypatch.setattr(Member, "_receive_rows", slow)
+    monkeypatch.setattr(RelayConnection, "_receive_rows", slow)
     ticket = sealed(relay)
     with ThreadPoolExecutor(2) as pool:
         receiving = [pool.submit(receiver.receive, ticket) for receiver in receivers_of(relay)]

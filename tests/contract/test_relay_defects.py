@@ -27,7 +27,7 @@ from r3channel.relay.relay import Relay
 from r3channel.relay.sealed import Outgoing, SealedStep
 from r3channel.trainer.rank_shard import RankShard
 from r3channel.trainer.receiver import Receiver
-from r3channel.transport.connection import Link
+from r3channel.transport.connection import Connection
 from r3channel.transport.listener import connect
 from r3channel.wire import row_protocol as wire
 from r3channel.wire.frame import encode_frame
@@ -103,7 +103,7 @@ def test_who_had_acknowledged_and_never_learned_of_it_gets_the_rows_again_howeve
 # -- receivers that die or hang --------------------------------------------------------------------------------------------
 
 
-def silent(relay: Relay, key: tuple[int, int, int]) -> Link:
+def silent(relay: Relay, key: tuple[int, int, int]) -> Connection:
     """A receiver that has connected and says nothing more."""
     dp, pp, cp = key
     where, hello = relay.hello(dp=dp, pp=pp, cp=cp), wire.pack(dp=dp, pp=pp, cp=cp)
@@ -151,7 +151,7 @@ def big_step(relay: Relay, step: int) -> Ticket:
     return relay.seal(step, Assignment.given([[[f"{step}-large"]], [[f"{step}-small"]]]))
 
 
-def hang(relay: Relay, ticket: Ticket) -> Link:
+def hang(relay: Relay, ticket: Ticket) -> Connection:
     """dp 0 says that it is ready, reads what is announced, and no row."""
     link = silent(relay, (0, 0, 0))
     ready = {"run": ticket.run, "step": ticket.step, "group": False}

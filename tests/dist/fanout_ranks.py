@@ -51,7 +51,7 @@ def main(job: dict[str, Any]) -> None:
         shard = receive(job, sp=sp)
         for number in range(shard.num_microbatches):
             for layer in shard.shard.layers:
-                shard.handed(number, layer, shard.layer_ids(number, layer))
+                shard.check_digest(number, layer, shard.layer_ids(number, layer))
         shard.verified()
         result[name] = {"rows": check_rows(shard), "bytes": len(shard.data_N)}
     try:

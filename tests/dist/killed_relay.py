@@ -34,7 +34,7 @@ from r3channel.relay.storage.durable import Durable
 from r3channel.relay.storage.recovery import Recovery
 from r3channel.trainer.rank_shard import RankShard
 from r3channel.trainer.receiver import Receiver
-from r3channel.trainer.relay_connection import Member
+from r3channel.trainer.relay_connection import RelayConnection
 from r3channel.trainer.shard_buffer import RelaySink
 from tests.dist.control import ControlServer, TcpControl
 from tests.samples import SPEC, random_ids, reply_for
@@ -120,7 +120,7 @@ AT_RELAY: dict[str, Callable[[], None]] = {
 AT_RECEIVER: dict[str, Callable[[], None]] = {
     "in its first bucket": partial(before, RelaySink, "rows"),
     "in its third bucket": partial(before, RelaySink, "rows", call=3),
-    "between verifying and acknowledging": partial(before, Member, "_acknowledge"),
+    "between verifying and acknowledging": partial(before, RelayConnection, "_acknowledge"),
 }
 
 

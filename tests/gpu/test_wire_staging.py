@@ -100,7 +100,7 @@ def test_rows_arrive_through_two_buckets_and_a_router_on_the_device_may_use_them
     layer = shard.shard.layers[-1]
     changed_RK = shard.layer_ids(0, layer).clone()
     changed_RK[0] = changed_RK[0].roll(1)
-    shard.handed(0, layer, changed_RK)
+    shard.check_digest(0, layer, changed_RK)
     with pytest.raises(DigestMismatch, match=f"decoder layer {layer}"):
         shard.verified()
     receiver.close()

@@ -229,7 +229,7 @@ def test_the_changelog_names_no_option_that_is_gone() -> None:
 
 def test_the_page_of_the_commands_has_each_of_them() -> None:
     (table,) = re.findall(
-        r"\| command \| what it does \|\n.*?\n\n", PAGES["r3channel/report/README.md"], re.DOTALL
+        r"\| command \| what it does \|\n.*?\n\n", PAGES["r3channel/tools/README.md"], re.DOTALL
     )
     assert set(COMMANDS) - set(re.findall(r"`(?:r3channel )?(\w+)\b", table)) == set()
 

@@ -48,8 +48,8 @@ def test_rows_that_never_came_are_live_where_the_channel_says_so_and_nobody_aske
     def policy(**values: str) -> str:
         return ChannelConfig(**values).policy  # type: ignore[arg-type]
 
-    assert (policy(), policy(on_missing="live")) == ("error", "native")
-    assert [policy(on_missing="live", invalid_rows=rows) for rows in ("native", "mask")] == ["native", "mask"]
+    assert (policy(), policy(on_missing="live")) == ("error", "live")
+    assert [policy(on_missing="live", invalid_rows=rows) for rows in ("live", "mask")] == ["live", "mask"]
 
 
 def test_options_that_are_gone_are_refused_by_name() -> None:

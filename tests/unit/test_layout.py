@@ -28,9 +28,7 @@ def test_layout_text_is_parsed_and_sequence_parallel_follows_tp() -> None:
 
 
 def test_every_field_can_be_said_in_text() -> None:
-    text = (
-        "cp=2,pp=2,vpp=2,packing=thd,cp_split=contiguous,pad_policy=native,pad_multiple=4,uniform=0,mtp=3+1"
-    )
+    text = "cp=2,pp=2,vpp=2,packing=thd,cp_split=contiguous,pad_policy=live,pad_multiple=4,uniform=0,mtp=3+1"
     layout = TrainerLayout.parse(text)
     assert layout.mtp == (3, 1) and layout.uniform is False and layout.packing == "thd"
     assert TrainerLayout.from_dict(layout.to_dict()) == layout

@@ -18,7 +18,7 @@ import pytest
 
 from r3channel.errors import ConfigError, DeadlineExceeded, TransportError, UsageError
 from r3channel.transport import listener as listening
-from r3channel.transport.connection import MAX_RECORD_BYTES, Link
+from r3channel.transport.connection import MAX_RECORD_BYTES, Connection
 from r3channel.transport.listener import HELLO_BYTES, MOST_STRANGERS, Listener, connect
 from tests.memory import growth_of
 
@@ -34,25 +34,25 @@ def door() -> Iterator[Listener]:
 
 
 @pytest.fixture
-def pair(door: Listener) -> Iterator[tuple[Link, Link]]:
+def pair(door: Listener) -> Iterator[tuple[Connection, Connection]]:
     one = connect(door.host, door.port, TOKEN, timeout_s=TIMEOUT_S)
     with closing(one), closing(door.accept(TIMEOUT_S)) as other:
         yield one, other
 
 
 @contextmanager
-def half_of_a_link() -> Iterator[tuple[Link, socket.socket]]:
+def half_of_a_link() -> Iterator[tuple[Connection, socket.socket]]:
     """A link, and the bare other end of its connection."""
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
         socket.create_connection(server.getsockname()) as bare,
-        closing(Link(server.accept()[0], "the peer")) as link,
+        closing(Connection(server.accept()[0], "the peer")) as link,
     ):
         yield link, bare
 
 
 @pytest.fixture
-def half() -> Iterator[tuple[Link, socket.socket]]:
+def half() -> Iterator[tuple[Connection, socket.socket]]:
     with half_of_a_link() as ends:
         yield ends
 
@@ -71,7 +71,9 @@ def noise(nbytes: int, seed: int = 0) -> bytes:
 # -- links ----------------------------------------------------------------------------------------------------------------
 
 
-def test_records_and_bytes_arrive_in_the_order_in_which_they_were_sent(pair: tuple[Link, Link]) -> None:
+def test_records_and_bytes_arrive_in_the_order_in_which_they_were_sent(
+    pair: tuple[Connection, Connection],
+) -> None:
     for here, there in (pair, pair[::-1]):
         here.send_record(7, b"ticket", timeout_s=TIMEOUT_S)
         here.send((b"raw",), timeout_s=TIMEOUT_S)
@@ -83,7 +85,7 @@ def test_records_and_bytes_arrive_in_the_order_in_which_they_were_sent(pair: tup
         assert there.recv_record(timeout_s=None) == (8, b"")
 
 
-def test_thousands_of_stretches_arrive_as_one_message(pair: tuple[Link, Link]) -> None:
+def test_thousands_of_stretches_arrive_as_one_message(pair: tuple[Connection, Connection]) -> None:
     """More buffers than one call takes, more bytes than the kernel holds, empty ones, and ones that are no bytes."""
     here, there = pair
     whole = noise(24 * MIB)
@@ -98,7 +100,7 @@ def test_thousands_of_stretches_arrive_as_one_message(pair: tuple[Link, Link]) -
     assert out.tobytes() == whole + tail.tobytes()
 
 
-def test_nothing_can_be_sent_and_received_too(pair: tuple[Link, Link]) -> None:
+def test_nothing_can_be_sent_and_received_too(pair: tuple[Connection, Connection]) -> None:
     pair[0].send((), timeout_s=TIMEOUT_S)
     pair[1].recv_into(memoryview(bytearray()), timeout_s=TIMEOUT_S)
     pair[0].send_record(0, timeout_s=TIMEOUT_S)
@@ -106,7 +108,7 @@ def test_nothing_can_be_sent_and_received_too(pair: tuple[Link, Link]) -> None:
 
 
 def test_a_receive_that_is_not_finished_by_its_deadline_ends_the_link_and_says_what_was_left(
-    pair: tuple[Link, Link],
+    pair: tuple[Connection, Connection],
 ) -> None:
     here, there = pair
     here.send((b"123",), timeout_s=TIMEOUT_S)
@@ -119,7 +121,7 @@ def test_a_receive_that_is_not_finished_by_its_deadline_ends_the_link_and_says_w
 
 
 def test_a_peer_that_trickles_does_not_stretch_a_deadline(
-    half: tuple[Link, socket.socket], monkeypatch: pytest.MonkeyPatch
+    half: tuple[Connection, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link, bare = half
     monkeypatch.setattr(link, "_wait", lambda *_: True)  # as it answers when there is always something
@@ -138,7 +140,7 @@ def test_a_peer_that_trickles_does_not_stretch_a_deadline(
     trickling.exception(TIMEOUT_S)
 
 
-def test_a_send_that_nobody_reads_ends_by_its_deadline(pair: tuple[Link, Link]) -> None:
+def test_a_send_that_nobody_reads_ends_by_its_deadline(pair: tuple[Connection, Connection]) -> None:
     data = bytes(64 * MIB)
     with pytest.raises(DeadlineExceeded, match=r"send 67108864 bytes within 0\.2 s"):
         pair[0].send((data,), timeout_s=SOON_S)
@@ -146,15 +148,15 @@ def test_a_send_that_nobody_reads_ends_by_its_deadline(pair: tuple[Link, Link]) 
         pair[0].send((b"x",), timeout_s=SOON_S)
 
 
-def wait_for_a_message(link: Link) -> None:
+def wait_for_a_message(link: Connection) -> None:
     link.recv_record(timeout_s=FAR_S)
 
 
-def receive(link: Link) -> None:
+def receive(link: Connection) -> None:
     link.recv_into(memoryview(bytearray(MIB)), timeout_s=None)
 
 
-def send_much(link: Link) -> None:
+def send_much(link: Connection) -> None:
     link.send((bytes(64 * MIB),), timeout_s=FAR_S)
 
 
@@ -162,7 +164,7 @@ def send_much(link: Link) -> None:
 @pytest.mark.parametrize("blocked", [wait_for_a_message, receive, send_much])
 @pytest.mark.parametrize("side", [0, 1])
 def test_who_blocks_is_woken_when_either_side_ends_the_link(
-    pair: tuple[Link, Link], blocked: Callable[[Link], None], side: int, ends: str
+    pair: tuple[Connection, Connection], blocked: Callable[[Connection], None], side: int, ends: str
 ) -> None:
     waiting = in_thread(lambda: blocked(pair[0]))
     threading.Timer(0.1, getattr(pair[side], ends)).start()
@@ -174,7 +176,7 @@ def test_who_blocks_is_woken_when_either_side_ends_the_link(
 
 
 def test_a_closed_link_keeps_its_descriptor_until_the_call_under_way_has_ended(
-    half: tuple[Link, socket.socket], monkeypatch: pytest.MonkeyPatch
+    half: tuple[Connection, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link, _ = half
     inside, go, still_open = threading.Event(), threading.Event(), []
@@ -196,7 +198,7 @@ def test_a_closed_link_keeps_its_descriptor_until_the_call_under_way_has_ended(
 
 
 def test_one_byte_is_enough_to_wake_a_wait_after_a_long_message(
-    half: tuple[Link, socket.socket], monkeypatch: pytest.MonkeyPatch
+    half: tuple[Connection, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A receiver of many bytes asks the kernel not to wake it for few."""
     link, bare = half
@@ -214,7 +216,7 @@ def test_one_byte_is_enough_to_wake_a_wait_after_a_long_message(
     waiting.result(TIMEOUT_S)
 
 
-def test_what_was_sent_before_a_close_arrives(pair: tuple[Link, Link]) -> None:
+def test_what_was_sent_before_a_close_arrives(pair: tuple[Connection, Connection]) -> None:
     here, there = pair
     data = noise(256 << 10)
     here.send((data,), timeout_s=TIMEOUT_S)
@@ -227,7 +229,7 @@ def test_what_was_sent_before_a_close_arrives(pair: tuple[Link, Link]) -> None:
 
 
 def test_a_call_that_was_interrupted_ends_the_link(
-    pair: tuple[Link, Link], monkeypatch: pytest.MonkeyPatch
+    pair: tuple[Connection, Connection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -239,7 +241,9 @@ def test_a_call_that_was_interrupted_ends_the_link(
         pair[0].send((b"x",), timeout_s=TIMEOUT_S)
 
 
-def test_a_link_whose_peer_has_left_is_not_alive_although_nobody_waits_on_it(pair: tuple[Link, Link]) -> None:
+def test_a_link_whose_peer_has_left_is_not_alive_although_nobody_waits_on_it(
+    pair: tuple[Connection, Connection],
+) -> None:
     """An engine's thread that a busy machine has not woken yet must not keep the engine for a trainer that is gone."""
     here, there = pair
     assert here.alive and there.alive
@@ -268,7 +272,7 @@ def test_a_record_that_announces_too_much_is_refused_before_room_is_made_for_it(
     assert growth_of(receiving_a_record_that_announces_too_much).peak < MIB
 
 
-def test_a_changed_bit_anywhere_in_a_record_is_noticed(pair: tuple[Link, Link]) -> None:
+def test_a_changed_bit_anywhere_in_a_record_is_noticed(pair: tuple[Connection, Connection]) -> None:
     bare_out: list[bytes] = []
     pair[0].send = lambda parts, **_: bare_out.append(b"".join(parts))  # type: ignore[method-assign]
     pair[0].send_record(5, b"some body", timeout_s=TIMEOUT_S)
@@ -278,7 +282,7 @@ def test_a_changed_bit_anywhere_in_a_record_is_noticed(pair: tuple[Link, Link]) 
             changed = bytearray(good)
             changed[bit // 8] ^= 1 << bit % 8
             with socket.create_connection(server.getsockname()) as bare:
-                link = Link(server.accept()[0], "the peer")
+                link = Connection(server.accept()[0], "the peer")
                 bare.sendall(changed)
                 bare.shutdown(socket.SHUT_WR)
                 with closing(link), pytest.raises(TransportError):
@@ -286,7 +290,9 @@ def test_a_changed_bit_anywhere_in_a_record_is_noticed(pair: tuple[Link, Link]) 
 
 
 @pytest.mark.parametrize(("kind", "nbytes"), [(-1, 0), (256, 0), (1, MAX_RECORD_BYTES + 1)])
-def test_a_record_that_nobody_would_take_is_not_sent(pair: tuple[Link, Link], kind: int, nbytes: int) -> None:
+def test_a_record_that_nobody_would_take_is_not_sent(
+    pair: tuple[Connection, Connection], kind: int, nbytes: int
+) -> None:
     with pytest.raises(UsageError):
         pair[0].send_record(kind, bytes(nbytes), timeout_s=TIMEOUT_S)
     pair[0].send_record(1, bytes(MAX_RECORD_BYTES), timeout_s=TIMEOUT_S)
@@ -325,7 +331,7 @@ def test_a_token_of_another_length_is_refused(door: Listener, nbytes: int) -> No
 
 
 def test_a_connector_with_another_token_learns_nothing_but_a_closed_socket() -> None:
-    links: SimpleQueue[Link] = SimpleQueue()
+    links: SimpleQueue[Connection] = SimpleQueue()
     with closing(Listener("127.0.0.1", token=TOKEN, on_link=links.put)) as door:
         with pytest.raises(TransportError, match="another run's token"):
             connect(door.host, door.port, bytes(32), timeout_s=TIMEOUT_S)
@@ -435,7 +441,7 @@ def test_a_link_may_keep_its_thread_while_others_connect() -> None:
     served: SimpleQueue[bytes] = SimpleQueue()
     hold = threading.Event()
 
-    def serve(link: Link) -> None:
+    def serve(link: Connection) -> None:
         served.put(link.hello)
         hold.wait(TIMEOUT_S)
         link.close()
@@ -453,7 +459,7 @@ def test_a_link_may_keep_its_thread_while_others_connect() -> None:
 
 
 def test_a_listener_that_is_closed_lets_everybody_go_but_the_links_that_it_handed_over(
-    pair: tuple[Link, Link], door: Listener
+    pair: tuple[Connection, Connection], door: Listener
 ) -> None:
     with socket.create_connection((door.host, door.port), TIMEOUT_S) as stranger:
         waiting = in_thread(lambda: door.accept(FAR_S))

@@ -24,8 +24,8 @@ from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.stream import Stream
 from r3channel.plan.ticket import Ticket, TicketSample
 from r3channel.trainer import relay_connection as member_module
-from r3channel.trainer.relay_connection import Member
-from r3channel.transport.connection import Link
+from r3channel.trainer.relay_connection import RelayConnection
+from r3channel.transport.connection import Connection
 from r3channel.transport.listener import Listener
 from r3channel.wire import row_protocol as wire
 from r3channel.wire.routing import Ids
@@ -52,7 +52,7 @@ Scene = Callable[["Played"], None]
 class Played:
     """A connection at the relay's end."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Connection) -> None:
         self.link = link
 
     def hear(self, kind: int, **expected: Any) -> dict[str, Any]:
@@ -97,7 +97,7 @@ class Stage:
         self._lock = threading.Lock()
         self.listener = Listener("127.0.0.1", token=self.token, on_link=self._play)
 
-    def _play(self, link: Link) -> None:
+    def _play(self, link: Connection) -> None:
         with self._lock:
             self.played += 1
             scene = self.left.pop(0) if len(self.left) > 1 else self.left[0]
@@ -172,7 +172,7 @@ def receive(
 
     values: dict[str, Any] = {"step_timeout_s": LIMIT_S, "send_timeout_s": LIMIT_S} | changes
     clock = StageClock("trainer")
-    member = Member(
+    member = RelayConnection(
         stage,
         coords=LAYOUT.coords(0),
         config=ChannelConfig(**values),

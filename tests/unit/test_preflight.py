@@ -14,8 +14,9 @@ import pytest
 from r3channel.config import ChannelConfig
 from r3channel.embedded.model import ModelShape, config_of
 from r3channel.errors import ConfigError
+from r3channel.integrations import preflight
 from r3channel.plan.layout import TrainerLayout
-from r3channel.tools import preflight
+from r3channel.tools import extras
 
 
 def faults_of(config: ChannelConfig, *, ranks: int = 4) -> str:
@@ -54,7 +55,7 @@ def test_the_demo_says_all_that_is_wrong_at_once_and_starts_nothing(tmp_path: Pa
     imported = {
         line.rpartition("|")[2].strip() for line in said.splitlines() if line.startswith("import time:")
     }
-    assert "r3channel.tools.preflight" in imported
+    assert "r3channel.integrations.preflight" in imported
     assert not imported & {"ray", "torch", "sglang"}  # they take several seconds
 
 
@@ -106,10 +107,10 @@ def test_memory_that_is_not_there_is_missed(tmp_path: Path) -> None:
 
 
 def test_a_package_in_a_version_that_was_not_read_is_named() -> None:
-    assert list(preflight.packages(["numpy"], {})) == []
-    (said,) = preflight.packages(["numpy"], {"numpy": ("0.1",)})
+    assert list(extras.packages(["numpy"], {})) == []
+    (said,) = extras.packages(["numpy"], {"numpy": ("0.1",)})
     assert said.startswith("numpy ") and said.endswith("was not read, only 0.1; pip install numpy==0.1")
-    (said,) = preflight.packages(["r3channel-not-there"], {})
+    (said,) = extras.packages(["r3channel-not-there"], {})
     assert said == "r3channel-not-there is not installed; pip install r3channel-not-there"
 
 

@@ -49,7 +49,7 @@ def test_policy_error_refuses_the_ticket_and_names_sample_and_rows() -> None:
     make(TrainerLayout(), policy="error", invalid=())
 
 
-@pytest.mark.parametrize("policy", ["native", "mask"])
+@pytest.mark.parametrize("policy", ["live", "mask"])
 def test_the_live_router_chooses_for_rows_without_routing_only(policy: str) -> None:
     shard = make(TrainerLayout(), policy=policy)
     live = shard.live_rows(0)
@@ -58,11 +58,11 @@ def test_the_live_router_chooses_for_rows_without_routing_only(policy: str) -> N
 
 
 def test_nothing_is_live_where_every_row_has_routing() -> None:
-    assert make(TrainerLayout(), policy="native", invalid=()).live_rows(0) is None
+    assert make(TrainerLayout(), policy="live", invalid=()).live_rows(0) is None
 
 
 def test_pad_policy_native_leaves_padding_and_last_tokens_to_the_live_router() -> None:
-    shard = make(TrainerLayout(pad_policy="native"), policy="native")
+    shard = make(TrainerLayout(pad_policy="live"), policy="live")
     live = shard.live_rows(0)
     assert live is not None and named(shard, live) == {(0, 2), (0, 3), (-1, -1)}
     assert int(live.sum()) == 2 + 18 - 8 - 4
@@ -70,12 +70,12 @@ def test_pad_policy_native_leaves_padding_and_last_tokens_to_the_live_router() -
 
 
 def test_audited_rows_are_those_that_an_engine_computed() -> None:
-    shard = make(TrainerLayout(tp=2), policy="native", tp=0)
+    shard = make(TrainerLayout(tp=2), policy="live", tp=0)
     rows = {(s, p) for s, n in ((0, 8), (1, 4)) for p in range(min(n, 5))} - {(0, 2), (0, 3)}
     assert named(shard, shard.counted_rows(0)) == rows
 
 
-@pytest.mark.parametrize(("policy", "masked"), [("native", set()), ("mask", {2, 3})])
+@pytest.mark.parametrize(("policy", "masked"), [("live", set()), ("mask", {2, 3})])
 def test_only_the_mask_policy_takes_tokens_out_of_the_loss(policy: str, masked: set[int]) -> None:
     keep = make(TrainerLayout(), policy=policy).loss_mask(0)
     assert keep.shape == (2, 9)
@@ -84,21 +84,21 @@ def test_only_the_mask_policy_takes_tokens_out_of_the_loss(policy: str, masked: 
 
 
 def test_padding_is_where_no_token_is_and_padding_rows_are_where_no_engine_row_is() -> None:
-    shard = make(TrainerLayout(), policy="native")
+    shard = make(TrainerLayout(), policy="live")
     assert shard.padding_mask(0).tolist() == [[False] * 9, [False] * 5 + [True] * 4]
     rows = shard.padding_rows(0).view(9, 2).T  # row = position * samples + sample
     assert rows.tolist() == [[False] * 8 + [True], [False] * 4 + [True] * 5]
 
 
 def test_another_number_of_micro_batches_is_refused_with_both_numbers() -> None:
-    shard = make(TrainerLayout(), policy="native")
+    shard = make(TrainerLayout(), policy="live")
     with pytest.raises(TicketMismatch, match=r"1 micro-batches planned, this trainer runs 2") as refusal:
         check_lengths(shard.ticket, shard.shard, [[9], [5]])
     assert (refusal.value.ranks, refusal.value.step) == (((0, 0, 0),), 3)
 
 
 def test_other_sequence_lengths_are_refused_with_both_values() -> None:
-    shard = make(TrainerLayout(), policy="native")
+    shard = make(TrainerLayout(), policy="live")
     check_lengths(shard.ticket, shard.shard, [[9, 5]])
     with pytest.raises(
         TicketMismatch, match=r"micro-batch 0: samples of \(9, 5\) tokens planned.*\(9, 6\)"
@@ -121,7 +121,7 @@ def ranks_of(step: Step, shard: Shard) -> list[RankShard]:
     parts = slot_parts(shard, torch.from_numpy(whole_N))
     return [
         RankShard(
-            step.ticket, shard, torch.cat([batch[slot] for batch in parts]), tp=slot, invalid_rows="native",
+            step.ticket, shard, torch.cat([batch[slot] for batch in parts]), tp=slot, invalid_rows="live",
             digests_SL=torch.from_numpy(digests[slot].view(np.int64)),
         )
         for slot in range(shard.tp_slots)
@@ -211,7 +211,7 @@ def test_exchanged_layers_micro_batches_and_rows_are_noticed() -> None:
 def test_the_models_input_is_laid_out_as_the_ticket_says(
     layout: str, ids: list[list[int]], positions: list[list[int]]
 ) -> None:
-    shard = make(TrainerLayout.parse(layout), policy="native")
+    shard = make(TrainerLayout.parse(layout), policy="live")
     found = shard.model_input(0, [range(10, 19), range(20, 25)])
     assert [part.tolist() for part in found] == [ids, positions]
     assert {part.dtype for part in found} == {torch.int64}

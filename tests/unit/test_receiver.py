@@ -18,7 +18,7 @@ from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.stream import Stream
 from r3channel.plan.ticket import Ticket, TicketSample
 from r3channel.trainer.receiver import Receiver, check_tokens
-from r3channel.trainer.relay_connection import Control, Member
+from r3channel.trainer.relay_connection import Control, RelayConnection
 from r3channel.transport.tp_fanout import TensorParallelFanout
 from r3channel.wire.digest import fold, layer_digests
 from r3channel.wire.tokens import as_tokens, hash_tokens
@@ -137,13 +137,13 @@ class Wire:
         self.failing: list[Exception] = []
         self.rows = {"a": random_ids(8, seed=1), "b": random_ids(8, seed=2)}
 
-        def receive(member: Member, ticket: Ticket, stream: Stream, sink: Any) -> None:
+        def receive(member: RelayConnection, ticket: Ticket, stream: Stream, sink: Any) -> None:
             self.asked += 1
             self._deliver(stream, sink())
             if self.failing:
                 raise self.failing.pop()
 
-        monkeypatch.setattr(Member, "receive", receive)
+        monkeypatch.setattr(RelayConnection, "receive", receive)
 
     def _deliver(self, stream: Stream, sink: Any) -> None:
         names = [sample.sample_id for sample in stream.samples]
@@ -172,7 +172,7 @@ def test_a_receive_that_failed_begins_anew_and_ends_with_the_same_shard(
     for microbatch, name in enumerate("ab"):
         for layer in SPEC.moe_layers:
             found = shard.layer_ids(microbatch, layer)
-            shard.handed(microbatch, layer, found)
+            shard.check_digest(microbatch, layer, found)
             assert found[:8].tolist() == wire.rows[name][:, SPEC.moe_index(layer)].tolist()
 
 

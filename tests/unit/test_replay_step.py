@@ -97,7 +97,7 @@ class Routing:
     def padding_rows(self, microbatch: int) -> torch.Tensor:
         return torch.zeros(ROWS, dtype=torch.bool)
 
-    def handed(self, microbatch: int, layer: int, ids_RK: torch.Tensor) -> None:
+    def check_digest(self, microbatch: int, layer: int, ids_RK: torch.Tensor) -> None:
         self.given.append((microbatch, layer, ids_RK.clone()))
         if self.refused is not None:
             raise self.refused

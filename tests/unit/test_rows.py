@@ -70,11 +70,11 @@ def arrived(relay: Relay, *, serial: int) -> HeldRows:
 
 @pytest.mark.parametrize("rows", [3, 65, 300])
 def test_rows_that_no_router_wrote_are_missing_by_policy_at_any_length(rows: int) -> None:
-    """A router that never reports its choices leaves zeros: `native` counts every row as invalid, `error` refuses the sample."""
+    """A router that never reports its choices leaves zeros: `live` counts every row as invalid, `error` refuses the sample."""
     draft = FrameDraft(SPEC, stamps_T=np.zeros(rows, np.int16), makers=[(0, 1)], sample_key=sample_key("s"))
     draft.ids_TLK[:] = 0
     reply = reply_of(draft.encode().tobytes(), request_id="s")
-    with closing(opened(invalid_rows="native")) as native, closing(opened()) as strict:
+    with closing(opened(invalid_rows="live")) as native, closing(opened()) as strict:
         native.add("s", reply, range(rows + 1))
         ticket = native.seal(0, Assignment.round_robin(["s"], dp=1, microbatch_size=1))
         native.abandon(0)
@@ -106,7 +106,7 @@ def test_coded_rows_are_decoded_once_and_stay_decoded(relay: Relay, codec: str) 
 
 
 def test_rows_without_routing_are_ranges_of_the_sample() -> None:
-    relay, valid_T = opened(invalid_rows="native"), np.ones(20, bool)
+    relay, valid_T = opened(invalid_rows="live"), np.ones(20, bool)
     valid_T[[0, 1, 7, 19]] = False
     frame = encode_frame(SPEC, expert_ids_TLK=random_ids(20), valid_T=valid_T, first_row=0)
     relay.add_frame("s", frame, range(21))

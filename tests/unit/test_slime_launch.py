@@ -14,7 +14,7 @@ import pytest
 
 from r3channel.errors import ConfigError, UsageError
 from r3channel.integrations import guard as bare
-from r3channel.integrations.slime import api_check as seams
+from r3channel.integrations.slime import api_check
 from r3channel.integrations.slime import arguments as slime_arguments
 from r3channel.integrations.slime import launch as slime_launch
 
@@ -101,7 +101,7 @@ def test_a_script_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 def a_slime(folder: Path) -> Path:
     """Files with all names that we rely on and nothing else, made from the list."""
-    listed = json.loads((ROOT / "r3channel/integrations/slime/api_check.json").read_text())
+    listed = json.loads((ROOT / "r3channel/integrations/slime/seams.json").read_text())
     for file, names in listed.items():
         path = folder / file
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -123,7 +123,7 @@ def a_slime(folder: Path) -> Path:
 
 
 def test_a_slime_with_all_names_is_known(tmp_path: Path) -> None:
-    assert seams.moved(a_slime(tmp_path)) == []
+    assert api_check.moved(a_slime(tmp_path)) == []
 
 
 def test_what_moved_is_said_exactly(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_what_moved_is_said_exactly(tmp_path: Path) -> None:
     )
     (root / "slime/utils/misc.py").write_text("")
     (root / "slime/utils/types.py").unlink()
-    found = seams.moved(root)
+    found = api_check.moved(root)
     assert "slime/ray/placement_group.py: create_rollout_manager(args), expected (args, pg)" in found
     assert "slime/utils/misc.py has no Box" in found and "slime/utils/types.py is not there" in found
 
@@ -142,7 +142,7 @@ def test_what_moved_is_said_exactly(tmp_path: Path) -> None:
 def test_the_newer_slime_is_refused_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "slime/data").mkdir(parents=True)
     (tmp_path / "slime/data/batch_builder.py").write_text("")
-    (line,) = seams.moved(tmp_path)
+    (line,) = api_check.moved(tmp_path)
     assert "0.4.0" in line and "not supported" in line
 
 

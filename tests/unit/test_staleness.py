@@ -36,7 +36,7 @@ def make(*samples: TicketSample, layout: TrainerLayout | None = None, cp: int = 
     ticket = Ticket("run", 3, SPEC, layout or TrainerLayout(), assignment, samples, 1 << 20)
     shard = ticket.plan.shard(dp=0, pp=0, cp=cp)
     return RankShard(
-        ticket, shard, torch.zeros(shard.slot_bytes, dtype=torch.uint8), tp=0, invalid_rows="native"
+        ticket, shard, torch.zeros(shard.slot_bytes, dtype=torch.uint8), tp=0, invalid_rows="live"
     )
 
 

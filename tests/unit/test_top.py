@@ -14,8 +14,8 @@ from rich.console import Console
 
 from r3channel.errors import ConfigError
 from r3channel.observe.metrics import Metrics
-from r3channel.observe.metrics_page import Between, Look, parse_page
 from r3channel.observe.stage_clock import STAGES, StageClock
+from r3channel.tools.metrics_page import Between, Look, parse_page
 from r3channel.tools.screen import faults_of, screen
 from r3channel.tools.top import urls_of
 

@@ -22,7 +22,7 @@ import pytest
 from examples.slime.cpu import run as slime_cpu
 from examples.slime.cpu.sources import SLIME, Sources, ready, unpack, upstream
 from r3channel.config import ChannelConfig
-from r3channel.integrations.slime import api_check as seams
+from r3channel.integrations.slime import api_check
 from r3channel.integrations.slime.engine_variables import engine_variables
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.relay import Relay
@@ -160,7 +160,7 @@ def same_weights(result: dict[str, Any], *, ranks: int) -> None:
 
 
 def test_the_names_that_we_rely_on_are_those_of_this_slime() -> None:
-    assert seams.moved(unpacked_sources(SLIME)) == []
+    assert api_check.moved(unpacked_sources(SLIME)) == []
 
 
 def test_what_slime_sends_to_wandb_of_arguments_that_engines_were_told_by_holds_no_token(
@@ -187,7 +187,7 @@ class TestJobs:
     pytestmark = full
 
     def test_names(self, sources: Sources) -> None:
-        assert seams.moved(sources.slime) == []
+        assert api_check.moved(sources.slime) == []
 
     def test_slimes_own_way_is_seen_by_the_same_witness(self, jobs: Any) -> None:
         checked(jobs["stock"].result(), steps=2)

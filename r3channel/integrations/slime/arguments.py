@@ -14,20 +14,19 @@ from typing import Any
 
 from r3channel import config
 from r3channel.errors import ConfigError
-from r3channel.integrations import guard as bare
+from r3channel.integrations import guard, preflight
 from r3channel.plan.layout import TrainerLayout
 from r3channel.recordings.options import add_options
-from r3channel.tools import preflight
 
 _WEIGHTS = ("off", "broadcast", "exact", "colocated")
 
 
-_HELP = f"""  r3channel slime train_async.py $MODEL_ARGS $ROLLOUT_ARGS {bare.FLAG} --r3-delivery direct
+_HELP = f"""  r3channel slime train_async.py $MODEL_ARGS $ROLLOUT_ARGS {guard.FLAG} --r3-delivery direct
 
-usage: r3channel slime SCRIPT [ARGUMENTS of slime ...] {bare.FLAG} [--r3-... ]
+usage: r3channel slime SCRIPT [ARGUMENTS of slime ...] {guard.FLAG} [--r3-... ]
 
 SCRIPT is slime's own train_async.py or train.py, or yours that imports what they import. Under `ray job submit` this
-command stands where `python train_async.py` stood. Without {bare.FLAG} the script runs as it is.
+command stands where `python train_async.py` stood. Without {guard.FLAG} the script runs as it is.
 """
 
 
@@ -88,7 +87,7 @@ def prepared(args: Namespace) -> Namespace:
         (not args.num_experts, "--num-experts is not set: a model without experts has no routing to replay"),
         (
             args.use_routing_replay and not args.use_rollout_routing_replay,
-            f"--use-routing-replay replays what the trainer itself chose, {bare.FLAG} what the engines chose. Give one of them",
+            f"--use-routing-replay replays what the trainer itself chose, {guard.FLAG} what the engines chose. Give one of them",
         ),
         (
             "mask" in (channel.invalid_rows, channel.on_stale),

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from r3channel.errors import ConfigError, R3Error, UsageError
-from r3channel.integrations import guard as bare
-from r3channel.integrations.slime import api_check as seams
+from r3channel.integrations import guard, preflight
+from r3channel.integrations.slime import api_check
 from r3channel.integrations.slime.arguments import add_arguments, faults, help_text, prepared
-from r3channel.tools import preflight
 
 
 def run(argv: Sequence[str]) -> int:
@@ -32,7 +31,7 @@ def run(argv: Sequence[str]) -> int:
         )
     sys.argv = [str(script), *argv[1:]]
     sys.path.insert(0, str(script.parent.resolve()))
-    if bare.FLAG not in argv:
+    if guard.FLAG not in argv:
         runpy.run_path(str(script), run_name="__main__")
         return 0
     hook()
@@ -55,8 +54,8 @@ def _run_hooked(script: Path) -> None:
 
 def hook() -> None:
     """Put the channel's classes where slime's script will look for its own. Refuses a slime whose seams have moved."""
-    seams.check_importable()
-    bare.allow()
+    api_check.check_importable()
+    guard.allow()
     import ray
     import slime.ray.placement_group as placement  # pyright: ignore[reportMissingImports]
     import slime.ray.rollout  # pyright: ignore[reportMissingImports]

@@ -1,6 +1,7 @@
 """What routing replay cannot work with in a Megatron config: the settings as data, and the one check that walks them.
 
-`python -m r3channel.trainer.adapters.megatron_refusals README.md` puts the table between its markers. Reads attributes; imports no Megatron.
+`python -m r3channel.trainer.adapters.megatron_refusals README.md` puts the table between its markers. This module reads
+attributes and imports no Megatron.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ from tests.gpu.facts import Facts
 from tests.samples import random_ids
 
 MICROBATCHES, SAMPLES, VOCAB = 2, 2, 512
-LAYOUT = TrainerLayout.parse("dp=1,pad_policy=native")
+LAYOUT = TrainerLayout.parse("dp=1,pad_policy=live")
 """The live router chooses where no engine did, as without replay."""
 NAMES = [[f"m{i}s{j}" for j in range(SAMPLES)] for i in range(MICROBATCHES)]
 SAMPLE_IDS = [name for names in NAMES for name in names]

@@ -7,7 +7,6 @@ is started, and nothing is left behind.
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import shutil
 import socket
@@ -19,7 +18,6 @@ from typing import Any
 from r3channel.config import ENV_PREFIX, ChannelConfig
 from r3channel.errors import ConfigError, UnsupportedLayout
 from r3channel.plan.layout import TrainerLayout
-from r3channel.tools import extras
 
 _LAST_PORT = 65535
 MEMINFO = Path("/proc/meminfo")
@@ -94,18 +92,6 @@ def memory(needed_bytes: int, *, remedy: str, meminfo: Path = MEMINFO) -> str:
     if found and found[0] < needed_bytes:
         return f"{found[0] / 2**30:.1f} GiB of memory are free, and {needed_bytes / 2**30:.1f} GiB are needed; {remedy}"
     return ""
-
-
-def packages(names: Iterable[str], versions: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
-    """Are they installed, and those of `versions` in one that was read."""
-    for name in names:
-        try:
-            found, read = importlib.metadata.version(name), versions.get(name, ())
-        except importlib.metadata.PackageNotFoundError:
-            yield f"{name} is not installed; {extras.remedy(name)}"
-            continue
-        if read and found not in read:
-            yield f"{name} {found} was not read, only {' and '.join(read)}; pip install {name}=={read[-1]}"
 
 
 def layout(option: str, given: TrainerLayout, model: Mapping[str, Any]) -> str:
