@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from r3channel.embedded import megatron_shim
-from r3channel.errors import ConfigError, UnsupportedLayout
+from r3channel.errors import ConfigError
 from r3channel.model.spec import RoutingSpec
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.row_order import Microbatch
@@ -199,7 +199,7 @@ def build(
 def _pipeline_changes(layout: TrainerLayout) -> dict[str, Any]:
     """What the schedules need over gloo; sizes of an uneven pipeline."""
     if layout.cp > 1 and layout.cp_split != "zigzag":
-        raise UnsupportedLayout(
+        raise ConfigError(
             f"the embedded attention and Megatron-core's rotary embedding are zigzag; layout has cp_split={layout.cp_split}"
         )
     changes: dict[str, Any] = {"variable_seq_lengths": layout.pp > 1 and not layout.one_length}

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from r3channel.config import ENV_PREFIX, ChannelConfig
-from r3channel.errors import ConfigError, UnsupportedLayout
+from r3channel.errors import ConfigError
 from r3channel.plan.layout import TrainerLayout
 
 _LAST_PORT = 65535
@@ -104,6 +104,6 @@ def layout(option: str, given: TrainerLayout, model: Mapping[str, Any]) -> str:
         return f"{option}: ep={given.ep} does not divide the model's {model['num_experts']} experts; give an ep that does"
     try:
         given.stage_sizes(model["num_hidden_layers"])
-    except UnsupportedLayout as error:
+    except ConfigError as error:
         return f"{option}: {error}; give other pp, vpp, first_layers or last_layers"
     return ""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from r3channel.errors import ConfigError, UnsupportedLayout
+from r3channel.errors import ConfigError
 from r3channel.model.spec import RoutingSpec
 
 _FLAGS = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
@@ -133,23 +133,23 @@ class TrainerLayout:
     # -- layers ---------------------------------------------------------------------------------------------------------
 
     def stage_sizes(self, num_layers: int) -> tuple[int, ...]:
-        """Decoder layers per pipeline stage, dense ones included. Raises `UnsupportedLayout` where they do not divide."""
+        """Decoder layers per pipeline stage, dense ones included. Raises `ConfigError` where they do not divide."""
         given = {0: self.first_layers, self.pp - 1: self.last_layers}
         fixed = {stage: size for stage, size in given.items() if size is not None}
         rest, middle = num_layers - sum(fixed.values()), self.pp - len(fixed)
         if self.vpp > 1 and not middle:
-            raise UnsupportedLayout(
+            raise ConfigError(
                 f"first_layers={self.first_layers} and last_layers={self.last_layers} with vpp={self.vpp} leave no stage between "
                 f"at pp={self.pp}: Megatron-core 0.16.1 divides by zero there. Give one of the two; it determines the other"
             )
         if rest < middle or (rest % middle if middle else rest):
-            raise UnsupportedLayout(
+            raise ConfigError(
                 f"{num_layers} layers do not divide into pp={self.pp} stages with first_layers={self.first_layers}, "
                 f"last_layers={self.last_layers}: {rest} layers remain for {middle} equal stages"
             )
         sizes = tuple(fixed.get(stage, rest // max(middle, 1)) for stage in range(self.pp))
         if any(size % self.vpp for size in sizes):
-            raise UnsupportedLayout(f"stages of {sizes} layers do not divide into vpp={self.vpp} chunks each")
+            raise ConfigError(f"stages of {sizes} layers do not divide into vpp={self.vpp} chunks each")
         return sizes
 
     def chunk_layers(self, spec: RoutingSpec, *, pp: int, chunk: int) -> tuple[int, ...]:

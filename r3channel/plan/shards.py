@@ -255,7 +255,7 @@ def plan_shards(
         SampleUnknown: the assignment names a sample without a length.
         ConfigError: another number of DP ranks, a sample of one token, an MTP layer mapped to a dense layer, or micro-batches
             of several widths where a pipeline exchanges one shape.
-        UnsupportedLayout: the layers do not divide over the stages.
+        ConfigError: the layers do not divide over the stages.
     """
     names = assignment.sample_ids
     missing = [name for name in names if name not in tokens]

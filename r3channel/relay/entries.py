@@ -143,7 +143,7 @@ class Entries:
     ) -> Turn:
         """Take a reply with its rows, with a receipt whose frame is here or will come, or with neither (`live`).
 
-        Raises SampleTwice, SampleUnknown, TokensChanged, RowGap, RowOverlap, RowCountMismatch, PayloadCorrupt or ReceiptInvalid;
+        Raises SampleTwice, SampleUnknown, TurnMismatch, RowCountMismatch, FrameCorrupt or ReceiptInvalid;
         then nothing has changed, and the rows are still the caller's.
         """
         sample = self._check_name(reply, append=append)
@@ -156,7 +156,7 @@ class Entries:
         if source is not None:
             _check_fit(reply, source, held_rows=first_row)
         if sample is not None and reply.held_hash not in (None, sample.prefix_hash):
-            raise errors.TokensChanged(
+            raise errors.TurnMismatch(
                 f"{reply.where}: the first {first_row} tokens differ from those that the held rows were made for; expected the "
                 "same. Was the conversation tokenized anew? Append token ids, not text",
                 samples=[reply.sample_id],
@@ -200,7 +200,7 @@ class Entries:
         if isinstance(kept.what, R3Error):
             raise _of_sample(kept.what, reply.sample_id)
         if kept.what.sample_key != receipt.sample_key:
-            raise errors.PayloadCorrupt(
+            raise errors.FrameCorrupt(
                 f"{reply.where}: the frame belongs to request key {kept.what.sample_key:#x}, its receipt says "
                 f"{receipt.sample_key:#x}; were replies swapped?",
                 samples=[reply.sample_id],
@@ -286,7 +286,7 @@ class Entries:
         ]
 
     def take(self, names: Sequence[str], *, step: int) -> list[Sample]:
-        """Hand whole samples over to a step. All or none: SampleUnknown, the error of a frame that failed, or SampleChanged where
+        """Hand whole samples over to a step. All or none: SampleUnknown, the error of a frame that failed, or StepError where
         one is to come."""
         unknown = self.unknown(names)
         if unknown:
@@ -311,7 +311,7 @@ class Entries:
             )
         late = [sample.name for sample in samples if sample.name in self._incomplete and sample.awaited]
         if late:
-            raise errors.SampleChanged(
+            raise errors.StepError(
                 f"step {step}: {len(late)} samples got another turn while it was sealed, whose frames are to come: {late[:5]}",
                 samples=late,
                 step=step,
@@ -356,7 +356,7 @@ def _misfit(sample: Sample, turn: Turn, what: Rows | R3Error) -> R3Error | None:
         return _of_sample(what, sample.name)
     where = f"sample {sample.name} from engine {turn.engine}"
     if turn.key is not None and what.sample_key != turn.key:
-        return errors.PayloadCorrupt(
+        return errors.FrameCorrupt(
             f"{where}: the frame belongs to request key {what.sample_key:#x}, expected the reply's {turn.key:#x}; were replies "
             "swapped?",
             samples=[sample.name],
@@ -378,18 +378,14 @@ def _check_fit(reply: Reply, source: Rows | Receipt, *, held_rows: int) -> None:
     key, first = source.sample_key, source.first_row
     end = first + source.rows if isinstance(source, Receipt) else source.end_row
     if reply.key is not None and key != reply.key:
-        raise errors.PayloadCorrupt(
+        raise errors.FrameCorrupt(
             f"{reply.where}: the frame belongs to request key {key:#x}, expected the reply's {reply.key:#x}; "
             "were replies swapped?",
             samples=[reply.sample_id],
         )
     if held_rows and first != held_rows:
-        kind, what = (
-            (errors.RowGap, "rows between are nowhere")
-            if first > held_rows
-            else (errors.RowOverlap, "sent again")
-        )
-        raise kind(
+        what = "rows between are nowhere" if first > held_rows else "sent again"
+        raise errors.TurnMismatch(
             f"{reply.where}: rows from {first} on, but rows 0..{held_rows} are held; expected to begin at row {held_rows} "
             f"({what}). Set routed_experts_start_len to the tokens of the turns before, less one",
             samples=[reply.sample_id],

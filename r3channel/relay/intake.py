@@ -79,7 +79,7 @@ class Intake:
     # -- engines' frames, from the door's threads ------------------------------------------------------------------
 
     def greet(self, hello: Hello) -> None:
-        """An engine says what it is. Raises EngineSilent with the reason of a refusal."""
+        """An engine says what it is. Raises PluginNotApplied with the reason of a refusal."""
         self.engines.greet(hello)
         self._bound[hello.boot_id] = hello
 

@@ -148,7 +148,7 @@ class Relay:
         Every row is verified as if it came from an engine. Sealed steps are to be sealed again, by the same number and with
         the assignment that the recovery names: their tickets of before belong to a run that has ended. Receivers that had
         acknowledged are not waited for again; one that never learned of it may come again until the next step is sealed. What
-        was read is deleted. Raises `StoreBusy` where the only stores there belong to relays that live.
+        was read is deleted. Raises `UsageError` where the only stores there belong to relays that live.
         """
         if not config.store_dir:
             raise UsageError("a relay without store_dir leaves nothing to recover: its memory went with it")
@@ -199,14 +199,14 @@ class Relay:
         return self._door.url
 
     def expect_engines(self, engines: Iterable[str], *, timeout_s: float) -> None:
-        """Replies of these engines are refused (`EngineSilent`) unless each has said hello within `timeout_s` from now."""
+        """Replies of these engines are refused (`PluginNotApplied`) unless each has said hello within `timeout_s` from now."""
         self.engines.expect(engines, timeout_s=timeout_s)
 
     def check_engine(self, reply: Mapping[str, Any], *, engine: str, tokens: int) -> None:
         """Judge an engine by the reply to a tiny request before the first rollout, best to `wire.hello.probe_body()`.
 
         SGLang only logs a plug-in that fails; without this check the data would be found missing at the first step. Raises
-        PluginNotApplied, or EngineSilent for a hello that is refused.
+        PluginNotApplied, also for a hello that is refused.
         """
         try:
             hello, data = Hello.split(frame_bytes_of(reply, sample_id="probe", engine=engine))

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from r3channel.errors import PayloadCorrupt, R3Error
+from r3channel.errors import FrameCorrupt, R3Error
 from r3channel.plan.masks import brings_masks, cut_masks
 from r3channel.plan.shards import ShardKey
 from r3channel.plan.stream import Stream
@@ -43,7 +43,7 @@ class Outgoing:
     """Sample -> its turns' sampling masks; None where this receiver gets none."""
 
     def cut_masks(self, *, step: int) -> bytes:
-        """Its part of the sampling masks. Raises PayloadCorrupt."""
+        """Its part of the sampling masks. Raises FrameCorrupt."""
         masks = self.masks or {}
         names = (sample.sample_id for sample in self.stream.samples)
         found = {name: [held.whole(name, step=step) for held in masks.get(name, ())] for name in names}
@@ -141,7 +141,7 @@ class SealedStep:
         return "PREPARED" if all(key in self.outgoing for key in self.keys) else "SEALED"
 
     def prepare(self, dp: int) -> dict[ShardKey, Outgoing]:
-        """What the receivers of one DP rank get. Raises PayloadCorrupt where rows are not what they were when they came."""
+        """What the receivers of one DP rank get. Raises FrameCorrupt where rows are not what they were when they came."""
         keys = [key for key in self.keys if key[0] == dp]
         plan = self.ticket.plan
         streams = {key: Stream.of(self.ticket, plan.shard(dp=dp, pp=key[1], cp=key[2])) for key in keys}
@@ -163,7 +163,7 @@ class SealedStep:
         }
 
     def verify(self, names: list[str]) -> None:
-        """Look again at samples, some of which a receiver found damaged. Raises PayloadCorrupt with those that are."""
+        """Look again at samples, some of which a receiver found damaged. Raises FrameCorrupt with those that are."""
         looked_at = list[tuple[str, Ids]]()
         for name in names:
             for turn in self.rows.get(name, ()):
@@ -193,7 +193,7 @@ class SealedStep:
         self._refuse(zip(names, engine_SL != found_SL, strict=True))
 
     def _refuse(self, looked_at: Iterable[tuple[str, Ids]]) -> None:
-        """(sample, whether each layer differs): PayloadCorrupt with all that do."""
+        """(sample, whether each layer differs): FrameCorrupt with all that do."""
         moe_layers = self.ticket.spec.moe_layers
         wrong = {
             name: [moe_layers[index] for index in np.flatnonzero(differs_L)]
@@ -202,7 +202,7 @@ class SealedStep:
         }
         if wrong:
             name, layers = next(iter(wrong.items()))
-            raise PayloadCorrupt(
+            raise FrameCorrupt(
                 f"step {self.ticket.step}: sample {name}, layers {layers} ({len(wrong)} samples in all): the ids at rest in "
                 "the relay are not those that the engine hashed; was memory or disk damaged? Abandon the step, discard "
                 "the samples and generate them again",

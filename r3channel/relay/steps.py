@@ -179,7 +179,7 @@ class Steps:
             self._intake.let_go(gone, outcome="delivered")
 
     def verify_again(self, step: int, key: ShardKey) -> None:
-        """A receiver finds rows damaged: are they whole here? Raises PayloadCorrupt with all of its samples that are not."""
+        """A receiver finds rows damaged: are they whole here? Raises FrameCorrupt with all of its samples that are not."""
         with self._changed:
             sealed = self._steps.get(step)
             out = sealed.outgoing.get(key) if sealed is not None else None

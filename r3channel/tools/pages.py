@@ -13,21 +13,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from r3channel import errors
 from r3channel.bench import figures
 from r3channel.config import ENV_PREFIX, ChannelConfig, EngineConfig, field_texts
-from r3channel.errors import R3Error, caller, engine, peers, root
+from r3channel.errors import R3Error
 from r3channel.integrations.slime import arguments
 from r3channel.tools import layouts
 
 PACKAGE = Path(__file__).parents[1]
 _MIB = 1 << 20
 _UNITS = {"_s": "s", "_bytes": "bytes"}
-_FAULTS = {
-    caller: "What you gave, set or called",
-    engine: "What an engine sent, or did not",
-    peers: "Another process, the network, the machine, or us",
-    root: "Families: what several of them have in common",
-}
 
 
 class Table(NamedTuple):
@@ -99,23 +94,16 @@ def _code(text: str) -> str:
 
 
 def error_lines() -> list[str]:
-    lines: list[str] = []
-    for module, title in _FAULTS.items():
-        lines += [f"### {title}", "", "| error | reason | what happened | what to do |", "|---|---|---|---|"]
-        own = [error for error in every_error() if error.__module__ == module.__name__]
-        lines += [f"| `{e.__name__}` | `{e.reason}` | {happened(e)} | {e.remedy} |" for e in own]
-        lines.append("")
-    return lines[:-1]
+    lines = ["| error | is a | reason | what happened | what to do |", "|---|---|---|---|---|"]
+    return lines + [
+        f"| `{e.__name__}` | {_code(e.__mro__[1].__name__)} | `{e.reason}` | {happened(e)} | {e.remedy} |"
+        for e in every_error()
+    ]
 
 
 def every_error() -> list[type[R3Error]]:
-    """The root and all below it that this package defines for its users, by name."""
-    found, waiting = {R3Error}, [R3Error]
-    while waiting:
-        below = [e for e in waiting.pop().__subclasses__() if e.__module__.startswith("r3channel.errors.")]
-        found.update(below)
-        waiting += below
-    return sorted(found, key=lambda error: error.__name__)
+    """The root and all below it, in the order of their file."""
+    return [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, R3Error)]
 
 
 def happened(error: type[R3Error]) -> str:
@@ -126,7 +114,7 @@ def happened(error: type[R3Error]) -> str:
 TABLES = {
     "layouts": Table(PACKAGE / "plan" / "README.md", layouts.lines),
     "options": Table(PACKAGE / "tools" / "README.md", option_lines),
-    "errors": Table(PACKAGE / "errors" / "README.md", error_lines),
+    "errors": Table(PACKAGE / "errors.md", error_lines),
     "measured": Table(PACKAGE.parent / "README.md", partial(figures.lines, "measured")),
     "capture": Table(PACKAGE / "engine" / "README.md", partial(figures.lines, "capture")),
 }

@@ -112,8 +112,8 @@ class Receiver:
         bucket. No weight update of this process runs meanwhile (`transport/collective_lock.py`).
 
         Raises `TicketMismatch` before a byte moves, a `TransportError` when group and fallback have failed
-        (`max_group_failures`), `PeerFailed` where another rank of the TP group failed, `SlotBusy` when a weight update takes
-        longer than `step_timeout_s`.
+        (`max_group_failures`), `PeerFailed` where another rank of the TP group failed, `DeadlineExceeded` when a
+        weight update takes longer than `step_timeout_s`.
         """
         where = f"step {ticket.step}, {self._coords}"
         landed, whole_N, part_N, failure, shard = None, None, None, None, None

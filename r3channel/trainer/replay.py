@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from r3channel.errors import LayoutMismatch, UsageError
+from r3channel.errors import ConfigError, UsageError
 from r3channel.model.spec import RoutingSpec
 from r3channel.plan.layout import TrainerLayout
 from r3channel.trainer.mismatch import RoutingAudit
@@ -66,7 +66,7 @@ class ReplayDriver:
 
         Raises:
             RouterUnsupported: the model's config would ignore, drop or outlive replayed ids.
-            LayoutMismatch: the layout or the spec is not this model's.
+            ConfigError: the layout or the spec is not this model's.
         """
         from r3channel.trainer.adapters import megatron
 
@@ -93,7 +93,7 @@ class ReplayDriver:
         of the micro-batches.
 
         Raises:
-            ReplayCountMismatch: a router did not consume every micro-batch's rows exactly once in each pass that was run.
+            ReplayError: a router did not consume every micro-batch's rows exactly once in each pass that was run.
             UsageError: a step is open already.
         """
         if self._step is not None:
@@ -176,7 +176,7 @@ def _put_before(handle: RouterHandle, call: Callable[..., Any]) -> Callable[[], 
 def _check_spec(handle: RouterHandle, spec: RoutingSpec) -> None:
     ours = (spec.top_k, spec.num_experts, handle.layer in spec.moe_layers or handle.layer >= spec.num_layers)
     if ours != (handle.top_k, handle.num_experts, True):
-        raise LayoutMismatch(
+        raise ConfigError(
             f"{name_of(handle)}: top-{handle.top_k} of {handle.num_experts} experts; the spec says top-{spec.top_k} of "
             f"{spec.num_experts} on layers {spec.moe_layers}"
         )
@@ -184,7 +184,7 @@ def _check_spec(handle: RouterHandle, spec: RoutingSpec) -> None:
 
 def _check_chunk(found: tuple[int, ...], planned: tuple[int, ...], *, pp: int, chunk: int) -> None:
     if found != planned:
-        raise LayoutMismatch(
+        raise ConfigError(
             f"pipeline stage {pp}, chunk {chunk} has routers of decoder layers {found}; the layout plans {planned}. "
             "Is the split of layers over stages uneven? Then give first_layers and last_layers"
         )

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from r3channel.errors import ReplayCountMismatch, ReplayError, ReplayRowMismatch, UsageError
+from r3channel.errors import ReplayError, UsageError
 from r3channel.trainer.logprobs import KeptLogprobs
 from r3channel.trainer.mismatch import RoutingAudit
 from r3channel.trainer.router import LiveTopk, Mode, RouterCall, RouterHandle, StepRouting, name_of
@@ -90,8 +90,8 @@ class ReplayStep:
         that Megatron's schedule hands over; it may be left out where there is only one.
 
         Raises:
-            ReplayRowMismatch: ids of another width, dtype or row count than the router asks for.
-            ReplayCountMismatch: a router of the chunk was not called exactly once.
+            ReplayError: ids of another width, dtype or row count than the router asks for; a router of the chunk was not
+                called exactly once.
             UsageError: nested, closed or unknown micro-batch, or a mode that the gradient switch contradicts.
         """
         self._check_enter(index, mode)
@@ -132,7 +132,7 @@ class ReplayStep:
         """Around one optimizer step of several: on leaving it, its own micro-batches must have been trained once.
 
         Raises:
-            ReplayCountMismatch: at once, and not only at the end of the rollout step.
+            ReplayError: at once, and not only at the end of the rollout step.
         """
         yield
         wanted = {key: times for key, times in self._expected.items() if key[2] in microbatches}
@@ -148,12 +148,10 @@ class ReplayStep:
         self._routing.verified()
 
     def verify(self) -> None:
-        """Raise `ReplayCountMismatch` unless every pass that was run consumed every micro-batch exactly once."""
+        """Raise `ReplayError` unless every pass that was run consumed every micro-batch exactly once."""
         self.verified()
         if not self._passes:
-            raise ReplayCountMismatch(
-                f"step {self.number}: left without running any micro-batch", step=self.number
-            )
+            raise ReplayError(f"step {self.number}: left without running any micro-batch", step=self.number)
         indices = range(self._routing.num_microbatches)
         once = itertools.product(self._passes, [handle.layer for handle in self._handles], indices)
         wanted = {**self._expected, **dict.fromkeys(once, 1)}
@@ -162,9 +160,7 @@ class ReplayStep:
     def _check(self, keys: Iterable[_Key], wanted: Mapping[_Key, int]) -> None:
         wrong = {key for key in keys if self._calls[key] != wanted.get(key, 0)}
         if wrong:
-            raise ReplayCountMismatch(
-                f"step {self.number}: {self._describe(wrong, wanted)}", step=self.number
-            )
+            raise ReplayError(f"step {self.number}: {self._describe(wrong, wanted)}", step=self.number)
 
     def _describe(self, wrong: set[_Key], wanted: Mapping[_Key, int]) -> str:
         lines = [
@@ -256,8 +252,8 @@ class ReplayStep:
         """The pass that a router runs now and its ids [rows, K], widened; the call is counted.
 
         Raises:
-            ReplayCountMismatch: no pass runs, or the router has had its call of it.
-            ReplayRowMismatch, DigestMismatch: the rows are not those of this call.
+            ReplayError: no pass runs, the router has had its call of it, or the rows are not those of this call.
+            DigestMismatch: the rows are not those that the engine hashed.
         """
         call = self._call(handle)
         kept = (
@@ -279,14 +275,14 @@ class ReplayStep:
     def _call(self, handle: RouterHandle) -> RouterCall:
         call = self._running.get(handle.chunk)
         if call is None or (call.pass_name == "recompute" and not torch.is_grad_enabled()):
-            raise ReplayCountMismatch(
+            raise ReplayError(
                 f"{name_of(handle)}: called in step {self.number} outside of a micro-batch and of its backward pass, gradients "
                 f"{'on' if torch.is_grad_enabled() else 'off'}. Wrap forward passes in step.microbatch() or driver.off()",
                 step=self.number,
             )
         key = (call.pass_name, handle.layer, call.microbatch)
         if self._calls[key] >= self._expected[key]:
-            raise ReplayCountMismatch(
+            raise ReplayError(
                 f"{name_of(handle)}: called {'a second time' if self._calls[key] else 'at all'} in the {call.pass_name} pass of "
                 f"micro-batch {call.microbatch}, step {self.number}; expected {self._expected[key]} calls. Was the model called "
                 "twice in one block, or outside of one, or was backward run twice?",
@@ -327,7 +323,7 @@ def _uncount(counts_E: torch.Tensor, ids_RK: torch.Tensor, padding_R: torch.Tens
 
 def _check_rows(handle: RouterHandle, call: RouterCall, ids_RK: torch.Tensor, tokens: int) -> None:
     if ids_RK.shape != (tokens, handle.top_k) or ids_RK.dtype not in _ID_DTYPES:
-        raise ReplayRowMismatch(
+        raise ReplayError(
             f"{name_of(handle)}, {call.pass_name} pass of micro-batch {call.microbatch}, step {call.step}: {len(ids_RK)} rows of "
             f"ids for {tokens} tokens, {tuple(ids_RK.shape)} {ids_RK.dtype} for top-{handle.top_k} and an integer type. Is the "
             "padded length, the sequence-parallel cut or the micro-batch another than planned, or the spec another model's?",

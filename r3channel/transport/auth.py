@@ -10,7 +10,7 @@ import stat
 import time
 from pathlib import Path
 
-from r3channel.errors import TokenError
+from r3channel.errors import ConfigError
 
 _WELL_FORMED = re.compile(r"[A-Za-z0-9_.~-]{32,512}")
 """32 characters: 128 bits in hex."""
@@ -24,7 +24,7 @@ def create_token(path: str | Path) -> str:
     try:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError as error:
-        raise TokenError(f"token file {path} cannot be created: {error}") from error
+        raise ConfigError(f"token file {path} cannot be created: {error}") from error
     with os.fdopen(handle, "w") as file:
         file.write(token + "\n")
     return token
@@ -45,7 +45,7 @@ def obtain_token(path: str | Path) -> str:
     if not path.exists():
         try:
             return create_token(path)
-        except TokenError as error:
+        except ConfigError as error:
             if not isinstance(error.__cause__, FileExistsError):
                 raise
     deadline_s = time.monotonic() + _WRITE_LIMIT_S
@@ -55,15 +55,15 @@ def obtain_token(path: str | Path) -> str:
 
 
 def read_token(path: str | Path) -> str:
-    """The token in a file that nobody else can read. Raises TokenError otherwise; the token is never in the message."""
+    """The token in a file that nobody else can read. Raises ConfigError otherwise; the token is never in the message."""
     try:
         with open(path) as file:
             status = os.fstat(file.fileno())
             text = file.read(1024).strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise TokenError(f"token file {path} cannot be read: {error}") from error
+        raise ConfigError(f"token file {path} cannot be read: {error}") from error
     if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o077:
-        raise TokenError(
+        raise ConfigError(
             f"token file {path} has mode {stat.S_IMODE(status.st_mode):04o}, expected 0600: others could read it"
         )
     return check_token(text, where=f"token file {path}")
@@ -72,7 +72,7 @@ def read_token(path: str | Path) -> str:
 def check_token(token: str, *, where: str) -> str:
     """The token itself if it is long enough and fits into a header."""
     if not _WELL_FORMED.fullmatch(token):
-        raise TokenError(
+        raise ConfigError(
             f"{where} holds {len(token)} characters; expected 32 to 512 letters and digits (128 bits or more)"
         )
     return token

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from r3channel.errors import SlotBusy, UsageError
+from r3channel.errors import DeadlineExceeded, UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +34,14 @@ class Slot:
     def use(self, kind: str, what: str, *, timeout_s: float) -> Iterator[None]:
         """Inside the block no use of another kind is under way.
 
-        Raises `SlotBusy` after `timeout_s`, naming who holds the slot and for how long; `UsageError` at once where this
+        Raises `DeadlineExceeded` after `timeout_s`, naming who holds the slot and for how long; `UsageError` at once where this
         thread itself does.
         """
         mine = _Use(kind, what)
         with self._changed:
             self._refuse_nesting(mine)
             if not self._changed.wait_for(lambda: not self._others(kind), timeout=timeout_s):
-                raise SlotBusy(
+                raise DeadlineExceeded(
                     f"{what} waited {timeout_s:.1f} s for {self._told(kind)}. Does it wait for this one?"
                 )
             self._uses.append(mine)

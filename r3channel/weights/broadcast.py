@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from r3channel.errors import ConfigError, ManifestMismatch, WeightsDiffer
+from r3channel.errors import ConfigError, ManifestMismatch, WeightsCorrupt
 from r3channel.transport.process_group import in_background
 from r3channel.weights.checksums import EngineChecksums, engine_names
 from r3channel.weights.executor import Feed, Work
@@ -204,7 +204,7 @@ def _verify(member: Member, checksums: Mapping[str, str], timeout_s: float) -> i
     wrong = [name for name in checksums if held.get(name) != checksums[name]]
     if wrong or not checksums:
         missing = [name for name in wrong if name not in held]
-        raise WeightsDiffer(
+        raise WeightsCorrupt(
             f"engine {member.url}: {len(wrong)} of {len(checksums)} tensors compared hold other bytes than were sent, first "
             f"{wrong[:_SHOWN]}; {len(missing)} of them it does not have at all. Does it keep another dtype, name or a "
             "packed form?"

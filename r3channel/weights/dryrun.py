@@ -20,7 +20,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from r3channel.errors import ManifestMismatch, NotReplayable
+from r3channel.errors import ManifestMismatch
 from r3channel.weights.geometry import Box
 from r3channel.weights.manifest import TensorMeta
 
@@ -32,6 +32,10 @@ _POST_LOAD = "post_load_weights"
 """SGLang's name for what a model derives from its parameters once they are loaded."""
 _MOST_PIECES = 4096
 """Of one copy. A loader that takes every second row of a large tensor is loaded as it is instead."""
+
+
+class NotReplayable(Exception):
+    """The model's own loader does something that copies cannot repeat; then whole tensors are staged, and it places them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,7 +96,7 @@ class Crew:
         background(member.unlink)
 
     def meet(self) -> None:
-        """Let engines that have not joined in this life do so. Raises VersionsDiffer, RegistryRefused."""
+        """Let engines that have not joined in this life do so. Raises RegistryRefused."""
         fresh = [member for member in self.members if not member.boot_id]
         met = self.each(Member.meet, within_s=CONTROL_S, among=fresh)
         self._fleet.admit(met)

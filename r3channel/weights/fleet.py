@@ -67,7 +67,7 @@ class Fleet:
         return tuple(member.url for member in expired)
 
     def admit(self, members: Iterable[Member]) -> None:
-        """The handshake, once each has told its life. Raises VersionsDiffer with both values, RegistryRefused."""
+        """The handshake, once each has told its life. Raises RegistryRefused, with both values where versions differ."""
         for member in members:
             self.registry.join(_record(member, member.boot_id), now_s=time.monotonic())
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from r3channel.errors import PlanInvalid
+from r3channel.errors import ManifestMismatch
 from r3channel.weights.manifest import TensorMeta
 
 
@@ -82,13 +82,13 @@ class Layout:
     def __init__(
         self, shape: Sequence[int], ranks_N: np.ndarray, starts_ND: np.ndarray, stops_ND: np.ndarray
     ) -> None:
-        """Arrays of int64, one line per box. Raises PlanInvalid for a box outside the shape."""
+        """Arrays of int64, one line per box. Raises ManifestMismatch for a box outside the shape."""
         self.shape = tuple(shape)
         self.ranks_N, self.starts_ND, self.stops_ND = ranks_N, starts_ND, stops_ND
         outside = (starts_ND < 0) | (stops_ND < starts_ND) | (stops_ND > np.array(self.shape, dtype=np.int64))
         if outside.any():
             worst = int(np.argmax(outside.any(axis=1)))
-            raise PlanInvalid(
+            raise ManifestMismatch(
                 f"rank {ranks_N[worst]} holds {starts_ND[worst].tolist()}..{stops_ND[worst].tolist()} of a tensor "
                 f"of shape {list(self.shape)}; expected a part of it"
             )
@@ -102,7 +102,7 @@ class Layout:
         pairs = list(held)
         wrong = next((box for _, box in pairs if len(box.start) != len(shape)), None)
         if wrong is not None:
-            raise PlanInvalid(f"box {wrong} has not the {len(shape)} axes of the shape {list(shape)}")
+            raise ManifestMismatch(f"box {wrong} has not the {len(shape)} axes of the shape {list(shape)}")
         corners = (len(pairs), len(shape))
         return cls(
             shape,
@@ -139,7 +139,7 @@ class ShardMap:
     def gathered(cls, reports: Sequence[bytes]) -> ShardMap:
         """From what each rank says it holds (`report_of`), by rank. The first rank that has a tensor decides its place.
 
-        Raises PlanInvalid when two ranks disagree about a tensor, with both values.
+        Raises ManifestMismatch when two ranks disagree about a tensor, with both values.
         """
         held: dict[str, list[tuple[int, int]]] = {}
         kinds: dict[str, int] = {}
@@ -157,7 +157,7 @@ class ShardMap:
             if key not in known:
                 other = next(((r, rows[k]) for r, k in pairs if rows[k][:2] != [dtype, shape]), None)
                 if other is not None:
-                    raise PlanInvalid(
+                    raise ManifestMismatch(
                         f"rank {other[0]} holds a part of {name} {other[1][0]}{other[1][1]}, "
                         f"earlier ranks of {name} {dtype}{shape}"
                     )

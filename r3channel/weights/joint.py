@@ -28,7 +28,7 @@ from r3channel.errors import (
     TrainerRankLost,
     TransportError,
     UsageError,
-    WeightsDiffer,
+    WeightsCorrupt,
     WeightsError,
 )
 from r3channel.weights.executor import Feed, Work
@@ -287,7 +287,7 @@ class Staged(Work):
         for member, sums in found.items():
             other, wanted = first.setdefault(len(sums), (member, sums))
             if sums != wanted:
-                raise WeightsDiffer(
+                raise WeightsCorrupt(
                     f"engines {other.url} and {member.url} staged other bytes than each other: trainer ranks that hold the same "
                     "parameter hold other values. Their replicas drift apart where gradients are not reduced between them, as "
                     "those of experts under TP > 1 with expert parallel sizes of 1 (Megatron's `allreduce` mark)"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
-from r3channel.errors import PlanInvalid
+from r3channel.errors import ManifestMismatch
 from r3channel.weights.geometry import Box, Layout, ShardMap
 from r3channel.weights.manifest import TensorMeta
 
@@ -93,7 +93,7 @@ def plan_reshard(source: ShardMap, target: ShardMap, *, rank: int, world_size: i
     """The plan of one rank. Ranks of both maps are numbers of one joint group, and no rank is in both.
 
     Every tensor of `target` must be in `source` with the same whole shape and be held completely, each element by one box
-    or by replicas of that box; tensors that only `source` has are not sent. Raises PlanInvalid, naming the tensor.
+    or by replicas of that box; tensors that only `source` has are not sent. Raises ManifestMismatch, naming the tensor.
     Memory: this rank's operations, one geometry per pair of layouts, and one batch of equal items at a time.
     """
     groups = _groups(source, target)
@@ -244,9 +244,9 @@ def _groups(source: ShardMap, target: ShardMap) -> list[_Group]:
     for index, meta in enumerate(target.metas):
         at = source.index_of.get(meta.name)
         if at is None:
-            raise PlanInvalid(f"tensor {meta} is wanted by the engines, and no trainer rank reported it")
+            raise ManifestMismatch(f"tensor {meta} is wanted by the engines, and no trainer rank reported it")
         if source.metas[at].shape != meta.shape:
-            raise PlanInvalid(
+            raise ManifestMismatch(
                 f"tensor {meta}: the trainer's is {source.metas[at]}; expected equal whole shapes"
             )
         key = source.layout_of[at], target.layout_of[index], meta.dtype.itemsize
@@ -255,7 +255,7 @@ def _groups(source: ShardMap, target: ShardMap) -> list[_Group]:
     for (src, dst, itemsize), indexes in found.items():
         geometry = _geometry(source.layouts[src], target.layouts[dst])
         if isinstance(geometry, str):
-            raise PlanInvalid(f"tensor {target.metas[indexes[0]]}: {geometry}")
+            raise ManifestMismatch(f"tensor {target.metas[indexes[0]]}: {geometry}")
         groups.append(_Group(geometry, itemsize, np.array(indexes, dtype=np.int64)))
     return groups
 

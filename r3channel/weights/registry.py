@@ -16,7 +16,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from r3channel.errors import RegistryRefused, VersionsDiffer, WeightVersionRegressed
+from r3channel.errors import RegistryRefused, UsageError
 from r3channel.transport.versions import nccl_version, torch_version
 
 
@@ -64,7 +64,7 @@ class WeightRegistry:
         return self._version
 
     def join(self, record: EngineRecord, *, now_s: float) -> None:
-        """Add an engine, or its next life; the same life again renews its lease. Raises VersionsDiffer, with both values."""
+        """Add an engine, or its next life; the same life again renews its lease. Raises RegistryRefused, with both values."""
         with self._lock:
             self._expire(now_s)
             self._check_versions(record)
@@ -99,13 +99,12 @@ class WeightRegistry:
     def commit(self, engine: str, boot_id: str, *, version: int, now_s: float) -> None:
         """This life of the engine holds `version` whole and verified; a lease of the usual length begins.
 
-        Raises RegistryRefused for an engine that is no member or lives another life, and WeightVersionRegressed for a
-        step back.
+        Raises RegistryRefused for an engine that is no member or lives another life, and UsageError for a step back.
         """
         with self._lock:
             record, _ = self._lease(engine, boot_id, now_s)
             if version < record.committed_version:
-                raise WeightVersionRegressed(
+                raise UsageError(
                     f"engine {engine}: version {version} after {record.committed_version}; versions only grow"
                 )
             record = replace(record, committed_version=version)
@@ -134,7 +133,7 @@ class WeightRegistry:
         for name, ours in self._ours.items():
             theirs = getattr(record, name)
             if theirs and ours and theirs != ours:
-                raise VersionsDiffer(
+                raise RegistryRefused(
                     f"engine {record.engine} runs {name} {theirs}, the trainer {ours}; expected equal versions"
                 )
 

@@ -39,7 +39,6 @@ from r3channel.errors import (
     TrainerRankLost,
     UsageError,
     WeightUpdateFailed,
-    WeightVersionRegressed,
 )
 from r3channel.observe.metrics import Metrics
 from r3channel.transport.auth import read_token
@@ -230,7 +229,7 @@ class WeightSync:
     def connect(self, *, timeout_s: float) -> None:
         """Let all engines join.
 
-        Raises VersionsDiffer with both values, the engine's error, or DeadlineExceeded after `timeout_s`.
+        Raises RegistryRefused with both versions, the engine's error, or DeadlineExceeded after `timeout_s`.
         """
         if self._phase != "new":
             raise UsageError(f"WeightSync.connect() on a session that is {self._phase}")
@@ -260,8 +259,8 @@ class WeightSync:
 
         Raises WeightUpdateFailed (naming bucket, tensor and engine, and the state of each engine), EngineLeftBehind
         (committed, but not by the engines named), TrainerRankLost (`exact`: says what engines hold),
-        RegistryRefused (no engine is left), WeightVersionRegressed,
-        SlotBusy, UsageError. Ends within `timeout_s`, after a failure within some 10 s more for cleaning up.
+        RegistryRefused (no engine is left), DeadlineExceeded, UsageError (an older version, too).
+        Ends within `timeout_s`, after a failure within some 10 s more for cleaning up.
         """
         run = Run(Deadline(timeout_s, f"update to version {version}"))
         reader = None if self._exact else Reader((_pair(one) for one in named_tensors), run)
@@ -401,7 +400,7 @@ class WeightSync:
     def _check_version(self, version: int) -> None:
         last = max(self.registry.current_version, -1 if self._version is None else self._version)
         if version < max(last, 0):
-            raise WeightVersionRegressed(f"version {version} after {last}; versions only grow")
+            raise UsageError(f"version {version} after {last}; versions only grow")
 
     # -- what is given -------------------------------------------------------------------------------------------------
 

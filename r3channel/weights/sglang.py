@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from r3channel.errors import ConfigError, DeadlineExceeded, EngineRefused, EngineUnavailable, PayloadCorrupt
+from r3channel.errors import ConfigError, DeadlineExceeded, EngineRefused, EngineUnavailable, FrameCorrupt
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.refusals import ANY_WAY, OLD, STAGED, refused
 from r3channel.wire.hello import Hello, probe_body
@@ -100,7 +100,7 @@ class EngineClient:
         try:
             reply = self._call("POST", "/generate", probe_body(), timeout_s=timeout_s)
             hello, _ = Hello.split(base64.b64decode(reply["meta_info"]["routed_experts"], validate=True))
-        except (EngineRefused, PayloadCorrupt, KeyError, TypeError, ValueError):
+        except (EngineRefused, FrameCorrupt, KeyError, TypeError, ValueError):
             return  # no plug-in: it refuses the question, or answers it with something else
         if hello is not None:
             self.torch, self.nccl = hello.torch, hello.nccl

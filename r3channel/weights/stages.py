@@ -21,8 +21,6 @@ from r3channel.errors import (
     DeadlineExceeded,
     ManifestMismatch,
     PeerFailed,
-    PlanInvalid,
-    PlanMismatch,
 )
 from r3channel.transport.connection import Connection
 from r3channel.transport.listener import Listener
@@ -219,7 +217,7 @@ class Stages:
     def aim(self, links: Sequence[RankLink], ends: Sequence[int], deadline: Deadline) -> None:
         """Plan for these engine ranks (the same order on every trainer) and tell each what will come, by bucket.
 
-        PlanMismatch with both hashes unless every trainer planned the same."""
+        ManifestMismatch with both hashes unless every trainer planned the same."""
         assert self._source is not None
         plan = plan_reshard(
             self._source,
@@ -250,7 +248,7 @@ class Stages:
         hashes = self.ranks.exchange(plan.hash, deadline)
         other = next((rank for rank, seen in enumerate(hashes) if seen != hashes[0]), None)
         if other is not None:
-            raise PlanMismatch(
+            raise ManifestMismatch(
                 f"weights were not sent: rank {other} planned {hashes[other]}, rank 0 planned {hashes[0]}"
             )
         self._planned = set(links), ends
@@ -259,7 +257,7 @@ class Stages:
         for index in shards:
             if self._held[index][1].intersect(box) == box:
                 return index
-        raise PlanInvalid(f"tensor {name}: the plan needs {box} of this rank, which does not hold it")
+        raise ManifestMismatch(f"tensor {name}: the plan needs {box} of this rank, which does not hold it")
 
 
 def _pieces(part: int, box: Box, meta: TensorMeta, held: Box, shard: int, most: int) -> Iterator[Piece]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from r3channel.errors import ConfigError, ManifestMismatch, WeightsDiffer
+from r3channel.errors import ConfigError, ManifestMismatch, WeightsCorrupt
 from r3channel.weights.checksums import tensor_digest
 from r3channel.weights.manifest import unit_of
 from r3channel.weights.stages import Given
@@ -52,10 +52,10 @@ class HostCopy:
         self.version, self.given = version, given
 
     def read(self) -> Iterator[list[torch.Tensor]]:
-        """The committed tensors by bucket. WeightsDiffer, naming one, if its bytes changed since they were committed."""
+        """The committed tensors by bucket. WeightsCorrupt, naming one, if its bytes changed since they were committed."""
         for index, (meta, _) in enumerate(self.given.held):
             if tensor_digest(self._committed[index]) != self._digests[index]:
-                raise WeightsDiffer(
+                raise WeightsCorrupt(
                     f"tensor {meta} of the host copy of version {self.version} changed since it was committed; send a whole "
                     "update instead"
                 )

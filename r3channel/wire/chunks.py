@@ -84,7 +84,7 @@ def read_chunks(
     at = len(body) - wire_bytes  # between the table and the chunks lies the padding
     payload = body[at:]
     if any(body[table:at]):
-        raise errors.PayloadCorrupt(f"{where}: bytes of the padding before the chunks are not 0")
+        raise errors.FrameCorrupt(f"{where}: bytes of the padding before the chunks are not 0")
     id_bytes = spec.top_k * spec.id_dtype.itemsize
     for index, expected in enumerate(_grid(rows, layers=layers, layers_per_chunk=layers_per_chunk)):
         *place, size, codec = _CHUNK.unpack_from(body, index * CHUNK_BYTES)
@@ -95,13 +95,13 @@ def read_chunks(
             or codec not in CODECS
             or not least <= size <= min(raw_bytes, len(body) - at)
         ):
-            raise errors.PayloadCorrupt(
+            raise errors.FrameCorrupt(
                 f"{where}: chunk {index} is {(*place, size, codec)}, expected {expected} in {least} to {raw_bytes} bytes"
             )
         chunks.append(Chunk(*expected, codec, body[at : at + size]))
         at += size
     if at != len(body):
-        raise errors.PayloadCorrupt(f"{where}: {len(body) - at} bytes after the last chunk")
+        raise errors.FrameCorrupt(f"{where}: {len(body) - at} bytes after the last chunk")
     return tuple(chunks), payload
 
 

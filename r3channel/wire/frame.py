@@ -333,7 +333,7 @@ def _ordered(header: Header, chunks: Sequence[Chunk], *, where: str) -> bool:
     ordered = all(CODECS[chunk.codec].keeps_order for chunk in chunks)
     highest = max((chunk.codec for chunk in chunks), default=0)
     if ordered == bool(header.flags & FLAG_UNORDERED) or header.codec != highest:
-        raise errors.PayloadCorrupt(
+        raise errors.FrameCorrupt(
             f"{where}: flags {header.flags} and codec {header.codec} do not describe chunks of codecs up to {highest}"
         )
     return ordered
@@ -343,15 +343,15 @@ def _read_spans(header: Header, body: memoryview, *, where: str) -> tuple[Proven
     spans = []
     for start, end, version, kind in _SPAN.iter_unpack(body[: header.spans * SPAN_BYTES]):
         if kind not in RowKind._value2member_map_:
-            raise errors.PayloadCorrupt(f"{where}: provenance kind {kind} is unknown")
+            raise errors.FrameCorrupt(f"{where}: provenance kind {kind} is unknown")
         spans.append(ProvenanceSpan(start=start, end=end, weight_version=version, kind=RowKind(kind)))
     if header.kind == KIND_PREFIX:  # what made the rows is said by each frame that refers to them
         return ()
     try:
         check_spans(spans, first_row=header.first_row, rows=header.rows, where=where)
     except errors.RoutingError as error:
-        raise errors.PayloadCorrupt(str(error)) from error
+        raise errors.FrameCorrupt(str(error)) from error
     newest = max((span.weight_version for span in spans), default=-1)
     if newest != header.weight_version:
-        raise errors.PayloadCorrupt(f"{where}: weight version {header.weight_version}, the rows say {newest}")
+        raise errors.FrameCorrupt(f"{where}: weight version {header.weight_version}, the rows say {newest}")
     return tuple(spans)

@@ -69,12 +69,12 @@ class Frame:
 
         A read-only view of the frame's bytes where that is possible (see `ids`); else `out_TLK`, or fresh memory, is filled.
 
-        Raises PayloadCorrupt for ids that were damaged: another copy of the frame may be whole. DuplicateExpertId and
-        ExpertIdOutOfRange are faults of the engine: another copy is no better. Invalid rows are not judged.
+        Raises FrameCorrupt for ids that were damaged: another copy of the frame may be whole. ExpertIdInvalid is
+        a fault of the engine: another copy is no better. Invalid rows are not judged.
         """
         try:
             ids_TLK = self.ids(out_TLK)
-        except errors.PayloadCorrupt as error:
+        except errors.FrameCorrupt as error:
             raise error.within(self.where) from error
         valid_T = None if self.valid_T.all() else self.valid_T
         sound, digests_L = checked(
@@ -84,7 +84,7 @@ class Frame:
         if len(differing):
             layers = [self.spec.moe_layers[index] for index in differing[:_NAMED_LAYERS]]
             more = f" and {len(differing) - len(layers)} more" * (len(differing) > len(layers))
-            raise errors.PayloadCorrupt(
+            raise errors.FrameCorrupt(
                 f"{self.where}: layers {layers}{more}: the ids are not those that the engine hashed; damaged on the way or at "
                 "rest"
             )
@@ -95,7 +95,7 @@ class Frame:
     def decode_layers_into(self, out_TLK: Ids, *, layers: Sequence[int]) -> None:
         """Fill a C-contiguous array [rows, len(layers), K] of `spec.id_dtype`, decoding only the chunks that hold them.
 
-        `layers` are global decoder layers, neighbours on the MoE axis: a pipeline stage's. Raises `PayloadCorrupt` where
+        `layers` are global decoder layers, neighbours on the MoE axis: a pipeline stage's. Raises `FrameCorrupt` where
         a chunk does not decode, and `PrefixMissing` while the prefix is not resolved.
         """
         span = self._moe_range(layers)

@@ -103,7 +103,7 @@ def announced_bytes(view: memoryview, *, where: str) -> int:
     header = _header_in(view, where=where)
     size = HEADER_BYTES + header.sections_bytes + header.wire_bytes
     if len(view) < size:
-        raise errors.FrameTruncated(
+        raise errors.FrameCorrupt(
             f"{where}: {len(view)} bytes, expected the {size} that the header announces"
         )
     return size
@@ -115,7 +115,7 @@ def read_header(view: memoryview, *, where: str) -> Header:
     size = HEADER_BYTES + header.sections_bytes + header.wire_bytes
     if len(view) != size:
         more = "; are those behind it sampling masks, and sampling_masks off?" if len(view) > size else ""
-        raise errors.FrameTruncated(
+        raise errors.FrameCorrupt(
             f"{where}: {len(view)} bytes, expected the {size} that the header announces{more}"
         )
     return header
@@ -133,14 +133,12 @@ def _header_in(view: memoryview, *, where: str) -> Header:
             "an error page? Is the r3channel plug-in on in this engine?"
         )
     if len(view) < HEADER_BYTES:
-        raise errors.FrameTruncated(
-            f"{where}: {len(view)} bytes, expected at least a header of {HEADER_BYTES}"
-        )
+        raise errors.FrameCorrupt(f"{where}: {len(view)} bytes, expected at least a header of {HEADER_BYTES}")
     header = Header(*_HEADER.unpack_from(view))
     if header.version != WIRE_VERSION:
         raise errors.FrameVersionMismatch(f"{where}: wire version {header.version}, expected {WIRE_VERSION}")
     if xxhash.xxh3_64_intdigest(view[: HEADER_BYTES - 8]) != header.header_hash:
-        raise errors.HeaderCorrupt(f"{where}: the header's hash does not match its bytes; damaged on the way")
+        raise errors.FrameCorrupt(f"{where}: the header's hash does not match its bytes; damaged on the way")
     if header.kind not in _KINDS:
         raise errors.FrameVersionMismatch(f"{where}: kind {header.kind}, expected one of {_KINDS}")
     return header
@@ -182,19 +180,21 @@ def check_fields(header: Header, *, spec: RoutingSpec, max_rows: int, where: str
         header.spans <= (0 if header.kind == KIND_PREFIX else min(header.rows, MAX_SPANS)),
     )
     if not all(bounds) or not _counts_fit(header, spec=spec):
-        raise errors.HeaderCorrupt(f"{where}: impossible numbers in the header: {header._asdict()}")
+        raise errors.FrameCorrupt(f"{where}: impossible numbers in the header: {header._asdict()}")
 
 
 def _raise_other_spec(header: Header, *, spec: RoutingSpec, where: str) -> None:
-    for seen, expected, what, kind in (
-        (header.num_experts, spec.num_experts, "experts", errors.ExpertCountMismatch),
-        (header.top_k, spec.top_k, "top-k", errors.TopKMismatch),
-        (header.num_moe_layers, spec.num_moe_layers, "MoE layers", errors.LayerMismatch),
-        (header.id_width, spec.id_dtype.itemsize, "bytes per id", errors.SpecMismatch),
-        (header.spec_digest, spec.digest, "spec digest", errors.SpecMismatch),
+    for seen, expected, what in (
+        (header.num_experts, spec.num_experts, "experts"),
+        (header.top_k, spec.top_k, "top-k"),
+        (header.num_moe_layers, spec.num_moe_layers, "MoE layers"),
+        (header.id_width, spec.id_dtype.itemsize, "bytes per id"),
+        (header.spec_digest, spec.digest, "spec digest"),
     ):
         if seen != expected:
-            raise kind(f"{where}: {what} {seen}, expected {expected}. A frame of another model?")
+            raise errors.SpecMismatch(
+                f"{where}: {what} {seen}, expected {expected}. A frame of another model?"
+            )
 
 
 def _counts_fit(header: Header, *, spec: RoutingSpec) -> bool:
@@ -221,6 +221,6 @@ def padding(sections_bytes: int) -> int:
 def check_sections(header: Header, body: memoryview, *, where: str) -> None:
     """What lies between the header and the chunks. Ids are covered by the digests, where they are decoded."""
     if xxhash.xxh3_64_intdigest(body[: header.sections_bytes]) != header.sections_hash:
-        raise errors.PayloadCorrupt(
+        raise errors.FrameCorrupt(
             f"{where}: the hash of the {header.sections_bytes} bytes of the sections does not match; damaged on the way"
         )

@@ -14,7 +14,7 @@ import uuid
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from r3channel.errors import PayloadCorrupt
+from r3channel.errors import FrameCorrupt
 
 HELLO_MAGIC = b"R3H\x01"
 PROBE_PREFIX = "r3channel-probe-"
@@ -68,10 +68,10 @@ class Hello:
         if data[:4] != HELLO_MAGIC:
             return None, data
         if len(data) < _HEAD.size:
-            raise PayloadCorrupt(f"a hello of {len(data)} bytes is shorter than its head")
+            raise FrameCorrupt(f"a hello of {len(data)} bytes is shorter than its head")
         _, size = _HEAD.unpack_from(data)
         if size > MAX_HELLO_BYTES or _HEAD.size + size > len(data):
-            raise PayloadCorrupt(f"a hello announces {size} bytes, {len(data) - _HEAD.size} follow")
+            raise FrameCorrupt(f"a hello announces {size} bytes, {len(data) - _HEAD.size} follow")
         end = _HEAD.size + size
         return cls._from_json(data[_HEAD.size : end]), data[end:]
 
@@ -92,7 +92,7 @@ class Hello:
                 found[name] = str(found[name])
             return cls(**found)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise PayloadCorrupt(f"a hello cannot be read: {error!r}") from error
+            raise FrameCorrupt(f"a hello cannot be read: {error!r}") from error
 
 
 def probe_body(input_ids: tuple[int, ...] = (5, 6)) -> dict[str, Any]:

@@ -80,16 +80,16 @@ def parse_masks(data: bytes | memoryview, *, where: str) -> Masks:
     check_kind(header, kind=KIND_SAMPLING_MASKS, where=where)
     sizes = (header.raw_bytes + header.rows * _LENGTH_BYTES, 0)
     if (header.sections_bytes, header.wire_bytes) != sizes or header.raw_bytes % _ID_BYTES:
-        raise errors.HeaderCorrupt(f"{where}: impossible numbers in the header: {header._asdict()}")
+        raise errors.FrameCorrupt(f"{where}: impossible numbers in the header: {header._asdict()}")
     if max(header.first_row, header.rows) > MAX_ROWS:
-        raise errors.HeaderCorrupt(f"{where}: masks {header.first_row} + {header.rows}, expected {MAX_ROWS}")
+        raise errors.FrameCorrupt(f"{where}: masks {header.first_row} + {header.rows}, expected {MAX_ROWS}")
     check_sections(header, view[HEADER_BYTES:], where=where)
     ids, lengths = view[HEADER_BYTES:][: header.raw_bytes], view[HEADER_BYTES + header.raw_bytes :]
     found = Masks(
         header.first_row, np.frombuffer(lengths, "<u2"), np.frombuffer(ids, "<u4"), header.sample_key
     )
     if int(found.lengths_T.sum(dtype=np.int64)) != len(found.token_ids_N):
-        raise errors.PayloadCorrupt(
+        raise errors.FrameCorrupt(
             f"{where}: {len(found.token_ids_N)} token ids, the lengths of the {header.rows} masks add up to "
             f"{found.lengths_T.sum(dtype=np.int64)}"
         )

@@ -116,7 +116,7 @@ def parse_prefix(
     assert frame.prefix is not None  # check_fields demands the flag of this kind
     ids_TLK = replace(frame, prefix=None).decode()
     if prefix_digest(spec, ids_TLK) != frame.prefix.digest:
-        raise errors.PayloadCorrupt(f"{where}: the rows are not those of digest {frame.prefix.digest.hex()}")
+        raise errors.FrameCorrupt(f"{where}: the rows are not those of digest {frame.prefix.digest.hex()}")
     check_ids(ids_TLK, spec=spec, where=where)
     ids_TLK.flags.writeable = False
     return Prefix(frame.prefix.digest, ids_TLK)
@@ -137,7 +137,7 @@ def resolve(frame: Frame, lookup: Callable[[bytes], Ids | None]) -> Frame:
         )
     check_shape(rows_TLK, spec=frame.spec, where=f"prefix {frame.prefix.digest.hex()}")
     if len(rows_TLK) != frame.prefix.rows:
-        raise errors.PayloadCorrupt(
+        raise errors.FrameCorrupt(
             f"prefix {frame.prefix.digest.hex()} has {len(rows_TLK)} rows, the frame refers to {frame.prefix.rows}"
         )
     return replace(frame, prefix=None, _prefix_ids=rows_TLK)

@@ -15,12 +15,10 @@ from typing import Any, NoReturn
 import numpy as np
 
 from r3channel.errors import (
-    DuplicateExpertId,
-    ExpertIdOutOfRange,
-    LayerMismatch,
+    ExpertIdInvalid,
     RoutingError,
     RowCountMismatch,
-    TopKMismatch,
+    SpecMismatch,
 )
 from r3channel.model.spec import RoutingSpec
 from r3channel.wire.validate import find_duplicate, out_of_range, sound
@@ -96,11 +94,9 @@ def check_shape(expert_ids_TLK: Ids, *, spec: RoutingSpec, where: str) -> None:
         )
     _, layers, top_k = expert_ids_TLK.shape
     if layers != spec.num_moe_layers:
-        raise LayerMismatch(
-            f"{where}: {layers} layers per row, expected the {spec.num_moe_layers} MoE layers"
-        )
+        raise SpecMismatch(f"{where}: {layers} layers per row, expected the {spec.num_moe_layers} MoE layers")
     if top_k != spec.top_k:
-        raise TopKMismatch(f"{where}: top-k {top_k}, expected {spec.top_k}")
+        raise SpecMismatch(f"{where}: top-k {top_k}, expected {spec.top_k}")
 
 
 def check_ids(expert_ids_TLK: Ids, *, spec: RoutingSpec, where: str, valid_T: Ids | None = None) -> None:
@@ -116,12 +112,12 @@ def raise_unsound(expert_ids_TLK: Ids, *, spec: RoutingSpec, where: str, valid_T
     if out_of_range(ids_VLK, num_experts=spec.num_experts):
         bad = np.argwhere((ids_VLK >= spec.num_experts) | (ids_VLK < 0))[0]
         row, moe_index, slot = (int(axis) for axis in bad)
-        raise ExpertIdOutOfRange(
+        raise ExpertIdInvalid(
             f"{where}: row {rows_V[row]}, layer {spec.moe_layers[moe_index]}, slot {slot} has id "
             f"{int(ids_VLK[row, moe_index, slot])}; expected 0..{spec.num_experts - 1}"
         )
     row, moe_index = find_duplicate(ids_VLK) or (0, 0)
-    raise DuplicateExpertId(
+    raise ExpertIdInvalid(
         f"{where}: row {rows_V[row]}, layer {spec.moe_layers[moe_index]} repeats an expert: "
         f"{ids_VLK[row, moe_index].tolist()}; expected {spec.top_k} distinct ids. A zero-filled row looks like this"
     )

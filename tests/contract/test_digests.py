@@ -171,7 +171,7 @@ def test_a_byte_that_changes_at_rest_is_laid_to_its_sample(
     told = failures(relay, ticket)
     assert told, "some receiver gets that row"
     for error in told:
-        assert isinstance(error, errors.PayloadCorrupt) and "at rest" in str(error)
+        assert isinstance(error, errors.FrameCorrupt) and "at rest" in str(error)
         assert (error.samples, error.step) == (("b",), 0) and f"sample b, layers [{layer}]" in str(error)
     # and what the message says helps
     assert relay.abandon(0) == 4 and relay.discard(["b"]) == 1
@@ -190,7 +190,7 @@ def test_all_samples_that_a_receiver_finds_damaged_at_rest_are_named(make_relay:
     for name in names[10:]:
         poke(held(relay, name), 7)
     (error,) = failures(relay, ticket)
-    assert isinstance(error, errors.PayloadCorrupt) and error.samples == tuple(names[10:])
+    assert isinstance(error, errors.FrameCorrupt) and error.samples == tuple(names[10:])
 
 
 def failures(relay: Relay, ticket: Ticket) -> list[errors.R3Error]:
@@ -212,7 +212,7 @@ def test_every_byte_at_rest_counts(make_relay: MakeRelay, spec: RoutingSpec) -> 
     step.verify(["d"])
     for offset in range(ids_TLK.nbytes):
         poke(ids_TLK, offset)
-        with pytest.raises(errors.PayloadCorrupt, match="sample d"):
+        with pytest.raises(errors.FrameCorrupt, match="sample d"):
             step.verify(list(NAMES))
         poke(ids_TLK, offset)
     step.verify(["d"])
@@ -246,7 +246,7 @@ def test_a_byte_at_rest_in_a_later_turn_beside_rows_without_routing_counts(
     for row, counts in ((3, False), (4, True), (27, True)):  # 15, 16 and 39 of the sample
         poke(rows_TLK, rows_TLK[0].nbytes * row)
         if counts:
-            with pytest.raises(errors.PayloadCorrupt, match="sample s"):
+            with pytest.raises(errors.FrameCorrupt, match="sample s"):
                 step.verify(["s"])
         else:
             step.verify(["s"])
@@ -273,7 +273,7 @@ def test_rows_that_change_places_at_rest_are_laid_to_their_samples(
     told = failures(relay, relay.seal(0, Assignment.given([[list(NAMES)]])))
     assert len(told) == relay.layout.cp
     for error in told:
-        assert isinstance(error, errors.PayloadCorrupt)
+        assert isinstance(error, errors.FrameCorrupt)
         assert error.samples == (("a", "b") if fault.startswith("samples") else ("a",))
         assert "at rest" in str(error)
 

@@ -59,7 +59,7 @@ def test_a_recovered_sample_takes_its_next_turn_and_no_other(tmp_path: Path) -> 
     turn = draft_of("s", 10, first_row=20).encode().tobytes()
     changed = TOKENS[:31].copy()
     changed[3] += 1
-    with pytest.raises(errors.TokensChanged):
+    with pytest.raises(errors.TurnMismatch):
         relay.add_frame("s", turn, changed, append=True)
     relay.add_frame("s", turn, TOKENS[:31], append=True)
     assert relay.rows_held("s") == 30

@@ -138,7 +138,7 @@ def test_a_shared_prompt_that_is_refused_costs_its_own_samples_only(relay: Relay
                 "good": engine.finish("good", 200, prompt=prompt_of(2), ids_TLK=sibling(2)),
             }
         for name, reply in replies.items():
-            with suppress(errors.DuplicateExpertId):  # where it has arrived before
+            with suppress(errors.ExpertIdInvalid):  # where it has arrived before
                 relay.add(name, reply, range(200))
         relay.intake.await_frames(["good"], timeout_s=LIMIT_S, step=0)
         assert engine.frames("given_up") == 0

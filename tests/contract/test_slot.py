@@ -61,7 +61,9 @@ def test_a_wait_is_bounded_and_names_the_holder() -> None:
     thread.start()
     assert entered.wait(LIMIT_S)
     with (
-        pytest.raises(errors.SlotBusy, match=r"step 3 waited 0\.2 s for the update to weight version 7"),
+        pytest.raises(
+            errors.DeadlineExceeded, match=r"step 3 waited 0\.2 s for the update to weight version 7"
+        ),
         slot.use("routing", "step 3", timeout_s=0.2),
     ):
         pass
@@ -102,6 +104,6 @@ def test_a_weight_update_waits_for_the_end_of_a_receive() -> None:
 
     with ThreadPoolExecutor(1) as pool, PROCESS_SLOT.use("routing", "step 3", timeout_s=LIMIT_S):
         updating = pool.submit(sync.update, tensors(), version=1, timeout_s=0.3)
-        with pytest.raises(errors.SlotBusy, match="step 3"):
+        with pytest.raises(errors.DeadlineExceeded, match="step 3"):
             updating.result(LIMIT_S)
     assert read == ["begun"]  # drained, because other ranks may be in step with it

@@ -119,7 +119,7 @@ def test_a_sample_that_grew_while_it_was_sealed_is_refused_by_name(
 
     with monkeypatch.context() as patched:
         patched.setattr(Intake, "await_frames", grows)
-        with pytest.raises(errors.SampleChanged, match="frames are to come") as told:
+        with pytest.raises(errors.StepError, match="frames are to come") as told:
             relay.seal(0, each("a", "b"))
     assert told.value.samples == ("a",)
     status = relay.status()

@@ -14,7 +14,7 @@ from r3channel.errors import (
     EngineLeftBehind,
     NonFiniteWeights,
     UsageError,
-    WeightsDiffer,
+    WeightsCorrupt,
     WeightUpdateFailed,
 )
 from r3channel.weights.member import EngineState
@@ -230,7 +230,7 @@ def test_bytes_that_an_engine_keeps_otherwise_are_named(
     pair[1]._update = damaged
     with pytest.raises(WeightUpdateFailed, match=rf"{pair[1].url}: 1 of 8 .*{NAMES[5]}") as failure:
         sync.update(weights(2).items(), version=2, timeout_s=20)
-    assert isinstance(failure.value.__cause__, WeightsDiffer) and pair[1].paused is False
+    assert isinstance(failure.value.__cause__, WeightsCorrupt) and pair[1].paused is False
 
 
 @pytest.mark.parametrize("route", ["/update_weight_version", "/continue_generation"])

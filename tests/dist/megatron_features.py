@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from r3channel.embedded import megatron as embedded
-from r3channel.errors import LayoutMismatch, ReplayCountMismatch
+from r3channel.errors import ConfigError, ReplayError
 from r3channel.model.spec import RoutingSpec
 from r3channel.plan.layout import TrainerLayout
 from r3channel.trainer.adapters import megatron
@@ -171,14 +171,14 @@ def test_a_mapped_mtp_layer_replays_too(layout: TrainerLayout) -> dict[str, Any]
 
 def test_a_map_of_more_mtp_layers_than_there_are_is_refused() -> None:
     with (
-        refused(LayoutMismatch, "maps 2 MTP layers", "model has 1"),
+        refused(ConfigError, "maps 2 MTP layers", "model has 1"),
         bench(TrainerLayout(mtp=(3, 3))),
     ):
         pass
 
 
 def test_layouts_with_other_sizes_than_megatrons_are_refused() -> None:
-    with refused(LayoutMismatch, "pp: layout 2, Megatron 1", "vpp: layout 2", "cp: layout 2"):
+    with refused(ConfigError, "pp: layout 2, Megatron 1", "vpp: layout 2", "cp: layout 2"):
         bench(TrainerLayout(pp=2, vpp=2, cp=2)).__enter__()
 
 
@@ -442,7 +442,7 @@ def test_an_optimizer_step_that_left_out_a_micro_batch_is_noticed_at_its_end() -
                             loss = own.forward(index)
                         loss.backward()
         with (
-            refused(ReplayCountMismatch, "micro-batch 1", "consumed 0 times"),
+            refused(ReplayError, "micro-batch 1", "consumed 0 times"),
             own.driver.step(own.routing, step=1) as step,
             step.optimizer_step((0, 1)),
         ):

@@ -19,11 +19,9 @@ import torch
 from r3channel.embedded import megatron as embedded
 from r3channel.embedded import megatron_shim
 from r3channel.errors import (
-    AuditMismatch,
-    LayoutMismatch,
+    ConfigError,
     R3Error,
-    ReplayCountMismatch,
-    ReplayRowMismatch,
+    ReplayError,
     RouterUnsupported,
     UsageError,
 )
@@ -106,7 +104,7 @@ def test_rows_of_the_wrong_shape_or_dtype_are_refused(bench: Bench) -> None:
     }
     for words, spoil in spoilers.items():
         bench.spoil = spoil
-        with refused(ReplayRowMismatch, "router of decoder layer 1", "micro-batch 0", words):
+        with refused(ReplayError, "router of decoder layer 1", "micro-batch 0", words):
             bench.whole_step()
         bench.spoil = lambda ids: ids
     bench.whole_step()
@@ -114,7 +112,7 @@ def test_rows_of_the_wrong_shape_or_dtype_are_refused(bench: Bench) -> None:
 
 def test_a_second_model_call_in_one_block_is_refused(bench: Bench) -> None:
     with (
-        refused(ReplayCountMismatch, "layer 1", "second time", "forward pass"),
+        refused(ReplayError, "layer 1", "second time", "forward pass"),
         bench.driver.step(bench, step=1) as step,
         step.microbatch(0),
     ):
@@ -124,7 +122,7 @@ def test_a_second_model_call_in_one_block_is_refused(bench: Bench) -> None:
 
 def test_a_block_without_a_model_call_is_refused(bench: Bench) -> None:
     with (
-        refused(ReplayCountMismatch, "layer 1", "consumed 0 times, expected 1"),
+        refused(ReplayError, "layer 1", "consumed 0 times, expected 1"),
         bench.driver.step(bench, step=1) as step,
         step.microbatch(0),
     ):
@@ -133,7 +131,7 @@ def test_a_block_without_a_model_call_is_refused(bench: Bench) -> None:
 
 def test_a_skipped_or_repeated_micro_batch_is_refused(bench: Bench) -> None:
     for indices, words in (((0, 2), "micro-batch 1: consumed 0 times"), ((0, 1, 2, 2), "consumed 2 times")):
-        with refused(ReplayCountMismatch, words), bench.driver.step(bench, step=1) as step:
+        with refused(ReplayError, words), bench.driver.step(bench, step=1) as step:
             for index in indices:
                 with step.microbatch(index):
                     loss = bench.forward(index)
@@ -142,7 +140,7 @@ def test_a_skipped_or_repeated_micro_batch_is_refused(bench: Bench) -> None:
 
 def test_a_left_out_backward_pass_is_refused(bench: Bench) -> None:
     with (
-        refused(ReplayCountMismatch, "recompute pass", "consumed 0 times"),
+        refused(ReplayError, "recompute pass", "consumed 0 times"),
         bench.driver.step(bench, step=1) as step,
     ):
         for index in range(MICROBATCHES):
@@ -153,14 +151,14 @@ def test_a_left_out_backward_pass_is_refused(bench: Bench) -> None:
 
 
 def test_an_empty_step_is_refused(bench: Bench) -> None:
-    with refused(ReplayCountMismatch, "without running any"), bench.driver.step(bench, step=1):
+    with refused(ReplayError, "without running any"), bench.driver.step(bench, step=1):
         pass
 
 
 def test_a_forward_pass_outside_of_a_block_is_refused(bench: Bench) -> None:
-    with refused(ReplayCountMismatch, "outside of a micro-batch"), bench.driver.step(bench, step=1):
+    with refused(ReplayError, "outside of a micro-batch"), bench.driver.step(bench, step=1):
         bench.forward()
-    with refused(ReplayCountMismatch, "gradients off"), bench.driver.step(bench, step=1) as step:
+    with refused(ReplayError, "gradients off"), bench.driver.step(bench, step=1) as step:
         with step.microbatch(0):
             bench.forward()  # its ids wait for a recompute; a stray pass must not take them
         with torch.no_grad():
@@ -169,7 +167,7 @@ def test_a_forward_pass_outside_of_a_block_is_refused(bench: Bench) -> None:
 
 def test_a_backward_pass_after_the_step_is_refused(bench: Bench) -> None:
     kept = []
-    with refused(ReplayCountMismatch, "step 4"), bench.driver.step(bench, step=4) as step, step.microbatch(0):
+    with refused(ReplayError, "step 4"), bench.driver.step(bench, step=4) as step, step.microbatch(0):
         kept.append(bench.forward())
     with refused(R3Error, "after its step 4 was left"):
         kept[0].backward()
@@ -344,23 +342,23 @@ def test_a_custom_pipeline_is_taken_where_the_plan_can_say_it(bench: Bench) -> N
         "Et|tt|t|L": ("stage 1, chunk 0: Megatron builds 2", "plans 1"),
     }.items():
         config.pipeline_model_parallel_layout = PipelineParallelLayerLayout.from_str(text, 2)
-        with refused(LayoutMismatch, *words, "pipeline_model_parallel_layout="):
+        with refused(ConfigError, *words, "pipeline_model_parallel_layout="):
             megatron._check_stages(TrainerLayout(pp=2, vpp=text.count("|") // 2 + 1), config)
     config.pipeline_model_parallel_layout = None
     config.pipeline_model_parallel_size, config.account_for_loss_in_pipeline_split = 2, True
     config.num_layers = 5
     megatron._check_stages(TrainerLayout(pp=2, first_layers=3), config)
-    with refused(LayoutMismatch, "stage 0", "builds 3", "plans 2"):
+    with refused(ConfigError, "stage 0", "builds 3", "plans 2"):
         megatron._check_stages(TrainerLayout(pp=2, first_layers=2), config)
 
 
 def test_another_layout_or_spec_is_refused_with_both_values(bench: Bench) -> None:
     chunks, spec = bench.model.chunks, bench.spec
-    with refused(LayoutMismatch, "dp: layout 2, Megatron 1", "tp: layout 2, Megatron 1"):
+    with refused(ConfigError, "dp: layout 2, Megatron 1", "tp: layout 2, Megatron 1"):
         ReplayDriver.attach(chunks, spec=spec, layout=TrainerLayout(dp=2, tp=2))
-    with refused(LayoutMismatch, "top-4 of 32", "top-2"):
+    with refused(ConfigError, "top-4 of 32", "top-2"):
         ReplayDriver.attach(chunks, spec=dataclasses.replace(spec, top_k=2), layout=bench.layout)
-    with refused(LayoutMismatch, "(1, 2, 3)", "(1, 2)"):
+    with refused(ConfigError, "(1, 2, 3)", "(1, 2)"):
         ReplayDriver.attach(chunks, spec=dataclasses.replace(spec, moe_layers=(1, 2)), layout=bench.layout)
 
 
@@ -386,7 +384,7 @@ def test_the_tap_notices_a_router_that_does_not_use_its_ids(bench: Bench) -> Non
     hook = bench.driver.handles[2].module.register_forward_hook(other_experts)
     try:
         with (
-            refused(AuditMismatch, "decoder layer 2", "forward pass", "16 of 16 rows"),
+            refused(ReplayError, "decoder layer 2", "forward pass", "16 of 16 rows"),
             RouterTap(bench.driver),
         ):
             bench.whole_step()

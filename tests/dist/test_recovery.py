@@ -99,7 +99,7 @@ def test_the_folder_of_a_relay_that_lives_is_refused(tmp_path: Path) -> None:
     relay = Relay(SPEC, LAYOUT, config(tmp_path))
     fill(relay)
     (folder,) = tmp_path.iterdir()
-    with pytest.raises(errors.StoreBusy, match=folder.name):
+    with pytest.raises(errors.UsageError, match=folder.name):
         Relay.recover(SPEC, LAYOUT, config(tmp_path))
     assert sorted(relay.status()["pending"]) == list(TOKENS)
     relay.close()
@@ -116,7 +116,7 @@ def test_later_turns_can_be_appended_to_a_recovered_sample_with_its_own_tokens_o
     ids_TLK = random_ids(39, seed=7)[held:]
     made = [ProvenanceSpan(start=held, end=39, weight_version=0, kind=RowKind.DECODED)]
     turn = reply_for("s2", 40, expert_ids_TLK=ids_TLK, first_row=held, provenance=made)
-    with pytest.raises(errors.TokensChanged, match="s2"):
+    with pytest.raises(errors.TurnMismatch, match="s2"):
         relay.add("s2", turn, range(40), append=True)
     relay.add("s2", turn, range(100, 140), append=True)
     assert relay.rows_held("s2") == 39

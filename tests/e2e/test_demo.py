@@ -250,7 +250,7 @@ def test_one_id_that_was_changed_in_a_trainers_memory_is_refused_by_its_router(t
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path)
     assert done.returncode == 1 and not done.stdout.strip()
     said = next(
-        line for line in done.stderr.splitlines() if line.startswith("r3channel.errors.peers.DigestMismatch")
+        line for line in done.stderr.splitlines() if line.startswith("r3channel.errors.DigestMismatch")
     )
     assert f"layer {LAYERS[0]}" in said and "step0/sample/" in said and "(1 in all)" in said
 

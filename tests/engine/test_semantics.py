@@ -16,7 +16,7 @@ import pytest
 from r3channel import cli
 from r3channel.config import ChannelConfig
 from r3channel.embedded.sglang import EngineOptions, EngineServer
-from r3channel.errors import RowGap, RowOverlap
+from r3channel.errors import TurnMismatch
 from r3channel.model.spec import RoutingSpec
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
@@ -136,10 +136,10 @@ def test_a_conversation_sends_each_row_once(
 def test_a_turn_with_the_wrong_start_is_refused(engine_url: str, relay: Relay) -> None:
     first = generate(engine_url, random_prompt(20, seed=3), new_tokens=4)
     relay.add("s", as_json(first), first.tokens)
-    for offset, error in ((1, RowGap), (-1, RowOverlap)):
+    for offset, words in ((1, "rows between are nowhere"), (-1, "sent again")):
         start = relay.rows_held("s") + offset
         turn = generate(engine_url, first.tokens, new_tokens=4, routed_experts_start_len=start)
-        with pytest.raises(error, match="expected to begin at row 23"):
+        with pytest.raises(TurnMismatch, match=rf"expected to begin at row 23 \({words}"):
             relay.add("s", as_json(turn), turn.tokens, append=True)
 
 

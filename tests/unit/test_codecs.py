@@ -150,7 +150,7 @@ def test_a_stage_does_not_touch_the_chunks_of_others() -> None:
     rehash(data)
     frame = parse_frame(bytes(data), spec=SPEC)
     assert np.array_equal(frame.decode(layers=(1, 2)), ids[:, :2])
-    with pytest.raises(errors.PayloadCorrupt):
+    with pytest.raises(errors.FrameCorrupt):
         frame.decode(layers=(3,))
 
 
@@ -263,7 +263,7 @@ def test_a_coded_chunk_that_is_called_stored_is_refused_when_it_is_parsed(layers
     codec_at = data.index(bytes([LZ4.codec_id, 0, 0, 0]), HEADER_BYTES + 24 + 8 * SPEC.num_moe_layers)
     data[codec_at] = STORED.codec_id
     rehash(data)
-    with pytest.raises(errors.PayloadCorrupt, match=r"chunk 0 is .*expected .* in \d+ to \d+ bytes"):
+    with pytest.raises(errors.FrameCorrupt, match=r"chunk 0 is .*expected .* in \d+ to \d+ bytes"):
         parse_frame(bytes(data), spec=SPEC)
 
 
@@ -279,7 +279,7 @@ def test_a_decoder_writes_nothing_past_its_output() -> None:
         for _ in range(300):
             try:
                 codec.decode_into(memoryview(rng.randbytes(rng.randrange(1, 300))), guarded[4:8])
-            except errors.PayloadCorrupt:
+            except errors.FrameCorrupt:
                 continue
         assert (guarded[:4] == 99).all() and (guarded[8:] == 99).all(), codec.name
 
@@ -289,7 +289,7 @@ def test_an_encoder_that_repeats_an_expert_in_a_set_is_found_out() -> None:
     plain[1:] = 1
     plain[4, 7] = 0
     data = with_payload(random_ids(10), spec=SPEC, codec="set", payload=zstd_of(plain.tobytes()))
-    with pytest.raises(errors.PayloadCorrupt, match="do not increase"):
+    with pytest.raises(errors.FrameCorrupt, match="do not increase"):
         parse_frame(data, spec=SPEC).decode()
 
 

@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 
 from r3channel import errors
-from r3channel.errors import StoreBusy, StoreFull
+from r3channel.errors import StoreFull, UsageError
 from r3channel.plan.assignment import Assignment
 from r3channel.relay.relay import Relay
 from r3channel.relay.storage import durable as durable_module
@@ -279,13 +279,13 @@ def test_nothing_is_lost_when_a_relay_is_killed_and_its_folder_is_busy_until_the
     ) as child:
         assert child.stdout is not None
         folder = Path(child.stdout.readline().decode().strip())
-        with pytest.raises(StoreBusy, match=folder.name), dead_relays(tmp_path, but=own.folder):
+        with pytest.raises(UsageError, match=folder.name), dead_relays(tmp_path, but=own.folder):
             pass
         child.send_signal(signal.SIGKILL)
         child.wait()
     with dead_relays(tmp_path, but=own.folder) as found:
         (remains,) = found
-        with pytest.raises(StoreBusy), dead_relays(tmp_path, but=own.folder):
+        with pytest.raises(UsageError), dead_relays(tmp_path, but=own.folder):
             pass  # another recovery is under way
     assert remains.folder == folder and len(remains.damaged) + remains.unclaimed <= 1
     assert remains.steps[3].acked == {(0, 0, 0)}
@@ -423,7 +423,7 @@ def test_a_sample_of_several_turns_comes_back_and_takes_its_next_one(
     turns(old, "s", 10, 25, 26)
     new, recovery = recover(old)
     assert recovery.pending == ["s"] and new.rows_held("s") == 26
-    with pytest.raises(errors.TokensChanged):
+    with pytest.raises(errors.TurnMismatch):
         new.add_frame("s", later(26, 40), [7, *range(1, 41)], append=True)
     turns(new, "s", 40)
     again, recovery = recover(new)
@@ -568,7 +568,7 @@ def test_a_recovery_without_room_changes_nothing_and_may_be_repeated(
 def test_a_relay_that_lives_is_not_taken_over(make_relay: MakeRelay) -> None:
     alive = make_relay("dp=1")
     fill(alive)
-    with pytest.raises(StoreBusy, match="belong to relays that live"):
+    with pytest.raises(UsageError, match="belong to relays that live"):
         Relay.recover(SPEC, alive.layout, alive.config)
     assert alive.status()["pending"] == sorted(TOKENS) and alive._durable is not None
     assert [path.name for path in Path(alive.config.store_dir).iterdir()] == [alive._durable.folder.name]

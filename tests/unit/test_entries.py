@@ -175,8 +175,8 @@ def test_rows_are_announced_as_soon_as_a_receipt_says_so() -> None:
 def test_a_damaged_frame_fails_its_sample_and_a_good_copy_heals_it() -> None:
     entries = Entries()
     entries.reply(reply("a", 9, serial=1), None, append=False, now_s=0)
-    assert not entries.frame((7, 1), errors.PayloadCorrupt("damaged"), now_s=0)
-    with pytest.raises(errors.PayloadCorrupt) as raised:
+    assert not entries.frame((7, 1), errors.FrameCorrupt("damaged"), now_s=0)
+    with pytest.raises(errors.FrameCorrupt) as raised:
         entries.take(["a"], step=3)
     assert raised.value.samples == ("a",) and raised.value.step == 3
     assert entries.wants((7, 1)) and entries.frame((7, 1), Held(0, 8), now_s=0)
@@ -185,8 +185,8 @@ def test_a_damaged_frame_fails_its_sample_and_a_good_copy_heals_it() -> None:
 
 def test_a_damaged_frame_that_nobody_claimed_does_not_block_its_good_copy() -> None:
     entries = Entries()
-    entries.frame((7, 1), errors.PayloadCorrupt("damaged"), now_s=0)
-    with pytest.raises(errors.PayloadCorrupt):
+    entries.frame((7, 1), errors.FrameCorrupt("damaged"), now_s=0)
+    with pytest.raises(errors.FrameCorrupt):
         entries.reply(reply("a", 9, serial=1), None, append=False, now_s=0)
     assert entries.frame((7, 1), Held(0, 8), now_s=0)
     assert entries.reply(reply("a", 9, serial=1), None, append=False, now_s=0).rows is not None
@@ -195,7 +195,7 @@ def test_a_damaged_frame_that_nobody_claimed_does_not_block_its_good_copy() -> N
 def test_a_frame_of_another_request_is_not_taken_for_a_receipt() -> None:
     entries = Entries()
     entries.frame((7, 2), Held(0, 8, sample_key=2), now_s=0)
-    with pytest.raises(errors.PayloadCorrupt, match="were replies swapped"):
+    with pytest.raises(errors.FrameCorrupt, match="were replies swapped"):
         entries.reply(_no_key(), None, append=False, now_s=0)
     assert entries.unclaimed == 1
 
@@ -209,15 +209,15 @@ def _no_key() -> Reply:
 
 
 @pytest.mark.parametrize(
-    ("first_row", "held", "error"),
-    [(5, 8, errors.RowOverlap), (12, 8, errors.RowGap), (8, 99, errors.TokensChanged)],
+    ("first_row", "held", "words"),
+    [(5, 8, "sent again"), (12, 8, "rows between are nowhere"), (8, 99, "tokenized anew")],
 )
 def test_a_turn_that_does_not_continue_is_refused_and_what_is_held_stays(
-    first_row: int, held: int, error: type[errors.R3Error]
+    first_row: int, held: int, words: str
 ) -> None:
     entries = Entries()
     entries.reply(reply("a", 9), Held(0, 8), append=False, now_s=0)
-    with pytest.raises(error) as raised:
+    with pytest.raises(errors.TurnMismatch, match=words) as raised:
         entries.reply(
             reply("a", 20, first_row=first_row, held=held), Held(first_row, 19), append=True, now_s=0
         )

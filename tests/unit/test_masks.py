@@ -15,9 +15,8 @@ from r3channel.config import ChannelConfig
 from r3channel.errors import (
     ConfigError,
     EngineReported,
+    FrameCorrupt,
     FrameError,
-    FrameTruncated,
-    PayloadCorrupt,
     PeerFailed,
     RoutingError,
     RoutingMissing,
@@ -194,7 +193,7 @@ def test_a_mask_that_changed_at_rest_reaches_no_trainer(make_relay: MakeRelay) -
     assert turn.masks is not None
     np.frombuffer(turn.masks.block.view, np.uint8)[-1] ^= 1
     ticket = relay.seal(0, Assignment.round_robin(["s"], dp=1, microbatch_size=1))
-    with pytest.raises(PayloadCorrupt, match="sampling masks of sample s at rest"):
+    with pytest.raises(FrameCorrupt, match="sampling masks of sample s at rest"):
         receive(receivers_of(relay), ticket)
 
 
@@ -204,7 +203,7 @@ def test_a_mask_that_changed_at_rest_reaches_no_trainer(make_relay: MakeRelay) -
         (b"", RoutingMissing),
         (masks_of([[1]] * 5, first_row=3, request="other"), RowCountMismatch),
         (masks_of([[1]] * 4, first_row=3, request="s"), RowCountMismatch),
-        (masks_of([[1]] * 5, first_row=3, request="s")[:-1], FrameTruncated),
+        (masks_of([[1]] * 5, first_row=3, request="s")[:-1], FrameCorrupt),
         (frame_of(9, sample_key=sample_key("s")), RoutingError),
     ],
 )

@@ -16,7 +16,7 @@ from xxhash import xxh3_64_intdigest
 
 from r3channel import errors
 from r3channel.config import ChannelConfig
-from r3channel.errors import BucketCorrupt, DeadlineExceeded, PayloadCorrupt, TicketMismatch, TransportError
+from r3channel.errors import BucketCorrupt, DeadlineExceeded, FrameCorrupt, TicketMismatch, TransportError
 from r3channel.observe.metrics import Metrics
 from r3channel.observe.stage_clock import StageClock
 from r3channel.plan.assignment import Assignment
@@ -320,16 +320,14 @@ def test_masks_of_a_size_that_cannot_be_are_refused_before_memory_is_taken(
 def test_the_relays_own_error_comes_as_it_was_raised_and_ends_the_attempts(
     play: Callable[..., Stage],
 ) -> None:
-    error = PayloadCorrupt(
-        "sample a is damaged", samples=["a", "b"], engines=["e"], ranks=[(0, 0, 0)], step=3
-    )
+    error = FrameCorrupt("sample a is damaged", samples=["a", "b"], engines=["e"], ranks=[(0, 0, 0)], step=3)
 
     def refuses(relay: Played) -> None:
         relay.hear(wire.READY)
         relay.say(wire.ERROR, **wire.values_of(error))
 
     stage = play(refuses)
-    with pytest.raises(PayloadCorrupt, match="sample a is damaged") as told:
+    with pytest.raises(FrameCorrupt, match="sample a is damaged") as told:
         receive(stage)
     assert stage.played == 1
     found = told.value

@@ -18,7 +18,7 @@ import pytest
 
 import r3channel.observe.stage_clock
 from r3channel.config import ChannelConfig
-from r3channel.errors import ConfigError, HeaderCorrupt, UsageError
+from r3channel.errors import ConfigError, FrameCorrupt, UsageError
 from r3channel.observe.metric_table import LABELS, METRICS
 from r3channel.observe.metrics import Metrics
 from r3channel.observe.stage_clock import STAGES, WAITS, Span, StageClock, merge_intervals
@@ -170,7 +170,7 @@ def test_labels_come_from_small_closed_sets() -> None:
 
 
 def test_every_sample_error_is_a_reason() -> None:
-    assert HeaderCorrupt.reason in LABELS["reason"]
+    assert FrameCorrupt.reason in LABELS["reason"]
 
 
 # -- counting ----------------------------------------------------------------------------------------------------------

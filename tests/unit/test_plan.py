@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3channel.errors import ConfigError, SampleUnknown, UnsupportedLayout
+from r3channel.errors import ConfigError, SampleUnknown
 from r3channel.model.spec import RoutingSpec
 from r3channel.plan import shards
 from r3channel.plan.assignment import Assignment
@@ -128,7 +128,7 @@ def test_an_mtp_layer_cannot_be_mapped_to_a_dense_layer() -> None:
     "text", ["pp=3", "pp=2,vpp=4", "pp=2,first_layers=5", "pp=2,first_layers=1,last_layers=1"]
 )
 def test_a_pipeline_that_does_not_divide_is_refused_when_planning(text: str) -> None:
-    with pytest.raises(UnsupportedLayout, match=r"4 layers|\(2, 2\) layers"):
+    with pytest.raises(ConfigError, match=r"4 layers|\(2, 2\) layers"):
         make_plan(TrainerLayout.parse(text), size=1, batches=4, seed=0)
 
 

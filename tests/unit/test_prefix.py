@@ -121,20 +121,20 @@ def test_a_frame_is_verified_together_with_the_rows_of_its_prefix() -> None:
     frame, ids = parse_frame(frame_without_its_prefix(), spec=SPEC), sample(0)
     out = np.empty_like(ids)
     assert resolve(frame, lambda _: ids[:PROMPT]).verify(out) is out and np.array_equal(out, ids)
-    with pytest.raises(errors.PayloadCorrupt, match="not those that the engine hashed"):
+    with pytest.raises(errors.FrameCorrupt, match="not those that the engine hashed"):
         resolve(frame, lambda _: ids[1 : PROMPT + 1]).verify()
 
 
 def test_damaged_rows_of_a_prefix_are_refused() -> None:
     data = bytearray(encode_prefix(SPEC, expert_ids_TLK=random_ids(PROMPT)))
     data[-1] ^= 1
-    with pytest.raises(errors.PayloadCorrupt, match="not those of digest"):
+    with pytest.raises(errors.FrameCorrupt, match="not those of digest"):
         parse_prefix(bytes(data), spec=SPEC)
 
 
 def test_a_prefix_of_other_rows_is_refused() -> None:
     frame = parse_frame(frame_without_its_prefix(), spec=SPEC)
-    with pytest.raises(errors.PayloadCorrupt, match="has 7 rows"):
+    with pytest.raises(errors.FrameCorrupt, match="has 7 rows"):
         resolve(frame, lambda _: random_ids(7))
     with pytest.raises(errors.RoutingError):
         resolve(frame, lambda _: random_ids(PROMPT, spec=WIDE))
@@ -150,5 +150,5 @@ def test_a_prefix_frame_is_no_sample_and_a_sample_no_prefix() -> None:
 def test_a_prefix_with_a_repeated_expert_is_refused() -> None:
     ids = random_ids(PROMPT)
     ids[9, 0, 1] = ids[9, 0, 0]
-    with pytest.raises(errors.DuplicateExpertId, match="row 9"):
+    with pytest.raises(errors.ExpertIdInvalid, match="row 9"):
         parse_prefix(encode_prefix(SPEC, expert_ids_TLK=ids), spec=SPEC)

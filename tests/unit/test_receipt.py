@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from r3channel.errors import PayloadCorrupt, R3Error, ReceiptInvalid
+from r3channel.errors import FrameCorrupt, R3Error, ReceiptInvalid
 from r3channel.wire.hello import PROBE_PREFIX, Hello, probe_body
 from r3channel.wire.parcel import Receipt, new_memory, open_parcel, pack_parcel, read_frames
 from tests.direct import InMemory
@@ -106,7 +106,7 @@ def test_any_damaged_hello_gives_a_typed_error_or_a_hello() -> None:
             hello, _ = Hello.split(bytes(data))
             assert hello is None or dataclasses.is_dataclass(hello)
         except R3Error as error:
-            assert isinstance(error, PayloadCorrupt)
+            assert isinstance(error, FrameCorrupt)
 
 
 def test_a_hello_of_an_older_engine_lacks_what_came_later() -> None:
@@ -123,7 +123,7 @@ def test_a_hello_of_an_older_engine_lacks_what_came_later() -> None:
     [{"context": -1}, {"context": 1 << 40}, {"context": True}, {"context": "8192"}, {"boot_id": -1}],
 )
 def test_a_hello_with_impossible_numbers_is_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(PayloadCorrupt, match="cannot be read"):
+    with pytest.raises(FrameCorrupt, match="cannot be read"):
         Hello.split(dataclasses.replace(HELLO, **changes).to_bytes())
 
 

@@ -228,7 +228,7 @@ def filling_the_store() -> Iterator[None]:
     yield
     own = own_copy(data)
     for serial in (1, 2, 3):
-        with pytest.raises((errors.StoreFull, errors.PayloadCorrupt)):  # the digests are not true either
+        with pytest.raises((errors.StoreFull, errors.FrameCorrupt)):  # the digests are not true either
             deliver(relay, (serial, own), (serial + 10, own))
     relay.close()
 

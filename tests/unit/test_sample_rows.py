@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from r3channel.config import ChannelConfig
-from r3channel.errors import RoutingMissing, RowCountMismatch, SampleChanged
+from r3channel.errors import RoutingMissing, RowCountMismatch, StepError
 from r3channel.integrations.slime.sample_rows import Rows, SampleRows, rows_of
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.relay import Relay
@@ -156,7 +156,7 @@ def test_tokens_after_the_last_reply_are_refused_at_the_seal(rows: SampleRows) -
     sample = Sample(0, list(range(9)))
     rows.take(sample, meta("a", 9))
     sample.tokens += [7]
-    with pytest.raises(SampleChanged, match="10 tokens, and the routing of 9"):
+    with pytest.raises(StepError, match="10 tokens, and the routing of 9"):
         rows.seal(0, [sample], [[[0]]], steps=[1])
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from r3channel.errors import FrameMagicMismatch, PayloadCorrupt, RoutingError
+from r3channel.errors import FrameCorrupt, FrameMagicMismatch, RoutingError
 from r3channel.relay.arrival.splice import merge, merged_frame
 from r3channel.wire.frame import encode_frame, parse_frame, sample_key
 from r3channel.wire.parcel import Receipt
@@ -105,7 +105,7 @@ def test_a_half_that_was_damaged_is_not_merged() -> None:
     data = bytearray(base64.b64decode(halves[0]["meta_info"]["routed_experts"]))
     data[-1] ^= 1
     halves[0]["meta_info"]["routed_experts"] = base64.b64encode(data).decode()
-    with pytest.raises(PayloadCorrupt, match="sample s"):
+    with pytest.raises(FrameCorrupt, match="sample s"):
         merged_frame(*halves, spec=SPEC, sample_id="s")
 
 

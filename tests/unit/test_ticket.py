@@ -16,7 +16,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3channel.errors import ConfigError, SampleUnknown, TicketMismatch, UnsupportedLayout
+from r3channel.errors import ConfigError, SampleUnknown, TicketMismatch
 from r3channel.model.spec import RoutingSpec
 from r3channel.plan import ticket as ticket_module
 from r3channel.plan.assignment import Assignment
@@ -292,7 +292,7 @@ def test_samples_that_receivers_would_refuse_are_not_sealed(change: dict[str, An
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        ({"layout": TrainerLayout(pp=3)}, UnsupportedLayout),
+        ({"layout": TrainerLayout(pp=3)}, ConfigError),
         ({"layout": TrainerLayout(dp=2)}, ConfigError),
         ({"layout": TrainerLayout(mtp=(0,))}, ConfigError),
         ({"layout": TrainerLayout(cp=1 << 13)}, ConfigError),

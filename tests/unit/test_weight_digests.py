@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from r3channel.cli import main
-from r3channel.errors import ManifestMismatch, WeightsDiffer
+from r3channel.errors import ManifestMismatch, WeightsCorrupt
 from r3channel.tools.weights import compare
 from r3channel.weights.checksums import EngineChecksums, tensor_checksum
 from r3channel.weights.convert import te_name
@@ -108,7 +108,7 @@ def test_the_host_copy_gives_the_committed_bytes_while_the_next_version_is_copie
     assert copy.put(0, torch.zeros(4)) is put  # the memory is used again
     assert copy.put(0, torch.zeros(5)) is not put
     held[3] += 1
-    with pytest.raises(WeightsDiffer, match=r"tensor a float32\[4\] of the host copy of version 1 changed"):
+    with pytest.raises(WeightsCorrupt, match=r"tensor a float32\[4\] of the host copy of version 1 changed"):
         next(copy.read())
 
 

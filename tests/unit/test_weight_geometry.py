@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from r3channel.errors import PlanInvalid
+from r3channel.errors import ManifestMismatch
 from r3channel.weights.geometry import Box, Layout
 from tests.reshard_model import chunked
 
@@ -38,7 +38,7 @@ def test_an_intersection_holds_the_indexes_that_both_hold(pair: tuple[Box, Box])
 
 
 def test_a_box_outside_its_tensor_is_refused_with_rank_and_shape() -> None:
-    with pytest.raises(PlanInvalid, match=r"rank 3 holds \[0\]\.\.\[9\].*shape \[8\]"):
+    with pytest.raises(ManifestMismatch, match=r"rank 3 holds \[0\]\.\.\[9\].*shape \[8\]"):
         Layout.of((8,), [(3, Box((0,), (9,)))])
 
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3channel.errors import PlanInvalid
+from r3channel.errors import ManifestMismatch
 from r3channel.weights.geometry import Box, Layout, ShardMap, report_of
 from r3channel.weights.manifest import TensorMeta
 from r3channel.weights.plan import RankPlan, plan_reshard
@@ -104,7 +104,7 @@ def test_maps_that_do_not_fit_are_refused_by_name(source: Any, target: Any, mess
         ShardMap((TensorMeta(name=n, dtype=torch.float32, shape=s), replicated(s, [rank])) for n, s in rows)
         for rank, rows in enumerate((source, target))
     ]
-    with pytest.raises(PlanInvalid, match=message):
+    with pytest.raises(ManifestMismatch, match=message):
         plan_reshard(maps[0], maps[1], rank=0, world_size=9)
 
 
@@ -118,14 +118,14 @@ def test_maps_that_do_not_fit_are_refused_by_name(source: Any, target: Any, mess
 def test_overlap_and_gap_of_the_sources_are_refused_by_name(boxes: Any, message: str) -> None:
     meta = TensorMeta(name="w", dtype=torch.float32, shape=(8,))
     source = ShardMap([(meta, Layout.of((8,), boxes))])
-    with pytest.raises(PlanInvalid, match=message):
+    with pytest.raises(ManifestMismatch, match=message):
         plan_reshard(source, ShardMap([(meta, replicated((8,), [2]))]), rank=2, world_size=9)
 
 
 def test_ranks_that_disagree_about_a_tensor_are_told_both_values() -> None:
     metas = [TensorMeta(name="w", dtype=torch.float32, shape=(n,)) for n in (4, 5)]
     reports = [report_of([(meta, Box.whole(meta.shape))]) for meta in metas]
-    with pytest.raises(PlanInvalid, match=r"rank 1 .*w float32\[5\].*w float32\[4\]"):
+    with pytest.raises(ManifestMismatch, match=r"rank 1 .*w float32\[5\].*w float32\[4\]"):
         ShardMap.gathered(reports)
 
 

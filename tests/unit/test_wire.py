@@ -140,7 +140,7 @@ def test_any_cut_is_noticed() -> None:
     for size in range(len(data)):
         with pytest.raises(errors.FrameError):
             parse_frame(data[:size], spec=SPEC)
-    with pytest.raises(errors.FrameTruncated):
+    with pytest.raises(errors.FrameCorrupt):
         parse_frame(data + b"\0", spec=SPEC)
 
 
@@ -167,18 +167,16 @@ def other(**changes: int) -> RoutingSpec:
 
 
 @pytest.mark.parametrize(
-    ("spec", "error"),
+    ("spec", "what"),
     [
-        (other(num_experts=64), errors.ExpertCountMismatch),
-        (other(top_k=4), errors.TopKMismatch),
-        (RoutingSpec.from_dict(SPEC.to_dict() | {"moe_layers": [1, 2]}), errors.LayerMismatch),
-        (other(num_layers=5), errors.SpecMismatch),
+        (other(num_experts=64), "experts 64"),
+        (other(top_k=4), "top-k 4"),
+        (RoutingSpec.from_dict(SPEC.to_dict() | {"moe_layers": [1, 2]}), "MoE layers 2"),
+        (other(num_layers=5), "spec digest"),
     ],
 )
-def test_a_frame_of_another_model_is_refused_by_what_differs(
-    spec: RoutingSpec, error: type[Exception]
-) -> None:
-    with pytest.raises(error, match=r"sample s7 from engine e1.*expected"):
+def test_a_frame_of_another_model_is_refused_by_what_differs(spec: RoutingSpec, what: str) -> None:
+    with pytest.raises(errors.SpecMismatch, match=rf"sample s7 from engine e1.*{what}.*expected"):
         parse_frame(frame_of(9, spec=spec), spec=SPEC, sample_id="s7", engine="e1")
 
 
@@ -193,16 +191,13 @@ def test_an_engine_that_failed_says_why() -> None:
 
 
 @pytest.mark.parametrize(
-    ("where", "value", "error"),
-    [((3, 1, 2), 128, errors.ExpertIdOutOfRange), ((3, 1, 2), "same", errors.DuplicateExpertId)],
+    ("value", "words"), [(128, "slot 2 has id 128; expected 0..127"), ("same", "repeats an expert")]
 )
-def test_a_bad_id_is_named_by_row_layer_and_sample(
-    where: tuple, value: object, error: type[Exception]
-) -> None:
+def test_a_bad_id_is_named_by_row_layer_and_sample(value: object, words: str) -> None:
     ids = random_ids(9)
-    ids[where] = ids[3, 1, 0] if value == "same" else value
+    ids[3, 1, 2] = ids[3, 1, 0] if value == "same" else value
     frame = parse_frame(encode_frame(SPEC, expert_ids_TLK=ids), spec=SPEC)
-    with pytest.raises(error, match=r"s1.*row 3, layer 2"):
+    with pytest.raises(errors.ExpertIdInvalid, match=rf"s1.*row 3, layer 2.*{words}"):
         frame.routing(sample_id="s1")
 
 
@@ -221,7 +216,7 @@ def test_the_row_that_is_named_counts_the_invalid_ones() -> None:
     ids[2] = 0
     ids[5, 1, 0] = 128
     frame = parse_frame(encode_frame(SPEC, expert_ids_TLK=ids, valid_T=valid), spec=SPEC)
-    with pytest.raises(errors.ExpertIdOutOfRange, match="row 5, layer 2"):
+    with pytest.raises(errors.ExpertIdInvalid, match="row 5, layer 2"):
         frame.verify()
 
 
@@ -234,7 +229,7 @@ def test_ids_that_were_damaged_are_told_from_ids_that_the_engine_got_wrong(value
     unused = next(expert for expert in range(128) if expert not in ids[4, 1])
     data[at] = {"another": unused, "same": data[at + 1], "large": 200}[value]
     with pytest.raises(
-        errors.PayloadCorrupt, match=r"sample s from engine e: layers \[2\]: the ids are not those"
+        errors.FrameCorrupt, match=r"sample s from engine e: layers \[2\]: the ids are not those"
     ):
         parse_frame(data, spec=SPEC, sample_id="s", engine="e").verify()
 
@@ -243,7 +238,7 @@ def test_damage_of_many_layers_names_a_few_and_counts_the_others() -> None:
     spec = RoutingSpec(num_layers=9, moe_layers=tuple(range(1, 9)), num_experts=128, top_k=8)
     data = bytearray(encode_frame(spec, expert_ids_TLK=random_ids(4, spec=spec), codec="stored"))
     data[-8 * 8 :] = bytes(8 * 8)
-    with pytest.raises(errors.PayloadCorrupt, match=r"layers \[1, 2, 3, 4, 5\] and 3 more"):
+    with pytest.raises(errors.FrameCorrupt, match=r"layers \[1, 2, 3, 4, 5\] and 3 more"):
         parse_frame(data, spec=spec).verify()
 
 

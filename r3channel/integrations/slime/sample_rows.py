@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from r3channel.errors import RoutingError, SampleChanged
+from r3channel.errors import RoutingError, StepError
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.ticket import Ticket
 from r3channel.relay.relay import Relay
@@ -100,7 +100,7 @@ class SampleRows:
     ) -> Ticket:
         """Seal a step. `ranks[dp][microbatch]` are places in `samples`, `steps` the micro-batches of each optimizer step.
 
-        Raises `RoutingMissing` for a sample that came without rows (unless `on_missing` is `live`), `SampleChanged` for one whose
+        Raises `RoutingMissing` for a sample that came without rows (unless `on_missing` is `live`), `StepError` for one whose
         tokens are not those of its rows, and what `Relay.seal` raises.
         """
         self.tidy()
@@ -119,7 +119,7 @@ class SampleRows:
     def _checked(self, sample: Any) -> str:
         held = rows_of(sample) or self._without_reply(sample)
         if held.tokens != len(sample.tokens):
-            raise SampleChanged(
+            raise StepError(
                 f"sample {sample.index} has {len(sample.tokens)} tokens, and the routing of {held.tokens} came with its last "
                 "reply. "
                 "Was it cut, or did tokens follow the last reply? Replay needs the engine's rows for every token but the last",

@@ -42,13 +42,11 @@ _SEND_S, _LINGER_S = 10.0, 2.0
 _SMALL_BYTES = 4096
 """Reads below it go through a buffer of this size: an entry of a parcel is 16 bytes."""
 _STATUS_OF: dict[type, Status] = {
-    errors.EngineSilent: Status.HELLO_REFUSED,
+    errors.PluginNotApplied: Status.HELLO_REFUSED,
     errors.PrefixMissing: Status.PREFIX_MISSING,
     errors.StepError: Status.COME_AGAIN,
     errors.UsageError: Status.COME_AGAIN,
-    errors.PayloadCorrupt: Status.FRAME_DAMAGED,
-    errors.HeaderCorrupt: Status.FRAME_DAMAGED,
-    errors.FrameTruncated: Status.FRAME_DAMAGED,
+    errors.FrameCorrupt: Status.FRAME_DAMAGED,
     errors.FrameMagicMismatch: Status.FRAME_DAMAGED,
 }
 """What other errors of the package are told as: NO_PARCEL."""
@@ -58,7 +56,7 @@ class Intake(Protocol):
     """What is behind the door. All calls come from its threads."""
 
     def greet(self, hello: Hello) -> None:
-        """Raises `EngineSilent` with the reason of a refusal."""
+        """Raises `PluginNotApplied` with the reason of a refusal."""
 
     def knows(self, boot_id: int) -> bool: ...
 

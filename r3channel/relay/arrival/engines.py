@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from r3channel.errors import EngineSilent
+from r3channel.errors import PluginNotApplied
 from r3channel.model.spec import RoutingSpec
 from r3channel.wire.hello import Hello
 
@@ -34,7 +34,7 @@ class EngineRegistry:
             self._deadlines_s.update({_plain(engine): deadline_s for engine in engines})
 
     def greet(self, hello: Hello, *, engine: str | None = None) -> None:
-        """Take a hello, under the name that the caller knows the engine by. Raises EngineSilent with the reason of a refusal."""
+        """Take a hello, under the name that the caller knows the engine by. Raises PluginNotApplied with the refusal's reason."""
         name = _plain(engine or hello.engine)
         reason = self._reason(hello)
         with self._changed:
@@ -47,7 +47,7 @@ class EngineRegistry:
                 self._refused.pop(name, None)
             self._changed.notify_all()
         if reason:
-            raise EngineSilent(f"the hello of engine {name} is refused: {reason}")
+            raise PluginNotApplied(f"the hello of engine {name} is refused: {reason}")
 
     def vouch(self, engine: str) -> None:
         """The engine showed a good frame without a hello (a reply that was no probe)."""
@@ -57,7 +57,7 @@ class EngineRegistry:
             self._changed.notify_all()
 
     def check(self, engine: str) -> None:
-        """Return if the engine may be used; wait for its hello until its deadline, then raise EngineSilent."""
+        """Return if the engine may be used; wait for its hello until its deadline, then raise PluginNotApplied."""
         name = _plain(engine)
         with self._changed:
             deadline_s = self._deadlines_s.get(name)
@@ -71,8 +71,8 @@ class EngineRegistry:
                 return
             refused = self._refused.get(name)
         if refused:
-            raise EngineSilent(f"engine {name} is refused: {refused}")
-        raise EngineSilent(
+            raise PluginNotApplied(f"engine {name} is refused: {refused}")
+        raise PluginNotApplied(
             f"engine {name} did not say hello in time. Is r3channel installed in its environment, was it started with "
             "R3CHANNEL_ENGINE=1, and, for direct delivery, with this relay's R3CHANNEL_RELAY_URL and R3CHANNEL_TOKEN_FILE? "
             "Its log names a hook or a hello that failed; `r3channel doctor --engine URL` asks it"

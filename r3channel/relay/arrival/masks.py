@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from xxhash import xxh3_64_intdigest
 
-from r3channel.errors import PayloadCorrupt, RoutingMissing, RowCountMismatch
+from r3channel.errors import FrameCorrupt, RoutingMissing, RowCountMismatch
 from r3channel.relay.storage.store import Block, Store
 from r3channel.wire.masks import Masks, parse_masks
 
@@ -21,9 +21,9 @@ class HeldMasks:
     """xxh3_64 of the block when it came."""
 
     def whole(self, sample_id: str, *, step: int) -> Masks:
-        """Raises PayloadCorrupt where memory or disk was damaged meanwhile."""
+        """Raises FrameCorrupt where memory or disk was damaged meanwhile."""
         if xxh3_64_intdigest(self.block.view) != self._hash:
-            raise PayloadCorrupt(
+            raise FrameCorrupt(
                 f"step {step}: the sampling masks of sample {sample_id} at rest are not those that came; was memory or disk "
                 "damaged? Abandon the step, discard the sample and generate it again",
                 samples=[sample_id],

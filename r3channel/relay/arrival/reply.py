@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from r3channel.errors import PayloadCorrupt, RoutingMissing
+from r3channel.errors import FrameCorrupt, RoutingMissing
 from r3channel.wire.frame import sample_key
 from r3channel.wire.parcel import RECEIPT_MAGIC, Receipt
 
@@ -71,7 +71,7 @@ def split_reply(body: bytes) -> tuple[Any, bytes | None]:
 def frame_bytes_of(reply: Any, *, sample_id: str, engine: str) -> bytes:
     """What is in `reply["meta_info"]["routed_experts"]` (base64, SGLang's in-band place): a frame, or a receipt for one.
 
-    Raises RoutingMissing, with the engine's own words where its reply is an error, or PayloadCorrupt.
+    Raises RoutingMissing, with the engine's own words where its reply is an error, or FrameCorrupt.
     """
     where = f"sample {sample_id} from engine {engine}"
     meta = reply.get("meta_info") if isinstance(reply, Mapping) else None
@@ -88,7 +88,7 @@ def frame_bytes_of(reply: Any, *, sample_id: str, engine: str) -> bytes:
     try:
         return decode_base64(text)
     except ValueError as error:
-        raise PayloadCorrupt(
+        raise FrameCorrupt(
             f"{where}: {ROUTING_FIELD} is not base64, expected a frame: {error}",
             samples=[sample_id],
             engines=[engine],

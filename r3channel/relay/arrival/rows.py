@@ -13,10 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from r3channel.errors import (
+    FrameCorrupt,
     FrameMagicMismatch,
-    FrameTruncated,
-    HeaderCorrupt,
-    PayloadCorrupt,
     PrefixMissing,
     R3Error,
     RoutingError,
@@ -33,7 +31,7 @@ from r3channel.wire.parcel import FrameName, Source, new_memory, read_frames
 from r3channel.wire.prefix import resolve
 from r3channel.wire.routing import Ids, ProvenanceSpan, RowKind
 
-DAMAGED = (PayloadCorrupt, HeaderCorrupt, FrameTruncated, FrameMagicMismatch)
+DAMAGED = (FrameCorrupt, FrameMagicMismatch)
 """What becomes of a frame on its way; anything else is its engine's own fault, and sending it again mends nothing."""
 MOST_ROWS = 1 << 20
 """Of a direct frame whose reply has not come, and whose engine does not say how long its sequences may be."""

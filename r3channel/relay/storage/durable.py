@@ -25,7 +25,7 @@ from typing import Any
 
 import xxhash
 
-from r3channel.errors import ConfigError, FrameError, StoreBusy, StoreFull
+from r3channel.errors import ConfigError, FrameError, StoreFull, UsageError
 from r3channel.wire.header import announced_bytes
 
 log = logging.getLogger(__name__)
@@ -204,7 +204,7 @@ def _read_frame(path: Path, remains: Remains) -> None:
 def dead_relays(root: Path, *, but: Path) -> Iterator[list[Remains]]:
     """What the relays left whose folders lie in `root` and whose processes have ended, the oldest first.
 
-    They are locked meanwhile. Raises `StoreBusy` when a relay that lives, or another recovery, holds all of them.
+    They are locked meanwhile. Raises `UsageError` when a relay that lives, or another recovery, holds all of them.
     """
     locks = dict[Path, int | None]()
     try:
@@ -214,7 +214,7 @@ def dead_relays(root: Path, *, but: Path) -> Iterator[list[Remains]]:
                     locks[path] = _lock(path)
         free = [path for path, lock in locks.items() if lock is not None]
         if locks and not free:
-            raise StoreBusy(f"{sorted(map(str, locks))} belong to relays that live; end those first")
+            raise UsageError(f"{sorted(map(str, locks))} belong to relays that live; end those first")
         yield [read_remains(path) for path in sorted(free, key=lambda path: path.stat().st_mtime)]
     finally:
         for lock in locks.values():

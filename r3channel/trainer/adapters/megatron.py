@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from r3channel.errors import LayoutMismatch, RouterUnsupported
+from r3channel.errors import ConfigError, RouterUnsupported
 from r3channel.model.spec import RoutingSpec
 from r3channel.plan.layout import RankCoords, TrainerLayout
 from r3channel.trainer.adapters.megatron_refusals import refuse_unsupported
@@ -138,7 +138,7 @@ def _mtp_routers(chunk: int, model: Any, wanted: int) -> Iterator[MegatronRouter
     from megatron.core.transformer.moe.router import TopKRouter
 
     if len(block.layers) != wanted:
-        raise LayoutMismatch(f"the layout maps {wanted} MTP layers; the model has {len(block.layers)}")
+        raise ConfigError(f"the layout maps {wanted} MTP layers; the model has {len(block.layers)}")
     for index, layer in enumerate(block.layers):
         for module in layer.modules():
             if isinstance(module, TopKRouter):
@@ -219,7 +219,7 @@ def check_layout(layout: TrainerLayout, *, config: Any | None = None) -> None:
     """Compare `layout` with Megatron's parallel state (and with the model's config, when given).
 
     Raises:
-        LayoutMismatch: names each size that differs, with both values, or a rank order that is not Megatron's default.
+        ConfigError: names each size that differs, with both values, or a rank order that is not Megatron's default.
     """
     theirs = _sizes(config)
     ours = {name: getattr(layout, name) for name in theirs}
@@ -229,7 +229,7 @@ def check_layout(layout: TrainerLayout, *, config: Any | None = None) -> None:
         if ours[name] != theirs[name]
     ]
     if different:
-        raise LayoutMismatch("the layout is not what Megatron was started with: " + "; ".join(different))
+        raise ConfigError("the layout is not what Megatron was started with: " + "; ".join(different))
     _check_rank_order(layout)
     if config is not None:
         _check_stages(layout, config)
@@ -242,7 +242,7 @@ def _check_stages(layout: TrainerLayout, config: Any) -> None:
         theirs = _decoder_layers(config, stage, chunk if layout.vpp > 1 else None)
         if theirs != planned[stage]:
             custom = getattr(config, "pipeline_model_parallel_layout", None)
-            raise LayoutMismatch(
+            raise ConfigError(
                 f"pipeline stage {stage}, chunk {chunk}: Megatron builds {theirs} decoder layers, the layout plans "
                 f"{planned[stage]} (pipeline_model_parallel_layout={custom!r}). The plan gives all stages but the first and the "
                 "last, and all chunks of a stage, equal parts"
@@ -281,7 +281,7 @@ def _check_rank_order(layout: TrainerLayout) -> None:
     ours = layout.rank(RankCoords(dp=coords.dp, pp=coords.pp, cp=coords.cp, tp=0))
     theirs = parallel_state.get_tensor_model_parallel_src_rank()
     if ours != theirs:
-        raise LayoutMismatch(
+        raise ConfigError(
             f"first rank of the TP group at {coords}: layout {ours}, Megatron {theirs}. "
             "Expected Megatron's default order tp-cp-ep-dp-pp."
         )

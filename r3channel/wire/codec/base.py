@@ -24,7 +24,7 @@ class Codec(Protocol):
         ...
 
     def decode_into(self, wire: memoryview, out_TLK: Ids) -> None:
-        """Fill a C-contiguous `out_TLK` entirely or raise `PayloadCorrupt`.
+        """Fill a C-contiguous `out_TLK` entirely or raise `FrameCorrupt`.
 
         The output's size bounds the work: no size is taken from the wire, and nothing is written past `out_TLK`.
         """

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from r3channel.errors import ConfigError, PayloadCorrupt
+from r3channel.errors import ConfigError, FrameCorrupt
 from r3channel.wire.routing import Ids
 
 _LEVEL = 1
@@ -76,14 +76,12 @@ def _decompress(wire: memoryview, nbytes: int) -> np.ndarray[Any, np.dtype[np.ui
     try:
         declared = zstd.get_frame_parameters(wire)
         if declared.content_size != nbytes or declared.dict_id != 0:
-            raise PayloadCorrupt(f"set chunk declares {declared.content_size} bytes, expected {nbytes}")
+            raise FrameCorrupt(f"set chunk declares {declared.content_size} bytes, expected {nbytes}")
         plain = zstd.ZstdDecompressor().decompress(wire, allow_extra_data=False)
     except zstd.ZstdError as error:
-        raise PayloadCorrupt(
-            f"set chunk of {len(wire)} bytes does not decode to {nbytes}: {error}"
-        ) from error
+        raise FrameCorrupt(f"set chunk of {len(wire)} bytes does not decode to {nbytes}: {error}") from error
     if len(plain) != nbytes:
-        raise PayloadCorrupt(f"set chunk decodes to {len(plain)} bytes, expected {nbytes}")
+        raise FrameCorrupt(f"set chunk decodes to {len(plain)} bytes, expected {nbytes}")
     return np.frombuffer(plain, np.uint8)
 
 
@@ -147,5 +145,5 @@ def _accumulate(planes_BKN: Ids, *, out_NK: Ids) -> None:
         for slot in range(1, slots):
             np.add(sums_KN[slot - 1], sums_KN[slot], out=sums_KN[slot])
         if not (sums_KN[1:] > sums_KN[:-1]).all():
-            raise PayloadCorrupt("set chunk holds a row whose ids do not increase; made by a faulty encoder?")
+            raise FrameCorrupt("set chunk holds a row whose ids do not increase; made by a faulty encoder?")
         out_NK[part] = sums_KN.T

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import lz4.block
 
-from r3channel.errors import PayloadCorrupt
+from r3channel.errors import FrameCorrupt
 from r3channel.wire.codec.base import bytes_of
 from r3channel.wire.routing import Ids
 
@@ -32,9 +32,9 @@ class Lz4:
         try:
             raw = lz4.block.decompress(wire, uncompressed_size=out_TLK.nbytes)
         except (lz4.block.LZ4BlockError, ValueError) as error:
-            raise PayloadCorrupt(
+            raise FrameCorrupt(
                 f"lz4 chunk of {len(wire)} bytes does not decode to {out_TLK.nbytes}: {error}"
             ) from error
         if len(raw) != out_TLK.nbytes:  # a bound larger than the content is not an error for the library
-            raise PayloadCorrupt(f"lz4 chunk decodes to {len(raw)} bytes, expected {out_TLK.nbytes}")
+            raise FrameCorrupt(f"lz4 chunk decodes to {len(raw)} bytes, expected {out_TLK.nbytes}")
         bytes_of(out_TLK)[:] = raw

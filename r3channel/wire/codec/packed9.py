@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from r3channel.errors import PayloadCorrupt
+from r3channel.errors import FrameCorrupt
 from r3channel.wire.routing import Ids
 from r3channel.wire.validate import kernels
 
@@ -47,7 +47,7 @@ class Packed9:
     def decode_into(self, wire: memoryview, out_TLK: Ids) -> None:
         out_N = out_TLK.reshape(-1)
         if out_N.dtype != np.int16 or len(wire) != _wire_bytes(out_N.size):
-            raise PayloadCorrupt(
+            raise FrameCorrupt(
                 f"packed9 chunk has {len(wire)} bytes for {out_N.size} ids of {out_N.dtype}, expected "
                 f"{_wire_bytes(out_N.size)} and int16"
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from r3channel.errors import PayloadCorrupt
+from r3channel.errors import FrameCorrupt
 from r3channel.wire.codec.base import bytes_of
 from r3channel.wire.routing import Ids
 
@@ -29,5 +29,5 @@ class Stored:
     def view(self, wire: memoryview, *, like: Ids) -> Ids:
         """The wire bytes as a read-only array of `like`'s shape and dtype, without a copy."""
         if len(wire) != like.nbytes:
-            raise PayloadCorrupt(f"stored chunk has {len(wire)} bytes, expected {like.nbytes}")
+            raise FrameCorrupt(f"stored chunk has {len(wire)} bytes, expected {like.nbytes}")
         return np.frombuffer(wire.toreadonly(), like.dtype).reshape(like.shape)
