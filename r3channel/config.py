@@ -117,8 +117,6 @@ class ChannelConfig:
     """File, mode 0600, that holds the bearer token of direct delivery; both ends read it."""
     frame_timeout_s: float = 30.0
     """How long `seal` waits for frames whose receipts came; what is missing then is named."""
-    kept_prefix_bytes: int = 256 * _MIB
-    """Ceiling of shared prompts' rows that are kept for later frames to refer to; what was evicted is asked for again."""
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -156,7 +154,6 @@ class ChannelConfig:
             "expiry_s",
             "backpressure_timeout_s",
             "frame_timeout_s",
-            "kept_prefix_bytes",
             "max_group_failures",
         ):
             # A deadline of nan or inf never ends.
@@ -215,8 +212,6 @@ class EngineConfig:
     """As the relay's."""
     queue_bytes: int = 256 * _MIB
     """Ceiling of frames that wait to be sent; a request that would exceed it is answered in-band."""
-    sent_prefix_bytes: int = 64 * _MIB
-    """With direct delivery: ceiling of the rows of prompts that were sent, so that equal ones are sent once; 0: all in full."""
     deliver_timeout_s: float = 60.0
     """How long a frame is offered to the relay before it is given up; the relay then names it when it seals."""
     name: str = ""
@@ -251,10 +246,6 @@ class EngineConfig:
                 raise ConfigError(f"{name} is {getattr(self, name)}, expected a positive, finite number")
         if not -1 <= self.metrics_port <= _LAST_PORT:
             raise ConfigError(f"metrics_port {self.metrics_port}, expected -1..{_LAST_PORT}")
-        if self.sent_prefix_bytes < 0:
-            raise ConfigError(
-                f"sent_prefix_bytes is {self.sent_prefix_bytes}, expected 0 (all in full) or more"
-            )
         unknown = self.allowed - set(REFUSALS)
         if unknown:
             raise ConfigError(f"R3CHANNEL_ALLOW names {sorted(unknown)}, expected some of {sorted(REFUSALS)}")

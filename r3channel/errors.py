@@ -267,13 +267,6 @@ class FrameVersionMismatch(FrameError):
     remedy = "Install the same r3channel for engines and relay."
 
 
-class PrefixMissing(FrameError):
-    """A frame refers to shared rows that are not here. Names the prefix and the rows."""
-
-    reason = "prefix_missing"
-    remedy = "Nothing with direct delivery: the engine sends those rows again. Elsewhere raise `kept_prefix_bytes`."
-
-
 class EngineReported(FrameError):
     """The engine could not build the frame and sent the reason in its place."""
 

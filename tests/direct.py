@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -130,12 +130,11 @@ class Engine:
         return int(self.outlet.metrics.value("r3channel_engine_frames_total", way=way))
 
     def finish(
-        self, request_id: str, tokens: int, *, first_row: int = 0, seed: int = 0, prompt: Sequence[int] = (),
+        self, request_id: str, tokens: int, *, first_row: int = 0, seed: int = 0,
         ids_TLK: Ids | None = None,
     ) -> dict[str, Any]:  # fmt: skip
         """The JSON reply of a request of `tokens` tokens, with random ids unless some are given."""
         draft = draft_of(request_id, tokens - 1 - first_row, first_row=first_row, seed=seed)
-        draft.prompt = prompt
         if ids_TLK is not None:
             draft.ids_TLK[:] = ids_TLK
         reply = bytes(self.outlet.reply(draft, request_id=request_id))

@@ -15,9 +15,8 @@ CHUNK_ROWS = 8192
 
 class OracleRows(NamedTuple):
     first_row: int
-    prefix_rows: int
     ids: list[list[list[int]]]
-    """[carried rows][layers][K]."""
+    """[rows][layers][K]."""
     valid: list[bool]
     spans: list[tuple[int, int, int, int]]
 
@@ -26,7 +25,6 @@ def read(data: bytes) -> OracleRows:
     flags, top_k, layers, width = data[7], *struct.unpack_from("<HHB", data, 20)
     (per_chunk,) = struct.unpack_from("<H", data, 26)
     rows, first_row, chunks, spans = struct.unpack_from("<IIII", data, 28)
-    (prefix_rows,) = struct.unpack_from("<I", data, 80)
     at = 104
     valid = [True] * rows
     if flags & 1:
@@ -36,9 +34,9 @@ def read(data: bytes) -> OracleRows:
     for index in range(spans):
         start, end, version, kind = struct.unpack_from("<IIqB", data, at + 24 * index)
         found.append((start, end, version, kind))
-    at += 24 * spans + 8 * layers + (16 if flags & 4 else 0)
+    at += 24 * spans + 8 * layers
     body = -(-(at + 20 * chunks) // 16) * 16
-    ids = [[[0] * top_k for _ in range(layers)] for _ in range(rows - prefix_rows)]
+    ids = [[[0] * top_k for _ in range(layers)] for _ in range(rows)]
     for index in range(chunks):
         row, height, low, wide, size, codec = struct.unpack_from("<IIHHIB", data, at + 20 * index)
         assert wide <= per_chunk and height <= CHUNK_ROWS
@@ -48,7 +46,7 @@ def read(data: bytes) -> OracleRows:
                 ids[r][layer] = [next(flat) for _ in range(top_k)]
         body += size
     assert body == len(data)
-    return OracleRows(first_row, prefix_rows, ids, valid, found)
+    return OracleRows(first_row, ids, valid, found)
 
 
 def _stored(wire: bytes, count: int, width: int, top_k: int) -> list[int]:

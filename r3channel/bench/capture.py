@@ -88,7 +88,6 @@ def _start(load: Load, folder: Path, *, relay_url: str, stack: ExitStack) -> dic
         "R3CHANNEL_DELIVERY": "direct",
         "R3CHANNEL_RELAY_URL": relay_url,
         "R3CHANNEL_TOKEN_FILE": str(folder / "token"),
-        "R3CHANNEL_SENT_PREFIX_BYTES": "0",  # every prompt is another one
     }
     servers = {}
     for name in VARIANTS:

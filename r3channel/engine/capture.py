@@ -14,7 +14,6 @@ import torch
 from r3channel.errors import ConfigError, RoutingError
 from r3channel.model.spec import RoutingSpec
 from r3channel.wire.frame import encode_frame
-from r3channel.wire.frame_view import PrefixRef
 from r3channel.wire.inplace import Run, StoredFrame, prepare
 from r3channel.wire.routing import Ids, RowKind, spans_of
 from r3channel.wire.validate import items_of, out_of_range
@@ -174,7 +173,6 @@ class FrameDraft:
         "_runs",
         "_stored",
         "ids_TLK",
-        "prompt",
         "sample_key",
         "spec",
     )
@@ -194,8 +192,6 @@ class FrameDraft:
         self._stored = StoredFrame(spec, rows=self._rows, first_row=first_row, runs=self._runs)
         self.ids_TLK = self._stored.ids_TLK
         """[T, L, K] in the id dtype; whoever made the draft fills it before `encode`."""
-        self.prompt: Sequence[int] = ()
-        """The prompt's token ids where they are known: they find samples that may share rows. Not copied."""
 
     @property
     def first_row(self) -> int:
@@ -213,24 +209,12 @@ class FrameDraft:
         """Tie the rows to their request; before `encode`."""
         self.sample_key = sample_key
 
-    @property
-    def shared_rows(self) -> int:
-        """Leading rows that samples of one prompt may share: all but the prompt's last, which each computes itself."""
-        return min(len(self.prompt) - 1, self.rows) if self.prompt and not self._first_row else 0
-
-    @property
-    def weight_version(self) -> int:
-        """Of the first row."""
-        return self._runs[0][2] if self._runs else NO_VERSION
-
-    def complete(self) -> bool:
+    def _complete(self) -> bool:
         """Does every row have ids that can come from a router, and a weight version?"""
         known = all(kind != _MISSING and version >= 0 for _, _, version, kind in self._runs)
         return known and not (self.rows and _looks_wrong(self.ids_TLK, spec=self.spec))
 
-    def encode(
-        self, *, codec: str = "auto", prefix: PrefixRef | None = None
-    ) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    def encode(self, *, codec: str = "auto") -> np.ndarray[Any, np.dtype[np.uint8]]:
         """The frame's bytes. In place where all rows are there and the codec stores them as they are.
 
         Rows without usable ids become invalid rows of kind MISSING. Raises RoutingError for rows of an unreadable weight
@@ -240,13 +224,13 @@ class FrameDraft:
         # take the gain, a quarter at best, 30 times as long (measured), which one thread pays for all requests. On missing rows
         # and above 256 experts `auto` decides.
         as_they_are = codec == "stored" or (codec == "auto" and self.spec.num_experts <= 256)
-        if as_they_are and prefix is None and self.complete():
+        if as_they_are and self._complete():
             self._stored.finish(sample_key=self.sample_key)
             return self._stored.buffer_N
-        data = self._encode_with(codec=codec, prefix=prefix)
+        data = self._encode_with(codec)
         return np.frombuffer(bytearray(data), np.uint8)  # torch wants it writable
 
-    def _encode_with(self, *, codec: str, prefix: PrefixRef | None) -> bytes:
+    def _encode_with(self, codec: str) -> bytes:
         lengths = [end - start for start, end, _, _ in self._runs]
         versions_T = np.repeat(np.array([run[2] for run in self._runs], np.int64), lengths)
         kinds_T = np.repeat(np.array([run[3] for run in self._runs], np.uint8), lengths)
@@ -268,7 +252,6 @@ class FrameDraft:
             ),
             sample_key=self.sample_key,
             codec=codec,
-            prefix=prefix,
         )
 
 

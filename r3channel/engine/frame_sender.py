@@ -26,16 +26,13 @@ import numpy as np
 from r3channel.config import COSTLY_CODECS, EngineConfig
 from r3channel.engine.capture import FrameDraft
 from r3channel.errors import ConfigError
-from r3channel.model.spec import RoutingSpec
 from r3channel.observe.metrics import Metrics
 from r3channel.observe.stage_clock import StageClock
 from r3channel.transport.auth import read_token
 from r3channel.wire.frame import encode_error, sample_key
-from r3channel.wire.frame_view import PrefixRef
 from r3channel.wire.hello import PROBE_PREFIX, Hello
 from r3channel.wire.ingest import FRAMES_PATH, HELLO_PATH, PARCEL_BYTES, PARCEL_FRAMES, Status
-from r3channel.wire.parcel import PREFIX_SERIAL, Receipt, pack_parcel
-from r3channel.wire.prefix import MIN_ROWS, PrefixCache, Shared
+from r3channel.wire.parcel import Receipt, pack_parcel
 
 log = logging.getLogger(__name__)
 
@@ -44,8 +41,6 @@ _ANSWER_TIMEOUT_S = 10.0
 _BACKOFF_S = (0.02, 2.0)
 """First and longest pause between two tries."""
 _CLOSE_TIMEOUT_S = 2.0
-_MADE_ANEW = (Status.HELLO_FIRST, Status.PREFIX_MISSING, Status.NO_PARCEL, Status.FRAME_DAMAGED)
-"""After these the same parcel would not do."""
 
 
 class Outlet:
@@ -89,10 +84,10 @@ def report(error: Exception, *, request_id: str) -> bytes:
     return encode_error(f"{type(error).__name__}: {error}", sample_key=sample_key(request_id))
 
 
-def encode_or_report(draft: FrameDraft, *, codec: str, prefix: PrefixRef | None = None) -> bytes:
+def encode_or_report(draft: FrameDraft, *, codec: str) -> bytes:
     """The frame's bytes, or those of an error frame."""
     try:
-        return draft.encode(codec=codec, prefix=prefix).tobytes()
+        return draft.encode(codec=codec).tobytes()
     except Exception as error:
         log.exception("r3channel: a frame cannot be encoded")
         return encode_error(f"{type(error).__name__}: {error}", sample_key=draft.sample_key)
@@ -124,7 +119,6 @@ class Sender:
         self._closed = threading.Event()
         self._greeted = False
         self._refusal = ""
-        self._prefixes = PrefixCache(RoutingSpec.from_dict(hello.spec), max_bytes=config.sent_prefix_bytes)
         self._connection: http.client.HTTPConnection | None = None
         self._metrics = metrics
         for way in ("overflowed", "direct", "given_up"):
@@ -183,27 +177,11 @@ class Sender:
         with self._changed:
             self._bytes -= sum(item.draft.nbytes for item in batch)
 
-    def _encode(self, batch: Sequence[_Waiting], *, in_full: bool = False) -> list[bytes]:
-        """The parcel of these frames, shared prompts in front of the first frame that refers to them; or no rows shared."""
-        frames: list[tuple[int, bytes]] = []
-        for item in batch:
-            shared = Shared(None) if in_full else self._share(item.draft)
-            if shared.frame is not None:
-                frames.append((PREFIX_SERIAL, shared.frame))
-            frames.append(
-                (item.serial, encode_or_report(item.draft, codec=self._config.codec, prefix=shared.ref))
-            )
+    def _encode(self, batch: Sequence[_Waiting]) -> list[bytes]:
+        """The parcel of these frames."""
+        codec = self._config.codec
+        frames = [(item.serial, encode_or_report(item.draft, codec=codec)) for item in batch]
         return pack_parcel(self._hello.boot_id, frames)
-
-    def _share(self, draft: FrameDraft) -> Shared:
-        rows, config = draft.shared_rows, self._config
-        # A prefix keeps the order of its rows; a codec that drops it must drop it for the whole sample.
-        keeps_order = config.codec not in COSTLY_CODECS
-        if rows < MIN_ROWS or not config.sent_prefix_bytes or not keeps_order or not draft.complete():
-            return Shared(None)
-        return self._prefixes.share(
-            draft.ids_TLK[:rows], token_ids=draft.prompt[:rows], weight_version=draft.weight_version
-        )
 
     def _take(self) -> list[_Waiting] | None:
         with self._changed:
@@ -217,21 +195,17 @@ class Sender:
     def _deliver(self, batch: Sequence[_Waiting], *, deadline_s: float) -> None:
         with self._metrics.clock.span("frame"):
             parts, pause_s = self._encode(batch), _BACKOFF_S[0]
-        asked = in_full = False
+        made_anew = False
         while True:
             with self._metrics.clock.span("http"):
                 status, reason = self._offer_parcel(parts)
             if status == Status.TAKEN:
                 self._metrics.inc("r3channel_engine_frames_total", len(batch), way="direct")
                 return
-            if status == Status.TOO_LARGE or (status == Status.NO_PARCEL and in_full):
+            if status == Status.TOO_LARGE or (status == Status.NO_PARCEL and made_anew):
                 break
-            if status in _MADE_ANEW:
-                # Asked for twice, a prefix has no room there; damaged or refused, it must not take other samples with it.
-                in_full |= asked if status == Status.PREFIX_MISSING else status != Status.HELLO_FIRST
-                asked |= status == Status.PREFIX_MISSING
-                self._prefixes.clear()
-                parts = self._encode(batch, in_full=in_full)
+            if status in (Status.NO_PARCEL, Status.FRAME_DAMAGED):
+                parts, made_anew = self._encode(batch), True
             if self._closed.is_set() or time.monotonic() + pause_s > deadline_s:
                 break
             self._closed.wait(pause_s)

@@ -293,7 +293,6 @@ class FrameCapturer(RoutedExpertsCapturer):
                 "SGLang collected rows without get_topk; was another plug-in applied over r3channel's?"
             )
         draft.name(sample_key(str(req.rid)))
-        draft.prompt = req.origin_input_ids
         return draft
 
     def _current_version(self) -> int:

@@ -186,7 +186,6 @@ class StagedCapturer:
                 self.flush()
                 slots_T = req_to_token_pool.req_to_token[req.req_pool_idx][: req.seqlen - 1].cpu()
                 draft = self.rows.draft(slots_T, first_row=0, sample_key=sample_key(request_id))
-                draft.prompt = req.origin_input_ids
                 reply = self.outlet.reply(draft, request_id=request_id)
         except Exception as error:
             log.exception("r3channel: no frame for request %s", request_id)

@@ -58,14 +58,7 @@ class Intake:
         """`changed` guards `entries`, and is notified of every event."""
         self.config, self.clock, self.metrics = config, clock, metrics
         self.entries, self.engines = Entries(), EngineRegistry(spec)
-        self.landing = Landing(
-            spec,
-            store,
-            durable,
-            clock=clock,
-            invalid_rows=config.invalid_rows,
-            prefix_bytes=config.kept_prefix_bytes,
-        )
+        self.landing = Landing(spec, store, durable, clock=clock, invalid_rows=config.invalid_rows)
         self._store, self._durable, self._changed = store, durable, changed
         self.recorder = recorder
         """May be given, exchanged and taken while the relay runs."""
@@ -89,9 +82,8 @@ class Intake:
     def deliver(self, boot_id: int, count: int, body: Source) -> None:
         """Take an opened parcel of `count` frames. Repeating it does no harm; what its engine made wrong is told to its reply.
 
-        Raises ReceiptInvalid when it is no parcel, PrefixMissing when rows that its frames share are not here (then nothing is
-        taken), StoreFull when there is no room for all of it, FrameError for a frame that was damaged on the way (then send it
-        again), and what `body` raises.
+        Raises ReceiptInvalid when it is no parcel, StoreFull when there is no room for all of it, FrameError for a frame that was
+        damaged on the way (then send it again), and what `body` raises.
         """
         self.metrics.inc("r3channel_bytes_total", body.left, leg="engine_direct")
         self.expire()  # frames may come whose replies never do

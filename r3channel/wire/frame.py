@@ -3,8 +3,7 @@
     header (104 B, little endian, its own xxh3 last; see `wire.header`)
     validity bitmap   ceil(T/8) bytes, only with flag VALIDITY; bit = row is valid
     provenance        spans x {start u32, end u32, weight_version i64, kind u8 (`RowKind`), 7 zero}
-    digests           L x u64 over all rows, those of the prefix included (see `wire.digest`)
-    prefix digest     16 B, only with flag PREFIX: the first `prefix_rows` rows travel in another frame (see `wire.prefix`)
+    digests           L x u64 over all rows (see `wire.digest`)
     chunk table       see `wire.chunks`
     padding           zeros to a multiple of 16 B from the start of the frame
     chunks            ids [rows, layers, K] in `spec.id_dtype`, each coded on its own
@@ -14,7 +13,7 @@ decoded. `parse_frame` checks in the order: magic and version, size, header hash
 hash, tables; nothing is allocated from a number that was not checked. `Frame.verify` decodes the ids and checks every one: in
 range, distinct, and those that the engine hashed. Hashes and digests stop accidents, not attackers.
 
-A PREFIX frame has no digests (its rows are covered by its prefix digest), an ERROR frame nothing but its text, as sections.
+An ERROR frame has nothing but its text, as sections.
 """
 
 from __future__ import annotations
@@ -40,20 +39,17 @@ from r3channel.wire.chunks import (
 )
 from r3channel.wire.codec import CODECS, STORED, check_codec
 from r3channel.wire.digest import layer_digests
-from r3channel.wire.frame_view import Frame, PrefixRef
+from r3channel.wire.frame_view import Frame
 from r3channel.wire.header import (
-    FLAG_PREFIX,
     FLAG_UNORDERED,
     FLAG_VALIDITY,
     FRAME_MAGIC,
     HEADER_BYTES,
     KIND_ERROR,
     KIND_EXPERT_IDS,
-    KIND_PREFIX,
     MAX_ERROR_BYTES,
     MAX_ROWS,
     MAX_SPANS,
-    PREFIX_DIGEST_BYTES,
     SPAN_BYTES,
     Header,
     assemble,
@@ -71,7 +67,6 @@ __all__ = [
     "FRAME_MAGIC",
     "HEADER_BYTES",
     "Frame",
-    "PrefixRef",
     "encode_error",
     "encode_frame",
     "parse_frame",
@@ -97,26 +92,23 @@ def encode_frame(
     sample_key: int = 0,
     codec: str = "auto",
     layers_per_chunk: int | None = None,
-    prefix: PrefixRef | None = None,
 ) -> bytes:
     """Bytes of one frame. `expert_ids_TLK` is [rows, L, K] in `spec.id_dtype` and is copied once.
 
     Without `provenance` all rows are decoded rows of weight version 0. Ids are hashed and not checked here: the engine's
     scheduler thread pays for this call, and the relay checks every id. Ids of invalid rows may be anything, and codec `set`
-    replaces them. `layers_per_chunk` lets a pipeline stage decode only its layers. The first `prefix.rows` rows are left out;
-    all that is said about rows (validity, provenance, digests) covers them nevertheless.
+    replaces them. `layers_per_chunk` lets a pipeline stage decode only its layers.
     """
     check_shape(expert_ids_TLK, spec=spec, where="encode_frame")
     check_codec(codec)
-    rows, shared = len(expert_ids_TLK), prefix.rows if prefix else 0
+    rows = len(expert_ids_TLK)
     if provenance is None:
         provenance = _decoded_by_version_0(first_row, rows)
     check_spans(provenance, first_row=first_row, rows=rows, where="encode_frame")
     width = _layers_per_chunk(spec, layers_per_chunk)
-    if len(provenance) > MAX_SPANS or shared > rows or (prefix and not shared):
+    if len(provenance) > MAX_SPANS:
         raise errors.RoutingError(
-            f"{len(provenance)} provenance spans and {shared} prefix rows for {rows} rows; expected at most {MAX_SPANS} spans, "
-            "and a prefix of at least one row"
+            f"{len(provenance)} provenance spans for {rows} rows; expected at most {MAX_SPANS} spans"
         )
     flags, sections = 0, bytearray()
     if valid_T is not None and not valid_T.all():
@@ -126,14 +118,11 @@ def encode_frame(
         sections += pack_span(span.start, span.end, span.weight_version, span.kind)
     if codec == "set":
         expert_ids_TLK = _with_sets_in_invalid_rows(expert_ids_TLK, valid_T)
-    chunks = encode_chunks(expert_ids_TLK[shared:], codec=codec, layers_per_chunk=width)
+    chunks = encode_chunks(expert_ids_TLK, codec=codec, layers_per_chunk=width)
     if any(not CODECS[chunk.codec].keeps_order for chunk in chunks):
         flags |= FLAG_UNORDERED
-        expert_ids_TLK = _as_decoded(expert_ids_TLK, chunks, shared=shared)
+        expert_ids_TLK = _as_decoded(expert_ids_TLK, chunks)
     sections += layer_digests(expert_ids_TLK, first_row=first_row, valid_T=valid_T).tobytes()
-    if prefix:
-        flags |= FLAG_PREFIX
-        sections += prefix.digest
     sections += table_of(chunks)
     sections += bytes(padding(len(sections)))
     header = Header(
@@ -150,27 +139,12 @@ def encode_frame(
         chunks=len(chunks),
         spans=len(provenance),
         sections_bytes=len(sections),
-        raw_bytes=(rows - shared) * spec.bytes_per_token,
+        raw_bytes=rows * spec.bytes_per_token,
         wire_bytes=sum(len(chunk.wire) for chunk in chunks),
         sample_key=sample_key,
         weight_version=max((span.weight_version for span in provenance), default=-1),
-        prefix_rows=shared,
     )
     return assemble(header, sections, [chunk.wire for chunk in chunks])
-
-
-def stored_copy(frame: Frame) -> bytes:
-    """The same rows as a frame that carries all of them as they are: without codec, without a prefix. Decodes; does not judge."""
-    head = stored_head(
-        frame.spec,
-        rows=frame.rows,
-        first_row=frame.first_row,
-        valid_T=frame.valid_T,
-        provenance=frame.provenance,
-        digests_L=frame.digests_L,
-        sample_key=frame.sample_key,
-    )
-    return b"".join((head, np.ascontiguousarray(frame.ids()).data))
 
 
 def stored_head(
@@ -248,12 +222,12 @@ def _with_sets_in_invalid_rows(ids_TLK: Ids, valid_T: np.ndarray[Any, np.dtype[n
     return np.where(valid_T[:, None, None], ids_TLK, np.arange(ids_TLK.shape[-1], dtype=ids_TLK.dtype))
 
 
-def _as_decoded(ids_TLK: Ids, chunks: Sequence[Chunk], *, shared: int) -> Ids:
+def _as_decoded(ids_TLK: Ids, chunks: Sequence[Chunk]) -> Ids:
     """The ids as the other end will see them: sorted within each row of a chunk that lost its order."""
     seen_TLK = np.array(ids_TLK)
     for chunk in chunks:
         if not CODECS[chunk.codec].keeps_order:
-            decode_chunk(chunk, seen_TLK[shared:], layers=range(ids_TLK.shape[1]))
+            decode_chunk(chunk, seen_TLK, layers=range(ids_TLK.shape[1]))
     return seen_TLK
 
 
@@ -294,18 +268,12 @@ def read_body(header: Header, body: memoryview, *, spec: RoutingSpec, where: str
         valid_T = np.unpackbits(bits, count=rows, bitorder="little").view(bool)
     spans = _read_spans(header, body[at:], where=where)
     at += header.spans * SPAN_BYTES
-    digests_L = np.zeros(spec.num_moe_layers, np.uint64)
-    if header.kind == KIND_EXPERT_IDS:
-        digests_L = np.frombuffer(body[at : at + digests_L.nbytes], "<u8").copy()
-        at += digests_L.nbytes
-    prefix = None
-    if header.flags & FLAG_PREFIX:
-        prefix = PrefixRef(bytes(body[at : at + PREFIX_DIGEST_BYTES]), header.prefix_rows)
-        at += PREFIX_DIGEST_BYTES
+    digests_L = np.frombuffer(body[at : at + 8 * spec.num_moe_layers], "<u8").copy()
+    at += digests_L.nbytes
     chunks, payload = read_chunks(
         body[at:],
         wire_bytes=header.wire_bytes,
-        rows=header.carried_rows,
+        rows=rows,
         spec=spec,
         layers_per_chunk=header.layers_per_chunk,
         where=where,
@@ -322,7 +290,6 @@ def read_body(header: Header, body: memoryview, *, spec: RoutingSpec, where: str
         provenance=spans,
         digests_L=digests_L,
         ordered=_ordered(header, chunks, where=where),
-        prefix=prefix,
         _chunks=chunks,
         _payload=payload,
     )
@@ -345,8 +312,6 @@ def _read_spans(header: Header, body: memoryview, *, where: str) -> tuple[Proven
         if kind not in RowKind._value2member_map_:
             raise errors.FrameCorrupt(f"{where}: provenance kind {kind} is unknown")
         spans.append(ProvenanceSpan(start=start, end=end, weight_version=version, kind=RowKind(kind)))
-    if header.kind == KIND_PREFIX:  # what made the rows is said by each frame that refers to them
-        return ()
     try:
         check_spans(spans, first_row=header.first_row, rows=header.rows, where=where)
     except errors.RoutingError as error:

@@ -20,15 +20,6 @@ _WORD_BYTES = 16
 _NAMED_LAYERS = 5
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixRef:
-    """Leading rows that another frame carries."""
-
-    digest: bytes
-    """xxh3_128 of the rows themselves, see `wire.prefix.prefix_digest`."""
-    rows: int
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
     """A frame whose bytes have been verified but for its ids, which are still encoded (see `verify`).
@@ -38,7 +29,6 @@ class Frame:
 
     spec: RoutingSpec
     rows: int
-    """Rows of the frame, those of its prefix included."""
     first_row: int
     sample_key: int
     weight_version: int
@@ -53,15 +43,12 @@ class Frame:
     """Per MoE layer, as the engine computed them over the valid rows (see `wire.digest`)."""
     ordered: bool
     """False where a codec has dropped the order of the ids within a row."""
-    prefix: PrefixRef | None
-    """Rows that this frame only refers to; None once they were resolved (see `wire.prefix.resolve`)."""
     _chunks: tuple[Chunk, ...]
     _payload: memoryview
-    _prefix_ids: Ids | None = None
 
     @property
     def raw_nbytes(self) -> int:
-        """Bytes that the decoded rows take, those of the prefix included."""
+        """Bytes that the decoded rows take."""
         return self.rows * self.spec.bytes_per_token
 
     def verify(self, out_TLK: Ids | None = None) -> Ids:
@@ -96,7 +83,7 @@ class Frame:
         """Fill a C-contiguous array [rows, len(layers), K] of `spec.id_dtype`, decoding only the chunks that hold them.
 
         `layers` are global decoder layers, neighbours on the MoE axis: a pipeline stage's. Raises `FrameCorrupt` where
-        a chunk does not decode, and `PrefixMissing` while the prefix is not resolved.
+        a chunk does not decode.
         """
         span = self._moe_range(layers)
         shape = (self.rows, len(span), self.spec.top_k)
@@ -104,14 +91,8 @@ class Frame:
             raise errors.UsageError(
                 f"decode buffer is {out_TLK.dtype}{list(out_TLK.shape)}, expected {self.spec.id_dtype}{list(shape)}, C-contiguous"
             )
-        self._check_resolved()
-        carried = out_TLK
-        if self._prefix_ids is not None:
-            shared = len(self._prefix_ids)
-            np.copyto(out_TLK[:shared], self._prefix_ids[:, span.start : span.stop])
-            carried = out_TLK[shared:]
         for chunk in self._chunks:
-            decode_chunk(chunk, carried, layers=span)
+            decode_chunk(chunk, out_TLK, layers=span)
 
     def decode_into(self, out_TLK: Ids) -> None:
         """As `decode_layers_into`, for all MoE layers."""
@@ -141,18 +122,11 @@ class Frame:
         return out_TLK
 
     @property
-    def shares(self) -> bool:
-        """Whether some of its rows came in another frame."""
-        return self._prefix_ids is not None
-
-    @property
     def stored(self) -> bool:
         """Whether `ids` and `verify` give a view of the frame's own bytes."""
         return self._view() is not None
 
     def _view(self) -> Ids | None:
-        if self.prefix is not None or self._prefix_ids is not None:
-            return None
         spec, stored = self.spec, STORED.codec_id
         if any(chunk.codec != stored or chunk.layers != spec.num_moe_layers for chunk in self._chunks):
             return None
@@ -180,10 +154,3 @@ class Frame:
         if tuple(layers) != self.spec.moe_layers[span.start : span.stop]:
             raise errors.UsageError(f"layers {tuple(layers)} are not neighbours among {self.spec.moe_layers}")
         return span
-
-    def _check_resolved(self) -> None:
-        if self.prefix is not None:
-            raise errors.PrefixMissing(
-                f"rows {self.first_row}..{self.first_row + self.prefix.rows} lie in prefix {self.prefix.digest.hex()}, which "
-                "has not been resolved; ask the engine for it, or take its rows as missing"
-            )

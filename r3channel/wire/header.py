@@ -19,19 +19,15 @@ from r3channel.wire.codec import CODECS
 
 WIRE_VERSION = 2
 FRAME_MAGIC = b"R3F" + bytes([WIRE_VERSION])
-KIND_EXPERT_IDS, KIND_PREFIX, KIND_SAMPLING_MASKS, KIND_ERROR = 1, 2, 3, 255
+KIND_EXPERT_IDS, KIND_SAMPLING_MASKS, KIND_ERROR = 1, 3, 255
 _KINDS = {
     KIND_EXPERT_IDS: "expert_ids",
-    KIND_PREFIX: "prefix",
     KIND_SAMPLING_MASKS: "sampling_masks",
     KIND_ERROR: "error",
 }
-FLAG_VALIDITY, FLAG_PREFIX, FLAG_UNORDERED = 1, 4, 8
-_FLAGS = {
-    KIND_EXPERT_IDS: FLAG_VALIDITY | FLAG_PREFIX | FLAG_UNORDERED,
-    KIND_PREFIX: FLAG_PREFIX | FLAG_UNORDERED,
-}
-"""Flags that each kind may have."""
+FLAG_VALIDITY, FLAG_UNORDERED = 1, 8
+_FLAG_PREFIX = 4
+"""Reserved: rows that another frame, of kind 2, carries. Neither is sent, and both are refused by name."""
 ALIGNMENT = 16
 """Of the first chunk. Stored ids are then checked and placed where they lie, in 8-byte words: unaligned words cost three
 times as much, and a copy into fresh memory six times (measured)."""
@@ -42,10 +38,9 @@ MAX_SPANS = 1 << 14
 costs six times more memory when read than on the wire."""
 MAX_ERROR_BYTES = 4096
 
-_HEADER = struct.Struct("<4sBBBBQIHHBBHIIIIIQQQqIIQQ")
+_HEADER = struct.Struct("<4sBBBBQIHHBBHIIIIIQQQqQQQ")
 HEADER_BYTES = _HEADER.size
 SPAN_BYTES = 24
-PREFIX_DIGEST_BYTES = 16
 
 
 class Header(NamedTuple):
@@ -65,25 +60,18 @@ class Header(NamedTuple):
     reserved0: int = 0
     layers_per_chunk: int = 0
     rows: int = 0
-    """Rows that the frame is about, those of its prefix included."""
     first_row: int = 0
     chunks: int = 0
     spans: int = 0
     sections_bytes: int = 0
     raw_bytes: int = 0
-    """Decoded bytes of the rows that the frame carries."""
+    """Decoded bytes of the rows."""
     wire_bytes: int = 0
     sample_key: int = 0
     weight_version: int = 0
-    prefix_rows: int = 0
-    """Leading rows that another frame carries."""
     reserved1: int = 0
     sections_hash: int = 0
     header_hash: int = 0
-
-    @property
-    def carried_rows(self) -> int:
-        return self.rows - self.prefix_rows
 
 
 def assemble(header: Header, sections: bytes | bytearray, chunks: Sequence[bytes | memoryview] = ()) -> bytes:
@@ -140,7 +128,9 @@ def _header_in(view: memoryview, *, where: str) -> Header:
     if xxhash.xxh3_64_intdigest(view[: HEADER_BYTES - 8]) != header.header_hash:
         raise errors.FrameCorrupt(f"{where}: the header's hash does not match its bytes; damaged on the way")
     if header.kind not in _KINDS:
-        raise errors.FrameVersionMismatch(f"{where}: kind {header.kind}, expected one of {_KINDS}")
+        raise errors.FrameVersionMismatch(
+            f"{where}: kind {header.kind}, expected one of {_KINDS}: is the sender's r3channel of another release?"
+        )
     return header
 
 
@@ -165,19 +155,22 @@ def check_fields(header: Header, *, spec: RoutingSpec, max_rows: int, where: str
         spec.num_experts, spec.top_k, spec.num_moe_layers, spec.id_dtype.itemsize, spec.digest,
     ):  # fmt: skip
         _raise_other_spec(header, spec=spec, where=where)
+    if header.flags & _FLAG_PREFIX:
+        raise errors.FrameVersionMismatch(
+            f"{where}: flag {_FLAG_PREFIX} says that another frame carries some of its rows, expected all of its {header.rows} "
+            "rows: is the sender's r3channel of another release?"
+        )
     if header.rows > max_rows:
         raise errors.RowCountMismatch(f"{where}: {header.rows} rows, expected at most {max_rows}")
     bounds = (
         header.first_row <= MAX_ROWS,
-        header.prefix_rows <= header.rows,
-        (header.prefix_rows > 0 or header.kind == KIND_PREFIX) == bool(header.flags & FLAG_PREFIX),
-        header.raw_bytes == header.carried_rows * spec.bytes_per_token,
+        header.raw_bytes == header.rows * spec.bytes_per_token,
         header.wire_bytes <= header.raw_bytes,
         1 <= header.layers_per_chunk <= spec.num_moe_layers,
         header.reserved0 == header.reserved1 == 0,
         header.codec in CODECS,
-        header.flags & ~_FLAGS[header.kind] == 0,
-        header.spans <= (0 if header.kind == KIND_PREFIX else min(header.rows, MAX_SPANS)),
+        header.flags & ~(FLAG_VALIDITY | FLAG_UNORDERED) == 0,
+        header.spans <= min(header.rows, MAX_SPANS),
     )
     if not all(bounds) or not _counts_fit(header, spec=spec):
         raise errors.FrameCorrupt(f"{where}: impossible numbers in the header: {header._asdict()}")
@@ -198,14 +191,10 @@ def _raise_other_spec(header: Header, *, spec: RoutingSpec, where: str) -> None:
 
 
 def _counts_fit(header: Header, *, spec: RoutingSpec) -> bool:
-    """The numbers of chunks and section bytes follow from the others. A prefix's rows have a digest of their own."""
-    chunks = chunk_count(
-        header.carried_rows, layers=spec.num_moe_layers, layers_per_chunk=header.layers_per_chunk
-    )
+    """The numbers of chunks and section bytes follow from the others."""
+    chunks = chunk_count(header.rows, layers=spec.num_moe_layers, layers_per_chunk=header.layers_per_chunk)
     bitmap = -(-header.rows // 8) if header.flags & FLAG_VALIDITY else 0
-    digests = 8 * spec.num_moe_layers if header.kind == KIND_EXPERT_IDS else 0
-    prefix = PREFIX_DIGEST_BYTES if header.flags & FLAG_PREFIX else 0
-    sections = bitmap + header.spans * SPAN_BYTES + digests + prefix + chunks * CHUNK_BYTES
+    sections = bitmap + header.spans * SPAN_BYTES + 8 * spec.num_moe_layers + chunks * CHUNK_BYTES
     return header.chunks == chunks and header.sections_bytes == sections + padding(sections)
 
 

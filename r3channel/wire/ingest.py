@@ -16,7 +16,7 @@ PARCEL_BYTES = 8 << 20
 """An engine closes a parcel at this size: large enough that a request costs little per frame, small enough to be sent at once.
 Its last frame may exceed it."""
 PARCEL_FRAMES = 256
-"""Requests whose frames an engine puts into one parcel; the prompts that they share come on top."""
+"""Requests whose frames an engine puts into one parcel."""
 MAX_PARCEL_FRAMES = 1024
 """A parcel that announces more is none."""
 
@@ -35,15 +35,13 @@ class Status(IntEnum):
     TOO_SLOW = 408
     """The body stood still, or took too long in all. Come again."""
     HELLO_FIRST = 409
-    """This relay does not know the engine: it began anew, or refused the hello. Say hello, and share no prompts of before."""
+    """This relay does not know the engine: it began anew, or refused the hello. Say hello."""
     NO_LENGTH = 411
     """Content-Length is missing. The body was not read."""
     TOO_LARGE = 413
     """No parcel of this size is ever taken. The body was not read."""
     HELLO_REFUSED = 422
     """The engine is not what the relay expects; the text says in which field."""
-    PREFIX_MISSING = 424
-    """A shared prompt's rows are not here: send them again. Nothing of the parcel was kept."""
     FRAME_DAMAGED = 425
     """A frame of the parcel came damaged: send the parcel again. Its other frames were kept, and are known by their names."""
     FAILED = 500

@@ -82,5 +82,5 @@ class StoredFrame:
             FRAME_MAGIC, WIRE_VERSION, KIND_EXPERT_IDS, STORED.codec_id, 0,
             spec.digest, spec.num_experts, spec.top_k, spec.num_moe_layers, spec.id_dtype.itemsize, 0,
             spec.num_moe_layers, rows, self._first_row, chunk_count(rows, layers=1, layers_per_chunk=1),
-            len(self._runs), self._sections_bytes, size, size, sample_key, newest, 0, 0, sections_hash,
+            len(self._runs), self._sections_bytes, size, size, sample_key, newest, 0, sections_hash,
         )  # fmt: skip

@@ -30,9 +30,6 @@ _CHECKED = struct.Struct("<QQQ")
 _ALIGNMENT = 16
 """Of every frame in a parcel: a frame's ids are aligned from its own start (see `wire.header`)."""
 RECEIPT_BYTES = _RECEIPT.size
-PREFIX_SERIAL = 0
-"""Of a PREFIX frame in a parcel: no receipt names it. Frames of requests count from 1."""
-
 FrameName = tuple[int, int]
 """(boot_id, serial)."""
 
@@ -108,19 +105,18 @@ def open_parcel(source: Source) -> tuple[int, int]:
     return boot_id, count
 
 
-def new_memory(serial: int, size: int, head: bytes) -> memoryview:
+def new_memory(serial: int, size: int) -> memoryview:
     """The simplest `place` of `read_frames`."""
     return memoryview(bytearray(size))
 
 
 def read_frames(
-    source: Source, count: int, *, boot_id: int, place: Callable[[int, int, bytes], memoryview]
+    source: Source, count: int, *, boot_id: int, place: Callable[[int, int], memoryview]
 ) -> list[tuple[int, memoryview]]:
     """The frames of a parcel that was opened, each read into the memory that `place` gives for it, in order.
 
-    `place(serial, size, head)` gets the frame's first 16 bytes (fewer where it has fewer) and returns `size` bytes. A name or a
-    length is used only once its check agrees, a length only where so many bytes are left. Raises `ReceiptInvalid`, and what
-    `place` and the source raise.
+    `place(serial, size)` returns `size` bytes. A name or a length is used only once its check agrees, a length only where so many
+    bytes are left. Raises `ReceiptInvalid`, and what `place` and the source raise.
     """
     frames = []
     for index in range(count):
@@ -134,11 +130,8 @@ def read_frames(
         padding = -size % _ALIGNMENT
         if size + padding > source.left:
             raise ReceiptInvalid(f"frame {index} of a parcel announces {size} bytes, {source.left} are left")
-        head = _take(source, min(size, _ALIGNMENT))
-        out_N = place(serial, size, head)
-        out_N[: len(head)] = head
-        if size > len(head):
-            source.fill(out_N[len(head) :])
+        out_N = place(serial, size)
+        source.fill(out_N)
         if padding:
             _take(source, padding)
         frames.append((serial, out_N))

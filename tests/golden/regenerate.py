@@ -1,6 +1,7 @@
 """Writes the golden frames: `python -m tests.golden.regenerate`. For a wire version that nobody has yet, and never after.
 
-Each `frame_v2_NAME.bin` comes with the ids that it must decode to, `frame_v2_NAME.npy`. `frame_v1.bin` is refused by name.
+Each `frame_v2_NAME.bin` comes with the ids that it must decode to, `frame_v2_NAME.npy`. Those without ids are refused by name:
+`frame_v1.bin`, and `frame_v2_uint8_prefix.bin` and `frame_v2_uint8_after_prefix.bin`, of rows that two frames share.
 """
 
 from __future__ import annotations
@@ -11,13 +12,12 @@ from pathlib import Path
 import numpy as np
 
 from r3channel.model.spec import RoutingSpec
-from r3channel.wire.frame import PrefixRef, encode_frame
-from r3channel.wire.prefix import encode_prefix, prefix_digest
+from r3channel.wire.frame import encode_frame
 from r3channel.wire.routing import Ids, ProvenanceSpan, RowKind
 from tests.samples import SPEC, WIDE, random_ids
 
 FOLDER = Path(__file__).parent
-ROWS, PREFIX_ROWS = 12, 5
+ROWS = 12
 
 
 def golden_spec(name: str) -> RoutingSpec:
@@ -29,12 +29,9 @@ def golden_frames() -> Iterator[tuple[str, bytes, Ids]]:
     small, wide = random_ids(ROWS), random_ids(ROWS, spec=WIDE)
     padded = np.tile(wide[:1], (ROWS, 1, 1))
     valid_T = np.arange(ROWS) % 4 != 3
-    prefix = PrefixRef(prefix_digest(SPEC, small[:PREFIX_ROWS]), PREFIX_ROWS)
     yield "uint8_stored", _frame(SPEC, small, codec="stored"), small
     yield "uint8_layers", _frame(SPEC, small, codec="stored", layers_per_chunk=2), small
     yield "uint8_set", _frame(SPEC, small, codec="set"), np.sort(small, axis=-1)
-    yield "uint8_after_prefix", _frame(SPEC, small, prefix=prefix), small
-    yield "uint8_prefix", encode_prefix(SPEC, expert_ids_TLK=small[:PREFIX_ROWS]), small[:PREFIX_ROWS]
     yield "invalid_rows", _frame(SPEC, small, valid_T=valid_T), small
     yield "int16_lz4", _frame(WIDE, padded, codec="lz4"), padded
     yield "int16_packed9", _frame(WIDE, wide), wide

@@ -140,7 +140,6 @@ def test_a_value_out_of_range_or_a_wrong_pair_is_refused_by_name(values: dict[st
         ({"delivery": "direct"}, "needs R3CHANNEL_RELAY_URL"),
         ({"codec": "set"}, "set R3CHANNEL_DELIVERY=direct"),
         ({"queue_bytes": 0}, "queue_bytes is 0"),
-        ({"sent_prefix_bytes": -1}, "sent_prefix_bytes is -1"),
         ({"allow": "pp,nothing"}, "names .'nothing'."),
     ],
 )

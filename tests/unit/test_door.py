@@ -24,7 +24,7 @@ from r3channel.transport.auth import create_token, read_token
 from r3channel.wire.frame import parse_frame
 from r3channel.wire.hello import Hello
 from r3channel.wire.ingest import Status
-from r3channel.wire.parcel import PREFIX_SERIAL, Source, new_memory, pack_parcel, read_frames
+from r3channel.wire.parcel import Source, new_memory, pack_parcel, read_frames
 from tests.direct import Engine, hello_of
 from tests.samples import SPEC, random_ids
 
@@ -163,10 +163,10 @@ def test_a_request_may_lie_right_behind_another(door: Door, intake: Kept) -> Non
 
 
 def test_a_request_behind_one_that_failed_is_read_from_its_own_beginning(door: Door, intake: Kept) -> None:
-    intake.failures = [errors.StoreFull("no room"), errors.PrefixMissing("gone"), ZeroDivisionError()]
+    intake.failures = [errors.StoreFull("no room"), ZeroDivisionError()]
     unknown = request(b"".join(pack_parcel(8, FRAMES)))
-    expected = [503, 424, 500, 409, 200]
-    assert statuses(talk(door, request() * 3 + unknown + request())) == expected
+    expected = [503, 500, 409, 200]
+    assert statuses(talk(door, request() * 2 + unknown + request())) == expected
     assert intake.taken == [FRAMES]
 
 
@@ -240,7 +240,6 @@ ANSWERS: dict[Status, Callable[[Door, Kept], bytes]] = {
     Status.NO_LENGTH: lambda door, _: talk(door, HEAD + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n"),
     Status.TOO_LARGE: lambda door, _: talk(door, HEAD + b"Content-Length: 1048577\r\n\r\n"),
     Status.HELLO_REFUSED: refused,
-    Status.PREFIX_MISSING: failing(errors.PrefixMissing("shares rows that are not here")),
     Status.FRAME_DAMAGED: failing(errors.FrameCorrupt("damaged on the way")),
     Status.FAILED: failing(ZeroDivisionError()),
     Status.COME_AGAIN: failing(errors.StoreFull("no room")),
@@ -493,16 +492,14 @@ def token_file(tmp_path: Path) -> Path:
     return tmp_path / "token"
 
 
-def test_a_parcel_that_came_damaged_is_sent_again_without_shared_rows(
-    open_door: Open, intake: Kept, token_file: Path
-) -> None:
+def test_a_parcel_that_came_damaged_is_sent_again(open_door: Open, intake: Kept, token_file: Path) -> None:
     door = open_door(token=read_token(token_file))
-    prompt, ids_TLK = list(range(300)), random_ids(309)
+    ids_TLK = random_ids(309)
     intake.failures = [errors.FrameCorrupt("damaged on the way")] * 3
     with Engine(door.url, token_file) as engine:
-        engine.finish("r1", 310, prompt=prompt, ids_TLK=ids_TLK)
+        engine.finish("r1", 310, ids_TLK=ids_TLK)
         assert intake.ended.acquire(timeout=LIMIT_S)
-    assert intake.tried == [[PREFIX_SERIAL, 1], [1], [1], [1]]
+    assert intake.tried == [[1]] * 4
     [[(_, frame)]] = intake.taken
     assert np.array_equal(parse_frame(frame, spec=SPEC).decode(), ids_TLK)
     assert engine.frames("given_up") == 0

@@ -16,16 +16,15 @@ import xxhash
 from r3channel import errors
 from r3channel.model.spec import RoutingSpec
 from r3channel.wire.digest import layer_digests
-from r3channel.wire.frame import HEADER_BYTES, PrefixRef, encode_error, encode_frame, parse_frame
-from r3channel.wire.prefix import encode_prefix, parse_prefix, prefix_digest, resolve
+from r3channel.wire.frame import HEADER_BYTES, encode_error, encode_frame, parse_frame
 from r3channel.wire.routing import SampleRouting
 from tests.oracle import read
 from tests.samples import SPEC, WIDE, frame_of, random_ids
 
-ROWS, PREFIX_ROWS = 12, 5
+ROWS = 12
 EXPECTED = {
     errors.FrameMagicMismatch, errors.FrameCorrupt, errors.FrameVersionMismatch, errors.SpecMismatch, errors.RowCountMismatch,
-    errors.ExpertIdInvalid, errors.EngineReported, errors.PrefixMissing,
+    errors.ExpertIdInvalid, errors.EngineReported,
 }  # fmt: skip
 """Every error that reading a frame can give."""
 
@@ -36,26 +35,19 @@ FIELDS = [
 ]  # fmt: skip
 SECTIONS_BYTES, WIRE_BYTES = 44, 56
 
-_SHARED = random_ids(PREFIX_ROWS)
-_KEPT = {prefix_digest(SPEC, _SHARED): _SHARED}
-
 
 def corpus() -> list[tuple[RoutingSpec, bytes]]:
     """Small frames of every codec, section and kind."""
     small, wide = random_ids(ROWS), random_ids(ROWS, spec=WIDE)
-    after = np.concatenate([_SHARED, small[PREFIX_ROWS:]])
-    ref = PrefixRef(prefix_digest(SPEC, _SHARED), PREFIX_ROWS)
     return [
         (SPEC, frame_of(ROWS + 1, codec="stored")),
         (SPEC, frame_of(ROWS + 1, codec="stored", layers_per_chunk=2)),
         (SPEC, frame_of(ROWS + 1, valid_T=np.arange(ROWS) % 5 != 2)),
         (SPEC, frame_of(ROWS + 1, codec="set")),
-        (SPEC, encode_frame(SPEC, expert_ids_TLK=after, prefix=ref)),
         (SPEC, encode_frame(SPEC, expert_ids_TLK=np.tile(small[:1], (ROWS, 1, 1)), codec="lz4")),
         (WIDE, frame_of(ROWS + 1, spec=WIDE)),
         (WIDE, frame_of(ROWS + 1, spec=WIDE, codec="set", layers_per_chunk=1)),
         (WIDE, encode_frame(WIDE, expert_ids_TLK=np.tile(wide[:1], (ROWS, 1, 1)), codec="lz4")),
-        (SPEC, encode_prefix(SPEC, expert_ids_TLK=_SHARED)),
         (SPEC, encode_error("no rows")),
     ]  # fmt: skip
 
@@ -74,7 +66,7 @@ def rehash(data: bytearray) -> None:
 def redigest(data: bytearray, *, spec: RoutingSpec) -> None:
     """Make the digests true again, too, where the frame can be decoded at all."""
     with suppress(errors.R3Error):
-        frame = resolve(parse_frame(bytes(data), spec=spec, max_rows=64), _KEPT.get)
+        frame = parse_frame(bytes(data), spec=spec, max_rows=64)
         digests_L = layer_digests(frame.decode(), first_row=frame.first_row, valid_T=frame.valid_T)
         bitmap = -(-frame.rows // 8) if data[7] & 1 else 0
         at = HEADER_BYTES + bitmap + 24 * len(frame.provenance)
@@ -146,18 +138,13 @@ def mutated(good: bytes, rng: random.Random, *, spec: RoutingSpec) -> tuple[byte
     return bytes(data), len(data) >= HEADER_BYTES
 
 
-def receive(data: bytes, *, spec: RoutingSpec, is_prefix: bool) -> SampleRouting | None:
-    if is_prefix:
-        parse_prefix(data, spec=spec, max_rows=64)
-        return None
-    return resolve(parse_frame(data, spec=spec, max_rows=64), _KEPT.get).routing(sample_id="m")
+def receive(data: bytes, *, spec: RoutingSpec) -> SampleRouting:
+    return parse_frame(data, spec=spec, max_rows=64).routing(sample_id="m")
 
 
 def check_against_oracle(data: bytes, routing: SampleRouting) -> None:
     rows = read(data)
-    ids = routing.expert_ids_TLK.tolist()
-    assert ids[rows.prefix_rows :] == rows.ids
-    assert ids[: rows.prefix_rows] == _SHARED[: rows.prefix_rows].tolist()
+    assert routing.expert_ids_TLK.tolist() == rows.ids
     assert routing.valid_T.tolist() == rows.valid and routing.first_row == rows.first_row
     assert [(s.start, s.end, s.weight_version, s.kind) for s in routing.provenance] == rows.spans
 
@@ -174,13 +161,12 @@ def run_mutations(count: int, *, seed: int) -> tuple[Counter[type], int, int]:
         data, rehashed = mutated(good, rng, spec=spec)
         true_hashes += rehashed
         try:
-            routing = receive(data, spec=spec, is_prefix=good is frames[-2][1])
+            routing = receive(data, spec=spec)
         except errors.R3Error as error:
             outcomes[type(error)] += 1
             continue
         outcomes[type(None)] += 1
-        if routing is not None:
-            check_against_oracle(data, routing)
+        check_against_oracle(data, routing)
     return outcomes, true_hashes, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - start_kb
 
 
@@ -203,7 +189,5 @@ def test_a_million_mutated_frames_decode_as_an_oracle_does_or_give_a_typed_error
 
 
 def test_the_oracle_reads_every_frame_of_the_corpus() -> None:
-    for spec, data in corpus()[:-2]:
-        routing = receive(data, spec=spec, is_prefix=False)
-        assert routing is not None
-        check_against_oracle(data, routing)
+    for spec, data in corpus()[:-1]:
+        check_against_oracle(data, receive(data, spec=spec))

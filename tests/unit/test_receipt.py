@@ -66,9 +66,9 @@ def test_a_frame_whose_name_or_size_came_damaged_is_placed_nowhere(at: int, entr
         data[at + bit // 8] ^= 1 << bit % 8
         _, count = open_parcel(source := InMemory(data))
 
-        def place(serial: int, size: int, head: bytes, placed: list[int] = placed) -> memoryview:
+        def place(serial: int, size: int, placed: list[int] = placed) -> memoryview:
             placed.append(serial)
-            return new_memory(serial, size, head)
+            return new_memory(serial, size)
 
         with pytest.raises(ReceiptInvalid, match=f"entry {entry} of a parcel is damaged"):
             read_frames(source, count, boot_id=5, place=place)

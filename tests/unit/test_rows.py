@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import xxhash
 
 from r3channel import errors
 from r3channel.config import ChannelConfig
@@ -24,23 +24,20 @@ from r3channel.wire.codec import CODECS
 from r3channel.wire.digest import coefficients, layer_digests
 from r3channel.wire.frame import encode_frame, pack_span, sample_key
 from r3channel.wire.header import (
-    FLAG_PREFIX,
     FLAG_UNORDERED,
-    KIND_EXPERT_IDS,
-    KIND_PREFIX,
     MAX_ROWS,
     Header,
     assemble,
     padding,
 )
-from r3channel.wire.parcel import PREFIX_SERIAL
 from r3channel.wire.routing import Ids
-from tests.direct import deliver, hello_of, receipt_reply, rows_here, turns_here
+from tests.direct import deliver, hello_of, receipt_reply, turns_here
 from tests.memory import growth_of
 from tests.samples import SPEC, frame_of, random_ids, reply_of
 
 MIB = 1 << 20
 LZ4, SET = 1, 3
+GOLDEN, SHARED = Path(__file__).parents[1] / "golden", ("uint8_prefix", "uint8_after_prefix")
 
 
 @pytest.fixture
@@ -131,10 +128,21 @@ def test_frames_that_are_refused_leave_no_memory_taken(relay: Relay) -> None:
     assert relay.status()["store"] == {"frames": 0, "bytes": 0}
 
 
+def test_frames_of_another_release_that_share_rows_are_refused_by_name_and_told_to_their_reply(
+    relay: Relay,
+) -> None:
+    parcel = [(number, (GOLDEN / f"frame_v2_{name}.bin").read_bytes()) for number, name in enumerate(SHARED)]
+    deliver(relay, *parcel)
+    assert relay.metrics.value("r3channel_rejected_total", reason="wire_version") == 2
+    with pytest.raises(errors.FrameVersionMismatch, match=r"flag 4 .*of another release"):
+        claim(relay, "s", 13, serial=1)
+    assert relay.status()["store"] == {"frames": 0, "bytes": 0}
+
+
 # -- bytes that announce more than they weigh ----------------------------------------------------------------------------
 
 
-def bomb(rows: int, *, codec: int, kind: int = KIND_EXPERT_IDS, spec: RoutingSpec = SPEC) -> bytes:
+def bomb(rows: int, *, codec: int, spec: RoutingSpec = SPEC) -> bytes:
     """A frame of well-formed bytes and true hashes: one row, `rows` times."""
     layers, k = spec.num_moe_layers, spec.top_k
     row_NLK = np.broadcast_to(np.arange(k, dtype=spec.id_dtype), (CHUNK_ROWS, layers, k)).copy()
@@ -143,21 +151,13 @@ def bomb(rows: int, *, codec: int, kind: int = KIND_EXPERT_IDS, spec: RoutingSpe
     chunks = [
         Chunk(number * CHUNK_ROWS, size, 0, layers, codec, wires[size]) for number, size in enumerate(sizes)
     ]
-    if kind == KIND_PREFIX:
-        state = xxhash.xxh3_128(spec.digest.to_bytes(8, "little"))
-        for size in sizes:
-            state.update(row_NLK[:size].tobytes())
-        sections, flags, spans = state.digest(), FLAG_PREFIX, 0
-    else:
-        sections, flags, spans = pack_span(0, rows, 0, 0) + bytes(8 * layers), 0, 1
-    sections += table_of(chunks)
+    sections = pack_span(0, rows, 0, 0) + bytes(8 * layers) + table_of(chunks)
     sections += bytes(padding(len(sections)))
     header = Header(
-        kind=kind, codec=codec, flags=flags | (FLAG_UNORDERED if codec == SET else 0), spec_digest=spec.digest,
+        codec=codec, flags=FLAG_UNORDERED if codec == SET else 0, spec_digest=spec.digest,
         num_experts=spec.num_experts, top_k=k, num_moe_layers=layers, id_width=spec.id_dtype.itemsize,
-        layers_per_chunk=layers, rows=rows, chunks=len(chunks), spans=spans, sections_bytes=len(sections),
+        layers_per_chunk=layers, rows=rows, chunks=len(chunks), spans=1, sections_bytes=len(sections),
         raw_bytes=rows * spec.bytes_per_token, wire_bytes=sum(len(chunk.wire) for chunk in chunks),
-        weight_version=-1 if kind == KIND_PREFIX else 0,
     )  # fmt: skip
     return assemble(header, sections, [chunk.wire for chunk in chunks])
 
@@ -247,32 +247,6 @@ def test_frames_of_an_engine_that_says_nothing_of_its_context_fit_the_store_or_a
     with pytest.raises(errors.RowCountMismatch):
         deliver(relay, (8, bomb(MOST_ROWS + 1, codec=SET)))
         claim(relay, "s", MOST_ROWS + 2, serial=8)
-
-
-SHELF_BYTES = 64 * SPEC.bytes_per_token
-
-
-def sharing_a_long_prompt() -> Iterator[None]:
-    relay, data = opened(kept_prefix_bytes=SHELF_BYTES), bomb(MOST_ROWS, codec=LZ4, kind=KIND_PREFIX)
-    warm(relay)
-    yield
-    with pytest.raises(errors.RowCountMismatch, match="1048576 rows, expected at most 64"):
-        deliver(relay, (PREFIX_SERIAL, own_copy(data)))
-    assert relay.intake.landing._prefixes.nbytes == 0
-    relay.close()
-
-
-def test_a_shared_prompt_larger_than_the_shelf_is_not_decoded_and_honest_ones_go_on() -> None:
-    size = len(bomb(MOST_ROWS, codec=LZ4, kind=KIND_PREFIX))
-    assert growth_of(sharing_a_long_prompt).peak < 3 * size + MIB
-    relay = opened(kept_prefix_bytes=SHELF_BYTES)
-    deliver(relay, (PREFIX_SERIAL, bomb(64, codec=LZ4, kind=KIND_PREFIX)))
-    deliver(relay, (PREFIX_SERIAL, bomb(63, codec=LZ4, kind=KIND_PREFIX)))
-    assert relay.intake.landing._prefixes.nbytes == 63 * SPEC.bytes_per_token
-    deliver(relay, (1, frame_of(50, seed=4, sample_key=sample_key("s"))))
-    claim(relay, "s", 50, serial=1)
-    assert np.array_equal(rows_here(relay, "s"), random_ids(49, seed=4))
-    relay.close()
 
 
 # -- rows lie once -------------------------------------------------------------------------------------------------------

@@ -22,7 +22,6 @@ from r3channel.wire.frame import (
     sample_key,
 )
 from r3channel.wire.inplace import StoredFrame
-from r3channel.wire.prefix import parse_prefix, resolve
 from r3channel.wire.routing import Ids, ProvenanceSpan, RowKind, SampleRouting
 from tests.golden.regenerate import golden_spec
 from tests.samples import SPEC, WIDE, frame_of, random_ids
@@ -78,11 +77,16 @@ def test_golden_frames_are_decoded_for_ever(name: str) -> None:
     assert frame.ordered == ("set" not in name) and frame.sample_key == 99
 
 
-def test_a_golden_frame_finds_its_rows_in_the_golden_prefix() -> None:
-    prefix = parse_prefix(golden("uint8_prefix")[0], spec=SPEC)
-    data, expected = golden("uint8_after_prefix")
-    frame = resolve(parse_frame(data, spec=SPEC), {prefix.digest: prefix.ids_TLK}.get)
-    assert np.array_equal(frame.verify(), expected)
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("uint8_prefix", r"kind 2, expected one of .*of another release"),
+        ("uint8_after_prefix", r"flag 4 .*expected all of its 12 rows.*of another release"),
+    ],
+)
+def test_golden_frames_of_reserved_kinds_and_flags_are_refused_by_name(name: str, said: str) -> None:
+    with pytest.raises(errors.FrameVersionMismatch, match=said):
+        parse_frame((GOLDEN / f"frame_v2_{name}.bin").read_bytes(), spec=SPEC)
 
 
 def test_a_frame_of_another_wire_version_is_refused_by_name() -> None:

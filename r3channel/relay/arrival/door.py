@@ -43,7 +43,6 @@ _SMALL_BYTES = 4096
 """Reads below it go through a buffer of this size: an entry of a parcel is 16 bytes."""
 _STATUS_OF: dict[type, Status] = {
     errors.PluginNotApplied: Status.HELLO_REFUSED,
-    errors.PrefixMissing: Status.PREFIX_MISSING,
     errors.StepError: Status.COME_AGAIN,
     errors.UsageError: Status.COME_AGAIN,
     errors.FrameCorrupt: Status.FRAME_DAMAGED,
@@ -63,7 +62,7 @@ class Intake(Protocol):
     def deliver(self, boot_id: int, count: int, body: Source) -> None:
         """Read an opened parcel with `wire.parcel.read_frames` and keep its frames; what it returned for is not dropped.
 
-        Raises ReceiptInvalid for what is no parcel, PrefixMissing, StoreFull, or the error of a frame that was damaged on the way
+        Raises ReceiptInvalid for what is no parcel, StoreFull, or the error of a frame that was damaged on the way
         (the others of the parcel are kept). Lets errors of `body` pass, having kept nothing.
         """
 

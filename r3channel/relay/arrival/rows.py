@@ -1,4 +1,4 @@
-"""From a frame's bytes to verified rows at rest, in one pass. Knows frames, the store and shared prompts; no sample and no step.
+"""From a frame's bytes to verified rows at rest, in one pass. Knows frames and the store; no sample and no step.
 
 Rows that lie in the frame as they are stay where the door read it; those of a reply, and coded ones, are written once, into
 the store, and stay decoded.
@@ -7,7 +7,7 @@ the store, and stay decoded.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,20 +15,17 @@ import numpy as np
 from r3channel.errors import (
     FrameCorrupt,
     FrameMagicMismatch,
-    PrefixMissing,
     R3Error,
     RoutingError,
     RowsInvalid,
 )
 from r3channel.model.spec import RoutingSpec
 from r3channel.observe.stage_clock import StageClock
-from r3channel.relay.arrival.prefixes import PrefixShelf, is_prefix, refers_to_prefix
 from r3channel.relay.storage.durable import Durable
 from r3channel.relay.storage.store import SMALL_BYTES, Block, Store
 from r3channel.wire.digest import fold
-from r3channel.wire.frame import Frame, parse_frame, stored_copy
+from r3channel.wire.frame import Frame, parse_frame
 from r3channel.wire.parcel import FrameName, Source, new_memory, read_frames
-from r3channel.wire.prefix import resolve
 from r3channel.wire.routing import Ids, ProvenanceSpan, RowKind
 
 DAMAGED = (FrameCorrupt, FrameMagicMismatch)
@@ -86,11 +83,9 @@ class Landing:
         *,
         clock: StageClock,
         invalid_rows: str,
-        prefix_bytes: int,
     ) -> None:
         self._spec, self._store, self._durable = spec, store, durable
         self._clock, self._invalid_rows = clock, invalid_rows
-        self._prefixes = PrefixShelf(spec, max_bytes=prefix_bytes)
         self._refs = itertools.count(1)
 
     def keep(self, data: bytes, *, sample_id: str, engine: str, max_rows: int, room_s: float) -> HeldRows:
@@ -116,30 +111,25 @@ class Landing:
         """Read an opened parcel and hand on each frame that is `wanted`, or why it cannot be used.
 
         A frame that carries its rows is received into the store, at the place where it stays. One with more than `most_rows` is
-        refused before it is decoded. Raises ReceiptInvalid, PrefixMissing and StoreFull; then nothing was taken, or it is known
+        refused before it is decoded. Raises ReceiptInvalid and StoreFull; then nothing was taken, or it is known
         by its name when it comes again. Raises the error of a frame that was damaged on the way after the others were taken.
         """
         blocks: dict[int, Block] = {}
 
-        def place(serial: int, size: int, head: bytes) -> memoryview:
-            beside = is_prefix(head) or refers_to_prefix(head) or not wanted((boot_id, serial))
-            if beside or serial in blocks:
-                return new_memory(serial, size, head)
+        def place(serial: int, size: int) -> memoryview:
+            if serial in blocks or not wanted((boot_id, serial)):
+                return new_memory(serial, size)
             blocks[serial] = self._store.allocate(size, what=f"frame {serial} from engine {engine}")
             return blocks[serial].view
 
         try:
             with self._clock.span("http"):
                 frames = read_frames(body, count, boot_id=boot_id, place=place)
-            for _, data in frames:
-                if is_prefix(data):
-                    self._prefixes.put(data, engine=engine)
             damaged: R3Error | None = None
-            shared = self._shared(frames, boot_id=boot_id, engine=engine, most_rows=most_rows)
             for serial, data in frames:
-                if not is_prefix(data) and wanted((boot_id, serial)):
+                if wanted((boot_id, serial)):
                     most = most_rows((boot_id, serial))
-                    what = self._land(serial, data, blocks.pop(serial, None), shared, engine, most)
+                    what = self._land(serial, data, blocks.pop(serial, None), engine, most)
                     take((boot_id, serial), what)
                     damaged = damaged or (what if isinstance(what, DAMAGED) else None)
         finally:
@@ -149,17 +139,10 @@ class Landing:
             raise damaged.within(f"a parcel of {count} frames")
 
     def _land(
-        self,
-        serial: int,
-        data: memoryview,
-        block: Block | None,
-        shared: Mapping[bytes, Ids],
-        engine: str,
-        max_rows: int,
+        self, serial: int, data: memoryview, block: Block | None, engine: str, max_rows: int
     ) -> HeldRows | R3Error:
         try:
-            parsed = self._parsed(data, f"of frame {serial}", engine, max_rows)
-            frame = resolve(parsed, shared.get)
+            frame = self._parsed(data, f"of frame {serial}", engine, max_rows)
             if block is None or not frame.stored:
                 return self._decoded(frame, data)
             kept, block = block, None
@@ -178,7 +161,7 @@ class Landing:
             return frame
 
     def _decoded(self, frame: Frame, data: bytes | memoryview, *, room_s: float = 0.0) -> HeldRows:
-        """Rows that are coded, or many, or brought by another frame, are written once, into the store, and looked at there."""
+        """Rows that are coded, or many, are written once, into the store, and looked at there."""
         block = self._store.allocate(frame.raw_nbytes, timeout_s=room_s, what=frame.where)
         shape = (frame.rows, self._spec.num_moe_layers, self._spec.top_k)
         out_TLK = np.frombuffer(block.view, self._spec.id_dtype).reshape(shape)
@@ -192,39 +175,11 @@ class Landing:
                 ids_TLK.flags.writeable = False
             rows = HeldRows.of(frame, ids_TLK, block, ref=next(self._refs))
             if self._durable is not None:
-                self._durable.frame(rows.ref, stored_copy(frame) if frame.shares else data)
+                self._durable.frame(rows.ref, data)
         except BaseException:
             block.free()
             raise
         return rows
-
-    def _shared(
-        self,
-        frames: list[tuple[int, memoryview]],
-        *,
-        boot_id: int,
-        engine: str,
-        most_rows: Callable[[FrameName], int],
-    ) -> dict[bytes, Ids]:
-        """The rows that the frames of a parcel refer to. Raises PrefixMissing where some are not here: nothing is taken then."""
-        found: dict[bytes, Ids] = {}
-        for serial, data in frames:
-            if is_prefix(data) or not refers_to_prefix(data):
-                continue
-            try:
-                most = most_rows((boot_id, serial))
-                ref = parse_frame(data, spec=self._spec, max_rows=most).prefix
-            except RoutingError:
-                continue  # a damaged frame is told to its reply
-            rows_TLK = self._prefixes.get(ref.digest) if ref is not None else None
-            if ref is not None and rows_TLK is None:
-                raise PrefixMissing(
-                    f"frame {serial} from engine {engine} shares rows of prefix {ref.digest.hex()}, which is not here; evicted, "
-                    "or sent to another relay?"
-                )
-            if ref is not None and rows_TLK is not None:
-                found[ref.digest] = rows_TLK
-        return found
 
     def _check_policy(self, frame: Frame) -> None:
         """Policy `error`: a row without routing is refused by name."""
