@@ -23,7 +23,6 @@ class OracleRows(NamedTuple):
 
 def read(data: bytes) -> OracleRows:
     flags, top_k, layers, width = data[7], *struct.unpack_from("<HHB", data, 20)
-    (per_chunk,) = struct.unpack_from("<H", data, 26)
     rows, first_row, chunks, spans = struct.unpack_from("<IIII", data, 28)
     at = 104
     valid = [True] * rows
@@ -39,11 +38,10 @@ def read(data: bytes) -> OracleRows:
     ids = [[[0] * top_k for _ in range(layers)] for _ in range(rows)]
     for index in range(chunks):
         row, height, low, wide, size, codec = struct.unpack_from("<IIHHIB", data, at + 20 * index)
-        assert wide <= per_chunk and height <= CHUNK_ROWS
-        flat = iter(DECODERS[codec](data[body : body + size], height * wide * top_k, width, top_k))
+        assert (low, wide) == (0, layers) and height <= CHUNK_ROWS
+        flat = iter(DECODERS[codec](data[body : body + size], height * layers * top_k, width, top_k))
         for r in range(row, row + height):
-            for layer in range(low, low + wide):
-                ids[r][layer] = [next(flat) for _ in range(top_k)]
+            ids[r] = [[next(flat) for _ in range(top_k)] for _ in range(layers)]
         body += size
     assert body == len(data)
     return OracleRows(first_row, ids, valid, found)

@@ -1,8 +1,8 @@
-"""Rows x layers cut into chunks, so that a pipeline stage decodes only its own layers. Knows codecs, and no headers.
+"""Rows cut into chunks, each coded on its own. Knows codecs, and no headers.
 
-Chunks lie row block by row block, within a block by ascending layers; the table in front of them is
+Chunks lie in the order of their rows; the table in front of them is
     {row u32, rows u32, moe_index u16, layers u16, bytes u32, codec u8, 3 zero}
-and must say exactly what the grid demands, so that it cannot lie.
+and must say exactly what the number of rows demands, so that it cannot lie. A chunk has all MoE layers: from 0 on, all of them.
 """
 
 from __future__ import annotations
@@ -26,69 +26,58 @@ CHUNK_BYTES = _CHUNK.size
 
 
 class Chunk(NamedTuple):
-    """One coded block. `row` counts from the first row that the frame carries, `moe_index` on the layer axis."""
+    """One coded block of rows, over all MoE layers. `row` counts from the frame's first."""
 
     row: int
     rows: int
-    moe_index: int
-    layers: int
     codec: int
     wire: Wire
 
-    @property
-    def row_slice(self) -> slice:
-        return slice(self.row, self.row + self.rows)
+
+def chunk_count(rows: int) -> int:
+    return -(-rows // CHUNK_ROWS)
 
 
-def chunk_count(rows: int, *, layers: int, layers_per_chunk: int) -> int:
-    return -(-rows // CHUNK_ROWS) * -(-layers // layers_per_chunk)
-
-
-def _grid(rows: int, *, layers: int, layers_per_chunk: int) -> Iterator[tuple[int, int, int, int]]:
-    """(row, rows, moe_index, layers) of every chunk, in order."""
+def _blocks(rows: int) -> Iterator[tuple[int, int]]:
+    """(row, rows) of every chunk, in order."""
     for row in range(0, rows, CHUNK_ROWS):
-        for moe_index in range(0, layers, layers_per_chunk):
-            yield row, min(CHUNK_ROWS, rows - row), moe_index, min(layers_per_chunk, layers - moe_index)
+        yield row, min(CHUNK_ROWS, rows - row)
 
 
-def encode_chunks(ids_TLK: Ids, *, codec: str, layers_per_chunk: int) -> list[Chunk]:
+def encode_chunks(ids_TLK: Ids, *, codec: str) -> list[Chunk]:
     """All chunks. Their bytes may be views of `ids_TLK` where it is contiguous."""
-    rows, layers, _ = ids_TLK.shape
-    chosen = codec_for(ids_TLK[:CHUNK_ROWS, :layers_per_chunk], codec=codec)
-    chunks = []
-    for place in _grid(rows, layers=layers, layers_per_chunk=layers_per_chunk):
-        row, height, moe_index, width = place
-        part = np.ascontiguousarray(ids_TLK[row : row + height, moe_index : moe_index + width])
-        chunks.append(Chunk(*place, *encode_chunk(part, codec=chosen)))
-    return chunks
+    chosen = codec_for(ids_TLK[:CHUNK_ROWS], codec=codec)
+    parts = (
+        (row, rows, np.ascontiguousarray(ids_TLK[row : row + rows])) for row, rows in _blocks(len(ids_TLK))
+    )
+    return [Chunk(row, rows, *encode_chunk(part_TLK, codec=chosen)) for row, rows, part_TLK in parts]
 
 
-def table_of(chunks: list[Chunk]) -> bytes:
-    return b"".join(_CHUNK.pack(*chunk[:4], len(chunk.wire), chunk.codec) for chunk in chunks)
+def table_of(chunks: list[Chunk], *, layers: int) -> bytes:
+    return b"".join(
+        _CHUNK.pack(chunk.row, chunk.rows, 0, layers, len(chunk.wire), chunk.codec) for chunk in chunks
+    )
 
 
 def stored_table(rows: int, *, layers: int, row_bytes: int) -> bytes:
-    """The table of rows that are stored as they are, in chunks over all layers."""
-    blocks = ((row, min(CHUNK_ROWS, rows - row)) for row in range(0, rows, CHUNK_ROWS))
+    """The table of rows that are stored as they are."""
     return b"".join(
-        _CHUNK.pack(row, size, 0, layers, size * row_bytes, STORED.codec_id) for row, size in blocks
+        _CHUNK.pack(row, size, 0, layers, size * row_bytes, STORED.codec_id) for row, size in _blocks(rows)
     )
 
 
 def read_chunks(
-    body: memoryview, *, wire_bytes: int, rows: int, spec: RoutingSpec, layers_per_chunk: int, where: str
+    body: memoryview, *, wire_bytes: int, rows: int, spec: RoutingSpec, where: str
 ) -> tuple[tuple[Chunk, ...], memoryview]:
-    """(chunks, all their bytes) behind the table; they must tile rows, layers and the remaining bytes exactly."""
-    layers, chunks = spec.num_moe_layers, []
-    table = chunk_count(rows, layers=layers, layers_per_chunk=layers_per_chunk) * CHUNK_BYTES
+    """(chunks, all their bytes) behind the table; they must tile the rows and the remaining bytes exactly."""
+    chunks, table = [], chunk_count(rows) * CHUNK_BYTES
     at = len(body) - wire_bytes  # between the table and the chunks lies the padding
     payload = body[at:]
     if any(body[table:at]):
         raise errors.FrameCorrupt(f"{where}: bytes of the padding before the chunks are not 0")
-    id_bytes = spec.top_k * spec.id_dtype.itemsize
-    for index, expected in enumerate(_grid(rows, layers=layers, layers_per_chunk=layers_per_chunk)):
+    for index, (row, height) in enumerate(_blocks(rows)):
         *place, size, codec = _CHUNK.unpack_from(body, index * CHUNK_BYTES)
-        raw_bytes = expected[1] * expected[3] * id_bytes
+        expected, raw_bytes = (row, height, 0, spec.num_moe_layers), height * spec.bytes_per_token
         least = raw_bytes if codec == STORED.codec_id else 0
         if (
             tuple(place) != expected
@@ -98,34 +87,13 @@ def read_chunks(
             raise errors.FrameCorrupt(
                 f"{where}: chunk {index} is {(*place, size, codec)}, expected {expected} in {least} to {raw_bytes} bytes"
             )
-        chunks.append(Chunk(*expected, codec, body[at : at + size]))
+        chunks.append(Chunk(row, height, codec, body[at : at + size]))
         at += size
     if at != len(body):
         raise errors.FrameCorrupt(f"{where}: {len(body) - at} bytes after the last chunk")
     return tuple(chunks), payload
 
 
-def decode_chunk(chunk: Chunk, out_TLK: Ids, *, layers: range) -> None:
-    """Write the part of a chunk that lies in `layers` (moe indices) into `out_TLK` [all carried rows, layers, K].
-
-    A chunk outside `layers` is not decoded at all.
-    """
-    start, stop = max(chunk.moe_index, layers.start), min(chunk.moe_index + chunk.layers, layers.stop)
-    if start >= stop:
-        return
-    target = out_TLK[chunk.row_slice, start - layers.start : stop - layers.start]
-    if target.flags.c_contiguous and stop - start == chunk.layers:
-        CODECS[chunk.codec].decode_into(memoryview(chunk.wire), target)
-        return
-    like = np.broadcast_to(out_TLK[:1, :1], (chunk.rows, chunk.layers, out_TLK.shape[-1]))
-    part = _whole(chunk, like=like)
-    np.copyto(target, part[:, start - chunk.moe_index : stop - chunk.moe_index])
-
-
-def _whole(chunk: Chunk, *, like: Ids) -> Ids:
-    """A chunk's ids in the shape and dtype of `like`: a view of stored bytes, else decoded into fresh memory."""
-    if chunk.codec == STORED.codec_id:
-        return STORED.view(memoryview(chunk.wire), like=like)
-    out_TLK = np.empty(like.shape, like.dtype)
-    CODECS[chunk.codec].decode_into(memoryview(chunk.wire), out_TLK)
-    return out_TLK
+def decode_chunk(chunk: Chunk, out_TLK: Ids) -> None:
+    """Write a chunk's rows to their place in `out_TLK`, C-contiguous: all rows of the frame."""
+    CODECS[chunk.codec].decode_into(memoryview(chunk.wire), out_TLK[chunk.row : chunk.row + chunk.rows])

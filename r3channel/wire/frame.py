@@ -6,7 +6,7 @@
     digests           L x u64 over all rows (see `wire.digest`)
     chunk table       see `wire.chunks`
     padding           zeros to a multiple of 16 B from the start of the frame
-    chunks            ids [rows, layers, K] in `spec.id_dtype`, each coded on its own
+    chunks            ids [rows, L, K] in `spec.id_dtype`, each coded on its own
 
 The header's second hash covers the sections, from the bitmap to the padding; the digests among them cover the ids as they are
 decoded. `parse_frame` checks in the order: magic and version, size, header hash, fields against the local spec, bounds, sections
@@ -28,7 +28,6 @@ import xxhash
 from r3channel import errors
 from r3channel.model.spec import RoutingSpec
 from r3channel.wire.chunks import (
-    CHUNK_ROWS,
     Chunk,
     chunk_count,
     decode_chunk,
@@ -63,7 +62,6 @@ from r3channel.wire.header import (
 from r3channel.wire.routing import Ids, ProvenanceSpan, RowKind, check_shape, check_spans
 
 __all__ = [
-    "CHUNK_ROWS",
     "FRAME_MAGIC",
     "HEADER_BYTES",
     "Frame",
@@ -91,13 +89,12 @@ def encode_frame(
     provenance: Sequence[ProvenanceSpan] | None = None,
     sample_key: int = 0,
     codec: str = "auto",
-    layers_per_chunk: int | None = None,
 ) -> bytes:
     """Bytes of one frame. `expert_ids_TLK` is [rows, L, K] in `spec.id_dtype` and is copied once.
 
     Without `provenance` all rows are decoded rows of weight version 0. Ids are hashed and not checked here: the engine's
     scheduler thread pays for this call, and the relay checks every id. Ids of invalid rows may be anything, and codec `set`
-    replaces them. `layers_per_chunk` lets a pipeline stage decode only its layers.
+    replaces them.
     """
     check_shape(expert_ids_TLK, spec=spec, where="encode_frame")
     check_codec(codec)
@@ -105,7 +102,6 @@ def encode_frame(
     if provenance is None:
         provenance = _decoded_by_version_0(first_row, rows)
     check_spans(provenance, first_row=first_row, rows=rows, where="encode_frame")
-    width = _layers_per_chunk(spec, layers_per_chunk)
     if len(provenance) > MAX_SPANS:
         raise errors.RoutingError(
             f"{len(provenance)} provenance spans for {rows} rows; expected at most {MAX_SPANS} spans"
@@ -118,12 +114,12 @@ def encode_frame(
         sections += pack_span(span.start, span.end, span.weight_version, span.kind)
     if codec == "set":
         expert_ids_TLK = _with_sets_in_invalid_rows(expert_ids_TLK, valid_T)
-    chunks = encode_chunks(expert_ids_TLK, codec=codec, layers_per_chunk=width)
+    chunks = encode_chunks(expert_ids_TLK, codec=codec)
     if any(not CODECS[chunk.codec].keeps_order for chunk in chunks):
         flags |= FLAG_UNORDERED
         expert_ids_TLK = _as_decoded(expert_ids_TLK, chunks)
     sections += layer_digests(expert_ids_TLK, first_row=first_row, valid_T=valid_T).tobytes()
-    sections += table_of(chunks)
+    sections += table_of(chunks, layers=spec.num_moe_layers)
     sections += bytes(padding(len(sections)))
     header = Header(
         codec=max((chunk.codec for chunk in chunks), default=0),
@@ -133,7 +129,7 @@ def encode_frame(
         top_k=spec.top_k,
         num_moe_layers=spec.num_moe_layers,
         id_width=spec.id_dtype.itemsize,
-        layers_per_chunk=width,
+        layers_per_chunk=spec.num_moe_layers,
         rows=rows,
         first_row=first_row,
         chunks=len(chunks),
@@ -179,7 +175,7 @@ def stored_head(
         layers_per_chunk=spec.num_moe_layers,
         rows=rows,
         first_row=first_row,
-        chunks=chunk_count(rows, layers=1, layers_per_chunk=1),
+        chunks=chunk_count(rows),
         spans=len(provenance),
         sections_bytes=len(sections),
         raw_bytes=size,
@@ -207,14 +203,6 @@ def _decoded_by_version_0(first_row: int, rows: int) -> list[ProvenanceSpan]:
     return [ProvenanceSpan(start=first_row, end=first_row + rows, weight_version=0, kind=RowKind.DECODED)]
 
 
-def _layers_per_chunk(spec: RoutingSpec, wanted: int | None) -> int:
-    if wanted is None:
-        return spec.num_moe_layers
-    if wanted < 1:
-        raise errors.ConfigError(f"layers_per_chunk {wanted}, expected at least 1")
-    return min(wanted, spec.num_moe_layers)
-
-
 def _with_sets_in_invalid_rows(ids_TLK: Ids, valid_T: np.ndarray[Any, np.dtype[np.bool_]] | None) -> Ids:
     """Ids 0..K-1 in invalid rows, whose ids mean nothing, so that one such row does not cost a chunk its set."""
     if valid_T is None or valid_T.all():
@@ -227,7 +215,7 @@ def _as_decoded(ids_TLK: Ids, chunks: Sequence[Chunk]) -> Ids:
     seen_TLK = np.array(ids_TLK)
     for chunk in chunks:
         if not CODECS[chunk.codec].keeps_order:
-            decode_chunk(chunk, seen_TLK, layers=range(ids_TLK.shape[1]))
+            decode_chunk(chunk, seen_TLK)
     return seen_TLK
 
 
@@ -255,10 +243,10 @@ def parse_frame(
     check_kind(header, kind=KIND_EXPERT_IDS, where=where)
     check_fields(header, spec=spec, max_rows=max_rows, where=where)
     check_sections(header, body, where=where)
-    return read_body(header, body, spec=spec, where=where)
+    return _read_body(header, body, spec=spec, where=where)
 
 
-def read_body(header: Header, body: memoryview, *, spec: RoutingSpec, where: str) -> Frame:
+def _read_body(header: Header, body: memoryview, *, spec: RoutingSpec, where: str) -> Frame:
     """The frame behind a header whose numbers, and sections whose hash, were checked."""
     at, rows = 0, header.rows
     valid_T = np.ones(rows, dtype=bool)
@@ -275,7 +263,6 @@ def read_body(header: Header, body: memoryview, *, spec: RoutingSpec, where: str
         wire_bytes=header.wire_bytes,
         rows=rows,
         spec=spec,
-        layers_per_chunk=header.layers_per_chunk,
         where=where,
     )
     return Frame(

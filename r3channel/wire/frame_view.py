@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -79,30 +78,20 @@ class Frame:
             raise_unsound(ids_TLK, spec=self.spec, where=self.where, valid_T=valid_T)
         return ids_TLK
 
-    def decode_layers_into(self, out_TLK: Ids, *, layers: Sequence[int]) -> None:
-        """Fill a C-contiguous array [rows, len(layers), K] of `spec.id_dtype`, decoding only the chunks that hold them.
-
-        `layers` are global decoder layers, neighbours on the MoE axis: a pipeline stage's. Raises `FrameCorrupt` where
-        a chunk does not decode.
-        """
-        span = self._moe_range(layers)
-        shape = (self.rows, len(span), self.spec.top_k)
+    def decode_into(self, out_TLK: Ids) -> None:
+        """Fill a C-contiguous array [rows, L, K] of `spec.id_dtype`. Raises `FrameCorrupt` where a chunk does not decode."""
+        shape = (self.rows, self.spec.num_moe_layers, self.spec.top_k)
         if out_TLK.shape != shape or out_TLK.dtype != self.spec.id_dtype or not out_TLK.flags.c_contiguous:
             raise errors.UsageError(
                 f"decode buffer is {out_TLK.dtype}{list(out_TLK.shape)}, expected {self.spec.id_dtype}{list(shape)}, C-contiguous"
             )
         for chunk in self._chunks:
-            decode_chunk(chunk, out_TLK, layers=span)
+            decode_chunk(chunk, out_TLK)
 
-    def decode_into(self, out_TLK: Ids) -> None:
-        """As `decode_layers_into`, for all MoE layers."""
-        self.decode_layers_into(out_TLK, layers=self.spec.moe_layers)
-
-    def decode(self, *, layers: Sequence[int] | None = None) -> Ids:
-        """[rows, layers, K] in a fresh array of `spec.id_dtype`; all MoE layers unless said."""
-        wanted = self.spec.moe_layers if layers is None else layers
-        out_TLK = np.empty((self.rows, len(wanted), self.spec.top_k), self.spec.id_dtype)
-        self.decode_layers_into(out_TLK, layers=wanted)
+    def decode(self) -> Ids:
+        """[rows, L, K] in a fresh array of `spec.id_dtype`."""
+        out_TLK = np.empty((self.rows, self.spec.num_moe_layers, self.spec.top_k), self.spec.id_dtype)
+        self.decode_into(out_TLK)
         return out_TLK
 
     def ids(self, out_TLK: Ids | None = None) -> Ids:
@@ -127,8 +116,8 @@ class Frame:
         return self._view() is not None
 
     def _view(self) -> Ids | None:
-        spec, stored = self.spec, STORED.codec_id
-        if any(chunk.codec != stored or chunk.layers != spec.num_moe_layers for chunk in self._chunks):
+        spec = self.spec
+        if any(chunk.codec != STORED.codec_id for chunk in self._chunks):
             return None
         view = np.frombuffer(self._payload, spec.id_dtype).reshape(self.rows, spec.num_moe_layers, spec.top_k)
         return view if view.ctypes.data % _WORD_BYTES == 0 else None
@@ -145,12 +134,3 @@ class Frame:
             provenance=self.provenance,
             checked=True,
         )
-
-    def _moe_range(self, layers: Sequence[int]) -> range:
-        if not layers:
-            return range(0)
-        start = self.spec.moe_index(layers[0])
-        span = range(start, start + len(layers))
-        if tuple(layers) != self.spec.moe_layers[span.start : span.stop]:
-            raise errors.UsageError(f"layers {tuple(layers)} are not neighbours among {self.spec.moe_layers}")
-        return span

@@ -27,7 +27,8 @@ _KINDS = {
 }
 FLAG_VALIDITY, FLAG_UNORDERED = 1, 8
 _FLAG_PREFIX = 4
-"""Reserved: rows that another frame, of kind 2, carries. Neither is sent, and both are refused by name."""
+"""Reserved: rows that another frame, of kind 2, carries. Neither is sent, nor chunks of fewer than all layers; all three are
+refused by name."""
 ALIGNMENT = 16
 """Of the first chunk. Stored ids are then checked and placed where they lie, in 8-byte words: unaligned words cost three
 times as much, and a copy into fresh memory six times (measured)."""
@@ -59,6 +60,7 @@ class Header(NamedTuple):
     id_width: int = 0
     reserved0: int = 0
     layers_per_chunk: int = 0
+    """All MoE layers."""
     rows: int = 0
     first_row: int = 0
     chunks: int = 0
@@ -155,18 +157,14 @@ def check_fields(header: Header, *, spec: RoutingSpec, max_rows: int, where: str
         spec.num_experts, spec.top_k, spec.num_moe_layers, spec.id_dtype.itemsize, spec.digest,
     ):  # fmt: skip
         _raise_other_spec(header, spec=spec, where=where)
-    if header.flags & _FLAG_PREFIX:
-        raise errors.FrameVersionMismatch(
-            f"{where}: flag {_FLAG_PREFIX} says that another frame carries some of its rows, expected all of its {header.rows} "
-            "rows: is the sender's r3channel of another release?"
-        )
+    _check_reserved(header, where=where)
     if header.rows > max_rows:
         raise errors.RowCountMismatch(f"{where}: {header.rows} rows, expected at most {max_rows}")
     bounds = (
         header.first_row <= MAX_ROWS,
         header.raw_bytes == header.rows * spec.bytes_per_token,
         header.wire_bytes <= header.raw_bytes,
-        1 <= header.layers_per_chunk <= spec.num_moe_layers,
+        header.layers_per_chunk == spec.num_moe_layers,
         header.reserved0 == header.reserved1 == 0,
         header.codec in CODECS,
         header.flags & ~(FLAG_VALIDITY | FLAG_UNORDERED) == 0,
@@ -174,6 +172,16 @@ def check_fields(header: Header, *, spec: RoutingSpec, max_rows: int, where: str
     )
     if not all(bounds) or not _counts_fit(header, spec=spec):
         raise errors.FrameCorrupt(f"{where}: impossible numbers in the header: {header._asdict()}")
+
+
+def _check_reserved(header: Header, *, where: str) -> None:
+    seen = ""
+    if header.flags & _FLAG_PREFIX:
+        seen = f"flag {_FLAG_PREFIX}: another frame carries some of its rows, expected all of its {header.rows} rows"
+    elif 0 < header.layers_per_chunk < header.num_moe_layers:
+        seen = f"chunks of {header.layers_per_chunk} layers, expected all {header.num_moe_layers}"
+    if seen:
+        raise errors.FrameVersionMismatch(f"{where}: {seen}: is the sender's r3channel of another release?")
 
 
 def _raise_other_spec(header: Header, *, spec: RoutingSpec, where: str) -> None:
@@ -192,7 +200,7 @@ def _raise_other_spec(header: Header, *, spec: RoutingSpec, where: str) -> None:
 
 def _counts_fit(header: Header, *, spec: RoutingSpec) -> bool:
     """The numbers of chunks and section bytes follow from the others."""
-    chunks = chunk_count(header.rows, layers=spec.num_moe_layers, layers_per_chunk=header.layers_per_chunk)
+    chunks = chunk_count(header.rows)
     bitmap = -(-header.rows // 8) if header.flags & FLAG_VALIDITY else 0
     sections = bitmap + header.spans * SPAN_BYTES + 8 * spec.num_moe_layers + chunks * CHUNK_BYTES
     return header.chunks == chunks and header.sections_bytes == sections + padding(sections)

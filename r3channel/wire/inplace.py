@@ -49,7 +49,7 @@ class StoredFrame:
     def __init__(self, spec: RoutingSpec, *, rows: int, first_row: int, runs: Sequence[Run]) -> None:
         """`runs` tile [first_row, first_row + rows) in order; the caller made them by run length, so it is not checked."""
         self.spec, self._first_row, self._runs = spec, first_row, runs
-        chunks_bytes = CHUNK_BYTES * chunk_count(rows, layers=1, layers_per_chunk=1)
+        chunks_bytes = CHUNK_BYTES * chunk_count(rows)
         sections_bytes = len(runs) * SPAN_BYTES + 8 * spec.num_moe_layers + chunks_bytes
         self._sections_bytes = sections_bytes + padding(sections_bytes)
         payload = HEADER_BYTES + self._sections_bytes
@@ -81,6 +81,6 @@ class StoredFrame:
         return Header(
             FRAME_MAGIC, WIRE_VERSION, KIND_EXPERT_IDS, STORED.codec_id, 0,
             spec.digest, spec.num_experts, spec.top_k, spec.num_moe_layers, spec.id_dtype.itemsize, 0,
-            spec.num_moe_layers, rows, self._first_row, chunk_count(rows, layers=1, layers_per_chunk=1),
+            spec.num_moe_layers, rows, self._first_row, chunk_count(rows),
             len(self._runs), self._sections_bytes, size, size, sample_key, newest, 0, sections_hash,
         )  # fmt: skip

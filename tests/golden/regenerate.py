@@ -1,7 +1,8 @@
 """Writes the golden frames: `python -m tests.golden.regenerate`. For a wire version that nobody has yet, and never after.
 
 Each `frame_v2_NAME.bin` comes with the ids that it must decode to, `frame_v2_NAME.npy`. Those without ids are refused by name:
-`frame_v1.bin`, and `frame_v2_uint8_prefix.bin` and `frame_v2_uint8_after_prefix.bin`, of rows that two frames share.
+`frame_v1.bin`, `frame_v2_uint8_prefix.bin` and `frame_v2_uint8_after_prefix.bin` (rows that two frames share), and
+`frame_v2_uint8_layers.bin` (chunks of two layers).
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ def golden_frames() -> Iterator[tuple[str, bytes, Ids]]:
     padded = np.tile(wide[:1], (ROWS, 1, 1))
     valid_T = np.arange(ROWS) % 4 != 3
     yield "uint8_stored", _frame(SPEC, small, codec="stored"), small
-    yield "uint8_layers", _frame(SPEC, small, codec="stored", layers_per_chunk=2), small
     yield "uint8_set", _frame(SPEC, small, codec="set"), np.sort(small, axis=-1)
     yield "invalid_rows", _frame(SPEC, small, valid_T=valid_T), small
     yield "int16_lz4", _frame(WIDE, padded, codec="lz4"), padded

@@ -127,38 +127,6 @@ def test_an_unknown_codec_is_refused_by_name() -> None:
         codec_for(random_ids(1), codec="zip")
 
 
-# -- layers ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("codec", ["stored", "set", "lz4"])
-@pytest.mark.parametrize("layers_per_chunk", [None, 1, 2, 3, 7])
-@pytest.mark.parametrize("layers", [(1,), (2, 3), (1, 2, 3), ()])
-def test_a_stage_decodes_its_layers(
-    codec: str, layers_per_chunk: int | None, layers: tuple[int, ...]
-) -> None:
-    ids = np.sort(np.tile(random_ids(300), (30, 1, 1))[: CHUNK_ROWS + 7], axis=-1)
-    data = encode_frame(SPEC, expert_ids_TLK=ids, codec=codec, layers_per_chunk=layers_per_chunk)
-    wanted = ids[:, [SPEC.moe_index(layer) for layer in layers]]
-    assert np.array_equal(parse_frame(data, spec=SPEC).decode(layers=layers), wanted)
-
-
-def test_a_stage_does_not_touch_the_chunks_of_others() -> None:
-    ids = np.tile(random_ids(1), (50, 1, 1))
-    data = bytearray(encode_frame(SPEC, expert_ids_TLK=ids, codec="lz4", layers_per_chunk=1))
-    data[-1] ^= 0xFF
-    data[-10:-1] = b"\xff" * 9
-    rehash(data)
-    frame = parse_frame(bytes(data), spec=SPEC)
-    assert np.array_equal(frame.decode(layers=(1, 2)), ids[:, :2])
-    with pytest.raises(errors.FrameCorrupt):
-        frame.decode(layers=(3,))
-
-
-def test_layers_that_are_no_stage_are_refused() -> None:
-    with pytest.raises(errors.UsageError, match="neighbours"):
-        parse_frame(encode_frame(SPEC, expert_ids_TLK=random_ids(3)), spec=SPEC).decode(layers=(1, 3))
-
-
 def test_stored_ids_are_read_in_place() -> None:
     ids = np.tile(random_ids(512), (20, 1, 1))
     data = encode_frame(SPEC, expert_ids_TLK=ids, codec="stored")
@@ -254,12 +222,9 @@ def test_bombs_and_lying_sizes_are_refused_before_they_take_memory() -> None:
     assert growth_of(refusing_bombs_and_lying_sizes).peak < CHEAP_BYTES < len(ZEROS)
 
 
-@pytest.mark.parametrize("layers_per_chunk", [SPEC.num_moe_layers, 1])
-def test_a_coded_chunk_that_is_called_stored_is_refused_when_it_is_parsed(layers_per_chunk: int) -> None:
+def test_a_coded_chunk_that_is_called_stored_is_refused_when_it_is_parsed() -> None:
     ids_TLK = np.tile(random_ids(1), (10, 1, 1))
-    data = bytearray(
-        encode_frame(SPEC, expert_ids_TLK=ids_TLK, codec="lz4", layers_per_chunk=layers_per_chunk)
-    )
+    data = bytearray(encode_frame(SPEC, expert_ids_TLK=ids_TLK, codec="lz4"))
     codec_at = data.index(bytes([LZ4.codec_id, 0, 0, 0]), HEADER_BYTES + 24 + 8 * SPEC.num_moe_layers)
     data[codec_at] = STORED.codec_id
     rehash(data)

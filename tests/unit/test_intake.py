@@ -300,19 +300,17 @@ ONE_LAYER = RoutingSpec(num_layers=1, moe_layers=(0,), num_experts=64, top_k=2)
 
 
 @pytest.mark.parametrize(
-    ("spec", "first", "second", "width"),
-    [(SETS, a, b, width) for a in (1, 3, 20) for b in (1, 8, 20) for width in (None, 1, 3)]
-    + [(ONE_LAYER, 8193, 7, None), (ONE_LAYER, 8193, 8192, None)],
+    ("spec", "first", "second"),
+    [(SETS, a, b) for a in (1, 3, 20) for b in (1, 8, 20)] + [(ONE_LAYER, 8193, 7), (ONE_LAYER, 8193, 8192)],
 )
 def test_honest_turns_of_codec_set_arrive_whichever_chunks_it_makes_smaller(
-    spec: RoutingSpec, first: int, second: int, width: int | None
+    spec: RoutingSpec, first: int, second: int
 ) -> None:
     relay, ids = Relay(spec, TrainerLayout(), ChannelConfig()), random_ids(first + second, spec=spec)
     for start_row, end in ((0, first), (first, first + second)):
         span = ProvenanceSpan(start=start_row, end=end, weight_version=0, kind=RowKind.DECODED)
         data = encode_frame(
             spec, expert_ids_TLK=ids[start_row:end], first_row=start_row, provenance=[span], codec="set",
-            layers_per_chunk=width,
         )  # fmt: skip
         relay.add_frame("s", data, range(end + 1), append=start_row > 0)
     assert np.array_equal(np.sort(rows_here(relay, "s")), np.sort(ids))

@@ -41,12 +41,11 @@ def corpus() -> list[tuple[RoutingSpec, bytes]]:
     small, wide = random_ids(ROWS), random_ids(ROWS, spec=WIDE)
     return [
         (SPEC, frame_of(ROWS + 1, codec="stored")),
-        (SPEC, frame_of(ROWS + 1, codec="stored", layers_per_chunk=2)),
         (SPEC, frame_of(ROWS + 1, valid_T=np.arange(ROWS) % 5 != 2)),
         (SPEC, frame_of(ROWS + 1, codec="set")),
         (SPEC, encode_frame(SPEC, expert_ids_TLK=np.tile(small[:1], (ROWS, 1, 1)), codec="lz4")),
         (WIDE, frame_of(ROWS + 1, spec=WIDE)),
-        (WIDE, frame_of(ROWS + 1, spec=WIDE, codec="set", layers_per_chunk=1)),
+        (WIDE, frame_of(ROWS + 1, spec=WIDE, codec="set")),
         (WIDE, encode_frame(WIDE, expert_ids_TLK=np.tile(wide[:1], (ROWS, 1, 1)), codec="lz4")),
         (SPEC, encode_error("no rows")),
     ]  # fmt: skip

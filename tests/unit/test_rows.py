@@ -134,7 +134,7 @@ def test_frames_of_another_release_that_share_rows_are_refused_by_name_and_told_
     parcel = [(number, (GOLDEN / f"frame_v2_{name}.bin").read_bytes()) for number, name in enumerate(SHARED)]
     deliver(relay, *parcel)
     assert relay.metrics.value("r3channel_rejected_total", reason="wire_version") == 2
-    with pytest.raises(errors.FrameVersionMismatch, match=r"flag 4 .*of another release"):
+    with pytest.raises(errors.FrameVersionMismatch, match=r"flag 4: .*of another release"):
         claim(relay, "s", 13, serial=1)
     assert relay.status()["store"] == {"frames": 0, "bytes": 0}
 
@@ -148,10 +148,8 @@ def bomb(rows: int, *, codec: int, spec: RoutingSpec = SPEC) -> bytes:
     row_NLK = np.broadcast_to(np.arange(k, dtype=spec.id_dtype), (CHUNK_ROWS, layers, k)).copy()
     sizes = [end - start for start, end in pairwise([*range(0, rows, CHUNK_ROWS), rows])]
     wires = {size: bytes(CODECS[codec].encode(row_NLK[:size]) or b"") for size in set(sizes)}
-    chunks = [
-        Chunk(number * CHUNK_ROWS, size, 0, layers, codec, wires[size]) for number, size in enumerate(sizes)
-    ]
-    sections = pack_span(0, rows, 0, 0) + bytes(8 * layers) + table_of(chunks)
+    chunks = [Chunk(number * CHUNK_ROWS, size, codec, wires[size]) for number, size in enumerate(sizes)]
+    sections = pack_span(0, rows, 0, 0) + bytes(8 * layers) + table_of(chunks, layers=layers)
     sections += bytes(padding(len(sections)))
     header = Header(
         codec=codec, flags=FLAG_UNORDERED if codec == SET else 0, spec_digest=spec.digest,
