@@ -14,7 +14,7 @@ TORCH ?= torch==2.13.0
 TORCH_PIP_ARGS ?=
 ARGS ?=
 
-LOCK := r3channel/embedded/requirements.txt
+LOCK := examples/embedded/requirements.txt
 VENV := .venv
 HEAVY := (engine or dist or e2e)
 WORKERS := -n 2 --dist loadfile --max-worker-restart 0
@@ -60,8 +60,9 @@ $(READY):
 	@echo "$(CURDIR)" > $(VENV)/home; rm $(VENV)/unfinished; touch $@
 	@echo "setup: ready ($(VENV))"
 
+# exec: no shell stands between make and the demo, so that a signal to make is one to the demo.
 demo: setup
-	$(BIN)/r3channel demo $(ARGS)
+	exec $(BIN)/python -m examples.demo $(ARGS)
 
 # After a crash pytest-xdist waits for ever for the tests that the worker had: the run ends at once, and names the test.
 # Engines and trainers start on one core for most of their time, so two files of tests that have them go on side by side, too.

@@ -1,6 +1,6 @@
 """Replay a recorded step through a real Megatron-core model, without an engine, Ray or a relay.
 
-r3channel demo --record rec
+make demo ARGS="--record rec"
 python examples/03_offline_replay.py rec 0     folder and step (default: the recording that the tests keep)
 """
 
@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from examples.embedded import megatron
+from examples.embedded.model import write_model
 from r3channel import TrainerLayout
-from r3channel.embedded import megatron
-from r3channel.embedded.model import write_model
 from r3channel.recordings.aligned_pair import Sides
 from r3channel.recordings.consumed import consumed_by
 from r3channel.recordings.diagnose import judge

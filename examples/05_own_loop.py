@@ -9,10 +9,10 @@ import sys
 import tempfile
 from urllib.request import Request
 
+from examples.embedded import megatron
+from examples.embedded.model import write_model
+from examples.embedded.sglang import EngineOptions, engines
 from r3channel import Assignment, RoutingSpec, Ticket, TrainerLayout
-from r3channel.embedded import megatron
-from r3channel.embedded.model import write_model
-from r3channel.embedded.sglang import EngineOptions, engines
 from r3channel.relay import Relay
 from r3channel.trainer import TrainerChannel
 from r3channel.transport.http import urlopen

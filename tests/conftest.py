@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from r3channel.embedded.model import write_model
-from r3channel.embedded.sglang import EngineOptions, EngineServer
+from examples.embedded.model import write_model
+from examples.embedded.sglang import EngineOptions, EngineServer
 
 READY_TIMEOUT_S = 150.0
 

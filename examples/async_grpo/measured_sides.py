@@ -16,7 +16,7 @@ from examples.async_grpo.default_side import DefaultReplay, DefaultRouting
 from examples.async_grpo.grpo import Request
 from examples.async_grpo.rollout import ManagerRouting, RolloutManager
 from examples.async_grpo.trainer import Trainer, TrainerRouting
-from r3channel.embedded.sglang import EngineOptions
+from examples.embedded.sglang import EngineOptions
 from r3channel.plan.assignment import Assignment
 
 WAITS = ("assemble", "wait_relay", "wait_wire", "recv", "rebroadcast")

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from examples.async_grpo.grpo import GROUP
+from examples.embedded.model import ModelShape, config_of
 from r3channel.config import ChannelConfig, add_arguments
-from r3channel.embedded.model import ModelShape, config_of
 from r3channel.errors import R3Error
 from r3channel.integrations import preflight
 from r3channel.plan.layout import TrainerLayout
@@ -29,10 +29,19 @@ _LONGEST_BASE = 107 - len("/ray/session_2026-11-22_21-26-44_187123_1234567/socke
 _RAY_BYTES, _ENGINE_BYTES, _TRAINER_BYTES = 850 << 20, 900 << 20, 520 << 20
 
 WEIGHTS = ("broadcast", "exact", "colocated")
+_EXAMPLES = (
+    "make demo",
+    'make demo ARGS="--steps 2 --layout dp=1,tp=2"',
+    'make demo ARGS="--record rec --report report"',
+)
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = commands.parser("demo")
+    parser = commands.Parser(
+        prog="python -m examples.demo",
+        description="The whole loop on this machine: SGLang, Ray, Megatron-core. `make demo` passes ARGS on to it.",
+    )
+    parser.examples = _EXAMPLES
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument(
         "--layout",

@@ -1,6 +1,6 @@
 """Asynchronous GRPO, one step off, on real parts: SGLang engines, a Ray rollout manager, Megatron-core trainers.
 
-    python examples/async_grpo/train_async.py --use-r3-channel      (or: r3channel demo)
+    python examples/async_grpo/train_async.py --use-r3-channel      (or: make demo)
     python examples/async_grpo/train_async.py                       the same loop, routing as int32 through Ray
 
 The rollout of step n+1 is generated while step n trains. `generate` returns before routing was sent; the next `generate`
@@ -225,7 +225,7 @@ def default_parts() -> Parts:
 @contextlib.contextmanager
 def start_cluster(args: argparse.Namespace, folder: Path, parts: Parts) -> Iterator[Cluster]:
     """Engines, Ray, manager and trainers, started beside one another; all gone at the end."""
-    from r3channel.embedded.model import write_model
+    from examples.embedded.model import write_model
 
     layout = TrainerLayout.parse(args.layout)
     model = write_model(folder / "model", seed=args.seed, layers=model_layers(layout))
@@ -247,7 +247,7 @@ def start_cluster(args: argparse.Namespace, folder: Path, parts: Parts) -> Itera
 
 
 def _engine_options(args: argparse.Namespace, model: Path) -> Any:
-    from r3channel.embedded.sglang import EngineOptions
+    from examples.embedded.sglang import EngineOptions
 
     env = {}
     if args.use_r3_channel:  # each engine takes a free port: those of one machine share an environment
@@ -260,7 +260,7 @@ def _engine_options(args: argparse.Namespace, model: Path) -> Any:
 
 @contextlib.contextmanager
 def _engines(args: argparse.Namespace, model: Path, parts: Parts) -> Iterator[list[Any]]:
-    from r3channel.embedded.sglang import EngineServer
+    from examples.embedded.sglang import EngineServer
 
     options = parts.engine(args, model)
     with contextlib.ExitStack() as stack:

@@ -17,7 +17,7 @@ from examples.async_grpo.grpo import policy_loss
 from examples.async_grpo.modules import channel_modules
 from examples.async_grpo.rays import fetch
 from examples.async_grpo.weights_side import Publisher, Pushed, export
-from r3channel.embedded import megatron
+from examples.embedded import megatron
 from r3channel.observe.metrics import Metrics
 from r3channel.observe.stage_clock import StageClock
 from r3channel.observe.trace import Point

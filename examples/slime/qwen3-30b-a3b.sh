@@ -1,6 +1,6 @@
 #!/bin/bash
 # Qwen3-30B-A3B: trainers on two nodes of 8 GPUs (TP4 x PP2 x CP2, EP8), four engines of TP4 on two more.
-# Not run by us: no such machines were at hand. What was run, on CPUs, is examples/slime/run_cpu.sh.
+# Not run by us: no such machines were at hand. What was run, on CPUs, is tests/upstream/slime_cpu/run.sh.
 #
 # Start Ray first, as slime's own scripts do:   ray start --head ...   and on the other node   ray start --address ...
 # r3channel must be installed in the image of every node (engines load it as a plug-in):   pip install "r3channel[direct]"

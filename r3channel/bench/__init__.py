@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from pathlib import Path
 
 from r3channel.errors import ConfigError
 
@@ -17,6 +18,8 @@ BENCHES = {
     "replay": "a train step of real Megatron with and without replay: CPU time, interleaved",
 }
 """Name -> what it measures. `r3channel.bench.NAME` has `PARTS`, see `r3channel.bench.harness`."""
+OF_CLONE = ("capture", "e2e", "weights", "replay")
+"""Those that start real engines or trainers without a GPU: examples/embedded does it, which no wheel has."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -27,5 +30,10 @@ def run(argv: Sequence[str]) -> int:
         return 0
     if argv[0] not in BENCHES:
         raise ConfigError(f"benchmark {argv[0]!r}, expected one of {', '.join(BENCHES)}")
+    if argv[0] in OF_CLONE and not (Path(__file__).parents[2] / "examples" / "embedded").is_dir():
+        raise ConfigError(
+            f"bench {argv[0]} starts real engines or trainers with examples/embedded, which is part of the repository and not of "
+            "the wheel; clone the repository, type `make setup`, and run the benchmark there"
+        )
     module = importlib.import_module(f"r3channel.bench.{argv[0]}")
     return importlib.import_module("r3channel.bench.harness").run(argv, module.PARTS, about=module.__doc__)

@@ -25,20 +25,21 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
 from r3channel.bench.harness import Effort, Parts, generate, interleaved, timed
 from r3channel.config import ChannelConfig, EngineConfig
-from r3channel.embedded.model import write_model
-from r3channel.embedded.sglang import EngineOptions, EngineServer, environment
 from r3channel.errors import EngineUnavailable
 from r3channel.model.spec import RoutingSpec
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.relay import Relay
 from r3channel.wire.parcel import Receipt
+
+if TYPE_CHECKING:
+    from examples.embedded.sglang import EngineServer
 
 VARIANTS = ("off", "stock", "r3channel", "direct")
 SPEC = RoutingSpec(num_layers=48, moe_layers=tuple(range(48)), num_experts=128, top_k=8)
@@ -83,6 +84,9 @@ def engines(effort: Effort) -> dict[str, Any]:
 
 
 def _start(load: Load, folder: Path, *, relay_url: str, stack: ExitStack) -> dict[str, EngineServer]:
+    from examples.embedded.model import write_model
+    from examples.embedded.sglang import EngineOptions, EngineServer
+
     model = write_model(folder / "model", layers=load.layers, dense_layers=())
     direct = {
         "R3CHANNEL_DELIVERY": "direct",
@@ -160,6 +164,8 @@ def _summary(rows: list[tuple[float, float, float]], off_us: list[float]) -> dic
 
 def scheduler(effort: Effort) -> dict[str, Any]:
     """In a child: SGLang's classes need the embedded environment from the first import on."""
+    from examples.embedded.sglang import environment
+
     command = [sys.executable, "-m", "r3channel.bench.capture"]
     command += [str(effort.rounds_of(20, 3)), str(effort.of(120_000, 20_000))]
     child = subprocess.run(

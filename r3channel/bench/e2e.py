@@ -26,8 +26,7 @@ from r3channel.bench.relay import MANAGER_NODE, RANK_NODE, call, start_actor, tw
 from r3channel.bench.relay_paths import spent
 from r3channel.bench.replay import LENGTH, SAMPLES, natural_ids, train_step, two_models
 from r3channel.config import ChannelConfig
-from r3channel.embedded.sglang import kill_family
-from r3channel.errors import ConfigError, EngineUnavailable
+from r3channel.errors import EngineUnavailable
 from r3channel.model.spec import RoutingSpec
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
@@ -160,16 +159,14 @@ def pairs(effort: Effort) -> dict[str, Any]:
 
 def loop(effort: Effort) -> dict[str, Any]:
     """Per mode the medians over its runs of step, train wait, trainer CPU and rollout speed."""
-    if not SCRIPT.is_file():
-        raise ConfigError(
-            "bench e2e runs examples/async_grpo/measure.py, which is part of the repository and not of the wheel; clone it"
-        )
     calls = {mode: partial(_run, mode, steps=effort.of(6, 2)) for mode in MODES}
     seen = interleaved(calls, rounds=effort.rounds_of(2, 1), warm_up=0)
     return {"loop": {mode: _medians(runs) for mode, runs in seen.items()}}
 
 
 def _run(mode: str, *, steps: int) -> dict[str, Any]:
+    from examples.embedded.sglang import kill_family
+
     print(f"bench e2e: {mode}, {steps} steps", file=sys.stderr, flush=True)
     command = [sys.executable, str(SCRIPT), "--mode", mode, "--steps", str(steps)]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

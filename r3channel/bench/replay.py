@@ -13,14 +13,17 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from r3channel.bench.harness import Effort, Parts, interleaved, ratio, timed
+from r3channel.plan.layout import TrainerLayout
+from r3channel.trainer.adapters import megatron
+from r3channel.trainer.audit import RouterTap
+from r3channel.trainer.mismatch import RoutingAudit
+from r3channel.trainer.replay import ReplayDriver, ReplayStep
 
 if TYPE_CHECKING:
-    import torch
-
-    from r3channel.embedded.megatron import TrainerModel
-    from r3channel.plan.layout import TrainerLayout
-    from r3channel.trainer.replay import ReplayDriver, ReplayStep
+    from examples.embedded.megatron import TrainerModel
 
 MICROBATCHES, SAMPLES, LENGTH = 4, 4, 64
 SHAPE: dict[str, Any] = {"layers": 4, "experts": 16, "top_k": 4, "hidden": 64}
@@ -53,11 +56,8 @@ PARTS: Parts = {"steps": measure}
 @contextmanager
 def two_models(folder: Path) -> Iterator[tuple[TrainerModel, TrainerModel, TrainerLayout]]:
     """(without replay, with it, their layout): equal weights that never learn, so both keep choosing alike."""
-    import torch
-
-    from r3channel.embedded import megatron as embedded
-    from r3channel.embedded.model import write_model
-    from r3channel.plan.layout import TrainerLayout
+    from examples.embedded import megatron as embedded
+    from examples.embedded.model import write_model
 
     torch.set_num_threads(1)
     layout = TrainerLayout()
@@ -77,9 +77,6 @@ def two_models(folder: Path) -> Iterator[tuple[TrainerModel, TrainerModel, Train
 @contextmanager
 def _steps(folder: Path) -> Iterator[dict[str, Callable[[], None]]]:
     """What is timed, by name."""
-    from r3channel.trainer.adapters import megatron
-    from r3channel.trainer.replay import ReplayDriver
-
     with two_models(folder) as (plain, model, layout):
         spec = megatron.spec_from_config(model.chunks)
         driver = ReplayDriver.attach(model.chunks, spec=spec, layout=layout)
@@ -97,10 +94,6 @@ def _steps(folder: Path) -> Iterator[dict[str, Callable[[], None]]]:
 
 def natural_ids(model: TrainerModel, driver: ReplayDriver) -> dict[tuple[int, int], torch.Tensor]:
     """(micro-batch, layer) -> [rows, K] that the model chooses by itself, sequence-major."""
-    import torch
-
-    from r3channel.trainer.audit import RouterTap
-
     with torch.no_grad(), RouterTap(driver) as tap:
         for index in range(MICROBATCHES):
             with driver.off(microbatch=index):
@@ -114,8 +107,6 @@ class _Recorded:
     num_microbatches = MICROBATCHES
 
     def __init__(self, model: TrainerModel, driver: ReplayDriver) -> None:
-        import torch
-
         self._model, self._driver = model, driver
         self._ids = natural_ids(model, driver)
         self._counted = torch.arange(SAMPLES * LENGTH) < SAMPLES * (LENGTH - 1)
@@ -136,8 +127,6 @@ class _Recorded:
         """As `handed`."""
 
     def step(self, *, audited: int) -> None:
-        from r3channel.trainer.mismatch import RoutingAudit
-
         audit = RoutingAudit(
             step=0, microbatches=MICROBATCHES, count=audited, counted_rows=lambda _: self._counted
         )
@@ -165,8 +154,6 @@ def train_step(model: TrainerModel, step: ReplayStep | None = None) -> None:
 
 
 def forward(model: TrainerModel, index: int) -> torch.Tensor:
-    import torch
-
     tokens = torch.randint(0, 512, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(index))
     positions = torch.arange(LENGTH).expand_as(tokens)
     return model.chunks[0](tokens, positions, None, labels=torch.roll(tokens, -1, 1))

@@ -22,8 +22,6 @@ from typing import Any
 import torch
 
 from r3channel.bench.harness import Effort, Parts, generate, timed
-from r3channel.embedded.model import write_model
-from r3channel.embedded.sglang import EngineOptions, engines
 from r3channel.transport.process_group import in_background
 from r3channel.weights.group import WeightGroup
 from r3channel.weights.manifest import TensorMeta
@@ -55,6 +53,8 @@ Named = list[tuple[str, torch.Tensor]]
 def _model(*, hidden: int = 64) -> Iterator[tuple[Path, Named]]:
     from safetensors.torch import load_file
 
+    from examples.embedded.model import write_model
+
     torch.set_num_threads(1)  # trainer and engine share the machine
     with tempfile.TemporaryDirectory(prefix="r3channel-bench-") as folder:
         model = write_model(Path(folder) / "model", hidden=hidden)
@@ -63,6 +63,8 @@ def _model(*, hidden: int = 64) -> Iterator[tuple[Path, Named]]:
 
 @contextmanager
 def _engine(model: Path, *, tp: int = 1) -> Iterator[str]:
+    from examples.embedded.sglang import EngineOptions, engines
+
     env = {"R3CHANNEL_WEIGHTS": "1"}
     options = EngineOptions(model=model, r3channel=False, env=env, tp=tp, capture=tp == 1)
     with engines(options, 1, timeout_s=_READY_TIMEOUT_S) as (url,):
@@ -284,7 +286,7 @@ def reshard(effort: Effort) -> dict[str, Any]:
 
 
 def _trainer_rank(job: dict[str, Any]) -> dict[str, Any]:
-    from r3channel.embedded import megatron
+    from examples.embedded import megatron
     from r3channel.plan.layout import TrainerLayout
     from r3channel.weights.convert import hf_shards
 

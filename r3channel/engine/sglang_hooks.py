@@ -180,7 +180,7 @@ def matching_table() -> str | None:
 def check_hooks() -> list[str]:
     """One line for each name that is gone or has other parameters; empty when the hooks will apply.
 
-    Imports SGLang, which on a machine without a GPU needs the environment of `r3channel.embedded`. Patches nothing.
+    Imports SGLang, which on a machine without a GPU needs the environment of `examples.embedded`. Patches nothing.
     """
     if importlib.util.find_spec("sglang") is None:
         return [f"SGLang is not installed; r3channel was read against SGLang {' and '.join(READ_AGAINST)}"]

@@ -15,11 +15,6 @@ class Command(NamedTuple):
 
 _TOOLS = "r3channel.tools."
 COMMANDS = {
-    "demo": Command(
-        "r3channel.demo",
-        "the whole loop on this machine: SGLang, Ray, Megatron-core",
-        ("demo", "demo --steps 2 --layout dp=1,tp=2", "demo --record rec --report report"),
-    ),
     "doctor": Command(
         _TOOLS + "doctor",
         "what is installed, and whether everything would work together",
@@ -105,7 +100,7 @@ COMMANDS = {
         ("patch check --target site-packages", "patch apply --target site-packages"),
     ),
 }
-_FIRST = ("demo", "doctor", "plan", "slime", "check")
+_FIRST = ("doctor", "plan", "slime", "check")
 """Those whose first example the command's own help shows."""
 
 
@@ -113,9 +108,10 @@ class Parser(argparse.ArgumentParser):
     """Its help begins with how it is typed."""
 
     examples: tuple[str, ...] = ()
+    """Whole lines."""
 
     def format_help(self) -> str:
-        lines = [f"  r3channel {example}" for example in self.examples]
+        lines = [f"  {example}" for example in self.examples]
         return "\n".join([*lines, "", super().format_help()]) if lines else super().format_help()
 
     def error(self, message: str) -> NoReturn:
@@ -127,8 +123,8 @@ def parser(command: str, *, prog: str = "", description: str | None = None) -> P
     """The parser of a command, with its examples; `prog` where it has commands of its own."""
     found = COMMANDS[command]
     made = Parser(prog=f"r3channel {prog or command}", description=description or f"{found.what}.")
-    own = tuple(example for example in found.examples if example.startswith(prog or command))
-    made.examples = own or (f"{prog} --quick",)
+    own = [example for example in found.examples if example.startswith(prog or command)]
+    made.examples = tuple(f"r3channel {example}" for example in own or [f"{prog} --quick"])
     return made
 
 

@@ -12,7 +12,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,6 @@ _ANSWER = "R3CHANNEL-DOCTOR "
 
 _HOOKS = "from r3channel.engine.sglang_hooks import check_hooks as check"
 _NAMES = "from r3channel.trainer.adapters.megatron import check_names as check"
-_SHIM = "from r3channel.embedded import megatron_shim; megatron_shim.install()"
 
 
 def run(argv: Sequence[str]) -> int:
@@ -126,15 +125,10 @@ def checks(
         yield check_memory(channel)
         yield check_store(channel)
     yield from check_network(channel, os.environ, nodes=nodes)
-    yield from _check_upstreams(role, gpu=has_gpu(), timeout_s=timeout_s)
-
-
-def _check_upstreams(role: str, *, gpu: bool, timeout_s: float) -> Iterator[Check]:
     if role in ("engine", "all"):
-        yield ask("SGLang hooks", _HOOKS, env=_engine_environment(gpu=gpu), timeout_s=timeout_s)
+        yield check_hooks(timeout_s=timeout_s)
     if role in ("trainer", "all"):
-        names = _NAMES if gpu else f"{_SHIM}; {_NAMES}"
-        yield ask("Megatron names", names, env=os.environ, timeout_s=timeout_s)
+        yield ask("Megatron names", _NAMES, timeout_s=timeout_s)
 
 
 def check_slime(root: Path, arguments: Sequence[str] = ()) -> Iterator[Check]:
@@ -229,14 +223,20 @@ def has_gpu() -> bool:
     return Path("/dev/nvidiactl").exists()
 
 
-def ask(name: str, imports: str, *, env: Mapping[str, str], timeout_s: float) -> Check:
-    """Run `check() -> list of problems`, as `imports` names it, in a child process with environment `env`."""
+def check_hooks(*, timeout_s: float) -> Check:
+    """Would our hooks apply; told and no fault where SGLang cannot be imported, which wants a GPU or to be told of none."""
+    if has_gpu() or os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
+        return ask("SGLang hooks", _HOOKS, timeout_s=timeout_s)
+    return Check(name="SGLang hooks", ok=True, found="not looked for: SGLang is not imported without a GPU")
+
+
+def ask(name: str, imports: str, *, timeout_s: float) -> Check:
+    """Run `check() -> list of problems`, as `imports` names it, in a child process."""
     program = f"import json; {imports}; print({_ANSWER!r} + json.dumps(check()))"
     remedy = f"see it whole with: {sys.executable} -c '{imports}; print(check())'"
     try:
         child = subprocess.run(
             [sys.executable, "-c", program],
-            env=dict(env),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -259,15 +259,6 @@ def ask(name: str, imports: str, *, env: Mapping[str, str], timeout_s: float) ->
             name=name, ok=False, found=moved, remedy="install the versions that this release was read against"
         )
     return Check(name=name, ok=True, found="all found")
-
-
-def _engine_environment(*, gpu: bool) -> Mapping[str, str]:
-    """SGLang without a GPU is importable only with the shims of the embedded mode."""
-    if gpu:
-        return os.environ
-    from r3channel.embedded.sglang import environment
-
-    return environment(r3channel=False)
 
 
 def _answer(stdout: str) -> list[str] | None:

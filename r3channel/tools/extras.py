@@ -6,7 +6,7 @@ import importlib.metadata
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-_EMBEDDED = "make setup, or pip install --no-deps -r r3channel/embedded/requirements.txt"
+_EMBEDDED = "make setup in a clone of the repository"
 EXTRAS = {
     "sglang": ("sglang",),
     "megatron": ("megatron", "mbridge"),

@@ -10,7 +10,7 @@ class Layout:
     """One row."""
 
     text: str
-    """What `TrainerLayout.parse` and `r3channel demo --layout` take."""
+    """What `TrainerLayout.parse` and `--layout` take."""
     rows: str
     """What a rank's routers see."""
     when: str

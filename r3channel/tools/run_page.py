@@ -13,9 +13,7 @@ from r3channel.tools import commands
 
 def run(argv: Sequence[str]) -> int:
     parser = commands.parser("report")
-    parser.add_argument(
-        "runs", nargs="+", metavar="RUN", help="folder that `r3channel demo --report` has filled"
-    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder that the demo's --report has filled")
     for folder in parser.parse_args(argv).runs:
         print(write_page(Path(folder)))
     return 0

@@ -18,7 +18,7 @@ def config(**changes: Any) -> Any:
     from megatron.core import parallel_state
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-    from r3channel.embedded.megatron import LOCAL_CONFIG
+    from examples.embedded.megatron import LOCAL_CONFIG
 
     values: dict[str, Any] = {
         **LOCAL_CONFIG,
@@ -71,7 +71,7 @@ def build(**changes: Any) -> Any:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 
-    from r3channel.embedded.megatron_modules import use_local_modules
+    from examples.embedded.megatron_modules import use_local_modules
 
     own = config(**changes)
     spec = use_local_modules(get_gpt_decoder_block_spec(own, use_transformer_engine=False))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from r3channel.embedded import megatron as embedded
+from examples.embedded import megatron as embedded
 from r3channel.plan.layout import TrainerLayout
 from r3channel.weights.checksums import tensor_checksum
 from r3channel.weights.convert import hf_weights

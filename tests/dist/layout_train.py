@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from examples.embedded import megatron as embedded
 from r3channel.config import ChannelConfig
-from r3channel.embedded import megatron as embedded
 from r3channel.observe.metrics import Metrics
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.shards import Shard

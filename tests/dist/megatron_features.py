@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from r3channel.embedded import megatron as embedded
+from examples.embedded import megatron as embedded
 from r3channel.errors import ConfigError, ReplayError
 from r3channel.model.spec import RoutingSpec
 from r3channel.plan.layout import TrainerLayout

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from r3channel.embedded import megatron as embedded
+from examples.embedded import megatron as embedded
 from r3channel.model.spec import RoutingSpec
 from r3channel.plan.layout import TrainerLayout
 from r3channel.trainer.adapters import megatron

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from r3channel.embedded import megatron as embedded
-from r3channel.embedded import megatron_shim
+from examples.embedded import megatron as embedded
+from examples.embedded import megatron_shim
 from r3channel.errors import (
     ConfigError,
     R3Error,
@@ -366,7 +366,7 @@ def test_routers_of_mtp_layers_are_left_out(bench: Bench) -> None:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 
-    from r3channel.embedded.megatron_modules import use_local_modules
+    from examples.embedded.megatron_modules import use_local_modules
 
     config = dataclasses.replace(bench.model.config, mtp_num_layers=1, grad_scale_func=None)
     spec = use_local_modules(get_gpt_decoder_block_spec(config, use_transformer_engine=False))

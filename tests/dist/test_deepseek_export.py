@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from r3channel.embedded.sglang import environment
+from examples.embedded.sglang import environment
 from tests.dist import deepseek
 from tests.dist.ranks import ROOT, run_ranks
 

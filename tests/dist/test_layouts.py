@@ -50,7 +50,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Eight layers, the first dense: two chunks of two stages; written in its own process, free of this one's state."""
     folder = tmp_path_factory.mktemp("model")
     shape = ["--layers", "8", "--experts", str(SPEC.num_experts), "--top-k", str(SPEC.top_k)]
-    command = [sys.executable, "-m", "r3channel.embedded.model", str(folder), *shape]
+    command = [sys.executable, "-m", "examples.embedded.model", str(folder), *shape]
     subprocess.run(command, check=True, cwd=ROOT, timeout=120, capture_output=True)
     return folder
 

@@ -31,7 +31,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint with a dense layer 0; made in its own process, free of the CPU shim and of this one's state."""
     folder = tmp_path_factory.mktemp("model")
     shape = ["--experts", "32", "--top-k", str(TOP_K)]
-    command = [sys.executable, "-m", "r3channel.embedded.model", str(folder), *shape]
+    command = [sys.executable, "-m", "examples.embedded.model", str(folder), *shape]
     subprocess.run(command, check=True, cwd=ROOT, timeout=120, capture_output=True)
     return folder
 

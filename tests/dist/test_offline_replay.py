@@ -1,6 +1,6 @@
 """A recorded step goes through the trainer side alone; the examples of the README run as they stand.
 
-The recording is the third step of `r3channel demo --steps 3 --record DIR`; a new format of ticket or frame needs a new one.
+The recording is the third step of `make demo ARGS="--steps 3 --record DIR"`; a new format of ticket or frame needs a new one.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from examples.embedded.sglang import EngineOptions, EngineServer
 from r3channel.cli import main
-from r3channel.embedded.sglang import EngineOptions, EngineServer
 from r3channel.transport.process_group import in_background
 from r3channel.weights.session import WeightSync
 from r3channel.weights.sglang import EngineClient
@@ -153,7 +153,7 @@ def test_the_lines_of_the_readme_update_two_engines_and_bring_a_killed_one_back(
     folder.mkdir()
     again = EngineServer(replace(servers[1].options, extra_args=("--load-format", "dummy")))
     port = urlsplit(engines[1]).port
-    monkeypatch.setattr("r3channel.embedded.sglang.free_port", lambda: port)
+    monkeypatch.setattr("examples.embedded.sglang.free_port", lambda: port)
 
     def kill_and_start_again() -> None:
         while not (folder / "kill").exists():

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from r3channel.embedded import megatron
+from examples.embedded import megatron
 from r3channel.plan.layout import TrainerLayout
 from r3channel.weights.convert import hf_shards, hf_weights
 from tests.dist.ranks import write_result
@@ -23,7 +23,7 @@ def build(layout: TrainerLayout) -> tuple[Any, torch.nn.Module]:
     from megatron.core.transformer.transformer_config import TransformerConfig
     from transformers import Qwen3Config
 
-    from r3channel.embedded.megatron_modules import use_local_modules
+    from examples.embedded.megatron_modules import use_local_modules
 
     shape: dict[str, Any] = {
         "vocab_size": 128,

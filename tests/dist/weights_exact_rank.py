@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from r3channel.embedded import megatron
+from examples.embedded import megatron
 from r3channel.errors import WeightUpdateFailed
 from r3channel.plan.layout import TrainerLayout
 from r3channel.weights.convert import hf_shards

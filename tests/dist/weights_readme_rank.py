@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from r3channel.embedded import megatron
+from examples.embedded import megatron
 from r3channel.plan.layout import TrainerLayout
 from r3channel.weights.sglang import EngineClient
 from tests.dist.ranks import write_result

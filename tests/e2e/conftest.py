@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from r3channel.embedded.sglang import kill_family
+from examples.embedded.sglang import kill_family
 from tests.e2e.scraper import scraped
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +42,7 @@ RunDemo = Callable[..., Run]
 
 def run(folder: Path, *options: str, channel: bool = True) -> Run:
     """Run the demo as a user would; with `--report` in the options its /metrics are scraped on the way."""
-    command = [sys.executable, "-m", "r3channel.cli", "demo"]
+    command = [sys.executable, "-m", "examples.demo"]
     if not channel:
         command = [sys.executable, str(ROOT / "examples" / "async_grpo" / "train_async.py")]
     child = subprocess.Popen(

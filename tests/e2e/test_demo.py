@@ -17,7 +17,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from r3channel.embedded.sglang import environment, kill_family
+from examples.embedded.sglang import environment, kill_family
 from r3channel.observe.metric_table import METRICS
 from r3channel.recordings.recording import Recording
 from r3channel.recordings.summary import summarize
@@ -146,7 +146,7 @@ def test_the_trainer_knows_how_stale_each_row_was(demo: Run) -> None:
 
 def test_ctrl_c_while_parts_start_gives_the_prompt_back_and_leaves_nothing() -> None:
     with tempfile.TemporaryDirectory(prefix="t-") as folder:  # short: Ray's sockets lie below it
-        command = [sys.executable, "-m", "r3channel.cli", "demo"]
+        command = [sys.executable, "-m", "examples.demo"]
         child = subprocess.Popen(
             command,
             stderr=subprocess.PIPE,
@@ -192,7 +192,7 @@ def test_the_run_is_a_page_and_a_trace_with_an_arrow_for_each_sample(demo: Run) 
 @pytest.mark.timeout(300)
 def test_a_bound_on_staleness_refuses_a_loop_that_runs_ahead(tmp_path: Path) -> None:
     """Two steps are one version apart, which the next test allows."""
-    command = [sys.executable, "-m", "r3channel.cli", "demo", "--steps", "2", "--samples", "8", "--json"]
+    command = [sys.executable, "-m", "examples.demo", "--steps", "2", "--samples", "8", "--json"]
     command += ["--layout", "dp=1,tp=1,pp=1,cp=1", "--r3-max-staleness", "0", "--r3-on-stale", "reject"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path)
     assert done.returncode and "RowsStale" in done.stderr, done.stderr[-2000:]
@@ -245,7 +245,7 @@ def test_every_panel_of_the_dashboard_shows_something_in_a_real_prometheus(demo:
 
 @pytest.mark.timeout(300)
 def test_one_id_that_was_changed_in_a_trainers_memory_is_refused_by_its_router(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "r3channel.cli", "demo", "--steps", "1", "--samples", "8", "--json"]
+    command = [sys.executable, "-m", "examples.demo", "--steps", "1", "--samples", "8", "--json"]
     command += ["--layout", "dp=1,tp=1,pp=1,cp=1", "--fault", "corrupt-id"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path)
     assert done.returncode == 1 and not done.stdout.strip()

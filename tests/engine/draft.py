@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import load_file, save_file
 
-from r3channel.embedded.model import write_model
+from examples.embedded.model import write_model
 
 LAYERS = 3
 REST = 0.1

@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from r3channel.embedded.model import VOCAB_SIZE, write_tokenizer
-from r3channel.embedded.sglang import environment
+from examples.embedded.model import VOCAB_SIZE, write_tokenizer
+from examples.embedded.sglang import environment
 
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from r3channel.embedded.sglang import environment
+from examples.embedded.sglang import environment
 
 TIMEOUT_S = 120.0
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from r3channel.embedded.sglang import EngineOptions, EngineServer
+from examples.embedded.sglang import EngineOptions, EngineServer
 from r3channel.model.spec import RoutingSpec
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout

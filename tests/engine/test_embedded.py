@@ -12,13 +12,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from r3channel.embedded.model import write_model
-from r3channel.embedded.sglang import EngineOptions, EngineServer, environment
+from examples.embedded.model import write_model
+from examples.embedded.sglang import EngineOptions, EngineServer, environment
 from r3channel.errors import ConfigError, UsageError
 from r3channel.model.spec import RoutingSpec
 from tests.engine.client import post
 
-SHIMS = Path(__file__).parents[2] / "r3channel" / "embedded" / "shims"
+SHIMS = Path(__file__).parents[2] / "examples" / "embedded" / "shims"
 HOOKED = "import sys; print([type(f).__name__ for f in sys.meta_path].count('_DeclareTorchvisionOperators'))"
 
 
@@ -94,7 +94,7 @@ def test_a_server_that_was_not_started_says_so(model_dir: Path) -> None:
 @pytest.mark.engine
 def test_the_whole_server_ends_when_its_starter_is_killed(model_dir: Path) -> None:
     program = (
-        "import time; from r3channel.embedded.sglang import EngineOptions, EngineServer\n"
+        "import time; from examples.embedded.sglang import EngineOptions, EngineServer\n"
         f"server = EngineServer(EngineOptions(model={str(model_dir)!r})).start()\n"
         "print(server.pid, flush=True); time.sleep(120)"
     )

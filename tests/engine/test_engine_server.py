@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from examples.embedded.sglang import EngineOptions, EngineServer
 from r3channel import cli
-from r3channel.embedded.sglang import EngineOptions, EngineServer
 from r3channel.errors import EngineReported, EngineUnavailable, FrameMagicMismatch
 from r3channel.model.spec import RoutingSpec
 from r3channel.wire.digest import layer_digests

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from r3channel.embedded.sglang import EngineOptions, EngineServer
+from examples.embedded.sglang import EngineOptions, EngineServer
 
 pytestmark = pytest.mark.engine
 EXAMPLE = Path(__file__).parents[2] / "examples" / "05_own_loop.py"

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from examples.embedded.sglang import EngineOptions, EngineServer
 from r3channel.config import ChannelConfig
-from r3channel.embedded.sglang import EngineOptions, EngineServer
 from r3channel.errors import EngineUnavailable
 from r3channel.model.spec import RoutingSpec
 from r3channel.plan.layout import TrainerLayout

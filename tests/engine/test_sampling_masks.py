@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from examples.embedded.sglang import EngineOptions, EngineServer
 from r3channel.config import ChannelConfig
-from r3channel.embedded.sglang import EngineOptions, EngineServer
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.relay import Relay

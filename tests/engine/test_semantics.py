@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from examples.embedded.sglang import EngineOptions, EngineServer
 from r3channel import cli
 from r3channel.config import ChannelConfig
-from r3channel.embedded.sglang import EngineOptions, EngineServer
 from r3channel.errors import TurnMismatch
 from r3channel.model.spec import RoutingSpec
 from r3channel.plan.assignment import Assignment

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
+from examples.embedded.sglang import EngineOptions, EngineServer
 from r3channel.config import ChannelConfig
-from r3channel.embedded.sglang import EngineOptions, EngineServer
 from r3channel.errors import CannotStage, EngineUnavailable, WeightUpdateFailed
 from r3channel.model.spec import RoutingSpec
 from r3channel.plan.layout import TrainerLayout

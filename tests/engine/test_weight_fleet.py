@@ -16,8 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from examples.embedded.sglang import EngineOptions, EngineServer, kill_family
 from r3channel.cli import main
-from r3channel.embedded.sglang import EngineOptions, EngineServer, kill_family
 from r3channel.transport.process_group import in_background
 from r3channel.weights.member import EngineState
 from r3channel.weights.session import WeightSync

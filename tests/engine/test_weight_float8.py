@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from r3channel.embedded.sglang import environment
+from examples.embedded.sglang import environment
 from r3channel.weights.quantise import quantise
 
 pytestmark = pytest.mark.engine

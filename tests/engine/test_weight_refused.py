@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from r3channel.embedded.sglang import environment
+from examples.embedded.sglang import environment
 from r3channel.weights.dryrun import _POST_LOAD
 from r3channel.weights.receiver import RELEASED
 from r3channel.weights.refusals import ANY_WAY, STAGED

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from r3channel.embedded.sglang import EngineServer
+from examples.embedded.sglang import EngineServer
 from r3channel.errors import (
     EngineRefused,
     EngineUnavailable,

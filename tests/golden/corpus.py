@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
+from examples.embedded.model import write_model
+from examples.embedded.sglang import EngineOptions, EngineServer
 from r3channel.config import ChannelConfig
-from r3channel.embedded.model import write_model
-from r3channel.embedded.sglang import EngineOptions, EngineServer
 from r3channel.model.spec import RoutingSpec
 from r3channel.plan.layout import TrainerLayout
 from r3channel.recordings.recorder import Recorder, segment_name, write_step

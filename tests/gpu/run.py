@@ -228,10 +228,10 @@ def child(
 def engine_environment(device: str, environment: Mapping[str, str]) -> dict[str, str]:
     """SGLang's binaries are not needed: our stand-in for them is found first."""
     if device == "cpu":
-        from r3channel.embedded.sglang import environment as embedded
+        from examples.embedded.sglang import environment as embedded
 
         return embedded(environment)
-    shims = str(ROOT / "r3channel/embedded/shims")
+    shims = str(ROOT / "examples/embedded/shims")
     return {**environment, "PYTHONPATH": os.pathsep.join((shims, environment["PYTHONPATH"]))}
 
 

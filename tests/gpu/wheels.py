@@ -1,6 +1,6 @@
 """`make gpu-wheels DEST=FOLDER`: the wheels that a GPU machine may lack, for `make gpu WHEELS=FOLDER`; prints each with its size.
 
-For CPython 3.12 on x86-64 Linux, in the versions of r3channel/embedded/requirements.txt. SGLang is packed again without what
+For CPython 3.12 on x86-64 Linux, in the versions of examples/embedded/requirements.txt. SGLang is packed again without what
 its capture does not need: binaries, and the files of its benchmarks and tests. torch, numpy, transformers and the like are
 taken to be on such a machine.
 """
@@ -13,7 +13,7 @@ import sys
 import zipfile
 from pathlib import Path
 
-LOCK = Path(__file__).parents[2] / "r3channel/embedded/requirements.txt"
+LOCK = Path(__file__).parents[2] / "examples/embedded/requirements.txt"
 NAMES = (
     "lz4", "xxhash", "h11", "megatron-core", "sglang",
     # what SGLang 0.5.23 imports on the way to its TopK

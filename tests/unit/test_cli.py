@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from examples.async_grpo.options import parse as parse_demo
 from r3channel import cli
 from r3channel.bench import BENCHES
 from r3channel.tools.commands import COMMANDS
@@ -109,23 +110,35 @@ def helped(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 
 @pytest.mark.parametrize("name", [*COMMANDS, *(f"bench {name}" for name in BENCHES)])
-def test_a_help_begins_with_how_the_command_is_typed(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    if name == "demo":  # becomes another process
-        from examples.async_grpo import options as demo_options
-
-        monkeypatch.setattr("r3channel.demo.run", demo_options.parse)
+def test_a_help_begins_with_how_the_command_is_typed(capsys: pytest.CaptureFixture[str], name: str) -> None:
     first, *rest = helped(capsys, *name.split()).splitlines()
     assert first.startswith(f"  r3channel {name} ") or first == f"  r3channel {name}"
     assert any("usage:" in line for line in rest)
 
 
+def help_of_demo(capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as ended:
+        parse_demo(["--help"])
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_the_demos_help_begins_with_how_it_is_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    first, *rest = help_of_demo(capsys).splitlines()
+    assert first == "  make demo" and any("usage: python -m examples.demo" in line for line in rest)
+
+
+def test_every_option_that_a_page_gives_the_demo_is_one_of_its(capsys: pytest.CaptureFixture[str]) -> None:
+    typed = re.findall(r'make (?:-s )?demo[^\n`]* ARGS="([^"]*)"', "\n".join(PAGES.values()))
+    assert len(typed) >= 3
+    assert set(OPTION.findall(" ".join(typed))) - set(OPTION.findall(help_of_demo(capsys))) == set()
+
+
 def test_the_overview_has_every_command_and_examples_first(capsys: pytest.CaptureFixture[str]) -> None:
     text = helped(capsys)
-    assert text.startswith("  r3channel demo\n") and all(f"\n  {name} " in text for name in COMMANDS)
+    assert text.startswith("  r3channel doctor ") and all(f"\n  {name} " in text for name in COMMANDS)
     assert cli.main([]) == 2 and "commands:" in capsys.readouterr().err
-    assert "command 'sel', expected one of: demo" in said_by(capsys, "sel")
+    assert "command 'sel', expected one of: doctor" in said_by(capsys, "sel")
 
 
 @pytest.mark.parametrize(
@@ -181,25 +194,17 @@ def options_of_sglang() -> set[str]:
 
 def options_of_scripts() -> set[str]:
     """Of programs of ours that are no commands, and of the pytest plug-in."""
-    files = (path for room in ("r3channel", "examples") for path in (ROOT / room).rglob("*.py"))
+    rooms = ("r3channel", "examples", "tests/upstream/slime_cpu")
+    files = (path for room in rooms for path in (ROOT / room).rglob("*.py"))
     added = re.compile(r'add_?(?:argument|option)\(\s*"(--[\w-]+)"')
     return {option for path in files for option in added.findall(path.read_text())}
 
 
-@pytest.fixture
-def no_demo(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The demo tells its options and does not become another process."""
-    from examples.async_grpo import options as demo_options
-
-    monkeypatch.setattr("r3channel.demo.run", demo_options.parse)
-
-
-@pytest.mark.usefixtures("no_demo")
 def test_every_option_on_a_page_is_one_of_ours_or_of_a_known_other(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     asked = [[name, *more] for name in COMMANDS for more in ([], *([n] for n in SUBCOMMANDS.get(name, ())))]
-    told = set(OPTION.findall("".join(helped(capsys, *argv) for argv in asked)))
+    told = set(OPTION.findall("".join([help_of_demo(capsys), *(helped(capsys, *argv) for argv in asked)])))
     others = {f"--{name}" for names in OTHERS.values() for name in names.split()}
     known = told | options_of_scripts() | options_of_sglang() | others
     named = {(option, page) for page, text in PAGES.items() for option in OPTION.findall(text)}
@@ -235,10 +240,10 @@ def test_the_page_of_the_commands_has_each_of_them() -> None:
 
 
 def test_every_command_on_a_page_is_there_with_its_options(
-    capsys: pytest.CaptureFixture[str], no_demo: None
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     typed = typed_commands()
-    assert {"demo", "doctor", "slime", "plan", "bench relay", "check"} <= set(typed)
+    assert {"doctor", "slime", "plan", "bench relay", "check"} <= set(typed)
     slimes = {"--use-r3-channel", "--update-weight-transport", "--use-rollout-routing-replay"}
     for name, shown in typed.items():
         asked = name.split() + {"weights": ["verify"], "bench": ["plan"]}.get(name, [])

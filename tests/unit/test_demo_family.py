@@ -1,4 +1,7 @@
-"""The demo's processes end as one: on a signal, when the run ends, and when their owner is killed. Real processes, no engine."""
+"""The demo's processes end as one: on a signal, when the run ends, and when their owner is killed. Real processes, no engine.
+
+`make demo` is make's own recipe, with a `python` that starts the demo with another script.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from r3channel.embedded.sglang import unlink_segments
+from examples.embedded.sglang import unlink_segments
 from tests.foreground import foreground
+
+ROOT = Path(__file__).parents[2]
 
 RUN = r"""
 import os, signal, subprocess, sys, tempfile, time
@@ -34,19 +39,29 @@ sys.exit(7)
 """
 
 
-def start(folder: Path, *, seconds: float) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
-    """`r3channel demo` with another script; the processes that its run is made of, the daemons first."""
+def start(
+    folder: Path, *, seconds: float, make: bool = False
+) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
+    """The demo with another script; the processes that its run is made of, the daemons first. In a session of its own."""
     (script := folder / "run.py").write_text(RUN)
-    program = (
-        f"import pathlib, sys; from r3channel import demo; demo.SCRIPT = pathlib.Path({str(script)!r})\n"
-    )
-    program += f"sys.exit(demo.run([{str(seconds)!r}]))"
+    program = f"import pathlib, sys; from examples import demo; demo.SCRIPT = pathlib.Path({str(script)!r})\n"
+    (folder / "demo.py").write_text(f"{program}sys.exit(demo.run(sys.argv[1:]))\n")
+    command = [sys.executable, str(folder / "demo.py"), str(seconds)]
+    if make:
+        (python := folder / "python").write_text(
+            f'#!/bin/sh\n[ "$1 $2" = "-m examples.demo" ] && exec {command[0]} {command[1]} "$3"\n'
+        )
+        python.chmod(0o700)
+        command = ["make", "-s", "-o", "setup", "demo", f"BIN={folder}", f"ARGS={seconds}"]
     child = subprocess.Popen(
-        [sys.executable, "-c", program],
-        env={**os.environ, "TMPDIR": str(folder)},
+        command,
+        cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+        | {"TMPDIR": str(folder)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,
         preexec_fn=foreground,
     )
     assert child.stdout is not None
@@ -58,25 +73,32 @@ def scratch_of(folder: Path) -> list[Path]:
     return list(folder.glob("r3demo-*"))
 
 
+@pytest.mark.parametrize("make", [False, True])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_everything_with_one_line(tmp_path: Path, number: signal.Signals) -> None:
-    child, parts = start(tmp_path, seconds=600)
+def test_a_signal_ends_everything_with_one_line(tmp_path: Path, number: signal.Signals, make: bool) -> None:
+    """A terminal sends its signal to all processes of the foreground; SIGTERM comes to the command alone."""
+    child, parts = start(tmp_path, seconds=600, make=make)
     (folder,) = scratch_of(tmp_path)
-    child.send_signal(number)
-    _, said = child.communicate(timeout=10)
-    assert child.returncode == 128 + number
-    assert (
-        said
-        == f"r3channel demo: stopped by {number.name}: the run, its engines, Ray and trainers, 4 processes\n"
-    )
+    (os.killpg if number == signal.SIGINT else os.kill)(child.pid, number)
+    _, text = child.communicate(timeout=10)
+    said, *more = text.splitlines()
+    assert said == f"demo: stopped by {number.name}: the run, its engines, Ray and trainers, 4 processes"
+    if make:  # a shell calls both 128 and the number
+        assert child.returncode == -number and "".join(more).startswith("make: ***")
+    else:
+        assert child.returncode == 128 + number and not more
     assert not any(part.is_running() for part in parts) and not folder.exists()
     assert not any(Path(f"/dev/shm/sgl_shm_mq_{part.pid}_test").exists() for part in parts)
 
 
-def test_a_run_that_ends_leaves_nothing_and_its_status_is_the_commands(tmp_path: Path) -> None:
-    child, parts = start(tmp_path, seconds=0.2)
-    child.communicate(timeout=10)
-    assert child.returncode == 7
+@pytest.mark.parametrize(("make", "status"), [(False, 7), (True, 2)])
+def test_a_run_that_ends_leaves_nothing_and_its_status_is_the_commands(
+    tmp_path: Path, make: bool, status: int
+) -> None:
+    """make has one status for all failures, and says the command's own."""
+    child, parts = start(tmp_path, seconds=0.2, make=make)
+    _, said = child.communicate(timeout=10)
+    assert child.returncode == status and (said.endswith("Error 7\n") if make else not said)
     assert not any(part.is_running() for part in parts) and not scratch_of(tmp_path)
 
 
@@ -92,5 +114,5 @@ def test_after_kill_9_the_run_ends_and_the_next_one_removes_what_was_left(tmp_pa
     assert folder.exists()
     again, _ = start(tmp_path, seconds=0.2)
     _, said = again.communicate(timeout=10)
-    assert said == f"r3channel demo: removed {folder}, which a run that was killed had left\n"
+    assert said == f"demo: removed {folder}, which a run that was killed had left\n"
     assert not scratch_of(tmp_path)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from examples.embedded.sglang import environment
 from r3channel import cli
 from r3channel.config import ChannelConfig
 from r3channel.model.spec import RoutingSpec
@@ -24,7 +24,7 @@ from r3channel.wire.hello import Hello
 
 
 def ask(imports: str, *, timeout_s: float = 30.0) -> Check:
-    return doctor.ask("names", imports, env=os.environ, timeout_s=timeout_s)
+    return doctor.ask("names", imports, timeout_s=timeout_s)
 
 
 def test_an_installed_package_is_named_with_its_version() -> None:
@@ -118,10 +118,24 @@ def test_the_exit_status_is_1_when_something_is_missing(
 
 
 @pytest.mark.engine
-def test_the_embedded_environment_is_well(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_embedded_environment_is_well(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
     assert cli.main(["doctor"]) == 0, capsys.readouterr().out
-    lines = capsys.readouterr().out.splitlines()
-    assert {"sglang", "megatron-core", "ray", "torch"} <= {line.split()[1] for line in lines}
+    found = {line[6:28].strip(): line[29:] for line in capsys.readouterr().out.splitlines()}
+    assert {"sglang", "megatron-core", "ray", "torch"} <= set(found)
+    assert found["SGLang hooks"] == found["Megatron names"] == "all found"
+
+
+def test_sglang_is_not_asked_where_it_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "has_gpu", lambda: False)
+    monkeypatch.delenv("SGLANG_USE_CPU_ENGINE", raising=False)
+    check = doctor.check_hooks(timeout_s=0)
+    assert check.ok and check.found == "not looked for: SGLang is not imported without a GPU"
+    monkeypatch.setattr(doctor, "has_gpu", lambda: True)
+    assert doctor.check_hooks(timeout_s=0).found == "no answer within 0 s"
 
 
 def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import pytest
 
 import r3channel
+from r3channel import bench
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "r3channel"
@@ -29,7 +30,7 @@ LEVELS = {
     **dict.fromkeys(("transport", "recordings"), 5),
     **dict.fromkeys(("engine", "relay", "trainer", "weights"), 6),
     "integrations": 7,
-    **dict.fromkeys(("cli", "pytest_plugin", "demo", "scratch", "bench", "tools", "embedded"), 8),
+    **dict.fromkeys(("cli", "pytest_plugin", "bench", "tools"), 8),
 }
 """Level of each room, as DESIGN.md draws them. A room imports itself and lower levels only; what people type (the highest
 level) may also import its own level."""
@@ -38,9 +39,8 @@ DOORS = {("engine/sglang_plugin.py", "r3channel.weights.receiver")}
 """SGLang's processes have one door, and both rooms that live there are entered by it."""
 
 PLACES = {
-    "sglang": ("engine/sglang.py", "weights/receiver.py", "embedded/", "bench/capture.py"),
-    "megatron": ("trainer/adapters/megatron.py", "embedded/"),
-    "mbridge": ("embedded/",),
+    "sglang": ("engine/sglang.py", "weights/receiver.py", "bench/capture.py"),
+    "megatron": ("trainer/adapters/megatron.py",),
     "ray": (
         "relay/actor.py",
         "integrations/",
@@ -50,12 +50,14 @@ PLACES = {
     "torch.distributed": (
         "transport/",
         "weights/",
-        "embedded/",
         "recordings/run_ranks.py",
         "bench/weights.py",
     ),
     "prometheus_client": ("observe/metrics.py",),
 }
+
+OF_CLONE = tuple(f"bench/{name}.py" for name in bench.OF_CLONE)
+"""They alone import examples/, which no wheel has, and only when they run."""
 
 HEAVY = ("torch", "ray", "sglang", "megatron", "mbridge", "transformers", "prometheus_client")
 NO_IO = {"socket", "os", "pathlib", "subprocess", "threading", "asyncio", "tempfile", "mmap"}
@@ -75,9 +77,7 @@ class Import(NamedTuple):
 
 def sources() -> Iterator[tuple[str, ast.Module]]:
     for path in sorted(PACKAGE.rglob("*.py")):
-        file = path.relative_to(PACKAGE).as_posix()
-        if not file.startswith("embedded/shims/"):  # children's stand-ins for upstreams, not our modules
-            yield file, ast.parse(path.read_text(), filename=str(path))
+        yield path.relative_to(PACKAGE).as_posix(), ast.parse(path.read_text(), filename=str(path))
 
 
 def imports_of(file: str, tree: ast.Module) -> Iterator[Import]:
@@ -217,15 +217,39 @@ def test_the_design_page_says_who_imports_what_and_no_place_is_left_over() -> No
     assert used == {(upstream, place) for upstream, places in PLACES.items() for place in places}
 
 
-def test_the_embedded_rooms_page_says_who_imports_it() -> None:
-    text = " ".join((PACKAGE / "embedded" / "README.md").read_text().split())
-    named = re.search(r"Imported by (.*?) only", text)
-    assert named is not None
-    importers = {found.file for found in all_imports() if found.module.startswith("r3channel.embedded")}
-    outside = {file for file in importers if not file.startswith("embedded/")}
-    assert {
-        file for file in outside if not file.startswith(tuple(re.findall(r"`([^`]+)`", named[1])))
-    } == set()
+def is_of_a_clone(found: Import) -> bool:
+    return found.module.split(".")[0] in ("examples", "tests")
+
+
+def imported_at_once(file: str, node: ast.AST) -> Iterator[Import]:
+    """What runs when a module is imported: not the insides of functions, nor what is for type hints."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import | ast.ImportFrom):
+            yield from imports_of(file, ast.Module([child], []))
+        elif isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+            continue
+        elif not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield from imported_at_once(file, child)
+
+
+def test_only_benchmarks_of_a_clone_import_the_examples_and_none_before_it_runs() -> None:
+    importers = {found.file for found in all_imports() if is_of_a_clone(found)}
+    assert importers and importers <= set(OF_CLONE)
+    at_once = [found for file, tree in sources() for found in imported_at_once(file, tree)]
+    assert at_once and [str(found) for found in at_once if is_of_a_clone(found)] == []
+
+
+def test_an_import_of_the_examples_is_noticed() -> None:
+    line = "from examples.embedded.model import write_model"
+    for text, seen in (
+        (line, True),
+        (f"class A:\n    {line}", True),
+        (f"try:\n    {line}\nexcept ImportError:\n    pass", True),
+        (f"def f():\n    {line}", False),
+        (f"if TYPE_CHECKING:\n    {line}", False),
+    ):
+        assert any(map(is_of_a_clone, parsed("bench/x.py", text))), text
+        assert any(map(is_of_a_clone, imported_at_once("bench/x.py", ast.parse(text)))) == seen, text
 
 
 def test_an_upstream_out_of_place_is_noticed() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import re
 import subprocess
 import sys
@@ -12,9 +13,11 @@ from pathlib import Path
 import pytest
 
 import r3channel
+from examples.embedded.sglang import environment
+from r3channel.bench import OF_CLONE
 
 ROOT = Path(__file__).parents[2]
-LOCK = ROOT / "r3channel" / "embedded" / "requirements.txt"
+LOCK = ROOT / "examples" / "embedded" / "requirements.txt"
 
 
 def locked() -> dict[str, str]:
@@ -73,12 +76,21 @@ def test_type_checkers_are_told_that_the_package_is_typed() -> None:
     assert (ROOT / "r3channel" / "py.typed").is_file()
 
 
-def test_sglang_finds_the_plugins() -> None:
-    group = importlib.metadata.entry_points(group="sglang.srt.plugins")
-    assert {entry.name for entry in group} >= {"r3channel", "r3channel_embedded"}
-    for entry in group:
-        if entry.name.startswith("r3channel"):
-            assert callable(entry.load())
+PLUGINS = (
+    "from importlib.metadata import entry_points\n"
+    "found = [entry for entry in entry_points(group='sglang.srt.plugins') if 'r3channel' in entry.value + entry.name]\n"
+    "assert all(callable(entry.load()) for entry in found)\n"
+    "print(*sorted(entry.name for entry in found))"
+)
+
+
+def test_sglang_opens_the_engines_plugin_and_that_of_the_examples_where_their_shims_are() -> None:
+    without = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    for env, names in ((without, "r3channel"), (environment(without), "r3channel r3channel_embedded")):
+        done = subprocess.run(
+            [sys.executable, "-c", PLUGINS], env=env, capture_output=True, text=True, timeout=150
+        )
+        assert done.stdout.strip() == names, done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +116,14 @@ def test_every_file_of_the_package_is_in_the_wheel(wheel: Path) -> None:
     assert len(ours) > 20 and wheel.name == f"r3channel-{r3channel.__version__}-py3-none-any.whl"
     assert ours - packed == {"r3channel/r3channel.pth"} and "r3channel.pth" in packed
     assert {name for name in packed if not name.startswith("r3channel")} == set()
+    assert [name for name in packed if re.search(r"embedded|demo|test", name)] == [
+        "r3channel/pytest_plugin.py"
+    ]
+    with zipfile.ZipFile(wheel) as archive:
+        entries = archive.read(f"r3channel-{r3channel.__version__}.dist-info/entry_points.txt").decode()
+    assert (
+        entries.split("[sglang.srt.plugins]\n")[1] == "r3channel = r3channel.engine.sglang_plugin:register\n"
+    )
     patches = {f"r3channel/patches/{path.name}" for path in (ROOT / "patches").iterdir()}
     assert patches and patches <= packed, "`r3channel patch` looks for them there"
 
@@ -115,7 +135,6 @@ def test_the_wheel_imports_elsewhere(wheel: Path, tmp_path: Path) -> None:
     modules = sorted(
         path.relative_to(tmp_path).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
         for path in (tmp_path / "r3channel").rglob("*.py")
-        if "embedded" not in path.parts and path.name != "__main__.py"
     )
     # Upstreams that refuse to be imported without a GPU or a shim are the doctor's business.
     in_slime = (".slime", ".slime_trainer", ".slime_weights")
@@ -132,19 +151,22 @@ def test_the_wheel_imports_elsewhere(wheel: Path, tmp_path: Path) -> None:
     assert child.returncode == 0, child.stderr
 
 
+OUT_OF_PLACE = (
+    "ConfigError: bench {} starts real engines or trainers with examples/embedded, which is part of the repository and not of "
+    "the wheel; clone the repository, type `make setup`, and run the benchmark there"
+)
 LACKING = {
-    "bench e2e --quick": "torch",
-    "bench replay --quick": "torch",
-    "bench weights --quick": "torch",
-    "bench relay --quick": "ray",
-    "bench capture --quick": "torch",
-    "weights verify --engine http://127.0.0.1:1": "torch",
+    "bench relay --quick": "this command needs the package ray, which is not installed: pip install ",
+    "weights verify --engine http://127.0.0.1:1": "this command needs the package torch, which is not installed: "
+    "install the build for this machine's accelerator: pip install ",
+    **{f"bench {name} --quick": OUT_OF_PLACE.format(name) for name in OF_CLONE},
 }
+HELPED = ("--help", "bench --help", "bench wire --help", "doctor --help", "plan --help", "slime --help")
 
 
 @pytest.mark.full
 def test_a_wheel_in_a_bare_environment_says_what_each_command_lacks(wheel: Path, tmp_path: Path) -> None:
-    """Only numpy, xxhash and lz4 beside it, as an installation without extras has them."""
+    """Only numpy, xxhash and lz4 beside it, as an installation without extras has them; and no clone of ours."""
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path)
     bare = (
@@ -156,27 +178,26 @@ def test_a_wheel_in_a_bare_environment_says_what_each_command_lacks(wheel: Path,
         "from r3channel.cli import main\n"
         "sys.exit(main(sys.argv[1:]))"
     )
-    for command, package in LACKING.items():
-        done = subprocess.run(
+
+    def run(command: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
             [sys.executable, "-c", bare, *command.split()],
             cwd=tmp_path,
             capture_output=True,
             text=True,
             timeout=150,
         )
+
+    for command, expected in LACKING.items():
+        done = run(command)
         (said,) = done.stderr.splitlines()
-        assert done.returncode == 2 and f"needs the package {package}, which is not installed: " in said, (
-            command
-        )
-        assert "pip install" in said
-    light = "plan --model qwen3-30b-a3b --layout dp=4 --tokens 1000000"
-    done = subprocess.run(
-        [sys.executable, "-c", bare, *light.split()], cwd=tmp_path, capture_output=True, timeout=150
-    )
-    assert done.returncode == 0
+        assert done.returncode == 2 and said.startswith(f"r3channel: {expected}"), (command, said)
+    for command in ("plan --model qwen3-30b-a3b --layout dp=4 --tokens 1000000", *HELPED):
+        done = run(command)
+        assert done.returncode == 0 and done.stdout, (command, done.stderr)
 
 
 MISSING = (
-    "torch", "ray", "sglang", "megatron", "mbridge", "transformers", "numba", "orjson", "pybase64", "h11", "zstandard",
-    "prometheus_client", "matplotlib", "safetensors",
+    "examples", "torch", "ray", "sglang", "megatron", "mbridge", "transformers", "numba", "orjson", "pybase64", "h11",
+    "zstandard", "prometheus_client", "matplotlib", "safetensors",
 )  # fmt: skip

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from examples.embedded.model import ModelShape, config_of
 from r3channel.config import ChannelConfig
-from r3channel.embedded.model import ModelShape, config_of
 from r3channel.errors import ConfigError
 from r3channel.integrations import preflight
 from r3channel.plan.layout import TrainerLayout
@@ -36,7 +36,7 @@ def test_the_demo_says_all_that_is_wrong_at_once_and_starts_nothing(tmp_path: Pa
         *("--trace", f"{file}/trace.json", "--r3-metrics-port", str(taken - 2), "--r3-store-dir", f"{file}/store"),
     ]  # fmt: skip
     done = subprocess.run(
-        [sys.executable, "-m", "r3channel.cli", "demo", *options],
+        [sys.executable, "-m", "examples.demo", *options],
         capture_output=True,
         text=True,
         timeout=150,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from r3channel.scratch import PREFIX, remove_leftovers, scratch
+from examples.embedded.scratch import PREFIX, remove_leftovers, scratch
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 
-CHAINS = Path(__file__).parents[2] / "r3channel" / "embedded" / "shims" / "sgl_kernel" / "chains.py"
+CHAINS = Path(__file__).parents[2] / "examples" / "embedded" / "shims" / "sgl_kernel" / "chains.py"
 POOL, CONTEXT = 5, 64
 SEEDS = pytest.mark.parametrize("seed", range(8))
 

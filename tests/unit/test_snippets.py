@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import r3channel
-from r3channel.embedded.model import ModelShape, config_of
+from examples.embedded.model import ModelShape, config_of
 from r3channel.plan.assignment import Assignment
 from r3channel.relay.relay import Relay
 from r3channel.wire.frame import encode_frame, sample_key

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
+from examples.embedded.model import write_model
 from r3channel.cli import main
-from r3channel.embedded.model import write_model
 from r3channel.model.spec import RoutingSpec
 from r3channel.recordings.recording import Recording
 from r3channel.recordings.saved import Foreign, read_saved

@@ -29,7 +29,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [
         sys.executable,
         "-m",
-        "r3channel.embedded.model",
+        "examples.embedded.model",
         str(folder),
         "--experts",
         "32",

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from r3channel.embedded.model import write_model
-from r3channel.embedded.sglang import EngineOptions, EngineServer, environment, free_port
+from examples.embedded.model import write_model
+from examples.embedded.sglang import EngineOptions, EngineServer, environment, free_port
 from r3channel.model.spec import RoutingSpec
 from r3channel.relay.arrival.reply import frame_bytes_of
 from r3channel.wire.frame import parse_frame

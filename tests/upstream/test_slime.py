@@ -19,8 +19,6 @@ from typing import Any
 
 import pytest
 
-from examples.slime.cpu import run as slime_cpu
-from examples.slime.cpu.sources import SLIME, Sources, ready, unpack, upstream
 from r3channel.config import ChannelConfig
 from r3channel.integrations.slime import api_check
 from r3channel.integrations.slime.engine_variables import engine_variables
@@ -28,6 +26,8 @@ from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.relay import Relay
 from r3channel.transport.auth import read_token
 from tests.samples import SPEC
+from tests.upstream.slime_cpu import run as slime_cpu
+from tests.upstream.slime_cpu.sources import SLIME, Sources, ready, unpack, upstream
 from tests.upstream.wheels import sources as unpacked_sources
 
 pytestmark = [
@@ -39,7 +39,7 @@ pytestmark = [
 ]
 full = [pytest.mark.full, pytest.mark.e2e]
 
-_HERE = "examples.slime.cpu.functions"
+_HERE = "tests.upstream.slime_cpu.functions"
 _TWICE = ["--global-batch-size", "4"]
 _RECOMPUTE = [
     "--recompute-granularity",

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from r3channel.embedded.megatron_shim import declare_torchvision_operators
+from examples.embedded.megatron_shim import declare_torchvision_operators
 from r3channel.errors import ConfigError
 from r3channel.model.hf_config import FAMILIES, PLACEMENT_KEYS
 from r3channel.model.presets import model_named

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from examples.slime.cpu.sources import upstream
+from tests.upstream.slime_cpu.sources import upstream
 
 DOWNLOAD_TIMEOUT_S = 120
 

@@ -1,3 +1,3 @@
-from r3channel.embedded.sglang_models.qwen3_moe import EntryClass
+from examples.embedded.sglang_models.qwen3_moe import EntryClass
 
 __all__ = ["EntryClass"]

@@ -6,4 +6,4 @@ SGLANG_EXTERNAL_MODEL_PACKAGE names this package. Routers, top-k and capture are
 from __future__ import annotations
 
 # The experts of the embedded engine, for all of these.
-from r3channel.embedded.sglang_models import qwen3_moe as qwen3_moe
+from examples.embedded.sglang_models import qwen3_moe as qwen3_moe

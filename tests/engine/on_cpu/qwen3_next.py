@@ -105,7 +105,7 @@ sys.modules[_kernels.__name__] = _kernels
 
 from sglang.srt.models.qwen3_next import EntryClass, FusedRMSNormGated  # noqa: E402
 
-from r3channel.embedded.sglang_models import qwen2_moe as qwen2_moe  # noqa: E402  # gates the shared expert in torch
+from examples.embedded.sglang_models import qwen2_moe as qwen2_moe  # noqa: E402  # gates the shared expert in torch
 
 __all__ = ["EntryClass"]
 

@@ -146,7 +146,7 @@ def on_a_cpu() -> None:
     """Plain memory for pinned, and torch's arithmetic for the kernel."""
     from sglang.srt.layers.moe import topk
 
-    from r3channel.embedded import sglang_host
+    from examples.embedded import sglang_host
 
     def fused_topk(hidden_states: Any, gating_output: Any, topk: int, renormalize: bool, **_: Any) -> Any:
         return native(hidden_states, gating_output, topk, renormalize)

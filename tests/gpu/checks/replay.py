@@ -19,9 +19,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from examples.embedded import megatron as embedded
+from examples.embedded import megatron_shim
 from r3channel.config import ChannelConfig
-from r3channel.embedded import megatron as embedded
-from r3channel.embedded import megatron_shim
 from r3channel.model.spec import RoutingSpec
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
@@ -173,7 +173,7 @@ def build(spec: RoutingSpec, device: torch.device, own: Sizes, *, dtype: torch.d
     config = TransformerConfig(num_layers=spec.num_layers, **settings)
     block: Any = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
     if not on_gpu:
-        from r3channel.embedded.megatron_modules import use_local_modules
+        from examples.embedded.megatron_modules import use_local_modules
 
         block = use_local_modules(block)
     torch.manual_seed(3)

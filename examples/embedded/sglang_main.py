@@ -1,6 +1,6 @@
 """What the engine's child process runs: SGLang's own server, ended when the process that started it is gone.
 
-R3CHANNEL_PARENT_PID=... python -m r3channel.embedded.sglang_main --model-path ...   (arguments are SGLang's)
+R3CHANNEL_PARENT_PID=... python -m examples.embedded.sglang_main --model-path ...   (arguments are SGLang's)
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.state_capturer import base
 
-    from r3channel.embedded import sglang_chains
+    from examples.embedded import sglang_chains
 
     if hasattr(base, "ALLOC_MEMORY_FUNCS"):
         # The entry is replaced and not the dict: state_capturer/base.py holds a reference to mem_cache's dict.

@@ -19,7 +19,7 @@ from pathlib import Path
 from r3channel.errors import UsageError
 
 SLIME, MEGATRON = "slime-624b824a", "megatron-lm-1dcf0daf"
-_REQUIREMENTS = Path(__file__).parents[1] / "requirements.txt"
+_REQUIREMENTS = Path(__file__).with_name("requirements.txt")
 _PATCH = "docker/patch/latest/megatron.patch"
 
 

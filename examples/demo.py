@@ -1,4 +1,6 @@
-"""`r3channel demo`: the complete loop of examples/async_grpo with the channel on, in a family of processes that ends as one.
+"""The demo: the complete loop of examples/async_grpo with the channel on, in a family of processes that ends as one.
+
+    make demo ARGS="--steps 2"                                      (it runs python -m examples.demo --steps 2)
 
 The run is a child of this process. Its engine, Ray and trainers start dozens more, some of which outlive their parents or catch
 signals: a signal to the command ends them all at once, from outside. Knows only where the script lies.
@@ -17,14 +19,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from r3channel.embedded.sglang import unlink_segments
-from r3channel.errors import ConfigError
-from r3channel.scratch import remove_leftovers, scratch
+from examples.embedded.scratch import remove_leftovers, scratch
+from examples.embedded.sglang import unlink_segments
 
 if TYPE_CHECKING:
     import psutil
 
-SCRIPT = Path(__file__).parents[1] / "examples" / "async_grpo" / "train_async.py"
+SCRIPT = Path(__file__).with_name("async_grpo") / "train_async.py"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PDEATHSIG, _CHILD_SUBREAPER = 1, 36
 _END_S = 10.0
@@ -40,12 +41,7 @@ class _Stopped(BaseException):
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the example with `--use-r3-channel` and the given options, in a temporary folder of its own."""
-    if not SCRIPT.is_file():
-        raise ConfigError(
-            "the demo runs examples/async_grpo/train_async.py, which is part of the repository and not of the wheel; "
-            "clone the repository and type `make demo`"
-        )
+    """Run the loop with `--use-r3-channel` and the given options, in a temporary folder of its own."""
     for left in remove_leftovers():
         _say(f"removed {left}, which a run that was killed had left")
     with scratch() as folder:
@@ -114,4 +110,11 @@ def _reap() -> None:
 
 
 def _say(text: str) -> None:
-    print(f"r3channel demo: {text}", file=sys.stderr, flush=True)
+    print(f"demo: {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(run(sys.argv[1:]))
+    except KeyboardInterrupt:  # before it listens
+        sys.exit(128 + signal.SIGINT)

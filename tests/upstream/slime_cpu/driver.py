@@ -1,6 +1,6 @@
 """The process that runs slime's script: a Ray of its own, then `r3channel slime SCRIPT ...` as a user types it.
 
-python -m examples.slime.cpu.driver SCRIPT SLIME_ARGUMENTS...         started by run.py, which sets the environment
+python -m tests.upstream.slime_cpu.driver SCRIPT SLIME_ARGUMENTS...         started by run.py, which sets the environment
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import sys
 import threading
 
 from examples.async_grpo.rays import start
-from examples.slime.cpu import patches, witness
+from examples.embedded.sglang_main import follow_parent
 from r3channel.cli import main
-from r3channel.embedded.sglang_main import follow_parent
+from tests.upstream.slime_cpu import patches, witness
 
 
 def run() -> int:
@@ -31,7 +31,7 @@ def run() -> int:
         object_store_memory=256 << 20,
         runtime_env={
             "env_vars": json.loads(os.environ["SLIME_CPU_WORKER_ENV"]),
-            "worker_process_setup_hook": "examples.slime.cpu.patches.setup",
+            "worker_process_setup_hook": "tests.upstream.slime_cpu.patches.setup",
         },
     )
     try:

@@ -228,7 +228,6 @@ def _rows(args: Any, rollout_data: Any, indices: Any) -> tuple[Any, Any]:
     """Sample and position of each row, -1 where slime pads; the steps of prepare_routed_experts_for_routing_replay."""
     import torch
     from megatron.core import mpu
-
     from slime.backends.megatron_utils.cp_utils import slice_with_cp  # pyright: ignore[reportMissingImports]
 
     samples, positions = [], []

@@ -56,7 +56,6 @@ def after_import(name: str, callback: Callable[[Any], None]) -> None:
 def _cpu_accelerator(module: Any) -> None:
     """slime's own extension point: register_accelerator, SLIME_ACCELERATOR."""
     import torch
-
     from slime.utils.accelerator.base import Accelerator  # pyright: ignore[reportMissingImports]
 
     device = torch.device("cpu")
@@ -163,7 +162,7 @@ def _device_properties(torch: Any) -> None:
 
 def _timed_manager(module: Any) -> None:
     """What the rollout manager spends on routing and on its ordinary data; both ways have the same ends."""
-    from examples.slime.cpu import witness
+    from tests.upstream.slime_cpu import witness
 
     manager = module.RolloutManager.__ray_metadata__.modified_class
     witness.timed(manager, "_convert_samples_to_train_data", "split")
@@ -200,14 +199,14 @@ def _timed_manager(module: Any) -> None:
 
 def _timed_replies(module: Any) -> None:
     """slime decodes int32 here; with the channel the field is gone by then."""
-    from examples.slime.cpu import witness
+    from tests.upstream.slime_cpu import witness
 
     _count_bytes(module.Sample, "_apply_meta_info", meta_info_at=2)
     witness.timed(module.Sample, "_apply_meta_info", "reply")
 
 
 def _timed_rows(module: Any) -> None:
-    from examples.slime.cpu import witness
+    from tests.upstream.slime_cpu import witness
 
     _count_bytes(module.SampleRows, "take", meta_info_at=2)
     witness.timed(module.SampleRows, "take", "reply")
@@ -215,13 +214,13 @@ def _timed_rows(module: Any) -> None:
 
 
 def _told_engine(module: Any) -> None:
-    from examples.slime.cpu import witness
+    from tests.upstream.slime_cpu import witness
 
     witness.watch_engine(module)
 
 
 def _count_bytes(owner: Any, name: str, *, meta_info_at: int) -> None:
-    from examples.slime.cpu import witness
+    from tests.upstream.slime_cpu import witness
 
     inner = getattr(owner, name)
 
@@ -248,12 +247,12 @@ def setup() -> None:
     after_import("torch", _device_properties)
     witnessed = bool(os.environ.get("SLIME_CPU_WITNESS"))
     if os.environ.get("SLIME_CPU_TRAINER") == "1":
-        from r3channel.embedded import megatron_shim
+        from examples.embedded import megatron_shim
 
         megatron_shim.install()
         _unpinned()
         if witnessed:
-            from examples.slime.cpu import witness
+            from tests.upstream.slime_cpu import witness
 
             after_import("r3channel.integrations.slime.trainer", witness.watch_channel)
             after_import("r3channel.integrations.slime.weights", witness.watch_weights)

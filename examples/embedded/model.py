@@ -1,6 +1,6 @@
 """A tiny random-weight Qwen3-MoE checkpoint with a word-level tokenizer, written directly: no model class is built.
 
-    python -m r3channel.embedded.model FOLDER --layers 4 --experts 128
+    python -m examples.embedded.model FOLDER --layers 4 --experts 128
 
 Tensor names and layout are those of the published Qwen3-MoE checkpoints, read by transformers, SGLang and mbridge alike.
 """
@@ -189,7 +189,7 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m r3channel.embedded.model")
+    parser = argparse.ArgumentParser(prog="python -m examples.embedded.model")
     parser.add_argument("folder")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--dense-layers", type=int, nargs="*", default=[0])

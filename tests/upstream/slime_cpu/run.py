@@ -1,6 +1,6 @@
 """slime's train_async.py on a CPU, with the channel or as it is: a checkpoint, real SGLang servers, prompts, then the driver.
 
-    R3CHANNEL_UPSTREAM=FOLDER python -m examples.slime.cpu.run --work DIR [--tp 2] [--dp 2] ... [--stock] [-- slime's arguments]
+    R3CHANNEL_UPSTREAM=FOLDER python -m tests.upstream.slime_cpu.run --work DIR [--tp 2] ... [--stock] [-- slime's arguments]
 
 Prints one JSON object: what routers used beside what engines said, bytes, seconds, memory, and slime's own numbers of each step.
 """
@@ -22,16 +22,16 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from examples.slime.cpu.router import Router
-from examples.slime.cpu.sources import Sources, ready
-from examples.slime.cpu.witness import compare, said_by_dump, said_by_recording
-from r3channel.embedded.model import VOCAB_SIZE, write_model
-from r3channel.embedded.sglang import EngineOptions, EngineServer, environment, kill_family
+from examples.embedded.model import VOCAB_SIZE, write_model
+from examples.embedded.sglang import EngineOptions, EngineServer, environment, kill_family
 from r3channel.model.spec import RoutingSpec
 from r3channel.transport.auth import create_token, read_token
+from tests.upstream.slime_cpu.router import Router
+from tests.upstream.slime_cpu.sources import Sources, ready
+from tests.upstream.slime_cpu.witness import compare, said_by_dump, said_by_recording
 
 _ROOT = Path(__file__).resolve().parents[3]
-_HERE = "examples.slime.cpu"
+_HERE = "tests.upstream.slime_cpu"
 _LOG_TAIL = 3000
 
 

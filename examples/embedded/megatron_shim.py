@@ -213,7 +213,7 @@ def install() -> None:
     if "megatron.core" in sys.modules:
         raise UsageError(
             "megatron.core is imported already; expected the CPU shim to be installed first. "
-            "Call r3channel.embedded.megatron_shim.install() at the start of the trainer process."
+            "Call examples.embedded.megatron_shim.install() at the start of the trainer process."
         )
     # On a CPU the fallbacks are what we want: each import would say so.
     warnings.filterwarnings("ignore", message=".*torch.distributed.* is deprecated", category=FutureWarning)

@@ -6,7 +6,7 @@ import asyncio
 from argparse import Namespace
 from typing import Any
 
-from r3channel.embedded.megatron_modules import use_local_modules
+from examples.embedded.megatron_modules import use_local_modules
 
 _TURNS = 2
 

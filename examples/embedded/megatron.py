@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from r3channel.embedded import megatron_shim
+from examples.embedded import megatron_shim
 from r3channel.errors import ConfigError
 from r3channel.model.spec import RoutingSpec
 from r3channel.plan.layout import TrainerLayout
@@ -257,7 +257,7 @@ def _bridge_class() -> Callable[..., Any]:
     from mbridge.models.qwen3moe import Qwen3MoEBridge
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
-    from r3channel.embedded.megatron_modules import use_local_modules
+    from examples.embedded.megatron_modules import use_local_modules
 
     class LocalQwen3MoE(Qwen3MoEBridge):
         _MLP_MAPPING: ClassVar[dict[str, list[str]]] = {

@@ -53,7 +53,7 @@ def environment(
 
 
 _QUIET_AND_QUICK = {
-    "SGLANG_EXTERNAL_MODEL_PACKAGE": "r3channel.embedded.sglang_models",  # not all model files: seconds of imports
+    "SGLANG_EXTERNAL_MODEL_PACKAGE": "examples.embedded.sglang_models",  # not all model files: seconds of imports
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # /health answers at once instead of generating for 1 s
     "OMP_NUM_THREADS": "1",  # the model is tiny and the cores are shared with trainers
     "GLOO_SOCKET_IFNAME": "lo",
@@ -213,7 +213,7 @@ class EngineServer:
     def _spawn(self) -> None:
         self._starts += 1
         self._port = free_port()
-        command = [sys.executable, "-m", "r3channel.embedded.sglang_main"]
+        command = [sys.executable, "-m", "examples.embedded.sglang_main"]
         command += self.options.arguments(port=self._port)
         with self.log_path.open("ab") as log:
             self._child = _popen(command, env=self.options.environment(), log=log)
