@@ -1,7 +1,7 @@
 """The rollout manager: a Ray actor that asks the engines, scores, assigns, and hands the step to the trainers.
 
 Routing goes one of two ways, chosen by the flag: `channel_side.ChannelRouting` (a relay in this actor) or
-`default_side.DefaultRouting` (int32 through Ray). The rest of the file does not know which.
+`variants.stock.DefaultRouting` (int32 through Ray). The rest of the file does not know which.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class RolloutManager:
             from examples.async_grpo.channel_side import ChannelRouting
 
             return ChannelRouting(self.args, self.spec, self.layout, self.clock)
-        from examples.async_grpo.default_side import DefaultRouting
+        from examples.async_grpo.variants.stock import DefaultRouting
 
         return DefaultRouting(self.args, self.spec, self.layout, self.clock)
 

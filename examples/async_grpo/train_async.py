@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
     begin = time.monotonic()
     with (
         tempfile.TemporaryDirectory(prefix="r3channel-demo-") as folder,
-        start_cluster(args, Path(folder), default_parts()) as cluster,
+        start_cluster(args, Path(folder), default_parts(args)) as cluster,
     ):
         result, text = _train(args, cluster, begin)
     print(text)
@@ -215,11 +215,15 @@ class Parts(NamedTuple):
     """(args, checkpoint) -> EngineOptions."""
 
 
-def default_parts() -> Parts:
-    from examples.async_grpo.rollout import RolloutManager
-    from examples.async_grpo.trainer import Trainer
+def default_parts(args: argparse.Namespace) -> Parts:
+    if args.use_r3_channel:  # both ends are compared
+        from examples.async_grpo.variants.audited import AuditedManager as Manager
+        from examples.async_grpo.variants.audited import AuditedTrainer as Trainer
+    else:
+        from examples.async_grpo.rollout import RolloutManager as Manager
+        from examples.async_grpo.trainer import Trainer
 
-    return Parts(RolloutManager, Trainer, _engine_options)
+    return Parts(Manager, Trainer, _engine_options)
 
 
 @contextlib.contextmanager

@@ -59,10 +59,6 @@ class TrainerRouting(Protocol):
 
     def report(self) -> dict[str, Any]: ...
 
-    def consumed(self, step: int) -> dict[str, Any]: ...
-
-    def audited(self, compared: int, different: int) -> None: ...
-
     def weight_version(self, version: int) -> None: ...
 
     def close(self) -> None: ...
@@ -101,7 +97,7 @@ class Trainer:
         if self.args.use_r3_channel:
             from examples.async_grpo.channel_side import ChannelReplay as Replay
         else:
-            from examples.async_grpo.default_side import DefaultReplay as Replay
+            from examples.async_grpo.variants.stock import DefaultReplay as Replay
         return Replay(self.args, self.model.chunks, manager, self.layout, self.clock)
 
     def connect_engines(self, urls: list[str]) -> None:
@@ -152,16 +148,6 @@ class Trainer:
     def export_weights(self, folder: str) -> None:
         """Write the weights as a Hugging Face folder, gathered as for the engines."""
         self._gathered(lambda weights: export(weights, Path(folder), model=Path(self.args.model)))
-
-    def consumed(self, step: int) -> dict[str, Any]:
-        self._waited()
-        with self.clock.span("audit", step=step):
-            found = self.routing.consumed(step)
-        self._idle_since = time.monotonic()
-        return found
-
-    def audited(self, compared: int, different: int) -> None:
-        self.routing.audited(compared, different)
 
     def end(self) -> dict[str, Any]:
         """The measured loop ends here."""

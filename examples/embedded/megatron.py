@@ -167,8 +167,6 @@ def build(
     dtype: str = "bfloat16",
     lr: float = 1e-4,
     recompute: bool = True,
-    distributed_optimizer: bool = False,
-    clip_grad: float = 1.0,
     config_changes: dict[str, Any] | None = None,
 ) -> TrainerModel:
     """This rank's part of the checkpoint in `model_dir`, with DDP and optimizer. Collective over all ranks.
@@ -190,8 +188,8 @@ def build(
     changes |= _pipeline_changes(layout)
     changes |= config_changes or {}
     bridge = _bridge_class()(hf_config, changes, dtype=_DTYPES[dtype])
-    chunks = _load(bridge, model_dir, dtype=dtype, distributed_optimizer=distributed_optimizer)
-    optimizer = _optimizer(chunks, dtype=dtype, lr=lr, sharded=distributed_optimizer, clip_grad=clip_grad)
+    chunks = _load(bridge, model_dir, dtype=dtype)
+    optimizer = _optimizer(chunks, dtype=dtype, lr=lr)
     _connect(bridge.config, chunks, optimizer)
     return TrainerModel(chunks=chunks, optimizer=optimizer, config=bridge.config, bridge=bridge)
 
@@ -285,16 +283,14 @@ def _bridge_class() -> Callable[..., Any]:
     return LocalQwen3MoE
 
 
-def _load(
-    bridge: Any, model_dir: str | os.PathLike[str], *, dtype: str, distributed_optimizer: bool
-) -> list[torch.nn.Module]:
+def _load(bridge: Any, model_dir: str | os.PathLike[str], *, dtype: str) -> list[torch.nn.Module]:
     from r3channel.weights.convert import NamedView
 
     with contextlib.redirect_stdout(io.StringIO()):  # it prints a line per model-parallel rank
         chunks = bridge.get_model(
             bf16=dtype == "bfloat16",
             wrap_with_ddp=True,
-            ddp_config={"use_distributed_optimizer": distributed_optimizer, "grad_reduce_in_fp32": True},
+            ddp_config={"use_distributed_optimizer": False, "grad_reduce_in_fp32": True},
             data_parallel_random_init=False,  # every replica reads the same checkpoint
         )
     with torch.no_grad():
@@ -302,9 +298,7 @@ def _load(
     return chunks
 
 
-def _optimizer(
-    chunks: Sequence[torch.nn.Module], *, dtype: str, lr: float, sharded: bool, clip_grad: float
-) -> Any:
+def _optimizer(chunks: Sequence[torch.nn.Module], *, dtype: str, lr: float) -> Any:
     """Made after the weights are loaded: it copies them into float32 main parameters."""
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
@@ -313,8 +307,6 @@ def _optimizer(
         lr=lr,
         bf16=dtype == "bfloat16",
         params_dtype=_DTYPES[dtype],
-        use_distributed_optimizer=sharded,
-        clip_grad=clip_grad,
         weight_decay=0.0,
     )
     return get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)  # type: ignore[arg-type]

@@ -37,7 +37,7 @@ from r3channel.trainer.channel import TrainerChannel
 from r3channel.trainer.replay import ReplayDriver
 from r3channel.wire.frame import encode_frame
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "async_grpo" / "measure.py"
+SCRIPT = Path(__file__).parents[2] / "examples" / "async_grpo" / "variants" / "measure.py"
 MODES = ("channel", "default", "off")
 TARGET = 1.03
 WAITS = ("wait_relay", "wait_wire", "recv", "rebroadcast")

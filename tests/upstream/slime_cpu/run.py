@@ -13,7 +13,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.embedded.model import VOCAB_SIZE, write_model
-from examples.embedded.sglang import EngineOptions, EngineServer, environment, kill_family
+from examples.embedded.sglang import EngineOptions, EngineServer, environment, free_port, kill_family
 from r3channel.model.spec import RoutingSpec
 from r3channel.transport.auth import create_token, read_token
 from tests.upstream.slime_cpu.router import Router
@@ -96,7 +95,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         ray_dir = stack.enter_context(
             tempfile.TemporaryDirectory(prefix="r3-")
         )  # short: sockets lie below it
-        options.port, options.token = _free_port(), Path(ray_dir, "token")
+        options.port, options.token = free_port(), Path(ray_dir, "token")
         create_token(options.token)
         Path(ray_dir, "tmp").mkdir()
         servers = [
@@ -310,12 +309,6 @@ def _write_prompts(path: Path, *, count: int = 64) -> Path:
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 if __name__ == "__main__":

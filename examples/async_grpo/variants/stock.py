@@ -70,7 +70,7 @@ class DefaultRouting:
         raise RuntimeError(f"control call {call} without --use-r3-channel")
 
     def report(self) -> dict[str, Any]:
-        return {"rows": self._rows, "bytes": self._bytes, "metrics_url": "", "status": {}}
+        return {"rows": self._rows, "bytes": self._bytes, "metrics_url": ""}
 
     def close(self) -> None:
         self._ids.clear()
@@ -164,14 +164,8 @@ class DefaultReplay:
 
     metrics = None
 
-    def audited(self, compared: int, different: int) -> None:
-        """No audit without the channel."""
-
     def weight_version(self, version: int) -> None:
         """No metrics without the channel."""
-
-    def consumed(self, step: int) -> dict[str, Any]:
-        return {"arrays": {}, "digests": {}}
 
     def close(self) -> None:
         self._data = {}

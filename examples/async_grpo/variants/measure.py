@@ -1,6 +1,6 @@
 """The demo's loop with nothing in it but the loop, for `r3channel bench e2e`: no taps at either end, no comparison.
 
-    python examples/async_grpo/measure.py --mode channel|default|off --steps N
+    python examples/async_grpo/variants/measure.py --mode channel|default|off --steps N
 
 `channel`: routing over r3channel; `default`: int32 through Ray; `off`: engines capture nothing and the routers choose.
 The last line is one JSON object.
@@ -18,7 +18,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from examples.async_grpo import measured_sides as sides
 from examples.async_grpo.options import parse
 from examples.async_grpo.rays import fetch
 from examples.async_grpo.train_async import (
@@ -28,6 +27,7 @@ from examples.async_grpo.train_async import (
     start_cluster,
     update_weights,
 )
+from examples.async_grpo.variants import measured as sides
 
 
 def main(argv: list[str] | None = None) -> int:
