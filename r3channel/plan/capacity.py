@@ -172,11 +172,11 @@ def _landed(shard: Shard, layout: TrainerLayout) -> int:
     return shard.slot_bytes * layout.tp
 
 
-def lognormal_lengths(*, samples: int, tokens: int, seed: int = 0, sigma: float = 0.6) -> list[int]:
+def lognormal_lengths(*, samples: int, tokens: int, seed: int = 0) -> list[int]:
     """Uneven lengths, at least 2 each, that sum to `tokens` exactly: for a simulation."""
     if tokens < 2 * samples or samples < 1:
         raise ConfigError(f"{tokens} tokens do not fill {samples} samples of at least 2")
-    weights = np.random.default_rng(seed).lognormal(0.0, sigma, samples)
+    weights = np.random.default_rng(seed).lognormal(0.0, 0.6, samples)
     shares = np.floor(weights / weights.sum() * (tokens - 2 * samples)).astype(np.int64) + 2
     shares[: tokens - int(shares.sum())] += 1
     return shares.tolist()

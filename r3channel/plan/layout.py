@@ -123,13 +123,6 @@ class TrainerLayout:
             inside(name, getattr(coords, name), getattr(self, name))
         return coords.tp + self.tp * (coords.cp + self.cp * (coords.dp + self.dp * coords.pp))
 
-    # -- members of a DP rank's group: the TP0 of each (PP, CP) -------------------------------------------------------
-
-    @property
-    def members(self) -> int:
-        """Processes of one DP rank that receive: the TP0 of each pipeline stage and context-parallel rank."""
-        return self.pp * self.cp
-
     # -- layers ---------------------------------------------------------------------------------------------------------
 
     def stage_sizes(self, num_layers: int) -> tuple[int, ...]:

@@ -12,12 +12,10 @@ rows until every receiver has acknowledged them. This file joins the parts; READ
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -60,8 +58,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_ADDERS = 2
-"""Threads of `add_body_async`."""
 _MOST_BODY_BYTES = 1 << 30
 """Of one parcel; engines close theirs at 8 MiB and one frame."""
 
@@ -129,7 +125,6 @@ class Relay:
                 metrics=self.metrics,
             )
             undo.pop_all()
-        self._adders = ThreadPoolExecutor(_ADDERS, thread_name_prefix="r3channel-add")
         self._watch()
 
     @classmethod
@@ -268,27 +263,13 @@ class Relay:
 
         The frame is decoded where it lies in the body, without the interpreter's lock, and only the rest is parsed: an eighth of
         the CPU of `json.loads` and `add`. `tokens` may be a function of the parsed reply. Raises also `RoutingMissing` for a body
-        that is no JSON object. In a coroutine use `add_body_async`.
+        that is no JSON object. It may wait for room: in a coroutine, on a thread.
 
-            body = await response.read()
-            reply = await relay.add_body_async(name, body, lambda reply: prompt + reply["output_ids"], engine=url)
+            body, tokens = await response.read(), lambda reply: prompt + reply["output_ids"]
+            reply = await asyncio.to_thread(relay.add_body, name, body, tokens, engine=url)
         """
         self._check_add(sample_id)
         return self.intake.add_body(sample_id, body, tokens, engine=engine, append=append)
-
-    async def add_body_async(
-        self,
-        sample_id: str,
-        body: bytes,
-        tokens: Tokens | Callable[[Any], Tokens],
-        *,
-        engine: str = "?",
-        append: bool = False,
-    ) -> Any:
-        """`add_body` on a thread of the relay's, so that the event loop goes on meanwhile."""
-        self._check_open()
-        add = partial(self.add_body, sample_id, body, tokens, engine=engine, append=append)
-        return await asyncio.get_running_loop().run_in_executor(self._adders, add)
 
     def add_frame(
         self, sample_id: str, data: bytes, tokens: Tokens, *, engine: str = "?", append: bool = False
@@ -433,7 +414,6 @@ class Relay:
         undelivered = self.steps.close()
         if self._door is not None:
             self._door.close(timeout_s=timeout_s)
-        self._adders.shutdown(wait=False, cancel_futures=True)
         alive = self._delivery.close(timeout_s=timeout_s)
         self.steps.thread.join(timeout_s)
         alive += [self.steps.thread.name] if self.steps.thread.is_alive() else []

@@ -127,18 +127,6 @@ class ReplayStep:
         if self.logprobs is not None:
             self.logprobs.add(microbatch, mask, engine=engine, trainer=ours, natural=natural)
 
-    @contextmanager
-    def optimizer_step(self, microbatches: Sequence[int]) -> Iterator[None]:
-        """Around one optimizer step of several: on leaving it, its own micro-batches must have been trained once.
-
-        Raises:
-            ReplayError: at once, and not only at the end of the rollout step.
-        """
-        yield
-        wanted = {key: times for key, times in self._expected.items() if key[2] in microbatches}
-        wanted |= {("forward", handle.layer, index): 1 for handle in self._handles for index in microbatches}
-        self._check(wanted.keys(), wanted)
-
     def verified(self) -> None:
         """Return once all rows that routers were handed so far are known to be those that the engines hashed.
 

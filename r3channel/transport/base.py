@@ -12,7 +12,6 @@ transport can detect.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -51,16 +50,6 @@ class Pending(Protocol):
         Either way the group is dead, and what was received is undefined.
         """
         ...
-
-
-class Deferred:
-    """A `Pending` that does everything in its wait, for transports without a thread of their own."""
-
-    def __init__(self, run: Callable[[float], None]) -> None:
-        self._run = run
-
-    def wait(self, *, timeout_s: float) -> None:
-        self._run(timeout_s)
 
 
 class Transport(ABC):

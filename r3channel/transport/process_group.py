@@ -102,9 +102,8 @@ def _quiet_errors() -> Iterator[None]:
 
 
 class ProcessGroupTransport(Transport):
-    """See `transport.base.Transport`. gloo moves host tensors, NCCL tensors of the current CUDA device.
-
-    Host tensors cross NCCL through memory of that device: for what is made on the host (votes, maps, reshard messages).
+    """See `transport.base.Transport`; a group of two, unless it is `foreign`. gloo moves host tensors, NCCL those of the
+    current CUDA device, and host tensors through memory of it: a first byte, and rows, which a receiver hashes on the host.
     """
 
     def __init__(self, rendezvous: Rendezvous, *, timeout_s: float, foreign: bool = False) -> None:
@@ -149,15 +148,14 @@ class ProcessGroupTransport(Transport):
 
     def _open_nccl(self, store: Store, limit: timedelta) -> Any:
         """The constructor does not wait for anybody, so a counter in the store does."""
-        ctas = _PAIR_CTAS if self.world_size <= 2 else None
-        group = nccl_group(store, self.rank, self.world_size, blocking=False, most_ctas=ctas)
+        group = nccl_group(store, self.rank, self.world_size, blocking=False, most_ctas=_PAIR_CTAS)
         if store.add("joined", 1) == self.world_size:
             store.set("all", "1")
         store.wait(["all"], limit)
         return group
 
     def _connect(self, deadline_s: float) -> None:
-        """Communicators are made now, not inside a step. NCCL makes them in calls that nothing can end: on another thread."""
+        """The communicator is made now, not inside a step. NCCL makes it in a call that nothing can end: on another thread."""
         if not self._nccl:
             self._warm(deadline_s)
             return
@@ -169,21 +167,16 @@ class ProcessGroupTransport(Transport):
         connecting.result()
 
     def _connect_nccl(self, deadline_s: float) -> None:
-        """One communicator carries all of a pair. With more ranks all would share its stream, where a send to one waits for what
-        another has not posted; there torch makes one for each pair, at its first byte, and one for all."""
         with _using(self._device):
-            if self.world_size <= 2:
-                self._group.eager_connect_single_device(self._device)
+            self._group.eager_connect_single_device(self._device)
             self._warm(deadline_s)
 
     def _warm(self, deadline_s: float) -> None:
-        """A byte each way with every peer, the lower rank's first, so that no two ranks wait for each other in a circle."""
+        """A byte each way, the lower rank's first, so that the two do not wait for each other."""
         byte_N = torch.zeros(1, dtype=torch.uint8)
         for peer in range(self.world_size):
             for sends in (self.rank < peer, self.rank > peer) if peer != self.rank else ():
                 (self.send if sends else self.recv)(peer, byte_N, timeout_s=_left(deadline_s))
-        if self.world_size > 2:
-            self._reduce(timeout_s=_left(deadline_s))
 
     def start_send(self, dst: int, data_N: torch.Tensor) -> Pending:
         what = f"send {len(data_N)} bytes to rank {dst}"
@@ -210,14 +203,6 @@ class ProcessGroupTransport(Transport):
         if there_N is not data_N and root == self.rank:
             there_N.copy_(data_N)
         return self._start(lambda group: group.broadcast([there_N], options), what, there_N, lands_in=data_N)
-
-    def _reduce(self, *, timeout_s: float) -> None:
-        """One number of all ranks: makes the communicator that broadcasts use."""
-        word = torch.zeros(1, dtype=torch.int64, device=self._device)
-        options: Any = dist.AllreduceOptions()
-        options.timeout = UNLIMITED if self._nccl else timedelta(seconds=timeout_s)
-        what = "add a number with all ranks"
-        self._start(lambda group: group.allreduce([word], options), what, word).wait(timeout_s=timeout_s)
 
     def _reachable(self, data_N: torch.Tensor) -> torch.Tensor:
         """The tensor itself where the backend can move it, else as much memory of the device."""

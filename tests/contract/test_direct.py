@@ -234,7 +234,7 @@ def test_a_token_that_another_relay_is_writing_is_waited_for(tmp_path: Path) -> 
 def test_a_body_that_comes_after_the_end_is_refused_as_every_other_call_is(place: Place) -> None:
     place.relay.close()
     with pytest.raises(errors.UsageError, match="closed"):
-        asyncio.run(place.relay.add_body_async("s1", b"{}", [1, 2]))
+        place.relay.add_body("s1", b"{}", [1, 2])
 
 
 def test_a_frame_whose_sample_was_discarded_before_it_came_takes_no_room(place: Place) -> None:
@@ -340,7 +340,7 @@ def test_the_event_loop_goes_on_while_a_body_is_added(place: Place) -> None:
             turned.clear()
             nonlocal turns
             turns = 0
-            await place.relay.add_body_async(name, body, tokens, engine="http://e:1")
+            await asyncio.to_thread(place.relay.add_body, name, body, tokens, engine="http://e:1")
         turning.cancel()
 
     with place.engine() as engine:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from examples.embedded import megatron as embedded
-from r3channel.errors import ConfigError, ReplayError
+from r3channel.errors import ConfigError
 from r3channel.model.spec import RoutingSpec
 from r3channel.plan.layout import TrainerLayout
 from r3channel.trainer.adapters import megatron
@@ -430,25 +430,6 @@ def test_two_models_replay_in_one_process_at_the_same_time() -> None:
                     loss.backward()
         used(taps[0].records, policy, "forward", "recompute")
         used(taps[1].records, critic, "forward", "recompute")
-
-
-def test_an_optimizer_step_that_left_out_a_micro_batch_is_noticed_at_its_end() -> None:
-    with bench(mtp_num_layers=None) as own:
-        with own.driver.step(own.routing, step=0) as step:
-            for part in ((0, 1), (2,)):
-                with step.optimizer_step(part):
-                    for index in part:
-                        with step.microbatch(index):
-                            loss = own.forward(index)
-                        loss.backward()
-        with (
-            refused(ReplayError, "micro-batch 1", "consumed 0 times"),
-            own.driver.step(own.routing, step=1) as step,
-            step.optimizer_step((0, 1)),
-        ):
-            with step.microbatch(0):
-                loss = own.forward(0)
-            loss.backward()
 
 
 def main() -> None:

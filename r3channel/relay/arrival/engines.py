@@ -81,8 +81,8 @@ class EngineRegistry:
     def knows(self, boot_id: int) -> bool:
         return boot_id in self._names and self._names[boot_id] not in self._refused
 
-    def name_of(self, boot_id: int, *, otherwise: str = "?") -> str:
-        return self._names.get(boot_id, otherwise)
+    def name_of(self, boot_id: int) -> str:
+        return self._names.get(boot_id, "?")
 
     def counts(self) -> tuple[int, int]:
         """Engines that have said hello, and those that were expected and have not or whose hello was refused."""
