@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from r3channel.config import ChannelConfig
@@ -23,12 +23,13 @@ from r3channel.recordings.recorder import Recorder
 from r3channel.recordings.recording import Recording
 from r3channel.recordings.step import RecordedStep
 from r3channel.relay.relay import Relay
+from r3channel.relay.sealed import SealedStep
 from r3channel.trainer.rank_shard import RankShard
 from r3channel.trainer.receiver import Receiver
 from r3channel.transport.tp_fanout import TensorParallelFanout
+from tests.direct import LIMIT_S, until
 from tests.samples import SPEC, random_ids, reply_for
 
-LIMIT_S = 20.0
 TOKENS = {f"s{i}": n for i, n in enumerate((9, 30, 17, 5))}
 MakeRelay = Callable[..., Relay]
 
@@ -181,9 +182,28 @@ def recorded(root: Path, step: int = 0) -> RecordedStep:
     return Recording.open(root).step(step)
 
 
-def until(condition: Callable[[], object]) -> None:
-    """For what another thread does after all that can be waited for."""
-    deadline_s = time.monotonic() + LIMIT_S
-    while not condition() and time.monotonic() < deadline_s:
-        time.sleep(0.002)
-    assert condition()
+def lives(relay: Relay) -> list[int]:
+    """Connections of each receiver."""
+    return [count for _, count in sorted(relay.status()["receivers"]["lives"].items())]
+
+
+def ticket_of(relay: Relay, step: int) -> Ticket:
+    """Of a step under way."""
+    return relay.steps._steps[step].ticket
+
+
+class Slowly:
+    """`SealedStep.prepare` that waits to be let go, for the DP ranks from `dp` on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, dp: int = 0) -> None:
+        self.entered, self.go_on = threading.Event(), threading.Event()
+        self.prepared: list[int] = []
+        prepare = SealedStep.prepare
+
+        def slow(step: SealedStep, rank: int) -> Any:
+            self.entered.set()
+            assert rank < dp or self.go_on.wait(LIMIT_S)
+            self.prepared.append(step.ticket.step)
+            return prepare(step, rank)
+
+        monkeypatch.setattr(SealedStep, "prepare", slow)

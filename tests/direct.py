@@ -102,12 +102,12 @@ def rows_here(relay: Relay, name: str) -> Ids:
     return np.concatenate([rows.ids_TLK for rows in turns_here(relay, name)])
 
 
-def until(condition: Callable[[], Any], what: str) -> None:
-    """For what another thread does and tells nobody."""
+def until(condition: Callable[[], object], what: str = "") -> None:
+    """For what another thread does after all that can be waited for."""
     deadline_s = time.monotonic() + LIMIT_S
     while not condition():
-        assert time.monotonic() < deadline_s, f"not within {LIMIT_S:g} s: {what}"
-        time.sleep(0.005)
+        assert time.monotonic() < deadline_s, f"not within {LIMIT_S:g} s: {what or condition}"
+        time.sleep(0.002)
 
 
 class Engine:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -75,6 +75,9 @@ class FakeEngine:
     """One engine. `script[route, n]` says what the n-th call (from 0) of a route does: refuse, die, hang, or be dropped
     (the connection ends, the engine never saw the call)."""
 
+    started: ClassVar[list[FakeEngine]] = []
+    """All of this process, for who ends them."""
+
     def __init__(self, *, port: int = 0, receives: dict[str, torch.Tensor] | None = None) -> None:
         """`receives`: with our half in it, and these parameters."""
         self.script: dict[tuple[str, int], str] = {}
@@ -101,6 +104,7 @@ class FakeEngine:
             target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
         )
         self._serving.start()
+        FakeEngine.started.append(self)
 
     def die(self) -> None:
         """As a killed process: connections and group sockets close, nothing answers."""

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
+from tests.delivery import MakeRelay, relays
 from tests.fake_engine import FakeEngine
 
 
+@pytest.fixture(autouse=True)
+def engines_end_with_their_test() -> Iterator[None]:
+    yield
+    while FakeEngine.started:
+        FakeEngine.started.pop().die()
+
+
 @pytest.fixture
-def start() -> Iterator[Callable[[], FakeEngine]]:
-    """Starts fake engines; all end with the test."""
-    engines: list[FakeEngine] = []
-
-    def begin() -> FakeEngine:
-        engines.append(FakeEngine())
-        return engines[-1]
-
-    yield begin
-    for engine in engines:
-        engine.die()
+def make_relay() -> Iterator[MakeRelay]:
+    """Makes relays; all are closed with the test."""
+    with relays() as make:
+        yield make

@@ -83,20 +83,6 @@ def test_add_goes_on_when_a_step_is_delivered(relay: Relay) -> None:
     assert relay.status()["pending"] == ["c", "d", "e"]
 
 
-def test_what_can_never_fit_is_refused_at_once_and_holds_up_nobody(relay: Relay) -> None:
-    relay.intake.config = relay.config.__class__(backpressure_timeout_s=1e6)
-    with pytest.raises(errors.StoreFull, match="sample big"):
-        relay.add("big", reply_for("big", 10 * TOKENS), range(10 * TOKENS))
-    add(relay, "a")
-
-
-def test_discarded_samples_make_room_and_are_counted(relay: Relay) -> None:
-    add(relay, "a", "b", "c", "d")
-    relay.discard(["a", "b", "unknown"])
-    add(relay, "e", "f")
-    assert relay.metrics.value("r3channel_samples_total", outcome="discarded") == 2
-
-
 def test_status_says_where_every_sample_is(relay: Relay) -> None:
     add(relay, "a", "b", "c")
     ticket = seal(relay, 3, "a", "b")
@@ -111,17 +97,6 @@ def test_status_says_where_every_sample_is(relay: Relay) -> None:
     relay.join_previous(timeout_s=LIMIT_S)
     assert relay.status()["steps"] == {}
     until(lambda: relay.status()["store"]["frames"] == 1)
-
-
-def test_a_sample_sealed_twice_or_never_received_is_named(relay: Relay) -> None:
-    add(relay, "a", "b")
-    seal(relay, 0, "a", "b")
-    with pytest.raises(errors.SampleUnknown, match="'a', 'b'") as told:
-        seal(relay, 1, "a", "b")
-    assert told.value.samples == ("a", "b")
-    with pytest.raises(errors.SampleUnknown, match="never"):
-        seal(relay, 1, "never", "was")
-    assert relay.status()["steps"].keys() == {0}
 
 
 def test_rows_of_every_sample_are_named_when_all_are_unknown(relay: Relay) -> None:

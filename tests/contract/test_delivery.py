@@ -24,7 +24,6 @@ from r3channel.plan.ticket import Ticket
 from r3channel.recordings.recorder import Recorder
 from r3channel.relay.delivery import _Served
 from r3channel.relay.relay import Relay
-from r3channel.relay.sealed import SealedStep
 from r3channel.trainer.rank_shard import RankShard
 from r3channel.trainer.receiver import Receiver
 from r3channel.wire import row_protocol as wire
@@ -37,12 +36,14 @@ from tests.delivery import (
     assignment,
     check_rows,
     fill,
+    lives,
     receive,
     receivers_of,
     recorded,
     relays,
     sealed,
     start,
+    ticket_of,
     until,
 )
 from tests.samples import SPEC, random_ids, reply_for
@@ -51,15 +52,8 @@ ROWS = 3 * sum(n - 1 for n in TOKENS.values())
 
 
 @pytest.fixture(params=["tcp", "gloo"])
-def make_relay(request: pytest.FixtureRequest) -> Iterator[MakeRelay]:
+def make_relay_over(request: pytest.FixtureRequest) -> Iterator[MakeRelay]:
     with relays(transport=request.param) as make:
-        yield make
-
-
-@pytest.fixture
-def make_plain() -> Iterator[MakeRelay]:
-    """Where the transport says nothing."""
-    with relays() as make:
         yield make
 
 
@@ -69,17 +63,12 @@ def memory_of(receiver: Receiver) -> list[int]:
     return sorted(tensor.data_ptr() for tensor in tensors)
 
 
-def lives(relay: Relay) -> list[int]:
-    """Connections of each receiver."""
-    return [count for _, count in sorted(relay.status()["receivers"]["lives"].items())]
-
-
 def test_a_receiver_that_was_told_its_largest_step_makes_all_memory_when_it_joins(
-    make_relay: MakeRelay,
+    make_relay_over: MakeRelay,
 ) -> None:
     """On a GPU that memory is pinned, which would take its time in the step's slot at each new maximum."""
     for expected in (1 << 16, 0):
-        relay = make_relay("dp=1", expected_shard_bytes=expected)
+        relay = make_relay_over("dp=1", expected_shard_bytes=expected)
         (receiver,) = receivers_of(relay)
         receiver.join(timeout_s=LIMIT_S)
         before = memory_of(receiver)
@@ -92,8 +81,8 @@ def test_a_receiver_that_was_told_its_largest_step_makes_all_memory_when_it_join
 # -- rows --------------------------------------------------------------------------------------------------------------
 
 
-def test_every_rank_receives_exactly_its_rows(make_relay: MakeRelay) -> None:
-    relay = make_relay("dp=2,pp=2")
+def test_every_rank_receives_exactly_its_rows(make_relay_over: MakeRelay) -> None:
+    relay = make_relay_over("dp=2,pp=2")
     fill(relay)
     ticket = Ticket.from_bytes(relay.seal(0, assignment()).to_bytes())
     shards = receive(receivers_of(relay), ticket)
@@ -109,8 +98,8 @@ def test_every_rank_receives_exactly_its_rows(make_relay: MakeRelay) -> None:
 @pytest.mark.parametrize(
     "text", ["dp=2,cp=2", "dp=2,pp=4,cp=2,packing=thd", "dp=2,pp=2,vpp=2", "dp=2,tp=2", "dp=2,tp=2,sp=0,cp=2"]
 )
-def test_every_stage_context_and_tensor_rank_receives_its_own_rows(make_plain: MakeRelay, text: str) -> None:
-    relay = make_plain(text)
+def test_every_stage_context_and_tensor_rank_receives_its_own_rows(make_relay: MakeRelay, text: str) -> None:
+    relay = make_relay(text)
     layout = relay.layout
     ticket = sealed(relay)
     shards = receive(receivers_of(relay), ticket)
@@ -122,8 +111,8 @@ def test_every_stage_context_and_tensor_rank_receives_its_own_rows(make_plain: M
     relay.join_previous(timeout_s=LIMIT_S)
 
 
-def test_several_steps_use_one_connection(make_relay: MakeRelay) -> None:
-    relay = make_relay("dp=2,pp=2")
+def test_several_steps_use_one_connection(make_relay_over: MakeRelay) -> None:
+    relay = make_relay_over("dp=2,pp=2")
     receivers = receivers_of(relay)
     for step in range(3):
         for shard in receive(receivers, sealed(relay, step, prefix=f"{step}-")):
@@ -132,10 +121,10 @@ def test_several_steps_use_one_connection(make_relay: MakeRelay) -> None:
     assert lives(relay) == [1] * 4
 
 
-def test_rows_without_routing_travel_by_name_when_the_policy_allows_them(make_plain: MakeRelay) -> None:
+def test_rows_without_routing_travel_by_name_when_the_policy_allows_them(make_relay: MakeRelay) -> None:
     valid = np.ones(29, dtype=bool)
     valid[[3, 4, 20]] = False
-    relay = make_plain("dp=2", invalid_rows="live")
+    relay = make_relay("dp=2", invalid_rows="live")
     for index, (name, tokens) in enumerate(TOKENS.items()):
         own = {"valid_T": valid} if name == "s1" else {}
         relay.add(name, reply_for(name, tokens, seed=index, **own), range(tokens))
@@ -149,14 +138,14 @@ def test_rows_without_routing_travel_by_name_when_the_policy_allows_them(make_pl
     for row in shard.layer_ids(0, 2).numpy()[live.numpy()]:
         assert len(set(row.tolist())) == 8  # placeholders that would be harmless
 
-    strict = make_plain("dp=2")
+    strict = make_relay("dp=2")
     with pytest.raises(errors.RowsInvalid, match="3 of 29 rows"):
         strict.add("s1", reply_for("s1", 30, seed=1, valid_T=valid), range(30))
 
 
 @pytest.mark.parametrize("text", ["", "cp=2", "pp=2,packing=thd"])
-def test_a_sample_of_several_turns_arrives_as_one(make_plain: MakeRelay, text: str) -> None:
-    relay, tokens = make_plain(text), TOKENS["s1"]
+def test_a_sample_of_several_turns_arrives_as_one(make_relay: MakeRelay, text: str) -> None:
+    relay, tokens = make_relay(text), TOKENS["s1"]
     edges = (0, 7, 8, 20, tokens - 1)
     for first, end in itertools.pairwise(edges):
         rows = random_ids(tokens - 1, seed=1)[first:end]
@@ -195,21 +184,21 @@ def run_step(relay: Relay, *, blocking: bool) -> list[RankShard]:
     return [trainer.result(LIMIT_S) for trainer in trainers]
 
 
-def test_receives_that_are_posted_after_generate_returned_complete(make_relay: MakeRelay) -> None:
-    relay = make_relay("dp=2,pp=2")
+def test_receives_that_are_posted_after_generate_returned_complete(make_relay_over: MakeRelay) -> None:
+    relay = make_relay_over("dp=2,pp=2")
     assert sum(map(check_rows, run_step(relay, blocking=False))) == ROWS
     relay.join_previous(timeout_s=LIMIT_S)
 
 
-def test_a_blocking_send_in_its_place_hits_the_named_deadline(make_plain: MakeRelay) -> None:
+def test_a_blocking_send_in_its_place_hits_the_named_deadline(make_relay: MakeRelay) -> None:
     ranks = [(0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0)]
     with pytest.raises(errors.DeadlineExceeded, match=r"step\(s\) \[0\].*\(0, 0, 0\), \(0, 1, 0\)") as told:
-        run_step(make_plain("dp=2,pp=2"), blocking=True)
+        run_step(make_relay("dp=2,pp=2"), blocking=True)
     assert list(told.value.ranks) == ranks and told.value.step == 0
 
 
-def test_the_join_with_the_previous_send_names_the_missing_rank(make_plain: MakeRelay) -> None:
-    relay = make_plain("dp=2")
+def test_the_join_with_the_previous_send_names_the_missing_rank(make_relay: MakeRelay) -> None:
+    relay = make_relay("dp=2")
     ticket = sealed(relay)
     check_rows(receivers_of(relay)[0].receive(ticket))
     with pytest.raises(errors.DeadlineExceeded, match=r"\{0: \[\(1, 0, 0\)\]\}") as told:
@@ -217,8 +206,8 @@ def test_the_join_with_the_previous_send_names_the_missing_rank(make_plain: Make
     assert told.value.ranks == ((1, 0, 0),)
 
 
-def test_one_late_rank_stops_neither_another_dp_rank_nor_the_next_seal(make_relay: MakeRelay) -> None:
-    relay = make_relay("dp=2")
+def test_one_late_rank_stops_neither_another_dp_rank_nor_the_next_seal(make_relay_over: MakeRelay) -> None:
+    relay = make_relay_over("dp=2")
     steps = [(sealed(relay), ""), (sealed(relay, 1, prefix="n-"), "n-")]
     for receiver in receivers_of(relay):  # the first has both before the second comes
         for ticket, prefix in steps:
@@ -229,8 +218,8 @@ def test_one_late_rank_stops_neither_another_dp_rank_nor_the_next_seal(make_rela
 # -- connections -------------------------------------------------------------------------------------------------------
 
 
-def test_a_restarted_trainer_connects_anew_and_gets_the_kept_rows(make_relay: MakeRelay) -> None:
-    relay = make_relay("dp=2,pp=2")
+def test_a_restarted_trainer_connects_anew_and_gets_the_kept_rows(make_relay_over: MakeRelay) -> None:
+    relay = make_relay_over("dp=2,pp=2")
     old = receivers_of(relay)
     for receiver in old:
         receiver.join(timeout_s=LIMIT_S)
@@ -242,9 +231,9 @@ def test_a_restarted_trainer_connects_anew_and_gets_the_kept_rows(make_relay: Ma
     assert lives(relay) == [2, 1, 1, 1]
 
 
-def test_a_receiver_that_comes_twice_is_served_on_its_newest_connection(make_relay: MakeRelay) -> None:
+def test_a_receiver_that_comes_twice_is_served_on_its_newest_connection(make_relay_over: MakeRelay) -> None:
     """The older is one that it gave up, or that a process had which was killed and whose host says nothing."""
-    relay = make_relay("dp=1")
+    relay = make_relay_over("dp=1")
     first, second = receivers_of(relay)[0], receivers_of(relay)[0]
     first.join(timeout_s=LIMIT_S)
     second.join(timeout_s=LIMIT_S)
@@ -258,9 +247,9 @@ def test_a_receiver_that_comes_twice_is_served_on_its_newest_connection(make_rel
 
 
 def test_a_trainer_that_restarted_after_its_acknowledgement_gets_the_rows_again_while_they_are_needed(
-    make_plain: MakeRelay,
+    make_relay: MakeRelay,
 ) -> None:
-    relay = make_plain("dp=2")
+    relay = make_relay("dp=2")
     ticket = sealed(relay)
     check_rows(receivers_of(relay)[0].receive(ticket))
     again, other = receivers_of(relay)
@@ -273,9 +262,9 @@ def test_a_trainer_that_restarted_after_its_acknowledgement_gets_the_rows_again_
 
 
 def test_a_lost_acknowledgement_is_repeated_and_nothing_is_sent_again(
-    make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch
+    make_relay_over: MakeRelay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    relay = make_relay("dp=1")
+    relay = make_relay_over("dp=1")
     say, lost = _Served._say, []
 
     def cut(served: _Served, kind: int, **values: Any) -> None:
@@ -293,46 +282,23 @@ def test_a_lost_acknowledgement_is_repeated_and_nothing_is_sent_again(
     assert relay.metrics.value("r3channel_samples_total", outcome="delivered") == 4
 
 
-def test_any_failure_of_a_receiver_is_raised_not_swallowed(make_plain: MakeRelay) -> None:
-    relay = make_plain("dp=1")
+def test_any_failure_of_a_receiver_is_raised_not_swallowed(make_relay: MakeRelay) -> None:
+    relay = make_relay("dp=1")
 
     class Broken:
         def hello(self, **_: Any) -> dict[str, Any]:
             raise OSError("cable")
 
-    receiver = Receiver(
-        Broken(), spec=SPEC, layout=relay.layout, coords=relay.layout.coords(0), config=relay.config
-    )
+    at: dict[str, Any] = {"layout": relay.layout, "coords": relay.layout.coords(0)}
+    receiver = Receiver(Broken(), spec=SPEC, config=relay.config, **at)
     with pytest.raises(OSError, match="cable"):
         receiver.receive(sealed(relay))
-    check_rows(receivers_of(relay)[0].receive(relay_ticket(relay)))
+    check_rows(receivers_of(relay)[0].receive(ticket_of(relay, 0)))
 
 
-def relay_ticket(relay: Relay) -> Ticket:
-    """Of the only step under way."""
-    (sealed_step,) = relay.steps._steps.values()
-    return sealed_step.ticket
-
-
-def test_a_dead_background_thread_is_raised_by_the_next_call(
-    make_plain: MakeRelay, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    relay = make_plain("dp=2,pp=2")
-
-    def broken(*_: object) -> None:
-        raise OSError("out of memory")
-
-    monkeypatch.setattr(SealedStep, "prepare", broken)
-    sealed(relay)
-    with pytest.raises(errors.BackgroundFailed, match="out of memory"):
-        relay.join_previous(timeout_s=LIMIT_S)
-    with pytest.raises(errors.BackgroundFailed, match="out of memory"):
-        relay.add("x", reply_for("x", 9), range(9))
-
-
-def test_close_names_what_was_not_delivered_and_leaves_no_thread(make_relay: MakeRelay) -> None:
+def test_close_names_what_was_not_delivered_and_leaves_no_thread(make_relay_over: MakeRelay) -> None:
     before = set(threading.enumerate())
-    relay = make_relay("dp=2,pp=2")
+    relay = make_relay_over("dp=2,pp=2")
     for receiver in receivers_of(relay):
         receiver.join(timeout_s=LIMIT_S)
     fill(relay)
@@ -354,9 +320,9 @@ def test_close_names_what_was_not_delivered_and_leaves_no_thread(make_relay: Mak
 
 @pytest.mark.parametrize("change", ["step", "run", "spec", "layout"])
 def test_a_ticket_of_another_step_run_spec_or_layout_is_refused_before_a_row_moves(
-    make_plain: MakeRelay, change: str
+    make_relay: MakeRelay, change: str
 ) -> None:
-    relay = make_plain("dp=2")
+    relay = make_relay("dp=2")
     good = sealed(relay)
     other: dict[str, Any] = {
         "step": {"step": 5},
@@ -371,15 +337,15 @@ def test_a_ticket_of_another_step_run_spec_or_layout_is_refused_before_a_row_mov
     check_rows(receiver.receive(good))
 
 
-def test_a_receiver_that_the_layout_has_not_is_refused_by_name(make_plain: MakeRelay) -> None:
-    relay = make_plain("dp=2")
+def test_a_receiver_that_the_layout_has_not_is_refused_by_name(make_relay: MakeRelay) -> None:
+    relay = make_relay("dp=2")
     with pytest.raises(errors.TicketMismatch, match="hello from dp 2 pp 0 cp 0") as told:
         relay.hello(dp=2, pp=0)
     assert told.value.ranks == ((2, 0, 0),)
 
 
-def test_lengths_that_differ_from_the_ticket_are_refused_before_a_row_moves(make_plain: MakeRelay) -> None:
-    relay = make_plain("dp=2")
+def test_lengths_that_differ_from_the_ticket_are_refused_before_a_row_moves(make_relay: MakeRelay) -> None:
+    relay = make_relay("dp=2")
     ticket, receiver = sealed(relay), receivers_of(relay)[0]
     with pytest.raises(errors.TicketMismatch, match=r"1 micro-batches planned, this trainer runs 2"):
         receiver.receive(ticket, lengths=[[9], [17]])
@@ -389,25 +355,16 @@ def test_lengths_that_differ_from_the_ticket_are_refused_before_a_row_moves(make
     check_rows(receiver.receive(ticket, lengths=[[9, 17]]))
 
 
-def test_a_step_is_received_once(make_plain: MakeRelay) -> None:
-    relay = make_plain("dp=2")
+def test_a_step_is_received_once(make_relay: MakeRelay) -> None:
+    relay = make_relay("dp=2")
     ticket, receiver = sealed(relay), receivers_of(relay)[0]
     receiver.receive(ticket)
     with pytest.raises(errors.TicketMismatch, match="stale"):
         receiver.receive(ticket)
 
 
-def test_a_step_is_sealed_once(make_plain: MakeRelay) -> None:
-    relay = make_plain("dp=2")
-    sealed(relay, 3)
-    with pytest.raises(errors.StepError, match="step 3 is not newer"):
-        sealed(relay, 3, prefix="n-")
-    assert len(relay.status()["pending"]) == 4
-    relay.seal(4, assignment(prefix="n-"))
-
-
-def test_a_name_may_be_used_again_once_its_step_was_delivered_and_not_before(make_plain: MakeRelay) -> None:
-    relay = make_plain("dp=1")
+def test_a_name_may_be_used_again_once_its_step_was_delivered_and_not_before(make_relay: MakeRelay) -> None:
+    relay = make_relay("dp=1")
     ticket = sealed(relay)
     with pytest.raises(errors.SampleTwice, match="is in step 0") as told:
         fill(relay)
@@ -419,27 +376,8 @@ def test_a_name_may_be_used_again_once_its_step_was_delivered_and_not_before(mak
 # -- samples -----------------------------------------------------------------------------------------------------------
 
 
-def test_unassigned_samples_leave_by_discard_or_expiry_and_are_counted_and_named(
-    make_plain: MakeRelay, caplog: pytest.LogCaptureFixture
-) -> None:
-    relay = make_plain()
-    fill(relay)
-    assert relay.discard(["s0", "s1", "never-seen"]) == 2
-    fill(relay, prefix="in-step-")
-    relay.seal(0, assignment(prefix="in-step-", dp=1))
-    relay.intake.config = replace(relay.config, expiry_s=1e-9)
-    relay.add("new", reply_for("new", 9), range(9))
-    outcomes = ("discarded", "expired", "received")
-    count = {name: relay.metrics.value("r3channel_samples_total", outcome=name) for name in outcomes}
-    assert count == {"discarded": 2, "expired": 2, "received": 9}
-    status = relay.status()
-    assert (status["expired"], status["pending"]) == (["s2", "s3"], ["new"])
-    assert status["store"]["frames"] == 5, "samples of a step do not expire"
-    assert [message for message in caplog.messages if "['s2', 's3']" in message]
-
-
-def test_a_bad_sample_is_counted_by_reason_and_leaves_nothing_behind(make_plain: MakeRelay) -> None:
-    relay = make_plain("dp=2")
+def test_a_bad_sample_is_counted_by_reason_and_leaves_nothing_behind(make_relay: MakeRelay) -> None:
+    relay = make_relay("dp=2")
     with pytest.raises(errors.RowCountMismatch):
         relay.add("s0", reply_for("s0", 9), range(10))
     assert relay.status()["store"]["frames"] == 0
@@ -456,10 +394,10 @@ def test_a_bad_sample_is_counted_by_reason_and_leaves_nothing_behind(make_plain:
     relay.seal(0, assignment())
 
 
-def test_an_engine_without_the_plug_in_is_noticed_at_start(make_plain: MakeRelay) -> None:
+def test_an_engine_without_the_plug_in_is_noticed_at_start(make_relay: MakeRelay) -> None:
     stock = np.zeros((1, 4, 8), np.int32).tobytes()
     reply = {"meta_info": {"id": "p", "routed_experts": base64.b64encode(stock).decode()}}
-    relay = make_plain()
+    relay = make_relay()
     with pytest.raises(errors.PluginNotApplied, match=r"http://e:1.*R3CHANNEL_ENGINE"):
         relay.check_engine(reply, engine="http://e:1", tokens=2)
     relay.check_engine(reply_for("p", 2), engine="http://e:1", tokens=2)
@@ -469,8 +407,8 @@ def test_an_engine_without_the_plug_in_is_noticed_at_start(make_plain: MakeRelay
 # -- recordings --------------------------------------------------------------------------------------------------------
 
 
-def test_a_recording_holds_the_step_as_it_was_sent(make_plain: MakeRelay, tmp_path: Path) -> None:
-    relay = make_plain("dp=2", recorder=Recorder(tmp_path))
+def test_a_recording_holds_the_step_as_it_was_sent(make_relay: MakeRelay, tmp_path: Path) -> None:
+    relay = make_relay("dp=2", recorder=Recorder(tmp_path))
     ticket = sealed(relay)
     shards = receive(receivers_of(relay), ticket)
     recording = recorded(tmp_path)
@@ -483,9 +421,9 @@ def test_a_recording_holds_the_step_as_it_was_sent(make_plain: MakeRelay, tmp_pa
 
 
 def test_a_step_is_recorded_before_its_rows_may_be_given_away(
-    make_plain: MakeRelay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_relay: MakeRelay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    relay, write, released = make_plain(recorder=Recorder(tmp_path)), Recorder.write, threading.Event()
+    relay, write, released = make_relay(recorder=Recorder(tmp_path)), Recorder.write, threading.Event()
 
     def slow(*arguments: Any) -> None:
         relay.undelivered(wait_s=0.5)  # as long as it takes to deliver, if nothing prevents it
@@ -501,8 +439,8 @@ def test_a_step_is_recorded_before_its_rows_may_be_given_away(
         assert np.array_equal(recording.rows(name), random_ids(tokens - 1, seed=index))
 
 
-def test_a_recording_of_swapped_frames_is_refused(make_plain: MakeRelay, tmp_path: Path) -> None:
-    relay = make_plain("dp=1", recorder=Recorder(tmp_path))
+def test_a_recording_of_swapped_frames_is_refused(make_relay: MakeRelay, tmp_path: Path) -> None:
+    relay = make_relay("dp=1", recorder=Recorder(tmp_path))
     for index, name in enumerate("ab"):
         relay.add(name, reply_for(name, 9, seed=index), range(9))
     receivers_of(relay)[0].receive(relay.seal(0, Assignment.given([[["a", "b"]]])))

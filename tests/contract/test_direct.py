@@ -11,7 +11,7 @@ import stat
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from r3channel.model.spec import RoutingSpec
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.relay import Relay
-from r3channel.transport.auth import create_token, obtain_token, read_token
+from r3channel.transport.auth import obtain_token, read_token
 from r3channel.wire.frame import FRAME_MAGIC
 from r3channel.wire.ingest import FRAMES_PATH
 from r3channel.wire.parcel import RECEIPT_MAGIC
@@ -62,17 +62,19 @@ class Place:
     def seal(self, *names: str, step: int = 0) -> Any:
         return self.relay.seal(step, Assignment.round_robin(list(names), dp=1, microbatch_size=len(names)))
 
-    def post(self, path: str, body: bytes, *, token: str | None = None, **headers: str) -> int:
+    def begin(self, nbytes: int) -> socket.socket:
+        """A connection on which a parcel of so many bytes is announced."""
         target = urlsplit(self.url)
-        connection = http.client.HTTPConnection(target.hostname or "", target.port, timeout=LIMIT_S)
-        value = read_token(self.token_file) if token is None else token
-        try:
-            connection.request(
-                "POST", path, body=body, headers={"Authorization": f"Bearer {value}", **headers}
-            )
-            return connection.getresponse().status
-        finally:
-            connection.close()
+        peer = socket.create_connection((target.hostname or "", target.port or 0), timeout=LIMIT_S)
+        head = f"POST {FRAMES_PATH} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {read_token(self.token_file)}\r\n"
+        peer.sendall(f"{head}Content-Length: {nbytes}\r\n\r\n".encode())
+        return peer
+
+    def post(self, path: str, body: bytes) -> int:
+        target = urlsplit(self.url)
+        with closing(http.client.HTTPConnection(target.hostname or "", target.port, timeout=LIMIT_S)) as peer:
+            peer.request("POST", path, body, {"Authorization": f"Bearer {read_token(self.token_file)}"})
+            return peer.getresponse().status
 
 
 Open = Callable[..., Place]
@@ -137,24 +139,16 @@ def answers(engine: Engine) -> list[int]:
 # -- the frame gets there ------------------------------------------------------------------------------------------------
 
 
-def test_a_reply_carries_a_receipt_and_the_relay_has_the_frame(place: Place) -> None:
-    with place.engine() as engine:
-        reply = engine.finish("r1", 40, seed=3)
-        assert len(reply["meta_info"]["routed_experts"]) <= 64
-        assert place.add("s1", reply, 40) is None
-        assert place.seal("s1").samples[0].tokens == 40
-    assert np.array_equal(rows_here(place.relay, "s1"), random_ids(39, seed=3))
-
-
 def test_rows_are_exact_whichever_comes_first(place: Place) -> None:
     with place.engine() as engine:
         early, late = engine.finish("r1", 40, seed=1), engine.finish("r2", 7, seed=2)
+        assert len(early["meta_info"]["routed_experts"]) <= 64
         until(lambda: unclaimed(place) == 2, "both frames are there before their replies")
-        place.add("early", early, 40)
-        reply = engine.finish("r3", 12, seed=3)
-        place.add("at once", reply, 12)
+        assert place.add("early", early, 40) is None
+        place.add("at once", engine.finish("r3", 12, seed=3), 12)
         place.add("late", late, 7)
         until(lambda: not place.relay.status()["waiting"], "no frame is outstanding")
+        assert [sample.tokens for sample in place.seal("early", "late", "at once").samples] == [40, 7, 12]
     for name, tokens, seed in (("early", 40, 1), ("late", 7, 2), ("at once", 12, 3)):
         assert np.array_equal(rows_here(place.relay, name), random_ids(tokens - 1, seed=seed)), name
 
@@ -311,13 +305,6 @@ def test_a_frame_that_is_sent_twice_is_taken_once(place: Place) -> None:
     assert place.relay.status()["store"]["frames"] == 2
 
 
-def test_in_band_and_direct_replies_may_be_mixed(place: Place) -> None:
-    with place.engine() as engine:
-        place.add("direct", engine.finish("r1", 9), 9)
-        place.add("inband", reply_for("inband", 9), 9)
-        assert len(place.seal("direct", "inband").samples) == 2
-
-
 def test_the_event_loop_goes_on_while_a_body_is_added(place: Place) -> None:
     """The thread that adds goes on only when the loop has turned ten times: on the loop's own thread it never would."""
     turned, turns = threading.Event(), 0
@@ -345,14 +332,8 @@ def test_the_event_loop_goes_on_while_a_body_is_added(place: Place) -> None:
 
     with place.engine() as engine:
         replies = {"direct": engine.finish("r1", 40, seed=1), "inband": reply_for("inband", 40, seed=1)}
-        asyncio.run(
-            add(
-                {
-                    name: json.dumps(reply | {"output_ids": list(range(40))}).encode()
-                    for name, reply in replies.items()
-                }
-            )
-        )
+        output = {"output_ids": list(range(40))}
+        asyncio.run(add({name: json.dumps(reply | output).encode() for name, reply in replies.items()}))
         place.seal("direct", "inband")
     assert place.relay.metrics.value("r3channel_samples_total", outcome="received") == 2
 
@@ -368,15 +349,11 @@ def test_a_lost_frame_is_named_when_its_step_is_sealed(open_place: Open) -> None
         place.seal("s1")
         engine.sender._post = lambda path, parts: (200, "")  # type: ignore[method-assign]
         place.add("s2", engine.finish("r2", 9), 9)
-        with pytest.raises(
-            errors.FrameMissing, match=r"step 1: waited 1.0 s .*sample s2 from engine http://e:1, frame 2"
-        ) as raised:
+        said = r"step 1: waited 1.0 s .*sample s2 from engine http://e:1, frame 2"
+        with pytest.raises(errors.FrameMissing, match=said) as raised:
             place.seal("s2", step=1)
-        assert (raised.value.samples, raised.value.engines, raised.value.step) == (
-            ("s2",),
-            ("http://e:1",),
-            1,
-        )
+        told = raised.value
+        assert (told.samples, told.engines, told.step) == (("s2",), ("http://e:1",), 1)
         assert place.relay.discard(["s2"]) == 1
         place.add("s3", reply_for("s3", 9), 9)
         place.seal("s3", step=1)
@@ -401,16 +378,9 @@ def test_a_frame_of_an_engine_that_never_said_hello_is_named_with_the_reason(ope
     place = open_place(frame_timeout_s=0.1)
     with Engine("http://127.0.0.1:9", place.token_file) as engine:
         place.add("s1", engine.finish("r1", 9), 9)
-        with pytest.raises(
-            errors.FrameMissing, match="never said hello to this relay; are R3CHANNEL_RELAY_URL"
-        ):
+        said = "never said hello to this relay; are R3CHANNEL_RELAY_URL"
+        with pytest.raises(errors.FrameMissing, match=said):
             place.seal("s1")
-
-
-def test_what_the_relay_does_not_take_in_time_is_given_up(place: Place) -> None:
-    with Engine("http://127.0.0.1:9", place.token_file, deliver_timeout_s=0.1) as engine:
-        engine.finish("r1", 9)
-        until(lambda: engine.frames("given_up") == 1, "the frame is given up")
 
 
 def test_a_full_queue_sends_the_frame_in_the_reply(place: Place) -> None:
@@ -429,17 +399,6 @@ def flipped(data: bytes, at: int = -3) -> bytes:
     damaged = bytearray(data)
     damaged[at] ^= 4
     return bytes(damaged)
-
-
-def test_a_frame_damaged_on_the_way_is_named_with_its_sample(place: Place) -> None:
-    place.relay.engines.greet(hello_of())
-    place.add("s1", receipt_reply("r1", 9, serial=1), 9)
-    assert place.post(FRAMES_PATH, parcel_of((1, flipped(frame("r1", 8))))) == 425
-    assert "s1" in place.relay.status()["failed"]
-    with pytest.raises(errors.FrameCorrupt, match=r"sample s1: .*frame 1 from engine http://e:1") as raised:
-        place.seal("s1")
-    assert raised.value.samples == ("s1",)
-    assert place.relay.metrics.value("r3channel_rejected_total", reason="corrupt") == 1
 
 
 @pytest.mark.parametrize("reply_first", [True, False])
@@ -478,22 +437,16 @@ def test_of_several_turns_the_one_that_came_damaged_is_named_and_a_good_copy_hea
     place.add("s1", receipt_reply("r2", 17, serial=2, first_row=8), 17, append=True)
     assert place.post(FRAMES_PATH, parcel_of((1, flipped(first)), (2, second))) == 425
     assert place.relay.status()["waiting"] == []
+    assert "s1" in place.relay.status()["failed"]
+    assert place.relay.metrics.value("r3channel_rejected_total", reason="payload") == 1
     for _ in range(2):
-        with pytest.raises(errors.FrameCorrupt, match="s1"):
+        said = r"sample s1: .*frame 1 from engine http://e:1"
+        with pytest.raises(errors.FrameCorrupt, match=said) as raised:
             place.seal("s1")
+        assert raised.value.samples == ("s1",)
     assert len(turns_here(place.relay, "s1")) == 1  # the other frame of the parcel was kept
     assert place.post(FRAMES_PATH, parcel_of((1, first), (2, second))) == 200
     assert place.seal("s1").samples[0].tokens == 17 and place.relay.status()["failed"] == {}
-
-
-def test_a_damaged_name_does_not_take_another_frames_place(place: Place) -> None:
-    place.relay.engines.greet(hello_of())
-    parcel = bytearray(parcel_of((2, frame("r2", 8, seed=2))))
-    parcel[16] ^= 1  # the serial: 3
-    assert place.post(FRAMES_PATH, bytes(parcel)) == 400
-    assert place.post(FRAMES_PATH, parcel_of((3, frame("r3", 8, seed=3)))) == 200
-    place.add("s3", receipt_reply("r3", 9, serial=3), 9)
-    assert np.array_equal(rows_here(place.relay, "s3"), random_ids(8, seed=3))
 
 
 def test_a_frame_with_rows_of_another_length_is_named(place: Place) -> None:
@@ -520,15 +473,11 @@ def test_a_receipt_takes_no_frame_of_another_request_though_the_reply_does_not_n
     place.relay.engines.greet(hello_of())
     reply = receipt_reply("a", 9, serial=2)
     del reply["meta_info"]["id"]
-    if frame_first:
-        deliver(place.relay, (2, frame("b", 8)))
-        with pytest.raises(errors.FrameCorrupt, match="were replies swapped") as raised:
-            place.add("a", reply, 9)
-    else:
+    if not frame_first:
         place.add("a", reply, 9)
-        deliver(place.relay, (2, frame("b", 8)))
-        with pytest.raises(errors.FrameCorrupt, match="were replies swapped") as raised:
-            place.seal("a")
+    deliver(place.relay, (2, frame("b", 8)))
+    with pytest.raises(errors.FrameCorrupt, match="were replies swapped") as raised:
+        place.add("a", reply, 9) if frame_first else place.seal("a")
     assert raised.value.samples == ("a",) and turns_here(place.relay, "a") == []
 
 
@@ -570,12 +519,8 @@ def test_a_parcel_for_which_there_is_no_room_leaves_no_part_of_itself(place: Pla
 def test_a_body_that_is_cut_leaves_nothing_of_itself(place: Place) -> None:
     place.relay.engines.greet(hello_of())
     body = parcel_of((1, frame("r1", 400)))
-    target = urlsplit(place.url)
-    with socket.create_connection((target.hostname or "", target.port or 0), timeout=LIMIT_S) as peer:
-        head = (
-            f"POST /v1/frames HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {read_token(place.token_file)}\r\n"
-        )
-        peer.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body[:-100])
+    with place.begin(len(body)) as peer:
+        peer.sendall(body[:-100])
         until(lambda: len(place.relay._store) == 1, "its place is taken")
     until(lambda: len(place.relay._store) == 0, "its place is given back")
     assert place.post(FRAMES_PATH, body) == 200 and unclaimed(place) == 1
@@ -616,57 +561,33 @@ def test_a_turn_that_comes_while_its_step_is_sealed_is_not_taken_without_its_row
 # -- the door ------------------------------------------------------------------------------------------------------------
 
 
-def test_without_the_token_nothing_is_taken(place: Place) -> None:
-    for token in ("", "x" * 64, read_token(place.token_file)[:-1]):
-        assert place.post("/v1/hello", hello_of().to_bytes(), token=token) == 401
-        assert place.post("/v1/frames", b"", token=token) == 401
-    assert place.relay.status()["engines"] == {}
-
-
 def test_a_body_larger_than_the_store_is_refused_before_it_is_read(open_place: Open) -> None:
     place = open_place(store_bytes=64 << 20)
-    target = urlsplit(place.url)
-    with socket.create_connection((target.hostname or "", target.port or 0), timeout=LIMIT_S) as peer:
-        token = read_token(place.token_file)
-        head = f"POST /v1/frames HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\n"
-        peer.sendall(f"{head}Content-Length: {(64 << 20) + 1}\r\n\r\n".encode())  # and not a byte of it
+    with place.begin((64 << 20) + 1) as peer:  # and not a byte of it
         assert b" 413 " in peer.recv(100)
     assert place.post("/v1/hello", bytes(20000)) == 413
 
 
-def test_a_body_without_a_length_is_refused(place: Place) -> None:
-    headers = {"Transfer-Encoding": "chunked"}
-    assert place.post("/v1/frames", b"0\r\n\r\n", **headers) in (400, 411)
-
-
-def test_what_is_no_parcel_is_refused(place: Place) -> None:
-    place.relay.engines.greet(hello_of())
-    assert place.post("/v1/frames", b"R3P\x01 and so on") == 400
+def test_a_token_file_is_made_for_its_owner_and_the_door_is_on_loopback_unless_told_otherwise(
+    place: Place,
+) -> None:
+    assert stat.S_IMODE(place.token_file.stat().st_mode) == 0o600 and len(read_token(place.token_file)) >= 32
+    assert place.url.startswith("http://127.0.0.1:")
     assert place.post("/v1/hello", b"R3H\x01 and so on") == 400
 
 
-def test_the_ingest_listens_on_loopback_unless_told_otherwise(place: Place) -> None:
-    assert place.url.startswith("http://127.0.0.1:")
-
-
-def test_a_token_file_is_made_for_its_owner_only(place: Place) -> None:
-    assert stat.S_IMODE(place.token_file.stat().st_mode) == 0o600
-    assert len(read_token(place.token_file)) >= 32
-
-
-def test_a_token_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
-    create_token(tmp_path / "token")
-    (tmp_path / "token").chmod(0o640)
-    with pytest.raises(errors.ConfigError, match="mode 0640, expected 0600"):
-        read_token(tmp_path / "token")
-
-
-def test_a_short_token_is_refused_and_not_printed(tmp_path: Path) -> None:
-    (tmp_path / "token").touch(mode=0o600)
-    (tmp_path / "token").write_text("secret123")
-    with pytest.raises(errors.ConfigError, match="9 characters") as refused:
-        read_token(tmp_path / "token")
-    assert "secret123" not in str(refused.value)
+@pytest.mark.parametrize(
+    ("content", "mode", "said"),
+    [("x" * 64, 0o640, "mode 0640, expected 0600"), ("secret123", 0o600, "9 characters")],
+)
+def test_a_token_that_others_can_read_or_guess_is_refused_and_not_printed(
+    tmp_path: Path, content: str, mode: int, said: str
+) -> None:
+    (file := tmp_path / "token").write_text(content)
+    file.chmod(mode)
+    with pytest.raises(errors.ConfigError, match=said) as refused:
+        read_token(file)
+    assert content not in str(refused.value)
 
 
 # -- engines -------------------------------------------------------------------------------------------------------------
@@ -674,9 +595,8 @@ def test_a_short_token_is_refused_and_not_printed(tmp_path: Path) -> None:
 
 def test_an_expected_engine_that_stays_silent_is_refused_with_the_reason(place: Place) -> None:
     place.relay.expect_engines(["http://e:1"], timeout_s=0.2)
-    with pytest.raises(
-        errors.PluginNotApplied, match=r"engine http://e:1 did not say hello in time.*R3CHANNEL_ENGINE=1"
-    ):
+    said = r"engine http://e:1 did not say hello in time.*R3CHANNEL_ENGINE=1"
+    with pytest.raises(errors.PluginNotApplied, match=said):
         place.add("s1", reply_for("s1", 9), 9)
 
 
@@ -691,9 +611,8 @@ def test_an_engine_of_another_model_is_refused_with_the_field(place: Place) -> N
     other = RoutingSpec(num_layers=4, moe_layers=(1, 2, 3), num_experts=64, top_k=8)
     place.relay.expect_engines(["http://e:1"], timeout_s=LIMIT_S)
     assert place.post("/v1/hello", hello_of(spec=other).to_bytes()) == 422
-    with pytest.raises(
-        errors.PluginNotApplied, match=r"routing has {'num_experts': 64}, expected {'num_experts': 128}"
-    ):
+    said = r"routing has {'num_experts': 64}, expected {'num_experts': 128}"
+    with pytest.raises(errors.PluginNotApplied, match=said):
         place.add("s1", reply_for("s1", 9), 9)
 
 
@@ -703,23 +622,6 @@ def test_a_probe_is_answered_in_band_with_hello_and_frame(place: Place) -> None:
         place.relay.expect_engines(["http://known-as:2"], timeout_s=0.1)
         place.relay.check_engine(reply, engine="http://known-as:2", tokens=3)
     assert "SGLang 0.5.23" in place.relay.status()["engines"]["http://known-as:2"]
-
-
-# -- configuration -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"R3CHANNEL_DELIVERY": "carrier pigeon"}, "expected inband or direct"),
-        ({"R3CHANNEL_DELIVERY": "direct"}, "needs R3CHANNEL_RELAY_URL"),
-        ({"R3CHANNEL_CODEC": "set"}, "another thread pays"),
-        ({"R3CHANNEL_ALLOW": "speculative,everything"}, r"names \['everything'\]"),
-    ],
-)
-def test_an_engine_configuration_that_cannot_work_is_refused(values: dict[str, str], message: str) -> None:
-    with pytest.raises(errors.ConfigError, match=message):
-        EngineConfig.from_environment(values)
 
 
 def test_refusals_are_overridden_by_word() -> None:

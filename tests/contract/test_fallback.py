@@ -18,7 +18,6 @@ import torch
 
 from r3channel import errors
 from r3channel.relay.delivery import _Served
-from r3channel.relay.relay import Relay
 from r3channel.relay.staging import HostStaging
 from r3channel.trainer.receiver import Receiver
 from r3channel.trainer.relay_connection import RelayConnection
@@ -26,7 +25,7 @@ from r3channel.transport.base import Pending, Rendezvous, Transport
 from r3channel.transport.connection import Connection
 from r3channel.transport.process_group import ProcessGroupTransport
 from r3channel.transport.select import join
-from tests.delivery import LIMIT_S, MakeRelay, check_rows, receive, receivers_of, relays, sealed, until
+from tests.delivery import LIMIT_S, MakeRelay, check_rows, lives, receive, receivers_of, relays, sealed, until
 
 
 class Cable:
@@ -83,10 +82,6 @@ def staged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(_Served, "_send_staged", seen)
     return found
-
-
-def lives(relay: Relay) -> list[int]:
-    return [count for _, count in sorted(relay.status()["receivers"]["lives"].items())]
 
 
 def fallbacks(receiver: Receiver) -> float:

@@ -57,17 +57,14 @@ def test_only_the_prefetched_step_may_be_received_next(relay: Relay) -> None:
     until(lambda: 0 not in relay.status()["steps"])
     with pytest.raises(errors.UsageError, match="receive of step 1, but step 0"):
         receiver.receive(second)
-    check_rows(
-        receiver.receive(first), prefix="0-"
-    )  # the relay has its acknowledgement and sends it no second time
+    # the relay has its acknowledgement and sends it no second time
+    check_rows(receiver.receive(first), prefix="0-")
     check_rows(receiver.receive(second), prefix="1-")
 
 
-def test_prefetch_is_off_unless_asked_for_and_refused_for_nccl(relay: Relay) -> None:
+def test_prefetch_is_off_unless_asked_for(relay: Relay) -> None:
     plain = Receiver(
         relay, spec=SPEC, layout=relay.layout, coords=relay.layout.coords(0), config=ChannelConfig()
     )
     with pytest.raises(errors.ConfigError, match="prefetch is off"):
         plain.prefetch(sealed(relay, 0))
-    with pytest.raises(errors.ConfigError, match="deadlock"):
-        ChannelConfig(transport="nccl", prefetch=True)

@@ -19,12 +19,10 @@ from r3channel import errors
 from r3channel.config import ChannelConfig
 from r3channel.model.spec import RoutingSpec
 from r3channel.plan.assignment import Assignment
-from r3channel.plan.shards import ShardKey
 from r3channel.plan.ticket import Ticket
 from r3channel.recordings.recorder import Recorder
 from r3channel.recordings.recording import Recording
 from r3channel.relay.relay import Relay
-from r3channel.relay.sealed import Outgoing, SealedStep
 from r3channel.trainer.rank_shard import RankShard
 from r3channel.trainer.receiver import Receiver
 from r3channel.transport.connection import Connection
@@ -34,13 +32,13 @@ from r3channel.wire.frame import encode_frame
 from tests.delivery import (
     LIMIT_S,
     MakeRelay,
+    Slowly,
     assignment,
     check_rows,
-    fill,
     receive,
     receivers_of,
-    relays,
     sealed,
+    ticket_of,
     until,
 )
 from tests.samples import SPEC, reply_for
@@ -49,12 +47,6 @@ SHORT_S = 1.0
 """A deadline that is to pass."""
 GREETED_S = 3.0
 """Less than a stranger's greeting, and than anything else that a receiver could be made to wait for."""
-
-
-@pytest.fixture
-def make_relay() -> Iterator[MakeRelay]:
-    with relays() as make:
-        yield make
 
 
 # -- a relay that was killed after some receivers had acknowledged ---------------------------------------------------------
@@ -74,11 +66,6 @@ def second(make_relay: MakeRelay, tmp_path: Path) -> Iterator[Relay]:
     relay.seal(7, recovery.steps[7])
     yield relay
     relay.close()
-
-
-def ticket_of(relay: Relay, step: int) -> Ticket:
-    """Of a step under way."""
-    return relay.steps._steps[step].ticket
 
 
 def test_who_had_acknowledged_to_a_killed_relay_is_not_waited_for(second: Relay) -> None:
@@ -212,21 +199,15 @@ def test_close_ends_every_connection_whatever_it_does_and_leaves_no_thread(make_
 
 
 @pytest.fixture
-def released(make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """No step is prepared until this is set; it is before relays are closed."""
-    event, prepare = threading.Event(), SealedStep.prepare
-
-    def held(step: SealedStep, dp: int) -> Any:
-        event.wait(LIMIT_S)
-        return prepare(step, dp)
-
-    monkeypatch.setattr(SealedStep, "prepare", held)
-    yield event
-    event.set()
+def slowly(make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch) -> Iterator[Slowly]:
+    """No step is prepared until it is let go; it is before relays are closed."""
+    slowly = Slowly(monkeypatch)
+    yield slowly
+    slowly.go_on.set()
 
 
 def test_a_receive_from_a_relay_that_never_prepares_ends_by_name(
-    make_relay: MakeRelay, released: threading.Event
+    make_relay: MakeRelay, slowly: Slowly
 ) -> None:
     relay = make_relay("dp=2")
     ticket = sealed(relay, 3)
@@ -235,12 +216,12 @@ def test_a_receive_from_a_relay_that_never_prepares_ends_by_name(
     with pytest.raises(errors.DeadlineExceeded, match=r"step 3, .*dp=?1") as told:
         receiver.receive(ticket)
     assert (told.value.step, told.value.ranks) == (3, ((1, 0, 0),))
-    released.set()
+    slowly.go_on.set()
     check_rows(receivers_of(relay)[1].receive(ticket))
 
 
 def test_a_relay_that_cannot_prepare_in_time_says_so_to_its_receivers(
-    make_relay: MakeRelay, released: threading.Event
+    make_relay: MakeRelay, slowly: Slowly
 ) -> None:
     relay = make_relay("dp=2", step_timeout_s=SHORT_S)
     ticket = sealed(relay, 3)
@@ -263,27 +244,16 @@ class Counted:
 
 
 def test_a_receiver_makes_one_call_in_its_life_however_long_it_waits(
-    make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch
+    make_relay: MakeRelay, slowly: Slowly
 ) -> None:
     relay = make_relay("dp=1")
-    control = Counted(relay)
-    receiver = Receiver(
-        control, spec=SPEC, layout=relay.layout, coords=relay.layout.coords(0), config=relay.config
-    )
+    control, at = Counted(relay), relay.layout.coords(0)
+    receiver = Receiver(control, spec=SPEC, layout=relay.layout, coords=at, config=relay.config)
     receiver.join()
-    fill(relay)
-    prepare, gate = SealedStep.prepare, threading.Event()
-
-    def later(sealed: SealedStep, dp: int) -> dict[ShardKey, Outgoing]:
-        assert gate.wait(LIMIT_S)
-        return prepare(sealed, dp)
-
-    monkeypatch.setattr(SealedStep, "prepare", later)
-    ticket = relay.seal(0, assignment(dp=1))
-    receiving = threading.Thread(target=receiver.receive, args=(ticket,))
+    receiving = threading.Thread(target=receiver.receive, args=(sealed(relay),))
     receiving.start()
     relay.undelivered(wait_s=0.3)
-    gate.set()
+    slowly.go_on.set()
     receiving.join(LIMIT_S)
     relay.join_previous(timeout_s=LIMIT_S)
     for step in (1, 2):

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import base64
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,39 +15,18 @@ from r3channel import errors
 from r3channel.config import ChannelConfig
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
-from r3channel.plan.shards import ShardKey
 from r3channel.recordings.recorder import Recorder
 from r3channel.relay.relay import Relay
-from r3channel.relay.sealed import Outgoing, SealedStep
 from r3channel.trainer.rank_shard import RankShard
 from r3channel.trainer.receiver import Receiver
 from r3channel.wire.frame import encode_frame
-from tests.direct import LIMIT_S, deliver, draft_of, hello_of, receipt_reply, until
-from tests.samples import SPEC, frame_of, random_ids, reply_for
-
-MakeRelay = Callable[..., Relay]
-
-
-@pytest.fixture
-def make_relay() -> Iterator[MakeRelay]:
-    made: list[Relay] = []
-
-    def make(layout: str = "dp=1", **options: Any) -> Relay:
-        relay = Relay(
-            SPEC, TrainerLayout.parse(layout), ChannelConfig(**{"step_timeout_s": LIMIT_S, **options})
-        )
-        made.append(relay)
-        return relay
-
-    yield make
-    for relay in made:
-        with suppress(errors.StepError):
-            relay.close()
+from tests.delivery import LIMIT_S, MakeRelay, receivers_of, until
+from tests.direct import deliver, draft_of, hello_of, receipt_reply
+from tests.samples import SPEC, frame_of, random_ids, reply_for, reply_of
 
 
 def receiver_of(relay: Relay) -> Receiver:
-    layout = relay.layout
-    return Receiver(relay, spec=SPEC, layout=layout, coords=layout.coords(0), config=relay.config)
+    return receivers_of(relay)[0]
 
 
 def one_batch(*names: str) -> Assignment:
@@ -99,69 +73,6 @@ def test_a_relay_that_cannot_start_leaves_no_folder_no_thread_and_no_lock(
     relay, recovery = Relay.recover(SPEC, TrainerLayout(), ChannelConfig(store_dir=str(tmp_path)))
     assert recovery.pending == [] and recovery.damaged == []
     relay.close()
-
-
-def test_no_port_is_opened_at_an_address_that_nobody_can_be_told(make_relay: MakeRelay) -> None:
-    with pytest.raises(errors.ConfigError, match=r"0\.0\.0\.0"):
-        make_relay(interface="0.0.0.0")
-
-
-# -- a step that is given up ---------------------------------------------------------------------------------------------
-
-
-def test_an_abandoned_step_tells_its_receivers_and_gives_its_samples_back(
-    make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    relay, gate = make_relay(layout="dp=1"), threading.Event()
-    prepare = SealedStep.prepare
-
-    def later(sealed: SealedStep, dp: int) -> dict[ShardKey, Outgoing]:
-        assert gate.wait(LIMIT_S)
-        return prepare(sealed, dp)
-
-    monkeypatch.setattr(SealedStep, "prepare", later)
-    for name, seed in (("a", 1), ("b", 2)):
-        relay.add(name, reply_for(name, 30, seed=seed), range(30))
-    waits_for = relay.seal(0, one_batch("a", "b"))  # and is not prepared before it is given up
-    receiver = receiver_of(relay)
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(receiver.receive, waits_for)
-        until(lambda: relay.status()["receivers"]["connected"], "the receiver is there")
-        assert relay.abandon(0) == 2
-        with pytest.raises(errors.TicketMismatch, match="abandoned") as raised:
-            waiting.result(LIMIT_S)
-    gate.set()
-    assert raised.value.step == 0 and raised.value.ranks == ((0, 0, 0),)
-    assert relay.status()["pending"] == ["a", "b"] and relay.status()["steps"] == {}
-    assert relay.abandon(0) == 0
-    relay.join_previous(timeout_s=LIMIT_S)
-
-    started = relay.seal(1, one_batch("b"))
-    until(lambda: relay.status()["steps"][1]["state"] == "PREPARED", "it could be sent")
-    assert relay.abandon(1) == 1
-    with pytest.raises(errors.TicketMismatch, match="abandoned"):
-        receiver.receive(started)
-
-    shard = receiver.receive(relay.seal(2, one_batch("b", "a")))
-    assert np.array_equal(ids_in(shard, "a"), random_ids(29, seed=1))
-    relay.join_previous(timeout_s=LIMIT_S)
-    assert relay.status()["store"]["frames"] == 0
-    receiver.close()
-
-
-def test_a_step_that_cannot_be_written_takes_nothing(tmp_path: Path, make_relay: MakeRelay) -> None:
-    relay = make_relay(store_dir=str(tmp_path))
-    relay.add("a", reply_for("a", 30), range(30))
-
-    def full(*_: Any) -> None:
-        raise errors.StoreFull("no room for a ticket")
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(errors.StoreFull):
-        patch.setattr(relay._durable, "sealed", full)
-        relay.seal(0, one_batch("a"))
-    assert relay.status()["pending"] == ["a"] and relay.status()["steps"] == {}
-    receiver_of(relay).receive(relay.seal(0, one_batch("a")))
-    relay.join_previous(timeout_s=LIMIT_S)
 
 
 # -- samples that nobody asks for ----------------------------------------------------------------------------------------
@@ -232,13 +143,8 @@ def test_a_reply_without_routing_and_a_frame_that_never_came_leave_exactly_their
     relay.add_frame("turns", third, range(21), append=True)
     names = ["whole", "none", "empty", "lost", "turns"]
     ticket = relay.seal(0, one_batch(*names))
-    assert [sample.invalid for sample in ticket.samples] == [
-        (),
-        ((0, 11),),
-        ((0, 6),),
-        ((0, 20),),
-        ((10, 15),),
-    ]
+    left = [sample.invalid for sample in ticket.samples]
+    assert left == [(), ((0, 11),), ((0, 6),), ((0, 20),), ((10, 15),)]
     shard = receiver_of(relay).receive(ticket)
     sample_R, position_R = shard.shard.row_map(0, tp=0)
     live_R = shard.live_rows(0)
@@ -247,9 +153,8 @@ def test_a_reply_without_routing_and_a_frame_that_never_came_leave_exactly_their
         name: sorted(position_R[np.flatnonzero(live_R.numpy() & (sample_R == index))].tolist())
         for index, name in enumerate(names)
     }
-    assert found == {
-        "whole": [], "none": [*range(11)], "empty": [*range(6)], "lost": [*range(20)], "turns": [*range(10, 15)],
-    }  # fmt: skip
+    whole = {"whole": [], "none": [*range(11)], "empty": [*range(6)], "lost": [*range(20)]}
+    assert found == whole | {"turns": [*range(10, 15)]}
     assert shard.live_counts()["invalid"] == 11 + 6 + 20 + 5
     assert np.array_equal(ids_in(shard, "whole"), random_ids(29, seed=1))
     kept = ids_in(shard, "turns")
@@ -276,21 +181,12 @@ def test_a_frame_that_comes_once_its_rows_were_left_to_the_live_router_is_freed_
     assert relay.status()["store"]["frames"] == 0
 
 
-@pytest.mark.parametrize("on_missing", ["live", "error"])
-def test_rows_that_came_and_are_wrong_are_never_left_to_the_live_router(
-    make_relay: MakeRelay, on_missing: str
-) -> None:
-    relay = make_relay(on_missing=on_missing)
-    good = frame_of(9)
-    for data in (
-        good[:-1] + bytes([good[-1] ^ 1]),
-        good[:-2],
-        b"<html>",
-        encode_frame(SPEC, expert_ids_TLK=random_ids(5)),
-    ):
-        reply = {"meta_info": {"routed_experts": base64.b64encode(data).decode()}}
+def test_rows_that_came_and_are_wrong_are_never_left_to_the_live_router(make_relay: MakeRelay) -> None:
+    relay, good = make_relay(on_missing="live"), frame_of(9)
+    flipped, short = good[:-1] + bytes([good[-1] ^ 1]), encode_frame(SPEC, expert_ids_TLK=random_ids(5))
+    for data in (flipped, good[:-2], b"<html>", short):
         with pytest.raises(errors.RoutingError):
-            relay.add("s", reply, range(9))
+            relay.add("s", reply_of(data), range(9))
     assert relay.status()["pending"] == []
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,7 +21,17 @@ from r3channel.wire import row_protocol as wire
 from r3channel.wire.frame import encode_frame, sample_key
 from r3channel.wire.parcel import Receipt
 from r3channel.wire.routing import ProvenanceSpan, RowKind
-from tests.delivery import LIMIT_S, MakeRelay, check_rows, receive, receivers_of, relays, sealed, until
+from tests.delivery import (
+    LIMIT_S,
+    MakeRelay,
+    Slowly,
+    check_rows,
+    receive,
+    receivers_of,
+    relays,
+    sealed,
+    until,
+)
 from tests.samples import SPEC, random_ids, reply_for, reply_of
 
 TOKENS = 100
@@ -173,23 +182,6 @@ def test_receivers_of_an_abandoned_step_are_told_and_go_on_with_the_next(make_re
     relay.join_previous(timeout_s=LIMIT_S)
 
 
-class Slowly:
-    """`SealedStep.prepare` that waits to be let go."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.entered, self.go_on = threading.Event(), threading.Event()
-        self.prepared: list[int] = []
-        prepare = SealedStep.prepare
-
-        def slow(step: SealedStep, dp: int) -> Any:
-            self.entered.set()
-            assert self.go_on.wait(LIMIT_S)
-            self.prepared.append(step.ticket.step)
-            return prepare(step, dp)
-
-        monkeypatch.setattr(SealedStep, "prepare", slow)
-
-
 def test_a_receiver_that_waits_for_a_step_is_told_when_it_is_abandoned(
     make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,6 +216,10 @@ def test_a_receiver_is_told_what_ended_the_thread_that_prepares(
     ) as told:
         receiver.receive(relay.seal(0, each("a")))
     assert (told.value.step, told.value.ranks) == (0, ((0, 0, 0),))
+    with pytest.raises(errors.BackgroundFailed, match="no room for an index"):
+        relay.join_previous(timeout_s=LIMIT_S)
+    with pytest.raises(errors.BackgroundFailed, match="no room for an index"):
+        add(relay, "b")
 
 
 def waiting(relay: Relay, count: int) -> None:
@@ -259,17 +255,11 @@ def test_everybody_goes_on_while_a_step_is_prepared(
 def test_rows_of_the_first_dp_rank_leave_before_those_of_the_last_are_prepared(
     make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    relay, last, prepare = make_relay("dp=2"), threading.Event(), SealedStep.prepare
-
-    def slow(step: SealedStep, dp: int) -> Any:
-        assert dp == 0 or last.wait(LIMIT_S)
-        return prepare(step, dp)
-
-    monkeypatch.setattr(SealedStep, "prepare", slow)
+    relay, slowly = make_relay("dp=2"), Slowly(monkeypatch, dp=1)
     ticket, (first, second) = sealed(relay), receivers_of(relay)
     check_rows(first.receive(ticket))
     assert relay.status()["steps"][0]["state"] == "SEALED"
-    last.set()
+    slowly.go_on.set()
     check_rows(second.receive(ticket))
 
 

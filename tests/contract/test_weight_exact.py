@@ -16,7 +16,7 @@ from tests.contract.exact_rank import FLOAT8, plain, weights
 from tests.dist.ranks import run_ranks
 from tests.fake_engine import FakeEngine, Model
 
-WORKER = Path(__file__).with_name("exact_rank.py")
+RANK = "tests.contract.exact_rank"
 
 
 @pytest.mark.parametrize("dies", [1, 0])
@@ -30,15 +30,11 @@ def test_an_error_of_either_trainer_rank_says_which_version_the_engines_hold(
     )  # what torch imports for a first one takes its time, which an engine has not
     pair = [FakeEngine(receives={n: torch.zeros_like(t) for n, t in tensors.items()}) for _ in range(2)]
     urls = [engine.url for engine in pair]
-    try:
-        job = {"engines": urls, "dies": dies}
-        results = run_ranks(WORKER, tmp_path, world_size=2, job=job, timeout_s=240)
-        for engine in pair:
-            assert all(torch.equal(engine.tensors[name], tensor) for name, tensor in weights(2).items())
-            assert engine.version == "2" and not engine.paused
-    finally:
-        for engine in pair:
-            engine.die()
+    job = {"engines": urls, "dies": dies}
+    results = run_ranks(RANK, tmp_path, world_size=2, job=job, timeout_s=240)
+    for engine in pair:
+        assert all(torch.equal(engine.tensors[name], tensor) for name, tensor in weights(2).items())
+        assert engine.version == "2" and not engine.paused
     left = results[1 - dies]
     assert left["sent"] == len(pair) * sum(tensor.nbytes for tensor in weights(1).values()) / 2
     kind, spoiled = left["spoiled"]
@@ -64,14 +60,10 @@ def test_shards_of_two_trainer_ranks_become_float8_at_an_engine_and_at_one_that_
     quantised = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     (checkpoint / "config.json").write_text(json.dumps({"quantization_config": quantised}))
     pair = [FakeEngine(receives={n: torch.zeros_like(t) for n, t in wanted.items()}) for _ in range(2)]
-    try:
-        job = {"engines": [pair[0].url], "joins": pair[1].url, "like": str(checkpoint)}
-        results = run_ranks(WORKER, tmp_path, world_size=2, job=job, timeout_s=240)
-        assert [(found["tensors"], found["joined"]) for found in results] == [(2, 1), (2, 1)]
-        assert results[0]["routable"] == sorted(engine.url for engine in pair)
-        for engine in pair:
-            assert all(torch.equal(engine.tensors[n].float(), t.float()) for n, t in wanted.items())
-            assert engine.version == "1" and not engine.paused
-    finally:
-        for engine in pair:
-            engine.die()
+    job = {"engines": [pair[0].url], "joins": pair[1].url, "like": str(checkpoint)}
+    results = run_ranks(RANK, tmp_path, world_size=2, job=job, timeout_s=240)
+    assert [(found["tensors"], found["joined"]) for found in results] == [(2, 1), (2, 1)]
+    assert results[0]["routable"] == sorted(engine.url for engine in pair)
+    for engine in pair:
+        assert all(torch.equal(engine.tensors[n].float(), t.float()) for n, t in wanted.items())
+        assert engine.version == "1" and not engine.paused

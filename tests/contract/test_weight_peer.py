@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -13,19 +13,12 @@ from r3channel.errors import EngineLeftBehind, GiverChanged, UsageError, Weights
 from r3channel.weights.session import WeightSync
 from r3channel.weights.store import HostCopy
 from r3channel.weights.wires import RankLink
-from tests.contract.test_weight_staged import (
-    COMMIT,
-    NAMES,
-    Serving,
-    holds,
-    loading,
-    serving,
-    session,
-    weights,
-)
+from tests.contract.test_weight_staged import loading
 from tests.fake_engine import UPDATE, FakeEngine
+from tests.weights import COMMIT, NAMES, give, holds, refused, serving, session, weights
 
-__all__ = ["loading", "serving"]
+__all__ = ["loading"]
+Trio = tuple[WeightSync, FakeEngine, FakeEngine, FakeEngine]
 
 
 def backwards(version: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -34,50 +27,30 @@ def backwards(version: int) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 @pytest.fixture(params=["tcp", "shared_memory"])
-def trio(
-    serving: Serving, request: pytest.FixtureRequest
-) -> tuple[WeightSync, FakeEngine, FakeEngine, FakeEngine]:
+def trio(request: pytest.FixtureRequest) -> Trio:
     """A session of three engines at version 1, none of which was called since."""
     engines = serving(), serving(), serving()
     sync = session(*engines, wire=request.param)
-    sync.update(backwards(1), version=1, timeout_s=20)
+    give(sync, 1, backwards(1))
     for engine in engines:
         engine.calls.clear()
     return (sync, *engines)
 
 
-@pytest.fixture
-def restarted() -> Iterator[Callable[[FakeEngine], FakeEngine]]:
-    """Another life of an engine, with zeros."""
-    lives: list[FakeEngine] = []
-
-    def restart(engine: FakeEngine) -> FakeEngine:
-        lives.append(engine.restarted())
-        return lives[-1]
-
-    yield restart
-    for engine in lives:
-        engine.die()
-
-
-Trio = tuple[WeightSync, FakeEngine, FakeEngine, FakeEngine]
-Restart = Callable[[FakeEngine], FakeEngine]
-
-
-def test_a_restarted_engine_is_filled_while_the_others_get_no_call(trio: Trio, restarted: Restart) -> None:
+def test_a_restarted_engine_is_filled_while_the_others_get_no_call(trio: Trio) -> None:
     sync, one, other, lost = trio
-    again = restarted(lost)
+    again = lost.restarted()
     with sync:
         report = sync.update_one(again.url, timeout_s=20)
         assert report.version == 1 and report.verified == report.tensors == len(NAMES) and report.buckets > 0
         assert holds(again, 1) and one.calls == other.calls == [] and len(sync.routable()) == 3
         again.calls.clear()
-        sync.update(backwards(2), version=2, timeout_s=20)  # no engine is told of the tensors again
+        give(sync, 2, backwards(2))  # no engine is told of the tensors again
         assert [engine.calls for engine in (one, other, again)] == [COMMIT] * 3
         assert all(holds(engine, 2) for engine in (one, other, again))
 
 
-def test_an_engine_that_joins_holds_the_version_at_once(trio: Trio, serving: Serving) -> None:
+def test_an_engine_that_joins_holds_the_version_at_once(trio: Trio) -> None:
     sync, one, *_ = trio
     late = serving()
     with sync:
@@ -87,9 +60,7 @@ def test_an_engine_that_joins_holds_the_version_at_once(trio: Trio, serving: Ser
 
 
 @pytest.mark.parametrize("fails", ["staging", "commit"])
-def test_an_update_that_failed_leaves_the_version_before_it_to_be_given(
-    trio: Trio, restarted: Restart, fails: str
-) -> None:
+def test_an_update_that_failed_leaves_the_version_before_it_to_be_given(trio: Trio, fails: str) -> None:
     sync, one, other, lost = trio
     if fails == "commit":  # one has changed over then
         other.script["order/commit", other._counts["order/commit"] + 1] = "refuse"
@@ -98,17 +69,17 @@ def test_an_update_that_failed_leaves_the_version_before_it_to_be_given(
         tensors[NAMES[0]] = torch.full((16, 16), float("nan"))
     with sync:
         with pytest.raises(WeightUpdateFailed):
-            sync.update(tensors.items(), version=2, timeout_s=20)
-        again = restarted(lost)
+            give(sync, 2, tensors.items())
+        again = lost.restarted()
         sync.update_one(again.url, timeout_s=20)
         assert all(holds(engine, 1) for engine in (one, other, again))
 
 
 def test_weights_that_somebody_changed_are_not_passed_on_and_their_engine_is_not_routable(
-    trio: Trio, restarted: Restart, capsys: pytest.CaptureFixture[str]
+    trio: Trio, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sync, one, _, lost = trio
-    again = restarted(lost)
+    again = lost.restarted()
     one.tensors[NAMES[5]][3, 3] += 1
     with sync:
         with pytest.raises(WeightUpdateFailed, match=f"{one.url} rank 0: {NAMES[5]} holds other") as failure:
@@ -128,23 +99,23 @@ def test_weights_that_somebody_changed_are_not_passed_on_and_their_engine_is_not
         assert holds(one, 1) and len(sync.routable()) == 3
 
 
-def test_an_engine_that_lost_its_links_since_its_commit_is_not_asked(trio: Trio, restarted: Restart) -> None:
+def test_an_engine_that_lost_its_links_since_its_commit_is_not_asked(trio: Trio) -> None:
     sync, one, other, lost = trio
     sync._fleet.member(one.url).ranks[0].link.abort("as if the network had ended it")
     spoiled = dict(backwards(2)) | {NAMES[0]: torch.full((16, 16), float("nan"))}
     with sync:
         with pytest.raises(WeightUpdateFailed, match="NaN"):  # it is linked again, and nothing committed
-            sync.update(spoiled.items(), version=2, timeout_s=20)
-        again = restarted(lost)
+            give(sync, 2, spoiled.items())
+        again = lost.restarted()
         sync.update_one(again.url, timeout_s=20)
         assert holds(again, 1) and holds(one, 1) and holds(other, 1)
 
 
 def test_an_engine_that_dies_while_it_is_read_leaves_the_other_untouched(
-    trio: Trio, restarted: Restart, monkeypatch: pytest.MonkeyPatch
+    trio: Trio, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sync, one, other, lost = trio
-    again, fetch, fetched = restarted(lost), RankLink.fetch, list[str]()
+    again, fetch, fetched = lost.restarted(), RankLink.fetch, list[str]()
 
     def dying(self: RankLink, version: int, param: int, *, timeout_s: float) -> torch.Tensor:
         fetched.append(self.engine)
@@ -171,9 +142,7 @@ def test_an_engine_with_another_version_is_asked_for_nothing(trio: Trio) -> None
 
 
 @pytest.mark.parametrize("why", ["alone", "left behind", "before any update"])
-def test_where_nothing_holds_the_version_the_caller_is_told(
-    serving: Serving, restarted: Restart, why: str
-) -> None:
+def test_where_nothing_holds_the_version_the_caller_is_told(why: str) -> None:
     pair = serving(), serving()
     with session(*pair[: 1 if why == "alone" else 2]) as sync:
         update = partial(sync.update, weights(1).items(), version=1, timeout_s=20)
@@ -183,143 +152,113 @@ def test_where_nothing_holds_the_version_the_caller_is_told(
                 update()
         elif why == "alone":
             update()
-        url = pair[0].url if why != "left behind" else restarted(pair[1]).url
+        url = pair[0].url if why != "left behind" else pair[1].restarted().url
         with pytest.raises(UsageError, match=f"nothing holds version.*for engine {url}"):
             sync.update_one(url, timeout_s=20)
 
 
 @pytest.mark.parametrize("receives", [None, weights(0)], ids=["without our half", "held by us"])
-def test_what_sglang_loaded_itself_is_not_read_back(
-    restarted: Restart, receives: dict[str, torch.Tensor] | None
-) -> None:
+def test_what_sglang_loaded_itself_is_not_read_back(receives: dict[str, torch.Tensor] | None) -> None:
     pair = [FakeEngine(receives=receives and dict(receives)) for _ in range(2)]
-    try:
-        with session(*pair, staged=False) as sync:
-            sync.update(weights(1).items(), version=1, timeout_s=20)
-            with pytest.raises(UsageError, match="no other engine took it staged"):
-                sync.update_one(restarted(pair[1]).url, timeout_s=20)
-    finally:
-        pair[0].die()
+    with session(*pair, staged=False) as sync:
+        give(sync, 1)
+        with pytest.raises(UsageError, match="no other engine took it staged"):
+            sync.update_one(pair[1].restarted().url, timeout_s=20)
 
 
 @pytest.mark.parametrize("staged", [True, "auto"])
-def test_an_engine_that_joins_without_our_half_waits_for_the_next_update(
-    serving: Serving, staged: str | bool
-) -> None:
+def test_an_engine_that_joins_without_our_half_waits_for_the_next_update(staged: str | bool) -> None:
     one, plain = serving(), FakeEngine()
-    try:
-        with session(one, staged=staged) as sync:
-            sync.update(weights(1).items(), version=1, timeout_s=20)
-            if staged is True:
-                with pytest.raises(WeightUpdateFailed, match=f"{plain.url} runs without our half"):
-                    sync.add_engine(plain.url, timeout_s=20)
-            else:
-                assert sync.add_engine(plain.url, timeout_s=20) is None
-            assert sync.routable() == (one.url,) and not plain.paused
-            report = sync.update(weights(2).items(), version=2, timeout_s=20)
-            assert holds(one, 2) and report.way.startswith("staged" if staged is True else "broadcast")
-            if staged == "auto":
-                one.calls.clear()
-                sync.update(weights(3).items(), version=3, timeout_s=20)
-                assert (
-                    holds(plain, 3) and holds(one, 3) and "order/hold" not in one.calls
-                )  # it is held already
-                # Nobody's memory is known any more.
-                assert sync.add_engine(serving().url, timeout_s=20) is None
-                with pytest.raises(UsageError, match="nothing holds version 3"):
-                    sync.update_one(plain.url, timeout_s=20)
-    finally:
-        plain.die()
+    with session(one, staged=staged) as sync:
+        give(sync, 1)
+        if staged is True:
+            with pytest.raises(WeightUpdateFailed, match=f"{plain.url} runs without our half"):
+                sync.add_engine(plain.url, timeout_s=20)
+        else:
+            assert sync.add_engine(plain.url, timeout_s=20) is None
+        assert sync.routable() == (one.url,) and not plain.paused
+        report = give(sync, 2)
+        assert holds(one, 2) and report.way.startswith("staged" if staged is True else "broadcast")
+        if staged == "auto":
+            one.calls.clear()
+            give(sync, 3)
+            assert holds(plain, 3) and holds(one, 3) and "order/hold" not in one.calls  # it is held already
+            # Nobody's memory is known any more.
+            assert sync.add_engine(serving().url, timeout_s=20) is None
+            with pytest.raises(UsageError, match="nothing holds version 3"):
+                sync.update_one(plain.url, timeout_s=20)
 
 
 @pytest.mark.parametrize("route", ["/init_weights_update_group", "/weights_checker", UPDATE])
-def test_a_broadcast_that_failed_leaves_engines_to_read_that_it_did_not_reach(
-    serving: Serving, restarted: Restart, route: str
-) -> None:
+def test_a_broadcast_that_failed_leaves_engines_to_read_that_it_did_not_reach(route: str) -> None:
     one, lost, plain = serving(), serving(), FakeEngine()
-    try:
-        with session(one, lost, staged="auto", on_engine_loss="abort") as sync:
-            sync.update(weights(1).items(), version=1, timeout_s=20)
-            assert sync.add_engine(plain.url, timeout_s=20) is None
-            plain.script[route, 0] = "refuse"
-            with pytest.raises(WeightUpdateFailed, match=f"{route} refused"):
-                sync.update(weights(2).items(), version=2, timeout_s=20)
-            again = restarted(lost)
-            if route != "/init_weights_update_group":  # held by other links, or with parts of another version
-                with pytest.raises(UsageError, match="nothing holds version 1"):
-                    sync.update_one(again.url, timeout_s=20)
-            else:
+    with session(one, lost, staged="auto", on_engine_loss="abort") as sync:
+        give(sync, 1)
+        assert sync.add_engine(plain.url, timeout_s=20) is None
+        plain.script[route, 0] = "refuse"
+        refused(sync, 2, f"{route} refused")
+        again = lost.restarted()
+        if route != "/init_weights_update_group":  # held by other links, or with parts of another version
+            with pytest.raises(UsageError, match="nothing holds version 1"):
                 sync.update_one(again.url, timeout_s=20)
-                assert holds(again, 1) and holds(one, 1)
-    finally:
-        plain.die()
+        else:
+            sync.update_one(again.url, timeout_s=20)
+            assert holds(again, 1) and holds(one, 1)
 
 
 @pytest.mark.parametrize("kept", [torch.bfloat16, torch.float32])
-def test_what_an_engine_rounded_is_not_given_to_one_that_keeps_it_whole(
-    serving: Serving, kept: torch.dtype
-) -> None:
+def test_what_an_engine_rounded_is_not_given_to_one_that_keeps_it_whole(kept: torch.dtype) -> None:
     whole = {name: tensor + 0.1 for name, tensor in weights(1).items()}
     rounding = FakeEngine(receives={n: torch.zeros_like(t).bfloat16() for n, t in whole.items()})
     joins = FakeEngine(receives={n: torch.zeros_like(t).to(kept) for n, t in whole.items()})
-    try:
-        with session(rounding) as sync:
-            assert len(sync.update(whole.items(), version=1, timeout_s=20).rounded) == len(NAMES)
-            if kept is torch.float32:
-                with pytest.raises(WeightUpdateFailed, match=r"keeps .* rounded \(float32 -> bfloat16\)"):
-                    sync.add_engine(joins.url, timeout_s=20)
-                assert joins.version == "0" and not joins.tensors[NAMES[0]].any() and not joins.paused
-            else:
-                report = sync.add_engine(joins.url, timeout_s=20)
-                assert report is not None and len(report.rounded) == len(NAMES)
-                assert all(torch.equal(joins.tensors[n], t.bfloat16()) for n, t in whole.items())
-    finally:
-        rounding.die()
-        joins.die()
-
-
-def test_a_tensor_that_the_giver_has_no_place_for_is_not_left_out_where_it_has_one(serving: Serving) -> None:
-    giver, joins = FakeEngine(receives=dict(list(weights(0).items())[:7])), serving()
-    try:
-        with session(giver, expected=None) as sync:
-            assert sync.update(weights(1).items(), version=1, timeout_s=20).skipped == (NAMES[7],)
-            with pytest.raises(WeightUpdateFailed, match=f"{NAMES[7]}.* is wanted by the engines"):
+    with session(rounding) as sync:
+        assert len(give(sync, 1, whole.items()).rounded) == len(NAMES)
+        if kept is torch.float32:
+            with pytest.raises(WeightUpdateFailed, match=r"keeps .* rounded \(float32 -> bfloat16\)"):
                 sync.add_engine(joins.url, timeout_s=20)
-            assert holds(joins, 0)
-            again = FakeEngine(receives={n: torch.zeros_like(t) for n, t in giver.tensors.items()})
-            report = sync.add_engine(again.url, timeout_s=20)
-            assert report is not None and report.skipped == (NAMES[7],)
-            assert all(torch.equal(again.tensors[n], weights(1)[n]) for n in NAMES[:7])
-            again.calls.clear()
-            sync.update(weights(2).items(), version=2, timeout_s=20)
-            assert again.calls == COMMIT
-            again.die()
-    finally:
-        giver.die()
+            assert joins.version == "0" and not joins.tensors[NAMES[0]].any() and not joins.paused
+        else:
+            report = sync.add_engine(joins.url, timeout_s=20)
+            assert report is not None and len(report.rounded) == len(NAMES)
+            assert all(torch.equal(joins.tensors[n], t.bfloat16()) for n, t in whole.items())
 
 
-def test_parameters_that_a_loader_derives_are_not_read_back(
-    serving: Serving, loading: dict[str, str]
-) -> None:
+def test_a_tensor_that_the_giver_has_no_place_for_is_not_left_out_where_it_has_one() -> None:
+    giver, joins = FakeEngine(receives=dict(list(weights(0).items())[:7])), serving()
+    with session(giver, expected=None) as sync:
+        assert give(sync, 1).skipped == (NAMES[7],)
+        with pytest.raises(WeightUpdateFailed, match=f"{NAMES[7]}.* is wanted by the engines"):
+            sync.add_engine(joins.url, timeout_s=20)
+        assert holds(joins, 0)
+        again = FakeEngine(receives={n: torch.zeros_like(t) for n, t in giver.tensors.items()})
+        report = sync.add_engine(again.url, timeout_s=20)
+        assert report is not None and report.skipped == (NAMES[7],)
+        assert all(torch.equal(again.tensors[n], weights(1)[n]) for n in NAMES[:7])
+        again.calls.clear()
+        give(sync, 2)
+        assert again.calls == COMMIT
+
+
+def test_parameters_that_a_loader_derives_are_not_read_back(loading: dict[str, str]) -> None:
     pair = serving(), serving()
     with session(*pair) as sync:
-        assert sync.update(weights(1).items(), version=1, timeout_s=20).loaded
+        assert give(sync, 1).loaded
         with pytest.raises(UsageError, match="nothing holds version 1"):
             sync.update_one(pair[0].url, timeout_s=20)
 
 
 def test_a_host_copy_that_stayed_behind_is_not_given_under_the_new_version(
-    serving: Serving, restarted: Restart, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pair = serving(), serving()
     with session(*pair, keep_copy=True) as sync:
-        sync.update(weights(1).items(), version=1, timeout_s=20)
+        give(sync, 1)
         commit = HostCopy.commit
         monkeypatch.setattr(HostCopy, "commit", _no_memory)
         with pytest.raises(MemoryError):
-            sync.update(weights(2).items(), version=2, timeout_s=20)
+            give(sync, 2)
         monkeypatch.setattr(HostCopy, "commit", commit)
-        again = restarted(pair[1])
+        again = pair[1].restarted()
         sync.update_one(again.url, timeout_s=20)  # out of the other one's memory
         assert holds(again, 2)
 

@@ -10,10 +10,8 @@ import torch
 
 from r3channel.errors import CannotStage, ConfigError, EngineRefused, ManifestMismatch, WeightUpdateFailed
 from r3channel.weights.refusals import ANY_WAY, STAGED
-from tests.contract.test_weight_staged import COMMIT, NAMES, Serving, holds, serving, session, weights
 from tests.fake_engine import FakeEngine, Model
-
-__all__ = ["serving"]
+from tests.weights import COMMIT, NAMES, give, holds, refused, serving, session, weights
 
 EITHER_WAY: list[tuple[str, Any, str]] = [
     ("dp_size", 2, "one replica alone"),
@@ -57,17 +55,17 @@ def test_every_setting_of_the_table_is_tried_here() -> None:
     assert ORDINARY.keys() == {name for name, _, _ in (*EITHER_WAY, *STAGED_ONLY)}
 
 
-def test_an_engine_of_ordinary_settings_is_updated(serving: Serving) -> None:
+def test_an_engine_of_ordinary_settings_is_updated() -> None:
     engine = serving()
     engine.settings = ORDINARY
     with session(engine) as sync:
-        assert sync.update(weights(1).items(), version=1, timeout_s=20).way == "staged" and holds(engine, 1)
+        assert give(sync, 1).way == "staged" and holds(engine, 1)
 
 
 @pytest.mark.parametrize(("name", "value", "why"), EITHER_WAY)
 @pytest.mark.parametrize("staged", [True, False])
 def test_a_setting_with_which_no_update_is_right_is_refused_before_the_engine_gets_an_order(
-    serving: Serving, name: str, value: Any, why: str, staged: bool
+    name: str, value: Any, why: str, staged: bool
 ) -> None:
     good, bad = serving(), serving()
     good.settings, bad.settings = ORDINARY, ORDINARY | {name: value}
@@ -80,38 +78,34 @@ def test_a_setting_with_which_no_update_is_right_is_refused_before_the_engine_ge
 
 @pytest.mark.parametrize(("name", "value", "why"), STAGED_ONLY)
 def test_a_setting_with_which_staged_bytes_leave_something_old_is_refused_or_loaded_by_sglang(
-    serving: Serving, name: str, value: Any, why: str
+    name: str, value: Any, why: str
 ) -> None:
     engine = serving()
     engine.settings = ORDINARY | {name: value}
     with session(engine) as sync:
-        with pytest.raises(
-            WeightUpdateFailed, match=rf"engine {engine.url} .*{name}={value}: .*{why}"
-        ) as failure:
-            sync.update(weights(1).items(), version=1, timeout_s=20)
-        assert isinstance(failure.value.__cause__, CannotStage)
+        refused(sync, 1, rf"engine {engine.url} .*{name}={value}: .*{why}", cause=CannotStage)
+
         assert engine.calls == ["/server_info"] and holds(engine, 0)
     with session(engine, staged="auto") as sync:
-        report = sync.update(weights(1).items(), version=1, timeout_s=20)
+        report = give(sync, 1)
         assert report.way.startswith("broadcast: ") and why in report.way and holds(engine, 1)
 
 
-def test_a_pipeline_parallel_engine_keeps_no_layers_of_its_second_stage(serving: Serving) -> None:
+def test_a_pipeline_parallel_engine_keeps_no_layers_of_its_second_stage() -> None:
     """Both stages carry out an order, the first one answers."""
     stage = serving()
     stage.settings["pp_size"] = 2
     with pytest.raises(ConfigError, match=r"pp_size=2.*--pp-size 1"), session(stage) as sync:
-        sync.update(weights(1).items(), version=1, timeout_s=20)
+        give(sync, 1)
 
 
-def test_linking_processes_no_weights_and_a_commit_does_once(serving: Serving) -> None:
+def test_linking_processes_no_weights_and_a_commit_does_once() -> None:
     engine = serving()
     with session(engine) as sync:
         half = dict(list(weights(1).items())[:4])
-        with pytest.raises(WeightUpdateFailed, match="would keep their old values"):
-            sync.update(half.items(), version=1, timeout_s=20)
+        refused(sync, 1, "would keep their old values", half.items())
         assert "order/open" in engine.calls and engine.processed == 0 and holds(engine, 0)
-        sync.update(weights(1).items(), version=1, timeout_s=20)
+        give(sync, 1)
         assert engine.processed == 1 and engine.calls[-3:] == COMMIT
 
 
@@ -134,7 +128,7 @@ class _Config:
 )
 @pytest.mark.parametrize("staged", [True, False])
 def test_a_model_that_keeps_something_old_is_refused_by_our_half(
-    serving: Serving, attribute: str, value: Any, why: str, staged: bool, monkeypatch: pytest.MonkeyPatch
+    attribute: str, value: Any, why: str, staged: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, layer = serving(), torch.nn.Module()
     if attribute == "quant_method":
@@ -151,24 +145,22 @@ def test_a_model_that_keeps_something_old_is_refused_by_our_half(
 
     monkeypatch.setattr(FakeEngine, "model", built)
     with session(engine, staged=staged) as sync:
-        with pytest.raises(WeightUpdateFailed, match=f"leave something old: .*({why})") as failure:
-            sync.update(weights(1).items(), version=1, timeout_s=20)
-        assert isinstance(failure.value.__cause__, EngineRefused) and holds(engine, 0)
+        refused(sync, 1, f"leave something old: .*({why})", cause=EngineRefused)
+        assert holds(engine, 0)
         if attribute == "quant_method":
             value.quant_config = _Config(True)
-            sync.update(weights(1).items(), version=1, timeout_s=20)
+            give(sync, 1)
             assert holds(engine, 1)
 
 
-def test_an_engine_that_has_released_its_weights_is_refused_until_it_resumes(serving: Serving) -> None:
+def test_an_engine_that_has_released_its_weights_is_refused_until_it_resumes() -> None:
     engine = serving()
     engine.offload_tags = {"weights"}
     with session(engine) as sync:
-        with pytest.raises(WeightUpdateFailed, match="released the memory of its weights"):
-            sync.update(weights(1).items(), version=1, timeout_s=20)
+        refused(sync, 1, "released the memory of its weights")
         assert holds(engine, 0)
         engine.offload_tags = set()
-        sync.update(weights(1).items(), version=1, timeout_s=20)
+        give(sync, 1)
         assert holds(engine, 1)
 
 
@@ -226,29 +218,23 @@ def test_an_absent_or_misspelt_tensor_fails_an_update_by_whole_tensors_before_a_
     given.pop(NAMES[7])
     given["model.layers.6.mlp.gatee.weight"] = given.pop(NAMES[6])
     keep = "fused.6" if load is fusing else NAMES[6]
-    try:
-        with session(engine) as sync:
-            with pytest.raises(WeightUpdateFailed, match="would keep their old values") as failure:
-                sync.update(given.items(), version=1, timeout_s=20)
-            assert isinstance(failure.value.__cause__, ManifestMismatch)
-            assert keep in str(failure.value) and "model.layers.6.mlp.gatee.weight" in str(failure.value)
-            assert engine.version == "0" and not engine.paused and "order/commit" not in engine.calls
-            assert all(torch.equal(engine.tensors[name], tensor) for name, tensor in before.items())
-        with session(engine) as sync:  # a tensor that no parameter has a place for keeps none from its update
-            extra = weights(1) | {"rotary_emb.inv_freq": torch.ones(4)}
-            report = sync.update(extra.items(), version=1, timeout_s=20)
-            assert report.loaded and report.skipped == ("rotary_emb.inv_freq",)
-            assert report.verified == (len(NAMES) - 1 if load is computing else 0)
-            if load is fusing:
-                wanted = {
-                    f"fused.{at}": torch.cat([weights(1)[n] for n in NAMES[at : at + 2]])
-                    for at in (0, 2, 4, 6)
-                }
-                assert all(torch.equal(engine.tensors[name], tensor) for name, tensor in wanted.items())
-            else:
-                assert holds(engine, 1)
-    finally:
-        engine.die()
+    with session(engine) as sync:
+        said = refused(sync, 1, "would keep their old values", given.items(), cause=ManifestMismatch)
+        assert keep in said and "model.layers.6.mlp.gatee.weight" in said
+        assert engine.version == "0" and not engine.paused and "order/commit" not in engine.calls
+        assert all(torch.equal(engine.tensors[name], tensor) for name, tensor in before.items())
+    with session(engine) as sync:  # a tensor that no parameter has a place for keeps none from its update
+        extra = weights(1) | {"rotary_emb.inv_freq": torch.ones(4)}
+        report = give(sync, 1, extra.items())
+        assert report.loaded and report.skipped == ("rotary_emb.inv_freq",)
+        assert report.verified == (len(NAMES) - 1 if load is computing else 0)
+        if load is fusing:
+            wanted = {
+                f"fused.{at}": torch.cat([weights(1)[n] for n in NAMES[at : at + 2]]) for at in (0, 2, 4, 6)
+            }
+            assert all(torch.equal(engine.tensors[name], tensor) for name, tensor in wanted.items())
+        else:
+            assert holds(engine, 1)
 
 
 def test_a_name_that_the_loader_itself_refuses_fails_an_update_before_a_byte(
@@ -260,13 +246,10 @@ def test_a_name_that_the_loader_itself_refuses_fails_an_update_before_a_byte(
 
     monkeypatch.setattr(Model, "load_weights", strict)
     engine = FakeEngine(receives=weights(0))
-    try:
-        with session(engine) as sync:
-            with pytest.raises(WeightUpdateFailed, match=r"no place for 'model\.gatee'"):
-                sync.update((weights(1) | {"model.gatee": torch.ones(2)}).items(), version=1, timeout_s=20)
-            assert holds(engine, 0) and "order/commit" not in engine.calls
-    finally:
-        engine.die()
+    with session(engine) as sync:
+        with pytest.raises(WeightUpdateFailed, match=r"no place for 'model\.gatee'"):
+            sync.update((weights(1) | {"model.gatee": torch.ones(2)}).items(), version=1, timeout_s=20)
+        assert holds(engine, 0) and "order/commit" not in engine.calls
 
 
 def test_what_a_loader_was_seen_to_copy_is_compared_once_it_is_loaded(
@@ -277,15 +260,9 @@ def test_what_a_loader_was_seen_to_copy_is_compared_once_it_is_loaded(
 
     monkeypatch.setattr(Model, "load_weights", forgetful)
     engine = FakeEngine(receives=weights(0))
-    try:
-        with session(engine) as sync:
-            with pytest.raises(
-                WeightUpdateFailed, match=f"{NAMES[3]} holds other values than were given for it"
-            ):
-                sync.update(weights(1).items(), version=1, timeout_s=20)
-            assert engine.paused and sync.routable() == ()
-    finally:
-        engine.die()
+    with session(engine) as sync:
+        refused(sync, 1, f"{NAMES[3]} holds other values than were given for it")
+        assert engine.paused and sync.routable() == ()
 
 
 def test_experts_that_changed_their_slots_since_the_link_are_not_filled_by_the_old_map(
@@ -304,12 +281,8 @@ def test_experts_that_changed_their_slots_since_the_link_are_not_filled_by_the_o
     monkeypatch.setattr(Model, "load_weights", load)
     engine = FakeEngine(receives={"model.experts.w": torch.zeros(4, 8)})
     engine.settings["enable_eplb"] = True
-    try:
-        with session(engine) as sync:
-            for version in (1, 2):
-                with pytest.raises(WeightUpdateFailed, match="enable_eplb=True"):
-                    sync.update(experts(version).items(), version=version, timeout_s=20)
-                place[:] = [2, 3, 0, 1]
-            assert not engine.tensors["model.experts.w"].any() and sync.routable() == ()
-    finally:
-        engine.die()
+    with session(engine) as sync:
+        for version in (1, 2):
+            refused(sync, version, "enable_eplb=True", experts(version).items())
+            place[:] = [2, 3, 0, 1]
+        assert not engine.tensors["model.experts.w"].any() and sync.routable() == ()

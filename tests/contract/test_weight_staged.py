@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -16,9 +16,11 @@ from r3channel.errors import (
     EngineRefused,
     ManifestMismatch,
     NonFiniteWeights,
+    TransportError,
     WeightsCorrupt,
     WeightUpdateFailed,
 )
+from r3channel.transport.listener import connect
 from r3channel.weights import hold
 from r3channel.weights.dryrun import dry_run
 from r3channel.weights.manifest import TensorMeta
@@ -28,45 +30,10 @@ from r3channel.weights.session import WeightSync
 from r3channel.weights.sglang import COMMIT_FORMAT, UNTOUCHED, EngineClient
 from r3channel.weights.wires import HEAD
 from tests.fake_engine import UPDATE, FakeEngine, Model
-
-Weights = dict[str, torch.Tensor]
-Serving = Callable[[], FakeEngine]
-
-NAMES = [f"model.layers.{index}.mlp.gate.weight" for index in range(8)]
-COMMIT = ["/pause_generation", "order/commit", "/continue_generation"]
+from tests.weights import COMMIT, NAMES, Weights, give, holds, refused, serving, session, weights
 
 
-def weights(version: int) -> Weights:
-    return {name: torch.full((16, 16), float(10 * version + index)) for index, name in enumerate(NAMES)}
-
-
-@pytest.fixture
-def serving() -> Iterator[Serving]:
-    """Starts engines with our half in them and the weights of version 0."""
-    started: list[FakeEngine] = []
-
-    def start() -> FakeEngine:
-        started.append(FakeEngine(receives=weights(0)))
-        return started[-1]
-
-    yield start
-    for engine in started:
-        engine.die()
-
-
-def session(*engines: FakeEngine, **options: object) -> WeightSync:
-    values = {"bucket_bytes": 2048, "staged": True, **options}
-    opened = WeightSync([engine.url for engine in engines], **values)  # pyright: ignore[reportArgumentType]
-    opened.connect(timeout_s=20)
-    return opened
-
-
-def holds(engine: FakeEngine, version: int) -> bool:
-    equal = all(torch.equal(engine.tensors[name], tensor) for name, tensor in weights(version).items())
-    return equal and engine.version == str(version) and not engine.paused and not engine.open
-
-
-def test_an_update_reaches_every_engine_and_pauses_it_for_the_change_over_alone(serving: Serving) -> None:
+def test_an_update_reaches_every_engine_and_pauses_it_for_the_change_over_alone() -> None:
     pair = serving(), serving()
     during: list[bool] = []
 
@@ -76,31 +43,30 @@ def test_an_update_reaches_every_engine_and_pauses_it_for_the_change_over_alone(
             yield named
 
     with session(*pair) as sync:
-        report = sync.update(watched(1), version=1, timeout_s=20)
+        report = give(sync, 1, watched(1))
         assert report.way == "staged" and report.verified == len(NAMES) and report.skipped == ()
         for engine in pair:
             engine.calls.clear()
-        sync.update(watched(2), version=2, timeout_s=20)
+        give(sync, 2, watched(2))
         assert [engine.calls for engine in pair] == [COMMIT, COMMIT]
         assert all(holds(engine, 2) and engine.version == "2" for engine in pair) and not any(during)
 
 
 @pytest.mark.parametrize("route", ["/pause_generation", "order/commit"])
-def test_a_refusal_in_any_phase_leaves_every_parameter_as_it_was(serving: Serving, route: str) -> None:
+def test_a_refusal_in_any_phase_leaves_every_parameter_as_it_was(route: str) -> None:
     good, bad = serving(), serving()
     with session(good, bad) as sync:
-        sync.update(weights(1).items(), version=1, timeout_s=20)
+        give(sync, 1)
         bad.script[route, bad._counts[route] + 1] = "refuse"
-        with pytest.raises(WeightUpdateFailed, match=f"{route.split('/')[1].split('_')[0]}.*refused"):
-            sync.update(weights(2).items(), version=2, timeout_s=20)
+        refused(sync, 2, f"{route.split('/')[1].split('_')[0]}.*refused")
         assert holds(good, 1) and holds(bad, 1), sync.engine_states
         assert sync.version == 1 and set(sync.routable()) == {good.url, bad.url}
-        sync.update(weights(2).items(), version=2, timeout_s=20)
+        give(sync, 2)
         assert holds(good, 2) and holds(bad, 2)
 
 
 @pytest.mark.parametrize("order", [NAMES[3], "nan", "raise"])
-def test_weights_that_are_wrong_before_the_commit_touch_no_engine(serving: Serving, order: str) -> None:
+def test_weights_that_are_wrong_before_the_commit_touch_no_engine(order: str) -> None:
     engine = serving()
 
     def wrong() -> Iterator[tuple[str, torch.Tensor]]:
@@ -113,30 +79,25 @@ def test_weights_that_are_wrong_before_the_commit_touch_no_engine(serving: Servi
                 yield name, tensor
 
     with session(engine) as sync:
-        sync.update(weights(1).items(), version=1, timeout_s=20)
+        give(sync, 1)
         engine.calls.clear()
-        with pytest.raises(WeightUpdateFailed) as failure:
-            sync.update(wrong(), version=2, timeout_s=20)
         wanted = {NAMES[3]: ManifestMismatch, "nan": NonFiniteWeights, "raise": ValueError}
-        assert isinstance(failure.value.__cause__, wanted[order])
+        refused(sync, 2, "version 1 stays", wrong(), cause=wanted[order])
         assert engine.calls == [] and holds(engine, 1) and sync.routable() == (engine.url,)
-        sync.update(weights(2).items(), version=2, timeout_s=20)  # over the links that are there
+        give(sync, 2)  # over the links that are there
         assert holds(engine, 2) and engine.calls == COMMIT
 
 
 @pytest.mark.parametrize("route", ["order/open", "order/commit"])
-def test_a_first_update_that_is_refused_leaves_both_engines_with_what_they_had(
-    serving: Serving, route: str
-) -> None:
+def test_a_first_update_that_is_refused_leaves_both_engines_with_what_they_had(route: str) -> None:
     good, bad = serving(), serving()
     bad.script[route, 0] = "refuse"
     with session(good, bad, keep_copy=True) as sync:
-        with pytest.raises(WeightUpdateFailed, match=f"{bad.url}.*refused"):
-            sync.update(weights(1).items(), version=1, timeout_s=20)
+        refused(sync, 1, f"{bad.url}.*refused")
         assert holds(good, 0) and holds(bad, 0)
         assert set(sync.engine_states.values()) == {EngineState.SERVING}
         other_order = dict(reversed(weights(1).items()))
-        sync.update(other_order.items(), version=1, timeout_s=20)
+        give(sync, 1, other_order.items())
         assert holds(good, 1) and holds(bad, 1)
 
 
@@ -145,61 +106,51 @@ def test_an_engine_of_float8_weights_refuses_others_by_name(expected: str | None
     name = "model.layers.0.mlp.down_proj.weight"
     held = {name: torch.ones(8, 8).to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(1, 1)}
     engine = FakeEngine(receives={key: tensor.clone() for key, tensor in held.items()})
-    try:
-        with session(engine, expected=expected) as sync:
-            with pytest.raises(WeightUpdateFailed, match=f"keeps {name} in float8_e4m3fn.*gives bfloat16"):
-                sync.update([(name, torch.full((8, 8), 0.5).bfloat16())], version=1, timeout_s=20)
-            assert torch.equal(engine.tensors[name].float(), held[name].float()) and not engine.paused
-            scaled = {
-                name: torch.full((8, 8), 2.0).to(torch.float8_e4m3fn),
-                f"{name}_scale_inv": torch.ones(1, 1),
-            }
-            if expected:  # without, nobody would miss a scale that an engine has no place for
-                sync.update(scaled.items(), version=1, timeout_s=20)
-                assert all(torch.equal(engine.tensors[key].float(), scaled[key].float()) for key in scaled)
-    finally:
-        engine.die()
+    with session(engine, expected=expected) as sync:
+        with pytest.raises(WeightUpdateFailed, match=f"keeps {name} in float8_e4m3fn.*gives bfloat16"):
+            sync.update([(name, torch.full((8, 8), 0.5).bfloat16())], version=1, timeout_s=20)
+        assert torch.equal(engine.tensors[name].float(), held[name].float()) and not engine.paused
+        scaled = {
+            name: torch.full((8, 8), 2.0).to(torch.float8_e4m3fn),
+            f"{name}_scale_inv": torch.ones(1, 1),
+        }
+        if expected:  # without, nobody would miss a scale that an engine has no place for
+            give(sync, 1, scaled.items())
+            assert all(torch.equal(engine.tensors[key].float(), scaled[key].float()) for key in scaled)
 
 
 @pytest.mark.parametrize("given", ["half", "misspelt"])
-def test_a_first_update_with_half_of_the_tensors_or_a_misspelt_name_is_refused(
-    serving: Serving, given: str
-) -> None:
+def test_a_first_update_with_half_of_the_tensors_or_a_misspelt_name_is_refused(given: str) -> None:
     engine = serving()
     half = dict(list(weights(1).items())[:4])
     misspelt = {name.replace("layers.3.mlp.gate", "layers.3.mlp.gaet"): t for name, t in weights(1).items()}
     with session(engine) as sync:
         named = half if given == "half" else misspelt
-        with pytest.raises(WeightUpdateFailed, match="would keep their old values") as failure:
-            sync.update(named.items(), version=1, timeout_s=20)
-        assert isinstance(failure.value.__cause__, ManifestMismatch)
-        assert (NAMES[4] if given == "half" else "gaet") in str(failure.value)
+        said = refused(sync, 1, "would keep their old values", named.items(), cause=ManifestMismatch)
+        assert (NAMES[4] if given == "half" else "gaet") in said
         assert holds(engine, 0)
     with session(engine, expected=None) as sync:
-        sync.update(half.items(), version=1, timeout_s=20)
+        give(sync, 1, half.items())
         assert torch.equal(engine.tensors[NAMES[0]], half[NAMES[0]])
         assert torch.equal(engine.tensors[NAMES[7]], weights(0)[NAMES[7]])
 
 
-def test_two_sessions_never_mix_on_one_engine(serving: Serving) -> None:
+def test_two_sessions_never_mix_on_one_engine() -> None:
     engine = serving()
     with session(engine) as first:
-        first.update(weights(1).items(), version=1, timeout_s=20)
+        give(first, 1)
         with session(engine) as second:
-            with pytest.raises(WeightUpdateFailed, match="held by session r3channel-weights-") as failure:
-                second.update(weights(5).items(), version=5, timeout_s=20)
-            assert isinstance(failure.value.__cause__, EngineRefused) and holds(engine, 1)
-            first.update(weights(2).items(), version=2, timeout_s=20)
+            refused(second, 5, "held by session r3channel-weights-", cause=EngineRefused)
+            assert holds(engine, 1)
+            give(first, 2)
             assert holds(engine, 2)
             first.close()
-            second.update(weights(5).items(), version=5, timeout_s=20)
+            give(second, 5)
             assert holds(engine, 5)
 
 
-def test_an_engine_that_dies_while_bytes_are_staged_is_left_out_and_comes_back_alone(
-    serving: Serving,
-) -> None:
-    pair = [serving() for _ in range(3)]
+def test_an_engine_that_dies_while_bytes_are_staged_is_left_out_and_comes_back_alone() -> None:
+    pair = serving(), serving(), serving()
 
     def dying(victim: FakeEngine) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights(2).items():
@@ -208,21 +159,18 @@ def test_an_engine_that_dies_while_bytes_are_staged_is_left_out_and_comes_back_a
             yield name, tensor
 
     with session(*pair, keep_copy=True) as sync:
-        sync.update(weights(1).items(), version=1, timeout_s=20)
+        give(sync, 1)
         begun_s = time.monotonic()
-        report = sync.update(dying(pair[1]), version=2, timeout_s=20)
+        report = give(sync, 2, dying(pair[1]))
         assert time.monotonic() - begun_s < 3 and report.evicted.keys() == {pair[1].url}
         assert holds(pair[0], 2) and holds(pair[2], 2)
         again = pair[1].restarted()
-        try:
-            pair[0].calls.clear()
-            sync.update_one(again.url, timeout_s=20)
-            assert holds(again, 2) and pair[0].calls == [] and len(sync.routable()) == 3
-        finally:
-            again.die()
+        pair[0].calls.clear()
+        sync.update_one(again.url, timeout_s=20)
+        assert holds(again, 2) and pair[0].calls == [] and len(sync.routable()) == 3
 
 
-def test_a_stalled_iterator_ends_at_the_deadline_and_the_engine_serves_on(serving: Serving) -> None:
+def test_a_stalled_iterator_ends_at_the_deadline_and_the_engine_serves_on() -> None:
     engine = serving()
 
     def stalled() -> Iterator[tuple[str, torch.Tensor]]:
@@ -232,7 +180,7 @@ def test_a_stalled_iterator_ends_at_the_deadline_and_the_engine_serves_on(servin
             yield name, tensor
 
     with session(engine) as sync:
-        sync.update(weights(1).items(), version=1, timeout_s=20)
+        give(sync, 1)
         begun_s = time.monotonic()
         with pytest.raises(WeightUpdateFailed, match="is their iterator stuck"):
             sync.update(stalled(), version=2, timeout_s=1)
@@ -243,18 +191,15 @@ def test_a_stalled_iterator_ends_at_the_deadline_and_the_engine_serves_on(servin
         assert holds(engine, 3) and time.monotonic() - begun_s > 2.5
 
 
-def test_bytes_that_are_damaged_on_the_way_are_not_committed(
-    serving: Serving, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bytes_that_are_damaged_on_the_way_are_not_committed(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = serving()
     with session(engine) as sync:
-        sync.update(weights(1).items(), version=1, timeout_s=20)
+        give(sync, 1)
         monkeypatch.setattr("r3channel.weights.wires.HEAD", _Damaging())
-        with pytest.raises(WeightUpdateFailed, match=NAMES[0]) as failure:
-            sync.update(weights(2).items(), version=2, timeout_s=20)
-        assert isinstance(failure.value.__cause__, WeightsCorrupt) and holds(engine, 1)
+        refused(sync, 2, NAMES[0], cause=WeightsCorrupt)
+        assert holds(engine, 1)
         monkeypatch.undo()
-        sync.update(weights(2).items(), version=2, timeout_s=20)
+        give(sync, 2)
         assert holds(engine, 2)
 
 
@@ -267,37 +212,31 @@ class _Damaging:
 
 def test_without_our_half_staging_is_refused_or_falls_back_by_name() -> None:
     plain = FakeEngine()
-    try:
-        with (
-            session(plain) as sync,
-            pytest.raises(WeightUpdateFailed, match="R3CHANNEL_WEIGHTS=1") as failure,
-        ):
-            sync.update(weights(1).items(), version=1, timeout_s=20)
-        assert isinstance(failure.value.__cause__, CannotStage) and not plain.paused and not plain.open
-        with session(plain, staged="auto") as sync:
-            report = sync.update(weights(1).items(), version=1, timeout_s=20)
-            assert report.way.startswith("broadcast: engine http://127.0.0.1") and holds(plain, 1)
-            assert sync.engine_states == {plain.url: EngineState.SERVING}
-    finally:
-        plain.die()
+    with (
+        session(plain) as sync,
+        pytest.raises(WeightUpdateFailed, match="R3CHANNEL_WEIGHTS=1") as failure,
+    ):
+        give(sync, 1)
+    assert isinstance(failure.value.__cause__, CannotStage) and not plain.paused and not plain.open
+    with session(plain, staged="auto") as sync:
+        report = give(sync, 1)
+        assert report.way.startswith("broadcast: engine http://127.0.0.1") and holds(plain, 1)
+        assert sync.engine_states == {plain.url: EngineState.SERVING}
 
 
-def test_a_stranger_who_knows_no_token_is_not_taken_for_a_rank(serving: Serving) -> None:
-    from r3channel.errors import TransportError
-    from r3channel.transport.listener import connect
-
+def test_a_stranger_who_knows_no_token_is_not_taken_for_a_rank() -> None:
     engine = serving()
     with session(engine) as sync:
-        sync.update(weights(1).items(), version=1, timeout_s=20)
+        give(sync, 1)
         ((host, port),) = sync._stages._trainers
         with pytest.raises(TransportError):
             connect(host, port, b"x" * 32, timeout_s=5, hello=b'{"engine": "http://x", "rank": 0}')
-        sync.update(weights(2).items(), version=2, timeout_s=20)
+        give(sync, 2)
         assert holds(engine, 2) and host == "127.0.0.1"
 
 
 def test_an_engine_that_finds_other_bytes_in_its_parameters_takes_the_old_ones_back(
-    serving: Serving, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pair = serving(), serving()
     swap, spoiled = hold._swap, list[int]()
@@ -308,17 +247,16 @@ def test_an_engine_that_finds_other_bytes_in_its_parameters_takes_the_old_ones_b
         return ["0" * 16, *digests[1:]] if len(spoiled) == 1 else digests
 
     with session(*pair) as sync:
-        sync.update(weights(1).items(), version=1, timeout_s=20)
+        give(sync, 1)
         monkeypatch.setattr(hold, "_swap", wrong)
-        with pytest.raises(WeightUpdateFailed, match=f"{NAMES[0]} holds other bytes than were staged"):
-            sync.update(weights(2).items(), version=2, timeout_s=20)
+        refused(sync, 2, f"{NAMES[0]} holds other bytes than were staged")
         assert all(holds(engine, 1) for engine in pair) and len(sync.routable()) == 2
-        sync.update(weights(2).items(), version=2, timeout_s=20)
+        give(sync, 2)
         assert all(holds(engine, 2) for engine in pair)
 
 
 def test_padding_of_an_engine_without_weights_becomes_what_its_loader_makes_it(
-    serving: Serving, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As one that was started with `--load-format dummy`: where no tensor lies, it holds chance until its first commit."""
     engine, rows = serving(), 12
@@ -335,11 +273,10 @@ def test_padding_of_an_engine_without_weights_becomes_what_its_loader_makes_it(
     before = {name: tensor.clone() for name, tensor in engine.tensors.items()}
     with session(engine) as sync:
         spoiled = [(name, tensor * float("nan")) for name, tensor in given(1)]
-        with pytest.raises(WeightUpdateFailed, match="NaN"):
-            sync.update(spoiled, version=1, timeout_s=20)
+        refused(sync, 1, "NaN", spoiled)
         assert all(torch.equal(engine.tensors[name], tensor) for name, tensor in before.items())
         for version in (1, 2, 3):  # the second one's staged copy is what the engine held at first
-            sync.update(given(version), version=version, timeout_s=20)
+            give(sync, version, given(version))
             for name, tensor in given(version):
                 assert (
                     torch.equal(engine.tensors[name][:rows], tensor) and not engine.tensors[name][rows:].any()
@@ -371,11 +308,10 @@ def mixed(engine: FakeEngine) -> bool:
 
 def half_way(sync: WeightSync, engine: FakeEngine, loading: dict[str, str]) -> None:
     """A commit that ends in the midst of the parameters."""
-    assert "it looks at values" in sync.update(weights(1).items(), version=1, timeout_s=20).loaded
+    assert "it looks at values" in give(sync, 1).loaded
     assert holds(engine, 1)
     loading["wrong"] = NAMES[4]
-    with pytest.raises(WeightUpdateFailed, match=f"{NAMES[4]} does not fit"):
-        sync.update(weights(2).items(), version=2, timeout_s=20)
+    refused(sync, 2, f"{NAMES[4]} does not fit")
     assert sync.engine_states == {engine.url: EngineState.DIRTY} and sync.routable() == ()
     assert mixed(engine)
     loading["wrong"] = ""
@@ -387,7 +323,7 @@ def spoiled(version: int) -> Weights:
 
 @pytest.mark.parametrize("then", ["nan", "refused", "another trainer"])
 def test_an_engine_whose_own_loader_fails_half_way_serves_nothing_until_it_has_whole_weights(
-    serving: Serving, loading: dict[str, str], then: str
+    loading: dict[str, str], then: str
 ) -> None:
     engine = serving()
     first = session(engine)
@@ -401,17 +337,14 @@ def test_an_engine_whose_own_loader_fails_half_way_serves_nothing_until_it_has_w
         engine.script["order/commit", engine._counts["order/commit"] + 1] = "refuse"
     given = spoiled(3) if then == "nan" else weights(3)
     with first as sync:
-        with pytest.raises(WeightUpdateFailed, match=f"(refused|holds NaN).*{EngineState.DIRTY.value}"):
-            sync.update(given.items(), version=3, timeout_s=20)
+        refused(sync, 3, f"(refused|holds NaN).*{EngineState.DIRTY.value}", given.items())
         assert mixed(engine) and sync.engine_states == {engine.url: EngineState.DIRTY}
-        sync.update(weights(4).items(), version=4, timeout_s=20)
+        give(sync, 4)
         assert holds(engine, 4) and sync.routable() == (engine.url,)
 
 
 @pytest.mark.parametrize("then", ["nan", "refused"])
-def test_an_engine_whose_bracket_was_found_open_stays_paused_until_it_has_whole_weights(
-    serving: Serving, then: str
-) -> None:
+def test_an_engine_whose_bracket_was_found_open_stays_paused_until_it_has_whole_weights(then: str) -> None:
     engine, good = serving(), serving()
     engine.paused = engine.open = True  # by a trainer that died, whose parts of version 2 it has
     for name in NAMES:
@@ -421,17 +354,14 @@ def test_an_engine_whose_bracket_was_found_open_stays_paused_until_it_has_whole_
             if then == "refused":
                 good.script["order/commit", attempt] = "refuse"
             given = weights(3) if then == "refused" else spoiled(3)
-            with pytest.raises(WeightUpdateFailed, match=r"refused|holds NaN"):
-                sync.update(given.items(), version=3, timeout_s=20)
+            refused(sync, 3, r"refused|holds NaN", given.items())
             assert mixed(engine) and engine.open and holds(good, 0)
     with session(engine, good) as sync:
-        sync.update(weights(3).items(), version=3, timeout_s=20)
+        give(sync, 3)
         assert holds(engine, 3) and holds(good, 3)
 
 
-def test_a_commit_whose_answer_and_undoing_are_lost_is_not_served(
-    serving: Serving, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_commit_whose_answer_and_undoing_are_lost_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, answer = serving(), FakeEngine.answer
 
     def lossy(self: FakeEngine, route: str, body: dict[str, Any]) -> dict[str, Any] | None:
@@ -440,20 +370,19 @@ def test_a_commit_whose_answer_and_undoing_are_lost_is_not_served(
         return None if self.calls[-1] == "order/commit" and self.version == "2" else given
 
     with session(engine) as sync:
-        sync.update(weights(1).items(), version=1, timeout_s=20)
+        give(sync, 1)
         monkeypatch.setattr(FakeEngine, "answer", lossy)
         engine.script["order/undo", 0] = "drop"
         engine.script["order/commit", 2] = "refuse"
         for version in (2, 3):
-            with pytest.raises(WeightUpdateFailed, match=EngineState.DIRTY.value):
-                sync.update(weights(version).items(), version=version, timeout_s=20)
+            refused(sync, version, EngineState.DIRTY.value)
             assert engine.paused and sync.routable() == ()
             assert all(torch.equal(engine.tensors[name], weights(2)[name]) for name in NAMES)
-        sync.update(weights(4).items(), version=4, timeout_s=20)
+        give(sync, 4)
         assert holds(engine, 4)
 
 
-def test_a_commit_that_comes_after_its_undoing_changes_nothing(serving: Serving) -> None:
+def test_a_commit_that_comes_after_its_undoing_changes_nothing() -> None:
     engine, bad = serving(), serving()
     late: list[tuple[str, dict[str, Any]]] = []
     answer = engine.answer
@@ -465,18 +394,18 @@ def test_a_commit_that_comes_after_its_undoing_changes_nothing(serving: Serving)
         return answer(route, body)
 
     with session(engine, bad, on_engine_loss="abort") as sync:
-        sync.update(weights(1).items(), version=1, timeout_s=20)
+        give(sync, 1)
         engine.answer = holding
         with pytest.raises(WeightUpdateFailed):
-            sync.update(weights(2).items(), version=2, timeout_s=20)
+            give(sync, 2)
         assert holds(engine, 1) and holds(bad, 1)
         told = answer(*late[0])
         assert told is not None and UNTOUCHED in told["message"] and holds(engine, 1)
-        sync.update(weights(3).items(), version=3, timeout_s=20)
+        give(sync, 3)
         assert holds(engine, 3)
 
 
-def test_links_that_came_sooner_than_those_waited_for_are_kept(serving: Serving) -> None:
+def test_links_that_came_sooner_than_those_waited_for_are_kept() -> None:
     """Engines that are given the old version back are waited for by a thread each."""
     pair = serving(), serving()
     with session(*pair) as sync:
@@ -489,7 +418,7 @@ def test_links_that_came_sooner_than_those_waited_for_are_kept(serving: Serving)
 
 
 def test_a_trainer_that_comes_again_costs_the_engine_no_second_dry_run(
-    serving: Serving, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = serving()
     runs: list[int] = []
@@ -501,7 +430,7 @@ def test_a_trainer_that_comes_again_costs_the_engine_no_second_dry_run(
     monkeypatch.setattr("r3channel.weights.dryrun.dry_run", counted)
     for version in (1, 2):
         with session(engine) as sync:
-            sync.update(weights(version).items(), version=version, timeout_s=20)
+            give(sync, version)
             assert holds(engine, version)
     assert runs == [len(weights(1))]
 
@@ -510,12 +439,12 @@ def test_a_trainer_that_comes_again_costs_the_engine_no_second_dry_run(
         engine.tensors[name]
     )  # as if the engine had made its parameters anew
     with session(engine) as sync:
-        sync.update(weights(3).items(), version=3, timeout_s=20)
+        give(sync, 3)
         assert holds(engine, 3) and len(runs) == 2
 
 
 def test_an_engine_whose_dry_run_takes_longer_than_a_bucket_may_is_not_lost(
-    serving: Serving, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = serving()
 
@@ -525,40 +454,39 @@ def test_an_engine_whose_dry_run_takes_longer_than_a_bucket_may_is_not_lost(
 
     monkeypatch.setattr("r3channel.weights.dryrun.dry_run", slow)
     with session(engine, engine_timeout_s=1.0) as sync:
-        assert sync.update(weights(1).items(), version=1, timeout_s=30).way == "staged"
+        assert give(sync, 1, timeout_s=30).way == "staged"
         assert holds(engine, 1)
 
 
-def test_a_broadcasting_session_keeps_others_from_an_engine_with_our_half(serving: Serving) -> None:
+def test_a_broadcasting_session_keeps_others_from_an_engine_with_our_half() -> None:
     engine = serving()
     with session(engine, staged=False) as first:
-        first.update(weights(1).items(), version=1, timeout_s=20)
+        give(first, 1)
         for staged in (False, True):
             with session(engine, staged=staged) as second:
-                with pytest.raises(WeightUpdateFailed, match="held by session"):
-                    second.update(weights(5).items(), version=5, timeout_s=20)
+                refused(second, 5, "held by session")
                 assert holds(engine, 1)
-        first.update(weights(2).items(), version=2, timeout_s=20)
+        give(first, 2)
         assert holds(engine, 2)
     with session(engine, staged=True) as third:
-        third.update(weights(5).items(), version=5, timeout_s=20)
+        give(third, 5)
         assert holds(engine, 5)
 
 
 def test_a_hung_engine_keeps_the_others_paused_for_one_step_and_no_longer(
-    serving: Serving, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     good, hung = serving(), serving()
     with session(good, hung) as sync:
-        sync.update(weights(1).items(), version=1, timeout_s=30)
+        give(sync, 1, timeout_s=30)
         monkeypatch.setattr("r3channel.weights.executor.CONTROL_S", 1.0)
         hung.script["/pause_generation", hung._counts["/pause_generation"] + 1] = "hang"
         begun_s = time.monotonic()
-        report = sync.update(weights(2).items(), version=2, timeout_s=30)
+        report = give(sync, 2, timeout_s=30)
         assert time.monotonic() - begun_s < 3 and report.evicted.keys() == {hung.url} and holds(good, 2)
 
 
-def test_data_parallel_replicas_and_other_ranks_than_were_said_are_refused_by_name(serving: Serving) -> None:
+def test_data_parallel_replicas_and_other_ranks_than_were_said_are_refused_by_name() -> None:
     engine = serving()
     routes = engine._routes
     engine._routes = lambda: {**routes(), "/server_info": lambda _: {"tp_size": 2, "dp_size": 2}}
@@ -587,27 +515,20 @@ def test_other_trainer_ranks_wait_neither_for_a_hung_engine_nor_for_the_repair()
             yield named
         stamps.append(time.monotonic())
 
-    try:
-        with session(slow, bad, staged=False, keep_copy=True, on_engine_loss="abort") as sync:
-            sync.update(weights(1).items(), version=1, timeout_s=20)
-            slow._update = slowly
-            bad.script[UPDATE, 4] = "die"
-            with pytest.raises(WeightUpdateFailed):
-                sync.update(collective(), version=2, timeout_s=20)
-            gaps = [later - sooner for sooner, later in pairwise(stamps)]
-            assert len(stamps) == len(NAMES) + 1 and max(gaps) < 1.3
-            assert holds(slow, 1)
-    finally:
-        slow.die()
-        bad.die()
+    with session(slow, bad, staged=False, keep_copy=True, on_engine_loss="abort") as sync:
+        give(sync, 1)
+        slow._update = slowly
+        bad.script[UPDATE, 4] = "die"
+        with pytest.raises(WeightUpdateFailed):
+            give(sync, 2, collective())
+        gaps = [later - sooner for sooner, later in pairwise(stamps)]
+        assert len(stamps) == len(NAMES) + 1 and max(gaps) < 1.3
+        assert holds(slow, 1)
 
 
-def test_one_engine_without_our_half_makes_the_session_broadcast_to_all(serving: Serving) -> None:
+def test_one_engine_without_our_half_makes_the_session_broadcast_to_all() -> None:
     with_half, plain = serving(), FakeEngine()
-    try:
-        with session(with_half, plain, staged="auto") as sync:
-            for version in (1, 2):
-                report = sync.update(weights(version).items(), version=version, timeout_s=20)
-                assert plain.url in report.way and holds(with_half, version) and holds(plain, version)
-    finally:
-        plain.die()
+    with session(with_half, plain, staged="auto") as sync:
+        for version in (1, 2):
+            report = give(sync, version)
+            assert plain.url in report.way and holds(with_half, version) and holds(plain, version)

@@ -100,9 +100,8 @@ def fill(model: torch.nn.Module) -> None:
     first = ps.get_expert_model_parallel_rank() * EXPERTS // ps.get_expert_model_parallel_world_size()
 
     decoder: Any = model.decoder
-    numbers = [
-        layer.layer_number - 1 for layer in decoder.layers
-    ]  # of this stage, counted over the whole model
+    # of this stage, counted over the whole model
+    numbers = [layer.layer_number - 1 for layer in decoder.layers]
 
     def layer(match: re.Match[str]) -> str:
         return f"decoder.layers.{numbers[int(match[1])]}."
@@ -115,21 +114,15 @@ def fill(model: torch.nn.Module) -> None:
             if "norm" in name:
                 weight.fill_(1.0)
                 continue
-            name = re.sub(
-                r"local_experts\.(\d+)\.", expert, re.sub(r"^decoder\.layers\.(\d+)\.", layer, name)
-            )
+            name = re.sub(r"^decoder\.layers\.(\d+)\.", layer, name)
+            name = re.sub(r"local_experts\.(\d+)\.", expert, name)
             rank, size = etp if "local_experts" in name else tp
-            dim = (
-                getattr(weight, "partition_dim", None)
-                if getattr(weight, "tensor_model_parallel", False)
-                else None
-            )
+            dim = weight.partition_dim if getattr(weight, "tensor_model_parallel", False) else None
             shape = list(weight.shape)
             if dim is not None:
                 shape[dim] *= size
-            whole = (
-                torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode()))) * 0.1
-            )
+            seed = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            whole = torch.randn(shape, generator=seed) * 0.1
             weight.copy_(whole if dim is None else part(name, whole, dim, rank, size))
         for name, bias in model.named_buffers():
             if name.endswith("expert_bias"):

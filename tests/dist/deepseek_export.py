@@ -1,12 +1,10 @@
-"""Worker: a DeepSeek-V3-like model of real Megatron, sharded, exported under Hugging Face names.
+"""A DeepSeek-V3-like model of real Megatron, sharded, exported under Hugging Face names.
 
 Every rank writes digests of what it was given; on one rank the folder is written whole, with the log-probs of a batch.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 import zlib
 from pathlib import Path
 from typing import Any
@@ -14,12 +12,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from examples.embedded import megatron as embedded
 from r3channel.plan.layout import TrainerLayout
 from r3channel.weights.checksums import tensor_checksum
 from r3channel.weights.convert import hf_weights
 from tests.dist import deepseek
-from tests.dist.ranks import write_result
+from tests.dist.ranks import megatron_world
 
 
 def hf_config() -> Any:
@@ -76,12 +73,9 @@ def build(layout: TrainerLayout) -> Any:
     for name, weight in model.named_parameters():
         if "norm" in name:  # or a wrong norm would look right
             parts = name.split(".")
-            whole = (
-                ".".join([*parts[:2], str(int(parts[2]) + offset), *parts[3:]])
-                if parts[1] == "layers"
-                else name
-            )
-            seed = torch.Generator().manual_seed(zlib.crc32(whole.encode()))
+            if parts[1] == "layers":
+                parts[2] = str(int(parts[2]) + offset)
+            seed = torch.Generator().manual_seed(zlib.crc32(".".join(parts).encode()))
             weight.data.add_(0.1 * torch.randn(weight.shape, generator=seed))
     return model
 
@@ -98,26 +92,15 @@ def whole_model(model: Any, config: Any, exported: dict[str, torch.Tensor], fold
     )
 
 
-def main() -> None:
-    job = json.loads(sys.argv[1])
-    torch.set_num_threads(1)
-    layout = TrainerLayout.parse(job["layout"])
-    embedded.init_distributed(
-        rank=job["rank"], world_size=job["world_size"], init_method=job["init_method"], layout=layout, timeout_s=60
-    )  # fmt: skip
-    config, model = hf_config(), build(layout)
-    bridge = bridge_of(config, model.config)
-    exported = {name: tensor.clone() for name, tensor in hf_weights(bridge, [model])}
-    narrow = dict(hf_weights(bridge, [model], dtype=torch.bfloat16))
-    kept = sorted(name for name, tensor in narrow.items() if tensor.dtype == torch.float32)
-    if layout.world_size == 1:
-        folder = Path(job["out"]) / "hf"
-        folder.mkdir()
-        whole_model(model, config, exported, folder)
-    embedded.close_distributed()
+def run(job: dict[str, Any]) -> dict[str, Any]:
+    with megatron_world(job) as layout:
+        config, model = hf_config(), build(layout)
+        bridge = bridge_of(config, model.config)
+        exported = {name: tensor.clone() for name, tensor in hf_weights(bridge, [model])}
+        narrow = dict(hf_weights(bridge, [model], dtype=torch.bfloat16))
+        if layout.world_size == 1:
+            (folder := Path(job["out"]) / "hf").mkdir()
+            whole_model(model, config, exported, folder)
     digests = {name: [list(tensor.shape), tensor_checksum(tensor)] for name, tensor in exported.items()}
-    write_result(job, {"digests": digests, "float32": kept})
-
-
-if __name__ == "__main__":
-    main()
+    kept = sorted(name for name, tensor in narrow.items() if tensor.dtype == torch.float32)
+    return {"digests": digests, "float32": kept}

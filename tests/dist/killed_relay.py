@@ -67,29 +67,21 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def before(owner: type, name: str, *, call: int = 1) -> None:
-    """This process dies where a method is called for the so manyth time."""
+def at(owner: type, name: str, *, call: int = 1, done: bool = False) -> None:
+    """This process dies where a method is called for the so manyth time, or has done its work then."""
     inner, calls = getattr(owner, name), itertools.count(1)
 
     def method(*args: Any, **kwargs: Any) -> Any:
-        if next(calls) == call:
+        now = next(calls) == call
+        if now and not done:
             die()
-        return inner(*args, **kwargs)
-
-    setattr(owner, name, method)
-
-
-def after(owner: type, name: str, *, call: int = 1) -> None:
-    """This process dies where it has done its work for the so manyth time."""
-    inner, calls = getattr(owner, name), itertools.count(1)
-
-    def method(*args: Any, **kwargs: Any) -> Any:
         found = inner(*args, **kwargs)
-        if next(calls) == call:
-            die()
-        return found
+        return die() if now else found
 
     setattr(owner, name, method)
+
+
+before, after = at, partial(at, done=True)
 
 
 def within_rows() -> None:

@@ -1,24 +1,24 @@
-"""Worker: one rank of real Megatron receives a recorded step from a relay in another process, and trains on it.
+"""One rank of real Megatron receives a recorded step from a relay in another process, and trains on it.
 
-For each layout of its job, one after another: log-probs, then a train step under the schedule, several micro-batches,
-full recompute. The oracle is the default path's way: all rows and layers of all samples, padded, then cut for this rank.
+For each layout of its job, one after another: the checkpoint out again, log-probs with replay and without, then a train step
+under the schedule, several micro-batches, full recompute. The oracle is the default path's way: all rows and layers of all
+samples, padded, then cut for this rank.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from examples.embedded import megatron as embedded
 from r3channel.config import ChannelConfig
+from r3channel.errors import PeerFailed
 from r3channel.observe.metrics import Metrics
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.shards import Shard
@@ -26,9 +26,10 @@ from r3channel.recordings.recording import Recording
 from r3channel.trainer.adapters import megatron
 from r3channel.trainer.audit import Consumed, RouterTap
 from r3channel.trainer.channel import TrainerChannel
+from r3channel.transport.tp_fanout import TensorParallelFanout
 from r3channel.weights.convert import hf_weights
 from tests.dist.control import TcpControl
-from tests.dist.ranks import write_result
+from tests.dist.ranks import megatron_world
 
 NO_AUX_LOSS = {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}  # it would count padding
 
@@ -36,18 +37,18 @@ NO_AUX_LOSS = {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0
 class Rank:
     """One rank's model, channel and data under one layout."""
 
-    def __init__(self, job: dict[str, Any], run: dict[str, Any]) -> None:
-        self.layout = TrainerLayout.parse(run["layout"])
+    def __init__(self, job: dict[str, Any], run: dict[str, Any], layout: TrainerLayout) -> None:
+        self.layout = layout
         self.recording = Recording.open(run["recording"]).step(0)
         self.plan, self.at = self.recording.ticket.plan, megatron.parallel_coords()
         self.model = embedded.build(
-            job["model"], self.layout, dtype="float32", config_changes=NO_AUX_LOSS | run.get("changes", {})
+            job["model"], layout, dtype=run["dtype"], lr=1e-3, config_changes=NO_AUX_LOSS
         )
         self.metrics = Metrics("trainer")
         self.channel = TrainerChannel.attach(
             self.model.chunks,
             TcpControl(run["port"]),
-            layout=self.layout,
+            layout=layout,
             config=ChannelConfig(bucket_bytes=4096),
             metrics=self.metrics,
         )
@@ -67,17 +68,16 @@ class Rank:
         positions = np.ascontiguousarray(self.shard.token_map(index)[1])
         return tuple(map(torch.from_numpy, (tokens, positions, labels, mask)))  # type: ignore[return-value]
 
-    def run_pass(self, step: Any, mode: str, part: range) -> list[float]:
+    def run_pass(self, around: Around, part: range, *, forward_only: bool = False) -> list[float]:
         """The whole schedule over some micro-batches; the sums of the loss over real tokens, on the last stage."""
         scale = self.layout.dp * len(part) / self.total  # Megatron averages over these
 
         def forward_step(numbers: Iterator[int], chunk: torch.nn.Module) -> Any:
             index = next(numbers)
             tokens, positions, labels, mask = self.inputs(index)
-            with step.microbatch(index, mode=mode, chunk=chunk):
-                output = chunk(
-                    tokens, positions, None, labels=labels, packed_seq_params=embedded.packed_params(self.batches[index])
-                )  # fmt: skip
+            packed = embedded.packed_params(self.batches[index])
+            with around(index, chunk):
+                output = chunk(tokens, positions, None, labels=labels, packed_seq_params=packed)
 
             def loss(output: torch.Tensor) -> Any:
                 value = (output.float() * mask).sum()
@@ -86,15 +86,17 @@ class Rank:
             return output, loss
 
         first = self.batches[part[0]]
-        found = self.model.run(
-            forward_step,
-            num_microbatches=len(part),
-            seq_length=first.seq_len,
-            micro_batch_size=first.width,
-            forward_only=mode == "logprob",
-            data=part,
-        )
+        sizes = {"seq_length": first.seq_len, "micro_batch_size": first.width, "num_microbatches": len(part)}
+        found = self.model.run(forward_step, **sizes, forward_only=forward_only, data=part)
         return [item["loss"] for item in found]
+
+    def exported(self, **options: Any) -> dict[str, torch.Tensor]:
+        """Every parameter, gathered and named as in the checkpoint. Collective."""
+        named = hf_weights(self.model.bridge, self.model.chunks, **options)
+        return {name: tensor.clone() for name, tensor in named}
+
+
+Around = Callable[[int, torch.nn.Module], AbstractContextManager[Any]]
 
 
 def oracle_ids(rank: Rank, index: int, layer: int) -> np.ndarray:
@@ -133,16 +135,81 @@ def check_rows(rank: Rank, records: list[Consumed], *passes: str) -> dict[str, i
     return dict(compared)
 
 
+def check_clean(rank: Rank) -> None:
+    for handle in rank.channel.driver.handles.values():
+        assert handle.replay.replay_backward_list == []
+        assert handle.replay.target_topk_idx is None and handle.replay.router_replay_action is None
+
+
+def check_export(rank: Rank, job: dict[str, Any]) -> None:
+    """Every tensor of the checkpoint, bit for bit in the trainer's dtype."""
+    wanted, exported = load_file(f"{job['model']}/model.safetensors"), rank.exported()
+    assert exported.keys() == wanted.keys(), sorted(exported.keys() ^ wanted.keys())[:5]
+    different = [n for n, tensor in exported.items() if not torch.equal(tensor, wanted[n].to(tensor.dtype))]
+    assert not different, different[:5]
+
+
+def check_vote(rank: Rank) -> None:
+    """A failure of TP0 is its own error there, and names it at the others."""
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_tensor_model_parallel_group()
+    fanout, failure = TensorParallelFanout(group, device=torch.device("cpu")), MemoryError("no room")
+    try:
+        fanout.vote(None if rank.at.tp else failure, what="step 0")
+    except (MemoryError, PeerFailed) as error:
+        assert error is failure or "TP rank 0 of this group cannot go on: no room" in str(error)
+        assert isinstance(error, PeerFailed) == bool(rank.at.tp)
+    else:
+        raise AssertionError("the vote passed")
+
+
+def check_live(rank: Rank, replayed: list[float]) -> None:
+    """A pass with replay off takes other ids than the engine's, and gives another loss."""
+    with RouterTap(rank.channel.driver) as tap:
+        part = range(len(rank.batches))
+        off = rank.channel.driver.off
+        live = rank.run_pass(lambda index, _: off(microbatch=index), part, forward_only=True)
+    assert len(tap.records) == len(part) * len(rank.shard.layers)
+    for record in tap.records:
+        assert (record.pass_name, record.step) == ("natural", -1)
+        assert not np.array_equal(record.ids_RK, oracle_ids(rank, record.microbatch, record.layer))
+    assert not live or max(abs(a - b) for a, b in zip(live, replayed, strict=True)) > 1e-3
+
+
 def whole_gradients(rank: Rank) -> dict[str, torch.Tensor]:
-    """Every parameter's gradient, gathered and named as the weights are. Collective."""
+    """Every parameter's gradient, named as the weights are. Collective."""
     parameters: list[Any] = [p for chunk in rank.model.chunks for p in chunk.parameters()]
     weights = [parameter.data.clone() for parameter in parameters]
     for parameter in parameters:
         parameter.data.copy_(parameter.main_grad)
-    gradients = {name: t.clone() for name, t in hf_weights(rank.model.bridge, rank.model.chunks)}
+    gradients = rank.exported(dtype=torch.float32)
     for parameter, weight in zip(parameters, weights, strict=True):
         parameter.data.copy_(weight)
     return gradients
+
+
+def action_left_on(rank: Rank) -> dict[str, Any]:
+    """The trap that the driver prevents: Megatron's own recipe without the switch. Gradients only, no optimizer step."""
+    from megatron.core.transformer.moe.router_replay import RouterReplayAction
+
+    handles = rank.channel.driver.handles
+
+    def around(index: int, _chunk: Any) -> Any:
+        for layer, handle in handles.items():
+            ids = oracle_ids(rank, index, layer)
+            ids = np.where(ids < 0, np.arange(ids.shape[1]), ids)  # padding
+            handle.replay.set_target_indices(torch.from_numpy(ids).long())
+            handle.replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+        return nullcontext()
+
+    rank.model.zero_grad()
+    losses = rank.run_pass(around, range(len(rank.batches)))
+    for handle in handles.values():
+        handle.replay.clear_indices()
+        handle.replay.clear_router_replay_action()
+    rank.model.optimizer.prepare_grads()
+    return {"trap_losses": losses, "trap_norm": float(rank.model.optimizer.get_grad_norm())}
 
 
 def received(rank: Rank) -> dict[str, float]:
@@ -156,56 +223,60 @@ def received(rank: Rank) -> dict[str, float]:
     return count
 
 
-def train(job: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
-    rank = Rank(job, run)
+def train(job: dict[str, Any], run: dict[str, Any], layout: TrainerLayout) -> dict[str, Any]:
+    rank = Rank(job, run, layout)
+    check_export(rank, job)
+    if layout.tp > 1:
+        check_vote(rank)
+    trap = action_left_on(rank) if layout.vpp > 1 else {}
     rank.model.zero_grad()
+    parts, losses = rank.plan.optimizer_steps, list[float]()
     with (
         RouterTap(rank.channel.driver) as tap,
         rank.channel.step(rank.recording.ticket, tokens=rank.tokens()) as step,
     ):
+        if run["eval"]:
+            rank.model.chunks[0].eval()
         with torch.no_grad():
             before = [
-                loss for part in rank.plan.optimizer_steps for loss in rank.run_pass(step, "logprob", part)
-            ]
-        losses = []
-        for part in rank.plan.optimizer_steps:  # gradients add up, as if the learning rate were 0
-            losses += rank.run_pass(step, "train", part)
-    assert before == losses or np.allclose(before, losses)
-    ids = check_rows(rank, tap.records, "logprob", "forward", *(["recompute"] if run["recompute"] else []))
-    gradients = whole_gradients(rank)
-    if job["rank"] == 0:
-        save_file(gradients, f"{job['out']}/{run['name']}.safetensors")
-    report, counts = rank.channel.report, received(rank)
+                loss
+                for part in parts
+                for loss in rank.run_pass(
+                    lambda index, chunk: step.microbatch(index, mode="logprob", chunk=chunk), part, forward_only=True
+                )
+            ]  # fmt: skip
+        for part in () if run["eval"] else parts:  # gradients add up, as if the learning rate were 0
+            losses += rank.run_pass(lambda index, chunk: step.microbatch(index, chunk=chunk), part)
+    check_clean(rank)
+    assert rank.channel.report is not None
+    passes = ["logprob"] if run["eval"] else ["logprob", "forward", "recompute"]
+    result = {"ids": check_rows(rank, tap.records, *passes), "layers": rank.shard.layers, **received(rank)}
+    result |= {"pairs": rank.channel.report.pairs, "megatron": megatron.version(), **trap}
+    with torch.no_grad():
+        check_live(rank, before)
+    check_clean(rank)
+    if not run["eval"]:
+        assert before == losses or np.allclose(before, losses)
+        result |= learned(rank, f"{job['out']}/{run['name']}.safetensors")
+        result["losses"] = losses if rank.at.tp == 0 else []  # TP ranks hold the same loss
     rank.channel.close()
-    assert report is not None
-    speaks = rank.at.tp == 0  # TP ranks hold the same loss
-    return {
-        "ids": ids,
-        "losses": losses if speaks else [],
-        "layers": rank.shard.layers,
-        **counts,
-        "pairs": report.pairs,
-        "megatron": megatron.version(),
-    }
+    return result
 
 
-def main() -> None:
-    job = json.loads(sys.argv[1])
-    torch.set_num_threads(1)
+def learned(rank: Rank, file: str) -> dict[str, Any]:
+    """The gradients into a file, their norm, and weights that an optimizer's step has moved."""
+    gradients, before = whole_gradients(rank), rank.exported(dtype=torch.float32)
+    if torch.distributed.get_rank() == 0:
+        save_file(gradients, file)
+    done, norm, _ = rank.model.optimizer.step()
+    after = rank.exported(dtype=torch.float32)
+    assert done and sum(not torch.equal(before[name], after[name]) for name in before) > len(before) / 2
+    return {"norm": norm}
+
+
+def run(job: dict[str, Any]) -> dict[str, Any]:
     results = {}
-    for number, run in enumerate(job["runs"]):
-        embedded.init_distributed(
-            rank=job["rank"],
-            world_size=job["world_size"],
-            init_method=f"{job['init_method']}.{number}",
-            layout=TrainerLayout.parse(run["layout"]),
-            timeout_s=60,
-        )
-        results[run["name"]] = train(job, run)
-        embedded.close_distributed()
-        Path(job["out"], f"done.{job['rank']}.{number}").touch()
-    write_result(job, results)
-
-
-if __name__ == "__main__":
-    main()
+    for number, own in enumerate(job["runs"]):
+        with megatron_world(job, layout=own["layout"], meeting=f".{number}") as layout:
+            results[own["name"]] = train(job, own, layout)
+    return results

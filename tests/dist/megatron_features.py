@@ -1,12 +1,10 @@
-"""Worker: what the replay driver does beside full recompute and softmax, on a DeepSeek-V3-like model of real Megatron.
+"""What the replay driver does beside full recompute and softmax, on a DeepSeek-V3-like model of real Megatron.
 
 Each function is one fact. With tensor parallelism only those that need it run, and their sums go out for comparison.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +15,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from examples.embedded import megatron as embedded
 from r3channel.errors import ConfigError
 from r3channel.model.spec import RoutingSpec
 from r3channel.plan.layout import TrainerLayout
@@ -26,18 +23,19 @@ from r3channel.trainer.audit import RouterTap
 from r3channel.trainer.mismatch import MismatchReport, RoutingAudit
 from r3channel.trainer.replay import ReplayDriver
 from tests.dist import deepseek
-from tests.dist.megatron_traps import refused
-from tests.dist.ranks import write_result
+from tests.dist.megatron_traps import MICROBATCHES, Source, refused, train
+from tests.dist.ranks import facts_of, megatron_world
 
-SAMPLES, LENGTH, MICROBATCHES = 2, 16, 3
+SAMPLES, LENGTH = 2, 16
 ROWS = SAMPLES * LENGTH
 SPEC = RoutingSpec(num_layers=deepseek.LAYERS, moe_layers=(1, 2, 3), num_experts=16, top_k=4)
 
+PLAIN = {"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None}
+"""No recompute."""
 
-class Routing:
+
+class Routing(Source):
     """Ids of every micro-batch and layer, the same on all ranks; this one's samples and its SP slice."""
-
-    num_microbatches = MICROBATCHES
 
     def __init__(self, layout: TrainerLayout) -> None:
         self.layout, self.at = layout, megatron.parallel_coords()
@@ -46,29 +44,12 @@ class Routing:
             for index in range(MICROBATCHES)
             for layer in range(deepseek.LAYERS + 1)
         }
-        self.live: torch.Tensor | None = None
-        self.padding: torch.Tensor | None = None
 
     def layer_ids(self, microbatch: int, layer: int) -> torch.Tensor:
-        rows = self.whole[microbatch, layer][
-            self.at.dp :: self.layout.dp
-        ]  # row = position * samples + sample
+        # row = position * samples + sample
+        rows = self.whole[microbatch, layer][self.at.dp :: self.layout.dp]
         slots = self.layout.tp_slots
         return rows.chunk(slots)[self.at.tp].contiguous() if slots > 1 else rows.contiguous()
-
-    def live_rows(self, microbatch: int) -> torch.Tensor | None:
-        return self.live
-
-    def padding_rows(self, microbatch: int) -> torch.Tensor:
-        return (
-            torch.zeros(len(self.layer_ids(microbatch, 1)), dtype=torch.bool)
-            if self.padding is None
-            else self.padding
-        )
-
-    def check_digest(self, microbatch: int, layer: int, ids_RK: torch.Tensor) -> None: ...
-
-    def verified(self) -> None: ...
 
 
 def random_rows(index: int, layer: int) -> np.ndarray:
@@ -98,11 +79,7 @@ class Bench:
         for weight in self.model.parameters():
             weight.grad = None
         with RouterTap(self.driver) as tap, self.driver.step(self.routing, step=0, audit=audit) as step:
-            for index in range(MICROBATCHES):
-                with step.microbatch(index):
-                    loss = self.forward(index)
-                loss.backward()
-                self.loss = loss.item()
+            self.loss = train(step, self.forward).item()
         return tap.records
 
     def gradients(self) -> dict[str, torch.Tensor]:
@@ -184,18 +161,13 @@ def test_layouts_with_other_sizes_than_megatrons_are_refused() -> None:
 
 def test_recompute_of_some_layers_and_of_moe_modules_gives_the_same_gradients() -> None:
     kinds: dict[str, dict[str, Any]] = {
-        "none": {"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None},
+        "none": PLAIN,
         "uniform": {},
         "block": {"recompute_method": "block", "recompute_num_layers": 2},
-        "moe": {
-            "recompute_granularity": "selective", "recompute_method": None, "recompute_num_layers": None,
-            "recompute_modules": ["moe"],
-        },
-        "others": {
-            "recompute_granularity": "selective", "recompute_method": None, "recompute_num_layers": None,
-            "recompute_modules": ["mlp", "shared_experts"],
-        },
-    }  # fmt: skip
+        "moe": PLAIN | {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+        "others": PLAIN
+        | {"recompute_granularity": "selective", "recompute_modules": ["mlp", "shared_experts"]},
+    }
     recomputed = {"none": [], "uniform": [1, 2, 3], "block": [1], "moe": [1, 2, 3], "others": []}
     wanted: dict[str, torch.Tensor] = {}
     for kind, changes in kinds.items():
@@ -225,9 +197,8 @@ def test_expert_bias_counts_follow_the_replayed_ids() -> None:
 
 
 def test_padding_stays_out_of_expert_bias_counts_in_every_kind_of_recompute() -> None:
-    plain = {"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None}
     padding = torch.arange(ROWS) >= ROWS - 3 * SAMPLES
-    for changes in ({}, plain):
+    for changes in ({}, PLAIN):
         with bench(mtp_num_layers=None, **changes) as own:
             own.routing.padding = padding
             own.train()
@@ -239,14 +210,13 @@ def test_padding_stays_out_of_expert_bias_counts_in_every_kind_of_recompute() ->
 
 def test_padding_stays_out_of_auxiliary_and_z_losses_where_the_model_is_told() -> None:
     """Without `padding_mask` Megatron counts padding; with it, gradients are those of the batch without padding."""
-    plain = {"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None}
     kinds = (
         {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.5},
         {"moe_router_load_balancing_type": "none", "moe_z_loss_coeff": 0.5},
     )
 
     def gradient(kind: dict[str, Any], pads: int, *, told: bool) -> torch.Tensor:
-        with bench(mtp_num_layers=None, moe_router_enable_expert_bias=False, **kind, **plain) as own:
+        with bench(mtp_num_layers=None, moe_router_enable_expert_bias=False, **kind, **PLAIN) as own:
             spread = torch.arange(pads * SAMPLES * 4, dtype=torch.uint8).view(-1, 4) % 16
             own.routing.whole = {key: torch.cat([ids, spread]) for key, ids in own.routing.whole.items()}
             mask = (torch.arange(LENGTH + pads) >= LENGTH).expand(SAMPLES, -1)
@@ -271,10 +241,9 @@ def test_padding_stays_out_of_auxiliary_and_z_losses_where_the_model_is_told() -
 
 def test_a_padding_mask_beside_an_expert_bias_is_an_error_of_megatrons() -> None:
     """Of this release: `_apply_expert_bias` lays a mask of [rows] over counts of [rows, experts]."""
-    plain = {"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None}
     tokens = torch.ones(SAMPLES, LENGTH, dtype=torch.long)
     positions = torch.arange(LENGTH).expand_as(tokens)
-    with bench(mtp_num_layers=None, **plain) as own, own.driver.off(microbatch=0):
+    with bench(mtp_num_layers=None, **PLAIN) as own, own.driver.off(microbatch=0):
         try:
             own.model(tokens, positions, None, labels=tokens, padding_mask=torch.zeros_like(tokens).bool())
         except RuntimeError as error:
@@ -352,8 +321,7 @@ def test_rows_left_to_the_live_router_are_the_same_in_forward_and_recompute() ->
             found = np.sort(choices["forward", 1, index][live], axis=1)
             assert np.array_equal(found, np.sort(natural.numpy()[live], axis=1))
         with_recompute = own.gradients()
-    plain = {"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None}
-    with bench(mtp_num_layers=None, **plain) as own:
+    with bench(mtp_num_layers=None, **PLAIN) as own:
         own.routing.live = live
         own.train()
         for name, gradient in own.gradients().items():
@@ -432,25 +400,13 @@ def test_two_models_replay_in_one_process_at_the_same_time() -> None:
         used(taps[1].records, critic, "forward", "recompute")
 
 
-def main() -> None:
-    job = json.loads(sys.argv[1])
-    torch.set_num_threads(1)
-    layout = TrainerLayout.parse(job["layout"])
-    embedded.init_distributed(
-        rank=job["rank"], world_size=job["world_size"], init_method=job["init_method"], layout=layout, timeout_s=60
-    )  # fmt: skip
+def run(job: dict[str, Any]) -> dict[str, Any]:
     result: dict[str, Any] = {"passed": []}
-    left_out = job.get("left_out", "nothing")
-    for name, check in list(globals().items()):
-        everywhere = name.startswith("test_") and check.__code__.co_argcount == 1
-        if everywhere or (name.startswith("test_") and layout.world_size == 1):
-            print(name, flush=True)
-            if left_out not in name:
-                result |= (check(layout) if everywhere else check()) or {}
+    with megatron_world(job) as layout:
+        for name, fact in facts_of(__name__).items():
+            everywhere = fact.__code__.co_argcount == 1
+            if (everywhere or layout.world_size == 1) and job.get("left_out", "nothing") not in name:
+                print(name, flush=True)
+                result |= (fact(layout) if everywhere else fact()) or {}
                 result["passed"].append(name)
-    embedded.close_distributed()
-    write_result(job, result)
-
-
-if __name__ == "__main__":
-    main()
+    return result

@@ -1,4 +1,4 @@
-"""Worker: one rank of real Megatron, and every misuse of the replay driver that we know of.
+"""One rank of real Megatron, and every misuse of the replay driver that we know of.
 
 Each function is one fact; all run in one process, on one model, and each must leave the driver usable.
 """
@@ -8,9 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import json
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -31,22 +29,53 @@ from r3channel.trainer.adapters.megatron_refusals import REFUSALS, refuse_unsupp
 from r3channel.trainer.audit import DigestLedger, RouterTap
 from r3channel.trainer.replay import ReplayDriver
 from r3channel.wire.digest import layer_digests
-from tests.dist.ranks import write_result
+from tests.dist.ranks import facts_of, megatron_world
 
 SAMPLES, LENGTH, MICROBATCHES = 2, 8, 3
 
 
-class Bench:
-    """A model, its driver and routing whose ids can be spoilt."""
+class Source:
+    """What a driver asks for rows, beside `layer_ids`."""
 
     num_microbatches = MICROBATCHES
+    live: torch.Tensor | None = None
+    padding: torch.Tensor | None = None
+
+    def layer_ids(self, microbatch: int, layer: int) -> torch.Tensor:
+        raise NotImplementedError
+
+    def live_rows(self, microbatch: int) -> torch.Tensor | None:
+        return self.live
+
+    def padding_rows(self, microbatch: int) -> torch.Tensor:
+        none = torch.zeros(len(self.layer_ids(microbatch, 1)), dtype=torch.bool)
+        return none if self.padding is None else self.padding
+
+    def check_digest(self, microbatch: int, layer: int, ids_RK: torch.Tensor) -> None: ...
+
+    def verified(self) -> None: ...
+
+
+def train(
+    step: Any, forward: Callable[[int], torch.Tensor], indices: Iterable[int] = range(MICROBATCHES)
+) -> Any:
+    """The last micro-batch's loss, after the backward passes of all."""
+    loss = None
+    for index in indices:
+        with step.microbatch(index):
+            loss = forward(index)
+        loss.backward()
+    return loss
+
+
+class Bench(Source):
+    """A model, its driver and routing whose ids can be spoilt."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         self.job, self.layout = job, TrainerLayout()
         self.model = embedded.build(job["model"], self.layout, dtype="float32")
         self.spec = megatron.spec_from_config(self.model.chunks)
         self.driver = ReplayDriver.attach(self.model.chunks, spec=self.spec, layout=self.layout)
-        self.live: torch.Tensor | None = None
         self.spoil: Callable[[torch.Tensor], torch.Tensor] = lambda ids: ids
 
     def layer_ids(self, microbatch: int, layer: int) -> torch.Tensor:
@@ -54,16 +83,6 @@ class Bench:
         scores = rng.random((SAMPLES * LENGTH, self.spec.num_experts))
         ids = np.argsort(scores, axis=-1)[:, : self.spec.top_k].astype(self.spec.id_dtype)
         return self.spoil(torch.from_numpy(ids))
-
-    def live_rows(self, microbatch: int) -> torch.Tensor | None:
-        return self.live
-
-    def padding_rows(self, microbatch: int) -> torch.Tensor:
-        return torch.zeros(SAMPLES * LENGTH, dtype=torch.bool)
-
-    def check_digest(self, microbatch: int, layer: int, ids_RK: torch.Tensor) -> None: ...
-
-    def verified(self) -> None: ...
 
     def forward(self, microbatch: int = 0, *, model: Any = None) -> torch.Tensor:
         rng = torch.Generator().manual_seed(microbatch)
@@ -74,10 +93,7 @@ class Bench:
 
     def whole_step(self) -> None:
         with self.driver.step(self, step=1) as step:
-            for index in range(MICROBATCHES):
-                with step.microbatch(index):
-                    loss = self.forward(index)
-                loss.backward()
+            train(step, self.forward)
 
     def gradients(self) -> dict[str, torch.Tensor]:
         chunk: Any = self.model.chunks[0]
@@ -132,10 +148,7 @@ def test_a_block_without_a_model_call_is_refused(bench: Bench) -> None:
 def test_a_skipped_or_repeated_micro_batch_is_refused(bench: Bench) -> None:
     for indices, words in (((0, 2), "micro-batch 1: consumed 0 times"), ((0, 1, 2, 2), "consumed 2 times")):
         with refused(ReplayError, words), bench.driver.step(bench, step=1) as step:
-            for index in indices:
-                with step.microbatch(index):
-                    loss = bench.forward(index)
-                loss.backward()
+            train(step, bench.forward, indices)
 
 
 def test_a_left_out_backward_pass_is_refused(bench: Bench) -> None:
@@ -265,10 +278,7 @@ def test_another_model_in_the_process_is_not_touched(bench: Bench) -> None:
             loss.backward()
     without = ReplayDriver.attach(other.chunks, spec=bench.spec, layout=bench.layout)
     with without.step(bench, step=1) as step:
-        for index in range(MICROBATCHES):
-            with step.microbatch(index):
-                loss = bench.forward(index, model=other.chunks[0])
-            loss.backward()
+        train(step, lambda index: bench.forward(index, model=other.chunks[0]))
     assert set(step.rows) == {"forward"}  # no recompute: nothing waits, nothing stays
     without.close()
 
@@ -436,27 +446,16 @@ def test_all_names_are_found_and_the_shim_installs_once(_bench: Bench) -> None:
     assert megatron_shim.installed()
 
 
-def main() -> None:
-    job = json.loads(sys.argv[1])
-    torch.set_num_threads(1)
-    embedded.init_distributed(
-        rank=0, world_size=1, init_method=job["init_method"], layout=TrainerLayout(), timeout_s=60
-    )
-    bench = Bench(job)
-    passed = []
-    for name, check in list(globals().items()):
-        if name.startswith("test_"):
+def run(job: dict[str, Any]) -> dict[str, Any]:
+    with megatron_world(job):
+        bench, passed = Bench(job), []
+        for name, fact in facts_of(__name__).items():
             print(name, flush=True)
-            check(bench)
+            fact(bench)
             for handle in bench.driver.handles.values():  # Megatron's own state is never touched
                 state = handle.replay
                 assert not state.replay_backward_list and state.target_topk_idx is None, name
                 assert state.router_replay_action is None, name
             passed.append(name)
-    bench.driver.close()
-    embedded.close_distributed()
-    write_result(job, {"passed": passed})
-
-
-if __name__ == "__main__":
-    main()
+        bench.driver.close()
+    return {"passed": passed}

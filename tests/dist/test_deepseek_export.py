@@ -16,11 +16,9 @@ from tests.dist.ranks import ROOT, run_ranks
 
 pytestmark = pytest.mark.dist
 
-SCRIPT = ROOT / "tests/dist/deepseek_export.py"
 
-
-def export(folder: Path, layout: str, size: int) -> list[dict[str, Any]]:
-    return run_ranks(SCRIPT, folder / layout, world_size=size, job={"layout": layout}, timeout_s=120)
+def export(folder: Path, layout: str) -> list[dict[str, Any]]:
+    return run_ranks("tests.dist.deepseek_export", folder / layout, job={"layout": layout}, timeout_s=120)
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +28,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def one(out: Path) -> dict[str, Any]:
-    return export(out, "dp=1", 1)[0]
+    return export(out, "dp=1")[0]
 
 
 def test_every_name_of_the_checkpoint_is_there(one: dict[str, Any]) -> None:
@@ -62,18 +60,13 @@ def test_transformers_loads_the_export_and_computes_the_same_log_probs(
     assert found["worst"] < 1e-4
 
 
-@pytest.mark.parametrize(("layout", "size"), [("tp=2,ep=2", 2)])
-def test_a_sharded_run_exports_what_one_rank_does(
-    one: dict[str, Any], out: Path, layout: str, size: int
-) -> None:
-    for rank in export(out, layout, size):
-        assert rank["digests"] == one["digests"]
+SHARDED = [
+    "tp=2,ep=2",
+    *(pytest.param(text, marks=pytest.mark.full) for text in ("dp=2,ep=2", "tp=2,ep=2,pp=2")),
+]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("layout", "size"), [("dp=2,ep=2", 2), ("tp=2,ep=2,pp=2", 4)])
-def test_more_sharded_runs_export_what_one_rank_does(
-    one: dict[str, Any], out: Path, layout: str, size: int
-) -> None:
-    for rank in export(out, layout, size):
+@pytest.mark.parametrize("layout", SHARDED)
+def test_a_sharded_run_exports_what_one_rank_does(one: dict[str, Any], out: Path, layout: str) -> None:
+    for rank in export(out, layout):
         assert rank["digests"] == one["digests"]

@@ -1,4 +1,4 @@
-"""A DeepSeek-V3-like model on real Megatron: MLA, biased sigmoid with groups, MTP, partial recompute, live rows, audit."""
+"""A DeepSeek-V3-like model on real Megatron: MLA, biased sigmoid, MTP, recompute, live rows, audit; and every misuse."""
 
 from __future__ import annotations
 
@@ -8,24 +8,30 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.dist.ranks import ROOT, run_ranks
+from examples.embedded.model import write_model
+from tests.dist import megatron_features, megatron_traps
+from tests.dist.ranks import facts_of, run_ranks
 
 pytestmark = pytest.mark.dist
 
-SCRIPT = ROOT / "tests/dist/megatron_features.py"
 
-
-def run(folder: Path, layout: str, size: int) -> list[dict[str, Any]]:
-    return run_ranks(SCRIPT, folder / layout, world_size=size, job={"layout": layout}, timeout_s=170)
+def run(folder: Path, layout: str) -> list[dict[str, Any]]:
+    return run_ranks("tests.dist.megatron_features", folder / layout, job={"layout": layout}, timeout_s=170)
 
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run(tmp_path_factory.mktemp("features"), "dp=1", 1)[0]
+    return run(tmp_path_factory.mktemp("features"), "dp=1")[0]
 
 
 def test_every_fact_of_the_driver_holds_on_one_rank(one: dict[str, Any]) -> None:
-    assert len(one["passed"]) == SCRIPT.read_text().count("\ndef test_")
+    assert one["passed"] == list(facts_of(megatron_features.__name__))
+
+
+def test_every_known_misuse_of_the_driver_raises_its_typed_error(tmp_path: Path) -> None:
+    job = {"layout": "dp=1", "model": str(write_model(tmp_path / "model", experts=32, top_k=4))}
+    (result,) = run_ranks("tests.dist.megatron_traps", tmp_path, job=job, timeout_s=150)
+    assert result["passed"] == list(facts_of(megatron_traps.__name__))
 
 
 def check(one: dict[str, Any], ranks: list[dict[str, Any]], *, routers: tuple[str, ...]) -> None:
@@ -49,11 +55,11 @@ MTP = "mtp.layers.0.transformer_layer.mlp.router.weight"
 def test_mla_sigmoid_bias_and_mtp_train_with_expert_parallelism_as_on_one_rank(
     one: dict[str, Any], tmp_path: Path
 ) -> None:
-    check(one, run(tmp_path, "dp=2,ep=2", 2), routers=(*ROUTERS, MTP))
+    check(one, run(tmp_path, "dp=2,ep=2"), routers=(*ROUTERS, MTP))
 
 
 @pytest.mark.full
 def test_mla_sigmoid_bias_and_mtp_replay_with_tensor_parallelism(one: dict[str, Any], tmp_path: Path) -> None:
     """Ids, loss, and the gradient of the router that no MLA backward comes before: in megatron-core 0.16.1 the local layer
     spec's MLA does not sum the gradient of k_pos_emb over TP (multi_latent_attention.py:607), with and without replay."""
-    check(one, run(tmp_path, "tp=2", 2), routers=(MTP,))
+    check(one, run(tmp_path, "tp=2"), routers=(MTP,))

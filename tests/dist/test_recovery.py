@@ -1,19 +1,24 @@
-"""A relay is killed with SIGKILL; what the one after it finds of its folder, whole, torn or damaged."""
+"""A relay is killed with SIGKILL; what the one after it finds of its folder. Each kind of damage: tests/unit/test_durable.py."""
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 import signal
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from r3channel import errors
+from r3channel.plan.assignment import Assignment
+from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.relay import Relay
 from r3channel.relay.storage.durable import read_remains
 from r3channel.relay.storage.recovery import Recovery
-from r3channel.wire.routing import ProvenanceSpan, RowKind
+from tests.direct import draft_of
 from tests.dist.killed_relay import LAYOUT, STEP, STEPS, TOKENS, Child, config, fill, leave
-from tests.samples import SPEC, random_ids, reply_for
+from tests.samples import SPEC, reply_for
 
 
 def kill_at(point: str, folder: Path) -> Path:
@@ -52,32 +57,6 @@ def test_frames_whose_samples_were_not_noted_are_counted_and_may_be_added_again(
     relay.close()
 
 
-def test_a_damaged_frame_is_named_and_so_is_the_step_that_needs_it(tmp_path: Path) -> None:
-    left = kill_at("after the seal", tmp_path)
-    path = frame_of(left, "s1")
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-    relay, recovery = Relay.recover(SPEC, LAYOUT, config(tmp_path))
-    assert sorted(recovery.pending) == ["s0", "s2", "s3", "s4", "s5"] and recovery.steps == {}
-    sample, step = recovery.damaged
-    assert "s1" in sample and step == f"step {STEP}: its samples ['s1'] are lost, 1 in all"
-    relay.close()
-
-
-@pytest.mark.parametrize("cut", [40, 1000])
-def test_a_torn_file_and_a_damaged_ticket_stop_nothing(cut: int, tmp_path: Path) -> None:
-    left = kill_at("after the seal", tmp_path)
-    torn, (ticket,) = frame_of(left, "s4"), left.glob("*.ticket")
-    torn.write_bytes(torn.read_bytes()[:-cut])
-    ticket.write_bytes(ticket.read_bytes()[:-3])
-    relay, recovery = Relay.recover(SPEC, LAYOUT, config(tmp_path))
-    assert sorted(recovery.pending) == ["s0", "s1", "s2", "s3", "s5"] and recovery.steps == {}
-    frame, step = recovery.damaged
-    assert torn.name in frame and step.startswith(f"step {STEP}: ") and "damaged" in step
-    relay.close()
-
-
 def test_a_frame_that_another_sample_was_put_under_is_not_taken_for_it(tmp_path: Path) -> None:
     """A note speaks of one frame: exchanged notes do not fit the rows that they stand under."""
     left = kill_at("before the seal", tmp_path)
@@ -95,29 +74,56 @@ def test_a_frame_that_another_sample_was_put_under_is_not_taken_for_it(tmp_path:
     relay.close()
 
 
-def test_the_folder_of_a_relay_that_lives_is_refused(tmp_path: Path) -> None:
-    relay = Relay(SPEC, LAYOUT, config(tmp_path))
-    fill(relay)
-    (folder,) = tmp_path.iterdir()
-    with pytest.raises(errors.UsageError, match=folder.name):
-        Relay.recover(SPEC, LAYOUT, config(tmp_path))
-    assert sorted(relay.status()["pending"]) == list(TOKENS)
-    relay.close()
-    empty, recovery = Relay.recover(SPEC, LAYOUT, config(tmp_path))
-    assert recovery == Recovery()
-    empty.close()
+@pytest.mark.parametrize("turn", [0, 1])
+def test_a_sample_with_a_damaged_turn_is_lost_to_its_step_and_the_other_step_is_whole(
+    tmp_path: Path, turn: int
+) -> None:
+    old = relay_at(tmp_path / "live")
+    add_turns(old, 10, 20)
+    old.add("a", reply_for("a", 20), range(20))
+    for step, name in ((3, "s"), (4, "a")):
+        old.seal(step, Assignment.given([[[name]]]))
+    said = f'"sample_id": "s", "turn": {turn}'.encode()
+    (path,) = (path for path in left_by(old, tmp_path / "left").glob("*.frame") if said in path.read_bytes())
+    data = bytearray(path.read_bytes())
+    data[300] ^= 1
+    path.write_bytes(data)
+    relay, recovery = Relay.recover(SPEC, TrainerLayout(), config(tmp_path / "left"))
+    assert recovery.steps.keys() == {4} and recovery.pending == ["a"]
+    assert any("sample s" in said for said in recovery.damaged)
+    assert any("step 3" in said and "'s'" in said for said in recovery.damaged)
+    for one in (relay, old):
+        with contextlib.suppress(errors.StepError):
+            one.close()
 
 
-def test_later_turns_can_be_appended_to_a_recovered_sample_with_its_own_tokens_only(tmp_path: Path) -> None:
-    kill_at("before the seal", tmp_path)
-    relay, _ = Relay.recover(SPEC, LAYOUT, config(tmp_path))
-    held = relay.rows_held("s2")
-    assert held == TOKENS["s2"] - 1
-    ids_TLK = random_ids(39, seed=7)[held:]
-    made = [ProvenanceSpan(start=held, end=39, weight_version=0, kind=RowKind.DECODED)]
-    turn = reply_for("s2", 40, expert_ids_TLK=ids_TLK, first_row=held, provenance=made)
-    with pytest.raises(errors.TurnMismatch, match="s2"):
-        relay.add("s2", turn, range(40), append=True)
-    relay.add("s2", turn, range(100, 140), append=True)
-    assert relay.rows_held("s2") == 39
-    relay.close()
+def test_two_samples_of_one_name_are_not_mixed(tmp_path: Path) -> None:
+    """Left by two relays: all turns are of one of them."""
+    relays = []
+    for number, ends in enumerate(((10, 20), (15, 30))):
+        relays.append(relay_at(tmp_path / "live"))
+        add_turns(relays[-1], *ends, seed=number)
+        left_by(relays[-1], tmp_path / "left")
+    new, recovery = Relay.recover(SPEC, TrainerLayout(), config(tmp_path / "left"))
+    assert recovery.pending == ["s"] and len(recovery.damaged) == 1 and "two relays" in recovery.damaged[0]
+    assert new.rows_held("s") in (20, 30)
+    for relay in (*relays, new):
+        relay.close()
+
+
+def relay_at(folder: Path) -> Relay:
+    return Relay(SPEC, TrainerLayout(), config(folder))
+
+
+def add_turns(relay: Relay, *ends: int, seed: int = 0) -> None:
+    for start, end in pairwise((0, *ends)):
+        draft = draft_of("s", end - start, first_row=start, seed=seed)
+        relay.add_frame("s", draft.encode().tobytes(), range(end + 1), append=start > 0)
+
+
+def left_by(relay: Relay, root: Path) -> Path:
+    """What would be there after a kill."""
+    (folder,) = (
+        path for path in Path(relay.config.store_dir).glob("relay-*") if not (root / path.name).exists()
+    )
+    return Path(shutil.copytree(folder, root / folder.name))

@@ -1,27 +1,38 @@
-"""A relay or a receiver is killed at each point of a step's way; every row arrives, exactly once where it is needed."""
+"""A relay or a receiver is killed at each point of a step's way; every row arrives, exactly once where it is needed, and nobody
+else notices."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from r3channel.config import ChannelConfig
 from r3channel.plan.ticket import Ticket
+from r3channel.relay.relay import Relay
+from tests.dist.control import ControlServer
 from tests.dist.killed_relay import (
     AT_RECEIVER,
     AT_RELAY,
+    CONFIG,
     LAYOUT,
+    LIMIT_S,
     STEP,
     STEPS,
     TOKENS,
     Child,
     be_receiver,
     be_relay,
+    fill,
     rows_in,
+    until,
 )
+from tests.samples import SPEC
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.dist
 RANKS = range(LAYOUT.world_size)
 
 
@@ -65,31 +76,33 @@ class Loop:
                 found[rank] = answer
         return found
 
-    def end(self) -> None:
+    def close(self) -> None:
         for child in (self.relay, *self.receivers):
             child.end()
 
 
-def run(loop: Loop, *, all_come_again: bool) -> dict[int, list[dict[str, int]]]:
+def run(loop: Loop, *, deaths: int = 1, all_come_again: bool = False) -> dict[int, list[dict[str, int]]]:
     """Deliver both steps. Receiver -> the rows of each shard that it got."""
     got: dict[int, list[dict[str, int]]] = {rank: [] for rank in RANKS}
-    for step in STEPS:
-        missing, status = list(RANKS), None
-        while status is None:
-            port, data = loop.ticket()
-            ticket = Ticket.from_bytes(data)
-            assert ticket.step == step and ticket.assignment == STEPS[step]
-            found = loop.deliver(list(RANKS) if all_come_again else missing, port, data)
-            for rank, shard in found.items():
-                got[rank].append(rows_in(ticket, rank, shard))
-            missing = [rank for rank in missing if rank not in found]
-            status = loop.relay.hear()
-            if status is None:
-                loop.again()
-        assert missing == []
-        check(status, step)
-        loop.relay.tell()
-    assert loop.relay.hear() == "closed"
+    with closing(loop):
+        for step in STEPS:
+            missing, status = list(RANKS), None
+            while status is None:
+                port, data = loop.ticket()
+                ticket = Ticket.from_bytes(data)
+                assert ticket.step == step and ticket.assignment == STEPS[step]
+                found = loop.deliver(list(RANKS) if all_come_again else missing, port, data)
+                for rank, shard in found.items():
+                    got[rank].append(rows_in(ticket, rank, shard))
+                missing = [rank for rank in missing if rank not in found]
+                status = loop.relay.hear()
+                if status is None:
+                    loop.again()
+            assert missing == []
+            check(status, step)
+            loop.relay.tell()
+        assert loop.relay.hear() == "closed"
+    assert loop.deaths == deaths
     return got
 
 
@@ -106,38 +119,55 @@ def needed(rank: int) -> list[dict[str, int]]:
     ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("point", [*AT_RELAY, *AT_RECEIVER])
 def test_every_row_is_delivered_once_to_who_needs_it(point: str, tmp_path: Path) -> None:
-    loop = Loop(tmp_path, point)
-    try:
-        got = run(loop, all_come_again=False)
-    finally:
-        loop.end()
-    assert loop.deaths == 1
-    assert got == {rank: needed(rank) for rank in RANKS}
+    assert run(Loop(tmp_path, point)) == {rank: needed(rank) for rank in RANKS}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("point", [point for point in AT_RELAY if "acknowledgement" in point])
 def test_receivers_that_had_the_step_may_receive_it_again(point: str, tmp_path: Path) -> None:
-    loop = Loop(tmp_path, point)
-    try:
-        got = run(loop, all_come_again=True)
-    finally:
-        loop.end()
-    assert loop.deaths == 1
+    got = run(Loop(tmp_path, point), all_come_again=True)
     for rank in RANKS:
         first, second = needed(rank)
         assert got[rank] in ([first, second], [first, first, second])
     assert any(len(shards) == 3 for shards in got.values()) == ("last" in point)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("second", ["before the seal", "after the seal", "before the rows are prepared"])
 def test_a_second_kill_forgets_nobody_who_has_the_step(second: str, tmp_path: Path) -> None:
     """Tickets are written once more while they are taken over: that is the second relay's "after the seal"."""
     loop = Loop(tmp_path, "before the last acknowledgement is written", second)
-    try:
-        got = run(loop, all_come_again=False)
-    finally:
-        loop.end()
-    assert loop.deaths == 2
-    assert got == {rank: needed(rank) for rank in RANKS}
+    assert run(loop, deaths=2) == {rank: needed(rank) for rank in RANKS}
+
+
+@pytest.fixture(params=["tcp", "gloo"])
+def relay(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Relay]:
+    relay = Relay(SPEC, LAYOUT, ChannelConfig(transport=request.param, store_dir=str(tmp_path), **CONFIG))
+    fill(relay)
+    yield relay
+    relay.close()
+
+
+def test_a_killed_member_gets_the_same_bytes_and_other_ranks_are_undisturbed(relay: Relay) -> None:
+    ticket = relay.seal(STEP, STEPS[STEP])
+    with ExitStack() as stack:
+        server = stack.enter_context(ControlServer(relay))
+
+        def start(rank: int, point: str = "") -> Child:
+            child = Child(be_receiver, rank, point, relay.config.transport)
+            stack.callback(child.end)
+            child.tell(server.port, ticket.to_bytes())
+            return child
+
+        assert start(1, "in its third bucket").hear() is None
+        until(lambda: not relay.status()["receivers"]["connected"])
+        assert relay.status()["steps"][STEP]["missing"] == [(0, 0, 0), (1, 0, 0)]
+        for rank, child in enumerate([start(0), start(1)]):
+            names = [name for batch in STEPS[STEP].ranks[rank] for name in batch]
+            assert rows_in(ticket, rank, child.hear()) == {name: TOKENS[name] - 1 for name in names}
+        relay.join_previous(timeout_s=LIMIT_S)
+        assert relay.status()["receivers"]["lives"] == {(0, 0, 0): 1, (1, 0, 0): 2}
+        assert relay.status()["steps"] == {}

@@ -22,7 +22,8 @@ from tests.dist.ranks import run_ranks
 
 pytestmark = [pytest.mark.dist, pytest.mark.engine, pytest.mark.timeout(600)]
 
-WORKER = Path(__file__).with_name("weights_exact_rank.py")
+RANK = "tests.dist.weights_rank"
+PLAIN: dict[str, Any] = {"capture": False, "r3channel": False, "env": {"R3CHANNEL_WEIGHTS": "1"}}
 PARAMETERS = 38
 """Of each rank of an engine."""
 
@@ -30,9 +31,7 @@ PARAMETERS = 38
 @pytest.fixture(scope="module")
 def servers(model_dir: Path) -> Iterator[list[EngineServer]]:
     """Two engines of two ranks each, with our half."""
-    options = EngineOptions(
-        model=model_dir, tp=2, capture=False, r3channel=False, env={"R3CHANNEL_WEIGHTS": "1"}
-    )
+    options = EngineOptions(model=model_dir, tp=2, **PLAIN)
     with EngineServer(options) as one, EngineServer(options) as other:
         for server in (one, other):
             server.wait_ready(300)
@@ -49,33 +48,26 @@ def checksums(urls: list[str]) -> list[list[dict[str, str]]]:
 
 
 LAYOUTS = [
-    pytest.param("tp=2,dp=2,ep=2", 4, "float32", id="tp2-ep2"),
-    pytest.param("tp=2", 2, "float32", marks=pytest.mark.full, id="tp2"),
-    pytest.param("dp=2,ep=2", 2, "bfloat16", marks=pytest.mark.full, id="ep2-bfloat16"),
-    pytest.param("pp=2", 2, "float32", marks=pytest.mark.full, id="pp2"),
-    pytest.param("tp=2,pp=2", 4, "bfloat16", marks=pytest.mark.full, id="tp2-pp2-bfloat16"),
+    pytest.param("tp=2,dp=2,ep=2", "float32", id="tp2-ep2"),
+    pytest.param("tp=2", "float32", marks=pytest.mark.full, id="tp2"),
+    pytest.param("dp=2,ep=2", "bfloat16", marks=pytest.mark.full, id="ep2-bfloat16"),
+    pytest.param("pp=2", "float32", marks=pytest.mark.full, id="pp2"),
+    pytest.param("tp=2,pp=2", "bfloat16", marks=pytest.mark.full, id="tp2-pp2-bfloat16"),
 ]
 
 
-@pytest.mark.parametrize(("layout", "ranks", "dtype"), LAYOUTS)
+@pytest.mark.parametrize(("layout", "dtype"), LAYOUTS)
 def test_every_parameter_of_every_rank_equals_what_sglang_loads_itself(
     engines: list[str],
     model_dir: Path,
     tmp_path: Path,
     layout: str,
-    ranks: int,
     dtype: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     manifest = str(tmp_path / "committed.json")
-    job = {"layout": layout, "dtype": dtype, "model": str(model_dir), "engines": engines}
-    results = run_ranks(
-        WORKER,
-        tmp_path / "ranks",
-        world_size=ranks,
-        job=job | {"manifest": manifest, "spoil": True},
-        timeout_s=400,
-    )
+    job = {"what": "exact", "layout": layout, "dtype": dtype, "model": str(model_dir), "engines": engines}
+    results = run_ranks(RANK, tmp_path / "ranks", job=job | {"manifest": manifest}, timeout_s=400)
     whole = load_file(model_dir / "model.safetensors")
     check_results(results, sum(tensor.nbytes for tensor in whole.values()), engines=len(engines))
 
@@ -97,16 +89,14 @@ def check_results(results: list[dict[str, Any]], model_bytes: int, *, engines: i
     assert [report[:2] for report in first["reports"]] == [[1, 2 * PARAMETERS], [2, 2 * PARAMETERS]]
     assert first["one"] == [2, 2 * PARAMETERS]
     sent = sum(result["reports"][1][2] for result in results)
-    assert (
-        1.0 <= sent / (engines * model_bytes) < 1.1
-    )  # norms, routers and the like go to both ranks of an engine
+    # norms, routers and the like go to both ranks of an engine
+    assert 1.0 <= sent / (engines * model_bytes) < 1.1
     assert all("NonFiniteWeights" in result["refused"] or "NaN" in result["refused"] for result in results)
 
 
 @pytest.mark.full
 def test_tied_embeddings_over_two_stages_are_given_once(tmp_path: Path) -> None:
-    worker = Path(__file__).with_name("tied_rank.py")
-    one, other = run_ranks(worker, tmp_path, world_size=2, job={"layout": "pp=2"}, timeout_s=120)
+    one, other = run_ranks(RANK, tmp_path, job={"what": "tied", "layout": "pp=2"}, timeout_s=120)
     assert one["names"] == other["names"] and len(set(one["names"])) == len(one["names"])
     assert one["names"].count("model.embed_tokens.weight") == 1
     assert set(one["shards"]) | set(other["shards"]) == set(one["names"])
@@ -117,14 +107,9 @@ def test_an_engine_of_one_rank_is_filled_out_of_the_memory_of_one_of_two(
     engines: list[str], model_dir: Path
 ) -> None:
     tensors = {n: 3 * tensor for n, tensor in load_file(model_dir / "model.safetensors").items()}
-    options = EngineOptions(
-        model=model_dir,
-        capture=False,
-        r3channel=False,
-        env={"R3CHANNEL_WEIGHTS": "1"},
-        extra_args=("--load-format", "dummy"),
-    )
-    with EngineServer(options) as dummy:
+    with EngineServer(
+        EngineOptions(model=model_dir, extra_args=("--load-format", "dummy"), **PLAIN)
+    ) as dummy:
         dummy.wait_ready(300)
         with WeightSync(engines[:1], staged=True) as sync:
             sync.connect(timeout_s=60)
@@ -149,8 +134,7 @@ def test_the_lines_of_the_readme_update_two_engines_and_bring_a_killed_one_back(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Last of this file: it leaves another life of the second engine at its address, with weights of chance, and ends it."""
-    folder = tmp_path / "ranks"
-    folder.mkdir()
+    (folder := tmp_path / "ranks").mkdir()
     again = EngineServer(replace(servers[1].options, extra_args=("--load-format", "dummy")))
     port = urlsplit(engines[1]).port
     monkeypatch.setattr("examples.embedded.sglang.free_port", lambda: port)
@@ -164,9 +148,8 @@ def test_the_lines_of_the_readme_update_two_engines_and_bring_a_killed_one_back(
 
     restarting = in_background(kill_and_start_again, name="test-restart")
     try:
-        job = {"layout": "tp=2,dp=2,ep=2", "model": str(model_dir), "engines": engines}
-        worker = Path(__file__).with_name("weights_readme_rank.py")
-        results = run_ranks(worker, folder, world_size=4, job=job, timeout_s=500)
+        job = {"what": "readme", "layout": "tp=2,dp=2,ep=2", "model": str(model_dir), "engines": engines}
+        results = run_ranks(RANK, folder, job=job, timeout_s=500)
         restarting.result(timeout=10)
         assert results == [{"version": 3, "evicted": {}, "states": 2}] * 4
         said = (folder / "log.0").read_text()

@@ -1,0 +1,136 @@
+"""Real Megatron ranks that give their own shards of the weights: to real engines, by the README's lines, and tied over stages."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import time
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from examples.embedded import megatron
+from r3channel.errors import WeightUpdateFailed
+from r3channel.plan.layout import TrainerLayout
+from r3channel.weights.convert import hf_shards, hf_weights
+from r3channel.weights.session import WeightSync
+from r3channel.weights.sglang import EngineClient
+from tests.dist.ranks import ROOT, megatron_world
+
+
+def run(job: dict[str, Any]) -> dict[str, Any]:
+    """`job["what"]` is one of the functions below."""
+    with megatron_world(job) as layout:
+        return {"exact": exact, "readme": readme, "tied": tied}[job["what"]](job, layout)
+
+
+def scale(chunks: list[torch.nn.Module], factor: float) -> None:
+    """The same on every rank: a power of two, so that the expected bytes are known without a rounding."""
+    with torch.no_grad():
+        for chunk in chunks:
+            for parameter in chunk.parameters():
+                parameter.mul_(factor)
+
+
+def exact(job: dict[str, Any], layout: TrainerLayout) -> dict[str, Any]:
+    """Publishes to engines, also what is spoilt."""
+    model = megatron.build(job["model"], layout, dtype=job["dtype"])
+    result: dict[str, Any] = {"reports": []}
+    how: dict[str, Any] = {"plan": "exact", "verify": True, "keep_copy": True, "staged": True}
+    with WeightSync(job["engines"], group=dist.group.WORLD, **how) as sync:
+        sync.connect(timeout_s=60)
+        for version in (1, 2):
+            scale(model.chunks, 2.0)
+            report = sync.update(hf_shards(model.bridge, model.chunks), version=version, timeout_s=120)
+            result["reports"].append([report.version, report.verified, report.sent_bytes])
+        result["refused"] = spoiled(sync, model, job["rank"])
+        report = sync.update_one(job["engines"][0], timeout_s=60)
+        result["one"] = [report.version, report.verified]
+        if sync.held is not None and job["rank"] == 0:
+            sync.held.write(job["manifest"])
+    return result
+
+
+def spoiled(sync: WeightSync, model: Any, rank: int) -> str:
+    """The last rank's shards hold a NaN: every rank raises, and no engine is touched."""
+    shards = hf_shards(model.bridge, model.chunks)
+    if rank == dist.get_world_size() - 1:
+        shards[0].tensor.view(-1)[0] = float("nan")
+    try:
+        sync.update(shards, version=3, timeout_s=60)
+    except WeightUpdateFailed as error:
+        return str(error)
+    return ""
+
+
+def readme(job: dict[str, Any], layout: TrainerLayout) -> dict[str, Any]:
+    """Runs the lines of the room's README. Before the second update one engine is killed; before the third it has the second's
+    weights again."""
+    os.chdir(job["out"])
+    model = megatron.build(job["model"], layout, dtype="float32")
+
+    def train(version: int) -> None:
+        scale(model.chunks, 2.0)
+        if version == 2:
+            Path("kill").touch()
+            while not Path("killed").exists():
+                time.sleep(0.1)
+        if version == 3 and job["rank"] == 0:
+            one, other = (EngineClient(url).weight_checksums(timeout_s=60) for url in job["engines"])
+            print("the engines are", "equal" if one == other else "not equal")
+
+    own = {"bridge": model.bridge, "chunks": model.chunks, "engines": job["engines"], "train": train}
+    script, page = Path(f"readme_{job['rank']}.py"), ROOT / "r3channel" / "weights" / "README.md"
+    script.write_text(page.read_text().split("```python\n")[1].split("```")[0])
+    sync = runpy.run_path(str(script), own)["sync"]
+    return {"version": sync.version, "evicted": sync.evicted, "states": len(sync.engine_states)}
+
+
+def tied(job: dict[str, Any], layout: TrainerLayout) -> dict[str, Any]:
+    """The names that a rank of a model with tied embeddings gives."""
+    bridge, model = tied_model(layout)
+    names = [name for name, _ in hf_weights(bridge, [model])]
+    return {"names": names, "shards": [shard.meta.name for shard in hf_shards(bridge, [model])]}
+
+
+def tied_model(layout: TrainerLayout) -> tuple[Any, torch.nn.Module]:
+    """A bridge and this rank's part of a dense Qwen3 of two layers."""
+    from mbridge.models.qwen3 import Qwen3Bridge
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from transformers import Qwen3Config
+
+    from examples.embedded.megatron_modules import use_local_modules
+
+    sizes: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4}
+    shape = {"vocab_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_key_value_heads": 2}
+    shape |= {"head_dim": 16, "tie_word_embeddings": True, "architectures": ["Qwen3ForCausalLM"]}
+    hf: Any = Qwen3Config(**sizes, **shape)
+    values: dict[str, Any] = {
+        key: value for key, value in megatron.LOCAL_CONFIG.items() if not key.startswith("moe")
+    }
+    values |= {"num_query_groups": 2, "kv_channels": 16, "ffn_hidden_size": 128, "qk_layernorm": True}
+    values |= {"normalization": "RMSNorm", "gated_linear_unit": True, "add_bias_linear": False}
+    values |= {"pipeline_model_parallel_size": layout.pp, "pipeline_dtype": torch.float32}
+    own = TransformerConfig(**values, **sizes, num_layers=2, activation_func=torch.nn.functional.silu)
+    ends: dict[str, bool] = {"pre_process": parallel_state.is_pipeline_first_stage()}
+    ends |= {"post_process": parallel_state.is_pipeline_last_stage()}
+    spec = use_local_modules(get_gpt_decoder_block_spec(own, use_transformer_engine=False))
+    model = GPTModel(
+        own, spec, 128, 64, share_embeddings_and_output_weights=True, position_embedding_type="rope", **ends
+    )
+
+    class Bridge(Qwen3Bridge):
+        _MLP_MAPPING: ClassVar[dict[str, list[str]]] = {
+            **Qwen3Bridge._MLP_MAPPING,
+            "pre_mlp_layernorm": ["model.layers.{layer_number}.post_attention_layernorm.weight"],
+        }
+
+        def _build_config(self) -> Any:
+            return own
+
+    return Bridge(hf, dtype=torch.float32), model
