@@ -18,13 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from r3channel.errors import ConfigError
+from r3channel.transport.select import TRANSPORTS
 
 ENV_PREFIX = "R3CHANNEL_"
 _MIB = 1 << 20
 _LAST_PORT = 65535
-
-COSTLY_CODECS = frozenset({"set"})
-"""Codecs that cost more than a scheduler's thread can pay per request (about 1 GB/s of int16: `r3channel bench wire`)."""
 
 REFUSALS = {
     "speculative": "accepted tokens of a tree of drafts are moved without their ids, and not every algorithm hands on the ids of "
@@ -120,18 +118,18 @@ class ChannelConfig:
 
     def __post_init__(self) -> None:
         for name, allowed in (
-            ("transport", ("tcp", "nccl", "gloo")),
-            ("fallback", ("", "tcp")),
+            ("transport", tuple(TRANSPORTS)),
+            ("fallback", ("", *(name for name, kind in TRANSPORTS.items() if kind.join is None))),
             ("invalid_rows", ("error", "live", "mask")),
             ("on_missing", ("error", "live")),
             ("on_stale", ("accept", "mask", "reject")),
         ):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} {getattr(self, name)!r}, expected one of {allowed}")
-        if self.prefetch and self.transport == "nccl":
+        if self.prefetch and TRANSPORTS[self.transport].needs_gpu:
             raise ConfigError(
-                "prefetch with transport nccl: a receive that is pending on a trainer's GPU can deadlock with the framework's "
-                "own communicators; use tcp, or receive in the step's slot"
+                f"prefetch with transport {self.transport}: a receive that is pending on a trainer's GPU can deadlock with the "
+                "framework's own communicators; use tcp, or receive in the step's slot"
             )
         if self.sampling_masks and self.store_dir:
             raise ConfigError(
@@ -166,6 +164,11 @@ class ChannelConfig:
                 raise ConfigError(f"{name} {getattr(self, name)}, expected {least}..{_LAST_PORT}")
         if self.store_bytes < 64 * _MIB:
             raise ConfigError(f"store_bytes {self.store_bytes}, expected at least {64 * _MIB} bytes")
+
+    @property
+    def grouped(self) -> bool:
+        """Do rows travel over a process group of the relay and each receiver?"""
+        return TRANSPORTS[self.transport].join is not None
 
     @property
     def policy(self) -> str:
@@ -235,11 +238,6 @@ class EngineConfig:
         if self.delivery == "direct" and not (self.relay_url and self.token_file):
             raise ConfigError(
                 "R3CHANNEL_DELIVERY=direct needs R3CHANNEL_RELAY_URL (what Relay.serve returned) and R3CHANNEL_TOKEN_FILE"
-            )
-        if self.delivery == "inband" and self.codec in COSTLY_CODECS:
-            raise ConfigError(
-                f"codec {self.codec!r} with in-band delivery would be paid by the scheduler's thread for every request; set "
-                "R3CHANNEL_DELIVERY=direct, where another thread pays, or use stored, lz4 or auto"
             )
         for name in ("queue_bytes", "deliver_timeout_s"):
             if not 0 < getattr(self, name) < math.inf:

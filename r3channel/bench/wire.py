@@ -19,6 +19,7 @@ from r3channel.bench.harness import Effort, Parts, medians_s
 from r3channel.bench.routing_data import REGIMES, entropy_bytes_per_token, generate
 from r3channel.model.presets import Model, model_named
 from r3channel.model.spec import RoutingSpec
+from r3channel.wire.codec import AUTO, CODECS
 from r3channel.wire.frame import encode_frame, parse_frame
 from r3channel.wire.routing import Ids
 
@@ -56,12 +57,13 @@ PARTS: Parts = {"codecs": measure}
 def _results(model: Model, regime: str, rows: int, rounds: int) -> Iterator[dict[str, Any]]:
     ids_TLK = generate(model, regime=regime, rows=rows)
     ordered, unordered = entropy_bytes_per_token(ids_TLK, num_experts=model.num_experts)
+    unordered_names = {codec.name for codec in CODECS.values() if not codec.keeps_order}
     for name, way in ways(ids_TLK, spec=model.spec).items():
         data = way.encode()
         calls = {"encode": way.encode, "decode": lambda way=way, data=data: way.decode(data)}
         seconds = medians_s(calls, rounds=rounds, min_s=_MIN_S)
         speeds = {f"{what}_gbps": round(ids_TLK.size * 2 / 1e9 / s, 3) for what, s in seconds.items()}
-        entropy = round(unordered if name == "set" else ordered, 1)
+        entropy = round(unordered if name in unordered_names else ordered, 1)
         size = round(len(data) / rows, 2)
         yield {"codec": name, "bytes_per_token": size, **speeds, "entropy_bytes_per_token": entropy}
 
@@ -70,9 +72,9 @@ def ways(ids_TLK: Ids, *, spec: RoutingSpec) -> dict[str, Way]:
     """Ours and those of others that run here; what needs a missing package is left out. The JSON ones carry int32 over all
     decoder layers, dense ones included, as SGLang does. Header, sections and, encoding, digests are part of ours."""
     orjson, pybase64, zstandard = map(_module, ("orjson", "pybase64", "zstandard"))
-    nine_bits = ("packed9",) if 256 < spec.num_experts <= 512 else ()
-    codecs = ("auto", "stored", "lz4", *nine_bits, *(("set",) if zstandard else ()))
-    found = {codec: _ours(spec, ids_TLK, codec) for codec in codecs}
+    here = [codec for codec in CODECS.values() if not codec.needs or _module(codec.needs)]
+    fitting = [codec.name for codec in here if codec.encode(ids_TLK) is not None]
+    found = {name: _ours(spec, ids_TLK, name) for name in (AUTO, *fitting)}
     stock_TAK = np.zeros((len(ids_TLK), spec.num_layers, spec.top_k), np.int32)
     stock_TAK[:, list(spec.moe_layers)] = ids_TLK
     narrow_N = ids_TLK.astype(np.int16).reshape(-1)

@@ -13,6 +13,7 @@ import torch
 
 from r3channel.errors import ConfigError, RoutingError
 from r3channel.model.spec import RoutingSpec
+from r3channel.wire.codec import written_as_is
 from r3channel.wire.frame import encode_frame
 from r3channel.wire.inplace import Run, StoredFrame, prepare
 from r3channel.wire.routing import Ids, RowKind, spans_of
@@ -220,11 +221,7 @@ class FrameDraft:
         Rows without usable ids become invalid rows of kind MISSING. Raises RoutingError for rows of an unreadable weight
         version.
         """
-        # Where ids fill their bytes they stay as they are: asking whether lz4 would gain takes as long as all of `finish`, and to
-        # take the gain, a quarter at best, 30 times as long (measured), which one thread pays for all requests. On missing rows
-        # and above 256 experts `auto` decides.
-        as_they_are = codec == "stored" or (codec == "auto" and self.spec.num_experts <= 256)
-        if as_they_are and self._complete():
+        if written_as_is(codec, num_experts=self.spec.num_experts) and self._complete():
             self._stored.finish(sample_key=self.sample_key)
             return self._stored.buffer_N
         data = self._encode_with(codec)

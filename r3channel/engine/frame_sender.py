@@ -23,12 +23,13 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from r3channel.config import COSTLY_CODECS, EngineConfig
+from r3channel.config import EngineConfig
 from r3channel.engine.capture import FrameDraft
 from r3channel.errors import ConfigError
 from r3channel.observe.metrics import Metrics
 from r3channel.observe.stage_clock import StageClock
 from r3channel.transport.auth import read_token
+from r3channel.wire.codec import AUTO, codec_named
 from r3channel.wire.frame import encode_error, sample_key
 from r3channel.wire.hello import PROBE_PREFIX, Hello
 from r3channel.wire.ingest import FRAMES_PATH, HELLO_PATH, PARCEL_BYTES, PARCEL_FRAMES, Status
@@ -49,11 +50,11 @@ class Outlet:
     def __init__(self, config: EngineConfig, hello: Hello, *, replica: int = 0) -> None:
         """`replica`: which of an engine's processes that reply this is; each has a page of its own."""
         self._hello = hello
+        # In-band the scheduler's thread pays, so a costly codec is for the sender only.
+        self._inband_codec = AUTO if is_costly(config) else config.codec
         clock = StageClock("engine", max_spans=0)
         self.metrics = Metrics.of("engine", config, clock=clock, offset=replica)
         self.metrics.measure("r3channel_engine_frames_total", way="inband")
-        # In-band the scheduler's thread pays, so a costly codec is for the sender only.
-        self._inband_codec = "auto" if config.codec in COSTLY_CODECS else config.codec
         self._sender = None
         if config.delivery == "direct":
             self._sender = Sender.start(config, hello, metrics=self.metrics)
@@ -77,6 +78,19 @@ class Outlet:
         if self._sender is not None:
             self._sender.close()
         self.metrics.close()
+
+
+def is_costly(config: EngineConfig) -> bool:
+    """Whether the codec is one for the sender's thread only. ConfigError for one that is unknown or lacks its package, and for a
+    costly one in-band."""
+    codec = codec_named(config.codec)
+    costly = codec is not None and codec.costly
+    if costly and config.delivery == "inband":
+        raise ConfigError(
+            f"codec {config.codec!r} with in-band delivery would be paid by the scheduler's thread for every request; set "
+            "R3CHANNEL_DELIVERY=direct, where another thread pays, or use stored, lz4 or auto"
+        )
+    return costly
 
 
 def report(error: Exception, *, request_id: str) -> bytes:

@@ -34,7 +34,7 @@ from r3channel.engine.capture import (
     parse_weight_version,
     torch_id_dtype,
 )
-from r3channel.engine.frame_sender import Outlet, report
+from r3channel.engine.frame_sender import Outlet, is_costly, report
 from r3channel.engine.masks import KeptMasks
 from r3channel.engine.refusals import (
     KERNEL_ROUTING,
@@ -61,7 +61,6 @@ from r3channel.engine.sglang_hooks import (
 from r3channel.errors import ConfigError, R3Error
 from r3channel.model.spec import RoutingSpec
 from r3channel.transport.versions import nccl_version, torch_version
-from r3channel.wire.codec import check_codec
 from r3channel.wire.frame import sample_key
 from r3channel.wire.hello import Hello
 from r3channel.wire.masks import MOST_IDS
@@ -82,7 +81,7 @@ _announced_version: str | None = None
 def apply(config: EngineConfig) -> None:
     """Register the hooks; SGLang applies them right after its plug-ins have run. Call once per process."""
     global _config, _table
-    check_codec(config.codec)  # an unknown one ends the start, not the first request
+    is_costly(config)  # an unknown codec ends the start, not the first request
     _config, _table = config, matching_table() or ""  # before a hook changes what is looked at
     HookRegistry.register(CAPTURER, FrameCapturer, HookType.REPLACE)
     HookRegistry.register(COLLECT, collect_frame, HookType.AROUND)

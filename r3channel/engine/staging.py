@@ -28,14 +28,13 @@ from r3channel.engine.capture import (
     parse_weight_version,
     torch_id_dtype,
 )
-from r3channel.engine.frame_sender import Outlet, report
+from r3channel.engine.frame_sender import Outlet, is_costly, report
 from r3channel.engine.refusals import KERNEL_ROUTING, Refusal, refusals, refuse
 from r3channel.engine.sglang_hooks import installed_version
 from r3channel.engine.sglang_settings import flag
 from r3channel.errors import ConfigError
 from r3channel.model.spec import RoutingSpec
 from r3channel.transport.versions import nccl_version, torch_version
-from r3channel.wire.codec import check_codec
 from r3channel.wire.frame import sample_key
 from r3channel.wire.hello import Hello
 from r3channel.wire.routing import RowKind
@@ -71,7 +70,7 @@ def create_capturer(
         return None
     if config.sampling_masks:
         raise ConfigError("R3CHANNEL_SAMPLING_MASKS=1: SGLang 0.5.9 returns no sampling masks")
-    check_codec(config.codec)  # an unknown one ends the start, not the first request
+    is_costly(config)  # an unknown codec ends the start, not the first request
     spec = RoutingSpec.from_hf_config(model_config.hf_text_config)
     values = vars(server_args)
     refuse([*refusals(values, spec=spec), *_of_0_5_9(values)], allowed=config.allowed)

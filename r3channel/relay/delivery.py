@@ -30,7 +30,7 @@ from r3channel.relay.staging import DeviceStaging, HostStaging
 from r3channel.transport.base import Pending, Rendezvous, Transport
 from r3channel.transport.connection import Connection
 from r3channel.transport.listener import Listener
-from r3channel.transport.select import gpu_of, join, open_store
+from r3channel.transport.select import TRANSPORTS, gpu_of, join, open_store
 from r3channel.wire import row_protocol as wire
 
 
@@ -64,10 +64,10 @@ class Delivery:
         self.peak_staging_bytes = 0
         """The most that one receiver has had staged at once: nothing where rows go from where they lie, else one bucket (two over
         a process group), whatever the tokens."""
-        grouped, nccl = config.transport != "tcp", config.transport == "nccl"
-        self._store = open_store(config.interface) if grouped else None
-        self.staging = DeviceStaging(config.device) if nccl else None
-        self._gpu = gpu_of(config.device) if nccl else ""
+        needs_gpu = TRANSPORTS[config.transport].needs_gpu
+        self._store = open_store(config.interface) if config.grouped else None
+        self.staging = DeviceStaging(config.device) if needs_gpu else None
+        self._gpu = gpu_of(config.device) if needs_gpu else ""
         self._listener = Listener(config.interface, token=self._token, on_link=self._admit)
 
     def hello(self, key: ShardKey) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from r3channel.plan.ticket import Ticket
 from r3channel.transport.base import RELAY_RANK, Pending, Rendezvous, Transport
 from r3channel.transport.connection import Connection
 from r3channel.transport.listener import connect
-from r3channel.transport.select import gpu_of, join
+from r3channel.transport.select import TRANSPORTS, gpu_of, join
 from r3channel.wire import row_protocol as wire
 from r3channel.wire.routing import Ids
 
@@ -90,8 +90,8 @@ class RelayConnection:
         """
         deadline_s = time.monotonic() + timeout_s
         self._connect(timeout_s=timeout_s)
-        self._memory(self._config.bucket_bytes, count=2 if self._grouped else 1)
-        if self._grouped:
+        self._memory(self._config.bucket_bytes, count=2 if self._config.grouped else 1)
+        if self._config.grouped:
             try:
                 self._join_group(deadline_s)
             except R3Error:
@@ -100,7 +100,7 @@ class RelayConnection:
 
     def _connect(self, *, timeout_s: float) -> None:
         where = self._control.hello(dp=self._coords.dp, pp=self._coords.pp, cp=self._coords.cp)
-        if self._grouped and self._config.fallback:
+        if self._config.grouped and self._config.fallback:
             self._metrics.measure("r3channel_fallback_shards_total")
         self._link = connect(
             where["host"],
@@ -112,11 +112,6 @@ class RelayConnection:
         self._lives += 1
         self._metrics.set("r3channel_epoch", self._lives)
 
-    @property
-    def _grouped(self) -> bool:
-        """Do rows come over a process group?"""
-        return self._config.transport != "tcp"
-
     def receive(self, ticket: Ticket, stream: Stream, sink: Callable[[], Sink]) -> None:
         """Its rows of a step, verified and acknowledged, in the sink of the last attempt.
 
@@ -127,7 +122,7 @@ class RelayConnection:
         config, failures = self._config, 0
         deadline_s = time.monotonic() + config.step_timeout_s
         while True:
-            if failures == config.max_group_failures and self._grouped:
+            if failures == config.max_group_failures and self._config.grouped:
                 self._metrics.inc("r3channel_fallback_shards_total")
             try:
                 group = failures < config.max_group_failures
@@ -137,7 +132,7 @@ class RelayConnection:
                 self._leave()
                 self._metrics.inc("r3channel_group_resets_total")
                 failures += 1
-                extra = _FALLBACK_LIVES if self._grouped and config.fallback else 0
+                extra = _FALLBACK_LIVES if self._config.grouped and config.fallback else 0
                 if failures >= config.max_group_failures + extra or time.monotonic() > deadline_s:
                     raise self._of_step(error, ticket.step) from error
         with self._clock.span("wait_relay", step=ticket.step):
@@ -159,7 +154,7 @@ class RelayConnection:
         if self._link is None:
             self._connect(timeout_s=_left(join_by_s))
         step, clock = ticket.step, self._clock
-        group = group and self._grouped
+        group = group and self._config.grouped
         if group and self._group is None:
             with clock.span("wait_join", step=step):
                 self._join_group(join_by_s)
@@ -287,7 +282,7 @@ class RelayConnection:
 
     def _join_group(self, deadline_s: float) -> None:
         """On this connection, with the relay alone."""
-        self._say(wire.GROUP, gpu=gpu_of() if self._config.transport == "nccl" else "")
+        self._say(wire.GROUP, gpu=gpu_of() if TRANSPORTS[self._config.transport].needs_gpu else "")
         values = self._hear(wire.GROUP, deadline_s, names=_PLACE)
         rendezvous = Rendezvous(**{name: values[name] for name in _PLACE})
         self._group = join(rendezvous, timeout_s=_left(deadline_s))

@@ -15,7 +15,7 @@ import numpy as np
 
 from r3channel import errors
 from r3channel.model.spec import RoutingSpec
-from r3channel.wire.codec import CODECS, STORED, Wire, codec_for, encode_chunk
+from r3channel.wire.codec import CODECS, STORED, Codec, Wire, encode_chunk
 from r3channel.wire.routing import Ids
 
 CHUNK_ROWS = 8192
@@ -44,13 +44,12 @@ def _blocks(rows: int) -> Iterator[tuple[int, int]]:
         yield row, min(CHUNK_ROWS, rows - row)
 
 
-def encode_chunks(ids_TLK: Ids, *, codec: str) -> list[Chunk]:
+def encode_chunks(ids_TLK: Ids, *, codec: Codec) -> list[Chunk]:
     """All chunks. Their bytes may be views of `ids_TLK` where it is contiguous."""
-    chosen = codec_for(ids_TLK[:CHUNK_ROWS], codec=codec)
     parts = (
         (row, rows, np.ascontiguousarray(ids_TLK[row : row + rows])) for row, rows in _blocks(len(ids_TLK))
     )
-    return [Chunk(row, rows, *encode_chunk(part_TLK, codec=chosen)) for row, rows, part_TLK in parts]
+    return [Chunk(row, rows, *encode_chunk(part_TLK, codec=codec)) for row, rows, part_TLK in parts]
 
 
 def table_of(chunks: list[Chunk], *, layers: int) -> bytes:
@@ -78,7 +77,7 @@ def read_chunks(
     for index, (row, height) in enumerate(_blocks(rows)):
         *place, size, codec = _CHUNK.unpack_from(body, index * CHUNK_BYTES)
         expected, raw_bytes = (row, height, 0, spec.num_moe_layers), height * spec.bytes_per_token
-        least = raw_bytes if codec == STORED.codec_id else 0
+        least = raw_bytes if codec in CODECS and CODECS[codec].as_is else 0
         if (
             tuple(place) != expected
             or codec not in CODECS

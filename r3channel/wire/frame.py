@@ -28,6 +28,7 @@ import xxhash
 from r3channel import errors
 from r3channel.model.spec import RoutingSpec
 from r3channel.wire.chunks import (
+    CHUNK_ROWS,
     Chunk,
     chunk_count,
     decode_chunk,
@@ -36,7 +37,7 @@ from r3channel.wire.chunks import (
     stored_table,
     table_of,
 )
-from r3channel.wire.codec import CODECS, STORED, check_codec
+from r3channel.wire.codec import CODECS, STORED, codec_for
 from r3channel.wire.digest import layer_digests
 from r3channel.wire.frame_view import Frame
 from r3channel.wire.header import (
@@ -93,11 +94,10 @@ def encode_frame(
     """Bytes of one frame. `expert_ids_TLK` is [rows, L, K] in `spec.id_dtype` and is copied once.
 
     Without `provenance` all rows are decoded rows of weight version 0. Ids are hashed and not checked here: the engine's
-    scheduler thread pays for this call, and the relay checks every id. Ids of invalid rows may be anything, and codec `set`
-    replaces them.
+    scheduler thread pays for this call, and the relay checks every id. Ids of invalid rows may be anything, and a codec
+    that drops the order of a row replaces them.
     """
     check_shape(expert_ids_TLK, spec=spec, where="encode_frame")
-    check_codec(codec)
     rows = len(expert_ids_TLK)
     if provenance is None:
         provenance = _decoded_by_version_0(first_row, rows)
@@ -112,9 +112,10 @@ def encode_frame(
         sections += np.packbits(valid_T, bitorder="little").tobytes()
     for span in provenance:
         sections += pack_span(span.start, span.end, span.weight_version, span.kind)
-    if codec == "set":
+    chosen = codec_for(expert_ids_TLK[:CHUNK_ROWS], codec=codec)
+    if not chosen.keeps_order:
         expert_ids_TLK = _with_sets_in_invalid_rows(expert_ids_TLK, valid_T)
-    chunks = encode_chunks(expert_ids_TLK, codec=codec)
+    chunks = encode_chunks(expert_ids_TLK, codec=chosen)
     if any(not CODECS[chunk.codec].keeps_order for chunk in chunks):
         flags |= FLAG_UNORDERED
         expert_ids_TLK = _as_decoded(expert_ids_TLK, chunks)

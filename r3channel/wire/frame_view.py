@@ -10,7 +10,7 @@ import numpy as np
 from r3channel import errors
 from r3channel.model.spec import RoutingSpec
 from r3channel.wire.chunks import Chunk, decode_chunk
-from r3channel.wire.codec import STORED
+from r3channel.wire.codec import CODECS
 from r3channel.wire.mixing import Words
 from r3channel.wire.routing import Ids, ProvenanceSpan, SampleRouting, raise_unsound
 from r3channel.wire.validate import checked
@@ -117,7 +117,7 @@ class Frame:
 
     def _view(self) -> Ids | None:
         spec = self.spec
-        if any(chunk.codec != STORED.codec_id for chunk in self._chunks):
+        if not all(CODECS[chunk.codec].as_is for chunk in self._chunks):
             return None
         view = np.frombuffer(self._payload, spec.id_dtype).reshape(self.rows, spec.num_moe_layers, spec.top_k)
         return view if view.ctypes.data % _WORD_BYTES == 0 else None

@@ -20,10 +20,11 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from r3channel.config import ChannelConfig
 from r3channel.errors import ConfigError, DeadlineExceeded, TransportError, UsageError
 from r3channel.transport.base import Rendezvous, Transport
 from r3channel.transport.process_group import UNLIMITED, ProcessGroupTransport, RendezvousStore
-from r3channel.transport.select import join
+from r3channel.transport.select import TRANSPORTS, Kind, join
 
 TIMEOUT_S = 20.0
 Joiner = Callable[..., list[Transport]]
@@ -171,6 +172,19 @@ def test_an_unknown_backend_is_refused() -> None:
     pigeon = Rendezvous(backend="carrier pigeon", name="x", epoch=1, rank=0, world_size=2, host="", port=1)
     with pytest.raises(ConfigError, match="'carrier pigeon'"):
         join(pigeon, timeout_s=1.0)
+
+
+def test_a_transport_of_ones_own_needs_its_class_and_its_line_in_the_registry(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    joined: list[tuple[Rendezvous, float]] = []
+    pigeon = Kind(lambda *given: joined.append(given), needs_gpu=True)  # pyright: ignore[reportArgumentType]
+    monkeypatch.setitem(TRANSPORTS, "pigeon", pigeon)
+    where = Rendezvous(backend="pigeon", name="x", epoch=1, rank=0, world_size=2, host="", port=1)
+    join(where, timeout_s=1.0)
+    assert joined == [(where, 1.0)] and ChannelConfig(transport="pigeon").fallback == "tcp"
+    with pytest.raises(ConfigError, match="prefetch with transport pigeon"):
+        ChannelConfig(transport="pigeon", prefetch=True)
 
 
 def test_several_messages_may_be_under_way(group: Joiner) -> None:

@@ -18,10 +18,12 @@ import zstandard
 
 from r3channel import errors
 from r3channel.bench.routing_data import REGIMES, generate
+from r3channel.config import EngineConfig
+from r3channel.engine.frame_sender import is_costly
 from r3channel.model.presets import model_named
 from r3channel.model.spec import RoutingSpec
 from r3channel.wire.chunks import CHUNK_ROWS
-from r3channel.wire.codec import CODECS, LZ4, PACKED9, SET, STORED, codec_for
+from r3channel.wire.codec import CODECS, LZ4, PACKED9, SET, STORED, Codec, bytes_of, codec_for
 from r3channel.wire.frame import HEADER_BYTES, encode_frame, parse_frame
 from r3channel.wire.routing import Ids
 from tests.memory import growth_of
@@ -120,6 +122,29 @@ def test_a_set_costs_at_most_268_bytes_per_row_in_every_regime(regime: str) -> N
     valid = np.arange(512) % 100 != 99
     data = encode_frame(model.spec, expert_ids_TLK=ids, valid_T=valid, codec="set")
     assert len(data) / 512 <= (256 if regime == "U" else 268)
+
+
+class Backwards(Codec):
+    """Ids from last to first: nobody's codec."""
+
+    codec_id, name, worth_it, costly = 9, "backwards", 1.1, True
+
+    def encode(self, ids_TLK: Ids) -> bytes:
+        return bytes(bytes_of(ids_TLK))[::-1]
+
+    def decode_into(self, wire: memoryview, out_TLK: Ids) -> None:
+        bytes_of(out_TLK)[:] = bytes(wire)[::-1]
+
+
+def test_a_codec_of_ones_own_needs_its_class_and_its_line_in_the_registry(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(CODECS, Backwards.codec_id, Backwards())
+    ids = random_ids(50)
+    frame = parse_frame(encode_frame(SPEC, expert_ids_TLK=ids, codec="backwards"), spec=SPEC)
+    assert np.array_equal(frame.verify(), ids) and frame._chunks[0].codec == 9 and frame.ordered
+    with pytest.raises(errors.ConfigError, match="codec 'backwards' with in-band delivery"):
+        is_costly(EngineConfig(codec="backwards"))
 
 
 def test_an_unknown_codec_is_refused_by_name() -> None:

@@ -138,7 +138,6 @@ def test_a_value_out_of_range_or_a_wrong_pair_is_refused_by_name(values: dict[st
     [
         ({"delivery": "post"}, "R3CHANNEL_DELIVERY is 'post'"),
         ({"delivery": "direct"}, "needs R3CHANNEL_RELAY_URL"),
-        ({"codec": "set"}, "set R3CHANNEL_DELIVERY=direct"),
         ({"queue_bytes": 0}, "queue_bytes is 0"),
         ({"allow": "pp,nothing"}, "names .'nothing'."),
     ],

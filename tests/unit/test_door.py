@@ -18,6 +18,8 @@ import pytest
 
 import r3channel
 from r3channel import errors
+from r3channel.config import EngineConfig
+from r3channel.engine.frame_sender import Outlet
 from r3channel.relay.arrival import door as door_module
 from r3channel.relay.arrival.door import MAX_HEAD_BYTES, BodyLost, Door, Link, Request
 from r3channel.transport.auth import create_token, read_token
@@ -549,6 +551,16 @@ def test_a_refused_hello_is_given_as_the_reason_for_frames_that_were_not_taken(
         engine.finish("r1", 9)
     assert engine.frames("given_up") == 1 and intake.tried == []
     assert "1 frames (serials 1 to 1)" in caplog.messages[-1] and "num_experts 64" in caplog.messages[-1]
+
+
+@pytest.mark.parametrize(
+    ("codec", "said"), [("set", "set R3CHANNEL_DELIVERY=direct"), ("zip", "'zip', expected one of")]
+)
+def test_a_codec_that_is_unknown_or_costs_the_scheduler_too_much_ends_the_start(
+    codec: str, said: str
+) -> None:
+    with pytest.raises(errors.ConfigError, match=said):
+        Outlet(EngineConfig(codec=codec), hello_of())
 
 
 @pytest.mark.parametrize("url", ["10.0.0.1:9", "ftp://h:1", "http://", "http://h:99999", "http://h:x"])

@@ -24,13 +24,15 @@ PACKAGE = ROOT / "r3channel"
 LEVELS = {
     "errors": 0,
     "model": 1,
-    **dict.fromkeys(("config", "observe"), 2),
-    "wire": 3,
-    "plan": 4,
-    **dict.fromkeys(("transport", "recordings"), 5),
-    **dict.fromkeys(("engine", "relay", "trainer", "weights"), 6),
-    "integrations": 7,
-    **dict.fromkeys(("cli", "pytest_plugin", "bench", "tools"), 8),
+    "observe": 2,
+    "transport": 3,
+    "config": 4,
+    "wire": 5,
+    "plan": 6,
+    "recordings": 7,
+    **dict.fromkeys(("engine", "relay", "trainer", "weights"), 8),
+    "integrations": 9,
+    **dict.fromkeys(("cli", "pytest_plugin", "bench", "tools"), 10),
 }
 """Level of each room, as DESIGN.md draws them. A room imports itself and lower levels only; what people type (the highest
 level) may also import its own level."""

@@ -94,7 +94,7 @@ def prepared(args: Namespace) -> Namespace:
             "--r3-invalid-rows mask and --r3-on-stale mask: slime's loss masks are not reached; give another policy",
         ),
         (
-            channel.transport != "tcp",
+            channel.grouped,
             f"--r3-transport {channel.transport}: slime's rollout manager owns no GPU; expected tcp",
         ),
         (

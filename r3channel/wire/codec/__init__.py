@@ -16,35 +16,53 @@ from __future__ import annotations
 import numpy as np
 
 from r3channel.errors import ConfigError
-from r3channel.wire.codec.base import Codec, Wire, bytes_of
-from r3channel.wire.codec.expert_set import ExpertSet, zstandard
+from r3channel.wire.codec.base import Codec, Wire, bytes_of, needed_by
+from r3channel.wire.codec.expert_set import ExpertSet
 from r3channel.wire.codec.lz4 import Lz4
 from r3channel.wire.codec.packed9 import Packed9
 from r3channel.wire.codec.stored import Stored
 from r3channel.wire.routing import Ids
 
-__all__ = ["CODECS", "CODEC_NAMES", "Codec", "Wire", "bytes_of", "check_codec", "codec_for", "encode_chunk"]
-
-LZ4_WORTH_IT = 0.95
-"""lz4 is kept only when a chunk shrinks below this share. Ids captured from a model with random weights shrink to 0.58, from one
-trained for seven minutes to 0.78 (8 layers, top-8 of 128), synthetic ones of `bench.routing_data` not at all. What it gains is
-paid with 2 to 4 ms per MB of encoding where ids repeat, and with next to nothing where they do not (measured)."""
+__all__ = [
+    "AUTO",
+    "CODECS",
+    "Codec",
+    "Wire",
+    "bytes_of",
+    "codec_for",
+    "codec_named",
+    "encode_chunk",
+    "written_as_is",
+]
 
 _PROBE_BYTES = 32 << 10
 """Twice: 0.02 ms where nothing repeats, 0.2 ms where much does. Half as much misses repeats 100 tokens apart in 48 layers."""
 
 STORED, LZ4, PACKED9, SET = Stored(), Lz4(), Packed9(), ExpertSet()
 CODECS: dict[int, Codec] = {codec.codec_id: codec for codec in (STORED, LZ4, PACKED9, SET)}
-_BY_NAME = {codec.name: codec for codec in CODECS.values()}
-CODEC_NAMES = ("auto", *_BY_NAME)
+AUTO = "auto"
 
 
-def check_codec(codec: str) -> None:
-    """Raise ConfigError for an unknown name, or one whose package is not installed."""
-    if codec not in CODEC_NAMES:
-        raise ConfigError(f"codec {codec!r}, expected one of {CODEC_NAMES}")
-    if codec == SET.name:
-        zstandard()
+def codec_named(name: str) -> Codec | None:
+    """None for `auto`. Raises ConfigError for an unknown name, or one whose package is not installed."""
+    if name == AUTO:
+        return None
+    for codec in CODECS.values():
+        if codec.name == name:
+            if codec.needs:
+                needed_by(codec)
+            return codec
+    raise ConfigError(f"codec {name!r}, expected one of {(AUTO, *(codec.name for codec in CODECS.values()))}")
+
+
+def written_as_is(name: str, *, num_experts: int) -> bool:
+    """Does the codec of this name store valid ids as they are, without a look at them?
+
+    Where ids fill their bytes `auto` does: asking whether lz4 would gain takes as long as all of `StoredFrame.finish`, and to
+    take the gain, a quarter at best, 30 times as long (measured), which one thread pays for all requests.
+    """
+    codec = codec_named(name)
+    return num_experts <= 256 if codec is None else codec.as_is
 
 
 def codec_for(ids_TLK: Ids, *, codec: str) -> Codec:
@@ -53,9 +71,9 @@ def codec_for(ids_TLK: Ids, *, codec: str) -> Codec:
     >>> codec_for(np.zeros((9000, 3, 8), np.uint8), codec="auto").name
     'lz4'
     """
-    check_codec(codec)
-    if codec != "auto":
-        return _BY_NAME[codec]
+    named = codec_named(codec)
+    if named is not None:
+        return named
     if ids_TLK.dtype == np.int16:
         return PACKED9
     return LZ4 if _may_shrink(ids_TLK) else STORED
@@ -63,10 +81,9 @@ def codec_for(ids_TLK: Ids, *, codec: str) -> Codec:
 
 def encode_chunk(ids_TLK: Ids, *, codec: Codec) -> tuple[int, Wire]:
     """(codec id, bytes) of a C-contiguous chunk. Falls back to `stored`; the bytes may be a view of the chunk."""
-    if codec is not STORED and len(ids_TLK):
+    if not codec.as_is and len(ids_TLK):
         wire = codec.encode(ids_TLK)
-        limit = LZ4_WORTH_IT * ids_TLK.nbytes if codec is LZ4 else ids_TLK.nbytes
-        if wire is not None and len(wire) < limit:
+        if wire is not None and len(wire) < codec.worth_it * ids_TLK.nbytes:
             return codec.codec_id, wire
     return STORED.codec_id, STORED.encode(ids_TLK)
 
@@ -78,4 +95,4 @@ def _may_shrink(ids_TLK: Ids) -> bool:
         return True
     parts = [np.ascontiguousarray(ids_TLK[at : at + rows]) for at in (0, len(ids_TLK) // 2)]
     packed = sum(len(LZ4.encode(part)) for part in parts)
-    return packed < LZ4_WORTH_IT * sum(part.nbytes for part in parts)
+    return packed < LZ4.worth_it * sum(part.nbytes for part in parts)

@@ -2,33 +2,55 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
+from importlib import import_module
+from typing import Any
 
 import numpy as np
 
+from r3channel.errors import ConfigError
 from r3channel.wire.routing import Ids
 
 Wire = bytes | memoryview
 
 
-class Codec(Protocol):
+class Codec(ABC):
     """One coding of a chunk. A codec id is a promise: its bytes are decoded for ever."""
 
     codec_id: int
     name: str
-    keeps_order: bool
-    """False where the order of the ids within a row is lost."""
+    keeps_order: bool = True
+    """False where the order of the ids within a row is lost; invalid rows are then written as sets."""
+    as_is: bool = False
+    """Are the bytes the ids as they lie in memory, so that a frame may be filled in place and read without a copy?"""
+    costly: bool = False
+    """Does it cost more than a scheduler's thread can pay per request (about 1 GB/s of int16: `r3channel bench wire`)?"""
+    worth_it: float = 1.0
+    """A chunk is kept in this coding only when it shrinks below this share."""
+    needs: str = ""
+    """Package that it imports, empty for none, and the extra of r3channel that brings it."""
+    extra: str = ""
 
+    @abstractmethod
     def encode(self, ids_TLK: Ids) -> Wire | None:
         """Bytes of a C-contiguous chunk of uint8 or int16 ids; None where this codec cannot hold these ids."""
-        ...
 
+    @abstractmethod
     def decode_into(self, wire: memoryview, out_TLK: Ids) -> None:
         """Fill a C-contiguous `out_TLK` entirely or raise `FrameCorrupt`.
 
         The output's size bounds the work: no size is taken from the wire, and nothing is written past `out_TLK`.
         """
-        ...
+
+
+def needed_by(codec: Codec) -> Any:
+    """The module that a codec needs. ConfigError where its extra is not installed."""
+    try:
+        return import_module(codec.needs)
+    except ImportError as error:
+        raise ConfigError(
+            f"codec {codec.name!r} needs the {codec.needs} package: install r3channel[{codec.extra}], or use another codec"
+        ) from error
 
 
 def bytes_of(ids_TLK: Ids) -> memoryview:

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from r3channel.errors import ConfigError, FrameCorrupt
+from r3channel.errors import FrameCorrupt
+from r3channel.wire.codec.base import Codec, needed_by
 from r3channel.wire.routing import Ids
 
 _LEVEL = 1
@@ -24,7 +25,7 @@ _BLOCK_SETS = 1 << 14
 """Sets sorted at a time, so that all planes of a block stay in the cache."""
 
 
-class ExpertSet:
+class ExpertSet(Codec):
     """Sorted ids, steps between them, zstd.
 
     >>> rows = np.array([[[9, 2, 5]], [[1, 0, 7]]], np.uint8)
@@ -38,6 +39,8 @@ class ExpertSet:
     codec_id = 3
     name = "set"
     keeps_order = False
+    costly = True
+    needs, extra = "zstandard", "dense"
 
     def encode(self, ids_TLK: Ids) -> bytes | None:
         steps_KN = _steps(ids_TLK)
@@ -46,33 +49,23 @@ class ExpertSet:
         planes = steps_KN.view(np.uint8)
         if steps_KN.dtype == np.uint16:
             planes = np.stack((planes[:, 0::2], planes[:, 1::2]))
-        compressor = zstandard().ZstdCompressor(level=_LEVEL, write_checksum=True, write_content_size=True)
+        zstd = needed_by(self)
+        compressor = zstd.ZstdCompressor(level=_LEVEL, write_checksum=True, write_content_size=True)
         return compressor.compress(planes.reshape(-1).data)
 
     def decode_into(self, wire: memoryview, out_TLK: Ids) -> None:
         slots = out_TLK.shape[-1]
         unsigned = np.dtype(f"u{out_TLK.itemsize}")
-        planes_BKN = _decompress(wire, out_TLK.nbytes).reshape(unsigned.itemsize, slots, -1)
+        plain = _decompress(needed_by(self), wire, out_TLK.nbytes)
+        planes_BKN = plain.reshape(unsigned.itemsize, slots, -1)
         _accumulate(planes_BKN, out_NK=out_TLK.view(unsigned).reshape(-1, slots))
 
 
-def zstandard() -> Any:
-    """The zstandard module; ConfigError where the extra is not installed."""
-    try:
-        import zstandard as module
-    except ImportError as error:
-        raise ConfigError(
-            "codec 'set' needs the zstandard package: install r3channel[dense], or use another codec"
-        ) from error
-    return module
-
-
-def _decompress(wire: memoryview, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def _decompress(zstd: Any, wire: memoryview, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Exactly `nbytes` of plain data.
 
     `max_output_size` is ignored by the library when the data declare a size, so the declared size is compared first.
     """
-    zstd = zstandard()
     try:
         declared = zstd.get_frame_parameters(wire)
         if declared.content_size != nbytes or declared.dict_id != 0:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import lz4.block
 
 from r3channel.errors import FrameCorrupt
-from r3channel.wire.codec.base import bytes_of
+from r3channel.wire.codec.base import Codec, bytes_of
 from r3channel.wire.routing import Ids
 
 
-class Lz4:
+class Lz4(Codec):
     """
     >>> import numpy as np
     >>> out = np.empty((1, 100, 8), np.uint8)
@@ -23,7 +23,10 @@ class Lz4:
 
     codec_id = 1
     name = "lz4"
-    keeps_order = True
+    worth_it = 0.95
+    """Ids captured from a model with random weights shrink to 0.58, from one trained for seven minutes to 0.78 (8 layers, top-8
+    of 128), synthetic ones of `bench.routing_data` not at all. What it gains is paid with 2 to 4 ms per MB of encoding where ids
+    repeat, and with next to nothing where they do not (measured)."""
 
     def encode(self, ids_TLK: Ids) -> bytes:
         return lz4.block.compress(bytes_of(ids_TLK), store_size=False)

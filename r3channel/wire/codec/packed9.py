@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from r3channel.errors import FrameCorrupt
+from r3channel.wire.codec.base import Codec
 from r3channel.wire.routing import Ids
 from r3channel.wire.validate import kernels
 
@@ -16,7 +17,7 @@ _BLOCK_IDS = 1 << 16
 """Ids worked on at a time, so that the steps between meet in the cache; a multiple of 8."""
 
 
-class Packed9:
+class Packed9(Codec):
     """A byte plane and a bit plane.
 
     >>> wire = Packed9().encode(np.array([[[511, 2, 256]]], np.int16))
@@ -29,7 +30,6 @@ class Packed9:
 
     codec_id = 2
     name = "packed9"
-    keeps_order = True
 
     def encode(self, ids_TLK: Ids) -> memoryview | None:
         ids_N = ids_TLK.reshape(-1)
