@@ -20,10 +20,10 @@ _NATIVE = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBacke
 
 
 def register() -> None:
-    """Entry point `r3channel_embedded` of group `sglang.srt.plugins`; called once in each SGLang process."""
+    """Entry point `r3channel_embedded` of group `sglang.srt.plugins`, declared in shims/; called once in each SGLang process."""
     if os.environ.get("R3CHANNEL_EMBEDDED") != "1":
         return
-    # Imported here: SGLang opens this module in every engine, also where the embedded mode is off.
+    # Imported here: `make gpu` has the shims on its path too, and SGLang opens this module with the embedded mode off.
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.state_capturer import base
 
