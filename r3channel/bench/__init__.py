@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from r3channel.errors import ConfigError
 
@@ -12,14 +13,21 @@ BENCHES = {
     "capture": "what capture costs a real engine: off, stock, in-band, direct",
     "wire": "codecs: bytes per token, encode and decode speed, beside entropy and memcpy",
     "plan": "assignment, cutting and placement: CPU time at realistic sizes",
-    "e2e": "the whole loop with the channel, the default path and no routing; trainer CPU in pairs",
+    "e2e": "a train step through the channel and without routing, in pairs: CPU, wall, wait",
     "relay": "a step from the manager to every rank: ours, Ray's object store and Direct Transport, raw gloo",
     "weights": "the reverse path: SGLang per tensor, flattened, ours staged and in shared memory, raw gloo",
     "replay": "a train step of real Megatron with and without replay: CPU time, interleaved",
 }
-"""Name -> what it measures. `r3channel.bench.NAME` has `PARTS`, see `r3channel.bench.harness`."""
+"""Name -> what it measures, as its help says."""
 OF_CLONE = ("capture", "e2e", "weights", "replay")
 """Those that start real engines or trainers without a GPU: examples/embedded does it, which no wheel has."""
+
+
+def parts_of(name: str) -> Mapping[str, Callable[..., dict[str, Any]]]:
+    """What a benchmark measures, by name of the part. The module is imported here; `replay` shares that of `e2e`."""
+    if name == "replay":
+        return importlib.import_module("r3channel.bench.e2e").REPLAY
+    return importlib.import_module(f"r3channel.bench.{name}").PARTS
 
 
 def run(argv: Sequence[str]) -> int:
@@ -35,5 +43,5 @@ def run(argv: Sequence[str]) -> int:
             f"bench {argv[0]} starts real engines or trainers with examples/embedded, which is part of the repository and not of "
             "the wheel; clone the repository, type `make setup`, and run the benchmark there"
         )
-    module = importlib.import_module(f"r3channel.bench.{argv[0]}")
-    return importlib.import_module("r3channel.bench.harness").run(argv, module.PARTS, about=module.__doc__)
+    harness = importlib.import_module("r3channel.bench.harness")
+    return harness.run(argv, parts_of(argv[0]), about=BENCHES[argv[0]])

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -30,19 +30,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from r3channel.bench.harness import Effort, Parts, generate, interleaved, timed
+from r3channel.bench.harness import Effort, Parts, cpu_seconds_of, family_of, interleaved, posted, timed
+from r3channel.bench.wire import generate, hello_of
 from r3channel.config import ChannelConfig, EngineConfig
 from r3channel.errors import EngineUnavailable
+from r3channel.model.presets import model_named
 from r3channel.model.spec import RoutingSpec
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.relay import Relay
 from r3channel.wire.parcel import Receipt
+from r3channel.wire.routing import RowKind
 
 if TYPE_CHECKING:
     from examples.embedded.sglang import EngineServer
 
 VARIANTS = ("off", "stock", "r3channel", "direct")
-SPEC = RoutingSpec(num_layers=48, moe_layers=tuple(range(48)), num_experts=128, top_k=8)
+MODEL = "qwen3-30b-a3b"
+SPEC = model_named(MODEL).spec
 ROWS = (1000, 4000, 16000)
 BATCH = 32
 """Requests that decode together: a request's decoded rows lie this many slots apart."""
@@ -75,10 +79,10 @@ def engines(effort: Effort) -> dict[str, Any]:
         relay = Relay(spec, TrainerLayout(), ChannelConfig(frame_timeout_s=_SETTLE_S))
         stack.callback(relay.close)
         servers = _start(load, folder, relay_url=relay.serve(token_file=folder / "token"), stack=stack)
-        calls = {name: partial(_round, server, load, relay) for name, server in servers.items()}
-        numbers = {name: itertools.count() for name in calls}
-        rounds = {name: lambda name=name: calls[name](next(numbers[name])) for name in calls}
-        seen = interleaved(rounds, rounds=effort.rounds_of(12, 2))
+        calls = {
+            name: partial(_round, server, load, relay, itertools.count()) for name, server in servers.items()
+        }
+        seen = interleaved(calls, rounds=effort.rounds_of(12, 2))
     off_us = [cpu_us for cpu_us, _, _ in seen["off"]]
     return {"variants": {name: _summary(rows, off_us) for name, rows in seen.items()}}
 
@@ -108,21 +112,24 @@ def _start(load: Load, folder: Path, *, relay_url: str, stack: ExitStack) -> dic
     return servers
 
 
-def _round(server: EngineServer, load: Load, relay: Relay, number: int) -> tuple[float, float, float]:
+def _round(
+    server: EngineServer, load: Load, relay: Relay, numbers: Iterator[int]
+) -> tuple[float, float, float]:
     """(CPU us per token, tokens/s, bytes per row). Prompts were never seen before by an engine, so that no prefix cache helps."""
-    rng = np.random.default_rng(number)
+    rng = np.random.default_rng(next(numbers))
     prompts = rng.integers(4, 512, (load.requests, load.prompt_tokens)).tolist()
     options = {"max_new_tokens": load.new_tokens, "temperature": 0, "ignore_eos": True}
     wanted = {"sampling_params": options, "return_routed_experts": server.options.capture}
     requests = [{"input_ids": prompt, **wanted} for prompt in prompts]
     sent = relay.metrics.value("r3channel_bytes_total", leg="engine_direct")
-    cpu_s, start_s = family_cpu_s(server.pid), time.monotonic()
+    pids = family_of(server.pid)
+    cpu_s, start_s = cpu_seconds_of(pids), time.monotonic()
     with ThreadPoolExecutor(len(prompts)) as pool:
-        bodies = list(pool.map(partial(generate, server.url), requests))
+        bodies = list(pool.map(partial(posted, server.url), requests))
     wall_s = time.monotonic() - start_s
     if server.options.env:
         _receive(relay, prompts, [json.loads(body) for body in bodies])
-    cpu_us = (family_cpu_s(server.pid) - cpu_s) / load.tokens * 1e6
+    cpu_us = (cpu_seconds_of(pids) - cpu_s) / load.tokens * 1e6
     direct = relay.metrics.value("r3channel_bytes_total", leg="engine_direct") - sent
     nbytes = sum(map(len, bodies)) + direct
     return cpu_us, load.requests * load.new_tokens / wall_s, nbytes / (load.tokens - load.requests)
@@ -137,14 +144,6 @@ def _receive(relay: Relay, prompts: list[list[int]], replies: list[dict[str, Any
     while relay.status()["waiting"] and time.monotonic() < deadline_s:
         time.sleep(0.005)
     relay.discard(names)
-
-
-def family_cpu_s(pid: int) -> float:
-    """CPU seconds of a process and its children so far."""
-    import psutil
-
-    top = psutil.Process(pid)
-    return sum(sum(process.cpu_times()[:2]) for process in (top, *top.children(recursive=True)))
 
 
 def _summary(rows: list[tuple[float, float, float]], off_us: list[float]) -> dict[str, Any]:
@@ -178,22 +177,18 @@ def scheduler(effort: Effort) -> dict[str, Any]:
 
 
 def scheduler_us(*, rounds: int, slots: int) -> dict[str, Any]:
-    """{"scheduler_us": {variant: {rows of a request that ends, or "step": us}}, "ratios": {variant: {"scheduler_to_stock"}}}."""
-    rng = np.random.default_rng(0)
-    sides = {"stock": Stock(slots), "r3channel": Ours(slots), "direct": Direct(slots)}
-    draws: dict[str, Any] = {
-        str(rows): partial(_request_slots, rows, slots, rng) for rows in ROWS if rows < slots
-    }
-    draws["step"] = lambda: torch.from_numpy(rng.choice(slots, BATCH, replace=False))
-    found: dict[str, dict[str, float]] = {name: {} for name in sides}
-    for what, draw in draws.items():
-        times, method = (10, "step") if what == "step" else (1, "finish")
-        measured = {name: partial(_thread_us, getattr(side, method), draw) for name, side in sides.items()}
-        for name, values in interleaved(measured, rounds=rounds * times, warm_up=2).items():
-            found[name][what] = round(median(values), 1)
+    """{"scheduler_us": {variant: {rows of a request that ends: us}}, "ratios": {variant: {"scheduler_to_stock"}}}."""
+    rng, ways = np.random.default_rng(0), _ends_of_a_request(slots)
+    found: dict[str, dict[str, float]] = {name: {} for name in ways}
+    for rows in ROWS:
+        calls = {
+            name: partial(_thread_us, end, partial(_slots_of, rows, slots, rng)) for name, end in ways.items()
+        }
+        for name, values in interleaved(calls, rounds=rounds, warm_up=2).items():
+            found[name][str(rows)] = round(median(values), 1)
     stock = found["stock"]
     ratios = {
-        name: {"scheduler_to_stock": {what: round(found[name][what] / us, 3) for what, us in stock.items()}}
+        name: {"scheduler_to_stock": {rows: round(found[name][rows] / us, 3) for rows, us in stock.items()}}
         for name in ("r3channel", "direct")
     }
     return {"scheduler_us": found, "ratios": ratios}
@@ -204,7 +199,7 @@ def _thread_us(call: Callable[[Any], object], draw: Callable[[], Any]) -> float:
     return timed(lambda: call(drawn), clock=time.thread_time)() * 1e6
 
 
-def _request_slots(rows: int, slots: int, rng: np.random.Generator) -> torch.Tensor:
+def _slots_of(rows: int, slots: int, rng: np.random.Generator) -> torch.Tensor:
     """int32 [1, rows + 1]: a quarter prefilled in one run of slots, the rest decoded among `BATCH` requests."""
     prompt, start = rows // 4, int(rng.integers(slots))
     decoded = start + prompt + np.arange(rows + 1 - prompt) * BATCH
@@ -212,113 +207,64 @@ def _request_slots(rows: int, slots: int, rng: np.random.Generator) -> torch.Ten
     return torch.from_numpy(table_T.astype(np.int32))[None]
 
 
-def random_ids(rows: int) -> torch.Tensor:
-    """int32 [rows, layers, K], distinct within a row; a block that repeats."""
-    scores = np.random.default_rng(1).random((256, SPEC.num_layers, SPEC.num_experts), dtype=np.float32)
-    block = torch.from_numpy(scores.argsort(-1)[..., : SPEC.top_k].astype(np.int32))
-    return block.repeat(-(-rows // len(block)), 1, 1)[:rows]
+def _ends_of_a_request(slots: int) -> dict[str, Callable[[torch.Tensor], Any]]:
+    """By variant, what the scheduler does with a request's slots before its reply can be sent: SGLang's capturer and its
+    collecting method, on a host cache of our making, and the same through our hooks."""
+    from sglang.srt.managers.scheduler_components import batch_result_processor as module
+    from sglang.srt.state_capturer.routed_experts import RoutedExpertsCapturer
 
+    from r3channel.engine import sglang as room
+    from r3channel.engine.capture import SlotRows
+    from r3channel.engine.frame_sender import Outlet
 
-class Stock:
-    """SGLang's capturer and its collecting method, on buffers of our making."""
+    ids = torch.from_numpy(generate(model_named(MODEL), regime="U", rows=256))
+    ids = ids.repeat(-(-slots // len(ids)), 1, 1)[:slots]  # a block that repeats
+    rows = SlotRows(SPEC, ids)
+    rows._stamps.fill_(rows._stamp((3, int(RowKind.DECODED))))
+    hello = hello_of(SPEC, delivery="inband")
 
-    def __init__(self, slots: int) -> None:
-        from sglang.srt.managers.scheduler_components import batch_result_processor as module
-        from sglang.srt.state_capturer.routed_experts import RoutedExpertsCapturer
-
-        self._module = module
-        self._collect: Any = module.SchedulerBatchResultProcessor._maybe_collect_routed_experts
-        self.capturer = self._capturer(RoutedExpertsCapturer)
-        self.capturer.host_cache = SimpleNamespace(buffer=random_ids(slots))
-
-    def _capturer(self, kind: type) -> Any:
+    def way(
+        kind: type, *, collect: Any, host_cache: Any, sender: Any = None
+    ) -> Callable[[torch.Tensor], Any]:
         capturer: Any = object.__new__(kind)
-        capturer.device_cache = SimpleNamespace(buffer=random_ids(BATCH))
-        capturer.topk_size = SPEC.top_k
-        return capturer
+        capturer.topk_size, capturer.host_cache, capturer.spec = SPEC.top_k, host_cache, SPEC
+        capturer.outlet = Outlet(EngineConfig(), hello)
+        capturer.outlet._sender = sender
 
-    def finish(self, table: torch.Tensor) -> Any:
-        """A request ends: what the scheduler does before the reply can be sent."""
-        req = self._request(table)
-        self._module.get_global_experts_capturer = lambda: self.capturer
-        self._collect(SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=table)), req)
-        return req.routed_experts
+        def end(table: torch.Tensor) -> Any:
+            module.get_global_experts_capturer = room.get_global_experts_capturer = lambda: capturer
+            prompt = table.shape[1] // 4
+            req = SimpleNamespace(
+                rid="r", return_routed_experts=True, routed_experts=None, routed_experts_start_len=0
+            )
+            req.origin_input_ids, req.output_ids_through_stop = [1] * prompt, [1] * (table.shape[1] - prompt)
+            req.kv = SimpleNamespace(req_pool_idx=0)
+            collect(SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=table)), req)
+            return req.routed_experts
 
-    def _request(self, table: torch.Tensor) -> Any:
-        return SimpleNamespace(
-            rid="r",
-            return_routed_experts=True,
-            routed_experts=None,
-            routed_experts_start_len=0,
-            origin_input_ids=[1] * (table.shape[1] // 4),
-            output_ids_through_stop=[1] * (table.shape[1] - table.shape[1] // 4),
-            kv=SimpleNamespace(req_pool_idx=0),
-        )
+        return end
 
-    def step(self, slots_T: torch.Tensor) -> None:
-        """A decode pass ends and its rows reach the host cache; without a GPU the copy between is none."""
-        batch = SimpleNamespace(
-            out_cache_loc=slots_T,
-            out_cache_loc_virtual=None,
-            forward_mode=SimpleNamespace(is_decode=lambda: True),
-        )
-        self.capturer.on_forward_end(batch, False, None, no_copy_to_cpu=True).finalize()
-
-
-class Ours(Stock):
-    """The same through our hooks."""
-
-    def __init__(self, slots: int) -> None:
-        super().__init__(1)
-        from r3channel.engine import sglang as room
-        from r3channel.engine.capture import LayerSelection, SlotRows
-        from r3channel.engine.frame_sender import Outlet
-        from r3channel.wire.hello import Hello
-        from r3channel.wire.routing import RowKind
-
-        hello = Hello(
-            engine="bench", boot_id=1, spec_digest=SPEC.digest, spec=SPEC.to_dict(), sglang="", r3channel="", hooks=(),
-            delivery="inband", codec="auto",
-        )  # fmt: skip
-        self._room: Any = room
-        self.capturer = self._capturer(room.FrameCapturer)
-        rows = SlotRows(SPEC, random_ids(slots).to(torch.uint8))
-        rows._stamps.fill_(rows._stamp((3, int(RowKind.DECODED))))
-        self.capturer.host_cache = SimpleNamespace(rows=rows)
-        self.capturer.outlet = Outlet(EngineConfig(), hello)
-        self.capturer.spec, self.capturer._version = SPEC, ("3", 3)
-        self.capturer._selection = LayerSelection(SPEC, device="cpu")
-        room.weight_version = lambda: "3"
-
-    def finish(self, table: torch.Tensor) -> Any:
-        req = self._request(table)
-        self._module.get_global_experts_capturer = self._room.get_global_experts_capturer = lambda: (
-            self.capturer
-        )
-        pool = SimpleNamespace(req_to_token=table)
-        self._room.collect_frame(self._collect, SimpleNamespace(req_to_token_pool=pool), req)
-        return req.routed_experts
+    theirs: Any = module.SchedulerBatchResultProcessor._maybe_collect_routed_experts
+    ours = partial(
+        way,
+        room.FrameCapturer,
+        collect=partial(room.collect_frame, theirs),
+        host_cache=SimpleNamespace(rows=rows),
+    )
+    stock_cache = SimpleNamespace(buffer=ids.to(torch.int32))
+    return {
+        "stock": way(RoutedExpertsCapturer, collect=theirs, host_cache=stock_cache),
+        "r3channel": ours(),
+        "direct": ours(sender=SimpleNamespace(offer=partial(_queued, deque(maxlen=4)))),
+    }
 
 
-class Direct(Ours):
-    """Through our hooks with direct delivery: the frame is finished on another thread, the reply gets a receipt."""
-
-    def __init__(self, slots: int) -> None:
-        super().__init__(slots)
-        self.capturer.outlet._sender = _Queue()
-
-
-class _Queue:
+def _queued(waiting: deque[Any], draft: Any) -> Receipt:
     """A sender whose other thread is never scheduled: what it would do is not the scheduler thread's cost."""
-
-    def __init__(self) -> None:
-        self._waiting: deque[Any] = deque(maxlen=4)
-
-    def offer(self, draft: Any) -> Receipt:
-        self._waiting.append(draft)
-        return Receipt(
-            sample_key=draft.sample_key, boot_id=1, serial=1, first_row=draft.first_row, rows=draft.rows
-        )
+    waiting.append(draft)
+    return Receipt(
+        sample_key=draft.sample_key, boot_id=1, serial=1, first_row=draft.first_row, rows=draft.rows
+    )
 
 
 PARTS: Parts = {"scheduler": scheduler, "engines": engines}

@@ -1,9 +1,12 @@
-"""What the channel costs a training loop, beside the default path and no routing at all.
+"""What the channel, and what replay alone, costs a train step of real Megatron-core on this CPU.
 
-`loop`: the demo's loop with each (real SGLang, Ray and Megatron-core on this machine), a process tree of its own each, in turn.
-`pairs`: a trainer's CPU per step, in interleaved pairs of the same step with and without the channel. The relay and the trainer
-are two processes, Ray actors on two raylets; rows go over TCP, hellos over Ray. Only the trainer's process is timed. Its step is
-small (1,024 tokens, four layers), so what the channel costs per step weighs more than it would in a real one.
+`bench e2e`: a trainer's CPU per step, in interleaved pairs of the same step with and without the channel. The relay and the
+trainer are two processes, Ray actors on two raylets; rows go over TCP, hellos over Ray. Only the trainer's process is timed. Its
+step is small (1,024 tokens, four layers), so what the channel costs per step weighs more than it would in a real one.
+Its part `loop` is the whole loop of examples/async_grpo with real engines: with the channel, the default way and without replay.
+`bench replay`: two equal models, one without replay and one that replays the very ids that the first one chooses, so that the
+experts' work is the same; their steps are interleaved. A step is forward, full recompute, backward and optimizer over four
+micro-batches.
 """
 
 from __future__ import annotations
@@ -13,18 +16,18 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from r3channel.bench.harness import Effort, Parts, interleaved, ratio
+from r3channel.bench.harness import Effort, Parts, interleaved, ratio, timed
 from r3channel.bench.relay import MANAGER_NODE, RANK_NODE, call, start_actor, two_nodes
 from r3channel.bench.relay_paths import spent
-from r3channel.bench.replay import LENGTH, SAMPLES, natural_ids, train_step, two_models
 from r3channel.config import ChannelConfig
 from r3channel.errors import EngineUnavailable
 from r3channel.model.spec import RoutingSpec
@@ -33,17 +36,22 @@ from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.actor import RayRelay, RelayHost
 from r3channel.relay.relay import Relay
 from r3channel.trainer.adapters import megatron
+from r3channel.trainer.audit import RouterTap
 from r3channel.trainer.channel import TrainerChannel
-from r3channel.trainer.replay import ReplayDriver
+from r3channel.trainer.mismatch import RoutingAudit
+from r3channel.trainer.replay import ReplayDriver, ReplayStep
 from r3channel.wire.frame import encode_frame
+
+if TYPE_CHECKING:
+    from examples.embedded.megatron import TrainerModel
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "async_grpo" / "variants" / "measure.py"
 MODES = ("channel", "default", "off")
-TARGET = 1.03
+MICROBATCHES, SAMPLES, LENGTH = 4, 4, 64
+SHAPE: dict[str, Any] = {"layers": 4, "experts": 16, "top_k": 4, "hidden": 64}
 WAITS = ("wait_relay", "wait_wire", "recv", "rebroadcast")
 """Stages in which a step stands still for its routing."""
-_STORE_BYTES = 128 << 20
-_RUN_S = 600.0
+_STORE_BYTES, _RUN_S = 128 << 20, 600.0
 
 
 class StepRelay(RelayHost):
@@ -89,22 +97,22 @@ class StepTrainer:
 
     def attach(self, relay: Any) -> None:
         config = ChannelConfig(step_timeout_s=60, join_timeout_s=60)
-        self._channel = self._stack.enter_context(
-            contextlib.closing(
-                TrainerChannel.attach(self._model.chunks, RayRelay(relay), layout=self._layout, config=config)
-            )
+        channel = TrainerChannel.attach(
+            self._model.chunks, RayRelay(relay), layout=self._layout, config=config
         )
+        self._channel = self._stack.enter_context(contextlib.closing(channel))
 
     def run(self, ticket: bytes | None) -> tuple[float, float, float]:
         """One step, through the channel if there is a ticket: wall and CPU of this process, and the wait for routing. Seconds."""
         if ticket is None:
             return *spent(lambda: train_step(self._plain)), 0.0
         before_s = self._waited_s()
-        return *spent(lambda: self._replay(ticket)), self._waited_s() - before_s
 
-    def _replay(self, ticket: bytes) -> None:
-        with self._channel.step(ticket) as step:
-            train_step(self._model, step)
+        def replayed() -> None:
+            with self._channel.step(ticket) as step:
+                train_step(self._model, step)
+
+        return *spent(replayed), self._waited_s() - before_s
 
     def _waited_s(self) -> float:
         totals = self._channel.receiver.clock.totals()
@@ -131,28 +139,22 @@ def pairs(effort: Effort) -> dict[str, Any]:
         call(trainer.attach.remote(relay))
         tickets = (call(relay.seal.remote(step)) for step in range(1 << 20))
         steps = {
-            "off": lambda: call(trainer.run.remote(None)),
             "on": lambda: call(trainer.run.remote(next(tickets))),
+            "off": lambda: call(trainer.run.remote(None)),
             "off_again": lambda: call(trainer.run.remote(None)),
         }
         seen = interleaved(steps, rounds=effort.rounds_of(60, 8), warm_up=2)
         call([trainer.close.remote(), relay.close.remote()])
-    wall_s, cpu_s, wait_s = (
-        {name: [row[at] for row in rows] for name, rows in seen.items()} for at in range(3)
-    )
-
-    def off(seconds: dict[str, list[float]]) -> list[float]:
-        """The mean of a round's two steps without the channel."""
-        return [(a + b) / 2 for a, b in zip(seconds["off"], seconds["off_again"], strict=True)]
-
+    wall_cpu_wait = {name: np.array(rows).T for name, rows in seen.items()}
+    on, off, off_again = wall_cpu_wait.values()
+    without = (off + off_again) / 2
     found = {
-        "pairs": len(cpu_s["on"]),
-        "trainer_cpu_ratio": ratio(cpu_s["on"], off(cpu_s)),
-        "trainer_wall_ratio": ratio(wall_s["on"], off(wall_s)),
-        "noise_ratio": ratio(cpu_s["off_again"], cpu_s["off"]),
-        "step_cpu_ms": {name: median(cpu_s[name]) * 1e3 for name in ("off", "on")},
-        "exposed_wait_ms": median(wait_s["on"]) * 1e3,
-        "target": TARGET,
+        "pairs": len(on[1]),
+        "trainer_cpu_ratio": ratio(on[1], without[1]),
+        "trainer_wall_ratio": ratio(on[0], without[0]),
+        "noise_ratio": ratio(off_again[1], off[1]),
+        "step_cpu_ms": {"off": float(np.median(off[1])) * 1e3, "on": float(np.median(on[1])) * 1e3},
+        "exposed_wait_ms": float(np.median(on[2])) * 1e3,
     }
     return {"pairs": found}
 
@@ -188,4 +190,132 @@ def _medians(runs: list[dict[str, Any]]) -> dict[str, float]:
     return {name: median(run[name] for run in runs) for name in names}
 
 
+# -- replay alone ----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def two_models(folder: Path) -> Iterator[tuple[TrainerModel, TrainerModel, TrainerLayout]]:
+    """(without replay, with it, their layout): equal weights that never learn, so both keep choosing alike."""
+    from examples.embedded import megatron as embedded
+    from examples.embedded.model import write_model
+
+    torch.set_num_threads(1)
+    layout = TrainerLayout()
+    embedded.init_distributed(
+        rank=0, world_size=1, init_method=f"file://{folder}/rendezvous", layout=layout, timeout_s=60
+    )
+    model_dir = write_model(folder / "model", **SHAPE)
+    plain = embedded.build(
+        model_dir, layout, dtype="float32", lr=0.0, config_changes={"moe_enable_routing_replay": False}
+    )
+    try:
+        yield plain, embedded.build(model_dir, layout, dtype="float32", lr=0.0), layout
+    finally:
+        embedded.close_distributed()
+
+
+@contextlib.contextmanager
+def _steps(folder: Path) -> Iterator[dict[str, Callable[[], None]]]:
+    """What is timed, by name."""
+    with two_models(folder) as (plain, model, layout):
+        spec = megatron.spec_from_config(model.chunks)
+        driver = ReplayDriver.attach(model.chunks, spec=spec, layout=layout)
+        routing = _Recorded(model, driver)
+        try:
+            yield {
+                "plain": lambda: train_step(plain),
+                "plain_again": lambda: train_step(plain),
+                "replay": lambda: routing.step(audited=0),
+                "replay_and_audit": lambda: routing.step(audited=1),
+            }
+        finally:
+            driver.close()
+
+
+def natural_ids(model: TrainerModel, driver: ReplayDriver) -> dict[tuple[int, int], torch.Tensor]:
+    """(micro-batch, layer) -> [rows, K] that the model chooses by itself, sequence-major."""
+    with torch.no_grad(), RouterTap(driver) as tap:
+        for index in range(MICROBATCHES):
+            with driver.off(microbatch=index):
+                forward(model, index)
+    return {(r.microbatch, r.layer): torch.from_numpy(r.ids_RK) for r in tap.records}
+
+
+class _Recorded:
+    """The ids that the model chooses by itself, as `trainer.router.StepRouting`."""
+
+    num_microbatches = MICROBATCHES
+
+    def __init__(self, model: TrainerModel, driver: ReplayDriver) -> None:
+        self._model, self._driver = model, driver
+        self._ids = natural_ids(model, driver)
+        self._counted = torch.arange(SAMPLES * LENGTH) < SAMPLES * (LENGTH - 1)
+
+    def layer_ids(self, microbatch: int, layer: int) -> torch.Tensor:
+        return self._ids[microbatch, layer]
+
+    def live_rows(self, microbatch: int) -> None:
+        return None
+
+    def padding_rows(self, microbatch: int) -> torch.Tensor:
+        return ~self._counted
+
+    def check_digest(self, microbatch: int, layer: int, ids_RK: torch.Tensor) -> None:
+        """Nothing to hold the ids against: they never travelled."""
+
+    def verified(self) -> None:
+        """As `check_digest`."""
+
+    def step(self, *, audited: int) -> None:
+        audit = RoutingAudit(
+            step=0, microbatches=MICROBATCHES, count=audited, counted_rows=lambda _: self._counted
+        )
+        with self._driver.step(self, step=0, audit=audit) as step:
+            train_step(self._model, step)
+
+
+def train_step(model: TrainerModel, step: ReplayStep | None = None) -> None:
+    """Forward, full recompute, backward, optimizer; replaying where a step is given."""
+
+    def forward_step(numbers: Iterator[int], chunk: torch.nn.Module) -> Any:
+        index = next(numbers)
+        if step is None:
+            output = forward(model, index)
+        else:
+            with step.microbatch(index, chunk=chunk):
+                output = forward(model, index)
+        return output, lambda output: (output.mean(), {"loss": output.mean().item()})
+
+    model.zero_grad()
+    model.run(
+        forward_step, num_microbatches=MICROBATCHES, seq_length=LENGTH, micro_batch_size=SAMPLES, data=range(MICROBATCHES)
+    )  # fmt: skip
+    model.optimizer.step()
+
+
+def forward(model: TrainerModel, index: int) -> torch.Tensor:
+    tokens = torch.randint(0, 512, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(index))
+    positions = torch.arange(LENGTH).expand_as(tokens)
+    return model.chunks[0](tokens, positions, None, labels=torch.roll(tokens, -1, 1))
+
+
+def replay(effort: Effort) -> dict[str, Any]:
+    """Overheads in percent of the step without replay: median of the pairs, with a 95 % interval of that median."""
+    with tempfile.TemporaryDirectory(prefix="r3channel-bench-") as folder, _steps(Path(folder)) as steps:
+        calls = {name: timed(step) for name, step in steps.items()}
+        seen = interleaved(calls, rounds=effort.rounds_of(40, 4), warm_up=2)
+
+    def percent(name: str) -> dict[str, float]:
+        return {what: 100 * (value - 1) for what, value in ratio(seen[name], seen["plain"]).items()}
+
+    return {
+        "rounds": len(seen["plain"]),
+        "step_cpu_ms": {name: median(times) * 1e3 for name, times in seen.items()},
+        "replay_percent": percent("replay"),
+        "replay_and_audit_percent": percent("replay_and_audit"),
+        "noise_percent": percent("plain_again"),
+    }
+
+
 PARTS: Parts = {"pairs": pairs, "loop": loop}
+REPLAY: Parts = {"steps": replay}

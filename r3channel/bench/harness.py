@@ -10,7 +10,8 @@ import re
 import shlex
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import distributions
 from pathlib import Path
 from statistics import median
@@ -43,9 +44,9 @@ Parts = Mapping[str, Callable[[Effort], dict[str, Any]]]
 """Name -> what measures this part. Each returns keys of the result; dictionaries of equal name are joined."""
 
 
-def run(argv: Sequence[str], parts: Parts, *, about: str | None) -> int:
+def run(argv: Sequence[str], parts: Parts, *, about: str) -> int:
     """Measure and print; exit status 0. `argv`: the benchmark's name, then its options."""
-    parser = commands.parser("bench", prog=f"bench {argv[0]}", description=(about or "").splitlines()[0])
+    parser = commands.parser("bench", prog=f"bench {argv[0]}", description=about)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     parser.add_argument("--quick", action="store_true", help="little data, few rounds: the result's shape")
     parser.add_argument("--rounds", type=at_least_one, help="interleaved rounds of each part")
@@ -77,7 +78,7 @@ def interleaved(
     """What each call returned, by name. Every round makes all calls, so that all see the same machine, each round
     beginning with another one; the results of the first `warm_up` rounds are not kept."""
     names, seen = list(calls), {name: [] for name in calls}
-    for number in _progress(rounds + warm_up):
+    for number in range(rounds + warm_up):
         first = number % len(names)
         for name in names[first:] + names[:first]:
             result = calls[name]()
@@ -113,7 +114,7 @@ def medians_s(calls: Mapping[str, Callable[[], object]], *, rounds: int, **optio
     return {name: median(values) for name, values in seen.items()}
 
 
-def ratio(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
+def ratio(ours: Iterable[float], theirs: Iterable[float]) -> dict[str, float]:
     """`ours` over `theirs`, pair by pair: the median, with the 95 % interval of that median (bootstrap)."""
     ratios = np.array([mine / other for mine, other in zip(ours, theirs, strict=True)])
     draws = np.random.default_rng(0).choice(ratios, (2000, len(ratios)))
@@ -121,21 +122,31 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
     return {"median": float(np.median(ratios)), "low": float(low), "high": float(high)}
 
 
-def generate(url: str, request: Mapping[str, Any], *, timeout_s: float = 300.0) -> bytes:
+def family_of(pid: int) -> list[int]:
+    """A process and all that it has started."""
+    import psutil
+
+    return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
+
+
+def cpu_seconds_of(pids: Iterable[int]) -> float:
+    """CPU seconds that living processes have used, ended threads included; a process that is gone counts nothing.
+
+    Reads each process's own CPU clock (Linux: clock id ~pid << 3 | 2, see clock_getcpuclockid(3)), in nanoseconds.
+    """
+    total = 0.0
+    for pid in pids:
+        with suppress(OSError):
+            total += time.clock_gettime((~pid << 3) | 2)
+    return total
+
+
+def posted(url: str, request: Mapping[str, Any], *, timeout_s: float = 300.0) -> bytes:
     """The body of a real engine's reply."""
     headers = {"Content-Type": "application/json"}
-    posted = urllib.request.Request(url + "/generate", json.dumps(request).encode(), headers)
-    with urlopen(posted, timeout_s=timeout_s) as reply:
+    question = urllib.request.Request(url + "/generate", json.dumps(request).encode(), headers)
+    with urlopen(question, timeout_s=timeout_s) as reply:
         return reply.read()
-
-
-def _progress(count: int) -> Iterator[int]:
-    """0 .. count-1; on a terminal with a bar and the time that is left, where tqdm is installed."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return iter(range(count))
-    return iter(tqdm(range(count), disable=None, leave=False))
 
 
 # -- what is printed -------------------------------------------------------------------------------------------------------

@@ -26,17 +26,16 @@ _TOKENS = 16384
 
 def measure(effort: Effort) -> dict[str, Any]:
     """`cut_ms_by_case`: plan, row tables of all DP ranks and all shards' bytes. `assign_ms`: balanced, 8,192 samples to
-    64 ranks. `place_us_per_token`: into reused and into new memory."""
+    64 ranks. `place_us_per_token`: into memory that is reused."""
     lengths = names_of(np.random.default_rng(0).integers(2, 2 * _TOKENS, 8192).tolist())
     calls: dict[str, Callable[[], object]] = {name: _cut(*case) for name, case in CASES.items()}
     calls["assign"] = lambda: Assignment.balanced(lengths, dp=64, microbatch_size=4)
-    calls |= {"reused": (place := _place()), "fresh": lambda: place(fresh=True)}
+    calls["place"] = _place()
     seconds = medians_s(calls, rounds=effort.rounds_of(9, 2))
     return {
         "cut_ms_by_case": {name: seconds[name] * 1e3 for name in CASES},
         "assign_ms": seconds["assign"] * 1e3,
-        "place_us_per_token": seconds["reused"] / _TOKENS * 1e6,
-        "place_fresh_us_per_token": seconds["fresh"] / _TOKENS * 1e6,
+        "place_us_per_token": seconds["place"] / _TOKENS * 1e6,
         "targets_ms": TARGETS_MS,
     }
 
@@ -56,7 +55,7 @@ def _cut(samples: int, text: str) -> Callable[[], None]:
     return cut
 
 
-def _place() -> Callable[..., None]:
+def _place() -> Callable[[], None]:
     """One sample of 16k tokens of 48 x top-8, as rows come, into the shards of TP4 SP, CP2, PP4."""
     spec, layout = model_named("qwen3-30b-a3b").spec, TrainerLayout(tp=4, cp=2, pp=4)
     ids = np.random.default_rng(0).integers(0, 128, (_TOKENS - 1, 48, 8), dtype=np.uint8)
@@ -69,9 +68,9 @@ def _place() -> Callable[..., None]:
     ]
     kept = [np.empty(stream.shard.nbytes, np.uint8) for stream in streams]
 
-    def place(*, fresh: bool = False) -> None:
+    def place() -> None:
         for stream, source_TLK, buffer_N in zip(streams, sources, kept, strict=True):
-            placement = Placement(stream, np.empty(len(buffer_N), np.uint8) if fresh else buffer_N)
+            placement = Placement(stream, buffer_N)
             placement.pads()
             placement.rows(source_TLK, placement.new_digests(), begin=0)
 

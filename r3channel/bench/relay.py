@@ -4,43 +4,76 @@
 same data. The whole way begins with the bodies of engines' replies in memory (JSON and base64) and ends when every rank holds its
 own rows, contiguous and writable per layer, and its routers have taken them in a dtype that Megatron's gather accepts; the timed
 section ends there too, and begins with verified rows about to be sealed (peers: with decoded arrays in memory).
-The other parts: `r3channel.bench.relay_parts`.
+The other parts need no Ray and are CPU time of one process; samples have about 4,096 tokens, and a step's bodies, rows and shard
+are larger than a cache:
+
+    bodies     reply bodies in memory -> the rows of all layers placed in one receiver's shard and verified: JSON, base64, token
+               ids, the frame's checks, ids checked and digested, seal, ticket there and back, each row written where its router
+               will look, digests compared. Not the sending: rows are placed from where the relay keeps them
+    seal       of the calling thread: `seal`, the ticket's bytes, and a receiver's own plan out of them; nobody receives
+    digests    what engine, relay, placing and routers pay for the digest, each kernel alone (in a shared pass it is less)
+    socket     from the socket to a placed shard: frames in the reply's JSON or past it, and SGLang's int32 read with numpy. The
+               engine's end is another process (this file run as a program): canned replies, and the real sender
 """
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import gc
+import itertools
+import json
 import logging
 import os
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from functools import partial
+from http.client import HTTPConnection
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
-import psutil
 import ray
 import torch
 
 import r3channel
-from r3channel.bench import relay_parts
 from r3channel.bench import relay_paths as paths
-from r3channel.bench.harness import Effort, Parts, interleaved
-from r3channel.bench.relay_paths import ALL, DIRECT, LIMIT, OWN, PEERS, Case, Seconds, spent
+from r3channel.bench.harness import Effort, Parts, cpu_seconds_of, family_of, interleaved, medians_s, timed
+from r3channel.bench.relay_paths import ALL, DIRECT, LIMIT, NUMPY, OWN, PEERS, SLIME, Case, Seconds, spent
+from r3channel.bench.wire import generate, hello_of
+from r3channel.config import EngineConfig
 from r3channel.errors import R3Error
+from r3channel.model.presets import model_named
+from r3channel.plan.assignment import Assignment
+from r3channel.plan.layout import RankCoords, TrainerLayout
+from r3channel.plan.ticket import Ticket
 from r3channel.relay.actor import RayRelay, RelayHost
+from r3channel.relay.relay import Relay
+from r3channel.trainer.receiver import Receiver
+from r3channel.trainer.shard_buffer import ShardBuffer
 from r3channel.transport.base import Rendezvous
+from r3channel.wire.digest import layer_digests
+from r3channel.wire.frame import encode_frame, sample_key
 
 CASE = Case("qwen3-30b-a3b", tokens=262_144, dp=4)
-BASE, DECODES = "ray_numpy_int32", "ray_numpy_uint8"
-"""The peer that every ratio names; and the one whose decoding counts for Ray Direct Transport, too: it starts from its arrays."""
 MANAGER_NODE, RANK_NODE = "bench_manager", "bench_rank"
 _CALL_S = 180.0
 """Deadline of one call; nothing here takes a tenth of it on a quiet machine."""
 _STORE_BYTES = 1 << 30
+MODELS = ("qwen3-30b-a3b", "qwen3-next", "kimi-k2", "gpt-oss-120b")
+"""The first is the one of what is measured for one model."""
+SEALS = {64: "dp=4,packing=thd", 8192: "dp=64,pp=4,tp=4,packing=thd"}
+"""Samples of a step -> its layout."""
+_ROWS = 4096
+"""Of a reply from the socket."""
+_SHORT = 8
+"""Tokens of a sample where only the number of samples matters."""
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -70,7 +103,7 @@ class Round(NamedTuple):
 # -- processes -------------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
+@contextlib.contextmanager
 def two_nodes(*, store_bytes: int) -> Iterator[None]:
     """One for the manager, one for the ranks. Each raylet has its own object store, so an object crosses from one to the other as
     it would between machines, over loopback. `store_bytes`: each one's; it is reserved, not touched. Ray's own settings stay:
@@ -102,18 +135,6 @@ def call(references: Any) -> Any:
     return ray.get(references, timeout=_CALL_S)
 
 
-def cpu_seconds_of(pids: Iterable[int]) -> float:
-    """CPU seconds that living processes have used, ended threads included; a process that is gone counts nothing.
-
-    Reads each process's own CPU clock (Linux: clock id ~pid << 3 | 2, see clock_getcpuclockid(3)), in nanoseconds.
-    """
-    total = 0.0
-    for pid in pids:
-        with suppress(OSError):
-            total += time.clock_gettime((~pid << 3) | 2)
-    return total
-
-
 class Manager(RelayHost):
     """A Ray actor that holds the sending half of every path. The ranks' control calls come beside, on other threads."""
 
@@ -121,7 +142,7 @@ class Manager(RelayHost):
         torch.set_num_threads(1)
         self._work, self._ranks = paths.Workload(case), []
         self._own, self._raw = paths.ChannelSending(self._work), paths.RawSending(self._work)
-        self._sending: dict[str, paths.Sending] = {OWN: self._own, LIMIT: self._raw}
+        self._sending: dict[str, Any] = {OWN: self._own, LIMIT: self._raw}
         self._sending |= {path: paths.StoreSending(self._work, path) for path in PEERS}
         self.relay = self._own.relay
         gc.freeze()  # modules and the step's data need no collecting
@@ -187,9 +208,8 @@ class Rank:
         torch.set_num_threads(1)
         _, plan = case.plan()
         narrow, wide = (paths.HeldRows(plan, rank, dtype) for dtype in (case.spec.id_dtype, np.int32))
-        self._taking: dict[str, paths.Taking] = {LIMIT: paths.RawTaking(narrow, Rendezvous(**rendezvous))}
-        held = {path: narrow if "uint8" in path else wide for path in PEERS}
-        self._taking |= {path: paths.ArraysTaking(held[path], path) for path in PEERS}
+        self._taking: dict[str, Any] = {LIMIT: paths.RawTaking(narrow, Rendezvous(**rendezvous))}
+        self._taking |= {path: paths.ArraysTaking(wide if path == SLIME else narrow, path) for path in PEERS}
         self._taking[OWN] = self._own = paths.ChannelTaking(case, rank, RayRelay(manager))
         gc.freeze()
 
@@ -249,7 +269,7 @@ class Tree:
     def round(self, path: str) -> Round:
         whole, self._rounds[path] = 1 <= self._rounds[path] <= self._whole, self._rounds[path] + 1
         before = call(self.manager.prepare.remote(path, whole=whole and path != DIRECT))
-        pids = [os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))]
+        pids = family_of(os.getpid())
         cpu_s, manager_s = cpu_seconds_of(pids), cpu_seconds_of([self._manager_pid])
         start_s, ends = self._direct() if path == DIRECT else call(self.manager.deliver.remote(path))
         cpu_s, manager_s = cpu_seconds_of(pids) - cpu_s, cpu_seconds_of([self._manager_pid]) - manager_s
@@ -287,15 +307,15 @@ def steps(effort: Effort) -> dict[str, Any]:
         "rounds": rounds,
         "paths": found,
         "ratio": ratios_of(seen, found),
-        "limit": {"raw_gloo_wall_s": found[LIMIT]["wall_s"]},
         "peak_staging_bytes": staging_bytes,
     }
 
 
 def path_of(path: str, seen: Mapping[str, Sequence[Round]], *, bytes_sent: int) -> dict[str, Any]:
-    """The whole way and the manager's CPU are None for the limit, which begins with placed rows."""
+    """The whole way and the manager's CPU are None for the limit, which begins with placed rows. Ray Direct Transport starts from
+    the arrays that Ray's numpy path decodes."""
     wall_s, held_s, cpu_s, manager_s = (median(column) for column in list(zip(*seen[path], strict=True))[:4])
-    before = [row.before for row in seen[DECODES if path == DIRECT else path] if row.before[0]]
+    before = [row.before for row in seen[NUMPY if path == DIRECT else path] if row.before[0]]
     before_s = [median(column) for column in zip(*before, strict=True)]
     return {
         "wall_s": wall_s,
@@ -314,16 +334,203 @@ def ratios_of(seen: Mapping[str, Sequence[Round]], medians: Mapping[str, Any]) -
     rounds = list(zip(*(seen[path] for path in ALL), strict=True))
     walls = [dict(zip(ALL, rows, strict=True)) for rows in rounds]
     found: dict[str, Any] = {
-        "vs_ray_numpy_int32": median(rows[BASE].wall / rows[OWN].wall for rows in walls),
+        "vs_slime": median(rows[SLIME].wall / rows[OWN].wall for rows in walls),
         "vs_best_peer": median(min(rows[path].wall for path in PEERS) / rows[OWN].wall for rows in walls),
         "best_peer": min(PEERS, key=lambda path: medians[path]["wall_s"]),
         "of_raw_gloo": median(rows[LIMIT].wall / rows[OWN].held for rows in walls),
     }
     for what in ("whole_wall", "whole_cpu"):
         values = {path: medians[path][f"{what}_s"] for path in (*PEERS, OWN)}
-        found[f"{what}_vs_ray_numpy_int32"] = values[BASE] / values[OWN]
+        found[f"{what}_vs_slime"] = values[SLIME] / values[OWN]
         found[f"{what}_vs_best_peer"] = min(values[path] for path in PEERS) / values[OWN]
     return found
 
 
-PARTS: Parts = {"steps": steps, **relay_parts.PARTS}
+# -- our path, part by part -------------------------------------------------------------------------------------------------
+
+
+def _work(model: str, effort: Effort) -> paths.Workload:
+    """As many tokens as have 100 MB of ids."""
+    tokens = effort.of(100_000_000 // model_named(model).spec.bytes_per_token, 65_536)
+    return paths.Workload(Case(model, tokens))
+
+
+def _us(seconds: float, work: paths.Workload) -> float:
+    return seconds / sum(work.lengths.values()) * 1e6
+
+
+def receive(relay: Relay, ticket: Ticket, rows_N: Any = None) -> Any:
+    """What the only receiver of a step does, without a connection; returns the memory of its rows, to be used again."""
+    shard = ticket.plan.shard(dp=0, pp=0)
+    rows_N = np.zeros(shard.nbytes, np.uint8) if rows_N is None else rows_N
+    outgoing = relay.steps.outgoing(ticket.step, shard.key, ticket.run)
+    landed, begin = ShardBuffer(ticket, shard, rows_N), 0
+    sink = landed.sink()
+    for ids_TLK in outgoing.pieces():
+        sink.rows(ids_TLK, begin=begin)
+        begin += len(ids_TLK)
+    assert not sink.verify(outgoing.digests), "rows were damaged"
+    relay.steps.acknowledge(ticket.step, shard.key)
+    return rows_N
+
+
+def _whole_way(relay: Relay, work: paths.Workload) -> Callable[[], None]:
+    """A call that takes the next step's bodies and receives it."""
+    step, rows_N, bodies = itertools.count(), None, work.bodies
+
+    def once() -> None:
+        nonlocal rows_N
+        paths.add_bodies(relay, bodies)
+        rows_N = receive(relay, Ticket.from_bytes(relay.seal(next(step), work.assignment).to_bytes()), rows_N)
+
+    return once
+
+
+def bodies(effort: Effort) -> dict[str, Any]:
+    found = {}
+    for model in MODELS:
+        work = _work(model, effort)
+        with closing(Relay(work.spec, work.case.trainer)) as relay:
+            seconds = medians_s({model: _whole_way(relay, work)}, rounds=effort.rounds_of(9, 3))
+        found[model] = _us(seconds[model], work)
+    return {"body_to_placed_cpu_us_per_token": found}
+
+
+def seal(effort: Effort) -> dict[str, Any]:
+    rounds = effort.rounds_of(9, 3)
+    return {"seal_ms": {str(samples): _seal_ms(samples, layout, rounds) for samples, layout in SEALS.items()}}
+
+
+def _seal_ms(samples: int, layout: str, rounds: int) -> float:
+    model, trainer = model_named(MODELS[0]), TrainerLayout.parse(layout)
+    frame = encode_frame(model.spec, expert_ids_TLK=generate(model, regime="Zmid", rows=_SHORT - 1))
+    names, step = [f"sample-{number}" for number in range(samples)], itertools.count()
+    assignment = Assignment.round_robin(names, dp=trainer.dp, microbatch_size=samples // trainer.dp)
+    with closing(Relay(model.spec, trainer)) as relay:
+        for name in names:
+            relay.add_frame(name, frame, range(_SHORT))
+
+        def sealed() -> None:
+            data = relay.seal(next(step), assignment).to_bytes()
+            Ticket.from_bytes(data).plan.shard(dp=0, pp=0)
+
+        sealing = timed(sealed, clock=time.thread_time)
+        seen = []
+        for number in range(rounds + 2):
+            seen.append(sealing())
+            relay.abandon(number)
+    return median(seen[2:]) * 1e3
+
+
+def digests(effort: Effort) -> dict[str, Any]:
+    work = _work(MODELS[0], effort)
+    layout = work.case.trainer
+    with closing(Relay(work.spec, layout)) as relay:
+        paths.add_bodies(relay, work.bodies)
+        receiver = Receiver(relay, spec=work.spec, layout=layout, coords=RankCoords(dp=0, pp=0, cp=0, tp=0))
+        with closing(receiver):
+            shard = receiver.receive(relay.seal(0, work.assignment))
+    ids, layers = list(work.narrow.values()), shard.shard.layers
+    each = [(n, layer, shard.layer_ids(n, layer)) for n in range(shard.num_microbatches) for layer in layers]
+    calls = {
+        "rows": lambda: [layer_digests(ids_TLK, first_row=0) for ids_TLK in ids],
+        "handed": lambda: [shard.check_digest(*one) for one in each],
+    }
+    seen = medians_s(calls, rounds=effort.rounds_of(9, 3))
+    return {"digest_cpu_us_per_token": _us(3 * seen["rows"] + seen["handed"], work)}  # engine, relay, placing
+
+
+# -- from the socket -------------------------------------------------------------------------------------------------------
+
+
+def socket(effort: Effort) -> dict[str, Any]:
+    samples, tokens, spec = effort.of(16, 4), list(range(_ROWS + 1)), model_named(MODELS[0]).spec
+    with tempfile.TemporaryDirectory() as folder, closing(Relay(spec, TrainerLayout())) as relay:
+        steps, rows_N, token_file = itertools.count(), None, Path(folder) / "token"
+
+        def take(way: str) -> None:
+            """A step's replies; for our ways it is sealed, and its shard is placed as a receiver does."""
+            nonlocal rows_N
+            step = next(steps)
+            names = [f"{way}-{step}-{number}" for number in range(samples)]
+            for name in names:
+                connection.request("GET", f"/{way}/{name}")
+                body = connection.getresponse().read()
+                if way == "stock":
+                    np.frombuffer(base64.b64decode(json.loads(body)["meta_info"]["routed_experts"]), np.int32)
+                else:
+                    relay.add_body(name, body, tokens)
+            if way != "stock":
+                rows_N = receive(relay, relay.seal(step, Assignment.given([[[n] for n in names]])), rows_N)
+
+        with _engine(relay.serve(token_file=token_file), token_file) as port:
+            connection = HTTPConnection("127.0.0.1", port)
+            calls = {way: lambda way=way: take(way) for way in ("in_band", "direct", "stock")}
+            seconds = medians_s(calls, rounds=effort.rounds_of(12, 2))
+            connection.close()
+    return {"socket_cpu_us_per_token": {way: s / (samples * _ROWS) * 1e6 for way, s in seconds.items()}}
+
+
+@contextlib.contextmanager
+def _engine(relay_url: str, token_file: Path) -> Iterator[int]:
+    """A child process that answers; its port."""
+    command = [sys.executable, "-m", "r3channel.bench.relay", relay_url, str(token_file)]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout is not None
+        yield int(child.stdout.readline())
+    finally:
+        child.kill()
+        child.wait()
+
+
+class _Replies:
+    """Canned replies, for any request id."""
+
+    def __init__(self, relay_url: str, token_file: str) -> None:
+        from r3channel.engine.frame_sender import Outlet
+
+        model = model_named(MODELS[0])
+        self.ids_TLK, self._spec = generate(model, regime="Zmid", rows=_ROWS), model.spec
+        hello = hello_of(self._spec, delivery="direct")
+        direct = EngineConfig(delivery="direct", relay_url=relay_url, token_file=token_file)
+        self._outlets = {"in_band": Outlet(EngineConfig(), hello), "direct": Outlet(direct, hello)}
+
+    def answer(self, way: str, request_id: str) -> bytes:
+        routing = self.ids_TLK.astype(np.int32) if way == "stock" else self._frame(way, request_id)
+        meta = {"id": request_id, "finish_reason": {"type": "length"}}
+        meta["routed_experts"] = base64.b64encode(bytes(routing)).decode()
+        return json.dumps({"output_ids": list(range(len(self.ids_TLK))), "meta_info": meta}).encode()
+
+    def _frame(self, way: str, request_id: str) -> Any:
+        from r3channel.engine.capture import FrameDraft
+
+        stamps_T = np.zeros(len(self.ids_TLK), np.int16)
+        draft = FrameDraft(self._spec, stamps_T=stamps_T, makers=[(3, 0)])
+        draft.ids_TLK[:] = self.ids_TLK
+        draft.name(sample_key(request_id))
+        return self._outlets[way].reply(draft, request_id=request_id)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"  # one connection for all requests
+    replies: _Replies
+
+    def do_GET(self) -> None:
+        body = self.replies.answer(*self.path[1:].split("/"))
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing."""
+
+
+PARTS: Parts = {part.__name__: part for part in (steps, socket, bodies, seal, digests)}
+
+if __name__ == "__main__":
+    _Handler.replies = _Replies(*sys.argv[1:])
+    server = HTTPServer(("127.0.0.1", 0), _Handler)
+    print(server.server_port, flush=True)
+    server.handle_request()  # ends with its connection, whichever way the relay's process ends

@@ -1,8 +1,14 @@
 """The paths of `bench relay`: what all of them start from, where all of them end, and the two halves of each.
 
-The manager's half (`Sending`) starts from the bodies of engines' replies (`prepare`), then from what a sealed step starts from
-(`deliver`); a rank's half (`Taking`) ends when its routers have taken the rows. Both live in processes that all paths share.
-Peers are written here from reading slime and miles: JSON, base64 and copy, count check, all-zero-layer check (torch only), split
+The manager's half (`...Sending`): `prepare` starts from the bodies of engines' replies and returns its seconds (`whole=False`
+may skip work whose result is at hand); `deliver` starts from what a sealed step starts from, starts every rank and returns the
+time.monotonic at which the clock started, as soon as the manager's part is done; `settle` frees what the step held, once all
+ranks have ended; `bytes_sent` leave the manager per step, over all ranks. A rank's half (`...Taking`): `take` ends when its
+routers have taken the rows and returns the time.monotonic at which they were held, contiguous and writable; `tensors` are what
+the routers took, before widening; `blank` makes sure that the next `take` cannot end right by what an earlier path has left.
+Both halves live in processes that all paths share.
+
+Peers are written here from reading slime: JSON, base64 and copy, count check, all-zero-layer check (torch only), split
 by DP rank, one put per DP rank; every rank gets its DP rank's whole object, then pads, cuts and copies per layer. At their best:
 a rank is started as soon as its own object is put, gets read out of shared memory without a copy (numpy), and rows are copied
 once into memory that is reused.
@@ -17,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pybase64
@@ -25,7 +31,7 @@ import ray
 import torch
 import xxhash
 
-from r3channel.bench.routing_data import generate
+from r3channel.bench.wire import generate
 from r3channel.config import ChannelConfig
 from r3channel.model.presets import model_named
 from r3channel.model.spec import RoutingSpec
@@ -37,15 +43,15 @@ from r3channel.plan.ticket import Ticket
 from r3channel.relay.relay import Relay
 from r3channel.trainer.rank_shard import RankShard
 from r3channel.trainer.receiver import Control, Receiver
-from r3channel.transport.base import Rendezvous, Transport
+from r3channel.transport.base import Rendezvous
 from r3channel.transport.select import join, open_store
 from r3channel.wire.frame import encode_frame, sample_key
 from r3channel.wire.routing import Ids
 
-OWN, LIMIT, DIRECT = "r3channel", "raw_gloo", "ray_direct_gloo_uint8"
-STORE = ("slime_torch_int32", "ray_numpy_int32", "ray_numpy_uint8")
-"""Through Ray's object store, from one raylet to another: as slime does it, as miles does it, and in the id dtype."""
-PEERS = (*STORE, DIRECT)
+OWN, LIMIT = "r3channel", "raw_gloo"
+SLIME, NUMPY, DIRECT = "slime_torch_int32", "ray_numpy_uint8", "ray_direct_gloo_uint8"
+PEERS = (SLIME, NUMPY, DIRECT)
+"""Through Ray's object store, from one raylet to another: as slime does it, and in the id dtype; and Ray Direct Transport."""
 ALL = (OWN, *PEERS, LIMIT)
 
 _GENERATED_ROWS = 4096
@@ -54,8 +60,8 @@ _SAMPLE_TOKENS, _PACK_TOKENS = 4096, 16384
 _DECODED_EACH = 4
 _WAIT_S = 60.0
 _CONFIG = ChannelConfig(step_timeout_s=60, send_timeout_s=30, join_timeout_s=60)
-_BLOCK_ROWS = {1: 256, 4: 1024}
-"""Rows that are transposed at once, by bytes per id: the fastest of 16 to 1,024 rows at 48 x top-8 (CPU time, AMD EPYC)."""
+_BLOCK_ROWS = 256
+"""Rows that are transposed at once: the fastest of 16 to 1,024 rows at 48 x top-8 (CPU time, AMD EPYC)."""
 
 Seconds = tuple[float, float]
 """Wall and CPU of this process."""
@@ -118,11 +124,11 @@ class Workload:
     @cached_property
     def bodies(self) -> dict[str, bytes]:
         """What an engine of ours returns per sample."""
-        return {name: self.reply(name, self.frame(name)) for name in self.lengths}
 
-    def frame(self, sample_id: str) -> bytes:
-        """As an engine of ours makes it."""
-        return encode_frame(self.spec, expert_ids_TLK=self.ids(sample_id), sample_key=sample_key(sample_id))
+        def frame(name: str) -> bytes:
+            return encode_frame(self.spec, expert_ids_TLK=self.ids(name), sample_key=sample_key(name))
+
+        return {name: self.reply(name, frame(name)) for name in self.lengths}
 
     @cached_property
     def narrow(self) -> dict[str, Ids]:
@@ -158,8 +164,7 @@ def _drawn(model: str) -> Ids:
 class HeldRows:
     """A rank's rows in memory that is reused: per micro-batch [L, rows, K]. Pads are written once and stay.
 
-    The same code serves every peer that hands over per-sample arrays; it is the fastest placement in numpy that was found
-    (int32: 0.26 us per token of 48 x top-8; torch, layer by layer as slime does it: 0.69).
+    `place` is the fastest placement in numpy that was found.
     """
 
     def __init__(self, plan: Plan, dp: int, dtype: Any) -> None:
@@ -180,7 +185,7 @@ class HeldRows:
             view[:] = whole[0]
 
     def place(self, samples: Iterable[Ids]) -> None:
-        """Write the samples of this DP rank, in the plan's order, each [tokens - 1, all MoE layers, K]."""
+        """Write the samples of this DP rank, in the plan's order, each uint8 [tokens - 1, all MoE layers, 8]."""
         arrays = iter(samples)
         for number, batch in enumerate(self.shard.microbatches):
             for index in range(len(batch.sample_ids)):
@@ -196,15 +201,13 @@ class HeldRows:
 
 
 def _as_items(ids: Ids) -> Any:
-    """One item per row of K ids: numpy then copies rows and not single ids."""
-    row_bytes = ids.shape[-1] * ids.itemsize
-    return ids.view("u8" if row_bytes == 8 else f"V{row_bytes}")[..., 0]
+    """One item per row of 8 ids of a byte: numpy then copies rows and not single ids."""
+    return ids.view("u8")[..., 0]
 
 
 def _transpose(source_TL: Any, target_LT: Any) -> None:
-    rows = _BLOCK_ROWS[1 if source_TL.itemsize <= 16 else 4]
-    for at in range(0, len(source_TL), rows):
-        target_LT[:, at : at + rows] = source_TL[at : at + rows].T
+    for at in range(0, len(source_TL), _BLOCK_ROWS):
+        target_LT[:, at : at + _BLOCK_ROWS] = source_TL[at : at + _BLOCK_ROWS].T
 
 
 class Router:
@@ -231,43 +234,6 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
 
 
 # -- the two halves --------------------------------------------------------------------------------------------------------
-
-
-class Sending(Protocol):
-    """The manager's half."""
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes that leave the manager per step, over all ranks."""
-        ...
-
-    def prepare(self, *, whole: bool) -> Seconds:
-        """From the bodies of replies in memory. `whole=False` may skip work whose result is at hand."""
-        ...
-
-    def deliver(self, start: Start) -> float:
-        """Start every rank and return as soon as the manager's part is done: the time.monotonic at which the clock started."""
-        ...
-
-    def settle(self) -> None:
-        """After all ranks have ended: free what the step held."""
-        ...
-
-
-class Taking(Protocol):
-    """A rank's half."""
-
-    def take(self, payload: Any) -> float:
-        """Until the routers have taken all rows; the time.monotonic at which they were held, contiguous and writable."""
-        ...
-
-    def blank(self) -> None:
-        """Make sure that the next `take` cannot end right by what an earlier path has left."""
-        ...
-
-    def tensors(self) -> Iterable[torch.Tensor]:
-        """What the routers took, before widening."""
-        ...
 
 
 class ChannelSending:
@@ -348,9 +314,10 @@ class StoreSending:
 
     def __init__(self, work: Workload, path: str) -> None:
         self._work, self._path = work, path
-        arrays, tensors = work.narrow if "uint8" in path else work.wide, "torch" in path
-        self._arrays = {name: torch.from_numpy(ids) if tensors else ids for name, ids in arrays.items()}
-        self.bytes_sent = sum(ids.nbytes for ids in arrays.values())
+        self._arrays: dict[str, Any] = work.narrow
+        if path == SLIME:
+            self._arrays = {name: torch.from_numpy(ids) for name, ids in work.wide.items()}
+        self.bytes_sent = sum(ids.nbytes for ids in self._arrays.values())
         self._refs: list[Any] = []
 
     def prepare(self, *, whole: bool) -> Seconds:
@@ -366,12 +333,10 @@ class StoreSending:
         text, spec = json.loads(reply)["meta_info"]["routed_experts"], self._work.spec
         flat = np.frombuffer(bytearray(pybase64.b64decode(text.encode("ascii"))), np.int32)
         ids_TLK = flat.reshape(rows, spec.num_layers, spec.top_k)
-        if "torch" in self._path:
-            layers = torch.from_numpy(ids_TLK)
-            if any(not torch.count_nonzero(layers[:, layer]) for layer in spec.moe_layers):
-                raise ValueError("a layer of zeros only")
-        if "uint8" in self._path:
+        if self._path != SLIME:
             ids_TLK.astype(spec.id_dtype)
+        elif not all(torch.from_numpy(ids_TLK)[:, layer].count_nonzero() for layer in spec.moe_layers):
+            raise ValueError("a layer of zeros only")
 
     def deliver(self, start: Start) -> float:
         begin_s = time.monotonic()
@@ -390,7 +355,7 @@ class ArraysTaking:
 
     def __init__(self, held: HeldRows, path: str) -> None:
         self._held, self._path, self._router = held, path, Router()
-        views = map(torch.from_numpy, held.views if "torch" in path else [])
+        views = map(torch.from_numpy, held.views if path == SLIME else [])
         self._packs = [view.transpose(0, 1).contiguous() for view in views]  # pads are in them
 
     def take(self, payload: Any) -> float:
@@ -398,7 +363,7 @@ class ArraysTaking:
 
     def hold(self, samples: Sequence[Any]) -> float:
         """From arrays to routers."""
-        if "torch" in self._path:
+        if self._path == SLIME:
             self._pad_cat_copy(samples)
         else:
             self._held.place([np.asarray(ids) for ids in samples])
@@ -441,10 +406,8 @@ class RawSending:
         return Rendezvous(backend="gloo", name=f"raw{rank}", epoch=1, rank=member, world_size=2, **where)
 
     def join(self) -> None:
-        def each(rank: int) -> Transport:
-            return join(self.rendezvous(rank, 0), timeout_s=_WAIT_S)
-
-        self._groups = list(self._pool.map(each, range(len(self._parts))))
+        meets = [self.rendezvous(rank, 0) for rank in range(len(self._parts))]
+        self._groups = list(self._pool.map(partial(join, timeout_s=_WAIT_S), meets))
 
     def prepare(self, *, whole: bool) -> Seconds:
         return 0.0, 0.0
@@ -456,15 +419,12 @@ class RawSending:
             start(rank, None)
             group.recv(1, word, timeout_s=_WAIT_S)
         begin_s = time.monotonic()
-        list(
-            self._pool.map(
-                lambda group, part: group.send(1, part, timeout_s=_WAIT_S), self._groups, self._parts
-            )
-        )
+        sends = [partial(group.send, 1, timeout_s=_WAIT_S) for group in self._groups]
+        list(self._pool.map(lambda send, part: send(part), sends, self._parts))
         return begin_s
 
     def settle(self) -> None:
-        pass
+        """Nothing is held."""
 
 
 class RawTaking:

@@ -1,31 +1,45 @@
-"""Bytes per token and speed of every codec, beside entropy, memcpy and how others send the same ids.
+"""Bytes per token and speed of every codec, beside entropy, memcpy and what SGLang's reply does with the same ids.
 
 GB are raw int16 GB of the ids (768 B per token of 48 layers x top-8) whatever travels, so that all rows compare; times are
-CPU times of one core. Nothing here is a recorded trace: see `bench.routing_data`.
+CPU times of one core. The ids are drawn here (`generate`), so that figures can be quoted with the data they were measured on:
+
+    U      uniform random k-subsets in random order: the worst case for any codec
+    Zlow   weak skew and weak time correlation (a bracket chosen by assumption)
+    Zmid   fitted to published statistics of real models: per-layer concentration, experts that cover 90 %, next-token overlap
+    Zhigh  strong time correlation (a bracket chosen by assumption)
+
+None is a recorded trace. The Z regimes draw logits as popularity(layer, expert) + sequence bias + AR(1) over time + token
+identity + white noise and keep the k largest in descending order, as a router kernel emits them.
 """
 
 from __future__ import annotations
 
 import base64
-import importlib
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import count
+from math import lgamma, log
 from typing import Any, NamedTuple
 
-import lz4.block
 import numpy as np
 
 from r3channel.bench.harness import Effort, Parts, medians_s
-from r3channel.bench.routing_data import REGIMES, entropy_bytes_per_token, generate
 from r3channel.model.presets import Model, model_named
 from r3channel.model.spec import RoutingSpec
 from r3channel.wire.codec import AUTO, CODECS
 from r3channel.wire.frame import encode_frame, parse_frame
+from r3channel.wire.hello import Hello
 from r3channel.wire.routing import Ids
 
 MODELS = ("qwen3-30b-a3b", "deepseek-v3", "kimi-k2", "qwen3-next")
-_COPY_BYTES = 192 << 20
 _MIN_S = 0.02
+_VOCABULARY = 512
+_SEQUENCE_ROWS = 512
+"""Rows after which another sequence, with its own bias, begins."""
+
+_Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 
 class Way(NamedTuple):
@@ -45,10 +59,7 @@ def measure(effort: Effort) -> dict[str, Any]:
         for regime in REGIMES
         for row in _results(model_named(name), regime, rows, rounds)
     ]
-    source = np.ones(_COPY_BYTES, np.uint8)
-    target = np.zeros_like(source)
-    copied_s = medians_s({"": lambda: np.copyto(target, source)}, rounds=rounds)
-    return {"memcpy_gbps": round(2 * _COPY_BYTES / 1e9 / copied_s[""], 2), "rows": rows, "results": results}
+    return {"rows": rows, "results": results}
 
 
 PARTS: Parts = {"codecs": measure}
@@ -69,32 +80,16 @@ def _results(model: Model, regime: str, rows: int, rounds: int) -> Iterator[dict
 
 
 def ways(ids_TLK: Ids, *, spec: RoutingSpec) -> dict[str, Way]:
-    """Ours and those of others that run here; what needs a missing package is left out. The JSON ones carry int32 over all
-    decoder layers, dense ones included, as SGLang does. Header, sections and, encoding, digests are part of ours."""
-    orjson, pybase64, zstandard = map(_module, ("orjson", "pybase64", "zstandard"))
-    here = [codec for codec in CODECS.values() if not codec.needs or _module(codec.needs)]
-    fitting = [codec.name for codec in here if codec.encode(ids_TLK) is not None]
-    found = {name: _ours(spec, ids_TLK, name) for name in (AUTO, *fitting)}
+    """Ours (with header, sections and, encoding, digests), and SGLang's JSON: int32 over all decoder layers, dense ones too."""
+    here = [codec for codec in CODECS.values() if not codec.needs or find_spec(codec.needs)]
+    codecs = (AUTO, *(codec.name for codec in here if codec.encode(ids_TLK) is not None))
     stock_TAK = np.zeros((len(ids_TLK), spec.num_layers, spec.top_k), np.int32)
     stock_TAK[:, list(spec.moe_layers)] = ids_TLK
-    narrow_N = ids_TLK.astype(np.int16).reshape(-1)
-    found["json-base64-int32"] = Way(
+    stock = Way(
         lambda: json.dumps({"routed_experts": base64.b64encode(stock_TAK.data).decode()}).encode(),
         lambda data: np.frombuffer(base64.b64decode(json.loads(data)["routed_experts"]), np.int32),
     )
-    if orjson and pybase64:
-        found["orjson-pybase64-int32"] = Way(
-            lambda: orjson.dumps({"routed_experts": pybase64.b64encode_as_string(stock_TAK)}),
-            lambda data: pybase64.b64decode(orjson.loads(data)["routed_experts"], validate=True),
-        )
-    found["int16-lz4"] = Way(
-        lambda: lz4.block.compress(narrow_N.data, store_size=False),
-        lambda data: lz4.block.decompress(data, uncompressed_size=narrow_N.nbytes),
-    )
-    if zstandard:
-        packer, unpacker = zstandard.ZstdCompressor(level=1), zstandard.ZstdDecompressor()
-        found["int16-zstd-1"] = Way(lambda: packer.compress(narrow_N.data), unpacker.decompress)
-    return found
+    return {codec: _ours(spec, ids_TLK, codec) for codec in codecs} | {"json-base64-int32": stock}
 
 
 def _ours(spec: RoutingSpec, ids_TLK: Ids, codec: str) -> Way:
@@ -107,8 +102,114 @@ def _ours(spec: RoutingSpec, ids_TLK: Ids, codec: str) -> Way:
     return Way(lambda: encode_frame(spec, expert_ids_TLK=ids_TLK, codec=codec), decode)
 
 
-def _module(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        return None
+# -- drawn routing -------------------------------------------------------------------------------------------------------
+
+
+def hello_of(spec: RoutingSpec, *, delivery: str) -> Hello:
+    """What an engine would say of itself that sends such rows."""
+    return Hello(
+        engine="bench", boot_id=1, spec_digest=spec.digest, spec=spec.to_dict(), sglang="", r3channel="", hooks=(),
+        delivery=delivery, codec="auto",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Regime:
+    """Standard deviations of the parts of a logit, and the AR(1) coefficient."""
+
+    popularity: float
+    sequence: float
+    time: float
+    rho: float
+    token: float
+    noise: float
+
+
+REGIMES: dict[str, Regime | None] = {
+    "U": None,
+    "Zlow": Regime(0.35, 0.15, 0.50, 0.60, 0.40, 0.80),
+    "Zmid": Regime(0.63, 0.45, 0.72, 0.82, 0.50, 0.38),
+    "Zhigh": Regime(0.65, 0.70, 0.85, 0.93, 0.40, 0.20),
+}
+
+
+def generate(model: Model, *, regime: str, rows: int, seed: int = 0) -> Ids:
+    """[rows, L, K] of some sequences, end to end, in the model's id dtype; equal arguments give equal ids."""
+    rng = np.random.default_rng(seed)
+    kind, spec = REGIMES[regime], model.spec
+    shape = (spec.num_moe_layers, spec.num_experts)
+    logits_of = _uniform_logits(rng, shape) if kind is None else _latent_logits(rng, shape, kind)
+    ids_TLK = np.empty((rows, spec.num_moe_layers, spec.top_k), spec.id_dtype)
+    for row in range(rows):
+        logits_LE = next(logits_of)
+        if model.groups is not None and kind is not None:
+            logits_LE = _limit_groups(logits_LE, groups=model.groups[0], keep=model.groups[1])
+        ids_TLK[row] = _top_k_descending(logits_LE, spec.top_k)
+    return ids_TLK
+
+
+def _uniform_logits(rng: np.random.Generator, shape: tuple[int, int]) -> Any:
+    while True:
+        yield rng.random(shape, dtype=np.float32)
+
+
+def _latent_logits(rng: np.random.Generator, shape: tuple[int, int], regime: Regime) -> Any:
+    def normal(weight: float, *extra: int) -> _Floats:
+        return np.float32(weight) * rng.standard_normal((*extra, *shape), dtype=np.float32)
+
+    popularity = normal(regime.popularity)
+    fixed, state = popularity, popularity
+    identity = normal(regime.token, _VOCABULARY)
+    zipf = 1 / np.arange(1, _VOCABULARY + 1)
+    innovation = float(np.sqrt(1 - regime.rho**2))
+    for row in count():
+        if row % _SEQUENCE_ROWS == 0:
+            fixed, state = popularity + normal(regime.sequence), normal(1.0)
+        token = rng.choice(_VOCABULARY, p=zipf / zipf.sum())
+        state = np.float32(regime.rho) * state + normal(innovation)
+        yield fixed + np.float32(regime.time) * state + identity[token] + normal(regime.noise)
+
+
+def _limit_groups(logits_LE: _Floats, *, groups: int, keep: int) -> _Floats:
+    """Mask all experts outside the `keep` groups whose two best experts sum highest (DeepSeek-V3)."""
+    grouped = logits_LE.reshape(len(logits_LE), groups, -1)
+    score = np.sort(grouped, axis=-1)[..., -2:].sum(axis=-1)
+    threshold = np.sort(score, axis=-1)[:, groups - keep][:, None]
+    return np.where((score >= threshold)[..., None], grouped, np.float32(-1e9)).reshape(logits_LE.shape)
+
+
+def _top_k_descending(logits_LE: _Floats, top_k: int) -> Ids:
+    chosen = np.argpartition(-logits_LE, top_k - 1, axis=-1)[:, :top_k]
+    order = np.argsort(-np.take_along_axis(logits_LE, chosen, axis=-1), axis=-1)
+    return np.take_along_axis(chosen, order, axis=-1)
+
+
+def entropy_bytes_per_token(ids_TLK: Ids, *, num_experts: int) -> tuple[float, float]:
+    """(order kept, order dropped): bytes of a row under the best model without memory, fitted to these ids.
+
+    Order dropped: the maximum-entropy k-subset with each layer's inclusion rates. Order kept: the smaller of that plus
+    log2(k!) and of k independent draws. A model with memory could go lower (about 0.8 of it on Zmid).
+    """
+    rows, layers, top_k = ids_TLK.shape
+    ordered = unordered = 0.0
+    for layer in range(layers):
+        count_E = np.bincount(ids_TLK[:, layer].reshape(-1), minlength=num_experts)
+        set_bits = _set_bits(count_E / rows, top_k=top_k)
+        share = count_E[count_E > 0] / (rows * top_k)
+        draws_bits = -top_k * float((share * np.log2(share)).sum())
+        unordered += set_bits
+        ordered += min(draws_bits, set_bits + lgamma(top_k + 1) / log(2))
+    return ordered / 8, unordered / 8
+
+
+def _set_bits(inclusion_E: Any, *, top_k: int) -> float:
+    """Mean code length of a set under P(S) ~ product of odds over S, given how often each expert is in a set."""
+    rate_E = np.clip(inclusion_E, 1e-6, 1 - 1e-6)
+    odds_E = rate_E / (1 - rate_E)
+    scale = odds_E.sum() / top_k
+    symmetric = np.zeros(top_k + 1)
+    symmetric[0] = 1
+    for odds in odds_E / scale:
+        symmetric[1:] = symmetric[1:] + symmetric[:-1] * odds
+    log2_sum = np.log2(symmetric[top_k]) + top_k * np.log2(scale)
+    return float(log2_sum - (inclusion_E * np.log2(odds_E)).sum())

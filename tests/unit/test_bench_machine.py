@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import doctest
-import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,11 @@ from r3channel.errors import ConfigError
 def test_every_result_says_on_what_it_was_measured(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    module = importlib.import_module(f"r3channel.bench.{name}")
     parts = {
-        part: lambda effort, part=part: {"rounds": {part: effort.rounds_of(9, 2)}} for part in module.PARTS
+        part: lambda effort, part=part: {"rounds": {part: effort.rounds_of(9, 2)}}
+        for part in bench.parts_of(name)
     }
-    monkeypatch.setattr(module, "PARTS", parts)
+    monkeypatch.setattr(bench, "parts_of", {name: parts}.get)
     assert bench.run([name, "--quick", "--json"]) == 0
     result: dict[str, Any] = json.loads(capsys.readouterr().out)
     stamp = result.pop("machine")
@@ -80,9 +79,14 @@ def test_rows_of_equal_keys_are_printed_as_a_table_and_other_figures_on_their_ow
 
 def fresh(file: Path, **changes: Any) -> Path:
     """A result of `bench e2e` on another machine."""
-    loop = {mode: {"train_wait_s": 0.0301234, "step_s": 2.0} for mode in ("default", "channel")}
+    pairs = {"trainer_cpu_ratio": {"median": 1.0301234}}
     stamp = {"cpu": "Other CPU", "cores": 64, "load": [0.2, 3.0]}
-    result = {"command": "r3channel bench e2e --json", "machine": stamp, "loop": loop, "unused": 1} | changes
+    result = {
+        "command": "r3channel bench e2e --json",
+        "machine": stamp,
+        "pairs": pairs,
+        "unused": 1,
+    } | changes
     file.write_text(json.dumps(result) + "\n")
     return file
 
@@ -96,15 +100,13 @@ def test_a_fresh_result_takes_the_place_of_its_benchmarks_figures_and_says_its_m
     figures.keep(fresh(tmp_path / "e2e.json"))
     changed = [line for line in figures.lines("measured") if line not in before]
     assert len(changed) == 1
-    assert (
-        "30 ms of 2.0 s | 30 ms of 2.0 s | `r3channel bench e2e --json` | 64 x Other CPU, load 0.2 to 3.0 |"
-        in changed[0]
-    )
-    assert "unused" not in kept.read_text() and "0.03012," in kept.read_text()
+    assert "| 1.03 | `r3channel bench e2e --json` | 64 x Other CPU, load 0.2 to 3.0 |" in changed[0]
+    assert "unused" not in kept.read_text() and "1.03\n" in kept.read_text()
 
 
 @pytest.mark.parametrize(
-    "changes", [{"loop": {}}, {"command": "ls"}, {"machine": "2 x x86_64"}, {"loop": {"default": 1}}]
+    "changes",
+    [{"pairs": {}}, {"command": "ls"}, {"machine": "2 x x86_64"}, {"pairs": {"trainer_cpu_ratio": 1}}],
 )
 def test_a_result_that_lacks_something_is_refused_and_leaves_what_was_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]

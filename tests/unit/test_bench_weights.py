@@ -20,4 +20,3 @@ def test_the_whole_benchmark_gives_every_key_that_the_targets_name(
     assert result["ratio"].keys() >= weights.TARGETS.keys() and min(result["ratio"].values()) > 0
     assert result["engine"]["wall_s"].keys() == {"per_tensor", "flattened", "staged", "colocated"}
     assert result["engine"]["parameters_compared"] > 30
-    assert 1.0 <= result["reshard"]["bytes_of_model"] < 1.1 and result["reshard"]["largest_share_held"] < 1.0

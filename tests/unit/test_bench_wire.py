@@ -10,7 +10,7 @@ import pytest
 
 from r3channel import bench
 from r3channel.bench import wire
-from r3channel.bench.routing_data import REGIMES, entropy_bytes_per_token, generate
+from r3channel.bench.wire import REGIMES, entropy_bytes_per_token, generate
 from r3channel.cli import main
 from r3channel.model.presets import model_named
 from r3channel.wire.validate import find_duplicate
@@ -20,13 +20,12 @@ def test_the_json_has_every_codec_and_bound(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(wire, "MODELS", ("kimi-k2",))
-    monkeypatch.setattr(wire, "REGIMES", ("U",))
+    monkeypatch.setattr(wire, "REGIMES", {"U": None})
     monkeypatch.setattr(wire, "_MIN_S", 0.0)
     assert main(["bench", "wire", "--json", "--quick", "--rounds", "1"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["memcpy_gbps"] > 0
     assert {result["codec"] for result in report["results"]} == {
-        "auto", "stored", "lz4", "packed9", "set", "json-base64-int32", "orjson-pybase64-int32", "int16-lz4", "int16-zstd-1",
+        "auto", "stored", "lz4", "packed9", "set", "json-base64-int32",
     }  # fmt: skip
     figures = ("bytes_per_token", "encode_gbps", "decode_gbps", "entropy_bytes_per_token")
     assert all(result[figure] > 0 for result in report["results"] for figure in figures)
@@ -39,21 +38,18 @@ def test_every_way_gives_the_ids_again() -> None:
     for name, way in wire.ways(ids_TLK, spec=model.spec).items():
         decoded = way.decode(way.encode())
         if "-" in name:
-            dtype = np.int32 if "int32" in name else np.int16
-            last = np.frombuffer(decoded, dtype).reshape(16, -1)[
-                :, -wide_N.shape[1] :
-            ]  # dense layers come first
+            last = decoded.reshape(16, -1)[:, -wide_N.shape[1] :]  # dense layers come first
             assert np.array_equal(last, wide_N), name
         else:
             kept = np.sort(ids_TLK) if name == "set" else ids_TLK
             assert np.array_equal(np.sort(decoded) if name == "set" else decoded, kept), name
 
 
-def test_without_zstandard_its_codecs_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_zstandard_its_codec_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_named("qwen3-30b-a3b")
     monkeypatch.setitem(sys.modules, "zstandard", None)
     names = set(wire.ways(generate(model, regime="U", rows=8), spec=model.spec))
-    assert "lz4" in names and not names & {"set", "int16-zstd-1"}
+    assert "lz4" in names and "set" not in names
 
 
 def test_an_unknown_benchmark_lists_the_known(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ import pytest
 import zstandard
 
 from r3channel import errors
-from r3channel.bench.routing_data import REGIMES, generate
+from r3channel.bench.wire import REGIMES, generate
 from r3channel.config import EngineConfig
 from r3channel.engine.frame_sender import is_costly
 from r3channel.model.presets import model_named

@@ -25,7 +25,7 @@ class Lz4(Codec):
     name = "lz4"
     worth_it = 0.95
     """Ids captured from a model with random weights shrink to 0.58, from one trained for seven minutes to 0.78 (8 layers, top-8
-    of 128), synthetic ones of `bench.routing_data` not at all. What it gains is paid with 2 to 4 ms per MB of encoding where ids
+    of 128), synthetic ones of `bench.wire` not at all. What it gains is paid with 2 to 4 ms per MB of encoding where ids
     repeat, and with next to nothing where they do not (measured)."""
 
     def encode(self, ids_TLK: Ids) -> bytes:
