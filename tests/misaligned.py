@@ -209,21 +209,14 @@ def of_one(name: str, change: Callable[[Ids], Any]) -> Callable[[str, Ids], Ids]
     return apply
 
 
-def zero_rows(step: RecordedStep) -> RecordedStep:
-    return changed(step, of_one("s1", lambda ids: ids.__setitem__(slice(5, 9), 0)))
-
-
-def duplicated_ids(step: RecordedStep) -> RecordedStep:
-    return changed(step, of_one("s1", lambda ids: ids.__setitem__((slice(5, 9), 2, 1), ids[5:9, 2, 0])))
+def written(where: Any, what: Callable[[Ids], Any]) -> Callable[[RecordedStep], RecordedStep]:
+    """Something else in a part of sample s1."""
+    return lambda step: changed(step, of_one("s1", lambda ids: ids.__setitem__(where, what(ids))))
 
 
 def padding_rows(step: RecordedStep) -> RecordedStep:
     pads = spread_ids(step.spec, positions_T=np.arange(40))
-    return changed(step, of_one("s1", lambda ids: ids.__setitem__(slice(20, 24), pads[20:24, None])))
-
-
-def shifted_layer(step: RecordedStep) -> RecordedStep:
-    return changed(step, lambda _, ids: np.roll(ids, 1, axis=1))
+    return written(slice(20, 24), lambda _: pads[20:24, None])(step)
 
 
 def dense_layer_counted(step: RecordedStep) -> RecordedStep:
@@ -264,40 +257,40 @@ def with_spans(
     return replace(router, passes=passes)
 
 
-def mixed_versions(step: RecordedStep) -> RecordedStep:
+def versions_said(say: Callable[[TicketSample], Any]) -> Callable[[RecordedStep], RecordedStep]:
+    """The rows as they are, under other versions."""
+    return lambda step: with_spans(
+        step, router_step(step, rows_of(step)), {sample.sample_id: say(sample) for sample in step.samples}
+    )
+
+
+def of_last_version(sample: TicketSample) -> Any:
     """The whole sample is said to be of the version that its last row has."""
-    one = {
-        s.sample_id: _spans((0, s.tokens - 1, s.provenance[-1].weight_version, RowKind.DECODED))
-        for s in step.samples
-    }
-    return with_spans(step, router_step(step, rows_of(step)), one)
+    return _spans((0, sample.tokens - 1, sample.provenance[-1].weight_version, RowKind.DECODED))
 
 
-def version_off_by_one(step: RecordedStep) -> RecordedStep:
-    later = {
-        s.sample_id: tuple(replace(span, weight_version=span.weight_version + 1) for span in s.provenance)
-        for s in step.samples
-    }
-    return with_spans(step, router_step(step, rows_of(step)), later)
+def one_later(sample: TicketSample) -> Any:
+    return tuple(replace(span, weight_version=span.weight_version + 1) for span in sample.provenance)
 
 
-def stale_row(step: RecordedStep) -> RecordedStep:
-    rows = rows_of(step)
-    rows["s2"][:7] = rows["s0"][:7]
-    return router_step(step, rows)
+def rows_taken(rows: slice, *, back: bool) -> Callable[[RecordedStep], RecordedStep]:
+    """s2 has rows of s0, and s0 those of s2 where they are given `back`."""
+
+    def mistake(step: RecordedStep) -> RecordedStep:
+        own = rows_of(step)
+        one, other = own["s0"][rows].copy(), own["s2"][rows].copy()
+        own["s2"][rows], own["s0"][rows] = one, other if back else one
+        return router_step(step, own)
+
+    return mistake
 
 
-def swapped_samples(step: RecordedStep) -> RecordedStep:
-    rows = rows_of(step)
-    rows["s0"], rows["s2"] = rows["s2"], rows["s0"]
-    return router_step(step, rows)
+swapped_samples = rows_taken(slice(None), back=True)
 
 
 def cp_chunks_swapped(step: RecordedStep) -> RecordedStep:
-    rows, size = rows_of(step), moves_of(step).chunk_S[0]
-    one, other = rows["s0"][size : 2 * size].copy(), rows["s2"][size : 2 * size].copy()
-    rows["s0"][size : 2 * size], rows["s2"][size : 2 * size] = other, one
-    return router_step(step, rows)
+    size = moves_of(step).chunk_S[0]
+    return rows_taken(slice(size, 2 * size), back=True)(step)
 
 
 def stage_reversed(step: RecordedStep) -> RecordedStep:
@@ -331,26 +324,22 @@ def int16_as_uint8(step: RecordedStep) -> RecordedStep:
     return changed(step, lambda _, ids: np.ascontiguousarray(half(np.ascontiguousarray(ids))))
 
 
-def missing_prefix(step: RecordedStep) -> RecordedStep:
-    return moved(step, moves_of(step).shifted(6))
-
-
 CASES: dict[str, list[tuple[RoutingSpec, str, Callable[[RecordedStep], RecordedStep]]]] = {
-    "zero_rows": [(PLAIN, "", zero_rows)],
-    "duplicated_ids": [(PLAIN, "", duplicated_ids)],
+    "zero_rows": [(PLAIN, "", written(slice(5, 9), lambda _: 0))],
+    "duplicated_ids": [(PLAIN, "", written((slice(5, 9), 2, 1), lambda ids: ids[5:9, 2, 0]))],
     "padding_rows": [(PLAIN, "", padding_rows)],
     "off_by_one_row": [
         (PLAIN, "dp=2", lambda step: moved(step, moves_of(step).shifted(1))),
         (DENSE, "tp=2", lambda step: moved(step, moves_of(step).shifted(-1))),
     ],
-    "missing_prefix": [(PLAIN, "", missing_prefix)],
-    "shifted_layer": [(PLAIN, "", shifted_layer)],
+    "missing_prefix": [(PLAIN, "", lambda step: moved(step, moves_of(step).shifted(6)))],
+    "shifted_layer": [(PLAIN, "", lambda step: changed(step, lambda _, ids: np.roll(ids, 1, axis=1)))],
     "dense_layer_counted": [(DENSE, "", dense_layer_counted)],
     "mtp_shift": [(DENSE, "", mtp_shift)],
     "retraction_overwrite": [(PLAIN, "", retraction_overwrite)],
-    "mixed_versions": [(PLAIN, "", mixed_versions)],
-    "version_off_by_one": [(PLAIN, "", version_off_by_one)],
-    "stale_row": [(PLAIN, "", stale_row)],
+    "mixed_versions": [(PLAIN, "", versions_said(of_last_version))],
+    "version_off_by_one": [(PLAIN, "", versions_said(one_later))],
+    "stale_row": [(PLAIN, "", rows_taken(slice(7), back=False))],
     "swapped_samples": [(PLAIN, "", swapped_samples), (PLAIN, "cp=2", swapped_samples)],
     "cp_chunks_swapped": [(PLAIN, "cp=2,packing=thd", cp_chunks_swapped)],
     "zigzag_order": [

@@ -38,11 +38,13 @@ from tests.direct import Engine, deliver, draft_of, hello_of, receipt_reply
 from tests.samples import reply_for
 from tests.unit.test_report_page import result
 
+WHAT = ["whole", "whole", "short", "twice", "raises", "empty", "lost", "late", "damaged", "gap", "discard"]
 ENDS = [outcome for outcome in LABELS["outcome"] if outcome != "received"]
 
 
 @pytest.fixture
 def make_relay() -> Iterator[MakeRelay]:
+    """That leave what is missing to the live router."""
     with relays(on_missing="live", frame_timeout_s=0.05) as make:
         yield make
 
@@ -72,21 +74,7 @@ class Chaos:
     def run(self, samples: int) -> None:
         for number in itertools.islice(self.numbers, samples):
             name = f"{self.seed}-{number}"
-            what = self.random.choice(
-                (
-                    "whole",
-                    "whole",
-                    "short",
-                    "twice",
-                    "raises",
-                    "empty",
-                    "lost",
-                    "late",
-                    "damaged",
-                    "gap",
-                    "discard",
-                )
-            )
+            what = self.random.choice(WHAT)
             self.did[what] += 1
             try:
                 if getattr(self, "_" + what)(name, 9 + number % 20, number + 1):

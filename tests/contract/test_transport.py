@@ -30,32 +30,30 @@ TIMEOUT_S = 20.0
 Joiner = Callable[..., list[Transport]]
 
 
-@pytest.fixture
-def rendezvous() -> Callable[..., Rendezvous]:
-    name, store = uuid.uuid4().hex, RendezvousStore("127.0.0.1")
+class Meeting:
+    """Where the ranks of a group of one name meet."""
 
-    def make(rank: int, epoch: int = 1) -> Rendezvous:
-        return Rendezvous(
-            backend="gloo",
-            name=f"{name}/epoch{epoch}",
-            epoch=epoch,
-            rank=rank,
-            world_size=2,
-            host=store.host,
-            port=store.port,
-        )
+    def __init__(self) -> None:
+        self.name, self.store = uuid.uuid4().hex, RendezvousStore("127.0.0.1")
 
-    return make
+    def join(self, rank: int, *, epoch: int = 1, backend: str = "gloo", timeout_s: float = TIMEOUT_S) -> Any:
+        place = {"name": f"{self.name}/epoch{epoch}", "host": self.store.host, "port": self.store.port}
+        at = Rendezvous(backend=backend, epoch=epoch, rank=rank, world_size=2, **place)  # type: ignore[arg-type]
+        return join(at, timeout_s=timeout_s)
 
 
 @pytest.fixture
-def group(rendezvous: Callable[..., Rendezvous]) -> Iterator[Joiner]:
+def meeting() -> Meeting:
+    return Meeting()
+
+
+@pytest.fixture
+def group(meeting: Meeting) -> Iterator[Joiner]:
     opened: list[Transport] = []
 
     def open_group(*, epoch: int = 1) -> list[Transport]:
         with ThreadPoolExecutor(2) as pool:
-            ranks = [pool.submit(join, rendezvous(rank, epoch), timeout_s=TIMEOUT_S) for rank in range(2)]
-            opened.extend(future.result(TIMEOUT_S) for future in ranks)
+            opened.extend(pool.map(lambda rank: meeting.join(rank, epoch=epoch), range(2)))
         return opened[-2:]
 
     yield open_group
@@ -74,29 +72,30 @@ def data(nbytes: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
+def received(member: Transport, nbytes: int) -> torch.Tensor:
+    out = torch.zeros(nbytes, dtype=torch.uint8)
+    member.recv(0, out, timeout_s=TIMEOUT_S)
+    return out
+
+
 @pytest.mark.parametrize("nbytes", [1, 64, 1 << 20])
 def test_bytes_arrive_as_they_were_sent(group: Joiner, nbytes: int) -> None:
     relay, member = group()
     done = in_thread(lambda: relay.send(1, data(nbytes), timeout_s=TIMEOUT_S))
-    out = torch.zeros(nbytes, dtype=torch.uint8)
-    member.recv(0, out, timeout_s=TIMEOUT_S)
+    assert torch.equal(received(member, nbytes), data(nbytes))
     done()
-    assert torch.equal(out, data(nbytes))
 
 
 def test_messages_of_a_pair_keep_their_order(group: Joiner) -> None:
     relay, member = group()
     done = in_thread(lambda: [relay.send(1, data(100, i), timeout_s=TIMEOUT_S) for i in range(20)])
     for i in range(20):
-        out = torch.empty(100, dtype=torch.uint8)
-        member.recv(0, out, timeout_s=TIMEOUT_S)
-        assert torch.equal(out, data(100, i))
+        assert torch.equal(received(member, 100), data(100, i))
     done()
 
 
 def test_memory_may_be_reused_after_send(group: Joiner) -> None:
     relay, member = group()
-    out = torch.empty(1 << 16, dtype=torch.uint8)
 
     def send() -> None:
         buffer = data(1 << 16)
@@ -104,9 +103,8 @@ def test_memory_may_be_reused_after_send(group: Joiner) -> None:
         buffer.fill_(0)
 
     done = in_thread(send)
-    member.recv(0, out, timeout_s=TIMEOUT_S)
+    assert torch.equal(received(member, 1 << 16), data(1 << 16))
     done()
-    assert torch.equal(out, data(1 << 16))
 
 
 @pytest.mark.parametrize("side", ["send", "recv"])
@@ -123,17 +121,14 @@ def test_a_wait_ends_by_its_deadline_with_peer_and_seconds(group: Joiner, side: 
 
 def test_after_a_deadline_the_group_is_dead_and_the_next_epoch_works(group: Joiner) -> None:
     relay, member = group()
-    with pytest.raises(TransportError):
-        member.recv(0, torch.empty(8, dtype=torch.uint8), timeout_s=0.2)
-    with pytest.raises(TransportError):
-        member.recv(0, torch.empty(8, dtype=torch.uint8), timeout_s=0.2)
+    for _ in range(2):
+        with pytest.raises(TransportError):
+            member.recv(0, torch.empty(8, dtype=torch.uint8), timeout_s=0.2)
     relay.abort()
     relay, member = group(epoch=2)
     done = in_thread(lambda: relay.send(1, data(8), timeout_s=TIMEOUT_S))
-    out = torch.empty(8, dtype=torch.uint8)
-    member.recv(0, out, timeout_s=TIMEOUT_S)
+    assert torch.equal(received(member, 8), data(8)) and relay.epoch == 2
     done()
-    assert torch.equal(out, data(8)) and relay.epoch == 2
 
 
 def test_a_peer_that_aborts_is_noticed_before_the_deadline(group: Joiner) -> None:
@@ -141,7 +136,7 @@ def test_a_peer_that_aborts_is_noticed_before_the_deadline(group: Joiner) -> Non
     threading.Timer(0.3, relay.abort).start()
     begin = time.monotonic()
     with pytest.raises(TransportError):
-        member.recv(0, torch.empty(8, dtype=torch.uint8), timeout_s=TIMEOUT_S)
+        received(member, 8)
     assert time.monotonic() - begin < TIMEOUT_S / 2
 
 
@@ -161,17 +156,14 @@ def test_threads_that_abort_at_once_end_the_group_once(group: Joiner) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_join_that_nobody_answers_ends_by_its_deadline(
-    rendezvous: Callable[..., Rendezvous], rank: int
-) -> None:
+def test_a_join_that_nobody_answers_ends_by_its_deadline(meeting: Meeting, rank: int) -> None:
     with pytest.raises(DeadlineExceeded):
-        join(rendezvous(rank), timeout_s=1.0)
+        meeting.join(rank, timeout_s=1.0)
 
 
 def test_an_unknown_backend_is_refused() -> None:
-    pigeon = Rendezvous(backend="carrier pigeon", name="x", epoch=1, rank=0, world_size=2, host="", port=1)
     with pytest.raises(ConfigError, match="'carrier pigeon'"):
-        join(pigeon, timeout_s=1.0)
+        Meeting().join(0, backend="carrier pigeon")
 
 
 def test_a_transport_of_ones_own_needs_its_class_and_its_line_in_the_registry(
@@ -231,76 +223,48 @@ def test_close_and_abort_may_be_repeated(group: Joiner) -> None:
 
 
 def test_an_engine_process_may_not_join_over_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(
-        sys.modules, "sglang.srt.model_executor.model_runner", types.ModuleType("model_runner")
-    )
-    rendezvous = Rendezvous(backend="nccl", name="x", epoch=1, rank=0, world_size=2, host="127.0.0.1", port=1)
+    name = "sglang.srt.model_executor.model_runner"
+    monkeypatch.setitem(sys.modules, name, types.ModuleType("model_runner"))
     with pytest.raises(UsageError, match="SGLang engine"):
-        join(rendezvous, timeout_s=1.0)
+        Meeting().join(0, backend="nccl")
 
 
 def test_the_rendezvous_store_listens_on_loopback_only() -> None:
     store = RendezvousStore("127.0.0.1")
-    listening = [
-        line.split() for line in Path("/proc/net/tcp").read_text().splitlines() if line.split()[3] == "0A"
-    ]
-    hosts = {
-        address.split(":")[0] for _, address, *_ in listening if int(address.split(":")[1], 16) == store.port
-    }
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()]
+    listening = [address.split(":") for _, address, _, state, *_ in rows if state == "0A"]
+    hosts = {host for host, port in listening if int(port, 16) == store.port}
     assert hosts == {socket.inet_aton("127.0.0.1")[::-1].hex().upper()}
 
 
-def rendezvous_of(store: RendezvousStore, rank: int, *, name: str) -> Rendezvous:
-    return Rendezvous(
-        backend="gloo", name=name, epoch=1, rank=rank, world_size=2, host=store.host, port=store.port
-    )
-
-
-class HeardFrom:
-    """The bytes of each (from, to) that came before `join` returned; over gloo, NCCL's stand-in."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.pairs: list[tuple[int, int]] = []
-        recv = ProcessGroupTransport.recv
-
-        def heard(
-            transport: ProcessGroupTransport, src: int, out_N: torch.Tensor, *, timeout_s: float
-        ) -> None:
-            recv(transport, src, out_N, timeout_s=timeout_s)
-            self.pairs.append((src, transport.rank))
-
-        monkeypatch.setattr(ProcessGroupTransport, "recv", heard)
-
-
 def test_joining_a_process_group_brings_a_first_byte_to_and_from_the_peer(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, group: Joiner
 ) -> None:
-    """What connects at a first byte would else connect inside a step, out of reach of its deadlines."""
-    store, heard, name = RendezvousStore("127.0.0.1"), HeardFrom(monkeypatch), uuid.uuid4().hex
-    joins = [
-        in_thread(lambda rank=rank: join(rendezvous_of(store, rank, name=name), timeout_s=TIMEOUT_S))
-        for rank in range(2)
-    ]
-    ranks = [joined() for joined in joins]
-    assert sorted(heard.pairs) == [(0, 1), (1, 0)]
-    for transport in ranks:
-        transport.close()
+    """What connects at a first byte would else connect inside a step, out of reach of its deadlines. Over gloo, for NCCL."""
+    pairs, recv = list[tuple[int, int]](), ProcessGroupTransport.recv
+
+    def heard(transport: ProcessGroupTransport, src: int, out_N: torch.Tensor, *, timeout_s: float) -> None:
+        recv(transport, src, out_N, timeout_s=timeout_s)
+        pairs.append((src, transport.rank))
+
+    monkeypatch.setattr(ProcessGroupTransport, "recv", heard)
+    group()
+    assert sorted(pairs) == [(0, 1), (1, 0)]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_peer_that_joins_and_never_says_a_byte_ends_the_join_by_its_deadline(
-    monkeypatch: pytest.MonkeyPatch, rank: int
+    monkeypatch: pytest.MonkeyPatch, meeting: Meeting, rank: int
 ) -> None:
-    store, name, begin = RendezvousStore("127.0.0.1"), uuid.uuid4().hex, time.monotonic()
-    warm = ProcessGroupTransport._warm
-    monkeypatch.setattr(
-        ProcessGroupTransport,
-        "_warm",
-        lambda transport, limit: warm(transport, limit) if transport.rank == rank else None,
-    )
-    silent = in_thread(lambda: join(rendezvous_of(store, 1 - rank, name=name), timeout_s=TIMEOUT_S))
+    begin, warm = time.monotonic(), ProcessGroupTransport._warm
+
+    def one_sided(transport: ProcessGroupTransport, limit: Any) -> Any:
+        return warm(transport, limit) if transport.rank == rank else None
+
+    monkeypatch.setattr(ProcessGroupTransport, "_warm", one_sided)
+    silent = in_thread(lambda: meeting.join(1 - rank))
     with pytest.raises(DeadlineExceeded, match=rf"rank {rank} of 2 could not join within 1\.0 s"):
-        join(rendezvous_of(store, rank, name=name), timeout_s=1.0)
+        meeting.join(rank, timeout_s=1.0)
     assert time.monotonic() - begin < 5
     silent().close()
 
@@ -360,15 +324,7 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Any]]:
     monkeypatch.setattr("r3channel.transport.process_group.device_of", lambda _: torch.device("cpu"))
     monkeypatch.setattr(NcclGroup, "monitors_abort", False)
     monkeypatch.setattr(NcclGroup, "made", [])
-    store = RendezvousStore("127.0.0.1")
-
-    def form(*, timeout_s: float = TIMEOUT_S) -> Any:
-        where = Rendezvous(
-            backend="nccl", name=f"{uuid.uuid4()}", epoch=1, rank=0, world_size=1, host=store.host, port=store.port
-        )  # fmt: skip
-        return join(where, timeout_s=timeout_s)
-
-    yield form
+    yield lambda **limits: Meeting().join(0, 1, backend="nccl", **limits)
     assert not {"TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT"} & set(os.environ)
 
 
@@ -432,12 +388,10 @@ def test_an_nccl_group_that_does_not_shut_down_is_aborted(
     assert NcclGroup.made[0].aborted == 1
 
 
-def test_an_abort_beside_the_end_of_a_wait_is_no_other_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_abort_beside_the_end_of_a_wait_is_no_other_error(
+    monkeypatch: pytest.MonkeyPatch, group: Joiner
+) -> None:
     """What is not a TransportError ends the relay's sending thread, and the relay with it."""
-    store, name = RendezvousStore("127.0.0.1"), uuid.uuid4().hex
-
-    def joined(rank: int) -> Transport:
-        return join(rendezvous_of(store, rank, name=name), timeout_s=TIMEOUT_S)
 
     class Started(list[object]):
         """The group is aborted between the look whether an operation is there and its removal."""
@@ -451,14 +405,11 @@ def test_an_abort_beside_the_end_of_a_wait_is_no_other_error(monkeypatch: pytest
             one.abort()
             super().remove(item)
 
-    other = in_thread(lambda: joined(1))
-    one = joined(0)
-    two = other()
+    one, two = group()
     monkeypatch.setattr(one, "_started", Started())
     sent = in_thread(lambda: one.send(1, data(100), timeout_s=TIMEOUT_S))
-    two.recv(0, torch.empty(100, dtype=torch.uint8), timeout_s=TIMEOUT_S)
+    received(two, 100)
     sent()
-    two.abort()
 
 
 def test_host_tensors_cross_nccl_through_memory_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -495,13 +446,10 @@ def test_host_tensors_cross_nccl_through_memory_of_the_device(monkeypatch: pytes
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Group, raising=False)
     monkeypatch.setattr(ProcessGroupTransport, "_reachable", reachable)
     monkeypatch.setattr("r3channel.transport.process_group.device_of", lambda _: torch.device("cpu"))
-    store, name = RendezvousStore("127.0.0.1"), uuid.uuid4().hex
+    meeting = Meeting()
 
     def side(rank: int) -> int:
-        where = Rendezvous(
-            backend="nccl", name=name, epoch=1, rank=rank, world_size=2, host=store.host, port=store.port
-        )
-        transport = join(where, timeout_s=TIMEOUT_S)
+        transport = meeting.join(rank, backend="nccl")
         try:
             mine_N, theirs_N = torch.tensor([7 - rank], dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
             if rank == 0:

@@ -49,25 +49,24 @@ def serve() -> Iterator[Serve]:
         server.server_close()
 
 
-def test_success_false_is_a_refusal_even_with_status_200(serve: Serve) -> None:
-    client = serve(200, b'{"success": false, "message": "not now"}')
-    with pytest.raises(EngineRefused, match=r"127\.0\.0\.1:\d+ /begin_weight_update answered .*not now"):
-        client.begin(timeout_s=5)
-
-
-def test_html_with_status_200_is_a_refusal(serve: Serve) -> None:
-    with pytest.raises(EngineRefused, match="answered no JSON: <html>"):
-        serve(200, b"<html>gateway</html>").end(timeout_s=5)
-
-
-def test_a_json_list_is_a_refusal(serve: Serve) -> None:
-    with pytest.raises(EngineRefused, match="expected a JSON object"):
-        serve(200, b"[]").end(timeout_s=5)
-
-
-def test_an_error_status_is_a_refusal(serve: Serve) -> None:
-    with pytest.raises(EngineRefused, match="HTTP 503: busy"):
-        serve(503, b"busy").resume(timeout_s=5)
+@pytest.mark.parametrize(
+    ("status", "body", "said"),
+    [
+        (
+            200,
+            b'{"success": false, "message": "not now"}',
+            r"127\.0\.0\.1:\d+ /begin_weight_update answered .*not now",
+        ),
+        (200, b"<html>gateway</html>", "answered no JSON: <html>"),
+        (200, b"[]", "expected a JSON object"),
+        (503, b"busy", "HTTP 503: busy"),
+    ],
+)
+def test_what_is_no_answer_of_an_engine_is_a_refusal_even_with_status_200(
+    serve: Serve, status: int, body: bytes, said: str
+) -> None:
+    with pytest.raises(EngineRefused, match=said):
+        serve(status, body).begin(timeout_s=5)
 
 
 def test_checksums_of_another_form_are_a_refusal(serve: Serve) -> None:
@@ -101,29 +100,34 @@ def test_a_proxy_in_the_environment_is_not_used(serve: Serve, monkeypatch: pytes
     serve(200, b'{"success": true}').end(timeout_s=5)
 
 
-def test_an_engine_without_the_plug_in_leaves_its_versions_unknown(serve: Serve) -> None:
-    stock = base64.b64encode(bytes(64)).decode()
-    for status, body in (
-        (200, json.dumps({"meta_info": {"routed_experts": stock}}).encode()),
-        (200, b'{"meta_info": {}}'),
-        (400, b"routed experts are not returned"),
-    ):
-        client = serve(status, body)
-        client.learn_versions(timeout_s=5)
-        assert (client.torch, client.nccl) == ("", "")
+def routing(data: bytes) -> bytes:
+    """A reply with it."""
+    return json.dumps({"meta_info": {"routed_experts": base64.b64encode(data).decode()}}).encode()
 
 
-def test_an_older_plug_in_names_no_versions(serve: Serve) -> None:
+def older_hello() -> bytes:
+    """Of a plug-in that names no versions."""
     values = json.loads(hello_of().to_bytes()[8:])
     del values["torch"], values["nccl"]
     text = json.dumps(values).encode()
-    older = hello_of().to_bytes()[:4] + len(text).to_bytes(4, "little") + text
-    client = serve(
-        200, json.dumps({"meta_info": {"routed_experts": base64.b64encode(older).decode()}}).encode()
-    )
-    client.torch = "2.0"
+    return hello_of().to_bytes()[:4] + len(text).to_bytes(4, "little") + text
+
+
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [
+        (200, routing(bytes(64))),
+        (200, b'{"meta_info": {}}'),
+        (400, b"routed experts are not returned"),
+        (200, routing(older_hello())),
+    ],
+    ids=["stock", "no routing", "refused", "older plug-in"],
+)
+def test_an_engine_that_names_no_versions_leaves_them_unknown(serve: Serve, status: int, body: bytes) -> None:
+    client = serve(status, body)
+    client.torch = "2.0" if body == routing(older_hello()) else ""
     client.learn_versions(timeout_s=5)
-    assert client.torch == ""
+    assert (client.torch, client.nccl) == ("", "")
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:30000", "ftp://engine", "http://"])

@@ -89,11 +89,13 @@ def test_an_engine_that_dies_at_any_bucket_is_left_out_by_name_and_the_others_co
     for version in (3, 4):  # it is asked no more
         assert give(sync, version).evicted == {}
     assert holds(good, 4)
-    again = bad.restarted()
-    sync.update_one(again.url, timeout_s=20)
+    good.calls.clear()
+    again, groups = bad.restarted(), dict(good._groups)
+    report = sync.update_one(again.url, timeout_s=20)
+    assert good.calls == [] and again.checksums() == good.checksums() and report.version == 4
     assert holds(again, 4) and sync.evicted == {} and sync.routable() == tuple(sorted((good.url, again.url)))
     give(sync, 5)
-    assert holds(good, 5) and holds(again, 5)
+    assert holds(good, 5) and holds(again, 5) and good._groups == groups
 
 
 def test_an_engine_that_hangs_is_restored_after_those_that_answer(
@@ -114,24 +116,6 @@ def test_an_engine_that_hangs_is_restored_after_those_that_answer(
     begun_s = time.monotonic()
     refused(sync, 2, hung.url)
     assert resumed[0] == good.url and holds(good, 1) and time.monotonic() - begun_s < 40
-
-
-def test_a_restarted_engine_is_filled_alone_and_the_other_gets_no_call(
-    sync: WeightSync, pair: tuple[FakeEngine, FakeEngine]
-) -> None:
-    good, bad = pair
-    bad.script[UPDATE, 2] = "die"
-    give(sync, 2)
-    good.calls.clear()
-    groups = dict(good._groups)
-
-    again = bad.restarted()
-    report = sync.update_one(again.url, timeout_s=20)
-    assert holds(again, 2) and again.checksums() == good.checksums() and report.version == 2
-    assert good.calls == []
-
-    give(sync, 3)
-    assert holds(good, 3) and holds(again, 3) and good._groups == groups
 
 
 def test_without_a_copy_a_half_loaded_engine_stays_paused_until_the_next_update(

@@ -91,14 +91,6 @@ def test_a_setting_with_which_staged_bytes_leave_something_old_is_refused_or_loa
         assert report.way.startswith("broadcast: ") and why in report.way and holds(engine, 1)
 
 
-def test_a_pipeline_parallel_engine_keeps_no_layers_of_its_second_stage() -> None:
-    """Both stages carry out an order, the first one answers."""
-    stage = serving()
-    stage.settings["pp_size"] = 2
-    with pytest.raises(ConfigError, match=r"pp_size=2.*--pp-size 1"), session(stage) as sync:
-        give(sync, 1)
-
-
 def test_linking_processes_no_weights_and_a_commit_does_once() -> None:
     engine = serving()
     with session(engine) as sync:
@@ -114,18 +106,14 @@ class _Config:
         self.is_checkpoint_fp8_serialized = serialised
 
 
-@pytest.mark.parametrize(
-    ("attribute", "value", "why"),
-    [
-        (
-            "quant_method",
-            _Config(False),
-            r"online quantisation \(_Config\).*old scales|under scales of the old",
-        ),
-        ("use_intel_amx_backend", True, "packed for AMX"),
-        ("_derived_weight_cache_error", "copies of k_norm are kept", "copies of k_norm are kept"),
-    ],
-)
+KEEPS_SOMETHING_OLD: list[tuple[str, Any, str]] = [
+    ("quant_method", _Config(False), r"online quantisation \(_Config\).*old scales|under scales of the old"),
+    ("use_intel_amx_backend", True, "packed for AMX"),
+    ("_derived_weight_cache_error", "copies of k_norm are kept", "copies of k_norm are kept"),
+]
+
+
+@pytest.mark.parametrize(("attribute", "value", "why"), KEEPS_SOMETHING_OLD)
 @pytest.mark.parametrize("staged", [True, False])
 def test_a_model_that_keeps_something_old_is_refused_by_our_half(
     attribute: str, value: Any, why: str, staged: bool, monkeypatch: pytest.MonkeyPatch

@@ -117,7 +117,7 @@ def fill(model: torch.nn.Module) -> None:
             name = re.sub(r"^decoder\.layers\.(\d+)\.", layer, name)
             name = re.sub(r"local_experts\.(\d+)\.", expert, name)
             rank, size = etp if "local_experts" in name else tp
-            dim = weight.partition_dim if getattr(weight, "tensor_model_parallel", False) else None
+            dim = vars(weight).get("partition_dim") if vars(weight).get("tensor_model_parallel") else None
             shape = list(weight.shape)
             if dim is not None:
                 shape[dim] *= size

@@ -16,7 +16,6 @@ from r3channel.plan.layout import TrainerLayout
 from r3channel.weights.checksums import tensor_checksum
 from r3channel.weights.convert import hf_weights
 from tests.dist import deepseek
-from tests.dist.ranks import megatron_world
 
 
 def hf_config() -> Any:
@@ -92,15 +91,15 @@ def whole_model(model: Any, config: Any, exported: dict[str, torch.Tensor], fold
     )
 
 
-def run(job: dict[str, Any]) -> dict[str, Any]:
-    with megatron_world(job) as layout:
-        config, model = hf_config(), build(layout)
-        bridge = bridge_of(config, model.config)
-        exported = {name: tensor.clone() for name, tensor in hf_weights(bridge, [model])}
-        narrow = dict(hf_weights(bridge, [model], dtype=torch.bfloat16))
-        if layout.world_size == 1:
-            (folder := Path(job["out"]) / "hf").mkdir()
-            whole_model(model, config, exported, folder)
+def export(job: dict[str, Any], layout: TrainerLayout) -> dict[str, Any]:
+    """What this rank was given of the model, and the tensors that bfloat16 leaves as they are."""
+    config, model = hf_config(), build(layout)
+    bridge = bridge_of(config, model.config)
+    exported = {name: tensor.clone() for name, tensor in hf_weights(bridge, [model])}
+    narrow = dict(hf_weights(bridge, [model], dtype=torch.bfloat16))
+    if layout.world_size == 1:
+        (folder := Path(job["out"]) / "hf").mkdir()
+        whole_model(model, config, exported, folder)
     digests = {name: [list(tensor.shape), tensor_checksum(tensor)] for name, tensor in exported.items()}
     kept = sorted(name for name, tensor in narrow.items() if tensor.dtype == torch.float32)
     return {"digests": digests, "float32": kept}

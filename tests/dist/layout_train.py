@@ -228,7 +228,7 @@ def train(job: dict[str, Any], run: dict[str, Any], layout: TrainerLayout) -> di
     check_export(rank, job)
     if layout.tp > 1:
         check_vote(rank)
-    trap = action_left_on(rank) if layout.vpp > 1 else {}
+    trap = action_left_on(rank) if run["trap"] else {}
     rank.model.zero_grad()
     parts, losses = rank.plan.optimizer_steps, list[float]()
     with (

@@ -23,6 +23,7 @@ from r3channel.trainer.audit import RouterTap
 from r3channel.trainer.mismatch import MismatchReport, RoutingAudit
 from r3channel.trainer.replay import ReplayDriver
 from tests.dist import deepseek
+from tests.dist.deepseek_export import export
 from tests.dist.megatron_traps import MICROBATCHES, Source, refused, train
 from tests.dist.ranks import facts_of, megatron_world
 
@@ -147,10 +148,7 @@ def test_a_mapped_mtp_layer_replays_too(layout: TrainerLayout) -> dict[str, Any]
 
 
 def test_a_map_of_more_mtp_layers_than_there_are_is_refused() -> None:
-    with (
-        refused(ConfigError, "maps 2 MTP layers", "model has 1"),
-        bench(TrainerLayout(mtp=(3, 3))),
-    ):
+    with refused(ConfigError, "maps 2 MTP layers", "model has 1"), bench(TrainerLayout(mtp=(3, 3))):
         pass
 
 
@@ -403,7 +401,9 @@ def test_two_models_replay_in_one_process_at_the_same_time() -> None:
 def run(job: dict[str, Any]) -> dict[str, Any]:
     result: dict[str, Any] = {"passed": []}
     with megatron_world(job) as layout:
-        for name, fact in facts_of(__name__).items():
+        if job.get("export"):
+            result |= export(job, layout)
+        for name, fact in facts_of(__name__).items() if job.get("facts", True) else ():
             everywhere = fact.__code__.co_argcount == 1
             if (everywhere or layout.world_size == 1) and job.get("left_out", "nothing") not in name:
                 print(name, flush=True)

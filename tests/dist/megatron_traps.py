@@ -5,10 +5,10 @@ Each function is one fact; all run in one process, on one model, and each must l
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -92,15 +92,18 @@ class Bench(Source):
         return chunk(tokens, positions, None, labels=torch.roll(tokens, -1, 1)).mean()
 
     def whole_step(self) -> None:
-        with self.driver.step(self, step=1) as step:
+        with self.step() as step:
             train(step, self.forward)
+
+    def step(self, number: int = 1) -> AbstractContextManager[Any]:
+        return self.driver.step(self, step=number)
 
     def gradients(self) -> dict[str, torch.Tensor]:
         chunk: Any = self.model.chunks[0]
         return {name: weight.main_grad.clone() for name, weight in chunk.named_parameters()}
 
 
-@contextlib.contextmanager
+@contextmanager
 def refused(kind: type[R3Error], *words: str) -> Iterator[None]:
     try:
         yield
@@ -129,7 +132,7 @@ def test_rows_of_the_wrong_shape_or_dtype_are_refused(bench: Bench) -> None:
 def test_a_second_model_call_in_one_block_is_refused(bench: Bench) -> None:
     with (
         refused(ReplayError, "layer 1", "second time", "forward pass"),
-        bench.driver.step(bench, step=1) as step,
+        bench.step() as step,
         step.microbatch(0),
     ):
         bench.forward()
@@ -139,7 +142,7 @@ def test_a_second_model_call_in_one_block_is_refused(bench: Bench) -> None:
 def test_a_block_without_a_model_call_is_refused(bench: Bench) -> None:
     with (
         refused(ReplayError, "layer 1", "consumed 0 times, expected 1"),
-        bench.driver.step(bench, step=1) as step,
+        bench.step() as step,
         step.microbatch(0),
     ):
         pass
@@ -147,15 +150,12 @@ def test_a_block_without_a_model_call_is_refused(bench: Bench) -> None:
 
 def test_a_skipped_or_repeated_micro_batch_is_refused(bench: Bench) -> None:
     for indices, words in (((0, 2), "micro-batch 1: consumed 0 times"), ((0, 1, 2, 2), "consumed 2 times")):
-        with refused(ReplayError, words), bench.driver.step(bench, step=1) as step:
+        with refused(ReplayError, words), bench.step() as step:
             train(step, bench.forward, indices)
 
 
 def test_a_left_out_backward_pass_is_refused(bench: Bench) -> None:
-    with (
-        refused(ReplayError, "recompute pass", "consumed 0 times"),
-        bench.driver.step(bench, step=1) as step,
-    ):
+    with refused(ReplayError, "recompute pass", "consumed 0 times"), bench.step() as step:
         for index in range(MICROBATCHES):
             with step.microbatch(index):
                 loss = bench.forward(index)
@@ -164,14 +164,14 @@ def test_a_left_out_backward_pass_is_refused(bench: Bench) -> None:
 
 
 def test_an_empty_step_is_refused(bench: Bench) -> None:
-    with refused(ReplayError, "without running any"), bench.driver.step(bench, step=1):
+    with refused(ReplayError, "without running any"), bench.step():
         pass
 
 
 def test_a_forward_pass_outside_of_a_block_is_refused(bench: Bench) -> None:
-    with refused(ReplayError, "outside of a micro-batch"), bench.driver.step(bench, step=1):
+    with refused(ReplayError, "outside of a micro-batch"), bench.step():
         bench.forward()
-    with refused(ReplayError, "gradients off"), bench.driver.step(bench, step=1) as step:
+    with refused(ReplayError, "gradients off"), bench.step() as step:
         with step.microbatch(0):
             bench.forward()  # its ids wait for a recompute; a stray pass must not take them
         with torch.no_grad():
@@ -180,7 +180,7 @@ def test_a_forward_pass_outside_of_a_block_is_refused(bench: Bench) -> None:
 
 def test_a_backward_pass_after_the_step_is_refused(bench: Bench) -> None:
     kept = []
-    with refused(ReplayError, "step 4"), bench.driver.step(bench, step=4) as step, step.microbatch(0):
+    with refused(ReplayError, "step 4"), bench.step(4) as step, step.microbatch(0):
         kept.append(bench.forward())
     with refused(R3Error, "after its step 4 was left"):
         kept[0].backward()
@@ -188,35 +188,22 @@ def test_a_backward_pass_after_the_step_is_refused(bench: Bench) -> None:
 
 def test_reentrant_and_contradictory_use_is_refused(bench: Bench) -> None:
     driver = bench.driver
-    with (
-        refused(UsageError, "step 2", "step 1 is open"),
-        driver.step(bench, step=1),
-        driver.step(bench, step=2),
-    ):
+    with refused(UsageError, "step 2", "step 1 is open"), bench.step(), bench.step(2):
         pass
     with (
         refused(UsageError, "inside micro-batch 0"),
-        driver.step(bench, step=1) as step,
+        bench.step() as step,
         step.microbatch(0),
         step.microbatch(1),
     ):
         pass
-    with refused(UsageError, "micro-batch 3"), driver.step(bench, step=1) as step, step.microbatch(3):
+    with refused(UsageError, "micro-batch 3"), bench.step() as step, step.microbatch(3):
         pass
-    with (
-        refused(UsageError, "gradients off"),
-        driver.step(bench, step=1) as step,
-        torch.no_grad(),
-        step.microbatch(0),
-    ):
+    with refused(UsageError, "gradients off"), bench.step() as step, torch.no_grad(), step.microbatch(0):
         pass
-    with (
-        refused(UsageError, "gradients on"),
-        driver.step(bench, step=1) as step,
-        step.microbatch(0, mode="logprob"),
-    ):
+    with refused(UsageError, "gradients on"), bench.step() as step, step.microbatch(0, mode="logprob"):
         pass
-    with refused(UsageError, "gradients on"), driver.step(bench, step=1), driver.off():
+    with refused(UsageError, "gradients on"), bench.step(), driver.off():
         pass
     with refused(UsageError, "closed"), step.microbatch(0):
         pass
@@ -228,7 +215,7 @@ def test_backward_passes_in_any_order_recompute_with_their_own_ids(bench: Bench)
     bench.whole_step()
     wanted = bench.gradients()
     bench.model.zero_grad()
-    with RouterTap(bench.driver) as tap, bench.driver.step(bench, step=1) as step:
+    with RouterTap(bench.driver) as tap, bench.step() as step:
         losses = []
         for index in range(MICROBATCHES):
             with step.microbatch(index):
@@ -245,7 +232,7 @@ def test_backward_passes_in_any_order_recompute_with_their_own_ids(bench: Bench)
 
 
 def test_backward_inside_the_block_is_fine(bench: Bench) -> None:
-    with bench.driver.step(bench, step=1) as step:
+    with bench.step() as step:
         for index in range(MICROBATCHES):
             with step.microbatch(index):
                 bench.forward(index).backward()
@@ -253,7 +240,7 @@ def test_backward_inside_the_block_is_fine(bench: Bench) -> None:
 
 
 def test_log_probs_and_training_share_a_step(bench: Bench) -> None:
-    with bench.driver.step(bench, step=1) as step:
+    with bench.step() as step:
         for index in range(MICROBATCHES):
             with torch.no_grad(), step.microbatch(index, mode="logprob"):
                 bench.forward(index)
@@ -269,7 +256,7 @@ def test_another_model_in_the_process_is_not_touched(bench: Bench) -> None:
     other = embedded.build(bench.job["model"], bench.layout, dtype="float32", recompute=False)
     with torch.no_grad():
         alone = bench.forward(model=other.chunks[0])
-    with bench.driver.step(bench, step=1) as step:
+    with bench.step() as step:
         for index in range(MICROBATCHES):
             with step.microbatch(index):
                 loss = bench.forward(index)

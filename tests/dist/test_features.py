@@ -1,7 +1,13 @@
-"""A DeepSeek-V3-like model on real Megatron: MLA, biased sigmoid, MTP, recompute, live rows, audit; and every misuse."""
+"""A DeepSeek-V3-like model on real Megatron: MLA, biased sigmoid, MTP, recompute, live rows, audit; every misuse; and its export
+from any layout, whole: MLA, shared expert, biased router, dense first layer."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -9,19 +15,36 @@ import numpy as np
 import pytest
 
 from examples.embedded.model import write_model
-from tests.dist import megatron_features, megatron_traps
-from tests.dist.ranks import facts_of, run_ranks
+from examples.embedded.sglang import environment
+from tests.dist import deepseek, megatron_features, megatron_traps
+from tests.dist.ranks import ROOT, facts_of, run_ranks
 
 pytestmark = pytest.mark.dist
 
 
-def run(folder: Path, layout: str) -> list[dict[str, Any]]:
-    return run_ranks("tests.dist.megatron_features", folder / layout, job={"layout": layout}, timeout_s=170)
+Run = Callable[..., list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run(tmp_path_factory.mktemp("features"), "dp=1")[0]
+def run(out: Path) -> Run:
+    """Each layout once."""
+
+    @cache
+    def start(layout: str) -> list[dict[str, Any]]:
+        job = {"layout": layout, "export": layout != "tp=2", "facts": layout in ("dp=1", "dp=2,ep=2", "tp=2")}
+        return run_ranks("tests.dist.megatron_features", out / layout, job=job, timeout_s=170)
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("features")
+
+
+@pytest.fixture(scope="module")
+def one(run: Run) -> dict[str, Any]:
+    return run("dp=1")[0]
 
 
 def test_every_fact_of_the_driver_holds_on_one_rank(one: dict[str, Any]) -> None:
@@ -53,13 +76,57 @@ MTP = "mtp.layers.0.transformer_layer.mlp.router.weight"
 
 @pytest.mark.full
 def test_mla_sigmoid_bias_and_mtp_train_with_expert_parallelism_as_on_one_rank(
-    one: dict[str, Any], tmp_path: Path
+    one: dict[str, Any], run: Run
 ) -> None:
-    check(one, run(tmp_path, "dp=2,ep=2"), routers=(*ROUTERS, MTP))
+    check(one, run("dp=2,ep=2"), routers=(*ROUTERS, MTP))
 
 
 @pytest.mark.full
-def test_mla_sigmoid_bias_and_mtp_replay_with_tensor_parallelism(one: dict[str, Any], tmp_path: Path) -> None:
+def test_mla_sigmoid_bias_and_mtp_replay_with_tensor_parallelism(one: dict[str, Any], run: Run) -> None:
     """Ids, loss, and the gradient of the router that no MLA backward comes before: in megatron-core 0.16.1 the local layer
     spec's MLA does not sum the gradient of k_pos_emb over TP (multi_latent_attention.py:607), with and without replay."""
-    check(one, run(tmp_path, "tp=2"), routers=(MTP,))
+    check(one, run("tp=2"), routers=(MTP,))
+
+
+# -- exported ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_name_of_the_checkpoint_is_there(one: dict[str, Any]) -> None:
+    moe = deepseek.LAYERS - 1
+    per_layer = 2 + 7  # norms; q and kv down, their norms, up, and the output projection
+    assert len(one["digests"]) == 3 + per_layer * deepseek.LAYERS + 3 + moe * (2 + 3 + 3 * deepseek.EXPERTS)
+    assert {name.rpartition(".mlp.")[2] for name in one["digests"] if "gate." in name} == {
+        "gate.weight",
+        "gate.e_score_correction_bias",
+    }
+
+
+def test_routers_are_never_rounded(one: dict[str, Any]) -> None:
+    layers = range(1, deepseek.LAYERS)
+    parts = ("e_score_correction_bias", "weight")
+    assert one["float32"] == [f"model.layers.{layer}.mlp.gate.{part}" for layer in layers for part in parts]
+
+
+def test_transformers_loads_the_export_and_computes_the_same_log_probs(
+    one: dict[str, Any], out: Path
+) -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests/dist/hf_logprobs.py"), str(out / "dp=1" / "hf")],
+        env=environment(r3channel=False), capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    assert found["missing_keys"] == found["unexpected_keys"] == found["mismatched_keys"] == []
+    assert found["worst"] < 1e-4
+
+
+SHARDED = [
+    "tp=2,ep=2",
+    *(pytest.param(text, marks=pytest.mark.full) for text in ("dp=2,ep=2", "tp=2,ep=2,pp=2")),
+]
+
+
+@pytest.mark.parametrize("layout", SHARDED)
+def test_a_sharded_run_exports_what_one_rank_does(one: dict[str, Any], run: Run, layout: str) -> None:
+    for rank in run(layout):
+        assert rank["digests"] == one["digests"]

@@ -107,7 +107,12 @@ def tied_model(layout: TrainerLayout) -> tuple[Any, torch.nn.Module]:
     from examples.embedded.megatron_modules import use_local_modules
 
     sizes: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4}
-    shape = {"vocab_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_key_value_heads": 2}
+    shape: dict[str, Any] = {
+        "vocab_size": 128,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+    }
     shape |= {"head_dim": 16, "tie_word_embeddings": True, "architectures": ["Qwen3ForCausalLM"]}
     hf: Any = Qwen3Config(**sizes, **shape)
     values: dict[str, Any] = {
@@ -117,7 +122,7 @@ def tied_model(layout: TrainerLayout) -> tuple[Any, torch.nn.Module]:
     values |= {"normalization": "RMSNorm", "gated_linear_unit": True, "add_bias_linear": False}
     values |= {"pipeline_model_parallel_size": layout.pp, "pipeline_dtype": torch.float32}
     own = TransformerConfig(**values, **sizes, num_layers=2, activation_func=torch.nn.functional.silu)
-    ends: dict[str, bool] = {"pre_process": parallel_state.is_pipeline_first_stage()}
+    ends: dict[str, Any] = {"pre_process": parallel_state.is_pipeline_first_stage()}
     ends |= {"post_process": parallel_state.is_pipeline_last_stage()}
     spec = use_local_modules(get_gpt_decoder_block_spec(own, use_transformer_engine=False))
     model = GPTModel(

@@ -1,16 +1,25 @@
-"""What the engine tests ask a server, over plain HTTP: no client code of ours in between."""
+"""Real servers, and what the engine tests ask them, over plain HTTP: no client code of ours in between."""
 
 from __future__ import annotations
 
 import base64
 import json
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from examples.embedded.sglang import EngineOptions, EngineServer
+from r3channel.relay.relay import Relay
+from tests.conftest import READY_TIMEOUT_S
+
 TIMEOUT_S = 90.0
+PROMPT = list(range(5, 25))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,3 +82,36 @@ def generate_together(url: str, prompts: list[list[int]], *, new_tokens: int) ->
 def set_weight_version(url: str, version: str) -> None:
     # abort_all_requests is true by default (SGLang 0.5.23, io_struct.py)
     post(url + "/update_weight_version", {"new_version": version, "abort_all_requests": False})
+
+
+@contextmanager
+def serving(model: Path, log_path: Path | None = None, **options: Any) -> Iterator[EngineServer]:
+    """A server that is ready; prompts above 128 tokens are prefilled in chunks."""
+    with EngineServer(
+        EngineOptions(model=model, **{"chunked_prefill_size": 128, **options}), log_path=log_path
+    ) as server:
+        server.wait_ready(READY_TIMEOUT_S)
+        yield server
+
+
+def direct_to(relay: Relay, folder: Path) -> dict[str, str]:
+    """The environment of an engine that delivers to it."""
+    return {
+        "R3CHANNEL_DELIVERY": "direct",
+        "R3CHANNEL_RELAY_URL": relay.serve(token_file=folder / "token"),
+        "R3CHANNEL_TOKEN_FILE": str(folder / "token"),
+    }
+
+
+def random_prompt(length: int, *, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(4, 512, length).tolist()
+
+
+def prompts_of(lengths: Iterable[int], *, seed: int = 0) -> list[list[int]]:
+    return [random_prompt(length, seed=seed + length) for length in lengths]
+
+
+def greedy(url: str) -> tuple[list[int], str]:
+    """Tokens and weight version of an answer that hardly any other weights would give."""
+    reply = generate(url, PROMPT, new_tokens=8, routing=False)
+    return reply.output, reply.meta["weight_version"]

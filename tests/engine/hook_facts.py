@@ -1,4 +1,4 @@
-"""Facts about the hooks that need SGLang's classes in the process, so they are gathered in one child and printed as JSON.
+"""Facts about the hooks and about weight updates that need SGLang's classes in the process, so they are gathered in one child.
 
 Every case runs in a fork of one process that has imported SGLang once: what a case patches is gone with its fork.
 """
@@ -232,6 +232,58 @@ def plain_cache() -> bool:
     from r3channel.engine.sglang import NarrowHostCache
 
     return NarrowHostCache.destroy is not BaseHostCache.destroy
+
+
+@case
+def weight_update() -> dict[str, Any]:
+    """What refusals, and an order without a bracket, rely on."""
+    import torch
+    from sglang.srt import constants
+    from sglang.srt.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod
+    from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqOutput
+    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+    from sglang.srt.model_loader import loader
+    from sglang.srt.server_args import ServerArgs
+
+    from r3channel.weights.refusals import refused_model
+
+    class Derives(torch.nn.Module):
+        derived = False
+
+        def post_load_weights(self) -> None:
+            self.derived = True
+
+    def refused(serialised: bool) -> list[str]:
+        layer: Any = torch.nn.Module()
+        layer.quant_method = Fp8LinearMethod(Fp8Config(is_checkpoint_fp8_serialized=serialised))
+        return list(refused_model(torch.nn.Sequential(layer)))
+
+    loader.post_load_weights(model := Derives())
+    make: Any = ServerArgs  # its fields are made at run time
+    return {
+        "settings": list(make(model_path="none").__struct_fields__),
+        "manager": list(SchedulerWeightUpdaterManager.__dataclass_fields__),
+        "answer": UpdateWeightsFromDistributedReqOutput(success=True, message="").success,
+        "released": constants.GPU_MEMORY_TYPE_WEIGHTS,
+        "derives": model.derived,
+        "online": refused(False),
+        "serialised": refused(True),
+    }
+
+
+@case
+def float8_error() -> list[float]:
+    """Of our float8 blocks as SGLang itself reads them, by rows of small and of ordinary values."""
+    import torch
+    from sglang.srt.layers.quantization.fp8_utils import block_quant_dequant
+
+    from r3channel.weights.quantise import quantise
+
+    weight = torch.randn(320, 200, generator=torch.Generator().manual_seed(3))
+    weight[:128] *= 1e-4  # one scale for the whole tensor would lose these
+    found = block_quant_dequant(*quantise(weight, (128, 128)), [128, 128], torch.float32)
+    parts = slice(0, 128), slice(128, 320)
+    return [float((found[rows] - weight[rows]).norm() / weight[rows].norm()) for rows in parts]
 
 
 def answer(function: Callable[[], Any], pipe: Connection) -> None:

@@ -5,27 +5,25 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 
-from examples.embedded.sglang import EngineOptions, EngineServer
-from r3channel.model.spec import RoutingSpec
+from examples.embedded.sglang import EngineServer
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.arrival.splice import merged_frame
 from r3channel.relay.relay import Relay
 from r3channel.wire.frame import parse_frame
 from r3channel.wire.routing import RowKind
-from tests.conftest import READY_TIMEOUT_S
-from tests.engine.client import Reply, generate
+from tests.engine.client import Reply, generate, random_prompt, serving
 from tests.engine.reference import reference_ids
+from tests.samples import SPEC
 
 pytestmark = [pytest.mark.engine, pytest.mark.full, pytest.mark.timeout(400)]
 
-SPEC = RoutingSpec(num_layers=4, moe_layers=(1, 2, 3), num_experts=128, top_k=8)
 LENGTHS, NEW_TOKENS = (3, 40, 200, 130, 17), 12
 SLOTS, EARLIER_TOKENS, ROUNDS = 1024, 60, 3
 """Of the decode engine; tokens of the rounds before the last; rounds, of which the last takes slots that others decoded in."""
@@ -41,28 +39,22 @@ def bootstrap_port() -> int:
 def urls(model_dir: Path, bootstrap_port: int) -> Iterator[tuple[str, str]]:
     """(prefill, decode); long prompts are prefilled in chunks."""
     env = {"R3CHANNEL_ALLOW": "disaggregation", "UCX_TLS": "tcp,shm,self", "SGLANG_HOST_IP": "127.0.0.1"}
-    with ExitStack() as stack:
-        servers = [
-            stack.enter_context(
-                EngineServer(
-                    EngineOptions(
-                        model=model_dir,
-                        chunked_prefill_size=128,
-                        max_total_tokens=SLOTS if mode == "decode" else 16384,
-                        overlap=mode == "decode",  # else a chunk's transfer waits for an event of a GPU
-                        env=env,
-                        extra_args=(
-                            *("--disaggregation-mode", mode, "--disaggregation-transfer-backend", "nixl"),
-                            *("--disaggregation-bootstrap-port", str(bootstrap_port)),
-                        ),
-                    )
-                )
-            )
-            for mode in ("prefill", "decode")
-        ]
-        for server in servers:
-            server.wait_ready(READY_TIMEOUT_S)
-        yield servers[0].url, servers[1].url
+    common = [
+        "--disaggregation-transfer-backend",
+        "nixl",
+        "--disaggregation-bootstrap-port",
+        str(bootstrap_port),
+    ]
+
+    def start(mode: str, **options: Any) -> AbstractContextManager[EngineServer]:
+        return serving(model_dir, env=env, extra_args=["--disaggregation-mode", mode, *common], **options)
+
+    # without overlap: else a chunk's transfer waits for an event of a GPU
+    with (
+        start("prefill", max_total_tokens=16384, overlap=False) as prefill,
+        start("decode", max_total_tokens=SLOTS) as decode,
+    ):
+        yield prefill.url, decode.url
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +62,8 @@ def halves(urls: tuple[str, str], bootstrap_port: int) -> list[tuple[Reply, Repl
     """The replies of both engines to requests of several lengths at once, as a router of SGLang sends them, in the last round."""
 
     def ask(url: str, room: int, length: int, new_tokens: int) -> Reply:
-        prompt = np.random.default_rng(room).integers(4, 512, length).tolist()
         where = {"bootstrap_host": "127.0.0.1", "bootstrap_port": bootstrap_port, "bootstrap_room": room}
-        return generate(url, prompt, new_tokens=new_tokens, **where)
+        return generate(url, random_prompt(length, seed=room), new_tokens=new_tokens, **where)
 
     def a_round(first_room: int, new_tokens: int) -> list[tuple[Reply, Reply]]:
         both = [

@@ -8,25 +8,29 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from examples.embedded.sglang import EngineOptions, EngineServer
+from examples.embedded.sglang import EngineServer
 from r3channel import cli
 from r3channel.errors import EngineReported, EngineUnavailable, FrameMagicMismatch
-from r3channel.model.spec import RoutingSpec
 from r3channel.wire.digest import layer_digests
 from r3channel.wire.frame import FRAME_MAGIC, Frame, parse_frame
 from r3channel.wire.routing import RowKind, SampleRouting
-from tests.conftest import READY_TIMEOUT_S
-from tests.engine.client import Reply, generate, generate_together, set_weight_version, stream
+from tests.engine.client import (
+    Reply,
+    generate,
+    generate_together,
+    prompts_of,
+    random_prompt,
+    serving,
+    set_weight_version,
+    stream,
+)
 from tests.engine.reference import reference_ids
+from tests.samples import SPEC
 
 pytestmark = pytest.mark.engine
 
-SPEC = RoutingSpec(num_layers=4, moe_layers=(1, 2, 3), num_experts=128, top_k=8)
 NEW_TOKENS = 24
-
-
-def random_prompt(length: int, *, seed: int) -> list[int]:
-    return np.random.default_rng(seed).integers(4, 512, length).tolist()
+LENGTHS = (3, 17, 40, 90, 130, 200, 300)
 
 
 def frame_of(reply: Reply) -> Frame:
@@ -40,8 +44,7 @@ def routing_of(reply: Reply) -> SampleRouting:
 @pytest.fixture(scope="module")
 def batch(engine_url: str) -> list[Reply]:
     """Prompts of many lengths at once; the longest are prefilled in three chunks."""
-    prompts = [random_prompt(length, seed=length) for length in (3, 17, 40, 90, 130, 200, 300)]
-    return generate_together(engine_url, prompts, new_tokens=NEW_TOKENS)
+    return generate_together(engine_url, prompts_of(LENGTHS), new_tokens=NEW_TOKENS)
 
 
 @pytest.fixture(scope="module")
@@ -52,20 +55,14 @@ def again(engine_url: str, batch: list[Reply]) -> Reply:
 
 @pytest.fixture(scope="module")
 def stock_server(model_dir: Path) -> Iterator[EngineServer]:
-    options = EngineOptions(model=model_dir, r3channel=False, chunked_prefill_size=128)
-    with EngineServer(options) as server:
-        server.wait_ready(READY_TIMEOUT_S)
+    with serving(model_dir, r3channel=False) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def retracting_server(model_dir: Path) -> Iterator[EngineServer]:
     """Without the overlap scheduler, and forced to drop and recompute running requests."""
-    options = EngineOptions(
-        model=model_dir, overlap=False, chunked_prefill_size=128, env={"SGLANG_TEST_RETRACT": "1"}
-    )
-    with EngineServer(options) as server:
-        server.wait_ready(READY_TIMEOUT_S)
+    with serving(model_dir, overlap=False, env={"SGLANG_TEST_RETRACT": "1"}) as server:
         yield server
 
 
@@ -78,12 +75,9 @@ def test_ids_equal_the_routers_of_transformers_with_order(
         assert wanted.differing_rows(routing_of(reply).expert_ids_TLK) == [], f"prompt of {len(reply.prompt)}"
 
 
-def test_rows_cover_every_token_but_the_last(batch: list[Reply]) -> None:
-    assert [frame_of(reply).rows for reply in batch] == [len(reply.tokens) - 1 for reply in batch]
-
-
-def test_the_dense_layer_is_never_on_the_wire(batch: list[Reply]) -> None:
-    assert routing_of(batch[0]).expert_ids_TLK.shape[1:] == (3, 8)
+def test_rows_cover_every_token_but_the_last_and_no_dense_layer(batch: list[Reply]) -> None:
+    shapes = [routing_of(reply).expert_ids_TLK.shape for reply in batch]
+    assert shapes == [(len(reply.tokens) - 1, 3, 8) for reply in batch]
 
 
 def test_routing_varies_from_token_to_token(batch: list[Reply]) -> None:
@@ -200,9 +194,8 @@ def test_the_doctor_finds_fault_with_a_stock_server(
 def test_retraction_without_overlap_changes_no_id(
     retracting_server: EngineServer, batch: list[Reply]
 ) -> None:
-    replies = generate_together(
-        retracting_server.url, [reply.prompt for reply in batch], new_tokens=NEW_TOKENS
-    )
+    prompts = [reply.prompt for reply in batch]
+    replies = generate_together(retracting_server.url, prompts, new_tokens=NEW_TOKENS)
     assert sum(reply.meta["num_retractions"] for reply in replies) > 0
     for reply, plain in zip(replies, batch, strict=True):
         assert reply.output == plain.output
@@ -217,16 +210,11 @@ def test_retraction_without_overlap_changes_no_id(
 
 
 def test_an_engine_whose_rows_would_be_wrong_does_not_start(model_dir: Path) -> None:
-    options = EngineOptions(
-        model=model_dir,
-        weight_version="nightly",
-        extra_args=[
-            *("--disaggregation-mode", "decode", "--disaggregation-transfer-backend", "nixl"),
-            "--enable-streaming-session",
-        ],
+    arguments = (
+        "--disaggregation-mode decode --disaggregation-transfer-backend nixl --enable-streaming-session"
     )
-    with EngineServer(options) as server, pytest.raises(EngineUnavailable) as refused:
-        server.wait_ready(READY_TIMEOUT_S)
+    with pytest.raises(EngineUnavailable) as refused:
+        serving(model_dir, weight_version="nightly", extra_args=arguments.split()).__enter__()
     assert "r3channel refuses this engine" in str(refused.value)
     assert "--disaggregation-mode decode" in str(refused.value)
     assert "--enable-streaming-session: these settings were neither tested nor read" in str(refused.value)
@@ -237,11 +225,8 @@ def test_an_engine_whose_rows_would_be_wrong_does_not_start(model_dir: Path) -> 
 def test_rows_of_passes_that_decode_and_prefill_are_exact_and_of_unknown_kind(
     model_dir: Path, tmp_path: Path
 ) -> None:
-    options = EngineOptions(model=model_dir, chunked_prefill_size=128, extra_args=["--enable-mixed-chunk"])
-    with EngineServer(options) as server:
-        server.wait_ready(READY_TIMEOUT_S)
-        prompts = [random_prompt(length, seed=length) for length in (3, 17, 40, 90, 130, 200, 300)]
-        replies = generate_together(server.url, prompts, new_tokens=NEW_TOKENS)
+    with serving(model_dir, extra_args=["--enable-mixed-chunk"]) as server:
+        replies = generate_together(server.url, prompts_of(LENGTHS), new_tokens=NEW_TOKENS)
     expected = reference_ids(model_dir, [reply.tokens for reply in replies], folder=tmp_path)
     prompt_kinds, new_kinds = set[RowKind](), set[RowKind]()
     for reply, wanted in zip(replies, expected, strict=True):
@@ -256,7 +241,5 @@ def test_rows_of_passes_that_decode_and_prefill_are_exact_and_of_unknown_kind(
 
 @pytest.mark.full
 def test_the_plugin_loads_in_spawned_processes_as_on_a_machine_with_a_gpu(model_dir: Path) -> None:
-    options = EngineOptions(model=model_dir, env={"R3CHANNEL_EMBEDDED_SPAWN": "1"})
-    with EngineServer(options) as server:
-        server.wait_ready(READY_TIMEOUT_S)
+    with serving(model_dir, env={"R3CHANNEL_EMBEDDED_SPAWN": "1"}) as server:
         assert frame_of(generate(server.url, [5, 6], new_tokens=1)).rows == 2

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from examples.embedded.sglang import EngineOptions, EngineServer
 from r3channel.config import ChannelConfig
 from r3channel.errors import WeightUpdateFailed
 from r3channel.model.spec import RoutingSpec
@@ -18,11 +17,10 @@ from r3channel.relay.relay import Relay
 from r3channel.weights.session import WeightSync
 from r3channel.weights.sglang import EngineClient
 from r3channel.wire.routing import Ids
-from tests.conftest import READY_TIMEOUT_S
-from tests.engine.client import Reply, generate, generate_together
+from tests.direct import rows_here
+from tests.engine.client import Reply, generate, generate_together, prompts_of, random_prompt, serving
 from tests.engine.families import FAMILIES, ON_CPU, write_families
 from tests.engine.reference import reference_ids
-from tests.engine.test_semantics import ids_in, random_prompt
 
 pytestmark = [pytest.mark.engine, pytest.mark.full, pytest.mark.timeout(300)]
 
@@ -65,11 +63,8 @@ def test_a_familys_rows_are_what_transformers_routes(family: str, checkpoints: P
 
 
 def _served(model: Path, options: dict[str, Any]) -> list[Reply]:
-    every: dict[str, Any] = {"model": model, "chunked_prefill_size": 128}
-    with EngineServer(EngineOptions(**every | options)) as server:
-        server.wait_ready(READY_TIMEOUT_S)
-        prompts = [random_prompt(length, seed=length) for length in PROMPTS]
-        first = generate_together(server.url, prompts, new_tokens=24)
+    with serving(model, **options) as server:
+        first = generate_together(server.url, prompts_of(PROMPTS), new_tokens=24)
         second = generate(server.url, first[-1].tokens + random_prompt(9, seed=9), new_tokens=8)
         assert second.meta["cached_tokens"] > 0
         _hold_weights_to_names(server.url, model)
@@ -98,6 +93,6 @@ def _rows(spec: RoutingSpec, replies: list[Reply]) -> list[Ids]:
     try:
         for index, reply in enumerate(replies):
             relay.add(str(index), {"meta_info": reply.meta}, reply.tokens)
-        return [ids_in(relay, str(index)) for index in range(len(replies))]
+        return [rows_here(relay, str(index)) for index in range(len(replies))]
     finally:
         relay.close()

@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 
 from examples.embedded.sglang import environment
+from r3channel.weights.dryrun import _POST_LOAD
+from r3channel.weights.receiver import RELEASED
+from r3channel.weights.refusals import ANY_WAY, STAGED
 
 pytestmark = pytest.mark.engine
 
@@ -30,75 +33,72 @@ def facts() -> dict[str, Any]:
     return json.loads(lines[0].removeprefix("FACTS "))
 
 
-def test_every_name_is_there_in_the_installed_sglang(facts: dict[str, Any]) -> None:
-    assert facts["installed"] == []
+SAID = {
+    "collect_renamed": ["_maybe_collect_routed_experts is gone"],
+    "parameter_renamed": ["get_topk no longer takes req_pool_idx"],
+    "plugin_with_a_name_gone": ["TopkCaptureOutput.finalize is gone"],
+    "plugin_with_unknown_codec": ["brotli"],
+}
+"""By `check_hooks`, or by the plug-in as it ends the process."""
 
 
-def test_a_hooked_method_that_is_gone_is_named(facts: dict[str, Any]) -> None:
-    (problem,) = facts["collect_renamed"]
-    assert "_maybe_collect_routed_experts is gone" in problem
+@pytest.mark.parametrize("case", SAID)
+def test_what_is_gone_or_unknown_is_named(facts: dict[str, Any], case: str) -> None:
+    found = facts[case] if isinstance(facts[case], list) else [facts[case]]
+    assert all(words in problem for words, problem in zip(SAID[case], found, strict=True)), found
 
 
-def test_a_parameter_that_is_gone_is_named(facts: dict[str, Any]) -> None:
-    (problem,) = facts["parameter_renamed"]
-    assert "get_topk no longer takes req_pool_idx" in problem
+EQUAL: dict[str, Any] = {
+    "installed": [],
+    "plugin_off": {"same_class": True, "engine_modules": []},
+    "plugin_on": {"ended": "", "capturer_of_model_runner": "FrameCapturer", "collect_is_wrapped": True},
+    # a router whose choices never reach the capturer is found
+    "routers_of_a_model": [
+        *([0, ""], [1, "TRITON_KERNEL"], [2, "BYPASSED"], [3, "BYPASSED"], [4, ""], [5, "BYPASSED"]),
+        *([6, "its capture is switched off"], [7, "HashTopK, a table by token"]),
+    ],
+    # masks are kept and framed while their log probabilities are streamed
+    "kept_masks": {
+        "streamed": [[[], [-0.5]], [[], [-0.5]], [[], []]],
+        "rows": [[3, [3, 1], [5, 6, 7, 8]], [3, [], []]],
+    },
+    # the host cache is not unregistered as pinned memory is
+    "plain_cache": True,
+}
 
 
-def test_the_plugin_ends_the_process_when_a_name_is_gone(facts: dict[str, Any]) -> None:
-    assert "TopkCaptureOutput.finalize is gone" in facts["plugin_with_a_name_gone"]
+@pytest.mark.parametrize("case", EQUAL)
+def test_the_plug_in_and_sglangs_classes_are_as_they_should(facts: dict[str, Any], case: str) -> None:
+    assert facts[case] == EQUAL[case]
 
 
-def test_the_plugin_ends_the_process_on_an_unknown_codec(facts: dict[str, Any]) -> None:
-    assert "brotli" in facts["plugin_with_unknown_codec"]
-
-
-def test_plugin_off_leaves_sglang_untouched(facts: dict[str, Any]) -> None:
-    assert facts["plugin_off"] == {"same_class": True, "engine_modules": []}
-
-
-def test_plugin_on_replaces_the_capturer_where_the_model_runner_finds_it(facts: dict[str, Any]) -> None:
-    assert facts["plugin_on"] == {
-        "ended": "",
-        "capturer_of_model_runner": "FrameCapturer",
-        "collect_is_wrapped": True,
-    }
-
-
-def test_a_router_whose_choices_never_reach_the_capturer_is_found(facts: dict[str, Any]) -> None:
-    assert facts["routers_of_a_model"] == [
-        [0, ""],
-        [1, "TRITON_KERNEL"],
-        [2, "BYPASSED"],
-        [3, "BYPASSED"],
-        [4, ""],
-        [5, "BYPASSED"],
-        [6, "its capture is switched off"],
-        [7, "HashTopK, a table by token"],
-    ]
-
-
-def test_the_forward_thread_makes_no_blocking_copy(facts: dict[str, Any]) -> None:
-    ours = facts["our_forward_end"]
+def test_the_forward_thread_makes_no_blocking_copy_and_one_would_be_noticed(facts: dict[str, Any]) -> None:
+    ours, stock = facts["our_forward_end"], facts["stock_forward_end_without_overlap"]
     assert (ours["blocking"], ours["error"]) == ([], "")
     assert {"clone", "_to_copy"} <= set(ours["seen"]), "the watch sees the work that is done"
-
-
-def test_a_rank_that_does_not_reply_copies_nothing(facts: dict[str, Any]) -> None:
+    assert stock["blocking"] == ["_to_copy"] and "meta" in stock["error"]
     assert facts["forward_end_of_a_rank_that_does_not_reply"]["seen"] == []
 
 
-def test_a_blocking_copy_would_be_noticed(facts: dict[str, Any]) -> None:
-    stock = facts["stock_forward_end_without_overlap"]
-    assert stock["blocking"] == ["_to_copy"]
-    assert "meta" in stock["error"]
+# -- weight updates ----------------------------------------------------------------------------------------------------
 
 
-def test_masks_are_kept_and_framed_while_their_log_probabilities_are_streamed(facts: dict[str, Any]) -> None:
-    assert facts["kept_masks"] == {
-        "streamed": [[[], [-0.5]], [[], [-0.5]], [[], []]],
-        "rows": [[3, [3, 1], [5, 6, 7, 8]], [3, [], []]],
-    }
+def test_every_setting_of_the_table_of_refusals_is_one_of_sglangs(facts: dict[str, Any]) -> None:
+    names = {one.name for one in (*ANY_WAY, *STAGED)} - {"version", "torchao_config"}
+    assert names <= set(facts["weight_update"]["settings"]), names - set(facts["weight_update"]["settings"])
 
 
-def test_the_host_cache_is_not_unregistered_as_pinned_memory_is(facts: dict[str, Any]) -> None:
-    assert facts["plain_cache"]
+def test_the_schedulers_fields_that_an_order_without_a_bracket_reads_are_there(facts: dict[str, Any]) -> None:
+    found = facts["weight_update"]
+    assert {"_session", "offload_tags", "tp_worker"} <= set(found["manager"]) and found["answer"]
+    assert found["released"] == RELEASED and found["derives"] and _POST_LOAD == "post_load_weights"
+
+
+def test_online_float8_is_refused_by_what_sglangs_own_layer_says(facts: dict[str, Any]) -> None:
+    (why,) = facts["weight_update"]["online"]
+    assert why.startswith("online quantisation (Fp8Config)") and facts["weight_update"]["serialised"] == []
+
+
+def test_sglangs_own_dequantisation_gives_float8_weights_back(facts: dict[str, Any]) -> None:
+    """No float8 engine runs on a CPU: its kernels are for GPUs."""
+    assert max(facts["float8_error"]) < 0.03

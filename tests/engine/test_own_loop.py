@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from examples.embedded.sglang import EngineOptions, EngineServer
+from tests.engine.client import serving
 
 pytestmark = pytest.mark.engine
 EXAMPLE = Path(__file__).parents[2] / "examples" / "05_own_loop.py"
@@ -19,8 +19,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "05_own_loop.py"
 def test_an_own_loop_of_two_engines_two_turns_and_a_discarded_sample_runs(
     model_dir: Path, engine_url: str
 ) -> None:
-    with EngineServer(EngineOptions(model=model_dir)) as second:
-        second.wait_ready()
+    with serving(model_dir) as second:
         command = [sys.executable, str(EXAMPLE), str(model_dir), engine_url, second.url]
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, capture_output=True, text=True, timeout=150, env=env, check=False)

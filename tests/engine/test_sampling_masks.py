@@ -8,14 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from examples.embedded.sglang import EngineOptions, EngineServer
 from r3channel.config import ChannelConfig
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.relay import Relay
-from tests.conftest import READY_TIMEOUT_S
 from tests.delivery import receive, receivers_of
-from tests.engine.client import Reply, generate
+from tests.engine.client import Reply, direct_to, generate, random_prompt, serving
 from tests.engine.reference import NEAR_TIE, Expected, reference_ids
 from tests.samples import SPEC
 
@@ -26,10 +24,9 @@ NEW_TOKENS = 70  # SGLang streams, also what is not asked to stream, every 50
 
 
 def sampled(url: str, length: int, *, top_k: int = TOP_K) -> Reply:
-    prompt = np.random.default_rng(length).integers(4, 512, length).tolist()
     sampling = {"temperature": 1.0, "top_k": top_k, "ignore_eos": True, "max_new_tokens": NEW_TOKENS}
     extra = {"return_sampling_mask": True, "sampling_params": sampling}
-    return generate(url, prompt, new_tokens=NEW_TOKENS, **extra)
+    return generate(url, random_prompt(length, seed=length), new_tokens=NEW_TOKENS, **extra)
 
 
 @pytest.mark.timeout(300)
@@ -38,15 +35,8 @@ def test_the_tokens_that_could_be_chosen_reach_the_logits_that_chose_them(
     delivery: str, model_dir: Path, tmp_path: Path
 ) -> None:
     relay = Relay(SPEC, TrainerLayout.parse("tp=2,cp=2"), ChannelConfig(sampling_masks=True))
-    env = {
-        "R3CHANNEL_SAMPLING_MASKS": "1",
-        "R3CHANNEL_DELIVERY": delivery,
-        "R3CHANNEL_RELAY_URL": relay.serve(token_file=tmp_path / "token"),
-        "R3CHANNEL_TOKEN_FILE": str(tmp_path / "token"),
-    }
-    options = EngineOptions(model=model_dir, chunked_prefill_size=128, env=env)
-    with EngineServer(options) as server, ThreadPoolExecutor(4) as pool:
-        server.wait_ready(READY_TIMEOUT_S)
+    env = {"R3CHANNEL_SAMPLING_MASKS": "1", **direct_to(relay, tmp_path), "R3CHANNEL_DELIVERY": delivery}
+    with serving(model_dir, env=env) as server, ThreadPoolExecutor(4) as pool:
         replies = list(pool.map(lambda length: sampled(server.url, length), (3, 40, 150)))
         replies.append(sampled(server.url, 20, top_k=1))
         plain = generate(server.url, [5, 6, 7], new_tokens=2)  # no masks asked for: none behind the frame

@@ -6,39 +6,46 @@ import base64
 import json
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from examples.embedded.sglang import EngineOptions, EngineServer
+from examples.embedded.sglang import EngineServer
 from r3channel import cli
 from r3channel.config import ChannelConfig
-from r3channel.errors import TurnMismatch
-from r3channel.model.spec import RoutingSpec
+from r3channel.errors import FrameMissing, TurnMismatch
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
-from r3channel.relay.arrival.rows import HeldRows
 from r3channel.relay.relay import Relay
-from r3channel.trainer.receiver import Receiver
 from r3channel.wire.frame import parse_frame
 from r3channel.wire.hello import probe_body
 from r3channel.wire.parcel import RECEIPT_MAGIC
-from r3channel.wire.routing import Ids, RowKind
+from r3channel.wire.routing import RowKind
 from tests.conftest import READY_TIMEOUT_S
-from tests.engine.client import Reply, generate, generate_together, post, set_weight_version, stream
+from tests.delivery import receivers_of
+from tests.direct import rows_here, turns_here
+from tests.engine.client import (
+    Reply,
+    direct_to,
+    generate,
+    generate_together,
+    post,
+    prompts_of,
+    random_prompt,
+    serving,
+    set_weight_version,
+    stream,
+)
 from tests.engine.reference import reference_ids
+from tests.samples import SPEC
 
 pytestmark = pytest.mark.engine
 
-SPEC = RoutingSpec(num_layers=4, moe_layers=(1, 2, 3), num_experts=128, top_k=8)
 NEW_TOKENS = 24
-
-
-def random_prompt(length: int, *, seed: int) -> list[int]:
-    return np.random.default_rng(1000 + seed).integers(4, 512, length).tolist()
 
 
 def as_json(reply: Reply) -> dict[str, Any]:
@@ -49,23 +56,11 @@ def new_relay(**changes: Any) -> Relay:
     return Relay(SPEC, TrainerLayout(), ChannelConfig(**changes))
 
 
-def rows_in(relay: Relay, name: str) -> list[HeldRows]:
-    """Turn by turn."""
-    turns = relay.intake.entries.samples[name].turns
-    held = [turn.rows for turn in turns]
-    assert all(isinstance(rows, HeldRows) for rows in held)
-    return held  # type: ignore[return-value]
-
-
-def ids_in(relay: Relay, name: str) -> Ids:
-    return np.concatenate([rows.ids_TLK for rows in rows_in(relay, name)])
-
-
 def check(relay: Relay, samples: dict[str, list[int]], *, model_dir: Path, folder: Path) -> None:
     """Every row of every sample equals transformers', order included."""
     expected = reference_ids(model_dir, list(samples.values()), folder=folder)
     for name, wanted in zip(samples, expected, strict=True):
-        assert wanted.differing_rows(ids_in(relay, name)) == [], name
+        assert wanted.differing_rows(rows_here(relay, name)) == [], name
 
 
 @pytest.fixture
@@ -91,7 +86,7 @@ def aborted(url: str, prompt: list[int], *, rid: str, after_chunks: int) -> Repl
 def test_an_aborted_request_resumed_under_new_weights_keeps_and_stamps_its_old_rows(
     engine_url: str, relay: Relay, model_dir: Path, tmp_path: Path
 ) -> None:
-    prompt = random_prompt(50, seed=1)
+    prompt = random_prompt(50, seed=1000 + 1)
     try:
         first = aborted(engine_url, prompt, rid="abort-me", after_chunks=20)
         assert first.meta["finish_reason"]["type"] == "abort"
@@ -103,15 +98,9 @@ def test_an_aborted_request_resumed_under_new_weights_keeps_and_stamps_its_old_r
         set_weight_version(engine_url, "0")
     relay.add("s", as_json(rest), rest.tokens, append=True)
     check(relay, {"s": rest.tokens}, model_dir=model_dir, folder=tmp_path)
-    spans = [
-        (span.start, span.end, span.weight_version)
-        for rows in rows_in(relay, "s")
-        for span in rows.provenance
-    ]
-    assert spans[0] == (0, 50, 0)
-    decoded = [
-        span for rows in rows_in(relay, "s") for span in rows.provenance if span.kind is RowKind.DECODED
-    ]
+    first_span, *spans = [span for rows in turns_here(relay, "s") for span in rows.provenance]
+    assert (first_span.start, first_span.end, first_span.weight_version) == (0, 50, 0)
+    decoded = [span for span in spans if span.kind is RowKind.DECODED]
     assert decoded[0].weight_version == 0
     assert decoded[0].end - decoded[0].start > 10
     assert decoded[-1].weight_version == 2
@@ -123,7 +112,7 @@ def test_a_conversation_sends_each_row_once(
 ) -> None:
     tokens, rows_sent = [], 0
     for turn in range(4):
-        asked = [*tokens, *random_prompt(15, seed=20 + turn)]  # the user's next words
+        asked = [*tokens, *random_prompt(15, seed=1000 + 20 + turn)]  # the user's next words
         held = relay.rows_held("s")
         reply = generate(engine_url, asked, new_tokens=12, routed_experts_start_len=held)
         relay.add("s", as_json(reply), reply.tokens, append=turn > 0)
@@ -134,7 +123,7 @@ def test_a_conversation_sends_each_row_once(
 
 
 def test_a_turn_with_the_wrong_start_is_refused(engine_url: str, relay: Relay) -> None:
-    first = generate(engine_url, random_prompt(20, seed=3), new_tokens=4)
+    first = generate(engine_url, random_prompt(20, seed=1000 + 3), new_tokens=4)
     relay.add("s", as_json(first), first.tokens)
     for offset, words in ((1, "rows between are nowhere"), (-1, "sent again")):
         start = relay.rows_held("s") + offset
@@ -146,7 +135,7 @@ def test_a_turn_with_the_wrong_start_is_refused(engine_url: str, relay: Relay) -
 def test_each_of_n_samples_of_a_prompt_has_its_own_rows(
     engine_url: str, relay: Relay, model_dir: Path, tmp_path: Path
 ) -> None:
-    prompt = random_prompt(30, seed=4)
+    prompt = random_prompt(30, seed=1000 + 4)
     sampling = {"n": 3, "temperature": 1.0, "ignore_eos": True, "max_new_tokens": NEW_TOKENS}
     body = {"input_ids": prompt, "sampling_params": sampling, "return_routed_experts": True}
     replies = json.loads(post(engine_url + "/generate", body))
@@ -161,7 +150,7 @@ def test_each_of_n_samples_of_a_prompt_has_its_own_rows(
 def test_a_streamed_reply_carries_its_frame_in_the_last_chunk_only(
     engine_url: str, relay: Relay, model_dir: Path, tmp_path: Path
 ) -> None:
-    *before, last = stream(engine_url, random_prompt(25, seed=5), new_tokens=NEW_TOKENS)
+    *before, last = stream(engine_url, random_prompt(25, seed=1000 + 5), new_tokens=NEW_TOKENS)
     assert len(before) > 5
     assert not any(chunk.meta.get("routed_experts") for chunk in before)
     relay.add("s", as_json(last), last.tokens)
@@ -171,18 +160,11 @@ def test_a_streamed_reply_carries_its_frame_in_the_last_chunk_only(
 def test_interleaved_requests_of_many_lengths_do_not_mix(
     engine_url: str, relay: Relay, model_dir: Path, tmp_path: Path
 ) -> None:
-    prompts = [random_prompt(3 + 17 * i % 160, seed=30 + i) for i in range(16)]
-    results: list[list[Reply]] = [[], []]
-    threads = [
-        threading.Thread(target=lambda i=i: results[i].extend(waves(engine_url, prompts[i::2])))
-        for i in range(2)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(READY_TIMEOUT_S)
+    prompts = [random_prompt(3 + 17 * i % 160, seed=1000 + 30 + i) for i in range(16)]
+    with ThreadPoolExecutor(2) as pool:
+        replies = [*chain(*pool.map(lambda start: waves(engine_url, prompts[start::2]), range(2)))]
     samples = {}
-    for number, reply in enumerate([*results[0], *results[1]]):
+    for number, reply in enumerate(replies):
         samples[f"s{number}"] = reply.tokens
         relay.add(f"s{number}", as_json(reply), reply.tokens)
     assert len(samples) == 16
@@ -202,35 +184,21 @@ def waves(url: str, prompts: list[list[int]]) -> list[Reply]:
 class Direct:
     relay: Relay
     server: EngineServer
-    token_file: Path
 
 
 @pytest.fixture(scope="module")
 def direct(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Direct]:
     relay = new_relay(frame_timeout_s=30.0)
-    token_file = tmp_path_factory.mktemp("token") / "token"
-    url = relay.serve(token_file=token_file)
-    options = EngineOptions(
-        model=model_dir,
-        chunked_prefill_size=128,
-        extra_args=["--skip-tokenizer-init"],
-        env={
-            "SGLANG_TEST_RETRACT": "1",
-            "R3CHANNEL_DELIVERY": "direct",
-            "R3CHANNEL_RELAY_URL": url,
-            "R3CHANNEL_TOKEN_FILE": str(token_file),
-        },
-    )
-    with EngineServer(options) as server:
+    env = {"SGLANG_TEST_RETRACT": "1", **direct_to(relay, tmp_path_factory.mktemp("token"))}
+    with serving(model_dir, extra_args=["--skip-tokenizer-init"], env=env) as server:
         relay.expect_engines([server.url], timeout_s=READY_TIMEOUT_S)
-        server.wait_ready(READY_TIMEOUT_S)
-        yield Direct(relay, server, token_file)
+        yield Direct(relay, server)
     relay.close()
 
 
 @pytest.fixture(scope="module")
 def delivered(direct: Direct) -> dict[str, Reply]:
-    prompts = [random_prompt(length, seed=60 + length) for length in (3, 40, 90, 130, 300)]
+    prompts = prompts_of((3, 40, 90, 130, 300), seed=1060)
     replies = generate_together(direct.server.url, prompts, new_tokens=NEW_TOKENS)
     samples = {f"direct{number}": reply for number, reply in enumerate(replies)}
     for name, reply in samples.items():
@@ -247,23 +215,20 @@ def test_frames_delivered_directly_are_exact_under_retraction(
     check(direct.relay, samples, model_dir=model_dir, folder=tmp_path)
 
 
-def test_a_reply_of_direct_delivery_carries_at_most_64_bytes(delivered: dict[str, Reply]) -> None:
+def test_a_reply_of_direct_delivery_carries_at_most_64_bytes_and_the_engine_said_hello_before(
+    direct: Direct, delivered: dict[str, Reply]
+) -> None:
     for reply in delivered.values():
-        assert len(reply.meta["routed_experts"]) <= 64
-        assert reply.raw[:4] == RECEIPT_MAGIC
-
-
-def test_the_engine_said_hello_before_its_first_frame(direct: Direct, delivered: dict[str, Reply]) -> None:
+        assert len(reply.meta["routed_experts"]) <= 64 and reply.raw[:4] == RECEIPT_MAGIC
     assert direct.relay.status()["engines"][direct.server.url].startswith("SGLang 0.5.23")
 
 
 def test_a_directly_delivered_step_is_sealed(direct: Direct) -> None:
-    reply = generate(direct.server.url, random_prompt(20, seed=7), new_tokens=NEW_TOKENS)
+    reply = generate(direct.server.url, random_prompt(20, seed=1000 + 7), new_tokens=NEW_TOKENS)
     direct.relay.add("sealed", as_json(reply), reply.tokens, engine=direct.server.url)
     ticket = direct.relay.seal(0, Assignment.round_robin(["sealed"], dp=1, microbatch_size=1))
     assert ticket.samples[0].tokens == len(reply.tokens)
-    layout = direct.relay.layout
-    receiver = Receiver(direct.relay, spec=SPEC, layout=layout, coords=layout.coords(0))
+    (receiver,) = receivers_of(direct.relay)
     assert receiver.receive(ticket).num_microbatches == 1
     direct.relay.join_previous(timeout_s=20)
     receiver.close()
@@ -291,11 +256,10 @@ def test_the_doctor_shows_what_an_engine_says_about_itself(
 
 
 def test_a_lost_frame_of_a_real_engine_is_named(direct: Direct, delivered: dict[str, Reply]) -> None:
-    reply = generate(direct.server.url, random_prompt(9, seed=8), new_tokens=3)
+    reply = generate(direct.server.url, random_prompt(9, seed=1000 + 8), new_tokens=3)
     other = new_relay(frame_timeout_s=0.3)
     other.add("s", as_json(reply), reply.tokens, engine=direct.server.url)
-    with pytest.raises(
-        Exception, match=rf"sample s from engine {direct.server.url}, frame \d+, rows 0\.\.11"
-    ):
+    said = rf"sample s from engine {direct.server.url}, frame \d+, rows 0\.\.11"
+    with pytest.raises(FrameMissing, match=said):
         other.seal(0, Assignment.round_robin(["s"], dp=1, microbatch_size=1))
     other.close()

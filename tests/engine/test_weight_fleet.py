@@ -8,13 +8,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from examples.embedded.sglang import EngineOptions, EngineServer, kill_family
 from r3channel.cli import main
@@ -22,14 +22,12 @@ from r3channel.transport.process_group import in_background
 from r3channel.weights.member import EngineState
 from r3channel.weights.session import WeightSync
 from r3channel.weights.sglang import EngineClient
-from tests.engine.client import generate
+from tests.engine.client import greedy, serving
+from tests.engine.conftest import Weights
 
 pytestmark = pytest.mark.engine
 
-Weights = dict[str, torch.Tensor]
-
 ROOT = Path(__file__).parents[2]
-PROMPT = list(range(5, 25))
 NORM = "model.layers.3.post_attention_layernorm.weight"
 BUCKET_BYTES = 1 << 20
 
@@ -47,37 +45,10 @@ class Watched(EngineClient):
 
 
 @pytest.fixture(scope="module")
-def original(model_dir: Path) -> Weights:
-    return load_file(model_dir / "model.safetensors")
-
-
-@pytest.fixture(scope="module")
-def changed(original: Weights) -> Weights:
-    noise = torch.Generator().manual_seed(11)
-    return {name: w + 0.1 * torch.randn(w.shape, generator=noise) for name, w in original.items()}
-
-
-@pytest.fixture(scope="module")
 def dummy(model_dir: Path) -> Iterator[EngineServer]:
     """A second engine that was started without the checkpoint's weights."""
-    options = EngineOptions(model=model_dir, r3channel=False, extra_args=("--load-format", "dummy"))
-    with EngineServer(options) as server:
-        server.wait_ready(150)
+    with serving(model_dir, r3channel=False, extra_args=("--load-format", "dummy")) as server:
         yield server
-
-
-@pytest.fixture
-def restored(engine_url: str, original: Weights) -> Iterator[None]:
-    """The shared engine serves its first weights as version 0 again, however a test left it."""
-    yield
-    with WeightSync([engine_url], verify=True) as repair:
-        repair.connect(timeout_s=30)
-        repair.update(original.items(), version=0, timeout_s=60)
-
-
-def greedy(url: str) -> tuple[list[int], str]:
-    reply = generate(url, PROMPT, new_tokens=8, routing=False)
-    return reply.output, reply.meta["weight_version"]
 
 
 def two(url: str, **options: Any) -> tuple[WeightSync, Watched]:
@@ -99,12 +70,8 @@ def test_an_engine_with_dummy_weights_is_filled_alone_while_the_other_serves(
         with _Serving(engine_url) as serving:
             report = sync.add_engine(dummy.url, timeout_s=60)
         assert watched.routes == [] and serving.answers and set(serving.answers) == {(tuple(tokens), "1")}
-        assert (
-            report is not None
-            and report.verified == 38
-            and report.way.startswith("broadcast")
-            and greedy(dummy.url) == (tokens, "1")
-        )
+        assert report is not None and report.verified == 38 and report.way.startswith("broadcast")
+        assert greedy(dummy.url) == (tokens, "1")
 
         sync.update(changed.items(), version=2, timeout_s=60)
         assert greedy(dummy.url) == greedy(engine_url) and greedy(dummy.url)[1] == "2"
@@ -116,9 +83,8 @@ def test_checkpoint_engine_a_dummy_engine_is_filled_from_a_checkpoint_alone(
     """No trainer and no other engine takes part; the outputs equal those of an engine that loaded the checkpoint itself."""
     tokens, _ = greedy(engine_url)
     with WeightSync([dummy.url], bucket_bytes=BUCKET_BYTES, verify=True, keep_copy=True) as alone:
-        reading = in_background(
-            lambda: alone.load_checkpoint(model_dir, version=3, timeout_s=60), name="test-checkpoint"
-        )
+        read = partial(alone.load_checkpoint, model_dir, version=3, timeout_s=60)
+        reading = in_background(read, name="test-checkpoint")
         alone.connect(timeout_s=60)  # while the checkpoint is read
         reading.result(60)
         assert alone.routable() == ()
@@ -171,35 +137,30 @@ class _Serving:
 
 
 def test_the_verify_command_names_the_one_tensor_that_differs(
-    restored: None,
-    engine_url: str,
-    dummy: EngineServer,
-    changed: Weights,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    restored: None, engine_url: str, dummy: EngineServer, changed: Weights, tmp_path: Path, capsys: Any
 ) -> None:
     manifest = str(tmp_path / "committed.json")
+    one, both = ["--engine", engine_url], ["--engine", engine_url, "--engine", dummy.url]
     with WeightSync([engine_url, dummy.url], verify=True) as sync:
         sync.connect(timeout_s=30)
         sync.update(changed.items(), version=5, timeout_s=60)
         assert sync.held is not None
         sync.held.write(manifest)
-        assert (
-            main(["weights", "verify", "--engine", engine_url, "--engine", dummy.url, "--manifest", manifest])
-            == 0
-        )
+        assert verify(*both, "--manifest", manifest) == 0
         assert capsys.readouterr().out.count("38 parameters of version 5: equal") == 2
 
         other = {**changed, NORM: changed[NORM] + 1}
         sync.update(other.items(), version=6, timeout_s=60)
-    assert main(["weights", "verify", "--engine", engine_url, "--manifest", manifest, "--json"]) == 1
+    assert verify(*one, "--manifest", manifest, "--json") == 1
     found = json.loads(capsys.readouterr().out)
-    assert [row["name"] for row in found["different"]] == [NORM] and found["engine_versions"] == {
-        engine_url: "6"
-    }
-    assert main(["weights", "verify", "--engine", engine_url, "--engine", dummy.url]) == 0  # each other
-    assert main(["weights", "verify", "--engine", engine_url]) == 2
-    assert main(["weights", "verify", "--engine", "http://127.0.0.1:9", "--manifest", manifest]) == 2
+    assert [row["name"] for row in found["different"]] == [NORM]
+    assert found["engine_versions"] == {engine_url: "6"}
+    assert verify(*both) == 0  # each other
+    assert verify(*one) == verify("--engine", "http://127.0.0.1:9", "--manifest", manifest) == 2
+
+
+def verify(*arguments: str) -> int:
+    return main(["weights", "verify", *arguments])
 
 
 @pytest.mark.full
@@ -225,9 +186,8 @@ def test_one_engine_that_dies_is_left_out_and_a_new_one_takes_its_place(
         spare.wait_ready(150)
         sync.add_engine(spare.url, timeout_s=60)
         assert greedy(spare.url) == answer and watched.routes == []
-        assert EngineClient(spare.url).weight_checksums(timeout_s=30) == watched.weight_checksums(
-            timeout_s=30
-        )
+        sums = [client.weight_checksums(timeout_s=30) for client in (EngineClient(spare.url), watched)]
+        assert sums[0] == sums[1]
 
 
 def _slowly(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:

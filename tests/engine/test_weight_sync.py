@@ -10,7 +10,6 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from examples.embedded.sglang import EngineServer
 from r3channel.errors import (
@@ -31,29 +30,13 @@ from r3channel.weights.sglang import EngineClient, PauseMode
 from r3channel.weights.wires import Wire
 from r3channel.wire.frame import parse_frame
 from r3channel.wire.routing import RowKind
-from tests.engine.client import generate
+from tests.engine.client import PROMPT, generate, greedy
+from tests.engine.conftest import Weights
 
 pytestmark = pytest.mark.engine
 
-Weights = dict[str, torch.Tensor]
-
-PROMPT = list(range(5, 25))
 GATE = "model.layers.2.mlp.gate.weight"
 BUCKET_BYTES = 1 << 20  # ten buckets of this model
-
-
-@pytest.fixture(scope="module")
-def original(model_dir: Path) -> Weights:
-    return load_file(model_dir / "model.safetensors")
-
-
-@pytest.fixture(scope="module")
-def changed(original: Weights) -> Weights:
-    noise = torch.Generator().manual_seed(7)
-    return {
-        name: w if "norm" in name else 0.5 * w + 0.1 * torch.randn(w.shape, generator=noise)
-        for name, w in original.items()
-    }
 
 
 @pytest.fixture(scope="module")
@@ -62,32 +45,23 @@ def client(engine_url: str) -> EngineClient:
 
 
 @pytest.fixture(params=["staged", "shared_memory", "broadcast"])
-def sync(
-    request: pytest.FixtureRequest, engine_url: str, client: EngineClient, original: Weights
-) -> Iterator[WeightSync]:
-    """A connected session. Afterwards the shared engine serves its first weights and version again, however left."""
-    yield from opened(engine_url, client, original, request.param)
+def sync(request: pytest.FixtureRequest, restored: None, engine_url: str) -> Iterator[WeightSync]:
+    """A connected session."""
+    with session(engine_url, request.param) as opened:
+        yield opened
 
 
 @pytest.fixture
-def broadcasting(engine_url: str, client: EngineClient, original: Weights) -> Iterator[WeightSync]:
-    yield from opened(engine_url, client, original, "broadcast")
+def broadcasting(restored: None, engine_url: str) -> Iterator[WeightSync]:
+    with session(engine_url, "broadcast") as opened:
+        yield opened
 
 
-def opened(engine_url: str, client: EngineClient, original: Weights, way: str) -> Iterator[WeightSync]:
-    before = int(client.weight_version(timeout_s=10))
+def session(engine_url: str, way: str) -> WeightSync:
     wire: Wire = "shared_memory" if way == "shared_memory" else "tcp"
-    with WeightSync([engine_url], bucket_bytes=BUCKET_BYTES, staged=way != "broadcast", wire=wire) as session:
-        session.connect(timeout_s=30)
-        yield session
-    with WeightSync([engine_url], verify=True) as repair:
-        repair.connect(timeout_s=30)
-        repair.update(original.items(), version=before, timeout_s=60)
-
-
-def greedy(url: str, new_tokens: int = 8) -> tuple[list[int], str]:
-    reply = generate(url, PROMPT, new_tokens=new_tokens, routing=False)
-    return reply.output, reply.meta["weight_version"]
+    opened = WeightSync([engine_url], bucket_bytes=BUCKET_BYTES, staged=way != "broadcast", wire=wire)
+    opened.connect(timeout_s=30)
+    return opened
 
 
 def test_an_engine_tells_its_versions_and_others_than_the_trainers_are_refused(engine_url: str) -> None:
@@ -177,9 +151,8 @@ def test_a_wrong_shape_keeps_the_version_pauses_the_engine_and_the_next_update_r
     sync = broadcasting
     tokens, _ = greedy(engine_url)
     wrong = {**changed, GATE: torch.zeros(64, 64)}
-    with pytest.raises(
-        WeightUpdateFailed, match=r"version 1 was not committed, version None stays: bucket \d+ .*64, 64"
-    ) as failure:
+    said = r"version 1 was not committed, version None stays: bucket \d+ .*64, 64"
+    with pytest.raises(WeightUpdateFailed, match=said) as failure:
         sync.update(wrong.items(), version=1, timeout_s=60)
 
     assert engine_url in str(failure.value) and isinstance(failure.value.__cause__, EngineRefused)

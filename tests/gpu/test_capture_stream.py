@@ -61,16 +61,6 @@ def test_a_synchronisation_would_be_noticed() -> None:
         torch.ones(1, device="cuda").item()
 
 
-def test_rows_arrive_although_the_device_buffer_is_overwritten_at_once() -> None:
-    target, ids = capturer("cuda"), random_ids(40)
-    for row in range(40):
-        capture(target, on_device(ids[row : row + 1]))
-        target.on_forward_end(batch_at(on_device([row + 10])), False, None)
-        target.device_ids_TAK.zero_()
-    torch.cuda.synchronize()
-    assert np.array_equal(rows_of(target, on_device(range(10, 50))), ids)
-
-
 def test_a_finished_request_does_not_wait_for_the_pass_that_runs() -> None:
     # All tensors are made before the pass: a copy from pageable memory waits for what runs on its stream.
     target, ids, slots = capturer("cuda"), on_device(random_ids(2)), on_device([5, 6, 7])

@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 
 from examples.embedded.model import write_model
-from examples.embedded.sglang import EngineOptions, EngineServer, environment, free_port
+from examples.embedded.sglang import EngineServer, environment, free_port
 from r3channel.model.spec import RoutingSpec
 from r3channel.relay.arrival.reply import frame_bytes_of
 from r3channel.wire.frame import parse_frame
 from r3channel.wire.hello import Hello, probe_body
 from r3channel.wire.routing import RowKind
-from tests.conftest import READY_TIMEOUT_S
-from tests.engine.client import generate, generate_together, post
+from tests.engine.client import generate, generate_together, post, serving
 from tests.engine.reference import reference_ids
 from tests.upstream.wheels import unpacked
 
@@ -47,11 +46,7 @@ def server(model: Path, request: pytest.FixtureRequest) -> Iterator[EngineServer
         "SGLANG_GRPC_PORT": str(free_port()),  # by default 10,000 above the server's, which may be no port
     }
     overlap, tp = request.param
-    options = EngineOptions(
-        model=model, overlap=overlap, tp=tp, weight_version="default", chunked_prefill_size=128, env=env
-    )
-    with EngineServer(options) as server:
-        server.wait_ready(READY_TIMEOUT_S)
+    with serving(model, overlap=overlap, tp=tp, weight_version="default", env=env) as server:
         yield server
 
 

@@ -40,77 +40,41 @@ pytestmark = [
 full = [pytest.mark.full, pytest.mark.e2e]
 
 _HERE = "tests.upstream.slime_cpu.functions"
-_TWICE = ["--global-batch-size", "4"]
-_RECOMPUTE = [
-    "--recompute-granularity",
-    "full",
-    "--recompute-method",
-    "uniform",
-    "--recompute-num-layers",
-    "1",
-]
-_REFERENCE = ["--use-kl-loss", "--kl-loss-coef", "0.001", "--ref-load", "{work}/model"]
-_SAMPLES = ["--custom-generate-function-path", f"{_HERE}.turns"]
-_SAMPLES += [
-    "--dynamic-sampling-filter-path",
-    f"{_HERE}.every_third_group_goes",
-    "--over-sampling-batch-size",
-    "3",
-]
-_SAMPLES += ["--partial-rollout"]
-_EVALUATION = [
-    "--eval-prompt-data",
-    "held",
-    "{work}/held.jsonl",
-    "--eval-interval",
-    "1",
-    "--eval-input-key",
-    "text",
-]
-_EVALUATION += [
-    "--n-samples-per-eval-prompt",
-    "1",
-    "--eval-max-response-len",
-    "8",
-    "--eval-label-key",
-    "label",
-]
-_NO_OPTIMIZER = [
-    "--no-save-optim"
-]  # distrib_optimizer.py:648: Megatron does not load the state of torch's own Adam
+_TWICE = "--global-batch-size 4"
+_RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+_REFERENCE = "--use-kl-loss --kl-loss-coef 0.001 --ref-load {work}/model"
+_SAMPLES = f"--custom-generate-function-path {_HERE}.turns --over-sampling-batch-size 3 --partial-rollout"
+_SAMPLES += f" --dynamic-sampling-filter-path {_HERE}.every_third_group_goes"
+_EVALUATION = (
+    "--eval-prompt-data held {work}/held.jsonl --eval-interval 1 --eval-input-key text --eval-label-key label"
+)
+_EVALUATION += " --n-samples-per-eval-prompt 1 --eval-max-response-len 8"
+_SAVE = "--save {work}/saved --save-interval 2"
+# distrib_optimizer.py:648: Megatron does not load the state of torch's own Adam
+_NO_OPTIMIZER = "--no-save-optim"
 
-JOBS: dict[str, tuple[list[str], list[str]]] = {
-    "stock": (["--stock"], []),
+JOBS: dict[str, tuple[str, str]] = {
+    "stock": ("--stock", ""),
     "experts": (
-        ["--dp", "2", "--ep", "2", "--own-engines", "--delivery", "direct"],
-        [*_TWICE, *_RECOMPUTE, *_REFERENCE, "--r3-weights", "broadcast", "--use-fault-tolerance"],
+        "--dp 2 --ep 2 --own-engines --delivery direct",
+        f"{_TWICE} {_RECOMPUTE} {_REFERENCE} --r3-weights broadcast --use-fault-tolerance",
     ),
     "pipeline": (
-        ["--tp", "2", "--pp", "2", "--ep", "2", "--engines", "2", "--delivery", "direct"],
-        ["--num-layers-per-virtual-pipeline-stage", "1", "--r3-weights", "exact"],
+        "--tp 2 --pp 2 --ep 2 --engines 2 --delivery direct",
+        "--num-layers-per-virtual-pipeline-stage 1 --r3-weights exact",
     ),
     "samples": (
-        ["--steps", "3", "--cp", "2"],
-        [
-            *(*_SAMPLES, *_EVALUATION, "--save", "{work}/saved", "--save-interval", "2", *_NO_OPTIMIZER),
-            *("--r3-weights", "colocated"),
-        ],
+        "--steps 3 --cp 2",
+        f"{_SAMPLES} {_EVALUATION} {_SAVE} {_NO_OPTIMIZER} --r3-weights colocated",
     ),
-    "dropped": (["--dropping-router"], []),
-    "synchronous": (["--script", "train.py", "--corrupt", "--delivery", "direct"], []),
+    "dropped": ("--dropping-router", ""),
+    "synchronous": ("--script train.py --corrupt --delivery direct", ""),
 }
 """Name -> arguments of the run, arguments of slime."""
-AFTER: dict[str, tuple[str, list[str], list[str]]] = {
-    "replayed": (
-        "stock",
-        ["--no-engine"],
-        ["--load-debug-rollout-data", "{before}/rollouts/{{rollout_id}}.pt"],
-    ),
-    "resumed": (
-        "samples",
-        ["--steps", "4"],  # on one rank: Megatron's parallel loading over two allocates on CUDA
-        ["--load", "{before}/saved", "--no-load-optim", "--no-load-rng"],
-    ),
+AFTER: dict[str, tuple[str, str, str]] = {
+    "replayed": ("stock", "--no-engine", "--load-debug-rollout-data {before}/rollouts/{{rollout_id}}.pt"),
+    # on one rank: Megatron's parallel loading over two allocates on CUDA
+    "resumed": ("samples", "--steps 4", "--load {before}/saved --no-load-optim --no-load-rng"),
 }
 """The same, of jobs that go on where another ended."""
 
@@ -126,14 +90,13 @@ def jobs(
 ) -> Iterator[dict[str, Future[dict[str, Any]]]]:
     root = tmp_path_factory.mktemp("slime")
 
-    def start(name: str, own: list[str], slime: list[str], before: str = "") -> dict[str, Any]:
-        words = {"work": root / name, "before": root / before}
-        more = [word.format(**words) for word in slime]
+    def start(name: str, own: str, slime: str, before: str = "") -> dict[str, Any]:
+        more = slime.format(work=root / name, before=root / before).split()
         where = ["--work", str(root / name), "--sources", str(sources.slime.parent)]
-        argv = [*where, "--timeout-s", "900", *own, "--", *more]
+        argv = [*where, "--timeout-s", "900", *own.split(), "--", *more]
         return slime_cpu.run(slime_cpu.options_of(argv))
 
-    def follow(name: str, before: str, own: list[str], slime: list[str]) -> dict[str, Any]:
+    def follow(name: str, before: str, own: str, slime: str) -> dict[str, Any]:
         done[before].result()
         return start(name, own, slime, before)
 

@@ -34,8 +34,8 @@ def capturer(device: str) -> StagedCapturer:
     )
 
 
-def batch_at(slots_T: torch.Tensor) -> Any:
-    mode = SimpleNamespace(is_decode=lambda: True, is_mixed=lambda: False)
+def batch_at(slots_T: torch.Tensor, *, decode: bool = True, mixed: bool = False) -> Any:
+    mode = SimpleNamespace(is_decode=lambda: decode, is_mixed=lambda: mixed)
     return SimpleNamespace(out_cache_loc=slots_T, forward_mode=mode)
 
 
@@ -45,15 +45,23 @@ def capture(target: StagedCapturer, ids_TLK: torch.Tensor) -> None:
         target.capture(layer, ids_TLK[:, moe_index].int())
 
 
-def rows_of(target: StagedCapturer, slots_T: torch.Tensor) -> np.ndarray:
-    """Of a request that is finished."""
+def collected(target: StagedCapturer, slots_T: torch.Tensor) -> bytes:
+    """The reply of a request that is finished."""
     request: Any = SimpleNamespace(
         rid="r", req_pool_idx=0, seqlen=len(slots_T) + 1, return_routed_experts=True, origin_input_ids=[1]
     )
     table = torch.nn.functional.pad(slots_T, (0, 1))[None].int()
     data = target.collect(request, SimpleNamespace(req_to_token=table))
     assert data is not None
-    return parse_frame(data.numpy().tobytes(), spec=SPEC).decode()
+    return data.numpy().tobytes()
+
+
+def frame_of(target: StagedCapturer, slots_T: torch.Tensor) -> Any:
+    return parse_frame(collected(target, slots_T), spec=SPEC)
+
+
+def rows_of(target: StagedCapturer, slots_T: torch.Tensor) -> np.ndarray:
+    return frame_of(target, slots_T).decode()
 
 
 def check(device: str, facts: Facts) -> None:
