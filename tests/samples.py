@@ -15,11 +15,20 @@ SPEC = RoutingSpec(num_layers=4, moe_layers=(1, 2, 3), num_experts=128, top_k=8)
 WIDE = RoutingSpec(num_layers=4, moe_layers=(1, 2, 3), num_experts=384, top_k=8)
 
 
+def sparse(layers: int, *, experts: int, top_k: int) -> RoutingSpec:
+    """All layers are MoE layers."""
+    return RoutingSpec(num_layers=layers, moe_layers=tuple(range(layers)), num_experts=experts, top_k=top_k)
+
+
 def random_ids(rows: int, *, spec: RoutingSpec = SPEC, seed: int = 0) -> Ids:
     """[rows, L, K] in `spec.id_dtype`."""
     rng = np.random.default_rng(seed)
     scores = rng.random((rows, spec.num_moe_layers, spec.num_experts))
     return scores.argsort(-1)[..., : spec.top_k].astype(spec.id_dtype)
+
+
+def span(start: int, end: int, version: int = 0, kind: RowKind = RowKind.DECODED) -> ProvenanceSpan:
+    return ProvenanceSpan(start=start, end=end, weight_version=version, kind=kind)
 
 
 def frame_of(

@@ -38,7 +38,7 @@ class Meeting:
 
     def join(self, rank: int, *, epoch: int = 1, backend: str = "gloo", timeout_s: float = TIMEOUT_S) -> Any:
         place = {"name": f"{self.name}/epoch{epoch}", "host": self.store.host, "port": self.store.port}
-        at = Rendezvous(backend=backend, epoch=epoch, rank=rank, world_size=2, **place)  # type: ignore[arg-type]
+        at = Rendezvous(backend=backend, epoch=epoch, rank=rank, world_size=size, **place)  # type: ignore[arg-type]
         return join(at, timeout_s=timeout_s)
 
 

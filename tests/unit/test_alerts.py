@@ -1,4 +1,4 @@
-"""The alert rules: known names, a page in the runbook each, and each fires and stays silent as promtool judges."""
+"""The alert rules and the dashboard: known names, a page in the runbook, and each fires and stays silent as promtool judges."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from r3channel.observe.metric_table import LABELS, METRICS
-from tests.unit.test_dashboard import names_in
+from r3channel.tools.dashboard import dashboard, text
 
 FOLDER = Path(__file__).parents[2] / "dashboards"
 RULES: dict[str, dict[str, Any]] = {
@@ -125,17 +125,10 @@ def test_every_alert_fires_where_it_must_and_nowhere_else(tmp_path: Path) -> Non
 
 def judged(alert: str, series: dict[str, str], fires: bool) -> dict[str, Any]:
     expected = [{"labels": f'{{alertname="{alert}"}}', "value": 1}] if fires else []
-    return {
-        "interval": "1m",
-        "input_series": [{"series": _of_a_run(name), "values": values} for name, values in series.items()],
-        "promql_expr_test": [
-            {
-                "expr": 'max by (alertname) (ALERTS{alertstate="firing"})',
-                "eval_time": "59m",
-                "exp_samples": expected,
-            }
-        ],
-    }
+    given = [{"series": _of_a_run(name), "values": values} for name, values in series.items()]
+    firing = 'max by (alertname) (ALERTS{alertstate="firing"})'
+    test = {"expr": firing, "eval_time": "59m", "exp_samples": expected}
+    return {"interval": "1m", "input_series": given, "promql_expr_test": [test]}
 
 
 def _of_a_run(series: str) -> str:
@@ -145,3 +138,70 @@ def _of_a_run(series: str) -> str:
 
 def promtool(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["promtool", *arguments], capture_output=True, text=True, timeout=150)
+
+
+# -- the committed dashboard and the table of metrics say the same ---------------------------------------------------------
+
+
+def panels() -> list[dict[str, Any]]:
+    return [panel for panel in dashboard()["panels"] if panel["type"] != "row"]
+
+
+def names_in(expr: str) -> set[str]:
+    """Metric names of an expression, a histogram's series reduced to its name."""
+    found = re.findall(r"r3channel_\w+", expr)
+    histograms = {name for name, metric in METRICS.items() if metric.kind == "histogram"}
+    reduced = {name: re.sub(r"_(bucket|sum|count)$", "", name) for name in found}
+    return {reduced[name] if reduced[name] in histograms else name for name in found}
+
+
+def exprs() -> list[str]:
+    return [target["expr"] for panel in panels() for target in panel["targets"]]
+
+
+def test_the_committed_file_is_what_the_table_gives() -> None:
+    assert (FOLDER / "r3channel.json").read_text() == text(), "run: make dashboard"
+
+
+def test_panels_ask_for_names_of_the_table_only() -> None:
+    assert {name for expr in exprs() for name in names_in(expr)} <= METRICS.keys()
+
+
+def test_a_foreign_name_would_be_noticed() -> None:
+    found = names_in("rate(r3channel_stage_seconds_sum[1m]) / r3channel_wrong")
+    assert found == {"r3channel_stage_seconds", "r3channel_wrong"}
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_every_metric_has_a_panel(name: str) -> None:
+    assert any(name in names_in(expr) for expr in exprs())
+
+
+def test_every_panel_has_unit_description_and_the_chosen_datasource() -> None:
+    for panel in panels():
+        assert panel["fieldConfig"]["defaults"]["unit"], panel["title"]
+        assert panel["description"].endswith("."), panel["title"]
+        assert panel["datasource"]["uid"] == "${datasource}", panel["title"]
+
+
+def test_label_values_in_expressions_exist() -> None:
+    for label, operator, value in re.findall(r'(\w+)(=~?)"([^"]+)"', " ".join(exprs())):
+        match = re.compile(value).fullmatch if operator == "=~" else value.__eq__
+        assert any(match(known) for known in LABELS[label]), f"{label}{operator}{value}"
+
+
+def test_the_first_row_is_the_four_questions() -> None:
+    titles = [panel["title"] for panel in dashboard()["panels"][:5]]
+    assert titles == [
+        "Is it well?", "Delivered / s", "Rejected, last hour", "Oldest in flight", "Trainer wait",
+    ]  # fmt: skip
+
+
+def test_panels_do_not_overlap() -> None:
+    seen: set[tuple[int, int]] = set()
+    for panel in dashboard()["panels"]:
+        at = panel["gridPos"]
+        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+        assert not cells & seen, panel["title"]
+        assert at["x"] + at["w"] <= 24, panel["title"]
+        seen |= cells

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ from r3channel import cli
 from r3channel.bench import BENCHES
 from r3channel.tools.commands import COMMANDS
 from r3channel.tools.pages import options
+from tests import children
 from tests.unit.test_documents import PAGES, ROOT
 
 PLAN = ["plan", "--model", "qwen3-30b-a3b"]
@@ -38,7 +37,15 @@ def said_by(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         (["bench", "nothing"], "benchmark 'nothing', expected one of"),
         (["bench", "plan", "--rounds", "0"], "'0', expected a whole number of at least 1"),
         (["bench", "wire", "--only", "nothing"], "choose from 'codecs'"),
-        ([*PLAN], "needs --model and --layout"),
+        (PLAN, "needs --model and --layout"),
+        (["plan", "--model", "nobody", "--layout", "dp=1", "--tokens", "16384"], "built-in table"),
+        (
+            ["plan", "--model", "deepseek-r1", "--layout", "pp=4", "--tokens", "16384"],
+            "61 layers do not divide",
+        ),
+        (["plan", "--model", "/no/such", "--layout", "dp=1", "--tokens", "16384"], "not a checkpoint folder"),
+        (["plan", "--model", "missing.json", "--layout", "dp=1", "--tokens", "16384"], "config.json"),
+        ([*PLAN, "--layout", "dp=1", "--tokens", "-5"], "expected at least 1"),
         ([*PLAN, "--layout", "dp=2,dp=3", "--tokens", "32768"], "'dp' stands twice"),
         ([*PLAN, "--layout", "dp=1"], "plan needs --tokens (all tokens of one step), or --lengths"),
         ([*PLAN, "--layout", "dp=1", "--tokens", "100", "--sequence", "0"], "--sequence 0"),
@@ -59,19 +66,12 @@ def test_what_cannot_run_says_why(capsys: pytest.CaptureFixture[str], argv: list
 
 
 @pytest.mark.parametrize("text", ["", "[1,", '["x"]', "[1.5]", "[true]", '{"a": 1}'])
-def test_a_file_of_lengths_holds_a_list_of_whole_numbers(
+def test_a_file_of_lengths_holds_whole_numbers(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str
 ) -> None:
     file = tmp_path / "lengths.json"
     file.write_text(text)
     assert str(file) in said_by(capsys, *PLAN, "--layout", "dp=1", "--lengths", str(file))
-
-
-def test_lengths_of_samples_are_planned(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    file = tmp_path / "lengths.json"
-    file.write_text("[100, 200]")
-    assert cli.main([*PLAN, "--layout", "dp=2", "--lengths", str(file), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["tokens"] == 300
 
 
 def test_a_package_that_is_not_there_is_named(
@@ -91,9 +91,7 @@ def test_a_package_that_is_not_there_is_named(
 
 
 @pytest.mark.parametrize("name", BENCHES)
-def test_every_benchmark_is_quick_and_prints_json_when_asked(
-    capsys: pytest.CaptureFixture[str], name: str
-) -> None:
+def test_every_benchmark_has_quick_and_json(capsys: pytest.CaptureFixture[str], name: str) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(["bench", name, "--help"])
     assert ended.value.code == 0
@@ -142,23 +140,26 @@ def test_the_overview_has_every_command_and_examples_first(capsys: pytest.Captur
 
 
 @pytest.mark.parametrize(
-    ("tokens", "dp", "sizes"), [("16000000", 4, {16394, 16393}), ("100", 1, {100}), ("64", 2, {32})]
-)
-def test_a_round_number_of_tokens_is_planned(tokens: str, dp: int, sizes: set[int]) -> None:
-    from r3channel.plan.layout import TrainerLayout
-    from r3channel.tools import plan as planner
-
-    options = planner._parser().parse_args(["--tokens", tokens])
-    lengths = planner._lengths(options, TrainerLayout(dp=dp))
-    assert sum(lengths) == int(tokens) and len(lengths) % dp == 0 and set(lengths) == sizes
+    ("tokens", "dp", "size", "samples", "longest"),
+    [("16000000", 4, 1, 976, 0), ("16000000", 4, 244, 976, 16394), ("100", 1, 1, 1, 100), ("64", 2, 1, 2, 32),
+     ("64", 2, 4, 8, 8)],
+)  # fmt: skip
+def test_a_round_number_of_tokens_is_planned(
+    capsys: pytest.CaptureFixture[str], tokens: str, dp: int, size: int, samples: int, longest: int
+) -> None:
+    """Samples as equal as can be: in micro-batches of `size`, each is padded to the longest."""
+    options = ["--layout", f"dp={dp}", "--tokens", tokens, "--microbatch-size", str(size)]
+    assert cli.main([*PLAN, *options, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["tokens"], found["samples"]) == (int(tokens), samples)
+    assert found["padded_tokens"] == (samples * longest or int(tokens))
 
 
 def test_a_relay_needs_no_package_of_direct_delivery() -> None:
     program = (
         "import sys; sys.modules['h11'] = None\nfrom r3channel.relay import Relay; print(Relay.__name__)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=150)
-    assert done.stdout == "Relay\n", done.stderr
+    assert children.said_by(program) == "Relay\n"
 
 
 def typed_commands() -> dict[str, set[str]]:
@@ -200,9 +201,7 @@ def options_of_scripts() -> set[str]:
     return {option for path in files for option in added.findall(path.read_text())}
 
 
-def test_every_option_on_a_page_is_one_of_ours_or_of_a_known_other(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_every_option_on_a_page_is_ours_or_a_known_others(capsys: pytest.CaptureFixture[str]) -> None:
     asked = [[name, *more] for name in COMMANDS for more in ([], *([n] for n in SUBCOMMANDS.get(name, ())))]
     told = set(OPTION.findall("".join([help_of_demo(capsys), *(helped(capsys, *argv) for argv in asked)])))
     others = {f"--{name}" for names in OTHERS.values() for name in names.split()}
@@ -239,9 +238,7 @@ def test_the_page_of_the_commands_has_each_of_them() -> None:
     assert set(COMMANDS) - set(re.findall(r"`(?:r3channel )?(\w+)\b", table)) == set()
 
 
-def test_every_command_on_a_page_is_there_with_its_options(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_every_command_on_a_page_has_its_options(capsys: pytest.CaptureFixture[str]) -> None:
     typed = typed_commands()
     assert {"doctor", "slime", "plan", "bench relay", "check"} <= set(typed)
     slimes = {"--use-r3-channel", "--update-weight-transport", "--use-rollout-routing-replay"}

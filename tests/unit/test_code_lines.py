@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import doctest
+from fnmatch import fnmatch
 
-from tests import code_lines
+import pytest
+
 from tests.code_lines import ROOT, TABLE, above, ceilings_of, lowered, rooms
 
 PROJECT = f'[project]\nname = "x"\n\n{TABLE}\n"a" = 10\n"b" = 5\n"gone" = 7\n\n[tool.other]\ny = 1\n'
-
-
-def test_documentation_costs_nothing_and_long_statements_count_each_line() -> None:
-    result = doctest.testmod(code_lines)
-    assert result.attempted and not result.failed
 
 
 def test_a_room_above_its_ceiling_or_without_one_is_named() -> None:
@@ -28,3 +24,12 @@ def test_ceilings_fall_and_never_rise() -> None:
 
 def test_every_room_has_a_ceiling() -> None:
     assert ceilings_of((ROOT / "tests/code_lines.toml").read_text()).keys() == rooms(ROOT).keys()
+
+
+def test_no_folder_of_tests_is_passed_over(request: pytest.FixtureRequest) -> None:
+    """pytest's own list of folders to pass over names `dist`."""
+    tests = ROOT / "tests"
+    passed_over = request.config.getini("norecursedirs")
+    folders = {part for file in tests.rglob("test_*.py") for part in file.relative_to(tests).parts[:-1]}
+    assert {"dist", "unit", "contract", "engine", "e2e"} <= folders
+    assert not [name for name in folders if any(fnmatch(name, pattern) for pattern in passed_over)]

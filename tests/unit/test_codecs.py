@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
-import importlib
 import random
 import struct
 import time
@@ -29,17 +27,6 @@ from r3channel.wire.routing import Ids
 from tests.memory import growth_of
 from tests.samples import SPEC, WIDE, random_ids
 from tests.unit.test_mutations import rehash
-
-DOCUMENTED = (
-    "wire.codec", "wire.codec.stored", "wire.codec.lz4", "wire.codec.packed9", "wire.codec.expert_set", "wire.digest",
-    "distinct", "models", "spec",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("name", DOCUMENTED)
-def test_the_examples_in_the_documentation_are_true(name: str) -> None:
-    result = doctest.testmod(importlib.import_module(f"r3channel.{name}"))
-    assert result.attempted and not result.failed
 
 
 def test_codec_ids_are_promises() -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,15 +15,12 @@ from r3channel.wire.digest import item_bytes_of, layer_digests
 from r3channel.wire.kernels import place_runs
 from r3channel.wire.mixing import coefficients
 from r3channel.wire.routing import Ids
-from tests.samples import random_ids
+from tests.children import run, said_by
+from tests.samples import random_ids, sparse
 
 LAYERS = 5
 SOURCES = np.array([0, 2, 3, 3], np.int64)
 """A stage of four target layers, two of which replay one source layer."""
-
-
-def spec_of(experts: int, top_k: int) -> RoutingSpec:
-    return RoutingSpec(num_layers=LAYERS, moe_layers=tuple(range(LAYERS)), num_experts=experts, top_k=top_k)
 
 
 def placed(spec: RoutingSpec, ids_TLK: Ids, *, widths: int, pads: int, first: int) -> tuple[Ids, Ids]:
@@ -51,10 +45,10 @@ def placed(spec: RoutingSpec, ids_TLK: Ids, *, widths: int, pads: int, first: in
 )
 @pytest.mark.parametrize("widths", [1, 2])
 @pytest.mark.parametrize("rows", [0, 3, 512, 1100])
-def test_rows_of_all_layers_become_one_layer_after_another(
+def test_rows_of_all_layers_become_layer_after_layer(
     experts: int, top_k: int, widths: int, rows: int
 ) -> None:
-    spec = spec_of(experts, top_k)
+    spec = sparse(LAYERS, experts=experts, top_k=top_k)
     ids = np.resize(random_ids(64, spec=spec), (rows, LAYERS, top_k))
     ids[rows // 2 :] = ids[rows // 2 :, ::-1]
     target, digests = placed(spec, ids, widths=widths, pads=5, first=9)
@@ -105,9 +99,10 @@ import tracemalloc  # noqa: TID251
 import numpy as np
 from r3channel.wire import validate as distinct
 from r3channel.wire.digest import HostRuns, column_digests
-from tests.unit.test_compiled import placed, spec_of
+from tests.samples import sparse
+from tests.unit.test_compiled import placed
 few, many = (np.arange(slots, dtype=np.uint8)[None, None].repeat(4, 1) for slots in (8, 64))
-spec = spec_of(128, 8)
+spec = sparse(5, experts=128, top_k=8)
 runs = HostRuns.of(np.array([[0, 0, 0, 1, 4]]), samples=1, spec=spec)
 loops = [
     lambda: distinct.checked(few, num_experts=64, first_row=0),
@@ -138,15 +133,6 @@ print("whole")
 """
 
 
-def run_program(package: Path, program: str = PROGRAM, **environment: str) -> str:
-    child = subprocess.run(
-        [sys.executable, "-c", program], cwd=package, env=os.environ | {"PYTHONPATH": str(package)} | environment,
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert child.returncode == 0, child.stderr
-    return child.stdout
-
-
 def test_a_package_that_nothing_can_be_written_to_works_without_a_cache(tmp_path: Path) -> None:
     """As on a read-only install; that root may write everywhere is why files stand where folders would be made."""
     ignored = shutil.ignore_patterns("__pycache__")
@@ -154,27 +140,26 @@ def test_a_package_that_nothing_can_be_written_to_works_without_a_cache(tmp_path
     (tmp_path / "r3channel" / "__pycache__").write_text("")
     (tmp_path / "file").write_text("")
     nowhere = str(tmp_path / "file")
-    said = run_program(tmp_path, NUMBA_CACHE_DIR=nowhere, HOME=nowhere, XDG_CACHE_HOME=nowhere)
+    cache = dict.fromkeys(("NUMBA_CACHE_DIR", "HOME", "XDG_CACHE_HOME"), nowhere)
+    said = run("-c", PROGRAM, cwd=tmp_path, PYTHONPATH=str(tmp_path), **cache).stdout
     assert str(tmp_path) in said and "True" in said
 
 
 def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
-    package = Path(r3channel.__file__).parent.parent
-    first = run_program(package, NUMBA_CACHE_DIR=str(tmp_path))
+    first = said_by(PROGRAM, NUMBA_CACHE_DIR=str(tmp_path))
     files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.nb?")}
     assert files
-    assert run_program(package, NUMBA_CACHE_DIR=str(tmp_path)) == first
+    assert said_by(PROGRAM, NUMBA_CACHE_DIR=str(tmp_path)) == first
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.nb?")} == files
 
 
 def test_processes_that_compile_two_forms_at_once_leave_no_form_under_the_others_name(tmp_path: Path) -> None:
-    package = Path(r3channel.__file__).parent.parent
     late = "for entry in reversed(written): save(*entry)"
-    right = run_program(package, TOGETHER + FORMS + late, NUMBA_CACHE_DIR=str(tmp_path))
+    right = said_by(TOGETHER + FORMS + late, NUMBA_CACHE_DIR=str(tmp_path))
     assert list(tmp_path.rglob("*.nbc"))
-    assert run_program(package, FORMS, NUMBA_CACHE_DIR=str(tmp_path)) == right
+    assert said_by(FORMS, NUMBA_CACHE_DIR=str(tmp_path)) == right
 
 
 def test_a_user_who_traces_memory_while_loops_run_keeps_the_process() -> None:
     """A loop that takes memory without the GIL ends it: six of six runs when three of the loops did."""
-    assert run_program(Path(r3channel.__file__).parent.parent, TRACED) == "whole\n"
+    assert said_by(TRACED) == "whole\n"

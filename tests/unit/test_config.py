@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from r3channel.config import ChannelConfig, EngineConfig, add_arguments
+from r3channel.config import ChannelConfig, EngineConfig, add_arguments, field_texts
 from r3channel.errors import ConfigError
 
 
@@ -30,12 +30,8 @@ def test_a_flag_wins_over_the_environment_and_the_environment_over_the_file(tmp_
     environment = {"R3CHANNEL_MAX_GROUP_FAILURES": "6", "R3CHANNEL_BUCKET_BYTES": "6000"}
     environment["R3CHANNEL_ENGINE"] = "1"  # the engine's: it may stand beside the channel's
     found = ChannelConfig.load(flags={"bucket_bytes": 7000}, file=file, environment=environment)
-    assert (found.join_timeout_s, found.max_group_failures, found.bucket_bytes, found.expiry_s) == (
-        5.0,
-        6,
-        7000,
-        5.0,
-    )
+    own = found.join_timeout_s, found.max_group_failures, found.bucket_bytes, found.expiry_s
+    assert own == (5.0, 6, 7000, 5.0)
 
 
 def test_flags_reach_the_configuration_and_unset_ones_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,25 +50,19 @@ def test_rows_that_never_came_are_live_where_the_channel_says_so_and_nobody_aske
 
 def test_options_that_are_gone_are_refused_by_name() -> None:
     for name in (
-        "staging",
-        "shard_bytes",
-        "shard_memory_bytes",
-        "memory_bytes",
-        "place_threads",
-        "unclaimed_bytes",
-        "relays",
-        "relay",
-    ):
+        "staging", "shard_bytes", "shard_memory_bytes", "memory_bytes", "place_threads", "unclaimed_bytes", "relays", "relay",
+    ):  # fmt: skip
         with pytest.raises(ConfigError, match=f"unknown flag '{name}'"):
             ChannelConfig.load(flags={name: 1}, environment={})
 
 
 def test_every_option_has_a_flag_with_a_text() -> None:
-    actions = {action.dest: action for action in add_arguments(argparse.ArgumentParser())._actions}
+    said = " ".join(add_arguments(argparse.ArgumentParser()).format_help().split())
     for field in fields(ChannelConfig):
-        text = actions[f"r3_{field.name}"].help or ""
-        assert len(text.split()) > 3, field.name
-        assert isinstance(field.default, bool) or text.endswith(f"Default {field.default!r}."), text
+        _, _, text = said.partition(f"--r3-{field.name.replace('_', '-')} ")
+        meaning = field_texts(ChannelConfig)[field.name]
+        default = "" if isinstance(field.default, bool) else f" Default {field.default!r}."
+        assert len(meaning.split()) > 3 and f"{meaning}{default}" in text, field.name
 
 
 @pytest.mark.parametrize(
@@ -99,34 +89,35 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
         ChannelConfig.load(file=tmp_path / "none.toml", environment={})
 
 
-def test_a_variable_of_another_kind_is_named() -> None:
-    with pytest.raises(ConfigError, match="R3CHANNEL_BUCKET_BYTES='lots', expected a whole number"):
-        ChannelConfig.load(environment={"R3CHANNEL_BUCKET_BYTES": "lots"})
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("BUCKET_BYTES", "lots", "a whole number"),
+        *(("PREFETCH", word, "0 or 1") for word in ("yes", "on", "2")),
+    ],
+)
+def test_a_variable_of_another_kind_is_named(name: str, value: str, expected: str) -> None:
+    with pytest.raises(ConfigError, match=f"R3CHANNEL_{name}='{value}', expected {expected}"):
+        ChannelConfig.load(environment={f"R3CHANNEL_{name}": value})
+
+
+def test_a_switch_is_set_by_1_and_true_and_left_by_0_false_and_nothing() -> None:
+    words = ("1", "True", "0", "false", "")
+    found = [ChannelConfig.load(environment={"R3CHANNEL_PREFETCH": word}).prefetch for word in words]
+    assert found == [True, True, False, False, False]
 
 
 @pytest.mark.parametrize(
     "values",
     [
-        {"transport": "mpi"},
-        {"transport": "auto"},
-        {"fallback": "object_store"},
-        {"invalid_rows": "drop"},
-        {"on_missing": "drop"},
-        {"store_bytes": 1024},
-        {"max_group_failures": 0},
-        {"on_stale": "drop"},
-        {"bucket_bytes": 1},
-        {"send_timeout_s": 0.0},
-        {"send_timeout_s": float("inf")},
-        {"send_timeout_s": float("nan")},
-        {"metrics_port": 65536},
-        {"metrics_port": -2},
-        {"ingest_port": -1},
-        {"device": -1},
+        {"transport": "mpi"}, {"transport": "auto"}, {"fallback": "object_store"}, {"invalid_rows": "drop"},
+        {"on_missing": "drop"}, {"store_bytes": 1024}, {"max_group_failures": 0}, {"on_stale": "drop"}, {"bucket_bytes": 1},
+        {"send_timeout_s": 0.0}, {"send_timeout_s": float("inf")}, {"send_timeout_s": float("nan")}, {"max_staleness": -2},
+        {"metrics_port": 65536}, {"metrics_port": -2}, {"ingest_port": -1}, {"device": -1},
         {"prefetch": True, "transport": "nccl"},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_a_value_out_of_range_or_a_wrong_pair_is_refused_by_name(values: dict[str, Any]) -> None:
     name, value = next(iter(values.items()))
     with pytest.raises(ConfigError, match=rf"{name}\b.*{'' if value is True else value}"):

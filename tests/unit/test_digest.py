@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import numpy as np
@@ -11,9 +13,7 @@ import pytest
 import torch
 
 from r3channel.errors import UsageError
-from r3channel.model.spec import RoutingSpec
-from r3channel.wire import digest, mixing
-from r3channel.wire import validate as distinct
+from r3channel.wire import mixing
 from r3channel.wire.digest import (
     HostRuns,
     TorchRuns,
@@ -25,29 +25,15 @@ from r3channel.wire.digest import (
 )
 from r3channel.wire.routing import Ids
 from r3channel.wire.validate import checked
-from tests.samples import SPEC, random_ids
+from tests.loops import numba
+from tests.samples import SPEC, random_ids, sparse
 
 MASK = 2**64 - 1
 GOLDEN_RATIO = 0x9E3779B97F4A7C15
 SHAPES = [
-    (128, 8),
-    (256, 8),
-    (200, 8),
-    (384, 8),
-    (512, 10),
-    (128, 4),
-    (60, 6),
-    (64, 7),
-    (40, 1),
-    (256, 16),
-    (512, 22),
-    (300, 3),
-]
+    (128, 8), (256, 8), (200, 8), (384, 8), (512, 10), (128, 4), (60, 6), (64, 7), (40, 1), (256, 16), (512, 22), (300, 3),
+]  # fmt: skip
 """(experts, top-k): items of every size, one and many to a row."""
-
-
-def spec_of(experts: int, top_k: int) -> RoutingSpec:
-    return RoutingSpec(num_layers=3, moe_layers=(0, 1, 2), num_experts=experts, top_k=top_k)
 
 
 def splitmix64(state: int) -> int:
@@ -75,17 +61,15 @@ def by_definition(ids_TLK: Ids, positions_T: list[int]) -> list[int]:
 
 
 @pytest.fixture(params=[True, False], ids=["compiled", "numpy"])
-def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert distinct.kernels() is not None
-    if not request.param:
-        monkeypatch.setattr(distinct, "kernels", lambda: None)
-        monkeypatch.setattr(digest, "kernels", lambda: None)
+def form(request: pytest.FixtureRequest) -> Iterator[None]:
+    with numba(request.param):
+        yield
 
 
 @pytest.mark.parametrize(("experts", "top_k"), SHAPES)
 @pytest.mark.usefixtures("form")
 def test_every_form_gives_what_the_definition_says(experts: int, top_k: int) -> None:
-    ids, valid = random_ids(41, spec=spec_of(experts, top_k)), np.arange(41) % 5 != 2
+    ids, valid = random_ids(41, spec=sparse(3, experts=experts, top_k=top_k)), np.arange(41) % 5 != 2
     valid[20:25] = True
     wanted = by_definition(ids[valid], [7 + int(row) for row in np.flatnonzero(valid)])
     assert layer_digests(ids, first_row=7, valid_T=valid).tolist() == wanted
@@ -97,7 +81,7 @@ def test_every_form_gives_what_the_definition_says(experts: int, top_k: int) -> 
 @pytest.mark.parametrize(("experts", "top_k"), SHAPES)
 @pytest.mark.usefixtures("form")
 def test_a_router_s_rows_give_the_digest_of_their_sample(experts: int, top_k: int) -> None:
-    spec = spec_of(experts, top_k)
+    spec = sparse(3, experts=experts, top_k=top_k)
     ids = random_ids(50, spec=spec)[:, 1]
     runs = np.array(
         [[0, 3, 0, 1, 10], [1, 0, 10, 2, 18], [2, 5, 11, 2, 15], [1, 40, 46, 1, 4], [0, 0, 0, 1, 0]]
@@ -109,11 +93,9 @@ def test_a_router_s_rows_give_the_digest_of_their_sample(experts: int, top_k: in
     wanted = [total & MASK for total in wanted]
     assert column_digests(ids, HostRuns.of(runs, samples=3, spec=spec)).tolist() == wanted
     tensors = TorchRuns.of(runs, rows=50, samples=3, spec=spec, tensor=torch.from_numpy)
-    assert (
-        column_digests_torch(torch.from_numpy(ids.copy()), tensors).numpy().view(np.uint64).tolist() == wanted
-    )
     shifted = torch.from_numpy(np.concatenate([ids.reshape(-1)[:1], ids.reshape(-1)]))[1:].view(50, top_k)
-    assert column_digests_torch(shifted, tensors).numpy().view(np.uint64).tolist() == wanted
+    for own in (torch.from_numpy(ids.copy()), shifted):
+        assert column_digests_torch(own, tensors).numpy().view(np.uint64).tolist() == wanted
 
 
 @pytest.mark.parametrize(
@@ -164,11 +146,8 @@ def test_threads_that_ask_for_more_coefficients_at_once_get_the_same() -> None:
         found.append(int(coefficients(end - 1, 1)[0]) == splitmix64(end - 1) | 1)
 
     mixing._coefficients = mixing._coefficients[:16]
-    threads = [threading.Thread(target=ask, args=(5000 << index,)) for index in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(ask, [5000 << index for index in range(8)]))
     assert found == [True] * 8
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from r3channel.wire import validate as distinct
 from r3channel.wire.mixing import coefficients
 from r3channel.wire.validate import checked, find_duplicate, out_of_range, sound
+from tests.loops import numba
 
 
 def first_by_sorting(ids: np.ndarray) -> tuple[int, int] | None:
@@ -27,7 +30,7 @@ def first_by_sorting(ids: np.ndarray) -> tuple[int, int] | None:
     experts=st.sampled_from([12, 60, 256]),
     seed=st.integers(0, 2**31),
 )
-def test_the_first_repeat_is_the_one_that_sorting_finds(
+def test_sorting_finds_the_same_repeat(
     rows: int, layers: int, slots: int, dtype: type, experts: int, seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
@@ -39,16 +42,13 @@ def test_the_first_repeat_is_the_one_that_sorting_finds(
 
 
 @pytest.fixture(params=[True, False], ids=["compiled", "numpy"])
-def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """With numba, which the locked environment has, and as without it."""
-    assert distinct.kernels() is not None
-    if not request.param:
-        monkeypatch.setattr(distinct, "kernels", lambda: None)
-    return request.param
+def compiled(request: pytest.FixtureRequest) -> Iterator[bool]:
+    with numba(request.param):
+        yield request.param
 
 
 @pytest.mark.parametrize("slots", [2, 3, 7, 8, 9, 10, 22])
-def test_a_repeat_is_found_at_the_edges_of_blocks(
+def test_a_repeat_is_found_at_edges_of_blocks(
     slots: int, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(distinct, "_BLOCK_ROWS", 256)
@@ -71,9 +71,7 @@ def test_a_repeat_is_found_at_the_edges_of_blocks(
      (np.int16, 512, 10), (np.int16, 32767, 8), (np.uint8, 32, 9), (np.int16, 512, 22), (np.uint8, 60, 4), (np.uint8, 200, 7),
      (np.int16, 300, 3)],
 )  # fmt: skip
-def test_every_slot_is_checked_for_range_and_every_pair_for_distinctness(
-    dtype: type, experts: int, slots: int, compiled: bool
-) -> None:
+def test_every_slot_and_every_pair_is_checked(dtype: type, experts: int, slots: int, compiled: bool) -> None:
     good = np.arange(experts - slots, experts, dtype=dtype)[None, None].repeat(3, axis=0)
     assert sound(good, num_experts=experts)
     for a in range(slots):

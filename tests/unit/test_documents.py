@@ -6,11 +6,20 @@ import ast
 import importlib
 import inspect
 import re
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+from r3channel import trainer
+from r3channel.config import ChannelConfig, EngineConfig
+from r3channel.errors import RouterUnsupported
+from r3channel.tools.pages import TABLES, every_error, happened, options, put_into
+from r3channel.trainer.adapters import megatron_refusals as refusals
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "r3channel"
@@ -26,14 +35,9 @@ SNIPPETS = [
 ]
 
 RESULTS = {
-    "relay": "Relay",
-    "channel": "TrainerChannel",
-    "step": "ReplayStep",
-    "sync": "WeightSync",
-    "Relay": "Relay",
-    "WeightSync": "WeightSync",
-    "TrainerChannel": "TrainerChannel",
-}
+    "relay": "Relay", "channel": "TrainerChannel", "step": "ReplayStep", "sync": "WeightSync", "Relay": "Relay",
+    "WeightSync": "WeightSync", "TrainerChannel": "TrainerChannel",
+}  # fmt: skip
 """What the names in the pages' code hold."""
 
 
@@ -143,3 +147,69 @@ def test_every_decision_is_on_the_page_that_the_table_says() -> None:
     replaced = re.findall(r"([\d, ]+) by \d+", DESIGN.split("| replaced |")[1])
     every = sorted([*numbers(" ".join(replaced)), *(number for found in there.values() for number in found)])
     assert every == sorted(set(every)) and set(every) >= set(range(1, 96))
+
+
+# -- generated tables are the committed ones; options and errors are complete, and each name means one thing --------
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_the_committed_table_is_the_generated_one(name: str) -> None:
+    text = TABLES[name].page.read_text()
+    assert text == put_into(text, name), "run: python -m r3channel.tools.pages"
+
+
+def test_every_error_says_what_to_do_and_has_a_reason_of_its_own() -> None:
+    found = every_error()
+    assert len(found) <= 45  # one class per remedy
+    assert [
+        error for error in found if not {"reason", "remedy"} <= set(vars(error)) or not happened(error)
+    ] == []
+    assert [word for word, times in Counter(error.reason for error in found).items() if times > 1] == []
+
+
+def test_an_option_that_relay_and_engines_share_means_the_same_to_both() -> None:
+    shared = {f.name for f in fields(ChannelConfig)} & {f.name for f in fields(EngineConfig)}
+    page = {"interface", "metrics_dir", "metrics_port", "run_name"}
+    assert shared == {"token_file", "sampling_masks"} | page
+
+
+def test_every_option_is_in_the_table_once_and_is_explained() -> None:
+    found = list(options())
+    variables = [option.variable for option in found if option.variable]
+    assert len(set(variables)) == len(variables) == len(fields(ChannelConfig)) + len(fields(EngineConfig)) - 6
+    assert [option for option in found if not option.meaning] == []
+
+
+# -- refused Megatron settings: every row refuses what it says --------------------------------------------------------------
+
+README = Path(next(iter(trainer.__path__))) / "README.md"
+GOOD = {
+    "moe_enable_routing_replay": True,
+    "moe_router_load_balancing_type": "aux_loss",
+    "cuda_graph_impl": "none",
+}
+
+
+def test_the_committed_table_of_refused_settings_is_the_generated_one() -> None:
+    text = README.read_text()
+    assert text == refusals.put_into(text), (
+        f"run: python -m r3channel.trainer.adapters.megatron_refusals {README}"
+    )
+
+
+def test_settings_that_a_release_lacks_are_passed_over() -> None:
+    refusals.refuse_unsupported(SimpleNamespace(**GOOD))
+    refusals.refuse_unsupported(
+        SimpleNamespace(**GOOD, **{row.setting: None for row in refusals.REFUSALS if row.setting not in GOOD})
+    )
+
+
+def test_all_that_is_wrong_is_named_at_once() -> None:
+    bad = GOOD | {
+        "moe_router_load_balancing_type": ["aux_loss", "quantile_balancing"],
+        "moe_input_jitter_eps": 0.01,
+    }
+    with pytest.raises(RouterUnsupported) as refusal:
+        refusals.refuse_unsupported(SimpleNamespace(**bad))
+    assert "quantile_balancing" in str(refusal.value) and "moe_input_jitter_eps=0.01" in str(refusal.value)
+    assert "cuda_graph_impl" not in str(refusal.value)

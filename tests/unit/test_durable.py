@@ -8,14 +8,14 @@ from __future__ import annotations
 import errno
 import fcntl
 import itertools
-import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,6 @@ from r3channel.relay.storage import durable as durable_module
 from r3channel.relay.storage.durable import Durable, Remains, dead_relays, read_remains
 from r3channel.relay.storage.recovery import Recovery
 from r3channel.wire.frame import encode_frame
-from r3channel.wire.routing import ProvenanceSpan, RowKind
 from tests.delivery import (
     LIMIT_S,
     TOKENS,
@@ -43,7 +42,7 @@ from tests.delivery import (
     relays,
     until,
 )
-from tests.samples import SPEC, frame_of, random_ids, reply_for
+from tests.samples import SPEC, frame_of, random_ids, span
 
 ROOT = Path(__file__).parents[2]
 BIG = (1 << 64) - 1
@@ -103,9 +102,7 @@ def test_what_was_let_go_is_not_found(kept: Kept) -> None:
     assert sorted(kept.read().samples) == ["s0", "s3"]
 
 
-def test_of_a_sample_that_is_let_go_its_beginning_goes_last(
-    kept: Kept, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_a_sample_let_go_the_beginning_goes_last(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a kill in between leaves turns that still join."""
     refs, seen = [kept.frame(mark) for mark in range(4)], list[list[str]]()
     unlink = Path.unlink
@@ -173,7 +170,7 @@ def test_a_note_of_which_any_byte_is_damaged_is_named(kept: Kept) -> None:
 def test_an_acknowledgement_that_cannot_be_read_was_not_made(kept: Kept, tail: bytes) -> None:
     kept.durable.sealed(4, b"ticket")
     kept.durable.acked(4, (0, 0, 0))
-    with open(kept.durable._step(4, "acks"), "ab") as file:
+    with open(next(kept.folder.glob("*.acks")), "ab") as file:
         file.write(tail)
     assert kept.read().steps[4].acked == {(0, 0, 0)}
 
@@ -211,11 +208,8 @@ def test_a_full_disk_is_an_error_and_leaves_nothing_of_what_was_written(
     with monkeypatch.context() as patched:
         patched.setattr(durable_module, "open", opened, raising=False)
         patched.setattr(Path, "write_bytes", full)
-        for call in (
-            lambda: kept.frame(3),
-            lambda: kept.sample("b", noted),
-            lambda: kept.durable.sealed(2, b"ticket"),
-        ):
+        sealed = partial(kept.durable.sealed, 2, b"ticket")
+        for call in (partial(kept.frame, 3), partial(kept.sample, "b", noted), sealed):
             with pytest.raises(StoreFull, match=r"no room for .*No space left"):
                 call()
         assert not caplog.messages
@@ -239,11 +233,8 @@ def test_threads_do_not_disturb_each_other(kept: Kept) -> None:
                 kept.durable.done(step)
                 kept.durable.gone([ref])
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
     remains = kept.read()
     assert sorted(remains.steps) == list(range(0, 400, 10)) and not remains.damaged
     assert all(saved.acked == {(step // 100, 0, 0)} for step, saved in remains.steps.items())
@@ -308,12 +299,13 @@ def test_living_relays_beside_dead_ones_are_left_alone(tmp_path: Path) -> None:
     alive.durable.close()
 
 
-@pytest.mark.parametrize("when", ["before it is looked at", "before it is locked", "once it is locked"])
-def test_a_folder_that_goes_while_it_is_looked_at_is_no_relay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+@pytest.mark.parametrize(
+    "where", [(Path, "glob"), (os, "open"), (fcntl, "flock")]
+)  # looked at, locked, is locked
+def test_a_folder_that_goes_meanwhile_is_no_relay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: tuple[Any, str]
 ) -> None:
-    going = Kept(tmp_path)
-    lock, opened, glob = fcntl.flock, os.open, Path.glob
+    going, glob = Kept(tmp_path), Path.glob
 
     def goes_first(call: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*arguments: Any, **options: Any) -> Any:
@@ -326,17 +318,17 @@ def test_a_folder_that_goes_while_it_is_looked_at_is_no_relay(
 
         return wrapped
 
-    if when == "before it is looked at":
-        monkeypatch.setattr(Path, "glob", goes_first(glob))
-    elif when == "before it is locked":
-        monkeypatch.setattr(os, "open", goes_first(opened))
-    else:
-        monkeypatch.setattr(fcntl, "flock", goes_first(lock))
+    monkeypatch.setattr(*where, goes_first(getattr(*where)))
     with dead_relays(tmp_path, but=tmp_path / "own") as found:
         assert found == []
 
 
 # -- a relay, and the next ---------------------------------------------------------------------------------------------
+
+
+def folder_of(relay: Relay) -> Path:
+    (folder,) = Path(relay.config.store_dir).iterdir()
+    return folder
 
 
 @pytest.fixture
@@ -351,10 +343,8 @@ def recover(tmp_path: Path) -> Iterator[Callable[..., tuple[Relay, Recovery]]]:
     found: list[Relay] = []
 
     def take_over(relay: Relay, change: Callable[[Path], object] = lambda _: None) -> tuple[Relay, Recovery]:
-        assert relay._durable is not None
         dead = tmp_path / f"dead-{len(found)}"
-        folder = dead / relay._durable.folder.name
-        shutil.copytree(relay._durable.folder, folder)
+        folder = shutil.copytree(folder_of(relay), dead / folder_of(relay).name)
         change(folder)
         config = relay.config.__class__(bucket_bytes=1024, store_dir=str(dead), step_timeout_s=LIMIT_S)
         new, recovery = Relay.recover(SPEC, relay.layout, config)
@@ -373,9 +363,7 @@ def recover(tmp_path: Path) -> Iterator[Callable[..., tuple[Relay, Recovery]]]:
 Recover = Callable[..., tuple[Relay, Recovery]]
 
 
-def test_samples_and_sealed_steps_come_back_and_arrive_exactly(
-    make_relay: MakeRelay, recover: Recover
-) -> None:
+def test_samples_and_sealed_steps_come_back_exactly(make_relay: MakeRelay, recover: Recover) -> None:
     old = make_relay("dp=2")
     fill(old)
     old.seal(3, assignment())
@@ -405,20 +393,15 @@ def test_a_delivered_or_abandoned_step_is_not_sealed_again(make_relay: MakeRelay
     assert recovery.steps == {} and sorted(recovery.pending) == sorted("n-" + name for name in TOKENS)
 
 
-def turns(relay: Relay, name: str, *ends: int, seed: int = 1) -> None:
+def turns(relay: Relay, name: str, *ends: int) -> None:
     """A sample of several turns, of which each has the rows up to its end."""
     begin = relay.rows_held(name)
     for end in ends:
-        rows = random_ids(100, seed=seed)[begin:end]
-        span = ProvenanceSpan(start=begin, end=end, weight_version=0, kind=RowKind.DECODED)
-        frame = encode_frame(SPEC, expert_ids_TLK=rows, provenance=[span], first_row=begin)
-        relay.add_frame(name, frame, range(end + 1), append=begin > 0)
+        relay.add_frame(name, later(begin, end), range(end + 1), append=begin > 0)
         begin = end
 
 
-def test_a_sample_of_several_turns_comes_back_and_takes_its_next_one(
-    make_relay: MakeRelay, recover: Recover
-) -> None:
+def test_a_sample_of_turns_comes_back_and_takes_its_next(make_relay: MakeRelay, recover: Recover) -> None:
     old = make_relay("dp=1")
     turns(old, "s", 10, 25, 26)
     new, recovery = recover(old)
@@ -435,9 +418,8 @@ def test_a_sample_of_several_turns_comes_back_and_takes_its_next_one(
 
 
 def later(begin: int, end: int) -> bytes:
-    span = ProvenanceSpan(start=begin, end=end, weight_version=0, kind=RowKind.DECODED)
     rows = random_ids(100, seed=1)[begin:end]
-    return encode_frame(SPEC, expert_ids_TLK=rows, provenance=[span], first_row=begin)
+    return encode_frame(SPEC, expert_ids_TLK=rows, provenance=[span(begin, end)], first_row=begin)
 
 
 def nth_frame(folder: Path, number: int) -> Path:
@@ -451,9 +433,7 @@ def flip(path: Path, at: int) -> None:
 
 
 @pytest.mark.parametrize("damage", ["ids", "header", "note", "cut"])
-def test_a_damaged_frame_is_named_and_its_step_with_it_and_the_rest_comes_back(
-    make_relay: MakeRelay, recover: Recover, damage: str
-) -> None:
+def test_a_damaged_frame_is_named_with_its_step(make_relay: MakeRelay, recover: Recover, damage: str) -> None:
     old = make_relay("dp=1")
     fill(old)
     old.seal(0, Assignment.given([[["s0", "s1"]]]))
@@ -478,7 +458,7 @@ def test_a_damaged_frame_is_named_and_its_step_with_it_and_the_rest_comes_back(
 
 
 @pytest.mark.parametrize("lost", [0, 1, 2])
-def test_of_a_sample_that_lost_a_turn_what_came_before_it_comes_back(
+def test_of_a_sample_that_lost_a_turn_the_rest_is_back(
     make_relay: MakeRelay, recover: Recover, lost: int
 ) -> None:
     old = make_relay("dp=1")
@@ -491,9 +471,7 @@ def test_of_a_sample_that_lost_a_turn_what_came_before_it_comes_back(
     assert any(f"turn {lost} is not" in line for line in recovery.damaged) or lost == 2
 
 
-def test_a_turn_that_does_not_follow_leaves_nothing_of_its_sample_behind(
-    make_relay: MakeRelay, recover: Recover
-) -> None:
+def test_a_turn_that_does_not_follow_leaves_nothing_behind(make_relay: MakeRelay, recover: Recover) -> None:
     old = make_relay("dp=1")
     turns(old, "s", 10, 20)
     fill(old)
@@ -509,32 +487,7 @@ def test_a_turn_that_does_not_follow_leaves_nothing_of_its_sample_behind(
     assert sorted(recovery.pending) == sorted(TOKENS) and len(recovery.damaged) == 1
     assert "sample s" in recovery.damaged[0] and "10" in recovery.damaged[0]
     assert new.status()["store"]["frames"] == len(TOKENS)
-    assert new._durable is not None
-    assert len(list(new._durable.folder.glob("*.frame"))) == len(TOKENS)
-
-
-def test_a_damaged_ticket_is_named_and_its_samples_wait_for_a_step(
-    make_relay: MakeRelay, recover: Recover
-) -> None:
-    old = make_relay("dp=2")
-    fill(old)
-    old.seal(5, assignment())
-    new, recovery = recover(old, lambda folder: flip(next(folder.glob("*.ticket")), 99))
-    assert recovery.steps == {} and sorted(recovery.pending) == sorted(TOKENS)
-    assert len(recovery.damaged) == 1 and recovery.damaged[0].startswith("step 5: ")
-    new.seal(5, assignment())
-
-
-def test_frames_that_no_reply_claimed_are_counted_and_take_no_room(
-    make_relay: MakeRelay, recover: Recover
-) -> None:
-    old = make_relay("dp=1")
-    fill(old)
-    landed = old.intake.landing.keep(frame_of(9), sample_id="?", engine="e", max_rows=9, room_s=0.0)
-    old.intake.arrive((7, 1), landed)
-    new, recovery = recover(old)
-    assert recovery.unclaimed == 1 and sorted(recovery.pending) == sorted(TOKENS)
-    assert new.status()["store"]["frames"] == 4
+    assert len(list(folder_of(new).glob("*.frame"))) == len(TOKENS)
 
 
 def test_a_recovery_without_room_changes_nothing_and_may_be_repeated(
@@ -543,9 +496,8 @@ def test_a_recovery_without_room_changes_nothing_and_may_be_repeated(
     old = make_relay("dp=1")
     fill(old)
     old.seal(0, assignment(dp=1))
-    assert old._durable is not None
     dead = tmp_path / "dead"
-    shutil.copytree(old._durable.folder, dead / old._durable.folder.name)
+    folder = shutil.copytree(folder_of(old), dead / folder_of(old).name)
     config = old.config.__class__(store_dir=str(dead))
     written, frame = [0], Durable.frame
 
@@ -559,20 +511,10 @@ def test_a_recovery_without_room_changes_nothing_and_may_be_repeated(
         patched.setattr(Durable, "frame", full_at_the_third)
         with pytest.raises(StoreFull, match="no room"):
             Relay.recover(SPEC, old.layout, config)
-    assert [path.name for path in dead.iterdir()] == [old._durable.folder.name]
+    assert [*dead.iterdir()] == [folder]
     new, recovery = Relay.recover(SPEC, old.layout, config)
     assert sorted(recovery.pending) == sorted(TOKENS) and list(recovery.steps) == [0]
     new.close()
-
-
-def test_a_relay_that_lives_is_not_taken_over(make_relay: MakeRelay) -> None:
-    alive = make_relay("dp=1")
-    fill(alive)
-    with pytest.raises(UsageError, match="belong to relays that live"):
-        Relay.recover(SPEC, alive.layout, alive.config)
-    assert alive.status()["pending"] == sorted(TOKENS) and alive._durable is not None
-    assert [path.name for path in Path(alive.config.store_dir).iterdir()] == [alive._durable.folder.name]
-    check_rows(receive(receivers_of(alive), alive.seal(0, assignment(dp=1)))[0])
 
 
 def test_there_is_nothing_to_recover_without_a_folder(make_relay: MakeRelay, tmp_path: Path) -> None:
@@ -583,21 +525,3 @@ def test_there_is_nothing_to_recover_without_a_folder(make_relay: MakeRelay, tmp
     assert recovery == Recovery()
     new.close()
     assert list((tmp_path / "new").iterdir()) == []
-
-
-def test_a_relay_that_is_closed_leaves_nothing(make_relay: MakeRelay) -> None:
-    relay = make_relay("dp=1")
-    fill(relay)
-    relay.close()
-    assert list(Path(relay.config.store_dir).iterdir()) == []
-
-
-def test_notes_are_read_by_the_names_that_are_written(make_relay: MakeRelay) -> None:
-    """A recovery of this version reads what a relay of this version writes; the format is its two ends."""
-    relay = make_relay("dp=1")
-    relay.add("s", reply_for("s", 9), range(9))
-    assert relay._durable is not None
-    data = nth_frame(relay._durable.folder, 0).read_bytes()
-    size = int.from_bytes(data[-12:-8], "little")
-    values = json.loads(data[-12 - size : -12])
-    assert sorted(values) == ["key", "prefix_hash", "sample_id", "tokens_hash", "turn"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import settings
@@ -65,13 +65,8 @@ class Table(RuleBasedStateMachine):
         if direct and early:
             assert self.entries.frame((7, self.serial), held, now_s=self.now)
             self.unclaimed[self.serial] = held
-        said = reply(
-            name,
-            first + rows + 1,
-            serial=self.serial if direct else 0,
-            first_row=first,
-            held=first if turns else None,
-        )
+        own = {"serial": self.serial if direct else 0, "first_row": first, "held": first if turns else None}
+        said = reply(name, first + rows + 1, **own)
         try:
             self.entries.reply(said, None if direct else held, append=bool(turns), now_s=self.now)
         except errors.SampleTwice:
@@ -80,13 +75,10 @@ class Table(RuleBasedStateMachine):
         assert free
         if direct:
             self.promised[self.serial] = (first, first + rows)
-        here: int | Rows = held
-        if direct and not early:
-            here = self.serial
         if direct and early:
             del self.unclaimed[self.serial]
             self.used.add(self.serial)
-        self.model[name] = [*turns, here]
+        self.model[name] = [*turns, self.serial if direct and not early else held]
 
     @rule(number=st.integers(0, 30))
     def frame_comes(self, number: int) -> None:
@@ -126,10 +118,7 @@ class Table(RuleBasedStateMachine):
     def remove(self, name: str) -> None:
         gone = self.entries.remove([name])
         assert [sample.name for sample in gone] == ([name] if name in self.model else [])
-        for turn in self.model.pop(name, []):
-            if isinstance(turn, int):
-                self.used.add(turn)
-                del self.promised[turn]
+        self._forget(name)
         self.steps.pop(name, None)
 
     @rule()
@@ -139,10 +128,7 @@ class Table(RuleBasedStateMachine):
         assert {sample.name for sample in samples} == self.model.keys() - self.steps.keys()
         assert set(map(id, rows)) == set(map(id, self.unclaimed.values()))
         for sample in samples:
-            for turn in self.model.pop(sample.name):
-                if isinstance(turn, int):
-                    self.used.add(turn)
-                    del self.promised[turn]
+            self._forget(sample.name)
         self.unclaimed.clear()
 
     @invariant()
@@ -154,6 +140,12 @@ class Table(RuleBasedStateMachine):
             assert awaited == [(7, turn) for turn in turns if isinstance(turn, int)]
         assert self.entries.unclaimed == len(self.unclaimed)
         assert not any(self.entries.wants((7, serial)) for serial in self.used)
+
+    def _forget(self, name: str) -> None:
+        for turn in self.model.pop(name, []):
+            if isinstance(turn, int):
+                self.used.add(turn)
+                del self.promised[turn]
 
     def _end(self, turns: list[int | Rows]) -> int:
         if not turns:
@@ -196,31 +188,21 @@ def test_a_frame_of_another_request_is_not_taken_for_a_receipt() -> None:
     entries = Entries()
     entries.frame((7, 2), Held(0, 8, sample_key=2), now_s=0)
     with pytest.raises(errors.FrameCorrupt, match="were replies swapped"):
-        entries.reply(_no_key(), None, append=False, now_s=0)
+        unnamed = replace(reply("a", 9, serial=2), key=None)  # its receipt names its request
+        entries.reply(unnamed, None, append=False, now_s=0)
     assert entries.unclaimed == 1
-
-
-def _no_key() -> Reply:
-    """A reply that does not name its request; its receipt does."""
-    said = reply("a", 9, serial=2)
-    return Reply(
-        sample_id="a", engine="e", key=None, tokens=9, tokens_hash=9, prefix_hash=8, receipt=said.receipt
-    )
 
 
 @pytest.mark.parametrize(
     ("first_row", "held", "words"),
     [(5, 8, "sent again"), (12, 8, "rows between are nowhere"), (8, 99, "tokenized anew")],
 )
-def test_a_turn_that_does_not_continue_is_refused_and_what_is_held_stays(
-    first_row: int, held: int, words: str
-) -> None:
+def test_a_turn_that_does_not_continue_is_refused(first_row: int, held: int, words: str) -> None:
     entries = Entries()
     entries.reply(reply("a", 9), Held(0, 8), append=False, now_s=0)
     with pytest.raises(errors.TurnMismatch, match=words) as raised:
-        entries.reply(
-            reply("a", 20, first_row=first_row, held=held), Held(first_row, 19), append=True, now_s=0
-        )
+        later = reply("a", 20, first_row=first_row, held=held)
+        entries.reply(later, Held(first_row, 19), append=True, now_s=0)
     assert raised.value.samples == ("a",)
     assert [turn.end_row for turn in entries.samples["a"].turns] == [8]
 

@@ -120,13 +120,10 @@ def test_no_pass_of_a_step_waits_for_the_device(audited: bool) -> None:
         """Left before the end of the step, where the one look is."""
 
     rank, audit, model = on("meta")
-    audit_or_none = audit if audited else None
     with (
-        pytest.raises(Enough),
-        watched() as waits,
-        driver_of(model, rank) as driver,
-        driver.step(rank, step=0, audit=audit_or_none) as step,
-    ):
+        pytest.raises(Enough), watched() as waits, driver_of(model, rank) as driver,
+        driver.step(rank, step=0, audit=audit if audited else None) as step,
+    ):  # fmt: skip
         passes(rank, model, step, "meta")
         raise Enough
     assert waits == []

@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +21,16 @@ from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.recordings.recorder import Recorder
 from r3channel.relay.relay import Relay
+from r3channel.relay.storage.durable import Durable
 from r3channel.wire import frame_view as received
 from r3channel.wire.digest import fold, layer_digests
 from r3channel.wire.frame import encode_error, encode_frame, sample_key
-from r3channel.wire.routing import ProvenanceSpan, RowKind
 from tests.delivery import receivers_of, recorded, start
 from tests.direct import LIMIT_S, rows_here, turns_here
-from tests.samples import SPEC, frame_of, random_ids, reply_for, reply_of
+from tests.samples import SPEC, frame_of, random_ids, reply_for, reply_of, span
 
 TOKENS = list(range(100, 141))
 IDS = random_ids(40, seed=5)
-FEWER_LAYERS = RoutingSpec(num_layers=4, moe_layers=(1, 2), num_experts=128, top_k=8)
-OTHER_MODEL = RoutingSpec(num_layers=8, moe_layers=(1, 2, 3), num_experts=128, top_k=8)
 
 
 @pytest.fixture
@@ -50,10 +49,17 @@ def verify(relay: Relay, reply: dict[str, Any]) -> None:
     relay.add("s1", reply, range(LENGTH), engine="http://e:1")
 
 
+def of_model(**changes: Any) -> dict[str, Any]:
+    return reply_for("r0", LENGTH, spec=replace(SPEC, **changes))
+
+
+def of_ids(ids: np.ndarray, **more: Any) -> dict[str, Any]:
+    return reply_of(encode_frame(SPEC, expert_ids_TLK=ids, sample_key=sample_key("r0"), **more))
+
+
 def with_ids(change: Any) -> dict[str, Any]:
-    ids = random_ids(LENGTH - 1)
-    change(ids)
-    return reply_of(encode_frame(SPEC, expert_ids_TLK=ids, sample_key=sample_key("r0")))
+    change(ids := random_ids(LENGTH - 1))
+    return of_ids(ids)
 
 
 def put(ids: np.ndarray, where: tuple, value: int) -> None:
@@ -66,10 +72,6 @@ def flipped() -> dict[str, Any]:
     return reply_of(bytes(frame))
 
 
-def test_a_good_reply_passes(relay: Relay) -> None:
-    verify(relay, reply_for("r0", LENGTH))
-
-
 BAD = {
     "no routing": (lambda: {"meta_info": {"id": "r0"}}, errors.RoutingMissing),
     "no meta_info": (lambda: {"error": "x"}, errors.RoutingMissing),
@@ -79,22 +81,11 @@ BAD = {
     "html": (lambda: reply_of(b"<html>502 Bad Gateway</html>"), errors.FrameMagicMismatch),
     "too few rows": (lambda: reply_for("r0", LENGTH - 1), errors.RowCountMismatch),
     "too many rows": (lambda: reply_for("r0", LENGTH + 1), errors.RowCountMismatch),
-    "start offset": (
-        lambda: reply_of(
-            encode_frame(SPEC, expert_ids_TLK=random_ids(10), first_row=1, sample_key=sample_key("r0"))
-        ),
-        errors.RowCountMismatch,
-    ),
-    "wrong top-k": (
-        lambda: reply_for("r0", LENGTH, spec=RoutingSpec.from_dict(SPEC.to_dict() | {"top_k": 4})),
-        errors.SpecMismatch,
-    ),
-    "wrong layers": (lambda: reply_for("r0", LENGTH, spec=FEWER_LAYERS), errors.SpecMismatch),
-    "wrong experts": (
-        lambda: reply_for("r0", LENGTH, spec=RoutingSpec.from_dict(SPEC.to_dict() | {"num_experts": 64})),
-        errors.SpecMismatch,
-    ),
-    "another model": (lambda: reply_for("r0", LENGTH, spec=OTHER_MODEL), errors.SpecMismatch),
+    "start offset": (lambda: of_ids(random_ids(10), first_row=1), errors.RowCountMismatch),
+    "wrong top-k": (lambda: of_model(top_k=4), errors.SpecMismatch),
+    "wrong layers": (lambda: of_model(moe_layers=(1, 2)), errors.SpecMismatch),
+    "wrong experts": (lambda: of_model(num_experts=64), errors.SpecMismatch),
+    "another model": (lambda: of_model(num_layers=8), errors.SpecMismatch),
     "id >= E": (lambda: with_ids(lambda ids: put(ids, (2, 1, 3), 200)), errors.ExpertIdInvalid),
     "duplicate id": (lambda: with_ids(lambda ids: put(ids, (2, 1), 5)), errors.ExpertIdInvalid),
     "flipped bit": (flipped, errors.FrameCorrupt),
@@ -103,21 +94,15 @@ BAD = {
         lambda: reply_of(frame_of(LENGTH, sample_key=sample_key("r1"))),
         errors.FrameCorrupt,
     ),
-    "an id that is no text": (
-        lambda: {"meta_info": reply_for("r0", LENGTH)["meta_info"] | {"id": "\ud800"}},
-        errors.FrameCorrupt,
-    ),
+    "an id that is no text": (lambda: reply_of(frame_of(LENGTH), request_id="\ud800"), errors.FrameCorrupt),
     "engine failed": (lambda: reply_of(encode_error("no slot")), errors.EngineReported),
-    "invalid rows": (
-        lambda: reply_of(frame_of(LENGTH, valid_T=np.arange(11) != 4, sample_key=sample_key("r0"))),
-        errors.RowsInvalid,
-    ),
+    "invalid rows": (lambda: of_ids(random_ids(11), valid_T=np.arange(11) != 4), errors.RowsInvalid),
 }
 
 
 @pytest.mark.parametrize("whole_body", [True, False])
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_reply_is_refused_by_its_own_error_and_nothing_of_it_is_kept(
+def test_a_bad_reply_is_refused_by_its_own_error_and_not_kept(
     relay: Relay, name: str, whole_body: bool
 ) -> None:
     make, error = BAD[name]
@@ -162,14 +147,8 @@ def test_a_sample_id_that_is_no_string_is_refused_by_name(relay: Relay) -> None:
 
 def turn(first_row: int, end: int, *, version: int = 0) -> dict[str, Any]:
     """The reply of a turn that returns rows [first_row, end)."""
-    span = ProvenanceSpan(start=first_row, end=end, weight_version=version, kind=RowKind.DECODED)
-    data = encode_frame(
-        SPEC,
-        expert_ids_TLK=IDS[first_row:end],
-        first_row=first_row,
-        provenance=[span],
-        sample_key=sample_key("r"),
-    )
+    own: Any = {"first_row": first_row, "provenance": [span(first_row, end, version)]}
+    data = encode_frame(SPEC, expert_ids_TLK=IDS[first_row:end], sample_key=sample_key("r"), **own)
     return reply_of(data, request_id="r")
 
 
@@ -195,21 +174,19 @@ def test_a_turn_looks_at_no_row_of_the_turns_before(relay: Relay, monkeypatch: p
     ids, tokens, before = random_ids(300, seed=1), list(range(301)), []
     for number in range(30):
         first, end = 10 * number, 10 * number + 10
-        relay.add_frame("s", encode_frame(SPEC, expert_ids_TLK=ids[first:end], first_row=first,
-                        provenance=[ProvenanceSpan(start=first, end=end, weight_version=0, kind=RowKind.DECODED)]),
-                        tokens[: end + 1], append=number > 0)  # fmt: skip
-        turns = turns_here(relay, "s")
-        assert (
-            all(one is other for one, other in zip(turns, before, strict=False)) and len(turns) == number + 1
+        data = encode_frame(
+            SPEC, expert_ids_TLK=ids[first:end], first_row=first, provenance=[span(first, end)]
         )
+        relay.add_frame("s", data, tokens[: end + 1], append=number > 0)
+        turns = turns_here(relay, "s")
+        assert len(turns) == number + 1
+        assert all(one is other for one, other in zip(turns, before, strict=False))
         before = turns
     assert verified == [10] * 30 and relay.status()["store"]["frames"] == 30
     assert np.array_equal(rows_here(relay, "s"), ids)
 
 
-def test_other_samples_come_in_while_a_turn_is_verified(
-    relay: Relay, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_others_come_in_while_a_turn_is_verified(relay: Relay, monkeypatch: pytest.MonkeyPatch) -> None:
     relay.add("s", turn(0, 10), TOKENS[:11])
     verifying, goes_on, checked = threading.Event(), threading.Event(), received.checked
 
@@ -234,27 +211,19 @@ def test_other_samples_come_in_while_a_turn_is_verified(
     relay.abandon(0)
 
 
-def test_rows_keep_the_weight_version_of_their_turn(relay: Relay) -> None:
+def test_rows_keep_the_version_of_their_turn_and_the_engines_digests_add_up(relay: Relay) -> None:
     relay.add("s", turn(0, 10, version=1), TOKENS[:11])
     relay.add("s", turn(10, 40, version=4), TOKENS, append=True)
     (sample,) = sealed(relay, "s").samples
     assert [(span.end, span.weight_version) for span in sample.provenance] == [(10, 1), (40, 4)]
-    relay.abandon(0)
-
-
-def test_the_engines_digests_add_up_over_turns(relay: Relay) -> None:
-    relay.add("s", turn(0, 10), TOKENS[:11])
-    relay.add("s", turn(10, 40), TOKENS, append=True)
-    assert sealed(relay, "s").samples[0].digest == fold(layer_digests(IDS, first_row=0))
+    assert sample.digest == fold(layer_digests(IDS, first_row=0))
     relay.abandon(0)
 
 
 @pytest.mark.parametrize(
     ("first_row", "words"), [(11, "rows between are nowhere"), (9, "sent again"), (0, "sent again")]
 )
-def test_a_gap_or_an_overlap_is_refused_and_the_held_rows_stay(
-    relay: Relay, first_row: int, words: str
-) -> None:
+def test_a_gap_or_overlap_is_refused_and_rows_stay(relay: Relay, first_row: int, words: str) -> None:
     relay.add("s", turn(0, 10), TOKENS[:11])
     with pytest.raises(
         errors.TurnMismatch, match=rf"sample s from engine e: .*expected to begin at row 10 \({words}"
@@ -265,34 +234,24 @@ def test_a_gap_or_an_overlap_is_refused_and_the_held_rows_stay(
     assert np.array_equal(rows_here(relay, "s"), IDS[:20])
 
 
-def test_a_turn_whose_earlier_tokens_changed_is_refused(relay: Relay) -> None:
+def test_earlier_tokens_may_not_change_and_the_last_one_may_for_it_has_no_row_yet(relay: Relay) -> None:
     relay.add("s", turn(0, 10), TOKENS[:11])
     changed = [*TOKENS[:4], 7, *TOKENS[5:21]]
     with pytest.raises(errors.TurnMismatch, match="first 10 tokens differ"):
         relay.add("s", turn(10, 20), changed, append=True)
-
-
-def test_the_last_token_of_a_turn_may_change_because_it_has_no_row_yet(relay: Relay) -> None:
-    relay.add("s", turn(0, 10), TOKENS[:11])
     relay.add("s", turn(10, 20), [*TOKENS[:10], 7, *TOKENS[11:21]], append=True)
 
 
-def test_a_turn_of_a_sample_that_is_not_here_is_refused(relay: Relay) -> None:
+def test_a_turn_of_no_sample_one_without_append_and_a_whole_sample_again_are_refused(relay: Relay) -> None:
     with pytest.raises(errors.SampleUnknown, match="no turn to append to"):
         relay.add("s", turn(10, 20), TOKENS[:21], append=True)
+    with pytest.raises(errors.RowCountMismatch, match="start offset set without append"):
+        relay.add("s", turn(10, 20), TOKENS[:21])
     assert relay.status()["store"]["frames"] == 0
-
-
-def test_a_whole_sample_that_comes_again_is_not_taken_for_a_turn(relay: Relay) -> None:
     relay.add("s", turn(0, 10), TOKENS[:11])
     with pytest.raises(errors.SampleTwice):
         relay.add("s", turn(0, 20), TOKENS[:21])
     assert relay.status()["store"]["frames"] == 1
-
-
-def test_a_turn_without_append_is_refused(relay: Relay) -> None:
-    with pytest.raises(errors.RowCountMismatch, match="start offset set without append"):
-        relay.add("s", turn(10, 20), TOKENS[:21])
 
 
 SETS = RoutingSpec(num_layers=8, moe_layers=tuple(range(8)), num_experts=384, top_k=8)
@@ -303,14 +262,11 @@ ONE_LAYER = RoutingSpec(num_layers=1, moe_layers=(0,), num_experts=64, top_k=2)
     ("spec", "first", "second"),
     [(SETS, a, b) for a in (1, 3, 20) for b in (1, 8, 20)] + [(ONE_LAYER, 8193, 7), (ONE_LAYER, 8193, 8192)],
 )
-def test_honest_turns_of_codec_set_arrive_whichever_chunks_it_makes_smaller(
-    spec: RoutingSpec, first: int, second: int
-) -> None:
+def test_honest_turns_of_codec_set_arrive(spec: RoutingSpec, first: int, second: int) -> None:
     relay, ids = Relay(spec, TrainerLayout(), ChannelConfig()), random_ids(first + second, spec=spec)
     for start_row, end in ((0, first), (first, first + second)):
-        span = ProvenanceSpan(start=start_row, end=end, weight_version=0, kind=RowKind.DECODED)
         data = encode_frame(
-            spec, expert_ids_TLK=ids[start_row:end], first_row=start_row, provenance=[span], codec="set",
+            spec, expert_ids_TLK=ids[start_row:end], first_row=start_row, provenance=[span(start_row, end)], codec="set",
         )  # fmt: skip
         relay.add_frame("s", data, range(end + 1), append=start_row > 0)
     assert np.array_equal(np.sort(rows_here(relay, "s")), np.sort(ids))
@@ -335,12 +291,10 @@ def full(*_: Any, **__: Any) -> None:
     raise errors.StoreFull("no room")
 
 
-def test_a_sample_that_cannot_be_kept_is_told_and_the_next_ones_come_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sample_that_cannot_be_kept_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     relay = Relay(SPEC, TrainerLayout(), ChannelConfig(store_dir=str(tmp_path)))
     with monkeypatch.context() as patch, pytest.raises(errors.StoreFull):
-        patch.setattr(relay._durable, "frame", full)
+        patch.setattr(Durable, "frame", full)
         relay.add("s", turn(0, 10), TOKENS[:11])
     assert relay.status()["store"]["frames"] == 0
     relay.add("s", turn(0, 10), TOKENS[:11])
@@ -354,7 +308,7 @@ def test_rows_whose_note_cannot_be_written_stay_the_samples_own(
 ) -> None:
     relay = Relay(SPEC, TrainerLayout(), ChannelConfig(store_dir=str(tmp_path)))
     with monkeypatch.context() as patch:
-        patch.setattr(relay._durable, "note", full)
+        patch.setattr(Durable, "note", full)
         relay.add("s", turn(0, 10), TOKENS[:11])
     assert "sample s would not survive a kill" in caplog.text
     relay.add("t", turn(0, 10), TOKENS[:11])

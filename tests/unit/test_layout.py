@@ -1,8 +1,10 @@
-"""The words of a layout: parsing, rank order, and what is refused by name."""
+"""The words of a layout: parsing, rank order, what is refused by name, and that every supported one is proven."""
 
 from __future__ import annotations
 
 import argparse
+import ast
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 from r3channel.errors import ConfigError
 from r3channel.model.spec import RoutingSpec
 from r3channel.plan.layout import RankCoords, TrainerLayout
+from r3channel.tools.layouts import LAYOUTS, PROVEN, WHEN
 
 
 @pytest.mark.parametrize("rank", range(16))
@@ -37,19 +40,8 @@ def test_every_field_can_be_said_in_text() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "dp=0",
-        "dp=x",
-        "zz=1",
-        "tp=1,sp=1",
-        "ep=3",
-        "vpp=2",
-        "packing=ragged",
-        "cp_split=x",
-        "pad_policy=zero",
-        "first_layers=0",
-    ],
-)
+    ["dp=0", "dp=x", "zz=1", "tp=1,sp=1", "ep=3", "vpp=2", "packing=ragged", "cp_split=x", "pad_policy=zero", "first_layers=0"],
+)  # fmt: skip
 def test_impossible_layouts_are_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         TrainerLayout.parse(text)
@@ -57,22 +49,11 @@ def test_impossible_layouts_are_refused(text: str) -> None:
 
 @pytest.mark.parametrize(
     "values",
-    [
-        {"dp": 2.0},
-        {"tp": "2"},
-        {"cp": None},
-        {"pad_multiple": float("inf")},
-        {"mtp": (1.5,)},
-        {"sp": 2},
-        {"uniform": "on"},
-    ],
-)
+    [{"dp": 2.0}, {"tp": "2"}, {"cp": None}, {"pad_multiple": float("inf")}, {"mtp": (1.5,)}, {"sp": 2}, {"uniform": "on"}],
+)  # fmt: skip
 def test_values_of_other_types_are_refused(values: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"layout: {next(iter(values))}="):
         TrainerLayout(**values)
-
-
-def test_a_field_that_no_layout_has_is_named() -> None:
     with pytest.raises(ConfigError, match="'zz'"):
         TrainerLayout.from_dict({"dp": 1, "zz": 2})
 
@@ -102,15 +83,12 @@ def test_ranks_that_a_layout_does_not_have_are_refused(call: Any) -> None:
 
 def test_an_interleaved_pipeline_of_which_megatron_cannot_compute_the_middle_is_refused() -> None:
     """Megatron-core 0.16.1 divides by its number of stages between the first and the last, where both sizes are given."""
-    both = TrainerLayout(pp=2, vpp=2, first_layers=2, last_layers=6)
     with pytest.raises(ConfigError, match="Give one of the two"):
-        both.stage_sizes(8)
+        TrainerLayout(pp=2, vpp=2, first_layers=2, last_layers=6).stage_sizes(8)
     one = TrainerLayout(pp=2, vpp=2, first_layers=2)
     assert one.stage_sizes(8) == (2, 6)
-    assert [[one.chunk_layers(SPEC8, pp=pp, chunk=chunk) for chunk in range(2)] for pp in range(2)] == [
-        [(0,), (4,)],
-        [(1, 2, 3), (5, 6, 7)],
-    ]
+    chunks = [[one.chunk_layers(SPEC8, pp=pp, chunk=chunk) for chunk in range(2)] for pp in range(2)]
+    assert chunks == [[(0,), (4,)], [(1, 2, 3), (5, 6, 7)]]
 
 
 def test_a_middle_stage_without_layers_is_refused() -> None:
@@ -120,16 +98,40 @@ def test_a_middle_stage_without_layers_is_refused() -> None:
 
 def test_megatrons_own_arguments_give_the_layout() -> None:
     args = argparse.Namespace(
-        tensor_model_parallel_size=2,
-        pipeline_model_parallel_size=2,
-        virtual_pipeline_model_parallel_size=None,
-        context_parallel_size=2,
-        expert_model_parallel_size=4,
-        sequence_parallel=True,
-        decoder_first_pipeline_num_layers=3,
-        decoder_last_pipeline_num_layers=None,
-    )
+        tensor_model_parallel_size=2, pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=None,
+        context_parallel_size=2, expert_model_parallel_size=4, sequence_parallel=True,
+        decoder_first_pipeline_num_layers=3, decoder_last_pipeline_num_layers=None,
+    )  # fmt: skip
     made = TrainerLayout.from_megatron_args(args, world_size=16, packing="thd", pad_multiple=128)
     assert made == TrainerLayout.parse(
         "dp=2,tp=2,pp=2,cp=2,ep=4,sp=1,packing=thd,pad_multiple=128,first_layers=3"
     )
+
+
+# -- the table of supported layouts --------------------------------------------------------------------------------------
+
+ROOT = Path(__file__).parents[2]
+ASKED = (
+    "dp=1", "tp=2", "dp=2,ep=2", "pp=2", "pp=2,vpp=2", "cp=2", "cp=2,packing=thd", "tp=2,cp=2,packing=thd", "dp=2,tp=2",
+)  # fmt: skip
+
+
+def test_the_tests_on_real_megatron_take_their_layouts_from_the_table() -> None:
+    tree = ast.parse((ROOT / "tests" / "dist" / "test_layouts.py").read_text())
+    parametrised = {
+        ast.unparse(decorator.args[1])
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_ids_gradients_and_bytes")
+        for decorator in node.decorator_list
+        if isinstance(decorator, ast.Call)
+    }
+    assert parametrised == {"QUICK", "SLOW"} and set(WHEN.values()) == {"make test", "make test-full"}
+
+
+def test_every_layout_that_was_asked_for_is_proven() -> None:
+    assert set(ASKED) <= set(PROVEN) and len(set(PROVEN)) == len(LAYOUTS)
+
+
+@pytest.mark.parametrize("text", PROVEN)
+def test_every_row_is_a_layout_that_fits_four_processes(text: str) -> None:
+    assert TrainerLayout.parse(text).world_size <= 4

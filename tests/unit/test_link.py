@@ -83,6 +83,10 @@ def test_records_and_bytes_arrive_in_the_order_in_which_they_were_sent(
         there.recv_into(memoryview(out), timeout_s=TIMEOUT_S)
         assert out == b"raw"
         assert there.recv_record(timeout_s=None) == (8, b"")
+        here.send((), timeout_s=TIMEOUT_S)  # nothing can be sent and received, too
+        there.recv_into(memoryview(bytearray()), timeout_s=TIMEOUT_S)
+        here.send_record(0, timeout_s=TIMEOUT_S)
+        assert there.recv_record(timeout_s=TIMEOUT_S) == (0, b"")
 
 
 def test_thousands_of_stretches_arrive_as_one_message(pair: tuple[Connection, Connection]) -> None:
@@ -100,14 +104,7 @@ def test_thousands_of_stretches_arrive_as_one_message(pair: tuple[Connection, Co
     assert out.tobytes() == whole + tail.tobytes()
 
 
-def test_nothing_can_be_sent_and_received_too(pair: tuple[Connection, Connection]) -> None:
-    pair[0].send((), timeout_s=TIMEOUT_S)
-    pair[1].recv_into(memoryview(bytearray()), timeout_s=TIMEOUT_S)
-    pair[0].send_record(0, timeout_s=TIMEOUT_S)
-    assert pair[1].recv_record(timeout_s=TIMEOUT_S) == (0, b"")
-
-
-def test_a_receive_that_is_not_finished_by_its_deadline_ends_the_link_and_says_what_was_left(
+def test_a_receive_beyond_its_deadline_ends_the_link_and_says_what_was_left(
     pair: tuple[Connection, Connection],
 ) -> None:
     here, there = pair
@@ -120,7 +117,7 @@ def test_a_receive_that_is_not_finished_by_its_deadline_ends_the_link_and_says_w
         here.recv_record(timeout_s=TIMEOUT_S)
 
 
-def test_a_peer_that_trickles_does_not_stretch_a_deadline(
+def test_a_trickle_stretches_no_deadline(
     half: tuple[Connection, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link, bare = half
@@ -148,29 +145,27 @@ def test_a_send_that_nobody_reads_ends_by_its_deadline(pair: tuple[Connection, C
         pair[0].send((b"x",), timeout_s=SOON_S)
 
 
-def wait_for_a_message(link: Connection) -> None:
-    link.recv_record(timeout_s=FAR_S)
-
-
 def receive(link: Connection) -> None:
     link.recv_into(memoryview(bytearray(MIB)), timeout_s=None)
 
 
-def send_much(link: Connection) -> None:
-    link.send((bytes(64 * MIB),), timeout_s=FAR_S)
-
-
 @pytest.mark.parametrize("ends", ["abort", "close"])
-@pytest.mark.parametrize("blocked", [wait_for_a_message, receive, send_much])
+@pytest.mark.parametrize(
+    "blocked",
+    [
+        lambda link: link.recv_record(timeout_s=FAR_S),
+        receive,
+        lambda link: link.send((bytes(64 * MIB),), timeout_s=FAR_S),
+    ],
+)
 @pytest.mark.parametrize("side", [0, 1])
 def test_who_blocks_is_woken_when_either_side_ends_the_link(
     pair: tuple[Connection, Connection], blocked: Callable[[Connection], None], side: int, ends: str
 ) -> None:
     waiting = in_thread(lambda: blocked(pair[0]))
     threading.Timer(0.1, getattr(pair[side], ends)).start()
-    with pytest.raises(
-        TransportError, match="aborted|closed" if side == 0 else "left|reset|Broken"
-    ) as caught:
+    said = "aborted|closed" if side == 0 else "left|reset|Broken"
+    with pytest.raises(TransportError, match=said) as caught:
         waiting.result(TIMEOUT_S)
     assert not isinstance(caught.value, DeadlineExceeded)
 
@@ -197,7 +192,7 @@ def test_a_closed_link_keeps_its_descriptor_until_the_call_under_way_has_ended(
     assert link._socket.fileno() == -1
 
 
-def test_one_byte_is_enough_to_wake_a_wait_after_a_long_message(
+def test_one_byte_wakes_a_long_wait(
     half: tuple[Connection, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A receiver of many bytes asks the kernel not to wake it for few."""
@@ -228,7 +223,7 @@ def test_what_was_sent_before_a_close_arrives(pair: tuple[Connection, Connection
         there.recv_record(timeout_s=TIMEOUT_S)
 
 
-def test_a_call_that_was_interrupted_ends_the_link(
+def test_an_interrupted_call_ends_the_link(
     pair: tuple[Connection, Connection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(*_: object) -> None:
@@ -458,7 +453,7 @@ def test_a_link_may_keep_its_thread_while_others_connect() -> None:
             link.close()
 
 
-def test_a_listener_that_is_closed_lets_everybody_go_but_the_links_that_it_handed_over(
+def test_a_closed_listener_lets_all_go_but_its_links(
     pair: tuple[Connection, Connection], door: Listener
 ) -> None:
     with socket.create_connection((door.host, door.port), TIMEOUT_S) as stranger:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -11,23 +13,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from r3channel import errors
 from r3channel.config import ChannelConfig
-from r3channel.errors import (
-    ConfigError,
-    EngineReported,
-    FrameCorrupt,
-    FrameError,
-    PeerFailed,
-    RoutingError,
-    RoutingMissing,
-    RowCountMismatch,
-    UsageError,
-)
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.masks import cut_masks
 from r3channel.relay.relay import Relay
 from r3channel.trainer.rank_shard import RankShard
-from r3channel.trainer.receiver import Receiver
 from r3channel.wire.frame import encode_error, sample_key
 from r3channel.wire.masks import MOST_IDS, Masks, encode_masks, parse_masks, split_masks
 from r3channel.wire.parcel import Receipt
@@ -37,6 +28,7 @@ from tests.samples import frame_of, reply_of
 PROMPT, VOCAB = 4, 500
 TOKENS = {f"s{i}": n for i, n in enumerate((9, 30, 17, 6))}
 Rows = list[list[int]]
+RECEIPT = Receipt(sample_key=sample_key("s"), boot_id=1, serial=1, first_row=0, rows=8)
 
 
 @pytest.fixture
@@ -52,12 +44,10 @@ def random_rows(count: int, *, seed: int) -> Rows:
     return [rng.choice(VOCAB, size, replace=False).tolist() for size in lengths]
 
 
-def masks_of(rows: Rows, *, first_row: int, request: str) -> bytes:
+def masks_of(rows: Rows, *, first_row: int, request: str, ids: type = np.int32) -> bytes:
+    lengths_T, ids_N = np.array([len(row) for row in rows], np.int32), np.array([*chain(*rows)], ids)
     return encode_masks(
-        first_row=first_row,
-        lengths_T=np.array([len(row) for row in rows], np.int32),
-        token_ids_N=np.array([number for row in rows for number in row], np.int32),
-        sample_key=sample_key(request),
+        first_row=first_row, lengths_T=lengths_T, token_ids_N=ids_N, sample_key=sample_key(request)
     )
 
 
@@ -88,6 +78,11 @@ def masks_at(relay: Relay) -> dict[str, list[Masks]]:
     return found
 
 
+def shard_of(relay: Relay) -> RankShard:
+    """The one sample `s`, at a single rank."""
+    return receive(receivers_of(relay), relay.seal(0, Assignment.given([[["s"]]])))[0]
+
+
 def seen_at(shard: RankShard) -> dict[tuple[str, int], list[int]]:
     """(sample, position) -> the tokens of its mask, of all positions of the shard's model input."""
     found: dict[tuple[str, int], list[int]] = {}
@@ -103,20 +98,9 @@ def seen_at(shard: RankShard) -> dict[tuple[str, int], list[int]]:
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        "",
-        "dp=2",
-        "tp=2",
-        "tp=2,sp=1",
-        "cp=2",
-        "dp=2,cp=2,packing=thd",
-        "pp=2",
-        "dp=2,tp=2,pp=2,cp=2",
-    ],
+    ["", "dp=2", "tp=2", "tp=2,sp=1", "cp=2", "dp=2,cp=2,packing=thd", "pp=2", "dp=2,tp=2,pp=2,cp=2"],
 )
-def test_each_token_of_the_last_stage_gets_the_mask_that_its_engine_gave(
-    make_relay: MakeRelay, layout: str
-) -> None:
+def test_each_token_of_the_last_stage_gets_its_engines_mask(make_relay: MakeRelay, layout: str) -> None:
     relay = make_relay(layout)
     expected = fill(relay)
     dp = relay.layout.dp
@@ -125,7 +109,7 @@ def test_each_token_of_the_last_stage_gets_the_mask_that_its_engine_gave(
     seen: dict[tuple[str, int], list[int]] = {}
     for shard in receive(receivers, ticket):
         if shard.shard.pp < relay.layout.pp - 1:
-            with pytest.raises(UsageError, match="last stage"):
+            with pytest.raises(errors.UsageError, match="last stage"):
                 shard.sampling_mask(0)
             continue
         for place, row in seen_at(shard).items():
@@ -145,30 +129,23 @@ def test_turns_bring_their_own_masks_and_what_lies_between_has_none(make_relay: 
     first, second = random_rows(5, seed=1), random_rows(4, seed=2)
     relay.add("s", reply_with("s", 9, first), range(9))
     later = frame_of(6, first_row=8, sample_key=sample_key("t"), provenance=None)
-    relay.add(
-        "s",
-        reply_of(later + masks_of(second, first_row=9, request="t"), request_id="t"),
-        range(14),
-        append=True,
-    )
-    ticket = relay.seal(0, Assignment.round_robin(["s"], dp=1, microbatch_size=1))
-    (shard,) = receive(receivers_of(relay), ticket)
+    more = reply_of(later + masks_of(second, first_row=9, request="t"), request_id="t")
+    relay.add("s", more, range(14), append=True)
+    shard = shard_of(relay)
     rows = [seen_at(shard)["s", at] for at in range(14)]
     assert rows == [*[[]] * 3, *first, [], *second, []]
 
 
 def test_masks_follow_a_receipt_too(make_relay: MakeRelay) -> None:
     relay = make_relay("")
-    receipt = Receipt(sample_key=sample_key("s"), boot_id=1, serial=1, first_row=0, rows=8)
     rows = random_rows(5, seed=0)
-    data = receipt.to_bytes() + masks_of(rows, first_row=3, request="s")
+    data = RECEIPT.to_bytes() + masks_of(rows, first_row=3, request="s")
     relay.add("s", reply_of(data, request_id="s"), range(9))
     held = relay.intake.landing.keep(
         frame_of(9, sample_key=sample_key("s")), sample_id="s", engine="e", max_rows=9, room_s=0.0
     )
-    relay.intake.arrive(receipt.name, held)
-    ticket = relay.seal(0, Assignment.round_robin(["s"], dp=1, microbatch_size=1))
-    (shard,) = receive(receivers_of(relay), ticket)
+    relay.intake.arrive(RECEIPT.name, held)
+    shard = shard_of(relay)
     assert [seen_at(shard)["s", at] for at in range(3, 8)] == rows
 
 
@@ -192,22 +169,21 @@ def test_a_mask_that_changed_at_rest_reaches_no_trainer(make_relay: MakeRelay) -
     (turn,) = relay.intake.entries.samples["s"].turns
     assert turn.masks is not None
     np.frombuffer(turn.masks.block.view, np.uint8)[-1] ^= 1
-    ticket = relay.seal(0, Assignment.round_robin(["s"], dp=1, microbatch_size=1))
-    with pytest.raises(FrameCorrupt, match="sampling masks of sample s at rest"):
-        receive(receivers_of(relay), ticket)
+    with pytest.raises(errors.FrameCorrupt, match="sampling masks of sample s at rest"):
+        shard_of(relay)
 
 
 @pytest.mark.parametrize(
     ("tail", "error"),
     [
-        (b"", RoutingMissing),
-        (masks_of([[1]] * 5, first_row=3, request="other"), RowCountMismatch),
-        (masks_of([[1]] * 4, first_row=3, request="s"), RowCountMismatch),
-        (masks_of([[1]] * 5, first_row=3, request="s")[:-1], FrameCorrupt),
-        (frame_of(9, sample_key=sample_key("s")), RoutingError),
+        (b"", errors.RoutingMissing),
+        (masks_of([[1]] * 5, first_row=3, request="other"), errors.RowCountMismatch),
+        (masks_of([[1]] * 4, first_row=3, request="s"), errors.RowCountMismatch),
+        (masks_of([[1]] * 5, first_row=3, request="s")[:-1], errors.FrameCorrupt),
+        (frame_of(9, sample_key=sample_key("s")), errors.RoutingError),
     ],
 )
-def test_masks_that_do_not_fit_their_reply_are_refused_by_name_and_nothing_is_kept(
+def test_masks_that_do_not_fit_are_refused_and_not_kept(
     make_relay: MakeRelay, tail: bytes, error: type[Exception]
 ) -> None:
     relay = make_relay("")
@@ -218,39 +194,35 @@ def test_masks_that_do_not_fit_their_reply_are_refused_by_name_and_nothing_is_ke
     assert relay.status()["pending"] == []
 
 
-RECEIPT = Receipt(sample_key=sample_key("s"), boot_id=1, serial=1, first_row=0, rows=8)
-
-
 @pytest.mark.parametrize("front", [frame_of(9, sample_key=sample_key("s")), RECEIPT.to_bytes()])
 def test_masks_that_nobody_asked_for_are_refused(front: bytes) -> None:
     reply = reply_of(front + masks_of([[1]] * 5, first_row=3, request="s"), request_id="s")
-    with relays() as make, pytest.raises(RoutingError, match="sampling_masks off"):
+    with relays() as make, pytest.raises(errors.RoutingError, match="sampling_masks off"):
         make("").add("s", reply, range(9))
 
 
 def test_a_reply_that_is_left_to_the_live_router_needs_no_masks(make_relay: MakeRelay) -> None:
     relay = make_relay("", on_missing="live")
     relay.add("s", {"meta_info": {"id": "s"}}, range(9))
-    ticket = relay.seal(0, Assignment.round_robin(["s"], dp=1, microbatch_size=1))
-    (shard,) = receive(receivers_of(relay), ticket)
+    shard = shard_of(relay)
     assert not any(seen_at(shard).values())
 
 
-def test_masks_of_another_request_than_their_frame_are_refused_also_without_a_reply(
+def test_masks_of_another_request_than_their_frames_are_refused_without_a_reply(
     make_relay: MakeRelay,
 ) -> None:
     data = frame_of(9, sample_key=sample_key("a")) + masks_of([[1]] * 5, first_row=3, request="b")
-    with pytest.raises(RowCountMismatch, match="replies swapped"):
+    with pytest.raises(errors.RowCountMismatch, match="replies swapped"):
         make_relay("").add_frame("s", data, range(9))
 
 
 def test_an_engine_that_has_no_masks_says_why(make_relay: MakeRelay) -> None:
     data = frame_of(9, sample_key=sample_key("s")) + encode_error("out of ids", sample_key=sample_key("s"))
-    with pytest.raises(EngineReported, match="out of ids"):
+    with pytest.raises(errors.EngineReported, match="out of ids"):
         make_relay("").add("s", reply_of(data, request_id="s"), range(9))
 
 
-def test_a_rank_without_memory_for_masks_is_told_to_its_group(
+def test_no_memory_for_masks_is_told_to_the_group(
     make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     relay = make_relay("tp=2")
@@ -259,32 +231,20 @@ def test_a_rank_without_memory_for_masks_is_told_to_its_group(
     nbytes, empty = len(cut_masks(ticket.plan.shard(dp=0, pp=0), masks_at(relay))), torch.empty
 
     def full(*size: Any, **options: Any) -> torch.Tensor:
-        if threading.current_thread().name == "1" and size == (nbytes,):
+        if threading.current_thread().name == "1_0" and size == (nbytes,):
             raise MemoryError("no room for masks")
         return empty(*size, **options)
 
     monkeypatch.setattr(torch, "empty", full)
-    failed: dict[int, BaseException] = {}
-
-    def run(rank: int, receiver: Receiver) -> None:
-        try:
-            receiver.receive(ticket)
-        except BaseException as error:
-            failed[rank] = error
-
-    threads = [
-        threading.Thread(target=run, args=(rank, one), name=str(rank))
-        for rank, one in enumerate(receivers_of(relay))
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LIMIT_S)
-    assert isinstance(failed[1], MemoryError) and isinstance(failed[0], PeerFailed)
+    ranks = [ThreadPoolExecutor(1, thread_name_prefix=str(rank)) for rank in range(2)]
+    both = zip(ranks, receivers_of(relay), strict=True)
+    failed = [rank.submit(receiver.receive, ticket).exception for rank, receiver in [*both]]
+    first, second = (exception(LIMIT_S) for exception in failed)
+    assert isinstance(second, MemoryError) and isinstance(first, errors.PeerFailed)
 
 
 def test_masks_and_durability_are_not_had_together() -> None:
-    with pytest.raises(ConfigError, match="store_dir"):
+    with pytest.raises(errors.ConfigError, match="store_dir"):
         ChannelConfig(sampling_masks=True, store_dir="anywhere")
 
 
@@ -293,18 +253,10 @@ def test_masks_and_durability_are_not_had_together() -> None:
 
 @given(st.lists(st.lists(st.integers(0, 2**32 - 1), max_size=9), max_size=9), st.integers(0, 1 << 24))
 def test_what_is_written_is_read(rows: Rows, first_row: int) -> None:
-    ids = np.array([number for row in rows for number in row], np.uint32)
-    data = encode_masks(
-        first_row=first_row,
-        lengths_T=np.array([len(row) for row in rows], np.int64),
-        token_ids_N=ids,
-        sample_key=7,
-    )
-    found = parse_masks(data, where="x")
-    assert (found.first_row, found.end_row, found.sample_key) == (first_row, first_row + len(rows), 7)
-    assert (
-        found.lengths_T.tolist() == [len(row) for row in rows] and found.token_ids_N.tolist() == ids.tolist()
-    )
+    found = parse_masks(masks_of(rows, first_row=first_row, request="s", ids=np.uint32), where="x")
+    ends = found.first_row, found.end_row, found.sample_key
+    assert ends == (first_row, first_row + len(rows), sample_key("s"))
+    assert found.lengths_T.tolist() == [*map(len, rows)] and found.token_ids_N.tolist() == [*chain(*rows)]
 
 
 def test_every_bit_that_flips_is_noticed() -> None:
@@ -312,12 +264,12 @@ def test_every_bit_that_flips_is_noticed() -> None:
     for bit in range(8 * len(data)):
         changed = bytearray(data)
         changed[bit // 8] ^= 1 << bit % 8
-        with pytest.raises(FrameError):
+        with pytest.raises(errors.FrameError):
             parse_masks(bytes(changed), where="x")
 
 
 def test_a_mask_longer_than_its_length_can_say_is_refused() -> None:
-    with pytest.raises(RoutingError, match=str(MOST_IDS)):
+    with pytest.raises(errors.RoutingError, match=str(MOST_IDS)):
         encode_masks(
             first_row=0, lengths_T=np.array([MOST_IDS + 1]), token_ids_N=np.zeros(MOST_IDS + 1, np.int32)
         )
@@ -325,8 +277,7 @@ def test_a_mask_longer_than_its_length_can_say_is_refused() -> None:
 
 def test_what_is_in_front_of_masks_is_found_whatever_it_is() -> None:
     masks = masks_of([[5]], first_row=0, request="s")
-    receipt = Receipt(sample_key=1, boot_id=2, serial=3, first_row=0, rows=4).to_bytes()
-    for front in (frame_of(9), receipt, b"", b"no frame"):
+    for front in (frame_of(9), RECEIPT.to_bytes(), b"", b"no frame"):
         assert split_masks(front, where="x") == (front, b"")
-    for front in (frame_of(9), receipt):
+    for front in (frame_of(9), RECEIPT.to_bytes()):
         assert split_masks(front + masks, where="x") == (front, masks)

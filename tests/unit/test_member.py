@@ -34,15 +34,7 @@ from tests.samples import SPEC, random_ids
 LIMIT_S = 20.0
 ROWS_TLK = random_ids(8)
 LAYOUT = TrainerLayout()
-TICKET = Ticket(
-    "run",
-    3,
-    SPEC,
-    LAYOUT,
-    Assignment.given([[["a"]]]),
-    (TicketSample("a", 9, 7, 0, ()),),
-    1024,
-)
+TICKET = Ticket("run", 3, SPEC, LAYOUT, Assignment.given([[["a"]]]), (TicketSample("a", 9, 7, 0, ()),), 1024)
 STREAM = Stream.of(TICKET, TICKET.plan.shard(dp=0, pp=0))
 DIGESTS = bytes(range(2 * 8 * SPEC.num_moe_layers))
 Scene = Callable[["Played"], None]
@@ -115,17 +107,15 @@ class Stage:
     def hello(self, **key: int) -> dict[str, Any]:
         assert key == {"dp": 0, "pp": 0, "cp": 0}
         self.hellos += 1
-        return {
-            "host": self.listener.host,
-            "port": self.listener.port,
-            "token": self.token.hex(),
-            "run": "run",
-            "gpu": "",
-        }
+        where = {"host": self.listener.host, "port": self.listener.port, "token": self.token.hex()}
+        return where | {"run": "run", "gpu": ""}
+
+
+Play = Callable[..., Stage]
 
 
 @pytest.fixture
-def play() -> Iterator[Callable[..., Stage]]:
+def play() -> Iterator[Play]:
     stages: list[Stage] = []
 
     def begin(*scenes: Scene) -> Stage:
@@ -173,13 +163,9 @@ def receive(
     values: dict[str, Any] = {"step_timeout_s": LIMIT_S, "send_timeout_s": LIMIT_S} | changes
     clock = StageClock("trainer")
     member = RelayConnection(
-        stage,
-        coords=LAYOUT.coords(0),
-        config=ChannelConfig(**values),
-        pinned=False,
-        clock=clock,
+        stage, coords=LAYOUT.coords(0), config=ChannelConfig(**values), pinned=False, clock=clock,
         metrics=Metrics("trainer", clock=clock),
-    )
+    )  # fmt: skip
     try:
         member.receive(ticket, Stream.of(ticket, ticket.plan.shard(dp=0, pp=0)), sink)
     finally:
@@ -191,9 +177,7 @@ def receive(
 
 
 @pytest.mark.parametrize(("bucket_rows", "begins"), [(1, list(range(8))), (3, [0, 3, 6]), (100, [0])])
-def test_rows_come_bucket_by_bucket_whole_rows_only(
-    play: Callable[..., Stage], bucket_rows: int, begins: list[int]
-) -> None:
+def test_rows_come_bucket_by_bucket_whole_rows_only(play: Play, bucket_rows: int, begins: list[int]) -> None:
     row_bytes = ROWS_TLK[0].nbytes
     (sink,) = receive(play(whole), ticket=replace(TICKET, bucket_bytes=bucket_rows * row_bytes + 1))
     assert (sink.begins, sink.data, sink.digests) == (begins, ROWS_TLK.tobytes(), DIGESTS)
@@ -202,9 +186,7 @@ def test_rows_come_bucket_by_bucket_whole_rows_only(
 @pytest.mark.parametrize(
     "announced", [{"nbytes": 1 << 50}, {"nbytes": 0}, {"digests": 1 << 50}, {"nbytes": "8"}, {"digests": -1}]
 )
-def test_a_relay_that_announces_other_sizes_is_refused_before_memory_is_taken(
-    play: Callable[..., Stage], announced: dict[str, Any]
-) -> None:
+def test_other_sizes_are_refused_before_memory_is_taken(play: Play, announced: dict[str, Any]) -> None:
     stage = play(lambda relay: relay.announce(**announced))
     with pytest.raises(
         BucketCorrupt, match=r"announces .*the ticket says 192 bytes.*r3channel version"
@@ -220,9 +202,7 @@ def test_a_relay_that_announces_other_sizes_is_refused_before_memory_is_taken(
         (wire.ROWS, b"[" * 100_000), (wire.GROUP, b'{"backend": 3}'), (wire.ERROR, b"[]"), (wire.ERROR, b"{}"),
     ],
 )  # fmt: skip
-def test_a_record_out_of_turn_or_of_another_shape_ends_the_connection_and_nothing_else(
-    play: Callable[..., Stage], kind: int, body: bytes
-) -> None:
+def test_a_record_out_of_turn_or_shape_ends_only_the_connection(play: Play, kind: int, body: bytes) -> None:
     def nonsense(relay: Played) -> None:
         relay.hear(wire.READY)
         relay.link.send_record(kind, body, timeout_s=LIMIT_S)
@@ -232,18 +212,19 @@ def test_a_record_out_of_turn_or_of_another_shape_ends_the_connection_and_nothin
     assert stage.played == 2 and sink.data == ROWS_TLK.tobytes()
 
 
-def test_rows_that_the_sink_finds_damaged_are_asked_for_again(play: Callable[..., Stage]) -> None:
-    def damaged(relay: Played) -> None:
-        relay.announce()
-        relay.rows()
-        relay.hear(wire.DAMAGED, step=3)
-        relay.say(wire.AGAIN)
+def damaged(relay: Played) -> None:
+    relay.announce()
+    relay.rows()
+    relay.hear(wire.DAMAGED, step=3)
+    relay.say(wire.AGAIN)
 
+
+def test_rows_that_the_sink_finds_damaged_are_asked_for_again(play: Play) -> None:
     sinks = receive(play(damaged, whole), damaged=(["a"], []))
     assert len(sinks) == 2 and sinks[1].data == ROWS_TLK.tobytes()
 
 
-def test_digests_that_come_damaged_are_asked_for_again(play: Callable[..., Stage]) -> None:
+def test_digests_that_come_damaged_are_asked_for_again(play: Play) -> None:
     def damaged(relay: Played) -> None:
         relay.announce(hash=1)
         relay.rows()
@@ -253,15 +234,8 @@ def test_digests_that_come_damaged_are_asked_for_again(play: Callable[..., Stage
     assert first.digests == b"" and second.digests == DIGESTS
 
 
-def test_samples_that_always_come_damaged_are_all_named(play: Callable[..., Stage]) -> None:
+def test_samples_that_always_come_damaged_are_all_named(play: Play) -> None:
     names = [f"s{index}" for index in range(300)]
-
-    def damaged(relay: Played) -> None:
-        relay.announce()
-        relay.rows()
-        relay.hear(wire.DAMAGED, step=3)
-        relay.say(wire.AGAIN)
-
     stage = play(damaged)
     with pytest.raises(BucketCorrupt, match="rows of 300 samples came damaged") as told:
         receive(stage, damaged=(names,))
@@ -278,7 +252,7 @@ def masked(relay: Played, sent: bytes = MASKS, **changes: Any) -> None:
     relay.link.send([sent], timeout_s=LIMIT_S)
 
 
-def test_masks_that_come_damaged_are_asked_for_again(play: Callable[..., Stage]) -> None:
+def test_masks_that_come_damaged_are_asked_for_again(play: Play) -> None:
     def good(relay: Played) -> None:
         masked(relay)
         relay.hear(wire.DONE, step=3)
@@ -289,7 +263,7 @@ def test_masks_that_come_damaged_are_asked_for_again(play: Callable[..., Stage])
     assert (first.taken, second.taken) == (b"", MASKS)
 
 
-def test_masks_come_in_pieces_of_a_bucket(play: Callable[..., Stage]) -> None:
+def test_masks_come_in_pieces_of_a_bucket(play: Play) -> None:
     lengths = np.array([300, *[0] * 8], "<u2").tobytes()
     masks = lengths + np.arange(300, dtype="<u4").tobytes()
 
@@ -306,9 +280,7 @@ def test_masks_come_in_pieces_of_a_bucket(play: Callable[..., Stage]) -> None:
 
 
 @pytest.mark.parametrize("announced", [-1, 0, 17, 22, 1 << 50, "18", None])
-def test_masks_of_a_size_that_cannot_be_are_refused_before_memory_is_taken(
-    play: Callable[..., Stage], announced: Any
-) -> None:
+def test_masks_of_impossible_size_are_refused_before_memory_is_taken(play: Play, announced: Any) -> None:
     stage = play(lambda relay: masked(relay, masks=announced))
     with pytest.raises(BucketCorrupt, match="lengths say 18 for 9 tokens"):
         receive(stage, ticket=MASKED, max_group_failures=1)
@@ -317,10 +289,9 @@ def test_masks_of_a_size_that_cannot_be_are_refused_before_memory_is_taken(
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_relays_own_error_comes_as_it_was_raised_and_ends_the_attempts(
-    play: Callable[..., Stage],
-) -> None:
-    error = FrameCorrupt("sample a is damaged", samples=["a", "b"], engines=["e"], ranks=[(0, 0, 0)], step=3)
+def test_the_relays_own_error_comes_as_it_was_raised_and_ends_the_attempts(play: Play) -> None:
+    about: Any = {"samples": ("a", "b"), "engines": ("e",), "ranks": ((0, 0, 0),), "step": 3}
+    error = FrameCorrupt("sample a is damaged", **about)
 
     def refuses(relay: Played) -> None:
         relay.hear(wire.READY)
@@ -329,9 +300,7 @@ def test_the_relays_own_error_comes_as_it_was_raised_and_ends_the_attempts(
     stage = play(refuses)
     with pytest.raises(FrameCorrupt, match="sample a is damaged") as told:
         receive(stage)
-    assert stage.played == 1
-    found = told.value
-    assert (found.samples, found.engines, found.ranks, found.step) == (("a", "b"), ("e",), ((0, 0, 0),), 3)
+    assert stage.played == 1 and {name: getattr(told.value, name) for name in about} == about
 
 
 def test_every_error_of_this_package_crosses_the_wire_whole_and_nothing_else_does() -> None:
@@ -378,8 +347,8 @@ def test_a_port_where_nobody_listens_is_a_transport_error() -> None:
 
 
 @pytest.mark.parametrize("silent_after", ["hello", "announcement", "some rows", "rows"])
-def test_a_relay_that_falls_silent_is_given_up_and_come_to_again(
-    play: Callable[..., Stage], silent_after: str, monkeypatch: pytest.MonkeyPatch
+def test_a_silent_relay_is_come_to_again(
+    play: Play, silent_after: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(member_module, "_ACK_S", 0.2)
 
@@ -399,7 +368,7 @@ def test_a_relay_that_falls_silent_is_given_up_and_come_to_again(
         assert sink.data == ROWS_TLK.tobytes() and stage.played == 2
 
 
-def test_connections_end_with_the_steps_deadline_however_many_are_allowed(play: Callable[..., Stage]) -> None:
+def test_connections_end_with_the_steps_deadline_however_many_are_allowed(play: Play) -> None:
     stage = play(lambda relay: relay.link.close())
     with pytest.raises(TransportError):
         receive(stage, max_group_failures=10**9, step_timeout_s=0.3)
@@ -416,7 +385,7 @@ def loses_it(relay: Played) -> None:
     relay.link.close()
 
 
-def test_an_acknowledgement_is_repeated_and_rows_are_not(play: Callable[..., Stage]) -> None:
+def test_an_acknowledgement_is_repeated_and_rows_are_not(play: Play) -> None:
     def hears_it(relay: Played) -> None:
         relay.hear(wire.DONE, step=3)
         relay.say(wire.THANKS)
@@ -426,7 +395,7 @@ def test_an_acknowledgement_is_repeated_and_rows_are_not(play: Callable[..., Sta
     assert sink.data == ROWS_TLK.tobytes() and stage.played == stage.hellos == 2
 
 
-def test_an_acknowledgement_that_nobody_hears_is_given_up_after_three(play: Callable[..., Stage]) -> None:
+def test_an_acknowledgement_that_nobody_hears_is_given_up_after_three(play: Play) -> None:
     def closes(relay: Played) -> None:
         relay.hear(wire.DONE, step=3)
         relay.link.close()
@@ -437,7 +406,7 @@ def test_an_acknowledgement_that_nobody_hears_is_given_up_after_three(play: Call
     assert stage.played == 3
 
 
-def test_a_relay_of_another_run_is_told_by_its_own_words(play: Callable[..., Stage]) -> None:
+def test_a_relay_of_another_run_is_told_by_its_own_words(play: Play) -> None:
     def other_run(relay: Played) -> None:
         relay.hear(wire.READY, run="run")
         error = TicketMismatch("ticket of run run, this relay is run other", step=3)

@@ -69,9 +69,7 @@ def refusal(capsys: pytest.CaptureFixture[str]) -> str:
     return err
 
 
-def test_applied_and_reversed_the_files_are_those_of_before(
-    target: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_applied_and_reversed_files_are_as_before(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (target / "lib/one.py").chmod(0o755)
     said = []
     for action in ("check", "apply", "check", "apply", "reverse", "check", "reverse"):
@@ -83,19 +81,13 @@ def test_applied_and_reversed_the_files_are_those_of_before(
     assert said == [
         f"lib-1 is {word}"
         for word in (
-            "applicable",
-            "applied",
-            "applied",
-            f"applied{again}",
-            "applicable",
-            "applicable",
-            f"applicable{again}",
+            "applicable", "applied", "applied", f"applied{again}", "applicable", "applicable", f"applicable{again}",
         )
-    ]
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("action", ["check", "apply", "reverse"])
-def test_a_file_of_another_version_is_named_and_nothing_is_touched(
+def test_a_file_of_another_version_is_named(
     target: Path, action: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = BEFORE | {"lib/two.py": "y = 1  # mine\n"}
@@ -138,7 +130,7 @@ def test_a_failure_in_the_middle_leaves_the_files_of_before(
     assert "No space left" in refusal(capsys)
 
 
-def test_a_result_that_is_not_the_one_expected_is_not_used(
+def test_an_unexpected_result_is_not_used(
     target: Path, patches: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = patches / "lib-1.patch"
@@ -157,9 +149,7 @@ def test_a_result_that_does_not_compile_is_not_used(
     assert "lib/two.py would not compile" in refusal(capsys)
 
 
-def test_what_cannot_be_meant_is_told(
-    target: Path, patches: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_is_told(target: Path, patches: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("apply", target, "--patch", "lib-9") == 2
     assert "expected one of lib-1" in refusal(capsys)
     assert run("check", target.parent / "nowhere") == 2
@@ -170,18 +160,24 @@ def test_what_cannot_be_meant_is_told(
     assert run("apply", target, "--patch", "lib-1b") == 0 and files_of(target) == AFTER
 
 
-def test_of_two_patches_the_one_whose_version_lies_there_is_meant(
-    target: Path, patches: Path, tmp_path: Path
-) -> None:
+def test_of_two_patches_the_one_that_fits_is_meant(target: Path, patches: Path, tmp_path: Path) -> None:
     (tmp_path / "newer").mkdir()
     newer = diff(tmp_path / "newer", BEFORE | {"lib/two.py": "y = 5\n"}, AFTER)
     write(patches, {"lib-2.patch": newer})
     assert run("apply", target) == 0 and files_of(target) == AFTER
 
 
-def test_a_checkout_around_the_target_and_gits_variables_have_no_say(
-    target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("where", ["file", "variables"])
+def test_a_users_git_settings_have_no_say(target: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """These would end every line with two characters."""
+    settings = {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "core.autocrlf", "GIT_CONFIG_VALUE_0": "true"}
+    (target.parent / ".gitconfig").write_text("[core]\n\tautocrlf = true\n")
+    for name, value in {"HOME": str(target.parent)}.items() if where == "file" else settings.items():
+        monkeypatch.setenv(name, value)
+    assert run("apply", target) == 0 and files_of(target) == AFTER
+
+
+def test_a_checkout_and_gits_variables_have_no_say(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     subprocess.run(["git", "init", "-q"], cwd=target.parent, check=True)
     monkeypatch.setenv("GIT_DIR", str(target.parent / ".git"))
     monkeypatch.setenv("GIT_WORK_TREE", str(target.parent))

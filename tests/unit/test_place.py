@@ -5,8 +5,6 @@ What stands where is compared with the oracle in tests/plans.py, which cuts whol
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -14,28 +12,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3channel.model.spec import RoutingSpec
-from r3channel.plan import placement as place
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.placement import Placement, place_samples, place_shard, spread_ids
 from r3channel.plan.shards import Shard
 from r3channel.plan.stream import Stream
 from r3channel.plan.ticket import Ticket, TicketSample
-from r3channel.wire import digest
-from r3channel.wire import validate as distinct
 from r3channel.wire.digest import layer_digests
 from r3channel.wire.routing import Ids
+from tests.loops import numba
 from tests.plans import Step, oracle_rows, steps
-from tests.samples import random_ids
-
-
-@contextmanager
-def without_numba() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (place, distinct, digest):
-            patch.setattr(module, "kernels", lambda: None)
-        yield
+from tests.samples import random_ids, sparse
 
 
 def memory(shard: Shard, *, garbage: int) -> np.ndarray:
@@ -65,9 +52,7 @@ def routed(step: Step, name: str, source: int) -> np.ndarray:
 
 @settings(max_examples=120, deadline=None)
 @given(step=steps(), bucket_rows=st.integers(1, 50))
-def test_each_router_finds_its_rows_in_its_order_and_spread_ids_elsewhere(
-    step: Step, bucket_rows: int
-) -> None:
+def test_each_router_finds_its_rows_in_order_and_spread_ids_elsewhere(step: Step, bucket_rows: int) -> None:
     spec, layout = step.ticket.spec, step.ticket.layout
     for shard in step.shards:
         buffer_N, _ = filled(step, shard, bucket_rows=bucket_rows)
@@ -129,23 +114,20 @@ def test_digests_of_what_is_placed_are_those_of_the_samples_rows(step: Step, buc
 
 @settings(max_examples=80, deadline=None)
 @given(step=steps(), bucket_rows=st.integers(1, 50))
-def test_compiled_and_numpy_placement_write_the_same_bytes_and_sum_the_same_digests(
-    step: Step, bucket_rows: int
-) -> None:
-    assert distinct.kernels() is not None, "without numba nothing is compared"
+def test_compiled_and_numpy_placement_have_the_same_bytes_and_digests(step: Step, bucket_rows: int) -> None:
     for shard in step.shards:
         compiled = filled(step, shard, bucket_rows=bucket_rows)
-        with without_numba():
+        with numba(False):
             plain = filled(step, shard, bucket_rows=bucket_rows)
         assert all(np.array_equal(*pair) for pair in zip(compiled, plain, strict=True))
 
 
-@pytest.mark.parametrize("numba", [True, False])
+@pytest.mark.parametrize("there", [True, False])
 @settings(max_examples=40, deadline=None)
 @given(step=steps())
-def test_buckets_of_one_row_and_of_all_rows_place_the_same(numba: bool, step: Step) -> None:
+def test_buckets_of_one_row_and_of_all_rows_place_the_same(there: bool, step: Step) -> None:
     for shard in step.shards:
-        with pytest.MonkeyPatch.context() if numba else without_numba():
+        with numba(there):
             whole = filled(step, shard, bucket_rows=10**6, garbage=0)
             for bucket_rows in (1, 7):
                 parts = filled(step, shard, bucket_rows=bucket_rows, garbage=0xFF)
@@ -153,12 +135,12 @@ def test_buckets_of_one_row_and_of_all_rows_place_the_same(numba: bool, step: St
 
 
 @settings(max_examples=60, deadline=None)
-@given(step=steps(), numba=st.booleans())
-def test_whole_samples_place_what_the_relay_sends(step: Step, numba: bool) -> None:
+@given(step=steps(), there=st.booleans())
+def test_whole_samples_place_what_the_relay_sends(step: Step, there: bool) -> None:
     """As recordings and benchmarks place: every row has routing."""
     samples = [sample._replace(invalid=()) for sample in step.ticket.samples]
     step = replace(step, ticket=replace(step.ticket, samples=samples))
-    with pytest.MonkeyPatch.context() if numba else without_numba():
+    with numba(there):
         placed = place_samples(step.ticket.plan, dp=step.dp, ids_of=step.ids.__getitem__)
         assert list(placed) == [shard.key for shard in step.shards]
         for shard in step.shards:
@@ -169,7 +151,7 @@ def test_whole_samples_place_what_the_relay_sends(step: Step, numba: bool) -> No
 
 def test_large_batches_of_rows_are_the_same_over_the_compiled_blocks_and_past_the_caches() -> None:
     """A thousand rows and more: several blocks of a run, and lines that two blocks share."""
-    spec = RoutingSpec(num_layers=3, moe_layers=(0, 1, 2), num_experts=300, top_k=8)
+    spec = sparse(3, experts=300, top_k=8)
     tokens = {"a": 3001, "b": 1777}
     ids = {name: np.resize(random_ids(64, spec=spec), (count - 1, 3, 8)) for name, count in tokens.items()}
     samples = [TicketSample(name, n, 0, 0, (), ((500, 1300),)) for name, n in tokens.items()]
@@ -179,6 +161,6 @@ def test_large_batches_of_rows_are_the_same_over_the_compiled_blocks_and_past_th
         step = Step(ticket, ids, 0)
         for shard in step.shards:
             compiled = [filled(step, shard, bucket_rows=rows) for rows in (10**6, 777)]
-            with without_numba():
+            with numba(False):
                 plain = filled(step, shard, bucket_rows=2048)
             assert all(np.array_equal(a, b) for found in compiled for a, b in zip(found, plain, strict=True))

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,17 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3channel.errors import ConfigError, SampleUnknown
+from r3channel.errors import ConfigError, R3Error, SampleUnknown
 from r3channel.model.spec import RoutingSpec
 from r3channel.plan import shards
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.placement import place_samples
 from r3channel.plan.shards import Microbatch, Plan, plan_shards
+from tests.children import said_by
 from tests.plans import layouts, oracle_rows, specs
 from tests.samples import SPEC, random_ids
 
-ROOT = Path(__file__).parents[2]
 DEEP = RoutingSpec(num_layers=8, moe_layers=(1, 2, 5), num_experts=16, top_k=2)
 
 
@@ -77,7 +73,7 @@ def test_token_maps_hold_every_token_once_in_the_models_shape(layout: TrainerLay
 
 @settings(max_examples=60, deadline=None)
 @given(layout=layouts(), spec=specs(), seed=st.integers(0, 10**6))
-def test_the_bytes_of_all_shards_are_those_of_the_padded_rows_once(
+def test_all_shards_have_the_padded_rows_bytes_once(
     layout: TrainerLayout, spec: RoutingSpec, seed: int
 ) -> None:
     plan, _ = make_plan(layout, spec=spec, size=2, batches=2, seed=seed)
@@ -146,16 +142,12 @@ def test_a_pipelines_micro_batches_share_a_length_within_an_optimizer_step() -> 
     assert lengths(TrainerLayout(pp=2, packing="thd", cp=2)) == [12, 12, 32, 32]
 
 
-def test_an_unknown_sample_is_named() -> None:
-    with pytest.raises(SampleUnknown, match="'b'"):
-        plan_shards(Assignment.given([[["b"]]]), tokens={"a": 3}, spec=SPEC, layout=TrainerLayout())
-
-
-def test_a_sample_of_one_token_is_named() -> None:
-    with pytest.raises(ConfigError, match="'b'") as refusal:
-        plan_shards(
-            Assignment.given([[["a"], ["b"]]]), tokens={"a": 3, "b": 1}, spec=SPEC, layout=TrainerLayout()
-        )
+@pytest.mark.parametrize(("tokens", "error"), [({"a": 3}, SampleUnknown), ({"a": 3, "b": 1}, ConfigError)])
+def test_a_sample_that_is_unknown_or_of_one_token_is_named(
+    tokens: dict[str, int], error: type[R3Error]
+) -> None:
+    with pytest.raises(error, match="'b'") as refusal:
+        plan_shards(Assignment.given([[["a"], ["b"]]]), tokens=tokens, spec=SPEC, layout=TrainerLayout())
     assert refusal.value.samples == ("b",)
 
 
@@ -177,7 +169,7 @@ def test_lengths_of_two_bytes_are_summed_as_plain_integers() -> None:
         ([[["a"], ["b"]], [["c", "d"], ["e"]]], "dp=2,pp=2,uniform=1", r"rank 1, optimizer step 0"),
     ],
 )
-def test_padded_micro_batches_of_several_widths_are_refused_in_a_pipeline(
+def test_several_widths_are_refused_in_a_pipeline(
     ranks: list[list[list[str]]], layout: str, words: str
 ) -> None:
     tokens = dict.fromkeys("abcde", 9)
@@ -232,7 +224,7 @@ from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.shards import plan_shards
 from r3channel.model.spec import RoutingSpec
 from tests.samples import SPEC
-lengths = names_of(np.frombuffer(sys.stdin.buffer.read(), np.int64))
+lengths = names_of(np.array(json.loads(sys.argv[1]), np.int64))
 layout = TrainerLayout.parse("dp=4,tp=2,cp=2,pp=2,packing=thd")
 found = []
 for assignment in (Assignment.balanced(lengths, dp=4, microbatch_size=4, steps=2),
@@ -244,14 +236,8 @@ print(json.dumps(found))
 
 def test_processes_that_exchange_only_lengths_compute_the_same_plan() -> None:
     parts = [np.random.default_rng(rank).integers(2, 2000, 256) for rank in range(4)]
-    exchanged = np.concatenate(parts).astype(np.int64).tobytes()
-    assert len(exchanged) == 8192  # 1,024 lengths, all that anybody learns of the others
-    found = set()
-    for rank in range(4):
-        environment = {**os.environ, "PYTHONHASHSEED": str(rank + 1)}
-        child = subprocess.run(
-            [sys.executable, "-c", _HASH], cwd=ROOT, input=exchanged, capture_output=True, timeout=150,
-            env=environment, check=True,
-        )  # fmt: skip
-        found.add(tuple(json.loads(child.stdout)))
-    assert len(found) == 1 and len(set(*found)) == 2
+    exchanged = json.dumps(
+        np.concatenate(parts).tolist()
+    )  # 1,024 lengths, all that anybody learns of the others
+    found = {said_by(_HASH, exchanged, PYTHONHASHSEED=str(rank + 1)) for rank in range(4)}
+    assert len(found) == 1 and len(set(json.loads(*found))) == 2

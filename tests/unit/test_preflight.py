@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +14,7 @@ from r3channel.errors import ConfigError
 from r3channel.integrations import preflight
 from r3channel.plan.layout import TrainerLayout
 from r3channel.tools import extras
+from tests.children import run
 
 
 def faults_of(config: ChannelConfig, *, ranks: int = 4) -> str:
@@ -35,13 +33,8 @@ def test_the_demo_says_all_that_is_wrong_at_once_and_starts_nothing(tmp_path: Pa
         *("--layout", "dp=3,tp=5", "--samples", "12", "--report", f"{file}/report", "--record", f"{file}/record"),
         *("--trace", f"{file}/trace.json", "--r3-metrics-port", str(taken - 2), "--r3-store-dir", f"{file}/store"),
     ]  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-m", "examples.demo", *options],
-        capture_output=True,
-        text=True,
-        timeout=150,
-        env={**os.environ, "TMPDIR": str(tmp_path), "PYTHONPROFILEIMPORTTIME": "1"},
-    )
+    asked = ("-m", "examples.demo", *options)
+    done = run(*asked, TMPDIR=str(tmp_path), PYTHONPROFILEIMPORTTIME="1")
     assert done.returncode == 2 and not done.stdout and "Traceback" not in done.stderr
     said = done.stderr
     assert "--layout dp=3,tp=5: tp=5 does not divide the model's 4 attention heads" in said

@@ -17,40 +17,28 @@ from xml.etree import ElementTree
 import pytest
 from packaging.requirements import Requirement
 
+from tests import children
+
 ROOT = Path(__file__).parents[2]
 EXAMPLE, GOLDEN = ROOT / "examples" / "04_pytest", ROOT / "tests" / "golden" / "recording"
 NEEDED = ("numpy", "xxhash", "lz4", "torch", "pytest")
 ABSENT = (
-    "sglang",
-    "ray",
-    "megatron",
-    "transformers",
-    "numba",
-    "prometheus_client",
-    "safetensors",
-    "pydantic",
-)
+    "sglang", "ray", "megatron", "transformers", "numba", "prometheus_client", "safetensors", "pydantic",
+)  # fmt: skip
 SABOTAGES = {
     "rows": ("replay(router.layer))", "replay(router.layer).roll(-1, 0))", "dp=1", "off_by_one_row"),
     "layers": (
-        "for router in self.routers:",
-        "for router, other in zip(self.routers, reversed(self.routers)):",
-        "dp=1",
+        "for router in self.routers:", "for router, other in zip(self.routers, reversed(self.routers)):", "dp=1",
         "stage_reversed",
     ),
     "zeros": ("replay_RK.long()", "replay_RK.long() * (torch.arange(len(replay_RK)) % 7 > 0)[:, None]", "dp=1", "zero_rows"),
     "halves": (
-        "rank.rows(m, layer)",
-        "rank.shard.views(rank.data_N)[m][1 - rank.coords.tp, rank.layers.index(layer)]",
-        "tp=2",
+        "rank.rows(m, layer)", "rank.shard.views(rank.data_N)[m][1 - rank.coords.tp, rank.layers.index(layer)]", "tp=2",
         "sp_halves_swapped",
     ),
     "ids": ("replay_RK.long()", "(replay_RK.long() * 5 + 3) % 128", "dp=2,cp=2,packing=thd", "physical_ids"),
     "silent": (
-        "rank.used(m, layer, ids)",
-        "layer == 3 or rank.used(m, layer, ids)",
-        "dp=1",
-        "no router used rows of 16 of 16 samples",
+        "rank.used(m, layer, ids)", "layer == 3 or rank.used(m, layer, ids)", "dp=1", "no router used rows of 16 of 16 samples",
     ),
 }  # fmt: skip
 """Name -> (what stands in the example's model, what is put there, layout, what the failure says)."""
@@ -74,15 +62,11 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(command: list[str]) -> str:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    elsewhere = Path(sys.executable).parent  # the checkout must not be imported for being where one stands
     done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=170,
-        env={**environment, "OMP_NUM_THREADS": "1"},
-        cwd=Path(sys.executable).parent,  # the checkout must not be imported for being where one stands
+        command, capture_output=True, text=True, timeout=170, env={**environment, "OMP_NUM_THREADS": "1"}, cwd=elsewhere,
         check=False,
-    )
+    )  # fmt: skip
     return done.stdout + done.stderr
 
 
@@ -145,15 +129,11 @@ def test_the_examples_test_fails_for_each_sabotaged_model_and_says_why(python: P
     for name, (_, _, layout, named) in SABOTAGES.items():
         told = failures[f"test_{name}", layout]
         assert named in told, told
-        if name != "silent":
-            assert all(
-                word in told for word in ("sample step2/sample", "position", "expected [", "seen [")
-            ), told
+        words = () if name == "silent" else ("sample step2/sample", "position", "expected [", "seen [")
+        assert all(word in told for word in words), told
 
 
-def test_the_example_passes_in_real_processes_and_without_a_recording_says_what_is_missing(
-    python: Path,
-) -> None:
+def test_the_example_passes_in_real_processes_and_without_a_recording_says_so(python: Path) -> None:
     test = str(EXAMPLE / "test_my_model.py::test_the_same_in_real_processes")
     assert "1 passed" in (
         said := pytested(python, "--rootdir", str(EXAMPLE), "--r3-recording", str(GOLDEN), test)
@@ -165,13 +145,7 @@ def test_the_example_passes_in_real_processes_and_without_a_recording_says_what_
 def test_the_examples_own_command_finds_its_tests() -> None:
     """From the checkout, whose own settings would not find the module beside the test."""
     words = (EXAMPLE / "test_my_model.py").read_text().splitlines()[0].strip('"').split()
-    done = subprocess.run(
-        [sys.executable, "-m", *words, "--collect-only", "-q"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
+    done = children.run("-m", *words, "--collect-only", "-q")
     assert done.returncode == 0 and "test_my_model_consumes_what_the_engine_chose[dp=1" in done.stdout, (
         done.stdout
     )
@@ -179,7 +153,4 @@ def test_the_examples_own_command_finds_its_tests() -> None:
 
 def test_loading_the_plugin_imports_nothing_of_it() -> None:
     program = "import sys, r3channel.pytest_plugin; print([m for m in ('torch', 'r3channel.recordings') if m in sys.modules])"
-    child = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=150
-    )
-    assert child.stdout.strip() == "[]", child.stderr
+    assert children.said_by(program).strip() == "[]"

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3channel.errors import DigestMismatch, RowsInvalid, TicketMismatch
+from r3channel.errors import DigestMismatch, RowsInvalid, RowsStale, TicketMismatch, UsageError
 from r3channel.model.spec import RoutingSpec
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
@@ -18,17 +18,16 @@ from r3channel.plan.stream import Stream
 from r3channel.plan.ticket import Ticket, TicketSample
 from r3channel.trainer.rank_shard import RankShard, slot_parts
 from r3channel.trainer.receiver import check_lengths
+from r3channel.trainer.staleness import UNKNOWN
+from r3channel.wire.routing import RowKind
 from tests.plans import Step, steps
-from tests.samples import SPEC, random_ids
+from tests.samples import SPEC, random_ids, span
 
 
 def make(
     layout: TrainerLayout, *, policy: str, tp: int = 0, invalid: tuple[tuple[int, int], ...] = ((2, 4),)
 ):
-    samples = (
-        TicketSample("a", 9, 7, 7, (), invalid),
-        TicketSample("b", 5, 7, 7, ()),
-    )
+    samples = TicketSample("a", 9, 7, 7, (), invalid), TicketSample("b", 5, 7, 7, ())
     ticket = Ticket("run", 3, SPEC, layout, Assignment.given([[["a", "b"]]]), samples, 1 << 20)
     shard = ticket.plan.shard(dp=0, pp=0)
     data = torch.zeros(shard.slot_bytes, dtype=torch.uint8)
@@ -100,9 +99,8 @@ def test_another_number_of_micro_batches_is_refused_with_both_numbers() -> None:
 def test_other_sequence_lengths_are_refused_with_both_values() -> None:
     shard = make(TrainerLayout(), policy="live")
     check_lengths(shard.ticket, shard.shard, [[9, 5]])
-    with pytest.raises(
-        TicketMismatch, match=r"micro-batch 0: samples of \(9, 5\) tokens planned.*\(9, 6\)"
-    ) as refusal:
+    said = r"micro-batch 0: samples of \(9, 5\) tokens planned.*\(9, 6\)"
+    with pytest.raises(TicketMismatch, match=said) as refusal:
         check_lengths(shard.ticket, shard.shard, [[9, 6]])
     assert (refusal.value.samples, refusal.value.ranks) == (("a", "b"), ((0, 0, 0),))
 
@@ -144,9 +142,7 @@ def test_every_router_is_handed_what_the_engine_hashed_in_any_layout(step: Step)
 
 @settings(max_examples=60, deadline=None)
 @given(step=steps(), noted=st.booleans(), data=st.data())
-def test_one_changed_id_is_named_with_its_sample_before_the_step_ends(
-    step: Step, noted: bool, data: st.DataObject
-) -> None:
+def test_one_changed_id_is_named_before_the_step_ends(step: Step, noted: bool, data: st.DataObject) -> None:
     """`noted`: as on a GPU, where nothing is known before `verified`."""
     rank = data.draw(st.sampled_from([rank for shard in step.shards for rank in ranks_of(step, shard)]))
     if noted:
@@ -181,9 +177,7 @@ def two_samples() -> RankShard:
 
 
 @pytest.mark.parametrize("passes", [(True, False), (False, True)], ids=["forward", "recompute"])
-def test_a_difference_in_either_pass_of_a_router_is_kept_until_the_device_is_asked(
-    passes: tuple[bool, bool],
-) -> None:
+def test_a_difference_in_either_pass_is_kept_until_the_device_is_asked(passes: tuple[bool, bool]) -> None:
     rank = two_samples()
     rank._handed._host_SL = None  # as on a GPU
     for wrong in passes:
@@ -208,10 +202,100 @@ def test_exchanged_layers_micro_batches_and_rows_are_noticed() -> None:
         ("packing=thd", [[*range(10, 19), *range(20, 25)]], [[*range(9), *range(5)]]),
     ],
 )
-def test_the_models_input_is_laid_out_as_the_ticket_says(
+def test_a_models_input_is_as_the_ticket_says(
     layout: str, ids: list[list[int]], positions: list[list[int]]
 ) -> None:
     shard = make(TrainerLayout.parse(layout), policy="live")
     found = shard.model_input(0, [range(10, 19), range(20, 25)])
     assert [part.tolist() for part in found] == [ids, positions]
     assert {part.dtype for part in found} == {torch.int64}
+
+
+# -- rows beside the trainer's weight version: counted, masked out of the loss, or refused by sample ---------------------------
+
+MIXED = TicketSample("a", 9, 7, 7, (span(0, 3, 4, RowKind.PREFILLED), span(3, 6, 5), span(6, 8, 7)))
+FRESH = TicketSample("b", 5, 7, 7, (span(0, 4, 7),))
+
+
+def aged(*samples: TicketSample, layout: TrainerLayout | None = None, cp: int = 0) -> RankShard:
+    samples = samples or (MIXED, FRESH)
+    assignment = Assignment.given([[[sample.sample_id for sample in samples]]])
+    ticket = Ticket("run", 3, SPEC, layout or TrainerLayout(), assignment, samples, 1 << 20)
+    shard = ticket.plan.shard(dp=0, pp=0, cp=cp)
+    data_N = torch.zeros(shard.slot_bytes, dtype=torch.uint8)
+    return RankShard(ticket, shard, data_N, tp=0, invalid_rows="live")
+
+
+def test_each_token_knows_how_many_updates_lie_behind_its_row() -> None:
+    shard = aged()
+    shard.set_version(7)
+    lags = shard.lags(0)
+    assert lags[0].tolist() == [3, 3, 3, 2, 2, 2, 0, 0, UNKNOWN]
+    assert lags[1].tolist() == [0] * 4 + [UNKNOWN] * 5
+
+
+def test_a_version_that_no_counter_reaches_is_stale_and_no_error() -> None:
+    shard = aged(TicketSample("a", 5, 7, 7, (span(0, 4, -(2**63)),)))
+    with pytest.raises(RowsStale, match=r"a \(4 rows\)"):
+        shard.set_version(7, max_staleness=2, on_stale="reject")
+
+
+def test_rows_are_counted_by_lag_and_missing_ones_are_not() -> None:
+    holed = TicketSample("c", 4, 7, 7, (span(0, 1, 1), span(1, 3, 0, RowKind.MISSING)), ((1, 3),))
+    shard = aged(MIXED, FRESH, holed)
+    counts = shard.set_version(7).counts(shard.sample_ids)
+    assert counts == {"3": 3, "2": 3, "0": 6, "4_or_more": 1}
+    assert aged(MIXED).set_version(5).counts(("a",)) == {"1": 3, "0": 3, "ahead": 2}
+
+
+def test_the_mask_policy_takes_stale_tokens_out_of_the_loss_and_no_others() -> None:
+    shard = aged()
+    shard.set_version(7, max_staleness=2, on_stale="mask")
+    assert shard.loss_mask_missed  # until somebody asks for it
+    keep = shard.loss_mask(0)
+    assert not shard.loss_mask_missed
+    assert keep[0].tolist() == [False] * 3 + [True] * 6
+    assert keep[1].tolist() == [True] * 5 + [False] * 4  # padding, as before
+
+    shard.set_version(7, max_staleness=3, on_stale="mask")
+    assert shard.loss_mask(0)[0].all()
+
+
+def test_with_context_parallelism_each_rank_masks_its_own_tokens() -> None:
+    layout = TrainerLayout(cp=2)
+    masked = 0
+    for cp in (0, 1):
+        shard = aged(MIXED, layout=layout, cp=cp)
+        shard.set_version(7, max_staleness=2, on_stale="mask")
+        sample, position = shard.shard.token_map(0)
+        gone = (sample >= 0) & (position < 9) & ~shard.loss_mask(0).numpy()
+        assert all(position[gone] < 3)
+        masked += int(gone.sum())
+    assert masked == 3
+
+
+def test_accept_changes_nothing() -> None:
+    shard = aged()
+    shard.set_version(7, max_staleness=0)
+    assert not shard.loss_mask_missed
+    before = aged().loss_mask(0)
+    assert torch.equal(shard.loss_mask(0), before)
+
+
+def test_reject_names_the_samples_and_both_versions() -> None:
+    shard = aged()
+    said = r"1 samples .*0 to 2 versions behind the trainer's 7: a \(3 rows\).*\[4, 5, 7\]"
+    with pytest.raises(RowsStale, match=said) as refusal:
+        shard.set_version(7, max_staleness=2, on_stale="reject")
+    assert (refusal.value.samples, refusal.value.step) == (("a",), 3)
+    shard.set_version(7, max_staleness=3, on_stale="reject")
+
+
+def test_rows_ahead_of_the_trainer_are_outside_the_bound_too() -> None:
+    with pytest.raises(RowsStale, match=r"a \(2 rows\), b \(4 rows\)"):
+        aged().set_version(6, max_staleness=9, on_stale="reject")
+
+
+def test_misuse_is_named() -> None:
+    with pytest.raises(UsageError, match="trainer's version"):
+        aged().lags(0)

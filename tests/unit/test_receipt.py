@@ -23,11 +23,8 @@ HELLO = Hello(
 )  # fmt: skip
 
 
-def test_a_receipt_is_at_most_64_bytes_of_a_reply() -> None:
+def test_the_largest_receipt_survives_in_at_most_64_bytes_of_a_reply() -> None:
     assert len(base64.b64encode(RECEIPT.to_bytes())) == 56
-
-
-def test_the_largest_receipt_survives() -> None:
     assert Receipt.from_bytes(RECEIPT.to_bytes()) == RECEIPT
 
 
@@ -75,19 +72,13 @@ def test_a_frame_whose_name_or_size_came_damaged_is_placed_nowhere(at: int, entr
         assert placed == [1][:entry]
 
 
-def test_a_frame_is_not_taken_for_another_engines() -> None:
+def test_another_engines_frame_a_size_beyond_the_bytes_and_too_many_frames_are_refused() -> None:
     _, count = open_parcel(source := InMemory(PARCEL))
     with pytest.raises(ReceiptInvalid, match="entry 0 of a parcel is damaged"):
         read_frames(source, count, boot_id=6, place=new_memory)
-
-
-def test_an_announced_size_is_not_believed_beyond_the_bytes_that_are_there() -> None:
     whole = pack_parcel(5, [(1, b"a" * 50)])
     with pytest.raises(ReceiptInvalid, match="announces 50 bytes, 40 are left"):
         frames_in(b"".join([*whole[:2], whole[2][:40]]))
-
-
-def test_a_parcel_that_announces_more_frames_than_allowed_is_refused() -> None:
     with pytest.raises(ReceiptInvalid, match="at most 1024"):
         open_parcel(InMemory(pack_parcel(5, [])[0].replace(bytes(4), b"\xff" * 4, 1)))
 

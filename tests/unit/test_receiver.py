@@ -44,17 +44,13 @@ def sample(name: str, tokens: int = 9, *, seed: int = 0) -> TicketSample:
 
 
 def ticket_of(layout: TrainerLayout, *samples: TicketSample) -> Ticket:
-    batches = [[[one.sample_id]] for one in samples]
-    assignment = Assignment.given(
-        batches if layout.dp > 1 else [[name for batch in batches for name in batch]]
-    )
+    names = [[one.sample_id] for one in samples]
+    assignment = Assignment.given([[name] for name in names] if layout.dp > 1 else [names])
     return Ticket("run", 3, SPEC, layout, assignment, samples, 1 << 20)
 
 
 @pytest.mark.parametrize("sp", [True, False])
-def test_a_rank_without_memory_for_its_part_says_so_in_the_vote(
-    monkeypatch: pytest.MonkeyPatch, sp: bool
-) -> None:
+def test_a_rank_without_memory_says_so_in_the_vote(monkeypatch: pytest.MonkeyPatch, sp: bool) -> None:
     layout, voted = TrainerLayout(tp=2, sp=sp), []
 
     def vote(failure: BaseException | None, **_: Any) -> None:
@@ -160,7 +156,7 @@ def two(monkeypatch: pytest.MonkeyPatch) -> tuple[Wire, Receiver, Ticket]:
     return Wire(monkeypatch), receiver, ticket_of(layout, sample("a", seed=1), sample("b", seed=2))
 
 
-def test_a_receive_that_failed_begins_anew_and_ends_with_the_same_shard(
+def test_a_failed_receive_begins_anew_and_ends_with_the_same_shard(
     two: tuple[Wire, Receiver, Ticket],
 ) -> None:
     wire, receiver, ticket = two
@@ -179,9 +175,8 @@ def test_a_receive_that_failed_begins_anew_and_ends_with_the_same_shard(
 def test_rows_that_are_not_the_tickets_are_named(two: tuple[Wire, Receiver, Ticket]) -> None:
     wire, receiver, ticket = two
     whole, wire.rows["b"] = wire.rows["b"], random_ids(8, seed=3)  # whole, and another sample's
-    with pytest.raises(
-        TicketMismatch, match=r"1 samples have other rows than their ticket says: \['b'\]"
-    ) as told:
+    said = r"1 samples have other rows than their ticket says: \['b'\]"
+    with pytest.raises(TicketMismatch, match=said) as told:
         receiver.receive(ticket)
     assert told.value.samples == ("b",) and told.value.ranks == ((0, 0, 0),) and told.value.step == 3
     wire.rows["b"] = whole

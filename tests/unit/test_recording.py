@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
+import struct
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,10 +28,10 @@ from r3channel.recordings.recording import Recording
 from r3channel.recordings.segment import HEAD_BYTES, Kind, check_room, pack, read
 from r3channel.trainer.logprobs import KeptLogprobs
 from r3channel.wire.digest import fold, layer_digests
-from r3channel.wire.routing import ProvenanceSpan, RowKind
 from r3channel.wire.tokens import as_tokens, hash_tokens
+from tests.children import run
 from tests.misaligned import engine_step
-from tests.samples import SPEC, WIDE, random_ids
+from tests.samples import SPEC, WIDE, random_ids, span
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "recording"
 TOKENS = {"a": 9, "b": 30, "c": 5}
@@ -42,22 +41,21 @@ def held(name: str, step: int = 0) -> Any:
     """Rows as a relay holds them."""
     rows = TOKENS[name] - 1
     ids = random_ids(rows, seed=step * 10 + ord(name))
-    span = ProvenanceSpan(start=0, end=rows, weight_version=step, kind=RowKind.DECODED)
-    return SimpleNamespace(
-        ids_TLK=ids, first_row=0, sample_key=1, digests_L=layer_digests(ids, first_row=0), provenance=(span,), invalid=()
-    )  # fmt: skip
+    own: Any = {
+        "digests_L": layer_digests(ids, first_row=0),
+        "provenance": (span(0, rows, step),),
+        "invalid": (),
+    }
+    return SimpleNamespace(ids_TLK=ids, first_row=0, sample_key=1, **own)
 
 
 def ticket_of(step: int) -> Ticket:
-    samples = tuple(
-        TicketSample(
-            name, tokens, hash_tokens(as_tokens(range(tokens))), fold(held(name, step).digests_L),
-            held(name, step).provenance,
-        )
-        for name, tokens in TOKENS.items()
-    )  # fmt: skip
-    assignment = Assignment.given([[["a", "b", "c"]]])
-    return Ticket("run", step, SPEC, TrainerLayout(), assignment, samples, 1024)
+    samples = []
+    for name, tokens in TOKENS.items():
+        rows = held(name, step)
+        tokens_hash = hash_tokens(as_tokens(range(tokens)))
+        samples.append(TicketSample(name, tokens, tokens_hash, fold(rows.digests_L), rows.provenance))
+    return Ticket("run", step, SPEC, TrainerLayout(), Assignment.given([[["a", "b", "c"]]]), samples, 1024)
 
 
 def record(recorder: Recorder, *steps: int) -> None:
@@ -89,15 +87,10 @@ def test_a_segments_bytes_are_as_its_description_says(tmp_path: Path) -> None:
     at = 0
     while at < len(data):
         head = data[at : at + 24]
-        assert head[:4] == b"R3R\x01" and data[at + 24 : at + 32] == xxhash.xxh3_64_intdigest(head).to_bytes(
-            8, "little"
-        )
-        kind, sample, size = (
-            head[4],
-            *np.frombuffer(head, "<u4", 1, 8),
-            int(np.frombuffer(head, "<u8", 1, 16)[0]),
-        )
-        kinds.append((kind, int(sample), data[at + 32 : at + 35]))
+        assert head[:4] == b"R3R\x01"
+        assert data[at + 24 : at + 32] == xxhash.xxh3_64_intdigest(head).to_bytes(8, "little")
+        kind, sample, size = struct.unpack("<4xB3xI4xQ", head)
+        kinds.append((kind, sample, data[at + 32 : at + 35]))
         at += 32 + -(-size // 16) * 16
     assert [pair[:2] for pair in kinds] == [(1, 0), (2, 0), (3, 0), (2, 1), (3, 1), (2, 2), (3, 2), (4, 0)]
     assert [text for kind, _, text in kinds if kind in (1, 3)] == [b"R3K", b"R3F", b"R3F", b"R3F"]
@@ -142,7 +135,7 @@ def test_a_recorder_that_is_killed_leaves_whole_samples_and_a_torn_one(tmp_path:
         "    return writev(file, views)\n"
         "os.writev = some\nown.record(Recorder(Path(sys.argv[1])), 0)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, timeout=150)
+    done = run("-c", program, str(tmp_path))
     assert done.returncode == -9, done.stderr
     segment = Recording.open(tmp_path).segment(0)
     assert segment.torn_bytes == 200 and not segment.ended
@@ -151,9 +144,7 @@ def test_a_recorder_that_is_killed_leaves_whole_samples_and_a_torn_one(tmp_path:
     assert np.array_equal(step.rows("b"), held("b").ids_TLK)
 
 
-def test_a_disk_without_room_is_known_before_any_of_it_is_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_without_room_is_known_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = os.open(tmp_path / "x", os.O_WRONLY | os.O_CREAT)
     monkeypatch.setattr(os, "fstatvfs", lambda _: SimpleNamespace(f_blocks=1, f_bavail=255, f_frsize=4096))
     with pytest.raises(OSError, match="No space left"):
@@ -296,11 +287,8 @@ def test_damaged_log_probs_are_named(tmp_path: Path, damage: str) -> None:
     path = write_logprobs(tmp_path, 0, 0, given)
     assert path is not None
     data = path.read_bytes()
-    changes = {
-        "short": data[:60],
-        "size": (1 << 60).to_bytes(8, "little"),
-        "end": data.replace(b"[0, ", b"[9, "),
-    }
+    end = data.replace(b"[0, ", b"[9, ")
+    changes = {"short": data[:60], "size": (1 << 60).to_bytes(8, "little"), "end": end}
     path.write_bytes(changes.get(damage, data))
     with pytest.raises(RecordingInvalid, match=r"safetensors|does not have"):
         Recording.open(tmp_path).step(0)
@@ -329,7 +317,7 @@ def test_each_rank_places_what_its_model_puts_out(tmp_path: Path, layout: str) -
         KeptLogprobs(step, step.plan.shards[-1]).add(0, torch.ones(3), trainer=torch.ones(3))
 
 
-def test_a_disk_that_is_full_ends_the_log_probs_and_nothing_else(
+def test_a_full_disk_ends_the_log_probs_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record(Recorder(tmp_path), 0)

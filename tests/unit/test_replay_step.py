@@ -16,6 +16,7 @@ from r3channel.errors import DigestMismatch, TransportError, UsageError
 from r3channel.model.spec import RoutingSpec
 from r3channel.plan.layout import TrainerLayout
 from r3channel.trainer.adapters import megatron
+from r3channel.trainer.adapters.megatron_schedule import replayed
 from r3channel.trainer.channel import TrainerChannel
 from r3channel.trainer.replay import ReplayDriver
 
@@ -115,15 +116,17 @@ def driver_on(model: Model) -> ReplayDriver:
 
 
 @contextmanager
-def driver_of(model: Model) -> Iterator[ReplayDriver]:
+def replaying(model: Model, routing: Routing) -> Iterator[Any]:
+    """A step."""
     driver = driver_on(model)
-    yield driver
+    with driver.step(routing, step=0) as step:
+        yield step
     driver.close()
 
 
 def test_a_logprob_pass_before_a_backward_leaves_the_waiting_ids_alone() -> None:
     model = Model()
-    with driver_of(model) as driver, driver.step(Routing(), step=0) as step:
+    with replaying(model, Routing()) as step:
         for index in range(2):
             with step.microbatch(index):
                 output = model(rows(index))
@@ -132,7 +135,7 @@ def test_a_logprob_pass_before_a_backward_leaves_the_waiting_ids_alone() -> None
             forward = model.router.used[-2]
             output.sum().backward()
             assert model.router.used[-1] == forward, (
-                f"the recompute of micro-batch {index} took other ids than its forward"
+                f"the recompute of {index} took other ids than its forward"
             )
 
 
@@ -147,7 +150,7 @@ def test_a_logprob_pass_before_a_backward_leaves_the_waiting_ids_alone() -> None
 )
 def test_backward_passes_in_any_order_take_their_own_ids(wrap: Any, loss_of: Any) -> None:
     model = Model(wrap)
-    with driver_of(model) as driver, driver.step(Routing(live=False), step=0) as step:
+    with replaying(model, Routing(live=False)) as step:
         losses = []
         for index in range(2):
             with step.microbatch(index):
@@ -159,18 +162,14 @@ def test_backward_passes_in_any_order_take_their_own_ids(wrap: Any, loss_of: Any
 
 def test_an_output_whose_backward_would_begin_unnoticed_is_refused() -> None:
     model = Model(lambda output: lambda: output)
-    with (
-        pytest.raises(UsageError, match="chunk 0 returned a function"),
-        driver_of(model) as driver,
-        driver.step(Routing(), step=0) as step,
-        step.microbatch(0),
-    ):
+    refused = pytest.raises(UsageError, match="chunk 0 returned a function")
+    with refused, replaying(model, Routing()) as step, step.microbatch(0):
         model(rows(0))
 
 
 def test_ids_are_looked_at_before_a_router_uses_them_and_what_was_noted_before_the_step_ends() -> None:
     model, routing = Model(), Routing(live=False)
-    with driver_of(model) as driver, driver.step(routing, step=0) as step:
+    with replaying(model, routing) as step:
         for index in range(2):
             with step.microbatch(index):
                 model(rows(index)).sum().backward()
@@ -183,23 +182,15 @@ def test_ids_are_looked_at_before_a_router_uses_them_and_what_was_noted_before_t
 def test_a_router_does_not_run_on_ids_that_are_not_the_engines() -> None:
     model, routing = Model(), Routing(live=False)
     routing.refused = DigestMismatch("rows were exchanged", samples=["a"], step=0)
-    with (
-        pytest.raises(DigestMismatch, match="exchanged"),
-        driver_of(model) as driver,
-        driver.step(routing, step=0) as step,
-        step.microbatch(0),
-    ):
+    refused = pytest.raises(DigestMismatch, match="exchanged")
+    with refused, replaying(model, routing) as step, step.microbatch(0):
         model(rows(0))
     assert model.router.used == []
 
 
 def test_a_byte_that_changes_between_forward_and_recompute_is_noticed() -> None:
     model, routing = Model(), Routing(live=False)
-    with (
-        pytest.raises(DigestMismatch, match="changed at rest"),
-        driver_of(model) as driver,
-        driver.step(routing, step=0) as step,
-    ):
+    with pytest.raises(DigestMismatch, match="changed at rest"), replaying(model, routing) as step:
         with step.microbatch(0):
             output = model(rows(0))
         routing.refused = DigestMismatch("changed at rest", samples=["a"], step=0)
@@ -225,3 +216,64 @@ def test_an_attach_that_cannot_join_leaves_no_hook(monkeypatch: pytest.MonkeyPat
     with pytest.raises(TransportError):
         TrainerChannel.attach([model], control, layout=layout, config=ChannelConfig(join_timeout_s=0.01))
     assert not model._forward_hooks and not model.router._forward_pre_hooks
+
+
+# -- Megatron's schedule with a step in it: contexts by the iterator's own count, and a check before the optimizer ------------
+
+
+class Seen:
+    """A step that says what it was asked for."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+        self.wrong = False
+
+    @contextmanager
+    def microbatch(self, index: int, *, mode: str, chunk: Any) -> Iterator[None]:
+        self.seen.append((index, mode, chunk))
+        yield
+
+    def verified(self) -> None:
+        self.seen.append("verified")
+        if self.wrong:
+            raise DigestMismatch("other rows")
+
+
+class Batches:
+    offset = 4
+
+
+def forward_step(batches: Batches, chunk: str) -> str:
+    batches.offset += 1
+    return chunk
+
+
+def interleaved(*, forward_step_func: Any, forward_only: bool, data_iterator: list[Batches]) -> list[str]:
+    """Interleaves two chunks, each with an iterator of its own."""
+    return [forward_step_func(data_iterator[chunk], f"chunk {chunk}") for chunk in (0, 1, 1, 0)]
+
+
+@pytest.mark.parametrize("forward_only, mode", [(True, "logprob"), (False, "train")])
+def test_each_chunk_counts_by_its_own_iterator(forward_only: bool, mode: str) -> None:
+    step: Any = Seen()
+    schedule = replayed(interleaved, lambda: step)
+    found = schedule(
+        forward_step_func=forward_step, forward_only=forward_only, data_iterator=[Batches(), Batches()]
+    )
+    assert found == ["chunk 0", "chunk 1", "chunk 1", "chunk 0"]
+    order = [(4, mode, "chunk 0"), (4, mode, "chunk 1"), (5, mode, "chunk 1"), (5, mode, "chunk 0")]
+    assert step.seen == [*order, "verified"]
+
+
+def test_wrong_rows_are_raised_before_the_schedule_returns() -> None:
+    step: Any = Seen()
+    step.wrong = True
+    with pytest.raises(DigestMismatch):
+        replayed(interleaved, lambda: step)(
+            forward_step_func=forward_step, data_iterator=[Batches(), Batches()]
+        )
+
+
+def test_outside_of_a_step_the_schedule_is_megatrons() -> None:
+    schedule = replayed(interleaved, lambda: None)
+    assert schedule(forward_step_func=forward_step, data_iterator=[Batches(), Batches()])[0] == "chunk 0"

@@ -69,13 +69,8 @@ def result(own: dict[str, list[Span]], **changes: Any) -> dict[str, Any]:
     for name, of in own.items():
         for one in of:
             seconds[name][one.stage] = seconds[name].get(one.stage, 0.0) + one.seconds
-    audit = [
-        {
-            "step": step,
-            "layers": [{"layer": layer, "rows": 100, "different": 7 * layer + step} for layer in LAYERS],
-        }
-        for step in range(STEPS)
-    ]
+    layers = [[{"layer": n, "rows": 100, "different": 7 * n + step} for n in LAYERS] for step in range(STEPS)]
+    audit = [{"step": step, "layers": own} for step, own in enumerate(layers)]
     return {
         "steps": STEPS, "layout": "dp=2,tp=2,pp=1,cp=1,ep=1,vpp=1,sp=1,packing=padded",
         "sglang_version": "0.5.23", "megatron_version": "0.16.1", "wall_s": 12.3,
@@ -104,14 +99,9 @@ def test_the_page_loads_nothing_and_shows_every_part_of_the_run() -> None:
     assert not foreign and "<script" not in made and "@import" not in made
     assert made.count("<svg") == 8 and len(made) < 2_000_000
     for words in (
-        "replay off: 0.0208 nats apart",
-        "version 1",
-        "All 189,648 ids",
-        "refused: rows",
-        "stock int32 through Ray",
-        "trainer1",
+        "replay off: 0.0208 nats apart", "version 1", "All 189,648 ids", "refused: rows", "stock int32 through Ray", "trainer1",
         "Expert load",
-    ):
+    ):  # fmt: skip
         assert words in text_of(made), words
     ids = re.findall(r' id="([^"]+)"', made)
     assert len(ids) == len(set(ids)), "two pictures share a name"
@@ -140,25 +130,18 @@ def test_a_trace_is_read_back_as_it_was_written() -> None:
     trace = trace_of(spans())
     found = spans_of(json.loads(json.dumps(trace)))
     for name, own in spans().items():
-        assert [(one.stage, one.step, one.thread) for one in found[name]] == [
-            (one.stage, one.step, one.thread) for one in own
-        ]
-        assert all(
-            abs(one.start_s - other.start_s) < 1e-6 and abs(one.seconds - other.seconds) < 1e-6
-            for one, other in zip(found[name], own, strict=True)
-        )
+        for one, other in zip(found[name], own, strict=True):
+            assert (one.stage, one.step, one.thread) == (other.stage, other.step, other.thread)
+            assert max(abs(one.start_s - other.start_s), abs(one.seconds - other.seconds)) < 1e-6
 
 
 def test_a_sample_is_an_arrow_from_engine_over_relay_to_router() -> None:
     """Each end lies within a span of its thread, as Perfetto wants it; requests that overlap have threads of their own."""
     engine = in_slots([(0.0, 1.9), (0.5, 1.0), (1.1, 1.5)], stage="generation", step=0)
     assert [one.thread for one in engine] == ["slot 0", "slot 1", "slot 1"]
+    rest = [Point("relay", "MainThread", 2.04), Point("trainer1", "MainThread", 99.0)]
     ways = {
-        name: [
-            Point("engine0", one.thread, one.end_s),
-            Point("relay", "MainThread", 2.04),
-            Point("trainer1", "MainThread", 99.0),
-        ]
+        name: [Point("engine0", one.thread, one.end_s), *rest]
         for name, one in zip("abc", engine, strict=True)
     }
     events = trace_of({"engine0": engine} | spans(), ways)["traceEvents"]
@@ -185,9 +168,7 @@ def test_the_command_writes_the_page_of_a_run(tmp_path: Path, capsys: pytest.Cap
 
 @pytest.mark.skipif(CHROMIUM is None, reason="chromium (Debian package) is not there")
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, True)], ids=["laptop", "phone, dark"])
-def test_a_real_browser_shows_it_without_a_word_on_its_console(
-    tmp_path: Path, width: int, dark: bool
-) -> None:
+def test_a_browser_shows_it_without_a_word_on_its_console(tmp_path: Path, width: int, dark: bool) -> None:
     """Nothing is wider than the window (pictures scroll within their cards), and letters stand out from the paper."""
     file = tmp_path / "page.html"
     file.write_text(page(result(spans()), spans()).replace("</head>", PROBE + "</head>"))
@@ -197,26 +178,11 @@ def test_a_real_browser_shows_it_without_a_word_on_its_console(
     assert "CONSOLE" not in found.stderr, found.stderr
 
 
-def browse(
-    file: Path, *, width: int, dark: bool, folder: Path, screenshot: Path | None = None
-) -> subprocess.CompletedProcess[str]:
+def browse(file: Path, *, width: int, dark: bool, folder: Path) -> subprocess.CompletedProcess[str]:
     assert CHROMIUM is not None
     command = [
-        CHROMIUM,
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-gpu",
-        f"--user-data-dir={folder}/profile",
-    ]
-    command += [
-        f"--window-size={width},2400",
-        "--enable-logging=stderr",
-        "--hide-scrollbars",
-        "--virtual-time-budget=3000",
-    ]
-    command += (
-        ["--blink-settings=preferredColorScheme=0"] if dark else ["--blink-settings=preferredColorScheme=1"]
-    )
-    return subprocess.run(
-        [*command, "--dump-dom", f"file://{file}"], capture_output=True, text=True, timeout=120
-    )
+        CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}/profile",
+        f"--window-size={width},2400", "--enable-logging=stderr", "--hide-scrollbars", "--virtual-time-budget=3000",
+        f"--blink-settings=preferredColorScheme={0 if dark else 1}", "--dump-dom", f"file://{file}",
+    ]  # fmt: skip
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -137,9 +137,7 @@ def test_an_evaluated_sample_holds_nothing_and_is_counted(rows: SampleRows) -> N
     assert "routed_experts" not in rows.take(sample, meta("a", 9), trained=False)
     assert rows_of(sample) is None and waiting(rows) == set()
     assert rows.relay.metrics.value("r3channel_samples_total", outcome="discarded") == 1
-    rows.take(
-        sample, {"finish_reason": {"type": "stop"}}, trained=False
-    )  # without routing it is no fault either
+    rows.take(sample, {"finish_reason": {"type": "stop"}}, trained=False)  # no routing is no fault either
 
 
 def test_a_step_is_sealed_while_the_one_before_waits_for_its_trainers(rows: SampleRows) -> None:

@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from r3channel.integrations import guard as bare
 from r3channel.integrations.slime import api_check
 from r3channel.integrations.slime import arguments as slime_arguments
 from r3channel.integrations.slime import launch as slime_launch
+from tests.children import run
 
 ROOT = Path(__file__).parents[2]
 PTH = ROOT / "r3channel/r3channel.pth"
@@ -25,10 +25,12 @@ PTH = ROOT / "r3channel/r3channel.pth"
 def parsed(*given: str, **slime: Any) -> argparse.Namespace:
     """What slime's parser would leave, with our arguments among them."""
     args = slime_arguments.add_arguments(argparse.ArgumentParser()).parse_args(["--use-r3-channel", *given])
-    known = {"num_experts": 8, "use_routing_replay": False, "use_rollout_routing_replay": False}
-    known |= {"update_weight_transport": "disk", "colocate": False}
-    known |= {"release_train": False, "update_weight_mode": "full"}
-    known |= {"debug_train_only": False, "debug_rollout_only": False}
+    off = "use_routing_replay use_rollout_routing_replay colocate release_train debug_train_only debug_rollout_only"
+    known = {
+        "num_experts": 8,
+        "update_weight_transport": "disk",
+        "update_weight_mode": "full",
+    } | dict.fromkeys(off.split(), False)
     return argparse.Namespace(**vars(args) | known | slime)
 
 
@@ -36,11 +38,8 @@ def test_engines_and_requests_give_routing_and_slimes_own_replay_is_off() -> Non
     args = slime_arguments.prepared(
         parsed("--r3-bucket-bytes", "65536", use_rollout_routing_replay=True, use_routing_replay=True)
     )
-    assert (args.use_rollout_routing_replay, args.use_routing_replay, args.moe_enable_routing_replay) == (
-        True,
-        False,
-        True,
-    )
+    replays = args.use_rollout_routing_replay, args.use_routing_replay, args.moe_enable_routing_replay
+    assert replays == (True, False, True)
     assert args.r3_channel["bucket_bytes"] == 65536
 
 
@@ -58,7 +57,7 @@ def test_engines_and_requests_give_routing_and_slimes_own_replay_is_off() -> Non
         (("--r3-weights", "broadcast"), {"update_weight_mode": "delta"}, "--update-weight-mode full"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_the_argument_to_change(
+def test_what_does_not_fit_names_the_argument(
     given: tuple[str, ...], slime: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
@@ -159,15 +158,7 @@ def bare_run(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str
     (tmp_path / "sitecustomize.py").write_text(f"import site; site.addsitedir({str(tmp_path / 'site')!r})")
     script = tmp_path / "train_async.py"
     script.write_text("import sys, slime.utils.arguments\nprint('r3channel' in sys.modules, 'trained')\n")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))}
-    return subprocess.run(
-        [sys.executable, str(script), *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
+    return run(str(script), *arguments, PYTHONPATH=os.pathsep.join((str(tmp_path), str(ROOT))))
 
 
 def test_slime_with_the_flag_and_without_the_hooks_ends_with_2_and_the_command(tmp_path: Path) -> None:
@@ -181,9 +172,7 @@ def test_without_the_flag_nothing_of_ours_is_imported(tmp_path: Path) -> None:
     assert (child.returncode, child.stdout) == (0, "False trained\n"), child.stderr
 
 
-def test_miles_with_the_flag_ends_with_2_and_no_command_that_is_not_there(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_miles_with_the_flag_ends_with_2_and_no_missing_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         bare.refusal.find_spec("miles.utils.arguments")
     told = capsys.readouterr().err

@@ -12,8 +12,8 @@ from r3channel.errors import FrameCorrupt, FrameMagicMismatch, RoutingError
 from r3channel.relay.arrival.splice import merge, merged_frame
 from r3channel.wire.frame import encode_frame, parse_frame, sample_key
 from r3channel.wire.parcel import Receipt
-from r3channel.wire.routing import ProvenanceSpan, RowKind, SampleRouting, spans_of
-from tests.samples import SPEC, WIDE, random_ids, reply_of
+from r3channel.wire.routing import RowKind, SampleRouting, spans_of
+from tests.samples import SPEC, WIDE, random_ids, reply_of, span
 
 
 def routing(
@@ -22,19 +22,12 @@ def routing(
     """Decoded rows [first_row, first_row + rows); `missing` are positions without routing."""
     valid_T = np.ones(rows, dtype=bool)
     valid_T[[row - first_row for row in missing]] = False
+    kinds_T = np.where(valid_T, RowKind.DECODED, RowKind.MISSING).astype(np.uint8)
     return SampleRouting(
-        spec=spec,
-        sample_id="s",
-        tokens=first_row + rows + 1,
-        first_row=first_row,
+        spec=spec, sample_id="s", tokens=first_row + rows + 1, first_row=first_row, valid_T=valid_T,
         expert_ids_TLK=random_ids(rows, spec=spec, seed=seed),
-        valid_T=valid_T,
-        provenance=spans_of(
-            np.where(valid_T, version, -1),
-            np.where(valid_T, RowKind.DECODED, RowKind.MISSING).astype(np.uint8),
-            first_row=first_row,
-        ),
-    )
+        provenance=spans_of(np.where(valid_T, version, -1), kinds_T, first_row=first_row),
+    )  # fmt: skip
 
 
 def test_prompt_rows_come_from_the_prefill_engine_and_the_rest_from_decode() -> None:
@@ -44,10 +37,7 @@ def test_prompt_rows_come_from_the_prefill_engine_and_the_rest_from_decode() -> 
     assert whole.valid_T.all()
     assert np.array_equal(whole.expert_ids_TLK[:4], prefill.expert_ids_TLK)
     assert np.array_equal(whole.expert_ids_TLK[4:], decode.expert_ids_TLK[4:])
-    assert whole.provenance == (
-        ProvenanceSpan(start=0, end=4, weight_version=1, kind=RowKind.DECODED),
-        ProvenanceSpan(start=4, end=9, weight_version=2, kind=RowKind.DECODED),
-    )
+    assert whole.provenance == (span(0, 4, 1), span(4, 9, 2))
 
 
 def test_a_row_that_both_engines_have_is_the_decode_engines() -> None:
@@ -68,27 +58,19 @@ def test_merging_changes_neither_side() -> None:
     assert np.array_equal(decode.expert_ids_TLK, before)
 
 
-def test_two_models_are_not_merged() -> None:
+def test_two_models_or_samples_are_not_merged() -> None:
     with pytest.raises(RoutingError, match="different routing"):
         merge(routing(0, 4, spec=WIDE), routing(0, 9))
-
-
-def test_rows_of_another_sample_are_not_merged() -> None:
     with pytest.raises(RoutingError, match="expected a beginning of the same sample"):
         merge(routing(0, 12), routing(0, 9))
 
 
 def reply(routing: SampleRouting, request_id: str) -> dict[str, Any]:
-    return reply_of(
-        encode_frame(
-            SPEC,
-            expert_ids_TLK=routing.expert_ids_TLK,
-            valid_T=routing.valid_T,
-            provenance=routing.provenance,
-            sample_key=sample_key(request_id),
-        ),
-        request_id=request_id,
-    )
+    frame = encode_frame(
+        SPEC, expert_ids_TLK=routing.expert_ids_TLK, valid_T=routing.valid_T, provenance=routing.provenance,
+        sample_key=sample_key(request_id),
+    )  # fmt: skip
+    return reply_of(frame, request_id=request_id)
 
 
 def test_the_replies_of_both_engines_give_one_frame_of_the_decode_engines_request() -> None:

@@ -44,22 +44,22 @@ def counts(stream: Stream, *parts: Stretches) -> np.ndarray:
 
 @settings(max_examples=150, deadline=None)
 @given(step=steps())
-def test_the_stream_and_the_pads_name_each_row_of_the_shard_once(step: Step) -> None:
+def test_a_stream_is_the_ranks_rows_with_routing_in_order_in_few_pieces_and_the_pads_are_the_rest(
+    step: Step,
+) -> None:
+    """Together they name each row of the shard once."""
     for shard in step.shards:
         stream = Stream.of(step.ticket, shard)
         assert (counts(stream, stream.pads, stream.stretches) == 1).all()
         assert stream.runs.length.sum() * shard.row_bytes == shard.nbytes
-
-
-@settings(max_examples=100, deadline=None)
-@given(step=steps())
-def test_a_stream_is_the_ranks_rows_with_routing_in_the_plans_order(step: Step) -> None:
-    for shard in step.shards:
-        stream = Stream.of(step.ticket, shard)
         own = rows_of(stream, stream.stretches)
         valid = [step.valid(sample.sample_id) for sample in stream.samples]
         assert own == sorted(own) and all(valid[sample][position] for sample, position in own)
         assert stream.nbytes == len(own) * stream.row_bytes
+        sends = list(stream.sends())
+        assert [(sample, at) for sample, first, rows in sends for at in range(first, first + rows)] == own
+        ends = {(sample, first + rows) for sample, first, rows in sends}
+        assert not ends & {(sample, first) for sample, first, _ in sends[1:]}
 
 
 @settings(max_examples=100, deadline=None)
@@ -73,19 +73,6 @@ def test_every_stage_gets_each_row_with_routing_at_one_context_rank(step: Step) 
             for index, sample in enumerate(streams[0].samples)
             for position in np.flatnonzero(step.valid(sample.sample_id)).tolist()
         ]
-
-
-@settings(max_examples=60, deadline=None)
-@given(step=steps())
-def test_what_is_sent_is_the_stream_in_as_few_pieces_as_can_be(step: Step) -> None:
-    for shard in step.shards:
-        stream = Stream.of(step.ticket, shard)
-        sends = list(stream.sends())
-        assert [
-            (sample, position) for sample, first, rows in sends for position in range(first, first + rows)
-        ] == rows_of(stream, stream.stretches)
-        ends = {(sample, first + rows) for sample, first, rows in sends}
-        assert not ends & {(sample, first) for sample, first, _ in sends[1:]}
 
 
 @settings(max_examples=60, deadline=None)

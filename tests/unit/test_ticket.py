@@ -23,15 +23,11 @@ from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.shards import plan_shards
 from r3channel.plan.ticket import Ticket, TicketSample
-from r3channel.wire.routing import ProvenanceSpan, RowKind
+from r3channel.wire.routing import RowKind
 from tests.memory import growth_of
+from tests.samples import SPEC, span
 
-SPEC = RoutingSpec(num_layers=4, moe_layers=(1, 2, 3), num_experts=128, top_k=8)
 HEAD = ticket_module._HEAD
-
-
-def span(start: int, end: int, version: int, kind: RowKind = RowKind.DECODED) -> ProvenanceSpan:
-    return ProvenanceSpan(start=start, end=end, weight_version=version, kind=kind)
 
 
 WHOLE = TicketSample("a", 9, 2**64 - 1, 2**63, (span(0, 3, 5, RowKind.PREFILLED), span(3, 8, 6)))
@@ -42,14 +38,9 @@ NOWHERE = TicketSample("", 5, 1, 0, (), ((0, 4),))
 def make_ticket(*samples: TicketSample, **changes: Any) -> Ticket:
     samples = samples or (WHOLE, TURNS, NOWHERE)
     values: dict[str, Any] = {
-        "run": "run",
-        "step": 3,
-        "spec": SPEC,
-        "layout": TrainerLayout(tp=2, mtp=(3,)),
-        "assignment": Assignment.given([[[sample.sample_id] for sample in samples]]),
-        "samples": samples,
-        "bucket_bytes": 1 << 20,
-    }
+        "run": "run", "step": 3, "spec": SPEC, "layout": TrainerLayout(tp=2, mtp=(3,)), "samples": samples,
+        "assignment": Assignment.given([[[sample.sample_id] for sample in samples]]), "bucket_bytes": 1 << 20,
+    }  # fmt: skip
     return Ticket(**(values | changes))
 
 
@@ -301,9 +292,7 @@ def test_samples_that_receivers_would_refuse_are_not_sealed(change: dict[str, An
         ({"samples": (WHOLE, TURNS)}, ConfigError),
     ],
 )  # fmt: skip
-def test_steps_that_receivers_would_refuse_are_not_sealed(
-    change: dict[str, Any], error: type[Exception]
-) -> None:
+def test_steps_that_would_be_refused_are_not_sealed(change: dict[str, Any], error: type[Exception]) -> None:
     with pytest.raises(error):
         make_ticket(**change).to_bytes()
 
@@ -314,15 +303,8 @@ def samples(draw: st.DrawFn) -> TicketSample:
     rows = tokens - 1
     edges = sorted(draw(st.sets(st.integers(0, rows), max_size=6)))
     ranges = list(zip(edges[::2], edges[1::2], strict=False))
-    spans = [
-        ProvenanceSpan(
-            start=a,
-            end=b,
-            weight_version=draw(st.integers(-(2**63), 2**63 - 1)),
-            kind=draw(st.sampled_from(RowKind)),
-        )
-        for a, b in ranges
-    ]
+    version, kind = st.integers(-(2**63), 2**63 - 1), st.sampled_from(RowKind)
+    spans = [span(a, b, draw(version), draw(kind)) for a, b in ranges]
     lost = draw(st.booleans())
     return TicketSample(
         draw(st.text(st.characters(codec=None), max_size=8)),

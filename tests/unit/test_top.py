@@ -15,6 +15,7 @@ from rich.console import Console
 from r3channel.errors import ConfigError
 from r3channel.observe.metrics import Metrics
 from r3channel.observe.stage_clock import STAGES, StageClock
+from r3channel.tools import top
 from r3channel.tools.metrics_page import Between, Look, parse_page
 from r3channel.tools.screen import faults_of, screen
 from r3channel.tools.top import urls_of
@@ -95,6 +96,44 @@ def test_a_dead_thread_and_a_fault_are_said_with_what_is_new_of_it() -> None:
     faults = list(faults_of([found]))
     assert len(faults) == 2 and faults[0].endswith("5 replies, frames or steps refused, reason rows (+2)")
     assert faults[1].endswith("its thread has ended")
+
+
+@pytest.mark.parametrize(
+    ("role", "name", "labels", "said"),
+    [
+        ("relay", "samples_total", {"outcome": "live"}, "samples left to the live router"),
+        ("relay", "samples_total", {"outcome": "expired"}, "samples that no step took in time"),
+        ("trainer", "ids_different_total", {}, "ids at routers that are not the engines'"),
+        ("trainer", "group_resets_total", {}, "connections given up"),
+        ("trainer", "fallback_shards_total", {}, "shards over the fallback transport"),
+        ("trainer", "weight_updates_total", {"result": "failed"}, "weight updates failed"),
+        ("trainer", "weight_updates_total", {"result": "unknown"}, "that may have been committed"),
+        ("engine", "engine_frames_total", {"way": "given_up"}, "frames given up"),
+        ("relay", "recording_lost_steps", {}, "steps that a recording could not keep"),
+        ("relay", "engines_silent", {}, "engines without hello"),
+        ("relay", "background_thread_alive", {}, "its thread has ended"),
+        ("engine", "engine_greeted", {}, "no relay has taken its hello"),
+    ],
+)
+def test_each_fault_is_said_and_no_other(role: str, name: str, labels: dict[str, str], said: str) -> None:
+    metrics, full = Metrics(role), f"r3channel_{name}"
+    must_be_1 = name in ("background_thread_alive", "engine_greeted")
+
+    def value(bad: bool) -> str:
+        put = metrics.inc if name.endswith("_total") else metrics.set
+        put(full, 2 * bad if not must_be_1 else not bad, **labels)
+        return "\n".join(faults_of([between(metrics, lambda: None)]))
+
+    assert value(False) == "" and said in value(True)
+
+
+def test_a_page_that_does_not_answer_is_a_fault_and_exit_status_1(capsys: pytest.CaptureFixture[str]) -> None:
+    down = "http://127.0.0.1:9/metrics"
+    assert top.run([down, "--once", "--every", "0.01"]) == 1
+    assert "127.0.0.1:9 does not answer: " in " ".join(capsys.readouterr().out.split())
+    with Metrics("trainer") as metrics:
+        page = f"http://127.0.0.1:{metrics.serve()}/metrics"
+        assert top.run([page, "--once", "--every", "0.01"]) == 0 and "no fault" in capsys.readouterr().out
 
 
 def test_what_is_no_folder_of_targets_is_refused(tmp_path: Path) -> None:

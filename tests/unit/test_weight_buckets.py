@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import threading
 from collections.abc import Iterable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -14,12 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3channel.errors import ConfigError, ManifestMismatch
-from r3channel.weights.manifest import (
-    Bucket,
-    TensorMeta,
-    fill_buckets,
-    unit_of,
-)
+from r3channel.weights import progress
+from r3channel.weights.manifest import Bucket, TensorMeta, fill_buckets, unit_of
 from r3channel.weights.pack import Packer
 from r3channel.weights.progress import Deadline, Run
 
@@ -91,41 +88,24 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 
 
 @given(model=models())
-@settings(deadline=None, max_examples=60)
-def test_every_tensor_lies_in_one_bucket_once(model: Model) -> None:
+@settings(deadline=None, max_examples=100)
+def test_every_tensor_lies_once_aligned_and_beside_its_unit_in_a_bucket_below_the_cap(model: Model) -> None:
+    """A bucket is above the cap only as a single unit. The manifest says where each tensor of the caller's order lies."""
     metas, cap_bytes = model
-    buckets = plan_buckets(metas, cap_bytes=cap_bytes)
+    manifest = fill_buckets(metas, cap_bytes=cap_bytes)
+    buckets = manifest.buckets
     assert sorted(name for bucket in buckets for name in bucket.names) == sorted(m.name for m in metas)
-
-
-@given(model=models())
-@settings(deadline=None, max_examples=60)
-def test_offsets_are_aligned_and_leave_no_gap(model: Model) -> None:
-    metas, cap_bytes = model
-    for bucket in plan_buckets(metas, cap_bytes=cap_bytes):
+    for bucket in buckets:
         end = 0
         for tensor, offset in zip(bucket.tensors, bucket.offsets, strict=True):
             assert offset == end and offset % tensor.dtype.itemsize == 0
             end += tensor.nbytes
-        assert end == bucket.payload_bytes
-
-
-@given(model=models())
-@settings(deadline=None, max_examples=60)
-def test_a_bucket_is_above_the_cap_only_as_a_single_unit(model: Model) -> None:
-    metas, cap_bytes = model
-    for bucket in plan_buckets(metas, cap_bytes=cap_bytes):
         with_bytes = {unit_of(tensor.name) for tensor in bucket.tensors if tensor.nbytes}
-        assert bucket.payload_bytes <= cap_bytes or len(with_bytes) == 1
-
-
-@given(model=models())
-@settings(deadline=None, max_examples=60)
-def test_a_unit_is_never_split(model: Model) -> None:
-    metas, cap_bytes = model
-    buckets = plan_buckets(metas, cap_bytes=cap_bytes)
+        assert end == bucket.payload_bytes and (end <= cap_bytes or len(with_bytes) == 1)
     where = [{unit_of(name) for name in bucket.names} for bucket in buckets]
     assert sum(len(units) for units in where) == len(set().union(*where)), where
+    assert [meta for meta, _, _ in manifest.arrivals] == metas
+    assert all(buckets[bucket].tensors[at] == meta for meta, bucket, at in manifest.arrivals)
 
 
 @given(model=models(), seed=st.integers(0, 99))
@@ -173,24 +153,21 @@ def test_a_model_with_half_a_family_is_no_error() -> None:
     assert [name for bucket in buckets for name in bucket.names] == names
 
 
-@given(model=models())
-@settings(deadline=None, max_examples=60)
-def test_the_manifest_says_where_each_tensor_of_the_callers_order_lies(model: Model) -> None:
-    metas, cap_bytes = model
-    manifest = fill_buckets(metas, cap_bytes=cap_bytes)
-    assert [meta for meta, _, _ in manifest.arrivals] == metas
-    assert all(manifest.buckets[bucket].tensors[at] == meta for meta, bucket, at in manifest.arrivals)
-
-
-def test_no_tensors_are_refused() -> None:
-    with pytest.raises(ManifestMismatch, match="no tensors at all"):
-        plan_buckets([], cap_bytes=80)
-
-
-@pytest.mark.parametrize("name", ["a.input_scale", "a.q_proj.qweight"])
-def test_a_tensor_of_a_packed_format_is_refused(name: str) -> None:
-    with pytest.raises(ManifestMismatch, match="packed format"):
-        plan_buckets([meta(name, 1)], cap_bytes=80)
+@pytest.mark.parametrize(
+    ("names", "cap_bytes", "error", "said"),
+    [
+        ([], 80, ManifestMismatch, "no tensors at all"),
+        (["a.input_scale"], 80, ManifestMismatch, "packed format"),
+        (["a.q_proj.qweight"], 80, ManifestMismatch, "packed format"),
+        (["a.weight", "a.weight"], 80, ManifestMismatch, r"a\.weight is given twice"),
+        (["a"], 0, ConfigError, "0 bytes"),
+    ],
+)
+def test_what_cannot_be_sent_is_refused(
+    names: list[str], cap_bytes: int, error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        plan_buckets([meta(name, 1) for name in names], cap_bytes=cap_bytes)
 
 
 def test_a_float8_weight_leaves_with_its_scale() -> None:
@@ -216,16 +193,6 @@ def test_float8_weights_without_scales_wait_for_none_for_ever() -> None:
     assert max(bucket.payload_bytes for bucket in buckets) <= 80
 
 
-def test_a_tensor_given_twice_is_refused() -> None:
-    with pytest.raises(ManifestMismatch, match=r"a\.weight is given twice"):
-        plan_buckets([meta("a.weight", 1), meta("a.weight", 1)], cap_bytes=80)
-
-
-def test_a_cap_below_one_byte_is_refused() -> None:
-    with pytest.raises(ConfigError, match="0 bytes"):
-        plan_buckets([meta("a", 1)], cap_bytes=0)
-
-
 def test_packing_takes_parameters_and_any_strides() -> None:
     weight = torch.nn.Parameter(torch.arange(6.0).view(2, 3)).t()
     bucket, packer = Bucket.of([TensorMeta.of("a", weight)]), Packer(torch.device("cpu"), look=False)
@@ -242,3 +209,65 @@ def test_packing_reuses_two_buffers() -> None:
     addresses = [payload.data_ptr() for payload in packed]
     assert addresses[0] == addresses[2] != addresses[1] == addresses[3]
     assert [len(payload) for payload in packed] == [64, 64, 10, 64]
+
+
+class OnDevice(torch.Tensor):
+    """Host memory that says it is on a CUDA device: what is asked of the device can then be counted."""
+
+    @property
+    def is_cuda(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return True
+
+
+@pytest.mark.parametrize("look", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32])
+def test_a_bucket_packed_on_a_device_is_whole_when_it_is_handed_over(
+    monkeypatch: pytest.MonkeyPatch, look: bool, dtype: torch.dtype
+) -> None:
+    """The group sends from a thread of its own, whose current stream is not the one on which the trainer packs."""
+    waited: list[torch.Tensor] = []
+    out_N = torch.zeros(16, dtype=torch.uint8).as_subclass(OnDevice)
+
+    class Stream:
+        def synchronize(self) -> None:
+            waited.append(out_N.as_subclass(torch.Tensor).clone())
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream())
+    tensor = torch.arange(4).to(dtype)
+    bucket = Bucket.of([TensorMeta.of("w", tensor)])
+    packer = Packer(torch.device("cpu"), look=look)
+    monkeypatch.setattr(packer, "_room", lambda *_: out_N)
+    packer.pack(0, bucket, [tensor], Run(Deadline(20, "test")))
+    assert [held.view(dtype).tolist() for held in waited] == [tensor.tolist()]
+
+
+# -- where an update's time went: each moment belongs to one stage --------------------------------------------------------------
+
+
+def test_a_stage_counts_its_own_time_and_not_that_of_inner_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [0.0]
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    run = Run(Deadline(20, "test"))
+
+    def spend(seconds: float) -> None:
+        now_s[0] += seconds
+
+    def other_thread() -> None:
+        spend(1)  # as long as it takes to start
+        with run.stage("plan"):
+            spend(2)
+            for _ in range(2):
+                with run.stage("convert"):
+                    spend(4)
+                with run.stage("pack"):
+                    spend(8)
+
+    with run.stage("join"):
+        spend(16)
+    with run.stage("wait_send"):
+        thread = threading.Thread(target=other_thread)
+        thread.start()
+        thread.join()
+        spend(32)
+    assert run.report.seconds == {"join": 16, "convert": 8, "pack": 16, "plan": 2, "wait_send": 33}
+    assert sum(run.report.seconds.values()) == now_s[0]

@@ -9,13 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from r3channel.errors import (
-    ConfigError,
-    DeadlineExceeded,
-    ManifestMismatch,
-    NonFiniteWeights,
-    UsageError,
-)
+from r3channel import errors
 from r3channel.weights.session import WeightSync
 from r3channel.weights.store import checkpoint_tensors
 
@@ -77,7 +71,7 @@ def test_a_scale_is_taken_only_where_an_engine_without_it_would_be_noticed(tmp_p
     save_file(tensors, str(tmp_path / "model.safetensors"))
     with (
         session(expected=None) as sync,
-        pytest.raises(ManifestMismatch, match=r"down_proj\.weight_scale_inv is the scale"),
+        pytest.raises(errors.ManifestMismatch, match=r"down_proj\.weight_scale_inv is the scale"),
     ):
         sync.load_checkpoint(tmp_path, version=0, timeout_s=20)
     for guard in ({"verify": True, "expected": None}, {"expected": "engine"}):
@@ -87,28 +81,28 @@ def test_a_scale_is_taken_only_where_an_engine_without_it_would_be_noticed(tmp_p
 
 
 def test_what_does_not_fit_is_refused_by_name(folder: Path) -> None:
-    with session() as sync, pytest.raises(DeadlineExceeded, match="reading of"):
+    with session() as sync, pytest.raises(errors.DeadlineExceeded, match="reading of"):
         sync.load_checkpoint(folder, version=0, timeout_s=1e-9)
-    with session(keep_copy=False) as sync, pytest.raises(UsageError, match="keep_copy"):
+    with session(keep_copy=False) as sync, pytest.raises(errors.UsageError, match="keep_copy"):
         sync.load_checkpoint(folder, version=0, timeout_s=20)
     with session() as sync:
-        with pytest.raises(UsageError):
+        with pytest.raises(errors.UsageError):
             sync.load_checkpoint(folder, version=-1, timeout_s=20)
         sync.load_checkpoint(folder, version=0, timeout_s=20)
-        with pytest.raises(UsageError, match="before the first update"):
+        with pytest.raises(errors.UsageError, match="before the first update"):
             sync.load_checkpoint(folder, version=1, timeout_s=20)
 
     save_file({"lm_head.weight": torch.zeros(3)}, str(folder / "model-00003.safetensors"))
-    with pytest.raises(ConfigError, match=r"tensor lm_head\.weight lies in another file"):
+    with pytest.raises(errors.ConfigError, match=r"tensor lm_head\.weight lies in another file"):
         list(checkpoint_tensors(folder))
     (folder / "model-00003.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0no json here ...")
-    with pytest.raises(ConfigError, match=r"model-00003.* is it a safetensors file"):
+    with pytest.raises(errors.ConfigError, match=r"model-00003.* is it a safetensors file"):
         list(checkpoint_tensors(folder))
 
 
 def test_numbers_that_are_none_are_refused_in_a_checkpoint_too(tmp_path: Path) -> None:
     save_file({"w": torch.tensor([1.0, float("nan")])}, str(tmp_path / "model.safetensors"))
     with session() as sync:
-        with pytest.raises(NonFiniteWeights, match="tensor w"):
+        with pytest.raises(errors.NonFiniteWeights, match="tensor w"):
             sync.load_checkpoint(tmp_path, version=0, timeout_s=20)
         assert sync.version is None and sync._copy is not None and sync._copy.version is None

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from r3channel.cli import main
 from r3channel.errors import ManifestMismatch, WeightsCorrupt
@@ -15,10 +17,11 @@ from r3channel.tools.weights import compare
 from r3channel.weights.checksums import EngineChecksums, tensor_checksum
 from r3channel.weights.convert import te_name
 from r3channel.weights.manifest import Bucket, TensorMeta, fill_buckets
-from r3channel.weights.pack import Packer, first_nonfinite
+from r3channel.weights.pack import Packer, _finite_on_device, finite, first_nonfinite
 from r3channel.weights.progress import Deadline, Run
 from r3channel.weights.stages import Given
 from r3channel.weights.store import HeldWeights, HostCopy
+from tests.fake_engine import FakeEngine
 
 Named = dict[str, torch.Tensor]
 
@@ -66,10 +69,8 @@ def test_fused_parameters_are_hashed_in_the_engines_order_whatever_order_the_par
 
 def test_a_part_without_its_fellows_keeps_its_own_name() -> None:
     """DeepSeek-V2-Lite has q_proj without k_proj, and kv_a_proj_with_mqa without q_a_proj."""
-    sums, named = (
-        EngineChecksums(),
-        {f"a.{part}.weight": torch.randn(2) for part in ("q_proj", "kv_a_proj_with_mqa")},
-    )
+    sums = EngineChecksums()
+    named = {f"a.{part}.weight": torch.randn(2) for part in ("q_proj", "kv_a_proj_with_mqa")}
     for name, tensor in named.items():
         sums.add(name, tensor)
     assert sums.result() == {name: tensor_checksum(tensor) for name, tensor in named.items()}
@@ -132,6 +133,22 @@ def test_a_comparison_names_what_differs_lacks_and_is_too_much() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(("version", "changed", "status"), [("7", 0, 0), ("6", 0, 1), ("7", 1, 1)])
+def test_a_stale_version_and_another_byte_are_exit_status_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], version: str, changed: int, status: int
+) -> None:
+    engine = FakeEngine(receives={"w": torch.arange(4.0)})
+    HeldWeights(7, {"1": [engine.checksums()]}).write(path := tmp_path / "committed.json")
+    engine.version = version
+    engine.tensors["w"] += changed
+    try:
+        assert main(["weights", "verify", "--engine", engine.url, "--manifest", str(path)]) == status
+    finally:
+        engine.die()
+    said = capsys.readouterr().out
+    assert ("but it says version 6" in said) == (version == "6") and ("1 differ" in said) == bool(changed)
+
+
 def test_one_engine_without_a_manifest_is_no_comparison(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["weights", "verify", "--engine", "http://127.0.0.1:9"]) == 2
     assert main(["weights", "verify", "--engine", "http://127.0.0.1:9", "--manifest", "/nowhere.json"]) == 2
@@ -142,3 +159,36 @@ def test_norms_of_latent_attention_have_other_names() -> None:
     name = "decoder.layers.1.input_layernorm.weight"
     assert te_name(name, latent=True) == name
     assert te_name(name) == "decoder.layers.1.self_attention.linear_qkv.layer_norm_weight"
+
+
+# -- NaN and Inf in every float type -------------------------------------------------------------------------------------
+
+FLOATS = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.float8_e4m3fn, torch.float8_e5m2),
+)
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    return bool(torch.isfinite(tensor.to(torch.float64)).all())
+
+
+@given(st.sampled_from(FLOATS), st.binary(min_size=8, max_size=64))
+def test_any_bits_of_any_float_type_are_judged_as_torch_judges_them(dtype: torch.dtype, raw: bytes) -> None:
+    whole = raw[: len(raw) // 8 * 8]
+    tensor = torch.frombuffer(bytearray(whole), dtype=torch.uint8).view(dtype)
+    assert bool(_finite_on_device(tensor)) == finite(tensor) == is_finite(tensor)
+
+
+def test_all_bit_patterns_of_the_small_types() -> None:
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        for pattern in range(256):
+            tensor = torch.tensor([0, pattern], dtype=torch.uint8).view(dtype)
+            assert finite(tensor) == is_finite(tensor), (dtype, pattern)
+
+
+def test_strided_views_empty_tensors_and_integers_pass() -> None:
+    wide = torch.full((4, 6), float("inf"))
+    assert not finite(wide)
+    wide[:, ::2] = 1.0
+    assert all(map(finite, (wide[:, ::2], torch.empty(0), torch.ones(3).long())))

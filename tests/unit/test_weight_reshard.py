@@ -1,9 +1,12 @@
-"""The exact plan, on every rank alike: each destination element written exactly once."""
+"""The exact plan, on every rank alike: boxes and splits, each element written once, senders balanced, at full size too."""
 
 from __future__ import annotations
 
+import heapq
+from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,20 +15,20 @@ from hypothesis import strategies as st
 from r3channel.errors import ManifestMismatch
 from r3channel.weights.geometry import Box, Layout, ShardMap, report_of
 from r3channel.weights.manifest import TensorMeta
-from r3channel.weights.plan import RankPlan, plan_reshard
+from r3channel.weights.plan import RankPlan, deal, plan_reshard
+from r3channel.weights.progress import Deadline
+from r3channel.weights.stages import Given, Stages, TrainerRanks
 from tests.reshard_cases import cases, side
-from tests.reshard_model import held_by, replicated
+from tests.reshard_model import chunked, figures, held_by, replicated
+from tests.reshard_model import side as model_side
 
 Case = tuple[ShardMap, ShardMap, int]
 MODEL = [
-    ("embed.weight", torch.bfloat16, (23, 6)),
-    ("layers.0.norm.rep", torch.float32, (6,)),
-    ("layers.0.proj.weight", torch.float8_e4m3fn, (17, 9)),
-    ("layers.0.scale", torch.float32, ()),
-    ("layers.0.empty", torch.bfloat16, (0, 4)),
-    ("layers.0.codes", torch.int8, (13, 5)),
+    ("embed.weight", torch.bfloat16, (23, 6)), ("layers.0.norm.rep", torch.float32, (6,)),
+    ("layers.0.proj.weight", torch.float8_e4m3fn, (17, 9)), ("layers.0.scale", torch.float32, ()),
+    ("layers.0.empty", torch.bfloat16, (0, 4)), ("layers.0.codes", torch.int8, (13, 5)),
     ("layers.1.big", torch.float32, (300, 40)),
-]
+]  # fmt: skip
 
 
 def plans(case: Case) -> list[RankPlan]:
@@ -129,6 +132,37 @@ def test_ranks_that_disagree_about_a_tensor_are_told_both_values() -> None:
         ShardMap.gathered(reports)
 
 
+class OneRankOfTwo(TrainerRanks):
+    """The other one gives the same and comes to the hash that it is told."""
+
+    def __init__(self, other: str) -> None:
+        super().__init__()
+        self.size, self._other = 2, other
+
+    def exchange(self, value: Any, deadline: Deadline) -> list[Any]:
+        return [value, self._other or value if isinstance(value, str) else value]
+
+    def exchange_bytes(self, raw: bytes, deadline: Deadline) -> list[bytes]:
+        return [raw, raw]
+
+
+@pytest.mark.parametrize("other", ["", "another hash"])
+def test_trainers_that_planned_otherwise_are_told_both_hashes_before_a_byte(other: str) -> None:
+    meta = TensorMeta(name="w", dtype=torch.float32, shape=(8,))
+    stages = Stages(OneRankOfTwo(other), host="127.0.0.1", session="s", run_token="", staged=True, wire="tcp")
+    deadline, held = Deadline(20, "test"), ((meta, Box.whole(meta.shape)),)
+    assert stages.survey(Given(held, (1,), None), deadline) and not stages.survey(
+        Given(held, (1,), None), deadline
+    )
+    with (
+        pytest.raises(ManifestMismatch, match="rank 1 planned another hash, rank 0 planned ")
+        if other
+        else nullcontext()
+    ):
+        stages.aim([], [1], deadline)
+    assert stages.aimed_at([], [1]) == (not other)
+
+
 def test_what_ranks_report_is_gathered_to_the_map_that_they_have() -> None:
     shards = side(MODEL, [0, 1, 2], axis=0)
     reports = []
@@ -138,3 +172,101 @@ def test_what_ranks_report_is_gathered_to_the_map_that_they_have() -> None:
     gathered = ShardMap.gathered(reports)
     assert gathered.metas == shards.metas
     assert all(held_by(gathered, rank) == held_by(shards, rank) for rank in range(3))
+
+
+# -- boxes and splits --------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 40), st.integers(1, 13))
+def test_parts_are_those_of_torch_chunk(size: int, parts: int) -> None:
+    pieces = torch.arange(size).chunk(parts) if size else ()
+    expected = [(int(p[0]), int(p[-1]) + 1) for p in pieces if len(p)]
+    layout = chunked((size, 2), 0, [[rank] for rank in range(parts)])
+    bounds = list(zip(layout.starts_ND[:, 0].tolist(), layout.stops_ND[:, 0].tolist(), strict=True))
+    assert len(bounds) == parts and [b for b in bounds if b[0] < b[1]] == expected
+
+
+@st.composite
+def boxes(draw: st.DrawFn, axes: int) -> Box:
+    corners = [sorted((draw(st.integers(0, 6)), draw(st.integers(0, 6)))) for _ in range(axes)]
+    return Box(tuple(lo for lo, _ in corners), tuple(hi for _, hi in corners))
+
+
+@given(st.integers(0, 3).flatmap(lambda axes: st.tuples(boxes(axes), boxes(axes))))
+def test_an_intersection_holds_the_indexes_that_both_hold(pair: tuple[Box, Box]) -> None:
+    shape = (6,) * len(pair[0].start)
+    masks = [torch.zeros(shape, dtype=torch.bool) for _ in range(3)]
+    for box, mask in zip((*pair, pair[0].intersect(pair[1])), masks, strict=True):
+        if box is not None:
+            mask[box.within(Box.whole(shape))] = True
+    assert torch.equal(masks[0] & masks[1], masks[2])
+
+
+def test_a_box_outside_its_tensor_is_refused_with_rank_and_shape() -> None:
+    with pytest.raises(ManifestMismatch, match=r"rank 3 holds \[0\]\.\.\[9\].*shape \[8\]"):
+        Layout.of((8,), [(3, Box((0,), (9,)))])
+
+
+def test_equal_layouts_are_one_key() -> None:
+    one, other = (chunked((8, 4), 0, [[0], [1]]) for _ in range(2))
+    assert one == other and len({one, other}) == 1
+    assert one != chunked((8, 4), 0, [[2], [3]])
+
+
+# -- who sends what ----------------------------------------------------------------------------------------------------
+
+
+def one_by_one(loads: dict[int, int], count: int, nbytes: int) -> list[int]:
+    """The rule itself: a heap of (bytes, rank)."""
+    heap = [(held, rank) for rank, held in loads.items()]
+    heapq.heapify(heap)
+    chosen = []
+    for _ in range(count):
+        held, rank = heap[0]
+        heapq.heapreplace(heap, (held + nbytes, rank))
+        chosen.append(rank)
+    return chosen
+
+
+@given(
+    st.dictionaries(st.integers(0, 30), st.integers(0, 200), min_size=1, max_size=12),
+    st.integers(1, 60),
+    st.integers(1, 90),
+)
+def test_dealing_at_once_equals_dealing_one_by_one(loads: dict[int, int], count: int, nbytes: int) -> None:
+    loads = dict(sorted(loads.items()))
+    loads_R = np.zeros(31, dtype=np.int64)
+    loads_R[list(loads)] = list(loads.values())
+    senders = deal(loads_R, np.array(list(loads)), count=count, nbytes=nbytes)
+    assert senders.tolist() == one_by_one(loads, count, nbytes)
+    assert {rank: int(loads_R[rank]) for rank in loads} == {
+        rank: held + nbytes * senders.tolist().count(rank) for rank, held in loads.items()
+    }
+
+
+# -- a DeepSeek-V3-like model over 256 -> 256 ranks ----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sides() -> tuple[ShardMap, ShardMap]:
+    return model_side(ranks=256, tp=8, ep=64), model_side(ranks=256, tp=32, ep=32, first=256)
+
+
+def test_the_busiest_of_256_senders_is_within_two_percent_and_a_unit(
+    sides: tuple[ShardMap, ShardMap],
+) -> None:
+    plan = plan_reshard(*sides, rank=0, world_size=512)
+    found, senders = figures(plan), {rank for holders, _, _ in plan.shares for rank in holders}
+    assert found["tensors"] > 45_000 and len(senders) == 256
+    assert found["floor_gb"] <= found["busiest_gb"] <= found["bound_gb"]
+
+
+def test_a_trainer_keeps_its_part_of_the_plan_only(sides: tuple[ShardMap, ShardMap]) -> None:
+    """It sends 1/256 of what the eight engines of 32 ranks receive; another rank comes to the same hash."""
+    trainer, engine = (plan_reshard(*sides, rank=rank, world_size=512) for rank in (7, 300))
+    assert trainer.hash == engine.hash and not engine.ops
+    assert len(trainer.ops) < 3000
+    assert (
+        sum(op.box.numel * trainer.tensors[op.tensor].dtype.itemsize for op in trainer.ops)
+        == trainer.sent_bytes_R[7]
+    )

@@ -1,0 +1,21 @@
+"""The package as it is without numba: every place that asks for the compiled loops gets none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from r3channel.plan import placement as place
+from r3channel.wire import digest
+from r3channel.wire import validate as distinct
+
+
+@contextmanager
+def numba(there: bool) -> Iterator[None]:
+    assert distinct.kernels() is not None, "the locked environment has it; without it nothing is compared"
+    with pytest.MonkeyPatch.context() as patch:
+        for module in () if there else (place, distinct, digest):
+            patch.setattr(module, "kernels", lambda: None)
+        yield
