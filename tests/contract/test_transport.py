@@ -36,7 +36,9 @@ class Meeting:
     def __init__(self) -> None:
         self.name, self.store = uuid.uuid4().hex, RendezvousStore("127.0.0.1")
 
-    def join(self, rank: int, *, epoch: int = 1, backend: str = "gloo", timeout_s: float = TIMEOUT_S) -> Any:
+    def join(
+        self, rank: int, size: int = 2, *, epoch: int = 1, backend: str = "gloo", timeout_s: float = TIMEOUT_S
+    ) -> Any:
         place = {"name": f"{self.name}/epoch{epoch}", "host": self.store.host, "port": self.store.port}
         at = Rendezvous(backend=backend, epoch=epoch, rank=rank, world_size=size, **place)  # type: ignore[arg-type]
         return join(at, timeout_s=timeout_s)
