@@ -7,7 +7,7 @@ import importlib
 import inspect
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +20,7 @@ from r3channel.config import ChannelConfig, EngineConfig
 from r3channel.errors import RouterUnsupported
 from r3channel.tools.pages import TABLES, every_error, happened, options, put_into
 from r3channel.trainer.adapters import megatron_refusals as refusals
+from tests.unit.test_imports import LEVELS
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "r3channel"
@@ -29,7 +30,8 @@ PAGES = {
     for path in (top.glob("*.md") if top == ROOT else top.rglob("*.md"))
 }
 DESIGN = PAGES["r3channel/DESIGN.md"]
-HOUSE = DESIGN.split("## The house")[1].split("## ")[0]
+ROOMS = DESIGN.split("## The rooms")[1].split("```")[1]
+DECISIONS = PAGES["r3channel/DECISIONS.md"]
 SNIPPETS = [
     (page, text) for page in PAGES for text in re.findall(r"```python\n(.*?)```", PAGES[page], re.DOTALL)
 ]
@@ -90,14 +92,49 @@ def test_every_file_that_is_named_with_its_folder_is_there(page: str) -> None:
     } == set()
 
 
-def test_the_house_names_every_module_of_its_lower_rooms() -> None:
-    named = set(re.findall(r"\w+", HOUSE))
-    rooms = [path for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()]
-    inner = [path for room in ("wire", "plan", "transport") for path in (PACKAGE / room).iterdir()]
-    names = {
-        path.stem for path in [*rooms, *inner] if not path.name.startswith("__") and path.suffix != ".md"
-    }
-    assert names - named == set()
+def modules_of(rooms: str) -> list[str]:
+    """Every module that has a line, such as `wire/codec/lz4`; those of a room are indented below it."""
+    named, room = list[str](), ""
+    for indent, name, what in re.findall(r"^( *)([\w/]+) +(\S.*)$", rooms, re.MULTILINE):
+        if indent:
+            named.append(room + name)
+        elif name.endswith("/"):
+            room = name
+        else:
+            named.append(name)
+        assert re.match(r"level \d: " if not indent else r"\S", what), name
+    return named
+
+
+def misnamed(rooms: str, modules: Iterable[str]) -> list[str]:
+    """Modules without a line of their own, and lines whose module is not there or has another one."""
+    named, there = Counter(modules_of(rooms)), Counter(modules)
+    return sorted(((there - named) + (named - there)).elements())
+
+
+def test_the_design_page_has_a_line_for_each_module_and_each_line_its_module() -> None:
+    files = (path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")
+    assert misnamed(ROOMS, (file.with_suffix("").as_posix() for file in files)) == []
+
+
+@pytest.mark.parametrize(
+    ("modules", "wrong"),
+    [
+        (["errors", "wire/frame", "wire/codec/lz4"], []),
+        (["errors", "wire/frame", "wire/codec/lz4", "wire/new"], ["wire/new"]),
+        (["errors", "wire/frame"], ["wire/codec/lz4"]),
+        (["errors", "plan/frame", "wire/codec/lz4"], ["plan/frame", "wire/frame"]),
+    ],
+)
+def test_a_module_without_its_line_is_noticed(modules: list[str], wrong: list[str]) -> None:
+    rooms = "errors  level 0: all of them\nwire/  level 3: bytes\n  frame  rows\n  codec/lz4  a codec\n"
+    assert misnamed(rooms, modules) == wrong
+    assert misnamed(rooms + "  frame  again\n", modules) == sorted([*wrong, "wire/frame"])
+
+
+def test_the_design_page_has_the_levels_that_imports_are_held_to() -> None:
+    levels = re.findall(r"^(\w+)/? +level (\d):", ROOMS, re.MULTILINE)
+    assert {name: int(level) for name, level in levels} == LEVELS and len(levels) == len(LEVELS)
 
 
 def _namespace() -> dict[str, Any]:
@@ -132,21 +169,6 @@ def test_the_pages_calls_fit_their_signatures() -> None:
         inspect.signature(target).bind(*arguments, **{str(word.arg): None for word in call.keywords})
         checked += 1
     assert checked >= 14
-
-
-def test_every_decision_is_on_the_page_that_the_table_says() -> None:
-    def numbers(text: str) -> list[int]:
-        return [int(number) for number in re.findall(r"\d+", text)]
-
-    there = {
-        page: numbers(" ".join(re.findall(r"^- \*\*(\d+)\. ", PAGES[page], re.MULTILINE))) for page in PAGES
-    }
-    table = dict(re.findall(r"^\| (?:`(.*?)`|this one) \| ([\d, ]+) \|$", DESIGN, re.MULTILINE))
-    told = {page or "r3channel/DESIGN.md": sorted(numbers(text)) for page, text in table.items()}
-    assert told == {page: sorted(found) for page, found in there.items() if found}
-    replaced = re.findall(r"([\d, ]+) by \d+", DESIGN.split("| replaced |")[1])
-    every = sorted([*numbers(" ".join(replaced)), *(number for found in there.values() for number in found)])
-    assert every == sorted(set(every)) and set(every) >= set(range(1, 96))
 
 
 # -- generated tables are the committed ones; options and errors are complete, and each name means one thing --------
@@ -213,3 +235,12 @@ def test_all_that_is_wrong_is_named_at_once() -> None:
         refusals.refuse_unsupported(SimpleNamespace(**bad))
     assert "quantile_balancing" in str(refusal.value) and "moe_input_jitter_eps=0.01" in str(refusal.value)
     assert "cuda_graph_impl" not in str(refusal.value)
+
+
+def test_a_decision_has_a_number_of_its_own_and_each_that_is_cited_is_there() -> None:
+    numbers = re.findall(r"^- \*\*(\d+)\. ", DECISIONS, re.MULTILINE)
+    assert len(numbers) > 60 and len(set(numbers)) == len(numbers)
+    files = (path for folder in ("r3channel", "examples", "tests") for path in (ROOT / folder).rglob("*.py"))
+    texts = [*PAGES.values(), *(path.read_text() for path in files)]
+    cited = {number for text in texts for number in re.findall(r"[Dd]ecision (\d+)", text)}
+    assert "87" in cited and cited - set(numbers) == set()

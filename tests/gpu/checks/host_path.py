@@ -136,6 +136,4 @@ def cost(device: str, facts: Facts) -> None:
     ours = statistics.median(own_s for _, own_s in steps) / copy_s
     facts.limit("our copy, of the copy alone", ours, ours <= 1.5, "at most 1.5")
     share = statistics.median(max(own_s, copy_s) / spent_s for spent_s, own_s in steps)
-    facts.limit(
-        "the copy, of the whole way", share, share <= 0.1, "at most a tenth: decision 87 of the trainer"
-    )
+    facts.limit("the copy, of the whole way", share, share <= 0.1, "at most a tenth: decision 87")
