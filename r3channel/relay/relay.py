@@ -7,7 +7,8 @@
     relay.join_previous(timeout_s=...)             # the next rollout, before it seals again
 
 One process runs it beside (or as part of) the rollout manager; receivers learn by `hello` where they connect. It keeps a step's
-rows until every receiver has acknowledged them. This file joins the parts; README.md beside it shows a frame's way and the locks.
+rows until every receiver has acknowledged them. This file joins the parts; README.md beside it has the locks, DESIGN.md the way
+of a request.
 """
 
 from __future__ import annotations
