@@ -2,7 +2,7 @@
 #
 #   make demo          the main job: real SGLang, Ray and Megatron-core on this machine's CPU
 #   make test          what a newcomer runs       make quick   unit and contract tests only
-#   make test-full     everything                 make lint    ruff, pyright, code lines
+#   make test-full     everything                 make lint    ruff, pyright, code lines, docstrings
 #   make gpu           every check of the GPU paths, nine minutes at most, with this machine's own python3 and torch
 #
 # Variables: PYTHON (3.11 or newer), ARGS (passed on to the demo or to pytest), and TORCH_PIP_ARGS. PyPI serves the CUDA
@@ -98,6 +98,7 @@ lint: setup
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m tests.code_lines
+	$(BIN)/python -m tests.docstrings
 	$(BIN)/python -m pyright
 
 format: setup

@@ -12,20 +12,20 @@ import re
 import sys
 import tokenize
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 TABLE = "[code-lines]"
 ROOTS = ("r3channel", "examples", "tests")
-_NO_CODE = {
-    tokenize.COMMENT,
-    tokenize.NL,
-    tokenize.NEWLINE,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.ENCODING,
-    tokenize.ENDMARKER,
-}
+_NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.DEDENT, tokenize.ENDMARKER}
+"""Tokens on lines without code; other tokens without text stand on the line of one that counts."""
+
+
+def docstrings(source: str) -> Iterator[ast.Constant]:
+    """The docstrings of modules, classes and functions, and the texts below constants and attributes."""
+    values = (node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Expr))
+    return (text for text in values if isinstance(text, ast.Constant) and isinstance(text.value, str))
 
 
 def code_lines(source: str) -> int:
@@ -40,13 +40,8 @@ def code_lines(source: str) -> int:
     4
     '''
     documented, lines = set[int](), set[int]()
-    for node in ast.walk(ast.parse(source)):
-        if (
-            isinstance(node, ast.Expr)
-            and isinstance(node.value, ast.Constant)
-            and isinstance(node.value.value, str)
-        ):
-            documented.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    for text in docstrings(source):
+        documented.update(range(text.lineno, (text.end_lineno or text.lineno) + 1))
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in _NO_CODE:
             lines.update(range(token.start[0], token.end[0] + 1))

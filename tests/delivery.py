@@ -59,7 +59,7 @@ def relays(**common: Any) -> Iterator[MakeRelay]:
 
 
 def receivers_of(relay: Relay) -> list[Receiver]:
-    """Of every rank of the layout, in its order. Those of one TP group hand on to each other."""
+    """A receiver for every rank of the layout, in its order. Those of one TP group hand on to each other."""
     layout, config = relay.layout, relay.config
     boards: dict[tuple[int, int, int], Board] = {}
     found = []
@@ -188,7 +188,7 @@ def lives(relay: Relay) -> list[int]:
 
 
 def ticket_of(relay: Relay, step: int) -> Ticket:
-    """Of a step under way."""
+    """The ticket of a step under way."""
     return relay.steps._steps[step].ticket
 
 

@@ -35,7 +35,7 @@ def specs(draw: st.DrawFn) -> RoutingSpec:
 
 @st.composite
 def layouts(draw: st.DrawFn, *, mtp: tuple[int, ...] = ()) -> TrainerLayout:
-    """Of eight layers; `mtp` are the layers that MTP layers may replay."""
+    """Layouts of eight layers; `mtp` are the layers that MTP layers may replay."""
     tp = draw(st.sampled_from([1, 2, 4]))
     pp = draw(st.sampled_from([1, 2, 4]))
     vpp = draw(st.sampled_from([1, 2])) if pp > 1 else 1
@@ -149,6 +149,6 @@ def oracle_line(values: list[np.ndarray], batch: Microbatch, layout: TrainerLayo
 def oracle_rows(
     values: list[np.ndarray], batch: Microbatch, layout: TrainerLayout, *, cp: int, tp: int
 ) -> np.ndarray:
-    """Of one TP rank."""
+    """The rows of one TP rank."""
     line = oracle_line(values, batch, layout, cp=cp)
     return np.split(line, layout.tp)[tp] if layout.sequence_parallel else line

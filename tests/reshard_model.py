@@ -127,7 +127,7 @@ def figures(plan: RankPlan) -> dict[str, Any]:
 
 
 def mean_bytes(plan: RankPlan) -> float:
-    """Of the ranks that hold anything another rank needs."""
+    """Mean bytes that a rank sends, among those that hold anything another rank needs."""
     return sum(plan.sent_bytes_R) / len({rank for holders, _, _ in plan.shares for rank in holders})
 
 

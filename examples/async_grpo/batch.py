@@ -22,7 +22,7 @@ class Sample:
     """Prompt and response."""
     prompt_tokens: int
     logprobs: list[float]
-    """Of the response tokens, by the engine."""
+    """The engine's log-probs of the response tokens."""
     reward: float
 
     @property
@@ -59,7 +59,7 @@ class MicrobatchData:
     rollout_logprobs: torch.Tensor
     """The engine's, where the mask is 1."""
     advantages: torch.Tensor
-    """Of the token's sample."""
+    """The advantage of each token's sample."""
     responses: int
     """Response tokens of the micro-batch over all CP ranks: what the loss divides by."""
     plan: Microbatch

@@ -106,7 +106,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def model_layers(layout: TrainerLayout) -> int:
-    """Of the model that is made for it: at least two layers in every chunk; layer 0 is dense."""
+    """Layers of the model that is made for the layout: at least two in every chunk; layer 0 is dense."""
     return max(4, 2 * layout.pp * layout.vpp)
 
 

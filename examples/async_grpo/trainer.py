@@ -54,7 +54,7 @@ class TrainerRouting(Protocol):
 
     @property
     def metrics(self) -> Metrics | None:
-        """Of this process."""
+        """This process's metrics."""
         ...
 
     def report(self) -> dict[str, Any]: ...

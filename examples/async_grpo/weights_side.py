@@ -36,7 +36,7 @@ class Pushed:
 
 
 class Publisher:
-    """Of the first trainer rank, or of all where each sends its part. A push is verified before it is committed."""
+    """Pushes from the first trainer rank, or from all, each with its part. A push is verified before it is committed."""
 
     def __init__(
         self,

@@ -222,7 +222,7 @@ class Rank:
         self._taking[path].blank()
 
     def digest(self, path: str) -> str:
-        """Of what the last `take` left."""
+        """The digest of the ids that the last `take` left."""
         return paths.digest(self._taking[path].tensors())
 
     def settle(self) -> None:

@@ -225,7 +225,7 @@ class Router:
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:
-    """Of all ids in order, whatever their dtype. Refuses rows that a router could not use in place."""
+    """A digest of all ids in order, whatever their dtype. Refuses rows that a router could not use in place."""
     state = xxhash.xxh3_128()
     for ids_RK in tensors:
         assert ids_RK.is_contiguous(), f"rows of stride {ids_RK.stride()}, expected contiguous ones"

@@ -29,7 +29,7 @@ class KeptMasks:
         )
 
     def frame(self, *, prompt_tokens: int, new_tokens: int, request_id: str) -> bytes:
-        """Of the tokens that are answered; the first is of the logits at the prompt's last token."""
+        """The masks of the tokens that are answered; the first belongs to the logits at the prompt's last token."""
         rows = self.view()
         lengths_T = rows.lengths[:new_tokens]  # a request for no token samples one
         return encode_masks(

@@ -72,7 +72,7 @@ def _refused_routers(routers: list[Router], *, spec: RoutingSpec) -> Iterator[Re
 
 
 def unread(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Of these settings those that were neither tested nor read."""
+    """Those of these settings that were neither tested nor read."""
     return {name: value for name, value in values.items() if judged(name, value) is None}
 
 

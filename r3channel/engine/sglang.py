@@ -144,7 +144,7 @@ def note_weight_version(result: Any, updater: Any, recv_req: Any) -> None:
 
 
 def _streams_replies() -> bool:
-    """Of the ranks that share a request only this one answers; the others need not gather its rows."""
+    """Whether this rank answers, the only one of those that share a request; the others need not gather its rows."""
     parallel = runtime_context.get_parallel()
     return parallel.attn_tp_rank == 0 and parallel.attn_cp_rank == 0
 
@@ -220,7 +220,7 @@ class FrameCapturer(RoutedExpertsCapturer):
         self._version = (weight_version(), parse_weight_version(weight_version()))
         self._draft: FrameDraft | None = None
         self.transferred = slice(0)
-        """Of the request that `get_topk` is asked for next: the tokens whose keys another engine computed."""
+        """The tokens whose keys another engine computed, in the request that `get_topk` is asked for next."""
 
     def destroy(self) -> None:
         if self.outlet is not None:

@@ -53,7 +53,7 @@ def _named(field: str) -> str:
 
 
 def port(option: str, number: int, *, host: str) -> str:
-    """Can it be bound now; 0 asks for any."""
+    """A fault if the port cannot be bound now; 0 asks for any port."""
     try:
         if number > _LAST_PORT:  # the C library would count on from 0
             raise OverflowError(f"expected at most {_LAST_PORT}")
@@ -68,7 +68,7 @@ def port(option: str, number: int, *, host: str) -> str:
 
 
 def folder(option: str, path: str | os.PathLike[str], *, room_bytes: int = 0) -> str:
-    """Can files be made there, and is there room; an option that is not given has an empty path."""
+    """A fault if files cannot be made there or room is missing; an option that is not given has an empty path."""
     if not path:
         return ""
     at = Path(path).absolute()
@@ -86,7 +86,7 @@ def folder(option: str, path: str | os.PathLike[str], *, room_bytes: int = 0) ->
 
 
 def memory(needed_bytes: int, *, remedy: str, meminfo: Path = MEMINFO) -> str:
-    """Is so much to be had without swapping; well where the system does not say."""
+    """Whether so much memory is free without swapping; no fault if the system does not tell."""
     lines = meminfo.read_text().splitlines() if meminfo.is_file() else []
     found = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
     if found and found[0] < needed_bytes:
@@ -95,7 +95,7 @@ def memory(needed_bytes: int, *, remedy: str, meminfo: Path = MEMINFO) -> str:
 
 
 def layout(option: str, given: TrainerLayout, model: Mapping[str, Any]) -> str:
-    """Does Megatron cut the model of a checkpoint's `config.json` so."""
+    """A fault if Megatron does not cut the model of a checkpoint's `config.json` so."""
     heads, groups = model["num_attention_heads"], model["num_key_value_heads"]
     if heads % given.tp or (groups % given.tp and given.tp % groups):
         cut = f"the model's {heads} attention heads in {groups} groups"

@@ -234,7 +234,7 @@ def _says(value: Any) -> bool:
 
 
 def _number(text: Mapping[str, Any], keys: Sequence[str]) -> int:
-    """Of whichever key is given; 0 for none. Two that differ, or a list over layers that differ, cannot be one number."""
+    """The number under whichever key is given; 0 for none. Two that differ, or a list that differs over layers, are refused."""
     given = {key: text[key] for key in keys if text.get(key) is not None}
     found = {
         int(item)

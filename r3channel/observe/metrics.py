@@ -58,7 +58,7 @@ _Key = tuple[str, ...]
 
 
 class Page(Protocol):
-    """What a configuration says of /metrics: `ChannelConfig` and `EngineConfig` do."""
+    """The settings of /metrics, as `ChannelConfig` and `EngineConfig` have them."""
 
     @property
     def interface(self) -> str: ...
@@ -82,7 +82,7 @@ class Metrics:
             raise UsageError(f"unknown role {role!r}; the roles are {', '.join(LABELS['role'])}")
         self.role, self.run = role, run
         self.url = ""
-        """Of the page, while it is served."""
+        """The page's address; empty while it is not served."""
         self._lock = threading.Lock()
         self._values: dict[str, dict[_Key, float]] = {name: {} for name in METRICS}
         self._watched: dict[str, dict[_Key, Callable[[], float]]] = {name: {} for name in METRICS}
@@ -95,7 +95,7 @@ class Metrics:
 
     @classmethod
     def of(cls, role: str, page: Page, *, clock: StageClock | None = None, offset: int = 0) -> Metrics:
-        """As a configuration says: served where it names a port. `offset` keeps processes of one machine apart at a fixed one."""
+        """Metrics for a configuration, served if it names a port; `offset` is added to a fixed port, one for each process."""
         metrics = cls(role, clock=clock, run=page.run_name)
         if page.metrics_port >= 0:
             port = page.metrics_port and page.metrics_port + offset
@@ -103,8 +103,8 @@ class Metrics:
         return metrics
 
     def measure(self, name: str, **labels: str) -> None:
-        """A counter exists from here on, at 0: a series born at 1 never raises an `increase() > 0` alert. Labels that are not
-        given take all their values."""
+        """Create a counter at 0: a series born at 1 never raises an `increase() > 0` alert. Labels that are not given take all
+        their values."""
         metric = _metric(name, "counter")
         if self.role not in metric.roles:
             raise UsageError(f"{name} is measured by {', '.join(metric.roles)}, not by {self.role}")

@@ -1,4 +1,4 @@
-"""Where the time of a process goes: named stages, measured per thread. Knows no stage's meaning.
+"""Measures where the time of a process goes: named stages, per thread. Knows no stage's meaning.
 
     clock = StageClock("relay")
     with clock.span("ingest", step=3):          # ingest pauses while verify runs
@@ -132,7 +132,7 @@ class StageClock:
         return _OpenSpan(self, stage, step)
 
     def ahead(self) -> None:
-        """The calling thread works ahead of whoever needs it: what it waits for keeps nobody waiting, and counts as `recv`."""
+        """Mark the calling thread as one that works ahead: its waits stop no trainer, and count as `recv`."""
         self._local.ahead = True
 
     def record(self, stage: str, start_s: float, end_s: float, *, step: int | None = None) -> None:

@@ -68,7 +68,7 @@ def _within(own: Iterable[Span], point: Point) -> Point:
 
 
 def spans_of(trace: Mapping[str, Any]) -> dict[str, list[Span]]:
-    """The way back."""
+    """The spans of a trace that `trace_of` made."""
     events = trace["traceEvents"]
     names = {
         (event["name"], event["pid"], event["tid"]): event["args"]["name"]

@@ -19,7 +19,7 @@ _Numbers = np.ndarray[Any, np.dtype[Any]]
 
 
 class Masks(Protocol):
-    """Of the rows [first_row, first_row + T) of a sample; see `wire.masks.Masks`."""
+    """Sampling masks of the rows [first_row, first_row + T) of a sample; see `wire.masks.Masks`."""
 
     @property
     def first_row(self) -> int: ...

@@ -81,10 +81,10 @@ class Runs(NamedTuple):
     sample: Ints
     """Index in the micro-batch; -1 for the tail of a pack."""
     position: Ints
-    """Of the first row."""
+    """The first row's position in its sample."""
     slot: Ints
     local: Ints
-    """Of the first row within the slot, counted in positions: row = local * width + sample in `[b, s]`, local in a pack."""
+    """The first row's place within the slot, in positions: row = local * width + sample in `[b, s]`, local in a pack."""
     length: Ints
     real: Ints
     """Leading rows that an engine computed: the positions before the sample's last token."""

@@ -26,7 +26,7 @@ from r3channel.wire.routing import Ids
 __all__ = ["PLAN_VERSION", "Microbatch", "Plan", "Shard", "ShardKey", "plan_shards"]
 
 PLAN_VERSION = 1
-"""Of the arithmetic in this file and in `layout.py` and `rows.py`: another one where equal inputs give other shards."""
+"""Version of the arithmetic here, in `layout.py` and in `row_order.py`: it rises where equal inputs give other shards."""
 
 ShardKey = tuple[int, int, int]
 """(DP, PP, CP)."""
@@ -229,7 +229,7 @@ class RankBatches(Sequence[tuple[Microbatch, ...]]):
         return self._made[rank]
 
     def _pad(self, rank: int) -> Iterator[Microbatch]:
-        """Of one length within an optimizer step where a pipeline asks for that."""
+        """The rank's micro-batches, padded to one length within an optimizer step where a pipeline asks for that."""
         batches, layout = self._assignment.ranks[rank], self._layout
         edges = list(accumulate(map(len, batches), initial=self._begin[rank]))
         for step in self._assignment.optimizer_steps:

@@ -38,7 +38,7 @@ class Stream:
 
     shard: Shard
     samples: Sequence[TicketSample]
-    """Of the DP rank, in the plan's order; indices of samples below are into this."""
+    """The DP rank's samples, in the plan's order; indices of samples below are into this."""
 
     @classmethod
     def of(cls, ticket: Ticket, shard: Shard) -> Stream:
@@ -67,7 +67,7 @@ class Stream:
 
     @cached_property
     def sample_of(self) -> Ints:
-        """Of each run: the sample's index, -1 for the tail of a pack."""
+        """Each run's sample as an index, -1 for the tail of a pack."""
         first = np.cumsum([0, *(len(batch.sample_ids) for batch in self.shard.microbatches)])
         return np.where(self.runs.sample < 0, -1, first[self.runs.microbatch] + self.runs.sample)
 

@@ -1,4 +1,4 @@
-"""A step as engines said it and as routers used it, row beside row: all samples of the ticket, one after another."""
+"""A step's rows from the engines and from the routers, row beside row: all samples of the ticket, one after another."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Sides:
 
     ticket: Ticket
     spec: RoutingSpec
-    """The engines'."""
+    """The engines' routing shape."""
     seen_spec: RoutingSpec
     names: tuple[str, ...]
     want_RLK: Ids
     seen_RLK: Ids
-    """Of the engines' layers; perhaps of more columns."""
+    """The routers' ids for the engines' layers; they may have more columns."""
     extra_RLK: Ids
-    """Of layers that only the routers' side has: MTP."""
+    """The ids of layers that only the routers' side has: MTP."""
     valid_R: Bools
     """Rows with routing on the engines' side that the routers' side is to have."""
     there_R: Bools
@@ -43,7 +43,7 @@ class Sides:
 
     @classmethod
     def of(cls, want: RecordedStep, seen: RecordedStep) -> Iterator[Sides]:
-        """Of each pass that the routers' side has. Raises RecordingInvalid where they are not of one step and model."""
+        """One pair for each pass of the routers' side. Raises RecordingInvalid where the two are not of one step and model."""
         _check_pair(want, seen)
         names = tuple(sample.sample_id for sample in want.samples if sample.sample_id not in seen.cut)
         passes = sorted({part for part, _ in seen.passes} or {"forward"})
@@ -88,7 +88,7 @@ class Sides:
 
     @cached_property
     def differs_RL(self) -> Bools:
-        """Where ids are not the same in the same order, of rows that both sides have."""
+        """Cells of rows that both sides have, whose ids or their order differ."""
         top_k = self.spec.top_k
         if self.seen_RLK.shape[2] != top_k:
             return np.ones(self.want_RLK.shape[:2], bool) & self.both_R[:, None]

@@ -25,11 +25,11 @@ SampleKey = tuple[str, str]
 
 @dataclass
 class ConsumedRows:
-    """Fills while routers run. `add_call` once for each router call; ranks' own are joined by `merge`."""
+    """What routers used. `add_call` adds one router call, `merge` the rows of another rank."""
 
     ticket: Ticket
     spec: RoutingSpec
-    """Of the ids: the engines', or one with the routers' more layers or columns."""
+    """The routing shape of the ids: the engines', or one with the routers' further layers or columns."""
     ids: dict[SampleKey, Ids] = field(default_factory=dict)
     """[tokens - 1, L, K]."""
     there: dict[SampleKey, Ids] = field(default_factory=dict)
@@ -72,7 +72,7 @@ class ConsumedRows:
             own_TL |= there_TL
 
     def step(self, tokens: Mapping[str, Ids] | None = None) -> RecordedStep:
-        """As if it had been written and read again."""
+        """The step as if it had been written and read again."""
         frames = {key: [self._frame(key)] for key in self.ids}
         return RecordedStep(
             ticket=self.ticket,
@@ -105,7 +105,7 @@ def _tiled(sample: TicketSample) -> bool:
 
 
 def consumed_by(tap_records: Iterable[Any], shard: Shard, *, ticket: Ticket, tp: int) -> ConsumedRows:
-    """From `trainer.audit.RouterTap.records` of one rank."""
+    """The rows in one rank's `trainer.audit.RouterTap.records`."""
     found = ConsumedRows(ticket, ticket.spec)
     for call in tap_records:
         if call.pass_name in PASSES and call.microbatch >= 0 and call.layer in ticket.spec.moe_layers:

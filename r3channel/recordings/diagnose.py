@@ -1,4 +1,4 @@
-"""The silent misalignments that frameworks keep finding, as hypotheses about two sides of a step: which explains what differs?
+"""Names the known silent misalignments: each is a hypothesis about two sides of a step, and the best explanation wins.
 
 A hypothesis says, for each row and layer that differs, which ids would be there had its mistake been made. The one that explains
 most is named, what it explains is taken away, and so on. Shapes are right in nearly all of these, so only the ids can tell.
@@ -50,9 +50,9 @@ FAULTS = {
 }
 """Name -> what it is and what usually makes it."""
 NOTES = frozenset({"row_order"})
-"""Reported, and no fault."""
+"""Names that are reported and are no fault."""
 _ENOUGH, _SOME = 0.5, 0.1
-"""Of the cells that differ, what a hypothesis must explain to be believed at once, and once the plain ones were taken away."""
+"""The share of differing cells that a hypothesis must explain: to be believed at once, and after the plain ones."""
 _AGAIN = 16
 """Ids that must be seen again, and mean the same again, for a mapping not to be chance."""
 _LOOKED_UP = 4096
@@ -68,15 +68,15 @@ def judge(sides: Sides) -> list[Finding]:
 class _Explanation:
     name: str
     hit_RL: Bools
-    """What it explains."""
+    """Cells that it explains."""
     silent_RL: Bools
-    """About what it says nothing, where it explains something else."""
+    """Cells that it leaves open while it explains others."""
     moved_rows: int
     """Rows that it would change."""
 
     @property
     def score(self) -> tuple[int, int]:
-        """Of those that explain as much, the one that claims least."""
+        """The order of hypotheses: the most cells explained, then the fewest rows claimed."""
         return int(self.hit_RL.sum()), -self.moved_rows
 
 
@@ -177,7 +177,7 @@ class _Case:
         return hit_RL
 
     def _believed(self, name: str, hit_RL: Bools, left_RL: Bools) -> bool:
-        """A mapping or a reading of bytes holds for all that differs, or it is chance."""
+        """Whether a mapping, or a reading of bytes, holds for all that differs; else it is chance."""
         if name in ("physical_ids", "int16_as_uint8", "padding_rows", "row_order"):
             return bool(
                 hit_RL.sum() >= (2 if name == "row_order" else _ENOUGH * left_RL.sum()) or hit_RL.sum() > 16
@@ -190,7 +190,7 @@ class _Case:
         return _same(seen, pads) | (seen == plain).all(-1)
 
     def _shared(self, want: Ids, seen: Ids, _rows: Ints, _layers: Ints) -> Bools:
-        """The last column is one id that is no routed expert's, the others are those of the first K - 1."""
+        """Whether the last column is one id that no routed expert has, and the others are the first K - 1."""
         last = seen[:, -1].astype(np.int64)
         return (last >= self.sides.spec.num_experts) & (last == last[0]) & _same(want[:, :-1], seen[:, :-1])
 
@@ -202,7 +202,7 @@ class _Case:
         return _same(halves[:, : seen.shape[1]], seen) | _same(low, seen)
 
     def _physical(self, want: Ids, seen: Ids, _rows: Ints, layers: Ints) -> Bools:
-        """In each layer every seen id stands for one wanted id only, and enough of them are seen again."""
+        """Whether in each layer every seen id stands for one wanted id only, and enough ids are seen again."""
         good = np.zeros(len(want), bool)
         for layer in np.unique(layers):
             own = np.flatnonzero(layers == layer)
@@ -376,7 +376,7 @@ def finding(name: str, sides: Sides, *, sample: str, cells: int = 0, position: i
 
 
 def _same(want: Ids, seen: Ids) -> Bools:
-    """Row by row."""
+    """Whether two arrays are equal, row by row."""
     return np.all(want == seen, axis=-1)
 
 
@@ -384,7 +384,7 @@ def _same(want: Ids, seen: Ids) -> Bools:
 
 
 def _versions(sides: Sides) -> Iterator[Finding]:
-    """What the two sides say about who made a row."""
+    """Differences between what the two sides say about who made a row."""
     for name, _, (want_T, made_T), (seen_T, told_T) in _said(sides):
         again_T = (made_T == RowKind.DECODED) & (told_T == RowKind.PREFILLED)
         off = np.flatnonzero((want_T != seen_T) & ~again_T)

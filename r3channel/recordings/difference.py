@@ -14,7 +14,7 @@ from r3channel.wire.routing import Ids
 
 
 def compare(first: Recording, second: Recording) -> dict[str, Any]:
-    """As `r3channel diff --json` prints it. Raises what reading does."""
+    """The result of `r3channel diff --json`. Raises what reading does."""
     shared = sorted(set(first.steps) & set(second.steps))
     pairs = [(first.step(number), second.step(number)) for number in shared]
     steps = [_step(sides) | _logprobs(*pair) for pair in pairs for sides in Sides.of(*pair)]
@@ -32,7 +32,7 @@ def compare(first: Recording, second: Recording) -> dict[str, Any]:
 
 
 def _logprobs(first: RecordedStep, second: RecordedStep) -> dict[str, Any]:
-    """Of each side the largest difference, where both recordings have it."""
+    """Each side's largest difference, where both recordings have that side."""
     if not (first.logprobs and second.logprobs):
         return {"logprobs": {}}
     _, here, there = np.intersect1d(_places(first), _places(second), return_indices=True)
@@ -92,7 +92,7 @@ def _step(sides: Sides) -> dict[str, Any]:
 
 
 def text(found: dict[str, Any]) -> str:
-    """For a terminal."""
+    """The result as text for a terminal."""
     lines = []
     for step in found["steps"]:
         passed = f", {step['pass']}" if step["pass"] != "forward" else ""

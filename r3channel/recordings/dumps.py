@@ -42,7 +42,7 @@ def import_dumps(
 
 
 def _arrays(path: Path, saved: dict[str, Any], spec: RoutingSpec) -> dict[str, Any]:
-    """As `npz` has them."""
+    """A sample's arrays in the form of `npz`."""
     samples = saved["samples"]
     ids = [_rows(f"{path}: sample {number}", sample, spec) for number, sample in enumerate(samples)]
     return {
@@ -81,7 +81,7 @@ def _rows(where: str, sample: dict[str, Any], spec: RoutingSpec) -> Any:
 
 
 def _version(sample: dict[str, Any]) -> int:
-    """Of all rows, where all turns had the same weights; else -1: nobody says which row is of which."""
+    """The version of all rows, where all turns had the same weights; else -1: the dump does not tell it row by row."""
     versions = {str(version) for version in sample.get("weight_versions") or ()}
     only = versions.pop() if len(versions) == 1 else ""
     return int(only) if only.isdecimal() else -1

@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """`name` is of the catalogue. The first cell that shows it, as an example of `cells`."""
+    """A fault, named as in `diagnose.FAULTS`, with the first cell that shows it as an example of `cells`."""
 
     name: str
     verdict: bool

@@ -17,7 +17,7 @@ from r3channel.wire.routing import Ids
 
 PLACES = ("sample", "position")
 SIDES = ("engine", "trainer", "natural")
-"""`natural` is the trainer's with replay off; in few steps, or in none."""
+"""The columns; `natural` is the trainer's with replay off, in few steps or in none."""
 _DTYPES = {**dict.fromkeys(PLACES, ("I32", "<i4")), **dict.fromkeys(SIDES, ("F32", "<f4"))}
 _MOST_JSON = 1 << 16
 
@@ -27,7 +27,7 @@ def logprobs_glob(step: int) -> str:
 
 
 def write_logprobs(folder: Path, step: int, rank: int, columns: Mapping[str, Ids]) -> Path | None:
-    """Nothing where the folder has no segment of the step: the recording is over, or is another node's. Raises OSError."""
+    """Writes nothing where the folder has no segment of the step: the recording is over, or another node's. Raises OSError."""
     if not (folder / f"step-{step:06d}.r3s").exists():
         return None
     head, at = dict[str, object](), 0
@@ -47,7 +47,7 @@ def write_logprobs(folder: Path, step: int, rank: int, columns: Mapping[str, Ids
 
 
 def read_logprobs(folder: Path, step: int) -> dict[str, Ids]:
-    """Of all ranks, one after another; empty where there are none. Raises RecordingInvalid for a damaged file."""
+    """All ranks' columns, one after another; empty where there are none. Raises RecordingInvalid for a damaged file."""
     ranks = [_read(path) for path in sorted(folder.glob(logprobs_glob(step)))]
     shared = [name for name in _DTYPES if all(name in columns for columns in ranks)]
     return {name: np.concatenate([columns[name] for columns in ranks]) for name in shared if ranks}

@@ -1,4 +1,4 @@
-"""What a whole recording is of: one small JSON file, written once, by whoever comes first. Knows no step.
+"""The head of a recording: one small JSON file, written once, by the first writer. Knows no step.
 
 {"format": "r3channel-recording", "version": 1, "side": "engine" | "router", "spec": {...}, "layout": {...},
  "tokens": true, "versions": {"r3channel": "0.1.0", "numpy": ..., "torch": ..., "sglang": ...}}
@@ -37,7 +37,7 @@ class Manifest:
     tokens: bool = True
     """Whether token ids were written."""
     versions: Mapping[str, str] = field(default_factory=dict)
-    """Of what was installed where it was written."""
+    """Versions of the packages installed where it was written."""
 
     def write(self, folder: Path) -> None:
         """Raises RecordingInvalid where another recording lies in the folder, OSError where nothing can be written."""

@@ -1,4 +1,4 @@
-"""Where a row or a layer would have to come from, were a known mistake made: index maps of one step. Knows no ids.
+"""Index maps of one step: where each row or layer would come from under a known mistake. Knows no ids.
 
 A map gives for each row of the concatenated samples the row whose ids it would hold, -1 where the mistake says nothing.
 """
@@ -129,7 +129,7 @@ class Moves:
         return np.where((source >= 0) & (source < layers), source, NOTHING)
 
     def dense_counted(self) -> Iterator[Ints]:
-        """A decoder layer's number taken for its place on the MoE axis, or the other way round."""
+        """Layers where a decoder layer's number was taken for its place on the MoE axis, or the other way round."""
         spec = self.sides.spec
         if spec.moe_layers != tuple(range(spec.num_moe_layers)):
             layers = np.asarray(spec.moe_layers)
@@ -150,6 +150,6 @@ class Moves:
 
 
 def _set(source: Ints, target: Ints, value: Ints) -> None:
-    """For rows that are there at both ends."""
+    """Set the map for rows that exist at both ends."""
     both = (target >= 0) & (value >= 0)
     source[target[both]] = value[both]

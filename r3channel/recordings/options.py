@@ -1,4 +1,4 @@
-"""The flags of whoever records. Reads no file and starts nothing."""
+"""The flags of commands that record. Reads no file and starts nothing."""
 
 from __future__ import annotations
 

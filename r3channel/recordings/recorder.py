@@ -1,5 +1,5 @@
-"""Writes the steps that a relay seals: a segment for each, within limits. Knows no connection; a disk that is full costs the
-recording only.
+"""Writes the steps that a relay seals: a segment for each, within limits. A full disk ends the recording only. Knows no
+connection.
 
 Tokens come with the replies and wait until their step is sealed; rows go to disk from where they lie in the store.
 """

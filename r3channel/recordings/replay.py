@@ -1,4 +1,4 @@
-"""The trainer's side of a recorded step, from the recording alone: every rank's shard placed, and read as its routers would."""
+"""The trainer's side of a recorded step: every rank's shard is placed, and read as its routers would."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _add_shard(found: ConsumedRows, at: RankCoords, data_N: Ids) -> None:
 
 
 def described(step: RecordedStep, found: ConsumedRows) -> dict[str, Any]:
-    """Counts, as `r3channel replay --json` prints them."""
+    """The counts that `r3channel replay --json` prints."""
     rows = sum(int(there.sum()) for there in found.there.values())
     return {
         "step": step.number,

@@ -1,4 +1,4 @@
-"""A recorded step as one trainer rank has it, for tests of a user's own code; and real gloo processes of them, from a function.
+"""A recorded step as one trainer rank has it, for tests of a user's own code, in one process or in gloo processes.
 
     rank = Rank(step, coords)
     for number in rank.microbatches:
@@ -73,7 +73,7 @@ class Rank:
         return self.shard.views(self.data_N)[microbatch][slot, self.layers.index(layer)]
 
     def used(self, microbatch: int, layer: int, ids_RK: Any, *, of_pass: str = "forward") -> None:
-        """Say what a router used: a tensor or an array [rows, K]."""
+        """Report what a router used: a tensor or an array [rows, K]."""
         plain = np.asarray(ids_RK.detach().cpu() if hasattr(ids_RK, "detach") else ids_RK)
         self.consumed.add_call(
             self.shard, plain, microbatch=microbatch, layer=layer, tp=self.coords.tp, of_pass=of_pass
@@ -81,7 +81,7 @@ class Rank:
 
 
 def all_ranks(step: RecordedStep) -> list[Rank]:
-    """Those of the step's layout, in its order, in this process."""
+    """The ranks of the step's layout, in its order, in this process."""
     layout = step.ticket.layout
     return [Rank(step, layout.coords(rank)) for rank in range(layout.world_size)]
 
@@ -194,7 +194,7 @@ def _child(work: Path, number: int) -> None:
 
 
 def _module(name: str, file: Path) -> ModuleType:
-    """A user's is loaded by its file: tests are not importable by a name."""
+    """The function's module. A user's is loaded by its file, because tests cannot be imported by name."""
     if name.startswith("r3channel."):
         return importlib.import_module(name)
     spec = importlib.util.spec_from_file_location("r3channel_users_test", file)

@@ -66,7 +66,7 @@ def nbytes_of(records: Iterable[list[bytes | memoryview]]) -> int:
 
 
 def check_room(file: int, nbytes: int) -> None:
-    """Raises OSError before any of a disk is taken that has no room: the relay's store may lie on it, too."""
+    """Raise OSError for a disk without room before anything is written: the relay's store may lie on it too."""
     disk = os.fstatvfs(file)
     if disk.f_blocks and disk.f_bavail * disk.f_frsize < nbytes:  # some file systems count no blocks
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -1,4 +1,4 @@
-"""What one side tells without the other: faults that its own bytes show, and suspicions that only statistics can raise.
+"""What one side tells without the other: faults that its bytes show, and suspicions that only statistics raise.
 
 Verdicts: rows of zeros, ids that repeat or do not exist, padding's ids, rows that are missing, bytes that are not the ticket's.
 Suspicions: rows that stand twice although their tokens differ; a first layer that knows a neighbour's token better than its
@@ -23,9 +23,9 @@ from r3channel.wire.routing import Ids
 from r3channel.wire.validate import items_of, row_words
 
 _STRETCH = 4
-"""Rows that must stand twice, one after another, before it is said."""
+"""So many rows in a row must stand twice before it is reported."""
 _PAIRS = 200
-"""Rows with a token that stood before, under which the first layer's agreement says nothing."""
+"""With fewer rows whose token stood before, the first layer's agreement says nothing."""
 _SURE = 4.0
 """Standard errors of a mean that are no chance."""
 _CLEARER = 0.1
@@ -77,7 +77,7 @@ def _plain(step: RecordedStep, name: str, ids_TLK: Ids, there_T: Ids) -> Iterato
 
 
 def _held(step: RecordedStep, name: str) -> Iterator[Finding]:
-    """The ticket's digest is the engine's own word."""
+    """Compare a sample's rows with the ticket's digest, which the engine computed."""
     try:
         step.rows(name)
     except R3Error as error:
@@ -85,7 +85,7 @@ def _held(step: RecordedStep, name: str) -> Iterator[Finding]:
 
 
 def _grouped(found: Sequence[Finding]) -> list[Finding]:
-    """One of each name: its first example, with all its cells."""
+    """One finding of each name: its first example, with all its cells."""
     first: dict[str, Finding] = {}
     cells: dict[str, int] = {}
     for one in found:

@@ -21,27 +21,27 @@ from r3channel.wire.tokens import hash_tokens
 
 Bytes = bytes | memoryview
 PASSES = ("engine", "forward", "recompute", "logprob")
-"""By the `part` of a record."""
+"""The pass of a frame, by the `part` of its record."""
 
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """Nothing here is unpickled; frames are verified again when their rows are asked for."""
+    """A recorded step. Frames are verified again when their rows are asked for; nothing is unpickled."""
 
     ticket: Ticket
     frames: Mapping[str, Sequence[Bytes]]
-    """Those of a sample's turns, by sample id."""
+    """The frames of a sample's turns, by sample id."""
     tokens: Mapping[str, Ids]
     """int32 [tokens] by sample id; only of samples whose tokens were written."""
     spec: RoutingSpec
-    """Of the ids: on the routers' side that of the trainer's model, which may have more layers or columns."""
+    """The routing shape of the ids: on the routers' side the trainer's model's, which may have more layers or columns."""
     side: str = "engine"
     cut: tuple[str, ...] = ()
     """Samples that are not whole: the recorder ended, or a relay's segment is not there."""
     passes: Mapping[tuple[str, str], Sequence[Bytes]] = field(default_factory=dict)
     """(pass, sample) -> frames, on the routers' side; `frames` are those of `forward`."""
     logprobs: Mapping[str, Ids] = field(default_factory=dict)
-    """Columns, as `logprobs` has them; empty where nobody wrote any."""
+    """Columns in the form of `logprobs`; empty where none were written."""
 
     @property
     def number(self) -> int:
@@ -49,7 +49,7 @@ class RecordedStep:
 
     @property
     def samples(self) -> tuple[TicketSample, ...]:
-        """Those that are whole, in the ticket's order."""
+        """The samples that are whole, in the ticket's order."""
         return tuple(sample for sample in self.ticket.samples if sample.sample_id not in set(self.cut))
 
     def parsed(self, sample_id: str, *, of_pass: str = "forward") -> list[Frame]:

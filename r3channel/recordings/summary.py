@@ -13,7 +13,7 @@ from r3channel.wire.routing import Ids, RowKind
 
 
 def summarize(recording: Recording) -> dict[str, Any]:
-    """As `r3channel inspect --json` prints it. Raises what reading does."""
+    """The result of `r3channel inspect --json`. Raises what reading does."""
     manifest, spec = recording.manifest, recording.manifest.spec
     load_LE = np.zeros((spec.num_moe_layers, spec.num_experts), np.int64)
     steps = [_step(recording, number, load_LE) for number in recording.steps]
@@ -84,7 +84,7 @@ def _load(layer: int, load_E: Ids) -> dict[str, Any]:
 
 
 def table(found: dict[str, Any]) -> str:
-    """For a terminal."""
+    """The summary as text for a terminal."""
     spec = found["spec"]
     lines = [
         f"{found['side']} side: {len(found['steps'])} steps, {found['samples']:,} samples, {found['rows']:,} rows, "

@@ -49,7 +49,7 @@ class RayRelay:
 
     @classmethod
     def named(cls, name: str, *, address: str) -> RayRelay:
-        """Of a running Ray, in whatever namespace. Raises TransportError where there is none, or none of that name."""
+        """The relay of that name in a running Ray, in any namespace. Raises TransportError without a Ray or such a relay."""
         import ray
         from ray.util import list_named_actors
 

@@ -46,9 +46,9 @@ class Turn:
     end_row: int
     engine: str
     key: int | None
-    """Of the request, which its frame carries too; None where the reply names none."""
+    """The request's key, which its frame carries too; None where the reply names none."""
     name: FrameName | None = None
-    """Of the frame that is to come directly; None where the reply held it."""
+    """The name of the frame that is to come directly; None where the reply held it."""
     rows: Rows | None = None
     error: R3Error | None = None
     masks: HeldMasks | None = None
@@ -67,9 +67,9 @@ class Sample:
     name: str
     tokens: int
     tokens_hash: int
-    """Of all its tokens."""
+    """The hash of all its tokens."""
     prefix_hash: int
-    """Of those with rows: what a later turn begins with."""
+    """The hash of its tokens with rows: a later turn begins with them."""
     since_s: float
     turns: list[Turn] = field(default_factory=list)
     step: int | None = None
@@ -104,7 +104,7 @@ class Reply:
     tokens_hash: int
     prefix_hash: int
     held_hash: int | None = None
-    """Of its first tokens, as many as rows are held; None where it is not another turn."""
+    """The hash of as many first tokens as rows are held; None where it is not another turn."""
     receipt: Receipt | None = None
     masks: HeldMasks | None = None
 

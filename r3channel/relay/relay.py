@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _MOST_BODY_BYTES = 1 << 30
-"""Of one parcel; engines close theirs at 8 MiB and one frame."""
+"""Bytes of one parcel at most; engines close theirs at 8 MiB and one frame."""
 
 
 class Relay:

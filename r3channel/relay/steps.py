@@ -49,7 +49,7 @@ class Steps:
         self._steps: dict[int, SealedStep] = {}
         self.newest = -1
         self.acked_before: dict[int, set[ShardKey]] = {}
-        """Of steps that a relay before this one sealed and that are to be sealed again: who has them already."""
+        """Who has already acknowledged each step that a relay before this one sealed and that is to be sealed again."""
         self.error: BaseException | None = None
         """What ended the thread; the next public call of the relay raises it."""
         self._closed = False
@@ -168,7 +168,7 @@ class Steps:
         self._let_go(step, gone)
 
     def _take_out(self, step: int) -> list[Sample]:
-        """Of the table, with the condition held."""
+        """Removes the step's samples from the table. The caller holds the condition."""
         return self._intake.entries.remove(self._steps.pop(step).ticket.assignment.sample_ids)
 
     def _let_go(self, step: int, gone: list[Sample]) -> None:

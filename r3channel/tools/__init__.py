@@ -1,1 +1,1 @@
-"""What people read: the stage table, the dashboard, the doctor. Measures nothing itself."""
+"""What people type and read: commands, pages, the dashboard. Measures nothing itself."""

@@ -101,11 +101,11 @@ COMMANDS = {
     ),
 }
 _FIRST = ("doctor", "plan", "slime", "check")
-"""Those whose first example the command's own help shows."""
+"""Commands whose first example the overview shows."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Its help begins with how it is typed."""
+    """A parser whose help begins with examples."""
 
     examples: tuple[str, ...] = ()
     """Whole lines."""
@@ -115,7 +115,7 @@ class Parser(argparse.ArgumentParser):
         return "\n".join([*lines, "", super().format_help()]) if lines else super().format_help()
 
     def error(self, message: str) -> NoReturn:
-        """Without the usage, which for some commands fills a screen."""
+        """Print the error without the usage, which fills a screen for some commands."""
         self.exit(2, f"{self.prog}: {message}\n{self.prog} --help tells the options\n")
 
 
@@ -129,7 +129,7 @@ def parser(command: str, *, prog: str = "", description: str | None = None) -> P
 
 
 def overview() -> str:
-    """What `r3channel --help` says."""
+    """The text of `r3channel --help`."""
     width = max(map(len, COMMANDS))
     return "\n".join(
         [

@@ -90,7 +90,7 @@ def examine(
 ) -> int:
     """Print every finding as soon as it is known; 1 if anything is missing, else 0.
 
-    With `engines` only those running engines are asked: whoever has them need not have their packages.
+    With `engines` only those running engines are asked: their packages need not be installed here.
     `slime`: a checkout to look at instead. `nodes`: machines of the run; `config`: a file of channel options, beside those in the
     environment.
     """
@@ -149,7 +149,7 @@ def check_slime(root: Path, arguments: Sequence[str] = ()) -> Iterator[Check]:
 
 
 def _judged(arguments: Sequence[str]) -> dict[str, Any]:
-    """What the launcher would say of a job's arguments."""
+    """The launcher's verdict on a job's arguments."""
     try:
         judged(arguments)
     except ConfigError as error:
@@ -167,7 +167,7 @@ def check_python(version: tuple[int, int, int]) -> Check:
 
 
 def check_distribution(name: str, *, remedy: str) -> Check:
-    """Is it installed, by its metadata; it is not imported."""
+    """Whether a distribution is installed, by its metadata; it is not imported."""
     try:
         return Check(name=name, ok=True, found=importlib.metadata.version(name))
     except importlib.metadata.PackageNotFoundError:
@@ -175,13 +175,13 @@ def check_distribution(name: str, *, remedy: str) -> Check:
 
 
 def check_helper(name: str, *, loss: str) -> Check:
-    """Told, never a fault: the channel works without it."""
+    """Report a package that the channel works without: never a fault."""
     found = check_distribution(name, remedy=extras.remedy(name))
     return found if found.ok else Check(name=name, ok=True, found=f"not installed: {loss}; {found.remedy}")
 
 
 def check_store(channel: ChannelConfig) -> Check:
-    """Can `store_dir` take what a killed relay would leave; a fault where it cannot be written or has no room."""
+    """Whether `store_dir` can take what a killed relay would leave: a fault if it cannot be written or has no room."""
     if not channel.store_dir:
         return Check(name="store_dir", ok=True, found="not set: what a killed relay holds is lost")
     fault = preflight.folder("store_dir", channel.store_dir, room_bytes=channel.store_bytes)
@@ -201,14 +201,14 @@ def check_plugin() -> Check:
 
 
 def check_port(port: int) -> Check:
-    """Can `port` be bound on loopback now; 0 asks for any."""
+    """Whether `port` can be bound on loopback now; 0 asks for any port."""
     name = f"port {port}" if port else "a free port"
     fault = preflight.port(name, port, host=LOOPBACK)
     return Check(name=name, ok=not fault, found=fault or f"free on {LOOPBACK}")
 
 
 def check_memory(channel: ChannelConfig, *, meminfo: Path = preflight.MEMINFO) -> Check:
-    """Memory for the rows that `store_bytes` allows. Told, never a fault: a relay may never hold so many, or run elsewhere."""
+    """Report memory for the rows that `store_bytes` allows: never a fault, because a relay may hold fewer, or run elsewhere."""
     lacking = preflight.memory(
         channel.store_bytes,
         remedy="the store may hold so many bytes of rows: lower store_bytes to twice a step (`r3channel plan` says it)",
@@ -219,12 +219,12 @@ def check_memory(channel: ChannelConfig, *, meminfo: Path = preflight.MEMINFO) -
 
 
 def has_gpu() -> bool:
-    """Is there an NVIDIA driver. Asked of the system, since asking torch would import it."""
+    """Whether there is an NVIDIA driver. The system is asked, since asking torch would import it."""
     return Path("/dev/nvidiactl").exists()
 
 
 def check_hooks(*, timeout_s: float) -> Check:
-    """Would our hooks apply; told and no fault where SGLang cannot be imported, which wants a GPU or to be told of none."""
+    """Whether our hooks would apply; no fault where SGLang cannot be imported without a GPU."""
     if has_gpu() or os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
         return ask("SGLang hooks", _HOOKS, timeout_s=timeout_s)
     return Check(name="SGLang hooks", ok=True, found="not looked for: SGLang is not imported without a GPU")

@@ -1,4 +1,4 @@
-"""What is to be installed for a package that is missing. Data, and which place of a run needs which."""
+"""What to install for a missing package, as data, and which place of a run needs which."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Role(NamedTuple):
 
     needs: tuple[str, ...]
     helps: dict[str, str]
-    """Distribution -> what goes without it."""
+    """Distribution that is only of help -> what works without it."""
 
 
 _FAST = {

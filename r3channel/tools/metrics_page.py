@@ -53,7 +53,7 @@ class Look:
 
     @classmethod
     def at(cls, url: str, *, timeout_s: float) -> Look:
-        """Never raises: a page that is down is something to show."""
+        """Look at a page now. Never raises: `top` shows a page that is down."""
         try:
             page, fault = read_page(url, timeout_s=timeout_s), ""
         except (OSError, ValueError) as error:  # ValueError: what answers there is no page
@@ -66,7 +66,7 @@ class Look:
 
     @property
     def role(self) -> str:
-        """Of the process, as its own series tell."""
+        """The process's role, as its own series tell it."""
         for one in self.page:
             roles = METRICS[one.name].roles if one.name in METRICS else ()
             if "role" in one.labels or len(roles) == 1:
@@ -91,7 +91,7 @@ class Between:
     now: Look
 
     def grew(self, name: str, **labels: str) -> float:
-        """By how much; all of it where the process began anew."""
+        """How much a value grew; the whole value where the process began anew."""
         now = self.now.sum(name, **labels)
         before = self.before.sum(name, **labels)
         return now - before if now >= before else now

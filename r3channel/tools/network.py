@@ -43,7 +43,7 @@ class Interface:
 def interfaces(
     root: Path = _NET, *, addresses_of: Callable[[str], tuple[str, ...]] | None = None
 ) -> list[Interface]:
-    """All of them, in the order of the kernel's numbers."""
+    """All interfaces, in the order of the kernel's numbers."""
     found = [
         Interface(name, _is_up(root / name), (addresses_of or addresses)(name), _speed(root / name))
         for name in sorted(path.name for path in root.glob("*"))
@@ -68,7 +68,7 @@ def addresses(name: str) -> tuple[str, ...]:
 
 
 def _is_up(folder: Path) -> bool:
-    """By the operational state; drivers that do not report it (loopback) count by their flag."""
+    """Whether it is up by its operational state; drivers that do not report one (loopback) count by their flag."""
     state = _read(folder / "operstate")
     return state == "up" or (state == "unknown" and bool(int(_read(folder / "flags") or "0", 16) & 1))
 

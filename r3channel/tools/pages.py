@@ -1,4 +1,4 @@
-"""Tables in pages, made of the code that they are about (layouts, options, errors) or of kept figures; a test holds them to it.
+"""Generates tables in pages from code (layouts, options, errors) or from kept figures; a test compares them.
 
 python -m r3channel.tools.pages [RESULT.json...]     # writes the tables anew, from benchmarks' fresh results too
 """
@@ -34,7 +34,7 @@ class Table(NamedTuple):
 
 class Option(NamedTuple):
     flag: str
-    """Empty for what only engines read: SGLang's parser does not take our flags."""
+    """The flag; empty for options that only engines read, since SGLang's parser does not take our flags."""
     variable: str
     side: str
     default: Any
@@ -43,7 +43,7 @@ class Option(NamedTuple):
 
 
 def options() -> Iterator[Option]:
-    """Relay's and trainers', then what only engines have, then those of `r3channel slime`."""
+    """Options of relay and trainers, then those of engines alone, then those of `r3channel slime`."""
     both = {f.name for f in fields(ChannelConfig)} & {f.name for f in fields(EngineConfig)}
     for f in fields(ChannelConfig):
         side = "relay, trainers" + (", engines" if f.name in both else "")
@@ -102,7 +102,7 @@ def error_lines() -> list[str]:
 
 
 def every_error() -> list[type[R3Error]]:
-    """The root and all below it, in the order of their file."""
+    """The root error and all below it, in the order of their file."""
     return [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, R3Error)]
 
 

@@ -114,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def known() -> list[Patch]:
-    """Of an installed wheel, which has them inside of the package, or of a source tree."""
+    """The patches of an installed wheel, which has them inside the package, or of a source tree."""
     package = Path(r3channel.__file__).parent
     folder = next(at / "patches" for at in (package, package.parent) if (at / "patches").is_dir())
     return [Patch.read(path) for path in sorted(folder.glob("*.patch"))]
@@ -198,7 +198,7 @@ def _check_compiles(file: str, content: bytes) -> None:
 
 
 def _replace(target: Path, made: Mapping[str, bytes]) -> None:
-    """All files, or none. New ones are written beside the old ones first: a full disk is noticed before a file is replaced."""
+    """Replace all files or none. New files are written beside the old ones first, so a full disk is noticed in time."""
     before = {file: (target / file).read_bytes() for file in made}
     done: list[str] = []
     try:

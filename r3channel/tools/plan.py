@@ -161,7 +161,7 @@ def _plan_text(result: dict[str, Any]) -> str:
 
 
 def _store_text(result: dict[str, Any]) -> str:
-    """What one step off asks of the relay's store."""
+    """The store that a loop one step off needs, as text."""
     need, allowed = _bytes(result["store_needed_bytes"]), _bytes(result["store_ceiling_bytes"])
     said = (
         f"store: rows of two steps, one delivered while the next is generated, need {need} of the relay's memory; "

@@ -1,4 +1,4 @@
-"""`r3channel record REC`: a recording that begins, or ends, while the channel runs. The relay writes it; this only asks."""
+"""`r3channel record REC` begins or ends a recording while the channel runs. It asks; the relay writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`r3channel inspect | diff | replay | check | import | export`: what one does with a recording. No engine, relay, GPU or Ray.
+"""`r3channel inspect | diff | replay | check | import | export`: the commands on recordings. No engine, relay, GPU or Ray.
 
 Exit status: 0 clean, 1 something was found, 2 it could not be read.
 """
@@ -28,8 +28,8 @@ from r3channel.recordings.step import RecordedStep
 from r3channel.tools import commands
 
 FORMATS = ("npz", *DUMPS)
-"""Of `import`; `export` writes npz. Others are refused by name: their sources were not read, and a guess would be silently
-wrong."""
+"""Formats that `import` reads; `export` writes npz. Others are refused by name: their sources were not read, and a guess
+would be silently wrong."""
 
 _RANKS_S = 600.0
 

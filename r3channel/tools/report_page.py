@@ -29,7 +29,7 @@ _KINDS = {
     "routing at the trainer": ("#8f6fc9", ("recv", "rebroadcast", "h2d")),
     "waits for routing": (_RED, ROUTING_WAITS),
 }
-"""What a span is shown as: colour, stages. Waits for the next rollout stay blank."""
+"""Kinds of spans: colour and stages. Waits for the next rollout stay blank."""
 _WAY = ("capture", "frame", "http", "ingest", "verify", "plan", "decode", *WORK, "h2d", "rebroadcast", "bind")
 """Stages that move or judge a row; `recv` is the time until its sender's `send`."""
 
@@ -72,7 +72,7 @@ def page(result: Mapping[str, Any], spans: Mapping[str, Sequence[Span]]) -> str:
 
 
 def verdict_of(result: Mapping[str, Any]) -> tuple[bool, str]:
-    """Was it well, in a sentence; what trainers waited for, and which stage of a row's way took longest."""
+    """Whether the run was well, in a sentence; what trainers waited for, and which stage of a row's way took longest."""
     (process, stage), seconds = _longest(result, _WAY)
     (_, wait), _ = _longest(result, ROUTING_WAITS)
     time = (
@@ -167,7 +167,7 @@ def _load(result: Mapping[str, Any], _: Any) -> Figure:
 
 
 def _versions(result: Mapping[str, Any], _: Any) -> Figure:
-    """Stacked: of each step, the rows that each version made."""
+    """The rows of each step by weight version, stacked."""
     steps = {
         int(step): {int(key): rows for key, rows in own.items()}
         for step, own in result["rows_by_version"].items()
@@ -194,7 +194,7 @@ def _versions(result: Mapping[str, Any], _: Any) -> Figure:
 
 
 def _logprobs(result: Mapping[str, Any], _: Any) -> Figure:
-    """A point for each token; at 0 both sides agree."""
+    """The difference in log-probs: a point for each token; at 0 both sides agree."""
     found, tokens = result["logprob_abs_diff"], result["logprobs"]
     figure, axes = _axes(5.4, 3.2)
     engine = [token[0] for token in tokens]
@@ -270,7 +270,7 @@ def _card(title: str, text: str, figure: Figure, *, wide: bool) -> str:
 
 
 def _svg(figure: Figure, title: str) -> str:
-    """Text stays text, and ids of two pictures do not meet."""
+    """The figure as SVG: text stays text, and ids of two pictures differ."""
     from matplotlib import rc_context
 
     out = io.StringIO()

@@ -1,4 +1,4 @@
-"""What a channel does, as one screen of text: samples, processes, stages, faults. Needs rich (extra `metrics`); reads nothing."""
+"""Draws a channel as one screen of text: samples, processes, stages, faults. Needs rich (extra `metrics`); reads nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from r3channel.tools.stages import ROUTING_WAITS
 _SAMPLES, _BYTES, _STAGE = "r3channel_samples_total", "r3channel_bytes_total", "r3channel_stage_seconds"
 _ROLES = ("relay", "trainer", "engine")
 _MOST = 8
-"""Processes of a role that have a line: those that wait longest for routing."""
+"""Lines per role at most: the processes that wait longest for routing."""
 _FAULTS: tuple[tuple[str, dict[str, str], str], ...] = (
     ("r3channel_rejected_total", {}, "replies, frames or steps refused"),
     (_SAMPLES, {"outcome": "live"}, "samples left to the live router"),
@@ -38,7 +38,7 @@ _MUST_BE_1 = {
 
 
 def screen(processes: Sequence[Between], *, height: int = 0) -> Group:
-    """As many lines as there are; with a `height`, stages that took the least time make room."""
+    """The whole screen; with a `height`, the stages that took the least time are left out."""
     up = [one for one in processes if not one.now.fault]
     head = [_title(processes), *_down(processes), *_samples(up)]
     tables = [_processes(role, [one for one in up if one.now.role == role]) for role in _ROLES]
@@ -49,7 +49,7 @@ def screen(processes: Sequence[Between], *, height: int = 0) -> Group:
 
 
 def faults_of(processes: Iterable[Between]) -> Iterator[str]:
-    """What must not be, since each process began, and how much of it is new."""
+    """The faults since each process began, and how much of each is new."""
     for one in processes:
         if one.now.fault:
             yield f"{one.now.place} does not answer: {one.now.fault}"
@@ -153,7 +153,7 @@ def _processes(role: str, own: Sequence[Between]) -> Table:
 
 
 def _stages(up: Sequence[Between], most: int) -> Table:
-    """Share of a thread's time, and milliseconds of one span, of the slowest process of each role."""
+    """The slowest process of each role, stage by stage: share of a thread's time, and milliseconds of one span."""
     table = _table("stage", *(f"{role} {what}" for role in _ROLES for what in ("busy", "ms")))
     slowest = {
         (role, stage): max(

@@ -1,4 +1,4 @@
-"""The per-stage table, and what of the relay's work was hidden, from finished measurements. Pure; prints nothing."""
+"""The table of stages, and the share of the relay's work that was hidden, from finished measurements. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from r3channel.observe.stage_clock import STAGES, WAITS, Span, merge_intervals
 
 WORK = ("place", "send")
-"""What the relay does for a step after it was sealed."""
+"""Stages of the relay's work for a step after it was sealed."""
 ROUTING_WAITS = tuple(stage for stage in WAITS if stage != "wait_generation")
 
 
@@ -51,7 +51,7 @@ def hidden_share(relay: Iterable[Span], trainers: Iterable[Span]) -> float:
 
 
 def seconds_by_stage(spans: Iterable[Span]) -> dict[str, float]:
-    """In the order in which each was first entered."""
+    """Seconds of each stage, in the order in which stages were first entered."""
     seconds: dict[str, float] = {}
     for one in spans:
         seconds[one.stage] = seconds.get(one.stage, 0.0) + one.seconds

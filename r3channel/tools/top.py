@@ -77,7 +77,7 @@ def _groups(file: Path) -> list[dict[str, list[str]]]:
 
 
 class _Watch:
-    """Looks again at pages that come and go; remembers each one's last words."""
+    """Looks at pages that come and go, and remembers what each showed last."""
 
     def __init__(self, targets: Sequence[str], pool: ThreadPoolExecutor) -> None:
         self._targets, self._pool = targets, pool

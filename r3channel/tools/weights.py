@@ -67,7 +67,7 @@ def run(argv: Sequence[str]) -> int:
 def compare_ranks(
     wanted: Sequence[Mapping[str, str]], found: Sequence[Mapping[str, str]], *, engine: str
 ) -> list[Difference]:
-    """Rank by rank; ConfigError for engines of other numbers of ranks, whose parts cannot be compared."""
+    """Compare rank by rank. Raises ConfigError for engines with other numbers of ranks, whose parts cannot be compared."""
     if len(wanted) != len(found):
         raise ConfigError(f"{engine} has {len(found)} ranks, expected {len(wanted)}: their parts differ")
     names = [engine if len(found) == 1 else f"{engine} rank {rank}" for rank in range(len(found))]

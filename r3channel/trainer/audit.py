@@ -1,4 +1,4 @@
-"""What the routers really used: the ids that RouterReplay handed out, checked against the map that the router returned.
+"""Records what the routers really used: the ids that RouterReplay gave them, checked against the map that each returned.
 
 A `RouterTap` reads at the far end, after everything that this package does: the return value of `get_replay_topk` of
 each bound router's own RouterReplay, and the router module's output. Off until opened; nothing is wrapped while it is

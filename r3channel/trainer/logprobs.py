@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class KeptLogprobs:
-    """add* -> write. Nothing waits for the device before `write`; a micro-batch that comes again replaces what it said."""
+    """add* -> write. Nothing waits for the device before `write`; a micro-batch that comes again replaces its earlier values."""
 
     def __init__(self, ticket: Ticket, shard: Shard) -> None:
         self._ticket, self._shard = ticket, shard
@@ -39,7 +39,7 @@ class KeptLogprobs:
         self._kept[microbatch] = {"mask": mask, **given}
 
     def write(self, folder: Path) -> bool:
-        """Whether a later step is to be written, too."""
+        """Write the file. Returns whether later steps are to be written too."""
         try:
             if self._kept:
                 at, layout = self._shard, self._ticket.layout

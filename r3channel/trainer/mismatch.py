@@ -18,10 +18,10 @@ from r3channel.observe.metrics import Metrics
 from r3channel.trainer.router import Seen
 
 _ENOUGH_PAIRS = 1000
-"""Below it the mean overlap of unrelated choices scatters."""
+"""With fewer pairs the mean overlap of unrelated choices scatters."""
 
 _WORST_LAYERS = 8
-"""As gauges; a hundred layers would be most of a process's series."""
+"""Layers that get gauges; a hundred would be most of a process's series."""
 _COUNTED = tuple(
     f"r3channel_audit_{name}_total"
     for name in ("pairs", "pairs_different", "pairs_disjoint", "tokens", "tokens_different")
@@ -49,9 +49,9 @@ class LogprobDifference:
     tokens: int = 0
     absolute: float = 0.0
     k1: float = 0.0
-    """Of -d: the estimator of KL(engine || trainer)."""
+    """The sum of -d: the estimator of KL(engine || trainer)."""
     k3: float = 0.0
-    """Of exp(d) - 1 - d."""
+    """The sum of exp(d) - 1 - d."""
 
 
 @dataclass(slots=True)
@@ -111,7 +111,7 @@ class RoutingAudit:
         return microbatch in self.chosen
 
     def observer(self, layer: int, microbatch: int) -> Seen | None:
-        """What a router is to call; None where the micro-batch is not audited, or this layer has been seen."""
+        """The function that a router calls; None where the micro-batch is not audited, or this layer has been seen."""
         if not self.wants(microbatch) or (layer, microbatch) in self._seen:
             return None
         self._seen.add((layer, microbatch))
@@ -171,7 +171,7 @@ def _read(sums: Sequence[torch.Tensor]) -> list[list[float]]:
 
 
 def measure(metrics: Metrics) -> None:
-    """This rank audits."""
+    """Create the counters of an audit at 0."""
     for name in _COUNTED:
         metrics.measure(name)
 
@@ -196,7 +196,7 @@ def publish(report: MismatchReport, metrics: Metrics) -> None:
 
 
 def merged(reports: Sequence[MismatchReport]) -> MismatchReport:
-    """Ranks of one step together. Pipeline stages hold other layers of the same tokens: their tokens are counted apart."""
+    """The reports of a step's ranks, added up. Pipeline stages count the same tokens once each, for their own layers."""
     layers: dict[int, LayerMismatch] = {}
     total = MismatchReport(reports[0].step, reports[0].microbatches, [])
     for report in reports:

@@ -15,7 +15,7 @@ _Shard = TypeVar("_Shard")
 
 
 class Prefetch(Generic[_Shard]):
-    """Started when built; joined until it is spent. A daemon thread: a trainer that ends does not wait for it."""
+    """A receive that starts when it is built and is joined until it is spent. Its thread is a daemon, so a trainer can end."""
 
     def __init__(self, ticket: Ticket, receive: Callable[[], _Shard]) -> None:
         self.ticket = ticket
@@ -40,7 +40,7 @@ class Prefetch(Generic[_Shard]):
 
     @property
     def spent(self) -> bool:
-        """It has given its shard, or has failed."""
+        """Whether it has given its shard or failed."""
         return self._joined or (self._done.done() and self._done.exception() is not None)
 
     def _run(self, receive: Callable[[], _Shard]) -> None:

@@ -49,7 +49,7 @@ class RankShard:
         self._handed = RouterDigestCheck(ticket, shard, tp=tp, digests_SL=digests_SL)
         self._check_policy(invalid_rows)
         self.staleness: Staleness | None = None
-        """Against the trainer's version; None where the loop names none."""
+        """The rows' age against the trainer's version; None where the loop names no version."""
         self._loss_mask_read = False
         self._live: dict[int, torch.Tensor | None] = {}
         self._counted: dict[int, torch.Tensor] = {}
@@ -61,13 +61,13 @@ class RankShard:
     def from_whole(
         cls, ticket: Ticket, shard: Shard, data_N: torch.Tensor, *, tp: int, invalid_rows: str = "error"
     ) -> RankShard:
-        """From the bytes of all TP slots (a recording, or a shard that was not scattered)."""
+        """This rank's shard out of the bytes of all TP slots (a recording, or a shard that was not scattered)."""
         slot = tp if shard.tp_slots > 1 else 0
         parts = [parts[slot] for parts in slot_parts(shard, data_N)]
         return cls(ticket, shard, torch.cat(parts) if parts else data_N[:0], tp=tp, invalid_rows=invalid_rows)
 
     def check_digest(self, microbatch: int, layer: int, ids_RK: torch.Tensor) -> None:
-        """See `trainer.router.StepRouting`. Nothing where the shard came without digests."""
+        """See `trainer.router.StepRouting`. Does nothing where the shard came without digests."""
         self._handed.check(microbatch, layer, ids_RK)
 
     def verified(self) -> None:
@@ -131,7 +131,7 @@ class RankShard:
 
     @property
     def loss_mask_missed(self) -> bool:
-        """Tokens were to leave the loss and nobody has asked which. Only the last pipeline stage has a loss."""
+        """Whether tokens were to leave the loss and the mask was never read. Only the last pipeline stage has a loss."""
         invalid = self.invalid_rows == "mask" and any(sample.invalid for sample in self.ticket.samples)
         stale = self.staleness is not None and self.staleness.masks
         return (invalid or stale) and not self._loss_mask_read and self.shard.pp == self.ticket.layout.pp - 1
@@ -171,7 +171,7 @@ class RankShard:
 
     @property
     def sample_ids(self) -> tuple[str, ...]:
-        """Of all micro-batches."""
+        """The samples of all micro-batches."""
         return tuple(name for batch in self.shard.microbatches for name in batch.sample_ids)
 
     def live_counts(self) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""One receiving process's connection to the relay: say ready, receive, verify, acknowledge; and come again where it failed.
+"""One receiving process's connection to the relay: say ready, receive, verify, acknowledge; after a failure connect again.
 
 Knows when to give a connection up and try again, not where the rows go.
 """
@@ -72,7 +72,7 @@ class RelayConnection:
         clock: StageClock,
         metrics: Metrics,
     ) -> None:
-        """`pinned`: the memory in which rows arrive feeds a GPU."""
+        """`pinned`: whether the memory in which rows arrive feeds a GPU."""
         self._control, self._coords, self._config = control, coords, config
         self._pinned, self._clock, self._metrics = pinned, clock, metrics
         self._link: Connection | None = None
@@ -113,7 +113,7 @@ class RelayConnection:
         self._metrics.set("r3channel_epoch", self._lives)
 
     def receive(self, ticket: Ticket, stream: Stream, sink: Callable[[], Sink]) -> None:
-        """Its rows of a step, verified and acknowledged, in the sink of the last attempt.
+        """Receive this receiver's rows of a step, verified and acknowledged, into the sink of the last attempt.
 
         Ends within `step_timeout_s` plus one bucket, or ten seconds to acknowledge. Raises a `TransportError` after
         `max_group_failures` connections, and two more over TCP alone where a process group failed; and the relay's own
@@ -189,7 +189,7 @@ class RelayConnection:
     def _receive_masks(
         self, announced: dict[str, Any], stream: Stream, deadline_s: float, ticket: Ticket
     ) -> bytearray:
-        """Lengths first: they must add up to what was announced before memory is taken for the ids."""
+        """Receive the masks. Their lengths come first and must add up to the announced bytes before memory is taken for ids."""
         table, where = bytearray(2 * mask_rows(stream.shard)), f"step {ticket.step}: the relay"
         self._recv_all(table, 0, ticket.bucket_bytes, deadline_s)
         rows_end, ids = len(table), int(np.frombuffer(table, "<u2").sum(dtype=np.int64))
@@ -207,14 +207,14 @@ class RelayConnection:
         return table
 
     def _recv_all(self, out: bytearray, begin: int, bucket_bytes: int, deadline_s: float) -> None:
-        """From `begin` on, each piece within the deadline of a bucket."""
+        """Receive bytes from `begin` on, each piece within the deadline of a bucket."""
         for at in range(begin, len(out), bucket_bytes):
             self._recv(memoryview(out)[at : at + bucket_bytes], deadline_s)
 
     def _receive_rows(
         self, ticket: Ticket, stream: Stream, sink: Sink, *, group: bool, deadline_s: float
     ) -> None:
-        """Bucket by bucket: each is written where it belongs while it is in the cache."""
+        """Receive the rows bucket by bucket, and write each bucket to its place while it is in the cache."""
         step = ticket.step
         spec, row_bytes = stream.shard.spec, max(stream.row_bytes, 1)
         rows, total = max(ticket.bucket_bytes // row_bytes, 1), stream.nbytes // row_bytes
@@ -238,7 +238,7 @@ class RelayConnection:
     def _post(
         self, buckets: list[torch.Tensor], spans: list[tuple[int, int]], number: int, row_bytes: int
     ) -> Pending | None:
-        """Over a process group: the next bucket's receive is under way while one is written."""
+        """Start a bucket's receive over a process group, while the bucket before it is written."""
         if number >= len(spans):
             return None
         assert self._group is not None
@@ -249,7 +249,7 @@ class RelayConnection:
     # -- the connection ----------------------------------------------------------------------------------------------
 
     def _acknowledge(self, step: int, deadline_s: float) -> None:
-        """The rows are here and verified, whatever becomes of the connection: repeat the acknowledgement, never the transfer."""
+        """Acknowledge rows that are verified. If the connection fails, repeat the acknowledgement, never the transfer."""
         deadline_s = max(deadline_s, time.monotonic() + _ACK_S)
         for attempt in (1, 2, 3):
             try:
@@ -264,7 +264,7 @@ class RelayConnection:
                     raise self._of_step(error, step) from error
 
     def _of_step(self, error: TransportError, step: int) -> TransportError:
-        """A link knows neither step nor rank."""
+        """Add step and rank to an error of the link, which knows neither."""
         if error.step is not None:
             return error
         at = self._coords
@@ -281,7 +281,7 @@ class RelayConnection:
         return wire.unpack(kind, bytes(body), expected=expected, names=names)
 
     def _join_group(self, deadline_s: float) -> None:
-        """On this connection, with the relay alone."""
+        """Make the process group with the relay alone, over this connection."""
         self._say(wire.GROUP, gpu=gpu_of() if TRANSPORTS[self._config.transport].needs_gpu else "")
         values = self._hear(wire.GROUP, deadline_s, names=_PLACE)
         rendezvous = Rendezvous(**{name: values[name] for name in _PLACE})

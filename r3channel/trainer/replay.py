@@ -48,7 +48,7 @@ class ReplayDriver:
         self._step: ReplayStep | None = None
         self._off: RouterCall | None = None
         self.tap: object | None = None
-        """Who reads what the routers use, at the far end of the wrappers; one at a time."""
+        """The `RouterTap` that reads what the routers use, outside the wrappers; one at a time."""
         self._calls = dict.fromkeys(handles, OUTSIDE)
         with ExitStack() as undo:
             for handle in handles.values():
@@ -133,7 +133,7 @@ class ReplayDriver:
         self._undo.close()
 
     def _replaying(self, handle: RouterHandle) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-        """What the router calls instead of its RouterReplay's `get_replay_topk`."""
+        """The function that the router calls instead of its RouterReplay's `get_replay_topk`."""
         inner = handle.replay.get_replay_topk
 
         def replayed(

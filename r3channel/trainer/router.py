@@ -36,7 +36,7 @@ class StepRouting(Protocol):
         ...
 
     def check_digest(self, microbatch: int, layer: int, ids_RK: torch.Tensor) -> None:
-        """A router is about to use these ids. Raises `DigestMismatch` where they are not those that the engine hashed, on a GPU
+        """Check ids that a router is about to use. Raises `DigestMismatch` where the engine hashed others, on a GPU
         at the latest in `verified`."""
         ...
 
@@ -81,7 +81,7 @@ OUTSIDE = RouterCall(-1, -1, "natural")
 
 
 def name_of(handle: RouterHandle) -> str:
-    """For errors."""
+    """The router's name in errors."""
     return f"router of decoder layer {handle.layer} (chunk {handle.chunk})"
 
 

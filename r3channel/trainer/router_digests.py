@@ -1,4 +1,4 @@
-"""Rows as a router is handed them, held against the digests that came with them. Knows no transport and no Megatron."""
+"""Compares the rows that a router gets with the digests that came with them. Knows no transport and no Megatron."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class RouterDigestCheck:
         )
 
     def check(self, microbatch: int, layer: int, ids_RK: torch.Tensor) -> None:
-        """A router of this layer is about to use these ids. Raises `DigestMismatch`, or notes it on the GPU."""
+        """Check ids that a router of this layer is about to use. Raises `DigestMismatch`, or notes it on the GPU."""
         if self._expected_SL is None:
             return
         index = self._shard.layers.index(layer)
@@ -61,7 +61,7 @@ class RouterDigestCheck:
         self._differs[microbatch, layer] = differs if before is None else before | differs
 
     def verified(self) -> None:
-        """The step's one look at what the GPU noted."""
+        """Read once what the GPU noted, and raise `DigestMismatch` for the first difference."""
         if not self._differs:
             return
         noted, self._differs = self._differs, {}

@@ -1,4 +1,4 @@
-"""A shard as it lands on one process: rows written where they belong, and held against what the engines hashed.
+"""The memory that a process receives a shard into: rows are written to their places and compared with the engines' digests.
 
 Knows the plan and the digests; no connection and no router.
 """
@@ -20,7 +20,7 @@ from r3channel.wire.routing import Ids
 
 
 class ShardBuffer:
-    """FILLING (an attempt after another) -> whole. One thread."""
+    """FILLING (one attempt after another) -> whole. One thread."""
 
     def __init__(self, ticket: Ticket, shard: Shard, rows_N: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
         """`rows_N` has `shard.nbytes` bytes of any content."""
@@ -35,11 +35,11 @@ class ShardBuffer:
         """The sampling masks as they came (see `plan.masks`), where the ticket brings any."""
 
     def sink(self) -> RelaySink:
-        """For one attempt."""
+        """The sink of one attempt."""
         return RelaySink(self)
 
     def add(self, engine_SL: Ids, digests_CSL: Ids) -> None:
-        """All rows are in it, verified. Raises TicketMismatch where they are not of the samples that the ticket names."""
+        """Note that all rows are in and verified. Raises TicketMismatch where they belong to other samples than the ticket's."""
         self._check_samples(engine_SL)
         self.digests_CSL = digests_CSL
 
@@ -74,7 +74,7 @@ class RelaySink:
         self._landed.masks_N = np.frombuffer(data, np.uint8)
 
     def verify(self, digests: bytes) -> list[str]:
-        """Rows are held against what the relay announced, and that against what the engines hashed."""
+        """Compare the rows with what the relay announced, and that with what the engines hashed."""
         stream, shard = self._landed.stream, self._landed.shard
         engine_SL, part_SC = read_tables(stream, digests)
         columns = [stream.columns.index(source) for source in shard.sources]

@@ -18,7 +18,7 @@ POLICIES = ("accept", "mask", "reject")
 UNKNOWN = np.iinfo(np.int64).min
 """The lag of a row that no engine recorded; never stale, because nothing is known of it."""
 _LARGEST = np.iinfo(np.int64).max
-"""A frame may name any 64-bit version, so a lag may need one bit more."""
+"""The largest lag: a frame may name any 64-bit version, so a difference may need one bit more."""
 
 _MANY = 4
 

@@ -27,7 +27,7 @@ _ID_DTYPES = (torch.uint8, torch.int16, torch.int32, torch.int64)
 
 @cache
 def index_dtype(device: torch.device) -> torch.dtype:
-    """What ids are widened to: int32 where torch gathers and scatters by it, as 2.13.0 does on a CPU, else int64.
+    """The dtype that ids are widened to: int32 where torch gathers and scatters by it, as 2.13.0 does on a CPU, else int64.
 
     Half the bytes to write per layer. Asked of the device once, because older releases refuse int32 in scatter.
     """
@@ -41,7 +41,7 @@ def index_dtype(device: torch.device) -> torch.dtype:
 
 
 class ReplayStep:
-    """One open step: `take` is what a router gets, everything else says what it may get. OPEN -> CLOSED."""
+    """One open step: `router_ids` gives a router its ids; everything else decides which it may get. OPEN -> CLOSED."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class ReplayStep:
         self.number = number
         self.audit = audit
         self.logprobs: KeptLogprobs | None = None
-        """Where the step is recorded."""
+        """Collects log-probs where the step is recorded, else None."""
         self.active: RouterCall | None = None
         """The micro-batch whose block is open."""
         self._handles, self._chunks, self._routing = tuple(handles), tuple(chunks), routing
@@ -70,7 +70,7 @@ class ReplayStep:
         self._passes: set[str] = set()  # a pipeline stage may have no router at all
 
     def close(self) -> None:
-        """A backward pass that begins later is refused."""
+        """Close the step: a backward pass that begins later is refused."""
         self._open = False
         self._kept.clear()
 
@@ -86,7 +86,7 @@ class ReplayStep:
         """Replay micro-batch `index` for the one forward pass of the model (chunk) that runs inside the block.
 
         `train` (gradients on): its ids also wait for the recompute, in whatever order the backward passes come.
-        `logprob` (no gradients): nothing of it stays behind. `chunk` is the model chunk that runs, by number or as the module
+        `logprob` (no gradients): nothing is kept. `chunk` is the model chunk that runs, by number or as the module
         that Megatron's schedule hands over; it may be left out where there is only one.
 
         Raises:
@@ -303,7 +303,7 @@ def _is_recomputed(handle: RouterHandle) -> bool:
 
 
 def _uncount(counts_E: torch.Tensor, ids_RK: torch.Tensor, padding_R: torch.Tensor) -> None:
-    """Take away what the router is about to add for rows that are nobody's: its own padding mask does not fit its counts
+    """Subtract what the router is about to count for padding rows: its own padding mask does not fit its counts
     (`_apply_expert_bias` up to 0.19.2)."""
     minus_RK = padding_R[:, None].expand_as(ids_RK).to(counts_E.dtype)
     counts_E.index_add_(0, ids_RK.flatten(), minus_RK.flatten(), alpha=-1)

@@ -22,7 +22,7 @@ _HEAD = struct.Struct("<4sB3xII")
 """Magic, kind, bytes of the body, the low half of its hash."""
 _MAGIC = b"R3L\x01"
 _MOST_BUFFERS = 512
-"""Of one system call; Linux takes 1,024."""
+"""Buffers of one system call; Linux takes 1,024."""
 _WAKE_BYTES = 256 << 10
 """A receiver of many bytes is not woken for less than this: a fifth of the wake-ups, measured on Linux 6.18."""
 _LEFT = "the peer has left"
@@ -211,5 +211,5 @@ def _poller(connected: socket.socket, events: int) -> select.poll:
 
 
 def _digest(kind: int, body: bytes | bytearray) -> int:
-    """Of both: the hash is seeded with the kind."""
+    """The hash of the body, seeded with the kind, so that it covers both."""
     return xxh3_64_intdigest(body, kind) & 0xFFFFFFFF

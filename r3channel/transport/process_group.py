@@ -36,9 +36,9 @@ _OURS = {
 """What an NCCL group reads once, when it is made."""
 _ENVIRONMENT = threading.Lock()
 UNLIMITED = timedelta(days=365)
-"""Of a group's own watchdog: every wait here has a deadline of its own, and ends in `abort`."""
+"""The limit of a group's own watchdog: every wait here has a deadline of its own, and ends in `abort`."""
 _PAIR_CTAS = 4
-"""Of the GPU's, for one pair's sends: rows need a small part of a link, and the model runs beside them."""
+"""The GPU's thread blocks for one pair's sends: rows need a small part of a link, and the model runs beside them."""
 _CLOSE_S = 5.0
 _POLL_S = 0.0005
 """NCCL completion is polled: its `wait` only orders streams, so a deadline needs a host-side check."""

@@ -1,4 +1,4 @@
-"""The way that needs no half of ours in the engine: flattened buckets, which SGLang itself loads in place while it is paused."""
+"""An update without our half in the engine: SGLang itself loads flattened buckets in place while it is paused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Broadcast(Work):
     """One update. A bucket leaves in a thread while the next one is packed."""
 
     def __init__(self, *args: Any, packer: Packer, **options: Any) -> None:
-        """As `Work`. `packer` makes buckets flat."""
+        """`packer` makes buckets flat; for the rest see `Work`."""
         super().__init__(*args, **options)
         self._packer = packer
         self._sums = EngineChecksums()
@@ -37,7 +37,7 @@ class Broadcast(Work):
         self._sending: Future[None] | None = None
 
     def open(self, given: Given) -> None:
-        """Groups, handshake, pause; from here on nothing is routed to these engines."""
+        """Make the groups, shake hands and pause; from here on nothing is routed to these engines."""
         assert given.manifest is not None
         self._buckets = given.manifest.buckets
         with self._run.stage("join"):
@@ -58,7 +58,7 @@ class Broadcast(Work):
             self.each(lambda member, left_s: _check_names(member, names, left_s))
 
     def _hold(self) -> None:
-        """Links without needs: as long as they stand, our half lets nobody else's weights in."""
+        """Open links that ask for no tensors: while they stand, our half refuses weights from other sessions."""
         fresh = [m for m in self.members if m.client.takes_orders and not m.staged(()) and not m.unheld]
         orders = {m: self._stages.order(m.url, op="hold") for m in fresh}
         held = self.each(lambda m, left_s: m.hold(orders[m], left_s), within_s=CONTROL_S, among=fresh)
@@ -69,7 +69,7 @@ class Broadcast(Work):
             member.unheld = member.url not in links
 
     def deliver(self, feed: Feed) -> None:
-        """Counts once the first engine has taken the version: it decides."""
+        """Send, load and name the version; the update counts once the first engine has taken it."""
         feed(self._push)
         self._close()
         with self._run.stage("commit"):
@@ -104,7 +104,7 @@ class Broadcast(Work):
                 self._run.checksums = {"1": [sums]}
 
     def abort(self) -> None:
-        """Free everything that waits, then let the engines serve that still hold whole weights."""
+        """Free everything that waits, then let the engines that still hold whole weights serve."""
         if self._sending is not None:  # a healthy bucket has the time to end
             wait([self._sending], timeout=REPAIR_S)
         broken = [member for member in self._all if member.state is EngineState.DIRTY]

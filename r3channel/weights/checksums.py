@@ -1,4 +1,4 @@
-"""What an engine of one rank must report of its parameters, foreseen from tensors as they are sent: SGLang's own checksums."""
+"""SGLang's own checksums, computed from tensors as they are sent: what an engine of one rank must report."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def engine_names(names: Iterable[str]) -> frozenset[str]:
 
 @dataclass(slots=True)
 class _Fused:
-    """One parameter that comes in parts; those that come before their turn are held."""
+    """One parameter that comes in parts; parts that come before their turn are held."""
 
     digest: Any = field(default_factory=hashlib.sha256)
     next: int = 0
@@ -92,7 +92,7 @@ class _Fused:
 class EngineChecksums:
     """What an engine of one rank must report once it holds all tensors that were added. One thread.
 
-    Parts that come out of order are held by reference until those before them have come: at most the experts of a layer.
+    Parts that come out of order are held by reference until earlier parts have come: at most the experts of a layer.
     """
 
     def __init__(self) -> None:

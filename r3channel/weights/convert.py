@@ -132,7 +132,7 @@ def hf_weights(
 
 
 def _sent_dtype(name: str, own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    """`name` is Megatron's."""
+    """The dtype that a tensor is sent in; `name` is Megatron's."""
     if wanted is None or (_ROUTER in name and wanted.itemsize < own.itemsize):
         return own
     return wanted
@@ -228,7 +228,7 @@ def _experts(bridge: Any, shard: _Shard, weight: torch.Tensor) -> list[tuple[str
 
 
 def _global_expert(bridge: Any, name: str, ep_rank: int) -> str:
-    """The name of an expert with its number in the model instead of that on its EP rank."""
+    """An expert's name with its number in the model instead of its number on the EP rank."""
     prefix, number = name.split(".weight")
     per_rank = bridge.config.num_moe_experts // bridge.mpu.ep_size
     return f"{prefix}.weight{ep_rank * per_rank + int(number)}"
@@ -242,7 +242,7 @@ def _merged(bridge: Any, shard: _Shard, weight: torch.Tensor, *, group: Any, siz
 
 
 def _marked(partition_dim: int) -> torch.Tensor:
-    """mbridge reads the split from attributes of the parameter."""
+    """Mark the parameter with its split, which mbridge reads from attributes."""
     marked = torch.empty(0)
     setattr(marked, "tensor_model_parallel", True)  # noqa: B010
     setattr(marked, "partition_dim", partition_dim)  # noqa: B010
@@ -268,7 +268,7 @@ class Shard:
     """A box of a whole checkpoint tensor, as a view of this rank's own memory."""
 
     meta: TensorMeta
-    """Of the whole tensor, in the dtype that is sent."""
+    """The whole tensor's name and shape, and the dtype that is sent."""
     box: Box
     tensor: torch.Tensor
 
@@ -278,7 +278,7 @@ class Part:
     """A parameter as one tensor-parallel rank holds it."""
 
     name: str
-    """Megatron's, with the numbers that layer and expert have in the whole model."""
+    """Megatron's name, with the layer's and the expert's numbers in the whole model."""
     tensor: torch.Tensor
     partition_dim: int  # -1: replicated over TP
     rank: int

@@ -1,9 +1,9 @@
-"""Which part of which checkpoint tensor goes where in a rank's parameters: learned by a dry run of the model's own loader.
+"""A dry run of the model's own loader: it shows which part of which checkpoint tensor goes where in a rank's parameters.
 
-`load_weights` runs once on meta tensors that share one storage: nothing is read, and a copy from them is noted instead of
-done, so nothing is written. What a loader does beyond views and copies (arithmetic, `.item()`, tensors that it derives) is
-refused, never half understood: whole tensors are staged then, and only which of them reach which parameters is noted. Where not
-even that can be known (tensors that it replaces, a copy from another thread), `Learned.refused` says so.
+`load_weights` runs once on meta tensors that share one storage. Nothing is read, and a copy is noted instead of done, so nothing
+is written. A loader that does more than views and copies (arithmetic, `.item()`, derived tensors) gets whole tensors staged, and
+the run notes only which tensors reach which parameters. Where even that cannot be known (the loader replaces tensors, or copies
+in another thread), `Learned.refused` says why.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _VALUE = torch.ops.aten._local_scalar_dense.default
 _POST_LOAD = "post_load_weights"
 """SGLang's name for what a model derives from its parameters once they are loaded."""
 _MOST_PIECES = 4096
-"""Of one copy. A loader that takes every second row of a large tensor is loaded as it is instead."""
+"""Pieces of one copy at most. A loader that takes every second row of a large tensor is loaded as it is instead."""
 
 
 class NotReplayable(Exception):
@@ -88,7 +88,7 @@ class Padding:
     constant: float
 
     def fill(self, params: Sequence[torch.Tensor]) -> None:
-        """In parameters' memory, flat."""
+        """Write the constant into the parameters' flat memory."""
         flat = params[self.param]
         torch.as_strided(flat, self.shape, self.strides, flat.storage_offset() + self.offset).fill_(
             self.constant
@@ -97,15 +97,15 @@ class Padding:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What one rank takes of a checkpoint."""
+    """The parts of a checkpoint that one rank takes."""
 
     params: tuple[TensorMeta, ...]
     parts: tuple[Part, ...]
-    """By tensor."""
+    """Ordered by tensor."""
     missing: tuple[str, ...] = ()
-    """Parameters that the tensors do not fill, or not whole."""
+    """Parameters that the tensors leave empty or fill in part."""
     padding: tuple[Padding, ...] = ()
-    """What does not hold its constant yet, as in an engine that was started with `--load-format dummy`. The rank's own affair."""
+    """Padding without its constant yet, as after `--load-format dummy`. The rank fills it; no trainer is told."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -121,7 +121,7 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """What a dry run found, for as long as tensors and parameters are the same."""
+    """The result of a dry run, valid while tensors and parameters stay the same."""
 
     tensors: tuple[TensorMeta, ...]
     params: Mapping[str, Any]
@@ -129,11 +129,11 @@ class Learned:
     refused: str
     """Why whole tensors are staged and the model's own loader places them at the commit; empty where parts are placed."""
     copied: tuple[Part, ...] = ()
-    """With `refused`: of parameters that this loader fills with plain copies alone, so that they can be compared afterwards."""
+    """With `refused`: parts of parameters that this loader fills with plain copies alone, which are compared afterwards."""
 
 
 def learn(model: torch.nn.Module, tensors: tuple[TensorMeta, ...], before: Learned | None) -> Learned:
-    """`before` where it still holds: a dry run takes the loader's own time, some 0.7 ms a tensor, with the engine paused.
+    """A dry run's result, or `before` if it still holds: a run takes the loader's time, 0.7 ms a tensor, in a paused engine.
 
     The model is as before in any case. ManifestMismatch where its loader refuses a name."""
     params = dict(model.named_parameters())
@@ -166,7 +166,7 @@ def _whole_tensors(
 
 
 def dry_run(model: torch.nn.Module, tensors: Sequence[TensorMeta]) -> _Recorder:
-    """What the loader does; NotReplayable where not even the names that it takes can be known."""
+    """Run the loader and return what it does. Raises NotReplayable where not even the names that it takes can be known."""
     params = dict(model.named_parameters())
     before, attributes = _memory(params), _tensor_attributes(model)
     recorder = _Recorder(tensors, params)
@@ -212,11 +212,11 @@ class _Recorder(TorchDispatchMode):
         """Parameter, view of it, whether something was put there: what is not a plain copy."""
         self._used: set[int] = set()
         self._made_of: dict[int, set[int]] = {}
-        """By storage of what is no view of the checkpoint: the tensors that it was made of."""
+        """Storage that is no view of the checkpoint -> the tensors that it was made of."""
         self._alive: list[torch.Tensor] = []
-        """So that no storage gets another's number."""
+        """Keeps storages alive, so that none gets another's number."""
         self.padding: list[tuple[int, torch.Tensor, float | None]] = []
-        """Parameter, view of it, constant: what a loader fills itself. None: it was seen to hold it."""
+        """(parameter, view of it, constant) that a loader fills itself; None where the view held the constant already."""
 
     def sources(self) -> Iterator[tuple[str, torch.Tensor]]:
         for meta, start in zip(self._tensors, self._starts, strict=True):
@@ -232,7 +232,7 @@ class _Recorder(TorchDispatchMode):
         return self._used | {part.tensor for part in self.parts}
 
     def refuse(self, why: str) -> None:
-        """Parts cannot be placed; names are watched on."""
+        """Note why parts cannot be placed, and go on watching names."""
         self.refused = self.refused or why
 
     def derives(self, *_: Any, **__: Any) -> None:
@@ -301,7 +301,7 @@ class _Recorder(TorchDispatchMode):
         return ", ".join(self._tensors[index].name for index in sorted(tensors))
 
     def _is_padding(self, dst: torch.Tensor, src: torch.Tensor) -> bool:
-        """A copy into a parameter of what it holds already, as loaders pad: noted as covered, and not done."""
+        """Whether this copies what the parameter holds already, as loaders pad: it is noted as covered, and not done."""
         index = self._index.get(_storage(dst))
         if index is None or src.is_meta or not bool((dst == src).all()):
             return False
@@ -337,7 +337,7 @@ _Dims = list[tuple[int, int, int]]
 
 
 _ONE = (1, 1)
-"""Size and stride of an axis of one item: any stride would do, but of a view without a step torch gives no bytes."""
+"""Size and stride of an axis of one item: any stride is right, but torch gives no bytes of a view without a step."""
 
 
 def _boxes(meta: TensorMeta, dims: _Dims, first: int, offset: int) -> list[tuple[Box, int, tuple[int, ...]]]:
@@ -413,12 +413,12 @@ def _coverage(
 
 
 def _view(counts: torch.Tensor, view: torch.Tensor, base: int) -> torch.Tensor:
-    """Of a parameter's counts what `view` is of the parameter."""
+    """The part of a parameter's counts that `view` is of the parameter."""
     return torch.as_strided(counts, view.shape, view.stride(), int(view.storage_offset()) - base)
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Those of an operator's arguments or results, also in lists."""
+    """The tensors among an operator's arguments or results, also in lists."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
@@ -458,7 +458,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _room(meta: TensorMeta) -> int:
-    """Bytes, such that the next tensor is aligned for any dtype; never none, so that offsets tell tensors apart."""
+    """Bytes of a tensor, rounded up so that the next one is aligned; never 0, so that offsets tell tensors apart."""
     return max(16, -(-meta.nbytes // 16) * 16)
 
 

@@ -1,4 +1,4 @@
-"""What an update asks of engines, by either way (`joint`, `broadcast`), and what a failure at any step of it leaves behind.
+"""The calls that an update makes to engines, staged (`joint`) or by `broadcast`, and what a failure at each call leaves.
 
 Knows members' states and the registry; not where weights come from, or which version comes next.
 """
@@ -36,7 +36,7 @@ _LOSSES = (EngineUnavailable, TransportError)  # which DeadlineExceeded is one o
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """The same for all updates of a session; what they mean says `WeightSync`."""
+    """What holds for all updates of a session; `WeightSync` explains each."""
 
     pause: PauseMode
     verify: bool
@@ -47,16 +47,16 @@ class Rules:
     host: str
     backend: str
     check_names: bool
-    """Whether what an engine has no place for, or is not given, fails an update."""
+    """Whether an update fails when an engine has no place for a tensor, or gets none for a parameter."""
 
 
 class Crew:
-    """Some engines that are asked at the same time. One thread."""
+    """Engines that are asked at the same time. One thread."""
 
     def __init__(
         self, members: Sequence[Member], fleet: Fleet, rules: Rules, run: Run, *, alone: bool = False
     ) -> None:
-        """`alone`: of engines that are brought to a version which counts already, so that none of them is left out."""
+        """`alone`: the version counts already, and no engine may be left out of it."""
         self.members = list(members)
         self._all, self._alone = list(members), alone
         self._fleet, self._rules, self._run = fleet, rules, run
@@ -82,14 +82,14 @@ class Crew:
         return {member: future.result() for future, member in calls.items() if member not in failed}
 
     def lose(self, member: Member, error: BaseException) -> None:
-        """Go on without it, or raise: where the rules say so, where it answered with a refusal, where it is the last."""
+        """Go on without this engine. Raise instead if the rules say so, if it refused, or if it is the last."""
         last = len(self.members) == 1
         if self._alone or last or self._rules.on_engine_loss == "abort" or not isinstance(error, _LOSSES):
             raise error
         self.leave_out(member, f"{type(error).__name__}: {error}")
 
     def leave_out(self, member: Member, why: str) -> None:
-        """Go on without it, until `update_one`."""
+        """Go on without this engine, until `update_one`."""
         self.members.remove(member)
         member.evicted = self._run.report.evicted[member.url] = why
         self._fleet.quarantine([member])
@@ -106,19 +106,19 @@ class Work(Crew, ABC):
     """One update of some engines. NEW -> `open` -> `deliver` (committed), or `abort` at any time. One thread."""
 
     def __init__(self, *crew: Any, stages: Stages, version: int, alone: bool = False) -> None:
-        """As `Crew`; `stages` say what goes over which link."""
+        """`stages` says what goes over which link; for the rest see `Crew`."""
         super().__init__(*crew, alone=alone)
         self._stages, self._version = stages, version
         self.outcome: R3Error | None = None
-        """What is to be raised although the update counts: EngineLeftBehind, TrainerRankLost."""
+        """The error to raise although the update counts: EngineLeftBehind or TrainerRankLost."""
 
     @abstractmethod
     def open(self, given: Given) -> None:
-        """The engines are told what will come."""
+        """Tell the engines what will come."""
 
     @abstractmethod
     def deliver(self, feed: Feed) -> None:
-        """Everything sent, verified and committed: the update counts."""
+        """Send, verify and commit everything; then the update counts."""
 
     @abstractmethod
     def abort(self) -> None:
@@ -137,7 +137,7 @@ class Work(Crew, ABC):
     def resume(self) -> EngineLeftBehind | None:
         """Let those that have the version serve, and record them. Returns what names the others.
 
-        They get time for it also when an engine that did not answer has used up the update's.
+        They get time for it even if an engine that did not answer has used up the update's time.
         """
         took = [member for member in self.members if member.state is EngineState.COMMITTED]
         failure: BaseException | None = None

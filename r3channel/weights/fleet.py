@@ -17,17 +17,17 @@ from r3channel.weights.sglang import EngineClient
 
 
 class Fleet:
-    """One thread, but for `renew`."""
+    """The engines of a session. One thread calls; `renew` may be called from any."""
 
     def __init__(self, clients: Sequence[EngineClient], registry: WeightRegistry) -> None:
-        """ConfigError unless there is at least one, each once."""
+        """Raises ConfigError for no engine, or for one given twice."""
         self.registry = registry
         self.members = _distinct([Member(client) for client in clients])
         self._held: dict[str, int] = {}
         self._leaving = threading.Lock()
 
     def member(self, url: str) -> Member:
-        """ConfigError for one that is not there."""
+        """The engine of this address. Raises ConfigError for one that is not in the session."""
         for member in self.members:
             if member.url == url.rstrip("/"):
                 return member
@@ -53,8 +53,7 @@ class Fleet:
         self.members = rest
 
     def part_with_the_lost(self) -> tuple[str, ...]:
-        """Forget engines whose lease ran out, and what reached those that have joined again in another life, whoever told.
-        Names the former."""
+        """Forget engines whose lease ran out, and links of engines that joined again after a restart. Returns the former."""
         known = self._records()
         for member in self.members:
             if member.url in known and known[member.url].boot_id != member.boot_id:
@@ -67,7 +66,7 @@ class Fleet:
         return tuple(member.url for member in expired)
 
     def admit(self, members: Iterable[Member]) -> None:
-        """The handshake, once each has told its life. Raises RegistryRefused, with both values where versions differ."""
+        """Admit engines that have told their boot id. Raises RegistryRefused, with both values where versions differ."""
         for member in members:
             self.registry.join(_record(member, member.boot_id), now_s=time.monotonic())
 
@@ -86,7 +85,7 @@ class Fleet:
         return {m: call.result() for m, call in calls.items() if call.done() and call.exception() is None}
 
     def cover(self, members: Sequence[Member], *, for_s: float) -> None:
-        """An update of these begins: leases last as long as it may."""
+        """Make the leases of these engines last as long as their update may."""
         now_s, known = time.monotonic(), self._records()
         for member in members:
             if member.boot_id and member.url in known:
@@ -94,7 +93,7 @@ class Fleet:
                 self._held[member.url] = known[member.url].committed_version
 
     def open(self, members: Sequence[Member], *, for_s: float) -> None:
-        """These are paused from now on: leases cover it, and nothing is routed to them."""
+        """Note that these are paused: their leases cover it, and nothing is routed to them."""
         now_s, known = time.monotonic(), self._records()
         for member in members:
             self.registry.quarantine(member.url, member.boot_id, now_s=now_s)
@@ -109,7 +108,7 @@ class Fleet:
                 self.registry.quarantine(member.url, member.boot_id, now_s=time.monotonic())
 
     def check_lives(self, members: Iterable[Member]) -> None:
-        """Raises RegistryRefused when one of these has left or lives another life; who else comes and goes is the same to it."""
+        """Raises RegistryRefused when one of these has left or was restarted. Other engines may join or leave meanwhile."""
         for member in members:
             self.registry.renew(member.url, member.boot_id, now_s=time.monotonic())
 

@@ -1,7 +1,7 @@
-"""One trainer session's hold on an engine's rank: its links, the staged copy beside the parameters, and their change of places.
+"""One trainer session's hold on an engine's rank: its links, the staged copy, and how copy and parameters change places.
 
-Each link has a thread of its own that writes staged memory only; parameters are written from the scheduler's thread alone. What
-is allocated follows from the parameters and never from what a trainer says.
+Each link has a thread of its own, which writes staged memory only; the scheduler's thread alone writes parameters. The parameters
+decide how much is allocated, never what a trainer says.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ _BLOCK_BYTES = 256 << 10
 """Two of them and a third for the exchange fit a core's second cache."""
 _DEVICE_BLOCK_BYTES = 64 << 20
 _THREADS = 2
-"""That go over all of a rank's memory: one core does not use all of a host's bandwidth."""
+"""Threads that go over all of a rank's memory: one core does not use all of a host's bandwidth."""
 WORD_BYTES = 1024
-"""Of a reason that is told."""
+"""Bytes of a reason at most, when it is sent to the trainer."""
 
 
 _Runs = dict[tuple[int, int], list[Run]]
@@ -73,7 +73,7 @@ class _Stage:
     came: dict[int, int] = field(default_factory=dict)
     """By link: items placed."""
     changing: bool = False
-    """From the first parameter that is touched to the last."""
+    """True from the first parameter that is touched to the last."""
     committed: bool = False
 
 
@@ -99,7 +99,7 @@ class Hold:
         rank: int,
         run_token: str,
     ) -> None:
-        """The memory, the links. A model that cannot be replayed is told over the first link, not raised.
+        """Allocates the staged copy and opens the links. It reports a model that cannot be replayed over the first link.
 
         Without `learned` the links only keep other sessions out.
         """
@@ -108,7 +108,7 @@ class Hold:
         self._lock = threading.Lock()
         self._stage = _Stage()
         self._path = ""
-        """Of shared memory that not every trainer has mapped yet."""
+        """The shared memory's path, until every trainer has mapped it."""
         self._mapped = set[int]()
         self._ready: list[torch.Tensor] = []
         """Parameters that were looked at just before they change."""
@@ -133,7 +133,7 @@ class Hold:
 
     @property
     def ended(self) -> bool:
-        """The trainers are gone: nobody holds the engine."""
+        """Whether the trainers are gone, so that nobody holds the engine."""
         return not any(link.alive for link in self._links)
 
     def close(self) -> None:
@@ -142,7 +142,7 @@ class Hold:
             link.close()
 
     def _unlink(self) -> None:
-        """A path that is gone leaves nothing behind a crash."""
+        """Remove the path of the shared memory, so that a crash leaves nothing behind."""
         with self._lock:
             if self._path:
                 os.unlink(self._path)
@@ -157,7 +157,7 @@ class Hold:
         return bool(self._learned.refused)
 
     def _allocate(self, model: torch.nn.Module, wanted: str, wire: str) -> dict[str, Any]:
-        """The staged copy; what the trainer is told of it."""
+        """Make the staged copy, and return what the trainer is told about it."""
         nbytes = staged_bytes(self._needs.params)
         if wanted == "auto" and nbytes > _spare_bytes():
             return {"error": f"{nbytes} bytes for a staged copy, {_spare_bytes()} are free"}
@@ -176,7 +176,7 @@ class Hold:
     # -- a link's thread -----------------------------------------------------------------------------------------------
 
     def _serve(self, number: int, link: Connection, told: dict[str, Any]) -> None:
-        """Until the trainer leaves, or dies: what was staged is never committed then."""
+        """Serve the link until the trainer leaves or dies; what was staged is then never committed."""
         try:
             with suppress(TransportError):
                 self._listen(number, link, told)
@@ -240,7 +240,7 @@ class Hold:
             self._stage.came[number] += sum(entry.box.numel for entry in entries)
 
     def _begin(self, version: int, number: int, first: int) -> None:
-        """A link's first piece of a version: whatever was staged before is void."""
+        """Begin a version at a link's first piece of it; whatever was staged before is void."""
         with self._lock:
             if self._stage.version != version or self._stage.digests:
                 self._stage = _Stage(version)
@@ -251,7 +251,7 @@ class Hold:
             self._stage.came.setdefault(number, 0)
 
     def _verify(self, version: int, checksums: bool) -> dict[str, Any]:
-        """Digests of the parameters as they will be; asked when every trainer has sent everything."""
+        """Digests of the parameters as they will be, computed when every trainer has sent everything."""
         with self._lock:
             stage = self._stage
             came = sum(stage.came.values())
@@ -267,7 +267,7 @@ class Hold:
         return {"digests": stage.digests, "checksums": sums}
 
     def _given(self, version: int, param: int) -> tuple[dict[str, str], list[memoryview]]:
-        """The digest of the commit and what the parameter holds now: should they differ, the trainer finds out."""
+        """A parameter's bytes now and its digest at the commit; the trainer compares them."""
         serving = self._serving
         if serving is None or serving.version != version:
             found = "nothing" if serving is None else f"version {serving.version}"
@@ -303,7 +303,7 @@ class Hold:
                 raise WeightsError(f"{meta.name} holds other bytes than were staged")
 
     def _compare(self, model: torch.nn.Module) -> None:
-        """What the model's own loader copies as it is must have arrived so."""
+        """Check that what the model's own loader copies unchanged has arrived unchanged."""
         params, at = list(model.named_parameters()), {part.tensor: part.param for part in self._needs.parts}
         for part in self._learned.copied:
             name, param = params[part.param]
@@ -337,7 +337,7 @@ class Hold:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """So that NaN equals itself."""
+    """The bytes, so that NaN equals itself."""
     return tensor.reshape(-1).contiguous().view(torch.uint8)
 
 

@@ -38,29 +38,29 @@ from r3channel.weights.stages import Given, check_complete
 from r3channel.weights.wires import RankLink
 
 _TOLD = {kind.__name__: kind for kind in (NonFiniteWeights, CannotStage, GiverChanged)}
-"""Failures of another rank that are raised as what they are."""
+"""Failures of another rank that are raised under their own class."""
 _Sums = list[tuple[dict[str, str], dict[str, str]]]
 """By rank: digests and checksums by parameter."""
 
 
 class Staged(Work):
-    """On one rank. Every rank makes the same calls; each failure becomes everybody's. One thread, but for `_push`."""
+    """A staged update on one rank. Every rank makes the same calls; each failure is raised on all. One thread, but `_push`."""
 
     def __init__(self, *crew: Any, **options: Any) -> None:
         super().__init__(*crew, **options)
         self._ranks = self._stages.ranks
         self._deciding = False
-        """Whether engines may hold the new version already."""
+        """Whether engines may hold the new version by now."""
         self._bucket = 0
         self._sending: dict[Future[int], Member] = {}
         self._over = False
         self._lost: dict[str, str] = {}
         """Engines that this trainer could not reach."""
         self._before: dict[Member, EngineState] = {}
-        """Of those that were told to change over: what they were."""
+        """The states that engines had before they were told to change over."""
 
     def open(self, given: Given) -> None:
-        """Links to all engines, and each told what will come. Raises on every rank; CannotStage: nothing has changed."""
+        """Link all engines and tell each what will come. Raises on every rank; CannotStage means that nothing has changed."""
         run, stages = self._run, self._stages
         with run.stage("plan"):
             changed = stages.survey(given, run.deadline)
@@ -92,7 +92,7 @@ class Staged(Work):
         self.outcome = EngineLeftBehind(left) if left else self.outcome
 
     def abort(self) -> None:
-        """The old weights, bit for bit: they lie beside the new ones."""
+        """Bring the old weights back, bit for bit: they lie beside the new ones."""
         undo, calls = self._order("undo"), list[Future[None]]()
         for member, before in self._before.items():
             if member.state in (EngineState.CHANGED, EngineState.DIRTY):
@@ -144,7 +144,7 @@ class Staged(Work):
         self._run.report.loaded = next((rank.whole for rank in ranks if rank.whole), "")
 
     def _check_rounded(self, given: Given) -> None:
-        """What the engine that is read keeps rounded must be rounded alike where it goes."""
+        """Refuse tensors that the engine that is read keeps rounded, unless they are rounded alike where they go."""
         kept = self._run.report.rounded
         lost = next((name for name, how in given.rounded.items() if kept.get(name) != how), None)
         if lost is not None:
@@ -213,7 +213,7 @@ class Staged(Work):
     # -- all ranks together --------------------------------------------------------------------------------------------
 
     def _together(self, error: Exception | None) -> None:
-        """All ranks did their step, or all raise."""
+        """Return if all ranks did their step; else all raise."""
         word = "" if error is None else f"{type(error).__name__}: {error}"
         words = self._ranks.exchange(word, self._run.deadline.at_least(GRACE_S * 10))
         if error is not None:
@@ -226,7 +226,7 @@ class Staged(Work):
             raise kind("; ".join(words))
 
     def _lead(self, call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """What the first rank alone does, and tells the others; its failure is everybody's."""
+        """Let the first rank alone act and tell the others; its failure is raised on all."""
         told: dict[str, Any] = {}
         error: BaseException | None = None
         if self._ranks.leads:
@@ -252,7 +252,7 @@ class Staged(Work):
         return told
 
     def _known(self, gone: str) -> str:
-        """What engines hold, for an error: known to the rank that commits; the others ask."""
+        """What engines hold, for an error. The rank that commits knows it; the others ask."""
         version, members = self._version, self.members
         if self._ranks.leads:
             states = f"[engines now: {told(members)}]"

@@ -17,7 +17,7 @@ import torch
 from r3channel.errors import ConfigError, ManifestMismatch
 
 ALIGNMENT = 256
-"""Bytes, of a parameter in a staged copy. What checkpoint-engine uses; a multiple of every vector width."""
+"""A parameter in a staged copy begins at a multiple of this many bytes, as in checkpoint-engine: every vector width fits."""
 
 _DTYPES: Mapping[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
@@ -132,11 +132,11 @@ class Manifest:
 
     buckets: tuple[Bucket, ...]
     arrivals: tuple[tuple[TensorMeta, int, int], ...]
-    """In the caller's order: each tensor, its bucket, its place in there."""
+    """Each tensor, its bucket and its place in the bucket, in the caller's order."""
 
     @classmethod
     def of(cls, buckets: Sequence[Bucket], order: Iterable[TensorMeta] = ()) -> Manifest:
-        """`order`: the tensors as the caller gives them; as they lie in the buckets without."""
+        """`order` holds the tensors as the caller gives them; without it they come as they lie in the buckets."""
         numbered = enumerate(buckets)
         placed = {meta.name: (meta, b, at) for b, one in numbered for at, meta in enumerate(one.tensors)}
         return cls(tuple(buckets), tuple(placed[meta.name] for meta in order) or tuple(placed.values()))
@@ -152,7 +152,7 @@ _FUSED: Mapping[str, tuple[str, ...]] = {
 FUSED_INTO = {member: (fused, at) for fused, members in _FUSED.items() for at, member in enumerate(members)}
 UNIT_NAME = re.compile(rf"^(?P<head>(?:.*\.)?)(?P<member>{'|'.join(FUSED_INTO)})\.(?P<tail>[^.]+)$")
 _SCALE_NAMES = (".weight_scale", ".weight_scale_inv")
-"""Of a float8 weight: a number, a column or blocks (`weight_scale_inv` of DeepSeek-V3)."""
+"""The scales of a float8 weight: a number, a column or blocks (`weight_scale_inv` of DeepSeek-V3)."""
 _PACKED_NAME = re.compile(r"\.(input_scale|qweight|qzeros|scales|weight_packed)$")
 
 

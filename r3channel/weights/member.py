@@ -1,6 +1,6 @@
-"""One engine of a session: what it holds and does, what reaches it, and each call that an update makes to it.
+"""One engine of a session: its state, its links, and each call that an update makes to it.
 
-A call enters the state that it may cause before it is made, so that a lost answer leaves the more careful one. Knows one
+The state that a call may cause is entered before the call, so that a lost answer leaves the more careful state. Knows one
 engine only.
 """
 
@@ -44,25 +44,25 @@ class Member:
     client: EngineClient
     state: EngineState = EngineState.SERVING
     group: WeightGroup | None = None
-    """For broadcasts."""
+    """The group of broadcasts."""
     ranks: list[RankLink] = field(default_factory=list)
-    """For staged updates."""
+    """The links of staged updates, by rank."""
     metas: tuple[TensorMeta, ...] = ()
-    """The tensors of which its ranks were told when they linked; what they need is counted by these."""
+    """The tensors that its ranks were told when they linked; what they need refers to these by index."""
     gives: int | None = None
     """The version that was committed over these links, and can be read back; rank 0 knows."""
     serves: str = ""
     """The version that it names in replies, known once it was linked."""
     boot_id: str = ""
-    """Of the life that joined; empty before, and once it has left."""
+    """The engine's life that joined; empty before, and once it has left."""
     evicted: str = ""
     """Why updates go on without it, until `update_one` brings it back."""
     names: frozenset[str] = frozenset()
-    """What this life was found to take, and nothing else."""
+    """The tensor names that this life of the engine takes."""
     unheld: bool = False
-    """Whether our half is not there to keep others from it."""
+    """Whether the engine has no plug-in of ours that keeps other sessions out."""
     foreign: bool = False
-    """Whether the bracket that is open was found so: another session's, or of one that died."""
+    """Whether another session, or one that died, opened the bracket that is open."""
 
     @property
     def url(self) -> str:
@@ -78,11 +78,11 @@ class Member:
             self.state = state
 
     def meet(self, timeout_s: float) -> None:
-        """Find out that the engine is there, how many ranks it has, and which life of it this is."""
+        """Ask the engine whether it is there, for its ranks and for its boot id."""
         self.boot_id = self.client.meet(timeout_s=timeout_s)
 
     def unlink(self) -> None:
-        """Forget what reaches it, without a call to it."""
+        """Forget the links and the group, without a call to the engine."""
         self.names, self.unheld = frozenset(), False
         for rank in self.ranks:
             rank.link.close()
@@ -92,9 +92,9 @@ class Member:
         self.group = None
 
     def leave(self) -> None:
-        """Our hold on it ends on both sides, also when it is stuck in a broadcast; nothing else changes there.
+        """End our hold on both sides, also when the engine is stuck in a broadcast; nothing else changes there.
 
-        An engine that leaves closes its sockets, which ends our broadcast; dropping our end then frees one that waits in its.
+        An engine that leaves closes its sockets, which ends our broadcast; dropping our end frees an engine that waits in one.
         """
         leaving = []
         if self.group is not None:
@@ -105,7 +105,7 @@ class Member:
         wait(leaving, timeout=REPAIR_S)
 
     def afresh(self) -> Member:
-        """Itself, of which nothing is known any more: it will be met again."""
+        """The same engine with nothing known about it, so that it is asked again."""
         self.unlink()
         self.boot_id = ""
         return self
@@ -115,8 +115,8 @@ class Member:
         self.client.pause(mode, timeout_s=timeout_s)
 
     def begin(self, timeout_s: float) -> None:
-        """Open the bracket. One that is open already was left by somebody who failed or died, or belongs to another session:
-        nothing is known of these weights, so the engine counts as dirty and only a whole update lets it serve again."""
+        """Open the bracket. If it is open already, another session holds it or one failed in it: these weights are unknown, so
+        the engine counts as dirty, and only a whole update lets it serve again."""
         self.enter(EngineState.OPEN)
         self.foreign = False
         if not self.client.takes_orders:  # nor has it a begin
@@ -164,8 +164,8 @@ class Member:
                 self.undo(control_s)
 
     def hold(self, order: Mapping[str, Any], timeout_s: float) -> bool:
-        """Keep other sessions from this engine, where our half can; whether it could. EngineRefused while another holds it, and
-        where an update would leave something old."""
+        """Keep other sessions from this engine, and return whether our half could. Raises EngineRefused while another session
+        holds it, and where an update would leave something old."""
         try:
             self._look_for_begun(self.client.order(order, timeout_s=timeout_s))
         except EngineRefused as error:
@@ -197,7 +197,7 @@ class Member:
     def change_back(
         self, order: Mapping[str, Any], before: EngineState, flush_cache: bool, timeout_s: float
     ) -> None:
-        """Undo a change-over; EngineRefused where that cannot be. Who was DIRTY `before` is again, and its bracket stays open."""
+        """Undo a change-over, or raise EngineRefused. An engine that was DIRTY `before` is DIRTY again, its bracket open."""
         with contextlib.suppress(EngineRefused):  # a commit that ended half-way has left it open
             self.client.begin(timeout_s=timeout_s)
         self._order(order, self.serves, flush_cache, timeout_s)
@@ -218,7 +218,7 @@ class Member:
         self.take(version)
 
     def take(self, version: int) -> None:
-        """It holds this version, and its name; a bracket that was found open is closed."""
+        """Note that the engine holds this version and its name; close a bracket that was found open."""
         self.serves, self.foreign = str(version), False
         self.enter(EngineState.COMMITTED)
 
@@ -236,7 +236,7 @@ class Member:
             self.resume(timeout_s)
 
     def version_now(self) -> str:
-        """For an error: the version that it serves, asked just now."""
+        """The version that the engine serves, asked just now, for an error."""
         try:
             return f"version {self.client.weight_version(timeout_s=_ASK_S)}"
         except R3Error as error:
@@ -244,7 +244,7 @@ class Member:
 
     @contextlib.contextmanager
     def flush_may_be_refused(self) -> Iterator[list[EngineRefused]]:
-        """The weights are in all the same; SGLang refuses to flush while requests wait for their grammar. What it said."""
+        """Let SGLang refuse to flush while requests wait for their grammar: the weights are in. Gives what it said."""
         refused: list[EngineRefused] = []
         try:
             yield refused

@@ -56,20 +56,20 @@ def first_nonfinite(placed: Iterable[tuple[TensorMeta, int]], payload: torch.Ten
 
 
 def finite(values: torch.Tensor) -> bool:
-    """Whether none is NaN or Inf; integers are finite. On a GPU this waits for it."""
+    """Whether no number is NaN or Inf; integers are finite. On a GPU this waits for the device."""
     if values.numel() == 0 or not values.is_floating_point():
         return True
     return _finite_on_host(values) if values.device.type == "cpu" else bool(_finite_on_device(values))
 
 
 def _finite_on_device(values: torch.Tensor) -> torch.Tensor:
-    """NaN survives both minimum and maximum, so two numbers tell. Not run on a GPU; on a CPU it is slow and right."""
+    """Compares minimum and maximum, which both keep NaN. Not run on a GPU; on a CPU it is slow and right."""
     low, high = torch.aminmax(values.to(_WIDENED.get(values.dtype, values.dtype)))
     return torch.isfinite(low) & torch.isfinite(high)
 
 
 def _finite_on_host(values: torch.Tensor) -> bool:
-    """Two maxima over the bits and no temporary: torch's isfinite is some 20 times slower for bfloat16 on a CPU.
+    """Takes two maxima over the bits and no temporary: torch's isfinite is some 20 times slower for bfloat16 on a CPU.
 
     Read as signed integers the largest positive pattern wins, read as unsigned the largest negative one.
     """
@@ -104,8 +104,8 @@ class Packer:
         return payload_N
 
     def _room(self, number: int, nbytes: int) -> torch.Tensor:
-        """On the host through numpy, which asks Linux for huge pages and torch does not: packing and hashing 64 MB took 13 % less
-        CPU time (AMD EPYC, numpy 2.4.6)."""
+        """Memory of a buffer. The host's comes from numpy, which asks Linux for huge pages: packing and hashing 64 MB took 13 %
+        less CPU time (AMD EPYC, numpy 2.4.6)."""
         if len(self._rooms[number % 2]) < nbytes:
             on_host = self._device.type == "cpu"
             self._rooms[number % 2] = (

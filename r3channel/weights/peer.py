@@ -1,7 +1,7 @@
-"""The committed weights out of an engine's memory, for another one that has lost its own: no copy is kept for it anywhere.
+"""Reads the committed weights out of an engine's memory for an engine that lost its own, so that no copy need be kept.
 
-The engine serves on. Trainer ranks share its ranks among them and read each one's parameters over the links that stand; what
-they read they hold as they hold shards of their own, and the exact plan sends it.
+The engine serves on. Trainer ranks divide its ranks among themselves and read parameters over the links that stand. They hold
+what they read like shards of their own, and the exact plan sends it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from r3channel.weights.wires import RankLink
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """One parameter of one rank, and what of the checkpoint lies in it."""
+    """One parameter of one rank, and the checkpoint's parts in it."""
 
     rank: RankLink
     param: int
@@ -66,7 +66,7 @@ def from_peer(
 
 
 def _chosen(members: Sequence[Member], stages: Stages, version: int, run: Run) -> Member | None:
-    """The same on every trainer rank: all have links to it, and the first knows what it serves."""
+    """The engine to read, the same on every trainer rank: all have links to it, and the first knows what it serves."""
     able = [m for m in members if m.staged(m.metas) and not any(rank.whole for rank in m.ranks)]
     if stages.ranks.leads:
         able = [m for m in able if m.state is EngineState.SERVING and m.gives == version]

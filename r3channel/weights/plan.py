@@ -53,7 +53,7 @@ def _whole_items(held_H: np.ndarray, count: int, nbytes: int) -> np.ndarray:
 
 
 _RULES = b"r3channel reshard 1"
-"""Goes into the hash: processes with other rules must not agree."""
+"""Part of the hash, so that processes with other rules do not agree."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +73,16 @@ class RankPlan:
     tensors: tuple[TensorMeta, ...]
     """The receivers' metas, in the target map's order."""
     hash: str
-    """Over every operation of every rank, in order."""
+    """The hash over every operation of every rank, in order."""
     ops: tuple[Op, ...]
-    """Those that this rank sends."""
+    """The operations that this rank sends."""
     sent_bytes_R: tuple[int, ...]
-    """Of every rank."""
+    """Bytes that each rank sends."""
     shares: tuple[tuple[tuple[int, ...], int, int], ...]
     """(holders, bytes of one item, number of items) of all that is dealt out."""
 
     def sends(self) -> dict[int, list[Op]]:
-        """By receiver."""
+        """This rank's operations by receiver."""
         grouped: dict[int, list[Op]] = {}
         for op in self.ops:
             grouped.setdefault(op.dst, []).append(op)
@@ -138,7 +138,7 @@ class _Parts:
 
 @dataclass(frozen=True, slots=True)
 class _Geometry:
-    """What a pair of layouts means for any tensor cut so."""
+    """The items that a pair of layouts gives, for any tensor that is cut so."""
 
     starts_ID: np.ndarray
     stops_ID: np.ndarray
@@ -239,7 +239,7 @@ class _Batch:
 
 
 def _groups(source: ShardMap, target: ShardMap) -> list[_Group]:
-    """In the order in which the target first needs them."""
+    """The groups, in the order in which the target first needs them."""
     found: dict[tuple[int, int, int], list[int]] = {}
     for index, meta in enumerate(target.metas):
         at = source.index_of.get(meta.name)
@@ -261,7 +261,7 @@ def _groups(source: ShardMap, target: ShardMap) -> list[_Group]:
 
 
 def _batches(groups: list[_Group]) -> list[_Batch]:
-    """Largest items first; equal ones in the order of groups and parts."""
+    """The batches, largest items first; equal ones in the order of groups and parts."""
     batches = []
     for group in groups:
         geometry = group.geometry

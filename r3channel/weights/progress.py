@@ -21,11 +21,11 @@ GRACE_S = 2 * _ANSWER_S  # of one call in a thread, which may make several
 LAST_WORD_S = GRACE_S + _ANSWER_S  # of the thread that waits for those
 
 CONTROL_S = 10.0
-"""For a pause, a begin, a change-over, a version, a resume: an engine that takes longer keeps no other paused."""
+"""The limit of a pause, begin, change-over, version or resume: a slower engine does not keep the others paused."""
 
 
 REPAIR_S = 5.0
-"""For each clean-up call after a failure, beyond the update's own deadline."""
+"""The limit of each clean-up call after a failure, beyond the update's own deadline."""
 
 T = TypeVar("T")
 
@@ -60,7 +60,7 @@ class Deadline:
         return left
 
     def at_least(self, seconds: float) -> Deadline:
-        """This one, or where less is left one that ends in `seconds`: for what must not stay undone for want of time."""
+        """This deadline, or one that ends in `seconds` if that is later: for work that must not stay undone for want of time."""
         enough = self._timeout_s - self.elapsed_s >= seconds
         return self if enough else Deadline(seconds, self._what)
 
@@ -90,15 +90,15 @@ class UpdateReport:
     tensors: int = 0
     buckets: int = 0
     payload_bytes: int = 0
-    """Of the model, however many engines received it."""
+    """Bytes of the model, however many engines received it."""
     verified: int = 0
     """Parameters of the engine whose checksum every engine confirmed; 0 without verification."""
     sent_bytes: int = 0
-    """By this trainer rank to all engines, of an exact update."""
+    """Bytes that this trainer rank sent to all engines, in an exact update."""
     way: str = ""
     """`staged`, or `broadcast: why not staged`."""
     loaded: str = ""
-    """Why staged tensors were placed by the model's own loader instead of ours, which no commit can undo; mostly empty."""
+    """Why the model's own loader placed the staged tensors, which cannot be undone; empty where we placed them."""
     evicted: dict[str, str] = field(default_factory=dict)
     """Engines that were lost during this update, and why: it was made without them. `update_one` brings one back."""
     rounded: Mapping[str, str] = field(default_factory=dict)
@@ -106,7 +106,7 @@ class UpdateReport:
     skipped: tuple[str, ...] = ()
     """Tensors that no rank of any engine has a place for. Known of staged updates only."""
     expired: tuple[str, ...] = ()
-    """Engines whose lease ran out before this update: it was made without them, and they belong to the session no more."""
+    """Engines whose lease ran out before this update: the update left them out, and they left the session."""
     wall_s: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)
     """Adding up to the wall: join pause convert plan pack digest wait_send verify commit resume; begin and end of a broadcast.
@@ -136,7 +136,7 @@ class Run:
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """The time of the block, less that of stages inside it: also of a thread for which it waits."""
+        """Measure the block's time, less that of stages inside it, also in a thread for which the block waits."""
         begun_s, outer_s, self._inner_s = time.monotonic(), self._inner_s, 0.0
         try:
             yield

@@ -32,8 +32,8 @@ def float8_blocks(tensors: Iterable[_Pair], *, like: str | os.PathLike[str]) -> 
 @overload
 def float8_blocks(tensors: Iterable[Shard], *, like: str | os.PathLike[str]) -> Iterator[Shard]: ...
 def float8_blocks(tensors: Iterable[Any], *, like: str | os.PathLike[str]) -> Iterator[Any]:
-    """Of `hf_weights` or `hf_shards`, what `WeightSync.update` gives to a float8 engine. Lazy, on the tensors' own device; only
-    the folder is looked at now, as a rank that fails later leaves the others of a collective iterator waiting.
+    """`hf_weights` or `hf_shards` as `WeightSync.update` gives them to a float8 engine. Lazy, on the tensors' own device; only
+    the folder is read now, because a rank that fails later leaves the others of a collective iterator waiting.
 
     Where the Hugging Face folder `like` has a scale: the tensor's float8 values, then its scales. Else the tensor as it is.
 

@@ -1,6 +1,6 @@
-"""The caller's tensors of one update, read once, in a thread: an iterator that stalls keeps nobody waiting past the deadline.
+"""Reads the caller's tensors of one update once, in a thread, so that no call waits past its deadline for a stalled iterator.
 
-Whatever becomes of the update, the iterator is read to its end: it may be collective, and other ranks in step with it.
+The iterator is read to its end even if the update fails: it may be collective, with other ranks in step with it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Reader:
     def __init__(self, named_tensors: Iterable[Named], run: Run) -> None:
         self._iterator, self._run = iter(named_tensors), run
         self._ended = self._asking = False
-        """Whether there is no more to read; whether the caller's own code runs."""
+        """The first: whether there is no more to read. The second: whether the caller's own code runs."""
         self._reading: Future[Any] | None = None
 
     def first(self, copy: HostCopy, *, cap_bytes: int, look: bool) -> Manifest:
@@ -95,7 +95,7 @@ class Reader:
         return named
 
     def _in_time(self, read: Callable[[], T]) -> T:
-        """In a thread, with the caller's setting of gradients, which each thread has its own of."""
+        """Run in a thread, with the caller's setting of gradients, which belongs to a thread."""
         grad, run, deadline = torch.is_grad_enabled(), self._run, self._run.deadline
 
         def reading() -> T:

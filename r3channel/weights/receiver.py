@@ -1,4 +1,4 @@
-"""The half inside an engine's rank takes orders: bytes are staged beside its parameters while it serves, then changed over.
+"""The half inside an engine's rank: it stages bytes beside the parameters while the engine serves, and changes over on order.
 
     open (dry run, links to the trainers) -> staged by version -> commit under a pause -> undo, if others could not
                                           -> dropped: nothing was touched
@@ -40,7 +40,7 @@ from r3channel.weights.sglang import (
 
 
 class Receiver:
-    """Of one rank. Orders come from one thread."""
+    """One engine rank's receiving half. Orders come from one thread."""
 
     def __init__(self, *, rank: int, run_token: str, agree: Callable[[str], Sequence[str]]) -> None:
         """`agree` gathers every rank's word, which is empty where all is well."""
@@ -64,11 +64,11 @@ class Receiver:
             self._together(step, UNTOUCHED if order["op"] == "commit" and not number else "")
 
     def holder(self) -> str:
-        """Whose engine this is: the name of the session that lives, or nothing."""
+        """The name of the session that holds this engine; empty where none does."""
         return "" if self._hold is None or self._hold.ended else self._hold.name
 
     def leave(self) -> None:
-        """End the session's links, as the end of this process would."""
+        """End the session's links."""
         if self._hold is not None:
             self._hold.close()
 
@@ -130,7 +130,7 @@ _HOOKED = {
         {"recv_req"},
     ),
 }
-"""By the function here: module, method, parameters."""
+"""Function of this file -> module, method and parameters that it hooks."""
 
 RELEASED = "weights"
 """SGLang's tag of memory that was released (`release_memory_occupation`)."""
@@ -163,7 +163,7 @@ def apply(run_token: str) -> None:
 def opened(
     receiver: Receiver, manager: Any, model: torch.nn.Module, order: Mapping[str, Any]
 ) -> tuple[bool, str]:
-    """An order that loads nothing, without begin and end: whether it was carried out, and what is to be told."""
+    """Carries out an order that loads nothing, without begin and end. Returns whether it did, and the answer."""
     begun = FOUND_OPEN if manager._session is not None else ""
     if RELEASED in manager.offload_tags:
         return False, f"{begun}the engine has released the memory of its weights; resume it first"
@@ -175,7 +175,7 @@ def opened(
 
 
 def update(original: Any, manager: Any, recv_req: Any) -> Any:
-    """Of the scheduler. A commit between begin and end, an order that loads nothing without; other updates pass."""
+    """Wraps the scheduler's update: a commit gets begin and end, an order that loads nothing does not; other updates pass."""
     if recv_req.load_format == OPEN_FORMAT:
         from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqOutput
 
@@ -196,7 +196,7 @@ def update(original: Any, manager: Any, recv_req: Any) -> Any:
 def receive(
     original: Any, updater: Any, *, names: Any, group_name: str, load_format: Any = None, **rest: Any
 ) -> Any:
-    """Of a rank's model. An order of ours is carried out; other updates pass, unless a session holds this engine."""
+    """Wraps a rank's update. It carries out an order of ours; other updates pass, unless a session holds this engine."""
     receiver = _own()
     if load_format not in (LOAD_FORMAT, COMMIT_FORMAT):
         holder = receiver.holder()

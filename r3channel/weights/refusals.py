@@ -1,6 +1,6 @@
-"""With which engines an update would be committed, verified, and leave something old: what is seen, why, and the remedy.
+"""Engines in which an update would be verified and committed and yet leave something old: setting, reason and remedy.
 
-Pure: `SETTINGS` are judged by what `/server_info` says, before anything is linked; a model by what our half in the engine sees.
+Pure: `ANY_WAY` and `STAGED` are judged by what `/server_info` says, before a link opens; a model by what our half sees.
 Read against SGLang 0.5.23 and 0.5.15.post1.
 """
 
@@ -60,7 +60,7 @@ ANY_WAY: tuple[Setting, ...] = (
     Setting("quantize_and_serve", bool, _QUANTISES, _FLOAT8),
     Setting("torchao_config", bool, _QUANTISES, _FLOAT8),  # of 0.5.15.post1
 )
-"""Refused in either way."""
+"""Settings that are refused for staged bytes and for broadcasts."""
 
 _OURSELVES = "start it without, or let SGLang load by itself: `staged=False`"
 OLD = Setting(
@@ -69,7 +69,7 @@ OLD = Setting(
     "it has no begin and end around an update",
     _OURSELVES,
 )
-"""No server argument. Such a release is given no order at all: what one raises would end it."""
+"""An old release. It gets no order at all, because an exception in an order would end the engine."""
 
 STAGED: tuple[Setting, ...] = (
     OLD,
@@ -93,7 +93,7 @@ def refused(values: Mapping[str, Any], settings: tuple[Setting, ...]) -> str:
 
 
 def refused_model(model: torch.nn.Module) -> Iterator[str]:
-    """Of what a rank has built, whatever it was started with. Nothing is changed."""
+    """What cannot be updated in the model that a rank has built, whatever it was started with. Changes nothing."""
     modules = list(model.modules())
     methods = [getattr(one, "quant_method", None) for one in modules]
     for config in {

@@ -1,4 +1,4 @@
-"""Which engines exist, what they hold, and which of them may serve: a key-value store inside the controller.
+"""A key-value store inside the controller: which engines exist, what they hold, and which may serve.
 
 A pure object: the time is a parameter, and every call is a plain call with plain values, so any control channel can carry
 it (the relay's Ray actor, an HTTP route of the framework); no network of our own. Any thread calls.
@@ -27,7 +27,7 @@ class EngineRecord:
     engine: str
     """Its address; the key."""
     boot_id: str
-    """Of this life of the engine; a restart has another."""
+    """Names this life of the engine; a restart has another."""
     ranks: int
     committed_version: int = -1
     """-1: dummy or unknown weights."""
@@ -37,7 +37,7 @@ class EngineRecord:
 
 
 class WeightRegistry:
-    """Engines with leases, and the version that counts.
+    """Engines with leases, and the current version.
 
     >>> registry = WeightRegistry(torch="2.13.0", nccl="", lease_s=10.0)
     >>> record = EngineRecord(engine="http://a", boot_id="1", ranks=1, torch="2.13.0")
@@ -50,12 +50,12 @@ class WeightRegistry:
     """
 
     def __init__(self, *, torch: str, nccl: str, lease_s: float) -> None:
-        """The trainer's versions, and how long an engine that stays silent belongs."""
+        """Takes the trainer's versions of torch and NCCL, and how long a silent engine stays a member."""
         self._lock = threading.RLock()
         self._ours: Mapping[str, str] = {"torch": torch, "nccl": nccl}
         self._lease_s = lease_s
         self._leases: dict[str, tuple[EngineRecord, float]] = {}
-        """With the time at which each runs out."""
+        """Each engine's record, and the time at which its lease runs out."""
         self._version = -1
 
     @property
@@ -75,7 +75,7 @@ class WeightRegistry:
                 self._leases[record.engine] = record, now_s + self._lease_s
 
     def renew(self, engine: str, boot_id: str, *, now_s: float, for_s: float = 0.0) -> None:
-        """The engine lives, and belongs for `for_s` more seconds at least.
+        """Renew the engine's lease for at least `for_s` more seconds.
 
         Raises RegistryRefused after an expiry or for an older life: join again.
         """
@@ -155,6 +155,6 @@ class WeightRegistry:
 
 
 def own_registry(backend: str) -> WeightRegistry:
-    """One that a session makes for itself: this process's versions, leases that never run out."""
+    """A registry that a session makes for itself: this process's versions, and leases that never run out."""
     nccl = nccl_version() if backend == "nccl" else ""
     return WeightRegistry(torch=torch_version(), nccl=nccl, lease_s=float("inf"))

@@ -78,8 +78,8 @@ class WeightSync:
             report = sync.update(hf_weights(bridge, chunks), version=7, timeout_s=300)
             sync.update_one(url, timeout_s=60)      # that engine restarted; the others notice nothing
 
-    Exactly one trainer rank owns a session. If the tensors come from a collective iterator, the other ranks exhaust theirs
-    at the same time. One thread at a time calls.
+    With whole tensors exactly one trainer rank owns a session; if the tensors come from a collective iterator, the other ranks
+    exhaust theirs at the same time. One thread at a time calls.
     """
 
     def __init__(
@@ -170,9 +170,9 @@ class WeightSync:
         self._copy = HostCopy() if keep_copy else None
         self._device = group_device(backend)
         self._packer = Packer(self._device, look=self._rules.look)
-        """For broadcasts."""
+        """Packs the buckets of broadcasts."""
         self._given: Given | None = None
-        """What every update must give, of whole tensors, once one counts."""
+        """What every later update must give, once one update of whole tensors counts."""
         self._reader: Reader | None = None
         self._own_page = metrics is None
         self.metrics = metrics or Metrics("trainer")
@@ -207,7 +207,7 @@ class WeightSync:
 
     @property
     def registry(self) -> WeightRegistry:
-        """Who belongs, and with which version."""
+        """The engines that belong, and their versions."""
         return self._fleet.registry
 
     def routable(self) -> tuple[str, ...]:
@@ -364,7 +364,7 @@ class WeightSync:
 
     @contextlib.contextmanager
     def _alone(self, method: str, what: str, timeout_s: float) -> Iterator[None]:
-        """Inside the block no other thread is in this object, and this process receives no step's routing."""
+        """Keep other threads out of this object, and this process from receiving a step's routing, inside the block."""
         with PROCESS_SLOT.use("weights", what, timeout_s=timeout_s):
             if self._phase != "ready":
                 raise UsageError(
@@ -379,7 +379,7 @@ class WeightSync:
 
     @contextlib.contextmanager
     def _counted(self, version: int) -> Iterator[None]:
-        """One update of all engines, in the metrics."""
+        """Count one update of all engines in the metrics."""
         result = "committed"
         try:
             with self.metrics.clock.span("weights"):
@@ -405,7 +405,7 @@ class WeightSync:
     # -- what is given -------------------------------------------------------------------------------------------------
 
     def _read_first(self, reader: Reader, copy: HostCopy) -> Given:
-        """Whole tensors, copied before any engine is asked: nobody knows their names sooner."""
+        """Copy whole tensors before any engine is asked: their names are not known sooner."""
         manifest = reader.first(copy, cap_bytes=self._bucket_bytes, look=self._rules.look)
         scale = next((meta.name for meta, _, _ in manifest.arrivals if is_scale(meta.name)), None)
         if scale is not None and not self._rules.check_names and not self._rules.verify:
@@ -445,7 +445,7 @@ class WeightSync:
     def _undone(
         self, what: str, members: Sequence[Member], reader: Reader | None = None
     ) -> Iterator[list[Work]]:
-        """A failure inside aborts the work that was put into the list, and says which state that left engines in."""
+        """On a failure inside, abort the work that was put into the list, and tell the engines' states in the error."""
         begun: list[Work] = []
         try:
             yield begun
@@ -473,7 +473,7 @@ class WeightSync:
         return members
 
     def _update(self, what: Reader | Sequence[Shard], version: int, run: Run) -> UpdateReport:
-        """All engines, from what the caller gives."""
+        """Update all engines with what the caller gives."""
         members = self._taking_part(run)
         reader = what if isinstance(what, Reader) else None
         stays = f"weight version {version} was not committed, version {self._version} stays"
@@ -494,7 +494,7 @@ class WeightSync:
         return run.ended(version, self._sent(given))
 
     def _joined(self, member: Member, deadline: Deadline) -> UpdateReport | None:
-        """As `_bring_up`; None also where it cannot stage, and the next update may fall back for all."""
+        """Bring up an engine that joins; None also if it cannot stage, because the next update may then fall back for all."""
         try:
             return self._bring_up(member, deadline)
         except WeightUpdateFailed as error:
@@ -503,7 +503,7 @@ class WeightSync:
             return None
 
     def _bring_up(self, member: Member, deadline: Deadline) -> UpdateReport | None:
-        """One engine to the committed version; None where nothing holds that for it."""
+        """Bring one engine to the committed version; None where nothing holds that version."""
         run, version = Run(deadline), self._version
         with self._undone(f"engine {member.url} was not brought to version {version}", [member]) as begun:
             found = self._held_for(member, run)
@@ -541,7 +541,7 @@ class WeightSync:
         *,
         alone: bool = False,
     ) -> R3Error | None:
-        """Staged where that is wanted and can be, else a broadcast. What is to be raised although the update counts."""
+        """Send staged if that is wanted and possible, else broadcast. Returns the error to raise although the update counts."""
         parts = members, self._fleet, self._rules, run
         work: Work
         if not self._way or given.manifest is None:

@@ -27,17 +27,17 @@ from r3channel.wire.hello import Hello, probe_body
 PauseMode = Literal["retract", "in_place", "abort"]
 
 LOAD_FORMAT = "r3channel"
-"""Of `/update_weights_from_distributed`: its one name is an order in JSON for our half in the engine."""
+"""The `load_format` of `/update_weights_from_distributed` whose one name is an order in JSON for our half in the engine."""
 COMMIT_FORMAT = "r3channel-commit"
-"""The same of an order that needs no begin and end around it: our half makes them there."""
+"""The `load_format` of an order without begin and end around it: our half makes both."""
 OPEN_FORMAT = "r3channel-open"
-"""The same of an order that loads nothing: without begin and end, which would process weights that are not new."""
+"""The `load_format` of an order that loads nothing and has no begin and end, which would process old weights again."""
 FOUND_OPEN = "an update was begun and not ended: "
-"""Begins the answer to an order that loads nothing, where somebody's begin is without its end."""
+"""The beginning of an answer to an order that loads nothing, where a begin is without its end."""
 UNTOUCHED = "nothing was touched: "
-"""Begins the reason of a commit that all ranks refused before the first parameter changed; without it any may have changed."""
+"""The beginning of the reason why all ranks refused a commit before a parameter changed; without it any may have changed."""
 FLUSH_REFUSED = "cache was not flushed"
-"""What SGLang says when requests wait for their grammar; the weights are in all the same."""
+"""SGLang's words when requests wait for their grammar; the weights are in nevertheless."""
 _FORMATS = {"commit": COMMIT_FORMAT, "undo": LOAD_FORMAT}
 _MAX_REPLY_BYTES = 64 << 20
 _READ_BYTES = 1 << 20
@@ -95,8 +95,8 @@ class EngineClient:
         return f"EngineClient({self.url!r}, ranks={self._known})"
 
     def learn_versions(self, *, timeout_s: float) -> None:
-        """Ask the engine's plug-in which torch and NCCL it runs, by a request of two tokens; of an engine without it they stay
-        unknown. To be called before the handshake (`WeightSync.connect`); the requests of a paused engine wait."""
+        """Ask the engine's plug-in which torch and NCCL it runs, by a request of two tokens; without a plug-in both stay unknown.
+        Call it before the handshake (`WeightSync.connect`), because the requests of a paused engine wait."""
         try:
             reply = self._call("POST", "/generate", probe_body(), timeout_s=timeout_s)
             hello, _ = Hello.split(base64.b64decode(reply["meta_info"]["routed_experts"], validate=True))
@@ -204,7 +204,7 @@ class EngineClient:
         weight_version: str | None = None,
         timeout_s: float,
     ) -> str:
-        """An order to our half in the engine; only an undo needs begin and end. Its answer; EngineRefused tells its reason.
+        """Send an order to our half in the engine and return the answer; only an undo needs begin and end. Raises EngineRefused.
 
         `weight_version` names the weights that are served once it is carried out, as `set_version` would."""
         form = _FORMATS.get(order["op"], OPEN_FORMAT)
@@ -244,7 +244,7 @@ class EngineClient:
         return status == 200
 
     def _command(self, route: str, body: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:
-        """A call whose answer must not say `success: false`."""
+        """Make a call whose answer must not say `success: false`."""
         reply = self._call("POST", route, body, timeout_s=timeout_s)
         if reply.get("success", True) is not True:
             raise EngineRefused(f"engine {self.url} {route} answered {_shown(reply)}")

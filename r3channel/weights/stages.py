@@ -1,4 +1,4 @@
-"""Trainer ranks' end of the links to engines' ranks, over all updates of a session: who connects, what is sent to whom."""
+"""The trainer ranks' ends of the links to engines' ranks, for all updates of a session: who connects, who sends what."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from r3channel.weights.wires import (
 
 _SHOWN = 3
 _TURN_S = 0.1
-"""Of one of several threads that wait for links."""
+"""How long one of several threads waits for links before the next one does."""
 Held = tuple[tuple[TensorMeta, Box], ...]
 Push = Callable[[Sequence[torch.Tensor]], None]
 """Takes the next bucket's tensors, in order. They may be overwritten once the next call but one has returned."""
@@ -57,13 +57,13 @@ class Given:
     held: Held
     """Boxes of tensors, each in the dtype that is sent."""
     ends: tuple[int, ...]
-    """Of each bucket: those up to its end."""
+    """For each bucket, how many boxes lie before its end."""
     manifest: Manifest | None
-    """Of whole tensors."""
+    """The buckets of whole tensors; None where shards are sent."""
     metas: tuple[TensorMeta, ...] = ()
     """What engines are told of; (): what all trainer ranks hold together."""
     rounded: Mapping[str, str] = field(default_factory=dict)
-    """Tensors that are held rounded: they may go only where they are rounded so."""
+    """Tensors that are held rounded, and may only go where they are rounded alike."""
     giver: str = ""
     """The engine whose memory it is read from."""
 
@@ -74,7 +74,7 @@ class Given:
 
 
 class TrainerRanks:
-    """The ranks of one torch process group. Without a group this rank alone, which asks nobody."""
+    """The ranks of one torch process group; without a group this rank alone."""
 
     def __init__(self, group: Any = None) -> None:
         self._group, self.rank, self.size = group, 0, 1
@@ -107,7 +107,7 @@ class TrainerRanks:
 
 
 class Stages:
-    """OPEN -> CLOSED. One thread; but for `accept`, which threads may call for different engines at once."""
+    """OPEN -> CLOSED. One thread, but threads may call `accept` for different engines at once."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class Stages:
         self._how = {"staged": "auto" if staged == "auto" else "yes", "wire": wire}
         self._listener: Listener | None = None
         self.attempts: dict[str, int] = {}
-        """By engine: the last order to connect. Links of one that was given up may still come."""
+        """The last order to connect, by engine. Links of an order that was given up may still come."""
         self._accepting = threading.Lock()
         self._arrived: list[tuple[dict[str, Any], Connection]] = []
         self.metas: tuple[TensorMeta, ...] = ()
@@ -138,7 +138,7 @@ class Stages:
     # -- links ---------------------------------------------------------------------------------------------------------
 
     def connect(self, deadline: Deadline) -> None:
-        """All trainers listen, with the first one's secret, and know one another's addresses."""
+        """Let all trainers listen, with the first one's secret, and exchange their addresses."""
         told = [self.session, secrets.token_hex(16)]
         self.session, self.nonce = self.ranks.exchange(told, deadline)[0]
         token = session_token(self._run_token, self.nonce)
@@ -161,7 +161,7 @@ class Stages:
         }
 
     def accept(self, wanted: Mapping[str, int], deadline: Deadline) -> dict[str, list[RankLink]]:
-        """The links of these engines (url -> ranks) that have opened. CannotStage, with why a rank cannot receive."""
+        """The links of these engines (url -> ranks) once they are open. CannotStage tells why a rank cannot receive."""
         found: dict[str, list[RankLink]] = {url: [] for url in wanted}
         refused = ""
         while any(len(found[url]) < ranks for url, ranks in wanted.items()):
@@ -177,7 +177,7 @@ class Stages:
         return {url: sorted(ranks, key=lambda rank: rank.rank) for url, ranks in found.items()}
 
     def _next(self, wanted: Mapping[str, int], deadline: Deadline) -> tuple[dict[str, Any], Connection]:
-        """The next link of one of these engines; a thread that waits for others may have taken it from the listener."""
+        """The next link of one of these engines. Another waiting thread may have taken it from the listener."""
         assert self._listener is not None
         while True:
             left_s = deadline.left_s()
@@ -201,7 +201,7 @@ class Stages:
     # -- what is sent --------------------------------------------------------------------------------------------------
 
     def survey(self, given: Given, deadline: Deadline) -> bool:
-        """Tell what this rank holds and learn what all hold; whether that changed since the last call."""
+        """Exchange what each rank holds. Returns whether that changed since the last call."""
         held = given.held
         changed = any(self.ranks.exchange(held != self._held, deadline))
         if changed:
@@ -261,7 +261,7 @@ class Stages:
 
 
 def _pieces(part: int, box: Box, meta: TensorMeta, held: Box, shard: int, most: int) -> Iterator[Piece]:
-    """A box of a part, in pieces of at most so many items, cut from what is held."""
+    """Cuts a box of a part from what is held, in pieces of at most so many items."""
     for one in box.cut(most):
         yield Piece(Entry(part, one), meta, shard, None if one == held else one.within(held))
 

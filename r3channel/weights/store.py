@@ -28,13 +28,13 @@ class HostCopy:
     def __init__(self) -> None:
         self.version: int | None = None
         self.given = Given((), (), None)
-        """Of the committed version."""
+        """What was given for the committed version."""
         self.coming: list[torch.Tensor] = []
         self._committed: list[torch.Tensor] = []
         self._digests: list[str] = []
 
     def put(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
-        """The coming version's tensor number `index`, copied, by rising numbers; into what the committed version left."""
+        """Copy tensor number `index` of the coming version into the other half of the memory; numbers rise."""
         if index < len(self.coming):
             held = self.coming[index]
             if (held.dtype, held.shape) == (tensor.dtype, tensor.shape):
@@ -45,7 +45,7 @@ class HostCopy:
         return copy
 
     def commit(self, version: int, given: Given) -> None:
-        """What was put since the last commit is the committed version now."""
+        """Make what was put since the last commit the committed version."""
         del self.coming[len(given.held) :]
         self._committed, self.coming = self.coming, self._committed
         self._digests = [tensor_digest(tensor) for tensor in self._committed]
@@ -63,7 +63,7 @@ class HostCopy:
 
 
 def by_bucket(tensors: Sequence[torch.Tensor], ends: Sequence[int]) -> Iterator[list[torch.Tensor]]:
-    """Tensors up to each end."""
+    """The tensors, cut into buckets at each end."""
     for start, end in pairwise((0, *ends)):
         yield list(tensors[start:end])
 
@@ -87,7 +87,7 @@ def checkpoint_names(folder: str | os.PathLike[str]) -> list[str]:
 
 @contextmanager
 def _opened(folder: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """The file of each tensor."""
+    """Tensor name -> its opened file."""
     from safetensors import SafetensorError, safe_open
 
     with ExitStack() as opened:

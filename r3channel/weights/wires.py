@@ -1,4 +1,4 @@
-"""Links to our half in engines' ranks: what is told over one, and how pieces of weights cross it.
+"""Links to our half in engines' ranks: their messages, and how pieces of weights cross them.
 
 A trainer sends pieces in the order in which they lie in the rank's staged copy, so that the rank receives neighbours at once
 (of a small Qwen3-MoE 47 runs in 10 records, instead of 1,193 copies) and both ends do little work in Python. Records are small
@@ -35,15 +35,15 @@ Wire = Literal["tcp", "shared_memory"]
 
 NEEDS, TABLE, DATA, END, VERIFY, PLACED, GIVE = range(1, 8)
 HEAD = struct.Struct("<qIIQ")
-"""Of DATA: version, first entry of the table, entries, xxh3 of the bytes that follow."""
+"""DATA's head: version, first entry of the table, entries, xxh3 of the bytes that follow."""
 ASK = struct.Struct("<q?")
-"""Of VERIFY: version, and whether checksums as SGLang's own are wanted too."""
+"""VERIFY's body: version, and whether checksums as SGLang's own are wanted too."""
 PARAM = struct.Struct("<qI")
-"""Of GIVE: version, and which parameter."""
+"""GIVE's body: version, and which parameter."""
 RECORD_BYTES = 1 << 20
-"""Of a record at most. Of 256 KiB to 8 MiB it took the least time (AMD EPYC with 1 MiB of second-level cache a core)."""
+"""A record's bytes at most. Among 256 KiB to 8 MiB it was the fastest (AMD EPYC, 1 MiB of second-level cache a core)."""
 _MOST_BYTES = 256 << 20
-"""Of a blob: needs of 100,000 tensors are 15 MB."""
+"""A blob's bytes at most: the needs of 100,000 tensors are 15 MB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Piece:
 
     entry: Entry
     meta: TensorMeta
-    """Of the whole tensor, in the dtype that is sent."""
+    """The whole tensor's name and shape, and the dtype that is sent."""
     shard: int
     """Index among what this trainer has for the bucket."""
     cut: tuple[slice, ...] | None
@@ -91,7 +91,7 @@ class Record:
     dtype: torch.dtype
     pieces: Sequence[Piece]
     runs: Sequence[Run]
-    """In memory that both map; () where bytes travel."""
+    """Where the pieces lie in memory that both map; () where bytes travel."""
 
 
 def runs_of(entries: Sequence[Entry], needs: Needs, staged: Sequence[torch.Tensor]) -> list[Run]:
@@ -118,7 +118,7 @@ def runs_of(entries: Sequence[Entry], needs: Needs, staged: Sequence[torch.Tenso
 
 
 def staged_bytes(params: Sequence[TensorMeta]) -> int:
-    """Of a staged copy of these parameters."""
+    """Bytes of a staged copy of these parameters."""
     return sum(map(_aligned, params))
 
 
@@ -154,7 +154,7 @@ def _mapped(handle: int, nbytes: int) -> torch.Tensor:
 
 
 def session_token(run_token: str, nonce: str) -> bytes:
-    """What both ends of a link prove to know: the run's secret, where there is one, and the session's own."""
+    """The secret that both ends of a link prove to know: the run's, where there is one, and the session's own."""
     return hashlib.sha256(f"{run_token} {nonce}".encode()).digest()
 
 
@@ -226,7 +226,7 @@ class RankLink:
     _room: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
 
     def tell(self, buckets: Sequence[Sequence[Piece]], *, timeout_s: float) -> None:
-        """What will be sent from now on, bucket by bucket; within one in the order of the rank's memory."""
+        """Tell the rank what will be sent from now on, bucket by bucket, each in the order of the rank's memory."""
         ordered = [sorted(pieces, key=self._place) for pieces in buckets]
         first, self.buckets = 0, []
         for pieces in ordered:
@@ -311,7 +311,7 @@ class RankLink:
         return part.param, part.start(piece.entry.box)
 
     def _records(self, pieces: Sequence[Piece], first: int) -> Iterable[Record]:
-        """Cut where the dtype changes or enough is together."""
+        """The pieces as records: cut where the dtype changes or a record is full."""
         begun, nbytes = 0, 0
         for at, piece in enumerate(pieces):
             dtype = self.dtype(piece.entry)

@@ -35,7 +35,7 @@ class Frame:
     where: str
     """Which frame this is, for messages."""
     nbytes: int
-    """Of the frame as it travels."""
+    """The frame's bytes as it travels."""
     valid_T: np.ndarray[Any, np.dtype[np.bool_]]
     provenance: tuple[ProvenanceSpan, ...]
     digests_L: Words

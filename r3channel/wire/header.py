@@ -30,8 +30,8 @@ _FLAG_PREFIX = 4
 """Reserved: rows that another frame, of kind 2, carries. Neither is sent, nor chunks of fewer than all layers; all three are
 refused by name."""
 ALIGNMENT = 16
-"""Of the first chunk. Stored ids are then checked and placed where they lie, in 8-byte words: unaligned words cost three
-times as much, and a copy into fresh memory six times (measured)."""
+"""The first chunk begins at a multiple of this. Stored ids are then checked and placed where they lie, in 8-byte words:
+unaligned words cost three times as much, and a copy into fresh memory six times (measured)."""
 MAX_ROWS = 1 << 24
 """Bound on rows of one sample, far above any context length today (16.7 M tokens)."""
 MAX_SPANS = 1 << 14
@@ -89,7 +89,7 @@ def header_bytes(header: Header) -> bytes:
 
 
 def announced_bytes(view: memoryview, *, where: str) -> int:
-    """Of the frame at the beginning of `view`. Raises as `read_header`."""
+    """The size that the frame at the beginning of `view` announces. Raises as `read_header`."""
     header = _header_in(view, where=where)
     size = HEADER_BYTES + header.sections_bytes + header.wire_bytes
     if len(view) < size:

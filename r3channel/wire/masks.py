@@ -31,7 +31,7 @@ from r3channel.wire.parcel import RECEIPT_BYTES, RECEIPT_MAGIC
 
 Numbers = np.ndarray[Any, np.dtype[Any]]
 MOST_IDS = 0xFFFF
-"""Of one row."""
+"""Token ids of one row at most."""
 _ID_BYTES, _LENGTH_BYTES = 4, 2
 
 

@@ -16,7 +16,7 @@ _KEPT_POSITIONS = 1 << 20
 
 
 def coefficients(first: int, count: int) -> Words:
-    """Of positions [first, first + count): read-only."""
+    """The coefficients of positions [first, first + count), read-only."""
     global _coefficients
     end = first + count
     if end > _KEPT_POSITIONS:

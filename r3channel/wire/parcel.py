@@ -28,7 +28,7 @@ _PARCEL = struct.Struct("<4sIQ")
 _ENTRY = struct.Struct("<QII")
 _CHECKED = struct.Struct("<QQQ")
 _ALIGNMENT = 16
-"""Of every frame in a parcel: a frame's ids are aligned from its own start (see `wire.header`)."""
+"""Every frame in a parcel begins at a multiple of this: its ids are aligned from its own start (see `wire.header`)."""
 RECEIPT_BYTES = _RECEIPT.size
 FrameName = tuple[int, int]
 """(boot_id, serial)."""

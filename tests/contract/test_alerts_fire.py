@@ -275,7 +275,7 @@ def name_of(one: Series, place: str) -> str:
 
 
 def minutes(name: str, start: float | None, well: float | None, fault: float | None) -> list[float | None]:
-    """Of a series. A page that was not there at first says nothing until it is."""
+    """A series by minutes. A page that was not there at first says nothing until it is."""
     if well is None or fault is None or not name.endswith(("_total", "_sum", "_count")):
         return [well] * BEFORE + [fault] * AFTER
     steps = 60 / STEP_S

@@ -59,7 +59,7 @@ def originals(spec: RoutingSpec) -> dict[str, Ids]:
 
 
 def sealed(relay: Relay) -> Ticket:
-    """Of two DP ranks each gets two samples, one of each length."""
+    """The ticket of a step in which each of two DP ranks gets two samples, one of each length."""
     for seed, name in enumerate(NAMES):
         tokens = TOKENS[name]
         relay.add(
@@ -667,7 +667,7 @@ def test_parts_of_two_tensor_ranks_that_are_exchanged_are_named_by_both(
 
 
 def tokens_of(*names: str) -> list[list[list[int]]]:
-    """Of one micro-batch."""
+    """Token ids of one micro-batch."""
     first = {name: 1000 * seed for seed, name in enumerate(NAMES)}
     return [[list(range(first[name], first[name] + TOKENS[name])) for name in names]]
 

@@ -117,7 +117,7 @@ def used(records: list[Any], own: Bench, *passes: str) -> None:
 
 
 def router_gradients(own: Bench) -> dict[str, list[float]]:
-    """Of all routers, over the rows of all ranks."""
+    """Gradients of all routers, over the rows of all ranks."""
     found = {}
     for name, weight in own.model.named_parameters():
         if name.endswith("router.weight"):
@@ -238,7 +238,7 @@ def test_padding_stays_out_of_auxiliary_and_z_losses_where_the_model_is_told() -
 
 
 def test_a_padding_mask_beside_an_expert_bias_is_an_error_of_megatrons() -> None:
-    """Of this release: `_apply_expert_bias` lays a mask of [rows] over counts of [rows, experts]."""
+    """`_apply_expert_bias` of this release lays a mask of [rows] over counts of [rows, experts]."""
     tokens = torch.ones(SAMPLES, LENGTH, dtype=torch.long)
     positions = torch.arange(LENGTH).expand_as(tokens)
     with bench(mtp_num_layers=None, **PLAIN) as own, own.driver.off(microbatch=0):

@@ -47,7 +47,7 @@ class Loop:
         self.receivers = [Child(be_receiver, rank, point if rank else "") for rank in RANKS]
 
     def ticket(self) -> tuple[int, bytes]:
-        """Of the step that the relay has sealed; a relay that has died is started again."""
+        """The port and the ticket of the step that the relay has sealed; a relay that has died is started again."""
         while (told := self.relay.hear()) is None:
             self.again()
         port, data, damaged = told

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.engine, pytest.mark.timeout(600)]
 RANK = "tests.dist.weights_rank"
 PLAIN: dict[str, Any] = {"capture": False, "r3channel": False, "env": {"R3CHANNEL_WEIGHTS": "1"}}
 PARAMETERS = 38
-"""Of each rank of an engine."""
+"""Parameters of each rank of an engine."""
 
 
 @pytest.fixture(scope="module")

@@ -39,7 +39,7 @@ class Expected(NamedTuple):
     gaps_TL: np.ndarray[Any, Any]
     """The smallest distance between neighbours among the k + 1 best logits."""
     logits_TV: np.ndarray[Any, Any]
-    """Of the token after each row's."""
+    """The logits of the token after each row's."""
 
     def differing_rows(self, ids_TLK: np.ndarray[Any, Any]) -> list[tuple[int, int]]:
         """(row, moe index) whose ids, order included, are others for no near tie, nor because of one that changed the set."""

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.full, pytest.mark.timeout(400)]
 
 LENGTHS, NEW_TOKENS = (3, 40, 200, 130, 17), 12
 SLOTS, EARLIER_TOKENS, ROUNDS = 1024, 60, 3
-"""Of the decode engine; tokens of the rounds before the last; rounds, of which the last takes slots that others decoded in."""
+"""Slots of the decode engine; tokens of the rounds before the last; rounds: the last takes slots that others decoded in."""
 
 
 @pytest.fixture(scope="module")

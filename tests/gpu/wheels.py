@@ -22,7 +22,7 @@ NAMES = (
     "torch-memory-saver", "traitlets", "typing-inspection", "zstandard",
 )  # fmt: skip
 PLATFORMS = ["_2_34", "_2_31", "_2_28", "_2_27", "_2_24", "_2_17", "_2_12", "2014", "1"]
-"""Of glibc, newest first."""
+"""Platform tags by glibc, newest first."""
 BINARY = (".so", ".cubin", ".a", ".bin", ".png", ".gif", ".jpg", ".mp4", ".wav", ".jsonl")
 LIMIT_BYTES = 60_000_000
 

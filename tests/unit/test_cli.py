@@ -194,7 +194,7 @@ def options_of_sglang() -> set[str]:
 
 
 def options_of_scripts() -> set[str]:
-    """Of programs of ours that are no commands, and of the pytest plug-in."""
+    """Options of our programs that are no commands, and of the pytest plug-in."""
     rooms = ("r3channel", "examples", "tests/upstream/slime_cpu")
     files = (path for room in rooms for path in (ROOT / room).rglob("*.py"))
     added = re.compile(r'add_?(?:argument|option)\(\s*"(--[\w-]+)"')

@@ -187,7 +187,7 @@ def test_a_hello_is_told_to_the_intake(door: Door, intake: Kept) -> None:
 
 
 def test_a_frame_costs_few_calls(door: Door, intake: Kept) -> None:
-    """Of functions of this package, of one connection's thread, from head to answer."""
+    """Counts calls of this package's functions in one connection's thread, from head to answer."""
     body, calls, ours = b"".join(pack_parcel(7, FRAMES[:1])), [], str(Path(r3channel.__file__).parent)
 
     def count(frame: FrameType, event: str, argument: object) -> None:

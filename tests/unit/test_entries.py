@@ -24,7 +24,7 @@ class Held:
 def reply(
     name: str, tokens: int, *, serial: int = 0, first_row: int = 0, held: int | None = None, key: int = 1
 ) -> Reply:
-    """Of a sample whose first `t` tokens hash to `t`."""
+    """The reply for a sample whose first `t` tokens hash to `t`."""
     rows = tokens - 1 - first_row
     receipt = (
         Receipt(sample_key=key, boot_id=7, serial=serial, first_row=first_row, rows=rows) if serial else None

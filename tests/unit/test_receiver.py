@@ -38,7 +38,7 @@ class Group(TensorParallelFanout):
 
 
 def sample(name: str, tokens: int = 9, *, seed: int = 0) -> TicketSample:
-    """Of `random_ids(tokens - 1, seed)`; its tokens are 0, 1, 2, ..."""
+    """A sample with the ids of `random_ids(tokens - 1, seed)`; its tokens are 0, 1, 2, ..."""
     digest = fold(layer_digests(random_ids(tokens - 1, seed=seed), first_row=0))
     return TicketSample(name, tokens, hash_tokens(as_tokens(range(tokens))), digest, ())
 

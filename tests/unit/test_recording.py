@@ -257,7 +257,7 @@ def test_a_manifest_has_no_path_and_names_versions(tmp_path: Path) -> None:
 
 
 def logprobs_of(step: Ticket, kept: tuple[str, ...] = SIDES) -> dict[str, np.ndarray]:
-    """Of every output that is a token's: known by its place."""
+    """Log-probs of every output that is a token's; each tells its place."""
     rows = [one.tokens - 1 for one in step.samples]
     sample, position = np.repeat(range(len(rows)), rows), np.concatenate([np.arange(count) for count in rows])
     value = -(sample * 100 + position).astype(np.float32)

@@ -62,7 +62,7 @@ LAYOUTS = (
 
 
 def real_steps() -> dict[str, RecordedStep]:
-    """Of four models that real engines served."""
+    """Recorded steps of four models that real engines served."""
     steps = {name: Recording.open(corpus.FOLDER / name / "engine").step(corpus.STEP) for name in corpus.CLEAN}
     return {"clean_qwen3": Recording.open(GOLDEN).step(2), **steps}
 

@@ -21,7 +21,7 @@ from r3channel.model.presets import model_named
 from r3channel.model.spec import RoutingSpec
 
 LAYERS = 8
-"""Of the variants, and of what a list below covers."""
+"""Layers of the variants, and of each list below."""
 
 _INDEXER = {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 64}
 _ROUTED = {"num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 64}

@@ -132,7 +132,7 @@ def prepared(args: Namespace) -> Namespace:
 
 
 def faults(args: Namespace) -> Iterator[str]:
-    """Of `prepared` arguments: what would end the run later. Raises ConfigError for a layout that its ranks do not fill.
+    """What in `prepared` arguments would end the run later. Raises ConfigError for a layout that its ranks do not fill.
 
     Ports and folders are this machine's only where all that speak to the relay are on it, as loopback says.
     """

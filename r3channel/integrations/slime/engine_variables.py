@@ -1,4 +1,4 @@
-"""What an engine's process needs in its environment. Frameworks log, pickle and send all that they hold: no secret is in it."""
+"""Variables that an engine's process needs. No secret is among them, because frameworks log, pickle and send all they hold."""
 
 from __future__ import annotations
 

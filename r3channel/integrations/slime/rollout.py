@@ -1,7 +1,7 @@
 """slime's rollout side: its manager with a relay in it, its engines with the plug-in on. Imported where slime is.
 
 slime gives every seam: `RolloutManager` is subclassed, `Sample._apply_meta_info` sees each reply before slime decodes it as
-int32, `_split_train_data_by_dp` has slime's own split. `slime_launch` puts these classes in their places.
+int32, `_split_train_data_by_dp` has slime's own split. `launch` puts these classes in their places.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ChannelManager(slime.ray.rollout.RolloutManager.__ray_metadata__.modified_
         return RelayHost.r3channel_control(self, call, arguments)
 
     def r3channel_start(self) -> None:
-        """Ask every engine, and the router, for one token with its routing: what would be missing is missed now."""
+        """Ask every engine, and the router, for one token with its routing, so that a fault shows at the start."""
         if self._started or self.args.debug_train_only or self.args.load_debug_rollout_data:
             return
         for url in filter(None, ray.get([engine.get_url.remote() for engine in self.rollout_engines])):
@@ -145,7 +145,7 @@ class ChannelEngine(slime.ray.rollout.SGLangEngine):
 
 
 def remote_manager() -> Any:
-    """What `slime.ray.rollout.RolloutManager` becomes."""
+    """The class in place of `slime.ray.rollout.RolloutManager`."""
     made: Any = ray.remote
     return made(concurrency_groups={"r3channel": 8})(ChannelManager)
 
@@ -172,7 +172,7 @@ def _watch_replies(rows: SampleRows) -> None:
 
 
 def interface_of(args: Namespace) -> str:
-    """Loopback reaches no other node: with several, Ray's own address of this one."""
+    """The interface to bind: with several nodes Ray's own address of this one, since loopback reaches no other node."""
     if args.r3_channel["interface"] != _LOOPBACK or _nodes() == 1:
         return args.r3_channel["interface"]
     return ray.util.get_node_ip_address()

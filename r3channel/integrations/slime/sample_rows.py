@@ -111,7 +111,7 @@ class SampleRows:
         return self.relay.seal(step, assignment)
 
     def tidy(self) -> None:
-        """Discard the rows of samples that are gone. Not done where they go: that may be inside of any lock."""
+        """Discard the rows of samples that are gone. Not done at the moment they go, which may be inside any lock."""
         gone = [self._gone.popleft() for _ in range(len(self._gone))]
         if gone:
             self.relay.discard(gone)
@@ -147,6 +147,6 @@ class SampleRows:
 
 
 def rows_of(sample: Any) -> Rows | None:
-    """What a sample of this process holds."""
+    """The rows that a sample of this process holds."""
     held = getattr(sample, _ATTRIBUTE, None)
     return held if isinstance(held, Rows) else None

@@ -26,7 +26,7 @@ from r3channel.trainer.channel import TrainerChannel
 from r3channel.trainer.replay import ReplayStep
 
 _LIVE = ("ref_", "teacher_")
-"""Log-prob passes of other models: what the engines chose is not theirs."""
+"""Log-prob passes of other models, whose routers choose for themselves."""
 
 
 class ChannelActor(MegatronTrainRayActor):
@@ -53,7 +53,7 @@ class ChannelActor(MegatronTrainRayActor):
             self._attach()
 
     def _attach(self) -> TrainerChannel:
-        """At the start, or in the first step where the model sleeps until then."""
+        """Attach at the start, or in the first step if the model sleeps until then."""
         if self.channel is None:
             config = ChannelConfig(**self.args.r3_channel)
             self.channel = TrainerChannel.attach(
@@ -102,7 +102,7 @@ class ChannelActor(MegatronTrainRayActor):
 
 
 def _tokens(rollout_data: dict[str, Any]) -> list[list[list[int]]]:
-    """Of each sample of each micro-batch, fetched from the device at once."""
+    """Token ids of each sample of each micro-batch, fetched from the device at once."""
     tokens = rollout_data["tokens"]
     flat = torch.cat(tokens).tolist()
     ends = torch.tensor([len(one) for one in tokens]).cumsum(0).tolist()

@@ -50,7 +50,7 @@ class ChannelUpdater:
             self._tensors = lambda: shards(args, model, model_name)
 
     def connect_rollout_engines(self, rollout_engines: Sequence[Any], _lock: Any, **_options: Any) -> None:
-        """Anew whenever slime has started engines: one that came back has the weights of its checkpoint."""
+        """Connect anew whenever slime has started engines: a restarted engine has the weights of its checkpoint."""
         if self._rank and not self._exact:
             return
         self.disconnect_rollout_engines()

@@ -122,7 +122,7 @@ class Request:
     authorization: str = field(repr=False)
     keep_alive: bool
     length: int | None
-    """Of the body; None when it is missing, or not known before."""
+    """The body's bytes; None when they are missing, or not known before."""
 
 
 class Link:

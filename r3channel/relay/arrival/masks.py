@@ -13,7 +13,7 @@ from r3channel.wire.masks import Masks, parse_masks
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldMasks:
-    """Of one turn, until its `block` is freed."""
+    """The masks of one turn, valid until its `block` is freed."""
 
     masks: Masks
     block: Block

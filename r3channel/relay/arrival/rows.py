@@ -31,7 +31,7 @@ from r3channel.wire.routing import Ids, ProvenanceSpan, RowKind
 DAMAGED = (FrameCorrupt, FrameMagicMismatch)
 """What becomes of a frame on its way; anything else is its engine's own fault, and sending it again mends nothing."""
 MOST_ROWS = 1 << 20
-"""Of a direct frame whose reply has not come, and whose engine does not say how long its sequences may be."""
+"""Rows of a direct frame at most, while its reply has not come and its engine does not say how long sequences may be."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -193,7 +193,7 @@ class Landing:
 
 
 def _invalid_ranges(frame: Frame) -> tuple[tuple[int, int], ...]:
-    """Of positions, ascending."""
+    """Ranges of positions without routing, ascending."""
     if frame.valid_T.all():
         return ()
     edges = np.flatnonzero(np.diff(np.concatenate([[True], frame.valid_T, [True]]).astype(np.int8)))

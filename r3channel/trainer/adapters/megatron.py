@@ -76,7 +76,7 @@ class MegatronRouter:
 
     @property
     def counts(self) -> torch.Tensor | None:
-        """Of tokens per expert, for the update of the expert bias."""
+        """Tokens per expert, for the update of the expert bias."""
         return self.module.local_tokens_per_expert  # type: ignore[return-value]
 
 
@@ -110,7 +110,7 @@ def _unwrap(chunk: torch.nn.Module) -> Any:
 
 
 def _language_model(chunk: torch.nn.Module) -> Any:
-    """The module with the decoder. A wrapper of several models is refused: which tokens its decoder sees is for it to say."""
+    """The module with the decoder. A wrapper of several models is refused, because it decides which tokens its decoder sees."""
     model = _unwrap(chunk)
     if hasattr(model, "decoder"):
         return model
@@ -182,7 +182,7 @@ def _is_recomputed(config: Any, index: int) -> bool:
 
 
 def _recomputes_moe(config: Any) -> bool:
-    """Of the modules that selective recompute knows, only `moe` runs the router again (not moe_act, mlp, layernorm)."""
+    """Whether selective recompute runs the router again: of its modules only `moe` does (not moe_act, mlp, layernorm)."""
     return config.recompute_granularity == "selective" and "moe" in (config.recompute_modules or ())
 
 

@@ -1,4 +1,4 @@
-"""What routing replay cannot work with in a Megatron config: the settings as data, and the one check that walks them.
+"""Settings of a Megatron config that routing replay cannot work with, as data, and the one check that walks them.
 
 `python -m r3channel.trainer.adapters.megatron_refusals README.md` puts the table between its markers. This module reads
 attributes and imports no Megatron.

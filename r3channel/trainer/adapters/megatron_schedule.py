@@ -14,7 +14,7 @@ from r3channel.trainer.step import ReplayStep
 
 
 def _offset(iterator: Any) -> int:
-    """slime's iterators count through all optimizer steps of a rollout, also where the schedule is called once for each."""
+    """The micro-batch that comes next: slime's iterators count through all optimizer steps of a rollout."""
     return iterator.offset
 
 
@@ -24,11 +24,11 @@ def replayed(
     *,
     index_of: Callable[[Any], int] = _offset,
 ) -> Callable[..., Any]:
-    """`run` as it is where `step_of` gives None. `index_of` says from a chunk's data iterator which micro-batch comes next; the
-    number of calls would not do where a schedule interleaves chunks or runs several times in a step.
+    """The schedule `run` with a step in it, or `run` as it is where `step_of` gives None. `index_of` says from a chunk's data
+    iterator which micro-batch comes next: a count of calls would fail with interleaved chunks or several runs of the schedule.
 
-    On leaving, what routers were handed is known to be what engines hashed, so that no optimizer uses other gradients
-    (`ReplayStep.verified`). The trainer's main thread.
+    When the schedule returns, the rows that routers got are known to be those that the engines hashed (`ReplayStep.verified`),
+    so no optimizer uses other gradients. Call it on the trainer's main thread.
     """
 
     def schedule(*, forward_step_func: Callable[..., Any], forward_only: bool = False, **options: Any) -> Any:

@@ -16,7 +16,7 @@ __all__ = ["EntryClass"]
 
 _plain = upstream.scaled_dot_product_attention
 _sinks_H: Any = None
-"""Of the layer that runs."""
+"""The sinks of the layer that runs."""
 
 
 def _taking_sinks(forward: Any) -> Any:

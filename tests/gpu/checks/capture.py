@@ -27,7 +27,7 @@ DEEP = replace(SPEC, num_layers=48, moe_layers=tuple(range(48)))
 DECODED, DECODE_SIZE, PREFILL_SIZES, MOST = 12, 16, (16, 64), 64
 """Rows of a decode pass; those that its graph, and prefill graphs, are padded to."""
 HIDDEN, READ = 2048, 80 * 3 * 768
-"""Of a decode pass through Qwen3-30B-A3B: it reads about 80 of a layer's experts."""
+"""The sizes of a decode pass through Qwen3-30B-A3B: it reads about 80 of a layer's experts."""
 IN_FLIGHT = 2
 
 
@@ -78,7 +78,7 @@ class Engine:
         self.weight = torch.randn((hidden, read), device=device, dtype=dtype) / hidden**0.5
 
     def refusal(self, backend: str) -> str:
-        """Of an engine whose experts run on it."""
+        """Why an engine whose experts run on this backend is refused; empty where it is not."""
         try:
             self.room.refuse_engine(
                 SimpleNamespace(**{**vars(self.runner), "model": routers(backend, self.spec)})
@@ -134,7 +134,7 @@ class Engine:
         return (by or self.capturer).on_forward_end(batch, True, DECODE_SIZE, no_copy_to_cpu=True)
 
     def frame(self, number: int, rows: int) -> Any:
-        """Of a finished request that has the pass's slots."""
+        """The frame of a finished request that has the pass's slots."""
         told = {"rid": str(number), "return_routed_experts": True, "origin_input_ids": [0] * rows}
         request: Any = SimpleNamespace(**told)
         slots, collect = number % IN_FLIGHT, self.capturer.get_topk
@@ -157,7 +157,7 @@ def on_a_cpu() -> None:
 
 
 def routers(backend: str, spec: RoutingSpec) -> torch.nn.ModuleList:
-    """Of a model whose experts run on it."""
+    """Routers of a model whose experts run on this backend."""
     from sglang.srt.layers.moe import topk
     from sglang.srt.layers.moe.utils import MoeRunnerBackend, RoutingMethodType
 

@@ -99,7 +99,7 @@ class Trainer:
             part.close()
 
     def random_ids(self, *, seed: int = 0) -> dict[str, np.ndarray]:
-        """Of each sample."""
+        """Ids for each sample."""
         return {
             n: random_ids(self.length - 1, spec=self.spec, seed=seed + i) for i, n in enumerate(SAMPLE_IDS)
         }

@@ -27,7 +27,7 @@ _SEEN: list[tuple[Any, Any, Any, Any]] = []
 _STEP = [0]
 _SPENT: dict[str, list[float]] = {}
 TOLD: dict[str, float] = {}
-"""Of the rollout manager. Read through the module: what Ray pickles with a patched class would be a copy."""
+"""What the rollout manager told. Read through the module: what Ray pickles with a patched class would be a copy."""
 
 
 @contextmanager

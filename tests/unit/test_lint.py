@@ -1,11 +1,14 @@
-"""The ceilings of code lines: what counts, what is too many, and that they only fall."""
+"""The checks of our own in `make lint`: ceilings of code lines, which only fall, and docstrings without a subject."""
 
 from __future__ import annotations
 
+import doctest
 from fnmatch import fnmatch
+from pathlib import Path
 
 import pytest
 
+from tests import docstrings
 from tests.code_lines import ROOT, TABLE, above, ceilings_of, lowered, rooms
 
 PROJECT = f'[project]\nname = "x"\n\n{TABLE}\n"a" = 10\n"b" = 5\n"gone" = 7\n\n[tool.other]\ny = 1\n'
@@ -33,3 +36,11 @@ def test_no_folder_of_tests_is_passed_over(request: pytest.FixtureRequest) -> No
     folders = {part for file in tests.rglob("test_*.py") for part in file.relative_to(tests).parts[:-1]}
     assert {"dist", "unit", "contract", "engine", "e2e"} <= folders
     assert not [name for name in folders if any(fnmatch(name, pattern) for pattern in passed_over)]
+
+
+def test_a_docstring_without_a_subject_is_refused_and_named(tmp_path: Path) -> None:
+    assert doctest.testmod(docstrings) == (0, 1)
+    (tmp_path / "tests").mkdir()
+    (page := tmp_path / "tests" / "page.py").write_text('"""Often."""\nPORT = 80\n"""Of the page."""\n')
+    (line,) = docstrings.refusals(tmp_path).splitlines()
+    assert line.startswith(f"{page}:3: ")
