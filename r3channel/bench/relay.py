@@ -71,7 +71,7 @@ MODELS = ("qwen3-30b-a3b", "qwen3-next", "kimi-k2", "gpt-oss-120b")
 SEALS = {64: "dp=4,packing=thd", 8192: "dp=64,pp=4,tp=4,packing=thd"}
 """Samples of a step -> its layout."""
 _ROWS = 4096
-"""Of a reply from the socket."""
+"""Rows of a reply that is read from the socket."""
 _SHORT = 8
 """Tokens of a sample where only the number of samples matters."""
 _ENVIRONMENT = {

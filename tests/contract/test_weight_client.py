@@ -106,7 +106,7 @@ def routing(data: bytes) -> bytes:
 
 
 def older_hello() -> bytes:
-    """Of a plug-in that names no versions."""
+    """A plug-in that names no versions."""
     values = json.loads(hello_of().to_bytes()[8:])
     del values["torch"], values["nccl"]
     text = json.dumps(values).encode()

@@ -273,7 +273,7 @@ def weight_update() -> dict[str, Any]:
 
 @case
 def float8_error() -> list[float]:
-    """Of our float8 blocks as SGLang itself reads them, by rows of small and of ordinary values."""
+    """The largest errors of our float8 blocks as SGLang reads them: in rows of small and of ordinary values."""
     import torch
     from sglang.srt.layers.quantization.fp8_utils import block_quant_dequant
 
