@@ -20,12 +20,11 @@ from r3channel.plan.placement import spread_ids
 from r3channel.plan.ticket import Ticket, TicketSample
 from r3channel.recordings.aligned_pair import Sides
 from r3channel.recordings.consumed import ConsumedRows
-from r3channel.recordings.moves import Moves
+from r3channel.recordings.diagnose import Moves
 from r3channel.recordings.step import RecordedStep
 from r3channel.wire.digest import fold, layer_digests
 from r3channel.wire.frame import encode_frame
-from r3channel.wire.routing import Ids, ProvenanceSpan, RowKind
-from r3channel.wire.tokens import as_tokens, hash_tokens
+from r3channel.wire.routing import Ids, ProvenanceSpan, RowKind, as_tokens, hash_tokens
 
 PLAIN = RoutingSpec(num_layers=6, moe_layers=tuple(range(6)), num_experts=64, top_k=4)
 DENSE = RoutingSpec(num_layers=6, moe_layers=(1, 2, 3, 4, 5), num_experts=64, top_k=4)

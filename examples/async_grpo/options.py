@@ -15,7 +15,7 @@ from r3channel.config import ChannelConfig, add_arguments
 from r3channel.errors import R3Error
 from r3channel.integrations import preflight
 from r3channel.plan.layout import TrainerLayout
-from r3channel.recordings.options import add_options, recorder_of
+from r3channel.recordings.recorder import add_options, recorder_of
 from r3channel.tools import commands, extras
 from r3channel.tools.extras import ROLES
 

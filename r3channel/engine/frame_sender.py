@@ -32,8 +32,15 @@ from r3channel.transport.auth import read_token
 from r3channel.wire.codec import AUTO, codec_named
 from r3channel.wire.frame import encode_error, sample_key
 from r3channel.wire.hello import PROBE_PREFIX, Hello
-from r3channel.wire.ingest import FRAMES_PATH, HELLO_PATH, PARCEL_BYTES, PARCEL_FRAMES, Status
-from r3channel.wire.parcel import Receipt, pack_parcel
+from r3channel.wire.parcel import (
+    FRAMES_PATH,
+    HELLO_PATH,
+    PARCEL_BYTES,
+    PARCEL_FRAMES,
+    Receipt,
+    Status,
+    pack_parcel,
+)
 
 log = logging.getLogger(__name__)
 

@@ -34,7 +34,7 @@ from r3channel.engine.sglang_hooks import installed_version
 from r3channel.engine.sglang_settings import flag
 from r3channel.errors import ConfigError
 from r3channel.model.spec import RoutingSpec
-from r3channel.transport.versions import nccl_version, torch_version
+from r3channel.transport.process_group import nccl_version, torch_version
 from r3channel.wire.frame import sample_key
 from r3channel.wire.hello import Hello
 from r3channel.wire.routing import RowKind

@@ -2,16 +2,18 @@
 connection.
 
 Tokens come with the replies and wait until their step is sealed; rows go to disk from where they lie in the store.
+`add_options` gives a command the flags of recording.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+from argparse import ArgumentParser, Namespace, _ArgumentGroup
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -210,3 +212,50 @@ def _head_of(turn: TurnRows, ticket: Ticket) -> bytes:
         digests_L=turn.digests_L,
         sample_key=turn.sample_key,
     )
+
+
+def add_options(parser: ArgumentParser | _ArgumentGroup, *, prefix: str = "") -> None:
+    """`--record` and its limits, each after `prefix`."""
+    parser.add_argument(
+        f"--{prefix}record",
+        metavar="DIR",
+        help="keep every step's frames, ticket and tokens there, for offline replay",
+    )
+    add_limits(parser, prefix=prefix)
+
+
+def add_limits(parser: ArgumentParser | _ArgumentGroup, *, prefix: str = "") -> None:
+    parser.add_argument(
+        f"--{prefix}record-steps", metavar="N", type=int, default=0, help="record so many steps at most"
+    )
+    parser.add_argument(
+        f"--{prefix}record-bytes", metavar="N", type=int, default=0, help="record so many bytes at most"
+    )
+    parser.add_argument(
+        f"--{prefix}record-ring",
+        action="store_true",
+        help="at a limit the oldest step goes, instead of the recording ending",
+    )
+    parser.add_argument(
+        f"--{prefix}record-no-tokens", action="store_true", help="leave token ids out of the recording"
+    )
+
+
+def values_of(args: Namespace, *, prefix: str = "") -> dict[str, Any] | None:
+    """What `Recorder` is made of, as plain values for another process; None where nothing is to be recorded."""
+    given = {name.removeprefix(prefix): value for name, value in vars(args).items()}
+    if not given["record"]:
+        return None
+    return {
+        "root": given["record"],
+        "steps": given["record_steps"],
+        "max_bytes": given["record_bytes"],
+        "ring": given["record_ring"],
+        "tokens": not given["record_no_tokens"],
+    }
+
+
+def recorder_of(args: Namespace, *, prefix: str = "") -> Recorder | None:
+    """Raises ConfigError."""
+    values = values_of(args, prefix=prefix)
+    return Recorder(**values) if values else None

@@ -16,8 +16,7 @@ from r3channel.plan.shards import ShardKey
 from r3channel.plan.ticket import Ticket, TicketSample
 from r3channel.wire.digest import fold
 from r3channel.wire.frame import Frame, parse_frame
-from r3channel.wire.routing import Ids
-from r3channel.wire.tokens import hash_tokens
+from r3channel.wire.routing import Ids, hash_tokens
 
 Bytes = bytes | memoryview
 PASSES = ("engine", "forward", "recompute", "logprob")

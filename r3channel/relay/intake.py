@@ -30,8 +30,7 @@ from r3channel.wire.header import MAX_ROWS
 from r3channel.wire.hello import Hello
 from r3channel.wire.masks import split_masks
 from r3channel.wire.parcel import FrameName, Source
-from r3channel.wire.routing import Ids
-from r3channel.wire.tokens import as_tokens, hash_tokens
+from r3channel.wire.routing import Ids, as_tokens, hash_tokens
 
 log = logging.getLogger(__name__)
 

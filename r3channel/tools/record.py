@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from r3channel.errors import UsageError
-from r3channel.recordings.options import add_limits, values_of
+from r3channel.recordings.recorder import add_limits, values_of
 from r3channel.relay.actor import NAME, RayRelay
 from r3channel.tools import commands
 

@@ -15,12 +15,12 @@ from typing import Any
 from r3channel.errors import ConfigError
 from r3channel.model.spec import RoutingSpec
 from r3channel.plan.layout import TrainerLayout
-from r3channel.recordings import difference, npz, summary
+from r3channel.recordings import difference, importers, summary
 from r3channel.recordings.aligned_pair import Sides
 from r3channel.recordings.consumed import ConsumedRows
 from r3channel.recordings.diagnose import NOTES, judge
-from r3channel.recordings.dumps import DUMPS, import_dumps
 from r3channel.recordings.findings import Finding
+from r3channel.recordings.importers import DUMPS, import_dumps
 from r3channel.recordings.recording import Recording
 from r3channel.recordings.replay import consumed, described, fitted
 from r3channel.recordings.single_side import CANNOT, judge_alone, log_probs_suspect
@@ -166,7 +166,7 @@ def _checked(values: dict[str, Any]) -> str:
 def _import(options: argparse.Namespace) -> int:
     _check_format(options.format, FORMATS)
     if options.format == "npz":
-        npz.import_npz(options.source, options.out, layout=options.layout)
+        importers.import_npz(options.source, options.out, layout=options.layout)
     else:
         spec = RoutingSpec.from_hf_config(options.model) if options.model else None
         import_dumps(options.source, options.out, spec=spec, layout=options.layout)
@@ -175,7 +175,7 @@ def _import(options: argparse.Namespace) -> int:
 
 def _export(options: argparse.Namespace) -> int:
     _check_format(options.format, ("npz",))
-    for path in npz.export_npz(Recording.open(options.recording), options.out):
+    for path in importers.export_npz(Recording.open(options.recording), options.out):
         print(path)
     return 0
 
@@ -184,7 +184,7 @@ def _check_format(name: str, formats: Sequence[str]) -> None:
     if name not in formats:
         raise ConfigError(
             f"format {name!r}, expected one of {tuple(formats)}: the sources of other dumps were not read, and what they "
-            "mean is not guessed. Write .npz files; r3channel.recordings.npz says which arrays"
+            "mean is not guessed. Write .npz files; r3channel.recordings.importers says which arrays"
         )
 
 

@@ -29,7 +29,7 @@ from r3channel.trainer.relay_connection import Control, RelayConnection
 from r3channel.trainer.shard_buffer import ShardBuffer
 from r3channel.transport.collective_lock import PROCESS_SLOT
 from r3channel.transport.tp_fanout import TensorParallelFanout
-from r3channel.wire.tokens import as_tokens, hash_tokens
+from r3channel.wire.routing import as_tokens, hash_tokens
 
 _WARMING = threading.Lock()
 """Else each receiver of a process would compile the same."""

@@ -2,6 +2,7 @@
 
 Frameworks call a bare `destroy_process_group()` when they reload, and Megatron's own groups live there; this group must
 outlive both and disturb neither. Read against torch 2.13.0: `ProcessGroupGloo`, `ProcessGroupNCCL`, `TCPStore`.
+Both ends must share the versions of torch and NCCL (`torch_version`, `nccl_version`): NCCL hangs or fails between versions.
 gloo ran on CPU in the tests; NCCL needs one GPU per rank and has not been run there yet (see README).
 """
 
@@ -22,6 +23,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.cuda import nccl
 
 from r3channel.errors import DeadlineExceeded, TransportError, UsageError
 from r3channel.transport.base import Pending, Rendezvous, Transport
@@ -367,3 +369,16 @@ def _local_address(host: str) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 1))
         return str(probe.getsockname()[0])
+
+
+def torch_version() -> str:
+    """With its build, for example `2.13.0+cpu`."""
+    return str(torch.__version__)
+
+
+def nccl_version() -> str:
+    """For example `2.27.5`; empty in a build of torch without it, which lacks the function behind this one."""
+    try:
+        return ".".join(map(str, nccl.version()))
+    except AttributeError:
+        return ""

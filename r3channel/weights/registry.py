@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from r3channel.errors import RegistryRefused, UsageError
-from r3channel.transport.versions import nccl_version, torch_version
+from r3channel.transport.process_group import nccl_version, torch_version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

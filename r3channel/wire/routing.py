@@ -1,4 +1,5 @@
-"""The routing of one sample, as plain checked values. Knows nothing about wires, ranks or engines.
+"""The routing of one sample, as plain checked values, and token ids with their hash: two sequences with one hash are the same.
+Knows nothing about wires, ranks or engines.
 
 Shape legend, for the whole package: S samples, T rows, L MoE layers, K top-k, E experts, N bytes.
 A row is one token with routing; a sample of n tokens has n-1 rows, because the last sampled token never enters the model.
@@ -6,19 +7,22 @@ A row is one token with routing; a sample of n tokens has n-1 rows, because the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import struct
+from collections.abc import Iterable, Sequence
 from dataclasses import InitVar, dataclass
 from enum import IntEnum
 from itertools import pairwise
 from typing import Any, NoReturn
 
 import numpy as np
+import xxhash
 
 from r3channel.errors import (
     ExpertIdInvalid,
     RoutingError,
     RowCountMismatch,
     SpecMismatch,
+    UsageError,
 )
 from r3channel.model.spec import RoutingSpec
 from r3channel.wire.validate import find_duplicate, out_of_range, sound
@@ -149,3 +153,25 @@ def spans_of(versions_T: Ids, kinds_T: Ids, *, first_row: int = 0) -> tuple[Prov
         )
         for a, b in pairwise(edges)
     )
+
+
+Tokens = np.ndarray[Any, np.dtype[np.int32]]
+
+
+def as_tokens(tokens: Sequence[int] | np.ndarray[Any, Any]) -> Tokens:
+    """A copy as int32 that the caller cannot change. Raises UsageError for what are no token ids."""
+    if isinstance(tokens, np.ndarray | range):
+        return np.array(tokens, dtype=np.int32)
+    try:
+        return np.frombuffer(struct.pack(f"{len(tokens)}i", *tokens), np.int32)  # half the time of np.array
+    except struct.error as error:
+        raise UsageError(f"{len(tokens)} tokens that are not all int32 ids: {error}") from error
+
+
+def hash_tokens(tokens: Tokens) -> int:
+    """xxh3_64 of the ids as little-endian int32.
+
+    >>> hash_tokens(as_tokens([1, 2])) == hash_tokens(as_tokens(range(1, 3)))
+    True
+    """
+    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(tokens, "<i4").data)

@@ -28,8 +28,7 @@ from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.relay import Relay
 from r3channel.transport.auth import obtain_token, read_token
 from r3channel.wire.frame import FRAME_MAGIC
-from r3channel.wire.ingest import FRAMES_PATH
-from r3channel.wire.parcel import RECEIPT_MAGIC
+from r3channel.wire.parcel import FRAMES_PATH, RECEIPT_MAGIC
 from tests.direct import (
     LIMIT_S,
     Engine,

@@ -25,8 +25,7 @@ from r3channel.relay.arrival.door import MAX_HEAD_BYTES, BodyLost, Door, Link, R
 from r3channel.transport.auth import create_token, read_token
 from r3channel.wire.frame import parse_frame
 from r3channel.wire.hello import Hello
-from r3channel.wire.ingest import Status
-from r3channel.wire.parcel import Source, new_memory, pack_parcel, read_frames
+from r3channel.wire.parcel import Source, Status, new_memory, pack_parcel, read_frames
 from tests.direct import Engine, hello_of
 from tests.samples import SPEC, random_ids
 

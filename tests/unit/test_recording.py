@@ -28,7 +28,7 @@ from r3channel.recordings.recording import Recording
 from r3channel.recordings.segment import HEAD_BYTES, Kind, check_room, pack, read
 from r3channel.trainer.logprobs import KeptLogprobs
 from r3channel.wire.digest import fold, layer_digests
-from r3channel.wire.tokens import as_tokens, hash_tokens
+from r3channel.wire.routing import as_tokens, hash_tokens
 from tests.children import run
 from tests.misaligned import engine_step
 from tests.samples import SPEC, WIDE, random_ids, span

@@ -18,11 +18,10 @@ from r3channel.recordings.aligned_pair import Sides
 from r3channel.recordings.consumed import ConsumedRows
 from r3channel.recordings.diagnose import FAULTS, NOTES, judge
 from r3channel.recordings.findings import Finding
-from r3channel.recordings.npz import export_npz, import_npz
+from r3channel.recordings.importers import export_npz, import_npz, read_saved
 from r3channel.recordings.recorder import segment_name, write_step
 from r3channel.recordings.recording import Recording
 from r3channel.recordings.replay import consumed, fitted
-from r3channel.recordings.saved import read_saved
 from r3channel.recordings.single_side import judge_alone
 from r3channel.recordings.step import RecordedStep
 from r3channel.wire.digest import fold, layer_digests

@@ -18,8 +18,8 @@ import torch
 from examples.embedded.model import write_model
 from r3channel.cli import main
 from r3channel.model.spec import RoutingSpec
+from r3channel.recordings.importers import Foreign, read_saved
 from r3channel.recordings.recording import Recording
-from r3channel.recordings.saved import Foreign, read_saved
 from tests.upstream.wheels import sources
 
 LENGTHS = (9, 14, 5, 9)

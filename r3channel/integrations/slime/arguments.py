@@ -16,7 +16,7 @@ from r3channel import config
 from r3channel.errors import ConfigError
 from r3channel.integrations import guard, preflight
 from r3channel.plan.layout import TrainerLayout
-from r3channel.recordings.options import add_options
+from r3channel.recordings.recorder import add_options
 
 _WEIGHTS = ("off", "broadcast", "exact", "colocated")
 

@@ -1,7 +1,7 @@
 """The relay's door: frames and hellos that engines send over HTTP, read so that a frame goes straight to where it shall lie.
 
 A thread per connection (an engine keeps one) reads its own bodies and waits for nobody else's. h11 judges each head (its
-framing, its size, its characters); a body is then `recv`d into memory that the intake chooses. Paths and answers: `wire.ingest`.
+framing, its size, its characters); a body is then `recv`d into memory that the intake chooses. Paths and answers: `wire.parcel`.
 Plain HTTP: on any interface but the loopback one it belongs on a private network. Knows no frame, sample or step.
 """
 
@@ -19,8 +19,7 @@ from typing import Protocol
 from r3channel import errors
 from r3channel.transport.auth import is_authorized
 from r3channel.wire.hello import MAX_HELLO_BYTES, Hello
-from r3channel.wire.ingest import FRAMES_PATH, HELLO_PATH, PARCEL_BYTES, Status
-from r3channel.wire.parcel import Source, open_parcel
+from r3channel.wire.parcel import FRAMES_PATH, HELLO_PATH, PARCEL_BYTES, Source, Status, open_parcel
 
 try:
     import h11
