@@ -437,7 +437,7 @@ def test_of_several_turns_the_one_that_came_damaged_is_named_and_a_good_copy_hea
     assert place.post(FRAMES_PATH, parcel_of((1, flipped(first)), (2, second))) == 425
     assert place.relay.status()["waiting"] == []
     assert "s1" in place.relay.status()["failed"]
-    assert place.relay.metrics.value("r3channel_rejected_total", reason="payload") == 1
+    assert place.relay.metrics.value("r3channel_rejected_total", reason="corrupt") == 1
     for _ in range(2):
         said = r"sample s1: .*frame 1 from engine http://e:1"
         with pytest.raises(errors.FrameCorrupt, match=said) as raised:

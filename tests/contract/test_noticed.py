@@ -65,7 +65,7 @@ def is_noticed(want: RecordedStep, rows: Rows) -> bool:
     try:
         for microbatch in range(own.num_microbatches):
             for layer in shard.layers:
-                own.handed(microbatch, layer, own.layer_ids(microbatch, layer))
+                own.check_digest(microbatch, layer, own.layer_ids(microbatch, layer))
     except DigestMismatch:
         return True
     return False

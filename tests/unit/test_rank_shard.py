@@ -136,7 +136,7 @@ def test_every_router_is_handed_what_the_engine_hashed_in_any_layout(step: Step)
     for shard in step.shards:
         for rank in ranks_of(step, shard):
             for index, layer in calls(rank):
-                rank.handed(index, layer, rank.layer_ids(index, layer))
+                rank.check_digest(index, layer, rank.layer_ids(index, layer))
             rank.verified()
 
 
@@ -153,11 +153,11 @@ def test_one_changed_id_is_named_before_the_step_ends(step: Step, noted: bool, d
         ids[row, 0] = (ids[row, 0] + 1) % rank.shard.spec.num_experts
         sample = int(rank.shard.row_map(index, tp=rank.tp)[0][row])
         if not bool(rank.counted_rows(index)[row]):  # nobody hashed it: padding, or no routing
-            rank.handed(index, layer, ids)
+            rank.check_digest(index, layer, ids)
             rank.verified()
             continue
         with pytest.raises(DigestMismatch, match=f"decoder layer {layer} .*micro-batch {index}") as refusal:
-            rank.handed(index, layer, ids)
+            rank.check_digest(index, layer, ids)
             assert noted, "it was used before it was looked at"
             rank.verified()
         assert refusal.value.samples == (rank.shard.microbatches[index].sample_ids[sample],)
@@ -181,7 +181,7 @@ def test_a_difference_in_either_pass_is_kept_until_the_device_is_asked(passes: t
     rank = two_samples()
     rank._handed._host_SL = None  # as on a GPU
     for wrong in passes:
-        rank.handed(0, 0, rank.layer_ids(1 if wrong else 0, 0))
+        rank.check_digest(0, 0, rank.layer_ids(1 if wrong else 0, 0))
     with pytest.raises(DigestMismatch, match=r"of samples \['a'\]"):
         rank.verified()
 
@@ -192,7 +192,7 @@ def test_exchanged_layers_micro_batches_and_rows_are_noticed() -> None:
     turned[[2, 3]] = turned[[3, 2]]
     for other in (rank.layer_ids(0, 1), rank.layer_ids(1, 0), turned):
         with pytest.raises(DigestMismatch, match=r"of samples \['a'\]"):
-            rank.handed(0, 0, other)
+            rank.check_digest(0, 0, other)
 
 
 @pytest.mark.parametrize(
