@@ -17,7 +17,7 @@ import torch
 from examples.embedded import megatron
 from examples.embedded.model import write_model
 from r3channel import TrainerLayout
-from r3channel.recordings.aligned_pair import Sides
+from r3channel.recordings.aligned_pair import AlignedPair
 from r3channel.recordings.consumed import consumed_by
 from r3channel.recordings.diagnose import judge
 from r3channel.recordings.recording import Recording
@@ -52,7 +52,7 @@ def main(folder: Path, number: int, scratch: str) -> int:
             loss.mean().backward()
     megatron.close_distributed()
     used = consumed_by(tap.records, shard, ticket=ticket, tp=0)
-    passes = list(Sides.of(recorded, used.step()))
+    passes = list(AlignedPair.of(recorded, used.step()))
     compared = sum(int(there.sum()) for there in used.there.values()) * ticket.spec.top_k
     different = sum(int(sides.differs_RL.sum()) for sides in passes)
     print(f"step {ticket.step}: {compared:,} ids of forward and recompute compared, {different} different")

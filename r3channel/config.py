@@ -114,7 +114,7 @@ class ChannelConfig:
     token_file: str = ""
     """File, mode 0600, that holds the bearer token of direct delivery; both ends read it."""
     frame_timeout_s: float = 30.0
-    """How long `seal` waits for frames whose receipts came; what is missing then is named."""
+    """How long `seal` waits for frames whose frame references came; what is missing then is named."""
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -208,7 +208,7 @@ class EngineConfig:
     """How ids are written: `auto`, `stored`, `lz4`, `packed9` or `set`, which drops the order of a row and
     needs direct delivery."""
     delivery: str = "inband"
-    """`inband`: the frame is in the reply. `direct`: it goes to the relay's ingest and the reply holds a receipt."""
+    """`inband`: the frame is in the reply. `direct`: it goes to the relay's ingest and the reply holds a frame reference."""
     relay_url: str = ""
     """Where direct frames go: what `Relay.serve` returned."""
     token_file: str = ""

@@ -214,7 +214,7 @@ class RoutingMissing(RoutingError):
 
 
 class FrameMissing(RoutingMissing):
-    """A frame whose receipt came did not arrive in time. Names sample and engine."""
+    """A frame whose frame reference came did not arrive in time. Names sample and engine."""
 
     reason = "frame_missing"
     remedy = (
@@ -274,10 +274,10 @@ class EngineReported(FrameError):
     remedy = "Read the reason in the message; the engine's log has the whole traceback."
 
 
-class ReceiptInvalid(FrameError):
-    """A receipt or a parcel of directly delivered frames is damaged, or names another request."""
+class FrameReferenceInvalid(FrameError):
+    """A frame reference or a parcel of directly delivered frames is damaged, or names another request."""
 
-    reason = "receipt"
+    reason = "frame_reference"
     remedy = "Ask again. Do two relays or two engines share a name or a token file?"
 
 

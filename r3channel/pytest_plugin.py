@@ -112,13 +112,13 @@ class StepUnderTest:
     def check(self, consumed: ConsumedRows | None = None) -> None:
         """Fail with each mistake by name, unless every recorded row of every layer was used as the engine chose it."""
         __tracebackhide__ = True
-        from r3channel.recordings.aligned_pair import Sides
+        from r3channel.recordings.aligned_pair import AlignedPair
         from r3channel.recordings.diagnose import NOTES, judge
 
         found = consumed if consumed is not None else self._joined()
         if unused := _unused(self.recorded, found):
             pytest.fail(unused, pytrace=False)
-        findings = [one for sides in Sides.of(self.recorded, found.step()) for one in judge(sides)]
+        findings = [one for sides in AlignedPair.of(self.recorded, found.step()) for one in judge(sides)]
         faults = [str(one) for one in findings if one.name not in NOTES]
         if faults:
             pytest.fail(

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from r3channel.config import EngineConfig
-from r3channel.engine.capture import FrameDraft
+from r3channel.engine.capture import UnfinishedFrame
 from r3channel.engine.frame_sender import Outlet, Sender
 from r3channel.model.spec import RoutingSpec
 from r3channel.relay.arrival.rows import HeldRows
@@ -20,7 +20,7 @@ from r3channel.relay.intake import rows_of
 from r3channel.relay.relay import Relay
 from r3channel.wire.frame import sample_key
 from r3channel.wire.hello import Hello
-from r3channel.wire.parcel import Receipt, open_parcel, pack_parcel
+from r3channel.wire.parcel import FrameReference, open_parcel, pack_parcel
 from r3channel.wire.routing import Ids, RowKind
 from tests.samples import SPEC, random_ids, reply_of
 
@@ -54,30 +54,30 @@ def hello_of(
 
 def draft_of(
     request_id: str, rows: int, *, first_row: int = 0, seed: int = 0, version: int = 0
-) -> FrameDraft:
-    draft = FrameDraft(
+) -> UnfinishedFrame:
+    unfinished = UnfinishedFrame(
         SPEC,
         stamps_T=np.zeros(rows, np.int16),
         makers=[(version, int(RowKind.DECODED))],
         first_row=first_row,
         sample_key=sample_key(request_id),
     )
-    draft.ids_TLK[:] = random_ids(first_row + rows, seed=seed)[first_row:]
-    return draft
+    unfinished.ids_TLK[:] = random_ids(first_row + rows, seed=seed)[first_row:]
+    return unfinished
 
 
-def receipt_reply(
+def reference_reply(
     request_id: str, tokens: int, *, serial: int, boot_id: int = 11, first_row: int = 0
 ) -> dict[str, Any]:
     """The reply of a request whose frame comes directly, or never."""
-    receipt = Receipt(
+    reference = FrameReference(
         sample_key=sample_key(request_id),
         boot_id=boot_id,
         serial=serial,
         first_row=first_row,
         rows=tokens - 1 - first_row,
     )
-    return reply_of(receipt.to_bytes(), request_id=request_id)
+    return reply_of(reference.to_bytes(), request_id=request_id)
 
 
 def parcel_of(*frames: tuple[int, bytes], boot_id: int = 11) -> bytes:
@@ -134,10 +134,10 @@ class Engine:
         ids_TLK: Ids | None = None,
     ) -> dict[str, Any]:  # fmt: skip
         """The JSON reply of a request of `tokens` tokens, with random ids unless some are given."""
-        draft = draft_of(request_id, tokens - 1 - first_row, first_row=first_row, seed=seed)
+        unfinished = draft_of(request_id, tokens - 1 - first_row, first_row=first_row, seed=seed)
         if ids_TLK is not None:
-            draft.ids_TLK[:] = ids_TLK
-        reply = bytes(self.outlet.reply(draft, request_id=request_id))
+            unfinished.ids_TLK[:] = ids_TLK
+        reply = bytes(self.outlet.reply(unfinished, request_id=request_id))
         return {"meta_info": {"id": request_id, "routed_experts": base64.b64encode(reply).decode()}}
 
     def close(self) -> None:

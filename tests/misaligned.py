@@ -18,7 +18,7 @@ from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.placement import spread_ids
 from r3channel.plan.ticket import Ticket, TicketSample
-from r3channel.recordings.aligned_pair import Sides
+from r3channel.recordings.aligned_pair import AlignedPair
 from r3channel.recordings.consumed import ConsumedRows
 from r3channel.recordings.diagnose import Moves
 from r3channel.recordings.step import RecordedStep
@@ -191,7 +191,7 @@ def moved(step: RecordedStep, source_R: Ids) -> RecordedStep:
 
 
 def moves_of(step: RecordedStep) -> Moves:
-    (sides,) = Sides.of(step, router_step(step, rows_of(step)))
+    (sides,) = AlignedPair.of(step, router_step(step, rows_of(step)))
     return Moves(sides)
 
 

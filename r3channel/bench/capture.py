@@ -38,7 +38,7 @@ from r3channel.model.presets import model_named
 from r3channel.model.spec import RoutingSpec
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.relay import Relay
-from r3channel.wire.parcel import Receipt
+from r3channel.wire.parcel import FrameReference
 from r3channel.wire.routing import RowKind
 
 if TYPE_CHECKING:
@@ -259,11 +259,15 @@ def _ends_of_a_request(slots: int) -> dict[str, Callable[[torch.Tensor], Any]]:
     }
 
 
-def _queued(waiting: deque[Any], draft: Any) -> Receipt:
+def _queued(waiting: deque[Any], unfinished: Any) -> FrameReference:
     """A sender whose other thread is never scheduled: what it would do is not the scheduler thread's cost."""
-    waiting.append(draft)
-    return Receipt(
-        sample_key=draft.sample_key, boot_id=1, serial=1, first_row=draft.first_row, rows=draft.rows
+    waiting.append(unfinished)
+    return FrameReference(
+        sample_key=unfinished.sample_key,
+        boot_id=1,
+        serial=1,
+        first_row=unfinished.first_row,
+        rows=unfinished.rows,
     )
 
 

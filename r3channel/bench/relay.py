@@ -503,13 +503,13 @@ class _Replies:
         return json.dumps({"output_ids": list(range(len(self.ids_TLK))), "meta_info": meta}).encode()
 
     def _frame(self, way: str, request_id: str) -> Any:
-        from r3channel.engine.capture import FrameDraft
+        from r3channel.engine.capture import UnfinishedFrame
 
         stamps_T = np.zeros(len(self.ids_TLK), np.int16)
-        draft = FrameDraft(self._spec, stamps_T=stamps_T, makers=[(3, 0)])
-        draft.ids_TLK[:] = self.ids_TLK
-        draft.name(sample_key(request_id))
-        return self._outlets[way].reply(draft, request_id=request_id)
+        unfinished = UnfinishedFrame(self._spec, stamps_T=stamps_T, makers=[(3, 0)])
+        unfinished.ids_TLK[:] = self.ids_TLK
+        unfinished.name(sample_key(request_id))
+        return self._outlets[way].reply(unfinished, request_id=request_id)
 
 
 class _Handler(BaseHTTPRequestHandler):

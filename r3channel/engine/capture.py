@@ -130,9 +130,9 @@ class SlotRows:
         """What lies in these slots now was not computed here: the rows that they held are no longer theirs."""
         self._stamps[slots_T] = self._stamp_of[MISSING_MAKER]
 
-    def draft(self, slots_T: torch.Tensor, *, first_row: int, sample_key: int) -> FrameDraft:
+    def unfinished(self, slots_T: torch.Tensor, *, first_row: int, sample_key: int) -> UnfinishedFrame:
         """Gather a request's rows, once, into the memory that becomes its frame."""
-        draft = FrameDraft(
+        unfinished = UnfinishedFrame(
             self.spec,
             stamps_T=self._stamps.index_select(0, slots_T).numpy(),
             makers=self._makers,
@@ -140,8 +140,8 @@ class SlotRows:
             sample_key=sample_key,
         )
         # 10 times as fast as ids[slots_T] on uint8
-        torch.index_select(self.ids, 0, slots_T, out=torch.from_numpy(draft.ids_TLK))
-        return draft
+        torch.index_select(self.ids, 0, slots_T, out=torch.from_numpy(unfinished.ids_TLK))
+        return unfinished
 
     def _stamp(self, maker: Maker) -> int:
         stamp = self._stamp_of.get(maker)
@@ -165,7 +165,7 @@ class SlotRows:
 # -- one request ---------------------------------------------------------------------------------------------------------
 
 
-class FrameDraft:
+class UnfinishedFrame:
     """A finished request's rows between the gather and the frame. `encode` may run on another thread than the gather."""
 
     __slots__ = (
@@ -192,7 +192,7 @@ class FrameDraft:
         self._runs = runs_of_stamps(stamps_T, makers, first_row=first_row)
         self._stored = StoredFrame(spec, rows=self._rows, first_row=first_row, runs=self._runs)
         self.ids_TLK = self._stored.ids_TLK
-        """[T, L, K] in the id dtype; whoever made the draft fills it before `encode`."""
+        """[T, L, K] in the id dtype; whoever made it fills it before `encode`."""
 
     @property
     def first_row(self) -> int:

@@ -1,6 +1,6 @@
-"""How a finished request's frame leaves the engine: in the reply, or straight to the relay with a receipt in the reply.
+"""How a finished request's frame leaves the engine: in the reply, or straight to the relay with a frame reference in the reply.
 
-    scheduler's thread   Outlet.reply(draft) -> bytes for the reply; never waits
+    scheduler's thread   Outlet.reply(unfinished) -> bytes for the reply; never waits
     sender's thread      encode -> parcel -> POST, again until it is taken or `deliver_timeout_s` is over
 
 What happens when the relay does not take frames: they wait in a queue bounded by bytes; at its ceiling further requests are
@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from r3channel.config import EngineConfig
-from r3channel.engine.capture import FrameDraft
+from r3channel.engine.capture import UnfinishedFrame
 from r3channel.errors import ConfigError
 from r3channel.observe.metrics import Metrics
 from r3channel.observe.stage_clock import StageClock
@@ -37,7 +37,7 @@ from r3channel.wire.parcel import (
     HELLO_PATH,
     PARCEL_BYTES,
     PARCEL_FRAMES,
-    Receipt,
+    FrameReference,
     Status,
     pack_parcel,
 )
@@ -66,16 +66,16 @@ class Outlet:
         if config.delivery == "direct":
             self._sender = Sender.start(config, hello, metrics=self.metrics)
 
-    def reply(self, draft: FrameDraft, *, request_id: str) -> np.ndarray | bytes:
-        """A frame, a receipt, or (for a probe) a hello with its frame. What cannot be framed says so itself."""
+    def reply(self, unfinished: UnfinishedFrame, *, request_id: str) -> np.ndarray | bytes:
+        """A frame, a frame reference, or (for a probe) a hello with its frame. What cannot be framed says so itself."""
         if request_id.startswith(PROBE_PREFIX):
-            return self._hello.to_bytes() + encode_or_report(draft, codec=self._inband_codec)
+            return self._hello.to_bytes() + encode_or_report(unfinished, codec=self._inband_codec)
         if self._sender is not None:
-            receipt = self._sender.offer(draft)
-            if receipt is not None:
-                return receipt.to_bytes()
+            reference = self._sender.offer(unfinished)
+            if reference is not None:
+                return reference.to_bytes()
         self.metrics.inc("r3channel_engine_frames_total", way="overflowed" if self._sender else "inband")
-        return draft.encode(codec=self._inband_codec)
+        return unfinished.encode(codec=self._inband_codec)
 
     def stage(self, name: str) -> AbstractContextManager[None]:
         """Times what an engine does for us; the scheduler's thread pays nothing where nobody reads it."""
@@ -105,19 +105,19 @@ def report(error: Exception, *, request_id: str) -> bytes:
     return encode_error(f"{type(error).__name__}: {error}", sample_key=sample_key(request_id))
 
 
-def encode_or_report(draft: FrameDraft, *, codec: str) -> bytes:
+def encode_or_report(unfinished: UnfinishedFrame, *, codec: str) -> bytes:
     """The frame's bytes, or those of an error frame."""
     try:
-        return draft.encode(codec=codec).tobytes()
+        return unfinished.encode(codec=codec).tobytes()
     except Exception as error:
         log.exception("r3channel: a frame cannot be encoded")
-        return encode_error(f"{type(error).__name__}: {error}", sample_key=draft.sample_key)
+        return encode_error(f"{type(error).__name__}: {error}", sample_key=unfinished.sample_key)
 
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
     serial: int
-    draft: FrameDraft
+    unfinished: UnfinishedFrame
     since_s: float
 
 
@@ -157,21 +157,21 @@ class Sender:
         atexit.register(sender.close)
         return sender
 
-    def offer(self, draft: FrameDraft) -> Receipt | None:
-        """Queue a draft and return its receipt at once; None when the queue is full and the reply must carry the frame."""
+    def offer(self, unfinished: UnfinishedFrame) -> FrameReference | None:
+        """Queue a frame and return its reference at once; None when the queue is full and the reply must carry the frame."""
         with self._changed:
-            if self._closed.is_set() or self._bytes + draft.nbytes > self._config.queue_bytes:
+            if self._closed.is_set() or self._bytes + unfinished.nbytes > self._config.queue_bytes:
                 return None
             self._serial += 1
-            self._bytes += draft.nbytes
-            self._waiting.append(_Waiting(self._serial, draft, time.monotonic()))
+            self._bytes += unfinished.nbytes
+            self._waiting.append(_Waiting(self._serial, unfinished, time.monotonic()))
             self._changed.notify()
-            return Receipt(
-                sample_key=draft.sample_key,
+            return FrameReference(
+                sample_key=unfinished.sample_key,
                 boot_id=self._hello.boot_id,
                 serial=self._serial,
-                first_row=draft.first_row,
-                rows=draft.rows,
+                first_row=unfinished.first_row,
+                rows=unfinished.rows,
             )
 
     def close(self) -> None:
@@ -196,12 +196,12 @@ class Sender:
     def _send(self, batch: Sequence[_Waiting]) -> None:
         self._deliver(batch, deadline_s=batch[0].since_s + self._config.deliver_timeout_s)
         with self._changed:
-            self._bytes -= sum(item.draft.nbytes for item in batch)
+            self._bytes -= sum(item.unfinished.nbytes for item in batch)
 
     def _encode(self, batch: Sequence[_Waiting]) -> list[bytes]:
         """The parcel of these frames."""
         codec = self._config.codec
-        frames = [(item.serial, encode_or_report(item.draft, codec=codec)) for item in batch]
+        frames = [(item.serial, encode_or_report(item.unfinished, codec=codec)) for item in batch]
         return pack_parcel(self._hello.boot_id, frames)
 
     def _take(self) -> list[_Waiting] | None:
@@ -210,7 +210,7 @@ class Sender:
             batch, size = [], 0
             while self._waiting and size < PARCEL_BYTES and len(batch) < PARCEL_FRAMES:
                 batch.append(self._waiting.popleft())
-                size += batch[-1].draft.nbytes
+                size += batch[-1].unfinished.nbytes
             return batch or None
 
     def _deliver(self, batch: Sequence[_Waiting], *, deadline_s: float) -> None:

@@ -28,9 +28,9 @@ import r3channel
 from r3channel.config import EngineConfig
 from r3channel.engine.capture import (
     UNREADABLE_VERSION,
-    FrameDraft,
     LayerSelection,
     SlotRows,
+    UnfinishedFrame,
     parse_weight_version,
     torch_id_dtype,
 )
@@ -191,7 +191,7 @@ class StampedOutput(base.TopkCaptureOutput):
 
 
 class FrameCapturer(RoutedExpertsCapturer):
-    """SGLang's capturer with narrow staging; `take_draft` has the rows of the last `get_topk`."""
+    """SGLang's capturer with narrow staging; `take_unfinished` has the rows of the last `get_topk`."""
 
     @staticmethod
     def create(**kwargs: Any) -> RoutedExpertsCapturer | None:
@@ -218,7 +218,7 @@ class FrameCapturer(RoutedExpertsCapturer):
             )
         self._selection = LayerSelection(self.spec, device=device)
         self._version = (weight_version(), parse_weight_version(weight_version()))
-        self._draft: FrameDraft | None = None
+        self._unfinished: UnfinishedFrame | None = None
         self.transferred = slice(0)
         """The tokens whose keys another engine computed, in the request that `get_topk` is asked for next."""
 
@@ -273,7 +273,7 @@ class FrameCapturer(RoutedExpertsCapturer):
     def get_topk(
         self, req_pool_idx: int, seqlen: int, req_to_token_pool: Any, start_len: int = 0
     ) -> torch.Tensor:
-        """Rows [start_len, seqlen - 1) of a request, as SGLang's; they stay in a draft for `take_draft`."""
+        """Rows [start_len, seqlen - 1) of a request, as SGLang's; they stay unfinished for `take_unfinished`."""
         if start_len < 0:
             raise ValueError(f"start_len is {start_len}, expected >= 0")
         first_row = min(start_len, seqlen - 1)
@@ -281,18 +281,20 @@ class FrameCapturer(RoutedExpertsCapturer):
         # Not when they were transferred: an older request's last pass may write its row only then.
         if self.transferred.stop:
             self.host_cache.rows.forget(slots_T[self.transferred])
-        self._draft = self.host_cache.rows.draft(slots_T[first_row:], first_row=first_row, sample_key=0)
-        return torch.from_numpy(self._draft.ids_TLK)
+        self._unfinished = self.host_cache.rows.unfinished(
+            slots_T[first_row:], first_row=first_row, sample_key=0
+        )
+        return torch.from_numpy(self._unfinished.ids_TLK)
 
-    def take_draft(self, req: Any) -> FrameDraft:
+    def take_unfinished(self, req: Any) -> UnfinishedFrame:
         """What `get_topk` has just gathered, marked with its request."""
-        draft, self._draft = self._draft, None
-        if draft is None:
+        unfinished, self._unfinished = self._unfinished, None
+        if unfinished is None:
             raise R3Error(
                 "SGLang collected rows without get_topk; was another plug-in applied over r3channel's?"
             )
-        draft.name(sample_key(str(req.rid)))
-        return draft
+        unfinished.name(sample_key(str(req.rid)))
+        return unfinished
 
     def _current_version(self) -> int:
         text = weight_version()
@@ -353,7 +355,7 @@ def _version_or_mark(text: str) -> int:
 
 
 def collect_frame(original: Callable[..., None], processor: Any, req: Any) -> None:
-    """AROUND `_maybe_collect_routed_experts`: the reply gets a frame, or a receipt for it, as a 1-D uint8 tensor.
+    """AROUND `_maybe_collect_routed_experts`: the reply gets a frame, or a frame reference for it, as a 1-D uint8 tensor.
 
     Whatever fails here fails for this request only: its reply carries a frame that names the reason.
     """
@@ -367,7 +369,7 @@ def collect_frame(original: Callable[..., None], processor: Any, req: Any) -> No
         capturer.transferred = getattr(req, "r3channel_transferred", slice(0))
         with capturer.outlet.stage("frame"):
             original(processor, req)
-            reply = capturer.outlet.reply(capturer.take_draft(req), request_id=request_id)
+            reply = capturer.outlet.reply(capturer.take_unfinished(req), request_id=request_id)
     except Exception as error:
         log.exception("r3channel: no frame for request %s", request_id)
         reply = report(error, request_id=request_id)

@@ -184,8 +184,8 @@ class StagedCapturer:
             with self.outlet.stage("frame"):
                 self.flush()
                 slots_T = req_to_token_pool.req_to_token[req.req_pool_idx][: req.seqlen - 1].cpu()
-                draft = self.rows.draft(slots_T, first_row=0, sample_key=sample_key(request_id))
-                reply = self.outlet.reply(draft, request_id=request_id)
+                unfinished = self.rows.unfinished(slots_T, first_row=0, sample_key=sample_key(request_id))
+                reply = self.outlet.reply(unfinished, request_id=request_id)
         except Exception as error:
             log.exception("r3channel: no frame for request %s", request_id)
             reply = report(error, request_id=request_id)

@@ -20,7 +20,7 @@ Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Sides:
+class AlignedPair:
     """One pass of one step. Row r of `want` and of `seen` are the same token of the same sample."""
 
     ticket: Ticket
@@ -42,7 +42,7 @@ class Sides:
     of_pass: str
 
     @classmethod
-    def of(cls, want: RecordedStep, seen: RecordedStep) -> Iterator[Sides]:
+    def of(cls, want: RecordedStep, seen: RecordedStep) -> Iterator[AlignedPair]:
         """One pair for each pass of the routers' side. Raises RecordingInvalid where the two are not of one step and model."""
         _check_pair(want, seen)
         names = tuple(sample.sample_id for sample in want.samples if sample.sample_id not in seen.cut)

@@ -17,7 +17,7 @@ import numpy as np
 
 from r3channel.plan.placement import spread_ids
 from r3channel.plan.ticket import Ticket
-from r3channel.recordings.aligned_pair import Bools, Ints, Sides
+from r3channel.recordings.aligned_pair import AlignedPair, Bools, Ints
 from r3channel.recordings.findings import Finding
 from r3channel.wire.routing import Ids, ProvenanceSpan, RowKind
 from r3channel.wire.validate import items_of, row_words
@@ -62,7 +62,7 @@ _LOOKED_UP = 4096
 """Cells that are looked up among all rows, to find where they came from."""
 
 
-def judge(sides: Sides) -> list[Finding]:
+def judge(sides: AlignedPair) -> list[Finding]:
     """Every fault of one pass of one step; empty where the sides agree."""
     return [*_Case(sides).findings(), *_versions(sides)]
 
@@ -85,7 +85,7 @@ class _Explanation:
 
 @dataclass(eq=False)
 class _Case:
-    sides: Sides
+    sides: AlignedPair
 
     def findings(self) -> Iterator[Finding]:
         yield from self._missing()
@@ -371,7 +371,7 @@ class _Case:
         )
 
 
-def finding(name: str, sides: Sides, *, sample: str, cells: int = 0, position: int = -1) -> Finding:
+def finding(name: str, sides: AlignedPair, *, sample: str, cells: int = 0, position: int = -1) -> Finding:
     return Finding(
         name=name, verdict=True, what=FAULTS[name], step=sides.ticket.step, sample=sample, position=position,
         cells=cells, of_pass=sides.of_pass,
@@ -386,7 +386,7 @@ def _same(want: Ids, seen: Ids) -> Bools:
 # -- versions -----------------------------------------------------------------------------------------------------------------
 
 
-def _versions(sides: Sides) -> Iterator[Finding]:
+def _versions(sides: AlignedPair) -> Iterator[Finding]:
     """Differences between what the two sides say about who made a row."""
     for name, _, (want_T, made_T), (seen_T, told_T) in _said(sides):
         again_T = (made_T == RowKind.DECODED) & (told_T == RowKind.PREFILLED)
@@ -398,7 +398,7 @@ def _versions(sides: Sides) -> Iterator[Finding]:
             yield finding(fault, sides, sample=name, position=int(off[0]))
 
 
-def _decoded_again(sides: Sides) -> Bools:
+def _decoded_again(sides: AlignedPair) -> Bools:
     """Rows that were decoded by the engines' side and prefilled by the routers'."""
     again_R = np.zeros(len(sides.sample_R), bool)
     for _, begin, (_, made_T), (_, told_T) in _said(sides):
@@ -406,7 +406,7 @@ def _decoded_again(sides: Sides) -> Bools:
     return again_R
 
 
-def _said(sides: Sides) -> Iterator[tuple[str, int, tuple[Ints, Ints], tuple[Ints, Ints]]]:
+def _said(sides: AlignedPair) -> Iterator[tuple[str, int, tuple[Ints, Ints], tuple[Ints, Ints]]]:
     """(sample, its first row, what the engines' side says of its rows, what the routers') where they do not say the same."""
     for name, begin, want, seen in zip(
         sides.names, sides.begin_S, sides.want_spans, sides.seen_spans, strict=False
@@ -431,7 +431,7 @@ NOTHING = -1
 class Moves:
     """Maps of one step, from its ticket's layout."""
 
-    sides: Sides
+    sides: AlignedPair
 
     @property
     def ticket(self) -> Ticket:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from r3channel.recordings.aligned_pair import Sides
+from r3channel.recordings.aligned_pair import AlignedPair
 from r3channel.recordings.logprobs import SIDES
 from r3channel.recordings.recording import Recording
 from r3channel.recordings.step import RecordedStep
@@ -17,7 +17,7 @@ def compare(first: Recording, second: Recording) -> dict[str, Any]:
     """The result of `r3channel diff --json`. Raises what reading does."""
     shared = sorted(set(first.steps) & set(second.steps))
     pairs = [(first.step(number), second.step(number)) for number in shared]
-    steps = [_step(sides) | _logprobs(*pair) for pair in pairs for sides in Sides.of(*pair)]
+    steps = [_step(sides) | _logprobs(*pair) for pair in pairs for sides in AlignedPair.of(*pair)]
     return {
         "only_first": sorted(set(first.steps) - set(second.steps)),
         "only_second": sorted(set(second.steps) - set(first.steps)),
@@ -51,7 +51,7 @@ def _places(step: RecordedStep) -> Ids:
     return (order[step.logprobs["sample"]] << 32) + step.logprobs["position"]
 
 
-def _step(sides: Sides) -> dict[str, Any]:
+def _step(sides: AlignedPair) -> dict[str, Any]:
     differs_RL, moe_layers = sides.differs_RL, sides.spec.moe_layers
     sorted_RL = np.zeros_like(differs_RL)
     rows, places = np.nonzero(differs_RL)

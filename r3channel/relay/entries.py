@@ -20,7 +20,7 @@ from typing import Protocol
 from r3channel import errors
 from r3channel.errors import R3Error
 from r3channel.relay.arrival.masks import HeldMasks
-from r3channel.wire.parcel import FrameName, Receipt
+from r3channel.wire.parcel import FrameName, FrameReference
 
 EXPECTED, HELD, FAILED = "EXPECTED", "HELD", "FAILED"
 _REMEMBERED = 1 << 16
@@ -105,7 +105,7 @@ class Reply:
     prefix_hash: int
     held_hash: int | None = None
     """The hash of as many first tokens as rows are held; None where it is not another turn."""
-    receipt: Receipt | None = None
+    reference: FrameReference | None = None
     masks: HeldMasks | None = None
 
     @property
@@ -134,25 +134,25 @@ class Entries:
     # -- replies ---------------------------------------------------------------------------------------------------
 
     def rows_announced(self, name: str) -> int:
-        """Rows of a sample that are here or that a receipt has promised."""
+        """Rows of a sample that are here or that a frame reference has promised."""
         sample = self.samples.get(name)
         return sample.turns[-1].end_row if sample and sample.turns else 0
 
     def reply(
         self, reply: Reply, rows: Rows | None, *, append: bool, now_s: float, live: bool = False
     ) -> Turn:
-        """Take a reply with its rows, with a receipt whose frame is here or will come, or with neither (`live`).
+        """Take a reply with its rows, with a frame reference whose frame is here or will come, or with neither (`live`).
 
-        Raises SampleTwice, SampleUnknown, TurnMismatch, RowCountMismatch, FrameCorrupt or ReceiptInvalid;
+        Raises SampleTwice, SampleUnknown, TurnMismatch, RowCountMismatch, FrameCorrupt or FrameReferenceInvalid;
         then nothing has changed, and the rows are still the caller's.
         """
         sample = self._check_name(reply, append=append)
         first_row = self.rows_announced(reply.sample_id)
         turn = Turn(first_row, reply.tokens - 1, reply.engine, reply.key, masks=reply.masks, live=live)
-        if reply.receipt is not None:
-            turn.name, rows = self._claimed(reply, reply.receipt)
-            turn.key = reply.receipt.sample_key  # the same; a reply may not name its request
-        source = rows or reply.receipt
+        if reply.reference is not None:
+            turn.name, rows = self._claimed(reply, reply.reference)
+            turn.key = reply.reference.sample_key  # the same; a reply may not name its request
+        source = rows or reply.reference
         if source is not None:
             _check_fit(reply, source, held_rows=first_row)
         if sample is not None and reply.held_hash not in (None, sample.prefix_hash):
@@ -186,26 +186,27 @@ class Entries:
             )
         return sample
 
-    def _claimed(self, reply: Reply, receipt: Receipt) -> tuple[FrameName, Rows | None]:
+    def _claimed(self, reply: Reply, reference: FrameReference) -> tuple[FrameName, Rows | None]:
         """The frame's name, and its rows where they are here. Raises what is wrong with a frame that is here."""
-        if reply.key is not None and receipt.sample_key != reply.key:
-            raise errors.ReceiptInvalid(
-                f"{reply.where}: the receipt is for request key {receipt.sample_key:#x}, the reply for {reply.key:#x}; were "
+        if reply.key is not None and reference.sample_key != reply.key:
+            raise errors.FrameReferenceInvalid(
+                f"{reply.where}: the frame reference is for request key {reference.sample_key:#x}, the reply for "
+                f"{reply.key:#x}; were "
                 "replies swapped?",
                 samples=[reply.sample_id],
             )
-        kept = self._unclaimed.get(receipt.name)
+        kept = self._unclaimed.get(reference.name)
         if kept is None:
-            return receipt.name, None
+            return reference.name, None
         if isinstance(kept.what, R3Error):
             raise _of_sample(kept.what, reply.sample_id)
-        if kept.what.sample_key != receipt.sample_key:
+        if kept.what.sample_key != reference.sample_key:
             raise errors.FrameCorrupt(
-                f"{reply.where}: the frame belongs to request key {kept.what.sample_key:#x}, its receipt says "
-                f"{receipt.sample_key:#x}; were replies swapped?",
+                f"{reply.where}: the frame belongs to request key {kept.what.sample_key:#x}, its frame reference says "
+                f"{reference.sample_key:#x}; were replies swapped?",
                 samples=[reply.sample_id],
             )
-        return receipt.name, kept.what
+        return reference.name, kept.what
 
     def _put(self, reply: Reply, *, now_s: float) -> Sample:
         """To the end: its newest reply has come now."""
@@ -363,7 +364,8 @@ def _misfit(sample: Sample, turn: Turn, what: Rows | R3Error) -> R3Error | None:
         )
     if (what.first_row, what.end_row) != (turn.first_row, turn.end_row):
         return errors.RowCountMismatch(
-            f"{where}: the frame has rows {what.first_row}..{what.end_row}, its receipt said {turn.first_row}..{turn.end_row}",
+            f"{where}: the frame has rows {what.first_row}..{what.end_row}, its frame reference said "
+            f"{turn.first_row}..{turn.end_row}",
             samples=[sample.name],
         )
     return None
@@ -373,10 +375,10 @@ def _of_sample(error: R3Error, name: str) -> R3Error:
     return type(error)(f"sample {name}: {error}", samples=[name], engines=error.engines)
 
 
-def _check_fit(reply: Reply, source: Rows | Receipt, *, held_rows: int) -> None:
+def _check_fit(reply: Reply, source: Rows | FrameReference, *, held_rows: int) -> None:
     """Do these rows complete a sample of so many tokens, of which the first rows are held?"""
     key, first = source.sample_key, source.first_row
-    end = first + source.rows if isinstance(source, Receipt) else source.end_row
+    end = first + source.rows if isinstance(source, FrameReference) else source.end_row
     if reply.key is not None and key != reply.key:
         raise errors.FrameCorrupt(
             f"{reply.where}: the frame belongs to request key {key:#x}, expected the reply's {reply.key:#x}; "

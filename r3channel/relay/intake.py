@@ -21,7 +21,7 @@ from r3channel.observe.stage_clock import StageClock
 from r3channel.recordings.recorder import Recorder
 from r3channel.relay.arrival.engines import EngineRegistry
 from r3channel.relay.arrival.masks import HeldMasks, keep_masks
-from r3channel.relay.arrival.reply import frame_bytes_of, key_of, receipt_in, split_reply
+from r3channel.relay.arrival.reply import frame_bytes_of, key_of, reference_in, split_reply
 from r3channel.relay.arrival.rows import MOST_ROWS, HeldRows, Landing
 from r3channel.relay.entries import Entries, Reply, Sample, Turn
 from r3channel.relay.storage.durable import Durable, SavedSample
@@ -81,8 +81,8 @@ class Intake:
     def deliver(self, boot_id: int, count: int, body: Source) -> None:
         """Take an opened parcel of `count` frames. Repeating it does no harm; what its engine made wrong is told to its reply.
 
-        Raises ReceiptInvalid when it is no parcel, StoreFull when there is no room for all of it, FrameError for a frame that was
-        damaged on the way (then send it again), and what `body` raises.
+        Raises FrameReferenceInvalid when it is no parcel, StoreFull when there is no room for all of it, FrameError for a frame
+        that was damaged on the way (then send it again), and what `body` raises.
         """
         self.metrics.inc("r3channel_bytes_total", body.left, leg="engine_direct")
         self.expire()  # frames may come whose replies never do
@@ -101,7 +101,7 @@ class Intake:
             return self.entries.wants(name)
 
     def _most_rows(self, name: FrameName) -> int:
-        """What its receipt says, or the longest sequence of its engine."""
+        """What its frame reference says, or the longest sequence of its engine."""
         with self._changed:
             owner = self.entries.owner(name)
         hello = self._bound.get(name[0])
@@ -230,10 +230,10 @@ class Intake:
             tokens_hash=hash_tokens(tokens_T),
             prefix_hash=hash_tokens(tokens_T[:-1]),
             held_hash=hash_tokens(tokens_T[:held]) if append else None,
-            receipt=receipt_in(data),
+            reference=reference_in(data),
         )
         rows, room_s = None, self.config.backpressure_timeout_s
-        if data and reply.receipt is None:
+        if data and reply.reference is None:
             self.expire()
             rows = self.landing.keep(
                 data, sample_id=sample_id, engine=engine, max_rows=len(tokens_T), room_s=room_s
@@ -244,7 +244,7 @@ class Intake:
                     tail,
                     self._store,
                     where=where,
-                    key=rows.sample_key if rows else reply.receipt and reply.receipt.sample_key,
+                    key=rows.sample_key if rows else reply.reference and reply.reference.sample_key,
                     tokens=len(tokens_T),
                     held_rows=held,
                     room_s=room_s,
@@ -304,7 +304,7 @@ class Intake:
         told = [_describe(sample, turn, self.engines) for sample, turn in late[:5]]
         more = f"; and {len(late) - 5} more" if len(late) > 5 else ""
         return FrameMissing(
-            f"step {step}: waited {timeout_s:.1f} s for {len(late)} frames whose receipts came: {'; '.join(told)}{more}",
+            f"step {step}: waited {timeout_s:.1f} s for {len(late)} frames whose frame references came: {'; '.join(told)}{more}",
             samples=dict.fromkeys(sample.name for sample, _ in late),
             engines=dict.fromkeys(turn.engine for _, turn in late),
             step=step,

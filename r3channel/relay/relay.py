@@ -241,7 +241,7 @@ class Relay:
 
         `reply` is the engine's decoded JSON, `tokens` the whole sequence (prompt and response). Raises a typed
         `RoutingError` naming sample and engine and keeps nothing; the caller decides what happens to a bad sample.
-        None when the reply holds a receipt: the frame comes directly, and `seal` waits for it and names it if it is lost.
+        None when the reply holds a frame reference: the frame comes directly, and `seal` waits for it and names it if it is lost.
         None, too, for a reply without routing where `on_missing` is `live`.
 
         `append`: a later turn (or the rest of an interrupted request) of a sample that is here, made with
@@ -298,7 +298,7 @@ class Relay:
     def seal(self, step: int, assignment: Assignment) -> Ticket:
         """Take the assigned samples into a step, hand it to the background and return its ticket; no byte is sent before that.
 
-        Waits up to `frame_timeout_s` for directly delivered frames whose receipts came. Raises `FrameMissing` naming those
+        Waits up to `frame_timeout_s` for directly delivered frames whose references came. Raises `FrameMissing` naming those
         that did not, `SampleUnknown` for an assigned sample that was never added, `StepError` for a step that is not newer. The
         error carries all the samples that it is about; then nothing is taken.
         """

@@ -16,7 +16,7 @@ from r3channel.errors import ConfigError
 from r3channel.model.spec import RoutingSpec
 from r3channel.plan.layout import TrainerLayout
 from r3channel.recordings import difference, importers, summary
-from r3channel.recordings.aligned_pair import Sides
+from r3channel.recordings.aligned_pair import AlignedPair
 from r3channel.recordings.consumed import ConsumedRows
 from r3channel.recordings.diagnose import NOTES, judge
 from r3channel.recordings.findings import Finding
@@ -97,7 +97,7 @@ def _replay(options: argparse.Namespace) -> int:
         step = fitted(recording.step(number), options.layout)
         rows, seconds = _consumed(options, step)
         told.append(described(step, rows) | {"seconds": round(seconds, 3)})
-        found += [one for sides in Sides.of(step, rows.step()) for one in judge(sides)]
+        found += [one for sides in AlignedPair.of(step, rows.step()) for one in judge(sides)]
     _print(options, {"steps": told, "findings": [one.to_dict() for one in found]}, _replayed)
     lost = any(one["rows_of_layers"] != one["expected_rows_of_layers"] for one in told)
     return int(bool(found) or lost)
@@ -152,7 +152,7 @@ def _pair(engine: Recording, router: Recording) -> Iterator[Finding]:
         )
     for number in shared:
         step = engine.step(number)
-        for sides in Sides.of(step, router.step(number)):
+        for sides in AlignedPair.of(step, router.step(number)):
             yield from judge(sides)
         yield from log_probs_suspect(step)
 

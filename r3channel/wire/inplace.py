@@ -1,8 +1,8 @@
 """A stored frame that is filled where it lies: the ids are gathered straight into their place on the wire. No I/O.
 
-    draft = StoredFrame(spec, runs=[...])
-    np.take(..., out=draft.ids_TLK)          # whoever has the rows
-    draft.finish(sample_key=...)             # digests, tables, header: buffer_N holds what encode_frame(codec="stored") gives
+    unfinished = StoredFrame(spec, runs=[...])
+    np.take(..., out=unfinished.ids_TLK)     # whoever has the rows
+    unfinished.finish(sample_key=...)        # digests, tables, header: buffer_N holds what encode_frame(codec="stored") gives
 
 For callers that finish thousands of requests on a thread that must not be busy: no copy is made after the gather, and no
 object per span. All rows are valid rows; a sample with invalid rows takes `encode_frame`.

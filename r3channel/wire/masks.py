@@ -5,7 +5,7 @@
     row lengths    u16 x rows
 
 The header's second hash covers both. A row lies at the position of the logits that made the token: that of the token before it.
-In a reply the frame of masks follows the frame of expert ids, or its receipt.
+In a reply the frame of masks follows the frame of expert ids, or its frame reference.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from r3channel.wire.header import (
     check_sections,
     read_header,
 )
-from r3channel.wire.parcel import RECEIPT_BYTES, RECEIPT_MAGIC
+from r3channel.wire.parcel import REFERENCE_BYTES, REFERENCE_MAGIC
 
 Numbers = np.ndarray[Any, np.dtype[Any]]
 MOST_IDS = 0xFFFF
@@ -97,9 +97,9 @@ def parse_masks(data: bytes | memoryview, *, where: str) -> Masks:
 
 
 def split_masks(data: bytes, *, where: str) -> tuple[bytes, bytes]:
-    """(the frame or receipt at the beginning of a reply's bytes, the frame of masks behind it or nothing)."""
-    if data[: len(RECEIPT_MAGIC)] == RECEIPT_MAGIC:
-        size = RECEIPT_BYTES
+    """(the frame or frame reference at the beginning of a reply's bytes, the frame of masks behind it or nothing)."""
+    if data[: len(REFERENCE_MAGIC)] == REFERENCE_MAGIC:
+        size = REFERENCE_BYTES
     elif len(data) <= HEADER_BYTES:
         size = len(data)  # nothing can be behind it; whoever parses it says what it is
     else:

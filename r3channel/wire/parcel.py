@@ -1,7 +1,7 @@
 """What a reply holds when its frame travels by another way, the parcel that the frame travels in, and how an engine sends it to a
 relay over HTTP. No I/O.
 
-    receipt (40 B, 56 in base64)   magic, zero, first_row u32, rows u32, sample_key u64, boot_id u64, serial u64
+    frame reference (40 B, 56 in base64)   magic, zero, first_row u32, rows u32, sample_key u64, boot_id u64, serial u64
     parcel                         magic, count u32, boot_id u64, then count x
                                    {serial u64, bytes u32, check u32, frame, zeros to a multiple of 16}
     check                          the low 32 bits of xxh3_64 of boot_id u64, serial u64, bytes u64
@@ -26,27 +26,27 @@ from typing import Protocol
 
 import xxhash
 
-from r3channel.errors import ReceiptInvalid
+from r3channel.errors import FrameReferenceInvalid
 
-RECEIPT_MAGIC = b"R3T\x01"
+REFERENCE_MAGIC = b"R3T\x01"
 PARCEL_MAGIC = b"R3P\x02"
-_RECEIPT = struct.Struct("<4s4xIIQQQ")
+_REFERENCE = struct.Struct("<4s4xIIQQQ")
 _PARCEL = struct.Struct("<4sIQ")
 _ENTRY = struct.Struct("<QII")
 _CHECKED = struct.Struct("<QQQ")
 _ALIGNMENT = 16
 """Every frame in a parcel begins at a multiple of this: its ids are aligned from its own start (see `wire.header`)."""
-RECEIPT_BYTES = _RECEIPT.size
+REFERENCE_BYTES = _REFERENCE.size
 FrameName = tuple[int, int]
 """(boot_id, serial)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Receipt:
+class FrameReference:
     """Stands for a frame of `rows` rows from `first_row` on, sent directly.
 
-    >>> receipt = Receipt(sample_key=7, boot_id=1, serial=2, first_row=0, rows=30)
-    >>> Receipt.from_bytes(receipt.to_bytes()) == receipt, len(receipt.to_bytes())
+    >>> reference = FrameReference(sample_key=7, boot_id=1, serial=2, first_row=0, rows=30)
+    >>> FrameReference.from_bytes(reference.to_bytes()) == reference, len(reference.to_bytes())
     (True, 40)
     """
 
@@ -62,22 +62,22 @@ class Receipt:
         return self.boot_id, self.serial
 
     def to_bytes(self) -> bytes:
-        return _RECEIPT.pack(
-            RECEIPT_MAGIC, self.first_row, self.rows, self.sample_key, self.boot_id, self.serial
+        return _REFERENCE.pack(
+            REFERENCE_MAGIC, self.first_row, self.rows, self.sample_key, self.boot_id, self.serial
         )
 
     @classmethod
-    def from_bytes(cls, data: bytes | memoryview) -> Receipt:
-        if len(data) != RECEIPT_BYTES or bytes(data[:4]) != RECEIPT_MAGIC:
+    def from_bytes(cls, data: bytes | memoryview) -> FrameReference:
+        if len(data) != REFERENCE_BYTES or bytes(data[:4]) != REFERENCE_MAGIC:
             more = (
                 "; are those behind it sampling masks, and sampling_masks off?"
-                if len(data) > RECEIPT_BYTES
+                if len(data) > REFERENCE_BYTES
                 else ""
             )
-            raise ReceiptInvalid(
-                f"{len(data)} bytes beginning with {bytes(data[:4])!r}, expected {RECEIPT_BYTES} with {RECEIPT_MAGIC!r}{more}"
+            raise FrameReferenceInvalid(
+                f"{len(data)} bytes beginning with {bytes(data[:4])!r}, expected {REFERENCE_BYTES} with {REFERENCE_MAGIC!r}{more}"
             )
-        _, first_row, rows, sample_key, boot_id, serial = _RECEIPT.unpack(data)
+        _, first_row, rows, sample_key, boot_id, serial = _REFERENCE.unpack(data)
         return cls(sample_key=sample_key, boot_id=boot_id, serial=serial, first_row=first_row, rows=rows)
 
 
@@ -101,14 +101,16 @@ class Source(Protocol):
 
 
 def open_parcel(source: Source) -> tuple[int, int]:
-    """(boot_id, number of frames) from the beginning of a parcel. Raises `ReceiptInvalid`."""
+    """(boot_id, number of frames) from the beginning of a parcel. Raises `FrameReferenceInvalid`."""
     size = source.left
     head = _take(source, min(size, _PARCEL.size))
     if size < _PARCEL.size or head[:4] != PARCEL_MAGIC:
-        raise ReceiptInvalid(f"{size} bytes beginning with {head[:4]!r} are no parcel of frames")
+        raise FrameReferenceInvalid(f"{size} bytes beginning with {head[:4]!r} are no parcel of frames")
     _, count, boot_id = _PARCEL.unpack(head)
     if count > MAX_PARCEL_FRAMES:
-        raise ReceiptInvalid(f"a parcel announces {count} frames, expected at most {MAX_PARCEL_FRAMES}")
+        raise FrameReferenceInvalid(
+            f"a parcel announces {count} frames, expected at most {MAX_PARCEL_FRAMES}"
+        )
     return boot_id, count
 
 
@@ -123,27 +125,29 @@ def read_frames(
     """The frames of a parcel that was opened, each read into the memory that `place` gives for it, in order.
 
     `place(serial, size)` returns `size` bytes. A name or a length is used only once its check agrees, a length only where so many
-    bytes are left. Raises `ReceiptInvalid`, and what `place` and the source raise.
+    bytes are left. Raises `FrameReferenceInvalid`, and what `place` and the source raise.
     """
     frames = []
     for index in range(count):
         if source.left < _ENTRY.size:
-            raise ReceiptInvalid(f"a parcel ends before frame {index} of {count}")
+            raise FrameReferenceInvalid(f"a parcel ends before frame {index} of {count}")
         serial, size, check = _ENTRY.unpack(_take(source, _ENTRY.size))
         if check != _check(boot_id, serial, size):
-            raise ReceiptInvalid(
+            raise FrameReferenceInvalid(
                 f"entry {index} of a parcel is damaged: check {check:#x} does not fit frame {serial} of {size} bytes"
             )
         padding = -size % _ALIGNMENT
         if size + padding > source.left:
-            raise ReceiptInvalid(f"frame {index} of a parcel announces {size} bytes, {source.left} are left")
+            raise FrameReferenceInvalid(
+                f"frame {index} of a parcel announces {size} bytes, {source.left} are left"
+            )
         out_N = place(serial, size)
         source.fill(out_N)
         if padding:
             _take(source, padding)
         frames.append((serial, out_N))
     if source.left:
-        raise ReceiptInvalid(f"{source.left} bytes after the last frame of a parcel")
+        raise FrameReferenceInvalid(f"{source.left} bytes after the last frame of a parcel")
     return frames
 
 

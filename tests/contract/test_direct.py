@@ -28,7 +28,7 @@ from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.relay import Relay
 from r3channel.transport.auth import obtain_token, read_token
 from r3channel.wire.frame import FRAME_MAGIC
-from r3channel.wire.parcel import FRAMES_PATH, RECEIPT_MAGIC
+from r3channel.wire.parcel import FRAMES_PATH, REFERENCE_MAGIC
 from tests.direct import (
     LIMIT_S,
     Engine,
@@ -36,7 +36,7 @@ from tests.direct import (
     draft_of,
     hello_of,
     parcel_of,
-    receipt_reply,
+    reference_reply,
     rows_here,
     turns_here,
     until,
@@ -152,7 +152,9 @@ def test_rows_are_exact_whichever_comes_first(place: Place) -> None:
         assert np.array_equal(rows_here(place.relay, name), random_ids(tokens - 1, seed=seed)), name
 
 
-def test_rows_are_announced_by_the_receipt_so_the_next_turn_need_not_wait_for_the_frame(place: Place) -> None:
+def test_rows_are_announced_by_the_reference_so_the_next_turn_need_not_wait_for_the_frame(
+    place: Place,
+) -> None:
     with place.engine() as engine:
         gate = held(engine)
         place.add("s1", engine.finish("r1", 40, seed=1), 40)
@@ -170,7 +172,7 @@ def test_the_caller_may_go_on_with_its_list_of_tokens_before_the_frame_is_there(
     with place.engine() as engine:
         reply = engine.finish("r1", 9)
         until(lambda: unclaimed(place) == 1, "the frame is there")
-        for name, its in (("early", reply), ("late", receipt_reply("r2", 9, serial=2))):
+        for name, its in (("early", reply), ("late", reference_reply("r2", 9, serial=2))):
             tokens = list(range(9))
             place.relay.add(name, its, tokens)
             tokens += [1, 2, 3]  # the next turn's prompt
@@ -231,7 +233,7 @@ def test_a_body_that_comes_after_the_end_is_refused_as_every_other_call_is(place
 
 
 def test_a_frame_whose_sample_was_discarded_before_it_came_takes_no_room(place: Place) -> None:
-    place.add("s1", receipt_reply("r1", 9, serial=1), 9)
+    place.add("s1", reference_reply("r1", 9, serial=1), 9)
     assert place.relay.discard(["s1"]) == 1 and place.relay.status()["waiting"] == []
     with place.engine() as engine:
         engine.finish("r1", 9)
@@ -241,7 +243,7 @@ def test_a_frame_whose_sample_was_discarded_before_it_came_takes_no_room(place: 
 
 
 def test_a_seal_does_not_wait_for_a_sample_that_is_discarded_meanwhile(place: Place) -> None:
-    place.add("s1", receipt_reply("r1", 9, serial=1), 9)
+    place.add("s1", reference_reply("r1", 9, serial=1), 9)
     wait = place.relay.intake._changed.wait
     waits: list[float | None] = []
 
@@ -362,7 +364,7 @@ def test_one_error_names_every_lost_frame_so_that_one_discard_clears_them(open_p
     place = open_place(frame_timeout_s=0.1)
     lost = [f"s{number}" for number in range(40)]
     for number, name in enumerate(lost):
-        reply = receipt_reply(name, 9, serial=number + 1, boot_id=number % 4)
+        reply = reference_reply(name, 9, serial=number + 1, boot_id=number % 4)
         place.relay.add(name, reply, range(9), engine=f"http://e{number % 4}:1")
     place.add("good", reply_for("good", 9), 9)
     with pytest.raises(errors.FrameMissing, match=r"40 frames .*; and 35 more") as raised:
@@ -387,7 +389,12 @@ def test_a_full_queue_sends_the_frame_in_the_reply(place: Place) -> None:
         replies = [
             base64.b64decode(engine.finish(f"r{i}", 99)["meta_info"]["routed_experts"]) for i in range(4)
         ]
-        assert [reply[:4] for reply in replies] == [RECEIPT_MAGIC, RECEIPT_MAGIC, FRAME_MAGIC, FRAME_MAGIC]
+        assert [reply[:4] for reply in replies] == [
+            REFERENCE_MAGIC,
+            REFERENCE_MAGIC,
+            FRAME_MAGIC,
+            FRAME_MAGIC,
+        ]
         assert engine.frames("overflowed") == 2
 
 
@@ -432,8 +439,8 @@ def test_the_engine_sends_a_frame_again_that_came_damaged_and_the_good_copy_is_u
 def test_of_several_turns_the_one_that_came_damaged_is_named_and_a_good_copy_heals_it(place: Place) -> None:
     place.relay.engines.greet(hello_of())
     first, second = frame("r1", 8), frame("r2", 8, first_row=8)
-    place.add("s1", receipt_reply("r1", 9, serial=1), 9)
-    place.add("s1", receipt_reply("r2", 17, serial=2, first_row=8), 17, append=True)
+    place.add("s1", reference_reply("r1", 9, serial=1), 9)
+    place.add("s1", reference_reply("r2", 17, serial=2, first_row=8), 17, append=True)
     assert place.post(FRAMES_PATH, parcel_of((1, flipped(first)), (2, second))) == 425
     assert place.relay.status()["waiting"] == []
     assert "s1" in place.relay.status()["failed"]
@@ -456,21 +463,21 @@ def test_a_frame_with_rows_of_another_length_is_named(place: Place) -> None:
             place.add("s1", reply, 12)
 
 
-def test_swapped_receipts_are_refused(place: Place) -> None:
+def test_swapped_references_are_refused(place: Place) -> None:
     with place.engine() as engine:
         first, second = engine.finish("r1", 9), engine.finish("r2", 9)
         first["meta_info"]["id"], second["meta_info"]["id"] = "r2", "r1"
-        with pytest.raises(errors.ReceiptInvalid, match="were replies swapped"):
+        with pytest.raises(errors.FrameReferenceInvalid, match="were replies swapped"):
             place.add("s1", first, 9)
 
 
 @pytest.mark.parametrize("frame_first", [True, False])
-def test_a_receipt_takes_no_frame_of_another_request_though_the_reply_does_not_name_its_own(
+def test_a_reference_takes_no_frame_of_another_request_though_the_reply_does_not_name_its_own(
     place: Place, frame_first: bool
 ) -> None:
     """The key of request a with the serial of b's frame; both have 8 rows."""
     place.relay.engines.greet(hello_of())
-    reply = receipt_reply("a", 9, serial=2)
+    reply = reference_reply("a", 9, serial=2)
     del reply["meta_info"]["id"]
     if not frame_first:
         place.add("a", reply, 9)
@@ -495,7 +502,7 @@ def test_frames_that_no_reply_claims_fill_no_more_than_the_store(place: Place) -
         replies.append(engine.finish("r3", 41))
         until(lambda: 503 in statuses, "the relay says that it has no room")
         assert unclaimed(place) == 3 and place.relay.status()["store"]["bytes"] == 3 * size
-        for index, reply in enumerate(replies):  # a receipt needs no room, wherever its frame is
+        for index, reply in enumerate(replies):  # a frame reference needs no room, wherever its frame is
             assert place.add(f"s{index}", reply, 41) is None
         assert place.relay.status()["waiting"] == ["s3"]
         assert place.relay.discard(["s0"]) == 1
@@ -530,8 +537,8 @@ def test_a_body_that_is_cut_leaves_nothing_of_itself(place: Place) -> None:
 
 def test_a_turn_is_appended_even_when_its_frame_overtakes_the_one_before(place: Place) -> None:
     place.relay.engines.greet(hello_of())
-    place.add("s1", receipt_reply("r1", 9, serial=1), 9)
-    place.add("s1", receipt_reply("r2", 20, serial=2, first_row=8), 20, append=True)
+    place.add("s1", reference_reply("r1", 9, serial=1), 9)
+    place.add("s1", reference_reply("r2", 20, serial=2, first_row=8), 20, append=True)
     deliver(place.relay, (2, frame("r2", 11, first_row=8, seed=1)))
     assert place.relay.status()["waiting"] == ["s1"]
     deliver(place.relay, (1, frame("r1", 8, seed=1)))
@@ -548,7 +555,7 @@ def test_a_turn_that_comes_while_its_step_is_sealed_is_not_taken_without_its_row
 
     def another_turn(step: int) -> None:
         monkeypatch.undo()
-        place.add("s1", receipt_reply("r2", 20, serial=1, first_row=8), 20, append=True)
+        place.add("s1", reference_reply("r2", 20, serial=1, first_row=8), 20, append=True)
         check(step)
 
     monkeypatch.setattr(place.relay.steps, "check_newer", another_turn)

@@ -34,7 +34,7 @@ from r3channel.trainer.receiver import Receiver
 from r3channel.trainer.shard_buffer import RelaySink
 from r3channel.transport.http import urlopen
 from tests.delivery import MakeRelay, receivers_of, relays, until
-from tests.direct import Engine, deliver, draft_of, hello_of, receipt_reply
+from tests.direct import Engine, deliver, draft_of, hello_of, reference_reply
 from tests.samples import reply_for
 from tests.unit.test_report_page import result
 
@@ -104,7 +104,7 @@ class Chaos:
         return True
 
     def _lost(self, name: str, tokens: int, serial: int) -> bool:
-        self.relay.add(name, receipt_reply(name, tokens, serial=serial, boot_id=self.seed), range(tokens))
+        self.relay.add(name, reference_reply(name, tokens, serial=serial, boot_id=self.seed), range(tokens))
         return True
 
     def _late(self, name: str, tokens: int, serial: int) -> bool:
@@ -114,7 +114,7 @@ class Chaos:
         return True
 
     def _damaged(self, name: str, tokens: int, serial: int) -> bool:
-        """The frame has a row less than its receipt says: its sample cannot be used, and is given up."""
+        """The frame has a row less than its frame reference says: its sample cannot be used, and is given up."""
         self._lost(name, tokens, serial)
         frame = draft_of(name, tokens - 2).encode().tobytes()
         deliver(self.relay, (serial, frame), boot_id=self.seed)

@@ -21,7 +21,7 @@ from r3channel.trainer.rank_shard import RankShard
 from r3channel.trainer.receiver import Receiver
 from r3channel.wire.frame import encode_frame
 from tests.delivery import LIMIT_S, MakeRelay, receivers_of, until
-from tests.direct import deliver, draft_of, hello_of, receipt_reply
+from tests.direct import deliver, draft_of, hello_of, reference_reply
 from tests.samples import SPEC, frame_of, random_ids, reply_for, reply_of
 
 
@@ -136,7 +136,7 @@ def test_a_reply_without_routing_and_a_frame_that_never_came_leave_exactly_their
     relay.add("whole", reply_for("whole", 30, seed=1), range(30))
     assert relay.add("none", {"meta_info": {"id": "none"}}, range(12)) is None
     relay.add_body("empty", b'{"meta_info": {"id": "e", "routed_experts": ""}}', range(7))
-    relay.add("lost", receipt_reply("lost", 21, serial=5), range(21))
+    relay.add("lost", reference_reply("lost", 21, serial=5), range(21))
     relay.add("turns", reply_for("turns", 11, seed=2), range(11))
     relay.add("turns", {"meta_info": {"id": "t2"}}, range(16), append=True)
     third = draft_of("t3", 5, first_row=15, seed=3).encode().tobytes()
@@ -172,7 +172,7 @@ def test_a_frame_that_comes_once_its_rows_were_left_to_the_live_router_is_freed_
 ) -> None:
     relay = make_relay(on_missing="live", frame_timeout_s=0.05)
     relay.intake.greet(hello_of())
-    relay.add("late", receipt_reply("r", 9, serial=1), range(9))
+    relay.add("late", reference_reply("r", 9, serial=1), range(9))
     ticket = relay.seal(0, one_batch("late"))
     deliver(relay, (1, draft_of("r", 8).encode().tobytes()))
     shard = receiver_of(relay).receive(ticket)

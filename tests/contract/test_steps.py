@@ -19,7 +19,7 @@ from r3channel.trainer.rank_shard import RankShard
 from r3channel.transport.process_group import RendezvousStore
 from r3channel.wire import row_protocol as wire
 from r3channel.wire.frame import encode_frame, sample_key
-from r3channel.wire.parcel import Receipt
+from r3channel.wire.parcel import FrameReference
 from r3channel.wire.routing import ProvenanceSpan, RowKind
 from tests.delivery import (
     LIMIT_S,
@@ -120,7 +120,7 @@ def test_a_sample_that_grew_while_it_was_sealed_is_refused_by_name(
     add(relay, "a", "b")
     wait = Intake.await_frames
     key = sample_key("r1")
-    late = Receipt(sample_key=key, boot_id=1, serial=1, first_row=TOKENS - 1, rows=10).to_bytes()
+    late = FrameReference(sample_key=key, boot_id=1, serial=1, first_row=TOKENS - 1, rows=10).to_bytes()
 
     def grows(intake: Intake, *arguments: Any, **options: Any) -> None:
         wait(intake, *arguments, **options)

@@ -13,9 +13,9 @@ from r3channel.engine.capture import (
     MAX_MAKERS,
     NO_VERSION,
     UNREADABLE_VERSION,
-    FrameDraft,
     LayerSelection,
     SlotRows,
+    UnfinishedFrame,
     captured_rows,
     check_representable,
     parse_weight_version,
@@ -47,12 +47,12 @@ def narrowed(spec: RoutingSpec, buffer: torch.Tensor) -> torch.Tensor:
     return LayerSelection(spec, device="cpu").narrow(buffer)
 
 
-def draft_of(spec: RoutingSpec, buffer: torch.Tensor, *, version: int = 0, **changes: Any) -> FrameDraft:
-    """A draft of decoded rows, filled as a gather would."""
+def draft_of(spec: RoutingSpec, buffer: torch.Tensor, *, version: int = 0, **changes: Any) -> UnfinishedFrame:
+    """A unfinished of decoded rows, filled as a gather would."""
     makers = [(version, int(RowKind.DECODED))]
-    draft = FrameDraft(spec, stamps_T=np.zeros(len(buffer), np.int16), makers=makers, **changes)
-    draft.ids_TLK[:] = narrowed(spec, buffer).numpy()
-    return draft
+    unfinished = UnfinishedFrame(spec, stamps_T=np.zeros(len(buffer), np.int16), makers=makers, **changes)
+    unfinished.ids_TLK[:] = narrowed(spec, buffer).numpy()
+    return unfinished
 
 
 def slot_rows(spec: RoutingSpec, slots: int) -> SlotRows:
@@ -143,25 +143,25 @@ def test_a_frame_holds_exactly_the_rows_it_was_built_from(spec: RoutingSpec, cod
 def test_a_frame_built_in_place_is_the_one_that_encode_frame_makes(rows: int) -> None:
     """The two know the same format; whoever changes it must change both."""
     buffer = device_buffer(SPEC, rows)
-    draft = draft_of(SPEC, buffer, version=3, first_row=5, sample_key=8)
+    unfinished = draft_of(SPEC, buffer, version=3, first_row=5, sample_key=8)
     expected = encode_frame(
         SPEC,
-        expert_ids_TLK=draft.ids_TLK.copy(),
+        expert_ids_TLK=unfinished.ids_TLK.copy(),
         first_row=5,
         provenance=spans_of(np.full(rows, 3), np.zeros(rows, np.uint8), first_row=5),
         sample_key=8,
         codec="stored",
     )
-    assert draft.encode(codec="stored").tobytes() == expected
+    assert unfinished.encode(codec="stored").tobytes() == expected
 
 
 def test_a_frame_may_be_encoded_on_another_thread_after_the_slots_are_reused() -> None:
     rows, buffer = slot_rows(SPEC, 10), device_buffer(SPEC, 10)
     rows.write(torch.arange(10), narrowed(SPEC, buffer), weight_version=1, kind=RowKind.DECODED)
-    draft = rows.draft(torch.tensor([2, 3, 4], dtype=torch.int32), first_row=0, sample_key=1)
+    unfinished = rows.unfinished(torch.tensor([2, 3, 4], dtype=torch.int32), first_row=0, sample_key=1)
     rows.write(torch.arange(10), narrowed(SPEC, buffer.flip(0)), weight_version=2, kind=RowKind.PREFILLED)
     with ThreadPoolExecutor(1) as pool:
-        data = pool.submit(draft.encode).result(timeout=10)
+        data = pool.submit(unfinished.encode).result(timeout=10)
     routing = parse_frame(data.tobytes(), spec=SPEC).routing(sample_id="s")
     assert np.array_equal(routing.expert_ids_TLK, buffer[2:5, 1:].numpy())
     assert [span.weight_version for span in routing.provenance] == [1]
@@ -173,8 +173,8 @@ def test_provenance_follows_the_slot_and_not_the_request() -> None:
     rows.write(torch.tensor([3, 4, 5]), ids[:3], weight_version=1, kind=RowKind.PREFILLED)
     # 5 was freed and reused
     rows.write(torch.tensor([9, 5]), ids[3:], weight_version=2, kind=RowKind.DECODED)
-    draft = rows.draft(torch.tensor([4, 3, 5, 9]), first_row=0, sample_key=0)
-    frame = parse_frame(draft.encode().tobytes(), spec=SPEC)
+    unfinished = rows.unfinished(torch.tensor([4, 3, 5, 9]), first_row=0, sample_key=0)
+    frame = parse_frame(unfinished.encode().tobytes(), spec=SPEC)
     assert frame.provenance == (
         ProvenanceSpan(start=0, end=2, weight_version=1, kind=RowKind.PREFILLED),
         ProvenanceSpan(start=2, end=4, weight_version=2, kind=RowKind.DECODED),
@@ -188,7 +188,9 @@ def test_rows_of_slots_that_another_engine_filled_are_missing_until_they_are_wri
     rows.write(torch.arange(4), ids, weight_version=5, kind=RowKind.DECODED)
     rows.forget(torch.tensor([1, 2]))
     rows.write(torch.tensor([2]), ids[:1], weight_version=6, kind=RowKind.DECODED)
-    frame = parse_frame(rows.draft(torch.arange(4), first_row=0, sample_key=0).encode().tobytes(), spec=SPEC)
+    frame = parse_frame(
+        rows.unfinished(torch.arange(4), first_row=0, sample_key=0).encode().tobytes(), spec=SPEC
+    )
     assert frame.valid_T.tolist() == [True, False, True, True]
     assert [span.weight_version for span in frame.provenance] == [5, NO_VERSION, 6, 5]
 
@@ -198,8 +200,8 @@ def test_rows_without_usable_ids_become_missing_rows_of_no_version() -> None:
     buffer[2] = -1
     # slot 2 is never written
     rows.write(torch.tensor([0, 1, 3]), narrowed(SPEC, buffer), weight_version=5, kind=RowKind.DECODED)
-    draft = rows.draft(torch.tensor([0, 1, 2, 3]), first_row=0, sample_key=0)
-    frame = parse_frame(draft.encode().tobytes(), spec=SPEC)
+    unfinished = rows.unfinished(torch.tensor([0, 1, 2, 3]), first_row=0, sample_key=0)
+    frame = parse_frame(unfinished.encode().tobytes(), spec=SPEC)
     assert frame.valid_T.tolist() == [True, True, False, False]
     assert frame.provenance == (
         ProvenanceSpan(start=0, end=2, weight_version=5, kind=RowKind.DECODED),
@@ -216,13 +218,13 @@ def test_rows_of_an_unreadable_weight_version_are_refused() -> None:
 def test_provenance_outlives_more_weight_versions_than_stamps() -> None:
     rows, ids = slot_rows(SPEC, 4), narrowed(SPEC, device_buffer(SPEC, 1))
     rows.write(torch.tensor([1]), ids, weight_version=0, kind=RowKind.PREFILLED)
-    early = rows.draft(torch.tensor([1, 1]), first_row=0, sample_key=0)
+    early = rows.unfinished(torch.tensor([1, 1]), first_row=0, sample_key=0)
     early.ids_TLK[:] = ids.numpy()
     for version in range(1, MAX_MAKERS + 10):
         rows.write(torch.tensor([2]), ids, weight_version=version, kind=RowKind.DECODED)
-    draft = rows.draft(torch.tensor([1, 2, 3]), first_row=0, sample_key=0)
+    unfinished = rows.unfinished(torch.tensor([1, 2, 3]), first_row=0, sample_key=0)
     expected = [(0, RowKind.PREFILLED), (MAX_MAKERS + 9, RowKind.DECODED), (NO_VERSION, RowKind.MISSING)]
-    for each, made in ((draft, expected), (early, expected[:1])):
+    for each, made in ((unfinished, expected), (early, expected[:1])):
         spans = parse_frame(each.encode().tobytes(), spec=SPEC).provenance
         assert [(span.weight_version, span.kind) for span in spans] == made
 

@@ -23,7 +23,7 @@ from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.relay import Relay
 from r3channel.wire.frame import parse_frame
 from r3channel.wire.hello import probe_body
-from r3channel.wire.parcel import RECEIPT_MAGIC
+from r3channel.wire.parcel import REFERENCE_MAGIC
 from r3channel.wire.routing import RowKind
 from tests.conftest import READY_TIMEOUT_S
 from tests.delivery import receivers_of
@@ -219,7 +219,7 @@ def test_a_reply_of_direct_delivery_carries_at_most_64_bytes_and_the_engine_said
     direct: Direct, delivered: dict[str, Reply]
 ) -> None:
     for reply in delivered.values():
-        assert len(reply.meta["routed_experts"]) <= 64 and reply.raw[:4] == RECEIPT_MAGIC
+        assert len(reply.meta["routed_experts"]) <= 64 and reply.raw[:4] == REFERENCE_MAGIC
     assert direct.relay.status()["engines"][direct.server.url].startswith("SGLang 0.5.23")
 
 

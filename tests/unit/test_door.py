@@ -513,7 +513,7 @@ def test_a_parcel_that_is_always_damaged_is_given_up(
 @pytest.mark.parametrize(
     "failures",
     [
-        [errors.ReceiptInvalid("entry 0 of a parcel is damaged")],
+        [errors.FrameReferenceInvalid("entry 0 of a parcel is damaged")],
         [errors.StoreFull("no room"), ZeroDivisionError(), errors.StoreFull("no room")],
     ],
 )

@@ -11,7 +11,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from r3channel import errors
 from r3channel.relay.entries import Entries, Reply, Rows
-from r3channel.wire.parcel import Receipt
+from r3channel.wire.parcel import FrameReference
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,12 +26,14 @@ def reply(
 ) -> Reply:
     """The reply for a sample whose first `t` tokens hash to `t`."""
     rows = tokens - 1 - first_row
-    receipt = (
-        Receipt(sample_key=key, boot_id=7, serial=serial, first_row=first_row, rows=rows) if serial else None
+    reference = (
+        FrameReference(sample_key=key, boot_id=7, serial=serial, first_row=first_row, rows=rows)
+        if serial
+        else None
     )
     return Reply(
         sample_id=name, engine="e", key=1, tokens=tokens, tokens_hash=tokens, prefix_hash=tokens - 1,
-        held_hash=held, receipt=receipt,
+        held_hash=held, reference=reference,
     )  # fmt: skip
 
 
@@ -158,7 +160,7 @@ TestTable = Table.TestCase
 TestTable.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-def test_rows_are_announced_as_soon_as_a_receipt_says_so() -> None:
+def test_rows_are_announced_as_soon_as_a_reference_says_so() -> None:
     entries = Entries()
     entries.reply(reply("a", 40, serial=1), None, append=False, now_s=0)
     assert entries.rows_announced("a") == 39
@@ -184,11 +186,11 @@ def test_a_damaged_frame_that_nobody_claimed_does_not_block_its_good_copy() -> N
     assert entries.reply(reply("a", 9, serial=1), None, append=False, now_s=0).rows is not None
 
 
-def test_a_frame_of_another_request_is_not_taken_for_a_receipt() -> None:
+def test_a_frame_of_another_request_is_not_taken_for_a_reference() -> None:
     entries = Entries()
     entries.frame((7, 2), Held(0, 8, sample_key=2), now_s=0)
     with pytest.raises(errors.FrameCorrupt, match="were replies swapped"):
-        unnamed = replace(reply("a", 9, serial=2), key=None)  # its receipt names its request
+        unnamed = replace(reply("a", 9, serial=2), key=None)  # its frame reference names its request
         entries.reply(unnamed, None, append=False, now_s=0)
     assert entries.unclaimed == 1
 

@@ -21,14 +21,14 @@ from r3channel.relay.relay import Relay
 from r3channel.trainer.rank_shard import RankShard
 from r3channel.wire.frame import encode_error, sample_key
 from r3channel.wire.masks import MOST_IDS, Masks, encode_masks, parse_masks, split_masks
-from r3channel.wire.parcel import Receipt
+from r3channel.wire.parcel import FrameReference
 from tests.delivery import LIMIT_S, MakeRelay, receive, receivers_of, relays
 from tests.samples import frame_of, reply_of
 
 PROMPT, VOCAB = 4, 500
 TOKENS = {f"s{i}": n for i, n in enumerate((9, 30, 17, 6))}
 Rows = list[list[int]]
-RECEIPT = Receipt(sample_key=sample_key("s"), boot_id=1, serial=1, first_row=0, rows=8)
+REFERENCE = FrameReference(sample_key=sample_key("s"), boot_id=1, serial=1, first_row=0, rows=8)
 
 
 @pytest.fixture
@@ -136,15 +136,15 @@ def test_turns_bring_their_own_masks_and_what_lies_between_has_none(make_relay: 
     assert rows == [*[[]] * 3, *first, [], *second, []]
 
 
-def test_masks_follow_a_receipt_too(make_relay: MakeRelay) -> None:
+def test_masks_follow_a_reference_too(make_relay: MakeRelay) -> None:
     relay = make_relay("")
     rows = random_rows(5, seed=0)
-    data = RECEIPT.to_bytes() + masks_of(rows, first_row=3, request="s")
+    data = REFERENCE.to_bytes() + masks_of(rows, first_row=3, request="s")
     relay.add("s", reply_of(data, request_id="s"), range(9))
     held = relay.intake.landing.keep(
         frame_of(9, sample_key=sample_key("s")), sample_id="s", engine="e", max_rows=9, room_s=0.0
     )
-    relay.intake.arrive(RECEIPT.name, held)
+    relay.intake.arrive(REFERENCE.name, held)
     shard = shard_of(relay)
     assert [seen_at(shard)["s", at] for at in range(3, 8)] == rows
 
@@ -194,7 +194,7 @@ def test_masks_that_do_not_fit_are_refused_and_not_kept(
     assert relay.status()["pending"] == []
 
 
-@pytest.mark.parametrize("front", [frame_of(9, sample_key=sample_key("s")), RECEIPT.to_bytes()])
+@pytest.mark.parametrize("front", [frame_of(9, sample_key=sample_key("s")), REFERENCE.to_bytes()])
 def test_masks_that_nobody_asked_for_are_refused(front: bytes) -> None:
     reply = reply_of(front + masks_of([[1]] * 5, first_row=3, request="s"), request_id="s")
     with relays() as make, pytest.raises(errors.RoutingError, match="sampling_masks off"):
@@ -277,7 +277,7 @@ def test_a_mask_longer_than_its_length_can_say_is_refused() -> None:
 
 def test_what_is_in_front_of_masks_is_found_whatever_it_is() -> None:
     masks = masks_of([[5]], first_row=0, request="s")
-    for front in (frame_of(9), RECEIPT.to_bytes(), b"", b"no frame"):
+    for front in (frame_of(9), REFERENCE.to_bytes(), b"", b"no frame"):
         assert split_masks(front, where="x") == (front, b"")
-    for front in (frame_of(9), RECEIPT.to_bytes()):
+    for front in (frame_of(9), REFERENCE.to_bytes()):
         assert split_masks(front + masks, where="x") == (front, masks)

@@ -26,6 +26,7 @@ wire.receipt wire.received
 MODULES = set(_OLD_MODULES.split())
 """Below `r3channel`. `integrations.slime` is a package now."""
 CLASSES = {"Ahead", "ConsumptionTap", "HandedRows", "LandedShard", "RelayActor", "FarRelay", "PrefixCache"}
+CLASSES |= {"FrameDraft", "Receipt", "ReceiptInvalid", "Sides"}
 FUNCTIONS = {"authorises", "handed"}
 WORDS = ("room_timeout_s", "ROOM_TIMEOUT_S", "r3-room-timeout-s", "pad_policy=native")
 FOLDERS = ("r3channel", "examples", "tests")

@@ -10,28 +10,28 @@ from typing import Any
 
 import pytest
 
-from r3channel.errors import FrameCorrupt, R3Error, ReceiptInvalid
+from r3channel.errors import FrameCorrupt, FrameReferenceInvalid, R3Error
 from r3channel.wire.hello import PROBE_PREFIX, Hello, probe_body
-from r3channel.wire.parcel import Receipt, new_memory, open_parcel, pack_parcel, read_frames
+from r3channel.wire.parcel import FrameReference, new_memory, open_parcel, pack_parcel, read_frames
 from tests.direct import InMemory
 from tests.samples import SPEC
 
-RECEIPT = Receipt(sample_key=2**64 - 1, boot_id=2**63, serial=2**40, first_row=2**24, rows=2**24)
+REFERENCE = FrameReference(sample_key=2**64 - 1, boot_id=2**63, serial=2**40, first_row=2**24, rows=2**24)
 HELLO = Hello(
     engine="http://e:1", boot_id=9, spec_digest=SPEC.digest, spec=SPEC.to_dict(), sglang="0.5.23",
     r3channel="0.1.0", hooks=("a", "b"), delivery="direct", codec="auto", allowed=("pp",), context=8192,
 )  # fmt: skip
 
 
-def test_the_largest_receipt_survives_in_at_most_64_bytes_of_a_reply() -> None:
-    assert len(base64.b64encode(RECEIPT.to_bytes())) == 56
-    assert Receipt.from_bytes(RECEIPT.to_bytes()) == RECEIPT
+def test_the_largest_reference_survives_in_at_most_64_bytes_of_a_reply() -> None:
+    assert len(base64.b64encode(REFERENCE.to_bytes())) == 56
+    assert FrameReference.from_bytes(REFERENCE.to_bytes()) == REFERENCE
 
 
-@pytest.mark.parametrize("data", [b"", b"R3T\x01", RECEIPT.to_bytes()[:-1], b"R3F\x01" + bytes(36)])
-def test_what_is_no_receipt_is_refused(data: bytes) -> None:
-    with pytest.raises(ReceiptInvalid, match="expected 40"):
-        Receipt.from_bytes(data)
+@pytest.mark.parametrize("data", [b"", b"R3T\x01", REFERENCE.to_bytes()[:-1], b"R3F\x01" + bytes(36)])
+def test_what_is_no_reference_is_refused(data: bytes) -> None:
+    with pytest.raises(FrameReferenceInvalid, match="expected 40"):
+        FrameReference.from_bytes(data)
 
 
 PARCEL = b"".join(pack_parcel(5, [(1, b"a" * 50), (2, b"b" * 9)]))
@@ -51,7 +51,7 @@ def test_any_damaged_parcel_gives_a_typed_error_or_frames_of_its_own_bytes() -> 
                 data[rng.randrange(len(data))] = rng.randrange(256)
         try:
             assert [(serial, len(frame)) for serial, frame in frames_in(data)] in ([(1, 50), (2, 9)], [])
-        except ReceiptInvalid:
+        except FrameReferenceInvalid:
             refused += 1
     assert refused > 1000
 
@@ -67,19 +67,19 @@ def test_a_frame_whose_name_or_size_came_damaged_is_placed_nowhere(at: int, entr
             placed.append(serial)
             return new_memory(serial, size)
 
-        with pytest.raises(ReceiptInvalid, match=f"entry {entry} of a parcel is damaged"):
+        with pytest.raises(FrameReferenceInvalid, match=f"entry {entry} of a parcel is damaged"):
             read_frames(source, count, boot_id=5, place=place)
         assert placed == [1][:entry]
 
 
 def test_another_engines_frame_a_size_beyond_the_bytes_and_too_many_frames_are_refused() -> None:
     _, count = open_parcel(source := InMemory(PARCEL))
-    with pytest.raises(ReceiptInvalid, match="entry 0 of a parcel is damaged"):
+    with pytest.raises(FrameReferenceInvalid, match="entry 0 of a parcel is damaged"):
         read_frames(source, count, boot_id=6, place=new_memory)
     whole = pack_parcel(5, [(1, b"a" * 50)])
-    with pytest.raises(ReceiptInvalid, match="announces 50 bytes, 40 are left"):
+    with pytest.raises(FrameReferenceInvalid, match="announces 50 bytes, 40 are left"):
         frames_in(b"".join([*whole[:2], whole[2][:40]]))
-    with pytest.raises(ReceiptInvalid, match="at most 1024"):
+    with pytest.raises(FrameReferenceInvalid, match="at most 1024"):
         open_parcel(InMemory(pack_parcel(5, [])[0].replace(bytes(4), b"\xff" * 4, 1)))
 
 

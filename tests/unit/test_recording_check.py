@@ -14,7 +14,7 @@ import torch
 from r3channel.cli import main
 from r3channel.errors import RecordingInvalid
 from r3channel.plan.layout import TrainerLayout
-from r3channel.recordings.aligned_pair import Sides
+from r3channel.recordings.aligned_pair import AlignedPair
 from r3channel.recordings.consumed import ConsumedRows
 from r3channel.recordings.diagnose import FAULTS, NOTES, judge
 from r3channel.recordings.findings import Finding
@@ -33,7 +33,7 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "recording"
 
 
 def found(want: RecordedStep, seen: RecordedStep) -> list[Finding]:
-    return [one for sides in Sides.of(want, seen) for one in judge(sides)]
+    return [one for sides in AlignedPair.of(want, seen) for one in judge(sides)]
 
 
 CASE_LIST = [(name, *case) for name, cases in CASES.items() for case in cases]

@@ -14,7 +14,7 @@ import pytest
 
 from r3channel import errors
 from r3channel.config import ChannelConfig
-from r3channel.engine.capture import FrameDraft
+from r3channel.engine.capture import UnfinishedFrame
 from r3channel.model.spec import RoutingSpec
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
@@ -32,7 +32,7 @@ from r3channel.wire.header import (
     padding,
 )
 from r3channel.wire.routing import Ids
-from tests.direct import deliver, hello_of, receipt_reply, turns_here
+from tests.direct import deliver, hello_of, reference_reply, turns_here
 from tests.memory import growth_of
 from tests.samples import SPEC, frame_of, random_ids, reply_of
 
@@ -55,7 +55,7 @@ def opened(*, context: int = 0, **options: Any) -> Relay:
 
 
 def claim(relay: Relay, name: str, tokens: int, *, serial: int) -> None:
-    reply = receipt_reply(name, tokens, serial=serial)
+    reply = reference_reply(name, tokens, serial=serial)
     del reply["meta_info"]["id"]
     relay.add(name, reply, range(tokens))
 
@@ -69,9 +69,11 @@ def arrived(relay: Relay) -> HeldRows:
 @pytest.mark.parametrize("rows", [3, 65, 300])
 def test_rows_that_no_router_wrote_are_missing_by_policy_at_any_length(rows: int) -> None:
     """A router that never reports its choices leaves zeros: `live` counts every row as invalid, `error` refuses the sample."""
-    draft = FrameDraft(SPEC, stamps_T=np.zeros(rows, np.int16), makers=[(0, 1)], sample_key=sample_key("s"))
-    draft.ids_TLK[:] = 0
-    reply = reply_of(draft.encode().tobytes(), request_id="s")
+    unfinished = UnfinishedFrame(
+        SPEC, stamps_T=np.zeros(rows, np.int16), makers=[(0, 1)], sample_key=sample_key("s")
+    )
+    unfinished.ids_TLK[:] = 0
+    reply = reply_of(unfinished.encode().tobytes(), request_id="s")
     with closing(opened(invalid_rows="live")) as native, closing(opened()) as strict:
         native.add("s", reply, range(rows + 1))
         ticket = native.seal(0, Assignment.round_robin(["s"], dp=1, microbatch_size=1))
@@ -176,16 +178,16 @@ def own_copy(data: bytes) -> bytes:
     return bytes(memoryview(data))
 
 
-def delivering_many_rows(codec: int, receipt_first: bool) -> Iterator[None]:
-    relay, data = opened(context=0 if receipt_first else 4096), bomb(MOST_ROWS, codec=codec)
+def delivering_many_rows(codec: int, reference_first: bool) -> Iterator[None]:
+    relay, data = opened(context=0 if reference_first else 4096), bomb(MOST_ROWS, codec=codec)
     warm(relay)
-    if receipt_first:
+    if reference_first:
         claim(relay, "s", 4096, serial=1)
     yield
     deliver(relay, (1, own_copy(data)))
     assert relay.status()["store"] == {"frames": 0, "bytes": 0}
     with pytest.raises(errors.RowCountMismatch, match="1048576 rows, expected at most 409"):
-        if receipt_first:
+        if reference_first:
             relay.intake.entries.take(["s"], step=0)
         else:
             claim(relay, "s", 4096, serial=1)
@@ -193,11 +195,11 @@ def delivering_many_rows(codec: int, receipt_first: bool) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("codec", [LZ4, SET])
-@pytest.mark.parametrize("receipt_first", [True, False])
-def test_a_frame_with_more_rows_than_allowed_is_not_decoded(codec: int, receipt_first: bool) -> None:
+@pytest.mark.parametrize("reference_first", [True, False])
+def test_a_frame_with_more_rows_than_allowed_is_not_decoded(codec: int, reference_first: bool) -> None:
     size = len(bomb(MOST_ROWS, codec=codec))
     assert size < MOST_ROWS * SPEC.bytes_per_token / 50
-    assert growth_of(delivering_many_rows, codec, receipt_first).peak < 3 * size + MIB
+    assert growth_of(delivering_many_rows, codec, reference_first).peak < 3 * size + MIB
 
 
 def adding_many_rows(codec: int) -> Iterator[None]:

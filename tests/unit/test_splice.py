@@ -11,7 +11,7 @@ import pytest
 from r3channel.errors import FrameCorrupt, FrameMagicMismatch, RoutingError
 from r3channel.relay.arrival.splice import merge, merged_frame
 from r3channel.wire.frame import encode_frame, parse_frame, sample_key
-from r3channel.wire.parcel import Receipt
+from r3channel.wire.parcel import FrameReference
 from r3channel.wire.routing import RowKind, SampleRouting, spans_of
 from tests.samples import SPEC, WIDE, random_ids, reply_of, span
 
@@ -92,6 +92,6 @@ def test_a_half_that_was_damaged_is_not_merged() -> None:
 
 
 def test_a_half_that_went_to_the_relay_is_not_there_to_merge() -> None:
-    receipt = Receipt(sample_key=1, boot_id=3, serial=1, first_row=0, rows=4).to_bytes()
+    reference = FrameReference(sample_key=1, boot_id=3, serial=1, first_row=0, rows=4).to_bytes()
     with pytest.raises(FrameMagicMismatch, match="sample s from engine prefill"):
-        merged_frame(reply_of(receipt, request_id="p"), reply(routing(0, 9), "d"), spec=SPEC, sample_id="s")
+        merged_frame(reply_of(reference, request_id="p"), reply(routing(0, 9), "d"), spec=SPEC, sample_id="s")

@@ -173,7 +173,7 @@ class TestJobs:
         self, jobs: Any
     ) -> None:
         result = checked(jobs["pipeline"].result(), steps=2)
-        assert result["processes"]["manager"]["reply_bytes"] < 16 * 130, "receipts, not frames"
+        assert result["processes"]["manager"]["reply_bytes"] < 16 * 130, "frame references, not frames"
         same_weights(result, ranks=4)
 
     def test_turns_filtered_and_unfinished_samples_evaluation_and_weights_in_shared_memory_over_context_parallel(

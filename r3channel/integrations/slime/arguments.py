@@ -42,7 +42,7 @@ def add_arguments(parser: Any) -> Any:
         "--r3-delivery",
         choices=("inband", "direct"),
         default="inband",
-        help="how engines that slime starts send frames: in the reply, or straight to the relay with a receipt in the reply",
+        help="how engines that slime starts send frames: in the reply, or straight to the relay, named by the reply",
     )
     add_options(group, prefix="r3-")
     group.add_argument(

@@ -61,7 +61,7 @@ class Intake(Protocol):
     def deliver(self, boot_id: int, count: int, body: Source) -> None:
         """Read an opened parcel with `wire.parcel.read_frames` and keep its frames; what it returned for is not dropped.
 
-        Raises ReceiptInvalid for what is no parcel, StoreFull, or the error of a frame that was damaged on the way
+        Raises FrameReferenceInvalid for what is no parcel, StoreFull, or the error of a frame that was damaged on the way
         (the others of the parcel are kept). Lets errors of `body` pass, having kept nothing.
         """
 

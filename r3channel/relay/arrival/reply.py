@@ -15,7 +15,7 @@ from typing import Any
 
 from r3channel.errors import FrameCorrupt, RoutingMissing
 from r3channel.wire.frame import sample_key
-from r3channel.wire.parcel import RECEIPT_MAGIC, Receipt
+from r3channel.wire.parcel import REFERENCE_MAGIC, FrameReference
 
 ROUTING_FIELD = "routed_experts"
 _KEY = b'"routed_experts"'
@@ -69,7 +69,7 @@ def split_reply(body: bytes) -> tuple[Any, bytes | None]:
 
 
 def frame_bytes_of(reply: Any, *, sample_id: str, engine: str) -> bytes:
-    """What is in `reply["meta_info"]["routed_experts"]` (base64, SGLang's in-band place): a frame, or a receipt for one.
+    """What is in `reply["meta_info"]["routed_experts"]` (base64, SGLang's in-band place): a frame, or a frame reference for one.
 
     Raises RoutingMissing, with the engine's own words where its reply is an error, or FrameCorrupt.
     """
@@ -102,9 +102,9 @@ def key_of(reply: Any) -> int | None:
     return sample_key(request_id) if isinstance(request_id, str) else None
 
 
-def receipt_in(data: bytes) -> Receipt | None:
-    """The receipt, when a reply holds one in place of a frame."""
-    return Receipt.from_bytes(data) if data[:4] == RECEIPT_MAGIC else None
+def reference_in(data: bytes) -> FrameReference | None:
+    """The frame reference, when a reply holds one in place of a frame."""
+    return FrameReference.from_bytes(data) if data[:4] == REFERENCE_MAGIC else None
 
 
 def _parsed(body: bytes) -> Any:

@@ -111,7 +111,7 @@ class Landing:
         """Read an opened parcel and hand on each frame that is `wanted`, or why it cannot be used.
 
         A frame that carries its rows is received into the store, at the place where it stays. One with more than `most_rows` is
-        refused before it is decoded. Raises ReceiptInvalid and StoreFull; then nothing was taken, or it is known
+        refused before it is decoded. Raises FrameReferenceInvalid and StoreFull; then nothing was taken, or it is known
         by its name when it comes again. Raises the error of a frame that was damaged on the way after the others were taken.
         """
         blocks: dict[int, Block] = {}
