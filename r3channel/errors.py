@@ -70,7 +70,7 @@ class StepError(R3Error):
 
 
 class TransportError(R3Error):
-    """A send or receive failed; the group must be abandoned. Names peer, epoch and what was under way."""
+    """A send or receive failed; the group must be abandoned. Names peer, connection and what was under way."""
 
     reason = "transport"
     remedy = (
@@ -156,7 +156,7 @@ class SampleTwice(StepError):
 
 
 class TicketMismatch(StepError):
-    """A ticket of another step, epoch, spec or layout."""
+    """A ticket of another step, connection, spec or layout."""
 
     reason = "ticket"
     remedy = (

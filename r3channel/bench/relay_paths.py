@@ -403,7 +403,7 @@ class RawSending:
 
     def rendezvous(self, rank: int, member: int) -> Rendezvous:
         where = {"host": self._store.host, "port": self._store.port}
-        return Rendezvous(backend="gloo", name=f"raw{rank}", epoch=1, rank=member, world_size=2, **where)
+        return Rendezvous(backend="gloo", name=f"raw{rank}", connection=1, rank=member, world_size=2, **where)
 
     def join(self) -> None:
         meets = [self.rendezvous(rank, 0) for rank in range(len(self._parts))]

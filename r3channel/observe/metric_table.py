@@ -82,7 +82,7 @@ _TABLE: tuple[Metric, ...] = tuple(Metric(*line) for line in (
     ("gauge", "r3channel_oldest_in_flight_seconds", "seconds", "store", _RELAY, (),
         "Age of the oldest sealed step that a trainer has not acknowledged; 0 when there is none."),
     ("gauge", "r3channel_background_thread_alive", "bool", "health", _RELAY, (), "1 while the relay's thread runs."),
-    ("gauge", "r3channel_epoch", "epoch", "health", _BOTH, (),
+    ("gauge", "r3channel_connection", "connection", "health", _BOTH, (),
         "Connections that one receiver has had; a failure starts the next."),
     ("gauge", "r3channel_engines_silent", "engines", "health", _RELAY, (),
         "Engines that were expected and have said no hello, or whose hello was refused."),

@@ -94,7 +94,7 @@ class Delivery:
             return {"connected": sorted(self._serving), "lives": dict(self._lives)}
 
     @property
-    def epoch(self) -> int:
+    def connection(self) -> int:
         """The most connections that one receiver has had."""
         with self._lock:
             return max(self._lives.values(), default=0)
@@ -280,7 +280,7 @@ class _Served:
         ours = Rendezvous(
             backend=config.transport,
             name=name,
-            epoch=self.life,
+            connection=self.life,
             rank=0,
             world_size=2,
             host=store.host,

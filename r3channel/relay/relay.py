@@ -458,7 +458,7 @@ class Relay:
         watch("r3channel_oldest_in_flight_seconds", self.steps.oldest_s)
         watch("r3channel_background_thread_alive", lambda: float(self.steps.error is None))
         watch("r3channel_recording_lost_steps", self._lost_steps)
-        watch("r3channel_epoch", lambda: self._delivery.epoch)
+        watch("r3channel_connection", lambda: self._delivery.connection)
 
     def _lost_steps(self) -> float:
         """LookupError where nothing is recorded: then the gauge is absent."""

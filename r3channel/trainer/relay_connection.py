@@ -110,7 +110,7 @@ class RelayConnection:
             hello=wire.pack(dp=self._coords.dp, pp=self._coords.pp, cp=self._coords.cp),
         )
         self._lives += 1
-        self._metrics.set("r3channel_epoch", self._lives)
+        self._metrics.set("r3channel_connection", self._lives)
 
     def receive(self, ticket: Ticket, stream: Stream, sink: Callable[[], Sink]) -> None:
         """Receive this receiver's rows of a step, verified and acknowledged, into the sink of the last attempt.

@@ -1,9 +1,9 @@
 """The contract of a transport, and the record from which both sides join one group (`transport.select`).
 
     lifecycle:  joined -> closed            (`close`: everything sent has been received)
-                       -> aborted           (`abort`, or any failed call: the group is dead, open the next epoch)
+                       -> aborted           (`abort`, or any failed call: the group is dead, open the next connection)
 
-A transport belongs to one epoch of one group: the relay is rank 0, the members follow. Calls of one transport come from
+A transport belongs to one connection of one group: the relay is rank 0, the members follow. Calls of one transport come from
 one thread; `abort` may come from any thread. Messages between two ranks keep their order, and several may be under way.
 Both ends know the exact size beforehand; a receive of another size than was sent is an error of the caller that no
 transport can detect.
@@ -23,13 +23,13 @@ RELAY_RANK = 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendezvous:
-    """Where and as whom to join one epoch of a group. Plain values, so it can cross any control channel."""
+    """Where and as whom to join one connection of a group. Plain values, so it can cross any control channel."""
 
     backend: str
     """`gloo` or `nccl`."""
     name: str
-    """Unique per run, group and epoch; prefixes every key in the store."""
-    epoch: int
+    """Unique per run, group and connection; prefixes every key in the store."""
+    connection: int
     rank: int
     world_size: int
     host: str
@@ -53,9 +53,9 @@ class Pending(Protocol):
 
 
 class Transport(ABC):
-    """Point-to-point bytes within one epoch."""
+    """Point-to-point bytes within one connection."""
 
-    epoch: int
+    connection: int
     rank: int
     world_size: int
 

@@ -111,7 +111,11 @@ class ProcessGroupTransport(Transport):
     def __init__(self, rendezvous: Rendezvous, *, timeout_s: float, foreign: bool = False) -> None:
         """`foreign`: the other ranks join as SGLang 0.5.23 does (`init_custom_process_group`, `srt/utils/common.py`): behind two
         prefixes more, and without a byte that both ends have not asked for."""
-        self.epoch, self.rank, self.world_size = rendezvous.epoch, rendezvous.rank, rendezvous.world_size
+        self.connection, self.rank, self.world_size = (
+            rendezvous.connection,
+            rendezvous.rank,
+            rendezvous.world_size,
+        )
         self._name, self._nccl = rendezvous.name, rendezvous.backend == "nccl"
         self._dead = False
         self._started: list[_Operation] = []
@@ -221,7 +225,9 @@ class ProcessGroupTransport(Transport):
         """`data_N` is what the group moves; in the end it is copied to `lands_in`, if that is other memory."""
         group = self._group  # once: `abort` may come from another thread
         if self._dead or group is None:
-            raise TransportError(f"{self._name}: the group was abandoned; cannot {what}. Join the next epoch")
+            raise TransportError(
+                f"{self._name}: the group was abandoned; cannot {what}. Join the next connection"
+            )
         try:
             operation = _Operation(self, what, start(group), data_N, lands_in)
         except (RuntimeError, dist.DistError) as error:
@@ -255,7 +261,7 @@ class ProcessGroupTransport(Transport):
 
     def _failed(self, kind: type[TransportError], what: str, why: str) -> TransportError:
         return kind(
-            f"{self._name} epoch {self.epoch}: rank {self.rank} could not {what} {why}; the group is abandoned"
+            f"{self._name} connection {self.connection}: rank {self.rank} could not {what} {why}; the group is abandoned"
         )
 
     def abort(self) -> None:

@@ -48,7 +48,7 @@ TRANSPORTS = {"tcp": Kind(), "nccl": Kind(_process_group, needs_gpu=True), "gloo
 
 
 def join(rendezvous: Rendezvous, *, timeout_s: float) -> Transport:
-    """Join a group; returns when all ranks of the epoch have joined, or raises `DeadlineExceeded`."""
+    """Join a group; returns when all ranks of the connection have joined, or raises `DeadlineExceeded`."""
     kind = TRANSPORTS.get(rendezvous.backend)
     if kind is None or kind.join is None:
         raise ConfigError(f"{rendezvous.name}: no transport is called {rendezvous.backend!r}")

@@ -45,7 +45,7 @@ class WeightGroup:
         where = Rendezvous(
             backend=self.backend,
             name=self.name,
-            epoch=0,
+            connection=0,
             rank=0,
             world_size=self.world_size,
             host=self.host,

@@ -37,10 +37,16 @@ class Meeting:
         self.name, self.store = uuid.uuid4().hex, RendezvousStore("127.0.0.1")
 
     def join(
-        self, rank: int, size: int = 2, *, epoch: int = 1, backend: str = "gloo", timeout_s: float = TIMEOUT_S
+        self,
+        rank: int,
+        size: int = 2,
+        *,
+        connection: int = 1,
+        backend: str = "gloo",
+        timeout_s: float = TIMEOUT_S,
     ) -> Any:
-        place = {"name": f"{self.name}/epoch{epoch}", "host": self.store.host, "port": self.store.port}
-        at = Rendezvous(backend=backend, epoch=epoch, rank=rank, world_size=size, **place)  # type: ignore[arg-type]
+        place = {"name": f"{self.name}/{connection}", "host": self.store.host, "port": self.store.port}
+        at = Rendezvous(backend=backend, connection=connection, rank=rank, world_size=size, **place)  # type: ignore[arg-type]
         return join(at, timeout_s=timeout_s)
 
 
@@ -53,9 +59,9 @@ def meeting() -> Meeting:
 def group(meeting: Meeting) -> Iterator[Joiner]:
     opened: list[Transport] = []
 
-    def open_group(*, epoch: int = 1) -> list[Transport]:
+    def open_group(*, connection: int = 1) -> list[Transport]:
         with ThreadPoolExecutor(2) as pool:
-            opened.extend(pool.map(lambda rank: meeting.join(rank, epoch=epoch), range(2)))
+            opened.extend(pool.map(lambda rank: meeting.join(rank, connection=connection), range(2)))
         return opened[-2:]
 
     yield open_group
@@ -113,7 +119,7 @@ def test_memory_may_be_reused_after_send(group: Joiner) -> None:
 def test_a_wait_ends_by_its_deadline_with_peer_and_seconds(group: Joiner, side: str) -> None:
     relay, member = group()
     begin = time.monotonic()
-    with pytest.raises(DeadlineExceeded, match=r"epoch 1.*rank [01].*0\.5 s"):
+    with pytest.raises(DeadlineExceeded, match=r"connection 1.*rank [01].*0\.5 s"):
         if side == "send":
             relay.send(1, data(1 << 20), timeout_s=0.5)
         else:
@@ -121,15 +127,15 @@ def test_a_wait_ends_by_its_deadline_with_peer_and_seconds(group: Joiner, side: 
     assert time.monotonic() - begin < 5
 
 
-def test_after_a_deadline_the_group_is_dead_and_the_next_epoch_works(group: Joiner) -> None:
+def test_after_a_deadline_the_group_is_dead_and_the_next_connection_works(group: Joiner) -> None:
     relay, member = group()
     for _ in range(2):
         with pytest.raises(TransportError):
             member.recv(0, torch.empty(8, dtype=torch.uint8), timeout_s=0.2)
     relay.abort()
-    relay, member = group(epoch=2)
+    relay, member = group(connection=2)
     done = in_thread(lambda: relay.send(1, data(8), timeout_s=TIMEOUT_S))
-    assert torch.equal(received(member, 8), data(8)) and relay.epoch == 2
+    assert torch.equal(received(member, 8), data(8)) and relay.connection == 2
     done()
 
 
@@ -147,8 +153,8 @@ def test_threads_that_abort_at_once_end_the_group_once(group: Joiner) -> None:
     interval_s = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        for epoch in range(1, 11):
-            relay = group(epoch=epoch)[0]
+        for connection in range(1, 11):
+            relay = group(connection=connection)[0]
             start = threading.Barrier(4)
             threads = [in_thread(lambda b=start, t=relay: (b.wait(TIMEOUT_S), t.abort())) for _ in range(4)]
             for ended in threads:
@@ -174,7 +180,7 @@ def test_a_transport_of_ones_own_needs_its_class_and_its_line_in_the_registry(
     joined: list[tuple[Rendezvous, float]] = []
     pigeon = Kind(lambda *given: joined.append(given), needs_gpu=True)  # pyright: ignore[reportArgumentType]
     monkeypatch.setitem(TRANSPORTS, "pigeon", pigeon)
-    where = Rendezvous(backend="pigeon", name="x", epoch=1, rank=0, world_size=2, host="", port=1)
+    where = Rendezvous(backend="pigeon", name="x", connection=1, rank=0, world_size=2, host="", port=1)
     join(where, timeout_s=1.0)
     assert joined == [(where, 1.0)] and ChannelConfig(transport="pigeon").fallback == "tcp"
     with pytest.raises(ConfigError, match="prefetch with transport pigeon"):

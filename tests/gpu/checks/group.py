@@ -27,7 +27,7 @@ def joined(device: str, store: RendezvousStore) -> ProcessGroupTransport:
 
     def rank(number: int) -> ProcessGroupTransport:
         where = Rendezvous(
-            backend="nccl" if device == "cuda" else "gloo", name="beside", epoch=1, rank=number,
+            backend="nccl" if device == "cuda" else "gloo", name="beside", connection=1, rank=number,
             world_size=1 if device == "cuda" else 2, host=store.host, port=store.port,
         )  # fmt: skip
         transport = join(where, timeout_s=30.0)
