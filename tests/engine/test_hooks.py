@@ -50,7 +50,10 @@ def test_what_is_gone_or_unknown_is_named(facts: dict[str, Any], case: str) -> N
 
 EQUAL: dict[str, Any] = {
     "installed": [],
-    "plugin_off": {"same_class": True, "engine_modules": []},
+    "plugin_off": {
+        "same_class": True,
+        "engine_modules": ["r3channel.engine", "r3channel.engine.sglang_plugin"],
+    },
     "plugin_on": {"ended": "", "capturer_of_model_runner": "FrameCapturer", "collect_is_wrapped": True},
     # a router whose choices never reach the capturer is found
     "routers_of_a_model": [
