@@ -217,6 +217,20 @@ def test_all_that_is_wrong_is_named_at_once() -> None:
     assert "cuda_graph_impl" not in str(refusal.value)
 
 
+def test_the_pages_are_short_enough_to_be_read() -> None:
+    """Generated tables are not counted."""
+    generated = re.compile(r"<!-- ([\w ]+?)(?:: generated)? -->.*?<!-- /\1 -->", re.DOTALL)
+    words = {page: len(generated.sub("", text).split()) for page, text in PAGES.items()}
+    assert sum(words.values()) <= 18_000
+    limits = {
+        "examples/slime/README.md": 1_500,
+        "README.md": 1_300,
+        "r3channel/DESIGN.md": 2_000,
+        "r3channel/DECISIONS.md": 3_000,
+    }
+    assert {page: count for page, count in words.items() if count > limits.get(page, 900)} == {}
+
+
 def test_a_decision_has_a_number_of_its_own_and_each_that_is_cited_is_there() -> None:
     numbers = re.findall(r"^- \*\*(\d+)\. ", PAGES["r3channel/DECISIONS.md"], re.MULTILINE)
     files = (path for folder in ("r3channel", "examples", "tests") for path in (ROOT / folder).rglob("*.py"))
