@@ -29,7 +29,7 @@ from r3channel.observe.stage_clock import Span, StageClock
 from r3channel.observe.trace import Point, in_slots
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
-from r3channel.tools.stages import seconds_by_stage
+from r3channel.tools.report_page import seconds_by_stage
 
 
 class ManagerRouting(Protocol):

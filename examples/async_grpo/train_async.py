@@ -33,7 +33,7 @@ from r3channel.config import EngineConfig
 from r3channel.model.spec import RoutingSpec
 from r3channel.observe.trace import Point, trace_of
 from r3channel.plan.layout import TrainerLayout
-from r3channel.tools.run_page import write_page
+from r3channel.tools.report_page import write_page
 
 GENERATE_TIMEOUT_S = 300.0
 STEP_TIMEOUT_S = 300.0
@@ -339,7 +339,7 @@ def _engine_pages(args: argparse.Namespace) -> dict[str, str]:
 
 
 def _engine_stages(args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    from r3channel.tools.metrics_page import read_page, stage_seconds
+    from r3channel.tools.top import read_page, stage_seconds
 
     return {name: stage_seconds(read_page(url, timeout_s=10.0)) for name, url in _engine_pages(args).items()}
 

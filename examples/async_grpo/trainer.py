@@ -23,7 +23,7 @@ from r3channel.observe.stage_clock import StageClock
 from r3channel.observe.trace import Point
 from r3channel.plan.layout import RankCoords, TrainerLayout
 from r3channel.plan.shards import Shard
-from r3channel.tools.stages import seconds_by_stage
+from r3channel.tools.report_page import seconds_by_stage
 from r3channel.weights.convert import hf_shards, hf_weights
 
 

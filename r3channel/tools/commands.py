@@ -38,7 +38,7 @@ COMMANDS = {
         ("bench wire --quick", "bench relay --quick --json"),
     ),
     "report": Command(
-        _TOOLS + "run_page",
+        _TOOLS + "report_page",
         "a run as one HTML page, from the folder of its --report",
         ("report run", "report run other-run"),
     ),
@@ -53,7 +53,7 @@ COMMANDS = {
         ("slime train_async.py $ARGUMENTS --use-r3-channel --r3-delivery direct",),
     ),
     "record": Command(
-        _TOOLS + "record",
+        _TOOLS + "recordings",
         "record steps of a running channel",
         ("record /data/rec --record-steps 3", "record --stop"),
     ),

@@ -1,4 +1,6 @@
-"""`r3channel inspect | diff | replay | check | import | export`: the commands on recordings. No engine, relay, GPU or Ray.
+"""`r3channel record | inspect | diff | replay | check | import | export`: the commands on recordings.
+
+`record` asks a running relay to write one; the others need no engine, relay, GPU or Ray.
 
 Exit status: 0 clean, 1 something was found, 2 it could not be read.
 """
@@ -12,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from r3channel.errors import ConfigError
+from r3channel.errors import ConfigError, UsageError
 from r3channel.model.spec import RoutingSpec
 from r3channel.plan.layout import TrainerLayout
 from r3channel.recordings import difference, importers, summary
@@ -21,8 +23,10 @@ from r3channel.recordings.consumed import ConsumedRows
 from r3channel.recordings.diagnose import NOTES, judge
 from r3channel.recordings.findings import Finding
 from r3channel.recordings.importers import DUMPS, import_dumps
+from r3channel.recordings.recorder import add_limits, values_of
 from r3channel.recordings.recording import Recording
 from r3channel.recordings.replay import consumed, described, fitted
+from r3channel.recordings.run_ranks import Rank, run_ranks
 from r3channel.recordings.single_side import CANNOT, judge_alone, log_probs_suspect
 from r3channel.recordings.step import RecordedStep
 from r3channel.tools import commands
@@ -42,6 +46,8 @@ def run(argv: Sequence[str]) -> int:
 
 def _parser(command: str) -> argparse.ArgumentParser:
     parser = commands.parser(command)
+    if command == "record":
+        return _record_options(parser)
     if command == "import":
         parser.add_argument("source", nargs="+", type=Path, metavar="FILE")
         parser.add_argument("--out", type=Path, required=True, metavar="REC")
@@ -79,6 +85,38 @@ def _parser(command: str) -> argparse.ArgumentParser:
     return parser
 
 
+def _record_options(parser: commands.Parser) -> commands.Parser:
+    from r3channel.relay.actor import NAME
+
+    parser.add_argument(
+        "record", nargs="?", metavar="REC", help="a folder on the relay's node; new, or of this run"
+    )
+    add_limits(parser)
+    parser.add_argument("--stop", action="store_true", help="end the recording that is being written")
+    parser.add_argument(
+        "--actor",
+        action="append",
+        metavar="NAME",
+        help=f"Ray actor that holds a relay (default: {NAME}); repeatable",
+    )
+    parser.add_argument("--address", default="auto", help="of the running Ray")
+    return parser
+
+
+def _record(options: argparse.Namespace) -> int:
+    """The relay writes the recording; this only asks."""
+    from r3channel.relay.actor import NAME, RayRelay  # a relay's imports, which the other commands do without
+
+    if options.stop == (options.record is not None):
+        raise UsageError("expected either a folder to record into, or --stop")
+    if options.record:
+        options.record = str(Path(options.record).absolute())  # the relay stands elsewhere
+    for name in options.actor or [NAME]:
+        RayRelay.named(name, address=options.address).record(values_of(options) or {})
+        print(f"{name}: " + (f"records into {options.record}" if options.record else "records no more"))
+    return 0
+
+
 def _inspect(options: argparse.Namespace) -> int:
     found = summary.summarize(Recording.open(options.recording))
     _print(options, found, summary.table)
@@ -106,14 +144,33 @@ def _replay(options: argparse.Namespace) -> int:
 def _consumed(options: argparse.Namespace, step: RecordedStep) -> tuple[ConsumedRows, float]:
     """What the routers of all ranks used, and the seconds of it."""
     if options.gloo:
-        from r3channel.recordings.run_ranks import (
-            run_ranks,  # torch, which replay in one process does without
-        )
-        from r3channel.tools.replay_rank import consume
-
         return run_ranks(consume, step, options.recording, timeout_s=_RANKS_S)
     begin_s = time.monotonic()
     return consumed(step), time.monotonic() - begin_s
+
+
+def consume(rank: Rank) -> None:
+    """One process of `replay --gloo`: the shard is placed at TP0, handed on over gloo, and read layer by layer as routers do."""
+    import torch  # which replay in one process does without
+
+    from r3channel.trainer.rank_shard import RankShard, slot_parts
+    from r3channel.transport.tp_fanout import TensorParallelFanout
+
+    shard, tp = rank.shard, rank.coords.tp
+    fanout = TensorParallelFanout(rank.tp_group, device=torch.device("cpu"))
+    whole_N = torch.from_numpy(rank.data_N) if tp == 0 else None
+    part_N = torch.empty(shard.slot_bytes, dtype=torch.uint8)
+    if shard.tp_slots == 1:  # all ranks have the same rows
+        part_N = part_N if whole_N is None else whole_N
+        fanout.rebroadcast(part_N)
+    else:
+        slots = [] if whole_N is None else zip(*slot_parts(shard, whole_N), strict=True)
+        fanout.scatter([torch.cat(parts) for parts in slots] or None, part_N)
+    own = RankShard(rank.step.ticket, shard, part_N, tp=tp, invalid_rows="live")
+    for microbatch in rank.microbatches:
+        for layer in rank.layers:
+            if layer in rank.consumed.spec.moe_layers:
+                rank.used(microbatch, layer, own.layer_ids(microbatch, layer))
 
 
 def _replayed(found: dict[str, Any]) -> str:
@@ -195,6 +252,7 @@ def _print(
 
 
 _RUN: dict[str, Callable[[argparse.Namespace], int]] = {
+    "record": _record,
     "inspect": _inspect,
     "diff": _diff,
     "replay": _replay,

@@ -1,23 +1,32 @@
-"""One run as one HTML page without a network: a verdict, and pictures of its time, bytes, routing and samples.
+"""One run as one HTML page without a network, and its times as text: `r3channel report RUN...`, and what the demo prints.
 
-Pictures are matplotlib's (extra `plot`): inline SVG whose ink follows the reader's light or dark theme. Knows nothing of how a
-run is made.
+The page has a verdict, and pictures of the run's time, bytes, routing and samples. Pictures are matplotlib's (extra `plot`,
+imported when one is drawn): inline SVG whose ink follows the reader's light or dark theme. Knows nothing of how a run is made.
 """
 
 from __future__ import annotations
 
 import html
+import importlib.util
 import io
+import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from r3channel.errors import ConfigError
+from r3channel.observe.stage_clock import STAGES, WAITS, Span, merge_intervals
+from r3channel.observe.trace import spans_of
+from r3channel.tools import commands
 
-from r3channel.observe.stage_clock import Span
-from r3channel.tools.stages import ROUTING_WAITS, WORK
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
+WORK = ("place", "send")
+"""Stages of the relay's work for a step after it was sealed."""
+ROUTING_WAITS = tuple(stage for stage in WAITS if stage != "wait_generation")
 _INK, _FAINT = "#123456", "#654321"
 """Placeholders that become the page's own colours."""
 _BLUE, _ORANGE, _GREEN, _RED = "#4c8dd6", "#e08a1e", "#3fa66b", "#d2504b"
@@ -50,6 +59,109 @@ section { background: var(--card); border-radius: 10px; padding: 16px; min-width
 .picture { overflow-x: auto; } svg { max-width: 100%; height: auto; display: block; } .wide svg { min-width: 640px; }
 svg text { fill: var(--ink); }
 """
+
+
+def run(argv: Sequence[str]) -> int:
+    parser = commands.parser("report")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder that the demo's --report has filled")
+    for folder in parser.parse_args(argv).runs:
+        print(write_page(Path(folder)))
+    return 0
+
+
+def write_page(folder: Path) -> Path:
+    """Write report.html beside report.json and trace.json. Raises ConfigError where one is missing or matplotlib is."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("the page of a run needs matplotlib: pip install 'r3channel[plot]'")
+    try:
+        result = json.loads((folder / "report.json").read_text())
+        trace = json.loads((folder / "trace.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{folder}: expected report.json and trace.json of a run with --report: {error}"
+        ) from error
+    path = folder / "report.html"
+    path.write_text(page(result, spans_of(trace)))
+    return path
+
+
+# -- times --------------------------------------------------------------------------------------------------------------
+
+
+def stage_table(
+    seconds: Mapping[str, Mapping[str, float]], *, wall_s: Mapping[str, float] | None = None
+) -> str:
+    """One line per stage that some process was in, one column per process, in the order of `STAGES`.
+
+    `seconds` is {process: {stage: seconds}}. Where `wall_s` has a process, two lines say what its spans add up to and
+    which share of its wall time that is; leave out processes whose spans come from several threads at once.
+    """
+    processes = list(seconds)
+    rows = [["stage (seconds)", *processes]]
+    for stage in STAGES:
+        if any(stage in seconds[process] for process in processes):
+            rows.append([stage, *(_cell(seconds[process].get(stage)) for process in processes)])
+    if wall_s:
+        sums = {process: sum(seconds[process].values()) for process in processes}
+        rows.append(["sum", *(_cell(sums[process]) for process in processes)])
+        rows.append(["wall", *(_cell(wall_s.get(process)) for process in processes)])
+        rows.append(["coverage", *(_percent(sums[process], wall_s.get(process)) for process in processes)])
+    return _align(rows)
+
+
+def hidden_share(relay: Iterable[Span], trainers: Iterable[Span]) -> float:
+    """The share of the relay's work for its steps that no trainer waited for; 0.0 without work: nothing was shown to be hidden.
+
+    Work is what the relay does between `seal` and the last acknowledgement (`WORK`). To wait is to wait for routing
+    (`ROUTING_WAITS`): a trainer that waits for the next rollout waits for no relay.
+    """
+    waits = merge_intervals((one.start_s, one.end_s) for one in trainers if one.stage in ROUTING_WAITS)
+    total_s = exposed_s = 0.0
+    for work in (one for one in relay if one.stage in WORK):
+        total_s += work.seconds
+        exposed_s += sum(
+            max(0.0, min(work.end_s, end) - max(work.start_s, start))
+            for start, end in waits
+            if start < work.end_s and end > work.start_s
+        )
+    return 1.0 - exposed_s / total_s if total_s > 0 else 0.0
+
+
+def seconds_by_stage(spans: Iterable[Span]) -> dict[str, float]:
+    """Seconds of each stage, in the order in which stages were first entered."""
+    seconds: dict[str, float] = {}
+    for one in spans:
+        seconds[one.stage] = seconds.get(one.stage, 0.0) + one.seconds
+    return seconds
+
+
+def waits_of(spans: Iterable[Span]) -> dict[int, float]:
+    """Step -> seconds that one trainer stood still for its routing."""
+    seconds: dict[int, float] = {}
+    for one in spans:
+        if one.stage in ROUTING_WAITS and one.step is not None:
+            seconds[one.step] = seconds.get(one.step, 0.0) + one.seconds
+    return seconds
+
+
+def _cell(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds:.3f}"
+
+
+def _percent(part_s: float, wall_s: float | None) -> str:
+    return f"{part_s / wall_s:.1%}" if wall_s else "-"
+
+
+def _align(rows: list[list[str]]) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        numbers = (cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))
+        lines.append("  ".join([row[0].ljust(widths[0]), *numbers]))
+    return "\n".join(lines)
+
+
+# -- the page -------------------------------------------------------------------------------------------------------------
 
 
 def page(result: Mapping[str, Any], spans: Mapping[str, Sequence[Span]]) -> str:
@@ -215,7 +327,7 @@ def _outcomes(result: Mapping[str, Any], _: Any) -> Figure:
     return _bars({**known, **rejected} or {"received": 0.0}, "samples")
 
 
-_Draw = Callable[[Mapping[str, Any], Mapping[str, Sequence[Span]]], Figure]
+_Draw = Callable[[Mapping[str, Any], Mapping[str, Sequence[Span]]], "Figure"]
 _CARDS: tuple[tuple[str, str, _Draw, bool], ...] = (
     ("Where the time went", "Red is all that anybody waited for routing; blank is a wait for the next rollout.", _timeline, True),
     ("Bytes a token", "Routing on each leg, beside the default path's.", _bytes, False),
@@ -242,6 +354,8 @@ def _bars(values: Mapping[str, float], unit: str, *, first: str = _BLUE) -> Figu
 
 
 def _axes(width: float, height: float) -> tuple[Figure, Axes]:
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(width, height), layout="constrained")
     figure.patch.set_alpha(0)
     axes = figure.add_subplot()

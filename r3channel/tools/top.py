@@ -1,26 +1,64 @@
-"""`r3channel top`: a running channel on one screen, from its metrics pages. Finds the pages and looks; screen.py draws."""
+"""`r3channel top`: a running channel on one screen: samples, processes, stages, faults.
+
+Three parts: a process's /metrics page read back, what grew between two looks at it, and the screen that is drawn of them. To
+draw needs rich (extra `metrics`), which is imported then.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-
-from rich.console import Console
-from rich.live import Live
+from typing import TYPE_CHECKING
 
 from r3channel.errors import ConfigError
+from r3channel.observe.metric_table import LABELS, METRICS
+from r3channel.observe.stage_clock import STAGES
 from r3channel.tools import commands
-from r3channel.tools.metrics_page import Between, Look
-from r3channel.tools.screen import faults_of, screen
+from r3channel.tools.report_page import ROUTING_WAITS
+from r3channel.transport.http import urlopen
+
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
 
 _TIMEOUT_S = 5.0
 _AT_ONCE = 16
+_SERIES = re.compile(r"(\w+)(?:\{(.*)\})? (\S+)$")
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_SAMPLES, _BYTES, _STAGE = "r3channel_samples_total", "r3channel_bytes_total", "r3channel_stage_seconds"
+_ROLES = ("relay", "trainer", "engine")
+_MOST = 8
+"""Lines per role at most: the processes that wait longest for routing."""
+_FAULTS: tuple[tuple[str, dict[str, str], str], ...] = (
+    ("r3channel_rejected_total", {}, "replies, frames or steps refused"),
+    (_SAMPLES, {"outcome": "live"}, "samples left to the live router"),
+    (_SAMPLES, {"outcome": "expired"}, "samples that no step took in time"),
+    ("r3channel_ids_different_total", {}, "ids at routers that are not the engines'"),
+    ("r3channel_group_resets_total", {}, "connections given up"),
+    ("r3channel_fallback_shards_total", {}, "shards over the fallback transport"),
+    ("r3channel_weight_updates_total", {"result": "failed"}, "weight updates failed"),
+    ("r3channel_weight_updates_total", {"result": "unknown"}, "weight updates that may have been committed"),
+    ("r3channel_engine_frames_total", {"way": "given_up"}, "frames given up"),
+    ("r3channel_recording_lost_steps", {}, "steps that a recording could not keep"),
+    ("r3channel_engines_silent", {}, "engines without hello"),
+)
+"""Metric, labels, what a value above 0 means."""
+_MUST_BE_1 = {
+    "r3channel_background_thread_alive": "its thread has ended",
+    "r3channel_engine_greeted": "no relay has taken its hello",
+}
 
 
 def run(argv: Sequence[str]) -> int:
+    from rich.console import Console
+    from rich.live import Live
+
     options = _parser().parse_args(argv)
     console = Console(highlight=False)
     with ThreadPoolExecutor(_AT_ONCE) as pool:
@@ -90,3 +128,266 @@ class _Watch:
         found = [Between(self._last.get(look.url, look), look) for look in now]
         self._last |= {look.url: look for look in now if not look.fault}
         return found
+
+
+# -- a page -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One line of a page."""
+
+    name: str
+    labels: dict[str, str]
+    value: float
+
+
+def read_page(url: str, *, timeout_s: float) -> list[Series]:
+    """What the process at `url` says now. Raises OSError when nobody answers."""
+    with urlopen(url, timeout_s=timeout_s) as page:
+        return list(parse_page(page.read().decode()))
+
+
+def parse_page(text: str) -> Iterator[Series]:
+    """Series in their order; comments and what is no series are passed over."""
+    for line in text.splitlines():
+        found = None if line.startswith("#") else _SERIES.match(line)
+        if found:
+            yield Series(found[1], dict(_LABEL.findall(found[2] or "")), float(found[3]))
+
+
+def stage_seconds(page: Sequence[Series]) -> dict[str, float]:
+    """Seconds per stage since the process began."""
+    return {one.labels["stage"]: one.value for one in page if one.name == "r3channel_stage_seconds_sum"}
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What one page said at one moment, or why it said nothing."""
+
+    url: str
+    at_s: float
+    page: list[Series]
+    fault: str = ""
+
+    @classmethod
+    def at(cls, url: str, *, timeout_s: float) -> Look:
+        """Look at a page now. Never raises: `top` shows a page that is down."""
+        try:
+            page, fault = read_page(url, timeout_s=timeout_s), ""
+        except (OSError, ValueError) as error:  # ValueError: what answers there is no page
+            page, fault = [], str(error) or type(error).__name__
+        return cls(url, time.monotonic(), page, fault)
+
+    @property
+    def place(self) -> str:
+        return self.url.removeprefix("http://").removesuffix("/metrics")
+
+    @property
+    def role(self) -> str:
+        """The process's role, as its own series tell it."""
+        for one in self.page:
+            roles = METRICS[one.name].roles if one.name in METRICS else ()
+            if "role" in one.labels or len(roles) == 1:
+                return one.labels.get("role", *roles)
+        return ""
+
+    def labels_of(self, label: str) -> str:
+        return next((one.labels[label] for one in self.page if label in one.labels), "")
+
+    def found(self, name: str, **labels: str) -> list[Series]:
+        return [one for one in self.page if one.name == name and labels.items() <= one.labels.items()]
+
+    def sum(self, name: str, **labels: str) -> float:
+        return sum(one.value for one in self.found(name, **labels))
+
+
+@dataclass(frozen=True, slots=True)
+class Between:
+    """One process between two looks at its page."""
+
+    before: Look
+    now: Look
+
+    def grew(self, name: str, **labels: str) -> float:
+        """How much a value grew; the whole value where the process began anew."""
+        now = self.now.sum(name, **labels)
+        before = self.before.sum(name, **labels)
+        return now - before if now >= before else now
+
+    def rate(self, name: str, **labels: str) -> float:
+        return self.grew(name, **labels) / max(self.now.at_s - self.before.at_s, 1e-9)
+
+
+# -- the screen ---------------------------------------------------------------------------------------------------------
+
+
+def screen(processes: Sequence[Between], *, height: int = 0) -> Group:
+    """The whole screen; with a `height`, the stages that took the least time are left out."""
+    from rich.console import Group
+
+    up = [one for one in processes if not one.now.fault]
+    head = [_title(processes), *_down(processes), *_samples(up)]
+    tables = [_processes(role, [one for one in up if one.now.role == role]) for role in _ROLES]
+    shown = [table for table in tables if table.row_count]
+    faults = _faults(processes)
+    used = len(head) + sum(table.row_count + 2 for table in shown) + len(faults) + 3
+    return Group(*head, "", *_spaced([*shown, _stages(up, max(height - used, 3) if height else 0)]), *faults)
+
+
+def faults_of(processes: Iterable[Between]) -> Iterator[str]:
+    """The faults since each process began, and how much of each is new."""
+    for one in processes:
+        if one.now.fault:
+            yield f"{one.now.place} does not answer: {one.now.fault}"
+        for name, labels, meaning in _FAULTS:
+            for series in one.now.found(name, **labels):
+                if series.value:
+                    new = one.grew(name, **series.labels)
+                    why = f", reason {series.labels['reason']}" if "reason" in series.labels else ""
+                    yield f"{one.now.role} {one.now.place}: {series.value:,.0f} {meaning}{why} ({new:+,.0f})"
+        for name, meaning in _MUST_BE_1.items():
+            if any(series.value != 1 for series in one.now.found(name)):
+                yield f"{one.now.role} {one.now.place}: {meaning}"
+
+
+def _title(processes: Sequence[Between]) -> Text:
+    runs = sorted({one.now.labels_of("run") for one in processes} - {""})
+    down = sum(bool(one.now.fault) for one in processes)
+    pages = f"{len(processes)} page(s), {down} down" if down else f"{len(processes)} page(s)"
+    return _text(" ".join(["r3channel", *runs, "-", pages]), "bold")
+
+
+def _down(processes: Iterable[Between]) -> list[Text]:
+    return [_text(fault, "bold red") for fault in faults_of(one for one in processes if one.now.fault)]
+
+
+def _samples(up: Sequence[Between]) -> list[Text]:
+    """The balance of all relays, in the words of the alert that watches it."""
+    relays = [one for one in up if one.now.role == "relay"]
+    if not relays:
+        return []
+    sums = {one: sum(r.now.sum(_SAMPLES, outcome=one) for r in relays) for one in LABELS["outcome"]}
+    sums["in flight"] = sum(relay.now.sum("r3channel_samples_in_flight") for relay in relays)
+    parts = " + ".join(f"{count:,.0f} {name}" for name, count in sums.items() if count and name != "received")
+    rates = " in, ".join(
+        f"{sum(relay.rate(_SAMPLES, outcome=one) for relay in relays):,.1f}/s"
+        for one in ("received", "delivered")
+    )
+    return [_text(f"samples: {sums['received']:,.0f} received = {parts or 0}; {rates} delivered")]
+
+
+_Cell = Callable[[Between], str]
+
+
+def _value(name: str) -> _Cell:
+    return lambda one: f"{one.now.sum(name):,.0f}" if one.now.found(name) else "-"
+
+
+def _rate(name: str, unit: float = 1, **labels: str) -> _Cell:
+    return lambda one: f"{one.rate(name, **labels) / unit:,.1f}"
+
+
+def _of(part: str, whole: str) -> _Cell:
+    return lambda one: (
+        f"{one.now.sum(part) / 2**20:,.1f} of {one.now.sum(whole) / 2**20:,.0f}"
+        if one.now.found(whole)
+        else "-"
+    )
+
+
+def _waits(*stages: str) -> _Cell:
+    return lambda one: f"{sum(_share(one, stage) for stage in stages):.1%}"
+
+
+def _share(one: Between, stage: str) -> float:
+    return one.rate(f"{_STAGE}_sum", stage=stage)
+
+
+_VERSION = ("version", _value("r3channel_weight_version"))
+_COLUMNS: dict[str, tuple[tuple[str, _Cell], ...]] = {
+    "relay": (
+        ("samples", _value("r3channel_samples_in_flight")),
+        ("steps", _value("r3channel_steps_in_flight")),
+        ("oldest s", _value("r3channel_oldest_in_flight_seconds")),
+        ("store MiB", _of("r3channel_store_bytes", "r3channel_store_limit_bytes")),
+        ("sent MiB/s", _rate(_BYTES, 2**20, leg="wire_sent")),
+        ("engines", _value("r3channel_engines_greeted")),
+    ),
+    "trainer": (
+        _VERSION,
+        ("steps", _value("r3channel_steps_total")),
+        ("landed MiB/s", _rate(_BYTES, 2**20, leg="landed")),
+        ("waits: routing", _waits(*ROUTING_WAITS)),
+        ("rollout", _waits("wait_generation")),
+    ),
+    "engine": (
+        _VERSION,
+        ("frames/s", _rate("r3channel_engine_frames_total")),
+        ("queue MiB", _of("r3channel_engine_queue_bytes", "r3channel_engine_queue_limit_bytes")),
+    ),
+}  # fmt: skip
+"""Role -> title and cell of each column."""
+
+
+def _processes(role: str, own: Sequence[Between]) -> Table:
+    table = _table(role, *(title for title, _ in _COLUMNS[role]))
+    for one in sorted(own, key=lambda one: -sum(_share(one, stage) for stage in ROUTING_WAITS))[:_MOST]:
+        table.add_row(one.now.place, *(cell(one) for _, cell in _COLUMNS[role]))
+    if len(own) > _MOST:
+        table.add_row(f"and {len(own) - _MOST} more")
+    return table
+
+
+def _stages(up: Sequence[Between], most: int) -> Table:
+    """The slowest process of each role, stage by stage: share of a thread's time, and milliseconds of one span."""
+    table = _table("stage", *(f"{role} {what}" for role in _ROLES for what in ("busy", "ms")))
+    slowest = {
+        (role, stage): max(
+            (one for one in up if one.now.role == role), key=lambda one: _share(one, stage), default=None
+        )
+        for role in _ROLES
+        for stage in STAGES
+    }
+    shares = {key: _share(one, key[1]) if one else 0.0 for key, one in slowest.items()}
+    longest = {stage: max(shares[role, stage] for role in _ROLES) for stage in STAGES}
+    shown = sorted((stage for stage in STAGES if longest[stage]), key=lambda stage: -longest[stage])
+    for stage in sorted(shown[: most or None], key=STAGES.index):
+        cells = [_stage_cells(slowest[role, stage], stage) for role in _ROLES]
+        table.add_row(stage, *(cell for pair in cells for cell in pair))
+    return table
+
+
+def _stage_cells(one: Between | None, stage: str) -> tuple[str, str]:
+    spans = one.grew(f"{_STAGE}_count", stage=stage) if one else 0
+    if one is None or not spans:
+        return "", ""
+    return f"{_share(one, stage):.1%}", f"{1000 * one.grew(f'{_STAGE}_sum', stage=stage) / spans:,.1f}"
+
+
+def _faults(processes: Sequence[Between]) -> list[Text]:
+    if not any(faults_of(processes)):
+        return [_text("no fault", "green")]
+    return [_text(fault, "red") for fault in faults_of(one for one in processes if not one.now.fault)]
+
+
+def _table(first: str, *titles: str) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold cyan")
+    table.add_column(first, no_wrap=True)
+    for title in titles:
+        table.add_column(title, justify="right", no_wrap=True)
+    return table
+
+
+def _spaced(tables: Iterable[Table]) -> Iterator[Table | str]:
+    for table in tables:
+        yield table
+        yield ""
+
+
+def _text(text: str, style: str = "") -> Text:
+    from rich.text import Text
+
+    return Text(text, style=style)

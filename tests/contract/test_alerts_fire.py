@@ -24,7 +24,7 @@ from r3channel.engine.frame_sender import Outlet
 from r3channel.observe.metrics import Metrics
 from r3channel.plan.assignment import Assignment
 from r3channel.relay.sealed import SealedStep
-from r3channel.tools.metrics_page import Look, Series
+from r3channel.tools.top import Look, Series
 from r3channel.trainer.mismatch import RoutingAudit, measure, publish
 from r3channel.weights.session import WeightSync
 from tests.delivery import MakeRelay, receivers_of, relays, until

@@ -23,7 +23,7 @@ from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.recordings.recorder import Recorder
 from r3channel.relay.relay import Relay
-from r3channel.tools.layouts import PROVEN, WHEN
+from r3channel.tools.pages import PROVEN, WHEN
 from r3channel.wire.frame import encode_frame
 from tests.delivery import recorded
 from tests.dist.control import ControlServer

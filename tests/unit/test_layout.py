@@ -13,7 +13,7 @@ import pytest
 from r3channel.errors import ConfigError
 from r3channel.model.spec import RoutingSpec
 from r3channel.plan.layout import RankCoords, TrainerLayout
-from r3channel.tools.layouts import LAYOUTS, PROVEN, WHEN
+from r3channel.tools.pages import LAYOUTS, PROVEN, WHEN
 
 
 @pytest.mark.parametrize("rank", range(16))

@@ -16,9 +16,7 @@ from r3channel.errors import ConfigError
 from r3channel.observe.metrics import Metrics
 from r3channel.observe.stage_clock import STAGES, StageClock
 from r3channel.tools import top
-from r3channel.tools.metrics_page import Between, Look, parse_page
-from r3channel.tools.screen import faults_of, screen
-from r3channel.tools.top import urls_of
+from r3channel.tools.top import Between, Look, faults_of, parse_page, screen, urls_of
 
 
 def look(metrics: Metrics, at_s: float) -> Look:
