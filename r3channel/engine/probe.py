@@ -1,9 +1,10 @@
-"""`r3channel doctor --engine URL`: what a running engine says about itself, and whether its frames can be used."""
+"""What the doctor asks about engines: is the plug-in there, would its hooks apply, and what a running engine says of itself."""
 
 from __future__ import annotations
 
 import base64
 import binascii
+import importlib.metadata
 import json
 import urllib.error
 import urllib.request
@@ -13,11 +14,13 @@ from typing import Any
 from r3channel.engine.sglang_settings import Verdict, flag, judgements, refused
 from r3channel.errors import R3Error
 from r3channel.model.spec import RoutingSpec
-from r3channel.observe.check import Check
+from r3channel.observe.check import Check, CheckContext
 from r3channel.transport.http import urlopen
 from r3channel.wire.frame import FRAME_MAGIC, parse_frame
 from r3channel.wire.hello import Hello, probe_body
 
+_PLUGIN_GROUP = "sglang.srt.plugins"
+_HOOKS = "from r3channel.engine.sglang_hooks import check_hooks as check"
 _NOT_ON = (
     "install r3channel in the engine's environment and start it with R3CHANNEL_ENGINE=1 and --enable-return-routed-experts; "
     "its log names a hook that failed"
@@ -25,6 +28,33 @@ _NOT_ON = (
 
 _UNSET = (None, False, "", "auto", "none", "null", [], {})
 """Values with which a setting does nothing."""
+
+
+def check_plugin(_: CheckContext) -> Iterator[Check]:
+    """SGLang finds our plug-in through installed metadata; a bare checkout on the path has none."""
+    entries = {entry.name: entry.value for entry in importlib.metadata.entry_points(group=_PLUGIN_GROUP)}
+    yield Check(
+        name="SGLang plug-in",
+        ok="r3channel" in entries,
+        found=entries.get("r3channel", f"no entry point in group {_PLUGIN_GROUP}"),
+        remedy="install the package itself: pip install -e . (make setup does)",
+    )
+
+
+def check_hooks(context: CheckContext) -> Iterator[Check]:
+    """Whether our hooks would apply. No fault where SGLang cannot be imported, which wants a GPU or to be told of none."""
+    if context.gpu or context.environment.get("SGLANG_USE_CPU_ENGINE") == "1":
+        yield context.ask("SGLang hooks", _HOOKS)
+    else:
+        yield Check(
+            name="SGLang hooks", ok=True, found="not looked for: SGLang is not imported without a GPU"
+        )
+
+
+def check_engines(context: CheckContext) -> Iterator[Check]:
+    """What each running engine of `--engine URL` says about itself, and whether its frames can be used."""
+    for url in context.engines:
+        yield from ask_engine(url, timeout_s=context.timeout_s)
 
 
 def ask_engine(url: str, *, timeout_s: float) -> Iterator[Check]:

@@ -17,8 +17,10 @@ from typing import Any
 
 from r3channel.config import ENV_PREFIX, ChannelConfig
 from r3channel.errors import ConfigError
+from r3channel.observe.check import Check, CheckContext
 from r3channel.plan.layout import TrainerLayout
 
+LOOPBACK = "127.0.0.1"
 _LAST_PORT = 65535
 MEMINFO = Path("/proc/meminfo")
 
@@ -107,3 +109,34 @@ def layout(option: str, given: TrainerLayout, model: Mapping[str, Any]) -> str:
     except ConfigError as error:
         return f"{option}: {error}; give other pp, vpp, first_layers or last_layers"
     return ""
+
+
+# -- the doctor's ----------------------------------------------------------------------------------------------------------
+
+
+def check_ports(context: CheckContext) -> Iterator[Check]:
+    """Whether each port can be bound on loopback now, and, but for an engine, any port at all."""
+    for number in context.ports if context.role == "engine" else (0, *context.ports):
+        name = f"port {number}" if number else "a free port"
+        fault = port(name, number, host=LOOPBACK)
+        yield Check(name=name, ok=not fault, found=fault or f"free on {LOOPBACK}")
+
+
+def check_memory(context: CheckContext, *, meminfo: Path = MEMINFO) -> Iterator[Check]:
+    """Memory for the rows that `store_bytes` allows. Never a fault: a relay may never hold so many, or run elsewhere."""
+    lacking = memory(
+        context.config.store_bytes,
+        remedy="the store may hold so many bytes of rows: lower store_bytes to twice a step (`r3channel plan` says it)",
+        meminfo=meminfo,
+    )
+    enough = f"room for the {context.config.store_bytes / 2**30:.1f} GiB of rows that store_bytes allows"
+    yield Check(name="memory of the relay", ok=True, found=lacking or enough)
+
+
+def check_store(context: CheckContext) -> Iterator[Check]:
+    """Whether `store_dir` takes what a killed relay would leave; a fault where it cannot be written or has no room."""
+    path, size = context.config.store_dir, context.config.store_bytes
+    fault = folder("store_dir", path, room_bytes=size)
+    takes = f"{path} takes up to {size / 1e9:.1f} GB of rows (store_bytes), and so much is free"
+    well = takes if path else "not set: what a killed relay holds is lost"
+    yield Check(name="store_dir", ok=not fault, found=fault or well, remedy="or lower store_bytes")

@@ -1,8 +1,22 @@
-"""One finding of the doctor, as a line of text."""
+"""What a room tells the doctor: a check takes a `CheckContext` and yields its findings.
+
+Each room owns its checks; `tools/doctor.py` lists them. An upstream is asked in a child process with a deadline, so no
+check imports it into this one.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+_ANSWER = "R3CHANNEL-DOCTOR "
+"""Marks the answer among whatever an upstream prints on import."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,3 +31,67 @@ class Check:
     def line(self) -> str:
         text = f"{'ok' if self.ok else 'FAIL':4}  {self.name:22} {self.found}"
         return text if self.ok else f"{text}; {self.remedy}"
+
+
+def has_gpu() -> bool:
+    """Whether there is an NVIDIA driver. The system is asked: to ask torch would import it."""
+    return Path("/dev/nvidiactl").exists()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckContext:
+    """What the doctor was asked to look at; every check gets the same one."""
+
+    config: Any
+    """The `ChannelConfig`, which this room lies below."""
+    role: str = "all"
+    """What this machine is to run."""
+    ports: Sequence[int] = ()
+    nodes: int = 1
+    """Machines of the run."""
+    engines: Sequence[str] = ()
+    """URLs of running engines."""
+    slime: str | None = None
+    """A checkout of slime."""
+    arguments: Sequence[str] = ()
+    """Those of a slime job."""
+    timeout_s: float = 120.0
+    """Deadline of each child process and of each engine's answer."""
+    environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    gpu: bool = field(default_factory=has_gpu)
+
+    def ask(self, name: str, imports: str) -> Check:
+        """Run `check() -> list of problems`, as the statement `imports` names it, in a child process."""
+        program = f"import json; {imports}; print({_ANSWER!r} + json.dumps(check()))"
+        try:
+            child = subprocess.run(
+                [sys.executable, "-c", program],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=self.timeout_s,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            found, remedy = f"no answer within {self.timeout_s:g} s", "raise --timeout-s"
+        else:
+            found, remedy = _judge(child.stdout, child.stderr, imports)
+        return Check(name=name, ok=not remedy, found=found, remedy=remedy)
+
+
+def _judge(stdout: str, stderr: str, imports: str) -> tuple[str, str]:
+    """What a child found, and the remedy; "" where it found no problem."""
+    answers = [line for line in stdout.splitlines() if line.startswith(_ANSWER)]
+    if not answers:
+        last = next(
+            (line.strip() for line in stderr.splitlines()[::-1] if line.strip()), "it ended without a word"
+        )
+        return (
+            f"could not be asked: {last}",
+            f"see it whole with: {sys.executable} -c '{imports}; print(check())'",
+        )
+    problems = json.loads(answers[0].removeprefix(_ANSWER))
+    if problems:
+        return "; ".join(map(str, problems)), "install the versions that this release was read against"
+    return "all found", ""

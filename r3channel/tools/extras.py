@@ -1,10 +1,14 @@
-"""What to install for a missing package, as data, and which place of a run needs which."""
+"""Which packages each place of a run needs, what is installed, and how to get what is missing. Imports none of them."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import platform
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
+
+from r3channel.observe.check import Check, CheckContext
 
 _EMBEDDED = "make setup in a clone of the repository"
 EXTRAS = {
@@ -80,3 +84,32 @@ def packages(names: Iterable[str], versions: Mapping[str, tuple[str, ...]]) -> I
             continue
         if read and found not in read:
             yield f"{name} {found} was not read, only {' and '.join(read)}; pip install {name}=={read[-1]}"
+
+
+def check_packages(context: CheckContext) -> Iterator[Check]:
+    """Python, then what the role needs, then what helps it."""
+    yield check_python(sys.version_info[:3], gpu=context.gpu)
+    role = ROLES[context.role]
+    for name in role.needs:
+        yield check_distribution(name)
+    for name, loss in role.helps.items():
+        yield check_distribution(name, loss=loss)
+
+
+def check_python(version: tuple[int, int, int], *, gpu: bool) -> Check:
+    return Check(
+        name="python",
+        ok=version >= (3, 11, 0),
+        found=f"{'.'.join(map(str, version))} ({platform.machine()}, {'GPU' if gpu else 'no GPU'})",
+        remedy="r3channel needs Python 3.11 or newer",
+    )
+
+
+def check_distribution(name: str, *, loss: str = "") -> Check:
+    """Whether it is installed, by its metadata. Its absence is no fault where `loss` says what goes without it."""
+    try:
+        return Check(name=name, ok=True, found=importlib.metadata.version(name))
+    except importlib.metadata.PackageNotFoundError:
+        if loss:
+            return Check(name=name, ok=True, found=f"not installed: {loss}; {remedy(name)}")
+        return Check(name=name, ok=False, found="not installed", remedy=remedy(name))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import base64
+import importlib
 import json
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,47 +22,45 @@ import pytest
 from examples.embedded.sglang import environment
 from r3channel import cli
 from r3channel.config import ChannelConfig
+from r3channel.engine import probe
+from r3channel.integrations import preflight
 from r3channel.model.spec import RoutingSpec
-from r3channel.tools import doctor, network
-from r3channel.tools.doctor import Check
-from r3channel.tools.network import Interface
+from r3channel.observe.check import Check, CheckContext
+from r3channel.tools import doctor, extras
+from r3channel.transport import network
+from r3channel.transport.network import Interface
 from r3channel.wire.frame import encode_frame
 from r3channel.wire.hello import Hello
 
 
-def ask(imports: str, *, timeout_s: float) -> Check:
-    return doctor.ask("names", imports, timeout_s=timeout_s)
+def context(config: ChannelConfig | None = None, **options: Any) -> CheckContext:
+    return CheckContext(config=config or ChannelConfig(), **options)
 
 
-def test_a_package_is_named_with_its_version_or_with_what_to_do_and_an_old_python_fails() -> None:
-    there = doctor.check_distribution("numpy", remedy="pip install numpy")
+def test_a_package_is_named_with_its_version_its_remedy_or_its_price_and_an_old_python_fails() -> None:
+    there = extras.check_distribution("numpy")
     assert there.ok and there.line().split()[:3] == ["ok", "numpy", metadata.version("numpy")]
-    line = doctor.check_distribution("r3channel-not-there", remedy="pip install it").line()
-    assert line.startswith("FAIL") and line.endswith("not installed; pip install it")
-    assert not doctor.check_python((3, 10, 18)).ok and doctor.check_python((3, 11, 0)).ok
+    line = extras.check_distribution("r3channel-not-there").line()
+    assert line.startswith("FAIL") and line.endswith("not installed; pip install r3channel-not-there")
+    helper = extras.check_distribution("r3channel-not-there", loss="all is slower")
+    assert helper.ok and "all is slower; pip install r3channel-not-there" in helper.line()
+    assert extras.check_python((3, 11, 0), gpu=False).ok
+    assert not extras.check_python((3, 10, 18), gpu=False).ok
 
 
 def test_a_free_port_is_found_and_a_taken_or_impossible_one_fails_by_number() -> None:
-    assert doctor.check_port(0).ok and not doctor.check_port(99_999).ok
-    with socket.socket() as taken:
-        taken.bind((doctor.LOOPBACK, 0))
-        taken.listen()
+    with socket.create_server((preflight.LOOPBACK, 0)) as taken:
         port = taken.getsockname()[1]
-        assert f"port {port}" in doctor.check_port(port).line()
-        assert not doctor.check_port(port).ok
-
-
-def test_an_engine_that_is_not_there_fails_with_its_address(capsys: pytest.CaptureFixture[str]) -> None:
-    assert doctor.examine(engines=["http://127.0.0.1:9"], timeout_s=5) == 1
-    assert "engine http://127.0.0.1:9" in capsys.readouterr().out
+        found = list(preflight.check_ports(context(ports=[99_999, port])))
+    assert [check.ok for check in found] == [True, False, False] and f"port {port}" in found[-1].line()
 
 
 def test_a_store_that_may_outgrow_the_memory_is_told(tmp_path: Path) -> None:
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 9999999 kB\nMemAvailable: 2097152 kB\n")
-    enough = doctor.check_memory(ChannelConfig(store_bytes=2 << 30), meminfo=meminfo)
+    enough = next(preflight.check_memory(context(ChannelConfig(store_bytes=2 << 30)), meminfo=meminfo))
     assert enough.ok and "room for the 2.0 GiB of rows" in enough.found
-    lacking = doctor.check_memory(ChannelConfig(store_bytes=3 << 30), meminfo=meminfo)
+    lacking = next(preflight.check_memory(context(ChannelConfig(store_bytes=3 << 30)), meminfo=meminfo))
     assert lacking.ok, "it is no fault of this machine"
     assert "2.0 GiB of memory are free, and 3.0 GiB are needed" in lacking.found
     assert "lower store_bytes" in lacking.found
@@ -75,24 +76,18 @@ def test_a_store_that_may_outgrow_the_memory_is_told(tmp_path: Path) -> None:
     ],
 )
 def test_a_child_is_well_or_its_problem_is_in_the_line(imports: str, said: str, timeout_s: float) -> None:
-    check = ask(imports, timeout_s=timeout_s)
+    check = context(timeout_s=timeout_s).ask("names", imports)
     assert check.ok == (not said) and said in check.line()
 
 
 def test_the_exit_status_is_1_when_something_is_missing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    well = Check(name="ray", ok=True, found="2.60.0")
     bad = Check(name="torch", ok=False, found="not installed", remedy="install it")
-
-    def found(**_: object) -> Iterator[Check]:
-        yield Check(name="ray", ok=True, found="2.60.0")
-        yield bad
-
-    monkeypatch.setattr(doctor, "checks", found)
-    assert cli.main(["doctor"]) == 1
-    assert len(capsys.readouterr().out.splitlines()) == 2
-    monkeypatch.setattr(doctor, "checks", lambda **_: iter([Check(name="ray", ok=True, found="2.60.0")]))
-    assert cli.main(["doctor"]) == 0
+    for found, status in (([well, bad], 1), ([well], 0)):
+        monkeypatch.setattr(doctor, "findings", lambda _, found=found: iter(found))
+        assert cli.main(["doctor"]) == status and len(capsys.readouterr().out.splitlines()) == len(found)
 
 
 @pytest.mark.engine
@@ -107,13 +102,12 @@ def test_the_embedded_environment_is_well(
     assert found["SGLang hooks"] == found["Megatron names"] == "all found"
 
 
-def test_sglang_is_not_asked_where_it_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "has_gpu", lambda: False)
-    monkeypatch.delenv("SGLANG_USE_CPU_ENGINE", raising=False)
-    check = doctor.check_hooks(timeout_s=0)
+def test_sglang_is_not_asked_where_it_cannot_be_imported() -> None:
+    check = next(probe.check_hooks(context(gpu=False, environment={})))
     assert check.ok and check.found == "not looked for: SGLang is not imported without a GPU"
-    monkeypatch.setattr(doctor, "has_gpu", lambda: True)
-    assert doctor.check_hooks(timeout_s=0).found == "no answer within 0 s"
+    for gpu, variables in ((True, {}), (False, {"SGLANG_USE_CPU_ENGINE": "1"})):
+        asked = context(gpu=gpu, environment=variables, timeout_s=0)
+        assert next(probe.check_hooks(asked)).found == "no answer within 0 s"
 
 
 def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,13 +136,15 @@ def answering(answers: dict[str, dict[str, Any]]) -> Iterator[str]:
         server.shutdown()
 
 
-def test_an_engine_is_asked_directly_whatever_proxy_the_environment_names(
+def test_an_engine_is_asked_directly_whatever_proxy_is_named_and_one_that_is_not_there_fails_with_its_address(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     with answering({"/generate": {"meta_info": {}}, "/server_info": {}}) as url:
-        assert doctor.examine(engines=[url], timeout_s=5) == 1
+        assert doctor.examine(context(engines=[url], timeout_s=5)) == 1
     assert "answers without routing" in capsys.readouterr().out
+    assert doctor.examine(context(engines=["http://127.0.0.1:9"], timeout_s=5)) == 1
+    assert "engine http://127.0.0.1:9" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("allowed", "status"), [((), 1), (("pp", "unread"), 0)])
@@ -168,7 +164,7 @@ def test_an_engines_settings_are_judged_and_refused_ones_are_a_fault_unless_allo
     }
 
     with answering(answers) as url:
-        assert doctor.examine(engines=[url], timeout_s=5) == status
+        assert doctor.examine(context(engines=[url], timeout_s=5)) == status
     found = {line[6:28].strip(): line[29:] for line in capsys.readouterr().out.splitlines()}
     assert found["settings tested"] == "--tp-size 2"
     assert found["settings by reading"] == "--ep-size 8"
@@ -177,40 +173,39 @@ def test_an_engines_settings_are_judged_and_refused_ones_are_a_fault_unless_allo
 
 
 ROLES = {
-    "relay": (
-        {"torch", "ray", "numba", "pybase64", "h11", "store_dir"},
-        {"sglang", "megatron-core", "SGLang hooks"},
-    ),
+    "relay": ({"torch", "ray", "numba", "pybase64", "h11", "store_dir"}, {"sglang", "megatron-core", "SGLang hooks"}),
     "engine": ({"sglang", "SGLang plug-in", "SGLang hooks"}, {"ray", "megatron-core", "numba", "store_dir"}),
-    "trainer": (
-        {"megatron-core", "mbridge", "Megatron names"},
-        {"sglang", "h11", "store_dir", "SGLang hooks"},
-    ),
-}
+    "trainer": ({"megatron-core", "mbridge", "Megatron names"}, {"sglang", "h11", "store_dir", "SGLang hooks"}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("role", ROLES)
 def test_a_role_is_asked_for_what_it_needs_only(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def asked(name: str, imports: str, **options: object) -> Check:
-        return Check(name=name, ok=True, found="asked")
-
-    monkeypatch.setattr(doctor, "ask", asked)
-    found = {check.name for check in doctor.checks(role=role, ports=(), timeout_s=1, channel=ChannelConfig())}
+    monkeypatch.setattr(CheckContext, "ask", lambda _, name, __: Check(name=name, ok=True, found="asked"))
+    found = {check.name for check in doctor.findings(context(role=role))}
     there, elsewhere = ROLES[role]
     assert there <= found and not elsewhere & found
 
 
-def test_what_only_helps_is_told_with_its_price_and_is_no_fault() -> None:
-    check = doctor.check_helper("r3channel-not-there", loss="all is slower")
-    assert check.ok and "all is slower; pip install r3channel-not-there" in check.line()
-
-
 def test_a_store_that_cannot_hold_what_it_may_be_given_is_a_fault(tmp_path: Path) -> None:
-    here = doctor.check_store(ChannelConfig(store_dir=str(tmp_path / "new"), store_bytes=64 << 20))
+    def store_check(folder: str, store_bytes: int) -> Check:
+        config = ChannelConfig(store_dir=str(tmp_path / folder), store_bytes=store_bytes)
+        return next(preflight.check_store(context(config)))
+
+    here = store_check("new", 64 << 20)
     assert here.ok and "free" in here.found
-    assert not doctor.check_store(ChannelConfig(store_dir=str(tmp_path), store_bytes=1 << 60)).ok
+    assert not store_check("", 1 << 60).ok
     (tmp_path / "file").touch()
-    assert "cannot be written" in doctor.check_store(ChannelConfig(store_dir=str(tmp_path / "file"))).line()
+    assert "cannot be written" in store_check("file", 64 << 20).line()
+
+
+def test_each_check_of_the_list_is_there_and_its_room_is_imported_when_it_is_run() -> None:
+    assert all(callable(getattr(importlib.import_module(room), name)) for _, room, name in doctor.CHECKS)
+    # The command line itself says how to get a package.
+    lazy = {room for _, room, _ in doctor.CHECKS} - {extras.__name__}
+    program = f"import sys, r3channel.cli, r3channel.tools.doctor; print({lazy!r} & set(sys.modules))"
+    child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=150)
+    assert child.stdout == "set()\n", child.stderr
 
 
 # -- the network: what is there, what a relay binds of it, and what NCCL is told -------------------------------------------
@@ -251,30 +246,26 @@ def test_what_nccl_is_told_is_said() -> None:
     ]
 
 
-def test_loopback_is_a_fault_with_several_machines() -> None:
+def test_loopback_is_a_fault_with_several_machines_and_no_route_with_one() -> None:
     found = network.interfaces()
-    alone = network.check_interface(ChannelConfig(), found, nodes=1)
+    alone = network.check_interface("127.0.0.1", found, nodes=1)
     assert alone.ok and alone.found == "lo (127.0.0.1)"
-    check = network.check_interface(ChannelConfig(), found, nodes=2)
+    check = network.check_interface("127.0.0.1", found, nodes=2)
     assert not check.ok and "2 nodes" in check.line() and "R3CHANNEL_INTERFACE" in check.line()
-
-
-def test_an_interface_without_a_route_is_a_fault() -> None:
-    assert not network.check_interface(ChannelConfig(interface="no.such.host.invalid"), [], nodes=1).ok
+    assert not network.check_interface("no.such.host.invalid", found, nodes=1).ok
 
 
 def test_another_machines_address_is_named_with_the_route_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "route_to", lambda address: "10.0.0.5")
-    check = network.check_interface(ChannelConfig(interface="10.0.0.9"), [LO, ETH], nodes=2)
+    check = network.check_interface("10.0.0.9", [LO, ETH], nodes=2)
     assert check.ok and check.found.startswith("eth0 (10.0.0.5), the route to 10.0.0.9")
 
 
 def test_the_command_prints_them_and_reads_the_configuration(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        doctor, "checks", lambda *, channel, nodes, **_: network.check_network(channel, {}, nodes=nodes)
-    )
+    alone = [listed for listed in doctor.CHECKS if listed.name == "check_network"]
+    monkeypatch.setattr(doctor, "CHECKS", alone)
     file = tmp_path / "channel.toml"
     file.write_text('interface = "no.such.host.invalid"\n')
     assert cli.main(["doctor"]) == 0

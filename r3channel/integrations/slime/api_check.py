@@ -8,10 +8,13 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
 from r3channel.errors import ConfigError, UsageError
+from r3channel.integrations.slime.arguments import judged
+from r3channel.observe.check import Check, CheckContext
 
 KNOWN = "slime 624b824a (0.3.1)"
 _NEW_SLIME = "slime/data/batch_builder.py"
@@ -29,6 +32,34 @@ def check_importable() -> None:
         raise ConfigError(
             f"this slime is not one that r3channel knows: {'; '.join(lines[:4])}{more}. Known: {KNOWN}; nothing was started"
         )
+
+
+def check_checkout(context: CheckContext) -> Iterator[Check]:
+    """Whether the checkout of `--slime DIR` has every name that the integration uses, which these are, and what a job's
+    arguments ask for that is refused. Nothing of slime is imported."""
+    root = Path(context.slime or "")
+    lines = moved(root)
+    yield Check(
+        name=f"slime {root}",
+        ok=not lines,
+        found="; ".join(lines) or f"all names of {KNOWN}",
+        remedy=f"use {KNOWN}; to adapt: r3channel/integrations",
+    )
+    for line in () if lines else used():
+        yield Check(name="used", ok=True, found=line)
+    if context.arguments:
+        fault = _refusal(context.arguments)
+        well = "nothing that is refused at start"
+        yield Check(name="arguments", ok=not fault, found=fault or well, remedy="change them")
+
+
+def _refusal(arguments: Sequence[str]) -> str:
+    """What the launcher would say of a job's arguments, empty where it would start."""
+    try:
+        judged(arguments)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def moved(root: Path) -> list[str]:

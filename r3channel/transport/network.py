@@ -1,6 +1,6 @@
 """The network of this machine: its interfaces, the one that a relay binds, and what NCCL is told. Linux only.
 
-Everything is read from /sys and /proc. gloo takes the interface on the route to `config.interface`
+Everything is read from /sys and /proc. gloo takes the interface on the route to the option `interface`
 (`transport.process_group`), which on the relay's machine is the one that it binds.
 """
 
@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from r3channel.config import ChannelConfig
-from r3channel.observe.check import Check
+from r3channel.observe.check import Check, CheckContext
 
 _NET = Path("/sys/class/net")
 _INET6 = Path("/proc/net/if_inet6")
@@ -48,7 +47,7 @@ def interfaces(
         Interface(name, _is_up(root / name), (addresses_of or addresses)(name), _speed(root / name))
         for name in sorted(path.name for path in root.glob("*"))
     ]
-    return sorted(found, key=lambda one: int(_read(root / one.name / "ifindex") or 0))
+    return sorted(found, key=lambda interface: int(_read(root / interface.name / "ifindex") or 0))
 
 
 def addresses(name: str) -> tuple[str, ...]:
@@ -98,40 +97,30 @@ def route_to(address: str) -> str | None:
 # -- findings ------------------------------------------------------------------------------------------------------------
 
 
-def check_network(
-    config: ChannelConfig, environment: Mapping[str, str], *, nodes: int = 1
-) -> Iterator[Check]:
-    """A line per interface, the one that a relay binds, and what NCCL is told. `nodes`: machines of the run."""
+def check_network(context: CheckContext) -> Iterator[Check]:
+    """A line per interface, the one that a relay binds, and what NCCL is told."""
     found = interfaces()
-    for one in found:
-        yield Check(name=f"network {one.name}", ok=True, found=_describe(one))
-    yield check_interface(config, found, nodes=nodes)
-    yield check_nccl(environment)
+    for interface in found:
+        yield Check(name=f"network {interface.name}", ok=True, found=_describe(interface))
+    yield check_interface(context.config.interface, found, nodes=context.nodes)
+    yield check_nccl(context.environment)
 
 
-def check_interface(config: ChannelConfig, found: Sequence[Interface], *, nodes: int) -> Check:
-    """Which interface a relay binds and gloo uses, and whether other machines can reach it."""
-    local = route_to(config.interface)
-    over = next((one for one in found if local in one.addresses), None)
+def check_interface(address: str, found: Sequence[Interface], *, nodes: int) -> Check:
+    """Which interface a relay binds and gloo uses, and whether other machines can reach it. `nodes`: machines of the run."""
+    local = route_to(address)
+    over = next((interface for interface in found if local in interface.addresses), None)
     where = f"{over.name} ({local})" if over is not None else str(local)
-    name = "interface"
     remedy = "set R3CHANNEL_INTERFACE to this machine's address on the network of the trainers"
     if local is None:
-        return Check(name=name, ok=False, found=f"no route to interface {config.interface}", remedy=remedy)
-    if nodes > 1 and ipaddress.ip_address(local).is_loopback:
-        return Check(
-            name=name,
-            ok=False,
-            found=f"{where}, which only this machine reaches; {nodes} nodes are configured",
-            remedy=remedy,
-        )
-    if local != config.interface:
-        return Check(
-            name=name,
-            ok=True,
-            found=f"{where}, the route to {config.interface}; a relay cannot bind that address here",
-        )
-    return Check(name=name, ok=True, found=where)
+        ok, said = False, f"no route to interface {address}"
+    elif nodes > 1 and ipaddress.ip_address(local).is_loopback:
+        ok, said = False, f"{where}, which only this machine reaches; {nodes} nodes are configured"
+    elif local != address:
+        ok, said = True, f"{where}, the route to {address}; a relay cannot bind that address here"
+    else:
+        ok, said = True, where
+    return Check(name="interface", ok=ok, found=said, remedy=remedy)
 
 
 def check_nccl(environment: Mapping[str, str]) -> Check:
@@ -141,6 +130,6 @@ def check_nccl(environment: Mapping[str, str]) -> Check:
     return Check(name="NCCL", ok=True, found=f"{found}. NCCL_DEBUG=INFO prints what it takes")
 
 
-def _describe(one: Interface) -> str:
-    speed = f"{one.speed_mbit_s / 1000:g} Gbit/s" if one.speed_mbit_s else "speed unknown"
-    return f"{', '.join(one.addresses) or 'no address'}; {speed}; {'up' if one.up else 'down'}"
+def _describe(interface: Interface) -> str:
+    speed = f"{interface.speed_mbit_s / 1000:g} Gbit/s" if interface.speed_mbit_s else "speed unknown"
+    return f"{', '.join(interface.addresses) or 'no address'}; {speed}; {'up' if interface.up else 'down'}"
