@@ -23,13 +23,13 @@ from examples.async_grpo.batch import Sample, pack
 from examples.async_grpo.client import ask
 from examples.async_grpo.grpo import GROUP, Request, group_advantages, make_requests, reward
 from examples.async_grpo.modules import channel_modules
+from examples.async_grpo.stages import seconds_by_stage
 from r3channel.errors import R3Error
 from r3channel.model.spec import RoutingSpec
 from r3channel.observe.stage_clock import Span, StageClock
 from r3channel.observe.trace import Point, in_slots
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
-from r3channel.tools.report_page import seconds_by_stage
 
 
 class ManagerRouting(Protocol):

@@ -10,9 +10,9 @@ import numpy as np
 
 from examples.async_grpo.compare import Comparison
 from examples.async_grpo.modules import channel_modules
+from examples.async_grpo.stages import hidden_share, stage_table, waits_of
 from r3channel.model.spec import RoutingSpec
 from r3channel.plan.layout import TrainerLayout
-from r3channel.tools.report_page import hidden_share, stage_table, waits_of
 
 _POINTS = 400
 """Tokens whose log-probs are drawn."""

@@ -16,6 +16,7 @@ from examples.async_grpo.batch import MicrobatchData, unpack
 from examples.async_grpo.grpo import policy_loss
 from examples.async_grpo.modules import channel_modules
 from examples.async_grpo.rays import fetch
+from examples.async_grpo.stages import seconds_by_stage
 from examples.async_grpo.weights_side import Publisher, Pushed, export
 from examples.embedded import megatron
 from r3channel.observe.metrics import Metrics
@@ -23,7 +24,6 @@ from r3channel.observe.stage_clock import StageClock
 from r3channel.observe.trace import Point
 from r3channel.plan.layout import RankCoords, TrainerLayout
 from r3channel.plan.shards import Shard
-from r3channel.tools.report_page import seconds_by_stage
 from r3channel.weights.convert import hf_shards, hf_weights
 
 

@@ -1,8 +1,6 @@
 """SGLang's settings that rows can depend on: which are tested, which were judged by reading SGLang, which are refused. Data only.
 
-`refusals` and `r3channel doctor --engine` judge by this table, and the table in this room's README is made of it:
-
-    python -m r3channel.engine.sglang_settings        # writes the README's table anew
+`refusals` and `r3channel doctor --engine` judge by this table, and the table in this room's README is made of it.
 
 A setting that is not here was neither tested nor read.
 """
@@ -12,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from r3channel.config import REFUSALS
@@ -310,12 +307,9 @@ def flag(name: str, value: Any) -> str:
 
 # -- for the reader ------------------------------------------------------------------------------------------------------
 
-README = Path(__file__).with_name("README.md")
-_MARKS = ("<!-- settings -->\n", "<!-- /settings -->\n")
 
-
-def table() -> str:
-    """The table as Markdown."""
+def table_lines() -> list[str]:
+    """The table as Markdown, for the room's page."""
     lines = [
         "| settings | values | | why; of what is refused also the word that overrides |",
         "|---|---|---|---|",
@@ -326,14 +320,4 @@ def table() -> str:
         why = f"{REFUSALS[setting.why]} (`{setting.why}`)" if refusal else setting.why
         names = " ".join(f"`{name}`" for name in setting.names.split())
         lines.append(f"| {names} | {setting.values} | {setting.verdict} | {why} |")
-    return "\n".join(lines) + "\n"
-
-
-def readme(text: str) -> str:
-    """`text` with the table between its marks made anew."""
-    before, rest = text.split(_MARKS[0])
-    return before + _MARKS[0] + table() + _MARKS[1] + rest.split(_MARKS[1])[1]
-
-
-if __name__ == "__main__":
-    README.write_text(readme(README.read_text()))
+    return lines

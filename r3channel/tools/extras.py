@@ -15,7 +15,7 @@ EXTRAS = {
     "sglang": ("sglang",),
     "megatron": ("megatron", "mbridge"),
     "ray": ("ray",),
-    "metrics": ("prometheus_client", "rich"),
+    "metrics": ("prometheus_client", "psutil", "rich"),
     "fast": ("numba", "orjson", "pybase64"),
     "dense": ("zstandard",),
     "direct": ("h11",),

@@ -16,8 +16,10 @@ from typing import Any, NamedTuple
 from r3channel import errors
 from r3channel.bench import figures
 from r3channel.config import ENV_PREFIX, ChannelConfig, EngineConfig, field_texts
+from r3channel.engine import sglang_settings
 from r3channel.errors import R3Error
 from r3channel.integrations.slime import arguments
+from r3channel.trainer.adapters import megatron_refusals
 
 PACKAGE = Path(__file__).parents[1]
 _MIB = 1 << 20
@@ -166,6 +168,8 @@ TABLES = {
     "errors": Table(PACKAGE / "errors.md", error_lines),
     "measured": Table(PACKAGE.parent / "README.md", partial(figures.lines, "measured")),
     "capture": Table(PACKAGE / "engine" / "README.md", partial(figures.lines, "capture")),
+    "settings": Table(PACKAGE / "engine" / "README.md", sglang_settings.table_lines),
+    "refusals": Table(PACKAGE / "trainer" / "README.md", megatron_refusals.table_lines),
 }
 
 

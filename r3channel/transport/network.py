@@ -1,24 +1,18 @@
-"""The network of this machine: its interfaces, the one that a relay binds, and what NCCL is told. Linux only.
+"""The network of this machine: its interfaces, the one that a relay binds, and what NCCL is told.
 
-Everything is read from /sys and /proc. gloo takes the interface on the route to the option `interface`
+gloo takes the interface on the route to the option `interface`
 (`transport.process_group`), which on the relay's machine is the one that it binds.
 """
 
 from __future__ import annotations
 
-import fcntl
 import ipaddress
 import socket
-import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from r3channel.observe.check import Check, CheckContext
 
-_NET = Path("/sys/class/net")
-_INET6 = Path("/proc/net/if_inet6")
-_SIOCGIFADDR = 0x8915
 _ANY_PORT = 9
 _NCCL = ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_DISABLE", "NCCL_CONF_FILE")
 """The variables by which NCCL is told what to use, or where that is written."""
@@ -39,49 +33,23 @@ class Interface:
 # -- what is there -------------------------------------------------------------------------------------------------------
 
 
-def interfaces(
-    root: Path = _NET, *, addresses_of: Callable[[str], tuple[str, ...]] | None = None
-) -> list[Interface]:
-    """All interfaces, in the order of the kernel's numbers."""
-    found = [
-        Interface(name, _is_up(root / name), (addresses_of or addresses)(name), _speed(root / name))
-        for name in sorted(path.name for path in root.glob("*"))
+def interfaces() -> list[Interface]:
+    """All interfaces. Raises ModuleNotFoundError without psutil."""
+    import psutil
+
+    states, kinds = psutil.net_if_stats(), (socket.AF_INET, socket.AF_INET6)
+    return [
+        Interface(
+            name=name,
+            up=states[name].isup,
+            addresses=tuple(
+                at.address.partition("%")[0] for kind in kinds for at in found if at.family == kind
+            ),
+            speed_mbit_s=states[name].speed or None,
+        )
+        for name, found in psutil.net_if_addrs().items()
+        if name in states
     ]
-    return sorted(found, key=lambda interface: int(_read(root / interface.name / "ifindex") or 0))
-
-
-def addresses(name: str) -> tuple[str, ...]:
-    """The first IPv4 address of an interface and its IPv6 addresses."""
-    found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            found.append(socket.inet_ntoa(answer[20:24]))
-        except OSError:
-            pass  # it has none
-    for line in _read(_INET6).splitlines():
-        digits, *_, owner = line.split()
-        if owner == name:
-            found.append(str(ipaddress.IPv6Address(bytes.fromhex(digits))))
-    return tuple(found)
-
-
-def _is_up(folder: Path) -> bool:
-    """Whether it is up by its operational state; drivers that do not report one (loopback) count by their flag."""
-    state = _read(folder / "operstate")
-    return state == "up" or (state == "unknown" and bool(int(_read(folder / "flags") or "0", 16) & 1))
-
-
-def _speed(folder: Path) -> int | None:
-    text = _read(folder / "speed")
-    return int(text) if text.isdigit() and int(text) > 0 else None
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
 
 
 def route_to(address: str) -> str | None:
@@ -99,7 +67,15 @@ def route_to(address: str) -> str | None:
 
 def check_network(context: CheckContext) -> Iterator[Check]:
     """A line per interface, the one that a relay binds, and what NCCL is told."""
-    found = interfaces()
+    try:
+        found = interfaces()
+    except ModuleNotFoundError:
+        found = []
+        yield Check(
+            name="network",
+            ok=True,
+            found="interfaces are not listed: psutil is not installed (extra `metrics`)",
+        )
     for interface in found:
         yield Check(name=f"network {interface.name}", ok=True, found=_describe(interface))
     yield check_interface(context.config.interface, found, nodes=context.nodes)

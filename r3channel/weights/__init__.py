@@ -1,7 +1,6 @@
 """The reverse path: weights from the trainer to the engines, versioned and transactional. README.md beside this has one page.
 
     convert    Megatron's shards -> checkpoint tensors: gathered (`hf_weights`) or each rank's own (`hf_shards`)
-    quantise   float8 by blocks, as the engine's checkpoint has them
     manifest   names, dtypes, shapes; units; flat buckets          reader     the caller's tensors, bucket by bucket
     pack       a bucket's bytes: NaN, digests                      store      host copy, checkpoint, the file of what is held
     geometry   boxes, layouts, who holds what                      plan       the exact plan, byte-balanced

@@ -36,7 +36,7 @@ _MOVED = (
 _QUANTISES = (
     "it quantises a plain checkpoint at its start: plain weights would land under scales of the old ones"
 )
-_FLOAT8 = "start it without, or from a checkpoint of float8 blocks, and give `float8_blocks`"
+_FLOAT8 = "start it without, or from a checkpoint of float8 blocks, and give float8 blocks (examples/float8_blocks.py)"
 _DRAFT = "start it without or with NGRAM, or let SGLang load both: `staged=False, expected=None`, with the draft's tensors"
 
 ANY_WAY: tuple[Setting, ...] = (

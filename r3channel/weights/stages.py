@@ -311,9 +311,9 @@ def cast_by(ranks: Sequence[RankLink], metas: Sequence[TensorMeta]) -> dict[str,
                 continue
             if kept.dtype_name.startswith("float8"):
                 raise ManifestMismatch(
-                    f"engine {rank.engine} keeps {own.name} in {kept.dtype_name}, the trainer gives {own.dtype_name}: it is not "
-                    "quantised on the way. Give float8 tensors with their scales (`float8_blocks`), or start the engine without "
-                    "--quantization"
+                    f"engine {rank.engine} keeps {own.name} in {kept.dtype_name}, the trainer gives {own.dtype_name}: it is "
+                    "not quantised on the way. Give float8 tensors with their scales (examples/float8_blocks.py), or start the "
+                    "engine without --quantization"
                 )
             found[own.name] = f"{own.dtype_name} -> {kept.dtype_name}"
     return found

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from examples.float8_blocks import float8_blocks
 from r3channel.errors import R3Error
 from r3channel.weights.convert import Shard
 from r3channel.weights.geometry import Box
 from r3channel.weights.joint import Staged
 from r3channel.weights.manifest import TensorMeta
-from r3channel.weights.quantise import float8_blocks
 from r3channel.weights.session import WeightSync
 from r3channel.weights.sglang import EngineClient
 from tests.dist.ranks import write_result

@@ -277,7 +277,7 @@ def float8_error() -> list[float]:
     import torch
     from sglang.srt.layers.quantization.fp8_utils import block_quant_dequant
 
-    from r3channel.weights.quantise import quantise
+    from examples.float8_blocks import quantise
 
     weight = torch.randn(320, 200, generator=torch.Generator().manual_seed(3))
     weight[:128] *= 1e-4  # one scale for the whole tensor would lose these

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from r3channel.config import REFUSALS
-from r3channel.engine import sglang_settings as settings
 from r3channel.engine.refusals import Router, refusals, refuse, refused_unread, unread
 from r3channel.engine.sglang_settings import SETTINGS, TOGETHER, Verdict, flag, judged
 from r3channel.errors import ConfigError
@@ -111,11 +110,6 @@ def test_what_was_neither_tested_nor_read_is_refused_by_name() -> None:
     assert word == "unread"
     assert reason.startswith("--enable-hisparse --dllm-algorithm x --dcp-size 2: ")
     assert list(refused_unread(unread({"host": "::"}))) == []
-
-
-def test_the_rooms_readme_has_the_table_that_engines_are_judged_by() -> None:
-    text = settings.README.read_text()
-    assert settings.readme(text) == text, "write it anew: python -m r3channel.engine.sglang_settings"
 
 
 def test_every_refusal_of_the_table_has_a_reason_and_comes_before_what_is_taken() -> None:

@@ -80,7 +80,7 @@ def fresh(file: Path, **changes: Any) -> Path:
         "command": "r3channel bench e2e --json",
         "machine": stamp,
         "pairs": pairs,
-        "loop": dict.fromkeys(("channel", "default"), {"train_wait_s": 0.123, "step_s": 9.0}),
+        "loop": {mode: {"train_wait_s": 0.123, "step_s": 9.0} for mode in ("channel", "default")},
         "unused": 1,
     } | changes
     file.write_text(json.dumps(result) + "\n")

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -214,22 +215,25 @@ LO = Interface("lo", True, ("127.0.0.1",), None)
 ETH = Interface("eth0", True, ("10.0.0.5",), 100_000)
 
 
-def write(folder: Path, **files: str) -> None:
-    folder.mkdir(parents=True)
-    for name, text in files.items():
-        (folder / name).write_text(f"{text}\n")
+def test_interfaces_are_listed_with_state_speed_and_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(ip: str, family: int) -> SimpleNamespace:
+        return SimpleNamespace(address=ip, family=family)
+
+    eth = [found("fe80::1%eth0", socket.AF_INET6), found("0a:00", 17), found("10.0.0.5", socket.AF_INET)]
+    monkeypatch.setattr("psutil.net_if_addrs", lambda: {"veth": [], "eth0": eth, "gone": []})
+    states = {"veth": SimpleNamespace(isup=False, speed=0), "eth0": SimpleNamespace(isup=True, speed=25_000)}
+    monkeypatch.setattr("psutil.net_if_stats", lambda: states)
+    assert network.interfaces() == [
+        Interface("veth", False, (), None), Interface("eth0", True, ("10.0.0.5", "fe80::1"), 25_000)
+    ]  # fmt: skip
 
 
-def test_interfaces_are_read_with_state_speed_and_addresses(tmp_path: Path) -> None:
-    write(tmp_path / "eth0", ifindex="4", operstate="up", flags="0x1003", speed="25000")
-    write(tmp_path / "lo", ifindex="1", operstate="unknown", flags="0x9")
-    write(tmp_path / "veth", ifindex="2", operstate="down", flags="0x1002", speed="-1")
-    found = network.interfaces(tmp_path, addresses_of=lambda name: ("10.0.0.5",) if name == "eth0" else ())
-    assert found == [
-        Interface("lo", True, (), None),
-        Interface("veth", False, (), None),
-        Interface("eth0", True, ("10.0.0.5",), 25_000),
-    ]
+def test_interfaces_are_not_listed_without_psutil_and_the_rest_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "psutil", None)
+    first, interface, _ = network.check_network(context())
+    assert first.ok and "psutil is not installed" in first.found and interface.found == "127.0.0.1"
 
 
 def test_the_loopback_interface_of_this_machine_is_found() -> None:

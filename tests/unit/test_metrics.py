@@ -19,12 +19,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import r3channel.observe.stage_clock
+from examples.async_grpo.stages import hidden_share, stage_table, waits_of
 from r3channel.config import ChannelConfig
 from r3channel.errors import ConfigError, FrameCorrupt, UsageError
 from r3channel.observe.metric_table import LABELS, METRICS
 from r3channel.observe.metrics import Metrics
 from r3channel.observe.stage_clock import STAGES, WAITS, Span, StageClock, merge_intervals
-from r3channel.tools.report_page import hidden_share, stage_table, waits_of
 from r3channel.trainer.mismatch import LayerMismatch, MismatchReport, publish
 from tests.children import said_by
 

@@ -13,10 +13,11 @@ import pytest
 
 pytest.importorskip("matplotlib", reason="the page needs matplotlib (extra plot)")
 
+from examples.async_grpo.stages import hidden_share
 from r3channel.cli import main
 from r3channel.observe.stage_clock import Span
 from r3channel.observe.trace import Point, in_slots, spans_of, trace_of
-from r3channel.tools.report_page import hidden_share, page, verdict_of
+from r3channel.tools.report_page import page, verdict_of
 
 CHROMIUM = shutil.which("chromium")
 LAYERS, STEPS = (1, 2, 3), 4

@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from examples.float8_blocks import float8_blocks, quantise
 from r3channel.errors import ConfigError, WeightUpdateFailed
 from r3channel.weights.convert import Shard
 from r3channel.weights.geometry import Box
 from r3channel.weights.manifest import TensorMeta
-from r3channel.weights.quantise import float8_blocks, quantise
 from r3channel.weights.session import WeightSync
 from tests.fake_engine import FakeEngine
 

@@ -1,15 +1,12 @@
 """Settings of a Megatron config that routing replay cannot work with, as data, and the one check that walks them.
 
-`python -m r3channel.trainer.adapters.megatron_refusals README.md` puts the table between its markers. This module reads
-attributes and imports no Megatron.
+This module reads attributes and imports no Megatron.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from r3channel.errors import RouterUnsupported
@@ -88,19 +85,7 @@ def refuse_unsupported(config: Any) -> None:
         raise RouterUnsupported("routing replay cannot work with this Megatron config: " + "; ".join(bad))
 
 
-def table() -> str:
-    """The rows as Markdown."""
+def table_lines() -> list[str]:
+    """The rows as Markdown, for the room's page."""
     lines = [f"| `{row.setting}` | {row.when} | {row.why} | {row.since} |" for row in REFUSALS]
-    return "\n".join(["| setting | refused where | why | since |", "|---|---|---|---|", *lines])
-
-
-def put_into(text: str) -> str:
-    """`text` with the table between its markers."""
-    begin, end = "<!-- refusals: generated -->\n", "\n<!-- /refusals -->"
-    head, _, rest = text.partition(begin)
-    return head + begin + table() + end + rest.partition(end)[2]
-
-
-if __name__ == "__main__":
-    file = Path(sys.argv[1])
-    file.write_text(put_into(file.read_text()))
+    return ["| setting | refused where | why | since |", "|---|---|---|---|", *lines]
