@@ -75,10 +75,7 @@ CASES: dict[str, list[tuple[dict[str, str], bool]]] = {
         ({"r3channel_engine_greeted": "0x60"}, True),
         ({"r3channel_engines_silent": "0x60", "r3channel_engine_greeted": "1x60"}, False),
     ],
-    "R3ChannelSamplesExpired": [
-        ({EXPIRED: "0x50 3x10"}, True),
-        ({EXPIRED: "3x60"}, False),
-    ],
+    "R3ChannelSamplesExpired": [({EXPIRED: "0x50 3x10"}, True), ({EXPIRED: "3x60"}, False)],
     "R3ChannelUnbalanced": [
         ({RECEIVED: "9x60", DELIVERED: "6x60", "r3channel_samples_in_flight": "2x60"}, True),
         ({RECEIVED: "9x60", DELIVERED: "6x60", "r3channel_samples_in_flight": "3x60"}, False),

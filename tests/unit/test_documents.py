@@ -34,12 +34,7 @@ SNIPPETS = [
     (page, text) for page in PAGES for text in re.findall(r"```python\n(.*?)```", PAGES[page], re.DOTALL)
 ]
 
-RESULTS = {
-    "relay": "Relay",
-    "channel": "TrainerChannel",
-    "step": "ReplayStep",
-    "sync": "WeightSync",
-}
+RESULTS = {"relay": "Relay", "channel": "TrainerChannel", "step": "ReplayStep", "sync": "WeightSync"}
 """What the names in the pages' code hold."""
 
 

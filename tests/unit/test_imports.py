@@ -43,18 +43,8 @@ DOORS = {("engine/sglang_plugin.py", "r3channel.weights.receiver")}
 PLACES = {
     "sglang": ("engine/sglang.py", "weights/receiver.py", "bench/capture.py"),
     "megatron": ("trainer/adapters/megatron.py",),
-    "ray": (
-        "relay/actor.py",
-        "integrations/",
-        "bench/relay.py",
-        "bench/relay_paths.py",
-    ),
-    "torch.distributed": (
-        "transport/",
-        "weights/",
-        "recordings/run_ranks.py",
-        "bench/weights.py",
-    ),
+    "ray": ("relay/actor.py", "integrations/", "bench/relay.py", "bench/relay_paths.py"),
+    "torch.distributed": ("transport/", "weights/", "recordings/run_ranks.py", "bench/weights.py"),
     "prometheus_client": ("observe/metrics.py",),
 }
 

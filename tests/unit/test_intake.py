@@ -90,10 +90,7 @@ BAD = {
     "duplicate id": (lambda: with_ids(lambda ids: put(ids, (2, 1), 5)), errors.ExpertIdInvalid),
     "flipped bit": (flipped, errors.FrameCorrupt),
     "cut short": (lambda: reply_of(frame_of(LENGTH)[:-3]), errors.FrameCorrupt),
-    "swapped replies": (
-        lambda: reply_of(frame_of(LENGTH, sample_key=sample_key("r1"))),
-        errors.FrameCorrupt,
-    ),
+    "swapped replies": (lambda: reply_of(frame_of(LENGTH, sample_key=sample_key("r1"))), errors.FrameCorrupt),
     "an id that is no text": (lambda: reply_of(frame_of(LENGTH), request_id="\ud800"), errors.FrameCorrupt),
     "engine failed": (lambda: reply_of(encode_error("no slot")), errors.EngineReported),
     "invalid rows": (lambda: of_ids(random_ids(11), valid_T=np.arange(11) != 4), errors.RowsInvalid),

@@ -24,13 +24,7 @@ from r3channel.wire.chunks import CHUNK_ROWS, Chunk, table_of
 from r3channel.wire.codec import CODECS
 from r3channel.wire.digest import coefficients, layer_digests
 from r3channel.wire.frame import encode_frame, pack_span, sample_key
-from r3channel.wire.header import (
-    FLAG_UNORDERED,
-    MAX_ROWS,
-    Header,
-    assemble,
-    padding,
-)
+from r3channel.wire.header import FLAG_UNORDERED, MAX_ROWS, Header, assemble, padding
 from r3channel.wire.routing import Ids
 from tests.direct import deliver, hello_of, reference_reply, turns_here
 from tests.memory import growth_of

@@ -63,8 +63,7 @@ def test_validity_and_provenance_survive_the_wire(
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["uint8_stored", "uint8_set", "invalid_rows", "int16_lz4", "int16_packed9", "int16_set"],
+    "name", ["uint8_stored", "uint8_set", "invalid_rows", "int16_lz4", "int16_packed9", "int16_set"]
 )
 def test_golden_frames_are_decoded_for_ever(name: str) -> None:
     data, expected = golden(name)
