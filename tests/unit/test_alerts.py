@@ -19,9 +19,7 @@ FOLDER = Path(__file__).parents[2] / "dashboards"
 RULES: dict[str, dict[str, Any]] = {
     rule["alert"]: rule for rule in yaml.safe_load((FOLDER / "alerts.yml").read_text())["groups"][0]["rules"]
 }
-needs_promtool = pytest.mark.skipif(
-    shutil.which("promtool") is None, reason="promtool (Debian package prometheus) is not there"
-)
+needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="needs Debian's prometheus")
 
 SENT, OLD = 'r3channel_bytes_total{leg="wire_sent"}', "r3channel_oldest_in_flight_seconds"
 LIVE, EXPIRED = (f'r3channel_samples_total{{outcome="{one}"}}' for one in ("live", "expired"))

@@ -60,9 +60,7 @@ SHAPES = {
 
 @pytest.mark.parametrize(("samples", "dp"), [(32, 8), (64, 8), (256, 16), (512, 64), (1024, 32)])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_no_rank_is_fuller_than_greedy_or_a_tenth_over_the_possible(
-    shape: str, samples: int, dp: int
-) -> None:
+def test_no_rank_is_fuller_than_greedy_or_a_tenth_over_possible(shape: str, samples: int, dp: int) -> None:
     for seed in range(5):
         rng = np.random.default_rng([seed, samples])
         lengths = [int(n) for n in SHAPES[shape](rng, samples)]

@@ -8,11 +8,7 @@ import pytest
 
 from r3channel import cli
 
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.full,
-    pytest.mark.timeout(600),
-]  # four engines start, one by one
+pytestmark = [pytest.mark.engine, pytest.mark.full, pytest.mark.timeout(600)]  # four engines, one by one
 
 
 def test_the_result_has_every_variant_and_figure(capsys: pytest.CaptureFixture[str]) -> None:

@@ -123,9 +123,7 @@ class Backwards(Codec):
         bytes_of(out_TLK)[:] = bytes(wire)[::-1]
 
 
-def test_a_codec_of_ones_own_needs_its_class_and_its_line_in_the_registry(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_own_codec_needs_its_class_and_its_line_in_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CODECS, Backwards.codec_id, Backwards())
     ids = random_ids(50)
     frame = parse_frame(encode_frame(SPEC, expert_ids_TLK=ids, codec="backwards"), spec=SPEC)

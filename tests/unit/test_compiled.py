@@ -45,9 +45,7 @@ def placed(spec: RoutingSpec, ids_TLK: Ids, *, widths: int, pads: int, first: in
 )
 @pytest.mark.parametrize("widths", [1, 2])
 @pytest.mark.parametrize("rows", [0, 3, 512, 1100])
-def test_rows_of_all_layers_become_layer_after_layer(
-    experts: int, top_k: int, widths: int, rows: int
-) -> None:
+def test_rows_of_all_layers_become_layers(experts: int, top_k: int, widths: int, rows: int) -> None:
     spec = sparse(LAYERS, experts=experts, top_k=top_k)
     ids = np.resize(random_ids(64, spec=spec), (rows, LAYERS, top_k))
     ids[rows // 2 :] = ids[rows // 2 :, ::-1]

@@ -92,9 +92,7 @@ def test_a_signal_ends_everything_with_one_line(tmp_path: Path, number: signal.S
 
 
 @pytest.mark.parametrize(("make", "status"), [(False, 7), (True, 2)])
-def test_a_run_that_ends_leaves_nothing_and_its_status_is_the_commands(
-    tmp_path: Path, make: bool, status: int
-) -> None:
+def test_a_run_leaves_nothing_and_its_status_is_the_commands(tmp_path: Path, make: bool, status: int) -> None:
     """make has one status for all failures, and says the command's own."""
     child, parts = start(tmp_path, seconds=0.2, make=make)
     _, said = child.communicate(timeout=10)

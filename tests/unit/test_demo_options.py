@@ -23,9 +23,7 @@ from examples.async_grpo.options import parse
         (["--dump", "here"], "need --use-r3-channel"),
     ],
 )
-def test_wrong_options_are_refused_by_name(
-    options: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_options_are_named(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         parse(options)
     assert ended.value.code == 2

@@ -30,9 +30,7 @@ def first_by_sorting(ids: np.ndarray) -> tuple[int, int] | None:
     experts=st.sampled_from([12, 60, 256]),
     seed=st.integers(0, 2**31),
 )
-def test_sorting_finds_the_same_repeat(
-    rows: int, layers: int, slots: int, dtype: type, experts: int, seed: int
-) -> None:
+def test_sorting_agrees(rows: int, layers: int, slots: int, dtype: type, experts: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     ids = rng.random((rows, layers, experts)).argsort(axis=-1)[..., :slots].astype(dtype)
     assert find_duplicate(ids) is None
@@ -48,7 +46,7 @@ def compiled(request: pytest.FixtureRequest) -> Iterator[bool]:
 
 
 @pytest.mark.parametrize("slots", [2, 3, 7, 8, 9, 10, 22])
-def test_a_repeat_is_found_at_edges_of_blocks(
+def test_repeats_at_edges_of_blocks_are_found(
     slots: int, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(distinct, "_BLOCK_ROWS", 256)
@@ -94,9 +92,7 @@ def test_every_slot_and_every_pair_is_checked(dtype: type, experts: int, slots: 
     ),
     seed=st.integers(0, 2**31),
 )
-def test_compiled_and_numpy_judge_alike(
-    shape: tuple[int, int, int], kind: tuple[type, int], seed: int
-) -> None:
+def test_compiled_judges_as_numpy(shape: tuple[int, int, int], kind: tuple[type, int], seed: int) -> None:
     dtype, experts = kind
     rng = np.random.default_rng(seed)
     order = rng.random((*shape[:2], max(experts, shape[2]))).argsort(axis=-1)

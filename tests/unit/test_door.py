@@ -268,9 +268,7 @@ def test_every_status_is_given_where_the_table_says(open_door: Open, intake: Kep
         (errors.StoreFull("of \ud800"), Status.COME_AGAIN),  # no text, and told all the same
     ],
 )
-def test_what_the_intake_raises_is_answered(
-    door: Door, intake: Kept, error: Exception, status: Status
-) -> None:
+def test_what_an_intake_raises_is_told(door: Door, intake: Kept, error: Exception, status: Status) -> None:
     assert statuses(failing(error)(door, intake)) == [status]
     assert statuses(talk(door, request())) == [200]
 
@@ -541,9 +539,7 @@ def test_a_refused_hello_is_given_as_the_reason_for_frames_that_were_not_taken(
 @pytest.mark.parametrize(
     ("codec", "said"), [("set", "set R3CHANNEL_DELIVERY=direct"), ("zip", "'zip', expected one of")]
 )
-def test_a_codec_that_is_unknown_or_costs_the_scheduler_too_much_ends_the_start(
-    codec: str, said: str
-) -> None:
+def test_an_unknown_or_too_dear_codec_ends_the_start(codec: str, said: str) -> None:
     with pytest.raises(errors.ConfigError, match=said):
         Outlet(EngineConfig(codec=codec), hello_of())
 

@@ -299,10 +299,8 @@ def test_living_relays_beside_dead_ones_are_left_alone(tmp_path: Path) -> None:
     alive.durable.close()
 
 
-@pytest.mark.parametrize(
-    "where", [(Path, "glob"), (os, "open"), (fcntl, "flock")]
-)  # looked at, locked, is locked
-def test_a_folder_that_goes_meanwhile_is_no_relay(
+@pytest.mark.parametrize("where", [(Path, "glob"), (os, "open"), (fcntl, "flock")])
+def test_a_folder_that_goes_is_no_relay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: tuple[Any, str]
 ) -> None:
     going, glob = Kept(tmp_path), Path.glob
@@ -458,7 +456,7 @@ def test_a_damaged_frame_is_named_with_its_step(make_relay: MakeRelay, recover: 
 
 
 @pytest.mark.parametrize("lost", [0, 1, 2])
-def test_of_a_sample_that_lost_a_turn_the_rest_is_back(
+def test_of_a_sample_that_lost_a_turn_some_is_back(
     make_relay: MakeRelay, recover: Recover, lost: int
 ) -> None:
     old = make_relay("dp=1")

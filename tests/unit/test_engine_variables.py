@@ -37,9 +37,7 @@ def told(relay: Relay, token_file: str = "", *, nodes: int = 1) -> Namespace:
 
 
 @pytest.mark.parametrize("given", [True, False])
-def test_an_engine_can_deliver_by_what_it_is_told_without_the_token(
-    relay: Relay, tmp_path: Path, given: bool
-) -> None:
+def test_an_engine_delivers_by_what_it_is_told(relay: Relay, tmp_path: Path, given: bool) -> None:
     path = str(tmp_path / "token") if given else ""
     if given:
         create_token(path)

@@ -99,9 +99,7 @@ BAD = {
 
 @pytest.mark.parametrize("whole_body", [True, False])
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_reply_is_refused_by_its_own_error_and_not_kept(
-    relay: Relay, name: str, whole_body: bool
-) -> None:
+def test_a_bad_reply_is_refused_by_its_error_and_not_kept(relay: Relay, name: str, whole_body: bool) -> None:
     make, error = BAD[name]
     with pytest.raises(error, match=r"s1 from engine http://e:1.*") as caught:
         if whole_body:
@@ -222,9 +220,8 @@ def test_rows_keep_the_version_of_their_turn_and_the_engines_digests_add_up(rela
 )
 def test_a_gap_or_overlap_is_refused_and_rows_stay(relay: Relay, first_row: int, words: str) -> None:
     relay.add("s", turn(0, 10), TOKENS[:11])
-    with pytest.raises(
-        errors.TurnMismatch, match=rf"sample s from engine e: .*expected to begin at row 10 \({words}"
-    ):
+    said = rf"sample s from engine e: .*expected to begin at row 10 \({words}"
+    with pytest.raises(errors.TurnMismatch, match=said):
         relay.add("s", turn(first_row, 20), TOKENS[:21], append=True, engine="e")
     assert relay.rows_held("s") == 10 and relay.status()["store"]["frames"] == 1
     relay.add("s", turn(10, 20), TOKENS[:21], append=True)

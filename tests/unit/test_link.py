@@ -25,6 +25,8 @@ from tests.memory import growth_of
 TOKEN = bytes(range(32))
 SOON_S, TIMEOUT_S, FAR_S = 0.2, 20.0, 60.0
 MIB = 1 << 20
+Pair = tuple[Connection, Connection]
+Half = tuple[Connection, socket.socket]
 
 
 @pytest.fixture
@@ -34,14 +36,14 @@ def door() -> Iterator[Listener]:
 
 
 @pytest.fixture
-def pair(door: Listener) -> Iterator[tuple[Connection, Connection]]:
-    one = connect(door.host, door.port, TOKEN, timeout_s=TIMEOUT_S)
+def pair(door: Listener) -> Iterator[Pair]:
+    one = connected(door)
     with closing(one), closing(door.accept(TIMEOUT_S)) as other:
         yield one, other
 
 
 @contextmanager
-def half_of_a_link() -> Iterator[tuple[Connection, socket.socket]]:
+def half_of_a_link() -> Iterator[Half]:
     """A link, and the bare other end of its connection."""
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
@@ -52,9 +54,17 @@ def half_of_a_link() -> Iterator[tuple[Connection, socket.socket]]:
 
 
 @pytest.fixture
-def half() -> Iterator[tuple[Connection, socket.socket]]:
+def half() -> Iterator[Half]:
     with half_of_a_link() as ends:
         yield ends
+
+
+def connected(door: Listener, token: bytes = TOKEN, *, hello: bytes = b"") -> Connection:
+    return connect(door.host, door.port, token, timeout_s=TIMEOUT_S, hello=hello)
+
+
+def stranger(door: Listener) -> socket.socket:
+    return socket.create_connection((door.host, door.port), TIMEOUT_S)
 
 
 def in_thread(function: Callable[[], Any]) -> Future[Any]:
@@ -71,9 +81,7 @@ def noise(nbytes: int, seed: int = 0) -> bytes:
 # -- links ----------------------------------------------------------------------------------------------------------------
 
 
-def test_records_and_bytes_arrive_in_the_order_in_which_they_were_sent(
-    pair: tuple[Connection, Connection],
-) -> None:
+def test_records_and_bytes_arrive_in_the_order_in_which_they_were_sent(pair: Pair) -> None:
     for here, there in (pair, pair[::-1]):
         here.send_record(7, b"ticket", timeout_s=TIMEOUT_S)
         here.send((b"raw",), timeout_s=TIMEOUT_S)
@@ -89,7 +97,7 @@ def test_records_and_bytes_arrive_in_the_order_in_which_they_were_sent(
         assert there.recv_record(timeout_s=TIMEOUT_S) == (0, b"")
 
 
-def test_thousands_of_stretches_arrive_as_one_message(pair: tuple[Connection, Connection]) -> None:
+def test_thousands_of_stretches_arrive_as_one_message(pair: Pair) -> None:
     """More buffers than one call takes, more bytes than the kernel holds, empty ones, and ones that are no bytes."""
     here, there = pair
     whole = noise(24 * MIB)
@@ -104,9 +112,7 @@ def test_thousands_of_stretches_arrive_as_one_message(pair: tuple[Connection, Co
     assert out.tobytes() == whole + tail.tobytes()
 
 
-def test_a_receive_beyond_its_deadline_ends_the_link_and_says_what_was_left(
-    pair: tuple[Connection, Connection],
-) -> None:
+def test_a_receive_beyond_its_deadline_ends_the_link_and_says_what_was_left(pair: Pair) -> None:
     here, there = pair
     here.send((b"123",), timeout_s=TIMEOUT_S)
     with pytest.raises(DeadlineExceeded, match=r"receive 10 bytes within 0\.2 s: 7 bytes were left"):
@@ -117,9 +123,7 @@ def test_a_receive_beyond_its_deadline_ends_the_link_and_says_what_was_left(
         here.recv_record(timeout_s=TIMEOUT_S)
 
 
-def test_a_trickle_stretches_no_deadline(
-    half: tuple[Connection, socket.socket], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trickle_stretches_no_deadline(half: Half, monkeypatch: pytest.MonkeyPatch) -> None:
     link, bare = half
     monkeypatch.setattr(link, "_wait", lambda *_: True)  # as it answers when there is always something
     stop = threading.Event()
@@ -137,7 +141,7 @@ def test_a_trickle_stretches_no_deadline(
     trickling.exception(TIMEOUT_S)
 
 
-def test_a_send_that_nobody_reads_ends_by_its_deadline(pair: tuple[Connection, Connection]) -> None:
+def test_a_send_that_nobody_reads_ends_by_its_deadline(pair: Pair) -> None:
     data = bytes(64 * MIB)
     with pytest.raises(DeadlineExceeded, match=r"send 67108864 bytes within 0\.2 s"):
         pair[0].send((data,), timeout_s=SOON_S)
@@ -160,7 +164,7 @@ def receive(link: Connection) -> None:
 )
 @pytest.mark.parametrize("side", [0, 1])
 def test_who_blocks_is_woken_when_either_side_ends_the_link(
-    pair: tuple[Connection, Connection], blocked: Callable[[Connection], None], side: int, ends: str
+    pair: Pair, blocked: Callable[[Connection], None], side: int, ends: str
 ) -> None:
     waiting = in_thread(lambda: blocked(pair[0]))
     threading.Timer(0.1, getattr(pair[side], ends)).start()
@@ -171,7 +175,7 @@ def test_who_blocks_is_woken_when_either_side_ends_the_link(
 
 
 def test_a_closed_link_keeps_its_descriptor_until_the_call_under_way_has_ended(
-    half: tuple[Connection, socket.socket], monkeypatch: pytest.MonkeyPatch
+    half: Half, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link, _ = half
     inside, go, still_open = threading.Event(), threading.Event(), []
@@ -192,9 +196,7 @@ def test_a_closed_link_keeps_its_descriptor_until_the_call_under_way_has_ended(
     assert link._socket.fileno() == -1
 
 
-def test_one_byte_wakes_a_long_wait(
-    half: tuple[Connection, socket.socket], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_byte_wakes_a_long_wait(half: Half, monkeypatch: pytest.MonkeyPatch) -> None:
     """A receiver of many bytes asks the kernel not to wake it for few."""
     link, bare = half
     link._wake_at(256 << 10)
@@ -211,7 +213,7 @@ def test_one_byte_wakes_a_long_wait(
     waiting.result(TIMEOUT_S)
 
 
-def test_what_was_sent_before_a_close_arrives(pair: tuple[Connection, Connection]) -> None:
+def test_what_was_sent_before_a_close_arrives(pair: Pair) -> None:
     here, there = pair
     data = noise(256 << 10)
     here.send((data,), timeout_s=TIMEOUT_S)
@@ -223,9 +225,7 @@ def test_what_was_sent_before_a_close_arrives(pair: tuple[Connection, Connection
         there.recv_record(timeout_s=TIMEOUT_S)
 
 
-def test_an_interrupted_call_ends_the_link(
-    pair: tuple[Connection, Connection], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_call_ends_the_link(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -236,9 +236,7 @@ def test_an_interrupted_call_ends_the_link(
         pair[0].send((b"x",), timeout_s=TIMEOUT_S)
 
 
-def test_a_link_whose_peer_has_left_is_not_alive_although_nobody_waits_on_it(
-    pair: tuple[Connection, Connection],
-) -> None:
+def test_a_link_whose_peer_has_left_is_not_alive_although_nobody_waits_on_it(pair: Pair) -> None:
     """An engine's thread that a busy machine has not woken yet must not keep the engine for a trainer that is gone."""
     here, there = pair
     assert here.alive and there.alive
@@ -267,7 +265,7 @@ def test_a_record_that_announces_too_much_is_refused_before_room_is_made_for_it(
     assert growth_of(receiving_a_record_that_announces_too_much).peak < MIB
 
 
-def test_a_changed_bit_anywhere_in_a_record_is_noticed(pair: tuple[Connection, Connection]) -> None:
+def test_a_changed_bit_anywhere_in_a_record_is_noticed(pair: Pair) -> None:
     bare_out: list[bytes] = []
     pair[0].send = lambda parts, **_: bare_out.append(b"".join(parts))  # type: ignore[method-assign]
     pair[0].send_record(5, b"some body", timeout_s=TIMEOUT_S)
@@ -285,9 +283,7 @@ def test_a_changed_bit_anywhere_in_a_record_is_noticed(pair: tuple[Connection, C
 
 
 @pytest.mark.parametrize(("kind", "nbytes"), [(-1, 0), (256, 0), (1, MAX_RECORD_BYTES + 1)])
-def test_a_record_that_nobody_would_take_is_not_sent(
-    pair: tuple[Connection, Connection], kind: int, nbytes: int
-) -> None:
+def test_a_record_that_nobody_would_take_is_not_sent(pair: Pair, kind: int, nbytes: int) -> None:
     with pytest.raises(UsageError):
         pair[0].send_record(kind, bytes(nbytes), timeout_s=TIMEOUT_S)
     pair[0].send_record(1, bytes(MAX_RECORD_BYTES), timeout_s=TIMEOUT_S)
@@ -299,16 +295,13 @@ def test_a_record_that_nobody_would_take_is_not_sent(
 
 @pytest.mark.parametrize("hello", [b"", b"rank 3", noise(HELLO_BYTES)])
 def test_the_listener_gets_what_the_connector_says_of_itself(door: Listener, hello: bytes) -> None:
-    with (
-        closing(connect(door.host, door.port, TOKEN, timeout_s=TIMEOUT_S, hello=hello)),
-        closing(door.accept(TIMEOUT_S)) as link,
-    ):
+    with closing(connected(door, hello=hello)), closing(door.accept(TIMEOUT_S)) as link:
         assert link.hello == hello
 
 
 def test_a_hello_that_does_not_fit_is_refused(door: Listener) -> None:
     with pytest.raises(UsageError, match="257 bytes"):
-        connect(door.host, door.port, TOKEN, timeout_s=TIMEOUT_S, hello=bytes(HELLO_BYTES + 1))
+        connected(door, hello=bytes(HELLO_BYTES + 1))
 
 
 @pytest.mark.parametrize("interface", ["", "0.0.0.0", "0", "::", "::0", "192.0.2.1"])
@@ -322,15 +315,15 @@ def test_a_token_of_another_length_is_refused(door: Listener, nbytes: int) -> No
     with pytest.raises(ConfigError, match=f"{nbytes} bytes"):
         Listener("127.0.0.1", token=bytes(nbytes))
     with pytest.raises(ConfigError, match=f"{nbytes} bytes"):
-        connect(door.host, door.port, bytes(nbytes), timeout_s=TIMEOUT_S)
+        connected(door, bytes(nbytes))
 
 
 def test_a_connector_with_another_token_learns_nothing_but_a_closed_socket() -> None:
     links: SimpleQueue[Connection] = SimpleQueue()
     with closing(Listener("127.0.0.1", token=TOKEN, on_link=links.put)) as door:
         with pytest.raises(TransportError, match="another run's token"):
-            connect(door.host, door.port, bytes(32), timeout_s=TIMEOUT_S)
-        with closing(connect(door.host, door.port, TOKEN, timeout_s=TIMEOUT_S)):
+            connected(door, bytes(32))
+        with closing(connected(door)):
             links.get(timeout=TIMEOUT_S).close()
     assert links.empty()
 
@@ -344,7 +337,7 @@ def greet(
     door: Listener, change: Callable[[bytes], bytes] = bytes, opening: bytes = b"r3link\x00\x01" + b"n" * 32
 ) -> bytes:
     """Greets by hand; what the listener answered to the proof, which is nothing once it has closed."""
-    with socket.create_connection((door.host, door.port), TIMEOUT_S) as bare:
+    with stranger(door) as bare:
         try:
             bare.sendall(opening)
             nonce = bare.recv(32, socket.MSG_WAITALL)
@@ -400,10 +393,7 @@ def meeting_a_stranger_that_sends_much() -> Iterator[None]:
     with closing(Listener("127.0.0.1", token=TOKEN)) as door:
         yield
         for opening in (b"", b"r3link\x00\x01" + b"n" * 32):
-            with (
-                socket.create_connection((door.host, door.port), TIMEOUT_S) as bare,
-                pytest.raises((ConnectionResetError, BrokenPipeError)),
-            ):
+            with stranger(door) as bare, pytest.raises((ConnectionResetError, BrokenPipeError)):
                 bare.sendall(opening)
                 bare.sendall(flood)
 
@@ -413,7 +403,7 @@ def test_a_stranger_that_sends_much_makes_nobody_take_memory() -> None:
 
 
 def test_silent_strangers_cost_nobody_else_anything_and_the_oldest_give_way(door: Listener) -> None:
-    silent = [socket.create_connection((door.host, door.port), TIMEOUT_S) for _ in range(MOST_STRANGERS + 9)]
+    silent = [stranger(door) for _ in range(MOST_STRANGERS + 9)]
     try:
         with closing(connect(door.host, door.port, TOKEN, timeout_s=listening.GREETING_S / 2)):
             door.accept(TIMEOUT_S).close()
@@ -428,7 +418,7 @@ def test_silent_strangers_cost_nobody_else_anything_and_the_oldest_give_way(door
 
 def test_a_stranger_that_stays_silent_is_sent_away(door: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listening, "GREETING_S", 0.1)
-    with socket.create_connection((door.host, door.port), TIMEOUT_S) as bare:
+    with stranger(door) as bare:
         assert bare.recv(1) == b""
 
 
@@ -442,9 +432,7 @@ def test_a_link_may_keep_its_thread_while_others_connect() -> None:
         link.close()
 
     with closing(Listener("127.0.0.1", token=TOKEN, on_link=serve)) as door:
-        links = [
-            connect(door.host, door.port, TOKEN, timeout_s=TIMEOUT_S, hello=name) for name in (b"a", b"b")
-        ]
+        links = [connected(door, hello=name) for name in (b"a", b"b")]
         assert {served.get(timeout=TIMEOUT_S) for _ in links} == {b"a", b"b"}
         hold.set()
         for link in links:
@@ -453,10 +441,8 @@ def test_a_link_may_keep_its_thread_while_others_connect() -> None:
             link.close()
 
 
-def test_a_closed_listener_lets_all_go_but_its_links(
-    pair: tuple[Connection, Connection], door: Listener
-) -> None:
-    with socket.create_connection((door.host, door.port), TIMEOUT_S) as stranger:
+def test_a_closed_listener_lets_all_go_but_its_links(pair: Pair, door: Listener) -> None:
+    with stranger(door) as unknown:
         waiting = in_thread(lambda: door.accept(FAR_S))
         door.close()
         door.close()
@@ -465,9 +451,9 @@ def test_a_closed_listener_lets_all_go_but_its_links(
         with pytest.raises(TransportError, match="is closed"):
             door.accept(FAR_S)
         with suppress(ConnectionResetError):  # it was never accepted
-            assert stranger.recv(1) == b""
+            assert unknown.recv(1) == b""
     with pytest.raises(TransportError, match="cannot connect"):
-        connect(door.host, door.port, TOKEN, timeout_s=TIMEOUT_S)
+        connected(door)
     pair[0].send_record(1, timeout_s=TIMEOUT_S)
     assert pair[1].recv_record(timeout_s=TIMEOUT_S) == (1, b"")
 

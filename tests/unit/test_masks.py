@@ -183,7 +183,7 @@ def test_a_mask_that_changed_at_rest_reaches_no_trainer(make_relay: MakeRelay) -
         (frame_of(9, sample_key=sample_key("s")), errors.RoutingError),
     ],
 )
-def test_masks_that_do_not_fit_are_refused_and_not_kept(
+def test_masks_that_do_not_fit_are_refused(
     make_relay: MakeRelay, tail: bytes, error: type[Exception]
 ) -> None:
     relay = make_relay("")
@@ -208,9 +208,7 @@ def test_a_reply_that_is_left_to_the_live_router_needs_no_masks(make_relay: Make
     assert not any(seen_at(shard).values())
 
 
-def test_masks_of_another_request_than_their_frames_are_refused_without_a_reply(
-    make_relay: MakeRelay,
-) -> None:
+def test_masks_of_another_request_than_their_frames_are_refused(make_relay: MakeRelay) -> None:
     data = frame_of(9, sample_key=sample_key("a")) + masks_of([[1]] * 5, first_row=3, request="b")
     with pytest.raises(errors.RowCountMismatch, match="replies swapped"):
         make_relay("").add_frame("s", data, range(9))
@@ -222,9 +220,7 @@ def test_an_engine_that_has_no_masks_says_why(make_relay: MakeRelay) -> None:
         make_relay("").add("s", reply_of(data, request_id="s"), range(9))
 
 
-def test_no_memory_for_masks_is_told_to_the_group(
-    make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_memory_for_masks_is_told_to_all(make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch) -> None:
     relay = make_relay("tp=2")
     fill(relay)
     ticket = relay.seal(0, Assignment.round_robin(list(TOKENS), dp=1, microbatch_size=4))

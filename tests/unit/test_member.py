@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -150,7 +150,7 @@ class Sink:
 
 
 def receive(
-    stage: Any, *, damaged: tuple[list[str], ...] = ([],), ticket: Ticket = TICKET, **changes: Any
+    stage: Any, *, damaged: Sequence[list[str]] = ([],), ticket: Ticket = TICKET, **changes: Any
 ) -> list[Sink]:
     """The sinks of all attempts; `damaged` is what each of them says."""
     sinks: list[Sink] = []
@@ -347,9 +347,7 @@ def test_a_port_where_nobody_listens_is_a_transport_error() -> None:
 
 
 @pytest.mark.parametrize("silent_after", ["hello", "announcement", "some rows", "rows"])
-def test_a_silent_relay_is_come_to_again(
-    play: Play, silent_after: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_silent_relay_is_met_again(play: Play, silent_after: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(member_module, "_ACK_S", 0.2)
 
     def falls_silent(relay: Played) -> None:

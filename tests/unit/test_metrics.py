@@ -273,9 +273,7 @@ def test_a_process_has_at_most_800_series_whatever_happens(role: str) -> None:
     assert not re.search(r'(step|sample)="', "".join(series))
 
 
-@pytest.mark.skipif(
-    shutil.which("promtool") is None, reason="promtool (Debian package prometheus) is not there"
-)
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs Debian's prometheus")
 @pytest.mark.parametrize("role", LABELS["role"])
 def test_promtool_finds_no_fault_in_a_page(role: str) -> None:
     with everything(role) as metrics:
@@ -393,17 +391,10 @@ def test_work_is_what_follows_the_seal_and_a_wait_is_one_for_routing() -> None:
 
 
 def test_a_trainers_waits_are_added_up_by_step() -> None:
-    waits = [
-        Span("wait_relay", 3, "t", 0, 1),
-        Span("wait_wire", 3, "t", 1, 1.5),
-        Span("wait_relay", 4, "t", 2, 3),
-    ]
-    others = [
-        Span("wait_generation", 3, "t", 5, 9),
-        Span("forward", 4, "t", 9, 10),
-        Span("wait_join", None, "t", 0, 1),
-    ]
-    assert waits_of(waits + others) == {3: 1.5, 4: 1.0}
+    waits = [("wait_relay", 3, 0, 1), ("wait_wire", 3, 1, 1.5), ("wait_relay", 4, 2, 3)]
+    others = [("wait_generation", 3, 5, 9), ("forward", 4, 9, 10), ("wait_join", None, 0, 1)]
+    told = [Span(stage, step, "t", start_s, end_s) for stage, step, start_s, end_s in waits + others]
+    assert waits_of(told) == {3: 1.5, 4: 1.0}
 
 
 def test_overlapping_waits_of_several_trainers_expose_a_moment_once() -> None:

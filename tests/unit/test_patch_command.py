@@ -87,9 +87,7 @@ def test_applied_and_reversed_files_are_as_before(target: Path, capsys: pytest.C
 
 
 @pytest.mark.parametrize("action", ["check", "apply", "reverse"])
-def test_a_file_of_another_version_is_named(
-    target: Path, action: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_version_is_named(target: Path, action: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = BEFORE | {"lib/two.py": "y = 1  # mine\n"}
     write(target, found)
     assert run(action, target) == 2 and files_of(target) == found
@@ -130,7 +128,7 @@ def test_a_failure_in_the_middle_leaves_the_files_of_before(
     assert "No space left" in refusal(capsys)
 
 
-def test_an_unexpected_result_is_not_used(
+def test_a_strange_result_is_not_used(
     target: Path, patches: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = patches / "lib-1.patch"

@@ -73,9 +73,7 @@ def test_token_maps_hold_every_token_once_in_the_models_shape(layout: TrainerLay
 
 @settings(max_examples=60, deadline=None)
 @given(layout=layouts(), spec=specs(), seed=st.integers(0, 10**6))
-def test_all_shards_have_the_padded_rows_bytes_once(
-    layout: TrainerLayout, spec: RoutingSpec, seed: int
-) -> None:
+def test_shards_have_the_padded_rows_bytes_once(layout: TrainerLayout, spec: RoutingSpec, seed: int) -> None:
     plan, _ = make_plan(layout, spec=spec, size=2, batches=2, seed=seed)
     rows = sum(batch.rows for rank in plan.microbatches for batch in rank)
     assert sum(shard.nbytes for shard in plan.shards) == rows * spec.bytes_per_token
@@ -143,9 +141,7 @@ def test_a_pipelines_micro_batches_share_a_length_within_an_optimizer_step() -> 
 
 
 @pytest.mark.parametrize(("tokens", "error"), [({"a": 3}, SampleUnknown), ({"a": 3, "b": 1}, ConfigError)])
-def test_a_sample_that_is_unknown_or_of_one_token_is_named(
-    tokens: dict[str, int], error: type[R3Error]
-) -> None:
+def test_an_unknown_sample_or_one_of_one_token_is_named(tokens: dict[str, int], error: type[R3Error]) -> None:
     with pytest.raises(error, match="'b'") as refusal:
         plan_shards(Assignment.given([[["a"], ["b"]]]), tokens=tokens, spec=SPEC, layout=TrainerLayout())
     assert refusal.value.samples == ("b",)
@@ -169,9 +165,7 @@ def test_lengths_of_two_bytes_are_summed_as_plain_integers() -> None:
         ([[["a"], ["b"]], [["c", "d"], ["e"]]], "dp=2,pp=2,uniform=1", r"rank 1, optimizer step 0"),
     ],
 )
-def test_several_widths_are_refused_in_a_pipeline(
-    ranks: list[list[list[str]]], layout: str, words: str
-) -> None:
+def test_widths_are_refused_in_a_pipeline(ranks: list[list[list[str]]], layout: str, words: str) -> None:
     tokens = dict.fromkeys("abcde", 9)
     with pytest.raises(ConfigError, match=words):
         plan_shards(Assignment.given(ranks), tokens=tokens, spec=SPEC, layout=TrainerLayout.parse(layout))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
@@ -24,10 +26,8 @@ from tests.plans import Step, steps
 from tests.samples import SPEC, random_ids, span
 
 
-def make(
-    layout: TrainerLayout, *, policy: str, tp: int = 0, invalid: tuple[tuple[int, int], ...] = ((2, 4),)
-):
-    samples = TicketSample("a", 9, 7, 7, (), invalid), TicketSample("b", 5, 7, 7, ())
+def make(layout: TrainerLayout, *, policy: str, tp: int = 0, invalid: Sequence[tuple[int, int]] = ((2, 4),)):
+    samples = TicketSample("a", 9, 7, 7, (), tuple(invalid)), TicketSample("b", 5, 7, 7, ())
     ticket = Ticket("run", 3, SPEC, layout, Assignment.given([[["a", "b"]]]), samples, 1 << 20)
     shard = ticket.plan.shard(dp=0, pp=0)
     data = torch.zeros(shard.slot_bytes, dtype=torch.uint8)
@@ -202,9 +202,7 @@ def test_exchanged_layers_micro_batches_and_rows_are_noticed() -> None:
         ("packing=thd", [[*range(10, 19), *range(20, 25)]], [[*range(9), *range(5)]]),
     ],
 )
-def test_a_models_input_is_as_the_ticket_says(
-    layout: str, ids: list[list[int]], positions: list[list[int]]
-) -> None:
+def test_a_models_input_is_the_tickets(layout: str, ids: list[list[int]], positions: list[list[int]]) -> None:
     shard = make(TrainerLayout.parse(layout), policy="live")
     found = shard.model_input(0, [range(10, 19), range(20, 25)])
     assert [part.tolist() for part in found] == [ids, positions]

@@ -156,9 +156,7 @@ def two(monkeypatch: pytest.MonkeyPatch) -> tuple[Wire, Receiver, Ticket]:
     return Wire(monkeypatch), receiver, ticket_of(layout, sample("a", seed=1), sample("b", seed=2))
 
 
-def test_a_failed_receive_begins_anew_and_ends_with_the_same_shard(
-    two: tuple[Wire, Receiver, Ticket],
-) -> None:
+def test_a_failed_receive_begins_anew_and_ends_the_same(two: tuple[Wire, Receiver, Ticket]) -> None:
     wire, receiver, ticket = two
     wire.failing.append(TransportError("cable"))
     with pytest.raises(TransportError, match="cable"):

@@ -41,11 +41,7 @@ def held(name: str, step: int = 0) -> Any:
     """Rows as a relay holds them."""
     rows = TOKENS[name] - 1
     ids = random_ids(rows, seed=step * 10 + ord(name))
-    own: Any = {
-        "digests_L": layer_digests(ids, first_row=0),
-        "provenance": (span(0, rows, step),),
-        "invalid": (),
-    }
+    own = {"digests_L": layer_digests(ids, first_row=0), "provenance": (span(0, rows, step),), "invalid": ()}
     return SimpleNamespace(ids_TLK=ids, first_row=0, sample_key=1, **own)
 
 
@@ -317,9 +313,7 @@ def test_each_rank_places_what_its_model_puts_out(tmp_path: Path, layout: str) -
         KeptLogprobs(step, step.plan.shards[-1]).add(0, torch.ones(3), trainer=torch.ones(3))
 
 
-def test_a_full_disk_ends_the_log_probs_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_ends_the_log_probs_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record(Recorder(tmp_path), 0)
     shard = ticket_of(0).plan.shard(dp=0, pp=0)
     kept, ones = KeptLogprobs(ticket_of(0), shard), torch.ones(shard.token_map(0)[0].shape)

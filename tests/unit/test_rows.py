@@ -125,9 +125,7 @@ def test_frames_that_are_refused_leave_no_memory_taken(relay: Relay) -> None:
     assert relay.status()["store"] == {"frames": 0, "bytes": 0}
 
 
-def test_frames_of_another_release_that_share_rows_are_refused_by_name_and_told_to_their_reply(
-    relay: Relay,
-) -> None:
+def test_frames_of_another_release_that_share_rows_are_refused_by_name(relay: Relay) -> None:
     parcel = [(number, (GOLDEN / f"frame_v2_{name}.bin").read_bytes()) for number, name in enumerate(SHARED)]
     deliver(relay, *parcel)
     assert relay.metrics.value("r3channel_rejected_total", reason="wire_version") == 2
@@ -226,9 +224,7 @@ def filling_the_store() -> Iterator[None]:
     relay.close()
 
 
-def test_frames_of_an_engine_that_says_nothing_of_its_context_fit_the_store_or_are_not_taken(
-    relay: Relay,
-) -> None:
+def test_frames_of_an_engine_without_a_context_fit_the_store_or_are_not_taken(relay: Relay) -> None:
     """Each of them decodes to 24 MiB; the store has room for one."""
     data = bomb(MOST_ROWS, codec=SET)
     # One at a time, and what is said of its rows.

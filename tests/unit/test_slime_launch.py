@@ -57,9 +57,7 @@ def test_engines_and_requests_give_routing_and_slimes_own_replay_is_off() -> Non
         (("--r3-weights", "broadcast"), {"update_weight_mode": "delta"}, "--update-weight-mode full"),
     ],
 )
-def test_what_does_not_fit_names_the_argument(
-    given: tuple[str, ...], slime: dict[str, Any], words: str
-) -> None:
+def test_what_does_not_fit_is_named(given: tuple[str, ...], slime: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         slime_arguments.prepared(parsed(*given, **slime))
 

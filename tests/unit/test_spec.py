@@ -73,9 +73,7 @@ def test_a_published_configuration_gives_the_models_routing(name: str) -> None:
     assert RoutingSpec.from_hf_config(PUBLISHED[name]) == model_named(name).spec
 
 
-def test_maverick_has_24_moe_layers_and_deepseek_v2_starts_dense_with_shared_experts_that_are_no_ids() -> (
-    None
-):
+def test_maverick_has_24_moe_layers_and_deepseek_v2_starts_dense_and_shares_experts() -> None:
     spec = RoutingSpec.from_hf_config(PUBLISHED["llama-4-maverick"])
     assert spec.moe_layers == tuple(range(1, 48, 2)) and spec.num_experts == 128
     spec = RoutingSpec.from_hf_config(DEEPSEEK_V2)

@@ -252,19 +252,19 @@ def test_few_bytes_are_adopted_as_they_are_and_many_are_copied_once() -> None:
 
 
 def started(
-    store: Store, work: list[int], *, timeout_s: float
+    store: Store, sizes: list[int], *, timeout_s: float
 ) -> tuple[list[threading.Thread], list[object]]:
     """One thread for each size, which waits in this order; what each got or raised."""
-    found: list[object] = [None] * len(work)
+    found: list[object] = [None] * len(sizes)
 
     def take(number: int) -> None:
         try:
-            found[number] = store.allocate(work[number], timeout_s=timeout_s)
+            found[number] = store.allocate(sizes[number], timeout_s=timeout_s)
         except Exception as error:
             found[number] = error
 
     threads = []
-    for number in range(len(work)):
+    for number in range(len(sizes)):
         ahead = len(store._waiting)
         thread = threading.Thread(target=take, args=(number,), daemon=True)
         thread.start()

@@ -44,9 +44,7 @@ def counts(stream: Stream, *parts: Stretches) -> np.ndarray:
 
 @settings(max_examples=150, deadline=None)
 @given(step=steps())
-def test_a_stream_is_the_ranks_rows_with_routing_in_order_in_few_pieces_and_the_pads_are_the_rest(
-    step: Step,
-) -> None:
+def test_a_stream_is_the_ranks_rows_with_routing_in_order_and_the_pads_are_the_rest(step: Step) -> None:
     """Together they name each row of the shard once."""
     for shard in step.shards:
         stream = Stream.of(step.ticket, shard)

@@ -163,9 +163,7 @@ def test_a_model_with_half_a_family_is_no_error() -> None:
         (["a"], 0, ConfigError, "0 bytes"),
     ],
 )
-def test_what_cannot_be_sent_is_refused(
-    names: list[str], cap_bytes: int, error: type[Exception], said: str
-) -> None:
+def test_misfits_are_refused(names: list[str], cap_bytes: int, error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
         plan_buckets([meta(name, 1) for name in names], cap_bytes=cap_bytes)
 

@@ -252,9 +252,7 @@ def sides() -> tuple[ShardMap, ShardMap]:
     return model_side(ranks=256, tp=8, ep=64), model_side(ranks=256, tp=32, ep=32, first=256)
 
 
-def test_the_busiest_of_256_senders_is_within_two_percent_and_a_unit(
-    sides: tuple[ShardMap, ShardMap],
-) -> None:
+def test_the_busiest_of_256_senders_is_within_two_percent(sides: tuple[ShardMap, ShardMap]) -> None:
     plan = plan_reshard(*sides, rank=0, world_size=512)
     found, senders = figures(plan), {rank for holders, _, _ in plan.shares for rank in holders}
     assert found["tensors"] > 45_000 and len(senders) == 256
