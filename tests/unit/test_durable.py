@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import io
 import itertools
 import os
 import shutil
@@ -15,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -62,9 +64,8 @@ class Kept:
         return ref
 
     def sample(self, name: str, ref: int, *, turn: int = 0) -> None:
-        self.durable.note(
-            ref, sample_id=name, turn=turn, tokens_hash=BIG, prefix_hash=BIG - 1, key=None if turn else BIG
-        )
+        hashes = {"tokens_hash": BIG, "prefix_hash": BIG - 1}
+        self.durable.note(ref, sample_id=name, turn=turn, key=None if turn else BIG, **hashes)
 
     def read(self) -> Remains:
         return read_remains(self.folder)
@@ -75,9 +76,8 @@ class Kept:
 
 @pytest.fixture
 def kept(tmp_path: Path) -> Iterator[Kept]:
-    kept = Kept(tmp_path)
-    yield kept
-    kept.durable.close()
+    with closing((kept := Kept(tmp_path)).durable):
+        yield kept
 
 
 def test_samples_come_back_turn_by_turn(kept: Kept) -> None:
@@ -120,16 +120,14 @@ def test_of_a_sample_let_go_the_beginning_goes_last(kept: Kept, monkeypatch: pyt
 def test_steps_are_kept_with_their_acknowledgements_until_they_are_done(kept: Kept) -> None:
     for step in (1, 2, 3):
         kept.durable.sealed(step, b"\0\nticket %d" % step)
-    kept.durable.acked(2, (0, 1, 0))
-    kept.durable.acked(2, (1, 1, 0))
-    kept.durable.acked(3, (0, 0, 0))
+    for step, rank in ((2, (0, 1, 0)), (2, (1, 1, 0)), (3, (0, 0, 0))):
+        kept.durable.acked(step, rank)
     kept.durable.done(1)
     kept.durable.done(99)
     steps = kept.read().steps
-    assert {step: (saved.ticket, saved.acked) for step, saved in steps.items()} == {
-        2: (b"\0\nticket 2", {(0, 1, 0), (1, 1, 0)}),
-        3: (b"\0\nticket 3", {(0, 0, 0)}),
-    }
+    acked = {2: {(0, 1, 0), (1, 1, 0)}, 3: {(0, 0, 0)}}
+    assert {step: saved.acked for step, saved in steps.items()} == acked
+    assert all(saved.ticket == b"\0\nticket %d" % step for step, saved in steps.items())
 
 
 def test_frames_without_a_sample_are_counted(kept: Kept) -> None:
@@ -179,22 +177,15 @@ def full(*_: Any, **__: Any) -> Any:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-class HalfWritten:
+class HalfWritten(io.FileIO):
     """A file on a disk that is full after half of what is written."""
 
-    def __init__(self, path: Any, *arguments: Any, **options: Any) -> None:
-        self.file = open(path, *arguments, **options)  # noqa: SIM115
-
-    def __enter__(self) -> HalfWritten:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.file.close()
+    def __init__(self, path: Path, mode: str, **_: Any) -> None:
+        super().__init__(path, mode)
 
     def write(self, data: Any) -> int:
-        self.file.write(data[: len(data) // 2])
-        full()
-        raise AssertionError
+        super().write(data[: len(data) // 2])
+        return full()
 
 
 @pytest.mark.parametrize("opened", [full, HalfWritten])
@@ -265,9 +256,8 @@ def test_nothing_is_lost_when_a_relay_is_killed_and_its_folder_is_busy_until_the
     own = Kept(tmp_path)
     with dead_relays(tmp_path, but=own.folder) as found:
         assert found == []
-    with subprocess.Popen(
-        [sys.executable, "-c", CHILD, str(tmp_path), str(ROOT)], stdout=subprocess.PIPE, cwd=ROOT
-    ) as child:
+    command = [sys.executable, "-c", CHILD, str(tmp_path), str(ROOT)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as child:
         assert child.stdout is not None
         folder = Path(child.stdout.readline().decode().strip())
         with pytest.raises(UsageError, match=folder.name), dead_relays(tmp_path, but=own.folder):
@@ -303,20 +293,14 @@ def test_living_relays_beside_dead_ones_are_left_alone(tmp_path: Path) -> None:
 def test_a_folder_that_goes_is_no_relay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: tuple[Any, str]
 ) -> None:
-    going, glob = Kept(tmp_path), Path.glob
+    going, glob, call = Kept(tmp_path), Path.glob, getattr(*where)
 
-    def goes_first(call: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*arguments: Any, **options: Any) -> Any:
-            if call is glob:
-                found = list(glob(*arguments))
-                going.durable.close()
-                return found
-            going.durable.close()
-            return call(*arguments, **options)
+    def goes_first(*arguments: Any, **options: Any) -> Any:
+        found = list(glob(*arguments)) if call is glob else None
+        going.durable.close()
+        return call(*arguments, **options) if found is None else found
 
-        return wrapped
-
-    monkeypatch.setattr(*where, goes_first(getattr(*where)))
+    monkeypatch.setattr(*where, goes_first)
     with dead_relays(tmp_path, but=tmp_path / "own") as found:
         assert found == []
 
@@ -371,8 +355,7 @@ def test_samples_and_sealed_steps_come_back_exactly(make_relay: MakeRelay, recov
     assert recovery.steps == {3: assignment()} and not recovery.damaged and not recovery.unclaimed
     assert sorted(recovery.pending) == sorted([*TOKENS, "n-s0", "n-s2", "n-s3"])
     assert new.status()["pending"] == sorted(recovery.pending)
-    (step, plan), *_ = recovery.steps.items()
-    for shard in receive(receivers_of(new), new.seal(step, plan)):
+    for shard in receive(receivers_of(new), new.seal(3, recovery.steps[3])):
         check_rows(shard)
     new.join_previous(timeout_s=LIMIT_S)
     assert new.status()["pending"] == ["n-s0", "n-s2", "n-s3"]
@@ -439,11 +422,10 @@ def test_a_damaged_frame_is_named_with_its_step(make_relay: MakeRelay, recover: 
 
     def change(folder: Path) -> None:
         path = nth_frame(folder, 1)
-        size = path.stat().st_size
         if damage == "cut":
-            os.truncate(path, size - 300)
+            os.truncate(path, path.stat().st_size - 300)
         else:
-            flip(path, {"ids": size - 400, "header": 20, "note": size - 20}[damage])
+            flip(path, {"ids": -400, "header": 20, "note": -20}[damage])
 
     new, recovery = recover(old, change)
     assert sorted(recovery.pending) == ["s0", "s2", "s3"]
@@ -477,9 +459,7 @@ def test_a_turn_that_does_not_follow_leaves_nothing_behind(make_relay: MakeRelay
     def change(folder: Path) -> None:
         """The second turn's frame is one of other rows, and whole."""
         path = nth_frame(folder, 1)
-        data = path.read_bytes()
-        note = data[len(later(10, 20)) :]
-        path.write_bytes(later(12, 20) + note)
+        path.write_bytes(later(12, 20) + path.read_bytes()[len(later(10, 20)) :])
 
     new, recovery = recover(old, change)
     assert sorted(recovery.pending) == sorted(TOKENS) and len(recovery.damaged) == 1

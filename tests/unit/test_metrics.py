@@ -55,8 +55,7 @@ def test_spans_of_a_thread_never_overlap() -> None:
     for _ in range(3):
         with clock.span("ingest"), clock.span("verify"), clock.span("plan"):
             pass
-    spans = clock.spans()
-    assert all(earlier.end_s <= later.start_s for earlier, later in itertools.pairwise(spans))
+    assert all(one.end_s <= after.start_s for one, after in itertools.pairwise(clock.spans()))
 
 
 def test_an_inner_span_takes_the_step_of_the_outer() -> None:
@@ -278,9 +277,8 @@ def test_a_process_has_at_most_800_series_whatever_happens(role: str) -> None:
 def test_promtool_finds_no_fault_in_a_page(role: str) -> None:
     with everything(role) as metrics:
         text = page(metrics.serve())
-    done = subprocess.run(
-        ["promtool", "check", "metrics"], input=text, capture_output=True, text=True, timeout=150
-    )
+    command = ["promtool", "check", "metrics"]
+    done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=150)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
@@ -380,10 +378,6 @@ def test_the_table_says_what_share_of_wall_the_stages_explain() -> None:
     assert [line.split()[1] for line in table.splitlines()[-3:]] == ["3.000", "4.000", "75.0%"]
 
 
-def test_a_send_outside_every_wait_is_hidden() -> None:
-    assert hidden_share(spans("send", (0, 1), (2, 4)), spans("wait_relay", (1, 2), (4, 5))) == 1.0
-
-
 def test_work_is_what_follows_the_seal_and_a_wait_is_one_for_routing() -> None:
     relay = spans("place", (0, 3)) + spans("send", (3, 4)) + spans("verify", (0, 9))
     trainer = spans("wait_wire", (3, 4)) + spans("wait_generation", (0, 4)) + spans("forward", (0, 4))
@@ -397,18 +391,19 @@ def test_a_trainers_waits_are_added_up_by_step() -> None:
     assert waits_of(told) == {3: 1.5, 4: 1.0}
 
 
-def test_overlapping_waits_of_several_trainers_expose_a_moment_once() -> None:
-    waits = spans("wait_relay", (1, 3), (2, 4)) + spans("wait_wire", (3.5, 4))
-    assert hidden_share(spans("send", (0, 10)), waits) == pytest.approx(0.7)
+WAITED = {
+    "outside of every wait": ([(0, 1), (2, 4)], spans("wait_relay", (1, 2), (4, 5)), 1.0),
+    "within a wait": ([(1, 2)], spans("wait_wire", (0, 5)), 0.0),
+    "two at the same time each count": ([(0, 2), (0, 2)], spans("wait_relay", (0, 1)), 0.5),
+    "waits of several trainers that overlap expose a moment once": (
+        [(0, 10)], spans("wait_relay", (1, 3), (2, 4)) + spans("wait_wire", (3.5, 4)), 0.7,
+    ),
+}  # fmt: skip
 
 
-def test_sends_at_the_same_time_each_count() -> None:
-    sends = spans("send", (0, 2), (0, 2))
-    assert hidden_share(sends, spans("wait_relay", (0, 1))) == pytest.approx(0.5)
-
-
-def test_a_send_within_a_wait_is_exposed() -> None:
-    assert hidden_share(spans("send", (1, 2)), spans("wait_wire", (0, 5))) == 0.0
+@pytest.mark.parametrize(("sends", "waits", "hidden"), WAITED.values(), ids=WAITED)
+def test_a_send_is_hidden_where_nobody_waits(sends: list[tuple], waits: list[Span], hidden: float) -> None:
+    assert hidden_share(spans("send", *sends), waits) == pytest.approx(hidden)
 
 
 def test_no_send_shows_nothing_hidden() -> None:
