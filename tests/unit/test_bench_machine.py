@@ -14,9 +14,7 @@ from r3channel.errors import ConfigError
 
 
 @pytest.mark.parametrize("name", bench.BENCHES)
-def test_every_result_says_on_what_it_was_measured(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_every_result_names_its_machine(capsys: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     parts = {
         part: lambda effort, part=part: {"rounds": {part: effort.rounds_of(9, 2)}}
         for part in bench.parts_of(name)
@@ -58,10 +56,8 @@ def test_a_ratio_is_that_of_the_pairs_and_its_interval_holds_it() -> None:
 def test_rows_of_equal_keys_are_printed_as_a_table_and_other_figures_on_their_own_lines() -> None:
     result: dict[str, Any] = {
         "paths": {"ours": {"wall_s": 0.25, "whole_s": None}, "theirs": {"wall_s": 2.0, "whole_s": 3.5}},
-        "ratio": {"best": 8.0},
-        "command": "r3channel bench relay",
-        "machine": harness.stamp(0.5),
-    }
+        "ratio": {"best": 8.0}, "command": "r3channel bench relay", "machine": harness.stamp(0.5),
+    }  # fmt: skip
     said = harness.text(result).splitlines()
     assert [line.split() for line in said if line][:4] == [
         ["paths", "wall_s", "whole_s"],
@@ -87,7 +83,7 @@ def fresh(file: Path, **changes: Any) -> Path:
     return file
 
 
-def test_a_fresh_result_takes_the_place_of_its_benchmarks_figures_and_says_its_machine(
+def test_a_fresh_result_takes_its_benchmarks_place_and_says_its_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (kept := tmp_path / "figures.json").write_text(figures.KEPT.read_text())

@@ -181,15 +181,11 @@ def hostile_frames() -> dict[str, bytes]:
     """Some kilobytes each; what the bombs hold, or sizes lie about, is larger than `CHEAP_BYTES`."""
     of_sets, of_lz4 = np.tile(random_ids(500), (16, 1, 1)), np.tile(random_ids(1), (8000, 1, 1))
     zstd_payloads = {
-        "bomb": zstd_of(ZEROS),
-        "undeclared": zstd_of(ZEROS, declare=False),
-        "nested": zstd_of(zstd_of(ZEROS)),
-        "lying": lying_size(ZEROS, declared=8000 * 24),
-        "trailing": zstd_of(bytes(8000 * 24)) + b"more",
-        "short": zstd_of(bytes(8000 * 24 - 1)),
-        "skippable": b"\x50\x2a\x4d\x18" + struct.pack("<I", 16) + bytes(16),
+        "bomb": zstd_of(ZEROS), "undeclared": zstd_of(ZEROS, declare=False), "nested": zstd_of(zstd_of(ZEROS)),
+        "lying": lying_size(ZEROS, declared=8000 * 24), "trailing": zstd_of(bytes(8000 * 24)) + b"more",
+        "short": zstd_of(bytes(8000 * 24 - 1)), "skippable": b"\x50\x2a\x4d\x18" + struct.pack("<I", 16) + bytes(16),
         "empty": b"",
-    }
+    }  # fmt: skip
     lz4_payloads = {
         "bomb": lz4.block.compress(ZEROS, store_size=False),
         "short": lz4.block.compress(bytes(8000 * 24 - 1), store_size=False),

@@ -68,15 +68,13 @@ def test_every_option_has_a_flag_with_a_text() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("bucket_bytes = =", "expected a readable TOML file"),
-        ("nothing = 1", "unknown name 'nothing'"),
+        ("bucket_bytes = =", "expected a readable TOML file"), ("nothing = 1", "unknown name 'nothing'"),
         ("bucket_bytes = [1]", "bucket_bytes=[1], expected a whole number"),
         ("bucket_bytes = 4096.7", "bucket_bytes=4096.7, expected a whole number"),
         ("bucket_bytes = true", "bucket_bytes=True, expected a whole number"),
-        ("prefetch = 7", "prefetch=7, expected true or false"),
-        ("store_dir = 7", "store_dir=7, expected text"),
+        ("prefetch = 7", "prefetch=7, expected true or false"), ("store_dir = 7", "store_dir=7, expected text"),
     ],
-)
+)  # fmt: skip
 def test_a_file_that_cannot_be_used_is_named_with_the_value(tmp_path: Path, text: str, said: str) -> None:
     file = written(tmp_path, text)
     with pytest.raises(ConfigError) as raised:
@@ -127,12 +125,10 @@ def test_a_value_out_of_range_or_a_wrong_pair_is_refused_by_name(values: dict[st
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"delivery": "post"}, "R3CHANNEL_DELIVERY is 'post'"),
-        ({"delivery": "direct"}, "needs R3CHANNEL_RELAY_URL"),
-        ({"queue_bytes": 0}, "queue_bytes is 0"),
-        ({"allow": "pp,nothing"}, "names .'nothing'."),
+        ({"delivery": "post"}, "R3CHANNEL_DELIVERY is 'post'"), ({"delivery": "direct"}, "needs R3CHANNEL_RELAY_URL"),
+        ({"queue_bytes": 0}, "queue_bytes is 0"), ({"allow": "pp,nothing"}, "names .'nothing'."),
     ],
-)
+)  # fmt: skip
 def test_what_an_engine_cannot_do_is_refused(values: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         EngineConfig(**values)

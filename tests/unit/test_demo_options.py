@@ -10,10 +10,8 @@ from examples.async_grpo.options import parse
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--layout", "zz=1"], "layout key 'zz'"),
-        (["--layout", "dp=2,tp=2,sp=0"], "leave sp on"),
-        (["--steps", "0"], "--steps 0, expected at least 1"),
-        (["--engines", "0"], "--engines 0, expected at least 1"),
+        (["--layout", "zz=1"], "layout key 'zz'"), (["--layout", "dp=2,tp=2,sp=0"], "leave sp on"),
+        (["--steps", "0"], "--steps 0, expected at least 1"), (["--engines", "0"], "--engines 0, expected at least 1"),
         (["--engine-tp", "0"], "--engine-tp 0, expected at least 1"),
         (["--micro-batch-size", "0"], "--micro-batch-size 0, expected at least 1"),
         (["--samples", "5"], "--samples 5, expected at least 8"),
@@ -22,7 +20,7 @@ from examples.async_grpo.options import parse
         (["--use-r3-channel", "--r3-config", "none.toml"], "none.toml: expected a readable TOML file"),
         (["--dump", "here"], "need --use-r3-channel"),
     ],
-)
+)  # fmt: skip
 def test_wrong_options_are_named(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         parse(options)

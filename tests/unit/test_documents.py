@@ -179,10 +179,8 @@ def test_every_option_is_in_the_table_once_and_is_explained() -> None:
 # -- refused Megatron settings: every row refuses what it says --------------------------------------------------------------
 
 GOOD = {
-    "moe_enable_routing_replay": True,
-    "moe_router_load_balancing_type": "aux_loss",
-    "cuda_graph_impl": "none",
-}
+    "moe_enable_routing_replay": True, "moe_router_load_balancing_type": "aux_loss", "cuda_graph_impl": "none",
+}  # fmt: skip
 
 
 def test_settings_that_a_release_lacks_are_passed_over() -> None:

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -102,6 +103,18 @@ def door(open_door: Open) -> Door:
     return open_door()
 
 
+@pytest.fixture
+def patient_door(open_door: Open) -> Door:
+    """Waits for bodies for ever; two may be read at once."""
+    return open_door(STALL_S=NEVER_S, BODY_S=NEVER_S, AT_ONCE=2, AT_ONCE_BYTES=1)
+
+
+def ask(peer: socket.socket, data: bytes, *expected: int) -> None:
+    """Sends on a connection that stays open, and holds the answer against what is expected."""
+    peer.sendall(data)
+    assert statuses(peer.recv(4096)) == [*expected]
+
+
 def connect(door: Door) -> socket.socket:
     return socket.create_connection(("127.0.0.1", int(door.url.rsplit(":", 1)[1])), timeout=LIMIT_S)
 
@@ -152,8 +165,7 @@ def test_a_body_arrives_whole_however_it_is_cut_up(door: Door, intake: Kept) -> 
 def test_one_connection_carries_many_requests(door: Door, intake: Kept) -> None:
     with connect(door) as peer:
         for _ in range(3):
-            peer.sendall(request())
-            assert statuses(peer.recv(4096)) == [200]
+            ask(peer, request(), 200)
     assert len(intake.taken) == 3
 
 
@@ -166,17 +178,14 @@ def test_a_request_may_lie_right_behind_another(door: Door, intake: Kept) -> Non
 def test_a_request_behind_one_that_failed_is_read_from_its_own_beginning(door: Door, intake: Kept) -> None:
     intake.failures = [errors.StoreFull("no room"), ZeroDivisionError()]
     unknown = request(b"".join(pack_parcel(8, FRAMES)))
-    expected = [503, 500, 409, 200]
-    assert statuses(talk(door, request() * 2 + unknown + request())) == expected
+    assert statuses(talk(door, request() * 2 + unknown + request())) == [503, 500, 409, 200]
     assert intake.taken == [FRAMES]
 
 
 def test_who_waits_for_permission_to_send_a_body_gets_it(door: Door, intake: Kept) -> None:
     with connect(door) as peer:
-        peer.sendall(HEAD + f"Expect: 100-continue\r\nContent-Length: {len(BODY)}\r\n\r\n".encode())
-        assert statuses(peer.recv(4096)) == [100]
-        peer.sendall(BODY)
-        assert statuses(peer.recv(4096)) == [200]
+        ask(peer, HEAD + f"Expect: 100-continue\r\nContent-Length: {len(BODY)}\r\n\r\n".encode(), 100)
+        ask(peer, BODY, 200)
     assert len(intake.taken) == 1
 
 
@@ -196,11 +205,9 @@ def test_a_frame_costs_few_calls(door: Door, intake: Kept) -> None:
     threading.setprofile(count)
     try:
         with connect(door) as peer:
-            peer.sendall(request(body))
-            assert statuses(peer.recv(4096)) == [200]
+            ask(peer, request(body), 200)
             calls.clear()
-            peer.sendall(request(body))
-            assert statuses(peer.recv(4096)) == [200]
+            ask(peer, request(body), 200)
             seen = list(calls)
     finally:
         threading.setprofile(None)  # pyright: ignore[reportArgumentType]
@@ -212,11 +219,11 @@ def test_a_frame_costs_few_calls(door: Door, intake: Kept) -> None:
 
 
 def failing(error: Exception) -> Callable[[Door, Kept], bytes]:
-    def ask(door: Door, intake: Kept) -> bytes:
+    def answered(door: Door, intake: Kept) -> bytes:
         intake.failures = [error]
         return talk(door, request())
 
-    return ask
+    return answered
 
 
 def refused(door: Door, intake: Kept) -> bytes:
@@ -240,11 +247,9 @@ ANSWERS: dict[Status, Callable[[Door, Kept], bytes]] = {
     Status.HELLO_FIRST: lambda door, _: talk(door, request(b"".join(pack_parcel(8, FRAMES)))),
     Status.NO_LENGTH: lambda door, _: talk(door, HEAD + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n"),
     Status.TOO_LARGE: lambda door, _: talk(door, HEAD + b"Content-Length: 1048577\r\n\r\n"),
-    Status.HELLO_REFUSED: refused,
-    Status.FRAME_DAMAGED: failing(errors.FrameCorrupt("damaged on the way")),
-    Status.FAILED: failing(ZeroDivisionError()),
-    Status.COME_AGAIN: failing(errors.StoreFull("no room")),
-}
+    Status.HELLO_REFUSED: refused, Status.FRAME_DAMAGED: failing(errors.FrameCorrupt("damaged on the way")),
+    Status.FAILED: failing(ZeroDivisionError()), Status.COME_AGAIN: failing(errors.StoreFull("no room")),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("status", Status, ids=lambda status: status.name)
@@ -314,8 +319,7 @@ def test_a_request_does_not_print_its_token() -> None:
 
 def test_without_the_token_no_body_is_waited_for(door: Door, intake: Kept) -> None:
     with connect(door) as peer:
-        peer.sendall(b"POST /v1/frames HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n")
-        assert statuses(peer.recv(4096)) == [401]
+        ask(peer, b"POST /v1/frames HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n", 401)
     assert not intake.begun.acquire(blocking=False)
 
 
@@ -363,8 +367,7 @@ def test_eight_stalled_bodies_hold_up_nobody(open_door: Open, intake: Kept) -> N
         peers = stall(door, intake, 8, stack)
         assert statuses(talk(door, request() * 3)) == [200] * 3
         for peer in peers:
-            peer.sendall(request()[-50:])
-            assert statuses(peer.recv(4096)) == [200]
+            ask(peer, request()[-50:], 200)
     assert intake.taken == [FRAMES] * 11
 
 
@@ -389,25 +392,22 @@ def test_a_stalled_body_gives_its_share_back_when_it_is_cut(open_door: Open, int
         assert statuses(talk(door, request())) == [200]
 
 
-def test_more_than_may_be_read_at_once_is_refused_before_its_body(open_door: Open, intake: Kept) -> None:
-    door = open_door(STALL_S=NEVER_S, BODY_S=NEVER_S, AT_ONCE=2, AT_ONCE_BYTES=1)
+def test_more_than_may_be_read_at_once_is_refused_before_its_body(patient_door: Door, intake: Kept) -> None:
     with ExitStack() as stack:
-        peers = stall(door, intake, 2, stack)
-        with connect(door) as peer:
+        peers = stall(patient_door, intake, 2, stack)
+        with connect(patient_door) as peer:
             peer.sendall(request()[: -len(BODY)])
             answer = peer.recv(4096)
         assert statuses(answer) == [503] and b"Connection: close" in answer
-        peers[0].sendall(request()[-50:])
-        assert statuses(peers[0].recv(4096)) == [200]
-        assert statuses(talk(door, request())) == [200]
+        ask(peers[0], request()[-50:], 200)
+        assert statuses(talk(patient_door, request())) == [200]
 
 
-def test_a_large_body_is_not_kept_out_by_small_ones(open_door: Open, intake: Kept) -> None:
-    door = open_door(STALL_S=NEVER_S, BODY_S=NEVER_S, AT_ONCE=2, AT_ONCE_BYTES=1)
+def test_a_large_body_is_not_kept_out_by_small_ones(patient_door: Door, intake: Kept) -> None:
     large = b"".join(pack_parcel(7, [(5, bytes(10 * len(BODY)))]))
     with ExitStack() as stack:
-        stall(door, intake, 2, stack)
-        assert statuses(talk(door, request(large))) == [200]
+        stall(patient_door, intake, 2, stack)
+        assert statuses(talk(patient_door, request(large))) == [200]
 
 
 def test_a_body_that_is_cut_is_no_body() -> None:
@@ -436,8 +436,7 @@ def test_a_silent_peer_does_not_hold_a_thread_for_ever() -> None:
 def test_more_connections_than_allowed_are_closed_at_once(open_door: Open) -> None:
     door = open_door(_MAX_CONNECTIONS=1)
     with connect(door) as first:
-        first.sendall(request())
-        assert statuses(first.recv(4096)) == [200]
+        ask(first, request(), 200)
         with connect(door) as second, suppress(ConnectionResetError):
             assert second.recv(4096) == b""
 
@@ -482,11 +481,16 @@ def token_file(tmp_path: Path) -> Path:
     return tmp_path / "token"
 
 
-def test_a_parcel_that_came_damaged_is_sent_again(open_door: Open, intake: Kept, token_file: Path) -> None:
-    door = open_door(token=read_token(token_file))
+@pytest.fixture
+def engine_of(open_door: Open, token_file: Path) -> Callable[..., Engine]:
+    """An engine that delivers to a door."""
+    return partial(Engine, open_door(token=read_token(token_file)).url, token_file)
+
+
+def test_a_parcel_that_came_damaged_is_sent_again(engine_of: Callable[..., Engine], intake: Kept) -> None:
     ids_TLK = random_ids(309)
     intake.failures = [errors.FrameCorrupt("damaged on the way")] * 3
-    with Engine(door.url, token_file) as engine:
+    with engine_of() as engine:
         engine.finish("r1", 310, ids_TLK=ids_TLK)
         assert intake.ended.acquire(timeout=LIMIT_S)
     assert intake.tried == [[1]] * 4
@@ -496,11 +500,10 @@ def test_a_parcel_that_came_damaged_is_sent_again(open_door: Open, intake: Kept,
 
 
 def test_a_parcel_that_is_always_damaged_is_given_up(
-    open_door: Open, intake: Kept, token_file: Path, caplog: pytest.LogCaptureFixture
+    engine_of: Callable[..., Engine], intake: Kept, caplog: pytest.LogCaptureFixture
 ) -> None:
-    door = open_door(token=read_token(token_file))
     intake.failure = errors.FrameCorrupt("damaged on the way")
-    with Engine(door.url, token_file) as engine:
+    with engine_of() as engine:
         engine.finish("r1", 9)
         for _ in range(3):
             assert intake.begun.acquire(timeout=LIMIT_S)
@@ -509,28 +512,23 @@ def test_a_parcel_that_is_always_damaged_is_given_up(
 
 
 @pytest.mark.parametrize(
-    "failures",
-    [
-        [errors.FrameReferenceInvalid("entry 0 of a parcel is damaged")],
-        [errors.StoreFull("no room"), ZeroDivisionError(), errors.StoreFull("no room")],
-    ],
-)
+    "failures", [[errors.FrameReferenceInvalid("x")], [errors.StoreFull("x"), ZeroDivisionError(), errors.StoreFull("x")]]
+)  # fmt: skip
 def test_a_parcel_whose_names_came_damaged_or_that_found_no_room_is_sent_again(
-    open_door: Open, intake: Kept, token_file: Path, failures: list[Exception]
+    engine_of: Callable[..., Engine], intake: Kept, failures: list[Exception]
 ) -> None:
-    door, intake.failures = open_door(token=read_token(token_file)), [*failures]
-    with Engine(door.url, token_file) as engine:
+    intake.failures = [*failures]
+    with engine_of() as engine:
         engine.finish("r1", 9)
         assert intake.ended.acquire(timeout=LIMIT_S)
     assert intake.tried == [[1]] * (1 + len(failures)) and engine.frames("given_up") == 0
 
 
 def test_a_refused_hello_is_given_as_the_reason_for_frames_that_were_not_taken(
-    open_door: Open, intake: Kept, token_file: Path, caplog: pytest.LogCaptureFixture
+    engine_of: Callable[..., Engine], intake: Kept, caplog: pytest.LogCaptureFixture
 ) -> None:
-    door = open_door(token=read_token(token_file))
     intake.refusal = "num_experts 64, expected 128"
-    with Engine(door.url, token_file, deliver_timeout_s=0.1) as engine:
+    with engine_of(deliver_timeout_s=0.1) as engine:
         engine.finish("r1", 9)
     assert engine.frames("given_up") == 1 and intake.tried == []
     assert "1 frames (serials 1 to 1)" in caplog.messages[-1] and "num_experts 64" in caplog.messages[-1]

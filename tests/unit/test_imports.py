@@ -21,19 +21,11 @@ from tests.children import said_by
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "r3channel"
 
-LEVELS = {
-    "errors": 0,
-    "model": 1,
-    "observe": 2,
-    "transport": 3,
-    "config": 4,
-    "wire": 5,
-    "plan": 6,
-    "recordings": 7,
-    **dict.fromkeys(("engine", "relay", "trainer", "weights"), 8),
-    "integrations": 9,
-    **dict.fromkeys(("cli", "pytest_plugin", "bench", "tools"), 10),
-}
+ROOMS = (
+    *("errors", "model", "observe", "transport", "config", "wire", "plan", "recordings"),
+    *("engine relay trainer weights", "integrations", "cli pytest_plugin bench tools"),
+)
+LEVELS = {room: level for level, rooms in enumerate(ROOMS) for room in rooms.split()}
 """Level of each room, as DESIGN.md draws them. A room imports itself and lower levels only; what people type (the highest
 level) may also import its own level."""
 TOP = max(LEVELS.values())
@@ -130,10 +122,8 @@ def circles(found: Iterable[Import], modules: set[str]) -> set[tuple[str, ...]]:
         if name and name != module_of(one.file):
             below[module_of(one.file)].add(name)
     reached = {module: reachable(module, below) for module in modules}
-    sets = {
-        tuple(sorted(other for other in reached[module] if module in reached[other])) for module in modules
-    }
-    return {circle for circle in sets if len(circle) > 1}
+    sets = (sorted(other for other in reached[one] if one in reached[other]) for one in modules)
+    return {tuple(circle) for circle in sets if len(circle) > 1}
 
 
 def reachable(module: str, below: dict[str, set[str]]) -> set[str]:
@@ -166,8 +156,7 @@ def test_an_upward_or_sideways_import_is_noticed() -> None:
 def test_no_modules_import_one_another() -> None:
     """Not even in functions or for type hints: who reads one of them must not have to read all."""
     modules = {module_of(file) for file, _ in sources()}
-    found = circles(all_imports(), modules)
-    assert sorted(found) == []
+    assert circles(all_imports(), modules) == set()
 
 
 def test_a_circle_is_noticed_however_it_is_closed() -> None:
@@ -182,11 +171,10 @@ def test_a_circle_is_noticed_however_it_is_closed() -> None:
     ):
         found = circles([*a, *parsed("plan/b.py", closing), *c], modules)
         assert found == {("r3channel.plan.a", "r3channel.plan.b", "r3channel.plan.c")}, closing
-    through_package = [
-        *parsed("plan/__init__.py", "from r3channel.plan.a import x"),
-        *parsed("plan/a.py", "import r3channel.plan"),
-    ]
-    assert circles(through_package, modules) == {("r3channel.plan", "r3channel.plan.a")}
+    package = parsed("plan/__init__.py", "from r3channel.plan.a import x")
+    assert circles([*package, *parsed("plan/a.py", "import r3channel.plan")], modules) == {
+        ("r3channel.plan", "r3channel.plan.a")
+    }
 
 
 def test_each_upstream_is_imported_in_its_place_only() -> None:
@@ -245,11 +233,8 @@ def test_an_import_of_the_examples_is_noticed() -> None:
 
 
 def test_an_upstream_out_of_place_is_noticed() -> None:
-    for text in (
-        "import ray",
-        "from torch import distributed as dist",
-        "import torch\ntorch.distributed.barrier()",
-    ):
+    torch_lines = "from torch import distributed as dist", "import torch\ntorch.distributed.barrier()"
+    for text in ("import ray", *torch_lines):
         assert any(out_of_place(found) for found in parsed("trainer/receiver.py", text)), text
 
 
@@ -319,7 +304,5 @@ def test_every_module_of_the_weights_room_is_reached_by_a_user() -> None:
     while waiting:
         reached.add(file := waiting.pop())
         waiting |= inside[file] - reached
-    rooms = {
-        file for file, _ in sources() if file.startswith("weights/") and not file.endswith("__init__.py")
-    }
+    rooms = {file for file, _ in sources() if file.startswith("weights/")} - {"weights/__init__.py"}
     assert sorted(rooms - reached) == []

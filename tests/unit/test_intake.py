@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,9 +36,8 @@ IDS = random_ids(40, seed=5)
 
 @pytest.fixture
 def relay() -> Iterator[Relay]:
-    relay = Relay(SPEC, TrainerLayout(), ChannelConfig())
-    yield relay
-    relay.close()
+    with closing(Relay(SPEC, TrainerLayout(), ChannelConfig())) as relay:
+        yield relay
 
 
 # -- bad replies ---------------------------------------------------------------------------------------------------------
@@ -140,11 +140,17 @@ def test_a_sample_id_that_is_no_string_is_refused_by_name(relay: Relay) -> None:
 # -- turns ---------------------------------------------------------------------------------------------------------------
 
 
+def part_of(ids_TLK: np.ndarray, begin: int, end: int, version: int = 0, *, spec=SPEC, **more: Any) -> bytes:
+    """The frame of rows [begin, end)."""
+    provenance = [span(begin, end, version)]
+    return encode_frame(
+        spec, expert_ids_TLK=ids_TLK[begin:end], first_row=begin, provenance=provenance, **more
+    )
+
+
 def turn(first_row: int, end: int, *, version: int = 0) -> dict[str, Any]:
     """The reply of a turn that returns rows [first_row, end)."""
-    own: Any = {"first_row": first_row, "provenance": [span(first_row, end, version)]}
-    data = encode_frame(SPEC, expert_ids_TLK=IDS[first_row:end], sample_key=sample_key("r"), **own)
-    return reply_of(data, request_id="r")
+    return reply_of(part_of(IDS, first_row, end, version, sample_key=sample_key("r")), request_id="r")
 
 
 def sealed(relay: Relay, *names: str) -> Any:
@@ -163,16 +169,12 @@ def test_later_turns_add_their_rows_only(relay: Relay) -> None:
 def test_a_turn_looks_at_no_row_of_the_turns_before(relay: Relay, monkeypatch: pytest.MonkeyPatch) -> None:
     """Thirty turns: every row is verified once, lies where it was kept, and is never written again."""
     verified, checked = [], received.checked
-    monkeypatch.setattr(
-        received, "checked", lambda ids_TLK, **its: verified.append(len(ids_TLK)) or checked(ids_TLK, **its)
-    )
+    seen = lambda ids_TLK, **its: verified.append(len(ids_TLK)) or checked(ids_TLK, **its)  # noqa: E731
+    monkeypatch.setattr(received, "checked", seen)
     ids, tokens, before = random_ids(300, seed=1), list(range(301)), []
     for number in range(30):
         first, end = 10 * number, 10 * number + 10
-        data = encode_frame(
-            SPEC, expert_ids_TLK=ids[first:end], first_row=first, provenance=[span(first, end)]
-        )
-        relay.add_frame("s", data, tokens[: end + 1], append=number > 0)
+        relay.add_frame("s", part_of(ids, first, end), tokens[: end + 1], append=number > 0)
         turns = turns_here(relay, "s")
         assert len(turns) == number + 1
         assert all(one is other for one, other in zip(turns, before, strict=False))
@@ -216,13 +218,13 @@ def test_rows_keep_the_version_of_their_turn_and_the_engines_digests_add_up(rela
 
 
 @pytest.mark.parametrize(
-    ("first_row", "words"), [(11, "rows between are nowhere"), (9, "sent again"), (0, "sent again")]
+    ("row", "words"), [(11, "rows between are nowhere"), (9, "sent again"), (0, "sent again")]
 )
-def test_a_gap_or_overlap_is_refused_and_rows_stay(relay: Relay, first_row: int, words: str) -> None:
+def test_a_gap_or_overlap_is_refused_and_rows_stay(relay: Relay, row: int, words: str) -> None:
     relay.add("s", turn(0, 10), TOKENS[:11])
     said = rf"sample s from engine e: .*expected to begin at row 10 \({words}"
     with pytest.raises(errors.TurnMismatch, match=said):
-        relay.add("s", turn(first_row, 20), TOKENS[:21], append=True, engine="e")
+        relay.add("s", turn(row, 20), TOKENS[:21], append=True, engine="e")
     assert relay.rows_held("s") == 10 and relay.status()["store"]["frames"] == 1
     relay.add("s", turn(10, 20), TOKENS[:21], append=True)
     assert np.array_equal(rows_here(relay, "s"), IDS[:20])
@@ -259,10 +261,8 @@ ONE_LAYER = RoutingSpec(num_layers=1, moe_layers=(0,), num_experts=64, top_k=2)
 def test_honest_turns_of_codec_set_arrive(spec: RoutingSpec, first: int, second: int) -> None:
     relay, ids = Relay(spec, TrainerLayout(), ChannelConfig()), random_ids(first + second, spec=spec)
     for start_row, end in ((0, first), (first, first + second)):
-        data = encode_frame(
-            spec, expert_ids_TLK=ids[start_row:end], first_row=start_row, provenance=[span(start_row, end)], codec="set",
-        )  # fmt: skip
-        relay.add_frame("s", data, range(end + 1), append=start_row > 0)
+        frame = part_of(ids, start_row, end, spec=spec, codec="set")
+        relay.add_frame("s", frame, range(end + 1), append=start_row > 0)
     assert np.array_equal(np.sort(rows_here(relay, "s")), np.sort(ids))
     relay.close()
 
@@ -281,37 +281,37 @@ def test_a_step_records_the_rows_of_all_turns(tmp_path: Path) -> None:
 # -- what the disk cannot keep -------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def on_disk(tmp_path: Path) -> Iterator[Relay]:
+    with closing(Relay(SPEC, TrainerLayout(), ChannelConfig(store_dir=str(tmp_path)))) as relay:
+        yield relay
+
+
 def full(*_: Any, **__: Any) -> None:
     raise errors.StoreFull("no room")
 
 
-def test_a_sample_that_cannot_be_kept_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    relay = Relay(SPEC, TrainerLayout(), ChannelConfig(store_dir=str(tmp_path)))
+def test_a_sample_that_cannot_be_kept_is_told(on_disk: Relay, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch, pytest.raises(errors.StoreFull):
         patch.setattr(Durable, "frame", full)
-        relay.add("s", turn(0, 10), TOKENS[:11])
-    assert relay.status()["store"]["frames"] == 0
-    relay.add("s", turn(0, 10), TOKENS[:11])
-    relay.add("t", turn(0, 10), TOKENS[:11])
-    assert relay.discard(["s", "t"]) == 2
-    relay.close()
+        on_disk.add("s", turn(0, 10), TOKENS[:11])
+    assert on_disk.status()["store"]["frames"] == 0
+    for name in ("s", "t"):
+        on_disk.add(name, turn(0, 10), TOKENS[:11])
+    assert on_disk.discard(["s", "t"]) == 2
 
 
 def test_rows_whose_note_cannot_be_written_stay_the_samples_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    on_disk: Relay, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    relay = Relay(SPEC, TrainerLayout(), ChannelConfig(store_dir=str(tmp_path)))
     with monkeypatch.context() as patch:
         patch.setattr(Durable, "note", full)
-        relay.add("s", turn(0, 10), TOKENS[:11])
+        on_disk.add("s", turn(0, 10), TOKENS[:11])
     assert "sample s would not survive a kill" in caplog.text
-    relay.add("t", turn(0, 10), TOKENS[:11])
-    assert relay.status()["store"]["frames"] == 2 and np.array_equal(rows_here(relay, "s"), IDS[:10])
-    relay.close()
+    on_disk.add("t", turn(0, 10), TOKENS[:11])
+    assert on_disk.status()["store"]["frames"] == 2 and np.array_equal(rows_here(on_disk, "s"), IDS[:10])
 
 
-def test_a_probe_leaves_nothing(tmp_path: Path) -> None:
-    relay = Relay(SPEC, TrainerLayout(), ChannelConfig(store_dir=str(tmp_path)))
-    relay.check_engine(reply_of(frame_of(3)), engine="e", tokens=3)
-    assert not list(tmp_path.glob("*/*.frame")) and relay.status()["store"]["frames"] == 0
-    relay.close()
+def test_a_probe_leaves_nothing(on_disk: Relay, tmp_path: Path) -> None:
+    on_disk.check_engine(reply_of(frame_of(3)), engine="e", tokens=3)
+    assert not list(tmp_path.glob("*/*.frame")) and on_disk.status()["store"]["frames"] == 0

@@ -69,13 +69,11 @@ SPEC8 = RoutingSpec(num_layers=8, moe_layers=tuple(range(8)), num_experts=8, top
 @pytest.mark.parametrize(
     "call",
     [
-        lambda layout: layout.coords(-1),
-        lambda layout: layout.coords(16),
+        lambda layout: layout.coords(-1), lambda layout: layout.coords(16),
         lambda layout: layout.rank(RankCoords(dp=0, pp=-1, cp=0, tp=0)),
-        lambda layout: layout.stage_layers(SPEC8, pp=-1),
-        lambda layout: layout.chunk_layers(SPEC8, pp=0, chunk=1),
+        lambda layout: layout.stage_layers(SPEC8, pp=-1), lambda layout: layout.chunk_layers(SPEC8, pp=0, chunk=1),
     ],
-)
+)  # fmt: skip
 def test_ranks_that_a_layout_does_not_have_are_refused(call: Any) -> None:
     with pytest.raises(ConfigError, match=r"=(-1|1|2|16): expected 0\.\."):
         call(TrainerLayout(dp=2, tp=2, pp=2, cp=2))

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,18 @@ class Played:
     def rows(self) -> None:
         self.link.send([ROWS_TLK.tobytes(), DIGESTS], timeout_s=LIMIT_S)
 
+    def send_all(self, **changes: Any) -> None:
+        self.announce(**changes)
+        self.rows()
+
+    def thank(self) -> None:
+        self.hear(wire.DONE, step=3)
+        self.say(wire.THANKS)
+
+    def refuse(self, error: errors.R3Error, **expected: Any) -> None:
+        self.hear(wire.READY, **expected)
+        self.say(wire.ERROR, **wire.values_of(error))
+
     def silent(self) -> None:
         """Until the other end has gone."""
         with suppress(TransportError):
@@ -73,10 +86,8 @@ class Played:
 
 
 def whole(relay: Played) -> None:
-    relay.announce()
-    relay.rows()
-    relay.hear(wire.DONE, step=3)
-    relay.say(wire.THANKS)
+    relay.send_all()
+    relay.thank()
 
 
 class Stage:
@@ -213,8 +224,7 @@ def test_a_record_out_of_turn_or_shape_ends_only_the_connection(play: Play, kind
 
 
 def damaged(relay: Played) -> None:
-    relay.announce()
-    relay.rows()
+    relay.send_all()
     relay.hear(wire.DAMAGED, step=3)
     relay.say(wire.AGAIN)
 
@@ -225,12 +235,7 @@ def test_rows_that_the_sink_finds_damaged_are_asked_for_again(play: Play) -> Non
 
 
 def test_digests_that_come_damaged_are_asked_for_again(play: Play) -> None:
-    def damaged(relay: Played) -> None:
-        relay.announce(hash=1)
-        relay.rows()
-
-    stage = play(damaged, whole)
-    first, second = receive(stage)
+    first, second = receive(play(lambda relay: relay.send_all(hash=1), whole))
     assert first.digests == b"" and second.digests == DIGESTS
 
 
@@ -247,16 +252,14 @@ MASKS = bytes(2 * 9)  # a length of nothing for each token
 
 
 def masked(relay: Played, sent: bytes = MASKS, **changes: Any) -> None:
-    relay.announce(**{"masks": len(MASKS), "masks_hash": xxh3_64_intdigest(MASKS)} | changes)
-    relay.rows()
+    relay.send_all(**{"masks": len(MASKS), "masks_hash": xxh3_64_intdigest(MASKS)} | changes)
     relay.link.send([sent], timeout_s=LIMIT_S)
 
 
 def test_masks_that_come_damaged_are_asked_for_again(play: Play) -> None:
     def good(relay: Played) -> None:
         masked(relay)
-        relay.hear(wire.DONE, step=3)
-        relay.say(wire.THANKS)
+        relay.thank()
 
     stage = play(lambda relay: masked(relay, bytes([1]) + MASKS[1:]), good)
     first, second = receive(stage, ticket=MASKED)
@@ -268,12 +271,10 @@ def test_masks_come_in_pieces_of_a_bucket(play: Play) -> None:
     masks = lengths + np.arange(300, dtype="<u4").tobytes()
 
     def pieces(relay: Played) -> None:
-        relay.announce(masks=len(masks), masks_hash=xxh3_64_intdigest(masks))
-        relay.rows()
+        relay.send_all(masks=len(masks), masks_hash=xxh3_64_intdigest(masks))
         for part in (masks[:18], masks[18:1000], masks[1000:]):
             relay.link.send([part], timeout_s=LIMIT_S)
-        relay.hear(wire.DONE, step=3)
-        relay.say(wire.THANKS)
+        relay.thank()
 
     (sink,) = receive(play(pieces), ticket=MASKED)
     assert sink.taken == masks
@@ -293,11 +294,7 @@ def test_the_relays_own_error_comes_as_it_was_raised_and_ends_the_attempts(play:
     about: Any = {"samples": ("a", "b"), "engines": ("e",), "ranks": ((0, 0, 0),), "step": 3}
     error = FrameCorrupt("sample a is damaged", **about)
 
-    def refuses(relay: Played) -> None:
-        relay.hear(wire.READY)
-        relay.say(wire.ERROR, **wire.values_of(error))
-
-    stage = play(refuses)
+    stage = play(lambda relay: relay.refuse(error))
     with pytest.raises(FrameCorrupt, match="sample a is damaged") as told:
         receive(stage)
     assert stage.played == 1 and {name: getattr(told.value, name) for name in about} == about
@@ -319,29 +316,13 @@ def test_every_error_of_this_package_crosses_the_wire_whole_and_nothing_else_doe
 # -- time --------------------------------------------------------------------------------------------------------------
 
 
-class Nobody:
-    """A port at which connections are taken and nothing is said."""
-
-    def __init__(self) -> None:
-        self.socket = socket.create_server(("127.0.0.1", 0))
-
-    def hello(self, **_: int) -> dict[str, Any]:
-        host, port = self.socket.getsockname()
-        return {"host": host, "port": port, "token": "00" * 32, "run": "run"}
-
-
-def test_a_join_ends_within_its_limit_where_nobody_answers() -> None:
-    nobody = Nobody()
-    with pytest.raises(DeadlineExceeded):
-        receive(nobody, join_timeout_s=0.2, max_group_failures=1)
-    nobody.socket.close()
-
-
-def test_a_port_where_nobody_listens_is_a_transport_error() -> None:
-    nobody = Nobody()
-    where = nobody.hello()
-    nobody.socket.close()
-    nobody.hello = lambda **_: where  # type: ignore[method-assign]
+def test_a_join_ends_where_nobody_answers_and_where_nobody_listens() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        host, port = silent.getsockname()
+        where = {"host": host, "port": port, "token": "00" * 32, "run": "run"}
+        nobody = SimpleNamespace(hello=lambda **_: where)
+        with pytest.raises(DeadlineExceeded):
+            receive(nobody, join_timeout_s=0.2, max_group_failures=1)
     with pytest.raises(TransportError):
         receive(nobody, max_group_failures=2)
 
@@ -376,28 +357,23 @@ def test_connections_end_with_the_steps_deadline_however_many_are_allowed(play: 
 # -- the acknowledgement -----------------------------------------------------------------------------------------------
 
 
-def loses_it(relay: Played) -> None:
-    relay.announce()
-    relay.rows()
+def closes(relay: Played) -> None:
     relay.hear(wire.DONE, step=3)
     relay.link.close()
 
 
-def test_an_acknowledgement_is_repeated_and_rows_are_not(play: Play) -> None:
-    def hears_it(relay: Played) -> None:
-        relay.hear(wire.DONE, step=3)
-        relay.say(wire.THANKS)
+def loses_it(relay: Played) -> None:
+    relay.send_all()
+    closes(relay)
 
-    stage = play(loses_it, hears_it)
+
+def test_an_acknowledgement_is_repeated_and_rows_are_not(play: Play) -> None:
+    stage = play(loses_it, Played.thank)
     (sink,) = receive(stage)
     assert sink.data == ROWS_TLK.tobytes() and stage.played == stage.hellos == 2
 
 
 def test_an_acknowledgement_that_nobody_hears_is_given_up_after_three(play: Play) -> None:
-    def closes(relay: Played) -> None:
-        relay.hear(wire.DONE, step=3)
-        relay.link.close()
-
     stage = play(loses_it, closes)
     with pytest.raises(TransportError):
         receive(stage)
@@ -405,10 +381,6 @@ def test_an_acknowledgement_that_nobody_hears_is_given_up_after_three(play: Play
 
 
 def test_a_relay_of_another_run_is_told_by_its_own_words(play: Play) -> None:
-    def other_run(relay: Played) -> None:
-        relay.hear(wire.READY, run="run")
-        error = TicketMismatch("ticket of run run, this relay is run other", step=3)
-        relay.say(wire.ERROR, **wire.values_of(error))
-
+    error = TicketMismatch("ticket of run run, this relay is run other", step=3)
     with pytest.raises(TicketMismatch, match="this relay is run other"):
-        receive(play(other_run))
+        receive(play(lambda relay: relay.refuse(error, run="run")))

@@ -10,9 +10,7 @@ from r3channel.observe.metrics import Metrics
 from r3channel.trainer.mismatch import LogprobDifference, MismatchReport, RoutingAudit, merged, publish
 
 NATURAL = torch.tensor([[0, 1], [2, 3], [4, 5], [6, 7]])
-REPLAYED = torch.tensor(
-    [[1, 0], [2, 9], [8, 9], [0, 1]]
-)  # same set, half, disjoint; the last row is not counted
+REPLAYED = torch.tensor([[1, 0], [2, 9], [8, 9], [0, 1]])  # same set, half, disjoint, not counted
 
 
 def report(step: int = 0, *, layers: tuple[int, ...] = (3, 5)) -> MismatchReport:

@@ -26,12 +26,20 @@ from tests.plans import Step, steps
 from tests.samples import SPEC, random_ids, span
 
 
+def shard_of(
+    samples: Sequence[TicketSample], layout: TrainerLayout, *, cp: int = 0, tp: int = 0, policy: str = "live"
+) -> RankShard:
+    assignment = Assignment.given([[[sample.sample_id for sample in samples]]])
+    ticket = Ticket("run", 3, SPEC, layout, assignment, samples, 1 << 20)
+    shard = ticket.plan.shard(dp=0, pp=0, cp=cp)
+    return RankShard(
+        ticket, shard, torch.zeros(shard.slot_bytes, dtype=torch.uint8), tp=tp, invalid_rows=policy
+    )
+
+
 def make(layout: TrainerLayout, *, policy: str, tp: int = 0, invalid: Sequence[tuple[int, int]] = ((2, 4),)):
     samples = TicketSample("a", 9, 7, 7, (), tuple(invalid)), TicketSample("b", 5, 7, 7, ())
-    ticket = Ticket("run", 3, SPEC, layout, Assignment.given([[["a", "b"]]]), samples, 1 << 20)
-    shard = ticket.plan.shard(dp=0, pp=0)
-    data = torch.zeros(shard.slot_bytes, dtype=torch.uint8)
-    return RankShard(ticket, shard, data, tp=tp, invalid_rows=policy)
+    return shard_of(samples, layout, tp=tp, policy=policy)
 
 
 def named(shard: RankShard, flags: torch.Tensor) -> set[tuple[int, int]]:
@@ -166,14 +174,12 @@ def test_one_changed_id_is_named_before_the_step_ends(step: Step, noted: bool, d
 
 def two_samples() -> RankShard:
     """Two micro-batches of one sample each."""
-    spec = RoutingSpec(num_layers=2, moe_layers=(0, 1), num_experts=128, top_k=8)
-    names = ("a", "b")
+    spec, names = RoutingSpec(num_layers=2, moe_layers=(0, 1), num_experts=128, top_k=8), ("a", "b")
     samples = [TicketSample(name, 9, 0, 0, ()) for name in names]
     assignment = Assignment.given([[[name] for name in names]])
     ticket = Ticket("run", 1, spec, TrainerLayout(), assignment, samples, 1 << 20)
     ids = {name: random_ids(8, spec=spec, seed=seed) for seed, name in enumerate(names)}
-    step = Step(ticket, ids, 0)
-    return ranks_of(step, step.shards[0])[0]
+    return ranks_of(step := Step(ticket, ids, 0), step.shards[0])[0]
 
 
 @pytest.mark.parametrize("passes", [(True, False), (False, True)], ids=["forward", "recompute"])
@@ -217,11 +223,7 @@ FRESH = TicketSample("b", 5, 7, 7, (span(0, 4, 7),))
 
 def aged(*samples: TicketSample, layout: TrainerLayout | None = None, cp: int = 0) -> RankShard:
     samples = samples or (MIXED, FRESH)
-    assignment = Assignment.given([[[sample.sample_id for sample in samples]]])
-    ticket = Ticket("run", 3, SPEC, layout or TrainerLayout(), assignment, samples, 1 << 20)
-    shard = ticket.plan.shard(dp=0, pp=0, cp=cp)
-    data_N = torch.zeros(shard.slot_bytes, dtype=torch.uint8)
-    return RankShard(ticket, shard, data_N, tp=0, invalid_rows="live")
+    return shard_of(samples, layout or TrainerLayout(), cp=cp)
 
 
 def test_each_token_knows_how_many_updates_lie_behind_its_row() -> None:
@@ -260,10 +262,9 @@ def test_the_mask_policy_takes_stale_tokens_out_of_the_loss_and_no_others() -> N
 
 
 def test_with_context_parallelism_each_rank_masks_its_own_tokens() -> None:
-    layout = TrainerLayout(cp=2)
     masked = 0
     for cp in (0, 1):
-        shard = aged(MIXED, layout=layout, cp=cp)
+        shard = aged(MIXED, layout=TrainerLayout(cp=2), cp=cp)
         shard.set_version(7, max_staleness=2, on_stale="mask")
         sample, position = shard.shard.token_map(0)
         gone = (sample >= 0) & (position < 9) & ~shard.loss_mask(0).numpy()
@@ -276,8 +277,7 @@ def test_accept_changes_nothing() -> None:
     shard = aged()
     shard.set_version(7, max_staleness=0)
     assert not shard.loss_mask_missed
-    before = aged().loss_mask(0)
-    assert torch.equal(shard.loss_mask(0), before)
+    assert torch.equal(shard.loss_mask(0), aged().loss_mask(0))
 
 
 def test_reject_names_the_samples_and_both_versions() -> None:

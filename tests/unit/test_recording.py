@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -150,13 +151,12 @@ def test_a_disk_without_room_is_known_at_the_start(tmp_path: Path, monkeypatch: 
 
 def test_a_limit_of_steps_ends_the_recording_and_a_ring_keeps_the_newest(tmp_path: Path) -> None:
     ends, ring = Recorder(tmp_path / "ends", steps=2), Recorder(tmp_path / "ring", steps=2, ring=True)
-    for recorder in (ends, ring):
-        record(recorder, 0, 1, 2, 3)
+    record(ends, 0, 1, 2, 3)
+    record(ring, 0, 1, 2, 3)
     assert Recording.open(ends.folder).steps == (0, 1) and ends.stopped and ends.lost == 0
     assert Recording.open(ring.folder).steps == (2, 3) and not ring.stopped
     check(ring.folder, 3)
-    again = Recorder(ring.folder, steps=2, ring=True)  # a restarted relay goes on with what is there
-    record(again, 4)
+    record(Recorder(ring.folder, steps=2, ring=True), 4)  # a restarted relay goes on with what is there
     assert Recording.open(ring.folder).steps == (3, 4)
 
 
@@ -165,8 +165,8 @@ def test_a_limit_of_bytes_holds(tmp_path: Path) -> None:
     size = Recording.open(tmp_path / "one").nbytes(0)
     ends = Recorder(tmp_path / "ends", max_bytes=size * 5 // 2)
     ring = Recorder(tmp_path / "ring", max_bytes=size * 5 // 2, ring=True)
-    for recorder in (ends, ring):
-        record(recorder, 0, 1, 2)
+    record(ends, 0, 1, 2)
+    record(ring, 0, 1, 2)
     assert Recording.open(ends.folder).steps == (0, 1)
     assert Recording.open(ring.folder).steps == (1, 2)
     small = Recorder(tmp_path / "small", max_bytes=100, ring=True)
@@ -318,15 +318,8 @@ def test_a_full_disk_ends_the_log_probs_alone(tmp_path: Path, monkeypatch: pytes
     shard = ticket_of(0).plan.shard(dp=0, pp=0)
     kept, ones = KeptLogprobs(ticket_of(0), shard), torch.ones(shard.token_map(0)[0].shape)
     kept.add(0, ones, trainer=ones)
-    monkeypatch.setattr(Path, "write_bytes", raised(OSError(28, "No space left on device")))
+    monkeypatch.setattr(Path, "write_bytes", Mock(side_effect=OSError(28, "No space left on device")))
     assert not kept.write(tmp_path) and Recording.open(tmp_path).step(0).logprobs == {}
-
-
-def raised(error: Exception) -> Any:
-    def fail(*_: Any) -> None:
-        raise error
-
-    return fail
 
 
 def test_inspect_diff_and_check_use_log_probs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

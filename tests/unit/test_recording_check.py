@@ -156,10 +156,8 @@ def test_faulty_recordings_are_named_and_clean_ones_not(
 
 SAME = {
     "clean_all_sparse": {
-        "dense_layer_counted": "no dense layer",
-        "zigzag_order": "no context parallelism",
-        "cp_chunks_swapped": "no context parallelism",
-        "int16_as_uint8": "ids of one byte",
+        "dense_layer_counted": "no dense layer", "zigzag_order": "no context parallelism",
+        "cp_chunks_swapped": "no context parallelism", "int16_as_uint8": "ids of one byte",
     },
     "clean_deepseek": {
         "duplicated_ids": "made in a third layer",
@@ -173,7 +171,7 @@ SAME = {
         "zigzag_order": "no context parallelism",
         "cp_chunks_swapped": "no context parallelism",
     },
-}
+}  # fmt: skip
 """Mistakes that cannot be made there, or that are another one there, by name."""
 
 

@@ -27,10 +27,8 @@ def parsed(*given: str, **slime: Any) -> argparse.Namespace:
     args = slime_arguments.add_arguments(argparse.ArgumentParser()).parse_args(["--use-r3-channel", *given])
     off = "use_routing_replay use_rollout_routing_replay colocate release_train debug_train_only debug_rollout_only"
     known = {
-        "num_experts": 8,
-        "update_weight_transport": "disk",
-        "update_weight_mode": "full",
-    } | dict.fromkeys(off.split(), False)
+        "num_experts": 8, "update_weight_transport": "disk", "update_weight_mode": "full",
+    } | dict.fromkeys(off.split(), False)  # fmt: skip
     return argparse.Namespace(**vars(args) | known | slime)
 
 
@@ -46,17 +44,15 @@ def test_engines_and_requests_give_routing_and_slimes_own_replay_is_off() -> Non
 @pytest.mark.parametrize(
     "given, slime, words",
     [
-        ((), {"num_experts": None}, "without experts"),
-        ((), {"use_routing_replay": True}, "--use-routing-replay"),
+        ((), {"num_experts": None}, "without experts"), ((), {"use_routing_replay": True}, "--use-routing-replay"),
         (("--r3-invalid-rows", "mask"), {}, "--r3-invalid-rows mask"),
         (("--r3-max-staleness", "1", "--r3-on-stale", "mask"), {}, "--r3-on-stale mask"),
-        (("--r3-transport", "nccl"), {}, "--r3-transport nccl"),
-        (("--r3-sampling-masks",), {}, "--r3-sampling-masks"),
+        (("--r3-transport", "nccl"), {}, "--r3-transport nccl"), (("--r3-sampling-masks",), {}, "--r3-sampling-masks"),
         ((), {"update_weight_transport": "nccl"}, "--update-weight-transport disk"),
         (("--r3-weights", "broadcast"), {"colocate": True}, "--colocate"),
         (("--r3-weights", "broadcast"), {"update_weight_mode": "delta"}, "--update-weight-mode full"),
     ],
-)
+)  # fmt: skip
 def test_what_does_not_fit_is_named(given: tuple[str, ...], slime: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         slime_arguments.prepared(parsed(*given, **slime))

@@ -109,15 +109,12 @@ def test_experts_that_compute_nothing_are_ids_too() -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        lambda config, folder: config,
-        lambda config, folder: folder,
-        lambda config, folder: str(folder),
-        lambda config, folder: folder / "config.json",
-        lambda config, folder: SimpleNamespace(to_dict=lambda: config),
+        lambda config, folder: config, lambda config, folder: folder, lambda config, folder: str(folder),
+        lambda config, folder: folder / "config.json", lambda config, folder: SimpleNamespace(to_dict=lambda: config),
         lambda config, folder: {"vision_config": {}, "text_config": SimpleNamespace(to_dict=lambda: config)},
         lambda config, folder: {"thinker_config": {"text_config": config}, "talker_config": {}},
     ],
-)
+)  # fmt: skip
 def test_a_mapping_an_object_and_a_folder_are_read_alike(given: Callable[..., Any], tmp_path: Path) -> None:
     config = PUBLISHED["qwen3-30b-a3b"]
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -185,11 +182,8 @@ def test_megatron_frequency_as_number_and_as_list_give_the_same_layers() -> None
 def test_digest_differs_with_any_field_and_survives_a_round_trip() -> None:
     spec = RoutingSpec(num_layers=4, moe_layers=(1, 2, 3), num_experts=128, top_k=8)
     changes: list[dict[str, Any]] = [
-        {"num_layers": 5},
-        {"moe_layers": (0, 2, 3)},
-        {"num_experts": 64},
-        {"top_k": 4},
-    ]
+        {"num_layers": 5}, {"moe_layers": (0, 2, 3)}, {"num_experts": 64}, {"top_k": 4},
+    ]  # fmt: skip
     assert len({spec.digest, *(replace(spec, **change).digest for change in changes)}) == 5
     assert RoutingSpec.from_dict(spec.to_dict()).digest == spec.digest
 

@@ -42,9 +42,21 @@ def fill(block: Block, mark: int) -> None:
     np.frombuffer(block.view, np.uint8)[:] = mark % 251
 
 
-def ended(thread: threading.Thread) -> None:
-    thread.join(LIMIT_S)
-    assert not thread.is_alive(), "it was forgotten"
+def ended(*threads: threading.Thread) -> None:
+    for thread in threads:
+        thread.join(LIMIT_S)
+        assert not thread.is_alive(), "it was forgotten"
+
+
+def free(*blocks: object) -> None:
+    for block in blocks:
+        assert isinstance(block, Block), block
+        block.free()
+
+
+def books(store: Store) -> tuple[int, int, int]:
+    """Bytes in use and kept, and blocks."""
+    return store.live_bytes, store.held_bytes, len(store)
 
 
 def check(block: Block, mark: int) -> None:
@@ -178,8 +190,7 @@ def test_stragglers_of_many_sizes_take_nothing_but_their_own(store: Store) -> No
                 blocks.append(store.allocate(draw.randrange(1, 200 * KIB)))
         assert store.live_bytes > store.ceiling_bytes - 200 * KIB
         stragglers.append(blocks.pop(draw.randrange(len(blocks))))
-        for block in blocks:
-            block.free()
+        free(*blocks)
     assert store.live_bytes == sum(len(block.view) for block in stragglers)
 
 
@@ -201,8 +212,7 @@ def test_what_can_never_fit_is_refused_without_waiting_and_holds_up_nobody(store
     store.allocate(store.ceiling_bytes).free()
 
 
-def test_memory_that_was_just_freed_is_filled_again() -> None:
-    store = Store(4 * MIB)
+def test_memory_that_was_just_freed_is_filled_again(store: Store) -> None:
     block = store.allocate(200 * KIB)
     place = address(block)
     block.free()
@@ -210,7 +220,6 @@ def test_memory_that_was_just_freed_is_filled_again() -> None:
     nearly = store.allocate(199 * KIB)
     assert address(nearly) == place and len(nearly.view) == 199 * KIB
     assert address(store.allocate(200 * KIB)) != place
-    store.close()
 
 
 def address(block: Block) -> int:
@@ -226,8 +235,7 @@ def test_what_was_idle_longest_makes_way_for_what_is_needed() -> None:
     assert store.held_bytes - store.live_bytes == 400 * KIB + 16 * KIB
     few = [store.adopt(bytes(100 * KIB)) for _ in range(4)]
     assert store.held_bytes == store.live_bytes <= MIB
-    for block in (other, *few):
-        block.free()
+    free(other, *few)
     store.trim(idle_s=WAIT_S)
     assert store.held_bytes > store.live_bytes == 0
     store.trim(idle_s=0)
@@ -235,8 +243,7 @@ def test_what_was_idle_longest_makes_way_for_what_is_needed() -> None:
     store.close()
 
 
-def test_few_bytes_are_adopted_as_they_are_and_many_are_copied_once() -> None:
-    store = Store(4 * MIB)
+def test_few_bytes_are_adopted_as_they_are_and_many_are_copied_once(store: Store) -> None:
     few, many = bytes(range(256)) * 4, bytes(range(256)) * 1024
     for data in (few, many):
         block = store.adopt(data)
@@ -245,7 +252,6 @@ def test_few_bytes_are_adopted_as_they_are_and_many_are_copied_once() -> None:
         assert same is (data is few)
         block.free()
     assert store.live_bytes == len(store) == 0
-    store.close()
 
 
 # -- waiting -----------------------------------------------------------------------------------------------------------
@@ -263,12 +269,10 @@ def started(
         except Exception as error:
             found[number] = error
 
-    threads = []
-    for number in range(len(sizes)):
+    threads = [threading.Thread(target=take, args=(number,), daemon=True) for number in range(len(sizes))]
+    for thread in threads:
         ahead = len(store._waiting)
-        thread = threading.Thread(target=take, args=(number,), daemon=True)
         thread.start()
-        threads.append(thread)
         until(lambda thread=thread, ahead=ahead: not thread.is_alive() or len(store._waiting) > ahead)
     return threads, found
 
@@ -277,17 +281,12 @@ def test_a_herd_that_waits_gets_all_the_room_there_is_and_nobody_is_refused_earl
     size = store.ceiling_bytes // 8
     old = [store.allocate(size) for _ in range(8)]
     threads, found = started(store, [size] * 12, timeout_s=WAIT_S)
-    for block in old:
-        block.free()
-    for thread in threads[:8]:
-        ended(thread)
+    free(*old)
+    ended(*threads[:8])
     assert all(isinstance(block, Block) for block in found[:8]), found
     assert found[8:] == [None] * 4, "the others still wait"
-    for block in found[:4]:
-        assert isinstance(block, Block)
-        block.free()
-    for thread in threads:
-        ended(thread)
+    free(*found[:4])
+    ended(*threads)
     assert all(isinstance(block, Block) for block in found)
     assert store.live_bytes == store.ceiling_bytes
 
@@ -311,8 +310,7 @@ def test_those_behind_one_that_gives_up_are_served_at_once(store: Store) -> None
     store.allocate(store.ceiling_bytes - 100)
     (large,), refused = started(store, [200], timeout_s=0.2)
     (small,), given = started(store, [50], timeout_s=WAIT_S)
-    ended(large)
-    ended(small)
+    ended(large, small)
     assert isinstance(refused[0], StoreFull) and isinstance(given[0], Block)
 
 
@@ -348,9 +346,7 @@ def test_many_threads_end_with_the_books_in_order(store: Store) -> None:
 # -- no memory, and the end --------------------------------------------------------------------------------------------
 
 
-def test_memory_that_is_not_to_be_had_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = Store(4 * MIB)
-
+def test_memory_that_is_not_to_be_had_leaves_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     def none(*_: object) -> None:
         raise MemoryError("no memory")
 
@@ -359,7 +355,6 @@ def test_memory_that_is_not_to_be_had_leaves_nothing(monkeypatch: pytest.MonkeyP
         with pytest.raises(MemoryError):
             store.allocate(10)
     assert store.live_bytes == len(store) == 0
-    store.close()
 
 
 def test_a_late_writer_writes_into_its_own_memory_and_nowhere_else(store: Store, tmp_path: Path) -> None:
@@ -373,13 +368,11 @@ def test_a_late_writer_writes_into_its_own_memory_and_nowhere_else(store: Store,
     for victim in victims:
         assert os.fstat(victim).st_size == 0
         os.close(victim)
-    block.free()
-    adopted.free()
-    assert (store.live_bytes, store.held_bytes, len(store)) == (0, 0, 0)
-    with pytest.raises(UsageError, match="closed"):
-        store.allocate(1)
-    with pytest.raises(UsageError, match="closed"):
-        store.adopt(b"1")
+    free(block, adopted)
+    assert books(store) == (0, 0, 0)
+    for ask in (lambda: store.allocate(1), lambda: store.adopt(b"1")):
+        with pytest.raises(UsageError, match="closed"):
+            ask()
 
 
 def test_a_store_that_closes_leaves_a_new_block_whole(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -402,7 +395,7 @@ def test_a_store_that_closes_leaves_a_new_block_whole(store: Store, monkeypatch:
     ended(adding)
     check(found[0], 7)
     found[0].free()
-    assert (store.live_bytes, store.held_bytes, len(store)) == (0, 0, 0)
+    assert books(store) == (0, 0, 0)
     others.close()
 
 
@@ -411,8 +404,7 @@ def test_close_ends_every_wait_and_may_be_repeated(store: Store) -> None:
     threads, found = started(store, [10, 10], timeout_s=WAIT_S)
     store.close()
     store.close()
-    for thread in threads:
-        ended(thread)
+    ended(*threads)
     assert [type(error) for error in found] == [UsageError, UsageError]
 
 

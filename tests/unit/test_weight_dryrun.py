@@ -126,12 +126,10 @@ def test_what_a_loader_empties_before_it_places_a_tensor_there_is_not_emptied_af
         (doubled, "from something that is not the checkpoint|no parameter"),
         (written_in_place, "writes w13 from something that is not the checkpoint"),
         (written_as_output, "writes w13 from something that is not the checkpoint"),
-        (changed_first, "mul_.* writes its own memory"),
-        (replaced, "replaces parameters"),
-        (derived, "derives other tensors"),
-        (looked_at, "does more than copy"),
+        (changed_first, "mul_.* writes its own memory"), (replaced, "replaces parameters"),
+        (derived, "derives other tensors"), (looked_at, "does more than copy"),
     ],
-)
+)  # fmt: skip
 def test_a_loader_that_does_more_is_refused_and_nothing_is_written(load: Load, why: str) -> None:
     model = Fused(load)
     kept = model.w13
