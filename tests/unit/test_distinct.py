@@ -46,7 +46,7 @@ def compiled(request: pytest.FixtureRequest) -> Iterator[bool]:
 
 
 @pytest.mark.parametrize("slots", [2, 3, 7, 8, 9, 10, 22])
-def test_repeats_at_edges_of_blocks_are_found(
+def test_repeats_at_block_edges_are_found(
     slots: int, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(distinct, "_BLOCK_ROWS", 256)

@@ -438,9 +438,7 @@ def test_a_damaged_frame_is_named_with_its_step(make_relay: MakeRelay, recover: 
 
 
 @pytest.mark.parametrize("lost", [0, 1, 2])
-def test_of_a_sample_that_lost_a_turn_some_is_back(
-    make_relay: MakeRelay, recover: Recover, lost: int
-) -> None:
+def test_a_sample_that_lost_a_turn_is_partly_back(make_relay: MakeRelay, recover: Recover, lost: int) -> None:
     old = make_relay("dp=1")
     turns(old, "s", 10, 20, 30)
     old.seal(0, Assignment.given([[["s"]]]))

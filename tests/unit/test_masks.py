@@ -183,9 +183,7 @@ def test_a_mask_that_changed_at_rest_reaches_no_trainer(make_relay: MakeRelay) -
         (frame_of(9, sample_key=sample_key("s")), errors.RoutingError),
     ],
 )
-def test_masks_that_do_not_fit_are_refused(
-    make_relay: MakeRelay, tail: bytes, error: type[Exception]
-) -> None:
+def test_masks_that_misfit_are_refused(make_relay: MakeRelay, tail: bytes, error: type[Exception]) -> None:
     relay = make_relay("")
     frame = frame_of(9, sample_key=sample_key("s"))
     with pytest.raises(error, match="sample s from engine e"):

@@ -128,9 +128,7 @@ def test_a_failure_in_the_middle_leaves_the_files_of_before(
     assert "No space left" in refusal(capsys)
 
 
-def test_a_strange_result_is_not_used(
-    target: Path, patches: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_strange_result_is_unused(target: Path, patches: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = patches / "lib-1.patch"
     path.write_text(path.read_text().replace("+y = 2", "+y = 3"))
     assert run("apply", target) == 2 and files_of(target) == BEFORE

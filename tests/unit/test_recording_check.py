@@ -145,9 +145,7 @@ def test_one_side_raises_a_suspicion_and_no_verdict_where_only_statistics_speak(
 
 
 @pytest.mark.parametrize("name", [*corpus.FAULTY, *corpus.CLEAN])
-def test_faulty_recordings_are_named_and_clean_ones_not(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_faulty_recordings_are_named_clean_ones_not(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     folder = corpus.FOLDER / name
     status = main(["check", str(folder / "engine"), str(folder / "router"), "--json"])
     named = {one["name"] for one in json.loads(capsys.readouterr().out)["findings"]}

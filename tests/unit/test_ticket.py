@@ -268,7 +268,8 @@ def test_samples_that_receivers_would_refuse_are_not_sealed(change: dict[str, An
 @pytest.mark.parametrize(
     "change",
     [
-        *({"layout": TrainerLayout(**wrong)} for wrong in ({"pp": 3}, {"dp": 2}, {"mtp": (0,)}, {"cp": 1 << 13})),
+        {"layout": TrainerLayout(pp=3)}, {"layout": TrainerLayout(dp=2)}, {"layout": TrainerLayout(mtp=(0,))},
+        {"layout": TrainerLayout(cp=1 << 13)},
         {"bucket_bytes": 0}, {"samples": (WHOLE, TURNS)},
         {"assignment": Assignment.given([[[""], ["a"], [TURNS.sample_id]]])},
     ],
