@@ -56,12 +56,9 @@ def draft_of(
     request_id: str, rows: int, *, first_row: int = 0, seed: int = 0, version: int = 0
 ) -> UnfinishedFrame:
     unfinished = UnfinishedFrame(
-        SPEC,
-        stamps_T=np.zeros(rows, np.int16),
-        makers=[(version, int(RowKind.DECODED))],
-        first_row=first_row,
+        SPEC, stamps_T=np.zeros(rows, np.int16), makers=[(version, int(RowKind.DECODED))], first_row=first_row,
         sample_key=sample_key(request_id),
-    )
+    )  # fmt: skip
     unfinished.ids_TLK[:] = random_ids(first_row + rows, seed=seed)[first_row:]
     return unfinished
 
@@ -71,12 +68,9 @@ def reference_reply(
 ) -> dict[str, Any]:
     """The reply of a request whose frame comes directly, or never."""
     reference = FrameReference(
-        sample_key=sample_key(request_id),
-        boot_id=boot_id,
-        serial=serial,
-        first_row=first_row,
+        sample_key=sample_key(request_id), boot_id=boot_id, serial=serial, first_row=first_row,
         rows=tokens - 1 - first_row,
-    )
+    )  # fmt: skip
     return reply_of(reference.to_bytes(), request_id=request_id)
 
 

@@ -49,15 +49,9 @@ def give(sync: WeightSync, version: int, named: Iterable[Any] | None = None, *, 
 
 
 def refused(
-    sync: WeightSync,
-    version: int,
-    why: str,
-    named: Iterable[Any] | None = None,
-    *,
-    error: type[Exception] = WeightUpdateFailed,
-    cause: type[BaseException] | None = None,
-    timeout_s: float = 20,
-) -> str:
+    sync: WeightSync, version: int, why: str, named: Iterable[Any] | None = None, *,
+    error: type[Exception] = WeightUpdateFailed, cause: type[BaseException] | None = None, timeout_s: float = 20,
+) -> str:  # fmt: skip
     """What the error of such an update says."""
     with pytest.raises(error, match=why) as failure:
         give(sync, version, named, timeout_s=timeout_s)

@@ -67,9 +67,7 @@ class Place:
         self.receiver.receive(self.relay.seal(self.number, Assignment.given([[[name]]])))
         self.relay.join_previous(timeout_s=20.0)
         audited(self, shift=0)
-        until(
-            lambda: not self.relay.metrics.value("r3channel_samples_in_flight") and not len(self.relay._store)
-        )
+        until(lambda: not (self.relay.metrics.value("r3channel_samples_in_flight") or len(self.relay._store)))
 
     def look(self) -> None:
         """At every page that there was, as Prometheus does."""
@@ -148,9 +146,7 @@ def audited(place: Place, *, shift: int) -> None:
     natural = torch.from_numpy(random_ids(64)[:, 0].astype("int64"))
     replayed = natural.roll(shift, 0)
     replayed[:2, 0] = 255
-    audit = RoutingAudit(
-        step=0, microbatches=1, count=1, counted_rows=lambda _: torch.ones(64, dtype=torch.bool)
-    )
+    audit = RoutingAudit(step=0, microbatches=1, count=1, counted_rows=lambda _: torch.ones(64) > 0)
     observer = audit.observer(1, 0)
     assert observer is not None
     observer(natural, replayed)
@@ -164,18 +160,14 @@ def rows_are_shifted(place: Place) -> None:
 def engine_hangs_while_others_are_updated(place: Place) -> None:
     place.patch.setattr("r3channel.weights.executor.CONTROL_S", 1.0)
     weight = {"model.layers.0.mlp.gate.weight": torch.zeros(4, 4)}
-    engines = [
-        FakeEngine(receives={name: tensor.clone() for name, tensor in weight.items()}) for _ in range(2)
-    ]
+    engines = [FakeEngine(receives={name: one.clone() for name, one in weight.items()}) for _ in range(2)]
     for engine in engines:
         place.stack.callback(engine.die)
         outlet = Outlet(EngineConfig(metrics_port=0, run_name="r"), hello_of(engine.url))
         outlet.metrics.watch("r3channel_weight_version", lambda engine=engine: int(engine.version))
         place.stack.callback(outlet.close)
         place.served.append(outlet.metrics)
-    sync = place.stack.enter_context(
-        WeightSync([engine.url for engine in engines], metrics=place.receiver.metrics)
-    )
+    sync = place.stack.enter_context(WeightSync([one.url for one in engines], metrics=place.receiver.metrics))
     sync.connect(timeout_s=20)
     hung = engines[1]
     for version in (1, 2, 3):

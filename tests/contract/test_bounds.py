@@ -44,9 +44,7 @@ def add(relay: Relay, *names: str) -> None:
 
 
 def seal(relay: Relay, step: int, *names: str) -> Ticket:
-    return relay.seal(
-        step, Assignment.given([[[name] for name in names[::2]], [[name] for name in names[1::2]]])
-    )
+    return relay.seal(step, Assignment.given([[[name] for name in names[dp::2]] for dp in range(2)]))
 
 
 def deliver(relay: Relay, ticket: Ticket, *ranks: int) -> None:

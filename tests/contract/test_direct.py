@@ -152,9 +152,7 @@ def test_rows_are_exact_whichever_comes_first(place: Place) -> None:
         assert np.array_equal(rows_here(place.relay, name), random_ids(tokens - 1, seed=seed)), name
 
 
-def test_rows_are_announced_by_the_reference_so_the_next_turn_need_not_wait_for_the_frame(
-    place: Place,
-) -> None:
+def test_rows_are_announced_by_the_reference_so_the_next_turn_need_not_wait_for_frames(place: Place) -> None:
     with place.engine() as engine:
         gate = held(engine)
         place.add("s1", engine.finish("r1", 40, seed=1), 40)
@@ -389,12 +387,7 @@ def test_a_full_queue_sends_the_frame_in_the_reply(place: Place) -> None:
         replies = [
             base64.b64decode(engine.finish(f"r{i}", 99)["meta_info"]["routed_experts"]) for i in range(4)
         ]
-        assert [reply[:4] for reply in replies] == [
-            REFERENCE_MAGIC,
-            REFERENCE_MAGIC,
-            FRAME_MAGIC,
-            FRAME_MAGIC,
-        ]
+        assert [one[:4] for one in replies] == [REFERENCE_MAGIC, REFERENCE_MAGIC, FRAME_MAGIC, FRAME_MAGIC]
         assert engine.frames("overflowed") == 2
 
 
@@ -574,9 +567,7 @@ def test_a_body_larger_than_the_store_is_refused_before_it_is_read(open_place: O
     assert place.post("/v1/hello", bytes(20000)) == 413
 
 
-def test_a_token_file_is_made_for_its_owner_and_the_door_is_on_loopback_unless_told_otherwise(
-    place: Place,
-) -> None:
+def test_a_token_file_is_made_for_its_owner_and_the_door_is_on_loopback_by_default(place: Place) -> None:
     assert stat.S_IMODE(place.token_file.stat().st_mode) == 0o600 and len(read_token(place.token_file)) >= 32
     assert place.url.startswith("http://127.0.0.1:")
     assert place.post("/v1/hello", b"R3H\x01 and so on") == 400

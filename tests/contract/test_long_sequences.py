@@ -72,12 +72,8 @@ def delivered(make: MakeRelay, frame: bytes, offsets_TL: np.ndarray) -> tuple[in
 def replay(shard: RankShard, offsets_TL: np.ndarray) -> tuple[int, int]:
     """Every router of a rank takes its rows in two passes."""
     router = {
-        "chunk": 0,
-        "top_k": SPEC.top_k,
-        "num_experts": SPEC.num_experts,
-        "recomputed": False,
-        "counts": None,
-    }
+        "chunk": 0, "top_k": SPEC.top_k, "num_experts": SPEC.num_experts, "recomputed": False, "counts": None,
+    }  # fmt: skip
     handles: list[Any] = [SimpleNamespace(layer=layer, **router) for layer in SPEC.moe_layers]
     step = ReplayStep(handles, [torch.nn.Identity()], shard, number=0)
     right = wrong = 0

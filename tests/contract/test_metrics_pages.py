@@ -250,14 +250,11 @@ def check(text: str) -> None:
 
 SLOW_S = 0.2
 SLOW = {
-    ("relay", "ingest"): (Entries, "reply"),
-    ("relay", "verify"): (rows, "parse_frame"),
-    ("relay", "place"): (SealedStep, "prepare"),
-    ("relay", "send"): (_Served, "_send_plain"),
-    ("trainer", "place"): (RelaySink, "rows"),
-    ("trainer", "verify"): (RelaySink, "verify"),
+    ("relay", "ingest"): (Entries, "reply"), ("relay", "verify"): (rows, "parse_frame"),
+    ("relay", "place"): (SealedStep, "prepare"), ("relay", "send"): (_Served, "_send_plain"),
+    ("trainer", "place"): (RelaySink, "rows"), ("trainer", "verify"): (RelaySink, "verify"),
     ("trainer", "wait_relay"): (Steps, "outgoing"),
-}
+}  # fmt: skip
 """(role, stage) -> the call that is made slow."""
 
 

@@ -206,9 +206,7 @@ def slowly(make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch) -> Iterator[S
     slowly.go_on.set()
 
 
-def test_a_receive_from_a_relay_that_never_prepares_ends_by_name(
-    make_relay: MakeRelay, slowly: Slowly
-) -> None:
+def test_a_receive_of_a_relay_that_never_prepares_ends_by_name(make_relay: MakeRelay, slowly: Slowly) -> None:
     relay = make_relay("dp=2")
     ticket = sealed(relay, 3)
     short = ChannelConfig(step_timeout_s=SHORT_S, bucket_bytes=1024)

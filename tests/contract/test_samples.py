@@ -60,9 +60,7 @@ def test_a_folder_that_a_relay_cannot_write_is_named_when_it_is_made(tmp_path: P
 
 
 @pytest.mark.parametrize("interface", ["203.0.113.7", "0.0.0.0", "no such host"])
-def test_a_relay_that_cannot_start_leaves_no_folder_no_thread_and_no_lock(
-    tmp_path: Path, interface: str
-) -> None:
+def test_a_relay_that_cannot_start_leaves_no_folder_thread_or_lock(tmp_path: Path, interface: str) -> None:
     before, files = threads(), set(os.listdir("/proc/self/fd"))
     with pytest.raises((errors.ConfigError, errors.UsageError, errors.TransportError)) as raised:
         Relay(SPEC, TrainerLayout(), ChannelConfig(store_dir=str(tmp_path), interface=interface))

@@ -67,9 +67,7 @@ def check_untouched(relay: Relay, *names: str) -> None:
 
 
 @pytest.mark.parametrize("names", [["a", "b", "gone"], ["gone", "a", "b"], ["a", "b", "taken"]])
-def test_a_step_that_cannot_be_taken_leaves_nothing_behind(
-    make_relay: MakeRelay, names: Sequence[str]
-) -> None:
+def test_a_step_that_cannot_be_taken_leaves_nothing(make_relay: MakeRelay, names: Sequence[str]) -> None:
     relay = make_relay()
     add(relay, "a", "b", "gone", "taken")
     relay.seal(0, each("taken"))
@@ -230,9 +228,7 @@ def waiting(relay: Relay, count: int) -> None:
 # -- in the background -------------------------------------------------------------------------------------------------
 
 
-def test_everybody_goes_on_while_a_step_is_prepared(
-    make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_go_on_while_a_step_is_prepared(make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch) -> None:
     """Receivers of an earlier step, who adds samples, who seals the next, and who looks."""
     relay = make_relay("dp=1")
     first = sealed(relay, 0)

@@ -20,14 +20,11 @@ RANK = "tests.contract.exact_rank"
 
 
 @pytest.mark.parametrize("dies", [1, 0])
-def test_an_error_of_either_trainer_rank_says_which_version_the_engines_hold(
-    tmp_path: Path, dies: int
-) -> None:
+def test_an_error_of_either_trainer_rank_says_what_version_engines_hold(tmp_path: Path, dies: int) -> None:
     tensors = weights(1)
     metas = [TensorMeta.of(*named) for named in tensors.items()]
-    dry_run(
-        Model(tensors), metas
-    )  # what torch imports for a first one takes its time, which an engine has not
+    # what torch imports for a first one takes its time, which an engine has not
+    dry_run(Model(tensors), metas)
     pair = [FakeEngine(receives={n: torch.zeros_like(t) for n, t in tensors.items()}) for _ in range(2)]
     urls = [engine.url for engine in pair]
     job = {"engines": urls, "dies": dies}

@@ -247,9 +247,7 @@ def test_parameters_that_a_loader_derives_are_not_read_back(loading: dict[str, s
             sync.update_one(pair[0].url, timeout_s=20)
 
 
-def test_a_host_copy_that_stayed_behind_is_not_given_under_the_new_version(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_host_copy_left_behind_is_not_given_under_the_new_version(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = serving(), serving()
     with session(*pair, keep_copy=True) as sync:
         give(sync, 1)

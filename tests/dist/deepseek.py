@@ -21,47 +21,23 @@ def config(**changes: Any) -> Any:
     from examples.embedded.megatron import LOCAL_CONFIG
 
     values: dict[str, Any] = {
-        **LOCAL_CONFIG,
-        "num_layers": LAYERS,
-        "hidden_size": 64,
-        "num_attention_heads": 4,
-        "ffn_hidden_size": 128,
-        "multi_latent_attention": True,
-        "q_lora_rank": 32,
-        "kv_lora_rank": 32,
-        "qk_head_dim": 16,
-        "qk_pos_emb_head_dim": 8,
-        "v_head_dim": 16,
-        "rope_type": "rope",
-        "qk_layernorm": True,
-        "num_moe_experts": EXPERTS,
-        "moe_router_topk": TOP_K,
-        "moe_ffn_hidden_size": 32,
-        "moe_layer_freq": [0] + [1] * (LAYERS - 1),
-        "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
-        "moe_router_bias_update_rate": 1e-3,
-        "moe_router_num_groups": 4,
-        "moe_router_group_topk": 2,
-        "moe_router_topk_scaling_factor": 2.5,
-        "moe_shared_expert_intermediate_size": 32,
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
-        "mtp_num_layers": 1,
-        "add_bias_linear": False,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "normalization": "RMSNorm",
-        "gated_linear_unit": True,
+        **LOCAL_CONFIG, "num_layers": LAYERS, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 128,
+        "multi_latent_attention": True, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_head_dim": 16,
+        "qk_pos_emb_head_dim": 8, "v_head_dim": 16, "rope_type": "rope", "qk_layernorm": True,
+        "num_moe_experts": EXPERTS, "moe_router_topk": TOP_K, "moe_ffn_hidden_size": 32,
+        "moe_layer_freq": [0] + [1] * (LAYERS - 1), "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 1e-3, "moe_router_num_groups": 4,
+        "moe_router_group_topk": 2, "moe_router_topk_scaling_factor": 2.5,
+        "moe_shared_expert_intermediate_size": 32, "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0, "mtp_num_layers": 1, "add_bias_linear": False, "hidden_dropout": 0.0,
+        "attention_dropout": 0.0, "normalization": "RMSNorm", "gated_linear_unit": True,
         "activation_func": torch.nn.functional.silu,
         "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
         "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
         "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
         "sequence_parallel": parallel_state.get_tensor_model_parallel_world_size() > 1,
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-    }
+        "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1,
+    }  # fmt: skip
     return MLATransformerConfig(**{**values, **changes})
 
 
@@ -77,16 +53,10 @@ def build(**changes: Any) -> Any:
     spec = use_local_modules(get_gpt_decoder_block_spec(own, use_transformer_engine=False))
     mtp = use_local_modules(get_gpt_mtp_block_spec(own, spec, False)) if own.mtp_num_layers else None
     model = GPTModel(
-        own,
-        spec,
-        vocab_size=VOCAB,
-        max_sequence_length=64,
-        position_embedding_type="rope",
-        mtp_block_spec=mtp,
-        pre_process=ps.is_pipeline_first_stage(),
-        post_process=ps.is_pipeline_last_stage(),
+        own, spec, vocab_size=VOCAB, max_sequence_length=64, position_embedding_type="rope", mtp_block_spec=mtp,
+        pre_process=ps.is_pipeline_first_stage(), post_process=ps.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=False,
-    )
+    )  # fmt: skip
     fill(model)
     return model.train()
 

@@ -22,33 +22,14 @@ def hf_config() -> Any:
     from transformers import DeepseekV3Config
 
     values: dict[str, Any] = {
-        "vocab_size": deepseek.VOCAB,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "moe_intermediate_size": 32,
-        "num_hidden_layers": deepseek.LAYERS,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "n_shared_experts": 1,
-        "n_routed_experts": deepseek.EXPERTS,
-        "routed_scaling_factor": 2.5,
-        "kv_lora_rank": 32,
-        "q_lora_rank": 32,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 16,
-        "qk_nope_head_dim": 16,
-        "n_group": 4,
-        "topk_group": 2,
-        "num_experts_per_tok": deepseek.TOP_K,
-        "first_k_dense_replace": 1,
-        "norm_topk_prob": True,
-        "max_position_embeddings": 64,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": False,
-        "attention_bias": False,
-        "architectures": ["DeepseekV3ForCausalLM"],
-    }
+        "vocab_size": deepseek.VOCAB, "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 32,
+        "num_hidden_layers": deepseek.LAYERS, "num_attention_heads": 4, "num_key_value_heads": 4,
+        "n_shared_experts": 1, "n_routed_experts": deepseek.EXPERTS, "routed_scaling_factor": 2.5,
+        "kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 8, "v_head_dim": 16, "qk_nope_head_dim": 16,
+        "n_group": 4, "topk_group": 2, "num_experts_per_tok": deepseek.TOP_K, "first_k_dense_replace": 1,
+        "norm_topk_prob": True, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+        "tie_word_embeddings": False, "attention_bias": False, "architectures": ["DeepseekV3ForCausalLM"],
+    }  # fmt: skip
     return DeepseekV3Config(**values)
 
 

@@ -46,12 +46,9 @@ class Rank:
         )
         self.metrics = Metrics("trainer")
         self.channel = TrainerChannel.attach(
-            self.model.chunks,
-            TcpControl(run["port"]),
-            layout=layout,
-            config=ChannelConfig(bucket_bytes=4096),
+            self.model.chunks, TcpControl(run["port"]), layout=layout, config=ChannelConfig(bucket_bytes=4096),
             metrics=self.metrics,
-        )
+        )  # fmt: skip
         self.shard: Shard = self.plan.shard(dp=self.at.dp, pp=self.at.pp, cp=self.at.cp)
         self.batches = self.shard.microbatches
         self.total = sum(len(tokens) - 1 for tokens in self.recording.tokens.values())

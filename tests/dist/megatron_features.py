@@ -303,9 +303,8 @@ def test_rows_left_to_the_live_router_are_the_same_in_forward_and_recompute() ->
     with bench(mtp_num_layers=None) as own:
         given = {key: ids.clone() for key, ids in own.routing.whole.items()}
         own.natural()
-        first = {
-            i: own.routing.whole[i, 1].clone() for i in range(MICROBATCHES)
-        }  # layer 1 sees the same input
+        # layer 1 sees the same input
+        first = {i: own.routing.whole[i, 1].clone() for i in range(MICROBATCHES)}
         own.routing.whole, own.routing.live = given, live
         for record in own.train():
             choices[record.pass_name, record.layer, record.microbatch] = record.ids_RK

@@ -271,20 +271,12 @@ def test_another_model_in_the_process_is_not_touched(bench: Bench) -> None:
 
 
 REFUSED = {
-    "moe_enable_routing_replay": False,
-    "moe_router_fusion": True,
-    "moe_router_load_balancing_type": ["sinkhorn"],
-    "moe_router_force_load_balancing": True,
-    "moe_router_force_biased": 0.5,
-    "moe_input_jitter_eps": 0.0,
-    "moe_expert_capacity_factor": 1.0,
-    "moe_expert_rank_capacity_factor": 1.5,
-    "overlap_moe_expert_parallel_comm": True,
-    "hybrid_context_parallel": True,
-    "cuda_graph_impl": "local",
-    "enable_cuda_graph": True,
-    "external_cuda_graph": True,
-}
+    "moe_enable_routing_replay": False, "moe_router_fusion": True, "moe_router_load_balancing_type": ["sinkhorn"],
+    "moe_router_force_load_balancing": True, "moe_router_force_biased": 0.5, "moe_input_jitter_eps": 0.0,
+    "moe_expert_capacity_factor": 1.0, "moe_expert_rank_capacity_factor": 1.5,
+    "overlap_moe_expert_parallel_comm": True, "hybrid_context_parallel": True, "cuda_graph_impl": "local",
+    "enable_cuda_graph": True, "external_cuda_graph": True,
+}  # fmt: skip
 
 
 def test_unsupported_configs_are_refused_by_name(bench: Bench) -> None:

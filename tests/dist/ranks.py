@@ -25,14 +25,8 @@ Job = dict[str, Any]
 
 
 def run_ranks(
-    module: str,
-    folder: Path,
-    *,
-    job: Job,
-    timeout_s: float,
-    world_size: int = 0,
-    overlay: Sequence[Path] = (),
-) -> list[dict[str, Any]]:
+    module: str, folder: Path, *, job: Job, timeout_s: float, world_size: int = 0, overlay: Sequence[Path] = (),
+) -> list[dict[str, Any]]:  # fmt: skip
     """Run `module.run(job)` on as many processes as the job's layout has, or `world_size`; gives what each returned, by rank.
 
     Each job has rank, world_size, init_method and out, too. Ends every process on leaving. Packages in the folders of
@@ -49,12 +43,8 @@ def run_ranks(
     processes = list[subprocess.Popen[bytes]]()
     for rank in range(world_size):
         command = [
-            sys.executable,
-            "-m",
-            "tests.dist.ranks",
-            module,
-            json.dumps({**job, **where, "rank": rank}),
-        ]
+            sys.executable, "-m", "tests.dist.ranks", module, json.dumps({**job, **where, "rank": rank}),
+        ]  # fmt: skip
         with (folder / f"log.{rank}").open("wb") as log:
             processes.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment))
     try:

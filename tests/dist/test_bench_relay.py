@@ -63,9 +63,8 @@ def test_a_benchmark_that_is_killed_takes_its_processes_along(bench: subprocess.
         time.sleep(0.5)
         family = psutil.Process(bench.pid).children(recursive=True)
     bench.send_signal(signal.SIGKILL)
-    _, alive = psutil.wait_procs(
-        family, timeout=200
-    )  # Ray's agents first try to tell a server that is gone, too
+    # Ray's agents first try to tell a server that is gone, too
+    _, alive = psutil.wait_procs(family, timeout=200)
     assert not [_title(process) for process in alive]
 
 

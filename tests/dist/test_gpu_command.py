@@ -68,16 +68,9 @@ def test_the_emulated_image_has_no_package_of_ours_beyond_the_wheels() -> None:
     ask = "import json, sys; from importlib.util import find_spec; print(json.dumps([n for n in sys.argv[1:] if find_spec(n)]))"
     there = ["torch", "transformers", "sglang", "megatron.core", "lz4", "numba", "triton", "pytest"]
     gone = [
-        "ray",
-        "mbridge",
-        "transformer_engine",
-        "nixl_cu12",
-        "xgrammar",
-        "fastapi",
-        "openai",
-        "flashinfer",
+        "ray", "mbridge", "transformer_engine", "nixl_cu12", "xgrammar", "fastapi", "openai", "flashinfer",
         "msgpack",
-    ]
+    ]  # fmt: skip
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (EMULATED, ROOT)))}
     child = subprocess.run(
         [sys.executable, "-c", ask, *there, *gone], env=env, capture_output=True, text=True, timeout=120

@@ -58,13 +58,9 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(("layout", "dtype"), LAYOUTS)
 def test_every_parameter_of_every_rank_equals_what_sglang_loads_itself(
-    engines: list[str],
-    model_dir: Path,
-    tmp_path: Path,
-    layout: str,
-    dtype: str,
+    engines: list[str], model_dir: Path, tmp_path: Path, layout: str, dtype: str,
     capsys: pytest.CaptureFixture[str],
-) -> None:
+) -> None:  # fmt: skip
     manifest = str(tmp_path / "committed.json")
     job = {"what": "exact", "layout": layout, "dtype": dtype, "model": str(model_dir), "engines": engines}
     results = run_ranks(RANK, tmp_path / "ranks", job=job | {"manifest": manifest}, timeout_s=400)
@@ -126,13 +122,9 @@ def test_an_engine_of_one_rank_is_filled_out_of_the_memory_of_one_of_two(
 
 @pytest.mark.full
 def test_the_lines_of_the_readme_update_two_engines_and_bring_a_killed_one_back(
-    servers: list[EngineServer],
-    engines: list[str],
-    model_dir: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    servers: list[EngineServer], engines: list[str], model_dir: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     """Last of this file: it leaves another life of the second engine at its address, with weights of chance, and ends it."""
     (folder := tmp_path / "ranks").mkdir()
     again = EngineServer(replace(servers[1].options, extra_args=("--load-format", "dummy")))

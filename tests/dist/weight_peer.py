@@ -19,14 +19,9 @@ def joined(port: int, name: str) -> dist.ProcessGroup:
     timeout = timedelta(seconds=60)
     store, rank, size = next(iter(rendezvous(f"tcp://127.0.0.1:{port}?rank=1&world_size=2", timeout=timeout)))
     group, _ = c10d._new_process_group_helper(
-        size,
-        rank,
-        [],
-        c10d.Backend("gloo"),
-        c10d.PrefixStore(name, store),
-        group_name=c10d.GroupName(name),
+        size, rank, [], c10d.Backend("gloo"), c10d.PrefixStore(name, store), group_name=c10d.GroupName(name),
         timeout=timeout,
-    )
+    )  # fmt: skip
     assert isinstance(group, dist.ProcessGroup)
     c10d._world.pg_group_ranks[group] = {0: 0, 1: 1}
     return group

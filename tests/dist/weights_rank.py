@@ -108,11 +108,8 @@ def tied_model(layout: TrainerLayout) -> tuple[Any, torch.nn.Module]:
 
     sizes: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4}
     shape: dict[str, Any] = {
-        "vocab_size": 128,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_key_value_heads": 2,
-    }
+        "vocab_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_key_value_heads": 2,
+    }  # fmt: skip
     shape |= {"head_dim": 16, "tie_word_embeddings": True, "architectures": ["Qwen3ForCausalLM"]}
     hf: Any = Qwen3Config(**sizes, **shape)
     values: dict[str, Any] = {

@@ -76,13 +76,9 @@ def reference_ids(model: Path, token_lists: list[list[int]], *, folder: Path) ->
 @functools.cache
 def _process() -> subprocess.Popen[str]:
     child = subprocess.Popen(
-        [sys.executable, __file__],
-        env=environment(r3channel=False),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        bufsize=1,
-    )
+        [sys.executable, __file__], env=environment(r3channel=False), stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE, text=True, bufsize=1,
+    )  # fmt: skip
     atexit.register(child.kill)
     return child
 

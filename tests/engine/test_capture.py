@@ -145,13 +145,10 @@ def test_a_frame_built_in_place_is_the_one_that_encode_frame_makes(rows: int) ->
     buffer = device_buffer(SPEC, rows)
     unfinished = draft_of(SPEC, buffer, version=3, first_row=5, sample_key=8)
     expected = encode_frame(
-        SPEC,
-        expert_ids_TLK=unfinished.ids_TLK.copy(),
-        first_row=5,
-        provenance=spans_of(np.full(rows, 3), np.zeros(rows, np.uint8), first_row=5),
-        sample_key=8,
+        SPEC, expert_ids_TLK=unfinished.ids_TLK.copy(), first_row=5,
+        provenance=spans_of(np.full(rows, 3), np.zeros(rows, np.uint8), first_row=5), sample_key=8,
         codec="stored",
-    )
+    )  # fmt: skip
     assert unfinished.encode(codec="stored").tobytes() == expected
 
 

@@ -21,13 +21,9 @@ pytestmark = pytest.mark.engine
 @pytest.fixture(scope="module")
 def facts() -> dict[str, Any]:
     child = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("hook_facts.py"))],
-        env=environment(r3channel=False),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+        [sys.executable, str(Path(__file__).with_name("hook_facts.py"))], env=environment(r3channel=False),
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
     lines = [line for line in child.stdout.splitlines() if line.startswith("FACTS ")]
     assert lines, f"the child gave no facts:\n{child.stderr[-3000:]}"
     return json.loads(lines[0].removeprefix("FACTS "))

@@ -14,17 +14,10 @@ from r3channel.model.spec import RoutingSpec
 
 SPEC = RoutingSpec(num_layers=4, moe_layers=(1, 2, 3), num_experts=128, top_k=8)
 GOOD: dict[str, Any] = {
-    "enable_return_routed_experts": True,
-    "speculative_algorithm": None,
-    "disaggregation_mode": "null",
-    "pp_size": 1,
-    "attn_cp_size": 1,
-    "attn_dp_size": 1,
-    "moe_a2a_backend": "none",
-    "weight_version": "0",
-    "tp_size": 8,
-    "host": "127.0.0.1",
-}
+    "enable_return_routed_experts": True, "speculative_algorithm": None, "disaggregation_mode": "null",
+    "pp_size": 1, "attn_cp_size": 1, "attn_dp_size": 1, "moe_a2a_backend": "none", "weight_version": "0",
+    "tp_size": 8, "host": "127.0.0.1",
+}  # fmt: skip
 BAD: list[tuple[str, dict[str, Any]]] = [
     ("speculative", {"speculative_algorithm": "NGRAM"}),
     ("speculative", {"speculative_algorithm": "DFLASH"}),
@@ -121,11 +114,7 @@ def test_every_refusal_of_the_table_has_a_reason_and_comes_before_what_is_taken(
 
 def test_a_value_is_judged_by_the_first_line_that_is_about_it() -> None:
     seen = [judged("tp_size", size) for size in (1, 2, 8)]
-    assert [setting and setting.verdict for setting in seen] == [
-        Verdict.TESTED,
-        Verdict.TESTED,
-        Verdict.READ,
-    ]
+    assert [setting and setting.verdict for setting in seen] == [Verdict.TESTED, Verdict.TESTED, Verdict.READ]
 
 
 def test_all_reasons_are_given_at_once() -> None:

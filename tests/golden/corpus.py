@@ -60,25 +60,15 @@ CLEAN = {
     "clean_wide": Source("pp=2", lambda folder: write_model(folder, layers=6, experts=384, top_k=4)),
 }
 FAULTY = {
-    "off_by_one_row": "clean_all_sparse",
-    "sp_halves_swapped": "clean_all_sparse",
-    "shifted_layer": "clean_all_sparse",
-    "zero_rows": "clean_deepseek",
-    "version_off_by_one": "clean_deepseek",
-    "mixed_versions": "clean_deepseek",
-    "swapped_samples": "clean_deepseek",
-    "stale_row": "clean_deepseek",
-    "dense_layer_counted": "clean_deepseek",
-    "mtp_shift": "clean_deepseek",
-    "fused_shared_expert": "clean_deepseek",
-    "zigzag_order": "clean_deepseek",
-    "cp_chunks_swapped": "clean_deepseek",
-    "missing_prefix": "clean_deepseek",
-    "recompute_other_microbatch": "clean_deepseek",
-    "int16_as_uint8": "clean_wide",
-    "physical_ids": "clean_wide",
+    "off_by_one_row": "clean_all_sparse", "sp_halves_swapped": "clean_all_sparse",
+    "shifted_layer": "clean_all_sparse", "zero_rows": "clean_deepseek", "version_off_by_one": "clean_deepseek",
+    "mixed_versions": "clean_deepseek", "swapped_samples": "clean_deepseek", "stale_row": "clean_deepseek",
+    "dense_layer_counted": "clean_deepseek", "mtp_shift": "clean_deepseek",
+    "fused_shared_expert": "clean_deepseek", "zigzag_order": "clean_deepseek",
+    "cp_chunks_swapped": "clean_deepseek", "missing_prefix": "clean_deepseek",
+    "recompute_other_microbatch": "clean_deepseek", "int16_as_uint8": "clean_wide", "physical_ids": "clean_wide",
     "stage_reversed": "clean_wide",
-}
+}  # fmt: skip
 """Mistake -> the clean recording in which it is made."""
 
 

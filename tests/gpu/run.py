@@ -173,12 +173,9 @@ def driver() -> str:
 
 
 def run(
-    check: Check,
-    options: argparse.Namespace,
-    environment: Mapping[str, str],
-    machine: Mapping[str, Any],
+    check: Check, options: argparse.Namespace, environment: Mapping[str, str], machine: Mapping[str, Any],
     end_s: float,
-) -> Outcome:
+) -> Outcome:  # fmt: skip
     device: str = options.device
     outcome = Outcome(name=check.name, about=check.about, status="not run")
     missing = [name for name in check.needs if name in machine["missing"]]

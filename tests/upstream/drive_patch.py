@@ -26,13 +26,9 @@ REAL = (
 )
 LAYERS, DENSE, EXPERTS, TOP_K, FUSED = 4, 1, 128, 8, 1
 CONFIG = {
-    "model_type": "qwen3_moe",
-    "num_hidden_layers": LAYERS,
-    "mlp_only_layers": [0],
-    "decoder_sparse_step": 1,
-    "num_experts": EXPERTS,
-    "num_experts_per_tok": TOP_K,
-}
+    "model_type": "qwen3_moe", "num_hidden_layers": LAYERS, "mlp_only_layers": [0], "decoder_sparse_step": 1,
+    "num_experts": EXPERTS, "num_experts_per_tok": TOP_K,
+}  # fmt: skip
 
 
 class StandIn(types.ModuleType):
@@ -88,13 +84,9 @@ def set_up(root: Path) -> Any:
 
 def create(module: Any) -> Any:
     return module.RoutedExpertsCapturer.create(
-        enable=True,
-        model_config=SimpleNamespace(hf_text_config=SimpleNamespace(to_dict=lambda: CONFIG)),
-        num_fused_shared_experts=FUSED,
-        num_tokens=64,
-        max_running_requests=4,
-        device="cpu",
-    )
+        enable=True, model_config=SimpleNamespace(hf_text_config=SimpleNamespace(to_dict=lambda: CONFIG)),
+        num_fused_shared_experts=FUSED, num_tokens=64, max_running_requests=4, device="cpu",
+    )  # fmt: skip
 
 
 def forward(capturer: Any, ids_TAK: np.ndarray, slots: list[int], *, decode: bool) -> None:
@@ -133,24 +125,17 @@ def main(root: str) -> None:
     replies = []
     for wants in (True, False):
         req = SimpleNamespace(
-            rid="r1",
-            req_pool_idx=1,
-            seqlen=10,
-            return_routed_experts=wants,
-            origin_input_ids=[1],
+            rid="r1", req_pool_idx=1, seqlen=10, return_routed_experts=wants, origin_input_ids=[1],
             routed_experts=None,
-        )
+        )  # fmt: skip
         mixin.SchedulerOutputProcessorMixin.maybe_collect_routed_experts(scheduler, req)
         replies.append(req.routed_experts)
     os.environ["R3CHANNEL_ENGINE"] = "0"
     module._RoutedExpertsCapturerReal = lambda *_, **__: "SGLang's own"
     facts = {
-        "capturer": type(capturer).__name__,
-        "frame": replies[0].numpy().tobytes().hex(),
-        "ids": ids_TAK[:, DENSE:].tolist(),
-        "without opt-in": replies[1],
-        "off": create(module),
-    }
+        "capturer": type(capturer).__name__, "frame": replies[0].numpy().tobytes().hex(),
+        "ids": ids_TAK[:, DENSE:].tolist(), "without opt-in": replies[1], "off": create(module),
+    }  # fmt: skip
     print("FACTS " + json.dumps(facts))
 
 

@@ -97,12 +97,8 @@ def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def facts(patched: Path) -> dict[str, Any]:
     child = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("drive_patch.py")), str(patched)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
     lines = [line for line in child.stdout.splitlines() if line.startswith("FACTS ")]
     assert lines, f"the child gave no facts:\n{child.stderr[-3000:]}"
     return json.loads(lines[0].removeprefix("FACTS "))

@@ -47,47 +47,27 @@ NEEDS: dict[str, dict[str, Any]] = {
 """What the defaults of a configuration class leave out, so that no model can be built of them."""
 
 REFUSED = {
-    "doge": "product keys",
-    "jetmoe": "has two",
-    "nllb-moe": "encoder",
-    "switch_transformers": "encoder",
-    "vitpose": "no number of experts",
-    "vitpose_backbone": "no number of experts",
-}
+    "doge": "product keys", "jetmoe": "has two", "nllb-moe": "encoder", "switch_transformers": "encoder",
+    "vitpose": "no number of experts", "vitpose_backbone": "no number of experts",
+}  # fmt: skip
 """Families with experts in their configuration for which there is no spec, and a word of the refusal."""
 
 SAME_AS_DEFAULTS = {
-    "deepseek-v3": "deepseek_v3",
-    "deepseek-v4-flash": "deepseek_v4",
-    "glm-4.5-air": "glm4_moe",
-    "glm-4.7-flash": "glm4_moe_lite",
-    "glm-5": "glm_moe_dsa",
-    "gpt-oss-120b": "gpt_oss",
-    "llama-4-scout": "llama4",
-    "mimo-v2-flash": "mimo_v2_flash",
-    "minimax-m2": "minimax_m2",
-    "mixtral-8x7b": "mixtral",
-    "qwen3-next": "qwen3_next",
-    "qwen3.5-35b-a3b": "qwen3_5_moe",
+    "deepseek-v3": "deepseek_v3", "deepseek-v4-flash": "deepseek_v4", "glm-4.5-air": "glm4_moe",
+    "glm-4.7-flash": "glm4_moe_lite", "glm-5": "glm_moe_dsa", "gpt-oss-120b": "gpt_oss",
+    "llama-4-scout": "llama4", "mimo-v2-flash": "mimo_v2_flash", "minimax-m2": "minimax_m2",
+    "mixtral-8x7b": "mixtral", "qwen3-next": "qwen3_next", "qwen3.5-35b-a3b": "qwen3_5_moe",
     "step-3.5-flash": "step3p5",
-}
+}  # fmt: skip
 """Models of the built-in table whose numbers are the defaults of their family's configuration class."""
 
 _MOE_OF_8 = [0, 1, 0, 0, 1, 1, 0, 1]
 _WORDS = {"deepseek_v4": ("hash_moe", "moe"), "nemotron_h": ("mlp", "moe")}
 VARIANTS: dict[str, Any] = {
-    "first_k_dense_replace": 2,
-    "num_dense_layers": 3,
-    "mlp_only_layers": [1, 4],
-    "decoder_sparse_step": 2,
-    "interleave_moe_layer_step": 2,
-    "moe_layers": [1, 5],
-    "expert_layer_period": 3,
-    "expert_layer_offset": 0,
-    "moe_layer_interval": 2,
-    "moe_layer_start_index": 2,
-    "moe_layer_end_index": 5,
-}
+    "first_k_dense_replace": 2, "num_dense_layers": 3, "mlp_only_layers": [1, 4], "decoder_sparse_step": 2,
+    "interleave_moe_layer_step": 2, "moe_layers": [1, 5], "expert_layer_period": 3, "expert_layer_offset": 0,
+    "moe_layer_interval": 2, "moe_layer_start_index": 2, "moe_layer_end_index": 5,
+}  # fmt: skip
 """Another value for each placement key that a configuration class has as a field."""
 
 OLD_WORDS: list[tuple[str, dict[str, Any]]] = [

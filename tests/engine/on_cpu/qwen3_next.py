@@ -40,17 +40,9 @@ def causal_conv1d_update_cpu(
 
 
 def chunk_gated_delta_rule_cpu(
-    *,
-    q: Any,
-    k: Any,
-    v: Any,
-    g: Any,
-    beta: Any,
-    initial_state: Any,
-    initial_state_indices: Any,
-    cu_seqlens: Any,
+    *, q: Any, k: Any, v: Any, g: Any, beta: Any, initial_state: Any, initial_state_indices: Any, cu_seqlens: Any,
     **_: Any,
-) -> Any:
+) -> Any:  # fmt: skip
     """Token by token: the state forgets, then takes the difference between a value and what it holds for its key."""
     share = v.shape[2] // q.shape[2]
     q, k = (F.normalize(x[0].float(), dim=-1).repeat_interleave(share, 1) for x in (q, k))

@@ -125,12 +125,10 @@ class Engine:
     def end(self, number: int, *, rows: int = DECODED, prefill: bool = False, by: Any = None) -> Any:
         """The end of a pass of so many rows that a graph ran; `by` which capturer, ours unless said."""
         batch = SimpleNamespace(
-            out_cache_loc=self.slots[number % IN_FLIGHT, :rows],
-            out_cache_loc_virtual=None,
+            out_cache_loc=self.slots[number % IN_FLIGHT, :rows], out_cache_loc_virtual=None,
             forward_mode=SimpleNamespace(is_decode=lambda: not prefill, is_target_verify=lambda: False),
-            _original_batch_size=1 if prefill else None,
-            global_num_tokens_cpu=[rows],
-        )
+            _original_batch_size=1 if prefill else None, global_num_tokens_cpu=[rows],
+        )  # fmt: skip
         return (by or self.capturer).on_forward_end(batch, True, DECODE_SIZE, no_copy_to_cpu=True)
 
     def frame(self, number: int, rows: int) -> Any:

@@ -155,13 +155,10 @@ def build(spec: RoutingSpec, device: torch.device, own: Sizes, *, dtype: torch.d
     sizes: dict[str, Any] = {"hidden_size": own.hidden, "num_attention_heads": own.heads}
     sizes |= {"ffn_hidden_size": own.wide, "use_cpu_initialization": not on_gpu}
     routing: dict[str, Any] = {
-        "num_moe_experts": spec.num_experts,
-        "moe_router_topk": spec.top_k,
-        "moe_ffn_hidden_size": own.expert,
-        "moe_layer_freq": [0] + [1] * spec.num_moe_layers,
-        "moe_router_load_balancing_type": "none",
+        "num_moe_experts": spec.num_experts, "moe_router_topk": spec.top_k, "moe_ffn_hidden_size": own.expert,
+        "moe_layer_freq": [0] + [1] * spec.num_moe_layers, "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-    }
+    }  # fmt: skip
     plain: dict[str, Any] = {"add_bias_linear": False, "hidden_dropout": 0.0, "attention_dropout": 0.0}
     gated: dict[str, Any] = {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
     kind: dict[str, Any] = {

@@ -23,15 +23,10 @@ ROWS, REQUEST = 8, 32
 
 def capturer(device: str) -> StagedCapturer:
     return StagedCapturer(
-        SPEC,
-        max_rows=64,
-        fused_columns=0,
-        slots=ROWS * REQUEST,
-        device=device,
-        weight_version="0",
+        SPEC, max_rows=64, fused_columns=0, slots=ROWS * REQUEST, device=device, weight_version="0",
         local_range=lambda batch, graph, size: (0, batch.out_cache_loc.shape[0]),
         outlet=Outlet(EngineConfig(), hello_of()),
-    )
+    )  # fmt: skip
 
 
 def batch_at(slots_T: torch.Tensor, *, decode: bool = True, mixed: bool = False) -> Any:

@@ -110,12 +110,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         command = [sys.executable, "-m", f"{_HERE}.driver", str(sources.slime / options.script), *arguments]
         with open(options.work / "driver.log", "w") as log:
             child = subprocess.Popen(
-                command,
-                env=_environment(options, sources, ray_dir),
-                cwd=options.work,
-                stdout=log,
+                command, env=_environment(options, sources, ray_dir), cwd=options.work, stdout=log,
                 stderr=subprocess.STDOUT,
-            )
+            )  # fmt: skip
             try:
                 code = child.wait(options.timeout_s)
             except subprocess.TimeoutExpired:
@@ -207,13 +204,8 @@ def _slime_arguments(
 
 
 _SLIMES_OWN = {
-    "--model-path",
-    "--host",
-    "--port",
-    "--random-seed",
-    "--enable-return-routed-experts",
-    "--skip-server-warmup",
-}
+    "--model-path", "--host", "--port", "--random-seed", "--enable-return-routed-experts", "--skip-server-warmup",
+}  # fmt: skip
 
 
 def _engine_arguments(engine: EngineOptions) -> list[str]:
@@ -236,40 +228,26 @@ def _environment(options: argparse.Namespace, sources: Sources, ray_dir: str) ->
             str(cores[rank % len(cores)]) for rank in range(options.world + options.engines)
         )
     names = (
-        "R3CHANNEL_EMBEDDED",
-        "SGLANG_USE_CPU_ENGINE",
-        "GLOO_SOCKET_IFNAME",
-        "HF_HUB_OFFLINE",
+        "R3CHANNEL_EMBEDDED", "SGLANG_USE_CPU_ENGINE", "GLOO_SOCKET_IFNAME", "HF_HUB_OFFLINE",
         "TRANSFORMERS_OFFLINE",
-    )
+    )  # fmt: skip
     megatron, slime, extra = sources.path
     inherited = {
-        "SLIME_ACCELERATOR": "cpu",
-        "SLIME_HOST_IP": "127.0.0.1",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "WANDB_MODE": "disabled",
-        "no_proxy": "127.0.0.1,localhost",
+        "SLIME_ACCELERATOR": "cpu", "SLIME_HOST_IP": "127.0.0.1", "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "TOKENIZERS_PARALLELISM": "false", "WANDB_MODE": "disabled", "no_proxy": "127.0.0.1,localhost",
         "NO_PROXY": "127.0.0.1,localhost",
         "PYTHONPATH": os.pathsep.join([str(_ROOT), megatron, slime, env["PYTHONPATH"], extra]),
-        "SLIME_CPU_WITNESS": str(options.work / "routers"),
-        "SLIME_CPU_TOLD": str(options.work / "told"),
-        "R3CHANNEL_METRICS_PORT": "0",
-        "R3CHANNEL_METRICS_DIR": str(options.work / "told"),
-        "TMPDIR": f"{ray_dir}/tmp",
-        "SLIME_CPU_CORRUPT": str(int(options.corrupt)),
+        "SLIME_CPU_WITNESS": str(options.work / "routers"), "SLIME_CPU_TOLD": str(options.work / "told"),
+        "R3CHANNEL_METRICS_PORT": "0", "R3CHANNEL_METRICS_DIR": str(options.work / "told"),
+        "TMPDIR": f"{ray_dir}/tmp", "SLIME_CPU_CORRUPT": str(int(options.corrupt)),
         "OMP_NUM_THREADS": env["OMP_NUM_THREADS"],
         **{name: value for name, value in env.items() if name.startswith("SGLANG_") or name in names},
-    }
+    }  # fmt: skip
     return {
-        **env,
-        **inherited,
-        "SLIME_CPU_WORKER_ENV": json.dumps(inherited),
+        **env, **inherited, "SLIME_CPU_WORKER_ENV": json.dumps(inherited),
         "SLIME_CPU_GPUS": str(options.world + (options.engines if options.own_engines else 0)),
-        "SLIME_CPU_RAY_DIR": ray_dir,
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    }
+        "SLIME_CPU_RAY_DIR": ray_dir, "RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    }  # fmt: skip
 
 
 def _holding(token: str, *folders: Path) -> set[Path]:
