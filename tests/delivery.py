@@ -115,9 +115,7 @@ def fill(relay: Relay, *, prefix: str = "") -> None:
 
 
 def assignment(*, prefix: str = "", dp: int = 2) -> Assignment:
-    return Assignment.round_robin(
-        [prefix + name for name in TOKENS], dp=dp, microbatch_size=2 if dp == 2 else 4
-    )
+    return Assignment.round_robin([prefix + s for s in TOKENS], dp=dp, microbatch_size=2 if dp == 2 else 4)
 
 
 def sealed(relay: Relay, step: int = 0, *, prefix: str = "") -> Ticket:
@@ -139,9 +137,7 @@ def receive(receivers: list[Receiver], ticket: Ticket) -> list[RankShard]:
 def check_rows(shard: RankShard, *, prefix: str = "") -> int:
     """Compare every real row with what was added, and have it judged as a router's call does; returns their number."""
     spec = shard.ticket.spec
-    originals = {
-        prefix + name: random_ids(n - 1, spec=spec, seed=i) for i, (name, n) in enumerate(TOKENS.items())
-    }
+    originals = {prefix + s: random_ids(n - 1, spec=spec, seed=i) for i, (s, n) in enumerate(TOKENS.items())}
     wrong, seen = compare(shard, originals)
     assert not wrong
     hand(shard)

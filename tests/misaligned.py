@@ -33,13 +33,9 @@ Rows = dict[str, Ids]
 
 
 def engine_step(
-    spec: RoutingSpec = PLAIN,
-    layout: str = "",
-    *,
-    seed: int = 0,
-    lengths: tuple[int, ...] = (33, 25, 33, 25),
+    spec: RoutingSpec = PLAIN, layout: str = "", *, seed: int = 0, lengths: tuple[int, ...] = (33, 25, 33, 25),
     shared: int = 0,
-) -> RecordedStep:
+) -> RecordedStep:  # fmt: skip
     """Two micro-batches on each DP rank; with `shared`, all samples begin with the same so many tokens and rows. Two weight
     versions in each sample: an early part, prefilled, and a later one."""
     rng, cut = np.random.default_rng(seed), TrainerLayout.parse(layout)
@@ -115,16 +111,9 @@ class _Part:
         valid_T, frames = self._valid, []
         for spans in filter(None, self.turns):
             own = slice(spans[0].start, spans[-1].end)
-            frames.append(
-                encode_frame(
-                    spec,
-                    expert_ids_TLK=np.ascontiguousarray(self.ids[own]),
-                    first_row=own.start,
-                    valid_T=None if valid_T is None else valid_T[own],
-                    provenance=spans,
-                    codec="stored",
-                )
-            )
+            how: dict[str, Any] = {"first_row": own.start, "provenance": spans, "codec": "stored"}
+            valid = None if valid_T is None else valid_T[own]
+            frames.append(encode_frame(spec, expert_ids_TLK=self.ids[own].copy(), valid_T=valid, **how))
         return frames
 
     @property
@@ -161,20 +150,14 @@ def rows_of(step: RecordedStep) -> Rows:
 
 
 def router_step(
-    step: RecordedStep,
-    rows: Rows,
-    *,
-    spec: RoutingSpec | None = None,
-    of_pass: str = "forward",
+    step: RecordedStep, rows: Rows, *, spec: RoutingSpec | None = None, of_pass: str = "forward",
     beside: Rows | None = None,
-) -> RecordedStep:
+) -> RecordedStep:  # fmt: skip
     """`rows` as what routers used; `beside` is the forward pass where `rows` are another one's."""
     found = ConsumedRows(step.ticket, spec or step.spec)
     for name, ids in rows.items():
-        found.ids[of_pass, name], found.there[of_pass, name] = (
-            ids.astype(found.spec.id_dtype),
-            np.ones(ids.shape[:2], bool),
-        )
+        found.ids[of_pass, name] = ids.astype(found.spec.id_dtype)
+        found.there[of_pass, name] = np.ones(ids.shape[:2], bool)
     for name, ids in (beside or {}).items():
         found.ids["forward", name], found.there["forward", name] = ids, np.ones(ids.shape[:2], bool)
     return found.step()

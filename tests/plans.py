@@ -41,20 +41,13 @@ def layouts(draw: st.DrawFn, *, mtp: tuple[int, ...] = ()) -> TrainerLayout:
     vpp = draw(st.sampled_from([1, 2])) if pp > 1 else 1
     uneven = draw(st.booleans()) and (pp, vpp) == (4, 1)
     return TrainerLayout(
-        dp=draw(st.integers(1, 3)),
-        tp=tp,
-        pp=pp,
-        vpp=vpp,
-        cp=draw(st.integers(1, 3)),
-        sp=draw(st.booleans()) if tp > 1 else None,
-        packing=draw(st.sampled_from(["padded", "thd"])),
-        cp_split=draw(st.sampled_from(["zigzag", "contiguous"])),
-        pad_multiple=draw(st.sampled_from([1, 4])),
-        uniform=draw(st.sampled_from([None, True, False])),
-        first_layers=1 if uneven else None,
+        dp=draw(st.integers(1, 3)), tp=tp, pp=pp, vpp=vpp, cp=draw(st.integers(1, 3)),
+        sp=draw(st.booleans()) if tp > 1 else None, packing=draw(st.sampled_from(["padded", "thd"])),
+        cp_split=draw(st.sampled_from(["zigzag", "contiguous"])), pad_multiple=draw(st.sampled_from([1, 4])),
+        uniform=draw(st.sampled_from([None, True, False])), first_layers=1 if uneven else None,
         last_layers=3 if uneven else None,
         mtp=tuple(draw(st.lists(st.sampled_from(mtp), max_size=2))) if mtp else (),
-    )
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -109,9 +102,7 @@ def _sample(name: str, rng: np.random.Generator) -> TicketSample:
     rows = tokens - 1
     if rng.random() < 0.1:  # its frame never came
         return TicketSample(name, tokens, 0, 0, (), ((0, rows),))
-    edges = sorted(
-        rng.choice(rows + 1, size=min(rows + 1, 2 * int(rng.integers(0, 4))), replace=False).tolist()
-    )
+    edges = sorted(rng.choice(rows + 1, size=min(rows + 1, 2 * rng.integers(0, 4)), replace=False).tolist())
     invalid = tuple(zip(edges[::2], edges[1::2], strict=False))
     return TicketSample(name, tokens, 0, 0, (), invalid)
 

@@ -49,18 +49,9 @@ def cases(draw: st.DrawFn, *, world_sizes: st.SearchStrategy[int]) -> tuple[Shar
         dtype = draw(st.sampled_from(DTYPES))
         wider = {torch.bfloat16: torch.float32}.get(dtype, dtype) if draw(st.booleans()) else dtype
         name = f"t{number}"
-        source.append(
-            (
-                TensorMeta(name=name, dtype=wider, shape=shape),
-                draw(layouts(shape, sides[0], complete=True)),
-            )
-        )
-        target.append(
-            (
-                TensorMeta(name=name, dtype=dtype, shape=shape),
-                draw(layouts(shape, sides[1], complete=False)),
-            )
-        )
+        for side, ranks, kind in ((source, sides[0], wider), (target, sides[1], dtype)):
+            places = draw(layouts(shape, ranks, complete=side is source))
+            side.append((TensorMeta(name=name, dtype=kind, shape=shape), places))
     return ShardMap(source), ShardMap(target), world_size
 
 

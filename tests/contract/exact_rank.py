@@ -99,11 +99,8 @@ def float8(job: dict[str, Any]) -> dict[str, Any]:
         sync.connect(timeout_s=60)
         report = sync.update(float8_blocks([given], like=job["like"]), version=1, timeout_s=60)
         joined = sync.add_engine(job["joins"], timeout_s=60)
-        return {
-            "tensors": report.tensors,
-            "joined": joined and joined.version,
-            "routable": list(sync.routable()),
-        }
+        facts = {"joined": joined and joined.version, "routable": list(sync.routable())}
+        return {"tensors": report.tensors} | facts
 
 
 def failure(call: Callable[[], object]) -> list[str]:

@@ -62,11 +62,8 @@ def sealed(relay: Relay) -> Ticket:
     """The ticket of a step in which each of two DP ranks gets two samples, one of each length."""
     for seed, name in enumerate(NAMES):
         tokens = TOKENS[name]
-        relay.add(
-            name,
-            reply_for(name, tokens, seed=seed, spec=relay.spec),
-            range(1000 * seed, 1000 * seed + tokens),
-        )
+        reply = reply_for(name, tokens, seed=seed, spec=relay.spec)
+        relay.add(name, reply, range(1000 * seed, 1000 * seed + tokens))
     dp = relay.layout.dp
     return relay.seal(0, Assignment.round_robin(NAMES, dp=dp, microbatch_size=len(NAMES) // dp))
 
@@ -113,9 +110,7 @@ def test_an_honest_step_is_never_refused(make_relay: MakeRelay, spec: RoutingSpe
     assert wrong_rows(shards) == 0
 
 
-def test_a_receiver_that_has_joined_compiles_nothing_in_a_step(
-    make_relay: MakeRelay, spec: RoutingSpec
-) -> None:
+def test_a_receiver_that_joined_compiles_nothing_in_a_step(make_relay: MakeRelay, spec: RoutingSpec) -> None:
     for loop in (place_runs, column_sums):
         loop.cache_clear()
     relay = make_relay(spec=spec)
@@ -249,9 +244,7 @@ def test_a_byte_at_rest_in_a_later_turn_beside_rows_without_routing_counts(
 
 @pytest.mark.parametrize("layout", ["", "cp=2"])
 @pytest.mark.parametrize("fault", ["rows are rotated", "layers are exchanged", "samples are exchanged"])
-def test_rows_that_change_places_at_rest_are_laid_to_their_samples(
-    make_relay: MakeRelay, layout: str, fault: str
-) -> None:
+def test_rows_moved_at_rest_are_laid_to_their_samples(make_relay: MakeRelay, layout: str, fault: str) -> None:
     relay = make_relay(layout)
     for seed, name in enumerate(NAMES):
         relay.add(name, reply_for(name, TOKENS[name], seed=seed), range(TOKENS[name]))
@@ -284,7 +277,7 @@ class Wire:
     """What a receiver receives arrives with one byte changed: from the `number`-th thing on, `times` in all."""
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, *, number: int = 0, times: int = 1, at_least: int = 0
+        self, patch: pytest.MonkeyPatch, *, number: int = 0, times: int = 1, at_least: int = 0
     ) -> None:
         self.seen = self.changed = 0
         self._number, self._times, self._at_least = number, times, at_least
@@ -299,8 +292,8 @@ class Wire:
             if operation._lands_in is not None:
                 self.look(operation._lands_in.numpy())
 
-        monkeypatch.setattr(RelayConnection, "_recv", over_tcp)
-        monkeypatch.setattr(_Operation, "land", over_group)
+        patch.setattr(RelayConnection, "_recv", over_tcp)
+        patch.setattr(_Operation, "land", over_group)
 
     def look(self, data_N: Ids) -> None:
         self.seen += len(data_N) >= self._at_least
@@ -585,9 +578,7 @@ def flip(shard: RankShard, microbatch: int, layer: int, row: int) -> None:
     shard.layer_ids(microbatch, layer)[row, -1] ^= 1
 
 
-def test_every_real_row_of_a_shard_counts_and_padding_does_not(
-    make_relay: MakeRelay, spec: RoutingSpec
-) -> None:
+def test_every_real_row_of_a_shard_counts_and_no_padding(make_relay: MakeRelay, spec: RoutingSpec) -> None:
     relay = make_relay(spec=spec)
     (shard,) = receive(receivers_of(relay), sealed(relay))
     sample_R, _ = shard.shard.row_map(0, tp=0)
@@ -676,9 +667,7 @@ def test_samples_of_equal_length_that_the_trainer_exchanged_are_both_named(make_
     relay = make_relay()
     ticket, receiver = sealed(relay), receivers_of(relay)[0]
     lengths = [[TOKENS[name] for name in NAMES]]
-    with pytest.raises(
-        errors.TicketMismatch, match=r"2 samples .*\['a', 'b'\].*in the ticket's order"
-    ) as told:
+    with pytest.raises(errors.TicketMismatch, match=r"2 samples .*\['a', 'b'\].*the ticket's order") as told:
         receiver.receive(ticket, lengths=lengths, tokens=tokens_of("b", "a", "c", "d"))
     assert told.value.samples == ("a", "b") and told.value.ranks == ((0, 0, 0),) and told.value.step == 0
     with pytest.raises(errors.TicketMismatch, match=r"\(33, 33, 17, 17\)"):

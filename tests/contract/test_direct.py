@@ -401,9 +401,7 @@ def flipped(data: bytes, at: int = -3) -> bytes:
 
 
 @pytest.mark.parametrize("reply_first", [True, False])
-def test_the_engine_sends_a_frame_again_that_came_damaged_and_the_good_copy_is_used(
-    place: Place, reply_first: bool
-) -> None:
+def test_a_damaged_frame_is_sent_again_and_its_good_copy_is_used(place: Place, reply_first: bool) -> None:
     with place.engine() as engine:
         post, damaged = engine.sender._post, []
 
@@ -465,9 +463,7 @@ def test_swapped_references_are_refused(place: Place) -> None:
 
 
 @pytest.mark.parametrize("frame_first", [True, False])
-def test_a_reference_takes_no_frame_of_another_request_though_the_reply_does_not_name_its_own(
-    place: Place, frame_first: bool
-) -> None:
+def test_a_reference_of_a_reply_without_a_name_takes_no_others_frame(place: Place, frame_first: bool) -> None:
     """The key of request a with the serial of b's frame; both have 8 rows."""
     place.relay.engines.greet(hello_of())
     reply = reference_reply("a", 9, serial=2)

@@ -123,9 +123,7 @@ def test_without_a_fallback_the_step_fails_by_name_after_as_many_connections_and
     assert lives(relay) == [3]
 
 
-def test_a_connection_that_ends_in_the_middle_is_made_again_as_often_as_is_allowed(
-    make_relay: MakeRelay, cable: Cable
-) -> None:
+def test_a_connection_cut_in_the_middle_is_made_again_as_allowed(make_relay: MakeRelay, cable: Cable) -> None:
     relay = make_relay("dp=1", transport="tcp", max_group_failures=3)
     cable.cuts = 2
     receiver = receivers_of(relay)[0]
@@ -153,9 +151,7 @@ def test_the_failure_of_one_receiver_touches_no_other(
     assert len(others) == (2 if transport == "gloo" else 0), "the other one never left its group"
 
 
-def test_receivers_that_are_done_are_not_asked_again_when_another_fails(
-    make_relay: MakeRelay, cable: Cable
-) -> None:
+def test_receivers_that_are_done_are_not_asked_if_another_fails(make_relay: MakeRelay, cable: Cable) -> None:
     """Pipeline stage 0 has its rows and is in its forward pass, where it waits for stage 1: it does not come again."""
     relay = make_relay("dp=1,pp=2")
     done, waiting = receivers_of(relay)
@@ -218,9 +214,8 @@ def test_two_buckets_are_staged_for_a_group_at_any_number_of_tokens(make_relay: 
 def test_a_receiver_that_wants_a_group_of_a_relay_without_one_is_refused(make_relay: MakeRelay) -> None:
     relay = make_relay("dp=1", transport="tcp")
     other = make_relay("dp=1")
-    receiver = Receiver(
-        relay, spec=relay.spec, layout=relay.layout, coords=relay.layout.coords(0), config=other.config
-    )
+    at = relay.layout.coords(0)
+    receiver = Receiver(relay, spec=relay.spec, layout=relay.layout, coords=at, config=other.config)
     with pytest.raises(
         errors.TicketMismatch, match="asks for a process group; this relay's transport is tcp"
     ):

@@ -218,9 +218,7 @@ def test_a_receive_of_a_relay_that_never_prepares_ends_by_name(make_relay: MakeR
     check_rows(receivers_of(relay)[1].receive(ticket))
 
 
-def test_a_relay_that_cannot_prepare_in_time_says_so_to_its_receivers(
-    make_relay: MakeRelay, slowly: Slowly
-) -> None:
+def test_a_relay_that_prepares_too_late_tells_its_receivers(make_relay: MakeRelay, slowly: Slowly) -> None:
     relay = make_relay("dp=2", step_timeout_s=SHORT_S)
     ticket = sealed(relay, 3)
     patient = ChannelConfig(step_timeout_s=LIMIT_S)
@@ -241,9 +239,7 @@ class Counted:
         return self._relay.hello(dp=dp, pp=pp, cp=cp)
 
 
-def test_a_receiver_makes_one_call_in_its_life_however_long_it_waits(
-    make_relay: MakeRelay, slowly: Slowly
-) -> None:
+def test_a_receiver_makes_one_call_however_long_it_waits(make_relay: MakeRelay, slowly: Slowly) -> None:
     relay = make_relay("dp=1")
     control, at = Counted(relay), relay.layout.coords(0)
     receiver = Receiver(control, spec=SPEC, layout=relay.layout, coords=at, config=relay.config)

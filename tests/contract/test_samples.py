@@ -97,9 +97,7 @@ def test_samples_that_expire_are_counted_said_once_with_their_names_and_shown(
     assert raised.value.samples == ("old",)
 
 
-def test_a_sample_of_a_step_does_not_expire_and_its_place_is_looked_at_when_it_is_given_back(
-    make_relay: MakeRelay,
-) -> None:
+def test_a_sample_of_a_step_expires_once_it_is_given_back_and_not_before(make_relay: MakeRelay) -> None:
     relay = make_relay()
     relay.add("a", reply_for("a", 9), range(9))
     ticket = relay.seal(0, one_batch("a"))

@@ -8,38 +8,26 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from r3channel.errors import (
-    ConfigError,
-    DeadlineExceeded,
-    EngineLeftBehind,
-    NonFiniteWeights,
-    UsageError,
-    WeightsCorrupt,
-    WeightUpdateFailed,
-)
+from r3channel import errors
 from r3channel.weights.member import EngineState
 from r3channel.weights.session import WeightSync
 from tests.fake_engine import UPDATE, FakeEngine
 from tests.weights import BUCKETS, NAMES, broadcasting, give, holds, refused, weights
 
 GOOD = [
-    "/pause_generation",
-    "/begin_weight_update",
-    *[UPDATE] * BUCKETS,
-    "/end_weight_update",
-    "/weights_checker",
-    "/update_weight_version",
-    "/continue_generation",
-]
+    "/pause_generation", "/begin_weight_update", *[UPDATE] * BUCKETS, "/end_weight_update", "/weights_checker",
+    "/update_weight_version", "/continue_generation",
+]  # fmt: skip
+Pair = tuple[FakeEngine, FakeEngine]
 
 
 @pytest.fixture
-def pair() -> tuple[FakeEngine, FakeEngine]:
+def pair() -> Pair:
     return FakeEngine(), FakeEngine()
 
 
 @pytest.fixture
-def sync(pair: tuple[FakeEngine, FakeEngine]) -> Iterator[WeightSync]:
+def sync(pair: Pair) -> Iterator[WeightSync]:
     """Both engines hold version 1."""
     with broadcasting(*pair) as opened:
         give(opened, 1)
@@ -49,7 +37,7 @@ def sync(pair: tuple[FakeEngine, FakeEngine]) -> Iterator[WeightSync]:
         yield opened
 
 
-def test_the_order_of_calls_of_a_good_update(sync: WeightSync, pair: tuple[FakeEngine, FakeEngine]) -> None:
+def test_the_order_of_calls_of_a_good_update(sync: WeightSync, pair: Pair) -> None:
     report = give(sync, 2)
     assert [engine.calls for engine in pair] == [GOOD, GOOD]
     assert all(holds(engine, 2) and engine.flushed == 2 for engine in pair)
@@ -58,9 +46,7 @@ def test_the_order_of_calls_of_a_good_update(sync: WeightSync, pair: tuple[FakeE
 
 @pytest.mark.parametrize("bucket", range(BUCKETS))
 @pytest.mark.parametrize("how", ["refuse", "die"])
-def test_a_failure_at_any_bucket_gives_the_others_the_old_version_back(
-    pair: tuple[FakeEngine, FakeEngine], bucket: int, how: str
-) -> None:
+def test_a_failure_at_any_bucket_gives_others_the_old_version_back(pair: Pair, bucket: int, how: str) -> None:
     good, bad = pair
     with broadcasting(*pair, on_engine_loss="abort") as sync:
         give(sync, 1)
@@ -78,7 +64,7 @@ def test_a_failure_at_any_bucket_gives_the_others_the_old_version_back(
 
 @pytest.mark.parametrize("bucket", range(BUCKETS))
 def test_an_engine_that_dies_at_any_bucket_is_left_out_by_name_and_the_others_commit(
-    sync: WeightSync, pair: tuple[FakeEngine, FakeEngine], bucket: int
+    sync: WeightSync, pair: Pair, bucket: int
 ) -> None:
     good, bad = pair
     bad.script[UPDATE, bucket] = "die"
@@ -98,9 +84,7 @@ def test_an_engine_that_dies_at_any_bucket_is_left_out_by_name_and_the_others_co
     assert holds(good, 5) and holds(again, 5) and good._groups == groups
 
 
-def test_an_engine_that_hangs_is_restored_after_those_that_answer(
-    sync: WeightSync, pair: tuple[FakeEngine, FakeEngine]
-) -> None:
+def test_an_engine_that_hangs_is_restored_after_those_that_answer(sync: WeightSync, pair: Pair) -> None:
     hung, good = pair
     resumed: list[str] = []
     for engine in pair:
@@ -118,16 +102,14 @@ def test_an_engine_that_hangs_is_restored_after_those_that_answer(
     assert resumed[0] == good.url and holds(good, 1) and time.monotonic() - begun_s < 40
 
 
-def test_without_a_copy_a_half_loaded_engine_stays_paused_until_the_next_update(
-    pair: tuple[FakeEngine, FakeEngine],
-) -> None:
+def test_without_a_copy_a_half_loaded_engine_stays_paused_until_the_next_update(pair: Pair) -> None:
     good, bad = pair
     with broadcasting(*pair, keep_copy=False) as sync:
         give(sync, 1)
         bad.script[UPDATE, BUCKETS + 1] = "refuse"
         refused(sync, 2, "paused, holding parts of an update")
         assert good.paused and bad.paused and good.version == bad.version == "1"
-        with pytest.raises(UsageError, match="keep_copy"):
+        with pytest.raises(errors.UsageError, match="keep_copy"):
             sync.update_one(good.url, timeout_s=20)
         give(sync, 2)
     assert holds(good, 2) and holds(bad, 2)
@@ -142,9 +124,7 @@ def test_without_a_copy_a_half_loaded_engine_stays_paused_until_the_next_update(
         ("/begin_weight_update", "drop"),
     ],
 )
-def test_a_failure_before_the_first_bucket_leaves_all_serving(
-    pair: tuple[FakeEngine, FakeEngine], route: str, how: str
-) -> None:
+def test_a_failure_before_the_first_bucket_leaves_all_serving(pair: Pair, route: str, how: str) -> None:
     good, bad = pair
     with broadcasting(*pair, on_engine_loss="abort") as sync:
         give(sync, 1)
@@ -156,26 +136,20 @@ def test_a_failure_before_the_first_bucket_leaves_all_serving(
             assert set(sync.routable()) == {good.url, bad.url}
 
 
-def test_an_engine_that_does_not_answer_to_the_pause_is_left_out(
-    sync: WeightSync, pair: tuple[FakeEngine, FakeEngine]
-) -> None:
+def test_an_engine_that_does_not_answer_to_the_pause_is_left_out(sync: WeightSync, pair: Pair) -> None:
     good, bad = pair
     bad.script["/pause_generation", 0] = "die"
     assert give(sync, 2).evicted.keys() == {bad.url} and sync.routable() == (good.url,)
 
 
 @pytest.mark.parametrize("route", ["/end_weight_update", "/weights_checker"])
-def test_a_failure_after_the_last_bucket_restores(
-    sync: WeightSync, pair: tuple[FakeEngine, FakeEngine], route: str
-) -> None:
+def test_a_failure_after_the_last_bucket_restores(sync: WeightSync, pair: Pair, route: str) -> None:
     pair[1].script[route, 0] = "refuse"
     refused(sync, 2, f"{pair[1].url} {route}")
     assert holds(pair[0], 1) and holds(pair[1], 1)
 
 
-def test_bytes_that_an_engine_keeps_otherwise_are_named(
-    sync: WeightSync, pair: tuple[FakeEngine, FakeEngine]
-) -> None:
+def test_bytes_that_an_engine_keeps_otherwise_are_named(sync: WeightSync, pair: Pair) -> None:
     load = pair[1]._update
 
     def damaged(body: dict[str, object]) -> dict[str, object] | None:
@@ -185,17 +159,17 @@ def test_bytes_that_an_engine_keeps_otherwise_are_named(
         return answer
 
     pair[1]._update = damaged
-    refused(sync, 2, rf"{pair[1].url}: 1 of 8 .*{NAMES[5]}", cause=WeightsCorrupt)
+    refused(sync, 2, rf"{pair[1].url}: 1 of 8 .*{NAMES[5]}", cause=errors.WeightsCorrupt)
     assert pair[1].paused is False
 
 
 @pytest.mark.parametrize("route", ["/update_weight_version", "/continue_generation"])
 def test_one_engine_that_took_the_version_decides_and_the_other_is_left_behind(
-    sync: WeightSync, pair: tuple[FakeEngine, FakeEngine], route: str
+    sync: WeightSync, pair: Pair, route: str
 ) -> None:
     good, bad = pair
     bad.script[route, 0] = "refuse"
-    with pytest.raises(EngineLeftBehind, match=f"version 2 is committed, but 1 of 2 .*{bad.url}"):
+    with pytest.raises(errors.EngineLeftBehind, match=f"version 2 is committed, but 1 of 2 .*{bad.url}"):
         give(sync, 2)
     assert holds(good, 2) and bad.paused and sync.version == 2 and sync.routable() == (good.url,)
 
@@ -214,9 +188,7 @@ def test_an_engine_that_hangs_in_a_bucket_is_named_at_the_deadline_and_no_other_
         assert 1 <= time.monotonic() - begun_s < 17 and sync.engine_states == {hung.url: EngineState.DIRTY}
 
 
-def test_an_engine_that_hangs_at_the_commit_does_not_keep_the_other_paused(
-    sync: WeightSync, pair: tuple[FakeEngine, FakeEngine]
-) -> None:
+def test_an_engine_that_hangs_at_the_commit_keeps_no_other_paused(sync: WeightSync, pair: Pair) -> None:
     good, bad = pair
     bad.script["/update_weight_version", 0] = "hang"
     report = give(sync, 2, timeout_s=3)
@@ -240,11 +212,7 @@ def test_a_release_without_begin_and_end_is_updated_without_them() -> None:
 
     def without() -> dict[str, Callable]:
         missing = {"success": False, "detail": "Not Found"}
-        return {
-            **routes(),
-            "/begin_weight_update": lambda _: missing,
-            "/end_weight_update": lambda _: missing,
-        }
+        return routes() | dict.fromkeys(("/begin_weight_update", "/end_weight_update"), lambda _: missing)
 
     old._routes = without
     with broadcasting(old, staged="auto") as sync:
@@ -309,15 +277,13 @@ def test_a_group_that_never_forms_ends_at_the_deadline_and_names_the_engine() ->
     stuck.script["/init_weights_update_group", 0] = "hang"
     with broadcasting(good, stuck, on_engine_loss="abort") as sync:
         begun_s = time.monotonic()
-        refused(sync, 1, stuck.url, timeout_s=1.5, cause=DeadlineExceeded)
+        refused(sync, 1, stuck.url, timeout_s=1.5, cause=errors.DeadlineExceeded)
 
     assert time.monotonic() - begun_s < 10
     assert not good.paused and good.version == "0"
 
 
-def test_engines_join_and_leave_without_a_call_to_the_others(
-    sync: WeightSync, pair: tuple[FakeEngine, FakeEngine]
-) -> None:
+def test_engines_join_and_leave_without_a_call_to_the_others(sync: WeightSync, pair: Pair) -> None:
     newcomer = FakeEngine()
     assert sync.add_engine(newcomer.url, timeout_s=20) is not None
     assert holds(newcomer, 1) and pair[0].calls == pair[1].calls == []
@@ -334,22 +300,20 @@ def test_engines_join_and_leave_without_a_call_to_the_others(
     assert all(holds(engine, 3) for engine in pair)
 
 
-def test_an_engine_that_cannot_join_is_not_taken_in(
-    sync: WeightSync, pair: tuple[FakeEngine, FakeEngine]
-) -> None:
-    with pytest.raises(WeightUpdateFailed, match=r"127\.0\.0\.1:9"):
+def test_an_engine_that_cannot_join_is_not_taken_in(sync: WeightSync, pair: Pair) -> None:
+    with pytest.raises(errors.WeightUpdateFailed, match=r"127\.0\.0\.1:9"):
         sync.add_engine("http://127.0.0.1:9", timeout_s=20)
     assert set(sync.engine_states) == {engine.url for engine in pair}
-    with pytest.raises(ConfigError, match="is not one of"):
+    with pytest.raises(errors.ConfigError, match="is not one of"):
         sync.remove_engine("http://127.0.0.1:9")
     sync.remove_engine(pair[1].url)
-    with pytest.raises(ConfigError, match="at least one"):
+    with pytest.raises(errors.ConfigError, match="at least one"):
         sync.remove_engine(pair[0].url)
 
 
 @pytest.mark.parametrize("first", [True, False])
 def test_an_interrupt_during_the_update_of_one_leaves_it_as_any_failure_does(
-    sync: WeightSync, pair: tuple[FakeEngine, FakeEngine], monkeypatch: pytest.MonkeyPatch, first: bool
+    sync: WeightSync, pair: Pair, monkeypatch: pytest.MonkeyPatch, first: bool
 ) -> None:
     engine, copy = pair[1], sync._copy
     assert copy is not None
@@ -370,12 +334,12 @@ def test_an_interrupt_during_the_update_of_one_leaves_it_as_any_failure_does(
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_a_number_that_is_none_is_refused_by_bucket_and_tensor(
-    sync: WeightSync, pair: tuple[FakeEngine, FakeEngine], value: float
+def test_a_number_that_is_none_is_named_by_bucket_and_tensor(
+    sync: WeightSync, pair: Pair, value: float
 ) -> None:
     bad = weights(2)
     bad[NAMES[5]].view(-1)[17] = value
-    refused(sync, 2, rf"bucket 2: tensor {NAMES[5]} .*NaN or Inf", bad.items(), cause=NonFiniteWeights)
+    refused(sync, 2, rf"bucket 2: tensor {NAMES[5]} .*NaN or Inf", bad.items(), cause=errors.NonFiniteWeights)
 
     assert holds(pair[0], 1) and holds(pair[1], 1)
 
@@ -388,9 +352,11 @@ def test_such_numbers_pass_where_they_are_allowed() -> None:
     assert engine.tensors[NAMES[0]].isnan().sum() == 1 and engine.version == "1"
 
 
-def test_a_damaged_host_copy_is_not_sent(sync: WeightSync, pair: tuple[FakeEngine, FakeEngine]) -> None:
+def test_a_damaged_host_copy_is_not_sent(sync: WeightSync, pair: Pair) -> None:
     assert sync._copy is not None
     sync._copy._committed[2][5] += 1
-    with pytest.raises(WeightUpdateFailed, match=rf"tensor {NAMES[2]} .* host copy of version 1 changed"):
+    with pytest.raises(
+        errors.WeightUpdateFailed, match=rf"tensor {NAMES[2]} .* host copy of version 1 changed"
+    ):
         sync.update_one(pair[1].url, timeout_s=20)
     assert holds(pair[1], 1) and holds(pair[0], 1)

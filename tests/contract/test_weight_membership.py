@@ -9,11 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from r3channel.errors import (
-    RegistryRefused,
-    UsageError,
-    WeightUpdateFailed,
-)
+from r3channel import errors
 from r3channel.weights.registry import EngineRecord, WeightRegistry
 from r3channel.weights.session import WeightSync
 from r3channel.weights.sglang import EngineClient
@@ -45,14 +41,14 @@ def test_awex_handshake_refuses_an_engine_of_other_versions_before_a_group_is_fo
     unlike = rf"{bad.url} runs {what} {theirs}, the trainer {ours.split('+')[0]}"
     with (
         WeightSync([good.url, other], registry=registry()) as sync,
-        pytest.raises(RegistryRefused, match=unlike),
+        pytest.raises(errors.RegistryRefused, match=unlike),
     ):
         sync.connect(timeout_s=20)
     assert "/init_weights_update_group" not in good.calls + bad.calls
 
     with broadcasting(good, registry=registry()) as sync:
         give(sync, 1)
-        with pytest.raises(WeightUpdateFailed, match=f"{what} {theirs}"):
+        with pytest.raises(errors.WeightUpdateFailed, match=f"{what} {theirs}"):
             sync.add_engine(other, timeout_s=20)
         assert sync.routable() == urls(good) == tuple(sync.engine_states)
 
@@ -92,9 +88,7 @@ def test_a_restarted_engine_that_nobody_updated_is_not_routable() -> None:
         assert report.expired == () and sync.routable() == urls(good, again) and again.version == "2"
 
 
-def test_an_engine_that_is_removed_while_it_is_asked_whether_it_lives_stays_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_engine_removed_while_asked_whether_it_lives_stays_out(monkeypatch: pytest.MonkeyPatch) -> None:
     good, gone = FakeEngine(), FakeEngine()
     with broadcasting(good, gone) as sync:
         give(sync, 1)
@@ -128,7 +122,7 @@ def test_an_engine_whose_lease_runs_out_is_left_out_of_the_next_update_by_name()
         while sync.routable():
             assert time.monotonic() < limit
             time.sleep(0.1)
-        with pytest.raises(RegistryRefused, match=rf"no engine is left to update.*{live.url}"):
+        with pytest.raises(errors.RegistryRefused, match=rf"no engine is left to update.*{live.url}"):
             give(sync, 3)
         assert live.version == "2" and not live.paused
 
@@ -214,6 +208,6 @@ def test_a_new_trainer_on_the_same_registry_cannot_go_back() -> None:
         give(sync, 5)
     with broadcasting(engine, registry=shared) as sync:
         assert sync.routable() == (engine.url,)
-        with pytest.raises(UsageError, match="version 4 after 5"):
+        with pytest.raises(errors.UsageError, match="version 4 after 5"):
             give(sync, 4)
         give(sync, 6)

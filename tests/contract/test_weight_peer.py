@@ -111,9 +111,7 @@ def test_an_engine_that_lost_its_links_since_its_commit_is_not_asked(trio: Trio)
         assert holds(again, 1) and holds(one, 1) and holds(other, 1)
 
 
-def test_an_engine_that_dies_while_it_is_read_leaves_the_other_untouched(
-    trio: Trio, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_dies_while_read_spares_the_other(trio: Trio, monkeypatch: pytest.MonkeyPatch) -> None:
     sync, one, other, lost = trio
     again, fetch, fetched = lost.restarted(), RankLink.fetch, list[str]()
 

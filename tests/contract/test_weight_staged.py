@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 
-from r3channel.errors import (
-    CannotStage,
-    ConfigError,
-    EngineRefused,
-    ManifestMismatch,
-    NonFiniteWeights,
-    TransportError,
-    WeightsCorrupt,
-    WeightUpdateFailed,
-)
+from r3channel import errors
 from r3channel.transport.listener import connect
 from r3channel.weights import hold
 from r3channel.weights.dryrun import dry_run
@@ -81,7 +72,7 @@ def test_weights_that_are_wrong_before_the_commit_touch_no_engine(order: str) ->
     with session(engine) as sync:
         give(sync, 1)
         engine.calls.clear()
-        wanted = {NAMES[3]: ManifestMismatch, "nan": NonFiniteWeights, "raise": ValueError}
+        wanted = {NAMES[3]: errors.ManifestMismatch, "nan": errors.NonFiniteWeights, "raise": ValueError}
         refused(sync, 2, "version 1 stays", wrong(), cause=wanted[order])
         assert engine.calls == [] and holds(engine, 1) and sync.routable() == (engine.url,)
         give(sync, 2)  # over the links that are there
@@ -107,13 +98,10 @@ def test_an_engine_of_float8_weights_refuses_others_by_name(expected: str | None
     held = {name: torch.ones(8, 8).to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(1, 1)}
     engine = FakeEngine(receives={key: tensor.clone() for key, tensor in held.items()})
     with session(engine, expected=expected) as sync:
-        with pytest.raises(WeightUpdateFailed, match=f"keeps {name} in float8_e4m3fn.*gives bfloat16"):
+        with pytest.raises(errors.WeightUpdateFailed, match=f"keeps {name} in float8_e4m3fn.*gives bfloat16"):
             sync.update([(name, torch.full((8, 8), 0.5).bfloat16())], version=1, timeout_s=20)
         assert torch.equal(engine.tensors[name].float(), held[name].float()) and not engine.paused
-        scaled = {
-            name: torch.full((8, 8), 2.0).to(torch.float8_e4m3fn),
-            f"{name}_scale_inv": torch.ones(1, 1),
-        }
+        scaled = held | {name: torch.full((8, 8), 2.0).to(torch.float8_e4m3fn)}
         if expected:  # without, nobody would miss a scale that an engine has no place for
             give(sync, 1, scaled.items())
             assert all(torch.equal(engine.tensors[key].float(), scaled[key].float()) for key in scaled)
@@ -126,7 +114,7 @@ def test_a_first_update_with_half_of_the_tensors_or_a_misspelt_name_is_refused(g
     misspelt = {name.replace("layers.3.mlp.gate", "layers.3.mlp.gaet"): t for name, t in weights(1).items()}
     with session(engine) as sync:
         named = half if given == "half" else misspelt
-        said = refused(sync, 1, "would keep their old values", named.items(), cause=ManifestMismatch)
+        said = refused(sync, 1, "would keep their old values", named.items(), cause=errors.ManifestMismatch)
         assert (NAMES[4] if given == "half" else "gaet") in said
         assert holds(engine, 0)
     with session(engine, expected=None) as sync:
@@ -140,7 +128,7 @@ def test_two_sessions_never_mix_on_one_engine() -> None:
     with session(engine) as first:
         give(first, 1)
         with session(engine) as second:
-            refused(second, 5, "held by session r3channel-weights-", cause=EngineRefused)
+            refused(second, 5, "held by session r3channel-weights-", cause=errors.EngineRefused)
             assert holds(engine, 1)
             give(first, 2)
             assert holds(engine, 2)
@@ -149,19 +137,20 @@ def test_two_sessions_never_mix_on_one_engine() -> None:
             assert holds(engine, 5)
 
 
+def disturbed(act: Callable[[], object]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Weights of version 2; something happens in the midst of them."""
+    for name, tensor in weights(2).items():
+        if name == NAMES[4]:
+            act()
+        yield name, tensor
+
+
 def test_an_engine_that_dies_while_bytes_are_staged_is_left_out_and_comes_back_alone() -> None:
     pair = serving(), serving(), serving()
-
-    def dying(victim: FakeEngine) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in weights(2).items():
-            if name == NAMES[4]:
-                victim.die()
-            yield name, tensor
-
     with session(*pair, keep_copy=True) as sync:
         give(sync, 1)
         begun_s = time.monotonic()
-        report = give(sync, 2, dying(pair[1]))
+        report = give(sync, 2, disturbed(pair[1].die))
         assert time.monotonic() - begun_s < 3 and report.evicted.keys() == {pair[1].url}
         assert holds(pair[0], 2) and holds(pair[2], 2)
         again = pair[1].restarted()
@@ -172,22 +161,13 @@ def test_an_engine_that_dies_while_bytes_are_staged_is_left_out_and_comes_back_a
 
 def test_a_stalled_iterator_ends_at_the_deadline_and_the_engine_serves_on() -> None:
     engine = serving()
-
-    def stalled() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in weights(2).items():
-            if name == NAMES[4]:
-                time.sleep(3)
-            yield name, tensor
-
     with session(engine) as sync:
         give(sync, 1)
         begun_s = time.monotonic()
-        with pytest.raises(WeightUpdateFailed, match="is their iterator stuck"):
-            sync.update(stalled(), version=2, timeout_s=1)
+        with pytest.raises(errors.WeightUpdateFailed, match="is their iterator stuck"):
+            give(sync, 2, disturbed(lambda: time.sleep(3)), timeout_s=1)
         assert time.monotonic() - begun_s < 1.5 and holds(engine, 1)
-        sync.update(
-            weights(3).items(), version=3, timeout_s=20
-        )  # waits until the old iterator has come to its end
+        give(sync, 3)  # waits until the old iterator has come to its end
         assert holds(engine, 3) and time.monotonic() - begun_s > 2.5
 
 
@@ -196,7 +176,7 @@ def test_bytes_that_are_damaged_on_the_way_are_not_committed(monkeypatch: pytest
     with session(engine) as sync:
         give(sync, 1)
         monkeypatch.setattr("r3channel.weights.wires.HEAD", _Damaging())
-        refused(sync, 2, NAMES[0], cause=WeightsCorrupt)
+        refused(sync, 2, NAMES[0], cause=errors.WeightsCorrupt)
         assert holds(engine, 1)
         monkeypatch.undo()
         give(sync, 2)
@@ -212,9 +192,12 @@ class _Damaging:
 
 def test_without_our_half_staging_is_refused_or_falls_back_by_name() -> None:
     plain = FakeEngine()
-    with session(plain) as sync, pytest.raises(WeightUpdateFailed, match="R3CHANNEL_WEIGHTS=1") as failure:
+    with (
+        session(plain) as sync,
+        pytest.raises(errors.WeightUpdateFailed, match="R3CHANNEL_WEIGHTS=1") as failure,
+    ):
         give(sync, 1)
-    assert isinstance(failure.value.__cause__, CannotStage) and not plain.paused and not plain.open
+    assert isinstance(failure.value.__cause__, errors.CannotStage) and not plain.paused and not plain.open
     with session(plain, staged="auto") as sync:
         report = give(sync, 1)
         assert report.way.startswith("broadcast: engine http://127.0.0.1") and holds(plain, 1)
@@ -226,15 +209,13 @@ def test_a_stranger_who_knows_no_token_is_not_taken_for_a_rank() -> None:
     with session(engine) as sync:
         give(sync, 1)
         ((host, port),) = sync._stages._trainers
-        with pytest.raises(TransportError):
+        with pytest.raises(errors.TransportError):
             connect(host, port, b"x" * 32, timeout_s=5, hello=b'{"engine": "http://x", "rank": 0}')
         give(sync, 2)
         assert holds(engine, 2) and host == "127.0.0.1"
 
 
-def test_an_engine_that_finds_other_bytes_in_its_parameters_takes_the_old_ones_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_engine_that_finds_other_bytes_takes_the_old_ones_back(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = serving(), serving()
     swap, spoiled = hold._swap, list[int]()
 
@@ -252,9 +233,7 @@ def test_an_engine_that_finds_other_bytes_in_its_parameters_takes_the_old_ones_b
         assert all(holds(engine, 2) for engine in pair)
 
 
-def test_padding_of_an_engine_without_weights_becomes_what_its_loader_makes_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_padding_without_weights_becomes_what_the_loader_makes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """As one that was started with `--load-format dummy`: where no tensor lies, it holds chance until its first commit."""
     engine, rows = serving(), 12
 
@@ -275,9 +254,8 @@ def test_padding_of_an_engine_without_weights_becomes_what_its_loader_makes_it(
         for version in (1, 2, 3):  # the second one's staged copy is what the engine held at first
             give(sync, version, given(version))
             for name, tensor in given(version):
-                assert (
-                    torch.equal(engine.tensors[name][:rows], tensor) and not engine.tensors[name][rows:].any()
-                )
+                held = engine.tensors[name]
+                assert torch.equal(held[:rows], tensor) and not held[rows:].any()
 
 
 @pytest.fixture
@@ -393,7 +371,7 @@ def test_a_commit_that_comes_after_its_undoing_changes_nothing() -> None:
     with session(engine, bad, on_engine_loss="abort") as sync:
         give(sync, 1)
         engine.answer = holding
-        with pytest.raises(WeightUpdateFailed):
+        with pytest.raises(errors.WeightUpdateFailed):
             give(sync, 2)
         assert holds(engine, 1) and holds(bad, 1)
         told = answer(*late[0])
@@ -414,9 +392,7 @@ def test_links_that_came_sooner_than_those_waited_for_are_kept() -> None:
             assert link.engine == member.url and link.link.alive
 
 
-def test_a_trainer_that_comes_again_costs_the_engine_no_second_dry_run(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_trainer_that_comes_again_costs_no_second_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = serving()
     runs: list[int] = []
 
@@ -432,17 +408,14 @@ def test_a_trainer_that_comes_again_costs_the_engine_no_second_dry_run(
     assert runs == [len(weights(1))]
 
     name = next(iter(engine.tensors))
-    engine.tensors[name] = torch.zeros_like(
-        engine.tensors[name]
-    )  # as if the engine had made its parameters anew
+    # as if the engine had made its parameters anew
+    engine.tensors[name] = torch.zeros_like(engine.tensors[name])
     with session(engine) as sync:
         give(sync, 3)
         assert holds(engine, 3) and len(runs) == 2
 
 
-def test_an_engine_whose_dry_run_takes_longer_than_a_bucket_may_is_not_lost(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_engine_whose_dry_run_outlasts_a_buckets_limit_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = serving()
 
     def slow(model: torch.nn.Module, tensors: Sequence[TensorMeta]) -> object:
@@ -470,9 +443,7 @@ def test_a_broadcasting_session_keeps_others_from_an_engine_with_our_half() -> N
         assert holds(engine, 5)
 
 
-def test_a_hung_engine_keeps_the_others_paused_for_one_step_and_no_longer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_hung_engine_keeps_the_others_paused_for_one_step_only(monkeypatch: pytest.MonkeyPatch) -> None:
     good, hung = serving(), serving()
     with session(good, hung) as sync:
         give(sync, 1, timeout_s=30)
@@ -489,7 +460,7 @@ def test_another_number_of_ranks_than_was_said_is_refused() -> None:
     one = EngineClient(engine.url, ranks=1)
     with (
         WeightSync([one]) as sync,
-        pytest.raises(ConfigError, match="has 2 tensor-parallel ranks; 1 were named"),
+        pytest.raises(errors.ConfigError, match="has 2 tensor-parallel ranks; 1 were named"),
     ):
         sync.connect(timeout_s=20)
 
@@ -513,7 +484,7 @@ def test_other_trainer_ranks_wait_neither_for_a_hung_engine_nor_for_the_repair()
         give(sync, 1)
         slow._update = slowly
         bad.script[UPDATE, 4] = "die"
-        with pytest.raises(WeightUpdateFailed):
+        with pytest.raises(errors.WeightUpdateFailed):
             give(sync, 2, collective())
         gaps = [later - sooner for sooner, later in pairwise(stamps)]
         assert len(stamps) == len(NAMES) + 1 and max(gaps) < 1.3

@@ -75,9 +75,7 @@ MTP = "mtp.layers.0.transformer_layer.mlp.router.weight"
 
 
 @pytest.mark.full
-def test_mla_sigmoid_bias_and_mtp_train_with_expert_parallelism_as_on_one_rank(
-    one: dict[str, Any], run: Run
-) -> None:
+def test_mla_sigmoid_bias_and_mtp_train_with_expert_ranks_as_on_one(one: dict[str, Any], run: Run) -> None:
     check(one, run("dp=2,ep=2"), routers=(*ROUTERS, MTP))
 
 
@@ -107,9 +105,7 @@ def test_routers_are_never_rounded(one: dict[str, Any]) -> None:
     assert one["float32"] == [f"model.layers.{layer}.mlp.gate.{part}" for layer in layers for part in parts]
 
 
-def test_transformers_loads_the_export_and_computes_the_same_log_probs(
-    one: dict[str, Any], out: Path
-) -> None:
+def test_transformers_loads_the_export_and_has_the_same_log_probs(one: dict[str, Any], out: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "tests/dist/hf_logprobs.py"), str(out / "dp=1" / "hf")],
         env=environment(r3channel=False), capture_output=True, text=True, timeout=120,

@@ -75,9 +75,7 @@ def test_a_frame_that_another_sample_was_put_under_is_not_taken_for_it(tmp_path:
 
 
 @pytest.mark.parametrize("turn", [0, 1])
-def test_a_sample_with_a_damaged_turn_is_lost_to_its_step_and_the_other_step_is_whole(
-    tmp_path: Path, turn: int
-) -> None:
+def test_a_sample_with_a_damaged_turn_is_lost_to_its_step_alone(tmp_path: Path, turn: int) -> None:
     old = relay_at(tmp_path / "live")
     add_turns(old, 10, 20)
     old.add("a", reply_for("a", 20), range(20))

@@ -99,9 +99,7 @@ def test_tied_embeddings_over_two_stages_are_given_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_an_engine_of_one_rank_is_filled_out_of_the_memory_of_one_of_two(
-    engines: list[str], model_dir: Path
-) -> None:
+def test_an_engine_of_one_rank_is_filled_from_the_memory_of_two(engines: list[str], model_dir: Path) -> None:
     tensors = {n: 3 * tensor for n, tensor in load_file(model_dir / "model.safetensors").items()}
     with EngineServer(
         EngineOptions(model=model_dir, extra_args=("--load-format", "dummy"), **PLAIN)

@@ -103,9 +103,7 @@ def test_a_row_of_zeros_with_one_expert_a_token_is_expert_zero() -> None:
 @pytest.mark.parametrize("column", [0, 1, 4, 7])
 @pytest.mark.parametrize("foreign", [-1, 256, 511])
 @pytest.mark.parametrize("rows", [17, 300])
-def test_one_id_that_no_expert_has_makes_a_row_of_256_experts_missing(
-    rows: int, foreign: int, column: int
-) -> None:
+def test_one_foreign_id_makes_a_row_of_256_experts_missing(rows: int, foreign: int, column: int) -> None:
     spec = RoutingSpec(num_layers=3, moe_layers=(1, 2), num_experts=256, top_k=8)
     buffer = device_buffer(spec, rows)
     buffer[5, 2, column] = foreign

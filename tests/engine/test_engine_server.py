@@ -173,9 +173,7 @@ def test_what_cannot_be_framed_is_reported_and_the_engine_goes_on(engine_url: st
     assert frame_of(generate(engine_url, random_prompt(25, seed=26), new_tokens=4)).rows == 28
 
 
-def test_a_stock_server_is_told_apart_and_has_the_same_ids(
-    stock_server: EngineServer, batch: list[Reply]
-) -> None:
+def test_a_stock_server_is_known_and_has_the_same_ids(stock_server: EngineServer, batch: list[Reply]) -> None:
     stock = generate(stock_server.url, batch[3].prompt, new_tokens=NEW_TOKENS)
     with pytest.raises(FrameMagicMismatch):
         frame_of(stock)
@@ -191,9 +189,7 @@ def test_the_doctor_finds_fault_with_a_stock_server(
     assert "answers with stock int32 routing; install r3channel" in capsys.readouterr().out
 
 
-def test_retraction_without_overlap_changes_no_id(
-    retracting_server: EngineServer, batch: list[Reply]
-) -> None:
+def test_retraction_without_overlap_keeps_ids(retracting_server: EngineServer, batch: list[Reply]) -> None:
     prompts = [reply.prompt for reply in batch]
     replies = generate_together(retracting_server.url, prompts, new_tokens=NEW_TOKENS)
     assert sum(reply.meta["num_retractions"] for reply in replies) > 0
@@ -222,9 +218,7 @@ def test_an_engine_whose_rows_would_be_wrong_does_not_start(model_dir: Path) -> 
 
 
 @pytest.mark.full
-def test_rows_of_passes_that_decode_and_prefill_are_exact_and_of_unknown_kind(
-    model_dir: Path, tmp_path: Path
-) -> None:
+def test_rows_of_mixed_passes_are_exact_and_of_unknown_kind(model_dir: Path, tmp_path: Path) -> None:
     with serving(model_dir, extra_args=["--enable-mixed-chunk"]) as server:
         replies = generate_together(server.url, prompts_of(LENGTHS), new_tokens=NEW_TOKENS)
     expected = reference_ids(model_dir, [reply.tokens for reply in replies], folder=tmp_path)

@@ -49,9 +49,7 @@ def answers(server: EngineServer, *, model: Path, folder: Path) -> Iterator[tupl
     yield from zip(replies, expected, strict=True)
 
 
-def test_whichever_rank_ran_a_request_its_rows_are_its_own(
-    engine: EngineServer, model_dir: Path, tmp_path: Path
-) -> None:
+def test_a_requests_rows_are_own_on_any_rank(engine: EngineServer, model_dir: Path, tmp_path: Path) -> None:
     ranks = set()
     for reply, expected in answers(engine, model=model_dir, folder=tmp_path):
         frame = parse_frame(reply.raw, spec=SPEC)
@@ -60,9 +58,7 @@ def test_whichever_rank_ran_a_request_its_rows_are_its_own(
     assert ranks == ({0, 1} if "--dp-size" in engine.options.extra_args else {None})
 
 
-def test_of_two_tensor_parallel_ranks_one_sends_each_requests_frame_and_keeps_the_rows(
-    model_dir: Path, tmp_path: Path
-) -> None:
+def test_one_of_two_tensor_ranks_sends_each_frame_and_keeps_the_rows(model_dir: Path, tmp_path: Path) -> None:
     relay = Relay(SPEC, TrainerLayout(), ChannelConfig(frame_timeout_s=30.0))
     info, env = ["--log-level", "info"], direct_to(relay, tmp_path)
     with serving(model_dir, tmp_path / "log", tp=2, env=env, extra_args=info) as server:

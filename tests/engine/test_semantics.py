@@ -240,9 +240,7 @@ def test_a_probe_is_answered_with_hello_and_frame_whatever_the_delivery(direct: 
     direct.relay.check_engine(reply, engine=direct.server.url, tokens=3)
 
 
-def test_the_doctor_shows_what_an_engine_says_about_itself(
-    direct: Direct, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_doctor_shows_what_an_engine_says(direct: Direct, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", "--engine", direct.server.url]) == 0
     text = capsys.readouterr().out
     assert "SGLang 0.5.23" in text

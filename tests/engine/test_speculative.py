@@ -120,9 +120,7 @@ def passes_by_accepted(replies: list[Reply]) -> list[int]:
     return passes.tolist()
 
 
-def test_accepted_tokens_have_the_rows_of_transformers(
-    batch: list[Reply], models: Models, tmp_path: Path
-) -> None:
+def test_accepted_tokens_have_transformers_rows(batch: list[Reply], models: Models, tmp_path: Path) -> None:
     check_replies(batch, model=models.target, folder=tmp_path)
 
 
@@ -164,9 +162,7 @@ def test_a_turn_that_finds_accepted_tokens_in_the_prefix_cache_has_their_rows(
     check_replies(turns, model=models.target, folder=tmp_path)
 
 
-def test_rows_delivered_directly_without_overlap_are_exact_under_retraction(
-    models: Models, tmp_path: Path
-) -> None:
+def test_direct_rows_without_overlap_are_exact_under_retraction(models: Models, tmp_path: Path) -> None:
     """The draft is a model of its own here (STANDALONE)."""
     relay = Relay(SPEC, TrainerLayout(), ChannelConfig(frame_timeout_s=30.0))
     env = {"SGLANG_TEST_RETRACT": "1", **direct_to(relay, tmp_path)}

@@ -96,9 +96,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> OneDevice:
 
 
 @pytest.mark.parametrize("layout", ["dp=1", "dp=1,packing=thd"])
-def test_rows_arrive_through_two_buckets_and_a_router_on_the_device_may_use_them(
-    group: OneDevice, layout: str
-) -> None:
+def test_rows_arrive_through_two_buckets_for_a_router_on_the_device(group: OneDevice, layout: str) -> None:
     config = ChannelConfig(transport="nccl", bucket_bytes=BUCKET_BYTES, step_timeout_s=LIMIT_S)
     relay = Relay(SPEC, TrainerLayout.parse(layout), config)
     at, device = relay.layout.coords(0), torch.device("cuda", 0)

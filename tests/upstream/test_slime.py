@@ -155,9 +155,7 @@ class TestJobs:
     def test_slimes_own_way_is_seen_by_the_same_witness(self, jobs: Any) -> None:
         checked(jobs["stock"].result(), steps=2)
 
-    def test_experts_two_optimizer_steps_more_passes_recompute_and_an_engine_that_slime_starts(
-        self, jobs: Any
-    ) -> None:
+    def test_experts_two_optimizer_steps_more_passes_recompute_and_slimes_own_engine(self, jobs: Any) -> None:
         result = checked(jobs["experts"].result(), steps=2, rows_at_least=3000)
         assert len(result["steps"]) == 4
 
@@ -199,9 +197,7 @@ class TestJobs:
         assert result["exit"] == 2 and result["steps"] == []
         assert result["tail"].splitlines()[-1].startswith("r3channel: DigestMismatch: step 0")
 
-    def test_a_router_that_drops_the_field_ends_the_run_in_one_line_before_trainers_are_made(
-        self, jobs: Any
-    ) -> None:
+    def test_a_router_that_drops_the_field_ends_the_run_in_one_line_before_trainers(self, jobs: Any) -> None:
         result = jobs["dropped"].result()
         assert result["exit"] == 2 and not any(name.startswith("trainer") for name in result["processes"])
         assert "r3channel: RoutingMissing: the engines send routing, and the router at" in result["tail"]
