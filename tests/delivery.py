@@ -58,16 +58,17 @@ def relays(**common: Any) -> Iterator[MakeRelay]:
                 assert "still running: []" in str(error), error
 
 
-def receivers_of(relay: Relay) -> list[Receiver]:
+def receivers_of(relay: Relay, config: ChannelConfig | None = None, *, control: Any = None) -> list[Receiver]:
     """A receiver for every rank of the layout, in its order. Those of one TP group hand on to each other."""
-    layout, config = relay.layout, relay.config
+    layout = relay.layout
+    options: dict[str, Any] = {"spec": relay.spec, "config": config or relay.config}
     boards: dict[tuple[int, int, int], Board] = {}
     found = []
     for rank in range(layout.world_size):
         at = layout.coords(rank)
         board = boards.setdefault((at.dp, at.pp, at.cp), Board(layout.tp))
         fanout = Fanout(board, at.tp) if layout.tp > 1 else None
-        found.append(Receiver(relay, spec=relay.spec, layout=layout, coords=at, config=config, fanout=fanout))
+        found.append(Receiver(control or relay, layout=layout, coords=at, fanout=fanout, **options))
     return found
 
 

@@ -283,8 +283,7 @@ def test_any_failure_of_a_receiver_is_raised_not_swallowed(make_relay: MakeRelay
         def hello(self, **_: Any) -> dict[str, Any]:
             raise OSError("cable")
 
-    at: dict[str, Any] = {"layout": relay.layout, "coords": relay.layout.coords(0)}
-    receiver = Receiver(Broken(), spec=SPEC, config=relay.config, **at)
+    (receiver,) = receivers_of(relay, control=Broken())
     with pytest.raises(OSError, match="cable"):
         receiver.receive(sealed(relay))
     check_rows(receivers_of(relay)[0].receive(ticket_of(relay, 0)))

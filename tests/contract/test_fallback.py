@@ -213,9 +213,7 @@ def test_two_buckets_are_staged_for_a_group_at_any_number_of_tokens(make_relay: 
 
 def test_a_receiver_that_wants_a_group_of_a_relay_without_one_is_refused(make_relay: MakeRelay) -> None:
     relay = make_relay("dp=1", transport="tcp")
-    other = make_relay("dp=1")
-    at = relay.layout.coords(0)
-    receiver = Receiver(relay, spec=relay.spec, layout=relay.layout, coords=at, config=other.config)
+    (receiver,) = receivers_of(relay, make_relay("dp=1").config)
     with pytest.raises(
         errors.TicketMismatch, match="asks for a process group; this relay's transport is tcp"
     ):
@@ -275,8 +273,7 @@ def test_rows_go_over_nccl_where_both_ends_ask_for_it(
     monkeypatch.setattr("r3channel.relay.delivery.join", over_gloo)
     monkeypatch.setattr("r3channel.trainer.relay_connection.join", over_gloo)
     relay = make_relay("dp=1", transport="nccl")
-    at, config = relay.layout.coords(0), replace(relay.config, transport=transport)
-    receiver = Receiver(relay, spec=relay.spec, layout=relay.layout, coords=at, config=config)
+    (receiver,) = receivers_of(relay, replace(relay.config, transport=transport))
     receiver.join(timeout_s=LIMIT_S)
     check_rows(receiver.receive(sealed(relay)))
     assert backends == joined and fallbacks(receiver) == 0

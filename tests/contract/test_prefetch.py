@@ -13,7 +13,6 @@ from r3channel.relay.relay import Relay
 from r3channel.trainer.receiver import Receiver
 from tests.delivery import LIMIT_S, check_rows, receivers_of, relays, until
 from tests.delivery import sealed as sealed_with
-from tests.samples import SPEC
 
 
 @pytest.fixture(params=["tcp", "gloo"])
@@ -63,8 +62,6 @@ def test_only_the_prefetched_step_may_be_received_next(relay: Relay) -> None:
 
 
 def test_prefetch_is_off_unless_asked_for(relay: Relay) -> None:
-    plain = Receiver(
-        relay, spec=SPEC, layout=relay.layout, coords=relay.layout.coords(0), config=ChannelConfig()
-    )
+    (plain,) = receivers_of(relay, ChannelConfig())
     with pytest.raises(errors.ConfigError, match="prefetch is off"):
         plain.prefetch(sealed(relay, 0))

@@ -24,7 +24,6 @@ from r3channel.recordings.recorder import Recorder
 from r3channel.recordings.recording import Recording
 from r3channel.relay.relay import Relay
 from r3channel.trainer.rank_shard import RankShard
-from r3channel.trainer.receiver import Receiver
 from r3channel.transport.connection import Connection
 from r3channel.transport.listener import connect
 from r3channel.wire import row_protocol as wire
@@ -173,7 +172,7 @@ def test_a_receiver_that_hung_beyond_its_deadline_is_let_go_and_comes_again(make
     ticket = big_step(relay, 0)
     hung = hang(relay, ticket)
     until(lambda: not relay.status()["receivers"]["connected"])
-    patient = Receiver(relay, spec=BIG, layout=relay.layout, coords=relay.layout.coords(0))
+    patient = receivers_of(relay, ChannelConfig())[0]
     same(patient.receive(ticket), ROWS)
     same(receivers_of(relay)[1].receive(ticket), 100)
     relay.join_previous(timeout_s=LIMIT_S)
@@ -209,8 +208,7 @@ def slowly(make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch) -> Iterator[S
 def test_a_receive_of_a_relay_that_never_prepares_ends_by_name(make_relay: MakeRelay, slowly: Slowly) -> None:
     relay = make_relay("dp=2")
     ticket = sealed(relay, 3)
-    short = ChannelConfig(step_timeout_s=SHORT_S, bucket_bytes=1024)
-    receiver = Receiver(relay, spec=SPEC, layout=relay.layout, coords=relay.layout.coords(1), config=short)
+    receiver = receivers_of(relay, ChannelConfig(step_timeout_s=SHORT_S, bucket_bytes=1024))[1]
     with pytest.raises(errors.DeadlineExceeded, match=r"step 3, .*dp=?1") as told:
         receiver.receive(ticket)
     assert (told.value.step, told.value.ranks) == (3, ((1, 0, 0),))
@@ -221,8 +219,7 @@ def test_a_receive_of_a_relay_that_never_prepares_ends_by_name(make_relay: MakeR
 def test_a_relay_that_prepares_too_late_tells_its_receivers(make_relay: MakeRelay, slowly: Slowly) -> None:
     relay = make_relay("dp=2", step_timeout_s=SHORT_S)
     ticket = sealed(relay, 3)
-    patient = ChannelConfig(step_timeout_s=LIMIT_S)
-    receiver = Receiver(relay, spec=SPEC, layout=relay.layout, coords=relay.layout.coords(0), config=patient)
+    receiver = receivers_of(relay, ChannelConfig(step_timeout_s=LIMIT_S))[0]
     with pytest.raises(errors.StepError, match=r"step 3: .*\(0, 0, 0\)") as told:
         receiver.receive(ticket)
     assert (told.value.step, told.value.ranks) == (3, ((0, 0, 0),))
@@ -241,8 +238,8 @@ class Counted:
 
 def test_a_receiver_makes_one_call_however_long_it_waits(make_relay: MakeRelay, slowly: Slowly) -> None:
     relay = make_relay("dp=1")
-    control, at = Counted(relay), relay.layout.coords(0)
-    receiver = Receiver(control, spec=SPEC, layout=relay.layout, coords=at, config=relay.config)
+    control = Counted(relay)
+    (receiver,) = receivers_of(relay, control=control)
     receiver.join()
     receiving = threading.Thread(target=receiver.receive, args=(sealed(relay),))
     receiving.start()
