@@ -175,12 +175,8 @@ class FakeEngine:
 
     def _join(self, body: Answer) -> Answer:
         store: Store = TCPStore(
-            body["master_address"],
-            body["master_port"],
-            body["world_size"],
-            False,
-            timeout=timedelta(seconds=20),
-        )
+            body["master_address"], body["master_port"], body["world_size"], False, timeout=timedelta(seconds=20),
+        )  # fmt: skip
         name = body["group_name"]
         for prefix in (name, f"{name}/", "cpu/"):
             store = PrefixStore(prefix, store)

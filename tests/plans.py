@@ -26,11 +26,8 @@ def specs(draw: st.DrawFn) -> RoutingSpec:
     moe = draw(st.sets(st.integers(0, 7), min_size=1))
     experts = draw(st.sampled_from([16, 300]))
     return RoutingSpec(
-        num_layers=8,
-        moe_layers=tuple(sorted(moe)),
-        num_experts=experts,
-        top_k=draw(st.sampled_from([2, 3, 8])),
-    )
+        num_layers=8, moe_layers=tuple(sorted(moe)), num_experts=experts, top_k=draw(st.sampled_from([2, 3, 8])),
+    )  # fmt: skip
 
 
 @st.composite

@@ -117,13 +117,10 @@ def figures(plan: RankPlan) -> dict[str, Any]:
     """How evenly the senders are loaded, beside what was possible."""
     busiest, mean = max(plan.sent_bytes_R), mean_bytes(plan)
     return {
-        "tensors": len(plan.tensors),
-        "ops_of_rank": len(plan.ops),
-        "imbalance": busiest / mean,
-        "busiest_gb": busiest / 1e9,
-        "bound_gb": (1.02 * mean + largest_bytes(plan)) / 1e9,
+        "tensors": len(plan.tensors), "ops_of_rank": len(plan.ops), "imbalance": busiest / mean,
+        "busiest_gb": busiest / 1e9, "bound_gb": (1.02 * mean + largest_bytes(plan)) / 1e9,
         "floor_gb": floor_bytes([(holders, nbytes * count) for holders, nbytes, count in plan.shares]) / 1e9,
-    }
+    }  # fmt: skip
 
 
 def mean_bytes(plan: RankPlan) -> float:

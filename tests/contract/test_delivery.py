@@ -316,11 +316,9 @@ def test_a_ticket_of_another_step_run_spec_or_layout_moves_no_row(make_relay: Ma
     relay = make_relay("dp=2")
     good = sealed(relay)
     other: dict[str, Any] = {
-        "step": {"step": 5},
-        "run": {"run": "another"},
-        "spec": {"spec": replace(SPEC, num_layers=5)},
+        "step": {"step": 5}, "run": {"run": "another"}, "spec": {"spec": replace(SPEC, num_layers=5)},
         "layout": {"layout": replace(relay.layout, tp=2)},
-    }[change]
+    }[change]  # fmt: skip
     receiver = receivers_of(relay)[0]
     with pytest.raises(errors.TicketMismatch, match=change):
         receiver.receive(replace(good, **other))

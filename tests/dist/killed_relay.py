@@ -214,11 +214,9 @@ def rows_in(ticket: Ticket, rank: int, data: bytes) -> dict[str, int]:
     """Sample -> its rows in a shard, each with all its layers as the engine made them."""
     at, found = LAYOUT.coords(rank), dict[str, int]()
     whole = RankShard.from_whole(
-        ticket,
-        ticket.plan.shard(dp=at.dp, pp=at.pp, cp=at.cp),
-        torch.frombuffer(bytearray(data), dtype=torch.uint8),
-        tp=at.tp,
-    )
+        ticket, ticket.plan.shard(dp=at.dp, pp=at.pp, cp=at.cp),
+        torch.frombuffer(bytearray(data), dtype=torch.uint8), tp=at.tp,
+    )  # fmt: skip
     for number, batch in enumerate(whole.shard.microbatches):
         sample_R, position_R = whole.shard.row_map(number, tp=at.tp)
         for index, name in enumerate(batch.sample_ids):

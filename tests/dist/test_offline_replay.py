@@ -105,11 +105,8 @@ def command(*arguments: str) -> tuple[dict[str, Any], float]:
     """What `r3channel` printed, and the seconds it took."""
     begin_s = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-m", "r3channel.cli", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=150,
+        [sys.executable, "-m", "r3channel.cli", *arguments], capture_output=True, text=True, timeout=150,
         check=False,
-    )
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return json.loads(done.stdout), time.monotonic() - begin_s

@@ -173,10 +173,7 @@ def test_a_relay_whose_process_died_is_a_transport_error(places: Places) -> None
 def recorded(*arguments: str) -> str:
     """What `r3channel` said."""
     done = subprocess.run(
-        [sys.executable, "-m", "r3channel.cli", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
+        [sys.executable, "-m", "r3channel.cli", *arguments], capture_output=True, text=True, timeout=LIMIT_S,
         check=False,
-    )
+    )  # fmt: skip
     return done.stdout + done.stderr

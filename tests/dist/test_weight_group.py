@@ -27,12 +27,9 @@ class Peer:
 
     def __init__(self, group: WeightGroup) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, str(PEER), str(group.port), group.name],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
-        )
+            [sys.executable, str(PEER), str(group.port), group.name], stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, text=True, env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+        )  # fmt: skip
         self._killer = threading.Timer(60, self.process.kill)
         self._killer.start()
 

@@ -148,12 +148,9 @@ def test_ctrl_c_while_parts_start_gives_the_prompt_back_and_leaves_nothing() -> 
     with tempfile.TemporaryDirectory(prefix="t-") as folder:  # short: Ray's sockets lie below it
         command = [sys.executable, "-m", "examples.demo"]
         child = subprocess.Popen(
-            command,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "TMPDIR": folder},
+            command, stderr=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": folder},
             preexec_fn=foreground,
-        )
+        )  # fmt: skip
         try:
             assert child.stderr is not None
             assert any("engines and trainers start" in line for line in child.stderr)

@@ -188,12 +188,8 @@ def routers_of_a_model() -> list[list[Any]]:
     shared = topk.SharedExpertsConfig()  # no model is served here that would say
     topk.get_model = hash_topk.get_model = lambda: SimpleNamespace(shared_experts=shared)
     backends = (
-        "triton",
-        "triton_kernel",
-        "flashinfer_trtllm",
-        "flashinfer_mxfp4",
-        "flashinfer_trtllm_routed",
-    )
+        "triton", "triton_kernel", "flashinfer_trtllm", "flashinfer_mxfp4", "flashinfer_trtllm_routed",
+    )  # fmt: skip
     routers: list[Any] = [topk.TopK(2, layer_id=layer) for layer in range(len(backends))]
     for router, backend in zip(routers, backends, strict=True):
         method = RoutingMethodType.Renormalize  # one that trtllm's kernel can do itself
@@ -264,11 +260,9 @@ def weight_update() -> dict[str, Any]:
         "settings": list(make(model_path="none").__struct_fields__),
         "manager": list(SchedulerWeightUpdaterManager.__dataclass_fields__),
         "answer": UpdateWeightsFromDistributedReqOutput(success=True, message="").success,
-        "released": constants.GPU_MEMORY_TYPE_WEIGHTS,
-        "derives": model.derived,
-        "online": refused(False),
+        "released": constants.GPU_MEMORY_TYPE_WEIGHTS, "derives": model.derived, "online": refused(False),
         "serialised": refused(True),
-    }
+    }  # fmt: skip
 
 
 @case

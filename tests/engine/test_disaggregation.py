@@ -40,11 +40,8 @@ def urls(model_dir: Path, bootstrap_port: int) -> Iterator[tuple[str, str]]:
     """(prefill, decode); long prompts are prefilled in chunks."""
     env = {"R3CHANNEL_ALLOW": "disaggregation", "UCX_TLS": "tcp,shm,self", "SGLANG_HOST_IP": "127.0.0.1"}
     common = [
-        "--disaggregation-transfer-backend",
-        "nixl",
-        "--disaggregation-bootstrap-port",
-        str(bootstrap_port),
-    ]
+        "--disaggregation-transfer-backend", "nixl", "--disaggregation-bootstrap-port", str(bootstrap_port),
+    ]  # fmt: skip
 
     def start(mode: str, **options: Any) -> AbstractContextManager[EngineServer]:
         return serving(model_dir, env=env, extra_args=["--disaggregation-mode", mode, *common], **options)

@@ -56,12 +56,9 @@ def speculating(
     models: Models, *, algorithm: str = "EAGLE", draft: Path | None = None, topk: int = 1, **changes: Any
 ) -> AbstractContextManager[EngineServer]:
     speculation = {
-        "algorithm": algorithm,
-        "draft-model-path": draft or models.head,
-        "num-steps": DRAFTED,
-        "eagle-topk": topk,
-        "num-draft-tokens": DRAFTED + 1,
-    }
+        "algorithm": algorithm, "draft-model-path": draft or models.head, "num-steps": DRAFTED,
+        "eagle-topk": topk, "num-draft-tokens": DRAFTED + 1,
+    }  # fmt: skip
     arguments = [f"--speculative-{name}={value}" for name, value in speculation.items()]
     limits = {"chunked_prefill_size": CHUNK, "max_running_requests": RUNNING}
     return serving(models.target, extra_args=arguments, **limits, **changes)
