@@ -109,6 +109,11 @@ class Fanout(TensorParallelFanout):
         out_N.copy_(self._board.exchange(self.rank, own)[0][self.rank])
 
 
+def threads() -> set[threading.Thread]:
+    """This package's, of this process."""
+    return {thread for thread in threading.enumerate() if thread.name.startswith("r3channel-")}
+
+
 def fill(relay: Relay, *, prefix: str = "") -> None:
     for index, (name, tokens) in enumerate(TOKENS.items()):
         reply = reply_for(prefix + name, tokens, seed=index, spec=relay.spec)

@@ -214,11 +214,8 @@ def test_a_real_fault_fires_its_alert_and_no_other(alert: str, place: Place) -> 
     for act in (lambda _: None, Place.work, fault):
         act(place)
         place.look()
-    written = {
-        "rule_files": [str(FOLDER / "alerts.yml")],
-        "evaluation_interval": "1m",
-        "tests": [judged(place.looks, alert)],
-    }
+    written: dict[str, Any] = {"rule_files": [str(FOLDER / "alerts.yml")], "evaluation_interval": "1m"}
+    written["tests"] = [judged(place.looks, alert)]
     (place.folder / "test.yml").write_text(json.dumps(written))
     done = promtool("test", "rules", str(place.folder / "test.yml"))
     assert done.returncode == 0, done.stdout + done.stderr

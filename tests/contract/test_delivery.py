@@ -43,6 +43,7 @@ from tests.delivery import (
     relays,
     sealed,
     start,
+    threads,
     ticket_of,
     until,
 )
@@ -290,7 +291,7 @@ def test_any_failure_of_a_receiver_is_raised_not_swallowed(make_relay: MakeRelay
 
 
 def test_close_names_what_was_not_delivered_and_leaves_no_thread(make_relay_over: MakeRelay) -> None:
-    before = set(threading.enumerate())
+    before = threads()
     relay = make_relay_over("dp=2,pp=2")
     for receiver in receivers_of(relay):
         receiver.join(timeout_s=LIMIT_S)
@@ -303,8 +304,7 @@ def test_close_names_what_was_not_delivered_and_leaves_no_thread(make_relay_over
         relay.seal(8, assignment())
     with pytest.raises(errors.UsageError, match="closed"):
         relay.hello(dp=0, pp=0)
-    ours = {thread for thread in threading.enumerate() if thread.name.startswith("r3channel-")} - before
-    assert not ours
+    assert threads() <= before
     relay.close()
 
 

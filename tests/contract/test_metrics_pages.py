@@ -50,10 +50,9 @@ def make_relay() -> Iterator[MakeRelay]:
 
 
 def counts(relay: Relay) -> dict[str, int]:
-    found = {
-        name: int(relay.metrics.value("r3channel_samples_total", outcome=name)) for name in LABELS["outcome"]
-    }
-    return found | {"in_flight": int(relay.metrics.value("r3channel_samples_in_flight"))}
+    value = relay.metrics.value
+    found = {name: int(value("r3channel_samples_total", outcome=name)) for name in LABELS["outcome"]}
+    return found | {"in_flight": int(value("r3channel_samples_in_flight"))}
 
 
 def balance(relay: Relay) -> int:

@@ -37,6 +37,7 @@ from tests.delivery import (
     receive,
     receivers_of,
     sealed,
+    threads,
     ticket_of,
     until,
 )
@@ -93,9 +94,8 @@ def silent(relay: Relay, key: tuple[int, int, int]) -> Connection:
     """A receiver that has connected and says nothing more."""
     dp, pp, cp = key
     where, hello = relay.hello(dp=dp, pp=pp, cp=cp), wire.pack(dp=dp, pp=pp, cp=cp)
-    return connect(
-        where["host"], where["port"], bytes.fromhex(where["token"]), timeout_s=LIMIT_S, hello=hello
-    )
+    token = bytes.fromhex(where["token"])
+    return connect(where["host"], where["port"], token, timeout_s=LIMIT_S, hello=hello)
 
 
 @pytest.mark.parametrize("where", ["after hello", "before the greeting", "after the greeting", "other rank"])
@@ -161,9 +161,8 @@ def test_a_receiver_that_hangs_in_its_rows_costs_others_nothing(make_relay: Make
     same(other.receive(ticket_of(relay, 0)), 100)
     for step in (1, 2):  # it is two steps behind, and nobody waits for it
         same(other.receive(big_step(relay, step)), 100)
-    assert {step: own["missing"] for step, own in relay.status()["steps"].items()} == {
-        step: [(0, 0, 0)] for step in range(3)
-    }
+    missing = {step: own["missing"] for step, own in relay.status()["steps"].items()}
+    assert missing == {step: [(0, 0, 0)] for step in range(3)}
     hung.close()
 
 
@@ -180,7 +179,7 @@ def test_a_receiver_that_hung_beyond_its_deadline_is_let_go_and_comes_again(make
 
 
 def test_close_ends_every_connection_whatever_it_does_and_leaves_no_thread(make_relay: MakeRelay) -> None:
-    before = {thread for thread in threading.enumerate() if thread.name.startswith("r3channel-")}
+    before = threads()
     relay = make_relay("dp=2", spec=BIG, bucket_bytes=1 << 20)
     ticket = big_step(relay, 0)
     hung, idle = hang(relay, ticket), silent(relay, (1, 0, 0))
@@ -188,8 +187,7 @@ def test_close_ends_every_connection_whatever_it_does_and_leaves_no_thread(make_
     with pytest.raises(errors.StepError, match=r"still running: \[\]") as told:
         relay.close(timeout_s=2.0)
     assert told.value.ranks == ((0, 0, 0), (1, 0, 0))
-    ours = {thread for thread in threading.enumerate() if thread.name.startswith("r3channel-")} - before
-    until(lambda: all(not thread.is_alive() for thread in ours))
+    until(lambda: threads() <= before)
     for one in (hung, idle, stranger):
         one.close()
 

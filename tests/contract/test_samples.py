@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from r3channel.relay.relay import Relay
 from r3channel.trainer.rank_shard import RankShard
 from r3channel.trainer.receiver import Receiver
 from r3channel.wire.frame import encode_frame
-from tests.delivery import LIMIT_S, MakeRelay, receivers_of, until
+from tests.delivery import LIMIT_S, MakeRelay, receivers_of, threads, until
 from tests.direct import deliver, draft_of, hello_of, reference_reply
 from tests.samples import SPEC, frame_of, random_ids, reply_for, reply_of
 
@@ -43,10 +42,6 @@ def ids_in(shard: RankShard, name: str) -> np.ndarray:
 
 
 # -- a relay that cannot start --------------------------------------------------------------------------------------------
-
-
-def threads() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if thread.name.startswith("r3channel-")}
 
 
 def test_a_folder_that_a_relay_cannot_write_is_named_when_it_is_made(tmp_path: Path) -> None:

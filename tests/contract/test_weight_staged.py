@@ -457,11 +457,9 @@ def test_a_hung_engine_keeps_the_others_paused_for_one_step_only(monkeypatch: py
 def test_another_number_of_ranks_than_was_said_is_refused() -> None:
     engine = serving()
     engine.settings["tp_size"] = 2
+    said = "has 2 tensor-parallel ranks; 1 were named"
     one = EngineClient(engine.url, ranks=1)
-    with (
-        WeightSync([one]) as sync,
-        pytest.raises(errors.ConfigError, match="has 2 tensor-parallel ranks; 1 were named"),
-    ):
+    with WeightSync([one]) as sync, pytest.raises(errors.ConfigError, match=said):
         sync.connect(timeout_s=20)
 
 
