@@ -359,7 +359,7 @@ def test_an_error_of_our_nccl_group_leaves_the_default_groups_monitor_alone(nccl
     transport.close()
 
 
-def test_what_was_left_of_a_join_is_not_the_limit_of_an_nccl_groups_operations(nccl: Joiner) -> None:
+def test_what_was_left_of_a_join_is_no_limit_of_an_nccl_groups_operations(nccl: Callable[..., Any]) -> None:
     transport = nccl(timeout_s=0.5)
     with pytest.raises(DeadlineExceeded, match=r"broadcast .* within 0\.2 s"):
         transport.broadcast(0, torch.zeros(8, dtype=torch.uint8), timeout_s=0.2)

@@ -28,9 +28,8 @@ def main(argv: list[str]) -> int:
             found[name].append(_figures(result, steps=options.steps))
     for line in found["stock"][0]:
         stock, channel = (median(one[line] for one in found[name]) for name in ("stock", "channel"))
-        print(
-            f"{line:58} {stock:14,.1f} {channel:14,.1f}   {stock / channel if channel else float('inf'):6.1f}"
-        )
+        times = stock / channel if channel else float("inf")
+        print(f"{line:58} {stock:14,.1f} {channel:14,.1f}   {times:6.1f}")
     return 0
 
 

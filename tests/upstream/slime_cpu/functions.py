@@ -16,9 +16,8 @@ def layers(_args: Namespace, config: Any, vp_stage: int | None = None) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
     config.deallocate_pipeline_outputs = False  # an asynchronous gloo send may still read them
-    return use_local_modules(
-        get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
-    )
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
+    return use_local_modules(block)
 
 
 async def reward(_args: Namespace, sample: Any, **_options: Any) -> float:

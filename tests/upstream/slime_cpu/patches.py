@@ -59,21 +59,13 @@ def _cpu_accelerator(module: Any) -> None:
     from slime.utils.accelerator.base import Accelerator  # pyright: ignore[reportMissingImports]
 
     device = torch.device("cpu")
+    # with less than 3 GiB of memory slime collects garbage at every collective
     answers: dict[str, Any] = {
-        "is_available": True,
-        "device": device,
-        "device_name": "cpu",
-        "set_device": None,
-        "current_device": "cpu",
-        "device_count": 1,
-        "synchronize": None,
-        "current_stream": None,
-        "empty_cache": None,
-        "mem_get_info": (64 << 30, 128 << 30),  # below 3 GiB slime collects garbage at every collective
-        "memory_allocated": 0,
-        "memory_reserved": 0,
+        "is_available": True, "device": device, "device_name": "cpu", "set_device": None, "current_device": "cpu",
+        "device_count": 1, "synchronize": None, "current_stream": None, "empty_cache": None,
+        "mem_get_info": (64 << 30, 128 << 30), "memory_allocated": 0, "memory_reserved": 0,
         "distributed_device_id": None,
-    }
+    }  # fmt: skip
     methods = {name: (lambda *_args, _answer=answer, **_options: _answer) for name, answer in answers.items()}
     names = {"name": "cpu", "device_type": "cpu", "communication_backend_name": "gloo"}
     kind = type("CPUAccelerator", (Accelerator,), {**names, **methods})
@@ -188,9 +180,8 @@ def _timed_manager(module: Any) -> None:
         witness.tell_pages()
         if hasattr(self, "relay"):
             self.rows.tidy()
-            witness.TOLD["discarded"] = self.relay.metrics.value(
-                "r3channel_samples_total", outcome="discarded"
-            )
+            value = self.relay.metrics.value
+            witness.TOLD["discarded"] = value("r3channel_samples_total", outcome="discarded")
         witness.tell("manager", **witness.TOLD)
         dispose(self)
 
@@ -201,14 +192,14 @@ def _timed_replies(module: Any) -> None:
     """slime decodes int32 here; with the channel the field is gone by then."""
     from tests.upstream.slime_cpu import witness
 
-    _count_bytes(module.Sample, "_apply_meta_info", meta_info_at=2)
+    _count_bytes(module.Sample, "_apply_meta_info")
     witness.timed(module.Sample, "_apply_meta_info", "reply")
 
 
 def _timed_rows(module: Any) -> None:
     from tests.upstream.slime_cpu import witness
 
-    _count_bytes(module.SampleRows, "take", meta_info_at=2)
+    _count_bytes(module.SampleRows, "take")
     witness.timed(module.SampleRows, "take", "reply")
     witness.timed(module.SampleRows, "seal", "split")
 
@@ -219,17 +210,16 @@ def _told_engine(module: Any) -> None:
     witness.watch_engine(module)
 
 
-def _count_bytes(owner: Any, name: str, *, meta_info_at: int) -> None:
+def _count_bytes(owner: Any, name: str) -> None:
     from tests.upstream.slime_cpu import witness
 
     inner = getattr(owner, name)
 
-    def counted(*args: Any, **options: Any) -> Any:
-        field = args[meta_info_at].get("routed_experts")
-        witness.TOLD["reply_bytes"] = witness.TOLD.get("reply_bytes", 0) + (
-            len(field) if isinstance(field, str) else 0
-        )
-        return inner(*args, **options)
+    def counted(self: Any, first: Any, meta_info: Any, *args: Any, **options: Any) -> Any:
+        field = meta_info.get("routed_experts")
+        nbytes = len(field) if isinstance(field, str) else 0
+        witness.TOLD["reply_bytes"] = witness.TOLD.get("reply_bytes", 0) + nbytes
+        return inner(self, first, meta_info, *args, **options)
 
     setattr(owner, name, counted)
 

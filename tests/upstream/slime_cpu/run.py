@@ -35,15 +35,10 @@ _LOG_TAIL = 3000
 
 
 def options_of(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {_HERE}.run", description=(__doc__ or "").splitlines()[0]
-    )
+    about = (__doc__ or "").splitlines()[0]
+    parser = argparse.ArgumentParser(prog=f"python -m {_HERE}.run", description=about)
     parser.add_argument("--work", type=lambda text: Path(text).resolve(), required=True)
-    parser.add_argument(
-        "--sources",
-        type=lambda text: Path(text).resolve(),
-        help="where they are made ready; default: in --work",
-    )
+    parser.add_argument("--sources", type=lambda text: Path(text).resolve(), help="default: in --work")
     parser.add_argument("--steps", type=int, default=2)
     for name in ("tp", "dp", "cp", "ep", "pp", "engines"):
         parser.add_argument(f"--{name}", type=int, default=1)
@@ -53,19 +48,15 @@ def options_of(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--response-length", type=int, default=24)
     parser.add_argument("--delivery", choices=("inband", "direct"), default="inband")
     parser.add_argument(
-        "--stock", action="store_true", help="slime's own --use-rollout-routing-replay instead of the channel"
+        "--stock", action="store_true", help="slime's own --use-rollout-routing-replay instead"
     )
     parser.add_argument("--script", default="train_async.py")
     parser.add_argument(
-        "--corrupt", action="store_true", help="one wrong id in a trainer's memory: the run must fail"
+        "--corrupt", action="store_true", help="a wrong id in a trainer's memory: it must end"
     )
     parser.add_argument("--own-engines", action="store_true", help="slime starts the servers itself")
-    parser.add_argument(
-        "--no-engine", action="store_true", help="slime loads its rollouts (-- --load-debug-rollout-data)"
-    )
-    parser.add_argument(
-        "--dropping-router", action="store_true", help="requests lose return_routed_experts: the run must end"
-    )
+    parser.add_argument("--no-engine", action="store_true", help="for -- --load-debug-rollout-data")
+    parser.add_argument("--dropping-router", action="store_true", help="requests lose return_routed_experts")
     parser.add_argument("--timeout-s", type=float, default=420)
     parser.add_argument("more", nargs="*", help="after --: further arguments of slime")
     options = parser.parse_args(argv)
@@ -120,16 +111,14 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             finally:
                 kill_family(child)
         token_in = _holding(read_token(options.token), Path(ray_dir), options.work) - {options.token}
+    told = options.work / "routers"
     return {
         "exit": code,
         "token_in": sorted(map(str, token_in)),
         "told": sorted(path.name for path in options.work.glob("told/*.txt")),
         "seconds": round(time.monotonic() - started, 1),
         "rows": _compared(options, model),
-        "processes": {
-            path.stem: json.loads(path.read_text())
-            for path in sorted((options.work / "routers").glob("*.json"))
-        },
+        "processes": {path.stem: json.loads(path.read_text()) for path in sorted(told.glob("*.json"))},
         "steps": _steps(options.work / "driver.log"),
         "tail": "" if code == 0 else (options.work / "driver.log").read_text(errors="replace")[-_LOG_TAIL:],
     }
@@ -276,16 +265,11 @@ def _steps(log: Path) -> list[dict[str, float]]:
 
 
 def _write_prompts(path: Path, *, count: int = 64) -> Path:
-    lines = [
-        {
-            "text": " ".join(
-                f"t{4 + (7 * row + 13 * word) % (VOCAB_SIZE - 4)}" for word in range(6 + row % 5)
-            ),
-            "label": "",
-        }
-        for row in range(count)
-    ]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    lines: list[str] = []
+    for row in range(count):
+        words = [f"t{4 + (7 * row + 13 * word) % (VOCAB_SIZE - 4)}" for word in range(6 + row % 5)]
+        lines.append(json.dumps({"text": " ".join(words), "label": ""}) + "\n")
+    path.write_text("".join(lines))
     return path
 
 

@@ -132,9 +132,8 @@ def watch_channel(module: Any) -> None:
             batch = shards[0].shard
             samples, positions = batch.row_map(call.microbatch, tp=shards[0].tp)
             real = samples >= 0
-            names = np.asarray(
-                [int(name.partition(".")[0]) for name in batch.microbatches[call.microbatch].sample_ids]
-            )
+            held = batch.microbatches[call.microbatch].sample_ids
+            names = np.asarray([int(name.partition(".")[0]) for name in held])
             _SEEN.append((names[samples[real]], positions[real], call.layer, call.ids_RK[real]))
         _write(rollout_id)
 
@@ -166,20 +165,16 @@ def watch_weights(module: Any) -> None:
     def shards(args: Any, model: Any, model_name: str) -> Any:
         import torch.distributed as dist
 
-        found, named = (
-            inner(args, model, model_name),
-            dict(module.common.named_params_and_buffers(args, model)),
-        )
-        own = module.HfWeightIteratorBase.create(
-            args=args, model=model, model_name=model_name, quantization_config=None
-        )
+        found = inner(args, model, model_name)
+        named = dict(module.common.named_params_and_buffers(args, model))
+        how = {"args": args, "model": model, "model_name": model_name, "quantization_config": None}
+        own = module.HfWeightIteratorBase.create(**how)
         whole = {name: value.clone() for chunk in own.get_hf_weight_chunks(named) for name, value in chunk}
         for shard in found:
             place = tuple(slice(*ends) for ends in zip(shard.box.start, shard.box.stop, strict=True))
             tensor = whole[shard.meta.name]
-            seen["differ"] += int(
-                tuple(tensor.shape) != shard.meta.shape or not shard.tensor.equal(tensor[place])
-            )
+            same = tuple(tensor.shape) == shard.meta.shape and shard.tensor.equal(tensor[place])
+            seen["differ"] += not same
         seen["compared"] += len(found)
         tell(f"weights-{dist.get_rank()}", **seen)
         return found
@@ -309,19 +304,16 @@ def compare(
         used: set[tuple[int, int, int]] = set()
         for file in routers.glob(f"router-{step}-*.npz"):
             data = np.load(file)
-            places = list(
-                zip(data["sample"].tolist(), data["position"].tolist(), data["layer"].tolist(), strict=True)
-            )
+            columns = (data[name].tolist() for name in ("sample", "position", "layer"))
+            places = list(zip(*columns, strict=True))
             if not places:  # the half of a short pack that a sequence-parallel rank has may be padding
                 continue
             want = np.stack([samples[s][p, place[layer]] for s, p, layer in places])
             total["rows"] += len(want)
             total["differ"] += int((want != data["ids"]).any(1).sum())
             used |= set(places)
-        every = {
-            (s, p, layer) for s, rows in samples.items() for p in range(len(rows)) for layer in moe_layers
-        }
-        total["missing"] += len(every - used)
+        rows = ((sample, row) for sample, ids_TLK in samples.items() for row in range(len(ids_TLK)))
+        total["missing"] += len({(*at, layer) for at in rows for layer in moe_layers} - used)
         total["steps"] += 1
     return total
 
@@ -331,9 +323,8 @@ def said_by_recording(folder: Path) -> dict[int, dict[int, np.ndarray]]:
     found = {}
     recording = Recording.open(folder)
     for step in map(recording.step, recording.steps):
-        found[step.number] = {
-            int(sample.sample_id.partition(".")[0]): step.rows(sample.sample_id) for sample in step.samples
-        }
+        names = [sample.sample_id for sample in step.samples]
+        found[step.number] = {int(name.partition(".")[0]): step.rows(name) for name in names}
     return found
 
 
