@@ -87,7 +87,7 @@ def examine(context: CheckContext) -> int:
 
 
 def findings(context: CheckContext) -> Iterator[Check]:
-    """Findings about the place that this machine is to be, or about running engines or a checkout whose packages lie elsewhere."""
+    """Findings about the place that this machine is to be, or about running engines or a checkout, which lie elsewhere."""
     subject = _ENGINES if context.engines else context.role if context.slime is None else _SLIME
     for listed in CHECKS:
         if subject in listed.subjects:
