@@ -6,11 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from examples.embedded.model import write_model
 from examples.embedded.sglang import EngineOptions, EngineServer
 
 READY_TIMEOUT_S = 150.0
+settings.register_profile("untimed", deadline=None)  # a busy machine is no fault of what is tested
+settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session")

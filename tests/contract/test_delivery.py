@@ -304,7 +304,7 @@ def test_close_names_what_was_not_delivered_and_leaves_no_thread(make_relay_over
         relay.seal(8, assignment())
     with pytest.raises(errors.UsageError, match="closed"):
         relay.hello(dp=0, pp=0)
-    assert threads() <= before
+    until(lambda: threads() <= before)  # a thread may be on its last lines
     relay.close()
 
 

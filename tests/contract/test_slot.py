@@ -106,4 +106,4 @@ def test_a_weight_update_waits_for_the_end_of_a_receive() -> None:
         updating = pool.submit(sync.update, tensors(), version=1, timeout_s=0.3)
         with pytest.raises(errors.DeadlineExceeded, match="step 3"):
             updating.result(LIMIT_S)
-    assert read == ["begun"]  # drained, because other ranks may be in step with it
+    until(lambda: read == ["begun"])  # drained on a thread, because other ranks may be in step with it

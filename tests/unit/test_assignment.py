@@ -11,7 +11,7 @@ from r3channel.errors import ConfigError, SampleTwice
 from r3channel.plan.assignment import Assignment, balance, differencing, longest_first
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.integers(1, 10_000), min_size=1, max_size=8), st.integers(1, 6))
 def test_balanced_parts_have_equal_counts_and_hold_the_trivial_bound(weights: list[int], parts: int) -> None:
     items = {f"n{i}": w for i, w in enumerate(weights * parts)}
@@ -80,7 +80,7 @@ def test_exchanges_mend_what_both_greedy_ways_leave() -> None:
     assert min(greedy) == 35 and sums == [32, 33]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(0, 10**6), st.integers(1, 6), st.integers(1, 8))
 def test_balance_does_not_depend_on_the_order_of_samples(seed: int, parts: int, count: int) -> None:
     rng = np.random.default_rng(seed)
@@ -94,7 +94,7 @@ def lognormal(count: int) -> dict[str, int]:
     return {f"s{i:03d}": int(n) for i, n in enumerate(rng.lognormal(7, 1, count))}
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(0, 10**6), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]), st.integers(50, 4000))
 def test_dynamic_micro_batches_keep_the_budget(seed: int, dp: int, steps: int, budget: int) -> None:
     rng = np.random.default_rng(seed)
@@ -176,7 +176,7 @@ def test_a_sample_over_the_budget_counts_as_one_micro_batch(longest: int) -> Non
     assert longest <= 8192 or ("long",) in batches
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.integers(0, 10**6), st.sampled_from([1, 2, 4]), st.integers(1, 24), st.sampled_from([300, 1000, 5000])
 )

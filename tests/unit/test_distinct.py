@@ -21,7 +21,7 @@ def first_by_sorting(ids: np.ndarray) -> tuple[int, int] | None:
     return (int(bad[0][0]), int(bad[0][1])) if len(bad) else None
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     rows=st.integers(0, 40),
     layers=st.integers(1, 4),
@@ -84,7 +84,7 @@ def test_every_slot_and_every_pair_is_checked(dtype: type, experts: int, slots: 
                 assert not sound(ids, num_experts=experts), (a, value)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     shape=st.tuples(st.integers(0, 20), st.integers(1, 4), st.sampled_from([1, 6, 8, 9])),
     kind=st.sampled_from(

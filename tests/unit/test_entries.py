@@ -157,7 +157,7 @@ class Table(RuleBasedStateMachine):
 
 
 TestTable = Table.TestCase
-TestTable.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestTable.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 def test_rows_are_announced_as_soon_as_a_reference_says_so() -> None:

@@ -50,7 +50,7 @@ def routed(step: Step, name: str, source: int) -> np.ndarray:
     return np.where(step.valid(name)[:, None], step.ids[name][:, source].astype(int), -1)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(step=steps(), bucket_rows=st.integers(1, 50))
 def test_each_router_finds_its_rows_in_order_and_spread_ids_elsewhere(step: Step, bucket_rows: int) -> None:
     spec, layout = step.ticket.spec, step.ticket.layout
@@ -67,7 +67,7 @@ def test_each_router_finds_its_rows_in_order_and_spread_ids_elsewhere(step: Step
                     assert np.array_equal(view[slot, index], np.where(line_RK < 0, pads_RK, line_RK))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(step=steps())
 def test_the_stream_and_the_pads_write_each_byte_exactly_once(step: Step) -> None:
     for shard in step.shards:
@@ -84,7 +84,7 @@ def test_the_stream_and_the_pads_write_each_byte_exactly_once(step: Step) -> Non
         assert (written == 1).all()
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(step=steps(), bucket_rows=st.integers(1, 50))
 def test_digests_of_what_is_placed_are_those_of_the_samples_rows(step: Step, bucket_rows: int) -> None:
     totals: dict[tuple[int, str], Ids] = {}
@@ -112,7 +112,7 @@ def test_digests_of_what_is_placed_are_those_of_the_samples_rows(step: Step, buc
         assert np.array_equal(found_L, engine_L[sources])
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(step=steps(), bucket_rows=st.integers(1, 50))
 def test_compiled_and_numpy_placement_have_the_same_bytes_and_digests(step: Step, bucket_rows: int) -> None:
     for shard in step.shards:
@@ -123,7 +123,7 @@ def test_compiled_and_numpy_placement_have_the_same_bytes_and_digests(step: Step
 
 
 @pytest.mark.parametrize("there", [True, False])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(step=steps())
 def test_buckets_of_one_row_and_of_all_rows_place_the_same(there: bool, step: Step) -> None:
     for shard in step.shards:
@@ -134,7 +134,7 @@ def test_buckets_of_one_row_and_of_all_rows_place_the_same(there: bool, step: St
                 assert all(np.array_equal(*pair) for pair in zip(whole, parts, strict=True))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(step=steps(), there=st.booleans())
 def test_whole_samples_place_what_the_relay_sends(step: Step, there: bool) -> None:
     """As recordings and benchmarks place: every row has routing."""

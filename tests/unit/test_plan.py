@@ -37,7 +37,7 @@ def make_plan(
     return plan_shards(assignment, tokens=tokens, spec=spec, layout=layout), ids
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(layout=layouts(), seed=st.integers(0, 10**6))
 def test_row_maps_of_all_ranks_name_each_row_of_each_sample_once(layout: TrainerLayout, seed: int) -> None:
     plan, _ = make_plan(layout, spec=DEEP, size=2, batches=2, seed=seed)
@@ -57,7 +57,7 @@ def test_row_maps_of_all_ranks_name_each_row_of_each_sample_once(layout: Trainer
             assert sorted(named) == [(s, p) for s, n in enumerate(batch.tokens) for p in range(n - 1)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(layout=layouts(), seed=st.integers(0, 10**6))
 def test_token_maps_hold_every_token_once_in_the_models_shape(layout: TrainerLayout, seed: int) -> None:
     plan, _ = make_plan(layout, spec=DEEP, size=2, batches=1, seed=seed)
@@ -71,7 +71,7 @@ def test_token_maps_hold_every_token_once_in_the_models_shape(layout: TrainerLay
     assert sorted(found) == [(s, p) for s, n in enumerate(batch.tokens) for p in range(n)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(layout=layouts(), spec=specs(), seed=st.integers(0, 10**6))
 def test_shards_have_the_padded_rows_bytes_once(layout: TrainerLayout, spec: RoutingSpec, seed: int) -> None:
     plan, _ = make_plan(layout, spec=spec, size=2, batches=2, seed=seed)

@@ -138,7 +138,7 @@ def calls(rank: RankShard) -> list[tuple[int, int]]:
     return [(index, layer) for index in range(rank.num_microbatches) for layer in rank.shard.layers]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(step=steps())
 def test_every_router_is_handed_what_the_engine_hashed_in_any_layout(step: Step) -> None:
     for shard in step.shards:
@@ -148,7 +148,7 @@ def test_every_router_is_handed_what_the_engine_hashed_in_any_layout(step: Step)
             rank.verified()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(step=steps(), noted=st.booleans(), data=st.data())
 def test_one_changed_id_is_named_before_the_step_ends(step: Step, noted: bool, data: st.DataObject) -> None:
     """`noted`: as on a GPU, where nothing is known before `verified`."""

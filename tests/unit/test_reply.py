@@ -65,13 +65,13 @@ def decoder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(reply_module, "_fast_b64decode", None)
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(reply=replies() | values, ascii=st.booleans(), indent=st.sampled_from([None, 1]))
 def test_a_reply_is_what_json_says(decoder: None, reply: Any, ascii: bool, indent: int | None) -> None:
     check_equal_to_loads(json.dumps(reply, ensure_ascii=ascii, indent=indent).encode())
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(reply=replies(), data=st.data())
 def test_a_damaged_reply_is_what_json_says(decoder: None, reply: Any, data: st.DataObject) -> None:
     body = bytearray(json.dumps(reply).encode())

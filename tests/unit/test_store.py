@@ -175,7 +175,7 @@ class Machine(RuleBasedStateMachine):
 
 
 TestStore = Machine.TestCase
-TestStore.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestStore.settings = settings(max_examples=40, stateful_step_count=30)
 
 
 # -- room --------------------------------------------------------------------------------------------------------------

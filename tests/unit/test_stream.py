@@ -42,7 +42,7 @@ def counts(stream: Stream, *parts: Stretches) -> np.ndarray:
     return found
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(step=steps())
 def test_a_stream_is_the_ranks_rows_with_routing_in_order_and_the_pads_are_the_rest(step: Step) -> None:
     """Together they name each row of the shard once."""
@@ -60,7 +60,7 @@ def test_a_stream_is_the_ranks_rows_with_routing_in_order_and_the_pads_are_the_r
         assert not ends & {(sample, first) for sample, first, _ in sends[1:]}
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(step=steps())
 def test_every_stage_gets_each_row_with_routing_at_one_context_rank(step: Step) -> None:
     for pp in range(step.ticket.layout.pp):
@@ -73,7 +73,7 @@ def test_every_stage_gets_each_row_with_routing_at_one_context_rank(step: Step) 
         ]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(step=steps())
 def test_a_receiver_that_has_only_the_tickets_bytes_computes_the_same(step: Step) -> None:
     ticket = Ticket.from_bytes(step.ticket.to_bytes())
@@ -108,7 +108,7 @@ def test_pieces_of_one_sample_join_over_the_ranks_own_cuts_and_end_at_holes() ->
     assert list(Stream.of(ticket, shard).sends()) == [(0, 0, 3), (0, 5, 11)]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(step=steps())
 def test_a_step_without_any_routing_sends_nothing_and_pads_everything(step: Step) -> None:
     samples = [sample._replace(invalid=((0, sample.tokens - 1),)) for sample in step.ticket.samples]

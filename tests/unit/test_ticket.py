@@ -294,7 +294,7 @@ def samples(draw: st.DrawFn) -> TicketSample:
     return TicketSample(name, rows + 1, draw(digest), draw(digest), spans, lost)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(samples(), min_size=1, max_size=12, unique_by=lambda sample: sample.sample_id), st.integers(1, 3)
 )

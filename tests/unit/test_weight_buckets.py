@@ -88,7 +88,7 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 
 
 @given(model=models())
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_every_tensor_lies_once_aligned_and_beside_its_unit_in_a_bucket_below_the_cap(model: Model) -> None:
     """A bucket is above the cap only as a single unit. The manifest says where each tensor of the caller's order lies."""
     metas, cap_bytes = model
@@ -109,7 +109,7 @@ def test_every_tensor_lies_once_aligned_and_beside_its_unit_in_a_bucket_below_th
 
 
 @given(model=models(), seed=st.integers(0, 99))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_the_real_receiver_reads_back_every_byte(receiver: ModuleType, model: Model, seed: int) -> None:
     metas, cap_bytes = model
     sent = {m.name: filled_tensor(m, seed + i) for i, m in enumerate(metas)}

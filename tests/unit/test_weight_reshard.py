@@ -36,7 +36,7 @@ def plans(case: Case) -> list[RankPlan]:
     return [plan_reshard(source, target, rank=rank, world_size=world_size) for rank in range(world_size)]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(cases(world_sizes=st.integers(2, 13)))
 def test_every_destination_element_is_written_exactly_once_by_one_that_holds_it(case: Case) -> None:
     source, target, world_size = case
@@ -59,7 +59,7 @@ def test_every_destination_element_is_written_exactly_once_by_one_that_holds_it(
     assert all(bool((count == 1).all()) for parts in boxes for _, count in parts)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(cases(world_sizes=st.integers(2, 13)))
 def test_all_ranks_plan_the_same_and_each_keeps_only_what_it_sends(case: Case) -> None:
     all_plans = plans(case)

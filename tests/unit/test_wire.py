@@ -39,7 +39,7 @@ def test_ids_survive_the_wire_in_order(spec: RoutingSpec, codec: str, rows: int)
     assert frame.rows == rows and np.array_equal(frame.verify(), ids) and frame.raw_nbytes == ids.nbytes
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     rows=st.integers(1, 40), layers=st.integers(1, 5), experts=st.sampled_from([8, 256, 300]), first_row=st.integers(0, 9),
     seed=st.integers(0, 2**31),
@@ -141,7 +141,7 @@ def test_any_flipped_bit_and_any_cut_is_noticed() -> None:
         parse_frame(data + b"\0", spec=SPEC)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_a_lying_header_with_a_valid_hash_gives_a_typed_error_or_the_same_ids(data: st.DataObject) -> None:
     good = frame_of(20)
