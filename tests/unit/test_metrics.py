@@ -403,7 +403,7 @@ WAITED = {
 
 @pytest.mark.parametrize(("sends", "waits", "hidden"), WAITED.values(), ids=WAITED)
 def test_a_send_is_hidden_where_nobody_waits(sends: list[tuple], waits: list[Span], hidden: float) -> None:
-    assert hidden_share(spans("send", *sends), waits) == pytest.approx(hidden)
+    assert hidden_share(spans("send", *sends), waits) == pytest.approx(hidden, abs=0)
 
 
 def test_no_send_shows_nothing_hidden() -> None:
