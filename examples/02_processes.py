@@ -3,7 +3,7 @@
     python examples/02_processes.py
 
 A trainer needs the ticket, and where and with what token its relay is to be met: `Relay.hello`, plain values that a queue or an
-argument can carry. Between machines `r3channel.relay.actor` asks for them over Ray.
+argument can carry. Between machines `r3channel.relay.ray_host` asks for them over Ray.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ REFUSALS = {
     "speculative": "accepted tokens of a tree of drafts are moved without their ids, and not every algorithm hands on the ids of "
     "a pass that verifies; taken are EAGLE, EAGLE3 and STANDALONE with --speculative-eagle-topk 1",
     "disaggregation": "nothing carries the prefill engine's rows to decode; join both engines' rows with "
-    "r3channel.relay.arrival.splice.merged_frame and set R3CHANNEL_ALLOW=disaggregation",
+    "r3channel.relay.pd_merge.merged_frame and set R3CHANNEL_ALLOW=disaggregation",
     "pp": "each stage of a pipeline-parallel engine holds its own layers only",
     "external_cache": "slots are reloaded without their ids, so old rows would pass for new",
     "two_batch_overlap": "each half of a batch writes its ids from the buffer's first row on, so the second half's rows pass "
@@ -72,7 +72,7 @@ class ChannelConfig:
     interface: str = "127.0.0.1"
     """Address of this host that the relay's ports and /metrics bind. Anything but loopback is plaintext: keep it on a private
     network."""
-    store_dir: str = ""
+    journal: str = ""
     """Folder in which a copy of all rows survives a relay that is killed (`Relay.recover`); empty: none is written."""
     store_bytes: int = 16384 * _MIB
     """Ceiling of the rows that the relay holds in memory: of samples that wait for a step, and of steps not yet delivered."""
@@ -105,7 +105,7 @@ class ChannelConfig:
     """Rows beyond `max_staleness`: `accept` counts them, `mask` takes their tokens out of the loss, `reject` refuses the step."""
     sampling_masks: bool = False
     """Carry the token ids that sampling could choose, beside the routing and not in JSON; set it for relay and engines, and
-    `return_sampling_mask` in requests. Not with `store_dir`: a relay that is killed loses them."""
+    `return_sampling_mask` in requests. Not with `journal`: a relay that is killed loses them."""
     audit_microbatches: int = 1
     """Micro-batches per step whose replayed ids are compared with what the live router would choose; 0: none."""
 
@@ -131,9 +131,9 @@ class ChannelConfig:
                 f"prefetch with transport {self.transport}: a receive that is pending on a trainer's GPU can deadlock with the "
                 "framework's own communicators; use tcp, or receive in the step's slot"
             )
-        if self.sampling_masks and self.store_dir:
+        if self.sampling_masks and self.journal:
             raise ConfigError(
-                "sampling_masks with store_dir: masks do not survive a relay that is killed; drop one of the two"
+                "sampling_masks with journal: masks do not survive a relay that is killed; drop one of the two"
             )
         if self.max_staleness < -1:
             raise ConfigError(f"max_staleness {self.max_staleness}, expected -1 (no bound) or more")

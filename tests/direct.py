@@ -15,9 +15,9 @@ from r3channel.config import EngineConfig
 from r3channel.engine.capture import UnfinishedFrame
 from r3channel.engine.frame_sender import Outlet, Sender
 from r3channel.model.spec import RoutingSpec
-from r3channel.relay.arrival.rows import HeldRows
 from r3channel.relay.intake import rows_of
 from r3channel.relay.relay import Relay
+from r3channel.relay.verify import VerifiedRows
 from r3channel.wire.frame import sample_key
 from r3channel.wire.hello import Hello
 from r3channel.wire.parcel import FrameReference, open_parcel, pack_parcel
@@ -85,7 +85,7 @@ def deliver(relay: Relay, *frames: tuple[int, bytes], boot_id: int = 11) -> None
     relay.intake.deliver(boot_id, count, source)
 
 
-def turns_here(relay: Relay, name: str) -> list[HeldRows]:
+def turns_here(relay: Relay, name: str) -> list[VerifiedRows]:
     """What lies in a relay of a sample, turn by turn."""
     sample = relay.intake.entries.samples.get(name)
     return rows_of(sample) if sample else []

@@ -23,7 +23,7 @@ from r3channel.plan.layout import RankCoords, TrainerLayout
 from r3channel.plan.shards import Shard
 from r3channel.plan.ticket import Ticket
 from r3channel.recordings.recorder import recorder_of
-from r3channel.relay.actor import RayRelay, RelayHost
+from r3channel.relay.ray_host import RayRelay, RelayHost
 from r3channel.relay.relay import Relay
 from r3channel.trainer.adapters.megatron import parallel_coords
 from r3channel.trainer.channel import TrainerChannel

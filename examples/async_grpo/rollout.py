@@ -140,7 +140,7 @@ class RolloutManager:
             return [ray.put(part) for part in data]
 
     def r3channel_control(self, call: str, arguments: dict[str, Any]) -> Any:
-        """The trainers' calls to the relay (see r3channel.relay.actor)."""
+        """The trainers' calls to the relay (see r3channel.relay.ray_host)."""
         return self.routing.control(call, arguments)
 
     def report(self) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from r3channel.errors import EngineUnavailable
 from r3channel.model.spec import RoutingSpec
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
-from r3channel.relay.actor import RayRelay, RelayHost
+from r3channel.relay.ray_host import RayRelay, RelayHost
 from r3channel.relay.relay import Relay
 from r3channel.trainer.adapters import megatron
 from r3channel.trainer.audit import RouterTap

@@ -53,7 +53,7 @@ from r3channel.model.presets import model_named
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import RankCoords, TrainerLayout
 from r3channel.plan.ticket import Ticket
-from r3channel.relay.actor import RayRelay, RelayHost
+from r3channel.relay.ray_host import RayRelay, RelayHost
 from r3channel.relay.relay import Relay
 from r3channel.trainer.receiver import Receiver
 from r3channel.trainer.shard_buffer import ShardBuffer

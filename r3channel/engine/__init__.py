@@ -1,6 +1,6 @@
 """The engine room: what runs inside an inference engine's processes.
 
-`capture` is the pure part, `sglang` the only module that talks to SGLang, `hooks` the list of names it needs there.
+`capture` is the pure part, `sglang` the only module that talks to SGLang, `sglang_hooks` the list of names it needs there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The hooks into SGLang: the only module of this room that imports it. Read against the versions in `hooks.READ_AGAINST`.
+"""The hooks into SGLang: the only module of this room that imports it. Read against the versions in `sglang_hooks.READ_AGAINST`.
 
 The life of an id here: `TopK` writes int32 ids into SGLang's device buffer; `_get_local_slice` keeps the MoE layers and
 narrows them, on the device and the current stream; SGLang's result copy brings them to the host with the sampled tokens (no
@@ -71,7 +71,7 @@ __all__ = ["FrameCapturer", "apply", "check_hooks"]
 log = logging.getLogger(__name__)
 _config = EngineConfig()
 _table = ""
-"""Which table of `hooks.TABLES` this SGLang follows."""
+"""Which table of `sglang_hooks.TABLES` this SGLang follows."""
 _runner: Any = None
 """The model runner whose passes are captured."""
 _announced_version: str | None = None

@@ -19,7 +19,7 @@ class Verdict(StrEnum):
     TESTED = "tested"
     """A test runs the real SGLang with it and compares ids with a reference."""
     READ = "by reading"
-    """The sources of the releases named in `hooks.READ_AGAINST` were read for what it does to rows."""
+    """The sources of the releases named in `sglang_hooks.READ_AGAINST` were read for what it does to rows."""
     REFUSED = "refused"
     """The engine does not start with it unless R3CHANNEL_ALLOW has its word."""
 

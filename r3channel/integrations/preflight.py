@@ -40,7 +40,7 @@ def of_channel(config: ChannelConfig, *, ranks: int) -> Iterator[str]:
         yield port(f"{_named('metrics_port')}, of {whose}", at, host=config.interface)
     if config.ingest_port:
         yield port(_named("ingest_port"), config.ingest_port, host=config.interface)
-    for name in ("store_dir", "metrics_dir"):
+    for name in ("journal", "metrics_dir"):
         yield folder(_named(name), getattr(config, name))
     if config.token_file and not Path(config.token_file).is_file():
         yield folder(_named("token_file"), Path(config.token_file).parent)
@@ -48,8 +48,8 @@ def of_channel(config: ChannelConfig, *, ranks: int) -> Iterator[str]:
 
 def _named(field: str) -> str:
     """
-    >>> _named("store_dir")
-    '--r3-store-dir (R3CHANNEL_STORE_DIR)'
+    >>> _named("journal")
+    '--r3-journal (R3CHANNEL_JOURNAL)'
     """
     return f"--r3-{field.replace('_', '-')} ({ENV_PREFIX}{field.upper()})"
 
@@ -134,9 +134,9 @@ def check_memory(context: CheckContext, *, meminfo: Path = MEMINFO) -> Iterator[
 
 
 def check_store(context: CheckContext) -> Iterator[Check]:
-    """Whether `store_dir` takes what a killed relay would leave; a fault where it cannot be written or has no room."""
-    path, size = context.config.store_dir, context.config.store_bytes
-    fault = folder("store_dir", path, room_bytes=size)
+    """Whether `journal` takes what a killed relay would leave; a fault where it cannot be written or has no room."""
+    path, size = context.config.journal, context.config.store_bytes
+    fault = folder("journal", path, room_bytes=size)
     takes = f"{path} takes up to {size / 1e9:.1f} GB of rows (store_bytes), and so much is free"
     well = takes if path else "not set: what a killed relay holds is lost"
-    yield Check(name="store_dir", ok=not fault, found=fault or well, remedy="or lower store_bytes")
+    yield Check(name="journal", ok=not fault, found=fault or well, remedy="or lower store_bytes")

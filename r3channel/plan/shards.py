@@ -1,7 +1,7 @@
 """The exact shards: which rows and layers each (DP, PP, CP) receives, in the order its routers consume them.
 
 A shard's bytes are `[micro-batch][tp slot][layer][row][k]`, so one layer of one TP rank is contiguous and sequence
-parallelism only hands on equal parts. `rows.py` says which row is which token, `place.py` writes the bytes.
+parallelism only hands on equal parts. `row_order.py` says which row is which token, `placement.py` writes the bytes.
 """
 
 from __future__ import annotations

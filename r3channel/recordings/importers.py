@@ -367,7 +367,7 @@ def import_dumps(
 
 
 def _arrays(path: Path, saved: dict[str, Any], spec: RoutingSpec) -> dict[str, Any]:
-    """A sample's arrays in the form of `npz`."""
+    """A sample's arrays as `import_npz` reads them."""
     samples = saved["samples"]
     ids = [_rows(f"{path}: sample {number}", sample, spec) for number, sample in enumerate(samples)]
     return {

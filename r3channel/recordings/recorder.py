@@ -38,7 +38,7 @@ def segment_name(step: int) -> str:
 
 
 class TurnRows(Protocol):
-    """Rows of one turn, as `relay.arrival.rows.HeldRows` has them."""
+    """Rows of one turn, as `relay.verify.VerifiedRows` has them."""
 
     @property
     def ids_TLK(self) -> Ids: ...

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from r3channel.errors import FrameError, RecordingInvalid
+from r3channel.errors import FrameError, RecordingInvalid, SpecMismatch
 from r3channel.plan.ticket import Ticket
 from r3channel.recordings.logprobs import read_logprobs
 from r3channel.recordings.manifest import Manifest
@@ -153,7 +153,7 @@ class Recording:
         for data in step.frames[name]:
             try:
                 frame = parse_frame(data, spec=step.spec, sample_id=name, engine="recording")
-            except FrameError:
+            except (FrameError, SpecMismatch):
                 return False
             there_T[frame.first_row : frame.first_row + frame.rows] = True
         for start, end in sample.invalid:

@@ -11,17 +11,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from r3channel.relay.actor import RayRelay, RelayHost
-    from r3channel.relay.arrival.splice import merged_frame
+    from r3channel.relay.pd_merge import merged_frame
+    from r3channel.relay.ray_host import RayRelay, RelayHost
     from r3channel.relay.relay import Relay
 
 __all__ = ["RayRelay", "Relay", "RelayHost", "merged_frame"]
 
 _PLACES = {
-    "RayRelay": "actor",
+    "RayRelay": "ray_host",
     "Relay": "relay",
-    "RelayHost": "actor",
-    "merged_frame": "arrival.splice",
+    "RelayHost": "ray_host",
+    "merged_frame": "pd_merge",
 }
 
 

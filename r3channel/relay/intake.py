@@ -19,13 +19,13 @@ from r3channel.model.spec import RoutingSpec
 from r3channel.observe.metrics import Metrics
 from r3channel.observe.stage_clock import StageClock
 from r3channel.recordings.recorder import Recorder
-from r3channel.relay.arrival.engines import EngineRegistry
-from r3channel.relay.arrival.masks import HeldMasks, keep_masks
-from r3channel.relay.arrival.reply import frame_bytes_of, key_of, reference_in, split_reply
-from r3channel.relay.arrival.rows import MOST_ROWS, HeldRows, Landing
-from r3channel.relay.entries import Entries, Reply, Sample, Turn
-from r3channel.relay.storage.durable import Durable, SavedSample
-from r3channel.relay.storage.store import Store
+from r3channel.relay.engines import EngineRegistry
+from r3channel.relay.journal import Journal, SavedSample
+from r3channel.relay.memory import Store
+from r3channel.relay.reply import frame_bytes_of, key_of, reference_in, split_reply
+from r3channel.relay.sample_table import Reply, Sample, SampleTable, Turn
+from r3channel.relay.token_tensors import HeldMasks, keep_masks
+from r3channel.relay.verify import MOST_ROWS, FrameVerifier, VerifiedRows
 from r3channel.wire.header import MAX_ROWS
 from r3channel.wire.hello import Hello
 from r3channel.wire.masks import split_masks
@@ -40,7 +40,7 @@ Tokens = Sequence[int] | Ids
 
 
 class Intake:
-    """Any thread. Is the `relay.door.Intake` of the door."""
+    """Any thread. Is the `relay.ingest_server.Intake` of the door."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Intake:
         config: ChannelConfig,
         *,
         store: Store,
-        durable: Durable | None,
+        journal: Journal | None,
         changed: threading.Condition,
         clock: StageClock,
         metrics: Metrics,
@@ -56,9 +56,9 @@ class Intake:
     ) -> None:
         """`changed` guards `entries`, and is notified of every event."""
         self.config, self.clock, self.metrics = config, clock, metrics
-        self.entries, self.engines = Entries(), EngineRegistry(spec)
-        self.landing = Landing(spec, store, durable, clock=clock, invalid_rows=config.invalid_rows)
-        self._store, self._durable, self._changed = store, durable, changed
+        self.entries, self.engines = SampleTable(), EngineRegistry(spec)
+        self.verifier = FrameVerifier(spec, store, journal, clock=clock, invalid_rows=config.invalid_rows)
+        self._store, self._journal, self._changed = store, journal, changed
         self.recorder = recorder
         """May be given, exchanged and taken while the relay runs."""
         for name in ("r3channel_samples_total", "r3channel_rejected_total", "r3channel_rows_total"):
@@ -86,7 +86,7 @@ class Intake:
         """
         self.metrics.inc("r3channel_bytes_total", body.left, leg="engine_direct")
         self.expire()  # frames may come whose replies never do
-        self.landing.read(
+        self.verifier.read(
             body,
             count,
             boot_id=boot_id,
@@ -109,7 +109,7 @@ class Intake:
             return owner[1].end_row - owner[1].first_row
         return (hello.context if hello else 0) or MOST_ROWS
 
-    def arrive(self, name: FrameName, what: HeldRows | R3Error) -> None:
+    def arrive(self, name: FrameName, what: VerifiedRows | R3Error) -> None:
         """A frame came: its rows, or why it cannot be used."""
         with self._changed:
             owner = self.entries.owner(name)
@@ -117,7 +117,7 @@ class Intake:
             if taken and owner is not None:
                 self._note(*owner)
             self._changed.notify_all()
-        if isinstance(what, HeldRows) and not taken:
+        if isinstance(what, VerifiedRows) and not taken:
             self.free([what])
         if isinstance(what, R3Error):
             self.reject(what)
@@ -126,7 +126,7 @@ class Intake:
 
     def add(
         self, sample_id: str, reply: Mapping[str, Any], tokens: Tokens, *, engine: str, append: bool
-    ) -> HeldRows | None:
+    ) -> VerifiedRows | None:
         """See `Relay.add`."""
         with self._judged(sample_id, engine, new=not append):
             self.engines.check(engine)
@@ -160,7 +160,7 @@ class Intake:
 
     def add_frame(
         self, sample_id: str, data: bytes, tokens: Tokens, *, engine: str, append: bool
-    ) -> HeldRows | None:
+    ) -> VerifiedRows | None:
         """See `Relay.add_frame`."""
         with self._judged(sample_id, engine, new=not append):
             return self._add(sample_id, data, None, tokens, engine=engine, append=append)
@@ -171,7 +171,7 @@ class Intake:
         self._became("received")
         try:
             for number, turn in enumerate(saved.turns):
-                rows = self.landing.keep(
+                rows = self.verifier.keep(
                     turn.frame,
                     sample_id=saved.sample_id,
                     engine="recovered",
@@ -215,7 +215,7 @@ class Intake:
 
     def _add(
         self, sample_id: str, data: bytes, key: int | None, tokens: Tokens, *, engine: str, append: bool
-    ) -> HeldRows | None:
+    ) -> VerifiedRows | None:
         tokens_T = as_tokens(tokens)
         held = self.rows_held(sample_id) if append else 0
         where = f"sample {sample_id} from engine {engine}"
@@ -235,7 +235,7 @@ class Intake:
         rows, room_s = None, self.config.backpressure_timeout_s
         if data and reply.reference is None:
             self.expire()
-            rows = self.landing.keep(
+            rows = self.verifier.keep(
                 data, sample_id=sample_id, engine=engine, max_rows=len(tokens_T), room_s=room_s
             )
         try:
@@ -269,10 +269,10 @@ class Intake:
     def _note(self, sample: Sample, turn: Turn) -> None:
         """Whose frame it is, for what survives: written when both are here. The table has it, so what cannot be written is said
         in the log: after a kill that frame is nobody's."""
-        if self._durable is None or not isinstance(turn.rows, HeldRows):
+        if self._journal is None or not isinstance(turn.rows, VerifiedRows):
             return
         try:
-            self._durable.note(
+            self._journal.note(
                 turn.rows.ref,
                 sample_id=sample.name,
                 turn=sample.turns.index(turn),
@@ -337,10 +337,10 @@ class Intake:
         for sample in samples:
             self._became("rejected" if sample.error else "live" if sample.is_live and delivered else outcome)
 
-    def free(self, rows: Sequence[HeldRows]) -> None:
+    def free(self, rows: Sequence[VerifiedRows]) -> None:
         """What survives goes first: nothing may be found after a kill whose memory was given away."""
-        if self._durable is not None:
-            self._durable.gone([one.ref for one in rows])
+        if self._journal is not None:
+            self._journal.gone([one.ref for one in rows])
         for one in rows:
             one.block.free()
 
@@ -353,7 +353,7 @@ class Intake:
             self._expired = (self._expired + names)[-_NAMED:]
         if samples or unclaimed:
             self.let_go(samples, outcome="expired")
-            self.free([rows for rows in unclaimed if isinstance(rows, HeldRows)])
+            self.free([rows for rows in unclaimed if isinstance(rows, VerifiedRows)])
             log.warning(
                 "r3channel: no step took %d samples within %.0f s and they are dropped: %s; and %d frames that no reply claimed",
                 len(names), self.config.expiry_s, names, len(unclaimed),
@@ -407,9 +407,9 @@ class Intake:
         }
 
 
-def rows_of(sample: Sample) -> list[HeldRows]:
+def rows_of(sample: Sample) -> list[VerifiedRows]:
     """A sample's rows, turn by turn."""
-    return [rows for rows in sample.held if isinstance(rows, HeldRows)]
+    return [rows for rows in sample.held if isinstance(rows, VerifiedRows)]
 
 
 def masks_of(sample: Sample) -> list[HeldMasks]:

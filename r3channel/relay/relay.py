@@ -39,23 +39,23 @@ from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.shards import ShardKey
 from r3channel.plan.ticket import Ticket
 from r3channel.recordings.recorder import Recorder
-from r3channel.relay.arrival.engines import EngineRegistry
-from r3channel.relay.arrival.reply import frame_bytes_of
-from r3channel.relay.arrival.rows import HeldRows
-from r3channel.relay.delivery import Delivery
+from r3channel.relay.engines import EngineRegistry
 from r3channel.relay.intake import Intake, Tokens, masks_of, rows_of
+from r3channel.relay.journal import Journal
+from r3channel.relay.memory import Store
+from r3channel.relay.recovery import Recovery, take_over
+from r3channel.relay.reply import frame_bytes_of
+from r3channel.relay.row_server import RowServer
 from r3channel.relay.sealed import ticket_sample
 from r3channel.relay.steps import Steps
-from r3channel.relay.storage.durable import Durable
-from r3channel.relay.storage.recovery import Recovery, take_over
-from r3channel.relay.storage.store import Store
+from r3channel.relay.verify import VerifiedRows
 from r3channel.transport.auth import obtain_token
 from r3channel.wire.header import FRAME_MAGIC
 from r3channel.wire.hello import Hello
 from r3channel.wire.validate import warm
 
 if TYPE_CHECKING:
-    from r3channel.relay.arrival.door import Door
+    from r3channel.relay.ingest_server import IngestServer
 
 log = logging.getLogger(__name__)
 
@@ -88,18 +88,18 @@ class Relay:
         self.run = uuid.uuid4().hex[:12]
         self._changed = threading.Condition()
         self._closed = self._warned = False
-        self._door: Door | None = None
+        self._door: IngestServer | None = None
         with ExitStack() as undo:  # a constructor that fails leaves no folder, port or thread behind
             undo.callback(self.metrics.close)
             self._store = Store(config.store_bytes)
             undo.callback(self._store.close)
-            self._durable = Durable(config.store_dir) if config.store_dir else None
-            undo.callback(self._durable.close if self._durable else lambda: None)
+            self._journal = Journal(config.journal) if config.journal else None
+            undo.callback(self._journal.close if self._journal else lambda: None)
             self.intake = Intake(
                 spec,
                 config,
                 store=self._store,
-                durable=self._durable,
+                journal=self._journal,
                 changed=self._changed,
                 clock=self.clock,
                 metrics=self.metrics,
@@ -108,14 +108,14 @@ class Relay:
             self.steps = Steps(
                 self.intake,
                 run=self.run,
-                durable=self._durable,
+                journal=self._journal,
                 changed=self._changed,
                 clock=self.clock,
                 idle=partial(self._store.trim, idle_s=60.0),
                 timeout_s=config.step_timeout_s,
             )
             undo.callback(self.steps.close)
-            self._delivery = Delivery(
+            self._delivery = RowServer(
                 layout,
                 config,
                 run=self.run,
@@ -139,23 +139,23 @@ class Relay:
         metrics: Metrics | None = None,
         recorder: Recorder | None = None,
     ) -> tuple[Relay, Recovery]:
-        """A relay that holds what those before it left in `config.store_dir` when they were killed.
+        """A relay that holds what those before it left in `config.journal` when they were killed.
 
         Every row is verified as if it came from an engine. Sealed steps are to be sealed again, by the same number and with
         the assignment that the recovery names: their tickets of before belong to a run that has ended. Receivers that had
         acknowledged are not waited for again; one that never learned of it may come again until the next step is sealed. What
         was read is deleted. Raises `UsageError` where the only stores there belong to relays that live.
         """
-        if not config.store_dir:
-            raise UsageError("a relay without store_dir leaves nothing to recover: its memory went with it")
+        if not config.journal:
+            raise UsageError("a relay without journal leaves nothing to recover: its memory went with it")
         relay = cls(spec, layout, config, clock=clock, metrics=metrics, recorder=recorder)
         try:
-            assert relay._durable is not None
+            assert relay._journal is not None
             found, relay.steps.acked_before = take_over(
-                Path(config.store_dir),
-                but=relay._durable.folder,
+                Path(config.journal),
+                but=relay._journal.folder,
                 keep=relay.intake.restore,
-                keep_step=relay._durable.sealed_before,
+                keep_step=relay._journal.sealed_before,
             )
             return relay, found
         except BaseException:
@@ -183,9 +183,9 @@ class Relay:
             raise UsageError(
                 "direct delivery needs a token: give serve a token_file, or set R3CHANNEL_TOKEN_FILE"
             )
-        from r3channel.relay.arrival.door import Door  # needs the extra `direct`
+        from r3channel.relay.ingest_server import IngestServer  # needs the extra `direct`
 
-        self._door = Door(
+        self._door = IngestServer(
             self.intake,
             token=obtain_token(path),
             host=self.config.interface,
@@ -215,7 +215,7 @@ class Relay:
                     "log names a hook that failed"
                 )
             where = f"probe from engine {engine}"
-            rows = self.intake.landing.keep(
+            rows = self.intake.verifier.keep(
                 data, sample_id="probe", engine=engine, max_rows=tokens, room_s=0.0
             )
             self.intake.free([rows])
@@ -236,7 +236,7 @@ class Relay:
         *,
         engine: str = "?",
         append: bool = False,
-    ) -> HeldRows | None:
+    ) -> VerifiedRows | None:
         """Verify and keep the routing of one sample.
 
         `reply` is the engine's decoded JSON, `tokens` the whole sequence (prompt and response). Raises a typed
@@ -274,7 +274,7 @@ class Relay:
 
     def add_frame(
         self, sample_id: str, data: bytes, tokens: Tokens, *, engine: str = "?", append: bool = False
-    ) -> HeldRows | None:
+    ) -> VerifiedRows | None:
         """As `add`, for a frame that is already in hand (a recording, another transport, `splice.merged_frame`)."""
         self._check_add(sample_id)
         return self.intake.add_frame(sample_id, data, tokens, engine=engine, append=append)
@@ -397,7 +397,7 @@ class Relay:
 
     @property
     def peak_staging_bytes(self) -> int:
-        """See `Delivery.peak_staging_bytes`."""
+        """See `RowServer.peak_staging_bytes`."""
         return self._delivery.peak_staging_bytes
 
     def __enter__(self) -> Relay:
@@ -418,8 +418,8 @@ class Relay:
         alive = self._delivery.close(timeout_s=timeout_s)
         self.steps.thread.join(timeout_s)
         alive += [self.steps.thread.name] if self.steps.thread.is_alive() else []
-        if self._durable is not None:
-            self._durable.close()
+        if self._journal is not None:
+            self._journal.close()
         self._store.close()
         self.metrics.close()
         if undelivered or alive:

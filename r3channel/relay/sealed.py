@@ -21,9 +21,9 @@ from r3channel.plan.masks import brings_masks, cut_masks
 from r3channel.plan.shards import ShardKey
 from r3channel.plan.stream import Stream
 from r3channel.plan.ticket import Ticket, TicketSample
-from r3channel.relay.arrival.masks import HeldMasks
-from r3channel.relay.arrival.rows import HeldRows
-from r3channel.relay.entries import Sample
+from r3channel.relay.sample_table import Sample
+from r3channel.relay.token_tensors import HeldMasks
+from r3channel.relay.verify import VerifiedRows
 from r3channel.wire.digest import fold, layer_digests
 from r3channel.wire.routing import Ids
 
@@ -31,11 +31,11 @@ _Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 @dataclass(frozen=True, slots=True)
-class Outgoing:
+class RowStream:
     """What one receiver gets: rows from where they lie, then the digests that they must have."""
 
     stream: Stream
-    rows: dict[str, list[HeldRows]]
+    rows: dict[str, list[VerifiedRows]]
     """Sample -> its turns."""
     digests: bytes
     bucket_bytes: int
@@ -104,7 +104,7 @@ class SealedStep:
     """Guarded by the relay's condition, `prepare` aside: that is the background's, and what it makes is published whole."""
 
     ticket: Ticket
-    rows: dict[str, list[HeldRows]]
+    rows: dict[str, list[VerifiedRows]]
     """Sample -> its turns with rows, ascending."""
     masks: Mapping[str, Sequence[HeldMasks]]
     """Sample -> its turns' sampling masks."""
@@ -112,7 +112,7 @@ class SealedStep:
     acknowledged: set[ShardKey] = field(default_factory=set)
     had: set[ShardKey] = field(default_factory=set)
     """Who acknowledged to the relay before this one: not waited for, but one that never learned of it comes again."""
-    outgoing: dict[ShardKey, Outgoing] = field(default_factory=dict)
+    outgoing: dict[ShardKey, RowStream] = field(default_factory=dict)
     error: R3Error | None = None
     """Why it cannot be delivered; receivers that ask are told."""
 
@@ -140,7 +140,7 @@ class SealedStep:
             return "FAILED"
         return "PREPARED" if all(key in self.outgoing for key in self.keys) else "SEALED"
 
-    def prepare(self, dp: int) -> dict[ShardKey, Outgoing]:
+    def prepare(self, dp: int) -> dict[ShardKey, RowStream]:
         """What the receivers of one DP rank get. Raises FrameCorrupt where rows are not what they were when they came."""
         keys = [key for key in self.keys if key[0] == dp]
         plan = self.ticket.plan
@@ -152,7 +152,7 @@ class SealedStep:
             parts = {cp: self._part(streams[key]) for key in keys for cp in [key[2]] if key[1] == keys[0][1]}
             self._attest(first, engine_SL, sum(parts.values(), np.zeros_like(engine_SL)))
         return {
-            key: Outgoing(
+            key: RowStream(
                 stream,
                 self.rows,
                 engine_SL.tobytes() + self._own(stream, parts[key[2]]),
@@ -253,7 +253,7 @@ def _joined(spans: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
-def valid_rows(turn: HeldRows) -> np.ndarray[Any, np.dtype[np.bool_]]:
+def valid_rows(turn: VerifiedRows) -> np.ndarray[Any, np.dtype[np.bool_]]:
     """[T] bool of a turn's rows."""
     valid_T = np.ones(len(turn.ids_TLK), bool)
     for start, end in turn.invalid:

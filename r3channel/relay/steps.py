@@ -16,12 +16,12 @@ from r3channel.errors import R3Error, StepError, TicketMismatch
 from r3channel.observe.stage_clock import StageClock
 from r3channel.plan.shards import ShardKey
 from r3channel.plan.ticket import Ticket
-from r3channel.relay.arrival.masks import HeldMasks
-from r3channel.relay.arrival.rows import HeldRows
-from r3channel.relay.entries import Sample
 from r3channel.relay.intake import Intake
-from r3channel.relay.sealed import Outgoing, SealedStep
-from r3channel.relay.storage.durable import Durable
+from r3channel.relay.journal import Journal
+from r3channel.relay.sample_table import Sample
+from r3channel.relay.sealed import RowStream, SealedStep
+from r3channel.relay.token_tensors import HeldMasks
+from r3channel.relay.verify import VerifiedRows
 
 _IDLE_S = 60.0
 """Memory that nobody used for so long goes back to the system."""
@@ -35,7 +35,7 @@ class Steps:
         intake: Intake,
         *,
         run: str,
-        durable: Durable | None,
+        journal: Journal | None,
         changed: threading.Condition,
         clock: StageClock,
         idle: Callable[[], None],
@@ -44,7 +44,7 @@ class Steps:
         """`changed` guards the steps as it does the table. `idle` is called once in a while when nothing is to be done;
         `timeout_s` bounds how long a receiver waits for its rows to be prepared."""
         self._intake, self._run = intake, run
-        self._durable, self._changed = durable, changed
+        self._journal, self._changed = journal, changed
         self._clock, self._idle, self._timeout_s = clock, idle, timeout_s
         self._steps: dict[int, SealedStep] = {}
         self.newest = -1
@@ -67,14 +67,14 @@ class Steps:
     def add(
         self,
         ticket: Ticket,
-        rows: dict[str, list[HeldRows]],
+        rows: dict[str, list[VerifiedRows]],
         masks: Mapping[str, Sequence[HeldMasks]],
     ) -> None:
         """Receivers may ask for it from here on; it is prepared in the background."""
         sealed = SealedStep(ticket, rows, masks)
         sealed.had |= self.acked_before.pop(ticket.step, set())
-        if self._durable is not None:
-            self._durable.sealed(ticket.step, ticket.to_bytes())
+        if self._journal is not None:
+            self._journal.sealed(ticket.step, ticket.to_bytes())
         with self._changed:
             kept = [step for step, older in self._steps.items() if not older.missing]
             gone = {step: self._take_out(step) for step in kept}  # who might have come again has gone on
@@ -99,8 +99,8 @@ class Steps:
             ]
             self._intake.entries.give_back(self._intake.entries.samples[name] for name in names)
             self._changed.notify_all()
-        if self._durable is not None:
-            self._durable.done(step)
+        if self._journal is not None:
+            self._journal.done(step)
         return len(names)
 
     def undelivered(self, *, wait_s: float) -> dict[int, tuple[ShardKey, ...]]:
@@ -114,7 +114,7 @@ class Steps:
 
     # -- receivers -------------------------------------------------------------------------------------------------
 
-    def outgoing(self, step: int, key: ShardKey, run: str) -> Outgoing:
+    def outgoing(self, step: int, key: ShardKey, run: str) -> RowStream:
         if run != self._run:
             raise TicketMismatch(
                 f"ticket of run {run}, this relay is run {self._run}; did the relay restart?",
@@ -160,8 +160,8 @@ class Steps:
             sealed = self._steps.get(step)
             if sealed is None or key in sealed.acknowledged:
                 return
-            if self._durable is not None:
-                self._durable.acked(step, key)
+            if self._journal is not None:
+                self._journal.acked(step, key)
             sealed.acknowledged.add(key)
             gone = self._take_out(step) if sealed.done else []
             self._changed.notify_all()
@@ -174,8 +174,8 @@ class Steps:
     def _let_go(self, step: int, gone: list[Sample]) -> None:
         """What a delivered step held."""
         if gone:
-            if self._durable is not None:
-                self._durable.done(step)
+            if self._journal is not None:
+                self._journal.done(step)
             self._intake.let_go(gone, outcome="delivered")
 
     def verify_again(self, step: int, key: ShardKey) -> None:

@@ -86,7 +86,7 @@ def _parser(command: str) -> argparse.ArgumentParser:
 
 
 def _record_options(parser: commands.Parser) -> commands.Parser:
-    from r3channel.relay.actor import NAME
+    from r3channel.relay.ray_host import NAME
 
     parser.add_argument(
         "record", nargs="?", metavar="REC", help="a folder on the relay's node; new, or of this run"
@@ -105,7 +105,10 @@ def _record_options(parser: commands.Parser) -> commands.Parser:
 
 def _record(options: argparse.Namespace) -> int:
     """The relay writes the recording; this only asks."""
-    from r3channel.relay.actor import NAME, RayRelay  # a relay's imports, which the other commands do without
+    from r3channel.relay.ray_host import (
+        NAME,
+        RayRelay,
+    )  # a relay's imports, which the other commands do without
 
     if options.stop == (options.record is not None):
         raise UsageError("expected either a folder to record into, or --stop")

@@ -36,7 +36,7 @@ _FALLBACK_LIVES = 2
 
 
 class Control(Protocol):
-    """The trainer's call to its relay; `relay.Relay` itself in one process, `relay.actor.RayRelay` over Ray."""
+    """The trainer's call to its relay; `relay.Relay` itself in one process, `relay.ray_host.RayRelay` over Ray."""
 
     def hello(self, *, dp: int, pp: int, cp: int) -> dict[str, Any]:
         """Where this receiver connects, and how its rows can travel: {host, port, token, run, transport, gpu}."""

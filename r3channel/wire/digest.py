@@ -47,7 +47,7 @@ def item_bytes_of(spec: RoutingSpec) -> int:
 
 
 def layer_digests(expert_ids_TLK: Ids, *, first_row: int, valid_T: Ids | None = None) -> Words:
-    """[L]: of rows at `first_row`, `first_row` + 1, ...; `distinct.checked` gives the same, and judges the ids.
+    """[L]: of rows at `first_row`, `first_row` + 1, ...; `validate.checked` gives the same, and judges the ids.
 
     >>> ids = np.arange(48, dtype=np.uint8).reshape(3, 2, 8)
     >>> parts = [layer_digests(ids[row : row + 1], first_row=row) for row in range(3)]

@@ -133,7 +133,7 @@ from r3channel.relay.relay import Relay
 from tests.samples import SPEC, reply_for
 
 kept = sys.argv[1]
-relay = Relay(SPEC, TrainerLayout(), ChannelConfig(store_dir=kept))
+relay = Relay(SPEC, TrainerLayout(), ChannelConfig(journal=kept))
 relay.add("a", reply_for("a", 1000), range(1000))
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # as on a full disk: an error, not a signal
 

@@ -22,8 +22,8 @@ from r3channel import errors
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.ticket import Ticket
 from r3channel.recordings.recorder import Recorder
-from r3channel.relay.delivery import _Served
 from r3channel.relay.relay import Relay
+from r3channel.relay.row_server import _Served
 from r3channel.trainer.rank_shard import RankShard
 from r3channel.trainer.receiver import Receiver
 from r3channel.wire import row_protocol as wire

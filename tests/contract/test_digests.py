@@ -21,7 +21,7 @@ from r3channel.plan.assignment import Assignment
 from r3channel.plan.placement import Placement
 from r3channel.plan.ticket import Ticket
 from r3channel.relay.relay import Relay
-from r3channel.relay.sealed import Outgoing, SealedStep
+from r3channel.relay.sealed import RowStream, SealedStep
 from r3channel.relay.steps import Steps
 from r3channel.trainer.rank_shard import RankShard
 from r3channel.trainer.relay_connection import RelayConnection
@@ -387,14 +387,14 @@ def exchange(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     """A relay that takes rows from elsewhere. (layout, samples)"""
     layout, moved, layers, names = EXCHANGES[request.param]
 
-    def pieces(outgoing: Outgoing) -> Iterator[Ids]:
+    def pieces(outgoing: RowStream) -> Iterator[Ids]:
         for sample, position, rows in outgoing.stream.sends():
             for row in range(position, position + rows):
                 name, at = moved(outgoing.stream.samples[sample].sample_id, row)
                 (turn,) = outgoing.rows[name]
                 yield np.ascontiguousarray(turn.ids_TLK[at : at + 1, layers])
 
-    monkeypatch.setattr(Outgoing, "pieces", pieces)
+    monkeypatch.setattr(RowStream, "pieces", pieces)
     return layout, names
 
 
@@ -422,7 +422,7 @@ def mixed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tu
     outgoing, add = Steps.outgoing, Steps.add
     axis = {"two ranks' streams": 0, "context ranks' streams": 2}.get(request.param)
 
-    def other(steps: Steps, step: int, key: tuple[int, int, int], run: str) -> Outgoing:
+    def other(steps: Steps, step: int, key: tuple[int, int, int], run: str) -> RowStream:
         assert axis is not None
         swapped = tuple(1 - part if at == axis else part for at, part in enumerate(key))
         return outgoing(steps, step, swapped, run)  # type: ignore[arg-type]

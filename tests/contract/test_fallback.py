@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from r3channel import errors
-from r3channel.relay.delivery import _Served
-from r3channel.relay.staging import HostStaging
+from r3channel.relay.row_server import _Served
+from r3channel.relay.send_buffers import HostStaging
 from r3channel.trainer.receiver import Receiver
 from r3channel.trainer.relay_connection import RelayConnection
 from r3channel.transport.base import Pending, Rendezvous, Transport
@@ -246,7 +246,7 @@ def test_a_group_that_is_not_there_by_the_joins_deadline_fails_the_join(
         ended.wait(LIMIT_S)
         raise errors.TransportError("the relay's end was given up")
 
-    monkeypatch.setattr("r3channel.relay.delivery.join", hangs)
+    monkeypatch.setattr("r3channel.relay.row_server.join", hangs)
     (receiver,) = receivers_of(relay)
     begin = time.monotonic()
     with pytest.raises(errors.DeadlineExceeded, match=r"rank 1 of 2 could not join"):
@@ -267,10 +267,10 @@ def test_rows_go_over_nccl_where_both_ends_ask_for_it(
         backends.append(rendezvous.backend)
         return join(replace(rendezvous, backend="gloo"), timeout_s=timeout_s)
 
-    monkeypatch.setattr("r3channel.relay.delivery.DeviceStaging", lambda device: HostStaging())
-    monkeypatch.setattr("r3channel.relay.delivery.gpu_of", lambda device: "the relay's")
+    monkeypatch.setattr("r3channel.relay.row_server.DeviceStaging", lambda device: HostStaging())
+    monkeypatch.setattr("r3channel.relay.row_server.gpu_of", lambda device: "the relay's")
     monkeypatch.setattr("r3channel.trainer.relay_connection.gpu_of", lambda: "its own")
-    monkeypatch.setattr("r3channel.relay.delivery.join", over_gloo)
+    monkeypatch.setattr("r3channel.relay.row_server.join", over_gloo)
     monkeypatch.setattr("r3channel.trainer.relay_connection.join", over_gloo)
     relay = make_relay("dp=1", transport="nccl")
     (receiver,) = receivers_of(relay, replace(relay.config, transport=transport))
@@ -283,8 +283,8 @@ def test_a_receiver_on_the_relays_own_gpu_is_refused_by_name(
     make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NCCL itself would fail on both sides, without naming either."""
-    monkeypatch.setattr("r3channel.relay.delivery.DeviceStaging", lambda device: HostStaging())
-    monkeypatch.setattr("r3channel.relay.delivery.gpu_of", lambda device: f"GPU-{device}")
+    monkeypatch.setattr("r3channel.relay.row_server.DeviceStaging", lambda device: HostStaging())
+    monkeypatch.setattr("r3channel.relay.row_server.gpu_of", lambda device: f"GPU-{device}")
     monkeypatch.setattr("r3channel.trainer.relay_connection.gpu_of", lambda: "GPU-3")
     relay = make_relay("dp=1", transport="nccl", device=3)
     (receiver,) = receivers_of(relay)

@@ -23,10 +23,10 @@ from r3channel.cli import main
 from r3channel.observe.metric_table import LABELS, METRICS
 from r3channel.observe.stage_clock import WAITS
 from r3channel.plan.assignment import Assignment
-from r3channel.relay.arrival import rows
-from r3channel.relay.delivery import _Served
-from r3channel.relay.entries import Entries
+from r3channel.relay import verify
 from r3channel.relay.relay import Relay
+from r3channel.relay.row_server import _Served
+from r3channel.relay.sample_table import SampleTable
 from r3channel.relay.sealed import SealedStep
 from r3channel.relay.steps import Steps
 from r3channel.tools.report_page import verdict_of
@@ -249,7 +249,7 @@ def check(text: str) -> None:
 
 SLOW_S = 0.2
 SLOW = {
-    ("relay", "ingest"): (Entries, "reply"), ("relay", "verify"): (rows, "parse_frame"),
+    ("relay", "ingest"): (SampleTable, "reply"), ("relay", "verify"): (verify, "parse_frame"),
     ("relay", "place"): (SealedStep, "prepare"), ("relay", "send"): (_Served, "_send_plain"),
     ("trainer", "place"): (RelaySink, "rows"), ("trainer", "verify"): (RelaySink, "verify"),
     ("trainer", "wait_relay"): (Steps, "outgoing"),

@@ -55,10 +55,10 @@ GREETED_S = 3.0
 @pytest.fixture
 def second(make_relay: MakeRelay, tmp_path: Path) -> Iterator[Relay]:
     """The relay after one that was killed when dp 0 had acknowledged step 7 and dp 1 had not come; it has sealed it again."""
-    first = make_relay("dp=2", store_dir=str(tmp_path / "first"))
+    first = make_relay("dp=2", journal=str(tmp_path / "first"))
     check_rows(receivers_of(first)[0].receive(sealed(first, 7)))
     assert first.status()["steps"][7]["missing"] == [(1, 0, 0)]
-    config = ChannelConfig(store_dir=str(tmp_path / "second"), bucket_bytes=1024, step_timeout_s=LIMIT_S)
+    config = ChannelConfig(journal=str(tmp_path / "second"), bucket_bytes=1024, step_timeout_s=LIMIT_S)
     (folder,) = (tmp_path / "first").iterdir()
     shutil.copytree(folder, tmp_path / "second" / folder.name)  # as a kill leaves it, unlocked
     relay, recovery = Relay.recover(SPEC, first.layout, config)

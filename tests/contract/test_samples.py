@@ -47,8 +47,8 @@ def ids_in(shard: RankShard, name: str) -> np.ndarray:
 def test_a_folder_that_a_relay_cannot_write_is_named_when_it_is_made(tmp_path: Path) -> None:
     (file := tmp_path / "file").touch()
     before = threads()
-    with pytest.raises(errors.ConfigError, match=rf"^store_dir {file}/store cannot be written"):
-        Relay(SPEC, TrainerLayout(), ChannelConfig(store_dir=f"{file}/store"))
+    with pytest.raises(errors.ConfigError, match=rf"^journal {file}/store cannot be written"):
+        Relay(SPEC, TrainerLayout(), ChannelConfig(journal=f"{file}/store"))
     with pytest.raises(errors.ConfigError, match=rf"^recording: {file}/rec cannot be written"):
         Relay(SPEC, TrainerLayout(), recorder=Recorder(f"{file}/rec"))
     until(lambda: threads() <= before, "its threads have ended")
@@ -58,12 +58,12 @@ def test_a_folder_that_a_relay_cannot_write_is_named_when_it_is_made(tmp_path: P
 def test_a_relay_that_cannot_start_leaves_no_folder_thread_or_lock(tmp_path: Path, interface: str) -> None:
     before, files = threads(), set(os.listdir("/proc/self/fd"))
     with pytest.raises((errors.ConfigError, errors.UsageError, errors.TransportError)) as raised:
-        Relay(SPEC, TrainerLayout(), ChannelConfig(store_dir=str(tmp_path), interface=interface))
+        Relay(SPEC, TrainerLayout(), ChannelConfig(journal=str(tmp_path), interface=interface))
     assert interface in str(raised.value)
     assert list(tmp_path.iterdir()) == []
     until(lambda: threads() <= before, "its threads have ended")
     until(lambda: set(os.listdir("/proc/self/fd")) <= files, "its files are closed")
-    relay, recovery = Relay.recover(SPEC, TrainerLayout(), ChannelConfig(store_dir=str(tmp_path)))
+    relay, recovery = Relay.recover(SPEC, TrainerLayout(), ChannelConfig(journal=str(tmp_path)))
     assert recovery.pending == [] and recovery.damaged == []
     relay.close()
 

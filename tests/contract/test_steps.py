@@ -39,7 +39,7 @@ TOKENS = 100
 
 @pytest.fixture
 def make_relay(tmp_path: Path) -> Iterator[MakeRelay]:
-    with relays(store_dir=str(tmp_path)) as make:
+    with relays(journal=str(tmp_path)) as make:
         yield make
 
 
@@ -58,8 +58,8 @@ def check_untouched(relay: Relay, *names: str) -> None:
     status = relay.status()
     assert status["pending"] == sorted(names) and status["steps"] == {}
     assert status["store"]["frames"] == len(names)
-    assert relay._durable is not None
-    kept = sorted(path.suffix for path in relay._durable.folder.iterdir() if path.suffix)
+    assert relay._journal is not None
+    kept = sorted(path.suffix for path in relay._journal.folder.iterdir() if path.suffix)
     assert kept == [".frame"] * len(names)
 
 
@@ -136,7 +136,7 @@ def test_a_sample_that_grew_while_it_was_sealed_is_refused_by_name(
     frame = encode_frame(
         SPEC, expert_ids_TLK=rows, provenance=[span], first_row=TOKENS - 1, sample_key=key, codec="stored"
     )
-    held = relay.intake.landing.keep(frame, sample_id="a", engine="e", max_rows=TOKENS, room_s=0.0)
+    held = relay.intake.verifier.keep(frame, sample_id="a", engine="e", max_rows=TOKENS, room_s=0.0)
     relay.intake.arrive((1, 1), held)
     ticket = relay.seal(0, each("a", "b"))
     assert ticket.sample("a").tokens == TOKENS + 10
@@ -280,7 +280,7 @@ def test_closing_ends_every_wait_and_lets_memory_go(
         with pytest.raises(errors.StepError, match=r"\{0: \[\(0, 0, 0\), \(1, 0, 0\)\]\}.*running: \[\]"):
             closing.result(LIMIT_S)
     assert relay._store.held_bytes == relay._store.live_bytes
-    assert relay._durable is not None and not relay._durable.folder.exists()
+    assert relay._journal is not None and not relay._journal.folder.exists()
     with pytest.raises(errors.UsageError, match="closed"):
         relay.undelivered(wait_s=10 * LIMIT_S)
 

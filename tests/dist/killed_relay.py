@@ -27,11 +27,11 @@ from r3channel.errors import R3Error
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.ticket import Ticket
-from r3channel.relay.arrival.rows import Landing
+from r3channel.relay.journal import Journal
+from r3channel.relay.recovery import Recovery
 from r3channel.relay.relay import Relay
-from r3channel.relay.sealed import Outgoing, SealedStep
-from r3channel.relay.storage.durable import Durable
-from r3channel.relay.storage.recovery import Recovery
+from r3channel.relay.sealed import RowStream, SealedStep
+from r3channel.relay.verify import FrameVerifier
 from r3channel.trainer.rank_shard import RankShard
 from r3channel.trainer.receiver import Receiver
 from r3channel.trainer.relay_connection import RelayConnection
@@ -57,7 +57,7 @@ def fill(relay: Relay, *, but: tuple[str, ...] = ()) -> None:
 
 
 def config(folder: Path) -> ChannelConfig:
-    return ChannelConfig(store_dir=str(folder), **CONFIG)
+    return ChannelConfig(journal=str(folder), **CONFIG)
 
 
 # -- where a process dies ------------------------------------------------------------------------------------------------
@@ -86,28 +86,28 @@ before, after = at, partial(at, done=True)
 
 def within_rows() -> None:
     """One bucket is on the wire and the next is not."""
-    inner = Outgoing.batches
+    inner = RowStream.batches
 
-    def batches(self: Outgoing, nbytes: int) -> Iterator[list[memoryview]]:
+    def batches(self: RowStream, nbytes: int) -> Iterator[list[memoryview]]:
         for number, batch in enumerate(inner(self, nbytes)):
             if number:
                 die()
             yield batch
 
-    Outgoing.batches = batches
+    RowStream.batches = batches
 
 
 AT_RELAY: dict[str, Callable[[], None]] = {
-    "before a frame is kept": partial(before, Landing, "keep", call=3),
-    "after a frame is written": partial(after, Durable, "frame", call=3),
+    "before a frame is kept": partial(before, FrameVerifier, "keep", call=3),
+    "after a frame is written": partial(after, Journal, "frame", call=3),
     "before the seal": partial(before, Relay, "seal"),
-    "after the seal": partial(after, Durable, "sealed"),
+    "after the seal": partial(after, Journal, "sealed"),
     "before the rows are prepared": partial(before, SealedStep, "prepare"),
     "in the first bucket": within_rows,
-    "before the last acknowledgement is written": partial(before, Durable, "acked", call=2),
-    "after the last acknowledgement is written": partial(after, Durable, "acked", call=2),
-    "before the first acknowledgement is written": partial(before, Durable, "acked"),
-    "after the first acknowledgement is written": partial(after, Durable, "acked"),
+    "before the last acknowledgement is written": partial(before, Journal, "acked", call=2),
+    "after the last acknowledgement is written": partial(after, Journal, "acked", call=2),
+    "before the first acknowledgement is written": partial(before, Journal, "acked"),
+    "after the first acknowledgement is written": partial(after, Journal, "acked"),
 }
 AT_RECEIVER: dict[str, Callable[[], None]] = {
     "in its first bucket": partial(before, RelaySink, "rows"),

@@ -8,7 +8,7 @@ from typing import Any
 from r3channel.config import ChannelConfig
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
-from r3channel.relay.actor import RelayHost
+from r3channel.relay.ray_host import RelayHost
 from r3channel.relay.relay import Relay
 from tests.direct import Engine, hello_of
 from tests.samples import SPEC

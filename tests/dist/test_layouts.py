@@ -65,7 +65,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def sealed(layout: TrainerLayout, folder: Path) -> Relay:
     """A relay with one recorded step of the eight samples, sealed; micro-batches of one to three samples."""
-    config = ChannelConfig(bucket_bytes=4096, store_dir=str(folder / "store"))
+    config = ChannelConfig(bucket_bytes=4096, journal=str(folder / "store"))
     relay = Relay(SPEC, layout, config, recorder=Recorder(folder / "recording"))
     rng, names = np.random.default_rng(1), {f"sample{i}": n for i, n in enumerate(LENGTHS)}
     for index, (name, count) in enumerate(names.items()):

@@ -21,7 +21,7 @@ from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.placement import place_samples
 from r3channel.plan.ticket import Ticket
 from r3channel.recordings.recording import Recording
-from r3channel.relay.actor import NAME
+from r3channel.relay.ray_host import NAME
 from tests.samples import SPEC, random_ids
 
 pytestmark = [pytest.mark.dist, pytest.mark.full]
@@ -110,7 +110,7 @@ def ranks_of(names: list[str]) -> list[list[list[str]]]:
 
 def receive(places: Places, ticket: Ticket) -> None:
     """Trainers as threads of this process; every rank must hold what its plan says."""
-    from r3channel.relay.actor import RayRelay
+    from r3channel.relay.ray_host import RayRelay
     from r3channel.trainer.receiver import Receiver
     from tests.dist.ray_places import config_of
 
@@ -132,7 +132,7 @@ def receive(places: Places, ticket: Ticket) -> None:
 def test_a_recording_begins_and_ends_while_the_channel_runs(places: Places, tmp_path: Path) -> None:
     import ray
 
-    from r3channel.relay.actor import RayRelay
+    from r3channel.relay.ray_host import RayRelay
 
     folder, address = tmp_path / "rec", ray.get_runtime_context().gcs_address
     for step, (arguments, said) in enumerate(
@@ -163,7 +163,7 @@ def test_a_recording_begins_and_ends_while_the_channel_runs(places: Places, tmp_
 def test_a_relay_whose_process_died_is_a_transport_error(places: Places) -> None:
     import ray
 
-    from r3channel.relay.actor import RayRelay
+    from r3channel.relay.ray_host import RayRelay
 
     ray.kill(places.manager)
     with pytest.raises(errors.TransportError, match="the relay's actor is gone during hello"):

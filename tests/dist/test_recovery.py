@@ -1,4 +1,4 @@
-"""A relay is killed with SIGKILL; what the one after it finds of its folder. Each kind of damage: tests/unit/test_durable.py."""
+"""A relay is killed with SIGKILL; what the one after it finds of its folder. Each kind of damage: tests/unit/test_journal.py."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import pytest
 from r3channel import errors
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
+from r3channel.relay.journal import read_remains
+from r3channel.relay.recovery import Recovery
 from r3channel.relay.relay import Relay
-from r3channel.relay.storage.durable import read_remains
-from r3channel.relay.storage.recovery import Recovery
 from tests.direct import draft_of
 from tests.dist.killed_relay import LAYOUT, STEP, STEPS, TOKENS, Child, config, fill, leave
 from tests.samples import SPEC, reply_for
@@ -122,6 +122,6 @@ def add_turns(relay: Relay, *ends: int, seed: int = 0) -> None:
 def left_by(relay: Relay, root: Path) -> Path:
     """What would be there after a kill."""
     (folder,) = (
-        path for path in Path(relay.config.store_dir).glob("relay-*") if not (root / path.name).exists()
+        path for path in Path(relay.config.journal).glob("relay-*") if not (root / path.name).exists()
     )
     return Path(shutil.copytree(folder, root / folder.name))

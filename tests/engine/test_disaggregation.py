@@ -14,7 +14,7 @@ import pytest
 from examples.embedded.sglang import EngineServer
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
-from r3channel.relay.arrival.splice import merged_frame
+from r3channel.relay.pd_merge import merged_frame
 from r3channel.relay.relay import Relay
 from r3channel.wire.frame import parse_frame
 from r3channel.wire.routing import RowKind

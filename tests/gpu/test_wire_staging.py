@@ -17,9 +17,9 @@ import torch
 from r3channel.config import ChannelConfig
 from r3channel.errors import DigestMismatch
 from r3channel.plan.layout import TrainerLayout
-from r3channel.relay import delivery
+from r3channel.relay import row_server
 from r3channel.relay.relay import Relay
-from r3channel.relay.staging import DeviceStaging
+from r3channel.relay.send_buffers import DeviceStaging
 from r3channel.trainer import relay_connection as member
 from r3channel.trainer.receiver import Receiver
 from r3channel.transport.base import Pending, Rendezvous, Transport
@@ -89,7 +89,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> OneDevice:
         assert rendezvous.backend == "nccl"
         return group
 
-    monkeypatch.setattr(delivery, "join", join)
+    monkeypatch.setattr(row_server, "join", join)
     monkeypatch.setattr(member, "join", join)
     monkeypatch.setattr(member, "gpu_of", lambda: "one of its own")  # else it is refused: it is the relay's
     return group

@@ -72,7 +72,7 @@ def test_every_option_has_a_flag_with_a_text() -> None:
         ("bucket_bytes = [1]", "bucket_bytes=[1], expected a whole number"),
         ("bucket_bytes = 4096.7", "bucket_bytes=4096.7, expected a whole number"),
         ("bucket_bytes = true", "bucket_bytes=True, expected a whole number"),
-        ("prefetch = 7", "prefetch=7, expected true or false"), ("store_dir = 7", "store_dir=7, expected text"),
+        ("prefetch = 7", "prefetch=7, expected true or false"), ("journal = 7", "journal=7, expected text"),
     ],
 )  # fmt: skip
 def test_a_file_that_cannot_be_used_is_named_with_the_value(tmp_path: Path, text: str, said: str) -> None:

@@ -174,9 +174,9 @@ def test_an_engines_settings_are_judged_and_refused_ones_are_a_fault_unless_allo
 
 
 ROLES = {
-    "relay": ({"torch", "ray", "numba", "pybase64", "h11", "store_dir"}, {"sglang", "megatron-core", "SGLang hooks"}),
-    "engine": ({"sglang", "SGLang plug-in", "SGLang hooks"}, {"ray", "megatron-core", "numba", "store_dir"}),
-    "trainer": ({"megatron-core", "mbridge", "Megatron names"}, {"sglang", "h11", "store_dir", "SGLang hooks"}),
+    "relay": ({"torch", "ray", "numba", "pybase64", "h11", "journal"}, {"sglang", "megatron-core", "SGLang hooks"}),
+    "engine": ({"sglang", "SGLang plug-in", "SGLang hooks"}, {"ray", "megatron-core", "numba", "journal"}),
+    "trainer": ({"megatron-core", "mbridge", "Megatron names"}, {"sglang", "h11", "journal", "SGLang hooks"}),
 }  # fmt: skip
 
 
@@ -190,7 +190,7 @@ def test_a_role_is_asked_for_what_it_needs_only(role: str, monkeypatch: pytest.M
 
 def test_a_store_that_cannot_hold_what_it_may_be_given_is_a_fault(tmp_path: Path) -> None:
     def store_check(folder: str, store_bytes: int) -> Check:
-        config = ChannelConfig(store_dir=str(tmp_path / folder), store_bytes=store_bytes)
+        config = ChannelConfig(journal=str(tmp_path / folder), store_bytes=store_bytes)
         return next(preflight.check_store(context(config)))
 
     here = store_check("new", 64 << 20)

@@ -35,7 +35,7 @@ DOORS = {("engine/sglang_plugin.py", "r3channel.weights.receiver")}
 PLACES = {
     "sglang": ("engine/sglang.py", "weights/receiver.py", "bench/capture.py"),
     "megatron": ("trainer/adapters/megatron.py",),
-    "ray": ("relay/actor.py", "integrations/", "bench/relay.py", "bench/relay_paths.py"),
+    "ray": ("relay/ray_host.py", "integrations/", "bench/relay.py", "bench/relay_paths.py"),
     "torch.distributed": ("transport/", "weights/", "recordings/run_ranks.py", "bench/weights.py"),
     "prometheus_client": ("observe/metrics.py",),
 }
@@ -147,7 +147,7 @@ def test_imports_point_down() -> None:
 
 
 def test_an_upward_or_sideways_import_is_noticed() -> None:
-    lazy = "def f():\n    from r3channel.relay.storage.store import FrameStore"
+    lazy = "def f():\n    from r3channel.relay.memory import FrameStore"
     assert [wrong_direction(found) for found in parsed("wire/frame.py", lazy)] == [True]
     assert [wrong_direction(found) for found in parsed("trainer/receiver.py", lazy)] == [True]
     assert [wrong_direction(found) for found in parsed("relay/sender.py", lazy)] == [False]

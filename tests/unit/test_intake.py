@@ -21,8 +21,8 @@ from r3channel.model.spec import RoutingSpec
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.recordings.recorder import Recorder
+from r3channel.relay.journal import Journal
 from r3channel.relay.relay import Relay
-from r3channel.relay.storage.durable import Durable
 from r3channel.wire import frame_view as received
 from r3channel.wire.digest import fold, layer_digests
 from r3channel.wire.frame import encode_error, encode_frame, sample_key
@@ -283,7 +283,7 @@ def test_a_step_records_the_rows_of_all_turns(tmp_path: Path) -> None:
 
 @pytest.fixture
 def on_disk(tmp_path: Path) -> Iterator[Relay]:
-    with closing(Relay(SPEC, TrainerLayout(), ChannelConfig(store_dir=str(tmp_path)))) as relay:
+    with closing(Relay(SPEC, TrainerLayout(), ChannelConfig(journal=str(tmp_path)))) as relay:
         yield relay
 
 
@@ -293,7 +293,7 @@ def full(*_: Any, **__: Any) -> None:
 
 def test_a_sample_that_cannot_be_kept_is_told(on_disk: Relay, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch, pytest.raises(errors.StoreFull):
-        patch.setattr(Durable, "frame", full)
+        patch.setattr(Journal, "frame", full)
         on_disk.add("s", turn(0, 10), TOKENS[:11])
     assert on_disk.status()["store"]["frames"] == 0
     for name in ("s", "t"):
@@ -305,7 +305,7 @@ def test_rows_whose_note_cannot_be_written_stay_the_samples_own(
     on_disk: Relay, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(Durable, "note", full)
+        patch.setattr(Journal, "note", full)
         on_disk.add("s", turn(0, 10), TOKENS[:11])
     assert "sample s would not survive a kill" in caplog.text
     on_disk.add("t", turn(0, 10), TOKENS[:11])

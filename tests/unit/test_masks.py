@@ -141,7 +141,7 @@ def test_masks_follow_a_reference_too(make_relay: MakeRelay) -> None:
     rows = random_rows(5, seed=0)
     data = REFERENCE.to_bytes() + masks_of(rows, first_row=3, request="s")
     relay.add("s", reply_of(data, request_id="s"), range(9))
-    held = relay.intake.landing.keep(
+    held = relay.intake.verifier.keep(
         frame_of(9, sample_key=sample_key("s")), sample_id="s", engine="e", max_rows=9, room_s=0.0
     )
     relay.intake.arrive(REFERENCE.name, held)
@@ -238,8 +238,8 @@ def test_no_memory_for_masks_is_told_to_all(make_relay: MakeRelay, monkeypatch: 
 
 
 def test_masks_and_durability_are_not_had_together() -> None:
-    with pytest.raises(errors.ConfigError, match="store_dir"):
-        ChannelConfig(sampling_masks=True, store_dir="anywhere")
+    with pytest.raises(errors.ConfigError, match="journal"):
+        ChannelConfig(sampling_masks=True, journal="anywhere")
 
 
 # -- on the wire -------------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ def test_the_demo_says_all_that_is_wrong_at_once_and_starts_nothing(tmp_path: Pa
     (file := tmp_path / "file").touch()
     options = [
         *("--layout", "dp=3,tp=5", "--samples", "12", "--report", f"{file}/report", "--record", f"{file}/record"),
-        *("--trace", f"{file}/trace.json", "--r3-metrics-port", str(taken - 2), "--r3-store-dir", f"{file}/store"),
+        *("--trace", f"{file}/trace.json", "--r3-metrics-port", str(taken - 2), "--r3-journal", f"{file}/store"),
     ]  # fmt: skip
     asked = ("-m", "examples.demo", *options)
     done = run(*asked, TMPDIR=str(tmp_path), PYTHONPROFILEIMPORTTIME="1")
@@ -41,7 +41,7 @@ def test_the_demo_says_all_that_is_wrong_at_once_and_starts_nothing(tmp_path: Pa
     assert (
         f"--r3-metrics-port (R3CHANNEL_METRICS_PORT), of trainer rank 1: port {taken} cannot be bound" in said
     )
-    assert f"--r3-store-dir (R3CHANNEL_STORE_DIR): {file} cannot be written (Not a directory)" in said
+    assert f"--r3-journal (R3CHANNEL_JOURNAL): {file} cannot be written (Not a directory)" in said
     for option in ("--report", "--record", "--trace"):
         assert f"{option}: {file} cannot be written (Not a directory); give a folder that can" in said
     assert list(tmp_path.iterdir()) == [file]
@@ -83,9 +83,9 @@ def test_a_folder_is_written_in_earnest_and_nothing_stays(tmp_path: Path) -> Non
     )  # though a superuser may be told that it can
     assert "needed; give a folder with more room" in preflight.folder("--report", new, room_bytes=1 << 60)
     assert list(tmp_path.iterdir()) == [file]
-    config = ChannelConfig(store_dir=str(file), metrics_dir=f"{file}/a", token_file=f"{file}/b/token")
+    config = ChannelConfig(journal=str(file), metrics_dir=f"{file}/a", token_file=f"{file}/b/token")
     assert [line.split()[0] for line in faults_of(config).splitlines()] == [
-        "--r3-store-dir",
+        "--r3-journal",
         "--r3-metrics-dir",
         "--r3-token-file",
     ]

@@ -24,11 +24,12 @@ from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.ticket import Ticket, TicketSample
 from r3channel.recordings.logprobs import SIDES, read_logprobs, write_logprobs
-from r3channel.recordings.recorder import Recorder, segment_name, write_segment
+from r3channel.recordings.recorder import Recorder, segment_name, write_segment, write_step
 from r3channel.recordings.recording import Recording
 from r3channel.recordings.segment import HEAD_BYTES, Kind, check_room, pack, read
 from r3channel.trainer.logprobs import KeptLogprobs
 from r3channel.wire.digest import fold, layer_digests
+from r3channel.wire.frame import encode_frame
 from r3channel.wire.routing import as_tokens, hash_tokens
 from tests.children import run
 from tests.misaligned import engine_step
@@ -98,6 +99,17 @@ def test_the_golden_recording_is_read_and_every_digest_holds() -> None:
     assert len(step.samples) == 16 and step.ticket.layout.tp == 2
     rows = {sample.sample_id: step.rows(sample.sample_id) for sample in step.samples}
     assert sum(map(len, rows.values())) == sum(sample.tokens - 1 for sample in step.samples) > 0
+
+
+def test_a_frame_of_another_model_in_a_torn_step_costs_its_sample_alone(tmp_path: Path) -> None:
+    record(Recorder(tmp_path), 0)
+    step, other = (
+        Recording.open(tmp_path).step(0),
+        encode_frame(WIDE, expert_ids_TLK=random_ids(8, spec=WIDE)),
+    )
+    path = write_step(tmp_path / "mixed", replace(step, frames={**step.frames, "a": (memoryview(other),)}))
+    path.write_bytes(path.read_bytes()[:-HEAD_BYTES])  # without its end
+    assert Recording.open(tmp_path / "mixed").step(0).cut == ("a",)
 
 
 @pytest.mark.parametrize("cut", range(40))

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from r3channel.relay.arrival import reply as reply_module
-from r3channel.relay.arrival.reply import ROUTING_FIELD, split_reply
+from r3channel.relay import reply as reply_module
+from r3channel.relay.reply import ROUTING_FIELD, split_reply
 
 FIELD = "routed_experts"
 texts = st.one_of(

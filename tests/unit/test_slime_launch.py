@@ -68,13 +68,13 @@ MEGATRON = {
 
 def test_this_machine_and_the_layout_are_looked_at_before_slime_starts_a_part(tmp_path: Path) -> None:
     (file := tmp_path / "file").touch()
-    given = ("--r3-store-dir", f"{file}/store", "--r3-record", f"{file}/record")
+    given = ("--r3-journal", f"{file}/store", "--r3-record", f"{file}/record")
 
     def faults(*more: str, **slime: Any) -> list[str]:
         args = slime_arguments.prepared(parsed(*given, *more, **MEGATRON | slime))
         return [fault.split()[0] for fault in slime_arguments.faults(args) if fault]
 
-    assert faults() == ["--r3-store-dir", "--r3-record:"]
+    assert faults() == ["--r3-journal", "--r3-record:"]
     assert faults("--r3-interface", "10.0.0.5") == []  # the relay may be on any node
     with pytest.raises(ConfigError, match="8 trainer ranks do not divide by tp=3 x pp=1 x cp=1"):
         faults(tensor_model_parallel_size=3)

@@ -13,7 +13,7 @@ import pytest
 from examples.embedded.model import write_model
 from examples.embedded.sglang import EngineServer, environment, free_port
 from r3channel.model.spec import RoutingSpec
-from r3channel.relay.arrival.reply import frame_bytes_of
+from r3channel.relay.reply import frame_bytes_of
 from r3channel.wire.frame import parse_frame
 from r3channel.wire.hello import Hello, probe_body
 from r3channel.wire.routing import RowKind

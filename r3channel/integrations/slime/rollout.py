@@ -26,7 +26,7 @@ from r3channel.integrations.slime.engine_variables import engine_variables
 from r3channel.integrations.slime.sample_rows import SampleRows
 from r3channel.model.spec import RoutingSpec
 from r3channel.recordings.recorder import recorder_of
-from r3channel.relay.actor import RelayHost
+from r3channel.relay.ray_host import RelayHost
 from r3channel.relay.relay import Relay
 
 _LOOPBACK = "127.0.0.1"

@@ -20,7 +20,7 @@ from r3channel.errors import StepError
 from r3channel.integrations.slime.arguments import layout_of
 from r3channel.integrations.slime.weights import ChannelUpdater
 from r3channel.plan.ticket import Ticket
-from r3channel.relay.actor import RayRelay
+from r3channel.relay.ray_host import RayRelay
 from r3channel.trainer.adapters.megatron_schedule import replayed
 from r3channel.trainer.channel import TrainerChannel
 from r3channel.trainer.replay import ReplayStep

@@ -20,10 +20,10 @@ from r3channel.config import ChannelConfig
 from r3channel.errors import ConfigError
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.ticket import Ticket
-from r3channel.relay import delivery
-from r3channel.relay.actor import RayRelay, RelayHost
+from r3channel.relay import row_server
+from r3channel.relay.ray_host import RayRelay, RelayHost
 from r3channel.relay.relay import Relay
-from r3channel.relay.staging import HostStaging
+from r3channel.relay.send_buffers import HostStaging
 from r3channel.trainer import relay_connection as member
 from r3channel.trainer.receiver import Receiver
 from r3channel.transport.select import gpu_of
@@ -45,8 +45,8 @@ class Owner(RelayHost):
     def __init__(self, transport: str, stand_in: str = "") -> None:
         """`stand_in`: the GPU that it is to think it has, where it has none."""
         if stand_in:
-            setattr(delivery, "DeviceStaging", lambda device: HostStaging())  # noqa: B010
-            setattr(delivery, "gpu_of", lambda device: stand_in)  # noqa: B010
+            setattr(row_server, "DeviceStaging", lambda device: HostStaging())  # noqa: B010
+            setattr(row_server, "gpu_of", lambda device: stand_in)  # noqa: B010
         self.relay = Relay(SPEC, LAYOUT, config_of(transport))
 
     def hello(self, **at: int) -> dict[str, Any]:

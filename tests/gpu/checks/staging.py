@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from xxhash import xxh3_64_intdigest
 
-from r3channel.relay.staging import BUCKETS_ALIVE, DeviceStaging
+from r3channel.relay.send_buffers import BUCKETS_ALIVE, DeviceStaging
 from tests.gpu.facts import Facts
 
 THREADS, BUCKETS, NBYTES = 8, 1000, 1 << 20

@@ -124,7 +124,7 @@ class Request:
     """The body's bytes; None when they are missing, or not known before."""
 
 
-class Link:
+class HttpConnection:
     """One connection: next_request -> body -> answer, again and again."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -182,12 +182,12 @@ class Link:
         self._sock.sendall(data)
 
 
-class Share:
+class BodyLimit:
     """Bounds the bytes of bodies that are read at once, and so what stalled connections can hold. Any thread.
 
     A large body raises the bound to `AT_ONCE` of its size while it is read: no number of small ones keeps it out.
 
-    >>> share = Share(at_once_bytes=100)
+    >>> share = BodyLimit(at_once_bytes=100)
     >>> [share.take(name, 12) for name in range(9)], share.take("large", 100)
     ([True, True, True, True, True, True, True, True, False], True)
     """
@@ -211,13 +211,13 @@ class Share:
             del self._reading[owner]
 
 
-class Door:
+class IngestServer:
     """SERVING -> CLOSED. The constructor returns once the port is bound, or raises `ConfigError` or `UsageError`."""
 
     def __init__(self, intake: Intake, *, token: str, host: str, port: int, max_body_bytes: int) -> None:
         self._intake, self._token = intake, token
         self._limits = {HELLO_PATH: MAX_HELLO_BYTES, FRAMES_PATH: max_body_bytes}
-        self._share = Share(at_once_bytes=AT_ONCE_BYTES)
+        self._share = BodyLimit(at_once_bytes=AT_ONCE_BYTES)
         self._lock = threading.Lock()
         self._open: dict[socket.socket, threading.Thread] = {}
         self._closed = False
@@ -274,7 +274,7 @@ class Door:
     def _serve(self, connection: socket.socket) -> None:
         try:
             with connection:
-                self._converse(Link(connection))
+                self._converse(HttpConnection(connection))
         except OSError:  # it went away, or was silent for too long; an engine comes again
             pass
         except Exception:
@@ -283,7 +283,7 @@ class Door:
             with self._lock:
                 del self._open[connection]
 
-    def _converse(self, link: Link) -> None:
+    def _converse(self, link: HttpConnection) -> None:
         patience_s, close = _FIRST_HEAD_S, False
         while not close:
             try:
@@ -315,7 +315,7 @@ class Door:
             return Status.TOO_LARGE, f"{request.length} bytes, at most {limit}", True
         return None
 
-    def _take(self, link: Link, request: Request) -> tuple[Status, str, bool]:
+    def _take(self, link: HttpConnection, request: Request) -> tuple[Status, str, bool]:
         """(answer, its text, is this the end of the connection)."""
         nbytes = request.length or 0
         if not self._share.take(link, nbytes):

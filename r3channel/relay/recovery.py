@@ -12,7 +12,7 @@ from r3channel.errors import RoutingError, SampleTwice, TicketMismatch
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.shards import ShardKey
 from r3channel.plan.ticket import Ticket, TicketSample
-from r3channel.relay.storage.durable import Remains, SavedSample, SavedStep, SavedTurn, dead_relays
+from r3channel.relay.journal import Remains, SavedSample, SavedStep, SavedTurn, dead_relays
 
 
 @dataclass

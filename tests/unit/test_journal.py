@@ -27,10 +27,10 @@ import pytest
 from r3channel import errors
 from r3channel.errors import StoreFull, UsageError
 from r3channel.plan.assignment import Assignment
+from r3channel.relay import journal as durable_module
+from r3channel.relay.journal import Journal, Remains, dead_relays, read_remains
+from r3channel.relay.recovery import Recovery
 from r3channel.relay.relay import Relay
-from r3channel.relay.storage import durable as durable_module
-from r3channel.relay.storage.durable import Durable, Remains, dead_relays, read_remains
-from r3channel.relay.storage.recovery import Recovery
 from r3channel.wire.frame import encode_frame
 from tests.delivery import (
     LIMIT_S,
@@ -54,7 +54,7 @@ class Kept:
     """A folder, and how a relay puts a turn into it."""
 
     def __init__(self, root: Path) -> None:
-        self.durable = Durable(str(root))
+        self.durable = Journal(str(root))
         self.folder = self.durable.folder
         self.refs = itertools.count(1)
 
@@ -238,7 +238,7 @@ CHILD = """
 import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-from tests.unit.test_durable import Kept
+from tests.unit.test_journal import Kept
 kept = Kept(Path(sys.argv[1]))
 for number in range(50):
     kept.sample(f"s{number}", kept.frame(number))
@@ -309,13 +309,13 @@ def test_a_folder_that_goes_is_no_relay(
 
 
 def folder_of(relay: Relay) -> Path:
-    (folder,) = Path(relay.config.store_dir).iterdir()
+    (folder,) = Path(relay.config.journal).iterdir()
     return folder
 
 
 @pytest.fixture
 def make_relay(tmp_path: Path) -> Iterator[MakeRelay]:
-    with relays(store_dir=str(tmp_path / "alive")) as make:
+    with relays(journal=str(tmp_path / "alive")) as make:
         yield make
 
 
@@ -328,7 +328,7 @@ def recover(tmp_path: Path) -> Iterator[Callable[..., tuple[Relay, Recovery]]]:
         dead = tmp_path / f"dead-{len(found)}"
         folder = shutil.copytree(folder_of(relay), dead / folder_of(relay).name)
         change(folder)
-        config = relay.config.__class__(bucket_bytes=1024, store_dir=str(dead), step_timeout_s=LIMIT_S)
+        config = relay.config.__class__(bucket_bytes=1024, journal=str(dead), step_timeout_s=LIMIT_S)
         new, recovery = Relay.recover(SPEC, relay.layout, config)
         found.append(new)
         assert not folder.exists(), "what was read is deleted"
@@ -474,17 +474,17 @@ def test_a_recovery_without_room_changes_nothing_and_may_be_repeated(
     old.seal(0, assignment(dp=1))
     dead = tmp_path / "dead"
     folder = shutil.copytree(folder_of(old), dead / folder_of(old).name)
-    config = old.config.__class__(store_dir=str(dead))
-    written, frame = [0], Durable.frame
+    config = old.config.__class__(journal=str(dead))
+    written, frame = [0], Journal.frame
 
-    def full_at_the_third(durable: Durable, ref: int, data: bytes | memoryview) -> None:
+    def full_at_the_third(durable: Journal, ref: int, data: bytes | memoryview) -> None:
         written[0] += 1
         if written[0] == 3:
             raise StoreFull("no room")
         frame(durable, ref, data)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Durable, "frame", full_at_the_third)
+        patched.setattr(Journal, "frame", full_at_the_third)
         with pytest.raises(StoreFull, match="no room"):
             Relay.recover(SPEC, old.layout, config)
     assert [*dead.iterdir()] == [folder]
@@ -495,9 +495,9 @@ def test_a_recovery_without_room_changes_nothing_and_may_be_repeated(
 
 def test_there_is_nothing_to_recover_without_a_folder(make_relay: MakeRelay, tmp_path: Path) -> None:
     relay = make_relay("dp=1")
-    with pytest.raises(errors.UsageError, match="without store_dir"):
+    with pytest.raises(errors.UsageError, match="without journal"):
         Relay.recover(SPEC, relay.layout, relay.config.__class__())
-    new, recovery = Relay.recover(SPEC, relay.layout, relay.config.__class__(store_dir=str(tmp_path / "new")))
+    new, recovery = Relay.recover(SPEC, relay.layout, relay.config.__class__(journal=str(tmp_path / "new")))
     assert recovery == Recovery()
     new.close()
     assert list((tmp_path / "new").iterdir()) == []

@@ -21,8 +21,8 @@ from r3channel.errors import (
 )
 from r3channel.model.spec import RoutingSpec
 from r3channel.observe.stage_clock import StageClock
-from r3channel.relay.storage.durable import Durable
-from r3channel.relay.storage.store import SMALL_BYTES, Block, Store
+from r3channel.relay.journal import Journal
+from r3channel.relay.memory import SMALL_BYTES, Block, Store
 from r3channel.wire.digest import fold
 from r3channel.wire.frame import Frame, parse_frame
 from r3channel.wire.parcel import FrameName, Source, new_memory, read_frames
@@ -35,7 +35,7 @@ MOST_ROWS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class HeldRows:
+class VerifiedRows:
     """Verified rows of one frame, and the memory that they lie in until `free`."""
 
     ids_TLK: Ids
@@ -58,7 +58,7 @@ class HeldRows:
         return self.first_row + len(self.ids_TLK)
 
     @classmethod
-    def of(cls, frame: Frame, ids_TLK: Ids, block: Block, *, ref: int) -> HeldRows:
+    def of(cls, frame: Frame, ids_TLK: Ids, block: Block, *, ref: int) -> VerifiedRows:
         return cls(
             ids_TLK=ids_TLK,
             first_row=frame.first_row,
@@ -72,23 +72,23 @@ class HeldRows:
         )
 
 
-class Landing:
+class FrameVerifier:
     """Any thread."""
 
     def __init__(
         self,
         spec: RoutingSpec,
         store: Store,
-        durable: Durable | None,
+        journal: Journal | None,
         *,
         clock: StageClock,
         invalid_rows: str,
     ) -> None:
-        self._spec, self._store, self._durable = spec, store, durable
+        self._spec, self._store, self._journal = spec, store, journal
         self._clock, self._invalid_rows = clock, invalid_rows
         self._refs = itertools.count(1)
 
-    def keep(self, data: bytes, *, sample_id: str, engine: str, max_rows: int, room_s: float) -> HeldRows:
+    def keep(self, data: bytes, *, sample_id: str, engine: str, max_rows: int, room_s: float) -> VerifiedRows:
         """Verify and keep a frame that is in hand. Raises a typed `RoutingError`, or `StoreFull` after `room_s`."""
         frame = self._parsed(data, sample_id, engine, max_rows)
         if (
@@ -106,7 +106,7 @@ class Landing:
         engine: str,
         most_rows: Callable[[FrameName], int],
         wanted: Callable[[FrameName], bool],
-        take: Callable[[FrameName, HeldRows | R3Error], None],
+        take: Callable[[FrameName, VerifiedRows | R3Error], None],
     ) -> None:
         """Read an opened parcel and hand on each frame that is `wanted`, or why it cannot be used.
 
@@ -140,7 +140,7 @@ class Landing:
 
     def _land(
         self, serial: int, data: memoryview, block: Block | None, engine: str, max_rows: int
-    ) -> HeldRows | R3Error:
+    ) -> VerifiedRows | R3Error:
         try:
             frame = self._parsed(data, f"of frame {serial}", engine, max_rows)
             if block is None or not frame.stored:
@@ -160,22 +160,24 @@ class Landing:
             self._check_policy(frame)
             return frame
 
-    def _decoded(self, frame: Frame, data: bytes | memoryview, *, room_s: float = 0.0) -> HeldRows:
+    def _decoded(self, frame: Frame, data: bytes | memoryview, *, room_s: float = 0.0) -> VerifiedRows:
         """Rows that are coded, or many, are written once, into the store, and looked at there."""
         block = self._store.allocate(frame.raw_nbytes, timeout_s=room_s, what=frame.where)
         shape = (frame.rows, self._spec.num_moe_layers, self._spec.top_k)
         out_TLK = np.frombuffer(block.view, self._spec.id_dtype).reshape(shape)
         return self._finish(frame, data, out_TLK, block)
 
-    def _finish(self, frame: Frame, data: bytes | memoryview, out_TLK: Ids | None, block: Block) -> HeldRows:
+    def _finish(
+        self, frame: Frame, data: bytes | memoryview, out_TLK: Ids | None, block: Block
+    ) -> VerifiedRows:
         """Check every id, and write what must survive; whatever is raised, the block is free."""
         try:
             with self._clock.span("verify"):
                 ids_TLK = frame.verify(out_TLK)
                 ids_TLK.flags.writeable = False
-            rows = HeldRows.of(frame, ids_TLK, block, ref=next(self._refs))
-            if self._durable is not None:
-                self._durable.frame(rows.ref, data)
+            rows = VerifiedRows.of(frame, ids_TLK, block, ref=next(self._refs))
+            if self._journal is not None:
+                self._journal.frame(rows.ref, data)
         except BaseException:
             block.free()
             raise

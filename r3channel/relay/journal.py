@@ -1,4 +1,4 @@
-"""What survives a relay that is killed: a file for each frame, a file for each sealed step. Only with `store_dir`.
+"""What survives a relay that is killed: a file for each frame, a file for each sealed step. Only with `journal`.
 
     relay-<id>/lock           held while its process lives
                <ref>.frame    a whole frame, then a note that says whose it is: JSON, its length u32, its xxh3_64
@@ -35,7 +35,7 @@ _PREFIX, _LOCK = "relay-", "lock"
 Member = tuple[int, int, int]
 
 
-class Durable:
+class Journal:
     """OPEN -> CLOSED. Any thread: each call touches files of its own, and there is no lock."""
 
     def __init__(self, root: str) -> None:
@@ -44,9 +44,7 @@ class Durable:
         try:
             self.folder.mkdir(parents=True)
         except OSError as error:
-            raise ConfigError(
-                f"store_dir {root} cannot be written: {error}; give a folder that can"
-            ) from error
+            raise ConfigError(f"journal {root} cannot be written: {error}; give a folder that can") from error
         self._lock = os.open(self.folder / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 

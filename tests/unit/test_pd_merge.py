@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from r3channel.errors import FrameCorrupt, FrameMagicMismatch, RoutingError
-from r3channel.relay.arrival.splice import merge, merged_frame
+from r3channel.relay.pd_merge import merge, merged_frame
 from r3channel.wire.frame import encode_frame, parse_frame, sample_key
 from r3channel.wire.parcel import FrameReference
 from r3channel.wire.routing import RowKind, SampleRouting, spans_of

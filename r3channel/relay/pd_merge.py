@@ -9,7 +9,7 @@ import numpy as np
 
 from r3channel.errors import RoutingError
 from r3channel.model.spec import RoutingSpec
-from r3channel.relay.arrival.reply import frame_bytes_of, key_of
+from r3channel.relay.reply import frame_bytes_of, key_of
 from r3channel.wire.frame import encode_frame, parse_frame
 from r3channel.wire.routing import RowKind, SampleRouting, spans_of
 

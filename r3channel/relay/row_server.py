@@ -25,8 +25,8 @@ from r3channel.observe.metrics import Metrics
 from r3channel.observe.stage_clock import StageClock
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.shards import ShardKey
-from r3channel.relay.sealed import Outgoing
-from r3channel.relay.staging import DeviceStaging, HostStaging
+from r3channel.relay.sealed import RowStream
+from r3channel.relay.send_buffers import DeviceStaging, HostStaging
 from r3channel.transport.base import Pending, Rendezvous, Transport
 from r3channel.transport.connection import Connection
 from r3channel.transport.listener import Listener
@@ -34,7 +34,7 @@ from r3channel.transport.select import TRANSPORTS, gpu_of, join, open_store
 from r3channel.wire import row_protocol as wire
 
 
-class Delivery:
+class RowServer:
     """OPEN -> CLOSED. Any thread."""
 
     def __init__(
@@ -43,7 +43,7 @@ class Delivery:
         config: ChannelConfig,
         *,
         run: str,
-        outgoing: Callable[[int, ShardKey, str], Outgoing],
+        outgoing: Callable[[int, ShardKey, str], RowStream],
         acknowledge: Callable[[int, ShardKey], None],
         verify: Callable[[int, ShardKey], None],
         clock: StageClock,
@@ -149,7 +149,7 @@ class Delivery:
 class _Served:
     """One connection of one receiver, and the thread that serves it."""
 
-    def __init__(self, delivery: Delivery, key: ShardKey, link: Connection) -> None:
+    def __init__(self, delivery: RowServer, key: ShardKey, link: Connection) -> None:
         self.key, self.life = key, 0
         self._delivery, self._link = delivery, link
         self._config = delivery._config
@@ -209,7 +209,7 @@ class _Served:
     def _say(self, kind: int, **values: Any) -> None:
         self._link.send_record(kind, wire.pack(**values), timeout_s=self._config.send_timeout_s)
 
-    def _send(self, out: Outgoing, step: int, *, group: bool) -> None:
+    def _send(self, out: RowStream, step: int, *, group: bool) -> None:
         delivery, stream = self._delivery, out.stream
         found = xxh3_64_intdigest(out.digests)
         masks = out.cut_masks(step=step) if out.masks is not None else b""
@@ -227,7 +227,7 @@ class _Served:
         delivery._metrics.inc("r3channel_bytes_total", stream.nbytes + len(masks), leg="wire_sent")
         delivery._metrics.inc("r3channel_buckets_total", -(-stream.nbytes // out.bucket_bytes))
 
-    def _send_plain(self, out: Outgoing) -> None:
+    def _send_plain(self, out: RowStream) -> None:
         """On the connection: rows with all their layers from where they lie, else gathered into one bucket."""
         limit_s = self._config.send_timeout_s
         if out.whole():
@@ -239,12 +239,12 @@ class _Served:
             self._delivery.note_staged(len(buffer_N))
             self._link.send([buffer_N[:nbytes].data], timeout_s=limit_s)
 
-    def _bucket(self, out: Outgoing) -> int:
+    def _bucket(self, out: RowStream) -> int:
         """Whole rows, and at least one."""
         row_bytes = max(out.stream.row_bytes, 1)
         return max(out.bucket_bytes // row_bytes, 1) * row_bytes
 
-    def _send_staged(self, out: Outgoing) -> None:
+    def _send_staged(self, out: RowStream) -> None:
         """Over the process group, two buckets alive."""
         staging, group = self._delivery.staging or self._staging, self._group
         pending: list[Pending | None] = [None, None]

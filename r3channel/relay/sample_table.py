@@ -19,7 +19,7 @@ from typing import Protocol
 
 from r3channel import errors
 from r3channel.errors import R3Error
-from r3channel.relay.arrival.masks import HeldMasks
+from r3channel.relay.token_tensors import HeldMasks
 from r3channel.wire.parcel import FrameName, FrameReference
 
 EXPECTED, HELD, FAILED = "EXPECTED", "HELD", "FAILED"
@@ -119,7 +119,7 @@ class _Unclaimed:
     since_s: float
 
 
-class Entries:
+class SampleTable:
     """Not thread safe."""
 
     def __init__(self) -> None:

@@ -21,8 +21,8 @@ import r3channel
 from r3channel import errors
 from r3channel.config import EngineConfig
 from r3channel.engine.frame_sender import Outlet
-from r3channel.relay.arrival import door as door_module
-from r3channel.relay.arrival.door import MAX_HEAD_BYTES, BodyLost, Door, Link, Request
+from r3channel.relay import ingest_server as door_module
+from r3channel.relay.ingest_server import MAX_HEAD_BYTES, BodyLost, HttpConnection, IngestServer, Request
 from r3channel.transport.auth import create_token, read_token
 from r3channel.wire.frame import parse_frame
 from r3channel.wire.hello import Hello
@@ -79,7 +79,7 @@ def intake() -> Kept:
     return Kept()
 
 
-Open = Callable[..., Door]
+Open = Callable[..., IngestServer]
 
 
 @pytest.fixture
@@ -87,11 +87,11 @@ def open_door(intake: Kept) -> Iterator[Open]:
     """The options are set before the door is opened, and stay."""
     with ExitStack() as stack:
 
-        def make(*, token: str = TOKEN, **options: Any) -> Door:
+        def make(*, token: str = TOKEN, **options: Any) -> IngestServer:
             patch = stack.enter_context(pytest.MonkeyPatch.context())
             for name, value in options.items():
                 patch.setattr(door_module, name, value)
-            door = Door(intake, token=token, host="127.0.0.1", port=0, max_body_bytes=1 << 20)
+            door = IngestServer(intake, token=token, host="127.0.0.1", port=0, max_body_bytes=1 << 20)
             stack.callback(door.close)
             return door
 
@@ -99,12 +99,12 @@ def open_door(intake: Kept) -> Iterator[Open]:
 
 
 @pytest.fixture
-def door(open_door: Open) -> Door:
+def door(open_door: Open) -> IngestServer:
     return open_door()
 
 
 @pytest.fixture
-def patient_door(open_door: Open) -> Door:
+def patient_door(open_door: Open) -> IngestServer:
     """Waits for bodies for ever; two may be read at once."""
     return open_door(STALL_S=NEVER_S, BODY_S=NEVER_S, AT_ONCE=2, AT_ONCE_BYTES=1)
 
@@ -115,7 +115,7 @@ def ask(peer: socket.socket, data: bytes, *expected: int) -> None:
     assert statuses(peer.recv(4096)) == [*expected]
 
 
-def connect(door: Door) -> socket.socket:
+def connect(door: IngestServer) -> socket.socket:
     return socket.create_connection(("127.0.0.1", int(door.url.rsplit(":", 1)[1])), timeout=LIMIT_S)
 
 
@@ -126,7 +126,7 @@ def all_of(peer: socket.socket) -> bytes:
     return answer
 
 
-def talk(door: Door, data: bytes, *, pieces: int = 1) -> bytes:
+def talk(door: IngestServer, data: bytes, *, pieces: int = 1) -> bytes:
     """All that comes back for these bytes, after which we say no more."""
     with connect(door) as peer:
         size = -(-len(data) // pieces)
@@ -144,7 +144,7 @@ def statuses(answer: bytes) -> list[int]:
     return [int(part[:3]) for part in answer.split(b"HTTP/1.1 ")[1:]]
 
 
-def stall(door: Door, intake: Kept, number: int, stack: ExitStack) -> list[socket.socket]:
+def stall(door: IngestServer, intake: Kept, number: int, stack: ExitStack) -> list[socket.socket]:
     """Connections that have sent all of a request but its last 50 bytes, whose bodies are being read."""
     peers = [stack.enter_context(connect(door)) for _ in range(number)]
     for peer in peers:
@@ -156,45 +156,47 @@ def stall(door: Door, intake: Kept, number: int, stack: ExitStack) -> list[socke
 # -- requests --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_body_arrives_whole_however_it_is_cut_up(door: Door, intake: Kept) -> None:
+def test_a_body_arrives_whole_however_it_is_cut_up(door: IngestServer, intake: Kept) -> None:
     for pieces in (1, 2, 7, 300):
         assert statuses(talk(door, request(), pieces=pieces)) == [200]
     assert intake.taken == [FRAMES] * 4
 
 
-def test_one_connection_carries_many_requests(door: Door, intake: Kept) -> None:
+def test_one_connection_carries_many_requests(door: IngestServer, intake: Kept) -> None:
     with connect(door) as peer:
         for _ in range(3):
             ask(peer, request(), 200)
     assert len(intake.taken) == 3
 
 
-def test_a_request_may_lie_right_behind_another(door: Door, intake: Kept) -> None:
+def test_a_request_may_lie_right_behind_another(door: IngestServer, intake: Kept) -> None:
     small = request(b"".join(pack_parcel(7, [(9, b"abc")])))
     assert statuses(talk(door, small + request() + small + small)) == [200] * 4
     assert [len(frames) for frames in intake.taken] == [1, 3, 1, 1]
 
 
-def test_a_request_behind_one_that_failed_is_read_from_its_own_beginning(door: Door, intake: Kept) -> None:
+def test_a_request_behind_one_that_failed_is_read_from_its_own_beginning(
+    door: IngestServer, intake: Kept
+) -> None:
     intake.failures = [errors.StoreFull("no room"), ZeroDivisionError()]
     unknown = request(b"".join(pack_parcel(8, FRAMES)))
     assert statuses(talk(door, request() * 2 + unknown + request())) == [503, 500, 409, 200]
     assert intake.taken == [FRAMES]
 
 
-def test_who_waits_for_permission_to_send_a_body_gets_it(door: Door, intake: Kept) -> None:
+def test_who_waits_for_permission_to_send_a_body_gets_it(door: IngestServer, intake: Kept) -> None:
     with connect(door) as peer:
         ask(peer, HEAD + f"Expect: 100-continue\r\nContent-Length: {len(BODY)}\r\n\r\n".encode(), 100)
         ask(peer, BODY, 200)
     assert len(intake.taken) == 1
 
 
-def test_a_hello_is_told_to_the_intake(door: Door, intake: Kept) -> None:
+def test_a_hello_is_told_to_the_intake(door: IngestServer, intake: Kept) -> None:
     assert statuses(talk(door, request(hello_of().to_bytes(), head=HELLO_HEAD))) == [200]
     assert intake.greeted == [hello_of()]
 
 
-def test_a_frame_costs_few_calls(door: Door, intake: Kept) -> None:
+def test_a_frame_costs_few_calls(door: IngestServer, intake: Kept) -> None:
     """Counts calls of this package's functions in one connection's thread, from head to answer."""
     body, calls, ours = b"".join(pack_parcel(7, FRAMES[:1])), [], str(Path(r3channel.__file__).parent)
 
@@ -218,26 +220,26 @@ def test_a_frame_costs_few_calls(door: Door, intake: Kept) -> None:
 # -- answers ---------------------------------------------------------------------------------------------------------------
 
 
-def failing(error: Exception) -> Callable[[Door, Kept], bytes]:
-    def answered(door: Door, intake: Kept) -> bytes:
+def failing(error: Exception) -> Callable[[IngestServer, Kept], bytes]:
+    def answered(door: IngestServer, intake: Kept) -> bytes:
         intake.failures = [error]
         return talk(door, request())
 
     return answered
 
 
-def refused(door: Door, intake: Kept) -> bytes:
+def refused(door: IngestServer, intake: Kept) -> bytes:
     intake.refusal = "num_experts 64, expected 128"
     return talk(door, request(hello_of().to_bytes(), head=HELLO_HEAD))
 
 
-def stood_still(door: Door, intake: Kept) -> bytes:
+def stood_still(door: IngestServer, intake: Kept) -> bytes:
     with connect(door) as peer:
         peer.sendall(request()[:-1])
         return all_of(peer)
 
 
-ANSWERS: dict[Status, Callable[[Door, Kept], bytes]] = {
+ANSWERS: dict[Status, Callable[[IngestServer, Kept], bytes]] = {
     Status.TAKEN: lambda door, _: talk(door, request()),
     Status.NO_PARCEL: lambda door, _: talk(door, request(b"R3P\x01 and so on")),
     Status.NO_TOKEN: lambda door, _: talk(door, request(head=HEAD.replace(b"tt\r", b"t\r"))),
@@ -273,7 +275,9 @@ def test_every_status_is_given_where_the_table_says(open_door: Open, intake: Kep
         (errors.StoreFull("of \ud800"), Status.COME_AGAIN),  # no text, and told all the same
     ],
 )
-def test_what_an_intake_raises_is_told(door: Door, intake: Kept, error: Exception, status: Status) -> None:
+def test_what_an_intake_raises_is_told(
+    door: IngestServer, intake: Kept, error: Exception, status: Status
+) -> None:
     assert statuses(failing(error)(door, intake)) == [status]
     assert statuses(talk(door, request())) == [200]
 
@@ -304,7 +308,9 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_heads_are_refused_and_the_connection_ends(door: Door, intake: Kept, name: str) -> None:
+def test_hostile_heads_are_refused_and_the_connection_ends(
+    door: IngestServer, intake: Kept, name: str
+) -> None:
     answer = talk(door, HOSTILE[name])
     assert TOKEN[:8].encode() not in answer, "engines log what they are told"
     answers = statuses(answer)
@@ -317,13 +323,13 @@ def test_a_request_does_not_print_its_token() -> None:
     assert TOKEN not in repr(Request(b"POST", "/v1/frames", f"Bearer {TOKEN}", keep_alive=True, length=5))
 
 
-def test_without_the_token_no_body_is_waited_for(door: Door, intake: Kept) -> None:
+def test_without_the_token_no_body_is_waited_for(door: IngestServer, intake: Kept) -> None:
     with connect(door) as peer:
         ask(peer, b"POST /v1/frames HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n", 401)
     assert not intake.begun.acquire(blocking=False)
 
 
-def test_any_damaged_request_is_answered_or_dropped(door: Door) -> None:
+def test_any_damaged_request_is_answered_or_dropped(door: IngestServer) -> None:
     rng, whole = random.Random(3), request(BODY[:64])
     for _ in range(300):
         data = bytearray(whole[: rng.randrange(1, len(whole) + 1)])
@@ -335,7 +341,7 @@ def test_any_damaged_request_is_answered_or_dropped(door: Door) -> None:
     assert statuses(talk(door, request())) == [200]
 
 
-def test_any_damaged_parcel_is_answered_and_the_connection_goes_on(door: Door, intake: Kept) -> None:
+def test_any_damaged_parcel_is_answered_and_the_connection_goes_on(door: IngestServer, intake: Kept) -> None:
     rng, whole = random.Random(4), b"".join(pack_parcel(7, [(1, b"a" * 50), (2, b"b" * 9)]))
     expected = {200, 400, 409}
     with connect(door) as peer:
@@ -349,7 +355,7 @@ def test_any_damaged_parcel_is_answered_and_the_connection_goes_on(door: Door, i
     assert {serial for serials in intake.tried for serial in serials} == {1, 2}
 
 
-def test_a_frame_is_not_kept_under_a_damaged_name(door: Door, intake: Kept) -> None:
+def test_a_frame_is_not_kept_under_a_damaged_name(door: IngestServer, intake: Kept) -> None:
     serial_of_another = b"\x03" + BODY[17:]
     answer = talk(door, request(BODY[:16] + serial_of_another))
     assert statuses(answer) == [400] and b"entry 0 of a parcel is damaged" in answer
@@ -392,7 +398,9 @@ def test_a_stalled_body_gives_its_share_back_when_it_is_cut(open_door: Open, int
         assert statuses(talk(door, request())) == [200]
 
 
-def test_more_than_may_be_read_at_once_is_refused_before_its_body(patient_door: Door, intake: Kept) -> None:
+def test_more_than_may_be_read_at_once_is_refused_before_its_body(
+    patient_door: IngestServer, intake: Kept
+) -> None:
     with ExitStack() as stack:
         peers = stall(patient_door, intake, 2, stack)
         with connect(patient_door) as peer:
@@ -403,7 +411,7 @@ def test_more_than_may_be_read_at_once_is_refused_before_its_body(patient_door: 
         assert statuses(talk(patient_door, request())) == [200]
 
 
-def test_a_large_body_is_not_kept_out_by_small_ones(patient_door: Door, intake: Kept) -> None:
+def test_a_large_body_is_not_kept_out_by_small_ones(patient_door: IngestServer, intake: Kept) -> None:
     large = b"".join(pack_parcel(7, [(5, bytes(10 * len(BODY)))]))
     with ExitStack() as stack:
         stall(patient_door, intake, 2, stack)
@@ -415,7 +423,7 @@ def test_a_body_that_is_cut_is_no_body() -> None:
     with ours, theirs:
         theirs.sendall(request()[:-1])
         theirs.shutdown(socket.SHUT_WR)
-        link = Link(ours)
+        link = HttpConnection(ours)
         head = link.next_request(timeout_s=LIMIT_S)
         assert isinstance(head, Request) and head.length == len(BODY)
         with pytest.raises(BodyLost, match="closed with"):
@@ -427,10 +435,10 @@ def test_a_silent_peer_does_not_hold_a_thread_for_ever() -> None:
     with ours, theirs:
         theirs.sendall(b"POST /v1/frames HT")
         with pytest.raises(TimeoutError):
-            Link(ours).next_request(timeout_s=0.05)
+            HttpConnection(ours).next_request(timeout_s=0.05)
         theirs.sendall(b"\r\n\r\n")
         with pytest.raises(h11.RemoteProtocolError):
-            Link(ours).next_request(timeout_s=LIMIT_S)
+            HttpConnection(ours).next_request(timeout_s=LIMIT_S)
 
 
 def test_more_connections_than_allowed_are_closed_at_once(open_door: Open) -> None:
@@ -441,7 +449,7 @@ def test_more_connections_than_allowed_are_closed_at_once(open_door: Open) -> No
             assert second.recv(4096) == b""
 
 
-def test_a_door_that_closes_ends_its_connections(door: Door) -> None:
+def test_a_door_that_closes_ends_its_connections(door: IngestServer) -> None:
     with connect(door) as peer:
         peer.sendall(HEAD)
         closing = threading.Thread(target=door.close)
@@ -465,11 +473,11 @@ def test_a_door_that_closes_ends_its_connections(door: Door) -> None:
     ],
 )  # fmt: skip
 def test_an_address_of_all_or_of_others_and_a_port_that_is_taken_are_refused(
-    door: Door, intake: Kept, host: str, error: type[Exception], said: str
+    door: IngestServer, intake: Kept, host: str, error: type[Exception], said: str
 ) -> None:
     port = int(door.url.rsplit(":", 1)[1]) if host == "127.0.0.1" else 0
     with pytest.raises(error, match=said):
-        Door(intake, token=TOKEN, host=host, port=port, max_body_bytes=1)
+        IngestServer(intake, token=TOKEN, host=host, port=port, max_body_bytes=1)
 
 
 # -- the engine's end ------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from r3channel import errors
-from r3channel.relay.entries import Entries, Reply, Rows
+from r3channel.relay.sample_table import Reply, Rows, SampleTable
 from r3channel.wire.parcel import FrameReference
 
 
@@ -44,7 +44,7 @@ class Table(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.entries = Entries()
+        self.entries = SampleTable()
         self.model: dict[str, list[int | Rows]] = {}  # sample -> turns: a serial that is awaited, or rows
         self.steps: dict[str, int] = {}
         self.unclaimed: dict[int, Rows] = {}
@@ -161,13 +161,13 @@ TestTable.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 def test_rows_are_announced_as_soon_as_a_reference_says_so() -> None:
-    entries = Entries()
+    entries = SampleTable()
     entries.reply(reply("a", 40, serial=1), None, append=False, now_s=0)
     assert entries.rows_announced("a") == 39
 
 
 def test_a_damaged_frame_fails_its_sample_and_a_good_copy_heals_it() -> None:
-    entries = Entries()
+    entries = SampleTable()
     entries.reply(reply("a", 9, serial=1), None, append=False, now_s=0)
     assert not entries.frame((7, 1), errors.FrameCorrupt("damaged"), now_s=0)
     with pytest.raises(errors.FrameCorrupt) as raised:
@@ -178,7 +178,7 @@ def test_a_damaged_frame_fails_its_sample_and_a_good_copy_heals_it() -> None:
 
 
 def test_a_damaged_frame_that_nobody_claimed_does_not_block_its_good_copy() -> None:
-    entries = Entries()
+    entries = SampleTable()
     entries.frame((7, 1), errors.FrameCorrupt("damaged"), now_s=0)
     with pytest.raises(errors.FrameCorrupt):
         entries.reply(reply("a", 9, serial=1), None, append=False, now_s=0)
@@ -187,7 +187,7 @@ def test_a_damaged_frame_that_nobody_claimed_does_not_block_its_good_copy() -> N
 
 
 def test_a_frame_of_another_request_is_not_taken_for_a_reference() -> None:
-    entries = Entries()
+    entries = SampleTable()
     entries.frame((7, 2), Held(0, 8, sample_key=2), now_s=0)
     with pytest.raises(errors.FrameCorrupt, match="were replies swapped"):
         unnamed = replace(reply("a", 9, serial=2), key=None)  # its frame reference names its request
@@ -200,7 +200,7 @@ def test_a_frame_of_another_request_is_not_taken_for_a_reference() -> None:
     [(5, 8, "sent again"), (12, 8, "rows between are nowhere"), (8, 99, "tokenized anew")],
 )
 def test_a_turn_that_does_not_continue_is_refused(first_row: int, held: int, words: str) -> None:
-    entries = Entries()
+    entries = SampleTable()
     entries.reply(reply("a", 9), Held(0, 8), append=False, now_s=0)
     with pytest.raises(errors.TurnMismatch, match=words) as raised:
         later = reply("a", 20, first_row=first_row, held=held)
@@ -210,7 +210,7 @@ def test_a_turn_that_does_not_continue_is_refused(first_row: int, held: int, wor
 
 
 def test_an_unknown_sample_in_an_assignment_takes_none() -> None:
-    entries = Entries()
+    entries = SampleTable()
     entries.reply(reply("a", 9), Held(0, 8), append=False, now_s=0)
     with pytest.raises(errors.SampleUnknown) as raised:
         entries.take(["a", *(f"x{i}" for i in range(40))], step=0)

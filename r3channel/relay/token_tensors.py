@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from xxhash import xxh3_64_intdigest
 
 from r3channel.errors import FrameCorrupt, RoutingMissing, RowCountMismatch
-from r3channel.relay.storage.store import Block, Store
+from r3channel.relay.memory import Block, Store
 from r3channel.wire.masks import Masks, parse_masks
 
 

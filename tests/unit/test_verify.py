@@ -18,8 +18,8 @@ from r3channel.engine.capture import UnfinishedFrame
 from r3channel.model.spec import RoutingSpec
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
-from r3channel.relay.arrival.rows import MOST_ROWS, HeldRows
 from r3channel.relay.relay import Relay
+from r3channel.relay.verify import MOST_ROWS, VerifiedRows
 from r3channel.wire.chunks import CHUNK_ROWS, Chunk, table_of
 from r3channel.wire.codec import CODECS
 from r3channel.wire.digest import coefficients, layer_digests
@@ -54,9 +54,9 @@ def claim(relay: Relay, name: str, tokens: int, *, serial: int) -> None:
     relay.add(name, reply, range(tokens))
 
 
-def arrived(relay: Relay) -> HeldRows:
+def arrived(relay: Relay) -> VerifiedRows:
     _, (rows,) = relay.intake.entries.expired(before_s=math.inf)
-    assert isinstance(rows, HeldRows)
+    assert isinstance(rows, VerifiedRows)
     return rows
 
 

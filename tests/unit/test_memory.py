@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from r3channel.errors import StoreFull, UsageError
-from r3channel.relay.storage.store import Block, Store
+from r3channel.relay.memory import Block, Store
 from tests.children import said_by
 from tests.delivery import LIMIT_S, until
 
@@ -420,7 +420,7 @@ CHILD = """
 import ctypes, gc, json, re, sys
 from pathlib import Path
 import numpy as np
-from r3channel.relay.storage.store import Store
+from r3channel.relay.memory import Store
 
 ceiling, *sizes = map(int, sys.argv[1:])
 store = Store(ceiling)

@@ -1,1 +1,0 @@
-"""From an engine's answer to verified rows at rest."""
