@@ -86,6 +86,8 @@ class ChannelConfig:
     """A trainer's whole `receive`, attempts and joins included; and the join with the previous step's send."""
     expiry_s: float = 3600.0
     """Frames that no assignment names are dropped this long after they arrived, and counted."""
+    unclaimed_timeout_s: float = 600.0
+    """A directly delivered frame waits this long for its reply, as a tool may run before `Relay.add`; then it is dropped."""
     metrics_port: int = -1
     """-1: no /metrics; 0: a free port, which the log names; else this port for the relay, this + 1 + r for trainer rank r, and
     this + its replica for an engine, whose environment is its own."""

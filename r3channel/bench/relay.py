@@ -363,14 +363,14 @@ def receive(relay: Relay, ticket: Ticket, rows_N: Any = None) -> Any:
     """What the only receiver of a step does, without a connection; returns the memory of its rows, to be used again."""
     shard = ticket.plan.shard(dp=0, pp=0)
     rows_N = np.zeros(shard.nbytes, np.uint8) if rows_N is None else rows_N
-    outgoing = relay.steps.outgoing(ticket.step, shard.key, ticket.run)
+    outgoing = relay.steps.outgoing(ticket.identity, shard.key)
     landed, begin = ShardBuffer(ticket, shard, rows_N), 0
     sink = landed.sink()
     for ids_TLK in outgoing.pieces():
         sink.rows(ids_TLK, begin=begin)
         begin += len(ids_TLK)
     assert not sink.verify(outgoing.digests), "rows were damaged"
-    relay.steps.acknowledge(ticket.step, shard.key)
+    relay.steps.acknowledge(ticket.identity, shard.key)
     return rows_N
 
 

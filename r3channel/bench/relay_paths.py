@@ -252,7 +252,7 @@ class ChannelSending:
         """Until every receiver's rows are ready to be sent, with nobody receiving yet."""
         ticket = self.relay.seal(next(self._steps), self._work.assignment)
         for key in self.relay.status()["steps"][ticket.step]["missing"]:
-            self.relay.steps.outgoing(ticket.step, key, ticket.run)
+            self.relay.steps.outgoing(ticket.identity, key)
         return ticket
 
     def deliver(self, start: Start, *, ticket: Ticket | None = None) -> float:

@@ -268,18 +268,23 @@ def plan_shards(
 
 def check_plan(plan: Plan) -> None:
     """Refuse what could not be cut here, not where a DP rank's shards are first asked for. Raises what `plan_shards` does."""
-    assignment, layout, spec = plan.assignment, plan.layout, plan.spec
+    check_cut(plan.assignment, plan.spec, plan.layout)
+    if min(plan.lengths) < 2:
+        names = plan.assignment.sample_ids
+        short = [name for name, tokens in zip(names, plan.lengths, strict=True) if tokens < 2]
+        raise ConfigError(
+            f"{len(short)} samples have fewer than the 2 tokens that are needed: {short[:5]}", samples=short
+        )
+
+
+def check_cut(assignment: Assignment, spec: RoutingSpec, layout: TrainerLayout) -> None:
+    """Refuse an assignment that cannot be cut, however long its samples are. Raises ConfigError."""
     if assignment.dp != layout.dp:
         raise ConfigError(f"the assignment is for {assignment.dp} DP ranks, the layout has {layout.dp}")
     layout.stage_sizes(spec.num_layers)
     dense = sorted(set(layout.mtp) - set(spec.moe_layers))
     if dense:
         raise ConfigError(f"layout: mtp maps to decoder layers {dense}; MoE layers are {spec.moe_layers}")
-    if min(plan.lengths) < 2:
-        short = [name for name, n in zip(assignment.sample_ids, plan.lengths, strict=True) if n < 2]
-        raise ConfigError(
-            f"{len(short)} samples have fewer than the 2 tokens that are needed: {short[:5]}", samples=short
-        )
     if layout.pp > 1 and layout.one_length and layout.packing == "padded":
         _check_widths(assignment)
 

@@ -225,6 +225,8 @@ class Ticket:
     bucket_bytes: int
     sampling_masks: bool = False
     """Do they travel with this step?"""
+    seal: int = 0
+    """How often the step was sealed and abandoned before; what is said of another (run, step, seal) is stale."""
 
     @cached_property
     def plan(self) -> Plan:
@@ -232,6 +234,11 @@ class Ticket:
         plan = Plan(self.spec, self.layout, self.assignment, tuple(self._columns.tokens.tolist()))
         check_plan(plan)
         return plan
+
+    @property
+    def identity(self) -> tuple[str, int, int]:
+        """(run, step, seal): what READY, DAMAGED and DONE name."""
+        return self.run, self.step, self.seal
 
     @property
     def weight_versions(self) -> tuple[int, ...]:
@@ -259,12 +266,16 @@ class Ticket:
             )
         return found
 
-    def to_bytes(self) -> bytes:
-        """Raises ConfigError for a ticket that `from_bytes` would refuse."""
+    def check(self) -> None:
+        """Raises ConfigError for a ticket that `from_bytes` would refuse; what was looked at once is not looked at again."""
         try:
-            self._check()
+            self._checked  # noqa: B018
         except ValueError as error:
             raise ConfigError(f"step {self.step} cannot be sealed: {error}") from error
+
+    def to_bytes(self) -> bytes:
+        """Raises ConfigError for a ticket that `from_bytes` would refuse."""
+        self.check()
         columns = self._columns
         values = {
             "run": self.run,
@@ -273,7 +284,9 @@ class Ticket:
             "layout": self.layout.to_dict(),
             "steps": self.assignment.steps,
             "bucket_bytes": int(self.bucket_bytes),
-        } | ({"sampling_masks": True} if self.sampling_masks else {})  # tickets of recordings have not got it
+        }  # the next two only where they are set: tickets of recordings have not got them
+        values |= {"sampling_masks": True} if self.sampling_masks else {}
+        values |= {"seal": int(self.seal)} if self.seal else {}
         text = json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
         names = columns.text.encode("utf-8", "surrogatepass")
         ranks = self.assignment.ranks
@@ -318,7 +331,7 @@ class Ticket:
             )
         try:
             ticket = cls._read(body)
-            ticket._check()
+            ticket._checked  # noqa: B018
         except _NO_TICKET as error:
             raise TicketMismatch(f"{len(data)} bytes are no ticket that can be used: {error!r}") from error
         return ticket
@@ -348,9 +361,11 @@ class Ticket:
             samples=samples,
             bucket_bytes=_a(int, values["bucket_bytes"]),
             sampling_masks=_a(bool, values.get("sampling_masks", False)),
+            seal=_a(int, values.get("seal", 0)),
         )
 
-    def _check(self) -> None:
+    @cached_property
+    def _checked(self) -> bool:
         """ValueError for numbers beyond what any model or cluster has, so that what is computed from them stays small; then all
         that `plan` refuses."""
         layout = self.layout
@@ -360,8 +375,9 @@ class Ticket:
             layout.cp * layout.tp <= _MOST_RANKS and unit <= _MOST_UNIT, "the layout's cp, tp or pad_multiple"
         )
         _hold(abs(self.step) < _MOST_STEP and 1 <= self.bucket_bytes <= _MOST_BUCKET, "step or bucket_bytes")
+        _hold(0 <= self.seal < _MOST_STEP, "seal")
         self._columns.check()
-        self.plan  # noqa: B018
+        return bool(self.plan)
 
 
 def _assignment(samples: Samples, widths: Column, *, dp: int, steps: list[int]) -> Assignment:

@@ -11,6 +11,7 @@ import logging
 import os
 from argparse import ArgumentParser, Namespace, _ArgumentGroup
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -113,14 +114,15 @@ class Recorder:
         nbytes = len(head) + sum(own.nbytes for own in tokens)
         nbytes += sum(turn.ids_TLK.nbytes for turns in rows.values() for turn in turns)
         path = self.folder / segment_name(ticket.step)
-        if self._is_room(path, nbytes):
-            try:
+        try:
+            if self._is_room(path, nbytes):
                 self._written[path] = write_segment(
                     path, [pack(Kind.TICKET, head), *_of_samples(ticket, rows, tokens)]
                 )
-            except OSError as error:
+        except OSError as error:  # of the new segment, or of an old one that cannot be removed
+            with suppress(OSError):
                 path.unlink(missing_ok=True)
-                self._stop(f"cannot write {path.name}: {error}")
+            self._stop(f"cannot write {path.name}: {error}")
         self.lost += bool(self.stopped) and not self.stopped.startswith("limit")
 
     def _is_room(self, path: Path, nbytes: int) -> bool:

@@ -255,7 +255,9 @@ class Intake:
                 self._note(self.entries.samples[sample_id], turn)
                 self._changed.notify_all()
         except BaseException:
-            self.free([rows] if rows else [])
+            with self._changed:
+                unclaimed = self.entries.refuse(reply.reference) if reply.reference else None
+            self.free([kept for kept in (rows, unclaimed) if isinstance(kept, VerifiedRows)])
             if masks is not None:
                 masks.block.free()
             raise
@@ -292,8 +294,11 @@ class Intake:
         with self.clock.span("wait_generation", step=step), self._changed:
             late = self.entries.outstanding(names)
             while late and (left_s := deadline_s - time.monotonic()) > 0:
-                self._changed.wait(left_s)
-                late = self.entries.still(late)
+                if self.entries.still(late[-1:]):
+                    self._changed.wait(left_s)  # an event looks at the last one alone, not at thousands
+                else:
+                    late.pop()
+            late = self.entries.still(late)
             if late and self.config.on_missing == "live":
                 self.entries.leave_live(late)
                 late = []
@@ -345,18 +350,22 @@ class Intake:
             one.block.free()
 
     def expire(self) -> None:
-        """Drop samples that no assignment named and frames that no reply claimed, `expiry_s` after they came; said once."""
-        before_s = time.monotonic() - self.config.expiry_s
+        """Drop samples that no assignment named `expiry_s` after they came, and frames that no reply claimed within
+        `unclaimed_timeout_s`; said once."""
+        now_s, config = time.monotonic(), self.config
         with self._changed:
-            samples, unclaimed = self.entries.expired(before_s=before_s)
+            samples, unclaimed = self.entries.expired(
+                before_s=now_s - config.expiry_s, unclaimed_s=now_s - config.unclaimed_timeout_s
+            )
             names = [sample.name for sample in samples]
             self._expired = (self._expired + names)[-_NAMED:]
         if samples or unclaimed:
             self.let_go(samples, outcome="expired")
-            self.free([rows for rows in unclaimed if isinstance(rows, VerifiedRows)])
+            self.free([rows for rows in unclaimed.values() if isinstance(rows, VerifiedRows)])
+            frames = [f"{self.engines.name_of(boot_id)}: {serial}" for boot_id, serial in unclaimed]
             log.warning(
-                "r3channel: no step took %d samples within %.0f s and they are dropped: %s; and %d frames that no reply claimed",
-                len(names), self.config.expiry_s, names, len(unclaimed),
+                "r3channel: dropped: %d samples that no step took within %.0f s: %s; %d frames without a reply for %.0f s: %s",
+                len(names), config.expiry_s, names, len(frames), config.unclaimed_timeout_s, frames[:_NAMED],
             )  # fmt: skip
 
     @contextmanager

@@ -36,7 +36,7 @@ from r3channel.observe.metrics import Metrics
 from r3channel.observe.stage_clock import StageClock
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
-from r3channel.plan.shards import ShardKey
+from r3channel.plan.shards import ShardKey, check_cut
 from r3channel.plan.ticket import Ticket
 from r3channel.recordings.recorder import Recorder
 from r3channel.relay.engines import EngineRegistry
@@ -299,36 +299,40 @@ class Relay:
         """Take the assigned samples into a step, hand it to the background and return its ticket; no byte is sent before that.
 
         Waits up to `frame_timeout_s` for directly delivered frames whose references came. Raises `FrameMissing` naming those
-        that did not, `SampleUnknown` for an assigned sample that was never added, `StepError` for a step that is not newer. The
-        error carries all the samples that it is about; then nothing is taken.
+        that did not, `SampleUnknown` for an assigned sample that was never added, `StepError` for a step that is not newer (one
+        that was abandoned may be sealed again), `ConfigError` for an assignment that the layout cannot cut. The error carries
+        all the samples that it is about; then nothing is taken.
         """
         self._check_open()
-        self.intake.await_frames(assignment.sample_ids, step=step, timeout_s=self.config.frame_timeout_s)
-        entries = self.intake.entries
-        with self.clock.span("plan", step=step), ExitStack() as undo:
-            with self._changed:
-                self._check_open()
-                self.steps.check_newer(step)
-                samples = entries.take(assignment.sample_ids, step=step)
-                undo.callback(entries.give_back, samples)
-            ticket = Ticket(
-                self.run,
-                step,
-                self.spec,
-                self.layout,
-                assignment,
-                tuple(map(ticket_sample, samples)),
-                self.config.bucket_bytes,
-                sampling_masks=self.config.sampling_masks,
-            )
-            self.steps.add(
-                ticket,
-                {sample.name: own for sample in samples if (own := rows_of(sample))},
-                {sample.name: own for sample in samples if (own := masks_of(sample))},
-            )
-            undo.pop_all()
-            self.metrics.inc("r3channel_steps_total")
-            self._warn_of_ceiling(sum(sample.tokens for sample in samples) * self.spec.bytes_per_token)
+        check_cut(assignment, self.spec, self.layout)  # before anything waits or is taken
+        names, entries = assignment.sample_ids, self.intake.entries
+        with self.steps.sealing(step) as seal:
+            self.intake.await_frames(names, step=step, timeout_s=self.config.frame_timeout_s)
+            with self.clock.span("plan", step=step), ExitStack() as undo:
+                with self._changed:
+                    self._check_open()
+                    samples = entries.take(names, step=step)
+                    undo.callback(entries.give_back, samples)
+                ticket = Ticket(
+                    self.run,
+                    step,
+                    self.spec,
+                    self.layout,
+                    assignment,
+                    tuple(map(ticket_sample, samples)),
+                    self.config.bucket_bytes,
+                    sampling_masks=self.config.sampling_masks,
+                    seal=seal,
+                )
+                ticket.check()
+                self.steps.add(
+                    ticket,
+                    {sample.name: own for sample in samples if (own := rows_of(sample))},
+                    {sample.name: own for sample in samples if (own := masks_of(sample))},
+                )
+                undo.pop_all()
+        self.metrics.inc("r3channel_steps_total")
+        self._warn_of_ceiling(sum(sample.tokens for sample in samples) * self.spec.bytes_per_token)
         return ticket
 
     def _warn_of_ceiling(self, nbytes: int) -> None:
@@ -343,7 +347,7 @@ class Relay:
     def abandon(self, step: int) -> int:
         """Give a sealed step up: receivers that ask for it are told, and its samples wait for a step again (or for `discard`).
 
-        Returns how many samples came back; 0 for a step that is unknown or delivered.
+        It may be sealed again under its number. Returns how many samples came back; 0 for a step that is unknown or delivered.
         """
         return self.steps.abandon(step)
 

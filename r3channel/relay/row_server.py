@@ -26,12 +26,13 @@ from r3channel.observe.stage_clock import StageClock
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.shards import ShardKey
 from r3channel.relay.sealed import RowStream
-from r3channel.relay.send_buffers import DeviceStaging, HostStaging
+from r3channel.relay.send_buffers import DeviceStaging, HostPool, HostStaging
 from r3channel.transport.base import Pending, Rendezvous, Transport
 from r3channel.transport.connection import Connection
 from r3channel.transport.listener import Listener
 from r3channel.transport.select import TRANSPORTS, gpu_of, join, open_store
 from r3channel.wire import row_protocol as wire
+from r3channel.wire.row_protocol import Seal
 
 
 class RowServer:
@@ -43,13 +44,13 @@ class RowServer:
         config: ChannelConfig,
         *,
         run: str,
-        outgoing: Callable[[int, ShardKey, str], RowStream],
-        acknowledge: Callable[[int, ShardKey], None],
-        verify: Callable[[int, ShardKey], None],
+        outgoing: Callable[[Seal, ShardKey], RowStream],
+        acknowledge: Callable[[Seal, ShardKey], None],
+        verify: Callable[[Seal, ShardKey], None],
         clock: StageClock,
         metrics: Metrics,
     ) -> None:
-        """`outgoing(step, receiver, run)` waits until its rows are prepared; all three raise what a receiver is told."""
+        """`outgoing(seal, receiver)` waits until its rows are prepared; all three raise what a receiver is told."""
         self._layout, self._config, self._run = layout, config, run
         self._outgoing, self._acknowledge, self._verify = outgoing, acknowledge, verify
         self._clock, self._metrics = clock, metrics
@@ -66,7 +67,7 @@ class RowServer:
         a process group), whatever the tokens."""
         needs_gpu = TRANSPORTS[config.transport].needs_gpu
         self._store = open_store(config.interface) if config.grouped else None
-        self.staging = DeviceStaging(config.device) if needs_gpu else None
+        self.staging = DeviceStaging(config.device) if needs_gpu else HostPool()
         self._gpu = gpu_of(config.device) if needs_gpu else ""
         self._listener = Listener(config.interface, token=self._token, on_link=self._admit)
 
@@ -154,7 +155,6 @@ class _Served:
         self._delivery, self._link = delivery, link
         self._config = delivery._config
         self._group: Transport | None = None
-        self._staging = HostStaging()
         self.thread = threading.current_thread()
         self.thread.name = "r3channel-send-" + "-".join(map(str, key))
 
@@ -181,8 +181,8 @@ class _Served:
     def _answer(self, kind: int, body: bytes) -> None:
         try:
             if kind == wire.READY:
-                values = wire.unpack(kind, body, expected=wire.READY, names=("run", "step", "group"))
-                out = self._delivery._outgoing(int(values["step"]), self.key, str(values["run"]))
+                values = wire.unpack(kind, body, expected=wire.READY, names=(*wire.SEAL, "group"))
+                out = self._delivery._outgoing(wire.seal_in(values), self.key)
                 if values["group"] and self._group is None:
                     raise TicketMismatch(
                         f"receiver {self.key} wants rows over a process group and never asked for one"
@@ -192,12 +192,12 @@ class _Served:
                 values = wire.unpack(kind, body, expected=wire.GROUP, names=("gpu",))
                 self._join_group(str(values["gpu"]))
             elif kind == wire.DAMAGED:
-                values = wire.unpack(kind, body, expected=wire.DAMAGED, names=("step",))
-                self._delivery._verify(int(values["step"]), self.key)
+                values = wire.unpack(kind, body, expected=wire.DAMAGED, names=wire.SEAL)
+                self._delivery._verify(wire.seal_in(values), self.key)
                 self._say(wire.AGAIN)
             else:
-                values = wire.unpack(kind, body, expected=wire.DONE, names=("step",))
-                self._delivery._acknowledge(int(values["step"]), self.key)
+                values = wire.unpack(kind, body, expected=wire.DONE, names=wire.SEAL)
+                self._delivery._acknowledge(wire.seal_in(values), self.key)
                 self._say(wire.THANKS)
         except TransportError:
             raise
@@ -215,10 +215,14 @@ class _Served:
         masks = out.cut_masks(step=step) if out.masks is not None else b""
         extra = {"masks": len(masks), "masks_hash": xxh3_64_intdigest(masks)} if masks else {}
         # The turn comes before ROWS: receives that a receiver posts then occupy its GPU until the rows come.
-        with (delivery.staging or self._staging).turn() if group else nullcontext():
+        whole = out.whole() and not group
+        with nullcontext() if whole else delivery.staging.turn() as staging:
             self._say(wire.ROWS, nbytes=stream.nbytes, digests=len(out.digests), hash=found, **extra)
             with delivery._clock.span("send", step=step):
-                (self._send_staged if group else self._send_plain)(out)
+                if group:
+                    self._send_over_group(out, staging)
+                else:
+                    self._send_plain(out, staging)
                 self._link.send([out.digests], timeout_s=self._config.send_timeout_s)
                 for at in range(0, len(masks), out.bucket_bytes):
                     self._link.send(
@@ -227,14 +231,14 @@ class _Served:
         delivery._metrics.inc("r3channel_bytes_total", stream.nbytes + len(masks), leg="wire_sent")
         delivery._metrics.inc("r3channel_buckets_total", -(-stream.nbytes // out.bucket_bytes))
 
-    def _send_plain(self, out: RowStream) -> None:
+    def _send_plain(self, out: RowStream, staging: HostStaging | None) -> None:
         """On the connection: rows with all their layers from where they lie, else gathered into one bucket."""
         limit_s = self._config.send_timeout_s
-        if out.whole():
+        if staging is None:
             for batch in out.batches(out.bucket_bytes):
                 self._link.send(batch, timeout_s=limit_s)
             return
-        buffer_N = self._staging.buffers(self._bucket(out))[0]
+        buffer_N = staging.buffers(self._bucket(out))[0]
         for _, nbytes in out.fill([buffer_N]):
             self._delivery.note_staged(len(buffer_N))
             self._link.send([buffer_N[:nbytes].data], timeout_s=limit_s)
@@ -244,11 +248,10 @@ class _Served:
         row_bytes = max(out.stream.row_bytes, 1)
         return max(out.bucket_bytes // row_bytes, 1) * row_bytes
 
-    def _send_staged(self, out: RowStream) -> None:
+    def _send_over_group(self, out: RowStream, staging: HostStaging | None) -> None:
         """Over the process group, two buckets alive."""
-        staging, group = self._delivery.staging or self._staging, self._group
-        pending: list[Pending | None] = [None, None]
-        assert group is not None
+        group, pending = self._group, list[Pending | None]([None, None])
+        assert group is not None and staging is not None
         buffers = staging.buffers(self._bucket(out))
         for slot, nbytes in out.fill(buffers):
             self._delivery.note_staged(2 * len(buffers[0]))
@@ -287,5 +290,5 @@ class _Served:
             port=store.port,
         )
         self._say(wire.GROUP, **replace(ours, rank=1).to_dict())
-        with (self._delivery.staging or self._staging).placed():
+        with self._delivery.staging.placed():
             self._group = join(ours, timeout_s=config.join_timeout_s)

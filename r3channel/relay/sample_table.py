@@ -251,6 +251,15 @@ class SampleTable:
         self._look_again(sample)
         return True
 
+    def refuse(self, reference: FrameReference) -> Rows | R3Error | None:
+        """Its reply is refused: nobody will want the frame, whether it is here (then free it) or is still to come."""
+        name = reference.name
+        if name in self._awaited or name in self._used:  # another reply's: this one was a repetition
+            return None
+        self._use(name)
+        kept = self._unclaimed.pop(name, None)
+        return kept and kept.what
+
     def leave_live(self, late: Iterable[tuple[Sample, Turn]]) -> None:
         """What has not come is the live router's."""
         for sample, turn in late:
@@ -336,14 +345,15 @@ class SampleTable:
                     self._use(turn.name)
         return gone
 
-    def expired(self, *, before_s: float) -> tuple[list[Sample], list[Rows]]:
-        """Forget what is older and in no step: (samples, rows that no reply claimed)."""
+    def expired(
+        self, *, before_s: float, unclaimed_s: float
+    ) -> tuple[list[Sample], dict[FrameName, Rows | R3Error]]:
+        """Forget samples that are older and in no step, and frames that are older than theirs and that no reply claimed."""
         # Both lie in the order in which they came: this is asked for at every frame, and looks at the old ones only.
         aged = takewhile(lambda sample: sample.since_s < before_s, self.samples.values())
         names = [sample.name for sample in aged if sample.step is None]
-        old = list(takewhile(lambda name: self._unclaimed[name].since_s < before_s, self._unclaimed))
-        kept = [self._unclaimed.pop(name).what for name in old]
-        return self.remove(names), [rows for rows in kept if not isinstance(rows, R3Error)]
+        old = list(takewhile(lambda name: self._unclaimed[name].since_s < unclaimed_s, self._unclaimed))
+        return self.remove(names), {name: self._unclaimed.pop(name).what for name in old}
 
     @property
     def unclaimed(self) -> int:

@@ -112,6 +112,8 @@ class SealedStep:
     acknowledged: set[ShardKey] = field(default_factory=set)
     had: set[ShardKey] = field(default_factory=set)
     """Who acknowledged to the relay before this one: not waited for, but one that never learned of it comes again."""
+    in_use: bool = True
+    """Until it is prepared and recorded: its rows are read meanwhile, whoever has acknowledged."""
     outgoing: dict[ShardKey, RowStream] = field(default_factory=dict)
     error: R3Error | None = None
     """Why it cannot be delivered; receivers that ask are told."""
@@ -124,15 +126,29 @@ class SealedStep:
             (dp, pp, cp) for dp in range(layout.dp) for pp in range(layout.pp) for cp in range(layout.cp)
         )
 
+    @cached_property
+    def _missing(self) -> dict[ShardKey, None]:
+        """Struck off one by one: nobody looks at a thousand receivers for each that acknowledges."""
+        return {key: None for key in self.keys if key not in self.had}
+
     @property
     def missing(self) -> tuple[ShardKey, ...]:
-        """Receivers that have not acknowledged."""
-        return tuple(key for key in self.keys if key not in self.acknowledged | self.had)
+        """Receivers that have not acknowledged, to be named."""
+        return tuple(self._missing)
+
+    @property
+    def awaited(self) -> bool:
+        """Whether some receiver has not acknowledged."""
+        return bool(self._missing)
 
     @property
     def done(self) -> bool:
-        """Nobody can ask for it again."""
-        return self.acknowledged >= set(self.keys)
+        """Nobody can ask for it again, and nobody here reads its rows."""
+        return len(self.acknowledged) == len(self.keys) and not self.in_use
+
+    def acknowledge(self, key: ShardKey) -> None:
+        self.acknowledged.add(key)
+        self._missing.pop(key, None)
 
     @property
     def state(self) -> str:

@@ -1,4 +1,7 @@
-"""Two buckets of memory from which a process group sends, whatever the number of tokens. Knows no receiver and no step."""
+"""Buckets from which rows are sent that do not go as they lie: a fixed number, whatever the tokens and the receivers.
+
+Knows no receiver and no step.
+"""
 
 from __future__ import annotations
 
@@ -14,24 +17,16 @@ import torch
 from r3channel.errors import ConfigError
 
 BUCKETS_ALIVE = 2
+MOST_BUCKETS = 16
+"""In host memory, of all receivers together: more senders than eight do not make two cores or one link faster."""
 _Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class HostStaging:
-    """For gloo, the stand-in of NCCL in tests: the filled buffer itself is sent."""
+    """Two buckets for one sender: the filled buffer itself is sent."""
 
     def __init__(self) -> None:
         self._tensors: list[torch.Tensor] = []
-
-    @contextmanager
-    def placed(self) -> Iterator[None]:
-        """On the device from which is sent: that is where a group makes its communicator."""
-        yield
-
-    @contextmanager
-    def turn(self) -> Iterator[None]:
-        """Held around the sending of one receiver's rows."""
-        yield
 
     def buffers(self, nbytes: int) -> Sequence[_Bytes]:
         """To be filled in turn; one may be filled again when what `staged` gave for it was sent."""
@@ -45,6 +40,29 @@ class HostStaging:
 
     def _memory(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
+
+
+class HostPool:
+    """For TCP, and for gloo, which stands in for NCCL in tests. Any thread."""
+
+    def __init__(self, senders: int = MOST_BUCKETS // BUCKETS_ALIVE) -> None:
+        self._idle = [HostStaging() for _ in range(senders)]
+        self._free = threading.Semaphore(len(self._idle))
+
+    @contextmanager
+    def placed(self) -> Iterator[None]:
+        """On the device from which is sent: that is where a group makes its communicator."""
+        yield
+
+    @contextmanager
+    def turn(self) -> Iterator[HostStaging]:
+        """Held around the sending of one receiver's rows; others wait while all buckets are in use."""
+        with self._free:
+            staging = self._idle.pop()  # the one used last: memory that nobody needs is never made
+            try:
+                yield staging
+            finally:
+                self._idle.append(staging)
 
 
 class DeviceStaging(HostStaging):
@@ -75,11 +93,11 @@ class DeviceStaging(HostStaging):
             yield
 
     @contextmanager
-    def turn(self) -> Iterator[None]:
+    def turn(self) -> Iterator[HostStaging]:
         with self._turn, self.placed():
             self._stream = self._stream or torch.cuda.Stream(self._device)
             with torch.cuda.stream(self._stream):
-                yield
+                yield self
 
     def staged(self, slot: int, nbytes: int) -> torch.Tensor:
         return self._on_device[slot][:nbytes].copy_(self._tensors[slot][:nbytes], non_blocking=True)

@@ -6,9 +6,11 @@ seal -> (prepared in the background) -> outgoing* -> acknowledge by every receiv
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -22,6 +24,9 @@ from r3channel.relay.sample_table import Sample
 from r3channel.relay.sealed import RowStream, SealedStep
 from r3channel.relay.token_tensors import HeldMasks
 from r3channel.relay.verify import VerifiedRows
+from r3channel.wire.row_protocol import Seal
+
+log = logging.getLogger(__name__)
 
 _IDLE_S = 60.0
 """Memory that nobody used for so long goes back to the system."""
@@ -47,6 +52,9 @@ class Steps:
         self._journal, self._changed = journal, changed
         self._clock, self._idle, self._timeout_s = clock, idle, timeout_s
         self._steps: dict[int, SealedStep] = {}
+        self._seals: dict[int, int] = {}
+        """Steps that are being sealed or were abandoned -> the number of their next seal."""
+        self._sealing = set[int]()
         self.newest = -1
         self.acked_before: dict[int, set[ShardKey]] = {}
         """Who has already acknowledged each step that a relay before this one sealed and that is to be sealed again."""
@@ -57,12 +65,22 @@ class Steps:
         self.thread = threading.Thread(target=self._prepare_all, name="r3channel-prepare", daemon=True)
         self.thread.start()
 
-    def check_newer(self, step: int) -> None:
-        """With the condition held. Raises StepError."""
-        if step <= self.newest:
-            raise StepError(
-                f"step {step} is not newer than step {self.newest}; was it sealed twice?", step=step
-            )
+    @contextmanager
+    def sealing(self, step: int) -> Iterator[int]:
+        """Reserve a step while it is sealed -> its seal's number. Raises StepError for one that is not newer than those before,
+        unless it was abandoned, and for one that another thread is sealing."""
+        with self._changed:
+            if step in self._sealing or (step <= self.newest and step not in self._seals):
+                raise StepError(
+                    f"step {step} is not newer than step {self.newest}, or is being sealed; was it sealed twice?",
+                    step=step,
+                )
+            self._sealing.add(step)
+        try:
+            yield self._seals.get(step, 0)
+        finally:
+            with self._changed:
+                self._sealing.discard(step)
 
     def add(
         self,
@@ -76,9 +94,10 @@ class Steps:
         if self._journal is not None:
             self._journal.sealed(ticket.step, ticket.to_bytes())
         with self._changed:
-            kept = [step for step, older in self._steps.items() if not older.missing]
+            kept = [step for step, older in self._steps.items() if not (older.awaited or older.in_use)]
             gone = {step: self._take_out(step) for step in kept}  # who might have come again has gone on
             self._steps[ticket.step] = sealed
+            self._seals.pop(ticket.step, None)
             self.newest = max(self.newest, ticket.step)
             self._changed.notify_all()
         for step, samples in gone.items():
@@ -88,12 +107,14 @@ class Steps:
     def abandon(self, step: int) -> int:
         """Give a sealed step up: receivers that ask for it are told, and its samples wait for a step again (or for `discard`).
 
-        Returns how many samples came back; 0 for a step that is unknown or delivered.
+        It may be sealed again, under its number and a new seal's. Returns how many samples came back; 0 for a step that is unknown
+        or delivered.
         """
         with self._changed:
             sealed = self._steps.pop(step, None)
             if sealed is None:
                 return 0
+            self._seals[step] = sealed.ticket.seal + 1
             names = [
                 name for name in sealed.ticket.assignment.sample_ids if name in self._intake.entries.samples
             ]
@@ -106,15 +127,19 @@ class Steps:
     def undelivered(self, *, wait_s: float) -> dict[int, tuple[ShardKey, ...]]:
         """Step -> receivers that have not acknowledged it, after `wait_s`; early, and empty, when all have."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or self.error or not self._missing(), timeout=wait_s)
+            self._changed.wait_for(lambda: self._closed or self.error or not self._awaited(), timeout=wait_s)
             return self._missing()
 
     def _missing(self) -> dict[int, tuple[ShardKey, ...]]:
-        return {step: sealed.missing for step, sealed in self._steps.items() if sealed.missing}
+        return {step: sealed.missing for step, sealed in self._steps.items() if sealed.awaited}
+
+    def _awaited(self) -> bool:
+        return any(sealed.awaited for sealed in self._steps.values())
 
     # -- receivers -------------------------------------------------------------------------------------------------
 
-    def outgoing(self, step: int, key: ShardKey, run: str) -> RowStream:
+    def outgoing(self, seal: Seal, key: ShardKey) -> RowStream:
+        run, step, _ = seal
         if run != self._run:
             raise TicketMismatch(
                 f"ticket of run {run}, this relay is run {self._run}; did the relay restart?",
@@ -123,7 +148,7 @@ class Steps:
             )
         with self._changed:
             self._changed.wait_for(lambda: self._settled(step, key), timeout=self._timeout_s)
-            sealed = self._steps.get(step)
+            sealed = self._named(seal)
             if sealed is None or key not in sealed.keys:
                 raise TicketMismatch(
                     f"(dp, pp, cp) {key} asks for step {step}: abandoned, delivered, never sealed, or of another layout. Steps "
@@ -154,17 +179,25 @@ class Steps:
             or bool(self.error)
         )
 
-    def acknowledge(self, step: int, key: ShardKey) -> None:
-        """A receiver has its rows, verified; the last one frees the step. Repeating it does no harm."""
+    def _named(self, seal: Seal) -> SealedStep | None:
+        """With the condition held. None for another run's or another seal's: its receiver is late."""
+        sealed = self._steps.get(seal[1])
+        return sealed if sealed is not None and sealed.ticket.identity == seal else None
+
+    def acknowledge(self, seal: Seal, key: ShardKey) -> None:
+        """A receiver has its rows, verified; the last one frees the step. Repeating it does no harm, and what is said of another
+        run's or an abandoned seal's rows frees nothing."""
+        step = seal[1]
         with self._changed:
-            sealed = self._steps.get(step)
-            if sealed is None or key in sealed.acknowledged:
+            sealed = self._named(seal)
+            if sealed is None or key in sealed.acknowledged or key not in sealed.keys:
                 return
             if self._journal is not None:
                 self._journal.acked(step, key)
-            sealed.acknowledged.add(key)
+            sealed.acknowledge(key)
             gone = self._take_out(step) if sealed.done else []
-            self._changed.notify_all()
+            if not sealed.awaited:  # who joins the step waits for the last one alone
+                self._changed.notify_all()
         self._let_go(step, gone)
 
     def _take_out(self, step: int) -> list[Sample]:
@@ -178,10 +211,10 @@ class Steps:
                 self._journal.done(step)
             self._intake.let_go(gone, outcome="delivered")
 
-    def verify_again(self, step: int, key: ShardKey) -> None:
+    def verify_again(self, seal: Seal, key: ShardKey) -> None:
         """A receiver finds rows damaged: are they whole here? Raises FrameCorrupt with all of its samples that are not."""
         with self._changed:
-            sealed = self._steps.get(step)
+            sealed = self._named(seal)
             out = sealed.outgoing.get(key) if sealed is not None else None
         if sealed is not None and out is not None:
             sealed.verify([sample.sample_id for sample in out.stream.samples])
@@ -208,22 +241,37 @@ class Steps:
                 self._idle()
 
     def _prepare(self, sealed: SealedStep) -> None:
-        for dp in range(sealed.ticket.layout.dp):
-            try:
-                with self._clock.span("place", step=sealed.ticket.step):
+        """Whatever goes wrong is this step's error, which its receivers are told."""
+        step, gone = sealed.ticket.step, list[Sample]()
+        try:
+            for dp in range(sealed.ticket.layout.dp):
+                with self._clock.span("place", step=step):
                     outgoing = sealed.prepare(dp)
-            except R3Error as error:
-                self._intake.reject(error)
                 with self._changed:
-                    sealed.error = error
+                    sealed.outgoing.update(outgoing)
                     self._changed.notify_all()
-                return
             recorder = self._intake.recorder
-            if recorder is not None and dp == sealed.ticket.layout.dp - 1:
-                recorder.write(sealed.ticket, sealed.rows)  # once all have acknowledged, rows are gone
+            if recorder is not None and self._steps.get(step) is sealed:  # and was not abandoned
+                recorder.write(
+                    sealed.ticket, sealed.rows
+                )  # behind the last publication: no receiver waits for a disk
+        except Exception as error:
+            log.exception("r3channel: step %d", step)
+            told = (
+                error
+                if isinstance(error, R3Error)
+                else StepError(f"step {step}: cannot be sent or recorded: {error!r}", step=step)
+            )
+            self._intake.reject(told)
             with self._changed:
-                sealed.outgoing.update(outgoing)
+                sealed.error = told
+        finally:
+            with self._changed:
+                sealed.in_use = False
+                if sealed.done and self._steps.get(step) is sealed:
+                    gone = self._take_out(step)
                 self._changed.notify_all()
+            self._let_go(step, gone)
 
     # -- the rest --------------------------------------------------------------------------------------------------
 
@@ -242,7 +290,7 @@ class Steps:
     def oldest_s(self) -> float:
         """Seconds since the oldest step under way was sealed; 0 without one."""
         with self._changed:
-            times_s = [sealed.sealed_s for sealed in self._steps.values() if sealed.missing]
+            times_s = [sealed.sealed_s for sealed in self._steps.values() if sealed.awaited]
         return time.monotonic() - min(times_s) if times_s else 0.0
 
     def close(self) -> dict[int, tuple[ShardKey, ...]]:

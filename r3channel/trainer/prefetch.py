@@ -25,7 +25,7 @@ class Prefetch(Generic[_Shard]):
 
     def join(self, ticket: Ticket, *, timeout_s: float) -> _Shard:
         """The whole shard, or the error of its transfer. Raises `UsageError` for another step's ticket."""
-        if (ticket.run, ticket.step) != (self.ticket.run, self.ticket.step):
+        if ticket.identity != self.ticket.identity:
             raise UsageError(
                 f"receive of step {ticket.step}, but step {self.ticket.step} was prefetched; expected its ticket"
             )

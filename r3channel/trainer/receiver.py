@@ -74,7 +74,7 @@ class Receiver:
             metrics=self.metrics,
         )
         self._buffers: dict[str, torch.Tensor] = {}
-        self._last = ("", -1)
+        self._last = ("", -1, 0)
         """Run and step that were received last."""
         self._ahead: Prefetch[tuple[ShardBuffer, torch.Tensor]] | None = None
         self._turn = 0
@@ -140,7 +140,7 @@ class Receiver:
             with self.clock.span("rebroadcast", step=ticket.step):
                 digests_N = self._hand_on(shard, whole_N, part_N, digests)
                 masks_N = self._hand_on_masks(ticket, shard, landed[0] if landed else None)
-        self._last = (ticket.run, ticket.step)
+        self._last = ticket.identity
         self.metrics.inc("r3channel_bytes_total", len(part_N), leg="landed")
         self.metrics.inc("r3channel_steps_total")
         self.metrics.set("r3channel_shard_bytes", len(part_N))
@@ -220,8 +220,9 @@ class Receiver:
                     f"ticket of step {ticket.step}: {what} {seen}, this trainer has {expected}",
                     step=ticket.step,
                 )
-        run, last = self._last
-        if ticket.run == run and ticket.step <= last:  # another run may begin anywhere: it was resumed
+        run, last, seal = self._last
+        older = (ticket.step, ticket.seal) <= (last, seal)
+        if ticket.run == run and older:  # another run may begin anywhere: it was resumed
             raise TicketMismatch(
                 f"ticket of step {ticket.step} after step {last} was received; a stale ticket?",
                 step=ticket.step,

@@ -136,7 +136,7 @@ class RelayConnection:
                 if failures >= config.max_group_failures + extra or time.monotonic() > deadline_s:
                     raise self._of_step(error, ticket.step) from error
         with self._clock.span("wait_relay", step=ticket.step):
-            self._acknowledge(ticket.step, deadline_s)
+            self._acknowledge(ticket, deadline_s)
 
     def close(self) -> None:
         """Leave; idempotent."""
@@ -159,7 +159,7 @@ class RelayConnection:
             with clock.span("wait_join", step=step):
                 self._join_group(join_by_s)
         with clock.span("wait_relay", step=step):
-            self._say(wire.READY, run=ticket.run, step=step, group=group)
+            self._say(wire.READY, **wire.seal_of(ticket.identity), group=group)
             announced = self._hear(wire.ROWS, deadline_s, names=("nbytes", "digests", "hash"))
         expected = _table_bytes(stream)
         if (announced["nbytes"], announced["digests"]) != (stream.nbytes, expected):
@@ -178,7 +178,7 @@ class RelayConnection:
         with clock.span("verify", step=step):
             damaged = sink.verify(bytes(table))
         if damaged:
-            self._say(wire.DAMAGED, step=step)
+            self._say(wire.DAMAGED, **wire.seal_of(ticket.identity))
             self._hear(wire.AGAIN, deadline_s)  # or the relay's own error: damaged there
             raise BucketCorrupt(
                 f"step {step}: rows of {len(damaged)} samples came damaged from the relay: {damaged[:5]}",
@@ -248,20 +248,20 @@ class RelayConnection:
 
     # -- the connection ----------------------------------------------------------------------------------------------
 
-    def _acknowledge(self, step: int, deadline_s: float) -> None:
+    def _acknowledge(self, ticket: Ticket, deadline_s: float) -> None:
         """Acknowledge rows that are verified. If the connection fails, repeat the acknowledgement, never the transfer."""
         deadline_s = max(deadline_s, time.monotonic() + _ACK_S)
         for attempt in (1, 2, 3):
             try:
                 if self._link is None:
                     self._connect(timeout_s=min(self._config.join_timeout_s, _left(deadline_s)))
-                self._say(wire.DONE, step=step)
+                self._say(wire.DONE, **wire.seal_of(ticket.identity))
                 self._hear(wire.THANKS, deadline_s)
                 return
             except TransportError as error:
                 self._leave()
                 if attempt == 3:
-                    raise self._of_step(error, step) from error
+                    raise self._of_step(error, ticket.step) from error
 
     def _of_step(self, error: TransportError, step: int) -> TransportError:
         """Add step and rank to an error of the link, which knows neither."""

@@ -3,13 +3,13 @@
     receiver                      relay
     GROUP  {gpu}               ->                    asks for a process group; gpu: the receiver's own, where that is NCCL's
                                <- GROUP {...}        where both join it, at once; once per connection
-    READY  {run, step, group}  ->                    group: rows are to come over that process group
+    READY  {run, step, seal, group} ->                  group: rows are to come over that process group
                                <- ROWS  {nbytes, digests, hash}    then the rows, then the digests (see below)
                                                           masks, masks_hash beside them where the ticket says so: then the
                                                           sampling masks (see `plan.masks`), and their xxh3_64
-    DAMAGED {step}             ->                    rows that do not have their digests
+    DAMAGED {run, step, seal}  ->                    rows that do not have their digests
                                <- AGAIN              they are whole here: say READY again
-    DONE   {step}              ->                    whole and verified
+    DONE   {run, step, seal}   ->                    whole and verified
                                <- THANKS
                                <- ERROR {...}        in answer to anything: the relay's own typed error
 
@@ -38,6 +38,11 @@ _NAMES = {
 }
 
 
+_MOST_ERROR_BYTES = 64_000
+SEAL = ("run", "step", "seal")
+Seal = tuple[str, int, int]
+
+
 def pack(**values: Any) -> bytes:
     return json.dumps(values, separators=(",", ":")).encode()
 
@@ -57,16 +62,28 @@ def unpack(kind: int, body: bytes, *, expected: int, names: tuple[str, ...] = ()
     )
 
 
+def seal_of(identity: Seal) -> dict[str, Any]:
+    """A seal's identity as a record has it."""
+    return dict(zip(SEAL, identity, strict=True))
+
+
+def seal_in(values: dict[str, Any]) -> Seal:
+    """The same, read."""
+    return str(values["run"]), int(values["step"]), int(values["seal"])
+
+
 def values_of(error: R3Error) -> dict[str, Any]:
-    """An error as plain values."""
-    return {
-        "error": type(error).__name__,
-        "message": str(error),
-        "samples": list(error.samples),
-        "engines": list(error.engines),
-        "ranks": [list(rank) for rank in error.ranks],
-        "step": error.step,
-    }
+    """An error as plain values, of which `pack` makes 64 kB at most: longer texts and lists are cut, their counts kept."""
+    ranks, cut = [list(rank) for rank in error.ranks], list[str]()
+    values: dict[str, Any] = {"samples": list(error.samples), "engines": list(error.engines), "ranks": ranks}
+    for kind, items in values.items():
+        count = len(items)
+        while len(json.dumps(items)) > _MOST_ERROR_BYTES // 6:
+            del items[len(items) // 2 :]
+        if len(items) < count:
+            cut.append(f"{count} {kind} in all")
+    message = " ... ".join([str(error)[: _MOST_ERROR_BYTES // 12], *cut])
+    return {"error": type(error).__name__, "message": message, "step": error.step, **values}
 
 
 def error_of(values: dict[str, Any]) -> R3Error:

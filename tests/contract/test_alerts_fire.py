@@ -23,7 +23,7 @@ from r3channel.config import EngineConfig
 from r3channel.engine.frame_sender import Outlet
 from r3channel.observe.metrics import Metrics
 from r3channel.plan.assignment import Assignment
-from r3channel.relay.sealed import SealedStep
+from r3channel.relay.steps import Steps
 from r3channel.tools.top import Look, Series
 from r3channel.trainer.mismatch import RoutingAudit, measure, publish
 from r3channel.weights.session import WeightSync
@@ -100,7 +100,7 @@ def no_trainer_comes(place: Place) -> None:
 
 
 def thread_ends(place: Place) -> None:
-    place.patch.setattr(SealedStep, "prepare", lambda *_: 1 // 0)
+    place.patch.setattr(Steps, "_prepare", lambda *_: 1 // 0)
     place.relay.add("x", reply_for("x", 9), range(9))
     place.relay.seal(99, Assignment.given([[["x"]]]))
     until(lambda: place.relay.steps.error is not None)

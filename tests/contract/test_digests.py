@@ -31,6 +31,7 @@ from r3channel.transport.process_group import _Operation
 from r3channel.wire.frame import encode_frame
 from r3channel.wire.kernels import column_sums, place_runs
 from r3channel.wire.routing import Ids
+from r3channel.wire.row_protocol import Seal
 from tests.delivery import Fanout, MakeRelay, compare, hand, receive, receivers_of, until
 from tests.samples import SPEC, WIDE, random_ids, reply_for
 
@@ -422,10 +423,10 @@ def mixed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tu
     outgoing, add = Steps.outgoing, Steps.add
     axis = {"two ranks' streams": 0, "context ranks' streams": 2}.get(request.param)
 
-    def other(steps: Steps, step: int, key: tuple[int, int, int], run: str) -> RowStream:
+    def other(steps: Steps, seal: Seal, key: tuple[int, int, int]) -> RowStream:
         assert axis is not None
         swapped = tuple(1 - part if at == axis else part for at, part in enumerate(key))
-        return outgoing(steps, step, swapped, run)  # type: ignore[arg-type]
+        return outgoing(steps, seal, swapped)  # type: ignore[arg-type]
 
     def mislaid(steps: Steps, ticket: Ticket, rows: dict[str, Any], *masks: Any) -> None:
         add(steps, ticket, rows | {"a": rows["b"], "b": rows["a"]}, *masks)
@@ -463,7 +464,7 @@ def test_a_relay_that_sent_other_rows_is_not_thanked_and_its_next_ones_are_taken
         patch.setattr(
             relay._delivery,
             "_outgoing",
-            lambda step, key, run: relay.steps.outgoing(step, (1 - key[0], 0, 0), run),
+            lambda seal, key: relay.steps.outgoing(seal, (1 - key[0], 0, 0)),
         )
         with pytest.raises(errors.TicketMismatch, match="other rows than their ticket says"):
             receivers[0].receive(ticket)

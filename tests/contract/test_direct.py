@@ -539,14 +539,12 @@ def test_a_turn_that_comes_while_its_step_is_sealed_is_not_taken_without_its_row
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place.add("s1", reply_for("s1", 9), 9)
-    check = place.relay.steps.check_newer
 
-    def another_turn(step: int) -> None:
+    def another_turn(*_: Any, **__: Any) -> None:
         monkeypatch.undo()
         place.add("s1", reference_reply("r2", 20, serial=1, first_row=8), 20, append=True)
-        check(step)
 
-    monkeypatch.setattr(place.relay.steps, "check_newer", another_turn)
+    monkeypatch.setattr(place.relay.intake, "await_frames", another_turn)
     with pytest.raises(errors.StepError) as raised:
         place.seal("s1")
     assert raised.value.samples == ("s1",) and place.relay.status()["waiting"] == ["s1"]

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 
 from r3channel import errors
 from r3channel.relay.row_server import _Served
-from r3channel.relay.send_buffers import HostStaging
+from r3channel.relay.send_buffers import HostPool
 from r3channel.trainer.receiver import Receiver
 from r3channel.trainer.relay_connection import RelayConnection
 from r3channel.transport.base import Pending, Rendezvous, Transport
@@ -74,13 +73,13 @@ def make_relay() -> Iterator[MakeRelay]:
 def staged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Which receivers' rows went over a process group, by their connection's thread."""
     found: list[str] = []
-    send = _Served._send_staged
+    send = _Served._send_over_group
 
-    def seen(served: _Served, out: Any) -> None:
+    def seen(served: _Served, out: Any, staging: Any) -> None:
         found.append(served.thread.name.removeprefix("r3channel-send-"))
-        send(served, out)
+        send(served, out, staging)
 
-    monkeypatch.setattr(_Served, "_send_staged", seen)
+    monkeypatch.setattr(_Served, "_send_over_group", seen)
     return found
 
 
@@ -168,16 +167,8 @@ def test_a_receiver_that_has_no_turn_yet_is_not_told_to_post_its_receives(
 ) -> None:
     """Where staging is one GPU's: receives that are posted early would occupy a trainer's GPU while another one is served."""
 
-    class OneAtATime(HostStaging):
-        lock = threading.Lock()
-
-        @contextmanager
-        def turn(self) -> Iterator[None]:
-            with self.lock:
-                yield
-
     relay = make_relay("dp=2")
-    relay._delivery.staging = OneAtATime()  # type: ignore[assignment]
+    relay._delivery.staging = HostPool(1)
     go_on, told, inner = threading.Event(), list[int](), RelayConnection._receive_rows
 
     def slow(member: RelayConnection, *args: Any, **kwargs: Any) -> None:
@@ -267,7 +258,7 @@ def test_rows_go_over_nccl_where_both_ends_ask_for_it(
         backends.append(rendezvous.backend)
         return join(replace(rendezvous, backend="gloo"), timeout_s=timeout_s)
 
-    monkeypatch.setattr("r3channel.relay.row_server.DeviceStaging", lambda device: HostStaging())
+    monkeypatch.setattr("r3channel.relay.row_server.DeviceStaging", lambda device: HostPool())
     monkeypatch.setattr("r3channel.relay.row_server.gpu_of", lambda device: "the relay's")
     monkeypatch.setattr("r3channel.trainer.relay_connection.gpu_of", lambda: "its own")
     monkeypatch.setattr("r3channel.relay.row_server.join", over_gloo)
@@ -283,7 +274,7 @@ def test_a_receiver_on_the_relays_own_gpu_is_refused_by_name(
     make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NCCL itself would fail on both sides, without naming either."""
-    monkeypatch.setattr("r3channel.relay.row_server.DeviceStaging", lambda device: HostStaging())
+    monkeypatch.setattr("r3channel.relay.row_server.DeviceStaging", lambda device: HostPool())
     monkeypatch.setattr("r3channel.relay.row_server.gpu_of", lambda device: f"GPU-{device}")
     monkeypatch.setattr("r3channel.trainer.relay_connection.gpu_of", lambda: "GPU-3")
     relay = make_relay("dp=1", transport="nccl", device=3)

@@ -140,7 +140,7 @@ def big_step(relay: Relay, step: int) -> Ticket:
 def hang(relay: Relay, ticket: Ticket) -> Connection:
     """dp 0 says that it is ready, reads what is announced, and no row."""
     link = silent(relay, (0, 0, 0))
-    ready = {"run": ticket.run, "step": ticket.step, "group": False}
+    ready = {**wire.seal_of(ticket.identity), "group": False}
     link.send_record(wire.READY, wire.pack(**ready), timeout_s=LIMIT_S)
     kind, body = link.recv_record(timeout_s=LIMIT_S)
     assert kind == wire.ROWS and json.loads(bytes(body))["nbytes"] == ROWS * BIG.bytes_per_token

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,11 @@ import pytest
 from r3channel import errors
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.ticket import Ticket
+from r3channel.recordings.recorder import Recorder
 from r3channel.relay.intake import Intake
 from r3channel.relay.relay import Relay
 from r3channel.relay.sealed import SealedStep
+from r3channel.relay.send_buffers import BUCKETS_ALIVE, MOST_BUCKETS
 from r3channel.trainer.rank_shard import RankShard
 from r3channel.transport.process_group import RendezvousStore
 from r3channel.wire import row_protocol as wire
@@ -159,9 +163,12 @@ def test_steps_may_be_abandoned_in_any_order_and_their_samples_sealed_again(make
     relay.seal(6, each("b"))
     assert [relay.abandon(step) for step in (5, 6, 7, 5)] == [1, 1, 0, 0]
     check_untouched(relay, "a", "b")
+    again = relay.seal(5, each("a"))
+    assert again.seal == 1 and Ticket.from_bytes(again.to_bytes()).seal == 1
+    check_delivered(relay, again)
     with pytest.raises(errors.StepError, match="not newer than step 6"):
-        relay.seal(5, each("a"))
-    check_delivered(relay, relay.seal(7, each("a", "b")))
+        relay.seal(5, each("b"))
+    check_delivered(relay, relay.seal(7, each("b")))
     assert relay.abandon(7) == 0
     until(lambda: relay.status()["store"]["frames"] == 0)
 
@@ -198,26 +205,105 @@ def test_a_receiver_that_waits_for_a_step_is_told_when_it_is_abandoned(
     check_delivered(relay, relay.seal(1, each("a")))
 
 
-def test_a_receiver_is_told_what_ended_the_thread_that_prepares(
-    make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("broken", ["prepare", "write"])
+def test_whatever_breaks_a_step_is_that_steps_error_and_the_relay_goes_on(
+    make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, broken: str
 ) -> None:
-    def breaks(step: SealedStep, dp: int) -> Any:
+    def breaks(*_: Any) -> Any:
         raise MemoryError("no room for an index")
 
-    monkeypatch.setattr(SealedStep, "prepare", breaks)
+    relay = make_relay(recorder=Recorder(tmp_path))
+    add(relay, "a", "b")
+    with monkeypatch.context() as patch:
+        patch.setattr(SealedStep if broken == "prepare" else Recorder, broken, breaks)
+        ticket = relay.seal(0, each("a"))
+        until(lambda: relay.status()["steps"][0]["state"] == "FAILED")
+        (receiver,) = receivers_of(relay)
+        with pytest.raises(errors.StepError, match=r"step 0: .*MemoryError\('no room for an index'\)"):
+            receiver.receive(ticket)
+    assert relay.abandon(0) == 1
+    check_delivered(relay, relay.seal(0, each("a", "b")))
+
+
+CUTS = {
+    "dp=2": [[["a"], ["b", "c"]]],  # of another number of DP ranks
+    "pp=2": [[["a"], ["b", "c"]]],  # uneven padded micro-batches
+    "pp=5,uniform=0": [[["a", "b", "c"]]],  # layers that do not divide
+    "mtp=99": [[["a", "b", "c"]]],  # MTP to a dense layer
+}
+
+
+@pytest.mark.parametrize(("layout", "journal"), list(product(CUTS, [False, True])))
+def test_what_cannot_be_cut_is_refused_before_a_sample_is_taken(
+    make_relay: MakeRelay, tmp_path: Path, layout: str, journal: bool
+) -> None:
+    relay = make_relay(layout, journal=str(tmp_path) if journal else "")
+    add(relay, "a", "b", "c")
+    with pytest.raises(errors.ConfigError):
+        relay.seal(0, Assignment.given(CUTS[layout]))
+    status = relay.status()
+    assert (status["pending"], status["steps"]) == (["a", "b", "c"], {})
+    add(relay, "d")
+    assert relay.discard("abcd") == 4 and relay.status()["store"]["bytes"] == 0
+
+
+def test_of_two_seals_of_one_step_at_once_one_wins(
+    make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch
+) -> None:
     relay = make_relay()
-    (receiver,) = receivers_of(relay)
-    receiver.join()
+    add(relay, "a", "b")
+    first, go_on = threading.Event(), threading.Event()
+
+    def slow(*_: Any, **__: Any) -> None:
+        first.set()
+        assert go_on.wait(LIMIT_S)
+
+    monkeypatch.setattr(relay.intake, "await_frames", slow)
+    with ThreadPoolExecutor(1) as pool:
+        winner = pool.submit(relay.seal, 5, each("a"))
+        assert first.wait(LIMIT_S)
+        with pytest.raises(errors.StepError, match="is being sealed"):
+            relay.seal(5, each("b"))
+        go_on.set()
+        assert winner.result(LIMIT_S).assignment == each("a")
+    assert relay.discard("ab") == 1 and relay.abandon(5) == 1 and relay.discard("a") == 1
+
+
+@pytest.mark.parametrize("stale", [{"run": "another"}, {"seal": 0}])
+def test_a_stale_acknowledgement_frees_nothing(make_relay: MakeRelay, stale: dict[str, Any]) -> None:
+    relay = make_relay()
     add(relay, "a")
-    with pytest.raises(
-        errors.StepError, match=r"not prepared; .*MemoryError\('no room for an index'\)"
-    ) as told:
-        receiver.receive(relay.seal(0, each("a")))
-    assert (told.value.step, told.value.ranks) == (0, ((0, 0, 0),))
-    with pytest.raises(errors.BackgroundFailed, match="no room for an index"):
-        relay.join_previous(timeout_s=LIMIT_S)
-    with pytest.raises(errors.BackgroundFailed, match="no room for an index"):
-        add(relay, "b")
+    relay.seal(7, each("a"))
+    assert relay.abandon(7) == 1
+    ticket = relay.seal(7, each("a"))
+    run, step, seal = (value for value in (wire.seal_of(ticket.identity) | stale).values())
+    relay.steps.acknowledge((run, step, seal), (0, 0, 0))
+    assert relay.undelivered(wait_s=0) == {7: ((0, 0, 0),)}
+    check_delivered(relay, ticket)
+
+
+def test_an_error_that_names_thousands_reaches_its_receiver(make_relay: MakeRelay) -> None:
+    relay = make_relay()
+    add(relay, "a")
+    ticket, (receiver,) = relay.seal(0, each("a")), receivers_of(relay)
+    names = [f"rollout-{number:08d}-{'x' * 24}" for number in range(26_000)]
+    relay.steps._steps[0].error = errors.FrameCorrupt(
+        "step 0: " + "ids at rest " * 9_000, samples=names, step=0
+    )
+    with pytest.raises(errors.FrameCorrupt, match=r"step 0: ids at rest .*26000 samples in all") as told:
+        receiver.receive(ticket)
+    assert 0 < len(told.value.samples) < len(names)
+    assert len(wire.pack(**wire.values_of(told.value))) < 64_000
+
+
+def test_receivers_share_a_fixed_number_of_buckets(make_relay: MakeRelay) -> None:
+    relay = make_relay("dp=2,pp=2,packing=thd")
+    ticket = sealed(relay)
+    for shard in receive(receivers_of(relay), ticket):
+        check_rows(shard)
+    pool: Any = relay._delivery.staging
+    assert len(pool._idle) * BUCKETS_ALIVE == MOST_BUCKETS
+    assert any(staging._tensors for staging in pool._idle)
 
 
 def waiting(relay: Relay, count: int) -> None:

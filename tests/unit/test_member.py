@@ -59,7 +59,7 @@ class Played:
         self.link.send_record(kind, wire.pack(**values), timeout_s=LIMIT_S)
 
     def announce(self, **changes: Any) -> None:
-        self.hear(wire.READY, run="run", step=3, group=False)
+        self.hear(wire.READY, run="run", step=3, seal=0, group=False)
         honest = {"nbytes": STREAM.nbytes, "digests": len(DIGESTS), "hash": xxh3_64_intdigest(DIGESTS)}
         self.say(wire.ROWS, **(honest | changes))
 
@@ -71,7 +71,7 @@ class Played:
         self.rows()
 
     def thank(self) -> None:
-        self.hear(wire.DONE, step=3)
+        self.hear(wire.DONE, run="run", step=3, seal=0)
         self.say(wire.THANKS)
 
     def refuse(self, error: errors.R3Error, **expected: Any) -> None:

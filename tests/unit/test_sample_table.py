@@ -126,9 +126,9 @@ class Table(RuleBasedStateMachine):
     @rule()
     def an_hour_passes(self) -> None:
         self.now += 3600
-        samples, rows = self.entries.expired(before_s=self.now)
+        samples, rows = self.entries.expired(before_s=self.now, unclaimed_s=self.now)
         assert {sample.name for sample in samples} == self.model.keys() - self.steps.keys()
-        assert set(map(id, rows)) == set(map(id, self.unclaimed.values()))
+        assert rows.keys() == self.unclaimed.keys()
         for sample in samples:
             self._forget(sample.name)
         self.unclaimed.clear()

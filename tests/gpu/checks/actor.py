@@ -23,7 +23,7 @@ from r3channel.plan.ticket import Ticket
 from r3channel.relay import row_server
 from r3channel.relay.ray_host import RayRelay, RelayHost
 from r3channel.relay.relay import Relay
-from r3channel.relay.send_buffers import HostStaging
+from r3channel.relay.send_buffers import HostPool
 from r3channel.trainer import relay_connection as member
 from r3channel.trainer.receiver import Receiver
 from r3channel.transport.select import gpu_of
@@ -45,7 +45,7 @@ class Owner(RelayHost):
     def __init__(self, transport: str, stand_in: str = "") -> None:
         """`stand_in`: the GPU that it is to think it has, where it has none."""
         if stand_in:
-            setattr(row_server, "DeviceStaging", lambda device: HostStaging())  # noqa: B010
+            setattr(row_server, "DeviceStaging", lambda device: HostPool())  # noqa: B010
             setattr(row_server, "gpu_of", lambda device: stand_in)  # noqa: B010
         self.relay = Relay(SPEC, LAYOUT, config_of(transport))
 
