@@ -550,6 +550,21 @@ def test_a_turn_that_comes_while_its_step_is_sealed_is_not_taken_without_its_row
     assert raised.value.samples == ("s1",) and place.relay.status()["waiting"] == ["s1"]
 
 
+@pytest.mark.parametrize("frame_first", [True, False])
+def test_a_refused_reply_frees_its_frame_at_once(place: Place, frame_first: bool) -> None:
+    def come() -> None:
+        deliver(place.relay, (1, frame("r1", 20)))
+
+    if frame_first:
+        come()
+    with pytest.raises(errors.RowCountMismatch):  # the text was cut after generation
+        place.add("s1", reference_reply("r1", 20, serial=1), 11)
+    if not frame_first:
+        come()
+    status = place.relay.status()
+    assert (status["store"], status["unclaimed"]) == ({"frames": 0, "bytes": 0}, {"frames": 0})
+
+
 # -- the door ------------------------------------------------------------------------------------------------------------
 
 
