@@ -82,12 +82,12 @@ def deliver(relay: Relay, *frames: tuple[int, bytes], boot_id: int = 11) -> None
     """As the door does with a parcel of (serial, frame) that came whole."""
     source = InMemory(parcel_of(*frames, boot_id=boot_id))
     boot_id, count = open_parcel(source)
-    relay.intake.deliver(boot_id, count, source)
+    relay.deliver(boot_id, count, source)
 
 
 def turns_here(relay: Relay, name: str) -> list[VerifiedRows]:
     """What lies in a relay of a sample, turn by turn."""
-    sample = relay.intake.entries.samples.get(name)
+    sample = relay.entries.samples.get(name)
     return rows_of(sample) if sample else []
 
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from r3channel.config import ChannelConfig
-from r3channel.errors import FrameMissing, R3Error, RoutingMissing, SampleTwice, StoreFull
+from r3channel.errors import FrameMissing, R3Error, RoutingMissing, SampleTwice, StoreFull, UsageError
 from r3channel.model.spec import RoutingSpec
 from r3channel.observe.metrics import Metrics
 from r3channel.observe.stage_clock import StageClock
@@ -40,25 +40,27 @@ Tokens = Sequence[int] | Ids
 
 
 class Intake:
-    """Any thread. Is the `relay.ingest_server.Intake` of the door."""
+    """What takes rows in: the part of a relay that knows no step and no receiver. Any thread."""
 
     def __init__(
         self,
         spec: RoutingSpec,
         config: ChannelConfig,
         *,
-        store: Store,
-        journal: Journal | None,
-        changed: threading.Condition,
         clock: StageClock,
         metrics: Metrics,
         recorder: Recorder | None,
     ) -> None:
-        """`changed` guards `entries`, and is notified of every event."""
-        self.config, self.clock, self.metrics = config, clock, metrics
+        self.spec, self.config, self.clock, self.metrics = spec, config, clock, metrics
+        self._closed = False
+        self._changed = threading.Condition()
+        """Guards the table and the steps, and is notified of every event."""
         self.entries, self.engines = SampleTable(), EngineRegistry(spec)
-        self.verifier = FrameVerifier(spec, store, journal, clock=clock, invalid_rows=config.invalid_rows)
-        self._store, self._journal, self._changed = store, journal, changed
+        self._store = Store(config.store_bytes)
+        self._journal = Journal(config.journal) if config.journal else None
+        self.verifier = FrameVerifier(
+            spec, self._store, self._journal, clock=clock, invalid_rows=config.invalid_rows
+        )
         self.recorder = recorder
         """May be given, exchanged and taken while the relay runs."""
         for name in ("r3channel_samples_total", "r3channel_rejected_total", "r3channel_rows_total"):
@@ -125,9 +127,26 @@ class Intake:
     # -- replies ---------------------------------------------------------------------------------------------------
 
     def add(
-        self, sample_id: str, reply: Mapping[str, Any], tokens: Tokens, *, engine: str, append: bool
+        self,
+        sample_id: str,
+        reply: Mapping[str, Any],
+        tokens: Tokens,
+        *,
+        engine: str = "?",
+        append: bool = False,
     ) -> VerifiedRows | None:
-        """See `Relay.add`."""
+        """Verify and keep the routing of one sample.
+
+        `reply` is the engine's decoded JSON, `tokens` the whole sequence (prompt and response). Raises a typed
+        `RoutingError` naming sample and engine and keeps nothing; the caller decides what happens to a bad sample.
+        None when the reply holds a frame reference: the frame comes directly, and `seal` waits for it and names it if it is lost.
+        None, too, for a reply without routing where `on_missing` is `live`.
+
+        `append`: a later turn (or the rest of an interrupted request) of a sample that is here, made with
+        `routed_experts_start_len = rows_held`. `tokens` is the whole sequence again; gaps, overlaps and changed tokens
+        are refused, and the rows that are held stay.
+        """
+        self._check_add(sample_id)
         with self._judged(sample_id, engine, new=not append):
             self.engines.check(engine)
             found = self._routing_in(reply, sample_id=sample_id, engine=engine)
@@ -139,10 +158,19 @@ class Intake:
         body: bytes,
         tokens: Tokens | Callable[[Any], Tokens],
         *,
-        engine: str,
-        append: bool,
+        engine: str = "?",
+        append: bool = False,
     ) -> Any:
-        """See `Relay.add_body`."""
+        """As `add`, for the reply's body as it came; returns the parsed reply, its routing field emptied.
+
+        The frame is decoded where it lies in the body, without the interpreter's lock, and only the rest is parsed: an eighth of
+        the CPU of `json.loads` and `add`. `tokens` may be a function of the parsed reply. Raises also `RoutingMissing` for a body
+        that is no JSON object. It may wait for room: in a coroutine, on a thread.
+
+            body, tokens = await response.read(), lambda reply: prompt + reply["output_ids"]
+            reply = await asyncio.to_thread(relay.add_body, name, body, tokens, engine=url)
+        """
+        self._check_add(sample_id)
         with self._judged(sample_id, engine, new=not append):
             self.engines.check(engine)
             try:
@@ -159,9 +187,10 @@ class Intake:
             return reply
 
     def add_frame(
-        self, sample_id: str, data: bytes, tokens: Tokens, *, engine: str, append: bool
+        self, sample_id: str, data: bytes, tokens: Tokens, *, engine: str = "?", append: bool = False
     ) -> VerifiedRows | None:
-        """See `Relay.add_frame`."""
+        """As `add`, for a frame that is already in hand (a recording, another transport, `pd_merge.merged_frame`)."""
+        self._check_add(sample_id)
         with self._judged(sample_id, engine, new=not append):
             return self._add(sample_id, data, None, tokens, engine=engine, append=append)
 
@@ -203,6 +232,11 @@ class Intake:
         """Rows of a sample that are here or on their way: `routed_experts_start_len` of its next turn."""
         with self._changed:
             return self.entries.rows_announced(sample_id)
+
+    def asks(self, sample_id: str) -> dict[str, Any]:
+        """Fields of a sample's next request: SGLang is to return routing, of a later turn only the rows that are not here."""
+        held = self.rows_held(sample_id)
+        return {"return_routed_experts": True} | ({"routed_experts_start_len": held} if held else {})
 
     def _routing_in(self, reply: Any, *, sample_id: str, engine: str) -> bytes:
         """Empty where there is none and the live router may choose."""
@@ -284,6 +318,20 @@ class Intake:
             )
         except StoreFull as error:
             log.warning("r3channel: sample %s would not survive a kill: %s", sample.name, error)
+
+    def _check_add(self, sample_id: str) -> None:
+        self._check_open()
+        if not isinstance(sample_id, str):
+            raise UsageError(f"sample id {sample_id!r} is a {type(sample_id).__name__}, expected a string")
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError("this relay is closed")
+
+    def _close_storage(self) -> None:
+        if self._journal is not None:
+            self._journal.close()
+        self._store.close()
 
     # -- waiting ---------------------------------------------------------------------------------------------------
 
@@ -404,7 +452,7 @@ class Intake:
             raise LookupError("no sample waits for a step")
         return oldest_s + self.config.expiry_s - time.monotonic()
 
-    def status(self) -> dict[str, Any]:
+    def samples_status(self) -> dict[str, Any]:
         """Where the samples are that no step has taken. With the condition held."""
         samples = [sample for sample in self.entries.samples.values() if sample.step is None]
         return {

@@ -14,9 +14,8 @@ of a request.
 from __future__ import annotations
 
 import logging
-import threading
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -39,16 +38,12 @@ from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.shards import ShardKey, check_cut
 from r3channel.plan.ticket import Ticket
 from r3channel.recordings.recorder import Recorder
-from r3channel.relay.engines import EngineRegistry
-from r3channel.relay.intake import Intake, Tokens, masks_of, rows_of
-from r3channel.relay.journal import Journal
-from r3channel.relay.memory import Store
+from r3channel.relay.intake import Intake, masks_of, rows_of
 from r3channel.relay.recovery import Recovery, take_over
 from r3channel.relay.reply import frame_bytes_of
 from r3channel.relay.row_server import RowServer
 from r3channel.relay.sealed import ticket_sample
 from r3channel.relay.steps import Steps
-from r3channel.relay.verify import VerifiedRows
 from r3channel.transport.auth import obtain_token
 from r3channel.wire.header import FRAME_MAGIC
 from r3channel.wire.hello import Hello
@@ -63,7 +58,7 @@ _MOST_BODY_BYTES = 1 << 30
 """Bytes of one parcel at most; engines close theirs at 8 MiB and one frame."""
 
 
-class Relay:
+class Relay(Intake):
     """OPEN -> CLOSED. Public methods are thread safe; an error of a background thread is raised by the next call."""
 
     def __init__(
@@ -76,44 +71,21 @@ class Relay:
         metrics: Metrics | None = None,
         recorder: Recorder | None = None,
     ) -> None:
-        self.spec, self.layout, self.config = spec, layout, config or ChannelConfig()
-        config = self.config
-        warm(
-            spec
-        )  # in no thread: a fork would inherit numba's lock, and a process that ends while LLVM works is aborted
+        self.layout, config = layout, config or ChannelConfig()
+        # In no thread: a fork would inherit numba's lock, and a process that ends while LLVM works is aborted.
+        warm(spec)
         if recorder is not None:
             recorder.open(spec, layout)
-        self.clock = clock or StageClock("relay")
-        self.metrics = metrics or Metrics.of("relay", config, clock=self.clock)
+        clock = clock or StageClock("relay")
+        metrics = metrics or Metrics.of("relay", config, clock=clock)
         self.run = uuid.uuid4().hex[:12]
-        self._changed = threading.Condition()
-        self._closed = self._warned = False
+        self._warned = False
         self._door: IngestServer | None = None
         with ExitStack() as undo:  # a constructor that fails leaves no folder, port or thread behind
-            undo.callback(self.metrics.close)
-            self._store = Store(config.store_bytes)
-            undo.callback(self._store.close)
-            self._journal = Journal(config.journal) if config.journal else None
-            undo.callback(self._journal.close if self._journal else lambda: None)
-            self.intake = Intake(
-                spec,
-                config,
-                store=self._store,
-                journal=self._journal,
-                changed=self._changed,
-                clock=self.clock,
-                metrics=self.metrics,
-                recorder=recorder,
-            )
-            self.steps = Steps(
-                self.intake,
-                run=self.run,
-                journal=self._journal,
-                changed=self._changed,
-                clock=self.clock,
-                idle=partial(self._store.trim, idle_s=60.0),
-                timeout_s=config.step_timeout_s,
-            )
+            undo.callback(metrics.close)
+            super().__init__(spec, config, clock=clock, metrics=metrics, recorder=recorder)
+            undo.callback(self._close_storage)
+            self.steps = Steps(self, run=self.run, idle=partial(self._store.trim, idle_s=60.0))
             undo.callback(self.steps.close)
             self._delivery = RowServer(
                 layout,
@@ -154,7 +126,7 @@ class Relay:
             found, relay.steps.acked_before = take_over(
                 Path(config.journal),
                 but=relay._journal.folder,
-                keep=relay.intake.restore,
+                keep=relay.restore,
                 keep_step=relay._journal.sealed_before,
             )
             return relay, found
@@ -163,11 +135,6 @@ class Relay:
             raise
 
     # -- engines ---------------------------------------------------------------------------------------------------
-
-    @property
-    def engines(self) -> EngineRegistry:
-        """Which engines have said hello."""
-        return self.intake.engines
 
     def serve(self, *, token_file: str | Path | None = None) -> str:
         """Open the ingest for directly delivered frames and return its address, for R3CHANNEL_RELAY_URL.
@@ -186,7 +153,7 @@ class Relay:
         from r3channel.relay.ingest_server import IngestServer  # needs the extra `direct`
 
         self._door = IngestServer(
-            self.intake,
+            self,
             token=obtain_token(path),
             host=self.config.interface,
             port=self.config.ingest_port,
@@ -215,83 +182,14 @@ class Relay:
                     "log names a hook that failed"
                 )
             where = f"probe from engine {engine}"
-            rows = self.intake.verifier.keep(
-                data, sample_id="probe", engine=engine, max_rows=tokens, room_s=0.0
-            )
-            self.intake.free([rows])
+            rows = self.verifier.keep(data, sample_id="probe", engine=engine, max_rows=tokens, room_s=0.0)
+            self.free([rows])
             if rows.end_row != tokens - 1:
                 raise RoutingError(f"{where}: {rows.end_row} rows for {tokens} tokens, expected {tokens - 1}")
         except RoutingError as error:
             raise PluginNotApplied(f"engine {engine} does not send usable frames: {error}") from error
         if hello is None:
             self.engines.vouch(engine)
-
-    # -- samples ---------------------------------------------------------------------------------------------------
-
-    def add(
-        self,
-        sample_id: str,
-        reply: Mapping[str, Any],
-        tokens: Tokens,
-        *,
-        engine: str = "?",
-        append: bool = False,
-    ) -> VerifiedRows | None:
-        """Verify and keep the routing of one sample.
-
-        `reply` is the engine's decoded JSON, `tokens` the whole sequence (prompt and response). Raises a typed
-        `RoutingError` naming sample and engine and keeps nothing; the caller decides what happens to a bad sample.
-        None when the reply holds a frame reference: the frame comes directly, and `seal` waits for it and names it if it is lost.
-        None, too, for a reply without routing where `on_missing` is `live`.
-
-        `append`: a later turn (or the rest of an interrupted request) of a sample that is here, made with
-        `routed_experts_start_len = rows_held`. `tokens` is the whole sequence again; gaps, overlaps and changed tokens
-        are refused, and the rows that are held stay.
-        """
-        self._check_add(sample_id)
-        return self.intake.add(sample_id, reply, tokens, engine=engine, append=append)
-
-    def add_body(
-        self,
-        sample_id: str,
-        body: bytes,
-        tokens: Tokens | Callable[[Any], Tokens],
-        *,
-        engine: str = "?",
-        append: bool = False,
-    ) -> Any:
-        """As `add`, for the reply's body as it came; returns the parsed reply, its routing field emptied.
-
-        The frame is decoded where it lies in the body, without the interpreter's lock, and only the rest is parsed: an eighth of
-        the CPU of `json.loads` and `add`. `tokens` may be a function of the parsed reply. Raises also `RoutingMissing` for a body
-        that is no JSON object. It may wait for room: in a coroutine, on a thread.
-
-            body, tokens = await response.read(), lambda reply: prompt + reply["output_ids"]
-            reply = await asyncio.to_thread(relay.add_body, name, body, tokens, engine=url)
-        """
-        self._check_add(sample_id)
-        return self.intake.add_body(sample_id, body, tokens, engine=engine, append=append)
-
-    def add_frame(
-        self, sample_id: str, data: bytes, tokens: Tokens, *, engine: str = "?", append: bool = False
-    ) -> VerifiedRows | None:
-        """As `add`, for a frame that is already in hand (a recording, another transport, `splice.merged_frame`)."""
-        self._check_add(sample_id)
-        return self.intake.add_frame(sample_id, data, tokens, engine=engine, append=append)
-
-    def rows_held(self, sample_id: str) -> int:
-        """Rows of a sample that are here or on their way: `routed_experts_start_len` of its next turn."""
-        return self.intake.rows_held(sample_id)
-
-    def asks(self, sample_id: str) -> dict[str, Any]:
-        """Fields of a sample's next request: SGLang is to return routing, of a later turn only the rows that are not here."""
-        held = self.rows_held(sample_id)
-        return {"return_routed_experts": True} | ({"routed_experts_start_len": held} if held else {})
-
-    def discard(self, sample_ids: Iterable[str]) -> int:
-        """Drop samples that no assignment will name (filtered, over-sampled, aborted, evaluation); unknown ids and samples of a
-        sealed step are ignored."""
-        return self.intake.drop(sample_ids, outcome="discarded")
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
@@ -305,9 +203,9 @@ class Relay:
         """
         self._check_open()
         check_cut(assignment, self.spec, self.layout)  # before anything waits or is taken
-        names, entries = assignment.sample_ids, self.intake.entries
+        names, entries = assignment.sample_ids, self.entries
         with self.steps.sealing(step) as seal:
-            self.intake.await_frames(names, step=step, timeout_s=self.config.frame_timeout_s)
+            self.await_frames(names, step=step, timeout_s=self.config.frame_timeout_s)
             with self.clock.span("plan", step=step), ExitStack() as undo:
                 with self._changed:
                     self._check_open()
@@ -359,7 +257,7 @@ class Relay:
         self._check_open()
         if recorder is not None:
             recorder.open(self.spec, self.layout)
-        self.intake.recorder = recorder
+        self.recorder = recorder
 
     def undelivered(self, *, wait_s: float) -> dict[int, tuple[ShardKey, ...]]:
         """Step -> receivers that have not acknowledged it, after `wait_s`; early, and empty, when all have."""
@@ -391,7 +289,7 @@ class Relay:
     def status(self) -> dict[str, Any]:
         """Where every sample of every step is."""
         with self._changed:
-            found = {"run": self.run, **self.intake.status(), "steps": self.steps.status()}
+            found = {"run": self.run, **self.samples_status(), "steps": self.steps.status()}
         store = {"frames": len(self._store), "bytes": self._store.live_bytes}
         return found | {
             "engines": self.engines.reports(),
@@ -422,9 +320,7 @@ class Relay:
         alive = self._delivery.close(timeout_s=timeout_s)
         self.steps.thread.join(timeout_s)
         alive += [self.steps.thread.name] if self.steps.thread.is_alive() else []
-        if self._journal is not None:
-            self._journal.close()
-        self._store.close()
+        self._close_storage()
         self.metrics.close()
         if undelivered or alive:
             raise StepError(
@@ -434,25 +330,19 @@ class Relay:
             )
 
     def _check_open(self) -> None:
-        if self._closed:
-            raise UsageError("this relay is closed")
+        super()._check_open()
         error = self.steps.error
         if error is not None:
             raise BackgroundFailed(f"a background thread of the relay died: {error!r}") from error
 
-    def _check_add(self, sample_id: str) -> None:
-        self._check_open()
-        if not isinstance(sample_id, str):
-            raise UsageError(f"sample id {sample_id!r} is a {type(sample_id).__name__}, expected a string")
-
     def _watch(self) -> None:
         watch = self.metrics.watch
-        intake, registry = self.intake, self.engines
+        registry = self.engines
         self.metrics.measure("r3channel_steps_total")
         self.metrics.set("r3channel_store_limit_bytes", self.config.store_bytes)
-        watch("r3channel_samples_in_flight", lambda: len(intake.entries.samples))
-        watch("r3channel_frames_unclaimed", lambda: intake.entries.unclaimed)
-        watch("r3channel_expiry_in_seconds", intake.expiry_in_s)
+        watch("r3channel_samples_in_flight", lambda: len(self.entries.samples))
+        watch("r3channel_frames_unclaimed", lambda: self.entries.unclaimed)
+        watch("r3channel_expiry_in_seconds", self.expiry_in_s)
         watch("r3channel_steps_in_flight", lambda: len(self.steps.undelivered(wait_s=0)))
         watch("r3channel_staging_peak_bytes", lambda: self.peak_staging_bytes)
         watch("r3channel_engines_silent", lambda: registry.counts()[1])
@@ -466,7 +356,7 @@ class Relay:
 
     def _lost_steps(self) -> float:
         """LookupError where nothing is recorded: then the gauge is absent."""
-        if (recorder := self.intake.recorder) is None:
+        if (recorder := self.recorder) is None:
             raise LookupError("nothing is recorded")
         return recorder.lost
 

@@ -15,11 +15,9 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from r3channel.errors import R3Error, StepError, TicketMismatch
-from r3channel.observe.stage_clock import StageClock
 from r3channel.plan.shards import ShardKey
 from r3channel.plan.ticket import Ticket
 from r3channel.relay.intake import Intake
-from r3channel.relay.journal import Journal
 from r3channel.relay.sample_table import Sample
 from r3channel.relay.sealed import RowStream, SealedStep
 from r3channel.relay.token_tensors import HeldMasks
@@ -35,22 +33,12 @@ _IDLE_S = 60.0
 class Steps:
     """OPEN -> CLOSED. Any thread; its own prepares."""
 
-    def __init__(
-        self,
-        intake: Intake,
-        *,
-        run: str,
-        journal: Journal | None,
-        changed: threading.Condition,
-        clock: StageClock,
-        idle: Callable[[], None],
-        timeout_s: float,
-    ) -> None:
-        """`changed` guards the steps as it does the table. `idle` is called once in a while when nothing is to be done;
-        `timeout_s` bounds how long a receiver waits for its rows to be prepared."""
-        self._intake, self._run = intake, run
-        self._journal, self._changed = journal, changed
-        self._clock, self._idle, self._timeout_s = clock, idle, timeout_s
+    def __init__(self, intake: Intake, *, run: str, idle: Callable[[], None]) -> None:
+        """`idle` is called once in a while when nothing is to be done."""
+        self._intake, self._run, self._idle = intake, run, idle
+        self._journal, self._changed, self._clock = intake._journal, intake._changed, intake.clock
+        self._timeout_s = intake.config.step_timeout_s
+        """How long a receiver waits for its rows to be prepared."""
         self._steps: dict[int, SealedStep] = {}
         self._seals: dict[int, int] = {}
         """Steps that are being sealed or were abandoned -> the number of their next seal."""
@@ -107,8 +95,8 @@ class Steps:
     def abandon(self, step: int) -> int:
         """Give a sealed step up: receivers that ask for it are told, and its samples wait for a step again (or for `discard`).
 
-        It may be sealed again, under its number and a new seal's. Returns how many samples came back; 0 for a step that is unknown
-        or delivered.
+        It may be sealed again, under its number and a new seal's. Returns how many samples came back; 0 for a step that is
+        unknown or delivered.
         """
         with self._changed:
             sealed = self._steps.pop(step, None)

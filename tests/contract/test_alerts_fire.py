@@ -88,8 +88,8 @@ def left_to_the_live_router(place: Place) -> None:
 
 def never_asked_for(place: Place) -> None:
     place.relay.add("x", reply_for("x", 9), range(9))
-    place.relay.intake.config = replace(place.relay.config, expiry_s=1e-9)
-    place.relay.intake.expire()
+    place.relay.config = replace(place.relay.config, expiry_s=1e-9)
+    place.relay.expire()
 
 
 def no_trainer_comes(place: Place) -> None:
@@ -134,7 +134,7 @@ def engine_cannot_greet(place: Place) -> None:
 
 def sample_is_nowhere(place: Place) -> None:
     place.relay.add("x", reply_for("x", 9), range(9))
-    place.relay.intake.entries.samples.pop("x")
+    place.relay.entries.samples.pop("x")
 
 
 def process_is_killed(place: Place) -> None:

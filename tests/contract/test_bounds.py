@@ -69,7 +69,7 @@ def test_at_the_ceiling_add_says_so_by_name_and_keeps_what_it_holds(relay: Relay
 
 
 def test_add_goes_on_when_a_step_is_delivered(relay: Relay) -> None:
-    relay.intake.config = relay.config.__class__(backpressure_timeout_s=LIMIT_S)
+    relay.config = relay.config.__class__(backpressure_timeout_s=LIMIT_S)
     add(relay, "a", "b", "c", "d")
     ticket = seal(relay, 0, "a", "b")
     waiting = threading.Thread(target=add, args=(relay, "e"))

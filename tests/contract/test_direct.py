@@ -242,7 +242,7 @@ def test_a_frame_whose_sample_was_discarded_before_it_came_takes_no_room(place: 
 
 def test_a_seal_does_not_wait_for_a_sample_that_is_discarded_meanwhile(place: Place) -> None:
     place.add("s1", reference_reply("r1", 9, serial=1), 9)
-    wait = place.relay.intake._changed.wait
+    wait = place.relay._changed.wait
     waits: list[float | None] = []
 
     def discard_then_wait(timeout: float | None = None) -> bool:
@@ -251,7 +251,7 @@ def test_a_seal_does_not_wait_for_a_sample_that_is_discarded_meanwhile(place: Pl
             threading.Thread(target=place.relay.discard, args=(["s1"],)).start()
         return wait(timeout)
 
-    place.relay.intake._changed.wait = discard_then_wait  # type: ignore[method-assign]
+    place.relay._changed.wait = discard_then_wait  # type: ignore[method-assign]
     with pytest.raises(errors.SampleUnknown):
         place.seal("s1")
     assert len(waits) == 1  # woken by the discard, not by its deadline
@@ -544,7 +544,7 @@ def test_a_turn_that_comes_while_its_step_is_sealed_is_not_taken_without_its_row
         monkeypatch.undo()
         place.add("s1", reference_reply("r2", 20, serial=1, first_row=8), 20, append=True)
 
-    monkeypatch.setattr(place.relay.intake, "await_frames", another_turn)
+    monkeypatch.setattr(place.relay, "await_frames", another_turn)
     with pytest.raises(errors.StepError) as raised:
         place.seal("s1")
     assert raised.value.samples == ("s1",) and place.relay.status()["waiting"] == ["s1"]

@@ -139,7 +139,7 @@ def test_what_was_received_is_delivered_rejected_duplicate_live_dropped_or_in_fl
     relay = make_relay()
     callers = [Chaos(relay, seed) for seed in range(1, 5)]
     for caller in callers:
-        relay.intake.greet(hello_of(f"http://e:{caller.seed}", boot_id=caller.seed))
+        relay.greet(hello_of(f"http://e:{caller.seed}", boot_id=caller.seed))
     (receiver,) = receivers_of(relay)
     for step in range(0, 6, 2):
         with ThreadPoolExecutor(4) as pool:
@@ -152,8 +152,8 @@ def test_what_was_received_is_delivered_rejected_duplicate_live_dropped_or_in_fl
         receiver.receive(relay.seal(step + 1, Assignment.given([[names]])))
         relay.join_previous(timeout_s=20.0)
         until(lambda: balance(relay) == 0)
-    relay.intake.config = replace(relay.config, expiry_s=1e-9)
-    relay.intake.expire()
+    relay.config = replace(relay.config, expiry_s=1e-9)
+    relay.expire()
     found, did = counts(relay), sum((caller.did for caller in callers), Counter[str]())
     assert balance(relay) == 0 and found["in_flight"] == 0, found
     assert all(found[end] > 0 for end in ENDS), found

@@ -140,8 +140,8 @@ def test_a_sample_that_grew_while_it_was_sealed_is_refused_by_name(
     frame = encode_frame(
         SPEC, expert_ids_TLK=rows, provenance=[span], first_row=TOKENS - 1, sample_key=key, codec="stored"
     )
-    held = relay.intake.verifier.keep(frame, sample_id="a", engine="e", max_rows=TOKENS, room_s=0.0)
-    relay.intake.arrive((1, 1), held)
+    held = relay.verifier.keep(frame, sample_id="a", engine="e", max_rows=TOKENS, room_s=0.0)
+    relay.arrive((1, 1), held)
     ticket = relay.seal(0, each("a", "b"))
     assert ticket.sample("a").tokens == TOKENS + 10
 
@@ -258,7 +258,7 @@ def test_of_two_seals_of_one_step_at_once_one_wins(
         first.set()
         assert go_on.wait(LIMIT_S)
 
-    monkeypatch.setattr(relay.intake, "await_frames", slow)
+    monkeypatch.setattr(relay, "await_frames", slow)
     with ThreadPoolExecutor(1) as pool:
         winner = pool.submit(relay.seal, 5, each("a"))
         assert first.wait(LIMIT_S)

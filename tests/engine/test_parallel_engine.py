@@ -65,7 +65,7 @@ def test_one_of_two_tensor_ranks_sends_each_frame_and_keeps_the_rows(model_dir: 
         wanted = dict(enumerate(answers(server, model=model_dir, folder=tmp_path)))
     for number, (reply, _) in wanted.items():
         relay.add(str(number), {"meta_info": reply.meta}, reply.tokens, engine=server.url)
-    relay.intake.await_frames([str(number) for number in wanted], timeout_s=30, step=0)
+    relay.await_frames([str(number) for number in wanted], timeout_s=30, step=0)
     for number, (_, expected) in wanted.items():
         (rows,) = turns_here(relay, str(number))
         assert expected.differing_rows(rows.ids_TLK) == []

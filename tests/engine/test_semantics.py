@@ -203,7 +203,7 @@ def delivered(direct: Direct) -> dict[str, Reply]:
     samples = {f"direct{number}": reply for number, reply in enumerate(replies)}
     for name, reply in samples.items():
         direct.relay.add(name, as_json(reply), reply.tokens, engine=direct.server.url)
-    direct.relay.intake.await_frames(list(samples), timeout_s=30, step=0)
+    direct.relay.await_frames(list(samples), timeout_s=30, step=0)
     return samples
 
 

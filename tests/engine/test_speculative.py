@@ -171,7 +171,7 @@ def test_direct_rows_without_overlap_are_exact_under_retraction(models: Models, 
         samples = {f"s{number}": reply for number, reply in enumerate(replies)}
         for name, reply in samples.items():
             relay.add(name, as_json(reply), reply.tokens, engine=server.url)
-        relay.intake.await_frames(list(samples), timeout_s=30, step=0)
+        relay.await_frames(list(samples), timeout_s=30, step=0)
     assert sum(reply.meta["num_retractions"] for reply in replies) > 0
     assert min(passes_by_accepted(replies)) > 0
     tokens = {name: reply.tokens for name, reply in samples.items()}

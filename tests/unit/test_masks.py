@@ -72,7 +72,7 @@ def masks_at(relay: Relay) -> dict[str, list[Masks]]:
     """What lies at the relay."""
     found: dict[str, list[Masks]] = {}
     for name in TOKENS:
-        held = [turn.masks for turn in relay.intake.entries.samples[name].turns]
+        held = [turn.masks for turn in relay.entries.samples[name].turns]
         found[name] = [one.masks for one in held if one is not None]
         assert len(found[name]) == len(held)
     return found
@@ -141,10 +141,10 @@ def test_masks_follow_a_reference_too(make_relay: MakeRelay) -> None:
     rows = random_rows(5, seed=0)
     data = REFERENCE.to_bytes() + masks_of(rows, first_row=3, request="s")
     relay.add("s", reply_of(data, request_id="s"), range(9))
-    held = relay.intake.verifier.keep(
+    held = relay.verifier.keep(
         frame_of(9, sample_key=sample_key("s")), sample_id="s", engine="e", max_rows=9, room_s=0.0
     )
-    relay.intake.arrive(REFERENCE.name, held)
+    relay.arrive(REFERENCE.name, held)
     shard = shard_of(relay)
     assert [seen_at(shard)["s", at] for at in range(3, 8)] == rows
 
@@ -166,7 +166,7 @@ def test_an_abandoned_step_keeps_its_masks_and_a_discarded_sample_frees_them(mak
 def test_a_mask_that_changed_at_rest_reaches_no_trainer(make_relay: MakeRelay) -> None:
     relay = make_relay("")
     relay.add("s", reply_with("s", 3000, [list(range(20))] * 2000), range(3000))
-    (turn,) = relay.intake.entries.samples["s"].turns
+    (turn,) = relay.entries.samples["s"].turns
     assert turn.masks is not None
     np.frombuffer(turn.masks.block.view, np.uint8)[-1] ^= 1
     with pytest.raises(errors.FrameCorrupt, match="sampling masks of sample s at rest"):

@@ -44,7 +44,7 @@ def relay() -> Iterator[Relay]:
 
 def opened(*, context: int = 0, **options: Any) -> Relay:
     relay = Relay(SPEC, TrainerLayout(), ChannelConfig(**options))
-    relay.intake.greet(hello_of(context=context))
+    relay.greet(hello_of(context=context))
     return relay
 
 
@@ -55,7 +55,7 @@ def claim(relay: Relay, name: str, tokens: int, *, serial: int) -> None:
 
 
 def arrived(relay: Relay) -> VerifiedRows:
-    (rows,) = relay.intake.entries.expired(before_s=0.0, unclaimed_s=math.inf)[1].values()
+    (rows,) = relay.entries.expired(before_s=0.0, unclaimed_s=math.inf)[1].values()
     assert isinstance(rows, VerifiedRows)
     return rows
 
@@ -119,7 +119,7 @@ def test_frames_that_are_refused_leave_no_memory_taken(relay: Relay) -> None:
     twice[3, 1, 2] = twice[3, 1, 0]
     deliver(relay, (2, encode_frame(SPEC, expert_ids_TLK=twice)))  # told to its reply
     for serial in (1, 2):
-        kept = relay.intake.entries._unclaimed[11, serial].what
+        kept = relay.entries._unclaimed[11, serial].what
         assert isinstance(kept, errors.R3Error)
         assert kept.__traceback__ is kept.__cause__ is kept.__context__ is None  # they would hold its memory
     assert relay.status()["store"] == {"frames": 0, "bytes": 0}
@@ -180,7 +180,7 @@ def delivering_many_rows(codec: int, reference_first: bool) -> Iterator[None]:
     assert relay.status()["store"] == {"frames": 0, "bytes": 0}
     with pytest.raises(errors.RowCountMismatch, match="1048576 rows, expected at most 409"):
         if reference_first:
-            relay.intake.entries.take(["s"], step=0)
+            relay.entries.take(["s"], step=0)
         else:
             claim(relay, "s", 4096, serial=1)
     relay.close()
