@@ -225,6 +225,8 @@ class Sender:
                 return
             if status == Status.TOO_LARGE or (status == Status.NO_PARCEL and made_anew):
                 break
+            if status == Status.COME_AGAIN:  # it lives and has no room: waiting is not losing
+                deadline_s = time.monotonic() + self._config.deliver_timeout_s
             if status in (Status.NO_PARCEL, Status.FRAME_DAMAGED):
                 parts, made_anew = self._encode(batch), True
             if self._closed.is_set() or time.monotonic() + pause_s > deadline_s:

@@ -109,7 +109,7 @@ class Intake:
         hello = self._bound.get(name[0])
         if owner is not None:
             return owner[1].end_row - owner[1].first_row
-        return (hello.context if hello else 0) or MOST_ROWS
+        return min(hello.context if hello else 0, MOST_ROWS) or MOST_ROWS  # a peer's number sizes no memory
 
     def arrive(self, name: FrameName, what: VerifiedRows | R3Error) -> None:
         """A frame came: its rows, or why it cannot be used."""

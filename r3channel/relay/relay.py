@@ -39,7 +39,7 @@ from r3channel.plan.shards import ShardKey, check_cut
 from r3channel.plan.ticket import Ticket
 from r3channel.recordings.recorder import Recorder
 from r3channel.relay.intake import Intake, masks_of, rows_of
-from r3channel.relay.recovery import Recovery, take_over
+from r3channel.relay.journal import Recovery, take_over
 from r3channel.relay.reply import frame_bytes_of
 from r3channel.relay.row_server import RowServer
 from r3channel.relay.sealed import ticket_sample

@@ -8,7 +8,7 @@ A row is one token with routing; a sample of n tokens has n-1 rows, because the 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import InitVar, dataclass
 from enum import IntEnum
 from itertools import pairwise
@@ -159,9 +159,21 @@ Tokens = np.ndarray[Any, np.dtype[np.int32]]
 
 
 def as_tokens(tokens: Sequence[int] | np.ndarray[Any, Any]) -> Tokens:
-    """A copy as int32 that the caller cannot change. Raises UsageError for what are no token ids."""
-    if isinstance(tokens, np.ndarray | range):
-        return np.array(tokens, dtype=np.int32)
+    """A copy as int32 that the caller cannot change. Raises UsageError for what are no token ids: other numbers than integers of
+    32 bits, and what has no order."""
+    if isinstance(tokens, range):
+        tokens = np.arange(tokens.start, tokens.stop, tokens.step)
+    if isinstance(tokens, np.ndarray):
+        ids = tokens.astype(np.int32)
+        if tokens.dtype.kind not in "iu" or tokens.ndim != 1 or not np.array_equal(ids, tokens):
+            raise UsageError(
+                f"tokens of {tokens.dtype}, shape {tokens.shape}: expected int32 ids in one dimension"
+            )
+        return ids
+    if isinstance(tokens, Set | Mapping):
+        raise UsageError(
+            f"tokens are a {type(tokens).__name__}, which has no order; expected a sequence of ids"
+        )
     try:
         return np.frombuffer(struct.pack(f"{len(tokens)}i", *tokens), np.int32)  # half the time of np.array
     except struct.error as error:

@@ -27,8 +27,7 @@ from r3channel.errors import R3Error
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.ticket import Ticket
-from r3channel.relay.journal import Journal
-from r3channel.relay.recovery import Recovery
+from r3channel.relay.journal import Journal, Recovery
 from r3channel.relay.relay import Relay
 from r3channel.relay.sealed import RowStream, SealedStep
 from r3channel.relay.verify import FrameVerifier

@@ -13,8 +13,7 @@ import pytest
 from r3channel import errors
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
-from r3channel.relay.journal import read_remains
-from r3channel.relay.recovery import Recovery
+from r3channel.relay.journal import Recovery, read_remains
 from r3channel.relay.relay import Relay
 from tests.direct import draft_of
 from tests.dist.killed_relay import LAYOUT, STEP, STEPS, TOKENS, Child, config, fill, leave

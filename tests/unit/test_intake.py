@@ -26,6 +26,7 @@ from r3channel.relay.relay import Relay
 from r3channel.wire import frame_view as received
 from r3channel.wire.digest import fold, layer_digests
 from r3channel.wire.frame import encode_error, encode_frame, sample_key
+from r3channel.wire.routing import as_tokens
 from tests.delivery import receivers_of, recorded, start
 from tests.direct import LIMIT_S, rows_here, turns_here
 from tests.samples import SPEC, frame_of, random_ids, reply_for, reply_of, span
@@ -228,6 +229,14 @@ def test_a_gap_or_overlap_is_refused_and_rows_stay(relay: Relay, row: int, words
     assert relay.rows_held("s") == 10 and relay.status()["store"]["frames"] == 1
     relay.add("s", turn(10, 20), TOKENS[:21], append=True)
     assert np.array_equal(rows_here(relay, "s"), IDS[:20])
+
+
+@pytest.mark.parametrize(
+    "tokens", [[1.0, 2], np.array([1.0, 2.0]), np.array([1, 1 << 32]), {1, 2}, {1: 2, 3: 4}, range(1 << 31, (1 << 31) + 2)]
+)  # fmt: skip
+def test_what_are_no_int32_token_ids_is_refused(tokens: Any) -> None:
+    with pytest.raises(errors.UsageError, match="tokens"):
+        as_tokens(tokens)
 
 
 def test_earlier_tokens_may_not_change_and_the_last_one_may_for_it_has_no_row_yet(relay: Relay) -> None:

@@ -28,8 +28,7 @@ from r3channel import errors
 from r3channel.errors import StoreFull, UsageError
 from r3channel.plan.assignment import Assignment
 from r3channel.relay import journal as durable_module
-from r3channel.relay.journal import Journal, Remains, dead_relays, read_remains
-from r3channel.relay.recovery import Recovery
+from r3channel.relay.journal import Journal, Recovery, Remains, dead_relays, read_remains
 from r3channel.relay.relay import Relay
 from r3channel.wire.frame import encode_frame
 from tests.delivery import (

@@ -324,7 +324,21 @@ def test_a_join_ends_where_nobody_answers_and_where_nobody_listens() -> None:
         with pytest.raises(DeadlineExceeded):
             receive(nobody, join_timeout_s=0.2, max_group_failures=1)
     with pytest.raises(TransportError):
-        receive(nobody, max_group_failures=2)
+        receive(nobody, step_timeout_s=0.3)
+
+
+def test_an_outage_costs_its_time_and_no_attempt(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage, tries, inner = play(whole), list[int](), member_module.connect
+
+    def refused_at_first(*args: Any, **options: Any) -> Connection:
+        tries.append(1)
+        if len(tries) <= 4:
+            raise TransportError("connection refused")
+        return inner(*args, **options)
+
+    monkeypatch.setattr(member_module, "connect", refused_at_first)
+    *_, sink = receive(stage, max_group_failures=1)
+    assert sink.data == ROWS_TLK.tobytes() and len(tries) == 5
 
 
 @pytest.mark.parametrize("silent_after", ["hello", "announcement", "some rows", "rows"])
