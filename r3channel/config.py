@@ -359,9 +359,6 @@ def field_texts(cls: type[Any]) -> dict[str, str]:
     texts: dict[str, str] = {}
     for field, text in zip(body.body, body.body[1:], strict=False):
         match field, text:
-            case (
-                ast.AnnAssign(target=ast.Name(id=name)),
-                ast.Expr(value=ast.Constant(value=str(said))),
-            ):
+            case (ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(said)))):
                 texts[name] = " ".join(said.split())
     return texts

@@ -168,15 +168,7 @@ class SlotRows:
 class UnfinishedFrame:
     """A finished request's rows between the gather and the frame. `encode` may run on another thread than the gather."""
 
-    __slots__ = (
-        "_first_row",
-        "_rows",
-        "_runs",
-        "_stored",
-        "ids_TLK",
-        "sample_key",
-        "spec",
-    )
+    __slots__ = ("_first_row", "_rows", "_runs", "_stored", "ids_TLK", "sample_key", "spec")
 
     def __init__(
         self,

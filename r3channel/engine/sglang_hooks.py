@@ -68,8 +68,7 @@ _COMMON: tuple[Name, ...] = (
     ),
     Name(f"{CAPTURER}._get_local_slice", ("forward_batch", "can_run_graph", "cuda_graph_batch")),
     Name(
-        f"{CAPTURER}.on_forward_end",
-        ("forward_batch", "can_run_graph", "cuda_graph_batch", "no_copy_to_cpu"),
+        f"{CAPTURER}.on_forward_end", ("forward_batch", "can_run_graph", "cuda_graph_batch", "no_copy_to_cpu")
     ),
     Name(f"{CAPTURER}.get_topk", ("req_pool_idx", "seqlen", "req_to_token_pool", "start_len")),
     Name(f"{_SRT}.state_capturer.routed_experts.get_global_experts_capturer"),

@@ -47,16 +47,7 @@ _COLUMNS = {
     "kind": ("<u1", "spans", ()),
 }
 """Item, length and width of each column, in the order in which they lie: the widest items first, so that all are aligned."""
-_NO_TICKET = (
-    ValueError,
-    KeyError,
-    TypeError,
-    IndexError,
-    AttributeError,
-    OverflowError,
-    RecursionError,
-    R3Error,
-)
+_NO_TICKET = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError, R3Error)
 """What reading JSON of another shape raises: `Infinity` as a count and deep nesting among it."""
 
 _MOST_TOKENS = (1 << 24) + 1
@@ -292,15 +283,8 @@ class Ticket:
         ranks = self.assignment.ranks
         widths = np.asarray([len(batch) for rank in ranks for batch in rank], "<u4")
         lengths = {length: len(columns.columns[name]) for name, (_, length, _) in _COLUMNS.items()}
-        head = _HEAD.pack(
-            _MAGIC,
-            PLAN_VERSION,
-            len(ranks),
-            len(ranks[0]),
-            len(text),
-            len(names),
-            *(lengths[name] for name in _LENGTHS),
-        )
+        counts = [lengths[name] for name in _LENGTHS]
+        head = _HEAD.pack(_MAGIC, PLAN_VERSION, len(ranks), len(ranks[0]), len(text), len(names), *counts)
         pieces = [
             head,
             *(columns.columns[name].tobytes() for name in _COLUMNS),

@@ -11,7 +11,6 @@ import logging
 import os
 from argparse import ArgumentParser, Namespace, _ArgumentGroup
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -116,12 +115,10 @@ class Recorder:
         path = self.folder / segment_name(ticket.step)
         try:
             if self._is_room(path, nbytes):
-                self._written[path] = write_segment(
-                    path, [pack(Kind.TICKET, head), *_of_samples(ticket, rows, tokens)]
-                )
+                records = [pack(Kind.TICKET, head), *_of_samples(ticket, rows, tokens)]
+                self._written[path] = write_segment(path, records)
         except OSError as error:  # of the new segment, or of an old one that cannot be removed
-            with suppress(OSError):
-                path.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
             self._stop(f"cannot write {path.name}: {error}")
         self.lost += bool(self.stopped) and not self.stopped.startswith("limit")
 

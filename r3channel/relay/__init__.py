@@ -17,12 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RayRelay", "Relay", "RelayHost", "merged_frame"]
 
-_PLACES = {
-    "RayRelay": "ray_host",
-    "Relay": "relay",
-    "RelayHost": "ray_host",
-    "merged_frame": "pd_merge",
-}
+_PLACES = {"RayRelay": "ray_host", "Relay": "relay", "RelayHost": "ray_host", "merged_frame": "pd_merge"}
 
 
 def __getattr__(name: str) -> Any:

@@ -201,11 +201,7 @@ class Intake:
         try:
             for number, turn in enumerate(saved.turns):
                 rows = self.verifier.keep(
-                    turn.frame,
-                    sample_id=saved.sample_id,
-                    engine="recovered",
-                    max_rows=MAX_ROWS,
-                    room_s=0.0,
+                    turn.frame, sample_id=saved.sample_id, engine="recovered", max_rows=MAX_ROWS, room_s=0.0
                 )
                 reply = Reply(
                     sample_id=saved.sample_id,

@@ -71,10 +71,7 @@ class Steps:
                 self._sealing.discard(step)
 
     def add(
-        self,
-        ticket: Ticket,
-        rows: dict[str, list[VerifiedRows]],
-        masks: Mapping[str, Sequence[HeldMasks]],
+        self, ticket: Ticket, rows: dict[str, list[VerifiedRows]], masks: Mapping[str, Sequence[HeldMasks]]
     ) -> None:
         """Receivers may ask for it from here on; it is prepared in the background."""
         sealed = SealedStep(ticket, rows, masks)
@@ -245,11 +242,8 @@ class Steps:
                 )  # behind the last publication: no receiver waits for a disk
         except Exception as error:
             log.exception("r3channel: step %d", step)
-            told = (
-                error
-                if isinstance(error, R3Error)
-                else StepError(f"step {step}: cannot be sent or recorded: {error!r}", step=step)
-            )
+            text = f"step {step}: cannot be sent or recorded: {error!r}"
+            told = error if isinstance(error, R3Error) else StepError(text, step=step)
             self._intake.reject(told)
             with self._changed:
                 sealed.error = told

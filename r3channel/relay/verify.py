@@ -12,13 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from r3channel.errors import (
-    FrameCorrupt,
-    FrameMagicMismatch,
-    R3Error,
-    RoutingError,
-    RowsInvalid,
-)
+from r3channel.errors import FrameCorrupt, FrameMagicMismatch, R3Error, RoutingError, RowsInvalid
 from r3channel.model.spec import RoutingSpec
 from r3channel.observe.stage_clock import StageClock
 from r3channel.relay.journal import Journal

@@ -105,10 +105,8 @@ def _record_options(parser: commands.Parser) -> commands.Parser:
 
 def _record(options: argparse.Namespace) -> int:
     """The relay writes the recording; this only asks."""
-    from r3channel.relay.ray_host import (
-        NAME,
-        RayRelay,
-    )  # a relay's imports, which the other commands do without
+    # A relay's imports, which the other commands do without.
+    from r3channel.relay.ray_host import NAME, RayRelay
 
     if options.stop == (options.record is not None):
         raise UsageError("expected either a folder to record into, or --stop")

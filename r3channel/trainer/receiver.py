@@ -221,8 +221,8 @@ class Receiver:
                     step=ticket.step,
                 )
         run, last, seal = self._last
-        older = (ticket.step, ticket.seal) <= (last, seal)
-        if ticket.run == run and older:  # another run may begin anywhere: it was resumed
+        # Another run may begin anywhere: it was resumed.
+        if ticket.run == run and (ticket.step, ticket.seal) <= (last, seal):
             raise TicketMismatch(
                 f"ticket of step {ticket.step} after step {last} was received; a stale ticket?",
                 step=ticket.step,

@@ -31,8 +31,8 @@ from r3channel.wire.routing import Ids
 
 _ACK_S = 10.0
 _PLACE = tuple(field.name for field in fields(Rendezvous))
-_PAUSES_S = 0.05, 2.0
-"""Between two attempts: at first, and at most as it doubles."""
+_PAUSE_S = 0.25
+"""Between two attempts."""
 _FALLBACK_LIVES = 2
 """Connections that a step may use up after it fell back to TCP."""
 
@@ -78,8 +78,6 @@ class RelayConnection:
         self._control, self._coords, self._config = control, coords, config
         self._pinned, self._clock, self._metrics = pinned, clock, metrics
         self._link: Connection | None = None
-        self._refused = False
-        """Whether the last attempt found nobody at the relay's address."""
         self._group: Transport | None = None
         self._lives = 0
         for name in ("r3channel_buckets_total", "r3channel_group_resets_total"):
@@ -106,14 +104,9 @@ class RelayConnection:
         where = self._control.hello(dp=self._coords.dp, pp=self._coords.pp, cp=self._coords.cp)
         if self._config.grouped and self._config.fallback:
             self._metrics.measure("r3channel_fallback_shards_total")
-        hello, token = wire.pack(dp=self._coords.dp, pp=self._coords.pp, cp=self._coords.cp), where["token"]
-        try:
-            self._link = connect(
-                where["host"], where["port"], bytes.fromhex(token), timeout_s=timeout_s, hello=hello
-            )
-        except TransportError as error:
-            self._refused = not isinstance(error, DeadlineExceeded)
-            raise
+        token = bytes.fromhex(where["token"])
+        hello = wire.pack(dp=self._coords.dp, pp=self._coords.pp, cp=self._coords.cp)
+        self._link = connect(where["host"], where["port"], token, timeout_s=timeout_s, hello=hello)
         self._lives += 1
         self._metrics.set("r3channel_connection", self._lives)
 
@@ -122,9 +115,9 @@ class RelayConnection:
 
         Ends within `step_timeout_s` plus one bucket, or ten seconds to acknowledge. Raises a `TransportError` after
         `max_group_failures` connections, and two more over TCP alone where a process group failed; and the relay's own
-        error where the step cannot be delivered. A refused connection uses up none: it is tried again until the deadline.
+        error where the step cannot be delivered. A relay that is not there uses up none: it is asked again until the deadline.
         """
-        config, failures, pause_s = self._config, 0, _PAUSES_S[0]
+        config, failures = self._config, 0
         deadline_s = time.monotonic() + config.step_timeout_s
         while True:
             if failures == config.max_group_failures and self._config.grouped:
@@ -134,15 +127,13 @@ class RelayConnection:
                 self._attempt(ticket, stream, sink(), group=group, deadline_s=deadline_s)
                 break
             except TransportError as error:
+                failures += self._link is not None or isinstance(error, DeadlineExceeded)
                 self._leave()
                 self._metrics.inc("r3channel_group_resets_total")
-                refused, self._refused = self._refused, False
-                failures += not refused
                 extra = _FALLBACK_LIVES if self._config.grouped and config.fallback else 0
-                if failures >= config.max_group_failures + extra or time.monotonic() + pause_s > deadline_s:
+                if failures >= config.max_group_failures + extra or time.monotonic() + _PAUSE_S > deadline_s:
                     raise self._of_step(error, ticket.step) from error
-                time.sleep(pause_s)
-                pause_s = min(2 * pause_s, _PAUSES_S[1])
+                time.sleep(_PAUSE_S)
         with self._clock.span("wait_relay", step=ticket.step):
             self._acknowledge(ticket, deadline_s)
 

@@ -259,13 +259,7 @@ def _read_body(header: Header, body: memoryview, *, spec: RoutingSpec, where: st
     at += header.spans * SPAN_BYTES
     digests_L = np.frombuffer(body[at : at + 8 * spec.num_moe_layers], "<u8").copy()
     at += digests_L.nbytes
-    chunks, payload = read_chunks(
-        body[at:],
-        wire_bytes=header.wire_bytes,
-        rows=rows,
-        spec=spec,
-        where=where,
-    )
+    chunks, payload = read_chunks(body[at:], wire_bytes=header.wire_bytes, rows=rows, spec=spec, where=where)
     return Frame(
         spec=spec,
         rows=rows,

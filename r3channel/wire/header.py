@@ -20,11 +20,7 @@ from r3channel.wire.codec import CODECS
 WIRE_VERSION = 2
 FRAME_MAGIC = b"R3F" + bytes([WIRE_VERSION])
 KIND_EXPERT_IDS, KIND_SAMPLING_MASKS, KIND_ERROR = 1, 3, 255
-_KINDS = {
-    KIND_EXPERT_IDS: "expert_ids",
-    KIND_SAMPLING_MASKS: "sampling_masks",
-    KIND_ERROR: "error",
-}
+_KINDS = {KIND_EXPERT_IDS: "expert_ids", KIND_SAMPLING_MASKS: "sampling_masks", KIND_ERROR: "error"}
 FLAG_VALIDITY, FLAG_UNORDERED = 1, 8
 _FLAG_PREFIX = 4
 """Reserved: rows that another frame, of kind 2, carries. Neither is sent, nor chunks of fewer than all layers; all three are

@@ -17,13 +17,7 @@ from typing import Any, NoReturn
 import numpy as np
 import xxhash
 
-from r3channel.errors import (
-    ExpertIdInvalid,
-    RoutingError,
-    RowCountMismatch,
-    SpecMismatch,
-    UsageError,
-)
+from r3channel.errors import ExpertIdInvalid, RoutingError, RowCountMismatch, SpecMismatch, UsageError
 from r3channel.model.spec import RoutingSpec
 from r3channel.wire.validate import find_duplicate, out_of_range, sound
 

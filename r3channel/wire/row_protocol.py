@@ -27,15 +27,7 @@ from r3channel import errors
 from r3channel.errors import R3Error, TransportError
 
 READY, GROUP, ROWS, DAMAGED, AGAIN, DONE, THANKS, ERROR = range(1, 9)
-_NAMES = {
-    READY: "READY",
-    GROUP: "GROUP",
-    ROWS: "ROWS",
-    DAMAGED: "DAMAGED",
-    AGAIN: "AGAIN",
-    DONE: "DONE",
-    THANKS: "THANKS",
-}
+_NAMES = dict(enumerate(["READY", "GROUP", "ROWS", "DAMAGED", "AGAIN", "DONE", "THANKS", "ERROR"], 1))
 
 
 _MOST_ERROR_BYTES = 64_000

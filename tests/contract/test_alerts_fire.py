@@ -192,7 +192,7 @@ FAULTS: dict[str, tuple[Fault, dict[str, Any]]] = {
     "R3ChannelVersionSkew": (engine_hangs_while_others_are_updated, {}),
 }
 ELSEWHERE = {
-    "R3ChannelMismatch": "ids are compared by a loop of one's own; tests/e2e/test_demo.py, a run without replay",
+    "R3ChannelMismatch": "ids are compared by a loop of one's own; tests/e2e/test_demo.py, a run without replay"
 }
 
 

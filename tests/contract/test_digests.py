@@ -462,9 +462,7 @@ def test_a_relay_that_sent_other_rows_is_not_thanked_and_its_next_ones_are_taken
     ticket, receivers = sealed(relay), receivers_of(relay)
     with monkeypatch.context() as patch:
         patch.setattr(
-            relay._delivery,
-            "_outgoing",
-            lambda seal, key: relay.steps.outgoing(seal, (1 - key[0], 0, 0)),
+            relay._delivery, "_outgoing", lambda seal, key: relay.steps.outgoing(seal, (1 - key[0], 0, 0))
         )
         with pytest.raises(errors.TicketMismatch, match="other rows than their ticket says"):
             receivers[0].receive(ticket)

@@ -16,13 +16,7 @@ import torch
 
 from examples.embedded import megatron as embedded
 from examples.embedded import megatron_shim
-from r3channel.errors import (
-    ConfigError,
-    R3Error,
-    ReplayError,
-    RouterUnsupported,
-    UsageError,
-)
+from r3channel.errors import ConfigError, R3Error, ReplayError, RouterUnsupported, UsageError
 from r3channel.plan.layout import TrainerLayout
 from r3channel.trainer.adapters import megatron
 from r3channel.trainer.adapters.megatron_refusals import REFUSALS, refuse_unsupported
