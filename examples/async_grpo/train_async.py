@@ -234,8 +234,8 @@ def start_cluster(args: argparse.Namespace, folder: Path, parts: Parts) -> Itera
     layout = TrainerLayout.parse(args.layout)
     model = write_model(folder / "model", seed=args.seed, layers=model_layers(layout))
     spec = RoutingSpec.from_hf_config(model)
-    if args.use_r3_channel and args.r3_store_dir is None:
-        args.r3_store_dir = str(folder / "store")
+    if args.use_r3_channel and args.r3_journal is None:
+        args.r3_journal = str(folder / "store")
     args.model, args.vocab = str(model), json.loads((model / "config.json").read_text())["vocab_size"]
     if args.use_r3_channel and args.r3_metrics_dir is None:
         args.r3_metrics_dir = str(folder / "targets")

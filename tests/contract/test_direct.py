@@ -535,21 +535,6 @@ def test_a_turn_is_appended_even_when_its_frame_overtakes_the_one_before(place: 
     assert place.seal("s1").samples[0].tokens == 20
 
 
-def test_a_turn_that_comes_while_its_step_is_sealed_is_not_taken_without_its_rows(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    place.add("s1", reply_for("s1", 9), 9)
-
-    def another_turn(*_: Any, **__: Any) -> None:
-        monkeypatch.undo()
-        place.add("s1", reference_reply("r2", 20, serial=1, first_row=8), 20, append=True)
-
-    monkeypatch.setattr(place.relay, "await_frames", another_turn)
-    with pytest.raises(errors.StepError) as raised:
-        place.seal("s1")
-    assert raised.value.samples == ("s1",) and place.relay.status()["waiting"] == ["s1"]
-
-
 @pytest.mark.parametrize("frame_first", [True, False])
 def test_a_refused_reply_frees_its_frame_at_once(place: Place, frame_first: bool) -> None:
     def come() -> None:

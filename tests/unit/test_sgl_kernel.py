@@ -64,87 +64,12 @@ def test_slots_of_several_windows_lie_one_behind_the_other(seed: int) -> None:
     assert out.tolist() == expected + [-7] * (20 - len(expected))
 
 
-@pytest.mark.parametrize("drafted", [1, 3, 5])
-@SEEDS
-def test_a_chain_is_the_tree_of_its_parents(seed: int, drafted: int) -> None:
-    nodes, lengths = drafted + 1, drawn(seed)(0, 50, 3)
-    # As SGLang describes a chain: the k-th choice was made after the (k - 1)-th, the first after the root.
-    parents, chosen = torch.arange(-1, drafted - 1).repeat(3, 1), torch.arange(drafted).repeat(3, 1)
-    mask = torch.ones(3 * nodes * nodes, dtype=torch.bool)
-    positions = torch.empty(3 * nodes, dtype=torch.long)
-    index, following, sibling = torch.full((3, 3, nodes), -1)
-    kernels.build_tree_kernel_efficient_cpu(
-        parents, chosen, lengths, mask, positions, index, following, sibling, 1, drafted, nodes, 1
-    )
-    for request in range(3):
-        for node in range(nodes):
-            path = ancestors(node, parents[request].tolist(), chosen[request].tolist())
-            assert positions[request * nodes + node] == lengths[request] + len(path)
-            assert index[request, node] == request * nodes + node
-            children = [
-                other
-                for other in range(1, nodes)
-                if ancestors(other, parents[request].tolist(), chosen[request].tolist())[0] == node
-            ]
-            assert following[request, node] == (children[0] if children else -1)
-            assert len(children) <= 1 and sibling[request, node] == -1
-            seen = mask.view(3, nodes, nodes)[request, node]
-            assert [other for other in range(nodes) if seen[other]] == sorted([*path, node])
-
-
-def ancestors(node: int, parents: list[int], chosen: list[int]) -> list[int]:
-    """From the parent up to the root, which is node 0."""
-    path = []
-    while node:
-        place = chosen[node - 1]  # with top-k 1 a choice is its own place in the list of parents
-        node = 0 if place == 0 else chosen.index(parents[place]) + 1
-        path.append(node)
-    return path
-
-
 @pytest.mark.parametrize("change", [{"topk": 2}, {"mode": 0}], ids=str)
 def test_a_tree_with_branches_or_another_mask_is_refused(change: dict[str, int]) -> None:
     asked = {"topk": 1, "mode": 1} | change
     empty = torch.zeros(1, 2, dtype=torch.long)
     with pytest.raises(RuntimeError, match="builds chains"):
         kernels.build_tree_kernel_efficient_cpu(*([empty] * 8), asked["topk"], 1, 2, asked["mode"])
-
-
-@SEEDS
-def test_a_chain_is_accepted_as_long_as_the_target_agrees(seed: int) -> None:
-    nodes, requests, draw = 4, 6, drawn(seed)
-    candidates, target = draw(0, 3, requests, nodes), draw(0, 3, requests, nodes)
-    target[0, :-1] = candidates[0, 1:]  # all agree
-    index = torch.arange(requests * nodes).view(requests, nodes)
-    following = torch.tensor([1, 2, 3, -1]).repeat(requests, 1)
-    predicts = torch.full((requests * nodes,), -5, dtype=torch.int32)
-    accepted = torch.full((requests, nodes), -1, dtype=torch.int32)
-    counts = torch.empty(requests, dtype=torch.int32)
-    kernels.verify_tree_greedy_cpu(
-        predicts=predicts,
-        accept_index=accepted,
-        accept_token_num=counts,
-        candidates=candidates,
-        retrive_index=index,
-        retrive_next_token=following,
-        retrive_next_sibling=torch.full_like(following, -1),
-        target_predict=target,
-    )
-    for request in range(requests):
-        node, count = 0, 0
-        said, kept = [-5] * nodes, [0]
-        while (child := int(following[request, node])) != -1:
-            if candidates[request, child] != target[request, node]:
-                break
-            said[node] = int(target[request, node])
-            node, count = child, count + 1
-            kept.append(node)
-        said[node] = int(target[request, node])
-        assert predicts[request * nodes : (request + 1) * nodes].tolist() == said
-        places = [request * nodes + node for node in kept]
-        assert accepted[request].tolist() == places + [-1] * (nodes - len(places))
-        assert counts[request] == count
-    assert counts[0] == nodes - 1
 
 
 def test_a_draft_with_a_sibling_is_refused() -> None:
