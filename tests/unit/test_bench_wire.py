@@ -8,7 +8,6 @@ import sys
 import numpy as np
 import pytest
 
-from r3channel import bench
 from r3channel.bench import wire
 from r3channel.bench.wire import REGIMES, entropy_bytes_per_token, generate
 from r3channel.cli import main
@@ -48,12 +47,6 @@ def test_without_zstandard_its_codec_is_left_out(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "zstandard", None)
     names = set(wire.ways(generate(model, regime="U", rows=8), spec=model.spec))
     assert "lz4" in names and "set" not in names
-
-
-def test_an_unknown_benchmark_lists_the_known(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "speed"]) == 2
-    assert "wire" in capsys.readouterr().err
-    assert bench.run([]) == 0
 
 
 @pytest.mark.parametrize("regime", REGIMES)

@@ -1,4 +1,7 @@
-"""The CPU stand-in of sgl_kernel against what each kernel does, written out as loops over single numbers."""
+"""The CPU stand-in of sgl_kernel against what each kernel does, written out as loops over single numbers.
+
+Where slots and chains of drafts lie is held against transformers by tests/engine/test_speculative.py.
+"""
 
 from __future__ import annotations
 
@@ -32,38 +35,6 @@ def drawn(seed: int) -> Callable[..., torch.Tensor]:
     return lambda low, high, *shape: torch.randint(low, high, shape, generator=generator)
 
 
-def request_table(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(rows of three requests, the table of slots, their lengths)."""
-    generator = torch.Generator().manual_seed(seed)
-    table = torch.randperm(POOL * CONTEXT, generator=generator).view(POOL, CONTEXT).int()
-    return torch.randperm(POOL, generator=generator)[:3], table, drawn(seed)(0, 50, 3)
-
-
-@SEEDS
-def test_a_draft_gets_the_slots_behind_its_request(seed: int) -> None:
-    rows, table, lengths = request_table(seed)
-    out = torch.full((3 * 4,), -1)
-    kernels.assign_draft_cache_locs_contiguous_cpu(rows, table, lengths, out, CONTEXT, 1, 4)
-    expected = []
-    for request in range(3):
-        for step in range(4):
-            expected.append(int(table[rows[request], lengths[request] + step]))
-    assert out.tolist() == expected
-
-
-@SEEDS
-def test_slots_of_several_windows_lie_one_behind_the_other(seed: int) -> None:
-    rows, table, start = request_table(seed)
-    end = start + drawn(seed + 100)(0, 6, 3)
-    out = torch.full((20,), -7)
-    kernels.assign_extend_cache_locs_cpu(rows, table, start, end, out, CONTEXT)
-    expected = []
-    for request in range(3):
-        for position in range(int(start[request]), int(end[request])):
-            expected.append(int(table[rows[request], position]))
-    assert out.tolist() == expected + [-7] * (20 - len(expected))
-
-
 @pytest.mark.parametrize("change", [{"topk": 2}, {"mode": 0}], ids=str)
 def test_a_tree_with_branches_or_another_mask_is_refused(change: dict[str, int]) -> None:
     asked = {"topk": 1, "mode": 1} | change
@@ -79,14 +50,6 @@ def test_a_draft_with_a_sibling_is_refused() -> None:
         kernels.verify_tree_greedy_cpu(
             **dict.fromkeys(names, nodes), retrive_next_token=nodes, retrive_next_sibling=nodes
         )
-
-
-@SEEDS
-def test_the_root_of_the_next_chain_is_the_last_accepted_token(seed: int) -> None:
-    tokens, lengths = drawn(seed)(0, 500, 5, 4), drawn(seed + 1)(1, 5, 5)
-    out = torch.empty(5, dtype=torch.int32)
-    kernels.fill_bonus_tokens_cpu(tokens, lengths, out, 4)
-    assert out.tolist() == [int(tokens[request, lengths[request] - 1]) for request in range(5)]
 
 
 @SEEDS
