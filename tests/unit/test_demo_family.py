@@ -23,15 +23,15 @@ RUN = r"""
 import os, signal, subprocess, sys, tempfile, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 signal.signal(signal.SIGINT, signal.SIG_IGN)
-for _ in range(3):
+for said, say in (os.pipe() for _ in range(3)):
     if (between := os.fork()) == 0:  # a daemon: no parent, no group, no signal but one
         os.setsid()
         if os.fork() == 0:
             open(f"/dev/shm/sgl_shm_mq_{os.getpid()}_test", "w").close()  # as SGLang names its own
-            os.write(1, b"%d\n" % os.getpid())
+            os.write(1, b"%d\n" % os.getpid()); os.write(say, b".")
             time.sleep(600)
         os._exit(0)
-    os.waitpid(between, 0)
+    os.read(said, 1); os.waitpid(between, 0)  # the run does not end before its daemons have said who they are
 open(tempfile.mkstemp()[1], "w").write("left")
 os.write(1, b"%d\n" % os.getpid())
 time.sleep(float(sys.argv[2]))
