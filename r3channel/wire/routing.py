@@ -159,7 +159,7 @@ def as_tokens(tokens: Sequence[int] | np.ndarray[Any, Any]) -> Tokens:
         tokens = np.arange(tokens.start, tokens.stop, tokens.step)
     if isinstance(tokens, np.ndarray):
         ids = tokens.astype(np.int32)
-        if tokens.dtype.kind not in "iu" or tokens.ndim != 1 or not np.array_equal(ids, tokens):
+        if tokens.dtype.kind not in "iu" or tokens.ndim != 1 or (ids != tokens).any():
             raise UsageError(
                 f"tokens of {tokens.dtype}, shape {tokens.shape}: expected int32 ids in one dimension"
             )
