@@ -117,22 +117,22 @@ class RelayConnection:
         `max_group_failures` connections, and two more over TCP alone where a process group failed; and the relay's own
         error where the step cannot be delivered. A relay that is not there uses up none: it is asked again until the deadline.
         """
-        config, failures = self._config, 0
+        config, failures, limit = self._config, 0, self._config.max_group_failures
         deadline_s = time.monotonic() + config.step_timeout_s
         while True:
-            if failures == config.max_group_failures and self._config.grouped:
-                self._metrics.inc("r3channel_fallback_shards_total")
             try:
-                group = failures < config.max_group_failures
-                self._attempt(ticket, stream, sink(), group=group, deadline_s=deadline_s)
+                self._attempt(ticket, stream, sink(), group=failures < limit, deadline_s=deadline_s)
                 break
             except TransportError as error:
-                failures += self._link is not None or isinstance(error, DeadlineExceeded)
+                lost = self._link is not None or isinstance(error, DeadlineExceeded)
+                failures += lost
                 self._leave()
                 self._metrics.inc("r3channel_group_resets_total")
                 extra = _FALLBACK_LIVES if self._config.grouped and config.fallback else 0
-                if failures >= config.max_group_failures + extra or time.monotonic() + _PAUSE_S > deadline_s:
+                if failures >= limit + extra or time.monotonic() + _PAUSE_S > deadline_s:
                     raise self._of_step(error, ticket.step) from error
+                if lost and failures == limit:  # once: an outage later on counts nothing
+                    self._metrics.inc("r3channel_fallback_shards_total")
                 time.sleep(_PAUSE_S)
         with self._clock.span("wait_relay", step=ticket.step):
             self._acknowledge(ticket, deadline_s)
