@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +21,10 @@ from r3channel.wire.frame import sample_key
 from r3channel.wire.hello import Hello
 from r3channel.wire.parcel import FrameReference, open_parcel, pack_parcel
 from r3channel.wire.routing import Ids, RowKind
+from r3channel.wire.source import InHand
 from tests.samples import SPEC, random_ids, reply_of
 
 LIMIT_S = 20.0
-
-
-@dataclass
-class InMemory:
-    """A `Source` of bytes that are here."""
-
-    data: bytes | bytearray
-    left: int = 0
-
-    def __post_init__(self) -> None:
-        self.left = len(self.data)
-
-    def fill(self, out_N: memoryview) -> None:
-        at = len(self.data) - self.left
-        out_N[:] = memoryview(self.data)[at : at + len(out_N)]
-        self.left -= len(out_N)
 
 
 def hello_of(
@@ -80,7 +64,7 @@ def parcel_of(*frames: tuple[int, bytes], boot_id: int = 11) -> bytes:
 
 def deliver(relay: Relay, *frames: tuple[int, bytes], boot_id: int = 11) -> None:
     """As the door does with a parcel of (serial, frame) that came whole."""
-    source = InMemory(parcel_of(*frames, boot_id=boot_id))
+    source = InHand(parcel_of(*frames, boot_id=boot_id))
     boot_id, count = open_parcel(source)
     relay.deliver(boot_id, count, source)
 

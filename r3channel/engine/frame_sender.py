@@ -37,6 +37,7 @@ from r3channel.wire.parcel import (
     HELLO_PATH,
     PARCEL_BYTES,
     PARCEL_FRAMES,
+    SESSION_HEADER,
     FrameReference,
     Status,
     pack_parcel,
@@ -139,7 +140,7 @@ class Sender:
         self._serial = 0
         self._closed = threading.Event()
         self._greeted = False
-        self._refusal = ""
+        self._session, self._refusal = "", ""
         self._connection: http.client.HTTPConnection | None = None
         self._metrics = metrics
         for way in ("overflowed", "direct", "given_up"):
@@ -250,6 +251,7 @@ class Sender:
     def _say_hello(self) -> bool:
         status, reason = self._post(HELLO_PATH, [self._hello.to_bytes()])
         self._greeted = status == Status.TAKEN
+        self._session = reason if self._greeted else ""
         if not self._greeted and reason != self._refusal:  # said once, not at every try
             log.warning("r3channel: the relay at %s took no hello: %s", self._config.relay_url, reason)
         self._refusal = "" if self._greeted else reason
@@ -264,11 +266,13 @@ class Sender:
                 "Authorization": f"Bearer {self._token}",
                 "Content-Type": "application/octet-stream",
                 "Content-Length": str(size),
+                SESSION_HEADER: self._session,
             }
             body = b"".join(parts) if size < _ONE_SEND_BYTES else parts
             connection.request("POST", self._target.path.rstrip("/") + path, body=body, headers=headers)
             reply = connection.getresponse()
-            return reply.status, f"{reply.status} {reply.read(2000).decode(errors='replace')}"
+            text = reply.read(2000).decode(errors="replace")
+            return reply.status, text if reply.status == Status.TAKEN else f"{reply.status} {text}"
         except (OSError, http.client.HTTPException) as error:
             if self._connection is not None:
                 self._connection.close()

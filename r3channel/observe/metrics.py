@@ -17,6 +17,7 @@ import logging
 import os
 import socket
 import threading
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from itertools import product
 from pathlib import Path
@@ -42,8 +43,7 @@ class _Histogram:
         self.sum = 0.0
 
     def observe(self, value: float) -> None:
-        bucket = next((i for i, le in enumerate(STAGE_BUCKETS_S) if value <= le), len(STAGE_BUCKETS_S))
-        self.counts[bucket] += 1
+        self.counts[bisect_left(STAGE_BUCKETS_S, value)] += 1
         self.sum += value
 
     def cumulative(self) -> list[tuple[str, float]]:
@@ -223,8 +223,11 @@ class Metrics:
         self.close()
 
     def _observe_stage(self, stage: str, seconds: float) -> None:
+        key = self.role, stage
         with self._lock:
-            self._stages.setdefault((self.role, stage), _Histogram()).observe(seconds)
+            if key not in self._stages:
+                self._stages[key] = _Histogram()
+            self._stages[key].observe(seconds)
 
     def _stage_rows(self) -> list[tuple[_Key, list[tuple[str, float]], float]]:
         with self._lock:

@@ -117,7 +117,8 @@ class StageClock:
 
     def __init__(self, role: str, *, max_spans: int = 100_000) -> None:
         self.role = role
-        self._spans: deque[Span] = deque(maxlen=max_spans)
+        self._spans: deque[tuple[str, int | None, str, float, float]] = deque(maxlen=max_spans)
+        """Plain tuples, which the garbage collector leaves alone: it looked at a hundred thousand objects again and again."""
         self._totals: defaultdict[str, float] = defaultdict(float)
         self._observers: list[Callable[[str, float], None]] = []
         self._marks: tuple[Callable[[str], object], Callable[[], object]] | None = None
@@ -126,7 +127,8 @@ class StageClock:
 
     def span(self, stage: str, *, step: int | None = None) -> _OpenSpan:
         """A context manager; the time inside belongs to `stage`. Without a step, the outer span's is taken."""
-        _check_stage(stage)
+        if stage not in _STAGE_SET:
+            raise _unknown(stage)
         if stage in WAITS and getattr(self._local, "ahead", False):
             stage = "recv"
         return _OpenSpan(self, stage, step)
@@ -137,7 +139,8 @@ class StageClock:
 
     def record(self, stage: str, start_s: float, end_s: float, *, step: int | None = None) -> None:
         """Add a span measured elsewhere, as the calling thread's. It must not overlap this thread's open spans."""
-        _check_stage(stage)
+        if stage not in _STAGE_SET:
+            raise _unknown(stage)
         if end_s < start_s:
             raise UsageError(
                 f"span of {stage} ends at {end_s} before it starts at {start_s}; swapped arguments?"
@@ -148,7 +151,8 @@ class StageClock:
     def spans(self) -> list[Span]:
         """All finished spans, oldest first."""
         with self._lock:
-            return list(self._spans)
+            kept = list(self._spans)
+        return [Span(*span) for span in kept]
 
     def totals(self, *, step: int | None = None) -> dict[str, float]:
         """Seconds per stage over all threads, in the order of `STAGES`; of one step where given."""
@@ -188,9 +192,8 @@ class StageClock:
     def _keep(self, stage: str, step: int | None, start_s: float, end_s: float) -> None:
         if end_s == start_s:
             return
-        span = Span(stage, step, threading.current_thread().name, start_s, end_s)
         with self._lock:
-            self._spans.append(span)
+            self._spans.append((stage, step, threading.current_thread().name, start_s, end_s))
             self._totals[stage] += end_s - start_s
 
     def _observe(self, stage: str, seconds: float) -> None:
@@ -198,6 +201,5 @@ class StageClock:
             observer(stage, seconds)
 
 
-def _check_stage(stage: str) -> None:
-    if stage not in _STAGE_SET:
-        raise UsageError(f"unknown stage {stage!r}; the stages are {', '.join(STAGES)}")
+def _unknown(stage: str) -> UsageError:
+    return UsageError(f"unknown stage {stage!r}; the stages are {', '.join(STAGES)}")

@@ -6,10 +6,14 @@ import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from r3channel.errors import PluginNotApplied
 from r3channel.model.spec import RoutingSpec
 from r3channel.wire.hello import Hello
+
+_MOST_KNOWN = 4096
+"""Processes and names of engines; the one that is known longest is forgotten, and says hello again."""
 
 
 @dataclass
@@ -39,6 +43,8 @@ class EngineRegistry:
         reason = self._reason(hello)
         with self._changed:
             self._names[hello.boot_id] = name
+            for known in (self._names, self._greeted, self._refused):
+                _forget_oldest(known)
             if reason:
                 self._refused[name] = reason
                 self._greeted.pop(name, None)
@@ -84,6 +90,11 @@ class EngineRegistry:
     def name_of(self, boot_id: int) -> str:
         return self._names.get(boot_id, "?")
 
+    def hello_of(self, boot_id: int) -> Hello | None:
+        """The hello of an engine's process, while its name has not said another."""
+        hello = self._greeted.get(self.name_of(boot_id))
+        return hello if hello is not None and hello.boot_id == boot_id else None
+
     def counts(self) -> tuple[int, int]:
         """Engines that have said hello, and those that were expected and have not or whose hello was refused."""
         with self._changed:
@@ -109,6 +120,12 @@ class EngineRegistry:
         seen = {key: hello.spec.get(key) for key in ours if hello.spec.get(key) != ours[key]}
         expected = {key: ours[key] for key in seen}
         return f"its model's routing has {seen or hello.spec_digest}, expected {expected or self.spec.digest}"
+
+
+def _forget_oldest(known: dict[Any, Any]) -> None:
+    """Engines start anew for weeks, and who holds the token may invent names."""
+    while len(known) >= _MOST_KNOWN:
+        del known[next(iter(known))]
 
 
 def _plain(engine: str) -> str:

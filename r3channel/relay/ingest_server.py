@@ -1,25 +1,30 @@
 """The relay's door: frames and hellos that engines send over HTTP, read so that a frame goes straight to where it shall lie.
 
 A thread per connection (an engine keeps one) reads its own bodies and waits for nobody else's. h11 judges each head (its
-framing, its size, its characters); a body is then `recv`d into memory that the intake chooses. Paths and answers: `wire.parcel`.
+framing, its size, its characters); rows of a body are then `recv`d to where they stay, so the store's ceiling is the door's, too.
+Who has not shown the token is a stranger, of whom the oldest gives way. Paths and answers: `wire.parcel`.
 Plain HTTP: on any interface but the loopback one it belongs on a private network. Knows no frame, sample or step.
 """
 
 from __future__ import annotations
 
 import logging
+import secrets
 import socket
 import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
+from hmac import compare_digest
 from ipaddress import ip_address
 from typing import Protocol
 
 from r3channel import errors
+from r3channel.observe.stage_clock import StageClock
 from r3channel.transport.auth import is_authorized
 from r3channel.wire.hello import MAX_HELLO_BYTES, Hello
-from r3channel.wire.parcel import FRAMES_PATH, HELLO_PATH, PARCEL_BYTES, Source, Status, open_parcel
+from r3channel.wire.parcel import FRAMES_PATH, HELLO_PATH, SESSION_HEADER, Status, open_parcel
+from r3channel.wire.source import Source
 
 try:
     import h11
@@ -31,15 +36,17 @@ log = logging.getLogger(__name__)
 MAX_HEAD_BYTES = 16 << 10
 STALL_S, BODY_S = 10.0, 60.0
 """A body of which nothing came for so long is cut, and one that takes so long in all."""
-AT_ONCE = 8
-AT_ONCE_BYTES = AT_ONCE * PARCEL_BYTES
-_MAX_CONNECTIONS = 256
-"""More are closed at once; engines come again."""
+MOST_STRANGERS = 1024
+"""Connections that have not shown the token; one more ends the oldest. All engines may come at once when a relay begins anew."""
+_MOST_CONNECTIONS = 4096
+"""Connections in all, a thread each; more are closed at once, and engines come again."""
 _FIRST_HEAD_S, _IDLE_S = 10.0, 75.0
 """Until the first head is there, and between two requests of a connection that has shown the token."""
 _SEND_S, _LINGER_S = 10.0, 2.0
-_SMALL_BYTES = 4096
-"""Reads below it go through a buffer of this size: an entry of a parcel is 16 bytes."""
+_BACKLOG = 4096
+"""Connections that wait to be accepted, or the system's own limit: beyond it one waits for seconds until it is tried again."""
+_HEAD_BYTES, _SMALL_BYTES = 4096, 1 << 16
+"""Received at once of a head, and of a body where less is asked for: an entry of a parcel is 16 bytes, a short frame 4 kB."""
 _STATUS_OF: dict[type, Status] = {
     errors.PluginNotApplied: Status.HELLO_REFUSED,
     errors.StepError: Status.COME_AGAIN,
@@ -53,16 +60,18 @@ _STATUS_OF: dict[type, Status] = {
 class Intake(Protocol):
     """What is behind the door. All calls come from its threads."""
 
+    clock: StageClock
+
     def greet(self, hello: Hello) -> None:
         """Raises `PluginNotApplied` with the reason of a refusal."""
 
     def knows(self, boot_id: int) -> bool: ...
 
     def deliver(self, boot_id: int, count: int, body: Source) -> None:
-        """Read an opened parcel with `wire.parcel.read_frames` and keep its frames; what it returned for is not dropped.
+        """Read an opened parcel with `wire.parcel.frames_in` and keep its frames; what it returned for is not dropped.
 
         Raises FrameReferenceInvalid for what is no parcel, StoreFull, or the error of a frame that was damaged on the way
-        (the others of the parcel are kept). Lets errors of `body` pass, having kept nothing.
+        (the others of the parcel are kept). Lets errors of `body` pass; what came whole before is kept.
         """
 
 
@@ -70,16 +79,22 @@ class BodyLost(OSError):
     """The connection ended within a body, or the body stood still or took too long."""
 
 
-class Body:
-    """A request's body, a `Source`. `fill` until `left` is 0, or `skip`. Both raise `BodyLost`."""
+class Body(Source):
+    """A request's body. `fill`, `take` and `skip` raise `BodyLost`."""
 
-    def __init__(self, sock: socket.socket, nbytes: int, *, ahead: memoryview) -> None:
+    def __init__(self, sock: socket.socket, nbytes: int, *, ahead: memoryview, clock: StageClock) -> None:
         self.nbytes = self.left = nbytes
-        self._sock, self._ahead = sock, ahead
+        self._sock, self._ahead, self._clock = sock, ahead, clock
         self._deadline_s = time.monotonic() + BODY_S
 
+    def take(self, nbytes: int) -> memoryview:
+        if len(self._ahead) < nbytes:
+            return super().take(nbytes)
+        taken, self._ahead = self._ahead[:nbytes], self._ahead[nbytes:]
+        self.left -= nbytes
+        return taken
+
     def fill(self, out_N: memoryview) -> None:
-        """The next `len(out_N)` bytes, of which there must be so many `left`."""
         at, size = 0, len(out_N)
         while at < size:
             if self._ahead:
@@ -92,18 +107,13 @@ class Body:
             else:  # never past the body: what lies behind it is the next request's
                 buffer = memoryview(bytearray(min(_SMALL_BYTES, self.left - at)))
                 self._ahead = buffer[: self._receive(buffer)]
-        self.left -= at
-
-    def skip(self) -> None:
-        """Read the rest and forget it."""
-        scratch = memoryview(bytearray(min(self.left, 1 << 16)))
-        while self.left:
-            self.fill(scratch[: self.left])
+        self.left -= size
 
     def _receive(self, out_N: memoryview) -> int:
         try:
             self._sock.settimeout(min(STALL_S, _until(self._deadline_s)))
-            received = self._sock.recv_into(out_N)
+            with self._clock.span("http"):
+                received = self._sock.recv_into(out_N)
         except OSError as error:
             text = f"a body of {self.nbytes} bytes stood still for {STALL_S:g} s, took {BODY_S:g} s, or broke off"
             raise BodyLost(f"{text}: {error!r}") from error
@@ -119,6 +129,7 @@ class Request:
     method: bytes
     path: str
     authorization: str = field(repr=False)
+    session: str = field(repr=False)
     keep_alive: bool
     length: int | None
     """The body's bytes; None when they are missing, or not known before."""
@@ -127,8 +138,8 @@ class Request:
 class HttpConnection:
     """One connection: next_request -> body -> answer, again and again."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
+    def __init__(self, sock: socket.socket, clock: StageClock) -> None:
+        self._sock, self._clock = sock, clock
         self._ahead = b""
         """Received behind what was read."""
 
@@ -140,7 +151,7 @@ class HttpConnection:
             self._http.receive_data(self._ahead)
         while (event := self._http.next_event()) is h11.NEED_DATA:
             self._sock.settimeout(_until(deadline_s))
-            self._http.receive_data(self._sock.recv(_SMALL_BYTES))
+            self._http.receive_data(self._sock.recv(_HEAD_BYTES))
         self._ahead = self._http.trailing_data[0]
         if not isinstance(event, h11.Request):
             return None
@@ -151,6 +162,7 @@ class HttpConnection:
             event.method,
             event.target.decode("latin-1"),
             headers.get(b"authorization", b"").decode("latin-1"),
+            headers.get(SESSION_HEADER.lower().encode(), b"").decode("latin-1"),
             keep_alive=event.http_version >= b"1.1" and not ends,
             length=None if length is None else int(length),
         )
@@ -160,7 +172,7 @@ class HttpConnection:
         if self._http.they_are_waiting_for_100_continue:
             self._send(b"HTTP/1.1 100 Continue\r\n\r\n")
         ahead, self._ahead = memoryview(self._ahead)[:nbytes], self._ahead[nbytes:]
-        return Body(self._sock, nbytes, ahead=ahead)
+        return Body(self._sock, nbytes, ahead=ahead, clock=self._clock)
 
     def answer(self, status: Status, text: str, *, close: bool) -> None:
         data, end = text.encode(errors="replace"), "Connection: close\r\n" if close else ""
@@ -182,44 +194,18 @@ class HttpConnection:
         self._sock.sendall(data)
 
 
-class BodyLimit:
-    """Bounds the bytes of bodies that are read at once, and so what stalled connections can hold. Any thread.
-
-    A large body raises the bound to `AT_ONCE` of its size while it is read: no number of small ones keeps it out.
-
-    >>> share = BodyLimit(at_once_bytes=100)
-    >>> [share.take(name, 12) for name in range(9)], share.take("large", 100)
-    ([True, True, True, True, True, True, True, True, False], True)
-    """
-
-    def __init__(self, *, at_once_bytes: int) -> None:
-        self._at_once_bytes = at_once_bytes
-        self._lock = threading.Lock()
-        self._reading: dict[object, int] = {}
-
-    def take(self, owner: object, nbytes: int) -> bool:
-        """False where it would be too much; else `give_back`."""
-        with self._lock:
-            sizes = [*self._reading.values(), nbytes]
-            taken = sum(sizes) <= max(self._at_once_bytes, AT_ONCE * max(sizes))
-            if taken:
-                self._reading[owner] = nbytes
-            return taken
-
-    def give_back(self, owner: object) -> None:
-        with self._lock:
-            del self._reading[owner]
-
-
 class IngestServer:
     """SERVING -> CLOSED. The constructor returns once the port is bound, or raises `ConfigError` or `UsageError`."""
 
     def __init__(self, intake: Intake, *, token: str, host: str, port: int, max_body_bytes: int) -> None:
         self._intake, self._token = intake, token
         self._limits = {HELLO_PATH: MAX_HELLO_BYTES, FRAMES_PATH: max_body_bytes}
-        self._share = BodyLimit(at_once_bytes=AT_ONCE_BYTES)
         self._lock = threading.Lock()
         self._open: dict[socket.socket, threading.Thread] = {}
+        self._strangers: dict[socket.socket, None] = {}
+        """Those that have not shown the token, the oldest first."""
+        self._sessions: dict[int, str] = {}
+        """Boot id of an engine -> what its hello was answered with."""
         self._closed = False
         self._listener = _listen(host, port)
         address, bound = self._listener.getsockname()[:2]
@@ -234,11 +220,9 @@ class IngestServer:
         with self._lock:
             self._closed = True
             for connection in self._open:
-                with suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
+                _end(connection)
             threads = [self._thread, *self._open.values()]
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        _end(self._listener)  # wakes the thread that accepts
         self._listener.close()
         for thread in threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
@@ -260,7 +244,7 @@ class IngestServer:
         name = "r3channel-ingest-one"
         thread = threading.Thread(target=self._serve, args=(connection,), name=name, daemon=True)
         with self._lock:
-            if self._closed or len(self._open) >= _MAX_CONNECTIONS:
+            if self._closed or len(self._open) >= _MOST_CONNECTIONS:
                 connection.close()
                 return
             try:
@@ -270,11 +254,15 @@ class IngestServer:
                 connection.close()
                 return
             self._open[connection] = thread
+            self._strangers[connection] = None
+            if len(self._strangers) > MOST_STRANGERS:
+                _end(oldest := next(iter(self._strangers)))
+                del self._strangers[oldest]
 
     def _serve(self, connection: socket.socket) -> None:
         try:
             with connection:
-                self._converse(HttpConnection(connection))
+                self._converse(connection)
         except OSError:  # it went away, or was silent for too long; an engine comes again
             pass
         except Exception:
@@ -282,8 +270,10 @@ class IngestServer:
         finally:
             with self._lock:
                 del self._open[connection]
+                self._strangers.pop(connection, None)
 
-    def _converse(self, link: HttpConnection) -> None:
+    def _converse(self, connection: socket.socket) -> None:
+        link = HttpConnection(connection, self._intake.clock)
         patience_s, close = _FIRST_HEAD_S, False
         while not close:
             try:
@@ -294,7 +284,11 @@ class IngestServer:
                 return
             if request is None:
                 return
-            status, text, close = self._refusal(request) or self._take(link, request)
+            refused = self._refusal(request)
+            if refused is None:
+                with self._lock:
+                    self._strangers.pop(connection, None)
+            status, text, close = refused or self._take(link, request)
             link.answer(status, text, close=close)
             patience_s = _IDLE_S
 
@@ -317,22 +311,17 @@ class IngestServer:
 
     def _take(self, link: HttpConnection, request: Request) -> tuple[Status, str, bool]:
         """(answer, its text, is this the end of the connection)."""
-        nbytes = request.length or 0
-        if not self._share.take(link, nbytes):
-            return Status.COME_AGAIN, "busy with other bodies, come again", True
         try:
-            body = link.body(nbytes)
+            body = link.body(request.length or 0)
             status, text = self._judge(request, body)
             body.skip()  # an engine in the middle of a body does not read an answer
             return status, text, not request.keep_alive
         except BodyLost as error:
             return Status.TOO_SLOW, str(error), True
-        finally:
-            self._share.give_back(link)
 
     def _judge(self, request: Request, body: Body) -> tuple[Status, str]:
         try:
-            return self._hello(body) if request.path == HELLO_PATH else self._frames(body)
+            return self._hello(body) if request.path == HELLO_PATH else self._frames(request, body)
         except errors.R3Error as error:
             known = (_STATUS_OF[kind] for kind in type(error).__mro__ if kind in _STATUS_OF)
             return next(known, Status.NO_PARCEL), str(error)
@@ -343,23 +332,39 @@ class IngestServer:
             return Status.FAILED, "the relay failed; its log says why"
 
     def _hello(self, body: Body) -> tuple[Status, str]:
-        data = memoryview(bytearray(body.nbytes))
-        body.fill(data)
         try:
-            hello, rest = Hello.split(data)
+            hello, rest = Hello.split(body.take(body.left))
         except errors.FrameError as error:
             return Status.NO_PARCEL, str(error)
         if hello is None or rest:
             return Status.NO_PARCEL, "the body is no hello"
         self._intake.greet(hello)
-        return Status.TAKEN, "welcome"
+        session = secrets.token_hex(16)
+        with self._lock:
+            while (
+                len(self._sessions) >= _MOST_CONNECTIONS
+            ):  # of engines that have ended, or of names that somebody invents
+                del self._sessions[next(iter(self._sessions))]
+            self._sessions[hello.boot_id] = session
+        return Status.TAKEN, session
 
-    def _frames(self, body: Body) -> tuple[Status, str]:
+    def _frames(self, request: Request, body: Body) -> tuple[Status, str]:
+        """Only of the engine whose hello made the session: nobody's frames are kept under another one's name."""
         boot_id, count = open_parcel(body)
-        if not self._intake.knows(boot_id):
-            return Status.HELLO_FIRST, "this engine has not said hello, or its hello was refused"
+        session = self._sessions.get(boot_id, "")
+        if not (
+            session
+            and compare_digest(session.encode(), request.session.encode())
+            and self._intake.knows(boot_id)
+        ):
+            return Status.HELLO_FIRST, "no hello of this engine made this session, or it was refused"
         self._intake.deliver(boot_id, count, body)
         return Status.TAKEN, "taken"
+
+
+def _end(sock: socket.socket) -> None:
+    with suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -369,7 +374,7 @@ def _listen(host: str, port: int) -> socket.socket:
             raise errors.ConfigError(
                 f"the ingest cannot listen on {host!r}: engines cannot be told such an address; name one of this host's own"
             )
-        return socket.create_server(address[:2], family=family, backlog=128)
+        return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
     except (OSError, UnicodeError) as error:
         raise errors.UsageError(f"the ingest cannot listen on {host}:{port}: {error}") from error
 

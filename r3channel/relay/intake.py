@@ -10,11 +10,19 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 from r3channel.config import ChannelConfig
-from r3channel.errors import FrameMissing, R3Error, RoutingMissing, SampleTwice, StoreFull, UsageError
+from r3channel.errors import (
+    FrameMissing,
+    FrameReferenceInvalid,
+    R3Error,
+    RoutingError,
+    RoutingMissing,
+    SampleTwice,
+    StoreFull,
+    UsageError,
+)
 from r3channel.model.spec import RoutingSpec
 from r3channel.observe.metrics import Metrics
 from r3channel.observe.stage_clock import StageClock
@@ -22,15 +30,15 @@ from r3channel.recordings.recorder import Recorder
 from r3channel.relay.engines import EngineRegistry
 from r3channel.relay.journal import Journal, SavedSample
 from r3channel.relay.memory import Store
-from r3channel.relay.reply import frame_bytes_of, key_of, reference_in, split_reply
+from r3channel.relay.reply import Base64Text, NotBase64, key_of, no_base64, parsed, routing_text, split_reply
 from r3channel.relay.sample_table import Reply, Sample, SampleTable, Turn
 from r3channel.relay.token_tensors import HeldMasks, keep_masks
-from r3channel.relay.verify import MOST_ROWS, FrameVerifier, VerifiedRows
+from r3channel.relay.verify import DAMAGED, MOST_ROWS, FrameVerifier, VerifiedRows
 from r3channel.wire.header import MAX_ROWS
 from r3channel.wire.hello import Hello
-from r3channel.wire.masks import split_masks
-from r3channel.wire.parcel import FrameName, Source
-from r3channel.wire.routing import Ids, as_tokens, hash_tokens
+from r3channel.wire.parcel import REFERENCE_BYTES, REFERENCE_MAGIC, FrameName, FrameReference, frames_in
+from r3channel.wire.routing import Ids, as_tokens, hash_tokens, hashes_of
+from r3channel.wire.source import InHand, Source
 
 log = logging.getLogger(__name__)
 
@@ -68,14 +76,12 @@ class Intake:
         for leg in ("engine_frame", "engine_direct"):
             metrics.measure("r3channel_bytes_total", leg=leg)
         self._expired: list[str] = []
-        self._bound: dict[int, Hello] = {}
 
     # -- engines' frames, from the door's threads ------------------------------------------------------------------
 
     def greet(self, hello: Hello) -> None:
         """An engine says what it is. Raises PluginNotApplied with the reason of a refusal."""
         self.engines.greet(hello)
-        self._bound[hello.boot_id] = hello
 
     def knows(self, boot_id: int) -> bool:
         return self.engines.knows(boot_id)
@@ -83,33 +89,42 @@ class Intake:
     def deliver(self, boot_id: int, count: int, body: Source) -> None:
         """Take an opened parcel of `count` frames. Repeating it does no harm; what its engine made wrong is told to its reply.
 
-        Raises FrameReferenceInvalid when it is no parcel, StoreFull when there is no room for all of it, FrameError for a frame
-        that was damaged on the way (then send it again), and what `body` raises.
+        Raises FrameReferenceInvalid when it is no parcel, StoreFull when there is no room for a frame, and what `body` raises;
+        the frames before are kept then. Raises the FrameError of one that was damaged on the way after the others were taken:
+        send the parcel again.
         """
         self.metrics.inc("r3channel_bytes_total", body.left, leg="engine_direct")
         self.expire()  # frames may come whose replies never do
-        self.verifier.read(
-            body,
-            count,
-            boot_id=boot_id,
-            engine=self.engines.name_of(boot_id),
-            most_rows=self._most_rows,
-            wanted=self._wants,
-            take=self.arrive,
-        )
-
-    def _wants(self, name: FrameName) -> bool:
-        with self._changed:
-            return self.entries.wants(name)
+        damaged: R3Error | None = None
+        for serial, frame in frames_in(body, count, boot_id=boot_id):
+            with self._changed:
+                most_rows = self._most_rows((boot_id, serial))
+            if most_rows:
+                error = self._land((boot_id, serial), frame, most_rows)
+                damaged = damaged or error
+        if damaged is not None:
+            raise damaged.within(f"a parcel of {count} frames")
 
     def _most_rows(self, name: FrameName) -> int:
-        """What its frame reference says, or the longest sequence of its engine."""
-        with self._changed:
-            owner = self.entries.owner(name)
-        hello = self._bound.get(name[0])
+        """With the condition held: 0 for a frame that nobody wants (any more); else what its frame reference says, or the longest
+        sequence of its engine. A peer's number sizes no memory."""
+        if not self.entries.wants(name):
+            return 0
+        owner, hello = self.entries.owner(name), self.engines.hello_of(name[0])
         if owner is not None:
             return owner[1].end_row - owner[1].first_row
-        return min(hello.context if hello else 0, MOST_ROWS) or MOST_ROWS  # a peer's number sizes no memory
+        return min(hello.context if hello else 0, MOST_ROWS) or MOST_ROWS
+
+    def _land(self, name: FrameName, frame: Source, most_rows: int) -> R3Error | None:
+        """Keep a frame, or why it cannot be used; returns what became of it on its way."""
+        where = f"sample of frame {name[1]} from engine {self.engines.name_of(name[0])}"
+        try:
+            what = self.verifier.keep(frame, where=where, max_rows=most_rows)
+        except RoutingError as error:
+            error.__cause__ = error.__context__ = None
+            what = error.with_traceback(None)  # it is kept; what was refused is not
+        self.arrive(name, what)
+        return what if isinstance(what, DAMAGED) else None
 
     def arrive(self, name: FrameName, what: VerifiedRows | R3Error) -> None:
         """A frame came: its rows, or why it cannot be used."""
@@ -149,8 +164,8 @@ class Intake:
         self._check_add(sample_id)
         with self._judged(sample_id, engine, new=not append):
             self.engines.check(engine)
-            found = self._routing_in(reply, sample_id=sample_id, engine=engine)
-            return self._add(sample_id, found, key_of(reply), tokens, engine=engine, append=append)
+            source = self._routing_in(reply, sample_id=sample_id, engine=engine)
+            return self._add(sample_id, source, key_of(reply), tokens, engine=engine, append=append)
 
     def add_body(
         self,
@@ -173,17 +188,18 @@ class Intake:
         self._check_add(sample_id)
         with self._judged(sample_id, engine, new=not append):
             self.engines.check(engine)
+            reply, text = _read(split_reply, body, sample_id, engine)
+            whole, key = tokens(reply) if callable(tokens) else tokens, key_of(reply)
             try:
-                reply, data = split_reply(body)
-            except ValueError as error:
-                raise RoutingMissing(
-                    f"sample {sample_id} from engine {engine}: {len(body)} bytes beginning with {body[:40]!r} are no JSON, "
-                    f"expected a reply: {error}",
-                    samples=[sample_id],
-                ) from error
-            data = data or self._routing_in(reply, sample_id=sample_id, engine=engine)
-            whole = tokens(reply) if callable(tokens) else tokens
-            self._add(sample_id, data, key_of(reply), whole, engine=engine, append=append)
+                source = (
+                    Base64Text(text) if text else self._routing_in(reply, sample_id=sample_id, engine=engine)
+                )
+                self._add(sample_id, source, key, whole, engine=engine, append=append)
+            except NotBase64:  # or characters that JSON escapes
+                source = self._routing_in(
+                    _read(parsed, body, sample_id, engine), sample_id=sample_id, engine=engine
+                )
+                self._add(sample_id, source, key, whole, engine=engine, append=append)
             return reply
 
     def add_frame(
@@ -192,17 +208,16 @@ class Intake:
         """As `add`, for a frame that is already in hand (a recording, another transport, `pd_merge.merged_frame`)."""
         self._check_add(sample_id)
         with self._judged(sample_id, engine, new=not append):
-            return self._add(sample_id, data, None, tokens, engine=engine, append=append)
+            return self._add(sample_id, InHand(data), None, tokens, engine=engine, append=append)
 
     def restore(self, saved: SavedSample) -> int:
         """A sample as another relay left it -> its tokens. Raises as `add`; then nothing of it is kept."""
-        number = 0
+        number, where = 0, f"sample {saved.sample_id} from engine recovered"
         self._became("received")
         try:
             for number, turn in enumerate(saved.turns):
-                rows = self.verifier.keep(
-                    turn.frame, sample_id=saved.sample_id, engine="recovered", max_rows=MAX_ROWS, room_s=0.0
-                )
+                with turn.opened() as frame:
+                    rows = self.verifier.keep(frame, where=where, max_rows=MAX_ROWS)
                 reply = Reply(
                     sample_id=saved.sample_id,
                     engine="recovered",
@@ -234,69 +249,71 @@ class Intake:
         held = self.rows_held(sample_id)
         return {"return_routed_experts": True} | ({"routed_experts_start_len": held} if held else {})
 
-    def _routing_in(self, reply: Any, *, sample_id: str, engine: str) -> bytes:
-        """Empty where there is none and the live router may choose."""
+    def _routing_in(self, reply: Any, *, sample_id: str, engine: str) -> Source:
+        """Nothing where there is none and the live router may choose."""
         try:
-            return frame_bytes_of(reply, sample_id=sample_id, engine=engine)
+            return Base64Text(routing_text(reply, sample_id=sample_id, engine=engine))
         except RoutingMissing:
             if self.config.on_missing != "live":
                 raise
-            return b""
+            return InHand(b"")
 
     def _add(
-        self, sample_id: str, data: bytes, key: int | None, tokens: Tokens, *, engine: str, append: bool
+        self, sample_id: str, source: Source, key: int | None, tokens: Tokens, *, engine: str, append: bool
     ) -> VerifiedRows | None:
         tokens_T = as_tokens(tokens)
-        held = self.rows_held(sample_id) if append else 0
-        where = f"sample {sample_id} from engine {engine}"
-        masks, tail = None, b""
-        if self.config.sampling_masks:
-            data, tail = split_masks(data, where=where)
-        reply = Reply(
-            sample_id=sample_id,
-            engine=engine,
-            key=key,
-            tokens=len(tokens_T),
-            tokens_hash=hash_tokens(tokens_T),
-            prefix_hash=hash_tokens(tokens_T[:-1]),
-            held_hash=hash_tokens(tokens_T[:held]) if append else None,
-            reference=reference_in(data),
-        )
-        rows, room_s = None, self.config.backpressure_timeout_s
-        if data and reply.reference is None:
-            self.expire()
-            rows = self.verifier.keep(
-                data, sample_id=sample_id, engine=engine, max_rows=len(tokens_T), room_s=room_s
-            )
+        held, config = self.rows_held(sample_id) if append else 0, self.config
+        reply = Reply(sample_id, engine, key, len(tokens_T), *hashes_of(tokens_T))
+        if append:
+            reply.held_hash = hash_tokens(tokens_T[:held])
+        reply.live, nbytes, rows = not source.left, source.left, None
         try:
-            if self.config.sampling_masks and data:
-                masks = keep_masks(
-                    tail,
-                    self._store,
-                    where=where,
+            begun = source.take(min(nbytes, REFERENCE_BYTES))
+            if begun[: len(REFERENCE_MAGIC)] == REFERENCE_MAGIC:
+                reply.reference = self._reference(begun, source)
+            elif nbytes:
+                self.expire()
+                rows = self.verifier.keep(
+                    source, where=reply.where, max_rows=len(tokens_T), room_s=config.backpressure_timeout_s,
+                    begun=begun, more=config.sampling_masks,
+                )  # fmt: skip
+            if config.sampling_masks and nbytes:
+                reply.masks = keep_masks(
+                    source, self._store, where=reply.where, tokens=len(tokens_T), held_rows=held,
                     key=rows.sample_key if rows else reply.reference and reply.reference.sample_key,
-                    tokens=len(tokens_T),
-                    held_rows=held,
-                    room_s=room_s,
-                )
-                reply = replace(reply, masks=masks)
+                    room_s=config.backpressure_timeout_s,
+                )  # fmt: skip
             with self._changed:
-                turn = self.entries.reply(reply, rows, append=append, now_s=time.monotonic(), live=not data)
-                self._note(self.entries.samples[sample_id], turn)
-                self._changed.notify_all()
+                turn = self.entries.reply(reply, rows, append=append, now_s=time.monotonic())
+                if self._journal is not None:
+                    self._note(self.entries.samples[sample_id], turn)
         except BaseException:
-            with self._changed:
-                unclaimed = self.entries.refuse(reply.reference) if reply.reference else None
-            self.free([kept for kept in (rows, unclaimed) if isinstance(kept, VerifiedRows)])
-            if masks is not None:
-                masks.block.free()
+            self._undo(reply, rows)
             raise
         if (recorder := self.recorder) is not None:
             recorder.keep(sample_id, tokens_T)
         self.metrics.inc("r3channel_rows_total", turn.end_row - turn.first_row)
         if rows is not None:
-            self.metrics.inc("r3channel_bytes_total", len(data), leg="engine_frame")
+            self.metrics.inc("r3channel_bytes_total", nbytes, leg="engine_frame")
         return rows
+
+    def _reference(self, begun: memoryview, source: Source) -> FrameReference:
+        if source.left and not self.config.sampling_masks:
+            raise FrameReferenceInvalid(
+                f"{len(begun) + source.left} bytes, expected {REFERENCE_BYTES}; are those behind the frame reference sampling "
+                "masks, and sampling_masks off?"
+            )
+        return FrameReference.from_bytes(begun)
+
+    def _undo(self, reply: Reply, rows: VerifiedRows | None) -> None:
+        """Free what a reply that is refused has brought, its direct frame too."""
+        unclaimed = None
+        if reply.reference is not None:
+            with self._changed:
+                unclaimed = self.entries.refuse(reply.reference)
+        self.free([kept for kept in (rows, unclaimed) if isinstance(kept, VerifiedRows)])
+        if reply.masks is not None:
+            reply.masks.block.free()
 
     def _note(self, sample: Sample, turn: Turn) -> None:
         """Whose frame it is, for what survives: written when both are here. The table has it, so what cannot be written is said
@@ -421,12 +438,15 @@ class Intake:
         try:
             with self.clock.span("ingest"):
                 yield
-        except R3Error as error:  # a frame's own errors know their names as text only
+        except (R3Error, NotBase64) as caught:  # a frame's own errors know their names as text only
+            error = caught if isinstance(caught, R3Error) else no_base64(caught, sample_id, engine)
             error.samples, error.engines = error.samples or (sample_id,), error.engines or (engine,)
             self.reject(error)
             if new:
                 self._became("duplicate" if isinstance(error, SampleTwice) else "rejected")
-            raise
+            if error is caught:
+                raise
+            raise error from caught
         except BaseException:  # of the caller's `tokens`, or memory that is not to be had
             if new:
                 self._became("rejected")
@@ -458,6 +478,17 @@ class Intake:
             "expired": list(self._expired),
             "unclaimed": {"frames": self.entries.unclaimed},
         }
+
+
+def _read(read: Callable[[bytes], Any], body: bytes, sample_id: str, engine: str) -> Any:
+    try:
+        return read(body)
+    except ValueError as error:
+        raise RoutingMissing(
+            f"sample {sample_id} from engine {engine}: {len(body)} bytes beginning with {body[:40]!r} are no JSON, "
+            f"expected a reply: {error}",
+            samples=[sample_id],
+        ) from error
 
 
 def rows_of(sample: Sample) -> list[VerifiedRows]:

@@ -18,9 +18,10 @@ import os
 import shutil
 import struct
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ import xxhash
 
 from r3channel.errors import (
     ConfigError,
+    FrameCorrupt,
     FrameError,
     RoutingError,
     SampleTwice,
@@ -38,7 +40,8 @@ from r3channel.errors import (
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.shards import ShardKey
 from r3channel.plan.ticket import Ticket, TicketSample
-from r3channel.wire.header import announced_bytes
+from r3channel.wire.header import HEADER_BYTES, announced_bytes, read_header
+from r3channel.wire.source import Source
 
 log = logging.getLogger(__name__)
 
@@ -59,17 +62,19 @@ class Journal:
         self._lock = os.open(self.folder / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
-    def frame(self, ref: int, data: bytes | memoryview) -> None:
-        """Write a frame. Raises StoreFull; then nothing is left."""
+    def frame(self, ref: int, parts: Sequence[bytes | memoryview]) -> None:
+        """Write a frame, part by part. Raises StoreFull; then nothing is left."""
         path = self._frame(ref)
         try:
             with open(path, "xb", buffering=0) as file:
-                left = memoryview(data)
-                while left:
-                    left = left[file.write(left) :]
+                for part in parts:
+                    left = memoryview(part)
+                    while left:
+                        left = left[file.write(left) :]
         except OSError as error:
             path.unlink(missing_ok=True)
-            raise StoreFull(f"no room for a frame of {len(data)} bytes in {self.folder}: {error}") from error
+            size = sum(map(len, parts))
+            raise StoreFull(f"no room for a frame of {size} bytes in {self.folder}: {error}") from error
 
     def note(self, ref: int, **values: Any) -> None:
         """Say whose frame it is. Raises StoreFull."""
@@ -135,13 +140,37 @@ class Journal:
 
 @dataclass(frozen=True, slots=True)
 class SavedTurn:
-    """A frame and what its note says. The frame's own hashes are still to be checked."""
+    """A frame's file and what its note says. The frame's own hashes are still to be checked."""
 
     turn: int
-    frame: bytes
+    path: Path = field(compare=False)
+    head: bytes
+    """The frame's header: its hashes stand for the whole frame where two are compared."""
     tokens_hash: int
     prefix_hash: int
     key: int | None
+
+    @contextmanager
+    def opened(self) -> Iterator[Source]:
+        """The frame's bytes, without the note."""
+        with open(self.path, "rb", buffering=0) as file:
+            yield _File(file, announced_bytes(self.head))
+
+
+class _File(Source):
+    """The next bytes of a file."""
+
+    def __init__(self, file: FileIO, nbytes: int) -> None:
+        self._file, self.left = file, nbytes
+
+    def fill(self, out_N: memoryview) -> None:
+        at = 0
+        while at < len(out_N):
+            read = self._file.readinto(out_N[at:])
+            if not read:
+                raise FrameCorrupt(f"a file ends {len(out_N) - at} bytes before its frame")
+            at += read
+        self.left -= len(out_N)
 
 
 @dataclass(slots=True)
@@ -188,13 +217,16 @@ def read_remains(folder: Path) -> Remains:
 
 
 def _read_frame(path: Path, remains: Remains) -> None:
-    data = path.read_bytes()
-    try:
-        end = announced_bytes(memoryview(data), where=path.name)
-    except FrameError as error:
-        remains.damaged.append(f"{path.name}: {error}")
-        return
-    note = data[end:]
+    """The header and the note: rows are read when the sample is handed over, one frame after the other."""
+    with open(path, "rb") as file:
+        head = file.read(HEADER_BYTES)
+        try:
+            end = read_header(memoryview(head), nbytes=path.stat().st_size, where=path.name, more=True).nbytes
+        except FrameError as error:
+            remains.damaged.append(f"{path.name}: {error}")
+            return
+        file.seek(end)
+        note = file.read()
     if not note:
         remains.unclaimed += 1
         return
@@ -206,7 +238,7 @@ def _read_frame(path: Path, remains: Remains) -> None:
     values = json.loads(body)
     name = values.pop("sample_id")
     sample = remains.samples.setdefault(name, SavedSample(name))
-    sample.turns.append(SavedTurn(frame=data[:end], **values))
+    sample.turns.append(SavedTurn(path=path, head=head, **values))
 
 
 @contextmanager

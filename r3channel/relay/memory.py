@@ -18,20 +18,20 @@ import numpy as np
 from r3channel.errors import StoreFull, UsageError
 
 SMALL_BYTES = 1 << 17
-"""Below it the C library keeps freed memory itself, and bytes that are adopted stay where they are."""
+"""Below it the C library keeps freed memory itself."""
 _Memory = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """Memory of one frame, from `allocate` or `adopt` to `free`. Its view may not be used afterwards."""
+    """Memory of one frame, from `allocate` to `free`. Its view may not be used afterwards."""
 
     view: memoryview
     """Exactly as many bytes as were asked for, at a multiple of 16."""
     _store: Store
     _memory: _Memory | None
-    """To be used again; None where it is somebody else's."""
-    _freed: bool = False
+    """To be used again; None once it is freed."""
+    _counted: int
 
     def free(self) -> None:
         """Any thread; idempotent."""
@@ -61,34 +61,22 @@ class Store:
     _waiting: deque[_Waiter] = field(default_factory=deque)
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
-    def allocate(self, nbytes: int, *, timeout_s: float = 0.0, what: str = "") -> Block:
+    def allocate(self, nbytes: int, *, beside: int = 0, timeout_s: float = 0.0, what: str = "") -> Block:
         """Memory of any content. Waits for room in the order of arrival; what is granted is taken at once.
 
-        Raises StoreFull after `timeout_s`.
+        `beside`: bytes that its owner keeps elsewhere as long as the block, counted with it. Raises StoreFull after `timeout_s`.
         """
-        self._take_room(nbytes, timeout_s=timeout_s, what=what)
-        size = _rounded(nbytes)
+        counted, size = nbytes + beside, _rounded(nbytes)
         with self._changed:
+            self._take_room(counted, timeout_s=timeout_s, what=what)
             memory = self._used_before(size)
         try:
             if memory is None:
                 memory = np.empty(size, np.uint8)
-            return Block(memory.data[:nbytes], self, memory)
+            return Block(memory.data[:nbytes], self, memory, counted)
         except BaseException:
-            self._give_back(nbytes)
+            self._give_back(counted)
             raise
-
-    def adopt(self, data: bytes, *, timeout_s: float = 0.0, what: str = "") -> Block:
-        """These bytes, counted like any block: as they are where they are few, else a copy in memory that was used before.
-        Raises as `allocate`."""
-        if len(data) < SMALL_BYTES:
-            self._take_room(len(data), timeout_s=timeout_s, what=what)
-            with self._changed:
-                self._make_way()
-            return Block(memoryview(data), self, None)
-        block = self.allocate(len(data), timeout_s=timeout_s, what=what)
-        np.copyto(np.frombuffer(block.view, np.uint8), np.frombuffer(data, np.uint8))  # other threads go on
-        return block
 
     def trim(self, *, idle_s: float) -> None:
         """Give memory back to the system that nobody took for so long."""
@@ -118,36 +106,38 @@ class Store:
     # -- room ------------------------------------------------------------------------------------------------------
 
     def _take_room(self, nbytes: int, *, timeout_s: float, what: str) -> None:
-        timeout_s = (
-            timeout_s if nbytes <= self.ceiling_bytes else 0.0
-        )  # it would hold up all others for nothing
+        """With the lock held, which is given up while it waits."""
+        if self._closed:
+            raise UsageError("the store is closed")
+        if not self._waiting and nbytes <= self.ceiling_bytes - self.live_bytes:
+            self.live_bytes += nbytes
+            self._blocks += 1
+            return
+        if nbytes > self.ceiling_bytes:  # it would hold up all others for nothing
+            timeout_s = 0.0
         deadline_s, mine = time.monotonic() + timeout_s, _Waiter(nbytes)
-        with self._changed:
-            if self._closed:
-                raise UsageError("the store is closed")
-            self._waiting.append(mine)
-            self._grant()
-            while not (mine.granted or self._closed) and (left_s := deadline_s - time.monotonic()) > 0:
-                self._changed.wait(left_s)
-            if mine.granted:
-                return
-            self._waiting.remove(mine)
-            self._grant()  # whoever waited behind this one
-            if self._closed:
-                raise UsageError("the store is closed")
-            raise StoreFull(
-                f"{what}: waited {timeout_s:.1f} s for {nbytes} bytes; {self._blocks} blocks hold {self.live_bytes} of the "
-                f"{self.ceiling_bytes} that store_bytes allows. Seal and deliver steps, discard samples, or raise store_bytes"
-            )
+        self._waiting.append(mine)
+        while not (mine.granted or self._closed) and (left_s := deadline_s - time.monotonic()) > 0:
+            self._changed.wait(left_s)
+        if mine.granted:
+            return
+        self._waiting.remove(mine)
+        self._grant()  # whoever waited behind this one
+        if self._closed:
+            raise UsageError("the store is closed")
+        raise StoreFull(
+            f"{what}: waited {timeout_s:.1f} s for {nbytes} bytes; {self._blocks} blocks hold {self.live_bytes} of the "
+            f"{self.ceiling_bytes} that store_bytes allows. Seal and deliver steps, discard samples, or raise store_bytes"
+        )
 
     def _grant(self) -> None:
         """With the lock held: the first of those who wait goes first, however small the others are."""
-        fits = self.ceiling_bytes - self.live_bytes
-        while self._waiting and not self._closed and self._waiting[0].nbytes <= fits:
+        while self._waiting and not self._closed:
+            if self._waiting[0].nbytes > self.ceiling_bytes - self.live_bytes:
+                return
             waiter = self._waiting.popleft()
             waiter.granted = True
             self.live_bytes += waiter.nbytes
-            fits -= waiter.nbytes
             self._blocks += 1
             self._changed.notify_all()
 
@@ -161,16 +151,16 @@ class Store:
 
     def _free(self, block: Block) -> None:
         with self._changed:
-            if block._freed:
+            memory = block._memory
+            if memory is None:
                 return
-            nbytes, memory = len(block.view), block._memory
-            block.view, block._memory, block._freed = memoryview(b""), None, True
-            if memory is not None and len(memory) >= SMALL_BYTES and not self._closed:
+            block.view, block._memory = memoryview(b""), None
+            if len(memory) >= SMALL_BYTES and not self._closed:
                 self._serial += 1
                 self._idle[self._serial] = time.monotonic(), memory
                 self._of_size.setdefault(len(memory), []).append(self._serial)
                 self._idle_bytes += len(memory)
-            self._give_back(nbytes)  # the lock may be taken twice
+            self._give_back(block._counted)  # the lock may be taken twice
             self._make_way()
 
     def _used_before(self, size: int) -> _Memory | None:

@@ -47,6 +47,7 @@ from r3channel.relay.steps import Steps
 from r3channel.transport.auth import obtain_token
 from r3channel.wire.header import FRAME_MAGIC
 from r3channel.wire.hello import Hello
+from r3channel.wire.source import InHand
 from r3channel.wire.validate import warm
 
 if TYPE_CHECKING:
@@ -182,7 +183,7 @@ class Relay(Intake):
                     "log names a hook that failed"
                 )
             where = f"probe from engine {engine}"
-            rows = self.verifier.keep(data, sample_id="probe", engine=engine, max_rows=tokens, room_s=0.0)
+            rows = self.verifier.keep(InHand(data), where=f"sample {where}", max_rows=tokens)
             self.free([rows])
             if rows.end_row != tokens - 1:
                 raise RoutingError(f"{where}: {rows.end_row} rows for {tokens} tokens, expected {tokens - 1}")

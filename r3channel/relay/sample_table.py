@@ -93,7 +93,7 @@ class Sample:
         return [turn.rows for turn in self.turns if turn.rows]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)
 class Reply:
     """What a reply says, its tokens as two hashes."""
 
@@ -107,6 +107,8 @@ class Reply:
     """The hash of as many first tokens as rows are held; None where it is not another turn."""
     reference: FrameReference | None = None
     masks: HeldMasks | None = None
+    live: bool = False
+    """It came without routing, and is left to the live router."""
 
     @property
     def where(self) -> str:
@@ -138,17 +140,15 @@ class SampleTable:
         sample = self.samples.get(name)
         return sample.turns[-1].end_row if sample and sample.turns else 0
 
-    def reply(
-        self, reply: Reply, rows: Rows | None, *, append: bool, now_s: float, live: bool = False
-    ) -> Turn:
-        """Take a reply with its rows, with a frame reference whose frame is here or will come, or with neither (`live`).
+    def reply(self, reply: Reply, rows: Rows | None, *, append: bool, now_s: float) -> Turn:
+        """Take a reply with its rows, with a frame reference whose frame is here or will come, or with neither.
 
         Raises SampleTwice, SampleUnknown, TurnMismatch, RowCountMismatch, FrameCorrupt or FrameReferenceInvalid;
         then nothing has changed, and the rows are still the caller's.
         """
         sample = self._check_name(reply, append=append)
         first_row = self.rows_announced(reply.sample_id)
-        turn = Turn(first_row, reply.tokens - 1, reply.engine, reply.key, masks=reply.masks, live=live)
+        turn = Turn(first_row, reply.tokens - 1, reply.engine, reply.key, masks=reply.masks, live=reply.live)
         if reply.reference is not None:
             turn.name, rows = self._claimed(reply, reply.reference)
             turn.key = reply.reference.sample_key  # the same; a reply may not name its request

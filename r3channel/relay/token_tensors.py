@@ -9,6 +9,7 @@ from xxhash import xxh3_64_intdigest
 from r3channel.errors import FrameCorrupt, RoutingMissing, RowCountMismatch
 from r3channel.relay.memory import Block, Store
 from r3channel.wire.masks import Masks, parse_masks
+from r3channel.wire.source import Source
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,17 +34,19 @@ class HeldMasks:
 
 
 def keep_masks(
-    data: bytes, store: Store, *, where: str, key: int | None, tokens: int, held_rows: int, room_s: float
+    source: Source, store: Store, *, where: str, key: int | None, tokens: int, held_rows: int, room_s: float
 ) -> HeldMasks:
-    """Masks that fit a reply of so many tokens, of which `held_rows` rows came before. Raises RoutingMissing, RowCountMismatch,
-    StoreFull and what `parse_masks` does; then nothing is kept."""
-    if not data:
+    """The masks that are left of a reply's bytes; they fit a reply of so many tokens, of which `held_rows` rows came before.
+
+    Raises RoutingMissing, RowCountMismatch, StoreFull and what `parse_masks` does; then nothing is kept."""
+    if not source.left:
         raise RoutingMissing(
             f"{where}: no sampling masks behind the routing, expected some (sampling_masks is on). Was return_sampling_mask set, "
             "and did the engine start with R3CHANNEL_SAMPLING_MASKS=1?"
         )
-    block = store.adopt(data, timeout_s=room_s, what=where)
+    block = store.allocate(source.left, timeout_s=room_s, what=where)
     try:
+        source.fill(block.view)
         found = parse_masks(block.view, where=f"{where}: sampling masks")
         if found.end_row != tokens - 1 or found.first_row < held_rows or key not in (None, found.sample_key):
             raise RowCountMismatch(

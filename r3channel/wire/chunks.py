@@ -65,32 +65,35 @@ def stored_table(rows: int, *, layers: int, row_bytes: int) -> bytes:
     )
 
 
-def read_chunks(
-    body: memoryview, *, wire_bytes: int, rows: int, spec: RoutingSpec, where: str
-) -> tuple[tuple[Chunk, ...], memoryview]:
-    """(chunks, all their bytes) behind the table; they must tile the rows and the remaining bytes exactly."""
-    chunks, table = [], chunk_count(rows) * CHUNK_BYTES
-    at = len(body) - wire_bytes  # between the table and the chunks lies the padding
-    payload = body[at:]
-    if any(body[table:at]):
+class Entry(NamedTuple):
+    """One line of the table: a block of rows and its coded bytes."""
+
+    row: int
+    rows: int
+    codec: int
+    nbytes: int
+
+
+def read_table(
+    table: memoryview, *, wire_bytes: int, rows: int, spec: RoutingSpec, where: str
+) -> tuple[Entry, ...]:
+    """The chunks, which must tile the rows and `wire_bytes` exactly. `table` ends with the padding before them."""
+    entries, left = [], wire_bytes
+    if any(table[chunk_count(rows) * CHUNK_BYTES :]):
         raise errors.FrameCorrupt(f"{where}: bytes of the padding before the chunks are not 0")
     for index, (row, height) in enumerate(_blocks(rows)):
-        *place, size, codec = _CHUNK.unpack_from(body, index * CHUNK_BYTES)
+        *place, size, codec = _CHUNK.unpack_from(table, index * CHUNK_BYTES)
         expected, raw_bytes = (row, height, 0, spec.num_moe_layers), height * spec.bytes_per_token
         least = raw_bytes if codec in CODECS and CODECS[codec].as_is else 0
-        if (
-            tuple(place) != expected
-            or codec not in CODECS
-            or not least <= size <= min(raw_bytes, len(body) - at)
-        ):
+        if tuple(place) != expected or codec not in CODECS or not least <= size <= min(raw_bytes, left):
             raise errors.FrameCorrupt(
                 f"{where}: chunk {index} is {(*place, size, codec)}, expected {expected} in {least} to {raw_bytes} bytes"
             )
-        chunks.append(Chunk(row, height, codec, body[at : at + size]))
-        at += size
-    if at != len(body):
-        raise errors.FrameCorrupt(f"{where}: {len(body) - at} bytes after the last chunk")
-    return tuple(chunks), payload
+        entries.append(Entry(row, height, codec, size))
+        left -= size
+    if left:
+        raise errors.FrameCorrupt(f"{where}: {left} bytes after the last chunk")
+    return tuple(entries)
 
 
 def decode_chunk(chunk: Chunk, out_TLK: Ids) -> None:

@@ -9,9 +9,9 @@
     chunks            ids [rows, L, K] in `spec.id_dtype`, each coded on its own
 
 The header's second hash covers the sections, from the bitmap to the padding; the digests among them cover the ids as they are
-decoded. `parse_frame` checks in the order: magic and version, size, header hash, fields against the local spec, bounds, sections
-hash, tables; nothing is allocated from a number that was not checked. `Frame.verify` decodes the ids and checks every one: in
-range, distinct, and those that the engine hashed. Hashes and digests stop accidents, not attackers.
+decoded. `read_frame` checks in the order: magic and version, size, header hash, fields against the local spec, bounds, sections
+hash, tables; nothing is allocated from a number that was not checked. `Frame.fill` reads the ids and checks every one: in range,
+distinct, and those that the engine hashed. Hashes and digests stop accidents, not attackers.
 
 An ERROR frame has nothing but its text, as sections.
 """
@@ -30,10 +30,10 @@ from r3channel.model.spec import RoutingSpec
 from r3channel.wire.chunks import (
     CHUNK_ROWS,
     Chunk,
+    Entry,
     chunk_count,
-    decode_chunk,
     encode_chunks,
-    read_chunks,
+    read_table,
     stored_table,
     table_of,
 )
@@ -61,6 +61,7 @@ from r3channel.wire.header import (
     read_header,
 )
 from r3channel.wire.routing import Ids, ProvenanceSpan, RowKind, check_shape, check_spans
+from r3channel.wire.source import InHand, Source
 
 __all__ = [
     "FRAME_MAGIC",
@@ -69,6 +70,7 @@ __all__ = [
     "encode_error",
     "encode_frame",
     "parse_frame",
+    "read_frame",
     "sample_key",
 ]
 
@@ -216,7 +218,9 @@ def _as_decoded(ids_TLK: Ids, chunks: Sequence[Chunk]) -> Ids:
     seen_TLK = np.array(ids_TLK)
     for chunk in chunks:
         if not CODECS[chunk.codec].keeps_order:
-            decode_chunk(chunk, seen_TLK)
+            CODECS[chunk.codec].decode_into(
+                memoryview(chunk.wire), seen_TLK[chunk.row : chunk.row + chunk.rows]
+            )
     return seen_TLK
 
 
@@ -231,35 +235,53 @@ def parse_frame(
     engine: str = "?",
     max_rows: int = MAX_ROWS,
 ) -> Frame:
-    """Verify all but the ids of one frame against the local `spec`; raise the typed error of the first check that fails.
+    """As `read_frame`, for a frame that is in hand: its ids can be asked for. `data` must not change while the frame is used."""
+    source = InHand(data)
+    frame = read_frame(source, spec=spec, where=f"sample {sample_id} from engine {engine}", max_rows=max_rows)
+    frame.payload = source.take(source.left)
+    return frame
 
-    `data` must stay unchanged while the frame is used. Errors name `sample_id` and `engine`. Memory that later calls may
-    take is bounded by `max_rows` x `spec.bytes_per_token`, whatever the bytes say.
+
+def read_frame(
+    source: Source,
+    *,
+    spec: RoutingSpec,
+    where: str,
+    max_rows: int = MAX_ROWS,
+    begun: memoryview | bytes = b"",
+    more: bool = False,
+) -> Frame:
+    """Read one frame up to its ids, which `Frame.fill` reads next, and verify it against the local `spec`.
+
+    Raises the typed error of the first check that fails, and names `where`. Memory that is taken here and later is bounded by
+    `max_rows` x `spec.bytes_per_token`, whatever the bytes say. `begun`: bytes of the header that were read already. `more`:
+    something may lie behind the frame.
     """
-    where = f"sample {sample_id} from engine {engine}"
-    view = memoryview(data).cast("B")
-    header = read_header(view, where=where)
-    body = view[HEADER_BYTES:]
-    check_reported(header, body, where=where)
+    nbytes = len(begun) + source.left
+    rest = source.take(min(HEADER_BYTES - len(begun), source.left))
+    head = memoryview(bytes(begun) + bytes(rest)) if begun else rest
+    header = read_header(head, nbytes=nbytes, where=where, more=more)
+    check_reported(header, source, where=where)
     check_kind(header, kind=KIND_EXPERT_IDS, where=where)
     check_fields(header, spec=spec, max_rows=max_rows, where=where)
-    check_sections(header, body, where=where)
-    return _read_body(header, body, spec=spec, where=where)
+    sections = source.take(header.sections_bytes)
+    check_sections(header, sections, where=where)
+    return _read_sections(header, sections, spec=spec, where=where)
 
 
-def _read_body(header: Header, body: memoryview, *, spec: RoutingSpec, where: str) -> Frame:
+def _read_sections(header: Header, sections: memoryview, *, spec: RoutingSpec, where: str) -> Frame:
     """The frame behind a header whose numbers, and sections whose hash, were checked."""
-    at, rows = 0, header.rows
-    valid_T = np.ones(rows, dtype=bool)
+    at, rows, valid_T = 0, header.rows, None
     if header.flags & FLAG_VALIDITY:
         at = -(-rows // 8)
-        bits = np.frombuffer(body[:at], np.uint8)
+        bits = np.frombuffer(sections[:at], np.uint8)
         valid_T = np.unpackbits(bits, count=rows, bitorder="little").view(bool)
-    spans = _read_spans(header, body[at:], where=where)
+        valid_T = None if valid_T.all() else valid_T
+    spans = _read_spans(header, sections[at:], where=where)
     at += header.spans * SPAN_BYTES
-    digests_L = np.frombuffer(body[at : at + 8 * spec.num_moe_layers], "<u8").copy()
-    at += digests_L.nbytes
-    chunks, payload = read_chunks(body[at:], wire_bytes=header.wire_bytes, rows=rows, spec=spec, where=where)
+    digests_L = np.frombuffer(sections[at : at + 8 * spec.num_moe_layers], "<u8").copy()
+    table = sections[at + digests_L.nbytes :]
+    entries = read_table(table, wire_bytes=header.wire_bytes, rows=rows, spec=spec, where=where)
     return Frame(
         spec=spec,
         rows=rows,
@@ -267,17 +289,16 @@ def _read_body(header: Header, body: memoryview, *, spec: RoutingSpec, where: st
         sample_key=header.sample_key,
         weight_version=header.weight_version,
         where=where,
-        nbytes=HEADER_BYTES + len(body),
-        valid_T=valid_T,
+        nbytes=header.nbytes,
+        partly_valid_T=valid_T,
         provenance=spans,
         digests_L=digests_L,
-        ordered=_ordered(header, chunks, where=where),
-        _chunks=chunks,
-        _payload=payload,
+        ordered=_ordered(header, entries, where=where),
+        entries=entries,
     )
 
 
-def _ordered(header: Header, chunks: Sequence[Chunk], *, where: str) -> bool:
+def _ordered(header: Header, chunks: Sequence[Entry], *, where: str) -> bool:
     """True where no chunk has lost the order within its rows; the header must say the same, and the highest codec."""
     ordered = all(CODECS[chunk.codec].keeps_order for chunk in chunks)
     highest = max((chunk.codec for chunk in chunks), default=0)

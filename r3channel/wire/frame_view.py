@@ -1,30 +1,31 @@
-"""A received frame: what its bytes say, and its rows on demand. Knows nothing about headers or hashes of bytes."""
+"""A received frame: what its sections say, and its rows as they are read. Knows nothing about headers or hashes of bytes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from r3channel import errors
 from r3channel.model.spec import RoutingSpec
-from r3channel.wire.chunks import Chunk, decode_chunk
+from r3channel.wire.chunks import Entry
 from r3channel.wire.codec import CODECS
 from r3channel.wire.mixing import Words
 from r3channel.wire.routing import Ids, ProvenanceSpan, SampleRouting, raise_unsound
+from r3channel.wire.source import InHand, Source
 from r3channel.wire.validate import checked
 
 _WORD_BYTES = 16
 _NAMED_LAYERS = 5
+_SLICE_BYTES = 256 << 10
+"""Ids that are written and then checked: within a level-2 cache."""
+Valid = np.ndarray[Any, np.dtype[np.bool_]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Frame:
-    """A frame whose bytes have been verified but for its ids, which are still encoded (see `verify`).
-
-    Holds views of the caller's buffer, no copy.
-    """
+    """A frame whose bytes have been verified but for its ids, which are still encoded (see `fill` and `verify`)."""
 
     spec: RoutingSpec
     rows: int
@@ -36,36 +37,118 @@ class Frame:
     """Which frame this is, for messages."""
     nbytes: int
     """The frame's bytes as it travels."""
-    valid_T: np.ndarray[Any, np.dtype[np.bool_]]
+    partly_valid_T: Valid | None
+    """None where every row is valid."""
     provenance: tuple[ProvenanceSpan, ...]
     digests_L: Words
     """Per MoE layer, as the engine computed them over the valid rows (see `wire.digest`)."""
     ordered: bool
     """False where a codec has dropped the order of the ids within a row."""
-    _chunks: tuple[Chunk, ...]
-    _payload: memoryview
+    entries: tuple[Entry, ...]
+    """The table of its chunks."""
+    payload: memoryview | bytes = b""
+    """The chunks of a frame that is in hand: a view of the caller's buffer, no copy."""
+
+    @property
+    def valid_T(self) -> Valid:
+        return np.ones(self.rows, bool) if self.partly_valid_T is None else self.partly_valid_T
+
+    @property
+    def invalid_edges(self) -> Ids:
+        """Positions where rows without routing begin and end, in turn; ascending."""
+        if self.partly_valid_T is None:
+            return np.zeros(0, np.int64)
+        beside_T = np.concatenate([[True], self.partly_valid_T, [True]])
+        return np.flatnonzero(beside_T[1:] != beside_T[:-1]) + self.first_row
 
     @property
     def raw_nbytes(self) -> int:
         """Bytes that the decoded rows take."""
         return self.rows * self.spec.bytes_per_token
 
+    def fill(self, source: Source, out_TLK: Ids) -> None:
+        """Read the ids, the next bytes of `source`, into [rows, L, K], and check every one while it is in a cache.
+
+        Raises as `verify`, and what the source raises. Takes no memory but that of one coded chunk.
+        """
+        sound, digests_L = True, np.zeros(self.spec.num_moe_layers, np.uint64)
+        most = max(1, _SLICE_BYTES // self.spec.bytes_per_token)
+        for entry in self.entries:
+            as_is, end = CODECS[entry.codec].as_is, entry.row + entry.rows
+            if not as_is:
+                self._decode(entry, source, out_TLK)
+            for row in range(entry.row, end, most):
+                ids_TLK = out_TLK[row : min(row + most, end)]
+                if as_is:
+                    source.fill(ids_TLK.reshape(-1).view(np.uint8).data)
+                found, found_L = self._checked(ids_TLK, row)
+                sound &= found
+                digests_L += found_L
+        self._judge(out_TLK, sound, digests_L)
+
     def verify(self, out_TLK: Ids | None = None) -> Ids:
-        """[rows, L, K], every id checked: in range, distinct within its row, and what the engine hashed.
+        """[rows, L, K] of a frame in hand, every id checked: in range, distinct within its row, and what the engine hashed.
 
         A read-only view of the frame's bytes where that is possible (see `ids`); else `out_TLK`, or fresh memory, is filled.
 
         Raises FrameCorrupt for ids that were damaged: another copy of the frame may be whole. ExpertIdInvalid is
         a fault of the engine: another copy is no better. Invalid rows are not judged.
         """
+        ids_TLK = self._view()
+        if ids_TLK is not None:
+            self._judge(ids_TLK, *self._checked(ids_TLK, 0))
+            return ids_TLK
+        out_TLK = self._empty() if out_TLK is None else out_TLK
+        self.fill(InHand(self.payload), out_TLK)
+        out_TLK.flags.writeable = False
+        return out_TLK
+
+    def decode_into(self, out_TLK: Ids) -> None:
+        """Fill a C-contiguous array [rows, L, K] of `spec.id_dtype`. Raises `FrameCorrupt` where a chunk does not decode."""
+        shape = (self.rows, self.spec.num_moe_layers, self.spec.top_k)
+        if out_TLK.shape != shape or out_TLK.dtype != self.spec.id_dtype or not out_TLK.flags.c_contiguous:
+            raise errors.UsageError(
+                f"decode buffer is {out_TLK.dtype}{list(out_TLK.shape)}, expected {self.spec.id_dtype}{list(shape)}, C-contiguous"
+            )
+        source = InHand(self.payload)
+        for entry in self.entries:
+            self._decode(entry, source, out_TLK)
+
+    def ids(self) -> Ids:
+        """[rows, L, K] of a frame in hand, not checked: a read-only view of its own bytes where they are stored and aligned, else
+        decoded.
+
+        A view is valid as long as the buffer that was parsed. Ids that start at an odd address are copied once (40 ms per raw
+        GB): checking and placing them in 8-byte words where they lie would cost several times as much.
+        """
+        view_TLK = self._view()
+        if view_TLK is None:
+            self.decode_into(view_TLK := self._empty())
+            view_TLK.flags.writeable = False
+        return view_TLK
+
+    def _empty(self) -> Ids:
+        return np.empty((self.rows, self.spec.num_moe_layers, self.spec.top_k), self.spec.id_dtype)
+
+    def _decode(self, entry: Entry, source: Source, out_TLK: Ids) -> None:
         try:
-            ids_TLK = self.ids(out_TLK)
+            CODECS[entry.codec].decode_into(
+                source.take(entry.nbytes), out_TLK[entry.row : entry.row + entry.rows]
+            )
         except errors.FrameCorrupt as error:
             raise error.within(self.where) from error
-        valid_T = None if self.valid_T.all() else self.valid_T
-        sound, digests_L = checked(
-            ids_TLK, num_experts=self.spec.num_experts, first_row=self.first_row, valid_T=valid_T
+
+    def _checked(self, ids_TLK: Ids, row: int) -> tuple[bool, Words]:
+        valid_T = self.partly_valid_T
+        return checked(
+            ids_TLK,
+            num_experts=self.spec.num_experts,
+            first_row=self.first_row + row,
+            valid_T=None if valid_T is None else valid_T[row : row + len(ids_TLK)],
         )
+
+    def _judge(self, ids_TLK: Ids, sound: bool, digests_L: Words) -> None:
+        """Raise what `verify` does: by what was found of all ids."""
         differing = np.flatnonzero(digests_L != self.digests_L)
         if len(differing):
             layers = [self.spec.moe_layers[index] for index in differing[:_NAMED_LAYERS]]
@@ -75,61 +158,24 @@ class Frame:
                 "rest"
             )
         if not sound:
-            raise_unsound(ids_TLK, spec=self.spec, where=self.where, valid_T=valid_T)
-        return ids_TLK
-
-    def decode_into(self, out_TLK: Ids) -> None:
-        """Fill a C-contiguous array [rows, L, K] of `spec.id_dtype`. Raises `FrameCorrupt` where a chunk does not decode."""
-        shape = (self.rows, self.spec.num_moe_layers, self.spec.top_k)
-        if out_TLK.shape != shape or out_TLK.dtype != self.spec.id_dtype or not out_TLK.flags.c_contiguous:
-            raise errors.UsageError(
-                f"decode buffer is {out_TLK.dtype}{list(out_TLK.shape)}, expected {self.spec.id_dtype}{list(shape)}, C-contiguous"
-            )
-        for chunk in self._chunks:
-            decode_chunk(chunk, out_TLK)
-
-    def decode(self) -> Ids:
-        """[rows, L, K] in a fresh array of `spec.id_dtype`."""
-        out_TLK = np.empty((self.rows, self.spec.num_moe_layers, self.spec.top_k), self.spec.id_dtype)
-        self.decode_into(out_TLK)
-        return out_TLK
-
-    def ids(self, out_TLK: Ids | None = None) -> Ids:
-        """[rows, L, K], not checked: a read-only view of the frame's own bytes where they are stored and aligned, else decoded.
-
-        A view is valid as long as the buffer that was parsed. Ids that start at an odd address are copied once (40 ms per raw
-        GB): checking and placing them in 8-byte words where they lie would cost several times as much.
-        """
-        view = self._view()
-        if view is not None:
-            return view
-        if out_TLK is not None:
-            self.decode_into(out_TLK)
-            return out_TLK
-        out_TLK = self.decode()
-        out_TLK.flags.writeable = False
-        return out_TLK
-
-    @property
-    def stored(self) -> bool:
-        """Whether `ids` and `verify` give a view of the frame's own bytes."""
-        return self._view() is not None
+            raise_unsound(ids_TLK, spec=self.spec, where=self.where, valid_T=self.partly_valid_T)
 
     def _view(self) -> Ids | None:
         spec = self.spec
-        if not all(CODECS[chunk.codec].as_is for chunk in self._chunks):
+        if not all(CODECS[entry.codec].as_is for entry in self.entries):
             return None
-        view = np.frombuffer(self._payload, spec.id_dtype).reshape(self.rows, spec.num_moe_layers, spec.top_k)
+        view = np.frombuffer(self.payload, spec.id_dtype).reshape(self.rows, spec.num_moe_layers, spec.top_k)
         return view if view.ctypes.data % _WORD_BYTES == 0 else None
 
     def routing(self, *, sample_id: str) -> SampleRouting:
         """Decode and check every id, as `verify` does. The ids may be a view of the frame's bytes."""
+        self.where = f"sample {sample_id}"
         return SampleRouting(
             spec=self.spec,
             sample_id=sample_id,
             tokens=self.first_row + self.rows + 1,
             first_row=self.first_row,
-            expert_ids_TLK=replace(self, where=f"sample {sample_id}").verify(),
+            expert_ids_TLK=self.verify(),
             valid_T=self.valid_T,
             provenance=self.provenance,
             checked=True,

@@ -16,6 +16,7 @@ from r3channel import errors
 from r3channel.model.spec import RoutingSpec
 from r3channel.wire.chunks import CHUNK_BYTES, chunk_count
 from r3channel.wire.codec import CODECS
+from r3channel.wire.source import Source
 
 WIRE_VERSION = 2
 FRAME_MAGIC = b"R3F" + bytes([WIRE_VERSION])
@@ -71,6 +72,11 @@ class Header(NamedTuple):
     sections_hash: int = 0
     header_hash: int = 0
 
+    @property
+    def nbytes(self) -> int:
+        """All bytes of the frame."""
+        return HEADER_BYTES + self.sections_bytes + self.wire_bytes
+
 
 def assemble(header: Header, sections: bytes | bytearray, chunks: Sequence[bytes | memoryview] = ()) -> bytes:
     """Header, hashed sections and chunks as one block of bytes. Each part is copied once."""
@@ -84,30 +90,30 @@ def header_bytes(header: Header) -> bytes:
     return fields + xxhash.xxh3_64_intdigest(fields).to_bytes(8, "little")
 
 
-def announced_bytes(view: memoryview, *, where: str) -> int:
-    """The size that the frame at the beginning of `view` announces. Raises as `read_header`."""
-    header = _header_in(view, where=where)
-    size = HEADER_BYTES + header.sections_bytes + header.wire_bytes
-    if len(view) < size:
-        raise errors.FrameCorrupt(
-            f"{where}: {len(view)} bytes, expected the {size} that the header announces"
+def announced_bytes(head: memoryview | bytes) -> int:
+    """The size that the header at the beginning of `head` announces, unchecked; 0 where there is none."""
+    if bytes(head[:4]) != FRAME_MAGIC or len(head) < HEADER_BYTES:
+        return 0
+    return Header(*_HEADER.unpack_from(head)).nbytes
+
+
+def read_header(head: memoryview, *, nbytes: int, where: str, more: bool = False) -> Header:
+    """The header of `nbytes` bytes that begin with `head`: its magic, version, hash, kind and size are right.
+
+    `more`: something may lie behind what it announces.
+    """
+    header = _header_in(head, nbytes=nbytes, where=where)
+    if nbytes != header.nbytes and not (more and nbytes > header.nbytes):
+        behind = (
+            "; are those behind it sampling masks, and sampling_masks off?" if nbytes > header.nbytes else ""
         )
-    return size
-
-
-def read_header(view: memoryview, *, where: str) -> Header:
-    """The header of a frame whose magic, version, hash, kind and size are right."""
-    header = _header_in(view, where=where)
-    size = HEADER_BYTES + header.sections_bytes + header.wire_bytes
-    if len(view) != size:
-        more = "; are those behind it sampling masks, and sampling_masks off?" if len(view) > size else ""
         raise errors.FrameCorrupt(
-            f"{where}: {len(view)} bytes, expected the {size} that the header announces{more}"
+            f"{where}: {nbytes} bytes, expected the {header.nbytes} that the header announces{behind}"
         )
     return header
 
 
-def _header_in(view: memoryview, *, where: str) -> Header:
+def _header_in(view: memoryview, *, nbytes: int, where: str) -> Header:
     if bytes(view[:3]) == FRAME_MAGIC[:3] and len(view) > 3 and view[3] != WIRE_VERSION:
         age = "older" if view[3] < WIRE_VERSION else "newer"
         raise errors.FrameVersionMismatch(
@@ -115,11 +121,11 @@ def _header_in(view: memoryview, *, where: str) -> Header:
         )
     if bytes(view[:4]) != FRAME_MAGIC:
         raise errors.FrameMagicMismatch(
-            f"{where}: {len(view)} bytes begin with {bytes(view[:8])!r}, expected {FRAME_MAGIC!r}. Stock int32 routing or "
+            f"{where}: {nbytes} bytes begin with {bytes(view[:8])!r}, expected {FRAME_MAGIC!r}. Stock int32 routing or "
             "an error page? Is the r3channel plug-in on in this engine?"
         )
     if len(view) < HEADER_BYTES:
-        raise errors.FrameCorrupt(f"{where}: {len(view)} bytes, expected at least a header of {HEADER_BYTES}")
+        raise errors.FrameCorrupt(f"{where}: {nbytes} bytes, expected at least a header of {HEADER_BYTES}")
     header = Header(*_HEADER.unpack_from(view))
     if header.version != WIRE_VERSION:
         raise errors.FrameVersionMismatch(f"{where}: wire version {header.version}, expected {WIRE_VERSION}")
@@ -139,12 +145,15 @@ def check_kind(header: Header, *, kind: int, where: str) -> None:
         )
 
 
-def check_reported(header: Header, body: memoryview, *, where: str) -> None:
-    """EngineReported for the frame of an engine that could not build another one."""
+def check_reported(header: Header, source: Source, *, where: str) -> None:
+    """EngineReported for the frame of an engine that could not build another one; its text is the next of `source`."""
     if header.kind == KIND_ERROR:
-        check_sections(header, body, where=where)
-        text = bytes(body[:MAX_ERROR_BYTES]).decode(errors="replace")
-        raise errors.EngineReported(f"{where}: expected a frame; the engine could not build it: {text}")
+        if header.sections_bytes > MAX_ERROR_BYTES:
+            raise errors.FrameCorrupt(f"{where}: a report of {header.sections_bytes} bytes, expected few")
+        text = source.take(header.sections_bytes)
+        check_sections(header, text, where=where)
+        reported = bytes(text).decode(errors="replace")
+        raise errors.EngineReported(f"{where}: expected a frame; the engine could not build it: {reported}")
 
 
 def check_fields(header: Header, *, spec: RoutingSpec, max_rows: int, where: str) -> None:
@@ -211,9 +220,9 @@ def padding(sections_bytes: int) -> int:
     return -(HEADER_BYTES + sections_bytes) % ALIGNMENT
 
 
-def check_sections(header: Header, body: memoryview, *, where: str) -> None:
+def check_sections(header: Header, sections: memoryview, *, where: str) -> None:
     """What lies between the header and the chunks. Ids are covered by the digests, where they are decoded."""
-    if xxhash.xxh3_64_intdigest(body[: header.sections_bytes]) != header.sections_hash:
+    if xxhash.xxh3_64_intdigest(sections) != header.sections_hash:
         raise errors.FrameCorrupt(
             f"{where}: the hash of the {header.sections_bytes} bytes of the sections does not match; damaged on the way"
         )

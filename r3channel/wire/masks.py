@@ -20,14 +20,13 @@ from r3channel.wire.header import (
     KIND_SAMPLING_MASKS,
     MAX_ROWS,
     Header,
-    announced_bytes,
     assemble,
     check_kind,
     check_reported,
     check_sections,
     read_header,
 )
-from r3channel.wire.parcel import REFERENCE_BYTES, REFERENCE_MAGIC
+from r3channel.wire.source import InHand
 
 Numbers = np.ndarray[Any, np.dtype[Any]]
 MOST_IDS = 0xFFFF
@@ -74,17 +73,18 @@ def encode_masks(*, first_row: int, lengths_T: Numbers, token_ids_N: Numbers, sa
 
 def parse_masks(data: bytes | memoryview, *, where: str) -> Masks:
     """Raises what `parse_frame` raises for a frame that is damaged, or of another kind."""
-    view = memoryview(data).cast("B")
-    header = read_header(view, where=where)
-    check_reported(header, view[HEADER_BYTES:], where=where)
+    source = InHand(data)
+    header = read_header(source.take(HEADER_BYTES), nbytes=memoryview(data).nbytes, where=where)
+    check_reported(header, source, where=where)
     check_kind(header, kind=KIND_SAMPLING_MASKS, where=where)
     sizes = (header.raw_bytes + header.rows * _LENGTH_BYTES, 0)
     if (header.sections_bytes, header.wire_bytes) != sizes or header.raw_bytes % _ID_BYTES:
         raise errors.FrameCorrupt(f"{where}: impossible numbers in the header: {header._asdict()}")
     if max(header.first_row, header.rows) > MAX_ROWS:
         raise errors.FrameCorrupt(f"{where}: masks {header.first_row} + {header.rows}, expected {MAX_ROWS}")
-    check_sections(header, view[HEADER_BYTES:], where=where)
-    ids, lengths = view[HEADER_BYTES:][: header.raw_bytes], view[HEADER_BYTES + header.raw_bytes :]
+    sections = source.take(header.sections_bytes)
+    check_sections(header, sections, where=where)
+    ids, lengths = sections[: header.raw_bytes], sections[header.raw_bytes :]
     found = Masks(
         header.first_row, np.frombuffer(lengths, "<u2"), np.frombuffer(ids, "<u4"), header.sample_key
     )
@@ -94,14 +94,3 @@ def parse_masks(data: bytes | memoryview, *, where: str) -> Masks:
             f"{found.lengths_T.sum(dtype=np.int64)}"
         )
     return found
-
-
-def split_masks(data: bytes, *, where: str) -> tuple[bytes, bytes]:
-    """(the frame or frame reference at the beginning of a reply's bytes, the frame of masks behind it or nothing)."""
-    if data[: len(REFERENCE_MAGIC)] == REFERENCE_MAGIC:
-        size = REFERENCE_BYTES
-    elif len(data) <= HEADER_BYTES:
-        size = len(data)  # nothing can be behind it; whoever parses it says what it is
-    else:
-        size = announced_bytes(memoryview(data), where=where)
-    return (data, b"") if size >= len(data) else (data[:size], data[size:])

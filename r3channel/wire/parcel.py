@@ -9,8 +9,8 @@ relay over HTTP. No I/O.
 (boot_id, serial) names one frame of one life of an engine: sending it twice does no harm, and the relay can say which one
 it has not got. Frames carry their own hashes; `check` covers the name, so that no frame is kept under another one's.
 
-    POST /v1/hello     a hello (`wire.hello`)
-    POST /v1/frames    a parcel of frames, from an engine whose hello was taken
+    POST /v1/hello     a hello (`wire.hello`); the answer's text names a session
+    POST /v1/frames    a parcel of frames, with `R3-Session` of the hello of their engine
     both               with `Authorization: Bearer TOKEN` and a Content-Length; chunked bodies are not read
 
 A connection is kept for further requests unless the answer says `Connection: close`.
@@ -19,14 +19,14 @@ A connection is kept for further requests unless the answer says `Connection: cl
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
 
 import xxhash
 
 from r3channel.errors import FrameReferenceInvalid
+from r3channel.wire.source import Part, Source
 
 REFERENCE_MAGIC = b"R3T\x01"
 PARCEL_MAGIC = b"R3P\x02"
@@ -68,14 +68,10 @@ class FrameReference:
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> FrameReference:
+        """Raises FrameReferenceInvalid."""
         if len(data) != REFERENCE_BYTES or bytes(data[:4]) != REFERENCE_MAGIC:
-            more = (
-                "; are those behind it sampling masks, and sampling_masks off?"
-                if len(data) > REFERENCE_BYTES
-                else ""
-            )
             raise FrameReferenceInvalid(
-                f"{len(data)} bytes beginning with {bytes(data[:4])!r}, expected {REFERENCE_BYTES} with {REFERENCE_MAGIC!r}{more}"
+                f"{len(data)} bytes beginning with {bytes(data[:4])!r}, expected {REFERENCE_BYTES} with {REFERENCE_MAGIC!r}"
             )
         _, first_row, rows, sample_key, boot_id, serial = _REFERENCE.unpack(data)
         return cls(sample_key=sample_key, boot_id=boot_id, serial=serial, first_row=first_row, rows=rows)
@@ -90,20 +86,10 @@ def pack_parcel(boot_id: int, frames: Sequence[tuple[int, bytes]]) -> list[bytes
     return parts
 
 
-class Source(Protocol):
-    """Bytes of a known number that come one after another."""
-
-    left: int
-    """Not taken yet."""
-
-    def fill(self, out_N: memoryview) -> None:
-        """The next `len(out_N)` of them, at most `left`."""
-
-
 def open_parcel(source: Source) -> tuple[int, int]:
     """(boot_id, number of frames) from the beginning of a parcel. Raises `FrameReferenceInvalid`."""
     size = source.left
-    head = _take(source, min(size, _PARCEL.size))
+    head = bytes(source.take(min(size, _PARCEL.size)))
     if size < _PARCEL.size or head[:4] != PARCEL_MAGIC:
         raise FrameReferenceInvalid(f"{size} bytes beginning with {head[:4]!r} are no parcel of frames")
     _, count, boot_id = _PARCEL.unpack(head)
@@ -114,24 +100,16 @@ def open_parcel(source: Source) -> tuple[int, int]:
     return boot_id, count
 
 
-def new_memory(serial: int, size: int) -> memoryview:
-    """The simplest `place` of `read_frames`."""
-    return memoryview(bytearray(size))
+def frames_in(source: Source, count: int, *, boot_id: int) -> Iterator[tuple[int, Part]]:
+    """(serial, the frame's bytes) of each frame of a parcel that was opened, in order; what was not read of one is skipped.
 
-
-def read_frames(
-    source: Source, count: int, *, boot_id: int, place: Callable[[int, int], memoryview]
-) -> list[tuple[int, memoryview]]:
-    """The frames of a parcel that was opened, each read into the memory that `place` gives for it, in order.
-
-    `place(serial, size)` returns `size` bytes. A name or a length is used only once its check agrees, a length only where so many
-    bytes are left. Raises `FrameReferenceInvalid`, and what `place` and the source raise.
+    A name or a length is used only once its check agrees, a length only where so many bytes are left. Raises
+    `FrameReferenceInvalid`, and what the source raises.
     """
-    frames = []
     for index in range(count):
         if source.left < _ENTRY.size:
             raise FrameReferenceInvalid(f"a parcel ends before frame {index} of {count}")
-        serial, size, check = _ENTRY.unpack(_take(source, _ENTRY.size))
+        serial, size, check = _ENTRY.unpack(source.take(_ENTRY.size))
         if check != _check(boot_id, serial, size):
             raise FrameReferenceInvalid(
                 f"entry {index} of a parcel is damaged: check {check:#x} does not fit frame {serial} of {size} bytes"
@@ -141,27 +119,21 @@ def read_frames(
             raise FrameReferenceInvalid(
                 f"frame {index} of a parcel announces {size} bytes, {source.left} are left"
             )
-        out_N = place(serial, size)
-        source.fill(out_N)
-        if padding:
-            _take(source, padding)
-        frames.append((serial, out_N))
+        frame = Part(source, size)
+        yield serial, frame
+        frame.left += padding
+        frame.skip()
     if source.left:
         raise FrameReferenceInvalid(f"{source.left} bytes after the last frame of a parcel")
-    return frames
 
 
 def _check(boot_id: int, serial: int, nbytes: int) -> int:
     return xxhash.xxh3_64_intdigest(_CHECKED.pack(boot_id, serial, nbytes)) & 0xFFFFFFFF
 
 
-def _take(source: Source, nbytes: int) -> bytes:
-    out = bytearray(nbytes)
-    source.fill(memoryview(out))
-    return bytes(out)
-
-
 HELLO_PATH, FRAMES_PATH = "/v1/hello", "/v1/frames"
+SESSION_HEADER = "R3-Session"
+"""Binds parcels to the hello of their engine, also where a proxy ends connections between the two."""
 PARCEL_BYTES = 8 << 20
 """An engine closes a parcel at this size: large enough that a request costs little per frame, small enough to be sent at once.
 Its last frame may exceed it."""
@@ -185,7 +157,7 @@ class Status(IntEnum):
     TOO_SLOW = 408
     """The body stood still, or took too long in all. Come again."""
     HELLO_FIRST = 409
-    """This relay does not know the engine: it began anew, or refused the hello. Say hello."""
+    """The session is none of this engine's: the relay began anew, the engine said another hello since, or it was refused."""
     NO_LENGTH = 411
     """Content-Length is missing. The body was not read."""
     TOO_LARGE = 413
@@ -197,4 +169,4 @@ class Status(IntEnum):
     FAILED = 500
     """A defect of the relay, in its log. Come again."""
     COME_AGAIN = 503
-    """No room, or busy with other bodies. What was not kept must come again; it may have been read or not."""
+    """No room. What was not kept must come again; it may have been read or not."""

@@ -8,7 +8,7 @@ A row is one token with routing; a sample of n tokens has n-1 rows, because the 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Sequence
 from dataclasses import InitVar, dataclass
 from enum import IntEnum
 from itertools import pairwise
@@ -152,22 +152,21 @@ def spans_of(versions_T: Ids, kinds_T: Ids, *, first_row: int = 0) -> tuple[Prov
 Tokens = np.ndarray[Any, np.dtype[np.int32]]
 
 
-def as_tokens(tokens: Sequence[int] | np.ndarray[Any, Any]) -> Tokens:
+def as_tokens(tokens: Sequence[int] | np.ndarray[Any, Any] | Any) -> Tokens:
     """A copy as int32 that the caller cannot change. Raises UsageError for what are no token ids: other numbers than integers of
     32 bits, and what has no order."""
     if isinstance(tokens, range):
         tokens = np.arange(tokens.start, tokens.stop, tokens.step)
-    if isinstance(tokens, np.ndarray):
-        ids = tokens.astype(np.int32)
-        if tokens.dtype.kind not in "iu" or tokens.ndim != 1 or (ids != tokens).any():
+    if hasattr(tokens, "__array__"):
+        found = np.asarray(tokens)
+        ids = found.astype(np.int32)
+        if found.dtype.kind not in "iu" or found.ndim != 1 or (ids != found).any():
             raise UsageError(
-                f"tokens of {tokens.dtype}, shape {tokens.shape}: expected int32 ids in one dimension"
+                f"tokens of {found.dtype}, shape {found.shape}: expected int32 ids in one dimension"
             )
         return ids
-    if isinstance(tokens, Set | Mapping):
-        raise UsageError(
-            f"tokens are a {type(tokens).__name__}, which has no order; expected a sequence of ids"
-        )
+    if not isinstance(tokens, Sequence) or isinstance(tokens, str | bytes | bytearray | memoryview):
+        raise UsageError(f"tokens are a {type(tokens).__name__}, expected a sequence of int32 ids")
     try:
         return np.frombuffer(struct.pack(f"{len(tokens)}i", *tokens), np.int32)  # half the time of np.array
     except struct.error as error:
@@ -181,3 +180,9 @@ def hash_tokens(tokens: Tokens) -> int:
     True
     """
     return xxhash.xxh3_64_intdigest(np.ascontiguousarray(tokens, "<i4").data)
+
+
+def hashes_of(tokens_T: Tokens) -> tuple[int, int]:
+    """The hash of all tokens, and of those with rows: all but the last."""
+    data = tokens_T.data.cast("B")
+    return xxhash.xxh3_64_intdigest(data), xxhash.xxh3_64_intdigest(data[:-4])

@@ -28,7 +28,7 @@ from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.relay import Relay
 from r3channel.transport.auth import obtain_token, read_token
 from r3channel.wire.frame import FRAME_MAGIC
-from r3channel.wire.parcel import FRAMES_PATH, REFERENCE_MAGIC
+from r3channel.wire.parcel import FRAMES_PATH, HELLO_PATH, REFERENCE_MAGIC, SESSION_HEADER
 from tests.direct import (
     LIMIT_S,
     Engine,
@@ -65,15 +65,31 @@ class Place:
         """A connection on which a parcel of so many bytes is announced."""
         target = urlsplit(self.url)
         peer = socket.create_connection((target.hostname or "", target.port or 0), timeout=LIMIT_S)
-        head = f"POST {FRAMES_PATH} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {read_token(self.token_file)}\r\n"
-        peer.sendall(f"{head}Content-Length: {nbytes}\r\n\r\n".encode())
+        head = "".join(f"{name}: {value}\r\n" for name, value in self.headers().items())
+        peer.sendall(
+            f"POST {FRAMES_PATH} HTTP/1.1\r\nHost: x\r\n{head}Content-Length: {nbytes}\r\n\r\n".encode()
+        )
         return peer
 
-    def post(self, path: str, body: bytes) -> int:
+    def headers(self) -> dict[str, str]:
+        """Those of an engine that has said hello."""
+        session = self.ask(HELLO_PATH, hello_of().to_bytes(), {})[1]
+        return {"Authorization": f"Bearer {read_token(self.token_file)}", SESSION_HEADER: session}
+
+    def hello(self, body: bytes) -> int:
+        """The answer to a hello."""
+        return self.ask(HELLO_PATH, body, {})[0]
+
+    def ask(self, path: str, body: bytes, headers: dict[str, str]) -> tuple[int, str]:
         target = urlsplit(self.url)
+        headers = headers or {"Authorization": f"Bearer {read_token(self.token_file)}"}
         with closing(http.client.HTTPConnection(target.hostname or "", target.port, timeout=LIMIT_S)) as peer:
-            peer.request("POST", path, body, {"Authorization": f"Bearer {read_token(self.token_file)}"})
-            return peer.getresponse().status
+            peer.request("POST", path, body, headers)
+            return (answer := peer.getresponse()).status, answer.read().decode()
+
+    def post(self, body: bytes) -> int:
+        """The answer to a parcel."""
+        return self.ask(FRAMES_PATH, body, self.headers())[0]
 
 
 Open = Callable[..., Place]
@@ -200,8 +216,8 @@ def test_the_ingest_goes_on_after_a_connection_for_which_there_was_no_thread(
 
     monkeypatch.setattr(threading.Thread, "start", refuse_one)
     with pytest.raises(OSError):
-        place.post("/v1/hello", hello_of().to_bytes())
-    assert place.post("/v1/hello", hello_of().to_bytes()) == 200
+        place.hello(hello_of().to_bytes())
+    assert place.hello(hello_of().to_bytes()) == 200
 
 
 def test_relays_that_start_at_once_share_the_token_that_one_of_them_creates(tmp_path: Path) -> None:
@@ -299,7 +315,7 @@ def test_a_frame_that_is_sent_twice_is_taken_once(place: Place) -> None:
         place.seal("s1")
         data = frame("r1", 8, seed=1)
         parcels = parcel_of((2, data), (2, data)), parcel_of((2, data)), parcel_of((1, data))
-        assert [place.post(FRAMES_PATH, parcel) for parcel in parcels] == [200, 200, 200]
+        assert [place.post(parcel) for parcel in parcels] == [200, 200, 200]
     assert unclaimed(place) == 1  # frame 2, once; frame 1 was claimed before
     assert place.relay.status()["store"]["frames"] == 2
 
@@ -431,7 +447,7 @@ def test_of_several_turns_the_one_that_came_damaged_is_named_and_a_good_copy_hea
     first, second = frame("r1", 8), frame("r2", 8, first_row=8)
     place.add("s1", reference_reply("r1", 9, serial=1), 9)
     place.add("s1", reference_reply("r2", 17, serial=2, first_row=8), 17, append=True)
-    assert place.post(FRAMES_PATH, parcel_of((1, flipped(first)), (2, second))) == 425
+    assert place.post(parcel_of((1, flipped(first)), (2, second))) == 425
     assert place.relay.status()["waiting"] == []
     assert "s1" in place.relay.status()["failed"]
     assert place.relay.metrics.value("r3channel_rejected_total", reason="corrupt") == 1
@@ -441,7 +457,7 @@ def test_of_several_turns_the_one_that_came_damaged_is_named_and_a_good_copy_hea
             place.seal("s1")
         assert raised.value.samples == ("s1",)
     assert len(turns_here(place.relay, "s1")) == 1  # the other frame of the parcel was kept
-    assert place.post(FRAMES_PATH, parcel_of((1, first), (2, second))) == 200
+    assert place.post(parcel_of((1, first), (2, second))) == 200
     assert place.seal("s1").samples[0].tokens == 17 and place.relay.status()["failed"] == {}
 
 
@@ -479,7 +495,7 @@ def test_a_reference_of_a_reply_without_a_name_takes_no_others_frame(place: Plac
 
 
 def test_frames_that_no_reply_claims_fill_no_more_than_the_store(place: Place) -> None:
-    size = len(frame("r", 40))
+    size = 40 * SPEC.bytes_per_token + 160  # and its provenance span
     place.relay._store.ceiling_bytes = 3 * size
     with place.engine() as engine:
         statuses = answers(engine)
@@ -500,14 +516,15 @@ def test_frames_that_no_reply_claims_fill_no_more_than_the_store(place: Place) -
         place.seal("s1", "s2", "s3")
 
 
-def test_a_parcel_for_which_there_is_no_room_leaves_no_part_of_itself(place: Place) -> None:
-    place.relay.engines.greet(hello_of())
+def test_frames_for_which_there_is_no_room_come_again_and_those_before_are_kept_once(place: Place) -> None:
     frames = [(n, frame(f"r{n}", 18, seed=n)) for n in range(1, 101)]
-    place.relay._store.ceiling_bytes = sum(len(data) for _, data in frames[:90])
-    assert place.post(FRAMES_PATH, parcel_of(*frames)) == 503
-    assert unclaimed(place) == place.relay.status()["store"]["bytes"] == 0
-    assert place.post(FRAMES_PATH, parcel_of(*frames[:90])) == 200
-    assert unclaimed(place) == 90
+    place.relay._store.ceiling_bytes = 90 * len(frames[0][1])
+    assert place.post(parcel_of(*frames)) == 503
+    kept = unclaimed(place)
+    assert 80 < kept < 100 and place.relay.status()["store"]["frames"] == kept
+    place.relay._store.ceiling_bytes *= 2
+    assert place.post(parcel_of(*frames)) == 200
+    assert unclaimed(place) == place.relay.status()["store"]["frames"] == 100
 
 
 def test_a_body_that_is_cut_leaves_nothing_of_itself(place: Place) -> None:
@@ -517,7 +534,7 @@ def test_a_body_that_is_cut_leaves_nothing_of_itself(place: Place) -> None:
         peer.sendall(body[:-100])
         until(lambda: len(place.relay._store) == 1, "its place is taken")
     until(lambda: len(place.relay._store) == 0, "its place is given back")
-    assert place.post(FRAMES_PATH, body) == 200 and unclaimed(place) == 1
+    assert place.post(body) == 200 and unclaimed(place) == 1
 
 
 # -- turns ---------------------------------------------------------------------------------------------------------------
@@ -557,13 +574,13 @@ def test_a_body_larger_than_the_store_is_refused_before_it_is_read(open_place: O
     place = open_place(store_bytes=64 << 20)
     with place.begin((64 << 20) + 1) as peer:  # and not a byte of it
         assert b" 413 " in peer.recv(100)
-    assert place.post("/v1/hello", bytes(20000)) == 413
+    assert place.hello(bytes(20000)) == 413
 
 
 def test_a_token_file_is_made_for_its_owner_and_the_door_is_on_loopback_by_default(place: Place) -> None:
     assert stat.S_IMODE(place.token_file.stat().st_mode) == 0o600 and len(read_token(place.token_file)) >= 32
     assert place.url.startswith("http://127.0.0.1:")
-    assert place.post("/v1/hello", b"R3H\x01 and so on") == 400
+    assert place.hello(b"R3H\x01 and so on") == 400
 
 
 @pytest.mark.parametrize(
@@ -600,7 +617,7 @@ def test_an_expected_engine_that_said_hello_is_used(place: Place) -> None:
 def test_an_engine_of_another_model_is_refused_with_the_field(place: Place) -> None:
     other = RoutingSpec(num_layers=4, moe_layers=(1, 2, 3), num_experts=64, top_k=8)
     place.relay.expect_engines(["http://e:1"], timeout_s=LIMIT_S)
-    assert place.post("/v1/hello", hello_of(spec=other).to_bytes()) == 422
+    assert place.hello(hello_of(spec=other).to_bytes()) == 422
     said = r"routing has {'num_experts': 64}, expected {'num_experts': 128}"
     with pytest.raises(errors.PluginNotApplied, match=said):
         place.add("s1", reply_for("s1", 9), 9)

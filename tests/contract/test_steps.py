@@ -25,6 +25,7 @@ from r3channel.wire import row_protocol as wire
 from r3channel.wire.frame import encode_frame, sample_key
 from r3channel.wire.parcel import FrameReference
 from r3channel.wire.routing import ProvenanceSpan, RowKind
+from r3channel.wire.source import InHand
 from tests.delivery import (
     LIMIT_S,
     MakeRelay,
@@ -140,7 +141,7 @@ def test_a_sample_that_grew_while_it_was_sealed_is_refused_by_name(
     frame = encode_frame(
         SPEC, expert_ids_TLK=rows, provenance=[span], first_row=TOKENS - 1, sample_key=key, codec="stored"
     )
-    held = relay.verifier.keep(frame, sample_id="a", engine="e", max_rows=TOKENS, room_s=0.0)
+    held = relay.verifier.keep(InHand(frame), where="a", max_rows=TOKENS)
     relay.arrive((1, 1), held)
     ticket = relay.seal(0, each("a", "b"))
     assert ticket.sample("a").tokens == TOKENS + 10

@@ -174,7 +174,7 @@ def test_provenance_follows_the_slot_and_not_the_request() -> None:
         ProvenanceSpan(start=0, end=2, weight_version=1, kind=RowKind.PREFILLED),
         ProvenanceSpan(start=2, end=4, weight_version=2, kind=RowKind.DECODED),
     )
-    assert np.array_equal(frame.decode(), ids[[1, 0, 4, 3]].numpy())
+    assert np.array_equal(frame.ids(), ids[[1, 0, 4, 3]].numpy())
 
 
 def test_rows_of_slots_that_another_engine_filled_are_missing_until_they_are_written_again() -> None:

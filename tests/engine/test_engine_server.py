@@ -92,7 +92,7 @@ def test_a_long_frame_costs_little_more_than_its_ids(batch: list[Reply]) -> None
 
 def test_digests_are_those_of_the_rows(batch: list[Reply]) -> None:
     frame = frame_of(batch[3])
-    expected = layer_digests(frame.decode(), first_row=0)
+    expected = layer_digests(frame.ids(), first_row=0)
     assert np.array_equal(frame.digests_L, expected)
 
 

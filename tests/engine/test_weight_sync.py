@@ -259,7 +259,7 @@ def test_a_running_request_survives_an_update_with_all_its_rows(
 
     assert [span["version"] for span in spans] == ["0", "1"]
     assert spans[0]["end"] == spans[1]["start"] and spans[1]["end"] == new_tokens == len(reply.output)
-    assert frame.decode().shape == (len(PROMPT) + new_tokens - 1, 3, 8)
+    assert frame.ids().shape == (len(PROMPT) + new_tokens - 1, 3, 8)
     first = frame.provenance[0]
     # `retract` computes the earlier rows again with the new weights, and the frame says so; `in_place` keeps them.
     assert (first.weight_version, first.kind) == (int(mode == "retract"), RowKind.PREFILLED)

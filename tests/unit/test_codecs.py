@@ -41,7 +41,7 @@ def test_a_set_comes_back_sorted(experts: int, top_k: int) -> None:
     spec = RoutingSpec(num_layers=2, moe_layers=(0, 1), num_experts=experts, top_k=top_k)
     ids = random_ids(700, spec=spec, seed=top_k)
     frame = parse_frame(encode_frame(spec, expert_ids_TLK=ids, codec="set"), spec=spec)
-    assert np.array_equal(frame.decode(), ids if frame.ordered else np.sort(ids, axis=-1))
+    assert np.array_equal(frame.ids(), ids if frame.ordered else np.sort(ids, axis=-1))
     assert not frame.ordered or top_k < 3, "one or two ids do not shrink, and are stored"
 
 
@@ -66,7 +66,7 @@ def test_nine_bits_keep_every_id_in_order(rows: int) -> None:
 
 def test_auto_packs_ids_of_257_to_512_experts() -> None:
     data = encode_frame(WIDE, expert_ids_TLK=random_ids(200, spec=WIDE))
-    assert {chunk.codec for chunk in parse_frame(data, spec=WIDE)._chunks} == {PACKED9.codec_id}
+    assert {chunk.codec for chunk in parse_frame(data, spec=WIDE).entries} == {PACKED9.codec_id}
     assert len(data) / 200 < 0.6 * WIDE.bytes_per_token
 
 
@@ -74,16 +74,16 @@ def test_ids_that_do_not_fit_nine_bits_are_stored() -> None:
     ids = random_ids(20, spec=WIDE)
     ids[3] = -1
     data = encode_frame(WIDE, expert_ids_TLK=ids, valid_T=np.arange(20) != 3)
-    assert np.array_equal(parse_frame(data, spec=WIDE).decode(), ids)
-    assert parse_frame(data, spec=WIDE)._chunks[0].codec == STORED.codec_id
+    assert np.array_equal(parse_frame(data, spec=WIDE).ids(), ids)
+    assert parse_frame(data, spec=WIDE).entries[0].codec == STORED.codec_id
 
 
 def test_a_row_that_is_no_set_keeps_its_chunk_in_order() -> None:
     ids = np.tile(random_ids(512), (20, 1, 1))[: CHUNK_ROWS + 100]
     ids[5, 1, 3] = ids[5, 1, 2]
     frame = parse_frame(encode_frame(SPEC, expert_ids_TLK=ids, codec="set"), spec=SPEC)
-    assert [chunk.codec for chunk in frame._chunks] == [STORED.codec_id, SET.codec_id]
-    assert np.array_equal(frame.decode()[:CHUNK_ROWS], ids[:CHUNK_ROWS]) and not frame.ordered
+    assert [chunk.codec for chunk in frame.entries] == [STORED.codec_id, SET.codec_id]
+    assert np.array_equal(frame.ids()[:CHUNK_ROWS], ids[:CHUNK_ROWS]) and not frame.ordered
 
 
 def test_invalid_rows_do_not_cost_a_chunk_its_set() -> None:
@@ -91,7 +91,7 @@ def test_invalid_rows_do_not_cost_a_chunk_its_set() -> None:
     ids[~valid] = 0
     frame = parse_frame(encode_frame(SPEC, expert_ids_TLK=ids, valid_T=valid, codec="set"), spec=SPEC)
     assert not frame.ordered and np.array_equal(frame.valid_T, valid)
-    assert np.array_equal(frame.decode()[valid], np.sort(ids[valid], axis=-1))
+    assert np.array_equal(frame.ids()[valid], np.sort(ids[valid], axis=-1))
 
 
 def test_digests_of_a_set_are_those_of_the_rows_that_arrive() -> None:
@@ -127,7 +127,7 @@ def test_an_own_codec_needs_its_class_and_its_line_in_the_registry(monkeypatch: 
     monkeypatch.setitem(CODECS, Backwards.codec_id, Backwards())
     ids = random_ids(50)
     frame = parse_frame(encode_frame(SPEC, expert_ids_TLK=ids, codec="backwards"), spec=SPEC)
-    assert np.array_equal(frame.verify(), ids) and frame._chunks[0].codec == 9 and frame.ordered
+    assert np.array_equal(frame.verify(), ids) and frame.entries[0].codec == 9 and frame.ordered
     with pytest.raises(errors.ConfigError, match="codec 'backwards' with in-band delivery"):
         is_costly(EngineConfig(codec="backwards"))
 
@@ -150,7 +150,7 @@ def test_stored_ids_are_read_in_place() -> None:
 def with_payload(ids: Ids, *, spec: RoutingSpec, codec: str, payload: bytes) -> bytes:
     """A frame of one chunk whose coded bytes are replaced; header, table and hashes agree with them."""
     good = encode_frame(spec, expert_ids_TLK=ids, codec=codec)
-    old = len(parse_frame(good, spec=spec)._payload)
+    old = len(parse_frame(good, spec=spec).payload)
     data = bytearray(good[: len(good) - old] + payload)
     struct.pack_into("<Q", data, 56, len(payload))
     struct.pack_into(
@@ -261,7 +261,7 @@ def test_an_encoder_that_repeats_an_expert_in_a_set_is_found_out() -> None:
     plain[4, 7] = 0
     data = with_payload(random_ids(10), spec=SPEC, codec="set", payload=zstd_of(plain.tobytes()))
     with pytest.raises(errors.FrameCorrupt, match="do not increase"):
-        parse_frame(data, spec=SPEC).decode()
+        parse_frame(data, spec=SPEC).ids()
 
 
 def test_the_header_is_104_bytes() -> None:

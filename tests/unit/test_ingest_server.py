@@ -21,19 +21,28 @@ import r3channel
 from r3channel import errors
 from r3channel.config import EngineConfig
 from r3channel.engine.frame_sender import Outlet
+from r3channel.observe.stage_clock import StageClock
 from r3channel.relay import ingest_server as door_module
-from r3channel.relay.ingest_server import MAX_HEAD_BYTES, BodyLost, HttpConnection, IngestServer, Request
+from r3channel.relay.ingest_server import (
+    MAX_HEAD_BYTES,
+    MOST_STRANGERS,
+    BodyLost,
+    HttpConnection,
+    IngestServer,
+    Request,
+)
 from r3channel.transport.auth import create_token, read_token
 from r3channel.wire.frame import parse_frame
 from r3channel.wire.hello import Hello
-from r3channel.wire.parcel import Source, Status, new_memory, pack_parcel, read_frames
+from r3channel.wire.parcel import Status, frames_in, pack_parcel
+from r3channel.wire.source import Source
 from tests.direct import Engine, hello_of
 from tests.samples import SPEC, random_ids
 
 LIMIT_S = 20.0
 NEVER_S = 1000.0
-TOKEN = "t" * 32
-HEAD = f"POST /v1/frames HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n".encode()
+TOKEN, SESSION = "t" * 32, "5" * 32
+HEAD = f"POST /v1/frames HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\nR3-Session: {SESSION}\r\n".encode()
 HELLO_HEAD = HEAD.replace(b"frames", b"hello")
 FRAMES = [(1, bytes(range(250)) * 40), (2, b"abc"), (3, b"")]
 BODY = b"".join(pack_parcel(7, FRAMES))
@@ -44,6 +53,7 @@ class Kept:
     """An intake that keeps every parcel's frames, unless it is told to fail."""
 
     def __init__(self) -> None:
+        self.clock = StageClock("relay")
         self.taken: list[list[tuple[int, bytes]]] = []
         self.tried: list[list[int]] = []
         """Serials of each parcel that was read, taken or not."""
@@ -65,12 +75,13 @@ class Kept:
 
     def deliver(self, boot_id: int, count: int, body: Source) -> None:
         self.begun.release()
-        frames = read_frames(body, count, boot_id=boot_id, place=new_memory)
+        parcel = frames_in(body, count, boot_id=boot_id)
+        frames = [(serial, bytes(frame.take(frame.left))) for serial, frame in parcel]
         self.tried.append([serial for serial, _ in frames])
         failure = self.failures.pop(0) if self.failures else self.failure
         if failure is not None:
             raise failure
-        self.taken.append([(serial, bytes(frame)) for serial, frame in frames])
+        self.taken.append(frames)
         self.ended.release()
 
 
@@ -93,6 +104,7 @@ def open_door(intake: Kept) -> Iterator[Open]:
                 patch.setattr(door_module, name, value)
             door = IngestServer(intake, token=token, host="127.0.0.1", port=0, max_body_bytes=1 << 20)
             stack.callback(door.close)
+            door._sessions.update(dict.fromkeys(BOOT_IDS, SESSION))
             return door
 
         yield make
@@ -101,12 +113,6 @@ def open_door(intake: Kept) -> Iterator[Open]:
 @pytest.fixture
 def door(open_door: Open) -> IngestServer:
     return open_door()
-
-
-@pytest.fixture
-def patient_door(open_door: Open) -> IngestServer:
-    """Waits for bodies for ever; two may be read at once."""
-    return open_door(STALL_S=NEVER_S, BODY_S=NEVER_S, AT_ONCE=2, AT_ONCE_BYTES=1)
 
 
 def ask(peer: socket.socket, data: bytes, *expected: int) -> None:
@@ -213,7 +219,7 @@ def test_a_frame_costs_few_calls(door: IngestServer, intake: Kept) -> None:
             seen = list(calls)
     finally:
         threading.setprofile(None)  # pyright: ignore[reportArgumentType]
-    assert sys.getprofile() is None and "read_frames" in seen
+    assert sys.getprofile() is None and "frames_in" in seen
     assert len(seen) <= 40, seen
 
 
@@ -320,7 +326,9 @@ def test_hostile_heads_are_refused_and_the_connection_ends(
 
 
 def test_a_request_does_not_print_its_token() -> None:
-    assert TOKEN not in repr(Request(b"POST", "/v1/frames", f"Bearer {TOKEN}", keep_alive=True, length=5))
+    assert TOKEN not in repr(
+        Request(b"POST", "/v1/frames", f"Bearer {TOKEN}", SESSION, keep_alive=True, length=5)
+    )
 
 
 def test_without_the_token_no_body_is_waited_for(door: IngestServer, intake: Kept) -> None:
@@ -390,32 +398,33 @@ def test_a_body_that_trickles_is_cut_in_the_end(open_door: Open) -> None:
     raise AssertionError("the whole body was waited for")
 
 
-def test_a_stalled_body_gives_its_share_back_when_it_is_cut(open_door: Open, intake: Kept) -> None:
-    door = open_door(STALL_S=0.2, AT_ONCE=2, AT_ONCE_BYTES=1)
+def test_the_oldest_stranger_gives_way_and_engines_are_answered(open_door: Open, intake: Kept) -> None:
+    """2,000 silent connections beside 512 engines that have shown the token, and 100 that come later."""
+    door = open_door()
     with ExitStack() as stack:
-        peers = stall(door, intake, 2, stack)
-        assert [statuses(peer.recv(4096)) for peer in peers] == [[408], [408]]
-        assert statuses(talk(door, request())) == [200]
+        engines = [stack.enter_context(connect(door)) for _ in range(512)]
+        for engine in engines:
+            ask(engine, request(), 200)
+        strangers = [stack.enter_context(connect(door)) for _ in range(2000)]
+        for stranger in strangers[: 2000 - MOST_STRANGERS]:
+            assert stranger.recv(1) == b""
+        late = [stack.enter_context(connect(door)) for _ in range(100)]
+        for engine in (*late, *engines):
+            ask(engine, request(), 200)
+        assert len(door._strangers) <= MOST_STRANGERS
 
 
-def test_more_than_may_be_read_at_once_is_refused_before_its_body(
-    patient_door: IngestServer, intake: Kept
+def test_frames_come_only_with_the_session_of_their_engines_last_hello(
+    door: IngestServer, intake: Kept
 ) -> None:
-    with ExitStack() as stack:
-        peers = stall(patient_door, intake, 2, stack)
-        with connect(patient_door) as peer:
-            peer.sendall(request()[: -len(BODY)])
-            answer = peer.recv(4096)
-        assert statuses(answer) == [503] and b"Connection: close" in answer
-        ask(peers[0], request()[-50:], 200)
-        assert statuses(talk(patient_door, request())) == [200]
-
-
-def test_a_large_body_is_not_kept_out_by_small_ones(patient_door: IngestServer, intake: Kept) -> None:
-    large = b"".join(pack_parcel(7, [(5, bytes(10 * len(BODY)))]))
-    with ExitStack() as stack:
-        stall(patient_door, intake, 2, stack)
-        assert statuses(talk(patient_door, request(large))) == [200]
+    """Also where a proxy makes a new connection for each request."""
+    hello, frames = hello_of().to_bytes(), b"".join(pack_parcel(hello_of().boot_id, FRAMES))
+    sessions = [talk(door, request(hello, head=HELLO_HEAD)).rpartition(b"\r\n")[2] for _ in range(2)]
+    for session, expected in zip((*sessions, b"", b"\xff"), (409, 200, 409, 409), strict=True):
+        assert statuses(talk(door, request(frames, head=HEAD.replace(SESSION.encode(), session)))) == [
+            expected
+        ]
+    assert intake.taken == [FRAMES]
 
 
 def test_a_body_that_is_cut_is_no_body() -> None:
@@ -423,7 +432,7 @@ def test_a_body_that_is_cut_is_no_body() -> None:
     with ours, theirs:
         theirs.sendall(request()[:-1])
         theirs.shutdown(socket.SHUT_WR)
-        link = HttpConnection(ours)
+        link = HttpConnection(ours, StageClock("relay"))
         head = link.next_request(timeout_s=LIMIT_S)
         assert isinstance(head, Request) and head.length == len(BODY)
         with pytest.raises(BodyLost, match="closed with"):
@@ -435,14 +444,14 @@ def test_a_silent_peer_does_not_hold_a_thread_for_ever() -> None:
     with ours, theirs:
         theirs.sendall(b"POST /v1/frames HT")
         with pytest.raises(TimeoutError):
-            HttpConnection(ours).next_request(timeout_s=0.05)
+            HttpConnection(ours, StageClock("relay")).next_request(timeout_s=0.05)
         theirs.sendall(b"\r\n\r\n")
         with pytest.raises(h11.RemoteProtocolError):
-            HttpConnection(ours).next_request(timeout_s=LIMIT_S)
+            HttpConnection(ours, StageClock("relay")).next_request(timeout_s=LIMIT_S)
 
 
 def test_more_connections_than_allowed_are_closed_at_once(open_door: Open) -> None:
-    door = open_door(_MAX_CONNECTIONS=1)
+    door = open_door(_MOST_CONNECTIONS=1)
     with connect(door) as first:
         ask(first, request(), 200)
         with connect(door) as second, suppress(ConnectionResetError):
@@ -503,7 +512,7 @@ def test_a_parcel_that_came_damaged_is_sent_again(engine_of: Callable[..., Engin
         assert intake.ended.acquire(timeout=LIMIT_S)
     assert intake.tried == [[1]] * 4
     [[(_, frame)]] = intake.taken
-    assert np.array_equal(parse_frame(frame, spec=SPEC).decode(), ids_TLK)
+    assert np.array_equal(parse_frame(frame, spec=SPEC).ids(), ids_TLK)
     assert engine.frames("given_up") == 0
 
 

@@ -119,6 +119,13 @@ def test_the_layer_of_a_bad_id_is_the_global_one(relay: Relay) -> None:
         verify(relay, with_ids(lambda ids: put(ids, (2, 1, 3), 200)))
 
 
+def test_characters_that_json_escapes_are_what_json_says(relay: Relay) -> None:
+    body = json.dumps(reply_for("r0", LENGTH, seed=3)).encode()
+    assert b"/" in body
+    relay.add_body("s1", body.replace(b"/", b"\\/"), range(LENGTH))
+    assert np.array_equal(rows_here(relay, "s1"), random_ids(LENGTH - 1, seed=3))
+
+
 def test_padding_characters_are_not_ignored(relay: Relay) -> None:
     text = base64.b64encode(frame_of(LENGTH)).decode()
     with pytest.raises(errors.FrameCorrupt):

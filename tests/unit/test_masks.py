@@ -20,8 +20,9 @@ from r3channel.plan.masks import cut_masks
 from r3channel.relay.relay import Relay
 from r3channel.trainer.rank_shard import RankShard
 from r3channel.wire.frame import encode_error, sample_key
-from r3channel.wire.masks import MOST_IDS, Masks, encode_masks, parse_masks, split_masks
+from r3channel.wire.masks import MOST_IDS, Masks, encode_masks, parse_masks
 from r3channel.wire.parcel import FrameReference
+from r3channel.wire.source import InHand
 from tests.delivery import LIMIT_S, MakeRelay, receive, receivers_of, relays
 from tests.samples import frame_of, reply_of
 
@@ -141,9 +142,7 @@ def test_masks_follow_a_reference_too(make_relay: MakeRelay) -> None:
     rows = random_rows(5, seed=0)
     data = REFERENCE.to_bytes() + masks_of(rows, first_row=3, request="s")
     relay.add("s", reply_of(data, request_id="s"), range(9))
-    held = relay.verifier.keep(
-        frame_of(9, sample_key=sample_key("s")), sample_id="s", engine="e", max_rows=9, room_s=0.0
-    )
+    held = relay.verifier.keep(InHand(frame_of(9, sample_key=sample_key("s"))), where="s", max_rows=9)
     relay.arrive(REFERENCE.name, held)
     shard = shard_of(relay)
     assert [seen_at(shard)["s", at] for at in range(3, 8)] == rows
@@ -267,11 +266,3 @@ def test_a_mask_longer_than_its_length_can_say_is_refused() -> None:
         encode_masks(
             first_row=0, lengths_T=np.array([MOST_IDS + 1]), token_ids_N=np.zeros(MOST_IDS + 1, np.int32)
         )
-
-
-def test_what_is_in_front_of_masks_is_found_whatever_it_is() -> None:
-    masks = masks_of([[5]], first_row=0, request="s")
-    for front in (frame_of(9), REFERENCE.to_bytes(), b"", b"no frame"):
-        assert split_masks(front, where="x") == (front, b"")
-    for front in (frame_of(9), REFERENCE.to_bytes()):
-        assert split_masks(front + masks, where="x") == (front, masks)

@@ -66,7 +66,7 @@ def redigest(data: bytearray, *, spec: RoutingSpec) -> None:
     """Make the digests true again, too, where the frame can be decoded at all."""
     with suppress(errors.R3Error):
         frame = parse_frame(bytes(data), spec=spec, max_rows=64)
-        digests_L = layer_digests(frame.decode(), first_row=frame.first_row, valid_T=frame.valid_T)
+        digests_L = layer_digests(frame.ids(), first_row=frame.first_row, valid_T=frame.valid_T)
         bitmap = -(-frame.rows // 8) if data[7] & 1 else 0
         at = HEADER_BYTES + bitmap + 24 * len(frame.provenance)
         data[at : at + digests_L.nbytes] = digests_L.tobytes()

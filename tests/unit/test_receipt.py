@@ -12,8 +12,8 @@ import pytest
 
 from r3channel.errors import FrameCorrupt, FrameReferenceInvalid, R3Error
 from r3channel.wire.hello import PROBE_PREFIX, Hello, probe_body
-from r3channel.wire.parcel import FrameReference, new_memory, open_parcel, pack_parcel, read_frames
-from tests.direct import InMemory
+from r3channel.wire.parcel import FrameReference, frames_in, open_parcel, pack_parcel
+from r3channel.wire.source import InHand
 from tests.samples import SPEC
 
 REFERENCE = FrameReference(sample_key=2**64 - 1, boot_id=2**63, serial=2**40, first_row=2**24, rows=2**24)
@@ -37,9 +37,11 @@ def test_what_is_no_reference_is_refused(data: bytes) -> None:
 PARCEL = b"".join(pack_parcel(5, [(1, b"a" * 50), (2, b"b" * 9)]))
 
 
-def frames_in(data: bytes | bytearray) -> list[tuple[int, memoryview]]:
-    boot_id, count = open_parcel(source := InMemory(data))
-    return read_frames(source, count, boot_id=boot_id, place=new_memory)
+def frames_of(data: bytes | bytearray, boot_id: int | None = None) -> list[tuple[int, int]]:
+    """(serial, bytes) of each."""
+    named, count = open_parcel(source := InHand(data))
+    frames = frames_in(source, count, boot_id=named if boot_id is None else boot_id)
+    return [(serial, frame.left) for serial, frame in frames]
 
 
 def test_any_damaged_parcel_gives_a_typed_error_or_frames_of_its_own_bytes() -> None:
@@ -50,7 +52,7 @@ def test_any_damaged_parcel_gives_a_typed_error_or_frames_of_its_own_bytes() -> 
             if data:
                 data[rng.randrange(len(data))] = rng.randrange(256)
         try:
-            assert [(serial, len(frame)) for serial, frame in frames_in(data)] in ([(1, 50), (2, 9)], [])
+            assert frames_of(data) in ([(1, 50), (2, 9)], [])
         except FrameReferenceInvalid:
             refused += 1
     assert refused > 1000
@@ -61,26 +63,21 @@ def test_a_frame_whose_name_or_size_came_damaged_is_placed_nowhere(at: int, entr
     for bit in range(128):
         data, placed = bytearray(PARCEL), []
         data[at + bit // 8] ^= 1 << bit % 8
-        _, count = open_parcel(source := InMemory(data))
-
-        def place(serial: int, size: int, placed: list[int] = placed) -> memoryview:
-            placed.append(serial)
-            return new_memory(serial, size)
-
+        _, count = open_parcel(source := InHand(data))
         with pytest.raises(FrameReferenceInvalid, match=f"entry {entry} of a parcel is damaged"):
-            read_frames(source, count, boot_id=5, place=place)
+            for serial, _ in frames_in(source, count, boot_id=5):
+                placed.append(serial)
         assert placed == [1][:entry]
 
 
 def test_another_engines_frame_a_size_beyond_the_bytes_and_too_many_frames_are_refused() -> None:
-    _, count = open_parcel(source := InMemory(PARCEL))
     with pytest.raises(FrameReferenceInvalid, match="entry 0 of a parcel is damaged"):
-        read_frames(source, count, boot_id=6, place=new_memory)
+        frames_of(PARCEL, boot_id=6)
     whole = pack_parcel(5, [(1, b"a" * 50)])
     with pytest.raises(FrameReferenceInvalid, match="announces 50 bytes, 40 are left"):
-        frames_in(b"".join([*whole[:2], whole[2][:40]]))
+        frames_of(b"".join([*whole[:2], whole[2][:40]]))
     with pytest.raises(FrameReferenceInvalid, match="at most 1024"):
-        open_parcel(InMemory(pack_parcel(5, [])[0].replace(bytes(4), b"\xff" * 4, 1)))
+        open_parcel(InHand(pack_parcel(5, [])[0].replace(bytes(4), b"\xff" * 4, 1)))
 
 
 def test_a_hello_goes_in_front_of_the_probes_frame() -> None:

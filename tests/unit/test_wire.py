@@ -102,18 +102,18 @@ def golden(name: str) -> tuple[bytes, Ids]:
 
 
 def test_lz4_is_used_only_where_it_pays() -> None:
-    assert parse_frame(frame_of(200), spec=SPEC)._chunks[0].codec == 0
+    assert parse_frame(frame_of(200), spec=SPEC).entries[0].codec == 0
     padded = np.tile(random_ids(1), (400, 1, 1))
     data = encode_frame(SPEC, expert_ids_TLK=padded)
-    assert parse_frame(data, spec=SPEC)._chunks[0].codec == LZ4.codec_id
+    assert parse_frame(data, spec=SPEC).entries[0].codec == LZ4.codec_id
     assert len(data) < 0.2 * padded.nbytes
 
 
 def test_auto_tries_lz4_on_samples_of_a_large_chunk() -> None:
     ids = np.tile(random_ids(512), (16, 1, 1))
     ids[2000:6000] = ids[0]
-    assert parse_frame(encode_frame(SPEC, expert_ids_TLK=random_ids(4000)), spec=SPEC)._chunks[0].codec == 0
-    assert parse_frame(encode_frame(SPEC, expert_ids_TLK=ids), spec=SPEC)._chunks[0].codec == LZ4.codec_id
+    assert parse_frame(encode_frame(SPEC, expert_ids_TLK=random_ids(4000)), spec=SPEC).entries[0].codec == 0
+    assert parse_frame(encode_frame(SPEC, expert_ids_TLK=ids), spec=SPEC).entries[0].codec == LZ4.codec_id
 
 
 def test_qwen3_30b_rows_cost_at_most_386_bytes() -> None:
@@ -155,7 +155,7 @@ def test_a_lying_header_with_a_valid_hash_gives_a_typed_error_or_the_same_ids(da
         ids = parse_frame(bytes(lie), spec=SPEC).verify()
     except errors.R3Error:
         return
-    assert np.array_equal(ids, parse_frame(good, spec=SPEC).decode())
+    assert np.array_equal(ids, parse_frame(good, spec=SPEC).ids())
 
 
 def test_stock_int32_bytes_are_not_a_frame() -> None:

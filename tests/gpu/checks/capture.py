@@ -206,7 +206,7 @@ def judged(
     output.finalize()
     frame = engine.frame(number, len(wanted_TLK))
     kind = RowKind.PREFILLED if prefill else RowKind.DECODED
-    differing = int((np.sort(frame.decode(), -1) != wanted_TLK.numpy()).sum())
+    differing = int((np.sort(frame.ids(), -1) != wanted_TLK.numpy()).sum())
     return differing + sum(span.kind != kind for span in frame.provenance)
 
 

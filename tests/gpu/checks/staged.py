@@ -56,7 +56,7 @@ def frame_of(target: StagedCapturer, slots_T: torch.Tensor) -> Any:
 
 
 def rows_of(target: StagedCapturer, slots_T: torch.Tensor) -> np.ndarray:
-    return frame_of(target, slots_T).decode()
+    return frame_of(target, slots_T).ids()
 
 
 def check(device: str, facts: Facts) -> None:

@@ -1,0 +1,69 @@
+"""Bytes of a known number that come one after another, wherever they come from: memory here, others elsewhere.
+
+Whoever reads a frame takes its few numbers first, and lets the rows be written where they are to stay.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+_SKIPPED_BYTES = 1 << 16
+
+
+class Source(ABC):
+    """One thread at a time."""
+
+    left: int
+    """Bytes that were not taken yet."""
+
+    @abstractmethod
+    def fill(self, out_N: memoryview) -> None:
+        """Write the next `len(out_N)` bytes, at most `left`, into contiguous bytes of the caller's."""
+
+    def take(self, nbytes: int) -> memoryview:
+        """The next `nbytes`, at most `left`: in fresh memory, or as they lie where they are here."""
+        out_N = memoryview(bytearray(nbytes))
+        self.fill(out_N)
+        return out_N
+
+    def skip(self) -> None:
+        """Read what is left and forget it."""
+        scratch_N = memoryview(bytearray(min(self.left, _SKIPPED_BYTES)))
+        while self.left:
+            self.fill(scratch_N[: self.left])
+
+
+class InHand(Source):
+    """Bytes that are here; they must not change meanwhile.
+
+    >>> source = InHand(b"abcdef")
+    >>> bytes(source.take(2)), source.left, bytes(Part(source, 3).take(3)), source.left
+    (b'ab', 4, b'cde', 1)
+    """
+
+    def __init__(self, data: bytes | bytearray | memoryview) -> None:
+        self._rest = memoryview(data).cast("B")
+        self.left = len(self._rest)
+
+    def take(self, nbytes: int) -> memoryview:
+        taken, self._rest = self._rest[:nbytes], self._rest[nbytes:]
+        self.left = len(self._rest)
+        return taken
+
+    def fill(self, out_N: memoryview) -> None:
+        out_N[:] = self.take(len(out_N))
+
+
+class Part(Source):
+    """The next `nbytes` of another source, as a source of their own."""
+
+    def __init__(self, source: Source, nbytes: int) -> None:
+        self._source, self.left = source, nbytes
+
+    def take(self, nbytes: int) -> memoryview:
+        self.left -= nbytes
+        return self._source.take(nbytes)
+
+    def fill(self, out_N: memoryview) -> None:
+        self.left -= len(out_N)
+        self._source.fill(out_N)
