@@ -87,6 +87,7 @@ class Metrics:
         self._values: dict[str, dict[_Key, float]] = {name: {} for name in METRICS}
         self._watched: dict[str, dict[_Key, Callable[[], float]]] = {name: {} for name in METRICS}
         self._stages: dict[_Key, _Histogram] = {}
+        self._known: dict[tuple[Any, ...], _Key] = {}
         self._server: Any = None
         self._thread: threading.Thread | None = None
         self._target: Path | None = None
@@ -116,12 +117,14 @@ class Metrics:
 
     def inc(self, name: str, value: float = 1, **labels: str) -> None:
         """Add `value` (not negative) to a counter."""
-        metric = _metric(name, "counter")
         if value < 0:
-            raise UsageError(f"{metric.name}: a counter cannot fall; got {value}")
-        key = self._key(metric, labels)
+            raise UsageError(f"{name}: a counter cannot fall; got {value}")
+        called = name, *labels.items()  # judged once: this is paid for every frame
+        key = self._known.get(called)
+        if key is None:
+            key = self._known[called] = self._key(_metric(name, "counter"), labels)
         with self._lock:
-            self._values[metric.name][key] = self._values[metric.name].get(key, 0.0) + value
+            self._values[name][key] = self._values[name].get(key, 0.0) + value
 
     def set(self, name: str, value: float, **labels: str) -> None:
         """Set a gauge."""

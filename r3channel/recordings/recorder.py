@@ -25,7 +25,8 @@ from r3channel.recordings.logprobs import logprobs_glob
 from r3channel.recordings.manifest import Manifest
 from r3channel.recordings.segment import Kind, append, check_room, nbytes_of, pack
 from r3channel.recordings.step import PASSES, RecordedStep
-from r3channel.wire.frame import stored_head
+from r3channel.wire.chunks import stored_entries
+from r3channel.wire.frame import frame_head
 from r3channel.wire.routing import Ids, ProvenanceSpan
 
 log = logging.getLogger(__name__)
@@ -195,16 +196,17 @@ def _of_samples(
         if len(own):
             yield pack(Kind.TOKENS, np.ascontiguousarray(own, "<i4").data, sample=place)
         for number, turn in enumerate(rows.get(sample.sample_id, ())):
-            yield pack(Kind.FRAME, _head_of(turn, ticket), turn.ids_TLK.data, sample=place, turn=number)
+            yield pack(Kind.FRAME, head_of(turn, ticket.spec), turn.ids_TLK.data, sample=place, turn=number)
 
 
-def _head_of(turn: TurnRows, ticket: Ticket) -> bytes:
+def head_of(turn: TurnRows, spec: RoutingSpec) -> bytes:
+    """The frame of a turn up to its ids, stored as they lie."""
     valid_T = np.ones(len(turn.ids_TLK), bool)
     for start, end in turn.invalid:
         valid_T[start - turn.first_row : end - turn.first_row] = False
-    return stored_head(
-        ticket.spec,
-        rows=len(turn.ids_TLK),
+    return frame_head(
+        spec,
+        stored_entries(len(turn.ids_TLK), row_bytes=spec.bytes_per_token),
         first_row=turn.first_row,
         valid_T=valid_T,
         provenance=turn.provenance,

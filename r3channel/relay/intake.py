@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import TracebackType
 from typing import Any
 
 from r3channel.config import ChannelConfig
@@ -429,28 +429,8 @@ class Intake:
                 len(names), config.expiry_s, names, len(frames), config.unclaimed_timeout_s, frames[:_NAMED],
             )  # fmt: skip
 
-    @contextmanager
-    def _judged(self, sample_id: str, engine: str, *, new: bool) -> Iterator[None]:
-        """A reply counts as received at once, so that whatever becomes of it the outcomes add up. `new`: of a sample, and not
-        another turn of one that is in flight."""
-        if new:
-            self._became("received")
-        try:
-            with self.clock.span("ingest"):
-                yield
-        except (R3Error, NotBase64) as caught:  # a frame's own errors know their names as text only
-            error = caught if isinstance(caught, R3Error) else no_base64(caught, sample_id, engine)
-            error.samples, error.engines = error.samples or (sample_id,), error.engines or (engine,)
-            self.reject(error)
-            if new:
-                self._became("duplicate" if isinstance(error, SampleTwice) else "rejected")
-            if error is caught:
-                raise
-            raise error from caught
-        except BaseException:  # of the caller's `tokens`, or memory that is not to be had
-            if new:
-                self._became("rejected")
-            raise
+    def _judged(self, sample_id: str, engine: str, *, new: bool) -> _Judged:
+        return _Judged(self, sample_id, engine, new)
 
     def reject(self, error: R3Error) -> None:
         """A reply, a frame or a step was refused."""
@@ -478,6 +458,38 @@ class Intake:
             "expired": list(self._expired),
             "unclaimed": {"frames": self.entries.unclaimed},
         }
+
+
+class _Judged:
+    """A reply counts as received at once, so that whatever becomes of it the outcomes add up. No generator: it is paid for every
+    turn."""
+
+    __slots__ = ("_engine", "_intake", "_new", "_sample_id", "_span")
+
+    def __init__(self, intake: Intake, sample_id: str, engine: str, new: bool) -> None:
+        """`new`: of a sample, and not another turn of one that is in flight."""
+        self._intake, self._sample_id, self._engine, self._new = intake, sample_id, engine, new
+        self._span = intake.clock.span("ingest")
+
+    def __enter__(self) -> None:
+        if self._new:
+            self._intake._became("received")
+        self._span.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._span.__exit__(kind, error, trace)
+        if error is None:
+            return
+        told = no_base64(error, self._sample_id, self._engine) if isinstance(error, NotBase64) else error
+        if isinstance(told, R3Error):  # a frame's own errors know their names as text only
+            told.samples, told.engines = told.samples or (self._sample_id,), told.engines or (self._engine,)
+            self._intake.reject(told)
+        if self._new:  # also where the caller's `tokens` failed, or memory is not to be had
+            self._intake._became("duplicate" if isinstance(told, SampleTwice) else "rejected")
+        if told is not error:
+            raise told from error
 
 
 def _read(read: Callable[[bytes], Any], body: bytes, sample_id: str, engine: str) -> Any:

@@ -20,8 +20,8 @@ from r3channel.wire.header import HEADER_BYTES, announced_bytes
 from r3channel.wire.source import Source
 
 ROUTING_FIELD = "routed_experts"
-_SLICE_CHARACTERS = 64 << 10
-"""Decoded at a time, within a level-1 or level-2 cache; a multiple of 4."""
+_SLICE_CHARACTERS = 256 << 10
+"""Decoded at a time: within a level-2 cache, and the fastest of 16 kB to 16 MB (measured). A multiple of 4."""
 _HEAD_CHARACTERS = -(-HEADER_BYTES // 3) * 4
 _KEY = b'"routed_experts"'
 _OPENING = re.compile(rb'[ \t\r\n]*:[ \t\r\n]*"')

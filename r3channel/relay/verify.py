@@ -14,10 +14,11 @@ import numpy as np
 from r3channel.errors import FrameCorrupt, FrameMagicMismatch, RowsInvalid
 from r3channel.model.spec import RoutingSpec
 from r3channel.observe.stage_clock import StageClock
+from r3channel.recordings.recorder import head_of
 from r3channel.relay.journal import Journal
 from r3channel.relay.memory import Block, Store
 from r3channel.wire.digest import fold
-from r3channel.wire.frame import Frame, read_frame, stored_head
+from r3channel.wire.frame import Frame, read_frame
 from r3channel.wire.routing import Ids, ProvenanceSpan, RowKind
 from r3channel.wire.source import Source
 
@@ -90,20 +91,29 @@ class FrameVerifier:
             )
             edges = frame.invalid_edges
             beside = _SPAN_BYTES * len(frame.provenance) + _RANGE_BYTES * (len(edges) // 2)
-            block = self._store.allocate(frame.raw_nbytes, beside=beside, timeout_s=room_s, what=where)
+            # The scratch comes first: who holds rows waits for nobody.
+            coded = frame.scratch_bytes
+            scratch = self._store.allocate(coded, timeout_s=room_s, what=where) if coded else None
             try:
-                invalid = tuple(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
-                self._check_policy(frame, invalid)
-                return self._finish(frame, source, block, invalid)
-            except BaseException:
-                block.free()
-                raise
+                block = self._store.allocate(frame.raw_nbytes, beside=beside, timeout_s=room_s, what=where)
+                try:
+                    invalid = tuple(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+                    self._check_policy(frame, invalid)
+                    return self._finish(frame, source, block, invalid, scratch and scratch.view)
+                except BaseException:
+                    block.free()
+                    raise
+            finally:
+                if scratch is not None:
+                    scratch.free()
 
-    def _finish(self, frame: Frame, source: Source, block: Block, invalid: Ranges) -> VerifiedRows:
+    def _finish(
+        self, frame: Frame, source: Source, block: Block, invalid: Ranges, scratch_N: memoryview | None
+    ) -> VerifiedRows:
         """Write every id to its place, check it, and write what must survive."""
         shape = (frame.rows, self._spec.num_moe_layers, self._spec.top_k)
         ids_TLK = np.ndarray(shape, self._spec.id_dtype, block.view)
-        frame.fill(source, ids_TLK)
+        frame.fill(source, ids_TLK, scratch_N)
         ids_TLK.flags.writeable = False
         rows = VerifiedRows(
             ids_TLK=ids_TLK,
@@ -117,16 +127,7 @@ class FrameVerifier:
             fold=fold(frame.digests_L),
         )
         if self._journal is not None:
-            head = stored_head(
-                self._spec,
-                rows=frame.rows,
-                first_row=frame.first_row,
-                valid_T=frame.valid_T,
-                provenance=frame.provenance,
-                digests_L=frame.digests_L,
-                sample_key=frame.sample_key,
-            )
-            self._journal.frame(rows.ref, (head, block.view))
+            self._journal.frame(rows.ref, (head_of(rows, self._spec), block.view))
         return rows
 
     def _check_policy(self, frame: Frame, invalid: Ranges) -> None:

@@ -8,7 +8,7 @@ and must say exactly what the number of rows demands, so that it cannot lie. A c
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -33,6 +33,10 @@ class Chunk(NamedTuple):
     codec: int
     wire: Wire
 
+    @property
+    def nbytes(self) -> int:
+        return len(self.wire)
+
 
 def chunk_count(rows: int) -> int:
     return -(-rows // CHUNK_ROWS)
@@ -52,19 +56,6 @@ def encode_chunks(ids_TLK: Ids, *, codec: Codec) -> list[Chunk]:
     return [Chunk(row, rows, *encode_chunk(part_TLK, codec=codec)) for row, rows, part_TLK in parts]
 
 
-def table_of(chunks: list[Chunk], *, layers: int) -> bytes:
-    return b"".join(
-        _CHUNK.pack(chunk.row, chunk.rows, 0, layers, len(chunk.wire), chunk.codec) for chunk in chunks
-    )
-
-
-def stored_table(rows: int, *, layers: int, row_bytes: int) -> bytes:
-    """The table of rows that are stored as they are."""
-    return b"".join(
-        _CHUNK.pack(row, size, 0, layers, size * row_bytes, STORED.codec_id) for row, size in _blocks(rows)
-    )
-
-
 class Entry(NamedTuple):
     """One line of the table: a block of rows and its coded bytes."""
 
@@ -72,6 +63,17 @@ class Entry(NamedTuple):
     rows: int
     codec: int
     nbytes: int
+
+
+def stored_entries(rows: int, *, row_bytes: int) -> list[Entry]:
+    """The table of rows that are stored as they are."""
+    return [Entry(row, size, STORED.codec_id, size * row_bytes) for row, size in _blocks(rows)]
+
+
+def table_of(chunks: Sequence[Chunk | Entry], *, layers: int) -> bytes:
+    return b"".join(
+        _CHUNK.pack(chunk.row, chunk.rows, 0, layers, chunk.nbytes, chunk.codec) for chunk in chunks
+    )
 
 
 def read_table(
@@ -94,8 +96,3 @@ def read_table(
     if left:
         raise errors.FrameCorrupt(f"{where}: {left} bytes after the last chunk")
     return tuple(entries)
-
-
-def decode_chunk(chunk: Chunk, out_TLK: Ids) -> None:
-    """Write a chunk's rows to their place in `out_TLK`, C-contiguous: all rows of the frame."""
-    CODECS[chunk.codec].decode_into(memoryview(chunk.wire), out_TLK[chunk.row : chunk.row + chunk.rows])

@@ -31,13 +31,11 @@ from r3channel.wire.chunks import (
     CHUNK_ROWS,
     Chunk,
     Entry,
-    chunk_count,
     encode_chunks,
     read_table,
-    stored_table,
     table_of,
 )
-from r3channel.wire.codec import CODECS, STORED, codec_for
+from r3channel.wire.codec import CODECS, codec_for
 from r3channel.wire.digest import layer_digests
 from r3channel.wire.frame_view import Frame
 from r3channel.wire.header import (
@@ -108,20 +106,44 @@ def encode_frame(
         raise errors.RoutingError(
             f"{len(provenance)} provenance spans for {rows} rows; expected at most {MAX_SPANS} spans"
         )
-    flags, sections = 0, bytearray()
-    if valid_T is not None and not valid_T.all():
-        flags |= FLAG_VALIDITY
-        sections += np.packbits(valid_T, bitorder="little").tobytes()
-    for span in provenance:
-        sections += pack_span(span.start, span.end, span.weight_version, span.kind)
     chosen = codec_for(expert_ids_TLK[:CHUNK_ROWS], codec=codec)
     if not chosen.keeps_order:
         expert_ids_TLK = _with_sets_in_invalid_rows(expert_ids_TLK, valid_T)
     chunks = encode_chunks(expert_ids_TLK, codec=chosen)
     if any(not CODECS[chunk.codec].keeps_order for chunk in chunks):
-        flags |= FLAG_UNORDERED
         expert_ids_TLK = _as_decoded(expert_ids_TLK, chunks)
-    sections += layer_digests(expert_ids_TLK, first_row=first_row, valid_T=valid_T).tobytes()
+    head = frame_head(
+        spec,
+        chunks,
+        first_row=first_row,
+        valid_T=valid_T,
+        provenance=provenance,
+        digests_L=layer_digests(expert_ids_TLK, first_row=first_row, valid_T=valid_T),
+        sample_key=sample_key,
+    )
+    return b"".join((head, *(chunk.wire for chunk in chunks)))
+
+
+def frame_head(
+    spec: RoutingSpec,
+    chunks: Sequence[Chunk | Entry],
+    *,
+    first_row: int,
+    valid_T: np.ndarray[Any, np.dtype[np.bool_]] | None,
+    provenance: Sequence[ProvenanceSpan],
+    digests_L: Ids,
+    sample_key: int,
+) -> bytes:
+    """A frame up to its chunks, which follow; of rows whose digests are known, so none is read."""
+    rows = sum(chunk.rows for chunk in chunks)
+    unordered = any(not CODECS[chunk.codec].keeps_order for chunk in chunks)
+    flags, sections = FLAG_UNORDERED * unordered, bytearray()
+    if valid_T is not None and not valid_T.all():
+        flags |= FLAG_VALIDITY
+        sections += np.packbits(valid_T, bitorder="little").tobytes()
+    for span in provenance:
+        sections += pack_span(span.start, span.end, span.weight_version, span.kind)
+    sections += np.ascontiguousarray(digests_L, "<u8").tobytes()
     sections += table_of(chunks, layers=spec.num_moe_layers)
     sections += bytes(padding(len(sections)))
     header = Header(
@@ -139,50 +161,7 @@ def encode_frame(
         spans=len(provenance),
         sections_bytes=len(sections),
         raw_bytes=rows * spec.bytes_per_token,
-        wire_bytes=sum(len(chunk.wire) for chunk in chunks),
-        sample_key=sample_key,
-        weight_version=max((span.weight_version for span in provenance), default=-1),
-    )
-    return assemble(header, sections, [chunk.wire for chunk in chunks])
-
-
-def stored_head(
-    spec: RoutingSpec,
-    *,
-    rows: int,
-    first_row: int,
-    valid_T: np.ndarray[Any, np.dtype[np.bool_]],
-    provenance: Sequence[ProvenanceSpan],
-    digests_L: Ids,
-    sample_key: int,
-) -> bytes:
-    """A stored frame up to its ids, which follow as they lie in memory; of rows whose digests are known, so none is read."""
-    flags, sections = 0, bytearray()
-    if not valid_T.all():
-        flags |= FLAG_VALIDITY
-        sections += np.packbits(valid_T, bitorder="little").tobytes()
-    for span in provenance:
-        sections += pack_span(span.start, span.end, span.weight_version, span.kind)
-    sections += np.ascontiguousarray(digests_L, "<u8").tobytes()
-    sections += stored_table(rows, layers=spec.num_moe_layers, row_bytes=spec.bytes_per_token)
-    sections += bytes(padding(len(sections)))
-    size = rows * spec.bytes_per_token
-    header = Header(
-        codec=STORED.codec_id,
-        flags=flags,
-        spec_digest=spec.digest,
-        num_experts=spec.num_experts,
-        top_k=spec.top_k,
-        num_moe_layers=spec.num_moe_layers,
-        id_width=spec.id_dtype.itemsize,
-        layers_per_chunk=spec.num_moe_layers,
-        rows=rows,
-        first_row=first_row,
-        chunks=chunk_count(rows),
-        spans=len(provenance),
-        sections_bytes=len(sections),
-        raw_bytes=size,
-        wire_bytes=size,
+        wire_bytes=sum(chunk.nbytes for chunk in chunks),
         sample_key=sample_key,
         weight_version=max((span.weight_version for span in provenance), default=-1),
     )

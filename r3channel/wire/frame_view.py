@@ -18,6 +18,7 @@ from r3channel.wire.validate import checked
 
 _WORD_BYTES = 16
 _NAMED_LAYERS = 5
+_NO_EDGES = np.zeros(0, np.int64)
 _SLICE_BYTES = 256 << 10
 """Ids that are written and then checked: within a level-2 cache."""
 Valid = np.ndarray[Any, np.dtype[np.bool_]]
@@ -57,7 +58,7 @@ class Frame:
     def invalid_edges(self) -> Ids:
         """Positions where rows without routing begin and end, in turn; ascending."""
         if self.partly_valid_T is None:
-            return np.zeros(0, np.int64)
+            return _NO_EDGES
         beside_T = np.concatenate([[True], self.partly_valid_T, [True]])
         return np.flatnonzero(beside_T[1:] != beside_T[:-1]) + self.first_row
 
@@ -66,17 +67,22 @@ class Frame:
         """Bytes that the decoded rows take."""
         return self.rows * self.spec.bytes_per_token
 
-    def fill(self, source: Source, out_TLK: Ids) -> None:
+    @property
+    def scratch_bytes(self) -> int:
+        """The largest chunk that is coded; 0 where all rows lie in the frame as they are."""
+        return max((entry.nbytes for entry in self.entries if not CODECS[entry.codec].as_is), default=0)
+
+    def fill(self, source: Source, out_TLK: Ids, scratch_N: memoryview | None = None) -> None:
         """Read the ids, the next bytes of `source`, into [rows, L, K], and check every one while it is in a cache.
 
-        Raises as `verify`, and what the source raises. Takes no memory but that of one coded chunk.
+        Coded chunks go through `scratch_N` of `scratch_bytes`, where it is given. Raises as `verify`, and what the source raises.
         """
         sound, digests_L = True, np.zeros(self.spec.num_moe_layers, np.uint64)
         most = max(1, _SLICE_BYTES // self.spec.bytes_per_token)
         for entry in self.entries:
             as_is, end = CODECS[entry.codec].as_is, entry.row + entry.rows
             if not as_is:
-                self._decode(entry, source, out_TLK)
+                self._decode(entry, source, out_TLK, scratch_N)
             for row in range(entry.row, end, most):
                 ids_TLK = out_TLK[row : min(row + most, end)]
                 if as_is:
@@ -104,12 +110,8 @@ class Frame:
         return out_TLK
 
     def decode_into(self, out_TLK: Ids) -> None:
-        """Fill a C-contiguous array [rows, L, K] of `spec.id_dtype`. Raises `FrameCorrupt` where a chunk does not decode."""
-        shape = (self.rows, self.spec.num_moe_layers, self.spec.top_k)
-        if out_TLK.shape != shape or out_TLK.dtype != self.spec.id_dtype or not out_TLK.flags.c_contiguous:
-            raise errors.UsageError(
-                f"decode buffer is {out_TLK.dtype}{list(out_TLK.shape)}, expected {self.spec.id_dtype}{list(shape)}, C-contiguous"
-            )
+        """Fill a C-contiguous array [rows, L, K] with ids that are not checked. Raises `FrameCorrupt` where a chunk does not
+        decode."""
         source = InHand(self.payload)
         for entry in self.entries:
             self._decode(entry, source, out_TLK)
@@ -130,11 +132,15 @@ class Frame:
     def _empty(self) -> Ids:
         return np.empty((self.rows, self.spec.num_moe_layers, self.spec.top_k), self.spec.id_dtype)
 
-    def _decode(self, entry: Entry, source: Source, out_TLK: Ids) -> None:
+    def _decode(
+        self, entry: Entry, source: Source, out_TLK: Ids, scratch_N: memoryview | None = None
+    ) -> None:
+        if scratch_N is None:
+            wire = source.take(entry.nbytes)
+        else:
+            source.fill(wire := scratch_N[: entry.nbytes])
         try:
-            CODECS[entry.codec].decode_into(
-                source.take(entry.nbytes), out_TLK[entry.row : entry.row + entry.rows]
-            )
+            CODECS[entry.codec].decode_into(wire, out_TLK[entry.row : entry.row + entry.rows])
         except errors.FrameCorrupt as error:
             raise error.within(self.where) from error
 
@@ -149,8 +155,8 @@ class Frame:
 
     def _judge(self, ids_TLK: Ids, sound: bool, digests_L: Words) -> None:
         """Raise what `verify` does: by what was found of all ids."""
-        differing = np.flatnonzero(digests_L != self.digests_L)
-        if len(differing):
+        if digests_L.tobytes() != self.digests_L.tobytes():
+            differing = np.flatnonzero(digests_L != self.digests_L)
             layers = [self.spec.moe_layers[index] for index in differing[:_NAMED_LAYERS]]
             more = f" and {len(differing) - len(layers)} more" * (len(differing) > len(layers))
             raise errors.FrameCorrupt(

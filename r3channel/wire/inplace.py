@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 
 from r3channel.model.spec import RoutingSpec
-from r3channel.wire.chunks import CHUNK_BYTES, chunk_count, stored_table
+from r3channel.wire.chunks import CHUNK_BYTES, chunk_count, stored_entries, table_of
 from r3channel.wire.codec import STORED
 from r3channel.wire.digest import layer_digests
 from r3channel.wire.frame import pack_span
@@ -71,7 +71,8 @@ class StoredFrame:
         spec, rows = self.spec, len(self.ids_TLK)
         parts = [pack_span(*run) for run in self._runs]
         parts.append(layer_digests(self.ids_TLK, first_row=self._first_row).tobytes())
-        parts.append(stored_table(rows, layers=spec.num_moe_layers, row_bytes=spec.bytes_per_token))
+        entries = stored_entries(rows, row_bytes=spec.bytes_per_token)
+        parts.append(table_of(entries, layers=spec.num_moe_layers))
         return b"".join(parts)
 
     def _header(self, sample_key: int, sections_hash: int) -> Header:

@@ -155,6 +155,8 @@ Tokens = np.ndarray[Any, np.dtype[np.int32]]
 def as_tokens(tokens: Sequence[int] | np.ndarray[Any, Any] | Any) -> Tokens:
     """A copy as int32 that the caller cannot change. Raises UsageError for what are no token ids: other numbers than integers of
     32 bits, and what has no order."""
+    if type(tokens) is list:  # as nearly all are
+        return _packed(tokens)
     if isinstance(tokens, range):
         tokens = np.arange(tokens.start, tokens.stop, tokens.step)
     if hasattr(tokens, "__array__"):
@@ -167,6 +169,10 @@ def as_tokens(tokens: Sequence[int] | np.ndarray[Any, Any] | Any) -> Tokens:
         return ids
     if not isinstance(tokens, Sequence) or isinstance(tokens, str | bytes | bytearray | memoryview):
         raise UsageError(f"tokens are a {type(tokens).__name__}, expected a sequence of int32 ids")
+    return _packed(tokens)
+
+
+def _packed(tokens: Sequence[int]) -> Tokens:
     try:
         return np.frombuffer(struct.pack(f"{len(tokens)}i", *tokens), np.int32)  # half the time of np.array
     except struct.error as error:
