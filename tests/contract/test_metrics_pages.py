@@ -249,7 +249,7 @@ def check(text: str) -> None:
 
 SLOW_S = 0.2
 SLOW = {
-    ("relay", "ingest"): (SampleTable, "reply"), ("relay", "verify"): (verify, "parse_frame"),
+    ("relay", "ingest"): (SampleTable, "reply"), ("relay", "verify"): (verify, "read_frame"),
     ("relay", "place"): (SealedStep, "prepare"), ("relay", "send"): (_Served, "_send_plain"),
     ("trainer", "place"): (RelaySink, "rows"), ("trainer", "verify"): (RelaySink, "verify"),
     ("trainer", "wait_relay"): (Steps, "outgoing"),

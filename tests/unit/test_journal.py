@@ -25,8 +25,10 @@ import numpy as np
 import pytest
 
 from r3channel import errors
+from r3channel.config import ChannelConfig
 from r3channel.errors import StoreFull, UsageError
 from r3channel.plan.assignment import Assignment
+from r3channel.plan.layout import TrainerLayout
 from r3channel.relay import journal as durable_module
 from r3channel.relay.journal import Journal, Recovery, Remains, dead_relays, read_remains
 from r3channel.relay.relay import Relay
@@ -43,6 +45,7 @@ from tests.delivery import (
     relays,
     until,
 )
+from tests.memory import growth_of
 from tests.samples import SPEC, frame_of, random_ids, span
 
 ROOT = Path(__file__).parents[2]
@@ -477,7 +480,7 @@ def test_a_recovery_without_room_changes_nothing_and_may_be_repeated(
     config = old.config.__class__(journal=str(dead))
     written, frame = [0], Journal.frame
 
-    def full_at_the_third(durable: Journal, ref: int, data: bytes | memoryview) -> None:
+    def full_at_the_third(durable: Journal, ref: int, data: Any) -> None:
         written[0] += 1
         if written[0] == 3:
             raise StoreFull("no room")
@@ -501,3 +504,26 @@ def test_there_is_nothing_to_recover_without_a_folder(make_relay: MakeRelay, tmp
     assert recovery == Recovery()
     new.close()
     assert list((tmp_path / "new").iterdir()) == []
+
+
+SAVED, SAVED_ROWS = 30, 40_000
+SAVED_BYTES = SAVED * SAVED_ROWS * SPEC.bytes_per_token
+
+
+def recovering(root: str) -> Iterator[None]:
+    dead, frame = Kept(Path(root)), frame_of(SAVED_ROWS + 1, sample_key=BIG)
+    for number in range(SAVED):
+        dead.durable.frame(number, [frame])
+        dead.sample(f"s{number}", number)
+    os.close(dead.durable._lock)
+    Relay(SPEC, TrainerLayout()).close()  # compiles
+    yield
+    relay, recovery = Relay.recover(SPEC, TrainerLayout(), ChannelConfig(journal=root))
+    assert len(recovery.pending) == SAVED
+    yield
+    relay.close()
+
+
+def test_a_recovery_holds_one_copy_of_what_it_reads(tmp_path: Path) -> None:
+    growth = growth_of(recovering, str(tmp_path))
+    assert growth.kept > SAVED_BYTES and growth.peak < 1.15 * SAVED_BYTES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from contextlib import closing
@@ -19,21 +20,19 @@ from r3channel.model.spec import RoutingSpec
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.relay import Relay
-from r3channel.relay.verify import MOST_ROWS, VerifiedRows
+from r3channel.relay.verify import _RANGE_BYTES, _SPAN_BYTES, MOST_ROWS, VerifiedRows
 from r3channel.wire.chunks import CHUNK_ROWS, Chunk, table_of
 from r3channel.wire.codec import CODECS
 from r3channel.wire.digest import coefficients, layer_digests
 from r3channel.wire.frame import encode_frame, pack_span, sample_key
 from r3channel.wire.header import FLAG_UNORDERED, MAX_ROWS, Header, assemble, padding
-from r3channel.wire.routing import Ids
 from tests.direct import deliver, hello_of, reference_reply, turns_here
 from tests.memory import growth_of
-from tests.samples import SPEC, frame_of, random_ids, reply_of
+from tests.samples import SPEC, frame_of, random_ids, reply_of, span
 
 MIB = 1 << 20
 LZ4, SET = 1, 3
-SPAN = 160
-"""What the store counts for a frame's only provenance span."""
+SPAN, RANGE = _SPAN_BYTES, _RANGE_BYTES
 GOLDEN, SHARED = Path(__file__).parents[1] / "golden", ("uint8_prefix", "uint8_after_prefix")
 
 
@@ -243,33 +242,45 @@ def test_frames_of_an_engine_without_a_context_fit_the_store_or_are_not_taken(re
 # -- rows lie once -------------------------------------------------------------------------------------------------------
 
 
-FRAME_ROWS, FRAMES = 40_000, 40
-FRAMES_BYTES = FRAMES * FRAME_ROWS * SPEC.bytes_per_token
+ROWS, ROWS_BYTES = 4_000, 4_000 * SPEC.bytes_per_token
+COUNTED = {
+    "stored": ROWS_BYTES + SPAN,
+    "lz4": ROWS_BYTES + SPAN,
+    "spans": ROWS_BYTES + ROWS * SPAN + ROWS // 2 * RANGE,
+}
+"""What the store counts for a frame of each kind: rows as they are or coded, or a span for each and every other one invalid."""
 
 
-def coded_ids(rows: int) -> Ids:
-    return np.tile(random_ids(1), (rows, 1, 1))
-
-
-def adding_frames(codec: str) -> Iterator[None]:
-    """Each frame is the caller's own, as a reply's is, and goes with the call."""
-    relay, ids_TLK = opened(), random_ids(FRAME_ROWS) if codec == "stored" else coded_ids(FRAME_ROWS)
+def adding_replies(kind: str, replies: int) -> Iterator[None]:
+    """Each body is the caller's own, as a reply's is, and goes with the call."""
+    relay, ids_TLK, tokens = (
+        opened(invalid_rows="live"),
+        random_ids(ROWS),
+        np.arange(ROWS + 1, dtype=np.int32),
+    )
+    many: dict[str, Any] = {
+        "provenance": [span(row, row + 1, 300 + row % 2) for row in range(ROWS)],
+        "valid_T": np.arange(ROWS) % 2 == 1,
+    }
+    frame = encode_frame(
+        SPEC, expert_ids_TLK=np.tile(ids_TLK[:1], (ROWS, 1, 1)) if kind == "lz4" else ids_TLK,
+        codec="lz4" if kind == "lz4" else "stored", sample_key=sample_key("r0"), **many if kind == "spans" else {},
+    )  # fmt: skip
+    text = json.dumps(reply_of(frame)).encode()
     warm(relay)
-    relay.add_frame("first", encode_frame(SPEC, expert_ids_TLK=ids_TLK, codec=codec), range(FRAME_ROWS + 1))
-    relay.discard(["first"])
-    relay._store.trim(idle_s=0)
-    tokens = np.arange(FRAME_ROWS + 1, dtype=np.int32)
-    yield
-    for number in range(FRAMES):
-        frame = encode_frame(SPEC, expert_ids_TLK=ids_TLK, codec=codec)
-        relay.add_frame(str(number), frame, tokens)
-    assert relay.status()["store"]["bytes"] >= FRAMES_BYTES
+    for number in range(replies + 1):
+        relay.add_body(str(number), own_copy(text), tokens)
+        if not number:
+            relay.discard(["0"])
+            relay._store.trim(idle_s=0)
+            yield
+    assert relay.status()["store"]["bytes"] == replies * COUNTED[kind]
     yield
     relay.close()
 
 
-@pytest.mark.parametrize("codec", ["stored", "lz4"])
-def test_rows_that_came_in_a_reply_lie_in_memory_once(codec: str) -> None:
-    growth = growth_of(adding_frames, codec)
-    assert FRAMES_BYTES < growth.kept < 1.15 * FRAMES_BYTES
-    assert growth.peak < 1.15 * FRAMES_BYTES + 4 * FRAMES_BYTES / FRAMES
+@pytest.mark.parametrize(("kind", "replies"), [("stored", 500), ("lz4", 500), ("spans", 60)])
+def test_what_came_in_replies_takes_the_memory_that_the_store_counts(kind: str, replies: int) -> None:
+    growth, counted = growth_of(adding_replies, kind, replies), replies * COUNTED[kind]
+    assert ROWS_BYTES * replies < growth.kept < 1.15 * counted
+    assert growth.peak < 1.15 * counted + 8 * ROWS_BYTES
