@@ -40,8 +40,9 @@ def warm(spec: RoutingSpec) -> None:
     """Compile what receiving rows of this model takes, now (a second or two, once for each machine) and not in a step."""
     compiled, item = kernels(), item_bytes_of(spec)
     if compiled is not None:
-        compiled.place_runs(item, items=_pad_items(spec).shape[1])
-        compiled.column_sums(item)
+        items = _pad_items(spec).shape[1]
+        compiled.place_runs(item, items=items)
+        compiled.column_sums(item, spec.id_dtype.itemsize, items=items)
 
 
 class Placement:

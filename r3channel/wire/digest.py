@@ -26,8 +26,8 @@ import xxhash
 
 from r3channel.errors import UsageError
 from r3channel.model.spec import RoutingSpec
-from r3channel.wire.mixing import OFFSET, Ids, Words, coefficients, multipliers
-from r3channel.wire.validate import counted, item_bytes, items_of, kernels, row_words, summed
+from r3channel.wire.mixing import OFFSET, Ids, Words, coefficients, mixed, multipliers
+from r3channel.wire.validate import counted, item_bytes, items_of, kernels, summed
 
 __all__ = [
     "HostRuns",
@@ -73,31 +73,44 @@ class HostRuns:
     runs_N5: Ids
     """int64 columns sample, position of the first row, its index in R, step between rows (1 for packs, b for [b, s]), rows."""
     samples: int
-    coefficients_P: Words
+    weights_PI: Words
+    """What each item of a row adds to the digest: the coefficient of the row's position times the item's multiplier."""
     add: Callable[..., bool] | None
     """The compiled loop; None without numba."""
 
     @classmethod
     def of(cls, runs_N5: Ids, *, samples: int, spec: RoutingSpec) -> HostRuns:
-        runs_N5, compiled = np.ascontiguousarray(runs_N5, np.int64), kernels()
+        runs_N5, compiled, item = np.ascontiguousarray(runs_N5, np.int64), kernels(), item_bytes_of(spec)
         end = int((runs_N5[:, 1] + runs_N5[:, 4]).max(initial=0))
-        add = None if compiled is None else compiled.column_sums(item_bytes_of(spec))
-        return cls(runs_N5, samples, coefficients(0, end), add)
+        items, size = spec.top_k * spec.id_dtype.itemsize // item, spec.id_dtype.itemsize
+        add = None if compiled is None else compiled.column_sums(item, size, items=items)
+        return cls(runs_N5, samples, coefficients(0, end)[:, None] * multipliers(items), add)
 
 
-def column_digests(rows_RK: Ids, runs: HostRuns) -> Words:
-    """[samples]: the digest of each sample's rows among `rows_RK` [R, K]."""
+_WIDE = np.dtype(np.int32), np.dtype(np.int64)
+_NOTHING = np.empty((0, 0), np.int32)
+
+
+def column_digests(rows_RK: Ids, runs: HostRuns, wide_RK: Ids | None = None) -> Words:
+    """[samples]: the digest of each sample's rows among `rows_RK` [R, K].
+
+    The same pass writes all ids to `wide_RK`, C-contiguous [R, K] of int32 or int64.
+    """
+    if wide_RK is not None and (wide_RK.shape != rows_RK.shape or wide_RK.dtype not in _WIDE):
+        raise UsageError(f"ids {list(rows_RK.shape)} cannot be widened into {wide_RK.dtype}{list(wide_RK.shape)}")
     items_RI, digests_S = items_of(rows_RK), np.zeros(runs.samples, np.uint64)
     if runs.add is not None:
-        factors_I = multipliers(items_RI.shape[1])
-        if not runs.add(items_RI, runs.runs_N5, runs.coefficients_P, factors_I, digests_S):
+        words_RW = _NOTHING if wide_RK is None else wide_RK.view(np.int32)
+        if not runs.add(items_RI, runs.runs_N5, runs.weights_PI, digests_S, words_RW):
             raise _outside(runs.runs_N5, rows=len(items_RI), samples=runs.samples)
         return digests_S
     _check_runs(runs.runs_N5, rows=len(items_RI), samples=runs.samples)
-    words_R = row_words(items_RI)
+    if wide_RK is not None:
+        wide_RK[:] = rows_RK
+    words_RI = mixed(items_RI) + OFFSET
     for sample, position, first, step, rows in runs.runs_N5.tolist():
-        own_T = words_R[first : first + step * rows : step]
-        digests_S[sample : sample + 1] += own_T @ runs.coefficients_P[position : position + rows]
+        own_TI, weights_TI = words_RI[first : first + step * rows : step], runs.weights_PI[position : position + rows]
+        digests_S[sample] += (own_TI * weights_TI).sum(dtype=np.uint64)
     return digests_S
 
 

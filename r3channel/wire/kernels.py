@@ -9,7 +9,7 @@ A loop takes about 1 s to compile, and is cached on disk where a folder can be w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from hashlib import sha256
 from typing import Any
@@ -18,6 +18,7 @@ import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic as _numba_intrinsic
 
@@ -30,8 +31,12 @@ _STREAMED_BYTES = 4
 """Items of this size or more are written past the caches."""
 _CHECKED_BYTES = 16 << 10
 """Rows that are checked, and then summed, before the next ones: within a level-1 cache."""
-_COMPARED_ITEMS = 7
-"""Longer rows are checked with a table: pairs of items grow with the square."""
+_VECTOR_BYTES = 64
+"""Lines that are checked at once: one register with AVX-512, two with AVX2; 32 and 128 are slower with both."""
+_LONGEST_BYTES = 256
+"""Lines longer than this are compared id by id: turning them in registers takes minutes to compile."""
+_NINE_BITS_AT_ONCE = 32
+"""Ids whose ninth bits are one word."""
 _BLOCK_ROWS = 512
 """Rows whose columns are written one after another: 192 kB of 48 layers x 8 ids, within a level-2 cache (0.065 us per token
 with 64 rows, 0.047 with 512, against 0.033 for memcpy of the same bytes)."""
@@ -127,15 +132,6 @@ def _mixed(item: Any) -> Any:
     return word ^ (word >> np.uint64(32))
 
 
-@_inlined
-def _row_word(items_I: Any, multipliers_I: Any) -> Any:
-    """What stands for one row of one layer in its digest."""
-    word = np.uint64(0)
-    for index in range(items_I.shape[0]):
-        word += multipliers_I[index] * (_mixed(items_I[index]) + OFFSET)
-    return word
-
-
 # -- rows of all layers, one after another ----------------------------------------------------------------------------------
 
 
@@ -184,150 +180,189 @@ def _counted_until(coefficients_T: Any, first: int, most: int) -> int:
 
 @lru_cache(maxsize=4)
 def row_sums(item_bytes: int) -> Any:
-    """f(items_N, coefficients_T, multipliers_I, sums_C, digests_L): the digests of rows of all layers. `sums_C` are zeros."""
+    """f(items_TLI, coefficients_T, multipliers_I, words_W): the digests of rows of all layers, in the first L of `words_W`.
 
-    def run(items_N: Any, coefficients_T: Any, multipliers_I: Any, sums_C: Any, digests_L: Any) -> None:
-        _add_rows(items_N, coefficients_T, 0, coefficients_T.shape[0], sums_C)
-        _add_up(sums_C, coefficients_T, multipliers_I, digests_L)
+    Behind them it has a word for each item of a row, for the loop's own use.
+    """
+
+    def run(items_TLI: Any, coefficients_T: Any, multipliers_I: Any, words_W: Any) -> None:
+        layers = items_TLI.shape[1]
+        sums_C = words_W[layers:]
+        sums_C[:] = np.uint64(0)
+        _add_rows(items_TLI.reshape(-1), coefficients_T, 0, coefficients_T.shape[0], sums_C)
+        _add_up(sums_C, coefficients_T, multipliers_I, words_W[:layers])
 
     return _jit(types.void(*_summed_arguments(item_bytes)))(run)
 
 
-def checked_rows(item_bytes: int, id_bytes: int, *, items: int, num_experts: int) -> Any:
-    """f(items_N, coefficients_T, multipliers_I, sums_C, digests_L, last_E): as `row_sums`, and are all ids in range and distinct?
-
-    Rows of coefficient 0 count for nothing. `items` make a row of one layer. `last_E`: int64, -1 for each expert.
-    """
-    if items > _COMPARED_ITEMS:
-        return _tabled_rows(item_bytes, id_bytes, items)
-    return _compared_rows(item_bytes, id_bytes, items, num_experts <= 1 << 8 * id_bytes - 1)
-
-
 @lru_cache(maxsize=16)
-def _compared_rows(item_bytes: int, id_bytes: int, items: int, low: bool) -> Any:
-    """All ids of an item are compared with all ids of another at once, and then with the other turned by one id, by two, ...
+def checked_rows(item_bytes: int, id_bytes: int, *, slots: int) -> Any:
+    """f(items_TLI, coefficients_T, multipliers_I, words_W, num_experts): as `row_sums`, and are all ids in range and distinct?
 
-    `low`: no id in range has its top bit set. A block of rows is checked as one, which leaves no odd ends, and then summed.
+    Rows of coefficient 0 count for nothing. A block of rows is checked as one, and then summed while it is in the cache.
     """
-    item_of: Any = getattr(np, f"uint{8 * item_bytes}")
-    bits, id_bits, ids = 8 * item_bytes, 8 * id_bytes, item_bytes // id_bytes
-    ones = item_of(sum(1 << id_bits * index for index in range(ids)))
-    tops = item_of(int(ones) << id_bits - 1)
-    rest = item_of(~tops)
-    limit, block_bytes = 1 << id_bits - int(low), _CHECKED_BYTES
+    id_of: Any = getattr(np, f"uint{8 * id_bytes}")
+    vector_bytes = max(_VECTOR_BYTES, 1 << (slots * id_bytes - 1).bit_length())
+    lanes = vector_bytes // id_bytes if vector_bytes <= _LONGEST_BYTES else slots
+    lines, vectors, block_bytes = lanes // slots, vector_bytes <= _LONGEST_BYTES, _CHECKED_BYTES
 
     def run(
-        items_N: Any, coefficients_T: Any, multipliers_I: Any, sums_C: Any, digests_L: Any, last_E: Any
+        items_TLI: Any, coefficients_T: Any, multipliers_I: Any, words_W: Any, num_experts: int
     ) -> bool:
-        width, rows, first = sums_C.shape[0], coefficients_T.shape[0], 0
-        num_experts = last_E.shape[0]
-        beyond, bad = item_of(item_of(limit - num_experts) * ones), item_of(0)
+        rows, layers = items_TLI.shape[:2]
+        items_N, first, sound = items_TLI.reshape(-1), 0, True
+        ids_N, sums_C = items_N.view(id_of), words_W[layers:]
+        sums_C[:] = np.uint64(0)
         while first < rows:
-            end = _counted_until(coefficients_T, first, max(1, block_bytes // (width * item_bytes)))
-            items_B = items_N[first * width : end * width]
-            for line in range(items_B.shape[0] // items):
-                at, wrong = np.uint64(line) * np.uint64(items), item_of(0)
-                for a in range(items):
-                    word = items_B[at + np.uint64(a)]
-                    if low:
-                        wrong |= item_of(word | item_of(word + beyond))
-                    else:
-                        wrong |= item_of(word & item_of(item_of(word & rest) + beyond))
-                    for b in range(a + 1):
-                        other = items_B[at + np.uint64(b)]
-                        # Within one item turns by up to half make every pair.
-                        for turn in range(int(a == b), ids // 2 + 1 if a == b else ids):
-                            back = (bits - turn * id_bits) % bits
-                            turned = item_of(
-                                item_of(word << item_of(turn * id_bits)) | item_of(word >> item_of(back))
-                            )
-                            apart = item_of(other ^ turned)
-                            # A top bit is set where two ids are equal: exact as a test of the whole item.
-                            if low:
-                                wrong |= item_of(~item_of(apart + rest))
-                            else:
-                                wrong |= item_of(item_of(apart - ones) & item_of(~apart))
-                bad |= wrong
+            end = _counted_until(coefficients_T, first, max(1, block_bytes // (sums_C.shape[0] * item_bytes)))
+            ids_B = ids_N[first * layers * slots : end * layers * slots]
+            loads = 0
+            if vectors and ids_B.shape[0] >= lanes:  # no vector reads past the block
+                loads = (ids_B.shape[0] - lanes) // (lines * slots) + 1
+                sound &= _all_sound(ids_B, loads, num_experts, slots, lanes)
+            for line in range(loads * lines, ids_B.shape[0] // slots):
+                sound &= _is_sound(ids_B[line * slots : (line + 1) * slots], num_experts)
             _add_rows(items_N, coefficients_T, first, end, sums_C)
             first = max(end, first + 1)
-        _add_up(sums_C, coefficients_T, multipliers_I, digests_L)
-        return item_of(bad & tops) == item_of(0)
+        _add_up(sums_C, coefficients_T, multipliers_I, words_W[:layers])
+        return sound
 
-    return _jit(types.boolean(*_summed_arguments(item_bytes), types.int64[::1]))(run)
+    return _jit(types.boolean(*_summed_arguments(item_bytes), types.int64))(run)
 
 
 @_inlined
-def _distinct(ids_N: Any, first: int, end: int, slots: int, last_E: Any) -> bool:
-    """Whether the lines [first, end) of `slots` ids each are sound; the table remembers the last line that named each expert."""
-    for line in range(first, end):
-        for slot in range(slots):
-            expert = np.uint64(ids_N[line * slots + slot])
-            if expert >= np.uint64(last_E.shape[0]) or last_E[expert] == line:
-                return False
-            last_E[expert] = line
-    return True
+def _is_sound(ids_K: Any, num_experts: int) -> bool:
+    sound = True
+    for slot in range(ids_K.shape[0]):
+        sound &= np.int64(ids_K[slot]) < num_experts
+        for other in range(slot):
+            sound &= ids_K[slot] != ids_K[other]
+    return sound
 
 
-@lru_cache(maxsize=16)
-def _tabled_rows(item_bytes: int, id_bytes: int, items: int) -> Any:
-    id_of: Any = getattr(np, f"uint{8 * id_bytes}")
-    slots = items * item_bytes // id_bytes
+@_intrinsic(prefer_literal=True)
+def _all_sound(_typing: Any, ids_N: Any, loads: Any, num_experts: Any, slots: Any, lanes: Any) -> Any:
+    """Whether all ids of so many vectors are in range and distinct within their line. A vector has whole lines, and a rest."""
+    width, used = lanes.literal_value, lanes.literal_value // slots.literal_value * slots.literal_value
+    item: Any = ir.IntType(ids_N.dtype.bitwidth)
+    vector = ir.VectorType(item, width)
+    zeros, rest = ir.Constant(vector, [0] * width), ir.Constant(vector, [0] * used + [-1] * (width - used))
 
-    def run(
-        items_N: Any, coefficients_T: Any, multipliers_I: Any, sums_C: Any, digests_L: Any, last_E: Any
-    ) -> bool:
-        ids_N, layers, sound = items_N.view(id_of), digests_L.shape[0], True
-        for row in range(coefficients_T.shape[0]):
-            if sound and coefficients_T[row] != np.uint64(0):
-                sound = _distinct(ids_N, row * layers, (row + 1) * layers, slots, last_E)
-            _add_rows(items_N, coefficients_T, row, row + 1, sums_C)
-        _add_up(sums_C, coefficients_T, multipliers_I, digests_L)
-        return sound
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        def call(name: str, result: Any, *arguments: Any) -> Any:
+            kind = ir.FunctionType(result, [vector] * len(arguments))
+            name = f"llvm.{name}.v{width}i{item.width}"
+            return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
 
-    return _jit(types.boolean(*_summed_arguments(item_bytes), types.int64[::1]))(run)
+        begin = context.make_array(signature.args[0])(context, builder, values[0]).data
+        least, most = (cgutils.alloca_once(builder, vector) for _ in range(2))
+        builder.store(ir.Constant(vector, [-1] * width), least)
+        builder.store(zeros, most)
+        with cgutils.for_range(builder, values[1]) as loop:
+            first = builder.gep(begin, [builder.mul(loop.index, ir.Constant(loop.index.type, used))])
+            ids = builder.load(builder.bitcast(first, vector.as_pointer()), align=item.width // 8)
+            for difference in _differences(builder, ids, slots.literal_value):
+                builder.store(call("umin", vector, builder.load(least), difference), least)
+            builder.store(call("umax", vector, builder.load(most), ids), most)
+        closest = call("vector.reduce.umin", item, builder.or_(builder.load(least), rest))
+        highest = call("vector.reduce.umax", item, builder.and_(builder.load(most), builder.not_(rest)))
+        in_range = builder.icmp_unsigned("<", builder.zext(highest, values[2].type), values[2])
+        return builder.and_(in_range, builder.icmp_unsigned("!=", closest, ir.Constant(item, 0)))
+
+    return types.boolean(ids_N, types.int64, types.int64, slots, lanes), generate
+
+
+def _differences(builder: Any, ids: Any, slots: int) -> Iterator[Any]:
+    """Vectors that have a 0 where two ids of a line are equal; a line is `slots` ids.
+
+    A line beside itself, turned by one id, by two, ... up to half: that makes every pair. Turning goes fastest within 16 bytes,
+    so a line is turned in units of up to 16 bytes that divide it, and then unit past unit.
+    """
+    lanes, id_bytes = ids.type.count, ids.type.element.width // 8
+    unit = min(16, slots * id_bytes & -(slots * id_bytes)) // id_bytes
+    units = slots // unit
+
+    def turned(source: Callable[[int], int]) -> Any:
+        """Each line with lane `source(i)` of its own in lane i."""
+        places = [i - i % slots + source(i % slots) if i < lanes // slots * slots else i for i in range(lanes)]
+        return builder.shuffle_vector(ids, ids, ir.Constant(ir.VectorType(ir.IntType(32), lanes), places))
+
+    within = [turned(lambda i, by=by: i - i % unit + (i + by) % unit) for by in range(unit)]
+    for by in range(1, unit // 2 + 1):
+        yield builder.xor(ids, within[by])
+    for by in range(1, units // 2 + 1):
+        other = turned(lambda i, by=by: (i + by * unit) % slots)
+        for own in within[: unit // 2 + 1 if 2 * by == units else unit]:
+            yield builder.xor(own, other)
 
 
 def _summed_arguments(item_bytes: int) -> tuple[Any, ...]:
     words = _read_only(types.uint64)
-    return _read_only(_item_type(item_bytes)), words, words, types.uint64[::1], types.uint64[::1]
+    return _read_only(_item_type(item_bytes), 3), words, words, types.uint64[::1]
 
 
 # -- rows of one layer ------------------------------------------------------------------------------------------------------
 
 
+@_inlined
+def _widen(ids_N: Any, wide_N: Any) -> None:
+    for index in range(ids_N.shape[0]):
+        at = np.uint64(index)
+        wide_N[at] = ids_N[at]
+
+
+@_inlined
+def _weighed(item: Any, weight: Any) -> Any:
+    """What one item of a row adds to the digest."""
+    return (_mixed(item) + OFFSET) * weight
+
+
 @lru_cache(maxsize=4)
-def column_sums(item_bytes: int) -> Any:
-    """f(items_RI, runs_N5, coefficients_P, multipliers_I, digests_S): add each run of rows to the digest of its sample.
+def column_sums(item_bytes: int, id_bytes: int, *, items: int) -> Any:
+    """f(items_RI, runs_N5, weights_PI, digests_S, words_RW): add each run of rows to the digest of its sample; widen all ids.
 
-    False where a run lies outside of the arrays.
+    False, and nothing is written, where a run lies outside of the arrays.
 
-    runs_N5: sample, position of the first row, first row, rows between two of the run, rows; see `wire.digest.HostRuns`.
+    runs_N5     sample, position of the first row, first row, rows between two of the run, rows; see `wire.digest.HostRuns`
+    weights_PI  of each position and item: the coefficient times the multiplier
+    words_RW    int32: no words, or one or two for each id, which are then that id as int32 or int64
     """
+    id_of: Any = {1: np.uint8, 2: np.int16}[id_bytes]
 
-    def run(items_RI: Any, runs_N5: Any, coefficients_P: Any, multipliers_I: Any, digests_S: Any) -> bool:
-        items_N = items_RI.reshape(-1)
+    def run(items_RI: Any, runs_N5: Any, weights_PI: Any, digests_S: Any, words_RW: Any) -> bool:
+        items_N, weights_N = items_RI.reshape(-1), weights_PI.reshape(-1)
         for number in range(runs_N5.shape[0]):
             sample, position, first = runs_N5[number, 0], runs_N5[number, 1], runs_N5[number, 2]
             step, rows = runs_N5[number, 3], runs_N5[number, 4]
-            inside = 0 <= sample < digests_S.shape[0] and 0 <= position <= coefficients_P.shape[0] - rows
+            inside = 0 <= sample < digests_S.shape[0] and 0 <= position <= weights_PI.shape[0] - rows
             last = first + step * (rows - 1)  # of an empty run: before its first
             if not inside or first < 0 or step < 1 or rows < 0 or last >= items_RI.shape[0]:
                 return False
-            coefficients_T, total = coefficients_P[position : position + rows], np.uint64(0)
-            if items_RI.shape[1] == 1 and step == 1:
-                items_T = items_N[first : first + rows]
-                for row in range(rows):
-                    at = np.uint64(row)
-                    total += (_mixed(items_T[at]) + OFFSET) * coefficients_T[at]
+        ids_N, words_N = items_N.view(id_of), words_RW.reshape(-1)
+        if words_N.shape[0] == ids_N.shape[0]:
+            _widen(ids_N, words_N)
+        elif words_N.shape[0] > 0:
+            _widen(ids_N, words_N.view(np.int64))
+        for number in range(runs_N5.shape[0]):
+            sample, position, first = runs_N5[number, 0], runs_N5[number, 1], runs_N5[number, 2]
+            step, rows = runs_N5[number, 3], runs_N5[number, 4]
+            total, weights_R = np.uint64(0), weights_N[position * items : (position + rows) * items]
+            if step == 1:
+                items_R = items_N[first * items : (first + rows) * items]
+                for index in range(rows * items):
+                    at = np.uint64(index)
+                    total += _weighed(items_R[at], weights_R[at])
             else:
                 for row in range(rows):
-                    total += _row_word(items_RI[first + row * step], multipliers_I) * coefficients_T[row]
+                    own = (first + row * step) * items
+                    for index in range(items):
+                        total += _weighed(items_N[np.uint64(own + index)], weights_R[np.uint64(row * items + index)])
             digests_S[sample] += total
         return True
 
-    words = _read_only(types.uint64)
-    items, runs = _read_only(_item_type(item_bytes), 2), _read_only(types.int64, 2)
-    return _jit(types.boolean(items, runs, words, words, types.uint64[::1]))(run)
+    rows, runs = _read_only(_item_type(item_bytes), 2), _read_only(types.int64, 2)
+    weights, words = _read_only(types.uint64, 2), types.Array(types.int32, 2, "C")
+    return _jit(types.boolean(rows, runs, weights, types.uint64[::1], words))(run)
 
 
 # -- from rows of all layers to one layer after another ---------------------------------------------------------------------
@@ -432,13 +467,30 @@ def place_runs(item_bytes: int, *, items: int) -> Callable[[Any, Any, int, Any, 
     return placed
 
 
+@_intrinsic
+def _unpack(_typing: Any, low: Any, bits: Any, to: Any) -> Any:
+    """As many ids as one instruction makes: where their low bytes lie, their ninth bits, and where they go, by address."""
+    count, byte = _NINE_BITS_AT_ONCE, ir.IntType(8)
+    ids = ir.VectorType(ir.IntType(16), count)
+
+    def generate(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        def read(address: Any, kind: Any) -> Any:
+            return builder.load(builder.inttoptr(address, kind.as_pointer()), align=1)
+
+        ninth = builder.bitcast(read(values[1], ir.IntType(count)), ir.VectorType(ir.IntType(1), count))
+        high = builder.shl(builder.zext(ninth, ids), ir.Constant(ids, [8] * count))
+        whole = builder.or_(builder.zext(read(values[0], ir.VectorType(byte, count)), ids), high)
+        builder.store(whole, builder.inttoptr(values[2], ids.as_pointer()), align=2)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
+
+
 @_jit(types.void(_read_only(types.uint8), _read_only(types.uint8), types.Array(types.int16, 1, "C")))
 def unpack9(low_N: Any, bits_B: Any, out_N: Any) -> None:
-    """Ids of nine bits from their plane of low bytes and their plane of ninth bits, eight at a time."""
-    whole = out_N.shape[0] // 8
-    for index in range(whole):
-        bits, at = np.int16(bits_B[index]), 8 * index
-        for k in range(8):
-            out_N[at + k] = np.int16(low_N[at + k]) | (((bits >> k) & np.int16(1)) << 8)
-    for at in range(8 * whole, out_N.shape[0]):
+    """Ids of nine bits from their plane of low bytes and their plane of ninth bits."""
+    count = out_N.shape[0] // _NINE_BITS_AT_ONCE * _NINE_BITS_AT_ONCE
+    for at in range(0, count, _NINE_BITS_AT_ONCE):
+        _unpack(low_N.ctypes.data + at, bits_B.ctypes.data + at // 8, out_N.ctypes.data + 2 * at)
+    for at in range(count, out_N.shape[0]):
         out_N[at] = np.int16(low_N[at]) | ((np.int16(bits_B[at >> 3]) >> (at & 7) & np.int16(1)) << 8)

@@ -20,6 +20,7 @@ from r3channel.wire.mixing import OFFSET, Ids, Words, coefficients, mixed, multi
 _BLOCK_ROWS = 32768
 """Rows searched at once by numpy: 256 kB of uint8 ids at K = 8, within a second-level cache."""
 _SUMMED_BYTES = 256 << 10
+_WORDS = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 
 
 @lru_cache(maxsize=1)
@@ -49,13 +50,12 @@ def checked(
         valid_TLK = expert_ids_TLK if valid_T is None else expert_ids_TLK[valid_T]
         sound = not out_of_range(valid_TLK, num_experts=num_experts) and find_duplicate(valid_TLK) is None
         return sound, summed(items_TLI, coefficients_T)
-    (_, layers, items), id_bytes = items_TLI.shape, expert_ids_TLK.itemsize
-    check = compiled.checked_rows(items_TLI.itemsize, id_bytes, items=items, num_experts=num_experts)
-    sums_C, digests_L = np.zeros(layers * items, np.uint64), np.empty(layers, np.uint64)
-    last_E = np.full(num_experts, -1, np.int64)
-    return check(
-        items_TLI.reshape(-1), coefficients_T, multipliers(items), sums_C, digests_L, last_E
-    ), digests_L
+    layers, items = items_TLI.shape[1:]
+    check = compiled.checked_rows(
+        items_TLI.itemsize, expert_ids_TLK.itemsize, slots=expert_ids_TLK.shape[2]
+    )
+    words_W = np.empty(layers * (1 + items), np.uint64)
+    return check(items_TLI, coefficients_T, multipliers(items), words_W, num_experts), words_W[:layers]
 
 
 def warm(spec: RoutingSpec) -> None:
@@ -125,8 +125,7 @@ def item_bytes(row_bytes: int) -> int:
 
 def items_of(ids: Ids) -> Ids:
     """[..., items]: each row's ids as unsigned words; a view where they are contiguous and aligned."""
-    size = item_bytes(ids.shape[-1] * ids.itemsize)
-    items = np.ascontiguousarray(ids).view(f"u{size}")
+    items = np.ascontiguousarray(ids).view(_WORDS[item_bytes(ids.shape[-1] * ids.itemsize)])
     return items if items.flags.aligned else items.copy()
 
 
@@ -142,10 +141,9 @@ def summed(items_TLI: Ids, coefficients_T: Words) -> Words:
         return np.zeros(0, np.uint64)
     factors_I = multipliers(items)
     if compiled is not None:
-        sums_C, digests_L = np.zeros(layers * items, np.uint64), np.empty(layers, np.uint64)
-        sums = compiled.row_sums(items_TLI.itemsize)
-        sums(items_TLI.reshape(-1), coefficients_T, factors_I, sums_C, digests_L)
-        return digests_L
+        words_W = np.empty(layers * (1 + items), np.uint64)
+        compiled.row_sums(items_TLI.itemsize)(items_TLI, coefficients_T, factors_I, words_W)
+        return words_W[:layers]
     sums_LI, step = np.zeros((layers, items), np.uint64), max(1, _SUMMED_BYTES // (8 * layers * items))
     for at in range(0, rows, step):
         block_TC = mixed(items_TLI[at : at + step]).reshape(-1, sums_LI.size)
