@@ -217,11 +217,13 @@ class Router:
         self._wide = torch.empty((0, 0), dtype=torch.int32)
 
     def take(self, ids_RK: torch.Tensor) -> torch.Tensor:
-        if ids_RK.dtype == torch.int32:
-            return ids_RK
+        return ids_RK if ids_RK.dtype == torch.int32 else self.memory(ids_RK).copy_(ids_RK)
+
+    def memory(self, ids_RK: torch.Tensor) -> torch.Tensor:
+        """Where these ids go; what was there before is over."""
         if len(self._wide) < len(ids_RK):
             self._wide = torch.empty(ids_RK.shape, dtype=torch.int32)
-        return self._wide[: len(ids_RK)].copy_(ids_RK)
+        return self._wide[: len(ids_RK)]
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:
@@ -287,13 +289,12 @@ class ChannelTaking:
         self.receiver.join()
 
     def take(self, payload: Any) -> float:
-        """Layer by layer, what a router is about to take is held against the engines' digests, as `ReplayDriver` does it."""
+        """Layer by layer, what a router takes is widened and held against the engines' digests, as `ReplayDriver` does it."""
         shard = self._shard = self.receiver.receive(Ticket.from_bytes(payload))
         held_s = time.monotonic()
         for number, layer in _each(shard):
             ids_RK = shard.layer_ids(number, layer)
-            shard.check_digest(number, layer, ids_RK)
-            self._router.take(ids_RK)
+            shard.check_digest(number, layer, ids_RK, self._router.memory(ids_RK))
         return held_s
 
     def blank(self) -> None:

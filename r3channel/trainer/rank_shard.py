@@ -66,9 +66,11 @@ class RankShard:
         parts = [parts[slot] for parts in slot_parts(shard, data_N)]
         return cls(ticket, shard, torch.cat(parts) if parts else data_N[:0], tp=tp, invalid_rows=invalid_rows)
 
-    def check_digest(self, microbatch: int, layer: int, ids_RK: torch.Tensor) -> None:
-        """See `trainer.router.StepRouting`. Does nothing where the shard came without digests."""
-        self._handed.check(microbatch, layer, ids_RK)
+    def check_digest(
+        self, microbatch: int, layer: int, ids_RK: torch.Tensor, wide_RK: torch.Tensor | None = None
+    ) -> None:
+        """See `trainer.router.StepRouting`. Checks nothing where the shard came without digests."""
+        self._handed.check(microbatch, layer, ids_RK, wide_RK)
 
     def verified(self) -> None:
         self._handed.verified()

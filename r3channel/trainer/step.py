@@ -249,13 +249,13 @@ class ReplayStep:
         )
         ids_RK = self._routing.layer_ids(call.microbatch, handle.layer) if kept is None else kept
         _check_rows(handle, call, ids_RK, tokens)
-        self._routing.check_digest(call.microbatch, handle.layer, ids_RK)
+        # Only the running layer is ever widened; each call into memory of its own, which autograd keeps.
+        wide_RK = torch.empty(ids_RK.shape, dtype=index_dtype(ids_RK.device), device=ids_RK.device)
+        self._routing.check_digest(call.microbatch, handle.layer, ids_RK, wide_RK)
         self._calls[call.pass_name, handle.layer, call.microbatch] += 1
         self._rows[call.pass_name] += tokens
-        if call.pass_name == "recompute":
-            wide_RK = ids_RK.to(index_dtype(ids_RK.device))
-        else:
-            wide_RK = self._beside_live(handle, call, ids_RK, live_topk)
+        if call.pass_name != "recompute":
+            wide_RK = self._beside_live(handle, call, wide_RK, live_topk, kept_as=ids_RK.dtype)
         if handle.counts is not None and torch.is_grad_enabled():  # the call in which the router counts
             _uncount(handle.counts, wide_RK, self._routing.padding_rows(call.microbatch))
         return call, wide_RK
@@ -279,10 +279,15 @@ class ReplayStep:
         return call
 
     def _beside_live(
-        self, handle: RouterHandle, call: RouterCall, ids_RK: torch.Tensor, live_topk: LiveTopk
+        self,
+        handle: RouterHandle,
+        call: RouterCall,
+        wide_RK: torch.Tensor,
+        live_topk: LiveTopk,
+        *,
+        kept_as: torch.dtype,
     ) -> torch.Tensor:
-        """The ids widened, live choices in the rows that have none; the audit sees both."""
-        wide_RK = ids_RK.to(index_dtype(ids_RK.device))  # only the running layer is ever widened
+        """The ids, live choices in the rows that have none; the audit sees both."""
         live_R = self._routing.live_rows(call.microbatch)
         seen = self.audit.observer(handle.layer, call.microbatch) if self.audit is not None else None
         if live_R is None and seen is None:
@@ -294,7 +299,7 @@ class ReplayStep:
             return wide_RK
         mixed_RK = torch.where(live_R[:, None], live_RK, wide_RK)
         if call.pass_name == "forward" and _is_recomputed(handle):
-            self._kept[call.microbatch, handle.layer] = mixed_RK.to(ids_RK.dtype)
+            self._kept[call.microbatch, handle.layer] = mixed_RK.to(kept_as)
         return mixed_RK
 
 

@@ -97,7 +97,9 @@ def column_digests(rows_RK: Ids, runs: HostRuns, wide_RK: Ids | None = None) -> 
     The same pass writes all ids to `wide_RK`, C-contiguous [R, K] of int32 or int64.
     """
     if wide_RK is not None and (wide_RK.shape != rows_RK.shape or wide_RK.dtype not in _WIDE):
-        raise UsageError(f"ids {list(rows_RK.shape)} cannot be widened into {wide_RK.dtype}{list(wide_RK.shape)}")
+        raise UsageError(
+            f"ids {list(rows_RK.shape)} cannot be widened into {wide_RK.dtype}{list(wide_RK.shape)}"
+        )
     items_RI, digests_S = items_of(rows_RK), np.zeros(runs.samples, np.uint64)
     if runs.add is not None:
         words_RW = _NOTHING if wide_RK is None else wide_RK.view(np.int32)
@@ -109,7 +111,10 @@ def column_digests(rows_RK: Ids, runs: HostRuns, wide_RK: Ids | None = None) -> 
         wide_RK[:] = rows_RK
     words_RI = mixed(items_RI) + OFFSET
     for sample, position, first, step, rows in runs.runs_N5.tolist():
-        own_TI, weights_TI = words_RI[first : first + step * rows : step], runs.weights_PI[position : position + rows]
+        own_TI, weights_TI = (
+            words_RI[first : first + step * rows : step],
+            runs.weights_PI[position : position + rows],
+        )
         digests_S[sample] += (own_TI * weights_TI).sum(dtype=np.uint64)
     return digests_S
 

@@ -206,9 +206,7 @@ def checked_rows(item_bytes: int, id_bytes: int, *, slots: int) -> Any:
     lanes = vector_bytes // id_bytes if vector_bytes <= _LONGEST_BYTES else slots
     lines, vectors, block_bytes = lanes // slots, vector_bytes <= _LONGEST_BYTES, _CHECKED_BYTES
 
-    def run(
-        items_TLI: Any, coefficients_T: Any, multipliers_I: Any, words_W: Any, num_experts: int
-    ) -> bool:
+    def run(items_TLI: Any, coefficients_T: Any, multipliers_I: Any, words_W: Any, num_experts: int) -> bool:
         rows, layers = items_TLI.shape[:2]
         items_N, first, sound = items_TLI.reshape(-1), 0, True
         ids_N, sums_C = items_N.view(id_of), words_W[layers:]
@@ -284,7 +282,9 @@ def _differences(builder: Any, ids: Any, slots: int) -> Iterator[Any]:
 
     def turned(source: Callable[[int], int]) -> Any:
         """Each line with lane `source(i)` of its own in lane i."""
-        places = [i - i % slots + source(i % slots) if i < lanes // slots * slots else i for i in range(lanes)]
+        places = [
+            i - i % slots + source(i % slots) if i < lanes // slots * slots else i for i in range(lanes)
+        ]
         return builder.shuffle_vector(ids, ids, ir.Constant(ir.VectorType(ir.IntType(32), lanes), places))
 
     within = [turned(lambda i, by=by: i - i % unit + (i + by) % unit) for by in range(unit)]
@@ -356,7 +356,9 @@ def column_sums(item_bytes: int, id_bytes: int, *, items: int) -> Any:
                 for row in range(rows):
                     own = (first + row * step) * items
                     for index in range(items):
-                        total += _weighed(items_N[np.uint64(own + index)], weights_R[np.uint64(row * items + index)])
+                        total += _weighed(
+                            items_N[np.uint64(own + index)], weights_R[np.uint64(row * items + index)]
+                        )
             digests_S[sample] += total
         return True
 
@@ -488,9 +490,14 @@ def _unpack(_typing: Any, low: Any, bits: Any, to: Any) -> Any:
 
 @_jit(types.void(_read_only(types.uint8), _read_only(types.uint8), types.Array(types.int16, 1, "C")))
 def unpack9(low_N: Any, bits_B: Any, out_N: Any) -> None:
-    """Ids of nine bits from their plane of low bytes and their plane of ninth bits."""
-    count = out_N.shape[0] // _NINE_BITS_AT_ONCE * _NINE_BITS_AT_ONCE
-    for at in range(0, count, _NINE_BITS_AT_ONCE):
-        _unpack(low_N.ctypes.data + at, bits_B.ctypes.data + at // 8, out_N.ctypes.data + 2 * at)
-    for at in range(count, out_N.shape[0]):
-        out_N[at] = np.int16(low_N[at]) | ((np.int16(bits_B[at >> 3]) >> (at & 7) & np.int16(1)) << 8)
+    """Ids of nine bits from their plane of low bytes and their plane of ninth bits, neither of which is aligned.
+
+    The second vector may begin within the first, so that from there on none is written across two cache lines.
+    """
+    low, bits, out, ids = low_N.ctypes.data, bits_B.ctypes.data, out_N.ctypes.data, out_N.shape[0]
+    at, aligned = 0, (-out & (_LINE_BYTES - 1)) // 2
+    while at <= ids - _NINE_BITS_AT_ONCE:
+        _unpack(low + at, bits + at // 8, out + 2 * at)
+        at = aligned if at == 0 and aligned > 0 and aligned % 8 == 0 else at + _NINE_BITS_AT_ONCE
+    for rest in range(at, ids):
+        out_N[rest] = np.int16(low_N[rest]) | ((np.int16(bits_B[rest >> 3]) >> (rest & 7) & np.int16(1)) << 8)

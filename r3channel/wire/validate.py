@@ -51,9 +51,7 @@ def checked(
         sound = not out_of_range(valid_TLK, num_experts=num_experts) and find_duplicate(valid_TLK) is None
         return sound, summed(items_TLI, coefficients_T)
     layers, items = items_TLI.shape[1:]
-    check = compiled.checked_rows(
-        items_TLI.itemsize, expert_ids_TLK.itemsize, slots=expert_ids_TLK.shape[2]
-    )
+    check = compiled.checked_rows(items_TLI.itemsize, expert_ids_TLK.itemsize, slots=expert_ids_TLK.shape[2])
     words_W = np.empty(layers * (1 + items), np.uint64)
     return check(items_TLI, coefficients_T, multipliers(items), words_W, num_experts), words_W[:layers]
 
