@@ -22,8 +22,9 @@ from r3channel.plan.shards import Plan, ShardKey
 from r3channel.plan.stream import Stream, Stretches
 from r3channel.plan.ticket import TicketSample
 from r3channel.wire.digest import coefficients, item_bytes_of, layer_digests
+from r3channel.wire.mixing import multipliers
 from r3channel.wire.routing import Ids
-from r3channel.wire.validate import kernels
+from r3channel.wire.validate import items_of, kernels
 
 _BLOCK_BYTES = 96 << 10
 """Transposed at once by numpy, so that both sides stay in the level-2 cache."""
@@ -58,9 +59,8 @@ class Placement:
         self._id_bytes = spec.top_k * spec.id_dtype.itemsize
         columns = {column: index for index, column in enumerate(stream.columns)}
         self._sources_L = np.asarray([columns[source] for source in shard.sources], np.int64)
-        self._coefficients_P = coefficients(
-            0, max((batch.seq_len for batch in shard.microbatches), default=1)
-        )
+        ends = stream.stretches.position + stream.stretches.rows
+        self._coefficients_P = coefficients(0, int(ends.max(initial=0)))
 
     def pads(self) -> None:
         """Write the rows that do not travel."""
@@ -86,23 +86,25 @@ class Placement:
         compiled, stream = kernels(), self._stream
         if compiled is None:
             return False
-        item = item_bytes_of(stream.shard.spec)
-        run, rows = stretches.run, stretches.rows
-        row_bytes = len(stream.columns) * self._id_bytes
+        run, rows, spec = stretches.run, stretches.rows, stream.shard.spec
         if source_TLK is None:
+            source_TLK = np.empty((0, len(stream.columns), spec.top_k), spec.id_dtype)
             source, real = np.zeros_like(rows), np.zeros_like(rows)
         else:
-            source, real = source_TLK.ctypes.data + stretches.begin[:-1] * row_bytes, rows
+            source, real = stretches.begin[:-1], rows
         slot = stream.runs.slot[run]
         sample = slot * len(stream.samples) + np.maximum(stream.sample_of[run], 0)
-        first, layer_bytes, step = self._layout(stretches)
-        first = first + self._buffer_N.ctypes.data
-        table = np.stack((source, real, rows, first, layer_bytes, step, stretches.position, sample), axis=1)
+        layout = self._layout(stretches)
+        table = np.stack((source, real, rows, *layout, stretches.position, sample), axis=1)
         slots, samples, layers = digests_CSL.shape
-        digests = digests_CSL.reshape(slots * samples, layers)
-        pads = _pad_items(stream.shard.spec)
-        place = compiled.place_runs(item, items=pads.shape[1])
-        place(table, self._sources_L, row_bytes, pads, self._coefficients_P, digests)
+        digests, pads = digests_CSL.reshape(slots * samples, layers), _pad_items(spec)
+        items = pads.shape[1]
+        place = compiled.place_runs(item_bytes_of(spec), items=items)
+        words = np.empty(len(stream.columns) * (1 + items), np.uint64)
+        place(
+            items_of(source_TLK), table, self._sources_L, self._buffer_N, pads, self._coefficients_P,
+            multipliers(items), digests, words,
+        )  # fmt: skip
         return True
 
     def _in_numpy(self, stretches: Stretches, source_TLK: Ids, digests_CSL: Ids) -> None:

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 import r3channel
-from r3channel.errors import UsageError
 from r3channel.model.spec import RoutingSpec
 from r3channel.wire.digest import item_bytes_of, layer_digests
 from r3channel.wire.kernels import place_runs
-from r3channel.wire.mixing import coefficients
+from r3channel.wire.mixing import coefficients, multipliers
 from r3channel.wire.routing import Ids
+from r3channel.wire.validate import items_of
 from tests.children import run, said_by
 from tests.samples import random_ids, sparse
 
@@ -31,12 +31,13 @@ def placed(spec: RoutingSpec, ids_TLK: Ids, *, widths: int, pads: int, first: in
     pad_ids = np.arange(spec.num_experts * spec.top_k).reshape(-1, spec.top_k) % spec.num_experts
     pads_EI = np.ascontiguousarray(pad_ids.astype(spec.id_dtype)).view(f"u{item}")
     digests = np.ones((3, len(SOURCES)), np.uint64)
-    own, step = target[0, 0, widths - 1].ctypes.data, widths * row_bytes
-    run = [ids_TLK.ctypes.data, rows, rows + pads, own, target[0].nbytes, step, first, 2]
-    table = coefficients(0, first + rows)
+    offset, step = (widths - 1) * row_bytes, widths * row_bytes
+    run = [0, rows, rows + pads, offset, target[0].nbytes, step, first, 2]
     place_runs(item, items=pads_EI.shape[1])(
-        np.array([run]), SOURCES, LAYERS * row_bytes, pads_EI, table, digests
-    )
+        items_of(ids_TLK), np.array([run]), SOURCES, target.reshape(-1).view(np.uint8), pads_EI,
+        coefficients(0, first + rows), multipliers(pads_EI.shape[1]), digests,
+        np.empty(LAYERS * (1 + pads_EI.shape[1]), np.uint64),
+    )  # fmt: skip
     return target, digests
 
 
@@ -57,14 +58,6 @@ def test_rows_of_all_layers_become_layers(experts: int, top_k: int, widths: int,
     assert (target[:, :, : widths - 1] == 77).all()
     assert np.array_equal(digests[2], layer_digests(ids, first_row=9)[SOURCES] + np.uint64(1))
     assert (digests[:2] == 1).all()
-
-
-def test_positions_beyond_the_coefficients_are_refused() -> None:
-    runs = np.array([[0, 4, 4, 0, 0, 8, 7, 0]])
-    with pytest.raises(UsageError, match="position 11, expected at most 10"):
-        place_runs(8, items=1)(
-            runs, SOURCES, 40, np.zeros((128, 1), np.uint64), coefficients(0, 10), np.zeros((1, 4), np.uint64)
-        )
 
 
 PROGRAM = """
