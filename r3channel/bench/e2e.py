@@ -260,12 +260,9 @@ class _Recorded:
     def padding_rows(self, microbatch: int) -> torch.Tensor:
         return ~self._counted
 
-    def check_digest(
-        self, microbatch: int, layer: int, ids_RK: torch.Tensor, wide_RK: torch.Tensor | None = None
-    ) -> None:
+    def check_digest(self, microbatch: int, layer: int, ids_RK: torch.Tensor, wide_RK: torch.Tensor) -> None:
         """Nothing to hold the ids against: they never travelled."""
-        if wide_RK is not None:
-            wide_RK.copy_(ids_RK)
+        wide_RK.copy_(ids_RK)
 
     def verified(self) -> None:
         """As `check_digest`."""

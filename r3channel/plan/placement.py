@@ -64,10 +64,11 @@ class Placement:
 
     def pads(self) -> None:
         """Write the rows that do not travel."""
-        pads = self._stream.pads
-        if not self._compiled(pads, None, self.new_digests()):
+        pads, shard = self._stream.pads, self._stream.shard
+        none_TLK = np.empty((0, len(self._stream.columns), shard.spec.top_k), shard.spec.id_dtype)
+        if not self._compiled(pads, none_TLK, self.new_digests()):
             for _, position, rows, target_LP in self._targets(pads):
-                ids_PK = spread_ids(self._stream.shard.spec, positions_T=np.arange(position, position + rows))
+                ids_PK = spread_ids(shard.spec, positions_T=np.arange(position, position + rows))
                 target_LP[:] = _row_items(ids_PK)
 
     def new_digests(self) -> Ids:
@@ -81,21 +82,17 @@ class Placement:
         if not self._compiled(piece, source_TLK, digests_CSL):
             self._in_numpy(piece, source_TLK, digests_CSL)
 
-    def _compiled(self, stretches: Stretches, source_TLK: Ids | None, digests_CSL: Ids) -> bool:
-        """One call for all; False without numba."""
+    def _compiled(self, stretches: Stretches, source_TLK: Ids, digests_CSL: Ids) -> bool:
+        """One call for all, which are pads where there is no source; False without numba."""
         compiled, stream = kernels(), self._stream
         if compiled is None:
             return False
         run, rows, spec = stretches.run, stretches.rows, stream.shard.spec
-        if source_TLK is None:
-            source_TLK = np.empty((0, len(stream.columns), spec.top_k), spec.id_dtype)
-            source, real = np.zeros_like(rows), np.zeros_like(rows)
-        else:
-            source, real = stretches.begin[:-1], rows
+        real = rows if len(source_TLK) else np.zeros_like(rows)
         slot = stream.runs.slot[run]
         sample = slot * len(stream.samples) + np.maximum(stream.sample_of[run], 0)
         layout = self._layout(stretches)
-        table = np.stack((source, real, rows, *layout, stretches.position, sample), axis=1)
+        table = np.stack((stretches.begin[:-1], real, rows, *layout, stretches.position, sample), axis=1)
         slots, samples, layers = digests_CSL.shape
         digests, pads = digests_CSL.reshape(slots * samples, layers), _pad_items(spec)
         items = pads.shape[1]

@@ -47,6 +47,8 @@ class RankShard:
             )
         self.ticket, self.shard, self.data_N, self.tp = ticket, shard, data_N, tp
         self._handed = RouterDigestCheck(ticket, shard, tp=tp, digests_SL=digests_SL)
+        self.check_digest, self.verified = self._handed.check, self._handed.verified
+        """As `trainer.router.StepRouting` has them. They check nothing where the shard came without digests."""
         self._check_policy(invalid_rows)
         self.staleness: Staleness | None = None
         """The rows' age against the trainer's version; None where the loop names no version."""
@@ -65,15 +67,6 @@ class RankShard:
         slot = tp if shard.tp_slots > 1 else 0
         parts = [parts[slot] for parts in slot_parts(shard, data_N)]
         return cls(ticket, shard, torch.cat(parts) if parts else data_N[:0], tp=tp, invalid_rows=invalid_rows)
-
-    def check_digest(
-        self, microbatch: int, layer: int, ids_RK: torch.Tensor, wide_RK: torch.Tensor | None = None
-    ) -> None:
-        """See `trainer.router.StepRouting`. Checks nothing where the shard came without digests."""
-        self._handed.check(microbatch, layer, ids_RK, wide_RK)
-
-    def verified(self) -> None:
-        self._handed.verified()
 
     @property
     def num_microbatches(self) -> int:

@@ -47,22 +47,20 @@ class RouterDigestCheck:
 
         Raises `DigestMismatch`, or notes it on the GPU.
         """
-        if self._host_SL is None:
-            if wide_RK is not None:
-                wide_RK.copy_(ids_RK)
-            if self._expected_SL is not None:
-                self._note(microbatch, layer, ids_RK, self._expected_SL)
+        if wide_RK is not None and self._host_SL is None:
+            wide_RK.copy_(ids_RK)
+        if self._expected_SL is None:
             return
-        runs, expected_L = self._on_host.get(microbatch) or self._host_runs_of(microbatch)
-        expected = expected_L[self._shard.layers.index(layer)]
-        found_S = column_digests(ids_RK.numpy(), runs, None if wide_RK is None else wide_RK.numpy())
-        if found_S.tobytes() != expected:
-            wrong_S = found_S != np.frombuffer(expected, np.uint64)
-            raise self._mismatch(microbatch, layer, np.flatnonzero(wrong_S).tolist())
-
-    def _note(self, microbatch: int, layer: int, ids_RK: torch.Tensor, expected_SL: torch.Tensor) -> None:
+        index = self._shard.layers.index(layer)
+        if self._host_SL is not None:
+            runs, expected_L = self._on_host.get(microbatch) or self._host_runs_of(microbatch)
+            found_S = column_digests(ids_RK.numpy(), runs, None if wide_RK is None else wide_RK.numpy())
+            if found_S.tobytes() != expected_L[index]:
+                wrong_S = found_S != np.frombuffer(expected_L[index], np.uint64)
+                raise self._mismatch(microbatch, layer, np.flatnonzero(wrong_S).tolist())
+            return
         found = column_digests_torch(ids_RK, self._torch_runs_of(microbatch, ids_RK))
-        differs = found != expected_SL[self._own(microbatch), self._shard.layers.index(layer)]
+        differs = found != self._expected_SL[self._own(microbatch), index]
         before = self._differs.get((microbatch, layer))
         # A recompute asks again: what its forward pass found stays.
         self._differs[microbatch, layer] = differs if before is None else before | differs

@@ -255,7 +255,7 @@ class ReplayStep:
         self._calls[call.pass_name, handle.layer, call.microbatch] += 1
         self._rows[call.pass_name] += tokens
         if call.pass_name != "recompute":
-            wide_RK = self._beside_live(handle, call, wide_RK, live_topk, kept_as=ids_RK.dtype)
+            wide_RK = self._beside_live(handle, call, wide_RK, live_topk)
         if handle.counts is not None and torch.is_grad_enabled():  # the call in which the router counts
             _uncount(handle.counts, wide_RK, self._routing.padding_rows(call.microbatch))
         return call, wide_RK
@@ -279,13 +279,7 @@ class ReplayStep:
         return call
 
     def _beside_live(
-        self,
-        handle: RouterHandle,
-        call: RouterCall,
-        wide_RK: torch.Tensor,
-        live_topk: LiveTopk,
-        *,
-        kept_as: torch.dtype,
+        self, handle: RouterHandle, call: RouterCall, wide_RK: torch.Tensor, live_topk: LiveTopk
     ) -> torch.Tensor:
         """The ids, live choices in the rows that have none; the audit sees both."""
         live_R = self._routing.live_rows(call.microbatch)
@@ -299,7 +293,8 @@ class ReplayStep:
             return wide_RK
         mixed_RK = torch.where(live_R[:, None], live_RK, wide_RK)
         if call.pass_name == "forward" and _is_recomputed(handle):
-            self._kept[call.microbatch, handle.layer] = mixed_RK.to(kept_as)
+            narrow = self._routing.layer_ids(call.microbatch, handle.layer).dtype
+            self._kept[call.microbatch, handle.layer] = mixed_RK.to(narrow)
         return mixed_RK
 
 

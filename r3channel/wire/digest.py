@@ -29,17 +29,6 @@ from r3channel.model.spec import RoutingSpec
 from r3channel.wire.mixing import OFFSET, Ids, Words, coefficients, mixed, multipliers
 from r3channel.wire.validate import counted, item_bytes, items_of, kernels, summed
 
-__all__ = [
-    "HostRuns",
-    "TorchRuns",
-    "coefficients",
-    "column_digests",
-    "column_digests_torch",
-    "fold",
-    "item_bytes_of",
-    "layer_digests",
-]
-
 
 def item_bytes_of(spec: RoutingSpec) -> int:
     """Bytes of an item of this model's rows."""
@@ -115,7 +104,7 @@ def column_digests(rows_RK: Ids, runs: HostRuns, wide_RK: Ids | None = None) -> 
             words_RI[first : first + step * rows : step],
             runs.weights_PI[position : position + rows],
         )
-        digests_S[sample] += (own_TI * weights_TI).sum(dtype=np.uint64)
+        digests_S[sample : sample + 1] += (own_TI * weights_TI).sum(dtype=np.uint64)
     return digests_S
 
 
@@ -161,10 +150,8 @@ class TorchRuns:
         if item_bytes_of(spec) < 8:  # an item is a sum of ids, each shifted to its place
             shifts = np.arange(ids, dtype=np.uint64) * np.uint64(8 * size)
             factors_I = (factors_I[:, None] << shifts).reshape(-1)
-        coefficient_R, factor_I = (
-            tensor(coefficient_R.view(np.int64)),
-            tensor(factors_I.view(np.int64).copy()),
-        )
+        words = (coefficient_R, factors_I.copy())  # the factors are read-only
+        coefficient_R, factor_I = (tensor(own.view(np.int64)) for own in words)
         return cls(samples, tensor(sample_R), coefficient_R, factor_I, int(offset[0]))
 
 

@@ -22,7 +22,7 @@ from numba.core import cgutils
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic as _numba_intrinsic
 
-from r3channel.wire.mixing import OFFSET, multipliers
+from r3channel.wire.mixing import OFFSET
 
 _intrinsic: Any = _numba_intrinsic  # the typing context that it passes is not in its annotations
 _LINE_BYTES = 64
@@ -32,8 +32,6 @@ _CHECKED_BYTES = 16 << 10
 """Rows that are checked, and then summed, before the next ones: within a level-1 cache."""
 _VECTOR_BYTES = 64
 """Lines that are checked at once: one register with AVX-512, two with AVX2; 32 and 128 are slower with both."""
-_LONGEST_BYTES = 256
-"""Lines longer than this are compared id by id: turning them in registers takes minutes to compile."""
 _NINE_BITS_AT_ONCE = 32
 """Ids whose ninth bits are one word."""
 _BLOCK_ROWS = 128
@@ -93,14 +91,11 @@ def _copy(_typing: Any, _to: Any, _from: Any, size: Any, streamed: Any) -> Any:
             left = size.literal_value - begin
             part = _LINE_BYTES if streamed.literal_value else min(16, 1 << left.bit_length() - 1)
             kind, offset = ir.VectorType(ir.IntType(8), part), ir.Constant(values[0].type, begin)
-            to, source = (
-                builder.inttoptr(builder.add(value, offset), kind.as_pointer()) for value in values[:2]
-            )
+            to, source = [builder.inttoptr(builder.add(v, offset), kind.as_pointer()) for v in values[:2]]
             store = builder.store(builder.load(source, align=1), to, align=1)
             if streamed.literal_value:
-                store.align = part
-                one = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
-                store.set_metadata("nontemporal", one)
+                store.align, one = part, ir.Constant(ir.IntType(32), 1)
+                store.set_metadata("nontemporal", builder.module.add_metadata([one]))
             begin += part
         return context.get_dummy_value()
 
@@ -112,8 +107,9 @@ def _stack(_typing: Any, size: Any) -> Any:
     """The address of so many bytes that are the loop's own."""
 
     def generate(_context: Any, builder: Any, _signature: Any, _values: Any) -> Any:
-        memory = cgutils.alloca_once(builder, ir.IntType(8), size=size.literal_value)
-        return builder.ptrtoint(memory, ir.IntType(64))
+        return builder.ptrtoint(
+            cgutils.alloca_once(builder, ir.IntType(8), size.literal_value), ir.IntType(64)
+        )
 
     return types.int64(size), generate
 
@@ -143,10 +139,8 @@ def _add_rows(items_N: Any, coefficients_T: Any, begin: int, end: int, sums_C: A
     """Rows [begin, end) of C items, mixed, each times its coefficient; two rows at once, for half the traffic with the sums."""
     width, paired = sums_C.shape[0], begin + (end - begin) // 2 * 2
     for row in range(begin, paired, 2):
-        first_C, second_C = (
-            items_N[row * width : (row + 1) * width],
-            items_N[(row + 1) * width : (row + 2) * width],
-        )
+        first_C = items_N[row * width : (row + 1) * width]
+        second_C = items_N[(row + 1) * width : (row + 2) * width]
         first, second = coefficients_T[row], coefficients_T[row + 1]
         for index in range(width):
             at = np.uint64(index)
@@ -181,33 +175,17 @@ def _counted_until(coefficients_T: Any, first: int, most: int) -> int:
     return end
 
 
-@lru_cache(maxsize=4)
-def row_sums(item_bytes: int) -> Any:
-    """f(items_TLI, coefficients_T, multipliers_I, words_W): the digests of rows of all layers, in the first L of `words_W`.
-
-    Behind them it has a word for each item of a row, for the loop's own use.
-    """
-
-    def run(items_TLI: Any, coefficients_T: Any, multipliers_I: Any, words_W: Any) -> None:
-        layers = items_TLI.shape[1]
-        sums_C = words_W[layers:]
-        sums_C[:] = np.uint64(0)
-        _add_rows(items_TLI.reshape(-1), coefficients_T, 0, coefficients_T.shape[0], sums_C)
-        _add_up(sums_C, coefficients_T, multipliers_I, words_W[:layers])
-
-    return _jit(types.void(*_summed_arguments(item_bytes)))(run)
-
-
 @lru_cache(maxsize=16)
-def checked_rows(item_bytes: int, id_bytes: int, *, slots: int) -> Any:
-    """f(items_TLI, coefficients_T, multipliers_I, words_W, num_experts): as `row_sums`, and are all ids in range and distinct?
+def row_sums(item_bytes: int, id_bytes: int, *, slots: int) -> Any:
+    """f(items_TLI, coefficients_T, multipliers_I, words_W, num_experts): are all ids in range and distinct, and their digests.
 
+    Digests of all layers are the first of `words_W`; behind them it has a word for each item of a row, for the loop's own use.
     Rows of coefficient 0 count for nothing. A block of rows is checked as one, and then summed while it is in the cache.
+    `slots`: ids of a line; 0: nothing is checked, and the answer is yes.
     """
     id_of: Any = getattr(np, f"uint{8 * id_bytes}")
-    vector_bytes = max(_VECTOR_BYTES, 1 << (slots * id_bytes - 1).bit_length())
-    lanes = vector_bytes // id_bytes if vector_bytes <= _LONGEST_BYTES else slots
-    lines, vectors, block_bytes = lanes // slots, vector_bytes <= _LONGEST_BYTES, _CHECKED_BYTES
+    lanes = max(_VECTOR_BYTES, 1 << (slots * id_bytes - 1).bit_length()) // id_bytes
+    lines, block_bytes = lanes // max(1, slots), _CHECKED_BYTES
 
     def run(items_TLI: Any, coefficients_T: Any, multipliers_I: Any, words_W: Any, num_experts: int) -> bool:
         rows, layers = items_TLI.shape[:2]
@@ -217,22 +195,24 @@ def checked_rows(item_bytes: int, id_bytes: int, *, slots: int) -> Any:
         while first < rows:
             end = _counted_until(coefficients_T, first, max(1, block_bytes // (sums_C.shape[0] * item_bytes)))
             ids_B = ids_N[first * layers * slots : end * layers * slots]
-            loads = 0
-            if vectors and ids_B.shape[0] >= lanes:  # no vector reads past the block
-                loads = (ids_B.shape[0] - lanes) // (lines * slots) + 1
-                sound &= _all_sound(ids_B, loads, num_experts, slots, lanes)
-            for line in range(loads * lines, ids_B.shape[0] // slots):
-                sound &= _is_sound(ids_B[line * slots : (line + 1) * slots], num_experts)
+            if slots > 0:
+                loads = 0
+                if ids_B.shape[0] >= lanes:  # no vector reads past the block
+                    loads = (ids_B.shape[0] - lanes) // (lines * slots) + 1
+                    sound &= _all_sound(ids_B, loads, num_experts, slots, lanes)
+                for line in range(loads * lines, ids_B.shape[0] // slots):
+                    sound &= _is_sound(ids_B[line * slots : (line + 1) * slots], num_experts)
             _add_rows(items_N, coefficients_T, first, end, sums_C)
             first = max(end, first + 1)
         _add_up(sums_C, coefficients_T, multipliers_I, words_W[:layers])
         return sound
 
-    return _jit(types.boolean(*_summed_arguments(item_bytes), types.int64))(run)
+    items, words = _read_only(_item_type(item_bytes), 3), _read_only(types.uint64)
+    return _jit(types.boolean(items, words, words, types.uint64[::1], types.int64))(run)
 
 
 @_inlined
-def _is_sound(ids_K: Any, num_experts: int) -> bool:
+def _is_sound(ids_K: Any, num_experts: int) -> Any:
     sound = True
     for slot in range(ids_K.shape[0]):
         sound &= np.int64(ids_K[slot]) < num_experts
@@ -285,9 +265,8 @@ def _differences(builder: Any, ids: Any, slots: int) -> Iterator[Any]:
 
     def turned(source: Callable[[int], int]) -> Any:
         """Each line with lane `source(i)` of its own in lane i."""
-        places = [
-            i - i % slots + source(i % slots) if i < lanes // slots * slots else i for i in range(lanes)
-        ]
+        whole = lanes - lanes % slots
+        places = [i - i % slots + source(i % slots) if i < whole else i for i in range(lanes)]
         return builder.shuffle_vector(ids, ids, ir.Constant(ir.VectorType(ir.IntType(32), lanes), places))
 
     within = [turned(lambda i, by=by: i - i % unit + (i + by) % unit) for by in range(unit)]
@@ -297,11 +276,6 @@ def _differences(builder: Any, ids: Any, slots: int) -> Iterator[Any]:
         other = turned(lambda i, by=by: (i + by * unit) % slots)
         for own in within[: unit // 2 + 1 if 2 * by == units else unit]:
             yield builder.xor(own, other)
-
-
-def _summed_arguments(item_bytes: int) -> tuple[Any, ...]:
-    words = _read_only(types.uint64)
-    return _read_only(_item_type(item_bytes), 3), words, words, types.uint64[::1]
 
 
 # -- rows of one layer ------------------------------------------------------------------------------------------------------
@@ -314,17 +288,11 @@ def _widen(ids_N: Any, wide_N: Any) -> None:
         wide_N[at] = ids_N[at]
 
 
-@_inlined
-def _weighed(item: Any, weight: Any) -> Any:
-    """What one item of a row adds to the digest."""
-    return (_mixed(item) + OFFSET) * weight
-
-
 @lru_cache(maxsize=4)
 def column_sums(item_bytes: int, id_bytes: int, *, items: int) -> Any:
     """f(items_RI, runs_N5, weights_PI, digests_S, words_RW): add each run of rows to the digest of its sample; widen all ids.
 
-    False, and nothing is written, where a run lies outside of the arrays.
+    False where a run lies outside of the arrays.
 
     runs_N5     sample, position of the first row, first row, rows between two of the run, rows; see `wire.digest.HostRuns`
     weights_PI  of each position and item: the coefficient times the multiplier
@@ -334,13 +302,6 @@ def column_sums(item_bytes: int, id_bytes: int, *, items: int) -> Any:
 
     def run(items_RI: Any, runs_N5: Any, weights_PI: Any, digests_S: Any, words_RW: Any) -> bool:
         items_N, weights_N = items_RI.reshape(-1), weights_PI.reshape(-1)
-        for number in range(runs_N5.shape[0]):
-            sample, position, first = runs_N5[number, 0], runs_N5[number, 1], runs_N5[number, 2]
-            step, rows = runs_N5[number, 3], runs_N5[number, 4]
-            inside = 0 <= sample < digests_S.shape[0] and 0 <= position <= weights_PI.shape[0] - rows
-            last = first + step * (rows - 1)  # of an empty run: before its first
-            if not inside or first < 0 or step < 1 or rows < 0 or last >= items_RI.shape[0]:
-                return False
         ids_N, words_N = items_N.view(id_of), words_RW.reshape(-1)
         if words_N.shape[0] == ids_N.shape[0]:
             _widen(ids_N, words_N)
@@ -349,19 +310,21 @@ def column_sums(item_bytes: int, id_bytes: int, *, items: int) -> Any:
         for number in range(runs_N5.shape[0]):
             sample, position, first = runs_N5[number, 0], runs_N5[number, 1], runs_N5[number, 2]
             step, rows = runs_N5[number, 3], runs_N5[number, 4]
+            inside = 0 <= sample < digests_S.shape[0] and 0 <= position <= weights_PI.shape[0] - rows
+            last = first + step * (rows - 1)  # of an empty run: before its first
+            if not inside or first < 0 or step < 1 or rows < 0 or last >= items_RI.shape[0]:
+                return False
             total, weights_R = np.uint64(0), weights_N[position * items : (position + rows) * items]
             if step == 1:
                 items_R = items_N[first * items : (first + rows) * items]
                 for index in range(rows * items):
                     at = np.uint64(index)
-                    total += _weighed(items_R[at], weights_R[at])
+                    total += (_mixed(items_R[at]) + OFFSET) * weights_R[at]
             else:
                 for row in range(rows):
-                    own = (first + row * step) * items
                     for index in range(items):
-                        total += _weighed(
-                            items_N[np.uint64(own + index)], weights_R[np.uint64(row * items + index)]
-                        )
+                        item = items_N[np.uint64((first + row * step) * items + index)]
+                        total += (_mixed(item) + OFFSET) * weights_R[np.uint64(row * items + index)]
             digests_S[sample] += total
         return True
 
@@ -381,7 +344,7 @@ def _line_from(address: int, row: int, row_bytes: int) -> int:
 
 @lru_cache(maxsize=8)
 def place_runs(item_bytes: int, *, items: int) -> Callable[..., None]:
-    """f(items_TCI, runs_R8, sources_L, target_N, pads_EI, coefficients_P, multipliers_I, digests_SL, words_W): place runs of rows.
+    """f(items_TCI, runs_R8, sources_L, target_N, pads_EI, coefficients_P, multipliers_I, digests_SL, words_W): place rows.
 
     Nothing is checked: rows, columns, places and positions are within the arrays.
 
@@ -395,10 +358,7 @@ def place_runs(item_bytes: int, *, items: int) -> Callable[..., None]:
     words_W         as in `row_sums`
     """
     row_bytes, block_rows = items * item_bytes, _BLOCK_ROWS
-    scratch_bytes, streamed_rows = (
-        (block_rows + _LINE_BYTES) * row_bytes + 2 * _LINE_BYTES,
-        _STREAMED_BYTES // row_bytes,
-    )
+    scratch_bytes = (block_rows + _LINE_BYTES) * row_bytes + 2 * _LINE_BYTES
 
     def run(
         items_TCI: Any, runs_R8: Any, sources_L: Any, target_N: Any, pads_EI: Any, coefficients_P: Any, multipliers_I: Any,
@@ -412,7 +372,7 @@ def place_runs(item_bytes: int, *, items: int) -> Callable[..., None]:
             target, layer_bytes, step = runs_R8[number, 3], runs_R8[number, 4], runs_R8[number, 5]
             position, sample = runs_R8[number, 6], runs_R8[number, 7]
             target += target_N.ctypes.data
-            streamed = step == row_bytes and real >= streamed_rows and target % item_bytes == 0
+            streamed = step == row_bytes and real * row_bytes >= _STREAMED_BYTES and target % item_bytes == 0
             own_N = items_N[source * columns * items : (source + real) * columns * items]
             coefficients_T = coefficients_P[position : position + real]
             sums_C[:] = np.uint64(0)
@@ -422,24 +382,21 @@ def place_runs(item_bytes: int, *, items: int) -> Callable[..., None]:
                 for layer in range(layers):
                     to, begin, end = target + layer * layer_bytes, first, last
                     if streamed:  # whole lines: the next block's first rows belong to this one's last line
-                        if first > 0:
-                            begin = min(real, _line_from(to, first, row_bytes))
-                        if last < real:
-                            end = min(real, _line_from(to, last, row_bytes))
+                        begin = min(real, _line_from(to, first, row_bytes)) if first > 0 else first
+                        end = min(real, _line_from(to, last, row_bytes)) if last < real else real
                     column = own_N.ctypes.data + sources_L[layer] * row_bytes
                     to += begin * step
                     near = scratch + (to - scratch & (_LINE_BYTES - 1)) if streamed else to
                     for row in range(begin, end):
                         _copy(near + (row - begin) * step, column + row * source_bytes, row_bytes, False)
-                    size = (end - begin) * row_bytes if streamed else 0
-                    lines = min(size, -to & (_LINE_BYTES - 1))
-                    rest = lines + (size - lines) // _LINE_BYTES * _LINE_BYTES
-                    for at in range(lines, rest, _LINE_BYTES):
-                        _copy(to + at, near + at, _LINE_BYTES, True)
-                    for at in range(0, lines, item_bytes):
-                        _copy(to + at, near + at, item_bytes, False)
-                    for at in range(rest, size, item_bytes):
-                        _copy(to + at, near + at, item_bytes, False)
+                    at, size = 0, (end - begin) * row_bytes if streamed else 0
+                    while at < size:
+                        if (to + at) % _LINE_BYTES == 0 and at + _LINE_BYTES <= size:
+                            _copy(to + at, near + at, _LINE_BYTES, True)
+                            at += _LINE_BYTES
+                        else:
+                            _copy(to + at, near + at, item_bytes, False)
+                            at += item_bytes
             if real > 0:
                 _add_up(sums_C, coefficients_T, multipliers_I, digests_C)
                 for layer in range(layers):
@@ -461,8 +418,8 @@ def place_runs(item_bytes: int, *, items: int) -> Callable[..., None]:
 @_intrinsic
 def _unpack(_typing: Any, low: Any, bits: Any, to: Any) -> Any:
     """As many ids as one instruction makes: where their low bytes lie, their ninth bits, and where they go, by address."""
-    count, byte = _NINE_BITS_AT_ONCE, ir.IntType(8)
-    ids = ir.VectorType(ir.IntType(16), count)
+    count = _NINE_BITS_AT_ONCE
+    ids, lows = (ir.VectorType(ir.IntType(bits), count) for bits in (16, 8))
 
     def generate(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         def read(address: Any, kind: Any) -> Any:
@@ -470,8 +427,8 @@ def _unpack(_typing: Any, low: Any, bits: Any, to: Any) -> Any:
 
         ninth = builder.bitcast(read(values[1], ir.IntType(count)), ir.VectorType(ir.IntType(1), count))
         high = builder.shl(builder.zext(ninth, ids), ir.Constant(ids, [8] * count))
-        whole = builder.or_(builder.zext(read(values[0], ir.VectorType(byte, count)), ids), high)
-        builder.store(whole, builder.inttoptr(values[2], ids.as_pointer()), align=2)
+        whole = builder.or_(builder.zext(read(values[0], lows), ids), high)
+        builder.store(whole, builder.inttoptr(values[2], ids.as_pointer()), align=1)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64), generate

@@ -51,7 +51,7 @@ def checked(
         sound = not out_of_range(valid_TLK, num_experts=num_experts) and find_duplicate(valid_TLK) is None
         return sound, summed(items_TLI, coefficients_T)
     layers, items = items_TLI.shape[1:]
-    check = compiled.checked_rows(items_TLI.itemsize, expert_ids_TLK.itemsize, slots=expert_ids_TLK.shape[2])
+    check = compiled.row_sums(items_TLI.itemsize, expert_ids_TLK.itemsize, slots=expert_ids_TLK.shape[2])
     words_W = np.empty(layers * (1 + items), np.uint64)
     return check(items_TLI, coefficients_T, multipliers(items), words_W, num_experts), words_W[:layers]
 
@@ -140,7 +140,8 @@ def summed(items_TLI: Ids, coefficients_T: Words) -> Words:
     factors_I = multipliers(items)
     if compiled is not None:
         words_W = np.empty(layers * (1 + items), np.uint64)
-        compiled.row_sums(items_TLI.itemsize)(items_TLI, coefficients_T, factors_I, words_W)
+        sums = compiled.row_sums(items_TLI.itemsize, items_TLI.itemsize, slots=0)
+        sums(items_TLI, coefficients_T, factors_I, words_W, 0)
         return words_W[:layers]
     sums_LI, step = np.zeros((layers, items), np.uint64), max(1, _SUMMED_BYTES // (8 * layers * items))
     for at in range(0, rows, step):
