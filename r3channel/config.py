@@ -58,14 +58,13 @@ class ChannelConfig:
     bucket_bytes: int = 8 * _MIB
     """Largest slice of a receiver's rows that is sent, staged and placed at once; over `nccl` two are under way."""
     expected_shard_bytes: int = 0
-    """What a trainer rank receives per step at most (`r3channel plan` says it): its host memory, pinned where it feeds a GPU, is
-    made when it joins. A larger step makes more in its slot; 0: every new maximum does."""
-    prefetch: bool = False
-    """Allow `TrainerChannel.prefetch`: the next step's shard arrives in host memory while this step trains. Not with `nccl`."""
+    """What a trainer rank receives per step at most (`r3channel plan` says it). Memory for two such shards, the one in use and
+    the next, is made when it joins; what feeds a GPU is pinned. A larger step makes more when it comes; 0: every one may."""
     fallback: str = "tcp"
     """How a step travels once a receiver's process group failed `max_group_failures` times: `tcp`, or empty for not at all."""
     max_group_failures: int = 3
-    """Connections that one receiver may use up for one step before it falls back, or fails."""
+    """Connections with a process group that a receiver may use up for one step before it falls back, or fails; and how often its
+    rows may come damaged."""
     device: int = 0
     """CUDA device of the relay, with `nccl`, counted within CUDA_VISIBLE_DEVICES (a Ray actor's own GPUs: `num_gpus`). Never one
     that an engine uses in the same process."""
@@ -81,7 +80,7 @@ class ChannelConfig:
     join_timeout_s: float = 120.0
     """How long a trainer waits for a connection to its relay, and for their process group."""
     send_timeout_s: float = 60.0
-    """One bucket on the wire."""
+    """One bucket on the wire, and the next word of a peer."""
     step_timeout_s: float = 300.0
     """A trainer's whole `receive`, attempts and joins included; and the join with the previous step's send."""
     expiry_s: float = 3600.0
@@ -128,11 +127,6 @@ class ChannelConfig:
         ):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} {getattr(self, name)!r}, expected one of {allowed}")
-        if self.prefetch and TRANSPORTS[self.transport].needs_gpu:
-            raise ConfigError(
-                f"prefetch with transport {self.transport}: a receive that is pending on a trainer's GPU can deadlock with the "
-                "framework's own communicators; use tcp, or receive in the step's slot"
-            )
         if self.sampling_masks and self.journal:
             raise ConfigError(
                 "sampling_masks with journal: masks do not survive a relay that is killed; drop one of the two"

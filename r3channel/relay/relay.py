@@ -92,9 +92,7 @@ class Relay(Intake):
                 layout,
                 config,
                 run=self.run,
-                outgoing=self.steps.outgoing,
-                acknowledge=self.steps.acknowledge,
-                verify=self.steps.verify_again,
+                steps=self.steps,
                 clock=self.clock,
                 metrics=self.metrics,
             )

@@ -1,6 +1,6 @@
 """Where receivers connect: one connection each, served by one thread, from `READY` to the acknowledgement.
 
-    connected (-> GROUP: both join one) -> READY -> (its rows are prepared) -> rows and digests -> DONE -> READY ...
+    connected (-> GROUP: both join one) -> READY (-> WAIT: not prepared yet) -> rows and digests -> DONE -> READY ...
                                 \\-> the receiver is gone, or silent beyond a deadline: its connection ends, nobody else notices
 
 Rows stay in the store until every receiver has acknowledged, so a receiver that comes back gets the same bytes again.
@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import secrets
 import threading
+import time
 from collections import Counter
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from xxhash import xxh3_64_intdigest
@@ -27,12 +28,19 @@ from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.shards import ShardKey
 from r3channel.relay.sealed import RowStream
 from r3channel.relay.send_buffers import DeviceStaging, HostPool, HostStaging
+from r3channel.relay.steps import Steps
 from r3channel.transport.base import Pending, Rendezvous, Transport
 from r3channel.transport.connection import Connection
 from r3channel.transport.listener import Listener
 from r3channel.transport.select import TRANSPORTS, gpu_of, join, open_store
 from r3channel.wire import row_protocol as wire
 from r3channel.wire.row_protocol import Seal
+
+_WAIT_S = 1.0
+"""So often a receiver is told that its rows are not ready: then only a relay that hangs is silent."""
+_TAKEN_S = 5.0
+"""Within this a receiver posts its first receive over a process group, and takes each bucket, or its connection ends: all others
+wait for its turn meanwhile. Eight megabytes take milliseconds to move and to place."""
 
 
 class RowServer:
@@ -44,16 +52,13 @@ class RowServer:
         config: ChannelConfig,
         *,
         run: str,
-        outgoing: Callable[[Seal, ShardKey], RowStream],
-        acknowledge: Callable[[Seal, ShardKey], None],
-        verify: Callable[[Seal, ShardKey], None],
+        steps: Steps,
         clock: StageClock,
         metrics: Metrics,
     ) -> None:
-        """`outgoing(seal, receiver)` waits until its rows are prepared; all three raise what a receiver is told."""
+        """What `steps` raises is told to the receiver that asked."""
         self._layout, self._config, self._run = layout, config, run
-        self._outgoing, self._acknowledge, self._verify = outgoing, acknowledge, verify
-        self._clock, self._metrics = clock, metrics
+        self._steps, self._clock, self._metrics = steps, clock, metrics
         for name in ("r3channel_buckets_total", "r3channel_group_resets_total"):
             metrics.measure(name)
         metrics.measure("r3channel_bytes_total", leg="wire_sent")
@@ -67,7 +72,9 @@ class RowServer:
         a process group), whatever the tokens."""
         needs_gpu = TRANSPORTS[config.transport].needs_gpu
         self._store = open_store(config.interface) if config.grouped else None
-        self.staging = DeviceStaging(config.device) if needs_gpu else HostPool()
+        self._host = HostPool()
+        """For rows that travel over TCP, which wait for no process group's turn."""
+        self.staging = DeviceStaging(config.device) if needs_gpu else self._host
         self._gpu = gpu_of(config.device) if needs_gpu else ""
         self._listener = Listener(config.interface, token=self._token, on_link=self._admit)
 
@@ -154,6 +161,8 @@ class _Served:
         self.key, self.life = key, 0
         self._delivery, self._link = delivery, link
         self._config = delivery._config
+        self._every_s = min(_WAIT_S, self._config.send_timeout_s / 4)
+        self._taken_s = min(_TAKEN_S, self._config.send_timeout_s)
         self._group: Transport | None = None
         self.thread = threading.current_thread()
         self.thread.name = "r3channel-send-" + "-".join(map(str, key))
@@ -182,29 +191,34 @@ class _Served:
         try:
             if kind == wire.READY:
                 values = wire.unpack(kind, body, expected=wire.READY, names=(*wire.SEAL, "group"))
-                out = self._delivery._outgoing(wire.seal_in(values), self.key)
                 if values["group"] and self._group is None:
                     raise TicketMismatch(
                         f"receiver {self.key} wants rows over a process group and never asked for one"
                     )
+                out = self._outgoing(wire.seal_in(values))
                 self._send(out, int(values["step"]), group=bool(values["group"]))
             elif kind == wire.GROUP:
                 values = wire.unpack(kind, body, expected=wire.GROUP, names=("gpu",))
                 self._join_group(str(values["gpu"]))
             elif kind == wire.DAMAGED:
                 values = wire.unpack(kind, body, expected=wire.DAMAGED, names=wire.SEAL)
-                self._delivery._verify(wire.seal_in(values), self.key)
+                self._delivery._steps.verify_again(wire.seal_in(values), self.key)
                 self._say(wire.AGAIN)
             else:
                 values = wire.unpack(kind, body, expected=wire.DONE, names=wire.SEAL)
-                self._delivery._acknowledge(wire.seal_in(values), self.key)
+                self._delivery._steps.acknowledge(wire.seal_in(values), self.key)
                 self._say(wire.THANKS)
         except TransportError:
             raise
         except R3Error as error:
-            self._link.send_record(
-                wire.ERROR, wire.pack(**wire.values_of(error)), timeout_s=self._config.send_timeout_s
-            )
+            self._say(wire.ERROR, **wire.values_of(error))
+
+    def _outgoing(self, seal: Seal) -> RowStream:
+        """What this receiver gets. It is told every so often, while that is not prepared, that the relay is there."""
+        steps, deadline_s = self._delivery._steps, time.monotonic() + self._config.step_timeout_s
+        while not steps.settled(seal[1], self.key, timeout_s=self._every_s) and time.monotonic() < deadline_s:
+            self._say(wire.WAIT)
+        return steps.outgoing(seal, self.key, timeout_s=0)
 
     def _say(self, kind: int, **values: Any) -> None:
         self._link.send_record(kind, wire.pack(**values), timeout_s=self._config.send_timeout_s)
@@ -215,11 +229,13 @@ class _Served:
         masks = out.cut_masks(step=step) if out.masks is not None else b""
         extra = {"masks": len(masks), "masks_hash": xxh3_64_intdigest(masks)} if masks else {}
         # The turn comes before ROWS: receives that a receiver posts then occupy its GPU until the rows come.
-        whole = out.whole() and not group
-        with nullcontext() if whole else delivery.staging.turn() as staging:
+        pool = delivery.staging if group else delivery._host
+        turn = pool.turn(partial(self._say, wire.WAIT), every_s=self._every_s)
+        with nullcontext() if out.whole() and not group else turn as staging:
             self._say(wire.ROWS, nbytes=stream.nbytes, digests=len(out.digests), hash=found, **extra)
             with delivery._clock.span("send", step=step):
                 if group:
+                    wire.unpack(*self._link.recv_record(timeout_s=self._taken_s), expected=wire.POSTED)
                     self._send_over_group(out, staging)
                 else:
                     self._send_plain(out, staging)
@@ -264,7 +280,7 @@ class _Served:
         """Until the bucket in a slot was sent, so that it may be filled again."""
         one, pending[slot] = pending[slot], None
         if one is not None:
-            one.wait(timeout_s=self._config.send_timeout_s)
+            one.wait(timeout_s=self._taken_s)
 
     def _join_group(self, gpu: str) -> None:
         """A process group of this relay and this receiver alone: one that dies or hangs costs nobody else anything."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,6 +42,18 @@ class HostStaging:
         return torch.empty(nbytes, dtype=torch.uint8)
 
 
+@contextmanager
+def _held(
+    lock: threading.Lock | threading.Semaphore, wait: Callable[[], None], every_s: float
+) -> Iterator[None]:
+    while not lock.acquire(timeout=every_s):
+        wait()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 class HostPool:
     """For TCP, and for gloo, which stands in for NCCL in tests. Any thread."""
 
@@ -55,9 +67,10 @@ class HostPool:
         yield
 
     @contextmanager
-    def turn(self) -> Iterator[HostStaging]:
-        """Held around the sending of one receiver's rows; others wait while all buckets are in use."""
-        with self._free:
+    def turn(self, wait: Callable[[], None], *, every_s: float) -> Iterator[HostStaging]:
+        """Held around the sending of one receiver's rows. While all buckets are in use `wait` is called, every so often, and what
+        it raises ends the wait."""
+        with _held(self._free, wait, every_s):
             staging = self._idle.pop()  # the one used last: memory that nobody needs is never made
             try:
                 yield staging
@@ -93,8 +106,8 @@ class DeviceStaging(HostStaging):
             yield
 
     @contextmanager
-    def turn(self) -> Iterator[HostStaging]:
-        with self._turn, self.placed():
+    def turn(self, wait: Callable[[], None], *, every_s: float) -> Iterator[HostStaging]:
+        with _held(self._turn, wait, every_s), self.placed():
             self._stream = self._stream or torch.cuda.Stream(self._device)
             with torch.cuda.stream(self._stream):
                 yield self

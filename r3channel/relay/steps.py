@@ -123,7 +123,13 @@ class Steps:
 
     # -- receivers -------------------------------------------------------------------------------------------------
 
-    def outgoing(self, seal: Seal, key: ShardKey) -> RowStream:
+    def settled(self, step: int, key: ShardKey, *, timeout_s: float) -> bool:
+        """Whether `outgoing` answers at once, be it with an error; waits for it this long at most."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._settled(step, key), timeout=timeout_s)
+
+    def outgoing(self, seal: Seal, key: ShardKey, *, timeout_s: float | None = None) -> RowStream:
+        """What a receiver gets, once it is prepared. Raises what the receiver is told."""
         run, step, _ = seal
         if run != self._run:
             raise TicketMismatch(
@@ -132,7 +138,8 @@ class Steps:
                 ranks=[key],
             )
         with self._changed:
-            self._changed.wait_for(lambda: self._settled(step, key), timeout=self._timeout_s)
+            limit_s = self._timeout_s if timeout_s is None else timeout_s
+            self._changed.wait_for(lambda: self._settled(step, key), timeout=limit_s)
             sealed = self._named(seal)
             if sealed is None or key not in sealed.keys:
                 raise TicketMismatch(

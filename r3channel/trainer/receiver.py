@@ -1,20 +1,22 @@
 """Receives one rank's shard: ticket checked, rows received by a `RelayConnection`, parts handed on over the TP group.
 
-Called on the trainer's main thread in the routing slot of a step. TP0 talks to the relay; the other ranks of its TP
-group only take part in the hand-on. Rows are acknowledged when they have the digests that their engines made.
+Called on the trainer's main thread. TP0 talks to the relay; the other ranks of its TP group only take part in the hand-on. Over
+TCP rows come on a thread of their own, from `prefetch` on or from `receive` on, into host memory. Rows are acknowledged when they
+have the digests that their engines made.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from functools import partial
 
 import torch
 
 from r3channel.config import ChannelConfig
-from r3channel.errors import ConfigError, TicketMismatch, UsageError
+from r3channel.errors import DeadlineExceeded, TicketMismatch, TransportError, UsageError
 from r3channel.model.spec import RoutingSpec
 from r3channel.observe.metrics import Metrics
 from r3channel.observe.stage_clock import StageClock
@@ -23,20 +25,21 @@ from r3channel.plan.masks import brings_masks
 from r3channel.plan.placement import warm
 from r3channel.plan.shards import Shard
 from r3channel.plan.ticket import Ticket
-from r3channel.trainer.prefetch import Prefetch
 from r3channel.trainer.rank_shard import RankShard, slot_parts
 from r3channel.trainer.relay_connection import Control, RelayConnection
 from r3channel.trainer.shard_buffer import ShardBuffer
 from r3channel.transport.collective_lock import PROCESS_SLOT
+from r3channel.transport.process_group import in_background
 from r3channel.transport.tp_fanout import TensorParallelFanout
 from r3channel.wire.routing import as_tokens, hash_tokens
 
 _WARMING = threading.Lock()
 """Else each receiver of a process would compile the same."""
+_Landed = tuple[ShardBuffer, torch.Tensor]
 
 
 class Receiver:
-    """CREATED -> join -> receive* -> close. One thread."""
+    """CREATED -> join -> (prefetch -> receive)* -> close. One thread."""
 
     def __init__(
         self,
@@ -76,7 +79,10 @@ class Receiver:
         self._buffers: dict[str, torch.Tensor] = {}
         self._last = ("", -1, 0)
         """Run and step that were received last."""
-        self._ahead: Prefetch[tuple[ShardBuffer, torch.Tensor]] | None = None
+        self._ahead: tuple[Ticket, Future[_Landed]] | None = None
+        """What comes on another thread, or came and was not received yet."""
+        self._stays = self._device.type == "cpu" and layout.tp_slots == 1
+        """Is the shard that routers use the memory into which it came? Then the next one comes into other memory."""
         self._turn = 0
 
     def join(self, *, timeout_s: float | None = None) -> None:
@@ -91,7 +97,7 @@ class Receiver:
         """A gigabyte takes a third of a second to pin: now, and not in a step's slot."""
         nbytes = self._config.expected_shard_bytes
         if nbytes:
-            for turn in range(2 if self._config.prefetch else 1):
+            for turn in range(1 + self._stays):
                 self._whole(nbytes, turn)
             if self._device.type != "cpu":
                 self._buffer("device", nbytes)
@@ -108,12 +114,15 @@ class Receiver:
         `tokens`: the token ids of each sample of each micro-batch that this trainer is about to run, held against the ticket;
         `lengths`: their numbers alone, which cannot tell samples of equal length apart.
 
-        The memory is reused by the next call (with `config.prefetch` by the one after). Ends within `step_timeout_s` plus one
-        bucket. No weight update of this process runs meanwhile (`transport/collective_lock.py`).
+        The shard may be used until the next call. Ends within `step_timeout_s` plus one bucket, or ten seconds to acknowledge.
 
-        Raises `TicketMismatch` before a byte moves, a `TransportError` when group and fallback have failed
-        (`max_group_failures`), `PeerFailed` where another rank of the TP group failed, `DeadlineExceeded` when a
-        weight update takes longer than `step_timeout_s`.
+        All ranks of the TP group hold the routing slot (`transport/collective_lock.py`) from here to the end of the hand-on: no
+        weight update of this process runs during the copy to the GPU and the hand-on. Over TCP the transfer itself needs no slot
+        and runs beside an update; over a process group it lies within the slot, too.
+
+        Raises `TicketMismatch` before a row is handed on (and before one moves, where nothing was prefetched), a `TransportError`
+        when the rows were not to be had (`RelayConnection.receive`), `PeerFailed` where another rank of the TP group failed,
+        `DeadlineExceeded` when a weight update takes longer than `step_timeout_s`. It may be called again after each.
         """
         where = f"step {ticket.step}, {self._coords}"
         landed, whole_N, part_N, failure, shard = None, None, None, None, None
@@ -121,6 +130,7 @@ class Receiver:
         with ExitStack() as slot:
             try:
                 shard = self._check(ticket, lengths, tokens)
+                self._begin(ticket, shard)
                 slot.enter_context(PROCESS_SLOT.use("routing", where, timeout_s=self._config.step_timeout_s))
                 if self._coords.tp == 0:
                     landed = self._receive_whole(ticket, shard)
@@ -140,7 +150,8 @@ class Receiver:
             with self.clock.span("rebroadcast", step=ticket.step):
                 digests_N = self._hand_on(shard, whole_N, part_N, digests)
                 masks_N = self._hand_on_masks(ticket, shard, landed[0] if landed else None)
-        self._last = ticket.identity
+        self._last, self._ahead = ticket.identity, None
+        self._turn = (self._turn + 1) % (1 + self._stays)
         self.metrics.inc("r3channel_bytes_total", len(part_N), leg="landed")
         self.metrics.inc("r3channel_steps_total")
         self.metrics.set("r3channel_shard_bytes", len(part_N))
@@ -155,46 +166,67 @@ class Receiver:
         )
 
     def prefetch(self, ticket: Ticket) -> None:
-        """Receive a later step's shard in the background, into memory of its own; `receive` of that ticket joins it.
+        """Receive a step's rows on another thread from now on; `receive` of the same ticket joins it.
 
-        Call it once the current step was received. Safe because the group is dedicated and gloo fills host memory; the hand-on
-        over the TP group stays in `receive`. Nothing happens on the other TP ranks. Errors of the transfer are raised by
-        `receive`.
+        Call it as soon as the ticket is known, once `receive` of the step before has returned; that step's shard may be in use.
+        On TP ranks other than 0, and where rows travel over a process group, it only checks the ticket: a receive that is pending
+        on a trainer's GPU can deadlock with the framework's own communicators. Errors of the transfer are raised by `receive`,
+        which tries again first where the relay was not to be had.
 
-        Raises `ConfigError` unless `config.prefetch` is set, `UsageError` while another one is under way, `TicketMismatch`.
+        Raises `UsageError` while another step waits for its `receive`, `TicketMismatch`.
         """
-        if not self._config.prefetch:
-            raise ConfigError("prefetch is off; set prefetch in the channel's configuration (gloo only)")
-        shard = self._check(ticket, None, None)
-        if self._coords.tp == 0:
-            if self._ahead is not None:
+        self._begin(ticket, self._check(ticket, None, None))
+
+    def _begin(self, ticket: Ticket, shard: Shard) -> None:
+        """Begin the transfer over TCP, unless it was begun. One that failed, or of another run or an older seal, gives way."""
+        if self._coords.tp or self._config.grouped:
+            return
+        other, before = self._ahead or (ticket, None)
+        if before is not None:
+            error = before.exception() if before.done() else None
+            if other.identity == ticket.identity and not isinstance(error, TransportError):
+                return
+            if error is None and other.run == ticket.run and other.step != ticket.step:
                 raise UsageError(
-                    f"prefetch of step {ticket.step} while step {self._ahead.ticket.step} is; receive that one first"
+                    f"step {ticket.step} while step {other.step} was prefetched; receive that one first"
                 )
-            self._ahead = Prefetch(ticket, partial(self._receive_ahead, ticket, shard))
+        self._member.announced.clear()
+        call = partial(self._receive_ahead, ticket, shard, after=before)
+        self._ahead = ticket, in_background(call, name="receive")
 
-    def _receive_whole(self, ticket: Ticket, shard: Shard) -> tuple[ShardBuffer, torch.Tensor]:
-        ahead = self._ahead
-        if ahead is None:
-            return self._receive_now(ticket, shard)
-        try:
-            with self.clock.span("wait_wire", step=ticket.step):
-                return ahead.join(ticket, timeout_s=2 * self._config.step_timeout_s)
-        finally:
-            if ahead.spent:  # else it goes on, or has what was acknowledged: it is asked for again
-                self._ahead = None
-
-    def _receive_ahead(self, ticket: Ticket, shard: Shard) -> tuple[ShardBuffer, torch.Tensor]:
+    def _receive_ahead(self, ticket: Ticket, shard: Shard, *, after: Future[_Landed] | None) -> _Landed:
         self.clock.ahead()
-        return self._receive_now(ticket, shard)
+        if after is not None:
+            wait([after])  # it has the connection and the memory, until the relay refuses its ticket
+        try:
+            return self._receive_now(ticket, shard)
+        finally:
+            self._member.announced.set()
 
-    def _receive_now(self, ticket: Ticket, shard: Shard) -> tuple[ShardBuffer, torch.Tensor]:
-        turn = 1 - self._turn if self._config.prefetch else 0
-        whole_N = self._whole(shard.nbytes, turn)
+    def _receive_whole(self, ticket: Ticket, shard: Shard) -> _Landed:
+        if self._ahead is None:
+            return self._receive_now(ticket, shard)
+        landed, limit_s = self._ahead[1], self._config.step_timeout_s
+        try:
+            with self.clock.span("wait_relay", step=ticket.step):
+                self._member.announced.wait(limit_s)
+            with self.clock.span("wait_wire", step=ticket.step):
+                if not wait([landed], limit_s).done:
+                    raise DeadlineExceeded(
+                        f"the rows of step {ticket.step} did not come within {limit_s:.1f} s",
+                        step=ticket.step,
+                    )
+            if landed.exception() is not None:
+                self._ahead = None  # else it goes on, or has what was acknowledged: it is asked for again
+            return landed.result()
+        finally:
+            del landed  # it holds the error, whose traceback holds this frame
+
+    def _receive_now(self, ticket: Ticket, shard: Shard) -> _Landed:
+        whole_N = self._whole(shard.nbytes, self._turn)
         with self.clock.span("place", step=ticket.step):
             landed = ShardBuffer(ticket, shard, whole_N.numpy())
         self._member.receive(ticket, landed.stream, landed.sink)
-        self._turn = turn  # now: a receive that fails begins in the same memory when it is called again
         return landed, whole_N
 
     def close(self) -> None:

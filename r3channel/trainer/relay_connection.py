@@ -5,8 +5,9 @@ Knows when to give a connection up and try again, not where the rows go.
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from typing import Any, Protocol
 
@@ -31,10 +32,8 @@ from r3channel.wire.routing import Ids
 
 _ACK_S = 10.0
 _PLACE = tuple(field.name for field in fields(Rendezvous))
-_PAUSE_S = 0.25
-"""Between two attempts."""
-_FALLBACK_LIVES = 2
-"""Connections that a step may use up after it fell back to TCP."""
+_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 4.0
+"""Between the first two attempts; each pause is twice the one before, up to the longest."""
 
 
 class Control(Protocol):
@@ -62,7 +61,7 @@ class Sink(Protocol):
 
 
 class RelayConnection:
-    """CREATED -> join -> receive* -> close. One thread at a time."""
+    """CREATED -> join -> receive* -> close. One thread at a time; `close` from any."""
 
     def __init__(
         self,
@@ -79,6 +78,9 @@ class RelayConnection:
         self._pinned, self._clock, self._metrics = pinned, clock, metrics
         self._link: Connection | None = None
         self._group: Transport | None = None
+        self._closed = threading.Event()
+        self.announced = threading.Event()
+        """Set once the relay sends rows: what a step waits for until then is the relay, and then the wire."""
         self._lives = 0
         for name in ("r3channel_buckets_total", "r3channel_group_resets_total"):
             metrics.measure(name)
@@ -101,6 +103,9 @@ class RelayConnection:
                 raise
 
     def _connect(self, *, timeout_s: float) -> None:
+        """Connect, unless this is connected."""
+        if self._link is not None:
+            return
         where = self._control.hello(dp=self._coords.dp, pp=self._coords.pp, cp=self._coords.cp)
         if self._config.grouped and self._config.fallback:
             self._metrics.measure("r3channel_fallback_shards_total")
@@ -109,49 +114,50 @@ class RelayConnection:
         self._link = connect(where["host"], where["port"], token, timeout_s=timeout_s, hello=hello)
         self._lives += 1
         self._metrics.set("r3channel_connection", self._lives)
+        if self._closed.is_set():
+            self._leave()
 
     def receive(self, ticket: Ticket, stream: Stream, sink: Callable[[], Sink]) -> None:
         """Receive this receiver's rows of a step, verified and acknowledged, into the sink of the last attempt.
 
-        Ends within `step_timeout_s` plus one bucket, or ten seconds to acknowledge. Raises a `TransportError` after
-        `max_group_failures` connections, and two more over TCP alone where a process group failed; and the relay's own
-        error where the step cannot be delivered. A relay that is not there uses up none: it is asked again until the deadline.
+        A connection that is cut, or silent for `send_timeout_s`, or not to be had, is made again with pauses that grow, until
+        `step_timeout_s` has passed; then its `TransportError` is raised. Rows that come damaged are asked for `max_group_failures`
+        times. After as many connections with a process group rows come over TCP alone, or without a `fallback` not at all. The
+        relay's own error ends the attempts at once. To acknowledge may take ten seconds more.
         """
-        config, failures, limit = self._config, 0, self._config.max_group_failures
-        deadline_s = time.monotonic() + config.step_timeout_s
-        while True:
+        config, failures, damaged = self._config, 0, 0
+        limit, deadline_s = config.max_group_failures, time.monotonic() + config.step_timeout_s
+        for pause_s in _pauses():
+            group = config.grouped and failures < limit
             try:
-                self._attempt(ticket, stream, sink(), group=failures < limit, deadline_s=deadline_s)
+                self._attempt(ticket, stream, sink(), group=group, deadline_s=deadline_s)
                 break
             except TransportError as error:
-                lost = self._link is not None or isinstance(error, DeadlineExceeded)
-                failures += lost
-                self._leave()
+                # a relay that is not there says nothing about groups
+                failures += self._link is not None or isinstance(error, DeadlineExceeded)
+                damaged += not group and isinstance(error, BucketCorrupt)
+                fell = group and failures == limit
                 self._metrics.inc("r3channel_group_resets_total")
-                extra = _FALLBACK_LIVES if self._config.grouped and config.fallback else 0
-                if failures >= limit + extra or time.monotonic() + _PAUSE_S > deadline_s:
-                    raise self._of_step(error, ticket.step) from error
-                if lost and failures == limit:  # once: an outage later on counts nothing
+                over = damaged == limit or (fell and not config.fallback)
+                self._pause(error, ticket, pause_s, deadline_s=0.0 if over else deadline_s)
+                if fell:
                     self._metrics.inc("r3channel_fallback_shards_total")
-                time.sleep(_PAUSE_S)
         with self._clock.span("wait_relay", step=ticket.step):
-            self._acknowledge(ticket, deadline_s)
+            self._acknowledge(ticket, max(deadline_s, time.monotonic() + _ACK_S))
 
     def close(self) -> None:
-        """Leave; idempotent."""
-        link, self._link = self._link, None
+        """Leave for good; a receive under way on another thread ends. Idempotent."""
+        self._closed.set()
         if self._group is not None:
             self._group.close()
             self._group = None
-        if link is not None:
-            link.close()
+        self._leave()
 
     # -- one attempt -------------------------------------------------------------------------------------------------
 
     def _attempt(self, ticket: Ticket, stream: Stream, sink: Sink, *, group: bool, deadline_s: float) -> None:
         join_by_s = min(time.monotonic() + self._config.join_timeout_s, deadline_s)
-        if self._link is None:
-            self._connect(timeout_s=_left(join_by_s))
+        self._connect(timeout_s=_left(join_by_s))
         step, clock = ticket.step, self._clock
         group = group and self._config.grouped
         if group and self._group is None:
@@ -160,6 +166,7 @@ class RelayConnection:
         with clock.span("wait_relay", step=step):
             self._say(wire.READY, **wire.seal_of(ticket.identity), group=group)
             announced = self._hear(wire.ROWS, deadline_s, names=("nbytes", "digests", "hash"))
+        self.announced.set()
         expected = _table_bytes(stream)
         if (announced["nbytes"], announced["digests"]) != (stream.nbytes, expected):
             raise BucketCorrupt(
@@ -220,11 +227,13 @@ class RelayConnection:
         buckets = self._memory(min(rows, total) * row_bytes, count=2 if group else 1)
         spans = [(at, min(at + rows, total)) for at in range(0, total, rows)]
         pending = self._post(buckets, spans, 0, row_bytes) if group else None
+        if group:
+            self._say(wire.POSTED)
         for number, (begin, end) in enumerate(spans):
             data_N = buckets[number % len(buckets)][: (end - begin) * row_bytes]
             with self._clock.span("recv" if number else "wait_wire", step=step):
                 if pending is not None:
-                    pending.wait(timeout_s=min(self._config.send_timeout_s, _left(deadline_s)))
+                    pending.wait(timeout_s=self._limit(deadline_s))
                     pending = self._post(buckets, spans, number + 1, row_bytes)
                 else:
                     self._recv(data_N.numpy().data, deadline_s)
@@ -249,18 +258,20 @@ class RelayConnection:
 
     def _acknowledge(self, ticket: Ticket, deadline_s: float) -> None:
         """Acknowledge rows that are verified. If the connection fails, repeat the acknowledgement, never the transfer."""
-        deadline_s = max(deadline_s, time.monotonic() + _ACK_S)
-        for attempt in (1, 2, 3):
+        for pause_s in _pauses():
             try:
-                if self._link is None:
-                    self._connect(timeout_s=min(self._config.join_timeout_s, _left(deadline_s)))
+                self._connect(timeout_s=min(self._config.join_timeout_s, _left(deadline_s)))
                 self._say(wire.DONE, **wire.seal_of(ticket.identity))
                 self._hear(wire.THANKS, deadline_s)
                 return
             except TransportError as error:
-                self._leave()
-                if attempt == 3:
-                    raise self._of_step(error, ticket.step) from error
+                self._pause(error, ticket, pause_s, deadline_s=deadline_s)
+
+    def _pause(self, error: TransportError, ticket: Ticket, pause_s: float, *, deadline_s: float) -> None:
+        """Leave and wait for the next attempt. Raises the error where the deadline comes first, and after `close`."""
+        self._leave()
+        if time.monotonic() + pause_s > deadline_s or self._closed.wait(pause_s):
+            raise self._of_step(error, ticket.step)
 
     def _of_step(self, error: TransportError, step: int) -> TransportError:
         """Add step and rank to an error of the link, which knows neither."""
@@ -271,12 +282,13 @@ class RelayConnection:
         return type(error)(f"step {step}, {at}: {error}", samples=error.samples, ranks=ranks, step=step)
 
     def _say(self, kind: int, **values: Any) -> None:
-        assert self._link is not None
-        self._link.send_record(kind, wire.pack(**values), timeout_s=self._config.send_timeout_s)
+        self._open().send_record(kind, wire.pack(**values), timeout_s=self._config.send_timeout_s)
 
     def _hear(self, expected: int, deadline_s: float, *, names: tuple[str, ...] = ()) -> dict[str, Any]:
-        assert self._link is not None
-        kind, body = self._link.recv_record(timeout_s=_left(deadline_s))
+        """The next record but WAIT, each of which comes within `send_timeout_s`."""
+        kind, body = wire.WAIT, b""
+        while kind == wire.WAIT:
+            kind, body = self._open().recv_record(timeout_s=self._limit(deadline_s))
         return wire.unpack(kind, bytes(body), expected=expected, names=names)
 
     def _join_group(self, deadline_s: float) -> None:
@@ -287,16 +299,24 @@ class RelayConnection:
         self._group = join(rendezvous, timeout_s=_left(deadline_s))
 
     def _recv(self, out_N: memoryview, deadline_s: float) -> None:
-        assert self._link is not None
-        self._link.recv_into(out_N, timeout_s=min(self._config.send_timeout_s, _left(deadline_s)))
+        self._open().recv_into(out_N, timeout_s=self._limit(deadline_s))
+
+    def _open(self) -> Connection:
+        if (link := self._link) is None:
+            raise TransportError("this receiver was closed")
+        return link
 
     def _leave(self) -> None:
-        if self._link is not None:
-            self._link.close()
-            self._link = None
+        link, self._link = self._link, None
+        if link is not None:
+            link.close()
         if self._group is not None:
             self._group.abort()
             self._group = None
+
+    def _limit(self, deadline_s: float) -> float:
+        """How long the next bytes may take."""
+        return min(self._config.send_timeout_s, _left(deadline_s))
 
     def _memory(self, nbytes: int, *, count: int) -> list[torch.Tensor]:
         if len(self._buckets) < count or len(self._buckets[0]) < nbytes:
@@ -306,8 +326,19 @@ class RelayConnection:
         return self._buckets[:count]
 
 
+def _pauses() -> Iterator[float]:
+    pause_s = _PAUSE_S
+    while True:
+        yield pause_s
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
 def _left(deadline_s: float) -> float:
-    return max(0.1, deadline_s - time.monotonic())
+    """Seconds until then. Raises `DeadlineExceeded` without any."""
+    left_s = deadline_s - time.monotonic()
+    if left_s <= 0:
+        raise DeadlineExceeded("its time is over: step_timeout_s, or join_timeout_s for a connection")
+    return left_s
 
 
 def _table_bytes(stream: Stream) -> int:

@@ -52,16 +52,19 @@ def in_background(call: Callable[[], T], *, name: str) -> Future[T]:
     # A thread begins on the first GPU, of whatever rank it is, and a first use would allocate there.
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
-    def run() -> None:
-        try:
-            if device is not None:
-                torch.cuda.set_device(device)
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name=f"r3channel-{name}", daemon=True).start()
+    threading.Thread(target=_run, args=(future, call, device), name=f"r3channel-{name}", daemon=True).start()
     return future
+
+
+def _run(future: Future[T], call: Callable[[], T], device: int | None) -> None:
+    try:
+        if device is not None:
+            torch.cuda.set_device(device)
+        future.set_result(call())
+    except BaseException as error:
+        future.set_exception(error)
+    finally:
+        del future, call  # an error's traceback holds this frame, which would hold the error
 
 
 class RendezvousStore:

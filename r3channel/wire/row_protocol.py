@@ -4,9 +4,11 @@
     GROUP  {gpu}               ->                    asks for a process group; gpu: the receiver's own, where that is NCCL's
                                <- GROUP {...}        where both join it, at once; once per connection
     READY  {run, step, seal, group} ->                  group: rows are to come over that process group
+                               <- WAIT                  again and again while they are not prepared, or others have their turn
                                <- ROWS  {nbytes, digests, hash}    then the rows, then the digests (see below)
                                                           masks, masks_hash beside them where the ticket says so: then the
                                                           sampling masks (see `plan.masks`), and their xxh3_64
+    POSTED                     ->                    over a process group alone: its first receive waits for rows
     DAMAGED {run, step, seal}  ->                    rows that do not have their digests
                                <- AGAIN              they are whole here: say READY again
     DONE   {run, step, seal}   ->                    whole and verified
@@ -26,9 +28,10 @@ from typing import Any
 from r3channel import errors
 from r3channel.errors import R3Error, TransportError
 
-READY, GROUP, ROWS, DAMAGED, AGAIN, DONE, THANKS, ERROR = range(1, 9)
-_NAMES = dict(enumerate(["READY", "GROUP", "ROWS", "DAMAGED", "AGAIN", "DONE", "THANKS", "ERROR"], 1))
-
+_NAMES = dict(
+    enumerate(["READY", "GROUP", "ROWS", "DAMAGED", "AGAIN", "DONE", "THANKS", "ERROR", "WAIT", "POSTED"], 1)
+)
+READY, GROUP, ROWS, DAMAGED, AGAIN, DONE, THANKS, ERROR, WAIT, POSTED = _NAMES
 
 _MOST_ERROR_BYTES = 64_000
 SEAL = ("run", "step", "seal")

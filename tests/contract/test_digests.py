@@ -461,9 +461,8 @@ def test_a_relay_that_sent_other_rows_is_not_thanked_and_its_next_ones_are_taken
     relay = make_relay("dp=2")
     ticket, receivers = sealed(relay), receivers_of(relay)
     with monkeypatch.context() as patch:
-        patch.setattr(
-            relay._delivery, "_outgoing", lambda seal, key: relay.steps.outgoing(seal, (1 - key[0], 0, 0))
-        )
+        outgoing = relay.steps.outgoing
+        patch.setattr(relay.steps, "outgoing", lambda seal, key, **_: outgoing(seal, (1 - key[0], 0, 0)))
         with pytest.raises(errors.TicketMismatch, match="other rows than their ticket says"):
             receivers[0].receive(ticket)
     assert relay.status()["steps"][0]["acknowledged"] == []

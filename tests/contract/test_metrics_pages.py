@@ -266,7 +266,7 @@ def test_a_stage_that_is_slow_is_found_in_its_own_time(
     clocks = {"relay": relay.clock, "trainer": receiver.clock}
     one_step(relay, receiver, 0)  # what is compiled is compiled
     before, begin_s = clocks[role].totals(), time.monotonic()
-    slept = make_slow(monkeypatch, relay, *SLOW[role, stage])
+    slept = make_slow(monkeypatch, *SLOW[role, stage])
     one_step(relay, receiver, 1)
     grown = {name: seconds - before.get(name, 0.0) for name, seconds in clocks[role].totals().items()}
     assert slept and grown[stage] >= SLOW_S * len(slept)
@@ -298,11 +298,9 @@ def one_step(relay: Relay, receiver: Receiver, step: int) -> None:
     relay.join_previous(timeout_s=20.0)
 
 
-def make_slow(patch: pytest.MonkeyPatch, relay: Relay, place: Any, name: str) -> list[str]:
+def make_slow(patch: pytest.MonkeyPatch, place: Any, name: str) -> list[str]:
     """Sleeps before each call; what it returns has an entry for each."""
     slept: list[str] = []
-    if place is Steps:  # bound when the relay was made
-        place, name = relay._delivery, "_outgoing"
     inner = getattr(place, name)
 
     def slow(*args: Any, **options: Any) -> Any:

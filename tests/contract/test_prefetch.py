@@ -1,23 +1,32 @@
-"""The next step arrives while this one trains: into other memory, with the same checks, and never over NCCL."""
+"""A step's rows come as soon as its ticket is known: while the step before trains, with the same checks; never over a group."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from r3channel import errors
-from r3channel.config import ChannelConfig
 from r3channel.plan.ticket import Ticket
 from r3channel.relay.relay import Relay
-from r3channel.trainer.receiver import Receiver
-from tests.delivery import LIMIT_S, check_rows, receivers_of, relays, until
+from tests.delivery import (
+    LIMIT_S,
+    MakeRelay,
+    Slowly,
+    check_rows,
+    receive,
+    receivers_of,
+    relays,
+    threads,
+    until,
+)
 from tests.delivery import sealed as sealed_with
 
 
-@pytest.fixture(params=["tcp", "gloo"])
-def relay(request: pytest.FixtureRequest) -> Iterator[Relay]:
-    with relays(transport=request.param, prefetch=True) as make:
+@pytest.fixture
+def relay() -> Iterator[Relay]:
+    with relays() as make:
         yield make("dp=1")
 
 
@@ -26,8 +35,9 @@ def sealed(relay: Relay, step: int) -> Ticket:
 
 
 def test_the_next_shard_arrives_beside_the_one_in_use(relay: Relay) -> None:
-    receiver: Receiver = receivers_of(relay)[0]
+    (receiver,) = receivers_of(relay)
     shard = receiver.receive(sealed(relay, 0))
+    assert len(receiver._buffers) == 1, "there is no memory for a second one until it is needed"
     for step in range(1, 4):
         ticket = sealed(relay, step)
         receiver.prefetch(ticket)
@@ -35,10 +45,31 @@ def test_the_next_shard_arrives_beside_the_one_in_use(relay: Relay) -> None:
         check_rows(shard, prefix=f"{step - 1}-")
         shard = receiver.receive(ticket)
         check_rows(shard, prefix=f"{step}-")
+    assert len(receiver._buffers) == 2
+
+
+def test_a_shard_that_is_handed_on_leaves_its_memory_to_the_next(make_relay: MakeRelay) -> None:
+    relay = make_relay("tp=2")
+    first, second = receivers_of(relay)
+    for step in range(2):
+        ticket = sealed(relay, step)
+        first.prefetch(ticket)
+        second.prefetch(ticket)
+        for shard in receive([first, second], ticket):
+            check_rows(shard, prefix=f"{step}-")
+    assert sorted(first._buffers) == ["slot-cpu", "whole0-cpu"]
+
+
+def test_over_a_process_group_rows_wait_for_their_receive(make_relay: MakeRelay) -> None:
+    relay = make_relay("dp=1", transport="gloo")
+    (receiver,) = receivers_of(relay)
+    receiver.prefetch(ticket := sealed(relay, 0))
+    assert relay.undelivered(wait_s=0.3) == {0: ((0, 0, 0),)}
+    check_rows(receiver.receive(ticket), prefix="0-")
 
 
 def test_an_error_of_the_transfer_surfaces_at_the_receive(relay: Relay) -> None:
-    receiver = receivers_of(relay)[0]
+    (receiver,) = receivers_of(relay)
     ticket = sealed(relay, 0)
     assert relay.abandon(0) == 4
     receiver.prefetch(ticket)
@@ -47,21 +78,61 @@ def test_an_error_of_the_transfer_surfaces_at_the_receive(relay: Relay) -> None:
     check_rows(receiver.receive(sealed(relay, 1)), prefix="1-")
 
 
+def test_what_was_prefetched_of_an_older_seal_gives_way_to_the_new_ticket(
+    make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    relay, slowly = make_relay("dp=1"), Slowly(monkeypatch)
+    (receiver,) = receivers_of(relay)
+    receiver.prefetch(old := sealed(relay, 0))
+    assert slowly.entered.wait(LIMIT_S)
+    relay.abandon(0)
+    new = relay.seal(0, old.assignment)
+    receiver.prefetch(new)
+    slowly.go_on.set()
+    shard = receiver.receive(new)
+    assert shard.ticket.seal == 1
+    check_rows(shard, prefix="0-")
+
+
+def test_a_relay_that_was_not_there_for_a_prefetch_is_asked_again_by_the_receive(relay: Relay) -> None:
+    there: list[bool] = []
+
+    class Absent:
+        def hello(self, **key: Any) -> dict[str, Any]:
+            if not there:
+                raise errors.TransportError("connection refused")
+            return relay.hello(**key)
+
+    config = relay.config.__class__(step_timeout_s=0.4, bucket_bytes=1024)
+    (receiver,) = receivers_of(relay, config, control=Absent())
+    receiver.prefetch(ticket := sealed(relay, 0))
+    assert receiver._ahead is not None
+    with pytest.raises(errors.TransportError, match="refused"):
+        receiver._ahead[1].result(LIMIT_S)
+    there.append(True)
+    check_rows(receiver.receive(ticket), prefix="0-")
+
+
 def test_only_the_prefetched_step_may_be_received_next(relay: Relay) -> None:
-    receiver = receivers_of(relay)[0]
+    (receiver,) = receivers_of(relay)
     first, second = sealed(relay, 0), sealed(relay, 1)
     receiver.prefetch(first)
-    with pytest.raises(errors.UsageError, match="prefetch of step 1 while step 0"):
-        receiver.prefetch(second)
-    until(lambda: 0 not in relay.status()["steps"])
-    with pytest.raises(errors.UsageError, match="receive of step 1, but step 0"):
-        receiver.receive(second)
+    for call in (receiver.prefetch, receiver.receive):
+        with pytest.raises(errors.UsageError, match="step 1 while step 0"):
+            call(second)
+        until(lambda: 0 not in relay.status()["steps"])
     # the relay has its acknowledgement and sends it no second time
     check_rows(receiver.receive(first), prefix="0-")
     check_rows(receiver.receive(second), prefix="1-")
 
 
-def test_prefetch_is_off_unless_asked_for(relay: Relay) -> None:
-    (plain,) = receivers_of(relay, ChannelConfig())
-    with pytest.raises(errors.ConfigError, match="prefetch is off"):
-        plain.prefetch(sealed(relay, 0))
+def test_a_receiver_that_is_closed_ends_its_transfer(
+    make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    relay, slowly, before = make_relay("dp=1"), Slowly(monkeypatch), threads()
+    (receiver,) = receivers_of(relay)
+    receiver.prefetch(sealed(relay, 0))
+    assert slowly.entered.wait(LIMIT_S)
+    receiver.close()
+    until(lambda: not {one.name for one in threads() - before} & {"r3channel-receive"})
+    slowly.go_on.set()

@@ -7,7 +7,9 @@ import os
 import shutil
 import socket
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from r3channel.plan.ticket import Ticket
 from r3channel.recordings.recorder import Recorder
 from r3channel.recordings.recording import Recording
 from r3channel.relay.relay import Relay
+from r3channel.relay.send_buffers import HostPool
 from r3channel.trainer.rank_shard import RankShard
 from r3channel.transport.connection import Connection
 from r3channel.transport.listener import connect
@@ -34,9 +37,11 @@ from tests.delivery import (
     Slowly,
     assignment,
     check_rows,
+    lives,
     receive,
     receivers_of,
     sealed,
+    start,
     threads,
     ticket_of,
     until,
@@ -201,6 +206,24 @@ def slowly(make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch) -> Iterator[S
     slowly = Slowly(monkeypatch)
     yield slowly
     slowly.go_on.set()
+
+
+def test_a_receiver_waits_on_one_connection_for_a_relay_that_is_busy(
+    make_relay: MakeRelay, slowly: Slowly
+) -> None:
+    """Longer than a peer may be silent: until its rows are prepared, and until there is a buffer to send them from."""
+    relay = make_relay("pp=2", send_timeout_s=SHORT_S)
+    receivers, buffers = receivers_of(relay), ExitStack()
+    relay._delivery._host = HostPool(1)
+    buffers.enter_context(relay._delivery._host.turn(lambda: None, every_s=1.0))
+    receiving = start(receivers, sealed(relay))
+    time.sleep(1.5 * SHORT_S)
+    slowly.go_on.set()
+    time.sleep(1.5 * SHORT_S)
+    buffers.close()
+    for future in receiving:
+        check_rows(future.result(LIMIT_S))
+    assert lives(relay) == [1] * len(receivers)
 
 
 def test_a_receive_of_a_relay_that_never_prepares_ends_by_name(make_relay: MakeRelay, slowly: Slowly) -> None:

@@ -168,8 +168,6 @@ def test_an_own_transport_needs_its_class_and_a_line_in_the_registry(monkeypatch
     where = Rendezvous(backend="pigeon", name="x", connection=1, rank=0, world_size=2, host="", port=1)
     join(where, timeout_s=1.0)
     assert joined == [(where, 1.0)] and ChannelConfig(transport="pigeon").fallback == "tcp"
-    with pytest.raises(ConfigError, match="prefetch with transport pigeon"):
-        ChannelConfig(transport="pigeon", prefetch=True)
 
 
 def test_several_messages_may_be_under_way(group: Joiner) -> None:

@@ -118,7 +118,7 @@ def test_rows_arrive_through_two_buckets_for_a_router_on_the_device(group: OneDe
 
 def test_the_host_stages_the_next_bucket_while_one_is_being_sent(group: OneDevice) -> None:
     staging, size = DeviceStaging(device=0), 1 << 20
-    with staging.turn():
+    with staging.turn(lambda: None, every_s=1.0):
         warming = group.start_send(1, staging.staged(0, len(staging.buffers(size)[0])))
         warming.wait(timeout_s=LIMIT_S)
         group.sent.get(timeout=LIMIT_S)

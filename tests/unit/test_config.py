@@ -36,8 +36,8 @@ def test_a_flag_wins_over_the_environment_and_the_environment_over_the_file(tmp_
 
 def test_flags_reach_the_configuration_and_unset_ones_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("R3CHANNEL_ON_MISSING", "live")
-    found = ChannelConfig.from_args(parsed("--r3-prefetch", "--r3-send-timeout-s", "3"))
-    assert (found.prefetch, found.send_timeout_s, found.on_missing) == (True, 3.0, "live")
+    found = ChannelConfig.from_args(parsed("--r3-sampling-masks", "--r3-send-timeout-s", "3"))
+    assert (found.sampling_masks, found.send_timeout_s, found.on_missing) == (True, 3.0, "live")
 
 
 def test_rows_that_never_came_are_live_where_the_channel_says_so_and_nobody_asked_for_a_mask() -> None:
@@ -51,6 +51,7 @@ def test_rows_that_never_came_are_live_where_the_channel_says_so_and_nobody_aske
 def test_options_that_are_gone_are_refused_by_name() -> None:
     for name in (
         "staging", "shard_bytes", "shard_memory_bytes", "memory_bytes", "place_threads", "unclaimed_bytes", "relays", "relay",
+        "prefetch",
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=f"unknown flag '{name}'"):
             ChannelConfig.load(flags={name: 1}, environment={})
@@ -72,7 +73,7 @@ def test_every_option_has_a_flag_with_a_text() -> None:
         ("bucket_bytes = [1]", "bucket_bytes=[1], expected a whole number"),
         ("bucket_bytes = 4096.7", "bucket_bytes=4096.7, expected a whole number"),
         ("bucket_bytes = true", "bucket_bytes=True, expected a whole number"),
-        ("prefetch = 7", "prefetch=7, expected true or false"), ("journal = 7", "journal=7, expected text"),
+        ("sampling_masks = 7", "sampling_masks=7, expected true or false"), ("journal = 7", "journal=7, expected text"),
     ],
 )  # fmt: skip
 def test_a_file_that_cannot_be_used_is_named_with_the_value(tmp_path: Path, text: str, said: str) -> None:
@@ -91,7 +92,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     ("name", "value", "expected"),
     [
         ("BUCKET_BYTES", "lots", "a whole number"),
-        *(("PREFETCH", word, "0 or 1") for word in ("yes", "on", "2")),
+        *(("SAMPLING_MASKS", word, "0 or 1") for word in ("yes", "on", "2")),
     ],
 )
 def test_a_variable_of_another_kind_is_named(name: str, value: str, expected: str) -> None:
@@ -101,7 +102,9 @@ def test_a_variable_of_another_kind_is_named(name: str, value: str, expected: st
 
 def test_a_switch_is_set_by_1_and_true_and_left_by_0_false_and_nothing() -> None:
     words = ("1", "True", "0", "false", "")
-    found = [ChannelConfig.load(environment={"R3CHANNEL_PREFETCH": word}).prefetch for word in words]
+    found = [
+        ChannelConfig.load(environment={"R3CHANNEL_SAMPLING_MASKS": word}).sampling_masks for word in words
+    ]
     assert found == [True, True, False, False, False]
 
 
@@ -112,7 +115,6 @@ def test_a_switch_is_set_by_1_and_true_and_left_by_0_false_and_nothing() -> None
         {"on_missing": "drop"}, {"store_bytes": 1024}, {"max_group_failures": 0}, {"on_stale": "drop"}, {"bucket_bytes": 1},
         {"send_timeout_s": 0.0}, {"send_timeout_s": float("inf")}, {"send_timeout_s": float("nan")}, {"max_staleness": -2},
         {"metrics_port": 65536}, {"metrics_port": -2}, {"ingest_port": -1}, {"device": -1},
-        {"prefetch": True, "transport": "nccl"},
     ],
     ids=str,
 )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -322,13 +323,26 @@ def test_a_join_ends_where_nobody_answers_and_where_nobody_listens() -> None:
         where = {"host": host, "port": port, "token": "00" * 32, "run": "run"}
         nobody = SimpleNamespace(hello=lambda **_: where)
         with pytest.raises(DeadlineExceeded):
-            receive(nobody, join_timeout_s=0.2, max_group_failures=1)
+            receive(nobody, join_timeout_s=0.2, step_timeout_s=0.5)
     with pytest.raises(TransportError):
         receive(nobody, step_timeout_s=0.3)
 
 
-def test_an_outage_costs_its_time_and_no_attempt(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
-    stage, tries, inner = play(whole), list[int](), member_module.connect
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pauses between attempts are short."""
+    monkeypatch.setattr(member_module, "_PAUSE_S", 0.01)
+
+
+@pytest.mark.usefixtures("hasty")
+def test_an_outage_and_connections_that_are_cut_cost_time_and_nothing_else(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut(relay: Played) -> None:
+        relay.announce()
+        relay.link.close()
+
+    stage, tries, inner = play(cut, cut, cut, whole), list[int](), member_module.connect
 
     def refused_at_first(*args: Any, **options: Any) -> Connection:
         tries.append(1)
@@ -338,34 +352,54 @@ def test_an_outage_costs_its_time_and_no_attempt(play: Play, monkeypatch: pytest
 
     monkeypatch.setattr(member_module, "connect", refused_at_first)
     *_, sink = receive(stage, max_group_failures=1)
-    assert sink.data == ROWS_TLK.tobytes() and len(tries) == 5
+    assert sink.data == ROWS_TLK.tobytes() and (len(tries), stage.played) == (8, 4)
 
 
-@pytest.mark.parametrize("silent_after", ["hello", "announcement", "some rows", "rows"])
-def test_a_silent_relay_is_met_again(play: Play, silent_after: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(member_module, "_ACK_S", 0.2)
+@pytest.mark.parametrize("silent_after", ["hello", "half a record", "announcement", "some rows", "rows"])
+def test_a_silent_relay_is_met_again(play: Play, silent_after: str) -> None:
+    """It costs `send_timeout_s`, and the step has much more."""
 
     def falls_silent(relay: Played) -> None:
-        if silent_after != "hello":
+        if silent_after == "half a record":
+            relay.link.send(
+                [b"R3L\x01" + bytes([wire.ROWS]) + bytes(3) + bytes([9, 0, 0, 0])], timeout_s=LIMIT_S
+            )
+        elif silent_after != "hello":
             relay.announce()
         if silent_after == "some rows":
             relay.link.send([ROWS_TLK.tobytes()[:50]], timeout_s=LIMIT_S)
         elif silent_after == "rows":
             relay.rows()
 
+    stage = play(falls_silent, Played.thank if silent_after == "rows" else whole)
+    *_, sink = receive(stage, send_timeout_s=0.2, step_timeout_s=10 * LIMIT_S)
+    assert sink.data == ROWS_TLK.tobytes() and stage.played == 2
     with pytest.raises(DeadlineExceeded):
-        receive(play(falls_silent, Played.silent), send_timeout_s=0.2, step_timeout_s=0.5)
-    if silent_after in ("announcement", "some rows"):  # a bucket's deadline is the shorter one
-        stage = play(falls_silent, whole)
-        *_, sink = receive(stage, send_timeout_s=0.2)
-        assert sink.data == ROWS_TLK.tobytes() and stage.played == 2
+        receive(play(Played.silent), send_timeout_s=0.2, step_timeout_s=0.5)
 
 
-def test_connections_end_with_the_steps_deadline_however_many_are_allowed(play: Play) -> None:
+def test_a_relay_that_says_to_wait_is_waited_for_until_the_steps_deadline(play: Play) -> None:
+    def busy(relay: Played, times: int = 6) -> None:
+        relay.hear(wire.READY)
+        for _ in range(times):
+            relay.say(wire.WAIT)
+            time.sleep(0.1)
+        relay.say(wire.ROWS, nbytes=STREAM.nbytes, digests=len(DIGESTS), hash=xxh3_64_intdigest(DIGESTS))
+        relay.rows()
+        relay.thank()
+
+    (sink,) = receive(play(busy), send_timeout_s=0.4)
+    assert sink.data == ROWS_TLK.tobytes()
+    with pytest.raises(DeadlineExceeded):
+        receive(play(lambda relay: busy(relay, 200)), send_timeout_s=0.4, step_timeout_s=0.5)
+
+
+@pytest.mark.usefixtures("hasty")
+def test_connections_end_with_the_steps_deadline(play: Play) -> None:
     stage = play(lambda relay: relay.link.close())
     with pytest.raises(TransportError):
-        receive(stage, max_group_failures=10**9, step_timeout_s=0.3)
-    assert stage.played > 1
+        receive(stage, max_group_failures=1, step_timeout_s=0.3)
+    assert stage.played > 3
 
 
 # -- the acknowledgement -----------------------------------------------------------------------------------------------
@@ -387,11 +421,16 @@ def test_an_acknowledgement_is_repeated_and_rows_are_not(play: Play) -> None:
     assert sink.data == ROWS_TLK.tobytes() and stage.played == stage.hellos == 2
 
 
-def test_an_acknowledgement_that_nobody_hears_is_given_up_after_three(play: Play) -> None:
+@pytest.mark.usefixtures("hasty")
+def test_an_acknowledgement_is_repeated_until_the_deadline(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receive(play(loses_it, closes, closes, closes, closes, Played.thank))
+    monkeypatch.setattr(member_module, "_ACK_S", 0.3)
     stage = play(loses_it, closes)
     with pytest.raises(TransportError):
-        receive(stage)
-    assert stage.played == 3
+        receive(stage, step_timeout_s=0.3)
+    assert stage.played > 3
 
 
 def test_a_relay_of_another_run_is_told_by_its_own_words(play: Play) -> None:

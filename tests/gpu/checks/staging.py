@@ -19,7 +19,7 @@ def send(staging: DeviceStaging, thread: int) -> int:
     """One receiver's buckets, two alive; how many arrived with another hash."""
     rng, wrong = np.random.default_rng(thread), 0
     for _ in range(BUCKETS // THREADS // BUCKETS_ALIVE):
-        with staging.turn():
+        with staging.turn(lambda: None, every_s=1.0):
             buffers, sent = staging.buffers(NBYTES), []
             for slot, buffer_N in enumerate(buffers):
                 buffer_N[:] = rng.integers(0, 256, NBYTES, dtype=np.uint8)
