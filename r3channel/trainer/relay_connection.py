@@ -121,9 +121,9 @@ class RelayConnection:
         """Receive this receiver's rows of a step, verified and acknowledged, into the sink of the last attempt.
 
         A connection that is cut, or silent for `send_timeout_s`, or not to be had, is made again with pauses that grow, until
-        `step_timeout_s` has passed; then its `TransportError` is raised. Rows that come damaged are asked for `max_group_failures`
-        times. After as many connections with a process group rows come over TCP alone, or without a `fallback` not at all. The
-        relay's own error ends the attempts at once. To acknowledge may take ten seconds more.
+        `step_timeout_s` has passed; then its `TransportError` is raised. Damaged rows are asked for `max_group_failures` times.
+        After as many connections with a process group rows come over TCP alone, or without a `fallback` not at all. The relay's
+        own error ends the attempts at once. To acknowledge may take ten seconds more.
         """
         config, failures, damaged = self._config, 0, 0
         limit, deadline_s = config.max_group_failures, time.monotonic() + config.step_timeout_s

@@ -9,7 +9,6 @@ import base64
 import itertools
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from r3channel import errors
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.ticket import Ticket
 from r3channel.recordings.recorder import Recorder
-from r3channel.relay.relay import Relay
 from r3channel.relay.row_server import _Served
 from r3channel.trainer.rank_shard import RankShard
 from r3channel.trainer.receiver import Receiver
@@ -108,16 +106,6 @@ def test_every_stage_context_and_tensor_rank_receives_its_own_rows(make_relay: M
     relay.join_previous(timeout_s=LIMIT_S)
 
 
-def test_several_steps_use_one_connection(make_relay_over: MakeRelay) -> None:
-    relay = make_relay_over("dp=2,pp=2")
-    receivers = receivers_of(relay)
-    for step in range(3):
-        for shard in receive(receivers, sealed(relay, step, prefix=f"{step}-")):
-            check_rows(shard, prefix=f"{step}-")
-        relay.join_previous(timeout_s=LIMIT_S)
-    assert lives(relay) == [1] * 4
-
-
 def test_rows_without_routing_travel_by_name_when_the_policy_allows_them(make_relay: MakeRelay) -> None:
     valid = np.ones(29, dtype=bool)
     valid[[3, 4, 20]] = False
@@ -159,41 +147,6 @@ def test_a_sample_of_several_turns_arrives_as_one(make_relay: MakeRelay, text: s
 # -- when --------------------------------------------------------------------------------------------------------------
 
 
-def run_step(relay: Relay, *, blocking: bool) -> list[RankShard]:
-    """One step as a framework drives it: trainers post their receives only after `generate()` has returned."""
-    returned, pool, tickets = threading.Event(), ThreadPoolExecutor(relay.layout.world_size), []
-
-    def train(receiver: Receiver) -> RankShard:
-        assert returned.wait(LIMIT_S) and tickets, "generate() did not return"
-        return receiver.receive(tickets[0])
-
-    def generate() -> None:
-        ticket = sealed(relay)
-        if blocking:  # a send that must be finished before `generate` returns
-            relay.join_previous(timeout_s=0.5)
-        tickets.append(ticket)
-
-    trainers = [pool.submit(train, receiver) for receiver in receivers_of(relay)]
-    try:
-        generate()
-    finally:
-        returned.set()
-    return [trainer.result(LIMIT_S) for trainer in trainers]
-
-
-def test_receives_that_are_posted_after_generate_returned_complete(make_relay_over: MakeRelay) -> None:
-    relay = make_relay_over("dp=2,pp=2")
-    assert sum(map(check_rows, run_step(relay, blocking=False))) == ROWS
-    relay.join_previous(timeout_s=LIMIT_S)
-
-
-def test_a_blocking_send_in_its_place_hits_the_named_deadline(make_relay: MakeRelay) -> None:
-    ranks = [(0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0)]
-    with pytest.raises(errors.DeadlineExceeded, match=r"step\(s\) \[0\].*\(0, 0, 0\), \(0, 1, 0\)") as told:
-        run_step(make_relay("dp=2,pp=2"), blocking=True)
-    assert list(told.value.ranks) == ranks and told.value.step == 0
-
-
 def test_the_join_with_the_previous_send_names_the_missing_rank(make_relay: MakeRelay) -> None:
     relay = make_relay("dp=2")
     ticket = sealed(relay)
@@ -201,15 +154,6 @@ def test_the_join_with_the_previous_send_names_the_missing_rank(make_relay: Make
     with pytest.raises(errors.DeadlineExceeded, match=r"\{0: \[\(1, 0, 0\)\]\}") as told:
         relay.join_previous(timeout_s=0.1)
     assert told.value.ranks == ((1, 0, 0),)
-
-
-def test_one_late_rank_stops_neither_another_dp_rank_nor_the_next_seal(make_relay_over: MakeRelay) -> None:
-    relay = make_relay_over("dp=2")
-    steps = [(sealed(relay), ""), (sealed(relay, 1, prefix="n-"), "n-")]
-    for receiver in receivers_of(relay):  # the first has both before the second comes
-        for ticket, prefix in steps:
-            check_rows(receiver.receive(ticket), prefix=prefix)
-    relay.join_previous(timeout_s=LIMIT_S)
 
 
 # -- connections -------------------------------------------------------------------------------------------------------

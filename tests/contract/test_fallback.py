@@ -166,75 +166,38 @@ def test_the_failure_of_one_receiver_touches_no_other(
     assert len(others) == (2 if transport == "gloo" else 0), "the other one never left its group"
 
 
-def test_receivers_that_are_done_are_not_asked_if_another_fails(make_relay: MakeRelay, cable: Cable) -> None:
-    """Pipeline stage 0 has its rows and is in its forward pass, where it waits for stage 1: it does not come again."""
-    relay = make_relay("dp=1,pp=2")
-    done, waiting = receivers_of(relay)
-    ticket = sealed(relay)
-    check_rows(done.receive(ticket))
-    cable.cuts = 1
-    check_rows(waiting.receive(ticket))
-    assert len(cable.cut) == 1 and lives(relay) == [1, 2]
-    relay.join_previous(timeout_s=LIMIT_S)
-
-
-def test_a_receiver_that_has_no_turn_yet_is_not_told_to_post_its_receives(
-    make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where staging is one GPU's: receives that are posted early would occupy a trainer's GPU while another one is served."""
-
-    relay = make_relay("dp=2")
-    relay._delivery.staging = HostPool(1)
-    go_on, told, inner = threading.Event(), list[int](), RelayConnection._receive_rows
-
-    def slow(member: RelayConnection, *args: Any, **kwargs: Any) -> None:
-        told.append(member._coords.dp)
-        assert go_on.wait(LIMIT_S)
-        inner(member, *args, **kwargs)
-
-    monkeypatch.setattr(RelayConnection, "_receive_rows", slow)
-    ticket = sealed(relay)
-    with ThreadPoolExecutor(2) as pool:
-        receiving = [pool.submit(receiver.receive, ticket) for receiver in receivers_of(relay)]
-        until(lambda: relay.status()["receivers"]["lives"] == {(0, 0, 0): 1, (1, 0, 0): 1} and len(told) == 1)
-        time.sleep(0.3)
-        assert len(told) == 1
-        go_on.set()
-        for future in receiving:
-            check_rows(future.result(LIMIT_S))
-    assert sorted(told) == [0, 1]
-
-
 @pytest.mark.parametrize(
     "hangs", [(RelayConnection, "_receive_rows"), (RelaySink, "rows")], ids=["early", "late"]
 )
 def test_a_receiver_that_hangs_in_its_turn_holds_up_the_others_for_a_moment(
     make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch, hangs: tuple[type, str]
 ) -> None:
-    """Before its first receive is posted, or behind it: with one turn for all, as where staging is one GPU's."""
-    monkeypatch.setattr("r3channel.relay.row_server._TAKEN_S", 0.3)
-    relay, go_on, hung, inner = make_relay("dp=2"), threading.Event(), threading.Event(), getattr(*hangs)
+    """Before its first receive is posted, or behind it. One turn for all, as where staging is one GPU's: who posts receives
+    before its turn would occupy a trainer's GPU."""
+    monkeypatch.setattr("r3channel.relay.row_server._TAKEN_S", 1.0)
+    relay, go_on, told, inner = make_relay("dp=2"), threading.Event(), list[int](), getattr(*hangs)
     relay._delivery.staging = HostPool(1)
     for name in "ab":
         relay.add(name, reply_for(name, 300), range(300))  # seven buckets
     ticket = relay.seal(0, Assignment.given([[["a"]], [["b"]]]))
 
-    def slow(*args: Any, **kwargs: Any) -> None:
-        if threading.current_thread().name == "hangs" and not hung.is_set():
-            hung.set()
+    def slow(self: Any, *args: Any, **kwargs: Any) -> None:
+        told.append(1)
+        if len(told) == 1:
             assert go_on.wait(LIMIT_S)
-        inner(*args, **kwargs)
+        inner(self, *args, **kwargs)
 
     monkeypatch.setattr(*hangs, slow)
-    first, other = receivers_of(relay)
-    hanging = threading.Thread(target=first.receive, args=(ticket,), name="hangs")
-    hanging.start()
-    assert hung.wait(LIMIT_S)
-    hand(other.receive(ticket))
-    assert relay.undelivered(wait_s=0) == {0: ((0, 0, 0),)} and lives(relay) == [1, 1]
-    go_on.set()
-    relay.join_previous(timeout_s=LIMIT_S)  # it comes again
-    hanging.join(LIMIT_S)
+    with ThreadPoolExecutor(2) as pool:
+        receiving = [pool.submit(receiver.receive, ticket) for receiver in receivers_of(relay)]
+        until(lambda: len(lives(relay)) == 2 and told)
+        time.sleep(0.3)
+        assert len(told) == 1
+        until(lambda: len(relay.undelivered(wait_s=0)[0]) == 1)
+        go_on.set()
+        for future in receiving:
+            hand(future.result(LIMIT_S))  # the one that hung came again
+    assert sum(lives(relay)) == 3
 
 
 def test_rows_over_tcp_wait_for_no_groups_turn(make_relay: MakeRelay) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
@@ -15,10 +16,10 @@ from tests.delivery import (
     MakeRelay,
     Slowly,
     check_rows,
+    lives,
     receive,
     receivers_of,
     relays,
-    threads,
     until,
 )
 from tests.delivery import sealed as sealed_with
@@ -45,7 +46,7 @@ def test_the_next_shard_arrives_beside_the_one_in_use(relay: Relay) -> None:
         check_rows(shard, prefix=f"{step - 1}-")
         shard = receiver.receive(ticket)
         check_rows(shard, prefix=f"{step}-")
-    assert len(receiver._buffers) == 2
+    assert len(receiver._buffers) == 2 and lives(relay) == [1]
 
 
 def test_a_shard_that_is_handed_on_leaves_its_memory_to_the_next(make_relay: MakeRelay) -> None:
@@ -94,22 +95,17 @@ def test_what_was_prefetched_of_an_older_seal_gives_way_to_the_new_ticket(
     check_rows(shard, prefix="0-")
 
 
-def test_a_relay_that_was_not_there_for_a_prefetch_is_asked_again_by_the_receive(relay: Relay) -> None:
-    there: list[bool] = []
-
-    class Absent:
-        def hello(self, **key: Any) -> dict[str, Any]:
-            if not there:
-                raise errors.TransportError("connection refused")
-            return relay.hello(**key)
-
-    config = relay.config.__class__(step_timeout_s=0.4, bucket_bytes=1024)
-    (receiver,) = receivers_of(relay, config, control=Absent())
-    receiver.prefetch(ticket := sealed(relay, 0))
-    assert receiver._ahead is not None
-    with pytest.raises(errors.TransportError, match="refused"):
-        receiver._ahead[1].result(LIMIT_S)
-    there.append(True)
+def test_a_relay_that_was_not_there_for_a_prefetch_is_asked_again_by_the_receive(
+    relay: Relay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (receiver,) = receivers_of(relay, replace(relay.config, step_timeout_s=0.4))
+    ticket = sealed(relay, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr("r3channel.trainer.relay_connection.connect", Mock(side_effect=errors.TransportError))
+        receiver.prefetch(ticket)
+        assert receiver._ahead is not None
+        with pytest.raises(errors.TransportError):
+            receiver._ahead[1].result(LIMIT_S)
     check_rows(receiver.receive(ticket), prefix="0-")
 
 
@@ -129,10 +125,12 @@ def test_only_the_prefetched_step_may_be_received_next(relay: Relay) -> None:
 def test_a_receiver_that_is_closed_ends_its_transfer(
     make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    relay, slowly, before = make_relay("dp=1"), Slowly(monkeypatch), threads()
+    relay, slowly = make_relay("dp=1", step_timeout_s=10 * LIMIT_S), Slowly(monkeypatch)
     (receiver,) = receivers_of(relay)
     receiver.prefetch(sealed(relay, 0))
     assert slowly.entered.wait(LIMIT_S)
     receiver.close()
-    until(lambda: not {one.name for one in threads() - before} & {"r3channel-receive"})
+    assert receiver._ahead is not None
+    with pytest.raises(errors.TransportError):
+        receiver._ahead[1].result(LIMIT_S / 2)
     slowly.go_on.set()

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -244,33 +243,6 @@ def test_a_relay_that_prepares_too_late_tells_its_receivers(make_relay: MakeRela
     with pytest.raises(errors.StepError, match=r"step 3: .*\(0, 0, 0\)") as told:
         receiver.receive(ticket)
     assert (told.value.step, told.value.ranks) == (3, ((0, 0, 0),))
-
-
-class Counted:
-    """`trainer.relay_connection.Control`, counting."""
-
-    def __init__(self, relay: Relay) -> None:
-        self._relay, self.calls = relay, 0
-
-    def hello(self, *, dp: int, pp: int, cp: int) -> dict[str, Any]:
-        self.calls += 1
-        return self._relay.hello(dp=dp, pp=pp, cp=cp)
-
-
-def test_a_receiver_makes_one_call_however_long_it_waits(make_relay: MakeRelay, slowly: Slowly) -> None:
-    relay = make_relay("dp=1")
-    control = Counted(relay)
-    (receiver,) = receivers_of(relay, control=control)
-    receiver.join()
-    receiving = threading.Thread(target=receiver.receive, args=(sealed(relay),))
-    receiving.start()
-    relay.undelivered(wait_s=0.3)
-    slowly.go_on.set()
-    receiving.join(LIMIT_S)
-    relay.join_previous(timeout_s=LIMIT_S)
-    for step in (1, 2):
-        check_rows(receiver.receive(sealed(relay, step, prefix=f"{step}-")), prefix=f"{step}-")
-    assert control.calls == 1
 
 
 # -- the recorder ----------------------------------------------------------------------------------------------------------
