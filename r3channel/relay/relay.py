@@ -89,12 +89,7 @@ class Relay(Intake):
             self.steps = Steps(self, run=self.run, idle=partial(self._store.trim, idle_s=60.0))
             undo.callback(self.steps.close)
             self._delivery = RowServer(
-                layout,
-                config,
-                run=self.run,
-                steps=self.steps,
-                clock=self.clock,
-                metrics=self.metrics,
+                layout, config, run=self.run, steps=self.steps, clock=self.clock, metrics=self.metrics
             )
             undo.pop_all()
         self._watch()

@@ -89,12 +89,8 @@ class RowServer:
             raise TicketMismatch(
                 f"hello from dp {dp} pp {pp} cp {cp}; this relay serves layout {layout}", ranks=[key]
             )
-        return {
-            "host": self._listener.host,
-            "port": self._listener.port,
-            "token": self._token.hex(),
-            "run": self._run,
-        }
+        door, token = self._listener, self._token.hex()
+        return {"host": door.host, "port": door.port, "token": token, "run": self._run}
 
     def status(self) -> dict[str, Any]:
         """Receiver -> its connection's number."""
@@ -224,7 +220,7 @@ class _Served:
         self._link.send_record(kind, wire.pack(**values), timeout_s=self._config.send_timeout_s)
 
     def _send(self, out: RowStream, step: int, *, group: bool) -> None:
-        delivery, stream = self._delivery, out.stream
+        delivery, stream, limit_s = self._delivery, out.stream, self._config.send_timeout_s
         found = xxh3_64_intdigest(out.digests)
         masks = out.cut_masks(step=step) if out.masks is not None else b""
         extra = {"masks": len(masks), "masks_hash": xxh3_64_intdigest(masks)} if masks else {}
@@ -239,11 +235,9 @@ class _Served:
                     self._send_over_group(out, staging)
                 else:
                     self._send_plain(out, staging)
-                self._link.send([out.digests], timeout_s=self._config.send_timeout_s)
+                self._link.send([out.digests], timeout_s=limit_s)
                 for at in range(0, len(masks), out.bucket_bytes):
-                    self._link.send(
-                        [masks[at : at + out.bucket_bytes]], timeout_s=self._config.send_timeout_s
-                    )
+                    self._link.send([masks[at : at + out.bucket_bytes]], timeout_s=limit_s)
         delivery._metrics.inc("r3channel_bytes_total", stream.nbytes + len(masks), leg="wire_sent")
         delivery._metrics.inc("r3channel_buckets_total", -(-stream.nbytes // out.bucket_bytes))
 
@@ -266,21 +260,16 @@ class _Served:
 
     def _send_over_group(self, out: RowStream, staging: HostStaging | None) -> None:
         """Over the process group, two buckets alive."""
-        group, pending = self._group, list[Pending | None]([None, None])
+        group, under_way = self._group, list[Pending]()
         assert group is not None and staging is not None
         buffers = staging.buffers(self._bucket(out))
         for slot, nbytes in out.fill(buffers):
             self._delivery.note_staged(2 * len(buffers[0]))
-            pending[slot] = group.start_send(1, staging.staged(slot, nbytes))
-            self._wait(pending, 1 - slot)
-        self._wait(pending, 0)
-        self._wait(pending, 1)
-
-    def _wait(self, pending: list[Pending | None], slot: int) -> None:
-        """Until the bucket in a slot was sent, so that it may be filled again."""
-        one, pending[slot] = pending[slot], None
-        if one is not None:
-            one.wait(timeout_s=self._taken_s)
+            under_way.append(group.start_send(1, staging.staged(slot, nbytes)))
+            if len(under_way) == len(buffers):  # the next bucket is filled where the older one lies
+                under_way.pop(0).wait(timeout_s=self._taken_s)
+        for pending in under_way:
+            pending.wait(timeout_s=self._taken_s)
 
     def _join_group(self, gpu: str) -> None:
         """A process group of this relay and this receiver alone: one that dies or hangs costs nobody else anything."""
@@ -297,14 +286,8 @@ class _Served:
             )
         name = f"{self._delivery._run}/{'-'.join(map(str, self.key))}/life{self.life}"
         ours = Rendezvous(
-            backend=config.transport,
-            name=name,
-            connection=self.life,
-            rank=0,
-            world_size=2,
-            host=store.host,
-            port=store.port,
-        )
+            backend=config.transport, name=name, connection=self.life, rank=0, world_size=2, host=store.host, port=store.port
+        )  # fmt: skip
         self._say(wire.GROUP, **replace(ours, rank=1).to_dict())
         with self._delivery.staging.placed():
             self._group = join(ours, timeout_s=config.join_timeout_s)

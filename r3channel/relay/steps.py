@@ -37,8 +37,6 @@ class Steps:
         """`idle` is called once in a while when nothing is to be done."""
         self._intake, self._run, self._idle = intake, run, idle
         self._journal, self._changed, self._clock = intake._journal, intake._changed, intake.clock
-        self._timeout_s = intake.config.step_timeout_s
-        """How long a receiver waits for its rows to be prepared."""
         self._steps: dict[int, SealedStep] = {}
         self._seals: dict[int, int] = {}
         """Steps that are being sealed or were abandoned -> the number of their next seal."""
@@ -128,7 +126,7 @@ class Steps:
         with self._changed:
             return self._changed.wait_for(lambda: self._settled(step, key), timeout=timeout_s)
 
-    def outgoing(self, seal: Seal, key: ShardKey, *, timeout_s: float | None = None) -> RowStream:
+    def outgoing(self, seal: Seal, key: ShardKey, *, timeout_s: float = 60.0) -> RowStream:
         """What a receiver gets, once it is prepared. Raises what the receiver is told."""
         run, step, _ = seal
         if run != self._run:
@@ -138,8 +136,7 @@ class Steps:
                 ranks=[key],
             )
         with self._changed:
-            limit_s = self._timeout_s if timeout_s is None else timeout_s
-            self._changed.wait_for(lambda: self._settled(step, key), timeout=limit_s)
+            self._changed.wait_for(lambda: self._settled(step, key), timeout=timeout_s)
             sealed = self._named(seal)
             if sealed is None or key not in sealed.keys:
                 raise TicketMismatch(

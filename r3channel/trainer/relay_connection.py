@@ -159,7 +159,6 @@ class RelayConnection:
         join_by_s = min(time.monotonic() + self._config.join_timeout_s, deadline_s)
         self._connect(timeout_s=_left(join_by_s))
         step, clock = ticket.step, self._clock
-        group = group and self._config.grouped
         if group and self._group is None:
             with clock.span("wait_join", step=step):
                 self._join_group(join_by_s)

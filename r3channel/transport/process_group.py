@@ -78,11 +78,7 @@ class RendezvousStore:
         listener = socket.create_server((interface, 0), family=family)
         self.host, self.port = interface, listener.getsockname()[1]
         self._store: TCPStore | None = TCPStore(
-            interface,
-            self.port,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
+            interface, self.port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
 
     def close(self) -> None:

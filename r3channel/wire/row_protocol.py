@@ -28,10 +28,8 @@ from typing import Any
 from r3channel import errors
 from r3channel.errors import R3Error, TransportError
 
-_NAMES = dict(
-    enumerate(["READY", "GROUP", "ROWS", "DAMAGED", "AGAIN", "DONE", "THANKS", "ERROR", "WAIT", "POSTED"], 1)
-)
-READY, GROUP, ROWS, DAMAGED, AGAIN, DONE, THANKS, ERROR, WAIT, POSTED = _NAMES
+_NAMES = ("READY", "GROUP", "ROWS", "DAMAGED", "AGAIN", "DONE", "THANKS", "ERROR", "WAIT", "POSTED")
+READY, GROUP, ROWS, DAMAGED, AGAIN, DONE, THANKS, ERROR, WAIT, POSTED = range(len(_NAMES))
 
 _MOST_ERROR_BYTES = 64_000
 SEAL = ("run", "step", "seal")
@@ -52,9 +50,8 @@ def unpack(kind: int, body: bytes, *, expected: int, names: tuple[str, ...] = ()
             return values
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise TransportError(f"a record of kind {kind} cannot be read: {error!r}") from error
-    raise TransportError(
-        f"a record {_NAMES.get(kind, kind)} of {len(body)} bytes, expected {_NAMES[expected]} with {names}"
-    )
+    name = _NAMES[kind] if kind < len(_NAMES) else kind
+    raise TransportError(f"a record {name} of {len(body)} bytes, expected {_NAMES[expected]} with {names}")
 
 
 def seal_of(identity: Seal) -> dict[str, Any]:
