@@ -93,6 +93,9 @@ class ChannelReplay:
         plan = Ticket.from_bytes(data["ticket"]).plan
         return plan.shard(dp=coords.dp, pp=coords.pp, cp=coords.cp)
 
+    def prefetch(self, data: dict[str, Any]) -> None:
+        self.channel.prefetch(data["ticket"])
+
     @contextmanager
     def step(self, data: dict[str, Any], *, version: int) -> Iterator[None]:
         """Receive the step's rows and replay them inside the block."""

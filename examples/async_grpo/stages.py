@@ -8,24 +8,16 @@ from r3channel.observe.stage_clock import STAGES, Span, merge_intervals
 from r3channel.tools.report_page import ROUTING_WAITS, WORK
 
 
-def stage_table(
-    seconds: Mapping[str, Mapping[str, float]], *, wall_s: Mapping[str, float] | None = None
-) -> str:
+def stage_table(seconds: Mapping[str, Mapping[str, float]]) -> str:
     """One line per stage that some process was in, one column per process, in the order of `STAGES`.
 
-    `seconds` is {process: {stage: seconds}}. Where `wall_s` has a process, two lines say what its spans add up to and
-    which share of its wall time that is; leave out processes whose spans come from several threads at once.
+    `seconds` is {process: {stage: seconds}}, of all threads of a process.
     """
     processes = list(seconds)
     rows = [["stage (seconds)", *processes]]
     for stage in STAGES:
         if any(stage in seconds[process] for process in processes):
             rows.append([stage, *(_cell(seconds[process].get(stage)) for process in processes)])
-    if wall_s:
-        sums = {process: sum(seconds[process].values()) for process in processes}
-        rows.append(["sum", *(_cell(sums[process]) for process in processes)])
-        rows.append(["wall", *(_cell(wall_s.get(process)) for process in processes)])
-        rows.append(["coverage", *(_percent(sums[process], wall_s.get(process)) for process in processes)])
     return _align(rows)
 
 
@@ -66,10 +58,6 @@ def waits_of(spans: Iterable[Span]) -> dict[int, float]:
 
 def _cell(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds:.3f}"
-
-
-def _percent(part_s: float, wall_s: float | None) -> str:
-    return f"{part_s / wall_s:.1%}" if wall_s else "-"
 
 
 def _align(rows: list[list[str]]) -> str:

@@ -105,12 +105,11 @@ def bytes_by_leg(manager: dict[str, Any], trainers: list[dict[str, Any]]) -> dic
 
 def table(result: dict[str, Any], trainers: list[dict[str, Any]]) -> str:
     """The text at the end of the demo."""
-    walls = {f"trainer{trainer['rank']}": trainer["wall_s"] for trainer in trainers}
     stages = dict(result["stages_by_process_s"].items())
     tokens, diff = result["bytes_per_token"], result["logprob_abs_diff"]
     landed = ", ".join(f"{value:.1f}" for value in tokens["landed_per_rank"].values())
     lines = [
-        stage_table(stages, wall_s=walls),
+        stage_table(stages),
         "",
         f"steps {result['steps']}, layout {result['layout']}, {result['wall_s']:.0f} s; coverage of the slowest rank "
         f"{result['stage_coverage']:.1%}",

@@ -103,8 +103,8 @@ def _train(args: argparse.Namespace, cluster: Cluster, begin: float) -> tuple[di
         say(
             f"step {step}: loss {_mean(steps[-1]['loss']):+.4f}, {compared[0]:,} ids compared, {compared[1]} different"
         )
-        if step + 1 < args.steps:
-            fetch(coming, timeout_s=GENERATE_TIMEOUT_S)  # no weights change in the middle of a generation
+        if step + 1 < args.steps:  # no weights change in the middle of a generation
+            prefetch(args, cluster, step + 1, coming)
         update_weights(cluster, step + 1, reports)
     if args.export:
         _export(Path(args.export).absolute(), cluster)
@@ -142,6 +142,13 @@ def _ways(manager: dict[str, Any], trainers: list[dict[str, Any]]) -> dict[str, 
 
 def _traces(args: argparse.Namespace) -> list[Path]:
     return [Path(file) for file in (args.trace, args.report and Path(args.report, "trace.json")) if file]
+
+
+def prefetch(args: argparse.Namespace, cluster: Cluster, step: int, coming: Any) -> None:
+    """Wait for a rollout. Its routing travels from then on, beside the weights; on the default path it came with the data."""
+    box = fetch(coming, timeout_s=GENERATE_TIMEOUT_S)
+    if args.use_r3_channel:
+        cluster.all("prefetch", step, box)
 
 
 def update_weights(cluster: Cluster, version: int, reports: list[Any]) -> None:

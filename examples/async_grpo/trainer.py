@@ -34,6 +34,10 @@ class TrainerRouting(Protocol):
         """The plan's part of this rank: how its micro-batches are laid out."""
         ...
 
+    def prefetch(self, data: dict[str, Any]) -> None:
+        """The routing of this step may begin to travel."""
+        ...
+
     def step(self, data: dict[str, Any], *, version: int) -> AbstractContextManager[None]:
         """`version`: of the weights that this trainer committed last."""
         ...
@@ -76,6 +80,7 @@ class Trainer:
         self.first = rank == 0
         self.publisher: Publisher | None = None
         self.version = -1
+        self._data: dict[int, dict[str, Any]] = {}
         self._idle_since = 0.0
         self._begin_s = self._end_s = 0.0
         self._used: dict[str, Point] = {}
@@ -103,25 +108,29 @@ class Trainer:
     def connect_engines(self, urls: list[str]) -> None:
         """The first rank speaks to the engines; where each rank sends its own part, all take part."""
         if self.first or self.args.weights == "exact":
+            args = self.args
             self.publisher = Publisher(
-                urls,
-                model=self.args.model,
-                bucket_bytes=self.args.weight_bucket_bytes,
-                manifest=self.args.weights_manifest,
-                weights=self.args.weights,
-                engine_tp=self.args.engine_tp,
-                metrics=self.routing.metrics,
-            )
+                urls, model=args.model, bucket_bytes=args.weight_bucket_bytes, manifest=args.weights_manifest,
+                weights=args.weights, engine_tp=args.engine_tp, metrics=self.routing.metrics,
+            )  # fmt: skip
 
     def begin(self) -> None:
         """The measured loop starts here."""
         self._begin_s = self._idle_since = time.monotonic()
 
-    def train(self, step: int, box: list[Any]) -> dict[str, Any]:
-        """One step: log-probs of the policy before the update, then the update. `box` holds a reference per DP rank."""
+    def prefetch(self, step: int, box: list[Any]) -> None:
+        """Fetch the data of a step that comes, and let its routing travel. `box` holds a reference per DP rank."""
         self._waited()
         with self.clock.span("assemble", step=step):
-            data = fetch(box[self.coords.dp])
+            self._data[step] = fetch(box[self.coords.dp])
+            self.routing.prefetch(self._data[step])
+        self._idle_since = time.monotonic()
+
+    def train(self, step: int, box: list[Any]) -> dict[str, Any]:
+        """One step: log-probs of the policy before the update, then the update. `box` as in `prefetch`."""
+        self._waited()
+        with self.clock.span("assemble", step=step):
+            data = self._data.pop(step, None) or fetch(box[self.coords.dp])
             batches = unpack(data, self.routing.shard(data, self.coords))
         with self.routing.step(data, version=self.version):
             self._mask(batches)
@@ -222,14 +231,11 @@ class Trainer:
                 )
             return output, loss_of(index)
 
+        plan, numbers = batches[0].plan, range(len(batches))
         return self.model.run(
-            forward_step,
-            num_microbatches=len(batches),
-            seq_length=batches[0].plan.seq_len,
-            micro_batch_size=batches[0].plan.width,
-            forward_only=forward_only,
-            data=range(len(batches)),
-        )
+            forward_step, num_microbatches=len(batches), seq_length=plan.seq_len, micro_batch_size=plan.width,
+            forward_only=forward_only, data=numbers,
+        )  # fmt: skip
 
     def _pushed(self, version: int) -> Pushed | None:
         if self.args.weights != "exact":

@@ -49,7 +49,7 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "async_grpo" / "variants" / "m
 MODES = ("channel", "default", "off")
 MICROBATCHES, SAMPLES, LENGTH = 4, 4, 64
 SHAPE: dict[str, Any] = {"layers": 4, "experts": 16, "top_k": 4, "hidden": 64}
-WAITS = ("wait_relay", "wait_wire", "recv", "rebroadcast")
+WAITS = ("wait_relay", "wait_wire", "rebroadcast")
 """Stages in which a step stands still for its routing."""
 _STORE_BYTES, _RUN_S = 128 << 20, 600.0
 

@@ -25,7 +25,7 @@ _INT32 = 4
 _BASE64 = 4 / 3
 _ORDINARY_BYTES_PER_TOKEN = 24
 """Token id, log-prob and loss mask, 8 bytes each (seed 003)."""
-_STEPS_HELD = 2
+_STEPS_HELD = _SHARDS_HELD = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,9 @@ class Capacity:
     received_bytes_tp0: int
     """The most that one TP0 receives."""
     placed_bytes_tp0: int
-    """The largest shard of one TP0, padding included: its host memory before the scatter over TP."""
+    """The largest shard of one TP0, padding included, before the scatter over TP: `expected_shard_bytes`."""
+    held_bytes_tp0: int
+    """Two of them: the one in use (on a GPU, its copy there) and the next, which comes into host memory meanwhile."""
     landed_bytes_per_rank: int
     """The most that one process keeps after the scatter over TP."""
     landed_bytes_all_ranks: int
@@ -140,9 +142,10 @@ def add_up(plan: Plan, *, machines: Machines) -> Capacity:
         http_bytes=round(frame * _BASE64),
         wire_bytes=sum(received),
         received_bytes_tp0=max(received),
-        placed_bytes_tp0=max(shard.nbytes for shard in plan.shards),
+        placed_bytes_tp0=(placed := max(shard.nbytes for shard in plan.shards)),
+        held_bytes_tp0=_SHARDS_HELD * placed,
         landed_bytes_per_rank=max(shard.slot_bytes for shard in plan.shards),
-        landed_bytes_all_ranks=sum(_landed(shard, layout) for shard in plan.shards),
+        landed_bytes_all_ranks=layout.tp * sum(shard.slot_bytes for shard in plan.shards),
         relay_staging_bytes=2 * machines.bucket_bytes,
         store_needed_bytes=_STEPS_HELD * frame,
         store_fits=_STEPS_HELD * frame <= machines.store_bytes,
@@ -165,11 +168,6 @@ def _received(shard: Shard) -> int:
     """Bytes of the rows that travel, where every row has routing; an MTP layer shares those of the layer that it replays."""
     rows = shard.table.of_microbatches(cp=shard.cp, first=0, last=len(shard.microbatches)).real.sum()
     return int(rows) * len(set(shard.sources)) * shard.spec.top_k * shard.spec.id_dtype.itemsize
-
-
-def _landed(shard: Shard, layout: TrainerLayout) -> int:
-    """Bytes that the TP ranks of one shard keep together."""
-    return shard.slot_bytes * layout.tp
 
 
 def lognormal_lengths(*, samples: int, tokens: int, seed: int = 0) -> list[int]:

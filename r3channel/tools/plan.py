@@ -82,13 +82,8 @@ def _plan(
     given = {field.name: getattr(options, field.name) for field in fields(Machines)}
     machines = Machines(**{name: value for name, value in given.items() if value is not None})
     begin = time.perf_counter()
-    plan = plan_of(
-        lengths,
-        spec=spec,
-        layout=layout,
-        microbatch_size=options.microbatch_size,
-        max_tokens=options.max_tokens,
-    )
+    sizes = {"microbatch_size": options.microbatch_size, "max_tokens": options.max_tokens}
+    plan = plan_of(lengths, spec=spec, layout=layout, **sizes)
     found: Capacity = add_up(plan, machines=machines)
     digest = plan.digest
     seconds = time.perf_counter() - begin
@@ -130,6 +125,7 @@ def _read_lengths(file: Path) -> list[int]:
 _LINES = (
     ("engine -> relay, frames", "http_bytes", "default_http_bytes"),
     ("received by one TP0", "received_bytes_tp0", "default_bytes_per_rank"),
+    ("shards of one TP0, used and next", "held_bytes_tp0", None),
     ("kept by one process", "landed_bytes_per_rank", "default_bytes_per_rank"),
     ("kept by all processes", "landed_bytes_all_ranks", "default_bytes_all_ranks"),
     ("a step at rest, relay or manager", "frame_bytes", "default_host_bytes"),

@@ -102,7 +102,7 @@ class TrainerChannel:
 
         One block per rollout: its optimizer steps are `ticket.plan.optimizer_steps`. `tokens` holds the token ids of each sample
         of each micro-batch that this trainer will run, `lengths` only their numbers; a difference from the ticket is refused
-        before a byte moves. Give `tokens`: samples of equal length that were exchanged have equal lengths.
+        before a row is handed on. Give `tokens`: samples of equal length that were exchanged have equal lengths.
 
         What routers are handed is held against the engines' digests (`DigestMismatch`): on a CPU before they use it, on a GPU by
         `step.verified()`, at the latest at the end of the block.
@@ -153,7 +153,8 @@ class TrainerChannel:
             metrics.inc("r3channel_rows_masked_stale_total", masked)
 
     def prefetch(self, ticket: Ticket | bytes) -> None:
-        """Begin to receive a later step, whose ticket is known already, while this one trains; see `Receiver.prefetch`."""
+        """Begin to receive a step as soon as its ticket is known, while the one before trains or weights go out; see
+        `Receiver.prefetch`. `step` begins it otherwise."""
         self.receiver.prefetch(Ticket.from_bytes(ticket) if isinstance(ticket, bytes) else ticket)
 
     def _publish(self, shard: RankShard, audit: RoutingAudit) -> None:

@@ -60,7 +60,8 @@ class Receiver:
         self._device = device or torch.device("cpu")
         self._fanout = fanout or TensorParallelFanout(None, device=self._device)
         self.clock = clock or StageClock("trainer")
-        if self._device.type == "cuda":
+        on_gpu = self._device.type == "cuda"
+        if on_gpu:
             self.clock.mark(torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop)
         self._own_page = metrics is None
         self.metrics = metrics or Metrics.of(
@@ -69,12 +70,7 @@ class Receiver:
         self.metrics.measure("r3channel_steps_total")
         self.metrics.measure("r3channel_bytes_total", leg="landed")
         self._member = RelayConnection(
-            control,
-            coords=self._coords,
-            config=self._config,
-            pinned=self._device.type == "cuda",
-            clock=self.clock,
-            metrics=self.metrics,
+            control, coords=coords, config=self._config, pinned=on_gpu, clock=self.clock, metrics=self.metrics
         )
         self._buffers: dict[str, torch.Tensor] = {}
         self._last = ("", -1, 0)
@@ -212,10 +208,8 @@ class Receiver:
                 self._member.announced.wait(limit_s)
             with self.clock.span("wait_wire", step=ticket.step):
                 if not wait([landed], limit_s).done:
-                    raise DeadlineExceeded(
-                        f"the rows of step {ticket.step} did not come within {limit_s:.1f} s",
-                        step=ticket.step,
-                    )
+                    said = f"the rows of step {ticket.step} did not come within {limit_s:.1f} s"
+                    raise DeadlineExceeded(said, step=ticket.step)
             if landed.exception() is not None:
                 self._ahead = None  # else it goes on, or has what was acknowledged: it is asked for again
             return landed.result()

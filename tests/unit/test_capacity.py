@@ -40,7 +40,7 @@ def test_a_process_keeps_a_128th_of_the_default_path(capsys: pytest.CaptureFixtu
     assert found["ratio"] == 1 / 128
     assert found["default_bytes_per_rank"] == tokens_of_dp * 48 * 8 * 4
     assert found["landed_bytes_per_rank"] == tokens_of_dp // 2 // 4 * 12 * 8
-    assert found["placed_bytes_tp0"] == 4 * found["landed_bytes_per_rank"]
+    assert found["placed_bytes_tp0"] == 4 * found["landed_bytes_per_rank"] == found["held_bytes_tp0"] / 2
     assert found["default_bytes_per_rank"] // found["placed_bytes_tp0"] == 32
     rows = (16384 - 1) * 1024  # no padding and no last tokens travel
     assert found["wire_bytes"] == rows * 48 * 8 < 32 * found["placed_bytes_tp0"]

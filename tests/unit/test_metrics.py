@@ -373,11 +373,6 @@ def test_the_table_has_a_line_per_stage_in_the_order_of_the_design() -> None:
     ]
 
 
-def test_the_table_says_what_share_of_wall_the_stages_explain() -> None:
-    table = stage_table({"trainer 0": {"forward": 1.0, "backward": 2.0}}, wall_s={"trainer 0": 4.0})
-    assert [line.split()[1] for line in table.splitlines()[-3:]] == ["3.000", "4.000", "75.0%"]
-
-
 def test_work_is_what_follows_the_seal_and_a_wait_is_one_for_routing() -> None:
     relay = spans("place", (0, 3)) + spans("send", (3, 4)) + spans("verify", (0, 9))
     trainer = spans("wait_wire", (3, 4)) + spans("wait_generation", (0, 4)) + spans("forward", (0, 4))

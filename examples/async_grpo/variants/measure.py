@@ -24,6 +24,7 @@ from examples.async_grpo.train_async import (
     GENERATE_TIMEOUT_S,
     Cluster,
     Parts,
+    prefetch,
     start_cluster,
     update_weights,
 )
@@ -64,7 +65,7 @@ def _loop(args: argparse.Namespace, cluster: Cluster) -> dict[str, Any]:
         box = fetch(coming, timeout_s=GENERATE_TIMEOUT_S)
         coming = cluster.manager.generate.remote(step + 1)  # generated while this step trains
         trained.append(cluster.all("timed_train", step, box))
-        fetch(coming, timeout_s=GENERATE_TIMEOUT_S)
+        prefetch(args, cluster, step + 1, coming)
         update_weights(cluster, step + 1, reports)
         step_s.append(time.monotonic() - begin_s)
     _drain(cluster, coming, args.steps)

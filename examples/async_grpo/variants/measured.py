@@ -18,8 +18,8 @@ from examples.async_grpo.trainer import Trainer, TrainerRouting
 from examples.async_grpo.variants.stock import DefaultReplay, DefaultRouting
 from examples.embedded.sglang import EngineOptions
 
-WAITS = ("assemble", "wait_relay", "wait_wire", "recv", "rebroadcast")
-"""A trainer's time from the call to its first forward pass: fetching its data, and standing still for its routing."""
+WAITS = ("assemble", "wait_relay", "wait_wire", "rebroadcast")
+"""A trainer's time before its first forward pass: fetching its data, and standing still for its routing."""
 
 
 def engine_options(args: argparse.Namespace, model: Path) -> EngineOptions:
@@ -52,7 +52,9 @@ class MeasuredManager(RolloutManager):
 
 
 class MeasuredTrainer(Trainer):
-    """Its steps are timed."""
+    """Its steps are timed: CPU and waits from the end of one to the end of the next, with its data and the weights in between."""
+
+    _cpu_s = _wait_s = 0.0
 
     def _make_routing(self, manager: Any) -> TrainerRouting:
         if self.args.mode != "off":
@@ -60,13 +62,12 @@ class MeasuredTrainer(Trainer):
         return OffReplay(self.args, self.model.chunks, manager, self.layout, self.clock)
 
     def timed_train(self, step: int, box: list[Any]) -> dict[str, float]:
-        wall_s, cpu_s, wait_s = time.monotonic(), time.process_time(), self._waits_s()
+        wall_s, cpu_s, wait_s = time.monotonic(), self._cpu_s, self._wait_s
         self.train(step, box)
+        self._cpu_s, self._wait_s = time.process_time(), self._waits_s()
         return {
-            "train_s": time.monotonic() - wall_s,
-            "cpu_s": time.process_time() - cpu_s,
-            "wait_s": self._waits_s() - wait_s,
-        }
+            "train_s": time.monotonic() - wall_s, "cpu_s": self._cpu_s - cpu_s, "wait_s": self._wait_s - wait_s
+        }  # fmt: skip
 
     def _waits_s(self) -> float:
         totals = self.clock.totals()

@@ -108,6 +108,9 @@ class DefaultReplay:
         self._shard = plan.shard(dp=coords.dp, pp=coords.pp, cp=coords.cp)
         return self._shard
 
+    def prefetch(self, data: dict[str, Any]) -> None:
+        """What there is came with the data."""
+
     @contextmanager
     def step(self, data: dict[str, Any], *, version: int) -> Iterator[None]:
         self._data = data["routed_experts"]

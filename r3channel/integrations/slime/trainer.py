@@ -32,7 +32,7 @@ _LIVE = ("ref_", "teacher_")
 class ChannelActor(MegatronTrainRayActor):
     channel: TrainerChannel | None = None
     _step: ReplayStep | None = None
-    _ticket: Any = None
+    _ticket: Ticket | None = None
 
     def init(self, args: Namespace, role: str, *rest: Any, **options: Any) -> Any:
         schedule_of = slime_model.get_forward_backward_func
@@ -57,15 +57,16 @@ class ChannelActor(MegatronTrainRayActor):
         if self.channel is None:
             config = ChannelConfig(**self.args.r3_channel)
             self.channel = TrainerChannel.attach(
-                self.model,
-                RayRelay(self.rollout_manager),
-                layout=layout_of(self.args),
-                config=config,
+                self.model, RayRelay(self.rollout_manager), layout=layout_of(self.args), config=config
             )
         return self.channel
 
     def train(self, rollout_id: int, rollout_data_ref: Sequence[Any], external_data: Any = None) -> Any:
-        self._ticket = getattr(rollout_data_ref[0], "r3_ticket", None)
+        """The rows begin to travel now, before slime fetches the batch and wakes the model."""
+        sealed = getattr(rollout_data_ref[0], "r3_ticket", None)
+        self._ticket = None if sealed is None else Ticket.from_bytes(ray.get(sealed))
+        if self.channel is not None and self._ticket is not None:
+            self.channel.prefetch(self._ticket)
         return super().train(rollout_id, rollout_data_ref, external_data=external_data)
 
     def train_actor(self, rollout_id: int, rollout_data: dict[str, Any], external_data: Any = None) -> None:
@@ -74,12 +75,12 @@ class ChannelActor(MegatronTrainRayActor):
 
     @contextmanager
     def _replayed(self, rollout_id: int, rollout_data: dict[str, Any]):
-        if self._ticket is None:
+        ticket = self._ticket
+        if ticket is None:
             raise StepError(
                 f"rollout {rollout_id} came without a ticket; expected one from r3channel's rollout manager. Was the job started "
                 "with `r3channel slime`?"
             )
-        ticket = Ticket.from_bytes(ray.get(self._ticket))
         version = self.weight_updater.weight_version
         with self._attach().step(ticket, tokens=_tokens(rollout_data), version=version) as self._step:
             try:
