@@ -36,7 +36,6 @@ class TrainerRouting(Protocol):
 
     def prefetch(self, data: dict[str, Any]) -> None:
         """The routing of this step may begin to travel."""
-        ...
 
     def step(self, data: dict[str, Any], *, version: int) -> AbstractContextManager[None]:
         """`version`: of the weights that this trainer committed last."""
@@ -81,8 +80,7 @@ class Trainer:
         self.publisher: Publisher | None = None
         self.version = -1
         self._data: dict[int, dict[str, Any]] = {}
-        self._idle_since = 0.0
-        self._begin_s = self._end_s = 0.0
+        self._idle_since = self._begin_s = self._end_s = 0.0
         self._used: dict[str, Point] = {}
         """Sample -> when the first training pass over it began."""
 
@@ -128,9 +126,11 @@ class Trainer:
 
     def train(self, step: int, box: list[Any]) -> dict[str, Any]:
         """One step: log-probs of the policy before the update, then the update. `box` as in `prefetch`."""
+        if step not in self._data:
+            self.prefetch(step, box)
         self._waited()
         with self.clock.span("assemble", step=step):
-            data = self._data.pop(step, None) or fetch(box[self.coords.dp])
+            data = self._data.pop(step)
             batches = unpack(data, self.routing.shard(data, self.coords))
         with self.routing.step(data, version=self.version):
             self._mask(batches)

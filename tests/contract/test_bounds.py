@@ -104,10 +104,11 @@ def test_rows_of_every_sample_are_named_when_all_are_unknown(relay: Relay) -> No
     assert sorted(told.value.samples) == sorted(names)
 
 
-def test_staged_bytes_are_one_bucket_whatever_the_tokens() -> None:
+@pytest.mark.parametrize(("transport", "buckets"), [("tcp", 1), ("gloo", 2)])
+def test_staged_bytes_are_a_bucket_or_two_whatever_the_tokens(transport: str, buckets: int) -> None:
     peaks, sizes = [], []
-    for tokens in (200, 2000):
-        with relays() as make:
+    for tokens in (400, 2000):
+        with relays(transport=transport) as make:
             relay = make("pp=2")
             relay.add("a", reply_for("a", tokens), range(tokens))
             ticket = relay.seal(0, Assignment.given([[["a"]]]))
@@ -115,7 +116,7 @@ def test_staged_bytes_are_one_bucket_whatever_the_tokens() -> None:
                 receiver.receive(ticket)
             peaks.append(relay.peak_staging_bytes)
             sizes.append(min(shard.nbytes for shard in ticket.plan.shards))
-    assert sizes[1] > sizes[0] > 1024 >= peaks[0] == peaks[1] > 0
+    assert sizes[1] > sizes[0] > buckets * 1024 >= peaks[0] == peaks[1] > (buckets - 1) * 1024
     with relays() as make:
         relay = make("dp=2")
         add(relay, "a", "b")

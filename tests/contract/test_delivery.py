@@ -288,14 +288,6 @@ def test_lengths_that_differ_from_the_ticket_are_refused_before_a_row_moves(make
     check_rows(receiver.receive(ticket, lengths=[[9, 17]]))
 
 
-def test_a_step_is_received_once(make_relay: MakeRelay) -> None:
-    relay = make_relay("dp=2")
-    ticket, receiver = sealed(relay), receivers_of(relay)[0]
-    receiver.receive(ticket)
-    with pytest.raises(errors.TicketMismatch, match="stale"):
-        receiver.receive(ticket)
-
-
 def test_a_name_may_be_used_again_once_its_step_was_delivered_and_not_before(make_relay: MakeRelay) -> None:
     relay = make_relay("dp=1")
     ticket = sealed(relay)

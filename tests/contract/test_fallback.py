@@ -209,19 +209,6 @@ def test_rows_over_tcp_wait_for_no_groups_turn(make_relay: MakeRelay) -> None:
             check_rows(shard)
 
 
-def test_two_buckets_are_staged_for_a_group_at_any_number_of_tokens(make_relay: MakeRelay) -> None:
-    peaks, nbytes = [], 0
-    for prefixes in ("ab", "abcd"):
-        relay = make_relay("dp=1")
-        receiver = receivers_of(relay)[0]
-        for step, prefix in enumerate(prefixes):
-            ticket = sealed(relay, step, prefix=prefix)
-            check_rows(receiver.receive(ticket), prefix=prefix)
-            nbytes = ticket.plan.shards[0].nbytes
-        peaks.append(relay.peak_staging_bytes)
-    assert peaks == [2 * 1008] * 2 and nbytes > 2 * 1024  # 42 whole rows of 24 bytes
-
-
 def test_a_receiver_that_wants_a_group_of_a_relay_without_one_is_refused(make_relay: MakeRelay) -> None:
     relay = make_relay("dp=1", transport="tcp")
     (receiver,) = receivers_of(relay, make_relay("dp=1").config)

@@ -11,17 +11,7 @@ import pytest
 from r3channel import errors
 from r3channel.plan.ticket import Ticket
 from r3channel.relay.relay import Relay
-from tests.delivery import (
-    LIMIT_S,
-    MakeRelay,
-    Slowly,
-    check_rows,
-    lives,
-    receive,
-    receivers_of,
-    relays,
-    until,
-)
+from tests.delivery import LIMIT_S, MakeRelay, Slowly, check_rows, lives, receive, receivers_of, relays, until
 from tests.delivery import sealed as sealed_with
 
 
