@@ -90,16 +90,16 @@ class ChannelReplay:
         self._step: ReplayStep | None = None
 
     def shard(self, data: dict[str, Any], coords: RankCoords) -> Shard:
-        plan = Ticket.from_bytes(data["ticket"]).plan
-        return plan.shard(dp=coords.dp, pp=coords.pp, cp=coords.cp)
+        return data["ticket"].plan.shard(dp=coords.dp, pp=coords.pp, cp=coords.cp)
 
     def prefetch(self, data: dict[str, Any]) -> None:
+        data["ticket"] = Ticket.from_bytes(data["ticket"])
         self.channel.prefetch(data["ticket"])
 
     @contextmanager
     def step(self, data: dict[str, Any], *, version: int) -> Iterator[None]:
         """Receive the step's rows and replay them inside the block."""
-        ticket = Ticket.from_bytes(data["ticket"])
+        ticket: Ticket = data["ticket"]
         lengths = lengths_of(data, ticket.assignment.ranks[self._dp])
         with self.channel.step(ticket, lengths=lengths, version=version) as self._step:
             yield

@@ -35,7 +35,7 @@ class TrainerRouting(Protocol):
         ...
 
     def prefetch(self, data: dict[str, Any]) -> None:
-        """The routing of this step may begin to travel."""
+        """Called first for each step: its routing may begin to travel."""
 
     def step(self, data: dict[str, Any], *, version: int) -> AbstractContextManager[None]:
         """`version`: of the weights that this trainer committed last."""

@@ -136,9 +136,8 @@ class Receiver:
             except Exception as error:  # whatever it is: the other ranks of the group must learn it
                 failure = error
             try:
-                with self.clock.span(
-                    "rebroadcast" if self._coords.tp == 0 else "wait_wire", step=ticket.step
-                ):
+                stage = "rebroadcast" if self._coords.tp == 0 else "wait_wire"
+                with self.clock.span(stage, step=ticket.step):
                     self._fanout.vote(failure, what=where)
             finally:
                 failure = None  # its traceback holds this frame, and with it buffers and groups
@@ -237,10 +236,8 @@ class Receiver:
         lengths: Sequence[Sequence[int]] | None,
         tokens: Sequence[Sequence[Sequence[int]]] | None,
     ) -> Shard:
-        for what, seen, expected in (
-            ("spec", ticket.spec, self._spec),
-            ("layout", ticket.layout, self._layout),
-        ):
+        sides = ("spec", ticket.spec, self._spec), ("layout", ticket.layout, self._layout)
+        for what, seen, expected in sides:
             if seen != expected:
                 raise TicketMismatch(
                     f"ticket of step {ticket.step}: {what} {seen}, this trainer has {expected}",
@@ -271,9 +268,8 @@ class Receiver:
     def _digests(self, shard: Shard, landed: ShardBuffer | None) -> list[torch.Tensor]:
         """Per TP slot the digests of its rows as bytes, TP0's; elsewhere memory for this rank's."""
         if landed is None:
-            return [
-                torch.empty(8 * _samples(shard) * len(shard.layers), dtype=torch.uint8, device=self._device)
-            ]
+            nbytes = 8 * _samples(shard) * len(shard.layers)
+            return [torch.empty(nbytes, dtype=torch.uint8, device=self._device)]
         tables = torch.from_numpy(landed.digests_CSL.view("u1").reshape(shard.tp_slots, -1))
         return list(tables.to(self._device))
 
@@ -286,7 +282,7 @@ class Receiver:
     def _hand_on(
         self, shard: Shard, whole_N: torch.Tensor | None, part_N: torch.Tensor, digests: list[torch.Tensor]
     ) -> torch.Tensor:
-        """Fill `part_N` on every rank: rebroadcast without sequence parallelism, else scatter per micro-batch.
+        """Fill `part_N` on every rank: rebroadcast without sequence parallelism, else scatter.
 
         Returns the digests that this rank's rows must have.
         """
@@ -326,11 +322,15 @@ class Receiver:
             return self._buffer("device", len(whole_N)).copy_(whole_N)
 
     def _scatter(self, shard: Shard, whole_N: torch.Tensor | None, part_N: torch.Tensor) -> None:
-        parts, at = None if whole_N is None else slot_parts(shard, whole_N), 0
-        for index in range(len(shard.microbatches)):
-            size = shard.microbatch_bytes(index) // shard.tp_slots
-            self._fanout.scatter(None if parts is None else parts[index], part_N[at : at + size])
-            at += size
+        """A bucket's bytes at once: each call waits for all ranks, so small micro-batches go together."""
+        parts, first, begin, end = None if whole_N is None else slot_parts(shard, whole_N), 0, 0, 0
+        for after in range(1, len(shard.microbatches) + 1):
+            end += shard.microbatch_bytes(after - 1) // shard.tp_slots
+            if after < len(shard.microbatches) and (end - begin) * shard.tp_slots < self._config.bucket_bytes:
+                continue
+            slots = None if parts is None else [*map(torch.cat, zip(*parts[first:after], strict=True))]
+            self._fanout.scatter(slots, part_N[begin:end])
+            first, begin = after, end
 
     def _buffer(self, name: str, nbytes: int, *, device: torch.device | None = None) -> torch.Tensor:
         """A reused uint8 buffer of at least `nbytes`, cut to size; on the routers' device unless said. Host memory that feeds a

@@ -423,7 +423,7 @@ def mixed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tu
     outgoing, add = Steps.outgoing, Steps.add
     axis = {"two ranks' streams": 0, "context ranks' streams": 2}.get(request.param)
 
-    def other(steps: Steps, seal: Seal, key: tuple[int, int, int]) -> RowStream:
+    def other(steps: Steps, seal: Seal, key: tuple[int, int, int], **_: float) -> RowStream:
         assert axis is not None
         swapped = tuple(1 - part if at == axis else part for at, part in enumerate(key))
         return outgoing(steps, seal, swapped)  # type: ignore[arg-type]

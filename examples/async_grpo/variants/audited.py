@@ -19,7 +19,6 @@ from examples.async_grpo.rollout import RolloutManager
 from examples.async_grpo.trainer import Trainer
 from r3channel.observe.metric_table import LABELS
 from r3channel.plan.assignment import Assignment
-from r3channel.plan.ticket import Ticket
 from r3channel.trainer.audit import Consumed, DigestLedger, RouterTap
 from r3channel.wire.frame import parse_frame
 
@@ -131,7 +130,7 @@ class AuditedReplay(ChannelReplay):
         """The step's audit is made when the block ends."""
         with self._tap:
             if self.args.no_replay:
-                shard = self.channel.receiver.receive(Ticket.from_bytes(data["ticket"]))
+                shard = self.channel.receiver.receive(data["ticket"])
                 yield
             else:
                 with super().step(data, version=version):
