@@ -50,7 +50,7 @@ def test_rows_that_never_came_are_live_where_the_channel_says_so_and_nobody_aske
 
 def test_options_that_are_gone_are_refused_by_name() -> None:
     for name in (
-        "staging", "shard_bytes", "shard_memory_bytes", "memory_bytes", "place_threads", "unclaimed_bytes", "relays", "relay", "prefetch",
+        "staging", "shard_memory_bytes", "memory_bytes", "place_threads", "unclaimed_bytes", "relays", "prefetch",
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=f"unknown flag '{name}'"):
             ChannelConfig.load(flags={name: 1}, environment={})
