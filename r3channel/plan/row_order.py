@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -94,16 +95,25 @@ class Runs(NamedTuple):
 
 
 class RowTable:
-    """All runs of one DP rank, with look-up by rank, micro-batch and sample."""
+    """All runs of some micro-batches, with look-up by rank, micro-batch and sample. Cut when first asked for: not every process
+    that knows of a rank needs its rows."""
 
     def __init__(self, batches: Sequence[Microbatch], layout: TrainerLayout) -> None:
-        self._batches, self._slots = batches, layout.tp_slots
-        self._cp_size = layout.cp
-        runs = _cut_slots(_cut_context(batches, layout), batches, layout)
+        self._batches, self._layout = batches, layout
+        self._cp_size, self._slots = layout.cp, layout.tp_slots
         self._most = max(len(batch.sample_ids) for batch in batches) + 1
+
+    @cached_property
+    def _sorted(self) -> tuple[Runs, Ints]:
+        """The runs and their keys, ascending."""
+        runs = _cut_slots(_cut_context(self._batches, self._layout), self._batches, self._layout)
         key = self._key(runs.cp, runs.microbatch, runs.sample)
         order = np.lexsort((runs.position, key))
-        self.runs, self._keys = runs.take(order), key[order]
+        return runs.take(order), key[order]
+
+    @property
+    def runs(self) -> Runs:
+        return self._sorted[0]
 
     def _key(self, cp: Any, microbatch: Any, sample: Any) -> Any:
         return (cp * len(self._batches) + microbatch) * self._most + sample + 1
@@ -117,13 +127,13 @@ class RowTable:
     def find(self, *, cp: int, microbatch: int, sample: int) -> slice:
         """Where in `runs` those of one sample (-1: the tail) on one CP rank are."""
         key = self._key(cp, microbatch, sample)
-        first, last = np.searchsorted(self._keys, (key, key + 1))
+        first, last = np.searchsorted(self._sorted[1], (key, key + 1))
         return slice(int(first), int(last))
 
     def of_microbatches(self, *, cp: int, first: int, last: int) -> Runs:
         """All runs of the micro-batches [first, last) on one CP rank, tails included, in order."""
         bounds = self._key(cp, np.asarray([first, last]), -1)
-        begin, end = np.searchsorted(self._keys, bounds)
+        begin, end = np.searchsorted(self._sorted[1], bounds)
         return self.runs.take(slice(begin, end))
 
     def row_map(self, *, cp: int, microbatch: int) -> tuple[Ints, Ints]:

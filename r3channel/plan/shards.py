@@ -231,7 +231,7 @@ class RankBatches(Sequence[tuple[Microbatch, ...]]):
     def _pad(self, rank: int) -> Iterator[Microbatch]:
         """The rank's micro-batches, padded to one length within an optimizer step where a pipeline asks for that."""
         batches, layout = self._assignment.ranks[rank], self._layout
-        edges = list(accumulate(map(len, batches), initial=self._begin[rank]))
+        edges = list(accumulate(map(len, batches), initial=self.begin[rank]))
         for step in self._assignment.optimizer_steps:
             lengths = [(batches[index], self._lengths[edges[index] : edges[index + 1]]) for index in step]
             found = [pad_batch(names, tuple(counts), layout=layout) for names, counts in lengths]
@@ -241,8 +241,8 @@ class RankBatches(Sequence[tuple[Microbatch, ...]]):
             yield from found
 
     @cached_property
-    def _begin(self) -> list[int]:
-        """Samples of the ranks before each."""
+    def begin(self) -> list[int]:
+        """Samples of the ranks before each, and those of all."""
         return list(accumulate((sum(map(len, rank)) for rank in self._assignment.ranks), initial=0))
 
 

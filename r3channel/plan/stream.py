@@ -7,14 +7,15 @@ receiver's stage: `[row][layer][k]`. Padding, last tokens and rows without routi
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain, pairwise, product
 
 import numpy as np
 
-from r3channel.plan.row_order import Ints, Runs
-from r3channel.plan.shards import Shard
-from r3channel.plan.ticket import Ticket, TicketSample
+from r3channel.plan.row_order import Ints, Runs, RowTable
+from r3channel.plan.shards import Shard, ShardKey
+from r3channel.plan.ticket import Samples, Ticket, TicketSample
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +43,8 @@ class Stream:
 
     @classmethod
     def of(cls, ticket: Ticket, shard: Shard) -> Stream:
-        names = (name for batch in shard.microbatches for name in batch.sample_ids)
-        return cls(shard, tuple(map(ticket.sample, names)))
+        begin = ticket.plan.microbatches.begin
+        return cls(shard, ticket.sample_columns.part(begin[shard.dp], begin[shard.dp + 1]))
 
     @cached_property
     def columns(self) -> tuple[int, ...]:
@@ -57,7 +58,7 @@ class Stream:
 
     @property
     def nbytes(self) -> int:
-        return int(self.stretches.rows.sum()) * self.row_bytes
+        return int(self.sent[2].sum()) * self.row_bytes
 
     @cached_property
     def runs(self) -> Runs:
@@ -74,61 +75,69 @@ class Stream:
     @cached_property
     def stretches(self) -> Stretches:
         """What travels: every row that an engine computed."""
-        return self._within([list(_without(0, sample.tokens - 1, sample.invalid)) for sample in self.samples])
+        edges, rows, start, end = self._invalid()
+        return self._within(edges, np.insert(end, edges[:-1], 0), np.insert(start, edges[1:], rows))
 
     @cached_property
     def pads(self) -> Stretches:
         """What does not travel: last tokens, padding, tails of packs, rows without routing."""
-        spans = [[*sample.invalid, (sample.tokens - 1, _FAR)] for sample in self.samples]
-        return self._within(spans, tails=True)
-
-    def sends(self) -> Iterator[tuple[int, int, int]]:
-        """(sample, first position, rows) of what travels, neighbours joined: fewer pieces for the wire."""
-        sample, position = self.sample_of[self.stretches.run], self.stretches.position
-        rows = self.stretches.rows
-        if not len(rows):
-            return
-        new = np.ones(len(rows), bool)
-        new[1:] = (sample[1:] != sample[:-1]) | (position[1:] != position[:-1] + rows[:-1])
-        first = np.flatnonzero(new)
-        yield from zip(
-            sample[first].tolist(),
-            position[first].tolist(),
-            np.add.reduceat(rows, first).tolist(),
-            strict=True,
+        edges, rows, start, end = self._invalid()
+        return self._within(
+            edges, np.insert(start, edges[1:], rows), np.insert(end, edges[1:], _FAR), tails=True
         )
 
-    def _within(self, spans: Sequence[Sequence[tuple[int, int]]], *, tails: bool = False) -> Stretches:
-        """The parts of the runs that lie in the spans [start, end) of their sample; of tails all, or nothing."""
-        spans = [*spans, [(0, _FAR)] if tails else []]  # sample -1 is the last one
-        count = np.asarray([len(own) for own in spans], np.int64)
-        bounds = np.asarray([span for own in spans for span in own], np.int64).reshape(-1, 2)
-        first = np.cumsum(count) - count
+    @cached_property
+    def sent(self) -> tuple[Ints, Ints, Ints]:
+        """(sample, first position, rows) of what travels, neighbours joined: fewer pieces for the wire."""
+        sample, position = self.sample_of[self.stretches.run], self.stretches.position
+        rows, new = self.stretches.rows, np.ones(len(position), bool)
+        new[1:] = (sample[1:] != sample[:-1]) | (position[1:] != position[:-1] + rows[:-1])
+        first = np.flatnonzero(new)
+        return sample[first], position[first], np.add.reduceat(rows, first) if len(first) else rows
+
+    def sends(self) -> Iterator[tuple[int, int, int]]:
+        """`sent`, one by one."""
+        return zip(*(column.tolist() for column in self.sent), strict=True)
+
+    def _invalid(self) -> tuple[Ints, Ints, Ints, Ints]:
+        """The ranges of rows without routing: (those of the samples before each, and all), rows of each sample, start, end."""
+        columns = Samples.of(self.samples).columns
+        edges = np.concatenate([[0], np.cumsum(columns["invalid_count"], dtype=np.int64)])
+        start, end = columns["invalid"].T.astype(np.int64)
+        return edges, columns["tokens"].astype(np.int64) - 1, start, end
+
+    def _within(self, edges: Ints, start: Ints, end: Ints, *, tails: bool = False) -> Stretches:
+        """The parts of the runs that lie in the spans [start, end) of their sample, which has one more than invalid ranges; of
+        tails all, or nothing."""
+        count = np.append(np.diff(edges) + 1, int(tails))  # sample -1 is the last one
+        start, end, first = np.append(start, 0), np.append(end, _FAR), np.cumsum(count) - count
         runs, sample = self.runs, self.sample_of
         repeat = count[sample]
         run = np.repeat(np.arange(len(sample)), repeat)
         number = np.arange(len(run)) - np.repeat(np.cumsum(repeat) - repeat, repeat)
-        start, end = bounds[np.repeat(first[sample], repeat) + number].T
-        position = np.maximum(runs.position[run], start)
-        rows = np.minimum(runs.position[run] + runs.length[run], end) - position
+        span = np.repeat(first[sample], repeat) + number
+        position = np.maximum(runs.position[run], start[span])
+        rows = np.minimum(runs.position[run] + runs.length[run], end[span]) - position
         keep = rows > 0
         return Stretches(run[keep], position[keep], rows[keep])
 
 
+def all_streams(ticket: Ticket) -> dict[ShardKey, Stream]:
+    """Those of all receivers, cut in one pass over the step: for the relay, which has hundreds."""
+    plan, layout, found = ticket.plan, ticket.layout, dict[ShardKey, Stream]()
+    batches, begin = tuple(chain.from_iterable(plan.microbatches)), plan.microbatches.begin
+    table = RowTable(batches, replace(layout, sp=False))  # a TP rank's cuts are joined again on the wire
+    samples = [ticket.sample_columns.part(first, end) for first, end in pairwise(begin)]
+    for cp in range(layout.cp):
+        shard = replace(plan.shard(dp=0, pp=0, cp=cp), microbatches=batches, table=table)
+        sent = Stream(shard, ticket.sample_columns).sent
+        edges = np.searchsorted(sent[0], begin)
+        for dp, pp in product(range(layout.dp), range(layout.pp)):
+            stream = found[dp, pp, cp] = Stream(plan.shard(dp=dp, pp=pp, cp=cp), samples[dp])
+            own = slice(edges[dp], edges[dp + 1])
+            stream.__dict__["sent"] = sent[0][own] - begin[dp], sent[1][own], sent[2][own]
+    return found
+
+
 _FAR = 1 << 40
 """Beyond any position."""
-
-
-def _without(start: int, end: int, holes: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """[start, end) less the holes, which ascend.
-
-    >>> list(_without(0, 9, [(2, 3), (5, 9)]))
-    [(0, 2), (3, 5)]
-    """
-    for low, high in holes:
-        if low < end and high > start:
-            if low > start:
-                yield start, low
-            start = max(start, high)
-    if start < end:
-        yield start, end

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain, islice, pairwise
 from struct import Struct
 from typing import Any, NamedTuple, overload
 
@@ -47,6 +47,8 @@ _COLUMNS = {
     "kind": ("<u1", "spans", ()),
 }
 """Item, length and width of each column, in the order in which they lie: the widest items first, so that all are aligned."""
+_COUNTS = {"spans": "span_count", "invalid": "invalid_count", "chars": "name_chars"}
+"""How many items of a sample each of these has."""
 _NO_TICKET = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError, R3Error)
 """What reading JSON of another shape raises: `Infinity` as a count and deep nesting among it."""
 
@@ -90,12 +92,21 @@ class Samples(Sequence[TicketSample]):
             return samples
         flat: list[Any] = list(chain.from_iterable(samples))
         fields = len(TicketSample._fields)
-        names, tokens, tokens_hash, digest, provenance, invalid = (flat[at::fields] for at in range(fields))
+        return cls.of_fields(*(flat[at::fields] for at in range(fields)))
+
+    @classmethod
+    def of_fields(
+        cls,
+        names: Sequence[str],
+        tokens: Sequence[int],
+        tokens_hash: Sequence[int],
+        digest: Sequence[int],
+        provenance: Sequence[Sequence[ProvenanceSpan]],
+        invalid: Sequence[Sequence[tuple[int, int]]],
+    ) -> Samples:
+        """From the fields of a `TicketSample`, each of all samples. Raises as `of`."""
+        spans = list(chain.from_iterable(provenance))
         try:
-            spans = _table("q", [
-                number for own in provenance for span in own
-                for number in (span.weight_version, span.kind, span.start, span.end)
-            ], width=4)  # fmt: skip
             values = {
                 "tokens": _table("q", tokens),
                 "tokens_hash": _table("Q", tokens_hash),
@@ -103,10 +114,10 @@ class Samples(Sequence[TicketSample]):
                 "name_chars": _table("q", map(len, names)),
                 "span_count": _table("q", map(len, provenance)),
                 "invalid_count": _table("q", map(len, invalid)),
-                "version": spans[:, 0],
-                "kind": spans[:, 1],
-                "span": spans[:, 2:],
-                "invalid": _table("q", _flat(invalid), width=2),
+                "version": _table("q", [span.weight_version for span in spans]),
+                "kind": _table("q", [span.kind for span in spans]),
+                "span": _table("q", [edge for span in spans for edge in (span.start, span.end)], width=2),
+                "invalid": _table("q", chain.from_iterable(chain.from_iterable(invalid)), width=2),
             }
             columns = {name: _narrow(values[name], dtype) for name, (dtype, _, _) in _COLUMNS.items()}
         except (OverflowError, TypeError) as error:
@@ -130,33 +141,43 @@ class Samples(Sequence[TicketSample]):
     @overload
     def __getitem__(self, index: int) -> TicketSample: ...
     @overload
-    def __getitem__(self, index: slice) -> tuple[TicketSample, ...]: ...
+    def __getitem__(self, index: slice) -> Sequence[TicketSample]: ...
     def __getitem__(self, index: int | slice) -> Any:
-        if isinstance(index, slice):
-            return tuple(self[number] for number in range(len(self))[index])
-        number = range(len(self))[index]
-        return TicketSample(
-            sample_id=self.names[number],
-            tokens=int(self.tokens[number]),
-            tokens_hash=int(self.columns["tokens_hash"][number]),
-            digest=int(self.columns["digest"][number]),
-            provenance=self._provenance(number),
-            invalid=tuple(map(tuple, self._items("invalid_count", number, "invalid"))),
-        )
+        numbers = range(len(self))[index]
+        if not isinstance(numbers, range):
+            return next(iter(self.part(numbers, numbers + 1)))
+        if numbers.step == 1:
+            return self.part(numbers.start, max(numbers.start, numbers.stop))
+        return tuple(self[number] for number in numbers)
 
-    def _provenance(self, number: int) -> tuple[ProvenanceSpan, ...]:
-        spans, versions, kinds = (
-            self._items("span_count", number, name) for name in ("span", "version", "kind")
-        )
-        return tuple(
+    def part(self, first: int, end: int) -> Samples:
+        """The samples [first, end), columns and all; nothing is copied but their names."""
+        edges = {length: self._edges(count) for length, count in _COUNTS.items()}
+        bounds = {length: slice(known[first], known[end]) for length, known in edges.items()}
+        bounds["samples"] = slice(first, end)
+        columns = {name: self.columns[name][bounds[length]] for name, (_, length, _) in _COLUMNS.items()}
+        return Samples(columns, self.text[bounds["chars"]])
+
+    def __iter__(self) -> Iterator[TicketSample]:
+        columns = {name: column.tolist() for name, column in self.columns.items()}
+        made = zip(columns["span"], columns["version"], columns["kind"], strict=True)
+        spans = (
             ProvenanceSpan(start=start, end=end, weight_version=version, kind=RowKind(kind))
-            for (start, end), version, kind in zip(spans, versions, kinds, strict=True)
+            for (start, end), version, kind in made
         )
-
-    def _items(self, count: str, number: int, name: str) -> list[Any]:
-        """One sample's part of a column that holds `count` items of each."""
-        edges = self._edges(count)
-        return self.columns[name][edges[number] : edges[number + 1]].tolist()
+        invalid = map(tuple, columns["invalid"])
+        fields = ("tokens", "tokens_hash", "digest", "span_count", "invalid_count")
+        for name, tokens, tokens_hash, digest, of_spans, of_invalid in zip(
+            self.names, *(columns[field] for field in fields), strict=True
+        ):
+            yield TicketSample(
+                sample_id=name,
+                tokens=tokens,
+                tokens_hash=tokens_hash,
+                digest=digest,
+                provenance=tuple(islice(spans, of_spans)),
+                invalid=tuple(islice(invalid, of_invalid)),
+            )
 
     def _edges(self, count: str) -> Column:
         """Items before each sample, and those of all."""
@@ -222,7 +243,7 @@ class Ticket:
     @cached_property
     def plan(self) -> Plan:
         """Cheap: the shards of a DP rank are cut when first asked for. Raises what `plan_shards` does."""
-        plan = Plan(self.spec, self.layout, self.assignment, tuple(self._columns.tokens.tolist()))
+        plan = Plan(self.spec, self.layout, self.assignment, tuple(self.sample_columns.tokens.tolist()))
         check_plan(plan)
         return plan
 
@@ -234,7 +255,7 @@ class Ticket:
     @property
     def weight_versions(self) -> tuple[int, ...]:
         """All weight versions that made rows of this step, ascending."""
-        return tuple(np.unique(self._columns.columns["version"]).tolist())
+        return tuple(np.unique(self.sample_columns.columns["version"]).tolist())
 
     def sample(self, sample_id: str) -> TicketSample:
         """Raises SampleUnknown."""
@@ -246,10 +267,11 @@ class Ticket:
 
     @cached_property
     def _places(self) -> dict[str, int]:
-        return {name: place for place, name in enumerate(self._columns.names)}
+        return {name: place for place, name in enumerate(self.sample_columns.names)}
 
     @cached_property
-    def _columns(self) -> Samples:
+    def sample_columns(self) -> Samples:
+        """Raises ConfigError for samples that are not the assignment's, in its order."""
         found = Samples.of(self.samples)
         if found.names != self.assignment.sample_ids:
             raise ConfigError(
@@ -267,7 +289,7 @@ class Ticket:
     def to_bytes(self) -> bytes:
         """Raises ConfigError for a ticket that `from_bytes` would refuse."""
         self.check()
-        columns = self._columns
+        columns = self.sample_columns
         values = {
             "run": self.run,
             "step": int(self.step),
@@ -360,7 +382,7 @@ class Ticket:
         )
         _hold(abs(self.step) < _MOST_STEP and 1 <= self.bucket_bytes <= _MOST_BUCKET, "step or bucket_bytes")
         _hold(0 <= self.seal < _MOST_STEP, "seal")
-        self._columns.check()
+        self.sample_columns.check()
         return bool(self.plan)
 
 
@@ -384,10 +406,6 @@ def _a(kind: type, value: Any) -> Any:
     if type(value) is not kind:
         raise TypeError(f"{value!r:.40} is not of type {kind.__name__}")
     return value
-
-
-def _flat(pairs: Iterable[Iterable[tuple[int, int]]]) -> Iterable[int]:
-    return chain.from_iterable(chain.from_iterable(pairs))
 
 
 def _table(code: str, numbers: Iterable[int], *, width: int = 0) -> Column:
