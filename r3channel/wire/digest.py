@@ -17,7 +17,7 @@ Positions are absolute, so the digests of a sample's turns add up.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,24 @@ def layer_digests(expert_ids_TLK: Ids, *, first_row: int, valid_T: Ids | None = 
     """
     coefficients_T = counted(len(expert_ids_TLK), first_row=first_row, valid_T=valid_T)
     return summed(items_of(expert_ids_TLK), coefficients_T)
+
+
+def piece_digests(pieces: Sequence[Ids], first_rows: Sequence[int]) -> Words:
+    """[P, L]: `layer_digests` of each piece [T, L, K] at its own first row. Small ones are joined for one call."""
+    compiled = kernels()
+    if compiled is None or len(pieces) == 1:
+        each = zip(pieces, first_rows, strict=True)
+        return np.stack([layer_digests(ids_TLK, first_row=first) for ids_TLK, first in each])
+    first_P, edges_P = np.asarray(first_rows), np.cumsum([0, *map(len, pieces)])
+    position_T = np.repeat(first_P - edges_P[:-1], np.diff(edges_P)) + np.arange(edges_P[-1])
+    low = int(position_T.min())
+    coefficients_T = coefficients(low, int(position_T.max()) + 1 - low)[position_T - low]
+    items_TLI = items_of(np.concatenate(pieces))
+    layers, items = items_TLI.shape[1:]
+    digests_PL, sums_C = np.empty((len(pieces), layers), np.uint64), np.empty(layers * items, np.uint64)
+    sums = compiled.piece_sums(items_TLI.itemsize)
+    sums(items_TLI.reshape(-1), coefficients_T, multipliers(items), edges_P, sums_C, digests_PL)
+    return digests_PL
 
 
 def fold(digests_L: Words) -> int:

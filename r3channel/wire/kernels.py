@@ -175,6 +175,25 @@ def _counted_until(coefficients_T: Any, first: int, most: int) -> int:
     return end
 
 
+@lru_cache(maxsize=4)
+def piece_sums(item_bytes: int) -> Any:
+    """f(items_N, coefficients_T, multipliers_I, edges_P, sums_C, digests_PL): the digests of pieces of rows of all layers, each
+    from the row at its own edge to the next edge. `sums_C`: a word for each item of a row, for the loop's own use."""
+
+    def run(
+        items_N: Any, coefficients_T: Any, factors_I: Any, edges_P: Any, sums_C: Any, out_PL: Any
+    ) -> None:
+        for piece in range(out_PL.shape[0]):
+            begin, end = edges_P[piece], edges_P[piece + 1]
+            sums_C[:] = np.uint64(0)
+            _add_rows(items_N, coefficients_T, begin, end, sums_C)
+            _add_up(sums_C, coefficients_T[begin:end], factors_I, out_PL[piece])
+
+    words, edges = _read_only(types.uint64), _read_only(types.int64)
+    items, sums = _read_only(_item_type(item_bytes)), types.uint64[::1]
+    return _jit(types.void(items, words, words, edges, sums, types.uint64[:, ::1]))(run)
+
+
 @lru_cache(maxsize=16)
 def row_sums(item_bytes: int, id_bytes: int, *, slots: int) -> Any:
     """f(items_TLI, coefficients_T, multipliers_I, words_W, num_experts): are all ids in range and distinct, and their digests.

@@ -22,6 +22,7 @@ from r3channel.wire.digest import (
     column_digests_torch,
     fold,
     layer_digests,
+    piece_digests,
 )
 from r3channel.wire.routing import Ids
 from r3channel.wire.validate import checked
@@ -107,12 +108,15 @@ def test_runs_outside_of_the_rows_are_refused(run: list[int]) -> None:
         column_digests(random_ids(10)[:, 0], HostRuns.of(np.array([run]), samples=3, spec=SPEC))
 
 
+@pytest.mark.usefixtures("form")
 def test_any_split_of_the_rows_adds_up() -> None:
     ids = random_ids(300)
     whole = layer_digests(ids, first_row=1000)
-    cuts = [0, *sorted(random.Random(1).sample(range(1, 300), 9)), 300]
-    parts = [layer_digests(ids[a:b], first_row=1000 + a) for a, b in pairwise(cuts)]
+    cuts = list(pairwise([0, *sorted(random.Random(1).sample(range(1, 300), 9)), 300]))[::-1]
+    parts = [layer_digests(ids[a:b], first_row=1000 + a) for a, b in cuts]
     assert np.array_equal(sum(parts), whole)
+    together = piece_digests([ids[a:b] for a, b in cuts], [1000 + a for a, _ in cuts])
+    assert np.array_equal(together, parts)
 
 
 def test_every_bit_and_every_order_counts() -> None:
