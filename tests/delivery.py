@@ -23,7 +23,7 @@ from r3channel.recordings.recorder import Recorder
 from r3channel.recordings.recording import Recording
 from r3channel.recordings.step import RecordedStep
 from r3channel.relay.relay import Relay
-from r3channel.relay.sealed import SealedStep
+from r3channel.relay.sealed_steps import SealedStep
 from r3channel.trainer.rank_shard import RankShard
 from r3channel.trainer.receiver import Receiver
 from r3channel.transport.tp_fanout import TensorParallelFanout

@@ -363,7 +363,7 @@ def receive(relay: Relay, ticket: Ticket, rows_N: Any = None) -> Any:
     """What the only receiver of a step does, without a connection; returns the memory of its rows, to be used again."""
     shard = ticket.plan.shard(dp=0, pp=0)
     rows_N = np.zeros(shard.nbytes, np.uint8) if rows_N is None else rows_N
-    outgoing = relay.steps.outgoing(ticket.identity, shard.key)
+    outgoing: Any = relay.steps.outgoing(ticket.identity, shard.key, timeout_s=60.0)
     landed, begin = ShardBuffer(ticket, shard, rows_N), 0
     sink = landed.sink()
     for ids_TLK in outgoing.pieces():
@@ -412,7 +412,7 @@ def _seal_ms(samples: int, layout: str, rounds: int) -> float:
 
         def sealed() -> None:
             data = relay.seal(next(step), assignment).to_bytes()
-            Ticket.from_bytes(data).plan.shard(dp=0, pp=0)
+            Ticket.from_bytes(data).plan.shard(dp=0, pp=0).table.runs  # noqa: B018
 
         sealing = timed(sealed, clock=time.thread_time)
         seen = []

@@ -254,7 +254,7 @@ class ChannelSending:
         """Until every receiver's rows are ready to be sent, with nobody receiving yet."""
         ticket = self.relay.seal(next(self._steps), self._work.assignment)
         for key in self.relay.status()["steps"][ticket.step]["missing"]:
-            self.relay.steps.outgoing(ticket.identity, key)
+            self.relay.steps.outgoing(ticket.identity, key, timeout_s=60.0)
         return ticket
 
     def deliver(self, start: Start, *, ticket: Ticket | None = None) -> float:

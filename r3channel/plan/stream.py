@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, pairwise, product
+from itertools import chain
 
 import numpy as np
 
-from r3channel.plan.row_order import Ints, Runs, RowTable
-from r3channel.plan.shards import Shard, ShardKey
+from r3channel.plan.row_order import Ints, RowTable, Runs
+from r3channel.plan.shards import Shard
 from r3channel.plan.ticket import Samples, Ticket, TicketSample
 
 
@@ -33,6 +33,10 @@ class Stretches:
         return np.concatenate([[0], np.cumsum(self.rows)])
 
 
+Sent = tuple[Ints, Ints, Ints]
+"""Columns sample, first position, rows."""
+
+
 @dataclass(frozen=True)
 class Stream:
     """The rows of one shard as they travel."""
@@ -40,6 +44,8 @@ class Stream:
     shard: Shard
     samples: Sequence[TicketSample]
     """The DP rank's samples, in the plan's order; indices of samples below are into this."""
+    known: Sent | None = None
+    """`sent`, where it was cut with others'."""
 
     @classmethod
     def of(cls, ticket: Ticket, shard: Shard) -> Stream:
@@ -87,8 +93,10 @@ class Stream:
         )
 
     @cached_property
-    def sent(self) -> tuple[Ints, Ints, Ints]:
-        """(sample, first position, rows) of what travels, neighbours joined: fewer pieces for the wire."""
+    def sent(self) -> Sent:
+        """What travels, neighbours joined: fewer pieces for the wire."""
+        if self.known is not None:
+            return self.known
         sample, position = self.sample_of[self.stretches.run], self.stretches.position
         rows, new = self.stretches.rows, np.ones(len(position), bool)
         new[1:] = (sample[1:] != sample[:-1]) | (position[1:] != position[:-1] + rows[:-1])
@@ -96,7 +104,7 @@ class Stream:
         return sample[first], position[first], np.add.reduceat(rows, first) if len(first) else rows
 
     def sends(self) -> Iterator[tuple[int, int, int]]:
-        """`sent`, one by one."""
+        """(sample, first position, rows) of what travels."""
         return zip(*(column.tolist() for column in self.sent), strict=True)
 
     def _invalid(self) -> tuple[Ints, Ints, Ints, Ints]:
@@ -110,33 +118,41 @@ class Stream:
         """The parts of the runs that lie in the spans [start, end) of their sample, which has one more than invalid ranges; of
         tails all, or nothing."""
         count = np.append(np.diff(edges) + 1, int(tails))  # sample -1 is the last one
-        start, end, first = np.append(start, 0), np.append(end, _FAR), np.cumsum(count) - count
-        runs, sample = self.runs, self.sample_of
-        repeat = count[sample]
-        run = np.repeat(np.arange(len(sample)), repeat)
-        number = np.arange(len(run)) - np.repeat(np.cumsum(repeat) - repeat, repeat)
-        span = np.repeat(first[sample], repeat) + number
-        position = np.maximum(runs.position[run], start[span])
-        rows = np.minimum(runs.position[run] + runs.length[run], end[span]) - position
-        keep = rows > 0
-        return Stretches(run[keep], position[keep], rows[keep])
+        position = self.runs.position
+        run, _, begin, until = overlaps(
+            self.sample_of,
+            position,
+            position + self.runs.length,
+            count,
+            np.append(start, 0),
+            np.append(end, _FAR),
+        )
+        return Stretches(run, begin, until - begin)
 
 
-def all_streams(ticket: Ticket) -> dict[ShardKey, Stream]:
-    """Those of all receivers, cut in one pass over the step: for the relay, which has hundreds."""
-    plan, layout, found = ticket.plan, ticket.layout, dict[ShardKey, Stream]()
-    batches, begin = tuple(chain.from_iterable(plan.microbatches)), plan.microbatches.begin
+def step_streams(ticket: Ticket) -> list[Stream]:
+    """For each CP rank, the rows of all DP ranks, one rank after the other: the relay, which serves hundreds of receivers, cuts
+    a step in one pass."""
+    plan, layout = ticket.plan, ticket.layout
+    batches = tuple(chain.from_iterable(plan.microbatches))
     table = RowTable(batches, replace(layout, sp=False))  # a TP rank's cuts are joined again on the wire
-    samples = [ticket.sample_columns.part(first, end) for first, end in pairwise(begin)]
-    for cp in range(layout.cp):
-        shard = replace(plan.shard(dp=0, pp=0, cp=cp), microbatches=batches, table=table)
-        sent = Stream(shard, ticket.sample_columns).sent
-        edges = np.searchsorted(sent[0], begin)
-        for dp, pp in product(range(layout.dp), range(layout.pp)):
-            stream = found[dp, pp, cp] = Stream(plan.shard(dp=dp, pp=pp, cp=cp), samples[dp])
-            own = slice(edges[dp], edges[dp + 1])
-            stream.__dict__["sent"] = sent[0][own] - begin[dp], sent[1][own], sent[2][own]
-    return found
+    shards = (plan.shard(dp=0, pp=0, cp=cp) for cp in range(layout.cp))
+    return [
+        Stream(replace(shard, microbatches=batches, table=table), ticket.sample_columns) for shard in shards
+    ]
+
+
+def overlaps(
+    sample: Ints, begin: Ints, end: Ints, count: Ints, start: Ints, until: Ints
+) -> tuple[Ints, Ints, Ints, Ints]:
+    """(range, span, begin, end) of the parts of ranges [begin, end) that lie in the spans [start, until) of their sample, of
+    which each sample has `count`."""
+    repeat, first = count[sample], np.cumsum(count) - count
+    which = np.repeat(np.arange(len(sample)), repeat)
+    span = np.arange(len(which)) + np.repeat(first[sample] - np.cumsum(repeat) + repeat, repeat)
+    begin, end = np.maximum(begin[which], start[span]), np.minimum(end[which], until[span])
+    keep = begin < end
+    return which[keep], span[keep], begin[keep], end[keep]
 
 
 _FAR = 1 << 40

@@ -8,12 +8,12 @@ each micro-batch has. Nothing is sized by a number that was not compared with th
 from __future__ import annotations
 
 import json
-from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, chain, islice, pairwise
+from itertools import accumulate, islice, pairwise
 from struct import Struct
+from struct import error as StructError
 from typing import Any, NamedTuple, overload
 
 import numpy as np
@@ -63,7 +63,7 @@ _MOST_STEP = 1 << 62
 
 
 class TicketSample(NamedTuple):
-    """One sample of a sealed step. A named tuple, as thousands are made and taken apart while a step is sealed."""
+    """One sample of a sealed step."""
 
     sample_id: str
     tokens: int
@@ -75,6 +75,34 @@ class TicketSample(NamedTuple):
     """Ascending; rows that no span names were made by nobody knows whom."""
     invalid: tuple[tuple[int, int], ...] = ()
     """Row ranges [start, end) without routing; ascending."""
+
+
+PackedSample = tuple[bytes, bytes, bytes]
+"""Its part of all columns: what is one for each sample, its provenance spans, its ranges without routing."""
+_PACKED = [
+    np.dtype([(name, dtype, shape) for name, (dtype, own, shape) in _COLUMNS.items() if own == length])
+    for length in _LENGTHS
+]
+_PACKERS = Struct("<2Q4I"), Struct("<q2IB"), Struct("<2I")
+
+
+def pack_sample(
+    sample_id: str,
+    tokens: int,
+    tokens_hash: int,
+    digest: int,
+    provenance: Sequence[ProvenanceSpan],
+    invalid: Sequence[tuple[int, int]] = (),
+) -> PackedSample:
+    """A `TicketSample` as bytes, made before its step is sealed. Raises struct.error for numbers that no column can hold."""
+    one, span, lost = _PACKERS
+    spans = [span.pack(own.weight_version, own.start, own.end, own.kind) for own in provenance]
+    counts = tokens, len(sample_id), len(provenance), len(invalid)
+    return (
+        one.pack(tokens_hash, digest, *counts),
+        b"".join(spans),
+        b"".join([lost.pack(*pair) for pair in invalid]),
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,39 +118,21 @@ class Samples(Sequence[TicketSample]):
         """Raises ConfigError for numbers that no column can hold."""
         if isinstance(samples, Samples):
             return samples
-        flat: list[Any] = list(chain.from_iterable(samples))
-        fields = len(TicketSample._fields)
-        return cls.of_fields(*(flat[at::fields] for at in range(fields)))
+        try:
+            packed = [pack_sample(*sample) for sample in samples]
+        except (StructError, TypeError) as error:
+            raise ConfigError(f"a sample does not fit a ticket: {error!r}") from error
+        return cls.of_packed([sample.sample_id for sample in samples], packed)
 
     @classmethod
-    def of_fields(
-        cls,
-        names: Sequence[str],
-        tokens: Sequence[int],
-        tokens_hash: Sequence[int],
-        digest: Sequence[int],
-        provenance: Sequence[Sequence[ProvenanceSpan]],
-        invalid: Sequence[Sequence[tuple[int, int]]],
-    ) -> Samples:
-        """From the fields of a `TicketSample`, each of all samples. Raises as `of`."""
-        spans = list(chain.from_iterable(provenance))
-        try:
-            values = {
-                "tokens": _table("q", tokens),
-                "tokens_hash": _table("Q", tokens_hash),
-                "digest": _table("Q", digest),
-                "name_chars": _table("q", map(len, names)),
-                "span_count": _table("q", map(len, provenance)),
-                "invalid_count": _table("q", map(len, invalid)),
-                "version": _table("q", [span.weight_version for span in spans]),
-                "kind": _table("q", [span.kind for span in spans]),
-                "span": _table("q", [edge for span in spans for edge in (span.start, span.end)], width=2),
-                "invalid": _table("q", chain.from_iterable(chain.from_iterable(invalid)), width=2),
-            }
-            columns = {name: _narrow(values[name], dtype) for name, (dtype, _, _) in _COLUMNS.items()}
-        except (OverflowError, TypeError) as error:
-            raise ConfigError(f"a sample does not fit a ticket: {error!r}") from error
-        found = cls(columns, "".join(names))
+    def of_packed(cls, names: Sequence[str], packed: Sequence[PackedSample]) -> Samples:
+        """From what `pack_sample` made of each."""
+        tables = [
+            np.frombuffer(b"".join([own[at] for own in packed]), dtype) for at, dtype in enumerate(_PACKED)
+        ]
+        found = cls(
+            {name: table[name] for table in tables for name in table.dtype.fields or ()}, "".join(names)
+        )
         found.__dict__["names"] = tuple(names)  # known here, so that it is not cut out of the text again
         return found
 
@@ -406,16 +416,3 @@ def _a(kind: type, value: Any) -> Any:
     if type(value) is not kind:
         raise TypeError(f"{value!r:.40} is not of type {kind.__name__}")
     return value
-
-
-def _table(code: str, numbers: Iterable[int], *, width: int = 0) -> Column:
-    """[N / width, width]; `array` takes half the time of numpy's own conversion. OverflowError where a number does not fit."""
-    items = np.frombuffer(array(code, list(numbers)), {"Q": np.uint64, "q": np.int64}[code])
-    return items.reshape(-1, width) if width else items
-
-
-def _narrow(values: Column, dtype: str) -> Column:
-    found = values.astype(dtype, order="C")
-    if len(found) and found.itemsize < values.itemsize and not np.array_equal(found, values):
-        raise OverflowError(f"{values.max()} or {values.min()} is no {dtype}")
-    return found

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from argparse import ArgumentParser, Namespace, _ArgumentGroup
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -107,16 +107,16 @@ class Recorder:
     def forget(self, sample_id: str) -> None:
         self._kept.pop(sample_id, None)
 
-    def write(self, ticket: Ticket, rows: Mapping[str, Sequence[TurnRows]]) -> None:
-        """Append a sealed step, and forget its tokens."""
-        tokens = [self._kept.pop(sample.sample_id, _NO_TOKENS) for sample in ticket.samples]
+    def write(self, ticket: Ticket, turns: Sequence[Sequence[TurnRows]]) -> None:
+        """Append a sealed step, each sample's turns in the ticket's order, and forget its tokens."""
+        tokens = [self._kept.pop(name, _NO_TOKENS) for name in ticket.assignment.sample_ids]
         head = ticket.to_bytes()
         nbytes = len(head) + sum(own.nbytes for own in tokens)
-        nbytes += sum(turn.ids_TLK.nbytes for turns in rows.values() for turn in turns)
+        nbytes += sum(turn.ids_TLK.nbytes for own in turns for turn in own)
         path = self.folder / segment_name(ticket.step)
         try:
             if self._is_room(path, nbytes):
-                records = [pack(Kind.TICKET, head), *_of_samples(ticket, rows, tokens)]
+                records = [pack(Kind.TICKET, head), *_of_samples(ticket, turns, tokens)]
                 self._written[path] = write_segment(path, records)
         except OSError as error:  # of the new segment, or of an old one that cannot be removed
             path.unlink(missing_ok=True)
@@ -189,13 +189,13 @@ def write_step(folder: Path, step: RecordedStep) -> Path:
 
 
 def _of_samples(
-    ticket: Ticket, rows: Mapping[str, Sequence[TurnRows]], tokens: Sequence[Ids]
+    ticket: Ticket, turns: Sequence[Sequence[TurnRows]], tokens: Sequence[Ids]
 ) -> Iterator[list[bytes | memoryview]]:
     """Sample by sample, so that a torn segment has whole ones."""
-    for place, (sample, own) in enumerate(zip(ticket.samples, tokens, strict=True)):
+    for place, (own, rows) in enumerate(zip(tokens, turns, strict=True)):
         if len(own):
             yield pack(Kind.TOKENS, np.ascontiguousarray(own, "<i4").data, sample=place)
-        for number, turn in enumerate(rows.get(sample.sample_id, ())):
+        for number, turn in enumerate(rows):
             yield pack(Kind.FRAME, head_of(turn, ticket.spec), turn.ids_TLK.data, sample=place, turn=number)
 
 

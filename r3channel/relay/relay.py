@@ -38,12 +38,11 @@ from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.shards import ShardKey, check_cut
 from r3channel.plan.ticket import Ticket
 from r3channel.recordings.recorder import Recorder
-from r3channel.relay.intake import Intake, masks_of, rows_of
+from r3channel.relay.intake import Intake, masks_of
 from r3channel.relay.journal import Recovery, take_over
 from r3channel.relay.reply import frame_bytes_of
 from r3channel.relay.row_server import RowServer
-from r3channel.relay.sealed import ticket_sample
-from r3channel.relay.steps import Steps
+from r3channel.relay.sealed_steps import Steps, ticket_samples
 from r3channel.transport.auth import obtain_token
 from r3channel.wire.header import FRAME_MAGIC
 from r3channel.wire.hello import Hello
@@ -211,20 +210,18 @@ class Relay(Intake):
                     self.spec,
                     self.layout,
                     assignment,
-                    tuple(map(ticket_sample, samples)),
+                    ticket_samples(names, samples),
                     self.config.bucket_bytes,
                     sampling_masks=self.config.sampling_masks,
                     seal=seal,
                 )
                 ticket.check()
-                self.steps.add(
-                    ticket,
-                    {sample.name: own for sample in samples if (own := rows_of(sample))},
-                    {sample.name: own for sample in samples if (own := masks_of(sample))},
-                )
+                masked = samples if self.config.sampling_masks else ()
+                masks = {sample.name: masks_of(sample) for sample in masked}
+                self.steps.add(ticket, [sample.held for sample in samples], masks)
                 undo.pop_all()
         self.metrics.inc("r3channel_steps_total")
-        self._warn_of_ceiling(sum(sample.tokens for sample in samples) * self.spec.bytes_per_token)
+        self._warn_of_ceiling(int(ticket.sample_columns.tokens.sum()) * self.spec.bytes_per_token)
         return ticket
 
     def _warn_of_ceiling(self, nbytes: int) -> None:

@@ -21,14 +21,14 @@ from typing import Any
 from xxhash import xxh3_64_intdigest
 
 from r3channel.config import ChannelConfig
-from r3channel.errors import ConfigError, R3Error, TicketMismatch, TransportError
+from r3channel.errors import ConfigError, R3Error, StepError, TicketMismatch, TransportError
 from r3channel.observe.metrics import Metrics
 from r3channel.observe.stage_clock import StageClock
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.shards import ShardKey
-from r3channel.relay.sealed import RowStream
+from r3channel.relay.row_stream import RowStream
+from r3channel.relay.sealed_steps import Steps
 from r3channel.relay.send_buffers import DeviceStaging, HostPool, HostStaging
-from r3channel.relay.steps import Steps
 from r3channel.transport.base import Pending, Rendezvous, Transport
 from r3channel.transport.connection import Connection
 from r3channel.transport.listener import Listener
@@ -212,9 +212,12 @@ class _Served:
     def _outgoing(self, seal: Seal) -> RowStream:
         """What this receiver gets. It is told every so often, while that is not prepared, that the relay is there."""
         steps, deadline_s = self._delivery._steps, time.monotonic() + self._config.step_timeout_s
-        while not steps.settled(seal[1], self.key, timeout_s=self._every_s) and time.monotonic() < deadline_s:
+        while (out := steps.outgoing(seal, self.key, timeout_s=self._every_s)) is None:
+            if time.monotonic() > deadline_s:
+                text = f"the rows of {self.key} are not prepared in {self._config.step_timeout_s:.0f} s; out of cores?"
+                raise StepError(f"step {seal[1]}: {text}", step=seal[1], ranks=[self.key])
             self._say(wire.WAIT)
-        return steps.outgoing(seal, self.key, timeout_s=0)
+        return out
 
     def _say(self, kind: int, **values: Any) -> None:
         self._link.send_record(kind, wire.pack(**values), timeout_s=self._config.send_timeout_s)

@@ -15,12 +15,14 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Protocol
+from typing import Any, Protocol
 
 from r3channel import errors
 from r3channel.errors import R3Error
+from r3channel.plan.ticket import PackedSample, pack_sample
 from r3channel.relay.token_tensors import HeldMasks
 from r3channel.wire.parcel import FrameName, FrameReference
+from r3channel.wire.routing import ProvenanceSpan
 
 EXPECTED, HELD, FAILED = "EXPECTED", "HELD", "FAILED"
 _REMEMBERED = 1 << 16
@@ -36,6 +38,12 @@ class Rows(Protocol):
     def end_row(self) -> int: ...
     @property
     def sample_key(self) -> int: ...
+    @property
+    def fold(self) -> int: ...
+    @property
+    def provenance(self) -> Sequence[ProvenanceSpan]: ...
+    @property
+    def invalid(self) -> Sequence[tuple[int, int]]: ...
 
 
 @dataclass(slots=True)
@@ -74,6 +82,10 @@ class Sample:
     turns: list[Turn] = field(default_factory=list)
     step: int | None = None
     """The step that has taken it."""
+    held: tuple[Any, ...] = ()
+    """The rows of its turns that are here, in their order; another turn makes another tuple."""
+    packed: PackedSample | None = None
+    """What a ticket says of it, where it has one turn, whose rows are here: made now and not while a step is sealed."""
 
     @property
     def error(self) -> R3Error | None:
@@ -88,9 +100,13 @@ class Sample:
     def awaited(self) -> list[Turn]:
         return [turn for turn in self.turns if turn.state == EXPECTED]
 
-    @property
-    def held(self) -> list[Rows]:
-        return [turn.rows for turn in self.turns if turn.rows]
+    def hold(self, turn: Turn, rows: Rows | None) -> None:
+        """These are a turn's rows."""
+        turn.rows = rows
+        self.held, self.packed = tuple([one.rows for one in self.turns if one.rows]), None
+        if rows and len(self.turns) == 1:
+            told = rows.fold, rows.provenance, rows.invalid
+            self.packed = pack_sample(self.name, self.tokens, self.tokens_hash, *told)
 
 
 @dataclass(slots=True)
@@ -161,9 +177,9 @@ class SampleTable:
                 "same. Was the conversation tokenized anew? Append token ids, not text",
                 samples=[reply.sample_id],
             )
-        turn.rows = rows
         sample = self._put(reply, now_s=now_s)
         sample.turns.append(turn)
+        sample.hold(turn, rows)
         if turn.name is not None and self._unclaimed.pop(turn.name, None) is None:
             self._awaited[turn.name] = (sample, turn)
             self._incomplete[sample.name] = sample
@@ -245,7 +261,7 @@ class SampleTable:
         if turn.error is not None:
             return False
         assert not isinstance(what, R3Error)
-        turn.rows = what
+        sample.hold(turn, what)
         del self._awaited[name]
         self._use(name)
         self._look_again(sample)
@@ -298,18 +314,19 @@ class SampleTable:
     def take(self, names: Sequence[str], *, step: int) -> list[Sample]:
         """Hand whole samples over to a step. All or none: SampleUnknown, the error of a frame that failed, or StepError where
         one is to come."""
-        unknown = self.unknown(names)
-        if unknown:
+        samples = [
+            sample for sample in map(self.samples.get, names) if sample is not None and sample.step is None
+        ]
+        if len(samples) < len(names):
+            unknown = self.unknown(names)
             raise errors.SampleUnknown(
                 f"step {step}: {len(unknown)} of {len(names)} assigned samples are not here: {unknown[:5]}. Rejected, discarded, "
                 "expired, or sealed before?",
                 samples=unknown,
                 step=step,
             )
-        samples = [self.samples[name] for name in names]
-        failed = [
-            sample for sample in samples if sample.name in self._incomplete and sample.error is not None
-        ]
+        incomplete = [self._incomplete[name] for name in names if name in self._incomplete]
+        failed = [sample for sample in incomplete if sample.error is not None]
         if failed:
             first = failed[0].error
             assert first is not None
@@ -319,7 +336,7 @@ class SampleTable:
                 samples=[sample.name for sample in failed],
                 step=step,
             )
-        late = [sample.name for sample in samples if sample.name in self._incomplete and sample.awaited]
+        late = [sample.name for sample in incomplete if sample.awaited]
         if late:
             raise errors.StepError(
                 f"step {step}: {len(late)} samples got another turn while it was sealed, whose frames are to come: {late[:5]}",

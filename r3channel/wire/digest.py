@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -47,19 +48,19 @@ def layer_digests(expert_ids_TLK: Ids, *, first_row: int, valid_T: Ids | None = 
     return summed(items_of(expert_ids_TLK), coefficients_T)
 
 
-def piece_digests(pieces: Sequence[Ids], first_rows: Sequence[int]) -> Words:
-    """[P, L]: `layer_digests` of each piece [T, L, K] at its own first row. Small ones are joined for one call."""
-    compiled = kernels()
-    if compiled is None or len(pieces) == 1:
-        each = zip(pieces, first_rows, strict=True)
-        return np.stack([layer_digests(ids_TLK, first_row=first) for ids_TLK, first in each])
-    first_P, edges_P = np.asarray(first_rows), np.cumsum([0, *map(len, pieces)])
-    position_T = np.repeat(first_P - edges_P[:-1], np.diff(edges_P)) + np.arange(edges_P[-1])
-    low = int(position_T.min())
-    coefficients_T = coefficients(low, int(position_T.max()) + 1 - low)[position_T - low]
-    items_TLI = items_of(np.concatenate(pieces))
-    layers, items = items_TLI.shape[1:]
-    digests_PL, sums_C = np.empty((len(pieces), layers), np.uint64), np.empty(layers * items, np.uint64)
+def range_digests(rows: Sequence[Ids], first_A: Ids, edges_P: Ids) -> Words:
+    """[P, L]: digests of the ranges [edges_P[i], edges_P[i + 1]) of rows that lie one after another in some arrays [T, L, K],
+    each at its own first row. Arrays are joined, so that many small ones are one call."""
+    count_A, low = np.asarray([*map(len, rows)]), int(first_A.min())
+    begin_A = first_A - low - np.cumsum(count_A) + count_A
+    position_T = np.repeat(begin_A, count_A) + np.arange(count_A.sum())
+    coefficients_T = coefficients(low, int(position_T.max()) + 1)[position_T]
+    items_TLI = items_of(rows[0] if len(rows) == 1 else np.concatenate(rows))
+    (_, layers, items), compiled = items_TLI.shape, kernels()
+    if compiled is None:
+        ranges = [slice(begin, end) for begin, end in pairwise(edges_P.tolist())]
+        return np.stack([summed(items_TLI[own], coefficients_T[own]) for own in ranges])
+    digests_PL, sums_C = np.empty((len(edges_P) - 1, layers), np.uint64), np.empty(layers * items, np.uint64)
     sums = compiled.piece_sums(items_TLI.itemsize)
     sums(items_TLI.reshape(-1), coefficients_T, multipliers(items), edges_P, sums_C, digests_PL)
     return digests_PL

@@ -23,7 +23,7 @@ from r3channel.config import EngineConfig
 from r3channel.engine.frame_sender import Outlet
 from r3channel.observe.metrics import Metrics
 from r3channel.plan.assignment import Assignment
-from r3channel.relay.steps import Steps
+from r3channel.relay.sealed_steps import Steps
 from r3channel.tools.top import Look, Series
 from r3channel.trainer.mismatch import RoutingAudit, measure, publish
 from r3channel.weights.session import WeightSync

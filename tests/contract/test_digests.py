@@ -21,8 +21,8 @@ from r3channel.plan.assignment import Assignment
 from r3channel.plan.placement import Placement
 from r3channel.plan.ticket import Ticket
 from r3channel.relay.relay import Relay
-from r3channel.relay.sealed import RowStream, SealedStep
-from r3channel.relay.steps import Steps
+from r3channel.relay.row_stream import RowStream, StepRows
+from r3channel.relay.sealed_steps import SealedStep, Steps
 from r3channel.trainer.rank_shard import RankShard
 from r3channel.trainer.relay_connection import RelayConnection
 from r3channel.trainer.router_digests import RouterDigestCheck
@@ -93,7 +93,7 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(RelaySink, "verify", yes)
     monkeypatch.setattr(ShardBuffer, "_check_samples", lambda *_: None)
-    monkeypatch.setattr(SealedStep, "_attest", lambda *_: None)
+    monkeypatch.setattr(StepRows, "_attest", lambda *_: None)
     monkeypatch.setattr(RouterDigestCheck, "check", lambda *_: None)
 
 
@@ -199,13 +199,13 @@ def test_every_byte_at_rest_counts(make_relay: MakeRelay, spec: RoutingSpec) -> 
     relay = make_relay(spec=spec)
     sealed(relay)
     ids_TLK, step = held(relay, "d"), relay.steps._steps[0]
-    step.verify(["d"])
+    step.rows.verify(0)
     for offset in range(ids_TLK.nbytes):
         poke(ids_TLK, offset)
         with pytest.raises(errors.FrameCorrupt, match="sample d"):
-            step.verify(list(NAMES))
+            step.rows.verify(0)
         poke(ids_TLK, offset)
-    step.verify(["d"])
+    step.rows.verify(0)
 
 
 def add_turns(relay: Relay) -> None:
@@ -231,15 +231,15 @@ def test_a_byte_at_rest_in_a_later_turn_beside_rows_without_routing_counts(
     add_turns(relay)
     relay.seal(1, Assignment.given([[["s"]]]))
     step, turns = relay.steps._steps[1], relay.entries.samples["s"].held
-    step.verify(["s"])
+    step.rows.verify(0)
     rows_TLK: Ids = turns[2].ids_TLK  # type: ignore[attr-defined]
     for row, counts in ((3, False), (4, True), (27, True)):  # 15, 16 and 39 of the sample
         poke(rows_TLK, rows_TLK[0].nbytes * row)
         if counts:
             with pytest.raises(errors.FrameCorrupt, match="sample s"):
-                step.verify(["s"])
+                step.rows.verify(0)
         else:
-            step.verify(["s"])
+            step.rows.verify(0)
         poke(rows_TLK, rows_TLK[0].nbytes * row)
 
 
@@ -389,11 +389,11 @@ def exchange(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     layout, moved, layers, names = EXCHANGES[request.param]
 
     def pieces(outgoing: RowStream) -> Iterator[Ids]:
+        rows_of = originals(outgoing.stream.shard.spec)
         for sample, position, rows in outgoing.stream.sends():
             for row in range(position, position + rows):
                 name, at = moved(outgoing.stream.samples[sample].sample_id, row)
-                (turn,) = outgoing.rows[name]
-                yield np.ascontiguousarray(turn.ids_TLK[at : at + 1, layers])
+                yield np.ascontiguousarray(rows_of[name][at : at + 1, layers])
 
     monkeypatch.setattr(RowStream, "pieces", pieces)
     return layout, names
@@ -423,13 +423,13 @@ def mixed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tu
     outgoing, add = Steps.outgoing, Steps.add
     axis = {"two ranks' streams": 0, "context ranks' streams": 2}.get(request.param)
 
-    def other(steps: Steps, seal: Seal, key: tuple[int, int, int], **_: float) -> RowStream:
+    def other(steps: Steps, seal: Seal, key: tuple[int, int, int], **limit: float) -> RowStream | None:
         assert axis is not None
         swapped = tuple(1 - part if at == axis else part for at, part in enumerate(key))
-        return outgoing(steps, seal, swapped)  # type: ignore[arg-type]
+        return outgoing(steps, seal, swapped, **limit)  # type: ignore[arg-type]
 
-    def mislaid(steps: Steps, ticket: Ticket, rows: dict[str, Any], *masks: Any) -> None:
-        add(steps, ticket, rows | {"a": rows["b"], "b": rows["a"]}, *masks)
+    def mislaid(steps: Steps, ticket: Ticket, turns: list[Any], *masks: Any) -> None:
+        add(steps, ticket, [turns[1], turns[0], *turns[2:]], *masks)
 
     if axis is None:
         monkeypatch.setattr(Steps, "add", mislaid)
@@ -462,7 +462,9 @@ def test_a_relay_that_sent_other_rows_is_not_thanked_and_its_next_ones_are_taken
     ticket, receivers = sealed(relay), receivers_of(relay)
     with monkeypatch.context() as patch:
         outgoing = relay.steps.outgoing
-        patch.setattr(relay.steps, "outgoing", lambda seal, key, **_: outgoing(seal, (1 - key[0], 0, 0)))
+        patch.setattr(
+            relay.steps, "outgoing", lambda seal, key, **limit: outgoing(seal, (1 - key[0], 0, 0), **limit)
+        )
         with pytest.raises(errors.TicketMismatch, match="other rows than their ticket says"):
             receivers[0].receive(ticket)
     assert relay.status()["steps"][0]["acknowledged"] == []

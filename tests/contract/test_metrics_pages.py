@@ -27,8 +27,7 @@ from r3channel.relay import verify
 from r3channel.relay.relay import Relay
 from r3channel.relay.row_server import _Served
 from r3channel.relay.sample_table import SampleTable
-from r3channel.relay.sealed import SealedStep
-from r3channel.relay.steps import Steps
+from r3channel.relay.sealed_steps import SealedStep, Steps
 from r3channel.tools.report_page import verdict_of
 from r3channel.trainer.receiver import Receiver
 from r3channel.trainer.shard_buffer import RelaySink

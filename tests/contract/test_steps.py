@@ -17,7 +17,7 @@ from r3channel.plan.ticket import Ticket
 from r3channel.recordings.recorder import Recorder
 from r3channel.relay.intake import Intake
 from r3channel.relay.relay import Relay
-from r3channel.relay.sealed import SealedStep
+from r3channel.relay.sealed_steps import SealedStep
 from r3channel.relay.send_buffers import BUCKETS_ALIVE, MOST_BUCKETS
 from r3channel.trainer.rank_shard import RankShard
 from r3channel.transport.process_group import RendezvousStore
@@ -308,8 +308,15 @@ def test_receivers_share_a_fixed_number_of_buckets(make_relay: MakeRelay) -> Non
 
 
 def waiting(relay: Relay, count: int) -> None:
-    """Until so many wait for something to change: receivers that asked for rows, and callers."""
-    until(lambda: len(relay._changed._waiters) == count)  # type: ignore[attr-defined]
+    """Until so many wait: receivers that asked for rows, and callers."""
+
+    def waiters() -> int:
+        events = [event for step in relay.steps._steps.values() for event in step._waiting.values()]
+        return sum(
+            len(condition._waiters) for condition in (relay._changed, *(event._cond for event in events))
+        )  # type: ignore[attr-defined]
+
+    until(lambda: waiters() == count)
 
 
 # -- in the background -------------------------------------------------------------------------------------------------

@@ -29,7 +29,8 @@ from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.ticket import Ticket
 from r3channel.relay.journal import Journal, Recovery
 from r3channel.relay.relay import Relay
-from r3channel.relay.sealed import RowStream, SealedStep
+from r3channel.relay.row_stream import RowStream
+from r3channel.relay.sealed_steps import SealedStep
 from r3channel.relay.verify import FrameVerifier
 from r3channel.trainer.rank_shard import RankShard
 from r3channel.trainer.receiver import Receiver

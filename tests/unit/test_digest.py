@@ -22,7 +22,7 @@ from r3channel.wire.digest import (
     column_digests_torch,
     fold,
     layer_digests,
-    piece_digests,
+    range_digests,
 )
 from r3channel.wire.routing import Ids
 from r3channel.wire.validate import checked
@@ -112,11 +112,16 @@ def test_runs_outside_of_the_rows_are_refused(run: list[int]) -> None:
 def test_any_split_of_the_rows_adds_up() -> None:
     ids = random_ids(300)
     whole = layer_digests(ids, first_row=1000)
-    cuts = list(pairwise([0, *sorted(random.Random(1).sample(range(1, 300), 9)), 300]))[::-1]
-    parts = [layer_digests(ids[a:b], first_row=1000 + a) for a, b in cuts]
+    cuts = [0, *sorted(random.Random(1).sample(range(1, 300), 9)), 300]
+    parts = [layer_digests(ids[a:b], first_row=1000 + a) for a, b in pairwise(cuts)]
     assert np.array_equal(sum(parts), whole)
-    together = piece_digests([ids[a:b] for a, b in cuts], [1000 + a for a, _ in cuts])
-    assert np.array_equal(together, parts)
+    rows = [ids[200:], ids[:200]]  # as two turns lie, and in one
+    assert np.array_equal(range_digests([ids], np.array([1000]), np.array(cuts)), parts)
+    edges = np.array([0, *(cut - 200 for cut in cuts if cut > 200)])
+    assert np.array_equal(
+        range_digests(rows, np.array([1200, 1000]), edges).sum(axis=0), layer_digests(rows[0], first_row=1200)
+    )
+    assert np.array_equal(range_digests(rows, np.array([1200, 1000]), np.array([0, 300]))[0], whole)
 
 
 def test_every_bit_and_every_order_counts() -> None:

@@ -14,7 +14,7 @@ bare bearer clock compiled distinct engine.delivery engine.hooks engine.settings
 integrations.engine_variables integrations.slime integrations.slime_launch
 integrations.slime_trainer integrations.slime_weights metric_table metrics mixing models plan.place
 plan.rows plugin ranks recordings.alone recordings.catalogue recordings.finding recordings.replayed
-recordings.sides relay.samples report.check report.commands report.dashboard report.doctor
+recordings.sides relay.samples relay.sealed relay.steps report.check report.commands report.dashboard report.doctor
 report.engine report.extras report.layouts report.metrics_page report.network report.page
 report.pages report.patch report.planner report.preflight report.record report.recordings
 report.replay_rank report.run_page report.screen report.seams report.slime_arguments report.stages

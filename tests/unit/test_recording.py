@@ -61,7 +61,7 @@ def record(recorder: Recorder, *steps: int) -> None:
     for step in steps:
         for name, tokens in TOKENS.items():
             recorder.keep(name, as_tokens(range(tokens)))
-        recorder.write(ticket_of(step), {name: [held(name, step)] for name in TOKENS})
+        recorder.write(ticket_of(step), [[held(name, step)] for name in TOKENS])
 
 
 def check(folder: Path, step: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -19,6 +20,9 @@ class Held:
     first_row: int
     end_row: int
     sample_key: int = 1
+    fold: int = 0
+    provenance: tuple[Any, ...] = ()
+    invalid: tuple[Any, ...] = ()
 
 
 def reply(
@@ -108,7 +112,7 @@ class Table(RuleBasedStateMachine):
             assert raised.value.samples == (name,)
         elif not any(isinstance(turn, int) for turn in self.model[name]):
             (sample,) = self.entries.take([name], step=step)
-            assert sample.held == self.model[name]
+            assert list(sample.held) == self.model[name]
             self.steps[name] = step
 
     @rule(name=names)

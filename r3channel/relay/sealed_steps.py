@@ -1,7 +1,9 @@
-"""The steps that are sealed and not delivered: what goes in, what receivers ask for, who has acknowledged. Knows no connection.
+"""Steps that are sealed and not delivered: what each receiver gets of them, and who has acknowledged. Knows no connection.
 
-seal -> (prepared in the background) -> outgoing* -> acknowledge by every receiver -> gone, its rows freed
-                                  \\-> abandon: its samples wait for a step again
+    sealed -> prepared (in the background: where each receiver's rows lie) -> acknowledged by every receiver -> gone, rows freed
+                                       \\-> abandoned: its samples wait for a step again
+
+Nothing is copied: a receiver's rows are sent from where they lie in the store, and stay until the last acknowledgement.
 """
 
 from __future__ import annotations
@@ -9,25 +11,99 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
 from queue import Empty, SimpleQueue
 from typing import Any
 
+import numpy as np
+
 from r3channel.errors import R3Error, StepError, TicketMismatch
 from r3channel.plan.shards import ShardKey
-from r3channel.plan.ticket import Ticket
+from r3channel.plan.ticket import PackedSample, Samples, Ticket, pack_sample
 from r3channel.relay.intake import Intake
+from r3channel.relay.row_stream import HeldOfSample, RowStream, StepRows, Turns
 from r3channel.relay.sample_table import Sample
-from r3channel.relay.sealed import RowStream, SealedStep
-from r3channel.relay.token_tensors import HeldMasks
-from r3channel.relay.verify import VerifiedRows
+from r3channel.wire.digest import fold
 from r3channel.wire.row_protocol import Seal
 
 log = logging.getLogger(__name__)
 
 _IDLE_S = 60.0
 """Memory that nobody used for so long goes back to the system."""
+
+
+@dataclass(eq=False)
+class SealedStep:
+    """Guarded by the relay's condition, `prepare` aside: that is the background's, and what it makes is published whole."""
+
+    ticket: Ticket
+    turns: Sequence[Turns]
+    """Each sample's turns with rows, ascending; samples as in the ticket."""
+    masks: HeldOfSample
+    had: set[ShardKey] = field(default_factory=set)
+    """Who acknowledged to the relay before this one: not waited for, but one that never learned of it comes again."""
+    sealed_s: float = field(default_factory=time.monotonic)
+    acknowledged: set[ShardKey] = field(default_factory=set)
+    in_use: bool = True
+    """Until it is prepared and recorded: its rows are read meanwhile, whoever has acknowledged."""
+    outgoing: dict[ShardKey, RowStream] = field(default_factory=dict)
+    error: R3Error | None = None
+    """Why it cannot be delivered; receivers that ask are told."""
+    _waiting: dict[int, threading.Event] = field(default_factory=dict)
+    """DP rank -> what is set when there is something to say to its receivers; only where one waits."""
+
+    def __post_init__(self) -> None:
+        layout = self.ticket.layout
+        self.keys = frozenset(product(range(layout.dp), range(layout.pp), range(layout.cp)))
+        """All receivers."""
+        self._missing = set(self.keys - self.had)
+
+    @property
+    def missing(self) -> tuple[ShardKey, ...]:
+        """Receivers that have not acknowledged, to be named."""
+        return tuple(sorted(self._missing))
+
+    @property
+    def awaited(self) -> bool:
+        """Whether some receiver has not acknowledged."""
+        return bool(self._missing)
+
+    @property
+    def done(self) -> bool:
+        """Nobody can ask for it again, and nobody here reads its rows."""
+        return len(self.acknowledged) == len(self.keys) and not self.in_use
+
+    def acknowledge(self, key: ShardKey) -> None:
+        self.acknowledged.add(key)
+        self._missing.discard(key)
+
+    @property
+    def state(self) -> str:
+        if self.error is not None:
+            return "FAILED"
+        return "PREPARED" if len(self.outgoing) == len(self.keys) else "SEALED"
+
+    def event(self, dp: int) -> threading.Event:
+        """Set once there is something to say to the receivers of a DP rank."""
+        return self._waiting.setdefault(dp, threading.Event())
+
+    def wake(self, *ranks: int) -> None:
+        """Who waits for the rows of these DP ranks, by default of all, looks again."""
+        for dp in ranks or tuple(self._waiting):
+            if event := self._waiting.pop(dp, None):
+                event.set()
+
+    @cached_property
+    def rows(self) -> StepRows:
+        return StepRows(self.ticket, self.turns, self.masks)
+
+    def prepare(self, dp: int) -> dict[ShardKey, RowStream]:
+        """What the receivers of one DP rank get. Raises FrameCorrupt where rows are not what they were when they came."""
+        return self.rows.receivers(dp)
 
 
 class Steps:
@@ -68,24 +144,24 @@ class Steps:
             with self._changed:
                 self._sealing.discard(step)
 
-    def add(
-        self, ticket: Ticket, rows: dict[str, list[VerifiedRows]], masks: Mapping[str, Sequence[HeldMasks]]
-    ) -> None:
+    def add(self, ticket: Ticket, turns: Sequence[Turns], masks: HeldOfSample) -> None:
         """Receivers may ask for it from here on; it is prepared in the background."""
-        sealed = SealedStep(ticket, rows, masks)
-        sealed.had |= self.acked_before.pop(ticket.step, set())
+        step = ticket.step
+        sealed = SealedStep(ticket, turns, masks, had=self.acked_before.get(step, set()))
         if self._journal is not None:
-            self._journal.sealed(ticket.step, ticket.to_bytes())
+            self._journal.sealed(step, ticket.to_bytes())
         with self._changed:
-            kept = [step for step, older in self._steps.items() if not (older.awaited or older.in_use)]
-            gone = {step: self._take_out(step) for step in kept}  # who might have come again has gone on
-            self._steps[ticket.step] = sealed
-            self._seals.pop(ticket.step, None)
-            self.newest = max(self.newest, ticket.step)
-            self._changed.notify_all()
-        for step, samples in gone.items():
-            self._let_go(step, samples)
-        self._queue.put(ticket.step)
+            kept = [number for number, older in self._steps.items() if not (older.awaited or older.in_use)]
+            gone = {
+                number: self._take_out(number) for number in kept
+            }  # who might have come again has gone on
+            self._steps[step] = sealed
+            self._seals.pop(step, None)
+            self.acked_before.pop(step, None)
+            self.newest = max(self.newest, step)
+        for number, samples in gone.items():
+            self._let_go(number, samples)
+        self._queue.put(step)
 
     def abandon(self, step: int) -> int:
         """Give a sealed step up: receivers that ask for it are told, and its samples wait for a step again (or for `discard`).
@@ -98,10 +174,10 @@ class Steps:
             if sealed is None:
                 return 0
             self._seals[step] = sealed.ticket.seal + 1
-            names = [
-                name for name in sealed.ticket.assignment.sample_ids if name in self._intake.entries.samples
-            ]
-            self._intake.entries.give_back(self._intake.entries.samples[name] for name in names)
+            samples = self._intake.entries.samples
+            names = [name for name in sealed.ticket.assignment.sample_ids if name in samples]
+            self._intake.entries.give_back(samples[name] for name in names)
+            sealed.wake()
             self._changed.notify_all()
         if self._journal is not None:
             self._journal.done(step)
@@ -110,63 +186,48 @@ class Steps:
     def undelivered(self, *, wait_s: float) -> dict[int, tuple[ShardKey, ...]]:
         """Step -> receivers that have not acknowledged it, after `wait_s`; early, and empty, when all have."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or self.error or not self._awaited(), timeout=wait_s)
+            steps = self._steps.values()  # looked at at every event: not at all receivers
+            ended = lambda: self._closed or self.error or not any(sealed.awaited for sealed in steps)  # noqa: E731
+            self._changed.wait_for(ended, timeout=wait_s)
             return self._missing()
 
     def _missing(self) -> dict[int, tuple[ShardKey, ...]]:
         return {step: sealed.missing for step, sealed in self._steps.items() if sealed.awaited}
 
-    def _awaited(self) -> bool:
-        return any(sealed.awaited for sealed in self._steps.values())
-
     # -- receivers -------------------------------------------------------------------------------------------------
 
-    def settled(self, step: int, key: ShardKey, *, timeout_s: float) -> bool:
-        """Whether `outgoing` answers at once, be it with an error; waits for it this long at most."""
+    def outgoing(self, seal: Seal, key: ShardKey, *, timeout_s: float) -> RowStream | None:
+        """What a receiver gets; None where that is not prepared within `timeout_s`. Raises what the receiver is told."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._settled(step, key), timeout=timeout_s)
+            found = self._ready(seal, key)
+        if isinstance(found, threading.Event) and found.wait(timeout_s):
+            with self._changed:
+                found = self._ready(seal, key)
+        return None if isinstance(found, threading.Event) else found
 
-    def outgoing(self, seal: Seal, key: ShardKey, *, timeout_s: float = 60.0) -> RowStream:
-        """What a receiver gets, once it is prepared. Raises what the receiver is told."""
-        run, step, _ = seal
+    def _ready(self, seal: Seal, key: ShardKey) -> RowStream | threading.Event:
+        """With the condition held: a receiver's rows, or what is set once there is something to say."""
+        (run, step, _), sealed, whose = seal, self._named(seal), f"(dp, pp, cp) {key}"
         if run != self._run:
             raise TicketMismatch(
                 f"ticket of run {run}, this relay is run {self._run}; did the relay restart?",
                 step=step,
                 ranks=[key],
             )
-        with self._changed:
-            self._changed.wait_for(lambda: self._settled(step, key), timeout=timeout_s)
-            sealed = self._named(seal)
-            if sealed is None or key not in sealed.keys:
-                raise TicketMismatch(
-                    f"(dp, pp, cp) {key} asks for step {step}: abandoned, delivered, never sealed, or of another layout. Steps "
-                    f"under way are {sorted(self._steps)}, the newest sealed is {self.newest}",
-                    step=step,
-                    ranks=[key],
-                )
-            if sealed.error is not None:
-                raise sealed.error
-            if key not in sealed.outgoing:
-                cause = (
-                    f"the thread that prepares them ended: {self.error!r}" if self.error else "out of cores?"
-                )
-                raise StepError(
-                    f"step {step}: the rows of (dp, pp, cp) {key} are not prepared; {cause}",
-                    step=step,
-                    ranks=[key],
-                )
+        if sealed is None or key not in sealed.keys:
+            under_way = f"Steps under way are {sorted(self._steps)}, the newest sealed is {self.newest}"
+            text = f"{whose} asks for step {step}: abandoned, delivered, never sealed, or of another layout. {under_way}"
+            raise TicketMismatch(text, step=step, ranks=[key])
+        if sealed.error is not None:
+            raise sealed.error
+        if key in sealed.outgoing:
             return sealed.outgoing[key]
-
-    def _settled(self, step: int, key: ShardKey) -> bool:
-        sealed = self._steps.get(step)
-        return (
-            self._closed
-            or sealed is None
-            or sealed.error is not None
-            or key in sealed.outgoing
-            or bool(self.error)
-        )
+        if self.error is not None:
+            text = (
+                f"the rows of {whose} are not prepared; the thread that prepares them ended: {self.error!r}"
+            )
+            raise StepError(f"step {step}: {text}", step=step, ranks=[key])
+        return sealed.event(key[0])
 
     def _named(self, seal: Seal) -> SealedStep | None:
         """With the condition held. None for another run's or another seal's: its receiver is late."""
@@ -204,9 +265,8 @@ class Steps:
         """A receiver finds rows damaged: are they whole here? Raises FrameCorrupt with all of its samples that are not."""
         with self._changed:
             sealed = self._named(seal)
-            out = sealed.outgoing.get(key) if sealed is not None else None
-        if sealed is not None and out is not None:
-            sealed.verify([sample.sample_id for sample in out.stream.samples])
+        if sealed is not None and key in sealed.outgoing:
+            sealed.rows.verify(key[0])
 
     # -- background ------------------------------------------------------------------------------------------------
 
@@ -220,7 +280,7 @@ class Steps:
         except BaseException as error:
             with self._changed:
                 self.error = error
-                self._changed.notify_all()
+                self._wake_all()
 
     def _next_step(self) -> int | None:
         while True:
@@ -238,11 +298,12 @@ class Steps:
                     outgoing = sealed.prepare(dp)
                 with self._changed:
                     sealed.outgoing.update(outgoing)
-                    self._changed.notify_all()
-            recorder = self._intake.recorder
-            if recorder is not None and self._steps.get(step) is sealed:  # and was not abandoned
+                    sealed.wake(dp)
+                    if self._steps.get(step) is not sealed:  # abandoned, or the relay is closed
+                        return
+            if (recorder := self._intake.recorder) is not None:
                 recorder.write(
-                    sealed.ticket, sealed.rows
+                    sealed.ticket, sealed.turns
                 )  # behind the last publication: no receiver waits for a disk
         except Exception as error:
             log.exception("r3channel: step %d", step)
@@ -251,13 +312,19 @@ class Steps:
             self._intake.reject(told)
             with self._changed:
                 sealed.error = told
+                sealed.wake()
         finally:
             with self._changed:
                 sealed.in_use = False
                 if sealed.done and self._steps.get(step) is sealed:
                     gone = self._take_out(step)
-                self._changed.notify_all()
             self._let_go(step, gone)
+
+    def _wake_all(self) -> None:
+        """With the condition held: every wait ends."""
+        for sealed in self._steps.values():
+            sealed.wake()
+        self._changed.notify_all()
 
     # -- the rest --------------------------------------------------------------------------------------------------
 
@@ -284,7 +351,29 @@ class Steps:
         with self._changed:
             self._closed = True
             undelivered = self._missing()
+            self._wake_all()
             self._steps.clear()
-            self._changed.notify_all()
         self._queue.put(None)
         return undelivered
+
+
+# -- what the ticket says of samples -----------------------------------------------------------------------------------
+
+
+def ticket_samples(names: Sequence[str], samples: Sequence[Sample]) -> Samples:
+    """As the ticket describes them."""
+    return Samples.of_packed(names, [sample.packed or _packed(sample) for sample in samples])
+
+
+def _packed(sample: Sample) -> PackedSample:
+    """All its turns as one. What nobody has is invalid."""
+    held, invalid = sample.held, list[tuple[int, int]]()
+    for turn in sample.turns:
+        rows: Any = turn.rows
+        for start, end in ((turn.first_row, turn.end_row),) if rows is None else rows.invalid:
+            if invalid and invalid[-1][1] == start:  # ranges that touch are one
+                start = invalid.pop()[0]
+            invalid.append((start, end))
+    digest = fold(np.add.reduce([rows.digests_L for rows in held])) if held else 0
+    spans = [span for rows in held for span in rows.provenance]
+    return pack_sample(sample.name, sample.tokens, sample.tokens_hash, digest, spans, invalid)
