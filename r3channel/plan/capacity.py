@@ -26,6 +26,9 @@ _BASE64 = 4 / 3
 _ORDINARY_BYTES_PER_TOKEN = 24
 """Token id, log-prob and loss mask, 8 bytes each (seed 003)."""
 _STEPS_HELD = _SHARDS_HELD = 2
+_RELAY_US_PER_TOKEN = {1: 0.65, 2: 0.98}
+"""Bytes of an id -> the relay's CPU for a token of 48 x top-8 ids: frames that come directly (0.53 in replies), and 9-bit ids.
+`r3channel bench relay`, 2 cores; relay/README.md has the figures."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +49,11 @@ class Machines:
     """Staged at once for a receiver, two over a process group; the channel's own default."""
     store_bytes: int = ChannelConfig().store_bytes
     """Ceiling of the rows that the relay holds."""
+    step_s: float = 300.0
+    """From one step to the next: what the relay takes in and sends spreads over it."""
+    node_bytes: float = 512e9
+    """Memory of the relay's node."""
+    node_cores: float = 16.0
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -85,6 +93,10 @@ class Capacity:
     """Rows of two steps, one step off: one that receivers have not acknowledged, and the next that engines generate meanwhile."""
     store_fits: bool
     """Are they within `store_bytes`? Else engines wait while a step is delivered, and a larger step than that never seals."""
+    relay_needs: dict[str, float]
+    """Of the relay's node, with a step each `step_s`: bytes of memory, cores, and Gbit/s in and out."""
+    node_lacks: tuple[str, ...]
+    """What one node, with `http_gbit_s` in and `wire_gbyte_s` out, has too little of."""
     ordinary_bytes_per_dp: int
     """Tokens, log-probs and masks of the fullest DP rank, through the object store."""
     http_s: float
@@ -132,6 +144,10 @@ def add_up(plan: Plan, *, machines: Machines) -> Capacity:
     default_rank = max(padded) * default_row
     frame = rows * spec.bytes_per_token
     work = spec.num_moe_layers * spec.top_k / (48 * 8)  # the measured token had 48 x 8 ids
+    gbit_s, cpu_s = 8e-9 / machines.step_s, rows * _RELAY_US_PER_TOKEN[spec.id_dtype.itemsize] * work * 1e-6
+    needs = {"memory": _STEPS_HELD * frame, "cores": cpu_s / machines.step_s}
+    needs |= {"network in": frame * _BASE64 * gbit_s, "network out": sum(received) * gbit_s}
+    has = (machines.node_bytes, machines.node_cores, machines.http_gbit_s, machines.wire_gbyte_s * 8)
     return Capacity(
         layout=str(layout),
         samples=sum(len(batch.tokens) for rank in plan.microbatches for batch in rank),
@@ -149,6 +165,8 @@ def add_up(plan: Plan, *, machines: Machines) -> Capacity:
         relay_staging_bytes=2 * machines.bucket_bytes,
         store_needed_bytes=_STEPS_HELD * frame,
         store_fits=_STEPS_HELD * frame <= machines.store_bytes,
+        relay_needs=needs,
+        node_lacks=tuple(name for name, most in zip(needs, has, strict=True) if needs[name] > most),
         ordinary_bytes_per_dp=max(per_dp) * _ORDINARY_BYTES_PER_TOKEN,
         http_s=frame * _BASE64 * 8 / (machines.http_gbit_s * 1e9),
         place_s=sum(padded) * machines.relay_us_per_token * work * 1e-6,

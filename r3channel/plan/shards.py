@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -133,11 +133,6 @@ class Plan:
         return RankBatches(self.assignment, self.lengths, self.layout)
 
     @property
-    def steps(self) -> tuple[int, ...]:
-        """Micro-batches of each optimizer step."""
-        return self.assignment.steps
-
-    @property
     def optimizer_steps(self) -> tuple[range, ...]:
         """Indices of the micro-batches of each optimizer step, the same on every DP rank."""
         return self.assignment.optimizer_steps
@@ -200,7 +195,7 @@ class Plan:
         values = {
             "spec": self.spec.to_dict(),
             "layout": self.layout.to_dict(),
-            "steps": self.steps,
+            "steps": self.assignment.steps,
             "microbatches": batches,
         }
         return xxhash.xxh3_64_intdigest(json.dumps(values, sort_keys=True, separators=(",", ":")).encode())
@@ -216,13 +211,8 @@ class RankBatches(Sequence[tuple[Microbatch, ...]]):
     def __len__(self) -> int:
         return self._assignment.dp
 
-    @overload
-    def __getitem__(self, dp: int) -> tuple[Microbatch, ...]: ...
-    @overload
-    def __getitem__(self, dp: slice) -> tuple[tuple[Microbatch, ...], ...]: ...
-    def __getitem__(self, dp: int | slice) -> Any:
-        if isinstance(dp, slice):
-            return tuple(self[rank] for rank in range(len(self))[dp])
+    def __getitem__(self, dp: Any) -> Any:
+        """One rank's; no slices."""
         rank = range(len(self))[dp]
         if rank not in self._made:
             self._made[rank] = tuple(self._pad(rank))

@@ -88,9 +88,8 @@ class Stream:
     def pads(self) -> Stretches:
         """What does not travel: last tokens, padding, tails of packs, rows without routing."""
         edges, rows, start, end = self._invalid()
-        return self._within(
-            edges, np.insert(start, edges[1:], rows), np.insert(end, edges[1:], _FAR), tails=True
-        )
+        start, end = np.insert(start, edges[1:], rows), np.insert(end, edges[1:], _FAR)
+        return self._within(edges, start, end, tails=True)
 
     @cached_property
     def sent(self) -> Sent:
@@ -118,28 +117,19 @@ class Stream:
         """The parts of the runs that lie in the spans [start, end) of their sample, which has one more than invalid ranges; of
         tails all, or nothing."""
         count = np.append(np.diff(edges) + 1, int(tails))  # sample -1 is the last one
-        position = self.runs.position
-        run, _, begin, until = overlaps(
-            self.sample_of,
-            position,
-            position + self.runs.length,
-            count,
-            np.append(start, 0),
-            np.append(end, _FAR),
-        )
+        spans, position = (count, np.append(start, 0), np.append(end, _FAR)), self.runs.position
+        run, _, begin, until = overlaps(self.sample_of, position, position + self.runs.length, *spans)
         return Stretches(run, begin, until - begin)
 
 
 def step_streams(ticket: Ticket) -> list[Stream]:
     """For each CP rank, the rows of all DP ranks, one rank after the other: the relay, which serves hundreds of receivers, cuts
     a step in one pass."""
-    plan, layout = ticket.plan, ticket.layout
+    plan, layout, samples = ticket.plan, ticket.layout, ticket.sample_columns
     batches = tuple(chain.from_iterable(plan.microbatches))
     table = RowTable(batches, replace(layout, sp=False))  # a TP rank's cuts are joined again on the wire
     shards = (plan.shard(dp=0, pp=0, cp=cp) for cp in range(layout.cp))
-    return [
-        Stream(replace(shard, microbatches=batches, table=table), ticket.sample_columns) for shard in shards
-    ]
+    return [Stream(replace(shard, microbatches=batches, table=table), samples) for shard in shards]
 
 
 def overlaps(

@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import accumulate, islice, pairwise
 from struct import Struct
 from struct import error as StructError
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -86,23 +86,13 @@ _PACKED = [
 _PACKERS = Struct("<2Q4I"), Struct("<q2IB"), Struct("<2I")
 
 
-def pack_sample(
-    sample_id: str,
-    tokens: int,
-    tokens_hash: int,
-    digest: int,
-    provenance: Sequence[ProvenanceSpan],
-    invalid: Sequence[tuple[int, int]] = (),
-) -> PackedSample:
-    """A `TicketSample` as bytes, made before its step is sealed. Raises struct.error for numbers that no column can hold."""
-    one, span, lost = _PACKERS
+def pack_sample(sample: TicketSample) -> PackedSample:
+    """May be done before its step is sealed. Raises struct.error for numbers that no column can hold."""
+    (sample_id, tokens, tokens_hash, digest, provenance, invalid), (one, span, lost) = sample, _PACKERS
     spans = [span.pack(own.weight_version, own.start, own.end, own.kind) for own in provenance]
+    ranges = [lost.pack(*pair) for pair in invalid]
     counts = tokens, len(sample_id), len(provenance), len(invalid)
-    return (
-        one.pack(tokens_hash, digest, *counts),
-        b"".join(spans),
-        b"".join([lost.pack(*pair) for pair in invalid]),
-    )
+    return one.pack(tokens_hash, digest, *counts), b"".join(spans), b"".join(ranges)
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,7 +109,7 @@ class Samples(Sequence[TicketSample]):
         if isinstance(samples, Samples):
             return samples
         try:
-            packed = [pack_sample(*sample) for sample in samples]
+            packed = [pack_sample(sample) for sample in samples]
         except (StructError, TypeError) as error:
             raise ConfigError(f"a sample does not fit a ticket: {error!r}") from error
         return cls.of_packed([sample.sample_id for sample in samples], packed)
@@ -127,18 +117,15 @@ class Samples(Sequence[TicketSample]):
     @classmethod
     def of_packed(cls, names: Sequence[str], packed: Sequence[PackedSample]) -> Samples:
         """From what `pack_sample` made of each."""
-        tables = [
-            np.frombuffer(b"".join([own[at] for own in packed]), dtype) for at, dtype in enumerate(_PACKED)
-        ]
-        found = cls(
-            {name: table[name] for table in tables for name in table.dtype.fields or ()}, "".join(names)
-        )
+        tables = [np.frombuffer(b"".join([own[at] for own in packed]), _PACKED[at]) for at in range(3)]
+        columns = {name: table[name] for table in tables for name in table.dtype.names or ()}
+        found = cls(columns, "".join(names))
         found.__dict__["names"] = tuple(names)  # known here, so that it is not cut out of the text again
         return found
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        text, ends = self.text, self._edges("name_chars").tolist()
+        text, ends = self.text, self._edges["name_chars"].tolist()
         return tuple([text[a:b] for a, b in pairwise(ends)])
 
     @property
@@ -148,11 +135,7 @@ class Samples(Sequence[TicketSample]):
     def __len__(self) -> int:
         return len(self.tokens)
 
-    @overload
-    def __getitem__(self, index: int) -> TicketSample: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[TicketSample]: ...
-    def __getitem__(self, index: int | slice) -> Any:
+    def __getitem__(self, index: Any) -> Any:
         numbers = range(len(self))[index]
         if not isinstance(numbers, range):
             return next(iter(self.part(numbers, numbers + 1)))
@@ -162,42 +145,31 @@ class Samples(Sequence[TicketSample]):
 
     def part(self, first: int, end: int) -> Samples:
         """The samples [first, end), columns and all; nothing is copied but their names."""
-        edges = {length: self._edges(count) for length, count in _COUNTS.items()}
+        edges = {length: self._edges[count] for length, count in _COUNTS.items()}
         bounds = {length: slice(known[first], known[end]) for length, known in edges.items()}
         bounds["samples"] = slice(first, end)
         columns = {name: self.columns[name][bounds[length]] for name, (_, length, _) in _COLUMNS.items()}
         return Samples(columns, self.text[bounds["chars"]])
 
     def __iter__(self) -> Iterator[TicketSample]:
-        columns = {name: column.tolist() for name, column in self.columns.items()}
-        made = zip(columns["span"], columns["version"], columns["kind"], strict=True)
+        values = {name: column.tolist() for name, column in self.columns.items()}
+        made = zip(values["span"], values["version"], values["kind"], strict=True)
         spans = (
             ProvenanceSpan(start=start, end=end, weight_version=version, kind=RowKind(kind))
             for (start, end), version, kind in made
         )
-        invalid = map(tuple, columns["invalid"])
-        fields = ("tokens", "tokens_hash", "digest", "span_count", "invalid_count")
-        for name, tokens, tokens_hash, digest, of_spans, of_invalid in zip(
-            self.names, *(columns[field] for field in fields), strict=True
-        ):
-            yield TicketSample(
-                sample_id=name,
-                tokens=tokens,
-                tokens_hash=tokens_hash,
-                digest=digest,
-                provenance=tuple(islice(spans, of_spans)),
-                invalid=tuple(islice(invalid, of_invalid)),
-            )
-
-    def _edges(self, count: str) -> Column:
-        """Items before each sample, and those of all."""
-        if count not in self._known_edges:
-            self._known_edges[count] = np.concatenate(([0], np.cumsum(self.columns[count], dtype=np.int64)))
-        return self._known_edges[count]
+        lost, names = (
+            map(tuple, values["invalid"]),
+            ("tokens", "tokens_hash", "digest", "span_count", "invalid_count"),
+        )
+        for *told, count, holes in zip(self.names, *(values[name] for name in names), strict=True):
+            yield TicketSample._make((*told, tuple(islice(spans, count)), tuple(islice(lost, holes))))
 
     @cached_property
-    def _known_edges(self) -> dict[str, Column]:
-        return {}
+    def _edges(self) -> dict[str, Column]:
+        """Items before each sample, and those of all."""
+        sums = {count: np.cumsum(self.columns[count], dtype=np.int64) for count in _COUNTS.values()}
+        return {count: np.concatenate(([0], sum_S)) for count, sum_S in sums.items()}
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Samples):
@@ -213,14 +185,12 @@ class Samples(Sequence[TicketSample]):
         columns, rows = self.columns, self.tokens.astype(np.int64) - 1
         _hold(len(rows) > 0 and rows.min() >= 1 and rows.max() < _MOST_TOKENS, "tokens of a sample")
         _hold(columns["kind"].max(initial=0) <= max(RowKind), "the kind of a provenance span")
-        start, end = columns["span"].T.astype(np.int64)
-        self._check_ranges("span_count", start, end, rows)
-        start, end = columns["invalid"].T.astype(np.int64)
-        self._check_ranges("invalid_count", start, end, rows)
+        for ranges in ("span", "invalid"):
+            self._check_ranges(f"{ranges}_count", rows, *columns[ranges].T.astype(np.int64))
 
-    def _check_ranges(self, count: str, start: Column, end: Column, rows: Column) -> None:
+    def _check_ranges(self, count: str, rows: Column, start: Column, end: Column) -> None:
         """Ranges of each sample ascend within its rows."""
-        edges = self._edges(count)
+        edges = self._edges[count]
         _hold(int(edges[-1]) == len(end), f"the sum of {count}")
         begin = np.repeat(np.cumsum(rows) - rows, self.columns[count])  # all samples on one line
         bounds = np.stack((start + begin, end + begin), axis=1).ravel()
@@ -399,7 +369,7 @@ class Ticket:
 def _assignment(samples: Samples, widths: Column, *, dp: int, steps: list[int]) -> Assignment:
     """The names in their order, cut into `dp` ranks of micro-batches of these widths."""
     _hold(int(widths.sum(dtype=np.int64)) == len(samples), "the sum of the samples of all micro-batches")
-    _hold(int(samples._edges("name_chars")[-1]) == len(samples.text), "the sum of name_chars")
+    _hold(int(samples._edges["name_chars"][-1]) == len(samples.text), "the sum of name_chars")
     edges, names, count = list(accumulate(widths.tolist(), initial=0)), samples.names, len(widths) // dp
     batches = [names[a:b] for a, b in pairwise(edges)]
     return Assignment(

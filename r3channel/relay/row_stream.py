@@ -129,17 +129,16 @@ class StepRows:
         ticket, layout, own, found = self._ticket, self._ticket.layout, self._samples(dp), {}
         samples, engine = ticket.sample_columns.part(own.start, own.stop), self._engine_SL[own].tobytes()
         parts = self.verify(dp) if layout.cp > 1 else [self._engine_SL[own]]
-        for columns, part_SL in zip(self._cuts, parts, strict=True):
+        for cp, (columns, part_SL) in enumerate(zip(self._cuts, parts, strict=True)):
             part = slice(*np.searchsorted(columns[0], (own.start, own.stop)).tolist())
             sample, turn, first, end, position = (column[part] for column in columns)
             sent = sample - own.start, position, end - first
             for pp in range(layout.pp):
-                stream = Stream(ticket.plan.shard(dp=dp, pp=pp, cp=len(found) // layout.pp), samples, sent)
+                stream = Stream(ticket.plan.shard(dp=dp, pp=pp, cp=cp), samples, sent)
                 digests = engine + part_SL[:, list(stream.columns)].tobytes()
                 masks = self._masks if brings_masks(ticket, stream.shard) else None
-                found[stream.shard.key] = RowStream(
-                    stream, self._rows, (turn, first, end), digests, ticket.bucket_bytes, masks
-                )
+                places = turn, first, end
+                found[dp, pp, cp] = RowStream(stream, self._rows, places, digests, ticket.bucket_bytes, masks)
         return found
 
     def verify(self, dp: int) -> list[Ids]:

@@ -19,10 +19,9 @@ from typing import Any, Protocol
 
 from r3channel import errors
 from r3channel.errors import R3Error
-from r3channel.plan.ticket import PackedSample, pack_sample
+from r3channel.plan.ticket import PackedSample, TicketSample, pack_sample
 from r3channel.relay.token_tensors import HeldMasks
 from r3channel.wire.parcel import FrameName, FrameReference
-from r3channel.wire.routing import ProvenanceSpan
 
 EXPECTED, HELD, FAILED = "EXPECTED", "HELD", "FAILED"
 _REMEMBERED = 1 << 16
@@ -38,12 +37,6 @@ class Rows(Protocol):
     def end_row(self) -> int: ...
     @property
     def sample_key(self) -> int: ...
-    @property
-    def fold(self) -> int: ...
-    @property
-    def provenance(self) -> Sequence[ProvenanceSpan]: ...
-    @property
-    def invalid(self) -> Sequence[tuple[int, int]]: ...
 
 
 @dataclass(slots=True)
@@ -100,13 +93,13 @@ class Sample:
     def awaited(self) -> list[Turn]:
         return [turn for turn in self.turns if turn.state == EXPECTED]
 
-    def hold(self, turn: Turn, rows: Rows | None) -> None:
+    def hold(self, turn: Turn, rows: Any) -> None:
         """These are a turn's rows."""
         turn.rows = rows
         self.held, self.packed = tuple([one.rows for one in self.turns if one.rows]), None
         if rows and len(self.turns) == 1:
             told = rows.fold, rows.provenance, rows.invalid
-            self.packed = pack_sample(self.name, self.tokens, self.tokens_hash, *told)
+            self.packed = pack_sample(TicketSample(self.name, self.tokens, self.tokens_hash, *told))
 
 
 @dataclass(slots=True)
@@ -314,9 +307,8 @@ class SampleTable:
     def take(self, names: Sequence[str], *, step: int) -> list[Sample]:
         """Hand whole samples over to a step. All or none: SampleUnknown, the error of a frame that failed, or StepError where
         one is to come."""
-        samples = [
-            sample for sample in map(self.samples.get, names) if sample is not None and sample.step is None
-        ]
+        known = map(self.samples.get, names)
+        samples = [sample for sample in known if sample is not None and sample.step is None]
         if len(samples) < len(names):
             unknown = self.unknown(names)
             raise errors.SampleUnknown(

@@ -23,7 +23,7 @@ import numpy as np
 
 from r3channel.errors import R3Error, StepError, TicketMismatch
 from r3channel.plan.shards import ShardKey
-from r3channel.plan.ticket import PackedSample, Samples, Ticket, pack_sample
+from r3channel.plan.ticket import PackedSample, Samples, Ticket, TicketSample, pack_sample
 from r3channel.relay.intake import Intake
 from r3channel.relay.row_stream import HeldOfSample, RowStream, StepRows, Turns
 from r3channel.relay.sample_table import Sample
@@ -133,10 +133,8 @@ class Steps:
         unless it was abandoned, and for one that another thread is sealing."""
         with self._changed:
             if step in self._sealing or (step <= self.newest and step not in self._seals):
-                raise StepError(
-                    f"step {step} is not newer than step {self.newest}, or is being sealed; was it sealed twice?",
-                    step=step,
-                )
+                text = f"step {step} is not newer than step {self.newest}, or is being sealed; was it sealed twice?"
+                raise StepError(text, step=step)
             self._sealing.add(step)
         try:
             yield self._seals.get(step, 0)
@@ -209,11 +207,8 @@ class Steps:
         """With the condition held: a receiver's rows, or what is set once there is something to say."""
         (run, step, _), sealed, whose = seal, self._named(seal), f"(dp, pp, cp) {key}"
         if run != self._run:
-            raise TicketMismatch(
-                f"ticket of run {run}, this relay is run {self._run}; did the relay restart?",
-                step=step,
-                ranks=[key],
-            )
+            text = f"ticket of run {run}, this relay is run {self._run}; did the relay restart?"
+            raise TicketMismatch(text, step=step, ranks=[key])
         if sealed is None or key not in sealed.keys:
             under_way = f"Steps under way are {sorted(self._steps)}, the newest sealed is {self.newest}"
             text = f"{whose} asks for step {step}: abandoned, delivered, never sealed, or of another layout. {under_way}"
@@ -375,5 +370,6 @@ def _packed(sample: Sample) -> PackedSample:
                 start = invalid.pop()[0]
             invalid.append((start, end))
     digest = fold(np.add.reduce([rows.digests_L for rows in held])) if held else 0
-    spans = [span for rows in held for span in rows.provenance]
-    return pack_sample(sample.name, sample.tokens, sample.tokens_hash, digest, spans, invalid)
+    spans = tuple(span for rows in held for span in rows.provenance)
+    told = TicketSample(sample.name, sample.tokens, sample.tokens_hash, digest, spans, tuple(invalid))
+    return pack_sample(told)

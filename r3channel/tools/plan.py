@@ -6,14 +6,14 @@ import argparse
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from r3channel.errors import ConfigError
 from r3channel.model.presets import model_named
 from r3channel.model.spec import RoutingSpec
-from r3channel.plan.capacity import Capacity, Machines, add_up, lognormal_lengths, plan_of
+from r3channel.plan.capacity import Machines, add_up, lognormal_lengths, plan_of
 from r3channel.plan.layout import TrainerLayout
 from r3channel.tools import commands
 
@@ -33,14 +33,12 @@ def run(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = commands.parser("plan", description=__doc__)
-    parser.add_argument(
-        "--model", help="a name of the built-in table, a checkpoint folder, or its config.json"
-    )
+    parser.add_argument("--model", help="a name of the table, a checkpoint folder, or its config.json")
     parser.add_argument("--layout", help="as in the demo, for example dp=4,tp=4,cp=2,pp=4")
     parser.add_argument("--tokens", type=int, help="of one step, over all samples")
     parser.add_argument("--sequence", type=int, default=16384, help="tokens of a sample, about (%(default)s)")
     parser.add_argument(
-        "--lengths", metavar="FILE", help="JSON list of the samples' tokens, instead of the two above"
+        "--lengths", metavar="FILE", help="JSON list of samples' tokens, instead of these two"
     )
     parser.add_argument("--microbatch-size", type=int, default=1)
     parser.add_argument("--max-tokens", type=int, help="token budget of a micro-batch, instead of its size")
@@ -82,18 +80,12 @@ def _plan(
     given = {field.name: getattr(options, field.name) for field in fields(Machines)}
     machines = Machines(**{name: value for name, value in given.items() if value is not None})
     begin = time.perf_counter()
-    sizes = {"microbatch_size": options.microbatch_size, "max_tokens": options.max_tokens}
-    plan = plan_of(lengths, spec=spec, layout=layout, **sizes)
-    found: Capacity = add_up(plan, machines=machines)
-    digest = plan.digest
-    seconds = time.perf_counter() - begin
-    extra = {
-        "ranks": layout.world_size,
-        "plan_digest": f"{digest:#x}",
-        "plan_s": seconds,
-        "store_ceiling_bytes": machines.store_bytes,
-    }
-    return {"model": options.model or SIMULATED["model"], **found.to_dict(), **extra}
+    cut = {"microbatch_size": options.microbatch_size, "max_tokens": options.max_tokens}
+    plan = plan_of(lengths, spec=spec, layout=layout, **cut)
+    found, digest = add_up(plan, machines=machines), f"{plan.digest:#x}"
+    extra = {"ranks": layout.world_size, "plan_digest": digest, "plan_s": time.perf_counter() - begin}
+    model = options.model or SIMULATED["model"]
+    return {"model": model, **found.to_dict(), **extra, "machines": asdict(machines)}
 
 
 def _lengths(options: argparse.Namespace, layout: TrainerLayout) -> list[int]:
@@ -152,18 +144,30 @@ def _plan_text(result: dict[str, Any]) -> str:
     for label, ours, theirs in _TIMES:
         lines.append(f"{label:32s}{result[ours]:>12.2f} s{result[theirs]:>12.2f} s")
     lines.append(f"kept per process: 1/{1 / result['ratio']:.0f} of the default path")
-    lines.append(_store_text(result))
+    lines += [_store_text(result), _node_text(result)]
     return "\n".join(lines)
 
 
 def _store_text(result: dict[str, Any]) -> str:
     """The store that a loop one step off needs, as text."""
-    need, allowed = _bytes(result["store_needed_bytes"]), _bytes(result["store_ceiling_bytes"])
+    need, allowed = _bytes(result["store_needed_bytes"]), _bytes(result["machines"]["store_bytes"])
     said = (
         f"store: rows of two steps, one delivered while the next is generated, need {need} of the relay's memory; "
         f"store_bytes allows {allowed}"
     )
     return said if result["store_fits"] else f"{said}. Raise store_bytes; else engines wait for room"
+
+
+def _node_text(result: dict[str, Any]) -> str:
+    """What one step off asks of the relay's node, as text, and what one node has too little of."""
+    machines, (memory, *needs) = result["machines"], result["relay_needs"].values()
+    has = (machines[name] for name in ("node_bytes", "node_cores", "http_gbit_s", "wire_gbyte_s"))
+    words = "{:.0f} GB of memory, {:.2f} cores, {:.2f} Gbit/s in and {:.2f} out"
+    said = f"the relay's node, a step in {machines['step_s']:g} s: {words.format(memory / 1e9, *needs)}"
+    memory, cores, inwards, outwards = has
+    lacks = " and ".join(result["node_lacks"])
+    has = words.format(memory / 1e9, cores, inwards, 8 * outwards)
+    return f"{said}. WARNING: one node of {has} has too little {lacks}" if lacks else said
 
 
 def _bytes(value: float) -> str:

@@ -115,10 +115,8 @@ def store_fills(place: Place) -> None:
 
 
 def relay_is_slow(place: Place) -> None:
-    inner = place.relay._delivery._outgoing
-    place.patch.setattr(
-        place.relay._delivery, "_outgoing", lambda *a, **o: (time.sleep(1.5), inner(*a, **o))[1]
-    )
+    inner = place.relay.steps.outgoing
+    place.patch.setattr(place.relay.steps, "outgoing", lambda *a, **o: (time.sleep(1.5), inner(*a, **o))[1])
     place.work()
 
 

@@ -312,9 +312,8 @@ def waiting(relay: Relay, count: int) -> None:
 
     def waiters() -> int:
         events = [event for step in relay.steps._steps.values() for event in step._waiting.values()]
-        return sum(
-            len(condition._waiters) for condition in (relay._changed, *(event._cond for event in events))
-        )  # type: ignore[attr-defined]
+        conditions: list[Any] = [relay._changed, *(event._cond for event in events)]  # type: ignore[attr-defined]
+        return sum(len(condition._waiters) for condition in conditions)
 
     until(lambda: waiters() == count)
 

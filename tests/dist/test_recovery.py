@@ -15,6 +15,7 @@ from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.journal import Recovery, read_remains
 from r3channel.relay.relay import Relay
+from r3channel.wire.header import announced_bytes
 from tests.direct import draft_of
 from tests.dist.killed_relay import LAYOUT, STEP, STEPS, TOKENS, Child, config, fill, leave
 from tests.samples import SPEC, reply_for
@@ -64,7 +65,8 @@ def test_a_frame_that_another_sample_was_put_under_is_not_taken_for_it(tmp_path:
         (turn,) = [
             s.turns[0] for s in read_remains(left).samples.values() if path == frame_of(left, s.sample_id)
         ]
-        ends.append((turn.frame, path.read_bytes()[len(turn.frame) :]))
+        data, size = path.read_bytes(), announced_bytes(turn.head)
+        ends.append((data[:size], data[size:]))
     one.write_bytes(ends[0][0] + ends[1][1])
     two.write_bytes(ends[1][0] + ends[0][1])
     relay, recovery = Relay.recover(SPEC, LAYOUT, config(tmp_path))
