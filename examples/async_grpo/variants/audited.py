@@ -74,7 +74,7 @@ class AuditedRouting(ChannelRouting):
         with self.clock.span("audit"):
             text = json.loads(body)["meta_info"]["routed_experts"]
             frame = parse_frame(base64.b64decode(text), spec=self.spec)
-            self._replied[name] = (frame.decode(), frame.digests_L)
+            self._replied[name] = (frame.ids(), frame.digests_L)
             self._versions[name] = Counter()
             for span in frame.provenance:
                 self._versions[name][span.weight_version] += span.end - span.start
