@@ -26,7 +26,10 @@ from r3channel.relay.relay import Relay
 from r3channel.relay.sealed_steps import SealedStep
 from r3channel.trainer.rank_shard import RankShard
 from r3channel.trainer.receiver import Receiver
+from r3channel.transport.connection import Connection
+from r3channel.transport.listener import connect
 from r3channel.transport.tp_fanout import TensorParallelFanout
+from r3channel.wire import row_protocol as wire
 from tests.direct import LIMIT_S, until
 from tests.samples import SPEC, random_ids, reply_for
 
@@ -107,6 +110,14 @@ class Fanout(TensorParallelFanout):
     def scatter(self, parts: list[torch.Tensor] | None, out_N: torch.Tensor) -> None:
         own = None if parts is None else [part.clone() for part in parts]
         out_N.copy_(self._board.exchange(self.rank, own)[0][self.rank])
+
+
+def connected(relay: Relay, key: tuple[int, int, int]) -> Connection:
+    """A receiver that has connected and says nothing more."""
+    dp, pp, cp = key
+    where, hello = relay.hello(dp=dp, pp=pp, cp=cp), wire.pack(dp=dp, pp=pp, cp=cp)
+    token = bytes.fromhex(where["token"])
+    return connect(where["host"], where["port"], token, timeout_s=LIMIT_S, hello=hello)
 
 
 def threads() -> set[threading.Thread]:

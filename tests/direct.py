@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import base64
+import http.client
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 
@@ -17,9 +20,17 @@ from r3channel.model.spec import RoutingSpec
 from r3channel.relay.intake import rows_of
 from r3channel.relay.relay import Relay
 from r3channel.relay.verify import VerifiedRows
+from r3channel.transport.auth import read_token
 from r3channel.wire.frame import sample_key
 from r3channel.wire.hello import Hello
-from r3channel.wire.parcel import FrameReference, open_parcel, pack_parcel
+from r3channel.wire.parcel import (
+    FRAMES_PATH,
+    HELLO_PATH,
+    SESSION_HEADER,
+    FrameReference,
+    open_parcel,
+    pack_parcel,
+)
 from r3channel.wire.routing import Ids, RowKind
 from r3channel.wire.source import InHand
 from tests.samples import SPEC, random_ids, reply_of
@@ -67,6 +78,28 @@ def deliver(relay: Relay, *frames: tuple[int, bytes], boot_id: int = 11) -> None
     source = InHand(parcel_of(*frames, boot_id=boot_id))
     boot_id, count = open_parcel(source)
     relay.deliver(boot_id, count, source)
+
+
+def headers_of(token_file: Path, session: str = "") -> dict[str, str]:
+    return {"Authorization": f"Bearer {read_token(token_file)}", SESSION_HEADER: session}
+
+
+def ask(url: str, path: str, body: bytes, headers: dict[str, str]) -> tuple[int, str]:
+    """One request to a relay's ingest, on a connection of its own -> the status and text of its answer."""
+    target = urlsplit(url)
+    with closing(http.client.HTTPConnection(target.hostname or "", target.port, timeout=LIMIT_S)) as peer:
+        peer.request("POST", path, body, headers)
+        return (answer := peer.getresponse()).status, answer.read().decode()
+
+
+def said_hello(url: str, token_file: Path) -> str:
+    """The session of an engine that has said hello."""
+    return ask(url, HELLO_PATH, hello_of().to_bytes(), headers_of(token_file))[1]
+
+
+def post(url: str, token_file: Path, parcel: bytes) -> int:
+    """The status of the answer to a parcel of an engine that has said hello."""
+    return ask(url, FRAMES_PATH, parcel, headers_of(token_file, said_hello(url, token_file)))[0]
 
 
 def turns_here(relay: Relay, name: str) -> list[VerifiedRows]:

@@ -6,7 +6,6 @@ Trainers are threads of this process here. The same path runs across processes i
 from __future__ import annotations
 
 import base64
-import itertools
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,14 +18,9 @@ import torch
 
 from r3channel import errors
 from r3channel.plan.assignment import Assignment
-from r3channel.plan.ticket import Ticket
 from r3channel.recordings.recorder import Recorder
-from r3channel.relay.row_server import _Served
 from r3channel.trainer.rank_shard import RankShard
 from r3channel.trainer.receiver import Receiver
-from r3channel.wire import row_protocol as wire
-from r3channel.wire.frame import encode_frame
-from r3channel.wire.routing import ProvenanceSpan, RowKind
 from tests.delivery import (
     LIMIT_S,
     TOKENS,
@@ -34,7 +28,6 @@ from tests.delivery import (
     assignment,
     check_rows,
     fill,
-    lives,
     receive,
     receivers_of,
     recorded,
@@ -78,20 +71,6 @@ def test_a_receiver_told_its_largest_step_makes_all_memory_when_it_joins(make_re
 # -- rows --------------------------------------------------------------------------------------------------------------
 
 
-def test_every_rank_receives_exactly_its_rows(make_relay_over: MakeRelay) -> None:
-    relay = make_relay_over("dp=2,pp=2")
-    fill(relay)
-    ticket = Ticket.from_bytes(relay.seal(0, assignment()).to_bytes())
-    shards = receive(receivers_of(relay), ticket)
-    assert sum(map(check_rows, shards)) == ROWS
-    for shard in shards:
-        dp, pp, cp = shard.shard.key
-        assert len(shard.data_N) == ticket.plan.shard(dp=dp, pp=pp, cp=cp).slot_bytes
-    relay.join_previous(timeout_s=LIMIT_S)
-    assert relay.status()["steps"] == {}
-    until(lambda: relay.status()["store"] == {"frames": 0, "bytes": 0})
-
-
 @pytest.mark.parametrize(
     "text", ["dp=2,cp=2", "dp=2,pp=4,cp=2,packing=thd", "dp=2,pp=2,vpp=2", "dp=2,tp=2", "dp=2,tp=2,sp=0,cp=2"]
 )
@@ -128,48 +107,10 @@ def test_rows_without_routing_travel_by_name_when_the_policy_allows_them(make_re
         strict.add("s1", reply_for("s1", 30, seed=1, valid_T=valid), range(30))
 
 
-@pytest.mark.parametrize("text", ["", "cp=2", "pp=2,packing=thd"])
-def test_a_sample_of_several_turns_arrives_as_one(make_relay: MakeRelay, text: str) -> None:
-    relay, tokens = make_relay(text), TOKENS["s1"]
-    edges = (0, 7, 8, 20, tokens - 1)
-    for first, end in itertools.pairwise(edges):
-        rows = random_ids(tokens - 1, seed=1)[first:end]
-        span = ProvenanceSpan(start=first, end=end, weight_version=first, kind=RowKind.DECODED)
-        frame = encode_frame(SPEC, expert_ids_TLK=rows, provenance=[span], first_row=first)
-        relay.add_frame("s1", frame, range(end + 1), append=first > 0)
-        assert relay.rows_held("s1") == end
-    ticket = relay.seal(0, Assignment.given([[["s1"]]]))
-    assert ticket.weight_versions == (0, 7, 8, 20)
-    shards = receive(receivers_of(relay), ticket)
-    assert sum(map(check_rows, shards)) == 3 * (tokens - 1)
-
-
 # -- when --------------------------------------------------------------------------------------------------------------
 
 
-def test_the_join_with_the_previous_send_names_the_missing_rank(make_relay: MakeRelay) -> None:
-    relay = make_relay("dp=2")
-    ticket = sealed(relay)
-    check_rows(receivers_of(relay)[0].receive(ticket))
-    with pytest.raises(errors.DeadlineExceeded, match=r"\{0: \[\(1, 0, 0\)\]\}") as told:
-        relay.join_previous(timeout_s=0.1)
-    assert told.value.ranks == ((1, 0, 0),)
-
-
 # -- connections -------------------------------------------------------------------------------------------------------
-
-
-def test_a_restarted_trainer_connects_anew_and_gets_the_kept_rows(make_relay_over: MakeRelay) -> None:
-    relay = make_relay_over("dp=2,pp=2")
-    old = receivers_of(relay)
-    for receiver in old:
-        receiver.join(timeout_s=LIMIT_S)
-    ticket = sealed(relay)
-    old[0].close()  # dp 0 pp 0 dies and comes back; the others know nothing of it
-    for shard in receive([receivers_of(relay)[0], *old[1:]], ticket):
-        check_rows(shard)
-    relay.join_previous(timeout_s=LIMIT_S)
-    assert lives(relay) == [2, 1, 1, 1]
 
 
 def test_a_receiver_that_comes_twice_is_served_on_its_newest_connection(make_relay_over: MakeRelay) -> None:
@@ -185,40 +126,6 @@ def test_a_receiver_that_comes_twice_is_served_on_its_newest_connection(make_rel
     with pytest.raises(errors.TransportError, match="left"):
         link.recv_record(timeout_s=LIMIT_S)
     until(lambda: [one.name for one in threading.enumerate()].count("r3channel-send-0-0-0") == 1)
-
-
-def test_a_trainer_restarted_after_acknowledging_gets_rows_again_while_needed(make_relay: MakeRelay) -> None:
-    relay = make_relay("dp=2")
-    ticket = sealed(relay)
-    check_rows(receivers_of(relay)[0].receive(ticket))
-    again, other = receivers_of(relay)
-    check_rows(again.receive(ticket))
-    check_rows(other.receive(ticket))
-    relay.join_previous(timeout_s=LIMIT_S)
-    with pytest.raises(errors.TicketMismatch, match=r"\(1, 0, 0\) asks for step 0.*delivered") as told:
-        receivers_of(relay)[1].receive(ticket)
-    assert (told.value.step, told.value.ranks) == (0, ((1, 0, 0),))
-
-
-def test_a_lost_acknowledgement_is_repeated_and_nothing_is_sent_again(
-    make_relay_over: MakeRelay, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    relay = make_relay_over("dp=1")
-    say, lost = _Served._say, []
-
-    def cut(served: _Served, kind: int, **values: Any) -> None:
-        if kind == wire.THANKS and not lost:
-            lost.append(served.key)
-            served.abort()
-        say(served, kind, **values)
-
-    monkeypatch.setattr(_Served, "_say", cut)
-    receiver = receivers_of(relay)[0]
-    check_rows(receiver.receive(sealed(relay)))
-    assert lost and lives(relay) == [2]
-    sent = relay.metrics.value("r3channel_bytes_total", leg="wire_sent")
-    assert sent == ROWS * SPEC.top_k, "once"
-    assert relay.metrics.value("r3channel_samples_total", outcome="delivered") == 4
 
 
 def test_any_failure_of_a_receiver_is_raised_not_swallowed(make_relay: MakeRelay) -> None:
@@ -288,35 +195,7 @@ def test_lengths_that_differ_from_the_ticket_are_refused_before_a_row_moves(make
     check_rows(receiver.receive(ticket, lengths=[[9, 17]]))
 
 
-def test_a_name_may_be_used_again_once_its_step_was_delivered_and_not_before(make_relay: MakeRelay) -> None:
-    relay = make_relay("dp=1")
-    ticket = sealed(relay)
-    with pytest.raises(errors.SampleTwice, match="is in step 0") as told:
-        fill(relay)
-    assert told.value.samples == ("s0",)
-    check_rows(receivers_of(relay)[0].receive(ticket))
-    check_rows(receivers_of(relay)[0].receive(sealed(relay, 1)))
-
-
 # -- samples -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_bad_sample_is_counted_by_reason_and_leaves_nothing_behind(make_relay: MakeRelay) -> None:
-    relay = make_relay("dp=2")
-    with pytest.raises(errors.RowCountMismatch):
-        relay.add("s0", reply_for("s0", 9), range(10))
-    assert relay.status()["store"]["frames"] == 0
-    fill(relay)
-    with pytest.raises(errors.SampleTwice):
-        relay.add("s0", reply_for("s0", 9), range(9))
-    with pytest.raises(errors.SampleUnknown, match="gone") as told:
-        relay.seal(0, Assignment.given([[["s0"]], [["gone"]]]))
-    assert told.value.samples == ("gone",) and told.value.step == 0
-    assert relay.metrics.value("r3channel_rejected_total", reason="rows") == 1
-    assert relay.metrics.value("r3channel_rejected_total", reason="sample_twice") == 1
-    status = relay.status()
-    assert len(status["pending"]) == 4 and status["store"]["frames"] == 4
-    relay.seal(0, assignment())
 
 
 def test_an_engine_without_the_plug_in_is_noticed_at_start(make_relay: MakeRelay) -> None:

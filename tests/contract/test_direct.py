@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import http.client
 import json
 import socket
 import stat
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,16 +27,20 @@ from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.relay import Relay
 from r3channel.transport.auth import obtain_token, read_token
 from r3channel.wire.frame import FRAME_MAGIC
-from r3channel.wire.parcel import FRAMES_PATH, HELLO_PATH, REFERENCE_MAGIC, SESSION_HEADER
+from r3channel.wire.parcel import FRAMES_PATH, HELLO_PATH, REFERENCE_MAGIC
 from tests.direct import (
     LIMIT_S,
     Engine,
+    ask,
     deliver,
     draft_of,
+    headers_of,
     hello_of,
     parcel_of,
+    post,
     reference_reply,
     rows_here,
+    said_hello,
     turns_here,
     until,
 )
@@ -73,23 +76,15 @@ class Place:
 
     def headers(self) -> dict[str, str]:
         """Those of an engine that has said hello."""
-        session = self.ask(HELLO_PATH, hello_of().to_bytes(), {})[1]
-        return {"Authorization": f"Bearer {read_token(self.token_file)}", SESSION_HEADER: session}
+        return headers_of(self.token_file, said_hello(self.url, self.token_file))
 
     def hello(self, body: bytes) -> int:
         """The answer to a hello."""
-        return self.ask(HELLO_PATH, body, {})[0]
-
-    def ask(self, path: str, body: bytes, headers: dict[str, str]) -> tuple[int, str]:
-        target = urlsplit(self.url)
-        headers = headers or {"Authorization": f"Bearer {read_token(self.token_file)}"}
-        with closing(http.client.HTTPConnection(target.hostname or "", target.port, timeout=LIMIT_S)) as peer:
-            peer.request("POST", path, body, headers)
-            return (answer := peer.getresponse()).status, answer.read().decode()
+        return ask(self.url, HELLO_PATH, body, headers_of(self.token_file))[0]
 
     def post(self, body: bytes) -> int:
         """The answer to a parcel."""
-        return self.ask(FRAMES_PATH, body, self.headers())[0]
+        return post(self.url, self.token_file, body)
 
 
 Open = Callable[..., Place]
@@ -124,19 +119,6 @@ def unclaimed(place: Place) -> int:
     return place.relay.status()["unclaimed"]["frames"]
 
 
-def held(engine: Engine) -> threading.Event:
-    """The engine's frames leave only once this is set, as those of a slow network."""
-    gate, post = threading.Event(), engine.sender._post
-
-    def wait(path: str, parts: Sequence[bytes]) -> tuple[int, str]:
-        if path == FRAMES_PATH:
-            assert gate.wait(LIMIT_S)
-        return post(path, parts)
-
-    engine.sender._post = wait  # type: ignore[method-assign]
-    return gate
-
-
 def answers(engine: Engine) -> list[int]:
     """What the relay answers to this engine's parcels from now on."""
     statuses: list[int] = []
@@ -152,34 +134,6 @@ def answers(engine: Engine) -> list[int]:
 
 
 # -- the frame gets there ------------------------------------------------------------------------------------------------
-
-
-def test_rows_are_exact_whichever_comes_first(place: Place) -> None:
-    with place.engine() as engine:
-        early, late = engine.finish("r1", 40, seed=1), engine.finish("r2", 7, seed=2)
-        assert len(early["meta_info"]["routed_experts"]) <= 64
-        until(lambda: unclaimed(place) == 2, "both frames are there before their replies")
-        assert place.add("early", early, 40) is None
-        place.add("at once", engine.finish("r3", 12, seed=3), 12)
-        place.add("late", late, 7)
-        until(lambda: not place.relay.status()["waiting"], "no frame is outstanding")
-        assert [sample.tokens for sample in place.seal("early", "late", "at once").samples] == [40, 7, 12]
-    for name, tokens, seed in (("early", 40, 1), ("late", 7, 2), ("at once", 12, 3)):
-        assert np.array_equal(rows_here(place.relay, name), random_ids(tokens - 1, seed=seed)), name
-
-
-def test_rows_are_announced_by_the_reference_so_the_next_turn_need_not_wait_for_frames(place: Place) -> None:
-    with place.engine() as engine:
-        gate = held(engine)
-        place.add("s1", engine.finish("r1", 40, seed=1), 40)
-        start = place.relay.rows_held("s1")
-        assert start == 39 and turns_here(place.relay, "s1") == []
-        place.add("s1", engine.finish("r2", 60, first_row=start, seed=1), 60, append=True)
-        assert place.relay.rows_held("s1") == 59
-        gate.set()
-        place.seal("s1")
-    expected = np.concatenate([random_ids(39, seed=1), random_ids(59, seed=1)[39:]])
-    assert np.array_equal(rows_here(place.relay, "s1"), expected)
 
 
 def test_the_caller_may_go_on_with_its_list_of_tokens_before_the_frame_is_there(place: Place) -> None:
@@ -246,16 +200,6 @@ def test_a_body_that_comes_after_the_end_is_refused_as_every_other_call_is(place
         place.relay.add_body("s1", b"{}", [1, 2])
 
 
-def test_a_frame_whose_sample_was_discarded_before_it_came_takes_no_room(place: Place) -> None:
-    place.add("s1", reference_reply("r1", 9, serial=1), 9)
-    assert place.relay.discard(["s1"]) == 1 and place.relay.status()["waiting"] == []
-    with place.engine() as engine:
-        engine.finish("r1", 9)
-        engine.finish("r2", 9)
-        until(lambda: unclaimed(place), "a frame that a reply may still claim is there")
-    assert unclaimed(place) == place.relay.status()["store"]["frames"] == 1
-
-
 def test_a_seal_does_not_wait_for_a_sample_that_is_discarded_meanwhile(place: Place) -> None:
     place.add("s1", reference_reply("r1", 9, serial=1), 9)
     wait = place.relay._changed.wait
@@ -309,17 +253,6 @@ def test_a_relay_that_restarts_hears_the_hello_again(open_place: Open) -> None:
         assert second.relay.status()["engines"]["http://e:1"].startswith("SGLang 0.5.23")
 
 
-def test_a_frame_that_is_sent_twice_is_taken_once(place: Place) -> None:
-    with place.engine() as engine:
-        place.add("s1", engine.finish("r1", 9, seed=1), 9)
-        place.seal("s1")
-        data = frame("r1", 8, seed=1)
-        parcels = parcel_of((2, data), (2, data)), parcel_of((2, data)), parcel_of((1, data))
-        assert [place.post(parcel) for parcel in parcels] == [200, 200, 200]
-    assert unclaimed(place) == 1  # frame 2, once; frame 1 was claimed before
-    assert place.relay.status()["store"]["frames"] == 2
-
-
 def test_the_event_loop_goes_on_while_a_body_is_added(place: Place) -> None:
     """The thread that adds goes on only when the loop has turned ten times: on the loop's own thread it never would."""
     turned, turns = threading.Event(), 0
@@ -356,24 +289,6 @@ def test_the_event_loop_goes_on_while_a_body_is_added(place: Place) -> None:
 # -- the frame does not get there ----------------------------------------------------------------------------------------
 
 
-def test_a_lost_frame_is_named_when_its_step_is_sealed(open_place: Open) -> None:
-    place = open_place(frame_timeout_s=1.0)
-    with place.engine() as engine:
-        place.add("s1", engine.finish("r1", 9), 9)
-        until(lambda: not place.relay.status()["waiting"], "the first frame is there")
-        place.seal("s1")
-        engine.sender._post = lambda path, parts: (200, "")  # type: ignore[method-assign]
-        place.add("s2", engine.finish("r2", 9), 9)
-        said = r"step 1: waited 1.0 s .*sample s2 from engine http://e:1, frame 2"
-        with pytest.raises(errors.FrameMissing, match=said) as raised:
-            place.seal("s2", step=1)
-        told = raised.value
-        assert (told.samples, told.engines, told.step) == (("s2",), ("http://e:1",), 1)
-        assert place.relay.discard(["s2"]) == 1
-        place.add("s3", reply_for("s3", 9), 9)
-        place.seal("s3", step=1)
-
-
 def test_one_error_names_every_lost_frame_so_that_one_discard_clears_them(open_place: Open) -> None:
     place = open_place(frame_timeout_s=0.1)
     lost = [f"s{number}" for number in range(40)]
@@ -381,11 +296,12 @@ def test_one_error_names_every_lost_frame_so_that_one_discard_clears_them(open_p
         reply = reference_reply(name, 9, serial=number + 1, boot_id=number % 4)
         place.relay.add(name, reply, range(9), engine=f"http://e{number % 4}:1")
     place.add("good", reply_for("good", 9), 9)
-    with pytest.raises(errors.FrameMissing, match=r"40 frames .*; and 35 more") as raised:
+    said = r"step 0: waited 0.1 s for 40 frames .*sample s1 from engine http://e1:1, frame 2.*; and 35 more"
+    with pytest.raises(errors.FrameMissing, match=said) as raised:
         place.seal(*lost, "good")
     assert raised.value.samples == tuple(lost)
     assert raised.value.engines == tuple(f"http://e{number}:1" for number in range(4))
-    assert place.relay.discard(raised.value.samples) == 40
+    assert raised.value.step == 0 and place.relay.discard(raised.value.samples) == 40
     place.seal("good")
 
 
@@ -409,14 +325,7 @@ def test_a_full_queue_sends_the_frame_in_the_reply(place: Place) -> None:
 # -- the frame is damaged, or another one --------------------------------------------------------------------------------
 
 
-def flipped(data: bytes, at: int = -3) -> bytes:
-    damaged = bytearray(data)
-    damaged[at] ^= 4
-    return bytes(damaged)
-
-
-@pytest.mark.parametrize("reply_first", [True, False])
-def test_a_damaged_frame_is_sent_again_and_its_good_copy_is_used(place: Place, reply_first: bool) -> None:
+def test_a_damaged_frame_is_sent_again_and_its_good_copy_is_used(place: Place) -> None:
     with place.engine() as engine:
         post, damaged = engine.sender._post, []
 
@@ -424,49 +333,16 @@ def test_a_damaged_frame_is_sent_again_and_its_good_copy_is_used(place: Place, r
             if path == FRAMES_PATH and not damaged:
                 damaged.append(parts)
                 head, entry, data, *rest = parts
-                parts = [head, entry, flipped(bytes(data)), *rest]
+                parts = [head, entry, bytes(data[:-1]), bytes([data[-1] ^ 4]), *rest]
             return post(path, parts)
 
         engine.sender._post = damage_one  # type: ignore[method-assign]
-        statuses, gate = answers(engine), held(engine)
-        reply = engine.finish("r1", 40, seed=3)
-        if reply_first:
-            place.add("s1", reply, 40)
-        gate.set()
+        statuses = answers(engine)
+        place.add("s1", engine.finish("r1", 40, seed=3), 40)
         until(lambda: 200 in statuses, "the good copy was taken")
-        if not reply_first:
-            place.add("s1", reply, 40)
         assert statuses == [425, 200] and engine.frames("given_up") == 0
         place.seal("s1")
     assert np.array_equal(rows_here(place.relay, "s1"), random_ids(39, seed=3))
-    assert place.relay.status()["failed"] == {}
-
-
-def test_of_several_turns_the_one_that_came_damaged_is_named_and_a_good_copy_heals_it(place: Place) -> None:
-    place.relay.engines.greet(hello_of())
-    first, second = frame("r1", 8), frame("r2", 8, first_row=8)
-    place.add("s1", reference_reply("r1", 9, serial=1), 9)
-    place.add("s1", reference_reply("r2", 17, serial=2, first_row=8), 17, append=True)
-    assert place.post(parcel_of((1, flipped(first)), (2, second))) == 425
-    assert place.relay.status()["waiting"] == []
-    assert "s1" in place.relay.status()["failed"]
-    assert place.relay.metrics.value("r3channel_rejected_total", reason="corrupt") == 1
-    for _ in range(2):
-        said = r"sample s1: .*frame 1 from engine http://e:1"
-        with pytest.raises(errors.FrameCorrupt, match=said) as raised:
-            place.seal("s1")
-        assert raised.value.samples == ("s1",)
-    assert len(turns_here(place.relay, "s1")) == 1  # the other frame of the parcel was kept
-    assert place.post(parcel_of((1, first), (2, second))) == 200
-    assert place.seal("s1").samples[0].tokens == 17 and place.relay.status()["failed"] == {}
-
-
-def test_a_frame_with_rows_of_another_length_is_named(place: Place) -> None:
-    with place.engine() as engine:
-        reply = engine.finish("r1", 9)
-        until(lambda: unclaimed(place) == 1, "the frame is there")
-        with pytest.raises(errors.RowCountMismatch, match=r"rows 0\.\.8 for 12 tokens"):
-            place.add("s1", reply, 12)
 
 
 def test_swapped_references_are_refused(place: Place) -> None:
@@ -538,33 +414,6 @@ def test_a_body_that_is_cut_leaves_nothing_of_itself(place: Place) -> None:
 
 
 # -- turns ---------------------------------------------------------------------------------------------------------------
-
-
-def test_a_turn_is_appended_even_when_its_frame_overtakes_the_one_before(place: Place) -> None:
-    place.relay.engines.greet(hello_of())
-    place.add("s1", reference_reply("r1", 9, serial=1), 9)
-    place.add("s1", reference_reply("r2", 20, serial=2, first_row=8), 20, append=True)
-    deliver(place.relay, (2, frame("r2", 11, first_row=8, seed=1)))
-    assert place.relay.status()["waiting"] == ["s1"]
-    deliver(place.relay, (1, frame("r1", 8, seed=1)))
-    expected = np.concatenate([random_ids(8, seed=1), random_ids(19, seed=1)[8:]])
-    assert np.array_equal(rows_here(place.relay, "s1"), expected)
-    assert place.seal("s1").samples[0].tokens == 20
-
-
-@pytest.mark.parametrize("frame_first", [True, False])
-def test_a_refused_reply_frees_its_frame_at_once(place: Place, frame_first: bool) -> None:
-    def come() -> None:
-        deliver(place.relay, (1, frame("r1", 20)))
-
-    if frame_first:
-        come()
-    with pytest.raises(errors.RowCountMismatch):  # the text was cut after generation
-        place.add("s1", reference_reply("r1", 20, serial=1), 11)
-    if not frame_first:
-        come()
-    status = place.relay.status()
-    assert (status["store"], status["unclaimed"]) == ({"frames": 0, "bytes": 0}, {"frames": 0})
 
 
 # -- the door ------------------------------------------------------------------------------------------------------------

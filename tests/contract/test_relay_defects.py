@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -27,7 +26,6 @@ from r3channel.relay.relay import Relay
 from r3channel.relay.send_buffers import HostPool
 from r3channel.trainer.rank_shard import RankShard
 from r3channel.transport.connection import Connection
-from r3channel.transport.listener import connect
 from r3channel.wire import row_protocol as wire
 from r3channel.wire.frame import encode_frame
 from tests.delivery import (
@@ -36,12 +34,12 @@ from tests.delivery import (
     Slowly,
     assignment,
     check_rows,
+    connected,
     lives,
     receive,
     receivers_of,
     sealed,
     start,
-    threads,
     ticket_of,
     until,
 )
@@ -94,33 +92,6 @@ def test_who_had_acknowledged_and_never_learned_of_it_gets_the_rows_again_howeve
 # -- receivers that die or hang --------------------------------------------------------------------------------------------
 
 
-def silent(relay: Relay, key: tuple[int, int, int]) -> Connection:
-    """A receiver that has connected and says nothing more."""
-    dp, pp, cp = key
-    where, hello = relay.hello(dp=dp, pp=pp, cp=cp), wire.pack(dp=dp, pp=pp, cp=cp)
-    token = bytes.fromhex(where["token"])
-    return connect(where["host"], where["port"], token, timeout_s=LIMIT_S, hello=hello)
-
-
-@pytest.mark.parametrize("where", ["after hello", "before the greeting", "after the greeting", "other rank"])
-def test_a_receiver_that_dies_on_its_way_in_delays_nobody(make_relay: MakeRelay, where: str) -> None:
-    relay = make_relay("dp=2", join_timeout_s=GREETED_S, step_timeout_s=GREETED_S)
-    told = relay.hello(dp=0, pp=0, cp=0)
-    ticket, kept = sealed(relay), list[Any]()
-    if where == "before the greeting":
-        kept += [socket.create_connection((told["host"], told["port"])) for _ in range(8)]
-    elif where == "after the greeting":
-        kept.append(silent(relay, (0, 0, 0)))
-    elif where == "other rank":
-        kept.append(silent(relay, (1, 0, 0)))
-    own = receivers_of(relay)
-    check_rows(own[0].receive(ticket))
-    check_rows(own[1].receive(ticket))
-    relay.join_previous(timeout_s=GREETED_S)
-    for one in kept:
-        one.close()
-
-
 BIG = RoutingSpec(num_layers=60, moe_layers=tuple(range(2, 60)), num_experts=256, top_k=8)
 ROWS = 40_000
 """18 MB: more than the buffers of two sockets hold."""
@@ -143,7 +114,7 @@ def big_step(relay: Relay, step: int) -> Ticket:
 
 def hang(relay: Relay, ticket: Ticket) -> Connection:
     """dp 0 says that it is ready, reads what is announced, and no row."""
-    link = silent(relay, (0, 0, 0))
+    link = connected(relay, (0, 0, 0))
     ready = {**wire.seal_of(ticket.identity), "group": False}
     link.send_record(wire.READY, wire.pack(**ready), timeout_s=LIMIT_S)
     kind, body = link.recv_record(timeout_s=LIMIT_S)
@@ -180,20 +151,6 @@ def test_a_receiver_that_hung_beyond_its_deadline_is_let_go_and_comes_again(make
     same(receivers_of(relay)[1].receive(ticket), 100)
     relay.join_previous(timeout_s=LIMIT_S)
     hung.close()
-
-
-def test_close_ends_every_connection_whatever_it_does_and_leaves_no_thread(make_relay: MakeRelay) -> None:
-    before = threads()
-    relay = make_relay("dp=2", spec=BIG, bucket_bytes=1 << 20)
-    ticket = big_step(relay, 0)
-    hung, idle = hang(relay, ticket), silent(relay, (1, 0, 0))
-    stranger = socket.create_connection((relay.hello(dp=0, pp=0)["host"], relay.hello(dp=0, pp=0)["port"]))
-    with pytest.raises(errors.StepError, match=r"still running: \[\]") as told:
-        relay.close(timeout_s=2.0)
-    assert told.value.ranks == ((0, 0, 0), (1, 0, 0))
-    until(lambda: threads() <= before)
-    for one in (hung, idle, stranger):
-        one.close()
 
 
 # -- waits -----------------------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -83,25 +82,6 @@ def test_samples_that_expire_are_counted_said_once_with_their_names_and_shown(
         relay.expire()
     said = [record.getMessage() for record in caplog.records]
     assert ["'old'" in one for one in said] == [True, False] and "1 frames without a reply" in said[1]
-    status = relay.status()
-    assert status["expired"] == ["old"] and status["pending"] == [] and status["store"]["frames"] == 0
-    assert status["unclaimed"] == {"frames": 0}
-    assert relay.metrics.value("r3channel_samples_total", outcome="expired") == 1
-    with pytest.raises(errors.SampleUnknown, match="expired") as raised:
-        relay.seal(0, one_batch("old"))
-    assert raised.value.samples == ("old",)
-
-
-def test_a_sample_of_a_step_expires_once_it_is_given_back_and_not_before(make_relay: MakeRelay) -> None:
-    relay = make_relay()
-    relay.add("a", reply_for("a", 9), range(9))
-    ticket = relay.seal(0, one_batch("a"))
-    relay.config = replace(relay.config, expiry_s=1e-6)
-    relay.expire()
-    assert relay.status()["expired"] == [] and len(ticket.samples) == 1
-    relay.abandon(0)
-    relay.expire()
-    assert relay.status()["expired"] == ["a"]
 
 
 def test_a_late_turn_keeps_its_sample_young(make_relay: MakeRelay) -> None:
