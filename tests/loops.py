@@ -10,12 +10,13 @@ import pytest
 from r3channel.plan import placement as place
 from r3channel.wire import digest
 from r3channel.wire import validate as distinct
+from r3channel.wire.codec import packed9
 
 
 @contextmanager
 def numba(there: bool) -> Iterator[None]:
     assert distinct.kernels() is not None, "the locked environment has it; without it nothing is compared"
     with pytest.MonkeyPatch.context() as patch:
-        for module in () if there else (place, distinct, digest):
+        for module in () if there else (place, distinct, digest, packed9):
             patch.setattr(module, "kernels", lambda: None)
         yield

@@ -57,12 +57,10 @@ def checked(
 
 
 def warm(spec: RoutingSpec) -> None:
-    """Compile what frames of this model need, now and not while one waits."""
-    checked(
-        np.zeros((1, spec.num_moe_layers, spec.top_k), spec.id_dtype),
-        num_experts=spec.num_experts,
-        first_row=0,
-    )
+    """Compile what a relay does with rows of this model, now and not while a frame waits or a step is sealed."""
+    ids_TLK = np.zeros((1, spec.num_moe_layers, spec.top_k), spec.id_dtype)
+    checked(ids_TLK, num_experts=spec.num_experts, first_row=0)
+    summed(items_of(ids_TLK), coefficients(0, 1))
 
 
 def sound(expert_ids_TLK: Ids, *, num_experts: int, valid_T: Ids | None = None) -> bool:

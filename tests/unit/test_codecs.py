@@ -24,6 +24,7 @@ from r3channel.wire.chunks import CHUNK_ROWS
 from r3channel.wire.codec import CODECS, LZ4, PACKED9, SET, STORED, Codec, bytes_of, codec_for
 from r3channel.wire.frame import HEADER_BYTES, encode_frame, parse_frame
 from r3channel.wire.routing import Ids
+from tests.loops import numba
 from tests.memory import growth_of
 from tests.samples import SPEC, WIDE, random_ids
 from tests.unit.test_mutations import rehash
@@ -54,14 +55,19 @@ def test_encoding_leaves_the_ids_as_they_are(sets: int) -> None:
         assert np.array_equal(ids, before), codec.name
 
 
-@pytest.mark.parametrize("rows", [1, 7, 8, 9, 30000])
-def test_nine_bits_keep_every_id_in_order(rows: int) -> None:
-    ids = np.resize(np.arange(511, -1, -1, dtype=np.int16), (rows, 1, 3))
-    out = np.full_like(ids, -1)
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "numpy"])
+@pytest.mark.parametrize("rows", [0, 1, 10, 11, 21, 22, 43, 30000])
+def test_nine_bits_keep_every_id_in_order_wherever_they_lie(rows: int, compiled: bool) -> None:
+    ids = np.random.default_rng(rows).integers(0, 512, (rows, 1, 3), np.int16)
     wire = PACKED9.encode(ids)
     assert wire is not None and len(wire) == ids.size + -(-ids.size // 8)
-    PACKED9.decode_into(memoryview(wire), out)
-    assert np.array_equal(out, ids)
+    with numba(compiled):
+        for skipped in range(0, 40, 1 if rows < 100 else 13):
+            guarded = np.full(ids.size + 48, -7, np.int16)
+            out = guarded[skipped : skipped + ids.size].reshape(ids.shape)
+            PACKED9.decode_into(memoryview(bytes(skipped) + bytes(wire))[skipped:], out)
+            assert np.array_equal(out, ids)
+            assert (guarded[:skipped] == -7).all() and (guarded[skipped + ids.size :] == -7).all()
 
 
 def test_auto_packs_ids_of_257_to_512_experts() -> None:

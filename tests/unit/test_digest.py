@@ -77,6 +77,8 @@ def test_every_form_gives_what_the_definition_says(experts: int, top_k: int) -> 
     sound, found = checked(ids, num_experts=experts, first_row=7, valid_T=valid)
     assert sound and found.tolist() == wanted
     assert layer_digests(ids, first_row=7).tolist() == by_definition(ids, list(range(7, 48)))
+    ids[3:] = 0  # unsound rows do not end the sum
+    assert np.array_equal(checked(ids, num_experts=experts, first_row=7)[1], layer_digests(ids, first_row=7))
 
 
 @pytest.mark.parametrize(("experts", "top_k"), SHAPES)
@@ -85,14 +87,19 @@ def test_a_router_s_rows_give_the_digest_of_their_sample(experts: int, top_k: in
     spec = sparse(3, experts=experts, top_k=top_k)
     ids = random_ids(50, spec=spec)[:, 1]
     runs = np.array(
-        [[0, 3, 0, 1, 10], [1, 0, 10, 2, 18], [2, 5, 11, 2, 15], [1, 40, 46, 1, 4], [0, 0, 0, 1, 0]]
+        [[0, 3, 0, 1, 10], [1, 0, 10, 2, 18], [2, 5, 11, 2, 15], [1, 40, 46, 1, 3], [0, 0, 0, 1, 0]]
     )
     wanted = [0, 0, 0]
     for sample, position, first, step, rows in runs.tolist():
-        own = ids[first : first + step * rows : step][:, None]
-        wanted[sample] += by_definition(own, list(range(position, position + rows)))[0]
-    wanted = [total & MASK for total in wanted]
-    assert column_digests(ids, HostRuns.of(runs, samples=3, spec=spec)).tolist() == wanted
+        own, positions = ids[first : first + step * rows : step][:, None], [*range(position, position + rows)]
+        wanted[sample] = (wanted[sample] + by_definition(own, positions)[0]) & MASK
+    ids[49] = -1 if ids.dtype == np.int16 else 255  # nobody's row
+    host = HostRuns.of(runs, samples=3, spec=spec)
+    assert column_digests(ids, host).tolist() == wanted
+    for wide in (np.full(ids.shape, -7, np.int32), np.full(ids.shape, -7, np.int64)):
+        assert column_digests(ids, host, wide).tolist() == wanted and np.array_equal(wide, ids)
+    with pytest.raises(UsageError, match="cannot be widened into int16"):
+        column_digests(ids, host, ids.astype(np.int16))
     tensors = TorchRuns.of(runs, rows=50, samples=3, spec=spec, tensor=torch.from_numpy)
     shifted = torch.from_numpy(np.concatenate([ids.reshape(-1)[:1], ids.reshape(-1)]))[1:].view(50, top_k)
     for own in (torch.from_numpy(ids.copy()), shifted):

@@ -144,7 +144,9 @@ def test_every_router_is_handed_what_the_engine_hashed_in_any_layout(step: Step)
     for shard in step.shards:
         for rank in ranks_of(step, shard):
             for index, layer in calls(rank):
-                rank.check_digest(index, layer, rank.layer_ids(index, layer))
+                ids = rank.layer_ids(index, layer)
+                rank.check_digest(index, layer, ids, wide := torch.full(ids.shape, -7, dtype=torch.int64))
+                assert wide.equal(ids.long())
             rank.verified()
 
 
