@@ -135,17 +135,17 @@ def _mixed(item: Any) -> Any:
 
 
 @_inlined
-def _add_rows(items_N: Any, coefficients_T: Any, begin: int, end: int, sums_C: Any) -> None:
-    """Rows [begin, end) of C items, mixed, each times its coefficient; two rows at once, for half the traffic with the sums."""
-    width, paired = sums_C.shape[0], begin + (end - begin) // 2 * 2
-    for row in range(begin, paired, 2):
+def _add_rows(items_N: Any, coefficients_T: Any, sums_C: Any) -> None:
+    """Rows of C items, mixed, each times its coefficient; two rows at once, for half the traffic with the sums."""
+    width, rows = sums_C.shape[0], coefficients_T.shape[0]
+    for row in range(0, rows - 1, 2):
         first_C = items_N[row * width : (row + 1) * width]
         second_C = items_N[(row + 1) * width : (row + 2) * width]
         first, second = coefficients_T[row], coefficients_T[row + 1]
         for index in range(width):
             at = np.uint64(index)
             sums_C[at] += _mixed(first_C[at]) * first + _mixed(second_C[at]) * second
-    for row in range(paired, end):
+    for row in range(rows - rows % 2, rows):
         items_C, coefficient = items_N[row * width : (row + 1) * width], coefficients_T[row]
         for index in range(width):
             at = np.uint64(index)
@@ -211,8 +211,10 @@ def row_sums(item_bytes: int, id_bytes: int, *, slots: int) -> Any:
         items_N, first, sound = items_TLI.reshape(-1), 0, True
         ids_N, sums_C = items_N.view(id_of), words_W[layers:]
         sums_C[:] = np.uint64(0)
+        width = sums_C.shape[0]
+        most = 2 * max(1, block_bytes // (2 * width * item_bytes))  # they are summed in pairs
         while first < rows:
-            end = _counted_until(coefficients_T, first, max(1, block_bytes // (sums_C.shape[0] * item_bytes)))
+            end = _counted_until(coefficients_T, first, most) if slots > 0 else rows
             ids_B = ids_N[first * layers * slots : end * layers * slots]
             if slots > 0:
                 loads = 0
@@ -221,7 +223,7 @@ def row_sums(item_bytes: int, id_bytes: int, *, slots: int) -> Any:
                     sound &= _all_sound(ids_B, loads, num_experts, slots, lanes)
                 for line in range(loads * lines, ids_B.shape[0] // slots):
                     sound &= _is_sound(ids_B[line * slots : (line + 1) * slots], num_experts)
-            _add_rows(items_N, coefficients_T, first, end, sums_C)
+            _add_rows(items_N[first * width : end * width], coefficients_T[first:end], sums_C)
             first = max(end, first + 1)
         _add_up(sums_C, coefficients_T, multipliers_I, words_W[:layers])
         return sound
@@ -397,7 +399,8 @@ def place_runs(item_bytes: int, *, items: int) -> Callable[..., None]:
             sums_C[:] = np.uint64(0)
             for first in range(0, real, block_rows):
                 last = min(real, first + block_rows)
-                _add_rows(own_N, coefficients_T, first, last, sums_C)
+                width = columns * items
+                _add_rows(own_N[first * width : last * width], coefficients_T[first:last], sums_C)
                 for layer in range(layers):
                     to, begin, end = target + layer * layer_bytes, first, last
                     if streamed:  # whole lines: the next block's first rows belong to this one's last line
