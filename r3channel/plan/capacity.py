@@ -94,7 +94,7 @@ class Capacity:
     store_fits: bool
     """Are they within `store_bytes`? Else engines wait while a step is delivered, and a larger step than that never seals."""
     relay_needs: dict[str, float]
-    """Of the relay's node, with a step each `step_s`: bytes of memory, cores, and Gbit/s in and out."""
+    """What the relay asks of its node, with a step each `step_s`: bytes of memory, cores, and Gbit/s in and out."""
     node_lacks: tuple[str, ...]
     """What one node, with `http_gbit_s` in and `wire_gbyte_s` out, has too little of."""
     ordinary_bytes_per_dp: int

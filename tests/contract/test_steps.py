@@ -315,7 +315,7 @@ def waiting(relay: Relay, count: int) -> None:
         conditions: list[Any] = [relay._changed, *(event._cond for event in events)]  # type: ignore[attr-defined]
         return sum(len(condition._waiters) for condition in conditions)
 
-    until(lambda: waiters() == count)
+    until(lambda: sum(len(condition._waiters) for condition in conditions()) == count)
 
 
 # -- in the background -------------------------------------------------------------------------------------------------
@@ -346,10 +346,13 @@ def test_rows_of_the_first_dp_rank_leave_before_those_of_the_last_are_prepared(
 ) -> None:
     relay, slowly = make_relay("dp=2"), Slowly(monkeypatch, dp=1)
     ticket, (first, second) = sealed(relay), receivers_of(relay)
+    assert relay.steps.outgoing(ticket.identity, (1, 0, 0), timeout_s=0) is None
+    other = relay.steps._steps[0].event(1)
     check_rows(first.receive(ticket))
-    assert relay.status()["steps"][0]["state"] == "SEALED"
+    assert relay.status()["steps"][0]["state"] == "SEALED" and not other.is_set(), "who waits is woken alone"
     slowly.go_on.set()
     check_rows(second.receive(ticket))
+    assert other.is_set()
 
 
 # -- closed ------------------------------------------------------------------------------------------------------------

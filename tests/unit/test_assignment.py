@@ -129,11 +129,6 @@ def test_optimizer_steps_that_do_not_add_up_are_refused(steps: list[int]) -> Non
         Assignment.given([[["a"], ["b"]]], steps=steps)
 
 
-def test_a_sample_assigned_twice_is_named() -> None:
-    with pytest.raises(SampleTwice, match="'a'"):
-        Assignment.given([[["a"]], [["a"]]])
-
-
 def test_a_count_that_does_not_fill_the_ranks_is_refused() -> None:
     with pytest.raises(ConfigError, match="5 samples do not fill 2 DP ranks"):
         Assignment.balanced({f"s{i}": 4 for i in range(5)}, dp=2, microbatch_size=2)

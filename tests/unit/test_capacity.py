@@ -80,6 +80,7 @@ STEP = ["--model", "qwen3-30b-a3b", "--layout", "dp=4,tp=4", "--tokens", "163840
     [
         ((), True, "need 1.26 GB of the relay's memory; store_bytes allows 17.18 GB\n"),
         (("--store-bytes", "1000000000"), False, "store_bytes allows 1.00 GB. Raise store_bytes"),
+        (("--step-s", "0.5", "--node-bytes", "1e9"), True, "has too little memory and network in\n"),
     ],
 )
 def test_one_step_off_needs_the_rows_of_two_steps_in_the_store(
@@ -121,7 +122,13 @@ def test_the_published_scaling_table_is_reproduced(
 def test_a_step_of_128m_tokens_on_512_ranks_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
     found = run(capsys, "--simulate")
     assert found["ranks"] == 512 and found["tokens"] == 128 * 10**6 and found["samples"] == 8192
-    assert found["plan_s"] > 0
+    assert found["plan_s"] > 0 and found["node_lacks"] == []
+    layout, step = "dp=16,tp=4,cp=2,pp=4,packing=thd", ("--tokens", "128000000", "--step-s", "300")
+    memory, *needs = run(capsys, "--model", "qwen3-30b-a3b", "--layout", layout, *step)[
+        "relay_needs"
+    ].values()
+    row = "| {:.0f} GB | {:.2f} | {:.2f} Gbit/s | {:.2f} Gbit/s |\n".format(memory / 1e9, *needs)
+    assert row in (Path(__file__).parents[2] / "r3channel/plan/README.md").read_text()
 
 
 @pytest.mark.parametrize("name", ["config.json", ""])

@@ -148,13 +148,9 @@ def test_an_unknown_sample_or_one_of_one_token_is_named(tokens: dict[str, int], 
 
 
 def test_lengths_of_two_bytes_are_summed_as_plain_integers() -> None:
-    tokens = {name: np.int16(30000) for name in "abcd"}
-    (batch,) = plan_shards(
-        Assignment.given([[list(tokens)]]),
-        tokens=tokens,  # type: ignore[arg-type]
-        spec=SPEC,
-        layout=TrainerLayout(packing="thd"),
-    ).microbatches[0]
+    tokens: Any = {name: np.int16(30000) for name in "abcd"}
+    assignment, layout = Assignment.given([[list(tokens)]]), TrainerLayout(packing="thd")
+    (batch,) = plan_shards(assignment, tokens=tokens, spec=SPEC, layout=layout).microbatches[0]
     assert batch.rows == 120000 and type(batch.tokens[0]) is int
 
 
@@ -176,9 +172,8 @@ def test_widths_are_refused_in_a_pipeline(ranks: list[list[list[str]]], layout: 
 )
 def test_several_widths_are_planned_where_no_pipeline_step_mixes_them(steps: list[int], layout: str) -> None:
     assignment = Assignment.given([[["a", "b"], ["c"]]], steps=steps)
-    plan = plan_shards(
-        assignment, tokens=dict.fromkeys("abc", 9), spec=SPEC, layout=TrainerLayout.parse(layout)
-    )
+    tokens = dict.fromkeys("abc", 9)
+    plan = plan_shards(assignment, tokens=tokens, spec=SPEC, layout=TrainerLayout.parse(layout))
     assert [len(batch.tokens) for batch in plan.microbatches[0]] == [2, 1]
 
 
@@ -230,8 +225,6 @@ print(json.dumps(found))
 
 def test_processes_that_exchange_only_lengths_compute_the_same_plan() -> None:
     parts = [np.random.default_rng(rank).integers(2, 2000, 256) for rank in range(4)]
-    exchanged = json.dumps(
-        np.concatenate(parts).tolist()
-    )  # 1,024 lengths, all that anybody learns of the others
+    exchanged = json.dumps(np.concatenate(parts).tolist())  # 1,024 lengths: all that others learn
     found = {said_by(_HASH, exchanged, PYTHONHASHSEED=str(rank + 1)) for rank in range(4)}
     assert len(found) == 1 and len(set(json.loads(*found))) == 2

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.plan.shards import Shard
-from r3channel.plan.stream import Stream, Stretches
+from r3channel.plan.stream import Stream, Stretches, step_streams
 from r3channel.plan.ticket import Ticket, TicketSample
 from tests.plans import Step, steps
 from tests.samples import SPEC
@@ -77,10 +77,14 @@ def test_every_stage_gets_each_row_with_routing_at_one_context_rank(step: Step) 
 @given(step=steps())
 def test_a_receiver_that_has_only_the_tickets_bytes_computes_the_same(step: Step) -> None:
     ticket = Ticket.from_bytes(step.ticket.to_bytes())
+    of_step = step_streams(ticket)
     for shard in step.shards:
         ours = Stream.of(step.ticket, shard)
         theirs = Stream.of(ticket, ticket.plan.shard(dp=shard.dp, pp=shard.pp, cp=shard.cp))
         assert (theirs.nbytes, theirs.columns) == (ours.nbytes, ours.columns)
+        sent, (begin, end) = of_step[shard.cp].sent, ticket.plan.microbatches.begin[shard.dp : shard.dp + 2]
+        part = slice(*np.searchsorted(sent[0], (begin, end)))
+        assert np.array_equal([sent[0][part] - begin, sent[1][part], sent[2][part]], ours.sent)
         for found, expected in ((theirs.stretches, ours.stretches), (theirs.pads, ours.pads)):
             assert np.array_equal(found.run, expected.run)
             assert np.array_equal(found.position, expected.position)
@@ -91,13 +95,6 @@ def shard_of(layout: TrainerLayout, samples: list[TicketSample]) -> tuple[Ticket
     assignment = Assignment.given([[[sample.sample_id for sample in samples]]])
     ticket = Ticket("run", 1, SPEC, layout, assignment, samples, 1 << 20)
     return ticket, ticket.plan.shard(dp=0, pp=0)
-
-
-def test_an_mtp_layer_costs_no_second_copy_on_the_wire() -> None:
-    sample = TicketSample("a", 5, 0, 0, ())
-    ticket, shard = shard_of(TrainerLayout(mtp=(3, 3)), [sample])
-    assert len(shard.layers) == 5
-    assert Stream.of(ticket, shard).row_bytes == SPEC.bytes_per_token
 
 
 def test_pieces_of_one_sample_join_over_the_ranks_own_cuts_and_end_at_holes() -> None:

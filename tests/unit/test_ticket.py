@@ -60,12 +60,10 @@ def test_a_ticket_survives_the_trip_and_is_small() -> None:
     assert again.plan == ticket.plan and again.plan.digest == ticket.plan.digest
 
 
-def test_samples_are_found_by_name() -> None:
-    for ticket in (make_ticket(), Ticket.from_bytes(make_ticket().to_bytes())):
-        assert ticket.sample("") == NOWHERE and ticket.sample(TURNS.sample_id) == TURNS
-        with pytest.raises(SampleUnknown) as refusal:
-            ticket.sample("zz")
-        assert refusal.value.samples == ("zz",)
+def test_a_sample_that_is_not_there_is_named() -> None:
+    with pytest.raises(SampleUnknown) as refusal:
+        make_ticket().sample("zz")
+    assert refusal.value.samples == ("zz",)
 
 
 @pytest.mark.parametrize(
@@ -188,16 +186,12 @@ def test_the_largest_layout_that_is_read_is_cut_without_much_memory() -> None:
         lambda v: v.update(run=5), lambda v: v.update(sampling_masks=1), lambda v: v.pop("run"),
         lambda v: v["layout"].update(zz=1), lambda v: v["layout"].update(dp=1.0), lambda v: v["layout"].update(mtp=[0]),
         lambda v: v["spec"].update(top_k=[]), lambda v: v.update(layout=[]), lambda v: v.update(steps=[1, 1]),
+        lambda _: b"[" * 100_000,
     ],
 )  # fmt: skip
 def test_json_of_another_shape_is_no_ticket(change: Callable[[dict[str, Any]], Any]) -> None:
     with pytest.raises(TicketMismatch, match="no ticket that can be used"):
         Ticket.from_bytes(with_json(change))
-
-
-def test_deeply_nested_json_is_no_ticket() -> None:
-    with pytest.raises(TicketMismatch, match="no ticket that can be used"):
-        Ticket.from_bytes(with_json(lambda _: b"[" * 100_000))
 
 
 def mutations(data: bytes, count: int, *, seed: int) -> Iterator[bytes]:
