@@ -311,10 +311,10 @@ def test_receivers_share_a_fixed_number_of_buckets(make_relay: MakeRelay) -> Non
 def waiting(relay: Relay, count: int) -> None:
     """Until so many wait: receivers that asked for rows, and callers."""
 
-    def waiters() -> int:
-        events = [event for step in relay.steps._steps.values() for event in step._waiting.values()]
-        conditions: list[Any] = [relay._changed, *(event._cond for event in events)]  # type: ignore[attr-defined]
-        return sum(len(condition._waiters) for condition in conditions)
+    def conditions() -> Iterator[Any]:
+        yield relay._changed
+        steps: Any = relay.steps._steps.values()
+        yield from (event._cond for step in steps for event in step._waiting.values())
 
     until(lambda: sum(len(condition._waiters) for condition in conditions()) == count)
 
