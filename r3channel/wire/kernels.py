@@ -184,9 +184,9 @@ def piece_sums(item_bytes: int) -> Any:
         items_N: Any, coefficients_T: Any, factors_I: Any, edges_P: Any, sums_C: Any, out_PL: Any
     ) -> None:
         for piece in range(out_PL.shape[0]):
-            begin, end = edges_P[piece], edges_P[piece + 1]
+            begin, end, width = edges_P[piece], edges_P[piece + 1], sums_C.shape[0]
             sums_C[:] = np.uint64(0)
-            _add_rows(items_N, coefficients_T, begin, end, sums_C)
+            _add_rows(items_N[begin * width : end * width], coefficients_T[begin:end], sums_C)
             _add_up(sums_C, coefficients_T[begin:end], factors_I, out_PL[piece])
 
     words, edges = _read_only(types.uint64), _read_only(types.int64)
