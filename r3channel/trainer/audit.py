@@ -19,7 +19,7 @@ import torch
 from r3channel.errors import ReplayError, UsageError
 from r3channel.trainer.replay import ReplayDriver
 from r3channel.trainer.router import PassName, RouterCall, RouterHandle
-from r3channel.wire.mixing import coefficients
+from r3channel.wire.digest import coefficients
 from r3channel.wire.validate import items_of, row_words
 
 _Array = np.ndarray[Any, np.dtype[Any]]
