@@ -32,6 +32,7 @@ from r3channel.plan.assignment import Assignment
 from r3channel.plan.shards import ShardKey
 from r3channel.plan.ticket import Ticket
 from r3channel.relay.relay import Relay
+from r3channel.trainer import relay_connection
 from r3channel.trainer.rank_shard import RankShard
 from r3channel.trainer.receiver import Receiver
 from r3channel.wire import row_protocol as wire
@@ -234,15 +235,16 @@ def refused(error: Error | None, names: Collection[Any] = (), *, what: str = "sa
         assert (type(told.value), sorted(getattr(told.value, what))) == (error, sorted(names))
 
 
-NAMES = "abcdefgh"
+NAMES = "abcdef"
 WHICH, BACK, FLAG = st.integers(0, 99), st.integers(0, 3), st.booleans()
 RARELY = st.integers(0, 6).map(lambda number: number == 6)
 FLIP = st.one_of(*[st.none()] * 3, st.integers(0, 9999))
 """Which byte of a frame comes damaged."""
 HOW = [("frames come meanwhile", {HELD, WAITING}), ("", {HELD}), ("", {HELD, WAITING, FAILED})]
-INBAND, LATER, EARLIER, ALONE = "in the reply", "after its reply", "before its reply", "without a reply"
+ORDERS = ["I", "I", "R", "R", "RF", "RF", "FR", "F"]
+"""I: a reply that holds its frame. R: one with a reference, F: the frame; what is not here comes late, or never."""
 REQUEST = st.fixed_dictionaries({
-    "name": st.sampled_from(NAMES), "rows": st.integers(1, 30), "frame": st.sampled_from([INBAND, LATER, LATER, EARLIER, ALONE]),
+    "name": st.sampled_from(NAMES), "rows": st.integers(1, 30), "order": st.sampled_from(ORDERS),
     "flip": FLIP,
     "shift": st.sampled_from([0] * 9 + [1, -1]),  # where its rows begin, from where they must
     "wrong": RARELY,  # a first turn is said to be a later one, or a later one a first
@@ -259,6 +261,8 @@ class RelayMachine(RuleBasedStateMachine):
     @initialize(layout=st.sampled_from(["dp=2", "dp=2,cp=2", "dp=2,pp=2,packing=thd"]))
     def starts(self, layout: str) -> None:
         self.before, self.stack = threads(), ExitStack()
+        patch = self.stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr(relay_connection, "_PAUSE_S", 0.01)
         make = self.stack.enter_context(relays(max_group_failures=1, frame_timeout_s=0.002))
         self.pool = self.stack.enter_context(ThreadPoolExecutor(5))
         self.relay = make(layout)
@@ -268,12 +272,11 @@ class RelayMachine(RuleBasedStateMachine):
         assert said_hello(*self.ingest)
         coords = map(self.relay.layout.coords, range(self.relay.layout.world_size))
         self.keys = [(at.dp, at.pp, at.cp) for at in coords]
-        self.model = Model(self.keys)
         self.turns, self.sealed = list[Turn](), list[tuple[Ticket, dict[str, Ids]]]()
         self.got, self.last = defaultdict[int, dict[ShardKey, int]](dict), dict[ShardKey, tuple[int, int]]()
         self.receivers = dict[ShardKey, tuple[Receiver, Wire]]()
         self.slow = dict[ShardKey, tuple[int, Future[RankShard]]]()
-        self.lives, self.calls = Counter[ShardKey](), Counter[ShardKey]()
+        self.model, self.lives, self.calls = Model(self.keys), Counter[ShardKey](), Counter[ShardKey]()
         for key in self.keys:
             self.begins_anew(key)
 
@@ -285,16 +288,17 @@ class RelayMachine(RuleBasedStateMachine):
             self.request_ends(**request)
 
     def request_ends(
-        self, name: str, rows: int, frame: str, shift: int = 0, wrong: bool = False, flip: int | None = None, other: bool = False
+        self, name: str, rows: int, order: str, shift: int = 0, wrong: bool = False, flip: int | None = None, other: bool = False
     ) -> None:  # fmt: skip
-        held, serial = self.model.rows(name), 0 if frame == INBAND else len(self.turns) + 1
+        held, serial = self.model.rows(name), 0 if order == "I" else len(self.turns) + 1
         ids_TLK = random_ids(rows, seed=len(self.turns))
         turn = Turn(name, (held > 0) != wrong, max(0, held + shift), ids_TLK, serial)
         self.turns.append(turn)
-        if frame in (EARLIER, ALONE):
-            self.sends(turn, flip=flip, http=other)
-        if frame != ALONE:
-            self.answers(turn, flip=flip if frame == INBAND else None, body=other)
+        for event in order:
+            if event == "F":
+                self.sends(turn, flip=flip, http=other)
+            else:
+                self.answers(turn, flip=flip if event == "I" else None, body=other)
 
     @rule(events=st.lists(EVENT, min_size=1, max_size=4))
     def replies_and_frames_come_late_or_again(self, events: list[tuple[int, int, int | None, bool]]) -> None:
@@ -305,7 +309,8 @@ class RelayMachine(RuleBasedStateMachine):
                 self.sends(turn, flip=flip, http=other)
 
     def frame(self, turn: Turn, flip: int | None = None) -> bytes:
-        spans, codec = [span(turn.first, turn.tokens[-1], turn.first)], ("stored", "lz4")[turn.serial % 2]
+        spans = [span(turn.first, turn.tokens[-1], turn.first)]
+        codec = ("stored", "lz4")[len(turn.ids_TLK) % 2]
         options: Any = {"provenance": spans, "first_row": turn.first, "codec": codec}
         data = encode_frame(SPEC, expert_ids_TLK=turn.ids_TLK, sample_key=sample_key(turn.name), **options)
         if flip is None:
@@ -317,10 +322,10 @@ class RelayMachine(RuleBasedStateMachine):
         reply = reply_of(self.frame(turn, flip), request_id=turn.name)
         if turn.serial:
             reply = reference_reply(turn.name, len(turn.tokens), serial=turn.serial, first_row=turn.first)
-        add = self.relay.add_body if body else self.relay.add
-        given: Any = json.dumps(reply).encode() if body else reply
+        add: Any = self.relay.add_body if body else self.relay.add
+        said = json.dumps(reply).encode() if body else reply
         with refused(self.model.reply(turn, damaged=flip is not None), [turn.name]):
-            add(turn.name, given, turn.tokens, append=turn.append)
+            add(turn.name, said, turn.tokens, append=turn.append)
 
     def sends(self, turn: Turn, *, flip: int | None, http: bool) -> None:
         damaged = self.model.frame(turn.serial, whole=flip is None) and flip is not None
@@ -340,8 +345,8 @@ class RelayMachine(RuleBasedStateMachine):
     @rule(samples=RARELY)
     def an_hour_passes(self, samples: bool) -> None:
         """For samples, or for frames without a reply."""
-        limits: Any = {"expiry_s" if samples else "unclaimed_timeout_s": 1e-9}
-        self.relay.config = replace(self.config, **limits)
+        samples_s, frames_s = (1e-9, 3600.0) if samples else (3600.0, 1e-9)
+        self.relay.config = replace(self.config, expiry_s=samples_s, unclaimed_timeout_s=frames_s)
         self.relay.expire()
         self.relay.config = self.config
         if samples:
@@ -360,7 +365,7 @@ class RelayMachine(RuleBasedStateMachine):
         if not any_name:
             order = [n for n in order if (free[n] <= usable if n in free else n not in model.samples)]
             for name in (n for n in order[:count] if n not in free):
-                self.request_ends(name, 1 + count, INBAND, other=again)
+                self.request_ends(name, 1 + count, "I", other=again)
         if len(names := order[:count]) < 2:
             return
         assignment = Assignment.given([[names[::2]], [names[1::2]]])
@@ -372,9 +377,8 @@ class RelayMachine(RuleBasedStateMachine):
         with refused(*model.seal(step, assignment.sample_ids)):
             ticket = Ticket.from_bytes(self.relay.seal(step, assignment).to_bytes())
             assert (ticket.step, ticket.seal) == (step, model.steps[step].seal)
-            assert set(ticket.weight_versions) == {
-                turn.first for name in names for turn in model.samples[name]
-            }
+            versions = {turn.first for name in names for turn in model.samples[name]}
+            assert set(ticket.weight_versions) == versions
             rows = {name: np.concatenate([turn.ids_TLK for turn in model.samples[name]]) for name in names}
             self.sealed.append((ticket, rows))
         sent.result(LIMIT_S)
@@ -399,9 +403,7 @@ class RelayMachine(RuleBasedStateMachine):
         """A trainer starts, or again after it was killed."""
         control = Wire(self.relay, self.calls)
         receiver = receivers_of(self.relay, self.config, control=control)[self.keys.index(key)]
-        if key in self.receivers:
-            self.receivers[key][0].close()
-        self.stack.callback(receiver.close)
+        self.stack.callback(receiver.close)  # not before: the relay ends the older connection
         receiver.join()
         self.receivers[key], self.last[key] = (receiver, control), (-1, 0)
         self.lives[key] += 1
@@ -453,14 +455,17 @@ class RelayMachine(RuleBasedStateMachine):
                 assert control.stands.wait(LIMIT_S)
 
     @precondition(lambda self: self.slow)
-    @rule(killed=FLAG)
-    def goes_on(self, killed: bool) -> None:
-        """The receiver that stands still; killed, another takes its place."""
+    @rule(end=st.sampled_from(["goes on", "its connection breaks", "is killed"]))
+    def goes_on(self, end: str) -> None:
+        """The receiver that stands still; after a break it comes again by itself, and killed, another takes its place."""
         key = next(iter(self.slow))
-        (number, receiving), control = self.slow.pop(key), self.receivers[key][1]
-        control.breaks = killed
+        (number, receiving), (receiver, control) = self.slow.pop(key), self.receivers[key]
+        control.breaks = end != "goes on"
+        self.lives[key] += end == "its connection breaks"
+        if end == "is killed":
+            receiver.close()
         control.go_on.set()
-        with refused(errors.TransportError if killed else None):
+        with refused(errors.TransportError if end == "is killed" else None):
             self.has(key, number, receiving.result(LIMIT_S))
         self.begins_anew(key)
 
@@ -502,8 +507,7 @@ class RelayMachine(RuleBasedStateMachine):
         expected["lives"] = expected["calls"] = self.lives
         while (seen := self.seen()) != expected and time.monotonic() < end_s:
             time.sleep(0.001)
-        if seen != expected:
-            RelayMachine.patience_s = 0.5
+        RelayMachine.patience_s = self.patience_s if seen == expected else 0.5
         assert seen == expected
         with self.refused_for_the_missing(errors.DeadlineExceeded):
             self.relay.join_previous(timeout_s=0)

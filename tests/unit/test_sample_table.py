@@ -49,6 +49,12 @@ def test_a_damaged_frame_fails_its_sample_and_a_good_copy_heals_it() -> None:
     assert not entries.frame((7, 1), Held(0, 8), now_s=0) and entries.take(["a"], step=3)
 
 
+def test_the_frame_of_a_sample_that_is_gone_is_not_outstanding() -> None:
+    entries = SampleTable()
+    entries.reply(reply("a", 9, serial=1), None, append=False, now_s=0)
+    assert entries.remove(["a"]) and not entries.outstanding(["a"])
+
+
 def test_a_damaged_frame_that_nobody_claimed_does_not_block_its_good_copy() -> None:
     entries = SampleTable()
     entries.frame((7, 1), errors.FrameCorrupt("damaged"), now_s=0)
