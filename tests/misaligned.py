@@ -220,9 +220,9 @@ def retraction_overwrite(step: RecordedStep) -> RecordedStep:
     rows["s0"][20:30:2] = distinct(np.random.default_rng(99), 5, step.spec)
     spans = (
         sample.provenance[0],
-        replace(sample.provenance[1], end=20),
+        sample.provenance[1]._replace(end=20),
         ProvenanceSpan(start=20, end=30, weight_version=4, kind=RowKind.PREFILLED),
-        replace(sample.provenance[1], start=30),
+        sample.provenance[1]._replace(start=30),
     )
     return with_spans(step, router_step(step, rows), {"s0": spans})
 
@@ -252,7 +252,7 @@ def of_last_version(sample: TicketSample) -> Any:
 
 
 def one_later(sample: TicketSample) -> Any:
-    return tuple(replace(span, weight_version=span.weight_version + 1) for span in sample.provenance)
+    return tuple(span._replace(weight_version=span.weight_version + 1) for span in sample.provenance)
 
 
 def rows_taken(rows: slice, *, back: bool) -> Callable[[RecordedStep], RecordedStep]:

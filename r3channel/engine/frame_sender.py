@@ -139,7 +139,6 @@ class Sender:
         self._bytes = 0
         self._serial = 0
         self._closed = threading.Event()
-        self._greeted = False
         self._session, self._refusal = "", ""
         self._connection: http.client.HTTPConnection | None = None
         self._metrics = metrics
@@ -147,7 +146,7 @@ class Sender:
             metrics.measure("r3channel_engine_frames_total", way=way)
         metrics.set("r3channel_engine_queue_limit_bytes", config.queue_bytes)
         metrics.watch("r3channel_engine_queue_bytes", lambda: self._bytes)
-        metrics.watch("r3channel_engine_greeted", lambda: self._greeted)
+        metrics.watch("r3channel_engine_greeted", lambda: bool(self._session))
         self._thread = threading.Thread(target=self._run, name="r3channel-deliver", daemon=True)
 
     @classmethod
@@ -242,32 +241,27 @@ class Sender:
 
     def _offer_parcel(self, parts: Sequence[bytes]) -> tuple[int, str]:
         """(HTTP status, reason); status 0 when nobody answered, or our hello was not taken."""
-        if not self._greeted and not self._say_hello():
+        if not self._session and not self._say_hello():
             return 0, self._refusal
         status, reason = self._post(FRAMES_PATH, parts)
-        self._greeted = status != Status.HELLO_FIRST
+        self._session = "" if status == Status.HELLO_FIRST else self._session
         return status, reason
 
     def _say_hello(self) -> bool:
         status, reason = self._post(HELLO_PATH, [self._hello.to_bytes()])
-        self._greeted = status == Status.TAKEN
-        self._session = reason if self._greeted else ""
-        if not self._greeted and reason != self._refusal:  # said once, not at every try
+        greeted = status == Status.TAKEN
+        if not greeted and reason != self._refusal:  # said once, not at every try
             log.warning("r3channel: the relay at %s took no hello: %s", self._config.relay_url, reason)
-        self._refusal = "" if self._greeted else reason
-        return self._greeted
+        self._session, self._refusal = (reason, "") if greeted else ("", reason)
+        return greeted
 
     def _post(self, path: str, parts: Sequence[bytes]) -> tuple[int, str]:
         """(HTTP status, reason); status 0 when nobody answered. The connection is kept for the next call."""
         try:
             connection = self._connection = self._connection or self._connect()
             size = sum(map(len, parts))
-            headers = {
-                "Authorization": f"Bearer {self._token}",
-                "Content-Type": "application/octet-stream",
-                "Content-Length": str(size),
-                SESSION_HEADER: self._session,
-            }
+            headers = {"Authorization": f"Bearer {self._token}", SESSION_HEADER: self._session}
+            headers |= {"Content-Type": "application/octet-stream", "Content-Length": str(size)}
             body = b"".join(parts) if size < _ONE_SEND_BYTES else parts
             connection.request("POST", self._target.path.rstrip("/") + path, body=body, headers=headers)
             reply = connection.getresponse()

@@ -18,6 +18,7 @@ import os
 import socket
 import threading
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from itertools import product
 from pathlib import Path
@@ -86,7 +87,7 @@ class Metrics:
         self._lock = threading.Lock()
         self._values: dict[str, dict[_Key, float]] = {name: {} for name in METRICS}
         self._watched: dict[str, dict[_Key, Callable[[], float]]] = {name: {} for name in METRICS}
-        self._stages: dict[_Key, _Histogram] = {}
+        self._stages: defaultdict[_Key, _Histogram] = defaultdict(_Histogram)
         self._known: dict[tuple[Any, ...], _Key] = {}
         self._server: Any = None
         self._thread: threading.Thread | None = None
@@ -226,11 +227,8 @@ class Metrics:
         self.close()
 
     def _observe_stage(self, stage: str, seconds: float) -> None:
-        key = self.role, stage
         with self._lock:
-            if key not in self._stages:
-                self._stages[key] = _Histogram()
-            self._stages[key].observe(seconds)
+            self._stages[self.role, stage].observe(seconds)
 
     def _stage_rows(self) -> list[tuple[_Key, list[tuple[str, float]], float]]:
         with self._lock:

@@ -72,11 +72,8 @@ class _OpenSpan:
     __slots__ = ("_clock", "_marked", "_own_s", "_resumed_s", "_stage", "_step")
 
     def __init__(self, clock: StageClock, stage: str, step: int | None) -> None:
-        self._clock = clock
-        self._stage = stage
-        self._step = step
-        self._own_s = 0.0
-        self._resumed_s = 0.0
+        self._clock, self._stage, self._step = clock, stage, step
+        self._own_s = self._resumed_s = 0.0
 
     def __enter__(self) -> None:
         stack = self._clock._stack()
@@ -127,8 +124,7 @@ class StageClock:
 
     def span(self, stage: str, *, step: int | None = None) -> _OpenSpan:
         """A context manager; the time inside belongs to `stage`. Without a step, the outer span's is taken."""
-        if stage not in _STAGE_SET:
-            raise _unknown(stage)
+        _check_stage(stage)
         if stage in WAITS and getattr(self._local, "ahead", False):
             stage = "recv"
         return _OpenSpan(self, stage, step)
@@ -139,8 +135,7 @@ class StageClock:
 
     def record(self, stage: str, start_s: float, end_s: float, *, step: int | None = None) -> None:
         """Add a span measured elsewhere, as the calling thread's. It must not overlap this thread's open spans."""
-        if stage not in _STAGE_SET:
-            raise _unknown(stage)
+        _check_stage(stage)
         if end_s < start_s:
             raise UsageError(
                 f"span of {stage} ends at {end_s} before it starts at {start_s}; swapped arguments?"
@@ -151,8 +146,7 @@ class StageClock:
     def spans(self) -> list[Span]:
         """All finished spans, oldest first."""
         with self._lock:
-            kept = list(self._spans)
-        return [Span(*span) for span in kept]
+            return [Span(*span) for span in self._spans]
 
     def totals(self, *, step: int | None = None) -> dict[str, float]:
         """Seconds per stage over all threads, in the order of `STAGES`; of one step where given."""
@@ -201,5 +195,6 @@ class StageClock:
             observer(stage, seconds)
 
 
-def _unknown(stage: str) -> UsageError:
-    return UsageError(f"unknown stage {stage!r}; the stages are {', '.join(STAGES)}")
+def _check_stage(stage: str) -> None:
+    if stage not in _STAGE_SET:
+        raise UsageError(f"unknown stage {stage!r}; the stages are {', '.join(STAGES)}")

@@ -204,15 +204,11 @@ def head_of(turn: TurnRows, spec: RoutingSpec) -> bytes:
     valid_T = np.ones(len(turn.ids_TLK), bool)
     for start, end in turn.invalid:
         valid_T[start - turn.first_row : end - turn.first_row] = False
+    entries = stored_entries(len(turn.ids_TLK), row_bytes=spec.bytes_per_token)
     return frame_head(
-        spec,
-        stored_entries(len(turn.ids_TLK), row_bytes=spec.bytes_per_token),
-        first_row=turn.first_row,
-        valid_T=valid_T,
-        provenance=turn.provenance,
-        digests_L=turn.digests_L,
-        sample_key=turn.sample_key,
-    )
+        spec, entries, first_row=turn.first_row, valid_T=valid_T, provenance=turn.provenance,
+        digests_L=turn.digests_L, sample_key=turn.sample_key,
+    )  # fmt: skip
 
 
 def add_options(parser: ArgumentParser | _ArgumentGroup, *, prefix: str = "") -> None:

@@ -90,10 +90,10 @@ class EngineRegistry:
     def name_of(self, boot_id: int) -> str:
         return self._names.get(boot_id, "?")
 
-    def hello_of(self, boot_id: int) -> Hello | None:
-        """The hello of an engine's process, while its name has not said another."""
+    def context_of(self, boot_id: int) -> int:
+        """The longest sequence of an engine's process, as its hello has it, while its name has not said another; else 0."""
         hello = self._greeted.get(self.name_of(boot_id))
-        return hello if hello is not None and hello.boot_id == boot_id else None
+        return hello.context if hello is not None and hello.boot_id == boot_id else 0
 
     def counts(self) -> tuple[int, int]:
         """Engines that have said hello, and those that were expected and have not or whose hello was refused."""

@@ -80,19 +80,12 @@ class BodyLost(OSError):
 
 
 class Body(Source):
-    """A request's body. `fill`, `take` and `skip` raise `BodyLost`."""
+    """A request's body. All its calls raise `BodyLost`."""
 
     def __init__(self, sock: socket.socket, nbytes: int, *, ahead: memoryview, clock: StageClock) -> None:
         self.nbytes = self.left = nbytes
         self._sock, self._ahead, self._clock = sock, ahead, clock
         self._deadline_s = time.monotonic() + BODY_S
-
-    def take(self, nbytes: int) -> memoryview:
-        if len(self._ahead) < nbytes:
-            return super().take(nbytes)
-        taken, self._ahead = self._ahead[:nbytes], self._ahead[nbytes:]
-        self.left -= nbytes
-        return taken
 
     def fill(self, out_N: memoryview) -> None:
         at, size = 0, len(out_N)

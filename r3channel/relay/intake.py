@@ -9,8 +9,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import TracebackType
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from r3channel.config import ChannelConfig
 from r3channel.errors import (
@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 _NAMED = 1000
 """Expired samples that `status` still names."""
 Tokens = Sequence[int] | Ids
+_Taken = TypeVar("_Taken")
 
 
 class Intake:
@@ -100,8 +101,7 @@ class Intake:
             with self._changed:
                 most_rows = self._most_rows((boot_id, serial))
             if most_rows:
-                error = self._land((boot_id, serial), frame, most_rows)
-                damaged = damaged or error
+                damaged = self._land((boot_id, serial), frame, most_rows) or damaged
         if damaged is not None:
             raise damaged.within(f"a parcel of {count} frames")
 
@@ -110,15 +110,14 @@ class Intake:
         sequence of its engine. A peer's number sizes no memory."""
         if not self.entries.wants(name):
             return 0
-        owner, hello = self.entries.owner(name), self.engines.hello_of(name[0])
-        if owner is not None:
+        if (owner := self.entries.owner(name)) is not None:
             return owner[1].end_row - owner[1].first_row
-        return min(hello.context if hello else 0, MOST_ROWS) or MOST_ROWS
+        return min(self.engines.context_of(name[0]), MOST_ROWS) or MOST_ROWS
 
     def _land(self, name: FrameName, frame: Source, most_rows: int) -> R3Error | None:
         """Keep a frame, or why it cannot be used; returns what became of it on its way."""
-        where = f"sample of frame {name[1]} from engine {self.engines.name_of(name[0])}"
         try:
+            where = f"sample of frame {name[1]} from engine {self.engines.name_of(name[0])}"
             what = self.verifier.keep(frame, where=where, max_rows=most_rows)
         except RoutingError as error:
             error.__cause__ = error.__context__ = None
@@ -161,11 +160,13 @@ class Intake:
         `routed_experts_start_len = rows_held`. `tokens` is the whole sequence again; gaps, overlaps and changed tokens
         are refused, and the rows that are held stay.
         """
-        self._check_add(sample_id)
-        with self._judged(sample_id, engine, new=not append):
+
+        def take() -> VerifiedRows | None:
             self.engines.check(engine)
-            source = self._routing_in(reply, sample_id=sample_id, engine=engine)
+            source = self._routing_in(reply, sample_id, engine)
             return self._add(sample_id, source, key_of(reply), tokens, engine=engine, append=append)
+
+        return self._judged(take, sample_id, engine, new=not append)
 
     def add_body(
         self,
@@ -185,30 +186,27 @@ class Intake:
             body, tokens = await response.read(), lambda reply: prompt + reply["output_ids"]
             reply = await asyncio.to_thread(relay.add_body, name, body, tokens, engine=url)
         """
-        self._check_add(sample_id)
-        with self._judged(sample_id, engine, new=not append):
+
+        def take() -> Any:
             self.engines.check(engine)
             reply, text = _read(split_reply, body, sample_id, engine)
             whole, key = tokens(reply) if callable(tokens) else tokens, key_of(reply)
             try:
-                source = (
-                    Base64Text(text) if text else self._routing_in(reply, sample_id=sample_id, engine=engine)
-                )
+                source = Base64Text(text) if text else self._routing_in(reply, sample_id, engine)
                 self._add(sample_id, source, key, whole, engine=engine, append=append)
             except NotBase64:  # or characters that JSON escapes
-                source = self._routing_in(
-                    _read(parsed, body, sample_id, engine), sample_id=sample_id, engine=engine
-                )
+                source = self._routing_in(_read(parsed, body, sample_id, engine), sample_id, engine)
                 self._add(sample_id, source, key, whole, engine=engine, append=append)
             return reply
+
+        return self._judged(take, sample_id, engine, new=not append)
 
     def add_frame(
         self, sample_id: str, data: bytes, tokens: Tokens, *, engine: str = "?", append: bool = False
     ) -> VerifiedRows | None:
         """As `add`, for a frame that is already in hand (a recording, another transport, `pd_merge.merged_frame`)."""
-        self._check_add(sample_id)
-        with self._judged(sample_id, engine, new=not append):
-            return self._add(sample_id, InHand(data), None, tokens, engine=engine, append=append)
+        take = partial(self._add, sample_id, InHand(data), None, tokens, engine=engine, append=append)
+        return self._judged(take, sample_id, engine, new=not append)
 
     def restore(self, saved: SavedSample) -> int:
         """A sample as another relay left it -> its tokens. Raises as `add`; then nothing of it is kept."""
@@ -216,16 +214,9 @@ class Intake:
         self._became("received")
         try:
             for number, turn in enumerate(saved.turns):
-                with turn.opened() as frame:
-                    rows = self.verifier.keep(frame, where=where, max_rows=MAX_ROWS)
-                reply = Reply(
-                    sample_id=saved.sample_id,
-                    engine="recovered",
-                    key=turn.key,
-                    tokens=rows.end_row + 1,
-                    tokens_hash=turn.tokens_hash,
-                    prefix_hash=turn.prefix_hash,
-                )
+                rows = self.verifier.keep(turn.source(), where=where, max_rows=MAX_ROWS)
+                hashes = turn.tokens_hash, turn.prefix_hash
+                reply = Reply(saved.sample_id, "recovered", turn.key, rows.end_row + 1, *hashes)
                 try:
                     with self._changed:
                         taken = self.entries.reply(reply, rows, append=number > 0, now_s=time.monotonic())
@@ -249,7 +240,7 @@ class Intake:
         held = self.rows_held(sample_id)
         return {"return_routed_experts": True} | ({"routed_experts_start_len": held} if held else {})
 
-    def _routing_in(self, reply: Any, *, sample_id: str, engine: str) -> Source:
+    def _routing_in(self, reply: Any, sample_id: str, engine: str) -> Source:
         """Nothing where there is none and the live router may choose."""
         try:
             return Base64Text(routing_text(reply, sample_id=sample_id, engine=engine))
@@ -331,11 +322,6 @@ class Intake:
             )
         except StoreFull as error:
             log.warning("r3channel: sample %s would not survive a kill: %s", sample.name, error)
-
-    def _check_add(self, sample_id: str) -> None:
-        self._check_open()
-        if not isinstance(sample_id, str):
-            raise UsageError(f"sample id {sample_id!r} is a {type(sample_id).__name__}, expected a string")
 
     def _check_open(self) -> None:
         if self._closed:
@@ -429,8 +415,27 @@ class Intake:
                 len(names), config.expiry_s, names, len(frames), config.unclaimed_timeout_s, frames[:_NAMED],
             )  # fmt: skip
 
-    def _judged(self, sample_id: str, engine: str, *, new: bool) -> _Judged:
-        return _Judged(self, sample_id, engine, new)
+    def _judged(self, take: Callable[[], _Taken], sample_id: str, engine: str, *, new: bool) -> _Taken:
+        """A reply counts as received at once, so that whatever becomes of it the outcomes add up. `new`: of a sample, and not
+        another turn of one that is in flight."""
+        self._check_open()
+        if not isinstance(sample_id, str):
+            raise UsageError(f"sample id {sample_id!r} is a {type(sample_id).__name__}, expected a string")
+        if new:
+            self._became("received")
+        try:
+            with self.clock.span("ingest"):
+                return take()
+        except BaseException as error:  # also where the caller's `tokens` failed, or memory is not to be had
+            told = no_base64(error, sample_id, engine) if isinstance(error, NotBase64) else error
+            if isinstance(told, R3Error):  # a frame's own errors know their names as text only
+                told.samples, told.engines = told.samples or (sample_id,), told.engines or (engine,)
+                self.reject(told)
+            if new:
+                self._became("duplicate" if isinstance(told, SampleTwice) else "rejected")
+            if told is error:
+                raise
+            raise told from error
 
     def reject(self, error: R3Error) -> None:
         """A reply, a frame or a step was refused."""
@@ -458,38 +463,6 @@ class Intake:
             "expired": list(self._expired),
             "unclaimed": {"frames": self.entries.unclaimed},
         }
-
-
-class _Judged:
-    """A reply counts as received at once, so that whatever becomes of it the outcomes add up. No generator: it is paid for every
-    turn."""
-
-    __slots__ = ("_engine", "_intake", "_new", "_sample_id", "_span")
-
-    def __init__(self, intake: Intake, sample_id: str, engine: str, new: bool) -> None:
-        """`new`: of a sample, and not another turn of one that is in flight."""
-        self._intake, self._sample_id, self._engine, self._new = intake, sample_id, engine, new
-        self._span = intake.clock.span("ingest")
-
-    def __enter__(self) -> None:
-        if self._new:
-            self._intake._became("received")
-        self._span.__enter__()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._span.__exit__(kind, error, trace)
-        if error is None:
-            return
-        told = no_base64(error, self._sample_id, self._engine) if isinstance(error, NotBase64) else error
-        if isinstance(told, R3Error):  # a frame's own errors know their names as text only
-            told.samples, told.engines = told.samples or (self._sample_id,), told.engines or (self._engine,)
-            self._intake.reject(told)
-        if self._new:  # also where the caller's `tokens` failed, or memory is not to be had
-            self._intake._became("duplicate" if isinstance(told, SampleTwice) else "rejected")
-        if told is not error:
-            raise told from error
 
 
 def _read(read: Callable[[bytes], Any], body: bytes, sample_id: str, engine: str) -> Any:

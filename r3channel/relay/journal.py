@@ -21,7 +21,6 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ import xxhash
 
 from r3channel.errors import (
     ConfigError,
-    FrameCorrupt,
     FrameError,
     RoutingError,
     SampleTwice,
@@ -41,7 +39,7 @@ from r3channel.plan.assignment import Assignment
 from r3channel.plan.shards import ShardKey
 from r3channel.plan.ticket import Ticket, TicketSample
 from r3channel.wire.header import HEADER_BYTES, announced_bytes, read_header
-from r3channel.wire.source import Source
+from r3channel.wire.source import InHand
 
 log = logging.getLogger(__name__)
 
@@ -150,27 +148,9 @@ class SavedTurn:
     prefix_hash: int
     key: int | None
 
-    @contextmanager
-    def opened(self) -> Iterator[Source]:
+    def source(self) -> InHand:
         """The frame's bytes, without the note."""
-        with open(self.path, "rb", buffering=0) as file:
-            yield _File(file, announced_bytes(self.head))
-
-
-class _File(Source):
-    """The next bytes of a file."""
-
-    def __init__(self, file: FileIO, nbytes: int) -> None:
-        self._file, self.left = file, nbytes
-
-    def fill(self, out_N: memoryview) -> None:
-        at = 0
-        while at < len(out_N):
-            read = self._file.readinto(out_N[at:])
-            if not read:
-                raise FrameCorrupt(f"a file ends {len(out_N) - at} bytes before its frame")
-            at += read
-        self.left -= len(out_N)
+        return InHand(memoryview(self.path.read_bytes())[: announced_bytes(self.head)])
 
 
 @dataclass(slots=True)

@@ -95,16 +95,10 @@ class Relay(Intake):
 
     @classmethod
     def recover(
-        cls,
-        spec: RoutingSpec,
-        layout: TrainerLayout,
-        config: ChannelConfig,
-        *,
-        clock: StageClock | None = None,
-        metrics: Metrics | None = None,
-        recorder: Recorder | None = None,
+        cls, spec: RoutingSpec, layout: TrainerLayout, config: ChannelConfig, **options: Any
     ) -> tuple[Relay, Recovery]:
-        """A relay that holds what those before it left in `config.journal` when they were killed.
+        """A relay, made with the constructor's options, that holds what those before it left in `config.journal` when they were
+        killed.
 
         Every row is verified as if it came from an engine. Sealed steps are to be sealed again, by the same number and with
         the assignment that the recovery names: their tickets of before belong to a run that has ended. Receivers that had
@@ -113,7 +107,7 @@ class Relay(Intake):
         """
         if not config.journal:
             raise UsageError("a relay without journal leaves nothing to recover: its memory went with it")
-        relay = cls(spec, layout, config, clock=clock, metrics=metrics, recorder=recorder)
+        relay = cls(spec, layout, config, **options)
         try:
             assert relay._journal is not None
             found, relay.steps.acked_before = take_over(
@@ -174,8 +168,8 @@ class Relay(Intake):
                     "installed in the engine's environment, and was R3CHANNEL_ENGINE=1 set when it started? The engine's "
                     "log names a hook that failed"
                 )
-            where = f"probe from engine {engine}"
-            rows = self.verifier.keep(InHand(data), where=f"sample {where}", max_rows=tokens)
+            where = f"sample probe from engine {engine}"
+            rows = self.verifier.keep(InHand(data), where=where, max_rows=tokens)
             self.free([rows])
             if rows.end_row != tokens - 1:
                 raise RoutingError(f"{where}: {rows.end_row} rows for {tokens} tokens, expected {tokens - 1}")

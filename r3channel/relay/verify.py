@@ -90,12 +90,13 @@ class FrameVerifier:
                 source, spec=self._spec, where=where, max_rows=max_rows, begun=begun, more=more
             )
             edges = frame.invalid_edges
+            nbytes = frame.rows * self._spec.bytes_per_token
             beside = _SPAN_BYTES * len(frame.provenance) + _RANGE_BYTES * (len(edges) // 2)
             # The scratch comes first: who holds rows waits for nobody.
             coded = frame.scratch_bytes
             scratch = self._store.allocate(coded, timeout_s=room_s, what=where) if coded else None
             try:
-                block = self._store.allocate(frame.raw_nbytes, beside=beside, timeout_s=room_s, what=where)
+                block = self._store.allocate(nbytes, beside=beside, timeout_s=room_s, what=where)
                 try:
                     invalid = tuple(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
                     self._check_policy(frame, invalid)
@@ -116,16 +117,9 @@ class FrameVerifier:
         frame.fill(source, ids_TLK, scratch_N)
         ids_TLK.flags.writeable = False
         rows = VerifiedRows(
-            ids_TLK=ids_TLK,
-            first_row=frame.first_row,
-            sample_key=frame.sample_key,
-            digests_L=frame.digests_L,
-            provenance=frame.provenance,
-            invalid=invalid,
-            block=block,
-            ref=next(self._refs),
-            fold=fold(frame.digests_L),
-        )
+            ids_TLK=ids_TLK, first_row=frame.first_row, sample_key=frame.sample_key, digests_L=frame.digests_L,
+            provenance=frame.provenance, invalid=invalid, block=block, ref=next(self._refs), fold=fold(frame.digests_L),
+        )  # fmt: skip
         if self._journal is not None:
             self._journal.frame(rows.ref, (head_of(rows, self._spec), block.view))
         return rows

@@ -58,8 +58,7 @@ def range_digests(rows: Sequence[Ids], first_A: Ids, edges_P: Ids) -> Words:
     items_TLI = items_of(rows[0] if len(rows) == 1 else np.concatenate(rows))
     (_, layers, items), compiled = items_TLI.shape, kernels()
     if compiled is None:
-        ranges = [slice(begin, end) for begin, end in pairwise(edges_P.tolist())]
-        return np.stack([summed(items_TLI[own], coefficients_T[own]) for own in ranges])
+        return np.stack([summed(items_TLI[a:b], coefficients_T[a:b]) for a, b in pairwise(edges_P.tolist())])
     digests_PL, sums_C = np.empty((len(edges_P) - 1, layers), np.uint64), np.empty(layers * items, np.uint64)
     sums = compiled.piece_sums(items_TLI.itemsize)
     sums(items_TLI.reshape(-1), coefficients_T, multipliers(items), edges_P, sums_C, digests_PL)

@@ -63,11 +63,6 @@ class Frame:
         return np.flatnonzero(beside_T[1:] != beside_T[:-1]) + self.first_row
 
     @property
-    def raw_nbytes(self) -> int:
-        """Bytes that the decoded rows take."""
-        return self.rows * self.spec.bytes_per_token
-
-    @property
     def scratch_bytes(self) -> int:
         """The largest chunk that is coded; 0 where all rows lie in the frame as they are."""
         return max((entry.nbytes for entry in self.entries if not CODECS[entry.codec].as_is), default=0)

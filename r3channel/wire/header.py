@@ -104,9 +104,7 @@ def read_header(head: memoryview, *, nbytes: int, where: str, more: bool = False
     """
     header = _header_in(head, nbytes=nbytes, where=where)
     if nbytes != header.nbytes and not (more and nbytes > header.nbytes):
-        behind = (
-            "; are those behind it sampling masks, and sampling_masks off?" if nbytes > header.nbytes else ""
-        )
+        behind = "; are those behind it sampling masks, and sampling_masks off?" * (nbytes > header.nbytes)
         raise errors.FrameCorrupt(
             f"{where}: {nbytes} bytes, expected the {header.nbytes} that the header announces{behind}"
         )
@@ -138,22 +136,18 @@ def _header_in(view: memoryview, *, nbytes: int, where: str) -> Header:
     return header
 
 
-def check_kind(header: Header, *, kind: int, where: str) -> None:
-    if header.kind != kind:
-        raise errors.FrameVersionMismatch(
-            f"{where}: a frame of kind {_KINDS[header.kind]}, expected {_KINDS[kind]}; sent to the wrong place?"
-        )
-
-
-def check_reported(header: Header, source: Source, *, where: str) -> None:
-    """EngineReported for the frame of an engine that could not build another one; its text is the next of `source`."""
-    if header.kind == KIND_ERROR:
-        if header.sections_bytes > MAX_ERROR_BYTES:
-            raise errors.FrameCorrupt(f"{where}: a report of {header.sections_bytes} bytes, expected few")
+def check_kind(header: Header, source: Source, *, kind: int, where: str) -> None:
+    """FrameVersionMismatch for a frame of another kind; EngineReported for that of an engine that could not build another one,
+    whose text is the next of `source`."""
+    if header.kind == KIND_ERROR and header.sections_bytes <= MAX_ERROR_BYTES:
         text = source.take(header.sections_bytes)
         check_sections(header, text, where=where)
         reported = bytes(text).decode(errors="replace")
         raise errors.EngineReported(f"{where}: expected a frame; the engine could not build it: {reported}")
+    if header.kind != kind:
+        raise errors.FrameVersionMismatch(
+            f"{where}: a frame of kind {_KINDS[header.kind]}, expected {_KINDS[kind]}; sent to the wrong place?"
+        )
 
 
 def check_fields(header: Header, *, spec: RoutingSpec, max_rows: int, where: str) -> None:
@@ -205,10 +199,15 @@ def _raise_other_spec(header: Header, *, spec: RoutingSpec, where: str) -> None:
 
 def _counts_fit(header: Header, *, spec: RoutingSpec) -> bool:
     """The numbers of chunks and section bytes follow from the others."""
-    chunks = chunk_count(header.rows)
     bitmap = -(-header.rows // 8) if header.flags & FLAG_VALIDITY else 0
-    sections = bitmap + header.spans * SPAN_BYTES + 8 * spec.num_moe_layers + chunks * CHUNK_BYTES
-    return header.chunks == chunks and header.sections_bytes == sections + padding(sections)
+    expected = sections_size(header.rows, spans=header.spans, layers=spec.num_moe_layers, bitmap=bitmap)
+    return header.chunks == chunk_count(header.rows) and header.sections_bytes == expected
+
+
+def sections_size(rows: int, *, spans: int, layers: int, bitmap: int = 0) -> int:
+    """Bytes of the sections, the padding too."""
+    size = bitmap + spans * SPAN_BYTES + 8 * layers + chunk_count(rows) * CHUNK_BYTES
+    return size + padding(size)
 
 
 def padding(sections_bytes: int) -> int:

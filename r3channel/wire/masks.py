@@ -22,7 +22,6 @@ from r3channel.wire.header import (
     Header,
     assemble,
     check_kind,
-    check_reported,
     check_sections,
     read_header,
 )
@@ -75,8 +74,7 @@ def parse_masks(data: bytes | memoryview, *, where: str) -> Masks:
     """Raises what `parse_frame` raises for a frame that is damaged, or of another kind."""
     source = InHand(data)
     header = read_header(source.take(HEADER_BYTES), nbytes=memoryview(data).nbytes, where=where)
-    check_reported(header, source, where=where)
-    check_kind(header, kind=KIND_SAMPLING_MASKS, where=where)
+    check_kind(header, source, kind=KIND_SAMPLING_MASKS, where=where)
     sizes = (header.raw_bytes + header.rows * _LENGTH_BYTES, 0)
     if (header.sections_bytes, header.wire_bytes) != sizes or header.raw_bytes % _ID_BYTES:
         raise errors.FrameCorrupt(f"{where}: impossible numbers in the header: {header._asdict()}")

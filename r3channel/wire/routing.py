@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import InitVar, dataclass
 from enum import IntEnum
 from itertools import pairwise
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import xxhash
@@ -34,9 +34,8 @@ class RowKind(IntEnum):
     """Decoded or prefilled, in a pass that had rows of both."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProvenanceSpan:
-    """Rows [start, end) of a sample were made by this weight version, in this way."""
+class ProvenanceSpan(NamedTuple):
+    """Rows [start, end) of a sample were made by this weight version, in this way. In the order of the section on the wire."""
 
     start: int
     end: int

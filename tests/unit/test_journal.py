@@ -90,8 +90,7 @@ def test_samples_come_back_turn_by_turn(kept: Kept) -> None:
     remains = kept.read()
     assert list(remains.samples) == [name, "one"] and not remains.damaged and not remains.unclaimed
     for turn, saved in enumerate(remains.samples[name].turns):
-        with saved.opened() as source:
-            assert bytes(source.take(source.left)) == frame_of(6 + turn, seed=turn + 1)
+        assert bytes((source := saved.source()).take(source.left)) == frame_of(6 + turn, seed=turn + 1)
         assert (saved.turn, saved.tokens_hash, saved.prefix_hash) == (turn, BIG, BIG - 1)
         assert saved.key == (None if turn else BIG)
 
