@@ -258,8 +258,7 @@ class Relay(Intake):
         if steps:
             raise DeadlineExceeded(
                 f"waited {limit:.1f} s for the send of step(s) {sorted(steps)}; not acknowledged by (dp, pp, cp) "
-                f"{_listed(steps)}. Have those trainers entered the step? A send "
-                "cannot finish before its receiver starts",
+                f"{_listed(steps)}. Have those trainers entered the step? A send cannot finish before its receiver starts",
                 ranks=[key for keys in steps.values() for key in keys],
                 step=min(steps),
             )

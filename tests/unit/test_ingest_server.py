@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import random
 import socket
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import h11
 import numpy as np
 import pytest
 
-import r3channel
 from r3channel import errors
 from r3channel.config import EngineConfig
 from r3channel.engine.frame_sender import Outlet
@@ -26,7 +23,6 @@ from r3channel.relay import ingest_server as door_module
 from r3channel.relay.ingest_server import (
     MAX_HEAD_BYTES,
     MOST_STRANGERS,
-    BodyLost,
     HttpConnection,
     IngestServer,
     Request,
@@ -168,13 +164,6 @@ def test_a_body_arrives_whole_however_it_is_cut_up(door: IngestServer, intake: K
     assert intake.taken == [FRAMES] * 4
 
 
-def test_one_connection_carries_many_requests(door: IngestServer, intake: Kept) -> None:
-    with connect(door) as peer:
-        for _ in range(3):
-            ask(peer, request(), 200)
-    assert len(intake.taken) == 3
-
-
 def test_a_request_may_lie_right_behind_another(door: IngestServer, intake: Kept) -> None:
     small = request(b"".join(pack_parcel(7, [(9, b"abc")])))
     assert statuses(talk(door, small + request() + small + small)) == [200] * 4
@@ -195,32 +184,6 @@ def test_who_waits_for_permission_to_send_a_body_gets_it(door: IngestServer, int
         ask(peer, HEAD + f"Expect: 100-continue\r\nContent-Length: {len(BODY)}\r\n\r\n".encode(), 100)
         ask(peer, BODY, 200)
     assert len(intake.taken) == 1
-
-
-def test_a_hello_is_told_to_the_intake(door: IngestServer, intake: Kept) -> None:
-    assert statuses(talk(door, request(hello_of().to_bytes(), head=HELLO_HEAD))) == [200]
-    assert intake.greeted == [hello_of()]
-
-
-def test_a_frame_costs_few_calls(door: IngestServer, intake: Kept) -> None:
-    """Counts calls of this package's functions in one connection's thread, from head to answer."""
-    body, calls, ours = b"".join(pack_parcel(7, FRAMES[:1])), [], str(Path(r3channel.__file__).parent)
-
-    def count(frame: FrameType, event: str, argument: object) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(ours):
-            calls.append(frame.f_code.co_name)
-
-    threading.setprofile(count)
-    try:
-        with connect(door) as peer:
-            ask(peer, request(body), 200)
-            calls.clear()
-            ask(peer, request(body), 200)
-            seen = list(calls)
-    finally:
-        threading.setprofile(None)  # pyright: ignore[reportArgumentType]
-    assert sys.getprofile() is None and "frames_in" in seen
-    assert len(seen) <= 40, seen
 
 
 # -- answers ---------------------------------------------------------------------------------------------------------------
@@ -425,18 +388,6 @@ def test_frames_come_only_with_the_session_of_their_engines_last_hello(
             expected
         ]
     assert intake.taken == [FRAMES]
-
-
-def test_a_body_that_is_cut_is_no_body() -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        theirs.sendall(request()[:-1])
-        theirs.shutdown(socket.SHUT_WR)
-        link = HttpConnection(ours, StageClock("relay"))
-        head = link.next_request(timeout_s=LIMIT_S)
-        assert isinstance(head, Request) and head.length == len(BODY)
-        with pytest.raises(BodyLost, match="closed with"):
-            link.body(len(BODY)).skip()
 
 
 def test_a_silent_peer_does_not_hold_a_thread_for_ever() -> None:

@@ -24,7 +24,6 @@ from r3channel.recordings.recorder import Recorder
 from r3channel.relay.journal import Journal
 from r3channel.relay.relay import Relay
 from r3channel.wire import frame_view as received
-from r3channel.wire.digest import fold, layer_digests
 from r3channel.wire.frame import encode_error, encode_frame, sample_key
 from r3channel.wire.routing import as_tokens
 from tests.delivery import receivers_of, recorded, start
@@ -165,15 +164,6 @@ def sealed(relay: Relay, *names: str) -> Any:
     return relay.seal(0, Assignment.round_robin(list(names), dp=1, microbatch_size=len(names)))
 
 
-def test_later_turns_add_their_rows_only(relay: Relay) -> None:
-    relay.add("s", turn(0, 10), TOKENS[:11])
-    for first_row, end in ((10, 25), (25, 26), (26, 40)):
-        assert relay.rows_held("s") == first_row
-        relay.add("s", turn(first_row, end), TOKENS[: end + 1], append=True)
-    assert np.array_equal(rows_here(relay, "s"), IDS)
-    assert relay.metrics.value("r3channel_rows_total") == 40
-
-
 def test_a_turn_looks_at_no_row_of_the_turns_before(relay: Relay, monkeypatch: pytest.MonkeyPatch) -> None:
     """Thirty turns: every row is verified once, lies where it was kept, and is never written again."""
     verified, checked = [], received.checked
@@ -216,15 +206,6 @@ def test_others_come_in_while_a_turn_is_verified(relay: Relay, monkeypatch: pyte
     relay.abandon(0)
 
 
-def test_rows_keep_the_version_of_their_turn_and_the_engines_digests_add_up(relay: Relay) -> None:
-    relay.add("s", turn(0, 10, version=1), TOKENS[:11])
-    relay.add("s", turn(10, 40, version=4), TOKENS, append=True)
-    (sample,) = sealed(relay, "s").samples
-    assert [(span.end, span.weight_version) for span in sample.provenance] == [(10, 1), (40, 4)]
-    assert sample.digest == fold(layer_digests(IDS, first_row=0))
-    relay.abandon(0)
-
-
 @pytest.mark.parametrize(
     ("row", "words"), [(11, "rows between are nowhere"), (9, "sent again"), (0, "sent again")]
 )
@@ -252,18 +233,6 @@ def test_earlier_tokens_may_not_change_and_the_last_one_may_for_it_has_no_row_ye
     with pytest.raises(errors.TurnMismatch, match="first 10 tokens differ"):
         relay.add("s", turn(10, 20), changed, append=True)
     relay.add("s", turn(10, 20), [*TOKENS[:10], 7, *TOKENS[11:21]], append=True)
-
-
-def test_a_turn_of_no_sample_one_without_append_and_a_whole_sample_again_are_refused(relay: Relay) -> None:
-    with pytest.raises(errors.SampleUnknown, match="no turn to append to"):
-        relay.add("s", turn(10, 20), TOKENS[:21], append=True)
-    with pytest.raises(errors.RowCountMismatch, match="start offset set without append"):
-        relay.add("s", turn(10, 20), TOKENS[:21])
-    assert relay.status()["store"]["frames"] == 0
-    relay.add("s", turn(0, 10), TOKENS[:11])
-    with pytest.raises(errors.SampleTwice):
-        relay.add("s", turn(0, 20), TOKENS[:21])
-    assert relay.status()["store"]["frames"] == 1
 
 
 SETS = RoutingSpec(num_layers=8, moe_layers=tuple(range(8)), num_experts=384, top_k=8)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -333,48 +331,6 @@ def test_memory_that_is_not_to_be_had_leaves_nothing(store: Store, monkeypatch: 
         with pytest.raises(MemoryError):
             store.allocate(10)
     assert store.live_bytes == len(store) == 0
-
-
-def test_a_late_writer_writes_into_its_own_memory_and_nowhere_else(store: Store, tmp_path: Path) -> None:
-    """Once it wrote through a descriptor that by then was somebody else's file."""
-    block = store.allocate(200 * KIB)
-    store.close()
-    victims = [os.open(tmp_path / f"victim-{number}", os.O_CREAT | os.O_RDWR) for number in range(6)]
-    fill(block, 9)
-    check(block, 9)
-    for victim in victims:
-        assert os.fstat(victim).st_size == 0
-        os.close(victim)
-    block.free()
-    assert books(store) == (0, 0, 0)
-    with pytest.raises(UsageError, match="closed"):
-        store.allocate(1)
-
-
-def test_a_store_that_closes_leaves_a_new_block_whole(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    made, go_on, found = threading.Event(), threading.Event(), list[Block]()
-    empty = np.empty
-
-    def slow(*arguments: object) -> object:
-        made.set()
-        assert go_on.wait(20)
-        return empty(*arguments)  # type: ignore[call-overload]
-
-    monkeypatch.setattr(np, "empty", slow)
-    adding = threading.Thread(target=lambda: found.append(store.allocate(300 * KIB)), daemon=True)
-    adding.start()
-    assert made.wait(20)
-    monkeypatch.undo()
-    store.close()
-    others = Store(4 * MIB)
-    fill(others.allocate(300 * KIB), 1)
-    go_on.set()
-    ended(adding)
-    fill(found[0], 7)
-    check(found[0], 7)
-    found[0].free()
-    assert books(store) == (0, 0, 0)
-    others.close()
 
 
 def test_close_ends_every_wait_and_may_be_repeated(store: Store) -> None:

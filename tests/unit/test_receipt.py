@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from r3channel.errors import FrameCorrupt, FrameReferenceInvalid, R3Error
-from r3channel.wire.hello import PROBE_PREFIX, Hello, probe_body
+from r3channel.wire.hello import Hello
 from r3channel.wire.parcel import FrameReference, frames_in, open_parcel, pack_parcel
 from r3channel.wire.source import InHand
 from tests.samples import SPEC
@@ -113,9 +113,3 @@ def test_a_hello_of_an_older_engine_lacks_what_came_later() -> None:
 def test_a_hello_with_impossible_numbers_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(FrameCorrupt, match="cannot be read"):
         Hello.split(dataclasses.replace(HELLO, **changes).to_bytes())
-
-
-def test_each_probe_has_an_id_of_its_own() -> None:
-    first, second = probe_body()["rid"], probe_body()["rid"]
-    assert first != second
-    assert first.startswith(PROBE_PREFIX)

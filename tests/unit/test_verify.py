@@ -243,11 +243,8 @@ def test_frames_of_an_engine_without_a_context_fit_the_store_or_are_not_taken(re
 
 
 ROWS, ROWS_BYTES = 4_000, 4_000 * SPEC.bytes_per_token
-COUNTED = {
-    "stored": ROWS_BYTES + SPAN,
-    "lz4": ROWS_BYTES + SPAN,
-    "spans": ROWS_BYTES + ROWS * SPAN + ROWS // 2 * RANGE,
-}
+COUNTED = dict.fromkeys(("stored", "lz4"), ROWS_BYTES + SPAN)
+COUNTED["spans"] = ROWS_BYTES + ROWS * SPAN + ROWS // 2 * RANGE
 """What the store counts for a frame of each kind: rows as they are or coded, or a span for each and every other one invalid."""
 
 
@@ -258,10 +255,8 @@ def adding_replies(kind: str, replies: int) -> Iterator[None]:
         random_ids(ROWS),
         np.arange(ROWS + 1, dtype=np.int32),
     )
-    many: dict[str, Any] = {
-        "provenance": [span(row, row + 1, 300 + row % 2) for row in range(ROWS)],
-        "valid_T": np.arange(ROWS) % 2 == 1,
-    }
+    each = [span(row, row + 1, 300 + row % 2) for row in range(ROWS)]
+    many: dict[str, Any] = {"provenance": each, "valid_T": np.arange(ROWS) % 2 == 1}
     frame = encode_frame(
         SPEC, expert_ids_TLK=np.tile(ids_TLK[:1], (ROWS, 1, 1)) if kind == "lz4" else ids_TLK,
         codec="lz4" if kind == "lz4" else "stored", sample_key=sample_key("r0"), **many if kind == "spans" else {},
