@@ -9,7 +9,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 from r3channel.config import ChannelConfig
@@ -205,7 +204,10 @@ class Intake:
         self, sample_id: str, data: bytes, tokens: Tokens, *, engine: str = "?", append: bool = False
     ) -> VerifiedRows | None:
         """As `add`, for a frame that is already in hand (a recording, another transport, `pd_merge.merged_frame`)."""
-        take = partial(self._add, sample_id, InHand(data), None, tokens, engine=engine, append=append)
+
+        def take() -> VerifiedRows | None:
+            return self._add(sample_id, InHand(data), None, tokens, engine=engine, append=append)
+
         return self._judged(take, sample_id, engine, new=not append)
 
     def restore(self, saved: SavedSample) -> int:

@@ -26,7 +26,7 @@ DAMAGED = (FrameCorrupt, FrameMagicMismatch)
 """What becomes of a frame on its way; anything else is its engine's own fault, and sending it again mends nothing."""
 MOST_ROWS = 1 << 20
 """Rows of a direct frame at most, while its reply has not come and its engine does not say how long sequences may be."""
-_SPAN_BYTES, _RANGE_BYTES = 160, 120
+_SPAN_BYTES, _RANGE_BYTES = 200, 140
 """What a provenance span and a range of invalid rows take in Python, counted at the ceiling: a frame says how many it has."""
 Ranges = tuple[tuple[int, int], ...]
 

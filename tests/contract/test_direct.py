@@ -371,7 +371,7 @@ def test_a_reference_of_a_reply_without_a_name_takes_no_others_frame(place: Plac
 
 
 def test_frames_that_no_reply_claims_fill_no_more_than_the_store(place: Place) -> None:
-    size = 40 * SPEC.bytes_per_token + 160  # and its provenance span
+    size = 40 * SPEC.bytes_per_token + 200  # and its provenance span
     place.relay._store.ceiling_bytes = 3 * size
     with place.engine() as engine:
         statuses = answers(engine)
