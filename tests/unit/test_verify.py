@@ -243,7 +243,7 @@ def test_frames_of_an_engine_without_a_context_fit_the_store_or_are_not_taken(re
 
 
 ROWS, ROWS_BYTES = 4_000, 4_000 * SPEC.bytes_per_token
-COUNTED = dict.fromkeys(("stored", "lz4"), ROWS_BYTES + SPAN)
+COUNTED: dict[str, int] = dict.fromkeys(("stored", "lz4"), ROWS_BYTES + SPAN)
 COUNTED["spans"] = ROWS_BYTES + ROWS * SPAN + ROWS // 2 * RANGE
 """What the store counts for a frame of each kind: rows as they are or coded, or a span for each and every other one invalid."""
 
