@@ -192,7 +192,8 @@ class Receiver:
     def _receive_ahead(self, ticket: Ticket, shard: Shard, *, after: Future[_Landed] | None) -> _Landed:
         self.clock.ahead()
         if after is not None:
-            wait([after])  # it has the connection and the memory, until the relay refuses its ticket
+            # It has the connection and the memory, until the relay refuses its ticket.
+            wait([after], 2 * self._config.step_timeout_s)
         try:
             return self._receive_now(ticket, shard)
         finally:
