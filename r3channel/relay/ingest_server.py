@@ -350,10 +350,7 @@ class IngestServer:
             and compare_digest(session.encode(), request.session.encode())
             and self._intake.knows(boot_id)
         ):
-            return (
-                Status.HELLO_FIRST,
-                "no hello of this engine was answered with that session, or it was refused",
-            )
+            return Status.HELLO_FIRST, "no hello of this engine has that session, or it was refused"
         self._intake.deliver(boot_id, count, body)
         return Status.TAKEN, "taken"
 

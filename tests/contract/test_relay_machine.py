@@ -465,7 +465,10 @@ class RelayMachine(RuleBasedStateMachine):
         if end == "is killed":
             receiver.close()
         control.go_on.set()
-        with refused(errors.TransportError if end == "is killed" else None):
+        # After a break it asks again, and its seal may have been abandoned.
+        gone = end == "its connection breaks" and not self.model.live(self.sealed[number][0])
+        error = errors.TransportError if end == "is killed" else errors.TicketMismatch if gone else None
+        with pytest.raises(error) if error else nullcontext():
             self.has(key, number, receiving.result(LIMIT_S))
         self.begins_anew(key)
 

@@ -377,16 +377,13 @@ def test_the_oldest_stranger_gives_way_and_engines_are_answered(open_door: Open,
         assert len(door._strangers) <= MOST_STRANGERS
 
 
-def test_frames_come_only_with_the_session_of_their_engines_last_hello(
-    door: IngestServer, intake: Kept
-) -> None:
+def test_frames_need_the_session_of_their_engines_last_hello(door: IngestServer, intake: Kept) -> None:
     """Also where a proxy makes a new connection for each request."""
     hello, frames = hello_of().to_bytes(), b"".join(pack_parcel(hello_of().boot_id, FRAMES))
     sessions = [talk(door, request(hello, head=HELLO_HEAD)).rpartition(b"\r\n")[2] for _ in range(2)]
     for session, expected in zip((*sessions, b"", b"\xff"), (409, 200, 409, 409), strict=True):
-        assert statuses(talk(door, request(frames, head=HEAD.replace(SESSION.encode(), session)))) == [
-            expected
-        ]
+        head = HEAD.replace(SESSION.encode(), session)
+        assert statuses(talk(door, request(frames, head=head))) == [expected]
     assert intake.taken == [FRAMES]
 
 
