@@ -179,7 +179,10 @@ class WeightSync:
         if metrics is None and metrics_port >= 0:
             self.metrics.serve(host, metrics_port)
         self.metrics.measure("r3channel_weight_updates_total")
-        self.metrics.watch("r3channel_engines_routable", lambda: len(self.routable()))
+        registry = self._fleet.registry  # not `self`, which would keep the group, and gloo's threads, to the process's end
+        self.metrics.watch(
+            "r3channel_engines_routable", lambda: len(registry.routable(now_s=time.monotonic()))
+        )
         self._version: int | None = None
         self._held: HeldWeights | None = None
         self._phase = "new"
