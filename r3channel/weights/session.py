@@ -179,14 +179,12 @@ class WeightSync:
         if metrics is None and metrics_port >= 0:
             self.metrics.serve(host, metrics_port)
         self.metrics.measure("r3channel_weight_updates_total")
-        registry = self._fleet.registry  # not `self`, which would keep the group, and gloo's threads, to the process's end
-        self.metrics.watch(
-            "r3channel_engines_routable", lambda: len(registry.routable(now_s=time.monotonic()))
-        )
+        # Not by `self`, which the page would keep, and with it the group and gloo's threads, to the process's end.
+        registry, now_s = self._fleet.registry, time.monotonic
+        self.metrics.watch("r3channel_engines_routable", lambda: len(registry.routable(now_s=now_s())))
         self._version: int | None = None
         self._held: HeldWeights | None = None
-        self._phase = "new"
-        self._busy = threading.Lock()
+        self._phase, self._busy = "new", threading.Lock()
 
     @property
     def version(self) -> int | None:
