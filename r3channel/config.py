@@ -37,8 +37,6 @@ REFUSALS = {
     "a2a": "each rank of an attention group routes a part of the tokens, and this SGLang's capture does not gather them, so rows "
     "of other tokens would pass for the rest",
     "prefill_cp": "each rank routes its share of a prompt, in an order of its own, and its rows are read as the prompt's first",
-    "piecewise_graph": "SGLang 0.5.9 looks for a prefill graph's rows where a decode graph's would lie, which with DP attention "
-    "are those of another rank",
     "swa_replay": "not every layer computes every row of a prompt, so rows of an earlier pass would pass for them",
     "kernel_routing": "the router's choices stay inside a kernel, or it never reports them, so its rows would be all zero",
     "routers": "the engine's routers are not where the checkpoint's configuration says; SGLang's class for this model may ignore "

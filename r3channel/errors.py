@@ -127,7 +127,7 @@ class TurnMismatch(RoutingError):
     reason = "turn"
     remedy = (
         "Add later turns with the whole sequence so far, unchanged (a re-tokenised prompt is another sample), and ask with "
-        "`routed_experts_start_len` = `relay.rows_held(sample_id)`. SGLang 0.5.9 always sends all rows: add without `append`."
+        "`routed_experts_start_len` = `relay.rows_held(sample_id)`."
     )
 
 

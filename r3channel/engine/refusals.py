@@ -19,7 +19,7 @@ from r3channel.model.spec import RoutingSpec
 log = logging.getLogger(__name__)
 
 KERNEL_ROUTING = ("triton_kernel", "flashinfer_trtllm", "flashinfer_mxfp4", "experimental_sgl_trtllm")
-"""Values of moe_runner_backend with which a router of 0.5.9 and 0.5.15.post1 leaves the choice to a kernel."""
+"""Values of moe_runner_backend with which a router of 0.5.15.post1 leaves the choice to a kernel."""
 
 Refusal = tuple[str, str]
 """(word of R3CHANNEL_ALLOW or '', reason)."""

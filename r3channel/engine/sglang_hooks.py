@@ -1,7 +1,7 @@
 """The names of SGLang that the engine room relies on, per version, and a check of each. Imports SGLang only when asked, by name.
 
 Read against SGLang 0.5.15.post1 and 0.5.23; what lies between follows one of the two tables or is refused. When a release
-moves a name, `check_hooks` says which, before anything is patched. 0.5.9 has no plug-in API: see patches/.
+moves a name, `check_hooks` says which, before anything is patched.
 """
 
 from __future__ import annotations

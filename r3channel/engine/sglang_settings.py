@@ -93,7 +93,6 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting("attn_cp_size", REFUSED, "above 1", "prefill_cp", _above(1)),
     Setting("enable_prefill_cp enable_*_context_parallel", REFUSED, "on", "prefill_cp", _is_on),
-    Setting("enable_piecewise_cuda_graph", REFUSED, "on (0.5.9)", "piecewise_graph", _is_on),
     Setting("enable_*_swa_bounded_replay", REFUSED, "on", "swa_replay", _is_on),
     # -- tested on the real SGLang, ids against a reference -------------------------------------------------------------
     Setting("tp_size", TESTED, "1, 2", "in-band and direct: `test_parallel_engine`", _among(1, 2)),

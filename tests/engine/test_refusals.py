@@ -33,7 +33,6 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("prefill_cp", {"attn_cp_size": 2}),
     ("prefill_cp", {"enable_prefill_cp": True}),
     ("prefill_cp", {"enable_nsa_prefill_context_parallel": True}),
-    ("piecewise_graph", {"enable_piecewise_cuda_graph": True}),
     ("swa_replay", {"enable_decoder_swa_bounded_replay": True}),
 ]
 

@@ -18,7 +18,7 @@ from tests.delivery import until
 from tests.gpu import run as command
 from tests.gpu.facts import ANSWER, Facts
 
-STAGED = next(check for check in command.CHECKS if check.name == "staged")
+HOST_PATH = next(check for check in command.CHECKS if check.name == "host_path")
 MACHINE: dict[str, Any] = {"missing": [], "GPUs": 1}
 
 
@@ -58,15 +58,15 @@ def written(tmp_path: Path) -> Any:
 
 
 def test_what_is_not_installed_is_named_in_the_line_and_is_no_success() -> None:
-    outcome = outcome_of(STAGED, "cuda", missing=["lz4", "sglang"])
+    outcome = outcome_of(HOST_PATH, "cuda", missing=["lz4", "sglang"])
     assert outcome.status == "not run" and "lz4 not installed" in outcome.line() and outcome.unfit
     assert "sglang" not in outcome.line(), "which this check does not need"
 
 
 def test_a_machine_without_a_gpu_is_no_success_and_one_gpu_too_few_is() -> None:
-    none = outcome_of(STAGED, "cuda", GPUs=0)
+    none = outcome_of(HOST_PATH, "cuda", GPUs=0)
     assert "torch sees 0" in none.line() and none.unfit
-    two = command.Check(name="staged", about="", gpus=2, limit_s=1)
+    two = command.Check(name="host_path", about="", gpus=2, limit_s=1)
     few = outcome_of(two, "cuda", GPUs=1)
     assert few.status == "not run" and "needs 2 GPU(s), torch sees 1" in few.line() and not few.unfit
 
@@ -92,7 +92,7 @@ def test_a_check_keeps_its_time_whatever_others_took(tmp_path: Path, monkeypatch
     monkeypatch.setattr(command.time, "monotonic", lambda: clock[0])
     assert command.main(["--out", str(tmp_path / "gpu.json")]) == 0
     assert limits == {check.name: check.limit_s for check in command.CHECKS}
-    outcome = command.run(STAGED, options_of("cuda"), {}, MACHINE, clock[0])
+    outcome = command.run(HOST_PATH, options_of("cuda"), {}, MACHINE, clock[0])
     assert outcome.status == "not run" and "took all the time" in outcome.line()
 
 

@@ -28,11 +28,6 @@ def test_another_release_does_not_pass_for_it(version: str) -> None:
     assert problems(version, Tree(unpacked(f"sglang=={other}")))
 
 
-def test_the_release_without_plugins_is_told_apart() -> None:
-    tree = Tree(unpacked("sglang==0.5.9"))
-    assert "sglang.srt.plugins.hook_registry.HookRegistry.register is gone" in problems("0.5.23", tree)
-
-
 @OWN
 def test_a_name_that_goes_is_named(version: str, tmp_path: Path) -> None:
     source = unpacked(f"sglang=={version}") / "sglang/srt/state_capturer/base.py"
