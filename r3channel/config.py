@@ -211,6 +211,8 @@ class EngineConfig:
     """Ceiling of frames that wait to be sent; a request that would exceed it is answered in-band."""
     deliver_timeout_s: float = 60.0
     """How long a frame is offered to the relay before it is given up; the relay then names it when it seals."""
+    kept_bytes: int = 1024 * _MIB
+    """Ceiling of rows that retracted requests keep; what exceeds it has the rows, version and kind of the later prefill."""
     name: str = ""
     """What the engine calls itself in its hello; its own address by default."""
     metrics_port: int = -1

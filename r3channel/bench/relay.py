@@ -505,10 +505,9 @@ class _Replies:
     def _frame(self, way: str, request_id: str) -> Any:
         from r3channel.engine.capture import UnfinishedFrame
 
-        stamps_T = np.zeros(len(self.ids_TLK), np.int16)
-        unfinished = UnfinishedFrame(self._spec, stamps_T=stamps_T, makers=[(3, 0)])
+        rows, key = len(self.ids_TLK), sample_key(request_id)
+        unfinished = UnfinishedFrame(self._spec, rows=rows, runs=[(0, rows, 3, 0)], sample_key=key)
         unfinished.ids_TLK[:] = self.ids_TLK
-        unfinished.name(sample_key(request_id))
         return self._outlets[way].reply(unfinished, request_id=request_id)
 
 

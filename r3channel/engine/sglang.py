@@ -1,19 +1,16 @@
 """The hooks into SGLang: the only module of this room that imports it. Read against the versions in `sglang_hooks.READ_AGAINST`.
 
-The life of an id here: `TopK` writes int32 ids into SGLang's device buffer; `_get_local_slice` keeps the MoE layers and
-narrows them, on the device and the current stream; SGLang's result copy brings them to the host with the sampled tokens (no
-synchronisation is added); `finalize` writes them, with their provenance, into a host cache by KV slot; when the request
-finishes its rows are gathered once, into the memory that becomes its frame. Only `get_topk` and `finalize` touch host
-memory, both on the scheduler's thread.
+The life of an id here: `TopK` writes int32 ids into SGLang's device buffer; at the end of the pass `PassCopies` narrows those of
+the MoE layers and brings them to the host on a stream of its own; when SGLang comes to the pass's result they are written, with
+their provenance, into a host cache by KV slot; when the request finishes its rows are gathered once, into the memory that
+becomes its frame. All of it runs on the scheduler's thread.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import secrets
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -21,7 +18,6 @@ from sglang.srt import runtime_context
 from sglang.srt.layers.moe.hash_topk import HashTopK
 from sglang.srt.layers.moe.topk import TopK, TopKOutputFormat
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-from sglang.srt.state_capturer import base
 from sglang.srt.state_capturer.routed_experts import RoutedExpertsCapturer, get_global_experts_capturer
 
 import r3channel
@@ -32,8 +28,8 @@ from r3channel.engine.capture import (
     SlotRows,
     UnfinishedFrame,
     parse_weight_version,
-    torch_id_dtype,
 )
+from r3channel.engine.copy_stream import PassCopies, Restored
 from r3channel.engine.frame_sender import Outlet, is_costly, report
 from r3channel.engine.masks import KeptMasks
 from r3channel.engine.refusals import (
@@ -45,12 +41,14 @@ from r3channel.engine.refusals import (
     refused_unread,
     unread,
 )
+from r3channel.engine.retraction import Kept, KeptStore
 from r3channel.engine.sglang_hooks import (
     CAPTURER,
     COLLECT,
     INIT_BATCH,
     INIT_CAPTURER,
     MASKS,
+    RELEASE,
     TRANSFERRED,
     UPDATES,
     check_hooks,
@@ -64,7 +62,7 @@ from r3channel.transport.process_group import nccl_version, torch_version
 from r3channel.wire.frame import sample_key
 from r3channel.wire.hello import Hello
 from r3channel.wire.masks import MOST_IDS
-from r3channel.wire.routing import RowKind
+from r3channel.wire.routing import Ids, RowKind
 
 __all__ = ["FrameCapturer", "apply", "check_hooks"]
 
@@ -85,7 +83,8 @@ def apply(config: EngineConfig) -> None:
     _config, _table = config, matching_table() or ""  # before a hook changes what is looked at
     HookRegistry.register(CAPTURER, FrameCapturer, HookType.REPLACE)
     HookRegistry.register(COLLECT, collect_frame, HookType.AROUND)
-    HookRegistry.register(INIT_BATCH, note_mixed, HookType.AFTER)
+    HookRegistry.register(INIT_BATCH, note_batch, HookType.AFTER)
+    HookRegistry.register(RELEASE, keep_rows, HookType.BEFORE)
     HookRegistry.register(TRANSFERRED, note_transferred, HookType.AFTER)
     HookRegistry.register(INIT_CAPTURER, refuse_engine, HookType.BEFORE)
     if config.sampling_masks:
@@ -158,38 +157,6 @@ def _replica() -> int:
 # -- capture ---------------------------------------------------------------------------------------------------------------
 
 
-class NarrowHostCache(base.BaseHostCache):
-    """Ids by KV slot, [slots, L, K] in the id dtype, and what made each slot's row."""
-
-    def __init__(self, slots: int, *, spec: RoutingSpec) -> None:
-        # BaseHostCache.__init__ is not called: it would allocate int32 for all layers, pinned. No device copies into this: ids
-        # come through the pinned memory of SGLang's own result, and `finalize` writes them here.
-        self.buffer = torch.zeros((slots, spec.num_moe_layers, spec.top_k), dtype=torch_id_dtype(spec))
-        self.num_tokens, self.num_layers, self.topk_size = slots, spec.num_moe_layers, spec.top_k
-        self.name = "r3channel"
-        self.rows = SlotRows(spec, self.buffer)
-        self._log_allocation()
-
-    def destroy(self) -> None:
-        """SGLang's takes the memory for pinned and unregisters it."""
-        self.buffer = None
-
-
-@dataclasses.dataclass
-class StampedOutput(base.TopkCaptureOutput):
-    """One forward pass's ids on their way to the host, with what made them."""
-
-    rows: SlotRows
-    weight_version: int
-    kind: RowKind
-    stage: Callable[[str], AbstractContextManager[None]]
-
-    def finalize(self) -> None:
-        """Write ids and provenance by slot. SGLang calls it after the copy has completed."""
-        with self.stage("capture"):
-            self.rows.write(self.out_cache_loc, self.topk, weight_version=self.weight_version, kind=self.kind)
-
-
 class FrameCapturer(RoutedExpertsCapturer):
     """SGLang's capturer with narrow staging; `take_unfinished` has the rows of the last `get_topk`."""
 
@@ -207,25 +174,40 @@ class FrameCapturer(RoutedExpertsCapturer):
         super().__init__(model_config, num_tokens=1, max_running_requests=most, device=device, **kwargs)
         if hasattr(self.host_cache, "destroy"):  # not in 0.5.15.post1
             self.host_cache.destroy()
+        self.host_cache: Any = None
         self.spec = engine_spec(model_config)
-        replies = _streams_replies()
-        self.host_cache = NarrowHostCache(num_tokens if replies else 1, spec=self.spec)
-        hello = engine_hello(self.spec, context=getattr(model_config, "context_len", None) or 0)
-        self.outlet = Outlet(_config, hello, replica=_replica()) if replies else None
-        if self.outlet is not None:
-            self.outlet.metrics.watch(
-                "r3channel_weight_version", lambda: parse_weight_version(weight_version())
-            )
-        self._selection = LayerSelection(self.spec, device=device)
         self._version = (weight_version(), parse_weight_version(weight_version()))
         self._unfinished: UnfinishedFrame | None = None
-        self.transferred = slice(0)
-        """The tokens whose keys another engine computed, in the request that `get_topk` is asked for next."""
+        self.request: Any = None
+        """Whose rows `get_topk` is asked for."""
+        self.outlet: Outlet | None = None
+        """None on a rank that does not reply: it copies nothing."""
+        if not _streams_replies():
+            return
+        hello = engine_hello(self.spec, context=getattr(model_config, "context_len", None) or 0)
+        self.outlet = outlet = Outlet(_config, hello, replica=_replica())
+        outlet.metrics.watch("r3channel_weight_version", lambda: parse_weight_version(weight_version()))
+        self.rows = SlotRows(self.spec, slots=num_tokens)
+        log.info("r3channel: %.2f GB of host memory for %d rows", self.rows.nbytes / 1e9, num_tokens)
+        self.kept = KeptStore(
+            self.rows,
+            limit_bytes=_config.kept_bytes,
+            counted=lambda fate, rows: outlet.metrics.inc(
+                "r3channel_engine_kept_rows_total", rows, fate=fate
+            ),
+        )
+        self.passes = PassCopies(
+            self.rows,
+            LayerSelection(self.spec, device=device),
+            most_rows=len(self.device_cache.buffer),
+            device=device,
+            timed=lambda: outlet.stage("capture"),
+            counted=lambda until: outlet.metrics.inc("r3channel_engine_capture_waits_total", until=until),
+        )
 
     def destroy(self) -> None:
         if self.outlet is not None:
             self.outlet.close()
-        super().destroy()
 
     def on_forward_end(
         self,
@@ -233,33 +215,26 @@ class FrameCapturer(RoutedExpertsCapturer):
         can_run_graph: bool,
         cuda_graph_batch: int | None,
         no_copy_to_cpu: bool = False,
-    ) -> StampedOutput | None:
-        """As SGLang's, without a copy in full width. The version is the current one: the pass was just launched with it.
-
-        A rank that does not reply copies nothing.
-        """
-        if self.outlet is None:
-            return None
+    ) -> Any:
+        """In place of SGLang's, which returns a `TopkCaptureOutput` under overlap scheduling, and else copies and waits."""
         # Ids that attention works with may be other ones than those of req_to_token (0.5.23); a padded batch is longer.
         slots_T = getattr(forward_batch, "out_cache_loc_virtual", None)
         if slots_T is None:
             slots_T = forward_batch.out_cache_loc
+        if self.outlet is None or not len(slots_T):  # SGLang never comes to the result of an idle batch
+            return None
         local_TAK = self._get_local_slice(forward_batch, can_run_graph, cuda_graph_batch)
-        output = StampedOutput(
-            # Copies of their own: the next pass is launched over these buffers before the copy to the host has run.
-            out_cache_loc=slots_T.clone(),
-            topk=self._selection.narrow(local_TAK[: len(slots_T)]),
-            host_cache=self.host_cache,
-            rows=self.host_cache.rows,
-            stage=self.outlet.stage,
+        # The version is the current one: the pass was just launched with it.
+        staged = self.passes.stage(
+            slots_T,
+            local_TAK[: len(slots_T)],
             weight_version=self._current_version(),
             kind=_kind_of(forward_batch),
+            restored=getattr(forward_batch, "r3channel_restored", ()),
         )
-        if no_copy_to_cpu:
-            return output
-        output.map_device_tensors(torch.Tensor.cpu)
-        output.finalize()
-        return None
+        if not no_copy_to_cpu:
+            staged.finalize()  # without overlap no later pass is launched before this one's result is handled
+        return staged
 
     def _get_local_slice(
         self, forward_batch: Any, can_run_graph: bool, cuda_graph_batch: int | None
@@ -277,24 +252,47 @@ class FrameCapturer(RoutedExpertsCapturer):
         if start_len < 0:
             raise ValueError(f"start_len is {start_len}, expected >= 0")
         first_row = min(start_len, seqlen - 1)
-        slots_T = req_to_token_pool.req_to_token[req_pool_idx][: seqlen - 1].cpu()
-        # Not when they were transferred: an older request's last pass may write its row only then.
-        if self.transferred.stop:
-            self.host_cache.rows.forget(slots_T[self.transferred])
-        self._unfinished = self.host_cache.rows.unfinished(
-            slots_T[first_row:], first_row=first_row, sample_key=0
+        slots_T = self._slots_of(self.request, req_to_token_pool, req_pool_idx, seqlen - 1)
+        kept = getattr(self.request, "r3channel_kept", None)
+        self._unfinished = self.rows.unfinished(
+            slots_T[first_row:],
+            first_row=first_row,
+            sample_key=sample_key(str(self.request.rid)),
+            kept=tuple(kept.within(first_row, seqlen - 1)) if kept else (),
         )
         return torch.from_numpy(self._unfinished.ids_TLK)
 
-    def take_unfinished(self, req: Any) -> UnfinishedFrame:
-        """What `get_topk` has just gathered, marked with its request."""
+    def take_unfinished(self) -> UnfinishedFrame:
+        """What `get_topk` has just gathered."""
         unfinished, self._unfinished = self._unfinished, None
         if unfinished is None:
             raise R3Error(
                 "SGLang collected rows without get_topk; was another plug-in applied over r3channel's?"
             )
-        unfinished.name(sample_key(str(req.rid)))
         return unfinished
+
+    def keep(self, req: Any, req_to_token_pool: Any) -> None:
+        """Keep the rows of a request that is about to lose its slots, up to its last answered token."""
+        kept, kv = getattr(req, "r3channel_kept", None) or Kept(), getattr(req, "kv", req)
+        answered = len(req.origin_input_ids) + len(req.output_ids) - 1
+        # A request that embeds its input forgets its answer. One without a new token since its last prefill has no new rows, and
+        # those of a prefill may still be on their way.
+        if req.input_embeds is not None or not req.output_ids or answered <= kept.seen:
+            return
+        end = min(answered, kv.kv_committed_len)
+        slots_T = self._slots_of(req, req_to_token_pool, kv.req_pool_idx, end)
+        self.kept.keep(kept, slots_T[kept.seen :], first_row=kept.seen)
+        kept.seen, req.r3channel_kept = answered, kept
+
+    def _slots_of(self, req: Any, req_to_token_pool: Any, req_pool_idx: int, end: int) -> Ids:
+        """The slots of rows [0, end) of a request, whose rows have been written."""
+        self.passes.flush()
+        slots_T = self.passes.read(req_to_token_pool.req_to_token[req_pool_idx, :end])
+        # Not when they were transferred: an older request's last pass may write its row only then.
+        transferred = getattr(req, "r3channel_transferred", slice(0))
+        if transferred.stop:
+            self.rows.forget(slots_T[transferred])
+        return slots_T
 
     def _current_version(self) -> int:
         text = weight_version()
@@ -318,9 +316,35 @@ def _unchunked_tokens(model_config: Any) -> int:
     return max(values["max_prefill_tokens"], model_config.context_len)
 
 
-def note_mixed(made: Any, _class: Any, batch: Any, *_rest: Any, **_more: Any) -> None:
-    """AFTER `ForwardBatch.init_new`: a runner turns a pass that also decodes into a prefill before it ends."""
+def note_batch(made: Any, _class: Any, batch: Any, *_rest: Any, **_more: Any) -> None:
+    """AFTER `ForwardBatch.init_new`: notes what of a batch its rows need. A runner turns a pass that also decodes into a prefill
+    before it ends; a request that was retracted gets its rows back as it is prefilled."""
     made.r3channel_mixed = bool(batch.decoding_reqs)
+    if made.forward_mode.is_extend_without_speculative():
+        made.r3channel_restored = tuple(_restored(batch))
+
+
+def _restored(batch: Any) -> Iterator[Restored]:
+    at = 0
+    for req, start, count in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True):
+        if kept := getattr(req, "r3channel_kept", None):
+            for rows in kept.within(start, start + count):
+                yield Restored(at + rows.first_row - start, rows)
+        at += count
+
+
+def keep_rows(*_args: Any, req: Any, req_to_token_pool: Any, **_more: Any) -> None:
+    """BEFORE `release_req`, through which each retraction goes: of a full pool, of a pause, of a higher priority."""
+    capturer = get_global_experts_capturer()
+    if not isinstance(capturer, FrameCapturer) or capturer.outlet is None:
+        return
+    if not req.return_routed_experts or req.finished() or req.to_finish:
+        return
+    try:
+        capturer.keep(req, req_to_token_pool)
+    except Exception:
+        log.exception("r3channel: rows of request %s are lost as it is retracted", req.rid)
+        capturer.outlet.metrics.inc("r3channel_engine_kept_rows_total", len(req.output_ids), fate="given_up")
 
 
 def note_transferred(result: Any, batch: Any) -> None:
@@ -366,10 +390,11 @@ def collect_frame(original: Callable[..., None], processor: Any, req: Any) -> No
         return None
     request_id = str(req.rid)
     try:
-        capturer.transferred = getattr(req, "r3channel_transferred", slice(0))
+        capturer.request = req
         with capturer.outlet.stage("frame"):
             original(processor, req)
-            reply = capturer.outlet.reply(capturer.take_unfinished(req), request_id=request_id)
+            reply = capturer.outlet.reply(capturer.take_unfinished(), request_id=request_id)
+        req.r3channel_kept = None
     except Exception as error:
         log.exception("r3channel: no frame for request %s", request_id)
         reply = report(error, request_id=request_id)
@@ -445,6 +470,7 @@ def engine_hello(spec: RoutingSpec, *, context: int) -> Hello:
         torch=torch_version(),
         nccl=nccl_version(),
         context=context,
+        kept_bytes=_config.kept_bytes,
     )
 
 

@@ -25,6 +25,7 @@ MASKS = (
     f"{_SRT}.managers.scheduler_components.batch_result_processor"
     ".SchedulerBatchResultProcessor.add_sampling_mask_return_values"
 )
+RELEASE = f"{_SRT}.managers.schedule_batch.release_req"
 INIT_BATCH = f"{_SRT}.model_executor.forward_batch_info.ForwardBatch.init_new"
 TRANSFERRED = (
     f"{_SRT}.disaggregation.decode_schedule_batch_mixin"
@@ -53,6 +54,7 @@ _COMMON: tuple[Name, ...] = (
     Name(CAPTURER),
     Name(COLLECT, ("self", "req")),
     Name(INIT_BATCH, ("batch",)),
+    Name(RELEASE, ("req", "req_to_token_pool")),
     Name(f"{_SRT}.managers.schedule_batch.ScheduleBatch.decoding_reqs"),
     Name(TRANSFERRED, ("self",)),
     Name(INIT_CAPTURER, ("self",)),
@@ -72,12 +74,11 @@ _COMMON: tuple[Name, ...] = (
     ),
     Name(f"{CAPTURER}.get_topk", ("req_pool_idx", "seqlen", "req_to_token_pool", "start_len")),
     Name(f"{_SRT}.state_capturer.routed_experts.get_global_experts_capturer"),
-    Name(f"{_BASE}.TopkCaptureOutput", ("out_cache_loc", "topk", "host_cache")),
     Name(f"{_BASE}.TopkCaptureOutput.map_device_tensors", ("fn",)),
     Name(f"{_BASE}.TopkCaptureOutput.finalize"),
-    Name(f"{_BASE}.BaseHostCache._log_allocation"),
     Name(f"{_SRT}.model_executor.forward_batch_info.ForwardMode.is_decode"),
     Name(f"{_SRT}.model_executor.forward_batch_info.ForwardMode.is_target_verify"),
+    Name(f"{_SRT}.model_executor.forward_batch_info.ForwardMode.is_extend_without_speculative"),
     Name(f"{_SRT}.model_executor.forward_batch_info.ForwardBatch._original_batch_size"),
     Name(f"{_SRT}.layers.moe.topk.TopK.__init__", ("top_k", "layer_id", "output_format")),
     Name(f"{_SRT}.layers.moe.topk.TopKConfig.output_format"),
@@ -163,6 +164,7 @@ def hooked(table: str) -> tuple[str, ...]:
         CAPTURER,
         COLLECT,
         INIT_BATCH,
+        RELEASE,
         TRANSFERRED,
         INIT_CAPTURER,
         *(UPDATES if table == "0.5.15.post1" else ()),

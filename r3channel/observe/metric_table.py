@@ -29,6 +29,8 @@ LABELS: dict[str, tuple[str, ...]] = {
     "leg": ("engine_frame", "engine_http", "engine_direct", "wire_sent", "wire_received", "landed"),
     "way": ("inband", "overflowed", "direct", "given_up"),
     "result": ("committed", "failed", "unknown"),
+    "fate": ("kept", "given_up"),
+    "until": ("room", "rows"),
 }
 """Every label and the closed set of its values. A reason that is not listed is counted as `other`."""
 
@@ -119,6 +121,10 @@ _TABLE: tuple[Metric, ...] = tuple(Metric(*line) for line in (
     ("gauge", "r3channel_audit_logprob_k3", "nats", "audit", _TRAINER, (), "Mean exp(d) - 1 - d of the same."),
     ("counter", "r3channel_engine_frames_total", "frames", "engine", _ENGINE, ("way",),
         "Frames by how they left: in the reply, in the reply as the queue was full, directly, or given up."),
+    ("counter", "r3channel_engine_kept_rows_total", "rows", "engine", _ENGINE, ("fate",),
+        "Rows of requests that were retracted: kept for the frame, or given up for want of room, and computed again."),
+    ("counter", "r3channel_engine_capture_waits_total", "waits", "engine", _ENGINE, ("until",),
+        "Waits of the scheduler for the copy of a pass: until the ring had room, or until a request's rows had come."),
     ("gauge", "r3channel_engine_queue_bytes", "bytes", "engine", _ENGINE, (), "Frames that wait to be sent to the relay."),
     ("gauge", "r3channel_engine_queue_limit_bytes", "bytes", "engine", _ENGINE, (), "Ceiling of these."),
     ("gauge", "r3channel_engine_greeted", "bool", "engine", _ENGINE, (), "1 once the relay has taken this engine's hello."),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from r3channel.errors import FrameCorrupt, FrameMagicMismatch, RowsInvalid
+from r3channel.errors import ExpertIdInvalid, FrameCorrupt, FrameMagicMismatch, RowsInvalid
 from r3channel.model.spec import RoutingSpec
 from r3channel.observe.stage_clock import StageClock
 from r3channel.recordings.recorder import head_of
@@ -98,9 +98,8 @@ class FrameVerifier:
             try:
                 block = self._store.allocate(nbytes, beside=beside, timeout_s=room_s, what=where)
                 try:
-                    invalid = tuple(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
-                    self._check_policy(frame, invalid)
-                    return self._finish(frame, source, block, invalid, scratch and scratch.view)
+                    self._check_policy(frame)
+                    return self._finish(frame, source, block, scratch and scratch.view)
                 except BaseException:
                     block.free()
                     raise
@@ -109,27 +108,36 @@ class FrameVerifier:
                     scratch.free()
 
     def _finish(
-        self, frame: Frame, source: Source, block: Block, invalid: Ranges, scratch_N: memoryview | None
+        self, frame: Frame, source: Source, block: Block, scratch_N: memoryview | None
     ) -> VerifiedRows:
         """Write every id to its place, check it, and write what must survive."""
         shape = (frame.rows, self._spec.num_moe_layers, self._spec.top_k)
         ids_TLK = np.ndarray(shape, self._spec.id_dtype, block.view)
-        frame.fill(source, ids_TLK, scratch_N)
+        try:
+            frame.fill(source, ids_TLK, scratch_N)
+        except ExpertIdInvalid:
+            if self._invalid_rows == "error" or not frame.leave_out_unsound(ids_TLK):
+                raise
         ids_TLK.flags.writeable = False
         rows = VerifiedRows(
             ids_TLK=ids_TLK, first_row=frame.first_row, sample_key=frame.sample_key, digests_L=frame.digests_L,
-            provenance=frame.provenance, invalid=invalid, block=block, ref=next(self._refs), fold=fold(frame.digests_L),
+            provenance=frame.provenance, invalid=_invalid(frame), block=block, ref=next(self._refs), fold=fold(frame.digests_L),
         )  # fmt: skip
         if self._journal is not None:
             self._journal.frame(rows.ref, (head_of(rows, self._spec), block.view))
         return rows
 
-    def _check_policy(self, frame: Frame, invalid: Ranges) -> None:
+    def _check_policy(self, frame: Frame) -> None:
         """Policy `error`: a row without routing is refused by name."""
         missing = [(span.start, span.end) for span in frame.provenance if span.kind is RowKind.MISSING]
-        named = invalid or missing
+        named = _invalid(frame) or missing
         if named and self._invalid_rows == "error":
             raise RowsInvalid(
                 f"{frame.where}: {sum(end - start for start, end in named)} of {frame.rows} rows hold no routing, the first is "
                 f"row {named[0][0]}; expected all rows valid (policy: error)"
             )
+
+
+def _invalid(frame: Frame) -> Ranges:
+    edges = frame.invalid_edges
+    return tuple(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))

@@ -82,6 +82,7 @@ def encode_frame(
     valid_T: np.ndarray[Any, np.dtype[np.bool_]] | None = None,
     provenance: Sequence[ProvenanceSpan] | None = None,
     sample_key: int = 0,
+    kept_rows: int = 0,
     codec: str = "auto",
 ) -> bytes:
     """Bytes of one frame. `expert_ids_TLK` is [rows, L, K] in `spec.id_dtype` and is copied once.
@@ -107,7 +108,8 @@ def encode_frame(
         expert_ids_TLK = _as_decoded(expert_ids_TLK, chunks)
     digests_L = layer_digests(expert_ids_TLK, first_row=first_row, valid_T=valid_T)
     head = frame_head(
-        spec, chunks, first_row=first_row, valid_T=valid_T, provenance=provenance, digests_L=digests_L, sample_key=sample_key
+        spec, chunks, first_row=first_row, valid_T=valid_T, provenance=provenance, digests_L=digests_L, sample_key=sample_key,
+        kept_rows=kept_rows,
     )  # fmt: skip
     return b"".join((head, *(chunk.wire for chunk in chunks)))
 
@@ -121,6 +123,7 @@ def frame_head(
     provenance: Sequence[ProvenanceSpan] | Sequence[Run],
     digests_L: Ids,
     sample_key: int,
+    kept_rows: int = 0,
 ) -> bytes:
     """A frame up to its chunks, which follow; of rows whose digests are known, so none is read."""
     unordered = any(not CODECS[chunk.codec].keeps_order for chunk in chunks)
@@ -139,7 +142,7 @@ def frame_head(
         FRAME_MAGIC, WIRE_VERSION, KIND_EXPERT_IDS, max([chunk.codec for chunk in chunks], default=0), flags,
         spec.digest, spec.num_experts, spec.top_k, spec.num_moe_layers, spec.id_dtype.itemsize, 0,
         spec.num_moe_layers, rows, first_row, len(chunks), len(provenance), len(sections),
-        rows * spec.bytes_per_token, wire_bytes, sample_key, newest,
+        rows * spec.bytes_per_token, wire_bytes, sample_key, newest, kept_rows,
     )  # fmt: skip
     return assemble(header, sections)
 
@@ -240,6 +243,7 @@ def _read_sections(header: Header, sections: memoryview, *, spec: RoutingSpec, w
         spec=spec, rows=rows, first_row=header.first_row, sample_key=header.sample_key,
         weight_version=header.weight_version, where=where, nbytes=header.nbytes, partly_valid_T=valid_T, provenance=spans,
         digests_L=digests_L, ordered=_ordered(header, entries, where=where), entries=entries,
+        kept_rows=header.kept_rows,
     )  # fmt: skip
 
 

@@ -12,15 +12,16 @@ from r3channel.model.spec import RoutingSpec
 from r3channel.wire.chunks import Entry
 from r3channel.wire.codec import CODECS
 from r3channel.wire.mixing import Words
-from r3channel.wire.routing import Ids, ProvenanceSpan, SampleRouting, raise_unsound
+from r3channel.wire.routing import Ids, ProvenanceSpan, RowKind, SampleRouting, raise_unsound, spans_of
 from r3channel.wire.source import InHand, Source
-from r3channel.wire.validate import checked
+from r3channel.wire.validate import checked, sound_rows
 
 _WORD_BYTES = 16
 _NAMED_LAYERS = 5
 _NO_EDGES = np.zeros(0, np.int64)
 _SLICE_BYTES = 512 << 10
 """Ids that are written and then checked: within a level-2 cache, and few enough calls (measured: 256 kB to 4 MB)."""
+_MOST_NEW_RUNS = 64
 Valid = np.ndarray[Any, np.dtype[np.bool_]]
 
 
@@ -47,6 +48,8 @@ class Frame:
     """False where a codec has dropped the order of the ids within a row."""
     entries: tuple[Entry, ...]
     """The table of its chunks."""
+    kept_rows: int = 0
+    """How many rows a retraction did not lose."""
     payload: memoryview | bytes = b""
     """The chunks of a frame that is in hand: a view of the caller's buffer, no copy."""
 
@@ -103,6 +106,24 @@ class Frame:
         self.fill(InHand(self.payload), out_TLK)
         out_TLK.flags.writeable = False
         return out_TLK
+
+    def leave_out_unsound(self, ids_TLK: Ids) -> bool:
+        """After `fill` has raised ExpertIdInvalid: rows whose ids no router can have chosen (padding, memory that nobody wrote)
+        become invalid rows of kind MISSING, and the digests those of the rest. False where that leaves too many runs to keep."""
+        sound_T = sound_rows(ids_TLK, num_experts=self.spec.num_experts)
+        self.partly_valid_T = self.valid_T & sound_T
+        kinds_T, versions_T = np.full(self.rows, int(RowKind.MISSING), np.uint8), np.full(self.rows, -1)
+        for start, end, version, kind in self.provenance:
+            rows = (
+                np.flatnonzero(sound_T[start - self.first_row : end - self.first_row])
+                + start
+                - self.first_row
+            )
+            kinds_T[rows], versions_T[rows] = kind, version
+        before = len(self.provenance)
+        self.provenance = spans_of(versions_T, kinds_T, first_row=self.first_row)
+        self.digests_L = self._checked(ids_TLK, 0)[1]
+        return len(self.provenance) <= before + _MOST_NEW_RUNS
 
     def decode_into(self, out_TLK: Ids) -> None:
         """Fill a C-contiguous array [rows, L, K] with ids that are not checked. Raises `FrameCorrupt` where a chunk does not

@@ -68,7 +68,8 @@ class Header(NamedTuple):
     wire_bytes: int = 0
     sample_key: int = 0
     weight_version: int = 0
-    reserved1: int = 0
+    kept_rows: int = 0
+    """How many of the rows a retraction did not lose: they are those of the pass that made the tokens."""
     sections_hash: int = 0
     header_hash: int = 0
 
@@ -164,7 +165,8 @@ def check_fields(header: Header, *, spec: RoutingSpec, max_rows: int, where: str
         header.raw_bytes == header.rows * spec.bytes_per_token,
         header.wire_bytes <= header.raw_bytes,
         header.layers_per_chunk == spec.num_moe_layers,
-        header.reserved0 == header.reserved1 == 0,
+        header.reserved0 == 0,
+        header.kept_rows <= header.rows,
         header.codec in CODECS,
         header.flags & ~(FLAG_VALIDITY | FLAG_UNORDERED) == 0,
         header.spans <= min(header.rows, MAX_SPANS),

@@ -20,9 +20,16 @@ HELLO_MAGIC = b"R3H\x01"
 PROBE_PREFIX = "r3channel-probe-"
 MAX_HELLO_BYTES = 16384
 _HEAD = struct.Struct("<4sI")
-_LATER: dict[str, Any] = {"torch": "", "nccl": "", "context": 0, "unread": ()}
+_LATER: dict[str, Any] = {"torch": "", "nccl": "", "context": 0, "unread": (), "kept_bytes": 0}
 """Fields that an older engine does not send."""
-_KINDS = (("engine", str), ("boot_id", int), ("spec_digest", int), ("spec", dict), ("context", int))
+_KINDS = (
+    ("engine", str),
+    ("boot_id", int),
+    ("spec_digest", int),
+    ("spec", dict),
+    ("context", int),
+    ("kept_bytes", int),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +63,8 @@ class Hello:
     """For the handshake of the weights; empty where the engine's r3channel is older, or its torch has no NCCL."""
     context: int = 0
     """The most tokens that a sequence of this engine can have, prompt and response; 0: not known."""
+    kept_bytes: int = 0
+    """Ceiling of rows that its retracted requests keep; 0 where the engine's r3channel is older and keeps none."""
 
     def to_bytes(self) -> bytes:
         text = json.dumps(asdict(self), sort_keys=True).encode()

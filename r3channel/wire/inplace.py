@@ -30,11 +30,13 @@ def prepare(spec: RoutingSpec) -> None:
 class StoredFrame:
     """NEW -> (owner fills `ids_TLK`) -> `finish`. One thread at a time; any thread may finish."""
 
-    __slots__ = ("_first_row", "_runs", "buffer_N", "ids_TLK", "spec")
+    __slots__ = ("_first_row", "_kept_rows", "_runs", "buffer_N", "ids_TLK", "spec")
 
-    def __init__(self, spec: RoutingSpec, *, rows: int, first_row: int, runs: Sequence[Run]) -> None:
+    def __init__(
+        self, spec: RoutingSpec, *, rows: int, first_row: int, runs: Sequence[Run], kept_rows: int = 0
+    ) -> None:
         """`runs` tile [first_row, first_row + rows) in order; the caller made them by run length, so it is not checked."""
-        self.spec, self._first_row, self._runs = spec, first_row, runs
+        self.spec, self._first_row, self._runs, self._kept_rows = spec, first_row, runs, kept_rows
         payload = HEADER_BYTES + sections_size(rows, spans=len(runs), layers=spec.num_moe_layers)
         self.buffer_N = np.empty(payload + rows * spec.bytes_per_token, np.uint8)
         """The whole frame; complete once `finish` has returned."""
@@ -48,5 +50,6 @@ class StoredFrame:
         head = frame_head(
             self.spec, entries, first_row=self._first_row, valid_T=None, provenance=self._runs,
             digests_L=layer_digests(self.ids_TLK, first_row=self._first_row), sample_key=sample_key,
+            kept_rows=self._kept_rows,
         )  # fmt: skip
         self.buffer_N.data[: len(head)] = head

@@ -72,6 +72,17 @@ def sound(expert_ids_TLK: Ids, *, num_experts: int, valid_T: Ids | None = None) 
     return checked(expert_ids_TLK, num_experts=num_experts, first_row=0, valid_T=valid_T)[0]
 
 
+def sound_rows(expert_ids_TLK: Ids, *, num_experts: int) -> Ids:
+    """[T] bool, for each row the first answer of `checked`. Slow: for frames that have such rows."""
+    sound_T = np.empty(len(expert_ids_TLK), bool)
+    for row in range(0, len(sound_T), _BLOCK_ROWS):
+        ordered_TLK = np.sort(expert_ids_TLK[row : row + _BLOCK_ROWS], axis=-1)
+        wrong_TLK = (ordered_TLK >= num_experts) | (ordered_TLK < 0)
+        wrong_TLK[..., 1:] |= ordered_TLK[..., 1:] == ordered_TLK[..., :-1]
+        sound_T[row : row + _BLOCK_ROWS] = ~wrong_TLK.any((1, 2))
+    return sound_T
+
+
 def out_of_range(expert_ids_TLK: Ids, *, num_experts: int) -> bool:
     """Whether some id is negative or >= `num_experts`."""
     unsigned = expert_ids_TLK.view(f"u{expert_ids_TLK.dtype.itemsize}")

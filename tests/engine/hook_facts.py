@@ -140,21 +140,29 @@ def _under_watch(function: Callable[[], Any]) -> dict[str, Any]:
 
 @case
 def our_forward_end() -> dict[str, Any]:
+    from contextlib import nullcontext
     from types import SimpleNamespace
 
     from r3channel.engine import sglang as room
-    from r3channel.engine.capture import LayerSelection
+    from r3channel.engine.capture import LayerSelection, SlotRows
+    from r3channel.engine.copy_stream import HostStream, PassCopies, Streams
     from r3channel.model.spec import RoutingSpec
 
     spec = RoutingSpec(num_layers=4, moe_layers=(1, 2, 3), num_experts=128, top_k=8)
+    streams: Any = Streams()
     capturer, batch = _device_batch(
         room.FrameCapturer,
-        _selection=LayerSelection(spec, device="meta"),
-        host_cache=SimpleNamespace(rows=None),
-        outlet=SimpleNamespace(stage=None),  # one that replies
+        passes=PassCopies(
+            SlotRows(spec, slots=8), LayerSelection(spec, device="meta"), most_rows=8, device="meta",
+            streams=streams, timed=nullcontext, counted=print,
+        ),
+        outlet=SimpleNamespace(),  # one that replies
         _version=("0", 0),
-    )
+    )  # fmt: skip
     room.weight_version = lambda: "0"
+    forward = HostStream()
+    streams.forward = lambda: forward
+    streams.copies.run = lambda call: None  # what the copy stream is given is not the forward's
     return _under_watch(lambda: capturer.on_forward_end(batch, False, None, no_copy_to_cpu=True))
 
 
@@ -218,16 +226,6 @@ def kept_masks() -> Any:
     found = [parse_masks(frame, where="x") for frame in frames]
     rows = [[masks.first_row, masks.lengths_T.tolist(), masks.token_ids_N.tolist()] for masks in found]
     return {"streamed": streamed, "rows": rows}
-
-
-@case
-def plain_cache() -> bool:
-    """SGLang's `destroy` unregisters pinned memory."""
-    from sglang.srt.state_capturer.base import BaseHostCache
-
-    from r3channel.engine.sglang import NarrowHostCache
-
-    return NarrowHostCache.destroy is not BaseHostCache.destroy
 
 
 @case

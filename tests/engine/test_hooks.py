@@ -61,8 +61,6 @@ EQUAL: dict[str, Any] = {
         "streamed": [[[], [-0.5]], [[], [-0.5]], [[], []]],
         "rows": [[3, [3, 1], [5, 6, 7, 8]], [3, [], []]],
     },
-    # the host cache is not unregistered as pinned memory is
-    "plain_cache": True,
 }
 
 
@@ -74,7 +72,7 @@ def test_the_plug_in_and_sglangs_classes_are_as_they_should(facts: dict[str, Any
 def test_the_forward_thread_makes_no_blocking_copy_and_one_would_be_noticed(facts: dict[str, Any]) -> None:
     ours, stock = facts["our_forward_end"], facts["stock_forward_end_without_overlap"]
     assert (ours["blocking"], ours["error"]) == ([], "")
-    assert {"clone", "_to_copy"} <= set(ours["seen"]), "the watch sees the work that is done"
+    assert "copy_" in ours["seen"], "the watch sees the work that is done"
     assert stock["blocking"] == ["_to_copy"] and "meta" in stock["error"]
     assert facts["forward_end_of_a_rank_that_does_not_reply"]["seen"] == []
 

@@ -64,9 +64,7 @@ def arrived(relay: Relay) -> VerifiedRows:
 @pytest.mark.parametrize("rows", [3, 65, 300])
 def test_rows_that_no_router_wrote_are_missing_by_policy_at_any_length(rows: int) -> None:
     """A router that never reports its choices leaves zeros: `live` counts every row as invalid, `error` refuses the sample."""
-    unfinished = UnfinishedFrame(
-        SPEC, stamps_T=np.zeros(rows, np.int16), makers=[(0, 1)], sample_key=sample_key("s")
-    )
+    unfinished = UnfinishedFrame(SPEC, rows=rows, runs=[(0, rows, 0, 1)], sample_key=sample_key("s"))
     unfinished.ids_TLK[:] = 0
     reply = reply_of(unfinished.encode().tobytes(), request_id="s")
     with closing(opened(invalid_rows="live")) as native, closing(opened()) as strict:

@@ -1,0 +1,284 @@
+"""Captured ids on their way from the device to the host's slots, on a stream of its own. Knows streams and memory, and no engine.
+
+    forward's stream     narrow slots and ids into a segment of the ring -> event `ready`
+    our copy stream      wait for `ready` -> one copy of the segment to pinned memory -> event `copied`
+    scheduler's thread   `copied` has passed -> rows to their slots, first in, first out -> the segment is free again
+
+Narrowing runs in the forward's order, so the next pass, which writes over the same buffer, comes after it: nothing is to be
+awaited for that. On the host one thread calls everything, the scheduler's: another one that asks for an event can void the
+capture of a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from r3channel.engine.capture import KeptRows, LayerSelection, SlotRows, torch_id_dtype
+from r3channel.errors import DeadlineExceeded
+from r3channel.wire.routing import Ids, RowKind
+
+_ALIGNMENT = 64
+_LEAST_RING_BYTES = 32 << 20
+_SLOT_BYTES = 8
+WAIT_S = 30.0
+"""How long rows of a pass that has ended may take to the host; a device that hangs is found by others first."""
+_POLL_S = 2e-5
+
+
+class Event(Protocol):
+    def query(self) -> bool:
+        """Whether everything before it has been done."""
+        ...
+
+
+class Stream(Protocol):
+    """Work that is done in order. `run` issues what `call` does; it may run at once or later."""
+
+    def run(self, call: Callable[[], object]) -> None: ...
+    def record(self) -> Event: ...
+    def wait(self, event: Event) -> None: ...
+
+
+class _Done:
+    def query(self) -> bool:
+        return True
+
+
+class HostStream:
+    """A CPU's: everything is done at once."""
+
+    def run(self, call: Callable[[], object]) -> None:
+        call()
+
+    def record(self) -> Event:
+        return _Done()
+
+    def wait(self, event: Event) -> None:
+        pass
+
+
+class CudaStream:
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def run(self, call: Callable[[], object]) -> None:
+        with torch.cuda.stream(self.stream):
+            call()
+
+    def record(self) -> Event:
+        event: Any = torch.cuda.Event()
+        event.record(self.stream)
+        return event
+
+    def wait(self, event: Event) -> None:
+        self.stream.wait_event(event)
+
+
+class Streams:
+    """Those of a CPU: one for all."""
+
+    def __init__(self) -> None:
+        self.copies: Stream = HostStream()
+        self.reads: Stream = self.copies
+        """For what must not queue behind the copy of a pass that still runs."""
+
+    def forward(self) -> Stream:
+        """The stream that the pass was launched on."""
+        return self.copies
+
+
+class CudaStreams(Streams):
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.copies, self.reads = self._another(), self._another()
+
+    def forward(self) -> Stream:
+        current: Any = torch.cuda.current_stream(self._device)
+        # torch gives out 32 streams in turn, so that ours may be the forward's: copies would then wait in its order.
+        while current.cuda_stream == self.copies.stream.cuda_stream:  # type: ignore[attr-defined]
+            self.copies = self._another()
+        while current.cuda_stream == self.reads.stream.cuda_stream:  # type: ignore[attr-defined]
+            self.reads = self._another()
+        return CudaStream(current)
+
+    def _another(self) -> CudaStream:
+        return CudaStream(torch.cuda.Stream(self._device))
+
+
+class Ring:
+    """Segments of one fixed block, on the device and in pinned memory. They are given back in the order they were taken."""
+
+    def __init__(self, nbytes: int, *, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self.host_N = torch.empty(nbytes, dtype=torch.uint8, pin_memory=on_gpu)
+        self.device_N = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self._taken = deque[tuple[int, int]]()
+
+    def take(self, nbytes: int) -> slice | None:
+        """A segment of both blocks; None while too much is taken."""
+        nbytes += -nbytes % _ALIGNMENT
+        start, most = 0, len(self.host_N)
+        if self._taken:
+            first, start = self._taken[0][0], self._taken[-1][1]
+            if start <= first:
+                most = first
+            elif most - start < nbytes:
+                start, most = 0, first
+        if most - start < nbytes:
+            return None
+        self._taken.append((start, start + nbytes))
+        return slice(start, start + nbytes)
+
+    def give_back(self) -> None:
+        """The oldest segment."""
+        self._taken.popleft()
+
+
+class Restored(NamedTuple):
+    """Rows that a request had before it was retracted: they belong into slots `at`, `at` + 1, ... of a pass."""
+
+    at: int
+    rows: KeptRows
+
+
+@dataclass(slots=True, eq=False)
+class Pass:
+    """One forward pass's rows on their way. Stands where SGLang has a `TopkCaptureOutput`."""
+
+    copies: PassCopies
+    serial: int
+    slots_T: Ids
+    ids_TLK: Ids
+    """Both on the host, whole once `copied` has passed."""
+    copied: Event
+    weight_version: int
+    kind: RowKind
+    restored: Sequence[Restored]
+
+    def map_device_tensors(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Nothing rides on SGLang's own copy."""
+
+    def finalize(self) -> None:
+        """SGLang has come to this pass's result: a reply may now need its rows."""
+        self.copies.came_to(self.serial)
+
+
+class PassCopies:
+    """All passes that are on their way."""
+
+    def __init__(
+        self,
+        rows: SlotRows,
+        selection: LayerSelection,
+        *,
+        most_rows: int,
+        device: str | torch.device,
+        streams: Streams | None = None,
+        ring_bytes: int = 0,
+        timed: Callable[[], AbstractContextManager[None]],
+        counted: Callable[[str], None],
+    ) -> None:
+        """`most_rows`: of one pass. `timed` surrounds writes to slots; `counted` is told what was waited for: `room` or `rows`."""
+        device = torch.device(device)
+        self._rows, self._selection = rows, selection
+        self._timed, self._counted = timed, counted
+        self._streams = streams or (CudaStreams(device) if device.type == "cuda" else Streams())
+        self._row_bytes = rows.spec.bytes_per_token + _SLOT_BYTES
+        largest = most_rows * self._row_bytes + _ALIGNMENT
+        self._ring = Ring(max(ring_bytes or _LEAST_RING_BYTES, 2 * largest), device=device)
+        self._passes = deque[Pass]()
+        self._serial = self._come_to = 0
+        self._read = torch.empty(0, dtype=torch.int32)
+
+    def stage(
+        self,
+        slots_T: torch.Tensor,
+        expert_ids_TAK: torch.Tensor,
+        *,
+        weight_version: int,
+        kind: RowKind,
+        restored: Sequence[Restored] = (),
+    ) -> Pass:
+        """Take the rows of the pass that was just launched. Waits only while the ring is full."""
+        count = len(slots_T)
+        while (segment := self._ring.take(count * self._row_bytes)) is None:
+            self._wait_for(self._passes[0], until="room")
+            self._write_oldest()
+        device_N, host_N = self._ring.device_N[segment], self._ring.host_N[segment]
+        device_slots_T, device_ids_TLK = self._views(device_N, count)
+        forward, copies = self._streams.forward(), self._streams.copies
+
+        def narrow() -> None:
+            device_slots_T.copy_(slots_T)
+            self._selection.narrow(expert_ids_TAK, out=device_ids_TLK)
+
+        forward.run(narrow)
+        copies.wait(forward.record())
+        copies.run(lambda: host_N.copy_(device_N, non_blocking=True))
+        self._serial += 1
+        landed = (view.numpy() for view in self._views(host_N, count))
+        made = Pass(self, self._serial, *landed, copies.record(), weight_version, kind, restored)
+        self._passes.append(made)
+        return made
+
+    def came_to(self, serial: int) -> None:
+        """The results up to this pass's were handled. Writes what has arrived; never waits."""
+        self._come_to = max(self._come_to, serial)
+        while self._passes and self._passes[0].copied.query():
+            self._write_oldest()
+
+    def flush(self) -> None:
+        """Write the rows of every pass whose result was come to. The pass that still runs is left alone."""
+        while self._passes and self._passes[0].serial <= self._come_to:
+            self._wait_for(self._passes[0], until="rows")
+            self._write_oldest()
+
+    def read(self, numbers_N: torch.Tensor) -> Ids:
+        """A row of int32 numbers of the device, on the host; valid until the next call. Waits for its copy alone: what wrote
+        them came before a pass that has ended."""
+        count = len(numbers_N)
+        if count > len(self._read):
+            self._read = torch.empty(2 * count, dtype=torch.int32, pin_memory=numbers_N.is_cuda)
+        read_N = self._read[:count]
+        self._streams.reads.run(lambda: read_N.copy_(numbers_N, non_blocking=True))
+        _wait(self._streams.reads.record(), what="slot numbers")
+        return read_N.numpy()
+
+    def _views(self, segment_N: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        spec, middle = self._rows.spec, count * _SLOT_BYTES
+        ids_N = segment_N[middle : count * self._row_bytes].view(torch_id_dtype(spec))
+        return segment_N[:middle].view(torch.int64), ids_N.view(count, spec.num_moe_layers, spec.top_k)
+
+    def _wait_for(self, made: Pass, *, until: str) -> None:
+        if not made.copied.query():
+            self._counted(until)
+            _wait(made.copied, what=f"rows of pass {made.serial}")
+
+    def _write_oldest(self) -> None:
+        made = self._passes.popleft()
+        try:
+            with self._timed():
+                self._rows.write(
+                    made.slots_T, made.ids_TLK, weight_version=made.weight_version, kind=made.kind
+                )
+                for at, kept in made.restored:
+                    self._rows.put_back(made.slots_T[at : at + len(kept.ids_TN)], kept)
+        finally:
+            self._ring.give_back()
+
+
+def _wait(event: Event, *, what: str) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not event.query():
+        if time.monotonic() > deadline_s:
+            raise DeadlineExceeded(
+                f"{what} did not come to the host within {WAIT_S:.0f} s; does the device hang?"
+            )
+        time.sleep(_POLL_S)

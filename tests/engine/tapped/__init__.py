@@ -1,0 +1,59 @@
+"""Models of a server that notes each pass's choices where the routers make them, for each request and position. Every pass
+adds noise of its own to the logits, as kernels of different batches do: a token that is prefilled again chooses otherwise.
+
+SGLANG_EXTERNAL_MODEL_PACKAGE names this package, so every scheduler imports it. Lines of JSON go to a file of the process in the
+folder R3CHANNEL_TEST_TAP: [request, first position, whether it decodes, ids [rows][layer][K]].
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from sglang.srt.layers.moe.topk import TopK
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_executor.model_runner import ModelRunner
+
+_new, _route, _forward = ForwardBatch.init_new, TopK.forward, ModelRunner.forward
+_chosen = dict[int, torch.Tensor]()
+_noise = torch.Generator().manual_seed(0)
+
+
+def _init_new(batch: Any, *args: Any, **kwargs: Any) -> Any:
+    made: Any = _new(batch, *args, **kwargs)
+    if batch.forward_mode.is_decode():
+        lengths = [(length - 1, 1) for length in batch.seq_lens_cpu.tolist()]
+    else:
+        lengths = list(zip(batch.prefix_lens or (), batch.extend_lens or (), strict=True))
+    made.tapped = [(req.rid, *rows) for req, rows in zip(batch.reqs, lengths, strict=False)]
+    return made
+
+
+def _routed(router: Any, hidden_states: Any, router_logits: Any, *args: Any, **kwargs: Any) -> Any:
+    noise = 0.2 * router_logits.std() * torch.randn(router_logits.shape, generator=_noise)
+    output = _route(router, hidden_states, router_logits + noise, *args, **kwargs)
+    _chosen[router.layer_id] = output.topk_ids.clone()
+    return output
+
+
+def _noted(runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+    _chosen.clear()
+    output = _forward(runner, forward_batch, *args, **kwargs)
+    if _chosen:
+        ids_TLK, at = torch.stack([_chosen[layer] for layer in sorted(_chosen)], 1), 0
+        decodes = forward_batch.forward_mode.is_decode()
+        path = Path(os.environ["R3CHANNEL_TEST_TAP"]) / f"{os.getpid()}.jsonl"
+        with path.open("a") as file:
+            for rid, start, count in forward_batch.tapped:
+                line = [rid, start, decodes, ids_TLK[at : at + count].tolist()]
+                print(json.dumps(line), file=file)
+                at += count
+    return output
+
+
+setattr(ForwardBatch, "init_new", staticmethod(_init_new))  # noqa: B010
+setattr(TopK, "forward", _routed)  # noqa: B010
+setattr(ModelRunner, "forward", _noted)  # noqa: B010

@@ -1,0 +1,128 @@
+"""A retracted request's rows are those of the passes that made its tokens: against a tap of the model's own routers."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from examples.embedded.sglang import EngineServer
+from r3channel.wire.frame import parse_frame
+from r3channel.wire.frame_view import Frame
+from r3channel.wire.hello import Hello, probe_body
+from r3channel.wire.routing import Ids, RowKind
+from tests.engine.client import Reply, generate, generate_together, post, prompts_of, serving
+from tests.samples import SPEC
+
+pytestmark = [pytest.mark.engine, pytest.mark.full]
+
+NEW_TOKENS = 40
+LENGTHS = (9, 33, 50, 70)
+
+
+@contextmanager
+def tapped(model: Path, folder: Path, **options: Any) -> Iterator[EngineServer]:
+    env = {
+        "SGLANG_TEST_RETRACT": "1",
+        "SGLANG_TEST_RETRACT_INTERVAL": "7",  # so that some tokens are decoded in between
+        "SGLANG_EXTERNAL_MODEL_PACKAGE": "tests.engine.tapped",
+        "R3CHANNEL_TEST_TAP": str(folder),
+        **options.pop("env", {}),
+    }
+    with serving(model, env=env, **options) as server:
+        yield server
+
+
+def passes_of(folder: Path) -> dict[str, list[tuple[int, bool, Ids]]]:
+    """By request: (first position, whether it decodes, ids) of each pass, in order."""
+    found = dict[str, list[tuple[int, bool, Ids]]]()
+    for path in folder.glob("*.jsonl"):
+        for line in path.read_text().splitlines():
+            rid, start, decodes, ids = json.loads(line)
+            found.setdefault(rid, []).append((start, decodes, np.array(ids, np.uint8)))
+    return found
+
+
+def wanted_of(passes: list[tuple[int, bool, Ids]], reply: Reply) -> tuple[Ids, Ids]:
+    """For each answered token the row of the pass that made it, and the row that was computed last."""
+    first, end = len(reply.prompt) - 1, len(reply.tokens) - 1
+    made, last = dict[int, Ids](), dict[int, Ids]()
+    for number, (start, _, ids_TLK) in enumerate(passes):
+        for row, ids_LK in enumerate(ids_TLK, start):
+            last[row] = ids_LK
+        row = start + len(ids_TLK) - 1
+        goes_on = passes[number + 1][:2] == (row + 1, False) if number + 1 < len(passes) else False
+        if not goes_on:  # else a chunk, whose last row makes no token
+            made[row] = ids_TLK[-1]
+    return np.stack([made[row] for row in range(first, end)]), np.stack(
+        [last[row] for row in range(first, end)]
+    )
+
+
+def frame_of(reply: Reply) -> Frame:
+    return parse_frame(reply.raw, spec=SPEC)
+
+
+def answered(reply: Reply) -> Ids:
+    """The rows that made the answered tokens."""
+    return frame_of(reply).ids()[len(reply.prompt) - 1 :]
+
+
+def differing(found: Ids, wanted: Ids) -> int:
+    return int((found != wanted).any((1, 2)).sum())
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "overlap": {"chunked_prefill_size": 1024},
+    "chunks, no overlap": {"chunked_prefill_size": 16, "overlap": False},
+    "chunks": {"chunked_prefill_size": 16},
+    "little memory": {"max_total_tokens": 420, "max_running_requests": 4},
+    "two replicas": {"extra_args": ["--dp-size", "2"], "env": {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rows_are_of_the_pass_that_made_the_token(model_dir: Path, tmp_path: Path, case: str) -> None:
+    with tapped(model_dir, tmp_path, **CASES[case]) as server:
+        replies = generate_together(server.url, prompts_of(LENGTHS), new_tokens=NEW_TOKENS)
+        turns = [generate(server.url, [*reply.tokens, 7], new_tokens=2) for reply in replies]
+    passes = passes_of(tmp_path)
+    lost = 0
+    for reply, turn in zip(replies, turns, strict=True):
+        made_TLK, last_TLK = wanted_of(passes[reply.meta["id"]], reply)
+        assert differing(answered(reply), made_TLK) == 0
+        lost += differing(last_TLK, made_TLK)
+        # What a next turn finds in the prefix cache are the same rows; what it has prefilled itself is noted as its own.
+        hit = turn.meta["cached_tokens"]
+        found = frame_of(turn).ids()[: min(hit, len(reply.tokens) - 1)]
+        assert differing(found, frame_of(reply).ids()[: len(found)]) == 0, hit
+    assert sum(reply.meta["num_retractions"] for reply in replies) > 1
+    assert lost > 0, "a second prefill chose the same experts, so nothing was tried"
+    assert any(frame_of(reply).kept_rows for reply in replies)
+
+
+def test_without_room_rows_are_those_of_the_second_prefill_and_say_so(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    with tapped(model_dir, tmp_path, env={"R3CHANNEL_KEPT_BYTES": "1"}, chunked_prefill_size=1024) as server:
+        probe = json.loads(post(server.url + "/generate", probe_body()))
+        hello, _ = Hello.split(base64.b64decode(probe["meta_info"]["routed_experts"]))
+        replies = generate_together(server.url, prompts_of(LENGTHS), new_tokens=NEW_TOKENS)
+    assert hello is not None and hello.kept_bytes == 1
+    passes, lost = passes_of(tmp_path), 0
+    for reply in replies:
+        made_TLK, last_TLK = wanted_of(passes[reply.meta["id"]], reply)
+        assert differing(answered(reply), last_TLK) == 0
+        lost += differing(answered(reply), made_TLK)
+        assert frame_of(reply).kept_rows == 0
+    assert lost > 0
+    kinds = [
+        span.kind for reply in replies for span in frame_of(reply).provenance if span.end > len(reply.prompt)
+    ]
+    assert RowKind.PREFILLED in kinds
