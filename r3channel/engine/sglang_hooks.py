@@ -13,6 +13,8 @@ import pkgutil
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from r3channel.errors import PluginNotApplied
+
 READ_AGAINST = ("0.5.15.post1", "0.5.23")
 _SRT = "sglang.srt"
 
@@ -169,6 +171,21 @@ def hooked(table: str) -> tuple[str, ...]:
         INIT_CAPTURER,
         *(UPDATES if table == "0.5.15.post1" else ()),
     )
+
+
+def is_patched() -> bool:
+    """Whether SGLang's sources have the hooks in them (patches/), on by R3CHANNEL_ENGINE=1. Ask before hooks are registered.
+
+    Raises PluginNotApplied where they have some of the hooks only.
+    """
+    paths = [path for path in hooked(matching_table() or "") if path != CAPTURER]
+    bare = [path for path in paths if not hasattr(pkgutil.resolve_name(path), "r3channel_hook")]
+    if 0 < len(bare) < len(paths):
+        raise PluginNotApplied(
+            f"this SGLang was patched by another r3channel, which had no hook in {', '.join(bare)}; put SGLang's own files back, "
+            "then `r3channel patch apply`"
+        )
+    return not bare
 
 
 def matching_table() -> str | None:

@@ -1,13 +1,17 @@
-"""The door that SGLang opens: entry point `r3channel` of group `sglang.srt.plugins`.
+"""The doors that SGLang opens: entry point `r3channel` of group `sglang.srt.plugins`; and `hook`, where patches/ was applied.
 
 SGLang calls `register` once in each of its processes. Nothing of the engine room is imported there until it is asked for.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from r3channel.config import EngineConfig
 
 
@@ -29,17 +33,45 @@ def _apply() -> None:
     config = EngineConfig.from_environment()
     if config.engine or config.weights:
         _receive_weights(config)
-    if not config.engine:
-        return
-    from r3channel.engine.sglang_hooks import check_hooks
+    if config.engine:
+        engine, is_patched = _engine()
+        if not is_patched:
+            engine.apply(config)
+
+
+def _engine() -> tuple[ModuleType, bool]:
+    """The module of the hooks, and whether SGLang's sources call them. Raises PluginNotApplied where some could not be called."""
+    from r3channel.engine.sglang_hooks import check_hooks, is_patched
     from r3channel.errors import PluginNotApplied
 
     problems = check_hooks()
     if problems:
         raise PluginNotApplied("; ".join(problems))
-    from r3channel.engine.sglang import apply
+    patched = is_patched()
+    from r3channel.engine import sglang
 
-    apply(config)
+    return sglang, patched
+
+
+@functools.cache
+def hook(name: str) -> Callable[..., Any]:
+    """What `apply` would register under this name, for sources with hooks of patches/ in them; they ask where R3CHANNEL_ENGINE=1.
+
+    An engine asks for `refuse_engine` first, so what is raised here for a setting or for a name that is gone ends its start.
+    """
+    engine, config = _set_up_engine()
+    if name == "keep_masks" and not config.sampling_masks:
+        return lambda original, *args, **kwargs: original(*args, **kwargs)
+    return getattr(engine, name)
+
+
+@functools.cache
+def _set_up_engine() -> tuple[ModuleType, EngineConfig]:
+    from r3channel.config import EngineConfig
+
+    engine, config = _engine()[0], EngineConfig.from_environment()
+    engine.set_up(config)
+    return engine, config
 
 
 def _receive_weights(config: EngineConfig) -> None:

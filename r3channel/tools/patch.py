@@ -68,6 +68,10 @@ class Patch:
         states = {change.state(target) for change in self.changes}
         return states.pop() if states in ({"clean"}, {"patched"}) else "other"
 
+    def known_files(self, target: Path) -> int:
+        """How many files are as they are before or after the patch."""
+        return sum(change.state(target) in ("clean", "patched") for change in self.changes)
+
     def why_not(self, target: Path) -> str:
         by_state: dict[str, list[str]] = {}
         for change in self.changes:
@@ -127,9 +131,11 @@ def chosen(target: Path, name: str | None) -> Patch:
     if not patches:
         raise UsageError(f"--patch {name}: no such patch, expected one of {names}")
     here = [patch for patch in patches if any((target / change.file).is_file() for change in patch.changes)]
-    fitting = [patch for patch in here if patch.state(target) != "other"] or here
+    fitting = [patch for patch in here if patch.state(target) != "other"]
     if len(fitting) == 1:
         return fitting[0]
+    if here and not fitting:
+        return max(here, key=lambda patch: patch.known_files(target))  # to say which of its files are others
     if not fitting:
         raise UsageError(
             f"{target} has none of the files that {names} change; expected the folder that holds sglang/: the python/ of a "
