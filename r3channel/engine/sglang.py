@@ -78,9 +78,7 @@ _announced_version: str | None = None
 
 def apply(config: EngineConfig) -> None:
     """Register the hooks; SGLang applies them right after its plug-ins have run. Call once per process."""
-    global _config, _table
-    is_costly(config)  # an unknown codec ends the start, not the first request
-    _config, _table = config, matching_table() or ""  # before a hook changes what is looked at
+    set_up(config)
     HookRegistry.register(CAPTURER, FrameCapturer, HookType.REPLACE)
     HookRegistry.register(COLLECT, collect_frame, HookType.AROUND)
     HookRegistry.register(INIT_BATCH, note_batch, HookType.AFTER)
@@ -88,14 +86,19 @@ def apply(config: EngineConfig) -> None:
     HookRegistry.register(TRANSFERRED, note_transferred, HookType.AFTER)
     HookRegistry.register(INIT_CAPTURER, refuse_engine, HookType.BEFORE)
     if config.sampling_masks:
-        if not _has_bags():
-            raise ConfigError(
-                f"R3CHANNEL_SAMPLING_MASKS: SGLang {installed_version()} returns no sampling masks"
-            )
         HookRegistry.register(MASKS, keep_masks, HookType.AROUND)
     if not _has_bags():
         for path in UPDATES:
             HookRegistry.register(path, note_weight_version, HookType.AFTER)
+
+
+def set_up(config: EngineConfig) -> None:
+    """Comes before any hook is called, once per process. Raises ConfigError for what this SGLang has not."""
+    global _config, _table
+    is_costly(config)  # an unknown codec ends the start, not the first request
+    if config.sampling_masks and not _has_bags():
+        raise ConfigError(f"R3CHANNEL_SAMPLING_MASKS: SGLang {installed_version()} returns no sampling masks")
+    _config, _table = config, matching_table() or ""  # before a hook changes what is looked at
 
 
 # -- what the engine was started with --------------------------------------------------------------------------------------
