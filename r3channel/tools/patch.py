@@ -68,10 +68,6 @@ class Patch:
         states = {change.state(target) for change in self.changes}
         return states.pop() if states in ({"clean"}, {"patched"}) else "other"
 
-    def known_files(self, target: Path) -> int:
-        """How many files are as they are before or after the patch."""
-        return sum(change.state(target) in ("clean", "patched") for change in self.changes)
-
     def why_not(self, target: Path) -> str:
         by_state: dict[str, list[str]] = {}
         for change in self.changes:
@@ -131,11 +127,10 @@ def chosen(target: Path, name: str | None) -> Patch:
     if not patches:
         raise UsageError(f"--patch {name}: no such patch, expected one of {names}")
     here = [patch for patch in patches if any((target / change.file).is_file() for change in patch.changes)]
-    fitting = [patch for patch in here if patch.state(target) != "other"]
+    nearest = sorted(here, key=lambda patch: [one.state(target) for one in patch.changes].count("changed"))
+    fitting = [patch for patch in here if patch.state(target) != "other"] or nearest[:1]
     if len(fitting) == 1:
         return fitting[0]
-    if here and not fitting:
-        return max(here, key=lambda patch: patch.known_files(target))  # to say which of its files are others
     if not fitting:
         raise UsageError(
             f"{target} has none of the files that {names} change; expected the folder that holds sglang/: the python/ of a "
@@ -169,13 +164,8 @@ def _git_apply(patch: Patch, folder: Path, *, reverse: bool) -> None:
     git = shutil.which("git")
     if git is None:
         raise UsageError("git, which applies the diff, is not installed; no file was changed")
-    command = [
-        git,
-        "apply",
-        "--whitespace=nowarn",
-        *(["--reverse"] if reverse else []),
-        str(patch.path.resolve()),
-    ]
+    backwards = ["--reverse"] if reverse else []
+    command = [git, "apply", "--whitespace=nowarn", *backwards, str(patch.path.resolve())]
     # Neither a checkout around the folder nor the user's settings have a say.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     environment |= {"GIT_CEILING_DIRECTORIES": str(folder.resolve().parent)}
