@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import json
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +41,32 @@ def tapped(model: Path, folder: Path, **options: Any) -> Iterator[EngineServer]:
         yield server
 
 
+@contextmanager
+def paused(url: str) -> Iterator[None]:
+    """Meanwhile the engine is stopped again and again, also in mid prefill, and drops what runs."""
+    done = threading.Event()
+
+    def pauses() -> None:
+        while not done.wait(0.04):
+            post(url + "/pause_generation", {"mode": "retract"})
+            post(url + "/continue_generation", {})
+
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(pauses)
+        try:
+            yield
+        finally:
+            done.set()
+            running.result()
+
+
 def passes_of(folder: Path) -> dict[str, list[tuple[int, bool, Ids]]]:
-    """By request: (first position, whether it decodes, ids) of each pass, in order."""
+    """By request: (first position, whether the last row makes a token, ids) of each pass, in order."""
     found = dict[str, list[tuple[int, bool, Ids]]]()
     for path in folder.glob("*.jsonl"):
         for line in path.read_text().splitlines():
-            rid, start, decodes, ids = json.loads(line)
-            found.setdefault(rid, []).append((start, decodes, np.array(ids, np.uint8)))
+            rid, start, makes, ids = json.loads(line)
+            found.setdefault(rid, []).append((start, makes, np.array(ids, np.uint8)))
     return found
 
 
@@ -53,13 +74,10 @@ def wanted_of(passes: list[tuple[int, bool, Ids]], reply: Reply) -> tuple[Ids, I
     """For each answered token the row of the pass that made it, and the row that was computed last."""
     first, end = len(reply.prompt) - 1, len(reply.tokens) - 1
     made, last = dict[int, Ids](), dict[int, Ids]()
-    for number, (start, _, ids_TLK) in enumerate(passes):
-        for row, ids_LK in enumerate(ids_TLK, start):
-            last[row] = ids_LK
-        row = start + len(ids_TLK) - 1
-        goes_on = passes[number + 1][:2] == (row + 1, False) if number + 1 < len(passes) else False
-        if not goes_on:  # else a chunk, whose last row makes no token
-            made[row] = ids_TLK[-1]
+    for start, makes, ids_TLK in passes:
+        last.update(enumerate(ids_TLK, start))
+        if makes:
+            made[start + len(ids_TLK) - 1] = ids_TLK[-1]
     return np.stack([made[row] for row in range(first, end)]), np.stack(
         [last[row] for row in range(first, end)]
     )
@@ -83,6 +101,7 @@ CASES: dict[str, dict[str, Any]] = {
     "chunks, no overlap": {"chunked_prefill_size": 16, "overlap": False},
     "chunks": {"chunked_prefill_size": 16},
     "little memory": {"max_total_tokens": 420, "max_running_requests": 4},
+    "paused at any moment": {"chunked_prefill_size": 16, "env": {"SGLANG_TEST_RETRACT": "0"}},
     "two replicas": {"extra_args": ["--dp-size", "2"], "env": {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}},
 }
 
@@ -90,7 +109,8 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_rows_are_of_the_pass_that_made_the_token(model_dir: Path, tmp_path: Path, case: str) -> None:
     with tapped(model_dir, tmp_path, **CASES[case]) as server:
-        replies = generate_together(server.url, prompts_of(LENGTHS), new_tokens=NEW_TOKENS)
+        with paused(server.url) if "paused" in case else nullcontext():
+            replies = generate_together(server.url, prompts_of(LENGTHS), new_tokens=NEW_TOKENS)
         turns = [generate(server.url, [*reply.tokens, 7], new_tokens=2) for reply in replies]
     passes = passes_of(tmp_path)
     lost = 0

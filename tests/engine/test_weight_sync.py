@@ -260,10 +260,12 @@ def test_a_running_request_survives_an_update_with_all_its_rows(
     assert [span["version"] for span in spans] == ["0", "1"]
     assert spans[0]["end"] == spans[1]["start"] and spans[1]["end"] == new_tokens == len(reply.output)
     assert frame.ids().shape == (len(PROMPT) + new_tokens - 1, 3, 8)
-    first = frame.provenance[0]
-    # `retract` computes the earlier rows again with the new weights, and the frame says so; `in_place` keeps them.
-    assert (first.weight_version, first.kind) == (int(mode == "retract"), RowKind.PREFILLED)
-    assert first.end > len(PROMPT) if mode == "retract" else first.end == len(PROMPT)
+    # `retract` computes the earlier rows again with the new weights; what was answered keeps the rows that it was answered with.
+    runs = [(span.weight_version, span.kind) for span in frame.provenance]
+    again = [(1, RowKind.PREFILLED)] if mode == "retract" else []
+    assert runs == [(0, RowKind.PREFILLED), (0, RowKind.DECODED), *again, (1, RowKind.DECODED)]
+    assert frame.provenance[0].end == len(PROMPT)
+    assert frame.kept_rows == (frame.provenance[1].end if again else 0)
 
 
 def test_a_bracket_left_open_by_a_trainer_that_died_is_taken_over(

@@ -2,7 +2,7 @@
 adds noise of its own to the logits, as kernels of different batches do: a token that is prefilled again chooses otherwise.
 
 SGLANG_EXTERNAL_MODEL_PACKAGE names this package, so every scheduler imports it. Lines of JSON go to a file of the process in the
-folder R3CHANNEL_TEST_TAP: [request, first position, whether it decodes, ids [rows][layer][K]].
+folder R3CHANNEL_TEST_TAP: [request, first position, whether its last row makes a token, ids [rows][layer][K]].
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ _noise = torch.Generator().manual_seed(0)
 
 def _init_new(batch: Any, *args: Any, **kwargs: Any) -> Any:
     made: Any = _new(batch, *args, **kwargs)
-    if batch.forward_mode.is_decode():
-        lengths = [(length - 1, 1) for length in batch.seq_lens_cpu.tolist()]
-    else:
-        lengths = list(zip(batch.prefix_lens or (), batch.extend_lens or (), strict=True))
-    made.tapped = [(req.rid, *rows) for req, rows in zip(batch.reqs, lengths, strict=False)]
+    decodes = batch.forward_mode.is_decode()
+    starts = (batch.seq_lens_cpu - 1).tolist() if decodes else batch.prefix_lens or ()
+    counts = [1] * len(starts) if decodes else batch.extend_lens or ()
+    made.tapped = [
+        (req.rid, start, decodes or start + count == len(req.origin_input_ids) + len(req.output_ids), count)
+        for req, start, count in zip(batch.reqs, starts, counts, strict=False)
+    ]
     return made
 
 
@@ -44,11 +46,10 @@ def _noted(runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
     output = _forward(runner, forward_batch, *args, **kwargs)
     if _chosen:
         ids_TLK, at = torch.stack([_chosen[layer] for layer in sorted(_chosen)], 1), 0
-        decodes = forward_batch.forward_mode.is_decode()
         path = Path(os.environ["R3CHANNEL_TEST_TAP"]) / f"{os.getpid()}.jsonl"
         with path.open("a") as file:
-            for rid, start, count in forward_batch.tapped:
-                line = [rid, start, decodes, ids_TLK[at : at + count].tolist()]
+            for *told, count in forward_batch.tapped:
+                line = [*told, ids_TLK[at : at + count].tolist()]
                 print(json.dumps(line), file=file)
                 at += count
     return output
