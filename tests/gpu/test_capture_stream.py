@@ -20,12 +20,13 @@ def test_a_synchronisation_would_be_noticed() -> None:
 def test_narrowing_is_captured_into_a_cuda_graph() -> None:
     selection = LayerSelection(SPEC, device="cuda")
     buffer = torch.zeros((8, SPEC.num_layers, SPEC.top_k), dtype=torch.int32, device="cuda")
+    ids_TLK = torch.empty(random_ids(8).shape, dtype=torch.uint8, device="cuda")
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream):
-        selection.narrow(buffer)
+        selection.narrow(buffer, out=ids_TLK)
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
-        ids_TLK = selection.narrow(buffer)
+        selection.narrow(buffer, out=ids_TLK)
     buffer[:, list(SPEC.moe_layers)] = torch.from_numpy(random_ids(8)).cuda().int()
     graph.replay()
     torch.cuda.synchronize()

@@ -71,7 +71,7 @@ class Engine:
         setattr(routed_experts, "RoutedExpertsCapturer", room.FrameCapturer)  # noqa: B010
         self.capturer: Any = room.FrameCapturer.create(**rows)
         self.slots = torch.arange(IN_FLIGHT * MOST, device=device).view(IN_FLIGHT, MOST)
-        self.pool = SimpleNamespace(req_to_token=self.slots.cpu().int())
+        self.pool = SimpleNamespace(req_to_token=self.slots.int())
         self.logits = torch.zeros((spec.num_layers, MOST, spec.num_experts), device=device)
         hidden, read, dtype = (HIDDEN, READ, torch.bfloat16) if device == "cuda" else (64, 64, torch.float32)
         self.hidden = torch.zeros((MOST, hidden), device=device, dtype=dtype)
