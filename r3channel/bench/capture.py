@@ -18,58 +18,39 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-from r3channel.bench.harness import (
-    Effort,
-    Parts,
-    cpu_seconds_of,
-    family_of,
-    interleaved,
-    posted,
-    ratio,
-    timed,
-)
+from r3channel.bench.harness import Effort, Parts, cpu_seconds_of, family_of, interleaved, posted, ratio
 from r3channel.bench.wire import generate
-from r3channel.config import ChannelConfig
+from r3channel.config import ChannelConfig, EngineConfig
 from r3channel.errors import EngineUnavailable
 from r3channel.model.presets import model_named
-from r3channel.model.spec import RoutingSpec
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.relay import Relay
-from r3channel.wire.parcel import FrameReference
 from r3channel.wire.routing import RowKind
-
-if TYPE_CHECKING:
-    from examples.embedded.sglang import EngineServer
 
 WAYS = ("off", "stock", "r3channel", "direct", "off_again")
 MODEL = "qwen3-30b-a3b"
 SPEC = model_named(MODEL).spec
-ROWS = (1000, 4000, 16000)
-"""Of a request that finishes."""
-PASS_ROWS = (256, 8192)
-"""Of a forward pass: one that decodes, and one that prefills a chunk."""
+ROWS, PASS_ROWS = (1000, 4000, 16000), (256, 8192)
+"""Those of a request that finishes, and of a forward pass: one that decodes, one that prefills a chunk."""
 BATCH = 32
 """Requests that decode together: a request's decoded rows lie this many slots apart."""
-ANSWER = "R3CHANNEL-CALLS "
-_TIMEOUT_S, _CHILD_TIMEOUT_S, _SETTLE_S = 300.0, 900.0, 30.0
-_LAYERS, _PROMPT_TOKENS, _NEW_TOKENS = 48, 480, 4
+Ways = Mapping[str, Callable[[Any], object]]
+_NAME = "r3channel.bench.capture"
+_TIMEOUT_S, _TRAIL_S = 600.0, 0.02
+"""The second is for what an engine does when it has replied."""
+_PROMPT_TOKENS, _NEW_TOKENS = 480, 4
 """One request a round: how several meet in a batch would differ from round to round."""
-_PLUGIN = {
-    "METADATA": "Metadata-Version: 2.1\nName: r3channel-bench\nVersion: 0\n",
-    "entry_points.txt": "[sglang.srt.plugins]\nr3channel_bench = r3channel.bench.capture:register\n",
-}
 
 
 # -- a real engine ---------------------------------------------------------------------------------------------------------
@@ -77,123 +58,95 @@ _PLUGIN = {
 
 def engine(effort: Effort) -> dict[str, Any]:
     """{"variants": {way: {"engine_cpu_us_per_token", "http_bytes_per_token", "engine_cpu_ratio_to_off"}}}."""
-    layers = tuple(range(_LAYERS))
-    spec = RoutingSpec(num_layers=_LAYERS, moe_layers=layers, num_experts=SPEC.num_experts, top_k=SPEC.top_k)
+    from examples.embedded.sglang import EngineOptions, EngineServer
+
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="r3channel-bench-")))
-        relay = Relay(spec, TrainerLayout(), ChannelConfig(frame_timeout_s=_SETTLE_S))
-        stack.callback(relay.close)
-        server = stack.enter_context(
-            _server(folder, relay_url=relay.serve(token_file=folder / "token"), token=folder / "token")
-        )
+        relay = stack.enter_context(closing(Relay(SPEC, TrainerLayout(), ChannelConfig())))
+        options = EngineOptions(**_options(folder, relay.serve(token_file=folder / "token")))
+        server = stack.enter_context(EngineServer(options))
         server.wait_ready(_TIMEOUT_S)
-        asked = partial(_round, server, family_of(server.pid), relay, itertools.count())
+        asked = partial(_round, server.url, family_of(server.pid), relay, itertools.count())
         seen = interleaved({way: partial(asked, way) for way in WAYS}, rounds=effort.rounds_of(120, 25))
-    cpu_us = {way: [us for us, _ in rounds] for way, rounds in seen.items()}
-    without_us = [sum(pair) / 2 for pair in zip(cpu_us["off"], cpu_us["off_again"], strict=True)]
-    bases = dict.fromkeys(WAYS, without_us) | {"off_again": cpu_us["off"]}
+    cpu_us, nbytes = ({way: [pair[of] for pair in seen[way]] for way in WAYS} for of in (0, 1))
+    base = [sum(pair) / 2 for pair in zip(cpu_us["off"], cpu_us["off_again"], strict=True)]
     variants = {
         way: {
             "engine_cpu_us_per_token": round(median(cpu_us[way]), 1),
-            "engine_cpu_ratio_to_off": ratio(cpu_us[way], bases[way]),
-            "http_bytes_per_token": round(median(nbytes for _, nbytes in rounds), 1),
+            "engine_cpu_ratio_to_off": ratio(cpu_us[way], cpu_us["off"] if way == "off_again" else base),
+            "http_bytes_per_token": round(median(nbytes[way]), 1),
         }
-        for way, rounds in seen.items()
+        for way in WAYS
     }
-    return {"pairs": len(without_us), "variants": variants}
+    return {"pairs": len(cpu_us["off"]), "variants": variants}
 
 
-def _server(folder: Path, *, relay_url: str, token: Path) -> EngineServer:
+def _options(folder: Path, relay_url: str) -> dict[str, Any]:
     from examples.embedded.model import write_model
-    from examples.embedded.sglang import EngineOptions, EngineServer, environment
+    from examples.embedded.sglang import environment
 
     plugin = folder / "r3channel_bench-0.dist-info"
     plugin.mkdir()
-    for name, text in _PLUGIN.items():
-        (plugin / name).write_text(text)
-    options = EngineOptions(
-        model=write_model(folder / "model", layers=_LAYERS, dense_layers=()),
-        codec="stored",  # a random model repeats itself: what lz4 gains here, real routing does not give
-        env={
-            "R3CHANNEL_DELIVERY": "direct",
-            "R3CHANNEL_RELAY_URL": relay_url,
-            "R3CHANNEL_TOKEN_FILE": str(token),
-            "PYTHONPATH": f"{folder}:{environment()['PYTHONPATH']}",
-        },
-    )
-    return EngineServer(options)
+    (plugin / "METADATA").write_text("Name: r3channel-bench\nVersion: 0\n")
+    (plugin / "entry_points.txt").write_text(f"[sglang.srt.plugins]\nr3channel_bench = {_NAME}:register\n")
+    env = {"R3CHANNEL_RELAY_URL": relay_url, "R3CHANNEL_TOKEN_FILE": str(folder / "token")}
+    env |= {"R3CHANNEL_DELIVERY": "direct", "PYTHONPATH": f"{folder}:{environment()['PYTHONPATH']}"}
+    # A random model repeats itself: what lz4 gains there, real routing does not give.
+    options = {"env": env, "codec": "stored", "extra_args": ("--disable-radix-cache",)}
+    return options | {"model": write_model(folder / "model", layers=SPEC.num_layers, dense_layers=())}
 
 
-def _round(
-    server: EngineServer, pids: Sequence[int], relay: Relay, numbers: Iterator[int], way: str
-) -> tuple[float, float]:
-    """(CPU us per token, bytes per row). The prompt was never seen before by the engine, so that no prefix cache helps."""
-    number = next(numbers)
-    prompt = np.random.default_rng(number).integers(4, 512, _PROMPT_TOKENS).tolist()
+def _round(url: str, pids: list[int], relay: Relay, numbers: Iterator[int], way: str) -> tuple[float, float]:
+    """(CPU us per token, bytes per row). Every round asks for the same, and finds no prefix of it in the engine."""
+
+    def sent() -> float:
+        return relay.metrics.value("r3channel_bytes_total", leg="engine_direct")
+
     request = {
-        "rid": f"{way}:{number}",
-        "input_ids": prompt,
+        "rid": f"{way}:{next(numbers)}",
+        "input_ids": np.random.default_rng(0).integers(4, 512, _PROMPT_TOKENS).tolist(),
         "sampling_params": {"max_new_tokens": _NEW_TOKENS, "temperature": 0, "ignore_eos": True},
         "return_routed_experts": not way.startswith("off"),
     }
-    sent, cpu_s = relay.metrics.value("r3channel_bytes_total", leg="engine_direct"), cpu_seconds_of(pids)
-    body = posted(server.url, request)
-    if way == "direct":
-        _receive(relay, prompt, json.loads(body))
-    cpu_us = (cpu_seconds_of(pids) - cpu_s) * 1e6 / (_PROMPT_TOKENS + _NEW_TOKENS)
-    nbytes = len(body) + relay.metrics.value("r3channel_bytes_total", leg="engine_direct") - sent
-    return cpu_us, nbytes / (_PROMPT_TOKENS + _NEW_TOKENS - 1)
-
-
-def _receive(relay: Relay, prompt: list[int], reply: dict[str, Any]) -> None:
-    """The relay's part of direct delivery: the engine's sender is done when the frame is here."""
-    name = reply["meta_info"]["id"]
-    relay.add(name, reply, prompt + reply["output_ids"])
-    deadline_s = time.monotonic() + _SETTLE_S
-    while relay.status()["waiting"] and time.monotonic() < deadline_s:
-        time.sleep(0.005)
-    relay.discard([name])
+    before, deadline_s, cpu_s = sent(), time.monotonic() + _TIMEOUT_S, cpu_seconds_of(pids)
+    body = posted(url, request)
+    while way == "direct" and sent() == before and time.monotonic() < deadline_s:
+        time.sleep(0.002)
+    time.sleep(_TRAIL_S)
+    cpu_us, tokens = (cpu_seconds_of(pids) - cpu_s) * 1e6, _PROMPT_TOKENS + _NEW_TOKENS
+    return cpu_us / tokens, (len(body) + sent() - before) / (tokens - 1)
 
 
 def register() -> None:
     """SGLang's plug-in in that engine: each request says by its id, `way:number`, which capturer it is served with."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    ways: dict[str, Callable[[], Any]] = {}
-    srt = "sglang.srt"
-    HookRegistry.register(
-        f"{srt}.model_executor.model_runner.ModelRunner.init_routed_experts_capturer",
-        partial(_keep_capturers, ways),
-        HookType.AFTER,
-    )
-    HookRegistry.register(
-        f"{srt}.managers.scheduler.Scheduler.handle_generate_request",
-        lambda _scheduler, request, **_: ways[request.rid.partition(":")[0]](),
-        HookType.BEFORE,
-    )
+    ways: dict[str, Callable[[], None]] = {}
+    made = "sglang.srt.model_executor.model_runner.ModelRunner.init_routed_experts_capturer"
+    HookRegistry.register(made, partial(_keep_capturers, ways), HookType.AFTER)
+    asked = "sglang.srt.managers.scheduler.Scheduler.handle_generate_request"
+    HookRegistry.register(asked, lambda _, request, **__: ways[request.rid.split(":")[0]](), HookType.BEFORE)
 
 
-def _keep_capturers(ways: dict[str, Callable[[], Any]], result: Any, runner: Any) -> None:
-    from sglang.srt.state_capturer import routed_experts
+def _keep_capturers(ways: dict[str, Callable[[], None]], _result: Any, runner: Any) -> None:
+    from sglang.srt.state_capturer import routed_experts as room
 
-    del result
-    ours: Any = routed_experts.get_global_experts_capturer()
-    stock = type(ours).__mro__[1](
-        runner.model_config,
-        num_tokens=len(ours.host_cache.buffer),
-        max_running_requests=runner.max_running_requests,
-        num_fused_shared_experts=0,
-        device=runner.device,
-    )
-    sender = ours.outlet._sender
+    ours: Any = room.get_global_experts_capturer()
+    slots, requests = runner.max_total_num_tokens + runner.page_size, runner.max_running_requests
+    stock = _capturer(type(ours).__mro__[1], runner.model_config, slots, requests=requests)
+    outlet, sender = ours.outlet, ours.outlet._sender
 
     def serve(capturer: Any, sender: Any = None) -> None:
-        ours.outlet._sender = sender
-        routed_experts.set_global_experts_capturer(capturer)
+        outlet._sender = sender
+        room.set_global_experts_capturer(capturer)
 
-    ways |= {way: partial(serve, None) for way in WAYS}
-    ways |= {"stock": partial(serve, stock), "r3channel": partial(serve, ours)}
-    ways["direct"] = partial(serve, ours, sender)
+    ways |= {way: partial(serve, None) for way in WAYS} | {"stock": partial(serve, stock)}
+    ways |= {"r3channel": partial(serve, ours), "direct": partial(serve, ours, sender)}
+
+
+def _capturer(kind: Any, model_config: Any, slots: int, *, requests: int) -> Any:
+    sizes = {"num_tokens": slots, "max_running_requests": requests, "num_fused_shared_experts": 0}
+    return kind(model_config, device="cpu", **sizes)
 
 
 # -- the scheduler's thread ------------------------------------------------------------------------------------------------
@@ -203,150 +156,121 @@ def scheduler(effort: Effort) -> dict[str, Any]:
     """In a child: SGLang's classes need the embedded environment from the first import on."""
     from examples.embedded.sglang import environment
 
-    command = [sys.executable, "-m", "r3channel.bench.capture"]
-    command += [str(effort.rounds_of(40, 5)), str(effort.of(120_000, 20_000))]
+    command = [sys.executable, "-m", _NAME, str(effort.rounds_of(40, 10)), str(effort.of(120_000, 20_000))]
     child = subprocess.run(
-        command, env=environment(), capture_output=True, text=True, timeout=_CHILD_TIMEOUT_S, check=False
+        command, env=environment(), capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
     )
-    for line in child.stdout.splitlines():
-        if line.startswith(ANSWER):
-            return json.loads(line.removeprefix(ANSWER))
-    raise EngineUnavailable(f"SGLang's own functions could not be measured:\n{child.stderr[-2000:]}")
+    if child.returncode:
+        raise EngineUnavailable(f"SGLang's own functions could not be measured:\n{child.stderr[-2000:]}")
+    return json.loads(child.stdout.splitlines()[-1])
 
 
 def scheduler_us(*, rounds: int, slots: int) -> dict[str, Any]:
-    """{"reply_us" | "pass_us" | "pass_us_per_token" | "write_us": {way: {rows: us}}, "ratios": {way: {"reply_to_stock", ...}}}.
+    """{"reply_us": {rows: {way: us}}, "reply_of_stock": {rows: {way: ratio}}, ...; `pass` and `write` too, "pass_us_per_token"}.
 
-    `reply`: from a request's end until its reply is with the socket, less the same without routing; `pass`: the end of a forward
-    pass, the host's write included; `write`: that write alone.
+    `reply`: from a request's end until its rows are in the message to the detokenizer; `pass`: the end of a forward pass, the
+    host's write included; `write`: that write alone.
     """
-    thread = SchedulerThread(slots)
-    reply_us = _medians_us(thread.replies(), ROWS, thread.table, rounds=rounds)
-    off_us = reply_us.pop("off")
-    us = {
-        "reply": {
-            way: {rows: by_rows[rows] - off_us[rows] for rows in by_rows} for way, by_rows in reply_us.items()
-        },
-        "pass": _medians_us(thread.passes(), PASS_ROWS, thread.batch, rounds=rounds),
-        "write": _medians_us(thread.writes(), PASS_ROWS, thread.rows_of_a_pass, rounds=rounds),
-    }
-    ratios: dict[str, dict[str, Any]] = {"r3channel": {}, "direct": {}}
-    for name, by_way in us.items():
-        for way in ratios.keys() & by_way.keys():
-            ratios[way][f"{name}_to_stock"] = {
-                rows: us / by_way["stock"][rows] for rows, us in by_way[way].items()
-            }
-    per_token = {
-        way: {rows: us / int(rows) for rows, us in by_rows.items()} for way, by_rows in us["pass"].items()
-    }
-    return {f"{name}_us": by_way for name, by_way in us.items()} | {
-        "pass_us_per_token": per_token,
-        "ratios": ratios,
-    }
+    thread, result = SchedulerThread(slots), dict[str, Any]()
+    for name, ways, sizes, draw in (
+        ("reply", thread.replies(), ROWS, thread.table),
+        ("pass", thread.passes(), PASS_ROWS, thread.batch),
+        ("write", thread.writes(), PASS_ROWS, thread.batch),
+    ):
+        result[f"{name}_us"] = us = {rows: _medians_us(ways, partial(draw, rows), rounds) for rows in sizes}
+        result[f"{name}_of_stock"] = _divided(us, lambda _, by_way: by_way["stock"])
+    return result | {"pass_us_per_token": _divided(result["pass_us"], lambda rows, _: rows)}
 
 
-def _medians_us(
-    ways: Mapping[str, Callable[[Any], object]],
-    sizes: Sequence[int],
-    draw: Callable[[int], Any],
-    *,
-    rounds: int,
-) -> dict[str, dict[str, float]]:
-    """{way: {rows: CPU us of this thread}}; what `draw(rows)` makes for a call is not in its time."""
-    seen: dict[str, dict[str, float]] = {name: {} for name in ways}
-    for rows in sizes:
-        calls = {name: partial(_thread_us, way, partial(draw, rows)) for name, way in ways.items()}
-        for name, values in interleaved(calls, rounds=rounds, warm_up=2).items():
-            seen[name][str(rows)] = median(values)
-    return seen
+def _divided(us: dict[int, dict[str, float]], by: Callable[[int, dict[str, float]], float]) -> dict[int, Any]:
+    return {rows: {way: value / by(rows, of) for way, value in of.items()} for rows, of in us.items()}
 
 
-def _thread_us(call: Callable[[Any], object], draw: Callable[[], Any]) -> float:
-    drawn = draw()
-    return timed(lambda: call(drawn), clock=time.thread_time)() * 1e6
+def _medians_us(ways: Ways, draw: Callable[[], Any], rounds: int) -> dict[str, float]:
+    """{way: CPU us of this thread}; what `draw` makes for a call is not in its time."""
+
+    def call_us(way: Callable[[Any], object]) -> float:
+        drawn, begin_s = draw(), time.thread_time()
+        way(drawn)
+        return (time.thread_time() - begin_s) * 1e6
+
+    calls = {name: partial(call_us, way) for name, way in ways.items()}
+    return {name: median(values) for name, values in interleaved(calls, rounds=rounds, warm_up=2).items()}
 
 
 class SchedulerThread:
-    """As much of SGLang's scheduler as capture sees: settings, capturers with full host caches, ends of passes, replies."""
+    """As much of SGLang's scheduler as capture sees: settings, capturers with full host caches, ends of passes and requests."""
 
     def __init__(self, slots: int) -> None:
         from sglang.srt.state_capturer.routed_experts import RoutedExpertsCapturer
 
-        from r3channel.engine import sglang as room
+        from r3channel.engine.sglang import FrameCapturer
 
-        self._slots, self._rng, self._replies = slots, np.random.default_rng(0), _Replies()
+        self._slots, self._rng, config = slots, np.random.default_rng(0), _published()
         ids = torch.from_numpy(generate(model_named(MODEL), regime="U", rows=256))
         self._ids_TLK = ids.repeat(max(PASS_ROWS) // len(ids), 1, 1)
-        config = _published()
-        self.capturers: dict[str, Any] = {}
-        for name, kind in {"stock": RoutedExpertsCapturer, "r3channel": room.FrameCapturer}.items():
-            self.capturers[name] = kind(
-                config, num_tokens=slots, max_running_requests=1, num_fused_shared_experts=0, device="cpu"
-            )
-            self.capturers[name].device_cache.buffer.copy_(self._ids_TLK)
-            for first in range(0, slots, max(PASS_ROWS)):  # every slot has been written once
-                slots_T = torch.arange(first, min(slots, first + max(PASS_ROWS)))
-                self._end_pass(self.capturers[name], _batch(slots_T))
-
-    # -- what a call is given --
+        kinds = {"stock": RoutedExpertsCapturer, "r3channel": FrameCapturer}
+        self._capturers = {name: _capturer(kind, config, slots, requests=1) for name, kind in kinds.items()}
+        for name, end in self.passes().items():
+            self._capturers[name].device_cache.buffer.copy_(self._ids_TLK)
+            for slots_T in torch.randperm(slots).split(max(PASS_ROWS)):  # every slot has been written once
+                end(_batch(slots_T))
 
     def table(self, rows: int) -> torch.Tensor:
         """int32 [1, rows + 1]: a quarter prefilled in one run of slots, the rest decoded among `BATCH` requests."""
-        self._replies.drain()  # the one before
         prompt, start = rows // 4, int(self._rng.integers(self._slots))
         decoded = start + prompt + np.arange(rows + 1 - prompt) * BATCH
         table_T = np.concatenate([start + np.arange(prompt), decoded]) % self._slots
         return torch.from_numpy(table_T.astype(np.int32))[None]
 
-    def rows_of_a_pass(self, rows: int) -> torch.Tensor:
-        """int64 [rows]: slots, as they come when many requests have come and gone."""
-        return torch.from_numpy(self._rng.permutation(self._slots)[:rows])
-
     def batch(self, rows: int) -> Any:
-        return _batch(self.rows_of_a_pass(rows))
+        """A pass over slots as they come when many requests have come and gone."""
+        return _batch(torch.from_numpy(self._rng.permutation(self._slots)[:rows]))
 
-    # -- what is measured --
+    def passes(self) -> Ways:
+        def end(capturer: Any, batch: Any) -> None:
+            output = capturer.on_forward_end(batch, False, None, no_copy_to_cpu=True)
+            output.map_device_tensors(torch.Tensor.cpu)
+            output.finalize()
 
-    def passes(self) -> dict[str, Callable[[Any], None]]:
-        return {name: partial(self._end_pass, capturer) for name, capturer in self.capturers.items()}
+        return {name: partial(end, capturer) for name, capturer in self._capturers.items()}
 
-    def _end_pass(self, capturer: Any, batch: Any) -> None:
-        output = capturer.on_forward_end(batch, False, None, no_copy_to_cpu=True)
-        output.map_device_tensors(torch.Tensor.cpu)
-        output.finalize()
-
-    def writes(self) -> dict[str, Callable[[torch.Tensor], None]]:
-        from sglang.srt.state_capturer.base import TopkCaptureOutput
-
+    def writes(self) -> Ways:
         from r3channel.engine.capture import SlotRows
 
-        host_cache, ids32_TLK = self.capturers["stock"].host_cache, self._ids_TLK.to(torch.int32)
-        rows = SlotRows(SPEC, torch.ones((self._slots, *self._ids_TLK.shape[1:]), dtype=self._ids_TLK.dtype))
+        theirs, ids32_TLK = self._capturers["stock"].host_cache.buffer, self._ids_TLK.to(torch.int32)
+        rows = SlotRows(SPEC, theirs.to(self._ids_TLK.dtype))
 
-        def stock(slots_T: torch.Tensor) -> None:
-            TopkCaptureOutput(slots_T, ids32_TLK[: len(slots_T)], host_cache).finalize()
+        def stock(batch: Any) -> None:  # as `TopkCaptureOutput.finalize`
+            theirs[batch.out_cache_loc] = ids32_TLK[: len(batch.out_cache_loc)]
 
-        def ours(slots_T: torch.Tensor) -> None:
-            rows.write(slots_T, self._ids_TLK[: len(slots_T)], weight_version=1, kind=RowKind.DECODED)
+        def ours(batch: Any) -> None:
+            ids_TLK = self._ids_TLK[: len(batch.out_cache_loc)]
+            rows.write(batch.out_cache_loc, ids_TLK, weight_version=1, kind=RowKind.DECODED)
 
         return {"stock": stock, "r3channel": ours}
 
-    def replies(self) -> dict[str, Callable[[torch.Tensor], None]]:
-        """From the end of a request with these slots until its reply is with the socket."""
-        sender = SimpleNamespace(offer=partial(_queued, deque(maxlen=4)), close=lambda: None)
-        ours, send = self.capturers["r3channel"], self._replies.send
-        ends = {"off": (None, None), "stock": (self.capturers["stock"], None)}
-        ends |= {"r3channel": (ours, None), "direct": (ours, sender)}
+    def replies(self) -> Ways:
+        from sglang.srt.managers.io_struct import _msgpack_encoder as message
 
-        def end(capturer: Any, sender: Any, table: torch.Tensor) -> None:
-            ours.outlet._sender = sender
-            send(_collected(capturer, table))
+        from r3channel.engine.frame_sender import Sender
 
-        return {name: partial(end, *with_) for name, with_ in ends.items()}
+        outlet = self._capturers["r3channel"].outlet
+        # Its thread is not started.
+        queue = Sender(EngineConfig(relay_url="http://x:1"), outlet._hello, token="", metrics=outlet.metrics)
+
+        def end(name: str, sender: Sender | None, table: torch.Tensor) -> None:
+            outlet._sender = sender
+            message.encode(_collected(self._capturers[name], table))
+            queue._waiting.clear()
+            queue._bytes = 0
+
+        ways = {"stock": ("stock", None), "r3channel": ("r3channel", None), "direct": ("r3channel", queue)}
+        return {name: partial(end, *way) for name, way in ways.items()}
 
 
 def _published() -> Any:
-    """SGLang's settings of this process, and the configuration of a model of our shape."""
+    """SGLang's settings, now those of this process, and the configuration of a model of our shape."""
     from sglang.srt import runtime_context, server_args
     from transformers import Qwen3MoeConfig
 
@@ -354,88 +278,35 @@ def _published() -> Any:
 
     sglang_host.register()  # plain memory for pinned
     make: Any = server_args.ServerArgs  # its fields are made at run time
-    asked = {
-        "weight_version": "0",
-        "chunked_prefill_size": max(PASS_ROWS),
-        "enable_return_routed_experts": True,
-    }
+    asked = {"chunked_prefill_size": max(PASS_ROWS), "enable_return_routed_experts": True}
     ranks = runtime_context.SpawnRanks(world_rank=0)
     runtime_context.publish(make(model_path="dummy", device="cpu", **asked), role="scheduler", ranks=ranks)
-    experts: dict[str, Any] = {"num_experts": SPEC.num_experts, "num_experts_per_tok": SPEC.top_k}
-    text = Qwen3MoeConfig(num_hidden_layers=SPEC.num_layers, mlp_only_layers=[], **experts)
-    return SimpleNamespace(hf_text_config=text, context_len=4096)
+    return SimpleNamespace(hf_text_config=Qwen3MoeConfig(num_hidden_layers=SPEC.num_layers), context_len=4096)
 
 
 def _batch(slots_T: torch.Tensor) -> Any:
     """A forward pass that decodes these slots, as far as capturers ask."""
     mode = SimpleNamespace(is_decode=lambda: True, is_target_verify=lambda: False)
-    return SimpleNamespace(
-        out_cache_loc=slots_T, out_cache_loc_virtual=None, forward_mode=mode, _original_batch_size=None
-    )
+    return SimpleNamespace(out_cache_loc=slots_T, out_cache_loc_virtual=None, forward_mode=mode)
 
 
 def _collected(capturer: Any, table: torch.Tensor) -> Any:
-    """What SGLang's method, through our hook, leaves for the reply of a request whose slots are `table`."""
+    """What SGLang's method, in our hook, leaves for the reply of a request whose slots are `table`."""
     from sglang.srt.managers.scheduler_components import batch_result_processor as module
     from sglang.srt.state_capturer.routed_experts import set_global_experts_capturer
 
     from r3channel.engine.sglang import collect_frame
 
     set_global_experts_capturer(capturer)
-    prompt = table.shape[1] // 4
-    req = SimpleNamespace(
-        rid="r",
-        return_routed_experts=capturer is not None,
-        routed_experts=None,
-        routed_experts_start_len=0,
-        origin_input_ids=[1] * prompt,
-        output_ids_through_stop=[1] * (table.shape[1] - prompt),
-        kv=SimpleNamespace(req_pool_idx=0),
-    )
+    req: Any = SimpleNamespace(rid="r", return_routed_experts=True, routed_experts_start_len=0)
+    req.origin_input_ids, req.output_ids_through_stop = range(table.shape[1]), range(0)
+    req.kv = SimpleNamespace(req_pool_idx=0)
     processor = SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=table))
     collect_frame(module.SchedulerBatchResultProcessor._maybe_collect_routed_experts, processor, req)
     return req.routed_experts
 
 
-class _Replies:
-    """The scheduler's socket to the detokenizer, and the detokenizer's end of it."""
-
-    def __init__(self) -> None:
-        import msgspec
-        import zmq
-        from sglang.srt.managers import io_struct
-        from sglang.srt.managers.scheduler_components.output_sender import SenderWrapper
-
-        self._kind: Any = io_struct.BatchTokenIDOutput
-        self._fields = [field.name for field in msgspec.structs.fields(self._kind) if field.required]
-        context = zmq.Context.instance()
-        self._detokenizer, ours = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-        self._detokenizer.bind("inproc://replies")
-        ours.connect("inproc://replies")
-        self._sender = SenderWrapper(ours)
-
-    def send(self, routed_experts: Any) -> None:
-        empty = {name: [] for name in self._fields}
-        self._sender.send_output(self._kind(**{**empty, "routed_experts": [routed_experts]}))
-
-    def drain(self) -> None:
-        while self._detokenizer.poll(0):
-            self._detokenizer.recv()
-
-
-def _queued(waiting: deque[Any], unfinished: Any) -> FrameReference:
-    """A sender whose other thread is never scheduled: what it would do is not the scheduler thread's cost."""
-    waiting.append(unfinished)
-    return FrameReference(
-        sample_key=unfinished.sample_key,
-        boot_id=1,
-        serial=1,
-        first_row=unfinished.first_row,
-        rows=unfinished.rows,
-    )
-
-
 PARTS: Parts = {"scheduler": scheduler, "engine": engine}
 
 if __name__ == "__main__":
-    print(ANSWER + json.dumps(scheduler_us(rounds=int(sys.argv[1]), slots=int(sys.argv[2]))), flush=True)
+    print(json.dumps(scheduler_us(rounds=int(sys.argv[1]), slots=int(sys.argv[2]))), flush=True)
