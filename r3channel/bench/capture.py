@@ -239,14 +239,14 @@ class SchedulerThread:
         from r3channel.engine.capture import SlotRows
 
         theirs, ids32_TLK = self._capturers["stock"].host_cache.buffer, self._ids_TLK.to(torch.int32)
-        rows = SlotRows(SPEC, theirs.to(self._ids_TLK.dtype))
+        rows, ids_TLK = SlotRows(SPEC, slots=self._slots), self._ids_TLK.numpy()
 
         def stock(batch: Any) -> None:  # as `TopkCaptureOutput.finalize`
             theirs[batch.out_cache_loc] = ids32_TLK[: len(batch.out_cache_loc)]
 
         def ours(batch: Any) -> None:
-            ids_TLK = self._ids_TLK[: len(batch.out_cache_loc)]
-            rows.write(batch.out_cache_loc, ids_TLK, weight_version=1, kind=RowKind.DECODED)
+            slots_T = batch.out_cache_loc.numpy()
+            rows.write(slots_T, ids_TLK[: len(slots_T)], weight_version=1, kind=RowKind.DECODED)
 
         return {"stock": stock, "r3channel": ours}
 
