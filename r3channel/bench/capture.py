@@ -67,7 +67,7 @@ def engine(effort: Effort) -> dict[str, Any]:
         server = stack.enter_context(EngineServer(options))
         server.wait_ready(_TIMEOUT_S)
         asked = partial(_round, server.url, family_of(server.pid), relay, itertools.count())
-        seen = interleaved({way: partial(asked, way) for way in WAYS}, rounds=effort.rounds_of(120, 25))
+        seen = interleaved({way: partial(asked, way) for way in WAYS}, rounds=effort.rounds_of(160, 40))
     cpu_us, nbytes = ({way: [pair[of] for pair in seen[way]] for way in WAYS} for of in (0, 1))
     base = [sum(pair) / 2 for pair in zip(cpu_us["off"], cpu_us["off_again"], strict=True)]
     variants = {
