@@ -1,10 +1,11 @@
-"""SGLang 0.5.15.post1, which slime pins, as a real server on CPU with our hooks: its wheels are laid over the installed ones."""
+"""SGLang 0.5.15.post1, as published and with the patches of slime's image, as a real server on CPU with our hooks: its wheels
+are laid over the installed ones."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,13 +20,13 @@ from r3channel.wire.hello import Hello, probe_body
 from r3channel.wire.routing import RowKind
 from tests.engine.client import generate, generate_together, post, serving
 from tests.engine.reference import reference_ids
-from tests.upstream.wheels import unpacked
+from tests.upstream.wheels import slimes_sglang, unpacked
 
 pytestmark = [pytest.mark.engine, pytest.mark.full]
 
 VERSION = "0.5.15.post1"
 # What that release names in its metadata; torch 2.13.0 and the other installed packages serve it too (seen, not promised).
-OVERLAY = (f"sglang=={VERSION}", "transformers==5.12.1", "tokenizers==0.22.2")
+SGLANG, *BESIDE = (f"sglang=={VERSION}", "transformers==5.12.1", "tokenizers==0.22.2")
 SPEC = RoutingSpec(num_layers=3, moe_layers=(0, 1, 2), num_experts=128, top_k=8)
 
 
@@ -35,18 +36,24 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("older") / "model", layers=3, dense_layers=())
 
 
-@pytest.fixture(
-    scope="module", params=[(True, 1), (False, 1), (True, 2)], ids=["overlap", "no overlap", "two ranks"]
-)
-def server(model: Path, request: pytest.FixtureRequest) -> Iterator[EngineServer]:
-    paths = [*(str(unpacked(wheel)) for wheel in OVERLAY), environment(r3channel=True)["PYTHONPATH"]]
-    env = {
-        "PYTHONPATH": os.pathsep.join(paths),
+def older(tree: Callable[[str], Path]) -> dict[str, str]:
+    """The environment of an engine of that release; `tree` has it published or patched."""
+    folders = [tree(SGLANG), *(unpacked(wheel) for wheel in BESIDE)]
+    return {
+        "PYTHONPATH": os.pathsep.join([*map(str, folders), environment(r3channel=True)["PYTHONPATH"]]),
         "SGLANG_EXTERNAL_MODEL_PACKAGE": "",
         "SGLANG_GRPC_PORT": str(free_port()),  # by default 10,000 above the server's, which may be no port
     }
-    overlap, tp = request.param
-    with serving(model, overlap=overlap, tp=tp, weight_version="default", env=env) as server:
+
+
+@pytest.fixture(
+    scope="module",
+    params=[(unpacked, True, 1), (unpacked, False, 1), (slimes_sglang, True, 2)],
+    ids=["overlap", "no overlap", "slime's image, two ranks"],
+)
+def server(model: Path, request: pytest.FixtureRequest) -> Iterator[EngineServer]:
+    tree, overlap, tp = request.param
+    with serving(model, overlap=overlap, tp=tp, weight_version="default", env=older(tree)) as server:
         yield server
 
 

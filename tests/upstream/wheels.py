@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -13,9 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.upstream.slime_cpu.sources import upstream
+from tests.upstream.slime_cpu.sources import SLIME, upstream
 
 DOWNLOAD_TIMEOUT_S = 120
+SLIMES_PATCHES = ("", "-top_p", "-release_hicache", "-pull_weights", "-deterministic")
+"""Of SGLang, in the order in which the Dockerfile of slime's image applies them."""
 
 
 @functools.cache
@@ -57,6 +60,19 @@ def sources(name: str) -> Path:
         archive.extractall(Path(_folder().name) / name, filter="data")
     (inner,) = (Path(_folder().name) / name).iterdir()
     return inner
+
+
+@functools.cache
+def slimes_sglang(requirement: str) -> Path:
+    """As `unpacked`, patched as in slime's image. Skips where there are no sources of slime."""
+    patches, tree = sources(SLIME) / "docker/patch/latest", Path(_folder().name) / "slimes-sglang"
+    shutil.copytree(unpacked(requirement), tree / "python")
+    for name in SLIMES_PATCHES:
+        # the wheel lacks what the last one changes beside the package: kernels in C++ and SGLang's own tests
+        command = ["git", "apply", "--include=python/sglang/*", str(patches / f"sglang{name}.patch")]
+        done = subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stderr
+    return tree / "python"
 
 
 def _installed(name: str) -> str | None:
