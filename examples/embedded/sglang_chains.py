@@ -33,6 +33,19 @@ def register() -> None:
     HookRegistry.register(_GATHER, gather_rows, HookType.REPLACE)
 
 
+def register_older() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(f"{_BACKEND}.forward_extend", extend_by_chain, HookType.AROUND)
+    HookRegistry.register(f"{_FACTORY}._create_backend", offer_torch_native, HookType.BEFORE)
+    HookRegistry.register(f"{_FACTORY}._create_backend", lambda made, *_: made[1], HookType.AFTER)
+    for name in ("torch.cuda.synchronize", "torch.Tensor.record_stream"):
+        HookRegistry.register(name, _nothing, HookType.REPLACE)
+    from sglang.srt.speculative import eagle_utils
+    from sglang.srt.speculative.triton_ops import cache_locs
+    eagle_utils._is_xpu = cache_locs._is_xpu = True
+
+
 def _nothing(*_: Any) -> None: ...
 
 
@@ -80,10 +93,10 @@ class DraftSteps:
 
 
 def offer_torch_native(
-    factory: Any, name: str, table: dict[str, Any], *_: Any, stamps_children: bool = False
+    factory: Any, name: str, table: dict[str, Any], *_: Any, **__: Any
 ) -> None:
     """BEFORE `_create_backend`: put torch attention into the table that it looks in, for drafting steps and for extends."""
-    make = _draft_steps if stamps_children else _draft_extend
+    make = _draft_steps if name == "decode_attention_backend" else _draft_extend
     table["torch_native"] = functools.partial(make, factory)
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from r3channel.config import REFUSALS
 from r3channel.engine.capture import check_representable, parse_weight_version
-from r3channel.engine.sglang_settings import flag, judged, refused
+from r3channel.engine.sglang_settings import flag, has_dp_attention, judged, refused
 from r3channel.errors import ConfigError
 from r3channel.model.spec import RoutingSpec
 
@@ -38,7 +38,6 @@ def refusals(
 ) -> Iterator[Refusal]:
     """Every reason not to trust an engine of these settings. `routers`: those of the built model, if that is known."""
     yield from refused(values)
-    yield from _refused_chains(values)
     for check, value in ((check_representable, spec), (parse_weight_version, values["weight_version"])):
         try:
             check(value)  # type: ignore[arg-type]
@@ -46,16 +45,6 @@ def refusals(
             yield "", str(error)
     if routers is not None:
         yield from _refused_routers(list(routers), spec=spec)
-
-
-def _refused_chains(values: Mapping[str, Any]) -> Iterator[Refusal]:
-    """Speculation before 0.5.23, whose settings have no `attn_dp_size`."""
-    algorithm = values.get("speculative_algorithm")
-    if algorithm not in (None, "NONE") and "attn_dp_size" not in values:
-        yield (
-            "speculative",
-            f"--speculative-algorithm {algorithm}: this release was not read for it, only 0.5.23",
-        )
 
 
 def _refused_routers(routers: list[Router], *, spec: RoutingSpec) -> Iterator[Refusal]:
@@ -68,6 +57,17 @@ def _refused_routers(routers: list[Router], *, spec: RoutingSpec) -> Iterator[Re
             "routers",
             f"the engine built routers in layers {built}, the checkpoint's configuration says {list(spec.moe_layers)}: "
             + REFUSALS["routers"],
+        )
+
+
+def refused_chains(values: Mapping[str, Any]) -> Iterator[Refusal]:
+    """Where a capturer is told a graph's size in requests (0.5.15.post1, 0.5.23) and not, as in slime's image, in tokens."""
+    algorithm = values["speculative_algorithm"]
+    if algorithm not in (None, "NONE") and has_dp_attention(values):
+        yield (
+            "speculative",
+            f"--speculative-algorithm {algorithm} with DP attention: a graph that verifies has several rows of a request, and a "
+            "rank's are looked for as if it had one",
         )
 
 

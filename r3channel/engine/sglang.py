@@ -8,6 +8,8 @@ becomes its frame. All of it runs on the scheduler's thread.
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import logging
 import secrets
 from collections.abc import Callable, Iterator
@@ -38,6 +40,7 @@ from r3channel.engine.refusals import (
     Router,
     refusals,
     refuse,
+    refused_chains,
     refused_unread,
     unread,
 )
@@ -117,16 +120,13 @@ def settings() -> dict[str, Any]:
 
 
 def asked_for() -> dict[str, Any]:
-    """The settings that are not SGLang's defaults; none before 0.5.23, which writes over what was asked for."""
+    """The settings that are not SGLang's defaults. 0.5.15.post1 writes what it resolves over them: each of those is judged."""
     args: Any = runtime_context.get_server_args()
-    if not _has_bags():
-        return {}
-    plain, values = type(args)(model_path=args.model_path), settings()
-    names = (
-        name for name in args.__struct_fields__ if not name.startswith("_")
-    )  # those are notes of its parser
-    changed = [name for name in names if getattr(args, name) != getattr(plain, name)]
-    return {name: values[name] for name in changed}
+    plain: Any = type(args)(model_path="none")  # for which 0.5.15.post1 resolves nothing
+    names = args.__struct_fields__ if _has_bags() else vars(plain)
+    shown = [name for name in names if not name.startswith("_")]  # the others are notes of its parser
+    values = settings()
+    return {name: values[name] for name in shown if getattr(args, name) != getattr(plain, name)}
 
 
 def weight_version() -> str:
@@ -306,9 +306,10 @@ class FrameCapturer(RoutedExpertsCapturer):
 
 def _verified_tokens() -> int:
     """How many tokens of a request one pass verifies at most; 1 where nothing is drafted."""
-    if not _has_bags():
-        return 1
-    return runtime_context.max_speculative_num_draft_tokens() or 1
+    context: Any = runtime_context
+    if _has_bags():
+        return context.max_speculative_num_draft_tokens() or 1
+    return context.get_server_args().max_speculative_num_draft_tokens or 1
 
 
 def _unchunked_tokens(model_config: Any) -> int:
@@ -488,14 +489,16 @@ def refuse_engine(runner: Any) -> None:
             "r3channel is on, but the engine was started without --enable-return-routed-experts: no routing"
         )
         return
-    if not _has_bags():
-        log.warning(
-            "r3channel: this SGLang does not tell which settings were asked for; it is refused for known ones only"
-        )
     values = settings()
     found = [*refusals(values, spec=engine_spec(runner.model_config), routers=_routers(runner.model))]
+    found += () if _tells_graphs_in_tokens(runner) else refused_chains(values)
     found += refused_masks(values) if _config.sampling_masks else ()
     refuse([*found, *refused_unread(unread(asked_for()))], allowed=_config.allowed)
+
+
+def _tells_graphs_in_tokens(runner: Any) -> bool:
+    """Whether a capturer is told a graph's size in tokens, as in slime's image, and not in requests."""
+    return "num_tokens_per_bs" in inspect.unwrap(type(runner).forward).__code__.co_consts
 
 
 def _routers(model: Any) -> Iterator[Router]:

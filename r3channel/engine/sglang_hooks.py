@@ -60,6 +60,7 @@ _COMMON: tuple[Name, ...] = (
     Name(f"{_SRT}.managers.schedule_batch.ScheduleBatch.decoding_reqs"),
     Name(TRANSFERRED, ("self",)),
     Name(INIT_CAPTURER, ("self",)),
+    Name(f"{_SRT}.model_executor.model_runner.ModelRunner.forward"),
     Name(f"{_SRT}.plugins.hook_registry.HookRegistry.register", ("target", "hook", "hook_type")),
     Name(f"{_SRT}.plugins.hook_registry.HookType.AROUND"),
     Name(f"{_SRT}.plugins.hook_registry.HookType.BEFORE"),
@@ -141,6 +142,7 @@ _BEFORE_BAGS: tuple[Name, ...] = (
             "enable_prefill_cp",
         )
     ),
+    Name(f"{_ARGS}.max_speculative_num_draft_tokens"),
     *(Name(path, ("self", "recv_req")) for path in UPDATES),
 )
 """0.5.15.post1: one object of settings. Only a weight update that names its version tells the scheduler."""

@@ -68,7 +68,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "speculative_algorithm",
         REFUSED,
-        "all but EAGLE, EAGLE3, STANDALONE; those too before 0.5.23",
+        "all but EAGLE, EAGLE3, STANDALONE; with DP attention these too, but in slime's image",
         "speculative",
         lambda value: value not in (None, "NONE", "EAGLE", "EAGLE3", "STANDALONE"),
     ),
@@ -157,6 +157,13 @@ SETTINGS: tuple[Setting, ...] = (
         "each router's output format is looked at when the model is built; refused as `kernel_routing` where ids never appear",
     ),
     Setting(
+        "enable_lora* lora_paths mm_process_config",
+        READ,
+        "off, empty",
+        "what 0.5.15.post1 writes where nothing was asked for",
+        lambda value: not value,
+    ),
+    Setting(
         "disable_shared_experts_fusion enforce_shared_experts_fusion",
         READ,
         "any",
@@ -164,7 +171,8 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting("device", READ, "cuda", "copies as SGLang makes them; `tests/gpu` has the streams", _among("cuda")),
     Setting(
-        "cuda_graph_* disable_cuda_graph* disable_*_cuda_graph enable_cudagraph_gc enable_profile_cuda_graph",
+        "cuda_graph_* disable_cuda_graph* disable_*_cuda_graph enable_cudagraph_gc enable_profile_cuda_graph "
+        "torch_compile_max_bs",
         READ,
         "any",
         "the write into the capture buffer is part of the graph; with DP attention its size says where rows lie",
@@ -172,8 +180,8 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "*attention_backend dsa_*_backend dsv4_*_backend dtype kv_cache_dtype quantization quantization_param_path "
         "*_gemm_* triton_attention_* flashinfer_* disable_flashinfer_autotune enable_fused_qk_norm_rope "
-        "enable_fp32_lm_head enable_tf32_matmul enable_deterministic_inference rl_on_policy_target sampling_backend "
-        "grammar_backend",
+        "enable_fp32_* enable_tf32_matmul enable_deterministic_inference rl_on_policy_target sampling_backend "
+        "grammar_backend linear_attn_*_backend torchao_config",
         READ,
         "any",
         _INPUT + "kernels and number formats",
@@ -186,7 +194,7 @@ SETTINGS: tuple[Setting, ...] = (
         _INPUT + "collectives",
     ),
     Setting(
-        "max_running_requests max_queued_requests max_total_tokens max_prefill_tokens mem_fraction_static "
+        "max_running_requests max_queued_requests max_total_tokens max_prefill_tokens mem_fraction_static *mamba_*cache* "
         "page_size disable_radix_cache radix_eviction_policy* disable_chunked_prefix_cache "
         "swa_full_tokens_ratio disable_hybrid_swa_memory "
         "prefill_m* prefill_d* schedule_* *priority* retraction_policy num_continuous_decode_steps scheduler_recv_interval "
@@ -199,7 +207,7 @@ SETTINGS: tuple[Setting, ...] = (
         "cpu_offload_gb offload_* enable_memory_saver enable_*weights_cpu_backup load_format model_* *weight_load* "
         "remote_instance_* checkpoint_engine_* weight_cache_* trust_remote_code context_length revision "
         "json_model_override_args download_dir modelopt_* rl_quant_profile delete_ckpt_after_loading decrypted_* "
-        "engine_info_bootstrap_port",
+        "engine_info_bootstrap_port custom_pull_weights_*",
         READ,
         "any; of model_impl: auto, sglang",
         _ASIDE + ": weights, where they come from and lie",
@@ -226,7 +234,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "log_* uvicorn_* crash_dump_folder show_time_cost *metric* bucket_* *_tokens_buckets decode_log_interval "
         "enable_request_time_stats_logging kv_events_config load_*publish* enable_trace trace_modules otlp_* stat_loggers "
-        "enable_mfu_metrics smg_http_sidecar_port enable_layerwise_nvtx_marker",
+        "enable_mfu_metrics *_http_sidecar_port enable_layerwise_nvtx_marker",
         READ,
         "any",
         _ASIDE + ": logs, metrics, traces",
@@ -238,7 +246,7 @@ SETTINGS: tuple[Setting, ...] = (
         _ASIDE + ": what drafts a chain, its length, what of it is accepted; its rows are those of the pass that verified it",
     ),
     Setting(
-        "disaggregation_* hicache_* lmcache_config_file flexkv_config_file *external_linker* cp_strategy "
+        "disaggregation_* optimistic_prefill_* *hicache* lmcache_config_file flexkv_config_file *external_linker* cp_strategy *prefill_cp_mode "
         "pdmux_config_path sm_group_num tbo_token_distribution_threshold pp_*",
         READ,
         "any",
@@ -247,25 +255,17 @@ SETTINGS: tuple[Setting, ...] = (
 )  # fmt: skip
 
 
-def _has_dp_attention(values: Mapping[str, Any]) -> bool:
+def has_dp_attention(values: Mapping[str, Any]) -> bool:
     return bool(values.get("enable_dp_attention")) or (values.get("attn_dp_size") or 1) > 1
 
 
 TOGETHER: tuple[Together, ...] = (
     Together(
-        "speculative_algorithm with DP attention",
-        "speculative",
-        "a graph that verifies has several rows of a request, and a rank's are looked for as if it had one",
-        lambda values: (
-            values.get("speculative_algorithm") not in (None, "NONE") and _has_dp_attention(values)
-        ),
-    ),
-    Together(
         "moe_runner_backend flashinfer_cutlass with DP attention",
         "a2a",
         "with FP4 experts each rank routes its own tokens before they are gathered, and its rows are looked for where they would "
         "lie behind those of the ranks before it",
-        lambda values: values.get("moe_runner_backend") == "flashinfer_cutlass" and _has_dp_attention(values),
+        lambda values: values.get("moe_runner_backend") == "flashinfer_cutlass" and has_dp_attention(values),
     ),
 )
 
