@@ -26,11 +26,11 @@ _LAST_PORT = 65535
 
 REFUSALS = {
     "speculative": "accepted tokens of a tree of drafts are moved without their ids, and not every algorithm hands on the ids of "
-    "a pass that verifies; taken are EAGLE, EAGLE3 and STANDALONE with --speculative-eagle-topk 1",
+    "a pass that verifies; taken are EAGLE, EAGLE3 and STANDALONE with --speculative-eagle-topk 1 (0.5.15.post1, 0.5.23)",
     "disaggregation": "nothing carries the prefill engine's rows to decode; join both engines' rows with "
     "r3channel.relay.pd_merge.merged_frame and set R3CHANNEL_ALLOW=disaggregation",
-    "pp": "each stage of a pipeline-parallel engine holds its own layers only",
-    "external_cache": "slots are reloaded without their ids, so old rows would pass for new",
+    "pp": "each stage holds the ids of its own layers only, and none hands them on (0.5.15.post1, 0.5.23)",
+    "external_cache": "slots are reloaded without their ids, so old rows would pass for new (0.5.15.post1, 0.5.23)",
     "two_batch_overlap": "each half of a batch writes its ids from the buffer's first row on, so the second half's rows pass "
     "for the first's",
     "pdmux": "decode passes run between the layers of a prefill and write their ids over the prefill's first rows",

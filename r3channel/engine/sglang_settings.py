@@ -120,7 +120,7 @@ SETTINGS: tuple[Setting, ...] = (
         "speculative_algorithm speculative_eagle_topk",
         TESTED,
         "EAGLE, STANDALONE; 1",
-        "greedy, with and without overlap, in-band and direct, with retraction: `test_speculative`",
+        "greedy, with and without overlap, in-band and direct, with retraction: `test_speculative`, `test_older_engine`",
         _among("EAGLE", "STANDALONE", 1),
     ),
     Setting(
@@ -156,13 +156,7 @@ SETTINGS: tuple[Setting, ...] = (
         "any",
         "each router's output format is looked at when the model is built; refused as `kernel_routing` where ids never appear",
     ),
-    Setting(
-        "enable_lora* lora_paths mm_process_config",
-        READ,
-        "off, empty",
-        "what 0.5.15.post1 writes where nothing was asked for",
-        lambda value: not value,
-    ),
+    Setting("enable_lora* lora_paths mm_process_config", READ, "off", "0.5.15.post1 writes so itself", lambda value: not value),
     Setting(
         "disable_shared_experts_fusion enforce_shared_experts_fusion",
         READ,
@@ -246,8 +240,8 @@ SETTINGS: tuple[Setting, ...] = (
         _ASIDE + ": what drafts a chain, its length, what of it is accepted; its rows are those of the pass that verified it",
     ),
     Setting(
-        "disaggregation_* optimistic_prefill_* *hicache* lmcache_config_file flexkv_config_file *external_linker* cp_strategy *prefill_cp_mode "
-        "pdmux_config_path sm_group_num tbo_token_distribution_threshold pp_*",
+        "disaggregation_* optimistic_prefill_* *hicache* lmcache_config_file flexkv_config_file *external_linker* cp_strategy "
+        "*prefill_cp_mode pdmux_config_path sm_group_num tbo_token_distribution_threshold pp_*",
         READ,
         "any",
         _ASIDE + ", or it belongs to what is refused itself",

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from r3channel.config import REFUSALS
-from r3channel.engine.refusals import Router, refusals, refuse, refused_unread, unread
+from r3channel.engine.refusals import Router, refusals, refuse, refused_chains, refused_unread, unread
 from r3channel.engine.sglang_settings import SETTINGS, TOGETHER, Verdict, flag, judged
 from r3channel.errors import ConfigError
 from r3channel.model.spec import RoutingSpec
@@ -53,29 +53,15 @@ def test_a_setting_that_makes_rows_wrong_is_refused_under_its_word(word: str, ch
 
 
 @pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "STANDALONE"])
-def test_a_chain_of_drafts_is_taken_but_not_in_an_older_release(algorithm: str) -> None:
-    chain = GOOD | {"speculative_algorithm": algorithm, "speculative_eagle_topk": 1}
-    assert list(refusals(chain, spec=SPEC)) == []
-    del chain["attn_dp_size"]
-    ((word, reason),) = refusals(chain, spec=SPEC)
-    assert word == "speculative" and "only 0.5.23" in reason
-
-
 @pytest.mark.parametrize("attention", [{"enable_dp_attention": True}, {"attn_dp_size": 2}])
-@pytest.mark.parametrize(
-    ("word", "change"),
-    [
-        ("speculative", {"speculative_algorithm": "EAGLE"}),
-        ("a2a", {"moe_runner_backend": "flashinfer_cutlass"}),
-    ],
-)
-def test_what_is_taken_by_itself_and_not_with_dp_attention(
-    word: str, change: dict[str, Any], attention: dict[str, Any]
-) -> None:
-    assert list(refusals(GOOD | change, spec=SPEC)) == []
-    assert list(refusals(GOOD | attention, spec=SPEC)) == []
-    ((found, reason),) = refusals(GOOD | change | attention, spec=SPEC)
-    assert found == word and "with DP attention" in reason
+def test_what_is_taken_by_itself_and_not_with_dp_attention(algorithm: str, attention: dict[str, Any]) -> None:
+    change = {"speculative_algorithm": algorithm, "speculative_eagle_topk": 1}
+    change |= {"moe_runner_backend": "flashinfer_cutlass"}
+    for taken in (GOOD | change, GOOD | attention):
+        assert [*refusals(taken, spec=SPEC), *refused_chains(taken)] == []
+    together = GOOD | change | attention
+    reasons = [*refusals(together, spec=SPEC), *refused_chains(together)]
+    assert [word for word, reason in reasons if "with DP attention" in reason] == ["a2a", "speculative"]
 
 
 def test_every_word_that_can_be_allowed_is_one_that_is_refused() -> None:

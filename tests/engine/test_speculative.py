@@ -53,15 +53,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 def speculating(
-    models: Models, *, algorithm: str = "EAGLE", draft: Path | None = None, topk: int = 1, **changes: Any
+    models: Models, *more: str, algorithm: str = "EAGLE", topk: int = 1, **changes: Any
 ) -> AbstractContextManager[EngineServer]:
+    draft = models.head if algorithm == "EAGLE" else models.standalone
     speculation = {
-        "algorithm": algorithm, "draft-model-path": draft or models.head, "num-steps": DRAFTED,
+        "algorithm": algorithm, "draft-model-path": draft, "num-steps": DRAFTED,
         "eagle-topk": topk, "num-draft-tokens": DRAFTED + 1,
     }  # fmt: skip
     arguments = [f"--speculative-{name}={value}" for name, value in speculation.items()]
     limits = {"chunked_prefill_size": CHUNK, "max_running_requests": RUNNING}
-    return serving(models.target, extra_args=arguments, **limits, **changes)
+    return serving(models.target, extra_args=[*arguments, *more], **limits, **changes)
 
 
 @pytest.fixture(scope="module")
@@ -160,12 +161,9 @@ def test_a_turn_that_finds_accepted_tokens_in_the_prefix_cache_has_their_rows(
 
 
 def test_direct_rows_without_overlap_are_exact_under_retraction(models: Models, tmp_path: Path) -> None:
-    """The draft is a model of its own here (STANDALONE)."""
     relay = Relay(SPEC, TrainerLayout(), ChannelConfig(frame_timeout_s=30.0))
     env = {"SGLANG_TEST_RETRACT": "1", **direct_to(relay, tmp_path)}
-    with speculating(
-        models, algorithm="STANDALONE", draft=models.standalone, overlap=False, env=env
-    ) as server:
+    with speculating(models, algorithm="STANDALONE", overlap=False, env=env) as server:
         relay.expect_engines([server.url], timeout_s=READY_TIMEOUT_S)
         replies = generate_together(server.url, prompts_of(LENGTHS), new_tokens=NEW_TOKENS)
         samples = {f"s{number}": reply for number, reply in enumerate(replies)}

@@ -13,13 +13,22 @@ import pytest
 
 from examples.embedded.model import write_model
 from examples.embedded.sglang import EngineServer, environment, free_port
+from r3channel.errors import EngineUnavailable
 from r3channel.model.spec import RoutingSpec
 from r3channel.relay.reply import frame_bytes_of
 from r3channel.wire.frame import parse_frame
 from r3channel.wire.hello import Hello, probe_body
 from r3channel.wire.routing import RowKind
-from tests.engine.client import generate, generate_together, post, serving
+from tests.engine.client import generate, generate_together, post, prompts_of, serving
+from tests.engine.draft import Models, write_models
 from tests.engine.reference import reference_ids
+from tests.engine.test_speculative import (
+    LENGTHS,
+    NEW_TOKENS,
+    check_replies,
+    passes_by_accepted,
+    speculating,
+)
 from tests.upstream.wheels import slimes_sglang, unpacked
 
 pytestmark = [pytest.mark.engine, pytest.mark.full]
@@ -87,3 +96,42 @@ def test_a_weight_update_that_names_its_version_stamps_later_rows(server: Engine
         (span.end, span.weight_version, span.kind) for span in parse_frame(reply.raw, spec=SPEC).provenance
     ]
     assert spans == [(20, 4, RowKind.PREFILLED), (24, 4, RowKind.DECODED)]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return write_models(tmp_path_factory.mktemp("models"))
+
+
+TREES = pytest.mark.parametrize("tree", [unpacked, slimes_sglang], ids=["published", "slime's image"])
+
+
+@TREES
+def test_accepted_tokens_of_a_chain_have_transformers_rows(
+    tree: Callable[[str], Path], models: Models, tmp_path: Path
+) -> None:
+    """More rows are verified in a pass than a prefill has, so the buffer must have room for them."""
+    algorithm, overlap = ("EAGLE", True) if tree is unpacked else ("STANDALONE", False)
+    env = {**older(tree), "TRITON_INTERPRET": "1"}
+    with speculating(models, algorithm=algorithm, overlap=overlap, env=env) as server:
+        replies = generate_together(server.url, prompts_of(LENGTHS), new_tokens=NEW_TOKENS)
+    assert min(passes_by_accepted(replies)) > 0
+    check_replies(replies, model=models.target, folder=tmp_path)
+
+
+@TREES
+def test_chains_with_dp_attention_are_taken_in_slimes_image_alone_and_an_unread_setting_nowhere(
+    tree: Callable[[str], Path], models: Models, tmp_path: Path
+) -> None:
+    arguments = "--tp-size 2 --dp-size 2 --enable-dp-attention --disable-fast-image-processor"
+    env = {**older(tree), "TRITON_INTERPRET": "1", "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    with pytest.raises(EngineUnavailable):
+        speculating(models, *arguments.split(), env=env, log_path=tmp_path / "log").__enter__()
+    said = (
+        (tmp_path / "log")
+        .read_text()
+        .partition("ConfigError: r3channel refuses this engine: ")[2]
+        .splitlines()[0]
+    )
+    assert "--disable-fast-image-processor: these settings were neither tested nor read" in said
+    assert ("--speculative-algorithm EAGLE with DP attention: " in said) == (tree is unpacked)

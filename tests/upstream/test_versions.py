@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
 
 from r3channel.engine.sglang_hooks import TABLES, Name
+from r3channel.engine.sglang_settings import SETTINGS
 from tests.upstream.syntax import Tree
-from tests.upstream.wheels import unpacked
+from tests.upstream.wheels import slimes_sglang, unpacked
 
 OWN = pytest.mark.parametrize("version", list(TABLES))
 
@@ -45,3 +49,27 @@ def test_a_parameter_that_goes_is_named(version: str) -> None:
     name = Name("sglang.srt.state_capturer.base.BaseTopkCapturer.get_topk", ("seqlen", "request_index"))
     problem = Tree(unpacked(f"sglang=={version}")).problem(name)
     assert problem == f"{name.path} no longer takes request_index"
+
+
+WRITTEN_AS_ASKED = {
+    "debug_cuda_graph",  # its default
+    "enable_page_major_kv_layout",  # with enable_unified_memory, itself unread
+    *("limit_mm_data_per_request", "lora_target_modules", "mooncake_ib_device"),  # in another form
+}
+
+
+@pytest.mark.parametrize("tree", [unpacked, slimes_sglang])
+def test_each_setting_that_a_release_without_the_requested_values_resolves_by_itself_is_judged(
+    tree: Callable[[str], Path],
+) -> None:
+    root = tree("sglang==0.5.15.post1") / "sglang/srt"
+    declared = (root / "server_args.py").read_text()
+    elsewhere = "\n".join(path.read_text() for path in root.rglob("*.py"))
+    passes = "\n".join(path.read_text() for path in root.glob("arg_groups/*.py"))
+    written = set(re.findall(r"self\.(\w+) = ", declared))
+    written |= set(re.findall(r"server_args\.(\w+) = ", elsewhere))
+    written |= set(re.findall(r'"(\w+)"(?:: |\] = )', passes))
+    written &= set(re.findall(r"^    (\w+): A\[", declared, re.MULTILINE))
+    patterns = [pattern for setting in SETTINGS for pattern in setting.names.split()]
+    judged = {name for name in written if any(fnmatchcase(name, pattern) for pattern in patterns)}
+    assert len(judged) > 90 and written - judged == WRITTEN_AS_ASKED

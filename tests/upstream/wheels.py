@@ -18,7 +18,7 @@ from tests.upstream.slime_cpu.sources import SLIME, upstream
 
 DOWNLOAD_TIMEOUT_S = 120
 SLIMES_PATCHES = ("", "-top_p", "-release_hicache", "-pull_weights", "-deterministic")
-"""Of SGLang, in the order in which the Dockerfile of slime's image applies them."""
+"""Its patches of SGLang, in the order in which the Dockerfile of slime's image applies them."""
 
 
 @functools.cache
