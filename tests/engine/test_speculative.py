@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from examples.embedded.sglang import EngineServer
 from r3channel.config import ChannelConfig
-from r3channel.errors import CannotStage, EngineUnavailable, WeightUpdateFailed
+from r3channel.errors import CannotStage, WeightUpdateFailed
 from r3channel.model.spec import RoutingSpec
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.relay import Relay
@@ -53,12 +53,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 def speculating(
-    models: Models, *more: str, algorithm: str = "EAGLE", topk: int = 1, **changes: Any
+    models: Models, *more: str, algorithm: str = "EAGLE", **changes: Any
 ) -> AbstractContextManager[EngineServer]:
     draft = models.head if algorithm == "EAGLE" else models.standalone
     speculation = {
         "algorithm": algorithm, "draft-model-path": draft, "num-steps": DRAFTED,
-        "eagle-topk": topk, "num-draft-tokens": DRAFTED + 1,
+        "eagle-topk": 1, "num-draft-tokens": DRAFTED + 1,
     }  # fmt: skip
     arguments = [f"--speculative-{name}={value}" for name, value in speculation.items()]
     limits = {"chunked_prefill_size": CHUNK, "max_running_requests": RUNNING}
@@ -175,9 +175,3 @@ def test_direct_rows_without_overlap_are_exact_under_retraction(models: Models, 
     tokens = {name: reply.tokens for name, reply in samples.items()}
     check(relay, tokens, model_dir=models.target, folder=tmp_path)
     relay.close()
-
-
-def test_a_tree_of_drafts_is_refused_at_start(models: Models) -> None:
-    with pytest.raises(EngineUnavailable) as refused:
-        speculating(models, topk=2).__enter__()
-    assert "--speculative-eagle-topk 2: accepted tokens of a tree" in str(refused.value)

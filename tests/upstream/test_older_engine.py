@@ -8,23 +8,20 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from examples.embedded.model import write_model
 from examples.embedded.sglang import EngineServer, environment, free_port
 from r3channel.errors import EngineUnavailable
-from r3channel.model.spec import RoutingSpec
 from r3channel.relay.reply import frame_bytes_of
 from r3channel.wire.frame import parse_frame
 from r3channel.wire.hello import Hello, probe_body
 from r3channel.wire.routing import RowKind
 from tests.engine.client import generate, generate_together, post, prompts_of, serving
 from tests.engine.draft import Models, write_models
-from tests.engine.reference import reference_ids
 from tests.engine.test_speculative import (
     LENGTHS,
     NEW_TOKENS,
+    SPEC,
     check_replies,
     passes_by_accepted,
     speculating,
@@ -36,13 +33,12 @@ pytestmark = [pytest.mark.engine, pytest.mark.full]
 VERSION = "0.5.15.post1"
 # What that release names in its metadata; torch 2.13.0 and the other installed packages serve it too (seen, not promised).
 SGLANG, *BESIDE = (f"sglang=={VERSION}", "transformers==5.12.1", "tokenizers==0.22.2")
-SPEC = RoutingSpec(num_layers=3, moe_layers=(0, 1, 2), num_experts=128, top_k=8)
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All layers sparse: that release's Qwen3-MoE takes them so."""
-    return write_model(tmp_path_factory.mktemp("older") / "model", layers=3, dense_layers=())
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """All layers of the target are sparse: that release's Qwen3-MoE takes them so."""
+    return write_models(tmp_path_factory.mktemp("models"))
 
 
 def older(tree: Callable[[str], Path]) -> dict[str, str]:
@@ -60,9 +56,9 @@ def older(tree: Callable[[str], Path]) -> dict[str, str]:
     params=[(unpacked, True, 1), (unpacked, False, 1), (slimes_sglang, True, 2)],
     ids=["overlap", "no overlap", "slime's image, two ranks"],
 )
-def server(model: Path, request: pytest.FixtureRequest) -> Iterator[EngineServer]:
+def server(models: Models, request: pytest.FixtureRequest) -> Iterator[EngineServer]:
     tree, overlap, tp = request.param
-    with serving(model, overlap=overlap, tp=tp, weight_version="default", env=older(tree)) as server:
+    with serving(models.target, overlap=overlap, tp=tp, weight_version="default", env=older(tree)) as server:
         yield server
 
 
@@ -76,31 +72,24 @@ def test_the_hooks_are_those_of_that_release(server: EngineServer) -> None:
 
 
 def test_ids_equal_the_routers_of_transformers_with_order(
-    server: EngineServer, model: Path, tmp_path: Path
+    server: EngineServer, models: Models, tmp_path: Path
 ) -> None:
-    rng = np.random.default_rng(3)
-    prompts = [rng.integers(4, 512, length).tolist() for length in (3, 40, 130, 300)]
+    prompts = prompts_of((3, 40, 130, 300))
     replies = generate_together(server.url, prompts, new_tokens=20)
     replies.append(generate(server.url, prompts[-1], new_tokens=20))  # a prefix-cache hit
-    expected = reference_ids(model, [reply.tokens for reply in replies], folder=tmp_path)
-    for reply, wanted in zip(replies, expected, strict=True):
-        routing = parse_frame(reply.raw, spec=SPEC).routing(sample_id="s")
-        assert wanted.differing_rows(routing.expert_ids_TLK) == []
+    check_replies(replies, model=models.target, folder=tmp_path)
 
 
-def test_a_weight_update_that_names_its_version_stamps_later_rows(server: EngineServer, model: Path) -> None:
-    body = {"model_path": str(model), "weight_version": "4", "flush_cache": True}
+def test_a_weight_update_that_names_its_version_stamps_later_rows(
+    server: EngineServer, models: Models
+) -> None:
+    body = {"model_path": str(models.target), "weight_version": "4", "flush_cache": True}
     assert json.loads(post(server.url + "/update_weights_from_disk", body))["success"]
     reply = generate(server.url, list(range(10, 30)), new_tokens=5)
     spans = [
         (span.end, span.weight_version, span.kind) for span in parse_frame(reply.raw, spec=SPEC).provenance
     ]
     assert spans == [(20, 4, RowKind.PREFILLED), (24, 4, RowKind.DECODED)]
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return write_models(tmp_path_factory.mktemp("models"))
 
 
 TREES = pytest.mark.parametrize("tree", [unpacked, slimes_sglang], ids=["published", "slime's image"])

@@ -66,9 +66,12 @@ def test_each_setting_that_a_release_without_the_requested_values_resolves_by_it
     declared = (root / "server_args.py").read_text()
     elsewhere = "\n".join(path.read_text() for path in root.rglob("*.py"))
     passes = "\n".join(path.read_text() for path in root.glob("arg_groups/*.py"))
-    written = set(re.findall(r"self\.(\w+) = ", declared))
-    written |= set(re.findall(r"server_args\.(\w+) = ", elsewhere))
-    written |= set(re.findall(r'"(\w+)"(?:: |\] = )', passes))
+    writes = {
+        declared: r"self\.(\w+) = ",
+        elsewhere: r"server_args\.(\w+) = ",
+        passes: r'"(\w+)"(?:: |\] = )',
+    }
+    written = {name for text, write in writes.items() for name in re.findall(write, text)}
     written &= set(re.findall(r"^    (\w+): A\[", declared, re.MULTILINE))
     patterns = [pattern for setting in SETTINGS for pattern in setting.names.split()]
     judged = {name for name in written if any(fnmatchcase(name, pattern) for pattern in patterns)}
