@@ -68,7 +68,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "speculative_algorithm",
         REFUSED,
-        "all but EAGLE, EAGLE3, STANDALONE; with DP attention these too, but in slime's image",
+        "all but EAGLE, EAGLE3, STANDALONE; with DP attention these too, except in slime's image",
         "speculative",
         lambda value: value not in (None, "NONE", "EAGLE", "EAGLE3", "STANDALONE"),
     ),
