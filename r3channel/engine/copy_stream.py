@@ -185,7 +185,7 @@ class PassCopies:
         timed: Callable[[], AbstractContextManager[None]],
         counted: Callable[[str], None],
     ) -> None:
-        """`most_rows`: of one pass. `timed` surrounds writes to slots; `counted` is told what was waited for: `room` or `rows`."""
+        """`most_rows`: of one pass. `timed` surrounds writes to slots; `counted` is told of a wait: for `room` or for `rows`."""
         device = torch.device(device)
         self._rows, self._selection = rows, selection
         self._timed, self._counted = timed, counted
@@ -223,7 +223,8 @@ class PassCopies:
         copies.wait(forward.record())
         copies.run(lambda: host_N.copy_(device_N, non_blocking=True))
         self._serial += 1
-        landed = (view.numpy() for view in self._views(host_N, count))
+        here_T, here_TLK = self._views(host_N, count)
+        landed = here_T.numpy(), here_TLK.numpy()
         made = Pass(self, self._serial, *landed, copies.record(), weight_version, kind, restored)
         self._passes.append(made)
         return made

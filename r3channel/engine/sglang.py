@@ -8,7 +8,6 @@ becomes its frame. All of it runs on the scheduler's thread.
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import logging
 import secrets
