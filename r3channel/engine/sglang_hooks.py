@@ -1,7 +1,7 @@
 """The names of SGLang that the engine room relies on, per version, and a check of each. Imports SGLang only when asked, by name.
 
-Read against SGLang 0.5.15.post1 and 0.5.23; what lies between follows one of the two tables or is refused. When a release
-moves a name, `check_hooks` says which, before anything is patched.
+The names are in sglang_names.toml, read against SGLang 0.5.15.post1 and 0.5.23; what lies between follows one of the two tables or
+is refused. When a release moves a name, `check_hooks` says which, before anything is patched.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import importlib.metadata
 import importlib.util
 import inspect
 import pkgutil
+import tomllib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from r3channel.errors import PluginNotApplied
@@ -38,11 +40,6 @@ UPDATER = f"{_SRT}.managers.scheduler_components.weight_updater.SchedulerWeightU
 UPDATES = tuple(
     f"{UPDATER}.update_weights_from_{source}" for source in ("disk", "distributed", "tensor", "ipc")
 )
-_BASE = f"{_SRT}.state_capturer.base"
-_ROWS = f"{_SRT}.sampling.sampling_mask.SamplingMaskRows"
-_CONTEXT = f"{_SRT}.runtime_context"
-_FIELDS = f"{_SRT}.arg_groups.fields"
-_ARGS = f"{_SRT}.server_args.ServerArgs"
 
 
 class Name(NamedTuple):
@@ -52,104 +49,16 @@ class Name(NamedTuple):
     parameters: tuple[str, ...] = ()
 
 
-_COMMON: tuple[Name, ...] = (
-    Name(CAPTURER),
-    Name(COLLECT, ("self", "req")),
-    Name(INIT_BATCH, ("batch",)),
-    Name(RELEASE, ("req", "req_to_token_pool")),
-    Name(f"{_SRT}.managers.schedule_batch.ScheduleBatch.decoding_reqs"),
-    Name(TRANSFERRED, ("self",)),
-    Name(INIT_CAPTURER, ("self",)),
-    Name(f"{_SRT}.model_executor.model_runner.ModelRunner.forward"),
-    Name(f"{_SRT}.plugins.hook_registry.HookRegistry.register", ("target", "hook", "hook_type")),
-    Name(f"{_SRT}.plugins.hook_registry.HookType.AROUND"),
-    Name(f"{_SRT}.plugins.hook_registry.HookType.BEFORE"),
-    Name(f"{_SRT}.plugins.hook_registry.HookType.AFTER"),
-    Name(f"{_SRT}.plugins.hook_registry.HookType.REPLACE"),
-    Name(f"{CAPTURER}.create", ("model_config", "num_tokens", "max_running_requests", "device")),
-    Name(
-        f"{CAPTURER}.__init__",
-        ("model_config", "num_tokens", "max_running_requests", "num_fused_shared_experts", "device"),
-    ),
-    Name(f"{CAPTURER}._get_local_slice", ("forward_batch", "can_run_graph", "cuda_graph_batch")),
-    Name(
-        f"{CAPTURER}.on_forward_end", ("forward_batch", "can_run_graph", "cuda_graph_batch", "no_copy_to_cpu")
-    ),
-    Name(f"{CAPTURER}.get_topk", ("req_pool_idx", "seqlen", "req_to_token_pool", "start_len")),
-    Name(f"{_SRT}.state_capturer.routed_experts.get_global_experts_capturer"),
-    Name(f"{_BASE}.TopkCaptureOutput.map_device_tensors", ("fn",)),
-    Name(f"{_BASE}.TopkCaptureOutput.finalize"),
-    Name(f"{_SRT}.model_executor.forward_batch_info.ForwardMode.is_decode"),
-    Name(f"{_SRT}.model_executor.forward_batch_info.ForwardMode.is_target_verify"),
-    Name(f"{_SRT}.model_executor.forward_batch_info.ForwardMode.is_extend_without_speculative"),
-    Name(f"{_SRT}.model_executor.forward_batch_info.ForwardBatch._original_batch_size"),
-    Name(f"{_SRT}.layers.moe.topk.TopK.__init__", ("top_k", "layer_id", "output_format")),
-    Name(f"{_SRT}.layers.moe.topk.TopKConfig.output_format"),
-    Name(f"{_SRT}.layers.moe.topk.TopKOutputFormat.STANDARD"),
-    Name(f"{_SRT}.layers.moe.hash_topk.HashTopK.__init__", ("layer_id",)),
-    Name(f"{_CONTEXT}.get_parallel"),
-    Name(f"{_CONTEXT}.get_server_args"),
-    Name(f"{_ARGS}.url"),
+_TABLES: Mapping[str, Mapping[str, list[str]]] = tomllib.loads(
+    Path(__file__).with_name("sglang_names.toml").read_text()
 )
-
-_SINCE_BAGS: tuple[Name, ...] = (
-    Name(f"{CAPTURER}.create", ("model", "model_config")),
-    Name(f"{_BASE}.BaseHostCache.destroy"),
-    Name(f"{_CONTEXT}.get_serving"),
-    Name(f"{_FIELDS}.serving.Serving.weight_version"),
-    Name(f"{_FIELDS}.exec_.ExecFeatures.enable_return_routed_experts"),
-    Name(f"{_CONTEXT}.max_speculative_num_draft_tokens"),
-    Name(f"{_FIELDS}.spec.Spec.speculative_algorithm"),
-    Name(f"{_FIELDS}.spec.Spec.speculative_eagle_topk"),
-    Name(f"{_FIELDS}.parallel.Parallel.attn_dp_size"),
-    Name(f"{_FIELDS}.disagg.Disagg.disaggregation_mode"),
-    Name(f"{_FIELDS}.disagg.Disagg.enable_pdmux"),
-    Name(f"{_FIELDS}.memory.Memory.enable_hierarchical_cache"),
-    Name(f"{_FIELDS}.memory.Memory.enable_lmcache"),
-    Name(f"{_FIELDS}.memory.Memory.enable_flexkv"),
-    Name(f"{_FIELDS}.memory.Memory.enable_unified_cache_external_linker"),
-    Name(f"{_FIELDS}.exec_.ExecOverlap.enable_two_batch_overlap"),
-    Name(f"{_FIELDS}.exec_.ExecMoe.moe_a2a_backend"),
-    Name(f"{_FIELDS}.exec_.ExecFeatures.enable_decoder_swa_bounded_replay"),
-    Name(f"{_FIELDS}.parallel.Parallel.pp_size"),
-    Name(f"{_FIELDS}.parallel.Parallel.attn_cp_size"),
-    Name(f"{_FIELDS}.parallel.Parallel.enable_prefill_cp"),
-    Name(f"{_ARGS}.resolved_dict", ("self",)),
-    Name(MASKS, ("self", "i", "req", "output")),
-    Name(f"{_ROWS}.append", ("token_ids", "logprobs")),
-    Name(f"{_ROWS}.view", ("self",)),
-    Name(f"{_ROWS}.take", ("self",)),
-)
-"""0.5.23: settings as asked for and as resolved; a change of the weight version reaches the scheduler."""
-
-_BEFORE_BAGS: tuple[Name, ...] = (
-    Name(f"{CAPTURER}.create", ("enable", "num_fused_shared_experts")),
-    *(
-        Name(f"{_ARGS}.{field}")
-        for field in (
-            "enable_return_routed_experts",
-            "weight_version",
-            "speculative_algorithm",
-            "disaggregation_mode",
-            "pp_size",
-            "enable_hierarchical_cache",
-            "enable_lmcache",
-            "enable_two_batch_overlap",
-            "enable_pdmux",
-            "moe_a2a_backend",
-            "moe_runner_backend",
-            "attn_cp_size",
-            "enable_prefill_cp",
-        )
-    ),
-    Name(f"{_ARGS}.max_speculative_num_draft_tokens"),
-    *(Name(path, ("self", "recv_req")) for path in UPDATES),
-)
-"""0.5.15.post1: one object of settings. Only a weight update that names its version tells the scheduler."""
-
 TABLES: Mapping[str, tuple[Name, ...]] = {
-    "0.5.15.post1": (*_COMMON, *_BEFORE_BAGS),
-    "0.5.23": (*_COMMON, *_SINCE_BAGS),
+    version: tuple(
+        Name(f"{_SRT}.{name}", tuple(parameters))
+        for table in ("common", version)
+        for name, parameters in _TABLES[table].items()
+    )
+    for version in READ_AGAINST
 }
 """Version -> every name that is relied on there."""
 
