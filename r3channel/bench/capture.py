@@ -3,7 +3,7 @@
 `off`: no capture; `stock`: SGLang's int32; `r3channel`: our frames in the reply; `direct`: our frames past the reply.
 `engine`: a real one on CPU with a small random model of 48 layers x top-8 of 128, so ratios of its CPU are an upper bound for
 large models. One process serves all ways: from request to request another capturer, or none, stands in SGLang's place, since two
-equal engines differ by 5 % from their places in memory alone. CPU time is that of the server's whole process family; the client's
+engines without capture differed by 2 to 5 %, steadily. CPU time is that of the server's whole process family; the client's
 is not in it. `off_again` is `off` once more: what the benchmark can resolve.
 `scheduler`: what capture costs SGLang's scheduler thread at the shape of Qwen3-30B-A3B: its own functions, real capturers, in
 one process (this file run as a program in the embedded environment). CPU time of the calling thread; fresh slots for every call,
