@@ -24,7 +24,7 @@ from r3channel.wire.frame import parse_frame
 from r3channel.wire.routing import RowKind
 from tests.engine.client import generate, generate_together, post, prompts_of, serving
 from tests.engine.reference import reference_ids
-from tests.upstream.test_older_engine import OVERLAY, SPEC, VERSION
+from tests.upstream.test_older_engine import BESIDE, SGLANG, SPEC, VERSION
 from tests.upstream.wheels import unpacked
 
 EACH = pytest.mark.parametrize("version", list(TABLES))
@@ -89,7 +89,7 @@ def patched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     version, folder = request.param, tmp_path_factory.mktemp("patched")
     shutil.copytree(unpacked(f"sglang=={version}") / "sglang", folder / "sglang", copy_function=os.symlink)
     assert run("apply", folder) == 0
-    overlay = [str(unpacked(wheel)) for wheel in OVERLAY] if version == VERSION else []
+    overlay = [str(unpacked(wheel)) for wheel in (SGLANG, *BESIDE)] if version == VERSION else []
     return version, os.pathsep.join([str(folder), *overlay, environment()["PYTHONPATH"]])
 
 
