@@ -71,9 +71,7 @@ def test_one_of_two_tensor_ranks_sends_each_frame_and_keeps_the_rows(model_dir: 
         assert expected.differing_rows(rows.ids_TLK) == []
     assert relay.status()["store"]["frames"] == len(wanted)
     relay.close()
-    shapes = r"HostCache\[r3channel\] allocated: shape=\((\d+), 3, 8\)"
-    caches = re.findall(shapes, (tmp_path / "log").read_text())
-    assert sorted(map(int, caches))[0] == 1 and len(caches) == 2
+    assert len(re.findall(r"r3channel: .* GB of host memory for", (tmp_path / "log").read_text())) == 1
 
 
 def test_context_parallel_prefill_and_masks_too_long_to_frame_are_refused_by_name(model_dir: Path) -> None:
