@@ -127,22 +127,32 @@ def test_rows_are_of_the_pass_that_made_the_token(model_dir: Path, tmp_path: Pat
     assert any(frame_of(reply).kept_rows for reply in replies)
 
 
-def test_without_room_rows_are_those_of_the_second_prefill_and_say_so(
-    model_dir: Path, tmp_path: Path
+@pytest.mark.parametrize(("room_rows", "arguments"), [(0, []), (50, ["--disable-radix-cache"])])
+def test_rows_that_found_no_room_are_those_of_the_second_prefill_and_say_so(
+    model_dir: Path, tmp_path: Path, room_rows: int, arguments: list[str]
 ) -> None:
-    with tapped(model_dir, tmp_path, env={"R3CHANNEL_KEPT_BYTES": "1"}, chunked_prefill_size=1024) as server:
+    """Without the prefix cache a request is prefilled again from its first token on, those before what was kept, too."""
+    kept_bytes = max(1, room_rows * SPEC.bytes_per_token)
+    env = {"R3CHANNEL_KEPT_BYTES": str(kept_bytes)}
+    with tapped(model_dir, tmp_path, env=env, chunked_prefill_size=1024, extra_args=arguments) as server:
         probe = json.loads(post(server.url + "/generate", probe_body()))
         hello, _ = Hello.split(base64.b64decode(probe["meta_info"]["routed_experts"]))
         replies = generate_together(server.url, prompts_of(LENGTHS), new_tokens=NEW_TOKENS)
-    assert hello is not None and hello.kept_bytes == 1
-    passes, lost = passes_of(tmp_path), 0
+    assert hello is not None and hello.kept_bytes == kept_bytes
+    lost = 0
     for reply in replies:
-        made_TLK, last_TLK = wanted_of(passes[reply.meta["id"]], reply)
-        assert differing(answered(reply), last_TLK) == 0
-        lost += differing(answered(reply), made_TLK)
-        assert frame_of(reply).kept_rows == 0
+        passes, first = passes_of(tmp_path)[reply.meta["id"]], len(reply.prompt) - 1
+        made_TLK, last_TLK = wanted_of(passes, reply)
+        spans = frame_of(reply).provenance
+        decoded_T = np.concatenate(
+            [[span.kind is RowKind.DECODED] * (span.end - span.start) for span in spans]
+        )
+        assert not decoded_T[: first + 1].any()
+        wanted_TLK = np.where(decoded_T[first:, None, None], made_TLK, last_TLK)
+        # A row that a prefill made (the first answered one, the last one before a retraction) says so, kept or not.
+        rows_of_makers = {start + len(ids) - 1: len(ids) for start, makes, ids in passes if makes}
+        told_T = np.array([rows_of_makers[row] == 1 for row in range(first, len(reply.tokens) - 1)])
+        assert differing(answered(reply)[told_T], wanted_TLK[told_T]) == 0
+        lost += differing(wanted_TLK[told_T], made_TLK[told_T])
     assert lost > 0
-    kinds = [
-        span.kind for reply in replies for span in frame_of(reply).provenance if span.end > len(reply.prompt)
-    ]
-    assert RowKind.PREFILLED in kinds
+    assert any(frame_of(reply).kept_rows for reply in replies) == (room_rows > 0)
