@@ -84,13 +84,9 @@ def _judge(stdout: str, stderr: str, imports: str) -> tuple[str, str]:
     """What a child found, and the remedy; "" where it found no problem."""
     answers = [line for line in stdout.splitlines() if line.startswith(_ANSWER)]
     if not answers:
-        last = next(
-            (line.strip() for line in stderr.splitlines()[::-1] if line.strip()), "it ended without a word"
-        )
-        return (
-            f"could not be asked: {last}",
-            f"see it whole with: {sys.executable} -c '{imports}; print(check())'",
-        )
+        said = ["it ended without a word", *(line.strip() for line in stderr.splitlines() if line.strip())]
+        remedy = f"see it whole with: {sys.executable} -c '{imports}; print(check())'"
+        return f"could not be asked: {said[-1]}", remedy
     problems = json.loads(answers[0].removeprefix(_ANSWER))
     if problems:
         return "; ".join(map(str, problems)), "install the versions that this release was read against"

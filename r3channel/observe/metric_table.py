@@ -51,14 +51,9 @@ class Metric(NamedTuple):
     help: str
 
 
-_RELAY, _TRAINER, _BOTH, _ENGINE, _ALL = (
-    ("relay",),
-    ("trainer",),
-    ("relay", "trainer"),
-    ("engine",),
-    LABELS["role"],
-)
-_TABLE: tuple[Metric, ...] = tuple(Metric(*line) for line in (
+_RELAY, _TRAINER, _ENGINE = ("relay",), ("trainer",), ("engine",)
+_BOTH, _ALL = _RELAY + _TRAINER, LABELS["role"]
+METRICS: dict[str, Metric] = {line[1]: Metric(*line) for line in (
     ("histogram", "r3channel_stage_seconds", "seconds", "stages", _ALL, ("role", "stage"),
         "Time of one span of a stage, inner spans taken out; wait_* is time a thread stood still."),
     ("counter", "r3channel_samples_total", "samples", "samples", _RELAY, ("outcome",),
@@ -128,6 +123,5 @@ _TABLE: tuple[Metric, ...] = tuple(Metric(*line) for line in (
     ("gauge", "r3channel_engine_queue_bytes", "bytes", "engine", _ENGINE, (), "Frames that wait to be sent to the relay."),
     ("gauge", "r3channel_engine_queue_limit_bytes", "bytes", "engine", _ENGINE, (), "Ceiling of these."),
     ("gauge", "r3channel_engine_greeted", "bool", "engine", _ENGINE, (), "1 once the relay has taken this engine's hello."),
-))  # fmt: skip
-METRICS = {metric.name: metric for metric in _TABLE}
+)}  # fmt: skip
 """All names that this package exports, by full name."""
