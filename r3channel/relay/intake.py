@@ -67,7 +67,7 @@ class Intake:
         self._store = Store(config.store_bytes)
         self._journal = Journal(config.journal) if config.journal else None
         self.verifier = FrameVerifier(
-            spec, self._store, self._journal, clock=clock, invalid_rows=config.invalid_rows
+            spec=spec, store=self._store, journal=self._journal, clock=clock, invalid_rows=config.invalid_rows
         )
         self.recorder = recorder
         """May be given, exchanged and taken while the relay runs."""

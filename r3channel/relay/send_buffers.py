@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -98,7 +99,7 @@ class DeviceStaging(HostStaging):
         self._device = torch.device("cuda", device)
         self._turn = threading.Lock()
         self._stream: torch.cuda.Stream | None = None
-        self._on_device: list[torch.Tensor] = []
+        self._on_device = deque[torch.Tensor](maxlen=BUCKETS_ALIVE)
 
     @contextmanager
     def placed(self) -> Iterator[None]:
@@ -116,7 +117,5 @@ class DeviceStaging(HostStaging):
         return self._on_device[slot][:nbytes].copy_(self._tensors[slot][:nbytes], non_blocking=True)
 
     def _memory(self, nbytes: int) -> torch.Tensor:
-        self._on_device = [*self._on_device, torch.empty(nbytes, dtype=torch.uint8, device=self._device)][
-            -BUCKETS_ALIVE:
-        ]
+        self._on_device.append(torch.empty(nbytes, dtype=torch.uint8, device=self._device))
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)

@@ -7,7 +7,8 @@ are written to where they stay, once, and every id is checked while it is in a c
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -55,21 +56,17 @@ class VerifiedRows:
         return self.first_row + len(self.ids_TLK)
 
 
+@dataclass(eq=False, kw_only=True)
 class FrameVerifier:
     """Any thread."""
 
-    def __init__(
-        self,
-        spec: RoutingSpec,
-        store: Store,
-        journal: Journal | None,
-        *,
-        clock: StageClock,
-        invalid_rows: str,
-    ) -> None:
-        self._spec, self._store, self._journal = spec, store, journal
-        self._clock, self._invalid_rows = clock, invalid_rows
-        self._refs = itertools.count(1)
+    spec: RoutingSpec
+    store: Store
+    journal: Journal | None
+    clock: StageClock
+    invalid_rows: str
+    """The policy for rows without routing."""
+    _refs: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def keep(
         self,
@@ -85,21 +82,19 @@ class FrameVerifier:
 
         Raises a typed `RoutingError`, `StoreFull` after `room_s`, and what the source raises; then nothing is kept.
         """
-        with self._clock.span("verify"):
-            frame = read_frame(
-                source, spec=self._spec, where=where, max_rows=max_rows, begun=begun, more=more
-            )
+        with self.clock.span("verify"):
+            frame = read_frame(source, spec=self.spec, where=where, max_rows=max_rows, begun=begun, more=more)
             edges = frame.invalid_edges
-            nbytes = frame.rows * self._spec.bytes_per_token
+            nbytes = frame.rows * self.spec.bytes_per_token
             beside = _SPAN_BYTES * len(frame.provenance) + _RANGE_BYTES * (len(edges) // 2)
             # The scratch comes first: who holds rows waits for nobody.
             coded = frame.scratch_bytes
-            scratch = self._store.allocate(coded, timeout_s=room_s, what=where) if coded else None
+            scratch = self.store.allocate(coded, timeout_s=room_s, what=where) if coded else None
             try:
-                block = self._store.allocate(nbytes, beside=beside, timeout_s=room_s, what=where)
+                block = self.store.allocate(nbytes, beside=beside, timeout_s=room_s, what=where)
                 try:
                     self._check_policy(frame)
-                    return self._finish(frame, source, block, scratch and scratch.view)
+                    return self._finish(frame, source, block, scratch)
                 except BaseException:
                     block.free()
                     raise
@@ -107,31 +102,29 @@ class FrameVerifier:
                 if scratch is not None:
                     scratch.free()
 
-    def _finish(
-        self, frame: Frame, source: Source, block: Block, scratch_N: memoryview | None
-    ) -> VerifiedRows:
+    def _finish(self, frame: Frame, source: Source, block: Block, scratch: Block | None) -> VerifiedRows:
         """Write every id to its place, check it, and write what must survive."""
-        shape = (frame.rows, self._spec.num_moe_layers, self._spec.top_k)
-        ids_TLK = np.ndarray(shape, self._spec.id_dtype, block.view)
+        shape = (frame.rows, self.spec.num_moe_layers, self.spec.top_k)
+        ids_TLK = np.ndarray(shape, self.spec.id_dtype, block.view)
         try:
-            frame.fill(source, ids_TLK, scratch_N)
+            frame.fill(source, ids_TLK, scratch and scratch.view)
         except ExpertIdInvalid:
-            if self._invalid_rows == "error" or not frame.leave_out_unsound(ids_TLK):
+            if self.invalid_rows == "error" or not frame.leave_out_unsound(ids_TLK):
                 raise
         ids_TLK.flags.writeable = False
         rows = VerifiedRows(
             ids_TLK=ids_TLK, first_row=frame.first_row, sample_key=frame.sample_key, digests_L=frame.digests_L,
             provenance=frame.provenance, invalid=_invalid(frame), block=block, ref=next(self._refs), fold=fold(frame.digests_L),
         )  # fmt: skip
-        if self._journal is not None:
-            self._journal.frame(rows.ref, (head_of(rows, self._spec), block.view))
+        if self.journal is not None:
+            self.journal.frame(rows.ref, (head_of(rows, self.spec), block.view))
         return rows
 
     def _check_policy(self, frame: Frame) -> None:
         """Policy `error`: a row without routing is refused by name."""
         missing = [(span.start, span.end) for span in frame.provenance if span.kind is RowKind.MISSING]
         named = _invalid(frame) or missing
-        if named and self._invalid_rows == "error":
+        if named and self.invalid_rows == "error":
             raise RowsInvalid(
                 f"{frame.where}: {sum(end - start for start, end in named)} of {frame.rows} rows hold no routing, the first is "
                 f"row {named[0][0]}; expected all rows valid (policy: error)"
