@@ -34,23 +34,6 @@ def register_with(**environment: str) -> str:
 
 
 @case
-def installed() -> list[str]:
-    from r3channel.engine.sglang_hooks import check_hooks
-
-    return check_hooks()
-
-
-@case
-def collect_renamed() -> list[str]:
-    from sglang.srt.managers.scheduler_components import batch_result_processor as module
-
-    from r3channel.engine.sglang_hooks import check_hooks
-
-    del module.SchedulerBatchResultProcessor._maybe_collect_routed_experts
-    return check_hooks()
-
-
-@case
 def parameter_renamed() -> list[str]:
     from sglang.srt.state_capturer.routed_experts import RoutedExpertsCapturer
 

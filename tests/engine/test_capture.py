@@ -192,19 +192,6 @@ def test_rows_of_slots_that_another_engine_filled_are_missing_until_they_are_wri
     assert [span.weight_version for span in frame.provenance] == [5, NO_VERSION, 6, 5]
 
 
-def test_slots_that_no_pass_has_written_are_missing_rows_of_no_version() -> None:
-    rows, buffer = SlotRows(SPEC, slots=8), device_buffer(SPEC, 2)
-    rows.write(np.array([0, 1]), narrowed(SPEC, buffer), weight_version=5, kind=RowKind.DECODED)
-    unfinished = rows.unfinished(np.array([0, 1, 2, 3]), first_row=0, sample_key=0)
-    frame = parse_frame(unfinished.encode().tobytes(), spec=SPEC)
-    assert frame.valid_T.tolist() == [True, True, False, False]
-    assert frame.provenance == (
-        ProvenanceSpan(start=0, end=2, weight_version=5, kind=RowKind.DECODED),
-        ProvenanceSpan(start=2, end=4, weight_version=NO_VERSION, kind=RowKind.MISSING),
-    )
-    assert np.array_equal(frame.routing(sample_id="s").expert_ids_TLK[:2], buffer[:2, 1:].numpy())
-
-
 def test_rows_of_an_unreadable_weight_version_are_refused() -> None:
     with pytest.raises(RoutingError, match="not a number"):
         draft_of(SPEC, device_buffer(SPEC, 3), version=UNREADABLE_VERSION).encode()

@@ -30,7 +30,6 @@ def facts() -> dict[str, Any]:
 
 
 SAID = {
-    "collect_renamed": ["_maybe_collect_routed_experts is gone"],
     "parameter_renamed": ["get_topk no longer takes req_pool_idx"],
     "plugin_with_a_name_gone": ["TopkCaptureOutput.finalize is gone"],
     "plugin_with_unknown_codec": ["brotli"],
@@ -45,7 +44,6 @@ def test_what_is_gone_or_unknown_is_named(facts: dict[str, Any], case: str) -> N
 
 
 EQUAL: dict[str, Any] = {
-    "installed": [],
     "plugin_off": {
         "same_class": True,
         "engine_modules": ["r3channel.engine", "r3channel.engine.sglang_plugin"],

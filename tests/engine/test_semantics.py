@@ -17,8 +17,6 @@ import pytest
 from examples.embedded.sglang import EngineServer
 from r3channel import cli
 from r3channel.config import ChannelConfig
-from r3channel.errors import FrameMissing, TurnMismatch
-from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.relay import Relay
 from r3channel.wire.frame import parse_frame
@@ -26,7 +24,6 @@ from r3channel.wire.hello import probe_body
 from r3channel.wire.parcel import REFERENCE_MAGIC
 from r3channel.wire.routing import RowKind
 from tests.conftest import READY_TIMEOUT_S
-from tests.delivery import receivers_of
 from tests.direct import rows_here, turns_here
 from tests.engine.client import (
     Reply,
@@ -122,16 +119,6 @@ def test_a_conversation_sends_each_row_once(
     check(relay, {"s": tokens}, model_dir=model_dir, folder=tmp_path)
 
 
-def test_a_turn_with_the_wrong_start_is_refused(engine_url: str, relay: Relay) -> None:
-    first = generate(engine_url, random_prompt(20, seed=1000 + 3), new_tokens=4)
-    relay.add("s", as_json(first), first.tokens)
-    for offset, words in ((1, "rows between are nowhere"), (-1, "sent again")):
-        start = relay.rows_held("s") + offset
-        turn = generate(engine_url, first.tokens, new_tokens=4, routed_experts_start_len=start)
-        with pytest.raises(TurnMismatch, match=rf"expected to begin at row 23 \({words}"):
-            relay.add("s", as_json(turn), turn.tokens, append=True)
-
-
 def test_each_of_n_samples_of_a_prompt_has_its_own_rows(
     engine_url: str, relay: Relay, model_dir: Path, tmp_path: Path
 ) -> None:
@@ -223,17 +210,6 @@ def test_a_reply_of_direct_delivery_carries_at_most_64_bytes_and_the_engine_said
     assert direct.relay.status()["engines"][direct.server.url].startswith("SGLang 0.5.23")
 
 
-def test_a_directly_delivered_step_is_sealed(direct: Direct) -> None:
-    reply = generate(direct.server.url, random_prompt(20, seed=1000 + 7), new_tokens=NEW_TOKENS)
-    direct.relay.add("sealed", as_json(reply), reply.tokens, engine=direct.server.url)
-    ticket = direct.relay.seal(0, Assignment.round_robin(["sealed"], dp=1, microbatch_size=1))
-    assert ticket.samples[0].tokens == len(reply.tokens)
-    (receiver,) = receivers_of(direct.relay)
-    assert receiver.receive(ticket).num_microbatches == 1
-    direct.relay.join_previous(timeout_s=20)
-    receiver.close()
-
-
 def test_a_probe_is_answered_with_hello_and_frame_whatever_the_delivery(direct: Direct) -> None:
     reply = json.loads(post(direct.server.url + "/generate", probe_body()))
     assert base64.b64decode(reply["meta_info"]["routed_experts"])[:4] == b"R3H\x01"
@@ -251,13 +227,3 @@ def test_the_doctor_shows_what_an_engine_says(direct: Direct, capsys: pytest.Cap
     assert "--device cpu" in found["settings tested"]
     assert "--page-size 1" in found["settings by reading"]
     assert (found["settings refused"], found["settings not read"]) == ("none", "none")
-
-
-def test_a_lost_frame_of_a_real_engine_is_named(direct: Direct, delivered: dict[str, Reply]) -> None:
-    reply = generate(direct.server.url, random_prompt(9, seed=1000 + 8), new_tokens=3)
-    other = new_relay(frame_timeout_s=0.3)
-    other.add("s", as_json(reply), reply.tokens, engine=direct.server.url)
-    said = rf"sample s from engine {direct.server.url}, frame \d+, rows 0\.\.11"
-    with pytest.raises(FrameMissing, match=said):
-        other.seal(0, Assignment.round_robin(["s"], dp=1, microbatch_size=1))
-    other.close()

@@ -16,7 +16,7 @@ from r3channel.relay.reply import frame_bytes_of
 from r3channel.wire.frame import parse_frame
 from r3channel.wire.hello import Hello, probe_body
 from r3channel.wire.routing import RowKind
-from tests.engine.client import generate, generate_together, post, prompts_of, serving
+from tests.engine.client import Reply, generate, generate_together, post, prompts_of, serving
 from tests.engine.draft import Models, write_models
 from tests.engine.test_speculative import (
     LENGTHS,
@@ -71,25 +71,26 @@ def test_the_hooks_are_those_of_that_release(server: EngineServer) -> None:
     assert parse_frame(frame, spec=SPEC).rows == 2
 
 
-def test_ids_equal_the_routers_of_transformers_with_order(
+def answers(url: str) -> list[Reply]:
+    """To prompts of several lengths at once, and to the longest again: a prefix-cache hit."""
+    prompts = prompts_of((3, 40, 130, 300))
+    return [*generate_together(url, prompts, new_tokens=20), generate(url, prompts[-1], new_tokens=20)]
+
+
+def check_update(url: str, model: Path) -> None:
+    """A weight update that names its version stamps later rows."""
+    body = {"model_path": str(model), "weight_version": "4", "flush_cache": True}
+    assert json.loads(post(url + "/update_weights_from_disk", body))["success"]
+    frame = parse_frame(generate(url, list(range(10, 30)), new_tokens=5).raw, spec=SPEC)
+    spans = [(span.end, span.weight_version, span.kind) for span in frame.provenance]
+    assert spans == [(20, 4, RowKind.PREFILLED), (24, 4, RowKind.DECODED)]
+
+
+def test_ids_equal_the_routers_of_transformers_and_an_update_stamps_later_rows(
     server: EngineServer, models: Models, tmp_path: Path
 ) -> None:
-    prompts = prompts_of((3, 40, 130, 300))
-    replies = generate_together(server.url, prompts, new_tokens=20)
-    replies.append(generate(server.url, prompts[-1], new_tokens=20))  # a prefix-cache hit
-    check_replies(replies, model=models.target, folder=tmp_path)
-
-
-def test_a_weight_update_that_names_its_version_stamps_later_rows(
-    server: EngineServer, models: Models
-) -> None:
-    body = {"model_path": str(models.target), "weight_version": "4", "flush_cache": True}
-    assert json.loads(post(server.url + "/update_weights_from_disk", body))["success"]
-    reply = generate(server.url, list(range(10, 30)), new_tokens=5)
-    spans = [
-        (span.end, span.weight_version, span.kind) for span in parse_frame(reply.raw, spec=SPEC).provenance
-    ]
-    assert spans == [(20, 4, RowKind.PREFILLED), (24, 4, RowKind.DECODED)]
+    check_replies(answers(server.url), model=models.target, folder=tmp_path)
+    check_update(server.url, models.target)
 
 
 TREES = pytest.mark.parametrize("tree", [unpacked, slimes_sglang], ids=["published", "slime's image"])
@@ -116,11 +117,7 @@ def test_chains_with_dp_attention_are_taken_in_slimes_image_alone_and_an_unread_
     env = {**older(tree), "TRITON_INTERPRET": "1", "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
     with pytest.raises(EngineUnavailable):
         speculating(models, *arguments.split(), env=env, log_path=tmp_path / "log").__enter__()
-    said = (
-        (tmp_path / "log")
-        .read_text()
-        .partition("ConfigError: r3channel refuses this engine: ")[2]
-        .splitlines()[0]
-    )
+    log = (tmp_path / "log").read_text()
+    said = log.partition("ConfigError: r3channel refuses this engine: ")[2].splitlines()[0]
     assert "--disable-fast-image-processor: these settings were neither tested nor read" in said
     assert ("--speculative-algorithm EAGLE with DP attention: " in said) == (tree is unpacked)
