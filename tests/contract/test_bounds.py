@@ -97,13 +97,6 @@ def test_status_says_where_every_sample_is(relay: Relay) -> None:
     until(lambda: relay.status()["store"]["frames"] == 1)
 
 
-def test_rows_of_every_sample_are_named_when_all_are_unknown(relay: Relay) -> None:
-    names = [f"n{index}" for index in range(40)]
-    with pytest.raises(errors.SampleUnknown, match="40 of 40") as told:
-        seal(relay, 1, *names)
-    assert sorted(told.value.samples) == sorted(names)
-
-
 @pytest.mark.parametrize(("transport", "buckets"), [("tcp", 1), ("gloo", 2)])
 def test_staged_bytes_are_a_bucket_or_two_whatever_the_tokens(transport: str, buckets: int) -> None:
     peaks, sizes = [], []

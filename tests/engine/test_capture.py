@@ -23,8 +23,8 @@ from r3channel.engine.capture import (
 from r3channel.errors import ConfigError, ExpertIdInvalid, RoutingError
 from r3channel.model.spec import RoutingSpec
 from r3channel.wire.digest import layer_digests
-from r3channel.wire.frame import encode_frame, parse_frame
-from r3channel.wire.routing import Ids, ProvenanceSpan, RowKind, spans_of
+from r3channel.wire.frame import parse_frame
+from r3channel.wire.routing import Ids, ProvenanceSpan, RowKind
 
 SPEC = RoutingSpec(num_layers=4, moe_layers=(1, 2, 3), num_experts=128, top_k=8)
 EVERY_OTHER = RoutingSpec(num_layers=5, moe_layers=(1, 3), num_experts=128, top_k=8)
@@ -137,19 +137,6 @@ def test_a_frame_holds_exactly_the_rows_it_was_built_from(spec: RoutingSpec, cod
     assert (frame.first_row, frame.sample_key, bool(frame.valid_T.all())) == (7, 99, True)
     expected = layer_digests(routing.expert_ids_TLK, first_row=7)
     assert np.array_equal(frame.digests_L, expected)
-
-
-@pytest.mark.parametrize("rows", [0, 1, 300, 9000], ids=["none", "one", "one chunk", "two chunks"])
-def test_a_frame_built_in_place_is_the_one_that_encode_frame_makes(rows: int) -> None:
-    """The two know the same format; whoever changes it must change both."""
-    buffer = device_buffer(SPEC, rows)
-    unfinished = draft_of(SPEC, buffer, version=3, first_row=5, sample_key=8)
-    expected = encode_frame(
-        SPEC, expert_ids_TLK=unfinished.ids_TLK.copy(), first_row=5,
-        provenance=spans_of(np.full(rows, 3), np.zeros(rows, np.uint8), first_row=5), sample_key=8,
-        codec="stored",
-    )  # fmt: skip
-    assert unfinished.encode(codec="stored").tobytes() == expected
 
 
 def test_a_frame_may_be_encoded_on_another_thread_after_the_slots_are_reused() -> None:

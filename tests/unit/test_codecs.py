@@ -268,9 +268,3 @@ def test_an_encoder_that_repeats_an_expert_in_a_set_is_found_out() -> None:
     data = with_payload(random_ids(10), spec=SPEC, codec="set", payload=zstd_of(plain.tobytes()))
     with pytest.raises(errors.FrameCorrupt, match="do not increase"):
         parse_frame(data, spec=SPEC).ids()
-
-
-def test_the_header_is_104_bytes() -> None:
-    assert (
-        HEADER_BYTES == 104 and len(encode_frame(SPEC, expert_ids_TLK=random_ids(0))) == 128
-    )  # three digests

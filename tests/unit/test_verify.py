@@ -72,7 +72,9 @@ def test_rows_that_no_router_wrote_are_missing_by_policy_at_any_length(rows: int
         ticket = native.seal(0, Assignment.round_robin(["s"], dp=1, microbatch_size=1))
         native.abandon(0)
         assert ticket.samples[0].invalid == ((0, rows),)
-        with pytest.raises(errors.ExpertIdInvalid, match=r"row 0, layer 1 repeats .* A zero-filled row looks"):
+        with pytest.raises(
+            errors.ExpertIdInvalid, match=r"row 0, layer 1 repeats .* A zero-filled row looks"
+        ):
             strict.add("s", reply, range(rows + 1))
 
 
