@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import numpy as np
 import pytest
@@ -75,14 +76,14 @@ class LateStream:
 @contextmanager
 def late(broken: str = "") -> Iterator[Streams]:
     """`broken`: the event that is recorded and means nothing."""
-    streams = Streams()
-    forward = LateStream(1, ignored=broken == "ready")
-    streams.copies, streams.reads = LateStream(2, ignored=broken == "copied"), LateStream(3)
-    streams.forward = lambda: forward  # type: ignore[method-assign]
+    streams: Any = Streams()
+    mine = LateStream(1, ignored=broken == "ready"), LateStream(2, ignored=broken == "copied"), LateStream(3)
+    forward, streams.copies, streams.reads = mine
+    streams.forward = lambda: forward
     try:
         yield streams
     finally:
-        for stream in (forward, streams.copies, streams.reads):
+        for stream in mine:
             stream.end()
 
 
