@@ -173,7 +173,7 @@ def scheduler_us(*, rounds: int, slots: int) -> dict[str, Any]:
     """
     thread, result = SchedulerThread(slots), dict[str, Any]()
     for name, ways, sizes, draw in (
-        ("reply", thread.replies(), ROWS, thread.table),
+        ("reply", thread.replies(), ROWS, thread.request),
         ("pass", thread.passes(), PASS_ROWS, thread.batch),
         ("write", thread.writes(), PASS_ROWS, thread.batch),
     ):
@@ -216,12 +216,16 @@ class SchedulerThread:
             for slots_T in torch.randperm(slots).split(max(PASS_ROWS)):  # every slot has been written once
                 end(_batch(slots_T))
 
-    def table(self, rows: int) -> torch.Tensor:
-        """int32 [1, rows + 1]: a quarter prefilled in one run of slots, the rest decoded among `BATCH` requests."""
+    def request(self, rows: int) -> Any:
+        """One that ends: a quarter prefilled in one run of slots, the rest decoded among `BATCH` requests."""
         prompt, start = rows // 4, int(self._rng.integers(self._slots))
         decoded = start + prompt + np.arange(rows + 1 - prompt) * BATCH
         table_T = np.concatenate([start + np.arange(prompt), decoded]) % self._slots
-        return torch.from_numpy(table_T.astype(np.int32))[None]
+        pool = SimpleNamespace(req_to_token=torch.from_numpy(table_T.astype(np.int32))[None])
+        req: Any = SimpleNamespace(rid="r", return_routed_experts=True, routed_experts_start_len=0)
+        req.origin_input_ids, req.output_ids_through_stop = range(rows + 1), range(0)
+        req.kv, req.processor = SimpleNamespace(req_pool_idx=0), SimpleNamespace(req_to_token_pool=pool)
+        return req
 
     def batch(self, rows: int) -> Any:
         """A pass over slots as they come when many requests have come and gone."""
@@ -236,10 +240,8 @@ class SchedulerThread:
         return {name: partial(end, capturer) for name, capturer in self._capturers.items()}
 
     def writes(self) -> Ways:
-        from r3channel.engine.capture import SlotRows
-
         theirs, ids32_TLK = self._capturers["stock"].host_cache.buffer, self._ids_TLK.to(torch.int32)
-        rows, ids_TLK = SlotRows(SPEC, slots=self._slots), self._ids_TLK.numpy()
+        rows, ids_TLK = self._capturers["r3channel"].rows, self._ids_TLK.numpy()
 
         def stock(batch: Any) -> None:  # as `TopkCaptureOutput.finalize`
             theirs[batch.out_cache_loc] = ids32_TLK[: len(batch.out_cache_loc)]
@@ -252,16 +254,23 @@ class SchedulerThread:
 
     def replies(self) -> Ways:
         from sglang.srt.managers.io_struct import _msgpack_encoder as message
+        from sglang.srt.managers.scheduler_components.batch_result_processor import (
+            SchedulerBatchResultProcessor as Processor,
+        )
+        from sglang.srt.state_capturer.routed_experts import set_global_experts_capturer
 
         from r3channel.engine.frame_sender import Sender
+        from r3channel.engine.sglang import collect_frame
 
         outlet = self._capturers["r3channel"].outlet
         # Its thread is not started.
         queue = Sender(EngineConfig(relay_url="http://x:1"), outlet._hello, token="", metrics=outlet.metrics)
 
-        def end(name: str, sender: Sender | None, table: torch.Tensor) -> None:
+        def end(name: str, sender: Sender | None, req: Any) -> None:
             outlet._sender = sender
-            message.encode(_collected(self._capturers[name], table))
+            set_global_experts_capturer(self._capturers[name])
+            collect_frame(Processor._maybe_collect_routed_experts, req.processor, req)
+            message.encode(req.routed_experts)
             queue._waiting.clear()
             queue._bytes = 0
 
@@ -288,22 +297,6 @@ def _batch(slots_T: torch.Tensor) -> Any:
     """A forward pass that decodes these slots, as far as capturers ask."""
     mode = SimpleNamespace(is_decode=lambda: True, is_target_verify=lambda: False)
     return SimpleNamespace(out_cache_loc=slots_T, out_cache_loc_virtual=None, forward_mode=mode)
-
-
-def _collected(capturer: Any, table: torch.Tensor) -> Any:
-    """What SGLang's method, in our hook, leaves for the reply of a request whose slots are `table`."""
-    from sglang.srt.managers.scheduler_components import batch_result_processor as module
-    from sglang.srt.state_capturer.routed_experts import set_global_experts_capturer
-
-    from r3channel.engine.sglang import collect_frame
-
-    set_global_experts_capturer(capturer)
-    req: Any = SimpleNamespace(rid="r", return_routed_experts=True, routed_experts_start_len=0)
-    req.origin_input_ids, req.output_ids_through_stop = range(table.shape[1]), range(0)
-    req.kv = SimpleNamespace(req_pool_idx=0)
-    processor = SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=table))
-    collect_frame(module.SchedulerBatchResultProcessor._maybe_collect_routed_experts, processor, req)
-    return req.routed_experts
 
 
 PARTS: Parts = {"scheduler": scheduler, "engine": engine}

@@ -13,10 +13,14 @@ import torch
 
 from r3channel.errors import ConfigError, RoutingError
 from r3channel.model.spec import RoutingSpec
+from r3channel.wire.chunks import stored_entries
 from r3channel.wire.codec import written_as_is
-from r3channel.wire.frame import Run, encode_frame
-from r3channel.wire.inplace import StoredFrame, prepare
-from r3channel.wire.routing import Ids, ProvenanceSpan, RowKind, spans_of
+from r3channel.wire.digest import item_bytes_of, layer_digests
+from r3channel.wire.frame import encode_frame, frame_head
+from r3channel.wire.header import HEADER_BYTES, sections_size
+from r3channel.wire.mixing import coefficients, multipliers
+from r3channel.wire.routing import Ids, ProvenanceSpan, RowKind, Run, columns_of, spans_of
+from r3channel.wire.validate import kernels
 
 NO_VERSION = -1
 """Weight version of a slot that was never written; its rows are MISSING."""
@@ -88,19 +92,9 @@ Maker = tuple[int, int]
 MISSING_MAKER: Maker = (NO_VERSION, _MISSING)
 MAX_MAKERS = 1 << 15
 """Stamps are int16."""
-
-
-def runs_of_stamps(stamps_T: Ids, makers: Sequence[Maker], *, first_row: int) -> list[Run]:
-    """Run-length form of per-row stamps (indices into `makers`), as plain numbers."""
-    if not len(stamps_T):
-        return []
-    starts = [0, *(np.flatnonzero(stamps_T[1:] != stamps_T[:-1]) + 1).tolist()]
-    stamps = stamps_T[starts].tolist()
-    ends = [*starts[1:], len(stamps_T)]
-    return [
-        (first_row + start, first_row + end, *makers[stamp])
-        for start, end, stamp in zip(starts, ends, stamps, strict=True)
-    ]
+_SPANS_IN_PLACE = 128
+"""Provenance spans that have room before the ids, 3 kB; the frame of a request with more is copied."""
+_LINE_BYTES = 64
 
 
 class KeptRows(NamedTuple):
@@ -109,7 +103,7 @@ class KeptRows(NamedTuple):
     first_row: int
     ids_TN: Ids
     """[T, bytes of a row]."""
-    runs: list[Run]
+    runs: Sequence[Run]
 
     def of(self, start: int, end: int) -> KeptRows | None:
         """The rows among positions [start, end), if any; a view."""
@@ -135,11 +129,19 @@ class SlotRows:
     """
 
     def __init__(self, spec: RoutingSpec, *, slots: int) -> None:
-        self.spec = spec
-        prepare(spec)
-        # By rows of bytes: numpy moves one with a memcpy, a sixth of what torch's index_put takes for int32 ids.
-        self._ids_SN = np.zeros((slots, spec.bytes_per_token), np.uint8)
+        self.spec, row_bytes = spec, spec.bytes_per_token
+        # By rows of bytes that begin with a line of the cache: most models' have whole ones, which are written past it.
+        memory_N = np.zeros(slots * row_bytes + _LINE_BYTES, np.uint8)
+        begin = -memory_N.ctypes.data % _LINE_BYTES
+        self._ids_SN = memory_N[begin : begin + slots * row_bytes].reshape(slots, row_bytes)
         self._stamps_S = np.zeros(slots, np.int16)
+        item = item_bytes_of(spec)
+        self._factors_I = multipliers(spec.top_k * spec.id_dtype.itemsize // item)
+        # All that is compiled is compiled now, and not while a request waits.
+        layer_digests(np.zeros((1, spec.num_moe_layers, spec.top_k), spec.id_dtype), first_row=0)
+        compiled = kernels()
+        self._gather = compiled and compiled.gather_rows(item, row_bytes=row_bytes)
+        self._scatter = compiled and compiled.scatter_rows(row_bytes)
         self._makers: list[Maker] = [MISSING_MAKER]
         self._stamp_of: dict[Maker, int] = {MISSING_MAKER: 0}
 
@@ -148,8 +150,9 @@ class SlotRows:
         return self._ids_SN.nbytes + self._stamps_S.nbytes
 
     def write(self, slots_T: Ids, expert_ids_TLK: Ids, *, weight_version: int, kind: RowKind) -> None:
-        """Rows of one forward pass, in the id dtype."""
-        self._put(slots_T, _row_bytes(expert_ids_TLK), (weight_version, int(kind)))
+        """Rows of one forward pass, in the id dtype; int64 slots. Both are contiguous."""
+        ids_TN = expert_ids_TLK.view(np.uint8).reshape(len(slots_T), self.spec.bytes_per_token)
+        self._put(slots_T, ids_TN, (weight_version, int(kind)))
 
     def put_back(self, slots_T: Ids, kept: KeptRows) -> None:
         """Rows that were kept, into the slots of the same positions; where none was known, the slots' own stay."""
@@ -157,8 +160,11 @@ class SlotRows:
             self._put(slots_T[at.start - kept.first_row : at.stop - kept.first_row], ids_TN, maker)
 
     def _put(self, slots_T: Ids, ids_TN: Ids, maker: Maker) -> None:
-        self._ids_SN[slots_T] = ids_TN
-        self._stamps_S[slots_T] = self._stamp(maker)
+        stamp = self._stamp(maker)
+        if self._scatter:
+            self._scatter(ids_TN, slots_T, self._ids_SN, self._stamps_S, stamp)
+        else:
+            self._ids_SN[slots_T], self._stamps_S[slots_T] = ids_TN, stamp
 
     def forget(self, slots_T: Ids) -> None:
         """What lies in these slots now was not computed here: the rows that they held are no longer theirs."""
@@ -166,29 +172,51 @@ class SlotRows:
 
     def keep(self, slots_T: Ids, *, first_row: int) -> KeptRows:
         """A copy of a request's rows."""
-        runs = runs_of_stamps(self._stamps_S[slots_T], self._makers, first_row=first_row)
-        return KeptRows(first_row, self._ids_SN[slots_T], runs)
+        made = self.unfinished(slots_T, first_row=first_row, sample_key=0)
+        return KeptRows(first_row, made.bytes_TN, made.runs)
 
     def unfinished(
-        self, slots_T: Ids, *, first_row: int, sample_key: int, kept: Sequence[KeptRows] = ()
-    ) -> UnfinishedFrame:
-        """Gather a request's rows, once, into the memory that becomes its frame; those of `kept` win over the slots'."""
-        runs = runs_of_stamps(self._stamps_S.take(slots_T), self._makers, first_row=first_row)
-        parts = [part for each in kept if (part := each.of(first_row, first_row + len(slots_T)))]
-        known = [run for part in parts for run in part.known()]
-        unfinished = UnfinishedFrame(
-            self.spec,
-            rows=len(slots_T),
-            runs=_overlaid(runs, known) if known else runs,
-            first_row=first_row,
-            sample_key=sample_key,
-            kept_rows=sum(len(ids_TN) for _, _, ids_TN in known),
-        )
-        frame_TN = _row_bytes(unfinished.ids_TLK)
-        self._ids_SN.take(slots_T, axis=0, out=frame_TN, mode="clip")  # without a mode it makes a copy first
-        for at, _, ids_TN in known:
-            frame_TN[at.start - first_row : at.stop - first_row] = ids_TN
-        return unfinished
+        self, slots_T: Ids, *, first_row: int, sample_key: int, kept: Sequence[KeptRows] = (), hashed: bool = False
+    ) -> UnfinishedFrame:  # fmt: skip
+        """Gather a request's rows, once, into the memory that becomes its frame; those of `kept` win over the slots'.
+
+        `hashed`: with their digests, where that is compiled: for a frame that this thread encodes.
+        """
+        made = UnfinishedFrame(self.spec, rows=len(slots_T), first_row=first_row, sample_key=sample_key)
+        made.runs = [
+            (first_row + start, first_row + end, *self._makers[stamp])
+            for start, end, stamp in self._gathered(slots_T, made, hashed=hashed)
+        ]
+        if kept:
+            end, (versions_T, kinds_T) = first_row + made.rows, columns_of(made.runs)
+            known = [run for each in kept if (part := each.of(first_row, end)) for run in part.known()]
+            for at, (version, kind), ids_TN in known:
+                rows = slice(at.start - first_row, at.stop - first_row)
+                made.bytes_TN[rows], versions_T[rows], kinds_T[rows] = ids_TN, version, kind
+                made.kept_rows += len(ids_TN)
+            made.runs, made.digests_L = spans_of(versions_T, kinds_T, first_row=first_row), None
+        return made
+
+    def _gathered(
+        self, slots_T: Ids, made: UnfinishedFrame, *, hashed: bool
+    ) -> Iterator[tuple[int, int, int]]:
+        """Copy the rows of these slots to where they stay; (first row, end, stamp) of each run of stamps."""
+        if self._gather:
+            layers, runs_T2 = self.spec.num_moe_layers, np.empty((made.rows, 2), np.int32)
+            words_W = np.empty(layers * (1 + len(self._factors_I)), np.uint64)
+            count = self._gather(
+                self._ids_SN, self._stamps_S, slots_T.astype(np.int32, copy=False),
+                coefficients(made.first_row, made.rows * hashed), self._factors_I, made.bytes_TN, words_W, runs_T2,
+            )  # fmt: skip
+            starts, stamps = runs_T2[:count].T.tolist()
+            made.digests_L = words_W[:layers] if hashed else None
+        else:
+            stamps_T = self._stamps_S.take(slots_T)
+            # Without a mode it makes a copy first.
+            self._ids_SN.take(slots_T, axis=0, out=made.bytes_TN, mode="clip")
+            starts = np.flatnonzero(np.diff(stamps_T, prepend=-1)).tolist()
+            stamps = stamps_T[starts].tolist()
+        return zip(starts, [*starts[1:], made.rows], stamps, strict=False)
 
     def _stamp(self, maker: Maker) -> int:
         stamp = self._stamp_of.get(maker)
@@ -209,57 +237,36 @@ class SlotRows:
         self._stamps_S = (stamps_S + shift).astype(np.int16)
 
 
-def _row_bytes(ids_TLK: Ids) -> Ids:
-    """[T, bytes of a row], a view."""
-    rows, layers, top_k = ids_TLK.shape
-    return ids_TLK.reshape(rows, layers * top_k).view(np.uint8)
-
-
-def _overlaid(runs: Sequence[Run], known: Sequence[tuple[slice, Maker, Ids]]) -> list[Run]:
-    """The runs of a request's rows where those of `known` win."""
-    first_row = runs[0][0]
-    versions_T, kinds_T = _columns(runs)
-    for at, (version, kind), _ in known:
-        rows = slice(at.start - first_row, at.stop - first_row)
-        versions_T[rows], kinds_T[rows] = version, kind
-    return [(*span[:3], int(span.kind)) for span in spans_of(versions_T, kinds_T, first_row=first_row)]
-
-
-def _columns(runs: Sequence[Run]) -> tuple[Ids, Ids]:
-    """(weight version, kind) of each row."""
-    lengths = [end - start for start, end, _, _ in runs]
-    versions_T = np.repeat(np.array([run[2] for run in runs], np.int64), lengths)
-    return versions_T, np.repeat(np.array([run[3] for run in runs], np.uint8), lengths)
-
-
 # -- one request ---------------------------------------------------------------------------------------------------------
 
 
 class UnfinishedFrame:
     """A finished request's rows between the gather and the frame. `encode` may run on another thread than the gather."""
 
-    __slots__ = ("_kept_rows", "_runs", "_stored", "first_row", "ids_TLK", "rows", "sample_key", "spec")
-
-    def __init__(
-        self,
-        spec: RoutingSpec,
-        *,
-        rows: int,
-        runs: Sequence[Run],
-        first_row: int = 0,
-        sample_key: int = 0,
-        kept_rows: int = 0,
-    ) -> None:
-        """`runs` tile [first_row, first_row + rows); `kept_rows`: how many of the rows a retraction did not lose."""
+    def __init__(self, spec: RoutingSpec, *, rows: int, first_row: int, sample_key: int) -> None:
         self.spec, self.rows, self.first_row, self.sample_key = spec, rows, first_row, sample_key
-        self._runs, self._kept_rows = runs, kept_rows
-        self._stored = StoredFrame(spec, rows=rows, first_row=first_row, runs=runs, kept_rows=kept_rows)
-        self.ids_TLK = self._stored.ids_TLK
-        """[T, L, K] in the id dtype; whoever made it fills it before `encode`."""
+        self.runs: Sequence[Run] = ()
+        """They tile [first_row, first_row + rows); whoever made this sets them before `encode`."""
+        self.kept_rows = 0
+        """How many of the rows a retraction did not lose."""
+        self.digests_L: Ids | None = None
+        """Those of `ids_TLK`, where they are known."""
+        # Ids are gathered to where they stay; how long the head before them gets, only the gather finds out.
+        payload = HEADER_BYTES + sections_size(rows, spans=_SPANS_IN_PLACE, layers=spec.num_moe_layers)
+        self._buffer_N = np.empty(payload + rows * spec.bytes_per_token, np.uint8)
+        self.bytes_TN: Ids = self._buffer_N[payload:].reshape(rows, spec.bytes_per_token)
+        """The rows' ids; whoever made this fills them in before `encode`."""
+
+    @property
+    def ids_TLK(self) -> Ids:
+        """The same as [T, L, K] in the id dtype, a view."""
+        return self.bytes_TN.view(self.spec.id_dtype).reshape(
+            self.rows, self.spec.num_moe_layers, self.spec.top_k
+        )
 
     @property
     def nbytes(self) -> int:
-        return len(self._stored.buffer_N)
+        return len(self._buffer_N)
 
     def encode(self, *, codec: str = "auto") -> np.ndarray[Any, np.dtype[np.uint8]]:
         """The frame's bytes. In place where every row is known and the codec stores them as they are.
@@ -267,22 +274,31 @@ class UnfinishedFrame:
         Rows that no pass has written become invalid rows of kind MISSING; whether ids can come from a router, the relay looks.
         Raises RoutingError for rows of an unreadable weight version.
         """
-        if any(run[2] == UNREADABLE_VERSION for run in self._runs):
+        if UNREADABLE_VERSION in [run[2] for run in self.runs]:
             raise RoutingError(
                 "rows were made while the engine's weight version was not a number; count versions up from '0'"
             )
-        missing = any(run[3] == _MISSING for run in self._runs)
-        if not missing and written_as_is(codec, num_experts=self.spec.num_experts):
-            self._stored.finish(sample_key=self.sample_key)
-            return self._stored.buffer_N
+        missing = _MISSING in [run[3] for run in self.runs]
+        as_is = written_as_is(codec, num_experts=self.spec.num_experts)
+        if as_is and not missing and len(self.runs) <= _SPANS_IN_PLACE:
+            return self._encode_in_place()
         data = encode_frame(
-            self.spec,
-            expert_ids_TLK=self.ids_TLK,
-            first_row=self.first_row,
-            valid_T=_columns(self._runs)[1] != _MISSING if missing else None,
-            provenance=[ProvenanceSpan(*run[:3], RowKind(run[3])) for run in self._runs],
-            sample_key=self.sample_key,
-            kept_rows=self._kept_rows,
-            codec=codec,
-        )
+            self.spec, expert_ids_TLK=self.ids_TLK, first_row=self.first_row, sample_key=self.sample_key,
+            valid_T=columns_of(self.runs)[1] != _MISSING if missing else None,
+            provenance=[ProvenanceSpan(*run[:3], RowKind(run[3])) for run in self.runs],
+            kept_rows=self.kept_rows, codec=codec,
+        )  # fmt: skip
         return np.frombuffer(bytearray(data), np.uint8)  # torch wants it writable
+
+    def _encode_in_place(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        digests_L = self.digests_L
+        if digests_L is None:
+            digests_L = layer_digests(self.ids_TLK, first_row=self.first_row)
+        head = frame_head(
+            self.spec, stored_entries(self.rows, row_bytes=self.spec.bytes_per_token), first_row=self.first_row,
+            valid_T=None, provenance=self.runs, digests_L=digests_L, sample_key=self.sample_key, kept_rows=self.kept_rows,
+        )  # fmt: skip
+        payload = len(self._buffer_N) - self.bytes_TN.nbytes
+        begin = payload - len(head)
+        self._buffer_N.data[begin:payload] = head
+        return self._buffer_N[begin:]

@@ -241,14 +241,15 @@ class PassCopies:
             self._wait_for(self._passes[0], until="rows")
             self._write_oldest()
 
-    def read(self, numbers_N: torch.Tensor) -> Ids:
-        """A row of int32 numbers of the device, on the host; valid until the next call. Waits for its copy alone: what wrote
-        them came before a pass that has ended."""
-        count = len(numbers_N)
+    def read(self, table: torch.Tensor, row: int, count: int) -> Ids:
+        """The first int32 numbers of a row of a table on the device, on the host; valid until the next call. Waits for its copy
+        alone: what wrote them came before a pass that has ended."""
+        if isinstance(self._streams.reads, HostStream):
+            return table.numpy()[row, :count]
         if count > len(self._read):
-            self._read = torch.empty(2 * count, dtype=torch.int32, pin_memory=numbers_N.is_cuda)
+            self._read = torch.empty(2 * count, dtype=torch.int32, pin_memory=table.is_cuda)
         read_N = self._read[:count]
-        self._streams.reads.run(lambda: read_N.copy_(numbers_N, non_blocking=True))
+        self._streams.reads.run(lambda: read_N.copy_(table[row, :count], non_blocking=True))
         _wait(self._streams.reads.record(), what="slot numbers")
         return read_N.numpy()
 

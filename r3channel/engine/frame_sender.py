@@ -78,6 +78,11 @@ class Outlet:
         self.metrics.inc("r3channel_engine_frames_total", way="overflowed" if self._sender else "inband")
         return unfinished.encode(codec=self._inband_codec)
 
+    @property
+    def encodes_here(self) -> bool:
+        """Whether `reply` encodes, and not the sender's thread."""
+        return self._sender is None
+
     def stage(self, name: str) -> AbstractContextManager[None]:
         """Times what an engine does for us; the scheduler's thread pays nothing where nobody reads it."""
         return self.metrics.clock.span(name) if self.metrics.url else nullcontext()

@@ -247,10 +247,8 @@ class FrameCapturer(RoutedExpertsCapturer):
             cuda_graph_batch = _prefill_graph_size(max(forward_batch.global_num_tokens_cpu))
         return super()._get_local_slice(forward_batch, can_run_graph, cuda_graph_batch)
 
-    def get_topk(
-        self, req_pool_idx: int, seqlen: int, req_to_token_pool: Any, start_len: int = 0
-    ) -> torch.Tensor:
-        """Rows [start_len, seqlen - 1) of a request, as SGLang's; they stay unfinished for `take_unfinished`."""
+    def get_topk(self, req_pool_idx: int, seqlen: int, req_to_token_pool: Any, start_len: int = 0) -> Any:
+        """Rows [start_len, seqlen - 1) of a request, which SGLang counts; they stay unfinished for `take_unfinished`."""
         if start_len < 0:
             raise ValueError(f"start_len is {start_len}, expected >= 0")
         first_row = min(start_len, seqlen - 1)
@@ -261,8 +259,9 @@ class FrameCapturer(RoutedExpertsCapturer):
             first_row=first_row,
             sample_key=sample_key(str(self.request.rid)),
             kept=tuple(kept.within(first_row, seqlen - 1)) if kept else (),
+            hashed=self.outlet is not None and self.outlet.encodes_here,
         )
-        return torch.from_numpy(self._unfinished.ids_TLK)
+        return self._unfinished.bytes_TN
 
     def take_unfinished(self) -> UnfinishedFrame:
         """What `get_topk` has just gathered."""
@@ -289,7 +288,7 @@ class FrameCapturer(RoutedExpertsCapturer):
     def _slots_of(self, req: Any, req_to_token_pool: Any, req_pool_idx: int, end: int) -> Ids:
         """The slots of rows [0, end) of a request, whose rows have been written."""
         self.passes.flush()
-        slots_T = self.passes.read(req_to_token_pool.req_to_token[req_pool_idx, :end])
+        slots_T = self.passes.read(req_to_token_pool.req_to_token, req_pool_idx, end)
         # Not when they were transferred: an older request's last pass may write its row only then.
         transferred = getattr(req, "r3channel_transferred", slice(0))
         if transferred.stop:

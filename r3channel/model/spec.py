@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -38,6 +37,8 @@ class RoutingSpec:
     num_moe_layers: int = field(init=False, repr=False, compare=False)
     bytes_per_token: int = field(init=False, repr=False, compare=False)
     """Bytes of one decoded row over all MoE layers."""
+    digest: int = field(init=False, repr=False, compare=False)
+    """64-bit identity of the spec: xxh3 of its canonical JSON."""
 
     def __post_init__(self) -> None:
         layers = self.moe_layers
@@ -53,11 +54,8 @@ class RoutingSpec:
         object.__setattr__(self, "id_dtype", dtype)  # on the path of every frame: fields, not properties
         object.__setattr__(self, "num_moe_layers", len(layers))
         object.__setattr__(self, "bytes_per_token", len(layers) * self.top_k * dtype.itemsize)
-
-    @property
-    def digest(self) -> int:
-        """64-bit identity of the spec: xxh3 of its canonical JSON."""
-        return _digest(self)  # on the path of every frame
+        text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
+        object.__setattr__(self, "digest", xxhash.xxh3_64_intdigest(text.encode()))
 
     def moe_index(self, layer: int) -> int:
         """Position of a global decoder layer on the MoE axis."""
@@ -108,12 +106,6 @@ class RoutingSpec:
             num_experts=config.num_moe_experts,
             top_k=config.moe_router_topk,
         )
-
-
-@lru_cache(maxsize=64)
-def _digest(spec: RoutingSpec) -> int:
-    text = json.dumps(spec.to_dict(), sort_keys=True, separators=(",", ":"))
-    return xxhash.xxh3_64_intdigest(text.encode())
 
 
 def _megatron_pattern(frequency: int | Sequence[int], layers: int) -> Sequence[int]:

@@ -11,7 +11,7 @@ from r3channel.errors import RoutingError
 from r3channel.model.spec import RoutingSpec
 from r3channel.relay.reply import frame_bytes_of, key_of
 from r3channel.wire.frame import encode_frame, parse_frame
-from r3channel.wire.routing import RowKind, SampleRouting, spans_of
+from r3channel.wire.routing import SampleRouting, columns_of, spans_of
 
 
 def merge(prefill: SampleRouting, decode: SampleRouting) -> SampleRouting:
@@ -34,8 +34,8 @@ def merge(prefill: SampleRouting, decode: SampleRouting) -> SampleRouting:
     taken_T[:rows] = prefill.valid_T & ~decode.valid_T[:rows]
     ids_TLK = decode.expert_ids_TLK.copy()
     ids_TLK[taken_T] = prefill.expert_ids_TLK[taken_T[:rows]]
-    versions_T, kinds_T = _per_row(decode)
-    prefill_versions_T, prefill_kinds_T = _per_row(prefill)
+    versions_T, kinds_T = columns_of(decode.provenance)
+    prefill_versions_T, prefill_kinds_T = columns_of(prefill.provenance)
     versions_T[taken_T] = prefill_versions_T[taken_T[:rows]]
     kinds_T[taken_T] = prefill_kinds_T[taken_T[:rows]]
     return SampleRouting(
@@ -47,15 +47,6 @@ def merge(prefill: SampleRouting, decode: SampleRouting) -> SampleRouting:
         valid_T=decode.valid_T | taken_T,
         provenance=spans_of(versions_T, kinds_T, first_row=decode.first_row),
     )
-
-
-def _per_row(routing: SampleRouting) -> tuple[np.ndarray, np.ndarray]:
-    """(weight versions int64 [T], kinds uint8 [T])."""
-    lengths = [span.end - span.start for span in routing.provenance]
-    versions = np.array([span.weight_version for span in routing.provenance], np.int64)
-    kinds = np.array([span.kind for span in routing.provenance], np.uint8)
-    assert all(kind in RowKind._value2member_map_ for kind in kinds.tolist())
-    return np.repeat(versions, lengths), np.repeat(kinds, lengths)
 
 
 def merged_frame(

@@ -25,19 +25,6 @@ _CHUNK = struct.Struct("<IIHHIB3x")
 CHUNK_BYTES = _CHUNK.size
 
 
-class Chunk(NamedTuple):
-    """One coded block of rows, over all MoE layers. `row` counts from the frame's first."""
-
-    row: int
-    rows: int
-    codec: int
-    wire: Wire
-
-    @property
-    def nbytes(self) -> int:
-        return len(self.wire)
-
-
 def chunk_count(rows: int) -> int:
     return -(-rows // CHUNK_ROWS)
 
@@ -48,16 +35,18 @@ def _blocks(rows: int) -> Iterator[tuple[int, int]]:
         yield row, min(CHUNK_ROWS, rows - row)
 
 
-def encode_chunks(ids_TLK: Ids, *, codec: Codec) -> list[Chunk]:
-    """All chunks. Their bytes may be views of `ids_TLK` where it is contiguous."""
-    parts = (
-        (row, rows, np.ascontiguousarray(ids_TLK[row : row + rows])) for row, rows in _blocks(len(ids_TLK))
-    )
-    return [Chunk(row, rows, *encode_chunk(part_TLK, codec=codec)) for row, rows, part_TLK in parts]
+def encode_chunks(ids_TLK: Ids, *, codec: Codec) -> tuple[list[Entry], list[Wire]]:
+    """The table and the bytes of all chunks, which may be views of `ids_TLK` where it is contiguous."""
+    entries, wires = [], []
+    for row, rows in _blocks(len(ids_TLK)):
+        codec_id, wire = encode_chunk(np.ascontiguousarray(ids_TLK[row : row + rows]), codec=codec)
+        entries.append(Entry(row, rows, codec_id, len(wire)))
+        wires.append(wire)
+    return entries, wires
 
 
 class Entry(NamedTuple):
-    """One line of the table: a block of rows and its coded bytes."""
+    """One line of the table: a block of rows, over all MoE layers, and its coded bytes. `row` counts from the frame's first."""
 
     row: int
     rows: int
@@ -70,9 +59,9 @@ def stored_entries(rows: int, *, row_bytes: int) -> list[Entry]:
     return [Entry(row, size, STORED.codec_id, size * row_bytes) for row, size in _blocks(rows)]
 
 
-def table_of(chunks: Sequence[Chunk | Entry], *, layers: int) -> bytes:
+def table_of(entries: Sequence[Entry], *, layers: int) -> bytes:
     return b"".join(
-        _CHUNK.pack(chunk.row, chunk.rows, 0, layers, chunk.nbytes, chunk.codec) for chunk in chunks
+        [_CHUNK.pack(row, rows, 0, layers, nbytes, codec) for row, rows, codec, nbytes in entries]
     )
 
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,7 @@ import xxhash
 from r3channel.errors import UsageError
 from r3channel.model.spec import RoutingSpec
 from r3channel.wire.mixing import OFFSET, Ids, Words, coefficients, mixed, multipliers
-from r3channel.wire.validate import counted, item_bytes, items_of, kernels, summed
+from r3channel.wire.validate import counted, item_bytes, items_of, kernels, summed, summed_pieces
 
 
 def item_bytes_of(spec: RoutingSpec) -> int:
@@ -56,13 +55,7 @@ def range_digests(rows: Sequence[Ids], first_A: Ids, edges_P: Ids) -> Words:
     position_T = np.repeat(begin_A, count_A) + np.arange(count_A.sum())
     coefficients_T = coefficients(low, int(position_T.max()) + 1)[position_T]
     items_TLI = items_of(rows[0] if len(rows) == 1 else np.concatenate(rows))
-    (_, layers, items), compiled = items_TLI.shape, kernels()
-    if compiled is None:
-        return np.stack([summed(items_TLI[a:b], coefficients_T[a:b]) for a, b in pairwise(edges_P.tolist())])
-    digests_PL, sums_C = np.empty((len(edges_P) - 1, layers), np.uint64), np.empty(layers * items, np.uint64)
-    sums = compiled.piece_sums(items_TLI.itemsize)
-    sums(items_TLI.reshape(-1), coefficients_T, multipliers(items), edges_P, sums_C, digests_PL)
-    return digests_PL
+    return summed_pieces(items_TLI, coefficients_T, edges_P)
 
 
 def fold(digests_L: Words) -> int:

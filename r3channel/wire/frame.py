@@ -27,15 +27,8 @@ import xxhash
 
 from r3channel import errors
 from r3channel.model.spec import RoutingSpec
-from r3channel.wire.chunks import (
-    CHUNK_ROWS,
-    Chunk,
-    Entry,
-    encode_chunks,
-    read_table,
-    table_of,
-)
-from r3channel.wire.codec import CODECS, codec_for
+from r3channel.wire.chunks import CHUNK_ROWS, Entry, encode_chunks, read_table, table_of
+from r3channel.wire.codec import CODECS, Wire, codec_for
 from r3channel.wire.digest import layer_digests
 from r3channel.wire.frame_view import Frame
 from r3channel.wire.header import (
@@ -58,13 +51,11 @@ from r3channel.wire.header import (
     padding,
     read_header,
 )
-from r3channel.wire.routing import Ids, ProvenanceSpan, RowKind, check_shape, check_spans
+from r3channel.wire.routing import Ids, ProvenanceSpan, RowKind, Run, check_shape, check_spans, spans_of
 from r3channel.wire.source import InHand, Source
 
 __all__ = ["FRAME_MAGIC", "HEADER_BYTES", "Frame", "encode_frame", "parse_frame", "read_frame", "sample_key"]
 
-Run = tuple[int, int, int, int]
-"""A provenance span as plain numbers."""
 _SPAN = struct.Struct("<IIqB7x")
 assert _SPAN.size == SPAN_BYTES
 
@@ -94,7 +85,7 @@ def encode_frame(
     check_shape(expert_ids_TLK, spec=spec, where="encode_frame")
     rows = len(expert_ids_TLK)
     if provenance is None:
-        provenance = _decoded_by_version_0(first_row, rows)
+        provenance = spans_of(np.zeros(rows, np.int64), np.zeros(rows, np.uint8), first_row=first_row)
     check_spans(provenance, first_row=first_row, rows=rows, where="encode_frame")
     if len(provenance) > MAX_SPANS:
         raise errors.RoutingError(
@@ -103,20 +94,20 @@ def encode_frame(
     chosen = codec_for(expert_ids_TLK[:CHUNK_ROWS], codec=codec)
     if not chosen.keeps_order:
         expert_ids_TLK = _with_sets_in_invalid_rows(expert_ids_TLK, valid_T)
-    chunks = encode_chunks(expert_ids_TLK, codec=chosen)
-    if any(not CODECS[chunk.codec].keeps_order for chunk in chunks):
-        expert_ids_TLK = _as_decoded(expert_ids_TLK, chunks)
+    entries, wires = encode_chunks(expert_ids_TLK, codec=chosen)
+    if any(not CODECS[entry.codec].keeps_order for entry in entries):
+        expert_ids_TLK = _as_decoded(expert_ids_TLK, entries, wires)
     digests_L = layer_digests(expert_ids_TLK, first_row=first_row, valid_T=valid_T)
     head = frame_head(
-        spec, chunks, first_row=first_row, valid_T=valid_T, provenance=provenance, digests_L=digests_L, sample_key=sample_key,
+        spec, entries, first_row=first_row, valid_T=valid_T, provenance=provenance, digests_L=digests_L, sample_key=sample_key,
         kept_rows=kept_rows,
     )  # fmt: skip
-    return b"".join((head, *(chunk.wire for chunk in chunks)))
+    return b"".join((head, *wires))
 
 
 def frame_head(
     spec: RoutingSpec,
-    chunks: Sequence[Chunk | Entry],
+    chunks: Sequence[Entry],
     *,
     first_row: int,
     valid_T: np.ndarray[Any, np.dtype[np.bool_]] | None,
@@ -126,23 +117,22 @@ def frame_head(
     kept_rows: int = 0,
 ) -> bytes:
     """A frame up to its chunks, which follow; of rows whose digests are known, so none is read."""
-    unordered = any(not CODECS[chunk.codec].keeps_order for chunk in chunks)
-    flags, sections = FLAG_UNORDERED * unordered, bytearray()
+    codecs, rows = [chunk.codec for chunk in chunks], sum([chunk.rows for chunk in chunks])
+    flags = 0 if all(CODECS[codec].keeps_order for codec in codecs) else FLAG_UNORDERED
+    parts = [_SPAN.pack(*span) for span in provenance]
     if valid_T is not None and not valid_T.all():
         flags |= FLAG_VALIDITY
-        sections += np.packbits(valid_T, bitorder="little").tobytes()
-    sections += b"".join([pack_span(*span) for span in provenance])
-    sections += np.ascontiguousarray(digests_L, "<u8").tobytes()
-    sections += table_of(chunks, layers=spec.num_moe_layers)
+        parts.insert(0, np.packbits(valid_T, bitorder="little").tobytes())
+    parts += digests_L.astype("<u8", copy=False).tobytes(), table_of(chunks, layers=spec.num_moe_layers)
+    sections = b"".join(parts)
     sections += bytes(padding(len(sections)))
-    rows, wire_bytes = sum([chunk.rows for chunk in chunks]), sum([chunk.nbytes for chunk in chunks])
-    newest = max([span[2] for span in provenance], default=-1)
-    # By position: a fifth of the time of keywords, and an engine's scheduler pays this for each request.
-    header = Header(
-        FRAME_MAGIC, WIRE_VERSION, KIND_EXPERT_IDS, max([chunk.codec for chunk in chunks], default=0), flags,
+    # The fields of `Header`, as they are: an engine's scheduler pays this for each request.
+    header = (
+        FRAME_MAGIC, WIRE_VERSION, KIND_EXPERT_IDS, max(codecs, default=0), flags,
         spec.digest, spec.num_experts, spec.top_k, spec.num_moe_layers, spec.id_dtype.itemsize, 0,
         spec.num_moe_layers, rows, first_row, len(chunks), len(provenance), len(sections),
-        rows * spec.bytes_per_token, wire_bytes, sample_key, newest, kept_rows,
+        rows * spec.bytes_per_token, sum([chunk.nbytes for chunk in chunks]), sample_key,
+        max([span[2] for span in provenance], default=-1), kept_rows,
     )  # fmt: skip
     return assemble(header, sections)
 
@@ -150,18 +140,7 @@ def frame_head(
 def encode_error(message: str, *, sample_key: int = 0) -> bytes:
     """A frame that says why the engine has no rows; `parse_frame` raises it as `EngineReported`."""
     text = message.encode("utf-8", "replace")[:MAX_ERROR_BYTES]
-    return assemble(Header(kind=KIND_ERROR, sections_bytes=len(text), sample_key=sample_key), text)
-
-
-def pack_span(start: int, end: int, weight_version: int, kind: int) -> bytes:
-    """One line of the provenance section."""
-    return _SPAN.pack(start, end, weight_version, kind)
-
-
-def _decoded_by_version_0(first_row: int, rows: int) -> list[ProvenanceSpan]:
-    if not rows:
-        return []
-    return [ProvenanceSpan(first_row, first_row + rows, 0, RowKind.DECODED)]
+    return assemble(Header(kind=KIND_ERROR, sections_bytes=len(text), sample_key=sample_key)[:-2], text)
 
 
 def _with_sets_in_invalid_rows(ids_TLK: Ids, valid_T: np.ndarray[Any, np.dtype[np.bool_]] | None) -> Ids:
@@ -171,14 +150,12 @@ def _with_sets_in_invalid_rows(ids_TLK: Ids, valid_T: np.ndarray[Any, np.dtype[n
     return np.where(valid_T[:, None, None], ids_TLK, np.arange(ids_TLK.shape[-1], dtype=ids_TLK.dtype))
 
 
-def _as_decoded(ids_TLK: Ids, chunks: Sequence[Chunk]) -> Ids:
+def _as_decoded(ids_TLK: Ids, entries: Sequence[Entry], wires: Sequence[Wire]) -> Ids:
     """The ids as the other end will see them: sorted within each row of a chunk that lost its order."""
     seen_TLK = np.array(ids_TLK)
-    for chunk in chunks:
-        if not CODECS[chunk.codec].keeps_order:
-            CODECS[chunk.codec].decode_into(
-                memoryview(chunk.wire), seen_TLK[chunk.row : chunk.row + chunk.rows]
-            )
+    for (row, rows, codec, _), wire in zip(entries, wires, strict=True):
+        if not CODECS[codec].keeps_order:
+            CODECS[codec].decode_into(memoryview(wire), seen_TLK[row : row + rows])
     return seen_TLK
 
 

@@ -12,7 +12,7 @@ from r3channel.model.spec import RoutingSpec
 from r3channel.wire.chunks import Entry
 from r3channel.wire.codec import CODECS
 from r3channel.wire.mixing import Words
-from r3channel.wire.routing import Ids, ProvenanceSpan, RowKind, SampleRouting, raise_unsound, spans_of
+from r3channel.wire.routing import Ids, ProvenanceSpan, SampleRouting, marked_missing, raise_unsound
 from r3channel.wire.source import InHand, Source
 from r3channel.wire.validate import checked, sound_rows
 
@@ -110,18 +110,10 @@ class Frame:
     def leave_out_unsound(self, ids_TLK: Ids) -> bool:
         """After `fill` has raised ExpertIdInvalid: rows whose ids no router can have chosen (padding, memory that nobody wrote)
         become invalid rows of kind MISSING, and the digests those of the rest. False where that leaves too many runs to keep."""
-        sound_T = sound_rows(ids_TLK, num_experts=self.spec.num_experts)
+        sound_T = sound_rows(ids_TLK, num_experts=self.spec.num_experts).all(1)
         self.partly_valid_T = self.valid_T & sound_T
-        kinds_T, versions_T = np.full(self.rows, int(RowKind.MISSING), np.uint8), np.full(self.rows, -1)
-        for start, end, version, kind in self.provenance:
-            rows = (
-                np.flatnonzero(sound_T[start - self.first_row : end - self.first_row])
-                + start
-                - self.first_row
-            )
-            kinds_T[rows], versions_T[rows] = kind, version
         before = len(self.provenance)
-        self.provenance = spans_of(versions_T, kinds_T, first_row=self.first_row)
+        self.provenance = marked_missing(self.provenance, np.flatnonzero(~sound_T))
         self.digests_L = self._checked(ids_TLK, 0)[1]
         return len(self.provenance) <= before + _MOST_NEW_RUNS
 

@@ -7,8 +7,7 @@ anything; hashes stop accidents, not attackers.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -79,16 +78,10 @@ class Header(NamedTuple):
         return HEADER_BYTES + self.sections_bytes + self.wire_bytes
 
 
-def assemble(header: Header, sections: bytes | bytearray, chunks: Sequence[bytes | memoryview] = ()) -> bytes:
-    """Header, hashed sections and chunks as one block of bytes. Each part is copied once."""
-    hashed = header._replace(sections_hash=xxhash.xxh3_64_intdigest(sections))
-    return b"".join((header_bytes(hashed), sections, *chunks))
-
-
-def header_bytes(header: Header) -> bytes:
-    """The header with its own hash in place."""
-    fields = _HEADER.pack(*header)[:-8]
-    return fields + xxhash.xxh3_64_intdigest(fields).to_bytes(8, "little")
+def assemble(header: tuple[Any, ...], sections: bytes | bytearray) -> bytes:
+    """The header, both hashes in place, and the sections. `header`: the fields of `Header` but for its hashes."""
+    fields = _HEADER.pack(*header, xxhash.xxh3_64_intdigest(sections), 0)[:-8]
+    return b"".join((fields, xxhash.xxh3_64_intdigest(fields).to_bytes(8, "little"), sections))
 
 
 def announced_bytes(head: memoryview | bytes) -> int:
@@ -153,10 +146,7 @@ def check_kind(header: Header, source: Source, *, kind: int, where: str) -> None
 
 def check_fields(header: Header, *, spec: RoutingSpec, max_rows: int, where: str) -> None:
     """Every number against the local spec and the caller's bound, before any of them sizes anything."""
-    if (header.num_experts, header.top_k, header.num_moe_layers, header.id_width, header.spec_digest) != (
-        spec.num_experts, spec.top_k, spec.num_moe_layers, spec.id_dtype.itemsize, spec.digest,
-    ):  # fmt: skip
-        _raise_other_spec(header, spec=spec, where=where)
+    _check_spec(header, spec=spec, where=where)
     _check_reserved(header, where=where)
     if header.rows > max_rows:
         raise errors.RowCountMismatch(f"{where}: {header.rows} rows, expected at most {max_rows}")
@@ -185,7 +175,7 @@ def _check_reserved(header: Header, *, where: str) -> None:
         raise errors.FrameVersionMismatch(f"{where}: {seen}: is the sender's r3channel of another release?")
 
 
-def _raise_other_spec(header: Header, *, spec: RoutingSpec, where: str) -> None:
+def _check_spec(header: Header, *, spec: RoutingSpec, where: str) -> None:
     for seen, expected, what in (
         (header.num_experts, spec.num_experts, "experts"),
         (header.top_k, spec.top_k, "top-k"),

@@ -32,6 +32,8 @@ _CHECKED_BYTES = 16 << 10
 """Rows that are checked, and then summed, before the next ones: within a level-1 cache."""
 _VECTOR_BYTES = 64
 """Lines that are checked at once: one register with AVX-512, two with AVX2; 32 and 128 are slower with both."""
+_GATHERED_ROWS = 32
+"""Rows that are gathered, and then summed while they are in the level-1 cache."""
 _NINE_BITS_AT_ONCE = 32
 """Ids whose ninth bits are one word."""
 _BLOCK_ROWS = 128
@@ -89,7 +91,7 @@ def _copy(_typing: Any, _to: Any, _from: Any, size: Any, streamed: Any) -> Any:
         begin = 0
         while begin < size.literal_value:
             left = size.literal_value - begin
-            part = _LINE_BYTES if streamed.literal_value else min(16, 1 << left.bit_length() - 1)
+            part = min(_LINE_BYTES, 1 << left.bit_length() - 1)
             kind, offset = ir.VectorType(ir.IntType(8), part), ir.Constant(values[0].type, begin)
             to, source = [builder.inttoptr(builder.add(v, offset), kind.as_pointer()) for v in values[:2]]
             store = builder.store(builder.load(source, align=1), to, align=1)
@@ -200,11 +202,11 @@ def row_sums(item_bytes: int, id_bytes: int, *, slots: int) -> Any:
 
     Digests of all layers are the first of `words_W`; behind them it has a word for each item of a row, for the loop's own use.
     Rows of coefficient 0 count for nothing. A block of rows is checked as one, and then summed while it is in the cache.
-    `slots`: ids of a line; 0: nothing is checked, and the answer is yes.
+    `slots`: ids of a line.
     """
     id_of: Any = getattr(np, f"uint{8 * id_bytes}")
     lanes = max(_VECTOR_BYTES, 1 << (slots * id_bytes - 1).bit_length()) // id_bytes
-    lines, block_bytes = lanes // max(1, slots), _CHECKED_BYTES
+    lines, block_bytes = lanes // slots, _CHECKED_BYTES
 
     def run(items_TLI: Any, coefficients_T: Any, multipliers_I: Any, words_W: Any, num_experts: int) -> bool:
         rows, layers = items_TLI.shape[:2]
@@ -214,15 +216,13 @@ def row_sums(item_bytes: int, id_bytes: int, *, slots: int) -> Any:
         width = sums_C.shape[0]
         most = 2 * max(1, block_bytes // (2 * width * item_bytes))  # they are summed in pairs
         while first < rows:
-            end = _counted_until(coefficients_T, first, most) if slots > 0 else rows
+            end, loads = _counted_until(coefficients_T, first, most), 0
             ids_B = ids_N[first * layers * slots : end * layers * slots]
-            if slots > 0:
-                loads = 0
-                if ids_B.shape[0] >= lanes:  # no vector reads past the block
-                    loads = (ids_B.shape[0] - lanes) // (lines * slots) + 1
-                    sound &= _all_sound(ids_B, loads, num_experts, slots, lanes)
-                for line in range(loads * lines, ids_B.shape[0] // slots):
-                    sound &= _is_sound(ids_B[line * slots : (line + 1) * slots], num_experts)
+            if ids_B.shape[0] >= lanes:  # no vector reads past the block
+                loads = (ids_B.shape[0] - lanes) // (lines * slots) + 1
+                sound &= _all_sound(ids_B, loads, num_experts, slots, lanes)
+            for line in range(loads * lines, ids_B.shape[0] // slots):
+                sound &= _is_sound(ids_B[line * slots : (line + 1) * slots], num_experts)
             _add_rows(items_N[first * width : end * width], coefficients_T[first:end], sums_C)
             first = max(end, first + 1)
         _add_up(sums_C, coefficients_T, multipliers_I, words_W[:layers])
@@ -297,6 +297,75 @@ def _differences(builder: Any, ids: Any, slots: int) -> Iterator[Any]:
         other = turned(lambda i, by=by: (i + by * unit) % slots)
         for own in within[: unit // 2 + 1 if 2 * by == units else unit]:
             yield builder.xor(own, other)
+
+
+# -- rows of all layers, by slot --------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=4)
+def gather_rows(item_bytes: int, *, row_bytes: int) -> Any:
+    """f(bytes_SN, stamps_S, slots_T, coefficients_T, multipliers_I, bytes_TN, words_W, runs_T2): copy the rows of slots.
+
+    Returns how many runs of equal stamps the rows have. IndexError for a slot that there is not.
+
+    coefficients_T  those of `wire.digest`; of no rows where no digest is asked for
+    words_W         as in `row_sums`
+    runs_T2         of each run: its first row, its stamp
+    """
+    items, block_rows = row_bytes // item_bytes, _GATHERED_ROWS
+    item_of: Any = getattr(np, f"uint{8 * item_bytes}")
+
+    def run(
+        bytes_SN: Any, stamps_S: Any, slots_T: Any, coefficients_T: Any, multipliers_I: Any, bytes_TN: Any, words_W: Any,
+        runs_T2: Any,
+    ) -> int:  # fmt: skip
+        rows, runs, layers = slots_T.shape[0], 0, items // multipliers_I.shape[0]
+        source, target = bytes_SN.ctypes.data, bytes_TN.ctypes.data
+        items_N, sums_C = bytes_TN.reshape(-1).view(item_of), words_W[layers:]
+        sums_C[:] = np.uint64(0)
+        for first in range(0, rows, block_rows):
+            end = min(first + block_rows, rows)
+            for row in range(first, end):
+                slot = np.int64(slots_T[row])
+                if not 0 <= slot < stamps_S.shape[0]:
+                    raise IndexError("a slot that there is not")
+                if runs == 0 or runs_T2[runs - 1, 1] != stamps_S[slot]:
+                    runs_T2[runs, 0], runs_T2[runs, 1] = row, stamps_S[slot]
+                    runs += 1
+                _copy(target + row * row_bytes, source + slot * row_bytes, row_bytes, False)
+            _add_rows(items_N[first * items : end * items], coefficients_T[first:end], sums_C)
+        _add_up(sums_C, coefficients_T, multipliers_I, words_W[:layers])
+        return runs
+
+    words, number, byte = _read_only(types.uint64), types.int32, types.uint8
+    stamps, slots, copied = _read_only(types.int16), _read_only(number), types.Array(byte, 2, "C")
+    own = types.uint64[::1], types.Array(number, 2, "C")
+    return _jit(types.int64(_read_only(byte, 2), stamps, slots, words, words, copied, *own))(run)
+
+
+@lru_cache(maxsize=4)
+def scatter_rows(row_bytes: int) -> Any:
+    """f(bytes_TN, slots_T, bytes_SN, stamps_S, stamp): copy rows to their slots and stamp them. IndexError for a slot that there
+    is not; those before it have been written."""
+
+    def run(bytes_TN: Any, slots_T: Any, bytes_SN: Any, stamps_S: Any, stamp: int) -> None:
+        rows, source, target = slots_T.shape[0], bytes_TN.ctypes.data, bytes_SN.ctypes.data
+        streamed = (target | row_bytes) % _LINE_BYTES == 0
+        for row in range(rows):
+            if not 0 <= slots_T[row] < stamps_S.shape[0]:
+                raise IndexError("a slot that there is not")
+            stamps_S[slots_T[row]] = stamp
+            own, to = source + row * row_bytes, target + slots_T[row] * row_bytes
+            if streamed:
+                for at in range(0, row_bytes, _LINE_BYTES):
+                    _copy(to + at, own + at, _LINE_BYTES, True)
+            else:
+                _copy(to, own, row_bytes, False)
+        _fence()
+
+    byte, slots = types.uint8, _read_only(types.int64)
+    rows, all_rows = _read_only(byte, 2), types.Array(byte, 2, "C")
+    return _jit(types.void(rows, slots, all_rows, types.int16[::1], types.int64))(run)
 
 
 # -- rows of one layer ------------------------------------------------------------------------------------------------------

@@ -57,17 +57,11 @@ def encode_masks(*, first_row: int, lengths_T: Numbers, token_ids_N: Numbers, sa
         )
     ids = np.ascontiguousarray(token_ids_N, "<u4").tobytes()
     sections = ids + np.ascontiguousarray(lengths_T, "<u2").tobytes()
-    return assemble(
-        Header(
-            kind=KIND_SAMPLING_MASKS,
-            rows=len(lengths_T),
-            first_row=first_row,
-            sections_bytes=len(sections),
-            raw_bytes=len(ids),
-            sample_key=sample_key,
-        ),
-        sections,
-    )
+    header = Header(
+        kind=KIND_SAMPLING_MASKS, rows=len(lengths_T), first_row=first_row, sections_bytes=len(sections), raw_bytes=len(ids),
+        sample_key=sample_key,
+    )  # fmt: skip
+    return assemble(header[:-2], sections)
 
 
 def parse_masks(data: bytes | memoryview, *, where: str) -> Masks:

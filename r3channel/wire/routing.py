@@ -19,7 +19,7 @@ import xxhash
 
 from r3channel.errors import ExpertIdInvalid, RoutingError, RowCountMismatch, SpecMismatch, UsageError
 from r3channel.model.spec import RoutingSpec
-from r3channel.wire.validate import find_duplicate, out_of_range, sound
+from r3channel.wire.validate import sound, sound_rows
 
 Ids = np.ndarray[Any, np.dtype[Any]]
 
@@ -41,6 +41,10 @@ class ProvenanceSpan(NamedTuple):
     end: int
     weight_version: int
     kind: RowKind
+
+
+Run = tuple[int, int, int, int]
+"""A provenance span as plain numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,19 +108,16 @@ def check_ids(expert_ids_TLK: Ids, *, spec: RoutingSpec, where: str, valid_T: Id
 
 def raise_unsound(expert_ids_TLK: Ids, *, spec: RoutingSpec, where: str, valid_T: Ids | None) -> NoReturn:
     """The error of the first valid row that is not sound, of ids of which some are not."""
-    rows_V = np.arange(len(expert_ids_TLK)) if valid_T is None else np.flatnonzero(valid_T)
-    ids_VLK = expert_ids_TLK if valid_T is None else expert_ids_TLK[valid_T]
-    if out_of_range(ids_VLK, num_experts=spec.num_experts):
-        bad = np.argwhere((ids_VLK >= spec.num_experts) | (ids_VLK < 0))[0]
-        row, moe_index, slot = (int(axis) for axis in bad)
-        raise ExpertIdInvalid(
-            f"{where}: row {rows_V[row]}, layer {spec.moe_layers[moe_index]}, slot {slot} has id "
-            f"{int(ids_VLK[row, moe_index, slot])}; expected 0..{spec.num_experts - 1}"
-        )
-    row, moe_index = find_duplicate(ids_VLK) or (0, 0)
+    unsound_TL = ~sound_rows(expert_ids_TLK, num_experts=spec.num_experts)
+    row, moe_index = np.argwhere(unsound_TL if valid_T is None else unsound_TL & valid_T[:, None])[0]
+    ids, place = expert_ids_TLK[row, moe_index].tolist(), f"row {row}, layer {spec.moe_layers[moe_index]}"
+    for slot, expert in enumerate(ids):
+        if not 0 <= expert < spec.num_experts:
+            raise ExpertIdInvalid(
+                f"{where}: {place}, slot {slot} has id {expert}; expected 0..{spec.num_experts - 1}"
+            )
     raise ExpertIdInvalid(
-        f"{where}: row {rows_V[row]}, layer {spec.moe_layers[moe_index]} repeats an expert: "
-        f"{ids_VLK[row, moe_index].tolist()}; expected {spec.top_k} distinct ids. A zero-filled row looks like this"
+        f"{where}: {place} repeats an expert: {ids}; expected {spec.top_k} distinct ids. A zero-filled row looks like this"
     )
 
 
@@ -146,6 +147,20 @@ def spans_of(versions_T: Ids, kinds_T: Ids, *, first_row: int = 0) -> tuple[Prov
         )
         for a, b in pairwise(edges)
     )
+
+
+def columns_of(spans: Iterable[ProvenanceSpan] | Iterable[Run]) -> tuple[Ids, Ids]:
+    """What `spans_of` was given: the weight version and the kind of each row."""
+    starts, ends, versions, kinds = np.array([*spans], np.int64).reshape(-1, 4).T
+    return np.repeat(versions, ends - starts), np.repeat(kinds.astype(np.uint8), ends - starts)
+
+
+def marked_missing(spans: Iterable[ProvenanceSpan], missing: Ids) -> tuple[ProvenanceSpan, ...]:
+    """The spans where the rows of these numbers, from the first on, are of kind MISSING and of no version."""
+    (first_row, *_), *_ = spans = [*spans]
+    versions_T, kinds_T = columns_of(spans)
+    versions_T[missing], kinds_T[missing] = -1, RowKind.MISSING
+    return spans_of(versions_T, kinds_T, first_row=first_row)
 
 
 Tokens = np.ndarray[Any, np.dtype[np.int32]]

@@ -10,6 +10,7 @@ Both let other threads run.
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import pairwise
 from types import ModuleType
 
 import numpy as np
@@ -47,9 +48,8 @@ def checked(
     compiled, items_TLI = kernels(), items_of(expert_ids_TLK)
     coefficients_T = counted(len(items_TLI), first_row=first_row, valid_T=valid_T)
     if compiled is None:
-        valid_TLK = expert_ids_TLK if valid_T is None else expert_ids_TLK[valid_T]
-        sound = not out_of_range(valid_TLK, num_experts=num_experts) and find_duplicate(valid_TLK) is None
-        return sound, summed(items_TLI, coefficients_T)
+        sound_TL = sound_rows(expert_ids_TLK, num_experts=num_experts)
+        return bool(sound_TL[coefficients_T > 0].all()), summed(items_TLI, coefficients_T)
     layers, items = items_TLI.shape[1:]
     check = compiled.row_sums(items_TLI.itemsize, expert_ids_TLK.itemsize, slots=expert_ids_TLK.shape[2])
     words_W = np.empty(layers * (1 + items), np.uint64)
@@ -73,49 +73,23 @@ def sound(expert_ids_TLK: Ids, *, num_experts: int, valid_T: Ids | None = None) 
 
 
 def sound_rows(expert_ids_TLK: Ids, *, num_experts: int) -> Ids:
-    """[T] bool, for each row the first answer of `checked`. Slow: for frames that have such rows."""
-    sound_T = np.empty(len(expert_ids_TLK), bool)
-    for row in range(0, len(sound_T), _BLOCK_ROWS):
-        ordered_TLK = np.sort(expert_ids_TLK[row : row + _BLOCK_ROWS], axis=-1)
-        wrong_TLK = (ordered_TLK >= num_experts) | (ordered_TLK < 0)
-        wrong_TLK[..., 1:] |= ordered_TLK[..., 1:] == ordered_TLK[..., :-1]
-        sound_T[row : row + _BLOCK_ROWS] = ~wrong_TLK.any((1, 2))
-    return sound_T
+    """[T, L] bool: for each row of each layer the first answer of `checked`. Slot against slot: K (K - 1) / 2 vectorised
+    comparisons.
 
-
-def out_of_range(expert_ids_TLK: Ids, *, num_experts: int) -> bool:
-    """Whether some id is negative or >= `num_experts`."""
-    unsigned = expert_ids_TLK.view(f"u{expert_ids_TLK.dtype.itemsize}")
-    if not unsigned.size or num_experts > np.iinfo(unsigned.dtype).max:
-        return False
-    return int(unsigned.max()) >= num_experts
-
-
-def find_duplicate(expert_ids_TLK: Ids) -> tuple[int, int] | None:
-    """(row, moe_index) of the first row that repeats an id, or None.
-
-    >>> find_duplicate(np.array([[[1, 2, 3]], [[4, 5, 4]]], np.uint8))
-    (1, 0)
+    >>> sound_rows(np.array([[[1, 2, 3]], [[4, 5, 4]]], np.uint8), num_experts=6).tolist()
+    [[True], [False]]
     """
-    layers, slots = expert_ids_TLK.shape[1:]
-    ids_NK = np.ascontiguousarray(expert_ids_TLK).reshape(-1, slots)
+    slots = expert_ids_TLK.shape[2]
+    ids_NK = np.ascontiguousarray(expert_ids_TLK).view(f"u{expert_ids_TLK.itemsize}").reshape(-1, slots)
+    sound_N = np.empty(len(ids_NK), bool)
     for at in range(0, len(ids_NK), _BLOCK_ROWS):
-        block_NK = ids_NK[at : at + _BLOCK_ROWS]
-        if _repeats(block_NK):
-            ordered = np.sort(block_NK, axis=1)
-            first = int((ordered[:, 1:] == ordered[:, :-1]).any(axis=1).argmax())
-            return divmod(at + first, layers)
-    return None
-
-
-def _repeats(ids_NK: Ids) -> bool:
-    """Whether any row repeats an id: slot against slot, K (K - 1) / 2 vectorised comparisons."""
-    slots_KN = np.ascontiguousarray(ids_NK.T)
-    equal_N = np.zeros(len(ids_NK), dtype=bool)
-    for a in range(1, len(slots_KN)):
-        for b in range(a):
-            equal_N |= slots_KN[a] == slots_KN[b]
-    return bool(equal_N.any())
+        slots_KN = np.ascontiguousarray(ids_NK[at : at + _BLOCK_ROWS].T)
+        sound_B = sound_N[at : at + _BLOCK_ROWS]
+        np.less(slots_KN.max(0), num_experts, out=sound_B)
+        for slot in range(1, slots):
+            for other in range(slot):
+                sound_B &= slots_KN[slot] != slots_KN[other]
+    return sound_N.reshape(expert_ids_TLK.shape[:2])
 
 
 # -- the digest's arithmetic ------------------------------------------------------------------------------------------------
@@ -143,21 +117,25 @@ def row_words(items: Ids) -> Words:
 
 def summed(items_TLI: Ids, coefficients_T: Words) -> Words:
     """[L]: the digest of each layer; rows whose coefficient is 0 do not count."""
-    compiled, (rows, layers, items) = kernels(), items_TLI.shape
-    if not layers:  # a stage whose layers are all dense
-        return np.zeros(0, np.uint64)
-    factors_I = multipliers(items)
+    return summed_pieces(items_TLI, coefficients_T, np.array([0, len(items_TLI)]))[0]
+
+
+def summed_pieces(items_TLI: Ids, coefficients_T: Words, edges_P: Ids) -> Words:
+    """[P, L]: the same of the rows between each edge and the next; edges are int64."""
+    compiled, (_, layers, items) = kernels(), items_TLI.shape
+    factors_I, digests_PL = multipliers(items), np.empty((len(edges_P) - 1, layers), np.uint64)
     if compiled is not None:
-        words_W = np.empty(layers * (1 + items), np.uint64)
-        sums = compiled.row_sums(items_TLI.itemsize, items_TLI.itemsize, slots=0)
-        sums(items_TLI, coefficients_T, factors_I, words_W, 0)
-        return words_W[:layers]
-    sums_LI, step = np.zeros((layers, items), np.uint64), max(1, _SUMMED_BYTES // (8 * layers * items))
-    for at in range(0, rows, step):
-        block_TC = mixed(items_TLI[at : at + step]).reshape(-1, sums_LI.size)
-        sums_LI += (coefficients_T[at : at + step] @ block_TC).reshape(sums_LI.shape)
-    totals = [words.sum(dtype=np.uint64, keepdims=True) for words in (factors_I, coefficients_T)]
-    return sums_LI @ factors_I + OFFSET * totals[0] * totals[1]
+        sums, sums_C = compiled.piece_sums(items_TLI.itemsize), np.empty(layers * items, np.uint64)
+        sums(items_TLI.reshape(-1), coefficients_T, factors_I, edges_P, sums_C, digests_PL)
+        return digests_PL
+    step = max(1, _SUMMED_BYTES // (8 * max(1, layers) * items))
+    for digests_L, (begin, end) in zip(digests_PL, pairwise(edges_P.tolist()), strict=True):
+        digests_L[:] = OFFSET * factors_I.sum(keepdims=True) * coefficients_T[begin:end].sum(keepdims=True)
+        for at in range(begin, end, step):
+            block_TC = mixed(items_TLI[at : min(at + step, end)]).reshape(-1, layers * items)
+            sums_C = coefficients_T[at : min(at + step, end)] @ block_TC
+            digests_L += sums_C.reshape(layers, items) @ factors_I
+    return digests_PL
 
 
 def counted(rows: int, *, first_row: int, valid_T: Ids | None) -> Words:

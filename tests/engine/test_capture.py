@@ -23,12 +23,16 @@ from r3channel.engine.capture import (
 from r3channel.errors import ConfigError, ExpertIdInvalid, RoutingError
 from r3channel.model.spec import RoutingSpec
 from r3channel.wire.digest import layer_digests
-from r3channel.wire.frame import parse_frame
-from r3channel.wire.routing import Ids, ProvenanceSpan, RowKind
+from r3channel.wire.frame import encode_frame, parse_frame
+from r3channel.wire.routing import Ids, ProvenanceSpan, RowKind, spans_of
+from tests.loops import numba
 
 SPEC = RoutingSpec(num_layers=4, moe_layers=(1, 2, 3), num_experts=128, top_k=8)
 EVERY_OTHER = RoutingSpec(num_layers=5, moe_layers=(1, 3), num_experts=128, top_k=8)
 WIDE = RoutingSpec(num_layers=4, moe_layers=(1, 2, 3), num_experts=384, top_k=8)
+LINES = RoutingSpec(num_layers=16, moe_layers=tuple(range(16)), num_experts=128, top_k=8)
+"""Its rows are two whole lines of the cache."""
+ODD = RoutingSpec(num_layers=3, moe_layers=(0, 1, 2), num_experts=60, top_k=5)
 FULL_BYTE = RoutingSpec(num_layers=2, moe_layers=(0, 1), num_experts=256, top_k=2)
 
 
@@ -51,10 +55,10 @@ def narrowed(spec: RoutingSpec, buffer: torch.Tensor) -> Ids:
 
 def draft_of(spec: RoutingSpec, buffer: torch.Tensor, *, version: int = 0, **changes: Any) -> UnfinishedFrame:
     """Decoded rows, filled as a gather would."""
-    first_row, rows = changes.get("first_row", 0), len(buffer)
-    runs = [(first_row, first_row + rows, version, int(RowKind.DECODED))] if rows else []
-    unfinished = UnfinishedFrame(spec, rows=rows, runs=runs, **changes)
-    unfinished.ids_TLK[:] = narrowed(spec, buffer)
+    changes, rows = {"first_row": 0, "sample_key": 0} | changes, len(buffer)
+    runs = [(changes["first_row"], changes["first_row"] + rows, version, int(RowKind.DECODED))][:rows]
+    unfinished = UnfinishedFrame(spec, rows=rows, **changes)
+    unfinished.runs, unfinished.ids_TLK[:] = runs, narrowed(spec, buffer)
     return unfinished
 
 
@@ -98,12 +102,6 @@ def test_a_row_of_zeros_is_missing_however_long_the_request(experts: int, top_k:
     assert judged(spec, draft_of(spec, buffer).encode().tobytes()) == [rows // 2]
 
 
-def test_a_row_of_zeros_with_one_expert_a_token_is_expert_zero() -> None:
-    spec = RoutingSpec(num_layers=1, moe_layers=(0,), num_experts=128, top_k=1)
-    buffer = torch.zeros((100, 1, 1), dtype=torch.int32)
-    assert judged(spec, draft_of(spec, buffer).encode().tobytes()) == []
-
-
 @pytest.mark.parametrize("column", [0, 1, 4, 7])
 @pytest.mark.parametrize("foreign", [-1, 256, 511])
 @pytest.mark.parametrize("rows", [17, 300])
@@ -137,6 +135,44 @@ def test_a_frame_holds_exactly_the_rows_it_was_built_from(spec: RoutingSpec, cod
     assert (frame.first_row, frame.sample_key, bool(frame.valid_T.all())) == (7, 99, True)
     expected = layer_digests(routing.expert_ids_TLK, first_row=7)
     assert np.array_equal(frame.digests_L, expected)
+
+
+@pytest.mark.parametrize("hashed", [True, False], ids=["hashed", "plain"])
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "numpy"])
+@pytest.mark.parametrize("spec", [SPEC, LINES, WIDE, ODD], ids=["uint8", "whole lines", "int16", "odd"])
+def test_a_frame_built_in_place_is_the_one_that_encode_frame_makes(
+    spec: RoutingSpec, compiled: bool, hashed: bool
+) -> None:
+    """Written to slots and gathered from them; with few spans, and with more than there is room for."""
+    ids, slots_T = (
+        narrowed(spec, device_buffer(spec, 9000)),
+        np.random.default_rng(1).permutation(20_000)[:9000],
+    )
+    for rows, width in ((0, 1), (1, 1), (300, 40), (300, 1), (9000, 5000)):
+        versions_T = np.arange(rows) // width
+        with numba(compiled):
+            held = SlotRows(spec, slots=20_000)
+            for version in range(versions_T.max(initial=-1) + 1):
+                of = slice(version * width, min(rows, (version + 1) * width))
+                held.write(slots_T[of], ids[of], weight_version=version, kind=RowKind.DECODED)
+            made = held.unfinished(slots_T[:rows], first_row=5, sample_key=8, hashed=hashed)
+        expected = encode_frame(
+            spec, expert_ids_TLK=ids[:rows], first_row=5, sample_key=8, codec="stored",
+            provenance=spans_of(versions_T, np.zeros(rows, np.uint8), first_row=5),
+        )  # fmt: skip
+        assert (made.digests_L is not None) == (compiled and hashed)
+        assert made.encode(codec="stored").tobytes() == expected and np.array_equal(made.ids_TLK, ids[:rows])
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "numpy"])
+def test_a_slot_that_there_is_not_is_refused(compiled: bool) -> None:
+    ids = narrowed(SPEC, device_buffer(SPEC, 1))
+    with numba(compiled):
+        rows = SlotRows(SPEC, slots=10)
+    with pytest.raises(IndexError):
+        rows.write(np.array([10]), ids, weight_version=0, kind=RowKind.DECODED)
+    with pytest.raises(IndexError):
+        rows.unfinished(np.array([10]), first_row=0, sample_key=0)
 
 
 def test_a_frame_may_be_encoded_on_another_thread_after_the_slots_are_reused() -> None:

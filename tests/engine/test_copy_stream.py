@@ -179,7 +179,7 @@ def test_a_pass_that_still_runs_is_not_waited_for() -> None:
         engine.launch(1)
         first.finalize()
         engine.passes.flush()
-        numbers = engine.passes.read(torch.arange(5, dtype=torch.int32))
+        numbers = engine.passes.read(torch.arange(10, dtype=torch.int32).view(2, 5), 0, 5)
         assert numbers.tolist() == [0, 1, 2, 3, 4] and not go.is_set()
         found = engine.rows.unfinished(slots_T, first_row=0, sample_key=0).ids_TLK
         go.set()

@@ -88,6 +88,7 @@ TRACED = """
 import sys, threading
 import tracemalloc  # noqa: TID251
 import numpy as np
+from r3channel.engine.capture import SlotRows
 from r3channel.wire import validate as distinct
 from r3channel.wire.digest import HostRuns, column_digests
 from tests.samples import sparse
@@ -95,7 +96,10 @@ from tests.unit.test_compiled import placed
 few, many = (np.arange(slots, dtype=np.uint8)[None, None].repeat(4, 1) for slots in (8, 64))
 spec = sparse(5, experts=128, top_k=8)
 runs = HostRuns.of(np.array([[0, 0, 0, 1, 4]]), samples=1, spec=spec)
+held, at = SlotRows(spec, slots=8), np.arange(4)
 loops = [
+    lambda: held.write(at, few[:, [0] * 5].repeat(4, 0), weight_version=0, kind=0),
+    lambda: held.unfinished(at, first_row=0, sample_key=0, hashed=True),
     lambda: distinct.checked(few, num_experts=64, first_row=0),
     lambda: distinct.checked(many, num_experts=64, first_row=0),
     lambda: distinct.summed(distinct.items_of(few), distinct.counted(1, first_row=0, valid_T=None)),

@@ -21,10 +21,10 @@ from r3channel.plan.assignment import Assignment
 from r3channel.plan.layout import TrainerLayout
 from r3channel.relay.relay import Relay
 from r3channel.relay.verify import _RANGE_BYTES, _SPAN_BYTES, MOST_ROWS, VerifiedRows
-from r3channel.wire.chunks import CHUNK_ROWS, Chunk, table_of
+from r3channel.wire.chunks import CHUNK_ROWS, Entry, table_of
 from r3channel.wire.codec import CODECS
 from r3channel.wire.digest import coefficients, layer_digests
-from r3channel.wire.frame import encode_frame, pack_span, sample_key
+from r3channel.wire.frame import _SPAN, encode_frame, sample_key
 from r3channel.wire.header import FLAG_UNORDERED, MAX_ROWS, Header, assemble, padding
 from tests.direct import deliver, hello_of, reference_reply, turns_here
 from tests.memory import growth_of
@@ -64,8 +64,8 @@ def arrived(relay: Relay) -> VerifiedRows:
 @pytest.mark.parametrize("rows", [3, 65, 300])
 def test_rows_that_no_router_wrote_are_missing_by_policy_at_any_length(rows: int) -> None:
     """A router that never reports its choices leaves zeros: `live` counts every row as invalid, `error` refuses the sample."""
-    unfinished = UnfinishedFrame(SPEC, rows=rows, runs=[(0, rows, 0, 1)], sample_key=sample_key("s"))
-    unfinished.ids_TLK[:] = 0
+    unfinished = UnfinishedFrame(SPEC, rows=rows, first_row=0, sample_key=sample_key("s"))
+    unfinished.runs, unfinished.ids_TLK[:] = [(0, rows, 0, 1)], 0
     reply = reply_of(unfinished.encode().tobytes(), request_id="s")
     with closing(opened(invalid_rows="live")) as native, closing(opened()) as strict:
         native.add("s", reply, range(rows + 1))
@@ -144,16 +144,16 @@ def bomb(rows: int, *, codec: int, spec: RoutingSpec = SPEC) -> bytes:
     row_NLK = np.broadcast_to(np.arange(k, dtype=spec.id_dtype), (CHUNK_ROWS, layers, k)).copy()
     sizes = [end - start for start, end in pairwise([*range(0, rows, CHUNK_ROWS), rows])]
     wires = {size: bytes(CODECS[codec].encode(row_NLK[:size]) or b"") for size in set(sizes)}
-    chunks = [Chunk(number * CHUNK_ROWS, size, codec, wires[size]) for number, size in enumerate(sizes)]
-    sections = pack_span(0, rows, 0, 0) + bytes(8 * layers) + table_of(chunks, layers=layers)
+    chunks = [Entry(at * CHUNK_ROWS, size, codec, len(wires[size])) for at, size in enumerate(sizes)]
+    sections = _SPAN.pack(0, rows, 0, 0) + bytes(8 * layers) + table_of(chunks, layers=layers)
     sections += bytes(padding(len(sections)))
     header = Header(
         codec=codec, flags=FLAG_UNORDERED if codec == SET else 0, spec_digest=spec.digest,
         num_experts=spec.num_experts, top_k=k, num_moe_layers=layers, id_width=spec.id_dtype.itemsize,
         layers_per_chunk=layers, rows=rows, chunks=len(chunks), spans=1, sections_bytes=len(sections),
-        raw_bytes=rows * spec.bytes_per_token, wire_bytes=sum(len(chunk.wire) for chunk in chunks),
+        raw_bytes=rows * spec.bytes_per_token, wire_bytes=sum(chunk.nbytes for chunk in chunks),
     )  # fmt: skip
-    return assemble(header, sections, [chunk.wire for chunk in chunks])
+    return assemble(header[:-2], sections) + b"".join(wires[size] for size in sizes)
 
 
 def warm(relay: Relay) -> None:

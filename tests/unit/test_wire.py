@@ -13,15 +13,7 @@ from hypothesis import strategies as st
 from r3channel import errors
 from r3channel.model.spec import RoutingSpec
 from r3channel.wire.codec import LZ4
-from r3channel.wire.frame import (
-    FRAME_MAGIC,
-    HEADER_BYTES,
-    encode_error,
-    encode_frame,
-    parse_frame,
-    sample_key,
-)
-from r3channel.wire.inplace import StoredFrame
+from r3channel.wire.frame import HEADER_BYTES, encode_error, encode_frame, parse_frame, sample_key
 from r3channel.wire.routing import Ids, ProvenanceSpan, RowKind
 from tests.golden.regenerate import golden_spec
 from tests.samples import SPEC, WIDE, frame_of, random_ids
@@ -217,17 +209,3 @@ def test_ids_at_an_odd_address_are_verified() -> None:
     data = b"x" + encode_frame(WIDE, expert_ids_TLK=ids, codec="stored")
     frame = parse_frame(memoryview(data)[1:], spec=WIDE)
     assert np.array_equal(frame.verify(), ids)
-
-
-@pytest.mark.parametrize("spec", [SPEC, WIDE], ids=["uint8", "int16"])
-@pytest.mark.parametrize("rows", [0, 1, 8193])
-def test_a_frame_that_is_filled_in_place_is_the_encoded_one(spec: RoutingSpec, rows: int) -> None:
-    ids = np.resize(random_ids(64, spec=spec), (rows, 3, 8))
-    spans = [ProvenanceSpan(start=5, end=5 + rows, weight_version=3, kind=RowKind.PREFILLED)][:rows]
-    runs = [(span.start, span.end, span.weight_version, int(span.kind)) for span in spans]
-    stored = StoredFrame(spec, rows=rows, first_row=5, runs=runs)
-    stored.ids_TLK[:] = ids
-    stored.finish(sample_key=8)
-    options = {"first_row": 5, "provenance": spans, "sample_key": 8, "codec": "stored"}
-    assert stored.buffer_N.tobytes() == encode_frame(spec, expert_ids_TLK=ids, **options)
-    assert stored.buffer_N.tobytes().startswith(FRAME_MAGIC)

@@ -48,7 +48,7 @@ def codec_named(name: str) -> Codec | None:
 def written_as_is(name: str, *, num_experts: int) -> bool:
     """Does the codec of this name store valid ids as they are, without a look at them?
 
-    Where ids fill their bytes `auto` does: asking whether lz4 would gain takes as long as all of `StoredFrame.finish`, and to
+    Where ids fill their bytes `auto` does: asking whether lz4 would gain takes as long as all of a frame's head, and to
     take the gain, a quarter at best, 30 times as long (measured), which one thread pays for all requests.
     """
     codec = codec_named(name)
