@@ -176,18 +176,22 @@ class ChannelConfig:
         flags: Mapping[str, Any] | None = None,
         file: str | Path | None = None,
         environment: Mapping[str, str] | None = None,
+        **otherwise: Any,
     ) -> ChannelConfig:
-        """Merge a TOML file, the environment and flags (None means unset). Unknown names in file or flags are refused."""
+        """Merge a TOML file, the environment and flags (None means unset). Unknown names in file or flags are refused.
+
+        `otherwise`: values in the place of this class's defaults, for what none of the three says.
+        """
         merged = load_values(
             cls, flags=flags, file=file, environment=os.environ if environment is None else environment
         )
-        return cls(**{name: value for name, (value, _) in merged.items()})
+        return cls(**otherwise | {name: value for name, (value, _) in merged.items()})
 
     @classmethod
-    def from_args(cls, args: argparse.Namespace) -> ChannelConfig:
+    def from_args(cls, args: argparse.Namespace, **otherwise: Any) -> ChannelConfig:
         """From a namespace that `add_arguments` filled."""
         flags = {f.name: getattr(args, f"r3_{f.name}", None) for f in fields(cls)}
-        return cls.load(flags=flags, file=getattr(args, "r3_config", None))
+        return cls.load(flags=flags, file=getattr(args, "r3_config", None), **otherwise)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,9 +24,7 @@ def check_importable() -> None:
     """Refuse to start where slime is missing, or is one whose names have moved."""
     found = importlib.util.find_spec("slime")
     if found is None or not found.submodule_search_locations:
-        raise UsageError(
-            "slime cannot be imported here; expected it installed, or its checkout on PYTHONPATH"
-        )
+        raise UsageError("slime cannot be imported; expected it installed, or its checkout on PYTHONPATH")
     if lines := moved(Path(found.submodule_search_locations[0]).parent):
         more = f" and {len(lines) - 4} more" if len(lines) > 4 else ""
         raise ConfigError(
@@ -65,9 +63,7 @@ def _refusal(arguments: Sequence[str]) -> str:
 def moved(root: Path) -> list[str]:
     """One line per name that a checkout lacks or has with other parameters: what was found, what was expected."""
     if (root / _NEW_SLIME).is_file():
-        return [
-            f"{_NEW_SLIME} is there: slime 0.4.0 splits in BatchBuilder, which was not read and is not supported"
-        ]
+        return [f"{_NEW_SLIME} is there: slime 0.4.0 splits in BatchBuilder, which is not supported"]
     lines: list[str] = []
     for file, names in _listed().items():
         if not (root / file).is_file():
@@ -81,11 +77,9 @@ def _difference(path: Path, file: str, name: str, parameters: list[str]) -> str:
     found = signatures(path).get(name)
     if found is None:
         return f"{file} has no {name}"
-    return (
-        ""
-        if found == parameters
-        else f"{file}: {name}({', '.join(found)}), expected ({', '.join(parameters)})"
-    )
+    if found == parameters:
+        return ""
+    return f"{file}: {name}({', '.join(found)}), expected ({', '.join(parameters)})"
 
 
 @cache

@@ -10,16 +10,22 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from r3channel import config
 from r3channel.errors import ConfigError
 from r3channel.integrations import guard, preflight
+from r3channel.model.spec import RoutingSpec
 from r3channel.plan.layout import TrainerLayout
 from r3channel.recordings.recorder import add_options
 
 _WEIGHTS = ("off", "broadcast", "exact", "colocated")
-
+_SWITCHES = "use-routing-replay use-rollout-routing-replay colocate release-train offload-train"
+_NUMBERS = "num-experts rollout-batch-size over-sampling-batch-size"
+_LENGTHS = "rollout-max-response-len rollout-max-prompt-len rollout-max-context-len"
+"""slime's own arguments that the channel asks about."""
+_LEAST_BYTES, _SPARE = 64 << 20, 1 / 8
+"""Of the store: what `store_bytes` takes at least; a share for frames, and for rows of evaluated, aborted and dropped samples."""
 
 _HELP = f"""  r3channel slime train_async.py $MODEL_ARGS $ROLLOUT_ARGS {guard.FLAG} --r3-delivery direct
 
@@ -59,17 +65,13 @@ def add_arguments(parser: Any) -> Any:
 def judged(arguments: Sequence[str]) -> None:
     """Raise as `prepared` would, for the text of a job's arguments. Knows of slime's own only those that matter here."""
     parser = add_arguments(ArgumentParser(add_help=False, allow_abbrev=False))
-    for name in (
-        "use-routing-replay",
-        "use-rollout-routing-replay",
-        "colocate",
-        "release-train",
-        "offload-train",
-    ):
+    for name in (*_SWITCHES.split(), "debug-train-only", "debug-rollout-only"):
         parser.add_argument(f"--{name}", action="store_true")
-    for name in ("debug-train-only", "debug-rollout-only"):
-        parser.add_argument(f"--{name}", action="store_true")
-    parser.add_argument("--num-experts", type=int)
+    for name in f"{_NUMBERS} {_LENGTHS}".split():
+        parser.add_argument(f"--{name}", type=int)
+    parser.add_argument("--n-samples-per-prompt", type=int, default=1)
+    for name in ("hf-checkpoint", "dynamic-sampling-filter-path"):
+        parser.add_argument(f"--{name}")
     parser.add_argument("--update-weight-mode", default="full")
     parser.add_argument("--update-weight-transport", default="nccl")
     prepared(parser.parse_known_args(list(arguments))[0])
@@ -81,48 +83,32 @@ def prepared(args: Namespace) -> Namespace:
     Engines and requests are to give routing, so `use_rollout_routing_replay` is on; slime's own replay, which
     `use_routing_replay` turns on, is off: Megatron's routers replay.
     """
-    channel = config.ChannelConfig.from_args(args)
+    size = step_size(args)
+    channel = config.ChannelConfig.from_args(args, **({"store_bytes": size.store} if size else {}))
+    updates = args.r3_weights != "off"
+    problem = "" if updates else _weights_problem(args)
     own_gpus = not args.colocate and not args.release_train and args.update_weight_mode == "full"
     refusals = (
         (not args.num_experts, "--num-experts is not set: a model without experts has no routing to replay"),
-        (
-            args.use_routing_replay and not args.use_rollout_routing_replay,
-            f"--use-routing-replay replays what the trainer itself chose, {guard.FLAG} what the engines chose. Give one of them",
-        ),
-        (
-            "mask" in (channel.invalid_rows, channel.on_stale),
-            "--r3-invalid-rows mask and --r3-on-stale mask: slime's loss masks are not reached; give another policy",
-        ),
-        (
-            channel.grouped,
-            f"--r3-transport {channel.transport}: slime's rollout manager owns no GPU; expected tcp",
-        ),
-        (
-            channel.sampling_masks,
-            "--r3-sampling-masks: slime carries its own (--rollout-top-p); expected it off",
-        ),
-        (
-            args.r3_weights != "off" and not own_gpus,
-            f"--r3-weights {args.r3_weights} sends whole weights to engines with GPUs of their own; expected neither --colocate "
-            "nor --release-train, and --update-weight-mode full",
-        ),
-        (
-            args.r3_weights in ("exact", "colocated") and getattr(args, "offload_train", False),
-            f"--r3-weights {args.r3_weights} sends parameters from where they lie, and --offload-train puts them to sleep; "
-            "expected --r3-weights broadcast",
-        ),
-        (
-            args.r3_weights != "off" and args.r3_delivery == "direct" and not channel.token_file,
-            f"--r3-weights {args.r3_weights} and --r3-delivery direct: engines ask who sends weights for the run's token; "
-            "expected --r3-token-file, a path that every node can read",
-        ),
-    )
+        (args.use_routing_replay and not args.use_rollout_routing_replay, "--use-routing-replay replays what the trainer itself "
+         f"chose, {guard.FLAG} what the engines chose. Give one of them"),
+        ("mask" in (channel.invalid_rows, channel.on_stale), "--r3-invalid-rows mask and --r3-on-stale mask: slime's loss masks "
+         "are not reached; give another policy"),
+        (size and channel.store_bytes < size.step, size and f"--r3-store-bytes {channel.store_bytes}: one step may have "
+         f"more rows, {size.counted}. Expected {size.step}, with which engines wait for room, or better {size.store}"),
+        (channel.sampling_masks, "--r3-sampling-masks: slime carries its own (--rollout-top-p); expected it off"),
+        (updates and not own_gpus, f"--r3-weights {args.r3_weights} sends whole weights to engines with GPUs of their own; "
+         "expected neither --colocate nor --release-train, and --update-weight-mode full"),
+        (args.r3_weights in ("exact", "colocated") and getattr(args, "offload_train", False), f"--r3-weights {args.r3_weights} "
+         "sends parameters from where they lie, and --offload-train puts them to sleep; expected --r3-weights broadcast"),
+        (updates and args.r3_delivery == "direct" and not channel.token_file, f"--r3-weights {args.r3_weights} and --r3-delivery "
+         "direct: engines ask who sends weights for the run's token; expected --r3-token-file, a path that every node can read"),
+        (problem, problem),
+    )  # fmt: skip
     for wrong, text in refusals:
         if wrong:
             raise ConfigError(text)
-    if args.r3_weights == "off" and (problem := _weights_problem(args)):
-        raise ConfigError(problem)
-    if args.r3_weights != "off":
+    if updates:
         args.update_weight_transport = "nccl"  # of slime's ways the one whose updater does it all
     args.r3_channel = asdict(channel)
     args.use_rollout_routing_replay = True
@@ -138,8 +124,63 @@ def faults(args: Namespace) -> Iterator[str]:
     """
     layout, channel = layout_of(args), config.ChannelConfig(**args.r3_channel)
     if channel.interface in ("127.0.0.1", "::1", "localhost"):
+        yield memory_fault(args)
         yield from preflight.of_channel(channel, ranks=layout.world_size)
         yield preflight.folder("--r3-record", args.r3_record or "")
+
+
+class StepSize(NamedTuple):
+    """Bytes of rows, every response as long as slime lets it be."""
+
+    step: int
+    """One step's, no prompt counted whose length slime does not bound: less cannot hold such a step."""
+    store: int
+    """What lives at once, unbounded prompts counted as long as a response, and an eighth more."""
+    counted: str
+
+
+def step_size(args: Namespace) -> StepSize | None:
+    """None where slime's arguments do not say how long a response may be, or nothing is known of the model.
+
+    One step is held until its trainers have it, and `train_async.py` generates the next meanwhile. slime samples
+    `--over-sampling-batch-size` prompts at a time, and once more while a filter drops groups.
+    """
+    response, prompt = args.rollout_max_response_len, args.rollout_max_prompt_len
+    if not (args.hf_checkpoint and args.rollout_batch_size and response):
+        return None
+    row, groups, each = spec_of(args).bytes_per_token, args.rollout_batch_size, args.n_samples_per_prompt
+    context = args.rollout_max_context_len or response + (prompt or response)
+    sure, longest = (min(context, response + more) for more in (prompt or 0, prompt or response))
+    live = args.over_sampling_batch_size or groups
+    live += groups * (not args.colocate) + groups * (args.dynamic_sampling_filter_path is not None)
+    return StepSize(
+        step=groups * each * sure * row,
+        store=max(_LEAST_BYTES, int(live * each * longest * row * (1 + _SPARE))),
+        counted=f"{groups} prompts x {each} samples x {sure} tokens x {row} bytes, and {live} prompts live at once",
+    )
+
+
+def memory_fault(args: Namespace) -> str:
+    """A fault if this machine, the rollout manager's, has no memory for what its store may come to hold."""
+    size, given = step_size(args), args.r3_channel["store_bytes"]
+    if size is None:
+        return ""
+    remedy = f"give --r3-store-bytes, at least {size.step}, so that engines wait for room, or ask for less: {size.counted}"
+    return preflight.memory(min(given, size.store), remedy=remedy)
+
+
+def spec_of(args: Namespace) -> RoutingSpec:
+    """The model's routing shape. `--hf-checkpoint` is what slime takes: a folder, or an id of the Hub, of which `config.json`
+    is fetched or in the cache already. Raises ConfigError for what is neither."""
+    name = args.hf_checkpoint
+    if Path(name).exists():
+        return RoutingSpec.from_hf_config(name)
+    from huggingface_hub import hf_hub_download  # where slime is, transformers and it are
+
+    try:
+        return RoutingSpec.from_hf_config(hf_hub_download(name, "config.json"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--hf-checkpoint {name}: no folder, and no id of the Hub here: {error}") from error
 
 
 def layout_of(args: Namespace) -> TrainerLayout:

@@ -26,9 +26,7 @@ def run(argv: Sequence[str]) -> int:
         return 0 if argv else 2
     script = Path(argv[0])
     if not script.is_file():
-        raise UsageError(
-            f"{script} is no file; expected slime's train_async.py, train.py or a script like them"
-        )
+        raise UsageError(f"{script} is no file; expected slime's train_async.py, train.py or one like them")
     sys.argv = [str(script), *argv[1:]]
     sys.path.insert(0, str(script.parent.resolve()))
     if guard.FLAG not in argv:
@@ -63,11 +61,8 @@ def hook() -> None:
 
     from r3channel.integrations.slime.rollout import remote_manager
 
-    parse, make_manager, make_models = (
-        arguments.parse_args,
-        placement.create_rollout_manager,
-        placement.create_training_models,
-    )
+    parse, make_manager = arguments.parse_args, placement.create_rollout_manager
+    make_models = placement.create_training_models
 
     @wraps(parse)
     def parse_args(add_custom_arguments: Callable[[Any], Any] | None = None) -> Namespace:
@@ -79,6 +74,7 @@ def hook() -> None:
 
     @wraps(make_manager)
     def create_rollout_manager(args: Namespace, pg: Any) -> Any:
+        slime.ray.rollout.RolloutManager = remote_manager(args, pg)
         made = make_manager(args, pg)
         ray.get(made[0].r3channel_start.remote())
         return made
@@ -96,7 +92,6 @@ def hook() -> None:
     arguments.parse_args = parse_args
     placement.create_rollout_manager = create_rollout_manager
     placement.create_training_models = create_training_models
-    slime.ray.rollout.RolloutManager = remote_manager()
 
 
 def _with(parser: Any, add: Callable[[Any], Any] | None) -> Any:

@@ -6,28 +6,32 @@ int32, `_split_train_data_by_dp` has slime's own split. `launch` puts these clas
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from argparse import Namespace
 from collections.abc import Sequence
 from contextvars import ContextVar
 from functools import wraps
+from types import SimpleNamespace
 from typing import Any
 
 import ray
 import slime.ray.rollout  # pyright: ignore[reportMissingImports]
 import slime.rollout.sglang_rollout as sglang_rollout  # pyright: ignore[reportMissingImports]
+from slime.ray.utils import ray_noset_visible_devices  # pyright: ignore[reportMissingImports]
 from slime.utils.types import Sample  # pyright: ignore[reportMissingImports]
 
 from r3channel.config import ChannelConfig
 from r3channel.engine.probe import probe
 from r3channel.errors import ConfigError, RoutingMissing
-from r3channel.integrations.slime.arguments import layout_of
+from r3channel.integrations import preflight
+from r3channel.integrations.slime.arguments import layout_of, memory_fault, spec_of
 from r3channel.integrations.slime.engine_variables import engine_variables
 from r3channel.integrations.slime.sample_rows import SampleRows
-from r3channel.model.spec import RoutingSpec
 from r3channel.recordings.recorder import recorder_of
 from r3channel.relay.ray_host import RelayHost
 from r3channel.relay.relay import Relay
+from r3channel.transport.select import TRANSPORTS
 
 _LOOPBACK = "127.0.0.1"
 _PROBE_TOKENS = 3
@@ -39,16 +43,28 @@ class ChannelManager(slime.ray.rollout.RolloutManager.__ray_metadata__.modified_
     """The rollout manager. The relay is here before the engines start, so that they know where to deliver."""
 
     def __init__(self, args: Namespace, pg: Any) -> None:
-        config = ChannelConfig(**{**args.r3_channel, "interface": interface_of(args)})
-        self.relay = Relay(
-            RoutingSpec.from_hf_config(args.hf_checkpoint),
-            layout_of(args),
-            config,
-            recorder=recorder_of(args, prefix="r3_"),
-        )
+        preflight.refuse([memory_fault(args)])
+        here = {"interface": interface_of(args)}
+        if ray.get_gpu_ids() and ray_noset_visible_devices():
+            here["device"] = int(ray.get_gpu_ids()[0])  # where Ray hides no GPU, all are counted
+        config = ChannelConfig(**args.r3_channel | here)
+        recorder = recorder_of(args, prefix="r3_")
+        self.relay = Relay(spec_of(args), layout_of(args), config, recorder=recorder)
         self.rows, self._started = SampleRows(self.relay), False
         tell_engines(self.relay, args)
         _watch_replies(self.rows)
+        # its router is a process of its own: a fork would hold this relay's locks and ports, also when this process is gone
+        slime.ray.rollout.multiprocessing = multiprocessing.get_context("spawn")
+        schedule_of = slime.ray.rollout.build_dp_schedule
+
+        @wraps(schedule_of)
+        def build_dp_schedule(*given: Any, **options: Any) -> Any:
+            self._schedule = schedule_of(*given, **options)
+            return self._schedule
+
+        slime.ray.rollout.build_dp_schedule = (
+            build_dp_schedule  # `_split_train_data_by_dp` keeps it to itself
+        )
         super().__init__(args, pg)
 
     @ray.method(concurrency_group="r3channel")  # answered while generate() runs
@@ -88,42 +104,28 @@ class ChannelManager(slime.ray.rollout.RolloutManager.__ray_metadata__.modified_
         return data
 
     def _split_train_data_by_dp(self, data: Any) -> list[Any]:
-        boxes = super()._split_train_data_by_dp(data)
+        """Seal slime's own split, and nothing else; the ticket travels beside each rank's data."""
         samples, self._converted = self._converted, []
-        parts = ray.get([box.inner for box in boxes])
-        return with_ticket(boxes, parts, samples, self.rows, self.args, self.rollout_id)
+        if len(samples) != (made := len(data["tokens"])):
+            raise ConfigError(f"{made} samples were made of {len(samples)}; expected one for each, in order")
+        boxes = super()._split_train_data_by_dp(data)
+        if self.args.use_critic and self.rollout_id < self.args.num_critic_only_steps:
+            return boxes  # only the critic trains, on what its own router chooses
+        partitions, microbatches, steps, _ = (
+            self._schedule
+        )  # not asked of the boxes: Ray would fetch all they hold
+        ranks = [
+            [[partition[at] for at in batch] for batch in rank]
+            for partition, rank in zip(partitions, microbatches, strict=True)
+        ]
+        sealed = ray.put(self.rows.seal(self.rollout_id, samples, ranks, steps=steps).to_bytes())
+        for box in boxes:
+            box.r3_ticket = sealed
+        return boxes
 
     def dispose(self) -> None:
         super().dispose()
         self.relay.close()
-
-
-def with_ticket(
-    boxes: list[Any],
-    parts: Sequence[Any],
-    samples: Sequence[Any],
-    rows: SampleRows,
-    args: Namespace,
-    rollout_id: int,
-) -> list[Any]:
-    """Seal slime's own split, and nothing else; the ticket travels beside each rank's data. `parts` is what the boxes hold."""
-    if args.use_critic and rollout_id < args.num_critic_only_steps:
-        return boxes  # only the critic trains, on what its own router chooses
-    if len(samples) != (made := len(parts[0]["total_lengths"])):
-        raise ConfigError(
-            f"{made} samples were made of {len(samples)}; the channel needs one for each, in order"
-        )
-    ranks = [
-        [[int(part["partition"][at]) for at in batch] for batch in part["micro_batch_indices"]]
-        for part in parts
-    ]
-    ticket = rows.seal(
-        rollout_id, samples, ranks, steps=[int(count) for count in parts[0]["num_microbatches"]]
-    )
-    sealed = ray.put(ticket.to_bytes())
-    for box in boxes:
-        box.r3_ticket = sealed
-    return boxes
 
 
 def tell_engines(relay: Any, args: Namespace) -> None:
@@ -144,10 +146,20 @@ class ChannelEngine(slime.ray.rollout.SGLangEngine):
         return super().init(*args, **options)
 
 
-def remote_manager() -> Any:
-    """The class in place of `slime.ray.rollout.RolloutManager`."""
-    made: Any = ray.remote
-    return made(concurrency_groups={"r3channel": 8})(ChannelManager)
+def remote_manager(args: Namespace, pg: Any) -> Any:
+    """The class in place of `slime.ray.rollout.RolloutManager`; over NCCL with a GPU that slime's placement group `pg` leaves,
+    although slime asks for none. Raises ConfigError where it leaves none: Ray would wait for one without end."""
+    remote: Any = ray.remote
+    kind = remote(concurrency_groups={"r3channel": 8})(ChannelManager)
+    if not TRANSPORTS[args.r3_channel["transport"]].needs_gpu:
+        return kind
+    there, taken = int(ray.cluster_resources().get("GPU", 0)), pg[0].bundle_count
+    if there <= taken:
+        raise ConfigError(
+            f"--r3-transport nccl: the rollout manager needs a GPU of its own, and slime takes {taken} of {there}; give the "
+            "cluster one more, or --r3-transport tcp"
+        )
+    return SimpleNamespace(options=lambda **options: kind.options(**options | {"num_gpus": 1}))
 
 
 def _watch_replies(rows: SampleRows) -> None:
