@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 
+from examples.embedded.model import ModelShape, config_of
+from r3channel.config import ChannelConfig
 from r3channel.errors import ConfigError, UsageError
 from r3channel.integrations import guard as bare
 from r3channel.integrations.slime import api_check
 from r3channel.integrations.slime import arguments as slime_arguments
 from r3channel.integrations.slime import launch as slime_launch
-from tests.children import run
+from tests.children import run, said_by
 
 ROOT = Path(__file__).parents[2]
 PTH = ROOT / "r3channel/r3channel.pth"
@@ -26,9 +28,11 @@ def parsed(*given: str, **slime: Any) -> argparse.Namespace:
     """What slime's parser would leave, with our arguments among them."""
     args = slime_arguments.add_arguments(argparse.ArgumentParser()).parse_args(["--use-r3-channel", *given])
     off = "use_routing_replay use_rollout_routing_replay colocate release_train debug_train_only debug_rollout_only"
+    unset = "hf_checkpoint rollout_max_prompt_len rollout_max_context_len dynamic_sampling_filter_path"
     known = {
-        "num_experts": 8, "update_weight_transport": "disk", "update_weight_mode": "full",
-    } | dict.fromkeys(off.split(), False)  # fmt: skip
+        "num_experts": 8, "update_weight_transport": "disk", "update_weight_mode": "full", "rollout_batch_size": 32,
+        "n_samples_per_prompt": 8, "rollout_max_response_len": 1000, "over_sampling_batch_size": 32,
+    } | dict.fromkeys(off.split(), False) | dict.fromkeys(unset.split())  # fmt: skip
     return argparse.Namespace(**vars(args) | known | slime)
 
 
@@ -47,7 +51,7 @@ def test_engines_and_requests_give_routing_and_slimes_own_replay_is_off() -> Non
         ((), {"num_experts": None}, "without experts"), ((), {"use_routing_replay": True}, "--use-routing-replay"),
         (("--r3-invalid-rows", "mask"), {}, "--r3-invalid-rows mask"),
         (("--r3-max-staleness", "1", "--r3-on-stale", "mask"), {}, "--r3-on-stale mask"),
-        (("--r3-transport", "nccl"), {}, "--r3-transport nccl"), (("--r3-sampling-masks",), {}, "--r3-sampling-masks"),
+        (("--r3-sampling-masks",), {}, "--r3-sampling-masks"),
         ((), {"update_weight_transport": "nccl"}, "--update-weight-transport disk"),
         (("--r3-weights", "broadcast"), {"colocate": True}, "--colocate"),
         (("--r3-weights", "broadcast"), {"update_weight_mode": "delta"}, "--update-weight-mode full"),
@@ -78,6 +82,94 @@ def test_this_machine_and_the_layout_are_looked_at_before_slime_starts_a_part(tm
     assert faults("--r3-interface", "10.0.0.5") == []  # the relay may be on any node
     with pytest.raises(ConfigError, match="8 trainer ranks do not divide by tp=3 x pp=1 x cp=1"):
         faults(tensor_model_parallel_size=3)
+
+
+ROW_BYTES = 3 * 8
+"""Of the checkpoint below: three layers with routers, top-8."""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    (folder / "config.json").write_text(json.dumps(config_of(ModelShape())))
+    return str(folder)
+
+
+def sized(checkpoint: str, *given: str, **slime: Any) -> argparse.Namespace:
+    return slime_arguments.prepared(parsed(*given, **MEGATRON | {"hf_checkpoint": checkpoint} | slime))
+
+
+@pytest.mark.parametrize(
+    "slime, prompts, tokens",
+    [
+        (
+            {},
+            64,
+            2000,
+        ),  # a step that is trained on, and the next; prompts as long as responses, for all that slime says
+        ({"rollout_max_prompt_len": 200}, 64, 1200),
+        ({"rollout_max_context_len": 1500}, 64, 1500),
+        ({"rollout_max_prompt_len": 200, "colocate": True}, 32, 1200),
+        ({"rollout_max_prompt_len": 200, "over_sampling_batch_size": 48}, 80, 1200),
+        ({"rollout_max_prompt_len": 200, "dynamic_sampling_filter_path": "a.filter"}, 96, 1200),
+    ],
+)
+def test_the_store_has_room_for_the_steps_that_live_at_once_and_an_eighth(
+    checkpoint: str, slime: dict[str, Any], prompts: int, tokens: int
+) -> None:
+    expected = prompts * 800 * tokens * ROW_BYTES * 9 // 8
+    assert sized(checkpoint, n_samples_per_prompt=800, **slime).r3_channel["store_bytes"] == expected
+
+
+def test_a_store_below_one_step_is_refused_with_the_number_to_give(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = 32 * 800 * 1000 * ROW_BYTES
+    for too_few in (("--r3-store-bytes", str(step - 1)), ()):
+        monkeypatch.setenv("R3CHANNEL_STORE_BYTES", str(step - 1))
+        with pytest.raises(
+            ConfigError, match=rf"--r3-store-bytes {step - 1}: .* 32 prompts x 800 .* Expected {step}"
+        ):
+            sized(checkpoint, *too_few, n_samples_per_prompt=800)
+    kept = sized(checkpoint, "--r3-store-bytes", str(step), n_samples_per_prompt=800)
+    assert kept.r3_channel["store_bytes"] == step
+    monkeypatch.undo()
+    unknown = slime_arguments.prepared(parsed(rollout_max_response_len=None, hf_checkpoint=checkpoint))
+    assert unknown.r3_channel["store_bytes"] == ChannelConfig().store_bytes
+
+
+def test_rows_that_this_machine_has_no_memory_for_are_missed_unless_the_store_is_bounded(
+    checkpoint: str,
+) -> None:
+    huge = {
+        "n_samples_per_prompt": 1 << 20,
+        "rollout_batch_size": 1 << 10,
+        "rollout_max_response_len": 1 << 20,
+    }
+    (fault,) = filter(None, slime_arguments.faults(sized(checkpoint, **huge)))
+    step = (1 << 50) * ROW_BYTES
+    assert "GiB of memory are free" in fault and f"give --r3-store-bytes, at least {step}" in fault
+    small = sized(checkpoint, "--r3-store-bytes", str(64 << 20), rollout_max_response_len=10)
+    assert not any(slime_arguments.faults(small))
+
+
+def test_the_model_is_named_as_slime_takes_it_a_folder_or_an_id_of_the_hub(
+    checkpoint: str, tmp_path: Path
+) -> None:
+    cached = tmp_path / "hub/models--our--model"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs/main").write_text("0" * 40)
+    (cached / "snapshots").mkdir()
+    (cached / f"snapshots/{'0' * 40}").symlink_to(checkpoint)
+    program = (
+        "import argparse, sys\nfrom r3channel.integrations.slime.arguments import spec_of\n"
+        "for name in sys.argv[1:]: print(spec_of(argparse.Namespace(hf_checkpoint=name)).bytes_per_token)"
+    )
+    offline = {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+    assert said_by(program, "our/model", checkpoint, **offline).split() == [str(ROW_BYTES)] * 2
+    for wrong in ("our/other", "/no/such/folder"):
+        child = run("-c", program, wrong, **offline)
+        assert f"ConfigError: --hf-checkpoint {wrong}: no folder" in child.stderr
 
 
 def test_a_colocated_run_updates_by_memory_and_is_not_refused() -> None:

@@ -56,18 +56,19 @@ _NO_OPTIMIZER = "--no-save-optim"
 JOBS: dict[str, tuple[str, str]] = {
     "stock": ("--stock", ""),
     "experts": (
-        "--dp 2 --ep 2 --own-engines --delivery direct",
+        "--dp 2 --ep 2 --own-engines --slimes-router --delivery direct",
         f"{_TWICE} {_RECOMPUTE} {_REFERENCE} --r3-weights broadcast --use-fault-tolerance",
     ),
     "pipeline": (
         "--tp 2 --pp 2 --ep 2 --engines 2 --delivery direct",
-        "--num-layers-per-virtual-pipeline-stage 1 --r3-weights exact",
+        "--num-layers-per-virtual-pipeline-stage 1 --r3-weights exact --r3-transport gloo",
     ),
     "samples": (
         "--steps 3 --cp 2",
         f"{_SAMPLES} {_EVALUATION} {_SAVE} {_NO_OPTIMIZER} --r3-weights colocated",
     ),
     "dropped": ("--dropping-router", ""),
+    "nccl": ("", "--r3-transport nccl"),
     "synchronous": ("--script train.py --corrupt --delivery direct", ""),
 }
 """Name -> arguments of the run, arguments of slime."""
@@ -158,6 +159,11 @@ class TestJobs:
     def test_experts_two_optimizer_steps_more_passes_recompute_and_slimes_own_engine(self, jobs: Any) -> None:
         result = checked(jobs["experts"].result(), steps=2, rows_at_least=3000)
         assert len(result["steps"]) == 4
+        manager = result["processes"]["manager"]
+        assert manager["fetched"] == 0, (
+            "the schedule is known, so no rank's batch is read back from Ray's store"
+        )
+        assert manager["router_sockets"] == 0, "slime's router holds none of the relay's ports"
 
     def test_no_token_in_what_slime_logs_nor_in_ray_nor_in_files(self, jobs: Any) -> None:
         for name in ("experts", "pipeline", "synchronous"):
@@ -167,11 +173,17 @@ class TestJobs:
         for kind in ("engine", "manager", "trainer", "page-engine", "page-relay", "page-trainer", "ray"):
             assert f"{kind}-" in told, f"nothing was looked at of the {kind}"
 
-    def test_tensor_and_interleaved_pipeline_parallel_two_engines_direct_delivery_and_exact_weights(
+    def test_tensor_and_interleaved_pipeline_parallel_two_engines_direct_delivery_exact_weights_and_gloo(
         self, jobs: Any
     ) -> None:
         result = checked(jobs["pipeline"].result(), steps=2)
         assert result["processes"]["manager"]["reply_bytes"] < 16 * 130, "frame references, not frames"
+        groups = [
+            f"trainer-{rank}"
+            for rank in range(4)
+            if "group" in result["processes"][f"trainer-{rank}"]["seconds"]
+        ]
+        assert groups, "rows came over the relay's process groups"
         same_weights(result, ranks=4)
 
     def test_turns_filtered_and_unfinished_samples_evaluation_and_weights_in_shared_memory_over_context_parallel(
@@ -196,6 +208,12 @@ class TestJobs:
         result = jobs["synchronous"].result()
         assert result["exit"] == 2 and result["steps"] == []
         assert result["tail"].splitlines()[-1].startswith("r3channel: DigestMismatch: step 0")
+
+    def test_nccl_without_a_gpu_that_slime_leaves_ends_the_run_before_the_manager(self, jobs: Any) -> None:
+        result = jobs["nccl"].result()
+        assert (
+            result["exit"] == 2 and "manager needs a GPU of its own, and slime takes 1 of 1" in result["tail"]
+        )
 
     def test_a_router_that_drops_the_field_ends_the_run_in_one_line_before_trainers(self, jobs: Any) -> None:
         result = jobs["dropped"].result()

@@ -188,6 +188,23 @@ def _timed_manager(module: Any) -> None:
     manager._split_train_data_by_dp, manager.dispose = split_train_data_by_dp, disposed
 
 
+def _told_router(module: Any) -> None:
+    """slime starts its router as it always does, and requests go through run.py's: the released wheel drops the field."""
+    import multiprocessing
+
+    from tests.upstream.slime_cpu import witness
+
+    start = module._start_router
+
+    def start_router(args: Any, **options: Any) -> Any:
+        found = start(args, **options)
+        for child in multiprocessing.active_children():
+            witness.TOLD["router_sockets"] = len(witness.sockets("self") & witness.sockets(child.pid))
+        return ("127.0.0.1", int(os.environ["SLIME_CPU_ROUTER"])) if args.sglang_router_ip is None else found
+
+    module._start_router = start_router
+
+
 def _timed_replies(module: Any) -> None:
     """slime decodes int32 here; with the channel the field is gone by then."""
     from tests.upstream.slime_cpu import witness
@@ -208,6 +225,7 @@ def _told_engine(module: Any) -> None:
     from tests.upstream.slime_cpu import witness
 
     witness.watch_engine(module)
+    witness.watch_fetches(module)
 
 
 def _count_bytes(owner: Any, name: str) -> None:
@@ -252,4 +270,4 @@ def setup() -> None:
         after_import("r3channel.integrations.slime.rollout", _told_engine)
         after_import("slime.utils.types", _timed_replies)
         after_import("r3channel.integrations.slime.sample_rows", _timed_rows)
-        after_import("slime.ray.rollout", _timed_manager)
+        after_import("slime.ray.rollout", lambda module: (_timed_manager(module), _told_router(module)))

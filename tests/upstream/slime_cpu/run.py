@@ -50,6 +50,7 @@ def options_of(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--stock", action="store_true", help="slime's own --use-rollout-routing-replay instead"
     )
+    parser.add_argument("--slimes-router", action="store_true", help="slime starts sglang-router, unused")
     parser.add_argument("--script", default="train_async.py")
     parser.add_argument(
         "--corrupt", action="store_true", help="a wrong id in a trainer's memory: it must end"
@@ -101,7 +102,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         command = [sys.executable, "-m", f"{_HERE}.driver", str(sources.slime / options.script), *arguments]
         with open(options.work / "driver.log", "w") as log:
             child = subprocess.Popen(
-                command, env=_environment(options, sources, ray_dir), cwd=options.work, stdout=log,
+                command, env=_environment(options, sources, ray_dir, router.port), cwd=options.work, stdout=log,
                 stderr=subprocess.STDOUT,
             )  # fmt: skip
             try:
@@ -171,9 +172,9 @@ def _slime_arguments(
     --micro-batch-size 1 --rollout-max-response-len {options.response_length} --rollout-temperature 1.0
     --advantage-estimator grpo --eps-clip 0.2
     --use-dynamic-batch-size --max-tokens-per-gpu 256
-    --sglang-router-ip 127.0.0.1 --sglang-router-port {router_port}
     """
-    arguments = text.split()
+    router = ["--sglang-router-ip", "127.0.0.1", "--sglang-router-port", str(router_port)]
+    arguments = text.split() + ([] if options.slimes_router else router)
     arguments += ["--rollout-external-engine-addrs", *engines] if engines else []
     if options.own_engines:
         arguments += ["--rollout-num-gpus", str(options.engines), "--rollout-num-gpus-per-engine", "1"]
@@ -207,7 +208,7 @@ def _engine_arguments(engine: EngineOptions) -> list[str]:
     return found
 
 
-def _environment(options: argparse.Namespace, sources: Sources, ray_dir: str) -> dict[str, str]:
+def _environment(options: argparse.Namespace, sources: Sources, ray_dir: str, router: int) -> dict[str, str]:
     env = environment()
     if (
         options.own_engines
@@ -229,7 +230,7 @@ def _environment(options: argparse.Namespace, sources: Sources, ray_dir: str) ->
         "SLIME_CPU_WITNESS": str(options.work / "routers"), "SLIME_CPU_TOLD": str(options.work / "told"),
         "R3CHANNEL_METRICS_PORT": "0", "R3CHANNEL_METRICS_DIR": str(options.work / "told"),
         "TMPDIR": f"{ray_dir}/tmp", "SLIME_CPU_CORRUPT": str(int(options.corrupt)),
-        "OMP_NUM_THREADS": env["OMP_NUM_THREADS"],
+        "OMP_NUM_THREADS": env["OMP_NUM_THREADS"], "SLIME_CPU_ROUTER": str(router),
         **{name: value for name, value in env.items() if name.startswith("SGLANG_") or name in names},
     }  # fmt: skip
     return {

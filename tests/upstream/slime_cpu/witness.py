@@ -10,6 +10,7 @@ import json
 import os
 import resource
 import time
+import types
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -101,7 +102,9 @@ def _folder(name: str = "SLIME_CPU_WITNESS") -> Path:
 def watch_channel(module: Any) -> None:
     """r3channel.integrations.slime.trainer: a tap on the routers around each step."""
     from r3channel.trainer.audit import Consumed, RouterTap
+    from r3channel.transport.process_group import ProcessGroupTransport
 
+    timed(ProcessGroupTransport, "start_recv", "group")
     actor, inner = module.ChannelActor, module.ChannelActor.train_actor
 
     def train_actor(self: Any, rollout_id: int, rollout_data: Any, external_data: Any = None) -> None:
@@ -156,6 +159,33 @@ def watch_engine(module: Any) -> None:
             tell_args("engine", self.args)
 
     module.ChannelEngine.init = init
+
+
+def watch_fetches(module: Any) -> None:
+    """r3channel.integrations.slime.rollout: how many ranks' batches the manager reads back from Ray's store."""
+    ray = module.ray
+
+    class Counted(types.ModuleType):
+        def get(self, refs: Any, **options: Any) -> Any:
+            found = ray.get(refs, **options)
+            boxes = sum(
+                "partition" in one
+                for one in (found if isinstance(found, list) else [found])
+                if isinstance(one, dict)
+            )
+            TOLD["fetched"] = TOLD.get("fetched", 0) + boxes
+            return found
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(ray, name)
+
+    module.ray = Counted("ray")
+
+
+def sockets(process: Any) -> set[str]:
+    """The sockets that a process holds open, as the kernel names them."""
+    named = (os.readlink(path) for path in Path(f"/proc/{process}/fd").iterdir() if path.is_symlink())
+    return {name for name in named if name.startswith("socket:")}
 
 
 def watch_weights(module: Any) -> None:
