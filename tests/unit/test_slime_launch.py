@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 
 from examples.embedded.model import ModelShape, config_of
-from r3channel.config import ChannelConfig
 from r3channel.errors import ConfigError, UsageError
 from r3channel.integrations import guard as bare
 from r3channel.integrations.slime import api_check
 from r3channel.integrations.slime import arguments as slime_arguments
 from r3channel.integrations.slime import launch as slime_launch
-from tests.children import run, said_by
+from tests.children import run
 
 ROOT = Path(__file__).parents[2]
 PTH = ROOT / "r3channel/r3channel.pth"
@@ -84,8 +83,7 @@ def test_this_machine_and_the_layout_are_looked_at_before_slime_starts_a_part(tm
         faults(tensor_model_parallel_size=3)
 
 
-ROW_BYTES = 3 * 8
-"""Of the checkpoint below: three layers with routers, top-8."""
+ROW_BYTES = 3 * 8  # three layers with routers, top-8
 
 
 @pytest.fixture(scope="module")
@@ -96,80 +94,67 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def sized(checkpoint: str, *given: str, **slime: Any) -> argparse.Namespace:
-    return slime_arguments.prepared(parsed(*given, **MEGATRON | {"hf_checkpoint": checkpoint} | slime))
+    large = {"hf_checkpoint": checkpoint, "n_samples_per_prompt": 800, "rollout_max_prompt_len": 200}
+    return slime_arguments.prepared(parsed(*given, **MEGATRON | large | slime))
 
 
 @pytest.mark.parametrize(
     "slime, prompts, tokens",
     [
-        (
-            {},
-            64,
-            2000,
-        ),  # a step that is trained on, and the next; prompts as long as responses, for all that slime says
-        ({"rollout_max_prompt_len": 200}, 64, 1200),
-        ({"rollout_max_context_len": 1500}, 64, 1500),
-        ({"rollout_max_prompt_len": 200, "colocate": True}, 32, 1200),
-        ({"rollout_max_prompt_len": 200, "over_sampling_batch_size": 48}, 80, 1200),
-        ({"rollout_max_prompt_len": 200, "dynamic_sampling_filter_path": "a.filter"}, 96, 1200),
+        ({}, 64, 1200),  # a step that is trained on, and the next
+        ({"colocate": True}, 32, 1200), ({"over_sampling_batch_size": 48}, 80, 1200),
+        ({"dynamic_sampling_filter_path": "a.filter"}, 96, 1200), ({"rollout_max_context_len": 1100}, 64, 1100),
+        ({"rollout_max_prompt_len": None}, 64, 2000),  # counted as long as a response, for all that slime says
     ],
-)
+)  # fmt: skip
 def test_the_store_has_room_for_the_steps_that_live_at_once_and_an_eighth(
     checkpoint: str, slime: dict[str, Any], prompts: int, tokens: int
 ) -> None:
     expected = prompts * 800 * tokens * ROW_BYTES * 9 // 8
-    assert sized(checkpoint, n_samples_per_prompt=800, **slime).r3_channel["store_bytes"] == expected
+    assert sized(checkpoint, **slime).r3_channel["store_bytes"] == expected
+    assert sized(checkpoint, **slime, rollout_max_response_len=None).r3_channel["store_bytes"] == 16 << 30
 
 
 def test_a_store_below_one_step_is_refused_with_the_number_to_give(
     checkpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step = 32 * 800 * 1000 * ROW_BYTES
-    for too_few in (("--r3-store-bytes", str(step - 1)), ()):
-        monkeypatch.setenv("R3CHANNEL_STORE_BYTES", str(step - 1))
-        with pytest.raises(
-            ConfigError, match=rf"--r3-store-bytes {step - 1}: .* 32 prompts x 800 .* Expected {step}"
-        ):
-            sized(checkpoint, *too_few, n_samples_per_prompt=800)
-    kept = sized(checkpoint, "--r3-store-bytes", str(step), n_samples_per_prompt=800)
-    assert kept.r3_channel["store_bytes"] == step
-    monkeypatch.undo()
-    unknown = slime_arguments.prepared(parsed(rollout_max_response_len=None, hf_checkpoint=checkpoint))
-    assert unknown.r3_channel["store_bytes"] == ChannelConfig().store_bytes
+    step = 32 * 800 * 1200 * ROW_BYTES
+    assert sized(checkpoint, "--r3-store-bytes", str(step)).r3_channel["store_bytes"] == step
+    monkeypatch.setenv("R3CHANNEL_STORE_BYTES", str(step - 1))  # however it was given
+    said = rf"--r3-store-bytes {step - 1}: .* 32 prompts x 800 samples x 1200 tokens x {ROW_BYTES} .* Expected {step},"
+    with pytest.raises(ConfigError, match=said):
+        sized(checkpoint)
 
 
 def test_rows_that_this_machine_has_no_memory_for_are_missed_unless_the_store_is_bounded(
     checkpoint: str,
 ) -> None:
-    huge = {
-        "n_samples_per_prompt": 1 << 20,
-        "rollout_batch_size": 1 << 10,
-        "rollout_max_response_len": 1 << 20,
-    }
-    (fault,) = filter(None, slime_arguments.faults(sized(checkpoint, **huge)))
-    step = (1 << 50) * ROW_BYTES
+    huge = sized(checkpoint, rollout_max_response_len=1 << 40, rollout_max_prompt_len=0)
+    (fault,) = filter(None, slime_arguments.faults(huge))
+    step = 32 * 800 * (1 << 40) * ROW_BYTES
     assert "GiB of memory are free" in fault and f"give --r3-store-bytes, at least {step}" in fault
-    small = sized(checkpoint, "--r3-store-bytes", str(64 << 20), rollout_max_response_len=10)
-    assert not any(slime_arguments.faults(small))
+    assert not any(
+        slime_arguments.faults(sized(checkpoint, rollout_max_response_len=10, n_samples_per_prompt=1))
+    )
 
 
 def test_the_model_is_named_as_slime_takes_it_a_folder_or_an_id_of_the_hub(
     checkpoint: str, tmp_path: Path
 ) -> None:
-    cached = tmp_path / "hub/models--our--model"
-    (cached / "refs").mkdir(parents=True)
-    (cached / "refs/main").write_text("0" * 40)
-    (cached / "snapshots").mkdir()
-    (cached / f"snapshots/{'0' * 40}").symlink_to(checkpoint)
+    cached, revision = tmp_path / "models--our--model", "0" * 40
+    for folder in ("refs", "snapshots"):
+        (cached / folder).mkdir(parents=True)
+    (cached / "refs/main").write_text(revision)
+    (cached / "snapshots" / revision).symlink_to(checkpoint)
     program = (
         "import argparse, sys\nfrom r3channel.integrations.slime.arguments import spec_of\n"
-        "for name in sys.argv[1:]: print(spec_of(argparse.Namespace(hf_checkpoint=name)).bytes_per_token)"
+        "for name in sys.argv[1:]: print(spec_of(argparse.Namespace(hf_checkpoint=name)).bytes_per_token, flush=True)"
     )
-    offline = {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
-    assert said_by(program, "our/model", checkpoint, **offline).split() == [str(ROW_BYTES)] * 2
-    for wrong in ("our/other", "/no/such/folder"):
-        child = run("-c", program, wrong, **offline)
-        assert f"ConfigError: --hf-checkpoint {wrong}: no folder" in child.stderr
+    child = run(
+        "-c", program, checkpoint, "our/model", "our/other", HF_HUB_CACHE=str(tmp_path), HF_HUB_OFFLINE="1"
+    )
+    assert child.stdout.split() == [str(ROW_BYTES)] * 2
+    assert "ConfigError: --hf-checkpoint our/other: no folder" in child.stderr
 
 
 def test_a_colocated_run_updates_by_memory_and_is_not_refused() -> None:

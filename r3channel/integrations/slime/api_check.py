@@ -8,12 +8,12 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 from r3channel.errors import ConfigError, UsageError
-from r3channel.integrations.slime.arguments import judged
+from r3channel.integrations.slime.arguments import refusal_of
 from r3channel.observe.check import Check, CheckContext
 
 KNOWN = "slime 624b824a (0.3.1)"
@@ -46,18 +46,9 @@ def check_checkout(context: CheckContext) -> Iterator[Check]:
     for line in () if lines else used():
         yield Check(name="used", ok=True, found=line)
     if context.arguments:
-        fault = _refusal(context.arguments)
+        fault = refusal_of(context.arguments)
         well = "nothing that is refused at start"
         yield Check(name="arguments", ok=not fault, found=fault or well, remedy="change them")
-
-
-def _refusal(arguments: Sequence[str]) -> str:
-    """What the launcher would say of a job's arguments, empty where it would start."""
-    try:
-        judged(arguments)
-    except ConfigError as error:
-        return str(error)
-    return ""
 
 
 def moved(root: Path) -> list[str]:
@@ -108,10 +99,7 @@ def _parameters(args: ast.arguments) -> list[str]:
 
 def used() -> list[str]:
     """What is replaced, watched or called, by file."""
-    return [
-        f"{file}: {', '.join(name for name, parameters in names.items() if parameters)}"
-        for file, names in _listed().items()
-    ]
+    return [f"{file}: {', '.join(filter(names.get, names))}" for file, names in _listed().items()]
 
 
 def _listed() -> dict[str, dict[str, list[str]]]:

@@ -19,13 +19,12 @@ from r3channel.model.spec import RoutingSpec
 from r3channel.plan.layout import TrainerLayout
 from r3channel.recordings.recorder import add_options
 
-_WEIGHTS = ("off", "broadcast", "exact", "colocated")
 _SWITCHES = "use-routing-replay use-rollout-routing-replay colocate release-train offload-train"
 _NUMBERS = "num-experts rollout-batch-size over-sampling-batch-size"
 _LENGTHS = "rollout-max-response-len rollout-max-prompt-len rollout-max-context-len"
 """slime's own arguments that the channel asks about."""
 _LEAST_BYTES, _SPARE = 64 << 20, 1 / 8
-"""Of the store: what `store_bytes` takes at least; a share for frames, and for rows of evaluated, aborted and dropped samples."""
+"""What `store_bytes` takes at least; the store's share for frames, and for rows of evaluated, aborted and dropped samples."""
 
 _HELP = f"""  r3channel slime train_async.py $MODEL_ARGS $ROLLOUT_ARGS {guard.FLAG} --r3-delivery direct
 
@@ -53,7 +52,7 @@ def add_arguments(parser: Any) -> Any:
     add_options(group, prefix="r3-")
     group.add_argument(
         "--r3-weights",
-        choices=_WEIGHTS,
+        choices=("off", "broadcast", "exact", "colocated"),
         default="off",
         help="who updates the engines' weights: `off`, slime's own updater; `broadcast`, r3channel's WeightSync, all or none, "
         "from rank 0; `exact`, the same from every rank, each part once; `colocated`, as `exact`, through the shared memory of "
@@ -62,8 +61,8 @@ def add_arguments(parser: Any) -> Any:
     return parser
 
 
-def judged(arguments: Sequence[str]) -> None:
-    """Raise as `prepared` would, for the text of a job's arguments. Knows of slime's own only those that matter here."""
+def refusal_of(arguments: Sequence[str]) -> str:
+    """What `prepared` refuses of a job's arguments, empty where it would start. Knows of slime's own those that matter here."""
     parser = add_arguments(ArgumentParser(add_help=False, allow_abbrev=False))
     for name in (*_SWITCHES.split(), "debug-train-only", "debug-rollout-only"):
         parser.add_argument(f"--{name}", action="store_true")
@@ -74,7 +73,11 @@ def judged(arguments: Sequence[str]) -> None:
         parser.add_argument(f"--{name}")
     parser.add_argument("--update-weight-mode", default="full")
     parser.add_argument("--update-weight-transport", default="nccl")
-    prepared(parser.parse_known_args(list(arguments))[0])
+    try:
+        prepared(parser.parse_known_args(list(arguments))[0])
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def prepared(args: Namespace) -> Namespace:
@@ -107,13 +110,12 @@ def prepared(args: Namespace) -> Namespace:
     )  # fmt: skip
     for wrong, text in refusals:
         if wrong:
-            raise ConfigError(text)
+            raise ConfigError(str(text))
     if updates:
         args.update_weight_transport = "nccl"  # of slime's ways the one whose updater does it all
     args.r3_channel = asdict(channel)
-    args.use_rollout_routing_replay = True
+    args.use_rollout_routing_replay = args.moe_enable_routing_replay = True
     args.use_routing_replay = False
-    args.moe_enable_routing_replay = True
     return args
 
 

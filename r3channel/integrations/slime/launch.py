@@ -66,9 +66,8 @@ def hook() -> None:
 
     @wraps(parse)
     def parse_args(add_custom_arguments: Callable[[Any], Any] | None = None) -> Namespace:
-        args = prepared(
-            parse(add_custom_arguments=lambda parser: add_arguments(_with(parser, add_custom_arguments)))
-        )
+        custom = add_custom_arguments or (lambda parser: parser)
+        args = prepared(parse(add_custom_arguments=lambda parser: add_arguments(custom(parser))))
         preflight.refuse(faults(args))
         return args
 
@@ -82,9 +81,7 @@ def hook() -> None:
     @wraps(make_models)
     def create_training_models(args: Namespace, pgs: Any, rollout_manager: Any, actor_cls: Any = None) -> Any:
         if actor_cls is not None:
-            raise ConfigError(
-                f"the script brings an actor class of its own, {actor_cls}; derive it from ChannelActor"
-            )
+            raise ConfigError(f"the script brings an actor class of its own, {actor_cls}; expected none")
         from r3channel.integrations.slime.trainer import ChannelActor
 
         return make_models(args, pgs, rollout_manager, actor_cls=ChannelActor)
@@ -92,7 +89,3 @@ def hook() -> None:
     arguments.parse_args = parse_args
     placement.create_rollout_manager = create_rollout_manager
     placement.create_training_models = create_training_models
-
-
-def _with(parser: Any, add: Callable[[Any], Any] | None) -> Any:
-    return parser if add is None else add(parser)

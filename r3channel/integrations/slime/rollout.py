@@ -44,7 +44,7 @@ class ChannelManager(slime.ray.rollout.RolloutManager.__ray_metadata__.modified_
 
     def __init__(self, args: Namespace, pg: Any) -> None:
         preflight.refuse([memory_fault(args)])
-        here = {"interface": interface_of(args)}
+        here: dict[str, Any] = {"interface": interface_of(args)}
         if ray.get_gpu_ids() and ray_noset_visible_devices():
             here["device"] = int(ray.get_gpu_ids()[0])  # where Ray hides no GPU, all are counted
         config = ChannelConfig(**args.r3_channel | here)
@@ -53,8 +53,10 @@ class ChannelManager(slime.ray.rollout.RolloutManager.__ray_metadata__.modified_
         self.rows, self._started = SampleRows(self.relay), False
         tell_engines(self.relay, args)
         _watch_replies(self.rows)
-        # its router is a process of its own: a fork would hold this relay's locks and ports, also when this process is gone
+        # slime's router is a process of its own: a fork would hold this relay's ports and locks, also when the relay is gone
         slime.ray.rollout.multiprocessing = multiprocessing.get_context("spawn")
+        # slime's split keeps its schedule to itself, and the boxes that it returns are in Ray's store: to read it there would
+        # fetch the whole batch
         schedule_of = slime.ray.rollout.build_dp_schedule
 
         @wraps(schedule_of)
@@ -62,9 +64,7 @@ class ChannelManager(slime.ray.rollout.RolloutManager.__ray_metadata__.modified_
             self._schedule = schedule_of(*given, **options)
             return self._schedule
 
-        slime.ray.rollout.build_dp_schedule = (
-            build_dp_schedule  # `_split_train_data_by_dp` keeps it to itself
-        )
+        slime.ray.rollout.build_dp_schedule = build_dp_schedule
         super().__init__(args, pg)
 
     @ray.method(concurrency_group="r3channel")  # answered while generate() runs
@@ -98,9 +98,8 @@ class ChannelManager(slime.ray.rollout.RolloutManager.__ray_metadata__.modified_
     def _convert_samples_to_train_data(self, samples: Sequence[Any]) -> Any:
         self._converted = list(samples)
         data = super()._convert_samples_to_train_data(samples)
-        data.pop(
-            "rollout_routed_experts", None
-        )  # of rollouts that slime loaded: they go the channel's way too
+        # of rollouts that slime loaded: they go the channel's way too
+        data.pop("rollout_routed_experts", None)
         return data
 
     def _split_train_data_by_dp(self, data: Any) -> list[Any]:
@@ -111,9 +110,7 @@ class ChannelManager(slime.ray.rollout.RolloutManager.__ray_metadata__.modified_
         boxes = super()._split_train_data_by_dp(data)
         if self.args.use_critic and self.rollout_id < self.args.num_critic_only_steps:
             return boxes  # only the critic trains, on what its own router chooses
-        partitions, microbatches, steps, _ = (
-            self._schedule
-        )  # not asked of the boxes: Ray would fetch all they hold
+        partitions, microbatches, steps, _ = self._schedule
         ranks = [
             [[partition[at] for at in batch] for batch in rank]
             for partition, rank in zip(partitions, microbatches, strict=True)

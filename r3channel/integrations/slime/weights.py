@@ -86,9 +86,8 @@ class ChannelUpdater:
 
 def shards(args: Namespace, model: Any, model_name: str) -> list[Shard]:
     """This rank's part of every tensor of the checkpoint, by slime's names and its converter."""
-    paired = Namespace(
-        **{**vars(args), "q_lora_rank": None}
-    )  # slime keeps one tensor back until its pair comes
+    # slime keeps one tensor back until its pair comes
+    paired = Namespace(**{**vars(args), "q_lora_rank": None})
     mpu = common.mpu
     dense = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
     expert = mpu.get_expert_tensor_parallel_rank(), mpu.get_expert_tensor_parallel_world_size() or 1

@@ -186,6 +186,7 @@ def _timed_manager(module: Any) -> None:
         dispose(self)
 
     manager._split_train_data_by_dp, manager.dispose = split_train_data_by_dp, disposed
+    _told_router(module)
 
 
 def _told_router(module: Any) -> None:
@@ -270,4 +271,4 @@ def setup() -> None:
         after_import("r3channel.integrations.slime.rollout", _told_engine)
         after_import("slime.utils.types", _timed_replies)
         after_import("r3channel.integrations.slime.sample_rows", _timed_rows)
-        after_import("slime.ray.rollout", lambda module: (_timed_manager(module), _told_router(module)))
+        after_import("slime.ray.rollout", _timed_manager)
