@@ -63,9 +63,7 @@ def port(option: str, number: int, *, host: str) -> str:
         socket.create_server(address, family=family).close()
     except (OSError, OverflowError) as error:
         wrong = f"{option}: port {number} cannot be bound on {host} ({error})"
-        return (
-            f"{wrong}; stop what listens there (ss -ltnp shows it), or give another port: 0 takes a free one"
-        )
+        return f"{wrong}; stop what listens there (ss -ltnp), or give another port: 0 takes a free one"
     return ""
 
 

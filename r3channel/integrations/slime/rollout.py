@@ -6,18 +6,19 @@ int32, `_split_train_data_by_dp` has slime's own split. `launch` puts these clas
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from argparse import Namespace
 from collections.abc import Sequence
 from contextvars import ContextVar
 from functools import wraps
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import ray
 import slime.ray.rollout  # pyright: ignore[reportMissingImports]
 import slime.rollout.sglang_rollout as sglang_rollout  # pyright: ignore[reportMissingImports]
+import slime.utils.http_utils as http_utils  # pyright: ignore[reportMissingImports]
 from slime.ray.utils import ray_noset_visible_devices  # pyright: ignore[reportMissingImports]
 from slime.utils.types import Sample  # pyright: ignore[reportMissingImports]
 
@@ -33,7 +34,6 @@ from r3channel.relay.ray_host import RelayHost
 from r3channel.relay.relay import Relay
 from r3channel.transport.select import TRANSPORTS
 
-_LOOPBACK = "127.0.0.1"
 _PROBE_TOKENS = 3
 _PROBE_S = 120.0
 """An engine's first request may compile."""
@@ -48,13 +48,11 @@ class ChannelManager(slime.ray.rollout.RolloutManager.__ray_metadata__.modified_
         if ray.get_gpu_ids() and ray_noset_visible_devices():
             here["device"] = int(ray.get_gpu_ids()[0])  # where Ray hides no GPU, all are counted
         config = ChannelConfig(**args.r3_channel | here)
-        recorder = recorder_of(args, prefix="r3_")
-        self.relay = Relay(spec_of(args), layout_of(args), config, recorder=recorder)
+        self.relay = Relay(spec_of(args), layout_of(args), config, recorder=recorder_of(args, prefix="r3_"))
         self.rows, self._started = SampleRows(self.relay), False
         tell_engines(self.relay, args)
         _watch_replies(self.rows)
-        # slime's router is a process of its own: a fork would hold this relay's ports and locks, also when the relay is gone
-        slime.ray.rollout.multiprocessing = multiprocessing.get_context("spawn")
+        http_utils.run_router = run_router
         # slime's split keeps its schedule to itself, and the boxes that it returns are in Ray's store: to read it there would
         # fetch the whole batch
         schedule_of = slime.ray.rollout.build_dp_schedule
@@ -180,11 +178,27 @@ def _watch_replies(rows: SampleRows) -> None:
     sglang_rollout.generate_and_rm = generate_and_rm
 
 
+_run_router = http_utils.run_router
+
+
+def run_router(args: Any) -> Any:
+    """slime's router, in the process that slime forks for it: without this process's sockets. It may outlive a manager that is
+    killed, and would then hold the relay's ports, where trainers would wait and the next relay could not listen.
+
+    Nothing else of the relay's matters there: no other thread comes along, and the router takes none of their locks. Numbers
+    stay taken, so that no object that still has one can close another's file.
+    """
+    with open(os.devnull) as nothing:
+        for path in Path("/proc/self/fd").iterdir():
+            if path.is_socket():
+                os.dup2(nothing.fileno(), int(path.name))
+    return _run_router(args)
+
+
 def interface_of(args: Namespace) -> str:
     """The interface to bind: with several nodes Ray's own address of this one, since loopback reaches no other node."""
-    if args.r3_channel["interface"] != _LOOPBACK or _nodes() == 1:
-        return args.r3_channel["interface"]
-    return ray.util.get_node_ip_address()
+    given = args.r3_channel["interface"]
+    return given if given != preflight.LOOPBACK or _nodes() == 1 else ray.util.get_node_ip_address()
 
 
 def _nodes() -> int:

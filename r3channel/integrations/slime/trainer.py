@@ -55,10 +55,9 @@ class ChannelActor(MegatronTrainRayActor):
     def _attach(self) -> TrainerChannel:
         """Attach at the start, or in the first step if the model sleeps until then."""
         if self.channel is None:
+            relay, layout = RayRelay(self.rollout_manager), layout_of(self.args)
             config = ChannelConfig(**self.args.r3_channel)
-            self.channel = TrainerChannel.attach(
-                self.model, RayRelay(self.rollout_manager), layout=layout_of(self.args), config=config
-            )
+            self.channel = TrainerChannel.attach(self.model, relay, layout=layout, config=config)
         return self.channel
 
     def train(self, rollout_id: int, rollout_data_ref: Sequence[Any], external_data: Any = None) -> Any:

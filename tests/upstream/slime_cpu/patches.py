@@ -201,6 +201,8 @@ def _told_router(module: Any) -> None:
         found = start(args, **options)
         for child in multiprocessing.active_children():
             witness.TOLD["router_sockets"] = len(witness.sockets("self") & witness.sockets(child.pid))
+            with witness.urlopen(f"http://{found[0]}:{found[1]}/workers", timeout_s=60) as page:
+                witness.TOLD["router_answers"] = page.status
         return ("127.0.0.1", int(os.environ["SLIME_CPU_ROUTER"])) if args.sglang_router_ip is None else found
 
     module._start_router = start_router
