@@ -141,11 +141,11 @@ def test_rows_that_this_machine_has_no_memory_for_are_missed_unless_the_store_is
 def test_the_model_is_named_as_slime_takes_it_a_folder_or_an_id_of_the_hub(
     checkpoint: str, tmp_path: Path
 ) -> None:
-    cached, revision = tmp_path / "models--our--model", "0" * 40
-    for folder in ("refs", "snapshots"):
-        (cached / folder).mkdir(parents=True)
-    (cached / "refs/main").write_text(revision)
-    (cached / "snapshots" / revision).symlink_to(checkpoint)
+    cached = tmp_path / "models--our--model"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs/main").write_text("now")
+    (cached / "snapshots").mkdir()
+    (cached / "snapshots/now").symlink_to(checkpoint)
     program = (
         "import argparse, sys\nfrom r3channel.integrations.slime.arguments import spec_of\n"
         "for name in sys.argv[1:]: print(spec_of(argparse.Namespace(hf_checkpoint=name)).bytes_per_token, flush=True)"

@@ -47,14 +47,10 @@ def options_of(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--top-k", type=int, default=4)
     parser.add_argument("--response-length", type=int, default=24)
     parser.add_argument("--delivery", choices=("inband", "direct"), default="inband")
-    parser.add_argument(
-        "--stock", action="store_true", help="slime's own --use-rollout-routing-replay instead"
-    )
+    parser.add_argument("--stock", action="store_true", help="slime's --use-rollout-routing-replay instead")
     parser.add_argument("--slimes-router", action="store_true", help="slime starts sglang-router, unused")
     parser.add_argument("--script", default="train_async.py")
-    parser.add_argument(
-        "--corrupt", action="store_true", help="a wrong id in a trainer's memory: it must end"
-    )
+    parser.add_argument("--corrupt", action="store_true", help="a wrong id in a trainer's memory")
     parser.add_argument("--own-engines", action="store_true", help="slime starts the servers itself")
     parser.add_argument("--no-engine", action="store_true", help="for -- --load-debug-rollout-data")
     parser.add_argument("--dropping-router", action="store_true", help="requests lose return_routed_experts")
@@ -84,9 +80,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     started = time.monotonic()
     with ExitStack() as stack:
         router = stack.enter_context(Router(drops="return_routed_experts" if options.dropping_router else ""))
-        ray_dir = stack.enter_context(
-            tempfile.TemporaryDirectory(prefix="r3-")
-        )  # short: sockets lie below it
+        # short: sockets lie below it
+        ray_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="r3-"))
         options.port, options.token = free_port(), Path(ray_dir, "token")
         create_token(options.token)
         Path(ray_dir, "tmp").mkdir()
@@ -118,7 +113,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "token_in": sorted(map(str, token_in)),
         "told": sorted(path.name for path in options.work.glob("told/*.txt")),
         "seconds": round(time.monotonic() - started, 1),
-        "rows": _compared(options, model),
+        "rows": _compared(options, model) if told.is_dir() else {},
         "processes": {path.stem: json.loads(path.read_text()) for path in sorted(told.glob("*.json"))},
         "steps": _steps(options.work / "driver.log"),
         "tail": "" if code == 0 else (options.work / "driver.log").read_text(errors="replace")[-_LOG_TAIL:],
@@ -180,9 +175,8 @@ def _slime_arguments(
         arguments += ["--rollout-num-gpus", str(options.engines), "--rollout-num-gpus-per-engine", "1"]
         arguments += _engine_arguments(_engine(options, model))
     arguments += ["--sequence-parallel"] if options.tp > 1 else []
-    arguments += (
-        ["--cp-comm-type", "all_gather"] if options.cp > 1 else []
-    )  # what Megatron allows without Transformer Engine
+    # what Megatron allows without Transformer Engine
+    arguments += ["--cp-comm-type", "all_gather"] if options.cp > 1 else []
     if options.stock:
         arguments.append("--use-rollout-routing-replay")
     else:
@@ -210,9 +204,8 @@ def _engine_arguments(engine: EngineOptions) -> list[str]:
 
 def _environment(options: argparse.Namespace, sources: Sources, ray_dir: str, router: int) -> dict[str, str]:
     env = environment()
-    if (
-        options.own_engines
-    ):  # slime numbers its engines behind the trainers, and SGLang takes the number for a NUMA node's
+    if options.own_engines:
+        # slime numbers its engines behind the trainers, and SGLang takes the number for a NUMA node's
         cores = sorted(os.sched_getaffinity(0))
         env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(
             str(cores[rank % len(cores)]) for rank in range(options.world + options.engines)
@@ -248,11 +241,10 @@ def _holding(token: str, *folders: Path) -> set[Path]:
 
 def _compared(options: argparse.Namespace, model: Path) -> dict[str, int]:
     spec = RoutingSpec.from_hf_config(json.loads((model / "config.json").read_text()))
-    said = (
-        said_by_dump(options.work / "rollouts", spec.moe_layers)
-        if options.stock
-        else said_by_recording(options.work / "recording")
-    )
+    if options.stock:
+        said = said_by_dump(options.work / "rollouts", spec.moe_layers)
+    else:
+        said = said_by_recording(options.work / "recording")
     return compare(options.work / "routers", said, spec.moe_layers)
 
 

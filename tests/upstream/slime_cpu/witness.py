@@ -21,9 +21,8 @@ import numpy as np
 from r3channel.recordings.recording import Recording
 from r3channel.transport.http import urlopen
 
-_EXPECTED: list[
-    tuple[Any, Any]
-] = []  # (samples, positions) of each micro-batch, as this rank's routers see the rows
+_EXPECTED: list[tuple[Any, Any]] = []
+"""(samples, positions) of each micro-batch, as this rank's routers see the rows."""
 _SEEN: list[tuple[Any, Any, Any, Any]] = []
 _STEP = [0]
 _SPENT: dict[str, list[float]] = {}
