@@ -59,7 +59,7 @@ class ChannelManager(slime.ray.rollout.RolloutManager.__ray_metadata__.modified_
 
         @wraps(schedule_of)
         def build_dp_schedule(*given: Any, **options: Any) -> Any:
-            self._schedule: Any = schedule_of(*given, **options)
+            self._schedule = schedule_of(*given, **options)
             return self._schedule
 
         slime.ray.rollout.build_dp_schedule = build_dp_schedule
@@ -108,7 +108,7 @@ class ChannelManager(slime.ray.rollout.RolloutManager.__ray_metadata__.modified_
         boxes = super()._split_train_data_by_dp(data)
         if self.args.use_critic and self.rollout_id < self.args.num_critic_only_steps:
             return boxes  # only the critic trains, on what its own router chooses
-        (partitions, microbatches, steps, _), self._schedule = self._schedule, None
+        partitions, microbatches, steps, _ = self.__dict__.pop("_schedule")  # an old one would fit no longer
         ranks = [
             [[partition[at] for at in batch] for batch in rank]
             for partition, rank in zip(partitions, microbatches, strict=True)
