@@ -175,20 +175,14 @@ def a_slime(folder: Path) -> Path:
     for file, names in listed.items():
         path = folder / file
         path.parent.mkdir(parents=True, exist_ok=True)
-        classes: dict[str, list[str]] = {}
-        lines = []
+        lines: list[str] = []
         for name, parameters in names.items():
             owner, _, method = name.rpartition(".")
-            signature = f"def {method}({', '.join(parameters)}): ..."
-            if not owner and not parameters:
-                classes.setdefault(name, [])
-            elif owner:
-                classes.setdefault(owner, []).append(signature)
-            else:
-                lines.append(signature)
-        for name, methods in classes.items():
-            lines += [f"class {name}:", *(f"    {method}" for method in methods or ["pass"])]
-        path.write_text("\n".join(lines) + "\n")
+            function = f"def {method}({', '.join(parameters)}): ..."
+            lines.append(
+                f"class {owner}:\n {function}" if owner else function if parameters else f"class {name}: ..."
+            )
+        path.write_text("\n".join(lines))
     return folder
 
 
