@@ -1,6 +1,6 @@
 """The names of SGLang that the engine room relies on, per version, and a check of each. Imports SGLang only when asked, by name.
 
-The names are in sglang_names.toml, read against SGLang 0.5.15.post1 and 0.5.23; what lies between follows one of the two tables or
+The names are in sglang_names.toml, read against SGLang 0.5.15.post1 and 0.5.23; what lies between follows one table or
 is refused. When a release moves a name, `check_hooks` says which, before anything is patched.
 """
 
